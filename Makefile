@@ -1,0 +1,41 @@
+# `make demo` shows the main job, `make test` checks it; both set up what they need in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: setup demo test test-all check docs lock clean
+
+setup: $(STAMP)
+
+$(STAMP): locks/cpu.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r locks/cpu.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $(STAMP)
+
+demo: setup
+	$(BIN)/python -m benchmarks.demo
+
+test: setup
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --cache-dir .import_linter_cache
+
+docs: setup
+	$(BIN)/mkdocs build --strict
+
+# Resolves locks/*.in anew. Needs uv; the rest of the project does not.
+lock:
+	locks/update.sh
+
+clean:
+	rm -rf site dist build demo .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,140 @@
+"""The daemon process: lock, store, engines, gateway, loop and HTTP edge, in that order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import uvicorn
+
+from batchrun.api.app import make_app
+from batchrun.api.status import Status
+from batchrun.config import Deployment, Home
+from batchrun.daemon import Daemon, Supervisor
+from batchrun.errors import EngineError
+from batchrun.files import write_atomically
+from batchrun.store import Store, StoreLock, open_store
+
+log = logging.getLogger(__name__)
+
+LOCK_WAIT_S = 5.0
+CLEAN_STOP_S = 9.5
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonAddress:
+    """Where a running daemon answers. The file that holds it is readable by its owner alone."""
+
+    pid: int
+    url: str
+    token: str
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: the daemon has its own."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def read_address(home: Home) -> DaemonAddress | None:
+    """The address that a daemon of this home left; it may have died since."""
+    try:
+        return DaemonAddress(**json.loads(home.daemon_record.read_text()))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+
+
+def serve(deployment: Deployment, home: Home, *, on_ready: Callable[[], None]) -> int:
+    """Run the daemon until SIGTERM or SIGINT; returns the signal that ended it.
+
+    `on_ready` is called once an engine is ready. The gateway and managed engines outlive this.
+    Raises StoreLockedError, StoreError, EngineError.
+    """
+    home.create()
+    with StoreLock(home.store_lock, wait_s=LOCK_WAIT_S):
+        store = open_store(home.store)
+        secret = {"engines": {"__all__": {"api_key"}}}
+        resolved = deployment.model_dump_json(indent=2, exclude=secret)
+        write_atomically(home.resolved_config, resolved.encode(), mode=0o600)
+        try:
+            return asyncio.run(_run(deployment, home, store, on_ready))
+        finally:
+            home.daemon_record.unlink(missing_ok=True)
+            store.close()
+
+
+async def _run(
+    deployment: Deployment, home: Home, store: Store, on_ready: Callable[[], None]
+) -> int:
+    supervisor = Supervisor(deployment, home)
+    daemon = Daemon(store, supervisor.slots, deployment.window, home.inputs)
+    status = Status(daemon, supervisor.gateway_url)
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = DaemonAddress(
+        os.getpid(), f"http://127.0.0.1:{listener.getsockname()[1]}", secrets.token_urlsafe(32)
+    )
+    server = _Server(
+        uvicorn.Config(
+            make_app(daemon, status, address.token), log_level="warning", access_log=False
+        )
+    )
+    write_atomically(home.daemon_record, json.dumps(asdict(address)).encode(), mode=0o600)
+    ended = _catch_signals()
+    edge = asyncio.create_task(server.serve(sockets=[listener]))
+    work = asyncio.create_task(daemon.run())
+    engines = asyncio.create_task(_supervise(supervisor, on_ready))
+    try:
+        waited: set[asyncio.Future[Any]] = {ended, work, engines}
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        _end_within(CLEAN_STOP_S)
+        for task in (work, engines):
+            task.cancel()
+        await asyncio.gather(work, engines, return_exceptions=True)
+        server.should_exit = True
+        await edge
+        await supervisor.close()
+    if ended.done():
+        return ended.result()
+    for task in (engines, work):
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error
+    raise EngineError("the daemon ended by itself")
+
+
+async def _supervise(supervisor: Supervisor, on_ready: Callable[[], None]) -> None:
+    await supervisor.start()
+    on_ready()
+    await supervisor.watch()
+
+
+def _catch_signals() -> asyncio.Future[int]:
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[int] = loop.create_future()
+
+    def on_signal(number: int) -> None:
+        if not ended.done():
+            ended.set_result(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    return ended
+
+
+def _end_within(limit_s: float) -> None:
+    """Leave at the latest then, even if a thread is still writing a (temporary) output file."""
+    watchdog = threading.Timer(limit_s, os._exit, args=(0,))
+    watchdog.daemon = True
+    watchdog.start()

@@ -1,0 +1,86 @@
+"""Asking the running daemon, over HTTP on loopback."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+from batchrun import errors
+from batchrun.api import read_address
+from batchrun.api.app import PREFIX
+from batchrun.config import Home
+from batchrun.errors import BatchrunError, DaemonUnavailableError
+from batchrun.store import StoreLock
+
+TIMEOUT_S = 30.0
+JsonDocument = dict[str, Any]
+
+
+class DaemonClient:
+    """The daemon of one home. Every call raises DaemonUnavailableError when none answers."""
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+
+    def get(self, path: str) -> JsonDocument:
+        """GET a control route."""
+        return self._call("GET", path, None)
+
+    def post(self, path: str, document: Mapping[str, object] | None = None) -> JsonDocument:
+        """POST a JSON object to a control route."""
+        return self._call("POST", path, document or {})
+
+    def is_running(self) -> bool:
+        """Whether a daemon answers."""
+        try:
+            self.get("/status")
+        except DaemonUnavailableError:
+            return False
+        return True
+
+    def _call(self, method: str, path: str, document: Mapping[str, object] | None) -> JsonDocument:
+        address = read_address(self._home)
+        if address is None:
+            raise _no_daemon(self._home)
+        request = urllib.request.Request(
+            address.url + PREFIX + path,
+            method=method,
+            data=None if document is None else json.dumps(document).encode(),
+            headers={
+                "Authorization": f"Bearer {address.token}",
+                "Content-Type": "application/json",
+            },
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+                answer: JsonDocument = json.load(response)
+                return answer
+        except urllib.error.HTTPError as error:
+            raise _as_our_error(error) from error
+        except (OSError, ValueError) as error:
+            raise _no_daemon(self._home) from error
+
+
+def store_lock(home: Home) -> StoreLock:
+    """The lock under which a command without a daemon may write to the store."""
+    home.create()
+    return StoreLock(home.store_lock, wait_s=2.0)
+
+
+def _no_daemon(home: Home) -> DaemonUnavailableError:
+    return DaemonUnavailableError(
+        f"no daemon runs for {home.path}; start one with `batchrun up -d`"
+    )
+
+
+def _as_our_error(error: urllib.error.HTTPError) -> BatchrunError:
+    try:
+        envelope = json.load(error)["error"]
+    except (ValueError, KeyError, TypeError):
+        return BatchrunError(f"the daemon answered HTTP {error.code}")
+    kind = getattr(errors, str(envelope.get("code")), BatchrunError)
+    is_ours = isinstance(kind, type) and issubclass(kind, BatchrunError)
+    return (kind if is_ours else BatchrunError)(envelope["message"])

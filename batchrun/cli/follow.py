@@ -1,0 +1,93 @@
+"""Watching one job until it ends."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from batchrun.cli.console import note, print_json, progress_bar, say
+from batchrun.cli.daemon_client import DaemonClient
+from batchrun.errors import JobFailedError, StoreFullError
+from batchrun.types import JobState
+
+POLL_INTERVAL_S = 0.3
+STALL_PATIENCE_S = 5.0
+
+
+class RowsFailedError(JobFailedError):
+    """Under --strict: the job completed, but rows failed."""
+
+    exit_code = 1
+
+
+def follow(client: DaemonClient, job_id: str, *, strict: bool, as_json: bool) -> dict[str, Any]:
+    """Show a job's progress until it ends, then its summary; returns its last view.
+
+    Raises JobFailedError when it paused, failed, was cancelled or expired, RowsFailedError under
+    `strict`, StoreFullError when its results cannot be written.
+    """
+    view = _watch(client, job_id)
+    if as_json:
+        print_json(view)
+    state = JobState(view["state"])
+    if state is JobState.PAUSED:
+        raise JobFailedError(
+            f"{job_id} paused after {_done(view):,} of {view['num_rows']:,} rows: {view['reason']}"
+            f" (then: `batchrun resume {job_id}`)"
+        )
+    if state is not JobState.COMPLETED:
+        raise JobFailedError(f"{job_id} {state}: {view['reason'] or view['output_path']}")
+    if not as_json:
+        _print_summary(view)
+    if strict and view["num_failed"]:
+        raise RowsFailedError(f"{view['num_failed']:,} rows failed; see `batchrun errors {job_id}`")
+    return view
+
+
+def _watch(client: DaemonClient, job_id: str) -> dict[str, Any]:
+    stalled_since_s: float | None = None
+    with progress_bar() as progress:
+        task = progress.add_task(job_id, total=None)
+        while True:
+            view = client.get(f"/jobs/{job_id}")
+            state = JobState(view["state"])
+            if state.is_terminal or state is JobState.PAUSED:
+                return view
+            progress.update(
+                task,
+                description=_describe(view),
+                completed=_done(view),
+                total=view["num_rows"],
+            )
+            if view["stalled"] is None:
+                stalled_since_s = None
+            elif stalled_since_s is None:
+                stalled_since_s = time.monotonic()
+            elif time.monotonic() - stalled_since_s > STALL_PATIENCE_S:
+                raise StoreFullError(f"results cannot be written: {view['stalled']}")
+            time.sleep(POLL_INTERVAL_S)
+
+
+def _describe(view: dict[str, Any]) -> str:
+    if view["stalled"]:
+        return f"{view['name']}: {view['stalled']}"
+    if view["stage"]:
+        return f"{view['name']}: {view['stage']}"
+    return f"{view['name']}: {view['rows_per_s']:.1f} rows/s"
+
+
+def _done(view: dict[str, Any]) -> int:
+    return int(view["num_completed"]) + int(view["num_failed"])
+
+
+def _print_summary(view: dict[str, Any]) -> None:
+    hit_rate = view["hit_rate"]
+    tokens = view["num_prompt_tokens"] + view["num_output_tokens"]
+    parts = [f"{view['num_completed']:,} rows done", f"{view['num_failed']:,} failed"]
+    parts.append(f"{tokens:,} tokens")
+    if hit_rate is not None:
+        parts.append(f"{hit_rate:.0%} of prompt tokens from the prefix cache")
+    say(f"{view['id']}  {view['name']}: {', '.join(parts)}")
+    say(view["output_path"])
+    if view["num_failed"]:
+        note(f"why rows failed: batchrun errors {view['id']}")

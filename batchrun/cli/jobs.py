@@ -1,0 +1,115 @@
+"""Commands that change jobs: submit, cancel, pause, resume, offline."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from batchrun.cli.console import LateProgress, note, print_json, say
+from batchrun.cli.daemon_client import DaemonClient, store_lock
+from batchrun.cli.follow import follow
+from batchrun.cli.options import HomeOption, JobArgument, JobFileArgument, JsonOption
+from batchrun.config import Home, load_home
+from batchrun.errors import DaemonUnavailableError
+from batchrun.jobspec import load_job_file
+from batchrun.store import NewJob, open_store
+from batchrun.store import jobs as job_records
+from batchrun.submission import prepare_job
+
+
+class Switch(StrEnum):
+    """Whether offline work runs."""
+
+    ON = "on"
+    OFF = "off"
+
+
+def submit(
+    file: JobFileArgument,
+    *,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until the job has ended.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="With --wait: exit 1 when rows failed.")
+    ] = False,
+    home_path: HomeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Add a job. Without a daemon it waits in the store until one runs."""
+    home = load_home(home_path)
+    job = prepare(file, home)
+    job_id, is_waiting = hand_over(job, home)
+    if wait:
+        if is_waiting:
+            raise DaemonUnavailableError(
+                f"{job_id} was added, but no daemon runs it; start one with `batchrun up -d`"
+            )
+        follow(DaemonClient(home), job_id, strict=strict, as_json=as_json)
+    elif as_json:
+        print_json({"id": job_id, "rows": job.num_rows, "waits_for_daemon": is_waiting})
+    else:
+        say(f"{job_id}  {job.name}: {job.num_rows:,} rows")
+        if is_waiting:
+            note("no daemon runs; the job waits for `batchrun up -d`")
+
+
+def cancel(job: JobArgument, *, home_path: HomeOption = None, as_json: JsonOption = False) -> None:
+    """End a job now; what is done is kept in its output."""
+    _change(job, "cancel", home_path, as_json=as_json)
+
+
+def pause(job: JobArgument, *, home_path: HomeOption = None, as_json: JsonOption = False) -> None:
+    """Stop running a job's rows until `resume`."""
+    _change(job, "pause", home_path, as_json=as_json)
+
+
+def resume(job: JobArgument, *, home_path: HomeOption = None, as_json: JsonOption = False) -> None:
+    """Go on with a paused job."""
+    _change(job, "resume", home_path, as_json=as_json)
+
+
+def offline(
+    switch: Annotated[Switch, typer.Argument(help="on or off")],
+    *,
+    home_path: HomeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Turn all offline work on or off at once; online traffic goes on."""
+    answer = DaemonClient(load_home(home_path)).post("/offline", {"on": switch is Switch.ON})
+    if as_json:
+        print_json(answer)
+    else:
+        say(f"offline work is {switch}")
+
+
+def prepare(file: Path, home: Home) -> NewJob:
+    """Read, check and pin a job file. Raises JobSpecError and DataError."""
+    with LateProgress() as progress:
+        spec = load_job_file(file, cwd=Path.cwd())
+        return prepare_job(spec, links=home.inputs, progress=progress)
+
+
+def hand_over(job: NewJob, home: Home) -> tuple[str, bool]:
+    """Give a job to the daemon, or to the store when none runs; returns (id, it waits)."""
+    try:
+        answer = DaemonClient(home).post("/jobs", asdict(job))
+        return str(answer["id"]), False
+    except DaemonUnavailableError:
+        with store_lock(home):
+            store = open_store(home.store)
+            try:
+                return job_records.create(store, job, now_s=time.time()).id, True
+            finally:
+                store.close()
+
+
+def _change(job: str, action: str, home_path: Path | None, *, as_json: bool) -> None:
+    answer = DaemonClient(load_home(home_path)).post(f"/jobs/{job}/{action}")
+    if as_json:
+        print_json(answer)
+    else:
+        say(f"{answer['id']}  {answer['state']}")

@@ -1,0 +1,122 @@
+"""Commands that read what a job has produced: results, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from batchrun.cli.console import LateProgress, note, out, print_json, say
+from batchrun.cli.options import HomeOption, JobArgument, JsonOption
+from batchrun.config import Home, load_home
+from batchrun.daemon import export
+from batchrun.daemon.view import output_path
+from batchrun.errors import InputError, StateError, UnknownJobError
+from batchrun.store import JobRecord, Store, open_store
+from batchrun.store import jobs as job_records
+from batchrun.store import results as result_records
+from batchrun.types import JobState
+
+OUTPUT_SUFFIXES = (".parquet", ".jsonl")
+
+
+def results(
+    job: JobArgument,
+    *,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to write: .parquet or .jsonl.")
+    ] = None,
+    partial: Annotated[
+        bool, typer.Option("--partial", help="Write the rows done so far of an unfinished job.")
+    ] = False,
+    home_path: HomeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print where a job's output is, or write it to another file."""
+    home = load_home(home_path)
+    with stored_job(job, home) as (store, record):
+        _check_finished(store, record, partial=partial)
+        if output is None and partial:
+            raise InputError("--partial needs a file to write to: -o PATH")
+        if output is not None and output.suffix not in OUTPUT_SUFFIXES:
+            raise InputError(f"-o {output}: must end in .parquet or .jsonl")
+        num_rows = record.num_rows
+        path = Path(output_path(record)) if output is None else output.absolute()
+        if output is not None or not path.exists():
+            with LateProgress() as progress:
+                num_rows = export(
+                    store,
+                    record,
+                    links=home.inputs,
+                    path=path,
+                    is_partial=partial,
+                    progress=progress,
+                )
+    if as_json:
+        print_json({"id": record.id, "path": str(path), "rows": num_rows})
+    else:
+        say(str(path))
+
+
+def errors(
+    job: JobArgument,
+    *,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Most rows to show.")] = 20,
+    home_path: HomeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show which rows of a job failed, and why."""
+    with stored_job(job, load_home(home_path)) as (store, record):
+        counts = result_records.count(store, record.seq)
+        failed = list(result_records.read(store, record.seq, failed_only=True, limit=limit))
+    rows = [
+        {
+            "row": result.row,
+            "attempts": result.attempts,
+            "code": result.error.code,
+            "status_code": result.error.status_code,
+            "message": result.error.message,
+        }
+        for result in failed
+        if result.error is not None
+    ]
+    if as_json:
+        print_json({"id": record.id, "num_failed": counts.num_failed, "errors": rows})
+        return
+    if record.reason is not None:
+        say(f"{record.id} {record.state}: {record.reason}")
+    if not rows:
+        say(f"{record.id}: no row has failed")
+        return
+    table = Table("row", "attempts", "code", "message", box=None)
+    for entry in rows:
+        table.add_row(*(str(entry[key]) for key in ("row", "attempts", "code", "message")))
+    out.print(table, markup=False)
+    if counts.num_failed > len(rows):
+        note(f"{counts.num_failed - len(rows):,} more; --limit shows them")
+
+
+@contextmanager
+def stored_job(job: str, home: Home) -> Iterator[tuple[Store, JobRecord]]:
+    """A job as it stands in the store, beside a daemon or without one."""
+    if not home.store.exists():
+        raise UnknownJobError(f"{job}: no such job; {home.path} holds no jobs yet")
+    store = open_store(home.store)
+    try:
+        yield store, job_records.get(store, job)
+    finally:
+        store.close()
+
+
+def _check_finished(store: Store, record: JobRecord, *, partial: bool) -> None:
+    if record.state in {JobState.COMPLETED, JobState.CANCELLED, JobState.EXPIRED} or partial:
+        return
+    num_done = result_records.count(store, record.seq).num_done
+    raise StateError(
+        f"{record.id} is {record.state} with {num_done:,} of {record.num_rows:,} rows done; "
+        "add --partial -o PATH for those, or wait: `batchrun status --watch`"
+    )

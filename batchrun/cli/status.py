@@ -1,0 +1,146 @@
+"""The `status` command."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from batchrun.cli.console import out, print_json
+from batchrun.cli.daemon_client import DaemonClient
+from batchrun.cli.options import HomeOption, JsonOption
+from batchrun.config import Home, load_home
+from batchrun.daemon import view_job
+from batchrun.errors import DaemonUnavailableError, UnknownJobError
+from batchrun.store import jobs, open_store, results
+
+WATCH_INTERVAL_S = 1.0
+
+
+def status(
+    job: Annotated[str | None, typer.Argument(help="Show this job alone, in detail.")] = None,
+    *,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until Ctrl-C.")] = False,
+    home_path: HomeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show engines and jobs."""
+    home = load_home(home_path)
+    if as_json:
+        print_json(_picture(home, job))
+    elif not watch:
+        out.print(_render(_picture(home, job), job))
+    else:
+        with Live(console=out, refresh_per_second=4) as live:
+            while True:
+                live.update(_render(_picture(home, job), job))
+                time.sleep(WATCH_INTERVAL_S)
+
+
+def _picture(home: Home, job: str | None) -> dict[str, Any]:
+    """The daemon's snapshot, or what the store alone can tell."""
+    try:
+        picture = DaemonClient(home).get("/status")
+    except DaemonUnavailableError:
+        picture = {"gateway": None, "offline": None, "stalled": None, "engines": [], "jobs": []}
+        if home.store.exists():
+            picture["jobs"] = _stored_jobs(home)
+    if job is not None:
+        wanted = [v for v in picture["jobs"] if v["id"].startswith(job) or v["name"] == job]
+        if not wanted:
+            raise UnknownJobError(f"{job}: no such job; `batchrun status` lists the jobs")
+        picture["jobs"] = wanted
+    return picture
+
+
+def _stored_jobs(home: Home) -> list[dict[str, object]]:
+    store = open_store(home.store)
+    try:
+        records = jobs.list_jobs(store)
+        return [view_job(r, results.count(store, r.seq)).to_json() for r in records]
+    finally:
+        store.close()
+
+
+def _render(picture: dict[str, Any], job: str | None) -> RenderableType:
+    parts: list[RenderableType] = []
+    if picture["gateway"] is None:
+        parts.append(Text("no daemon runs; start one with `batchrun up -d`"))
+    else:
+        switch = "on" if picture["offline"] else "off"
+        parts.append(Text(f"online endpoint {picture['gateway']}/v1, offline work {switch}"))
+    if picture["stalled"]:
+        parts.append(Text(f"stalled: {picture['stalled']}"))
+    parts += [_engine_line(engine) for engine in picture["engines"]]
+    if job is not None:
+        parts += [_detail(view) for view in picture["jobs"]]
+    elif picture["jobs"]:
+        parts.append(_job_table(picture["jobs"]))
+    else:
+        parts.append(Text("no jobs yet; add one with `batchrun submit FILE`"))
+    return Group(*parts)
+
+
+def _engine_line(engine: dict[str, Any]) -> Text:
+    busy = f", {engine['in_flight']} offline rows in flight" if engine["in_flight"] else ""
+    stage = "" if engine["stage"] == engine["state"] else f" ({engine['stage']})"
+    return Text(f"engine {engine['name']} {engine['url']}: {engine['state']}{stage}{busy}")
+
+
+def _job_table(views: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, header_style="bold")
+    for heading in ("job", "name", "state"):
+        table.add_column(heading)
+    for heading in ("done", "failed", "rows", "rows/s", "ETA", "hit rate", "tokens/s"):
+        table.add_column(heading, justify="right")
+    for view in views:
+        table.add_row(
+            view["id"],
+            view["name"],
+            view["stage"] or view["state"],
+            f"{view['num_completed']:,}",
+            f"{view['num_failed']:,}",
+            f"{view['num_rows']:,}",
+            f"{view['rows_per_s']:.1f}" if view["rows_per_s"] else "-",
+            _duration(view["eta_s"]),
+            _share(view["hit_rate"]),
+            f"{view['served_tokens_per_s']:,.0f}" if view["served_tokens_per_s"] else "-",
+        )
+    return table
+
+
+def _detail(view: dict[str, Any]) -> Table:
+    lines = {
+        "job": f"{view['id']}  {view['name']}",
+        "state": view["stage"] or view["state"],
+        "reason": view["reason"],
+        "rows": f"{view['num_completed']:,} done, {view['num_failed']:,} failed, "
+        f"{view['num_in_flight']:,} in flight, {view['num_rows']:,} in all",
+        "speed": f"{view['rows_per_s']:.1f} rows/s, {view['computed_tokens_per_s']:,.0f} computed "
+        f"and {view['served_tokens_per_s']:,.0f} served tokens/s",
+        "ETA": _duration(view["eta_s"]),
+        "hit rate": f"{_share(view['hit_rate'])} (best possible {_share(view['best_hit_rate'])})",
+        "output": view["output_path"],
+    }
+    table = Table(box=None, show_header=False)
+    for key, value in lines.items():
+        if value is not None:
+            table.add_row(key, Text(str(value), overflow="fold"))
+    return table
+
+
+def _share(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    minutes, rest_s = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{rest_s:02}s"

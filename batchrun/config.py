@@ -1,0 +1,220 @@
+"""The deployment: batchrun.yaml, BATCHRUN_* and flags, read once, checked, frozen."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from batchrun.errors import ConfigError
+from batchrun.yaml_lines import load_strict
+
+DEFAULT_FILE = "batchrun.yaml"
+TINY_MODEL = "tiny"
+LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
+
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+Port = Annotated[int, Field(ge=1, le=65535)]
+
+
+def _checked_listen(listen: str) -> str:
+    host, _, port = listen.rpartition(":")
+    if not port.isdigit() or not 1 <= int(port) <= 65535 or not host:
+        raise ValueError(f"must be HOST:PORT, for example 127.0.0.1:8000 (got {listen!r})")
+    if host.strip("[]") not in LOOPBACK_HOSTS:
+        raise ValueError(
+            f"{host} can be reached from outside, and this version has no API keys yet; "
+            "listen on 127.0.0.1 and put your own proxy in front"
+        )
+    return listen
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class EngineConfig(_Strict):
+    """One engine. With `attach` it is a URL of a running vLLM; else batchrun starts it.
+
+    `priority`: whether offline requests carry vLLM's `priority` field (needs
+    `--scheduling-policy priority`, which managed engines get).
+    """
+
+    name: Name = "0"
+    attach: str | None = None
+    api_key: str | None = Field(default=None, repr=False)
+    priority: bool | None = None
+    port: Port | None = None
+    url: str | None = None
+    python: str | None = None
+    vllm_args: tuple[str, ...] = ()
+    env: dict[str, str] = {}
+    command: tuple[str, ...] | None = None
+
+    @model_validator(mode="after")
+    def _kinds_do_not_mix(self) -> EngineConfig:
+        if self.attach is not None:
+            for key in ("port", "url", "python", "vllm_args", "env", "command"):
+                if getattr(self, key):
+                    raise ValueError(f"{key!r} belongs to an engine that batchrun starts")
+        elif self.api_key is not None:
+            raise ValueError("'api_key' belongs to an engine with 'attach'")
+        return self
+
+    @property
+    def uses_priority(self) -> bool:
+        """Whether offline requests are sent with a lower priority than online ones."""
+        return self.attach is None if self.priority is None else self.priority
+
+
+class WindowConfig(_Strict):
+    """The most offline work in flight on each engine."""
+
+    requests: Annotated[int, Field(ge=1, le=4096)] = 32
+    tokens: Annotated[int, Field(ge=1)] = 400_000
+
+
+class DeploymentFile(_Strict):
+    """The keys of batchrun.yaml.
+
+    `model` is a folder, a hub id, or `tiny`: a random model that batchrun builds, for trying out.
+    """
+
+    model: str = TINY_MODEL
+    served_model_name: str | None = None
+    listen: Annotated[str, AfterValidator(_checked_listen)] = "127.0.0.1:8000"
+    gateway_workers: Annotated[int, Field(ge=1, le=64)] = 1
+    engines: Annotated[tuple[EngineConfig, ...], Field(min_length=1)] = (EngineConfig(),)
+    window: WindowConfig = WindowConfig()
+
+    @model_validator(mode="after")
+    def _engine_names_differ(self) -> DeploymentFile:
+        names = [engine.name for engine in self.engines]
+        if len(set(names)) != len(names):
+            raise ValueError("two engines have the same 'name'; give each its own")
+        return self
+
+
+class Environment(BaseSettings):
+    """What BATCHRUN_* variables may set; flags come first, then these, then the file."""
+
+    model_config = SettingsConfigDict(env_prefix="BATCHRUN_", extra="ignore", frozen=True)
+
+    home: Path | None = None
+    config: Path | None = None
+    model: str | None = None
+    listen: str | None = None
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags, then the environment; nothing else."""
+        return (init_settings, env_settings)
+
+
+class Home:
+    """The folder that holds a deployment's state, and where each thing lies in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.expanduser().absolute()
+        self.store = self.path / "store.db"
+        self.store_lock = self.path / "store.lock"
+        self.run = self.path / "run"
+        self.log = self.path / "log"
+        self.inputs = self.path / "inputs"
+        self.engine_environment = self.path / "engine-env"
+        self.tiny_model = self.path / "models" / "tiny"
+        self.daemon_record = self.run / "daemon.json"
+        self.daemon_process = self.run / "daemon-process.json"
+        self.gateway_process = self.run / "gateway-process.json"
+        self.upstreams = self.run / "upstreams.json"
+        self.resolved_config = self.run / "config.json"
+
+    def create(self) -> None:
+        """Make the folders, readable by their owner alone. Raises ConfigError."""
+        try:
+            for folder in (self.path, self.run, self.log, self.inputs):
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise ConfigError(f"--home {self.path}: {error.strerror}") from error
+
+
+class Deployment(DeploymentFile):
+    """A resolved deployment. `base` is the folder that relative paths in the file start from."""
+
+    base: Path
+
+    @property
+    def model_name(self) -> str:
+        """The model id that callers use."""
+        if self.served_model_name is not None:
+            return self.served_model_name
+        return self.model if not Path(self.model).is_absolute() else Path(self.model).name
+
+
+def load_home(flag: Path | None) -> Home:
+    """The home folder: --home, else BATCHRUN_HOME, else ~/.local/state/batchrun."""
+    chosen = flag or _environment().home
+    return Home(chosen or Path("~/.local/state/batchrun"))
+
+
+def load_deployment(config: Path | None, **flags: str | None) -> Deployment:
+    """Flags over BATCHRUN_* over the file (`config`, or ./batchrun.yaml when it exists).
+
+    Raises ConfigError with file, line and key.
+    """
+    environment = _environment(**{key: value for key, value in flags.items() if value is not None})
+    path = config or environment.config
+    if path is None and Path(DEFAULT_FILE).exists():
+        path = Path(DEFAULT_FILE)
+    values: dict[str, Any] = {"base": Path.cwd() if path is None else path.absolute().parent}
+    if path is not None:
+        values |= load_strict(path, DeploymentFile, ConfigError).model_dump(exclude_unset=True)
+    for key in ("model", "listen"):
+        if getattr(environment, key) is not None:
+            values[key] = getattr(environment, key)
+    try:
+        deployment = Deployment.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(_first_line(error)) from error
+    return _with_model_path(deployment)
+
+
+def _environment(**flags: Any) -> Environment:
+    try:
+        return Environment(**flags)
+    except ValidationError as error:
+        raise ConfigError(_first_line(error)) from error
+
+
+def _with_model_path(deployment: Deployment) -> Deployment:
+    """A model that is a folder beside the file becomes an absolute path."""
+    folder = deployment.base / Path(deployment.model).expanduser()
+    looks_like_path = deployment.model.startswith((".", "/", "~"))
+    if deployment.model != TINY_MODEL and (folder.is_dir() or looks_like_path):
+        return deployment.model_copy(update={"model": os.path.normpath(folder)})
+    return deployment
+
+
+def _first_line(error: ValidationError) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{key}: {message}" if key else message

@@ -1,0 +1,17 @@
+"""The loop that feeds engines, collects outcomes and commits them."""
+
+from batchrun.daemon.closing import export
+from batchrun.daemon.daemon import Daemon
+from batchrun.daemon.dispatcher import Slot
+from batchrun.daemon.supervisor import Supervisor, stop_recorded
+from batchrun.daemon.view import JobView, view_job
+
+__all__ = [
+    "Daemon",
+    "JobView",
+    "Slot",
+    "Supervisor",
+    "export",
+    "stop_recorded",
+    "view_job",
+]

@@ -1,0 +1,60 @@
+"""The end of a job: every row in the output file, exactly once, in input order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from batchrun.jobspec import JobSpec
+from batchrun.output import ResultRow, write_output
+from batchrun.store import JobRecord, Store, results
+from batchrun.submission import open_submitted
+from batchrun.types import JobState, ProgressSink, RowError
+
+NEVER_RAN = {
+    JobState.CANCELLED: RowError("job_cancelled", "the job was cancelled before this row ran"),
+    JobState.EXPIRED: RowError("job_expired", "the deadline passed before this row ran"),
+}
+
+
+def export(
+    store: Store,
+    record: JobRecord,
+    *,
+    links: Path,
+    path: Path | None = None,
+    is_partial: bool = False,
+    progress: ProgressSink | None = None,
+) -> int:
+    """Write a job's output file (to `path`, or where its spec says); returns its number of rows.
+
+    A partial one leaves out rows without a result; otherwise they carry the error of how the job
+    ends. Blocking. Raises StoreFullError, InputError and DataError, and then leaves no
+    half-written file behind.
+    """
+    spec = JobSpec.model_validate_json(record.spec)
+    data = open_submitted(record, spec, links=links)
+    ends_as = record.ends_as or record.state
+    try:
+        return write_output(
+            Path(spec.output.path) if path is None else path,
+            _rows(store, record.seq),
+            spec=spec,
+            data=data,
+            missing=None if is_partial else NEVER_RAN.get(ends_as),
+            progress=progress,
+        )
+    finally:
+        data.close()
+
+
+def _rows(store: Store, job_seq: int) -> Iterator[ResultRow]:
+    for result in results.read(store, job_seq):
+        yield ResultRow(
+            row=result.row,
+            response_body=result.body,
+            error=result.error,
+            finish_reason=result.finish_reason,
+            usage=result.usage,
+            attempts=result.attempts,
+        )

@@ -1,0 +1,44 @@
+"""From a job in the store to a job in memory: open its input, check it, plan it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from batchrun.daemon.active_job import ActiveJob
+from batchrun.daemon.breaker import CircuitBreaker
+from batchrun.inputs import RequestTemplate
+from batchrun.jobspec import JobSpec
+from batchrun.planning import plan_job
+from batchrun.pool import RowQueue
+from batchrun.store import JobRecord, Store, results
+from batchrun.submission import open_submitted
+from batchrun.types import ProgressSink
+
+
+def open_job(
+    store: Store, record: JobRecord, *, links: Path, progress: ProgressSink | None = None
+) -> ActiveJob:
+    """Everything the dispatcher needs to run what is left of a job. Blocking; run it in a thread.
+
+    What is left is a set difference: all rows less those that have a result.
+    Raises DataError when the input is gone, unreadable, or not what was submitted.
+    """
+    spec = JobSpec.model_validate_json(record.spec)
+    data = open_submitted(record, spec, links=links)
+    template = RequestTemplate(spec, data.columns, model=spec.model)
+    plan = plan_job(spec, data, template, progress)
+    done = results.done_rows(store, record.seq).tolist()
+    limit = spec.max_failed
+    return ActiveJob(
+        record=record,
+        spec=spec,
+        data=data,
+        template=template,
+        plan=plan,
+        queue=RowQueue(plan.order.rows, done),
+        counts=results.count(store, record.seq),
+        attempts=results.attempts_so_far(store, record.seq),
+        deaths=results.engine_deaths(store, record.seq),
+        group_of=plan.group_of(),
+        breaker=CircuitBreaker(None if limit is None else limit.max_failed_rows(record.num_rows)),
+    )

@@ -1,0 +1,193 @@
+"""Starts and watches what outlives the daemon: the gateway and the managed engines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from batchrun.config import TINY_MODEL, Deployment, EngineConfig, Home
+from batchrun.daemon.dispatcher import Slot
+from batchrun.engine import (
+    AttachedEngine,
+    AttachedSettings,
+    Engine,
+    ManagedEngine,
+    ManagedSettings,
+    process,
+)
+from batchrun.engine.tiny_model import build_tiny_model
+from batchrun.errors import EngineError
+from batchrun.files import write_atomically
+
+log = logging.getLogger(__name__)
+
+GATEWAY_CHECK_S = 0.5
+GATEWAY_START_S = 15.0
+FIRST_ENGINE_PORT_OFFSET = 100
+
+
+class Supervisor:
+    """The engines and the gateway of one deployment."""
+
+    def __init__(self, deployment: Deployment, home: Home) -> None:
+        self._deployment = deployment
+        self._home = home
+        self.slots: Sequence[Slot] = [
+            Slot(make_engine(deployment, home, index), config.uses_priority)
+            for index, config in enumerate(deployment.engines)
+        ]
+        self.gateway_url = f"http://{deployment.listen}"
+
+    async def start(self) -> None:
+        """Bring up the gateway, then all engines at once; returns when one of them is ready.
+
+        Raises EngineError when the gateway cannot start, or no engine can.
+        """
+        self._write_upstreams()
+        await asyncio.to_thread(self._ensure_gateway)
+        await self._wait_for_gateway()
+        if any(config.attach is None for config in self._deployment.engines):
+            await asyncio.to_thread(self._build_tiny_model)
+        starts = [slot.engine.start() for slot in self.slots]
+        failures = await asyncio.gather(*starts, return_exceptions=True)
+        errors = [failure for failure in failures if failure is not None]
+        for error in errors:
+            if not isinstance(error, EngineError):
+                raise error
+            log.error("%s", error)
+        if len(errors) == len(self.slots):
+            raise errors[0]
+
+    async def watch(self) -> None:
+        """Keep the engines and the gateway up, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for slot in self.slots:
+                group.create_task(slot.engine.watch())
+            group.create_task(self._watch_gateway())
+
+    async def close(self) -> None:
+        """Close the connections to the engines; they and the gateway run on."""
+        for slot in self.slots:
+            await slot.engine.client.close()
+
+    async def _watch_gateway(self) -> None:
+        while True:
+            await asyncio.to_thread(self._ensure_gateway)
+            await asyncio.sleep(GATEWAY_CHECK_S)
+
+    def _ensure_gateway(self) -> None:
+        argv = self._gateway_argv()
+        if process.adopt(self._home.gateway_process, argv) is None:
+            stop_recorded(self._home.gateway_process)
+            process.spawn(
+                argv,
+                env=dict(os.environ),
+                log_path=self._home.log / "gateway.log",
+                record_path=self._home.gateway_process,
+            )
+
+    async def _wait_for_gateway(self) -> None:
+        host, port = self._deployment.listen.rsplit(":", 1)
+        deadline = asyncio.get_running_loop().time() + GATEWAY_START_S
+        while asyncio.get_running_loop().time() < deadline:
+            record = process.read_record(self._home.gateway_process)
+            if record is None or not process.is_alive(record):
+                raise EngineError(self._gateway_failure())
+            try:
+                _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            except OSError:
+                await asyncio.sleep(0.05)
+                continue
+            writer.close()
+            await asyncio.sleep(0.1)
+            if process.is_alive(record):
+                return
+        raise EngineError(self._gateway_failure())
+
+    def _gateway_failure(self) -> str:
+        path = self._home.log / "gateway.log"
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        last = next((line for line in reversed(lines) if line.strip()), "no output")
+        return f"the gateway did not start: {last} (log: {path})"
+
+    def _gateway_argv(self) -> list[str]:
+        return [
+            sys.executable,
+            "-m",
+            "batchrun.gateway",
+            "--listen",
+            self._deployment.listen,
+            "--upstreams",
+            str(self._home.upstreams),
+            "--workers",
+            str(self._deployment.gateway_workers),
+        ]
+
+    def _write_upstreams(self) -> None:
+        engines = [
+            {
+                "name": slot.engine.name,
+                "url": slot.engine.client.base_url,
+                "api_key": config.api_key,
+            }
+            for slot, config in zip(self.slots, self._deployment.engines, strict=True)
+        ]
+        document = json.dumps({"engines": engines, "daemon": None})
+        write_atomically(self._home.upstreams, document.encode(), mode=0o600)
+
+    def _build_tiny_model(self) -> None:
+        if self._deployment.model == TINY_MODEL:
+            build_tiny_model(self._home.tiny_model)
+
+
+def make_engine(deployment: Deployment, home: Home, index: int) -> Engine:
+    """The engine of `deployment.engines[index]`, not started."""
+    config = deployment.engines[index]
+    if config.attach is not None:
+        return AttachedEngine(
+            AttachedSettings(name=config.name, url=config.attach, api_key=config.api_key)
+        )
+    tiny = deployment.model == TINY_MODEL
+    return ManagedEngine(
+        ManagedSettings(
+            name=config.name,
+            model=str(home.tiny_model) if tiny else deployment.model,
+            served_model_name=TINY_MODEL if tiny else deployment.served_model_name,
+            port=config.port or default_port(deployment.listen, index),
+            run_dir=home.run,
+            log_dir=home.log,
+            python=engine_python(config, home),
+            url=config.url,
+            vllm_args=config.vllm_args,
+            env=config.env,
+            command=config.command,
+        )
+    )
+
+
+def stop_recorded(record_path: Path, grace_s: float = 10.0) -> bool:
+    """End the process of a record, with its children; returns whether there was one to end."""
+    record = process.read_record(record_path)
+    if record is None:
+        return False
+    process.terminate(record, grace_s)
+    process.remove(record_path)
+    return True
+
+
+def engine_python(config: EngineConfig, home: Home) -> Path:
+    """The interpreter whose environment holds vLLM: named, installed by us, or this one."""
+    if config.python is not None:
+        return Path(config.python)
+    installed = home.engine_environment / "bin" / "python"
+    return installed if installed.exists() else Path(sys.executable)
+
+
+def default_port(listen: str, index: int) -> int:
+    """The port of the index-th engine where the deployment names none."""
+    return int(listen.rsplit(":", 1)[1]) + FIRST_ENGINE_PORT_OFFSET + index

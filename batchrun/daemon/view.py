@@ -1,0 +1,100 @@
+"""What `status` shows of a job: the same whether a daemon runs it or the store is all there is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from batchrun.daemon.active_job import ActiveJob
+from batchrun.jobspec import JobSpec
+from batchrun.store import Counts, JobRecord
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """One job, for people and machines. Rates cover the last half minute; shares are 0 to 1.
+
+    `best_hit_rate` is what an unlimited prefix cache would reach, `hit_rate` what the engines
+    returned; both, and `eta_s`, are None while unknown.
+    """
+
+    id: str
+    name: str
+    state: str
+    reason: str | None
+    stage: str | None
+    output_path: str
+    created_at: float
+    expires_at: float | None
+    finished_at: float | None
+    num_rows: int
+    num_completed: int
+    num_failed: int
+    num_in_flight: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    rows_per_s: float
+    served_tokens_per_s: float
+    computed_tokens_per_s: float
+    hit_rate: float | None
+    best_hit_rate: float | None
+    eta_s: float | None
+
+    @property
+    def num_done(self) -> int:
+        """Rows that have a result."""
+        return self.num_completed + self.num_failed
+
+    def to_json(self) -> dict[str, object]:
+        """A flat JSON object."""
+        return asdict(self)
+
+
+def view_job(
+    record: JobRecord,
+    counts: Counts,
+    *,
+    active: ActiveJob | None = None,
+    stage: str | None = None,
+    now_s: float = 0.0,
+) -> JobView:
+    """The view of a job; `active` and `now_s` (monotonic) where a daemon is running it."""
+    rows_per_s, served, computed = active.rates(now_s) if active else (0.0, 0.0, 0.0)
+    left = record.num_rows - counts.num_done
+    prompt = counts.num_prompt_tokens
+    return JobView(
+        id=record.id,
+        name=record.name,
+        state=str(record.state),
+        reason=record.reason,
+        stage=stage,
+        output_path=output_path(record),
+        created_at=record.created_at,
+        expires_at=record.expires_at,
+        finished_at=record.finished_at,
+        num_rows=record.num_rows,
+        num_completed=counts.num_completed,
+        num_failed=counts.num_failed,
+        num_in_flight=active.queue.num_in_flight if active else 0,
+        num_prompt_tokens=prompt,
+        num_output_tokens=counts.num_output_tokens,
+        num_cached_tokens=counts.num_cached_tokens,
+        rows_per_s=rows_per_s,
+        served_tokens_per_s=served,
+        computed_tokens_per_s=computed,
+        hit_rate=counts.num_cached_tokens / prompt if prompt else None,
+        best_hit_rate=active.plan.shared_share if active else None,
+        eta_s=left / rows_per_s if rows_per_s and left else None,
+    )
+
+
+def output_path(record: JobRecord) -> str:
+    """Where the job's output file goes."""
+    path = json.loads(record.spec).get("output", {}).get("path", "")
+    return str(path)
+
+
+def spec_of(record: JobRecord) -> JobSpec:
+    """The job's specification as it was submitted."""
+    return JobSpec.model_validate_json(record.spec)

@@ -1,0 +1,201 @@
+"""Detached child processes that outlive the process that started them.
+
+A child is known by four things kept in its record: pid, start time, a random nonce that stands in
+its environment, and a hash of its arguments. A pid alone proves nothing: the kernel reuses them.
+The nonce is inherited, so it also finds grandchildren whose parent was killed.
+All functions here may block for a moment (`terminate` for up to its grace time plus a few seconds).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from batchrun.files import write_atomically
+
+NONCE_VARIABLE = "BATCHRUN_NONCE"
+_NO_PID = 0
+_CLOCK_TOLERANCE_S = 2.0
+_KILL_WAIT_S = 5.0
+_POLL_S = 0.05
+_MAX_LOG_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessRecord:
+    """What is needed to know a child again. `started_at` is the kernel's start time, UTC epoch."""
+
+    pid: int
+    started_at: float
+    nonce: str
+    argv_hash: str
+
+
+def spawn(
+    argv: Sequence[str], *, env: Mapping[str, str], log_path: Path, record_path: Path
+) -> ProcessRecord:
+    """Start `argv` in a session of its own and write its record.
+
+    `env` is the whole environment of the child; stdout and stderr are appended to `log_path`
+    (a log over 64 MiB is first renamed to `.1`).
+    Raises OSError when the program cannot be run or a file cannot be written.
+    """
+    nonce = secrets.token_hex(16)
+    # setproctitle, which engines call, would otherwise write the title over the nonce.
+    child_env = {**env, NONCE_VARIABLE: nonce, "SPT_NOENV": "1"}
+    record_path.parent.mkdir(parents=True, exist_ok=True)
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    _rotate(log_path)
+    # Written before the start too: should we be killed in between, the nonce still finds the child.
+    record = ProcessRecord(_NO_PID, 0.0, nonce, hash_argv(argv))
+    _write_record(record, record_path)
+    try:
+        pid = _spawn_detached(argv, child_env, log_path)
+    except OSError:
+        remove(record_path)
+        raise
+    record = replace(record, pid=pid, started_at=psutil.Process(pid).create_time())
+    _write_record(record, record_path)
+    return record
+
+
+def adopt(record_path: Path, argv: Sequence[str]) -> ProcessRecord | None:
+    """The record at `record_path` if its process lives and was started with this very `argv`."""
+    record = read_record(record_path)
+    if record is None or record.argv_hash != hash_argv(argv) or not is_alive(record):
+        return None
+    return record
+
+
+def read_record(record_path: Path) -> ProcessRecord | None:
+    """The record in a file; None when there is no file or it is not a record."""
+    try:
+        fields = json.loads(record_path.read_text())
+        return ProcessRecord(
+            max(_NO_PID, int(fields["pid"])),
+            float(fields["started_at"]),
+            str(fields["nonce"]),
+            str(fields["argv_hash"]),
+        )
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+
+
+def is_alive(record: ProcessRecord) -> bool:
+    """Whether this very process runs. A zombie is dead, and is reaped if it is ours."""
+    if record.pid == _NO_PID:
+        return False
+    _reap(record.pid)
+    try:
+        process = psutil.Process(record.pid)
+        return _runs(process) and _is_leader(process, record)
+    except psutil.Error:
+        return False
+
+
+def terminate(record: ProcessRecord, grace_s: float) -> None:
+    """End the process and its descendants: SIGTERM, then SIGKILL after `grace_s`.
+
+    Also ends descendants that a killed process left behind. Does nothing if none is alive.
+    """
+    family = find_family(record)
+    _signal_all(family, signal.SIGTERM)
+    _wait_gone(record, family, grace_s)
+    survivors = find_family(record)
+    _signal_all(survivors, signal.SIGKILL)
+    _wait_gone(record, survivors, _KILL_WAIT_S)
+
+
+def remove(record_path: Path) -> None:
+    """Forget the record. The process, if any, is left alone."""
+    record_path.unlink(missing_ok=True)
+
+
+def find_family(record: ProcessRecord) -> list[psutil.Process]:
+    """Live processes of this user that are the child itself or carry its nonce."""
+    return [process for process in psutil.process_iter() if _belongs(process, record)]
+
+
+def hash_argv(argv: Sequence[str]) -> str:
+    """A hash of an argument list; equal lists give equal hashes."""
+    return hashlib.sha256(json.dumps(list(argv)).encode()).hexdigest()[:32]
+
+
+def _spawn_detached(argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> int:
+    log_flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    return os.posix_spawnp(
+        argv[0],
+        list(argv),
+        env,
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, os.fspath(log_path), log_flags, 0o600),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ],
+        setsid=True,
+        setsigmask=[],
+        setsigdef=[signal.SIGPIPE, signal.SIGINT],
+    )
+
+
+def _belongs(process: psutil.Process, record: ProcessRecord) -> bool:
+    try:
+        if process.uids().real != os.getuid() or not _runs(process):
+            return False
+        return process.environ().get(NONCE_VARIABLE) == record.nonce
+    except psutil.Error:
+        return False
+
+
+def _is_leader(process: psutil.Process, record: ProcessRecord) -> bool:
+    if abs(process.create_time() - record.started_at) > _CLOCK_TOLERANCE_S:
+        return False
+    return process.environ().get(NONCE_VARIABLE) == record.nonce
+
+
+def _runs(process: psutil.Process) -> bool:
+    return process.status() not in {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}
+
+
+def _signal_all(processes: Sequence[psutil.Process], signal_number: int) -> None:
+    for process in processes:
+        try:
+            process.send_signal(signal_number)
+        except psutil.NoSuchProcess:
+            continue
+
+
+def _wait_gone(record: ProcessRecord, family: Sequence[psutil.Process], wait_s: float) -> None:
+    deadline_s = time.monotonic() + wait_s
+    while any(_belongs(process, record) for process in family):
+        if time.monotonic() >= deadline_s:
+            return
+        time.sleep(_POLL_S)
+    _reap(record.pid)
+
+
+def _reap(pid: int) -> None:
+    if pid == _NO_PID:
+        return
+    try:
+        os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return
+
+
+def _rotate(log_path: Path) -> None:
+    if log_path.exists() and log_path.stat().st_size > _MAX_LOG_BYTES:
+        log_path.replace(log_path.with_name(f"{log_path.name}.1"))
+
+
+def _write_record(record: ProcessRecord, record_path: Path) -> None:
+    write_atomically(record_path, json.dumps(asdict(record)).encode(), mode=0o600)

@@ -1,0 +1,91 @@
+"""Every error that batchrun raises on purpose.
+
+    BatchrunError                exit 4   HTTP 500
+      InputError                 exit 2   HTTP 400   the caller's file, flag or body is wrong
+        JobSpecError             exit 2   HTTP 400   a job file: names file, line and key
+        ConfigError              exit 2   HTTP 400   batchrun.yaml, a flag or BATCHRUN_*
+        DataError                exit 2   HTTP 400   an input file cannot be read as described
+        UnknownJobError          exit 2   HTTP 404
+      DaemonUnavailableError     exit 3   HTTP 503   the command needs `batchrun up`
+      StateError                 exit 4   HTTP 409   the job is not in a state that allows this
+      StoreError                 exit 4   HTTP 500   the store cannot be opened, read or written
+        StoreLockedError         exit 4   HTTP 503   another process holds the store
+        StoreFullError           exit 4   HTTP 507   no room left on the disk
+      EngineError                exit 4   HTTP 503   an engine cannot be started or reached
+      JobFailedError             exit 4   HTTP 500   a job ended or paused without finishing
+
+The message is one line for the user: what, where, and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class BatchrunError(Exception):
+    """Something went wrong that the user can act on. The message is one line."""
+
+    exit_code = 4
+    http_status = 500
+
+
+class InputError(BatchrunError):
+    """The caller's input is wrong."""
+
+    exit_code = 2
+    http_status = 400
+
+
+class JobSpecError(InputError):
+    """A job file is wrong; the message names file, line and key."""
+
+
+class ConfigError(InputError):
+    """batchrun.yaml, a flag or an environment variable is wrong."""
+
+
+class DataError(InputError):
+    """An input file cannot be read as the job file describes it."""
+
+
+class UnknownJobError(InputError):
+    """No job has this id."""
+
+    http_status = 404
+
+
+class DaemonUnavailableError(BatchrunError):
+    """The command needs a running daemon."""
+
+    exit_code = 3
+    http_status = 503
+
+
+class StateError(BatchrunError):
+    """The job is not in a state that allows this."""
+
+    http_status = 409
+
+
+class StoreError(BatchrunError):
+    """The store cannot be opened, read or written."""
+
+
+class StoreLockedError(StoreError):
+    """Another process holds the store."""
+
+    http_status = 503
+
+
+class StoreFullError(StoreError):
+    """The disk that holds the store is full."""
+
+    http_status = 507
+
+
+class EngineError(BatchrunError):
+    """An engine cannot be started or reached."""
+
+    http_status = 503
+
+
+class JobFailedError(BatchrunError):
+    """A job ended, or paused itself, without finishing."""

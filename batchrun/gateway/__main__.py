@@ -1,0 +1,117 @@
+"""`python -m batchrun.gateway --listen 127.0.0.1:8000 --upstreams FILE [--workers N]`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from batchrun.errors import BatchrunError, ConfigError
+from batchrun.gateway.server import bind, serve
+from batchrun.gateway.settings import MAX_BODY_BYTES, GatewaySettings, is_loopback, parse_listen
+from batchrun.gateway.workers import supervise
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run until SIGTERM or SIGINT; returns the exit code, 2 for a wrong setting."""
+    options = _parser().parse_args(argv)
+    logging.basicConfig(format="%(asctime)s gateway[%(process)d] %(levelname)s %(message)s")
+    try:
+        settings = _settings(options)
+        sock = _listen(settings, is_worker=options.worker)
+    except BatchrunError as error:
+        sys.stderr.write(f"batchrun gateway: {error}\n")
+        return error.exit_code
+    with sock:
+        asyncio.run(_run(settings, sock, is_worker=options.worker))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m batchrun.gateway", description=__doc__)
+    add = parser.add_argument
+    add("--listen", default="127.0.0.1:8000", metavar="HOST:PORT")
+    add("--upstreams", required=True, type=Path, metavar="FILE", help="JSON list of engines")
+    add("--workers", default=1, type=int, metavar="N", help="processes that share the port")
+    add("--drain-s", default=30.0, type=float, help="seconds a stream may go on after SIGTERM")
+    add("--body-idle-s", default=30.0, type=float, help="longest pause in an upload, in seconds")
+    add("--max-body-bytes", default=MAX_BODY_BYTES, type=int)
+    add("--public", action="store_true", help="allow an address that other machines can reach")
+    add("--worker", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def _settings(options: argparse.Namespace) -> GatewaySettings:
+    host, port = parse_listen(options.listen)
+    if not options.public and not is_loopback(host):
+        raise ConfigError(
+            f"--listen: {host} can be reached from other machines and calls are not authenticated;"
+            " listen on 127.0.0.1, or pass --public if that is meant"
+        )
+    for flag in ("workers", "max_body_bytes"):
+        if getattr(options, flag) < 1:
+            raise ConfigError(f"--{flag.replace('_', '-')} must be at least 1")
+    for flag in ("drain_s", "body_idle_s"):
+        if not getattr(options, flag) > 0:
+            raise ConfigError(f"--{flag.replace('_', '-')} must be above 0")
+    return GatewaySettings(
+        host=host,
+        port=port,
+        upstreams_path=options.upstreams,
+        num_workers=options.workers,
+        drain_s=options.drain_s,
+        body_idle_s=options.body_idle_s,
+        max_body_bytes=options.max_body_bytes,
+    )
+
+
+def _listen(settings: GatewaySettings, *, is_worker: bool) -> socket.socket:
+    if is_worker:
+        return bind(settings.host, settings.port, shared=True)
+    sock = bind(settings.host, settings.port)
+    if settings.num_workers == 1:
+        return sock
+    # A second gateway could share the port unseen, so it is taken alone first.
+    port = sock.getsockname()[1]
+    sock.close()
+    return bind(settings.host, port, shared=True)
+
+
+async def _run(settings: GatewaySettings, sock: socket.socket, *, is_worker: bool) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    bound = replace(settings, port=sock.getsockname()[1])
+
+    def announce() -> None:
+        sys.stdout.write(f"gateway listening on http://{bound.host}:{bound.port}\n")
+        sys.stdout.flush()
+
+    if is_worker:
+        _stop_at_end_of_input(stop)
+    if bound.num_workers > 1:
+        await supervise(bound, stop=stop, on_ready=announce)
+    else:
+        await serve(bound, sock, stop=stop, on_ready=announce)
+
+
+def _stop_at_end_of_input(stop: asyncio.Event) -> None:
+    loop = asyncio.get_running_loop()
+    stdin_fd = sys.stdin.fileno()
+
+    def on_end() -> None:
+        loop.remove_reader(stdin_fd)
+        stop.set()
+
+    loop.add_reader(stdin_fd, on_end)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

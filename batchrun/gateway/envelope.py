@@ -1,0 +1,55 @@
+"""OpenAI's error envelope: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import json
+
+from aiohttp import web
+
+from batchrun.gateway.headers import REQUEST_ID
+
+RETRY_AFTER_S = 2
+
+
+def error_body(status: int, message: str, *, code: str | None = None) -> bytes:
+    """The envelope as JSON."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    return json.dumps({"error": error}).encode()
+
+
+def error_response(
+    status: int, message: str, *, request_id: str, code: str | None = None
+) -> web.Response:
+    """A whole reply; a 503 carries `Retry-After`."""
+    response = web.Response(
+        status=status,
+        body=error_body(status, message, code=code),
+        content_type="application/json",
+        headers={REQUEST_ID: request_id},
+    )
+    if status == 503:
+        response.headers["Retry-After"] = str(RETRY_AFTER_S)
+    return response
+
+
+def as_envelope(status: int, body: bytes) -> bytes:
+    """An engine's error body, unchanged if it is an envelope, else its message in one."""
+    try:
+        document = json.loads(body)
+    except (ValueError, RecursionError):
+        text = body.decode(errors="replace").strip()
+        return error_body(status, text or f"the engine answered {status}")
+    if isinstance(document, dict) and isinstance(document.get("error"), dict):
+        return body
+    return error_body(status, _message_in(document) or f"the engine answered {status}")
+
+
+def _message_in(document: object) -> str:
+    if not isinstance(document, dict):
+        return str(document)
+    for key in ("message", "detail", "error"):
+        if document.get(key):
+            value = document[key]
+            return value if isinstance(value, str) else json.dumps(value)
+    return ""

@@ -1,0 +1,58 @@
+"""Hand an engine's reply to the caller, each piece as it comes."""
+
+from __future__ import annotations
+
+import logging
+
+import aiohttp
+from aiohttp import web
+
+from batchrun.errors import EngineError
+from batchrun.gateway.envelope import as_envelope
+from batchrun.gateway.headers import REQUEST_ID, end_to_end
+
+logger = logging.getLogger(__name__)
+
+MAX_ERROR_BYTES = 2**20
+
+
+async def relay(
+    request: web.BaseRequest, reply: aiohttp.ClientResponse, *, request_id: str
+) -> web.StreamResponse:
+    """Answer `request` with `reply`; status and end-to-end headers are the engine's.
+
+    A reply that breaks off is broken off for the caller too, never ended as if it were whole.
+    Raises EngineError if it breaks off before anything was handed on.
+    """
+    headers = end_to_end(reply.headers)
+    headers.setdefault(REQUEST_ID, request_id)
+    if _is_short_error(reply):
+        body = as_envelope(reply.status, await _read_error(reply))
+        headers["Content-Type"] = "application/json"
+        headers.popall("Content-Length", None)
+        return web.Response(status=reply.status, reason=reply.reason, headers=headers, body=body)
+    response = web.StreamResponse(status=reply.status, reason=reply.reason, headers=headers)
+    await response.prepare(request)
+    try:
+        async for chunk in reply.content.iter_any():
+            await response.write(chunk)
+        await response.write_eof()
+    except (aiohttp.ClientError, OSError) as error:
+        caller = request.transport
+        if caller is not None and not caller.is_closing():
+            logger.warning("call %s broke off at the engine: %s", request_id, error)
+            caller.abort()
+    return response
+
+
+async def _read_error(reply: aiohttp.ClientResponse) -> bytes:
+    try:
+        return await reply.read()
+    except (aiohttp.ClientError, OSError) as error:
+        raise EngineError("the engine closed the connection within its answer") from error
+
+
+def _is_short_error(reply: aiohttp.ClientResponse) -> bool:
+    length = reply.content_length
+    is_plain = "Content-Encoding" not in reply.headers
+    return reply.status >= 400 and is_plain and length is not None and length <= MAX_ERROR_BYTES

@@ -1,0 +1,114 @@
+"""The list of engines, as the daemon writes it to a file.
+
+    {"engines": [{"name": "engine-0", "url": "http://127.0.0.1:8001", "api_key": "..."}],
+     "daemon": {"url": "...", "token": "..."} | null}
+
+The writer may die at any time: the last good list stays in use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from batchrun.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+MAX_FILE_BYTES = 2**20
+POLL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Upstream:
+    """One engine: the base address of its HTTP server, without `/v1`."""
+
+    name: str
+    url: str
+    api_key: str | None = field(default=None, repr=False)
+
+
+def read_upstreams(path: Path) -> tuple[Upstream, ...]:
+    """The engines that `path` names, in file order. Raises ConfigError with one line."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the list of engines: {error.strerror}") from error
+    if len(text) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes; not a list of engines")
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not JSON: {error}") from error
+    engines = document.get("engines") if isinstance(document, dict) else None
+    if not isinstance(engines, list):
+        raise ConfigError(f"{path}: key `engines` must be a list")
+    return tuple(
+        _upstream(entry, where=f"{path}: engines[{index}]") for index, entry in enumerate(engines)
+    )
+
+
+def _upstream(entry: object, *, where: str) -> Upstream:
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{where} must be an object with `name` and `url`")
+    name, url, api_key = entry.get("name"), entry.get("url"), entry.get("api_key")
+    if not isinstance(name, str) or not isinstance(url, str) or not _is_http_url(url):
+        raise ConfigError(f"{where}: `name` must be text and `url` an http(s) address")
+    if api_key is not None and not isinstance(api_key, str):
+        raise ConfigError(f"{where}: `api_key` must be text or null")
+    return Upstream(name=name, url=url.rstrip("/"), api_key=api_key)
+
+
+def _is_http_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return False
+    return parts.scheme in {"http", "https"} and bool(parts.hostname)
+
+
+class UpstreamsFile:
+    """Follows the file and hands each new good list to `on_change`."""
+
+    def __init__(self, path: Path, on_change: Callable[[tuple[Upstream, ...]], None]) -> None:
+        self._path = path
+        self._on_change = on_change
+        self._seen: tuple[int, int, int] | None = None
+        self._complaint: str | None = None
+
+    async def watch(self) -> None:
+        """Look at the file once a second, for ever."""
+        while True:
+            await asyncio.sleep(POLL_S)
+            await self.refresh()
+
+    async def refresh(self) -> None:
+        """Take over the file's list if the file changed; keep the old list if it is unusable."""
+        try:
+            upstreams = await asyncio.to_thread(self._read_if_changed)
+        except ConfigError as error:
+            if str(error) != self._complaint:
+                logger.warning("%s; keeping the engines known so far", error)
+            self._complaint = str(error)
+            return
+        if upstreams is not None:
+            self._complaint = None
+            self._on_change(upstreams)
+
+    def _read_if_changed(self) -> tuple[Upstream, ...] | None:
+        try:
+            status = self._path.stat()
+        except OSError as error:
+            raise ConfigError(f"{self._path}: no list of engines: {error.strerror}") from error
+        seen = (status.st_mtime_ns, status.st_size, status.st_ino)
+        if seen == self._seen:
+            return None
+        upstreams = read_upstreams(self._path)
+        self._seen = seen
+        return upstreams

@@ -1,0 +1,35 @@
+"""Job files: what they say, and how they are read."""
+
+from batchrun.jobspec.checks import CONTENT_KEYS, content_template, find_problems
+from batchrun.jobspec.loading import input_files, is_openai_batch_file, load_job_file
+from batchrun.jobspec.model import (
+    OUTPUT_COLUMNS,
+    Endpoint,
+    InputFormat,
+    InputSpec,
+    JobFile,
+    JobSpec,
+    OutputSpec,
+)
+from batchrun.jobspec.quantities import FailureLimit, parse_duration_s
+from batchrun.jobspec.templating import JobEnvironment, make_environment
+
+__all__ = [
+    "CONTENT_KEYS",
+    "OUTPUT_COLUMNS",
+    "Endpoint",
+    "FailureLimit",
+    "InputFormat",
+    "InputSpec",
+    "JobEnvironment",
+    "JobFile",
+    "JobSpec",
+    "OutputSpec",
+    "content_template",
+    "find_problems",
+    "input_files",
+    "is_openai_batch_file",
+    "load_job_file",
+    "make_environment",
+    "parse_duration_s",
+]

@@ -1,0 +1,117 @@
+"""Job file -> `JobSpec`: strict YAML, absolute paths, an OpenAI batch input recognised."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import io
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import zstandard
+from pydantic_core import from_json
+
+from batchrun.errors import DataError, JobSpecError
+from batchrun.jobspec.checks import CONTENT_KEYS, content_template, find_problems
+from batchrun.jobspec.model import InputFormat, JobFile, JobSpec, Source
+from batchrun.yaml_lines import Document, read_document, validate_document
+
+FIRST_LINE_LIMIT_BYTES = 64 << 20
+BATCH_KEYS = {"custom_id", "method", "url", "body"}
+
+
+def load_job_file(path: Path, *, cwd: Path) -> JobSpec:
+    """Reads a job file: inputs relative to the file, the output relative to `cwd`.
+
+    Raises JobSpecError with one line that names file, line and key, or DataError when the
+    input must be looked at (no template is given) and cannot be read.
+    """
+    document = read_document(path, JobSpecError)
+    job = validate_document(document, JobFile, JobSpecError)
+    _raise_first(document, find_problems(job))
+    folder = path.absolute().parent
+    inputs = tuple(_absolute(folder, item) for item in job.input.path)
+    output = _absolute(cwd.absolute(), job.output.path)
+    if output in inputs:
+        raise JobSpecError(f"{document.where('output.path')}: would overwrite the input file")
+    values = job.model_dump()
+    values["input"] |= {"path": inputs, "format": _format(document, job, inputs)}
+    values["output"] |= {"path": output}
+    source = Source(path=str(path), lines=dict(document.lines))
+    return JobSpec.model_validate({**values, "source": source})
+
+
+def input_files(paths: Iterable[str]) -> list[Path]:
+    """The files that paths and globs stand for, each glob in sorted order.
+
+    Raises DataError when a path does not exist or a glob matches nothing.
+    """
+    files: list[Path] = []
+    for path in paths:
+        if glob.has_magic(path) and not Path(path).exists():
+            # pathlib's glob would also match hidden files, half-written ones among them.
+            names = glob.glob(path, recursive=True)  # noqa: PTH207
+            found = sorted(name for name in names if Path(name).is_file())
+            if not found:
+                raise DataError(f"{path}: no file matches this pattern")
+            files.extend(Path(name) for name in found)
+        else:
+            files.append(Path(path))
+    return files
+
+
+def is_openai_batch_file(path: Path) -> bool:
+    """Whether the first line is an OpenAI batch request. Raises DataError when unreadable."""
+    try:
+        with path.open("rb") as raw:
+            line = _first_line(path, raw)
+    except (OSError, EOFError, zstandard.ZstdError) as failure:
+        reason = getattr(failure, "strerror", None) or str(failure)
+        raise DataError(f"{path}: cannot be read: {reason}") from None
+    try:
+        first = from_json(line.removeprefix(b"\xef\xbb\xbf"))
+    except ValueError:
+        return False
+    return isinstance(first, dict) and first.keys() >= BATCH_KEYS
+
+
+def _first_line(path: Path, raw: io.BufferedReader) -> bytes:
+    if path.suffix == ".gz":
+        return gzip.open(raw).readline(FIRST_LINE_LIMIT_BYTES)
+    if path.suffix == ".zst":
+        reader = zstandard.ZstdDecompressor().stream_reader(raw)
+        return io.BufferedReader(reader).readline(FIRST_LINE_LIMIT_BYTES)
+    return raw.readline(FIRST_LINE_LIMIT_BYTES)
+
+
+def _raise_first(document: Document, problems: Iterable[tuple[str, str]]) -> None:
+    found = list(problems)
+    if found:
+        key, text = found[0]
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        raise JobSpecError(f"{document.where(key)}: {text}{more}")
+
+
+def _absolute(folder: Path, path: str) -> str:
+    return os.path.normpath(folder / Path(path).expanduser())
+
+
+def _format(document: Document, job: JobFile, inputs: tuple[str, ...]) -> InputFormat:
+    if content_template(job) is not None or job.input.format == "openai-batch":
+        return job.input.format
+    if _may_be_openai_batch(job, inputs) and is_openai_batch_file(input_files(inputs)[0]):
+        if job.request:
+            text = "an OpenAI batch file already holds whole requests"
+            raise JobSpecError(f"{document.where('request')}: {text}")
+        return "openai-batch"
+    key = f"input.{CONTENT_KEYS[job.endpoint]}"
+    text = "is required (only an OpenAI batch JSONL file does without)"
+    raise JobSpecError(f"{document.where(key)}: {text}")
+
+
+def _may_be_openai_batch(job: JobFile, inputs: tuple[str, ...]) -> bool:
+    tabular = (".parquet", ".pq", ".csv", ".csv.gz", ".csv.zst")
+    return job.input.format == "jsonl" or (
+        job.input.format == "auto" and not inputs[0].endswith(tabular)
+    )

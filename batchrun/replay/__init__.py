@@ -1,0 +1,18 @@
+"""Online traffic to measure with: a trace of arrivals, sent to a chat endpoint on time."""
+
+from batchrun.replay.azure import load_azure_trace
+from batchrun.replay.client import ReplayTarget, replay
+from batchrun.replay.results import OnlineResult, summarize
+from batchrun.replay.trace import Arrival, TokenRange, TraceShape, generate_trace
+
+__all__ = [
+    "Arrival",
+    "OnlineResult",
+    "ReplayTarget",
+    "TokenRange",
+    "TraceShape",
+    "generate_trace",
+    "load_azure_trace",
+    "replay",
+    "summarize",
+]

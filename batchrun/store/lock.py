@@ -1,0 +1,68 @@
+"""The lock that keeps two daemons off one store. The kernel frees it when its holder dies."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+from types import TracebackType
+
+from batchrun.errors import StoreLockedError
+
+POLL_INTERVAL_S = 0.05
+
+
+class StoreLock:
+    """An exclusive `flock` on `path`; the holder's pid is written into the file for messages.
+
+    Usable as a context manager. Not reentrant.
+    """
+
+    def __init__(self, path: Path, *, wait_s: float = 0.0) -> None:
+        self._path = path
+        self._wait_s = wait_s
+        self._fd: int | None = None
+
+    def acquire(self) -> None:
+        """Take the lock, waiting up to `wait_s`; raises StoreLockedError naming the holder."""
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        deadline_s = time.monotonic() + self._wait_s
+        while not _try_lock(fd):
+            if time.monotonic() >= deadline_s:
+                holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
+                os.close(fd)
+                raise StoreLockedError(
+                    f"{self._path.parent}: in use by process {holder or 'unknown'}; "
+                    "use another --home, or stop it with `batchrun down`"
+                )
+            time.sleep(POLL_INTERVAL_S)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, str(os.getpid()).encode(), 0)
+        self._fd = fd
+
+    def release(self) -> None:
+        """Give the lock back; does nothing when it is not held."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def __enter__(self) -> StoreLock:
+        self.acquire()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

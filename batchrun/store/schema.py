@@ -1,0 +1,88 @@
+"""The tables. Migrations create them; this is what the queries are built from.
+
+A row of a job is done if and only if it stands in `results`. Its reply stands apart in `bodies`, so
+that counting and resuming read a narrow table. `attempts` and `suspects` hold only the few rows
+that were retried or were in flight when an engine died.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import Column, Float, Integer, LargeBinary, MetaData, String, Table, Text
+
+metadata = MetaData()
+
+jobs = Table(
+    "jobs",
+    metadata,
+    Column("seq", Integer, primary_key=True, autoincrement=True),
+    Column("id", String(64), nullable=False, unique=True),
+    Column("name", String(256), nullable=False),
+    Column("state", String(16), nullable=False, index=True),
+    Column("spec", Text, nullable=False),
+    Column("pin", Text, nullable=False),
+    Column("content_hash", String(64), nullable=False, index=True),
+    Column("num_rows", Integer, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("expires_at", Float),
+    Column("started_at", Float),
+    Column("finished_at", Float),
+    Column("ends_as", String(16)),
+    Column("reason", Text),
+    sqlite_autoincrement=True,
+)
+
+results = Table(
+    "results",
+    metadata,
+    Column("job_seq", Integer, primary_key=True, autoincrement=False),
+    Column("row", Integer, primary_key=True, autoincrement=False),
+    Column("ok", Integer, nullable=False),
+    Column("attempts", Integer, nullable=False),
+    Column("finish_reason", String(32)),
+    Column("num_prompt_tokens", Integer, nullable=False),
+    Column("num_output_tokens", Integer, nullable=False),
+    Column("num_cached_tokens", Integer, nullable=False),
+    Column("duration_s", Float, nullable=False),
+    Column("committed_at", Float, nullable=False),
+    sqlite_with_rowid=False,
+)
+
+bodies = Table(
+    "bodies",
+    metadata,
+    Column("job_seq", Integer, primary_key=True, autoincrement=False),
+    Column("row", Integer, primary_key=True, autoincrement=False),
+    Column("content", LargeBinary, nullable=False),
+)
+
+attempts = Table(
+    "attempts",
+    metadata,
+    Column("job_seq", Integer, primary_key=True, autoincrement=False),
+    Column("row", Integer, primary_key=True, autoincrement=False),
+    Column("num_attempts", Integer, nullable=False),
+)
+
+suspects = Table(
+    "suspects",
+    metadata,
+    Column("job_seq", Integer, primary_key=True, autoincrement=False),
+    Column("row", Integer, primary_key=True, autoincrement=False),
+    Column("num_engine_deaths", Integer, nullable=False),
+)
+
+epochs = Table(
+    "epochs",
+    metadata,
+    Column("epoch", Integer, primary_key=True, autoincrement=True),
+    Column("started_at", Float, nullable=False),
+    Column("pid", Integer, nullable=False),
+    sqlite_autoincrement=True,
+)
+
+settings = Table(
+    "settings",
+    metadata,
+    Column("key", String(64), primary_key=True),
+    Column("value", Text, nullable=False),
+)

@@ -1,0 +1,1 @@
+"""Every figure that the project claims, one module per question."""

@@ -1,0 +1,179 @@
+"""The main job, shown: a LooGLE batch beside bursty chat traffic, on one real engine.
+
+    python -m benchmarks.demo [--json FILE] [--rows N]
+
+Everything goes through the `batchrun` command and the OpenAI endpoint, as a user would; state and
+output stay in the folder `demo/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from batchrun.replay import ReplayTarget, TokenRange, TraceShape, generate_trace, replay, summarize
+from benchmarks.records import write_records
+
+FOLDER = Path("demo")
+JOB_FILE = Path("jobs/loogle.yaml")
+MIN_ONLINE_CALLS = 50
+SLO_TTFT_S = 1.0
+SLO_TPOT_S = 0.1
+TRACE = TraceShape(
+    duration_s=45.0,
+    rate_per_s=1.2,
+    burst_factor=4.0,
+    burst_period_s=15.0,
+    burst_length_s=3.0,
+    prompt=TokenRange(mu=4.0, sigma=0.8, min_tokens=8, max_tokens=300),
+    output=TokenRange(mu=2.8, sigma=0.5, min_tokens=4, max_tokens=40),
+)
+
+
+def main() -> int:
+    """Run the demo; 0 when every row is in the output and enough online calls were answered."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--rows", type=int, default=96, help="rows of the LooGLE sample")
+    options = parser.parse_args()
+    start_s = time.monotonic()
+    _prepare(options.rows)
+    try:
+        _say("starting the gateway, the daemon and one CPU engine (about half a minute)")
+        gateway = _batchrun("up", "-d")["gateway"]
+        record = asyncio.run(_measure(gateway))
+    finally:
+        _batchrun("down")
+    record["demo_s"] = time.monotonic() - start_s
+    if options.json is not None:
+        write_records(options.json, [record])
+    return _report(record, options.rows)
+
+
+def _prepare(num_rows: int) -> None:
+    """A fresh folder with the job file, its data, and a deployment on free ports."""
+    if FOLDER.exists():
+        _batchrun("down")
+        shutil.rmtree(FOLDER)
+    (FOLDER / "jobs").mkdir(parents=True)
+    shutil.copy(JOB_FILE, FOLDER / "jobs" / JOB_FILE.name)
+    (FOLDER / "batchrun.yaml").write_text(
+        f"model: tiny\nlisten: 127.0.0.1:{_free_port()}\nengines:\n"
+        f"  - port: {_free_port()}\n    vllm_args: [--max-num-batched-tokens, '512']\n"
+    )
+    _say(f"writing {num_rows} LooGLE-shaped rows and building the tiny model")
+    (FOLDER / "datasets").mkdir()
+    data = "datasets/loogle.parquet"
+    _batchrun("datasets", "sample", "loogle", "--rows", str(num_rows), "-o", data)
+    _batchrun("models", "tiny", "home/models/tiny")
+
+
+async def _measure(gateway: str) -> dict[str, Any]:
+    """Submit the job, replay online traffic until both are through, and put figures together."""
+    start_s = time.monotonic()
+    job_id = _batchrun("submit", "jobs/loogle.yaml")["id"]
+    _say(f"{job_id} is running; replaying bursty chat traffic against {gateway}/v1 beside it")
+    target = ReplayTarget(base_url=f"{gateway}/v1", model="tiny", extra_body={"ignore_eos": True})
+    online = asyncio.create_task(replay(generate_trace(TRACE, seed=1), target))
+    view = await _until_ended(job_id)
+    job_s = time.monotonic() - start_s
+    summary = summarize(await online, slo_ttft_s=SLO_TTFT_S, slo_tpot_s=SLO_TPOT_S)
+    prompt, output = view["num_prompt_tokens"], view["num_output_tokens"]
+    return {
+        "scenario": "cpu-demo",
+        "policy": "vllm-priority",
+        "rows": view["num_rows"],
+        "rows_failed": view["num_failed"],
+        "job_s": job_s,
+        "rows_per_s": view["num_completed"] / job_s,
+        "computed_tokens_per_s": (prompt - view["num_cached_tokens"] + output) / job_s,
+        "offline_tokens_per_s": (prompt + output) / job_s,
+        "prefix_hit_rate": view["num_cached_tokens"] / prompt if prompt else 0.0,
+        "output_path": view["output_path"],
+        "rows_in_output": pq.read_metadata(view["output_path"]).num_rows,
+        **summary,
+    }
+
+
+async def _until_ended(job_id: str) -> dict[str, Any]:
+    while True:
+        (view,) = (await asyncio.to_thread(_batchrun, "status", job_id))["jobs"]
+        if view["state"] in {"completed", "failed", "paused", "cancelled", "expired"}:
+            return dict(view)
+        await asyncio.sleep(0.5)
+
+
+def _report(record: dict[str, Any], num_rows: int) -> int:
+    lines = {
+        "rows done / failed": f"{record['rows'] - record['rows_failed']} / {record['rows_failed']}",
+        "rows/s": f"{record['rows_per_s']:.2f}",
+        "computed tokens/s": f"{record['computed_tokens_per_s']:,.0f}",
+        "served tokens/s": f"{record['offline_tokens_per_s']:,.0f}",
+        "prefix hit rate": f"{record['prefix_hit_rate']:.1%}",
+        "online calls answered / failed": f"{record['answered']} / {record['failed']}",
+        "online TTFT p50 / p99": _seconds(record, "ttft"),
+        "online TPOT p50 / p99": _seconds(record, "tpot"),
+        f"online within TTFT {SLO_TTFT_S:g} s, TPOT {SLO_TPOT_S:g} s": _share(record),
+        "whole demo": f"{record['demo_s']:.0f} s",
+    }
+    _say("")
+    for key, value in lines.items():
+        _say(f"  {key:<40} {value:>18}")
+    _say(f"\noutput: {record['output_path']}")
+    is_whole = record["rows_in_output"] == record["rows"] == num_rows
+    if not is_whole or record["answered"] < MIN_ONLINE_CALLS:
+        _say(f"demo failed: {record['rows_in_output']} rows in the output")
+        return 1
+    _say(f"demo ok: {record['rows']} rows, {record['rows_failed']} failed")
+    return 0
+
+
+def _seconds(record: dict[str, Any], name: str) -> str:
+    values = (record[f"{name}_p50_s"], record[f"{name}_p99_s"])
+    return " / ".join("-" if value is None else f"{value:.3f}" for value in values) + " s"
+
+
+def _share(record: dict[str, Any]) -> str:
+    share = record["slo_attainment"]
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _batchrun(*arguments: str) -> dict[str, Any]:
+    """Call the command in the demo's folder; its progress and errors go to this terminal."""
+    where = [] if arguments[0] in {"datasets", "models"} else ["--home", "home"]
+    done = subprocess.run(
+        [sys.executable, "-m", "batchrun", *arguments, *where, "--json"],
+        cwd=FOLDER,
+        stdout=subprocess.PIPE,
+        check=False,
+        text=True,
+    )
+    if done.returncode != 0:
+        sys.exit(done.returncode)
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

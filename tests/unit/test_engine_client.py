@@ -1,0 +1,159 @@
+"""The client against the fake engine's faults: it never raises, and says whose fault it was."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+import pytest_asyncio
+from aiohttp import web
+from conftest import FakeEngineFactory
+from engine_builders import free_port, make_request
+
+import batchrun.engine.client as client_module
+from batchrun.engine import EngineClient
+from batchrun.engine.fake import load_rules
+from batchrun.errors import ConfigError, EngineError
+from batchrun.types import OutcomeKind
+
+FAULTS = [
+    (1, {"status": 429, "retry_after": "7"}, OutcomeKind.RETRY, "FakeError"),
+    (2, {"status": 500}, OutcomeKind.RETRY, "FakeError"),
+    (3, {"status": 503, "body": "busy"}, OutcomeKind.RETRY, "http_503"),
+    (4, {"status": 422}, OutcomeKind.ROW_ERROR, "FakeError"),
+    (5, {"status": 401}, OutcomeKind.JOB_ERROR, "FakeError"),
+    (6, {"garbage": True}, OutcomeKind.RETRY, "invalid_response"),
+    (7, {"drop_connection": True}, OutcomeKind.RETRY, "connection_error"),
+    (8, {"finish_reason": "abort"}, OutcomeKind.RETRY, "aborted"),
+    (9, {"status": 302}, OutcomeKind.JOB_ERROR, "FakeError"),
+]
+RULES = tuple({"match": {"row": row}, "action": action} for row, action, _, _ in FAULTS)
+
+
+@pytest_asyncio.fixture
+async def client(fake_engine: FakeEngineFactory) -> AsyncIterator[EngineClient]:
+    settings = await fake_engine(
+        rules=(*RULES, {"match": {"substring": "sleep"}, "action": {"hang": True}})
+    )
+    made = EngineClient(settings.base_url)
+    yield made
+    await made.close()
+
+
+async def executions(client: EngineClient) -> list[str]:
+    url = f"{client.base_url}/fake/executions"
+    async with aiohttp.ClientSession() as session, session.get(url) as response:
+        return [entry["request_id"] for entry in (await response.json())["executions"]]
+
+
+async def test_every_fault_becomes_its_outcome(client: EngineClient) -> None:
+    for row, action, kind, code in FAULTS:
+        outcome = await client.execute(make_request(row=row))
+        assert outcome.error is not None, action
+        assert (outcome.kind, outcome.error.code) == (kind, code), action
+        assert outcome.row == row
+
+
+async def test_retry_after_is_passed_on(client: EngineClient) -> None:
+    assert (await client.execute(make_request(row=1))).retry_after_s == 7.0
+
+
+async def test_the_engine_sees_the_request_id(client: EngineClient) -> None:
+    await client.execute(make_request(row=40, attempt=2))
+    assert await executions(client) == ["batchrun-1-job-40-2"]
+
+
+async def test_a_refused_request_is_no_execution(client: EngineClient) -> None:
+    await client.execute(make_request(row=1))
+    assert await executions(client) == []
+
+
+SLEEPER = make_request(body={"messages": [{"role": "user", "content": "sleep"}]}, row=70)
+
+
+async def test_a_row_may_wait_while_others_pass(client: EngineClient) -> None:
+    hanging = asyncio.create_task(client.execute(SLEEPER))
+    for row in range(50, 60):
+        assert (await client.execute(make_request(row=row))).kind is OutcomeKind.OK
+    assert SLEEPER.request_id in await executions(client)
+    assert not hanging.done()
+    hanging.cancel()
+
+
+async def test_closing_ends_what_is_in_flight_as_lost(client: EngineClient) -> None:
+    hanging = asyncio.create_task(client.execute(SLEEPER))
+    await client.execute(make_request(row=51))
+    await client.close()
+    outcome = await hanging
+    assert outcome.kind is OutcomeKind.RETRY
+    assert outcome.error is not None
+    assert outcome.error.code == "connection_error"
+
+
+async def test_a_refused_connection_names_the_engine() -> None:
+    client = EngineClient(f"http://127.0.0.1:{free_port()}")
+    outcome = await client.execute(make_request())
+    assert outcome.kind is OutcomeKind.RETRY
+    assert outcome.error is not None
+    assert client.base_url in outcome.error.message
+    assert not await client.is_healthy()
+    with pytest.raises(EngineError, match="no answer from the engine at http://127"):
+        await client.models()
+    await client.close()
+
+
+@pytest.mark.parametrize("body", [{"x": float("nan")}, {"x": {1, 2}}])
+async def test_a_body_that_is_no_json_is_the_rows_fault(body: dict[str, object]) -> None:
+    client = EngineClient("http://127.0.0.1:9")
+    outcome = await client.execute(make_request(body=body))
+    assert outcome.kind is OutcomeKind.ROW_ERROR
+    await client.close()
+
+
+async def test_a_lone_surrogate_still_reaches_the_engine(client: EngineClient) -> None:
+    messages = [{"role": "user", "content": "half \ud83d of an emoji"}]
+    request = make_request(row=60, body={"messages": messages})
+    assert (await client.execute(request)).kind is OutcomeKind.OK
+
+
+async def test_an_endless_reply_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "MAX_RESPONSE_BYTES", 1000)
+
+    async def reply(_request: web.Request) -> web.Response:
+        return web.json_response({"choices": ["x" * 5000]})
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", reply)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    port = free_port()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    client = EngineClient(f"http://127.0.0.1:{port}")
+    outcome = await client.execute(make_request())
+    await client.close()
+    await runner.cleanup()
+    assert outcome.error is not None
+    assert outcome.error.code == "response_too_large"
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "", "http://"])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="http://HOST:PORT"):
+        EngineClient(url)
+
+
+@pytest.mark.parametrize("url", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"])
+def test_an_address_may_end_in_v1(url: str) -> None:
+    assert EngineClient(url).base_url == "http://h:1"
+
+
+async def test_a_fault_with_times_is_not_repeated_after_a_restart(tmp_path: Path) -> None:
+    script = tmp_path / "script.json"
+    script.write_text(json.dumps([{"action": {"status": 500}, "times": 2}]))
+    first = load_rules(script).choose(request_id="a", body=b"")
+    second, third = (load_rules(script).choose(request_id="b", body=b"") for _ in range(2))
+    assert [first.status, second.status, third.status] == [500, 500, None]

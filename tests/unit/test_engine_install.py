@@ -1,0 +1,37 @@
+"""`install_engine`: what it reports, and the one line when pip fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from batchrun.engine import install_engine
+from batchrun.engine.install import count_requirements
+from batchrun.errors import EngineError
+
+
+def test_packages_of_a_lock_are_counted() -> None:
+    assert count_requirements(["# note", "", "a==1", "-r other.txt", "  b==2", "    # via a"]) == 2
+
+
+def test_a_failing_pip_gives_its_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PIP_NO_INDEX", "PIP_NO_CACHE_DIR"):
+        monkeypatch.setenv(name, "1")
+    for name in ("PIP_FIND_LINKS", "PIP_CONFIG_FILE"):
+        monkeypatch.setenv(name, str(tmp_path))
+    stages: list[str] = []
+    with pytest.raises(EngineError, match="could not be installed in") as caught:
+        install_engine(
+            tmp_path / "env", cpu=True, progress=lambda stage, _done, _total: stages.append(stage)
+        )
+    assert "No matching distribution found" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert stages[0] == "creating the environment"
+    assert (tmp_path / "env" / "bin" / "python").exists()
+
+
+def test_a_target_that_cannot_be_made_gives_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(EngineError, match="could not be installed in"):
+        install_engine(tmp_path / "file", cpu=True, progress=lambda _s, _d, _t: None)

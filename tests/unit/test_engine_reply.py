@@ -1,0 +1,179 @@
+"""What each reply of an engine means for the row and its job."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from engine_builders import CHAT, make_request
+
+from batchrun.engine.reply import Reply, classify, parse_retry_after
+from batchrun.types import Outcome, OutcomeKind, Usage
+
+NOW_S = 1_700_000_000.0
+CHOICE = {"index": 0, "message": {"content": "hi"}, "finish_reason": "stop"}
+
+
+def outcome_of(
+    status_code: int, body: object, *, endpoint: str = CHAT, retry_after: str | None = None
+) -> Outcome:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    reply = Reply(status_code, raw, retry_after, duration_s=0.5)
+    return classify(make_request(endpoint), reply, now_s=NOW_S)
+
+
+@pytest.mark.parametrize(
+    ("status_code", "kind"),
+    [
+        (301, OutcomeKind.JOB_ERROR),
+        (400, OutcomeKind.ROW_ERROR),
+        (401, OutcomeKind.JOB_ERROR),
+        (402, OutcomeKind.ROW_ERROR),
+        (403, OutcomeKind.JOB_ERROR),
+        (404, OutcomeKind.JOB_ERROR),
+        (408, OutcomeKind.RETRY),
+        (409, OutcomeKind.RETRY),
+        (413, OutcomeKind.ROW_ERROR),
+        (422, OutcomeKind.ROW_ERROR),
+        (425, OutcomeKind.RETRY),
+        (429, OutcomeKind.RETRY),
+        (500, OutcomeKind.RETRY),
+        (503, OutcomeKind.RETRY),
+    ],
+)
+def test_the_status_decides_whose_fault_an_error_is(status_code: int, kind: OutcomeKind) -> None:
+    outcome = outcome_of(status_code, {"error": {"message": "no", "code": status_code}})
+    assert outcome.kind is kind
+    assert outcome.body is None
+    assert outcome.error is not None
+    assert outcome.error.status_code == status_code
+
+
+def test_a_good_reply_keeps_its_bytes_and_its_place() -> None:
+    raw = b'{"choices": [{"finish_reason": "length"}],  "extra": 1.50}'
+    outcome = outcome_of(200, raw)
+    assert outcome.kind is OutcomeKind.OK
+    assert outcome.body == raw
+    assert outcome.finish_reason == "length"
+    assert (outcome.job_id, outcome.row, outcome.attempt) == ("job", 3, 1)
+    assert outcome.duration_s == 0.5
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"<html>busy</html>",
+        b"",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b"[1]",
+        b'"text"',
+        b"{}",
+        b'{"choices": null}',
+        b'{"choices": []}',
+        b'{"choices": ["text"]}',
+        b'{"error": "late"}',
+    ],
+)
+def test_a_success_without_a_usable_body_is_tried_again(body: bytes) -> None:
+    outcome = outcome_of(200, body)
+    assert outcome.kind is OutcomeKind.RETRY
+    assert outcome.error is not None
+    assert outcome.error.code == "invalid_response"
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_a_row_that_the_engine_gave_up_is_tried_again(reason: str) -> None:
+    outcome = outcome_of(200, {"choices": [{**CHOICE, "finish_reason": reason}]})
+    assert outcome.kind is OutcomeKind.RETRY
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "finish_reason"),
+    [
+        ("/v1/embeddings", {"data": [{"embedding": [0.1]}]}, None),
+        ("/v1/responses", {"output": [], "status": "completed"}, None),
+        ("/v1/completions", {"choices": [{"text": "x", "finish_reason": "stop"}]}, "stop"),
+        ("/pooling", {"anything": 1}, None),
+    ],
+)
+def test_each_endpoint_has_its_own_shape(
+    endpoint: str, body: object, finish_reason: str | None
+) -> None:
+    outcome = outcome_of(200, body, endpoint=endpoint)
+    assert outcome.kind is OutcomeKind.OK
+    assert outcome.finish_reason == finish_reason
+
+
+@pytest.mark.parametrize(
+    ("usage", "expected"),
+    [
+        (None, Usage()),
+        ("many", Usage()),
+        ({"prompt_tokens": 9, "completion_tokens": 4}, Usage(9, 4, 0)),
+        ({"prompt_tokens": 9, "prompt_tokens_details": None}, Usage(9, 0, 0)),
+        ({"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 8}}, Usage(9, 0, 8)),
+        ({"prompt_tokens": -1, "completion_tokens": "4"}, Usage()),
+        (
+            {"input_tokens": 7, "output_tokens": 2, "input_tokens_details": {"cached_tokens": 6}},
+            Usage(7, 2, 6),
+        ),
+    ],
+)
+def test_usage_is_read_in_every_form(usage: object, expected: Usage) -> None:
+    assert outcome_of(200, {"choices": [CHOICE], "usage": usage}).usage == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "message"),
+    [
+        ({"error": {"message": "a\n  b", "type": "T", "code": 400}}, "T", "a b"),
+        ({"error": {"message": "m", "code": "context_length"}}, "context_length", "m"),
+        (
+            {"object": "error", "message": "flat", "type": "BadRequestError"},
+            "BadRequestError",
+            "flat",
+        ),
+        ({"error": "plain"}, "http_400", "plain"),
+        ({"detail": [{"loc": "body"}]}, "http_400", '[{"loc": "body"}]'),
+        (b"not json", "http_400", "not json"),
+        (b"", "http_400", "the engine answered HTTP 400"),
+    ],
+)
+def test_error_bodies_of_every_form_give_one_line(body: object, code: str, message: str) -> None:
+    error = outcome_of(400, body).error
+    assert error is not None
+    assert (error.code, error.message) == (code, message)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        {"message": "The model `x` does not exist.", "code": 400},
+        {"message": "no such thing", "code": "model_not_found"},
+    ],
+)
+def test_a_400_for_an_unknown_model_is_the_jobs_fault(error: dict[str, object]) -> None:
+    assert outcome_of(400, {"error": error}).kind is OutcomeKind.JOB_ERROR
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, None),
+        ("3", 3.0),
+        ("0.5", 0.5),
+        ("-2", 0.0),
+        ("inf", None),
+        ("nan", None),
+        ("soon", None),
+        ("Tue, 14 Nov 2023 22:13:30 GMT", 10.0),
+        ("Tue, 14 Nov 2023 22:00:00 GMT", 0.0),
+    ],
+)
+def test_retry_after_is_read_as_seconds_or_date(value: str | None, expected: float | None) -> None:
+    assert parse_retry_after(value, now_s=NOW_S) == expected
+
+
+def test_retry_after_reaches_the_outcome() -> None:
+    assert outcome_of(429, {"error": {"message": "busy"}}, retry_after="2").retry_after_s == 2.0

@@ -1,0 +1,89 @@
+"""Hints go in every spelling that a JSON parser would accept; nothing else changes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchrun.errors import InputError
+from batchrun.gateway import strip_hints
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"a": 1, "priority": -9}',
+        b'{"a": 1, "vllm_xargs": {"batchrun": "{}"}}',
+        b'{"a": 1,\n\t"priority"\r\n :\t-9 }',
+        b'{"a": 1, "\\u0070riority": -9}',
+        b'{"a": 1, "\\u0070\\u0072\\u0069\\u006F\\u0072\\u0069\\u0074\\u0079": -9}',
+        b'{"a": 1, "vllm\\u005fxargs": {"batchrun": 1}}',
+        b'{"a": 1, "vllm\\u005Fxargs": {"b\\u0061tchrun": 1}}',
+        b'{"vllm_xargs": {"batchrun": 1}, "a": 1, "vllm_xargs": {"batchrun": 2}}',
+        b'{"vllm_xargs": {"batchrun": 1, "batchrun": 2}, "a": 1}',
+        b'{"vllm_xargs": {}, "a": 1, "priority": 1, "priority": 2}',
+        b'\xef\xbb\xbf{"a": 1, "priority": 1}',
+        '{"a": 1, "priority": 1}'.encode("utf-16"),
+        '{"a": 1, "priority": 1}'.encode("utf-16-be"),
+        '{"a": 1, "priority": 1, "vllm_xargs": {"batchrun": 1}}'.encode("utf-32"),
+    ],
+)
+def test_hints_are_removed_in_every_spelling(body: bytes) -> None:
+    assert json.loads(strip_hints(body)) == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"a":  1.0e400, "b": "\\u4e2d"}',
+        b'{"messages": [{"content": "my priority is vllm_xargs"}], "a": 1E2}',
+        b'{"messages": [{"priority": 1}], "tools": [{"vllm_xargs": {"batchrun": 1}}]}',
+        b"not json at all",
+        b"",
+    ],
+)
+def test_bodies_without_hints_pass_byte_for_byte(body: bytes) -> None:
+    assert strip_hints(body) == body
+
+
+def test_other_extra_arguments_stay() -> None:
+    body = b'{"vllm_xargs": {"batchrun": 1, "mine": 2}}'
+    assert json.loads(strip_hints(body)) == {"vllm_xargs": {"mine": 2}}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"priority": 1',
+        b'["priority"]',
+        b'{"priority": \xff}',
+        b'{"priority":' + b"[" * 100_000,
+        b'{"priority":' + b"9" * 5_000 + b"}",
+    ],
+)
+def test_a_body_that_may_hide_hints_and_cannot_be_read_is_refused(body: bytes) -> None:
+    with pytest.raises(InputError, match="the request body"):
+        strip_hints(body)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(
+    rest=st.dictionaries(st.text().filter(lambda key: key != "vllm_xargs"), json_values),
+    hint=json_values,
+    encoding=st.sampled_from(["utf-8", "utf-16", "utf-32"]),
+)
+def test_what_is_left_is_the_body_without_the_hints(
+    rest: dict[str, object], hint: object, encoding: str
+) -> None:
+    document = rest | {"priority": 3, "vllm_xargs": {"batchrun": hint}}
+    body = json.dumps(document).encode(encoding)
+    assert json.loads(strip_hints(body)) == {k: v for k, v in rest.items() if k != "priority"}

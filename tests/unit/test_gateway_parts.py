@@ -1,0 +1,139 @@
+"""The gateway's small parts: the list of engines, the choice among them, addresses, envelopes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from batchrun.errors import ConfigError
+from batchrun.gateway.balancer import COOLDOWN_S, Balancer
+from batchrun.gateway.envelope import as_envelope
+from batchrun.gateway.settings import is_loopback, parse_listen
+from batchrun.gateway.upstreams import Upstream, UpstreamsFile, read_upstreams
+
+ONE, TWO = Upstream("one", "http://h:1"), Upstream("two", "http://h:2")
+
+
+def write(path: Path, document: object) -> Path:
+    path.write_text(document if isinstance(document, str) else json.dumps(document))
+    return path
+
+
+def test_engines_are_read_in_file_order(tmp_path: Path) -> None:
+    engines = [
+        {"name": "one", "url": "http://h:1/"},
+        {"name": "k", "url": "https://h", "api_key": "s"},
+    ]
+    path = write(tmp_path / "f", {"engines": engines, "daemon": None})
+    assert read_upstreams(path) == (ONE, Upstream("k", "https://h", "s"))
+
+
+def test_keys_of_engines_are_not_in_their_repr() -> None:
+    assert "secret" not in repr(Upstream("one", "http://h", "secret"))
+
+
+@pytest.mark.parametrize(
+    ("document", "complaint"),
+    [
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ([], "`engines` must be a list"),
+        ({"engines": [1]}, r"engines\[0\] must be an object"),
+        ({"engines": [{"name": "a", "url": "file:///etc"}]}, r"engines\[0\]: .*http"),
+        ({"engines": [{"name": "a", "url": "http://[::1"}]}, r"engines\[0\]: .*http"),
+        ({"engines": [{"name": "a", "url": "http://h", "api_key": 1}]}, "`api_key` must be text"),
+    ],
+)
+def test_a_wrong_list_is_one_line_that_names_the_place(
+    tmp_path: Path, document: object, complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        read_upstreams(write(tmp_path / "f", document))
+    assert str(caught.value).startswith(str(tmp_path / "f"))
+    assert "\n" not in str(caught.value)
+
+
+async def test_a_broken_or_missing_file_keeps_the_last_good_list(tmp_path: Path) -> None:
+    path, lists = tmp_path / "f", list[tuple[Upstream, ...]]()
+    file = UpstreamsFile(path, lists.append)
+    await file.refresh()
+    write(path, {"engines": [{"name": "one", "url": "http://h:1"}]})
+    await file.refresh()
+    await file.refresh()
+    write(path, "{")
+    await file.refresh()
+    path.unlink()
+    await file.refresh()
+    write(path, {"engines": []})
+    await file.refresh()
+    assert lists == [(ONE,), ()]
+
+
+def test_the_engine_with_the_fewest_calls_in_flight_comes_first() -> None:
+    balancer = Balancer()
+    balancer.replace([ONE, TWO])
+    with balancer.call(ONE):
+        assert balancer.candidates(now_s=0) == [TWO, ONE]
+        with balancer.call(TWO), balancer.call(TWO):
+            assert balancer.candidates(now_s=0) == [ONE, TWO]
+    assert balancer.candidates(now_s=0) == [ONE, TWO]
+
+
+def test_an_engine_that_refused_comes_last_until_it_has_cooled_down() -> None:
+    balancer = Balancer()
+    balancer.replace([ONE, TWO])
+    balancer.mark_down(ONE, now_s=10)
+    assert balancer.candidates(now_s=10) == [TWO, ONE]
+    assert balancer.candidates(now_s=10 + COOLDOWN_S) == [ONE, TWO]
+
+
+def test_counts_survive_a_new_list() -> None:
+    balancer = Balancer()
+    balancer.replace([ONE])
+    with balancer.call(ONE):
+        balancer.replace([ONE, TWO])
+        assert balancer.candidates(now_s=0) == [TWO, ONE]
+        balancer.replace([])
+    assert balancer.candidates(now_s=0) == []
+
+
+@pytest.mark.parametrize(
+    ("listen", "parsed"),
+    [("127.0.0.1:8000", ("127.0.0.1", 8000)), ("[::1]:0", ("::1", 0)), ("a.b:1", ("a.b", 1))],
+)
+def test_listen_addresses_are_split(listen: str, parsed: tuple[str, int]) -> None:
+    assert parse_listen(listen) == parsed
+
+
+@pytest.mark.parametrize("listen", ["8000", ":8000", "host:", "host:x", "host:70000", "host:-1"])
+def test_wrong_listen_addresses_are_refused(listen: str) -> None:
+    with pytest.raises(ConfigError, match="is not HOST:PORT"):
+        parse_listen(listen)
+
+
+def test_only_addresses_of_this_machine_are_loopback() -> None:
+    assert [host for host in ("127.0.0.9", "::1", "localhost") if not is_loopback(host)] == []
+    assert [host for host in ("0.0.0.0", "::", "10.0.0.1", "a.b") if is_loopback(host)] == []
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"detail": "Not Found"}', "Not Found"),
+        (b'{"object": "error", "message": "too long", "code": 400}', "too long"),
+        (b'{"detail": [{"loc": "x"}]}', '[{"loc": "x"}]'),
+        (b"Invalid HTTP request received.", "Invalid HTTP request received."),
+        (b"", "the engine answered 400"),
+        (b"{}", "the engine answered 400"),
+    ],
+)
+def test_any_error_body_becomes_an_envelope(body: bytes, message: str) -> None:
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+    assert json.loads(as_envelope(400, body)) == {"error": error}
+
+
+def test_an_envelope_is_left_alone() -> None:
+    body = b'{"error":  {"message": "m", "code": 400}}'
+    assert as_envelope(400, body) == body

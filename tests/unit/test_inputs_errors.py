@@ -1,0 +1,154 @@
+"""Everything that can be wrong with an input file is one line that names it."""
+
+from __future__ import annotations
+
+import gzip
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchrun.errors import DataError, JobSpecError
+from batchrun.inputs import InputData, check_columns, open_input
+from batchrun.jobspec import InputSpec, JobSpec
+
+
+def open_path(path: Path | str, **options: object) -> InputData:
+    return open_input(InputSpec.model_validate({"path": str(path), **options}))
+
+
+def problem_of(act: Callable[[], object]) -> str:
+    with pytest.raises(DataError) as caught:
+        act()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def read_all(path: Path | str) -> None:
+    with open_path(path) as data:
+        for _ in data.iter_rows():
+            pass
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("a.jsonl", b"", "the input has no rows"),
+        ("a.jsonl", b"\n \n", "the input has no rows"),
+        ("a.csv", b"a,b\n", "the input has no rows"),
+        ("a.parquet", b"PK\x03\x04 not parquet", "a.parquet: not a Parquet file"),
+        ("a.parquet", b"PAR1 cut off in the middle", "a.parquet: the Parquet file is cut short"),
+        ("a.parquet", b"PAR1" + b"\x99" * 50 + b"PAR1", "a.parquet: damaged"),
+        ("a.parquet", b"", "a.parquet: not a Parquet file"),
+        ("a.jsonl", b'{"a": 1}\n\n[1]\n', "a.jsonl:3: must be a JSON object, not a list"),
+        ("a.jsonl", b'{"a": 1}\n{"a": \n', "a.jsonl:2: not valid JSON: EOF while parsing"),
+        ("a.jsonl", b'{"a": NaN}\n', "a.jsonl:1: not valid JSON"),
+        ("a.jsonl", b'{"a": "\xff"}\n', "a.jsonl:1: not valid JSON: invalid unicode"),
+        ("a.jsonl.gz", b"not gzip", "a.jsonl.gz: cannot be read: Not a gzipped file"),
+        ("a.jsonl.zst", b"not zstd", "a.jsonl.zst: cannot be read: zstd"),
+        ("a.csv", b"a,b\n1,2\n3\n", "a.csv:3: 1 fields where the header has 2"),
+        ("a.csv", b'a,b\n"x\ny",2\n3,4,5\n', "a.csv:4: 3 fields where the header has 2"),
+        ("a.csv", b'a,b\n1,"2\n', "a.csv: a quoted field is never closed"),
+        ("a.csv", b"a,b\n1,2\n1,\xff\n", "a.csv:3: not UTF-8 text"),
+        ("a.csv", b"a,a\n1,2\n", "a.csv: two columns are named 'a'"),
+        ("a.data", b"x", "a.data: unknown format; set input.format"),
+    ],
+)
+def test_a_bad_file_is_one_line(tmp_path: Path, name: str, content: bytes, problem: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert problem in problem_of(lambda: read_all(tmp_path / name))
+
+
+def test_a_cut_off_gzip_file_is_refused(tmp_path: Path) -> None:
+    packed = gzip.compress(os.urandom(10_000))
+    (tmp_path / "a.jsonl.gz").write_bytes(packed[:5000])
+    assert "a.jsonl.gz: cannot be read" in problem_of(lambda: read_all(tmp_path / "a.jsonl.gz"))
+
+
+def test_a_truncated_parquet_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"a": list(range(1000))}), path)
+    path.write_bytes(path.read_bytes()[:-200])
+    assert "cut short" in problem_of(lambda: read_all(path))
+
+
+def test_a_parquet_file_damaged_inside_is_refused_when_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"a": [f"value {i}" for i in range(10_000)]}), path)
+    raw = bytearray(path.read_bytes())
+    raw[4:2000] = b"\xff" * 1996
+    path.write_bytes(raw)
+    assert f"{path}: damaged" in problem_of(lambda: read_all(path))
+
+
+def test_an_unusable_type_is_refused_only_when_used(tmp_path: Path) -> None:
+    table = pa.table({"a": [1], "m": pa.array([[("k", 1)]], type=pa.map_("string", "int8"))})
+    pq.write_table(table, tmp_path / "a.parquet")
+    with open_path(tmp_path / "a.parquet") as data:
+        assert data.read_rows([0], ["a"]) == [{"a": 1}]
+        problem = problem_of(lambda: data.read_rows([0], ["m"]))
+    assert "column 'm' has type map<string, int8 ('m')>, which cannot be used" in problem
+
+
+def test_missing_paths_and_folders_are_named(tmp_path: Path) -> None:
+    assert problem_of(lambda: open_path(tmp_path / "no.csv")).endswith("no.csv: no such file")
+    assert "is a folder; name a file" in problem_of(lambda: open_path(tmp_path))
+    assert "no file matches" in problem_of(lambda: open_path(tmp_path / "*.parquet"))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_without_permission_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("{}\n")
+    path.chmod(0)
+    assert f"{path}: cannot be read: Permission denied" in problem_of(lambda: open_path(path))
+
+
+def test_a_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.jsonl")
+    assert "not a regular file" in problem_of(lambda: open_path(tmp_path / "a.jsonl"))
+
+
+def test_a_row_over_64_mib_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    with path.open("wb") as file:
+        file.write(b'{"a": 1}\n{"a": "')
+        file.write(b"x" * (65 << 20))
+        file.write(b'"}\n')
+    assert "a.jsonl:2: this row holds over 64 MiB" in problem_of(lambda: open_path(path))
+
+
+def test_files_with_different_columns_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "b.csv").write_text("a,c\n1,2\n")
+    assert "column 'b' is not in both" in problem_of(lambda: open_path(tmp_path / "*.csv"))
+
+
+def test_an_absent_id_column_is_suggested_against(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("key,b\n1,2\n")
+    problem = problem_of(lambda: open_path(tmp_path / "a.csv", id="kee"))
+    assert "input.id: the input has no column 'kee' (did you mean 'key'?)" in problem
+
+
+def test_an_absent_keep_column_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("key,b\n1,2\n")
+    spec = JobSpec.model_validate({
+        "name": "x",
+        "input": {"path": str(tmp_path / "a.csv"), "prompt": "{{ b }}"},
+        "endpoint": "/v1/completions",
+        "output": {"path": "o.jsonl", "keep": ["gold"]},
+    })
+    with open_input(spec.input) as data, pytest.raises(JobSpecError, match=r"output\.keep\[0\]"):
+        check_columns(spec, data)
+
+
+def test_parquet_files_whose_types_cannot_meet_are_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": [1], "b": [1]}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"a": [1], "b": [{"k": 1}]}), tmp_path / "b.parquet")
+    with open_path(tmp_path / "*.parquet") as data:
+        assert [batch.num_rows for _, batch in data.iter_batches(["a"])] == [1, 1]
+        problem = problem_of(lambda: list(data.iter_batches()))
+    assert "b.parquet: its column types differ from those of the other files" in problem

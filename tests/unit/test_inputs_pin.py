@@ -1,0 +1,134 @@
+"""Pins notice a changed input; ids are unique."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchrun.errors import DataError
+from batchrun.inputs import (
+    InputData,
+    InputPin,
+    check_ids,
+    hard_link_inputs,
+    open_input,
+    open_pinned,
+    verify_pin,
+)
+from batchrun.jobspec import InputSpec
+
+
+def write_parquet(path: Path, num_rows: int = 1000, *, first: int = 0) -> Path:
+    table = pa.table({"id": [f"r{first + i}" for i in range(num_rows)]})
+    pq.write_table(table, path, row_group_size=100)
+    return path
+
+
+def pin_of(path: Path) -> InputPin:
+    with open_input(InputSpec(path=(str(path),))) as data:
+        return data.pin()
+
+
+def open_ids(path: Path, ids: list[object]) -> InputData:
+    path.write_text("".join(json.dumps({"id": value}) + "\n" for value in ids))
+    return open_input(InputSpec(path=(str(path),), id="id"))
+
+
+def test_a_pin_has_a_hash_per_row_group_and_survives_json(tmp_path: Path) -> None:
+    pin = pin_of(write_parquet(tmp_path / "a.parquet"))
+    assert len(pin.files[0].block_hashes) == 11
+    assert pin.num_rows == 1000
+    assert InputPin.model_validate_json(pin.model_dump_json()) == pin
+
+
+def test_an_untouched_or_merely_touched_file_passes(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet")
+    pin = pin_of(path)
+    verify_pin(pin)
+    os.utime(path, ns=(1, 1))
+    verify_pin(pin)
+
+
+def test_a_changed_byte_names_file_and_both_hashes(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet")
+    pin = pin_of(path)
+    raw = bytearray(path.read_bytes())
+    raw[5] ^= 1
+    path.write_bytes(raw)
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(DataError) as caught:
+        verify_pin(pin)
+    now = pin_blocks_hash(path, pin)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: changed since")
+    assert pin.files[0].block_hashes[0] in message
+    assert now in message
+
+
+def pin_blocks_hash(path: Path, pin: InputPin) -> str:
+    import xxhash
+
+    return xxhash.xxh3_128_hexdigest(path.read_bytes()[: pin.files[0].block_ends[0]])
+
+
+@pytest.mark.parametrize("change", ["append", "cut", "delete"])
+def test_a_longer_shorter_or_deleted_file_is_refused(tmp_path: Path, change: str) -> None:
+    path = write_parquet(tmp_path / "a.parquet")
+    pin = pin_of(path)
+    raw = path.read_bytes()
+    path.unlink()
+    if change != "delete":
+        path.write_bytes(raw + b"x" if change == "append" else raw[:-1])
+    with pytest.raises(DataError, match=r"a\.parquet: (changed since|the pinned input cannot)"):
+        verify_pin(pin)
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_hard_link_outlives_deletion_and_replacement(tmp_path: Path, *, replaced: bool) -> None:
+    path = write_parquet(tmp_path / "a.parquet")
+    pin, links = pin_of(path), tmp_path / "links"
+    hard_link_inputs(pin, links)
+    path.unlink()
+    if replaced:
+        write_parquet(path, first=5000)
+    verify_pin(pin, links=links)
+    with open_pinned(InputSpec(path=(str(path),)), pin, links=links) as data:
+        assert data.read_rows([7]) == [{"id": "r7"}]
+
+
+def test_pinning_reports_its_progress(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    with open_input(InputSpec(path=(str(write_parquet(tmp_path / "a.parquet")),))) as data:
+        data.pin(lambda stage, done, total: seen.append((done, total)))
+    size = (tmp_path / "a.parquet").stat().st_size
+    assert seen[-1] == (size, size)
+
+
+def test_unique_ids_pass_and_row_numbers_need_no_check(tmp_path: Path) -> None:
+    with open_ids(tmp_path / "a.jsonl", ["a", "b", 3]) as data:
+        check_ids(data)
+        assert data.row_id({"id": 3}, 2) == "3"
+    with open_input(InputSpec(path=(str(tmp_path / "a.jsonl"),))) as data:
+        check_ids(data)
+        assert data.row_id({}, 2) == "2"
+
+
+def test_a_duplicate_id_names_both_rows(tmp_path: Path) -> None:
+    ids: list[object] = [*map(str, range(500)), "77"]
+    with open_ids(tmp_path / "a.jsonl", ids) as data, pytest.raises(DataError) as caught:
+        check_ids(data)
+    assert "row 500: id '77' (column 'id') is also the id of row 77" in str(caught.value)
+
+
+@pytest.mark.parametrize(("value", "kind"), [(None, "null"), (1.5, "a float"), (True, "a bool")])
+def test_an_id_that_is_no_id_is_refused(tmp_path: Path, value: object, kind: str) -> None:
+    with (
+        open_ids(tmp_path / "a.jsonl", ["a", value]) as data,
+        pytest.raises(DataError, match=f"row 1: the id .* is {kind}"),
+    ):
+        check_ids(data)

@@ -1,0 +1,164 @@
+"""Every format gives the same rows, in order and at random."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from batchrun.inputs import InputData, Row, open_input
+from batchrun.jobspec import InputSpec
+
+ROWS: list[Row] = [
+    {"id": f"r{i}", "text": f'line {i}\nwith "quotes", and more', "group": f"g{i % 3}"}
+    for i in range(250)
+]
+NAMES = ["a.parquet", "a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.csv"]
+
+
+def jsonl_bytes(rows: list[Row]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def write_rows(path: Path, rows: list[Row]) -> Path:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=60)
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        plain = jsonl_bytes(rows)
+        packed = {".gz": gzip.compress(plain), ".zst": zstandard.compress(plain)}
+        path.write_bytes(packed.get(path.suffix, plain))
+    return path
+
+
+def open_path(path: Path | str, **options: object) -> InputData:
+    return open_input(InputSpec.model_validate({"path": str(path), **options}))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_come_in_order_with_their_numbers(tmp_path: Path, name: str) -> None:
+    with open_path(write_rows(tmp_path / name, ROWS)) as data:
+        assert (data.num_rows, data.columns) == (250, ("id", "text", "group"))
+        found = [(first, row) for first, rows in data.iter_rows(max_bytes=2000) for row in rows]
+        firsts = sorted({first for first, _ in found})
+    assert [row for _, row in found] == ROWS
+    assert len(firsts) > 5
+    assert firsts[0] == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_random_access_gives_rows_in_the_order_asked(tmp_path: Path, name: str) -> None:
+    wanted = [249, 0, 61, 61, 120]
+    with open_path(write_rows(tmp_path / name, ROWS)) as data:
+        found = data.read_rows(wanted, ["text"])
+        assert data.read_rows([], ["text"]) == []
+    assert found == [{"text": ROWS[row]["text"]} for row in wanted]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_batches_hold_the_chosen_columns(tmp_path: Path, name: str) -> None:
+    with open_path(write_rows(tmp_path / name, ROWS)) as data:
+        batches = [batch for _, batch in data.iter_batches(["group", "id"], max_bytes=2000)]
+        bare = sum(batch.num_rows for _, batch in data.iter_batches([]))
+    table = pa.Table.from_batches(batches)
+    assert table.column_names == ["group", "id"]
+    assert table.column("id").to_pylist() == [row["id"] for row in ROWS]
+    assert bare == 250
+
+
+def test_files_of_a_glob_are_one_input_in_sorted_order(tmp_path: Path) -> None:
+    write_rows(tmp_path / "b.jsonl", ROWS[100:])
+    write_rows(tmp_path / "a.jsonl", ROWS[:100])
+    with open_path(tmp_path / "*.jsonl") as data:
+        assert data.read_rows([0, 100, 99, 249]) == [ROWS[i] for i in (0, 100, 99, 249)]
+        assert [(path.name, first, last) for path, first, last in data.places()] == [
+            ("a.jsonl", 0, 100),
+            ("b.jsonl", 100, 250),
+        ]
+
+
+def test_a_list_of_paths_keeps_its_order(tmp_path: Path) -> None:
+    paths = [write_rows(tmp_path / "b.csv", ROWS[:2]), write_rows(tmp_path / "a.csv", ROWS[2:5])]
+    with open_input(InputSpec(path=tuple(map(str, paths)))) as data:
+        assert data.read_rows(range(5)) == ROWS[:5]
+
+
+def test_a_path_with_glob_characters_is_taken_literally_when_it_exists(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a[1].jsonl", ROWS)
+    with open_path(path) as data:
+        assert data.num_rows == 250
+
+
+def test_large_row_groups_are_read_through_a_scratch_copy(tmp_path: Path) -> None:
+    document = "x" * 1_000_000
+    table = pa.table({"n": list(range(60)), "document": [f"{i}{document}" for i in range(60)]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    with open_path(tmp_path / "a.parquet") as data:
+        rows = data.read_rows([59, 0, 30])
+        batches = [batch for _, batch in data.iter_batches(max_bytes=4 << 20)]
+    assert [row["n"] for row in rows] == [59, 0, 30]
+    assert str(rows[0]["document"]).startswith("59x")
+    assert max(batch.nbytes for batch in batches) < 6 << 20
+
+
+def test_repeated_long_values_do_not_make_large_batches(tmp_path: Path) -> None:
+    table = pa.table({"document": ["x" * 100_000] * 2000})
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert (tmp_path / "a.parquet").stat().st_size < 1 << 20
+    with open_path(tmp_path / "a.parquet") as data:
+        largest = max(batch.nbytes for _, batch in data.iter_batches())
+    assert largest < 10 << 20
+
+
+def test_blank_lines_windows_line_ends_and_a_bom_are_borne(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n\r\n\n{"a": 2}\n  \n{"a": 3}')
+    with open_path(path) as data:
+        assert data.read_rows([2, 0]) == [{"a": 3}, {"a": 1}]
+        assert data.num_rows == 3
+
+
+def test_csv_line_ends_within_quotes_do_not_split_rows(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'\xef\xbb\xbfa,b\r\n"x\r\ny","say ""hi"", ok"\r\n\r\n1,\r\n')
+    with open_path(path) as data:
+        assert data.read_rows([1, 0]) == [
+            {"a": "1", "b": ""},
+            {"a": "x\r\ny", "b": 'say "hi", ok'},
+        ]
+
+
+def test_jsonl_columns_have_one_type_over_the_whole_file(tmp_path: Path) -> None:
+    rows: list[Row] = [
+        {"n": 1, "f": 1, "mixed": "a", "nested": {"k": 1}, "flag": True},
+        {"n": None, "f": 0.5, "mixed": 2, "nested": [1], "flag": False},
+    ]
+    with open_path(write_rows(tmp_path / "a.jsonl", rows)) as data:
+        (_, batch) = next(data.iter_batches())
+        assert data.read_rows([0, 1]) == rows
+    types = dict(zip(batch.schema.names, map(str, batch.schema.types), strict=True))
+    assert types == {
+        "n": "int64", "f": "double", "mixed": "string", "nested": "string", "flag": "bool"
+    }  # fmt: skip
+    assert batch.column("nested").to_pylist() == ['{"k": 1}', "[1]"]
+
+
+def test_parquet_values_become_native(tmp_path: Path) -> None:
+    times = pa.array([1_700_000_000_123_456_789], type=pa.timestamp("ns"))
+    table = pa.table({"t": times, "s": [{"k": [1, 2]}], "n": pa.array([None], type=pa.int32())})
+    pq.write_table(table, tmp_path / "a.parquet")
+    with open_path(tmp_path / "a.parquet") as data:
+        row = data.read_rows([0])[0]
+    assert row["s"] == {"k": [1, 2]}
+    assert row["n"] is None
+    assert str(row["t"]).startswith("2023-11-14")

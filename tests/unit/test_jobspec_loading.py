@@ -1,0 +1,129 @@
+"""Job files from disk to `JobSpec`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from batchrun.errors import DataError, JobSpecError
+from batchrun.jobspec import JobSpec, load_job_file
+
+JOB = """\
+name: loogle
+input:
+  path: ../data/loogle.parquet
+  id: id
+  messages:
+    - role: user
+      content: "{{ document }} {{ question }}"
+request: {max_tokens: 64, temperature: 0}
+output: {path: results/loogle.parquet, keep: [question]}
+deadline: 6h
+retries: 3
+max_failed: 5%
+"""
+
+
+def write_job(folder: Path, text: str = JOB) -> Path:
+    path = folder / "jobs" / "job.yaml"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def batch_job(folder: Path, lines: list[object]) -> Path:
+    (folder / "batch.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return write_job(folder, "name: b\ninput: {path: ../batch.jsonl}\noutput: {path: out.jsonl}\n")
+
+
+def test_input_is_relative_to_the_file_and_output_to_the_caller(tmp_path: Path) -> None:
+    spec = load_job_file(write_job(tmp_path), cwd=tmp_path / "elsewhere")
+    assert spec.input.path == (str(tmp_path / "data" / "loogle.parquet"),)
+    assert spec.output.path == str(tmp_path / "elsewhere" / "results" / "loogle.parquet")
+
+
+def test_defaults_are_those_of_the_manual(tmp_path: Path) -> None:
+    spec = load_job_file(write_job(tmp_path), cwd=tmp_path)
+    assert (spec.model, spec.endpoint, spec.weight) == ("default", "/v1/chat/completions", 1.0)
+    assert (spec.deadline_s, spec.retries) == (21_600, 3)
+
+
+def test_a_spec_survives_json_exactly(tmp_path: Path) -> None:
+    spec = load_job_file(write_job(tmp_path), cwd=tmp_path)
+    again = JobSpec.model_validate_json(spec.model_dump_json())
+    assert again == spec
+    assert again.content_hash() == spec.content_hash()
+
+
+def test_the_content_hash_ignores_comments_and_sees_values(tmp_path: Path) -> None:
+    spec = load_job_file(write_job(tmp_path), cwd=tmp_path)
+    commented = load_job_file(write_job(tmp_path, "# note\n" + JOB), cwd=tmp_path)
+    changed = load_job_file(write_job(tmp_path, JOB.replace("64", "65")), cwd=tmp_path)
+    assert commented.content_hash() == spec.content_hash()
+    assert changed.content_hash() != spec.content_hash()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("messages:", "mesages:", ":5: input.mesages: unknown key (did you mean 'messages'?)"),
+        ("role: user", "rol: user", ":6: input.messages[0].role: is required"),
+        ("{{ question }}", "{{ question ", ":7: input.messages[0].content: template line 1:"),
+        ("deadline: 6h", "deadline: soon", ":10: deadline: must be a duration"),
+        ("retries: 3", "retries: -1", ":11: retries: input should be greater than or equal to 0"),
+        ("[question]", "[response]", ":9: output.keep: 'response' is a column that batchrun"),
+        ("loogle.parquet, keep", "loogle.xlsx, keep", ":9: output.path: must end in .parquet or"),
+        ("max_tokens: 64", "stream: true", ":8: request.stream: a job's answers go to a file"),
+        ("max_tokens: 64", "model: m", ":8: request.model: belongs at the top"),
+        ("name: loogle", "name: loogle\nendpoint: /v1/completions", ":6: input.messages:"),
+        ("name: loogle", "name: loogle\nendpoint: /v2", ":2: endpoint: input should be "),
+        ("name: loogle", "name: a/b", ":1: name: string should match pattern"),
+    ],
+)
+def test_a_wrong_job_file_is_one_line_with_its_place(
+    tmp_path: Path, old: str, new: str, problem: str
+) -> None:
+    path = write_job(tmp_path, JOB.replace(old, new))
+    with pytest.raises(JobSpecError) as caught:
+        load_job_file(path, cwd=tmp_path)
+    assert str(caught.value).startswith(f"{path}{problem}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_template_is_refused(tmp_path: Path) -> None:
+    text = "name: x\ninput: {path: a.parquet}\noutput: {path: o.jsonl}\n"
+    with pytest.raises(JobSpecError, match=r":2: input\.messages: is required"):
+        load_job_file(write_job(tmp_path, text), cwd=tmp_path)
+
+
+def test_an_openai_batch_file_is_recognised(tmp_path: Path) -> None:
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {}}
+    spec = load_job_file(batch_job(tmp_path, [line]), cwd=tmp_path)
+    assert spec.is_openai_batch
+
+
+def test_other_jsonl_without_a_template_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(JobSpecError, match="only an OpenAI batch JSONL file does without"):
+        load_job_file(batch_job(tmp_path, [{"question": "why?"}]), cwd=tmp_path)
+
+
+def test_a_batch_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    path = batch_job(tmp_path, [])
+    (tmp_path / "batch.jsonl").unlink()
+    with pytest.raises(DataError, match=r"batch\.jsonl: cannot be read"):
+        load_job_file(path, cwd=tmp_path)
+
+
+def test_an_output_over_the_input_is_refused(tmp_path: Path) -> None:
+    text = JOB.replace("results/loogle.parquet", "data/loogle.parquet")
+    with pytest.raises(JobSpecError, match="would overwrite the input"):
+        load_job_file(write_job(tmp_path, text), cwd=tmp_path)
+
+
+def test_a_later_error_finds_its_line(tmp_path: Path) -> None:
+    path = write_job(tmp_path)
+    spec = load_job_file(path, cwd=tmp_path)
+    assert spec.where("input.messages[0].content") == f"{path}:7: input.messages[0].content"
+    assert spec.where("request.seed") == f"{path}:8: request.seed"

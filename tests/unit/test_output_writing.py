@@ -1,0 +1,187 @@
+"""The output file: every row, in order, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchrun.errors import BatchrunError, InputError, JobSpecError, StoreFullError
+from batchrun.inputs import open_input
+from batchrun.jobspec import JobSpec
+from batchrun.output import ResultRow, write_output
+from batchrun.types import RowError, Usage
+
+CANCELLED = RowError("cancelled", "the job was cancelled")
+
+
+def make_spec(folder: Path, num_rows: int = 600, **output: object) -> JobSpec:
+    rows = {
+        "key": [f"k{i}" for i in range(num_rows)],
+        "gold": pa.array(range(num_rows), type=pa.uint16()),
+        "when": pa.array([1_700_000_000_000] * num_rows, type=pa.timestamp("ms")),
+    }
+    pq.write_table(pa.table(rows), folder / "in.parquet", row_group_size=100)
+    values = {
+        "name": "x",
+        "input": {"path": str(folder / "in.parquet"), "id": "key", "messages": "{{ key }}"},
+        "output": {"path": str(folder / "out.parquet"), "keep": ["gold", "when"], **output},
+    }
+    return JobSpec.model_validate(values)
+
+
+def result(row: int, *, error: RowError | None = None) -> ResultRow:
+    reply = {"choices": [{"message": {"content": f"answer {row}"}}]}
+    body = None if error else json.dumps(reply).encode()
+    return ResultRow(row, body, error, None if error else "stop", Usage(10, 5, 3), attempts=2)
+
+
+def write(spec: JobSpec, path: Path, results: Iterator[ResultRow], **options: object) -> int:
+    missing = options.get("missing", CANCELLED)
+    assert missing is None or isinstance(missing, RowError)
+    with open_input(spec.input) as data:
+        return write_output(path, results, spec=spec, data=data, missing=missing)
+
+
+def read(path: Path) -> list[dict[str, object]]:
+    if path.suffix == ".parquet":
+        rows: list[dict[str, object]] = pq.read_table(path).to_pylist()
+        return rows
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", ["out.parquet", "out.jsonl"])
+def test_every_row_is_there_once_and_in_input_order(tmp_path: Path, name: str) -> None:
+    spec = make_spec(tmp_path)
+    num_rows = write(spec, tmp_path / name, (result(row) for row in range(0, 600, 3)))
+    rows = read(tmp_path / name)
+    assert num_rows == len(rows) == 600
+    assert [row["id"] for row in rows] == [f"k{i}" for i in range(600)]
+    assert [row["gold"] for row in rows] == list(range(600))
+    assert rows[3]["response"] == "answer 3"
+    assert rows[4]["response"] is None
+    assert [row["error"] is None for row in rows] == [i % 3 == 0 for i in range(600)]
+
+
+def test_columns_have_their_order_and_kept_types(tmp_path: Path) -> None:
+    spec = make_spec(tmp_path, body=True)
+    write(spec, tmp_path / "out.parquet", iter([result(0)]))
+    schema = pq.read_schema(tmp_path / "out.parquet")
+    assert schema.names == [
+        "id", "gold", "when", "response", "finish_reason", "prompt_tokens", "output_tokens",
+        "cached_tokens", "attempts", "error", "body",
+    ]  # fmt: skip
+    assert schema.field("gold").type == pa.uint16()
+    assert schema.field("when").type == pa.timestamp("ms")
+
+
+def test_a_row_carries_usage_attempts_and_its_error(tmp_path: Path) -> None:
+    spec = make_spec(tmp_path, num_rows=2)
+    failed = RowError("context_length_exceeded", "too long", 400)
+    write(spec, tmp_path / "out.parquet", iter([result(0), result(1, error=failed)]))
+    good, bad = read(tmp_path / "out.parquet")
+    assert (good["prompt_tokens"], good["output_tokens"], good["cached_tokens"]) == (10, 5, 3)
+    assert (good["attempts"], good["finish_reason"]) == (2, "stop")
+    assert json.loads(str(bad["error"])) == {
+        "code": "context_length_exceeded", "message": "too long", "status_code": 400
+    }  # fmt: skip
+
+
+def test_errors_and_bodies_are_objects_in_jsonl(tmp_path: Path) -> None:
+    spec = make_spec(tmp_path, num_rows=2, body=True)
+    write(spec, tmp_path / "out.jsonl", iter([result(0)]))
+    good, missing = read(tmp_path / "out.jsonl")
+    assert good["body"] == {"choices": [{"message": {"content": "answer 0"}}]}
+    assert missing["error"] == {
+        "code": "cancelled", "message": "the job was cancelled", "status_code": None
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["out.parquet", "out.jsonl"])
+def test_a_partial_output_leaves_missing_rows_out(tmp_path: Path, name: str) -> None:
+    spec = make_spec(tmp_path)
+    wanted = [0, 255, 256, 599]
+    assert write(spec, tmp_path / name, map(result, wanted), missing=None) == 4
+    assert [row["gold"] for row in read(tmp_path / name)] == wanted
+
+
+def test_a_partial_output_may_be_empty(tmp_path: Path) -> None:
+    spec = make_spec(tmp_path)
+    assert write(spec, tmp_path / "out.parquet", iter([]), missing=None) == 0
+    assert read(tmp_path / "out.parquet") == []
+
+
+def test_row_numbers_are_ids_when_no_column_is(tmp_path: Path) -> None:
+    values = make_spec(tmp_path, num_rows=3, keep=[]).model_dump()
+    values["input"]["id"] = None
+    write(JobSpec.model_validate(values), tmp_path / "out.parquet", iter([]))
+    assert [row["id"] for row in read(tmp_path / "out.parquet")] == ["0", "1", "2"]
+
+
+def broken_results() -> Iterator[ResultRow]:
+    yield result(0)
+    raise BatchrunError("the store went away")
+
+
+def test_a_failure_keeps_the_old_file_and_leaves_nothing_else(tmp_path: Path) -> None:
+    spec = make_spec(tmp_path)
+    (tmp_path / "out.jsonl").write_text("old\n")
+    with pytest.raises(BatchrunError, match="went away"):
+        write(spec, tmp_path / "out.jsonl", broken_results())
+    assert (tmp_path / "out.jsonl").read_text() == "old\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.parquet", "out.jsonl"]
+
+
+def write_within(folder: Path, name: str, limit_bytes: int, answer: object) -> None:
+    spec = make_spec(folder)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+    try:
+        write(spec, folder / name, (result(row) for row in range(600)))
+    except StoreFullError as failure:
+        answer.send(str(failure))  # type: ignore[attr-defined]
+    else:
+        answer.send("no error")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["out.parquet", "out.jsonl"])
+def test_a_full_disk_is_one_line_and_leaves_no_file(tmp_path: Path, name: str) -> None:
+    context = multiprocessing.get_context("spawn")
+    receiving, sending = context.Pipe(duplex=False)
+    worker = context.Process(target=write_within, args=(tmp_path, name, 3000, sending))
+    worker.start()
+    message = receiving.recv()
+    worker.join()
+    receiving.close()
+    sending.close()
+    assert message.startswith(f"{tmp_path / name}: no room to write the results")
+    assert [path.name for path in tmp_path.iterdir()] == ["in.parquet"]
+
+
+def test_missing_folders_are_made_and_dead_leftovers_removed(tmp_path: Path) -> None:
+    spec = make_spec(tmp_path, num_rows=2)
+    target = tmp_path / "new" / "folder" / "out.jsonl"
+    target.parent.mkdir(parents=True)
+    (target.parent / ".out.jsonl.999999999.part").write_text("left by a killed process")
+    write(spec, target, iter([]))
+    assert [path.name for path in target.parent.iterdir()] == ["out.jsonl"]
+
+
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    spec = make_spec(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"out\.jsonl: cannot be written: "):
+        write(spec, tmp_path / "file" / "out.jsonl", iter([]))
+    with pytest.raises(InputError, match="is a folder"):
+        write(spec, tmp_path, iter([]))
+
+
+def test_an_absent_keep_column_is_refused(tmp_path: Path) -> None:
+    spec = make_spec(tmp_path, keep=["absent"])
+    with pytest.raises(JobSpecError, match="no column 'absent'"):
+        write(spec, tmp_path / "out.jsonl", iter([]))

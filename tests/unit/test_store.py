@@ -1,0 +1,231 @@
+"""The store: transitions, append-only results, and what survives."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from batchrun.errors import StateError, StoreError, StoreLockedError, UnknownJobError
+from batchrun.store import NewJob, Store, StoreLock, jobs, open_store, results
+from batchrun.types import JobState, Outcome, OutcomeKind, RowError, Usage
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = open_store(tmp_path / "store.db")
+    yield opened
+    opened.close()
+
+
+def new_job(name: str = "loogle", *, num_rows: int = 3) -> NewJob:
+    return NewJob(name=name, spec="{}", pin="{}", content_hash="c0ffee", num_rows=num_rows)
+
+
+def answered(row: int, text: str = "yes") -> Outcome:
+    return Outcome(
+        job_id="any",
+        row=row,
+        attempt=1,
+        kind=OutcomeKind.OK,
+        body=text.encode(),
+        finish_reason="stop",
+        usage=Usage(10, 2, 5),
+    )
+
+
+def refused(row: int) -> Outcome:
+    error = RowError("bad_request", "too long", 400)
+    return Outcome(job_id="any", row=row, attempt=2, kind=OutcomeKind.ROW_ERROR, error=error)
+
+
+def test_a_created_job_is_there_after_reopening(tmp_path: Path) -> None:
+    first = open_store(tmp_path / "store.db")
+    created = jobs.create(first, new_job(), now_s=5.0)
+    first.close()
+
+    again = open_store(tmp_path / "store.db")
+
+    assert jobs.get(again, created.id) == created
+    assert created.state is JobState.VALIDATING
+    again.close()
+
+
+def test_a_job_walks_from_validating_to_completed(store: Store) -> None:
+    job = jobs.create(store, new_job(), now_s=1.0)
+
+    jobs.start(store, job.id, now_s=2.0)
+    jobs.begin_finalizing(store, job.id, JobState.COMPLETED)
+    ended = jobs.finish(store, job.id, now_s=3.0)
+
+    assert (ended.state, ended.started_at, ended.finished_at) == (JobState.COMPLETED, 2.0, 3.0)
+
+
+def test_a_paused_job_resumes_where_it_was(store: Store) -> None:
+    early = jobs.create(store, new_job(), now_s=1.0)
+    late = jobs.create(store, new_job(), now_s=1.0)
+    jobs.start(store, late.id, now_s=2.0)
+    for job in (early, late):
+        assert jobs.pause(store, job.id, "by the user").reason == "by the user"
+
+    assert jobs.resume(store, early.id).state is JobState.VALIDATING
+    resumed = jobs.resume(store, late.id)
+    assert (resumed.state, resumed.reason) == (JobState.RUNNING, None)
+
+
+@pytest.mark.parametrize("move", ["start", "pause", "resume", "cancel", "finish", "finalize"])
+def test_a_terminal_job_never_changes(store: Store, move: str) -> None:
+    job = jobs.create(store, new_job(), now_s=1.0)
+    ended = jobs.fail(store, job.id, "no rows", now_s=2.0)
+    moves = {
+        "start": lambda: jobs.start(store, job.id, now_s=3.0),
+        "pause": lambda: jobs.pause(store, job.id, "x"),
+        "resume": lambda: jobs.resume(store, job.id),
+        "cancel": lambda: jobs.request_cancel(store, job.id),
+        "finish": lambda: jobs.finish(store, job.id, now_s=3.0),
+        "finalize": lambda: jobs.begin_finalizing(store, job.id, JobState.COMPLETED),
+    }
+
+    with pytest.raises(StateError):
+        moves[move]()
+
+    assert jobs.get(store, job.id) == ended
+
+
+def test_a_job_is_found_by_prefix_and_by_name(store: Store) -> None:
+    job = jobs.create(store, new_job("nightly"), now_s=1.0)
+
+    assert jobs.get(store, job.id[:8]) == job
+    assert jobs.get(store, "nightly") == job
+    with pytest.raises(UnknownJobError, match="no such job"):
+        jobs.get(store, "job_zzzz")
+
+
+def test_results_are_read_back_in_row_order(store: Store) -> None:
+    job = jobs.create(store, new_job(), now_s=1.0)
+    outcomes = [(job.seq, refused(2)), (job.seq, answered(0, "blue"))]
+
+    assert results.commit(store, outcomes, now_s=9.0) == 2
+
+    first, last = results.read(store, job.seq)
+    assert (first.row, first.body, first.error) == (0, b"blue", None)
+    assert (last.row, last.body, last.error) == (2, None, RowError("bad_request", "too long", 400))
+    assert list(results.done_rows(store, job.seq)) == [0, 2]
+    assert results.count(store, job.seq) == results.Counts(1, 1, 10, 2, 5)
+
+
+def test_the_first_result_of_a_row_stays(store: Store) -> None:
+    job = jobs.create(store, new_job(), now_s=1.0)
+    results.commit(store, [(job.seq, answered(0, "first"))], now_s=1.0)
+
+    added = results.commit(
+        store, [(job.seq, answered(0, "second")), (job.seq, answered(1))], now_s=2.0
+    )
+
+    assert added == 1
+    assert next(results.read(store, job.seq)).body == b"first"
+
+
+def test_a_terminal_job_takes_no_more_results(store: Store) -> None:
+    job = jobs.create(store, new_job(), now_s=1.0)
+    jobs.fail(store, job.id, "no rows", now_s=2.0)
+
+    assert results.commit(store, [(job.seq, answered(0))], now_s=3.0) == 0
+    assert list(results.done_rows(store, job.seq)) == []
+
+
+def test_results_are_paged_without_loss(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "ROWS_PER_READ", 7)
+    job = jobs.create(store, new_job(num_rows=50), now_s=1.0)
+    outcomes = [(job.seq, refused(i) if i % 3 else answered(i)) for i in range(50)]
+    results.commit(store, outcomes, now_s=1.0)
+
+    assert [r.row for r in results.read(store, job.seq)] == list(range(50))
+    failed = [r.row for r in results.read(store, job.seq, failed_only=True, limit=10)]
+    assert failed == [i for i in range(50) if i % 3][:10]
+
+
+def test_attempts_and_engine_deaths_add_up(store: Store) -> None:
+    job = jobs.create(store, new_job(), now_s=1.0)
+    for tried in (1, 2):
+        results.record_attempt(store, job.seq, 4, tried)
+    results.record_engine_death(store, job.seq, [4, 5])
+    results.record_engine_death(store, job.seq, [5])
+
+    assert results.attempts_so_far(store, job.seq) == {4: 2}
+    assert results.engine_deaths(store, job.seq) == {4: 1, 5: 2}
+
+
+def test_epochs_only_grow_and_settings_last(store: Store) -> None:
+    first = jobs.begin_epoch(store, pid=1, now_s=1.0)
+    assert jobs.begin_epoch(store, pid=2, now_s=0.5) > first
+    jobs.write_setting(store, "offline", False)
+    jobs.write_setting(store, "offline", True)
+    assert jobs.read_setting(store, "offline", None) is True
+    assert jobs.read_setting(store, "other", "unset") == "unset"
+
+
+def test_migrations_and_tables_describe_the_same_schema(tmp_path: Path) -> None:
+    from sqlalchemy import create_engine
+
+    from batchrun.store.schema import metadata
+
+    open_store(tmp_path / "migrated.db").close()
+    direct = create_engine(f"sqlite:///{tmp_path / 'direct.db'}")
+    metadata.create_all(direct)
+    direct.dispose()
+
+    assert _described(tmp_path / "migrated.db") == _described(tmp_path / "direct.db")
+
+
+def _described(path: Path) -> dict[str, list[tuple[object, ...]]]:
+    connection = sqlite3.connect(path)
+    tables = connection.execute(
+        "SELECT name FROM sqlite_master WHERE type = 'table' "
+        "AND name NOT LIKE 'sqlite%' AND name <> 'alembic_version'"
+    ).fetchall()
+    found = {
+        name: connection.execute(f"PRAGMA table_info({name})").fetchall()
+        + sorted(row[2:4] for row in connection.execute(f"PRAGMA index_list({name})"))
+        for (name,) in tables
+    }
+    connection.close()
+    return found
+
+
+def test_a_store_of_a_newer_version_is_refused_and_untouched(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    open_store(path).close()
+    connection = sqlite3.connect(path)
+    connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    connection.commit()
+    connection.close()
+
+    with pytest.raises(StoreError, match="newer batchrun"):
+        open_store(path)
+
+
+@pytest.mark.parametrize("content", [b"not a database at all, surely" * 40, None])
+def test_another_file_is_not_taken_for_a_store(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "store.db"
+    if content is None:
+        connection = sqlite3.connect(path)
+        connection.execute("CREATE TABLE other (x)")
+        connection.close()
+    else:
+        path.write_bytes(content)
+
+    with pytest.raises(StoreError, match="not a batchrun store"):
+        open_store(path)
+
+
+def test_the_lock_keeps_a_second_holder_out_until_released(tmp_path: Path) -> None:
+    first = StoreLock(tmp_path / "lock")
+    first.acquire()
+    with pytest.raises(StoreLockedError, match="in use by process"):
+        StoreLock(tmp_path / "lock").acquire()
+    first.release()
+    with StoreLock(tmp_path / "lock"):
+        pass

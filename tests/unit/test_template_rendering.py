@@ -1,0 +1,229 @@
+"""Rows become request bodies; a bad row is that row's own error."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+
+import pytest
+
+from batchrun.errors import JobSpecError
+from batchrun.inputs import RequestTemplate, RowRenderError
+from batchrun.jobspec import JobSpec
+
+COLUMNS = ["q", "n", "tags", "text", "image", "messages", "range"]
+PNG = b"\x89PNG\r\n\x1a\n" + b"\x00" * 20
+
+
+def make_spec(**changes: object) -> JobSpec:
+    values: dict[str, object] = {
+        "name": "x",
+        "input": {"path": "/data/a.parquet", "messages": user("{{ q }}")},
+        "output": {"path": "/o.jsonl"},
+    }
+    return JobSpec.model_validate({**values, **changes})
+
+
+def user(content: object) -> list[object]:
+    return [{"role": "user", "content": content}]
+
+
+def make_template(content: object = None, **changes: object) -> RequestTemplate:
+    if content is not None:
+        changes["input"] = {"path": "/data/a.parquet", "messages": user(content)}
+    return RequestTemplate(make_spec(**changes), COLUMNS, model="m")
+
+
+def content_of(template: RequestTemplate, **row: object) -> object:
+    body = template.render(row, row_number=0)
+    assert isinstance(body["messages"], list)
+    return body["messages"][0]["content"]
+
+
+def test_the_body_has_model_messages_and_request_fields() -> None:
+    template = make_template(request={"max_tokens": 8, "stop": ["\n"]})
+    assert template.render({"q": "why?"}, row_number=0) == {
+        "model": "m",
+        "messages": [{"role": "user", "content": "why?"}],
+        "max_tokens": 8,
+        "stop": ["\n"],
+    }
+
+
+def test_only_the_columns_in_templates_are_used() -> None:
+    template = make_template("{{ text }} {{ q }}", request={"seed": "{{ n }}"})
+    assert template.columns_used == ("q", "n", "text")
+
+
+def test_request_fields_of_one_expression_keep_their_type() -> None:
+    request = {"seed": "{{ n }}", "stop": "{{ tags }}", "user": "u{{ n }}", "x": {"y": "{{ n+1 }}"}}
+    body = make_template(request=request).render({"q": "a", "n": 7, "tags": ["b"]}, row_number=0)
+    assert (body["seed"], body["stop"], body["user"], body["x"]) == (7, ["b"], "u7", {"y": 8})
+
+
+@pytest.mark.parametrize(
+    ("text", "row", "rendered"),
+    [
+        ("{{ n }}", {"n": 7}, "7"),
+        ("{{ q }}\n", {"q": "<b> & 'x'"}, "<b> & 'x'\n"),
+        ("{% for t in tags %}[{{ t }}]{% endfor %}", {"tags": ["a", "b"]}, "[a][b]"),
+        ("{{ (q | fromjson).k }}", {"q": '{"k": 3}'}, "3"),
+        ("{{ tags | tojson }}", {"tags": ["ä", "<"]}, '["ä", "<"]'),
+        ("{{ q | default('none', true) }}", {"q": None}, "none"),
+        ("{{ range }}", {"range": "a column"}, "a column"),
+        ("{% for i in [1, 2] %}{{ q * i }} {% endfor %}", {"q": "a"}, "a aa "),
+    ],
+)
+def test_message_text_is_text(text: str, row: dict[str, object], rendered: str) -> None:
+    assert content_of(make_template(text), **row) == rendered
+
+
+@pytest.mark.parametrize(
+    ("text", "row", "problem"),
+    [
+        ("{{ q }}", {"q": None}, "a value is null"),
+        ("{{ q }}", {"q": "  "}, "the prompt is empty"),
+        ("{{ q }}", {"q": b"x"}, "a value is bytes"),
+        ("{{ q.missing }}", {"q": "x"}, "no attribute 'missing'"),
+        ("{{ n / 0 }}", {"n": 1}, "division by zero"),
+        ("{{ q | fromjson }}", {"q": "{"}, "Expecting property name"),
+        ("{{ q * 100000000 }}", {"q": "ab"}, "the product is too long"),
+        ("{{ n ** 100 }}", {"n": 9}, "the exponent is over 64"),
+        ("{% for i in range(1000000) %}x{% endfor %}", {"range": range(5)}, None),
+        ("{{ q.__class__.__mro__ }}", {"q": "x"}, "unsafe"),
+        ("{{ q.format.__globals__ }}", {"q": "x"}, "unsafe"),
+    ],
+)
+def test_a_row_that_does_not_fit_is_a_row_error(
+    text: str, row: dict[str, object], problem: str | None
+) -> None:
+    template = make_template(text)
+    with pytest.raises(RowRenderError, match=problem or "not callable") as caught:
+        template.render(row, row_number=41)
+    assert caught.value.row_error.code == "template_error"
+    assert caught.value.row_error.message.startswith("row 41: ")
+
+
+def test_text_without_end_is_stopped() -> None:
+    piece = "x" * (1 << 20)
+    template = make_template("{% for i in tags %}{{ q }}{% endfor %}")
+    with pytest.raises(RowRenderError, match="grows over 64 Mi characters"):
+        template.render({"q": piece, "tags": range(100)}, row_number=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (
+            {"request": {"seed": "{{ gold }}"}},
+            "request.seed: the input has no column 'gold'; its columns are q, n, tags",
+        ),
+        ({"request": {"a": [{"b": "{{ txt }}"}]}}, r"request.a\[0\].b: .*did you mean 'text'"),
+        ({"request": {"a": "{{ q"}}, "request.a: template line 1: "),
+        ({"input": {"path": "/a.csv", "prompt": "x"}}, "input.prompt: .* takes input.messages"),
+        ({"input": {"path": "/a.csv"}}, "input.messages: is required"),
+    ],
+)
+def test_a_wrong_template_is_refused_at_once(changes: dict[str, object], problem: str) -> None:
+    with pytest.raises(JobSpecError, match=problem):
+        make_template(**changes)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "key", "template", "value", "expected"),
+    [
+        ("/v1/completions", "prompt", "{{ n }}", 5, "5"),
+        ("/v1/embeddings", "input", "{{ tags }}", ["a", "b"], ["a", "b"]),
+        ("/v1/responses", "input", "{{ q }}", "hello", "hello"),
+        ("/v1/chat/completions", "messages", "{{ messages }}", user("hi"), user("hi")),
+    ],
+)
+def test_every_endpoint_has_its_prompt_field(
+    endpoint: str, key: str, template: str, value: object, expected: object
+) -> None:
+    spec = make_spec(endpoint=endpoint, input={"path": "/a.csv", key: template})
+    compiled = RequestTemplate(spec, COLUMNS, model="m")
+    row = dict.fromkeys(COLUMNS, value)
+    assert compiled.render(row, row_number=0) == {"model": "m", key: expected}
+
+
+def image_template(folder: Path) -> RequestTemplate:
+    content = [{"type": "text", "text": "{{ q }}"}, {"image": {"column": "image"}}]
+    spec = make_spec(input={"path": f"{folder}/*.parquet", "messages": user(content)})
+    return RequestTemplate(spec, COLUMNS, model="m")
+
+
+def image_url_of(template: RequestTemplate, value: object) -> str:
+    parts = content_of(template, q="what?", image=value)
+    assert isinstance(parts, list)
+    assert parts[0] == {"type": "text", "text": "what?"}
+    return str(parts[1]["image_url"]["url"])
+
+
+@pytest.mark.parametrize("form", ["path", "bytes", "struct of bytes", "struct of path"])
+def test_an_image_column_becomes_a_data_url(tmp_path: Path, form: str) -> None:
+    (tmp_path / "a.png").write_bytes(PNG)
+    value = {
+        "path": "a.png",
+        "bytes": PNG,
+        "struct of bytes": {"bytes": PNG, "path": None},
+        "struct of path": {"bytes": None, "path": "a.png"},
+    }[form]
+    template = image_template(tmp_path)
+    assert template.columns_used == ("q", "image")
+    expected = "data:image/png;base64," + base64.b64encode(PNG).decode()
+    assert image_url_of(template, value) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("../secret.png", "outside the folder"),
+        ("/etc/passwd", "outside the folder"),
+        ("link.png", "outside the folder"),
+        ("absent.png", "no such file"),
+        ("notes.txt", "of no known format"),
+        (b"?", "of no known format"),
+        (None, "neither a path nor bytes"),
+    ],
+)
+def test_images_stay_within_the_folder_of_the_input(
+    tmp_path: Path, value: object, problem: str
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (tmp_path / "secret.png").write_bytes(PNG)
+    (folder / "link.png").symlink_to(tmp_path / "secret.png")
+    (folder / "notes.txt").write_text("no image")
+    with pytest.raises(RowRenderError, match=problem):
+        image_url_of(image_template(folder), value)
+
+
+def batch_row(**changes: object) -> dict[str, object]:
+    row = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"}
+    return {**row, "body": {"model": "default", "messages": user("hi")}, **changes}
+
+
+def batch_template() -> RequestTemplate:
+    spec = make_spec(input={"path": "/a.jsonl", "format": "openai-batch"})
+    return RequestTemplate(spec, ["custom_id", "method", "url", "body"], model="m")
+
+
+def test_the_body_of_a_batch_row_is_taken_as_it_is() -> None:
+    body = {"model": "other", "messages": user("{{ q }}"), "n": 2}
+    assert batch_template().render(batch_row(body=body), row_number=0) == body
+    assert batch_template().render(batch_row(), row_number=0)["model"] == "m"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"body": {"stream": True}},
+        {"body": "text"},
+        {"method": "GET"},
+        {"url": "/v1/embeddings"},
+    ],
+)
+def test_a_wrong_batch_row_is_a_row_error(changes: dict[str, object]) -> None:
+    with pytest.raises(RowRenderError, match="row 3: '"):
+        batch_template().render(batch_row(**changes), row_number=3)
