@@ -18,6 +18,7 @@ from pydantic import (
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from batchrun.errors import ConfigError
+from batchrun.home import Home
 from batchrun.yaml_lines import load_strict
 
 DEFAULT_FILE = "batchrun.yaml"
@@ -127,33 +128,6 @@ class Environment(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Flags, then the environment; nothing else."""
         return (init_settings, env_settings)
-
-
-class Home:
-    """The folder that holds a deployment's state, and where each thing lies in it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path.expanduser().absolute()
-        self.store = self.path / "store.db"
-        self.store_lock = self.path / "store.lock"
-        self.run = self.path / "run"
-        self.log = self.path / "log"
-        self.inputs = self.path / "inputs"
-        self.engine_environment = self.path / "engine-env"
-        self.tiny_model = self.path / "models" / "tiny"
-        self.daemon_record = self.run / "daemon.json"
-        self.daemon_process = self.run / "daemon-process.json"
-        self.gateway_process = self.run / "gateway-process.json"
-        self.upstreams = self.run / "upstreams.json"
-        self.resolved_config = self.run / "config.json"
-
-    def create(self) -> None:
-        """Make the folders, readable by their owner alone. Raises ConfigError."""
-        try:
-            for folder in (self.path, self.run, self.log, self.inputs):
-                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError as error:
-            raise ConfigError(f"--home {self.path}: {error.strerror}") from error
 
 
 class Deployment(DeploymentFile):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from deployment_rig import DeploymentRig
 from engine_builders import (
     fake_settings,
     real_settings,
@@ -72,3 +73,11 @@ async def fake_engine(tmp_path: Path) -> AsyncIterator[FakeEngineFactory]:
     yield make
     for engine in started:
         await engine.stop()
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[DeploymentRig]:
+    """A deployment in a folder of its own; the test chooses its engine."""
+    made = DeploymentRig(tmp_path)
+    yield made
+    made.close()

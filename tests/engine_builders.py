@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from batchrun.engine import ManagedEngine, ManagedSettings
@@ -44,6 +45,11 @@ def fake_settings(folder: Path, *options: str, **changes: object) -> ManagedSett
         "backoff_first_s": 0.05,
     }
     return ManagedSettings(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def with_program(settings: ManagedSettings, program: str) -> ManagedSettings:
+    """The same engine, but its command is a few lines of Python."""
+    return replace(settings, command=(sys.executable, "-c", program))
 
 
 def real_settings(folder: Path, model: Path) -> ManagedSettings:

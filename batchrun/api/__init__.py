@@ -1,6 +1,6 @@
 """The daemon's HTTP edge."""
 
 from batchrun.api.app import make_app
-from batchrun.api.server import DaemonAddress, read_address, serve
+from batchrun.api.server import serve
 
-__all__ = ["DaemonAddress", "make_app", "read_address", "serve"]
+__all__ = ["make_app", "serve"]

@@ -14,9 +14,8 @@ from starlette.exceptions import HTTPException
 from batchrun.api.status import Status
 from batchrun.daemon import Daemon
 from batchrun.errors import BatchrunError
+from batchrun.home import CONTROL_PREFIX as PREFIX
 from batchrun.store import NewJob
-
-PREFIX = "/batchrun/v1"
 
 
 class Submission(BaseModel):

@@ -12,17 +12,18 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import uvicorn
 
 from batchrun.api.app import make_app
 from batchrun.api.status import Status
-from batchrun.config import Deployment, Home
+from batchrun.config import Deployment
 from batchrun.daemon import Daemon, Supervisor
 from batchrun.errors import EngineError
 from batchrun.files import write_atomically
+from batchrun.home import DaemonAddress, Home
 from batchrun.store import Store, StoreLock, open_store
 
 log = logging.getLogger(__name__)
@@ -31,29 +32,12 @@ LOCK_WAIT_S = 5.0
 CLEAN_STOP_S = 9.5
 
 
-@dataclass(frozen=True, slots=True)
-class DaemonAddress:
-    """Where a running daemon answers. The file that holds it is readable by its owner alone."""
-
-    pid: int
-    url: str
-    token: str
-
-
 class _Server(uvicorn.Server):
     """uvicorn without its signal handlers: the daemon has its own."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def read_address(home: Home) -> DaemonAddress | None:
-    """The address that a daemon of this home left; it may have died since."""
-    try:
-        return DaemonAddress(**json.loads(home.daemon_record.read_text()))
-    except (FileNotFoundError, ValueError, TypeError):
-        return None
 
 
 def serve(deployment: Deployment, home: Home, *, on_ready: Callable[[], None]) -> int:

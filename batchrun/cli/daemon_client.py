@@ -9,11 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchrun import errors
-from batchrun.api import read_address
-from batchrun.api.app import PREFIX
-from batchrun.config import Home
 from batchrun.errors import BatchrunError, DaemonUnavailableError
-from batchrun.store import StoreLock
+from batchrun.home import CONTROL_PREFIX, Home
 
 TIMEOUT_S = 30.0
 JsonDocument = dict[str, Any]
@@ -42,11 +39,11 @@ class DaemonClient:
         return True
 
     def _call(self, method: str, path: str, document: Mapping[str, object] | None) -> JsonDocument:
-        address = read_address(self._home)
+        address = self._home.read_daemon_address()
         if address is None:
             raise _no_daemon(self._home)
         request = urllib.request.Request(
-            address.url + PREFIX + path,
+            address.url + CONTROL_PREFIX + path,
             method=method,
             data=None if document is None else json.dumps(document).encode(),
             headers={
@@ -62,12 +59,6 @@ class DaemonClient:
             raise _as_our_error(error) from error
         except (OSError, ValueError) as error:
             raise _no_daemon(self._home) from error
-
-
-def store_lock(home: Home) -> StoreLock:
-    """The lock under which a command without a daemon may write to the store."""
-    home.create()
-    return StoreLock(home.store_lock, wait_s=2.0)
 
 
 def _no_daemon(home: Home) -> DaemonUnavailableError:

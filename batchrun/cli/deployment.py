@@ -17,10 +17,11 @@ from batchrun.api import serve
 from batchrun.cli.console import note, print_json, progress_bar, say
 from batchrun.cli.daemon_client import DaemonClient
 from batchrun.cli.options import ConfigOption, HomeOption, JsonOption, ListenOption, ModelOption
-from batchrun.config import Deployment, Home, load_deployment, load_home
+from batchrun.config import Deployment, load_deployment, load_home
 from batchrun.daemon import stop_recorded
 from batchrun.engine import process
 from batchrun.errors import BatchrunError, DaemonUnavailableError, StateError, StoreLockedError
+from batchrun.home import Home
 from batchrun.store import StoreLock
 
 POLL_INTERVAL_S = 0.2

@@ -12,10 +12,11 @@ from pathlib import Path
 from batchrun.cli.console import print_json, say
 from batchrun.cli.daemon_client import DaemonClient
 from batchrun.cli.options import ConfigOption, HomeOption, JsonOption
-from batchrun.config import TINY_MODEL, Deployment, Home, load_deployment, load_home
+from batchrun.config import TINY_MODEL, Deployment, load_deployment, load_home
 from batchrun.daemon.supervisor import default_port, engine_python
 from batchrun.engine.probe import check_model, check_port_free, find_vllm, has_gpu
 from batchrun.errors import BatchrunError
+from batchrun.home import Home
 
 MIN_FREE_BYTES = 2 << 30
 MIN_MEMORY_BYTES = 4 << 30

@@ -13,7 +13,8 @@ from rich.text import Text
 from batchrun.cli.console import LateProgress, out, print_json
 from batchrun.cli.options import HomeOption, JsonOption
 from batchrun.cli.results import stored_job
-from batchrun.config import Home, load_home
+from batchrun.config import load_home
+from batchrun.home import Home
 from batchrun.inputs import InputData, RequestTemplate, check_columns, check_ids, open_input
 from batchrun.jobspec import JobSpec, load_job_file
 from batchrun.planning import BYTES_PER_TOKEN, JobPlan, plan_job

@@ -6,20 +6,22 @@ import time
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from batchrun.cli.console import LateProgress, note, print_json, say
-from batchrun.cli.daemon_client import DaemonClient, store_lock
+from batchrun.cli.daemon_client import DaemonClient
 from batchrun.cli.follow import follow
 from batchrun.cli.options import HomeOption, JobArgument, JobFileArgument, JsonOption
-from batchrun.config import Home, load_home
+from batchrun.config import load_home
 from batchrun.errors import DaemonUnavailableError
-from batchrun.jobspec import load_job_file
-from batchrun.store import NewJob, open_store
-from batchrun.store import jobs as job_records
-from batchrun.submission import prepare_job
+from batchrun.home import Home
+
+if TYPE_CHECKING:
+    from batchrun.store import NewJob
+
+LOCK_WAIT_S = 2.0
 
 
 class Switch(StrEnum):
@@ -88,6 +90,9 @@ def offline(
 
 def prepare(file: Path, home: Home) -> NewJob:
     """Read, check and pin a job file. Raises JobSpecError and DataError."""
+    from batchrun.jobspec import load_job_file
+    from batchrun.submission import prepare_job
+
     with LateProgress() as progress:
         spec = load_job_file(file, cwd=Path.cwd())
         return prepare_job(spec, links=home.inputs, progress=progress)
@@ -99,12 +104,19 @@ def hand_over(job: NewJob, home: Home) -> tuple[str, bool]:
         answer = DaemonClient(home).post("/jobs", asdict(job))
         return str(answer["id"]), False
     except DaemonUnavailableError:
-        with store_lock(home):
-            store = open_store(home.store)
-            try:
-                return job_records.create(store, job, now_s=time.time()).id, True
-            finally:
-                store.close()
+        return _add_to_store(job, home), True
+
+
+def _add_to_store(job: NewJob, home: Home) -> str:
+    from batchrun.store import StoreLock, jobs, open_store
+
+    home.create()
+    with StoreLock(home.store_lock, wait_s=LOCK_WAIT_S):
+        store = open_store(home.store)
+        try:
+            return jobs.create(store, job, now_s=time.time()).id
+        finally:
+            store.close()
 
 
 def _change(job: str, action: str, home_path: Path | None, *, as_json: bool) -> None:

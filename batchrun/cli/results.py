@@ -12,10 +12,11 @@ from rich.table import Table
 
 from batchrun.cli.console import LateProgress, note, out, print_json, say
 from batchrun.cli.options import HomeOption, JobArgument, JsonOption
-from batchrun.config import Home, load_home
+from batchrun.config import load_home
 from batchrun.daemon import export
 from batchrun.daemon.view import output_path
 from batchrun.errors import InputError, StateError, UnknownJobError
+from batchrun.home import Home
 from batchrun.store import JobRecord, Store, open_store
 from batchrun.store import jobs as job_records
 from batchrun.store import results as result_records

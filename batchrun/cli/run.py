@@ -19,7 +19,8 @@ from batchrun.cli.options import (
     ListenOption,
     ModelOption,
 )
-from batchrun.config import Home, load_deployment, load_home
+from batchrun.config import load_deployment, load_home
+from batchrun.home import Home
 from batchrun.store import NewJob, jobs, open_store
 from batchrun.types import JobState
 

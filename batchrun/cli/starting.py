@@ -1,4 +1,4 @@
-"""The `init` command: a folder in which `batchrun run` works at once."""
+"""The `init` command, a folder in which `batchrun run` works at once, and `version`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
+from batchrun import __version__
 from batchrun.cli.console import print_json, say
 from batchrun.cli.options import JsonOption
-from batchrun.datasets import write_sample
 from batchrun.errors import InputError
 
 SAMPLE_ROWS = 16
@@ -56,6 +56,8 @@ def init(
     as_json: JsonOption = False,
 ) -> None:
     """Write batchrun.yaml, a job file and a small sample, so that `run` works at once."""
+    from batchrun.datasets import write_sample
+
     texts = {"batchrun.yaml": DEPLOYMENT_FILE, "jobs/sample.yaml": JOB_FILE}
     data = folder / "data" / "sample.parquet"
     for path in (*(folder / name for name in texts), data):
@@ -75,3 +77,11 @@ def init(
     for name in names:
         say(str(folder / name))
     say("next: batchrun run jobs/sample.yaml")
+
+
+def version(*, as_json: JsonOption = False) -> None:
+    """Print the version."""
+    if as_json:
+        print_json({"version": __version__})
+    else:
+        say(f"batchrun {__version__}")

@@ -14,10 +14,9 @@ from rich.text import Text
 from batchrun.cli.console import out, print_json
 from batchrun.cli.daemon_client import DaemonClient
 from batchrun.cli.options import HomeOption, JsonOption
-from batchrun.config import Home, load_home
-from batchrun.daemon import view_job
+from batchrun.config import load_home
 from batchrun.errors import DaemonUnavailableError, UnknownJobError
-from batchrun.store import jobs, open_store, results
+from batchrun.home import Home
 
 WATCH_INTERVAL_S = 1.0
 
@@ -59,6 +58,9 @@ def _picture(home: Home, job: str | None) -> dict[str, Any]:
 
 
 def _stored_jobs(home: Home) -> list[dict[str, object]]:
+    from batchrun.daemon import view_job
+    from batchrun.store import jobs, open_store, results
+
     store = open_store(home.store)
     try:
         records = jobs.list_jobs(store)
@@ -94,9 +96,10 @@ def _engine_line(engine: dict[str, Any]) -> Text:
 
 def _job_table(views: list[dict[str, Any]]) -> Table:
     table = Table(box=None, header_style="bold")
-    for heading in ("job", "name", "state"):
-        table.add_column(heading)
-    for heading in ("done", "failed", "rows", "rows/s", "ETA", "hit rate", "tokens/s"):
+    table.add_column("job", min_width=14)
+    table.add_column("name", overflow="fold")
+    table.add_column("state", min_width=10)
+    for heading in ("done", "failed", "rows", "rows/s", "ETA", "hit rate"):
         table.add_column(heading, justify="right")
     for view in views:
         table.add_row(
@@ -109,7 +112,6 @@ def _job_table(views: list[dict[str, Any]]) -> Table:
             f"{view['rows_per_s']:.1f}" if view["rows_per_s"] else "-",
             _duration(view["eta_s"]),
             _share(view["hit_rate"]),
-            f"{view['served_tokens_per_s']:,.0f}" if view["served_tokens_per_s"] else "-",
         )
     return table
 

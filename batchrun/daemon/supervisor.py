@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from batchrun.config import TINY_MODEL, Deployment, EngineConfig, Home
+from batchrun.config import TINY_MODEL, Deployment, EngineConfig
 from batchrun.daemon.dispatcher import Slot
 from batchrun.engine import (
     AttachedEngine,
@@ -23,6 +23,7 @@ from batchrun.engine import (
 from batchrun.engine.tiny_model import build_tiny_model
 from batchrun.errors import EngineError
 from batchrun.files import write_atomically
+from batchrun.home import Home
 
 log = logging.getLogger(__name__)
 

@@ -141,7 +141,7 @@ class ManagedEngine:
         await asyncio.to_thread(process.terminate, record, self.settings.stop_grace_s)
         await self._follow_log()
         tail = await asyncio.to_thread(self._follower.read_tail)
-        cause = find_last_useful_line(tail) or "it wrote nothing"
+        cause = find_last_useful_line(tail).rstrip(".") or "it wrote nothing"
         what, advice = f"ended while {self.stage}", ""
         if is_out_of_memory(cause):
             what = f"ran out of memory while {self.stage}"

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -14,10 +13,15 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import psutil
 import pytest
 from conftest import FakeEngineFactory
-from engine_builders import fake_settings, free_port, make_request, script_option
+from engine_builders import (
+    fake_settings,
+    free_port,
+    make_request,
+    script_option,
+    with_program,
+)
 
 from batchrun.engine import AttachedEngine, AttachedSettings, Engine, ManagedEngine, ManagedSettings
 from batchrun.engine.process import ProcessRecord, find_family, is_alive, read_record
@@ -57,23 +61,6 @@ def record_of(settings: ManagedSettings) -> ProcessRecord:
 def spoil(option: str) -> None:
     """Make a script of faults unreadable, so that the fake does not start again."""
     Path(option.removeprefix("--script=")).write_text("not a script")
-
-
-def with_program(settings: ManagedSettings, program: str) -> ManagedSettings:
-    """The same engine, but its command is a few lines of Python."""
-    return replace(settings, command=(sys.executable, "-c", program))
-
-
-async def start_error(settings: ManagedSettings) -> str:
-    """The one line that a failing start gives."""
-    engine = ManagedEngine(settings)
-    with pytest.raises(EngineError) as caught:
-        await engine.start()
-    assert engine.state is EngineState.FAILED
-    await engine.stop()
-    line = str(caught.value)
-    assert "\n" not in line
-    return line
 
 
 async def test_a_started_engine_answers_and_a_stopped_one_is_gone(tmp_path: Path) -> None:
@@ -247,40 +234,6 @@ async def test_an_engine_that_hangs_for_too_long_is_started_again(tmp_path: Path
         await wait_for(lambda: read_record(settings.record_path) not in {before, None})
         await wait_for(lambda: engine.state is EngineState.READY)
         assert not is_alive(before)
-
-
-async def test_death_at_start_gives_the_logs_last_useful_line(tmp_path: Path) -> None:
-    program = "import sys; print('loading'); raise ValueError('the weights are torn')"
-    settings = with_program(fake_settings(tmp_path), program)
-    line = await start_error(settings)
-    assert "ValueError: the weights are torn" in line
-    assert str(settings.log_path) in line
-
-
-async def test_running_out_of_memory_at_start_is_said_plainly(tmp_path: Path) -> None:
-    program = "raise MemoryError('CUDA out of memory. Tried to allocate 9 GiB')"
-    line = await start_error(with_program(fake_settings(tmp_path), program))
-    assert "ran out of memory" in line
-    assert "smaller model" in line
-
-
-async def test_an_engine_that_is_never_ready_is_ended(tmp_path: Path) -> None:
-    program = "import time; time.sleep(600)"
-    settings = with_program(fake_settings(tmp_path, start_timeout_s=0.3), program)
-    line = await start_error(settings)
-    assert "was not ready after 0.3 s" in line
-    assert not any(program in process.cmdline() for process in psutil.Process().children())
-
-
-async def test_a_port_in_use_is_named(tmp_path: Path) -> None:
-    settings = fake_settings(tmp_path)
-    with socket.create_server(("127.0.0.1", settings.port)):
-        assert f"port {settings.port} on 127.0.0.1" in await start_error(settings)
-
-
-async def test_a_program_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    settings = replace(fake_settings(tmp_path), command=("/no/such/engine",))
-    assert "/no/such/engine cannot be started" in await start_error(settings)
 
 
 async def test_an_attached_engine_is_followed_but_never_ended(

@@ -1,0 +1,55 @@
+"""The folder that holds a deployment's state, and the address that its daemon leaves there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchrun.errors import ConfigError
+
+CONTROL_PREFIX = "/batchrun/v1"
+"""Where the daemon's control routes begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonAddress:
+    """Where a running daemon answers. The file that holds it is readable by its owner alone."""
+
+    pid: int
+    url: str
+    token: str
+
+
+class Home:
+    """The folder that holds a deployment's state, and where each thing lies in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.expanduser().absolute()
+        self.store = self.path / "store.db"
+        self.store_lock = self.path / "store.lock"
+        self.run = self.path / "run"
+        self.log = self.path / "log"
+        self.inputs = self.path / "inputs"
+        self.engine_environment = self.path / "engine-env"
+        self.tiny_model = self.path / "models" / "tiny"
+        self.daemon_record = self.run / "daemon.json"
+        self.daemon_process = self.run / "daemon-process.json"
+        self.gateway_process = self.run / "gateway-process.json"
+        self.upstreams = self.run / "upstreams.json"
+        self.resolved_config = self.run / "config.json"
+
+    def create(self) -> None:
+        """Make the folders, readable by their owner alone. Raises ConfigError."""
+        try:
+            for folder in (self.path, self.run, self.log, self.inputs):
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise ConfigError(f"--home {self.path}: {error.strerror}") from error
+
+    def read_daemon_address(self) -> DaemonAddress | None:
+        """The address that a daemon of this home left; it may have died since."""
+        try:
+            return DaemonAddress(**json.loads(self.daemon_record.read_text()))
+        except (FileNotFoundError, ValueError, TypeError):
+            return None

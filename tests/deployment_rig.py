@@ -1,0 +1,154 @@
+"""A whole deployment for tests, driven through the `batchrun` command as a user would."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+from engine_builders import free_port
+
+WAIT_S = 90.0
+
+JOB_FILE = """\
+name: sample
+input:
+  path: rows.parquet
+  id: id
+  messages:
+    - {role: user, content: "{{ text }}"}
+request: {max_tokens: 8, temperature: 0}
+output: {path: out.parquet, keep: [text]}
+"""
+
+
+class DeploymentRig:
+    """A folder with batchrun.yaml and a home of its own; `close` ends all that runs for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.home = folder / "home"
+        self.port = free_port()
+        self.engine_port = free_port()
+        self.executions_path = folder / "executions.jsonl"
+
+    def use_fake_engine(self, *options: str, rules: Sequence[Mapping[str, object]] = ()) -> None:
+        """Write batchrun.yaml for one managed fake engine that counts executions."""
+        script = self.folder / "script.json"
+        script.write_text(json.dumps(list(rules)))
+        command = [
+            sys.executable,
+            "-m",
+            "batchrun.engine.fake",
+            f"--port={self.engine_port}",
+            "--model=fake",
+            f"--executions={self.executions_path}",
+            f"--script={script}",
+            *options,
+        ]
+        self.configure({"command": command, "port": self.engine_port})
+
+    def configure(self, engine: Mapping[str, object], **more: object) -> None:
+        """Write batchrun.yaml with one engine."""
+        document = {"listen": f"127.0.0.1:{self.port}", "engines": [engine], **more}
+        (self.folder / "batchrun.yaml").write_text(json.dumps(document))
+
+    def write_rows(self, texts: Sequence[str], name: str = "rows.parquet") -> None:
+        """An input file with columns id and text."""
+        ids = [f"row-{i}" for i in range(len(texts))]
+        pq.write_table(pa.table({"id": ids, "text": list(texts)}), self.folder / name)
+
+    def write_job(self, text: str = JOB_FILE, name: str = "job.yaml") -> str:
+        """A job file in the folder; returns its name."""
+        (self.folder / name).write_text(text)
+        return name
+
+    def call(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run the command in the folder."""
+        return subprocess.run(
+            [sys.executable, "-m", "batchrun", *arguments],
+            cwd=self.folder,
+            env={**os.environ, "BATCHRUN_HOME": str(self.home)},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=600,
+        )
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start the command without waiting for it."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "batchrun", *arguments],
+            cwd=self.folder,
+            env={**os.environ, "BATCHRUN_HOME": str(self.home)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, *arguments: str) -> dict[str, Any]:
+        """Run the command with --json; it must succeed."""
+        done = self.call(*arguments, "--json")
+        assert done.returncode == 0, done.stderr
+        document: dict[str, Any] = json.loads(done.stdout)
+        return document
+
+    def job(self, job_id: str) -> dict[str, Any]:
+        """The status of one job."""
+        (view,) = self.ask("status", job_id)["jobs"]
+        return dict(view)
+
+    def wait_for(self, job_id: str, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """Poll a job until `wanted(view)`."""
+        deadline_s = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline_s:
+            view = self.job(job_id)
+            if wanted(view):
+                return view
+            time.sleep(0.1)
+        raise AssertionError(f"waited in vain; last: {view}")
+
+    def wait_until_ended(self, job_id: str) -> dict[str, Any]:
+        """Poll a job until it ends or pauses."""
+        ended = {"completed", "failed", "cancelled", "expired", "paused"}
+        return self.wait_for(job_id, lambda view: view["state"] in ended)
+
+    def output(self, name: str = "out.parquet") -> list[dict[str, Any]]:
+        """The rows of an output file."""
+        rows: list[dict[str, Any]] = pq.read_table(self.folder / name).to_pylist()
+        return rows
+
+    def executions(self) -> list[dict[str, Any]]:
+        """Every execution that the fake engine (or the counting proxy) began."""
+        if not self.executions_path.exists():
+            return []
+        return [json.loads(line) for line in self.executions_path.read_text().splitlines()]
+
+    def pid_of(self, what: str) -> int:
+        """The process id of `daemon`, `gateway` or `engine`."""
+        if what == "daemon":
+            return int((self.home / "store.lock").read_text())
+        name = "gateway-process.json" if what == "gateway" else "engine-0.json"
+        return int(json.loads((self.home / "run" / name).read_text())["pid"])
+
+    def kill(self, what: str) -> None:
+        """`kill -9` the daemon, the gateway or the engine, and see it gone."""
+        process = psutil.Process(self.pid_of(what))
+        process.send_signal(signal.SIGKILL)
+        deadline_s = time.monotonic() + 10
+        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline_s, f"{what} survived SIGKILL"
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        """End everything that runs for this folder."""
+        self.call("down")
