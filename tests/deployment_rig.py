@@ -81,7 +81,7 @@ class DeploymentRig:
             capture_output=True,
             text=True,
             check=False,
-            timeout=600,
+            timeout=1500,
         )
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:

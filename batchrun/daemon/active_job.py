@@ -41,8 +41,8 @@ class ActiveJob:
         """Whether a row could be handed out at `now_s` (monotonic)."""
         return self.queue.peek(now_s) is not None
 
-    def committed(self, outcome: Outcome, now_s: float) -> str | None:
-        """Take note of a committed outcome; returns a reason to pause the job, or None."""
+    def committed(self, outcome: Outcome, now_s: float) -> None:
+        """Take note of a committed outcome at `now_s` (monotonic)."""
         self.queue.finish(outcome.row)
         ok = outcome.kind is OutcomeKind.OK
         usage = outcome.usage
@@ -55,7 +55,6 @@ class ActiveJob:
         )
         served = usage.num_prompt_tokens + usage.num_output_tokens
         self.recent.append((now_s, served, served - usage.num_cached_tokens))
-        return self.breaker.see(outcome, self.counts.num_failed)
 
     def rates(self, now_s: float) -> tuple[float, float, float]:
         """(rows, served tokens, computed tokens) per second over the last `RATE_WINDOW_S`."""

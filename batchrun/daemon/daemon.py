@@ -120,7 +120,7 @@ class Daemon:
             record = await asyncio.to_thread(jobs.get, self.store, job_id)
             cancelling = await asyncio.to_thread(jobs.request_cancel, self.store, record.id)
             await self._withdraw(record.seq)
-            self._spawn(self._close(cancelling))
+            self._spawn(self._close(cancelling), record.id)
             return cancelling
 
     async def set_offline(self, *, on: bool) -> None:
@@ -134,9 +134,9 @@ class Daemon:
 
     def _take_up(self, record: JobRecord) -> None:
         if record.state in {JobState.VALIDATING, JobState.RUNNING}:
-            self._spawn(self._open(record))
+            self._spawn(self._open(record), record.id)
         elif record.state in {JobState.FINALIZING, JobState.CANCELLING}:
-            self._spawn(self._close(record))
+            self._spawn(self._close(record), record.id)
 
     async def _open(self, record: JobRecord) -> None:
         """Bring a job into memory and let its rows go."""
@@ -194,9 +194,14 @@ class Daemon:
 
     async def _expire_overdue(self) -> None:
         open_states = (JobState.VALIDATING, JobState.RUNNING, JobState.PAUSED)
-        for record in await asyncio.to_thread(jobs.list_jobs, self.store, only=open_states):
+        try:
+            records = await asyncio.to_thread(jobs.list_jobs, self.store, only=open_states)
+        except StoreError as error:
+            log.error("the store cannot be read: %s", error)
+            return
+        for record in records:
             if record.expires_at is not None and record.expires_at <= time.time():
-                self._spawn(self._finish(record, JobState.EXPIRED))
+                self._spawn(self._finish(record, JobState.EXPIRED), record.id)
 
     def _on_committed(self, batch: Sequence[Entry]) -> None:
         now_s = time.monotonic()
@@ -204,21 +209,24 @@ class Daemon:
             job = self.active.get(seq)
             if job is None:
                 continue
-            reason = job.committed(outcome, now_s)
-            if job.queue.is_finished:
-                self._finish_if_done(job)
-            elif reason is not None:
-                self._pause_soon(job, reason)
+            job.committed(outcome, now_s)
+            self._finish_if_done(job)
         self.dispatcher.wake()
 
     def _finish_if_done(self, job: ActiveJob) -> None:
         if job.queue.is_finished:
-            self._spawn(self._finish(job.record, JobState.COMPLETED))
+            self._spawn(self._finish(job.record, JobState.COMPLETED), job.record.id)
 
     def _pause_soon(self, job: ActiveJob, reason: str) -> None:
         """Let no more rows go at once, and pause the job as soon as the store takes it."""
-        if self.dispatcher.jobs.pop(job.record.id, None) is not None:
-            self._spawn(self._pause_for(job.record.id, reason))
+        if self.dispatcher.jobs.get(job.record.id) is job:
+            del self.dispatcher.jobs[job.record.id]
+            self._spawn(self._pause_unless_done(job, reason), job.record.id)
+
+    async def _pause_unless_done(self, job: ActiveJob, reason: str) -> None:
+        await self.writer.flush()
+        if not job.queue.is_finished:
+            await self._pause_for(job.record.id, reason)
 
     async def _pause_for(self, job_id: str, reason: str) -> None:
         log.warning("%s paused: %s", job_id, reason)
@@ -259,13 +267,18 @@ class Daemon:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+    def _spawn(self, work: Coroutine[None, None, None], job_id: str | None = None) -> None:
+        """Run `work` beside everything else; a bug in it pauses its job, or ends the daemon."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(lambda task: self._ended(task, job_id))
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, task: asyncio.Task[None], job_id: str | None) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.critical("a daemon task failed", exc_info=task.exception())
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        log.critical("a task of the daemon failed", exc_info=error)
+        if job_id is None:
             os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            self._spawn(self._pause_for(job_id, f"internal error: {error!r}; see daemon.log"))

@@ -14,7 +14,7 @@ from batchrun.daemon.active_job import ActiveJob
 from batchrun.daemon.backoff import retry_delay_s
 from batchrun.daemon.writer import ResultWriter
 from batchrun.engine import Engine
-from batchrun.errors import BatchrunError
+from batchrun.errors import BatchrunError, EngineError, StoreError
 from batchrun.inputs import RowRenderError
 from batchrun.store import Store, results
 from batchrun.types import EngineState, Outcome, OutcomeKind, Request, RowError
@@ -177,18 +177,17 @@ class Dispatcher:
 
     def _begin(self, assignment: Assignment, body: dict[str, object] | RowError) -> None:
         job, row = assignment.job, assignment.row
-        if isinstance(body, RowError):
-            self._release(assignment)
-            outcome = Outcome(job.record.id, row, 0, OutcomeKind.ROW_ERROR, error=body)
-            self.writer.put(job.record.seq, outcome)
-            return
-        if job.record.id not in self.jobs or not self.is_offline_on:
+        if self.jobs.get(job.record.id) is not job or not self.is_offline_on:
             self._release(assignment)
             job.queue.give_back(row)
             return
+        if isinstance(body, RowError):
+            self._release(assignment)
+            self._conclude(job, Outcome(job.record.id, row, 0, OutcomeKind.ROW_ERROR, error=body))
+            return
         task = asyncio.create_task(self._execute(assignment, body))
         job.tasks[row] = task
-        task.add_done_callback(lambda _: self._ended(assignment))
+        task.add_done_callback(lambda task: self._ended(assignment, task))
 
     async def _execute(self, assignment: Assignment, body: dict[str, object]) -> None:
         job, row, slot = assignment.job, assignment.row, assignment.slot
@@ -204,7 +203,7 @@ class Dispatcher:
         except asyncio.CancelledError:
             job.queue.give_back(row)
             raise
-        except BatchrunError as error:
+        except EngineError as error:
             slot.is_suspect = True
             log.warning("engine %s: %s", slot.engine.name, error)
             job.queue.give_back(row)
@@ -213,7 +212,7 @@ class Dispatcher:
         """Decide what an outcome means for its row."""
         job, slot = assignment.job, assignment.slot
         if outcome.kind in {OutcomeKind.OK, OutcomeKind.ROW_ERROR}:
-            self.writer.put(job.record.seq, outcome)
+            self._conclude(job, outcome)
         elif outcome.kind is OutcomeKind.JOB_ERROR:
             job.queue.give_back(outcome.row)
             assert outcome.error is not None
@@ -224,6 +223,13 @@ class Dispatcher:
         else:
             await self._retry(job, outcome)
 
+    def _conclude(self, job: ActiveJob, outcome: Outcome) -> None:
+        """The row has ended: its result goes to the store."""
+        self.writer.put(job.record.seq, outcome)
+        reason = job.breaker.see(outcome)
+        if reason is not None:
+            self.pause_job(job, reason)
+
     async def _blame(self, job: ActiveJob, outcome: Outcome) -> None:
         """An engine went down with this row in flight.
 
@@ -232,27 +238,36 @@ class Dispatcher:
         """
         row = outcome.row
         job.deaths[row] = job.deaths.get(row, 0) + 1
-        await asyncio.to_thread(results.record_engine_death, self.store, job.record.seq, [row])
+        await self._remember(results.record_engine_death, job.record.seq, [row])
         if job.deaths[row] < MAX_DEATHS:
             job.queue.give_back(row)
             return
         error = RowError("engine_died", f"{MAX_DEATHS} engines died while this row ran")
-        self.writer.put(job.record.seq, replace(outcome, kind=OutcomeKind.ROW_ERROR, error=error))
+        self._conclude(job, replace(outcome, kind=OutcomeKind.ROW_ERROR, error=error))
 
     async def _retry(self, job: ActiveJob, outcome: Outcome) -> None:
         if outcome.attempt > job.spec.retries:
-            self.writer.put(job.record.seq, outcome)
+            self._conclude(job, outcome)
             return
         job.attempts[outcome.row] = outcome.attempt
-        await asyncio.to_thread(
-            results.record_attempt, self.store, job.record.seq, outcome.row, outcome.attempt
-        )
+        await self._remember(results.record_attempt, job.record.seq, outcome.row, outcome.attempt)
         delay_s = retry_delay_s(outcome.attempt, outcome.retry_after_s, self.rng)
         job.queue.give_back(outcome.row, ready_at_s=time.monotonic() + delay_s)
 
-    def _ended(self, assignment: Assignment) -> None:
-        assignment.job.tasks.pop(assignment.row, None)
+    async def _remember(self, record: Callable[..., None], *values: object) -> None:
+        """Write a count that outlives the daemon; without it a restart counts anew."""
+        try:
+            await asyncio.to_thread(record, self.store, *values)
+        except StoreError as error:
+            log.error("the store cannot be written: %s", error)
+
+    def _ended(self, assignment: Assignment, task: asyncio.Task[None]) -> None:
+        job = assignment.job
+        job.tasks.pop(assignment.row, None)
         self._release(assignment)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.critical("row %d of %s failed", assignment.row, job.record.id, exc_info=error)
+            self.pause_job(job, f"internal error: {error!r}; see daemon.log")
 
     def _release(self, assignment: Assignment) -> None:
         assignment.slot.num_in_flight -= 1
@@ -261,7 +276,10 @@ class Dispatcher:
 
     async def _default_model(self, slot: Slot) -> str:
         if slot.default_model is None:
-            slot.default_model = (await slot.engine.client.models())[0]
+            models = await slot.engine.client.models()
+            if not models:
+                raise EngineError(f"{slot.engine.client.base_url} serves no model")
+            slot.default_model = models[0]
         return slot.default_model
 
     async def _recheck_suspects(self) -> None:

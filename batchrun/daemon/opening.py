@@ -28,7 +28,8 @@ def open_job(
     template = RequestTemplate(spec, data.columns, model=spec.model)
     plan = plan_job(spec, data, template, progress)
     done = results.done_rows(store, record.seq).tolist()
-    limit = spec.max_failed
+    counts = results.count(store, record.seq)
+    limit = None if spec.max_failed is None else spec.max_failed.max_failed_rows(record.num_rows)
     return ActiveJob(
         record=record,
         spec=spec,
@@ -36,9 +37,9 @@ def open_job(
         template=template,
         plan=plan,
         queue=RowQueue(plan.order.rows, done),
-        counts=results.count(store, record.seq),
+        counts=counts,
         attempts=results.attempts_so_far(store, record.seq),
         deaths=results.engine_deaths(store, record.seq),
         group_of=plan.group_of(),
-        breaker=CircuitBreaker(None if limit is None else limit.max_failed_rows(record.num_rows)),
+        breaker=CircuitBreaker(limit, counts.num_failed),
     )

