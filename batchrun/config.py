@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
-    StringConstraints,
     ValidationError,
     model_validator,
 )
@@ -25,11 +27,11 @@ DEFAULT_FILE = "batchrun.yaml"
 TINY_MODEL = "tiny"
 LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
 
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
-def _checked_listen(listen: str) -> str:
+def _checked_listen(value: object) -> str:
+    listen = str(value)
     host, _, port = listen.rpartition(":")
     if not port.isdigit() or not 1 <= int(port) <= 65535 or not host:
         raise ValueError(f"must be HOST:PORT, for example 127.0.0.1:8000 (got {listen!r})")
@@ -39,6 +41,36 @@ def _checked_listen(listen: str) -> str:
             "listen on 127.0.0.1 and put your own proxy in front"
         )
     return listen
+
+
+def _number_as_text(value: object) -> object:
+    """`--max-model-len, 8192` in a list of arguments is text, whatever YAML makes of it."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return str(value) if is_number else value
+
+
+def _checked_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in {"http", "https"} or not parts.netloc:
+        raise ValueError(f"must be a URL such as http://127.0.0.1:8001 (got {url!r})")
+    return url
+
+
+def _at_least_one(engines: tuple[object, ...]) -> tuple[object, ...]:
+    if not engines:
+        raise ValueError("must list an engine; left out, batchrun starts one")
+    return engines
+
+
+def _checked_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name):
+        raise ValueError(f"must be 1 to 64 letters, digits, dots, dashes or _ (got {name!r})")
+    return name
+
+
+Name = Annotated[str, BeforeValidator(_number_as_text), AfterValidator(_checked_name)]
+Argument = Annotated[str, BeforeValidator(_number_as_text)]
+Url = Annotated[str, AfterValidator(_checked_url)]
 
 
 class _Strict(BaseModel):
@@ -53,15 +85,15 @@ class EngineConfig(_Strict):
     """
 
     name: Name = "0"
-    attach: str | None = None
+    attach: Url | None = None
     api_key: str | None = Field(default=None, repr=False)
     priority: bool | None = None
     port: Port | None = None
-    url: str | None = None
+    url: Url | None = None
     python: str | None = None
-    vllm_args: tuple[str, ...] = ()
-    env: dict[str, str] = {}
-    command: tuple[str, ...] | None = None
+    vllm_args: tuple[Argument, ...] = ()
+    env: dict[str, Argument] = {}
+    command: Annotated[tuple[Argument, ...], Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
     def _kinds_do_not_mix(self) -> EngineConfig:
@@ -72,6 +104,11 @@ class EngineConfig(_Strict):
         elif self.api_key is not None:
             raise ValueError("'api_key' belongs to an engine with 'attach'")
         return self
+
+    @property
+    def is_vllm(self) -> bool:
+        """Whether batchrun itself starts vLLM for this engine, from `model`."""
+        return self.attach is None and self.command is None
 
     @property
     def uses_priority(self) -> bool:
@@ -94,9 +131,9 @@ class DeploymentFile(_Strict):
 
     model: str = TINY_MODEL
     served_model_name: str | None = None
-    listen: Annotated[str, AfterValidator(_checked_listen)] = "127.0.0.1:8000"
+    listen: Annotated[str, BeforeValidator(_checked_listen)] = "127.0.0.1:8000"
     gateway_workers: Annotated[int, Field(ge=1, le=64)] = 1
-    engines: Annotated[tuple[EngineConfig, ...], Field(min_length=1)] = (EngineConfig(),)
+    engines: Annotated[tuple[EngineConfig, ...], AfterValidator(_at_least_one)] = (EngineConfig(),)
     window: WindowConfig = WindowConfig()
 
     @model_validator(mode="after")

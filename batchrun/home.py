@@ -45,7 +45,12 @@ class Home:
             for folder in (self.path, self.run, self.log, self.inputs):
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
-            raise ConfigError(f"--home {self.path}: {error.strerror}") from error
+            is_file = isinstance(error, FileExistsError)
+            reason = "it is a file" if is_file else error.strerror
+            raise ConfigError(
+                f"{self.path}: cannot be the home ({reason}); choose another folder with "
+                "--home or BATCHRUN_HOME"
+            ) from error
 
     def read_daemon_address(self) -> DaemonAddress | None:
         """The address that a daemon of this home left; it may have died since."""

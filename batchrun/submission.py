@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+from batchrun.errors import JobSpecError
 from batchrun.inputs import (
     InputData,
     InputPin,
@@ -23,9 +25,11 @@ from batchrun.types import ProgressSink
 def prepare_job(spec: JobSpec, *, links: Path, progress: ProgressSink | None = None) -> NewJob:
     """Check a job against its input and pin the input (linked into `links` where possible).
 
-    Raises JobSpecError (a template or a kept column does not fit the input) and DataError (the
-    input cannot be read, is empty, or repeats an id).
+    Raises JobSpecError (a template or a kept column does not fit the input, or the output cannot
+    be written where it should go) and DataError (the input cannot be read, is empty, or repeats an
+    id).
     """
+    _check_output_place(spec)
     data = open_input(spec.input)
     try:
         RequestTemplate(spec, data.columns, model=spec.model)
@@ -43,6 +47,21 @@ def prepare_job(spec: JobSpec, *, links: Path, progress: ProgressSink | None = N
         num_rows=pin.num_rows,
         deadline_s=spec.deadline_s,
     )
+
+
+def _check_output_place(spec: JobSpec) -> None:
+    """Raises JobSpecError now for what would else show when all the work is done."""
+    path = Path(spec.output.path)
+    folder = next(parent for parent in path.parents if parent.exists())
+    if path.is_dir():
+        problem = "is a folder; name a file"
+    elif not folder.is_dir():
+        problem = f"{folder} is not a folder"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        problem = f"{folder} cannot be written to"
+    else:
+        return
+    raise JobSpecError(f"{spec.where('output.path')}: {path}: {problem}")
 
 
 def open_submitted(record: JobRecord, spec: JobSpec, *, links: Path) -> InputData:

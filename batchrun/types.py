@@ -40,6 +40,13 @@ TERMINAL_JOB_STATES = frozenset({
 })
 
 
+class RequestClass(StrEnum):
+    """Latency-bound with an SLO, or throughput-bound with at most a deadline."""
+
+    ONLINE = "online"
+    OFFLINE = "offline"
+
+
 class EngineState(StrEnum):
     """The life of one engine as the daemon sees it."""
 

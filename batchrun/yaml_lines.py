@@ -30,6 +30,24 @@ DEPTH_LIMIT = 64
 """Aliases can make a small file expand without end; nobody writes this much by hand."""
 
 
+_PLAIN_WORDS = {
+    "string_type": "must be text",
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "tuple_type": "must be a list",
+    "list_type": "must be a list",
+    "dict_type": "must be a mapping of keys to values",
+    "too_short": "must not be empty",
+    "model_type": "must be a mapping of keys to values",
+}
+"""What pydantic says in the words of Python, in the words of YAML."""
+
+
 @dataclass(frozen=True, slots=True)
 class Document:
     """One YAML file: its values, and the line (from 1) on which each key stands.
@@ -73,19 +91,25 @@ def read_document(path: Path, error: type[InputError]) -> Document:
         raise error(f"{path}: nested too deeply or expanded by aliases; write it out") from None
     except ValueError as failure:
         raise error(f"{path}: not valid YAML: {failure}") from None
+    if values is None:
+        values = {}
     if not isinstance(values, dict):
         raise error(f"{path}:1: the file must be a mapping of keys to values, for example 'a: 1'")
     return Document(path, values, {"": 1, **lines})
 
 
 def validate_document(document: Document, model: type[M], error: type[InputError]) -> M:
-    """The document as `model`; raises `error` for the first of its problems in file order."""
+    """The document as `model`; raises `error` for the first of its problems in file order.
+
+    Keys that are missing altogether come last.
+    """
     try:
         return model.model_validate(document.values)
     except ValidationError as failure:
         problems = failure.errors(include_url=False)
         located = [(_key_of(problem, document), problem) for problem in problems]
-        located.sort(key=lambda item: _line_of(item[0], document))
+        # A misspelt key also makes the right one missing: name the word that stands there.
+        located.sort(key=lambda item: (item[1]["type"] == "missing", _line_of(item[0], document)))
         key, problem = located[0]
         more = f" (and {len(located) - 1} more)" if len(located) > 1 else ""
         text = _describe(problem, model)
@@ -191,7 +215,7 @@ def _describe(problem: ErrorDetails, model: type[BaseModel]) -> str:
         return f"unknown key{hint or _listed(known)}"
     if problem["type"] == "missing":
         return "is required"
-    text = problem["msg"].removeprefix("Value error, ")
+    text = _PLAIN_WORDS.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":
         return text
     got = repr(problem["input"])

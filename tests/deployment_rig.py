@@ -123,8 +123,11 @@ class DeploymentRig:
         return self.wait_for(job_id, lambda view: view["state"] in ended)
 
     def output(self, name: str = "out.parquet") -> list[dict[str, Any]]:
-        """The rows of an output file."""
-        rows: list[dict[str, Any]] = pq.read_table(self.folder / name).to_pylist()
+        """The rows of an output file, Parquet or JSONL."""
+        path = self.folder / name
+        if path.suffix == ".jsonl":
+            return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
         return rows
 
     def executions(self) -> list[dict[str, Any]]:
@@ -140,15 +143,22 @@ class DeploymentRig:
         name = "gateway-process.json" if what == "gateway" else "engine-0.json"
         return int(json.loads((self.home / "run" / name).read_text())["pid"])
 
-    def kill(self, what: str) -> None:
+    def kill(self, what: str, signal_number: int = signal.SIGKILL) -> None:
         """`kill -9` the daemon, the gateway or the engine, and see it gone."""
         process = psutil.Process(self.pid_of(what))
-        process.send_signal(signal.SIGKILL)
-        deadline_s = time.monotonic() + 10
-        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < deadline_s, f"{what} survived SIGKILL"
+        process.send_signal(signal_number)
+        deadline_s = time.monotonic() + 15
+        while _runs(process):
+            assert time.monotonic() < deadline_s, f"{what} survived the signal"
             time.sleep(0.02)
 
     def close(self) -> None:
         """End everything that runs for this folder."""
         self.call("down")
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -23,6 +23,7 @@ class Submission(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
+    id: Annotated[str, Field(pattern=r"^job_[0-9a-z]{10}$")]
     name: str
     spec: Annotated[str, Field(max_length=4 << 20)]
     pin: Annotated[str, Field(max_length=64 << 20)]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from batchrun.daemon import Daemon, Slot, view_job
 from batchrun.store import Counts, JobRecord, jobs, results
+from batchrun.types import EngineState
 
 
 class Status:
@@ -30,10 +31,15 @@ class Status:
         }
 
     async def job(self, job_id: str) -> dict[str, object]:
-        """One job by id, prefix or name, with the stall that holds it up, if any."""
+        """One job by id, prefix or name, with what holds it up: a stall, or no engine left."""
         record = await asyncio.to_thread(jobs.get, self._daemon.store, job_id)
         view = await self._view(record)
-        return view | {"stalled": self._daemon.writer.stalled}
+        slots = self._daemon.slots
+        are_gone = all(slot.engine.state is EngineState.FAILED for slot in slots)
+        return view | {
+            "stalled": self._daemon.writer.stalled,
+            "engine_failure": slots[0].engine.stage if are_gone else None,
+        }
 
     async def _view(self, record: JobRecord) -> dict[str, object]:
         active = self._daemon.active.get(record.seq)

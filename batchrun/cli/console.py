@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import (
@@ -17,10 +19,18 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
-
 SHOW_PROGRESS_AFTER_S = 2.0
+FILE_WIDTH_CHARS = 10_000
+"""Nothing is folded or cut in a file or a pipe."""
+
+
+def _console(stream: TextIO, *, is_err: bool = False) -> Console:
+    width = None if stream.isatty() else FILE_WIDTH_CHARS
+    return Console(stderr=is_err, highlight=False, soft_wrap=True, width=width)
+
+
+out = _console(sys.stdout)
+err = _console(sys.stderr, is_err=True)
 
 
 def say(line: str) -> None:
@@ -40,7 +50,7 @@ def print_json(document: Mapping[str, object]) -> None:
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """A progress display on stderr that disappears when it ends."""
+    """A progress display on stderr that disappears when it ends; none where nobody watches."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
@@ -48,7 +58,7 @@ def progress_bar() -> Iterator[Progress]:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=err, transient=True) as progress:
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         yield progress
 
 
@@ -61,7 +71,7 @@ class LateProgress:
         self._stage = ""
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        if time.monotonic() - self._start_s < SHOW_PROGRESS_AFTER_S:
+        if not err.is_terminal or time.monotonic() - self._start_s < SHOW_PROGRESS_AFTER_S:
             return
         if self._progress is None:
             self._progress = Progress(console=err, transient=True)

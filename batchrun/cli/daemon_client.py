@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -57,7 +58,7 @@ class DaemonClient:
                 return answer
         except urllib.error.HTTPError as error:
             raise _as_our_error(error) from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise _no_daemon(self._home) from error
 
 

@@ -15,6 +15,7 @@ from batchrun.datasets import WrittenDataset, import_dataset, write_sample
 app = typer.Typer(
     help="Generate sample data sets, or import the real ones.",
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode=None,
 )
 

@@ -8,19 +8,19 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from batchrun.api import serve
 from batchrun.cli.console import note, print_json, progress_bar, say
 from batchrun.cli.daemon_client import DaemonClient
 from batchrun.cli.options import ConfigOption, HomeOption, JsonOption, ListenOption, ModelOption
 from batchrun.config import Deployment, load_deployment, load_home
 from batchrun.daemon import stop_recorded
 from batchrun.engine import process
-from batchrun.errors import BatchrunError, DaemonUnavailableError, StateError, StoreLockedError
+from batchrun.errors import BatchrunError, DaemonUnavailableError, StateError
 from batchrun.home import Home
 from batchrun.store import StoreLock
 
@@ -88,9 +88,10 @@ def start_in_background(deployment: Deployment, home: Home, flags: list[str]) ->
 def stop_everything(home: Home) -> list[str]:
     """Stop daemon, gateway and engines of a home; returns what was running."""
     stopped: list[str] = []
-    if _stop_daemon(home):
+    is_daemon_stopped = _stop_daemon(home)
+    # A daemon that has only just been spawned does not hold the lock yet.
+    if stop_recorded(home.daemon_process, STOP_WAIT_S) or is_daemon_stopped:
         stopped.append("daemon")
-    process.remove(home.daemon_process)
     if stop_recorded(home.gateway_process):
         stopped.append("gateway")
     for record_path in sorted(home.run.glob("engine-*.json")):
@@ -100,6 +101,8 @@ def stop_everything(home: Home) -> list[str]:
 
 
 def _run_here(deployment: Deployment, home: Home) -> None:
+    from batchrun.api import serve
+
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
     )
@@ -120,23 +123,18 @@ def _run_here(deployment: Deployment, home: Home) -> None:
 
 def _stop_daemon(home: Home) -> bool:
     """SIGTERM to the holder of the store's lock, SIGKILL after `STOP_WAIT_S`."""
-    if not home.store_lock.exists():
-        return False
     lock = StoreLock(home.store_lock)
     deadline_s = time.monotonic() + STOP_WAIT_S
     signalled: int | None = None
-    while True:
-        try:
-            with lock:
-                return signalled is not None
-        except StoreLockedError:
-            pid = int(home.store_lock.read_text() or "0")
-        if pid and signalled != pid:
-            os.kill(pid, signal.SIGTERM)
-            signalled = pid
-        if time.monotonic() > deadline_s:
-            os.kill(pid, signal.SIGKILL)
+    while (pid := lock.find_holder()) is not None:
+        with suppress(ProcessLookupError):
+            if pid and signalled != pid:
+                os.kill(pid, signal.SIGTERM)
+                signalled = pid
+            elif pid and time.monotonic() > deadline_s:
+                os.kill(pid, signal.SIGKILL)
         time.sleep(POLL_INTERVAL_S)
+    return signalled is not None
 
 
 def _wait_until_ready(

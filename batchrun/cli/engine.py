@@ -14,10 +14,16 @@ from batchrun.engine import install_engine
 from batchrun.engine.tiny_model import build_tiny_model
 
 engine_app = typer.Typer(
-    help="The engine's own environment.", no_args_is_help=True, rich_markup_mode=None
+    help="The engine's own environment.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
 )
 models_app = typer.Typer(
-    help="Models for trying things out.", no_args_is_help=True, rich_markup_mode=None
+    help="Models for trying things out.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
 )
 
 
@@ -38,7 +44,7 @@ def install(
     home_path: HomeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Install vLLM into an environment of its own, from batchrun's lock file."""
+    """Install vLLM into an environment of its own: the GPU build, or the locked CPU one."""
     home = load_home(home_path)
     home.create()
     with LateProgress() as progress:

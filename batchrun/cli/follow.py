@@ -7,7 +7,7 @@ from typing import Any
 
 from batchrun.cli.console import note, print_json, progress_bar, say
 from batchrun.cli.daemon_client import DaemonClient
-from batchrun.errors import JobFailedError, StoreFullError
+from batchrun.errors import EngineError, JobFailedError, StoreFullError
 from batchrun.types import JobState
 
 POLL_INTERVAL_S = 0.3
@@ -20,31 +20,39 @@ class RowsFailedError(JobFailedError):
     exit_code = 1
 
 
-def follow(client: DaemonClient, job_id: str, *, strict: bool, as_json: bool) -> dict[str, Any]:
+def follow(
+    client: DaemonClient, job_id: str, *, strict: bool, as_json: bool, go_on: str | None = None
+) -> dict[str, Any]:
     """Show a job's progress until it ends, then its summary; returns its last view.
 
+    `go_on` is the command that takes up a paused job again (default: `resume`).
     Raises JobFailedError when it paused, failed, was cancelled or expired, RowsFailedError under
     `strict`, StoreFullError when its results cannot be written.
     """
-    view = _watch(client, job_id)
+    view = _watch(client, job_id, go_on)
     if as_json:
         print_json(view)
     state = JobState(view["state"])
     if state is JobState.PAUSED:
         raise JobFailedError(
-            f"{job_id} paused after {_done(view):,} of {view['num_rows']:,} rows: {view['reason']}"
-            f" (then: `batchrun resume {job_id}`)"
+            f"{job_id} paused after {_done(view):,} of {view['num_rows']:,} rows: "
+            f"{str(view['reason']).rstrip('.')}; mend the cause, then "
+            f"`batchrun {go_on or f'resume {job_id}'}` goes on where it was"
         )
     if state is not JobState.COMPLETED:
         raise JobFailedError(f"{job_id} {state}: {view['reason'] or view['output_path']}")
     if not as_json:
         _print_summary(view)
+        if view["num_failed"] and not strict:
+            note(f"why rows failed: batchrun errors {job_id}")
     if strict and view["num_failed"]:
-        raise RowsFailedError(f"{view['num_failed']:,} rows failed; see `batchrun errors {job_id}`")
+        raise RowsFailedError(
+            f"rows failed: {view['num_failed']:,}; see `batchrun errors {job_id}`"
+        )
     return view
 
 
-def _watch(client: DaemonClient, job_id: str) -> dict[str, Any]:
+def _watch(client: DaemonClient, job_id: str, go_on: str | None) -> dict[str, Any]:
     stalled_since_s: float | None = None
     with progress_bar() as progress:
         task = progress.add_task(job_id, total=None)
@@ -59,12 +67,17 @@ def _watch(client: DaemonClient, job_id: str) -> dict[str, Any]:
                 completed=_done(view),
                 total=view["num_rows"],
             )
+            if view["engine_failure"] is not None:
+                raise EngineError(f"no engine is left to run {job_id}: {view['engine_failure']}")
             if view["stalled"] is None:
                 stalled_since_s = None
             elif stalled_since_s is None:
                 stalled_since_s = time.monotonic()
             elif time.monotonic() - stalled_since_s > STALL_PATIENCE_S:
-                raise StoreFullError(f"results cannot be written: {view['stalled']}")
+                then = f"`batchrun {go_on}` goes" if go_on else "the job goes"
+                raise StoreFullError(
+                    f"results cannot be written: {view['stalled']}; then {then} on where it was"
+                )
             time.sleep(POLL_INTERVAL_S)
 
 
@@ -89,5 +102,3 @@ def _print_summary(view: dict[str, Any]) -> None:
         parts.append(f"{hit_rate:.0%} of prompt tokens from the prefix cache")
     say(f"{view['id']}  {view['name']}: {', '.join(parts)}")
     say(view["output_path"])
-    if view["num_failed"]:
-        note(f"why rows failed: batchrun errors {view['id']}")

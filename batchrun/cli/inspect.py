@@ -80,7 +80,7 @@ def _study(spec: JobSpec, plan: JobPlan) -> dict[str, Any]:
         "max_output_tokens": max_tokens if isinstance(max_tokens, int) else None,
         "first_rows": plan.order.rows[:10].tolist(),
         "output_path": spec.output.path,
-        "first_error": next((error.message for error in plan.errors.values()), None),
+        "first_error": next((f"row {row}: {e.message}" for row, e in plan.errors.items()), None),
     }
 
 
@@ -102,7 +102,7 @@ def _described(study: dict[str, Any]) -> dict[str, str]:
         lines["answers"] = f"at most {study['max_output_tokens']:,} tokens each"
     if study["rows_with_template_errors"]:
         lines["errors"] = (
-            f"{study['rows_with_template_errors']:,} rows cannot be rendered and will fail; "
+            f"rows that cannot be rendered and will fail: {study['rows_with_template_errors']:,}; "
             f"first: {study['first_error']}"
         )
     return lines

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import quote
 
 import typer
 
@@ -15,7 +16,7 @@ from batchrun.cli.daemon_client import DaemonClient
 from batchrun.cli.follow import follow
 from batchrun.cli.options import HomeOption, JobArgument, JobFileArgument, JsonOption
 from batchrun.config import load_home
-from batchrun.errors import DaemonUnavailableError
+from batchrun.errors import DaemonUnavailableError, UnknownJobError
 from batchrun.home import Home
 
 if TYPE_CHECKING:
@@ -44,12 +45,13 @@ def submit(
     """Add a job. Without a daemon it waits in the store until one runs."""
     home = load_home(home_path)
     job = prepare(file, home)
+    if wait and not DaemonClient(home).is_running():
+        raise DaemonUnavailableError(
+            f"{file} was not submitted: no daemon runs to wait for; start one with "
+            f"`batchrun up -d`, or use `batchrun run {file}`"
+        )
     job_id, is_waiting = hand_over(job, home)
     if wait:
-        if is_waiting:
-            raise DaemonUnavailableError(
-                f"{job_id} was added, but no daemon runs it; start one with `batchrun up -d`"
-            )
         follow(DaemonClient(home), job_id, strict=strict, as_json=as_json)
     elif as_json:
         print_json({"id": job_id, "rows": job.num_rows, "waits_for_daemon": is_waiting})
@@ -89,12 +91,13 @@ def offline(
 
 
 def prepare(file: Path, home: Home) -> NewJob:
-    """Read, check and pin a job file. Raises JobSpecError and DataError."""
+    """Read, check and pin a job file. Raises JobSpecError, DataError and ConfigError."""
     from batchrun.jobspec import load_job_file
     from batchrun.submission import prepare_job
 
     with LateProgress() as progress:
         spec = load_job_file(file, cwd=Path.cwd())
+        home.create()
         return prepare_job(spec, links=home.inputs, progress=progress)
 
 
@@ -120,7 +123,9 @@ def _add_to_store(job: NewJob, home: Home) -> str:
 
 
 def _change(job: str, action: str, home_path: Path | None, *, as_json: bool) -> None:
-    answer = DaemonClient(load_home(home_path)).post(f"/jobs/{job}/{action}")
+    if not job or "/" in job:
+        raise UnknownJobError(f"{job!r}: no such job; `batchrun status` lists the jobs")
+    answer = DaemonClient(load_home(home_path)).post(f"/jobs/{quote(job, safe='')}/{action}")
     if as_json:
         print_json(answer)
     else:

@@ -14,7 +14,7 @@ from batchrun.cli.console import LateProgress, note, out, print_json, say
 from batchrun.cli.options import HomeOption, JobArgument, JsonOption
 from batchrun.config import load_home
 from batchrun.daemon import export
-from batchrun.daemon.view import output_path
+from batchrun.daemon.view import output_path, spec_of
 from batchrun.errors import InputError, StateError, UnknownJobError
 from batchrun.home import Home
 from batchrun.store import JobRecord, Store, open_store
@@ -40,11 +40,14 @@ def results(
     """Print where a job's output is, or write it to another file."""
     home = load_home(home_path)
     with stored_job(job, home) as (store, record):
-        _check_finished(store, record, partial=partial)
+        if not partial:
+            _check_finished(store, record, is_copy=output is not None)
         if output is None and partial:
             raise InputError("--partial needs a file to write to: -o PATH")
         if output is not None and output.suffix not in OUTPUT_SUFFIXES:
             raise InputError(f"-o {output}: must end in .parquet or .jsonl")
+        if output is not None and str(output.absolute()) in spec_of(record).input.path:
+            raise InputError(f"-o {output}: would overwrite the job's input file")
         num_rows = record.num_rows
         path = Path(output_path(record)) if output is None else output.absolute()
         if output is not None or not path.exists():
@@ -113,11 +116,20 @@ def stored_job(job: str, home: Home) -> Iterator[tuple[Store, JobRecord]]:
         store.close()
 
 
-def _check_finished(store: Store, record: JobRecord, *, partial: bool) -> None:
-    if record.state in {JobState.COMPLETED, JobState.CANCELLED, JobState.EXPIRED} or partial:
+def _check_finished(store: Store, record: JobRecord, *, is_copy: bool) -> None:
+    """Raises StateError while rows are to come, or the job's own output file is.
+
+    A copy needs no more than the results: it can be written elsewhere when the disk is full.
+    """
+    if record.state in {JobState.COMPLETED, JobState.CANCELLED, JobState.EXPIRED}:
         return
     num_done = result_records.count(store, record.seq).num_done
+    if is_copy and num_done == record.num_rows:
+        return
+    why, then = "", "`batchrun status --watch` shows the others coming"
+    if record.state is JobState.PAUSED:
+        why, then = f" ({record.reason})", f"`batchrun resume {record.id}` goes on with the others"
     raise StateError(
-        f"{record.id} is {record.state} with {num_done:,} of {record.num_rows:,} rows done; "
-        "add --partial -o PATH for those, or wait: `batchrun status --watch`"
+        f"{record.id} is {record.state}{why} with {num_done:,} of {record.num_rows:,} rows done; "
+        f"--partial -o PATH writes those, {then}"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Annotated, Any
 
 import typer
@@ -20,6 +21,7 @@ from batchrun.cli.options import (
     ModelOption,
 )
 from batchrun.config import load_deployment, load_home
+from batchrun.errors import DaemonUnavailableError
 from batchrun.home import Home
 from batchrun.store import NewJob, jobs, open_store
 from batchrun.types import JobState
@@ -44,6 +46,8 @@ def run(
     job = prepare(file, home)
     client = DaemonClient(home)
     started = not client.is_running()
+    if not started and (model or listen or config):
+        note("a daemon runs already; --model, --listen and --config have no effect on it")
     job_id = None
     try:
         if started:
@@ -52,12 +56,19 @@ def run(
             flags += ["--listen", listen] if listen else []
             start_in_background(deployment, home, flags)
         job_id = _take_up(job, home, client)
-        follow(client, job_id, strict=strict, as_json=as_json)
+        follow(client, job_id, strict=strict, as_json=as_json, go_on=f"run {file}")
     except KeyboardInterrupt:
         note(f"interrupted; `batchrun run {file}` goes on where it was")
         raise
+    except DaemonUnavailableError as error:
+        raise DaemonUnavailableError(
+            f"the daemon ended while the job ran; `batchrun run {file}` goes on where it was "
+            f"(log: {home.log / 'daemon.log'})"
+        ) from error
     finally:
         if started:
+            # A second Ctrl-C would leave an engine running.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             stop_everything(home)
 
 

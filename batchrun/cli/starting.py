@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -60,23 +62,29 @@ def init(
 
     texts = {"batchrun.yaml": DEPLOYMENT_FILE, "jobs/sample.yaml": JOB_FILE}
     data = folder / "data" / "sample.parquet"
-    for path in (*(folder / name for name in texts), data):
+    paths = [*(folder / name for name in texts), data]
+    for path in paths:
         if path.exists():
             raise InputError(f"{path} exists already; init overwrites nothing")
     try:
         for name, text in texts.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{folder}: cannot be written: {error.strerror}") from error
-    write_sample("loogle", data, rows=SAMPLE_ROWS)
+        write_sample("loogle", data, rows=SAMPLE_ROWS)
+    except (OSError, InputError) as error:
+        with suppress(OSError):
+            for path in paths:
+                path.unlink(missing_ok=True)
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"{folder}: cannot be written: {reason}") from error
     names = [*texts, "data/sample.parquet"]
     if as_json:
         print_json({"written": [str(folder / name) for name in names]})
         return
     for name in names:
         say(str(folder / name))
-    say("next: batchrun run jobs/sample.yaml")
+    enter = "" if folder.absolute() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
+    say(f"next: {enter}batchrun run jobs/sample.yaml")
 
 
 def version(*, as_json: JsonOption = False) -> None:

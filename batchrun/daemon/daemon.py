@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from batchrun.daemon.active_job import ActiveJob
 from batchrun.daemon.closing import export
 from batchrun.daemon.dispatcher import Dispatcher, Slot
 from batchrun.daemon.opening import open_job
+from batchrun.daemon.tasks import Stage, TaskSet
 from batchrun.daemon.writer import Entry, ResultWriter
 from batchrun.errors import BatchrunError, StateError, StoreError
 from batchrun.store import JobRecord, NewJob, Store, jobs
@@ -29,25 +29,10 @@ log = logging.getLogger(__name__)
 
 DEADLINE_CHECK_S = 1.0
 RETRY_INTERVAL_S = 2.0
+OUTPUT_RETRY_S = 30.0
 CLEAN_STOP_S = 8.0
 OFFLINE_SETTING = "offline"
 LIVE_STATES = (JobState.VALIDATING, JobState.RUNNING, JobState.FINALIZING, JobState.CANCELLING)
-
-
-@dataclass(slots=True)
-class Stage:
-    """How far a job's opening or closing has come, for `status`."""
-
-    name: str = ""
-    done: int = 0
-    total: int = 0
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        self.name, self.done, self.total = stage, done, total
-
-    def describe(self) -> str:
-        """A few words for people."""
-        return f"{self.name} {self.done:,} of {self.total:,}" if self.total else self.name
 
 
 @dataclass(slots=True)
@@ -66,9 +51,13 @@ class Daemon:
     writer: ResultWriter = field(init=False)
     dispatcher: Dispatcher = field(init=False)
     _commands: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _opening: dict[int, JobRecord] = field(default_factory=dict)
+    _closing: dict[int, asyncio.Lock] = field(default_factory=dict)
+    _output_retry_at_s: dict[int, float] = field(default_factory=dict)
+    _tasks: TaskSet = field(init=False)
 
     def __post_init__(self) -> None:
+        self._tasks = TaskSet(self._on_bug)
         self.writer = ResultWriter(self.store, self._on_committed)
         epoch = jobs.begin_epoch(self.store, pid=os.getpid(), now_s=time.time())
         self.dispatcher = Dispatcher(
@@ -81,8 +70,8 @@ class Daemon:
 
         A clean stop gives the rows in flight back and commits what has come in, within 10 s.
         """
-        self._spawn(self.writer.run())
-        self._spawn(self.dispatcher.run())
+        self._tasks.spawn(self.writer.run())
+        self._tasks.spawn(self.dispatcher.run())
         for record in await asyncio.to_thread(jobs.list_jobs, self.store, only=LIVE_STATES):
             self._take_up(record)
         try:
@@ -120,7 +109,7 @@ class Daemon:
             record = await asyncio.to_thread(jobs.get, self.store, job_id)
             cancelling = await asyncio.to_thread(jobs.request_cancel, self.store, record.id)
             await self._withdraw(record.seq)
-            self._spawn(self._close(cancelling), record.id)
+            self._tasks.spawn(self._close(cancelling), record.id)
             return cancelling
 
     async def set_offline(self, *, on: bool) -> None:
@@ -134,12 +123,13 @@ class Daemon:
 
     def _take_up(self, record: JobRecord) -> None:
         if record.state in {JobState.VALIDATING, JobState.RUNNING}:
-            self._spawn(self._open(record), record.id)
+            self._opening[record.seq] = record
+            self._tasks.spawn(self._open(record), record.id)
         elif record.state in {JobState.FINALIZING, JobState.CANCELLING}:
-            self._spawn(self._close(record), record.id)
+            self._tasks.spawn(self._close(record), record.id)
 
     async def _open(self, record: JobRecord) -> None:
-        """Bring a job into memory and let its rows go."""
+        """Bring a job into memory and let its rows go, unless it was taken up anew meanwhile."""
         await self.writer.flush()
         stage = self.stages.setdefault(record.id, Stage())
         try:
@@ -152,10 +142,13 @@ class Daemon:
         finally:
             self.stages.pop(record.id, None)
         async with self._commands:
+            if self._opening.get(record.seq) is not record:
+                return
+            del self._opening[record.seq]
             now = await asyncio.to_thread(jobs.get, self.store, record.id)
             if now.state is JobState.VALIDATING:
                 now = await self._stored(jobs.start, record.id, now_s=time.time())
-            if now.state is not JobState.RUNNING or record.seq in self.active:
+            if now.state is not JobState.RUNNING:
                 return
             job.record = now
             self.active[record.seq] = job
@@ -164,18 +157,19 @@ class Daemon:
         self._finish_if_done(job)
 
     async def _finish(self, record: JobRecord, ends_as: JobState) -> None:
-        async with self._commands:
-            try:
-                finalizing = await self._stored(jobs.begin_finalizing, record.id, ends_as)
-            except StateError as error:
-                log.info("%s", error)
-                return
-            await self._withdraw(record.seq)
-        await self._close(finalizing)
+        finalizing = await self._leave_running(jobs.begin_finalizing, record.id, ends_as)
+        if finalizing is not None:
+            await self._close(finalizing)
 
     async def _close(self, record: JobRecord) -> None:
-        """Write the output file, then end the job."""
+        """Write the output file, then end the job. One at a time: an export cannot be stopped."""
         await self.writer.flush()
+        async with self._closing.setdefault(record.seq, asyncio.Lock()):
+            now = await asyncio.to_thread(jobs.get, self.store, record.id)
+            if now.state in {JobState.FINALIZING, JobState.CANCELLING}:
+                await self._export(now)
+
+    async def _export(self, record: JobRecord) -> None:
         stage = self.stages.setdefault(record.id, Stage())
         reason = None
         try:
@@ -185,6 +179,7 @@ class Daemon:
         finally:
             self.stages.pop(record.id, None)
         if reason is not None and record.state is JobState.FINALIZING:
+            self._output_retry_at_s[record.seq] = time.monotonic() + OUTPUT_RETRY_S
             await self._pause_for(record.id, reason)
             return
         try:
@@ -199,9 +194,11 @@ class Daemon:
         except StoreError as error:
             log.error("the store cannot be read: %s", error)
             return
+        now_s = time.monotonic()
         for record in records:
-            if record.expires_at is not None and record.expires_at <= time.time():
-                self._spawn(self._finish(record, JobState.EXPIRED), record.id)
+            is_overdue = record.expires_at is not None and record.expires_at <= time.time()
+            if is_overdue and self._output_retry_at_s.get(record.seq, now_s) <= now_s:
+                self._tasks.spawn(self._finish(record, JobState.EXPIRED), record.id)
 
     def _on_committed(self, batch: Sequence[Entry]) -> None:
         now_s = time.monotonic()
@@ -215,13 +212,13 @@ class Daemon:
 
     def _finish_if_done(self, job: ActiveJob) -> None:
         if job.queue.is_finished:
-            self._spawn(self._finish(job.record, JobState.COMPLETED), job.record.id)
+            self._tasks.spawn(self._finish(job.record, JobState.COMPLETED), job.record.id)
 
     def _pause_soon(self, job: ActiveJob, reason: str) -> None:
         """Let no more rows go at once, and pause the job as soon as the store takes it."""
         if self.dispatcher.jobs.get(job.record.id) is job:
             del self.dispatcher.jobs[job.record.id]
-            self._spawn(self._pause_unless_done(job, reason), job.record.id)
+            self._tasks.spawn(self._pause_unless_done(job, reason), job.record.id)
 
     async def _pause_unless_done(self, job: ActiveJob, reason: str) -> None:
         await self.writer.flush()
@@ -230,13 +227,27 @@ class Daemon:
 
     async def _pause_for(self, job_id: str, reason: str) -> None:
         log.warning("%s paused: %s", job_id, reason)
-        async with self._commands:
-            try:
-                record = await self._stored(jobs.pause, job_id, reason)
-            except StateError as error:
-                log.info("%s", error)
-                return
-            await self._withdraw(record.seq)
+        await self._leave_running(jobs.pause, job_id, reason)
+
+    async def _leave_running(
+        self, transition: Callable[..., JobRecord], job_id: str, *args: object
+    ) -> JobRecord | None:
+        """Make a transition that ends the running of rows; None when the job is past it.
+
+        While the store cannot be written it tries again, and users' commands get their turn.
+        """
+        while True:
+            async with self._commands:
+                try:
+                    record = await asyncio.to_thread(transition, self.store, job_id, *args)
+                    await self._withdraw(record.seq)
+                    return record
+                except StateError as error:
+                    log.info("%s", error)
+                    return None
+                except StoreError as error:
+                    log.error("the store cannot be written: %s", error)
+            await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def _withdraw(self, job_seq: int) -> None:
         job = self.active.get(job_seq)
@@ -263,22 +274,8 @@ class Daemon:
             await asyncio.wait_for(self.writer.flush(), CLEAN_STOP_S)
         except TimeoutError:
             log.error("stopped with results that could not be written: %s", self.writer.stalled)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel_all()
 
-    def _spawn(self, work: Coroutine[None, None, None], job_id: str | None = None) -> None:
-        """Run `work` beside everything else; a bug in it pauses its job, or ends the daemon."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(lambda task: self._ended(task, job_id))
-
-    def _ended(self, task: asyncio.Task[None], job_id: str | None) -> None:
-        self._tasks.discard(task)
-        if task.cancelled() or (error := task.exception()) is None:
-            return
-        log.critical("a task of the daemon failed", exc_info=error)
-        if job_id is None:
-            os.kill(os.getpid(), signal.SIGTERM)
-        else:
-            self._spawn(self._pause_for(job_id, f"internal error: {error!r}; see daemon.log"))
+    def _on_bug(self, job_id: str, error: BaseException) -> None:
+        reason = f"internal error: {error!r}; see daemon.log"
+        self._tasks.spawn(self._pause_for(job_id, reason))

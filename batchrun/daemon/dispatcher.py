@@ -200,9 +200,6 @@ class Dispatcher:
             request = Request(job.record.id, row, attempt, self.epoch, job.spec.endpoint, body)
             outcome = await slot.engine.client.execute(request)
             await self._settle(assignment, outcome)
-        except asyncio.CancelledError:
-            job.queue.give_back(row)
-            raise
         except EngineError as error:
             slot.is_suspect = True
             log.warning("engine %s: %s", slot.engine.name, error)
@@ -262,10 +259,13 @@ class Dispatcher:
             log.error("the store cannot be written: %s", error)
 
     def _ended(self, assignment: Assignment, task: asyncio.Task[None]) -> None:
+        """The only place that sees every cancelled task: one may end before its first step."""
         job = assignment.job
         job.tasks.pop(assignment.row, None)
         self._release(assignment)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled():
+            job.queue.give_back(assignment.row)
+        elif (error := task.exception()) is not None:
             log.critical("row %d of %s failed", assignment.row, job.record.id, exc_info=error)
             self.pause_job(job, f"internal error: {error!r}; see daemon.log")
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,8 +21,9 @@ from batchrun.engine import (
     ManagedSettings,
     process,
 )
+from batchrun.engine.probe import check_port_free
 from batchrun.engine.tiny_model import build_tiny_model
-from batchrun.errors import EngineError
+from batchrun.errors import EngineError, InputError
 from batchrun.files import write_atomically
 from batchrun.home import Home
 
@@ -30,6 +32,7 @@ log = logging.getLogger(__name__)
 GATEWAY_CHECK_S = 0.5
 GATEWAY_START_S = 15.0
 FIRST_ENGINE_PORT_OFFSET = 100
+LAST_PORT = 65_535
 
 
 class Supervisor:
@@ -50,9 +53,9 @@ class Supervisor:
         Raises EngineError when the gateway cannot start, or no engine can.
         """
         self._write_upstreams()
-        await asyncio.to_thread(self._ensure_gateway)
+        await asyncio.to_thread(self._ensure_gateway, is_first=True)
         await self._wait_for_gateway()
-        if any(config.attach is None for config in self._deployment.engines):
+        if any(config.is_vllm for config in self._deployment.engines):
             await asyncio.to_thread(self._build_tiny_model)
         starts = [slot.engine.start() for slot in self.slots]
         failures = await asyncio.gather(*starts, return_exceptions=True)
@@ -81,10 +84,13 @@ class Supervisor:
             await asyncio.to_thread(self._ensure_gateway)
             await asyncio.sleep(GATEWAY_CHECK_S)
 
-    def _ensure_gateway(self) -> None:
+    def _ensure_gateway(self, *, is_first: bool = False) -> None:
+        """Start the gateway unless it runs; the first time, its port must be free."""
         argv = self._gateway_argv()
         if process.adopt(self._home.gateway_process, argv) is None:
             stop_recorded(self._home.gateway_process)
+            if is_first:
+                check_gateway_port(self._deployment.listen)
             process.spawn(
                 argv,
                 env=dict(os.environ),
@@ -93,14 +99,14 @@ class Supervisor:
             )
 
     async def _wait_for_gateway(self) -> None:
-        host, port = self._deployment.listen.rsplit(":", 1)
+        host, port = split_listen(self._deployment.listen)
         deadline = asyncio.get_running_loop().time() + GATEWAY_START_S
         while asyncio.get_running_loop().time() < deadline:
             record = process.read_record(self._home.gateway_process)
             if record is None or not process.is_alive(record):
                 raise EngineError(self._gateway_failure())
             try:
-                _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+                _, writer = await asyncio.open_connection(host, port)
             except OSError:
                 await asyncio.sleep(0.05)
                 continue
@@ -142,7 +148,13 @@ class Supervisor:
         write_atomically(self._home.upstreams, document.encode(), mode=0o600)
 
     def _build_tiny_model(self) -> None:
-        if self._deployment.model == TINY_MODEL:
+        if self._deployment.model != TINY_MODEL:
+            return
+        try:
+            build_tiny_model(self._home.tiny_model)
+        except InputError:
+            # The folder is ours: an older batchrun built another tiny model there.
+            shutil.rmtree(self._home.tiny_model)
             build_tiny_model(self._home.tiny_model)
 
 
@@ -158,7 +170,7 @@ def make_engine(deployment: Deployment, home: Home, index: int) -> Engine:
         ManagedSettings(
             name=config.name,
             model=str(home.tiny_model) if tiny else deployment.model,
-            served_model_name=TINY_MODEL if tiny else deployment.served_model_name,
+            served_model_name=deployment.model_name,
             port=config.port or default_port(deployment.listen, index),
             run_dir=home.run,
             log_dir=home.log,
@@ -176,9 +188,10 @@ def stop_recorded(record_path: Path, grace_s: float = 10.0) -> bool:
     record = process.read_record(record_path)
     if record is None:
         return False
+    was_running = bool(process.find_family(record))
     process.terminate(record, grace_s)
     process.remove(record_path)
-    return True
+    return was_running
 
 
 def engine_python(config: EngineConfig, home: Home) -> Path:
@@ -191,4 +204,18 @@ def engine_python(config: EngineConfig, home: Home) -> Path:
 
 def default_port(listen: str, index: int) -> int:
     """The port of the index-th engine where the deployment names none."""
-    return int(listen.rsplit(":", 1)[1]) + FIRST_ENGINE_PORT_OFFSET + index
+    gateway_port = split_listen(listen)[1]
+    offset = FIRST_ENGINE_PORT_OFFSET + index
+    return gateway_port + offset if gateway_port + offset <= LAST_PORT else gateway_port - offset
+
+
+def check_gateway_port(listen: str) -> None:
+    """Raises EngineError when the gateway could not listen there."""
+    host, port = split_listen(listen)
+    check_port_free(host, port, instead="choose another: `listen` in batchrun.yaml, or --listen")
+
+
+def split_listen(listen: str) -> tuple[str, int]:
+    """Host (an IPv6 one without its brackets) and port of HOST:PORT."""
+    host, port = listen.rsplit(":", 1)
+    return host.strip("[]"), int(port)

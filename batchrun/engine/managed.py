@@ -108,7 +108,7 @@ class ManagedEngine:
         try:
             return await asyncio.shield(self._spawning)
         except OSError as error:
-            line = f"engine {self.name}: {command.argv[0]} cannot be started: {error}"
+            line = f"engine {self.name}: {command.argv[0]} cannot be started: {error.strerror}"
             raise EngineError(line) from error
 
     def _spawn_now(self, command: Command) -> ProcessRecord:

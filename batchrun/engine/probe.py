@@ -62,8 +62,13 @@ def has_gpu() -> bool:
     return Path("/dev/nvidia0").exists()
 
 
-def check_port_free(host: str, port: int) -> None:
-    """Raises EngineError when nothing can listen on `port`, or it is in use."""
+def check_port_free(
+    host: str, port: int, *, instead: str = "give the engine another `port`"
+) -> None:
+    """Raises EngineError when nothing can listen on `port`, or it is in use.
+
+    `instead` is what the user can do who wants to keep the program that holds the port.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -71,8 +76,8 @@ def check_port_free(host: str, port: int) -> None:
             listener.bind((host, port))
         except OSError as error:
             raise EngineError(
-                f"port {port} on {host} cannot be used for an engine ({error.strerror}); "
-                "end the program that holds it or give the engine another `port`"
+                f"port {port} on {host} cannot be used ({error.strerror}); "
+                f"end the program that holds it, or {instead}"
             ) from error
 
 

@@ -27,6 +27,8 @@ _NO_PID = 0
 _CLOCK_TOLERANCE_S = 2.0
 _KILL_WAIT_S = 5.0
 _POLL_S = 0.05
+_EXEC_WAIT_S = 5.0
+_EXEC_POLL_S = 0.002
 _MAX_LOG_BYTES = 64 * 1024 * 1024
 
 
@@ -64,6 +66,7 @@ def spawn(
         remove(record_path)
         raise
     record = replace(record, pid=pid, started_at=psutil.Process(pid).create_time())
+    _wait_for_nonce(record)
     _write_record(record, record_path)
     return record
 
@@ -145,6 +148,20 @@ def _spawn_detached(argv: Sequence[str], env: Mapping[str, str], log_path: Path)
         setsigmask=[],
         setsigdef=[signal.SIGPIPE, signal.SIGINT],
     )
+
+
+def _wait_for_nonce(record: ProcessRecord) -> None:
+    """Wait until the child can be recognised: the kernel lets the parent of a `posix_spawn` go on
+    before the child's new environment can be read."""
+    deadline_s = time.monotonic() + _EXEC_WAIT_S
+    while time.monotonic() < deadline_s:
+        try:
+            process = psutil.Process(record.pid)
+            if not _runs(process) or _belongs(process, record):
+                return
+        except psutil.NoSuchProcess:
+            return
+        time.sleep(_EXEC_POLL_S)
 
 
 def _belongs(process: psutil.Process, record: ProcessRecord) -> bool:

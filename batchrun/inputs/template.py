@@ -25,11 +25,15 @@ _SHOWN_CHARS = 300
 
 
 class RowRenderError(Exception):
-    """One row does not fit the template; `row_error` is what the row ends with."""
+    """One row does not fit the template.
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.row_error = RowError("template_error", message)
+    `row_error` is what the row ends with; it leaves out the row's number, so that a fault which
+    all rows share can be seen to be one.
+    """
+
+    def __init__(self, row_number: int, reason: str) -> None:
+        super().__init__(f"row {row_number}: {reason}")
+        self.row_error = RowError("template_error", reason)
 
 
 class RequestTemplate:
@@ -70,9 +74,9 @@ class RequestTemplate:
             body = self._batch_body(row) if not self._fields else self._templated_body(row)
         except (TemplateError, ValueError, TypeError, LookupError, ArithmeticError) as failure:
             reason = " ".join(str(failure).split())[:_SHOWN_CHARS] or type(failure).__name__
-            raise RowRenderError(f"row {row_number}: {reason}") from None
+            raise RowRenderError(row_number, reason) from None
         except RecursionError:
-            raise RowRenderError(f"row {row_number}: nested too deeply") from None
+            raise RowRenderError(row_number, "nested too deeply") from None
         return body
 
     def _templated_body(self, row: Mapping[str, object]) -> Row:

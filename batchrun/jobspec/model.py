@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from typing import Annotated, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -43,6 +45,14 @@ def _as_tuple(value: object) -> object:
 
 def _optional_duration_s(value: object) -> float | None:
     return None if value is None else parse_duration_s(value)
+
+
+def _checked_name(name: str) -> str:
+    if not re.fullmatch(r"\w[\w .:@+-]{0,127}", name):
+        raise ValueError(
+            f"must be 1 to 128 letters, digits, spaces or any of . _ : @ + - (got {name!r})"
+        )
+    return name
 
 
 class _Strict(BaseModel):
@@ -99,7 +109,7 @@ class Source(_Strict):
 class JobFile(_Strict):
     """The keys a user may write in a job file."""
 
-    name: Annotated[str, StringConstraints(pattern=r"^[\w][\w .:@+-]{0,127}$")]
+    name: Annotated[str, AfterValidator(_checked_name)]
     model: Text = "default"
     endpoint: Endpoint = "/v1/chat/completions"
     input: InputSpec

@@ -62,6 +62,8 @@ class Store:
             yield
         except exc.DBAPIError as error:
             raise _as_store_error(error, self.url) from error
+        except exc.TimeoutError as error:
+            raise StoreLockedError(f"{self.url}: too many accesses at once") from error
 
 
 def open_store(url_or_path: str | Path) -> Store:

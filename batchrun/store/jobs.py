@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sqlalchemy import Connection, Row, insert, select, update
 
@@ -32,9 +32,17 @@ ID_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 ID_LENGTH = 10
 
 
+def new_job_id() -> str:
+    """An id that no other job has."""
+    return "job_" + "".join(secrets.choice(ID_ALPHABET) for _ in range(ID_LENGTH))
+
+
 @dataclass(frozen=True, slots=True)
 class NewJob:
-    """A submission whose input was checked and pinned. `spec` and `pin` are JSON texts."""
+    """A submission whose input was checked and pinned. `spec` and `pin` are JSON texts.
+
+    The submitter chooses the id, so that handing a job over twice adds it once.
+    """
 
     name: str
     spec: str
@@ -42,6 +50,7 @@ class NewJob:
     content_hash: str
     num_rows: int
     deadline_s: float | None = None
+    id: str = field(default_factory=new_job_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +77,16 @@ class JobRecord:
 
 
 def create(store: Store, job: NewJob, *, now_s: float) -> JobRecord:
-    """Add a job in state validating. Once this returns, the job survives any crash."""
-    job_id = "job_" + "".join(secrets.choice(ID_ALPHABET) for _ in range(ID_LENGTH))
+    """Add a job in state validating, unless it is there already.
+
+    Once this returns, the job survives any crash.
+    """
     with store.write() as connection:
+        if connection.execute(select(jobs.c.seq).where(jobs.c.id == job.id)).first() is not None:
+            return _get(connection, job.id)
         connection.execute(
             insert(jobs).values(
-                id=job_id,
+                id=job.id,
                 name=job.name,
                 state=JobState.VALIDATING,
                 spec=job.spec,
@@ -84,7 +97,7 @@ def create(store: Store, job: NewJob, *, now_s: float) -> JobRecord:
                 expires_at=None if job.deadline_s is None else now_s + job.deadline_s,
             )
         )
-        return _get(connection, job_id)
+        return _get(connection, job.id)
 
 
 def start(store: Store, job_id: str, *, now_s: float) -> JobRecord:
@@ -233,8 +246,10 @@ def _move_in(
     )
     record = _get(connection, job_id)
     if changed.rowcount != 1:
-        needed = " or ".join(allowed)
-        raise StateError(f"{job_id} is {record.state}; only a {needed} job can become {to}")
+        needed = ", ".join(allowed)
+        raise StateError(
+            f"{job_id} is {record.state} and cannot become {to} (possible while: {needed})"
+        )
     return record
 
 

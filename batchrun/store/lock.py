@@ -41,6 +41,23 @@ class StoreLock:
         os.pwrite(fd, str(os.getpid()).encode(), 0)
         self._fd = fd
 
+    def find_holder(self) -> int | None:
+        """The process that holds the lock: None for nobody, 0 when its pid is not written yet.
+
+        Writes nothing, so it answers on a full or read-only disk too.
+        """
+        try:
+            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        try:
+            if _try_lock(fd):
+                return None
+            holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
+            return int(holder) if holder.isdecimal() else 0
+        finally:
+            os.close(fd)
+
     def release(self) -> None:
         """Give the lock back; does nothing when it is not held."""
         if self._fd is not None:

@@ -109,8 +109,8 @@ def test_an_error_that_stays_ends_the_row_after_its_retries(rig: DeploymentRig) 
 
 
 def test_pause_stops_the_rows_and_resume_goes_on(rig: DeploymentRig) -> None:
-    rig.use_fake_engine("--latency-s=0.1")
-    job = start(rig, *map(str, range(150)))
+    rig.use_fake_engine("--latency-s=0.5")
+    job = start(rig, *map(str, range(250)))
     rig.wait_for(job, lambda view: view["num_completed"] > 10)
 
     rig.ask("pause", job)
@@ -121,12 +121,12 @@ def test_pause_stops_the_rows_and_resume_goes_on(rig: DeploymentRig) -> None:
     rig.ask("resume", job)
     view = rig.wait_until_ended(job)
 
-    assert (view["state"], view["num_completed"]) == ("completed", 150)
+    assert (view["state"], view["num_completed"]) == ("completed", 250)
 
 
 def test_cancel_keeps_what_is_done_and_names_what_never_ran(rig: DeploymentRig) -> None:
-    rig.use_fake_engine("--latency-s=0.2")
-    job = start(rig, *map(str, range(300)))
+    rig.use_fake_engine("--latency-s=0.5")
+    job = start(rig, *map(str, range(600)))
     rig.wait_for(job, lambda view: view["num_completed"] > 10)
 
     rig.ask("cancel", job)
@@ -134,9 +134,9 @@ def test_cancel_keeps_what_is_done_and_names_what_never_ran(rig: DeploymentRig) 
 
     assert view["state"] == "cancelled"
     rows = rig.output()
-    assert len(rows) == 300
+    assert len(rows) == 600
     done = [row for row in rows if row["error"] is None]
-    assert len(done) == view["num_completed"] < 300
+    assert len(done) == view["num_completed"] < 600
     assert all("job_cancelled" in row["error"] for row in rows if row["error"])
 
 
@@ -152,8 +152,8 @@ def test_a_deadline_keeps_what_is_done(rig: DeploymentRig) -> None:
 
 
 def test_offline_off_aborts_the_work_in_flight_and_lasts_over_a_restart(rig: DeploymentRig) -> None:
-    rig.use_fake_engine("--latency-s=0.2")
-    job = start(rig, *map(str, range(200)))
+    rig.use_fake_engine("--latency-s=0.5")
+    job = start(rig, *map(str, range(250)))
     rig.wait_for(job, lambda view: view["num_completed"] > 5)
 
     rig.ask("offline", "off")
@@ -165,7 +165,7 @@ def test_offline_off_aborts_the_work_in_flight_and_lasts_over_a_restart(rig: Dep
     assert len(rig.executions()) == begun
 
     rig.ask("offline", "on")
-    assert rig.wait_until_ended(job)["num_completed"] == 200
+    assert rig.wait_until_ended(job)["num_completed"] == 250
 
 
 def test_a_job_submitted_without_a_daemon_runs_when_one_starts(rig: DeploymentRig) -> None:
@@ -182,8 +182,8 @@ def test_a_job_submitted_without_a_daemon_runs_when_one_starts(rig: DeploymentRi
 
 
 def test_two_jobs_share_the_engine(rig: DeploymentRig) -> None:
-    rig.use_fake_engine("--latency-s=0.1")
-    first = start(rig, *map(str, range(400)))
+    rig.use_fake_engine("--latency-s=0.3")
+    first = start(rig, *map(str, range(1500)))
     rig.write_job(JOB_FILE.replace("out.parquet", "second.parquet"), "second.yaml")
     second = str(rig.ask("submit", "second.yaml")["id"])
 
@@ -193,8 +193,8 @@ def test_two_jobs_share_the_engine(rig: DeploymentRig) -> None:
 
 
 def test_partial_results_can_be_read_while_the_job_runs(rig: DeploymentRig) -> None:
-    rig.use_fake_engine("--latency-s=0.2")
-    job = start(rig, *map(str, range(300)))
+    rig.use_fake_engine("--latency-s=0.5")
+    job = start(rig, *map(str, range(250)))
     rig.wait_for(job, lambda view: view["num_completed"] > 10)
 
     refused = rig.call("results", job)
@@ -207,7 +207,7 @@ def test_partial_results_can_be_read_while_the_job_runs(rig: DeploymentRig) -> N
 
 def test_a_clean_stop_hands_rows_back_and_loses_nothing(rig: DeploymentRig) -> None:
     rig.use_fake_engine("--latency-s=0.5")
-    job = start(rig, *map(str, range(200)))
+    job = start(rig, *map(str, range(250)))
     rig.wait_for(job, lambda view: view["num_completed"] > 20)
 
     rig.ask("down")
@@ -216,5 +216,5 @@ def test_a_clean_stop_hands_rows_back_and_loses_nothing(rig: DeploymentRig) -> N
     view = rig.wait_until_ended(job)
 
     assert stored["state"] == "running"
-    assert view["num_completed"] == 200
-    assert len({row["id"] for row in rig.output()}) == 200
+    assert view["num_completed"] == 250
+    assert len({row["id"] for row in rig.output()}) == 250

@@ -99,9 +99,11 @@ async def test_a_store_that_cannot_be_written_holds_results_back_until_it_can(
     running = asyncio.create_task(writer.run())
     with blocker.write():
         writer.put(job.seq, answered())
-        while writer.stalled is None:
+        stalled = None
+        while stalled is None:
             await asyncio.sleep(0.05)
-        assert "locked" in writer.stalled
+            stalled = writer.stalled
+        assert "locked" in stalled
     await writer.flush()
 
     assert writer.stalled is None

@@ -79,7 +79,7 @@ def test_the_content_hash_ignores_comments_and_sees_values(tmp_path: Path) -> No
         ("max_tokens: 64", "model: m", ":8: request.model: belongs at the top"),
         ("name: loogle", "name: loogle\nendpoint: /v1/completions", ":6: input.messages:"),
         ("name: loogle", "name: loogle\nendpoint: /v2", ":2: endpoint: input should be "),
-        ("name: loogle", "name: a/b", ":1: name: string should match pattern"),
+        ("name: loogle", "name: a/b", ":1: name: must be 1 to 128 letters"),
     ],
 )
 def test_a_wrong_job_file_is_one_line_with_its_place(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from batchrun.errors import BatchrunError, InputError, JobSpecError, StoreFullError
 from batchrun.inputs import open_input
 from batchrun.jobspec import JobSpec
-from batchrun.output import ResultRow, write_output
+from batchrun.output import ResultRow, atomic_file, write_output
 from batchrun.types import RowError, Usage
 
 CANCELLED = RowError("cancelled", "the job was cancelled")
@@ -163,13 +164,25 @@ def test_a_full_disk_is_one_line_and_leaves_no_file(tmp_path: Path, name: str) -
     assert [path.name for path in tmp_path.iterdir()] == ["in.parquet"]
 
 
-def test_missing_folders_are_made_and_dead_leftovers_removed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pid", [999_999_999, os.getpid()], ids=["gone", "ours"])
+def test_missing_folders_are_made_and_dead_leftovers_removed(tmp_path: Path, pid: int) -> None:
     spec = make_spec(tmp_path, num_rows=2)
     target = tmp_path / "new" / "folder" / "out.jsonl"
     target.parent.mkdir(parents=True)
-    (target.parent / ".out.jsonl.999999999.part").write_text("left by a killed process")
+    (target.parent / f".out.jsonl.0.c0ffee00.{pid}.part").write_text("left by a killed process")
     write(spec, target, iter([]))
     assert [path.name for path in target.parent.iterdir()] == ["out.jsonl"]
+
+
+def test_two_writers_of_one_file_each_write_a_whole_one(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with atomic_file(path) as later:
+        with atomic_file(path) as sooner:
+            sooner.write(b"sooner")
+        assert path.read_bytes() == b"sooner"
+        later.write(b"later")
+    assert path.read_bytes() == b"later"
+    assert [left.name for left in tmp_path.iterdir()] == ["out.jsonl"]
 
 
 def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

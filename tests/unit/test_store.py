@@ -53,6 +53,15 @@ def test_a_created_job_is_there_after_reopening(tmp_path: Path) -> None:
     again.close()
 
 
+def test_a_job_handed_over_twice_is_there_once(store: Store) -> None:
+    job = new_job()
+
+    first, second = jobs.create(store, job, now_s=1.0), jobs.create(store, job, now_s=2.0)
+
+    assert first == second
+    assert jobs.list_jobs(store) == [first]
+
+
 def test_a_job_walks_from_validating_to_completed(store: Store) -> None:
     job = jobs.create(store, new_job(), now_s=1.0)
 

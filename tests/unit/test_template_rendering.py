@@ -101,7 +101,7 @@ def test_a_row_that_does_not_fit_is_a_row_error(
     with pytest.raises(RowRenderError, match=problem or "not callable") as caught:
         template.render(row, row_number=41)
     assert caught.value.row_error.code == "template_error"
-    assert caught.value.row_error.message.startswith("row 41: ")
+    assert str(caught.value) == f"row 41: {caught.value.row_error.message}"
 
 
 def test_text_without_end_is_stopped() -> None:

@@ -63,14 +63,16 @@ def test_a_good_file_becomes_the_model(tmp_path: Path) -> None:
         ("inner: {port: 1}\n", ":1: name: is required"),
         (
             "name: x\n\ninner:\n  port: many\n",
-            ":4: inner.port: input should be a valid integer, unable to parse string as an "
-            "integer (got 'many')",
+            ":4: inner.port: must be a whole number (got 'many')",
         ),
         ("name: x\nname: y\n", ':2: duplicate key "name"'),
         ("name: x\ninner:\n\tport: 1\n", ":3: a tab indents this line; YAML wants spaces"),
         ("name: [x\n", ":2: not valid YAML: did not find expected ',' or ']'"),
         ("- a\n- b\n", ":1: the file must be a mapping"),
-        ("", ":1: the file must be a mapping"),
+        ("# nothing yet\n", ":1: name: is required"),
+        ("nmae: x\n", ":1: nmae: unknown key (did you mean 'name'?) (and 1 more)"),
+        ("name: 5\n", ":1: name: must be text (got 5)"),
+        ("name: x\nitems: one\n", ":2: items: must be a list (got 'one')"),
         ("just text\n", ":1: the file must be a mapping"),
     ],
 )

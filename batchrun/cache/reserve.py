@@ -1,0 +1,70 @@
+"""The threshold on offline KV (Echo, section 4.2): room is kept for a burst of online requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+COLD_START_SHARE = 0.15
+"""Share of all blocks kept until the forecast has enough data."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvUse:
+    """Who holds an engine's blocks, and what a candidate would add; all counts in blocks.
+
+    `wanted_blocks` are free blocks whose content a planned row will hit; the ones that running
+    offline rows hold are in `offline_running_blocks` alone. `subtree_blocks` are the blocks that
+    the rows to admit need and that neither of the two counts holds.
+    """
+
+    total_blocks: int
+    online_blocks: int
+    offline_running_blocks: int
+    wanted_blocks: int
+    subtree_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineReserve:
+    """How much of the KV cache offline work leaves alone.
+
+    `share` is a constant share of all blocks (0-1), or None to follow the forecast.
+    """
+
+    name: str
+    share: float | None
+
+    def blocks(self, use: KvUse, forecast_blocks: float | None) -> int:
+        """Blocks kept for online requests: never less than they hold now.
+
+        `forecast_blocks` is None while there is not enough data for one.
+        """
+        expected = forecast_blocks
+        if self.share is not None:
+            expected = self.share * use.total_blocks
+        elif expected is None:
+            expected = COLD_START_SHARE * use.total_blocks
+        return min(use.total_blocks, max(use.online_blocks, round(expected)))
+
+    def fits(
+        self, use: KvUse, forecast_blocks: float | None, *, is_engine_idle: bool = False
+    ) -> bool:
+        """Whether the candidate may be admitted.
+
+        `is_engine_idle`: nothing runs and no online request waits; then one candidate is let in
+        whatever the reserve says, if it fits the cache at all, so that none waits for ever.
+        """
+        if is_engine_idle:
+            return use.subtree_blocks <= use.total_blocks
+        offline_blocks = use.offline_running_blocks + use.wanted_blocks + use.subtree_blocks
+        return offline_blocks <= use.total_blocks - self.blocks(use, forecast_blocks)
+
+
+FORECAST_RESERVE = OnlineReserve("forecast", None)
+
+ONLINE_RESERVES: Mapping[str, OnlineReserve] = {
+    "forecast": FORECAST_RESERVE,
+    **{f"{percent}%": OnlineReserve(f"{percent}%", percent / 100) for percent in range(0, 60, 10)},
+}
+"""The reserves by name: `forecast`, `0%`, `10%` and so on up to `50%`."""

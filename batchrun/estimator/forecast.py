@@ -1,0 +1,181 @@
+"""How much KV the online requests will hold soon (Echo, section 5.3)."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import deque
+from dataclasses import dataclass
+from enum import StrEnum
+
+DEFAULT_WINDOW_S = 900
+LEAST_DATA_S = 300
+"""Below so many seconds of data there is no forecast; the caller then reserves 15 %."""
+
+_MINUTE_S = 60
+
+
+class ForecastRule(StrEnum):
+    """What stands for the memory that online requests will want."""
+
+    MEAN_SIGMA = "mean-sigma"
+    """mean + k * sigma, as the paper has it."""
+    QUANTILE = "quantile"
+    """The empirical quantile, interpolated linearly."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForecastCoverage:
+    """How the forecasts made at the start of each minute fared in that minute.
+
+    `covered` is the share of minutes whose highest use stayed within the forecast,
+    `mean_forecast_blocks` what that cost; both are 0 while no minute has ended.
+    """
+
+    num_minutes: int
+    covered: float
+    mean_forecast_blocks: float
+
+
+class KvForecast:
+    """The forecast over a sliding window of the highest use in each second.
+
+    Memory is one number a second. The value holds between samples, so an engine that sleeps
+    repeats its last one. The forecast changes only when a second has ended; the current use is
+    for the caller to add (`max(now, forecast)`). Sampling costs 0.7 us, a second's end 3 us.
+    """
+
+    def __init__(
+        self,
+        *,
+        window_s: int = DEFAULT_WINDOW_S,
+        least_data_s: int = LEAST_DATA_S,
+        rule: ForecastRule = ForecastRule.MEAN_SIGMA,
+        sigmas: float = 2.0,
+        quantile: float = 0.98,
+    ) -> None:
+        """`sigmas` is for MEAN_SIGMA, `quantile` (0 to 1) for QUANTILE.
+
+        Raises ValueError when the window is shorter than the least data or a value is off range.
+        """
+        if not 0 < least_data_s <= window_s or sigmas < 0 or not 0 <= quantile <= 1:
+            raise ValueError("forecast: needs 0 < least_data_s <= window_s, sigmas >= 0, 0..1")
+        self._window_s = window_s
+        self._least_data_s = least_data_s
+        self._rule = rule
+        self._sigmas = sigmas
+        self._quantile = quantile
+        self._maxima: deque[int] = deque()
+        self._sorted: list[int] = []
+        self._total = 0
+        self._total_squares = 0
+        self._second: int | None = None
+        self._latest_blocks = 0
+        self._second_max_blocks = 0
+        self._forecast_blocks: int | None = None
+        self._minute = _MinuteCheck()
+
+    @property
+    def num_seconds(self) -> int:
+        """Ended seconds in the window."""
+        return len(self._maxima)
+
+    @property
+    def forecast_blocks(self) -> int | None:
+        """Blocks that online requests may want soon, rounded up; None: not enough data yet."""
+        return self._forecast_blocks
+
+    @property
+    def coverage(self) -> ForecastCoverage:
+        """How earlier forecasts fared."""
+        return self._minute.coverage()
+
+    def sample(self, now_s: float, online_blocks: int) -> None:
+        """Online requests hold `online_blocks` from `now_s` on. A clock that steps back counts as
+        standing still."""
+        second = int(now_s)
+        if self._second is None:
+            self._second = second
+        elif second > self._second:
+            self._end_seconds(second - self._second)
+            self._second = second
+        self._latest_blocks = online_blocks
+        if online_blocks > self._second_max_blocks:
+            self._second_max_blocks = online_blocks
+
+    def _end_seconds(self, num_seconds: int) -> None:
+        if num_seconds > self._window_s:
+            self._minute.abandon()
+            num_seconds = self._window_s + 1
+        self._end_second(self._second_max_blocks)
+        for _ in range(num_seconds - 1):
+            self._end_second(self._latest_blocks)
+        self._second_max_blocks = self._latest_blocks
+
+    def _end_second(self, max_blocks: int) -> None:
+        self._maxima.append(max_blocks)
+        insort(self._sorted, max_blocks)
+        self._total += max_blocks
+        self._total_squares += max_blocks * max_blocks
+        if len(self._maxima) > self._window_s:
+            oldest = self._maxima.popleft()
+            del self._sorted[bisect_left(self._sorted, oldest)]
+            self._total -= oldest
+            self._total_squares -= oldest * oldest
+        self._minute.end_second(max_blocks, self._forecast_blocks)
+        if len(self._maxima) >= self._least_data_s:
+            self._forecast_blocks = math.ceil(self._forecast() - 1e-9)
+
+    def _forecast(self) -> float:
+        num = len(self._maxima)
+        if self._rule is ForecastRule.QUANTILE:
+            place = self._quantile * (num - 1)
+            below = self._sorted[int(place)]
+            above = self._sorted[min(int(place) + 1, num - 1)]
+            return below + (above - below) * (place - int(place))
+        variance = (num * self._total_squares - self._total * self._total) / (num * num)
+        return self._total / num + self._sigmas * math.sqrt(variance)
+
+
+class _MinuteCheck:
+    """Compares the forecast at the start of each minute with the highest use in it."""
+
+    __slots__ = (
+        "_covered_minutes",
+        "_forecast_blocks",
+        "_minutes",
+        "_seconds",
+        "_top_blocks",
+        "_total_blocks",
+    )
+
+    def __init__(self) -> None:
+        self._minutes = 0
+        self._covered_minutes = 0
+        self._total_blocks = 0
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Start a new minute without judging this one."""
+        self._seconds = 0
+        self._top_blocks = 0
+        self._forecast_blocks: int | None = None
+
+    def end_second(self, max_blocks: int, forecast_blocks: int | None) -> None:
+        """`forecast_blocks` is what stood during this second."""
+        if self._seconds == 0:
+            self._forecast_blocks = forecast_blocks
+        self._seconds += 1
+        self._top_blocks = max(self._top_blocks, max_blocks)
+        if self._seconds == _MINUTE_S:
+            if self._forecast_blocks is not None:
+                self._minutes += 1
+                self._covered_minutes += self._top_blocks <= self._forecast_blocks
+                self._total_blocks += self._forecast_blocks
+            self.abandon()
+
+    def coverage(self) -> ForecastCoverage:
+        if not self._minutes:
+            return ForecastCoverage(0, 0.0, 0.0)
+        covered = self._covered_minutes / self._minutes
+        return ForecastCoverage(self._minutes, covered, self._total_blocks / self._minutes)

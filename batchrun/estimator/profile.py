@@ -1,0 +1,144 @@
+"""What `batchrun calibrate` learned about one engine, as a JSON file.
+
+The caller reads and writes the file; nothing here touches the disk or a clock.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+
+from batchrun.errors import ConfigError
+from batchrun.estimator.fit import FittedModel
+from batchrun.estimator.step_time import AnyModel, model_from_record, model_to_record
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class EngineIdentity:
+    """What a profile holds for: any other value makes the fitted times wrong."""
+
+    model: str
+    vllm_version: str
+    device: str
+    block_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationProfile:
+    """Fitted step-time models of one engine, the best first."""
+
+    engine: EngineIdentity
+    fitted: tuple[FittedModel, ...]
+    pivot_tokens: int
+    """Tokens per step at which throughput saturates."""
+    measured_at: float
+    """UTC epoch seconds."""
+
+    @property
+    def models(self) -> tuple[AnyModel, ...]:
+        """The models alone, the best first: what `OnlineFit` starts from."""
+        return tuple(each.model for each in self.fitted)
+
+    def mismatch(self, engine: EngineIdentity) -> str | None:
+        """One line that names what differs from `engine`; None when the profile holds for it."""
+        differing = [
+            f"{each.name} {getattr(self.engine, each.name)!r} (here {getattr(engine, each.name)!r})"
+            for each in fields(EngineIdentity)
+            if getattr(self.engine, each.name) != getattr(engine, each.name)
+        ]
+        return f"measured with another {', '.join(differing)}" if differing else None
+
+    def to_json(self) -> str:
+        """The file's content; `profile_from_json` gives an equal profile back."""
+        record = {
+            "version": FORMAT_VERSION,
+            "engine": asdict(self.engine),
+            "fitted": [_fitted_record(each) for each in self.fitted],
+            "pivot_tokens": self.pivot_tokens,
+            "measured_at": self.measured_at,
+        }
+        return json.dumps(record, indent=2) + "\n"
+
+
+def profile_from_json(text: str, source: str) -> CalibrationProfile:
+    """Read a profile; `source` names it in errors. Raises ConfigError, one line, strict."""
+    try:
+        return _profile(json.loads(text))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{source}: not JSON (line {error.lineno}: {error.msg})") from error
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}; run `batchrun calibrate` again") from error
+
+
+def _profile(value: object) -> CalibrationProfile:
+    record = _object(
+        value, "profile", ("version", "engine", "fitted", "pivot_tokens", "measured_at")
+    )
+    if record["version"] != FORMAT_VERSION:
+        raise ConfigError(f"profile version {record['version']!r}, expected {FORMAT_VERSION}")
+    engine = _object(record["engine"], "engine", _keys(EngineIdentity))
+    fitted = record["fitted"]
+    if not isinstance(fitted, list) or not fitted:
+        raise ConfigError("fitted must be a list of at least one model")
+    models = tuple(_fitted(each) for each in fitted)
+    if len({each.model.name for each in models}) != len(models):
+        raise ConfigError("fitted names a model twice")
+    return CalibrationProfile(
+        EngineIdentity(
+            _text(engine, "model"),
+            _text(engine, "vllm_version"),
+            _text(engine, "device"),
+            _count(engine, "block_tokens"),
+        ),
+        models,
+        _count(record, "pivot_tokens"),
+        _number(record, "measured_at"),
+    )
+
+
+def _fitted_record(fitted: FittedModel) -> dict[str, object]:
+    return {**asdict(fitted), "model": model_to_record(fitted.model)}
+
+
+def _fitted(value: object) -> FittedModel:
+    record = _object(value, "fitted", _keys(FittedModel))
+    return FittedModel(
+        model_from_record(record["model"]),
+        _number(record, "held_out_mape"),
+        _number(record, "held_out_p95_ape"),
+        _count(record, "num_held_out"),
+    )
+
+
+def _object(value: object, name: str, keys: tuple[str, ...]) -> dict[str, object]:
+    if not isinstance(value, dict) or set(value) != set(keys):
+        raise ConfigError(f"{name}: expected an object with the keys {', '.join(keys)}")
+    return value
+
+
+def _keys(of: type[CalibrationProfile | EngineIdentity | FittedModel]) -> tuple[str, ...]:
+    return tuple(each.name for each in fields(of))
+
+
+def _text(record: dict[str, object], key: str) -> str:
+    value = record[key]
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{key} must be a text that is not empty")
+    return value
+
+
+def _count(record: dict[str, object], key: str) -> int:
+    value = record[key]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{key} must be a whole number of at least 1")
+    return value
+
+
+def _number(record: dict[str, object], key: str) -> float:
+    value = record[key]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ConfigError(f"{key} must be a number of at least 0")
+    return float(value)

@@ -1,0 +1,88 @@
+"""What a policy sees of an engine before a step. Policies read; only the plug-in writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from batchrun.estimator import StepTimeModel
+from batchrun.types import RequestClass
+
+
+@dataclass(slots=True, eq=False)
+class RequestView:
+    """One request, waiting or running. Instants are monotonic seconds.
+
+    `work_left_tokens` is what vLLM could still schedule now: the rest of the prompt, or 1 for a
+    decode, 0 when its output in flight may be the last. `num_computed_tokens` and
+    `num_output_tokens` count steps in flight as done. `rank` is the row's place in the planned
+    order of its job, `group` the node of its deepest shared prefix (offline only);
+    `num_private_blocks` are the blocks that a preemption would free.
+    """
+
+    request_id: str
+    request_class: RequestClass
+    arrival_at_s: float
+    num_prompt_tokens: int
+    max_output_tokens: int = 0
+    slo_ttft_s: float = 0.0
+    slo_tpot_s: float = 0.0
+    rank: int = 0
+    group: int | None = None
+    lora_id: int = 0
+    num_tokens: int = 0
+    work_left_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_output_tokens: int = 0
+    num_blocks: int = 0
+    first_token_at_s: float | None = None
+    handle: Any = field(default=None, repr=False)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether the next step of this request generates from a complete prompt."""
+        return self.work_left_tokens <= 1 and self.num_output_tokens > 0
+
+    @property
+    def prefill_left_tokens(self) -> int:
+        """Prompt (and recomputed output) tokens that have no KV yet."""
+        return 0 if self.is_decode else self.work_left_tokens
+
+
+@dataclass(slots=True)
+class EngineView:
+    """An engine before a step.
+
+    `rest_s` is the predicted time until the steps in flight are done; `free_blocks` counts every
+    block that an allocation could take, cached or not; `wanted_blocks` are the free blocks whose
+    KV a planned row will hit; `reserve_blocks` are kept for online bursts. `hit_tokens(request)`
+    looks a waiting request's prefix up in the KV cache (costly: once per decision).
+    `private_blocks(request)` counts the blocks that preempting it would free; `is_ready(request)`
+    says whether a waiting one may be admitted at all (its grammar is there, no output in flight).
+    """
+
+    now_s: float
+    rest_s: float
+    model: StepTimeModel
+    online_running: Sequence[RequestView]
+    online_waiting: Sequence[RequestView]
+    offline_running: Sequence[RequestView]
+    offline_waiting: Sequence[RequestView]
+    free_blocks: int
+    total_blocks: int
+    wanted_blocks: int
+    reserve_blocks: int
+    block_tokens: int
+    token_budget: int
+    max_running: int
+    max_loras: int
+    hit_tokens: Callable[[RequestView], int]
+    private_blocks: Callable[[RequestView], int]
+    is_ready: Callable[[RequestView], bool]
+    is_offline_on: bool = True
+    online_slo_ttft_s: float = 1.0
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_tokens)

@@ -1,0 +1,94 @@
+"""The hint that the daemon sends with an offline request, as it arrives inside vLLM."""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+HINT_KEY = "batchrun"
+HINT_VERSION = 1
+MAX_HINT_CHARS = 16_384
+MAX_NODES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class NodeHint:
+    """A prefix-tree node above a row: rows still to come under it, and the next one's rank."""
+
+    node: int
+    num_rows_to_come: int
+    next_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """What the daemon knows of a row: its place in the planned order, and its prefix nodes.
+
+    `nodes` run from the root downwards. Rows that announce the same node share exactly their
+    common block hashes.
+    """
+
+    epoch: int
+    job: str
+    row: int
+    rank: int
+    nodes: tuple[NodeHint, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineClass:
+    """The bounds of one class of online requests, in seconds."""
+
+    slo_ttft_s: float
+    slo_tpot_s: float
+
+
+def parse_hint(extra_args: Mapping[str, object] | None, nonce: str) -> Hint | None:
+    """The hint of an offline request; None for anything else, which is then online.
+
+    A hint of another version or without the engine's nonce is no hint. Raises ValueError for one
+    that carries the nonce but is malformed, so that the caller can count it.
+    """
+    text = None if extra_args is None else extra_args.get(HINT_KEY)
+    if not isinstance(text, str) or len(text) > MAX_HINT_CHARS:
+        return None
+    try:
+        fields = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(fields, dict) or fields.get("v") != HINT_VERSION:
+        return None
+    given = fields.get("nonce")
+    if (
+        not nonce
+        or not isinstance(given, str)
+        or not hmac.compare_digest(given.encode(), nonce.encode())
+    ):
+        return None
+    if fields.get("class") != "offline":
+        return None
+    return _read(fields)
+
+
+def _read(fields: dict[str, object]) -> Hint:
+    try:
+        nodes = fields.get("nodes", [])
+        if not isinstance(nodes, list) or len(nodes) > MAX_NODES:
+            raise ValueError("nodes")
+        return Hint(
+            epoch=_whole(fields["epoch"]),
+            job=str(fields["job"]),
+            row=_whole(fields["row"]),
+            rank=_whole(fields["rank"]),
+            nodes=tuple(NodeHint(*(_whole(value) for value in node)) for node in nodes),
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"malformed hint: {error}") from error
+
+
+def _whole(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"malformed hint: {value!r} is not a whole number")
+    return value

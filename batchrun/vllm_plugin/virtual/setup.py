@@ -1,0 +1,142 @@
+"""Build a vLLM scheduler as an engine core would, for a model that is only a config file."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.structured_output import StructuredOutputManager
+
+from batchrun.vllm_plugin.settings import NONCE_VARIABLE
+
+NONCE = "virtual-engine"
+
+MODEL_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 2048,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 131_072,
+    "torch_dtype": "float16",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineShape:
+    """What an operator would set on a vLLM engine. Defaults are the reference scenario's.
+
+    `num_blocks` KV blocks of `block_tokens` tokens; `token_budget` tokens and `max_num_seqs`
+    requests in a step. `additional_config` reaches the scheduler class in its VllmConfig.
+    """
+
+    num_blocks: int = 8600
+    token_budget: int = 2048
+    max_num_seqs: int = 256
+    block_tokens: int = 16
+    max_model_len: int = 32_768
+    policy: Literal["fcfs", "priority"] = "priority"
+    additional_config: Mapping[str, object] = field(default_factory=dict)
+
+
+def stock_scheduler(steps_in_flight: int) -> type[Scheduler]:
+    """The class that vLLM itself uses with so many steps in flight."""
+    return AsyncScheduler if steps_in_flight > 1 else Scheduler
+
+
+def build_scheduler(
+    scheduler_cls: type[Scheduler], shape: EngineShape, *, is_async: bool
+) -> Scheduler:
+    """A scheduler of the class with an empty KV cache. Takes about 0.1 s.
+
+    `is_async` says that steps are scheduled ahead, as on a GPU. The environment carries the hint
+    nonce `NONCE` while the scheduler is built.
+    """
+    with _quiet_vllm():
+        config = _vllm_config(shape)
+    # The CPU platform turns it off; this engine has no platform.
+    config.scheduler_config.async_scheduling = is_async
+    spec = FullAttentionSpec(
+        block_size=shape.block_tokens, num_kv_heads=1, head_size=1, dtype=torch.float16
+    )
+    kv_cache_config = KVCacheConfig(
+        num_blocks=shape.num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+    )
+    with _hint_nonce(), _quiet_vllm():
+        return scheduler_cls(
+            vllm_config=config,
+            kv_cache_config=kv_cache_config,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=shape.block_tokens,
+            log_stats=False,
+        )
+
+
+def _vllm_config(shape: EngineShape) -> VllmConfig:
+    with tempfile.TemporaryDirectory(prefix="batchrun-virtual-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(MODEL_CONFIG))
+        model = ModelConfig(
+            model=folder,
+            max_model_len=shape.max_model_len,
+            dtype="float16",
+            skip_tokenizer_init=True,
+        )
+    scheduler = SchedulerConfig(
+        max_num_batched_tokens=shape.token_budget,
+        max_num_seqs=shape.max_num_seqs,
+        max_model_len=shape.max_model_len,
+        enable_chunked_prefill=True,
+        policy=shape.policy,
+        is_encoder_decoder=False,
+    )
+    cache = CacheConfig(block_size=shape.block_tokens, enable_prefix_caching=True)
+    cache.num_gpu_blocks = shape.num_blocks
+    return VllmConfig(
+        model_config=model,
+        scheduler_config=scheduler,
+        cache_config=cache,
+        device_config=DeviceConfig("cpu"),
+        additional_config=dict(shape.additional_config),
+    )
+
+
+@contextmanager
+def _hint_nonce() -> Iterator[None]:
+    before = os.environ.get(NONCE_VARIABLE)
+    os.environ[NONCE_VARIABLE] = NONCE
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[NONCE_VARIABLE]
+        else:
+            os.environ[NONCE_VARIABLE] = before
+
+
+@contextmanager
+def _quiet_vllm() -> Iterator[None]:
+    """vLLM's warnings about the platform concern no virtual engine."""
+    logger = logging.getLogger("vllm")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

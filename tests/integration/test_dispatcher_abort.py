@@ -1,0 +1,69 @@
+"""Aborting a job's rows at any moment gives every one of them back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchrun.config import WindowConfig
+from batchrun.daemon import Daemon, Slot
+from batchrun.engine import AttachedEngine, AttachedSettings, ManagedSettings
+from batchrun.jobspec import load_job_file
+from batchrun.store import JobRecord, open_store
+from batchrun.submission import prepare_job
+
+JOB = """\
+name: sample
+input: {path: rows.parquet, messages: [{role: user, content: "{{ text }}"}]}
+request: {max_tokens: 4}
+output: {path: out.parquet}
+"""
+
+
+@asynccontextmanager
+async def running_daemon(folder: Path, engine_url: str) -> AsyncIterator[Daemon]:
+    """A daemon in this process, on a store of its own, attached to an engine."""
+    store = open_store(folder / "store.db")
+    engine = AttachedEngine(AttachedSettings(name="fake", url=engine_url))
+    await engine.start()
+    links = folder / "inputs"
+    links.mkdir()
+    daemon = Daemon(store, [Slot(engine, uses_priority=False)], WindowConfig(), links)
+    running = asyncio.create_task(daemon.run())
+    try:
+        yield daemon
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+        await engine.stop()
+        store.close()
+
+
+async def submit_rows(daemon: Daemon, folder: Path, num_rows: int) -> JobRecord:
+    """Submit a job of so many rows."""
+    pq.write_table(
+        pa.table({"text": [f"row {i}" for i in range(num_rows)]}), folder / "rows.parquet"
+    )
+    (folder / "job.yaml").write_text(JOB)
+    spec = load_job_file(folder / "job.yaml", cwd=folder)
+    return await daemon.submit(prepare_job(spec, links=daemon.links))
+
+
+async def test_rows_aborted_before_their_first_step_run_again(
+    tmp_path: Path, shared_fake_engine: ManagedSettings
+) -> None:
+    async with running_daemon(tmp_path, shared_fake_engine.base_url) as daemon:
+        record = await submit_rows(daemon, tmp_path, 16)
+        while not (record.seq in daemon.active and daemon.active[record.seq].tasks):
+            await asyncio.sleep(0)
+        job = daemon.active[record.seq]
+
+        await daemon.dispatcher.abort(job)
+
+        assert job.queue.num_in_flight == 0
+        job.queue.check()

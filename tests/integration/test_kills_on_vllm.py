@@ -1,0 +1,71 @@
+"""The same promise on the real engine, with a proxy before it that counts executions."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import counting_proxy
+import pytest
+from deployment_rig import JOB_FILE, DeploymentRig
+from engine_builders import REAL_ARGS, free_port
+from kill_rig import Outage, answers, check_account, kill, wait_for_rows, wait_until
+
+NUM_ROWS = 600
+JOB = JOB_FILE.replace("max_tokens: 8", "max_tokens: 64, ignore_eos: true")
+
+log = logging.getLogger(__name__)
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+
+@contextmanager
+def counted_vllm(rig: DeploymentRig) -> Iterator[None]:
+    """batchrun.yaml for the real engine behind a counting proxy, and the proxy."""
+    proxy_port = free_port()
+    url = f"http://127.0.0.1:{proxy_port}"
+    rig.configure({"port": rig.engine_port, "url": url, "vllm_args": list(REAL_ARGS)}, model="tiny")
+    command = [
+        *(sys.executable, str(Path(counting_proxy.__file__))),
+        f"--port={proxy_port}",
+        f"--target=http://127.0.0.1:{rig.engine_port}",
+        f"--executions={rig.executions_path}",
+    ]
+    with subprocess.Popen(command) as proxy:
+        try:
+            yield
+        finally:
+            proxy.terminate()
+
+
+def kill_after(rig: DeploymentRig, job: str, num_rows: int, *parts: str) -> Outage:
+    """Kill once so many results are committed; the job must still be running then."""
+    wait_for_rows(rig, job, num_rows)
+    outage = kill(rig, job, *parts)
+    assert outage.num_committed < NUM_ROWS
+    return outage
+
+
+@pytest.mark.timeout(900)
+def test_kills_of_each_part_and_of_all_lose_and_repeat_nothing(rig: DeploymentRig) -> None:
+    with counted_vllm(rig):
+        rig.write_rows([f"question {i}" for i in range(NUM_ROWS)])
+        rig.write_job(JOB)
+        rig.ask("up", "-d")
+        job = str(rig.ask("submit", "job.yaml")["id"])
+
+        engine_killed = kill_after(rig, job, 60, "engine")
+        wait_for_rows(rig, job, 150)
+        engine = rig.pid_of("engine")
+        daemon_killed = kill_after(rig, job, 150, "daemon")
+        assert rig.pid_of("engine") == engine
+        kill_after(rig, job, 250, "gateway")
+        wait_until(lambda: answers(rig))
+        all_killed = kill_after(rig, job, 350, "daemon", "gateway", "engine")
+
+        check_account(rig, job, [engine_killed, daemon_killed, all_killed])
+    log.info("up again in %.1f s", daemon_killed.ended_at - daemon_killed.began_at)

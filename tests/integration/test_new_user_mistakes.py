@@ -1,0 +1,180 @@
+"""What a newcomer gets wrong before anything runs: one line that says what to do, and its code."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from deployment_rig import JOB_FILE
+from engine_builders import free_port
+
+from batchrun.cli.main import main
+
+Cli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Calls the command in a folder with good rows and no daemon: (exit code, stdout, stderr)."""
+    monkeypatch.setenv("BATCHRUN_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    ids = [f"row-{i}" for i in range(3)]
+    pq.write_table(pa.table({"id": ids, "text": ["a", "b", "a"]}), "rows.parquet")
+    Path("job.yaml").write_text(JOB_FILE)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["batchrun", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        return int(ended.value.code or 0), said.out, said.err
+
+    return call
+
+
+def line_of(answer: tuple[int, str, str], exit_code: int) -> str:
+    """The one line on stderr of a refused command; nothing else was said."""
+    code, out, err = answer
+    assert (code, out, err.count("\n")) == (exit_code, "", 1), (out, err)
+    assert err.startswith("batchrun: ")
+    return err.removeprefix("batchrun: ").strip()
+
+
+@pytest.mark.parametrize(
+    ("call", "exit_code", "line"),
+    [
+        ("run", 2, "missing argument 'file'; see `batchrun run --help`"),
+        ("run absent.yaml", 2, "absent.yaml: no such file"),
+        ("run .", 2, ".: cannot be read: Is a directory"),
+        ("run job.yaml extra", 2, "got unexpected extra argument(s) (extra); see `batchrun run"),
+        ("statsu", 2, "no such command 'statsu' (did you mean 'status'?); see `batchrun --help`"),
+        ("status --nope", 2, "no such option: --nope"),
+        ("offline maybe", 2, "invalid value for 'switch': 'maybe' is not one of 'on', 'off'"),
+        ("up --listen 0.0.0.0:80", 2, "listen: 0.0.0.0 can be reached from outside"),
+        ("up --config absent.yaml", 2, "absent.yaml: no such file"),
+        ("status x", 2, "x: no such job; `batchrun status` lists the jobs"),
+        ("results x", 2, "x: no such job;"),
+        ("errors x", 2, "x: no such job;"),
+        ("inspect x", 2, "x: no such job;"),
+        ("inspect absent.yaml", 2, "absent.yaml: no such file"),
+        ("pause x", 3, "no daemon runs for"),
+        ("resume x", 3, "no daemon runs for"),
+        ("cancel x", 3, "no daemon runs for"),
+        ("pause a/b", 2, "'a/b': no such job;"),
+        ("offline on", 3, "no daemon runs for"),
+        ("submit job.yaml --wait", 3, "job.yaml was not submitted: no daemon runs to wait for"),
+        ("submit job.yaml --home rows.parquet", 2, "rows.parquet: cannot be the home (it is a"),
+    ],
+)
+def test_a_wrong_call_is_one_line(cli: Cli, call: str, exit_code: int, line: str) -> None:
+    assert line in line_of(cli(*call.split()), exit_code)
+    assert json.loads(cli("status", "--json")[1])["jobs"] == []
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "line"),
+    [
+        ("request", "reqest", "job.yaml:7: reqest: unknown key (did you mean 'request'?)"),
+        ("name:", "nmae:", "job.yaml:1: nmae: unknown key (did you mean 'name'?)"),
+        ("name: sample", "name: a/b", "job.yaml:1: name: must be 1 to 128 letters"),
+        ("{{ text }}", "{{ txt }}", "job.yaml:6: input.messages[0].content: the input has no "),
+        ("{{ text }}", "{{ text /", "job.yaml:6: input.messages[0].content: template line 1: "),
+        ("[text]", "[txt]", "job.yaml:8: output.keep[0]: the input has no column 'txt' (did you"),
+        ("id: id", "id: idd", "input.id: the input has no column 'idd' (did you mean 'id'?)"),
+        ("id: id", "id: text", "row 2: id 'a' (column 'text') is also the id of row 0"),
+        ("rows.parquet", "absent.parquet", "absent.parquet: no such file"),
+        ("rows.parquet", "no*.parquet", "no*.parquet: no file matches this pattern"),
+        ("rows.parquet", "folder", "folder: is a folder; name a file, or a glob such as"),
+        ("rows.parquet", "empty.parquet", "empty.parquet: the input has no rows"),
+        ("rows.parquet", "torn.parquet", "torn.parquet: the Parquet file is cut short"),
+        ("rows.parquet", "text.parquet", "text.parquet: not a Parquet file (it does not start"),
+        ("rows.parquet", "job.yaml", "job.yaml: unknown format; set input.format to"),
+        ("rows.parquet", "torn.jsonl", "torn.jsonl:2: not valid JSON"),
+        ("rows.parquet", "torn.csv", "torn.csv:2: 3 fields where the header has 2"),
+        ("out.parquet", "out.txt", "job.yaml:8: output.path: must end in .parquet or .jsonl"),
+        ("out.parquet", "rows.parquet", "job.yaml:8: output.path: would overwrite the input"),
+        ("out.parquet", "job.yaml/out.jsonl", "job.yaml is not a folder"),
+        ("out.parquet", "dir.jsonl", "dir.jsonl: is a folder; name a file"),
+        ("max_tokens: 8", "stream: true", "job.yaml:7: request.stream: a job's answers go to a"),
+    ],
+)
+def test_a_wrong_job_is_refused_in_one_line_and_not_added(
+    cli: Cli, right: str, wrong: str, line: str
+) -> None:
+    write_odd_files(Path("rows.parquet"))
+    Path("job.yaml").write_text(JOB_FILE.replace(right, wrong, 1))
+
+    assert line in line_of(cli("submit", "job.yaml"), 2)
+    assert json.loads(cli("status", "--json")[1])["jobs"] == []
+
+
+def write_odd_files(rows: Path) -> None:
+    """Inputs that cannot be used, and a folder named like an output."""
+    for folder in ("folder", "dir.jsonl"):
+        Path(folder).mkdir()
+    pq.write_table(pq.read_table(rows).slice(0, 0), "empty.parquet")
+    Path("torn.parquet").write_bytes(rows.read_bytes()[:-20])
+    Path("text.parquet").write_text("id,text\n1,a\n")
+    Path("torn.jsonl").write_text('{"id": "a", "text": "b"}\n{"id": "c", "te')
+    Path("torn.csv").write_text("id,text\n1,a,b\n")
+
+
+def test_without_a_daemon_a_job_can_be_added_and_looked_at(cli: Cli) -> None:
+    code, out, err = cli("submit", "job.yaml")
+    assert (code, err) == (0, "no daemon runs; the job waits for `batchrun up -d`\n")
+    job = out.split()[0]
+
+    assert cli("status", job)[0] == cli("errors", job)[0] == cli("inspect", job)[0] == 0
+    line = line_of(cli("results", job), 4)
+    assert line.startswith(f"{job} is validating with 0 of 3 rows done; --partial -o PATH writes")
+    assert line_of(cli("results", job, "--partial"), 2) == (
+        "--partial needs a file to write to: -o PATH"
+    )
+    assert "would overwrite" in line_of(cli("results", job, "--partial", "-o", "rows.parquet"), 2)
+    assert cli("results", job, "--partial", "-o", "part.jsonl")[0] == 0
+    assert Path("part.jsonl").read_text() == ""
+
+
+def test_init_twice_overwrites_nothing(cli: Cli) -> None:
+    code, out, _ = cli("init", "my project")
+    assert (code, out.splitlines()[-1]) == (
+        0,
+        "next: cd 'my project' && batchrun run jobs/sample.yaml",
+    )
+    Path("my project/batchrun.yaml").write_text("model: mine\n")
+
+    assert "batchrun.yaml exists already" in line_of(cli("init", "my project"), 2)
+    assert Path("my project/batchrun.yaml").read_text() == "model: mine\n"
+
+
+def test_doctor_names_everything_that_is_missing_and_how_to_mend_it(cli: Cli) -> None:
+    port = free_port()
+    engines = [
+        {"name": "bare", "python": sys.executable, "port": port},
+        {"name": "far", "attach": f"http://127.0.0.1:{free_port()}"},
+        {"name": "odd", "command": ["no-such-program"]},
+        {"name": "gone", "python": "/no/such/python"},
+    ]
+    document = {"model": "./absent", "listen": f"127.0.0.1:{free_port()}", "engines": engines}
+    Path("batchrun.yaml").write_text(json.dumps(document))
+    with socket.create_server(("127.0.0.1", port)):
+        code, out, _ = cli("doctor", "--json")
+
+    found = {finding["name"]: finding for finding in json.loads(out)["findings"]}
+    missing = {name for name, finding in found.items() if not finding["ok"]}
+    assert code == 4
+    assert missing - {"home", "memory", "engine bare"} == {
+        "port of engine bare",
+        "engine far",
+        "engine odd",
+        "engine gone",
+        "model",
+    }
+    assert all(found[name]["mend"] for name in missing)
+    assert found["engine gone"]["mend"].startswith("install vLLM there, or remove `python`")

@@ -1,0 +1,179 @@
+"""Reuse counts and next ranks, as hints come and rows end."""
+
+from __future__ import annotations
+
+import pytest
+from cache_builders import Node, RowHint, chain_of
+
+from batchrun.cache import ECHO_RC, LEASE_S, ReuseIndex
+
+
+def announce(
+    index: ReuseIndex, text: str, row: int, *nodes: tuple[int, int, int], epoch: int = 1
+) -> list[bytes]:
+    """Announce a row (rank = row) with one block per letter; returns the keys that fell."""
+    hint = RowHint(row, row, tuple(Node(*node) for node in nodes), epoch)
+    return keys(index, index.announce(f"{row}", hint, chain_of(text), 0.0))
+
+
+def keys(index: ReuseIndex, fallen: list) -> list[bytes]:  # type: ignore[type-arg]
+    return [key for segment in fallen for key in index.keys_of(segment)]
+
+
+def counts(index: ReuseIndex, text: str) -> list[int]:
+    return [index.reuse_count(key) for key in chain_of(text)]
+
+
+def ranks(index: ReuseIndex, text: str) -> list[int | None]:
+    return [index.next_rank(key) for key in chain_of(text)]
+
+
+def test_announced_rows_count_where_their_chains_agree() -> None:
+    index = ReuseIndex()
+    announce(index, "abcx", 3)
+    announce(index, "abcy", 5)
+    announce(index, "az", 4)
+    assert counts(index, "abcx") == [3, 2, 2, 1]
+    assert ranks(index, "abcy") == [3, 3, 3, 5]
+    index.check()
+
+
+def test_a_finished_row_counts_no_longer_and_the_next_one_comes_first() -> None:
+    index = ReuseIndex()
+    announce(index, "abx", 3)
+    announce(index, "aby", 5)
+    index.finished("3")
+    assert counts(index, "abx") == [1, 1, 0]
+    assert ranks(index, "abx") == [5, 5, None]
+    index.finished("5")
+    assert not index.blocks
+    index.check()
+
+
+def test_rows_to_come_count_for_the_blocks_that_rows_of_the_node_share() -> None:
+    index = ReuseIndex()
+    announce(index, "docx", 1, (7, 9, 2))
+    announce(index, "docy", 2, (7, 8, 3))
+    assert counts(index, "docx") == [10, 10, 10, 1]
+    assert counts(index, "docy") == [10, 10, 10, 1]
+    index.finished("1")
+    index.finished("2")
+    assert counts(index, "docx") == [8, 8, 8, 0]
+    assert ranks(index, "doc") == [3, 3, 3]
+    index.check()
+
+
+def test_the_last_row_of_a_node_leaves_nothing_behind() -> None:
+    index = ReuseIndex()
+    announce(index, "docx", 1, (7, 1, 2))
+    announce(index, "docy", 2, (7, 0, 0))
+    assert counts(index, "docx") == [2, 2, 2, 1]
+    index.finished("1")
+    index.finished("2")
+    assert not index.blocks
+
+
+def test_an_outer_node_ends_where_its_documents_part() -> None:
+    index = ReuseIndex()
+    announce(index, "sysAx", 1, (1, 99, 2), (2, 4, 2))
+    announce(index, "sysAy", 2, (1, 98, 3), (2, 3, 3))
+    assert counts(index, "sysA") == [5, 5, 5, 5]
+    announce(index, "sysBx", 6, (1, 94, 7), (3, 4, 7))
+    assert counts(index, "sysAx") == [97, 97, 97, 5, 1]
+    assert counts(index, "sysBx") == [97, 97, 97, 5, 5]
+    assert ranks(index, "sysAx") == [1, 1, 1, 1, 1]
+    index.check()
+
+
+def test_jobs_with_a_common_prefix_add_up() -> None:
+    index = ReuseIndex()
+    for job in ("one", "two"):
+        hint = RowHint(0, 0, (Node(1, 3, 1),), job=job)
+        index.announce(job, hint, chain_of("ab" + job), 0.0)
+    assert counts(index, "ab") == [8, 8]
+    index.forget("one")
+    assert counts(index, "ab") == [4, 4]
+    index.check()
+
+
+def test_children_of_n_greater_than_one_are_one_row() -> None:
+    index = ReuseIndex()
+    hint = RowHint(4, 4, (Node(1, 2, 5),))
+    for child in range(3):
+        index.announce(f"{child}_4", hint, chain_of("ab"), 0.0)
+    assert counts(index, "ab") == [3, 3]
+    index.finished("0_4")
+    index.finished("1_4")
+    assert counts(index, "ab") == [3, 3]
+    index.finished("2_4")
+    assert counts(index, "ab") == [2, 2]
+
+
+def test_a_row_whose_prompt_fills_no_block_is_nothing_to_the_cache() -> None:
+    index = ReuseIndex()
+    announce(index, "", 1, (1, 5, 2))
+    announce(index, "ab", 2, (1, 4, 3))
+    assert counts(index, "ab") == [1, 1]
+    index.finished("1")
+    index.finished("2")
+    assert not index.blocks
+
+
+def test_a_newer_epoch_voids_the_older_and_older_hints_are_not_counted() -> None:
+    index = ReuseIndex(ECHO_RC)
+    announce(index, "ab", 1, (1, 5, 2))
+    assert announce(index, "ax", 1, epoch=2) == [b"ab", b"a"]
+    assert counts(index, "ab") == [1, 0]
+    assert announce(index, "ab", 9, epoch=1) == []
+    assert counts(index, "ab") == [1, 0]
+    index.finished("9")
+    index.check()
+
+
+def test_counts_fall_to_nothing_when_the_lease_ends_and_return_with_it() -> None:
+    index = ReuseIndex()
+    announce(index, "ab", 1, (1, 5, 2))
+    assert index.expire(LEASE_S - 0.1) == []
+    assert keys(index, index.expire(LEASE_S)) == [b"ab", b"a"]
+    assert counts(index, "ab") == [0, 0]
+    index.renew(1, 2 * LEASE_S)
+    assert counts(index, "ab") == [1, 1]
+    index.check()
+
+
+def test_a_renewed_lease_holds_for_the_jobs_that_are_named() -> None:
+    index = ReuseIndex()
+    for job in ("kept", "paused"):
+        index.announce(job, RowHint(0, 0, job=job), chain_of(job), 0.0)
+    index.renew(1, 20.0, ["kept"])
+    index.expire(LEASE_S)
+    assert counts(index, "kept") == [1] * 4
+    assert counts(index, "paused") == [0] * 6
+    index.finished("paused")
+    index.check()
+
+
+def test_what_falls_is_reported_when_a_waiting_row_is_aborted() -> None:
+    index = ReuseIndex(ECHO_RC)
+    announce(index, "abx", 1)
+    announce(index, "aby", 2)
+    assert sorted(keys(index, index.finished("2"))) == [b"a", b"ab", b"aby"]
+    assert index.finished("2") == []
+
+
+def test_keys_carry_the_suffix_of_the_kv_group() -> None:
+    index = ReuseIndex(key_suffix=b"-0")
+    index.announce("1", RowHint(1, 1), chain_of("ab"), 0.0)
+    assert set(index.blocks) == {b"a-0", b"ab-0"}
+    assert list(index.keys_of(index.blocks[b"a-0"])) == [b"ab-0", b"a-0"]
+
+
+@pytest.mark.parametrize("front", [0, 40, 90])
+def test_the_tier_follows_the_front(front: int) -> None:
+    index = ReuseIndex()
+    announce(index, "a", 41)
+    announce(index, "b", 89)
+    index.advance(front)
+    index.advance(front - 5)
+    tiers = [index.tier(index.blocks[key]) for key in (b"a", b"b")]
+    assert (tiers[0] > tiers[1]) == (front < 89)

@@ -1,0 +1,125 @@
+"""batchrun.yaml, BATCHRUN_* and flags: what they make, and one clear line for each mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from batchrun.config import Deployment, load_deployment, load_home
+from batchrun.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No batchrun.yaml and no variables of the caller's are in the way."""
+    for name in ("HOME", "CONFIG", "MODEL", "LISTEN"):
+        monkeypatch.delenv(f"BATCHRUN_{name}", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def load(text: str, **flags: str) -> Deployment:
+    """The deployment of a batchrun.yaml of this text in the present folder."""
+    Path("batchrun.yaml").write_text(text)
+    return load_deployment(None, **flags)
+
+
+def test_without_a_file_batchrun_starts_one_engine_with_the_tiny_model() -> None:
+    deployment = load_deployment(None)
+
+    assert (deployment.model, deployment.listen) == ("tiny", "127.0.0.1:8000")
+    assert [engine.is_vllm for engine in deployment.engines] == [True]
+
+
+def test_a_file_of_comments_only_is_a_file_of_defaults() -> None:
+    assert load("# listen: 127.0.0.1:9000\n").listen == "127.0.0.1:8000"
+
+
+def test_flags_come_before_variables_and_variables_before_the_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = "model: of-the-file\nlisten: 127.0.0.1:1\n"
+    monkeypatch.setenv("BATCHRUN_MODEL", "of-the-variable")
+    monkeypatch.setenv("BATCHRUN_LISTEN", "127.0.0.1:2")
+
+    deployment = load(text, listen="127.0.0.1:3")
+
+    assert (deployment.model, deployment.listen) == ("of-the-variable", "127.0.0.1:3")
+
+
+def test_a_variable_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "other.yaml").write_text("model: other\n")
+    monkeypatch.setenv("BATCHRUN_CONFIG", str(tmp_path / "other.yaml"))
+
+    assert load("model: ignored\n").model == "other"
+
+
+def test_a_model_folder_is_relative_to_the_file(tmp_path: Path) -> None:
+    (tmp_path / "deploy").mkdir()
+    config = tmp_path / "deploy" / "batchrun.yaml"
+    config.write_text("model: ./llama\n")
+
+    assert load_deployment(config).model == str(tmp_path / "deploy" / "llama")
+
+
+def test_numbers_among_arguments_and_variables_are_text() -> None:
+    text = "engines:\n  - vllm_args: [--max-model-len, 8192]\n    env: {OMP_NUM_THREADS: 2}\n"
+
+    (engine,) = load(text).engines
+
+    assert engine.vllm_args == ("--max-model-len", "8192")
+    assert engine.env == {"OMP_NUM_THREADS": "2"}
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("modell: tiny\n", ":1: modell: unknown key (did you mean 'model'?)"),
+        ("model: 5\n", ":1: model: must be text (got 5)"),
+        ("engines:\n  - nme: a\n", ":2: engines[0].nme: unknown key (did you mean 'name'?)"),
+        ("engines: []\n", ":1: engines: must list an engine"),
+        ("engines: {}\n", ":1: engines: must be a list"),
+        ("engines:\n  - one\n", ":2: engines[0]: must be a mapping of keys to values"),
+        ("engines:\n  - {name: a}\n  - {name: a}\n", ":1: two engines have the same 'name'"),
+        ("engines:\n  - {name: a b}\n", ":2: engines[0].name: must be 1 to 64 letters"),
+        ("engines:\n  - {port: 70000}\n", ":2: engines[0].port: input should be less than"),
+        ("engines:\n  - {attach: nonsense}\n", ":2: engines[0].attach: must be a URL such as"),
+        (
+            "engines:\n  - {attach: 'http://127.0.0.1:1', port: 3}\n",
+            ":2: engines[0]: 'port' belongs to an engine that batchrun starts",
+        ),
+        ("engines:\n  - {api_key: x}\n", ":2: engines[0]: 'api_key' belongs to an engine with"),
+        ("engines:\n  - {vllm_args: --foo}\n", ":2: engines[0].vllm_args: must be a list"),
+        ("engines:\n  - {command: []}\n", ":2: engines[0].command: must not be empty"),
+        ("listen: 8000\n", ":1: listen: must be HOST:PORT, for example"),
+        ("listen: 127.0.0.1:99999\n", ":1: listen: must be HOST:PORT, for example"),
+        ("listen: 0.0.0.0:8000\n", ":1: listen: 0.0.0.0 can be reached from outside"),
+        ("window: {requests: 0}\n", ":1: window.requests: input should be greater than"),
+        ("gateway_workers: many\n", ":1: gateway_workers: must be a whole number (got 'many')"),
+    ],
+)
+def test_a_mistake_is_one_line_with_its_place(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(text)
+
+    assert str(caught.value).startswith(f"batchrun.yaml{problem}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_wrong_flag_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"^listen: must be HOST:PORT"):
+        load_deployment(None, listen="nonsense")
+
+
+def test_a_file_that_was_asked_for_must_be_there() -> None:
+    with pytest.raises(ConfigError, match=r"^absent\.yaml: no such file"):
+        load_deployment(Path("absent.yaml"))
+
+
+def test_the_home_is_the_flag_else_the_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATCHRUN_HOME", str(tmp_path / "variable"))
+
+    assert load_home(None).path == tmp_path / "variable"
+    assert load_home(Path("flag")).path == tmp_path / "flag"

@@ -1,0 +1,110 @@
+"""The KV forecast against the same statistics from numpy."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from batchrun.estimator import ForecastCoverage, ForecastRule, KvForecast
+
+
+def fed(forecast: KvForecast, blocks_by_second: list[int]) -> KvForecast:
+    """One sample in the middle of each second, then the start of the next."""
+    for second, blocks in enumerate(blocks_by_second):
+        forecast.sample(second + 0.1, 0)
+        forecast.sample(second + 0.5, blocks)
+        forecast.sample(second + 0.9, 0)
+    forecast.sample(len(blocks_by_second) + 0.0, 0)
+    return forecast
+
+
+def random_blocks(seed: int, num_seconds: int) -> list[int]:
+    rng = np.random.default_rng(seed)
+    return [int(blocks) for blocks in rng.lognormal(6, 0.7, num_seconds)]
+
+
+def test_there_is_no_forecast_before_five_minutes() -> None:
+    assert fed(KvForecast(), random_blocks(0, 299)).forecast_blocks is None
+    assert fed(KvForecast(), random_blocks(0, 300)).forecast_blocks is not None
+
+
+@pytest.mark.parametrize("num_seconds", [300, 899, 900, 2500])
+def test_the_forecast_is_mean_and_two_sigma_of_the_window(num_seconds: int) -> None:
+    blocks = random_blocks(1, num_seconds)
+
+    forecast = fed(KvForecast(), blocks)
+
+    window = np.array(blocks[-900:])
+    assert forecast.num_seconds == len(window)
+    assert forecast.forecast_blocks == math.ceil(window.mean() + 2 * window.std())
+
+
+@pytest.mark.parametrize("quantile", [0.0, 0.5, 0.95, 1.0])
+def test_the_quantile_is_numpys(quantile: float) -> None:
+    blocks = random_blocks(2, 1300)
+
+    forecast = fed(KvForecast(rule=ForecastRule.QUANTILE, quantile=quantile), blocks)
+
+    assert forecast.forecast_blocks == math.ceil(np.quantile(blocks[-900:], quantile) - 1e-9)
+
+
+def test_use_holds_until_the_next_sample() -> None:
+    forecast = KvForecast(window_s=10, least_data_s=10, sigmas=0.0)
+    forecast.sample(0.0, 50)
+    forecast.sample(8.5, 100)
+    forecast.sample(10.0, 0)
+
+    assert forecast.forecast_blocks == math.ceil((8 * 50 + 2 * 100) / 10)
+
+
+def test_a_second_counts_its_highest_use_and_what_it_began_with() -> None:
+    forecast = KvForecast(window_s=2, least_data_s=2, sigmas=0.0)
+    for now_s, blocks in ((0.2, 10), (0.4, 90), (0.6, 30), (1.5, 20), (2.0, 0)):
+        forecast.sample(now_s, blocks)
+
+    assert forecast.forecast_blocks == (90 + 30) / 2
+
+
+def test_a_long_sleep_fills_the_window_and_is_not_judged() -> None:
+    forecast = fed(KvForecast(), random_blocks(3, 400))
+    judged = forecast.coverage.num_minutes
+    forecast.sample(400.5, 700)
+    forecast.sample(1_000_000.0, 5)
+
+    assert forecast.forecast_blocks == 700
+    assert forecast.num_seconds == 900
+    assert judged < forecast.coverage.num_minutes <= judged + 15
+
+
+def test_a_clock_that_steps_back_ends_no_second() -> None:
+    forecast = KvForecast(window_s=3, least_data_s=1, sigmas=0.0)
+    forecast.sample(5.0, 10)
+    forecast.sample(2.0, 40)
+    assert forecast.num_seconds == 0
+    forecast.sample(6.0, 0)
+
+    assert forecast.forecast_blocks == 40
+
+
+def test_coverage_is_the_share_of_minutes_that_stayed_within_their_forecast() -> None:
+    quiet, burst = [100] * 60, [100] * 59 + [5000]
+
+    forecast = fed(KvForecast(sigmas=0.0), quiet * 6 + burst + quiet)
+
+    # After 5 minutes at 100 the forecast is 100; the burst raises it to 112 for the last minute.
+    assert forecast.coverage == ForecastCoverage(3, 2 / 3, (100 + 100 + 112) / 3)
+
+
+def test_no_coverage_is_claimed_before_a_forecast_was_made() -> None:
+    assert fed(KvForecast(), [100] * 330).coverage == ForecastCoverage(0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"window_s": 100}, {"least_data_s": 0}, {"sigmas": -1.0}, {"quantile": 1.1}],
+)
+def test_settings_off_range_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="forecast"):
+        KvForecast(**wrong)  # type: ignore[arg-type]

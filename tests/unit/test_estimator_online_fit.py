@@ -1,0 +1,103 @@
+"""The online fit learns a law from steps alone, follows its changes and reports honest errors."""
+
+from __future__ import annotations
+
+import pytest
+from estimator_builders import (
+    A100_LAW,
+    ECHO_BASE_LAW,
+    ECHO_LAW,
+    LINEAR_LAW,
+    mape,
+    observed,
+    observed_with_noise,
+    random_loads,
+)
+
+from batchrun.estimator import COLD_START, AnyModel, LinearModel, Observation, OnlineFit, StepLoad
+
+LAWS = (A100_LAW, ECHO_LAW, ECHO_BASE_LAW)
+
+
+def learned(observations: list[Observation], *calibrated: AnyModel) -> OnlineFit:
+    fit = OnlineFit(calibrated)
+    for load, took_s in observations:
+        fit.observe(load, took_s)
+    return fit
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
+def test_a_cold_start_ends_within_3_percent_of_a_noisy_law(law: AnyModel, seed: int) -> None:
+    fit = learned(observed_with_noise(law, random_loads(seed, 3000), seed))
+
+    assert fit.best().name == law.name
+    assert mape(fit.best(), law, random_loads(seed + 100, 400)) <= 0.03
+
+
+def test_before_the_first_step_the_best_is_what_is_believed() -> None:
+    assert OnlineFit().best() == COLD_START
+    assert OnlineFit((A100_LAW, LINEAR_LAW)).best() == A100_LAW
+    assert OnlineFit((A100_LAW, LINEAR_LAW)).models["linear"] == LINEAR_LAW
+
+
+def test_a_calibrated_fit_does_not_forget_prefills_while_only_decodes_run() -> None:
+    decodes = [load for load in random_loads(3, 4000) if not load.num_prefills]
+    prefills = [StepLoad.of([(n, n + c, False)]) for n in (256, 1024) for c in (0, 4000)]
+
+    fit = learned(observed_with_noise(A100_LAW, decodes, seed=3), A100_LAW, LINEAR_LAW)
+
+    assert fit.num_observed == len(decodes) >= 500
+    assert mape(fit.best(), A100_LAW, prefills) <= 0.1
+
+
+def test_an_engine_that_becomes_half_as_fast_is_followed() -> None:
+    slower = LinearModel(8e-3, 1.6e-4, 6e-9, 1.8e-7, 4e-5)
+    before = observed(LINEAR_LAW, random_loads(4, 1500))
+    after = observed(slower, random_loads(5, 3000))
+
+    fit = learned(before + after)
+
+    assert mape(fit.best(), slower, random_loads(6, 200)) <= 0.05
+
+
+def test_errors_are_those_of_predictions_made_before_learning() -> None:
+    load = StepLoad.of([(100, 100, False)])
+    fit = OnlineFit((LINEAR_LAW,))
+    took_s = 2 * LINEAR_LAW.predict_s(load)
+
+    fit.observe(load, took_s)
+
+    assert fit.held_out_errors()["linear"].mape == pytest.approx(0.5)
+    assert fit.held_out_errors()["linear"].num_steps == 1
+
+
+def test_the_error_window_forgets_the_oldest_steps() -> None:
+    load = StepLoad.of([(100, 100, False)])
+    fit = OnlineFit((LINEAR_LAW,), error_window_steps=4)
+    right_s = LINEAR_LAW.predict_s(load)
+
+    for took_s in (2 * right_s, right_s, right_s, right_s, right_s):
+        fit.observe(load, took_s)
+
+    assert fit.held_out_errors()["linear"].mape == pytest.approx(0.0, abs=1e-9)
+    assert fit.held_out_errors()["linear"].num_steps == 4
+
+
+def test_steps_without_work_or_without_time_are_ignored() -> None:
+    fit = OnlineFit()
+
+    fit.observe(StepLoad(), 0.01)
+    fit.observe(StepLoad.of([(5, 5, False)]), 0.0)
+
+    assert fit.num_observed == 0
+
+
+def test_an_observed_load_may_be_changed_afterwards() -> None:
+    one, other = OnlineFit(), OnlineFit()
+    for load, took_s in observed_with_noise(A100_LAW, random_loads(8, 200), seed=8):
+        one.observe(load.copy(), took_s)
+        other.observe(load, took_s)
+        load.add(999, 9999)
+
+    assert one.models == other.models

@@ -1,0 +1,83 @@
+"""A calibration profile comes back as it was written; anything else is refused in one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from estimator_builders import A100_LAW, observed_with_noise, random_loads
+
+from batchrun.errors import ConfigError
+from batchrun.estimator import (
+    CalibrationProfile,
+    EngineIdentity,
+    OnlineFit,
+    fit_all,
+    profile_from_json,
+)
+
+ENGINE = EngineIdentity("meta-llama/Llama-3.1-8B", "0.32.0", "cpu", 128)
+
+
+@pytest.fixture(scope="module")
+def profile() -> CalibrationProfile:
+    fitted = fit_all(observed_with_noise(A100_LAW, random_loads(1, 60), seed=1))
+    return CalibrationProfile(ENGINE, tuple(fitted), pivot_tokens=512, measured_at=1.75e9)
+
+
+def test_a_profile_survives_its_file(profile: CalibrationProfile) -> None:
+    assert profile_from_json(profile.to_json(), "engine.json") == profile
+
+
+def test_the_online_fit_starts_from_a_profile(profile: CalibrationProfile) -> None:
+    fit = OnlineFit(profile.models)
+
+    assert fit.best() == profile.fitted[0].model
+    assert set(fit.models.values()) == set(profile.models)
+
+
+def test_a_profile_of_another_engine_says_what_differs(profile: CalibrationProfile) -> None:
+    assert profile.mismatch(ENGINE) is None
+    assert profile.mismatch(replace(ENGINE, vllm_version="0.33.0", block_tokens=16)) == (
+        "measured with another vllm_version '0.32.0' (here '0.33.0'), block_tokens 128 (here 16)"
+    )
+
+
+def broken(change: Callable[[dict[str, Any]], object]) -> Callable[[str], str]:
+    def apply(text: str) -> str:
+        record = json.loads(text)
+        change(record)
+        return json.dumps(record)
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        (lambda text: text[:-20], "engine.json: not JSON"),
+        (lambda _: "[]", "profile: expected an object with the keys version, engine"),
+        (broken(lambda r: r.update(version=2)), "profile version 2, expected 1"),
+        (broken(lambda r: r.update(note="x")), "profile: expected an object with the keys"),
+        (broken(lambda r: r.pop("engine")), "profile: expected an object with the keys"),
+        (broken(lambda r: r["engine"].pop("device")), "engine: expected an object with the keys"),
+        (broken(lambda r: r["engine"].update(model="")), "model must be a text"),
+        (broken(lambda r: r["engine"].update(block_tokens=0)), "block_tokens must be a whole"),
+        (broken(lambda r: r.update(pivot_tokens=1.5)), "pivot_tokens must be a whole number"),
+        (broken(lambda r: r.update(measured_at="now")), "measured_at must be a number"),
+        (broken(lambda r: r.update(fitted=[])), "fitted must be a list of at least one"),
+        (broken(lambda r: r["fitted"].append(r["fitted"][0])), "fitted names a model twice"),
+        (broken(lambda r: r["fitted"][0]["model"].update(model="x")), "step-time model"),
+        (broken(lambda r: r["fitted"][0].update(held_out_mape=-1)), "held_out_mape must be"),
+    ],
+)
+def test_a_damaged_profile_is_refused_in_one_line(
+    profile: CalibrationProfile, damage: Callable[[str], str], complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint) as refused:
+        profile_from_json(damage(profile.to_json()), "engine.json")
+    assert "\n" not in str(refused.value)
+    assert str(refused.value).startswith("engine.json: ")
