@@ -41,7 +41,9 @@ class DeploymentRig:
         self.engine_port = free_port()
         self.executions_path = folder / "executions.jsonl"
 
-    def use_fake_engine(self, *options: str, rules: Sequence[Mapping[str, object]] = ()) -> None:
+    def use_fake_engine(
+        self, *options: str, rules: Sequence[Mapping[str, object]] = (), **more: object
+    ) -> None:
         """Write batchrun.yaml for one managed fake engine that counts executions."""
         script = self.folder / "script.json"
         script.write_text(json.dumps(list(rules)))
@@ -55,7 +57,7 @@ class DeploymentRig:
             f"--script={script}",
             *options,
         ]
-        self.configure({"command": command, "port": self.engine_port})
+        self.configure({"command": command, "port": self.engine_port}, **more)
 
     def configure(self, engine: Mapping[str, object], **more: object) -> None:
         """Write batchrun.yaml with one engine."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from batchrun.scheduling.view import EngineView, RequestView
 
-TARGET_SHARE = 0.94
+TARGET_SHARE = 0.985
 """Share of the smallest TPOT that a step with offline work aims at: room for prediction errors."""
 LATE_SHARE = 0.5
 """Share of TPOT granted to a step when a request is late already, so that it catches up."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -20,6 +21,7 @@ from batchrun.scheduling import EngineView, Plan, Policy, RequestView, make_poli
 from batchrun.types import RequestClass
 from batchrun.vllm_plugin.estimating import Estimates
 from batchrun.vllm_plugin.hints import Hint, parse_hint
+from batchrun.vllm_plugin.kv_cache import KvTiers
 from batchrun.vllm_plugin.plan_queue import PlanQueue
 from batchrun.vllm_plugin.request_views import make_view, refresh
 from batchrun.vllm_plugin.settings import read_nonce, read_settings
@@ -57,6 +59,7 @@ class ColocatedScheduler(AsyncScheduler):
         self._num_policy_errors = 0
         self._total_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
         self._estimates = Estimates(self.batchrun, self._total_blocks)
+        self._kv: KvTiers | None = None
         if self._policy is not None:
             self._take_over()
 
@@ -66,25 +69,56 @@ class ColocatedScheduler(AsyncScheduler):
         self.need_mamba_block_aligned_split = True
         # vLLM's own victim is then the tail of `running`, which is offline work.
         self.policy = SchedulingPolicy.FCFS
+        if self.cache_config.enable_prefix_caching:
+            self._kv = KvTiers(self.kv_cache_manager, self.batchrun.eviction)
 
     def add_request(self, request: Request) -> None:
         """Take a request in, as online work unless it carries the daemon's hint."""
         if request.request_id not in self.requests:
             arrival_at_s = request.arrival_time - self.wall_offset_s
-            slo = self.batchrun.slo
-            view = make_view(request, self._read_hint(request), slo, arrival_at_s)
+            hint = self._read_hint(request)
+            view = make_view(request, hint, self.batchrun.slo, arrival_at_s)
             self._views[request.request_id] = view
+            if hint is not None and self._kv is not None:
+                self._kv.announce(request, hint, self.clock())
         super().add_request(request)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        self._views.pop(request.request_id, None)
+        """The one place where a request ends."""
+        view = self._views.pop(request.request_id, None)
         self._hits.pop(request.request_id, None)
-        return super()._free_request(request, *args, **kwargs)
+        if self._kv is None:
+            return super()._free_request(request, *args, **kwargs)
+        self._kv.finished(request, was_waiting=request.num_computed_tokens == 0)
+        with self._freeing(view):
+            return super()._free_request(request, *args, **kwargs)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        super()._preempt_request(request, *args, **kwargs)
+        with self._freeing(self._views.get(request.request_id)):
+            super()._preempt_request(request, *args, **kwargs)
         # Runner V1 would otherwise miss the tokens of a request that comes back at once.
         self.prev_step_scheduled_req_ids.discard(request.request_id)
+
+    @contextmanager
+    def _freeing(self, view: RequestView | None) -> Iterator[None]:
+        """Tell the tiers whose blocks are being freed."""
+        is_online = view is None or view.request_class is RequestClass.ONLINE
+        if self._kv is None or not is_online:
+            yield
+            return
+        self._kv.freeing_online(is_freeing=True)
+        try:
+            yield
+        finally:
+            self._kv.freeing_online(is_freeing=False)
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """After a reset no block has a hash: the tiers begin anew."""
+        is_reset = super().reset_prefix_cache(*args, **kwargs)
+        self._hits.clear()
+        if is_reset and self._kv is not None:
+            self._kv.rebuild()
+        return is_reset
 
     def _mamba_block_aligned_split(
         self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any
@@ -156,6 +190,10 @@ class ColocatedScheduler(AsyncScheduler):
         used = sum(-(-view.num_computed_tokens // self.block_size) for view in online)
         self._estimates.sample(now_s, used)
         pool = self.kv_cache_manager.block_pool
+        if self._kv is not None:
+            self._kv.expire(now_s)
+            if offline:
+                self._kv.advance(min(view.rank for view in offline))
         return EngineView(
             now_s=now_s,
             rest_s=self._steps.rest_s(now_s),
@@ -166,7 +204,7 @@ class ColocatedScheduler(AsyncScheduler):
             offline_waiting=self._pool.offline,
             free_blocks=pool.get_num_free_blocks(),
             total_blocks=self._total_blocks,
-            wanted_blocks=self._num_wanted_blocks(),
+            wanted_blocks=0 if self._kv is None else self._kv.num_wanted_blocks(),
             reserve_blocks=self._estimates.reserve_blocks(used),
             block_tokens=self.block_size,
             token_budget=self.max_num_scheduled_tokens,
@@ -196,6 +234,11 @@ class ColocatedScheduler(AsyncScheduler):
                 offline.append(request)
         self.running = first + offline + sitting_out
         self._pool.expose([view.handle for view in plan.admit])
+        if self._kv is not None:
+            for view in plan.admit:
+                if view.request_class is RequestClass.ONLINE:
+                    hit_blocks = self._hit_tokens(view) // self.block_size
+                    self._kv.online_hit(view.handle, hit_blocks, self.clock())
 
     def _hit_tokens(self, view: RequestView) -> int:
         """Tokens of a waiting request whose KV is cached; looked up again every few steps."""
@@ -217,9 +260,6 @@ class ColocatedScheduler(AsyncScheduler):
             return False
         structured = request.structured_output_request
         return structured is None or structured.grammar is not None
-
-    def _num_wanted_blocks(self) -> int:
-        return 0
 
     def _load_of(self, output: SchedulerOutput) -> StepLoad | None:
         """What the step computes, as it was really scheduled."""

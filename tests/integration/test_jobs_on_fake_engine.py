@@ -31,7 +31,7 @@ def test_run_goes_from_nothing_to_the_output_and_stops_what_it_started(rig: Depl
 
 def test_rows_that_share_a_prefix_run_together(rig: DeploymentRig) -> None:
     documents = [f"document {d} " * 100 for d in range(4)]
-    rig.use_fake_engine()
+    rig.use_fake_engine(window={"requests": 1})
     start(rig, *(documents[i % 4] + f"question {i}" for i in range(24)))
 
     view = rig.wait_until_ended(rig.ask("status")["jobs"][0]["id"])

@@ -1,0 +1,105 @@
+"""Which KV blocks vLLM evicts first: our tiers in place of its free queue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.request import Request
+
+from batchrun.cache import (
+    EVICTION_ORDERS,
+    BlockTiers,
+    OnlinePrefixes,
+    ReuseIndex,
+    Segment,
+    TieredFreeQueue,
+)
+from batchrun.vllm_plugin.hints import Hint
+
+KEY_SUFFIX = b"\0\0\0\0"
+"""vLLM keys a cached block by its hash and its KV group's number, 0 where there is one group."""
+EXPIRE_INTERVAL_S = 1.0
+
+
+class KvTiers:
+    """The tiered free queue of one engine, with what the hints say of its blocks.
+
+    Models with several KV groups keep vLLM's own queue (`is_active` is False): there, every call
+    does nothing and no block counts as wanted.
+    """
+
+    def __init__(self, manager: KVCacheManager, eviction: str) -> None:
+        order = EVICTION_ORDERS[eviction]
+        self._pool = manager.block_pool
+        self._num_tiers = order.num_tiers
+        self._reuse = ReuseIndex(order, KEY_SUFFIX)
+        self._online = OnlinePrefixes()
+        self._tiers = BlockTiers(order, self._reuse, self._online, self._pool.num_gpu_blocks)
+        self._expired_at_s = float("-inf")
+        self.is_active = len(manager.kv_cache_config.kv_cache_groups) == 1
+        if self.is_active:
+            self.rebuild()
+
+    def rebuild(self) -> None:
+        """Take all free blocks over: at the start, and after every hash was forgotten."""
+        if self.is_active:
+            free = self._pool.free_block_queue.get_all_free_blocks()
+            self._pool.free_block_queue = TieredFreeQueue(  # type: ignore[assignment]  # duck-typed
+                free, self._num_tiers, self._tiers.tier_of
+            )
+
+    def announce(self, request: Request, hint: Hint, now_s: float) -> None:
+        """An offline request has come in."""
+        if self.is_active:
+            self._refile(self._reuse.announce(
+                request.request_id, hint, request.block_hashes, now_s
+            ))  # fmt: skip
+
+    def finished(self, request: Request, *, was_waiting: bool) -> None:
+        """A request ends; call it before its blocks are freed."""
+        if self.is_active:
+            fallen = self._reuse.finished(request.request_id)
+            if was_waiting:
+                self._refile(fallen)
+
+    def advance(self, rank: int) -> None:
+        """The engine works at this rank of the planned order now."""
+        self._reuse.advance(rank)
+
+    def freeing_online(self, *, is_freeing: bool) -> None:
+        """Blocks freed from now on were an online request's, or no longer."""
+        self._tiers.is_freeing_online = is_freeing
+
+    def online_hit(self, request: Request, hit_blocks: int, now_s: float) -> None:
+        """An online request is admitted with a prefix hit: its prefix gets a floor."""
+        if self.is_active and hit_blocks:
+            keys = (block_hash + KEY_SUFFIX for block_hash in request.block_hashes[:hit_blocks])
+            self._retier(self._online.hit(keys, now_s))
+
+    def expire(self, now_s: float) -> None:
+        """Void what has run out; works about once a second."""
+        if self.is_active and now_s - self._expired_at_s >= EXPIRE_INTERVAL_S:
+            self._expired_at_s = now_s
+            self._refile(self._reuse.expire(now_s))
+            self._retier(self._online.expire(now_s))
+
+    def num_wanted_blocks(self) -> int:
+        """Free blocks whose KV a planned row will hit. 0 under `lru`, which has no tiers."""
+        if not self.is_active or self._num_tiers == 1:
+            return 0
+        queue = self._pool.free_block_queue
+        assert isinstance(queue, TieredFreeQueue)
+        return self._tiers.num_wanted_free(queue.free_by_tier())
+
+    def _refile(self, fallen: Iterable[Segment]) -> None:
+        for segment in fallen:
+            self._retier(self._reuse.keys_of(segment))
+
+    def _retier(self, keys: Iterable[Any]) -> None:
+        find = self._pool.cached_block_hash_to_block.get_one_block
+        blocks = [block.block_id for key in keys if (block := find(key)) is not None]
+        queue = self._pool.free_block_queue
+        if blocks and isinstance(queue, TieredFreeQueue):
+            queue.retier(blocks)
