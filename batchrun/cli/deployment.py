@@ -18,11 +18,9 @@ from batchrun.cli.console import note, print_json, progress_bar, say
 from batchrun.cli.daemon_client import DaemonClient
 from batchrun.cli.options import ConfigOption, HomeOption, JsonOption, ListenOption, ModelOption
 from batchrun.config import Deployment, load_deployment, load_home
-from batchrun.daemon import stop_recorded
 from batchrun.engine import process
 from batchrun.errors import BatchrunError, DaemonUnavailableError, StateError
 from batchrun.home import Home
-from batchrun.store import StoreLock
 
 POLL_INTERVAL_S = 0.2
 STOP_WAIT_S = 15.0
@@ -90,12 +88,12 @@ def stop_everything(home: Home) -> list[str]:
     stopped: list[str] = []
     is_daemon_stopped = _stop_daemon(home)
     # A daemon that has only just been spawned does not hold the lock yet.
-    if stop_recorded(home.daemon_process, STOP_WAIT_S) or is_daemon_stopped:
+    if process.stop_recorded(home.daemon_process, STOP_WAIT_S) or is_daemon_stopped:
         stopped.append("daemon")
-    if stop_recorded(home.gateway_process):
+    if process.stop_recorded(home.gateway_process):
         stopped.append("gateway")
     for record_path in sorted(home.run.glob("engine-*.json")):
-        if stop_recorded(record_path):
+        if process.stop_recorded(record_path):
             stopped.append(record_path.stem.replace("engine-", "engine "))
     return stopped
 
@@ -123,6 +121,8 @@ def _run_here(deployment: Deployment, home: Home) -> None:
 
 def _stop_daemon(home: Home) -> bool:
     """SIGTERM to the holder of the store's lock, SIGKILL after `STOP_WAIT_S`."""
+    from batchrun.store import StoreLock
+
     lock = StoreLock(home.store_lock)
     deadline_s = time.monotonic() + STOP_WAIT_S
     signalled: int | None = None

@@ -3,7 +3,7 @@
 from batchrun.daemon.closing import export
 from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.dispatcher import Slot
-from batchrun.daemon.supervisor import Supervisor, stop_recorded
+from batchrun.daemon.supervisor import Supervisor
 from batchrun.daemon.view import JobView, view_job
 
 __all__ = [
@@ -12,6 +12,5 @@ __all__ = [
     "Slot",
     "Supervisor",
     "export",
-    "stop_recorded",
     "view_job",
 ]

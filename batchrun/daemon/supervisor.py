@@ -88,7 +88,7 @@ class Supervisor:
         """Start the gateway unless it runs; the first time, its port must be free."""
         argv = self._gateway_argv()
         if process.adopt(self._home.gateway_process, argv) is None:
-            stop_recorded(self._home.gateway_process)
+            process.stop_recorded(self._home.gateway_process)
             if is_first:
                 check_gateway_port(self._deployment.listen)
             process.spawn(
@@ -181,17 +181,6 @@ def make_engine(deployment: Deployment, home: Home, index: int) -> Engine:
             command=config.command,
         )
     )
-
-
-def stop_recorded(record_path: Path, grace_s: float = 10.0) -> bool:
-    """End the process of a record, with its children; returns whether there was one to end."""
-    record = process.read_record(record_path)
-    if record is None:
-        return False
-    was_running = bool(process.find_family(record))
-    process.terminate(record, grace_s)
-    process.remove(record_path)
-    return was_running
 
 
 def engine_python(config: EngineConfig, home: Home) -> Path:

@@ -118,6 +118,17 @@ def terminate(record: ProcessRecord, grace_s: float) -> None:
     _wait_gone(record, survivors, _KILL_WAIT_S)
 
 
+def stop_recorded(record_path: Path, grace_s: float = 10.0) -> bool:
+    """End what a record names, with its descendants; returns whether any of it was alive."""
+    record = read_record(record_path)
+    if record is None:
+        return False
+    was_running = bool(find_family(record))
+    terminate(record, grace_s)
+    remove(record_path)
+    return was_running
+
+
 def remove(record_path: Path) -> None:
     """Forget the record. The process, if any, is left alone."""
     record_path.unlink(missing_ok=True)
