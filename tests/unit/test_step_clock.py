@@ -1,0 +1,54 @@
+"""Steps in flight: when each began, how long it took, how long the rest will take."""
+
+from __future__ import annotations
+
+import pytest
+
+from batchrun.estimator import StepLoad
+from batchrun.vllm_plugin.step_clock import StepClock
+
+
+def load(num_tokens: int = 100) -> StepLoad:
+    made = StepLoad()
+    made.add(num_tokens, num_tokens)
+    return made
+
+
+def test_a_step_on_an_idle_engine_begins_when_it_is_scheduled() -> None:
+    clock = StepClock()
+    clock.scheduled(load(), predicted_s=0.2, now_s=10.0)
+
+    assert clock.rest_s(10.05) == pytest.approx(0.15)
+    ended = clock.ended(10.25)
+    assert ended is not None
+    assert ended[1:] == (pytest.approx(0.25), 0.2)
+
+
+def test_a_step_behind_another_begins_when_that_one_ends() -> None:
+    clock = StepClock()
+    clock.scheduled(load(), predicted_s=0.2, now_s=10.0)
+    clock.scheduled(load(), predicted_s=0.1, now_s=10.01)
+
+    assert clock.rest_s(10.05) == pytest.approx(0.25)
+    clock.ended(10.3)
+    assert clock.rest_s(10.3) == pytest.approx(0.1)
+    ended = clock.ended(10.35)
+    assert ended is not None
+    assert ended[1] == pytest.approx(0.05)
+
+
+def test_a_step_that_takes_longer_than_predicted_has_no_negative_rest() -> None:
+    clock = StepClock()
+    clock.scheduled(load(), predicted_s=0.1, now_s=10.0)
+    clock.scheduled(load(), predicted_s=0.1, now_s=10.0)
+
+    assert clock.rest_s(11.0) == pytest.approx(0.1)
+
+
+def test_an_empty_step_teaches_nothing() -> None:
+    clock = StepClock()
+    clock.scheduled(None, predicted_s=0.0, now_s=10.0)
+
+    assert clock.rest_s(10.0) == 0.0
+    assert clock.ended(10.01) is None
+    assert clock.ended(10.02) is None
