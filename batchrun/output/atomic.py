@@ -15,6 +15,7 @@ from typing import BinaryIO
 import psutil
 
 from batchrun.errors import BatchrunError, InputError, StoreFullError
+from batchrun.files import sync_folder
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _COUNTER = itertools.count()
@@ -40,7 +41,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        _fsync_folder(path.parent)
+        sync_folder(path.parent)
     except OSError as failure:
         raise _explained(path, failure) from None
     finally:
@@ -60,14 +61,6 @@ def _prepare(path: Path) -> None:
 
 def _is_alive(process: str, pid: int) -> bool:
     return process == _PROCESS if pid == os.getpid() else psutil.pid_exists(pid)
-
-
-def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _explained(path: Path, failure: OSError) -> BatchrunError:
