@@ -72,6 +72,7 @@ class Daemon:
         """
         self._tasks.spawn(self.writer.run())
         self._tasks.spawn(self.dispatcher.run())
+        self._tasks.spawn(self.dispatcher.watch_suspects())
         for record in await asyncio.to_thread(jobs.list_jobs, self.store, only=LIVE_STATES):
             self._take_up(record)
         try:

@@ -7,6 +7,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from batchrun.config import WindowConfig
@@ -95,10 +96,17 @@ class Dispatcher:
             if assignments:
                 await self._send(assignments)
                 continue
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), POLL_INTERVAL_S)
-            except TimeoutError:
-                await self._recheck_suspects()
+
+    async def watch_suspects(self) -> None:
+        """Send rows again to engines that were down and answer now; cancel to end."""
+        while True:
+            await asyncio.sleep(POLL_INTERVAL_S)
+            for slot in self.slots:
+                if slot.is_suspect and slot.engine.state is EngineState.READY:
+                    slot.is_suspect = not await slot.engine.client.is_healthy()
+                    self.wake()
 
     async def remove(self, job: ActiveJob) -> None:
         """Let no more of a job's rows go, and abort what is in flight."""
@@ -281,11 +289,6 @@ class Dispatcher:
                 raise EngineError(f"{slot.engine.client.base_url} serves no model")
             slot.default_model = models[0]
         return slot.default_model
-
-    async def _recheck_suspects(self) -> None:
-        for slot in self.slots:
-            if slot.is_suspect and slot.engine.state is EngineState.READY:
-                slot.is_suspect = not await slot.engine.client.is_healthy()
 
 
 def _render_rows(job: ActiveJob, rows: Sequence[int]) -> list[dict[str, object] | RowError]:

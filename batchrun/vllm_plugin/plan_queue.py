@@ -21,12 +21,13 @@ class PlanQueue(RequestQueue):
 
     `len`, iteration and removal see everything, so that aborts, counts and pauses work as in
     vLLM; truth, `peek_request` and `pop_request` see only what `expose` named. `online` is in
-    order of arrival and `offline` in planned order; `views` holds a view of every live request.
+    order of arrival and `offline` in planned order. `views` holds a view of every live request;
+    a preempted request that ends is freed, view and all, before vLLM takes it out of here.
     """
 
     def __init__(self, views: Mapping[str, RequestView]) -> None:
         self._views = views
-        self._requests: dict[str, Request] = {}
+        self._waiting: dict[str, RequestView] = {}
         self._exposed: list[Request] = []
         self.online: list[RequestView] = []
         self.offline: list[RequestView] = []
@@ -38,7 +39,7 @@ class PlanQueue(RequestQueue):
     def add_request(self, request: Request) -> None:
         """Add a request at the place of its class's order."""
         view = self._views[request.request_id]
-        self._requests[request.request_id] = request
+        self._waiting[request.request_id] = view
         if view.request_class is RequestClass.ONLINE:
             insort(self.online, view, key=_BY_ARRIVAL)
         else:
@@ -46,7 +47,7 @@ class PlanQueue(RequestQueue):
 
     def prepend_request(self, request: Request) -> None:
         """Add a request; the plan, not the queue, decides who goes first."""
-        if request.request_id not in self._requests:
+        if request.request_id not in self._waiting:
             self.add_request(request)
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
@@ -66,26 +67,25 @@ class PlanQueue(RequestQueue):
 
     def remove_request(self, request: Request) -> None:
         """Take a request out. Raises ValueError when it is not there, as a deque does."""
-        if request.request_id not in self._requests:
+        if request.request_id not in self._waiting:
             raise ValueError(f"{request.request_id} is not waiting")
         self._take_out(request)
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
         """Take out those of the requests that are there."""
         for request in requests:
-            if request.request_id in self._requests:
+            if request.request_id in self._waiting:
                 self._take_out(request)
 
     def check(self) -> None:
         """Recount; raises AssertionError when the two orders and the whole disagree."""
         listed = [view.request_id for view in (*self.online, *self.offline)]
-        assert sorted(listed) == sorted(self._requests)
+        assert sorted(listed) == sorted(self._waiting)
         assert self.online == sorted(self.online, key=_BY_ARRIVAL)
         assert self.offline == sorted(self.offline, key=_BY_RANK)
 
     def _take_out(self, request: Request) -> None:
-        del self._requests[request.request_id]
-        view = self._views[request.request_id]
+        view = self._waiting.pop(request.request_id)
         if view.request_class is RequestClass.ONLINE:
             del self.online[bisect_left(self.online, _BY_ARRIVAL(view), key=_BY_ARRIVAL)]
         else:
@@ -95,7 +95,7 @@ class PlanQueue(RequestQueue):
         return bool(self._exposed)
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self._waiting)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(list(self._requests.values()))
+        return iter([view.handle for view in self._waiting.values()])
