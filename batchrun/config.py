@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -116,6 +116,13 @@ class EngineConfig(_Strict):
         return self.attach is None if self.priority is None else self.priority
 
 
+class SloConfig(_Strict):
+    """What every online call is promised, in seconds. Read by batchrun's scheduler (`policy`)."""
+
+    ttft_s: Annotated[float, Field(gt=0)] = 1.0
+    tpot_s: Annotated[float, Field(gt=0)] = 0.05
+
+
 class WindowConfig(_Strict):
     """The most offline work in flight on each engine."""
 
@@ -127,6 +134,8 @@ class DeploymentFile(_Strict):
     """The keys of batchrun.yaml.
 
     `model` is a folder, a hub id, or `tiny`: a random model that batchrun builds, for trying out.
+    `policy` puts batchrun's own scheduler into the engines that it starts; left out, they run
+    vLLM's, with its priorities.
     """
 
     model: str = TINY_MODEL
@@ -135,6 +144,8 @@ class DeploymentFile(_Strict):
     gateway_workers: Annotated[int, Field(ge=1, le=64)] = 1
     engines: Annotated[tuple[EngineConfig, ...], AfterValidator(_at_least_one)] = (EngineConfig(),)
     window: WindowConfig = WindowConfig()
+    policy: Literal["bs", "bs+e", "bs+e+s", "echo"] | None = None
+    slo: SloConfig = SloConfig()
 
     @model_validator(mode="after")
     def _engine_names_differ(self) -> DeploymentFile:

@@ -37,6 +37,8 @@ class Home:
         self.daemon_process = self.run / "daemon-process.json"
         self.gateway_process = self.run / "gateway-process.json"
         self.upstreams = self.run / "upstreams.json"
+        self.hint_nonce = self.run / "hint-nonce"
+        self.plugin = self.run / "plugin"
         self.resolved_config = self.run / "config.json"
 
     def create(self) -> None:

@@ -1,6 +1,6 @@
 """The main job, shown: a LooGLE batch beside bursty chat traffic, on one real engine.
 
-    python -m benchmarks.demo [--json FILE] [--rows N]
+    python -m benchmarks.demo [--json FILE] [--rows N] [--policy echo]
 
 Everything goes through the `batchrun` command and the OpenAI endpoint, as a user would; state and
 output stay in the folder `demo/`.
@@ -45,13 +45,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--rows", type=int, default=96, help="rows of the LooGLE sample")
+    parser.add_argument("--policy", help="batchrun's own scheduler in the engine, with this policy")
     options = parser.parse_args()
     start_s = time.monotonic()
-    _prepare(options.rows)
+    _prepare(options.rows, options.policy)
     try:
         _say("starting the gateway, the daemon and one CPU engine (about half a minute)")
         gateway = _batchrun("up", "-d")["gateway"]
-        record = asyncio.run(_measure(gateway))
+        record = asyncio.run(_measure(gateway)) | {"policy": options.policy or "vllm-priority"}
     finally:
         _batchrun("down")
     record["demo_s"] = time.monotonic() - start_s
@@ -60,17 +61,21 @@ def main() -> int:
     return _report(record, options.rows)
 
 
-def _prepare(num_rows: int) -> None:
+def _prepare(num_rows: int, policy: str | None) -> None:
     """A fresh folder with the job file, its data, and a deployment on free ports."""
     if FOLDER.exists():
         _batchrun("down")
         shutil.rmtree(FOLDER)
     (FOLDER / "jobs").mkdir(parents=True)
     shutil.copy(JOB_FILE, FOLDER / "jobs" / JOB_FILE.name)
-    (FOLDER / "batchrun.yaml").write_text(
-        f"model: tiny\nlisten: 127.0.0.1:{_free_port()}\nengines:\n"
-        f"  - port: {_free_port()}\n    vllm_args: [--max-num-batched-tokens, '512']\n"
-    )
+    deployment = {
+        "model": "tiny",
+        "listen": f"127.0.0.1:{_free_port()}",
+        "engines": [{"port": _free_port(), "vllm_args": ["--max-num-batched-tokens", "512"]}],
+        "policy": policy,
+        "slo": {"ttft_s": SLO_TTFT_S, "tpot_s": SLO_TPOT_S},
+    }
+    (FOLDER / "batchrun.yaml").write_text(json.dumps(deployment))
     _say(f"writing {num_rows} LooGLE-shaped rows and building the tiny model")
     (FOLDER / "datasets").mkdir()
     data = "datasets/loogle.parquet"
@@ -91,7 +96,6 @@ async def _measure(gateway: str) -> dict[str, Any]:
     prompt, output = view["num_prompt_tokens"], view["num_output_tokens"]
     return {
         "scenario": "cpu-demo",
-        "policy": "vllm-priority",
         "rows": view["num_rows"],
         "rows_failed": view["num_failed"],
         "job_s": job_s,

@@ -2,7 +2,7 @@
 
 from batchrun.daemon.closing import export
 from batchrun.daemon.daemon import Daemon
-from batchrun.daemon.dispatcher import Slot
+from batchrun.daemon.slots import Slot
 from batchrun.daemon.supervisor import Supervisor
 from batchrun.daemon.view import JobView, view_job
 

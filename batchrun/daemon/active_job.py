@@ -10,7 +10,7 @@ from batchrun.daemon.breaker import CircuitBreaker
 from batchrun.inputs import InputData, RequestTemplate
 from batchrun.jobspec import JobSpec
 from batchrun.planning import JobPlan
-from batchrun.pool import RowQueue
+from batchrun.pool import PrefixNodes, RowQueue
 from batchrun.store import Counts, JobRecord
 from batchrun.types import Outcome, OutcomeKind
 
@@ -19,7 +19,11 @@ RATE_WINDOW_S = 30.0
 
 @dataclass(slots=True)
 class ActiveJob:
-    """One running job: its rows still to come, its tasks in flight, its progress."""
+    """One running job: its rows still to come, its tasks in flight, its progress.
+
+    `pending_from[i]` counts the rows from position i of the planned order on that had no result
+    when the job was opened.
+    """
 
     record: JobRecord
     spec: JobSpec
@@ -31,6 +35,8 @@ class ActiveJob:
     attempts: dict[int, int]
     deaths: dict[int, int]
     group_of: dict[int, int]
+    nodes: PrefixNodes
+    pending_from: list[int]
     breaker: CircuitBreaker
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     in_flight_tokens: int = 0

@@ -17,8 +17,9 @@ from pathlib import Path
 from batchrun.config import WindowConfig
 from batchrun.daemon.active_job import ActiveJob
 from batchrun.daemon.closing import export
-from batchrun.daemon.dispatcher import Dispatcher, Slot
+from batchrun.daemon.dispatcher import Dispatcher
 from batchrun.daemon.opening import open_job
+from batchrun.daemon.slots import Slot
 from batchrun.daemon.tasks import Stage, TaskSet
 from batchrun.daemon.writer import Entry, ResultWriter
 from batchrun.errors import BatchrunError, StateError, StoreError

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 from batchrun.config import WindowConfig
 from batchrun.daemon.active_job import ActiveJob
 from batchrun.daemon.backoff import retry_delay_s
+from batchrun.daemon.hinting import Hinter
+from batchrun.daemon.slots import Assignment, Slot, choose_slot
 from batchrun.daemon.writer import ResultWriter
-from batchrun.engine import Engine
 from batchrun.errors import BatchrunError, EngineError, StoreError
 from batchrun.inputs import RowRenderError
 from batchrun.store import Store, results
@@ -28,34 +29,6 @@ OFFLINE_PRIORITY = 1
 DEFAULT_MODEL = "default"
 SOLO_AFTER_DEATHS = 2
 MAX_DEATHS = 4
-
-
-@dataclass(slots=True)
-class Slot:
-    """One engine as the dispatcher sees it, with what is in flight on it."""
-
-    engine: Engine
-    uses_priority: bool
-    num_in_flight: int = 0
-    in_flight_tokens: int = 0
-    default_model: str | None = None
-    is_suspect: bool = False
-    is_solo: bool = False
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether rows may be sent."""
-        return self.engine.state is EngineState.READY and not self.is_suspect
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """A row that was taken from its job's queue for an engine."""
-
-    job: ActiveJob
-    row: int
-    slot: Slot
-    tokens: int
 
 
 @dataclass(slots=True)
@@ -75,7 +48,11 @@ class Dispatcher:
     jobs: dict[str, ActiveJob] = field(default_factory=dict)
     is_offline_on: bool = True
     rng: random.Random = field(default_factory=random.Random)
+    hinter: Hinter = field(init=False)
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.hinter = Hinter(self.epoch)
 
     def wake(self) -> None:
         """Something changed that may let another row go."""
@@ -134,7 +111,7 @@ class Dispatcher:
             assert row is not None
             tokens = job.plan.estimate_tokens(row)
             solo = job.deaths.get(row, 0) >= SOLO_AFTER_DEATHS
-            slot = self._choose_slot(job.group_of[row], tokens, solo=solo)
+            slot = choose_slot(self.slots, self.window, job.group_of[row], tokens, solo=solo)
             if slot is None:
                 break
             slot.is_solo = solo
@@ -144,26 +121,6 @@ class Dispatcher:
             slot.in_flight_tokens += tokens
             assignments.append(Assignment(job, row, slot, tokens))
         return assignments
-
-    def _choose_slot(self, group: int, tokens: int, *, solo: bool) -> Slot | None:
-        """The engine that this prefix group goes to, or the least loaded when that one is full.
-
-        A `solo` row waits for an engine with nothing in flight.
-        """
-        usable = [slot for slot in self.slots if slot.is_usable]
-        if not usable:
-            return None
-        preferred = usable[group % len(usable)]
-        others = sorted(usable, key=lambda slot: slot.in_flight_tokens)
-        return next((s for s in (preferred, *others) if self._has_room(s, tokens, solo=solo)), None)
-
-    def _has_room(self, slot: Slot, tokens: int, *, solo: bool) -> bool:
-        if slot.num_in_flight == 0:
-            return True
-        if solo or slot.is_solo:
-            return False
-        fits = slot.in_flight_tokens + tokens <= self.window.tokens
-        return fits and slot.num_in_flight < self.window.requests
 
     async def _send(self, assignments: Sequence[Assignment]) -> None:
         by_job: dict[str, list[Assignment]] = {}
@@ -205,6 +162,8 @@ class Dispatcher:
                 body["model"] = await self._default_model(slot)
             if slot.uses_priority:
                 body["priority"] = OFFLINE_PRIORITY
+            if slot.hint_nonce is not None:
+                self.hinter.add_hint(body, job, row, slot.hint_nonce)
             request = Request(job.record.id, row, attempt, self.epoch, job.spec.endpoint, body)
             outcome = await slot.engine.client.execute(request)
             await self._settle(assignment, outcome)

@@ -9,7 +9,7 @@ from batchrun.daemon.breaker import CircuitBreaker
 from batchrun.inputs import RequestTemplate
 from batchrun.jobspec import JobSpec
 from batchrun.planning import plan_job
-from batchrun.pool import RowQueue
+from batchrun.pool import RowQueue, find_prefix_nodes
 from batchrun.store import JobRecord, Store, results
 from batchrun.submission import open_submitted
 from batchrun.types import ProgressSink
@@ -29,6 +29,7 @@ def open_job(
     plan = plan_job(spec, data, template, progress)
     done = results.done_rows(store, record.seq).tolist()
     counts = results.count(store, record.seq)
+    queue = RowQueue(plan.order.rows, done)
     limit = None if spec.max_failed is None else spec.max_failed.max_failed_rows(record.num_rows)
     return ActiveJob(
         record=record,
@@ -36,10 +37,12 @@ def open_job(
         data=data,
         template=template,
         plan=plan,
-        queue=RowQueue(plan.order.rows, done),
+        queue=queue,
         counts=counts,
         attempts=results.attempts_so_far(store, record.seq),
         deaths=results.engine_deaths(store, record.seq),
         group_of=plan.group_of(),
+        nodes=find_prefix_nodes(plan.order.shared_chunks),
+        pending_from=queue.pending_from(),
         breaker=CircuitBreaker(limit, counts.num_failed),
     )

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from batchrun.config import TINY_MODEL, Deployment, EngineConfig
-from batchrun.daemon.dispatcher import Slot
+from batchrun.daemon.plugging import plugin_env, read_or_make_nonce, scheduler_settings
+from batchrun.daemon.slots import Slot
 from batchrun.engine import (
     AttachedEngine,
     AttachedSettings,
@@ -41,8 +42,13 @@ class Supervisor:
     def __init__(self, deployment: Deployment, home: Home) -> None:
         self._deployment = deployment
         self._home = home
+        nonce = None if deployment.policy is None else read_or_make_nonce(home)
         self.slots: Sequence[Slot] = [
-            Slot(make_engine(deployment, home, index), config.uses_priority)
+            Slot(
+                make_engine(deployment, home, index, nonce),
+                config.uses_priority,
+                nonce if config.is_vllm else None,
+            )
             for index, config in enumerate(deployment.engines)
         ]
         self.gateway_url = f"http://{deployment.listen}"
@@ -158,8 +164,11 @@ class Supervisor:
             build_tiny_model(self._home.tiny_model)
 
 
-def make_engine(deployment: Deployment, home: Home, index: int) -> Engine:
-    """The engine of `deployment.engines[index]`, not started."""
+def make_engine(
+    deployment: Deployment, home: Home, index: int, hint_nonce: str | None = None
+) -> Engine:
+    """The engine of `deployment.engines[index]`, not started; with batchrun's scheduler in it
+    where there is a `hint_nonce`."""
     config = deployment.engines[index]
     if config.attach is not None:
         return AttachedEngine(
@@ -177,8 +186,9 @@ def make_engine(deployment: Deployment, home: Home, index: int) -> Engine:
             python=engine_python(config, home),
             url=config.url,
             vllm_args=config.vllm_args,
-            env=config.env,
+            env=config.env if hint_nonce is None else plugin_env(home, hint_nonce) | config.env,
             command=config.command,
+            scheduler=None if hint_nonce is None else scheduler_settings(deployment),
         )
     )
 

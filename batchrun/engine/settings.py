@@ -30,6 +30,7 @@ class ManagedSettings:
     which to reach the engine instead of host and port (a recording proxy in front of it).
     `vllm_args` are passed through verbatim and win over ours; `env` is laid over this process's
     environment. `command`, when set, replaces the whole vLLM command line.
+    `scheduler`, when set, puts batchrun's scheduler into vLLM, with these settings.
     """
 
     name: str
@@ -44,6 +45,7 @@ class ManagedSettings:
     vllm_args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     command: tuple[str, ...] | None = None
+    scheduler: Mapping[str, object] | None = None
     start_timeout_s: float = 600.0
     stop_grace_s: float = 10.0
     check_interval_s: float = 1.0

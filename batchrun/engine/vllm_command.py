@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +11,9 @@ from pathlib import Path
 from batchrun.engine.probe import VllmBuild, check_model, find_vllm, has_gpu
 from batchrun.engine.settings import ManagedSettings
 from batchrun.errors import EngineError
+from batchrun.types import HINT_KEY
 
+SCHEDULER_CLASS = "batchrun.vllm_plugin.ColocatedScheduler"
 CPU_KV_CACHE_BYTES = 2 * 1024**3
 _COMMON_ARGS = (
     "--scheduling-policy=priority",
@@ -71,6 +74,7 @@ def build_argv(
         f"--port={settings.port}",
         *_COMMON_ARGS,
         *(_cpu_args(settings, env) if build.is_cpu else ()),
+        *_scheduler_args(settings),
         *settings.vllm_args,
     )
 
@@ -79,6 +83,13 @@ def build_env(settings: ManagedSettings, inherited: Mapping[str, str]) -> dict[s
     """The engine's environment: ours without our own variables, and `settings.env` over it."""
     kept = {key: value for key, value in inherited.items() if not key.startswith("BATCHRUN_")}
     return {**_DEFAULT_ENV, **kept, **settings.env}
+
+
+def _scheduler_args(settings: ManagedSettings) -> tuple[str, ...]:
+    if settings.scheduler is None:
+        return ()
+    config = json.dumps({HINT_KEY: dict(settings.scheduler)})
+    return (f"--scheduler-cls={SCHEDULER_CLASS}", f"--additional-config={config}")
 
 
 def _cpu_args(settings: ManagedSettings, env: Mapping[str, str]) -> tuple[str, ...]:

@@ -43,6 +43,18 @@ class RowQueue:
         """Whether every row is done."""
         return self._num_done == self._num_rows
 
+    def position_of(self, row: int) -> int:
+        """The row's place in the planned order."""
+        return self._position[row]
+
+    def pending_from(self) -> list[int]:
+        """For each position, and one past the last: rows from there on that are not done yet."""
+        counts = [0]
+        for row in reversed(self._order.tolist()):
+            counts.append(counts[-1] + (row not in self._skip))
+        counts.reverse()
+        return counts
+
     def peek(self, now_s: float) -> int | None:
         """The row to hand out next, or None when none is ready at `now_s`."""
         self._wake(now_s)

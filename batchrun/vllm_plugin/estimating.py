@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from batchrun.estimator import KvForecast, OnlineFit, StepLoad, StepTimeModel
 from batchrun.vllm_plugin.settings import PluginSettings
 
@@ -33,6 +35,15 @@ class Estimates:
     def sample(self, now_s: float, online_blocks: int) -> None:
         """Online requests hold so many blocks now."""
         self.forecast.sample(now_s, online_blocks)
+
+    def warm_up(
+        self, kv_samples: Iterable[tuple[float, int]], steps: Iterable[tuple[StepLoad, float]]
+    ) -> None:
+        """Earlier observations, oldest first: (now_s, online blocks), and steps with seconds."""
+        for at_s, blocks in kv_samples:
+            self.sample(at_s, blocks)
+        for load, step_s in steps:
+            self.observe(load, step_s)
 
     def reserve_blocks(self, online_blocks: int) -> int:
         """Blocks to keep free for online requests that have not come yet."""

@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-HINT_KEY = "batchrun"
-HINT_VERSION = 1
+from batchrun.types import HINT_KEY, HINT_VERSION
+
 MAX_HINT_CHARS = 16_384
 MAX_NODES = 64
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -71,6 +71,12 @@ class ColocatedScheduler(AsyncScheduler):
         self.policy = SchedulingPolicy.FCFS
         if self.cache_config.enable_prefix_caching:
             self._kv = KvTiers(self.kv_cache_manager, self.batchrun.eviction)
+
+    def warm_up(
+        self, kv_samples: Iterable[tuple[float, int]], steps: Iterable[tuple[StepLoad, float]]
+    ) -> None:
+        """Take in what was observed of this engine before: see `Estimates.warm_up`."""
+        self._estimates.warm_up(kv_samples, steps)
 
     def add_request(self, request: Request) -> None:
         """Take a request in, as online work unless it carries the daemon's hint."""

@@ -9,8 +9,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from batchrun.errors import ConfigError
-
-NONCE_VARIABLE = "BATCHRUN_HINT_NONCE"
+from batchrun.types import HINT_KEY, HINT_NONCE_VARIABLE
 
 Seconds = Annotated[float, Field(gt=0)]
 PolicyName = Literal["bs", "bs+e", "bs+e+s", "echo"]
@@ -47,7 +46,7 @@ class PluginSettings(_Strict):
 def read_settings(additional_config: object) -> PluginSettings:
     """The settings under the key `batchrun`. Raises ConfigError with the key."""
     config = additional_config if isinstance(additional_config, Mapping) else {}
-    given = config.get("batchrun", {})
+    given = config.get(HINT_KEY, {})
     try:
         return PluginSettings.model_validate(given)
     except ValidationError as error:
@@ -58,4 +57,4 @@ def read_settings(additional_config: object) -> PluginSettings:
 
 def read_nonce() -> str:
     """The secret that a hint must carry; empty when the engine was started without one."""
-    return os.environ.get(NONCE_VARIABLE, "")
+    return os.environ.get(HINT_NONCE_VARIABLE, "")

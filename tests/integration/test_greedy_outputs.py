@@ -45,6 +45,23 @@ def test_greedy_outputs_of_a_job_equal_those_of_single_calls(
     assert got == one_at_a_time(vllm_engine, texts)
 
 
+@pytest.mark.engine
+@pytest.mark.slow
+def test_our_scheduler_changes_no_token(rig: DeploymentRig, vllm_engine: ManagedSettings) -> None:
+    texts = prompts()
+    scarce_kv = ["--kv-cache-memory-bytes=16777216", "--max-model-len=8192"]
+    rig.configure({"port": rig.engine_port, "vllm_args": scarce_kv}, model="tiny", policy="echo")
+    rig.write_rows(texts)
+    rig.write_job(JOB_FILE)
+
+    done = rig.call("run", "job.yaml", "--strict")
+
+    assert done.returncode == 0, done.stderr
+    bodies = [json.loads(row["body"]) for row in rig.output()]
+    got = [body["choices"][0]["token_ids"] for body in bodies]
+    assert got == one_at_a_time(vllm_engine, texts)
+
+
 def prompts() -> list[str]:
     """Rows of very different lengths, many of which share a document."""
     rng = Random(7)

@@ -17,7 +17,7 @@ from ruamel.yaml import YAML
 from batchrun import errors
 from batchrun.cli.follow import STALL_PATIENCE_S, RowsFailedError
 from batchrun.cli.main import INTERRUPTED
-from batchrun.config import DeploymentFile, EngineConfig, Environment, WindowConfig
+from batchrun.config import DeploymentFile, EngineConfig, Environment, SloConfig, WindowConfig
 from batchrun.daemon import backoff, breaker, dispatcher, writer
 from batchrun.engine import vllm_command
 from batchrun.engine.settings import ManagedSettings
@@ -44,6 +44,7 @@ KEY_TABLES: list[tuple[type[BaseModel], str, str]] = [
     (OutputSpec, "job-file.md", "output."),
     (DeploymentFile, "configuration.md", ""),
     (EngineConfig, "configuration.md", "engines[]."),
+    (SloConfig, "configuration.md", "slo."),
     (WindowConfig, "configuration.md", "window."),
 ]
 SECTIONS = {"input", "output"}

@@ -6,6 +6,7 @@ from batchrun.vllm_plugin.virtual.laws import A100Law, NoisyLaw, PoolingLaw, Ste
 from batchrun.vllm_plugin.virtual.metrics import Slo, summarize
 from batchrun.vllm_plugin.virtual.run import Run, run
 from batchrun.vllm_plugin.virtual.setup import EngineShape, stock_scheduler
+from batchrun.vllm_plugin.virtual.warmup import WarmUp, observe
 from batchrun.vllm_plugin.virtual.workload import (
     Job,
     Order,
@@ -36,12 +37,14 @@ __all__ = [
     "Timing",
     "TrafficSource",
     "VirtualEngine",
+    "WarmUp",
     "Window",
     "a100_8b",
     "draw_calls",
     "draw_job",
     "kv_pressure",
     "kv_pressure_tide",
+    "observe",
     "planned_order",
     "run",
     "stock_scheduler",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from vllm.v1.core.kv_cache_utils import BlockHash
 
-from batchrun.vllm_plugin.hints import HINT_VERSION
+from batchrun.types import HINT_VERSION
 from batchrun.vllm_plugin.virtual.requests import Arrival, hash_blocks
 from batchrun.vllm_plugin.virtual.setup import NONCE
 from batchrun.vllm_plugin.virtual.workload import Job, JobRow, OnlineCall, TokenIds, draw_token_ids

@@ -12,7 +12,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import Request
 from xxhash import xxh3_128_digest
 
-from batchrun.vllm_plugin.hints import HINT_KEY
+from batchrun.types import HINT_KEY
 
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 5, 2000
 """Token ids of prompts and outputs: no special token among them."""

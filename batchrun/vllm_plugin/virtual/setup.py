@@ -19,7 +19,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.structured_output import StructuredOutputManager
 
-from batchrun.vllm_plugin.settings import NONCE_VARIABLE
+from batchrun.types import HINT_NONCE_VARIABLE
 
 NONCE = "virtual-engine"
 
@@ -119,15 +119,15 @@ def _vllm_config(shape: EngineShape) -> VllmConfig:
 
 @contextmanager
 def _hint_nonce() -> Iterator[None]:
-    before = os.environ.get(NONCE_VARIABLE)
-    os.environ[NONCE_VARIABLE] = NONCE
+    before = os.environ.get(HINT_NONCE_VARIABLE)
+    os.environ[HINT_NONCE_VARIABLE] = NONCE
     try:
         yield
     finally:
         if before is None:
-            del os.environ[NONCE_VARIABLE]
+            del os.environ[HINT_NONCE_VARIABLE]
         else:
-            os.environ[NONCE_VARIABLE] = before
+            os.environ[HINT_NONCE_VARIABLE] = before
 
 
 @contextmanager
