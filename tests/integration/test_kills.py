@@ -134,6 +134,7 @@ def test_fifteen_random_kills_in_one_job_lose_and_repeat_nothing(
     check_account(rig, job, outages)
 
 
+@pytest.mark.slow
 def test_a_daemon_killed_while_it_writes_the_output_writes_it_anew(rig: DeploymentRig) -> None:
     job = start_large(rig)
 
@@ -160,13 +161,8 @@ def test_a_job_cancelled_while_it_expires_has_one_whole_output(rig: DeploymentRi
     assert [row["id"] for row in rows] == [f"row-{i}" for i in range(view["num_rows"])]
 
 
-@pytest.mark.parametrize(
-    "delivers",
-    [
-        pytest.param(True, marks=pytest.mark.slow, id="answered"),
-        pytest.param(False, id="unanswered"),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("delivers", [True, False], ids=["answered", "unanswered"])
 def test_a_submit_whose_daemon_is_killed_adds_the_job_once(
     rig: DeploymentRig, *, delivers: bool
 ) -> None:
