@@ -165,7 +165,11 @@ class ColocatedScheduler(AsyncScheduler):
         for batch in outputs.values():
             for output in batch.outputs:
                 view = views.get(output.request_id)
-                if view is not None and view.first_token_at_s is None and output.new_token_ids:
+                if view is None or not output.new_token_ids:
+                    continue
+                # It may be waiting: a preempted request still gets the tokens that were in flight.
+                view.num_tokens = view.handle.num_tokens
+                if view.first_token_at_s is None:
                     view.first_token_at_s = now_s
         return outputs
 

@@ -20,7 +20,6 @@ from batchrun.vllm_plugin.virtual.workload import (
     planned_order,
 )
 
-ONLINE_S = 1200.0
 OFFLINE_S = 60.0
 KEPT_STEPS = 4_000
 SEED_OFFSET = 1_000
@@ -54,20 +53,22 @@ class Learner(Protocol):
         ...
 
 
-def observe(scenario: Scenario, seed: int, shape: EngineShape, law: StepLaw) -> WarmUp:
-    """Watch stock vLLM: a minute of offline work alone, then 20 minutes of the online traffic.
+def observe(
+    scenario: Scenario, seed: int, shape: EngineShape, law: StepLaw, *, online_s: float
+) -> WarmUp:
+    """Watch stock vLLM: a minute of offline work alone, then `online_s` of the online traffic.
 
-    Keeps the last `KEPT_STEPS` steps of each. Takes about 20 s on one core.
+    Keeps the last `KEPT_STEPS` steps of each. Takes about 1 s per virtual minute on one core.
     """
     seed += SEED_OFFSET
     job = planned_order(draw_job(scenario.job, seed, Order.SHUFFLED))
     offline = _Watch(JobFeeder(job, window=DAEMON_WINDOW), shape, law)
     offline.run_until(OFFLINE_S)
-    calls = draw_calls(replace(scenario, duration_s=ONLINE_S), seed)
+    calls = draw_calls(replace(scenario, duration_s=online_s), seed)
     online = _Watch(OnlineSource(calls, seed), shape, law)
-    online.run_until(ONLINE_S)
+    online.run_until(online_s)
     return WarmUp(
-        [(second - ONLINE_S, blocks) for second, blocks in enumerate(online.max_blocks)],
+        [(second - online_s, blocks) for second, blocks in enumerate(online.max_blocks)],
         [*offline.steps, *online.steps],
     )
 

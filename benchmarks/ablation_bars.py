@@ -1,0 +1,127 @@
+"""What the figures of `benchmarks.ablation` must reach, and whether they do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from benchmarks.ablation_configs import (
+    CONSTANT_RESERVES,
+    EVICTIONS,
+    FORECAST,
+    SHIPPED_EVICTION,
+    cell_name,
+    grid,
+)
+from benchmarks.stock_baseline import GROUPED_BUDGETS, ONLINE_BUDGETS, SHUFFLED_BUDGET
+
+Means = Mapping[str, Mapping[str, float]]
+"""By configuration, then by figure: the mean over the seeds that have it."""
+
+ATTAINMENTS = ("slo_ttft", "slo_tpot", "slo_deadline")
+SERVED = "offline_tokens_per_s"
+STRESS_BLOCKS = 2600
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A figure and its bound: at least, or with `is_most` at most. Without a bound: to read."""
+
+    name: str
+    value: float
+    bound: float | None = None
+    is_most: bool = False
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the figure keeps its bound."""
+        if self.bound is None:
+            return True
+        return self.value <= self.bound if self.is_most else self.value >= self.bound
+
+    def __str__(self) -> str:
+        text = f"{self.name}: {self.value:.3f}"
+        if self.bound is None:
+            return text
+        sign = "<=" if self.is_most else ">="
+        return f"{text} ({sign} {self.bound:g}) {'met' if self.is_met else 'MISSED'}"
+
+
+def means_of(records: Sequence[Mapping[str, object]]) -> dict[str, dict[str, float]]:
+    """The means over seeds of every numeric figure, by configuration."""
+    values: dict[str, dict[str, list[float]]] = {}
+    for record in records:
+        figures = values.setdefault(str(record["config"]), {})
+        for key, value in record.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                figures.setdefault(key, []).append(value)
+    return {
+        name: {key: fmean(series) for key, series in figures.items()}
+        for name, figures in values.items()
+    }
+
+
+def judge(scenario_name: str, law: str, blocks: int, means: Means) -> list[Bar]:
+    """The bars of one scenario and KV size, where the rows they need were run."""
+    bars: list[Bar] = []
+    if "echo" in means:
+        is_stress = scenario_name != "a100-8b" or blocks <= STRESS_BLOCKS
+        bars += _stress_promises(means) if is_stress else _promises(means["echo"], law)
+        bars += _ratios(means, blocks, is_judged=not is_stress)
+    if all(cell.name in means for cell in grid()):
+        bars += _grid(means, blocks)
+    return bars
+
+
+def _promises(echo: Mapping[str, float], law: str) -> Iterator[Bar]:
+    for key in ATTAINMENTS:
+        yield Bar(f"echo {key}", echo[key], 0.99)
+    yield Bar("echo ttft_p99_s", echo["ttft_p99_s"], 0.7 if law == "noisy" else 0.5, is_most=True)
+
+
+def _stress_promises(means: Means) -> Iterator[Bar]:
+    """No further than two points below the best row of stock vLLM without offline work."""
+    alone = [means[name] for b in ONLINE_BUDGETS if (name := f"online-only-{b}") in means]
+    for key in ATTAINMENTS:
+        bound = max(row[key] for row in alone) - 0.02 if alone else None
+        yield Bar(f"echo {key}", means["echo"][key], bound)
+
+
+def _ratios(means: Means, blocks: int, *, is_judged: bool) -> Iterator[Bar]:
+    echo = means["echo"][SERVED]
+    least_shuffled = 9.0 if is_judged and blocks == 8600 else None
+    least_grouped = {8600: 1.05, 4300: 1.6}.get(blocks) if is_judged else None
+    for name in ("bs", f"stock-shuffled-{SHUFFLED_BUDGET}", f"trial-shuffled-{SHUFFLED_BUDGET}"):
+        if name in means:
+            yield Bar(f"echo / {name}", echo / means[name][SERVED], least_shuffled)
+    for form in ("stock", "trial"):
+        rows = [name for b in GROUPED_BUDGETS if (name := f"{form}-grouped-{b}") in means]
+        if rows:
+            best = max(rows, key=lambda name: means[name][SERVED])
+            yield Bar(f"echo / best {form}: {best}", echo / means[best][SERVED], least_grouped)
+    alone = means.get("echo offline-only")
+    if alone is not None:
+        left = alone[SERVED] * (1 - means["echo"]["online_step_share"])
+        yield Bar(
+            "echo / (offline-only x (1 - online share))", echo / left, 0.9 if is_judged else None
+        )
+
+
+def _grid(means: Means, blocks: int) -> Iterator[Bar]:
+    def served(reserve: float | str, eviction: str) -> float:
+        return means[cell_name(reserve, eviction)][SERVED]
+
+    forecast = served(FORECAST, SHIPPED_EVICTION)
+    best = max(served(reserve, SHIPPED_EVICTION) for reserve in CONSTANT_RESERVES)
+    yield Bar("forecast / best constant reserve", forecast / best, 0.97)
+    none = served(CONSTANT_RESERVES[0], SHIPPED_EVICTION)
+    yield Bar("forecast / no reserve", forecast / none, 1.4 if blocks == 3200 else None)
+    for other in EVICTIONS[:-1]:
+        gains = [
+            served(reserve, SHIPPED_EVICTION) / served(reserve, other)
+            for reserve in (*CONSTANT_RESERVES, FORECAST)
+        ]
+        is_lru = other == EVICTIONS[0]
+        yield Bar(f"{SHIPPED_EVICTION} / {other}, least", min(gains), 0.98 if is_lru else None)
+        yield Bar(f"{SHIPPED_EVICTION} / {other}, most", max(gains), 1.1 if is_lru else None)
