@@ -1,0 +1,166 @@
+"""The ablation benchmark on short runs: what holds for one seed on the virtual clock, exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from batchrun.vllm_plugin.virtual import (
+    EngineShape,
+    Scenario,
+    StepItem,
+    a100_8b,
+    draw_calls,
+    observe,
+)
+from batchrun.vllm_plugin.virtual.warmup import SEED_OFFSET
+from batchrun.vllm_plugin.virtual.workload import JobShape
+from benchmarks.ablation_bars import judge, means_of
+from benchmarks.ablation_configs import SCENARIOS, cell_name, configs, measure
+
+SHORT = replace(a100_8b(), duration_s=40.0)
+FIVE_MINUTES_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class EvenLaw:
+    """Every step takes the same time."""
+
+    seconds: float
+
+    @property
+    def expected(self) -> EvenLaw:
+        return self
+
+    def step_s(self, items: Sequence[StepItem]) -> float:
+        return self.seconds
+
+
+def figures(scenario: Scenario, name: str) -> dict[str, Any]:
+    config = next(c for c in configs("a100-8b") if c.name == name)
+    record: dict[str, Any] = measure(scenario, "a100", config, 0, 4300, FIVE_MINUTES_S)
+    del record["plan_ms"]
+    return record
+
+
+def test_echo_keeps_every_promise_at_five_times_the_work_of_bs() -> None:
+    echo, bs = figures(SHORT, "echo"), figures(SHORT, "bs")
+
+    assert echo["slo_ttft"] >= 0.99
+    assert echo["slo_tpot"] >= 0.99
+    assert echo["slo_deadline"] >= 0.99
+    assert echo["ttft_p99_s"] <= 0.5
+    assert echo["offline_tokens_per_s"] >= 5 * bs["offline_tokens_per_s"] > 0
+    assert bs["slo_ttft"] < 0.9
+
+
+def test_bs_in_our_class_is_stock_vllm_to_the_last_figure() -> None:
+    ours, stock = figures(SHORT, "bs"), figures(SHORT, "stock-shuffled-2048")
+    named = {"config", "policy", "reserve", "eviction"}
+
+    assert {k: v for k, v in ours.items() if k not in named} == {
+        k: v for k, v in stock.items() if k not in named
+    }
+    assert ours["offline_rows"] > 0
+
+
+def test_a_warm_up_notes_every_second_and_every_duration() -> None:
+    shape = EngineShape(num_blocks=600)
+    scenario = replace(SHORT, job=JobShape(8, (8_000, 9_000)))
+    warm_up = observe(scenario, 0, shape, EvenLaw(0.25), online_s=30.0)
+    instants, blocks = zip(*warm_up.kv_samples, strict=True)
+
+    assert instants == tuple(second - 30.0 for second in range(30))
+    assert 0 < max(blocks) < 600
+    assert {step_s for _, step_s in warm_up.steps} == {0.25}
+    assert max(load.max_decode_context_tokens for load, _ in warm_up.steps) > 8_000
+    idle = warm_up.without_online_use()
+    assert {held for _, held in idle.kv_samples} == {0}
+    assert len(idle.kv_samples) == 30
+    assert idle.steps is warm_up.steps
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_warm_up_never_shows_the_calls_of_a_run(seed: int) -> None:
+    warming = draw_calls(SHORT, seed + SEED_OFFSET)
+
+    assert all(warming[:20] != draw_calls(SHORT, other)[:20] for other in range(5))
+
+
+@pytest.mark.parametrize("scenario_name", SCENARIOS)
+def test_configurations_have_names_of_their_own(scenario_name: str) -> None:
+    names = [config.name for config in configs(scenario_name)]
+
+    assert len(set(names)) == len(names) >= 18
+
+
+def test_means_are_over_the_seeds_that_have_a_figure() -> None:
+    records = [
+        {"config": "a", "ttft_p50_s": 1.0, "prefix_hit_rate": None, "online": True},
+        {"config": "a", "ttft_p50_s": 2.0, "prefix_hit_rate": 0.5, "online": True},
+    ]
+
+    assert means_of(records) == {"a": {"ttft_p50_s": 1.5, "prefix_hit_rate": 0.5}}
+
+
+def row(served: float, attainment: float = 1.0, ttft_p99_s: float = 0.3) -> dict[str, float]:
+    return {
+        "offline_tokens_per_s": served,
+        "slo_ttft": attainment,
+        "slo_tpot": 1.0,
+        "slo_deadline": 1.0,
+        "ttft_p99_s": ttft_p99_s,
+        "online_step_share": 0.2,
+    }
+
+
+def test_each_bar_is_met_or_missed_on_its_own() -> None:
+    means = {
+        "echo": row(90.0, attainment=0.985, ttft_p99_s=0.6),
+        "bs": row(10.0),
+        "stock-grouped-512": row(80.0),
+        "stock-grouped-1024": row(86.0),
+        "echo offline-only": row(120.0),
+    }
+    met = {bar.name: bar.is_met for bar in judge("a100-8b", "a100", 8600, means)}
+
+    assert met == {
+        "echo slo_ttft": False,
+        "echo slo_tpot": True,
+        "echo slo_deadline": True,
+        "echo ttft_p99_s": False,
+        "echo / bs": True,
+        "echo / best stock: stock-grouped-1024": False,
+        "echo / (offline-only x (1 - online share))": True,
+    }
+    noisy = {bar.name: bar.is_met for bar in judge("a100-8b", "noisy", 8600, means)}
+    assert noisy["echo ttft_p99_s"]
+
+
+def test_under_stress_stock_vllm_without_offline_work_sets_the_bar() -> None:
+    alone = {"online-only-512": row(0.0, attainment=0.90), "online-only-768": row(0.0, 0.88)}
+
+    def judged(attainment: float) -> bool:
+        means = {"echo": row(90.0, attainment), **alone}
+        bars = judge("a100-8b-stress", "a100", 2600, means)
+        return {bar.name: bar.is_met for bar in bars}["echo slo_ttft"]
+
+    assert judged(0.881)
+    assert not judged(0.879)
+
+
+def test_the_grid_is_judged_column_by_column() -> None:
+    means = {config.name: row(100.0) for config in configs("kv-pressure-tide")}
+    means[cell_name("forecast", "next-use")] = row(150.0)
+    means[cell_name(0.2, "next-use")] = row(160.0)
+    means[cell_name(0.4, "next-use")] = row(97.0)
+    bars = {bar.name: bar for bar in judge("kv-pressure", "a100", 3200, means)}
+
+    assert not bars["forecast / best constant reserve"].is_met
+    assert bars["forecast / no reserve"].is_met
+    assert bars["next-use / lru, least"].value == pytest.approx(0.97)
+    assert not bars["next-use / lru, least"].is_met
+    assert bars["next-use / lru, most"].value == pytest.approx(1.6)
