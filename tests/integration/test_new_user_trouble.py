@@ -15,6 +15,8 @@ import psutil
 import pytest
 from deployment_rig import JOB_FILE, DeploymentRig
 
+pytestmark = pytest.mark.slow
+
 WAIT_S = 60.0
 TMPFS = "mount -t tmpfs -o size={} tmpfs {}"
 
