@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-all check docs lock clean
+.PHONY: setup demo test test-all test-postgres check docs lock clean
 
 setup: $(STAMP)
 
@@ -18,10 +18,16 @@ demo: setup
 	$(BIN)/python -m benchmarks.demo
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest --numprocesses=2 -m "not slow"
 
 test-all: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses=2 --durations=25
+
+# The deployment tests that need no vLLM, each with its jobs in a PostgreSQL database.
+test-postgres: setup
+	$(BIN)/python -m pytest --store=postgresql tests/unit/test_postgresql.py \
+		$(addprefix tests/integration/test_,$(addsuffix .py,postgres jobs_on_fake_engine \
+		rows_that_fail changed_inputs kills gc_command store_commands))
 
 check: setup
 	$(BIN)/ruff check .

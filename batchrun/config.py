@@ -13,14 +13,17 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
+    SecretStr,
+    Tag,
     ValidationError,
     model_validator,
 )
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from batchrun.errors import ConfigError
-from batchrun.home import Home
+from batchrun.home import Home, check_store_url
 from batchrun.yaml_lines import load_strict
 
 DEFAULT_FILE = "batchrun.yaml"
@@ -43,6 +46,20 @@ def _checked_listen(value: object) -> str:
     return listen
 
 
+def parse_age_s(value: str) -> float:
+    """Seconds of an age such as `"30d"` or `"12h"`. Raises ValueError."""
+    match = re.fullmatch(r"(\d{1,6})([dh])", value.strip())
+    if match is None:
+        raise ValueError(f"must be an age such as 30d or 12h (got {value!r})")
+    return float(match[1]) * {"d": 86_400, "h": 3_600}[match[2]]
+
+
+def _checked_age(value: str) -> str:
+    if parse_age_s(value) == 0:
+        raise ValueError(f"must be longer than 0 (got {value!r})")
+    return value
+
+
 def _number_as_text(value: object) -> object:
     """`--max-model-len, 8192` in a list of arguments is text, whatever YAML makes of it."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -54,6 +71,11 @@ def _checked_url(url: str) -> str:
     if parts.scheme not in {"http", "https"} or not parts.netloc:
         raise ValueError(f"must be a URL such as http://127.0.0.1:8001 (got {url!r})")
     return url
+
+
+def _checked_store(store: SecretStr) -> SecretStr:
+    check_store_url(store.get_secret_value())
+    return store
 
 
 def _at_least_one(engines: tuple[object, ...]) -> tuple[object, ...]:
@@ -69,7 +91,9 @@ def _checked_name(name: str) -> str:
 
 
 Name = Annotated[str, BeforeValidator(_number_as_text), AfterValidator(_checked_name)]
+Age = Annotated[str, AfterValidator(_checked_age)]
 Argument = Annotated[str, BeforeValidator(_number_as_text)]
+StoreUrl = Annotated[SecretStr, AfterValidator(_checked_store)]
 Url = Annotated[str, AfterValidator(_checked_url)]
 
 
@@ -94,11 +118,12 @@ class EngineConfig(_Strict):
     vllm_args: tuple[Argument, ...] = ()
     env: dict[str, Argument] = {}
     command: Annotated[tuple[Argument, ...], Field(min_length=1)] | None = None
+    profile: str | None = None
 
     @model_validator(mode="after")
     def _kinds_do_not_mix(self) -> EngineConfig:
         if self.attach is not None:
-            for key in ("port", "url", "python", "vllm_args", "env", "command"):
+            for key in ("port", "url", "python", "vllm_args", "env", "command", "profile"):
                 if getattr(self, key):
                     raise ValueError(f"{key!r} belongs to an engine that batchrun starts")
         elif self.api_key is not None:
@@ -123,19 +148,30 @@ class SloConfig(_Strict):
     tpot_s: Annotated[float, Field(gt=0)] = 0.05
 
 
-class WindowConfig(_Strict):
-    """The most offline work in flight on each engine."""
+Slo = Annotated[
+    Annotated[SloConfig, Tag("bounds")] | Annotated[Literal["auto"], Tag("auto")],
+    Discriminator(lambda value: "auto" if isinstance(value, str) else "bounds"),
+]
+AUTO_SLO_FACTOR = 1.3
+"""`slo: auto` promises so many times what online calls saw when the engine was calibrated."""
 
-    requests: Annotated[int, Field(ge=1, le=4096)] = 32
-    tokens: Annotated[int, Field(ge=1)] = 400_000
+
+class WindowConfig(_Strict):
+    """The most offline work on each engine: rows that it does not run yet, and prompt tokens.
+
+    None: as much as the engine's scheduler makes use of.
+    """
+
+    requests: Annotated[int, Field(ge=1, le=4096)] | None = None
+    tokens: Annotated[int, Field(ge=1)] | None = None
 
 
 class DeploymentFile(_Strict):
     """The keys of batchrun.yaml.
 
     `model` is a folder, a hub id, or `tiny`: a random model that batchrun builds, for trying out.
-    `policy` puts batchrun's own scheduler into the engines that it starts; left out, they run
-    vLLM's, with its priorities.
+    `policy` is that of batchrun's own scheduler in the engines that it starts; `vllm`: they run
+    vLLM's scheduler, with its priorities.
     """
 
     model: str = TINY_MODEL
@@ -144,8 +180,10 @@ class DeploymentFile(_Strict):
     gateway_workers: Annotated[int, Field(ge=1, le=64)] = 1
     engines: Annotated[tuple[EngineConfig, ...], AfterValidator(_at_least_one)] = (EngineConfig(),)
     window: WindowConfig = WindowConfig()
-    policy: Literal["bs", "bs+e", "bs+e+s", "echo"] | None = None
-    slo: SloConfig = SloConfig()
+    policy: Literal["bs", "bs+e", "bs+e+s", "echo", "vllm"] = "echo"
+    slo: Slo = SloConfig()
+    store: StoreUrl | None = None
+    retention: Age | None = None
 
     @model_validator(mode="after")
     def _engine_names_differ(self) -> DeploymentFile:
@@ -182,6 +220,23 @@ class Deployment(DeploymentFile):
     """A resolved deployment. `base` is the folder that relative paths in the file start from."""
 
     base: Path
+
+    def model_folder(self, home: Home) -> Path | None:
+        """The folder with the model's files, if they are on this machine; it may be yet to come."""
+        if self.model == TINY_MODEL:
+            return home.tiny_model
+        folder = self.base / Path(self.model).expanduser()
+        return folder if folder.is_dir() else None
+
+    @property
+    def store_url(self) -> str | None:
+        """The URL of the store's database, with its password; None for the file in the home."""
+        return None if self.store is None else self.store.get_secret_value()
+
+    @property
+    def runs_scheduler(self) -> bool:
+        """Whether engines that batchrun starts run its own scheduler."""
+        return self.policy != "vllm"
 
     @property
     def model_name(self) -> str:

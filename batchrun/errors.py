@@ -11,6 +11,7 @@
       StoreError                 exit 4   HTTP 500   the store cannot be opened, read or written
         StoreLockedError         exit 4   HTTP 503   another process holds the store
         StoreFullError           exit 4   HTTP 507   no room left on the disk
+        StoreUnreachableError    exit 4   HTTP 503   the database does not answer
       EngineError                exit 4   HTTP 503   an engine cannot be started or reached
       JobFailedError             exit 4   HTTP 500   a job ended or paused without finishing
 
@@ -79,6 +80,12 @@ class StoreFullError(StoreError):
     """The disk that holds the store is full."""
 
     http_status = 507
+
+
+class StoreUnreachableError(StoreError):
+    """The database that holds the store does not answer."""
+
+    http_status = 503
 
 
 class EngineError(BatchrunError):

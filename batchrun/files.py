@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from pathlib import Path
+
+import psutil
+
+from batchrun.failpoints import failpoint
 
 
 def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:
@@ -11,6 +16,7 @@ def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:
 
     Raises OSError, leaving the old content (or no file) in place.
     """
+    _remove_leftovers(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
@@ -18,6 +24,7 @@ def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
+        failpoint("file.rename.before")
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -31,3 +38,11 @@ def sync_folder(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Temporary files of writers of `path` that were killed."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        pid = left.name.split(".")[-2]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            left.unlink(missing_ok=True)

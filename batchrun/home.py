@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from batchrun.errors import ConfigError
 
@@ -27,11 +28,13 @@ class Home:
     def __init__(self, path: Path) -> None:
         self.path = path.expanduser().absolute()
         self.store = self.path / "store.db"
+        self.store_url_file = self.path / "store-url"
         self.store_lock = self.path / "store.lock"
         self.run = self.path / "run"
         self.log = self.path / "log"
         self.inputs = self.path / "inputs"
         self.engine_environment = self.path / "engine-env"
+        self.profiles = self.path / "profiles"
         self.tiny_model = self.path / "models" / "tiny"
         self.daemon_record = self.run / "daemon.json"
         self.daemon_process = self.run / "daemon-process.json"
@@ -40,6 +43,22 @@ class Home:
         self.hint_nonce = self.run / "hint-nonce"
         self.plugin = self.run / "plugin"
         self.resolved_config = self.run / "config.json"
+
+    @property
+    def store_location(self) -> str | Path:
+        """Where the jobs are: the database's URL that `batchrun up` recorded, or the SQLite file.
+
+        The URL may hold a password.
+        """
+        try:
+            return self.store_url_file.read_text().strip()
+        except FileNotFoundError:
+            return self.store
+
+    @property
+    def has_store(self) -> bool:
+        """Whether this home has a store yet."""
+        return self.store_url_file.exists() or self.store.exists()
 
     def create(self) -> None:
         """Make the folders, readable by their owner alone. Raises ConfigError."""
@@ -60,3 +79,17 @@ class Home:
             return DaemonAddress(**json.loads(self.daemon_record.read_text()))
         except (FileNotFoundError, ValueError, TypeError):
             return None
+
+
+def check_store_url(url: str) -> None:
+    """Raise ValueError for what is no PostgreSQL URL; its message does not repeat the password."""
+    try:
+        parts = urlsplit(url)
+        is_sound = parts.port != 0 and parts.netloc.count("@") < 2 and not parts.fragment
+    except ValueError:
+        is_sound = False
+    if not is_sound or parts.scheme != "postgresql" or not parts.path.strip("/"):
+        raise ValueError(
+            "must be postgresql://USER:PASSWORD@HOST/DATABASE, with %XX for special characters in "
+            "the password; left out, jobs are kept in a file in the home folder"
+        )

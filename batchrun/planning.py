@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
-from batchrun.inputs import InputData, RequestTemplate, RowRenderError, prefix_text
+from batchrun.inputs import InputData, RequestTemplate, RowRenderError
+from batchrun.inputs.prompts import PLAIN_PROMPTS, PromptReader
+from batchrun.inputs.token_ratio import TokenRatio, sample_rows
 from batchrun.jobspec import JobSpec
-from batchrun.pool import CHUNK_BYTES, PrefixOrder, chunk_chain, order_by_prefix, salt_of
+from batchrun.pool import (
+    CHUNK_BYTES,
+    ChainBuilder,
+    ChainTable,
+    IntArray,
+    PrefixOrder,
+    order_by_prefix,
+    salt_of,
+)
 from batchrun.types import ProgressSink, RowError
 
-BYTES_PER_TOKEN = 4.0
-"""A first guess for English text, until the engine's own counts come back."""
+TextWatch = Callable[[Sequence[bytes]], None]
+"""Told of all rows' prompt texts, some rows at a time; empty for a row with an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobPlan:
     """Every row of a job, known as a whole.
 
-    `order` runs over all rows; `text_bytes[row]` is the length of the row's prompt text;
+    `chains` are the keys of all rows' prompts, salted with `salt`; `order` runs over all rows;
+    `text_bytes[row]` is the length of the row's prompt text, `new_bytes[row]` of what no row before
+    it in the order has, and `tokens` makes tokens of either;
     `errors` holds the rows that cannot be rendered, which end with that error and never run.
     """
 
+    salt: int
+    chains: ChainTable
     order: PrefixOrder
-    text_bytes: npt.NDArray[np.int64]
+    text_bytes: IntArray
+    new_bytes: IntArray
+    tokens: TokenRatio
     errors: dict[int, RowError] = field(default_factory=dict)
 
     @property
@@ -33,10 +49,11 @@ class JobPlan:
         """Rows of the input, the faulty ones included."""
         return len(self.text_bytes)
 
-    def group_of(self) -> dict[int, int]:
+    def group_of(self) -> IntArray:
         """The prefix group of each row; rows of a group share at least their first chunk."""
-        pairs = zip(self.order.rows.tolist(), self.order.groups.tolist(), strict=True)
-        return dict(pairs)
+        groups = np.empty(self.num_rows, dtype=np.int64)
+        groups[self.order.rows] = self.order.groups
+        return groups
 
     @property
     def num_groups(self) -> int:
@@ -56,31 +73,51 @@ class JobPlan:
 
     def estimate_tokens(self, row: int) -> int:
         """Estimated prompt tokens of a row."""
-        return max(1, int(self.text_bytes[row] / BYTES_PER_TOKEN))
+        return self.tokens.estimate_tokens(int(self.text_bytes[row]))
+
+    def estimate_new_tokens(self, row: int) -> int:
+        """Those of them that no row before it in the order has."""
+        return self.tokens.estimate_tokens(int(self.new_bytes[row]))
 
 
 def plan_job(
-    spec: JobSpec, data: InputData, template: RequestTemplate, progress: ProgressSink | None = None
+    spec: JobSpec,
+    data: InputData,
+    template: RequestTemplate,
+    *,
+    prompts: PromptReader = PLAIN_PROMPTS,
+    progress: ProgressSink | None = None,
+    watch: TextWatch | None = None,
 ) -> JobPlan:
-    """Render every row once, and order the rows by shared prefix.
+    """Render every row once, and order the rows by shared prefix, as the model reads them.
 
-    Reads the input in a stream; keeps 8 bytes for each 256 bytes of prompt text while it works.
-    Raises DataError when the input cannot be read.
+    Reads the input in a stream; keeps 8 bytes for each 256 bytes of prompt text. `watch` is shown
+    the texts on their way. Raises DataError when the input cannot be read.
     """
     salt = salt_of(spec.model, spec.endpoint)
-    chains: list[npt.NDArray[np.uint64]] = []
+    builder = ChainBuilder(salt)
     text_bytes = np.zeros(data.num_rows, dtype=np.int64)
     errors: dict[int, RowError] = {}
+    sampled = set(sample_rows(data.num_rows).tolist())
+    sample: list[bytes] = []
     for first_row, rows in data.iter_rows(template.columns_used):
-        for offset, values in enumerate(rows):
-            row = first_row + offset
+        texts: list[bytes] = []
+        for row, values in enumerate(rows, start=first_row):
             try:
-                text = prefix_text(template.render(values, row_number=row))
+                texts.append(prompts.text(template.render(values, row_number=row)))
             except RowRenderError as problem:
                 errors[row] = problem.row_error
-                text = b""
-            text_bytes[row] = len(text)
-            chains.append(chunk_chain(text, salt))
+                texts.append(b"")
+        builder.add(texts)
+        if watch is not None:
+            watch(texts)
+        sample += [text for row, text in enumerate(texts, start=first_row) if row in sampled]
+        text_bytes[first_row : first_row + len(texts)] = [len(text) for text in texts]
         if progress is not None:
-            progress("reading rows", len(chains), data.num_rows)
-    return JobPlan(order_by_prefix(chains), text_bytes, errors)
+            progress("reading rows", first_row + len(texts), data.num_rows)
+    chains = builder.build()
+    order = order_by_prefix(chains)
+    new_bytes = text_bytes.copy()
+    new_bytes[order.rows] -= order.shared_chunks * CHUNK_BYTES
+    tokens = TokenRatio.sampled(sample, prompts.count)
+    return JobPlan(salt, chains, order, text_bytes, new_bytes, tokens, errors)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from batchrun.errors import JobSpecError
+from batchrun.errors import DataError, JobSpecError
 from batchrun.inputs import (
     InputData,
     InputPin,
     RequestTemplate,
+    RowRenderError,
     check_columns,
     check_ids,
     hard_link_inputs,
@@ -21,6 +22,10 @@ from batchrun.jobspec import JobSpec
 from batchrun.store import JobRecord, NewJob
 from batchrun.types import ProgressSink
 
+FIRST_ROWS = 16
+FIRST_BYTES = 1 << 20
+"""How much of the input is tried on the template at submission; the daemon reads all of it."""
+
 
 def prepare_job(spec: JobSpec, *, links: Path, progress: ProgressSink | None = None) -> NewJob:
     """Check a job against its input and pin the input (linked into `links` where possible).
@@ -30,15 +35,7 @@ def prepare_job(spec: JobSpec, *, links: Path, progress: ProgressSink | None = N
     id).
     """
     _check_output_place(spec)
-    data = open_input(spec.input)
-    try:
-        RequestTemplate(spec, data.columns, model=spec.model)
-        check_columns(spec, data)
-        check_ids(data, progress=progress)
-        pin = data.pin(progress)
-    finally:
-        data.close()
-    hard_link_inputs(pin, links)
+    pin = _pin(spec, links, progress)
     return NewJob(
         name=spec.name,
         spec=spec.model_dump_json(),
@@ -47,6 +44,53 @@ def prepare_job(spec: JobSpec, *, links: Path, progress: ProgressSink | None = N
         num_rows=pin.num_rows,
         deadline_s=spec.deadline_s,
     )
+
+
+def pin_anew(record: JobRecord, *, links: Path) -> str:
+    """The pin of a job's input as it is now, checked as at submission.
+
+    Rows keep their numbers, and those with a result keep it. Raises JobSpecError and DataError, the
+    latter also when there are more or fewer rows than before.
+    """
+    spec = JobSpec.model_validate_json(record.spec)
+    pin = _pin(spec, links, None)
+    if pin.num_rows != record.num_rows:
+        raise DataError(
+            f"{record.id}: its input has {pin.num_rows:,} rows now and had {record.num_rows:,}; "
+            "put the old file back, or cancel the job and submit the new file"
+        )
+    return pin.model_dump_json()
+
+
+def _pin(spec: JobSpec, links: Path, progress: ProgressSink | None) -> InputPin:
+    data = open_input(spec.input)
+    try:
+        template = RequestTemplate(spec, data.columns, model=spec.model)
+        check_columns(spec, data)
+        _check_first_rows(data, template)
+        check_ids(data, progress=progress)
+        pin = data.pin(progress)
+    finally:
+        data.close()
+    hard_link_inputs(pin, links)
+    return pin
+
+
+def _check_first_rows(data: InputData, template: RequestTemplate) -> None:
+    """Raises DataError when every one of the first rows has the same fault: so will the rest."""
+    reasons: list[str | None] = []
+    for first_row, rows in data.iter_rows(template.columns_used, max_bytes=FIRST_BYTES):
+        for number, row in enumerate(rows, first_row):
+            try:
+                template.render(row, row_number=number)
+                reasons.append(None)
+            except RowRenderError as problem:
+                reasons.append(problem.row_error.message)
+        if len(reasons) >= FIRST_ROWS:
+            break
+    if None not in reasons and len(set(reasons)) == 1:
+        others = f", and all of the first {len(reasons)} rows" if len(reasons) > 1 else ""
+        raise DataError(f"row 0{others}: {reasons[0]}")
 
 
 def _check_output_place(spec: JobSpec) -> None:

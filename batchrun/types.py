@@ -72,7 +72,9 @@ class OutcomeKind(StrEnum):
     ROW_ERROR = "row_error"
     """The row itself is at fault (400, 413, 422, template error): it ends with its error."""
     RETRY = "retry"
-    """Nobody's fault (429, 5xx, lost connection, finish_reason abort): try again with backoff."""
+    """Nobody's fault (5xx, lost connection, finish_reason abort): try again with backoff."""
+    BUSY = "busy"
+    """The engine takes no more now (429, 503): the row waits, and the engine gets fewer rows."""
     JOB_ERROR = "job_error"
     """The setting is at fault (401, 403, 404): every row would fail alike; the job pauses."""
 

@@ -3,9 +3,13 @@
     python -m benchmarks.ablation [--scenario NAME] [--seeds N ...] [--blocks N ...] [--law NAME]
                                   [--only PATTERN ...] [--json FILE]
 
-Prints the means over the seeds as a table, and below it each bar: met or missed. "stock" rows run
-two steps ahead, as on a GPU, with rows in their true order; "trial" rows repeat the form of the
-design's printed figures (`benchmarks.stock_baseline`). `bs` to `echo` are our scheduler class.
+Prints the means over the seeds as a table, and below it each bar: met or missed. With `--json` the
+steps of Echo's ladder are watched in the first seed: NAME.json gets the records, NAME-series.json
+what `benchmarks.plots` draws.
+
+"stock" rows run two steps ahead, as on a GPU, with rows in their true order; "trial" rows repeat
+the form of the design's printed figures (`benchmarks.stock_baseline`). `bs` to `echo` are our
+scheduler class.
 Policies that learn start from 20 observed minutes of other traffic of the same generator and from
 one of offline work, never from the step law. All figures but `plan_ms` repeat exactly.
 """
@@ -21,7 +25,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from benchmarks.ablation_bars import judge, means_of
-from benchmarks.ablation_configs import LAWS, SCENARIOS, Config, configs, measure
+from benchmarks.ablation_configs import LADDER, Config, configs
+from benchmarks.ablation_runs import LAWS, Trial, measure, measure_watched
+from benchmarks.ablation_scenarios import SCENARIOS
 from benchmarks.records import write_records
 from benchmarks.stock_baseline import Record
 
@@ -45,13 +51,17 @@ COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """The runs of one process: every configuration of one seed and KV size."""
+    """The runs of one process: every configuration of one seed and KV size.
+
+    If `is_watched`, the steps of the ladder record their series.
+    """
 
     scenario_name: str
     law: str
     blocks: int
     seed: int
     configs: Sequence[Config]
+    is_watched: bool = False
 
 
 def main() -> int:
@@ -60,34 +70,59 @@ def main() -> int:
     chosen = [c for c in configs(options.scenario) if _is_wanted(c.name, options.only)]
     sizes = options.blocks or SCENARIOS[options.scenario][1]
     cells = [
-        Cell(options.scenario, options.law, blocks, seed, chosen)
+        Cell(
+            options.scenario,
+            options.law,
+            blocks,
+            seed,
+            chosen,
+            is_watched=options.json is not None and seed == options.seeds[0],
+        )
         for seed in options.seeds
         for blocks in sizes
     ]
-    records = _run_all(cells)
+    records, series = _run_all(cells)
     if options.json is not None:
         write_records(options.json, records)
+        write_records(series_path(options.json), series, indent=None)
     for blocks in sizes:
         of_size = [record for record in records if record["blocks"] == blocks]
         _print_size(options.scenario, options.law, blocks, of_size)
     return 0
 
 
-def run_cell(cell: Cell) -> list[Record]:
-    """The records of one cell, in the order of its configurations."""
+def series_path(path: Path) -> Path:
+    """Where the series beside a file of records stand."""
+    return path.with_name(f"{path.stem}-series.json")
+
+
+def run_cell(cell: Cell) -> tuple[list[Record], list[Record]]:
+    """The records of one cell, in the order of its configurations, and those of its series."""
     scenario = SCENARIOS[cell.scenario_name][0]()
-    return [measure(scenario, cell.law, c, cell.seed, cell.blocks) for c in cell.configs]
+    records: list[Record] = []
+    series: list[Record] = []
+    for config in cell.configs:
+        trial = Trial(scenario, cell.law, config, cell.seed, cell.blocks)
+        if cell.is_watched and config.name in LADDER:
+            record, columns = measure_watched(trial)
+            series.append(columns)
+        else:
+            record = measure(trial)
+        records.append(record)
+    return records, series
 
 
-def _run_all(cells: Sequence[Cell]) -> list[Record]:
+def _run_all(cells: Sequence[Cell]) -> tuple[list[Record], list[Record]]:
     """In two processes; a cell's records come together, cells in their order."""
     records: list[Record] = []
+    series: list[Record] = []
     context = multiprocessing.get_context("spawn")
     with context.Pool(min(NUM_PROCESSES, len(cells))) as pool:
         for cell, done in zip(cells, pool.imap(run_cell, cells), strict=True):
             print(f"seed {cell.seed}, {cell.blocks} blocks: done", file=sys.stderr, flush=True)
-            records += done
-    return records
+            records += done[0]
+            series += done[1]
+    return records, series
 
 
 def _is_wanted(name: str, patterns: Sequence[str] | None) -> bool:

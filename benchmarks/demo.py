@@ -1,6 +1,6 @@
 """The main job, shown: a LooGLE batch beside bursty chat traffic, on one real engine.
 
-    python -m benchmarks.demo [--json FILE] [--rows N] [--policy echo]
+    python -m benchmarks.demo [--json FILE] [--rows N] [--policy vllm]
 
 Everything goes through the `batchrun` command and the OpenAI endpoint, as a user would; state and
 output stay in the folder `demo/`.
@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from batchrun.replay import ReplayTarget, TokenRange, TraceShape, generate_trace, replay, summarize
+from benchmarks.ports import free_port
 from benchmarks.records import write_records
 
 FOLDER = Path("demo")
@@ -45,14 +45,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--rows", type=int, default=96, help="rows of the LooGLE sample")
-    parser.add_argument("--policy", help="batchrun's own scheduler in the engine, with this policy")
+    parser.add_argument("--policy", default="echo", help="the engine's; vllm: its own scheduler")
     options = parser.parse_args()
     start_s = time.monotonic()
     _prepare(options.rows, options.policy)
     try:
         _say("starting the gateway, the daemon and one CPU engine (about half a minute)")
         gateway = _batchrun("up", "-d")["gateway"]
-        record = asyncio.run(_measure(gateway)) | {"policy": options.policy or "vllm-priority"}
+        record = asyncio.run(_measure(gateway)) | {"policy": options.policy}
     finally:
         _batchrun("down")
     record["demo_s"] = time.monotonic() - start_s
@@ -61,7 +61,7 @@ def main() -> int:
     return _report(record, options.rows)
 
 
-def _prepare(num_rows: int, policy: str | None) -> None:
+def _prepare(num_rows: int, policy: str) -> None:
     """A fresh folder with the job file, its data, and a deployment on free ports."""
     if FOLDER.exists():
         _batchrun("down")
@@ -70,8 +70,8 @@ def _prepare(num_rows: int, policy: str | None) -> None:
     shutil.copy(JOB_FILE, FOLDER / "jobs" / JOB_FILE.name)
     deployment = {
         "model": "tiny",
-        "listen": f"127.0.0.1:{_free_port()}",
-        "engines": [{"port": _free_port(), "vllm_args": ["--max-num-batched-tokens", "512"]}],
+        "listen": f"127.0.0.1:{free_port()}",
+        "engines": [{"port": free_port(), "vllm_args": ["--max-num-batched-tokens", "512"]}],
         "policy": policy,
         "slo": {"ttft_s": SLO_TTFT_S, "tpot_s": SLO_TPOT_S},
     }
@@ -166,13 +166,6 @@ def _batchrun(*arguments: str) -> dict[str, Any]:
         sys.exit(done.returncode)
     document: dict[str, Any] = json.loads(done.stdout)
     return document
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _say(line: str) -> None:

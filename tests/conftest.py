@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+import gc
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,56 @@ from engine_builders import (
     start_and_let_go,
     stop,
 )
+from postgres_server import PostgresServer
+from xdist.scheduler import LoadScopeScheduling
 
 from batchrun.engine import ManagedEngine, ManagedSettings
 from batchrun.engine.tiny_model import build_tiny_model
+from batchrun.store import Store, open_store
 
+DEPLOYMENT_FOLDERS = frozenset({"contract", "integration"})
 FakeEngineFactory = Callable[..., Awaitable[ManagedSettings]]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--store=postgresql` runs every deployment of the tests on PostgreSQL."""
+    parser.addoption("--store", choices=["sqlite", "postgresql"], default="sqlite")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what is about the SQLite file where deployments have none."""
+    if config.getoption("--store") == "postgresql":
+        for item in items:
+            if item.get_closest_marker("sqlite_file"):
+                item.add_marker(pytest.mark.skip(reason="is about the SQLite file itself"))
+
+
+class OneDeploymentAtATime(LoadScopeScheduling):  # type: ignore[misc]
+    """Of several test processes, one runs all tests that start engines or daemons."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        is_deployment = DEPLOYMENT_FOLDERS & set(nodeid.split("::")[0].split("/"))
+        return "deployments" if is_deployment else nodeid
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> OneDeploymentAtATime:
+    """Called with `--numprocesses`."""
+    return OneDeploymentAtATime(config, log)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Collect no garbage while a failure's source is parsed.
+
+    A collected object that warns has its traceback parsed too, and a parser within a parser ends
+    CPython 3.11.7, and so the whole run, with a SystemError
+    (https://github.com/python/cpython/issues/106905).
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.fixture(scope="session")
@@ -75,9 +121,36 @@ async def fake_engine(tmp_path: Path) -> AsyncIterator[FakeEngineFactory]:
         await engine.stop()
 
 
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """One PostgreSQL server for the whole session."""
+    server = PostgresServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def store_location(request: pytest.FixtureRequest, tmp_path: Path) -> str | Path:
+    """Where a new store is or can be made: a path, and the URL of a database."""
+    if request.param == "sqlite":
+        return tmp_path / "store.db"
+    server: PostgresServer = request.getfixturevalue("postgres")
+    return server.new_store()
+
+
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[DeploymentRig]:
+def store(store_location: str | Path) -> Iterator[Store]:
+    """A store without jobs, on SQLite and on PostgreSQL."""
+    opened = open_store(store_location)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def rig(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[DeploymentRig]:
     """A deployment in a folder of its own; the test chooses its engine."""
     made = DeploymentRig(tmp_path)
+    if request.config.getoption("--store") == "postgresql":
+        made.store_url = request.getfixturevalue("postgres").new_database()
     yield made
     made.close()

@@ -9,13 +9,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
-from engine_builders import free_port
+
+from batchrun.cli.daemon_client import DaemonClient
+from batchrun.errors import DaemonUnavailableError
+from batchrun.home import Home
+from benchmarks.ports import free_port
 
 WAIT_S = 90.0
 
@@ -39,6 +44,7 @@ class DeploymentRig:
         self.home = folder / "home"
         self.port = free_port()
         self.engine_port = free_port()
+        self.store_url: str | None = None
         self.executions_path = folder / "executions.jsonl"
 
     def use_fake_engine(
@@ -61,7 +67,8 @@ class DeploymentRig:
 
     def configure(self, engine: Mapping[str, object], **more: object) -> None:
         """Write batchrun.yaml with one engine."""
-        document = {"listen": f"127.0.0.1:{self.port}", "engines": [engine], **more}
+        store = {} if self.store_url is None else {"store": self.store_url}
+        document = {"listen": f"127.0.0.1:{self.port}", "engines": [engine], **store, **more}
         (self.folder / "batchrun.yaml").write_text(json.dumps(document))
 
     def write_rows(self, texts: Sequence[str], name: str = "rows.parquet") -> None:
@@ -87,7 +94,7 @@ class DeploymentRig:
         )
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """Start the command without waiting for it."""
+        """Start the command without waiting. It hears Ctrl-C, even where the tests do not."""
         return subprocess.Popen(
             [sys.executable, "-m", "batchrun", *arguments],
             cwd=self.folder,
@@ -95,6 +102,7 @@ class DeploymentRig:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.default_int_handler),
         )
 
     def ask(self, *arguments: str) -> dict[str, Any]:
@@ -104,9 +112,33 @@ class DeploymentRig:
         document: dict[str, Any] = json.loads(done.stdout)
         return document
 
+    def refuse(self, *arguments: str) -> tuple[int, str]:
+        """Run the command, which must be refused with one line; its exit code and the line."""
+        done = self.call(*arguments)
+        assert (done.stdout, done.stderr.count("\n")) == ("", 1), done.stderr
+        return done.returncode, done.stderr
+
+    def submit_rows(self, *texts: str, job: str = JOB_FILE) -> str:
+        """Submit a job of these rows, with the deployment brought up where it is not; its id."""
+        self.write_rows(texts)
+        self.write_job(job)
+        if not (self.home / "run" / "daemon.json").exists():
+            self.ask("up", "-d")
+        return str(self.ask("submit", "job.yaml")["id"])
+
+    def complete_job(self, num_rows: int) -> str:
+        """See a job of so many rows through; its id."""
+        job_id = self.submit_rows(*(f"question {i}" for i in range(num_rows)))
+        assert self.wait_until_ended(job_id)["state"] == "completed"
+        return job_id
+
     def job(self, job_id: str) -> dict[str, Any]:
-        """The status of one job."""
-        (view,) = self.ask("status", job_id)["jobs"]
+        """The status of one job, asked of the daemon where one runs: `status` takes a second."""
+        try:
+            jobs = DaemonClient(Home(self.home)).get("/status")["jobs"]
+        except DaemonUnavailableError:
+            jobs = self.ask("status", job_id)["jobs"]
+        (view,) = (view for view in jobs if view["id"] == job_id)
         return dict(view)
 
     def wait_for(self, job_id: str, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
@@ -116,7 +148,7 @@ class DeploymentRig:
             view = self.job(job_id)
             if wanted(view):
                 return view
-            time.sleep(0.1)
+            time.sleep(0.05)
         raise AssertionError(f"waited in vain; last: {view}")
 
     def wait_until_ended(self, job_id: str) -> dict[str, Any]:
@@ -153,6 +185,11 @@ class DeploymentRig:
         while _runs(process):
             assert time.monotonic() < deadline_s, f"{what} survived the signal"
             time.sleep(0.02)
+
+    @property
+    def store(self) -> str | Path:
+        """Where the jobs are: the SQLite file, or the URL of the database."""
+        return Home(self.home).store_location
 
     def close(self) -> None:
         """End everything that runs for this folder."""

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 from batchrun.engine import ManagedEngine, ManagedSettings
 from batchrun.types import Request
+from benchmarks.ports import free_port
 
 FAKE_MODEL = "fake"
 REAL_MODEL = "tiny"
 REAL_ARGS = ("--kv-cache-memory-bytes=268435456", "--max-model-len=8192", "--max-num-seqs=32")
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
-
-
-def free_port() -> int:
-    """A port that nothing listens on now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def fake_settings(folder: Path, *options: str, **changes: object) -> ManagedSettings:

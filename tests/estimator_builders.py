@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 from batchrun.estimator import (
+    CalibrationProfile,
     EchoBaseModel,
     EchoModel,
+    EngineIdentity,
+    IdenticalSpread,
     LinearModel,
     Observation,
+    OnlineLatency,
     RooflineModel,
     StepLoad,
     StepTimeModel,
+    fit_all,
 )
 
 A100_LAW = RooflineModel(
@@ -82,3 +88,18 @@ def mape(model: StepTimeModel, law: StepTimeModel, loads: list[StepLoad]) -> flo
     """Mean absolute percentage error, as a share, against the law without noise."""
     errors = [abs(model.predict_s(load) / law.predict_s(load) - 1) for load in loads]
     return sum(errors) / len(errors)
+
+
+def write_profile(path: Path, *, block_tokens: int, online: OnlineLatency | None = None) -> None:
+    """The profile of an engine with 100 blocks of KV."""
+    profile = CalibrationProfile(
+        engine=EngineIdentity("tiny", "0.32.0", "cpu", "float32", block_tokens),
+        kv_blocks=100,
+        fitted=tuple(fit_all(observed(LINEAR_LAW, random_loads(0, 20)))),
+        spread=IdenticalSpread(0.0, 0, 0),
+        pivot_tokens=64,
+        online=online,
+        measured_at=1.0,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(profile.to_json())

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import hmac
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Annotated
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import Depends, FastAPI, Request, params
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
+from msgspec import to_builtins
+from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
+from batchrun.api.metrics import MetricsPage
 from batchrun.api.status import Status
 from batchrun.daemon import Daemon
 from batchrun.errors import BatchrunError
 from batchrun.home import CONTROL_PREFIX as PREFIX
-from batchrun.store import NewJob
+from batchrun.store import JobRecord, NewJob
+from batchrun.wire import PolicyName
 
 
 class Submission(BaseModel):
@@ -32,6 +38,15 @@ class Submission(BaseModel):
     deadline_s: Annotated[float | None, Field(gt=0)] = None
 
 
+class EngineChange(BaseModel):
+    """A policy and a token budget for all engines; null: as they were started, left out: as now."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    policy: PolicyName | None = None
+    token_budget: Annotated[int | None, Field(gt=0)] = None
+
+
 class OfflineSwitch(BaseModel):
     """Whether offline work runs at all."""
 
@@ -41,7 +56,7 @@ class OfflineSwitch(BaseModel):
 
 
 def make_app(daemon: Daemon, status: Status, token: str) -> FastAPI:
-    """The daemon's routes; every one but the health checks needs `token` as a bearer token."""
+    """The daemon's routes; all but `/healthz` and `/metrics` need `token` as a bearer token."""
 
     def check_token(request: Request) -> None:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
@@ -50,11 +65,16 @@ def make_app(daemon: Daemon, status: Status, token: str) -> FastAPI:
 
     app = FastAPI(title="batchrun", docs_url=None, redoc_url=None, openapi_url=None)
     guarded = [Depends(check_token)]
+    page = MetricsPage(daemon)
     _install_error_handlers(app)
 
     @app.get("/healthz")
     async def healthz() -> dict[str, object]:
         return {"status": "ok"}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(page.render(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get(f"{PREFIX}/status", dependencies=guarded)
     async def get_status() -> dict[str, object]:
@@ -71,18 +91,37 @@ def make_app(daemon: Daemon, status: Status, token: str) -> FastAPI:
 
     @app.post(PREFIX + "/jobs/{job_id}/{action}", dependencies=guarded)
     async def change_job(job_id: str, action: str) -> dict[str, object]:
-        commands = {"pause": daemon.pause, "resume": daemon.resume, "cancel": daemon.cancel}
+        commands: dict[str, Callable[[str], Awaitable[JobRecord]]] = {
+            "pause": daemon.pause,
+            "resume": daemon.resume,
+            "resume-accepting-input": partial(daemon.resume, accept_input=True),
+            "cancel": daemon.cancel,
+        }
         if action not in commands:
             raise HTTPException(404, f"no such action: {action}")
         record = await commands[action](job_id)
         return {"id": record.id, "state": str(record.state)}
+
+    _install_switches(app, daemon, guarded)
+    return app
+
+
+def _install_switches(app: FastAPI, daemon: Daemon, guarded: Sequence[params.Depends]) -> None:
+    """The routes that change how all engines work."""
 
     @app.post(f"{PREFIX}/offline", dependencies=guarded)
     async def switch_offline(switch: OfflineSwitch) -> dict[str, object]:
         await daemon.set_offline(on=switch.on)
         return {"on": switch.on}
 
-    return app
+    @app.post(f"{PREFIX}/engines", dependencies=guarded)
+    async def change_engines(change: EngineChange) -> dict[str, object]:
+        given, now = change.model_fields_set, daemon.steering
+        answers = await now.change(
+            change.policy if "policy" in given else now.policy,
+            change.token_budget if "token_budget" in given else now.token_budget,
+        )
+        return {"engines": to_builtins(answers)}
 
 
 def _install_error_handlers(app: FastAPI) -> None:

@@ -6,7 +6,8 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from batchrun.daemon import Daemon, Slot, view_job
+from batchrun.daemon import Daemon, Slot, view_engine, view_job
+from batchrun.errors import StoreUnreachableError
 from batchrun.store import Counts, JobRecord, jobs, results
 from batchrun.types import EngineState
 
@@ -18,28 +19,51 @@ class Status:
         self._daemon = daemon
         self._gateway_url = gateway_url
         self._ended: dict[int, Counts] = {}
+        self._jobs: dict[str, dict[str, object]] = {}
 
     async def snapshot(self) -> dict[str, object]:
-        """The deployment: engines, switch, stalls, and every job, oldest first."""
-        records = await asyncio.to_thread(jobs.list_jobs, self._daemon.store)
+        """The deployment: engines, switch, stalls, and every job, oldest first.
+
+        While the store's database does not answer: jobs that run as they are, others as they were
+        last seen.
+        """
+        stalled = self._daemon.writer.stalled
+        try:
+            records = await asyncio.to_thread(jobs.list_jobs, self._daemon.store)
+            self._jobs = {record.id: await self._view(record) for record in records}
+        except StoreUnreachableError as error:
+            stalled = str(error)
+            await self._see_active()
         return {
             "gateway": self._gateway_url,
             "offline": self._daemon.dispatcher.is_offline_on,
-            "stalled": self._daemon.writer.stalled,
+            "stalled": stalled,
             "engines": _engines(self._daemon.slots),
-            "jobs": [await self._view(record) for record in records],
+            "jobs": list(self._jobs.values()),
         }
 
     async def job(self, job_id: str) -> dict[str, object]:
         """One job by id, prefix or name, with what holds it up: a stall, or no engine left."""
-        record = await asyncio.to_thread(jobs.get, self._daemon.store, job_id)
-        view = await self._view(record)
+        stalled = self._daemon.writer.stalled
+        try:
+            record = await asyncio.to_thread(jobs.get, self._daemon.store, job_id)
+            view = self._jobs[record.id] = await self._view(record)
+        except StoreUnreachableError as error:
+            await self._see_active()
+            if job_id not in self._jobs:
+                raise
+            view, stalled = self._jobs[job_id], str(error)
         slots = self._daemon.slots
         are_gone = all(slot.engine.state is EngineState.FAILED for slot in slots)
         return view | {
-            "stalled": self._daemon.writer.stalled,
+            "stalled": stalled,
             "engine_failure": slots[0].engine.stage if are_gone else None,
         }
+
+    async def _see_active(self) -> None:
+        """Take down how far the jobs in memory are; that does not need the store."""
+        for job in list(self._daemon.active.values()):
+            self._jobs[job.record.id] = await self._view(job.record)
 
     async def _view(self, record: JobRecord) -> dict[str, object]:
         active = self._daemon.active.get(record.seq)
@@ -56,6 +80,7 @@ class Status:
             record,
             counts,
             active=active,
+            outlook=self._daemon.dispatcher.assigner.turns.outlook(record.id),
             stage=None if stage is None else stage.describe(),
             now_s=time.monotonic(),
         )
@@ -69,7 +94,9 @@ def _engines(slots: Sequence[Slot]) -> list[dict[str, object]]:
             "url": slot.engine.client.base_url,
             "state": str(slot.engine.state),
             "stage": slot.engine.stage,
-            "in_flight": slot.num_in_flight,
+            "in_flight": slot.window.num_rows,
+            "kv": slot.kv and {"tokens": slot.kv.num_tokens, "block_tokens": slot.kv.block_tokens},
+            "telemetry": view_engine(slot.link),
         }
         for slot in slots
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from batchrun.cache.eviction import FIRST_WANTED_TIER, UNNEEDED_TIER, EvictionOrder
+from batchrun.cache.eviction import UNNEEDED_TIER, EvictionOrder
 from batchrun.cache.online_prefixes import OnlinePrefixes
 from batchrun.cache.reuse import ReuseIndex
 
@@ -23,7 +23,7 @@ class BlockTiers:
 
     __slots__ = (
         "_blocks", "_floor_tier", "_floored", "_index", "_online_content", "_online_tier",
-        "_segment_tier", "is_freeing_online",
+        "_order", "_segment_tier", "is_freeing_online",
     )  # fmt: skip
 
     def __init__(
@@ -35,6 +35,7 @@ class BlockTiers:
         self._floored = online.floored
         self._online_tier = order.finished_online_tier
         self._floor_tier = order.online_floor_tier
+        self._order = order
         self._online_content: list[bytes | None] = [None] * num_blocks
         self.is_freeing_online = False
 
@@ -62,8 +63,10 @@ class BlockTiers:
         return sum(block.block_hash in self._blocks for block in blocks)
 
     def num_wanted_free(self, free_by_tier: list[int]) -> int:
-        """Free blocks that planned rows will hit, from a queue's counts by tier. O(tiers).
+        """Free blocks that planned rows will hit soon, from a queue's counts by tier. O(tiers).
 
-        Blocks that began to be wanted while free are counted only once they are filed again.
+        Blocks that began to be wanted, or wanted soon, while free are counted only once they are
+        filed again.
         """
-        return sum(free_by_tier[FIRST_WANTED_TIER : self._floor_tier])
+        soon_tier = self._order.soon_tier(self._index.front_rank)
+        return sum(free_by_tier[soon_tier : self._floor_tier])

@@ -28,6 +28,9 @@ _USE_LEVELS = 10
 _NUM_USE_TIERS = 3 * _USE_LEVELS + 1
 _NUM_COUNT_TIERS = 31
 _EXACT_COUNTS = 16
+_SOON = 63
+"""Ranks ahead. Were blocks of all later rows kept from new work, unsorted rows would find the cache
+full of prefixes that wait for a turn which never comes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +38,20 @@ class EvictionOrder:
     """A named order. `wanted_tier(reuse_count, next_rank, front_rank)` is pure.
 
     Its arguments: offline rows that will read the block (> 0), the rank of the first of them in
-    the planned order, and the rank at which the engine is working now (never falls).
+    the planned order, and the rank at which the engine is working now (never falls). Uses at most
+    `soon_ranks` ahead of that keep new work from taking the block; None: all do.
     """
 
     name: str
     num_tiers: int
     wanted_tier: Callable[[int, int, int], int]
+    soon_ranks: int | None = None
+
+    def soon_tier(self, front_rank: int) -> int:
+        """The lowest tier of blocks that are used soon."""
+        if self.soon_ranks is None:
+            return min(FIRST_WANTED_TIER, self.num_tiers - 1)
+        return self.wanted_tier(1, front_rank + self.soon_ranks, front_rank)
 
     @property
     def finished_online_tier(self) -> int:
@@ -92,7 +103,7 @@ def next_use_tier(reuse_count: int, next_rank: int, front_rank: int) -> int:
 
 LRU = EvictionOrder("lru", 1, lru_tier)
 ECHO_RC = EvictionOrder("echo-rc", FIRST_WANTED_TIER + _NUM_COUNT_TIERS + 1, echo_rc_tier)
-NEXT_USE = EvictionOrder("next-use", FIRST_WANTED_TIER + _NUM_USE_TIERS + 1, next_use_tier)
+NEXT_USE = EvictionOrder("next-use", FIRST_WANTED_TIER + _NUM_USE_TIERS + 1, next_use_tier, _SOON)
 
 EVICTION_ORDERS: Mapping[str, EvictionOrder] = {
     order.name: order for order in (LRU, ECHO_RC, NEXT_USE)

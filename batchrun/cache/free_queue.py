@@ -1,18 +1,20 @@
 """The free queue of KV blocks, in tiers: a stand-in for vLLM's `FreeKVCacheBlockQueue`.
 
-One intrusive doubly linked list per tier, so that every operation is O(1) per block and allocates
-nothing; blocks of the lowest tier are handed out first. Inside a tier the order is vLLM's: blocks
-without a hash go to the front of tier 0 (last in, first out), hashed ones to the tail in the order
-given, which is the tail of a request's chain first. With one tier it is vLLM's queue exactly.
+Intrusive doubly linked lists, so that every operation is O(1) per block and allocates nothing;
+blocks of the lowest tier are handed out first. Inside a tier the order is vLLM's: blocks without a
+hash go to the front of tier 0 (last in, first out), hashed ones to the tail in the order given,
+which is the tail of a request's chain first. With one tier it is vLLM's queue exactly.
 
 A block's tier is looked up when it is freed, and again when it is about to be handed out: one whose
 tier has risen meanwhile moves up instead. One whose tier has fallen stays too high until `retier`
-is told.
+is told. Blocks that rose go before those that were freed into the tier: a parent is freed no sooner
+than its child, so a child that rises meets its parents there, and is still evicted before them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import add
 from typing import Any, Protocol
 
 
@@ -53,31 +55,41 @@ class _End:
 class TieredFreeQueue:
     """Free blocks by tier; see the module for the order.
 
-    Must be built while every block that will ever be freed into it is free (right after vLLM's
-    block pool is made, or after its prefix cache was reset). `tier_of(block)` returns
-    0 <= tier < `num_tiers`, and 0 for a block without a hash; with one tier it is never called.
+    Every block that will ever be freed into it is either free (`blocks`, in eviction order) or in
+    use (`blocks_in_use`) when it is built. `tier_of(block)` returns 0 <= tier < `num_tiers`, and 0
+    for a block without a hash; with one tier it is never called.
 
     Measured (benchmarks/free_queue.py, pop and append 1,250 hashed blocks): 0.18 ms with one tier,
     0.74 to 0.79 ms with tiers and `BlockTiers.tier_of`; vLLM's own queue 0.08 ms beside it.
     """
 
-    __slots__ = ("_blocks", "_counts", "_heads", "_tails", "_tier_of", "_tiers", "num_free_blocks")
+    __slots__ = (
+        "_blocks", "_counts", "_heads", "_lists", "_num_tiers", "_tails", "_tier_of",
+        "num_free_blocks",
+    )  # fmt: skip
 
     def __init__(
-        self, blocks: Sequence[Any], num_tiers: int = 1, tier_of: TierOf | None = None
+        self,
+        blocks: Sequence[Any],
+        num_tiers: int = 1,
+        tier_of: TierOf | None = None,
+        blocks_in_use: Sequence[Any] = (),
     ) -> None:
         assert num_tiers == 1 or tier_of is not None
-        most = max((block.block_id for block in blocks), default=-1)
+        every = [*blocks, *blocks_in_use]
+        most = max((block.block_id for block in every), default=-1)
         self._blocks: list[Any] = [None] * (most + 1)
-        self._tiers = [_NOT_FREE] * (most + 1)
-        self._counts = [0] * num_tiers
-        self._heads = [_End() for _ in range(num_tiers)]
-        self._tails = [_End() for _ in range(num_tiers)]
+        self._lists = [_NOT_FREE] * (most + 1)
+        self._num_tiers = num_tiers
+        num_lists = 1 if num_tiers == 1 else 2 * num_tiers
+        self._counts = [0] * num_lists
+        self._heads = [_End() for _ in range(num_lists)]
+        self._tails = [_End() for _ in range(num_lists)]
         self._tier_of: TierOf = tier_of or _lowest_tier
         self.num_free_blocks = 0
         for head, tail in zip(self._heads, self._tails, strict=True):
             head.next_free_block, tail.prev_free_block = tail, head
-        for block in blocks:
+        for block in every:
             self._blocks[block.block_id] = block
         self.append_n(blocks)
 
@@ -92,21 +104,22 @@ class TieredFreeQueue:
         assert self.num_free_blocks >= n
         self.num_free_blocks -= n
         taken: list[Any] = []
-        tier = 0
+        index = 0
         while len(taken) < n:
-            if self._counts[tier]:
-                self._take(tier, n, taken)
-            tier += 1
+            if self._counts[index]:
+                self._take(index, n, taken)
+            index += 1
         return taken
 
-    def _take(self, tier: int, most: int, taken: list[Any]) -> None:
-        """Hand out blocks of this tier until `taken` holds `most`; move up those that have risen.
+    def _take(self, index: int, most: int, taken: list[Any]) -> None:
+        """Hand out blocks of this list until `taken` holds `most`; move up those that have risen.
 
-        Moves go up only, so the tiers below stay empty.
+        Moves go up only, so the lists below stay empty.
         """
-        tiers, tier_of = self._tiers, self._tier_of
-        head, tail = self._heads[tier], self._tails[tier]
-        can_rise = tier + 1 < len(self._counts)
+        lists, tier_of = self._lists, self._tier_of
+        head, tail = self._heads[index], self._tails[index]
+        tier = index >> 1
+        can_rise = tier + 1 < self._num_tiers
         room = most - len(taken)
         num_left = 0
         block = head.next_free_block
@@ -114,16 +127,16 @@ class TieredFreeQueue:
             following = block.next_free_block
             num_left += 1
             if can_rise and (now := tier_of(block)) > tier:
-                self._link_last(block, now)
+                self._link_last(block, now << 1)
             else:
-                tiers[block.block_id] = _NOT_FREE
+                lists[block.block_id] = _NOT_FREE
                 block.prev_free_block = block.next_free_block = None
                 taken.append(block)
                 room -= 1
             block = following
         head.next_free_block = block
         block.prev_free_block = head
-        self._counts[tier] -= num_left
+        self._counts[index] -= num_left
 
     def remove(self, block: Any) -> None:
         """Take a free block out of the middle. Raises RuntimeError when it is not free."""
@@ -134,8 +147,8 @@ class TieredFreeQueue:
         after.prev_free_block = before
         block.prev_free_block = block.next_free_block = None
         block_id = block.block_id
-        self._counts[self._tiers[block_id]] -= 1
-        self._tiers[block_id] = _NOT_FREE
+        self._counts[self._lists[block_id]] -= 1
+        self._lists[block_id] = _NOT_FREE
         self.num_free_blocks -= 1
 
     def append(self, block: Any) -> None:
@@ -147,35 +160,35 @@ class TieredFreeQueue:
 
         Runs of one tier are linked as vLLM links its one list; that is nearly every call.
         """
-        tiers, counts, tier_of = self._tiers, self._counts, self._tier_of
-        is_tiered = len(counts) > 1
-        tier = num_run = 0
-        tail: Any = self._tails[0]
+        lists, counts, tier_of = self._lists, self._counts, self._tier_of
+        is_tiered = self._num_tiers > 1
+        index, num_run = int(is_tiered), 0
+        tail: Any = self._tails[index]
         last = tail.prev_free_block
         for block in blocks:
-            if is_tiered and (its := tier_of(block)) != tier:
+            if is_tiered and (its := tier_of(block) << 1 | 1) != index:
                 last.next_free_block = tail
                 tail.prev_free_block = last
-                counts[tier] += num_run
-                tier, num_run, tail = its, 0, self._tails[its]
+                counts[index] += num_run
+                index, num_run, tail = its, 0, self._tails[its]
                 last = tail.prev_free_block
-            tiers[block.block_id] = tier
+            lists[block.block_id] = index
             block.prev_free_block = last
             last.next_free_block = block
             last = block
             num_run += 1
         last.next_free_block = tail
         tail.prev_free_block = last
-        counts[tier] += num_run
+        counts[index] += num_run
         self.num_free_blocks += len(blocks)
 
     def prepend_n(self, blocks: Sequence[Any]) -> None:
         """Put blocks that nothing can hit back: at the front of tier 0, in the order given."""
-        tiers = self._tiers
+        lists = self._lists
         last: Any = self._heads[0]
         first = last.next_free_block
         for block in blocks:
-            tiers[block.block_id] = 0
+            lists[block.block_id] = 0
             block.prev_free_block = last
             last.next_free_block = block
             last = block
@@ -193,31 +206,35 @@ class TieredFreeQueue:
         """
         num_filed = 0
         for block_id in block_ids:
-            if self._tiers[block_id] != _NOT_FREE:
+            if self._lists[block_id] != _NOT_FREE:
                 block = self._blocks[block_id]
                 self.remove(block)
-                self._link_last(block, self._tier_of(block))
+                is_tiered = self._num_tiers > 1
+                self._link_last(block, self._tier_of(block) << 1 | 1 if is_tiered else 0)
                 num_filed += 1
         self.num_free_blocks += num_filed
         return num_filed
 
-    def _link_last(self, block: Any, tier: int) -> None:
-        tail = self._tails[tier]
+    def _link_last(self, block: Any, index: int) -> None:
+        tail = self._tails[index]
         last = tail.prev_free_block
         last.next_free_block = block
         block.prev_free_block = last
         block.next_free_block = tail
         tail.prev_free_block = block
-        self._tiers[block.block_id] = tier
-        self._counts[tier] += 1
+        self._lists[block.block_id] = index
+        self._counts[index] += 1
 
     def num_free_below(self, tier: int) -> int:
         """Free blocks filed under a tier lower than this one. O(number of tiers)."""
-        return sum(self._counts[:tier])
+        return sum(self.free_by_tier()[:tier])
 
     def free_by_tier(self) -> list[int]:
         """Free blocks of each tier, as filed: one whose tier rose since counts where it was."""
-        return list(self._counts)
+        if self._num_tiers == 1:
+            return list(self._counts)
+        risen, filed = self._counts[::2], self._counts[1::2]
+        return list(map(add, risen, filed))
 
     def get_all_free_blocks(self) -> list[Any]:
         """Every free block, in eviction order as filed."""
@@ -228,37 +245,37 @@ class TieredFreeQueue:
 
         Nothing follows a cursor that is not free.
         """
-        tier = 0 if cursor is None else self._tiers[cursor.block_id]
-        if tier == _NOT_FREE:
+        index = 0 if cursor is None else self._lists[cursor.block_id]
+        if index == _NOT_FREE:
             return
         block = self._heads[0].next_free_block if cursor is None else cursor.next_free_block
         while True:
-            while block is not self._tails[tier]:
+            while block is not self._tails[index]:
                 yield block
                 block = block.next_free_block
-            tier += 1
-            if tier == len(self._tails):
+            index += 1
+            if index == len(self._tails):
                 return
-            block = self._heads[tier].next_free_block
+            block = self._heads[index].next_free_block
 
     def check(self) -> None:
         """Recount everything; raises AssertionError when an account does not balance."""
         seen: set[int] = set()
-        for tier, head in enumerate(self._heads):
+        for index, head in enumerate(self._heads):
             before: Any = head
             num_here = 0
-            while (block := before.next_free_block) is not self._tails[tier]:
+            while (block := before.next_free_block) is not self._tails[index]:
                 assert block.prev_free_block is before
                 assert block is self._blocks[block.block_id]
-                assert self._tiers[block.block_id] == tier
+                assert self._lists[block.block_id] == index
                 assert block.block_id not in seen
                 seen.add(block.block_id)
                 num_here += 1
                 before = block
-            assert self._tails[tier].prev_free_block is before
-            assert num_here == self._counts[tier]
+            assert self._tails[index].prev_free_block is before
+            assert num_here == self._counts[index]
         assert len(seen) == self.num_free_blocks
-        assert sum(tier != _NOT_FREE for tier in self._tiers) == len(seen)
+        assert sum(index != _NOT_FREE for index in self._lists) == len(seen)
 
 
 def _lowest_tier(block: Any) -> int:

@@ -24,6 +24,12 @@ class KvUse:
     wanted_blocks: int
     subtree_blocks: int
 
+    def fits_beside(self, reserved_blocks: int) -> bool:
+        """Whether the candidate leaves `reserved_blocks` to online requests, those they hold
+        included."""
+        offline_blocks = self.offline_running_blocks + self.wanted_blocks + self.subtree_blocks
+        return offline_blocks <= self.total_blocks - reserved_blocks
+
 
 @dataclass(frozen=True, slots=True)
 class OnlineReserve:
@@ -35,17 +41,17 @@ class OnlineReserve:
     name: str
     share: float | None
 
-    def blocks(self, use: KvUse, forecast_blocks: float | None) -> int:
+    def blocks(self, total_blocks: int, online_blocks: int, forecast_blocks: float | None) -> int:
         """Blocks kept for online requests: never less than they hold now.
 
         `forecast_blocks` is None while there is not enough data for one.
         """
         expected = forecast_blocks
         if self.share is not None:
-            expected = self.share * use.total_blocks
+            expected = self.share * total_blocks
         elif expected is None:
-            expected = COLD_START_SHARE * use.total_blocks
-        return min(use.total_blocks, max(use.online_blocks, round(expected)))
+            expected = COLD_START_SHARE * total_blocks
+        return min(total_blocks, max(online_blocks, round(expected)))
 
     def fits(
         self, use: KvUse, forecast_blocks: float | None, *, is_engine_idle: bool = False
@@ -57,8 +63,7 @@ class OnlineReserve:
         """
         if is_engine_idle:
             return use.subtree_blocks <= use.total_blocks
-        offline_blocks = use.offline_running_blocks + use.wanted_blocks + use.subtree_blocks
-        return offline_blocks <= use.total_blocks - self.blocks(use, forecast_blocks)
+        return use.fits_beside(self.blocks(use.total_blocks, use.online_blocks, forecast_blocks))
 
 
 FORECAST_RESERVE = OnlineReserve("forecast", None)

@@ -106,6 +106,11 @@ class ReuseIndex:
         """
         self._tree.front_rank = max(self._tree.front_rank, front_rank)
 
+    @property
+    def front_rank(self) -> int:
+        """The rank at which the engine works now."""
+        return self._tree.front_rank
+
     def reuse_count(self, key: bytes) -> int:
         """Offline rows that will read this block, the one that runs now included. O(1)."""
         segment = self.blocks.get(key)

@@ -86,7 +86,8 @@ def _describe(view: dict[str, Any]) -> str:
         return f"{view['name']}: {view['stalled']}"
     if view["stage"]:
         return f"{view['name']}: {view['stage']}"
-    return f"{view['name']}: {view['rows_per_s']:.1f} rows/s"
+    late = f", {view['deadline_outlook']}" if view["is_deadline_kept"] is False else ""
+    return f"{view['name']}: {view['rows_per_s']:.1f} rows/s{late}"
 
 
 def _done(view: dict[str, Any]) -> int:

@@ -2,107 +2,98 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import numpy as np
 import typer
-from rich.table import Table
-from rich.text import Text
 
-from batchrun.cli.console import LateProgress, out, print_json
+from batchrun.cli.console import LateProgress, note, out, print_json
+from batchrun.cli.inspect_figures import Inspected
+from batchrun.cli.inspect_kv import find_kv_size
+from batchrun.cli.inspect_outputs import estimate_outputs
+from batchrun.cli.inspect_page import write_page
+from batchrun.cli.inspect_study import study_job
+from batchrun.cli.inspect_view import rendered
 from batchrun.cli.options import HomeOption, JsonOption
 from batchrun.cli.results import stored_job
-from batchrun.config import load_home
+from batchrun.config import load_deployment, load_home
+from batchrun.errors import InputError
 from batchrun.home import Home
 from batchrun.inputs import InputData, RequestTemplate, check_columns, check_ids, open_input
+from batchrun.inputs.prompts import read_prompts
 from batchrun.jobspec import JobSpec, load_job_file
-from batchrun.planning import BYTES_PER_TOKEN, JobPlan, plan_job
+from batchrun.store import JobRecord, Store
 from batchrun.submission import open_submitted
 from batchrun.types import ProgressSink
 
 JOB_FILE_SUFFIXES = (".yaml", ".yml")
 
+Stored = tuple[Store, JobRecord]
+
 
 def inspect(
     target: Annotated[str, typer.Argument(help="Job file (YAML) or job id.")],
     *,
+    kv_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--kv-tokens", min=1, help="Tokens of KV that an engine has, for the hit rate."
+        ),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Also draw the distributions, as one HTML file.")
+    ] = None,
     home_path: HomeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show a job's rows, tokens and shared prefixes, and what a run would do."""
-    with LateProgress() as progress:
-        spec, plan = _plan(target, load_home(home_path), progress)
-    study = _study(spec, plan)
+    """Study a job's prompts: lengths, shared prefixes, hit rates, and the order of a run."""
+    if html is not None and not html.absolute().parent.is_dir():
+        raise InputError(f"--html {html}: there is no folder {html.parent}")
+    home = load_home(home_path)
+    with LateProgress() as progress, _opened(target, home) as (spec, data, stored):
+        inspected = _inspected(spec, data, stored, home, kv_tokens, progress)
+        figures = inspected.figures()
+    shown = inspected.distributions()
+    if html is not None:
+        write_page(html, figures, shown)
+        note(f"distributions drawn in {html}")
     if as_json:
-        print_json(study)
-        return
-    table = Table(box=None, show_header=False)
-    for key, value in _described(study).items():
-        table.add_row(key, Text(value, overflow="fold"))
-    out.print(table)
+        print_json(figures)
+    else:
+        out.print(rendered(figures, shown))
 
 
-def _plan(target: str, home: Home, progress: ProgressSink) -> tuple[JobSpec, JobPlan]:
+@contextmanager
+def _opened(target: str, home: Home) -> Iterator[tuple[JobSpec, InputData, Stored | None]]:
+    """A job file's input as it is, or a submitted job's as it was, with what is stored of it."""
     if target.endswith(JOB_FILE_SUFFIXES):
         spec = load_job_file(Path(target), cwd=Path.cwd())
-        data = open_input(spec.input)
-    else:
-        with stored_job(target, home) as (_, record):
-            spec = JobSpec.model_validate_json(record.spec)
-            data = open_submitted(record, spec, links=home.inputs)
-    try:
-        return spec, _plan_checked(spec, data, progress)
-    finally:
-        data.close()
+        with open_input(spec.input) as data:
+            yield spec, data, None
+        return
+    with stored_job(target, home) as (store, record):
+        spec = JobSpec.model_validate_json(record.spec)
+        with open_submitted(record, spec, links=home.inputs) as data:
+            yield spec, data, (store, record)
 
 
-def _plan_checked(spec: JobSpec, data: InputData, progress: ProgressSink) -> JobPlan:
+def _inspected(
+    spec: JobSpec,
+    data: InputData,
+    stored: Stored | None,
+    home: Home,
+    kv_tokens: int | None,
+    progress: ProgressSink,
+) -> Inspected:
     template = RequestTemplate(spec, data.columns, model=spec.model)
     check_columns(spec, data)
     check_ids(data, progress=progress)
-    return plan_job(spec, data, template, progress)
-
-
-def _study(spec: JobSpec, plan: JobPlan) -> dict[str, Any]:
-    tokens = plan.text_bytes / BYTES_PER_TOKEN
-    max_tokens = spec.request.get("max_tokens", spec.request.get("max_completion_tokens"))
-    return {
-        "name": spec.name,
-        "endpoint": spec.endpoint,
-        "rows": plan.num_rows,
-        "rows_with_template_errors": len(plan.errors),
-        "prompt_tokens_estimated": int(tokens.sum()),
-        "prompt_tokens_mean": float(tokens.mean()),
-        "prompt_tokens_std": float(np.std(tokens)),
-        "shared_share": plan.shared_share,
-        "prefix_groups": plan.num_groups,
-        "max_output_tokens": max_tokens if isinstance(max_tokens, int) else None,
-        "first_rows": plan.order.rows[:10].tolist(),
-        "output_path": spec.output.path,
-        "first_error": next((f"row {row}: {e.message}" for row, e in plan.errors.items()), None),
-    }
-
-
-def _described(study: dict[str, Any]) -> dict[str, str]:
-    computed = study["prompt_tokens_estimated"] * (1 - study["shared_share"])
-    lines = {
-        "job": f"{study['name']}, {study['endpoint']}",
-        "rows": f"{study['rows']:,}",
-        "prompt": f"about {study['prompt_tokens_estimated']:,} tokens in all, "
-        f"{study['prompt_tokens_mean']:,.0f} ± {study['prompt_tokens_std']:,.0f} a row "
-        f"(estimated at {BYTES_PER_TOKEN:g} bytes a token)",
-        "shared": f"{study['shared_share']:.0%} of it is a prefix that an earlier row holds, in "
-        f"{study['prefix_groups']:,} groups of rows",
-        "a run": f"computes about {computed:,.0f} prompt tokens, the groups one after the other; "
-        f"first rows: {', '.join(map(str, study['first_rows']))}",
-        "output": f"{study['output_path']}",
-    }
-    if study["max_output_tokens"] is not None:
-        lines["answers"] = f"at most {study['max_output_tokens']:,} tokens each"
-    if study["rows_with_template_errors"]:
-        lines["errors"] = (
-            f"rows that cannot be rendered and will fail: {study['rows_with_template_errors']:,}; "
-            f"first: {study['first_error']}"
-        )
-    return lines
+    deployment = load_deployment(None)
+    kv = find_kv_size(kv_tokens, deployment, home)
+    prompts = read_prompts(deployment.model_folder(home), now=datetime.now().astimezone())
+    job = study_job(spec, data, template, prompts, progress)
+    outputs = estimate_outputs(spec, data, stored, job.counted.bytes_per_token)
+    return Inspected(spec, job, outputs, kv)

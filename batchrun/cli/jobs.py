@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -15,7 +16,7 @@ from batchrun.cli.console import LateProgress, note, print_json, say
 from batchrun.cli.daemon_client import DaemonClient
 from batchrun.cli.follow import follow
 from batchrun.cli.options import HomeOption, JobArgument, JobFileArgument, JsonOption
-from batchrun.config import load_home
+from batchrun.config import load_deployment, load_home
 from batchrun.errors import DaemonUnavailableError, UnknownJobError
 from batchrun.home import Home
 
@@ -35,6 +36,12 @@ class Switch(StrEnum):
 def submit(
     file: JobFileArgument,
     *,
+    continue_from: Annotated[
+        str | None,
+        typer.Option(
+            "--continue-from", metavar="JOB", help="Take over finished rows that are the same."
+        ),
+    ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until the job has ended.")] = False,
     strict: Annotated[
         bool, typer.Option("--strict", help="With --wait: exit 1 when rows failed.")
@@ -44,7 +51,7 @@ def submit(
 ) -> None:
     """Add a job. Without a daemon it waits in the store until one runs."""
     home = load_home(home_path)
-    job = prepare(file, home)
+    job = prepare(file, home, continue_from)
     if wait and not DaemonClient(home).is_running():
         raise DaemonUnavailableError(
             f"{file} was not submitted: no daemon runs to wait for; start one with "
@@ -71,9 +78,21 @@ def pause(job: JobArgument, *, home_path: HomeOption = None, as_json: JsonOption
     _change(job, "pause", home_path, as_json=as_json)
 
 
-def resume(job: JobArgument, *, home_path: HomeOption = None, as_json: JsonOption = False) -> None:
-    """Go on with a paused job."""
-    _change(job, "resume", home_path, as_json=as_json)
+def resume(
+    job: JobArgument,
+    *,
+    accept_input: Annotated[
+        bool, typer.Option("--accept-input", help="Go on with the input as it is now.")
+    ] = False,
+    home_path: HomeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Go on with a paused job.
+
+    With --accept-input rows keep their numbers, and those that are done keep their results.
+    """
+    action = "resume-accepting-input" if accept_input else "resume"
+    _change(job, action, home_path, as_json=as_json)
 
 
 def offline(
@@ -90,13 +109,23 @@ def offline(
         say(f"offline work is {switch}")
 
 
-def prepare(file: Path, home: Home) -> NewJob:
-    """Read, check and pin a job file. Raises JobSpecError, DataError and ConfigError."""
-    from batchrun.jobspec import load_job_file
-    from batchrun.submission import prepare_job
+def prepare(file: Path, home: Home, continue_from: str | None = None) -> NewJob:
+    """Read, check and pin a job file.
+
+    Raises JobSpecError, DataError and ConfigError; for `continue_from` UnknownJobError, and
+    DataError where that job's input is not what it was any more.
+    """
+    from batchrun.cli.results import stored_job
+    from batchrun.jobspec import JobSpec, load_job_file
+    from batchrun.submission import open_submitted, prepare_job
 
     with LateProgress() as progress:
         spec = load_job_file(file, cwd=Path.cwd())
+        if continue_from is not None:
+            with stored_job(continue_from, home) as (_, record):
+                before = JobSpec.model_validate_json(record.spec)
+                open_submitted(record, before, links=home.inputs).close()
+                spec = spec.model_copy(update={"continue_from": record.id})
         home.create()
         return prepare_job(spec, links=home.inputs, progress=progress)
 
@@ -111,15 +140,16 @@ def hand_over(job: NewJob, home: Home) -> tuple[str, bool]:
 
 
 def _add_to_store(job: NewJob, home: Home) -> str:
-    from batchrun.store import StoreLock, jobs, open_store
+    from batchrun.store import DaemonLock, StoreLock, jobs, open_for, open_store
 
     home.create()
     with StoreLock(home.store_lock, wait_s=LOCK_WAIT_S):
-        store = open_store(home.store)
-        try:
+        if home.has_store:
+            store = open_store(home.store_location)
+        else:
+            store = open_for(home, load_deployment(None).store_url)
+        with closing(store), DaemonLock(store, wait_s=LOCK_WAIT_S):
             return jobs.create(store, job, now_s=time.time()).id
-        finally:
-            store.close()
 
 
 def _change(job: str, action: str, home_path: Path | None, *, as_json: bool) -> None:

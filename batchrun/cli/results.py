@@ -107,9 +107,9 @@ def errors(
 @contextmanager
 def stored_job(job: str, home: Home) -> Iterator[tuple[Store, JobRecord]]:
     """A job as it stands in the store, beside a daemon or without one."""
-    if not home.store.exists():
+    if not home.has_store:
         raise UnknownJobError(f"{job}: no such job; {home.path} holds no jobs yet")
-    store = open_store(home.store)
+    store = open_store(home.store_location)
     try:
         yield store, job_records.get(store, job)
     finally:

@@ -88,7 +88,7 @@ def _take_up(job: NewJob, home: Home, client: DaemonClient) -> str:
 
 
 def _find_unfinished(job: NewJob, home: Home) -> str | None:
-    store = open_store(home.store)
+    store = open_store(home.store_location)
     try:
         found = jobs.find_unfinished(store, job.content_hash)
     finally:

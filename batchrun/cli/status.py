@@ -13,6 +13,7 @@ from rich.text import Text
 
 from batchrun.cli.console import out, print_json
 from batchrun.cli.daemon_client import DaemonClient
+from batchrun.cli.engine_view import engine_table
 from batchrun.cli.options import HomeOption, JsonOption
 from batchrun.config import load_home
 from batchrun.errors import DaemonUnavailableError, UnknownJobError
@@ -47,7 +48,7 @@ def _picture(home: Home, job: str | None) -> dict[str, Any]:
         picture = DaemonClient(home).get("/status")
     except DaemonUnavailableError:
         picture = {"gateway": None, "offline": None, "stalled": None, "engines": [], "jobs": []}
-        if home.store.exists():
+        if home.has_store:
             picture["jobs"] = _stored_jobs(home)
     if job is not None:
         wanted = [v for v in picture["jobs"] if v["id"].startswith(job) or v["name"] == job]
@@ -61,7 +62,7 @@ def _stored_jobs(home: Home) -> list[dict[str, object]]:
     from batchrun.daemon import view_job
     from batchrun.store import jobs, open_store, results
 
-    store = open_store(home.store)
+    store = open_store(home.store_location)
     try:
         records = jobs.list_jobs(store)
         return [view_job(r, results.count(store, r.seq)).to_json() for r in records]
@@ -85,6 +86,9 @@ def _render(picture: dict[str, Any], job: str | None) -> RenderableType:
         parts.append(_job_table(picture["jobs"]))
     else:
         parts.append(Text("no jobs yet; add one with `batchrun submit FILE`"))
+    for engine in picture["engines"]:
+        if engine["telemetry"] is not None:
+            parts += [Text(""), engine_table(engine["name"], engine["telemetry"])]
     return Group(*parts)
 
 
@@ -105,7 +109,7 @@ def _job_table(views: list[dict[str, Any]]) -> Table:
         table.add_row(
             view["id"],
             view["name"],
-            view["stage"] or view["state"],
+            _state(view),
             f"{view['num_completed']:,}",
             f"{view['num_failed']:,}",
             f"{view['num_rows']:,}",
@@ -114,6 +118,11 @@ def _job_table(views: list[dict[str, Any]]) -> Table:
             _share(view["hit_rate"]),
         )
     return table
+
+
+def _state(view: dict[str, Any]) -> str:
+    state = str(view["stage"] or view["state"])
+    return f"{state}, late" if view["is_deadline_kept"] is False else state
 
 
 def _detail(view: dict[str, Any]) -> Table:
@@ -127,6 +136,9 @@ def _detail(view: dict[str, Any]) -> Table:
         f"and {view['served_tokens_per_s']:,.0f} served tokens/s",
         "ETA": _duration(view["eta_s"]),
         "hit rate": f"{_share(view['hit_rate'])} (best possible {_share(view['best_hit_rate'])})",
+        "estimates": _estimates(view["estimate_error"]),
+        "cached tokens": _cached(view),
+        "deadline": view["deadline_outlook"],
         "output": view["output_path"],
     }
     table = Table(box=None, show_header=False)
@@ -134,6 +146,22 @@ def _detail(view: dict[str, Any]) -> Table:
         if value is not None:
             table.add_row(key, Text(str(value), overflow="fold"))
     return table
+
+
+def _estimates(error: float | None) -> str | None:
+    return None if not error else f"prompt tokens were off by {error:.1%} on average"
+
+
+def _cached(view: dict[str, Any]) -> str | None:
+    if view["cache_agreement"] is None:
+        return None
+    line = f"foretold and returned agree to {view['cache_agreement']:.0%}"
+    if view["is_cached_less_than_planned"]:
+        line += (
+            "; the engine caches less than was planned: its prefix caching may be off, its KV "
+            "small, or its chat template another than the model's"
+        )
+    return line
 
 
 def _share(share: float | None) -> str:

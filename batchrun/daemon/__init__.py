@@ -2,6 +2,7 @@
 
 from batchrun.daemon.closing import export
 from batchrun.daemon.daemon import Daemon
+from batchrun.daemon.engine_view import view_engine
 from batchrun.daemon.slots import Slot
 from batchrun.daemon.supervisor import Supervisor
 from batchrun.daemon.view import JobView, view_job
@@ -12,5 +13,6 @@ __all__ = [
     "Slot",
     "Supervisor",
     "export",
+    "view_engine",
     "view_job",
 ]

@@ -3,45 +3,49 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from dataclasses import dataclass, field
 
+from batchrun.daemon.backpressure import Refusals
 from batchrun.daemon.breaker import CircuitBreaker
+from batchrun.daemon.cache_watch import CacheWatch
+from batchrun.daemon.pace import Pace
+from batchrun.daemon.row_costs import RowCosts
 from batchrun.inputs import InputData, RequestTemplate
+from batchrun.inputs.planned_rows import PlannedRows
 from batchrun.jobspec import JobSpec
 from batchrun.planning import JobPlan
-from batchrun.pool import PrefixNodes, RowQueue
+from batchrun.pool import IntArray, RowQueue
 from batchrun.store import Counts, JobRecord
 from batchrun.types import Outcome, OutcomeKind
-
-RATE_WINDOW_S = 30.0
 
 
 @dataclass(slots=True)
 class ActiveJob:
     """One running job: its rows still to come, its tasks in flight, its progress.
 
-    `pending_from[i]` counts the rows from position i of the planned order on that had no result
-    when the job was opened.
+    `current_node` is the prefix node of the row that was handed out last. Rows are read, and the
+    input is closed, under the lock `reading`.
     """
 
     record: JobRecord
     spec: JobSpec
     data: InputData
+    rows: PlannedRows
     template: RequestTemplate
     plan: JobPlan
     queue: RowQueue
     counts: Counts
     attempts: dict[int, int]
     deaths: dict[int, int]
-    group_of: dict[int, int]
-    nodes: PrefixNodes
-    pending_from: list[int]
+    group_of: IntArray
+    costs: RowCosts
+    cache: CacheWatch
     breaker: CircuitBreaker
+    refusals: Refusals = field(default_factory=Refusals)
+    reading: asyncio.Lock = field(default_factory=asyncio.Lock)
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    in_flight_tokens: int = 0
-    served_tokens: int = 0
-    recent: deque[tuple[float, int, int]] = field(default_factory=deque)
+    current_node: int | None = None
+    pace: Pace = field(default_factory=Pace)
 
     def is_ready(self, now_s: float) -> bool:
         """Whether a row could be handed out at `now_s` (monotonic)."""
@@ -60,15 +64,18 @@ class ActiveJob:
             self.counts.num_cached_tokens + usage.num_cached_tokens,
         )
         served = usage.num_prompt_tokens + usage.num_output_tokens
-        self.recent.append((now_s, served, served - usage.num_cached_tokens))
+        self.plan.tokens.correct(int(self.plan.text_bytes[outcome.row]), usage.num_prompt_tokens)
+        self.pace.add(now_s, served, served - usage.num_cached_tokens)
 
-    def rates(self, now_s: float) -> tuple[float, float, float]:
-        """(rows, served tokens, computed tokens) per second over the last `RATE_WINDOW_S`."""
-        while self.recent and self.recent[0][0] < now_s - RATE_WINDOW_S:
-            self.recent.popleft()
-        if not self.recent:
-            return 0.0, 0.0, 0.0
-        span_s = max(now_s - self.recent[0][0], 1.0)
-        served = sum(entry[1] for entry in self.recent)
-        computed = sum(entry[2] for entry in self.recent)
-        return len(self.recent) / span_s, served / span_s, computed / span_s
+    def close(self) -> None:
+        """Close the input and give the copy of its rows back. Blocking."""
+        self.rows.close()
+        self.data.close()
+
+    def accuracy(self) -> str:
+        """How good the plan was, in a line for people."""
+        cached = self.cache.agreement
+        return (
+            f"prompt tokens were estimated to {self.plan.tokens.mape:.1%}, cached tokens foretold "
+            f"and returned agree to {cached.share:.0%} over {cached.num_rows:,} rows"
+        )

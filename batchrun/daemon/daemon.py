@@ -12,27 +12,33 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
-from batchrun.config import WindowConfig
+from batchrun.continuing import continue_job
 from batchrun.daemon.active_job import ActiveJob
-from batchrun.daemon.closing import export
 from batchrun.daemon.dispatcher import Dispatcher
+from batchrun.daemon.job_end import RETRY_INTERVAL_S, JobEnd, until_reached, until_stored
 from batchrun.daemon.opening import open_job
+from batchrun.daemon.retention import remove_old_results
 from batchrun.daemon.slots import Slot
+from batchrun.daemon.steering import Steering
 from batchrun.daemon.tasks import Stage, TaskSet
+from batchrun.daemon.view import spec_of
 from batchrun.daemon.writer import Entry, ResultWriter
 from batchrun.errors import BatchrunError, StateError, StoreError
+from batchrun.inputs.prompts import read_prompts
 from batchrun.store import JobRecord, NewJob, Store, jobs
+from batchrun.submission import pin_anew
 from batchrun.types import JobState
 
 log = logging.getLogger(__name__)
 
 DEADLINE_CHECK_S = 1.0
-RETRY_INTERVAL_S = 2.0
-OUTPUT_RETRY_S = 30.0
 CLEAN_STOP_S = 8.0
 OFFLINE_SETTING = "offline"
+SIT_OUT_S = 30.0
+"""So long rows may sit in an engine while offline work is off; then they are taken back."""
 LIVE_STATES = (JobState.VALIDATING, JobState.RUNNING, JobState.FINALIZING, JobState.CANCELLING)
 
 
@@ -40,31 +46,37 @@ LIVE_STATES = (JobState.VALIDATING, JobState.RUNNING, JobState.FINALIZING, JobSt
 class Daemon:
     """Runs the jobs of one store on some engines. `run` drives it; the rest are user commands.
 
+    `model_folder` holds the files of the engines' model, where they are on this machine. Results
+    are removed `retention_s` after their job's end; None keeps them.
     Commands raise UnknownJobError, StateError or StoreError.
     """
 
     store: Store
     slots: Sequence[Slot]
-    window: WindowConfig
     links: Path
+    model_folder: Path | None = None
+    retention_s: float | None = None
     active: dict[int, ActiveJob] = field(default_factory=dict)
     stages: dict[str, Stage] = field(default_factory=dict)
     writer: ResultWriter = field(init=False)
     dispatcher: Dispatcher = field(init=False)
+    steering: Steering = field(init=False)
+    end: JobEnd = field(init=False)
     _commands: asyncio.Lock = field(default_factory=asyncio.Lock)
     _opening: dict[int, JobRecord] = field(default_factory=dict)
-    _closing: dict[int, asyncio.Lock] = field(default_factory=dict)
-    _output_retry_at_s: dict[int, float] = field(default_factory=dict)
+    _sit_out_until_s: float | None = None
     _tasks: TaskSet = field(init=False)
 
     def __post_init__(self) -> None:
         self._tasks = TaskSet(self._on_bug)
         self.writer = ResultWriter(self.store, self._on_committed)
+        self.end = JobEnd(self.store, self.writer, self.links, self.stages, self._pause_for)
         epoch = jobs.begin_epoch(self.store, pid=os.getpid(), now_s=time.time())
-        self.dispatcher = Dispatcher(
-            self.store, self.writer, self.slots, self.window, epoch, self._pause_soon
-        )
-        self.dispatcher.is_offline_on = bool(jobs.read_setting(self.store, OFFLINE_SETTING, True))
+        self.dispatcher = Dispatcher(self.store, self.writer, self.slots, epoch, self._pause_soon)
+        links = {s.engine.name: (s.link, s.hint_nonce or "") for s in self.slots if s.link}
+        self.steering = Steering(links, epoch, self.dispatcher.jobs.keys)
+        is_offline_on = bool(jobs.read_setting(self.store, OFFLINE_SETTING, True))
+        self.dispatcher.is_offline_on = self.steering.is_offline_on = is_offline_on
 
     async def run(self) -> None:
         """Take up every unfinished job and work until cancelled; then stop cleanly.
@@ -73,12 +85,17 @@ class Daemon:
         """
         self._tasks.spawn(self.writer.run())
         self._tasks.spawn(self.dispatcher.run())
-        self._tasks.spawn(self.dispatcher.watch_suspects())
-        for record in await asyncio.to_thread(jobs.list_jobs, self.store, only=LIVE_STATES):
+        self._tasks.spawn(self.dispatcher.watch_engines())
+        self._tasks.spawn(self.steering.run())
+        self._tasks.spawn(remove_old_results(self.store, self.links, age_s=self.retention_s))
+        for record in await until_reached(jobs.list_jobs, self.store, only=LIVE_STATES):
             self._take_up(record)
         try:
             while True:
                 await self._expire_overdue()
+                await self._take_back_rows()
+                for outlook in self.dispatcher.assigner.turns.take_news():
+                    log.warning("%s %s", outlook.job_id, outlook)
                 await asyncio.sleep(DEADLINE_CHECK_S)
         finally:
             await self._stop()
@@ -97,11 +114,17 @@ class Daemon:
             await self._withdraw(record.seq)
             return paused
 
-    async def resume(self, job_id: str) -> JobRecord:
-        """Go on with a paused job."""
+    async def resume(self, job_id: str, *, accept_input: bool = False) -> JobRecord:
+        """Go on with a paused job; `accept_input`: with its input as it is now.
+
+        Raises DataError and JobSpecError when that cannot be the job's input.
+        """
         async with self._commands:
             record = await asyncio.to_thread(jobs.get, self.store, job_id)
-            resumed = await asyncio.to_thread(jobs.resume, self.store, record.id)
+            pin = None
+            if accept_input:
+                pin = await asyncio.to_thread(pin_anew, record, links=self.links)
+            resumed = await asyncio.to_thread(jobs.resume, self.store, record.id, pin=pin)
             self._take_up(resumed)
             return resumed
 
@@ -111,16 +134,22 @@ class Daemon:
             record = await asyncio.to_thread(jobs.get, self.store, job_id)
             cancelling = await asyncio.to_thread(jobs.request_cancel, self.store, record.id)
             await self._withdraw(record.seq)
-            self._tasks.spawn(self._close(cancelling), record.id)
+            self._tasks.spawn(self.end.close(cancelling), record.id)
             return cancelling
 
     async def set_offline(self, *, on: bool) -> None:
-        """Turn all offline work on or off, durably; off aborts what is in flight."""
+        """Turn all offline work on or off, durably.
+
+        Off: rows in engines with batchrun's scheduler sit out from the next step on and go on with
+        `on`; after `SIT_OUT_S`, and in other engines at once, they are aborted and pending again.
+        """
         await asyncio.to_thread(jobs.write_setting, self.store, OFFLINE_SETTING, on)
         self.dispatcher.is_offline_on = on
-        if not on:
-            for job in list(self.active.values()):
-                await self.dispatcher.abort(job)
+        obeying = await self.steering.switch(on=on)
+        busy = {slot.engine.name for slot in self.slots if slot.window.num_rows}
+        patience_s = SIT_OUT_S if busy <= obeying else 0.0
+        self._sit_out_until_s = None if on else time.monotonic() + patience_s
+        await self._take_back_rows()
         self.dispatcher.wake()
 
     def _take_up(self, record: JobRecord) -> None:
@@ -128,66 +157,60 @@ class Daemon:
             self._opening[record.seq] = record
             self._tasks.spawn(self._open(record), record.id)
         elif record.state in {JobState.FINALIZING, JobState.CANCELLING}:
-            self._tasks.spawn(self._close(record), record.id)
+            self._tasks.spawn(self.end.close(record), record.id)
+
+    def _open_now(self, record: JobRecord, stage: Stage) -> ActiveJob:
+        if record.state is JobState.VALIDATING and spec_of(record).continue_from is not None:
+            num_rows = continue_job(self.store, record, links=self.links, progress=stage)
+            log.info("%s: %d rows taken over", record.id, num_rows)
+        created_at = datetime.fromtimestamp(record.created_at).astimezone()
+        prompts = read_prompts(self.model_folder, now=created_at)
+        return open_job(self.store, record, links=self.links, prompts=prompts, progress=stage)
 
     async def _open(self, record: JobRecord) -> None:
         """Bring a job into memory and let its rows go, unless it was taken up anew meanwhile."""
         await self.writer.flush()
         stage = self.stages.setdefault(record.id, Stage())
         try:
-            job = await asyncio.to_thread(
-                open_job, self.store, record, links=self.links, progress=stage
-            )
+            job = await until_reached(self._open_now, record, stage)
         except BatchrunError as error:
             await self._pause_for(record.id, str(error))
             return
         finally:
             self.stages.pop(record.id, None)
         async with self._commands:
-            if self._opening.get(record.seq) is not record:
+            if not await self._start(record, job):
+                await asyncio.to_thread(job.close)
                 return
-            del self._opening[record.seq]
-            now = await asyncio.to_thread(jobs.get, self.store, record.id)
-            if now.state is JobState.VALIDATING:
-                now = await self._stored(jobs.start, record.id, now_s=time.time())
-            if now.state is not JobState.RUNNING:
-                return
-            job.record = now
-            self.active[record.seq] = job
-            self.dispatcher.add(job)
         log.info("%s: %d rows to run", record.id, job.queue.num_pending)
         self._finish_if_done(job)
+
+    async def _start(self, record: JobRecord, job: ActiveJob) -> bool:
+        """Let the rows of an opened job go, unless it was taken up anew or is not to run."""
+        if self._opening.get(record.seq) is not record:
+            return False
+        del self._opening[record.seq]
+        now = await until_reached(jobs.get, self.store, record.id)
+        if now.state is JobState.VALIDATING:
+            now = await until_stored(jobs.start, self.store, record.id, now_s=time.time())
+        if now.state is not JobState.RUNNING:
+            return False
+        job.record = now
+        self.active[record.seq] = job
+        self.dispatcher.add(job)
+        return True
 
     async def _finish(self, record: JobRecord, ends_as: JobState) -> None:
         finalizing = await self._leave_running(jobs.begin_finalizing, record.id, ends_as)
         if finalizing is not None:
-            await self._close(finalizing)
+            await self.end.close(finalizing)
 
-    async def _close(self, record: JobRecord) -> None:
-        """Write the output file, then end the job. One at a time: an export cannot be stopped."""
-        await self.writer.flush()
-        async with self._closing.setdefault(record.seq, asyncio.Lock()):
-            now = await asyncio.to_thread(jobs.get, self.store, record.id)
-            if now.state in {JobState.FINALIZING, JobState.CANCELLING}:
-                await self._export(now)
-
-    async def _export(self, record: JobRecord) -> None:
-        stage = self.stages.setdefault(record.id, Stage())
-        reason = None
-        try:
-            await asyncio.to_thread(export, self.store, record, links=self.links, progress=stage)
-        except BatchrunError as error:
-            reason = f"output not written: {error}"
-        finally:
-            self.stages.pop(record.id, None)
-        if reason is not None and record.state is JobState.FINALIZING:
-            self._output_retry_at_s[record.seq] = time.monotonic() + OUTPUT_RETRY_S
-            await self._pause_for(record.id, reason)
+    async def _take_back_rows(self) -> None:
+        if self._sit_out_until_s is None or time.monotonic() < self._sit_out_until_s:
             return
-        try:
-            await self._stored(jobs.finish, record.id, now_s=time.time(), reason=reason)
-        except StateError as error:
-            log.info("%s", error)
+        self._sit_out_until_s = None
+        for job in list(self.active.values()):
+            await self.dispatcher.abort(job)
 
     async def _expire_overdue(self) -> None:
         open_states = (JobState.VALIDATING, JobState.RUNNING, JobState.PAUSED)
@@ -196,10 +219,9 @@ class Daemon:
         except StoreError as error:
             log.error("the store cannot be read: %s", error)
             return
-        now_s = time.monotonic()
         for record in records:
             is_overdue = record.expires_at is not None and record.expires_at <= time.time()
-            if is_overdue and self._output_retry_at_s.get(record.seq, now_s) <= now_s:
+            if is_overdue and self.end.may_try(record.seq):
                 self._tasks.spawn(self._finish(record, JobState.EXPIRED), record.id)
 
     def _on_committed(self, batch: Sequence[Entry]) -> None:
@@ -219,7 +241,7 @@ class Daemon:
     def _pause_soon(self, job: ActiveJob, reason: str) -> None:
         """Let no more rows go at once, and pause the job as soon as the store takes it."""
         if self.dispatcher.jobs.get(job.record.id) is job:
-            del self.dispatcher.jobs[job.record.id]
+            self.dispatcher.hold(job)
             self._tasks.spawn(self._pause_unless_done(job, reason), job.record.id)
 
     async def _pause_unless_done(self, job: ActiveJob, reason: str) -> None:
@@ -256,24 +278,16 @@ class Daemon:
         if job is not None:
             await self.dispatcher.remove(job)
             self.active.pop(job_seq, None)
-
-    async def _stored(
-        self, transition: Callable[..., JobRecord], *args: object, **kwargs: object
-    ) -> JobRecord:
-        """Make a transition; while the store cannot be written, wait and try again."""
-        while True:
-            try:
-                return await asyncio.to_thread(transition, self.store, *args, **kwargs)
-            except StoreError as error:
-                log.error("the store cannot be written: %s", error)
-                await asyncio.sleep(RETRY_INTERVAL_S)
+            self.steering.forget(job.record.id)
+            log.info("%s: %s", job.record.id, job.accuracy())
 
     async def _stop(self) -> None:
         self.dispatcher.is_offline_on = False
         for job in list(self.active.values()):
             await self.dispatcher.remove(job)
         try:
-            await asyncio.wait_for(self.writer.flush(), CLEAN_STOP_S)
+            async with asyncio.timeout(CLEAN_STOP_S):
+                await self.writer.flush()
         except TimeoutError:
             log.error("stopped with results that could not be written: %s", self.writer.stalled)
         await self._tasks.cancel_all()

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from batchrun.config import WindowConfig
 from batchrun.daemon.active_job import ActiveJob
-from batchrun.daemon.backoff import retry_delay_s
+from batchrun.daemon.assigning import Assigner, seconds_left
+from batchrun.daemon.backoff import FIRST_DELAY_S, retry_delay_s
 from batchrun.daemon.hinting import Hinter
-from batchrun.daemon.slots import Assignment, Slot, choose_slot
+from batchrun.daemon.slots import Assignment, Slot
 from batchrun.daemon.writer import ResultWriter
 from batchrun.errors import BatchrunError, EngineError, StoreError
 from batchrun.inputs import RowRenderError
@@ -24,11 +25,13 @@ from batchrun.types import EngineState, Outcome, OutcomeKind, Request, RowError
 log = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.25
-ROWS_PER_READ = 16
+GATHER_S = 0.01
+"""Rows that end within this time are replaced together: reading a row costs a switch of threads."""
 OFFLINE_PRIORITY = 1
 DEFAULT_MODEL = "default"
-SOLO_AFTER_DEATHS = 2
 MAX_DEATHS = 4
+RETRY_SHARE = 0.5
+"""A row never waits for longer than this part of the time until its job's deadline."""
 
 
 @dataclass(slots=True)
@@ -42,17 +45,22 @@ class Dispatcher:
     store: Store
     writer: ResultWriter
     slots: Sequence[Slot]
-    window: WindowConfig
     epoch: int
     pause_job: Callable[[ActiveJob, str], None]
-    jobs: dict[str, ActiveJob] = field(default_factory=dict)
     is_offline_on: bool = True
     rng: random.Random = field(default_factory=random.Random)
     hinter: Hinter = field(init=False)
+    assigner: Assigner = field(init=False)
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.hinter = Hinter(self.epoch)
+        self.assigner = Assigner(self.slots)
+
+    @property
+    def jobs(self) -> Mapping[str, ActiveJob]:
+        """The jobs whose rows go, by id."""
+        return self.assigner.jobs
 
     def wake(self) -> None:
         """Something changed that may let another row go."""
@@ -60,35 +68,52 @@ class Dispatcher:
 
     def add(self, job: ActiveJob) -> None:
         """Let a job's rows go, from now on with its fair share."""
-        shares = [other.served_tokens / other.spec.weight for other in self.jobs.values()]
-        job.served_tokens = int(min(shares, default=0.0) * job.spec.weight)
-        self.jobs[job.record.id] = job
+        left_s = seconds_left(job.record.expires_at)
+        self.assigner.join(job, due_at=None if left_s == math.inf else time.monotonic() + left_s)
         self.wake()
+
+    def hold(self, job: ActiveJob) -> None:
+        """Let no more of a job's rows go; those in flight go on."""
+        self.assigner.leave(job)
 
     async def run(self) -> None:
         """Dispatch for ever; cancel to end."""
         while True:
             self._wake.clear()
-            assignments = self._assign()
+            now_s = time.monotonic()
+            assignments, again_at_s = self._assign(now_s)
             if assignments:
                 await self._send(assignments)
                 continue
+            pause_s = POLL_INTERVAL_S if again_at_s is None else again_at_s - now_s
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), POLL_INTERVAL_S)
+                async with asyncio.timeout(min(pause_s, POLL_INTERVAL_S)):
+                    await self._wake.wait()
+                    await asyncio.sleep(GATHER_S)
 
-    async def watch_suspects(self) -> None:
-        """Send rows again to engines that were down and answer now; cancel to end."""
+    async def watch_engines(self) -> None:
+        """Send rows again to engines that were down and answer now, and ask new ones for what
+        their KV holds; cancel to end."""
+        asked: set[str] = set()
         while True:
             await asyncio.sleep(POLL_INTERVAL_S)
             for slot in self.slots:
-                if slot.is_suspect and slot.engine.state is EngineState.READY:
+                if slot.engine.state is not EngineState.READY:
+                    continue
+                if slot.is_suspect:
                     slot.is_suspect = not await slot.engine.client.is_healthy()
                     self.wake()
+                elif slot.engine.name not in asked:
+                    asked.add(slot.engine.name)
+                    with suppress(EngineError):
+                        slot.kv = await slot.engine.client.kv_config()
 
     async def remove(self, job: ActiveJob) -> None:
-        """Let no more of a job's rows go, and abort what is in flight."""
-        self.jobs.pop(job.record.id, None)
+        """Let no more of a job's rows go, abort what is in flight, and close its input."""
+        self.hold(job)
         await self.abort(job)
+        async with job.reading:
+            await asyncio.to_thread(job.close)
 
     async def abort(self, job: ActiveJob) -> None:
         """Abort what is in flight of a job; its rows become pending again."""
@@ -97,30 +122,11 @@ class Dispatcher:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _assign(self) -> list[Assignment]:
+    def _assign(self, now_s: float) -> tuple[list[Assignment], float | None]:
         if not self.is_offline_on or self.writer.stalled is not None:
-            return []
-        now_s = time.monotonic()
-        assignments: list[Assignment] = []
-        while len(assignments) < ROWS_PER_READ:
-            ready = [job for job in self.jobs.values() if job.is_ready(now_s)]
-            if not ready:
-                break
-            job = min(ready, key=lambda job: job.served_tokens / job.spec.weight)
-            row = job.queue.peek(now_s)
-            assert row is not None
-            tokens = job.plan.estimate_tokens(row)
-            solo = job.deaths.get(row, 0) >= SOLO_AFTER_DEATHS
-            slot = choose_slot(self.slots, self.window, job.group_of[row], tokens, solo=solo)
-            if slot is None:
-                break
-            slot.is_solo = solo
-            job.queue.take(row)
-            job.served_tokens += tokens
-            slot.num_in_flight += 1
-            slot.in_flight_tokens += tokens
-            assignments.append(Assignment(job, row, slot, tokens))
-        return assignments
+            self.assigner.idle(now_s)
+            return [], None
+        return self.assigner.assign(now_s)
 
     async def _send(self, assignments: Sequence[Assignment]) -> None:
         by_job: dict[str, list[Assignment]] = {}
@@ -128,23 +134,33 @@ class Dispatcher:
             by_job.setdefault(assignment.job.record.id, []).append(assignment)
         for group in by_job.values():
             job = group[0].job
-            rows = [assignment.row for assignment in group]
-            try:
-                rendered = await asyncio.to_thread(_render_rows, job, rows)
-            except BatchrunError as error:
-                for assignment in group:
-                    self._release(assignment)
-                    job.queue.give_back(assignment.row)
-                self.pause_job(job, str(error))
-                continue
-            for assignment, body in zip(group, rendered, strict=True):
+            async with job.reading:
+                rendered = await self._render(group)
+            for assignment, body in zip(group, rendered, strict=False):
                 self._begin(assignment, body)
+
+    async def _render(self, group: Sequence[Assignment]) -> list[dict[str, object] | RowError]:
+        """The bodies of one job's rows; none where it left meanwhile or cannot be read."""
+        job = group[0].job
+        problem = None
+        if self.jobs.get(job.record.id) is job:
+            try:
+                rows = [assignment.row for assignment in group]
+                return await asyncio.to_thread(_render_rows, job, rows)
+            except BatchrunError as error:
+                problem = str(error)
+        for assignment in group:
+            self._release(assignment)
+            self.assigner.give_back(job, assignment.row)
+        if problem is not None:
+            self.pause_job(job, problem)
+        return []
 
     def _begin(self, assignment: Assignment, body: dict[str, object] | RowError) -> None:
         job, row = assignment.job, assignment.row
         if self.jobs.get(job.record.id) is not job or not self.is_offline_on:
             self._release(assignment)
-            job.queue.give_back(row)
+            self.assigner.give_back(job, row)
             return
         if isinstance(body, RowError):
             self._release(assignment)
@@ -163,32 +179,53 @@ class Dispatcher:
             if slot.uses_priority:
                 body["priority"] = OFFLINE_PRIORITY
             if slot.hint_nonce is not None:
-                self.hinter.add_hint(body, job, row, slot.hint_nonce)
+                is_urgent = assignment.is_urgent
+                self.hinter.add_hint(body, job, row, slot.hint_nonce, is_urgent=is_urgent)
             request = Request(job.record.id, row, attempt, self.epoch, job.spec.endpoint, body)
-            outcome = await slot.engine.client.execute(request)
+            timeout_s = job.spec.row_timeout
+            outcome = await slot.engine.client.execute(request, timeout_s=timeout_s)
             await self._settle(assignment, outcome)
         except EngineError as error:
             slot.is_suspect = True
             log.warning("engine %s: %s", slot.engine.name, error)
-            job.queue.give_back(row)
+            self.assigner.give_back(job, row)
 
     async def _settle(self, assignment: Assignment, outcome: Outcome) -> None:
         """Decide what an outcome means for its row."""
         job, slot = assignment.job, assignment.slot
         if outcome.kind in {OutcomeKind.OK, OutcomeKind.ROW_ERROR}:
+            slot.pressure.taken(slot.window.max_waiting)
+            job.refusals.forget(outcome.row)
+            job.cache.see(outcome.row, outcome.usage, slot.block_tokens)
             self._conclude(job, outcome)
         elif outcome.kind is OutcomeKind.JOB_ERROR:
-            job.queue.give_back(outcome.row)
+            self.assigner.give_back(job, outcome.row)
             assert outcome.error is not None
             self.pause_job(job, f"every row would fail: {outcome.error.message}")
         elif slot.is_suspect or not await slot.engine.client.is_healthy():
             slot.is_suspect = True
             await self._blame(job, outcome)
+        elif outcome.kind is OutcomeKind.BUSY:
+            self._wait(assignment, outcome)
         else:
             await self._retry(job, outcome)
 
+    def _wait(self, assignment: Assignment, outcome: Outcome) -> None:
+        """The engine takes no more now. The row's retries are kept for what fails; it goes again
+        a little after the rest, so that a row that is always refused holds up no other."""
+        job, slot = assignment.job, assignment.slot
+        now_s = time.monotonic()
+        num_rows = slot.window.num_rows
+        slot.pressure.refused(num_rows, outcome.retry_after_s, now_s, self.rng)
+        if job.refusals.are_enough(outcome.row, slot.pressure.num_taken):
+            self._conclude(job, outcome)
+        else:
+            ready_at_s = slot.pressure.rests_until_s + FIRST_DELAY_S
+            self.assigner.give_back(job, outcome.row, ready_at_s=ready_at_s)
+
     def _conclude(self, job: ActiveJob, outcome: Outcome) -> None:
         """The row has ended: its result goes to the store."""
+        self.assigner.settle(job, outcome)
         self.writer.put(job.record.seq, outcome)
         reason = job.breaker.see(outcome)
         if reason is not None:
@@ -204,7 +241,7 @@ class Dispatcher:
         job.deaths[row] = job.deaths.get(row, 0) + 1
         await self._remember(results.record_engine_death, job.record.seq, [row])
         if job.deaths[row] < MAX_DEATHS:
-            job.queue.give_back(row)
+            self.assigner.give_back(job, row)
             return
         error = RowError("engine_died", f"{MAX_DEATHS} engines died while this row ran")
         self._conclude(job, replace(outcome, kind=OutcomeKind.ROW_ERROR, error=error))
@@ -215,8 +252,10 @@ class Dispatcher:
             return
         job.attempts[outcome.row] = outcome.attempt
         await self._remember(results.record_attempt, job.record.seq, outcome.row, outcome.attempt)
+        left_s = seconds_left(job.record.expires_at)
         delay_s = retry_delay_s(outcome.attempt, outcome.retry_after_s, self.rng)
-        job.queue.give_back(outcome.row, ready_at_s=time.monotonic() + delay_s)
+        delay_s = min(delay_s, left_s * RETRY_SHARE)
+        self.assigner.give_back(job, outcome.row, ready_at_s=time.monotonic() + delay_s)
 
     async def _remember(self, record: Callable[..., None], *values: object) -> None:
         """Write a count that outlives the daemon; without it a restart counts anew."""
@@ -231,14 +270,13 @@ class Dispatcher:
         job.tasks.pop(assignment.row, None)
         self._release(assignment)
         if task.cancelled():
-            job.queue.give_back(assignment.row)
+            self.assigner.give_back(job, assignment.row)
         elif (error := task.exception()) is not None:
             log.critical("row %d of %s failed", assignment.row, job.record.id, exc_info=error)
             self.pause_job(job, f"internal error: {error!r}; see daemon.log")
 
     def _release(self, assignment: Assignment) -> None:
-        assignment.slot.num_in_flight -= 1
-        assignment.slot.in_flight_tokens -= assignment.tokens
+        assignment.slot.window.remove(assignment.tokens)
         self.wake()
 
     async def _default_model(self, slot: Slot) -> str:
@@ -253,7 +291,7 @@ class Dispatcher:
 def _render_rows(job: ActiveJob, rows: Sequence[int]) -> list[dict[str, object] | RowError]:
     """The bodies of these rows, read back from the input."""
     rendered: list[dict[str, object] | RowError] = []
-    for row, values in zip(rows, job.data.read_rows(rows, job.template.columns_used), strict=True):
+    for row, values in zip(rows, job.rows.read_rows(rows), strict=True):
         try:
             rendered.append(job.template.render(values, row_number=row))
         except RowRenderError as problem:

@@ -8,6 +8,8 @@ from batchrun.daemon.active_job import ActiveJob
 from batchrun.types import HINT_KEY, HINT_VERSION
 
 MAX_NODES = 8
+URGENT_LEAD = 1 << 20
+"""An urgent row's rank lies so far ahead: before every row that waits in an engine."""
 HINTED_ENDPOINTS = frozenset({"/v1/chat/completions", "/v1/completions"})
 
 
@@ -16,13 +18,21 @@ class Hinter:
 
     def __init__(self, epoch: int) -> None:
         self._epoch = epoch
-        self._next_rank = 0
+        self._next_rank = URGENT_LEAD
 
-    def add_hint(self, body: dict[str, object], job: ActiveJob, row: int, nonce: str) -> None:
+    def add_hint(
+        self,
+        body: dict[str, object],
+        job: ActiveJob,
+        row: int,
+        nonce: str,
+        *,
+        is_urgent: bool = False,
+    ) -> None:
         """Put the row's hint into its body, where the endpoint has a place for it."""
         if job.spec.endpoint not in HINTED_ENDPOINTS:
             return
-        rank = self._next_rank
+        rank = self._next_rank - (URGENT_LEAD if is_urgent else 0)
         self._next_rank += 1
         hint = {
             "v": HINT_VERSION,
@@ -44,13 +54,8 @@ def _nodes(job: ActiveJob, row: int, rank: int) -> list[list[int]]:
 
     Of a long path the outermost node and the innermost ones are told.
     """
-    position = job.queue.position_of(row)
-    path = job.nodes.path(position)
+    path = job.queue.path_of(row)
     if len(path) > MAX_NODES:
         path = [path[0], *path[1 - MAX_NODES :]]
-    told: list[list[int]] = []
-    for node in path:
-        end = int(job.nodes.ends[node])
-        to_come = int(job.pending_from[position + 1] - job.pending_from[end])
-        told.append([node, to_come, rank + 1 if to_come else rank])
-    return told
+    to_come = [job.queue.num_to_come(node) for node in path]
+    return [[node, num, rank + 1 if num else rank] for node, num in zip(path, to_come, strict=True)]

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from batchrun.daemon.active_job import ActiveJob
 from batchrun.daemon.breaker import CircuitBreaker
-from batchrun.inputs import RequestTemplate
+from batchrun.daemon.cache_watch import CacheWatch
+from batchrun.daemon.row_costs import estimate_costs
+from batchrun.inputs import InputData, RequestTemplate
+from batchrun.inputs.planned_rows import PlannedRows
+from batchrun.inputs.prompts import PLAIN_PROMPTS, PromptReader
 from batchrun.jobspec import JobSpec
 from batchrun.planning import plan_job
 from batchrun.pool import RowQueue, find_prefix_nodes
@@ -16,7 +22,12 @@ from batchrun.types import ProgressSink
 
 
 def open_job(
-    store: Store, record: JobRecord, *, links: Path, progress: ProgressSink | None = None
+    store: Store,
+    record: JobRecord,
+    *,
+    links: Path,
+    prompts: PromptReader = PLAIN_PROMPTS,
+    progress: ProgressSink | None = None,
 ) -> ActiveJob:
     """Everything the dispatcher needs to run what is left of a job. Blocking; run it in a thread.
 
@@ -25,16 +36,36 @@ def open_job(
     """
     spec = JobSpec.model_validate_json(record.spec)
     data = open_submitted(record, spec, links=links)
+    try:
+        return _plan(store, record, spec, data, (links, prompts, progress))
+    except BaseException:
+        data.close()
+        raise
+
+
+def _plan(
+    store: Store,
+    record: JobRecord,
+    spec: JobSpec,
+    data: InputData,
+    how: tuple[Path, PromptReader, ProgressSink | None],
+) -> ActiveJob:
+    links, prompts, progress = how
     template = RequestTemplate(spec, data.columns, model=spec.model)
-    plan = plan_job(spec, data, template, progress)
-    done = results.done_rows(store, record.seq).tolist()
+    plan = plan_job(spec, data, template, prompts=prompts, progress=progress)
     counts = results.count(store, record.seq)
-    queue = RowQueue(plan.order.rows, done)
+    rows = PlannedRows(
+        data, template.columns_used, plan.order.rows, scratch=links, progress=progress
+    )
+    nodes = find_prefix_nodes(plan.order.shared_chunks)
+    done = np.asarray(results.done_rows(store, record.seq), dtype=np.int64)
+    queue = RowQueue(plan.order.rows, nodes, done)
     limit = None if spec.max_failed is None else spec.max_failed.max_failed_rows(record.num_rows)
     return ActiveJob(
         record=record,
         spec=spec,
         data=data,
+        rows=rows,
         template=template,
         plan=plan,
         queue=queue,
@@ -42,7 +73,7 @@ def open_job(
         attempts=results.attempts_so_far(store, record.seq),
         deaths=results.engine_deaths(store, record.seq),
         group_of=plan.group_of(),
-        nodes=find_prefix_nodes(plan.order.shared_chunks),
-        pending_from=queue.pending_from(),
+        costs=estimate_costs(spec, plan, counts, done),
+        cache=CacheWatch(plan, queue),
         breaker=CircuitBreaker(limit, counts.num_failed),
     )

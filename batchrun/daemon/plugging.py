@@ -7,17 +7,29 @@ import secrets
 from pathlib import Path
 
 import batchrun
-from batchrun.config import Deployment
+from batchrun.config import Deployment, EngineConfig
+from batchrun.daemon.profiles import existing_profile, online_slo
 from batchrun.files import write_atomically
 from batchrun.home import Home
 from batchrun.types import HINT_NONCE_VARIABLE
+from batchrun.wire import CHANNEL_VARIABLE
 
 
-def scheduler_settings(deployment: Deployment) -> dict[str, object] | None:
-    """The settings of batchrun's scheduler, or None when engines run vLLM's own."""
-    if deployment.policy is None:
+def scheduler_settings(
+    deployment: Deployment, config: EngineConfig, home: Home
+) -> dict[str, object] | None:
+    """The settings of batchrun's scheduler in an engine, or None when engines run vLLM's own.
+
+    Raises ConfigError when a profile is wanted and missing.
+    """
+    if not deployment.runs_scheduler:
         return None
-    return {"policy": deployment.policy, "slo": deployment.slo.model_dump()}
+    profile = existing_profile(deployment, config, home)
+    return {
+        "policy": deployment.policy,
+        "slo": online_slo(deployment, home).model_dump(),
+        **({} if profile is None else {"profile": str(profile)}),
+    }
 
 
 def read_or_make_nonce(home: Home) -> str:
@@ -29,8 +41,14 @@ def read_or_make_nonce(home: Home) -> str:
     return nonce
 
 
-def plugin_env(home: Home, nonce: str) -> dict[str, str]:
-    """Environment variables for an engine: the nonce, and a folder that holds batchrun alone.
+def channel_path(home: Home, engine: str) -> Path:
+    """Where the sockets of an engine's scheduler lie, without their endings."""
+    return home.run / f"engine-{engine}"
+
+
+def plugin_env(home: Home, nonce: str, engine: str) -> dict[str, str]:
+    """Environment variables for an engine: the nonce, where its sockets go, and a folder that
+    holds batchrun alone.
 
     An engine in an environment of its own then imports batchrun, and nothing else of ours.
     """
@@ -42,4 +60,8 @@ def plugin_env(home: Home, nonce: str) -> dict[str, str]:
         link.symlink_to(package)
     inherited = os.environ.get("PYTHONPATH")
     path = os.pathsep.join([str(home.plugin), *([inherited] if inherited else [])])
-    return {HINT_NONCE_VARIABLE: nonce, "PYTHONPATH": path}
+    return {
+        HINT_NONCE_VARIABLE: nonce,
+        CHANNEL_VARIABLE: str(channel_path(home, engine)),
+        "PYTHONPATH": path,
+    }

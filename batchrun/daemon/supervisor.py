@@ -12,8 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from batchrun.config import TINY_MODEL, Deployment, EngineConfig
-from batchrun.daemon.plugging import plugin_env, read_or_make_nonce, scheduler_settings
-from batchrun.daemon.slots import Slot
+from batchrun.daemon.engine_link import EngineLink
+from batchrun.daemon.plugging import (
+    channel_path,
+    plugin_env,
+    read_or_make_nonce,
+    scheduler_settings,
+)
+from batchrun.daemon.slots import Slot, window_of
 from batchrun.engine import (
     AttachedEngine,
     AttachedSettings,
@@ -37,17 +43,20 @@ LAST_PORT = 65_535
 
 
 class Supervisor:
-    """The engines and the gateway of one deployment."""
+    """The engines and the gateway of one deployment. The gateway finds the daemon at its URL."""
 
-    def __init__(self, deployment: Deployment, home: Home) -> None:
+    def __init__(self, deployment: Deployment, home: Home, daemon_url: str) -> None:
         self._deployment = deployment
         self._home = home
-        nonce = None if deployment.policy is None else read_or_make_nonce(home)
+        self._daemon_url = daemon_url
+        nonce = read_or_make_nonce(home) if deployment.runs_scheduler else None
         self.slots: Sequence[Slot] = [
             Slot(
                 make_engine(deployment, home, index, nonce),
                 config.uses_priority,
+                window_of(deployment.window, runs_scheduler=nonce is not None and config.is_vllm),
                 nonce if config.is_vllm else None,
+                make_link(home, config) if nonce is not None and config.is_vllm else None,
             )
             for index, config in enumerate(deployment.engines)
         ]
@@ -62,7 +71,7 @@ class Supervisor:
         await asyncio.to_thread(self._ensure_gateway, is_first=True)
         await self._wait_for_gateway()
         if any(config.is_vllm for config in self._deployment.engines):
-            await asyncio.to_thread(self._build_tiny_model)
+            await asyncio.to_thread(build_model, self._deployment, self._home)
         starts = [slot.engine.start() for slot in self.slots]
         failures = await asyncio.gather(*starts, return_exceptions=True)
         errors = [failure for failure in failures if failure is not None]
@@ -150,18 +159,20 @@ class Supervisor:
             }
             for slot, config in zip(self.slots, self._deployment.engines, strict=True)
         ]
-        document = json.dumps({"engines": engines, "daemon": None})
+        document = json.dumps({"engines": engines, "daemon": {"url": self._daemon_url}})
         write_atomically(self._home.upstreams, document.encode(), mode=0o600)
 
-    def _build_tiny_model(self) -> None:
-        if self._deployment.model != TINY_MODEL:
-            return
-        try:
-            build_tiny_model(self._home.tiny_model)
-        except InputError:
-            # The folder is ours: an older batchrun built another tiny model there.
-            shutil.rmtree(self._home.tiny_model)
-            build_tiny_model(self._home.tiny_model)
+
+def build_model(deployment: Deployment, home: Home) -> None:
+    """Build the tiny model in the home, if that is what the engines serve."""
+    if deployment.model != TINY_MODEL:
+        return
+    try:
+        build_tiny_model(home.tiny_model)
+    except InputError:
+        # The folder is ours: an older batchrun built another tiny model there.
+        shutil.rmtree(home.tiny_model)
+        build_tiny_model(home.tiny_model)
 
 
 def make_engine(
@@ -186,11 +197,18 @@ def make_engine(
             python=engine_python(config, home),
             url=config.url,
             vllm_args=config.vllm_args,
-            env=config.env if hint_nonce is None else plugin_env(home, hint_nonce) | config.env,
+            env=config.env
+            if hint_nonce is None
+            else plugin_env(home, hint_nonce, config.name) | config.env,
             command=config.command,
-            scheduler=None if hint_nonce is None else scheduler_settings(deployment),
+            scheduler=None if hint_nonce is None else scheduler_settings(deployment, config, home),
         )
     )
+
+
+def make_link(home: Home, config: EngineConfig) -> EngineLink:
+    """The daemon's end of the wire to an engine that runs batchrun's scheduler."""
+    return EngineLink(channel_path(home, config.name), config.name)
 
 
 def engine_python(config: EngineConfig, home: Home) -> Path:

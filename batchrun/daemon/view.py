@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 from batchrun.daemon.active_job import ActiveJob
 from batchrun.jobspec import JobSpec
+from batchrun.pool import Outlook
 from batchrun.store import Counts, JobRecord
 
 
@@ -15,7 +16,9 @@ class JobView:
     """One job, for people and machines. Rates cover the last half minute; shares are 0 to 1.
 
     `best_hit_rate` is what an unlimited prefix cache would reach, `hit_rate` what the engines
-    returned; both, and `eta_s`, are None while unknown.
+    returned; both, and `eta_s`, are None while unknown. `cache_agreement` compares the cached
+    tokens that were foretold for the rows done with those that came back. `is_deadline_kept` and
+    `deadline_outlook` are None without a deadline, or before there is a forecast.
     """
 
     id: str
@@ -39,6 +42,11 @@ class JobView:
     computed_tokens_per_s: float
     hit_rate: float | None
     best_hit_rate: float | None
+    estimate_error: float | None
+    cache_agreement: float | None
+    is_cached_less_than_planned: bool
+    is_deadline_kept: bool | None
+    deadline_outlook: str | None
     eta_s: float | None
 
     @property
@@ -56,11 +64,13 @@ def view_job(
     counts: Counts,
     *,
     active: ActiveJob | None = None,
+    outlook: Outlook | None = None,
     stage: str | None = None,
     now_s: float = 0.0,
 ) -> JobView:
-    """The view of a job; `active` and `now_s` (monotonic) where a daemon is running it."""
-    rows_per_s, served, computed = active.rates(now_s) if active else (0.0, 0.0, 0.0)
+    """The view of a job; `active`, `outlook` and `now_s` (monotonic) where a daemon runs it."""
+    agreement = active.cache.agreement if active else None
+    rows_per_s, served, computed = active.pace.rates(now_s) if active else (0.0, 0.0, 0.0)
     left = record.num_rows - counts.num_done
     prompt = counts.num_prompt_tokens
     return JobView(
@@ -85,6 +95,11 @@ def view_job(
         computed_tokens_per_s=computed,
         hit_rate=counts.num_cached_tokens / prompt if prompt else None,
         best_hit_rate=active.plan.shared_share if active else None,
+        estimate_error=active.plan.tokens.mape if active else None,
+        cache_agreement=agreement.share if agreement and agreement.num_rows else None,
+        is_cached_less_than_planned=agreement is not None and agreement.warns,
+        is_deadline_kept=outlook.is_kept if outlook else None,
+        deadline_outlook=str(outlook) if outlook else None,
         eta_s=left / rows_per_s if rows_per_s and left else None,
     )
 

@@ -4,6 +4,7 @@ from batchrun.engine.attached import AttachedEngine
 from batchrun.engine.base import Engine
 from batchrun.engine.client import EngineClient
 from batchrun.engine.install import install_engine
+from batchrun.engine.kv_config import KvConfig
 from batchrun.engine.managed import ManagedEngine
 from batchrun.engine.settings import AttachedSettings, ManagedSettings
 
@@ -12,6 +13,7 @@ __all__ = [
     "AttachedSettings",
     "Engine",
     "EngineClient",
+    "KvConfig",
     "ManagedEngine",
     "ManagedSettings",
     "install_engine",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from urllib.parse import urlsplit
 
 import aiohttp
 
+from batchrun.engine.kv_config import KvConfig, parse_kv_config
 from batchrun.engine.reply import Reply, classify, failure
 from batchrun.errors import ConfigError, EngineError
 from batchrun.types import Outcome, OutcomeKind, Request, RowError
@@ -18,6 +20,7 @@ _CHECK_TIMEOUT_S = 2.0
 # Below the 5 s after which uvicorn closes an idle connection: a POST that meets the closing fails.
 _KEEP_ALIVE_S = 2.0
 _CHUNK_BYTES = 256 * 1024
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 
 
 class ResponseTooLargeError(EngineError):
@@ -33,15 +36,16 @@ class EngineClient:
         self._api_key = api_key
         self._session: aiohttp.ClientSession | None = None
 
-    async def execute(self, request: Request) -> Outcome:
+    async def execute(self, request: Request, *, timeout_s: float | None = None) -> Outcome:
         """Run one request and say what came of it.
 
-        Waits as long as the engine holds the response open. Raises nothing but CancelledError;
-        cancelling closes the connection, upon which the engine aborts the request.
+        Waits as long as the engine holds the response open, or for `timeout_s`. Raises nothing but
+        CancelledError. Both close the connection, upon which the engine aborts the request.
         """
         start_s = time.monotonic()
         try:
-            reply = await self._post(request, start_s)
+            async with asyncio.timeout(timeout_s) as limit:
+                reply = await self._post(request, start_s)
         except ResponseTooLargeError as error:
             row_error = RowError("response_too_large", str(error))
             return _failed(request, OutcomeKind.ROW_ERROR, row_error, start_s)
@@ -50,6 +54,8 @@ class EngineClient:
             return _failed(request, OutcomeKind.ROW_ERROR, row_error, start_s)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             row_error = RowError("connection_error", self._explain(error))
+            if limit.expired():
+                row_error = RowError("timeout", f"no answer within {timeout_s:g} s")
             return _failed(request, OutcomeKind.RETRY, row_error, start_s)
         return classify(request, reply, now_s=time.time())
 
@@ -65,6 +71,23 @@ class EngineClient:
             raise EngineError(self._explain(error)) from error
         except (ValueError, KeyError, TypeError) as error:
             raise EngineError(f"{url} does not list models as an OpenAI server does") from error
+
+    async def kv_config(self) -> KvConfig | None:
+        """What the engine says of its KV cache; None where it says nothing.
+
+        Raises EngineError when it does not answer.
+        """
+        url = f"{self.base_url}/metrics"
+        try:
+            async with self._open().get(url, timeout=_check_timeout()) as response:
+                if not response.ok:
+                    return None
+                page = await _read_bounded(response)
+            return parse_kv_config(page.decode("utf-8", "replace"))
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise EngineError(self._explain(error)) from error
+        except ValueError:
+            return None
 
     async def is_healthy(self) -> bool:
         """Whether `GET /health` answers 2xx within 2 s."""
@@ -82,7 +105,7 @@ class EngineClient:
             await session.close()
 
     async def _post(self, request: Request, start_s: float) -> Reply:
-        data = json.dumps(dict(request.body), allow_nan=False).encode()
+        data = _ENCODER.encode(dict(request.body)).encode()
         async with self._open().post(
             self.base_url + request.endpoint,
             data=data,
@@ -101,6 +124,7 @@ class EngineClient:
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
                 headers=headers,
+                cookie_jar=aiohttp.DummyCookieJar(),
             )
         return self._session
 

@@ -33,6 +33,7 @@ _NOISE = re.compile(
     r"^(Traceback |  |\t|\^|INFO:|Process \w|During handling|The above exception|Exception ignored"
     r"|nanobind|\w*:?\s*\d+%\|)|it/s\]|% Completed"
 )
+_OURS = re.compile(r"^batchrun\.errors\.\w+: ")
 _EMPTY_CAUSES = ("See root cause above", "See stack trace", "initialization failed due to")
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemoryError|MemoryError|Cannot allocate memory|not enough memory"
@@ -54,13 +55,13 @@ def find_last_useful_line(text: str) -> str:
     """The line of a log that best says why the program ended; "" when there is none.
 
     Prefers the last exception that names a cause, then the last line that is neither blank, nor
-    a traceback frame, nor a progress bar.
+    a traceback frame, nor a progress bar. batchrun's own errors stand without their class.
     """
     lines = _join_validation_errors([_clean(line) for line in text.splitlines()])
     errors = [line for line in lines if _EXCEPTION.match(line)]
     causes = [line for line in errors if not any(phrase in line for phrase in _EMPTY_CAUSES)]
     useful = causes or errors or [line for line in lines if line and not _NOISE.search(line)]
-    return useful[-1].strip()[:_MAX_LINE_CHARS] if useful else ""
+    return _OURS.sub("", useful[-1].strip())[:_MAX_LINE_CHARS] if useful else ""
 
 
 def is_out_of_memory(line: str) -> bool:

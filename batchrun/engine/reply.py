@@ -16,7 +16,8 @@ _RESULT_KEYS = {
     "/v1/embeddings": "data",
     "/v1/responses": "output",
 }
-_RETRY_STATUSES = frozenset({408, 409, 425, 429})
+_BUSY_STATUSES = frozenset({429, 503})
+_RETRY_STATUSES = frozenset({408, 409, 425})
 _JOB_STATUSES = frozenset({401, 403, 404})
 _UNFINISHED_REASONS = frozenset({"abort", "error"})
 _MAX_MESSAGE_CHARS = 2_000
@@ -150,6 +151,8 @@ def _first_count(counts: object, *keys: str) -> int:
 
 
 def _kind_of_error(status_code: int, error: RowError) -> OutcomeKind:
+    if status_code in _BUSY_STATUSES:
+        return OutcomeKind.BUSY
     if status_code >= 500 or status_code in _RETRY_STATUSES:
         return OutcomeKind.RETRY
     if status_code < 400 or status_code in _JOB_STATUSES or _is_unknown_model(error):

@@ -22,6 +22,16 @@ class ForecastRule(StrEnum):
     """mean + k * sigma, as the paper has it."""
     QUANTILE = "quantile"
     """The empirical quantile, interpolated linearly."""
+    GROWTH = "growth"
+    """What they hold now, and the quantile of how much they grew within `GROWTH_HORIZON_S`.
+
+    The work that the reserve decides on ends within seconds, so it need not make room for a burst
+    that comes in a minute.
+    """
+
+
+GROWTH_HORIZON_S = 2
+DEFAULT_QUANTILES = {ForecastRule.QUANTILE: 0.98, ForecastRule.GROWTH: 0.9}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +62,14 @@ class KvForecast:
         least_data_s: int = LEAST_DATA_S,
         rule: ForecastRule = ForecastRule.MEAN_SIGMA,
         sigmas: float = 2.0,
-        quantile: float = 0.98,
+        quantile: float | None = None,
     ) -> None:
-        """`sigmas` is for MEAN_SIGMA, `quantile` (0 to 1) for QUANTILE.
+        """`sigmas` is for MEAN_SIGMA, `quantile` (0 to 1) for the others, which have a default.
 
         Raises ValueError when the window is shorter than the least data or a value is off range.
         """
+        if quantile is None:
+            quantile = DEFAULT_QUANTILES.get(rule, 0.0)
         if not 0 < least_data_s <= window_s or sigmas < 0 or not 0 <= quantile <= 1:
             raise ValueError("forecast: needs 0 < least_data_s <= window_s, sigmas >= 0, 0..1")
         self._window_s = window_s
@@ -66,6 +78,7 @@ class KvForecast:
         self._sigmas = sigmas
         self._quantile = quantile
         self._maxima: deque[int] = deque()
+        self._measures: deque[int] = deque()
         self._sorted: list[int] = []
         self._total = 0
         self._total_squares = 0
@@ -114,27 +127,44 @@ class KvForecast:
 
     def _end_second(self, max_blocks: int) -> None:
         self._maxima.append(max_blocks)
-        insort(self._sorted, max_blocks)
         self._total += max_blocks
         self._total_squares += max_blocks * max_blocks
+        if self._rule is ForecastRule.QUANTILE:
+            self._measure(max_blocks)
+        elif self._rule is ForecastRule.GROWTH and len(self._maxima) > GROWTH_HORIZON_S:
+            latest = [self._maxima[-i] for i in range(1, GROWTH_HORIZON_S + 2)]
+            self._measure(max(latest) - latest[-1])
         if len(self._maxima) > self._window_s:
             oldest = self._maxima.popleft()
-            del self._sorted[bisect_left(self._sorted, oldest)]
             self._total -= oldest
             self._total_squares -= oldest * oldest
         self._minute.end_second(max_blocks, self._forecast_blocks)
         if len(self._maxima) >= self._least_data_s:
             self._forecast_blocks = math.ceil(self._forecast() - 1e-9)
 
+    def _measure(self, blocks: int) -> None:
+        """Add what the quantile is of, and drop what is older than the window."""
+        self._measures.append(blocks)
+        insort(self._sorted, blocks)
+        if len(self._measures) > self._window_s:
+            del self._sorted[bisect_left(self._sorted, self._measures.popleft())]
+
     def _forecast(self) -> float:
         num = len(self._maxima)
-        if self._rule is ForecastRule.QUANTILE:
-            place = self._quantile * (num - 1)
-            below = self._sorted[int(place)]
-            above = self._sorted[min(int(place) + 1, num - 1)]
-            return below + (above - below) * (place - int(place))
-        variance = (num * self._total_squares - self._total * self._total) / (num * num)
-        return self._total / num + self._sigmas * math.sqrt(variance)
+        if self._rule is ForecastRule.MEAN_SIGMA:
+            variance = (num * self._total_squares - self._total * self._total) / (num * num)
+            return self._total / num + self._sigmas * math.sqrt(variance)
+        base = self._maxima[-1] if self._rule is ForecastRule.GROWTH else 0
+        return base + self._quantile_blocks()
+
+    def _quantile_blocks(self) -> float:
+        if not self._sorted:
+            return 0.0
+        last = len(self._sorted) - 1
+        place = self._quantile * last
+        below = self._sorted[int(place)]
+        above = self._sorted[min(int(place) + 1, last)]
+        return below + (above - below) * (place - int(place))
 
 
 class _MinuteCheck:

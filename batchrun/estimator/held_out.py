@@ -40,6 +40,11 @@ class HeldOutErrors:
         """Steps among the latest."""
         return len(self._latest.errors)
 
+    @property
+    def mape(self) -> float:
+        """The mean over the latest steps as they came; 0 before the first. O(1)."""
+        return self._latest.total / max(1, len(self._latest.errors))
+
     def add(self, kind: int, predicted_s: float, measured_s: float) -> None:
         """Count a step predicted before it was measured; `measured_s` is positive. 0.8 us."""
         error = min(abs(predicted_s - measured_s) / measured_s, WORST_APE)
@@ -58,7 +63,7 @@ class HeldOutErrors:
         """Over the latest steps as they came. For reports, not for every step."""
         errors = self._latest.errors
         p95 = float(np.quantile(errors, 0.95)) if errors else 0.0
-        return HeldOutError(self._latest.total / max(1, len(errors)), p95, len(errors))
+        return HeldOutError(self.mape, p95, len(errors))
 
 
 class _Window:

@@ -98,6 +98,11 @@ class OnlineFit:
         """
         return self._best
 
+    @property
+    def error_share(self) -> float:
+        """The mean absolute percentage error (0.1: 10 %) of the best model's latest predictions."""
+        return self._errors[self._best_name].mape
+
     def held_out_errors(self) -> dict[str, HeldOutError]:
         """By name, over the latest steps. For reports, not for every step."""
         return {name: window.summary() for name, window in self._errors.items()}

@@ -8,22 +8,30 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING
 
 from batchrun.errors import ConfigError
+from batchrun.estimator.engine_facts import EngineIdentity
 from batchrun.estimator.fit import FittedModel
+from batchrun.estimator.identical import IdenticalSpread
 from batchrun.estimator.step_time import AnyModel, model_from_record, model_to_record
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class EngineIdentity:
-    """What a profile holds for: any other value makes the fitted times wrong."""
+class OnlineLatency:
+    """What online calls saw while the engine had nothing else to do. Percentiles over the calls."""
 
-    model: str
-    vllm_version: str
-    device: str
-    block_tokens: int
+    num_calls: int
+    calls_per_s: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    tpot_p50_s: float
+    tpot_p99_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +39,14 @@ class CalibrationProfile:
     """Fitted step-time models of one engine, the best first."""
 
     engine: EngineIdentity
+    kv_blocks: int
+    """Of the engine that was measured. Step times do not depend on it."""
     fitted: tuple[FittedModel, ...]
+    spread: IdenticalSpread
     pivot_tokens: int
     """Tokens per step at which throughput saturates."""
+    online: OnlineLatency | None
+    """None when the engine could not answer chat calls."""
     measured_at: float
     """UTC epoch seconds."""
 
@@ -56,8 +69,11 @@ class CalibrationProfile:
         record = {
             "version": FORMAT_VERSION,
             "engine": asdict(self.engine),
+            "kv_blocks": self.kv_blocks,
             "fitted": [_fitted_record(each) for each in self.fitted],
+            "spread": asdict(self.spread),
             "pivot_tokens": self.pivot_tokens,
+            "online": None if self.online is None else asdict(self.online),
             "measured_at": self.measured_at,
         }
         return json.dumps(record, indent=2) + "\n"
@@ -74,12 +90,9 @@ def profile_from_json(text: str, source: str) -> CalibrationProfile:
 
 
 def _profile(value: object) -> CalibrationProfile:
-    record = _object(
-        value, "profile", ("version", "engine", "fitted", "pivot_tokens", "measured_at")
-    )
+    record = _object(value, "profile", ("version", *_keys(CalibrationProfile)))
     if record["version"] != FORMAT_VERSION:
         raise ConfigError(f"profile version {record['version']!r}, expected {FORMAT_VERSION}")
-    engine = _object(record["engine"], "engine", _keys(EngineIdentity))
     fitted = record["fitted"]
     if not isinstance(fitted, list) or not fitted:
         raise ConfigError("fitted must be a list of at least one model")
@@ -87,15 +100,41 @@ def _profile(value: object) -> CalibrationProfile:
     if len({each.model.name for each in models}) != len(models):
         raise ConfigError("fitted names a model twice")
     return CalibrationProfile(
-        EngineIdentity(
-            _text(engine, "model"),
-            _text(engine, "vllm_version"),
-            _text(engine, "device"),
-            _count(engine, "block_tokens"),
-        ),
+        _engine(record["engine"]),
+        _count(record, "kv_blocks"),
         models,
+        _spread(record["spread"]),
         _count(record, "pivot_tokens"),
+        None if record["online"] is None else _online(record["online"]),
         _number(record, "measured_at"),
+    )
+
+
+def _engine(value: object) -> EngineIdentity:
+    record = _object(value, "engine", _keys(EngineIdentity))
+    return EngineIdentity(
+        _text(record, "model"),
+        _text(record, "vllm_version"),
+        _text(record, "device"),
+        _text(record, "dtype"),
+        _count(record, "block_tokens"),
+    )
+
+
+def _spread(value: object) -> IdenticalSpread:
+    record = _object(value, "spread", _keys(IdenticalSpread))
+    return IdenticalSpread(
+        _number(record, "mean_ape"),
+        _count(record, "num_steps", least=0),
+        _count(record, "num_groups", least=0),
+    )
+
+
+def _online(value: object) -> OnlineLatency:
+    names = _keys(OnlineLatency)
+    record = _object(value, "online", names)
+    return OnlineLatency(
+        _count(record, "num_calls"), *[_number(record, name) for name in names[1:]]
     )
 
 
@@ -119,7 +158,7 @@ def _object(value: object, name: str, keys: tuple[str, ...]) -> dict[str, object
     return value
 
 
-def _keys(of: type[CalibrationProfile | EngineIdentity | FittedModel]) -> tuple[str, ...]:
+def _keys(of: type[DataclassInstance]) -> tuple[str, ...]:
     return tuple(each.name for each in fields(of))
 
 
@@ -130,10 +169,10 @@ def _text(record: dict[str, object], key: str) -> str:
     return value
 
 
-def _count(record: dict[str, object], key: str) -> int:
+def _count(record: dict[str, object], key: str, *, least: int = 1) -> int:
     value = record[key]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{key} must be a whole number of at least 1")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{key} must be a whole number of at least {least}")
     return value
 
 

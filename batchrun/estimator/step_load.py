@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 NUM_KINDS = 3
@@ -83,6 +83,18 @@ class StepLoad:
             self._decode_contexts.append(context_tokens)
             if context_tokens > self.max_decode_context_tokens:
                 self.max_decode_context_tokens = context_tokens
+
+    def add_decodes(self, contexts: Sequence[int]) -> None:
+        """`add` of a decode for each of these contexts, of which there is at least one."""
+        num, total = len(contexts), sum(contexts)
+        self.num_requests += num
+        self.num_tokens += num
+        self.context_tokens += total
+        self.attention_pairs += total - 0.5 * num
+        self.num_decodes += num
+        self.decode_context_tokens += total
+        self._decode_contexts += contexts
+        self.max_decode_context_tokens = max(self.max_decode_context_tokens, *contexts)
 
     def remove(self, new_tokens: int, context_tokens: int, *, is_decode: bool = False) -> None:
         """Undo one `add` with the same arguments. ValueError when there is no such decode."""

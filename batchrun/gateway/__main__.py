@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -11,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+
+import uvloop
 
 from batchrun.errors import BatchrunError, ConfigError
 from batchrun.gateway.server import bind, serve
@@ -28,8 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BatchrunError as error:
         sys.stderr.write(f"batchrun gateway: {error}\n")
         return error.exit_code
+    # What is imported stays: to look through it again and again would hold up every stream.
+    gc.freeze()
     with sock:
-        asyncio.run(_run(settings, sock, is_worker=options.worker))
+        uvloop.run(_run(settings, sock, is_worker=options.worker))
     return 0
 
 

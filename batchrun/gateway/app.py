@@ -12,6 +12,7 @@ from batchrun.gateway.envelope import error_response
 from batchrun.gateway.forward import Call, Forwarder
 from batchrun.gateway.headers import REQUEST_ID, choose_request_id
 from batchrun.gateway.hints import strip_hints
+from batchrun.gateway.metrics import metrics_response
 from batchrun.gateway.models import LIST_TARGET, model_id_in, model_response
 from batchrun.gateway.relay import relay
 from batchrun.gateway.settings import GatewaySettings
@@ -61,6 +62,8 @@ class Gateway:
             return "GET", self._healthz
         if path == "/readyz":
             return "GET", self._readyz
+        if path == "/metrics":
+            return "GET", self._metrics
         return "", None
 
     async def _generate(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
@@ -96,6 +99,11 @@ class Gateway:
         if await self._forwarder.is_any_healthy():
             return web.json_response({"status": "ready"}, headers={REQUEST_ID: request_id})
         return error_response(503, "no engine is ready", request_id=request_id)
+
+    async def _metrics(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
+        return await metrics_response(
+            self._forwarder.session, self._settings.upstreams_path, request_id=request_id
+        )
 
 
 def _list_call(request: web.BaseRequest, request_id: str) -> Call:

@@ -56,7 +56,7 @@ class Forwarder:
 
     def __init__(self, balancer: Balancer, session: aiohttp.ClientSession) -> None:
         self._balancer = balancer
-        self._session = session
+        self.session = session
 
     @asynccontextmanager
     async def exchange(self, call: Call) -> AsyncIterator[aiohttp.ClientResponse]:
@@ -79,7 +79,7 @@ class Forwarder:
 
     async def _connect(self, upstream: Upstream, call: Call) -> aiohttp.ClientResponse | None:
         try:
-            return await self._session.request(
+            return await self.session.request(
                 call.method,
                 URL(upstream.url + call.target, encoded=True),
                 headers=request_headers(
@@ -104,7 +104,7 @@ class Forwarder:
     async def _is_healthy(self, upstream: Upstream) -> bool:
         timeout = aiohttp.ClientTimeout(total=HEALTH_S)
         try:
-            async with self._session.get(upstream.url + "/health", timeout=timeout) as reply:
+            async with self.session.get(upstream.url + "/health", timeout=timeout) as reply:
                 return reply.status == 200
         except (aiohttp.ClientError, OSError):
             return False

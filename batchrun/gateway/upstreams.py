@@ -1,7 +1,7 @@
 """The list of engines, as the daemon writes it to a file.
 
     {"engines": [{"name": "engine-0", "url": "http://127.0.0.1:8001", "api_key": "..."}],
-     "daemon": {"url": "...", "token": "..."} | null}
+     "daemon": {"url": "http://127.0.0.1:9999"} | null}
 
 The writer may die at any time: the last good list stays in use.
 """
@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from batchrun.errors import ConfigError
@@ -35,6 +36,25 @@ class Upstream:
 
 def read_upstreams(path: Path) -> tuple[Upstream, ...]:
     """The engines that `path` names, in file order. Raises ConfigError with one line."""
+    engines = _read_document(path).get("engines")
+    if not isinstance(engines, list):
+        raise ConfigError(f"{path}: key `engines` must be a list")
+    return tuple(
+        _upstream(entry, where=f"{path}: engines[{index}]") for index, entry in enumerate(engines)
+    )
+
+
+def read_daemon_url(path: Path) -> str | None:
+    """Where the daemon answers; None when `path` names none or cannot be read."""
+    try:
+        daemon = _read_document(path).get("daemon")
+    except ConfigError:
+        return None
+    url = daemon.get("url") if isinstance(daemon, dict) else None
+    return url if isinstance(url, str) and _is_http_url(url) else None
+
+
+def _read_document(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             text = file.read(MAX_FILE_BYTES + 1)
@@ -46,12 +66,9 @@ def read_upstreams(path: Path) -> tuple[Upstream, ...]:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not JSON: {error}") from error
-    engines = document.get("engines") if isinstance(document, dict) else None
-    if not isinstance(engines, list):
+    if not isinstance(document, dict):
         raise ConfigError(f"{path}: key `engines` must be a list")
-    return tuple(
-        _upstream(entry, where=f"{path}: engines[{index}]") for index, entry in enumerate(engines)
-    )
+    return document
 
 
 def _upstream(entry: object, *, where: str) -> Upstream:

@@ -57,7 +57,8 @@ async def _keep_one(
             stopper.cancel()
             logger.warning("worker %d ended with %d; starting another", worker.pid, exit_code)
             with suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), RESTART_S)
+                async with asyncio.timeout(RESTART_S):
+                    await stop.wait()
 
 
 async def _end_on_stop(worker: Process, drain_s: float, *, stop: asyncio.Event) -> None:
@@ -65,7 +66,8 @@ async def _end_on_stop(worker: Process, drain_s: float, *, stop: asyncio.Event) 
     if worker.stdin is not None:
         worker.stdin.close()
     try:
-        await asyncio.wait_for(worker.wait(), drain_s + KILL_AFTER_S)
+        async with asyncio.timeout(drain_s + KILL_AFTER_S):
+            await worker.wait()
     except TimeoutError:
         worker.kill()
 

@@ -61,7 +61,7 @@ def scratch_chunks(
 
     Raises DataError naming `label` when there is no room for it.
     """
-    file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+    file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - open as long as its reader
     sizes: list[int] = []
     try:
         options = pa.ipc.IpcWriteOptions(compression="zstd")

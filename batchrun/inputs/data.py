@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from batchrun.errors import DataError
 from batchrun.inputs.base import BATCH_BYTES, InputFile, Row
+from batchrun.inputs.parquet import ParquetInput
 from batchrun.inputs.pin import InputPin, PinnedFile
 from batchrun.inputs.pin_blocks import hash_blocks
 from batchrun.types import ProgressSink
@@ -91,6 +92,11 @@ class InputData:
         """(file, first row, row after the last) of each file."""
         bounds = pairwise(self._starts.tolist())
         return [(file.path, *pair) for file, pair in zip(self._files, bounds, strict=True)]
+
+    def chunked_files(self) -> list[tuple[int, ParquetInput]]:
+        """(first row, file) of the files that `read_rows` decodes in chunks of many rows."""
+        files = zip(self._starts.tolist(), self._files, strict=False)
+        return [(start, file) for start, file in files if isinstance(file, ParquetInput)]
 
     def __enter__(self) -> Self:
         return self

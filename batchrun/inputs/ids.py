@@ -9,6 +9,7 @@ import xxhash
 
 from batchrun.errors import DataError
 from batchrun.inputs.data import InputData
+from batchrun.inputs.native import Undecodable
 from batchrun.types import ProgressSink
 
 _CHECKED_AT_ONCE = 10_000
@@ -52,12 +53,17 @@ def _iter_ids(data: InputData, column: str) -> Iterator[tuple[int, str]]:
         for index, values in enumerate(rows):
             value = values[column]
             if isinstance(value, bool) or not isinstance(value, str | int):
-                kind = "null" if value is None else f"a {type(value).__name__}"
                 raise DataError(
-                    f"{_place(data, first_row + index)}: the id (column {column!r}) is {kind}; "
-                    "it must be text or a whole number"
+                    f"{_place(data, first_row + index)}: the id (column {column!r}) is "
+                    f"{_describe(value)}; it must be text or a whole number"
                 )
             yield first_row + index, str(value)
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Undecodable):
+        return "not valid UTF-8"
+    return "null" if value is None else f"a {type(value).__name__}"
 
 
 def _place(data: InputData, row: int) -> str:

@@ -15,16 +15,44 @@ from batchrun.inputs.base import Row
 _EMPTY_BATCH_ROWS = 8192
 
 
+class Undecodable:
+    """Stands for text that is not valid UTF-8: whoever looks at it gets a ValueError."""
+
+    def __init__(self, column: str) -> None:
+        self._reason = f"column {column!r} is not valid UTF-8"
+
+    def __str__(self) -> str:
+        raise ValueError(self._reason)
+
+    def __bool__(self) -> bool:
+        raise ValueError(self._reason)
+
+
 def native_rows(batch: pa.RecordBatch) -> list[Row]:
-    """The rows of a batch as native Python values; sub-microsecond times are cut."""
+    """The rows of a batch as native Python values; sub-microsecond times are cut.
+
+    Text that cannot be decoded becomes `Undecodable`.
+    """
     if not batch.num_columns:
         return [{} for _ in range(batch.num_rows)]
     fields = [field.with_type(_without_nanoseconds(field.type)) for field in batch.schema]
     schema = pa.schema(fields)
-    rows: list[Row] = (
-        batch if schema == batch.schema else batch.cast(schema, safe=False)
-    ).to_pylist()
+    fitted = batch if schema == batch.schema else batch.cast(schema, safe=False)
+    try:
+        rows: list[Row] = fitted.to_pylist()
+    except UnicodeDecodeError:
+        return [_decodable_part(fitted, index) for index in range(fitted.num_rows)]
     return rows
+
+
+def _decodable_part(batch: pa.RecordBatch, index: int) -> Row:
+    row: Row = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            row[name] = column[index].as_py()
+        except UnicodeDecodeError:
+            row[name] = Undecodable(name)
+    return row
 
 
 def empty_batches(num_rows: int) -> Iterator[pa.RecordBatch]:

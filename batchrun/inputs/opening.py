@@ -85,7 +85,7 @@ def _open_one(spec: InputSpec, path: Path, scratch: Path | None) -> InputFile:
     if path.is_dir():
         raise DataError(f"{path}: is a folder; name a file, or a glob such as {path}/*.parquet")
     try:
-        if not os.path.isfile(path):  # noqa: PTH113
+        if not os.path.isfile(path):  # noqa: PTH113 - Path.is_file raises on a name too long
             path.stat()
             raise DataError(f"{path}: is not a regular file")
         return _FORMATS[_format_of(spec, path)](path, scratch=scratch)

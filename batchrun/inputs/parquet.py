@@ -34,6 +34,7 @@ class ParquetInput:
         self.columns: tuple[str, ...] = tuple(schema.names)
         self.num_rows: int = self._file.metadata.num_rows
         self._readers: dict[tuple[str, ...], ChunkReader] = {}
+        self._known_row_bytes: dict[tuple[int, tuple[str, ...]], float] = {}
 
     def schema(self, columns: Sequence[str]) -> pa.Schema:
         """The file's own types of `columns`; DataError for a type that cannot be used."""
@@ -73,6 +74,19 @@ class ParquetInput:
         with _readable(self.path):
             return reader.read(rows)
 
+    def chunk_sizes(self, columns: Sequence[str]) -> list[tuple[int, int]]:
+        """(rows, about how many decoded bytes) of each chunk that `read_rows` decodes at once."""
+        is_copied = self._has_large_group(columns)
+        sizes: list[tuple[int, int]] = []
+        for group in range(self._file.num_row_groups):
+            num_rows = self._file.metadata.row_group(group).num_rows
+            row_bytes = self._row_bytes(group, columns)
+            step = self._batch_rows(group, columns, BATCH_BYTES) if is_copied else num_rows
+            for first in range(0, num_rows, max(step, 1)):
+                length = min(step, num_rows - first)
+                sizes.append((length, int(length * row_bytes)))
+        return sizes
+
     def block_ends(self) -> list[int]:
         """The end of each row group, then of the footer."""
         metadata = self._file.metadata
@@ -109,9 +123,21 @@ class ParquetInput:
             )
 
     def _batch_rows(self, group: int, columns: Sequence[str], max_bytes: int) -> int:
-        """Rows per batch so that one decodes to about `max_bytes`.
+        """Rows per batch so that one decodes to about `max_bytes`."""
+        row_bytes = self._row_bytes(group, columns)
+        return int(np.clip(max_bytes / max(row_bytes, 1), 1, _MAX_BATCH_ROWS))
 
-        The footer's size counts a repeated value once, so a few decoded rows are measured too.
+    def _row_bytes(self, group: int, columns: Sequence[str]) -> float:
+        """Decoded bytes of a row of the group, on the average."""
+        key = (group, tuple(columns))
+        if key not in self._known_row_bytes:
+            self._known_row_bytes[key] = self._measured_row_bytes(group, columns)
+        return self._known_row_bytes[key]
+
+    def _measured_row_bytes(self, group: int, columns: Sequence[str]) -> float:
+        """As the footer has it, or as a few decoded rows have it if that is more.
+
+        The footer's size counts a repeated value once.
         """
         metadata = self._file.metadata.row_group(group)
         row_bytes = self._encoded_bytes(group, columns) / max(metadata.num_rows, 1)
@@ -127,7 +153,7 @@ class ParquetInput:
             )
         if sample is not None and sample.num_rows:
             row_bytes = max(row_bytes, sample.nbytes / sample.num_rows)
-        return int(np.clip(max_bytes / max(row_bytes, 1), 1, _MAX_BATCH_ROWS))
+        return float(row_bytes)
 
     def _encoded_bytes(self, group: int, columns: Sequence[str]) -> int:
         metadata = self._file.metadata.row_group(group)

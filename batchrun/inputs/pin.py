@@ -91,5 +91,6 @@ def _verify(file: PinnedFile, path: Path) -> None:
     index, (was, is_now) = changed or (last, (file.block_hashes[last], now[last]))
     raise DataError(
         f"{file.path}: changed since the job was submitted: block {index} had xxh3 {was}, now "
-        f"{is_now} ({file.size_bytes} bytes then, {size_bytes} now); put the old file back"
+        f"{is_now} ({file.size_bytes} bytes then, {size_bytes} now); put the old file back, or "
+        "`batchrun resume JOB --accept-input`"
     )

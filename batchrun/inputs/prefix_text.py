@@ -1,48 +1,219 @@
-"""A request's text in the order in which chat templates place it, for prefix keys."""
+"""A request's text in the order in which chat templates place it, for prefix keys.
+
+Where a model's own template is at hand, `chat_template` renders it instead. Where it is not, the
+engine is asked once how it lays a chat out, and every body follows that layout.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 
 import xxhash
 
+from batchrun.errors import EngineError
 
-def prefix_text(body: Mapping[str, object]) -> bytes:
+Ask = Callable[[str, dict[str, object]], Mapping[str, object]]
+"""POSTs a JSON body to a path of an engine; gives the reply, or raises EngineError."""
+
+Part = tuple[str, str]
+"""(kind, text): `text`, or `image`, `audio`, `video` with a mark for the text."""
+
+_OPEN_END = "\ue000open end\ue000"
+SYSTEM_ROLES = frozenset({"system", "developer"})
+_MEDIA = ("image", "audio", "video")
+_TEXT_KINDS = frozenset({"refusal", "thinking"})
+_KEPT_FIELDS = ("name", "reasoning", "tool_call_id")
+_SYSTEM, _TOOLS, _FIRST, _REPLY, _LAST = (
+    "qzsystemqz",
+    "qztoolqz",
+    "qzfirstqz",
+    "qzreplyqz",
+    "qzlastqz",
+)
+
+
+class Place(StrEnum):
+    """Where a template puts a part of the prompt."""
+
+    START = "start"
+    FIRST_USER = "first_user"
+    LAST_USER = "last_user"
+    NOWHERE = "nowhere"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a chat template orders a prompt; the default is the most common order.
+
+    `system` and `tools` say where those texts stand: before all messages, with the first or the
+    last user message, or not at all. `system_first`: the system text stands before the tools.
+    """
+
+    tools: Place = Place.START
+    system: Place = Place.START
+    system_first: bool = True
+
+
+COMMON_LAYOUT = Layout()
+
+
+def prefix_text(body: Mapping[str, object], layout: Layout = COMMON_LAYOUT) -> bytes:
     """The prompt as bytes: equal leading bytes mean equal leading tokens, up to the last few.
 
-    System messages come first, then tools, then the other messages with their roles; images
-    count as a hash of their URL. Completions give their prompt, embeddings their input.
+    Chats follow `layout`, messages with their roles; images count as a hash of their URL.
+    Completions give their prompt, embeddings their input.
     """
     if "messages" in body:
-        parts = _chat(body["messages"], body)
+        parts = _chat(body["messages"], body, layout)
     elif "prompt" in body:
-        parts = iter([_content(body["prompt"])])
+        parts = iter([_text(body["prompt"])])
     else:
-        parts = _responses(body)
+        parts = _responses(body, layout)
     return "".join(parts).encode("utf-8", "surrogatepass")
 
 
-def _chat(messages: object, body: Mapping[str, object]) -> Iterator[str]:
+def content_parts(content: object) -> list[Part]:
+    """The parts of a message's content, or of a prompt: text as it is, and for all else its kind
+    with a mark that is equal for equal URLs."""
+    if isinstance(content, str):
+        return [("text", content)]
+    if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
+        return [_part(part) for part in content]
+    return [] if content is None else [("text", _json(content))]
+
+
+def template_messages(
+    messages: object, *, in_parts: bool, keep_developer: bool
+) -> list[dict[str, object]]:
+    """The messages of a chat as vLLM hands them to a template; the given ones are left alone.
+
+    `in_parts`: contents are lists of parts, else text in which media come first. Without
+    `keep_developer`, developer messages become system messages, and all of these one. Raises
+    LookupError, TypeError or ValueError when these are no messages.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("'messages' must be a list of at least one message")
+    told = [_template_message(message, in_parts=in_parts) for message in messages]
+    if keep_developer or not any(message["role"] == "developer" for message in told):
+        return told
+    system = [_lines(message["content"]) for message in told if message["role"] in SYSTEM_ROLES]
+    rest = [message for message in told if message["role"] not in SYSTEM_ROLES]
+    return [{"role": "system", "content": "\n\n".join(filter(None, system))}, *rest]
+
+
+def with_open_end(message: dict[str, object]) -> dict[str, object]:
+    """A message of `template_messages` with a mark where its text ends."""
+    content = message["content"]
+    if not isinstance(content, list):
+        return {**message, "content": f"{content}{_OPEN_END} "}
+    last = max(index for index, part in enumerate(content) if "text" in part)
+    marked = {**content[last], "text": f"{content[last]['text']}{_OPEN_END} "}
+    return {**message, "content": [*content[:last], marked, *content[last + 1 :]]}
+
+
+def until_open_end(text: str) -> str:
+    """The text before the mark. Raises ValueError when the template dropped it."""
+    end = text.rindex(_OPEN_END)
+    # A template that strips the message also strips the space after the mark.
+    is_stripped = not text.startswith(f"{_OPEN_END} ", end)
+    return text[:end].rstrip() if is_stripped else text[:end]
+
+
+def probe_body(model: str) -> dict[str, object]:
+    """A small chat from whose rendering `find_layout` learns a layout."""
+    turns = (("system", _SYSTEM), ("user", _FIRST), ("assistant", _REPLY), ("user", _LAST))
+    tool = {"name": _TOOLS, "description": "d", "parameters": {"type": "object", "properties": {}}}
+    return {
+        "model": model,
+        "messages": [{"role": role, "content": text} for role, text in turns],
+        "tools": [{"type": "function", "function": tool}],
+    }
+
+
+def engine_rendering(ask: Ask, model: str) -> str | None:
+    """What the engine's template makes of `probe_body`; None when the engine does not tell.
+
+    vLLM's `/v1/chat/completions/render` gives token ids; an engine started without
+    `--enable-scale-out` refuses it, but `/tokenize` renders in the same way. `/detokenize` makes
+    text of the ids.
+    """
+    body = probe_body(model)
+    for path, key in (("/v1/chat/completions/render", "token_ids"), ("/tokenize", "tokens")):
+        try:
+            tokens = ask(path, body).get(key)
+            text = ask("/detokenize", {"model": model, "tokens": tokens}).get("prompt")
+        except EngineError:
+            continue
+        if isinstance(text, str):
+            return text
+    return None
+
+
+def find_layout(rendering: str) -> Layout:
+    """The layout that the rendering of `probe_body` shows.
+
+    `COMMON_LAYOUT` for a rendering that lacks the user's messages, from which nothing follows.
+    """
+    system, tools, first, last = (
+        rendering.find(marker) for marker in (_SYSTEM, _TOOLS, _FIRST, _LAST)
+    )
+    if not 0 <= first < last:
+        return COMMON_LAYOUT
+    place_of_tools = _place(tools, first)
+    if place_of_tools is Place.START and 0 <= system < tools:
+        reply_end = rendering.find(_REPLY) + len(_REPLY)
+        user_turn = rendering[reply_end:last].strip()
+        between = rendering[system:tools]
+        if user_turn and user_turn in between:
+            place_of_tools = Place.FIRST_USER
+    return Layout(place_of_tools, _place(system, first), not 0 <= tools < system)
+
+
+def _place(position: int, first_user: int) -> Place:
+    if position < 0:
+        return Place.NOWHERE
+    return Place.START if position < first_user else Place.LAST_USER
+
+
+def _chat(messages: object, body: Mapping[str, object], layout: Layout) -> Iterator[str]:
     items = messages if isinstance(messages, list) else []
     num_system = 0
-    while num_system < len(items) and _role(items[num_system]) in {"system", "developer"}:
-        yield from _message(items[num_system])
+    while num_system < len(items) and _role(items[num_system]) in SYSTEM_ROLES:
         num_system += 1
-    if body.get("tools"):
-        yield f"<|tools|>{_json(body['tools'])}"
-    for message in items[num_system:]:
+    system = "".join(text for item in items[:num_system] for text in _message(item))
+    tools = f"<|tools|>{_json(body['tools'])}" if body.get("tools") else ""
+    pieces = [(layout.system, system), (layout.tools, tools)]
+    if not layout.system_first:
+        pieces.reverse()
+    rest = items[num_system:]
+    places = _user_turns(rest)
+    yield from (text for place, text in pieces if place in places[-1])
+    for index, message in enumerate(rest):
+        yield from (text for place, text in pieces if place in places.get(index, ()))
         yield from _message(message)
 
 
-def _responses(body: Mapping[str, object]) -> Iterator[str]:
+def _user_turns(messages: Sequence[object]) -> dict[int, tuple[Place, ...]]:
+    """The places that stand before messages, by index; -1 is before all of them."""
+    users = [index for index, message in enumerate(messages) if _role(message) == "user"]
+    if not users:
+        return {-1: (Place.START, Place.FIRST_USER, Place.LAST_USER)}
+    places: dict[int, tuple[Place, ...]] = {-1: (Place.START,), users[0]: (Place.FIRST_USER,)}
+    places[users[-1]] = (*places.get(users[-1], ()), Place.LAST_USER)
+    return places
+
+
+def _responses(body: Mapping[str, object], layout: Layout) -> Iterator[str]:
     content = body.get("input")
     if body.get("instructions"):
         yield f"<|system|>{body['instructions']}"
     if isinstance(content, list) and content and isinstance(content[0], dict):
-        yield from _chat(content, body)
+        yield from _chat(content, body, layout)
     else:
-        yield _content(content)
+        yield _text(content)
 
 
 def _role(message: object) -> str:
@@ -54,23 +225,68 @@ def _message(message: object) -> Iterator[str]:
         yield _json(message)
         return
     yield f"<|{_role(message)}|>"
-    yield _content(message.get("content"))
+    yield _text(message.get("content"))
     if message.get("tool_calls"):
         yield _json(message["tool_calls"])
 
 
-def _content(content: object) -> str:
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
-        return "".join(_part(part) for part in content)
-    return "" if content is None else _json(content)
+def _text(content: object) -> str:
+    return "".join(text for _, text in content_parts(content))
 
 
-def _part(part: Mapping[str, object]) -> str:
-    if isinstance(part.get("text"), str):
-        return str(part["text"])
-    return f"<|{xxhash.xxh3_64_hexdigest(_json(part).encode('utf-8', 'surrogatepass'))}|>"
+def _part(part: Mapping[str, object]) -> Part:
+    kind = str(part.get("type", ""))
+    text = part.get("text", part.get(kind) if kind in _TEXT_KINDS else None)
+    if isinstance(text, str):
+        return "text", text
+    media = next((name for name in _MEDIA if name in kind or f"{name}_url" in part), kind)
+    source = part.get(f"{media}_url", part)
+    url = source.get("url", source) if isinstance(source, Mapping) else source
+    data = url if isinstance(url, str) else _json(url)
+    return media, f"<|{xxhash.xxh3_64_hexdigest(data.encode('utf-8', 'surrogatepass'))}|>"
+
+
+def _template_message(message: Mapping[str, object], *, in_parts: bool) -> dict[str, object]:
+    role, parts = message["role"], content_parts(message.get("content"))
+    has_media = any(kind != "text" for kind, _ in parts)
+    told: dict[str, object] = {"role": role}
+    if in_parts and (has_media or role != "tool"):
+        told["content"] = [item for kind, text in parts for item in _template_parts(kind, text)]
+    else:
+        told["content"] = _lines(message.get("content"))
+    told |= {name: message[name] for name in _KEPT_FIELDS if message.get(name) is not None}
+    if "reasoning" in told:
+        told["reasoning_content"] = told["reasoning"]
+    calls = message.get("tool_calls")
+    if isinstance(calls, list) and calls:
+        told["tool_calls"] = [_with_arguments(call) for call in calls]
+    return told
+
+
+def _lines(content: object) -> str:
+    parts = sorted(content_parts(content), key=lambda part: part[0] == "text")
+    return "\n".join(text for _, text in parts)
+
+
+def _template_parts(kind: str, text: str) -> list[dict[str, object]]:
+    words: dict[str, object] = {"type": "text", "text": text}
+    return [words] if kind == "text" else [words, {"type": kind}]
+
+
+def _with_arguments(call: Mapping[str, object]) -> dict[str, object]:
+    """A tool call in vLLM's order of fields, its arguments an object: empty when they are none."""
+    function = call["function"]
+    if not isinstance(function, Mapping):
+        raise TypeError("'function' of a tool call must be an object")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = None
+    told = arguments if isinstance(arguments, Mapping) else {}
+    named = {"arguments": told, "name": function["name"]}
+    return {"id": call.get("id"), "function": named, "type": "function"}
 
 
 def _json(value: object) -> str:

@@ -118,13 +118,20 @@ class JobFile(_Strict):
     deadline: Annotated[float | None, BeforeValidator(_optional_duration_s)] = None
     weight: Annotated[float, Field(gt=0, le=1_000_000)] = 1.0
     retries: Annotated[int, Field(ge=0, le=100, strict=True)] = 3
+    row_timeout: Annotated[float, BeforeValidator(parse_duration_s)] = Field(
+        default="24h", validate_default=True
+    )
     max_failed: FailureLimit | None = None
 
 
 class JobSpec(JobFile):
-    """A job as the daemon keeps it: all paths absolute, the format of the input known."""
+    """A job as the daemon keeps it: all paths absolute, the format of the input known.
+
+    `continue_from` is the id of a job whose finished rows are taken over where they are the same.
+    """
 
     source: Source | None = None
+    continue_from: str | None = None
 
     @property
     def deadline_s(self) -> float | None:
@@ -138,7 +145,7 @@ class JobSpec(JobFile):
 
     def content_hash(self) -> str:
         """Hex digest that is equal for two submissions of the same job, wherever they are read."""
-        values = self.model_dump(mode="json", exclude={"source"})
+        values = self.model_dump(mode="json", exclude={"source", "continue_from", "row_timeout"})
         canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()
 

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import glob
-import itertools
 import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-import psutil
-
 from batchrun.errors import BatchrunError, InputError, StoreFullError
+from batchrun.failpoints import failpoint
 from batchrun.files import sync_folder
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_COUNTER = itertools.count()
-# In a container every start may get the same pid; this tells them apart.
-_PROCESS = secrets.token_hex(4)
 
 
 @contextlib.contextmanager
@@ -32,15 +28,17 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     file at `path` stays. Raises StoreFullError when there is no room, InputError when the
     folder cannot be written to.
     """
-    owner = f"{next(_COUNTER)}.{_PROCESS}.{os.getpid()}"
-    temporary = path.with_name(f".{path.name}.{owner}.part")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     try:
         _prepare(path)
-        with temporary.open("wb") as file:
+        with _locked(temporary) as file:
             yield file
+            failpoint("output.sync.before")
             file.flush()
             os.fsync(file.fileno())
+        failpoint("output.rename.before")
         temporary.replace(path)
+        failpoint("output.rename.after")
         sync_folder(path.parent)
     except OSError as failure:
         raise _explained(path, failure) from None
@@ -54,13 +52,24 @@ def _prepare(path: Path) -> None:
         raise InputError(f"{path}: is a folder; name a file for the output")
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
-        process, pid = left.name.split(".")[-3:-1]
-        if pid.isdigit() and not _is_alive(process, int(pid)):
-            left.unlink(missing_ok=True)
+        with contextlib.suppress(BlockingIOError, FileNotFoundError), left.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            left.unlink()
 
 
-def _is_alive(process: str, pid: int) -> bool:
-    return process == _PROCESS if pid == os.getpid() else psutil.pid_exists(pid)
+def _locked(path: Path) -> BinaryIO:
+    """A new file, locked for as long as it is open: whoever gets the lock knows that its writer is
+    dead, whatever became of the writer's pid."""
+    while True:
+        file = path.open("wb")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            file.close()
+            raise
+        if os.fstat(file.fileno()).st_nlink:
+            return file
+        file.close()
 
 
 def _explained(path: Path, failure: OSError) -> BatchrunError:

@@ -74,6 +74,8 @@ class ParquetSink:
         self._kept = kept.names
         self._writer = pq.ParquetWriter(file, self._schema, compression="zstd")
         self._waiting: list[pa.RecordBatch] = []
+        self._waiting_bytes = 0
+        self._waiting_rows = 0
 
     def write(self, results: Sequence[Row], kept: pa.RecordBatch | Sequence[Row]) -> None:
         """Adds rows; `kept` is a batch of the kept columns."""
@@ -82,14 +84,14 @@ class ParquetSink:
         arrays = [
             kept_columns[field.name]
             if field.name in kept_columns
-            else pa.array((row[field.name] for row in results), type=field.type)
+            else pa.array([row[field.name] for row in results], type=field.type)
             for field in self._schema
         ]
-        self._waiting.append(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
-        if (
-            sum(batch.nbytes for batch in self._waiting) >= _GROUP_BYTES
-            or sum(batch.num_rows for batch in self._waiting) >= _GROUP_ROWS
-        ):
+        batch = pa.RecordBatch.from_arrays(arrays, schema=self._schema)
+        self._waiting.append(batch)
+        self._waiting_bytes += batch.nbytes
+        self._waiting_rows += batch.num_rows
+        if self._waiting_bytes >= _GROUP_BYTES or self._waiting_rows >= _GROUP_ROWS:
             self._flush()
 
     def close(self) -> None:
@@ -101,3 +103,4 @@ class ParquetSink:
         if self._waiting:
             self._writer.write_table(pa.Table.from_batches(self._waiting, schema=self._schema))
             self._waiting.clear()
+            self._waiting_bytes = self._waiting_rows = 0

@@ -1,7 +1,7 @@
-"""The prefix tree of a planned order: which rows share a prefix, and for how long it is needed.
+"""The prefix tree of an order: which rows share a prefix.
 
-In a depth-first order every subtree is an interval of positions, so the tree follows from the
-chunks that neighbours share (the LCP intervals of a suffix array).
+Where rows that share a prefix stand together, every subtree is an interval of positions, so the
+tree follows from the chunks that neighbours share (the LCP intervals of a suffix array).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from batchrun.pool.prefix_order import IntArray
+from batchrun.pool.chains import IntArray
 
 NO_NODE = -1
 
@@ -40,41 +40,55 @@ class PrefixNodes:
         nodes.reverse()
         return nodes
 
+    @property
+    def num_nodes(self) -> int:
+        """Nodes in all trees."""
+        return len(self.starts)
+
 
 def find_prefix_nodes(shared_chunks: IntArray) -> PrefixNodes:
     """The nodes of an order, from how many chunks each position shares with the one before.
 
-    O(positions): one pass with a stack of the intervals that are still open.
+    One pass for each depth that occurs, over the positions that go as deep: O(shared chunks) in
+    all, in numpy.
     """
-    num_rows = len(shared_chunks)
-    found: list[tuple[int, int, int]] = []
-    stack: list[tuple[int, int]] = []
-    for position in range(1, num_rows + 1):
-        shared = int(shared_chunks[position]) if position < num_rows else 0
-        start = position - 1
-        while stack and stack[-1][1] > shared:
-            start, depth = stack.pop()
-            found.append((start, position, depth))
-        if shared and (not stack or stack[-1][1] < shared):
-            stack.append((start, shared))
-    found.sort(key=lambda node: (node[0], -node[1]))
-    starts, ends, depths = (
-        np.array(column, dtype=np.int64)
-        for column in (zip(*found, strict=True) if found else ((), (), ()))
-    )
-    return PrefixNodes(starts, ends, depths, *_place(found, num_rows))
+    starts, ends, depths = _intervals(shared_chunks)
+    order = np.lexsort((depths, starts))
+    starts, ends, depths = starts[order], ends[order], depths[order]
+    parents = np.full(len(starts), NO_NODE, dtype=np.int64)
+    innermost = np.full(len(shared_chunks), NO_NODE, dtype=np.int64)
+    by_depth = np.argsort(depths, kind="stable")
+    bounds = np.flatnonzero(np.diff(depths[by_depth])) + 1
+    for nodes in np.split(by_depth, bounds) if len(starts) else ():
+        parents[nodes] = innermost[starts[nodes]]
+        innermost[spread(starts[nodes], ends[nodes])] = np.repeat(
+            nodes, ends[nodes] - starts[nodes]
+        )
+    return PrefixNodes(starts, ends, depths, parents, innermost)
 
 
-def _place(found: list[tuple[int, int, int]], num_rows: int) -> tuple[IntArray, IntArray]:
-    """(parent of each node, innermost node of each position); `found` lists roots first."""
-    parents = np.full(len(found), NO_NODE, dtype=np.int64)
-    innermost = np.full(num_rows, NO_NODE, dtype=np.int64)
-    open_nodes: list[int] = []
-    for number, (start, end, _) in enumerate(found):
-        while open_nodes and found[open_nodes[-1]][1] <= start:
-            open_nodes.pop()
-        if open_nodes:
-            parents[number] = open_nodes[-1]
-        open_nodes.append(number)
-        innermost[start:end] = number
-    return parents, innermost
+def spread(starts: IntArray, ends: IntArray) -> IntArray:
+    """All positions of these intervals, one interval after the other."""
+    sizes = ends - starts
+    before = np.concatenate(([0], np.cumsum(sizes)[:-1]))
+    positions: IntArray = np.repeat(starts - before, sizes) + np.arange(int(sizes.sum()))
+    return positions
+
+
+def _intervals(shared: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """(start, end, depth) of every node: the longest runs that share at least a depth, where some
+    neighbours share no more."""
+    found: list[tuple[IntArray, IntArray, IntArray]] = []
+    deep = np.flatnonzero(shared)
+    for depth in np.unique(shared[deep]).tolist():
+        deep = deep[shared[deep] >= depth]
+        firsts = np.flatnonzero(np.diff(deep, prepend=-1) != 1)
+        lasts = np.append(firsts[1:], deep.size) - 1
+        is_node = np.minimum.reduceat(shared[deep], firsts) == depth
+        starts, ends = deep[firsts[is_node]] - 1, deep[lasts[is_node]] + 1
+        found.append((starts, ends, np.full(starts.size, depth, dtype=np.int64)))
+    if not found:
+        none = np.empty(0, dtype=np.int64)
+        return none, none, none
+    starts, ends, depths = (np.concatenate(column) for column in zip(*found, strict=True))
+    return starts, ends, depths

@@ -3,85 +3,137 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Sequence
 
-from batchrun.pool.prefix_order import IntArray
+import numpy as np
+import numpy.typing as npt
+
+from batchrun.pool.chains import IntArray
+from batchrun.pool.prefix_nodes import NO_NODE, PrefixNodes
+
+_PENDING, _QUEUED, _IN_FLIGHT, _DONE = range(4)
+"""States of a row. Queued ones are in one of the heaps, and not found by going on in order."""
 
 
 class RowQueue:
-    """Pending and in-flight rows of a job.
+    """Pending and in-flight rows of a job, and how many of them each prefix node has.
 
-    Every row that was put in is in exactly one place: pending, delayed, in flight, or done.
-    Positions in the planned order decide what comes next, so a row that comes back after a lost
-    engine runs again beside its prefix group.
+    Every row is in exactly one place: pending, delayed, in flight, or done. Positions in the
+    planned order decide what comes next, so a row that comes back after a lost engine runs again
+    beside its prefix group. Memory: 17 bytes a row.
     """
 
-    def __init__(self, rows: IntArray, done: Iterable[int] = ()) -> None:
-        finished = set(done)
-        self._num_rows = len(rows)
-        self._position = {int(row): i for i, row in enumerate(rows)}
-        self._order = rows
+    def __init__(self, rows: IntArray, nodes: PrefixNodes, done: Sequence[int] | IntArray = ()):
+        """`rows` in planned order, whose tree is `nodes`; those of `done` have a result."""
+        self._rows = rows
+        self._nodes = nodes
+        self._position = _inverse(rows)
+        self._states = bytearray(len(rows))
+        self._state = np.frombuffer(self._states, dtype=np.uint8)
+        self._state[self._position[np.asarray(done, dtype=np.int64)]] = _DONE
+        self._parents: list[int] = nodes.parents.tolist()
         self._next = 0
-        self._skip = finished
-        self._returned: list[int] = []
+        self._first: list[int] = []
         self._delayed: list[tuple[float, int]] = []
-        self._in_flight: set[int] = set()
-        self._num_done = len(finished)
+        self._num_in_flight = 0
+        self._num_done = int(np.count_nonzero(self._state == _DONE))
+        self._num_left = self._count_by_node(self._state != _DONE)
+        self._num_to_come = list(self._num_left)
 
     @property
     def num_in_flight(self) -> int:
         """Rows handed out and not yet done or given back."""
-        return len(self._in_flight)
+        return self._num_in_flight
 
     @property
     def num_pending(self) -> int:
         """Rows that are neither done nor in flight, the delayed ones included."""
-        return self._num_rows - self._num_done - len(self._in_flight)
+        return len(self._rows) - self._num_done - self._num_in_flight
 
     @property
     def is_finished(self) -> bool:
         """Whether every row is done."""
-        return self._num_done == self._num_rows
+        return self._num_done == len(self._rows)
 
     def position_of(self, row: int) -> int:
         """The row's place in the planned order."""
-        return self._position[row]
+        return int(self._position[row])
 
-    def pending_from(self) -> list[int]:
-        """For each position, and one past the last: rows from there on that are not done yet."""
-        counts = [0]
-        for row in reversed(self._order.tolist()):
-            counts.append(counts[-1] + (row not in self._skip))
-        counts.reverse()
-        return counts
+    def path_of(self, row: int) -> list[int]:
+        """The prefix nodes above a row, from the root downwards."""
+        path = self._path(int(self._position[row]))
+        path.reverse()
+        return path
+
+    def depth_of(self, node: int) -> int:
+        """Chunks that all rows of a prefix node share."""
+        return int(self._nodes.depths[node])
+
+    def num_to_come(self, node: int) -> int:
+        """Rows of a prefix node that were not handed out yet, or came back."""
+        return self._num_to_come[node]
+
+    def num_left(self, node: int) -> int:
+        """Rows of a prefix node that have no result yet."""
+        return self._num_left[node]
 
     def peek(self, now_s: float) -> int | None:
         """The row to hand out next, or None when none is ready at `now_s`."""
         self._wake(now_s)
-        fresh = self._peek_fresh()
-        if self._returned and (fresh is None or self._returned[0] < fresh):
-            return int(self._order[self._returned[0]])
-        return None if fresh is None else int(self._order[fresh])
+        position = self._peek()
+        return None if position is None else int(self._rows[position])
 
     def take(self, row: int) -> None:
         """Hand out the row that `peek` just returned."""
-        position = self._position[row]
-        if self._returned and self._returned[0] == position:
-            heapq.heappop(self._returned)
+        position = int(self._position[row])
+        assert self._peek() == position
+        if self._first and self._first[0] == position:
+            heapq.heappop(self._first)
         else:
-            assert self._peek_fresh() == position
             self._next = position + 1
-        self._in_flight.add(row)
+        self._take(position)
 
     def give_back(self, row: int, *, ready_at_s: float = 0.0) -> None:
         """Put an in-flight row back; it is handed out again no sooner than `ready_at_s`."""
-        self._in_flight.remove(row)
-        heapq.heappush(self._delayed, (ready_at_s, self._position[row]))
+        position = int(self._position[row])
+        assert self._states[position] == _IN_FLIGHT
+        self._states[position] = _QUEUED
+        self._num_in_flight -= 1
+        heapq.heappush(self._delayed, (ready_at_s, position))
+        for node in self._path(position):
+            self._num_to_come[node] += 1
 
     def finish(self, row: int) -> None:
         """An in-flight row has its result committed: it never runs again."""
-        self._in_flight.remove(row)
+        position = int(self._position[row])
+        assert self._states[position] == _IN_FLIGHT
+        self._states[position] = _DONE
+        self._num_in_flight -= 1
         self._num_done += 1
+        for node in self._path(position):
+            self._num_left[node] -= 1
+
+    def prefer(self, rows: IntArray) -> None:
+        """Hand these rows out before all others, in planned order, as far as they are pending."""
+        positions = np.sort(self._position[rows])
+        ahead = positions[positions >= self._next]
+        pending = ahead[self._state[ahead] == _PENDING]
+        self._state[pending] = _QUEUED
+        for position in pending.tolist():
+            heapq.heappush(self._first, position)
+
+    def grown(self, rows: IntArray, nodes: PrefixNodes) -> RowQueue:
+        """This queue for an order with more rows, which are pending. This one is void then."""
+        queue = RowQueue(rows, nodes, self._rows[self._state == _DONE])
+        for position in np.flatnonzero(self._state == _IN_FLIGHT).tolist():
+            queue._take(int(queue._position[self._rows[position]]))
+        waiting = {position: 0.0 for position in self._first}
+        waiting.update((position, ready_at_s) for ready_at_s, position in self._delayed)
+        for position, ready_at_s in waiting.items():
+            place = int(queue._position[self._rows[position]])
+            queue._states[place] = _QUEUED
+            heapq.heappush(queue._delayed, (ready_at_s, place))
+        return queue
 
     def next_ready_at_s(self) -> float | None:
         """When the first delayed row becomes ready, or None when none is delayed."""
@@ -89,18 +141,50 @@ class RowQueue:
 
     def check(self) -> None:
         """Recount everything; raises AssertionError when an account does not balance."""
-        fresh = sum(int(row) not in self._skip for row in self._order[self._next :])
-        pending = fresh + len(self._returned) + len(self._delayed)
-        assert pending == self.num_pending
-        waiting = {*self._returned, *(position for _, position in self._delayed)}
-        assert len(waiting) == len(self._returned) + len(self._delayed)
-        assert not waiting & {self._position[row] for row in self._in_flight}
+        state = self._state
+        assert np.count_nonzero(state == _DONE) == self._num_done
+        assert np.count_nonzero(state == _IN_FLIGHT) == self._num_in_flight
+        waiting = [*self._first, *(position for _, position in self._delayed)]
+        assert len(set(waiting)) == len(waiting)
+        assert sorted(waiting) == np.flatnonzero(state == _QUEUED).tolist()
+        behind = np.flatnonzero(state[: self._next] <= _QUEUED)
+        assert set(behind.tolist()) <= set(waiting)
+        assert self._num_left == self._count_by_node(state != _DONE)
+        assert self._num_to_come == self._count_by_node(state <= _QUEUED)
+
+    def _take(self, position: int) -> None:
+        self._states[position] = _IN_FLIGHT
+        self._num_in_flight += 1
+        for node in self._path(position):
+            self._num_to_come[node] -= 1
+
+    def _path(self, position: int) -> list[int]:
+        """The nodes above a position, from the leaf upwards."""
+        path: list[int] = []
+        node = int(self._nodes.innermost[position])
+        while node != NO_NODE:
+            path.append(node)
+            node = self._parents[node]
+        return path
+
+    def _count_by_node(self, is_counted: npt.NDArray[np.bool_]) -> list[int]:
+        before = np.concatenate(([0], np.cumsum(is_counted)))
+        counts: list[int] = (before[self._nodes.ends] - before[self._nodes.starts]).tolist()
+        return counts
 
     def _wake(self, now_s: float) -> None:
         while self._delayed and self._delayed[0][0] <= now_s:
-            heapq.heappush(self._returned, heapq.heappop(self._delayed)[1])
+            heapq.heappush(self._first, heapq.heappop(self._delayed)[1])
 
-    def _peek_fresh(self) -> int | None:
-        while self._next < self._num_rows and int(self._order[self._next]) in self._skip:
-            self._next += 1
-        return self._next if self._next < self._num_rows else None
+    def _peek(self) -> int | None:
+        if self._first:
+            return self._first[0]
+        position = self._states.find(_PENDING, self._next)
+        self._next = len(self._states) if position < 0 else position
+        return None if position < 0 else position
+
+
+def _inverse(rows: IntArray) -> IntArray:
+    positions = np.empty(len(rows), dtype=np.int64)
+    positions[rows] = np.arange(len(rows))
+    return positions

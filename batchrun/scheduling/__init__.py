@@ -2,6 +2,6 @@
 
 from batchrun.scheduling.plan import Plan
 from batchrun.scheduling.presets import Policy, make_policy
-from batchrun.scheduling.view import EngineView, RequestView
+from batchrun.scheduling.view import EngineView, PrefixHit, RequestView
 
-__all__ = ["EngineView", "Plan", "Policy", "RequestView", "make_policy"]
+__all__ = ["EngineView", "Plan", "Policy", "PrefixHit", "RequestView", "make_policy"]

@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from batchrun.estimator import StepLoad, largest_chunk
 from batchrun.scheduling.plan import Plan
-from batchrun.scheduling.view import EngineView, RequestView
+from batchrun.scheduling.view import EngineView, PrefixHit, RequestView
 
 LONG_PREFILL_TOKENS = 512
 """A prefill with more left than this is long: one at a time (Echo, section 4.1)."""
+CLOSING_TOKENS = 32
+"""A row with so few tokens left to generate ends before a long prefix is computed."""
 
 
 @dataclass(slots=True)
 class Draft:
-    """Collects the requests of a step. `free_blocks` may be spent; the rest is as in `Plan`."""
+    """Collects the requests of a step; those that decode together are all of one class.
+
+    `free_blocks` are free now; `promised_blocks` of them are still to be taken by the prompts of
+    running requests and the outputs of running offline ones, `closing_blocks` of these by the next
+    `CLOSING_TOKENS` tokens of decodes. Offline requests hold at most `offline_blocks`: one of all
+    blocks is vLLM's own. `leader` is the request whose long prefix the draft begins.
+    """
 
     view: EngineView
     load: StepLoad
     tokens_left: int
     slots_left: int
     free_blocks: int
+    offline_blocks: int
+    promised_blocks: int = 0
+    closing_blocks: int = 0
+    num_offline_decodes: int = 0
     admit: list[RequestView] = field(default_factory=list)
     caps: dict[str, int] = field(default_factory=dict)
     preempt: list[RequestView] = field(default_factory=list)
     loras: set[int] = field(default_factory=set)
     has_long_prefill: bool = False
+    leader: RequestView | None = None
+    leader_left_tokens: int = 0
 
     @classmethod
     def begin(cls, view: EngineView) -> Draft:
@@ -38,43 +54,87 @@ class Draft:
             tokens_left=view.token_budget,
             slots_left=view.max_running - num_running,
             free_blocks=view.free_blocks,
+            offline_blocks=view.total_blocks - 1 - view.free_blocks - view.online_blocks,
             loras={r.lora_id for r in running if r.lora_id} if view.max_loras else set(),
         )
 
-    def decode(self, request: RequestView) -> None:
-        """Let a running request generate its next token."""
-        context = request.num_computed_tokens + 1
-        self.load.add(1, context, is_decode=True)
-        self.tokens_left -= 1
-        self.free_blocks -= self._growth(request.num_computed_tokens, 1)
+    def copy(self) -> Draft:
+        """An independent draft with the same requests so far."""
+        return replace(
+            self,
+            load=self.load.copy(),
+            admit=self.admit.copy(),
+            caps=self.caps.copy(),
+            preempt=self.preempt.copy(),
+            loras=self.loras.copy(),
+        )
+
+    def decode(self, requests: Sequence[RequestView], limit_s: float = math.inf) -> bool:
+        """Let running requests generate their next token.
+
+        False, and nothing done, when they exceed the token budget or `limit_s`, or when offline
+        ones find no blocks: for online ones others make room.
+        """
+        num = len(requests)
+        if not num:
+            return True
+        computed = [request.num_computed_tokens for request in requests]
+        load = self.load.copy()
+        load.add_decodes([tokens + 1 for tokens in computed])
+        if num > self.tokens_left or self.view.model.predict_s(load) > limit_s:
+            return False
+        size = self.view.block_tokens
+        is_offline = requests[0].is_offline
+        new_blocks = sum([tokens % size == 0 for tokens in computed])
+        if is_offline and new_blocks > max(0, self.free_blocks):
+            return False
+        self.load = load
+        self.tokens_left -= num
+        self.free_blocks -= new_blocks
+        if is_offline:
+            ends = [-(-(r.num_prompt_tokens + r.max_output_tokens) // size) for r in requests]
+            held = [tokens // size + 1 for tokens in computed]
+            soon = [-(-(tokens + CLOSING_TOKENS) // size) for tokens in computed]
+            self.promised_blocks += sum(ends) - sum(held)
+            self.closing_blocks += sum(map(min, ends, soon)) - sum(held)
+            self.num_offline_decodes += num
+        return True
 
     def prefill(self, request: RequestView, num_tokens: int) -> None:
         """Let a running request compute `num_tokens` of its prompt."""
         self.caps[request.request_id] = num_tokens
+        self._take_blocks(request, num_tokens)
         if num_tokens:
             self._compute(request.num_computed_tokens, num_tokens)
-            self.free_blocks -= self._growth(request.num_computed_tokens, num_tokens)
-            self._note_length(request.prefill_left_tokens)
+            self.has_long_prefill |= request.prefill_left_tokens > LONG_PREFILL_TOKENS
 
     def sit_out(self, request: RequestView) -> None:
         """Give a running request nothing in this step."""
         self.caps[request.request_id] = 0
+        self._take_blocks(request, 0)
 
-    def let_in(self, request: RequestView, hit_tokens: int, num_tokens: int, blocks: int) -> None:
+    def let_in(self, request: RequestView, hit: PrefixHit, num_tokens: int, blocks: int) -> None:
         """Admit a waiting request with a first chunk of `num_tokens`; `blocks` are set aside."""
         self.admit.append(request)
         self.caps[request.request_id] = num_tokens
-        self._compute(hit_tokens, num_tokens)
+        self._compute(hit.num_tokens, num_tokens)
         self.free_blocks -= blocks
         self.slots_left -= 1
-        self._note_length(request.num_tokens - hit_tokens)
+        self.has_long_prefill |= request.num_tokens - hit.num_tokens > LONG_PREFILL_TOKENS
         if request.lora_id:
             self.loras.add(request.lora_id)
+
+    def lead(self, request: RequestView, hit: PrefixHit, num_tokens: int, blocks: int) -> None:
+        """As `let_in`, for a request whose long prefix others wait for."""
+        self.let_in(request, hit, num_tokens, blocks)
+        self.leader = request
+        self.leader_left_tokens = request.num_tokens - hit.num_tokens
 
     def push_out(self, request: RequestView, freed_blocks: int) -> None:
         """Preempt a running offline request; it may not come back in this step."""
         self.preempt.append(request)
         self.free_blocks += freed_blocks
+        self.offline_blocks -= freed_blocks
         self.slots_left += 1
 
     def chunk(self, computed_tokens: int, left_tokens: int, limit_s: float) -> int:
@@ -83,6 +143,17 @@ class Draft:
         if most <= 0:
             return 0
         return largest_chunk(self.view.model, self.load, computed_tokens, limit_s, most)
+
+    def room_tokens(self, computed_tokens: int) -> int:
+        """Tokens for which a request has blocks, or could take free ones.
+
+        While offline rows decode, and so will make room, what they need next is not taken from
+        them, nor what rows are about to hit from the cache.
+        """
+        block_tokens, free_blocks = self.view.block_tokens, self.free_blocks
+        if self.num_offline_decodes:
+            free_blocks -= self.closing_blocks + self.view.wanted_blocks
+        return max(0, free_blocks) * block_tokens + -computed_tokens % block_tokens
 
     def fits_lora(self, request: RequestView) -> bool:
         """Whether admitting the request keeps the distinct adapters within vLLM's limit."""
@@ -97,15 +168,20 @@ class Draft:
     def finish(self) -> Plan:
         """The plan."""
         predicted_s = self.predicted_s() if self.tokens_left < self.view.token_budget else 0.0
-        return Plan(tuple(self.admit), self.caps, tuple(self.preempt), predicted_s)
+        return Plan(tuple(self.admit), self.caps, tuple(self.preempt), predicted_s, self.load)
 
     def _compute(self, computed_tokens: int, num_tokens: int) -> None:
         self.load.add(num_tokens, computed_tokens + num_tokens)
         self.tokens_left -= num_tokens
 
-    def _growth(self, computed_tokens: int, num_tokens: int) -> int:
+    def _take_blocks(self, request: RequestView, num_tokens: int) -> None:
+        """Blocks for `num_tokens` now; those for the rest of the prompt, and for the output of
+        offline work, are promised."""
         blocks_for = self.view.blocks_for
-        return blocks_for(computed_tokens + num_tokens) - blocks_for(computed_tokens)
-
-    def _note_length(self, left_tokens: int) -> None:
-        self.has_long_prefill |= left_tokens > LONG_PREFILL_TOKENS
+        computed = request.num_computed_tokens
+        now_blocks = blocks_for(computed + num_tokens)
+        end = request.num_tokens
+        if request.is_offline:
+            end = request.num_prompt_tokens + request.max_output_tokens
+        self.free_blocks -= now_blocks - blocks_for(computed)
+        self.promised_blocks += max(0, blocks_for(end) - now_blocks)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from batchrun.scheduling.echo import PRESETS, EchoPolicy
+from batchrun.scheduling.echo import EchoPolicy
+from batchrun.scheduling.options import PRESETS
 from batchrun.scheduling.plan import Plan
 from batchrun.scheduling.view import EngineView
 

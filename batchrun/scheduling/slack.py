@@ -9,11 +9,18 @@ from batchrun.scheduling.view import EngineView, RequestView
 
 TARGET_SHARE = 0.985
 """Share of the smallest TPOT that a step with offline work aims at: room for prediction errors."""
+ERROR_MARGIN = 1.0
+MAX_MARGIN_SHARE = 0.4
+"""Offline work leaves every online request ahead of its deadlines by so many times the mean error
+of predictions, at most by this share of TPOT: the last steps of a request cannot be made up for."""
 LATE_SHARE = 0.5
 """Share of TPOT granted to a step when a request is late already, so that it catches up."""
 IDLE_SHARE = 0.18
 """Share of the TTFT for a step without online work: an arrival waits for the rest of a step, a
 whole one more, and its own prefill."""
+UNUSED_SHARE = 0.4
+"""The same where no online request came lately. On a GPU a full step is shorter: it costs nothing
+there, and on a slow engine the first call after a pause finds no step of a second before it."""
 PREFILL_SHARE = 0.12
 """Share of the TTFT for a step that holds online prefills but no online decode."""
 
@@ -42,7 +49,8 @@ def deadline_s(request: RequestView) -> float:
 def step_limits(view: EngineView, *, was_online_lately: bool) -> StepLimits:
     """The limits for the step after those in flight.
 
-    Without any online request lately there is no limit: no SLO tax on an idle endpoint.
+    Without any online request lately it is so long that full steps fit: no SLO tax on an idle
+    endpoint.
     """
     start_s = view.now_s + view.rest_s
     slack_s, tpot_s = math.inf, math.inf
@@ -54,11 +62,13 @@ def step_limits(view: EngineView, *, was_online_lately: bool) -> StepLimits:
         return StepLimits(
             math.inf, _limit_without_decodes(view, was_online_lately=was_online_lately)
         )
-    online_s = max(slack_s, LATE_SHARE * tpot_s)
-    return StepLimits(online_s, min(online_s, TARGET_SHARE * tpot_s))
+    least_s = LATE_SHARE * tpot_s
+    margin_s = min(ERROR_MARGIN * view.error_share, MAX_MARGIN_SHARE) * tpot_s
+    offline_s = min(max(slack_s - margin_s, least_s), TARGET_SHARE * tpot_s)
+    return StepLimits(max(slack_s, least_s), offline_s)
 
 
 def _limit_without_decodes(view: EngineView, *, was_online_lately: bool) -> float:
     if view.online_running or view.online_waiting:
         return PREFILL_SHARE * view.online_slo_ttft_s
-    return IDLE_SHARE * view.online_slo_ttft_s if was_online_lately else math.inf
+    return (IDLE_SHARE if was_online_lately else UNUSED_SHARE) * view.online_slo_ttft_s

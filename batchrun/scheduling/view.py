@@ -9,6 +9,9 @@ from typing import Any
 from batchrun.estimator import StepTimeModel
 from batchrun.types import RequestClass
 
+Group = tuple[str, int]
+"""A job, and the number of a prefix node of its own."""
+
 
 @dataclass(slots=True, eq=False)
 class RequestView:
@@ -17,8 +20,8 @@ class RequestView:
     `work_left_tokens` is what vLLM could still schedule now: the rest of the prompt, or 1 for a
     decode, 0 when its output in flight may be the last. `num_computed_tokens` and
     `num_output_tokens` count steps in flight as done. `rank` is the row's place in the planned
-    order of its job, `group` the node of its deepest shared prefix (offline only);
-    `num_private_blocks` are the blocks that a preemption would free.
+    order of its job, `group` the job and the node of its deepest shared prefix, `num_followers` the
+    rows of that node that stand behind it (offline only).
     """
 
     request_id: str
@@ -29,15 +32,20 @@ class RequestView:
     slo_ttft_s: float = 0.0
     slo_tpot_s: float = 0.0
     rank: int = 0
-    group: int | None = None
+    group: Group | None = None
+    num_followers: int = 0
     lora_id: int = 0
     num_tokens: int = 0
     work_left_tokens: int = 0
     num_computed_tokens: int = 0
     num_output_tokens: int = 0
-    num_blocks: int = 0
     first_token_at_s: float | None = None
     handle: Any = field(default=None, repr=False)
+
+    @property
+    def is_offline(self) -> bool:
+        """Whether the request is offline work."""
+        return self.request_class is RequestClass.OFFLINE
 
     @property
     def is_decode(self) -> bool:
@@ -50,16 +58,29 @@ class RequestView:
         return 0 if self.is_decode else self.work_left_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """What a waiting request finds in the KV cache.
+
+    `idle_blocks` of the hit are free blocks, which its admission takes out of the free ones.
+    """
+
+    num_tokens: int = 0
+    idle_blocks: int = 0
+
+
 @dataclass(slots=True)
 class EngineView:
     """An engine before a step.
 
     `rest_s` is the predicted time until the steps in flight are done; `free_blocks` counts every
     block that an allocation could take, cached or not; `wanted_blocks` are the free blocks whose
-    KV a planned row will hit; `reserve_blocks` are kept for online bursts. `hit_tokens(request)`
-    looks a waiting request's prefix up in the KV cache (costly: once per decision).
+    KV a planned row will hit; `reserve_blocks` are kept for online bursts, beside the
+    `online_blocks` that online requests hold. `look_up(request)` finds a waiting request's prefix
+    in the KV cache (costly: once per decision).
     `private_blocks(request)` counts the blocks that preempting it would free; `is_ready(request)`
     says whether a waiting one may be admitted at all (its grammar is there, no output in flight).
+    `error_share` is the mean error of the latest predictions of `model` (0.1: 10 %).
     """
 
     now_s: float
@@ -73,14 +94,16 @@ class EngineView:
     total_blocks: int
     wanted_blocks: int
     reserve_blocks: int
+    online_blocks: int
     block_tokens: int
     token_budget: int
     max_running: int
     max_loras: int
-    hit_tokens: Callable[[RequestView], int]
+    look_up: Callable[[RequestView], PrefixHit]
     private_blocks: Callable[[RequestView], int]
     is_ready: Callable[[RequestView], bool]
     is_offline_on: bool = True
+    error_share: float = 0.0
     online_slo_ttft_s: float = 1.0
 
     def blocks_for(self, num_tokens: int) -> int:

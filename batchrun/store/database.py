@@ -1,140 +1,153 @@
-"""Opening the store: connection settings, migrations, and SQL errors turned into our own."""
+"""Opening the store: to use it, or only to read it; SQL errors turned into our own."""
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sqlalchemy import Connection, Engine, create_engine, event, exc, make_url
-from sqlalchemy.pool import ConnectionPoolEntry
+from sqlalchemy import URL, Connection, Engine, exc, make_url
 
-from batchrun.errors import StoreError, StoreFullError, StoreLockedError
-from batchrun.store.migrate import migrate
+from batchrun.errors import StoreError, StoreLockedError
+from batchrun.failpoints import failpoint
+from batchrun.store import postgresql, sqlite
+from batchrun.store.lock import StoreLock
+from batchrun.store.migrate import find_revision, migrate
 
-BUSY_TIMEOUT_MS = 10_000
-NETWORK_FILE_SYSTEMS = frozenset({
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "smbfs",
-    "afs",
-    "ceph",
-    "lustre",
-    "glusterfs",
-    "fuse.sshfs",
-})
+MIGRATION_WAIT_S = 10.0
 
 
 class Store:
     """A handle on the store. Its methods of reading and writing live in `jobs` and `results`.
 
     Thread-safe: each transaction takes a pooled connection of its own. SQLAlchemy objects never
-    leave `store/`.
+    leave `store/`. `name` is what messages call the store: a path, or host and database.
     """
 
-    def __init__(self, engine: Engine, url: str) -> None:
-        self._engine = engine
-        self.url = url
+    def __init__(self, engine: Engine, url: URL) -> None:
+        self.engine = engine
+        self.name = _name_of(url)
+        self._url = url
+
+    @property
+    def is_sqlite(self) -> bool:
+        """Whether the store is one file."""
+        return _is_sqlite(self._url)
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """A read transaction: one consistent snapshot."""
-        with self._translated(), self._engine.connect() as connection:
+        with self.translated(), self.engine.connect() as connection:
             yield connection
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """A write transaction: committed on leaving, rolled back on any exception."""
-        writer = self._engine.execution_options(batchrun_write=True)
-        with self._translated(), writer.begin() as connection:
-            yield connection
+        """A write transaction: committed on leaving, rolled back on any exception.
+
+        Where the connection breaks during the commit, this waits until the database can tell
+        whether it stands: an error always means that nothing was changed.
+        """
+        writer = self.engine.execution_options(batchrun_write=True)
+        transaction: int | None = None
+        with self.translated():
+            try:
+                with writer.begin() as connection:
+                    yield connection
+                    failpoint("store.commit.before")
+                    transaction = postgresql.transaction_of(connection)
+            except exc.DBAPIError as error:
+                if transaction is None or not error.connection_invalidated:
+                    raise
+                if not postgresql.is_committed(self.engine, transaction):
+                    raise
+        failpoint("store.commit.after")
 
     def close(self) -> None:
         """Close every pooled connection."""
-        self._engine.dispose()
+        self.engine.dispose()
 
     @contextmanager
-    def _translated(self) -> Iterator[None]:
+    def translated(self) -> Iterator[None]:
+        """Within, whatever the database says comes out as a StoreError of one line."""
         try:
             yield
         except exc.DBAPIError as error:
-            raise _as_store_error(error, self.url) from error
+            raise self._as_store_error(error.orig) from error
         except exc.TimeoutError as error:
-            raise StoreLockedError(f"{self.url}: too many accesses at once") from error
+            raise StoreLockedError(f"{self.name}: too many accesses at once") from error
+        except sqlite.DriverError as error:
+            raise self._as_store_error(error) from error
+
+    def _as_store_error(self, error: BaseException | None) -> StoreError:
+        if self.is_sqlite:
+            return sqlite.as_store_error(str(error), self.name)
+        return postgresql.as_store_error(error, self._url)
 
 
-def open_store(url_or_path: str | Path) -> Store:
-    """Open (creating or migrating where needed) the store at a path or a SQLAlchemy URL.
+def open_store(location: str | Path) -> Store:
+    """Open (creating or migrating where needed) the store at a path or a PostgreSQL URL.
 
-    Raises StoreError: not a store, of a newer batchrun, on a network file system, not writable.
+    A migration waits for the file's lock, unless this process holds it. Raises StoreLockedError
+    when another keeps it, and StoreError: not a store, of a newer batchrun, on a network file
+    system, not writable, not reachable, without its driver.
     """
-    url = _store_url(url_or_path)
-    if url.startswith("sqlite"):
-        path = Path(make_url(url).database or "")
-        _refuse_network_file_system(path.parent)
-        path.parent.mkdir(parents=True, exist_ok=True)
-    engine = create_engine(url)
-    if engine.dialect.name == "sqlite":
-        event.listen(engine, "connect", _configure_sqlite)
-        event.listen(engine, "begin", _begin_sqlite)
+    url = _url_of(location)
+    if not _is_sqlite(url):
+        return _checked(Store(postgresql.writing_engine(url), url))
+    path = Path(url.database or "")
+    sqlite.refuse_network_file_system(path.parent)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = StoreLock(path.with_suffix(".lock"), wait_s=MIGRATION_WAIT_S)
+    return _checked(Store(sqlite.writing_engine(url), url), lock)
+
+
+def open_to_read(location: str | Path) -> Store:
+    """Open a store without any means of changing it, beside a daemon too.
+
+    Its schema stays what it is: `find_revision` says which. Raises StoreError when there is no
+    store.
+    """
+    url = _url_of(location)
+    path = Path(url.database or "")
+    is_file = _is_sqlite(url)
+    if is_file and not path.is_file():
+        raise StoreError(f"{path}: no such store")
+    engine = sqlite.reading_engine(path) if is_file else postgresql.reading_engine(url)
     store = Store(engine, url)
-    with store._translated():
-        migrate(engine, url)
+    try:
+        with store.translated():
+            find_revision(store.engine, store.name)
+    except StoreError:
+        store.close()
+        raise
     return store
 
 
-def _store_url(url_or_path: str | Path) -> str:
-    text = str(url_or_path)
-    return text if "://" in text else f"sqlite:///{Path(text).absolute()}"
+def name_of(location: str | Path) -> str:
+    """What messages call the store at a path or a URL: never with a password."""
+    return _name_of(_url_of(location))
 
 
-def _configure_sqlite(connection: sqlite3.Connection, _record: ConnectionPoolEntry) -> None:
-    connection.isolation_level = None
-    cursor = connection.cursor()
-    cursor.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}")
-    cursor.execute("PRAGMA journal_mode=WAL")
-    cursor.execute("PRAGMA synchronous=FULL")
-    cursor.execute("PRAGMA foreign_keys=ON")
-    cursor.close()
+def _checked(store: Store, lock: StoreLock | None = None) -> Store:
+    """The store, brought to this schema; closed when it cannot be."""
+    try:
+        with store.translated():
+            migrate(store.engine, store.name, lock=lock)
+    except StoreError:
+        store.close()
+        raise
+    return store
 
 
-def _begin_sqlite(connection: Connection) -> None:
-    # IMMEDIATE takes the write lock at once: a transaction that reads first can then never fail
-    # half way for want of it.
-    writes = connection.get_execution_options().get("batchrun_write", False)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+def _is_sqlite(url: URL) -> bool:
+    return url.get_backend_name() == "sqlite"
 
 
-def _refuse_network_file_system(folder: Path) -> None:
-    """Raise StoreError when `folder` lies on a network file system (its locks are not reliable)."""
-    mounts = Path("/proc/self/mounts")
-    if not mounts.exists():
-        return
-    target = folder.absolute()
-    best_point, best_type = "", ""
-    for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines():
-        point, kind = line.split()[1:3]
-        if target.is_relative_to(point) and len(point) >= len(best_point):
-            best_point, best_type = point, kind
-    if best_type in NETWORK_FILE_SYSTEMS:
-        raise StoreError(
-            f"{target}: on a network file system ({best_type}), where SQLite's locks are not safe; "
-            "choose a local --home, or a PostgreSQL store URL"
-        )
+def _name_of(url: URL) -> str:
+    return str(url.database) if _is_sqlite(url) else postgresql.name_of(url)
 
 
-def _as_store_error(error: exc.DBAPIError, url: str) -> StoreError:
-    where = make_url(url).database or url
-    text = str(error.orig)
-    if "disk is full" in text:
-        return StoreFullError(f"{where}: no space left on the disk; free some space")
-    if "locked" in text:
-        return StoreLockedError(f"{where}: locked by another process")
-    if "not a database" in text or "malformed" in text:
-        return StoreError(f"{where}: not a batchrun store, or damaged ({text})")
-    if "unable to open" in text or "readonly" in text or "read-only" in text:
-        return StoreError(f"{where}: cannot be opened for writing ({text})")
-    return StoreError(f"{where}: {text}")
+def _url_of(location: str | Path) -> URL:
+    if isinstance(location, str) and "://" in location:
+        return make_url(location)
+    return URL.create("sqlite", database=str(Path(location).absolute()))

@@ -19,11 +19,13 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from sqlalchemy import Connection, Row, insert, select, update
 
 from batchrun.errors import StateError, UnknownJobError
+from batchrun.store.counts import COUNT_NAMES, Counts, count_results, counts_of
 from batchrun.store.database import Store
 from batchrun.store.schema import epochs, jobs, settings
 from batchrun.types import TERMINAL_JOB_STATES, JobState
@@ -57,7 +59,8 @@ class NewJob:
 class JobRecord:
     """A job as it stands in the store. Instants are UTC epoch seconds.
 
-    `seq` orders jobs by submission; `reason` says why the job is paused or failed.
+    `seq` orders jobs by submission; `reason` says why the job is paused or failed. `counts` is
+    None until the job ends; from `results_removed_at` on its results are gone.
     """
 
     seq: int
@@ -74,6 +77,8 @@ class JobRecord:
     finished_at: float | None
     ends_as: JobState | None
     reason: str | None
+    counts: Counts | None = None
+    results_removed_at: float | None = None
 
 
 def create(store: Store, job: NewJob, *, now_s: float) -> JobRecord:
@@ -118,12 +123,16 @@ def pause(store: Store, job_id: str, reason: str) -> JobRecord:
     return _move(store, job_id, allowed, JobState.PAUSED, reason=reason, ends_as=None)
 
 
-def resume(store: Store, job_id: str) -> JobRecord:
-    """paused -> running, or back to validating when the job never started."""
+def resume(store: Store, job_id: str, *, pin: str | None = None) -> JobRecord:
+    """paused -> running, or back to validating when the job never started.
+
+    `pin` replaces the job's, where its input changed and is accepted as it is now.
+    """
     with store.write() as connection:
         started = _get(connection, job_id).started_at is not None
         target = JobState.RUNNING if started else JobState.VALIDATING
-        return _move_in(connection, job_id, (JobState.PAUSED,), target, reason=None)
+        accepted = {} if pin is None else {"pin": pin}
+        return _move_in(connection, job_id, (JobState.PAUSED,), target, reason=None, **accepted)
 
 
 def begin_finalizing(store: Store, job_id: str, ends_as: JobState) -> JobRecord:
@@ -170,7 +179,7 @@ def get(store: Store, job_id: str) -> JobRecord:
     if len(found) != 1:
         what = "several jobs begin so" if found else "no such job"
         raise UnknownJobError(f"{job_id}: {what}; `batchrun status` lists the jobs")
-    return _record(found[0])
+    return record_of(found[0])
 
 
 def list_jobs(store: Store, *, only: Sequence[JobState] | None = None) -> list[JobRecord]:
@@ -179,7 +188,7 @@ def list_jobs(store: Store, *, only: Sequence[JobState] | None = None) -> list[J
     if only is not None:
         query = query.where(jobs.c.state.in_([str(state) for state in only]))
     with store.read() as connection:
-        return [_record(row) for row in connection.execute(query)]
+        return [record_of(row) for row in connection.execute(query)]
 
 
 def find_unfinished(store: Store, content_hash: str) -> JobRecord | None:
@@ -193,7 +202,7 @@ def find_unfinished(store: Store, content_hash: str) -> JobRecord | None:
     )
     with store.read() as connection:
         row = connection.execute(query).first()
-    return None if row is None else _record(row)
+    return None if row is None else record_of(row)
 
 
 def begin_epoch(store: Store, *, pid: int, now_s: float) -> int:
@@ -236,12 +245,14 @@ def _move_in(
     to: JobState,
     **values: object,
 ) -> JobRecord:
+    if to.is_terminal:
+        values |= asdict(count_results(connection, _get(connection, job_id).seq))
     changed = connection.execute(
         update(jobs)
         .where(jobs.c.id == job_id, jobs.c.state.in_([str(state) for state in allowed]))
         .values(
             state=str(to),
-            **{k: str(v) if isinstance(v, JobState) else v for k, v in values.items()},
+            **{name: _plain(value) for name, value in values.items()},
         )
     )
     record = _get(connection, job_id)
@@ -253,15 +264,24 @@ def _move_in(
     return record
 
 
+def _plain(value: object) -> object:
+    """A value as the columns take it; PostgreSQL has no text with NUL in it."""
+    return str(value).replace("\0", "") if isinstance(value, str) else value
+
+
 def _get(connection: Connection, job_id: str) -> JobRecord:
     row = connection.execute(select(jobs).where(jobs.c.id == job_id)).first()
     if row is None:
         raise UnknownJobError(f"{job_id}: no such job; `batchrun status` lists the jobs")
-    return _record(row)
+    return record_of(row)
 
 
-def _record(row: Row[tuple[object, ...]]) -> JobRecord:
+def record_of(row: Row[Any]) -> JobRecord:
+    """A job from a row of `jobs`."""
     values = dict(row._mapping)
+    values["counts"] = counts_of(row)
+    for name in COUNT_NAMES:
+        del values[name]
     values["state"] = JobState(values["state"])
     values["ends_as"] = None if values["ends_as"] is None else JobState(values["ends_as"])
     return JobRecord(**values)

@@ -8,13 +8,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import zstandard
-from sqlalchemy import Connection, Table, bindparam, func, select, update
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy import Connection, Row, Table, insert, select, update
 
+from batchrun.errors import StateError
+from batchrun.failpoints import failpoint
+from batchrun.store.bulk import insert_new
+from batchrun.store.counts import Counts, count_results, kept_counts
 from batchrun.store.database import Store
 from batchrun.store.schema import attempts, bodies, jobs, results, suspects
 from batchrun.types import TERMINAL_JOB_STATES, Outcome, OutcomeKind, RowError, Usage
@@ -22,22 +27,8 @@ from batchrun.types import TERMINAL_JOB_STATES, Outcome, OutcomeKind, RowError, 
 COMPRESSION_LEVEL = 3
 ROWS_PER_READ = 2_000
 MAX_BODY_BYTES = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """How many rows of a job have ended, and the tokens they took."""
-
-    num_completed: int = 0
-    num_failed: int = 0
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-    num_cached_tokens: int = 0
-
-    @property
-    def num_done(self) -> int:
-        """Rows that have a result, good or bad."""
-        return self.num_completed + self.num_failed
+MAX_TOKENS = (1 << 31) - 1
+MAX_REASON_CHARS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +49,23 @@ def commit(store: Store, outcomes: Sequence[tuple[int, Outcome]], *, now_s: floa
     A row that already has a result keeps it, and a terminal job takes no more results.
     Once this returns, the new results survive any crash.
     """
-    compressor = zstandard.ZstdCompressor(level=COMPRESSION_LEVEL)
-    entries = [_result_values(seq, outcome, now_s) for seq, outcome in outcomes]
+    # With a checksum, since SQLite has none: a flipped bit in a reply does not go unnoticed.
+    compressor = zstandard.ZstdCompressor(level=COMPRESSION_LEVEL, write_checksum=True)
+    # In the order of the key, so that a page is changed once. Equal keys stay in their order.
+    ordered = sorted(outcomes, key=lambda entry: (entry[0], entry[1].row))
+    index = [_index_row(seq, outcome, now_s) for seq, outcome in ordered]
     contents = [
-        {"job_seq": seq, "row": outcome.row, "content": compressor.compress(_content(outcome))}
-        for seq, outcome in outcomes
+        (seq, outcome.row, compressor.compress(_content(outcome))) for seq, outcome in ordered
     ]
     with store.write() as connection:
         closed = _terminal_seqs(connection, {seq for seq, _ in outcomes})
-        live = [i for i, entry in enumerate(entries) if entry["job_seq"] not in closed]
-        before = _num_known(connection, entries, live)
-        if live:
-            _insert_new(connection, results, [entries[i] for i in live])
-            _insert_new(connection, bodies, [contents[i] for i in live])
-        return len(live) - before
+        if closed:
+            index = [entry for entry in index if entry[0] not in closed]
+            contents = [entry for entry in contents if entry[0] not in closed]
+        num_new = insert_new(connection, results, index)
+        failpoint("store.results.between")
+        insert_new(connection, bodies, contents)
+        return num_new
 
 
 def done_rows(store: Store, job_seq: int) -> npt.NDArray[np.int64]:
@@ -82,26 +76,19 @@ def done_rows(store: Store, job_seq: int) -> npt.NDArray[np.int64]:
 
 
 def count(store: Store, job_seq: int) -> Counts:
-    """Ended rows and tokens of a job."""
-    columns = (
-        results.c.num_prompt_tokens,
-        results.c.num_output_tokens,
-        results.c.num_cached_tokens,
-    )
-    query = select(
-        func.count(),
-        func.coalesce(func.sum(results.c.ok), 0),
-        *(func.coalesce(func.sum(column), 0) for column in columns),
-    ).where(results.c.job_seq == job_seq)
+    """Ended rows and tokens of a job; those of a job that has ended stay when its results go."""
     with store.read() as connection:
-        total, completed, prompt, output, cached = connection.execute(query).one()
-    return Counts(completed, total - completed, prompt, output, cached)
+        return kept_counts(connection, job_seq) or count_results(connection, job_seq)
 
 
 def read(
     store: Store, job_seq: int, *, failed_only: bool = False, limit: int | None = None
 ) -> Iterator[StoredResult]:
-    """Results of a job in row order, read in bounded pieces."""
+    """Results of a job in row order, read in bounded pieces.
+
+    Raises StateError when they were removed.
+    """
+    _refuse_removed(store, job_seq)
     decompressor = zstandard.ZstdDecompressor()
     after, left = -1, limit
     while left is None or left > 0:
@@ -156,19 +143,24 @@ def engine_deaths(store: Store, job_seq: int) -> dict[int, int]:
         return {row: deaths for row, deaths in found}
 
 
-def _result_values(seq: int, outcome: Outcome, now_s: float) -> dict[str, object]:
-    return {
-        "job_seq": seq,
-        "row": outcome.row,
-        "ok": int(outcome.kind is OutcomeKind.OK),
-        "attempts": outcome.attempt,
-        "finish_reason": outcome.finish_reason,
-        "num_prompt_tokens": outcome.usage.num_prompt_tokens,
-        "num_output_tokens": outcome.usage.num_output_tokens,
-        "num_cached_tokens": outcome.usage.num_cached_tokens,
-        "duration_s": outcome.duration_s,
-        "committed_at": now_s,
-    }
+def _index_row(seq: int, outcome: Outcome, now_s: float) -> tuple[object, ...]:
+    """The values of `results`, in the order of its columns.
+
+    An engine may say anything; what PostgreSQL's columns do not hold would be refused for ever.
+    """
+    usage, reason = outcome.usage, outcome.finish_reason
+    return (
+        seq,
+        outcome.row,
+        int(outcome.kind is OutcomeKind.OK),
+        outcome.attempt,
+        None if reason is None else reason.replace("\0", "")[:MAX_REASON_CHARS],
+        min(int(usage.num_prompt_tokens), MAX_TOKENS),
+        min(int(usage.num_output_tokens), MAX_TOKENS),
+        min(int(usage.num_cached_tokens), MAX_TOKENS),
+        outcome.duration_s,
+        now_s,
+    )
 
 
 def _content(outcome: Outcome) -> bytes:
@@ -187,27 +179,13 @@ def _terminal_seqs(connection: Connection, seqs: set[int]) -> set[int]:
     return set(connection.execute(query).scalars())
 
 
-def _num_known(
-    connection: Connection, entries: Sequence[dict[str, object]], live: Sequence[int]
-) -> int:
-    """How many of the live entries already have a result."""
-    rows_of: dict[object, list[object]] = {}
-    for i in live:
-        rows_of.setdefault(entries[i]["job_seq"], []).append(entries[i]["row"])
-    query = select(func.count()).where(
-        results.c.job_seq == bindparam("seq"), results.c.row.in_(bindparam("rows", expanding=True))
-    )
-    found = 0
-    for seq, rows in rows_of.items():
-        found += connection.execute(query, {"seq": seq, "rows": rows}).scalar_one()
-    return found
-
-
-def _insert_new(
-    connection: Connection, table: Table, values: Sequence[Mapping[str, object]]
-) -> None:
-    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
-    connection.execute(dialect.insert(table).on_conflict_do_nothing(), list(values))
+def _refuse_removed(store: Store, job_seq: int) -> None:
+    query = select(jobs.c.id, jobs.c.results_removed_at).where(jobs.c.seq == job_seq)
+    with store.read() as connection:
+        found = connection.execute(query).first()
+    if found is not None and found.results_removed_at is not None:
+        day = datetime.fromtimestamp(found.results_removed_at, UTC).date()
+        raise StateError(f"{found.id}: its results were removed on {day} by `batchrun gc`")
 
 
 def _upsert(
@@ -222,7 +200,7 @@ def _upsert(
         .values(**changes)
     )
     if changed.rowcount == 0:
-        _insert_new(connection, table, [values])
+        connection.execute(insert(table).values(**values))
 
 
 def _page(
@@ -232,7 +210,7 @@ def _page(
     size: int,
     *,
     failed_only: bool,
-) -> Sequence[tuple[int, int, str | None, int, int, int, int, bytes]]:
+) -> Sequence[Row[Any, Any, Any, Any, Any, Any, Any, Any]]:
     columns = (
         results.c.row,
         results.c.attempts,
@@ -249,4 +227,4 @@ def _page(
     if failed_only:
         query = query.where(results.c.ok == 0)
     with store.read() as connection:
-        return [tuple(row) for row in connection.execute(query)]
+        return connection.execute(query).all()

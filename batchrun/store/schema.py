@@ -1,13 +1,24 @@
 """The tables. Migrations create them; this is what the queries are built from.
 
 A row of a job is done if and only if it stands in `results`. Its reply stands apart in `bodies`, so
-that counting and resuming read a narrow table. `attempts` and `suspects` hold only the few rows
+that counting and resuming read a narrow table. A job's counts and tokens are null until it ends;
+then they stay, also when its results are removed. `attempts` and `suspects` hold only the few rows
 that were retried or were in flight when an engine died.
 """
 
 from __future__ import annotations
 
-from sqlalchemy import Column, Float, Integer, LargeBinary, MetaData, String, Table, Text
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Float,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+)
 
 metadata = MetaData()
 
@@ -28,6 +39,12 @@ jobs = Table(
     Column("finished_at", Float),
     Column("ends_as", String(16)),
     Column("reason", Text),
+    Column("num_completed", BigInteger),
+    Column("num_failed", BigInteger),
+    Column("num_prompt_tokens", BigInteger),
+    Column("num_output_tokens", BigInteger),
+    Column("num_cached_tokens", BigInteger),
+    Column("results_removed_at", Float),
     sqlite_autoincrement=True,
 )
 

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from batchrun.estimator import KvForecast, OnlineFit, StepLoad, StepTimeModel
+from batchrun.cache import FORECAST_RESERVE, OnlineReserve
+from batchrun.estimator import AnyModel, KvForecast, OnlineFit, StepLoad, StepTimeModel
 from batchrun.vllm_plugin.settings import PluginSettings
-
-COLD_RESERVE_SHARE = 0.15
-"""Share of all blocks kept for online bursts until there are five minutes of data (design 6.2)."""
 
 
 class Estimates:
     """The step-time model, refined by every step, and the online reserve."""
 
-    def __init__(self, settings: PluginSettings, total_blocks: int) -> None:
-        self._fit = OnlineFit()
-        self._reserve = settings.reserve
+    def __init__(
+        self, settings: PluginSettings, total_blocks: int, calibrated: Sequence[AnyModel] = ()
+    ) -> None:
+        """`calibrated` are the models of a profile, the best first."""
+        self._fit = OnlineFit(calibrated)
+        given = settings.reserve
+        constant = OnlineReserve("constant", given) if isinstance(given, float) else None
+        self._reserve = constant or FORECAST_RESERVE
         self._total_blocks = total_blocks
         self.forecast = KvForecast(
-            window_s=settings.forecast_window_s, sigmas=settings.forecast_sigmas
+            window_s=settings.forecast_window_s,
+            rule=settings.forecast_rule,
+            sigmas=settings.forecast_sigmas,
         )
         self.model: StepTimeModel = self._fit.best()
 
     def predict_s(self, load: StepLoad | None) -> float:
         """How long a step with this load should take; 0 for none."""
         return 0.0 if load is None else self.model.predict_s(load)
+
+    @property
+    def error_share(self) -> float:
+        """How far predictions of the latest steps were off, on average (0.1: 10 %)."""
+        return self._fit.error_share
 
     def observe(self, load: StepLoad, step_s: float) -> None:
         """A step with this load took so long."""
@@ -47,10 +57,6 @@ class Estimates:
 
     def reserve_blocks(self, online_blocks: int) -> int:
         """Blocks to keep free for online requests that have not come yet."""
-        if self._reserve != "forecast":
-            wanted = int(self._reserve * self._total_blocks)
-        else:
-            expected = self.forecast.forecast_blocks
-            cold = int(COLD_RESERVE_SHARE * self._total_blocks)
-            wanted = cold if expected is None else expected
-        return max(0, wanted - online_blocks)
+        forecast_blocks = self.forecast.forecast_blocks
+        kept = self._reserve.blocks(self._total_blocks, online_blocks, forecast_blocks)
+        return max(0, kept - online_blocks)

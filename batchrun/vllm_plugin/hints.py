@@ -7,6 +7,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from vllm.v1.request import Request
+
 from batchrun.types import HINT_KEY, HINT_VERSION
 
 MAX_HINT_CHARS = 16_384
@@ -35,14 +37,6 @@ class Hint:
     row: int
     rank: int
     nodes: tuple[NodeHint, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class OnlineClass:
-    """The bounds of one class of online requests, in seconds."""
-
-    slo_ttft_s: float
-    slo_tpot_s: float
 
 
 def parse_hint(extra_args: Mapping[str, object] | None, nonce: str) -> Hint | None:
@@ -92,3 +86,22 @@ def _whole(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"malformed hint: {value!r} is not a whole number")
     return value
+
+
+class HintReader:
+    """Reads the hints of requests that carry `nonce`, and counts those that make no sense."""
+
+    def __init__(self, nonce: str) -> None:
+        self.nonce = nonce
+        self.num_malformed = 0
+
+    def read(self, request: Request) -> Hint | None:
+        """The request's hint; None for online work, and for a hint that makes no sense."""
+        params = request.sampling_params
+        if params is None or request.resumable:
+            return None
+        try:
+            return parse_hint(params.extra_args, self.nonce)
+        except ValueError:
+            self.num_malformed += 1
+            return None

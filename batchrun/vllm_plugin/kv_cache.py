@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -16,6 +17,7 @@ from batchrun.cache import (
     Segment,
     TieredFreeQueue,
 )
+from batchrun.vllm_plugin.compat import cached_block_ids
 from batchrun.vllm_plugin.hints import Hint
 
 KEY_SUFFIX = b"\0\0\0\0"
@@ -46,8 +48,9 @@ class KvTiers:
         """Take all free blocks over: at the start, and after every hash was forgotten."""
         if self.is_active:
             free = self._pool.free_block_queue.get_all_free_blocks()
+            in_use = [block for block in self._pool.blocks if block.ref_cnt]
             self._pool.free_block_queue = TieredFreeQueue(  # type: ignore[assignment]  # duck-typed
-                free, self._num_tiers, self._tiers.tier_of
+                free, self._num_tiers, self._tiers.tier_of, in_use
             )
 
     def announce(self, request: Request, hint: Hint, now_s: float) -> None:
@@ -57,20 +60,33 @@ class KvTiers:
                 request.request_id, hint, request.block_hashes, now_s
             ))  # fmt: skip
 
-    def finished(self, request: Request, *, was_waiting: bool) -> None:
+    def finished(self, request: Request) -> None:
         """A request ends; call it before its blocks are freed."""
         if self.is_active:
-            fallen = self._reuse.finished(request.request_id)
-            if was_waiting:
-                self._refile(fallen)
+            self._refile(self._reuse.finished(request.request_id))
+
+    def renew(self, epoch: int, jobs: Collection[str], now_s: float) -> None:
+        """The daemon lives and runs these jobs: their hints count for another lease."""
+        if self.is_active:
+            self._refile(self._reuse.renew(epoch, now_s, jobs))
+
+    def forget(self, job: str) -> None:
+        """The daemon no longer runs this job: its hints count no more."""
+        if self.is_active:
+            self._refile(self._reuse.forget(job))
 
     def advance(self, rank: int) -> None:
         """The engine works at this rank of the planned order now."""
         self._reuse.advance(rank)
 
-    def freeing_online(self, *, is_freeing: bool) -> None:
-        """Blocks freed from now on were an online request's, or no longer."""
-        self._tiers.is_freeing_online = is_freeing
+    @contextmanager
+    def freeing(self, *, is_online: bool) -> Iterator[None]:
+        """Blocks freed within are an online request's, or are not."""
+        self._tiers.is_freeing_online = is_online
+        try:
+            yield
+        finally:
+            self._tiers.is_freeing_online = False
 
     def online_hit(self, request: Request, hit_blocks: int, now_s: float) -> None:
         """An online request is admitted with a prefix hit: its prefix gets a floor."""
@@ -98,8 +114,7 @@ class KvTiers:
             self._retier(self._reuse.keys_of(segment))
 
     def _retier(self, keys: Iterable[Any]) -> None:
-        find = self._pool.cached_block_hash_to_block.get_one_block
-        blocks = [block.block_id for key in keys if (block := find(key)) is not None]
+        blocks = [block_id for key in keys for block_id in cached_block_ids(self._pool, key)]
         queue = self._pool.free_block_queue
         if blocks and isinstance(queue, TieredFreeQueue):
             queue.retier(blocks)

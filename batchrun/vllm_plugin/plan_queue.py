@@ -12,7 +12,7 @@ from vllm.v1.request import Request
 from batchrun.scheduling import RequestView
 from batchrun.types import RequestClass
 
-_BY_ARRIVAL = attrgetter("arrival_at_s", "request_id")
+_BY_ARRIVAL = attrgetter("handle.priority", "arrival_at_s", "request_id")
 _BY_RANK = attrgetter("rank", "request_id")
 
 
@@ -21,8 +21,8 @@ class PlanQueue(RequestQueue):
 
     `len`, iteration and removal see everything, so that aborts, counts and pauses work as in
     vLLM; truth, `peek_request` and `pop_request` see only what `expose` named. `online` is in
-    order of arrival and `offline` in planned order. `views` holds a view of every live request;
-    a preempted request that ends is freed, view and all, before vLLM takes it out of here.
+    order of priority, then arrival, and `offline` in planned order. `views` holds a view of every
+    live request; a preempted request that ends is freed, view and all, before vLLM takes it out.
     """
 
     def __init__(self, views: Mapping[str, RequestView]) -> None:

@@ -29,8 +29,19 @@ def make_view(
         view.slo_ttft_s, view.slo_tpot_s = slo.ttft_s, slo.tpot_s
     else:
         view.rank = hint.rank
-        view.group = hint.nodes[-1].node if hint.nodes else None
+        if hint.nodes:
+            view.group = hint.job, hint.nodes[-1].node
+            view.num_followers = hint.nodes[-1].num_rows_to_come
     return view
+
+
+def begin_turn(view: RequestView, request: Request, wall_offset_s: float) -> None:
+    """The next turn of a streaming session begins; what came before it is its prompt now."""
+    view.arrival_at_s = request.arrival_time - wall_offset_s
+    view.first_token_at_s = None
+    view.num_prompt_tokens = request.num_prompt_tokens
+    view.num_tokens = request.num_tokens
+    view.max_output_tokens = request.max_tokens
 
 
 def refresh(view: RequestView, request: Request) -> None:
@@ -41,11 +52,11 @@ def refresh(view: RequestView, request: Request) -> None:
     """
     placeholders = request.num_output_placeholders
     computed = request.num_computed_tokens
-    left = request.num_tokens_with_spec + placeholders - computed
-    last = request.num_prompt_tokens + request.max_tokens
-    if placeholders > 0 and computed + 2 - placeholders >= last:
+    num_tokens, prompt = request.num_tokens, view.num_prompt_tokens
+    left = num_tokens + placeholders - computed
+    if placeholders and computed + 2 - placeholders >= prompt + view.max_output_tokens:
         left = 0
     view.work_left_tokens = left
     view.num_computed_tokens = computed
-    view.num_output_tokens = request.num_output_tokens + placeholders
-    view.num_tokens = request.num_tokens
+    view.num_output_tokens = num_tokens - prompt + placeholders
+    view.num_tokens = num_tokens

@@ -4,33 +4,41 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from operator import attrgetter
 from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
+from batchrun.errors import BatchrunError
 from batchrun.estimator import StepLoad
-from batchrun.scheduling import EngineView, Plan, Policy, RequestView, make_policy
+from batchrun.scheduling import Policy, RequestView, make_policy
 from batchrun.types import RequestClass
+from batchrun.vllm_plugin.calibration import StepRecorder, engine_facts, read_models
+from batchrun.vllm_plugin.channel import names_channel
+from batchrun.vllm_plugin.combinations import check_combinations
 from batchrun.vllm_plugin.estimating import Estimates
-from batchrun.vllm_plugin.hints import Hint, parse_hint
+from batchrun.vllm_plugin.hints import Hint, HintReader
 from batchrun.vllm_plugin.kv_cache import KvTiers
+from batchrun.vllm_plugin.lookout import Lookout
 from batchrun.vllm_plugin.plan_queue import PlanQueue
-from batchrun.vllm_plugin.request_views import make_view, refresh
+from batchrun.vllm_plugin.planner import Planner
+from batchrun.vllm_plugin.request_views import begin_turn, make_view
+from batchrun.vllm_plugin.self_test import check_plans_are_obeyed
 from batchrun.vllm_plugin.settings import read_nonce, read_settings
+from batchrun.vllm_plugin.steering import Steering
 from batchrun.vllm_plugin.step_clock import StepClock
+from batchrun.vllm_plugin.step_loads import scheduled_load
 
 logger = logging.getLogger(__name__)
-
-HIT_STEPS = 8
-"""Steps for which a prefix lookup of a waiting request is believed."""
 
 
 class ColocatedScheduler(AsyncScheduler):
@@ -43,34 +51,73 @@ class ColocatedScheduler(AsyncScheduler):
 
     clock: Callable[[], float] = staticmethod(time.monotonic)
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.batchrun = read_settings(self.vllm_config.additional_config)
+    def __init__(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, **kwargs: Any
+    ) -> None:
+        self.batchrun = read_settings(vllm_config.additional_config)
+        policy = make_policy(self.batchrun.policy)
+        has_channel = self.batchrun.channel and names_channel()
+        refusal: str | None = None
+        if policy is not None or has_channel:
+            try:
+                check_combinations(vllm_config)
+                check_plans_are_obeyed(type(self), vllm_config, kv_cache_config, kwargs)
+            except BatchrunError as error:
+                if policy is not None:
+                    raise
+                refusal = str(error)
+        super().__init__(vllm_config, kv_cache_config, **kwargs)
         self.wall_offset_s = time.time() - time.monotonic()
-        self._nonce = read_nonce()
-        self._is_mamba = self.need_mamba_block_aligned_split
-        self._policy = make_policy(self.batchrun.policy)
+        self.hints = HintReader(read_nonce())
+        self.planner = Planner(self)
         self._views: dict[str, RequestView] = {}
         self._pool = PlanQueue(self._views)
-        self._hits: dict[str, tuple[int, int]] = {}
-        self._caps: dict[str, int] = {}
+        self.lookout = Lookout(self)
         self._steps = StepClock()
-        self._num_malformed_hints = 0
-        self._num_policy_errors = 0
+        self._num_offline = 0
         self._total_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
-        self._estimates = Estimates(self.batchrun, self._total_blocks)
+        facts = engine_facts(self.vllm_config, self._total_blocks)
+        calibrated = read_models(self.batchrun.profile, facts.engine)
+        self._estimates = Estimates(self.batchrun, self._total_blocks, calibrated)
+        recorded_to = self.batchrun.record_steps
+        self._recorder = None if recorded_to is None else StepRecorder(recorded_to, facts)
         self._kv: KvTiers | None = None
-        if self._policy is not None:
-            self._take_over()
+        if policy is not None:
+            self.take_over(policy)
+        self.steering = Steering(self, self.hints.nonce, refusal)
+        if has_channel:
+            self.steering.open()
 
-    def _take_over(self) -> None:
-        """Put our queue and cap hook in place. Nothing waits yet."""
-        self.waiting = self._pool
+    def take_over(self, policy: Policy) -> None:
+        """Plan with `policy`, in our queue, with our cap hook and tiers. Between two steps."""
+        self.planner.policy = policy
+        if self.waiting is not self._pool:
+            waiting = list(self.waiting)
+            self.waiting = self._pool
+            for request in waiting:
+                self._pool.add_request(request)
+                self._defer(request)
         self.need_mamba_block_aligned_split = True
-        # vLLM's own victim is then the tail of `running`, which is offline work.
-        self.policy = SchedulingPolicy.FCFS
-        if self.cache_config.enable_prefix_caching:
+        if self._kv is None and self.cache_config.enable_prefix_caching:
             self._kv = KvTiers(self.kv_cache_manager, self.batchrun.eviction)
+            for view in self._views.values():
+                if view.request_class is RequestClass.OFFLINE:
+                    self._announce(view.handle, self.hints.read(view.handle))
+
+    def hand_back(self) -> None:
+        """Let vLLM's own order rule again, in its own queue. The tiers stay. Between two steps."""
+        self.planner.stop()
+        waiting = sorted(self.waiting, key=attrgetter("arrival_time"))
+        self.waiting.remove_requests(waiting)
+        self.deferred_waiting.difference_update(waiting)
+        self.waiting = create_request_queue(self.policy)
+        for request in waiting:
+            self.waiting.add_request(request)
+
+    def shutdown(self) -> None:
+        """Close the channel, then what vLLM has."""
+        self.steering.close()
+        super().shutdown()
 
     def warm_up(
         self, kv_samples: Iterable[tuple[float, int]], steps: Iterable[tuple[StepLoad, float]]
@@ -82,46 +129,66 @@ class ColocatedScheduler(AsyncScheduler):
         """Take a request in, as online work unless it carries the daemon's hint."""
         if request.request_id not in self.requests:
             arrival_at_s = request.arrival_time - self.wall_offset_s
-            hint = self._read_hint(request)
+            hint = self.hints.read(request)
             view = make_view(request, hint, self.batchrun.slo, arrival_at_s)
             self._views[request.request_id] = view
-            if hint is not None and self._kv is not None:
-                self._kv.announce(request, hint, self.clock())
+            self._num_offline += hint is not None
+            self.steering.meter.arrived(view)
+            self._announce(request, hint)
         super().add_request(request)
+        self._defer(request)
+
+    def _announce(self, request: Request, hint: Hint | None) -> None:
+        if hint is not None and self._kv is not None:
+            self._kv.announce(request, hint, self.clock())
+
+    def _update_request_as_session(self, session: Request, update: Any) -> None:
+        """A streaming session's next input has come: a turn with bounds of its own."""
+        waits = session in self._pool
+        if waits:
+            self._pool.remove_request(session)
+        super()._update_request_as_session(session, update)
+        begin_turn(self._views[session.request_id], session, self.wall_offset_s)
+        if waits:
+            self._pool.add_request(session)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         """The one place where a request ends."""
         view = self._views.pop(request.request_id, None)
-        self._hits.pop(request.request_id, None)
+        if view is not None:
+            self._num_offline -= view.is_offline
+            self.steering.meter.ending[request.request_id] = view
+        self.lookout.forget(request.request_id)
         if self._kv is None:
             return super()._free_request(request, *args, **kwargs)
-        self._kv.finished(request, was_waiting=request.num_computed_tokens == 0)
-        with self._freeing(view):
+        self._kv.finished(request)
+        with self._kv.freeing(is_online=view is None or not view.is_offline):
             return super()._free_request(request, *args, **kwargs)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        with self._freeing(self._views.get(request.request_id)):
+        view = self._views.get(request.request_id)
+        if view is not None:
+            self.steering.meter.preempted(view, self.clock())
+        is_online = view is None or not view.is_offline
+        with nullcontext() if self._kv is None else self._kv.freeing(is_online=is_online):
             super()._preempt_request(request, *args, **kwargs)
+        self.lookout.forget(request.request_id)
         # Runner V1 would otherwise miss the tokens of a request that comes back at once.
         self.prev_step_scheduled_req_ids.discard(request.request_id)
+        self._defer(request)
 
-    @contextmanager
-    def _freeing(self, view: RequestView | None) -> Iterator[None]:
-        """Tell the tiers whose blocks are being freed."""
-        is_online = view is None or view.request_class is RequestClass.ONLINE
-        if self._kv is None or not is_online:
-            yield
+    def _defer(self, request: Request) -> None:
+        """Count a waiting offline request as deferred: no gauge takes it for missing capacity."""
+        if self.planner.policy is None or request.status == RequestStatus.RUNNING:
             return
-        self._kv.freeing_online(is_freeing=True)
-        try:
-            yield
-        finally:
-            self._kv.freeing_online(is_freeing=False)
+        view = self._views.get(request.request_id)
+        if view is not None and view.request_class is RequestClass.OFFLINE:
+            self.deferred_waiting.add(request)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """After a reset no block has a hash: the tiers begin anew."""
         is_reset = super().reset_prefix_cache(*args, **kwargs)
-        self._hits.clear()
+        self.lookout.forget_hits()
         if is_reset and self._kv is not None:
             self._kv.rebuild()
         return is_reset
@@ -130,25 +197,28 @@ class ColocatedScheduler(AsyncScheduler):
         self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any
     ) -> int:
         """The first per-request point in vLLM's loops: where a plan's caps go in."""
-        cap = self._caps.get(request.request_id)
-        if cap is not None and cap < num_new_tokens:
-            num_new_tokens = cap
-        if self._is_mamba and num_new_tokens:
-            return super()._mamba_block_aligned_split(request, num_new_tokens, *args, **kwargs)
-        return num_new_tokens
+        cap = self.planner.caps.get(request.request_id)
+        capped = num_new_tokens if cap is None else min(cap, num_new_tokens)
+        if not self.planner.is_mamba or not capped:
+            return capped
+        align = super()._mamba_block_aligned_split
+        aligned = align(request, capped, *args, **kwargs)
+        if aligned:
+            return aligned
+        # A state is kept at block boundaries only: the smallest chunk goes to the next one.
+        block = min(self.cache_config.block_size, num_new_tokens)
+        return align(request, block, *args, **kwargs)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:  # noqa: FBT001, FBT002
         """Plan the step, apply the plan, let vLLM schedule it."""
-        policy = self._policy
-        if policy is None:
-            return super().schedule(throttle_prefills)
-        self._caps = {}
-        if self.pause_state == PauseState.UNPAUSED:
-            self._apply(self._make_plan(policy))
+        self.steering.obey()
+        self.planner.begin_step(has_offline=self._num_offline > 0)
         output = super().schedule(throttle_prefills)
         self._pool.expose(())
-        load = self._load_of(output)
-        self._steps.scheduled(load, self._estimates.predict_s(load), self.clock())
+        now_s = self.clock()
+        load = scheduled_load(output, self.planner.load, self.requests)
+        self._steps.scheduled(load, self._estimates.predict_s(load), now_s)
+        self.steering.note(output, now_s)
         return output
 
     def update_from_output(
@@ -157,138 +227,25 @@ class ColocatedScheduler(AsyncScheduler):
         """Note when the step ended and who got a first token."""
         now_s = self.clock()
         ended = self._steps.ended(now_s)
+        self.steering.meter.ended()
         if ended is not None:
-            load, seconds, _ = ended
-            self._estimates.observe(load, seconds)
-        views = self._views
+            load, seconds, predicted_s = ended
+            self.steering.meter.timed(predicted_s, seconds)
+            if self._recorder is None:
+                self._estimates.observe(load, seconds)
+            else:
+                self._recorder.add(load, seconds)
+        views, ending = self._views, self.steering.meter.ending
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for batch in outputs.values():
             for output in batch.outputs:
-                view = views.get(output.request_id)
+                view = views.get(output.request_id) or ending.get(output.request_id)
                 if view is None or not output.new_token_ids:
                     continue
                 # It may be waiting: a preempted request still gets the tokens that were in flight.
                 view.num_tokens = view.handle.num_tokens
+                if view.request_class is RequestClass.ONLINE:
+                    self.steering.meter.token(view, now_s)
                 if view.first_token_at_s is None:
                     view.first_token_at_s = now_s
         return outputs
-
-    def _make_plan(self, policy: Policy) -> Plan:
-        view = self._look()
-        try:
-            return policy.plan(view)
-        except Exception:
-            self._num_policy_errors += 1
-            if self._num_policy_errors == 1:
-                logger.exception("batchrun: the policy failed; online work only for this step")
-            return self._online_only(view)
-
-    def _online_only(self, view: EngineView) -> Plan:
-        """Everything online, nothing offline: the plan when planning went wrong."""
-        caps = {request.request_id: 0 for request in view.offline_running}
-        return Plan(admit=tuple(view.online_waiting), caps=caps)
-
-    def _look(self) -> EngineView:
-        online: list[RequestView] = []
-        offline: list[RequestView] = []
-        views = self._views
-        for request in self.running:
-            view = views[request.request_id]
-            refresh(view, request)
-            (online if view.request_class is RequestClass.ONLINE else offline).append(view)
-        now_s = self.clock()
-        used = sum(-(-view.num_computed_tokens // self.block_size) for view in online)
-        self._estimates.sample(now_s, used)
-        pool = self.kv_cache_manager.block_pool
-        if self._kv is not None:
-            self._kv.expire(now_s)
-            if offline:
-                self._kv.advance(min(view.rank for view in offline))
-        return EngineView(
-            now_s=now_s,
-            rest_s=self._steps.rest_s(now_s),
-            model=self._estimates.model,
-            online_running=online,
-            online_waiting=[view for view in self._pool.online if self._is_ready(view)],
-            offline_running=offline,
-            offline_waiting=self._pool.offline,
-            free_blocks=pool.get_num_free_blocks(),
-            total_blocks=self._total_blocks,
-            wanted_blocks=0 if self._kv is None else self._kv.num_wanted_blocks(),
-            reserve_blocks=self._estimates.reserve_blocks(used),
-            block_tokens=self.block_size,
-            token_budget=self.max_num_scheduled_tokens,
-            max_running=self.max_num_running_reqs,
-            max_loras=self.lora_config.max_loras if self.lora_config else 0,
-            hit_tokens=self._hit_tokens,
-            private_blocks=self._private_blocks,
-            is_ready=self._is_ready,
-            online_slo_ttft_s=self.batchrun.slo.ttft_s,
-        )
-
-    def _apply(self, plan: Plan) -> None:
-        """Make vLLM's own queues say what the plan says."""
-        for view in plan.preempt:
-            self.running.remove(view.handle)
-            self._preempt_request(view.handle, time.monotonic())
-        caps = self._caps = dict(plan.caps)
-        first: list[Request] = []
-        offline: list[Request] = []
-        sitting_out: list[Request] = []
-        for request in self.running:
-            if caps.get(request.request_id) == 0:
-                sitting_out.append(request)
-            elif self._views[request.request_id].request_class is RequestClass.ONLINE:
-                first.append(request)
-            else:
-                offline.append(request)
-        self.running = first + offline + sitting_out
-        self._pool.expose([view.handle for view in plan.admit])
-        if self._kv is not None:
-            for view in plan.admit:
-                if view.request_class is RequestClass.ONLINE:
-                    hit_blocks = self._hit_tokens(view) // self.block_size
-                    self._kv.online_hit(view.handle, hit_blocks, self.clock())
-
-    def _hit_tokens(self, view: RequestView) -> int:
-        """Tokens of a waiting request whose KV is cached; looked up again every few steps."""
-        known = self._hits.get(view.request_id)
-        if known is not None and self.current_step - known[1] < HIT_STEPS:
-            return known[0]
-        hit = int(self.kv_cache_manager.get_computed_blocks(view.handle)[1])
-        self._hits[view.request_id] = (hit, self.current_step)
-        return hit
-
-    def _private_blocks(self, view: RequestView) -> int:
-        groups = self.kv_cache_manager.get_blocks(view.request_id).blocks
-        return sum(block.ref_cnt == 1 for group in groups for block in group)
-
-    def _is_ready(self, view: RequestView) -> bool:
-        """Whether vLLM's waiting loop could admit the request now."""
-        request = view.handle
-        if request.num_stale_output_tokens and not request.drop_stale_output:
-            return False
-        structured = request.structured_output_request
-        return structured is None or structured.grammar is not None
-
-    def _load_of(self, output: SchedulerOutput) -> StepLoad | None:
-        """What the step computes, as it was really scheduled."""
-        if not output.total_num_scheduled_tokens:
-            return None
-        load = StepLoad()
-        for request_id, num_tokens in output.num_scheduled_tokens.items():
-            request = self.requests[request_id]
-            context = request.num_computed_tokens
-            is_decode = num_tokens == 1 and context > request.num_prompt_tokens
-            load.add(num_tokens, context, is_decode=is_decode)
-        return load
-
-    def _read_hint(self, request: Request) -> Hint | None:
-        params = request.sampling_params
-        if params is None or request.resumable:
-            return None
-        try:
-            return parse_hint(params.extra_args, self._nonce)
-        except ValueError:
-            self._num_malformed_hints += 1
-            return None

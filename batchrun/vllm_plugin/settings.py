@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from batchrun.errors import ConfigError
+from batchrun.estimator import ForecastRule
 from batchrun.types import HINT_KEY, HINT_NONCE_VARIABLE
 
 Seconds = Annotated[float, Field(gt=0)]
@@ -31,16 +32,23 @@ class PluginSettings(_Strict):
     """What an operator may set.
 
     `reserve`: share (0 to 1) of all KV blocks kept for online bursts, or `forecast`.
-    `forecast_window_s`, `forecast_sigmas`: the window and the k of mean + k * sigma.
+    `forecast_rule`, `forecast_window_s`, `forecast_sigmas`: what the forecast is made of, the
+    window that it looks back on, and the k of mean + k * sigma.
+    `profile`: the file of `batchrun calibrate` that the step-time models start from.
+    `channel`: whether to open the channel to the daemon that the environment names.
+    `record_steps`: a file to record every step to, in the place of learning from it.
     """
 
     policy: PolicyName = "echo"
     eviction: EvictionName = "next-use"
     slo: OnlineSlo = OnlineSlo()
     reserve: Annotated[float, Field(ge=0, lt=1)] | Literal["forecast"] = "forecast"
+    forecast_rule: ForecastRule = ForecastRule.GROWTH
     forecast_window_s: Annotated[int, Field(ge=300)] = 900
     forecast_sigmas: Annotated[float, Field(ge=0)] = 2.0
     profile: str | None = None
+    channel: bool = True
+    record_steps: str | None = None
 
 
 def read_settings(additional_config: object) -> PluginSettings:

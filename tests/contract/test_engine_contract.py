@@ -95,6 +95,13 @@ async def test_the_engine_is_healthy_and_lists_its_model(target: Target) -> None
     assert await target.client.models() == (target.model,)
 
 
+async def test_the_engine_tells_what_its_kv_holds(target: Target) -> None:
+    kv = await target.client.kv_config()
+    assert kv is not None
+    assert kv.is_prefix_caching_on
+    assert kv.block_tokens >= 16 and kv.num_tokens and kv.num_tokens % kv.block_tokens == 0
+
+
 async def test_a_chat_call_is_answered_by_the_assistant(target: Target) -> None:
     choice = document(await target.chat())["choices"][0]
     message = choice["message"]

@@ -6,17 +6,16 @@ import http.client
 import json
 import re
 import signal
-import sqlite3
 import time
 import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
 
 import psutil
 from deployment_rig import DeploymentRig
+from store_builders import select
 
 WAIT_S = 240.0
 
@@ -51,17 +50,17 @@ def kill(
 
 
 def committed_at(rig: DeploymentRig, job_id: str) -> dict[int, float]:
-    """When each row's result was committed, as the store's file tells it."""
+    """When each row's result was committed, as the store tells it."""
     query = (
         "SELECT row, committed_at FROM results JOIN jobs ON jobs.seq = results.job_seq"
         " WHERE jobs.id = ? ORDER BY row"
     )
-    return dict(_select(rig, query, job_id))
+    return dict(select(rig.store, query, job_id))
 
 
 def job_state(rig: DeploymentRig, job_id: str) -> str:
-    """A job's state in the store's file."""
-    ((state,),) = _select(rig, "SELECT state FROM jobs WHERE id = ?", job_id)
+    """A job's state in the store."""
+    ((state,),) = select(rig.store, "SELECT state FROM jobs WHERE id = ?", job_id)
     return str(state)
 
 
@@ -160,9 +159,3 @@ def _lines(response: http.client.HTTPResponse, on_first: Callable[[], None]) -> 
     first = response.readline()
     on_first()
     return [line for line in (first, *response) if line.strip()]
-
-
-def _select(rig: DeploymentRig, query: str, *values: str) -> list[tuple[Any, ...]]:
-    path = f"file:{rig.home}/store.db?mode=ro"
-    with closing(sqlite3.connect(path, uri=True)) as store:
-        return store.execute(query, values).fetchall()

@@ -20,14 +20,9 @@ from gateway_rig import (
     write_upstreams,
 )
 
+from benchmarks.ports import free_port
+
 HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 async def test_hanging_up_before_the_first_byte_cancels_at_the_engine(tmp_path: Path) -> None:

@@ -99,7 +99,8 @@ async def test_hints_of_outside_callers_are_stripped_and_the_rest_stays(tmp_path
     [
         ("GET", "/", 404),
         ("POST", "/v1/batches", 404),
-        ("GET", "/metrics", 404),
+        ("GET", "/metrics", 503),
+        ("POST", "/metrics", 405),
         ("POST", "/v1/chat%2Fcompletions", 404),
         ("POST", "/v1/../v1/load_lora_adapter", 404),
         ("GET", "/v1/chat/completions", 405),

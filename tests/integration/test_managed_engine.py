@@ -17,7 +17,6 @@ import pytest
 from conftest import FakeEngineFactory
 from engine_builders import (
     fake_settings,
-    free_port,
     make_request,
     script_option,
     with_program,
@@ -28,6 +27,7 @@ from batchrun.engine.process import ProcessRecord, find_family, is_alive, read_r
 from batchrun.errors import EngineError
 from batchrun.files import write_atomically
 from batchrun.types import EngineState, OutcomeKind
+from benchmarks.ports import free_port
 
 
 @asynccontextmanager

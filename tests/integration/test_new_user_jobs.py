@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -120,15 +121,18 @@ def test_a_wrong_model_name_pauses_the_job_and_says_how_to_go_on(rig: Deployment
     assert "gpt-9" in rig.call("errors", "wrong").stdout
 
 
-def test_a_batch_for_another_endpoint_pauses_instead_of_failing_every_row(
+def test_a_batch_for_another_endpoint_is_refused_instead_of_failing_every_row(
     rig: DeploymentRig,
 ) -> None:
     rig.write_job("name: mixed\ninput: {path: other.jsonl}\noutput: {path: mixed.jsonl}\n")
 
     done = rig.call("run", "job.yaml")
 
-    assert done.returncode == 4
-    assert "20 rows in a row failed alike: 'url' is '/v1/embeddings'" in done.stderr
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "batchrun: row 0, and all of the first 30 rows: 'url' is '/v1/embeddings' but the job's "
+        "endpoint is /v1/chat/completions\n"
+    )
 
 
 @pytest.mark.parametrize("action", ["pause", "resume", "cancel"])
@@ -169,3 +173,20 @@ def test_flags_of_run_that_a_running_daemon_ignores_are_named(rig: DeploymentRig
 
     assert done.returncode == 0
     assert "--model, --listen and --config have no effect" in done.stderr
+
+
+def test_the_gateway_shows_the_metrics_of_the_daemon(rig: DeploymentRig) -> None:
+    with urllib.request.urlopen(f"http://127.0.0.1:{rig.port}/metrics", timeout=30) as reply:
+        page = reply.read().decode()
+
+    assert reply.headers["Content-Type"].startswith("text/plain; version=")
+    assert 'batchrun_engine_up{engine="0"} 1.0\n' in page
+    assert "batchrun_offline_enabled 1.0\n" in page
+
+
+def test_an_engine_without_the_scheduler_cannot_be_steered(rig: DeploymentRig) -> None:
+    refused = rig.call("engine", "set", "--policy", "echo")
+
+    assert refused.returncode == 4
+    assert refused.stderr.startswith("batchrun: no engine runs batchrun's scheduler: only those do")
+    assert rig.ask("status")["engines"][0]["telemetry"] is None

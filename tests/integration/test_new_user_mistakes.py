@@ -5,45 +5,24 @@ from __future__ import annotations
 import json
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from cli_call import Cli, cli_in, line_of
 from deployment_rig import JOB_FILE
-from engine_builders import free_port
 
-from batchrun.cli.main import main
-
-Cli = Callable[..., tuple[int, str, str]]
+from benchmarks.ports import free_port
 
 
 @pytest.fixture
 def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
     """Calls the command in a folder with good rows and no daemon: (exit code, stdout, stderr)."""
-    monkeypatch.setenv("BATCHRUN_HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
     ids = [f"row-{i}" for i in range(3)]
-    pq.write_table(pa.table({"id": ids, "text": ["a", "b", "a"]}), "rows.parquet")
-    Path("job.yaml").write_text(JOB_FILE)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["batchrun", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        said = capsys.readouterr()
-        return int(ended.value.code or 0), said.out, said.err
-
-    return call
-
-
-def line_of(answer: tuple[int, str, str], exit_code: int) -> str:
-    """The one line on stderr of a refused command; nothing else was said."""
-    code, out, err = answer
-    assert (code, out, err.count("\n")) == (exit_code, "", 1), (out, err)
-    assert err.startswith("batchrun: ")
-    return err.removeprefix("batchrun: ").strip()
+    pq.write_table(pa.table({"id": ids, "text": ["a", "b", "a"]}), tmp_path / "rows.parquet")
+    (tmp_path / "job.yaml").write_text(JOB_FILE)
+    return cli_in(tmp_path, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize(

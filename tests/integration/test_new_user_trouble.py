@@ -229,7 +229,7 @@ def test_a_full_disk_under_the_store_loses_no_row(rig: DeploymentRig) -> None:
 
     _, full, _, again = in_a_mount_namespace(
         rig,
-        TMPFS.format("1500k", rig.home),
+        TMPFS.format("700k", rig.home),
         "batchrun run job.yaml",
         f"mount -o remount,size=100m {rig.home}",
         "batchrun run job.yaml",

@@ -25,19 +25,27 @@ some_ids = st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True)
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """The queue beside a model of plain lists, one a tier, whose operations are spelled out."""
+    """The queue beside a model of plain lists, whose operations are spelled out.
+
+    Each tier has two: blocks that rose into it, then those that were freed into it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.tiers = dict.fromkeys(range(NUM_BLOCKS), 0)
         self.blocks = [Block(i) for i in range(NUM_BLOCKS)]
         self.queue = TieredFreeQueue(self.blocks, NUM_TIERS, lambda b: self.tiers[b.block_id])
-        self.model: list[list[int]] = [[] for _ in range(NUM_TIERS)]
-        self.model[0] = list(range(NUM_BLOCKS))
+        self.risen: list[list[int]] = [[] for _ in range(NUM_TIERS)]
+        self.freed: list[list[int]] = [[] for _ in range(NUM_TIERS)]
+        self.freed[0] = list(range(NUM_BLOCKS))
 
     @property
     def free(self) -> list[int]:
-        return [block_id for tier in self.model for block_id in tier]
+        return [block_id for blocks in self.lists for block_id in blocks]
+
+    @property
+    def lists(self) -> list[list[int]]:
+        return [blocks for both in zip(self.risen, self.freed, strict=True) for blocks in both]
 
     @rule(block_id=st.integers(0, NUM_BLOCKS - 1), tier=st.integers(0, NUM_TIERS - 1))
     def a_tier_changes(self, block_id: int, tier: int) -> None:
@@ -51,48 +59,50 @@ class QueueMachine(RuleBasedStateMachine):
 
     def _pop_from_model(self) -> int:
         while True:
-            tier = next(i for i, blocks in enumerate(self.model) if blocks)
-            block_id = self.model[tier].pop(0)
-            if self.tiers[block_id] <= tier:
+            index = next(i for i, blocks in enumerate(self.lists) if blocks)
+            block_id = self.lists[index].pop(0)
+            if self.tiers[block_id] <= index // 2:
                 return block_id
-            self.model[self.tiers[block_id]].append(block_id)
+            self.risen[self.tiers[block_id]].append(block_id)
 
     @rule(ids=some_ids)
     def put_back(self, ids: list[int]) -> None:
         ids = [block_id for block_id in ids if block_id not in self.free]
         self.queue.append_n([self.blocks[block_id] for block_id in ids])
         for block_id in ids:
-            self.model[self.tiers[block_id]].append(block_id)
+            self.freed[self.tiers[block_id]].append(block_id)
 
     @rule(ids=some_ids)
     def put_back_first(self, ids: list[int]) -> None:
         ids = [block_id for block_id in ids if block_id not in self.free]
         self.tiers.update(dict.fromkeys(ids, 0))
         self.queue.prepend_n([self.blocks[block_id] for block_id in ids])
-        self.model[0][:0] = ids
+        self.risen[0][:0] = ids
 
     @precondition(lambda self: self.free)
     @rule(data=st.data())
     def take_out_of_the_middle(self, data: st.DataObject) -> None:
         block_id = data.draw(st.sampled_from(self.free))
         self.queue.remove(self.blocks[block_id])
-        next(tier for tier in self.model if block_id in tier).remove(block_id)
+        next(blocks for blocks in self.lists if block_id in blocks).remove(block_id)
 
     @rule(ids=some_ids)
     def file_again(self, ids: list[int]) -> None:
         self.queue.retier(ids)
         for block_id in ids:
-            for tier in self.model:
-                if block_id in tier:
-                    tier.remove(block_id)
-                    self.model[self.tiers[block_id]].append(block_id)
+            for blocks in self.lists:
+                if block_id in blocks:
+                    blocks.remove(block_id)
+                    self.freed[self.tiers[block_id]].append(block_id)
                     break
 
     @invariant()
     def the_two_agree(self) -> None:
         assert [block.block_id for block in self.queue.get_all_free_blocks()] == self.free
         assert self.queue.num_free_blocks == len(self.free)
-        assert self.queue.free_by_tier() == [len(tier) for tier in self.model]
+        assert self.queue.free_by_tier() == [
+            len(risen) + len(freed) for risen, freed in zip(self.risen, self.freed, strict=True)
+        ]
         self.queue.check()
 
 

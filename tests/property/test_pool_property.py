@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
-from batchrun.pool import CHUNK_BYTES, RowQueue, chunk_chain, order_by_prefix
+from batchrun.pool import (
+    CHUNK_BYTES,
+    ChainBuilder,
+    ChainTable,
+    RowQueue,
+    add_rows,
+    chunk_chain,
+    find_prefix_nodes,
+    order_by_prefix,
+)
 
 words = st.lists(st.sampled_from("abc"), max_size=5).map("".join)
+SALT = 7
 
 
-def chain_of(word: str) -> npt.NDArray[np.uint64]:
-    """A text of one chunk per letter."""
-    return chunk_chain("".join(letter * CHUNK_BYTES for letter in word).encode(), salt=7)
+def table_of(texts: list[str]) -> ChainTable:
+    """Texts of one chunk per letter."""
+    builder = ChainBuilder(SALT)
+    builder.add("".join(letter * CHUNK_BYTES for letter in text).encode() for text in texts)
+    return builder.build()
 
 
 def shared_letters(one: str, other: str) -> int:
@@ -25,9 +42,19 @@ def shared_letters(one: str, other: str) -> int:
     )
 
 
+@given(st.lists(st.binary(max_size=3 * CHUNK_BYTES), max_size=5))
+def test_the_builder_makes_the_chains_of_single_texts(texts: list[bytes]) -> None:
+    builder = ChainBuilder(SALT)
+    builder.add(texts)
+    table, chains = builder.build(), [chunk_chain(text, SALT) for text in texts]
+
+    assert table.lengths.tolist() == [len(chain) for chain in chains]
+    assert table.keys.tolist() == ChainTable.of(chains).keys.tolist()
+
+
 @given(st.lists(words, max_size=40))
 def test_each_row_runs_right_after_the_row_it_shares_most_with(texts: list[str]) -> None:
-    order = order_by_prefix([chain_of(text) for text in texts])
+    order = order_by_prefix(table_of(texts))
 
     assert sorted(order.rows) == list(range(len(texts)))
     for i in range(1, len(texts)):
@@ -38,7 +65,7 @@ def test_each_row_runs_right_after_the_row_it_shares_most_with(texts: list[str])
 
 @given(st.lists(words, max_size=40))
 def test_the_rows_of_every_prefix_are_contiguous(texts: list[str]) -> None:
-    order = order_by_prefix([chain_of(text) for text in texts])
+    order = order_by_prefix(table_of(texts))
     ordered = [texts[row] for row in order.rows]
 
     for prefix in {text[:n] for text in texts for n in range(1, len(text) + 1)}:
@@ -48,9 +75,33 @@ def test_the_rows_of_every_prefix_are_contiguous(texts: list[str]) -> None:
 
 @given(st.integers(0, 30))
 def test_rows_that_share_nothing_keep_their_order(num_rows: int) -> None:
-    chains = [chunk_chain(str(i).encode().rjust(CHUNK_BYTES), salt=0) for i in range(num_rows)]
+    builder = ChainBuilder(SALT)
+    builder.add(str(i).encode().rjust(CHUNK_BYTES) for i in range(num_rows))
 
-    assert list(order_by_prefix(chains).rows) == list(range(num_rows))
+    assert list(order_by_prefix(builder.build()).rows) == list(range(num_rows))
+
+
+@given(st.lists(words, max_size=30), st.lists(words, max_size=10))
+def test_rows_that_come_later_join_the_trees_as_if_they_had_been_there(
+    texts: list[str], more: list[str]
+) -> None:
+    table = table_of(texts)
+    whole = order_by_prefix(table_of([*texts, *more]))
+
+    grown = add_rows(order_by_prefix(table), table.joined(table_of(more)))
+
+    assert grown.rows.tolist() == whole.rows.tolist()
+    assert grown.by_chain.tolist() == whole.by_chain.tolist()
+    assert grown.shared_chunks.tolist() == whole.shared_chunks.tolist()
+
+
+@given(st.lists(words, min_size=1, max_size=40), st.integers(2, 5))
+def test_no_bound_of_a_length_bucket_splits_a_group(texts: list[str], num_buckets: int) -> None:
+    order = order_by_prefix(table_of(texts), num_buckets=num_buckets)
+    plain = order_by_prefix(table_of(texts))
+
+    assert sorted(order.shared_chunks) == sorted(plain.shared_chunks)
+    assert len(set(order.groups.tolist())) == len(set(plain.groups.tolist()))
 
 
 def test_a_salt_separates_equal_texts() -> None:
@@ -59,14 +110,19 @@ def test_a_salt_separates_equal_texts() -> None:
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Hand out, give back and finish rows at random against a plain model."""
+    """Hand out, give back, finish and add rows at random against a plain model."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    @initialize(texts=st.lists(words, min_size=1, max_size=12), num_done=st.integers(0, 3))
+    def begin(self, texts: list[str], num_done: int) -> None:
         self.now_s = 0.0
-        self.queue = RowQueue(np.array([3, 1, 4, 0, 2, 5]), done=[4])
-        self.pending = {0: 0.0, 1: 0.0, 2: 0.0, 3: 0.0, 5: 0.0}
+        self.table = table_of(texts)
+        self.order = order_by_prefix(self.table)
+        done = range(min(num_done, len(texts)))
+        nodes = find_prefix_nodes(self.order.shared_chunks)
+        self.queue = RowQueue(self.order.rows, nodes, done)
+        self.pending = {row: 0.0 for row in range(len(texts)) if row not in done}
         self.in_flight: set[int] = set()
+        self.preferred: set[int] = set()
 
     @rule()
     def take(self) -> None:
@@ -74,8 +130,10 @@ class QueueMachine(RuleBasedStateMachine):
         ready = {r for r, at in self.pending.items() if at <= self.now_s}
         assert (row in ready) if ready else (row is None)
         if row is not None:
+            assert row in self.preferred or not self.preferred & ready
             self.queue.take(row)
             del self.pending[row]
+            self.preferred.discard(row)
             self.in_flight.add(row)
 
     @precondition(lambda self: self.in_flight)
@@ -85,6 +143,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue.give_back(row, ready_at_s=self.now_s + delay_s)
         self.in_flight.remove(row)
         self.pending[row] = self.now_s + delay_s
+        self.preferred.add(row)
 
     @precondition(lambda self: self.in_flight)
     @rule(pick=st.integers(0, 9))
@@ -92,6 +151,22 @@ class QueueMachine(RuleBasedStateMachine):
         row = sorted(self.in_flight)[pick % len(self.in_flight)]
         self.queue.finish(row)
         self.in_flight.remove(row)
+
+    @rule(picks=st.lists(st.integers(0, 11), max_size=4, unique=True))
+    def prefer(self, picks: list[int]) -> None:
+        rows = [row for row in picks if row < self.table.num_rows]
+        self.queue.prefer(np.array(rows, dtype=np.int64))
+        self.preferred |= self.pending.keys() & set(rows)
+
+    @precondition(lambda self: self.table.num_rows < 24)
+    @rule(texts=st.lists(words, min_size=1, max_size=4))
+    def grow(self, texts: list[str]) -> None:
+        old = self.table.num_rows
+        self.table = self.table.joined(table_of(texts))
+        self.order = add_rows(self.order, self.table)
+        nodes = find_prefix_nodes(self.order.shared_chunks)
+        self.queue = self.queue.grown(self.order.rows, nodes)
+        self.pending.update(dict.fromkeys(range(old, self.table.num_rows), 0.0))
 
     @rule(seconds=st.sampled_from([0.5, 3.0]))
     def wait(self, seconds: float) -> None:

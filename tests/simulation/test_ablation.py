@@ -19,10 +19,13 @@ from batchrun.vllm_plugin.virtual import (
 from batchrun.vllm_plugin.virtual.warmup import SEED_OFFSET
 from batchrun.vllm_plugin.virtual.workload import JobShape
 from benchmarks.ablation_bars import judge, means_of
-from benchmarks.ablation_configs import SCENARIOS, cell_name, configs, measure
+from benchmarks.ablation_configs import Config, cell_name, configs
+from benchmarks.ablation_runs import Trial, measure, measure_watched
+from benchmarks.ablation_scenarios import SCENARIOS
 
 SHORT = replace(a100_8b(), duration_s=40.0)
 FIVE_MINUTES_S = 300.0
+CLASSES = [(who, state) for who in ("online", "offline") for state in ("running", "cached")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +42,13 @@ class EvenLaw:
         return self.seconds
 
 
+def config_of(name: str) -> Config:
+    return next(c for c in configs("a100-8b") if c.name == name)
+
+
 def figures(scenario: Scenario, name: str) -> dict[str, Any]:
-    config = next(c for c in configs("a100-8b") if c.name == name)
-    record: dict[str, Any] = measure(scenario, "a100", config, 0, 4300, FIVE_MINUTES_S)
+    trial = Trial(scenario, "a100", config_of(name), 0, 4300, FIVE_MINUTES_S)
+    record: dict[str, Any] = measure(trial)
     del record["plan_ms"]
     return record
 
@@ -91,11 +98,43 @@ def test_a_warm_up_never_shows_the_calls_of_a_run(seed: int) -> None:
     assert all(warming[:20] != draw_calls(SHORT, other)[:20] for other in range(5))
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_warm_up_from_a_table_never_shows_the_calls_of_its_run(seed: int) -> None:
+    scenario = SCENARIOS["loogle-azure"][0]()
+
+    def lengths(seed: int, duration_s: float) -> str:
+        calls = draw_calls(replace(scenario, duration_s=duration_s), seed)
+        return ",".join(f"{c.num_prompt_tokens}/{c.num_output_tokens}" for c in calls)
+
+    warming = lengths(seed + SEED_OFFSET, 1200.0)
+    shown = lengths(seed, scenario.duration_s).split(",")
+
+    assert len(shown) > 400
+    assert all(",".join(shown[i : i + 5]) not in warming for i in range(0, len(shown), 5))
+
+
+def test_watching_a_run_changes_nothing_and_accounts_for_every_block() -> None:
+    scenario = replace(SCENARIOS["echo-hit-rate"][0](), duration_s=15.0)
+    trial = Trial(scenario, "a100", config_of("bs"), 0, 4300)
+    alone = measure(trial)
+    watched, series = measure_watched(trial)
+    columns: dict[str, Any] = {k: v for k, v in series.items() if k.endswith("_blocks")}
+    classes = [columns[f"{who}_{state}_blocks"] for who, state in CLASSES]
+
+    assert {**watched, "plan_ms": 0} == {**alone, "plan_ms": 0}
+    assert [int(at_s) for at_s in series["at_s"]] == list(range(1, 16))  # type: ignore[attr-defined]
+    assert all(
+        0 <= sum(held) <= columns["total_blocks"] == 4299 for held in zip(*classes, strict=True)
+    )
+    assert all(max(blocks) > 0 for blocks in classes)
+    assert watched["ttft_p50_s"] == pytest.approx(series["ttft_percentiles_s"][50])  # type: ignore[index]
+
+
 @pytest.mark.parametrize("scenario_name", SCENARIOS)
 def test_configurations_have_names_of_their_own(scenario_name: str) -> None:
     names = [config.name for config in configs(scenario_name)]
 
-    assert len(set(names)) == len(names) >= 18
+    assert len(set(names)) == len(names) >= 16
 
 
 def test_means_are_over_the_seeds_that_have_a_figure() -> None:
@@ -134,7 +173,7 @@ def test_each_bar_is_met_or_missed_on_its_own() -> None:
         "echo slo_deadline": True,
         "echo ttft_p99_s": False,
         "echo / bs": True,
-        "echo / best stock: stock-grouped-1024": False,
+        "echo / best stock-grouped: stock-grouped-1024": False,
         "echo / (offline-only x (1 - online share))": True,
     }
     noisy = {bar.name: bar.is_met for bar in judge("a100-8b", "noisy", 8600, means)}
@@ -165,3 +204,30 @@ def test_the_grid_is_judged_column_by_column() -> None:
     assert bars["next-use / lru, least"].value == pytest.approx(0.97)
     assert not bars["next-use / lru, least"].is_met
     assert bars["next-use / lru, most"].value == pytest.approx(1.6)
+
+
+def test_echos_hit_rate_and_the_jobs_optimum_are_judged() -> None:
+    echo = {**row(90.0), "prefix_hit_optimum": 0.9, "documents_that_fit": 5.9}
+
+    def judged(hit_rate: float, fit: float = 5.9) -> dict[str, bool]:
+        means = {"echo": {**echo, "prefix_hit_rate": hit_rate, "documents_that_fit": fit}}
+        bars = judge("echo-hit-rate", "a100", 8600, means)
+        return {bar.name: bar.is_met for bar in bars if "hit" in bar.name}
+
+    assert judged(0.86) == {"echo prefix_hit_rate": True, "echo prefix_hit_rate / optimum": True}
+    assert judged(0.80) == {"echo prefix_hit_rate": True, "echo prefix_hit_rate / optimum": False}
+    assert judged(0.78, fit=3.0) == {
+        "echo prefix_hit_rate": False,
+        "echo prefix_hit_rate / optimum": True,
+    }
+
+
+def test_the_ladder_must_stand_in_echos_order() -> None:
+    means = {"bs": row(10.0), "bs+e": row(11.0), "bs+e+s": row(90.0), "echo": row(89.0)}
+    bars = judge("echo-qa-long", "a100", 4300, means)
+
+    assert {bar.name: bar.is_met for bar in bars if bar.name[0] != "e" or "bs+e+s" in bar.name} == {
+        "bs+e / bs": False,
+        "bs+e+s / bs+e": True,
+        "echo / bs+e+s": False,
+    }

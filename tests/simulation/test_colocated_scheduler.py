@@ -2,81 +2,236 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
 from typing import Any
 
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
+import pytest
+from engine_pairs import engine_of, online_source, ours, record, until_step
 
-from batchrun.vllm_plugin.virtual import (
-    A100Law,
-    EngineShape,
-    OnlineSource,
-    Scenario,
-    TrafficSource,
-    VirtualEngine,
-    a100_8b,
-    draw_calls,
-)
+from batchrun.scheduling import EngineView, Plan, Policy, RequestView
+from batchrun.types import HINT_KEY, HINT_VERSION
+from batchrun.vllm_plugin import ColocatedScheduler
+from batchrun.vllm_plugin.hints import parse_hint
+from batchrun.vllm_plugin.virtual import JobFeeder, Order, TrafficSource, VirtualEngine, draw_job
+from batchrun.vllm_plugin.virtual.requests import Arrival, begin
+from batchrun.vllm_plugin.virtual.setup import NONCE
 from batchrun.vllm_plugin.virtual.workload import JobShape
 
-NUM_STEPS = 3_000
-JOB_SHAPE = JobShape(40, (300, 3_000), (3, 8), (15, 60), (4, 32))
-ONLINE = a100_8b().online
-
-Signature = tuple[Any, ...]
+SMALL_JOB_SHAPE = JobShape(8, (300, 1_500), (3, 6), (15, 60), (4, 32))
 
 
-def signature(output: SchedulerOutput) -> Signature:
-    """All that a step tells the worker about requests, tokens and blocks, in order."""
-    cached = output.scheduled_cached_reqs
-    return (
-        list(output.num_scheduled_tokens.items()),
-        [(new.req_id, new.block_ids, new.num_computed_tokens) for new in output.scheduled_new_reqs],
-        (cached.req_ids, cached.new_block_ids, cached.num_computed_tokens),
-        (cached.num_output_tokens, sorted(cached.resumed_req_ids)),
-        sorted(output.finished_req_ids),
-        sorted(output.preempted_req_ids or ()),
+class Auditor:
+    """A policy whose every plan is checked against what its engine showed."""
+
+    def __init__(self, inner: Policy) -> None:
+        self._inner = inner
+        self.num_plans = self.num_admitted = self.num_preempted = 0
+
+    def plan(self, view: EngineView) -> Plan:
+        plan = self._inner.plan(view)
+        offline = {request.request_id for request in view.offline_running}
+        running = [*view.online_running, *view.offline_running]
+        waiting = {r.request_id for r in (*view.online_waiting, *view.offline_waiting)}
+        admitted = [request.request_id for request in plan.admit]
+        preempted = [request.request_id for request in plan.preempt]
+        staying = [request for request in running if request.request_id not in preempted]
+
+        assert len(set(admitted)) == len(admitted) and waiting.issuperset(admitted)
+        assert len(set(preempted)) == len(preempted) and offline.issuperset(preempted)
+        assert all(plan.caps[name] >= 1 for name in admitted)
+        assert all(view.is_ready(request) for request in plan.admit)
+        classes = [request.request_class.value for request in plan.admit]
+        assert classes == sorted(classes, key=["online", "offline"].index)
+        assert len(staying) + len(admitted) <= view.max_running
+        tokens = sum(planned_tokens(plan, request) for request in (*staying, *plan.admit))
+        assert tokens <= view.token_budget
+        self.num_plans += 1
+        self.num_admitted += len(admitted)
+        self.num_preempted += len(preempted)
+        return plan
+
+
+def planned_tokens(plan: Plan, request: RequestView) -> int:
+    """The tokens that a plan grants; without a cap vLLM gives a request all that it has left."""
+    return plan.caps.get(request.request_id, request.work_left_tokens)
+
+
+@pytest.mark.parametrize("policy", ["bs+e", "bs+e+s", "echo"])
+def test_plans_keep_budget_and_slots_and_everybody_finishes(policy: str) -> None:
+    job = draw_job(SMALL_JOB_SHAPE, 2, Order.SHUFFLED)
+    sources: list[TrafficSource] = [online_source(25.0, 2), JobFeeder(job, window=None)]
+    shape: dict[str, Any] = {"num_blocks": 260, "token_budget": 256, "max_num_seqs": 12}
+    engine = engine_of(ColocatedScheduler, sources, policy=policy, **shape)
+    scheduler = ours(engine)
+    assert scheduler.planner.policy is not None
+    auditor = scheduler.planner.policy = Auditor(scheduler.planner.policy)
+    engine.run_until(math.inf)
+
+    assert scheduler.planner.num_errors == 0
+    assert auditor.num_preempted > 0
+    assert auditor.num_admitted >= len(engine.records) > len(job.rows) + 20
+    assert_all_served(engine)
+
+
+def assert_all_served(engine: VirtualEngine) -> None:
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    assert {record.finish_reason for record in engine.records.values()} == {"length"}
+    assert not engine.scheduler.requests
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+
+
+class FailingPolicy:
+    """A policy that raises whenever `is_broken`, and in every third plan otherwise."""
+
+    def __init__(self, inner: Policy, *, is_broken: bool) -> None:
+        self._inner = inner
+        self.is_broken = is_broken
+        self.num_plans = self.num_failures = 0
+
+    def plan(self, view: EngineView) -> Plan:
+        self.num_plans += 1
+        if self.is_broken or self.num_plans % 3 == 0:
+            self.num_failures += 1
+            raise RuntimeError("a bug in a policy")
+        return self._inner.plan(view)
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_a_policy_that_raises_leaves_online_work_running(*, is_broken: bool) -> None:
+    job = draw_job(SMALL_JOB_SHAPE, 4, Order.SHUFFLED)
+    sources: list[TrafficSource] = [online_source(10.0, 4), JobFeeder(job, window=None)]
+    engine = engine_of(ColocatedScheduler, sources, num_blocks=400)
+    scheduler = ours(engine)
+    assert scheduler.planner.policy is not None
+    failing = scheduler.planner.policy = FailingPolicy(
+        scheduler.planner.policy, is_broken=is_broken
     )
+    engine.run_until(40.0)
+
+    online = [record for record in engine.records.values() if record.is_online]
+    assert len(online) > 20
+    assert {record.finish_reason for record in online} == {"length"}
+    assert scheduler.planner.num_errors == failing.num_failures > 100
+    failing.is_broken = False
+    engine.run_until(math.inf)
+    assert_all_served(engine)
 
 
-def engine_of(
-    scheduler_cls: type[Scheduler],
-    sources: Sequence[TrafficSource],
-    *,
-    policy: str = "echo",
-    **shape: Any,
-) -> VirtualEngine:
-    settings = {"batchrun": {"policy": policy, **shape.pop("settings", {})}}
-    engine_shape = EngineShape(additional_config=settings, **shape)
-    return VirtualEngine(scheduler_cls, engine_shape, A100Law(), sources)
+def hint(**changes: object) -> str:
+    fields = {
+        "v": HINT_VERSION, "nonce": NONCE, "epoch": 1, "job": "job", "row": 1,
+        "class": "offline", "rank": 1, "nodes": [],
+    }  # fmt: skip
+    return json.dumps(fields | changes)
 
 
-def record(engine: VirtualEngine) -> list[Signature]:
-    """The signature of every step from now on."""
-    steps: list[Signature] = []
-    schedule = engine.scheduler.schedule
-
-    def recorded(*args: bool) -> SchedulerOutput:
-        output = schedule(*args)
-        steps.append(signature(output))
-        return output
-
-    engine.scheduler.schedule = recorded  # type: ignore[method-assign, assignment]
-    return steps
+def arrival(name: str, prompt_tokens: int, output_tokens: int, hint_text: str | None) -> Arrival:
+    first = sum(name.encode())
+    prompt = [5 + (first + i) % 1_990 for i in range(prompt_tokens)]
+    return Arrival(name, hint_text is None, 0.0, prompt, output_tokens, hint_text)
 
 
-def run_steps(engine: VirtualEngine, num_steps: int) -> list[Signature]:
+@pytest.mark.parametrize(
+    ("text", "num_malformed"),
+    [
+        (hint(rank="soon"), 1),
+        (hint(nodes=[[1, 2]]), 1),
+        (hint(nodes=7), 1),
+        (hint(nonce="guessed"), 0),
+        (hint(v=99), 0),
+        ("{", 0),
+        ("[]", 0),
+    ],
+)
+def test_a_malformed_hint_makes_an_online_request(text: str, num_malformed: int) -> None:
+    engine = engine_of(ColocatedScheduler, num_blocks=100)
+    engine.add(arrival("odd", 40, 3, text))
+    engine.add(arrival("row", 40, 3, hint()))
+    scheduler = ours(engine)
+
+    assert [view.request_id for view in scheduler._pool.online] == ["odd"]
+    assert [view.request_id for view in scheduler._pool.offline] == ["row"]
+    assert scheduler.hints.num_malformed == num_malformed
+    engine.run_until(math.inf)
+    assert_all_served(engine)
+
+
+@pytest.mark.parametrize("policy", ["bs+e", "bs+e+s", "echo"])
+@pytest.mark.parametrize("shape", [{"num_blocks": 80}, {"num_blocks": 2_000, "max_num_seqs": 4}])
+def test_offline_work_gives_way_in_the_step_after_an_arrival(
+    policy: str, shape: dict[str, Any]
+) -> None:
+    settings = {"reserve": 0.0}
+    engine = engine_of(ColocatedScheduler, policy=policy, settings=settings, **shape)
+    for row in range(6):
+        engine.add(arrival(f"row-{row}", 100 + row, 150, hint(row=row, rank=row)))
+    while len(engine.scheduler.running) < 4 or engine.now_s < 0.5:
+        assert engine.step()
+    engine.add(arrival("call", 900, 5, None))
     steps = record(engine)
-    while len(steps) < num_steps:
-        if not engine.step():
-            due_s = min(source.next_due_s for source in engine._sources)
-            assert due_s < math.inf, "the workload is too short"
-            engine.now_s = max(engine.now_s, due_s)
-    return steps
+    until_step(engine, steps, 1)
+
+    assert dict(steps[0][0])["call"] > 0
+    assert steps[0][5], "nobody had to give way"
+    engine.run_until(math.inf)
+    assert_all_served(engine)
 
 
-def online_source(duration_s: float, seed: int) -> OnlineSource:
-    scenario = Scenario("online", duration_s, ONLINE)
-    return OnlineSource(draw_calls(scenario, seed), seed)
+@pytest.mark.parametrize("policy", ["bs+e", "bs+e+s", "echo"])
+def test_rows_of_one_document_do_not_keep_a_call_out(policy: str) -> None:
+    """No single row's preemption frees the document's blocks; all of them together do."""
+    settings = {"reserve": 0.0}
+    engine = engine_of(ColocatedScheduler, policy=policy, settings=settings, num_blocks=100)
+    document = list(range(5, 965))
+    for row in range(60):
+        text = hint(row=row, rank=row, nodes=[[1, 59 - row, min(row + 1, 59)]])
+        prompt = [*document, *[1_000 + row] * 20]
+        engine.add(Arrival(f"row-{row}", False, 0.0, prompt, 30, text))
+    while engine.now_s < 0.6:
+        assert engine.step()
+    engine.add(arrival("call", 990, 5, None))
+    steps = record(engine)
+    until_step(engine, steps, 3)
+
+    assert any("call" in dict(step[0]) for step in steps)
+    engine.run_until(math.inf)
+    assert_all_served(engine)
+
+
+def test_no_block_is_wanted_when_the_rows_that_share_it_have_ended() -> None:
+    """Not even one computed twice, which vLLM keeps two blocks for."""
+    engine = engine_of(ColocatedScheduler, num_blocks=100)
+    scheduler = ours(engine)
+    kv, manager = scheduler._kv, scheduler.kv_cache_manager
+    assert kv is not None
+    prompt = list(range(5, 165))
+    rows, wanted = [], []
+    for row in range(2):
+        text = hint(row=row, rank=row, nodes=[[1, 1 - row, 1]])
+        request = begin(Arrival(f"row-{row}", False, 0.0, prompt, 9, text), 16).request
+        assert request is not None
+        parsed = parse_hint({HINT_KEY: text}, NONCE)
+        assert parsed is not None
+        kv.announce(request, parsed, 0.0)
+        assert manager.allocate_slots(request, len(prompt)) is not None
+        request.num_computed_tokens = len(prompt)
+        rows.append(request)
+    for request in rows:
+        kv.finished(request)
+        manager.free(request)
+        wanted.append(kv.num_wanted_blocks())
+
+    assert wanted == [10, 0]
+
+
+@pytest.mark.parametrize("policy", ["bs+e", "bs+e+s", "echo"])
+def test_a_candidate_larger_than_free_less_reserve_runs_alone(policy: str) -> None:
+    engine = engine_of(ColocatedScheduler, policy=policy, settings={"reserve": 0.9}, num_blocks=100)
+    engine.add(arrival("row", 600, 20, hint()))
+    steps = record(engine)
+    until_step(engine, steps, 1)
+
+    assert dict(steps[0][0]) == {"row": 600}
+    engine.run_until(math.inf)
+    assert_all_served(engine)

@@ -160,9 +160,11 @@ class Trial:
         self.engine.before_update = self._maybe_abort
         self.scheduler.clock = lambda: self.engine.now_s
         self.scheduler.wall_offset_s = 0.0
-        self.is_erratic = seed // len(POLICIES) % 2 == 1 and self.scheduler._policy is not None
-        if self.scheduler._policy is not None and self.is_erratic:
-            self.scheduler._policy = ErraticPolicy(self.scheduler._policy, self.rng)
+        self.is_erratic = (
+            seed // len(POLICIES) % 2 == 1 and self.scheduler.planner.policy is not None
+        )
+        if self.scheduler.planner.policy is not None and self.is_erratic:
+            self.scheduler.planner.policy = ErraticPolicy(self.scheduler.planner.policy, self.rng)
         self.calls = {call.name: call for call in Chaos(self.rng).calls}
         self.to_come = list(self.calls.values())
 
@@ -263,8 +265,8 @@ class Trial:
         assert not scheduler.requests and not scheduler.running
         assert len(scheduler.waiting) == 0 and not scheduler.deferred_waiting
         assert not scheduler._inflight_prefills
-        assert not scheduler._views and not scheduler._hits
-        assert scheduler._num_policy_errors == 0 and scheduler._num_malformed_hints == 0
+        assert not scheduler._views and not scheduler.lookout.hits
+        assert scheduler.planner.num_errors == 0 and scheduler.hints.num_malformed == 0
         scheduler._pool.check()
         assert scheduler.reset_prefix_cache()
 

@@ -13,8 +13,11 @@ from batchrun.vllm_plugin.hints import Hint, parse_hint
 from batchrun.vllm_plugin.virtual import (
     DAEMON_WINDOW,
     A100Law,
+    CallTable,
+    DocumentLengths,
     Job,
     JobFeeder,
+    JobTable,
     NoisyLaw,
     Order,
     PoolingLaw,
@@ -22,12 +25,21 @@ from batchrun.vllm_plugin.virtual import (
     a100_8b,
     draw_calls,
     draw_job,
+    echo_qa_long,
+    echo_qa_short,
+    echo_sharegpt,
+    hit_optimum,
     kv_pressure,
     kv_pressure_tide,
     planned_order,
 )
 from batchrun.vllm_plugin.virtual.setup import NONCE
-from batchrun.vllm_plugin.virtual.workload import JobShape, draw_token_ids
+from batchrun.vllm_plugin.virtual.workload import (
+    JobShape,
+    OnlineCall,
+    OnlineTraffic,
+    draw_token_ids,
+)
 
 SMALL_JOB = JobShape(num_documents=6, document_tokens=(200, 400), questions=(2, 5))
 
@@ -99,6 +111,7 @@ def test_seed_0_draws_what_the_design_measured() -> None:
 def test_bursts_multiply_the_rate_of_the_reference_scenario(burst_factor: float) -> None:
     traffic = a100_8b(burst_factor=burst_factor).online
 
+    assert isinstance(traffic, OnlineTraffic)
     assert traffic.rate_at(0.0) == pytest.approx(2 * burst_factor)
     assert traffic.rate_at(60.0) == pytest.approx(2 * (1 + 0.8 * math.sin(1)))
     assert traffic.rate_at(95.0) == pytest.approx(
@@ -107,12 +120,14 @@ def test_bursts_multiply_the_rate_of_the_reference_scenario(burst_factor: float)
 
 
 def test_the_tide_repeats_the_pressure_for_two_hours() -> None:
-    tide, pressure = kv_pressure_tide(), kv_pressure()
+    tide, pressure = kv_pressure_tide().online, kv_pressure().online
 
-    assert tide.duration_s == 7200
-    assert tide.online.prompt == pressure.online.prompt
-    assert tide.online.rate_at(1830) == pytest.approx(1.5, abs=0.01)
-    assert tide.online.rate_at(5430) == pytest.approx(0.5, abs=0.01)
+    assert isinstance(tide, OnlineTraffic)
+    assert isinstance(pressure, OnlineTraffic)
+    assert kv_pressure_tide().duration_s == 7200
+    assert tide.prompt == pressure.prompt
+    assert tide.rate_at(1830) == pytest.approx(1.5, abs=0.01)
+    assert tide.rate_at(5430) == pytest.approx(0.5, abs=0.01)
 
 
 def test_the_planned_order_groups_shuffled_rows_and_loses_none() -> None:
@@ -124,6 +139,70 @@ def test_the_planned_order_groups_shuffled_rows_and_loses_none() -> None:
     assert sorted(row.number for row in planned_order(shuffled).rows) == list(
         range(len(shuffled.rows))
     )
+
+
+def test_length_buckets_keep_documents_whole_and_put_short_ones_first() -> None:
+    job = draw_job(JobShape(12, (200, 3_000), (2, 4)), 1, Order.SHUFFLED)
+    rows = planned_order(job, bucket_ratio=2.0).rows
+    buckets = [int(math.log2(len(job.documents[row.document]))) for row in rows]
+
+    assert len(set(buckets)) > 2
+    assert buckets == sorted(buckets)
+    assert sum(a.document != b.document for a, b in pairwise(rows)) == 11
+    assert sorted(row.number for row in rows) == list(range(len(job.rows)))
+
+
+def test_a_trace_is_slowed_and_read_in_a_circle() -> None:
+    table = CallTable([0.0, 1.0, 4.0], [10, 20, 30], [1, 2, 3], 5.0, time_scale=2.0, window_s=3.0)
+
+    assert table.draw(10.0, 0) == [
+        OnlineCall(0.0, 10, 1),
+        OnlineCall(2.0, 20, 2),
+        OnlineCall(8.0, 30, 3),
+    ]
+    assert table.draw(8.0, 1) == [OnlineCall(5.0, 30, 3), OnlineCall(7.0, 10, 1)]
+    assert table.draw(9.0, 4) == [
+        OnlineCall(0.0, 20, 2),
+        OnlineCall(6.0, 30, 3),
+        OnlineCall(8.0, 10, 1),
+    ]
+
+
+def test_a_job_table_has_a_row_for_every_question() -> None:
+    table = JobTable([DocumentLengths(40, [(5, 1), (6, 2)]), DocumentLengths(70, [(7, 3)])])
+    job = draw_job(table, 0, Order.GROUPED)
+    shuffled = draw_job(table, 0, Order.SHUFFLED)
+
+    assert [len(document) for document in job.documents] == [40, 70]
+    assert [(r.document, len(r.question), r.num_output_tokens) for r in job.rows] == [
+        (0, 5, 1),
+        (0, 6, 2),
+        (1, 7, 3),
+    ]
+    assert sorted(row.number for row in shuffled.rows) == [0, 1, 2]
+
+
+def test_the_optimum_computes_each_document_once() -> None:
+    table = JobTable([DocumentLengths(40, [(8, 1), (24, 1)]), DocumentLengths(70, [(2, 1)])])
+
+    # The second row of the first document hits 2 of its blocks of 16.
+    assert hit_optimum(draw_job(table, 0, Order.SHUFFLED)) == pytest.approx(32 / (48 + 64 + 72))
+
+
+def test_echos_jobs_have_the_sizes_of_its_table_1() -> None:
+    def mean_prompt(job: Job) -> float:
+        return fmean(job.num_prompt_tokens(row) for row in job.rows)
+
+    chat = draw_job(echo_sharegpt().job, 0, Order.SHUFFLED)
+    short, long = (
+        draw_job(scenario.job, 0, Order.SHUFFLED) for scenario in (echo_qa_short(), echo_qa_long())
+    )
+
+    assert mean_prompt(chat) == pytest.approx(308, rel=0.05)
+    assert hit_optimum(chat) == 0.0
+    assert mean_prompt(short) == pytest.approx(23_474, rel=0.05)
+    assert mean_prompt(long) == pytest.approx(23_474, rel=0.05)
+    assert fmean([hit_optimum(short), hit_optimum(long)]) == pytest.approx(0.91, abs=0.02)
 
 
 def test_every_hint_points_at_the_next_row_of_its_document() -> None:

@@ -84,3 +84,13 @@ def test_wanted_free_blocks_are_counted_both_ways() -> None:
         cache.free(text, is_online=False)
     assert cache.tiers.num_wanted_free(cache.queue.free_by_tier()) == 2
     assert cache.tiers.num_wanted(cache.queue.get_all_free_blocks()) == 2
+
+
+def test_blocks_that_are_read_late_do_not_keep_new_work_out() -> None:
+    cache = SmallCache(NEXT_USE, 6)
+    for row, text in ((20, "ab"), (900, "xyz")):
+        cache.reuse.announce(f"{row}", RowHint(row, row), chain_of(text), 0.0)
+        cache.admit(text, chain_of(text))
+        cache.free(text, is_online=False)
+    assert cache.tiers.num_wanted_free(cache.queue.free_by_tier()) == 2
+    assert cache.tiers.num_wanted(cache.queue.get_all_free_blocks()) == 5

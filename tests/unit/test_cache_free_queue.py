@@ -42,6 +42,16 @@ def test_a_block_that_rose_while_it_was_free_is_not_handed_out_before_its_turn()
     assert ids(queue.popleft_n(4)) == [3, 4, 5, 0]
 
 
+def test_a_child_that_rises_goes_before_a_parent_that_was_freed_into_its_tier() -> None:
+    child, parent = 0, 1
+    tiers: dict[int, int] = {}
+    queue, blocks = queue_of(tiers, 3)
+    queue.remove(blocks[parent])
+    tiers |= {child: 2, parent: 2}
+    queue.append(blocks[parent])
+    assert ids(queue.popleft_n(2)) == [2, child]
+
+
 def test_a_block_that_fell_is_filed_again_when_told() -> None:
     tiers = {0: 3, 1: 3}
     queue, _ = queue_of(tiers, 3)

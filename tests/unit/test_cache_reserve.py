@@ -27,7 +27,7 @@ def kv_use(
 def test_the_reserve_is_the_forecast_or_what_online_holds_now(
     name: str, forecast_blocks: float | None, expected: int
 ) -> None:
-    assert ONLINE_RESERVES[name].blocks(kv_use(), forecast_blocks) == expected
+    assert ONLINE_RESERVES[name].blocks(1_000, 100, forecast_blocks) == expected
 
 
 def test_a_candidate_fits_up_to_the_threshold_and_no_further() -> None:

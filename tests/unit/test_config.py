@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from batchrun.config import Deployment, load_deployment, load_home
+from batchrun.config import Deployment, SloConfig, load_deployment, load_home
 from batchrun.errors import ConfigError
 
 
@@ -72,6 +72,18 @@ def test_numbers_among_arguments_and_variables_are_text() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "slo"),
+    [
+        ("model: tiny\n", SloConfig(ttft_s=1.0, tpot_s=0.05)),
+        ("slo: {ttft_s: 2}\n", SloConfig(ttft_s=2.0, tpot_s=0.05)),
+        ("slo: auto\n", "auto"),
+    ],
+)
+def test_promises_are_bounds_or_left_to_the_calibration(text: str, slo: object) -> None:
+    assert load(text).slo == slo
+
+
+@pytest.mark.parametrize(
     ("text", "problem"),
     [
         ("modell: tiny\n", ":1: modell: unknown key (did you mean 'model'?)"),
@@ -95,6 +107,9 @@ def test_numbers_among_arguments_and_variables_are_text() -> None:
         ("listen: 127.0.0.1:99999\n", ":1: listen: must be HOST:PORT, for example"),
         ("listen: 0.0.0.0:8000\n", ":1: listen: 0.0.0.0 can be reached from outside"),
         ("window: {requests: 0}\n", ":1: window.requests: input should be greater than"),
+        ("slo: fast\n", ":1: slo: input should be 'auto' (got 'fast')"),
+        ("slo:\n  ttft_s: -1\n", ":2: slo.ttft_s: input should be greater than 0"),
+        ("slo: {tpot: 1}\n", ":1: slo.tpot: unknown key (did you mean 'tpot_s'?)"),
         ("gateway_workers: many\n", ":1: gateway_workers: must be a whole number (got 'many')"),
     ],
 )

@@ -18,7 +18,7 @@ from batchrun import errors
 from batchrun.cli.follow import STALL_PATIENCE_S, RowsFailedError
 from batchrun.cli.main import INTERRUPTED
 from batchrun.config import DeploymentFile, EngineConfig, Environment, SloConfig, WindowConfig
-from batchrun.daemon import backoff, breaker, dispatcher, writer
+from batchrun.daemon import assigning, backoff, breaker, dispatcher, writer
 from batchrun.engine import vllm_command
 from batchrun.engine.settings import ManagedSettings
 from batchrun.errors import BatchrunError, ConfigError
@@ -55,7 +55,7 @@ FIGURES = [
     ("reliability.md", f"half to all of {backoff.FIRST_DELAY_S:g} s"),
     ("reliability.md", f"up to {backoff.LONGEST_DELAY_S:g} s"),
     ("reliability.md", f"{breaker.IDENTICAL_ERRORS_LIMIT} rows in a row"),
-    ("reliability.md", f"was there {dispatcher.SOLO_AFTER_DEATHS} times runs **solo**"),
+    ("reliability.md", f"was there {assigning.SOLO_AFTER_DEATHS} times runs **solo**"),
     ("reliability.md", f"was there {dispatcher.MAX_DEATHS} times ends"),
     ("reliability.md", f"exit code 4 after {STALL_PATIENCE_S:g} s"),
     ("reliability.md", f"fails to start {MAX_FAILED_STARTS} times in a row"),

@@ -12,18 +12,19 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 from conftest import FakeEngineFactory
-from engine_builders import free_port, make_request
+from engine_builders import make_request
 
 import batchrun.engine.client as client_module
 from batchrun.engine import EngineClient
 from batchrun.engine.fake import load_rules
 from batchrun.errors import ConfigError, EngineError
 from batchrun.types import OutcomeKind
+from benchmarks.ports import free_port
 
 FAULTS = [
-    (1, {"status": 429, "retry_after": "7"}, OutcomeKind.RETRY, "FakeError"),
+    (1, {"status": 429, "retry_after": "7"}, OutcomeKind.BUSY, "FakeError"),
     (2, {"status": 500}, OutcomeKind.RETRY, "FakeError"),
-    (3, {"status": 503, "body": "busy"}, OutcomeKind.RETRY, "http_503"),
+    (3, {"status": 503, "body": "busy"}, OutcomeKind.BUSY, "http_503"),
     (4, {"status": 422}, OutcomeKind.ROW_ERROR, "FakeError"),
     (5, {"status": 401}, OutcomeKind.JOB_ERROR, "FakeError"),
     (6, {"garbage": True}, OutcomeKind.RETRY, "invalid_response"),

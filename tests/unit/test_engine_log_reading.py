@@ -58,12 +58,21 @@ def test_the_stage_is_found_in_a_line(line: str, stage: str | None) -> None:
     assert find_stage(line) == stage
 
 
+REFUSED = """\
+(EngineCore pid=7) ERROR 11-21 17:00:00 [core.py:1518] Traceback (most recent call last):
+(EngineCore pid=7) ERROR 11-21 17:00:00 [core.py:1518] batchrun.errors.ConfigError: \
+batchrun's scheduler cannot be combined with pipeline parallelism
+(APIServer pid=5) RuntimeError: Engine core initialization failed. See root cause above.
+"""
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [
         (DEAD_WORKER, MEMORY),
         ("", ""),
         ("\n\n   \n", ""),
+        (REFUSED, "batchrun's scheduler cannot be combined with pipeline parallelism"),
         ("first\nsecond\n", "second"),
         ("\x1b[31mred words\x1b[0m\n", "red words"),
         (

@@ -36,9 +36,9 @@ def outcome_of(
         (413, OutcomeKind.ROW_ERROR),
         (422, OutcomeKind.ROW_ERROR),
         (425, OutcomeKind.RETRY),
-        (429, OutcomeKind.RETRY),
+        (429, OutcomeKind.BUSY),
         (500, OutcomeKind.RETRY),
-        (503, OutcomeKind.RETRY),
+        (503, OutcomeKind.BUSY),
     ],
 )
 def test_the_status_decides_whose_fault_an_error_is(status_code: int, kind: OutcomeKind) -> None:

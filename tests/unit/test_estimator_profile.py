@@ -14,22 +14,41 @@ from batchrun.errors import ConfigError
 from batchrun.estimator import (
     CalibrationProfile,
     EngineIdentity,
+    IdenticalSpread,
     OnlineFit,
+    OnlineLatency,
     fit_all,
     profile_from_json,
 )
 
-ENGINE = EngineIdentity("meta-llama/Llama-3.1-8B", "0.32.0", "cpu", 128)
+ENGINE = EngineIdentity("meta-llama/Llama-3.1-8B", "0.32.0", "cpu", "float32", 128)
+ONLINE = OnlineLatency(200, 9.5, 0.02, 0.08, 0.006, 0.011)
 
 
 @pytest.fixture(scope="module")
 def profile() -> CalibrationProfile:
     fitted = fit_all(observed_with_noise(A100_LAW, random_loads(1, 60), seed=1))
-    return CalibrationProfile(ENGINE, tuple(fitted), pivot_tokens=512, measured_at=1.75e9)
+    return CalibrationProfile(
+        ENGINE,
+        kv_blocks=8600,
+        fitted=tuple(fitted),
+        spread=IdenticalSpread(0.07, 40, 10),
+        pivot_tokens=512,
+        online=ONLINE,
+        measured_at=1.75e9,
+    )
 
 
 def test_a_profile_survives_its_file(profile: CalibrationProfile) -> None:
     assert profile_from_json(profile.to_json(), "engine.json") == profile
+
+
+def test_a_profile_of_an_engine_that_answered_no_calls_survives_its_file(
+    profile: CalibrationProfile,
+) -> None:
+    silent = replace(profile, online=None)
+
+    assert profile_from_json(silent.to_json(), "engine.json") == silent
 
 
 def test_the_online_fit_starts_from_a_profile(profile: CalibrationProfile) -> None:
@@ -68,6 +87,10 @@ def broken(change: Callable[[dict[str, Any]], object]) -> Callable[[str], str]:
         (broken(lambda r: r["engine"].update(block_tokens=0)), "block_tokens must be a whole"),
         (broken(lambda r: r.update(pivot_tokens=1.5)), "pivot_tokens must be a whole number"),
         (broken(lambda r: r.update(measured_at="now")), "measured_at must be a number"),
+        (broken(lambda r: r.update(kv_blocks=0)), "kv_blocks must be a whole"),
+        (broken(lambda r: r["spread"].update(num_steps=-1)), "num_steps must be a whole"),
+        (broken(lambda r: r["online"].pop("ttft_p99_s")), "online: expected an object with"),
+        (broken(lambda r: r["online"].update(ttft_p99_s=None)), "ttft_p99_s must be a number"),
         (broken(lambda r: r.update(fitted=[])), "fitted must be a list of at least one"),
         (broken(lambda r: r["fitted"].append(r["fitted"][0])), "fitted names a model twice"),
         (broken(lambda r: r["fitted"][0]["model"].update(model="x")), "step-time model"),

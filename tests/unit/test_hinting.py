@@ -4,52 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+from job_builders import make_active_job
 
 from batchrun.daemon.active_job import ActiveJob
 from batchrun.daemon.hinting import MAX_NODES, Hinter
-from batchrun.daemon.opening import open_job
-from batchrun.jobspec import load_job_file
-from batchrun.store import jobs, open_store
-from batchrun.submission import prepare_job
 from batchrun.vllm_plugin.hints import Hint, parse_hint
 
 JobMaker = Callable[..., ActiveJob]
 
-JOB_FILE = """\
-name: hints
-endpoint: ENDPOINT
-input:
-  path: rows.parquet
-  CONTENT: "{{ text }}"
-output: {path: out.parquet}
-"""
-
 
 @pytest.fixture
 def make_job(tmp_path: Path) -> JobMaker:
-    def make(texts: list[str], endpoint: str = "/v1/completions") -> ActiveJob:
-        pq.write_table(pa.table({"text": texts}), tmp_path / "rows.parquet")
-        content = "prompt" if endpoint == "/v1/completions" else "input"
-        text = JOB_FILE.replace("ENDPOINT", endpoint).replace("CONTENT", content)
-        (tmp_path / "job.yaml").write_text(text)
-        spec = load_job_file(tmp_path / "job.yaml", cwd=tmp_path)
-        store = open_store(tmp_path / "store.db")
-        record = jobs.create(store, prepare_job(spec, links=tmp_path / "links"), now_s=0.0)
-        job = open_job(store, record, links=tmp_path / "links")
-        store.close()
-        return job
-
-    return make
+    return partial(make_active_job, tmp_path)
 
 
-def hint_of(hinter: Hinter, job: ActiveJob, row: int) -> Hint:
+def hint_of(hinter: Hinter, job: ActiveJob, row: int, *, is_urgent: bool = False) -> Hint:
     body: dict[str, object] = {"vllm_xargs": {"mine": 1}}
-    hinter.add_hint(body, job, row, "secret")
+    hinter.add_hint(body, job, row, "secret", is_urgent=is_urgent)
     extra = body["vllm_xargs"]
     assert isinstance(extra, dict)
     assert extra["mine"] == 1
@@ -63,13 +38,28 @@ def test_rows_to_come_count_down_along_the_planned_order(make_job: JobMaker) -> 
     job = make_job([documents[i % 2] + str(i) * 300 for i in range(6)])
     hinter = Hinter(epoch=4)
 
-    hints = [hint_of(hinter, job, int(row)) for row in job.plan.order.rows]
+    hints = []
+    for row in job.plan.order.rows.tolist():
+        job.queue.take(row)
+        hints.append(hint_of(hinter, job, row))
 
-    assert [hint.rank for hint in hints] == list(range(6))
+    assert [hint.rank - hints[0].rank for hint in hints] == list(range(6))
     assert [hint.nodes[0].num_rows_to_come for hint in hints] == [2, 1, 0, 2, 1, 0]
     assert len({hint.nodes[0].node for hint in hints[:3]}) == 1
     assert hints[0].nodes[0].node != hints[3].nodes[0].node
-    assert hints[0].nodes[0].next_rank == 1
+    assert hints[0].nodes[0].next_rank == hints[1].rank
+
+
+def test_urgent_rows_go_before_all_that_wait_in_the_order_in_which_they_came(
+    make_job: JobMaker,
+) -> None:
+    job = make_job([str(i) * 300 for i in range(5)])
+    hinter = Hinter(epoch=1)
+
+    ranks = [hint_of(hinter, job, row, is_urgent=row in {1, 3}).rank for row in range(5)]
+
+    assert sorted(range(5), key=ranks.__getitem__) == [1, 3, 0, 2, 4]
+    assert min(ranks) >= 0
 
 
 def test_a_row_that_shares_nothing_has_no_nodes(make_job: JobMaker) -> None:
@@ -81,10 +71,8 @@ def test_a_row_that_shares_nothing_has_no_nodes(make_job: JobMaker) -> None:
 def test_of_a_long_path_the_ends_are_told(make_job: JobMaker) -> None:
     texts = ["z" * (256 * n) + str(n) * 256 for n in range(1, 14)]
     job = make_job(texts)
-    deepest = max(
-        range(len(texts)), key=lambda row: len(job.nodes.path(job.queue.position_of(row)))
-    )
-    path = job.nodes.path(job.queue.position_of(deepest))
+    deepest = max(range(len(texts)), key=lambda row: len(job.queue.path_of(row)))
+    path = job.queue.path_of(deepest)
 
     told = [node.node for node in hint_of(Hinter(1), job, deepest).nodes]
 

@@ -19,6 +19,11 @@ ROWS = [
     "2023-11-16 18:15:51.2224670,879,55\n",
 ]
 WHOLE = gzip.compress(HEADER.encode() + ROWS[0].encode() * 99)
+UNREADABLE = {
+    "not gzip": b"not gzip",
+    "cut off": WHOLE[:60],
+    "broken inside": WHOLE[:60] + b"#" * 60,
+}
 
 
 def write_trace(path: Path, *lines: str) -> Path:
@@ -96,7 +101,7 @@ def test_a_wrong_azure_file_is_one_line_that_names_the_place(
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("damage", [b"not gzip", WHOLE[:60], WHOLE[:60] + b"#" * 60])
+@pytest.mark.parametrize("damage", UNREADABLE.values(), ids=UNREADABLE)
 def test_an_unreadable_azure_file_is_a_data_error(tmp_path: Path, damage: bytes) -> None:
     path = tmp_path / "t.csv.gz"
     path.write_bytes(damage)

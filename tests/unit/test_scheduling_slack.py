@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import pytest
 
 from batchrun.estimator import LinearModel
-from batchrun.scheduling import EngineView, RequestView
+from batchrun.scheduling import EngineView, PrefixHit, RequestView
 from batchrun.scheduling.slack import (
     IDLE_SHARE,
     LATE_SHARE,
     PREFILL_SHARE,
     TARGET_SHARE,
+    UNUSED_SHARE,
     deadline_s,
     step_limits,
 )
@@ -56,7 +57,8 @@ def engine(
         token_budget=100,
         max_running=10,
         max_loras=0,
-        hit_tokens=lambda _: 0,
+        online_blocks=0,
+        look_up=lambda _: PrefixHit(),
         private_blocks=lambda _: 0,
         is_ready=lambda _: True,
     )
@@ -111,4 +113,4 @@ def test_without_online_decodes_ttft_bounds_offline_work() -> None:
     assert busy.online_s == math.inf
     assert busy.offline_s == pytest.approx(PREFILL_SHARE)
     assert quiet.offline_s == pytest.approx(IDLE_SHARE)
-    assert unused.offline_s == math.inf
+    assert unused.offline_s == pytest.approx(UNUSED_SHARE)

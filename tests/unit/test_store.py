@@ -3,50 +3,27 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from store_builders import answered, execute, refused
 
 from batchrun.errors import StateError, StoreError, StoreLockedError, UnknownJobError
-from batchrun.store import NewJob, Store, StoreLock, jobs, open_store, results
-from batchrun.types import JobState, Outcome, OutcomeKind, RowError, Usage
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    opened = open_store(tmp_path / "store.db")
-    yield opened
-    opened.close()
+from batchrun.store import Counts, NewJob, Store, StoreLock, jobs, open_store, results
+from batchrun.store.sqlite import refuse_network_file_system
+from batchrun.types import JobState, RowError
 
 
 def new_job(name: str = "loogle", *, num_rows: int = 3) -> NewJob:
     return NewJob(name=name, spec="{}", pin="{}", content_hash="c0ffee", num_rows=num_rows)
 
 
-def answered(row: int, text: str = "yes") -> Outcome:
-    return Outcome(
-        job_id="any",
-        row=row,
-        attempt=1,
-        kind=OutcomeKind.OK,
-        body=text.encode(),
-        finish_reason="stop",
-        usage=Usage(10, 2, 5),
-    )
-
-
-def refused(row: int) -> Outcome:
-    error = RowError("bad_request", "too long", 400)
-    return Outcome(job_id="any", row=row, attempt=2, kind=OutcomeKind.ROW_ERROR, error=error)
-
-
-def test_a_created_job_is_there_after_reopening(tmp_path: Path) -> None:
-    first = open_store(tmp_path / "store.db")
+def test_a_created_job_is_there_after_reopening(store_location: str | Path) -> None:
+    first = open_store(store_location)
     created = jobs.create(first, new_job(), now_s=5.0)
     first.close()
 
-    again = open_store(tmp_path / "store.db")
+    again = open_store(store_location)
 
     assert jobs.get(again, created.id) == created
     assert created.state is JobState.VALIDATING
@@ -122,7 +99,7 @@ def test_results_are_read_back_in_row_order(store: Store) -> None:
     assert (first.row, first.body, first.error) == (0, b"blue", None)
     assert (last.row, last.body, last.error) == (2, None, RowError("bad_request", "too long", 400))
     assert list(results.done_rows(store, job.seq)) == [0, 2]
-    assert results.count(store, job.seq) == results.Counts(1, 1, 10, 2, 5)
+    assert results.count(store, job.seq) == Counts(1, 1, 10, 2, 5)
 
 
 def test_the_first_result_of_a_row_stays(store: Store) -> None:
@@ -204,16 +181,12 @@ def _described(path: Path) -> dict[str, list[tuple[object, ...]]]:
     return found
 
 
-def test_a_store_of_a_newer_version_is_refused_and_untouched(tmp_path: Path) -> None:
-    path = tmp_path / "store.db"
-    open_store(path).close()
-    connection = sqlite3.connect(path)
-    connection.execute("UPDATE alembic_version SET version_num = '9999'")
-    connection.commit()
-    connection.close()
+def test_a_store_of_a_newer_version_is_refused_and_untouched(store_location: str | Path) -> None:
+    open_store(store_location).close()
+    execute(store_location, "UPDATE alembic_version SET version_num = '9999'")
 
     with pytest.raises(StoreError, match="newer batchrun"):
-        open_store(path)
+        open_store(store_location)
 
 
 @pytest.mark.parametrize("content", [b"not a database at all, surely" * 40, None])
@@ -238,3 +211,17 @@ def test_the_lock_keeps_a_second_holder_out_until_released(tmp_path: Path) -> No
     first.release()
     with StoreLock(tmp_path / "lock"):
         pass
+
+
+@pytest.mark.parametrize(("point", "kind"), [("/", "nfs4"), ("{}", "fuse.sshfs"), ("{}", "cifs")])
+def test_a_store_on_a_network_file_system_is_refused(tmp_path: Path, point: str, kind: str) -> None:
+    folder = tmp_path / "my home"
+    place = point.format(str(folder).replace(" ", "\\040"))
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"tmpfs /nowhere tmpfs rw 0 0\nserver:/export {place} {kind} rw 0 0\n")
+
+    with pytest.raises(StoreError, match=rf"on a network file system \({kind}\).*--home"):
+        refuse_network_file_system(folder, mounts)
+
+    mounts.write_text(f"server:/export /nowhere {kind} rw 0 0\n/dev/sda {place} ext4 rw 0 0\n")
+    refuse_network_file_system(folder, mounts)

@@ -23,7 +23,7 @@ from batchrun.engine.fake.bodies import (
     parse_json,
 )
 from batchrun.engine.fake.script import Action, RuleBook, append_line
-from batchrun.engine.fake.text import PrefixCache
+from batchrun.engine.fake.text import BLOCK_TOKENS, PrefixCache
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 _EXIT_CODE = 86
@@ -68,7 +68,11 @@ class _FakeServer:
 
     async def metrics(self, _request: web.Request) -> web.Response:
         labels = f'{{model_name="{self._settings.model}"}}'
-        return web.Response(text=f"vllm:num_requests_running{labels} {self._num_running}\n")
+        kv = f'block_size="{BLOCK_TOKENS}",num_gpu_blocks="{_CACHE_BLOCKS}"'
+        return web.Response(
+            text=f"vllm:num_requests_running{labels} {self._num_running}\n"
+            f'vllm:cache_config_info{{{kv},enable_prefix_caching="True"}} 1.0\n'
+        )
 
     async def models(self, _request: web.Request) -> web.Response:
         limit = self._settings.max_model_tokens

@@ -81,6 +81,7 @@ class _Launched:
 class VirtualEngine:
     """One engine. `records` holds every request that ever arrived, by id.
 
+    `end_listeners` are called with the record of every request that ends, its request still there.
     A scheduler that reads a clock (`ClockReader`) gets the virtual one before its first step.
     """
 
@@ -95,6 +96,7 @@ class VirtualEngine:
         self.scheduler = build_scheduler(scheduler_cls, shape, is_async=timing.steps_in_flight > 1)
         self.now_s = 0.0
         self.records: dict[str, RequestRecord] = {}
+        self.end_listeners: list[Callable[[RequestRecord], None]] = []
         self.totals = StepTotals()
         self._shape = shape
         self._law = law
@@ -227,6 +229,8 @@ class VirtualEngine:
         record.finished_at_s = self.now_s
         record.finish_reason = reason
         record.num_ended_preemptions = record.num_preemptions
+        for listener in self.end_listeners:
+            listener(record)
         record.request = None
         for source in self._sources:
             source.on_finished(record.request_id)

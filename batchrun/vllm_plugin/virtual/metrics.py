@@ -53,6 +53,22 @@ def summarize(engine: VirtualEngine, slo: Slo) -> Figures:
     }
 
 
+def online_percentiles(engine: VirtualEngine, slo: Slo) -> dict[str, list[float]]:
+    """The percentiles 0 to 100 of TTFT and TPOT over the calls that `summarize` judges."""
+    end_s = engine.now_s
+    records = [
+        r for r in engine.records.values() if r.is_online and r.arrival_at_s <= end_s - slo.ttft_s
+    ]
+    values = {
+        "ttft_percentiles_s": [_ttft_s(r, end_s) for r in records],
+        "tpot_percentiles_s": [_tpot_s(r) for r in records if len(r.token_times_s) > 1],
+    }
+    return {
+        name: np.percentile(series, np.arange(101)).tolist() if series else []
+        for name, series in values.items()
+    }
+
+
 def _offline_figures(records: Sequence[RequestRecord], end_s: float) -> Figures:
     """Served tokens: prompt (hits included) and output of the rows that are done."""
     done = [r for r in records if r.finished_at_s is not None and r.finish_reason != "abort"]

@@ -94,6 +94,7 @@ def _vllm_config(shape: EngineShape) -> VllmConfig:
         (Path(folder) / "config.json").write_text(json.dumps(MODEL_CONFIG))
         model = ModelConfig(
             model=folder,
+            served_model_name="virtual",
             max_model_len=shape.max_model_len,
             dtype="float16",
             skip_tokenizer_init=True,

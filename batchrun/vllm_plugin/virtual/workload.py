@@ -1,4 +1,4 @@
-"""The scenarios of design 6.4: online calls and an offline job, drawn from a seed.
+"""Online calls and an offline job, drawn from a seed.
 
 The draws are those of the trial that made the design's figures, in its order, so that a seed means
 the same requests.
@@ -11,17 +11,19 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from batchrun.pool.prefix_order import order_by_prefix
+from batchrun.pool import ChainTable, order_by_prefix
 from batchrun.vllm_plugin.virtual.requests import FIRST_TOKEN_ID, LAST_TOKEN_ID
 
 Bounds = tuple[int, int]
 TokenIds = NDArray[np.uint32]
 
 MIN_RATE_PER_S = 0.05
+TOKENS_PER_CHUNK = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,22 @@ class LogNormalTokens:
         """One number."""
         least, most = self.bounds
         return int(min(most, max(least, rng.lognormvariate(self.mu, self.sigma))))
+
+
+class OnlineLoad(Protocol):
+    """Where online calls come from."""
+
+    def draw(self, duration_s: float, seed: int) -> list[OnlineCall]:
+        """The calls of the first `duration_s` seconds, by arrival."""
+        ...
+
+
+class JobSource(Protocol):
+    """Where a job comes from."""
+
+    def draw(self, seed: int, order: Order) -> Job:
+        """The job of a run."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +76,45 @@ class OnlineTraffic:
         tide = 1 + self.swing * math.sin(t_s / self.swing_s)
         return max(self.rate_per_s * tide * (self.burst_factor if is_burst else 1), MIN_RATE_PER_S)
 
+    def draw(self, duration_s: float, seed: int) -> list[OnlineCall]:
+        """The calls of the first `duration_s` seconds, by arrival."""
+        rng, t_s = random.Random(1000 + seed), 0.0
+        calls: list[OnlineCall] = []
+        while True:
+            t_s += rng.expovariate(self.rate_at(t_s))
+            if t_s >= duration_s:
+                return calls
+            calls.append(OnlineCall(t_s, self.prompt.draw(rng), self.output.draw(rng)))
+
 
 @dataclass(frozen=True, slots=True)
 class JobShape:
     """Questions about documents; every pair is the bounds of a uniform draw."""
 
     num_documents: int = 120
-    document_tokens: Bounds = (8_000, 28_000)
+    document_tokens: Bounds | LogNormalTokens = (8_000, 28_000)
     questions: Bounds = (6, 18)
     question_tokens: Bounds = (15, 60)
-    output_tokens: Bounds = (4, 32)
+    output_tokens: Bounds | LogNormalTokens = (4, 32)
+
+    def draw(self, seed: int, order: Order) -> Job:
+        """The job of a run. About 20 ms per 100 documents."""
+        rng = random.Random(seed)
+        documents: list[TokenIds] = []
+        rows: list[JobRow] = []
+        for document in range(self.num_documents):
+            documents.append(draw_token_ids(rng, _draw_tokens(rng, self.document_tokens)))
+            for _ in range(rng.randint(*self.questions)):
+                question = draw_token_ids(rng, rng.randint(*self.question_tokens))
+                num_output_tokens = _draw_tokens(rng, self.output_tokens)
+                rows.append(JobRow(len(rows), document, question, num_output_tokens))
+        if order is Order.SHUFFLED:
+            rng.shuffle(rows)
+        return Job(documents, rows)
+
+
+def _draw_tokens(rng: random.Random, count: Bounds | LogNormalTokens) -> int:
+    return count.draw(rng) if isinstance(count, LogNormalTokens) else rng.randint(*count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +123,8 @@ class Scenario:
 
     name: str
     duration_s: float
-    online: OnlineTraffic
-    job: JobShape = JobShape()
+    online: OnlineLoad
+    job: JobSource = JobShape()
     slo_ttft_s: float = 1.0
     slo_tpot_s: float = 0.05
 
@@ -120,71 +167,14 @@ class Order(StrEnum):
     GROUPED = "grouped"
 
 
-def a100_8b(*, burst_factor: float = 4.0) -> Scenario:
-    """The reference scenario, 180 s. The stress row has a burst factor of 6."""
-    online = OnlineTraffic(
-        rate_per_s=2.0,
-        burst_factor=burst_factor,
-        burst_length_s=8.0,
-        burst_period_s=90.0,
-        prompt=LogNormalTokens(5.3, 1.0, (8, 2000)),
-        output=LogNormalTokens(5.0, 0.8, (4, 800)),
-        swing=0.8,
-    )
-    name = "a100-8b" if burst_factor == 4.0 else f"a100-8b-burst-{burst_factor:g}"
-    return Scenario(name, 180.0, online)
-
-
-def kv_pressure() -> Scenario:
-    """Long prompts in long bursts, 240 s: where the reserve and eviction matter."""
-    return Scenario("kv-pressure", 240.0, _pressing_traffic())
-
-
-def kv_pressure_tide() -> Scenario:
-    """Two hours of `kv-pressure` under one tide: its rate swings by half, once up, once down."""
-    duration_s = 7200.0
-    online = _pressing_traffic(swing=0.5, swing_s=duration_s / math.tau)
-    return Scenario("kv-pressure-tide", duration_s, online, JobShape(num_documents=3_000))
-
-
-def _pressing_traffic(*, swing: float = 0.0, swing_s: float = 60.0) -> OnlineTraffic:
-    return OnlineTraffic(
-        rate_per_s=1.0,
-        burst_factor=6.0,
-        burst_length_s=20.0,
-        burst_period_s=60.0,
-        prompt=LogNormalTokens(6.6, 0.9, (8, 4096)),
-        output=LogNormalTokens(4.8, 0.8, (4, 600)),
-        swing=swing,
-        swing_s=swing_s,
-    )
-
-
 def draw_calls(scenario: Scenario, seed: int) -> list[OnlineCall]:
     """The online calls of a run, by arrival."""
-    rng, traffic, t_s = random.Random(1000 + seed), scenario.online, 0.0
-    calls: list[OnlineCall] = []
-    while True:
-        t_s += rng.expovariate(traffic.rate_at(t_s))
-        if t_s >= scenario.duration_s:
-            return calls
-        calls.append(OnlineCall(t_s, traffic.prompt.draw(rng), traffic.output.draw(rng)))
+    return scenario.online.draw(scenario.duration_s, seed)
 
 
-def draw_job(shape: JobShape, seed: int, order: Order) -> Job:
-    """The job of a run. About 20 ms per 100 documents."""
-    rng = random.Random(seed)
-    documents: list[TokenIds] = []
-    rows: list[JobRow] = []
-    for document in range(shape.num_documents):
-        documents.append(draw_token_ids(rng, rng.randint(*shape.document_tokens)))
-        for _ in range(rng.randint(*shape.questions)):
-            question = draw_token_ids(rng, rng.randint(*shape.question_tokens))
-            num_output_tokens = rng.randint(*shape.output_tokens)
-            rows.append(JobRow(len(rows), document, question, num_output_tokens))
-    if order is Order.SHUFFLED:
-        rng.shuffle(rows)
-    return Job(documents, rows)
+def draw_job(source: JobSource, seed: int, order: Order) -> Job:
+    """The job of a run."""
+    return source.draw(seed, order)
 
 
 def draw_token_ids(rng: random.Random, num_tokens: int) -> TokenIds:
@@ -204,7 +194,39 @@ def draw_token_ids(rng: random.Random, num_tokens: int) -> TokenIds:
     return np.concatenate(parts) if parts else np.empty(0, np.uint32)
 
 
-def planned_order(job: Job) -> Job:
-    """The job with its rows in the order in which the daemon's pool sends them."""
-    chains = [np.array([row.document], np.uint64) for row in job.rows]
-    return Job(job.documents, [job.rows[i] for i in order_by_prefix(chains).rows])
+def _chain_of(job: Job, row: JobRow) -> NDArray[np.uint64]:
+    """What the pool's chain of chunk hashes would be: the document's chunks, then the question."""
+    num_chunks = max(1, len(job.documents[row.document]) // TOKENS_PER_CHUNK)
+    document = np.arange(num_chunks, dtype=np.uint64) + (row.document << 32)
+    return np.append(document, np.uint64(row.number + (1 << 63)))
+
+
+def planned_order(job: Job, bucket_ratio: float | None = None) -> Job:
+    """The job with its rows in the order in which the daemon's pool sends them.
+
+    With a `bucket_ratio` documents of one length bucket follow each other, short ones first; a
+    bucket's upper bound is `bucket_ratio` times its lower one.
+    """
+    chains = [_chain_of(job, row) for row in job.rows]
+    rows = [job.rows[i] for i in order_by_prefix(ChainTable.of(chains)).rows]
+    if bucket_ratio is not None:
+        lengths = [max(1, len(document)) for document in job.documents]
+        buckets = [math.floor(math.log(length, bucket_ratio)) for length in lengths]
+        rows.sort(key=lambda row: buckets[row.document])
+    return Job(job.documents, rows)
+
+
+def hit_optimum(job: Job, block_tokens: int = 16) -> float:
+    """The highest prefix hit rate that the whole job can have, with KV without bound.
+
+    Every document is computed once; each later row about it hits its full blocks. A hit never
+    covers a whole prompt, which matters only where a question is empty.
+    """
+    seen: set[int] = set()
+    hits = prompts = 0
+    for row in job.rows:
+        prompts += job.num_prompt_tokens(row)
+        if row.document in seen:
+            hits += len(job.documents[row.document]) // block_tokens * block_tokens
+        seen.add(row.document)
+    return hits / prompts

@@ -1,0 +1,50 @@
+"""The text in which an engine records its steps: facts about itself, then one line a step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from batchrun.errors import EngineError
+from batchrun.estimator.engine_facts import EngineFacts, EngineIdentity
+from batchrun.estimator.step_load import StepLoad
+from batchrun.estimator.step_table import Observation
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What an engine recorded of itself. Loads hold totals only: nothing can be removed again."""
+
+    facts: EngineFacts
+    observations: Sequence[Observation]
+
+
+def facts_line(facts: EngineFacts) -> str:
+    """The first line."""
+    return json.dumps(asdict(facts)) + "\n"
+
+
+def step_line(load: StepLoad, step_s: float) -> str:
+    """One step. 3 us."""
+    return (
+        f"[{load.num_requests},{load.num_tokens},{load.context_tokens},{load.attention_pairs},"
+        f"{load.num_decodes},{load.decode_context_tokens},{load.max_decode_context_tokens},"
+        f"{step_s}]\n"
+    )
+
+
+def read_recording(text: str) -> Recording:
+    """Read what an engine has recorded so far. Raises EngineError when that is something else."""
+    first, *lines = text.splitlines() or [""]
+    try:
+        record = json.loads(first)
+        facts = EngineFacts(engine=EngineIdentity(**record.pop("engine")), **record)
+        observations: list[Observation] = []
+        for line in lines:
+            *totals, step_s = json.loads(line)
+            if step_s > 0.0:
+                observations.append((StepLoad(*totals), step_s))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise EngineError(f"the engine's record of its steps cannot be read: {error}") from error
+    return Recording(facts, observations)

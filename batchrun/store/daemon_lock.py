@@ -1,0 +1,111 @@
+"""The lock that keeps two daemons off one database, whatever their homes."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+from sqlalchemy import Connection
+
+from batchrun.errors import StoreError, StoreLockedError, StoreUnreachableError
+from batchrun.store.database import Store
+from batchrun.store.postgresql import DAEMON_LOCK, session_engine
+
+POLL_INTERVAL_S = 0.1
+NOBODY = 0
+"""The session that gave the lock back between two questions."""
+TAKE = f"SELECT pg_try_advisory_lock({DAEMON_LOCK}), pg_backend_pid()"
+HOLDER = (
+    "SELECT max(pid) FROM pg_locks JOIN pg_database ON pg_database.oid = pg_locks.database"
+    " WHERE locktype = 'advisory' AND datname = current_database()"
+    f" AND (classid, objid) = ({DAEMON_LOCK}) AND granted"
+)
+
+
+class DaemonLock:
+    """An advisory lock on a connection of its own, so that it goes when its holder dies.
+
+    Usable as a context manager. Does nothing for a SQLite store: `StoreLock` guards that.
+    """
+
+    def __init__(self, store: Store, *, wait_s: float = 0.0) -> None:
+        self._store = store
+        self._wait_s = wait_s
+        self._connection: Connection | None = None
+        self._session: int | None = None
+        self._is_held = False
+
+    def acquire(self) -> None:
+        """Take the lock, waiting up to `wait_s`. Raises StoreLockedError, StoreError."""
+        deadline_s = time.monotonic() + self._wait_s
+        while not self._store.is_sqlite and self._take() is not None:
+            if time.monotonic() >= deadline_s:
+                self.release()
+                raise self._taken()
+            time.sleep(POLL_INTERVAL_S)
+
+    def check(self) -> None:
+        """See that the lock is still held, and take it anew where its connection was lost.
+
+        Raises StoreLockedError when another daemon has it, StoreUnreachableError while the
+        database does not answer or still counts the lost connection as alive.
+        """
+        if self._store.is_sqlite:
+            return
+        if self._is_held:
+            with suppress(StoreError):
+                self._ask("SELECT 1")
+                return
+        holder = self._take()
+        if holder is None:
+            return
+        self.release()
+        if holder in {NOBODY, self._session}:
+            raise StoreUnreachableError(f"{self._store.name}: still holds a lost connection's lock")
+        raise self._taken()
+
+    def release(self) -> None:
+        """Give the lock back; does nothing when it is not held."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        self._is_held = False
+
+    def __enter__(self) -> DaemonLock:
+        self.acquire()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def _take(self) -> int | None:
+        """Take the lock and return None; or, where another session has it, return that one."""
+        self._is_held, session = self._ask(TAKE)
+        if self._is_held:
+            self._session = session
+            return None
+        return self._ask(HOLDER)[0] or NOBODY
+
+    def _ask(self, query: str) -> tuple[Any, ...]:
+        """One row from the lock's own connection, which is given up when it breaks."""
+        try:
+            with self._store.translated():
+                if self._connection is None:
+                    self._connection = session_engine(self._store.engine.url).connect()
+                return tuple(self._connection.exec_driver_sql(query).one())
+        except StoreError:
+            self.release()
+            raise
+
+    def _taken(self) -> StoreLockedError:
+        return StoreLockedError(
+            f"{self._store.name}: another daemon works on it; stop that one, or give each "
+            "deployment a database of its own"
+        )

@@ -1,0 +1,160 @@
+"""What only PostgreSQL has: its driver and settings, its locks, the fate of a cut-off commit."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from sqlalchemy import URL, Connection, Engine, NullPool, create_engine, event, exc
+from sqlalchemy.pool import ConnectionPoolEntry
+
+from batchrun.errors import StoreError, StoreFullError, StoreLockedError, StoreUnreachableError
+
+log = logging.getLogger(__name__)
+
+DRIVER = "postgresql+psycopg"
+CONNECT_DEFAULTS = {
+    "application_name": "batchrun",
+    "connect_timeout": 5,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 25_000,
+}
+"""libpq's settings, in s and (the last) ms; the URL may set others."""
+SESSION_SETTINGS = (
+    "SET synchronous_commit TO on;"
+    "SET lock_timeout TO '10s';"
+    "SET tcp_keepalives_idle TO 10;"
+    "SET tcp_keepalives_interval TO 5;"
+    "SET tcp_keepalives_count TO 3"
+)
+"""The keepalives are the server's: it gives up a client whose machine vanished after 25 s."""
+WRITE_LOCK = "1651340404, 1"
+DAEMON_LOCK = "1651340404, 2"
+"""Advisory locks of a store's database: of each write transaction, and of its daemon."""
+LOST_STATES = ("08", "57P", "53300")
+"""SQLSTATEs (their beginnings) of a connection that was lost, or refused for the moment."""
+OUTCOME_INTERVAL_S = 0.5
+
+
+def writing_engine(url: URL) -> Engine:
+    """An engine with durable commits and one writer at a time. Raises StoreError: no driver."""
+    engine = _engine(url, SESSION_SETTINGS, pool_pre_ping=True, pool_use_lifo=True)
+    event.listen(engine, "begin", _begin)
+    return engine
+
+
+def reading_engine(url: URL) -> Engine:
+    """An engine whose sessions cannot change anything. Raises StoreError: no driver."""
+    engine = _engine(url, f"{SESSION_SETTINGS}; SET default_transaction_read_only TO on")
+    event.listen(engine, "begin", _begin)
+    return engine
+
+
+def session_engine(url: URL) -> Engine:
+    """An engine for a connection that outlives transactions and belongs to no pool."""
+    return _engine(url, SESSION_SETTINGS, poolclass=NullPool, isolation_level="AUTOCOMMIT")
+
+
+def name_of(url: URL) -> str:
+    """What messages call a database: its host and its own name."""
+    return f"{url.host or url.query.get('host', 'localhost')}/{url.database}"
+
+
+def as_store_error(error: BaseException | None, url: URL) -> StoreError:
+    """A driver's error as one line of ours, without the password."""
+    name, state = name_of(url), _state(error)
+    text = " ".join(_text(error).split())
+    if url.password:
+        text = text.replace(str(url.password), "***")
+    if _is_lost(error):
+        return StoreUnreachableError(f"{name}: cannot be reached ({text})")
+    if state == "53100":
+        return StoreFullError(f"{name}: no space left on the disk; free some space")
+    if state == "55P03":
+        return StoreLockedError(f"{name}: locked by another process")
+    return StoreError(f"{name}: {text}")
+
+
+def refuse_beside_daemon(connection: Connection, name: str) -> None:
+    """Keep every daemon off until the transaction ends; StoreLockedError when one is there."""
+    taken = connection.exec_driver_sql(f"SELECT pg_try_advisory_xact_lock({DAEMON_LOCK})")
+    if not taken.scalar():
+        raise StoreLockedError(f"{name}: a daemon works on it; stop that one first")
+
+
+def transaction_of(connection: Connection) -> int | None:
+    """The number of a write transaction on PostgreSQL, by which `is_committed` asks; else None."""
+    number: int | None = connection.info.get("batchrun_transaction")
+    return number
+
+
+def is_committed(engine: Engine, transaction: int) -> bool:
+    """Whether a transaction was committed whose connection broke in the middle of its commit.
+
+    Waits until the server can tell.
+    """
+    log.warning(
+        "%s: the connection broke during a commit; waiting to learn whether it stands",
+        name_of(engine.url),
+    )
+    query = f"SELECT txid_status({transaction})"
+    while True:
+        try:
+            with engine.connect() as connection:
+                status = connection.exec_driver_sql(query).scalar()
+        except exc.DBAPIError as error:
+            # After a failover to a server that never saw it, the number lies in the future.
+            status = "in progress" if _is_lost(error.orig) else "unknown"
+        if status != "in progress":
+            return bool(status == "committed")
+        time.sleep(OUTCOME_INTERVAL_S)
+
+
+def _engine(url: URL, settings: str, **options: Any) -> Engine:
+    defaults = {key: value for key, value in CONNECT_DEFAULTS.items() if key not in url.query}
+    try:
+        engine = create_engine(url.set(drivername=DRIVER), connect_args=defaults, **options)
+    except ImportError as error:
+        raise StoreError(
+            "a PostgreSQL store needs its driver: pip install 'batchrun[postgres]'"
+        ) from error
+
+    def configure(connection: Any, _record: ConnectionPoolEntry) -> None:
+        encoding = connection.info.parameter_status("server_encoding")
+        if encoding != "UTF8":
+            raise StoreError(f"{name_of(url)}: is in {encoding}; make it with ENCODING 'UTF8'")
+        connection.execute(settings)
+        connection.commit()
+
+    event.listen(engine, "connect", configure)
+    return engine
+
+
+def _begin(connection: Connection) -> None:
+    # One writer at a time, as SQLite has it: a transaction that reads first sees what it changes.
+    # READ COMMITTED, since a snapshot would be of the time before the wait for the lock.
+    if connection.get_execution_options().get("batchrun_write", False):
+        query = f"SELECT txid_current() FROM pg_advisory_xact_lock({WRITE_LOCK})"
+        connection.info["batchrun_transaction"] = connection.exec_driver_sql(query).scalar()
+    else:
+        connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
+
+
+def _is_lost(error: BaseException | None) -> bool:
+    state = _state(error)
+    return (state is None and type(error).__name__ == "OperationalError") or (
+        state is not None and state.startswith(LOST_STATES)
+    )
+
+
+def _state(error: BaseException | None) -> str | None:
+    state: str | None = getattr(error, "sqlstate", None)
+    return state
+
+
+def _text(error: BaseException | None) -> str:
+    primary: str | None = getattr(getattr(error, "diag", None), "message_primary", None)
+    return primary or str(error)

@@ -1,0 +1,226 @@
+"""What the plug-in uses of vLLM's inside, and the one place that knows how versions differ.
+
+vLLM says that a scheduler class is no public interface, so every hook is looked at when an engine
+starts. 0.32 and 0.33 have all of them in one form. What differs between the two needs no code:
+0.32 counts the LoRA adapters of the requests scheduled in a step and 0.33 those of all running
+ones, and a plan never exceeds `max_loras` over the running and the admitted together; 0.33 moved
+`_update_request_with_output` into the base class, and nothing here overrides it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+
+import vllm
+from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator, UnitaryKVCacheCoordinator
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import (
+    BlockHashWithGroupId,
+    FreeKVCacheBlockQueue,
+    KVCacheBlock,
+)
+from vllm.v1.core.sched.request_queue import RequestQueue
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.request import Request, RequestStatus
+
+from batchrun.cache import TieredFreeQueue
+from batchrun.errors import EngineError
+
+TESTED_VERSIONS = ("0.32", "0.33")
+
+SCHEDULER_FIELDS = (
+    "block_size",
+    "current_step",
+    "deferred_waiting",
+    "finished_req_ids",
+    "max_num_active_reqs",
+    "max_num_scheduled_tokens",
+    "max_num_running_reqs",
+    "need_mamba_block_aligned_split",
+    "num_waiting_for_streaming_input",
+    "policy",
+    "prev_step_scheduled_req_ids",
+    "requests",
+    "running",
+    "scheduler_config",
+    "scheduler_reserve_full_isl",
+    "waiting",
+)
+REQUEST_FIELDS = (
+    "block_hashes",
+    "drop_stale_output",
+    "lora_request",
+    "max_tokens",
+    "num_computed_tokens",
+    "num_output_placeholders",
+    "num_output_tokens",
+    "num_prompt_tokens",
+    "num_stale_output_tokens",
+    "num_tokens",
+    "num_tokens_with_spec",
+    "resumable",
+    "skip_reading_prefix_cache",
+    "structured_output_request",
+)
+METHODS: tuple[tuple[type, str, tuple[str, ...]], ...] = (
+    (Scheduler, "_mamba_block_aligned_split", ("request", "num_new_tokens")),
+    (Scheduler, "_preempt_request", ("request", "timestamp")),
+    (Scheduler, "_free_request", ("request",)),
+    (Scheduler, "_update_request_as_session", ("session", "update")),
+    (Scheduler, "schedule", ("throttle_prefills",)),
+    (Scheduler, "update_from_output", ("scheduler_output", "model_runner_output")),
+    (Scheduler, "reset_prefix_cache", ()),
+    (KVCacheManager, "get_computed_blocks", ("request",)),
+    (KVCacheManager, "get_blocks", ("request_id",)),
+    (KVCacheManager, "prefix_cache_lookup_enabled", ("request",)),
+    (BlockPool, "get_cached_block", ("block_hash", "kv_cache_group_ids")),
+)
+"""Methods that are called or overridden, with their first parameters after `self`."""
+QUEUE_METHODS = frozenset({
+    "__bool__", "__iter__", "__len__", "add_request", "peek_request", "pop_request",
+    "prepend_request", "prepend_requests", "remove_request", "remove_requests",
+})  # fmt: skip
+"""What `PlanQueue` implements of vLLM's `RequestQueue`."""
+STATUSES = ("FINISHED_ABORTED", "RUNNING", "WAITING", "WAITING_FOR_STREAMING_REQ")
+COORDINATOR_FIELDS = ("eagle_group_ids", "single_type_managers")
+POOL_FIELDS = (
+    "blocks", "cached_block_hash_to_block", "free_block_queue", "hash_block_size", "null_block",
+    "num_gpu_blocks",
+)  # fmt: skip
+BLOCK_FIELDS = ("block_hash", "block_id", "next_free_block", "prev_free_block", "ref_cnt")
+
+
+def vllm_version() -> str:
+    """The version of the vLLM that is imported here."""
+    return str(vllm.__version__)
+
+
+def refusal(problem: str) -> EngineError:
+    """The error for a vLLM that the plug-in cannot work with."""
+    tested = " or ".join(TESTED_VERSIONS)
+    return EngineError(
+        f"vLLM {vllm_version()} cannot run batchrun's scheduler: {problem}; install vLLM {tested}, "
+        "or set `policy: vllm` in batchrun.yaml to run vLLM's own scheduler"
+    )
+
+
+def awaits_stale_output(request: Request) -> bool:
+    """Whether output of before a preemption is still to come: vLLM admits no such request."""
+    return bool(request.num_stale_output_tokens and not request.drop_stale_output)
+
+
+def cached_prefix(manager: KVCacheManager, request: Request) -> tuple[int, int]:
+    """What of a waiting request is cached: its leading tokens, and how many of their blocks no
+    request holds.
+
+    A missing block implies that every later one is missing, and who holds a block holds those
+    before it too, so for one kind of full attention both are found by search; vLLM looks at every
+    block when it admits the request.
+    """
+    if not _has_plain_blocks(manager):
+        blocks, num_tokens, *_ = manager.get_computed_blocks(request)
+        return int(num_tokens), sum(map(_num_idle, blocks.blocks))
+    if not manager.prefix_cache_lookup_enabled(request):
+        return 0, 0
+    pool, hashes = manager.block_pool, request.block_hashes
+    block_tokens = pool.hash_block_size
+    most = min(len(hashes), (request.num_tokens - 1) // block_tokens)
+
+    def find(number: int) -> KVCacheBlock | None:
+        blocks = pool.get_cached_block(hashes[number], [0])
+        return blocks[0] if blocks else None
+
+    def is_idle(number: int) -> bool:
+        block = find(number)
+        return block is None or block.ref_cnt == 0
+
+    num_blocks = bisect_left(range(most), True, key=lambda number: find(number) is None)
+    num_held = bisect_left(range(num_blocks), True, key=is_idle)
+    return num_blocks * block_tokens, num_blocks - num_held
+
+
+def _has_plain_blocks(manager: KVCacheManager) -> bool:
+    coordinator = manager.coordinator
+    return (
+        isinstance(coordinator, UnitaryKVCacheCoordinator)
+        and type(coordinator.single_type_managers[0]) is FullAttentionManager
+        and coordinator.dcp_world_size == coordinator.pcp_world_size == 1
+        and not coordinator.eagle_group_ids
+    )
+
+
+def _num_idle(blocks: Sequence[KVCacheBlock]) -> int:
+    """How many of a prefix's blocks no request holds: all behind the first such one."""
+    return len(blocks) - bisect_left(blocks, True, key=lambda block: block.ref_cnt == 0)
+
+
+def cached_block_ids(pool: BlockPool, key: BlockHashWithGroupId) -> Iterable[int]:
+    """The blocks with this content; more than one where requests computed it side by side."""
+    found = pool.cached_block_hash_to_block._cache.get(key)
+    if found is None:
+        return ()
+    return (found.block_id,) if isinstance(found, KVCacheBlock) else found
+
+
+def missing_hook(scheduler: Scheduler, request: Request) -> str | None:
+    """The first hook that this vLLM lacks or has in another form; None when all are there.
+
+    `scheduler` is any scheduler of this vLLM before the plug-in changed it, `request` any request.
+    """
+    return (
+        _missing_method()
+        or _missing_field(scheduler, request)
+        or _changed_waiting_queue(scheduler)
+        or _changed_free_queue(scheduler)
+    )
+
+
+def _missing_method() -> str | None:
+    for owner, name, wanted in METHODS:
+        method = getattr(owner, name, None)
+        if method is None:
+            return f"{owner.__name__}.{name} is missing"
+        names = tuple(inspect.signature(method).parameters)[1 : 1 + len(wanted)]
+        if names != wanted:
+            return f"{owner.__name__}.{name} takes {', '.join(names)}, not {', '.join(wanted)}"
+    return None
+
+
+def _missing_field(scheduler: Scheduler, request: Request) -> str | None:
+    manager = scheduler.kv_cache_manager
+    pool = manager.block_pool
+    for kind, owner, names in (
+        (Scheduler, scheduler, SCHEDULER_FIELDS),
+        (Request, request, REQUEST_FIELDS),
+        (RequestStatus, RequestStatus, STATUSES),
+        (KVCacheManager, manager, ("block_pool", "coordinator")),
+        (KVCacheCoordinator, manager.coordinator, COORDINATOR_FIELDS),
+        (BlockPool, pool, POOL_FIELDS),
+        (BlockHashToBlockMap, pool.cached_block_hash_to_block, ("_cache",)),
+        (KVCacheBlock, pool.null_block, BLOCK_FIELDS),
+    ):
+        for name in names:
+            if not hasattr(owner, name):
+                return f"{kind.__name__}.{name} is missing"
+    return None
+
+
+def _changed_waiting_queue(scheduler: Scheduler) -> str | None:
+    waiting: object = scheduler.waiting
+    if not isinstance(waiting, RequestQueue):
+        return "Scheduler.waiting is not a RequestQueue"
+    changed = RequestQueue.__abstractmethods__ ^ QUEUE_METHODS
+    return f"RequestQueue.{min(changed)} is new or gone" if changed else None
+
+
+def _changed_free_queue(scheduler: Scheduler) -> str | None:
+    queue: object = scheduler.kv_cache_manager.block_pool.free_block_queue
+    if not isinstance(queue, FreeKVCacheBlockQueue):
+        return "BlockPool.free_block_queue is not a FreeKVCacheBlockQueue"
+    public = {name for name in dir(FreeKVCacheBlockQueue) if not name.startswith("_")}
+    new = public - set(dir(TieredFreeQueue))
+    return f"FreeKVCacheBlockQueue.{min(new)} is new" if new else None

@@ -1,0 +1,198 @@
+"""What daemon and engine tell each other beside HTTP: telemetry one way, orders and answers back.
+
+MessagePack over ZeroMQ, on two unix sockets of the engine in a folder that only their owner can
+enter. Fields may be added; unknown ones are ignored, since an engine may outlive the batchrun that
+started it.
+"""
+
+from __future__ import annotations
+
+import hmac
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+CHANNEL_VARIABLE = "BATCHRUN_CHANNEL"
+"""The environment variable that tells an engine the path of its sockets, without their endings."""
+TELEMETRY_SUFFIX = ".telemetry"
+ORDERS_SUFFIX = ".orders"
+
+MAX_MESSAGE_BYTES = 65_536
+MAX_JOBS = 1_024
+
+PolicyName = Literal["bs", "bs+e", "bs+e+s", "echo"]
+JobName = Annotated[str, Meta(max_length=128)]
+JobNames = Annotated[tuple[JobName, ...], Meta(max_length=MAX_JOBS)]
+
+
+class ClassTelemetry(Struct, frozen=True):
+    """One class of requests: `num_running`, `num_waiting` and `longest_wait_s` are of now, the
+    rest counts since the engine's start.
+
+    `num_prompt_tokens` and `num_hit_tokens` are of first admissions only.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    longest_wait_s: float = 0.0
+    num_admissions: int = 0
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_computed_tokens: int = 0
+
+
+class LatencyTelemetry(Struct, frozen=True):
+    """Online first tokens and gaps between tokens: counts, and sums of their seconds."""
+
+    num_first_tokens: int = 0
+    ttft_s: float = 0.0
+    num_gaps: int = 0
+    gaps_s: float = 0.0
+
+
+class SloTelemetry(Struct, frozen=True):
+    """How online requests fare against their bounds.
+
+    `slack_s` is the least time that was left when an online token came (negative: it came too
+    late) or is left for one that is awaited, since the last report; None without online work.
+    The counts are since the engine's start; a late token is one after arrival + TTFT + i * TPOT.
+    """
+
+    slack_s: float | None = None
+    num_tokens: int = 0
+    num_late_tokens: int = 0
+    num_late_first_tokens: int = 0
+
+
+class KvTelemetry(Struct, frozen=True):
+    """Who holds the KV blocks. The tiers are None where vLLM's own free queue is in place.
+
+    `online_blocks` counts a block once for each online request that holds it; what else is in use
+    is offline. The tiers share `free_blocks` out, from the first evicted to the last: empty,
+    cached but unneeded, of finished online requests, wanted by planned rows, prefixes that online
+    requests hit again and again. `empty_blocks` counts content that is cached twice too, and may
+    be too high by a block for each running request. `reserve_blocks` are meant for online
+    requests, what they hold now included.
+    """
+
+    total_blocks: int = 0
+    online_blocks: int = 0
+    offline_blocks: int = 0
+    free_blocks: int = 0
+    empty_blocks: int | None = None
+    unneeded_blocks: int | None = None
+    finished_online_blocks: int | None = None
+    wanted_blocks: int | None = None
+    online_prefix_blocks: int | None = None
+    reserve_blocks: int = 0
+    forecast_blocks: int | None = None
+
+
+class StepTelemetry(Struct, frozen=True):
+    """Steps since the engine's start; the seconds are sums over the `num_timed_steps`."""
+
+    num_steps: int = 0
+    num_timed_steps: int = 0
+    predicted_s: float = 0.0
+    measured_s: float = 0.0
+
+
+class Telemetry(Struct, frozen=True):
+    """What an engine says of itself, a few times a second. Instants are UTC epoch seconds.
+
+    `start_id` differs with every start: counts begin anew with it.
+    """
+
+    start_id: str
+    sent_at: float
+    policy: str
+    token_budget: int
+    is_offline_on: bool
+    online: ClassTelemetry = ClassTelemetry()
+    offline: ClassTelemetry = ClassTelemetry()
+    shared: LatencyTelemetry = LatencyTelemetry()
+    """Online tokens of steps that held offline work too."""
+    alone: LatencyTelemetry = LatencyTelemetry()
+    slo: SloTelemetry = SloTelemetry()
+    step: StepTelemetry = StepTelemetry()
+    kv: KvTelemetry = KvTelemetry()
+    num_malformed_hints: int = 0
+    num_policy_errors: int = 0
+    num_malformed_orders: int = 0
+
+
+class Orders(Struct, frozen=True):
+    """All that the daemon wants of an engine, every time: the newest orders alone count.
+
+    `nonce` is the hints' secret. `epoch` is the start of the daemon and `number` counts its
+    orders. `policy` and `token_budget` None: as the engine was started. `renew` and `forget` name
+    the jobs whose hints count for another lease, or no longer.
+    """
+
+    nonce: Annotated[str, Meta(max_length=256)]
+    epoch: Annotated[int, Meta(ge=0)]
+    number: Annotated[int, Meta(ge=0)]
+    policy: PolicyName | None = None
+    token_budget: int | None = None
+    is_offline_on: bool = True
+    renew: JobNames = ()
+    forget: JobNames = ()
+
+
+class Answer(Struct, frozen=True):
+    """What is in force from the engine's next step on; with `error`, the orders changed nothing.
+
+    `number` is that of the orders, 0 when they could not be read.
+    """
+
+    number: int
+    policy: str
+    token_budget: int
+    is_offline_on: bool
+    error: str | None = None
+
+
+class OrdersError(ValueError):
+    """Orders that cannot be read or were not sent by this engine's daemon; one line."""
+
+
+def encode(message: Telemetry | Orders | Answer) -> bytes:
+    """A message as it goes over the wire."""
+    return msgspec.msgpack.encode(message)
+
+
+def read_orders(message: bytes, nonce: str) -> Orders:
+    """Orders from the wire. Raises OrdersError unless they carry the nonce and are well formed."""
+    if len(message) > MAX_MESSAGE_BYTES:
+        raise OrdersError(f"orders of {len(message)} bytes; at most {MAX_MESSAGE_BYTES} are read")
+    try:
+        orders = msgspec.msgpack.decode(message, type=Orders)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise OrdersError(f"malformed orders: {error}") from error
+    if not nonce or not hmac.compare_digest(orders.nonce.encode(), nonce.encode()):
+        raise OrdersError("orders without this engine's nonce")
+    return orders
+
+
+def read_telemetry(message: bytes) -> Telemetry:
+    """Telemetry from the wire. Raises ValueError when it is malformed or too long."""
+    return _read(message, Telemetry)
+
+
+def read_answer(message: bytes) -> Answer:
+    """An answer from the wire. Raises ValueError when it is malformed or too long."""
+    return _read(message, Answer)
+
+
+Message = TypeVar("Message", Telemetry, Answer)
+
+
+def _read(message: bytes, kind: type[Message]) -> Message:
+    if len(message) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a message of {len(message)} bytes")
+    try:
+        return msgspec.msgpack.decode(message, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(str(error)) from error

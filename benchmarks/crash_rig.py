@@ -1,0 +1,225 @@
+"""A whole deployment for the fault harness: real processes that can be killed, and what they left.
+
+The engine is the fake one, which notes every execution in a file that outlives it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchrun.cli.daemon_client import DaemonClient
+from batchrun.engine.process import NONCE_VARIABLE, read_record
+from batchrun.errors import BatchrunError
+from batchrun.failpoints import VARIABLE
+from batchrun.home import Home
+from batchrun.jobspec import load_job_file
+from batchrun.submission import prepare_job
+from benchmarks.ports import free_port
+
+WAIT_S = 120.0
+MAX_TOKENS = 8
+MODEL = "fake"
+
+
+class BrokenPromiseError(Exception):
+    """An invariant does not hold, or a process did not do what it must."""
+
+
+FAILURES = (BrokenPromiseError, BatchrunError, OSError, sqlite3.Error, KeyError)
+"""What comes of a broken promise, at one place or another."""
+
+
+class CrashRig:
+    """A folder with batchrun.yaml and a home; `close` ends all that runs for it."""
+
+    def __init__(self, folder: Path, *, home: Path | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.home = Home(home or folder / "home")
+        self.port = free_port()
+        self.engine_port = free_port()
+        self.executions_path = folder / "executions.jsonl"
+        self.failpoints = ""
+        self._daemon: subprocess.Popen[bytes] | None = None
+
+    def use_fake_engine(
+        self, latency_s: float, *, rules: Sequence[object] = (), **more: object
+    ) -> None:
+        """Write batchrun.yaml for one managed fake engine; `more` are its other keys."""
+        script = self.folder / "script.json"
+        script.write_text(json.dumps(list(rules)))
+        command = [*(sys.executable, "-m", "batchrun.engine.fake", f"--model={MODEL}")]
+        command += [f"--port={self.engine_port}", f"--executions={self.executions_path}"]
+        command += [f"--latency-s={latency_s}", f"--script={script}"]
+        self.configure({"command": command, "port": self.engine_port}, **more)
+
+    def configure(self, engine: Mapping[str, object], **more: object) -> None:
+        """Write batchrun.yaml with one engine."""
+        document = {"listen": f"127.0.0.1:{self.port}", "engines": [engine], **more}
+        (self.folder / "batchrun.yaml").write_text(json.dumps(document))
+
+    def start_detached(self) -> None:
+        """`batchrun up -d`."""
+        done = self.call("up", "-d")
+        if done.returncode != 0:
+            raise BrokenPromiseError(f"up -d: exit {done.returncode}: {done.stderr.strip()}")
+
+    def start(self) -> None:
+        """Start a daemon in the foreground of a child process; returns when it answers."""
+        self._daemon = self.popen("up")
+        wait_until(self._is_up, "the daemon to answer")
+
+    def call(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+        """Run the command in the folder."""
+        return subprocess.run(
+            self._argv(*arguments),
+            cwd=self.folder,
+            env=self._env() | env,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=600,
+        )
+
+    def popen(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start the command in the folder without waiting; what it says goes to `daemon.out`."""
+        with (self.folder / "daemon.out").open("ab") as log:
+            return subprocess.Popen(
+                self._argv(*arguments), cwd=self.folder, env=self._env(), stdout=log, stderr=log
+            )
+
+    def write_job(self, name: str, num_rows: int, more: str = "", suffix: str = "parquet") -> Path:
+        """An input of so many prompts, and the job file for it; the output is NAME.out.SUFFIX."""
+        ids = [f"{name}-{row}" for row in range(num_rows)]
+        table = pa.table({"id": ids, "text": [prompt(name, row) for row in range(num_rows)]})
+        pq.write_table(table, self.folder / f"{name}.in.parquet")
+        job = self.folder / f"{name}.yaml"
+        job.write_text(
+            f"name: {name}\n"
+            f"input: {{path: {name}.in.parquet, id: id, "
+            'messages: [{role: user, content: "{{ text }}"}]}\n'
+            f"request: {{max_tokens: {MAX_TOKENS}, temperature: 0}}\n"
+            f"output: {{path: {name}.out.{suffix}, keep: [text]}}\n{more}"
+        )
+        return job
+
+    def submit(self, job: Path) -> str:
+        """Hand a job to the daemon as `batchrun submit` does; tries again while none answers."""
+        new = prepare_job(load_job_file(job, cwd=self.folder), links=self.home.inputs)
+        deadline_s = time.monotonic() + WAIT_S
+        while True:
+            try:
+                return str(DaemonClient(self.home).post("/jobs", asdict(new))["id"])
+            except BatchrunError as error:
+                if time.monotonic() > deadline_s:
+                    raise BrokenPromiseError(f"{job} was not taken: {error}") from error
+                time.sleep(0.1)
+
+    def view(self, job_id: str) -> dict[str, Any]:
+        """A job as `batchrun status` shows it, from the daemon."""
+        return DaemonClient(self.home).get(f"/jobs/{job_id}")
+
+    def engines(self) -> list[dict[str, Any]]:
+        """The engines as `batchrun status` shows them."""
+        return list(DaemonClient(self.home).get("/status")["engines"])
+
+    def pid_of(self, part: str) -> int:
+        """The process of `daemon`, `gateway`, `worker` (one of the gateway's) or `engine`; or 0."""
+        with suppress(OSError, ValueError, psutil.NoSuchProcess, IndexError):
+            if part == "daemon":
+                address = self.home.read_daemon_address()
+                return 0 if address is None else address.pid
+            if part == "worker":
+                return psutil.Process(self.pid_of("gateway")).children()[0].pid
+            name = "gateway-process.json" if part == "gateway" else "engine-0.json"
+            record = read_record(self.home.run / name)
+            return 0 if record is None else record.pid
+        return 0
+
+    def kill(self, part: str, number: int = signal.SIGKILL) -> None:
+        """Signal a part of the deployment, and see it gone."""
+        try:
+            wait_until(lambda: psutil.pid_exists(self.pid_of(part) or -1), f"the {part} to run")
+        except BrokenPromiseError as error:
+            raise BrokenPromiseError(f"{error}; engines: {self.engines()}") from error
+        self.kill_pid(self.pid_of(part), number)
+
+    def kill_pid(self, pid: int, number: int = signal.SIGKILL) -> None:
+        """Signal a process and see it gone."""
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+        wait_until(lambda: not self.lives(pid), f"process {pid} to end")
+
+    def lives(self, pid: int) -> bool:
+        """Whether a process runs; a zombie does not, once all of its threads have ended: until
+        then it keeps its files and locks."""
+        if self._daemon is not None:
+            self._daemon.poll()
+        try:
+            is_zombie = psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+            return not is_zombie or len(list(Path(f"/proc/{pid}/task").iterdir())) > 1
+        except (psutil.NoSuchProcess, OSError):
+            return False
+
+    def close(self) -> None:
+        """`batchrun down`, whatever runs."""
+        self.failpoints = ""
+        done = self.call("down")
+        if self._daemon is not None:
+            self._daemon.wait(30)
+        if done.returncode != 0:
+            raise BrokenPromiseError(f"down: {done.stderr}")
+
+    def find_orphans(self) -> list[int]:
+        """Processes that batchrun started for this home and that still run."""
+        mark = f"BATCHRUN_HOME={self.home.path}\0".encode()
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                environ = path.read_bytes()
+                if mark in environ and NONCE_VARIABLE.encode() in environ:
+                    found.append(int(path.parent.name))
+        return [pid for pid in found if self.lives(pid)]
+
+    def _is_up(self) -> bool:
+        assert self._daemon is not None
+        if self._daemon.poll() is not None:
+            words = (self.folder / "daemon.out").read_text().splitlines()[-1:]
+            raise BrokenPromiseError(f"the daemon did not start: {words}")
+        return self.pid_of("daemon") == self._daemon.pid and DaemonClient(self.home).is_running()
+
+    def _argv(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "batchrun", *arguments]
+
+    def _env(self) -> dict[str, str]:
+        env = {**os.environ, "BATCHRUN_HOME": str(self.home.path)}
+        return env | {VARIABLE: self.failpoints} if self.failpoints else env
+
+
+def prompt(name: str, row: int) -> str:
+    """The text of one row; no two are alike."""
+    return f"Job {name} asks question {row}: what comes after {row * 7919 % 104729}?"
+
+
+def wait_until(condition: Callable[[], bool], what: str, wait_s: float = WAIT_S) -> None:
+    """Wait for something that gives no notice. Raises BrokenPromiseError after `wait_s`."""
+    deadline_s = time.monotonic() + wait_s
+    while not condition():
+        if time.monotonic() > deadline_s:
+            raise BrokenPromiseError(f"waited {wait_s:g} s in vain for {what}")
+        time.sleep(0.01)

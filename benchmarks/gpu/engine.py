@@ -1,0 +1,221 @@
+"""A real vLLM engine core in this process, with a fresh scheduler for every phase.
+
+`EngineCore.step_fn` is vLLM's own loop body: two steps in flight on a GPU, one on a CPU. Between
+phases the idle core gets a new scheduler, and with it an empty KV cache and another policy or token
+budget, while the model stays loaded. Requests come from the sources of the virtual engine, on a
+clock that starts with the phase.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.request import Request
+
+from batchrun.types import HINT_KEY, HINT_NONCE_VARIABLE
+from batchrun.vllm_plugin import ColocatedScheduler
+from batchrun.vllm_plugin.virtual import TrafficSource
+from batchrun.vllm_plugin.virtual.requests import OFFLINE_PRIORITY, ONLINE_PRIORITY, Arrival
+from batchrun.vllm_plugin.virtual.setup import NONCE
+from benchmarks.gpu.record import RequestLife, StepTotals
+from benchmarks.gpu.shape import Shape
+
+IDLE_POLL_S = 0.001
+"""vLLM's own sleep after a step that computed nothing."""
+DRAIN_LIMIT_S = 30.0
+
+
+class WatchedScheduler(ColocatedScheduler):
+    """`ColocatedScheduler` that shows what each step was made of and how long planning took."""
+
+    on_step: Callable[[SchedulerOutput, float], None] | None = None
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:  # noqa: FBT001, FBT002
+        """As the product's, timed."""
+        begin_s = time.perf_counter()
+        output = super().schedule(throttle_prefills)
+        if self.on_step is not None:
+            self.on_step(output, time.perf_counter() - begin_s)
+        return output
+
+
+class LoadedModel:
+    """A model on the device, ready for phases. Close it at the end."""
+
+    def __init__(self, shape: Shape, folder: Path) -> None:
+        """Load random weights and allocate the KV cache: 30 to 90 s on a GPU."""
+        os.environ[HINT_NONCE_VARIABLE] = NONCE
+        arguments = EngineArgs(
+            model=str(shape.write_model(folder)),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            block_size=shape.block_tokens,
+            num_gpu_blocks_override=shape.num_blocks,
+            max_num_batched_tokens=shape.budget,
+            max_num_seqs=256,
+            scheduling_policy="priority",
+            enable_prefix_caching=True,
+            scheduler_cls=WatchedScheduler,
+            additional_config={HINT_KEY: {"policy": "bs"}},
+            **shape.engine,
+        )
+        config = arguments.create_engine_config()
+        self.core = EngineCore(config, Executor.get_class(config), log_stats=False)
+
+    @property
+    def is_async(self) -> bool:
+        """Whether steps are scheduled ahead, as on a GPU."""
+        return self.core.batch_queue is not None
+
+    def close(self) -> None:
+        """Let the device go."""
+        self.core.shutdown()  # type: ignore[no-untyped-call]
+
+    def renew_scheduler(self, budget: int, settings: Mapping[str, object]) -> WatchedScheduler:
+        """A new scheduler on the idle core, with an empty KV cache."""
+        core = self.core
+        old = core.scheduler
+        assert isinstance(old, WatchedScheduler)
+        assert not old.has_requests()
+        config = _with_scheduling(core.vllm_config, budget, settings)
+        block_tokens, hash_block_tokens = resolve_kv_cache_block_sizes(old.kv_cache_config, config)
+        core.scheduler = WatchedScheduler(
+            config,
+            old.kv_cache_config,
+            structured_output_manager=core.structured_output_manager,
+            include_finished_set=False,
+            log_stats=False,
+            block_size=block_tokens,
+            hash_block_size=hash_block_tokens,
+        )
+        return core.scheduler
+
+
+def _with_scheduling(config: VllmConfig, budget: int, settings: Mapping[str, object]) -> VllmConfig:
+    changed = copy.copy(config)
+    changed.scheduler_config = copy.copy(config.scheduler_config)
+    changed.scheduler_config.max_num_batched_tokens = budget
+    changed.scheduler_config.max_num_scheduled_tokens = budget
+    changed.additional_config = {HINT_KEY: dict(settings)}
+    return changed
+
+
+class Phase:
+    """One scheduler under load. `requests` holds every request that ever arrived, by id."""
+
+    def __init__(
+        self, model: LoadedModel, scheduler: WatchedScheduler, sources: Sequence[TrafficSource]
+    ) -> None:
+        self.requests: dict[str, RequestLife] = {}
+        self.totals = StepTotals()
+        self._core = model.core
+        self._scheduler = scheduler
+        self._sources = sources
+        self._began_s = time.monotonic()
+        scheduler.clock = lambda: self.now_s
+        scheduler.wall_offset_s = 0.0
+        scheduler.on_step = self._on_step
+
+    @property
+    def now_s(self) -> float:
+        """Seconds since the phase began."""
+        return time.monotonic() - self._began_s
+
+    def run_until(self, end_s: float, *, until_idle: bool = False) -> None:
+        """Run until the clock reaches `end_s`, or with `until_idle` until all work is done."""
+        while self.now_s < end_s:
+            self._take_arrivals()
+            if not self._step() and until_idle and not self._is_due():
+                return
+
+    def finish(self) -> None:
+        """Abort what is left and run until the core is idle. Raises TimeoutError."""
+        for request_id, life in self.requests.items():
+            if life.finished_at_s is None:
+                self._core.abort_requests([request_id])
+        deadline_s = self.now_s + DRAIN_LIMIT_S
+        while self._step():
+            if self.now_s > deadline_s:
+                raise TimeoutError(f"the engine is not idle after {DRAIN_LIMIT_S:g} s")
+        self._scheduler.on_step = None
+
+    def _is_due(self) -> bool:
+        return any(source.next_due_s <= self.now_s for source in self._sources)
+
+    def _take_arrivals(self) -> None:
+        for source in self._sources:
+            if source.next_due_s <= self.now_s:
+                for arrival in source.take_due(self.now_s):
+                    self._add(arrival)
+
+    def _add(self, arrival: Arrival) -> None:
+        prompt = arrival.prompt_token_ids
+        self.requests[arrival.request_id] = RequestLife(
+            arrival.is_online, arrival.arrival_at_s, len(prompt)
+        )
+        extra_args = None if arrival.hint is None else {HINT_KEY: arrival.hint}
+        self._core.add_request(
+            Request(
+                request_id=arrival.request_id,
+                prompt_token_ids=prompt,
+                sampling_params=SamplingParams(
+                    max_tokens=arrival.max_output_tokens,
+                    temperature=0,
+                    ignore_eos=True,
+                    detokenize=False,
+                    extra_args=extra_args,
+                ),
+                pooling_params=None,
+                arrival_time=arrival.arrival_at_s,
+                priority=ONLINE_PRIORITY if arrival.is_online else OFFLINE_PRIORITY,
+                block_hasher=self._core.request_block_hasher,
+            )
+        )
+
+    def _step(self) -> bool:
+        """One turn of vLLM's loop; False when it has nothing to do."""
+        core = self._core
+        if not core.scheduler.has_requests() and not core.batch_queue:
+            time.sleep(IDLE_POLL_S)
+            return False
+        outputs, is_executed = core.step_fn()
+        core.post_step(model_executed=is_executed)
+        for batch in (outputs or {}).values():
+            for output in batch.outputs:
+                self._deliver(output)
+        if not is_executed and not outputs and core.scheduler.has_requests():
+            time.sleep(IDLE_POLL_S)
+        return True
+
+    def _deliver(self, output: EngineCoreOutput) -> None:
+        life = self.requests[output.request_id]
+        life.token_times_s += [self.now_s] * len(output.new_token_ids)
+        if output.finish_reason is not None:
+            life.finished_at_s = self.now_s
+            life.is_done = str(output.finish_reason) != "abort"
+            for source in self._sources:
+                source.on_finished(output.request_id)
+
+    def _on_step(self, output: SchedulerOutput, planning_s: float) -> None:
+        if not output.total_num_scheduled_tokens:
+            return
+        for new in output.scheduled_new_reqs:
+            self.requests[new.req_id].admit(self.now_s, new.num_computed_tokens)
+        offline = sum(
+            num_tokens
+            for request_id, num_tokens in output.num_scheduled_tokens.items()
+            if not self.requests[request_id].is_online
+        )
+        self.totals.add(self.now_s, output.total_num_scheduled_tokens, offline, planning_s)

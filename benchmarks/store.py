@@ -1,0 +1,218 @@
+"""What the store costs: results committed per second, memory, resuming, and the output file.
+
+    python -m benchmarks.store [--rows N] [--order NAME ...] [--folder PATH] [--json FILE]
+
+Results of about one kilobyte go through the daemon's writer into a store on disk, in a process of
+its own, as fast as it takes them; at most `OUTSTANDING_ROWS` are not committed yet, as in a daemon
+whose engines' windows are full. `shuffled`: rows end in a random order, the worst for an index;
+`input`: in the order of the input. Then the same process reads what a daemon needs to go on with
+the job (`resume_s`), writes its Parquet output (`export_s`), and backs the store up and checks it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import resource
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from batchrun.daemon import export
+from batchrun.daemon.writer import Entry, ResultWriter
+from batchrun.jobspec import load_job_file
+from batchrun.store import (
+    JobRecord,
+    Store,
+    check_store,
+    jobs,
+    open_store,
+    open_to_read,
+    results,
+)
+from batchrun.store.snapshot import write_snapshot
+from batchrun.submission import prepare_job
+from batchrun.types import JobState
+from benchmarks.bars import Bar
+from benchmarks.records import describe, in_own_process, write_records
+from benchmarks.store_workload import Workload, outcomes, write_workload
+
+Record = dict[str, object]
+Result = TypeVar("Result")
+
+FULL_ROWS = 1_000_000
+NUM_RETRIED = 1_000
+OUTSTANDING_ROWS = 8_192
+ORDERS = ("shuffled", "input")
+
+
+def main() -> int:
+    """Measure each order in a process of its own, print and save. Exits 1 when a bar is missed."""
+    options = _parser().parse_args()
+    records: list[Record] = []
+    is_met = True
+    with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
+        workload = in_own_process(write_workload, Path(scratch), options.rows)
+        for order in options.order:
+            record = in_own_process(measure, workload, order)
+            records.append(record)
+            print(describe(record))
+            for bar in bars(record) if options.rows == FULL_ROWS else ():
+                is_met &= bar.is_met
+                print(f"- {bar}", flush=True)
+    if options.json is not None:
+        write_records(options.json, records)
+    return 0 if is_met else 1
+
+
+def bars(record: Record) -> Iterator[Bar]:
+    """What a million results must keep."""
+    values = {key: float(str(value)) for key, value in record.items() if key != "order"}
+    yield Bar("committed results per s", values["commits_per_s"], 10_000)
+    yield Bar("resident, MB", values["peak_rss_bytes"] / 1e6, 400, is_most=True)
+    yield Bar("resume, s", values["resume_s"], 5, is_most=True)
+    yield Bar("export, s", values["export_s"], 60, is_most=True)
+
+
+def measure(workload: Workload, order: str) -> Record:
+    """Write all results, resume, export, back up and check; the store is removed again."""
+    home = workload.folder / order
+    home.mkdir()
+    store = open_store(home / "store.db")
+    job = _submitted(store, workload, home)
+    written = _clocked(lambda: asyncio.run(_write(store, job, workload, order)))
+    write_rss_bytes = _peak_rss_bytes()
+    store.close()
+    resumed = _clocked(lambda: _resume(home / "store.db", job, workload.num_rows))
+    store = resumed.result
+    finalizing = jobs.begin_finalizing(store, job.id, JobState.COMPLETED)
+    exported = _clocked(lambda: export(store, finalizing, links=home / "inputs"))
+    assert exported.result == workload.num_rows
+    peak_rss_bytes = _peak_rss_bytes()
+    copied = _clocked(lambda: _back_up(store, home / "backup.db"))
+    checked = _clocked(lambda: _check(home / "backup.db"))
+    store.close()
+    store_bytes = sum(path.stat().st_size for path in home.glob("store.db*"))
+    shutil.rmtree(home)
+    return {
+        "rows": workload.num_rows,
+        "order": order,
+        "body_bytes": workload.bodies.stat().st_size / workload.num_rows,
+        "store_bytes": store_bytes,
+        "commits_per_s": workload.num_rows / written.wall_s,
+        "commits_per_cpu_s": workload.num_rows / written.cpu_s,
+        "ack_p50_s": float(np.quantile(written.result, 0.5)),
+        "ack_p99_s": float(np.quantile(written.result, 0.99)),
+        "write_rss_bytes": write_rss_bytes,
+        "peak_rss_bytes": peak_rss_bytes,
+        "resume_s": resumed.wall_s,
+        "resume_cpu_s": resumed.cpu_s,
+        "export_s": exported.wall_s,
+        "export_cpu_s": exported.cpu_s,
+        "backup_s": copied.wall_s,
+        "check_s": checked.wall_s,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Clocked(Generic[Result]):
+    """What some work gave, and what it took; CPU time is that of all threads."""
+
+    result: Result
+    wall_s: float
+    cpu_s: float
+
+
+def _clocked(work: Callable[[], Result]) -> Clocked[Result]:
+    began_s, began_cpu_s = time.perf_counter(), time.process_time()
+    result = work()
+    return Clocked(result, time.perf_counter() - began_s, time.process_time() - began_cpu_s)
+
+
+def _submitted(store: Store, workload: Workload, home: Path) -> JobRecord:
+    """The job, running, with a few rows that were retried."""
+    spec = load_job_file(workload.job_file, cwd=home)
+    job = jobs.create(store, prepare_job(spec, links=home / "inputs"), now_s=time.time())
+    for row in range(0, workload.num_rows, -(-workload.num_rows // NUM_RETRIED)):
+        results.record_attempt(store, job.seq, row, 1)
+    return jobs.start(store, job.id, now_s=time.time())
+
+
+async def _write(
+    store: Store, job: JobRecord, workload: Workload, order: str
+) -> npt.NDArray[np.float64]:
+    """Each row's seconds from being handed over to its commit, in the order of both."""
+    handed_over_s = np.zeros(workload.num_rows)
+    acknowledged_s = np.zeros(workload.num_rows)
+    num_acknowledged = 0
+    room = asyncio.Event()
+
+    def on_committed(batch: Sequence[Entry]) -> None:
+        nonlocal num_acknowledged
+        acknowledged_s[num_acknowledged : num_acknowledged + len(batch)] = time.perf_counter()
+        num_acknowledged += len(batch)
+        room.set()
+
+    rows = np.arange(workload.num_rows)
+    if order == "shuffled":
+        np.random.default_rng(0).shuffle(rows)
+    writer = ResultWriter(store, on_committed)
+    running = asyncio.create_task(writer.run())
+    for index, outcome in enumerate(outcomes(workload, rows)):
+        while index - num_acknowledged >= OUTSTANDING_ROWS:
+            room.clear()
+            await room.wait()
+        handed_over_s[index] = time.perf_counter()
+        writer.put(job.seq, outcome)
+    await writer.flush()
+    running.cancel()
+    return acknowledged_s - handed_over_s
+
+
+def _resume(path: Path, job: JobRecord, num_rows: int) -> Store:
+    """Open the store and read what a new daemon needs of a job before it runs what is left."""
+    store = open_store(path)
+    jobs.begin_epoch(store, pid=os.getpid(), now_s=time.time())
+    counts = results.count(store, job.seq)
+    done = results.done_rows(store, job.seq)
+    attempts = results.attempts_so_far(store, job.seq)
+    deaths = results.engine_deaths(store, job.seq)
+    assert (counts.num_done, len(done), len(deaths)) == (num_rows, num_rows, 0)
+    assert len(attempts) == min(num_rows, NUM_RETRIED)
+    return store
+
+
+def _back_up(store: Store, path: Path) -> None:
+    path.touch()
+    write_snapshot(store, path)
+
+
+def _check(path: Path) -> None:
+    store = open_to_read(path)
+    assert list(check_store(store)) == []
+    store.close()
+
+
+def _peak_rss_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rows", type=int, default=FULL_ROWS)
+    parser.add_argument("--order", nargs="+", choices=ORDERS, default=list(ORDERS))
+    parser.add_argument("--folder", type=Path, help="where to put the store; a disk, not memory")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

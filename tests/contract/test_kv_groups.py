@@ -1,0 +1,91 @@
+"""Models with several kinds of KV: vLLM's own free queue, chunks that end where state is kept."""
+
+from __future__ import annotations
+
+import torch
+from scheduler_rig import BLOCK_TOKENS, answer, build, make_request, run
+from vllm.config import VllmConfig
+from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+
+from batchrun.scheduling import EngineView, Plan
+from batchrun.vllm_plugin import ColocatedScheduler
+
+FULL = FullAttentionSpec(BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float16)
+SLIDING = SlidingWindowSpec(
+    BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float16, sliding_window=64
+)
+MAMBA = MambaSpec(BLOCK_TOKENS, shapes=((1,),), dtypes=(torch.float16,), mamba_cache_mode="align")
+
+
+def aligned(config: VllmConfig) -> None:
+    config.cache_config.mamba_cache_mode = "align"
+
+
+class Sparing:
+    """A policy that grants 5 tokens of every prefill, less than a block."""
+
+    def plan(self, view: EngineView) -> Plan:
+        running = [*view.online_running, *view.offline_running]
+        waiting = [*view.online_waiting, *view.offline_waiting]
+        caps = {r.request_id: 5 for r in (*running, *waiting) if not r.is_decode}
+        return Plan(admit=tuple(waiting), caps=caps)
+
+
+def mixed(specs: list[KVCacheSpec], **more: object) -> ColocatedScheduler:
+    """A scheduler with three calls and five rows, some of which share a prefix."""
+    scheduler = build(specs=specs, num_blocks=200, **more)  # type: ignore[arg-type]
+    assert isinstance(scheduler, ColocatedScheduler)
+    for number in range(3):
+        scheduler.add_request(make_request(f"call-{number}", 150 + number))
+    for row in range(5):
+        scheduler.add_request(make_request(f"row-{row}", 300, row=row, max_tokens=8))
+    return scheduler
+
+
+def test_several_kv_groups_keep_vllms_free_queue_and_everybody_finishes() -> None:
+    scheduler = mixed([FULL, SLIDING])
+    pool = scheduler.kv_cache_manager.block_pool
+    assert scheduler._kv is not None and not scheduler._kv.is_active
+    assert type(pool.free_block_queue) is FreeKVCacheBlockQueue
+    run(scheduler)
+    assert pool.get_num_free_blocks() == 199
+    assert scheduler.planner.num_errors == 0
+
+
+def test_chunks_of_a_mamba_model_end_on_block_boundaries_however_small_the_caps() -> None:
+    scheduler = mixed([FULL, MAMBA], change=aligned, block_tokens=BLOCK_TOKENS)
+    scheduler.planner.policy = Sparing()
+    num_chunks = 0
+    while scheduler.has_unfinished_requests():
+        output = scheduler.schedule()
+        assert output.total_num_scheduled_tokens, "it stands still"
+        for name in output.num_scheduled_tokens:
+            request = scheduler.requests[name]
+            if request.is_prefill_chunk:
+                num_chunks += 1
+                assert request.num_computed_tokens % BLOCK_TOKENS == 0
+        answer(scheduler, output)
+    assert num_chunks > 50
+
+
+def test_children_of_n_choices_count_their_row_once() -> None:
+    scheduler = build()
+    assert isinstance(scheduler, ColocatedScheduler) and scheduler._kv is not None
+    uses = scheduler._kv._reuse
+    children = [make_request("row", row=4, max_tokens=length) for length in (2, 6)]
+    for number, child in enumerate(children):
+        child.request_id = f"{number}_row"
+        scheduler.add_request(child)
+    (key, *_) = uses.blocks
+    assert uses.reuse_count(key) == 1
+    while "0_row" in scheduler.requests:
+        answer(scheduler, scheduler.schedule())
+    assert uses.reuse_count(key) == 1
+    run(scheduler)
+    assert uses.reuse_count(key) == 0

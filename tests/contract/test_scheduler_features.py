@@ -1,0 +1,132 @@
+"""What of vLLM works beside a plan, seen on the scheduler class itself."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from scheduler_rig import answer, build, make_request, ours, run, step
+from vllm.config import LoRAConfig, VllmConfig
+from vllm.v1.request import RequestStatus
+
+
+def test_rows_in_the_pool_are_deferred_and_leave_the_waiting_gauge_to_online_calls() -> None:
+    scheduler = build(log_stats=True, num_blocks=40)
+    for row in range(10):
+        scheduler.add_request(make_request(f"row-{row}", 200 + row, row=row, max_tokens=20))
+    scheduler.add_request(make_request("call"))
+
+    def gauges() -> tuple[int, int, int]:
+        stats = scheduler.make_stats()
+        assert stats is not None
+        running, waiting = stats.num_running_reqs, stats.num_waiting_reqs
+        return running, waiting, stats.num_skipped_waiting_reqs
+
+    assert gauges() == (0, 1, 10)
+    step(scheduler)
+    running, waiting, deferred = gauges()
+    assert waiting == 0 and running + deferred == 11 and deferred > 0
+    victim = next(request for request in scheduler.running if request.request_id != "call")
+    scheduler.running.remove(victim)
+    scheduler._preempt_request(victim, 0.0)
+    assert gauges() == (running - 1, 0, deferred + 1)
+    run(scheduler)
+    assert gauges() == (0, 0, 0)
+
+
+def one_lora(config: VllmConfig) -> None:
+    config.lora_config = LoRAConfig(max_lora_rank=8, max_loras=1, max_cpu_loras=4)
+
+
+def test_no_step_and_no_moment_has_more_adapters_than_vllm_allows() -> None:
+    scheduler = build(change=one_lora)
+    requests = MappingProxyType(scheduler.requests)
+    for row in range(6):
+        scheduler.add_request(make_request(f"row-{row}", row=row, lora=1 + row % 3, max_tokens=5))
+    scheduler.add_request(make_request("base"))
+    while scheduler.has_unfinished_requests():
+        output = scheduler.schedule()
+        adapters = {requests[name].lora_request for name in output.num_scheduled_tokens} - {None}
+        assert len(adapters) <= 1
+        held = {request.lora_request for request in scheduler.running} - {None}
+        assert len(held) <= 1, "0.32 fails when one of them sits out"
+        answer(scheduler, output)
+
+
+def test_a_streaming_session_is_online_and_goes_on_after_its_first_turn() -> None:
+    scheduler = ours(build())
+    session = make_request("session", row=3, max_tokens=2, resumable=True)
+    scheduler.add_request(session)
+    scheduler.add_request(make_request("row", row=1, max_tokens=30))
+    assert [view.request_id for view in scheduler._pool.online] == ["session"]
+    for _ in range(4):
+        step(scheduler)
+    assert session.status == RequestStatus.WAITING_FOR_STREAMING_REQ
+    turn = make_request("session", 10, max_tokens=2, resumable=True)
+    turn.arrival_time = 77.0
+    scheduler.add_request(turn)
+    (view,) = (view for view in scheduler._views.values() if view.request_id == "session")
+    assert view.arrival_at_s == 77.0 - scheduler.wall_offset_s
+    assert view.num_prompt_tokens == session.num_prompt_tokens == 51
+    assert view.first_token_at_s is None
+    assert step(scheduler)["session"] == 10
+    assert session.num_output_tokens == 1
+    step(scheduler)
+    scheduler.add_request(make_request("session", max_tokens=2))
+    run(scheduler)
+    assert not scheduler.requests and not scheduler._views
+
+
+def test_without_prefix_caching_everybody_finishes() -> None:
+    def uncached(config: VllmConfig) -> None:
+        config.cache_config.enable_prefix_caching = False
+
+    scheduler = ours(build(change=uncached))
+    assert scheduler._kv is None
+    for row in range(8):
+        scheduler.add_request(make_request(f"row-{row}", 200 + row, row=row, max_tokens=20))
+    scheduler.add_request(make_request("call"))
+    run(scheduler)
+    assert scheduler.planner.num_errors == 0
+    assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 99
+
+
+def test_rows_give_their_slots_to_calls_where_fewer_may_be_active_than_run() -> None:
+    def two_active(config: VllmConfig) -> None:
+        config.scheduler_config.max_num_active_seqs = 2
+
+    scheduler = build(change=two_active)
+    for row in range(4):
+        scheduler.add_request(make_request(f"row-{row}", row=row, max_tokens=60))
+    assert set(step(scheduler)) == {"row-0", "row-1"}
+    scheduler.add_request(make_request("call", max_tokens=60))
+    scheduled = step(scheduler)
+    assert scheduled["call"] == 40 and len(scheduler.running) == 2
+    run(scheduler)
+
+
+def test_calls_go_by_priority_and_arrival_and_before_all_rows() -> None:
+    scheduler = build()
+    for number, priority in enumerate((5, -5, -5)):
+        row = make_request(f"row-{number}", row=number)
+        row.priority = -9
+        scheduler.add_request(row)
+        call = make_request(f"call-{number}")
+        call.priority, call.arrival_time = priority, float(number)
+        scheduler.add_request(call)
+    assert list(step(scheduler))[:3] == ["call-1", "call-2", "call-0"]
+
+
+def test_a_row_of_the_least_rank_starts_with_the_next_room_before_all_that_wait() -> None:
+    scheduler = build(num_blocks=200, max_num_seqs=4)
+    first = 1_000
+    for row in range(first, first + 256):
+        scheduler.add_request(make_request(f"row-{row}", 200, row=row, max_tokens=8))
+    ran = set(step(scheduler))
+    scheduler.add_request(make_request("urgent", 200, row=0, max_tokens=2))
+
+    began: set[str] = set()
+    while not began:
+        began = set(step(scheduler)) - ran
+
+    assert "urgent" in began
+    assert not any(request.num_preemptions for request in scheduler.requests.values())

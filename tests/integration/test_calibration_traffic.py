@@ -1,0 +1,113 @@
+"""The traffic of a calibration against the fake engine: probes, online calls, failures."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from conftest import FakeEngineFactory
+from engine_builders import FAKE_MODEL
+from estimator_builders import LINEAR_LAW, observed, random_loads
+
+from batchrun.calibration import online
+from batchrun.calibration.probing import NUM_ROUNDS, Prober
+from batchrun.engine import EngineClient, ManagedSettings
+from batchrun.errors import EngineError
+from batchrun.estimator import (
+    EngineFacts,
+    EngineIdentity,
+    Recording,
+    facts_line,
+    make_round,
+    step_line,
+)
+
+FACTS = EngineFacts(
+    EngineIdentity(FAKE_MODEL, "0.32.0", "cpu", "float32", 16),
+    kv_blocks=64,
+    longest_tokens=256,
+    token_budget=64,
+    max_running=4,
+    vocabulary=2048,
+)
+STEPS = observed(LINEAR_LAW, random_loads(0, 30))
+
+
+def recorded_steps(folder: Path) -> Path:
+    """The record of an engine that has computed STEPS."""
+    path = folder / "steps.jsonl"
+    path.write_text(facts_line(FACTS) + "".join(step_line(load, s) for load, s in STEPS))
+    return path
+
+
+def probe(settings: ManagedSettings, steps_path: Path) -> tuple[Recording, list[tuple[str, int]]]:
+    """What comes of probing the engine, and the stages told on the way."""
+    told: list[tuple[str, int]] = []
+
+    async def run() -> Recording:
+        client = EngineClient(settings.base_url)
+        try:
+            return await Prober(client, FAKE_MODEL, steps_path).run(
+                lambda stage, done, total: told.append((stage, done))
+            )
+        finally:
+            await client.close()
+
+    return asyncio.run(run()), told
+
+
+def test_all_rounds_are_sent_and_the_first_is_not_counted(
+    shared_fake_engine: ManagedSettings, tmp_path: Path
+) -> None:
+    recording, told = probe(shared_fake_engine, recorded_steps(tmp_path))
+
+    # This engine recorded nothing after the first round.
+    assert (recording.facts, list(recording.observations)) == (FACTS, [])
+    assert [done for _, done in told] == list(range(NUM_ROUNDS * len(make_round(FACTS))))
+    assert told[0][0] == "measuring prefills"
+
+
+def test_an_engine_without_our_scheduler_is_one_line(
+    shared_fake_engine: ManagedSettings, tmp_path: Path
+) -> None:
+    with pytest.raises(EngineError, match="the engine recorded no steps; are there --scheduler"):
+        probe(shared_fake_engine, tmp_path / "steps.jsonl")
+
+
+async def test_an_engine_that_refuses_a_call_is_one_line(
+    fake_engine: FakeEngineFactory, tmp_path: Path
+) -> None:
+    rule = {"match": {"nth": 3}, "action": {"status": 400}}
+    settings = await fake_engine(rules=(rule,))
+
+    with pytest.raises(EngineError, match="did not answer a call of the calibration: "):
+        await asyncio.to_thread(probe, settings, recorded_steps(tmp_path))
+
+
+async def test_online_figures_are_those_of_the_calls(
+    fake_engine: FakeEngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(online, "DURATION_S", 1.0)
+    settings = await fake_engine("--latency-s=0.1")
+
+    shown = await online.observe_online(settings.base_url, FAKE_MODEL, FACTS, LINEAR_LAW)
+
+    assert shown is not None
+    assert shown.num_calls > 0
+    assert 0.1 <= shown.ttft_p50_s <= shown.ttft_p99_s
+
+
+async def test_an_engine_that_answers_no_chat_calls_has_no_online_figures(
+    fake_engine: FakeEngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(online, "DURATION_S", 1.0)
+    settings = await fake_engine(rules=({"match": {"every": 1}, "action": {"status": 400}},))
+
+    assert await online.observe_online(settings.base_url, FAKE_MODEL, FACTS, LINEAR_LAW) is None
+
+
+def test_calls_come_at_a_rate_that_half_fills_the_engine() -> None:
+    rate_per_s = online.calls_per_s(LINEAR_LAW)
+
+    assert rate_per_s == pytest.approx(0.5 / (0.0105 + 24 * 0.0011), rel=0.1)

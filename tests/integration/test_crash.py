@@ -1,0 +1,70 @@
+"""A short run of the fault harness: `python -m benchmarks.crash` runs the long one."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from batchrun.failpoints import NAMES
+from benchmarks.crash import FAULTS
+from benchmarks.crash_kills import KillEpisode
+from benchmarks.crash_plan import KillRun, plan_targets
+from benchmarks.crash_trial import Fault, SkippedFaultError
+
+NUM_KILLS = 42
+SEED = 20
+TRIED_FAULTS = (
+    "disk full (store)",
+    "disk full (output)",
+    "truncated log",
+    "clock stepped",
+    "clock past a deadline",
+    "connections refused",
+    "a row is never answered",
+    "half-written output",
+    "killed after a submission",
+    "gc killed",
+)
+"""Those that no other test makes; the long run makes all."""
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def kill_run(tmp_path_factory: pytest.TempPathFactory) -> KillRun:
+    """Random kills of one deployment whose jobs come and go."""
+    rng = random.Random(SEED)
+    return KillEpisode(tmp_path_factory.mktemp("k"), rng).run(plan_targets(rng, NUM_KILLS))
+
+
+@pytest.mark.timeout(900)
+def test_random_kills_lose_double_and_repeat_nothing(kill_run: KillRun) -> None:
+    assert kill_run.problems == ()
+    assert len(kill_run.kills) == NUM_KILLS
+
+
+def test_kills_hit_rows_in_flight_and_open_transactions(kill_run: KillRun) -> None:
+    num_in_flight = sum(reach.num_in_flight > 0 for reach in kill_run.reaches)
+    num_inside = sum(kill.is_inside for kill in kill_run.kills)
+
+    assert num_in_flight >= 0.8 * NUM_KILLS
+    assert num_inside >= 0.3 * NUM_KILLS
+
+
+def test_every_failpoint_is_reached(kill_run: KillRun) -> None:
+    assert set(kill_run.passes) == set(NAMES)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "fault",
+    [fault for fault in FAULTS if fault.name in TRIED_FAULTS],
+    ids=lambda fault: fault.name.replace(" ", "-"),
+)
+def test_a_fault_has_the_outcome_that_the_manual_says(fault: Fault, tmp_path: Path) -> None:
+    try:
+        fault.run(tmp_path / "t")
+    except SkippedFaultError as error:
+        pytest.skip(str(error))

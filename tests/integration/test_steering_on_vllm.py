@@ -1,0 +1,179 @@
+"""Watch and steer the real vLLM: telemetry, the offline switch, policy and budget at run time."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deployment_rig import WAIT_S, DeploymentRig
+
+from batchrun.cli.daemon_client import DaemonClient
+from batchrun.home import Home
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+NUM_ROWS = 48
+OUTPUT_TOKENS = 400
+LASTING_TOKENS = 3000
+SMALL_ARGS = [
+    "--kv-cache-memory-bytes=268435456", "--max-model-len=4096", "--max-num-seqs=16",
+    "--max-num-batched-tokens=512",
+]  # fmt: skip
+JOB = f"""\
+name: long answers
+input:
+  path: rows.parquet
+  id: id
+  messages: [{{role: user, content: "{{{{ text }}}}"}}]
+request: {{max_tokens: {OUTPUT_TOKENS}, temperature: 0, ignore_eos: true}}
+output: {{path: out.parquet}}
+"""
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeploymentRig]:
+    """The real engine with batchrun's scheduler, running."""
+    made = DeploymentRig(tmp_path_factory.mktemp("steering"))
+    made.configure({"port": made.engine_port, "vllm_args": SMALL_ARGS}, model="tiny", policy="echo")
+    shared = "All of these questions share their beginning. " * 30
+    made.write_rows([f"{shared} And this is question {i}." for i in range(NUM_ROWS)])
+    made.write_job(JOB)
+    made.ask("up", "-d")
+    yield made
+    made.close()
+
+
+def telemetry(rig: DeploymentRig) -> dict[str, Any]:
+    """What the daemon knows of the engine now."""
+    (engine,) = DaemonClient(Home(rig.home)).get("/status")["engines"]
+    told: dict[str, Any] = engine["telemetry"]
+    return told
+
+
+def wait_for(rig: DeploymentRig, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """The first telemetry that fulfils the condition."""
+    deadline_s = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline_s:
+        told = telemetry(rig)
+        if told is not None and condition(told):
+            return told
+        time.sleep(0.1)
+    raise AssertionError(f"waited in vain; last: {told}")
+
+
+def call_online(rig: DeploymentRig) -> None:
+    """One call of an online user."""
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{rig.port}/v1/chat/completions",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=WAIT_S) as reply:
+        assert reply.status == 200
+
+
+def scrape(rig: DeploymentRig) -> dict[str, float]:
+    """The metrics page at the gateway: sample -> value."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{rig.port}/metrics", timeout=WAIT_S) as reply:
+        assert reply.headers["Content-Type"].startswith("text/plain; version=")
+        lines = reply.read().decode().splitlines()
+    samples = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, value in samples}
+
+
+def test_rows_sit_out_while_offline_work_is_off_and_then_go_on(rig: DeploymentRig) -> None:
+    daemon = DaemonClient(Home(rig.home))
+    job_id = rig.ask("submit", "job.yaml")["id"]
+    wait_for(rig, lambda told: told["offline"]["num_running"] > 2)
+
+    daemon.post("/offline", {"on": False})
+    call_online(rig)
+    off = wait_for(rig, lambda told: told["online"]["num_admissions"] == 1)
+    call_online(rig)
+    later = wait_for(rig, lambda told: told["online"]["num_admissions"] == 2)
+    daemon.post("/offline", {"on": True})
+    ended = rig.wait_until_ended(job_id)
+    end = wait_for(rig, lambda told: not told["offline"]["num_running"])
+
+    assert not off["is_offline_on"] and not later["is_offline_on"]
+    for count in ("num_running", "num_waiting", "num_computed_tokens", "num_preemptions"):
+        assert later["offline"][count] == off["offline"][count]
+    assert off["offline"]["num_running"] > 2
+    assert (ended["state"], ended["num_completed"]) == ("completed", NUM_ROWS)
+    assert end["offline"]["num_admissions"] == NUM_ROWS
+    assert end["is_offline_on"]
+
+
+def test_what_the_engine_counts_is_shown(rig: DeploymentRig) -> None:
+    job = JOB.replace(f"max_tokens: {OUTPUT_TOKENS}", f"max_tokens: {LASTING_TOKENS}")
+    rig.write_job(job, "lasting.yaml")
+    job_id = rig.ask("submit", "lasting.yaml")["id"]
+    call_online(rig)
+    told = wait_for(rig, lambda told: told["offline"]["num_running"] > 0)
+    page = rig.call("status").stdout
+    samples = scrape(rig)
+    rig.ask("cancel", job_id)
+
+    kv = told["kv"]
+    assert kv["online_blocks"] + kv["offline_blocks"] + kv["free_blocks"] == kv["total_blocks"]
+    assert told["offline"]["hit_rate"] > 0.5
+    assert told["alone"]["num_first_tokens"] + told["shared"]["num_first_tokens"] >= 1
+    assert told["step"]["measured_s"] > 0 < told["step"]["num_timed_steps"]
+    assert told["num_policy_errors"] == told["num_malformed_orders"] == 0
+    headings = ["hit rate", "computed tokens/s", "online TTFT", "slack", "KV blocks", "in force"]
+    places = [page.rindex(heading) for heading in headings]
+    assert places == sorted(places)
+    labels = '{class="offline",engine="0"}'
+    assert samples[f"batchrun_computed_tokens_total{labels}"] > 0
+    assert samples['batchrun_engine_up{engine="0"}'] == 1
+    assert samples['batchrun_policy{engine="0",policy="echo"}'] == 1
+    assert samples['batchrun_online_ttft_seconds_count{engine="0",offline="false"}'] >= 0
+
+
+def test_policy_and_budget_change_at_run_time(rig: DeploymentRig) -> None:
+    changed = rig.ask("engine", "set", "--policy", "bs", "--budget", "64")
+    now = wait_for(rig, lambda told: told["policy"] == "bs")
+    refused = rig.call("engine", "set", "--budget", "4096")
+    job_id = rig.ask("submit", "job.yaml")["id"]
+    wait_for(rig, lambda told: told["offline"]["num_running"] > 0)
+    rig.ask("engine", "set", "--policy", "echo")
+    ended = rig.wait_until_ended(job_id)
+    back = rig.ask("engine", "set", "--reset")
+
+    assert changed["engines"]["0"]["token_budget"] == now["token_budget"] == 64
+    assert refused.returncode == 4
+    assert refused.stderr == (
+        "batchrun: engine 0: the token budget can be 16 to 512 here, not 4096\n"
+    )
+    assert (ended["state"], ended["num_completed"]) == ("completed", NUM_ROWS)
+    assert back["engines"]["0"] | {"number": 0} == {
+        "number": 0, "policy": "echo", "token_budget": 512, "is_offline_on": True, "error": None
+    }  # fmt: skip
+
+
+def test_a_daemon_that_comes_back_hears_and_steers_the_engine_that_stayed(
+    rig: DeploymentRig,
+) -> None:
+    before = telemetry(rig)["start_id"]
+    rig.kill("daemon")
+    rig.ask("up", "-d")
+    told = wait_for(rig, lambda told: told["start_id"] == before)
+    changed = rig.ask("engine", "set", "--policy", "bs+e")
+
+    assert told["policy"] == "echo"
+    assert changed["engines"]["0"]["policy"] == "bs+e"
+
+
+def test_the_sockets_lie_in_a_folder_of_their_owner(rig: DeploymentRig) -> None:
+    run = Path(rig.home) / "run"
+    sockets = [path for path in run.iterdir() if path.is_socket()]
+
+    assert sorted(path.name for path in sockets) == ["engine-0.orders", "engine-0.telemetry"]
+    assert {path.stat().st_mode & 0o777 for path in sockets} == {0o600}
+    assert run.stat().st_mode & 0o777 == 0o700

@@ -1,0 +1,87 @@
+"""Builders of running jobs without a daemon."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchrun.daemon.active_job import ActiveJob
+from batchrun.daemon.cache_watch import CacheWatch
+from batchrun.daemon.opening import open_job
+from batchrun.daemon.row_costs import estimate_costs
+from batchrun.inputs.token_ratio import TokenRatio
+from batchrun.jobspec import load_job_file
+from batchrun.planning import JobPlan
+from batchrun.pool import CHUNK_BYTES, ChainBuilder, RowQueue, find_prefix_nodes, order_by_prefix
+from batchrun.store import jobs, open_store
+from batchrun.submission import prepare_job
+
+SALT = 7
+JOB_FILE = """\
+name: sample
+endpoint: ENDPOINT
+input:
+  path: rows.parquet
+  CONTENT: "{{ text }}"
+output: {path: out.parquet}
+"""
+
+
+def make_active_job(folder: Path, texts: list[str], endpoint: str = "/v1/completions") -> ActiveJob:
+    """A job of one prompt for each text, opened from a store of its own in `folder`."""
+    folder.mkdir(exist_ok=True)
+    pq.write_table(pa.table({"text": texts}), folder / "rows.parquet")
+    content = "prompt" if endpoint == "/v1/completions" else "input"
+    text = JOB_FILE.replace("ENDPOINT", endpoint).replace("CONTENT", content)
+    (folder / "job.yaml").write_text(text)
+    spec = load_job_file(folder / "job.yaml", cwd=folder)
+    store = open_store(folder / "store.db")
+    record = jobs.create(store, prepare_job(spec, links=folder / "links"), now_s=0.0)
+    job = open_job(store, record, links=folder / "links")
+    store.close()
+    return job
+
+
+@cache
+def _pattern() -> ActiveJob:
+    """A job as the daemon opens it; the tests give it other trees."""
+    with tempfile.TemporaryDirectory() as folder:
+        return make_active_job(Path(folder), ["a row"])
+
+
+def make_tree_job(
+    name: str, texts: Sequence[str], weight: float = 1.0, done: Collection[int] = ()
+) -> ActiveJob:
+    """A job with a row for each text, of one chunk per letter; `done` rows have results."""
+    prompts = ["".join(letter * CHUNK_BYTES for letter in text).encode() for text in texts]
+    builder = ChainBuilder(SALT)
+    builder.add(prompts)
+    chains = builder.build()
+    order = order_by_prefix(chains)
+    text_bytes = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
+    new_bytes = text_bytes.copy()
+    new_bytes[order.rows] -= order.shared_chunks * CHUNK_BYTES
+    plan = JobPlan(SALT, chains, order, text_bytes, new_bytes, TokenRatio())
+    job = _pattern()
+    spec = job.spec.model_copy(update={"weight": weight})
+    rows_done = np.array(sorted(done), dtype=np.int64)
+    queue = RowQueue(order.rows, find_prefix_nodes(order.shared_chunks), rows_done)
+    return replace(
+        job,
+        record=replace(job.record, id=name),
+        spec=spec,
+        plan=plan,
+        queue=queue,
+        group_of=plan.group_of(),
+        costs=estimate_costs(spec, plan, job.counts, rows_done),
+        cache=CacheWatch(plan, queue),
+        deaths={},
+        current_node=None,
+    )

@@ -1,0 +1,97 @@
+"""The figures drawn from results, and the pairing behind the planning cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from batchrun.vllm_plugin.virtual import (
+    A100Law,
+    EngineShape,
+    JobFeeder,
+    OnlineSource,
+    Order,
+    Window,
+    a100_8b,
+    draw_calls,
+    draw_job,
+    planned_order,
+)
+from batchrun.vllm_plugin.virtual.workload import JobShape
+from benchmarks.ablation import series_path
+from benchmarks.ablation_configs import LADDER, configs
+from benchmarks.ablation_runs import Trial, measure_watched
+from benchmarks.paired_scheduler import PairedEngine
+from benchmarks.plots import FIGURES, save, windowed_hit_ratio
+from benchmarks.records import write_records
+from benchmarks.results_files import Results, ResultsMissingError
+
+DRAWN_SCENARIOS = (
+    "echo-sharegpt",
+    "echo-qa-short",
+    "echo-qa-long",
+    "loogle-azure",
+    "echo-hit-rate",
+)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Files as the ablation writes them, all from one short run of a small job."""
+    folder = tmp_path_factory.mktemp("results")
+    scenario = replace(a100_8b(), duration_s=12.0, job=JobShape(30, (300, 900), (2, 6)))
+    records, series = [], []
+    for config in configs("echo-qa-short"):
+        if config.name in LADDER:
+            figures, columns = measure_watched(Trial(scenario, "a100", config, 0, 8600, 30.0))
+            records += [figures, {**figures, "blocks": 4300}]
+            series.append(columns)
+    for name in DRAWN_SCENARIOS:
+        path = folder / f"ablation-{name}.json"
+        write_records(path, records)
+        write_records(series_path(path), series, indent=None)
+    return Results(folder)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_is_drawn_small_and_repeatable(
+    name: str, results: Results, tmp_path: Path
+) -> None:
+    for path in (tmp_path / "one.svg", tmp_path / "two.svg"):
+        save(FIGURES[name], results, path)
+    drawn = (tmp_path / "one.svg").read_bytes()
+
+    assert drawn == (tmp_path / "two.svg").read_bytes()
+    assert drawn.rstrip().endswith(b"</svg>")
+    assert 5_000 < len(drawn) < 100_000
+
+
+def test_missing_results_name_the_command_that_makes_them(tmp_path: Path) -> None:
+    with pytest.raises(ResultsMissingError, match=r"--scenario echo-sharegpt --json"):
+        FIGURES["06-ladder"](Results(tmp_path))
+
+
+def test_the_hit_ratio_is_that_of_each_window() -> None:
+    at_s = [float(second) for second in range(1, 41)]
+    prompts = [100.0 * min(second, 20.0) for second in at_s]
+    hits = [50.0 * max(0.0, min(second, 20.0) - 10) for second in at_s]
+    series = {"at_s": at_s, "offline_hit_tokens": hits, "offline_prompt_tokens": prompts}
+
+    assert windowed_hit_ratio(series) == ([10.0, 20.0], [0.0, 0.5])
+
+
+def test_vllm_schedules_the_same_steps_when_it_is_told_our_plan() -> None:
+    scenario = replace(a100_8b(), duration_s=8.0, job=JobShape(40, (500, 2_000), (3, 8)))
+    job = planned_order(draw_job(scenario.job, 0, Order.SHUFFLED))
+    window = Window(max_requests=120, tick_tokens=500_000)
+    calls = OnlineSource(draw_calls(scenario, 0), 0)
+    shape = EngineShape(num_blocks=20_000, max_num_seqs=48, additional_config={"batchrun": {}})
+    engine = PairedEngine(shape, A100Law(), [calls, JobFeeder(job, window=window)])
+    engine.run_until(scenario.duration_s)
+    pairs = engine.ours.take_pairs()
+
+    assert len(pairs) == engine.totals.num_steps > 100
+    assert max(pair.num_running for pair in pairs) == 48
+    assert all(pair.ours.wall_s > 0 and pair.stock.wall_s > 0 for pair in pairs)

@@ -1,0 +1,162 @@
+"""A calibration on the virtual clock finds exact laws exactly, and an engine starts from it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from batchrun.estimator import (
+    COLD_START,
+    CalibrationProfile,
+    EchoBaseModel,
+    Recording,
+    RooflineModel,
+    calibrate,
+)
+from batchrun.vllm_plugin import ColocatedScheduler, calibration
+from batchrun.vllm_plugin.virtual import (
+    A100Law,
+    EngineShape,
+    NoisyLaw,
+    PoolingLaw,
+    StepLaw,
+    VirtualEngine,
+)
+from batchrun.vllm_plugin.virtual.probing import record_probes
+
+SHAPE = EngineShape(num_blocks=1200, token_budget=1024, max_num_seqs=16, max_model_len=4096)
+
+
+def record(law: StepLaw, folder: Path, num_rounds: int = 1) -> Recording:
+    path = folder / "steps"
+    return record_probes(ColocatedScheduler, SHAPE, law, path, num_rounds=num_rounds)
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
+    return record(A100Law(), tmp_path_factory.mktemp("a100"))
+
+
+@pytest.fixture
+def profile(recording: Recording) -> CalibrationProfile:
+    return calibrate(recording, measured_at=1.0)
+
+
+def scheduler_with(profile_path: Path) -> ColocatedScheduler:
+    settings = {"batchrun": {"profile": str(profile_path)}}
+    engine = VirtualEngine(
+        ColocatedScheduler, replace(SHAPE, additional_config=settings), A100Law()
+    )
+    assert isinstance(engine.scheduler, ColocatedScheduler)
+    return engine.scheduler
+
+
+def test_the_engine_tells_what_it_is(recording: Recording) -> None:
+    facts = recording.facts
+
+    assert (facts.engine.device, facts.engine.dtype) == ("cpu", "float16")
+    assert (facts.kv_blocks, facts.engine.block_tokens) == (1200, 16)
+    assert (facts.longest_tokens, facts.token_budget, facts.max_running) == (4096, 1024, 16)
+
+
+def test_a_roofline_is_found_exactly(profile: CalibrationProfile) -> None:
+    best = profile.fitted[0]
+    law = A100Law()
+
+    assert isinstance(best.model, RooflineModel)
+    assert best.held_out_mape < 1e-6
+    assert best.model.unhidden == pytest.approx(law.overlap_loss, abs=1e-3)
+    assert best.model.token_s == pytest.approx(law.flop_per_token / law.flop_per_s, rel=1e-3)
+    assert profile.pivot_tokens == 382
+
+
+def test_a_law_of_echos_form_is_found_exactly(tmp_path: Path) -> None:
+    profile = calibrate(record(PoolingLaw(), tmp_path), measured_at=1.0)
+
+    assert isinstance(profile.fitted[0].model, EchoBaseModel)
+    assert profile.fitted[0].held_out_mape < 1e-5
+    assert profile.pivot_tokens == 550
+
+
+def test_the_same_calibration_gives_the_same_profile(
+    profile: CalibrationProfile, tmp_path: Path
+) -> None:
+    assert calibrate(record(A100Law(), tmp_path), measured_at=1.0) == profile
+
+
+def test_under_noise_the_law_behind_it_is_found_within_3_percent(
+    recording: Recording, tmp_path: Path
+) -> None:
+    noisy = record(NoisyLaw(A100Law(), random.Random(0)), tmp_path, num_rounds=3)
+
+    profile = calibrate(noisy, measured_at=1.0)
+
+    model = profile.fitted[0].model
+    errors = [abs(model.predict_s(load) / step_s - 1) for load, step_s in recording.observations]
+    assert sum(errors) / len(errors) <= 0.03
+    assert 0.05 < profile.spread.mean_ape < 0.1
+
+
+def test_an_engine_predicts_its_first_step_by_its_profile(
+    profile: CalibrationProfile, recording: Recording, tmp_path: Path
+) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(profile.to_json())
+
+    scheduler = scheduler_with(path)
+
+    load, step_s = recording.observations[0]
+    assert scheduler._estimates.predict_s(load) == pytest.approx(step_s, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"model": "another"}, "measured with another model 'another'"),
+        ({"vllm_version": "0.1"}, "measured with another vllm_version '0.1'"),
+        ({"block_tokens": 128}, "measured with another block_tokens 128 (here 16)"),
+        ({"block_tokens": None}, "block_tokens must be a whole number"),
+    ],
+)
+def test_a_profile_of_another_engine_is_ignored_with_one_line(
+    profile: CalibrationProfile,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    change: dict[str, object],
+    complaint: str,
+) -> None:
+    document = json.loads(profile.to_json())
+    document["engine"] |= change
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(document))
+
+    with caplog.at_level(logging.WARNING, logger="batchrun"):
+        scheduler = scheduler_with(path)
+
+    assert scheduler._estimates.model == COLD_START
+    (line,) = [message for message in caplog.messages if "profile" in message]
+    assert complaint in line
+    assert "\n" not in line
+
+
+def test_a_profile_of_another_kv_size_holds(profile: CalibrationProfile, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(replace(profile, kv_blocks=99).to_json())
+
+    assert scheduler_with(path)._estimates.model == profile.models[0]
+
+
+def test_a_record_is_bounded_and_its_owners_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, "MAX_RECORDED_STEPS", 7)
+
+    recording = record(A100Law(), tmp_path)
+
+    assert len(recording.observations) == 7
+    assert (tmp_path / "steps").stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,125 @@
+"""Jobs beside each other: rows by weight, room for a job that is due, pauses without a trace."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from job_builders import make_tree_job
+
+from batchrun.daemon import Slot
+from batchrun.daemon.assigning import Assigner
+from batchrun.daemon.slots import Assignment
+from batchrun.engine import AttachedEngine, AttachedSettings
+from batchrun.pool import Window
+from batchrun.types import EngineState, Outcome, OutcomeKind, Usage
+
+WINDOW_ROWS = 16
+ROW_TOKENS = 256 // 4 + 128
+"""What a row computes: a prompt of one letter, and its answer."""
+
+
+@pytest.fixture
+def assigner() -> Assigner:
+    """One engine that answers, with a small window."""
+    engine = AttachedEngine(AttachedSettings(name="one", url="http://127.0.0.1:9000"))
+    engine.state = EngineState.READY
+    return Assigner([Slot(engine, uses_priority=False, window=Window(WINDOW_ROWS, 10**6))])
+
+
+def fill(assigner: Assigner, now_s: float) -> list[Assignment]:
+    """All that the window takes now."""
+    assigned: list[Assignment] = []
+    while new := assigner.assign(now_s)[0]:
+        assigned += new
+    return assigned
+
+
+def end(assigner: Assigner, assignment: Assignment) -> None:
+    """The row is done, at the cost that was expected."""
+    job, row = assignment.job, assignment.row
+    assignment.slot.window.remove(assignment.tokens)
+    usage = Usage(ROW_TOKENS - 128, 128, 0)
+    assigner.settle(job, Outcome(job.record.id, row, 1, OutcomeKind.OK, usage=usage))
+    job.queue.finish(row)
+
+
+def run(assigner: Assigner, seconds: float, rows_per_s: int, now_s: float = 0.0) -> list[str]:
+    """The engine ends so many rows a second, the oldest first; the jobs of these rows."""
+    in_flight: list[Assignment] = []
+    ended: list[str] = []
+    for number in range(round(seconds * rows_per_s)):
+        in_flight += fill(assigner, now_s + number / rows_per_s)
+        first = in_flight.pop(0)
+        end(assigner, first)
+        ended.append(first.job.record.id)
+    for assignment in in_flight:
+        assignment.slot.window.remove(assignment.tokens)
+        assigner.give_back(assignment.job, assignment.row)
+    return ended
+
+
+def letters(num_rows: int, letter: str = "a") -> list[str]:
+    return [letter] * num_rows
+
+
+def test_rows_of_equal_cost_end_by_weight(assigner: Assigner) -> None:
+    for name, weight in (("light", 1.0), ("heavy", 3.0)):
+        job = make_tree_job(name, letters(6_000, name[0].replace("l", "b").replace("h", "c")))
+        job = replace(job, spec=job.spec.model_copy(update={"weight": weight}))
+        assigner.join(job, due_at=None)
+
+    ended = run(assigner, seconds=60, rows_per_s=100)
+
+    quantum_rows = 32_768 // ROW_TOKENS
+    assert ended.count("light") == pytest.approx(1_500, abs=quantum_rows)
+
+
+def test_a_job_that_is_due_soon_gets_into_a_full_window(assigner: Assigner) -> None:
+    assigner.join(make_tree_job("patient", letters(20_000)), due_at=None)
+    run(assigner, seconds=120, rows_per_s=100)
+    in_flight = fill(assigner, 120.0)
+    assert len(in_flight) == WINDOW_ROWS
+
+    assigner.join(make_tree_job("urgent", letters(400, "b")), due_at=128.0)
+    first = assigner.assign(120.1)[0]
+
+    assert [(a.job.record.id, a.is_urgent) for a in first] == [("urgent", True)] * 2
+
+
+def test_a_job_whose_deadline_is_too_soon_is_told_at_once(assigner: Assigner) -> None:
+    assigner.join(make_tree_job("patient", letters(20_000)), due_at=None)
+    run(assigner, seconds=120, rows_per_s=100)
+
+    assigner.join(make_tree_job("late", letters(4_000, "b")), due_at=130.0)
+    assigner.assign(120.1)
+
+    outlook = assigner.turns.outlook("late")
+    assert outlook is not None and not outlook.is_kept
+    assert "will miss its deadline by about 18 s" in str(outlook)
+    assert [news.job_id for news in assigner.turns.take_news()] == ["late"]
+
+
+def test_rows_of_a_job_that_left_are_nobodys(assigner: Assigner) -> None:
+    job = make_tree_job("paused", letters(8))
+    assigner.join(job, due_at=None)
+    first, second, *_ = fill(assigner, 0.0)
+
+    assigner.leave(job)
+    end(assigner, first)
+    assigner.give_back(second.job, second.row)
+
+    assert assigner.assign(0.0) == ([], None)
+    assert assigner.turns.num_in_flight == 0
+    job.queue.check()
+    assigner.turns.check()
+
+
+def test_a_turn_lasts_until_its_prefix_group_is_handed_out(assigner: Assigner) -> None:
+    for name in ("one", "two"):
+        texts = [letter * 2 + tail for letter in "abcd" for tail in "xyz"]
+        assigner.join(make_tree_job(name, texts), due_at=None)
+
+    jobs = [a.job.record.id for a in fill(assigner, 0.0)]
+
+    assert jobs[:12] == ["one"] * 3 + ["two"] * 3 + ["one"] * 3 + ["two"] * 3

@@ -1,0 +1,124 @@
+"""The fault harness sees what it is there to see; the manual lists every fault that it makes."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchrun.failpoints import NAMES
+from benchmarks.crash import FAULTS
+from benchmarks.crash_account import (
+    Execution,
+    Kill,
+    Reach,
+    check_executions,
+    check_output,
+    expected_answer,
+    measure_reach,
+)
+from benchmarks.crash_plan import TARGETS, plan_targets
+from benchmarks.crash_rig import prompt
+
+DOCS = Path(__file__).parents[2] / "docs"
+LATENCY_S = 1.0
+
+
+def run_of(row: int, at: float, epoch: int = 1) -> Execution:
+    """An execution of a row of job j."""
+    return Execution(("j", row), epoch, at)
+
+
+def daemon_kill(at: float) -> Kill:
+    """The daemon dies, and is told to go on a second later."""
+    return Kill("daemon", "", is_inside=False, cuts=True, at=at, ended_at=at + 1)
+
+
+def problems(executions: list[Execution], commits: dict[int, float], *kills: Kill) -> list[str]:
+    """What the account finds wrong."""
+    by_key = {("j", row): at for row, at in commits.items()}
+    return list(check_executions(kills, executions, by_key, LATENCY_S))
+
+
+def test_a_row_that_runs_again_because_of_a_kill_is_in_order() -> None:
+    assert problems([run_of(0, 1), run_of(0, 3, epoch=2)], {0: 4}, daemon_kill(1.5)) == []
+
+
+def test_a_row_that_runs_after_its_commit_is_found() -> None:
+    (first, *_) = problems([run_of(0, 1), run_of(0, 3, epoch=2)], {0: 2}, daemon_kill(1.5))
+
+    assert "began after its result was committed" in first
+
+
+def test_a_row_that_is_lost_is_found() -> None:
+    assert "has no result" in problems([run_of(0, 1)], {})[0]
+
+
+def test_a_row_that_runs_twice_without_a_kill_is_found() -> None:
+    assert "ran 2 times, cut 0 times" in problems([run_of(0, 1), run_of(0, 2)], {0: 3})[0]
+
+
+def test_a_kill_before_a_row_began_does_not_explain_its_second_run() -> None:
+    found = problems([run_of(0, 5), run_of(0, 6)], {0: 7}, daemon_kill(1))
+
+    assert "ran 2 times, cut 0 times" in found[0]
+
+
+def test_a_kill_meets_the_rows_that_run_and_those_not_yet_committed() -> None:
+    executions = [run_of(0, 1), run_of(1, 2.5), run_of(2, 2.5)]
+    commits = {("j", 0): 3.1, ("j", 1): 3.6, ("j", 2): 2.9}
+
+    assert measure_reach([daemon_kill(3)], executions, commits, LATENCY_S) == [Reach(1, 2)]
+
+
+def write_output(path: Path, rows: list[int]) -> None:
+    """An output with the right answers to these rows."""
+    table = {
+        "id": [f"a-{row}" for row in rows],
+        "error": pa.array([None] * len(rows), pa.string()),
+        "response": [expected_answer(prompt("a", row)) for row in rows],
+    }
+    pq.write_table(pa.table(table), path)
+
+
+def test_a_whole_output_is_in_order(tmp_path: Path) -> None:
+    write_output(tmp_path / "out.parquet", [0, 1, 2])
+
+    assert list(check_output(tmp_path / "out.parquet", "a", 3)) == []
+
+
+@pytest.mark.parametrize("rows", [[0, 2], [0, 1, 1, 2], [1, 0, 2]], ids=["lost", "twice", "order"])
+def test_an_output_with_wrong_rows_is_found(tmp_path: Path, rows: list[int]) -> None:
+    write_output(tmp_path / "out.parquet", rows)
+
+    assert "not every row once" in next(check_output(tmp_path / "out.parquet", "a", 3))
+
+
+def test_an_answer_to_another_prompt_is_found(tmp_path: Path) -> None:
+    table = {
+        "id": ["a-0"],
+        "error": pa.array([None], pa.string()),
+        "response": [expected_answer(prompt("a", 1))],
+    }
+    pq.write_table(pa.table(table), tmp_path / "out.parquet")
+
+    assert "row 0: error None" in next(check_output(tmp_path / "out.parquet", "a", 1))
+
+
+def test_a_plan_has_the_shares_that_are_asked_for() -> None:
+    plan = plan_targets(random.Random(3), 100)
+
+    assert {name: plan.count(name) for name in TARGETS} == TARGETS
+
+
+def test_the_manual_lists_every_fault_and_every_failpoint() -> None:
+    table, places = ((DOCS / name).read_text() for name in ("reliability.md", "faults.md"))
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", table, re.MULTILINE)
+    listed = {(name.strip(), made.strip(), seen.strip()) for name, made, seen in rows}
+
+    assert {(fault.name, fault.made, fault.seen) for fault in FAULTS} <= listed
+    assert all(f"`{name}`" in places for name in NAMES)

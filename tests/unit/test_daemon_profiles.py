@@ -1,0 +1,110 @@
+"""Which profile an engine starts from, and what `slo: auto` makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from estimator_builders import write_profile
+
+from batchrun.config import Deployment, EngineConfig, SloConfig
+from batchrun.daemon.plugging import scheduler_settings
+from batchrun.daemon.profiles import online_slo, profile_path
+from batchrun.errors import ConfigError
+from batchrun.estimator import OnlineLatency
+from batchrun.home import Home
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return Home(tmp_path / "home")
+
+
+def deployment(base: Path, *engines: EngineConfig, **keys: object) -> Deployment:
+    values = {"base": base, "engines": engines or (EngineConfig(),), **keys}
+    return Deployment.model_validate(values)
+
+
+def latency(*, ttft_p99_s: float = 0.2, tpot_p99_s: float = 0.01) -> OnlineLatency:
+    return OnlineLatency(9, 1, 0.1, ttft_p99_s, 0.005, tpot_p99_s)
+
+
+def test_engines_of_one_model_with_equal_arguments_share_a_profile(home: Home) -> None:
+    first = EngineConfig(name="a", env={"CUDA_VISIBLE_DEVICES": "0"})
+    second = EngineConfig(name="b", env={"CUDA_VISIBLE_DEVICES": "1"})
+    other = EngineConfig(name="c", vllm_args=("--dtype", "bfloat16"))
+    pair = deployment(home.path, first, second, other, model="my-org/my-model")
+
+    path = profile_path(pair, first, home)
+
+    assert path == profile_path(pair, second, home) != profile_path(pair, other, home)
+    assert path.parent == home.profiles
+    assert path.name.startswith("my-org-my-model-")
+
+
+def test_a_named_profile_is_relative_to_the_file(home: Home, tmp_path: Path) -> None:
+    config = EngineConfig(profile="profiles/a.json")
+
+    path = profile_path(deployment(tmp_path, config), config, home)
+
+    assert path == tmp_path / "profiles" / "a.json"
+
+
+def test_an_engine_is_told_of_the_profile_that_is_there(home: Home) -> None:
+    plan = deployment(home.path, policy="echo")
+    (config,) = plan.engines
+    before = scheduler_settings(plan, config, home)
+    write_profile(profile_path(plan, config, home), block_tokens=128, online=latency())
+
+    after = scheduler_settings(plan, config, home)
+
+    assert before is not None and "profile" not in before
+    assert after is not None and after["profile"] == str(profile_path(plan, config, home))
+
+
+def test_a_named_profile_that_is_missing_is_one_line(home: Home) -> None:
+    plan = deployment(home.path, EngineConfig(profile="absent.json"), policy="echo")
+
+    with pytest.raises(ConfigError, match=r"engine 0: there is no profile .*absent\.json; run"):
+        scheduler_settings(plan, plan.engines[0], home)
+
+
+def test_promises_that_are_given_need_no_profile(home: Home) -> None:
+    slo = SloConfig(ttft_s=2.0, tpot_s=0.1)
+
+    assert online_slo(deployment(home.path, slo=slo), home) == slo
+
+
+def test_auto_is_1_3_times_what_the_slowest_engine_showed(home: Home) -> None:
+    fast, slow = EngineConfig(name="fast"), EngineConfig(name="slow", vllm_args=("--swap",))
+    plan = deployment(home.path, fast, slow, slo="auto")
+    fast_latency = latency(ttft_p99_s=0.2, tpot_p99_s=0.01)
+    write_profile(profile_path(plan, fast, home), block_tokens=128, online=fast_latency)
+    slow_latency = latency(ttft_p99_s=0.5, tpot_p99_s=0.002)
+    write_profile(profile_path(plan, slow, home), block_tokens=128, online=slow_latency)
+
+    slo = online_slo(plan, home)
+
+    assert (slo.ttft_s, slo.tpot_s) == pytest.approx((0.65, 0.013))
+
+
+def test_auto_without_a_profile_says_what_to_run(home: Home) -> None:
+    plan = deployment(home.path, EngineConfig(name="a"), slo="auto")
+
+    with pytest.raises(ConfigError, match="slo: auto needs a profile of engine a: run `batchrun"):
+        online_slo(plan, home)
+
+
+def test_auto_without_online_figures_says_why(home: Home) -> None:
+    plan = deployment(home.path, slo="auto")
+    write_profile(profile_path(plan, plan.engines[0], home), block_tokens=128)
+
+    with pytest.raises(ConfigError, match="has no online figures"):
+        online_slo(plan, home)
+
+
+def test_auto_with_attached_engines_only_is_refused(home: Home) -> None:
+    plan = deployment(home.path, EngineConfig(attach="http://127.0.0.1:1"), slo="auto")
+
+    with pytest.raises(ConfigError, match="auto is for engines that batchrun starts"):
+        online_slo(plan, home)

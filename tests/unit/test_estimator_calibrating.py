@@ -1,0 +1,130 @@
+"""Probes from an engine's limits, its recording, the spread of identical steps."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from estimator_builders import LINEAR_LAW, observed, random_loads
+
+from batchrun.errors import EngineError
+from batchrun.estimator import (
+    EngineFacts,
+    EngineIdentity,
+    Probe,
+    ProbeCall,
+    PromptMaker,
+    Recording,
+    StepLoad,
+    calibrate,
+    facts_line,
+    identical_spread,
+    make_round,
+    read_recording,
+    step_line,
+)
+
+FACTS = EngineFacts(
+    EngineIdentity("llama", "0.32.0", "cpu", "float32", 16),
+    kv_blocks=8600,
+    longest_tokens=32_768,
+    token_budget=2048,
+    max_running=256,
+    vocabulary=2048,
+)
+
+
+def calls_of(probes: list[Probe]) -> list[ProbeCall]:
+    return [call for probe in probes for calls in probe.callers for call in calls]
+
+
+def test_a_recording_comes_back_as_it_was_written() -> None:
+    observations = observed(LINEAR_LAW, random_loads(0, 50))
+    text = facts_line(FACTS) + "".join(step_line(load, step_s) for load, step_s in observations)
+
+    assert read_recording(text) == Recording(FACTS, observations)
+
+
+@pytest.mark.parametrize("text", ["", "[]\n", "{}\n", '{"engine": {}}\n', facts_line(FACTS) + "{"])
+def test_another_file_is_no_recording(text: str) -> None:
+    with pytest.raises(EngineError, match="record of its steps cannot be read") as refused:
+        read_recording(text)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_spread_is_the_error_of_the_median_of_each_group() -> None:
+    often, seldom = StepLoad.of([(8, 8, False)]), StepLoad.of([(9, 9, False)])
+    steps = [(often, step_s) for step_s in (0.5, 1.0, 1.0, 1.0, 2.0)]
+    steps += [(seldom, step_s) for step_s in (7.0, 8.0, 8.0, 9.0)]
+
+    spread = identical_spread(steps)
+
+    assert (spread.num_groups, spread.num_steps) == (1, 5)
+    assert spread.mean_ape == pytest.approx((1.0 + 0.5) / 5)
+
+
+def test_steps_that_all_differ_show_no_spread() -> None:
+    assert identical_spread([(StepLoad.of([(1, 1, False)]), 1.0)]).num_steps == 0
+
+
+def test_the_spread_of_a_noisy_law_is_its_noise() -> None:
+    rng = random.Random(0)
+    loads = random_loads(0, 40) * 40
+
+    spread = identical_spread([(load, rng.lognormvariate(0, 0.1)) for load in loads])
+
+    assert spread.num_groups == 40
+    assert spread.mean_ape == pytest.approx(0.08, abs=0.005)
+
+
+def test_a_round_has_every_kind_of_step_within_the_engines_limits() -> None:
+    probes = make_round(FACTS)
+
+    assert {probe.stage for probe in probes} == {
+        "prefills",
+        "prefills behind cached prefixes",
+        "decodes",
+        "prefills beside decodes",
+    }
+    assert max(len(probe.callers) for probe in probes) == FACTS.max_running
+    assert max(call.fresh_tokens for call in calls_of(probes)) == 3 * FACTS.token_budget
+
+
+@pytest.mark.parametrize("kv_blocks", [32, 100, 1000, 8600])
+@pytest.mark.parametrize("longest_tokens", [256, 2048, 32_768])
+def test_a_probe_never_asks_for_more_than_the_engine_holds(
+    kv_blocks: int, longest_tokens: int
+) -> None:
+    facts = replace(FACTS, kv_blocks=kv_blocks, longest_tokens=longest_tokens, max_running=64)
+
+    for probe in make_round(facts):
+        calls = [max(calls, key=lambda call: call.fresh_tokens) for calls in probe.callers]
+        tokens = [call.prefix_tokens + call.fresh_tokens + call.output_tokens for call in calls]
+        own_tokens = sum(call.fresh_tokens + call.output_tokens for call in calls)
+        assert len(calls) <= facts.max_running
+        assert max(tokens) <= facts.longest_tokens
+        assert own_tokens + max(call.prefix_tokens for call in calls) <= facts.kv_tokens
+
+
+def test_an_engine_that_holds_too_little_is_refused_in_one_line() -> None:
+    with pytest.raises(EngineError, match=r"at most 248 tokens twice.*needs 256.*KV cache"):
+        make_round(replace(FACTS, kv_blocks=31))
+
+
+def test_prompts_share_their_prefix_within_a_round_and_nothing_else() -> None:
+    prompts = PromptMaker(vocabulary=2048)
+    call = ProbeCall(fresh_tokens=64, prefix_tokens=512)
+    first, second = prompts.prompt(call), prompts.prompt(call)
+    prompts.next_round()
+    third = prompts.prompt(call)
+
+    assert len(first) == 576
+    assert first[:512] == second[:512] != third[:512]
+    assert first[512:] != second[512:]
+    assert all(256 <= token < 1024 for token in first)
+
+
+def test_too_few_steps_make_no_profile() -> None:
+    with pytest.raises(EngineError, match="computed only 3 steps"):
+        calibrate(Recording(FACTS, observed(LINEAR_LAW, random_loads(0, 3))), measured_at=0.0)

@@ -1,0 +1,49 @@
+"""Small files that are written whole: what a kill leaves, and what the next write does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from batchrun.failpoints import VARIABLE
+from batchrun.files import write_atomically
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from batchrun.files import write_atomically
+write_atomically(Path(sys.argv[1]), b"new")
+"""
+
+
+def test_a_writer_killed_before_the_rename_leaves_the_old_content(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    write_atomically(path, b"old")
+
+    killed = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(path)],
+        env={**os.environ, VARIABLE: "file.rename.before=kill"},
+        check=False,
+    )
+
+    assert killed.returncode == -signal.SIGKILL
+    assert path.read_bytes() == b"old"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_the_next_write_removes_what_a_killed_writer_left(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    (tmp_path / f".record.json.{ended.pid}.tmp").write_bytes(b"half")
+    running = tmp_path / f".record.json.{os.getppid()}.tmp"
+    running.write_bytes(b"of a writer that runs")
+
+    write_atomically(path, b"new", mode=0o600)
+
+    assert path.read_bytes() == b"new"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert sorted(tmp_path.iterdir()) == sorted([path, running])

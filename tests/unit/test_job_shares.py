@@ -1,0 +1,192 @@
+"""Fair shares between jobs: accounts, levels and turns."""
+
+from __future__ import annotations
+
+import pytest
+
+from batchrun.pool.job_shares import JobShares
+from batchrun.pool.work_left import DOUBT, WorkLeft
+from benchmarks.fair_share_trials import fair_run, grain_run, pause_run
+
+ALL = frozenset({"a", "b", "c"})
+
+
+def make_shares(*weights: float, quantum_tokens: int = 1000) -> JobShares:
+    """Jobs "a", "b", "c" of these weights, of unknown size."""
+    shares = JobShares(quantum_tokens)
+    for job_id, weight in zip("abc", weights, strict=False):
+        shares.join(job_id, weight, WorkLeft(0))
+    return shares
+
+
+def hand_out(
+    shares: JobShares, row: int, tokens: int = 100, ready: frozenset[str] = ALL
+) -> str | None:
+    """One row by fair share, done at once; every row is a subtree."""
+    job_id = shares.holder(ready) or shares.begin_turn(ready)
+    if job_id is not None:
+        shares.charge(job_id, row, tokens, is_urgent=False)
+        shares.settle(job_id, row, tokens)
+        shares.end_turn(job_id)
+    return job_id
+
+
+def level(shares: JobShares, job_id: str) -> float:
+    return shares.accounts[job_id].level
+
+
+def test_jobs_get_rows_by_their_weights() -> None:
+    shares = make_shares(1, 2, 4)
+
+    jobs = [hand_out(shares, row) for row in range(70)]
+
+    assert [jobs.count(job_id) for job_id in "abc"] == [10, 20, 40]
+
+
+def test_a_row_costs_its_estimate_until_it_is_back_and_then_what_it_computed() -> None:
+    shares = make_shares(2)
+    shares.charge("a", 0, 300, is_urgent=False)
+    charged = level(shares, "a")
+    shares.settle("a", 0, 100)
+
+    assert (charged, level(shares, "a")) == (150, 50)
+    shares.check()
+
+
+def test_a_row_that_comes_back_unfinished_costs_nothing() -> None:
+    shares = make_shares(1)
+    shares.charge("a", 0, 300, is_urgent=False)
+    shares.refund("a", 0)
+
+    assert level(shares, "a") == 0
+    assert shares.num_in_flight == shares.in_flight_tokens == 0
+
+
+def test_an_urgent_row_is_no_part_of_the_fair_share() -> None:
+    shares = make_shares(1)
+    shares.charge("a", 0, 300, is_urgent=True)
+    charged = level(shares, "a")
+    shares.settle("a", 0, 400)
+
+    assert (charged, level(shares, "a")) == (0, 0)
+    assert shares.accounts["a"].num_urgent_tokens == 400
+
+
+def test_a_late_job_starts_at_the_level_of_the_least_served() -> None:
+    shares = make_shares(1, 1)
+    for row in range(11):
+        hand_out(shares, row)
+    shares.join("c", 1, WorkLeft(0))
+    shares.holder(ALL)
+
+    assert level(shares, "c") == level(shares, "b") == 500
+
+
+def test_a_job_without_ready_rows_saves_up_no_credit() -> None:
+    shares = make_shares(1, 1)
+    for row in range(10):
+        hand_out(shares, row, ready=frozenset({"a"}))
+
+    jobs = [hand_out(shares, row) for row in range(10, 20)]
+
+    assert jobs.count("b") == 5
+
+
+def test_a_job_keeps_its_turn_until_its_subtree_is_handed_out() -> None:
+    shares = make_shares(1, 1)
+    first = shares.holder(ALL) or shares.begin_turn(ALL)
+    shares.charge("a", 0, 300, is_urgent=False)
+    second = shares.holder(ALL)
+    shares.end_turn("a")
+    third = shares.holder(ALL) or shares.begin_turn(ALL)
+
+    assert [first, second, third] == ["a", "a", "b"]
+
+
+def test_a_job_a_quantum_ahead_loses_its_turn_within_a_subtree() -> None:
+    shares = make_shares(1, 1, quantum_tokens=300)
+    turns: list[str | None] = []
+    for row in range(8):
+        job_id = shares.holder(ALL) or shares.begin_turn(ALL)
+        assert job_id is not None
+        shares.charge(job_id, row, 100, is_urgent=False)
+        turns.append(job_id)
+
+    assert "".join(map(str, turns)) == "aaabbbbb"
+
+
+def test_rows_of_a_job_that_left_are_free() -> None:
+    shares = make_shares(1, 1)
+    shares.charge("a", 0, 300, is_urgent=False)
+    shares.charge("a", 1, 300, is_urgent=False)
+    shares.leave("a")
+    shares.settle("a", 0, 100)
+    shares.refund("a", 1)
+
+    assert shares.num_in_flight == shares.in_flight_tokens == 0
+    assert shares.holder(ALL) is None
+    assert shares.begin_turn(frozenset({"a"})) is None
+    shares.check()
+
+
+def test_a_row_is_charged_by_the_rows_that_came_back_before_it() -> None:
+    shares = make_shares(1)
+    for row in range(500):
+        shares.charge("a", row, 100, is_urgent=False)
+        shares.settle("a", row, 150)
+
+    assert shares.charge("a", 500, 100, is_urgent=False) == pytest.approx(150, abs=2)
+
+
+def test_what_is_left_is_corrected_by_what_came_back() -> None:
+    work = WorkLeft(100_000)
+    for _ in range(500):
+        work.settle(100, 70)
+
+    assert work.estimated_tokens == 50_000
+    assert work.tokens == pytest.approx(35_000, rel=0.02)
+
+
+def test_the_correction_follows_rows_that_turn_out_otherwise() -> None:
+    work = WorkLeft(1_000_000)
+    for number in range(2 * 1024):
+        work.settle(100, 100 if number < 1024 else 200)
+
+    assert work.ratio == pytest.approx(1.9, abs=0.06)
+
+
+def test_doubt_of_an_estimate_shrinks_as_rows_come_back() -> None:
+    work = WorkLeft(1000)
+    doubts = [work.doubt]
+    for _ in range(20):
+        work.settle(10, 10)
+        doubts.append(work.doubt)
+
+    assert doubts[0] == DOUBT
+    assert doubts == sorted(doubts, reverse=True)
+    assert doubts[-1] < DOUBT / 3
+
+
+def test_more_rows_than_were_announced_leave_nothing_to_do() -> None:
+    work = WorkLeft(100)
+    work.settle(150, 150)
+
+    assert work.tokens == 0
+
+
+@pytest.mark.parametrize("seed", [1, 9])
+def test_any_two_minutes_bring_each_job_its_part_within_a_subtree(seed: int) -> None:
+    assert fair_run(seed)["off_share_beyond_a_subtree"] <= 0.05
+
+
+def test_a_paused_job_gets_nothing_and_then_its_part_again() -> None:
+    record = pause_run(0)
+
+    assert record["rows_while_paused"] == 0
+    assert record["off_share_beyond_a_subtree"] <= 0.05
+
+
+def test_turns_of_a_subtree_keep_the_prefixes_that_turns_of_a_row_lose() -> None:
+    per_subtree, per_row = (grain_run(is_per_row=is_per_row) for is_per_row in (False, True))
+
+    assert per_subtree["rows_per_s"] > 1.3 * per_row["rows_per_s"]

@@ -1,0 +1,242 @@
+"""Orders of rows, and the jobs that they are compared on."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from batchrun.pool.job_shares import QUANTUM_TOKENS
+from batchrun.vllm_plugin.hints import Hint, parse_hint
+from batchrun.vllm_plugin.virtual import Job, Order
+from batchrun.vllm_plugin.virtual.setup import NONCE
+from batchrun.vllm_plugin.virtual.workload import JobRow, TokenIds
+from benchmarks.data.derive_prefixes import TOOLS, VIDEOS, nextqa, toolbench
+from benchmarks.hit_jobs import straddling_job
+from benchmarks.hit_lru import hit_blocks_in_turn
+from benchmarks.hit_plans import PlannedJobs, PoolFeeder, num_split_groups, planned, row_bucketed
+from benchmarks.job_shapes import MAX_PREFIX_TOKENS, SegmentTable, ShapedJob, prompt_of
+from benchmarks.job_shapes import nextqa as nextqa_job
+from benchmarks.job_shapes import toolbench as toolbench_job
+from benchmarks.orders import (
+    BASELINES,
+    LPM_WINDOW,
+    Setting,
+    blend,
+    lexicographic,
+    longest_prefix_match,
+    row_blocks,
+    submission,
+)
+
+SETTING = Setting(seed=1, cache_blocks=1_000)
+REAL_DATA = Path(__file__).parents[3] / "shared" / "datasets"
+
+TREE = SegmentTable.of(
+    [64, 128, 192, 256],
+    [([0, 1], 20, 4), ([0, 2], 30, 5), ([0, 1], 40, 6), ([3], 50, 7), ([0, 2], 60, 8)],
+)
+"""Two lists below one system prompt, and a row with a prefix of its own."""
+
+
+def job_of(documents: str, document_tokens: int = 160) -> Job:
+    """A row for each letter, about the document of that letter."""
+    names = sorted(set(documents))
+    contents = [np.full(document_tokens, ord(name), dtype=np.uint32) for name in names]
+    question = [np.full(8, 1_000 + i, dtype=np.uint32) for i in range(len(documents))]
+    rows = [JobRow(i, names.index(name), question[i], 4) for i, name in enumerate(documents)]
+    return Job(contents, rows)
+
+
+def documents_of(job: Job) -> str:
+    """The letters of `job_of`."""
+    return "".join(chr(int(job.documents[row.document][0])) for row in job.rows)
+
+
+def shared_tokens(one: TokenIds, other: TokenIds) -> int:
+    """Leading tokens that two prompts have in common."""
+    size = min(len(one), len(other))
+    differs = np.flatnonzero(one[:size] != other[:size])
+    return int(differs[0]) if differs.size else size
+
+
+def hints_of(plan: PlannedJobs) -> list[Hint]:
+    """The hints of all rows, as the scheduler reads them."""
+    feeder = PoolFeeder(plan)
+    hints: list[Hint] = []
+    while (due_s := feeder.next_due_s) < float("inf"):
+        for arrival in feeder.take_due(due_s):
+            hint = parse_hint({"batchrun": arrival.hint}, NONCE)
+            assert hint is not None
+            hints.append(hint)
+            feeder.on_finished(arrival.request_id)
+    return hints
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_an_order_loses_and_doubles_no_row(name: str) -> None:
+    job = ShapedJob("tree", TREE, num_copies=3).draw(0, Order.SHUFFLED)
+    numbers = [row.number for row in BASELINES[name](job, SETTING).rows]
+
+    assert sorted(numbers) == list(range(15))
+
+
+def test_rows_share_exactly_the_segments_that_their_paths_share() -> None:
+    rows = ShapedJob("tree", TREE).draw(0, Order.GROUPED)
+    prompts = [prompt_of(rows, row) for row in rows.rows]
+
+    assert [len(prompt) for prompt in prompts] == [212, 286, 232, 306, 316]
+    assert shared_tokens(prompts[0], prompts[2]) == 64 + 128
+    assert shared_tokens(prompts[1], prompts[4]) == 64 + 192
+    assert shared_tokens(prompts[0], prompts[1]) == 64
+    assert shared_tokens(prompts[0], prompts[3]) == 0
+
+
+def test_copies_of_a_data_set_have_texts_of_their_own() -> None:
+    job = ShapedJob("tree", TREE, num_copies=2).draw(0, Order.GROUPED)
+    first, second = (prompt_of(job, job.rows[i]) for i in (0, 5))
+
+    assert len(first) == len(second)
+    assert shared_tokens(first, second) < 16
+
+
+def test_jobs_of_different_names_share_no_text() -> None:
+    one, other = (ShapedJob(name, TREE).draw(0, Order.GROUPED) for name in ("one", "other"))
+    prompts = [prompt_of(job, job.rows[0]) for job in (one, other)]
+
+    assert shared_tokens(*prompts) < 16
+
+
+def test_submission_undoes_the_shuffle() -> None:
+    shuffled = ShapedJob("tree", TREE).draw(0, Order.SHUFFLED)
+
+    assert [row.number for row in submission(shuffled, SETTING).rows] == [0, 1, 2, 3, 4]
+
+
+def test_lexicographic_sorts_by_tokens() -> None:
+    assert documents_of(lexicographic(job_of("cabcab"), SETTING)) == "aabbcc"
+
+
+def test_the_longest_prefix_in_the_cache_goes_next() -> None:
+    assert documents_of(longest_prefix_match(job_of("abcabc"), SETTING)) == "aabbcc"
+
+
+def test_a_row_beyond_the_window_is_not_seen() -> None:
+    others = "".join(chr(200 + i) for i in range(LPM_WINDOW))
+    order = documents_of(longest_prefix_match(job_of(f"a{others}a"), SETTING))
+
+    assert order == f"a{others[0]}a{others[1:]}"
+
+
+def test_what_the_cache_cannot_hold_is_not_matched() -> None:
+    # Each prompt has ten full blocks: once another row has run, `a` is gone.
+    others = "".join(chr(200 + i) for i in range(LPM_WINDOW))
+    job = job_of(f"a{others}a")
+    order = documents_of(longest_prefix_match(job, Setting(seed=0, cache_blocks=10)))
+
+    assert order == f"a{others}a"
+
+
+def test_the_blend_takes_whole_documents_from_both_ends_of_the_density() -> None:
+    # The fewer rows share a document, the more of its work is compute.
+    job = job_of("abccccdddddd")
+
+    assert documents_of(blend(job, SETTING)) == "bddddddacccc"
+
+
+def test_an_order_hits_what_its_neighbours_left_in_the_cache() -> None:
+    # A prompt has 160 + 8 tokens, ten full blocks, and ends in its eleventh with the output.
+    assert hit_blocks_in_turn(row_blocks(job_of("aabb")), 11) == 20
+    assert hit_blocks_in_turn(row_blocks(job_of("abab")), 11) == 0
+    assert hit_blocks_in_turn(row_blocks(job_of("abab")), 21) == 20
+
+
+def test_each_job_keeps_the_order_of_its_pool_beside_others() -> None:
+    jobs = [ShapedJob("tree", TREE).draw(seed, Order.SHUFFLED) for seed in (0, 1)]
+    both = planned(jobs)
+
+    for number, job in enumerate(jobs):
+        mine = [
+            row for row, owner in zip(both.job.rows, both.owners, strict=True) if owner == number
+        ]
+        alone = planned([job]).job.rows
+        assert [row.question.tolist() for row in mine] == [r.question.tolist() for r in alone]
+
+
+def test_a_job_keeps_its_turn_until_its_document_is_done() -> None:
+    both = planned([job_of("ababab"), job_of("cdcdcd")])
+
+    assert documents_of(both.job) == "aaacccbbbddd"
+    assert list(both.owners) == [0, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 1]
+
+
+def test_jobs_share_the_computed_tokens_to_within_a_turn() -> None:
+    jobs = [nextqa_job(12).draw(seed, Order.SHUFFLED) for seed in (0, 1)]
+    both = planned(jobs)
+    computed = np.zeros(2)
+    seen: set[int] = set()
+    gaps: list[float] = []
+    for row, owner in zip(both.job.rows, both.owners, strict=True):
+        prefix = 0 if row.document in seen else len(both.job.documents[row.document])
+        seen.add(row.document)
+        computed[owner] += prefix + len(row.question) + row.num_output_tokens
+        gaps.append(abs(float(computed[0] - computed[1])))
+
+    largest = max(both.job.num_prompt_tokens(row) for row in both.job.rows)
+    is_both = [len(set(both.owners[i:])) == 2 for i in range(len(gaps))]
+    assert (
+        max(gap for gap, open_ in zip(gaps, is_both, strict=True) if open_)
+        < QUANTUM_TOKENS + largest
+    )
+
+
+def test_hints_name_every_prefix_node_with_the_rows_to_come() -> None:
+    hints = hints_of(planned([ShapedJob("tree", TREE).draw(0, Order.GROUPED)]))
+    root = [hint.nodes[0].num_rows_to_come for hint in hints if len(hint.nodes) == 2]
+
+    assert sorted(len(hint.nodes) for hint in hints) == [0, 2, 2, 2, 2]
+    assert root == [3, 2, 1, 0]
+    assert [hint.rank for hint in hints] == [0, 1, 2, 3, 4]
+
+
+def test_hints_of_jobs_that_run_together_count_apart() -> None:
+    jobs = [ShapedJob("tree", TREE).draw(seed, Order.SHUFFLED) for seed in (0, 1)]
+    hints = hints_of(planned(jobs))
+
+    assert {hint.job for hint in hints} == {"job-0", "job-1"}
+    for name in ("job-0", "job-1"):
+        root = [h.nodes[0].num_rows_to_come for h in hints if h.job == name and h.nodes]
+        assert root == [3, 2, 1, 0]
+
+
+def test_buckets_of_groups_keep_documents_whole_where_buckets_of_rows_split_them() -> None:
+    job = straddling_job(seed=0, num_documents=20)
+    whole = [row.document for row in planned([job], num_buckets=8).job.rows]
+    split = [row.document for row in row_bucketed(job, num_buckets=8).rows]
+
+    assert num_split_groups(job, 8) > 5
+    assert sum(a != b for a, b in pairwise(whole)) == 19
+    assert sum(a != b for a, b in pairwise(split)) > 24
+
+
+def test_the_tables_have_the_rows_of_the_data_sets() -> None:
+    tools, videos = toolbench_job().table, nextqa_job().table
+    lists = {tools.path(row) for row in range(len(tools.own_tokens))}
+
+    assert (len(tools.own_tokens), len(lists), len(tools.tokens)) == (1_358, 1_111, 4_597)
+    assert len(set(tools.roots.tolist())) == 1
+    assert max(videos.tokens[videos.paths]) <= MAX_PREFIX_TOKENS
+    assert len(videos.own_tokens) > 4_900
+
+
+@pytest.mark.skipif(not REAL_DATA.is_dir(), reason="the real data sets are not on this machine")
+def test_the_committed_tables_are_those_of_the_data() -> None:
+    tools, videos = (json.loads(path.read_text()) for path in (TOOLS, VIDEOS))
+    tools.pop("source")
+    videos.pop("source")
+
+    assert toolbench(REAL_DATA / "toolbench") == tools
+    assert nextqa(REAL_DATA) == videos

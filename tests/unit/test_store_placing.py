@@ -1,0 +1,75 @@
+"""Which store a home has: recorded once, kept to, and never named with its password."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from postgres_server import QUOTED_PASSWORD, PostgresServer
+
+from batchrun.config import load_deployment
+from batchrun.errors import ConfigError
+from batchrun.home import Home
+from batchrun.store import NewJob, jobs, name_of, open_for
+
+JOB = NewJob("name", "{}", "{}", "hash", 3)
+
+
+@pytest.fixture
+def url(postgres: PostgresServer) -> str:
+    """A new store's URL."""
+    return postgres.new_store()
+
+
+def test_a_home_records_its_database_for_its_owner_alone(url: str, tmp_path: Path) -> None:
+    home = Home(tmp_path / "home")
+    home.create()
+
+    open_for(home, url).close()
+
+    assert home.store_location == url
+    assert home.store_url_file.stat().st_mode & 0o777 == 0o600
+    open_for(home, url).close()
+
+
+@pytest.mark.parametrize("is_file_first", [True, False])
+def test_a_home_with_jobs_elsewhere_is_refused_and_unchanged(
+    url: str, tmp_path: Path, *, is_file_first: bool
+) -> None:
+    home = Home(tmp_path)
+    first = open_for(home, None if is_file_first else url)
+    jobs.create(first, JOB, now_s=0.0)
+    first.close()
+    before = home.store_location
+
+    with pytest.raises(ConfigError, match=r"and batchrun\.yaml has") as raised:
+        open_for(home, url if is_file_first else None)
+
+    assert home.store_location == before
+    assert name_of(url) in str(raised.value)
+    assert QUOTED_PASSWORD not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "mysql://u:secret@h/d",
+        "postgresql://u:secret@h",
+        "postgresql://u:se@cret@h/d",
+        "postgresql://u:se/cret@h/d",
+        "postgresql://u:se#cret@h/d",
+        "17",
+    ],
+)
+def test_what_is_no_url_is_one_line_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("batchrun.yaml").write_text(f"store: '{text}'\n")
+
+    with pytest.raises(
+        ConfigError, match=r"batchrun.yaml:1: store: must be postgresql://"
+    ) as raised:
+        load_deployment(None)
+
+    assert "cret" not in str(raised.value)
