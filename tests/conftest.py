@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from batch_rig import MODEL, Caller, connect, engine_rules
 from deployment_rig import DeploymentRig
 from engine_builders import (
     fake_settings,
@@ -17,13 +18,14 @@ from engine_builders import (
     stop,
 )
 from postgres_server import PostgresServer
+from raw_http import RawHttp
 from xdist.scheduler import LoadScopeScheduling
 
 from batchrun.engine import ManagedEngine, ManagedSettings
 from batchrun.engine.tiny_model import build_tiny_model
 from batchrun.store import Store, open_store
 
-DEPLOYMENT_FOLDERS = frozenset({"contract", "integration"})
+DEPLOYMENT_FOLDERS = frozenset({"conformance", "contract", "integration"})
 FakeEngineFactory = Callable[..., Awaitable[ManagedSettings]]
 
 
@@ -154,3 +156,33 @@ def rig(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[DeploymentRi
         made.store_url = request.getfixturevalue("postgres").new_database()
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def batch_rig(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[DeploymentRig]:
+    """One deployment of a fake engine for all tests of the API; words in a prompt are its faults.
+
+    Who holds or kills a part of it brings it back.
+    """
+    made = DeploymentRig(tmp_path_factory.mktemp("batches"))
+    if request.config.getoption("--store") == "postgresql":
+        made.store_url = request.getfixturevalue("postgres").new_database()
+    made.use_fake_engine(f"--model={MODEL}", rules=engine_rules())
+    made.ask("up", "-d")
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["sync", "async"])
+def caller(batch_rig: DeploymentRig, request: pytest.FixtureRequest) -> Iterator[Caller]:
+    """A caller of that deployment, with the sync client and with the async one."""
+    with connect(batch_rig.port, request.param) as made:
+        yield made
+
+
+@pytest.fixture
+def raw(batch_rig: DeploymentRig) -> RawHttp:
+    """Plain HTTP to that deployment."""
+    return RawHttp(batch_rig.port)
