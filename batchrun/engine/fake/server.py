@@ -76,7 +76,13 @@ class _FakeServer:
 
     async def models(self, _request: web.Request) -> web.Response:
         limit = self._settings.max_model_tokens
-        model = {"id": self._settings.model, "object": "model", "max_model_len": limit}
+        model = {
+            "id": self._settings.model,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "batchrun",
+            "max_model_len": limit,
+        }
         return web.json_response({"object": "list", "data": [model]})
 
     async def executions(self, _request: web.Request) -> web.Response:
