@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from download_cache import download_cache
 
 TIMEOUT_S = 240.0
 
@@ -19,20 +19,13 @@ def openai_client(version: str) -> Path:
 
     Skips the test when the registry that pip uses cannot be reached.
     """
-    folder = _cache() / "openai" / version
+    folder = download_cache() / "openai" / version
     if not folder.exists():
         try:
             _install(version, folder)
         except (OSError, subprocess.SubprocessError) as error:
             pytest.skip(f"openai {version} cannot be installed: {error}")
     return folder
-
-
-def _cache() -> Path:
-    named = os.environ.get("BATCHRUN_TEST_CACHE")
-    if named:
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "batchrun-tests"
 
 
 def _install(version: str, folder: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from download_cache import download_cache
 
 READ_AHEAD_BYTES = 1 << 20
 TIMEOUT_S = 60.0
@@ -71,20 +71,13 @@ def vllm_sources(version: str) -> Path:
 
     Skips the test when the registry that pip uses cannot be reached.
     """
-    folder = _cache() / "vllm-sources" / version
+    folder = download_cache() / "vllm-sources" / version
     if not folder.exists():
         try:
             _fetch(version, folder)
         except (OSError, urllib.error.URLError, subprocess.SubprocessError) as error:
             pytest.skip(f"the sources of vLLM {version} cannot be fetched: {error}")
     return folder
-
-
-def _cache() -> Path:
-    named = os.environ.get("BATCHRUN_TEST_CACHE")
-    if named:
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "batchrun-tests"
 
 
 def _fetch(version: str, folder: Path) -> None:
