@@ -170,6 +170,13 @@ class DeploymentRig:
             return []
         return [json.loads(line) for line in self.executions_path.read_text().splitlines()]
 
+    def wait_for_executions(self, num_executions: int) -> None:
+        """Wait until the engine has begun so many in all."""
+        deadline_s = time.monotonic() + WAIT_S
+        while len(self.executions()) < num_executions:
+            assert time.monotonic() < deadline_s, f"the engine began {len(self.executions())}"
+            time.sleep(0.05)
+
     def pid_of(self, what: str) -> int:
         """The process id of `daemon`, `gateway` or `engine`."""
         if what == "daemon":

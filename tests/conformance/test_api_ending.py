@@ -209,6 +209,7 @@ def test_55_a_killed_server_goes_on(caller: Caller, batch_rig: DeploymentRig) ->
     lines = [*chat_lines(20), *chat_lines(NUM_STUCK_ONCE, stuck_once(caller.kind), "stuck")]
     batch = caller.create(lines)
     before = caller.wait_for_counts(batch.id, 20)
+    batch_rig.wait_for_executions(num_before + len(lines))
 
     batch_rig.kill("daemon")
     batch_rig.ask("up", "-d")

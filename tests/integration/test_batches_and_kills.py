@@ -52,6 +52,8 @@ def start(rig: DeploymentRig, state: str, monkeypatch: pytest.MonkeyPatch) -> No
 def bring_to(caller: Caller, rig: DeploymentRig, state: str, lines: list[Line]) -> str:
     """Create a batch and see it come to a state; its id."""
     batch = caller.create(lines)
+    if state == "running":
+        rig.wait_for_executions(20 + NUM_STUCK_ONCE)
     if state == "cancelling":
         caller.wait_for_counts(batch.id, 22)
         caller.batches.cancel(batch.id)
