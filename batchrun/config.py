@@ -22,6 +22,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from batchrun.durations import parse_age_s, parse_duration_s
 from batchrun.errors import ConfigError
 from batchrun.home import Home, check_store_url
 from batchrun.yaml_lines import load_strict
@@ -46,18 +47,15 @@ def _checked_listen(value: object) -> str:
     return listen
 
 
-def parse_age_s(value: str) -> float:
-    """Seconds of an age such as `"30d"` or `"12h"`. Raises ValueError."""
-    match = re.fullmatch(r"(\d{1,6})([dh])", value.strip())
-    if match is None:
-        raise ValueError(f"must be an age such as 30d or 12h (got {value!r})")
-    return float(match[1]) * {"d": 86_400, "h": 3_600}[match[2]]
-
-
 def _checked_age(value: str) -> str:
     if parse_age_s(value) == 0:
         raise ValueError(f"must be longer than 0 (got {value!r})")
     return value
+
+
+def _checked_window(window: str) -> str:
+    parse_duration_s(window)
+    return window
 
 
 def _number_as_text(value: object) -> object:
@@ -92,6 +90,7 @@ def _checked_name(name: str) -> str:
 
 Name = Annotated[str, BeforeValidator(_number_as_text), AfterValidator(_checked_name)]
 Age = Annotated[str, AfterValidator(_checked_age)]
+CompletionWindow = Annotated[str, AfterValidator(_checked_window)]
 Argument = Annotated[str, BeforeValidator(_number_as_text)]
 StoreUrl = Annotated[SecretStr, AfterValidator(_checked_store)]
 Url = Annotated[str, AfterValidator(_checked_url)]
@@ -184,6 +183,7 @@ class DeploymentFile(_Strict):
     slo: Slo = SloConfig()
     store: StoreUrl | None = None
     retention: Age | None = None
+    completion_windows: Annotated[tuple[CompletionWindow, ...], Field(min_length=1)] = ("24h",)
 
     @model_validator(mode="after")
     def _engine_names_differ(self) -> DeploymentFile:

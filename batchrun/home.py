@@ -12,6 +12,9 @@ from batchrun.errors import ConfigError
 CONTROL_PREFIX = "/batchrun/v1"
 """Where the daemon's control routes begin."""
 
+GATEWAY_HEADER = "X-Batchrun-Gateway"
+"""The header in which the gateway shows the daemon that a call comes through it."""
+
 
 @dataclass(frozen=True, slots=True)
 class DaemonAddress:
@@ -33,6 +36,8 @@ class Home:
         self.run = self.path / "run"
         self.log = self.path / "log"
         self.inputs = self.path / "inputs"
+        self.files = self.path / "files"
+        self.results = self.path / "results"
         self.engine_environment = self.path / "engine-env"
         self.profiles = self.path / "profiles"
         self.tiny_model = self.path / "models" / "tiny"
@@ -63,7 +68,7 @@ class Home:
     def create(self) -> None:
         """Make the folders, readable by their owner alone. Raises ConfigError."""
         try:
-            for folder in (self.path, self.run, self.log, self.inputs):
+            for folder in (self.path, self.run, self.log, self.inputs, self.files):
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             is_file = isinstance(error, FileExistsError)

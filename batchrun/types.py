@@ -102,11 +102,16 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class RowError:
-    """Why a row has no answer. `status_code` is None when there was no HTTP reply."""
+    """Why a row has no answer. `status_code` is None when there was no HTTP reply.
+
+    `type` and `param` are those of the engine's error, where it gave any.
+    """
 
     code: str
     message: str
     status_code: int | None = None
+    type: str | None = None
+    param: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

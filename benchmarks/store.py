@@ -93,7 +93,7 @@ def measure(workload: Workload, order: str) -> Record:
     store.close()
     resumed = _clocked(lambda: _resume(home / "store.db", job, workload.num_rows))
     store = resumed.result
-    finalizing = jobs.begin_finalizing(store, job.id, JobState.COMPLETED)
+    finalizing = jobs.begin_finalizing(store, job.id, JobState.COMPLETED, now_s=time.time())
     exported = _clocked(lambda: export(store, finalizing, links=home / "inputs"))
     assert exported.result == workload.num_rows
     peak_rss_bytes = _peak_rss_bytes()

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
+from openai import OpenAI
 
 from batchrun.cli.daemon_client import DaemonClient
 from batchrun.errors import DaemonUnavailableError
@@ -163,6 +164,10 @@ class DeploymentRig:
             return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
         rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
         return rows
+
+    def openai(self, **options: Any) -> OpenAI:
+        """The ordinary client of this deployment. Close it."""
+        return OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="unused", **options)
 
     def executions(self) -> list[dict[str, Any]]:
         """Every execution that the fake engine (or the counting proxy) began."""

@@ -13,6 +13,8 @@ DUMPS = Path(__file__).parent / "stores"
 """One SQL dump for each schema that a batchrun wrote, named by its revision."""
 
 TABLES = ("jobs", "results", "bodies", "attempts", "suspects", "epochs", "settings")
+API_TABLES = ("files", "batches")
+"""Not in stores of the first two schemas."""
 
 Dump = dict[str, list[dict[str, object]]]
 
@@ -28,7 +30,8 @@ def read_tables(location: str | Path) -> Dump:
     """Every row of every table, by the names of its columns."""
     with _connected(location) as connection:
         found = {}
-        for table in TABLES:
+        version = connection.execute("SELECT version_num FROM alembic_version").fetchone()[0]
+        for table in TABLES + (API_TABLES if version > "0002" else ()):
             cursor = connection.execute(f"SELECT * FROM {table} ORDER BY 1, 2")
             names = [column[0] for column in cursor.description]
             found[table] = [dict(zip(names, row, strict=True)) for row in cursor]

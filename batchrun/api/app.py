@@ -1,25 +1,30 @@
-"""The control routes: what the CLI asks of a running daemon. Thin: each is one call."""
+"""The daemon's routes: OpenAI's API for the gateway, control routes for the CLI. All are thin."""
 
 from __future__ import annotations
 
 import hmac
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
 from fastapi import Depends, FastAPI, Request, params
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from msgspec import to_builtins
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
 
+from batchrun.api.batches import Batches, batches_router
+from batchrun.api.errors import install_error_handlers
+from batchrun.api.files import Files, files_router
 from batchrun.api.metrics import MetricsPage
+from batchrun.api.request_ids import RequestIds
 from batchrun.api.status import Status
 from batchrun.daemon import Daemon
-from batchrun.errors import BatchrunError
 from batchrun.home import CONTROL_PREFIX as PREFIX
+from batchrun.home import GATEWAY_HEADER, Home
 from batchrun.store import JobRecord, NewJob
 from batchrun.wire import PolicyName
 
@@ -55,18 +60,53 @@ class OfflineSwitch(BaseModel):
     on: bool
 
 
-def make_app(daemon: Daemon, status: Status, token: str) -> FastAPI:
-    """The daemon's routes; all but `/healthz` and `/metrics` need `token` as a bearer token."""
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """What the routes need beside the daemon.
+
+    `token` opens the control routes, `gateway_key` those of OpenAI's API and no other. `home` holds
+    the files; `windows` are the completion windows that batches may have.
+    """
+
+    home: Home
+    token: str
+    gateway_key: str
+    windows: Sequence[str]
+
+
+def make_app(daemon: Daemon, status: Status, edge: Edge) -> ASGIApp:
+    """The daemon's routes; all but `/healthz` and `/metrics` need one of the two secrets."""
+    app = FastAPI(
+        title="batchrun", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
+    )
+    install_error_handlers(app)
+    _install_control(app, daemon, status, edge.token)
+    guards = [Depends(_gateway_check(edge.gateway_key))]
+    app.include_router(files_router(Files(daemon.store, edge.home.files), guards))
+    batches = Batches(daemon, edge.home.results, edge.windows)
+    app.include_router(batches_router(batches, guards))
+    return RequestIds(app)
+
+
+def _gateway_check(key: str) -> Callable[[Request], None]:
+    def check(request: Request) -> None:
+        given = request.headers.get(GATEWAY_HEADER, "")
+        if not hmac.compare_digest(given.encode(), key.encode()):
+            raise HTTPException(401, "ask the gateway, not the daemon")
+
+    return check
+
+
+def _install_control(app: FastAPI, daemon: Daemon, status: Status, token: str) -> None:
+    """What the CLI asks of a running daemon."""
 
     def check_token(request: Request) -> None:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(), token.encode()):
             raise HTTPException(401, "wrong or missing token")
 
-    app = FastAPI(title="batchrun", docs_url=None, redoc_url=None, openapi_url=None)
     guarded = [Depends(check_token)]
     page = MetricsPage(daemon)
-    _install_error_handlers(app)
 
     @app.get("/healthz")
     async def healthz() -> dict[str, object]:
@@ -103,7 +143,6 @@ def make_app(daemon: Daemon, status: Status, token: str) -> FastAPI:
         return {"id": record.id, "state": str(record.state)}
 
     _install_switches(app, daemon, guarded)
-    return app
 
 
 def _install_switches(app: FastAPI, daemon: Daemon, guarded: Sequence[params.Depends]) -> None:
@@ -122,27 +161,3 @@ def _install_switches(app: FastAPI, daemon: Daemon, guarded: Sequence[params.Dep
             change.token_budget if "token_budget" in given else now.token_budget,
         )
         return {"engines": to_builtins(answers)}
-
-
-def _install_error_handlers(app: FastAPI) -> None:
-    """Every failure leaves in OpenAI's error envelope."""
-
-    @app.exception_handler(BatchrunError)
-    async def on_our_error(_request: Request, error: BatchrunError) -> JSONResponse:
-        return _envelope(error.http_status, str(error), type(error).__name__)
-
-    @app.exception_handler(HTTPException)
-    async def on_http_error(_request: Request, error: HTTPException) -> JSONResponse:
-        return _envelope(error.status_code, str(error.detail))
-
-    @app.exception_handler(RequestValidationError)
-    async def on_bad_request(_request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"] if part != "body")
-        return _envelope(400, f"{key}: {first['msg']}")
-
-
-def _envelope(status_code: int, message: str, code: str | None = None) -> JSONResponse:
-    kind = "server_error" if status_code >= 500 else "invalid_request_error"
-    error = {"message": message, "type": kind, "param": None, "code": code}
-    return JSONResponse({"error": error}, status_code=status_code)

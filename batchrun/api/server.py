@@ -20,10 +20,11 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from batchrun.api.app import make_app
+from batchrun.api.app import Edge, make_app
 from batchrun.api.status import Status
-from batchrun.config import Deployment, parse_age_s
-from batchrun.daemon import Daemon, Supervisor
+from batchrun.config import Deployment
+from batchrun.daemon import Daemon, DaemonUpstream, Supervisor
+from batchrun.durations import parse_age_s
 from batchrun.errors import EngineError, StoreUnreachableError
 from batchrun.files import write_atomically
 from batchrun.home import DaemonAddress, Home
@@ -82,14 +83,16 @@ async def _run(
     address = DaemonAddress(
         os.getpid(), f"http://127.0.0.1:{listener.getsockname()[1]}", secrets.token_urlsafe(32)
     )
-    supervisor = Supervisor(deployment, home, address.url)
+    gateway_key = secrets.token_urlsafe(32)
+    supervisor = Supervisor(deployment, home, DaemonUpstream(address.url, gateway_key))
     age_s = None if deployment.retention is None else parse_age_s(deployment.retention)
-    daemon = Daemon(store, supervisor.slots, home.inputs, deployment.model_folder(home), age_s)
+    daemon = Daemon(
+        store, supervisor.slots, home.inputs, deployment.model_folder(home), age_s, home.files
+    )
     status = Status(daemon, supervisor.gateway_url)
+    routes = Edge(home, address.token, gateway_key, deployment.completion_windows)
     server = _Server(
-        uvicorn.Config(
-            make_app(daemon, status, address.token), log_level="warning", access_log=False
-        )
+        uvicorn.Config(make_app(daemon, status, routes), log_level="warning", access_log=False)
     )
     write_atomically(home.daemon_record, json.dumps(asdict(address)).encode(), mode=0o600)
     ended = _catch_signals()

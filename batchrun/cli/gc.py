@@ -14,7 +14,8 @@ from rich.table import Table
 
 from batchrun.cli.console import LateProgress, note, out, print_json, say
 from batchrun.cli.options import ConfigOption, HomeOption, JsonOption
-from batchrun.config import load_deployment, load_home, parse_age_s
+from batchrun.config import load_deployment, load_home
+from batchrun.durations import parse_age_s
 from batchrun.errors import InputError, StoreLockedError
 from batchrun.home import Home
 from batchrun.output.keeping import UnusedLink, find_unused_links

@@ -67,6 +67,11 @@ class ActiveJob:
         self.plan.tokens.correct(int(self.plan.text_bytes[outcome.row]), usage.num_prompt_tokens)
         self.pace.add(now_s, served, served - usage.num_cached_tokens)
 
+    async def settle(self, limit_s: float) -> None:
+        """Wait until no row is in flight any more, at most so long."""
+        if self.tasks:
+            await asyncio.wait(list(self.tasks.values()), timeout=limit_s)
+
     def close(self) -> None:
         """Close the input and give the copy of its rows back. Blocking."""
         self.rows.close()

@@ -38,7 +38,7 @@ def export(
     try:
         return write_output(
             Path(spec.output.path) if path is None else path,
-            _rows(store, record.seq),
+            stored_rows(store, record.seq),
             spec=spec,
             data=data,
             missing=None if is_partial else NEVER_RAN.get(ends_as),
@@ -48,7 +48,8 @@ def export(
         data.close()
 
 
-def _rows(store: Store, job_seq: int) -> Iterator[ResultRow]:
+def stored_rows(store: Store, job_seq: int) -> Iterator[ResultRow]:
+    """What the store holds of the finished rows of a job, in row order."""
     for result in results.read(store, job_seq):
         yield ResultRow(
             row=result.row,

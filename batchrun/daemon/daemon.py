@@ -12,23 +12,23 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from functools import partial
 from pathlib import Path
 
-from batchrun.continuing import continue_job
 from batchrun.daemon.active_job import ActiveJob
+from batchrun.daemon.batch_desk import BatchDesk
 from batchrun.daemon.dispatcher import Dispatcher
-from batchrun.daemon.job_end import RETRY_INTERVAL_S, JobEnd, until_reached, until_stored
-from batchrun.daemon.opening import open_job
+from batchrun.daemon.job_end import JobEnd
+from batchrun.daemon.opening import take_up_job
+from batchrun.daemon.patience import RETRY_INTERVAL_S, until_reached, until_stored
 from batchrun.daemon.retention import remove_old_results
 from batchrun.daemon.slots import Slot
 from batchrun.daemon.steering import Steering
 from batchrun.daemon.tasks import Stage, TaskSet
-from batchrun.daemon.view import spec_of
 from batchrun.daemon.writer import Entry, ResultWriter
 from batchrun.errors import BatchrunError, StateError, StoreError
-from batchrun.inputs.prompts import read_prompts
-from batchrun.store import JobRecord, NewJob, Store, jobs
+from batchrun.store import JobRecord, NewJob, Store, batches, jobs
+from batchrun.store.batches import BatchRecord, NewBatch
 from batchrun.submission import pin_anew
 from batchrun.types import JobState
 
@@ -47,7 +47,8 @@ class Daemon:
     """Runs the jobs of one store on some engines. `run` drives it; the rest are user commands.
 
     `model_folder` holds the files of the engines' model, where they are on this machine. Results
-    are removed `retention_s` after their job's end; None keeps them.
+    are removed `retention_s` after their job's end; None keeps them. `files` is the folder of the
+    files of OpenAI's API; None: there are none, and no batches.
     Commands raise UnknownJobError, StateError or StoreError.
     """
 
@@ -56,6 +57,7 @@ class Daemon:
     links: Path
     model_folder: Path | None = None
     retention_s: float | None = None
+    files: Path | None = None
     active: dict[int, ActiveJob] = field(default_factory=dict)
     stages: dict[str, Stage] = field(default_factory=dict)
     writer: ResultWriter = field(init=False)
@@ -70,7 +72,9 @@ class Daemon:
     def __post_init__(self) -> None:
         self._tasks = TaskSet(self._on_bug)
         self.writer = ResultWriter(self.store, self._on_committed)
-        self.end = JobEnd(self.store, self.writer, self.links, self.stages, self._pause_for)
+        self.end = JobEnd(
+            self.store, self.writer, self.links, self.stages, self._pause_for, self.files
+        )
         epoch = jobs.begin_epoch(self.store, pid=os.getpid(), now_s=time.time())
         self.dispatcher = Dispatcher(self.store, self.writer, self.slots, epoch, self._pause_soon)
         links = {s.engine.name: (s.link, s.hint_nonce or "") for s in self.slots if s.link}
@@ -106,6 +110,13 @@ class Daemon:
         self._take_up(record)
         return record
 
+    async def submit_batch(self, batch: NewBatch, job: NewJob) -> BatchRecord:
+        """Add a batch of OpenAI's API, or find the one that its idempotency key stands for."""
+        created = await asyncio.to_thread(batches.create, self.store, batch, job, now_s=time.time())
+        if created.job.id == job.id:
+            self._take_up(created.job)
+        return created
+
     async def pause(self, job_id: str, reason: str = "paused by the user") -> JobRecord:
         """Stop running a job's rows; those in flight are aborted and become pending again."""
         async with self._commands:
@@ -128,14 +139,20 @@ class Daemon:
             self._take_up(resumed)
             return resumed
 
-    async def cancel(self, job_id: str) -> JobRecord:
-        """End a job now: rows in flight are aborted, finished rows are kept in its output."""
+    async def cancel(self, job_id: str, *, settle_s: float = 0.0) -> JobRecord:
+        """End a job; finished rows are kept in its output. Rows in flight may go on for `settle_s`
+        and are aborted then."""
         async with self._commands:
             record = await asyncio.to_thread(jobs.get, self.store, job_id)
-            cancelling = await asyncio.to_thread(jobs.request_cancel, self.store, record.id)
-            await self._withdraw(record.seq)
-            self._tasks.spawn(self.end.close(cancelling), record.id)
-            return cancelling
+            cancelling = await asyncio.to_thread(
+                jobs.request_cancel, self.store, record.id, now_s=time.time()
+            )
+            if settle_s == 0:
+                await self._withdraw(record.seq)
+            elif record.seq in self.active:
+                self.dispatcher.hold(self.active[record.seq])
+        self._tasks.spawn(self._end_cancelled(cancelling, settle_s), record.id)
+        return cancelling
 
     async def set_offline(self, *, on: bool) -> None:
         """Turn all offline work on or off, durably.
@@ -159,25 +176,41 @@ class Daemon:
         elif record.state in {JobState.FINALIZING, JobState.CANCELLING}:
             self._tasks.spawn(self.end.close(record), record.id)
 
-    def _open_now(self, record: JobRecord, stage: Stage) -> ActiveJob:
-        if record.state is JobState.VALIDATING and spec_of(record).continue_from is not None:
-            num_rows = continue_job(self.store, record, links=self.links, progress=stage)
-            log.info("%s: %d rows taken over", record.id, num_rows)
-        created_at = datetime.fromtimestamp(record.created_at).astimezone()
-        prompts = read_prompts(self.model_folder, now=created_at)
-        return open_job(self.store, record, links=self.links, prompts=prompts, progress=stage)
+    async def _end_cancelled(self, record: JobRecord, settle_s: float) -> None:
+        job = self.active.get(record.seq)
+        if job is not None:
+            await job.settle(settle_s)
+            async with self._commands:
+                await self._withdraw(record.seq)
+        await self.end.close(record)
+
+    async def _bring_up(self, record: JobRecord, stage: Stage) -> ActiveJob | None:
+        """The job in memory; None for a batch that is not to run."""
+        started: JobRecord | None = record
+        if record.is_batch and record.state is JobState.VALIDATING:
+            assert self.files is not None
+            desk = BatchDesk(self.store, self.slots, self.files, self.links)
+            started = await desk.validate(record, stage)
+        if started is None:
+            return None
+        take_up = partial(take_up_job, links=self.links, model_folder=self.model_folder)
+        return await until_reached(take_up, self.store, started, progress=stage)
 
     async def _open(self, record: JobRecord) -> None:
         """Bring a job into memory and let its rows go, unless it was taken up anew meanwhile."""
         await self.writer.flush()
         stage = self.stages.setdefault(record.id, Stage())
         try:
-            job = await until_reached(self._open_now, record, stage)
+            job = await self._bring_up(record, stage)
         except BatchrunError as error:
             await self._pause_for(record.id, str(error))
             return
         finally:
             self.stages.pop(record.id, None)
+        if job is None:
+            if self._opening.get(record.seq) is record:
+                del self._opening[record.seq]
+            return
         async with self._commands:
             if not await self._start(record, job):
                 await asyncio.to_thread(job.close)
@@ -201,7 +234,8 @@ class Daemon:
         return True
 
     async def _finish(self, record: JobRecord, ends_as: JobState) -> None:
-        finalizing = await self._leave_running(jobs.begin_finalizing, record.id, ends_as)
+        begin = partial(jobs.begin_finalizing, now_s=time.time())
+        finalizing = await self._leave_running(begin, record.id, ends_as)
         if finalizing is not None:
             await self.end.close(finalizing)
 

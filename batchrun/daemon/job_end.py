@@ -8,32 +8,34 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
+from batchrun.daemon.batch_end import end_batch
 from batchrun.daemon.closing import export
+from batchrun.daemon.patience import until_reached, until_stored
 from batchrun.daemon.tasks import Stage
 from batchrun.daemon.writer import ResultWriter
-from batchrun.errors import BatchrunError, StateError, StoreError, StoreUnreachableError
+from batchrun.errors import BatchrunError, StateError
 from batchrun.store import JobRecord, Store, jobs
 from batchrun.types import JobState
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-RETRY_INTERVAL_S = 2.0
 OUTPUT_RETRY_S = 30.0
 
 
 @dataclass(slots=True)
 class JobEnd:
-    """Writes output files and ends jobs. `pause(job_id, reason)`: the file cannot be written."""
+    """Writes output files and ends jobs. `pause(job_id, reason)`: the file cannot be written.
+
+    `files` is the folder for what batches of OpenAI's API end with; None: there are no batches.
+    """
 
     store: Store
     writer: ResultWriter
     links: Path
     stages: dict[str, Stage]
     pause: Callable[[str, str], Awaitable[None]]
+    files: Path | None = None
     _closing: dict[int, asyncio.Lock] = field(default_factory=dict)
     _retry_at_s: dict[int, float] = field(default_factory=dict)
 
@@ -43,12 +45,20 @@ class JobEnd:
         async with self._closing.setdefault(record.seq, asyncio.Lock()):
             now = await until_reached(jobs.get, self.store, record.id)
             if now.state in {JobState.FINALIZING, JobState.CANCELLING}:
-                await self._export(now)
+                await (self._end_batch(now) if now.is_batch else self._export(now))
 
     def may_try(self, job_seq: int) -> bool:
         """Whether the output file was not found to be unwritable a moment ago."""
         now_s = time.monotonic()
         return self._retry_at_s.get(job_seq, now_s) <= now_s
+
+    async def _end_batch(self, record: JobRecord) -> None:
+        assert self.files is not None
+        stage = self.stages.setdefault(record.id, Stage())
+        try:
+            await end_batch(self.store, record, links=self.links, folder=self.files, progress=stage)
+        finally:
+            self.stages.pop(record.id, None)
 
     async def _export(self, record: JobRecord) -> None:
         stage = self.stages.setdefault(record.id, Stage())
@@ -67,24 +77,3 @@ class JobEnd:
             await until_stored(jobs.finish, self.store, record.id, now_s=time.time(), reason=reason)
         except StateError as error:
             log.info("%s", error)
-
-
-async def until_stored(work: Callable[..., T], *args: object, **kwargs: object) -> T:
-    """Do what changes the store; while it cannot be written, wait and try again."""
-    return await _until(StoreError, work, *args, **kwargs)
-
-
-async def until_reached(work: Callable[..., T], *args: object, **kwargs: object) -> T:
-    """Do what reads the store; while its database does not answer, wait and try again."""
-    return await _until(StoreUnreachableError, work, *args, **kwargs)
-
-
-async def _until(
-    passing: type[StoreError], work: Callable[..., T], *args: object, **kwargs: object
-) -> T:
-    while True:
-        try:
-            return await asyncio.to_thread(work, *args, **kwargs)
-        except passing as error:
-            log.error("waiting for the store: %s", error)
-            await asyncio.sleep(RETRY_INTERVAL_S)

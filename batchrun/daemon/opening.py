@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import logging
+import math
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
 
+from batchrun.continuing import continue_job
 from batchrun.daemon.active_job import ActiveJob
-from batchrun.daemon.breaker import CircuitBreaker
+from batchrun.daemon.breaker import IDENTICAL_ERRORS_LIMIT, CircuitBreaker
 from batchrun.daemon.cache_watch import CacheWatch
 from batchrun.daemon.row_costs import estimate_costs
+from batchrun.daemon.view import spec_of
 from batchrun.inputs import InputData, RequestTemplate
 from batchrun.inputs.planned_rows import PlannedRows
-from batchrun.inputs.prompts import PLAIN_PROMPTS, PromptReader
+from batchrun.inputs.prompts import PLAIN_PROMPTS, PromptReader, read_prompts
 from batchrun.jobspec import JobSpec
 from batchrun.planning import plan_job
 from batchrun.pool import RowQueue, find_prefix_nodes
 from batchrun.store import JobRecord, Store, results
 from batchrun.submission import open_submitted
-from batchrun.types import ProgressSink
+from batchrun.types import JobState, ProgressSink
+
+log = logging.getLogger(__name__)
 
 
 def open_job(
@@ -43,6 +50,27 @@ def open_job(
         raise
 
 
+def take_up_job(
+    store: Store,
+    record: JobRecord,
+    *,
+    links: Path,
+    model_folder: Path | None,
+    progress: ProgressSink | None = None,
+) -> ActiveJob:
+    """Open a job as the files of its model let its prompts be read; a job that continues another
+    and has not started gets that one's answers first.
+
+    Blocking. Raises what `continue_job` and `open_job` raise.
+    """
+    if record.state is JobState.VALIDATING and spec_of(record).continue_from is not None:
+        num_rows = continue_job(store, record, links=links, progress=progress)
+        log.info("%s: %d rows taken over", record.id, num_rows)
+    created_at = datetime.fromtimestamp(record.created_at).astimezone()
+    prompts = read_prompts(model_folder, now=created_at)
+    return open_job(store, record, links=links, prompts=prompts, progress=progress)
+
+
 def _plan(
     store: Store,
     record: JobRecord,
@@ -61,6 +89,8 @@ def _plan(
     done = np.asarray(results.done_rows(store, record.seq), dtype=np.int64)
     queue = RowQueue(plan.order.rows, nodes, done)
     limit = None if spec.max_failed is None else spec.max_failed.max_failed_rows(record.num_rows)
+    # A batch of OpenAI's API completes, however many of its rows fail.
+    max_identical = math.inf if record.is_batch else IDENTICAL_ERRORS_LIMIT
     return ActiveJob(
         record=record,
         spec=spec,
@@ -75,5 +105,5 @@ def _plan(
         group_of=plan.group_of(),
         costs=estimate_costs(spec, plan, counts, done),
         cache=CacheWatch(plan, queue),
-        breaker=CircuitBreaker(limit, counts.num_failed),
+        breaker=CircuitBreaker(limit, counts.num_failed, max_identical=max_identical),
     )

@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from batchrun.config import TINY_MODEL, Deployment, EngineConfig
@@ -42,13 +43,21 @@ FIRST_ENGINE_PORT_OFFSET = 100
 LAST_PORT = 65_535
 
 
-class Supervisor:
-    """The engines and the gateway of one deployment. The gateway finds the daemon at its URL."""
+@dataclass(frozen=True, slots=True)
+class DaemonUpstream:
+    """Where the gateway finds the daemon, and what it shows there to be let in."""
 
-    def __init__(self, deployment: Deployment, home: Home, daemon_url: str) -> None:
+    url: str
+    gateway_key: str
+
+
+class Supervisor:
+    """The engines and the gateway of one deployment."""
+
+    def __init__(self, deployment: Deployment, home: Home, daemon: DaemonUpstream) -> None:
         self._deployment = deployment
         self._home = home
-        self._daemon_url = daemon_url
+        self._daemon = daemon
         nonce = read_or_make_nonce(home) if deployment.runs_scheduler else None
         self.slots: Sequence[Slot] = [
             Slot(
@@ -159,7 +168,7 @@ class Supervisor:
             }
             for slot, config in zip(self.slots, self._deployment.engines, strict=True)
         ]
-        document = json.dumps({"engines": engines, "daemon": {"url": self._daemon_url}})
+        document = json.dumps({"engines": engines, "daemon": asdict(self._daemon)})
         write_atomically(self._home.upstreams, document.encode(), mode=0o600)
 
 

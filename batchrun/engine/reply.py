@@ -177,7 +177,13 @@ def _read_error(reply: Reply) -> RowError:
         code=_error_code(fields, reply.status_code),
         message=_one_line(message) or f"the engine answered HTTP {reply.status_code}",
         status_code=reply.status_code,
+        type=_text_or_none(fields.get("type")),
+        param=_text_or_none(fields.get("param")),
     )
+
+
+def _text_or_none(value: object) -> str | None:
+    return value[:_MAX_MESSAGE_CHARS] if isinstance(value, str) and value else None
 
 
 def _error_code(fields: Mapping[str, object], status_code: int) -> str:

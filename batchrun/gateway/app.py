@@ -1,4 +1,4 @@
-"""Routes: what the gateway answers, and what it passes to an engine."""
+"""Routes: what the gateway answers, and what it passes to an engine or to the daemon."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from aiohttp import web
 
 from batchrun.errors import BatchrunError
 from batchrun.gateway.body import read_body
+from batchrun.gateway.daemon_calls import DaemonCalls, is_daemon_route
 from batchrun.gateway.envelope import error_response
 from batchrun.gateway.forward import Call, Forwarder
 from batchrun.gateway.headers import REQUEST_ID, choose_request_id
@@ -33,6 +34,9 @@ class Gateway:
     def __init__(self, settings: GatewaySettings, forwarder: Forwarder) -> None:
         self._settings = settings
         self._forwarder = forwarder
+        self._daemon = DaemonCalls(
+            forwarder.session, settings.upstreams_path, body_idle_s=settings.body_idle_s
+        )
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """The entry point of the HTTP server."""
@@ -42,7 +46,7 @@ class Gateway:
         if handler is None:
             message = f"Invalid URL ({request.method} {path})"
             return error_response(404, message, request_id=request_id)
-        if request.method != method:
+        if method is not None and request.method != method:
             return _wrong_method(request, allowed=method, request_id=request_id)
         try:
             return await handler(request, request_id)
@@ -51,7 +55,8 @@ class Gateway:
         except BatchrunError as error:
             return error_response(error.http_status, str(error), request_id=request_id)
 
-    def _route(self, path: str) -> tuple[str, Handler | None]:
+    def _route(self, path: str) -> tuple[str | None, Handler | None]:
+        """The method that a path wants (None: whoever answers says that), and who answers."""
         if path in ENGINE_ROUTES:
             return "POST", self._generate
         if path == LIST_TARGET:
@@ -64,7 +69,9 @@ class Gateway:
             return "GET", self._readyz
         if path == "/metrics":
             return "GET", self._metrics
-        return "", None
+        if is_daemon_route(path):
+            return None, self._daemon.pass_on
+        return None, None
 
     async def _generate(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
         limits = self._settings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 
 from aiohttp import web
 
@@ -12,10 +13,7 @@ async def read_body(request: web.BaseRequest, *, max_bytes: int, idle_s: float) 
 
     Compressed bodies are refused: they would hide what the gateway must look for, and bombs.
     """
-    if request.headers.get("Content-Encoding", "identity").strip().lower() != "identity":
-        raise web.HTTPUnsupportedMediaType(
-            text="Content-Encoding is not supported; send plain JSON"
-        )
+    _refuse_compressed(request)
     if (request.content_length or 0) > max_bytes:
         raise _too_large(max_bytes, request.content_length or 0)
     await _invite(request)
@@ -25,6 +23,33 @@ async def read_body(request: web.BaseRequest, *, max_bytes: int, idle_s: float) 
         if len(body) > max_bytes:
             raise _too_large(max_bytes, len(body))
     return bytes(body)
+
+
+class BodyStream:
+    """A body piece by piece, of any size: `refusal` is why it ended early, where it did.
+
+    Raises a web.HTTPException when it is made, and the refusal when it is read.
+    """
+
+    def __init__(self, request: web.BaseRequest, *, idle_s: float) -> None:
+        _refuse_compressed(request)
+        self._request = request
+        self._idle_s = idle_s
+        self.refusal: web.HTTPException | None = None
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        await _invite(self._request)
+        try:
+            while chunk := await _next_chunk(self._request, idle_s=self._idle_s):
+                yield chunk
+        except web.HTTPException as refusal:
+            self.refusal = refusal
+            raise
+
+
+def _refuse_compressed(request: web.BaseRequest) -> None:
+    if request.headers.get("Content-Encoding", "identity").strip().lower() != "identity":
+        raise web.HTTPUnsupportedMediaType(text="Content-Encoding is not supported; send it plain")
 
 
 async def _invite(request: web.BaseRequest) -> None:

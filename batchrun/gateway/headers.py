@@ -22,7 +22,7 @@ HOP_BY_HOP = frozenset({
     "transfer-encoding",
     "upgrade",
 })
-_SET_BY_CLIENT_LIBRARY = frozenset({"host", "content-length", "expect"})
+SET_BY_CLIENT_LIBRARY = frozenset({"host", "content-length", "expect"})
 _USABLE_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _OWN_PREFIX = "batchrun"
 
@@ -47,7 +47,7 @@ def request_headers(
     caller could write an id of the daemon's.
     """
     sent = end_to_end(headers)
-    for key in _SET_BY_CLIENT_LIBRARY:
+    for key in SET_BY_CLIENT_LIBRARY:
         sent.popall(key, None)
     sent[REQUEST_ID] = request_id
     if upstream.api_key is not None:

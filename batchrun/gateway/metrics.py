@@ -10,7 +10,7 @@ from aiohttp import web
 
 from batchrun.errors import DaemonUnavailableError
 from batchrun.gateway.headers import REQUEST_ID
-from batchrun.gateway.upstreams import read_daemon_url
+from batchrun.gateway.upstreams import find_daemon
 
 TIMEOUT_S = 5.0
 MAX_PAGE_BYTES = 4 * 2**20
@@ -20,12 +20,12 @@ async def metrics_response(
     session: aiohttp.ClientSession, upstreams_path: Path, *, request_id: str
 ) -> web.Response:
     """The page. Raises DaemonUnavailableError while no daemon gives one."""
-    url = await asyncio.to_thread(read_daemon_url, upstreams_path)
-    if url is None:
+    daemon = await asyncio.to_thread(find_daemon, upstreams_path)
+    if daemon is None:
         raise DaemonUnavailableError("no daemon gives metrics; start one with `batchrun up -d`")
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     try:
-        async with session.get(url + "/metrics", timeout=timeout) as reply:
+        async with session.get(daemon.url + "/metrics", timeout=timeout) as reply:
             reply.raise_for_status()
             page = await reply.content.read(MAX_PAGE_BYTES)
             while not reply.content.at_eof() and len(page) < MAX_PAGE_BYTES:

@@ -1,7 +1,7 @@
 """The list of engines, as the daemon writes it to a file.
 
     {"engines": [{"name": "engine-0", "url": "http://127.0.0.1:8001", "api_key": "..."}],
-     "daemon": {"url": "http://127.0.0.1:9999"} | null}
+     "daemon": {"url": "http://127.0.0.1:9999", "gateway_key": "..."} | null}
 
 The writer may die at any time: the last good list stays in use.
 """
@@ -34,6 +34,14 @@ class Upstream:
     api_key: str | None = field(default=None, repr=False)
 
 
+@dataclass(frozen=True, slots=True)
+class DaemonAt:
+    """The daemon's base address, and what lets the gateway in there."""
+
+    url: str
+    gateway_key: str | None = field(default=None, repr=False)
+
+
 def read_upstreams(path: Path) -> tuple[Upstream, ...]:
     """The engines that `path` names, in file order. Raises ConfigError with one line."""
     engines = _read_document(path).get("engines")
@@ -44,14 +52,18 @@ def read_upstreams(path: Path) -> tuple[Upstream, ...]:
     )
 
 
-def read_daemon_url(path: Path) -> str | None:
+def find_daemon(path: Path) -> DaemonAt | None:
     """Where the daemon answers; None when `path` names none or cannot be read."""
     try:
         daemon = _read_document(path).get("daemon")
     except ConfigError:
         return None
-    url = daemon.get("url") if isinstance(daemon, dict) else None
-    return url if isinstance(url, str) and _is_http_url(url) else None
+    if not isinstance(daemon, dict):
+        return None
+    url, key = daemon.get("url"), daemon.get("gateway_key")
+    if not isinstance(url, str) or not _is_http_url(url):
+        return None
+    return DaemonAt(url.rstrip("/"), key if isinstance(key, str) else None)
 
 
 def _read_document(path: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Job files: what they say, and how they are read."""
 
+from batchrun.durations import parse_duration_s
 from batchrun.jobspec.checks import CONTENT_KEYS, content_template, find_problems
 from batchrun.jobspec.loading import input_files, is_openai_batch_file, load_job_file
 from batchrun.jobspec.model import (
@@ -11,7 +12,7 @@ from batchrun.jobspec.model import (
     JobSpec,
     OutputSpec,
 )
-from batchrun.jobspec.quantities import FailureLimit, parse_duration_s
+from batchrun.jobspec.quantities import FailureLimit
 from batchrun.jobspec.templating import JobEnvironment, make_environment
 
 __all__ = [

@@ -18,7 +18,8 @@ from pydantic import (
     field_validator,
 )
 
-from batchrun.jobspec.quantities import FailureLimit, parse_duration_s
+from batchrun.durations import parse_duration_s
+from batchrun.jobspec.quantities import FailureLimit
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
 InputFormat = Literal["auto", "parquet", "jsonl", "csv", "openai-batch"]

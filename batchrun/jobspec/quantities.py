@@ -1,35 +1,10 @@
-"""Quantities as people write them in a job file: durations and failure limits."""
+"""Failure limits as people write them in a job file."""
 
 from __future__ import annotations
 
 import math
-import re
 
 from pydantic import BaseModel, ConfigDict, model_validator
-
-_UNIT_S = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
-_DURATION = re.compile(r"(?:\d+(?:\.\d+)?[dhms]\s*)+")
-_DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)([dhms])")
-
-
-def parse_duration_s(value: object) -> float:
-    """Seconds of `"6h"`, `"30m"`, `"1h30m"`, `"2d"` or a number of seconds; more than 0.
-
-    Raises ValueError, which pydantic turns into one line.
-    """
-    duration_s = _duration_s(value)
-    if not math.isfinite(duration_s) or duration_s <= 0:
-        raise ValueError(f"must be longer than 0 (got {value!r})")
-    return duration_s
-
-
-def _duration_s(value: object) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(value, str) and _DURATION.fullmatch(value.strip()):
-        parts = _DURATION_PART.findall(value)
-        return math.fsum(float(number) * _UNIT_S[unit] for number, unit in parts)
-    raise ValueError(f"must be a duration such as 90s, 30m, 6h or 2d (got {value!r})")
 
 
 class FailureLimit(BaseModel):

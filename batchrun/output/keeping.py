@@ -104,7 +104,7 @@ def _input_faults(file: PinnedFile, links: Path) -> Iterator[str]:
 
 
 def _has_output(record: JobRecord) -> bool:
-    is_written = record.state in WITH_OUTPUT and record.reason is None
+    is_written = record.state in WITH_OUTPUT and record.reason is None and not record.is_batch
     return is_written and record.results_removed_at is None
 
 

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, Row, func, select
 from batchrun.store.check_rows import check_rows
 from batchrun.store.counts import COUNT_NAMES, Counts, count_results, counts_of
 from batchrun.store.database import Store
-from batchrun.store.jobs import JobRecord, record_of
+from batchrun.store.job_record import BATCH_PREFIX, JobRecord, record_of
 from batchrun.store.migrate import HEAD, find_revision
 from batchrun.store.schema import attempts, bodies, epochs, jobs, results, suspects
 from batchrun.store.sqlite import integrity_problems, last_given_key
@@ -109,7 +109,8 @@ def _check_job(job: Row[Any]) -> Iterator[str]:
     state = JobState(job.state)
     if job.ends_as not in ENDS_AS.get(state, {None}):
         yield f"{state}, and to end as {job.ends_as}"
-    if job.num_rows < 1:
+    is_unvalidated = job.id.startswith(BATCH_PREFIX) and job.started_at is None
+    if job.num_rows < 1 and not is_unvalidated:
         yield f"{job.num_rows} rows"
     if state in STARTED and job.started_at is None:
         yield f"{state}, and never started"

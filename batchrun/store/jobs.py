@@ -17,68 +17,16 @@ validating or paused). A terminal job never changes.
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
 
-from sqlalchemy import Connection, Row, insert, select, update
+from sqlalchemy import insert, select, update
 
 from batchrun.errors import StateError, UnknownJobError
-from batchrun.store.counts import COUNT_NAMES, Counts, count_results, counts_of
 from batchrun.store.database import Store
+from batchrun.store.job_record import JobRecord, NewJob, record_of
+from batchrun.store.job_rows import insert_job, move_job, read_job
 from batchrun.store.schema import epochs, jobs, settings
 from batchrun.types import TERMINAL_JOB_STATES, JobState
-
-ID_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
-ID_LENGTH = 10
-
-
-def new_job_id() -> str:
-    """An id that no other job has."""
-    return "job_" + "".join(secrets.choice(ID_ALPHABET) for _ in range(ID_LENGTH))
-
-
-@dataclass(frozen=True, slots=True)
-class NewJob:
-    """A submission whose input was checked and pinned. `spec` and `pin` are JSON texts.
-
-    The submitter chooses the id, so that handing a job over twice adds it once.
-    """
-
-    name: str
-    spec: str
-    pin: str
-    content_hash: str
-    num_rows: int
-    deadline_s: float | None = None
-    id: str = field(default_factory=new_job_id)
-
-
-@dataclass(frozen=True, slots=True)
-class JobRecord:
-    """A job as it stands in the store. Instants are UTC epoch seconds.
-
-    `seq` orders jobs by submission; `reason` says why the job is paused or failed. `counts` is
-    None until the job ends; from `results_removed_at` on its results are gone.
-    """
-
-    seq: int
-    id: str
-    name: str
-    state: JobState
-    spec: str
-    pin: str
-    content_hash: str
-    num_rows: int
-    created_at: float
-    expires_at: float | None
-    started_at: float | None
-    finished_at: float | None
-    ends_as: JobState | None
-    reason: str | None
-    counts: Counts | None = None
-    results_removed_at: float | None = None
 
 
 def create(store: Store, job: NewJob, *, now_s: float) -> JobRecord:
@@ -88,21 +36,8 @@ def create(store: Store, job: NewJob, *, now_s: float) -> JobRecord:
     """
     with store.write() as connection:
         if connection.execute(select(jobs.c.seq).where(jobs.c.id == job.id)).first() is not None:
-            return _get(connection, job.id)
-        connection.execute(
-            insert(jobs).values(
-                id=job.id,
-                name=job.name,
-                state=JobState.VALIDATING,
-                spec=job.spec,
-                pin=job.pin,
-                content_hash=job.content_hash,
-                num_rows=job.num_rows,
-                created_at=now_s,
-                expires_at=None if job.deadline_s is None else now_s + job.deadline_s,
-            )
-        )
-        return _get(connection, job.id)
+            return read_job(connection, job.id)
+        return insert_job(connection, job, now_s=now_s)
 
 
 def start(store: Store, job_id: str, *, now_s: float) -> JobRecord:
@@ -129,24 +64,26 @@ def resume(store: Store, job_id: str, *, pin: str | None = None) -> JobRecord:
     `pin` replaces the job's, where its input changed and is accepted as it is now.
     """
     with store.write() as connection:
-        started = _get(connection, job_id).started_at is not None
+        started = read_job(connection, job_id).started_at is not None
         target = JobState.RUNNING if started else JobState.VALIDATING
         accepted = {} if pin is None else {"pin": pin}
-        return _move_in(connection, job_id, (JobState.PAUSED,), target, reason=None, **accepted)
+        return move_job(connection, job_id, (JobState.PAUSED,), target, reason=None, **accepted)
 
 
-def begin_finalizing(store: Store, job_id: str, ends_as: JobState) -> JobRecord:
+def begin_finalizing(store: Store, job_id: str, ends_as: JobState, *, now_s: float) -> JobRecord:
     """running -> finalizing as completed: no row is pending. Or as expired, paused jobs too."""
-    allowed = [JobState.RUNNING]
     if ends_as is JobState.EXPIRED:
-        allowed += [JobState.VALIDATING, JobState.PAUSED]
-    return _move(store, job_id, allowed, JobState.FINALIZING, ends_as=ends_as)
+        allowed = (JobState.RUNNING, JobState.VALIDATING, JobState.PAUSED)
+        return _move(store, job_id, allowed, JobState.FINALIZING, ends_as=ends_as)
+    to = JobState.FINALIZING
+    return _move(store, job_id, (JobState.RUNNING,), to, ends_as=ends_as, finalizing_at=now_s)
 
 
-def request_cancel(store: Store, job_id: str) -> JobRecord:
+def request_cancel(store: Store, job_id: str, *, now_s: float) -> JobRecord:
     """validating, running, paused or finalizing -> cancelling."""
     allowed = (JobState.VALIDATING, JobState.RUNNING, JobState.PAUSED, JobState.FINALIZING)
-    return _move(store, job_id, allowed, JobState.CANCELLING, ends_as=JobState.CANCELLED)
+    to, ends_as = JobState.CANCELLING, JobState.CANCELLED
+    return _move(store, job_id, allowed, to, ends_as=ends_as, cancelling_at=now_s)
 
 
 def finish(store: Store, job_id: str, *, now_s: float, reason: str | None = None) -> JobRecord:
@@ -155,11 +92,11 @@ def finish(store: Store, job_id: str, *, now_s: float, reason: str | None = None
     `reason` says why it is not, where a cancelled job's input is gone.
     """
     with store.write() as connection:
-        ends_as = _get(connection, job_id).ends_as
+        ends_as = read_job(connection, job_id).ends_as
         allowed = (JobState.FINALIZING, JobState.CANCELLING)
         if ends_as is None:
             raise StateError(f"{job_id}: not finalizing")
-        return _move_in(connection, job_id, allowed, ends_as, finished_at=now_s, reason=reason)
+        return move_job(connection, job_id, allowed, ends_as, finished_at=now_s, reason=reason)
 
 
 def get(store: Store, job_id: str) -> JobRecord:
@@ -235,53 +172,4 @@ def _move(
     store: Store, job_id: str, allowed: Sequence[JobState], to: JobState, **values: object
 ) -> JobRecord:
     with store.write() as connection:
-        return _move_in(connection, job_id, allowed, to, **values)
-
-
-def _move_in(
-    connection: Connection,
-    job_id: str,
-    allowed: Sequence[JobState],
-    to: JobState,
-    **values: object,
-) -> JobRecord:
-    if to.is_terminal:
-        values |= asdict(count_results(connection, _get(connection, job_id).seq))
-    changed = connection.execute(
-        update(jobs)
-        .where(jobs.c.id == job_id, jobs.c.state.in_([str(state) for state in allowed]))
-        .values(
-            state=str(to),
-            **{name: _plain(value) for name, value in values.items()},
-        )
-    )
-    record = _get(connection, job_id)
-    if changed.rowcount != 1:
-        needed = ", ".join(allowed)
-        raise StateError(
-            f"{job_id} is {record.state} and cannot become {to} (possible while: {needed})"
-        )
-    return record
-
-
-def _plain(value: object) -> object:
-    """A value as the columns take it; PostgreSQL has no text with NUL in it."""
-    return str(value).replace("\0", "") if isinstance(value, str) else value
-
-
-def _get(connection: Connection, job_id: str) -> JobRecord:
-    row = connection.execute(select(jobs).where(jobs.c.id == job_id)).first()
-    if row is None:
-        raise UnknownJobError(f"{job_id}: no such job; `batchrun status` lists the jobs")
-    return record_of(row)
-
-
-def record_of(row: Row[Any]) -> JobRecord:
-    """A job from a row of `jobs`."""
-    values = dict(row._mapping)
-    values["counts"] = counts_of(row)
-    for name in COUNT_NAMES:
-        del values[name]
-    values["state"] = JobState(values["state"])
-    values["ends_as"] = None if values["ends_as"] is None else JobState(values["ends_as"])
-    return JobRecord(**values)
+        return move_job(connection, job_id, allowed, to, **values)

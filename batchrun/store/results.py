@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -168,9 +168,7 @@ def _content(outcome: Outcome) -> bytes:
         assert outcome.body is not None
         return outcome.body
     assert outcome.error is not None
-    error = outcome.error
-    fields = {"code": error.code, "message": error.message, "status_code": error.status_code}
-    return json.dumps(fields).encode()
+    return json.dumps(asdict(outcome.error)).encode()
 
 
 def _terminal_seqs(connection: Connection, seqs: set[int]) -> set[int]:

@@ -12,7 +12,7 @@ from sqlalchemy import delete, exists, func, or_, select, update
 
 from batchrun.errors import StateError
 from batchrun.store.database import Store
-from batchrun.store.jobs import JobRecord, record_of
+from batchrun.store.job_record import JobRecord, record_of
 from batchrun.store.schema import attempts, bodies, jobs, results, suspects
 from batchrun.types import TERMINAL_JOB_STATES
 

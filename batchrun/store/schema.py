@@ -3,7 +3,8 @@
 A row of a job is done if and only if it stands in `results`. Its reply stands apart in `bodies`, so
 that counting and resuming read a narrow table. A job's counts and tokens are null until it ends;
 then they stay, also when its results are removed. `attempts` and `suspects` hold only the few rows
-that were retried or were in flight when an engine died.
+that were retried or were in flight when an engine died. A batch of OpenAI's API is a job with a row
+in `batches`; what `files` names lies in the home folder, each file under its id.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ jobs = Table(
     Column("num_output_tokens", BigInteger),
     Column("num_cached_tokens", BigInteger),
     Column("results_removed_at", Float),
+    Column("finalizing_at", Float),
+    Column("cancelling_at", Float),
     sqlite_autoincrement=True,
 )
 
@@ -102,4 +105,38 @@ settings = Table(
     metadata,
     Column("key", String(64), primary_key=True),
     Column("value", Text, nullable=False),
+)
+
+files = Table(
+    "files",
+    metadata,
+    Column("seq", Integer, primary_key=True, autoincrement=True),
+    Column("id", String(64), nullable=False, unique=True),
+    Column("owner", String(64)),
+    Column("filename", Text, nullable=False),
+    Column("purpose", String(32), nullable=False),
+    Column("size_bytes", BigInteger, nullable=False),
+    Column("sha256", String(64), nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("expires_at", Float),
+    sqlite_autoincrement=True,
+)
+
+batches = Table(
+    "batches",
+    metadata,
+    Column("job_seq", Integer, primary_key=True, autoincrement=False),
+    Column("owner", String(64)),
+    Column("input_file_id", Text, nullable=False),
+    Column("endpoint", String(64), nullable=False),
+    Column("completion_window", String(64), nullable=False),
+    Column("metadata", Text),
+    Column("output_expires_after_s", Integer),
+    Column("model", Text),
+    Column("errors", Text),
+    Column("output_file_id", String(64)),
+    Column("error_file_id", String(64)),
+    Column("num_reasoning_tokens", BigInteger),
+    Column("idempotency_hash", String(64), unique=True),
+    Column("request_hash", String(64), nullable=False),
 )

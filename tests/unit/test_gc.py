@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 from store_builders import answered, load_dump, read_tables
 
-from batchrun.config import DeploymentFile, parse_age_s
+from batchrun.config import DeploymentFile
+from batchrun.durations import parse_age_s
 from batchrun.errors import ConfigError, StateError
 from batchrun.inputs.pin import InputPin
 from batchrun.jobspec import load_job_file
@@ -59,7 +60,7 @@ def ended_job(store: Store, *, num_rows: int = 3, ended_at: float = 5.0) -> JobR
     results.commit(store, outcomes, now_s=2.0)
     results.record_attempt(store, job.seq, 0, 2)
     results.record_engine_death(store, job.seq, [1])
-    jobs.begin_finalizing(store, job.id, JobState.COMPLETED)
+    jobs.begin_finalizing(store, job.id, JobState.COMPLETED, now_s=1.5)
     return jobs.finish(store, job.id, now_s=ended_at)
 
 

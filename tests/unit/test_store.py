@@ -43,7 +43,7 @@ def test_a_job_walks_from_validating_to_completed(store: Store) -> None:
     job = jobs.create(store, new_job(), now_s=1.0)
 
     jobs.start(store, job.id, now_s=2.0)
-    jobs.begin_finalizing(store, job.id, JobState.COMPLETED)
+    jobs.begin_finalizing(store, job.id, JobState.COMPLETED, now_s=2.5)
     ended = jobs.finish(store, job.id, now_s=3.0)
 
     assert (ended.state, ended.started_at, ended.finished_at) == (JobState.COMPLETED, 2.0, 3.0)
@@ -69,9 +69,9 @@ def test_a_terminal_job_never_changes(store: Store, move: str) -> None:
         "start": lambda: jobs.start(store, job.id, now_s=3.0),
         "pause": lambda: jobs.pause(store, job.id, "x"),
         "resume": lambda: jobs.resume(store, job.id),
-        "cancel": lambda: jobs.request_cancel(store, job.id),
+        "cancel": lambda: jobs.request_cancel(store, job.id, now_s=2.5),
         "finish": lambda: jobs.finish(store, job.id, now_s=3.0),
-        "finalize": lambda: jobs.begin_finalizing(store, job.id, JobState.COMPLETED),
+        "finalize": lambda: jobs.begin_finalizing(store, job.id, JobState.COMPLETED, now_s=2.5),
     }
 
     with pytest.raises(StateError):

@@ -135,7 +135,7 @@ def test_a_job_that_walked_through_its_states_is_sound(
     jobs.start(store, job.id, now_s=1.0)
     outcomes = [(job.seq, answered(2)), (job.seq, refused(0)), (job.seq, answered(1))]
     results.commit(store, outcomes, now_s=2.0)
-    jobs.begin_finalizing(store, job.id, JobState.COMPLETED)
+    jobs.begin_finalizing(store, job.id, JobState.COMPLETED, now_s=1.5)
     assert check(store_location) == []
 
     jobs.finish(store, job.id, now_s=3.0)

@@ -1,0 +1,168 @@
+"""What `POST /v1/batches` asks for, checked key by key as OpenAI does."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from batchrun.api.errors import ApiError
+from batchrun.api.values import check_choice, check_expiry, required_text, wrong_type
+from batchrun.durations import parse_duration_s
+from batchrun.jobspec import Endpoint
+from batchrun.store.batches import NewBatch
+
+ENDPOINTS: Sequence[str] = get_args(Endpoint)
+KEYS = frozenset({
+    "input_file_id",
+    "endpoint",
+    "completion_window",
+    "metadata",
+    "output_expires_after",
+    "batchrun",
+})
+MAX_FILE_ID_CHARS = 256
+MAX_PAIRS = 16
+MAX_KEY_CHARS = 64
+MAX_VALUE_CHARS = 512
+MAX_WEIGHT = 1_000_000
+MAX_IDEMPOTENCY_KEY_CHARS = 255
+EXTENSION = "batchrun"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """A batch to be made, and how its job is to run."""
+
+    batch: NewBatch
+    deadline_s: float
+    weight: float
+
+
+def read_batch_request(
+    document: Mapping[str, object], windows: Sequence[str], idempotency_key: str | None
+) -> BatchRequest:
+    """The request in a JSON object; `windows` are the completion windows that are served.
+
+    Raises ApiError.
+    """
+    unknown = next((key for key in document if key not in KEYS), None)
+    if unknown is not None:
+        raise _unknown(unknown)
+    input_file_id = required_text(document, "input_file_id")
+    if "\0" in input_file_id or not 0 < len(input_file_id) <= MAX_FILE_ID_CHARS:
+        message = f"Invalid 'input_file_id': expected the id of a file, got '{input_file_id[:64]}'."
+        raise ApiError(400, message, code="invalid_value", param="input_file_id")
+    endpoint = required_text(document, "endpoint")
+    check_choice("endpoint", endpoint, ENDPOINTS)
+    window = required_text(document, "completion_window")
+    check_choice("completion_window", window, windows)
+    weight, deadline_s = _extension(document.get(EXTENSION), window)
+    batch = NewBatch(
+        input_file_id=input_file_id,
+        endpoint=endpoint,
+        completion_window=window,
+        metadata=_metadata(document.get("metadata")),
+        output_expires_after_s=_output_expiry(document.get("output_expires_after")),
+        request_hash=_digest(document),
+        idempotency_hash=_idempotency_hash(idempotency_key),
+    )
+    return BatchRequest(batch, deadline_s, weight)
+
+
+def _unknown(param: str) -> ApiError:
+    return ApiError(400, f"Unknown parameter: '{param}'.", code="unknown_parameter", param=param)
+
+
+def _digest(document: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+def _idempotency_hash(key: str | None) -> str | None:
+    if key is None:
+        return None
+    if not 0 < len(key) <= MAX_IDEMPOTENCY_KEY_CHARS:
+        message = f"Idempotency-Key must have 1 to {MAX_IDEMPOTENCY_KEY_CHARS} characters."
+        raise ApiError(400, message, code="invalid_value")
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def _metadata(value: object) -> Mapping[str, str] | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise wrong_type("metadata", "an object", value)
+    if len(value) > MAX_PAIRS:
+        message = (
+            f"Invalid 'metadata': too many properties. Expected an object with at most {MAX_PAIRS} "
+            f"properties, but got an object with {len(value)} properties instead."
+        )
+        raise ApiError(400, message, code="object_above_max_properties", param="metadata")
+    for key, text in value.items():
+        _check_pair(key, text)
+    return value
+
+
+def _check_pair(key: str, text: object) -> None:
+    param = f"metadata.{key[: MAX_KEY_CHARS + 1]}"
+    if len(key) > MAX_KEY_CHARS:
+        message = (
+            f"Invalid property name in 'metadata': '{key[:MAX_KEY_CHARS]}...' is too long. "
+            f"Expected a property name with at most {MAX_KEY_CHARS} characters, but got one with "
+            f"{len(key)} characters instead."
+        )
+        raise ApiError(400, message, code="property_name_above_max_length", param=param)
+    if not isinstance(text, str):
+        raise wrong_type(param, "a string", text)
+    if len(text) > MAX_VALUE_CHARS:
+        message = (
+            f"Invalid '{param}': string too long. Expected a string with maximum length "
+            f"{MAX_VALUE_CHARS}, but got a string with length {len(text)} instead."
+        )
+        raise ApiError(400, message, code="string_above_max_length", param=param)
+
+
+def _output_expiry(value: object) -> int | None:
+    name = "output_expires_after"
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise wrong_type(name, "an object", value)
+    unknown = next((key for key in value if key not in {"anchor", "seconds"}), None)
+    if unknown is not None:
+        raise _unknown(f"{name}.{unknown}")
+    return check_expiry(name, value.get("anchor"), value.get("seconds"))
+
+
+def _extension(value: object, window: str) -> tuple[float, float]:
+    """(weight, deadline in seconds from now)."""
+    window_s = parse_duration_s(window)
+    if value is None:
+        return 1.0, window_s
+    if not isinstance(value, dict):
+        raise wrong_type(EXTENSION, "an object", value)
+    unknown = next((key for key in value if key not in {"weight", "deadline"}), None)
+    if unknown is not None:
+        raise _unknown(f"{EXTENSION}.{unknown}")
+    weight = value.get("weight", 1.0)
+    if not isinstance(weight, int | float) or isinstance(weight, bool):
+        raise wrong_type(f"{EXTENSION}.weight", "a number", weight)
+    if not 0 < weight <= MAX_WEIGHT:
+        raise _bad_extension("weight", f"must be above 0 and at most {MAX_WEIGHT}")
+    return float(weight), min(_deadline_s(value.get("deadline")), window_s)
+
+
+def _deadline_s(value: object) -> float:
+    if value is None:
+        return float("inf")
+    try:
+        return parse_duration_s(value)
+    except ValueError as error:
+        raise _bad_extension("deadline", str(error)) from None
+
+
+def _bad_extension(key: str, problem: str) -> ApiError:
+    param = f"{EXTENSION}.{key}"
+    return ApiError(400, f"Invalid '{param}': {problem}.", code="invalid_value", param=param)

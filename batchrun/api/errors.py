@@ -1,0 +1,106 @@
+"""Every failure leaves in OpenAI's error envelope: `{"error": {message, type, param, code}}`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from batchrun.errors import BatchrunError, StoreFullError, StoreLockedError, StoreUnreachableError
+from batchrun.home import CONTROL_PREFIX
+
+RETRY_AFTER_S = 2
+PASSING = frozenset({408, 429, 502, 503, 504})
+"""Statuses after which the same call may work; after others OpenAI's client is told not to try."""
+_PLAIN_WORDS: tuple[tuple[type[BatchrunError], str], ...] = (
+    (StoreFullError, "the server's disk is full; nothing was changed"),
+    (StoreUnreachableError, "the server's database does not answer; try again shortly"),
+    (StoreLockedError, "the server's database is busy; try again shortly"),
+)
+
+
+class ApiError(Exception):
+    """A call that cannot be answered as asked."""
+
+    def __init__(
+        self, status_code: int, message: str, *, code: str | None = None, param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status_code = status_code
+        self.message = message
+        self.code = code
+        self.param = param
+
+
+class AsciiJson(JSONResponse):
+    """JSON without a byte above 127: text that UTF-8 cannot hold passes, too."""
+
+    def render(self, content: object) -> bytes:
+        """The body."""
+        return json.dumps(content, separators=(",", ":")).encode()
+
+
+def envelope(
+    status_code: int, message: str, *, code: str | None = None, param: str | None = None
+) -> AsciiJson:
+    """A whole error reply, with what tells a client whether to try again."""
+    kind = "server_error" if status_code >= 500 else "invalid_request_error"
+    error = {"message": message, "type": kind, "param": param, "code": code}
+    headers = {}
+    if status_code == 503:
+        headers["Retry-After"] = str(RETRY_AFTER_S)
+    elif status_code == 409 or (status_code >= 500 and status_code not in PASSING):
+        headers["X-Should-Retry"] = "false"
+    return AsciiJson({"error": error}, status_code=status_code, headers=headers)
+
+
+def missing_parameter(name: str) -> ApiError:
+    """A required parameter was not given."""
+    message = f"Missing required parameter: '{name}'."
+    return ApiError(400, message, code="missing_required_parameter", param=name)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Answer every exception with an envelope."""
+
+    @app.exception_handler(ApiError)
+    async def on_api_error(_request: Request, error: ApiError) -> JSONResponse:
+        return envelope(error.status_code, error.message, code=error.code, param=error.param)
+
+    @app.exception_handler(BatchrunError)
+    async def on_our_error(request: Request, error: BatchrunError) -> JSONResponse:
+        if request.url.path.startswith(CONTROL_PREFIX):
+            return envelope(error.http_status, str(error), code=type(error).__name__)
+        return envelope(error.http_status, _for_strangers(error))
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
+        message = str(error.detail)
+        if error.status_code == 404 and message == "Not Found":
+            message = f"Invalid URL ({request.method} {request.url.path})"
+        reply = envelope(error.status_code, message)
+        allowed: Mapping[str, str] = error.headers or {}
+        reply.headers.update(allowed)
+        return reply
+
+    @app.exception_handler(RequestValidationError)
+    async def on_bad_request(_request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"] if part != "body")
+        return envelope(400, f"{key}: {first['msg']}")
+
+    @app.exception_handler(Exception)
+    async def on_bug(_request: Request, _error: Exception) -> JSONResponse:
+        return envelope(500, "internal error; the server's log has more")
+
+
+def _for_strangers(error: BatchrunError) -> str:
+    """What a caller of the API may read: no path of the server's."""
+    if error.http_status < 500:
+        return str(error)
+    known = (words for kind, words in _PLAIN_WORDS if isinstance(error, kind))
+    return next(known, "internal error; the server's log has more")

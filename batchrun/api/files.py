@@ -1,0 +1,118 @@
+"""`/v1/files`: create, list, retrieve, content, delete."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from fastapi import APIRouter, Request, params
+from fastapi.responses import FileResponse
+
+from batchrun.api.errors import ApiError, AsciiJson
+from batchrun.api.objects import file_object, list_object
+from batchrun.api.upload import receive_file
+from batchrun.api.values import check_choice, limit_in
+from batchrun.output.batch_files import RESULT_PURPOSE
+from batchrun.store import Store, files
+from batchrun.store.files import FileRecord
+
+MAX_LIMIT = 10_000
+READABLE = frozenset({"batch", RESULT_PURPOSE})
+"""Purposes whose content is given back."""
+ORDERS = ("asc", "desc")
+
+
+class Files:
+    """The files of one home: rows in the store, bytes in `folder`."""
+
+    def __init__(self, store: Store, folder: Path) -> None:
+        self._store = store
+        self._folder = folder
+
+    async def create(self, request: Request) -> AsciiJson:
+        """`POST /v1/files`. What was answered with 200 survives any crash."""
+        received = await receive_file(request, self._folder)
+        try:
+            record = await asyncio.to_thread(files.add, self._store, received, now_s=time.time())
+        except BaseException:
+            (self._folder / received.id).unlink(missing_ok=True)
+            raise
+        return AsciiJson(file_object(record))
+
+    async def list(self, request: Request) -> AsciiJson:
+        """`GET /v1/files`."""
+        query = request.query_params
+        limit = limit_in(query, MAX_LIMIT)
+        if limit is None or not 1 <= limit <= MAX_LIMIT:
+            raise ApiError(400, f"limit must be between 1 and {MAX_LIMIT}.")
+        order = query.get("order", "desc")
+        check_choice("order", order, ORDERS)
+        now_s = time.time()
+        after = None
+        if "after" in query:
+            after = await asyncio.to_thread(files.find, self._store, query["after"], now_s=now_s)
+            if after is None:
+                raise _unknown(query["after"], param="after")
+        found = await asyncio.to_thread(
+            files.list_page,
+            self._store,
+            limit=limit + 1,
+            after=after,
+            purpose=query.get("purpose"),
+            newest_first=order == "desc",
+            now_s=now_s,
+        )
+        page = [file_object(file) for file in found[:limit]]
+        return AsciiJson(list_object(page, has_more=len(found) > limit))
+
+    async def retrieve(self, file_id: str) -> AsciiJson:
+        """`GET /v1/files/{file_id}`."""
+        return AsciiJson(file_object(await self._find(file_id)))
+
+    async def delete(self, file_id: str) -> AsciiJson:
+        """`DELETE /v1/files/{file_id}`. The row goes first: what a kill leaves on the disk belongs
+        to nobody and goes at the next start."""
+        file = await self._find(file_id)
+        await asyncio.to_thread(files.remove, self._store, file.id)
+        await asyncio.to_thread((self._folder / file.id).unlink, missing_ok=True)
+        return AsciiJson({"id": file.id, "object": "file", "deleted": True})
+
+    async def content(self, file_id: str) -> FileResponse:
+        """`GET /v1/files/{file_id}/content`: the bytes, straight from the disk."""
+        file = await self._find(file_id)
+        if file.purpose not in READABLE:
+            raise ApiError(400, f"Not allowed to download files of purpose: {file.purpose}")
+        path = self._folder / file.id
+        try:
+            status = await asyncio.to_thread(path.stat)
+        except FileNotFoundError:
+            raise _unknown(file_id) from None
+        return FileResponse(
+            path,
+            media_type="application/octet-stream",
+            filename=file.filename,
+            stat_result=status,
+        )
+
+    async def _find(self, file_id: str) -> FileRecord:
+        file = await asyncio.to_thread(files.find, self._store, file_id, now_s=time.time())
+        if file is None:
+            raise _unknown(file_id)
+        return file
+
+
+def files_router(made: Files, guards: Sequence[params.Depends]) -> APIRouter:
+    """The routes of `/v1/files`."""
+    router = APIRouter(prefix="/v1/files", dependencies=list(guards), redirect_slashes=False)
+    router.add_api_route("", made.create, methods=["POST"])
+    router.add_api_route("", made.list, methods=["GET"])
+    router.add_api_route("/{file_id}", made.retrieve, methods=["GET"])
+    router.add_api_route("/{file_id}", made.delete, methods=["DELETE"])
+    router.add_api_route("/{file_id}/content", made.content, methods=["GET"])
+    return router
+
+
+def _unknown(file_id: str, param: str = "id") -> ApiError:
+    return ApiError(404, f"No such File object: {file_id}", param=param)

@@ -1,0 +1,164 @@
+"""`POST /v1/files`: the body goes to the disk as it comes, and counts once it is there whole."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+from pathlib import Path
+
+from starlette.requests import Request
+
+from batchrun.api.errors import ApiError, missing_parameter
+from batchrun.api.multipart import FILE_FIELD, UploadForm
+from batchrun.api.values import check_choice, check_expiry
+from batchrun.batch_jobs import MAX_INPUT_BYTES
+from batchrun.inputs import ROW_LIMIT_BYTES
+from batchrun.output import atomic_file
+from batchrun.output.hashed import HashedFile
+from batchrun.store.files import NewFile, new_file_id
+
+PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
+BATCH_PURPOSE = "batch"
+BATCH_EXPIRY_S = 2_592_000
+MAX_FILE_BYTES = 512 << 20
+MAX_FORM_BYTES = 65_536
+"""What a form may hold beside its file."""
+MAX_FILENAME_CHARS = 512
+WRITE_BYTES = 1 << 20
+_BLANK = b" \t\r\n"
+
+
+class _Spool:
+    """A file that is to be: written in threads, under its final name only when it is kept."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._exits = ExitStack()
+        self._file = HashedFile(self._exits.enter_context(atomic_file(path)))
+        self._waiting = bytearray()
+
+    @property
+    def size_bytes(self) -> int:
+        return self._file.size_bytes + len(self._waiting)
+
+    @property
+    def sha256(self) -> str:
+        return self._file.sha256
+
+    async def write(self, piece: bytes) -> None:
+        self._waiting += piece
+        if len(self._waiting) >= WRITE_BYTES:
+            await self._flush()
+
+    async def keep(self) -> None:
+        """Sync it and give it its name. Raises StoreFullError and InputError."""
+        await self._flush()
+        await asyncio.to_thread(self._exits.close)
+
+    def drop(self) -> None:
+        """Called while an exception is handled: nothing is left of it."""
+        self._exits.__exit__(*sys.exc_info())
+        self.path.unlink(missing_ok=True)
+
+    async def _flush(self) -> None:
+        waiting, self._waiting = bytes(self._waiting), bytearray()
+        await asyncio.to_thread(self._file.write, waiting)
+
+
+async def receive_file(request: Request, folder: Path) -> NewFile:
+    """Write the file of a form into `folder`, under its new id.
+
+    When this returns, the file is on the disk, whole and synced; when it raises, nothing is left of
+    it. Raises ApiError, StoreFullError and InputError.
+    """
+    _refuse_encoded(request)
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > MAX_FILE_BYTES + MAX_FORM_BYTES:
+        raise _too_large(MAX_FILE_BYTES)
+    form = UploadForm(request.headers.get("content-type", ""))
+    file_id = new_file_id()
+    spool = await asyncio.to_thread(_Spool, folder / file_id)
+    try:
+        await _receive(request.stream(), form, spool)
+        _check_fields(form, is_over=True)
+        expires_after_s = _expiry(form)
+        await spool.keep()
+        if form.fields["purpose"] == BATCH_PURPOSE:
+            await asyncio.to_thread(_check_batch_file, spool, form.filename or "")
+    except BaseException:
+        spool.drop()
+        raise
+    return NewFile(
+        filename=(form.filename or "")[:MAX_FILENAME_CHARS],
+        purpose=form.fields["purpose"],
+        size_bytes=spool.size_bytes,
+        sha256=spool.sha256,
+        expires_after_s=expires_after_s,
+        id=file_id,
+    )
+
+
+async def _receive(body: AsyncIterator[bytes], form: UploadForm, spool: _Spool) -> None:
+    num_bytes = 0
+    async for chunk in body:
+        num_bytes += len(chunk)
+        for piece in form.feed(chunk):
+            await spool.write(piece)
+        _check_fields(form)
+        is_batch = form.fields.get("purpose") == BATCH_PURPOSE
+        limit = MAX_INPUT_BYTES if is_batch else MAX_FILE_BYTES
+        if spool.size_bytes > limit:
+            raise _too_large(limit)
+        if num_bytes - spool.size_bytes > MAX_FORM_BYTES:
+            raise ApiError(400, "The multipart form holds too much beside its file.")
+    form.finish()
+
+
+def _refuse_encoded(request: Request) -> None:
+    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise ApiError(415, "Content-Encoding is not supported; send the file as it is")
+
+
+def _check_fields(form: UploadForm, *, is_over: bool = False) -> None:
+    """What can be said of the fields so far, so that no caller sends a large file for nothing."""
+    purpose = form.fields.get("purpose")
+    if purpose is not None:
+        check_choice("purpose", purpose, PURPOSES)
+    if is_over and form.filename is None:
+        raise missing_parameter(FILE_FIELD)
+    if is_over and purpose is None:
+        raise missing_parameter("purpose")
+
+
+def _expiry(form: UploadForm) -> int | None:
+    anchor = form.fields.get("expires_after[anchor]")
+    seconds = form.fields.get("expires_after[seconds]")
+    if anchor is None and seconds is None:
+        return BATCH_EXPIRY_S if form.fields["purpose"] == BATCH_PURPOSE else None
+    is_number = seconds is not None and seconds.isascii() and seconds.lstrip("-").isdigit()
+    given = int(seconds) if seconds and is_number and len(seconds) < 19 else seconds
+    return check_expiry("expires_after", anchor, given)
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"The file is larger than the maximum of {limit} bytes.", param=FILE_FIELD)
+
+
+def _check_batch_file(spool: _Spool, filename: str) -> None:
+    """Whether the name and the first line look like JSON Lines. The rest is for the batch."""
+    suffix = Path(filename.replace("\0", "")).suffix
+    with spool.path.open("rb") as file:
+        line = b"\n"
+        while line and not line.strip(_BLANK):
+            line = file.readline(ROW_LIMIT_BYTES)
+    try:
+        json.loads(line.decode("utf-8-sig", "replace"))
+    except (ValueError, RecursionError):
+        is_json = False
+    else:
+        is_json = True
+    if suffix.lower() not in {"", ".jsonl"} or not is_json:
+        raise ApiError(400, "Invalid file format for Batch API. Must be .jsonl")

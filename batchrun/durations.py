@@ -1,0 +1,39 @@
+"""Durations as people write them: in a job file, in batchrun.yaml, on the command line."""
+
+from __future__ import annotations
+
+import math
+import re
+
+_UNIT_S = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
+_DURATION = re.compile(r"(?:\d+(?:\.\d+)?[dhms]\s*)+")
+_DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)([dhms])")
+_AGE = re.compile(r"(\d{1,6})([dh])")
+
+
+def parse_duration_s(value: object) -> float:
+    """Seconds of `"6h"`, `"30m"`, `"1h30m"`, `"2d"` or a number of seconds; more than 0.
+
+    Raises ValueError, which pydantic turns into one line.
+    """
+    duration_s = _duration_s(value)
+    if not math.isfinite(duration_s) or duration_s <= 0:
+        raise ValueError(f"must be longer than 0 (got {value!r})")
+    return duration_s
+
+
+def parse_age_s(value: str) -> float:
+    """Seconds of an age such as `"30d"` or `"12h"`. Raises ValueError."""
+    match = _AGE.fullmatch(value.strip())
+    if match is None:
+        raise ValueError(f"must be an age such as 30d or 12h (got {value!r})")
+    return float(match[1]) * _UNIT_S[match[2]]
+
+
+def _duration_s(value: object) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, str) and _DURATION.fullmatch(value.strip()):
+        parts = _DURATION_PART.findall(value)
+        return math.fsum(float(number) * _UNIT_S[unit] for number, unit in parts)
+    raise ValueError(f"must be a duration such as 90s, 30m, 6h or 2d (got {value!r})")

@@ -1,0 +1,199 @@
+"""Batches of OpenAI's API: each is a job, with what only the API knows beside it.
+
+The life of the job is that of `store/jobs.py`. Here are its transitions that change a batch too,
+each one transaction: `create`, `start`, `fail` and `finish`.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sqlalchemy import Connection, Row, Select, insert, select, update
+
+from batchrun.errors import StateError
+from batchrun.store.database import Store
+from batchrun.store.files import NewFile, insert_file
+from batchrun.store.job_record import BATCH_PREFIX, JobRecord, NewJob, record_of
+from batchrun.store.job_rows import insert_job, move_job, read_job
+from batchrun.store.schema import batches, jobs
+from batchrun.types import JobState
+
+
+def new_batch_id() -> str:
+    """An id that no other job has."""
+    return BATCH_PREFIX + secrets.token_hex(16)
+
+
+@dataclass(frozen=True, slots=True)
+class NewBatch:
+    """What a caller asked for. `request_hash` is equal for equal requests; `idempotency_hash`
+    stands for the caller and his key, where he gave one."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: Mapping[str, str] | None
+    output_expires_after_s: int | None
+    request_hash: str
+    idempotency_hash: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchError:
+    """Why an input was refused; `line` counts from 1 and is None for the file as a whole."""
+
+    code: str
+    message: str
+    param: str | None = None
+    line: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ValidInput:
+    """What validation found out about a batch: all texts as in `NewJob`."""
+
+    model: str
+    spec: str
+    pin: str
+    content_hash: str
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResultFiles:
+    """The files of results that a batch ends with; None for one that would be empty."""
+
+    output: NewFile | None
+    error: NewFile | None
+    num_reasoning_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRecord:
+    """A batch as it stands in the store; see `NewBatch`. `job` is the job that it is.
+
+    `errors` is None unless validation failed. `num_reasoning_tokens` is known at the end.
+    """
+
+    job: JobRecord
+    owner: str | None
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: Mapping[str, str] | None
+    output_expires_after_s: int | None
+    model: str | None
+    errors: tuple[BatchError, ...] | None
+    output_file_id: str | None
+    error_file_id: str | None
+    num_reasoning_tokens: int | None
+    request_hash: str
+
+
+def create(store: Store, batch: NewBatch, job: NewJob, *, now_s: float) -> BatchRecord:
+    """Add a batch with its job, in state validating; once this returns, it survives any crash.
+
+    One that was added under the same `idempotency_hash` is returned instead.
+    """
+    with store.write() as connection:
+        if batch.idempotency_hash is not None:
+            same = batches.c.idempotency_hash == batch.idempotency_hash
+            found = connection.execute(_query().where(same)).first()
+            if found is not None:
+                return _record(found)
+        seq = insert_job(connection, job, now_s=now_s).seq
+        values = asdict(batch)
+        values["metadata"] = None if batch.metadata is None else json.dumps(batch.metadata)
+        connection.execute(insert(batches).values(job_seq=seq, **values))
+        return _read(connection, job.id)
+
+
+def start(store: Store, batch_id: str, valid: ValidInput, *, now_s: float) -> BatchRecord:
+    """validating -> running: the input is valid and pinned, and every row is known."""
+    values = asdict(valid)
+    model = values.pop("model")
+    with store.write() as connection:
+        allowed = (JobState.VALIDATING,)
+        job = move_job(connection, batch_id, allowed, JobState.RUNNING, started_at=now_s, **values)
+        connection.execute(update(batches).where(batches.c.job_seq == job.seq).values(model=model))
+        return _read(connection, batch_id)
+
+
+def fail(store: Store, batch_id: str, errors: Sequence[BatchError], *, now_s: float) -> BatchRecord:
+    """validating -> failed: the input cannot be used; nothing ran."""
+    listed = json.dumps([asdict(error) for error in errors])
+    reason = " ".join(errors[0].message.split())
+    with store.write() as connection:
+        allowed = (JobState.VALIDATING,)
+        job = move_job(
+            connection, batch_id, allowed, JobState.FAILED, reason=reason, finished_at=now_s
+        )
+        same_job = batches.c.job_seq == job.seq
+        connection.execute(update(batches).where(same_job).values(errors=listed))
+        return _read(connection, batch_id)
+
+
+def finish(store: Store, ending: JobRecord, found: ResultFiles, *, now_s: float) -> BatchRecord:
+    """finalizing -> completed or expired, cancelling -> cancelled: the files are on the disk.
+
+    Raises StateError when the job has come to end otherwise since it was `ending`.
+    """
+    assert ending.ends_as is not None
+    with store.write() as connection:
+        now = read_job(connection, ending.id)
+        if (now.state, now.ends_as) != (ending.state, ending.ends_as):
+            raise StateError(f"{ending.id} was {ending.state} and is {now.state} by now")
+        for file in (found.output, found.error):
+            if file is not None:
+                insert_file(connection, file, now_s=now_s)
+        move_job(connection, ending.id, (now.state,), ending.ends_as, finished_at=now_s)
+        connection.execute(
+            update(batches)
+            .where(batches.c.job_seq == ending.seq)
+            .values(
+                output_file_id=None if found.output is None else found.output.id,
+                error_file_id=None if found.error is None else found.error.id,
+                num_reasoning_tokens=found.num_reasoning_tokens,
+            )
+        )
+        return _read(connection, ending.id)
+
+
+def find(store: Store, batch_id: str) -> BatchRecord | None:
+    """The batch with exactly this id, or None."""
+    with store.read() as connection:
+        query = _query().where(jobs.c.id == batch_id.replace("\0", ""))
+        row = connection.execute(query).first()
+    return None if row is None else _record(row)
+
+
+def list_page(store: Store, *, limit: int, after: BatchRecord | None = None) -> list[BatchRecord]:
+    """Up to `limit` batches that are older than `after`, newest first."""
+    query = _query().order_by(jobs.c.seq.desc()).limit(limit)
+    if after is not None:
+        query = query.where(jobs.c.seq < after.job.seq)
+    with store.read() as connection:
+        return [_record(row) for row in connection.execute(query)]
+
+
+def _query() -> Select[Any]:
+    columns = (column.label(f"batch_{column.name}") for column in batches.c)
+    return select(jobs, *columns).join(batches, batches.c.job_seq == jobs.c.seq)
+
+
+def _read(connection: Connection, batch_id: str) -> BatchRecord:
+    return _record(connection.execute(_query().where(jobs.c.id == batch_id)).one())
+
+
+def _record(row: Row[Any]) -> BatchRecord:
+    values = {column.name: getattr(row, f"batch_{column.name}") for column in batches.c}
+    del values["job_seq"], values["idempotency_hash"]
+    for name in ("metadata", "errors"):
+        values[name] = None if values[name] is None else json.loads(values[name])
+    if values["errors"] is not None:
+        values["errors"] = tuple(BatchError(**error) for error in values["errors"])
+    return BatchRecord(job=record_of(row), **values)

@@ -1,0 +1,124 @@
+"""The files of OpenAI's API, as far as a store holds them: their bytes lie in the home folder.
+
+One whose `expires_at` has passed is as good as deleted: nothing here finds it but `find_expired`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+from sqlalchemy import ColumnElement, Connection, delete, insert, or_, select
+
+from batchrun.store.database import Store
+from batchrun.store.schema import files
+
+ID_PREFIX = "file-"
+ID_ALPHABET = string.ascii_letters + string.digits
+ID_LENGTH = 24
+
+
+def new_file_id() -> str:
+    """An id that no other file has; safe as a name on disk."""
+    return ID_PREFIX + "".join(secrets.choice(ID_ALPHABET) for _ in range(ID_LENGTH))
+
+
+@dataclass(frozen=True, slots=True)
+class NewFile:
+    """A file whose bytes are on the disk. `expires_after_s` counts from now; None: never."""
+
+    filename: str
+    purpose: str
+    size_bytes: int
+    sha256: str
+    expires_after_s: int | None
+    id: str = field(default_factory=new_file_id)
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """A file as it stands in the store. Instants are UTC epoch seconds; `seq` orders by creation.
+
+    `filename` is what its maker calls it, and never a path. `owner` is the API key's id, or None.
+    """
+
+    seq: int
+    id: str
+    owner: str | None
+    filename: str
+    purpose: str
+    size_bytes: int
+    sha256: str
+    created_at: float
+    expires_at: float | None
+
+
+def add(store: Store, file: NewFile, *, now_s: float) -> FileRecord:
+    """Add a file; once this returns, it survives any crash."""
+    with store.write() as connection:
+        return insert_file(connection, file, now_s=now_s)
+
+
+def insert_file(connection: Connection, file: NewFile, *, now_s: float) -> FileRecord:
+    """Add a file within a transaction."""
+    values = asdict(file)
+    expires_after_s = values.pop("expires_after_s")
+    values["filename"] = file.filename.replace("\0", "")
+    values["expires_at"] = None if expires_after_s is None else now_s + expires_after_s
+    connection.execute(insert(files).values(**values, created_at=now_s))
+    row = connection.execute(select(files).where(files.c.id == file.id)).one()
+    return FileRecord(**row._mapping)
+
+
+def find(store: Store, file_id: str, *, now_s: float) -> FileRecord | None:
+    """The file with this id, or None when there is none, or none any more."""
+    query = select(files).where(files.c.id == file_id.replace("\0", ""), _is_alive(now_s))
+    with store.read() as connection:
+        row = connection.execute(query).first()
+    return None if row is None else FileRecord(**row._mapping)
+
+
+def list_page(
+    store: Store,
+    *,
+    limit: int,
+    after: FileRecord | None = None,
+    purpose: str | None = None,
+    newest_first: bool = True,
+    now_s: float,
+) -> list[FileRecord]:
+    """Up to `limit` files behind `after`, in the order of their creation or against it."""
+    query = select(files).where(_is_alive(now_s)).limit(limit)
+    query = query.order_by(files.c.seq.desc() if newest_first else files.c.seq)
+    if after is not None:
+        query = query.where(files.c.seq < after.seq if newest_first else files.c.seq > after.seq)
+    if purpose is not None:
+        query = query.where(files.c.purpose == purpose.replace("\0", ""))
+    with store.read() as connection:
+        return [FileRecord(**row._mapping) for row in connection.execute(query)]
+
+
+def remove(store: Store, file_id: str) -> None:
+    """Forget a file; its bytes may go once this returns."""
+    with store.write() as connection:
+        connection.execute(delete(files).where(files.c.id == file_id))
+
+
+def find_expired(store: Store, *, now_s: float) -> list[FileRecord]:
+    """Files whose time is over, and whose bytes may go."""
+    with store.read() as connection:
+        found = connection.execute(select(files).where(files.c.expires_at <= now_s))
+        return [FileRecord(**row._mapping) for row in found]
+
+
+def list_all(store: Store) -> Sequence[FileRecord]:
+    """Every file, expired ones too."""
+    with store.read() as connection:
+        found = connection.execute(select(files).order_by(files.c.seq))
+        return [FileRecord(**row._mapping) for row in found]
+
+
+def _is_alive(now_s: float) -> ColumnElement[bool]:
+    return or_(files.c.expires_at.is_(None), files.c.expires_at > now_s)

@@ -1,0 +1,82 @@
+"""Batches through the ordinary `openai` client, in few words."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from deployment_rig import WAIT_S, DeploymentRig
+from openai import OpenAI
+from openai.types import Batch
+
+CHAT = "/v1/chat/completions"
+ENDED = {"completed", "failed", "expired", "cancelled"}
+
+Line = dict[str, Any]
+
+
+def chat_line(custom_id: str, text: str = "hello", **body: Any) -> Line:
+    """A request of a batch."""
+    messages = [{"role": "user", "content": text}]
+    whole = {"model": "fake", "messages": messages, "max_tokens": 8, **body}
+    return {"custom_id": custom_id, "method": "POST", "url": CHAT, "body": whole}
+
+
+def chat_lines(num_lines: int) -> list[Line]:
+    """So many requests, `row-0` and on."""
+    return [chat_line(f"row-{i}", f"question {i}") for i in range(num_lines)]
+
+
+def jsonl(lines: Sequence[Any]) -> bytes:
+    """Lines as a file; bytes stay as they are."""
+    texts = (line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines)
+    return b"".join(text + b"\n" for text in texts)
+
+
+class BatchClient:
+    """The ordinary client, with a few helpers for tests."""
+
+    def __init__(self, openai: OpenAI) -> None:
+        self.openai = openai
+
+    def upload(self, lines: Sequence[Any]) -> str:
+        """Upload an input; its file id."""
+        return self.openai.files.create(file=("in.jsonl", jsonl(lines)), purpose="batch").id
+
+    def create(self, lines: Sequence[Any], **options: Any) -> Batch:
+        """Upload an input and make a batch of it."""
+        given: dict[str, Any] = {"endpoint": CHAT, "completion_window": "24h", **options}
+        return self.openai.batches.create(input_file_id=self.upload(lines), **given)
+
+    def wait_for(self, batch_id: str, wanted: Callable[[Batch], bool]) -> Batch:
+        """Poll a batch until `wanted(batch)`."""
+        deadline_s = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline_s:
+            batch = self.openai.batches.retrieve(batch_id)
+            if wanted(batch):
+                return batch
+            time.sleep(0.05)
+        raise AssertionError(f"waited in vain; last: {batch}")
+
+    def wait_until_ended(self, batch_id: str) -> Batch:
+        """Poll a batch until it ends."""
+        return self.wait_for(batch_id, lambda batch: batch.status in ENDED)
+
+    def lines(self, file_id: str | None) -> list[Line]:
+        """The lines of a result file; none for no file."""
+        if file_id is None:
+            return []
+        content = self.openai.files.content(file_id).content
+        return [json.loads(line) for line in content.split(b"\n")[:-1]]
+
+
+@contextmanager
+def deployment_client(rig: DeploymentRig, **options: Any) -> Iterator[BatchClient]:
+    """The client of a deployment, which is brought up where it is not."""
+    if not (rig.home / "run" / "daemon.json").exists():
+        rig.ask("up", "-d")
+    with rig.openai(**options) as openai:
+        yield BatchClient(openai)
