@@ -169,8 +169,14 @@ class Caller:
         return batch
 
     def wait_for_counts(self, batch_id: str, num_done: int) -> Batch:
-        """Poll a batch until so many of its requests have run."""
-        return self.poll(batch_id, lambda batch: num_run(batch) >= num_done)[-1]
+        """Poll a batch until so many of its requests have run; it must not end before."""
+
+        def is_far_enough(batch: Batch) -> bool:
+            return num_run(batch) >= num_done or batch.status in TERMINAL
+
+        batch = self.poll(batch_id, is_far_enough)[-1]
+        assert num_run(batch) >= num_done, batch
+        return batch
 
     def poll(self, batch_id: str, wanted: Callable[[Batch], bool]) -> list[Batch]:
         """Everything a poller saw until `wanted(batch)`, that one included."""
@@ -259,7 +265,7 @@ def connect(port: int, kind: str = "sync", **options: Any) -> Iterator[Caller]:
 
 @contextmanager
 def offline_work_held(rig: DeploymentRig) -> Iterator[None]:
-    """No row of a batch runs within."""
+    """No request of a batch runs within; those in flight are taken back, to run after it."""
     daemon = DaemonClient(Home(rig.home))
     daemon.post("/offline", {"on": False})
     try:

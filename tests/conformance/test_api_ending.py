@@ -12,6 +12,7 @@ import pytest
 from batch_rig import (
     DAY_S,
     KINDS,
+    LATE,
     MODEL,
     NUM_STUCK_ONCE,
     REFUSED,
@@ -60,16 +61,16 @@ def check_ended_in_part(caller: Caller, batch: Batch, code: str, message: str) -
 
 
 @pytest.mark.parametrize("when", ["at once", "in_progress"])
-def test_50_cancel_ends_a_batch(caller: Caller, when: str) -> None:
+def test_50_cancel_ends_a_batch(caller: Caller, batch_rig: DeploymentRig, when: str) -> None:
     """Cancel while validating or in_progress: 200, cancelling with `cancelling_at` set; ends
     cancelled with `cancelled_at`."""
-    num_lines = NUM_MANY if when == "at once" else 3
-    batch = caller.create(chat_lines(num_lines, STUCK))
-    if when == "in_progress":
-        caller.wait_for_status(batch.id, "in_progress")
+    with offline_work_held(batch_rig):
+        batch = caller.create(chat_lines(NUM_MANY if when == "at once" else 3))
+        if when == "in_progress":
+            caller.wait_for_status(batch.id, "in_progress")
 
-    cancelling = caller.batches.cancel(batch.id)
-    ended = caller.wait_until_ended(batch.id)
+        cancelling = caller.batches.cancel(batch.id)
+        ended = caller.wait_until_ended(batch.id)
 
     assert cancelling.id == batch.id
     assert cancelling.status == "cancelling"
@@ -80,28 +81,46 @@ def test_50_cancel_ends_a_batch(caller: Caller, when: str) -> None:
     assert ended.completed_at is None and ended.output_file_id is None
 
 
-def test_51_cancel_keeps_what_was_done(caller: Caller) -> None:
+def test_51_cancel_keeps_what_was_done(caller: Caller, batch_rig: DeploymentRig) -> None:
     """Requests done before or during cancelling are in the output file; the rest are
     `batch_cancelled` lines with `response: null`; `failed` excludes them."""
     batch = caller.create(ending_in_part())
     caller.wait_for_counts(batch.id, 7)
 
-    ended = caller.cancel(batch.id)
+    with offline_work_held(batch_rig):
+        ended = caller.cancel(batch.id)
 
     assert ended.status == "cancelled"
     check_ended_in_part(caller, ended, "batch_cancelled", "")
 
 
-def test_52_cancel_twice_is_fine(caller: Caller) -> None:
+def test_52_cancel_twice_is_fine(caller: Caller, batch_rig: DeploymentRig) -> None:
     """Cancel twice is 200."""
-    batch = caller.create(chat_lines(3, STUCK))
-
-    first, second = caller.batches.cancel(batch.id), caller.batches.cancel(batch.id)
-    ended = caller.wait_until_ended(batch.id)
+    with offline_work_held(batch_rig):
+        batch = caller.create(chat_lines(3))
+        first, second = caller.batches.cancel(batch.id), caller.batches.cancel(batch.id)
+        ended = caller.wait_until_ended(batch.id)
     third = caller.batches.cancel(batch.id)
 
     assert first.cancelling_at == second.cancelling_at is not None
     assert (ended.status, third) == ("cancelled", ended)
+
+
+def test_51_cancel_keeps_what_is_done_meanwhile(caller: Caller, batch_rig: DeploymentRig) -> None:
+    """Requests done before or during cancelling are in the output file."""
+    lines = [*chat_lines(3), *chat_lines(2, LATE), *chat_lines(1, STUCK)]
+    num_before = len(batch_rig.executions())
+    batch = caller.create(lines)
+    batch_rig.wait_for_executions(num_before + len(lines))
+
+    caller.batches.cancel(batch.id)
+    caller.wait_for_counts(batch.id, 5)
+    with offline_work_held(batch_rig):
+        ended = caller.wait_until_ended(batch.id)
+
+    assert (ended.status, counts(ended)) == ("cancelled", (6, 5, 0))
+    done = {line["custom_id"] for line in caller.lines(ended.output_file_id)}
+    assert done == {line["custom_id"] for line in lines[:5]}
 
 
 @pytest.mark.parametrize(("line", "status"), [(chat_line("a"), "completed"), (b"{}", "failed")])

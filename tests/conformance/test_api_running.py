@@ -9,7 +9,6 @@ from batch_rig import (
     LATE,
     MODEL,
     REFUSED,
-    STUCK,
     TERMINAL,
     Caller,
     busy,
@@ -50,11 +49,12 @@ def life_until(caller: Caller, rig: DeploymentRig, ending: str) -> list[Batch]:
     """The same for a batch with this ending."""
     if ending == "completed":
         return life_of(caller, rig)
-    seen = [caller.create([b"{}"] if ending == "failed" else chat_lines(3, STUCK))]
-    if ending == "cancelled":
-        seen += caller.poll(seen[0].id, lambda batch: batch.status == "in_progress")
-        seen.append(caller.batches.cancel(seen[0].id))
-    return seen + caller.poll(seen[0].id, lambda batch: batch.status in TERMINAL)
+    with offline_work_held(rig):
+        seen = [caller.create([b"{}"] if ending == "failed" else chat_lines(3))]
+        if ending == "cancelled":
+            seen += caller.poll(seen[0].id, lambda batch: batch.status == "in_progress")
+            seen.append(caller.batches.cancel(seen[0].id))
+        return seen + caller.poll(seen[0].id, lambda batch: batch.status in TERMINAL)
 
 
 def can_follow(status: str) -> set[str]:

@@ -26,9 +26,9 @@ from batchrun.failpoints import VARIABLE
 SLOW = {
     "validating": "store.commit.before=sleep:2",
     "finalizing": "output.rename.before=sleep:5",
-    "cancelling": "output.rename.before=sleep:5",
 }
-"""What makes a state last until the kill; the next daemon has none of it."""
+"""What makes a state last until the kill, where nothing else does; the next daemon has none of
+it."""
 
 
 def lines_for(state: str) -> list[Line]:
