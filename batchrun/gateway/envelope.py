@@ -34,15 +34,30 @@ def error_response(
 
 
 def as_envelope(status: int, body: bytes) -> bytes:
-    """An engine's error body, unchanged if it is an envelope, else its message in one."""
+    """An engine's error body, unchanged if it is an envelope, else what it says in one.
+
+    vLLM's has a number under `code`, which repeats the status; OpenAI's clients take it for text.
+    """
     try:
         document = json.loads(body)
     except (ValueError, RecursionError):
         text = body.decode(errors="replace").strip()
         return error_body(status, text or f"the engine answered {status}")
     if isinstance(document, dict) and isinstance(document.get("error"), dict):
-        return body
+        error = _with_four_keys(document["error"], status)
+        return body if document == {"error": error} else json.dumps({"error": error}).encode()
     return error_body(status, _message_in(document) or f"the engine answered {status}")
+
+
+def _with_four_keys(error: dict[str, object], status: int) -> dict[str, object]:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    texts = {key: value for key, value in error.items() if isinstance(value, str)}
+    return {
+        "message": texts.get("message") or f"the engine answered {status}",
+        "type": texts.get("type") or kind,
+        "param": texts.get("param"),
+        "code": texts.get("code"),
+    }
 
 
 def _message_in(document: object) -> str:

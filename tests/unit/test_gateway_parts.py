@@ -134,6 +134,23 @@ def test_any_error_body_becomes_an_envelope(body: bytes, message: str) -> None:
     assert json.loads(as_envelope(400, body)) == {"error": error}
 
 
-def test_an_envelope_is_left_alone() -> None:
-    body = b'{"error":  {"message": "m", "code": 400}}'
+def test_an_envelope_stays_byte_for_byte() -> None:
+    error = b'{"message": "m", "type": "t", "param": null, "code": "c"}'
+    body = b'{"error":  ' + error + b"}"
     assert as_envelope(400, body) == body
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        ({"message": "m", "type": "BadRequestError", "param": "p", "code": 400}, ("m", "p")),
+        ({"message": "m", "type": "BadRequestError", "code": None, "more": 1}, ("m", None)),
+        ({"message": ["m"], "type": "BadRequestError"}, ("the engine answered 400", None)),
+    ],
+)
+def test_an_envelope_has_four_keys_with_text(
+    error: dict[str, object], expected: tuple[str, str | None]
+) -> None:
+    message, param = expected
+    whole = {"message": message, "type": "BadRequestError", "param": param, "code": None}
+    assert json.loads(as_envelope(400, json.dumps({"error": error}).encode())) == {"error": whole}
