@@ -43,7 +43,7 @@ def parse_json(raw: bytes) -> dict[str, object]:
     """The body as an object. Raises RefusedError."""
     try:
         body = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RefusedError(f"1 validation error:\n  JSON decode error: {error}") from error
     if not isinstance(body, dict):
         raise RefusedError("1 validation error:\n  Input should be a valid dictionary")
