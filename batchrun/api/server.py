@@ -56,6 +56,7 @@ def serve(deployment: Deployment, home: Home, *, on_ready: Callable[[], None]) -
     Raises StoreLockedError, StoreError, EngineError.
     """
     home.create()
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with (
         StoreLock(home.store_lock, wait_s=LOCK_WAIT_S),
