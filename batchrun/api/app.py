@@ -150,7 +150,7 @@ def _install_switches(app: FastAPI, daemon: Daemon, guarded: Sequence[params.Dep
 
     @app.post(f"{PREFIX}/offline", dependencies=guarded)
     async def switch_offline(switch: OfflineSwitch) -> dict[str, object]:
-        await daemon.set_offline(on=switch.on)
+        await daemon.switch.set(on=switch.on)
         return {"on": switch.on}
 
     @app.post(f"{PREFIX}/engines", dependencies=guarded)

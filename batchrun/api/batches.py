@@ -119,8 +119,8 @@ def batches_router(made: Batches, guards: Sequence[params.Depends]) -> APIRouter
     router = APIRouter(prefix="/v1/batches", dependencies=list(guards), redirect_slashes=False)
     router.add_api_route("", made.create, methods=["POST"])
     router.add_api_route("", made.list, methods=["GET"])
-    router.add_api_route("/{batch_id}", made.retrieve, methods=["GET"])
-    router.add_api_route("/{batch_id}/cancel", made.cancel, methods=["POST"])
+    router.add_api_route("/{batch_id:path}/cancel", made.cancel, methods=["POST"])
+    router.add_api_route("/{batch_id:path}", made.retrieve, methods=["GET"])
     return router
 
 

@@ -104,13 +104,13 @@ class Files:
 
 
 def files_router(made: Files, guards: Sequence[params.Depends]) -> APIRouter:
-    """The routes of `/v1/files`."""
+    """The routes of `/v1/files`. An id with a slash is an unknown id, and no unknown route."""
     router = APIRouter(prefix="/v1/files", dependencies=list(guards), redirect_slashes=False)
     router.add_api_route("", made.create, methods=["POST"])
     router.add_api_route("", made.list, methods=["GET"])
-    router.add_api_route("/{file_id}", made.retrieve, methods=["GET"])
-    router.add_api_route("/{file_id}", made.delete, methods=["DELETE"])
-    router.add_api_route("/{file_id}/content", made.content, methods=["GET"])
+    router.add_api_route("/{file_id:path}/content", made.content, methods=["GET"])
+    router.add_api_route("/{file_id:path}", made.retrieve, methods=["GET"])
+    router.add_api_route("/{file_id:path}", made.delete, methods=["DELETE"])
     return router
 
 

@@ -10,8 +10,6 @@ from batchrun.api.errors import ApiError
 FILE_FIELD = "file"
 TEXT_FIELDS = frozenset({"purpose", "expires_after[anchor]", "expires_after[seconds]"})
 MAX_FIELD_BYTES = 4_096
-MAX_HEADER_BYTES = 16_384
-"""Of all parts together."""
 
 
 class UploadForm:
@@ -33,7 +31,6 @@ class UploadForm:
         self._value = b""
         self._disposition = b""
         self._text = bytearray()
-        self._num_header_bytes = 0
         self._pieces: list[bytes] = []
         self._is_file = False
         self._has_ended = False
@@ -71,16 +68,9 @@ class UploadForm:
 
     def _on_header_field(self, data: bytes, start: int, end: int) -> None:
         self._header += data[start:end]
-        self._count_header(end - start)
 
     def _on_header_value(self, data: bytes, start: int, end: int) -> None:
         self._value += data[start:end]
-        self._count_header(end - start)
-
-    def _count_header(self, num_bytes: int) -> None:
-        self._num_header_bytes += num_bytes
-        if self._num_header_bytes > MAX_HEADER_BYTES:
-            raise ApiError(400, "The headers of the multipart form are too long.")
 
     def _on_header_end(self) -> None:
         if self._header.lower() == b"content-disposition":

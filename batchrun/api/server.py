@@ -28,6 +28,7 @@ from batchrun.durations import parse_age_s
 from batchrun.errors import EngineError, StoreUnreachableError
 from batchrun.files import write_atomically
 from batchrun.home import DaemonAddress, Home
+from batchrun.output.api_files import remove_strays
 from batchrun.store import DaemonLock, Store, StoreLock, open_for
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ def serve(deployment: Deployment, home: Home, *, on_ready: Callable[[], None]) -
     Raises StoreLockedError, StoreError, EngineError.
     """
     home.create()
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with (
         StoreLock(home.store_lock, wait_s=LOCK_WAIT_S),
@@ -64,6 +66,7 @@ def serve(deployment: Deployment, home: Home, *, on_ready: Callable[[], None]) -
         secret = {"engines": {"__all__": {"api_key"}}}
         resolved = deployment.model_dump_json(indent=2, exclude=secret)
         write_atomically(home.resolved_config, resolved.encode(), mode=0o600)
+        remove_strays(store, home.files)
         # What is imported stays: to look through it again and again would stop the loop for 70 ms.
         gc.freeze()
         try:

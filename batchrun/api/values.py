@@ -36,7 +36,8 @@ def check_choice(param: str, value: str, choices: Sequence[str]) -> None:
     if value in choices:
         return
     *most, last = (f"'{choice}'" for choice in choices)
-    listed = f"{', '.join(most)}, and {last}" if most else last
+    joint = ", and " if len(most) > 1 else " and "
+    listed = f"{', '.join(most)}{joint}{last}" if most else last
     message = f"Invalid value: '{value}'. Supported values are: {listed}."
     raise ApiError(400, message, code="invalid_value", param=param)
 

@@ -18,8 +18,10 @@ from batchrun.config import load_deployment, load_home
 from batchrun.durations import parse_age_s
 from batchrun.errors import InputError, StoreLockedError
 from batchrun.home import Home
+from batchrun.output.api_files import remove_expired
 from batchrun.output.keeping import UnusedLink, find_unused_links
-from batchrun.store import JobRecord, Store, StoreLock, jobs, open_store
+from batchrun.store import JobRecord, Store, StoreLock, files, jobs, open_store
+from batchrun.store.files import FileRecord
 from batchrun.store.retention import body_bytes, find_removable, remove_results
 from batchrun.store.snapshot import give_disk_back, is_shrinkable, rewrite, unused_bytes
 
@@ -53,17 +55,21 @@ def gc(
         is_file = store.is_sqlite
         before = home.store.stat().st_size if is_file else sum(sizes)
         links = _remove(store, old, home, now_s) if not dry_run else _would_go(store, old, home)
+        expired = files.find_expired(store, now_s=now_s)
+        if not dry_run and home.files.is_dir():
+            remove_expired(store, home.files, now_s=now_s)
         is_given_back = dry_run or not unused_bytes(store) or _give_back(store, home)
     finally:
         store.close()
     after = home.store.stat().st_size if is_file else 0
     freed = sum(sizes) if dry_run else max(before - after, 0)
-    freed += sum(link.size_bytes for link in links)
+    freed += sum(link.size_bytes for link in links) + sum(file.size_bytes for file in expired)
     if as_json:
-        print_json(_document(old, sizes, links) | {"dry_run": dry_run, "freed_bytes": freed})
+        document = _document(old, sizes, links) | {"files": [file.id for file in expired]}
+        print_json(document | {"dry_run": dry_run, "freed_bytes": freed})
         return
-    _show(old, sizes, links)
-    if old or links or freed:
+    _show(old, sizes, links, expired)
+    if old or links or expired or freed:
         say(f"{'would free' if dry_run else 'freed'} {freed / 1e6:,.1f} MB of disk")
     if not is_given_back:
         note(
@@ -131,8 +137,13 @@ def _document(
     return {"jobs": removed, "inputs": [str(link.path) for link in links]}
 
 
-def _show(old: Sequence[JobRecord], sizes: Sequence[int], links: Sequence[UnusedLink]) -> None:
-    if not old and not links:
+def _show(
+    old: Sequence[JobRecord],
+    sizes: Sequence[int],
+    links: Sequence[UnusedLink],
+    expired: Sequence[FileRecord],
+) -> None:
+    if not old and not links and not expired:
         say("nothing to remove")
         return
     table = Table("job", "name", "ended", "rows", "MB", box=None)
@@ -144,3 +155,5 @@ def _show(old: Sequence[JobRecord], sizes: Sequence[int], links: Sequence[Unused
         out.print(table, markup=False)
     for link in links:
         say(f"input {link.path.name}: {link.size_bytes / 1e6:,.1f} MB")
+    for file in expired:
+        say(f"expired {file.id} {file.filename}: {file.size_bytes / 1e6:,.1f} MB")

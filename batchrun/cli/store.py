@@ -17,7 +17,9 @@ from batchrun.cli.console import LateProgress, note, print_json, say
 from batchrun.cli.options import HomeOption, JsonOption
 from batchrun.config import load_home
 from batchrun.errors import InputError
+from batchrun.home import Home
 from batchrun.output import atomic_file
+from batchrun.output.api_files import check_contents
 from batchrun.output.keeping import check_files
 from batchrun.store import Violation, check_store, name_of, open_to_read, readable_jobs
 from batchrun.store.snapshot import journal_of, write_snapshot
@@ -53,7 +55,7 @@ def check(
     location = home.store_location if file is None else file
     name = str(location) if file is not None else name_of(location)
     with LateProgress() as progress:
-        violations = _violations(location, None if file is not None else home.inputs, progress)
+        violations = _violations(location, home if file is None else None, progress)
     if as_json:
         shown = [asdict(violation) for violation in violations[:MAX_SHOWN]]
         print_json({"path": name, "num_violations": len(violations), "violations": shown})
@@ -97,15 +99,14 @@ def backup(
         sys.exit(1)
 
 
-def _violations(
-    location: str | Path, links: Path | None, progress: ProgressSink
-) -> list[Violation]:
-    """What is wrong inside the store there, and with its files when `links` is given."""
+def _violations(location: str | Path, home: Home | None, progress: ProgressSink) -> list[Violation]:
+    """What is wrong inside the store there, and with the files that it names in `home`."""
     store = open_to_read(location)
     try:
         found = list(check_store(store, progress=progress))
-        if links is not None and not any(violation.hides_more for violation in found):
-            found += check_files(readable_jobs(store), links=links)
+        if home is not None and not any(violation.hides_more for violation in found):
+            found += check_files(readable_jobs(store), links=home.inputs)
+            found += check_contents(store, home.files)
         return found
     finally:
         store.close()

@@ -16,12 +16,12 @@ from functools import partial
 from pathlib import Path
 
 from batchrun.daemon.active_job import ActiveJob
-from batchrun.daemon.batch_desk import BatchDesk
 from batchrun.daemon.dispatcher import Dispatcher
 from batchrun.daemon.job_end import JobEnd
-from batchrun.daemon.opening import take_up_job
+from batchrun.daemon.offline_switch import OfflineSwitch
+from batchrun.daemon.opener import Opener
 from batchrun.daemon.patience import RETRY_INTERVAL_S, until_reached, until_stored
-from batchrun.daemon.retention import remove_old_results
+from batchrun.daemon.retention import remove_expired_files, remove_old_results
 from batchrun.daemon.slots import Slot
 from batchrun.daemon.steering import Steering
 from batchrun.daemon.tasks import Stage, TaskSet
@@ -36,9 +36,6 @@ log = logging.getLogger(__name__)
 
 DEADLINE_CHECK_S = 1.0
 CLEAN_STOP_S = 8.0
-OFFLINE_SETTING = "offline"
-SIT_OUT_S = 30.0
-"""So long rows may sit in an engine while offline work is off; then they are taken back."""
 LIVE_STATES = (JobState.VALIDATING, JobState.RUNNING, JobState.FINALIZING, JobState.CANCELLING)
 
 
@@ -63,15 +60,17 @@ class Daemon:
     writer: ResultWriter = field(init=False)
     dispatcher: Dispatcher = field(init=False)
     steering: Steering = field(init=False)
+    switch: OfflineSwitch = field(init=False)
+    opener: Opener = field(init=False)
     end: JobEnd = field(init=False)
     _commands: asyncio.Lock = field(default_factory=asyncio.Lock)
     _opening: dict[int, JobRecord] = field(default_factory=dict)
-    _sit_out_until_s: float | None = None
     _tasks: TaskSet = field(init=False)
 
     def __post_init__(self) -> None:
         self._tasks = TaskSet(self._on_bug)
         self.writer = ResultWriter(self.store, self._on_committed)
+        self.opener = Opener(self.store, self.slots, self.links, self.model_folder, self.files)
         self.end = JobEnd(
             self.store, self.writer, self.links, self.stages, self._pause_for, self.files
         )
@@ -79,8 +78,10 @@ class Daemon:
         self.dispatcher = Dispatcher(self.store, self.writer, self.slots, epoch, self._pause_soon)
         links = {s.engine.name: (s.link, s.hint_nonce or "") for s in self.slots if s.link}
         self.steering = Steering(links, epoch, self.dispatcher.jobs.keys)
-        is_offline_on = bool(jobs.read_setting(self.store, OFFLINE_SETTING, True))
-        self.dispatcher.is_offline_on = self.steering.is_offline_on = is_offline_on
+        self.switch = OfflineSwitch(
+            self.store, self.slots, self.dispatcher, self.steering, self.active
+        )
+        self.switch.restore()
 
     async def run(self) -> None:
         """Take up every unfinished job and work until cancelled; then stop cleanly.
@@ -92,12 +93,13 @@ class Daemon:
         self._tasks.spawn(self.dispatcher.watch_engines())
         self._tasks.spawn(self.steering.run())
         self._tasks.spawn(remove_old_results(self.store, self.links, age_s=self.retention_s))
+        self._tasks.spawn(remove_expired_files(self.store, self.files))
         for record in await until_reached(jobs.list_jobs, self.store, only=LIVE_STATES):
             self._take_up(record)
         try:
             while True:
                 await self._expire_overdue()
-                await self._take_back_rows()
+                await self.switch.take_back_rows()
                 for outlook in self.dispatcher.assigner.turns.take_news():
                     log.warning("%s %s", outlook.job_id, outlook)
                 await asyncio.sleep(DEADLINE_CHECK_S)
@@ -154,21 +156,6 @@ class Daemon:
         self._tasks.spawn(self._end_cancelled(cancelling, settle_s), record.id)
         return cancelling
 
-    async def set_offline(self, *, on: bool) -> None:
-        """Turn all offline work on or off, durably.
-
-        Off: rows in engines with batchrun's scheduler sit out from the next step on and go on with
-        `on`; after `SIT_OUT_S`, and in other engines at once, they are aborted and pending again.
-        """
-        await asyncio.to_thread(jobs.write_setting, self.store, OFFLINE_SETTING, on)
-        self.dispatcher.is_offline_on = on
-        obeying = await self.steering.switch(on=on)
-        busy = {slot.engine.name for slot in self.slots if slot.window.num_rows}
-        patience_s = SIT_OUT_S if busy <= obeying else 0.0
-        self._sit_out_until_s = None if on else time.monotonic() + patience_s
-        await self._take_back_rows()
-        self.dispatcher.wake()
-
     def _take_up(self, record: JobRecord) -> None:
         if record.state in {JobState.VALIDATING, JobState.RUNNING}:
             self._opening[record.seq] = record
@@ -184,24 +171,12 @@ class Daemon:
                 await self._withdraw(record.seq)
         await self.end.close(record)
 
-    async def _bring_up(self, record: JobRecord, stage: Stage) -> ActiveJob | None:
-        """The job in memory; None for a batch that is not to run."""
-        started: JobRecord | None = record
-        if record.is_batch and record.state is JobState.VALIDATING:
-            assert self.files is not None
-            desk = BatchDesk(self.store, self.slots, self.files, self.links)
-            started = await desk.validate(record, stage)
-        if started is None:
-            return None
-        take_up = partial(take_up_job, links=self.links, model_folder=self.model_folder)
-        return await until_reached(take_up, self.store, started, progress=stage)
-
     async def _open(self, record: JobRecord) -> None:
         """Bring a job into memory and let its rows go, unless it was taken up anew meanwhile."""
         await self.writer.flush()
         stage = self.stages.setdefault(record.id, Stage())
         try:
-            job = await self._bring_up(record, stage)
+            job = await self.opener.open(record, stage)
         except BatchrunError as error:
             await self._pause_for(record.id, str(error))
             return
@@ -238,13 +213,6 @@ class Daemon:
         finalizing = await self._leave_running(begin, record.id, ends_as)
         if finalizing is not None:
             await self.end.close(finalizing)
-
-    async def _take_back_rows(self) -> None:
-        if self._sit_out_until_s is None or time.monotonic() < self._sit_out_until_s:
-            return
-        self._sit_out_until_s = None
-        for job in list(self.active.values()):
-            await self.dispatcher.abort(job)
 
     async def _expire_overdue(self) -> None:
         open_states = (JobState.VALIDATING, JobState.RUNNING, JobState.PAUSED)

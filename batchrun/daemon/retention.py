@@ -1,4 +1,4 @@
-"""What `retention` in batchrun.yaml asks for, done by the daemon from time to time."""
+"""What goes when its time is over, removed by the daemon from time to time."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from batchrun.errors import StoreError
+from batchrun.output.api_files import remove_expired
 from batchrun.output.keeping import find_unused_links
 from batchrun.store import Store, jobs
 from batchrun.store.retention import find_removable, remove_results
@@ -15,6 +16,7 @@ from batchrun.store.retention import find_removable, remove_results
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 3600.0
+EXPIRY_INTERVAL_S = 60.0
 
 
 async def remove_old_results(store: Store, links: Path, *, age_s: float | None) -> None:
@@ -26,6 +28,19 @@ async def remove_old_results(store: Store, links: Path, *, age_s: float | None) 
         except (StoreError, OSError) as error:
             log.error("old results could not be removed: %s", error)
         await asyncio.sleep(INTERVAL_S)
+
+
+async def remove_expired_files(store: Store, folder: Path | None) -> None:
+    """Remove, now and every minute, the files of OpenAI's API that have expired; cancel to end."""
+    while folder is not None:
+        try:
+            removed = await asyncio.to_thread(remove_expired, store, folder, now_s=time.time())
+        except (StoreError, OSError) as error:
+            log.error("expired files could not be removed: %s", error)
+        else:
+            for file in removed:
+                log.info("%s expired", file.id)
+        await asyncio.sleep(EXPIRY_INTERVAL_S)
 
 
 def _remove(store: Store, links: Path, age_s: float) -> None:

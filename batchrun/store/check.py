@@ -8,12 +8,13 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, func, select
 
+from batchrun.store.check_batches import check_batches
 from batchrun.store.check_rows import check_rows
 from batchrun.store.counts import COUNT_NAMES, Counts, count_results, counts_of
 from batchrun.store.database import Store
 from batchrun.store.job_record import BATCH_PREFIX, JobRecord, record_of
 from batchrun.store.migrate import HEAD, find_revision
-from batchrun.store.schema import attempts, bodies, epochs, jobs, results, suspects
+from batchrun.store.schema import attempts, bodies, epochs, files, jobs, results, suspects
 from batchrun.store.sqlite import integrity_problems, last_given_key
 from batchrun.types import TERMINAL_JOB_STATES, JobState, ProgressSink
 
@@ -67,6 +68,7 @@ def check_store(store: Store, *, progress: ProgressSink | None = None) -> Iterat
             return
         yield from _check_keys(connection, is_sqlite=store.is_sqlite)
         yield from _check_owners(connection)
+        yield from (Violation(what, job_id) for job_id, what in check_batches(connection))
         for job in connection.execute(select(jobs).order_by(jobs.c.seq)).all():
             yield from (Violation(what, job.id) for what in _check_job(job))
             if job.results_removed_at is None:
@@ -83,8 +85,8 @@ def readable_jobs(store: Store) -> list[JobRecord]:
 
 
 def _check_keys(connection: Connection, *, is_sqlite: bool) -> Iterator[Violation]:
-    """Numbers of jobs and of daemon starts only grow, so that none is given out twice."""
-    for table, key in ((epochs, epochs.c.epoch), (jobs, jobs.c.seq)):
+    """Numbers of jobs, files and daemon starts only grow, so that none is given out twice."""
+    for table, key in ((epochs, epochs.c.epoch), (jobs, jobs.c.seq), (files, files.c.seq)):
         low, high = connection.execute(select(func.min(key), func.max(key))).one()
         if low is not None and low < 1:
             yield Violation(f"{table.name}: number {low} is not above 0")

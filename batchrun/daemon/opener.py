@@ -1,4 +1,4 @@
-"""Batches of OpenAI's API on their way in: validated, then jobs like any other."""
+"""From a job in the store to a job in memory; a batch of OpenAI's API is validated on the way."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from batchrun.batch_jobs import check_input, validate_input
+from batchrun.daemon.active_job import ActiveJob
+from batchrun.daemon.opening import take_up_job
 from batchrun.daemon.patience import until_reached, until_stored
 from batchrun.daemon.slots import Slot
 from batchrun.errors import EngineError, StateError
@@ -21,19 +24,35 @@ ENGINE_INTERVAL_S = 0.5
 
 
 @dataclass(slots=True)
-class BatchDesk:
-    """Validates inputs. `files` is the folder where the API's files lie, `links` that of pins."""
+class Opener:
+    """Brings jobs into memory. `links` is the folder of pinned inputs, `files` that of the files of
+    OpenAI's API, `model_folder` that of the engines' model; see `Daemon`."""
 
     store: Store
     slots: Sequence[Slot]
-    files: Path
     links: Path
+    model_folder: Path | None
+    files: Path | None
 
-    async def validate(self, record: JobRecord, progress: ProgressSink) -> JobRecord | None:
+    async def open(self, record: JobRecord, progress: ProgressSink) -> ActiveJob | None:
+        """The job in memory; None for a batch that is not to run. Waits for the store.
+
+        Raises DataError, and what else `take_up_job` raises.
+        """
+        started: JobRecord | None = record
+        if record.is_batch and record.state is JobState.VALIDATING:
+            started = await self._validate(record, progress)
+        if started is None:
+            return None
+        take_up = partial(take_up_job, links=self.links, model_folder=self.model_folder)
+        return await until_reached(take_up, self.store, started, progress=progress)
+
+    async def _validate(self, record: JobRecord, progress: ProgressSink) -> JobRecord | None:
         """Start the job if its input is valid, or let it fail.
 
         Returns None where it does not run: it failed, or was cancelled or paused meanwhile.
         """
+        assert self.files is not None
         batch = await until_reached(batches.find, self.store, record.id)
         assert batch is not None
         file = await until_reached(files.find, self.store, batch.input_file_id, now_s=time.time())
