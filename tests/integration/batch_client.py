@@ -6,13 +6,13 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 from deployment_rig import WAIT_S, DeploymentRig
 from openai import OpenAI
 from openai.types import Batch
 
-CHAT = "/v1/chat/completions"
+CHAT: Final = "/v1/chat/completions"
 ENDED = {"completed", "failed", "expired", "cancelled"}
 
 Line = dict[str, Any]
