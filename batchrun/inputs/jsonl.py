@@ -40,9 +40,8 @@ class JsonlInput:
             self._file = on_failure.enter_context(open_plain(path, scratch=scratch))
             self._index = build_index(self._file, path, quoted=False)
             self.num_rows = len(self._index)
-            sample = self._parse(0, min(_SAMPLE_ROWS, self.num_rows)) if self.num_rows else []
+            self.columns: tuple[str, ...] = tuple(self._sample_keys())
             on_failure.pop_all()
-        self.columns: tuple[str, ...] = tuple(dict.fromkeys(key for row in sample for key in row))
         self._kinds: dict[str, pa.DataType] = {}
 
     def schema(self, columns: Sequence[str]) -> pa.Schema:
@@ -82,6 +81,16 @@ class JsonlInput:
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
+
+    def _sample_keys(self) -> dict[str, None]:
+        """The keys of the first rows, in the order of their appearance."""
+        keys: dict[str, None] = {}
+        for first, last in self._index.spans(BATCH_BYTES, _SAMPLE_ROWS):
+            if first >= _SAMPLE_ROWS:
+                break
+            for row in self._parse(first, min(last, _SAMPLE_ROWS)):
+                keys |= dict.fromkeys(row)
+        return keys
 
     def _parse(self, first: int, last: int) -> list[Row]:
         with readable(self.path):
