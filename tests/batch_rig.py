@@ -23,6 +23,7 @@ MODEL = "org/name"
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 EMBEDDINGS = "/v1/embeddings"
+RESPONSES = "/v1/responses"
 TERMINAL = frozenset({"completed", "failed", "expired", "cancelled"})
 ENVELOPE = {"message", "type", "param", "code"}
 DAY_S = 86_400

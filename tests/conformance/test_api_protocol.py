@@ -15,6 +15,7 @@ from batch_rig import (
     ENVELOPE,
     KINDS,
     MODEL,
+    RESPONSES,
     Caller,
     chat_line,
     check_error,
@@ -41,7 +42,7 @@ POSTS = [
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,
-    "/v1/responses",
+    RESPONSES,
 ]
 ROUTES = [*((("GET"), path) for path in READS), *(("POST", path) for path in POSTS)]
 UNKNOWN = [

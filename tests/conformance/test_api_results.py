@@ -15,6 +15,7 @@ from batch_rig import (
     ENVELOPE,
     MODEL,
     REFUSED,
+    RESPONSES,
     THOUGHTFUL,
     Caller,
     Line,
@@ -27,15 +28,17 @@ from deployment_rig import DeploymentRig
 from engine_builders import REAL_MODEL
 from openai.types import Completion, CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion
+from openai.types.responses import Response
 
 LINE_KEYS = {"id", "custom_id", "response", "error"}
 PREFIX = "Of the harbour, its boats and the storm that came in at night. " * 20
-TYPES: dict[str, type[ChatCompletion | Completion | CreateEmbeddingResponse]] = {
+TYPES: dict[str, type[ChatCompletion | Completion | CreateEmbeddingResponse | Response]] = {
     CHAT: ChatCompletion,
     COMPLETIONS: Completion,
     EMBEDDINGS: CreateEmbeddingResponse,
+    RESPONSES: Response,
 }
-on_vllm = (pytest.mark.engine, pytest.mark.slow)
+TOO_LONG = "word " * 9_000
 
 
 @pytest.fixture(scope="session")
@@ -65,6 +68,7 @@ def line_for(endpoint: str, number: int, model: str) -> Line:
         CHAT: {"messages": [{"role": "user", "content": text}], "max_tokens": 8},
         COMPLETIONS: {"prompt": text, "max_tokens": 8},
         EMBEDDINGS: {"input": text},
+        RESPONSES: {"input": text, "max_output_tokens": 8},
     }
     body = {"model": model, **bodies[endpoint]}
     return {"custom_id": f"row-{number}", "method": "POST", "url": endpoint, "body": body}
@@ -90,16 +94,16 @@ def check_output_lines(caller: Caller, endpoint: str, model: str) -> None:
         assert TYPES[endpoint].model_validate(line["response"]["body"]).model == model
     usages = [line["response"]["body"]["usage"] for line in found]
     assert batch.usage is not None
-    assert batch.usage.input_tokens == sum(usage["prompt_tokens"] for usage in usages) > 0
+    key = "input_tokens" if endpoint == RESPONSES else "prompt_tokens"
+    assert batch.usage.input_tokens == sum(usage[key] for usage in usages) > 0
     assert batch.usage.total_tokens == sum(usage["total_tokens"] for usage in usages)
 
 
-@pytest.mark.parametrize("text", [REFUSED, "word " * 9_000], ids=["scripted", "too long"])
-def test_42_an_error_of_the_engine_is_a_response(caller: Caller, text: str) -> None:
-    """Error line for HTTP 400: `response.status_code` 400, `response.body.error` has four keys,
-    top-level `error` is null."""
-    batch = caller.run([chat_line("a", text)])
+def check_error_line(caller: Caller, text: str, model: str) -> None:
+    """Run a batch of one request, which the engine refuses."""
+    batch = caller.run([chat_line("a", text, model=model)])
 
+    assert (batch.status, counts(batch)) == ("completed", (1, 0, 1))
     (line,) = caller.lines(batch.error_file_id)
     assert set(line) == LINE_KEYS
     assert re.fullmatch(r"batch_req_[0-9a-f]{32}", line["id"])
@@ -109,6 +113,21 @@ def test_42_an_error_of_the_engine_is_a_response(caller: Caller, text: str) -> N
     assert line["response"]["body"]["error"]["message"]
 
 
+@pytest.mark.parametrize("text", [REFUSED, TOO_LONG], ids=["scripted", "too long"])
+def test_42_an_error_of_the_engine_is_a_response(caller: Caller, text: str) -> None:
+    """Error line for HTTP 400: `response.status_code` 400, `response.body.error` has four keys,
+    top-level `error` is null."""
+    check_error_line(caller, text, MODEL)
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_42_an_error_of_vllm_is_a_response(vllm_caller: Caller) -> None:
+    """Error line for HTTP 400: `response.status_code` 400, `response.body.error` has four keys,
+    top-level `error` is null."""
+    check_error_line(vllm_caller, TOO_LONG, REAL_MODEL)
+
+
 @pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS, EMBEDDINGS])
 def test_43_an_answer_is_what_its_endpoint_returns(caller: Caller, endpoint: str) -> None:
     """Output line: four keys, `id` starts `batch_req_` and is unique, `body` is a dict and parses
@@ -116,9 +135,9 @@ def test_43_an_answer_is_what_its_endpoint_returns(caller: Caller, endpoint: str
     check_output_lines(caller, endpoint, MODEL)
 
 
-@pytest.mark.parametrize(
-    "endpoint", [pytest.param(it, marks=on_vllm) for it in (CHAT, COMPLETIONS)]
-)
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS, RESPONSES])
 def test_43_an_answer_is_what_vllm_returns(vllm_caller: Caller, endpoint: str) -> None:
     """Output line: `body` is a dict and parses with the client's own response type."""
     check_output_lines(vllm_caller, endpoint, REAL_MODEL)
