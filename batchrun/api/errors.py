@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from batchrun.errors import BatchrunError, StoreFullError, StoreLockedError, StoreUnreachableError
 from batchrun.home import CONTROL_PREFIX
@@ -92,6 +93,10 @@ def install_error_handlers(app: FastAPI) -> None:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"] if part != "body")
         return envelope(400, f"{key}: {first['msg']}")
+
+    @app.exception_handler(ClientDisconnect)
+    async def on_hang_up(_request: Request, _error: ClientDisconnect) -> JSONResponse:
+        return envelope(400, "the request broke off")
 
     @app.exception_handler(Exception)
     async def on_bug(_request: Request, _error: Exception) -> JSONResponse:

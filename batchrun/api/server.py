@@ -95,7 +95,13 @@ async def _run(
     status = Status(daemon, supervisor.gateway_url)
     routes = Edge(home, address.token, gateway_key, deployment.completion_windows)
     server = _Server(
-        uvicorn.Config(make_app(daemon, status, routes), log_level="warning", access_log=False)
+        uvicorn.Config(
+            make_app(daemon, status, routes),
+            # It reads on after an early answer, so that a refused upload hears why.
+            http="httptools",
+            log_level="warning",
+            access_log=False,
+        )
     )
     write_atomically(home.daemon_record, json.dumps(asdict(address)).encode(), mode=0o600)
     ended = _catch_signals()

@@ -98,7 +98,7 @@ async def test_hints_of_outside_callers_are_stripped_and_the_rest_stays(tmp_path
     ("method", "path", "status"),
     [
         ("GET", "/", 404),
-        ("POST", "/v1/batches", 404),
+        ("POST", "/v1/batch", 404),
         ("GET", "/metrics", 503),
         ("POST", "/metrics", 405),
         ("POST", "/v1/chat%2Fcompletions", 404),

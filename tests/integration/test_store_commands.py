@@ -16,6 +16,8 @@ import pytest
 from deployment_rig import DeploymentRig
 from store_builders import execute, grow_dump, load_dump, read_tables
 
+from batchrun.store.migrate import HEAD
+
 pytestmark = pytest.mark.sqlite_file
 
 NUM_ROWS = 60
@@ -121,7 +123,7 @@ def test_a_deployment_goes_on_from_a_backup(rig: DeploymentRig, store: Path) -> 
 
 def test_a_backup_of_a_faulty_store_is_written_and_says_so(rig: DeploymentRig) -> None:
     rig.home.mkdir()
-    store = load_dump(rig.home / "store.db", "0002")
+    store = load_dump(rig.home / "store.db", HEAD)
     execute(store, "DELETE FROM bodies WHERE job_seq = 3 AND row = 3")
 
     done = rig.call("store", "backup", "backup.db")
@@ -133,7 +135,7 @@ def test_a_backup_of_a_faulty_store_is_written_and_says_so(rig: DeploymentRig) -
 
 def test_a_backup_takes_no_file_of_the_users(rig: DeploymentRig) -> None:
     rig.home.mkdir()
-    store = load_dump(rig.home / "store.db", "0002")
+    store = load_dump(rig.home / "store.db", HEAD)
     (rig.folder / "notes.txt").write_text("mine")
 
     assert rig.refuse("store", "backup", "notes.txt")[0] == 2
@@ -172,7 +174,7 @@ def test_a_home_without_a_store_is_one_line(rig: DeploymentRig, arguments: tuple
 
 def test_a_store_that_another_keeps_locked_is_one_line(rig: DeploymentRig) -> None:
     rig.home.mkdir()
-    path = load_dump(rig.home / "store.db", "0002")
+    path = load_dump(rig.home / "store.db", HEAD)
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("BEGIN IMMEDIATE")
@@ -184,7 +186,7 @@ def test_a_store_that_another_keeps_locked_is_one_line(rig: DeploymentRig) -> No
 
 def test_a_backup_that_finds_no_room_is_one_line_and_leaves_nothing(rig: DeploymentRig) -> None:
     rig.home.mkdir()
-    grow_dump(load_dump(rig.home / "store.db", "0002"), num_rows=20_000)
+    grow_dump(load_dump(rig.home / "store.db", HEAD), num_rows=20_000)
     (rig.folder / "small").mkdir()
     script = (
         "mount -t tmpfs -o size=64k tmpfs small || exit 77; "
