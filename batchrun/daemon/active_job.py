@@ -10,6 +10,7 @@ from batchrun.daemon.breaker import CircuitBreaker
 from batchrun.daemon.cache_watch import CacheWatch
 from batchrun.daemon.pace import Pace
 from batchrun.daemon.row_costs import RowCosts
+from batchrun.daemon.trials import Trials
 from batchrun.inputs import InputData, RequestTemplate
 from batchrun.inputs.planned_rows import PlannedRows
 from batchrun.jobspec import JobSpec
@@ -36,7 +37,7 @@ class ActiveJob:
     queue: RowQueue
     counts: Counts
     attempts: dict[int, int]
-    deaths: dict[int, int]
+    trials: Trials
     group_of: IntArray
     costs: RowCosts
     cache: CacheWatch

@@ -14,7 +14,6 @@ from batchrun.pool import JobTurns, Turn
 from batchrun.types import Outcome
 
 ROWS_PER_READ = 16
-SOLO_AFTER_DEATHS = 2
 
 
 @dataclass(slots=True)
@@ -91,12 +90,12 @@ class Assigner:
         """The engine for the job's next row, and when its window opens if it is shut now."""
         row = job.queue.peek(now_s)
         assert row is not None
-        is_solo = job.deaths.get(row, 0) >= SOLO_AFTER_DEATHS
         tokens = job.plan.estimate_tokens(row)
-        place = Place(int(job.group_of[row]), tokens, is_solo, turn.is_urgent)
+        limit = job.trials.limits.get(row)
+        place = Place(int(job.group_of[row]), tokens, limit, turn.is_urgent)
         slot = choose_slot(self.slots, place, now_s)
         if slot is None:
-            self._is_saturated = not is_solo and any(slot.is_usable for slot in self.slots)
+            self._is_saturated = limit is None and any(slot.is_usable for slot in self.slots)
             return None, None
         opens_at_s = slot.window.opens_at_s(tokens, now_s)
         return slot, opens_at_s if opens_at_s > now_s else None
@@ -109,10 +108,10 @@ class Assigner:
         following = job.queue.peek(now_s)
         ends_group = following is None or job.group_of[following] != job.group_of[row]
         self.turns.charge(turn, row, job.costs.tokens_of(row), ends_subtree=ends_group)
-        slot.is_solo = job.deaths.get(row, 0) >= SOLO_AFTER_DEATHS
         tokens = job.plan.estimate_tokens(row)
-        slot.window.add(tokens, now_s)
-        return Assignment(job, row, slot, tokens, is_urgent=turn.is_urgent)
+        assignment = Assignment(job, row, slot, tokens, is_urgent=turn.is_urgent)
+        slot.take(assignment, now_s)
+        return assignment
 
 
 def seconds_left(expires_at: float | None) -> float:

@@ -15,6 +15,7 @@ from batchrun.config import TINY_MODEL, Deployment, EngineConfig
 from batchrun.daemon.engine_link import EngineLink
 from batchrun.daemon.plugging import (
     channel_path,
+    last_steps_path,
     plugin_env,
     read_or_make_nonce,
     scheduler_settings,
@@ -51,16 +52,26 @@ class Supervisor:
         self._daemon_url = daemon_url
         nonce = read_or_make_nonce(home) if deployment.runs_scheduler else None
         self.slots: Sequence[Slot] = [
-            Slot(
-                make_engine(deployment, home, index, nonce),
-                config.uses_priority,
-                window_of(deployment.window, runs_scheduler=nonce is not None and config.is_vllm),
-                nonce if config.is_vllm else None,
-                make_link(home, config) if nonce is not None and config.is_vllm else None,
-            )
+            self._make_slot(index, nonce if config.is_vllm else None)
             for index, config in enumerate(deployment.engines)
         ]
         self.gateway_url = f"http://{deployment.listen}"
+
+    def _make_slot(self, index: int, nonce: str | None) -> Slot:
+        """`nonce`: the secret of an engine that runs batchrun's scheduler."""
+        deployment, home = self._deployment, self._home
+        config = deployment.engines[index]
+        runs_scheduler = nonce is not None
+        slot = Slot(
+            make_engine(deployment, home, index, nonce),
+            config.uses_priority,
+            window_of(deployment.window, runs_scheduler=runs_scheduler),
+        )
+        if runs_scheduler:
+            slot.hint_nonce = nonce
+            slot.link = make_link(home, config)
+            slot.last_steps = last_steps_path(home, config.name)
+        return slot
 
     async def start(self) -> None:
         """Bring up the gateway, then all engines at once; returns when one of them is ready.
