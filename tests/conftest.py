@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="is about the SQLite file itself"))
 
 
-class OneDeploymentAtATime(LoadScopeScheduling):  # type: ignore[misc]
+class OneDeploymentAtATime(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
     """Of several test processes, one runs all tests that start engines or daemons."""
 
     def _split_scope(self, nodeid: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from batchrun.daemon.backpressure import Refusals
@@ -11,13 +12,13 @@ from batchrun.daemon.cache_watch import CacheWatch
 from batchrun.daemon.pace import Pace
 from batchrun.daemon.row_costs import RowCosts
 from batchrun.daemon.trials import Trials
-from batchrun.inputs import InputData, RequestTemplate
+from batchrun.inputs import InputData, RequestTemplate, RowRenderError
 from batchrun.inputs.planned_rows import PlannedRows
 from batchrun.jobspec import JobSpec
 from batchrun.planning import JobPlan
 from batchrun.pool import IntArray, RowQueue
 from batchrun.store import Counts, JobRecord
-from batchrun.types import Outcome, OutcomeKind
+from batchrun.types import Outcome, OutcomeKind, RowError
 
 
 @dataclass(slots=True)
@@ -67,6 +68,16 @@ class ActiveJob:
         served = usage.num_prompt_tokens + usage.num_output_tokens
         self.plan.tokens.correct(int(self.plan.text_bytes[outcome.row]), usage.num_prompt_tokens)
         self.pace.add(now_s, served, served - usage.num_cached_tokens)
+
+    def render(self, rows: Sequence[int]) -> list[dict[str, object] | RowError]:
+        """The request bodies of these rows, read back from the input. Blocking."""
+        rendered: list[dict[str, object] | RowError] = []
+        for row, values in zip(rows, self.rows.read_rows(rows), strict=True):
+            try:
+                rendered.append(self.template.render(values, row_number=row))
+            except RowRenderError as problem:
+                rendered.append(problem.row_error)
+        return rendered
 
     def close(self) -> None:
         """Close the input and give the copy of its rows back. Blocking."""

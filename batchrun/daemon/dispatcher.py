@@ -19,7 +19,6 @@ from batchrun.daemon.slots import Assignment, Slot
 from batchrun.daemon.trials import MAX_SOLO_DEATHS
 from batchrun.daemon.writer import ResultWriter
 from batchrun.errors import BatchrunError, EngineError, StoreError
-from batchrun.inputs import RowRenderError
 from batchrun.store import Store, results
 from batchrun.types import EngineState, Outcome, OutcomeKind, Request, RowError
 
@@ -147,7 +146,7 @@ class Dispatcher:
         if self.jobs.get(job.record.id) is job:
             try:
                 rows = [assignment.row for assignment in group]
-                return await asyncio.to_thread(_render_rows, job, rows)
+                return await asyncio.to_thread(job.render, rows)
             except BatchrunError as error:
                 problem = str(error)
         for assignment in group:
@@ -292,14 +291,3 @@ class Dispatcher:
                 raise EngineError(f"{slot.engine.client.base_url} serves no model")
             slot.default_model = models[0]
         return slot.default_model
-
-
-def _render_rows(job: ActiveJob, rows: Sequence[int]) -> list[dict[str, object] | RowError]:
-    """The bodies of these rows, read back from the input."""
-    rendered: list[dict[str, object] | RowError] = []
-    for row, values in zip(rows, job.rows.read_rows(rows), strict=True):
-        try:
-            rendered.append(job.template.render(values, row_number=row))
-        except RowRenderError as problem:
-            rendered.append(problem.row_error)
-    return rendered

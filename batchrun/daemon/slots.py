@@ -19,6 +19,9 @@ from batchrun.types import EngineState
 SCHEDULER_WINDOW = (256, 2_000_000)
 PLAIN_WINDOW = (32, 400_000)
 """(rows, prompt tokens) where batchrun.yaml says nothing."""
+GATEWAYS_LEARN_S = 2.0
+"""Gateways look at the list of engines once a second."""
+LEAVING_S = 300.0
 
 
 @dataclass(slots=True)
@@ -28,7 +31,8 @@ class Slot:
     `hint_nonce`, `link` and `last_steps` are set where batchrun's scheduler runs inside it: rows
     then carry hints, the engine can be watched and steered, and a dead one leaves a file that says
     what it ran. `kv` is None until the engine has told it. While `is_down` it gets no rows;
-    `accused` are the rows that it may have died of, None until that was looked into.
+    `accused` are the rows that it may have died of, None until that was looked into. While it
+    `is_set_apart` only suspects go to it; since `apart_since_s` (monotonic) the gateways know it.
     """
 
     engine: Engine
@@ -42,6 +46,8 @@ class Slot:
     default_model: str | None = None
     is_down: bool = False
     accused: Sequence[Assignment] | None = None
+    is_set_apart: bool = False
+    apart_since_s: float | None = None
     in_flight: dict[RowKey, Assignment] = field(default_factory=dict)
     _limits: dict[RowKey, int] = field(default_factory=dict)
 
@@ -60,6 +66,19 @@ class Slot:
         """Offline rows that the engine runs now, as far as it tells."""
         telemetry = None if self.link is None else self.link.telemetry
         return 0 if telemetry is None else telemetry.offline.num_running
+
+    def is_left_alone(self, now_s: float) -> bool:
+        """Whether online calls and other rows have left an engine that is set apart (monotonic).
+
+        Calls that do not end are not waited for longer than `LEAVING_S`.
+        """
+        if self.apart_since_s is None or len(self._limits) < len(self.in_flight):
+            return False
+        apart_s = now_s - self.apart_since_s
+        telemetry = None if self.link is None else self.link.telemetry
+        online = 0 if telemetry is None else telemetry.online.num_running
+        waiting = 0 if telemetry is None else telemetry.online.num_waiting
+        return apart_s >= (LEAVING_S if online + waiting else GATEWAYS_LEARN_S)
 
     def take(self, assignment: Assignment, now_s: float) -> None:
         """A row goes to the engine. `now_s` is monotonic."""
@@ -152,7 +171,7 @@ def choose_slot(slots: Sequence[Slot], place: Place, now_s: float) -> Slot | Non
 
     None when no engine has room. `now_s` is monotonic.
     """
-    usable = [slot for slot in slots if slot.is_usable]
+    usable = [slot for slot in slots if slot.is_usable and not slot.is_set_apart]
     if not usable:
         return None
     preferred = usable[place.group % len(usable)]

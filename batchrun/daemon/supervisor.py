@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -50,6 +51,7 @@ class Supervisor:
         self._deployment = deployment
         self._home = home
         self._daemon_url = daemon_url
+        self._apart: set[str] = set()
         nonce = read_or_make_nonce(home) if deployment.runs_scheduler else None
         self.slots: Sequence[Slot] = [
             self._make_slot(index, nonce if config.is_vllm else None)
@@ -108,6 +110,8 @@ class Supervisor:
     async def _watch_gateway(self) -> None:
         while True:
             await asyncio.to_thread(self._ensure_gateway)
+            if {slot.engine.name for slot in self.slots if slot.is_set_apart} != self._apart:
+                self._write_upstreams()
             await asyncio.sleep(GATEWAY_CHECK_S)
 
     def _ensure_gateway(self, *, is_first: bool = False) -> None:
@@ -167,11 +171,15 @@ class Supervisor:
                 "name": slot.engine.name,
                 "url": slot.engine.client.base_url,
                 "api_key": config.api_key,
+                "is_last_choice": slot.is_set_apart,
             }
             for slot, config in zip(self.slots, self._deployment.engines, strict=True)
         ]
         document = json.dumps({"engines": engines, "daemon": {"url": self._daemon_url}})
         write_atomically(self._home.upstreams, document.encode(), mode=0o600)
+        self._apart = {slot.engine.name for slot in self.slots if slot.is_set_apart}
+        for slot in self.slots:
+            slot.apart_since_s = time.monotonic() if slot.is_set_apart else None
 
 
 def build_model(deployment: Deployment, home: Home) -> None:

@@ -209,6 +209,7 @@ class ColocatedScheduler(AsyncScheduler):
         block = min(self.cache_config.block_size, num_new_tokens)
         return align(request, block, *args, **kwargs)
 
+    # The signature is vLLM's.
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:  # noqa: FBT001, FBT002
         """Plan the step, apply the plan, let vLLM schedule it."""
         self.steering.obey()

@@ -91,7 +91,14 @@ class AssignMachine(RuleBasedStateMachine):
 
     @rule()
     def assign(self) -> None:
+        for slot in self.assigner.slots:
+            if slot.is_set_apart and slot.apart_since_s is None:
+                slot.apart_since_s = self.now_s
         for assignment in self.assigner.assign(self.now_s)[0]:
+            is_suspect = assignment.row in assignment.trials.limits
+            assert is_suspect or not assignment.slot.is_set_apart
+            usable = [slot for slot in self.assigner.slots if slot.is_usable]
+            assert not is_suspect or assignment.slot.is_set_apart or len(usable) == 1
             mine = {a.row for a in self.in_flight if a.job is assignment.job}
             assert assignment.row not in mine
             assert assignment.slot.engine.state is EngineState.READY

@@ -18,7 +18,7 @@ from batchrun import errors
 from batchrun.cli.follow import STALL_PATIENCE_S, RowsFailedError
 from batchrun.cli.main import INTERRUPTED
 from batchrun.config import DeploymentFile, EngineConfig, Environment, SloConfig, WindowConfig
-from batchrun.daemon import backoff, breaker, trials, writer
+from batchrun.daemon import backoff, breaker, trial_engine, trials, writer
 from batchrun.engine import vllm_command
 from batchrun.engine.settings import ManagedSettings
 from batchrun.errors import BatchrunError, ConfigError
@@ -60,6 +60,7 @@ FIGURES = [
     ("reliability.md", f"{trials.MAX_SOLO_ROWS} suspects or fewer run **solo**"),
     ("reliability.md", f"with which {trials.MAX_SOLO_DEATHS} engines died while it ran solo"),
     ("reliability.md", f"in flight at {trials.MAX_PRESENCES} deaths"),
+    ("reliability.md", f"for {trial_engine.COMPANY_WAIT_S:g} s. With one engine"),
     ("reliability.md", f"exit code 4 after {STALL_PATIENCE_S:g} s"),
     ("reliability.md", f"fails to start {MAX_FAILED_STARTS} times in a row"),
     ("engines.md", f"--kv-cache-memory-bytes={vllm_command.CPU_KV_CACHE_BYTES}"),
