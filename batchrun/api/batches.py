@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from fastapi import APIRouter, Request, params
@@ -84,13 +85,14 @@ class Batches:
         batch = await self._find(batch_id)
         if status_of(batch) not in IS_CANCELLED:
             try:
-                await self._daemon.cancel(batch.job.id, settle_s=SETTLE_S)
+                cancelling = await self._daemon.cancel(batch.job.id, settle_s=SETTLE_S)
+                batch = replace(batch, job=cancelling)
             except StateError:
                 batch = await self._find(batch_id)
                 if status_of(batch) not in IS_CANCELLED:
                     message = f"Cannot cancel a batch with status '{status_of(batch)}'."
                     raise ApiError(409, message) from None
-        return AsciiJson(await self._view(await self._find(batch_id)))
+        return AsciiJson(await self._view(batch))
 
     async def _find(self, batch_id: str) -> BatchRecord:
         if not batch_id.startswith("batch"):
