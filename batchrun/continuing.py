@@ -35,6 +35,7 @@ def continue_job(
     spec = JobSpec.model_validate_json(record.spec)
     assert spec.continue_from is not None
     before = jobs.get(store, spec.continue_from)
+    results.refuse_removed(store, before.seq)
     old_spec = JobSpec.model_validate_json(before.spec)
     old = request_keys(old_spec, open_submitted(before, old_spec, links=links), progress)
     new = request_keys(spec, open_submitted(record, spec, links=links), progress)

@@ -100,8 +100,10 @@ class VllmEpisode:
         for part in ("daemon", "gateway", "engine") if target == "all" else (target,):
             self._rig.kill(part)
         if target == "engine":
-            # Its children hold its port for a moment, so that rows still seem to reach it.
+            # Its children hold its port for a moment, and rows that were on their way still seem to
+            # reach it: the outage lasts until the next one answers.
             wait_until(lambda: not self._is_engine_ready(), "the engine to be missed")
+            wait_until(self._is_engine_ready, "the engine to come back", START_WAIT_S)
         else:
             self._rig.start_detached()
         return Kill(target, "", is_inside=False, cuts=True, at=at, ended_at=time.time())

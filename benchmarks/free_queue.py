@@ -8,10 +8,8 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from batchrun.cache import (
     EVICTION_ORDERS,
@@ -21,48 +19,13 @@ from batchrun.cache import (
     ReuseIndex,
     TieredFreeQueue,
 )
+from benchmarks.cache_blocks import Block, Node, RowHint
 from benchmarks.records import Record, write_records
 
 NUM_BLOCKS = 8_600
 ROW_BLOCKS = 1_250
 NUM_DOCUMENTS = NUM_BLOCKS // ROW_BLOCKS
 NUM_ROWS_OF_DOCUMENT = 12
-
-
-@dataclass(slots=True, eq=False)
-class Block:
-    """A block as vLLM's: the hash stands behind a property."""
-
-    block_id: int
-    ref_cnt: int = 0
-    prev_free_block: Any = None
-    next_free_block: Any = None
-    hash_key: bytes | None = None
-
-    @property
-    def block_hash(self) -> bytes | None:
-        """The key of the cached content."""
-        return self.hash_key
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """A prefix node in a hint."""
-
-    node: int
-    num_rows_to_come: int
-    next_rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class Hint:
-    """A row's hint."""
-
-    epoch: int
-    job: str
-    row: int
-    rank: int
-    nodes: tuple[Node, ...]
 
 
 def chain_of(document: int, row: int) -> list[bytes]:
@@ -114,11 +77,11 @@ def _tiered(order: EvictionOrder, blocks: list[Block]) -> TieredFreeQueue:
     return TieredFreeQueue(blocks, order.num_tiers, tiers.tier_of)
 
 
-def _hint(document: int, row: int) -> Hint:
+def _hint(document: int, row: int) -> RowHint:
     rank = document * NUM_ROWS_OF_DOCUMENT + row
     left = NUM_ROWS_OF_DOCUMENT - row - 1
     nodes = (Node(0, 1_000, rank + 1), Node(document + 1, left, rank + 1))
-    return Hint(1, "job", rank, rank, nodes)
+    return RowHint(rank, rank, nodes)
 
 
 def measure_reuse(order: EvictionOrder, rounds: int) -> Record:

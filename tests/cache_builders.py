@@ -2,42 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 from batchrun.cache import EvictionOrder, OnlinePrefixes, ReuseIndex, Segment, TieredFreeQueue
 from batchrun.cache.block_tiers import BlockTiers
-
-
-@dataclass(slots=True, eq=False)
-class Block:
-    """A KV block; `==` is identity."""
-
-    block_id: int
-    ref_cnt: int = 0
-    prev_free_block: Any = None
-    next_free_block: Any = None
-    hash_key: bytes | None = None
-
-    @property
-    def block_hash(self) -> bytes | None:
-        return self.hash_key
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    node: int
-    num_rows_to_come: int
-    next_rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class RowHint:
-    row: int
-    rank: int
-    nodes: tuple[Node, ...] = ()
-    epoch: int = 1
-    job: str = "job"
+from benchmarks.cache_blocks import Block
 
 
 def chain_of(text: str) -> list[bytes]:

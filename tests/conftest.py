@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -42,17 +43,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="is about the SQLite file itself"))
 
 
-class OneDeploymentAtATime(LoadScopeScheduling):  # type: ignore[misc]
-    """Of several test processes, one runs all tests that start engines or daemons."""
+class TwoQueues(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
+    """Of several test processes, one runs the tests that start vLLM, one those that start other
+    deployments, and all of them the rest."""
 
     def _split_scope(self, nodeid: str) -> str:
-        is_deployment = DEPLOYMENT_FOLDERS & set(nodeid.split("::")[0].split("/"))
-        return "deployments" if is_deployment else nodeid
+        path = nodeid.split("::")[0]
+        if not DEPLOYMENT_FOLDERS & set(path.split("/")):
+            return nodeid
+        return "vllm" if starts_vllm(path) else "deployments"
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> OneDeploymentAtATime:
+@cache
+def starts_vllm(path: str) -> bool:
+    """Whether a test file has the marker `engine`."""
+    return "pytest.mark.engine" in (Path(__file__).parents[1] / path).read_text("utf-8")
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> TwoQueues:
     """Called with `--numprocesses`."""
-    return OneDeploymentAtATime(config, log)
+    return TwoQueues(config, log)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

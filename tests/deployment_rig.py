@@ -142,9 +142,11 @@ class DeploymentRig:
         (view,) = (view for view in jobs if view["id"] == job_id)
         return dict(view)
 
-    def wait_for(self, job_id: str, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    def wait_for(
+        self, job_id: str, wanted: Callable[[dict[str, Any]], bool], *, wait_s: float = WAIT_S
+    ) -> dict[str, Any]:
         """Poll a job until `wanted(view)`."""
-        deadline_s = time.monotonic() + WAIT_S
+        deadline_s = time.monotonic() + wait_s
         while time.monotonic() < deadline_s:
             view = self.job(job_id)
             if wanted(view):
@@ -152,10 +154,10 @@ class DeploymentRig:
             time.sleep(0.05)
         raise AssertionError(f"waited in vain; last: {view}")
 
-    def wait_until_ended(self, job_id: str) -> dict[str, Any]:
+    def wait_until_ended(self, job_id: str, *, wait_s: float = WAIT_S) -> dict[str, Any]:
         """Poll a job until it ends or pauses."""
         ended = {"completed", "failed", "cancelled", "expired", "paused"}
-        return self.wait_for(job_id, lambda view: view["state"] in ended)
+        return self.wait_for(job_id, lambda view: view["state"] in ended, wait_s=wait_s)
 
     def output(self, name: str = "out.parquet") -> list[dict[str, Any]]:
         """The rows of an output file, Parquet or JSONL."""

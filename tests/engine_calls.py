@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,7 +16,7 @@ from batchrun.types import HINT_KEY, HINT_VERSION
 
 NONCE = "combinations"
 NUM_ROWS = 6
-ROW_TOKENS = 480  # runs for longer than a look at the metrics takes
+ROW_TOKENS = 240
 DOCUMENT = " ".join(f"{word} {number}" for number in range(60) for word in ("river", "stone"))
 
 Answer = dict[str, Any]
@@ -27,9 +28,13 @@ class EngineCalls:
     def __init__(self, base_url: str, model: str = REAL_MODEL) -> None:
         self.base_url = base_url
         self.model = model
-        self.num_rows_sent = 0
+        self._numbers = itertools.count()
+        # A kept connection may be closed by the server just when it is used again.
         self._session = aiohttp.ClientSession(
-            base_url, timeout=aiohttp.ClientTimeout(total=120), raise_for_status=True
+            base_url,
+            connector=aiohttp.TCPConnector(force_close=True),
+            timeout=aiohttp.ClientTimeout(total=120),
+            raise_for_status=True,
         )
 
     async def close(self) -> None:
@@ -59,7 +64,7 @@ class EngineCalls:
             answer: Answer = await reply.json()
         return answer
 
-    async def stream(self, prompt: str, **fields: object) -> AsyncIterator[Answer]:
+    async def stream(self, prompt: str, **fields: object) -> AsyncGenerator[Answer]:
         """The events of a streamed completion. Ending the loop early closes the connection."""
         body = self._body(prompt, {**fields, "stream": True})
         async with self._session.post("/v1/completions", json=body) as reply:
@@ -70,33 +75,34 @@ class EngineCalls:
 
     async def row(self, row: int, **fields: object) -> Answer:
         """An offline row, with the hint that the daemon would send; all rows share a document."""
-        hint = {
-            "v": HINT_VERSION, "nonce": NONCE, "epoch": 1, "job": "job", "row": row,
-            "class": "offline", "rank": row, "nodes": [[1, 0, row]],
-        }  # fmt: skip
-        xargs = {HINT_KEY: json.dumps(hint)}
-        prompt = f"{DOCUMENT} question {row}"
-        told = {"max_tokens": ROW_TOKENS, "ignore_eos": True, "vllm_xargs": xargs, **fields}
-        return await self.complete(prompt, **told)
+        return await self.complete(_row_prompt(row), **(_row_fields(row) | fields))
+
+    def stream_row(self, row: int, **fields: object) -> AsyncGenerator[Answer]:
+        """The same row, streamed."""
+        return self.stream(_row_prompt(row), **(_row_fields(row) | fields))
 
     @asynccontextmanager
-    async def rows_beside(self, **fields: object) -> AsyncIterator[list[asyncio.Task[Answer]]]:
-        """Offline rows that run when the body begins; each has its whole answer at the end.
+    async def rows_beside(self) -> AsyncIterator[list[Answer]]:
+        """`NUM_ROWS` offline rows run from the beginning of the body to its end, however fast the
+        engine is: one that is done is followed by another. Yields the answers so far; each is whole
+        at the end. A body that fails leaves no row behind."""
+        answers: list[Answer] = []
+        is_over = asyncio.Event()
 
-        `fields` may say another `max_tokens`. A body that fails leaves no row behind.
-        """
-        first = self.num_rows_sent
-        self.num_rows_sent += NUM_ROWS
-        numbers = range(first, self.num_rows_sent)
+        async def keep_running() -> None:
+            while not is_over.is_set():
+                answers.append(await self.row(next(self._numbers)))
+
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self.row(number, **fields)) for number in numbers]
+            for _ in range(NUM_ROWS):
+                group.create_task(keep_running())
             while await self.gauge("vllm:num_requests_running") < 1:
-                assert not all(task.done() for task in tasks), await asyncio.gather(*tasks)
                 await asyncio.sleep(0.02)
-            yield tasks
-        for answer in await asyncio.gather(*tasks):
+            yield answers
+            is_over.set()
+        for answer in answers:
             assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"]
-            assert answer["usage"]["completion_tokens"] == fields.get("max_tokens", ROW_TOKENS)
+            assert answer["usage"]["completion_tokens"] == ROW_TOKENS
 
     async def gauge(self, name: str) -> float:
         """The sum of a metric over its labels."""
@@ -109,8 +115,15 @@ class EngineCalls:
 
     async def gauge_of_at_least(self, name: str, least: float) -> float:
         """The metric as soon as it is at least `least`, or as it is after ten seconds."""
+        return await self._gauge_when(name, lambda value: value >= least)
+
+    async def gauge_of_at_most(self, name: str, most: float) -> float:
+        """The metric as soon as it is at most `most`, or as it is after ten seconds."""
+        return await self._gauge_when(name, lambda value: value <= most)
+
+    async def _gauge_when(self, name: str, is_wanted: Callable[[float], bool]) -> float:
         for _ in range(200):
-            if (value := await self.gauge(name)) >= least:
+            if is_wanted(value := await self.gauge(name)):
                 break
             await asyncio.sleep(0.05)
         return value
@@ -124,3 +137,16 @@ class EngineCalls:
             "ignore_eos": True,
             **fields,
         }
+
+
+def _row_prompt(row: int) -> str:
+    return f"{DOCUMENT} question {row}"
+
+
+def _row_fields(row: int) -> dict[str, object]:
+    hint = {
+        "v": HINT_VERSION, "nonce": NONCE, "epoch": 1, "job": "job", "row": row,
+        "class": "offline", "rank": row, "nodes": [[1, 0, row]],
+    }  # fmt: skip
+    xargs = {HINT_KEY: json.dumps(hint)}
+    return {"max_tokens": ROW_TOKENS, "ignore_eos": True, "vllm_xargs": xargs}

@@ -16,6 +16,7 @@ from batchrun.daemon.active_job import ActiveJob
 from batchrun.daemon.cache_watch import CacheWatch
 from batchrun.daemon.opening import open_job
 from batchrun.daemon.row_costs import estimate_costs
+from batchrun.daemon.trials import Trials
 from batchrun.inputs.token_ratio import TokenRatio
 from batchrun.jobspec import load_job_file
 from batchrun.planning import JobPlan
@@ -82,6 +83,6 @@ def make_tree_job(
         group_of=plan.group_of(),
         costs=estimate_costs(spec, plan, job.counts, rows_done),
         cache=CacheWatch(plan, queue),
-        deaths={},
+        trials=Trials(),
         current_node=None,
     )

@@ -85,14 +85,13 @@ class Batches:
         batch = await self._find(batch_id)
         if status_of(batch) not in IS_CANCELLED:
             try:
-                job = await self._daemon.cancel(batch.job.id, settle_s=SETTLE_S)
+                cancelling = await self._daemon.cancel(batch.job.id, settle_s=SETTLE_S)
+                batch = replace(batch, job=cancelling)
             except StateError:
                 batch = await self._find(batch_id)
                 if status_of(batch) not in IS_CANCELLED:
                     message = f"Cannot cancel a batch with status '{status_of(batch)}'."
                     raise ApiError(409, message) from None
-            else:
-                batch = replace(batch, job=job)
         return AsciiJson(await self._view(batch))
 
     async def _find(self, batch_id: str) -> BatchRecord:

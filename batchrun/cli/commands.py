@@ -77,7 +77,7 @@ app = typer.Typer(
 )
 
 
-def _show_version(wanted: bool) -> None:  # noqa: FBT001
+def _show_version(wanted: bool) -> None:  # noqa: FBT001 - typer calls it so
     if wanted:
         say(f"batchrun {__version__}")
         raise typer.Exit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from batchrun.daemon.backpressure import Refusals
@@ -10,13 +11,14 @@ from batchrun.daemon.breaker import CircuitBreaker
 from batchrun.daemon.cache_watch import CacheWatch
 from batchrun.daemon.pace import Pace
 from batchrun.daemon.row_costs import RowCosts
-from batchrun.inputs import InputData, RequestTemplate
+from batchrun.daemon.trials import Trials
+from batchrun.inputs import InputData, RequestTemplate, RowRenderError
 from batchrun.inputs.planned_rows import PlannedRows
 from batchrun.jobspec import JobSpec
 from batchrun.planning import JobPlan
 from batchrun.pool import IntArray, RowQueue
 from batchrun.store import Counts, JobRecord
-from batchrun.types import Outcome, OutcomeKind
+from batchrun.types import Outcome, OutcomeKind, RowError
 
 
 @dataclass(slots=True)
@@ -36,7 +38,7 @@ class ActiveJob:
     queue: RowQueue
     counts: Counts
     attempts: dict[int, int]
-    deaths: dict[int, int]
+    trials: Trials
     group_of: IntArray
     costs: RowCosts
     cache: CacheWatch
@@ -71,6 +73,16 @@ class ActiveJob:
         """Wait until no row is in flight any more, at most so long."""
         if self.tasks:
             await asyncio.wait(list(self.tasks.values()), timeout=limit_s)
+
+    def render(self, rows: Sequence[int]) -> list[dict[str, object] | RowError]:
+        """The request bodies of these rows, read back from the input. Blocking."""
+        rendered: list[dict[str, object] | RowError] = []
+        for row, values in zip(rows, self.rows.read_rows(rows), strict=True):
+            try:
+                rendered.append(self.template.render(values, row_number=row))
+            except RowRenderError as problem:
+                rendered.append(problem.row_error)
+        return rendered
 
     def close(self) -> None:
         """Close the input and give the copy of its rows back. Blocking."""

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from batchrun.daemon.active_job import ActiveJob
 from batchrun.daemon.meeting import bring_together
 from batchrun.daemon.slots import Assignment, Place, Slot, choose_slot
+from batchrun.daemon.trial_engine import ASK_AGAIN_S, TrialEngine
 from batchrun.pool import JobTurns, Turn
 from batchrun.types import Outcome
 
 ROWS_PER_READ = 16
-SOLO_AFTER_DEATHS = 2
 
 
 @dataclass(slots=True)
@@ -27,7 +27,11 @@ class Assigner:
     slots: Sequence[Slot]
     jobs: dict[str, ActiveJob] = field(default_factory=dict)
     turns: JobTurns = field(default_factory=JobTurns)
+    trial_engine: TrialEngine = field(init=False)
     _is_saturated: bool = False
+
+    def __post_init__(self) -> None:
+        self.trial_engine = TrialEngine(self.slots)
 
     def join(self, job: ActiveJob, *, due_at: float | None) -> None:
         """A job takes its turns from now on; `due_at` is its deadline (monotonic)."""
@@ -48,12 +52,16 @@ class Assigner:
         """
         assignments: list[Assignment] = []
         opens_at_s = None
+        has_suspects = any(job.trials.limits for job in self.jobs.values())
+        is_apart = self.trial_engine.set_apart(now_s, has_suspects=has_suspects)
         while len(assignments) < ROWS_PER_READ and opens_at_s is None:
             turn = self._turn(now_s)
             if turn is None:
                 self._is_saturated = False
                 break
             job = self.jobs[turn.job_id]
+            if is_apart and self._try_suspect(job, turn, now_s, assignments):
+                continue
             slot, opens_at_s = self._place(job, turn, now_s)
             if slot is None:
                 break
@@ -87,16 +95,35 @@ class Assigner:
         ready = {job_id for job_id, job in self.jobs.items() if job.is_ready(now_s)}
         return self.turns.choose(ready, now_s)
 
+    def _try_suspect(
+        self, job: ActiveJob, turn: Turn, now_s: float, assignments: list[Assignment]
+    ) -> bool:
+        """Send the job's next row to the engine that is set apart, or put it aside for a moment;
+        False when it is no suspect."""
+        row = job.queue.peek(now_s)
+        assert row is not None
+        limit = job.trials.limits.get(row)
+        if limit is None:
+            return False
+        place = Place(int(job.group_of[row]), job.plan.estimate_tokens(row), limit)
+        slot = self.trial_engine.find_room(place, now_s)
+        if slot is None:
+            job.queue.take(row)
+            job.queue.give_back(row, ready_at_s=now_s + ASK_AGAIN_S)
+        else:
+            assignments.append(self._take(job, turn, slot, now_s))
+        return True
+
     def _place(self, job: ActiveJob, turn: Turn, now_s: float) -> tuple[Slot | None, float | None]:
         """The engine for the job's next row, and when its window opens if it is shut now."""
         row = job.queue.peek(now_s)
         assert row is not None
-        is_solo = job.deaths.get(row, 0) >= SOLO_AFTER_DEATHS
         tokens = job.plan.estimate_tokens(row)
-        place = Place(int(job.group_of[row]), tokens, is_solo, turn.is_urgent)
+        limit = job.trials.limits.get(row)
+        place = Place(int(job.group_of[row]), tokens, limit, turn.is_urgent)
         slot = choose_slot(self.slots, place, now_s)
         if slot is None:
-            self._is_saturated = not is_solo and any(slot.is_usable for slot in self.slots)
+            self._is_saturated = limit is None and any(slot.is_usable for slot in self.slots)
             return None, None
         opens_at_s = slot.window.opens_at_s(tokens, now_s)
         return slot, opens_at_s if opens_at_s > now_s else None
@@ -109,10 +136,10 @@ class Assigner:
         following = job.queue.peek(now_s)
         ends_group = following is None or job.group_of[following] != job.group_of[row]
         self.turns.charge(turn, row, job.costs.tokens_of(row), ends_subtree=ends_group)
-        slot.is_solo = job.deaths.get(row, 0) >= SOLO_AFTER_DEATHS
         tokens = job.plan.estimate_tokens(row)
-        slot.window.add(tokens, now_s)
-        return Assignment(job, row, slot, tokens, is_urgent=turn.is_urgent)
+        assignment = Assignment(job, row, slot, tokens, is_urgent=turn.is_urgent)
+        slot.take(assignment, now_s)
+        return assignment
 
 
 def seconds_left(expires_at: float | None) -> float:

@@ -30,8 +30,9 @@ def export(
 
     A partial one leaves out rows without a result; otherwise they carry the error of how the job
     ends. Blocking. Raises StoreFullError, InputError and DataError, and then leaves no
-    half-written file behind.
+    half-written file behind; StateError when the results were removed.
     """
+    results.refuse_removed(store, record.seq)
     spec = JobSpec.model_validate_json(record.spec)
     data = open_submitted(record, spec, links=links)
     ends_as = record.ends_as or record.state

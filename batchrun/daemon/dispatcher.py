@@ -7,7 +7,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -16,9 +16,9 @@ from batchrun.daemon.assigning import Assigner, seconds_left
 from batchrun.daemon.backoff import FIRST_DELAY_S, retry_delay_s
 from batchrun.daemon.hinting import Hinter
 from batchrun.daemon.slots import Assignment, Slot
+from batchrun.daemon.trials import MAX_SOLO_DEATHS
 from batchrun.daemon.writer import ResultWriter
 from batchrun.errors import BatchrunError, EngineError, StoreError
-from batchrun.inputs import RowRenderError
 from batchrun.store import Store, results
 from batchrun.types import EngineState, Outcome, OutcomeKind, Request, RowError
 
@@ -29,7 +29,6 @@ GATHER_S = 0.01
 """Rows that end within this time are replaced together: reading a row costs a switch of threads."""
 OFFLINE_PRIORITY = 1
 DEFAULT_MODEL = "default"
-MAX_DEATHS = 4
 RETRY_SHARE = 0.5
 """A row never waits for longer than this part of the time until its job's deadline."""
 
@@ -100,9 +99,10 @@ class Dispatcher:
             for slot in self.slots:
                 if slot.engine.state is not EngineState.READY:
                     continue
-                if slot.is_suspect:
-                    slot.is_suspect = not await slot.engine.client.is_healthy()
-                    self.wake()
+                if slot.is_down:
+                    if await slot.engine.client.is_healthy():
+                        slot.is_healthy_again()
+                        self.wake()
                 elif slot.engine.name not in asked:
                     asked.add(slot.engine.name)
                     with suppress(EngineError):
@@ -146,7 +146,7 @@ class Dispatcher:
         if self.jobs.get(job.record.id) is job:
             try:
                 rows = [assignment.row for assignment in group]
-                return await asyncio.to_thread(_render_rows, job, rows)
+                return await asyncio.to_thread(job.render, rows)
             except BatchrunError as error:
                 problem = str(error)
         for assignment in group:
@@ -186,7 +186,7 @@ class Dispatcher:
             outcome = await slot.engine.client.execute(request, timeout_s=timeout_s)
             await self._settle(assignment, outcome)
         except EngineError as error:
-            slot.is_suspect = True
+            slot.is_down = True
             log.warning("engine %s: %s", slot.engine.name, error)
             self.assigner.give_back(job, row)
 
@@ -202,9 +202,9 @@ class Dispatcher:
             self.assigner.give_back(job, outcome.row)
             assert outcome.error is not None
             self.pause_job(job, f"every row would fail: {outcome.error.message}")
-        elif slot.is_suspect or not await slot.engine.client.is_healthy():
-            slot.is_suspect = True
-            await self._blame(job, outcome)
+        elif slot.is_down or not await slot.engine.client.is_healthy():
+            slot.is_down = True
+            await self._blame(assignment, outcome)
         elif outcome.kind is OutcomeKind.BUSY:
             self._wait(assignment, outcome)
         else:
@@ -226,25 +226,30 @@ class Dispatcher:
     def _conclude(self, job: ActiveJob, outcome: Outcome) -> None:
         """The row has ended: its result goes to the store."""
         self.assigner.settle(job, outcome)
+        job.trials.clear(outcome.row)
         self.writer.put(job.record.seq, outcome)
         reason = job.breaker.see(outcome)
         if reason is not None:
             self.pause_job(job, reason)
 
-    async def _blame(self, job: ActiveJob, outcome: Outcome) -> None:
-        """An engine went down with this row in flight.
-
-        That does not use up the row's retries. A row that was there `SOLO_AFTER_DEATHS` times runs
-        with nothing beside it, so that only the row that kills engines reaches `MAX_DEATHS`.
-        """
-        row = outcome.row
-        job.deaths[row] = job.deaths.get(row, 0) + 1
-        await self._remember(results.record_engine_death, job.record.seq, [row])
-        if job.deaths[row] < MAX_DEATHS:
+    async def _blame(self, assignment: Assignment, outcome: Outcome) -> None:
+        """An engine went down with this row in flight. That does not use up the row's retries."""
+        job, row, slot = assignment.job, assignment.row, assignment.slot
+        if slot.accused is None:
+            await self._record_suspects(slot.accuse())
+        if not job.trials.is_guilty(row):
             self.assigner.give_back(job, row)
             return
-        error = RowError("engine_died", f"{MAX_DEATHS} engines died while this row ran")
+        message = f"{MAX_SOLO_DEATHS} engines died while this row ran alone"
+        error = RowError("engine_died", message)
         self._conclude(job, replace(outcome, kind=OutcomeKind.ROW_ERROR, error=error))
+
+    async def _record_suspects(self, accused: Iterable[Assignment]) -> None:
+        rows: dict[int, list[int]] = {}
+        for sent in accused:
+            rows.setdefault(sent.job.record.seq, []).append(sent.row)
+        for job_seq, of_job in rows.items():
+            await self._remember(results.record_engine_death, job_seq, of_job)
 
     async def _retry(self, job: ActiveJob, outcome: Outcome) -> None:
         if outcome.attempt > job.spec.retries:
@@ -276,7 +281,7 @@ class Dispatcher:
             self.pause_job(job, f"internal error: {error!r}; see daemon.log")
 
     def _release(self, assignment: Assignment) -> None:
-        assignment.slot.window.remove(assignment.tokens)
+        assignment.slot.release(assignment)
         self.wake()
 
     async def _default_model(self, slot: Slot) -> str:
@@ -286,14 +291,3 @@ class Dispatcher:
                 raise EngineError(f"{slot.engine.client.base_url} serves no model")
             slot.default_model = models[0]
         return slot.default_model
-
-
-def _render_rows(job: ActiveJob, rows: Sequence[int]) -> list[dict[str, object] | RowError]:
-    """The bodies of these rows, read back from the input."""
-    rendered: list[dict[str, object] | RowError] = []
-    for row, values in zip(rows, job.rows.read_rows(rows), strict=True):
-        try:
-            rendered.append(job.template.render(values, row_number=row))
-        except RowRenderError as problem:
-            rendered.append(problem.row_error)
-    return rendered

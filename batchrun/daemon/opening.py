@@ -14,6 +14,7 @@ from batchrun.daemon.active_job import ActiveJob
 from batchrun.daemon.breaker import IDENTICAL_ERRORS_LIMIT, CircuitBreaker
 from batchrun.daemon.cache_watch import CacheWatch
 from batchrun.daemon.row_costs import estimate_costs
+from batchrun.daemon.trials import SOLO, Trials
 from batchrun.daemon.view import spec_of
 from batchrun.inputs import InputData, RequestTemplate
 from batchrun.inputs.planned_rows import PlannedRows
@@ -101,7 +102,7 @@ def _plan(
         queue=queue,
         counts=counts,
         attempts=results.attempts_so_far(store, record.seq),
-        deaths=results.engine_deaths(store, record.seq),
+        trials=Trials(dict.fromkeys(results.engine_deaths(store, record.seq), SOLO)),
         group_of=plan.group_of(),
         costs=estimate_costs(spec, plan, counts, done),
         cache=CacheWatch(plan, queue),

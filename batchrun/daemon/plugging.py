@@ -11,6 +11,7 @@ from batchrun.config import Deployment, EngineConfig
 from batchrun.daemon.profiles import existing_profile, online_slo
 from batchrun.files import write_atomically
 from batchrun.home import Home
+from batchrun.last_steps import SUFFIX
 from batchrun.types import HINT_NONCE_VARIABLE
 from batchrun.wire import CHANNEL_VARIABLE
 
@@ -44,6 +45,12 @@ def read_or_make_nonce(home: Home) -> str:
 def channel_path(home: Home, engine: str) -> Path:
     """Where the sockets of an engine's scheduler lie, without their endings."""
     return home.run / f"engine-{engine}"
+
+
+def last_steps_path(home: Home, engine: str) -> Path:
+    """Where an engine's scheduler writes down what it runs."""
+    path = channel_path(home, engine)
+    return path.with_name(path.name + SUFFIX)
 
 
 def plugin_env(home: Home, nonce: str, engine: str) -> dict[str, str]:

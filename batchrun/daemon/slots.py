@@ -4,26 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from batchrun.config import WindowConfig
 from batchrun.daemon.active_job import ActiveJob
 from batchrun.daemon.backpressure import Backpressure
 from batchrun.daemon.engine_link import EngineLink
+from batchrun.daemon.trials import SOLO, Trials, accuse_rows
 from batchrun.engine import Engine, KvConfig
+from batchrun.last_steps import RowKey, read_last_steps
 from batchrun.pool import Window
 from batchrun.types import EngineState
 
 SCHEDULER_WINDOW = (256, 2_000_000)
 PLAIN_WINDOW = (32, 400_000)
 """(rows, prompt tokens) where batchrun.yaml says nothing."""
+GATEWAYS_LEARN_S = 2.0
+"""Gateways look at the list of engines once a second."""
+LEAVING_S = 300.0
 
 
 @dataclass(slots=True)
 class Slot:
     """One engine as the dispatcher sees it, with what is in flight on it.
 
-    `hint_nonce` and `link` are set where batchrun's scheduler runs inside it: rows then carry
-    hints, and the engine can be watched and steered. `kv` is None until the engine has told it.
+    `hint_nonce`, `link` and `last_steps` are set where batchrun's scheduler runs inside it: rows
+    then carry hints, the engine can be watched and steered, and a dead one leaves a file that says
+    what it ran. `kv` is None until the engine has told it. While `is_down` it gets no rows;
+    `accused` are the rows that it may have died of, None until that was looked into. While it
+    `is_set_apart` only suspects go to it; since `apart_since_s` (monotonic) the gateways know it.
     """
 
     engine: Engine
@@ -31,16 +40,21 @@ class Slot:
     window: Window
     hint_nonce: str | None = None
     link: EngineLink | None = None
+    last_steps: Path | None = None
     kv: KvConfig | None = None
     pressure: Backpressure = field(default_factory=Backpressure)
     default_model: str | None = None
-    is_suspect: bool = False
-    is_solo: bool = False
+    is_down: bool = False
+    accused: Sequence[Assignment] | None = None
+    is_set_apart: bool = False
+    apart_since_s: float | None = None
+    in_flight: dict[RowKey, Assignment] = field(default_factory=dict)
+    _limits: dict[RowKey, int] = field(default_factory=dict)
 
     @property
     def is_usable(self) -> bool:
         """Whether rows may be sent."""
-        return self.engine.state is EngineState.READY and not self.is_suspect
+        return self.engine.state is EngineState.READY and not self.is_down
 
     @property
     def block_tokens(self) -> int | None:
@@ -52,6 +66,58 @@ class Slot:
         """Offline rows that the engine runs now, as far as it tells."""
         telemetry = None if self.link is None else self.link.telemetry
         return 0 if telemetry is None else telemetry.offline.num_running
+
+    def is_left_alone(self, now_s: float) -> bool:
+        """Whether online calls and other rows have left an engine that is set apart (monotonic).
+
+        Calls that do not end are not waited for longer than `LEAVING_S`.
+        """
+        if self.apart_since_s is None or len(self._limits) < len(self.in_flight):
+            return False
+        apart_s = now_s - self.apart_since_s
+        telemetry = None if self.link is None else self.link.telemetry
+        online = 0 if telemetry is None else telemetry.online.num_running
+        waiting = 0 if telemetry is None else telemetry.online.num_waiting
+        return apart_s >= (LEAVING_S if online + waiting else GATEWAYS_LEARN_S)
+
+    def take(self, assignment: Assignment, now_s: float) -> None:
+        """A row goes to the engine. `now_s` is monotonic."""
+        self.in_flight[assignment.key] = assignment
+        limit = assignment.trials.limits.get(assignment.row)
+        if limit is not None:
+            self._limits[assignment.key] = limit
+        self.window.add(assignment.tokens, now_s)
+
+    def release(self, assignment: Assignment) -> None:
+        """The row is in the engine no longer."""
+        del self.in_flight[assignment.key]
+        self._limits.pop(assignment.key, None)
+        self.window.remove(assignment.tokens)
+
+    def accuse(self) -> Sequence[Assignment]:
+        """The engine died: find the rows that it may have died of, all of them suspects now."""
+        last = frozenset() if self.last_steps is None else read_last_steps(self.last_steps)
+        self.accused = [self.in_flight[key] for key in accuse_rows(self.in_flight, last)]
+        return self.accused
+
+    def is_healthy_again(self) -> None:
+        """The engine answers: rows may go to it."""
+        self.is_down, self.accused = False, None
+
+    def has_room_for(self, place: Place, now_s: float) -> bool:
+        """Whether a row that asks for this may go now (monotonic)."""
+        if not (self._lets_in(place.limit) and self.pressure.allows(len(self.in_flight), now_s)):
+            return False
+        return self.window.has_room(place.tokens, self.num_running, is_urgent=place.is_urgent)
+
+    def _lets_in(self, limit: int | None) -> bool:
+        """Whether the suspects among the rows in flight allow another row, of this limit."""
+        limits = self._limits.values()
+        if limit is None:
+            return SOLO not in limits
+        if limit == SOLO and self.in_flight:
+            return False
+        return len(limits) < min([limit, *limits])
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +133,16 @@ class Assignment:
     tokens: int
     is_urgent: bool = False
 
+    @property
+    def key(self) -> RowKey:
+        """What the engine knows the row by."""
+        return self.job.record.id, self.row
+
+    @property
+    def trials(self) -> Trials:
+        """The suspects of its job."""
+        return self.job.trials
+
 
 def window_of(config: WindowConfig, *, runs_scheduler: bool) -> Window:
     """The window of one engine.
@@ -81,13 +157,12 @@ def window_of(config: WindowConfig, *, runs_scheduler: bool) -> Window:
 class Place:
     """What a row asks for: its prefix group, its prompt tokens, and how it is to run.
 
-    A `solo` row waits for an engine with nothing in flight; an urgent one has some room beyond the
-    window.
+    `limit` is that of a suspect (see `Trials`); an urgent row has some room beyond the window.
     """
 
     group: int
     tokens: int
-    is_solo: bool = False
+    limit: int | None = None
     is_urgent: bool = False
 
 
@@ -96,19 +171,11 @@ def choose_slot(slots: Sequence[Slot], place: Place, now_s: float) -> Slot | Non
 
     None when no engine has room. `now_s` is monotonic.
     """
-    usable = [slot for slot in slots if slot.is_usable]
+    usable = [slot for slot in slots if slot.is_usable and not slot.is_set_apart]
     if not usable:
         return None
     preferred = usable[place.group % len(usable)]
-    if _has_room(preferred, place, now_s):
+    if preferred.has_room_for(place, now_s):
         return preferred
     others = sorted(usable, key=lambda slot: slot.window.num_tokens)
-    return next((slot for slot in others if _has_room(slot, place, now_s)), None)
-
-
-def _has_room(slot: Slot, place: Place, now_s: float) -> bool:
-    window = slot.window
-    if window.num_rows and (place.is_solo or slot.is_solo):
-        return False
-    is_allowed = slot.pressure.allows(window.num_rows, now_s)
-    return is_allowed and window.has_room(place.tokens, slot.num_running, is_urgent=place.is_urgent)
+    return next((slot for slot in others if slot.has_room_for(place, now_s)), None)

@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from batchrun.config import TINY_MODEL, Deployment, EngineConfig
 from batchrun.daemon.engine_link import EngineLink
 from batchrun.daemon.plugging import (
     channel_path,
+    last_steps_path,
     plugin_env,
     read_or_make_nonce,
     scheduler_settings,
@@ -58,18 +60,29 @@ class Supervisor:
         self._deployment = deployment
         self._home = home
         self._daemon = daemon
+        self._apart: set[str] = set()
         nonce = read_or_make_nonce(home) if deployment.runs_scheduler else None
         self.slots: Sequence[Slot] = [
-            Slot(
-                make_engine(deployment, home, index, nonce),
-                config.uses_priority,
-                window_of(deployment.window, runs_scheduler=nonce is not None and config.is_vllm),
-                nonce if config.is_vllm else None,
-                make_link(home, config) if nonce is not None and config.is_vllm else None,
-            )
+            self._make_slot(index, nonce if config.is_vllm else None)
             for index, config in enumerate(deployment.engines)
         ]
         self.gateway_url = f"http://{deployment.listen}"
+
+    def _make_slot(self, index: int, nonce: str | None) -> Slot:
+        """`nonce`: the secret of an engine that runs batchrun's scheduler."""
+        deployment, home = self._deployment, self._home
+        config = deployment.engines[index]
+        runs_scheduler = nonce is not None
+        slot = Slot(
+            make_engine(deployment, home, index, nonce),
+            config.uses_priority,
+            window_of(deployment.window, runs_scheduler=runs_scheduler),
+        )
+        if runs_scheduler:
+            slot.hint_nonce = nonce
+            slot.link = make_link(home, config)
+            slot.last_steps = last_steps_path(home, config.name)
+        return slot
 
     async def start(self) -> None:
         """Bring up the gateway, then all engines at once; returns when one of them is ready.
@@ -106,6 +119,8 @@ class Supervisor:
     async def _watch_gateway(self) -> None:
         while True:
             await asyncio.to_thread(self._ensure_gateway)
+            if {slot.engine.name for slot in self.slots if slot.is_set_apart} != self._apart:
+                self._write_upstreams()
             await asyncio.sleep(GATEWAY_CHECK_S)
 
     def _ensure_gateway(self, *, is_first: bool = False) -> None:
@@ -165,11 +180,15 @@ class Supervisor:
                 "name": slot.engine.name,
                 "url": slot.engine.client.base_url,
                 "api_key": config.api_key,
+                "is_last_choice": slot.is_set_apart,
             }
             for slot, config in zip(self.slots, self._deployment.engines, strict=True)
         ]
         document = json.dumps({"engines": engines, "daemon": asdict(self._daemon)})
         write_atomically(self._home.upstreams, document.encode(), mode=0o600)
+        self._apart = {slot.engine.name for slot in self.slots if slot.is_set_apart}
+        for slot in self.slots:
+            slot.apart_since_s = time.monotonic() if slot.is_set_apart else None
 
 
 def build_model(deployment: Deployment, home: Home) -> None:

@@ -34,11 +34,13 @@ class Balancer:
         self._loads = {upstream: self._loads.get(upstream, _Load()) for upstream in upstreams}
 
     def candidates(self, *, now_s: float) -> list[Upstream]:
-        """All engines, best first; those that lately refused a connection come last."""
+        """All engines, best first; those that are the last choice come late, and those that lately
+        refused a connection last."""
 
-        def key(upstream: Upstream) -> tuple[bool, int, int]:
+        def key(upstream: Upstream) -> tuple[bool, bool, int, int]:
             load = self._loads[upstream]
-            return (load.down_until_s > now_s, load.num_in_flight, load.num_calls)
+            is_down = load.down_until_s > now_s
+            return (is_down, upstream.is_last_choice, load.num_in_flight, load.num_calls)
 
         return sorted(self._loads, key=key)
 

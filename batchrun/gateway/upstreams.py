@@ -1,6 +1,7 @@
 """The list of engines, as the daemon writes it to a file.
 
-    {"engines": [{"name": "engine-0", "url": "http://127.0.0.1:8001", "api_key": "..."}],
+    {"engines": [{"name": "engine-0", "url": "http://127.0.0.1:8001", "api_key": "...",
+                  "is_last_choice": false}],
      "daemon": {"url": "http://127.0.0.1:9999", "gateway_key": "..."} | null}
 
 The writer may die at any time: the last good list stays in use.
@@ -27,11 +28,15 @@ POLL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """One engine: the base address of its HTTP server, without `/v1`."""
+    """One engine: the base address of its HTTP server, without `/v1`.
+
+    One that `is_last_choice` gets a call only when no other engine can.
+    """
 
     name: str
     url: str
     api_key: str | None = field(default=None, repr=False)
+    is_last_choice: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +96,8 @@ def _upstream(entry: object, *, where: str) -> Upstream:
         raise ConfigError(f"{where}: `name` must be text and `url` an http(s) address")
     if api_key is not None and not isinstance(api_key, str):
         raise ConfigError(f"{where}: `api_key` must be text or null")
-    return Upstream(name=name, url=url.rstrip("/"), api_key=api_key)
+    is_last_choice = entry.get("is_last_choice") is True
+    return Upstream(name, url.rstrip("/"), api_key, is_last_choice)
 
 
 def _is_http_url(url: str) -> bool:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from types import TracebackType
 from typing import Any
 
 from sqlalchemy import Connection
 
 from batchrun.errors import StoreError, StoreLockedError, StoreUnreachableError
 from batchrun.store.database import Store
+from batchrun.store.lock import HeldLock
 from batchrun.store.postgresql import DAEMON_LOCK, session_engine
 
 POLL_INTERVAL_S = 0.1
@@ -24,10 +24,10 @@ HOLDER = (
 )
 
 
-class DaemonLock:
+class DaemonLock(HeldLock):
     """An advisory lock on a connection of its own, so that it goes when its holder dies.
 
-    Usable as a context manager. Does nothing for a SQLite store: `StoreLock` guards that.
+    Does nothing for a SQLite store: `StoreLock` guards that.
     """
 
     def __init__(self, store: Store, *, wait_s: float = 0.0) -> None:
@@ -72,18 +72,6 @@ class DaemonLock:
             self._connection.close()
             self._connection = None
         self._is_held = False
-
-    def __enter__(self) -> DaemonLock:
-        self.acquire()
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.release()
 
     def _take(self) -> int | None:
         """Take the lock and return None; or, where another session has it, return that one."""

@@ -5,19 +5,36 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from abc import ABC, abstractmethod
 from pathlib import Path
-from types import TracebackType
+from typing import Self
 
 from batchrun.errors import StoreLockedError
 
 POLL_INTERVAL_S = 0.05
 
 
-class StoreLock:
-    """An exclusive `flock` on `path`; the holder's pid is written into the file for messages.
+class HeldLock(ABC):
+    """A lock that is held while its `with` block runs. Not reentrant."""
 
-    Usable as a context manager. Not reentrant.
-    """
+    @abstractmethod
+    def acquire(self) -> None:
+        """Take the lock."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give the lock back; does nothing when it is not held."""
+
+    def __enter__(self) -> Self:
+        self.acquire()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class StoreLock(HeldLock):
+    """An exclusive `flock` on `path`; the holder's pid is written into the file for messages."""
 
     def __init__(self, path: Path, *, wait_s: float = 0.0) -> None:
         self._path = path
@@ -63,18 +80,6 @@ class StoreLock:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
-
-    def __enter__(self) -> StoreLock:
-        self.acquire()
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.release()
 
 
 def _try_lock(fd: int) -> bool:

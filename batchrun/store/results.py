@@ -88,7 +88,7 @@ def read(
 
     Raises StateError when they were removed.
     """
-    _refuse_removed(store, job_seq)
+    refuse_removed(store, job_seq)
     decompressor = zstandard.ZstdDecompressor()
     after, left = -1, limit
     while left is None or left > 0:
@@ -177,7 +177,8 @@ def _terminal_seqs(connection: Connection, seqs: set[int]) -> set[int]:
     return set(connection.execute(query).scalars())
 
 
-def _refuse_removed(store: Store, job_seq: int) -> None:
+def refuse_removed(store: Store, job_seq: int) -> None:
+    """Raises StateError when the job's results were removed."""
     query = select(jobs.c.id, jobs.c.results_removed_at).where(jobs.c.seq == job_seq)
     with store.read() as connection:
         found = connection.execute(query).first()

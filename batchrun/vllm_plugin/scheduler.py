@@ -133,7 +133,7 @@ class ColocatedScheduler(AsyncScheduler):
             view = make_view(request, hint, self.batchrun.slo, arrival_at_s)
             self._views[request.request_id] = view
             self._num_offline += hint is not None
-            self.steering.meter.arrived(view)
+            self.steering.arrived(view, hint)
             self._announce(request, hint)
         super().add_request(request)
         self._defer(request)
@@ -157,7 +157,7 @@ class ColocatedScheduler(AsyncScheduler):
         view = self._views.pop(request.request_id, None)
         if view is not None:
             self._num_offline -= view.is_offline
-            self.steering.meter.ending[request.request_id] = view
+            self.steering.left(view)
         self.lookout.forget(request.request_id)
         if self._kv is None:
             return super()._free_request(request, *args, **kwargs)
@@ -209,6 +209,7 @@ class ColocatedScheduler(AsyncScheduler):
         block = min(self.cache_config.block_size, num_new_tokens)
         return align(request, block, *args, **kwargs)
 
+    # The signature is vLLM's.
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:  # noqa: FBT001, FBT002
         """Plan the step, apply the plan, let vLLM schedule it."""
         self.steering.obey()

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from batchrun.scheduling import make_policy
+from batchrun.last_steps import SUFFIX, LastSteps, make_label
+from batchrun.scheduling import RequestView, make_policy
 from batchrun.vllm_plugin.channel import INTERVAL_S, EngineChannel, open_channel
 from batchrun.vllm_plugin.control import Control, InForce
+from batchrun.vllm_plugin.hints import Hint
 from batchrun.vllm_plugin.meter import Meter
 from batchrun.vllm_plugin.telemetry import Reporter
-from batchrun.wire import KvTelemetry, Orders, Telemetry
+from batchrun.wire import CHANNEL_VARIABLE, KvTelemetry, Orders, Telemetry
 
 if TYPE_CHECKING:
     from batchrun.vllm_plugin.scheduler import ColocatedScheduler
+
+logger = logging.getLogger(__name__)
 
 
 class Steering:
@@ -25,6 +32,8 @@ class Steering:
         self._scheduler = scheduler
         self._planned_as: str = scheduler.batchrun.policy
         self._channel: EngineChannel | None = None
+        self._last_steps: LastSteps | None = None
+        self._labels: dict[str, bytes] = {}
         self._report_at_s = float("-inf")
         started = InForce(scheduler.batchrun.policy, scheduler.max_num_scheduled_tokens)
         self.control = Control(started, scheduler.max_num_running_reqs, nonce, refusal)
@@ -33,6 +42,7 @@ class Steering:
     def open(self) -> None:
         """Listen to the daemon from now on, and be heard by it."""
         self._channel = open_channel(self.control.receive)
+        self._last_steps = _open_last_steps(self._scheduler.max_num_running_reqs)
         self._report(self._scheduler.clock())
 
     def close(self) -> None:
@@ -40,6 +50,20 @@ class Steering:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
+        if self._last_steps is not None:
+            self._last_steps.close()
+            self._last_steps = None
+
+    def arrived(self, view: RequestView, hint: Hint | None) -> None:
+        """A request has come in; `hint` is that of offline work."""
+        self.meter.arrived(view)
+        if hint is not None:
+            self._labels[view.request_id] = make_label(hint.job, hint.row)
+
+    def left(self, view: RequestView) -> None:
+        """A request has ended; the output of its last step may still be read."""
+        self.meter.ending[view.request_id] = view
+        self._labels.pop(view.request_id, None)
 
     def obey(self) -> None:
         """Work by the orders that have come in since the last step. O(1) without any."""
@@ -49,6 +73,9 @@ class Steering:
     def note(self, output: SchedulerOutput, now_s: float) -> None:
         """A step was scheduled: count it, and report if it is time or nothing is left to do."""
         scheduler = self._scheduler
+        if self._last_steps is not None and output.total_num_scheduled_tokens:
+            labels, scheduled = self._labels, output.num_scheduled_tokens
+            self._last_steps.note(labels[name] for name in scheduled if name in labels)
         self.meter.scheduled(output, scheduler._views)
         self.meter.settle(now_s)
         if self._channel is not None and (now_s >= self._report_at_s or not scheduler.requests):
@@ -98,3 +125,12 @@ class Steering:
             scheduler._kv.renew(orders.epoch, orders.renew, scheduler.clock())
             for job in orders.forget:
                 scheduler._kv.forget(job)
+
+
+def _open_last_steps(max_rows: int) -> LastSteps | None:
+    """The file beside the channel's sockets; None when it cannot be made there."""
+    try:
+        return LastSteps(Path(os.environ[CHANNEL_VARIABLE] + SUFFIX), max_rows)
+    except OSError as error:
+        logger.warning("batchrun: what runs is not written down for the daemon: %s", error)
+        return None

@@ -42,6 +42,7 @@ class WatchedScheduler(ColocatedScheduler):
 
     on_step: Callable[[SchedulerOutput, float], None] | None = None
 
+    # The signature is vLLM's.
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:  # noqa: FBT001, FBT002
         """As the product's, timed."""
         begin_s = time.perf_counter()

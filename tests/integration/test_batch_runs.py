@@ -98,6 +98,10 @@ def test_a_cancel_keeps_what_is_in_flight_and_names_the_rest(rig: DeploymentRig)
         assert ids_of(client, batch) == Counter(f"row-{i}" for i in range(600))
         assert client.openai.batches.cancel(made.id) == batch
 
+        other = client.openai.batches.cancel(client.create(chat_lines(600)).id)
+        assert (other.status, other.cancelling_at is None) == ("cancelling", False)
+        assert client.wait_until_ended(other.id).status == "cancelled"
+
 
 def test_a_batch_that_was_completed_cannot_be_cancelled(rig: DeploymentRig) -> None:
     rig.use_fake_engine()

@@ -9,7 +9,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,7 +37,6 @@ SERVE = Path(__file__).parents[1] / "vllm_serve.py"
 ADAPTERS = ("first", "second", "third")
 MAX_LORAS = 2
 BLOCK_TOKENS = 32
-LONG_ROW_TOKENS = 900  # runs for longer than an order needs to arrive
 BASE_ARGS = (
     "--kv-cache-memory-bytes=67108864",
     "--max-model-len=2048",
@@ -169,19 +168,15 @@ async def test_structured_outputs_of_a_call_and_of_rows(engine: EngineCalls) -> 
 
 
 async def test_a_call_and_a_row_whose_callers_leave(engine: EngineCalls) -> None:
-    async with engine.rows_beside() as rows:
-        leaving = asyncio.create_task(engine.row(9_200, max_tokens=1_500))
-        async for _ in engine.stream("long", max_tokens=1_500):
-            break
-        await asyncio.sleep(0.2)
-        leaving.cancel()
-        await asyncio.gather(*rows)
-        for _ in range(200):
-            if not await engine.gauge("vllm:num_requests_running"):
-                break
-            await asyncio.sleep(0.05)
-    assert leaving.cancelled()
-    assert await engine.gauge("vllm:num_requests_running") == 0
+    async with engine.rows_beside():
+        call, row = (
+            engine.stream("long", max_tokens=1_500),
+            engine.stream_row(9_200, max_tokens=1_500),
+        )
+        async with aclosing(call), aclosing(row):
+            assert await anext(call) and await anext(row)
+    assert await engine.gauge_of_at_most("vllm:num_requests_running", 0) == 0
+    assert await engine.gauge_of_at_most("vllm:num_requests_waiting", 0) == 0
 
 
 async def test_a_prefix_cache_reset_forgets_and_harms_nobody(engine: EngineCalls) -> None:
@@ -210,12 +205,14 @@ async def test_a_prefix_cache_reset_forgets_and_harms_nobody(engine: EngineCalls
 )
 async def test_pause_and_sleep_keep_everybody(engine: EngineCalls, halt: str, go_on: str) -> None:
     alone = await engine.text("kept", max_tokens=24)
-    async with engine.rows_beside(max_tokens=LONG_ROW_TOKENS) as rows:
+    async with engine.rows_beside() as answers:
         await engine.order(halt)
         try:
             call = asyncio.create_task(engine.text("kept", max_tokens=24))
             await asyncio.sleep(0.5)
-            assert not call.done() and not any(row.done() for row in rows)
+            num_answers = len(answers)
+            await asyncio.sleep(0.5)
+            assert not call.done() and len(answers) == num_answers
         finally:
             await engine.order(go_on)
         assert await call == alone
@@ -255,14 +252,14 @@ async def test_two_api_servers_feed_one_scheduler(
     servers = set(re.findall(r"\((ApiServer_\d) pid=", combined.log_path.read_text("utf-8")))
     assert servers == {"ApiServer_0", "ApiServer_1"}
     before = await engine.gauge("vllm:request_success_total")
-    async with AsyncExitStack() as stack, engine.rows_beside():
+    async with AsyncExitStack() as stack, engine.rows_beside() as answers:
         others = [EngineCalls(combined.base_url) for _ in range(8)]
         for other in others:
             stack.push_async_callback(other.close)
         texts = await asyncio.gather(*(other.text("same") for other in others))
     assert len(set(texts)) == 1
-    ended = await engine.gauge_of_at_least("vllm:request_success_total", before + 8 + NUM_ROWS)
-    assert ended == before + 8 + NUM_ROWS
+    wanted = before + 8 + len(answers)
+    assert await engine.gauge_of_at_least("vllm:request_success_total", wanted) == wanted
 
 
 async def test_a_hybrid_model_keeps_vllms_free_queue_and_answers(hybrid: EngineCalls) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from cache_builders import Node, RowHint
 
 from batchrun.cache import (
     ECHO_RC,
@@ -21,6 +20,7 @@ from batchrun.cache import (
     ReuseIndex,
     TieredFreeQueue,
 )
+from benchmarks.cache_blocks import Node, RowHint
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 with warnings.catch_warnings():

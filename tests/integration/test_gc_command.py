@@ -40,6 +40,8 @@ def test_gc_removes_what_is_old_and_keeps_output_and_counts(
     assert len(rig.output()) == NUM_ROWS
     assert rig.call("store", "check").returncode == 0
     assert rig.ask("gc", "--older-than", "30d")["jobs"] == []
+    for path in (rig.folder / "rows.parquet", *(rig.home / "inputs").iterdir()):
+        path.unlink()
     code, line = rig.refuse("results", entry["id"], "-o", "again.parquet")
     assert (code, "were removed on" in line) == (4, True)
 

@@ -198,18 +198,3 @@ def test_two_daemons_never_share_a_store(rig: DeploymentRig) -> None:
     assert in_background.stderr.count("\n") == in_foreground.stderr.count("\n") == 1
     assert f"in use by process {daemon}" in in_foreground.stderr
     assert rig.ask("status")["engines"][0]["state"] == "ready"
-
-
-@pytest.mark.slow
-def test_a_row_that_kills_every_engine_fails_alone(rig: DeploymentRig) -> None:
-    rig.use_fake_engine(rules=[{"match": {"substring": "poison"}, "action": {"die": True}}])
-    rig.write_rows([f"poison {i}" if i == 30 else f"question {i}" for i in range(60)])
-    rig.write_job()
-    rig.ask("up", "-d")
-    job = str(rig.ask("submit", "job.yaml")["id"])
-
-    view = rig.wait_until_ended(job)
-
-    assert (view["state"], view["num_completed"], view["num_failed"]) == ("completed", 59, 1)
-    assert [row["id"] for row in rig.output() if row["error"]] == ["row-30"]
-    assert "engine_died" in rig.output()[30]["error"]

@@ -20,6 +20,7 @@ from batchrun.daemon import Slot
 from batchrun.daemon.active_job import ActiveJob
 from batchrun.daemon.assigning import Assigner
 from batchrun.daemon.slots import Assignment
+from batchrun.daemon.trials import SOLO
 from batchrun.engine import AttachedEngine, AttachedSettings
 from batchrun.pool import Window
 from batchrun.types import EngineState, Outcome, OutcomeKind, Usage
@@ -42,7 +43,7 @@ class Submitted:
 class AssignMachine(RuleBasedStateMachine):
     """Jobs come, pause, end and restart; engines fill up, die and come back; rows fail."""
 
-    @initialize(num_engines=st.integers(1, 3), max_waiting=st.integers(1, 6))
+    @initialize(num_engines=st.integers(1, 3), max_waiting=st.integers(1, 24))
     def begin(self, num_engines: int, max_waiting: int) -> None:
         self.now_s = 0.0
         self.engines = [
@@ -52,7 +53,7 @@ class AssignMachine(RuleBasedStateMachine):
         for engine in self.engines:
             engine.state = EngineState.READY
         slots = [
-            Slot(e, uses_priority=False, window=Window(max_waiting, 900)) for e in self.engines
+            Slot(e, uses_priority=False, window=Window(max_waiting, 3_000)) for e in self.engines
         ]
         self.assigner = Assigner(slots)
         self.jobs: dict[str, Submitted] = {}
@@ -90,7 +91,14 @@ class AssignMachine(RuleBasedStateMachine):
 
     @rule()
     def assign(self) -> None:
+        for slot in self.assigner.slots:
+            if slot.is_set_apart and slot.apart_since_s is None:
+                slot.apart_since_s = self.now_s
         for assignment in self.assigner.assign(self.now_s)[0]:
+            is_suspect = assignment.row in assignment.trials.limits
+            assert is_suspect or not assignment.slot.is_set_apart
+            usable = [slot for slot in self.assigner.slots if slot.is_usable]
+            assert not is_suspect or assignment.slot.is_set_apart or len(usable) == 1
             mine = {a.row for a in self.in_flight if a.job is assignment.job}
             assert assignment.row not in mine
             assert assignment.slot.engine.state is EngineState.READY
@@ -102,9 +110,10 @@ class AssignMachine(RuleBasedStateMachine):
         assignment = self.in_flight.pop(pick % len(self.in_flight))
         job, row = assignment.job, assignment.row
         usage = Usage(50, 8, cached)
-        assignment.slot.window.remove(assignment.tokens)
+        assignment.slot.release(assignment)
         outcome = Outcome(job.record.id, row, 1, OutcomeKind.OK, usage=usage)
         self.assigner.settle(job, outcome)
+        job.trials.clear(row)
         job.queue.finish(row)
         told = self.jobs[job.record.id]
         told.done |= {row}
@@ -121,14 +130,19 @@ class AssignMachine(RuleBasedStateMachine):
     def engine_dies(self, pick: int) -> None:
         engine = self.engines[pick % len(self.engines)]
         engine.state = EngineState.UNREACHABLE
-        for assignment in [a for a in self.in_flight if a.slot.engine is engine]:
-            deaths = assignment.job.deaths
-            deaths[assignment.row] = deaths.get(assignment.row, 0) + 1
+        mine = [a for a in self.in_flight if a.slot.engine is engine]
+        for slot in {id(a.slot): a.slot for a in mine}.values():
+            slot.accuse()
+        for assignment in mine:
             self.come_back(assignment, 0.0)
 
     @rule(pick=st.integers(0, 2))
     def engine_is_back(self, pick: int) -> None:
-        self.engines[pick % len(self.engines)].state = EngineState.READY
+        engine = self.engines[pick % len(self.engines)]
+        engine.state = EngineState.READY
+        for slot in self.assigner.slots:
+            if slot.engine is engine:
+                slot.is_healthy_again()
 
     @rule(seconds=st.sampled_from([0.05, 1.0, 20.0]))
     def wait(self, seconds: float) -> None:
@@ -143,6 +157,14 @@ class AssignMachine(RuleBasedStateMachine):
         for slot in self.assigner.slots:
             mine = [a.tokens for a in self.in_flight if a.slot is slot]
             assert (slot.window.num_rows, slot.window.num_tokens) == (len(mine), sum(mine))
+
+    @invariant()
+    def suspects_keep_to_their_limits(self) -> None:
+        for slot in self.assigner.slots:
+            mine = list(slot.in_flight.values())
+            limits = [a.trials.limits[a.row] for a in mine if a.row in a.trials.limits]
+            assert not limits or len(limits) <= min(limits)
+            assert SOLO not in limits or len(mine) == 1
 
     def teardown(self) -> None:
         """Once everything is well, every row of every job ends."""
@@ -165,7 +187,7 @@ class AssignMachine(RuleBasedStateMachine):
 
     def come_back(self, assignment: Assignment, delay_s: float) -> None:
         self.in_flight.remove(assignment)
-        assignment.slot.window.remove(assignment.tokens)
+        assignment.slot.release(assignment)
         ready_at_s = self.now_s + delay_s
         self.assigner.give_back(assignment.job, assignment.row, ready_at_s=ready_at_s)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from cache_builders import Block, Node, RowHint, SmallCache, chain_of
+from cache_builders import SmallCache, chain_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -18,6 +18,7 @@ from hypothesis.stateful import (
 
 from batchrun.cache import EVICTION_ORDERS, TieredFreeQueue
 from batchrun.cache.reuse import LEASE_S
+from benchmarks.cache_blocks import Block, Node, RowHint
 
 NUM_BLOCKS = 9
 NUM_TIERS = 4

@@ -38,7 +38,7 @@ def fill(assigner: Assigner, now_s: float) -> list[Assignment]:
 def end(assigner: Assigner, assignment: Assignment) -> None:
     """The row is done, at the cost that was expected."""
     job, row = assignment.job, assignment.row
-    assignment.slot.window.remove(assignment.tokens)
+    assignment.slot.release(assignment)
     usage = Usage(ROW_TOKENS - 128, 128, 0)
     assigner.settle(job, Outcome(job.record.id, row, 1, OutcomeKind.OK, usage=usage))
     job.queue.finish(row)
@@ -54,7 +54,7 @@ def run(assigner: Assigner, seconds: float, rows_per_s: int, now_s: float = 0.0)
         end(assigner, first)
         ended.append(first.job.record.id)
     for assignment in in_flight:
-        assignment.slot.window.remove(assignment.tokens)
+        assignment.slot.release(assignment)
         assigner.give_back(assignment.job, assignment.row)
     return ended
 

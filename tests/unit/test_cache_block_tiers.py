@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from cache_builders import RowHint, SmallCache, chain_of
+from cache_builders import SmallCache, chain_of
 
 from batchrun.cache import ECHO_RC, NEXT_USE, OnlinePrefixes
+from benchmarks.cache_blocks import RowHint
 
 
 def test_a_prefix_that_online_requests_share_has_a_floor_for_a_while() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from cache_builders import Block
 
 from batchrun.cache import TieredFreeQueue
+from benchmarks.cache_blocks import Block
 
 
 def ids(blocks: list[Block]) -> list[int]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from cache_builders import Node, RowHint, chain_of
+from cache_builders import chain_of
 
 from batchrun.cache import ECHO_RC, LEASE_S, ReuseIndex
+from benchmarks.cache_blocks import Node, RowHint
 
 
 def announce(

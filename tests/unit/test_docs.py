@@ -18,12 +18,13 @@ from batchrun import errors
 from batchrun.cli.follow import STALL_PATIENCE_S, RowsFailedError
 from batchrun.cli.main import INTERRUPTED
 from batchrun.config import DeploymentFile, EngineConfig, Environment, SloConfig, WindowConfig
-from batchrun.daemon import assigning, backoff, breaker, dispatcher, writer
+from batchrun.daemon import backoff, breaker, trial_engine, trials, writer
 from batchrun.engine import vllm_command
 from batchrun.engine.settings import ManagedSettings
 from batchrun.errors import BatchrunError, ConfigError
 from batchrun.gateway.settings import MAX_BODY_BYTES
 from batchrun.jobspec import OUTPUT_COLUMNS, InputSpec, JobFile, OutputSpec, load_job_file
+from batchrun.last_steps import NUM_STEPS
 from batchrun.pool import CHUNK_BYTES
 from batchrun.store import jobs
 from batchrun.types import JobState
@@ -55,8 +56,11 @@ FIGURES = [
     ("reliability.md", f"half to all of {backoff.FIRST_DELAY_S:g} s"),
     ("reliability.md", f"up to {backoff.LONGEST_DELAY_S:g} s"),
     ("reliability.md", f"{breaker.IDENTICAL_ERRORS_LIMIT} rows in a row"),
-    ("reliability.md", f"was there {assigning.SOLO_AFTER_DEATHS} times runs **solo**"),
-    ("reliability.md", f"was there {dispatcher.MAX_DEATHS} times ends"),
+    ("reliability.md", f"scheduled in its last {NUM_STEPS} steps"),
+    ("reliability.md", f"{trials.MAX_SOLO_ROWS} suspects or fewer run **solo**"),
+    ("reliability.md", f"with which {trials.MAX_SOLO_DEATHS} engines died while it ran solo"),
+    ("reliability.md", f"in flight at {trials.MAX_PRESENCES} deaths"),
+    ("reliability.md", f"for {trial_engine.COMPANY_WAIT_S:g} s. With one engine"),
     ("reliability.md", f"exit code 4 after {STALL_PATIENCE_S:g} s"),
     ("reliability.md", f"fails to start {MAX_FAILED_STARTS} times in a row"),
     ("engines.md", f"--kv-cache-memory-bytes={vllm_command.CPU_KV_CACHE_BYTES}"),

@@ -1,0 +1,41 @@
+"""The scheduler leaves a file of what it ran last, true after every step."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from pathlib import Path
+
+import pytest
+import scheduler_rig
+from scheduler_rig import make_request
+
+from batchrun.last_steps import NUM_STEPS, SUFFIX, read_last_steps
+from batchrun.wire import CHANNEL_VARIABLE
+
+
+@pytest.mark.parametrize("policy", ["bs", "echo"])
+def test_the_file_names_the_rows_of_the_last_steps(
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CHANNEL_VARIABLE, str(tmp_path / "engine-0"))
+    scheduler = scheduler_rig.build(policy=policy, token_budget=64, max_num_seqs=6)
+    try:
+        for row in range(12):
+            request = make_request(f"row-{row}", 60, row=row, max_tokens=2 + row % 5)
+            scheduler.add_request(request)
+        steps: deque[set[int]] = deque(maxlen=NUM_STEPS)
+        for number in itertools.count():
+            if number == 4:
+                scheduler.add_request(make_request("call", 40, max_tokens=9))
+            names = set(scheduler_rig.step(scheduler))
+            if names:
+                steps.append({int(name[4:]) for name in names if name != "call"})
+            told = read_last_steps(tmp_path / f"engine-0{SUFFIX}")
+            assert told == {("job", row) for step in steps for row in step}
+            if not scheduler.has_unfinished_requests():
+                break
+        assert number > 12
+    finally:
+        scheduler.shutdown()
+    assert (tmp_path / f"engine-0{SUFFIX}").stat().st_mode & 0o777 == 0o600

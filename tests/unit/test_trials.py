@@ -1,0 +1,121 @@
+"""Finding the row that kills engines: in few deaths, without harm to its neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from job_builders import make_tree_job
+
+from batchrun.daemon import Slot
+from batchrun.daemon.assigning import Assigner
+from batchrun.daemon.trials import SOLO, Trials, accuse_rows
+from batchrun.engine import AttachedEngine, AttachedSettings
+from batchrun.last_steps import RowKey
+from batchrun.pool import Window
+from batchrun.types import EngineState, Outcome, OutcomeKind, Usage
+
+JOB = "job_a"
+Kills = Callable[[set[int]], set[int] | None]
+"""The rows of the last steps when these rows kill the engine, None when they do not."""
+
+
+@dataclass
+class Sent:
+    """A row in flight."""
+
+    trials: Trials
+
+
+def run(room: int, kills: Kills, num_rows: int) -> tuple[list[int], list[int], int]:
+    """A job on an engine for `room` rows, which some rows kill: the rows that were answered, those
+    that were found guilty, and how often the engine died."""
+    engine = AttachedEngine(AttachedSettings(name="one", url="http://127.0.0.1:9000"))
+    engine.state = EngineState.READY
+    slot = Slot(engine, uses_priority=False, window=Window(room, 10**9))
+    assigner = Assigner([slot])
+    job = make_tree_job(JOB, ["a"] * num_rows)
+    assigner.join(job, due_at=None)
+    answered: list[int] = []
+    guilty: list[int] = []
+    num_deaths = 0
+    for now_s in range(10 * num_rows):
+        while assigner.assign(float(now_s))[0]:
+            pass
+        sent = list(slot.in_flight.values())
+        last = kills({assignment.row for assignment in sent})
+        if last is not None:
+            num_deaths += 1
+            accuse_rows(slot.in_flight, {(JOB, row) for row in last})
+        for assignment in sent:
+            slot.release(assignment)
+            row = assignment.row
+            if last is not None and not job.trials.is_guilty(row):
+                assigner.give_back(job, row)
+                continue
+            (answered if last is None else guilty).append(row)
+            outcome = Outcome(JOB, row, 1, OutcomeKind.OK, usage=Usage(64, 8, 0))
+            assigner.settle(job, outcome)
+            job.trials.clear(row)
+            job.queue.finish(row)
+    assert job.queue.is_finished
+    return sorted(answered), sorted(guilty), num_deaths
+
+
+def all_of(*guilty: int) -> Kills:
+    """These rows kill; every row in flight was in the last steps."""
+    return lambda rows: set(rows) if rows & set(guilty) else None
+
+
+@pytest.mark.parametrize(
+    ("room", "num_deaths"), [(1, 3), (2, 3), (8, 3), (9, 4), (64, 4), (256, 5)]
+)
+def test_the_guilty_row_is_found_in_few_deaths(room: int, num_deaths: int) -> None:
+    answered, guilty, died = run(room, all_of(room // 2), 400)
+    assert guilty == [room // 2]
+    assert answered == [row for row in range(400) if row != room // 2]
+    assert died == num_deaths
+
+
+@pytest.mark.parametrize("guilty", [(0, 1), (3, 30), (0, 99), (5, 6, 7)])
+def test_several_guilty_rows_are_all_found_and_nobody_else(guilty: tuple[int, ...]) -> None:
+    answered, found, _ = run(32, all_of(*guilty), 100)
+    assert found == sorted(guilty)
+    assert answered == [row for row in range(100) if row not in guilty]
+
+
+def test_only_rows_of_the_last_steps_are_suspects() -> None:
+    trials = Trials()
+    in_flight: dict[RowKey, Sent] = {(JOB, row): Sent(trials) for row in range(100)}
+    accused = accuse_rows(in_flight, {(JOB, 3), (JOB, 4), ("another", 5), (JOB, 400)})
+    assert accused == {(JOB, 3), (JOB, 4)}
+    assert trials.limits == {3: SOLO, 4: SOLO}
+
+
+def test_new_rows_beside_a_suspect_stay_free() -> None:
+    trials = Trials()
+    in_flight: dict[RowKey, Sent] = {(JOB, row): Sent(trials) for row in range(100)}
+    accuse_rows(in_flight, set(in_flight))
+    for row in range(95):
+        trials.clear(row)
+    beside: dict[RowKey, Sent] = {(JOB, row): Sent(trials) for row in range(95, 300)}
+    assert accuse_rows(beside, set(beside)) == {(JOB, row) for row in range(95, 100)}
+
+
+def test_a_row_that_kills_what_parses_it_is_found_though_no_step_held_it() -> None:
+    def kills(rows: set[int]) -> set[int] | None:
+        return rows - {40} if 40 in rows else None
+
+    answered, guilty, num_deaths = run(32, kills, 100)
+    assert guilty == [40]
+    assert answered == [row for row in range(100) if row != 40]
+    assert num_deaths <= 6
+
+
+def test_one_death_of_a_lone_row_proves_nothing() -> None:
+    trials = Trials({0: SOLO})
+    accuse_rows({(JOB, 0): Sent(trials)}, {(JOB, 0)})
+    assert not trials.is_guilty(0)
+    accuse_rows({(JOB, 0): Sent(trials)}, {(JOB, 0)})
+    assert trials.is_guilty(0)
