@@ -25,9 +25,10 @@ test-all: setup
 
 # The deployment tests that need no vLLM, each with its jobs in a PostgreSQL database.
 test-postgres: setup
-	$(BIN)/python -m pytest --store=postgresql tests/unit/test_postgresql.py \
+	$(BIN)/python -m pytest --store=postgresql tests/unit/test_postgresql.py tests/conformance \
 		$(addprefix tests/integration/test_,$(addsuffix .py,postgres jobs_on_fake_engine \
-		rows_that_fail changed_inputs kills gc_command store_commands))
+		rows_that_fail changed_inputs kills gc_command store_commands batch_runs \
+		batches_and_kills files_and_errors cookbook_batch))
 
 check: setup
 	$(BIN)/ruff check .
