@@ -101,7 +101,7 @@ class Dispatcher:
                     continue
                 if slot.is_down:
                     if await slot.engine.client.is_healthy():
-                        slot.is_healthy_again()
+                        slot.came_back()
                         self.wake()
                 elif slot.engine.name not in asked:
                     asked.add(slot.engine.name)

@@ -100,7 +100,7 @@ class Slot:
         self.accused = [self.in_flight[key] for key in accuse_rows(self.in_flight, last)]
         return self.accused
 
-    def is_healthy_again(self) -> None:
+    def came_back(self) -> None:
         """The engine answers: rows may go to it."""
         self.is_down, self.accused = False, None
 

@@ -142,7 +142,7 @@ class AssignMachine(RuleBasedStateMachine):
         engine.state = EngineState.READY
         for slot in self.assigner.slots:
             if slot.engine is engine:
-                slot.is_healthy_again()
+                slot.came_back()
 
     @rule(seconds=st.sampled_from([0.05, 1.0, 20.0]))
     def wait(self, seconds: float) -> None:
