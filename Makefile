@@ -28,7 +28,7 @@ test-postgres: setup
 	$(BIN)/python -m pytest --store=postgresql tests/unit/test_postgresql.py tests/conformance \
 		$(addprefix tests/integration/test_,$(addsuffix .py,postgres jobs_on_fake_engine \
 		rows_that_fail changed_inputs kills gc_command store_commands batch_runs \
-		batches_and_kills files_and_errors cookbook_batch))
+		batches_and_kills files_and_errors files_in_trouble cookbook_batch))
 
 check: setup
 	$(BIN)/ruff check .

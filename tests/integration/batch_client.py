@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
+import httpx
 from deployment_rig import WAIT_S, DeploymentRig
 from openai import OpenAI
 from openai.types import Batch
 
+ENVELOPE = {"message", "type", "param", "code"}
+BATCH_PART = {"purpose": (None, "batch")}
 CHAT: Final = "/v1/chat/completions"
 ENDED = {"completed", "failed", "expired", "cancelled"}
 
@@ -80,3 +83,17 @@ def deployment_client(rig: DeploymentRig, **options: Any) -> Iterator[BatchClien
         rig.ask("up", "-d")
     with rig.openai(**options) as openai:
         yield BatchClient(openai)
+
+
+def ask(rig: DeploymentRig, method: str, path: str, **options: Any) -> httpx.Response:
+    """One raw call of the API."""
+    return httpx.request(method, f"http://127.0.0.1:{rig.port}/v1{path}", timeout=30, **options)
+
+
+def error_of(reply: httpx.Response) -> dict[str, Any]:
+    """The error of a reply, which must be a whole envelope with a request id."""
+    assert reply.headers["x-request-id"]
+    document = reply.json()
+    assert (document.keys(), document["error"].keys()) == ({"error"}, ENVELOPE)
+    error: dict[str, Any] = document["error"]
+    return error

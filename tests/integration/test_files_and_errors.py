@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import re
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
-from batch_client import CHAT, BatchClient, chat_line, chat_lines, deployment_client, jsonl
+from batch_client import (
+    BATCH_PART,
+    CHAT,
+    ENVELOPE,
+    BatchClient,
+    ask,
+    chat_line,
+    chat_lines,
+    deployment_client,
+    error_of,
+)
 from deployment_rig import DeploymentRig
-from openai import APIStatusError, BadRequestError, InternalServerError, NotFoundError
+from openai import BadRequestError, NotFoundError
 from openai.types import FileObject
 from postgres_server import PostgresServer
 
-from batchrun.batch_jobs import MAX_INPUT_BYTES
 from batchrun.home import Home
-
-ENVELOPE = {"message", "type", "param", "code"}
-BATCH_PART = {"purpose": (None, "batch")}
 
 
 @pytest.fixture(scope="module")
@@ -46,20 +49,6 @@ def shared_rig(
 def client(shared_rig: DeploymentRig) -> Iterator[BatchClient]:
     with deployment_client(shared_rig, max_retries=0) as made:
         yield made
-
-
-def ask(rig: DeploymentRig, method: str, path: str, **options: Any) -> httpx.Response:
-    """One raw call of the API."""
-    return httpx.request(method, f"http://127.0.0.1:{rig.port}/v1{path}", timeout=30, **options)
-
-
-def error_of(reply: httpx.Response) -> dict[str, Any]:
-    """The error of a reply, which must be a whole envelope with a request id."""
-    assert reply.headers["x-request-id"]
-    document = reply.json()
-    assert (document.keys(), document["error"].keys()) == ({"error"}, ENVELOPE)
-    error: dict[str, Any] = document["error"]
-    return error
 
 
 CONTENT = b'{"a": "\xc3\xbc\xe2\x80\xa8"}\r\n\r\n{"b": 1}'
@@ -291,81 +280,9 @@ def test_the_daemon_answers_the_gateway_only(shared_rig: DeploymentRig) -> None:
     assert address.token not in (shared_rig.home / "run" / "upstreams.json").read_text()
 
 
-def test_while_the_daemon_is_away_callers_are_told_when_to_come_again(rig: DeploymentRig) -> None:
-    rig.use_fake_engine()
-    with deployment_client(rig, max_retries=0) as client:
-        made = client.openai.files.create(file=jsonl(chat_lines(1)), purpose="batch")
-        rig.kill("daemon")
-
-        reply = ask(rig, "GET", f"/files/{made.id}")
-        error_of(reply)
-        assert (reply.status_code, reply.headers["retry-after"]) == (503, "2")
-        with pytest.raises(InternalServerError):
-            client.upload(chat_lines(100_000))
-
-        (rig.home / "files" / ".file-left.part").write_bytes(b"half")
-        rig.ask("up", "-d")
-        assert client.openai.files.retrieve(made.id) == made
-        assert [path.name for path in Path(rig.home / "files").iterdir()] == [made.id]
-
-
 def test_a_large_upload_that_is_refused_early_hears_why(shared_rig: DeploymentRig) -> None:
     files = {"purpose": (None, "nonsense"), "file": ("a.jsonl", b"x" * 30_000_000)}
 
     reply = ask(shared_rig, "POST", "/files", files=files)
 
     assert (reply.status_code, error_of(reply)["param"]) == (400, "purpose")
-
-
-def test_a_full_disk_is_said_and_leaves_nothing(
-    rig: DeploymentRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("BATCHRUN_FAILPOINTS", "output.rename.before=raise")
-    rig.use_fake_engine()
-    with deployment_client(rig, max_retries=5) as client:
-        with pytest.raises(InternalServerError) as refusal:
-            client.upload(chat_lines(1))
-
-        assert refusal.value.status_code == 507
-        assert refusal.value.response.headers["x-should-retry"] == "false"
-        assert str(rig.home) not in refusal.value.message
-        assert list((rig.home / "files").iterdir()) == []
-        assert client.openai.files.list().data == []
-
-
-@pytest.mark.slow
-def test_uploads_and_downloads_of_any_size_take_little_memory(
-    rig: DeploymentRig, tmp_path: Path
-) -> None:
-    rig.use_fake_engine()
-    path = tmp_path / "large.jsonl"
-    line = json.dumps(chat_line("a", "x" * 1_000_000)).encode() + b"\n"
-    with path.open("wb") as file:
-        for _ in range(MAX_INPUT_BYTES // len(line)):
-            file.write(line)
-    with deployment_client(rig, max_retries=0) as client:
-        client.upload(chat_lines(1))
-        processes = {what: psutil.Process(rig.pid_of(what)) for what in ("daemon", "gateway")}
-        before = {what: process.memory_info().rss for what, process in processes.items()}
-
-        made = client.openai.files.create(file=path, purpose="batch")
-        with client.openai.files.with_streaming_response.content(made.id) as reply:
-            digest = hashlib.sha256()
-            for piece in reply.iter_bytes(1 << 20):
-                digest.update(piece)
-
-        for what, process in processes.items():
-            assert process.memory_info().rss - before[what] < 60_000_000, what
-    with path.open("rb") as file:
-        assert digest.hexdigest() == hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@pytest.mark.slow
-def test_a_file_that_is_too_large_is_refused(rig: DeploymentRig) -> None:
-    rig.use_fake_engine()
-    with deployment_client(rig, max_retries=0) as client:
-        with pytest.raises(APIStatusError) as refusal:
-            client.openai.files.create(file=b"{}\n" + b" " * MAX_INPUT_BYTES, purpose="batch")
-
-        assert (refusal.value.status_code, refusal.value.param) == (413, "file")
-        assert list((rig.home / "files").iterdir()) == []
