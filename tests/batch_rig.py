@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import openai
 from deployment_rig import DeploymentRig
@@ -20,7 +20,7 @@ from batchrun.cli.daemon_client import DaemonClient
 from batchrun.home import Home
 
 MODEL = "org/name"
-CHAT = "/v1/chat/completions"
+CHAT: Final = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 EMBEDDINGS = "/v1/embeddings"
 RESPONSES = "/v1/responses"

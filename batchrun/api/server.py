@@ -19,6 +19,7 @@ from typing import Any
 
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
 from batchrun.api.app import Edge, make_app
 from batchrun.api.status import Status
@@ -94,15 +95,7 @@ async def _run(
     )
     status = Status(daemon, supervisor.gateway_url)
     routes = Edge(home, address.token, gateway_key, deployment.completion_windows)
-    server = _Server(
-        uvicorn.Config(
-            make_app(daemon, status, routes),
-            # It reads on after an early answer, so that a refused upload hears why.
-            http="httptools",
-            log_level="warning",
-            access_log=False,
-        )
-    )
+    server = _make_server(make_app(daemon, status, routes))
     write_atomically(home.daemon_record, json.dumps(asdict(address)).encode(), mode=0o600)
     ended = _catch_signals()
     edge = asyncio.create_task(server.serve(sockets=[listener]))
@@ -126,6 +119,12 @@ async def _run(
         if not task.cancelled() and (error := task.exception()) is not None:
             raise error
     raise EngineError("the daemon ended by itself")
+
+
+def _make_server(app: ASGIApp) -> _Server:
+    # httptools reads on after an early answer, so that a refused upload hears why.
+    config = uvicorn.Config(app, http="httptools", log_level="warning", access_log=False)
+    return _Server(config)
 
 
 async def _supervise(supervisor: Supervisor, on_ready: Callable[[], None]) -> None:

@@ -6,37 +6,27 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
+import batch_rig
 import httpx
+from batch_rig import CHAT, ENVELOPE, TERMINAL, Line, jsonl
 from deployment_rig import WAIT_S, DeploymentRig
 from openai import OpenAI
 from openai.types import Batch
 
-ENVELOPE = {"message", "type", "param", "code"}
 BATCH_PART = {"purpose": (None, "batch")}
-CHAT: Final = "/v1/chat/completions"
-ENDED = {"completed", "failed", "expired", "cancelled"}
-
-Line = dict[str, Any]
+MODEL = "fake"
 
 
-def chat_line(custom_id: str, text: str = "hello", **body: Any) -> Line:
-    """A request of a batch."""
-    messages = [{"role": "user", "content": text}]
-    whole = {"model": "fake", "messages": messages, "max_tokens": 8, **body}
-    return {"custom_id": custom_id, "method": "POST", "url": CHAT, "body": whole}
+def chat_line(custom_id: str, text: str = "hello", **body: object) -> Line:
+    """A request of a batch, for the model of a fake engine."""
+    return batch_rig.chat_line(custom_id, text, **{"model": MODEL, **body})
 
 
 def chat_lines(num_lines: int) -> list[Line]:
     """So many requests, `row-0` and on."""
     return [chat_line(f"row-{i}", f"question {i}") for i in range(num_lines)]
-
-
-def jsonl(lines: Sequence[Any]) -> bytes:
-    """Lines as a file; bytes stay as they are."""
-    texts = (line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines)
-    return b"".join(text + b"\n" for text in texts)
 
 
 class BatchClient:
@@ -66,7 +56,7 @@ class BatchClient:
 
     def wait_until_ended(self, batch_id: str) -> Batch:
         """Poll a batch until it ends."""
-        return self.wait_for(batch_id, lambda batch: batch.status in ENDED)
+        return self.wait_for(batch_id, lambda batch: batch.status in TERMINAL)
 
     def lines(self, file_id: str | None) -> list[Line]:
         """The lines of a result file; none for no file."""

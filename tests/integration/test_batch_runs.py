@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import signal
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
-from batch_client import CHAT, BatchClient, chat_line, chat_lines, deployment_client
+from batch_client import BatchClient, chat_line, chat_lines, deployment_client
+from batch_rig import CHAT
 from deployment_rig import DeploymentRig
 from openai import ConflictError
 from openai.types import Batch
@@ -26,6 +28,11 @@ def counts(batch: Batch) -> tuple[int, int, int]:
     """(total, completed, failed)."""
     assert batch.request_counts is not None
     return batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed
+
+
+def has_more_than(num_completed: int, batch: Batch) -> bool:
+    """Whether more requests are answered than these."""
+    return counts(batch)[1] > num_completed
 
 
 def ids_of(client: BatchClient, batch: Batch) -> Counter[str]:
@@ -208,7 +215,7 @@ def test_a_batch_outlives_kills_of_the_daemon(rig: DeploymentRig, num_kills: int
     with deployment_client(rig, max_retries=20) as client:
         made = client.create(chat_lines(900))
         for kill in range(num_kills):
-            client.wait_for(made.id, lambda batch, least=150 * kill: counts(batch)[1] > least)  # type: ignore[misc]
+            client.wait_for(made.id, partial(has_more_than, 150 * kill))
             rig.kill("daemon", signal.SIGKILL)
             rig.ask("up", "-d")
         batch = client.wait_until_ended(made.id)

@@ -22,12 +22,11 @@ FILMS = {
 SYSTEM_PROMPT = "Give the categories and a one-sentence summary of this film as JSON."
 
 
-def test_the_walk_through_works(batch_rig: DeploymentRig, tmp_path: Path) -> None:
-    client = OpenAI(base_url=f"http://127.0.0.1:{batch_rig.port}/v1", api_key="a key")
-
-    tasks = []
+def film_tasks() -> list[dict[str, object]]:
+    """The walk-through's requests: one for each film."""
+    tasks: list[dict[str, object]] = []
     for index, (title, description) in enumerate(FILMS.items()):
-        task = {
+        task: dict[str, object] = {
             "custom_id": f"task-{index}",
             "method": "POST",
             "url": "/v1/chat/completions",
@@ -42,9 +41,15 @@ def test_the_walk_through_works(batch_rig: DeploymentRig, tmp_path: Path) -> Non
             },
         }
         tasks.append(task)
+    return tasks
+
+
+def test_the_walk_through_works(batch_rig: DeploymentRig, tmp_path: Path) -> None:
+    client = OpenAI(base_url=f"http://127.0.0.1:{batch_rig.port}/v1", api_key="a key")
+
     file_name = tmp_path / "batch_tasks_movies.jsonl"
     with file_name.open("w") as file:
-        for task in tasks:
+        for task in film_tasks():
             file.write(json.dumps(task) + "\n")
 
     with file_name.open("rb") as opened:

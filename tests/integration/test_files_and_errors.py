@@ -13,8 +13,6 @@ import httpx
 import pytest
 from batch_client import (
     BATCH_PART,
-    CHAT,
-    ENVELOPE,
     BatchClient,
     ask,
     chat_line,
@@ -22,6 +20,7 @@ from batch_client import (
     deployment_client,
     error_of,
 )
+from batch_rig import CHAT, ENVELOPE
 from deployment_rig import DeploymentRig
 from openai import BadRequestError, NotFoundError
 from openai.types import FileObject

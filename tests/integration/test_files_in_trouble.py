@@ -8,14 +8,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from batch_client import (
-    ask,
-    chat_line,
-    chat_lines,
-    deployment_client,
-    error_of,
-    jsonl,
-)
+from batch_client import ask, chat_line, chat_lines, deployment_client, error_of
+from batch_rig import jsonl
 from deployment_rig import DeploymentRig
 from openai import APIStatusError, InternalServerError
 
