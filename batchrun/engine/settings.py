@@ -1,4 +1,4 @@
-"""What an engine is told at its making. Frozen; `config.py` fills it in."""
+"""What an engine is told at its making. Frozen; `batchrun/config` fills it in."""
 
 from __future__ import annotations
 
