@@ -91,6 +91,7 @@ def validate_input(
         pin=pin.model_dump_json(),
         content_hash=spec.content_hash(),
         num_rows=pin.num_rows,
+        num_enqueued_tokens=lines.num_tokens,
     )
 
 

@@ -6,6 +6,7 @@
         ConfigError              exit 2   HTTP 400   batchrun.yaml, a flag or BATCHRUN_*
         DataError                exit 2   HTTP 400   an input file cannot be read as described
         UnknownJobError          exit 2   HTTP 404
+        QuotaError               exit 2   HTTP 429   more than an API key may have at once
       DaemonUnavailableError     exit 3   HTTP 503   the command needs `batchrun up`
       StateError                 exit 4   HTTP 409   the job is not in a state that allows this
       StoreError                 exit 4   HTTP 500   the store cannot be opened, read or written
@@ -51,6 +52,12 @@ class UnknownJobError(InputError):
     """No job has this id."""
 
     http_status = 404
+
+
+class QuotaError(InputError):
+    """An API key has as much at once as it may."""
+
+    http_status = 429
 
 
 class DaemonUnavailableError(BatchrunError):

@@ -15,6 +15,9 @@ CONTROL_PREFIX = "/batchrun/v1"
 GATEWAY_HEADER = "X-Batchrun-Gateway"
 """The header in which the gateway shows the daemon that a call comes through it."""
 
+CALLER_HEADER = "X-Batchrun-Key"
+"""The header in which the gateway tells the daemon the id of the caller's API key."""
+
 
 @dataclass(frozen=True, slots=True)
 class DaemonAddress:
@@ -45,6 +48,7 @@ class Home:
         self.daemon_process = self.run / "daemon-process.json"
         self.gateway_process = self.run / "gateway-process.json"
         self.upstreams = self.run / "upstreams.json"
+        self.api_keys = self.run / "api-keys.json"
         self.hint_nonce = self.run / "hint-nonce"
         self.plugin = self.run / "plugin"
         self.resolved_config = self.run / "config.json"

@@ -15,6 +15,8 @@ DUMPS = Path(__file__).parent / "stores"
 TABLES = ("jobs", "results", "bodies", "attempts", "suspects", "epochs", "settings")
 API_TABLES = ("files", "batches")
 """Not in stores of the first two schemas."""
+KEY_TABLES = ("api_keys",)
+"""Not in stores of the first three."""
 
 Dump = dict[str, list[dict[str, object]]]
 
@@ -31,7 +33,8 @@ def read_tables(location: str | Path) -> Dump:
     with _connected(location) as connection:
         found = {}
         version = connection.execute("SELECT version_num FROM alembic_version").fetchone()[0]
-        for table in TABLES + (API_TABLES if version > "0002" else ()):
+        later = (API_TABLES if version > "0002" else ()) + (KEY_TABLES if version > "0003" else ())
+        for table in TABLES + later:
             cursor = connection.execute(f"SELECT * FROM {table} ORDER BY 1, 2")
             names = [column[0] for column in cursor.description]
             found[table] = [dict(zip(names, row, strict=True)) for row in cursor]

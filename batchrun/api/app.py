@@ -17,14 +17,17 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from batchrun.api.batches import Batches, batches_router
+from batchrun.api.callers import Callers
+from batchrun.api.control_keys import install_key_routes
 from batchrun.api.errors import install_error_handlers
 from batchrun.api.files import Files, files_router
 from batchrun.api.metrics import MetricsPage
 from batchrun.api.request_ids import RequestIds
 from batchrun.api.status import Status
 from batchrun.daemon import Daemon
+from batchrun.daemon.key_list import KeyList
 from batchrun.home import CONTROL_PREFIX as PREFIX
-from batchrun.home import GATEWAY_HEADER, Home
+from batchrun.home import Home
 from batchrun.store import JobRecord, NewJob
 from batchrun.wire import PolicyName
 
@@ -80,25 +83,17 @@ def make_app(daemon: Daemon, status: Status, edge: Edge) -> ASGIApp:
         title="batchrun", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
     )
     install_error_handlers(app)
-    _install_control(app, daemon, status, edge.token)
-    guards = [Depends(_gateway_check(edge.gateway_key))]
+    _install_control(app, daemon, status, edge)
+    guards = [Depends(Callers(daemon.store, edge.gateway_key).check)]
     app.include_router(files_router(Files(daemon.store, edge.home.files), guards))
     batches = Batches(daemon, edge.home.results, edge.windows)
     app.include_router(batches_router(batches, guards))
     return RequestIds(app)
 
 
-def _gateway_check(key: str) -> Callable[[Request], None]:
-    def check(request: Request) -> None:
-        given = request.headers.get(GATEWAY_HEADER, "")
-        if not hmac.compare_digest(given.encode(), key.encode()):
-            raise HTTPException(401, "ask the gateway, not the daemon")
-
-    return check
-
-
-def _install_control(app: FastAPI, daemon: Daemon, status: Status, token: str) -> None:
+def _install_control(app: FastAPI, daemon: Daemon, status: Status, edge: Edge) -> None:
     """What the CLI asks of a running daemon."""
+    token, api_keys = edge.token, edge.home.api_keys
 
     def check_token(request: Request) -> None:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
@@ -143,6 +138,7 @@ def _install_control(app: FastAPI, daemon: Daemon, status: Status, token: str) -
         return {"id": record.id, "state": str(record.state)}
 
     _install_switches(app, daemon, guarded)
+    install_key_routes(app, KeyList(daemon.store, api_keys), guarded)
 
 
 def _install_switches(app: FastAPI, daemon: Daemon, guarded: Sequence[params.Depends]) -> None:

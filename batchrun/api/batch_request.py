@@ -42,9 +42,15 @@ class BatchRequest:
 
 
 def read_batch_request(
-    document: Mapping[str, object], windows: Sequence[str], idempotency_key: str | None
+    document: Mapping[str, object],
+    windows: Sequence[str],
+    idempotency_key: str | None,
+    *,
+    owner: str | None = None,
 ) -> BatchRequest:
     """The request in a JSON object; `windows` are the completion windows that are served.
+
+    `owner` is the id of the caller's API key; an idempotency key is his own.
 
     Raises ApiError.
     """
@@ -67,7 +73,8 @@ def read_batch_request(
         metadata=_metadata(document.get("metadata")),
         output_expires_after_s=_output_expiry(document.get("output_expires_after")),
         request_hash=_digest(document),
-        idempotency_hash=_idempotency_hash(idempotency_key),
+        idempotency_hash=_idempotency_hash(idempotency_key, owner),
+        owner=owner,
     )
     return BatchRequest(batch, deadline_s, weight)
 
@@ -80,13 +87,14 @@ def _digest(document: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
-def _idempotency_hash(key: str | None) -> str | None:
+def _idempotency_hash(key: str | None, owner: str | None) -> str | None:
     if key is None:
         return None
     if not 0 < len(key) <= MAX_IDEMPOTENCY_KEY_CHARS:
         message = f"Idempotency-Key must have 1 to {MAX_IDEMPOTENCY_KEY_CHARS} characters."
         raise ApiError(400, message, code="invalid_value")
-    return hashlib.sha256(key.encode()).hexdigest()
+    whose = key if owner is None else f"{owner}\n{key}"
+    return hashlib.sha256(whose.encode()).hexdigest()
 
 
 def _metadata(value: object) -> Mapping[str, str] | None:

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, params
 from pydantic_core import from_json
 
 from batchrun.api.batch_request import read_batch_request
+from batchrun.api.callers import caller_of
 from batchrun.api.errors import ApiError, AsciiJson
 from batchrun.api.objects import JsonObject, batch_object, list_object, status_of
 from batchrun.api.values import check_range, limit_in, wrong_type
@@ -42,7 +43,8 @@ class Batches:
         """`POST /v1/batches`. What was answered with 200 survives any crash."""
         document = await _read_json(request)
         key = request.headers.get("idempotency-key")
-        wanted = read_batch_request(document, self._windows, key)
+        caller = caller_of(request)
+        wanted = read_batch_request(document, self._windows, key, owner=caller.owner)
         job = new_batch_job(
             self._results_folder,
             wanted.batch.endpoint,
@@ -50,7 +52,9 @@ class Batches:
             weight=wanted.weight,
         )
         async with self._creating:
-            made = await self._daemon.submit_batch(wanted.batch, job)
+            made = await self._daemon.submit_batch(
+                wanted.batch, job, caller.limits.concurrent_batches
+            )
         if made.request_hash != wanted.batch.request_hash:
             raise ApiError(
                 409, f"This Idempotency-Key was used for another request ({made.job.id})."
@@ -59,46 +63,49 @@ class Batches:
 
     async def list(self, request: Request) -> AsciiJson:
         """`GET /v1/batches`: newest first."""
-        query = request.query_params
+        query, scope = request.query_params, caller_of(request).scope
         limit = limit_in(query, DEFAULT_LIMIT)
         if limit is None:
             raise wrong_type("limit", "an integer", query["limit"])
         check_range("limit", limit, 1, MAX_LIMIT)
         after = None
         if "after" in query:
-            after = await asyncio.to_thread(batches.find, self._daemon.store, query["after"])
+            after = await asyncio.to_thread(
+                batches.find, self._daemon.store, query["after"], scope=scope
+            )
             if after is None:
                 raise _unknown(query["after"], param="after")
         found = await asyncio.to_thread(
-            batches.list_page, self._daemon.store, limit=limit + 1, after=after
+            batches.list_page, self._daemon.store, limit=limit + 1, after=after, scope=scope
         )
         page = [await self._view(batch) for batch in found[:limit]]
         return AsciiJson(list_object(page, has_more=len(found) > limit))
 
-    async def retrieve(self, batch_id: str) -> AsciiJson:
+    async def retrieve(self, request: Request, batch_id: str) -> AsciiJson:
         """`GET /v1/batches/{batch_id}`."""
-        return AsciiJson(await self._view(await self._find(batch_id)))
+        return AsciiJson(await self._view(await self._find(request, batch_id)))
 
-    async def cancel(self, batch_id: str) -> AsciiJson:
+    async def cancel(self, request: Request, batch_id: str) -> AsciiJson:
         """`POST /v1/batches/{batch_id}/cancel`. Requests in flight run to their end, within
         `SETTLE_S`, and are kept."""
-        batch = await self._find(batch_id)
+        batch = await self._find(request, batch_id)
         if status_of(batch) not in IS_CANCELLED:
             try:
                 cancelling = await self._daemon.cancel(batch.job.id, settle_s=SETTLE_S)
                 batch = replace(batch, job=cancelling)
             except StateError:
-                batch = await self._find(batch_id)
+                batch = await self._find(request, batch_id)
                 if status_of(batch) not in IS_CANCELLED:
                     message = f"Cannot cancel a batch with status '{status_of(batch)}'."
                     raise ApiError(409, message) from None
         return AsciiJson(await self._view(batch))
 
-    async def _find(self, batch_id: str) -> BatchRecord:
+    async def _find(self, request: Request, batch_id: str) -> BatchRecord:
         if not batch_id.startswith("batch"):
             message = f"Invalid 'batch_id': '{batch_id}'. Expected an ID that begins with 'batch'."
             raise ApiError(400, message, code="invalid_value", param="batch_id")
-        batch = await asyncio.to_thread(batches.find, self._daemon.store, batch_id)
+        scope = caller_of(request).scope
+        batch = await asyncio.to_thread(batches.find, self._daemon.store, batch_id, scope=scope)
         if batch is None:
             raise _unknown(batch_id)
         return batch

@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from fastapi import APIRouter, Request, params
 from fastapi.responses import FileResponse
 
+from batchrun.api.callers import caller_of
 from batchrun.api.errors import ApiError, AsciiJson
 from batchrun.api.objects import file_object, list_object
 from batchrun.api.upload import receive_file
 from batchrun.api.values import check_choice, limit_in
 from batchrun.output.batch_files import RESULT_PURPOSE
 from batchrun.store import Store, files
-from batchrun.store.files import FileRecord
+from batchrun.store.files import FilePage, FileRecord
 
 MAX_LIMIT = 10_000
 READABLE = frozenset({"batch", RESULT_PURPOSE})
@@ -34,6 +36,7 @@ class Files:
     async def create(self, request: Request) -> AsciiJson:
         """`POST /v1/files`. What was answered with 200 survives any crash."""
         received = await receive_file(request, self._folder)
+        received = replace(received, owner=caller_of(request).owner)
         try:
             record = await asyncio.to_thread(files.add, self._store, received, now_s=time.time())
         except BaseException:
@@ -49,39 +52,34 @@ class Files:
             raise ApiError(400, f"limit must be between 1 and {MAX_LIMIT}.")
         order = query.get("order", "desc")
         check_choice("order", order, ORDERS)
-        now_s = time.time()
+        now_s, scope = time.time(), caller_of(request).scope
         after = None
         if "after" in query:
-            after = await asyncio.to_thread(files.find, self._store, query["after"], now_s=now_s)
+            after = await asyncio.to_thread(
+                files.find, self._store, query["after"], now_s=now_s, scope=scope
+            )
             if after is None:
                 raise _unknown(query["after"], param="after")
-        found = await asyncio.to_thread(
-            files.list_page,
-            self._store,
-            limit=limit + 1,
-            after=after,
-            purpose=query.get("purpose"),
-            newest_first=order == "desc",
-            now_s=now_s,
-        )
+        wanted = FilePage(limit + 1, after, query.get("purpose"), order == "desc", scope)
+        found = await asyncio.to_thread(files.list_page, self._store, wanted, now_s=now_s)
         page = [file_object(file) for file in found[:limit]]
         return AsciiJson(list_object(page, has_more=len(found) > limit))
 
-    async def retrieve(self, file_id: str) -> AsciiJson:
+    async def retrieve(self, request: Request, file_id: str) -> AsciiJson:
         """`GET /v1/files/{file_id}`."""
-        return AsciiJson(file_object(await self._find(file_id)))
+        return AsciiJson(file_object(await self._find(request, file_id)))
 
-    async def delete(self, file_id: str) -> AsciiJson:
+    async def delete(self, request: Request, file_id: str) -> AsciiJson:
         """`DELETE /v1/files/{file_id}`. The row goes first: what a kill leaves on the disk belongs
         to nobody and goes at the next start."""
-        file = await self._find(file_id)
+        file = await self._find(request, file_id)
         await asyncio.to_thread(files.remove, self._store, file.id)
         await asyncio.to_thread((self._folder / file.id).unlink, missing_ok=True)
         return AsciiJson({"id": file.id, "object": "file", "deleted": True})
 
-    async def content(self, file_id: str) -> FileResponse:
+    async def content(self, request: Request, file_id: str) -> FileResponse:
         """`GET /v1/files/{file_id}/content`: the bytes, straight from the disk."""
-        file = await self._find(file_id)
+        file = await self._find(request, file_id)
         if file.purpose not in READABLE:
             raise ApiError(400, f"Not allowed to download files of purpose: {file.purpose}")
         path = self._folder / file.id
@@ -96,8 +94,11 @@ class Files:
             stat_result=status,
         )
 
-    async def _find(self, file_id: str) -> FileRecord:
-        file = await asyncio.to_thread(files.find, self._store, file_id, now_s=time.time())
+    async def _find(self, request: Request, file_id: str) -> FileRecord:
+        scope = caller_of(request).scope
+        file = await asyncio.to_thread(
+            files.find, self._store, file_id, now_s=time.time(), scope=scope
+        )
         if file is None:
             raise _unknown(file_id)
         return file

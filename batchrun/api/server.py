@@ -25,6 +25,8 @@ from batchrun.api.app import Edge, make_app
 from batchrun.api.status import Status
 from batchrun.config import Deployment
 from batchrun.daemon import Daemon, DaemonUpstream, Supervisor
+from batchrun.daemon.key_list import KeyList
+from batchrun.daemon.supervisor import split_listen
 from batchrun.durations import parse_age_s
 from batchrun.errors import EngineError, StoreUnreachableError
 from batchrun.files import write_atomically
@@ -68,6 +70,7 @@ def serve(deployment: Deployment, home: Home, *, on_ready: Callable[[], None]) -
         resolved = deployment.model_dump_json(indent=2, exclude=secret)
         write_atomically(home.resolved_config, resolved.encode(), mode=0o600)
         remove_strays(store, home.files)
+        KeyList(store, home.api_keys).write(host=split_listen(deployment.listen)[0])
         # What is imported stays: to look through it again and again would stop the loop for 70 ms.
         gc.freeze()
         try:

@@ -112,9 +112,10 @@ class Daemon:
         self._take_up(record)
         return record
 
-    async def submit_batch(self, batch: NewBatch, job: NewJob) -> BatchRecord:
+    async def submit_batch(self, batch: NewBatch, job: NewJob, max_open: int | None) -> BatchRecord:
         """Add a batch of OpenAI's API, or find the one that its idempotency key stands for."""
-        created = await asyncio.to_thread(batches.create, self.store, batch, job, now_s=time.time())
+        add = partial(batches.create, now_s=time.time(), max_open=max_open)
+        created = await asyncio.to_thread(add, self.store, batch, job)
         if created.job.id == job.id:
             self._take_up(created.job)
         return created

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -15,9 +15,10 @@ from batchrun.daemon.active_job import ActiveJob
 from batchrun.daemon.opening import take_up_job
 from batchrun.daemon.patience import until_reached, until_stored
 from batchrun.daemon.slots import Slot
-from batchrun.errors import EngineError, StateError
-from batchrun.store import JobRecord, Store, batches, files, jobs
-from batchrun.store.batches import BatchError, BatchRecord, ValidInput
+from batchrun.errors import EngineError, QuotaError, StateError
+from batchrun.store import JobRecord, Store, api_keys, batches, files, jobs
+from batchrun.store.api_keys import ApiKeyRecord
+from batchrun.store.batches import BatchError, ValidInput
 from batchrun.types import JobState, ProgressSink
 
 ENGINE_INTERVAL_S = 0.5
@@ -55,7 +56,14 @@ class Opener:
         assert self.files is not None
         batch = await until_reached(batches.find, self.store, record.id)
         assert batch is not None
-        file = await until_reached(files.find, self.store, batch.input_file_id, now_s=time.time())
+        owner = await until_reached(api_keys.find, self.store, batch.owner)
+        file = await until_reached(
+            files.find,
+            self.store,
+            batch.input_file_id,
+            now_s=time.time(),
+            scope=None if owner is None else owner.scope,
+        )
         found: ValidInput | list[BatchError] = check_input(batch, file)
         if file is not None and not found:
             models = await self._served_models(record, progress)
@@ -63,13 +71,25 @@ class Opener:
             found = await asyncio.to_thread(
                 validate_input, batch, path, models, links=self.links, progress=progress
             )
-        move: Callable[..., BatchRecord] = batches.fail
-        if isinstance(found, ValidInput):
-            move = batches.start
         with suppress(StateError):
-            await until_stored(move, self.store, record.id, found, now_s=time.time())
+            await self._conclude(record.id, found, owner)
         now = await until_reached(jobs.get, self.store, record.id)
         return now if now.state is JobState.RUNNING else None
+
+    async def _conclude(
+        self, batch_id: str, found: ValidInput | list[BatchError], owner: ApiKeyRecord | None
+    ) -> None:
+        """Start the batch, or let it fail. Raises StateError where it is not validated any more."""
+        if isinstance(found, ValidInput):
+            quota = None if owner is None else owner.limits.enqueued_tokens
+            start = partial(batches.start, now_s=time.time(), max_enqueued_tokens=quota)
+            try:
+                await until_stored(start, self.store, batch_id, found)
+            except QuotaError as error:
+                found = [BatchError("token_limit_exceeded", str(error))]
+            else:
+                return
+        await until_stored(batches.fail, self.store, batch_id, found, now_s=time.time())
 
     async def _served_models(self, record: JobRecord, progress: ProgressSink) -> set[str]:
         """What the engines serve; waits for one that tells, while the job is still validated."""

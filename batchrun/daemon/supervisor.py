@@ -170,6 +170,8 @@ class Supervisor:
             self._deployment.listen,
             "--upstreams",
             str(self._home.upstreams),
+            "--keys",
+            str(self._home.api_keys),
             "--workers",
             str(self._deployment.gateway_workers),
         ]

@@ -15,9 +15,11 @@ from pathlib import Path
 
 import uvloop
 
+from batchrun.addresses import is_loopback
 from batchrun.errors import BatchrunError, ConfigError
+from batchrun.gateway.callers import read_keys
 from batchrun.gateway.server import bind, serve
-from batchrun.gateway.settings import MAX_BODY_BYTES, GatewaySettings, is_loopback, parse_listen
+from batchrun.gateway.settings import MAX_BODY_BYTES, GatewaySettings, parse_listen
 from batchrun.gateway.workers import supervise
 
 
@@ -47,17 +49,18 @@ def _parser() -> argparse.ArgumentParser:
     add("--drain-s", default=30.0, type=float, help="seconds a stream may go on after SIGTERM")
     add("--body-idle-s", default=30.0, type=float, help="longest pause in an upload, in seconds")
     add("--max-body-bytes", default=MAX_BODY_BYTES, type=int)
-    add("--public", action="store_true", help="allow an address that other machines can reach")
+    add("--keys", type=Path, metavar="FILE", help="JSON list of API keys; left out: none needed")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
 def _settings(options: argparse.Namespace) -> GatewaySettings:
     host, port = parse_listen(options.listen)
-    if not options.public and not is_loopback(host):
+    keys = None if options.keys is None else read_keys(options.keys)
+    if keys is None and not is_loopback(host):
         raise ConfigError(
-            f"--listen: {host} can be reached from other machines and calls are not authenticated;"
-            " listen on 127.0.0.1, or pass --public if that is meant"
+            f"--listen: {host} can be reached from other machines, and no API key is asked for; "
+            "listen on 127.0.0.1, or name a list of keys with --keys"
         )
     for flag in ("workers", "max_body_bytes"):
         if getattr(options, flag) < 1:
@@ -69,6 +72,7 @@ def _settings(options: argparse.Namespace) -> GatewaySettings:
         host=host,
         port=port,
         upstreams_path=options.upstreams,
+        keys_path=options.keys,
         num_workers=options.workers,
         drain_s=options.drain_s,
         body_idle_s=options.body_idle_s,

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
+from multidict import CIMultiDictProxy
 
 from batchrun.errors import BatchrunError
 from batchrun.gateway.body import read_body
 from batchrun.gateway.daemon_calls import DaemonCalls, is_daemon_route
-from batchrun.gateway.envelope import error_response
+from batchrun.gateway.door import ABOUT_CALLER, Door
+from batchrun.gateway.envelope import RefusalError, error_response
 from batchrun.gateway.forward import Call, Forwarder
-from batchrun.gateway.headers import REQUEST_ID, choose_request_id
+from batchrun.gateway.headers import REQUEST_ID, choose_request_id, without_key
 from batchrun.gateway.hints import strip_hints
 from batchrun.gateway.metrics import metrics_response
 from batchrun.gateway.models import LIST_TARGET, model_id_in, model_response
@@ -31,8 +33,9 @@ Handler = Callable[[web.BaseRequest, str], Awaitable[web.StreamResponse]]
 class Gateway:
     """Answers every request; it holds nothing between two of them."""
 
-    def __init__(self, settings: GatewaySettings, forwarder: Forwarder) -> None:
+    def __init__(self, settings: GatewaySettings, forwarder: Forwarder, door: Door) -> None:
         self._settings = settings
+        self._door = door
         self._forwarder = forwarder
         self._daemon = DaemonCalls(
             forwarder.session, settings.upstreams_path, body_idle_s=settings.body_idle_s
@@ -41,6 +44,17 @@ class Gateway:
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """The entry point of the HTTP server."""
         request_id = choose_request_id(request.headers)
+        try:
+            caller = self._door.admit(request)
+        except RefusalError as refusal:
+            return refusal.response(request_id)
+        request[ABOUT_CALLER] = caller
+        response = await self._answer(request, request_id)
+        if not response.prepared:
+            response.headers.update(caller.reply_headers)
+        return response
+
+    async def _answer(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
         path = request.rel_url.raw_path
         method, handler = self._route(path)
         if handler is None:
@@ -79,7 +93,7 @@ class Gateway:
         call = Call(
             method="POST",
             target=request.rel_url.raw_path_qs,
-            headers=request.headers,
+            headers=_headers_for_engine(request),
             request_id=request_id,
             body=strip_hints(body),
         )
@@ -114,7 +128,14 @@ class Gateway:
 
 
 def _list_call(request: web.BaseRequest, request_id: str) -> Call:
-    return Call(method="GET", target=LIST_TARGET, headers=request.headers, request_id=request_id)
+    headers = _headers_for_engine(request)
+    return Call(method="GET", target=LIST_TARGET, headers=headers, request_id=request_id)
+
+
+def _headers_for_engine(request: web.BaseRequest) -> CIMultiDictProxy[str]:
+    """An engine may ask for a key of its own; ours is not for it."""
+    is_known = request[ABOUT_CALLER].key is not None
+    return without_key(request.headers) if is_known else request.headers
 
 
 def _wrong_method(request: web.BaseRequest, *, allowed: str, request_id: str) -> web.Response:

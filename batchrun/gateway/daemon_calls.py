@@ -13,10 +13,11 @@ from yarl import URL
 
 from batchrun.errors import DaemonUnavailableError
 from batchrun.gateway.body import BodyStream
+from batchrun.gateway.door import ABOUT_CALLER
 from batchrun.gateway.headers import REQUEST_ID, SET_BY_CLIENT_LIBRARY, end_to_end
 from batchrun.gateway.relay import relay
 from batchrun.gateway.upstreams import DaemonAt, find_daemon
-from batchrun.home import GATEWAY_HEADER
+from batchrun.home import CALLER_HEADER, GATEWAY_HEADER
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +67,14 @@ class DaemonCalls:
 
 
 def _headers(request: web.BaseRequest, request_id: str, daemon: DaemonAt) -> CIMultiDict[str]:
-    """What the daemon sees of a caller's headers: nobody else can say that he is the gateway."""
+    """What the daemon sees of a caller's headers: nobody else can say that he is the gateway, nor
+    whose key this is."""
     sent = end_to_end(request.headers)
-    for key in (*SET_BY_CLIENT_LIBRARY, GATEWAY_HEADER):
-        sent.popall(key, None)
+    for name in (*SET_BY_CLIENT_LIBRARY, GATEWAY_HEADER, CALLER_HEADER, "Authorization"):
+        sent.popall(name, None)
+    key = request[ABOUT_CALLER].key
+    if key is not None:
+        sent[CALLER_HEADER] = key.id
     if request.body_exists and request.content_length is not None:
         sent["Content-Length"] = str(request.content_length)
     sent[REQUEST_ID] = request_id

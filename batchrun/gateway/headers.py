@@ -38,6 +38,13 @@ def end_to_end(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
     return CIMultiDict((key, value) for key, value in headers.items() if key.lower() not in dropped)
 
 
+def without_key(headers: CIMultiDictProxy[str]) -> CIMultiDictProxy[str]:
+    """A caller's headers without his API key, which is for the gateway alone."""
+    rest = CIMultiDict(headers)
+    rest.popall("Authorization", None)
+    return CIMultiDictProxy(rest)
+
+
 def request_headers(
     headers: CIMultiDictProxy[str], *, request_id: str, upstream: Upstream
 ) -> CIMultiDict[str]:

@@ -8,6 +8,7 @@ import aiohttp
 from aiohttp import web
 
 from batchrun.errors import EngineError
+from batchrun.gateway.door import ABOUT_CALLER
 from batchrun.gateway.envelope import as_envelope
 from batchrun.gateway.headers import REQUEST_ID, end_to_end
 
@@ -26,6 +27,7 @@ async def relay(
     """
     headers = end_to_end(reply.headers)
     headers.setdefault(REQUEST_ID, request_id)
+    headers.update(request[ABOUT_CALLER].reply_headers)
     if _is_short_error(reply):
         body = as_envelope(reply.status, await _read_error(reply))
         headers["Content-Type"] = "application/json"

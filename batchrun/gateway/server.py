@@ -7,18 +7,27 @@ import errno
 import resource
 import socket
 from collections.abc import Callable
+from contextlib import AsyncExitStack, closing
+from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 
 from batchrun.errors import ConfigError
 from batchrun.gateway.app import Gateway
 from batchrun.gateway.balancer import Balancer
+from batchrun.gateway.callers import KeyRing, read_keys
+from batchrun.gateway.door import Door
+from batchrun.gateway.followed_file import FollowedFile
 from batchrun.gateway.forward import Forwarder, open_session
 from batchrun.gateway.protocol import GatewayServer
+from batchrun.gateway.rate_limits import RequestRates
 from batchrun.gateway.settings import GatewaySettings
-from batchrun.gateway.upstreams import UpstreamsFile
+from batchrun.gateway.upstreams import read_upstreams
 
 BACKLOG = 1024
+RATES = ".rates"
+"""The ending of the file, beside that of the keys, in which workers count requests together."""
 
 
 def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
@@ -57,14 +66,18 @@ async def serve(
     stop: asyncio.Event,
     on_ready: Callable[[], None],
 ) -> None:
-    """Answer calls on `sock` until `stop` is set; then let running calls end within `drain_s`."""
+    """Answer calls on `sock` until `stop` is set; then let running calls end within `drain_s`.
+
+    Raises ConfigError when API keys are asked for and cannot be read.
+    """
     _allow_many_connections()
     balancer = Balancer()
-    upstreams_file = UpstreamsFile(settings.upstreams_path, balancer.replace)
-    async with open_session() as session:
-        await upstreams_file.refresh()
-        watching = asyncio.create_task(upstreams_file.watch())
-        server = GatewayServer(Gateway(settings, Forwarder(balancer, session)))
+    async with AsyncExitStack() as exits:
+        session = await exits.enter_async_context(open_session())
+        upstreams = FollowedFile(settings.upstreams_path, read_upstreams, balancer.replace)
+        await _follow(upstreams, exits)
+        door = await _make_door(settings.keys_path, exits)
+        server = GatewayServer(Gateway(settings, Forwarder(balancer, session), door))
         runner = web.ServerRunner(server, shutdown_timeout=settings.drain_s)
         await runner.setup()
         await web.SockSite(runner, sock, backlog=BACKLOG).start()
@@ -73,7 +86,22 @@ async def serve(
             await stop.wait()
         finally:
             await runner.cleanup()
-            watching.cancel()
+
+
+async def _make_door(keys_path: Path | None, exits: AsyncExitStack) -> Door:
+    keys = KeyRing()
+    if keys_path is None:
+        return Door(keys)
+    # A gateway that does not know its keys must not open: later it keeps those that it had.
+    keys.replace(read_keys(keys_path))
+    await _follow(FollowedFile(keys_path, read_keys, keys.replace), exits)
+    return Door(keys, exits.enter_context(closing(RequestRates(keys_path.with_suffix(RATES)))))
+
+
+async def _follow(file: FollowedFile[Any], exits: AsyncExitStack) -> None:
+    await file.refresh()
+    watching = asyncio.create_task(file.watch())
+    exits.callback(watching.cancel)
 
 
 def _allow_many_connections() -> None:

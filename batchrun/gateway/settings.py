@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,13 +14,15 @@ MAX_BODY_BYTES = 64 * 2**20
 class GatewaySettings:
     """Settings of a gateway; `port` 0 takes any free port.
 
-    `drain_s`: how long a stream may go on after SIGTERM. `body_idle_s`: the longest pause in an
-    upload. `max_body_bytes` bounds one request body.
+    `keys_path` lists the API keys; None: nobody is asked for one. `drain_s`: how long a stream may
+    go on after SIGTERM. `body_idle_s`: the longest pause in an upload. `max_body_bytes` bounds one
+    request body.
     """
 
     host: str
     port: int
     upstreams_path: Path
+    keys_path: Path | None = None
     num_workers: int = 1
     drain_s: float = 30.0
     body_idle_s: float = 30.0
@@ -34,13 +35,3 @@ def parse_listen(listen: str) -> tuple[str, int]:
     if not separator or not host or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"--listen: {listen!r} is not HOST:PORT, for example 127.0.0.1:8000")
     return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`; names but `localhost` count as public."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

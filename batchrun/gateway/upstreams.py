@@ -9,10 +9,7 @@ The writer may die at any time: the last good list stays in use.
 
 from __future__ import annotations
 
-import asyncio
 import json
-import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,10 +17,7 @@ from urllib.parse import urlsplit
 
 from batchrun.errors import ConfigError
 
-logger = logging.getLogger(__name__)
-
 MAX_FILE_BYTES = 2**20
-POLL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,44 +100,3 @@ def _is_http_url(url: str) -> bool:
     except ValueError:
         return False
     return parts.scheme in {"http", "https"} and bool(parts.hostname)
-
-
-class UpstreamsFile:
-    """Follows the file and hands each new good list to `on_change`."""
-
-    def __init__(self, path: Path, on_change: Callable[[tuple[Upstream, ...]], None]) -> None:
-        self._path = path
-        self._on_change = on_change
-        self._seen: tuple[int, int, int] | None = None
-        self._complaint: str | None = None
-
-    async def watch(self) -> None:
-        """Look at the file once a second, for ever."""
-        while True:
-            await asyncio.sleep(POLL_S)
-            await self.refresh()
-
-    async def refresh(self) -> None:
-        """Take over the file's list if the file changed; keep the old list if it is unusable."""
-        try:
-            upstreams = await asyncio.to_thread(self._read_if_changed)
-        except ConfigError as error:
-            if str(error) != self._complaint:
-                logger.warning("%s; keeping the engines known so far", error)
-            self._complaint = str(error)
-            return
-        if upstreams is not None:
-            self._complaint = None
-            self._on_change(upstreams)
-
-    def _read_if_changed(self) -> tuple[Upstream, ...] | None:
-        try:
-            status = self._path.stat()
-        except OSError as error:
-            raise ConfigError(f"{self._path}: no list of engines: {error.strerror}") from error
-        seen = (status.st_mtime_ns, status.st_size, status.st_ino)
-        if seen == self._seen:
-            return None
-        upstreams = read_upstreams(self._path)
-        self._seen = seen
-        return upstreams

@@ -77,8 +77,9 @@ def worker_arguments(settings: GatewaySettings) -> Sequence[str]:
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     return (
         *("-m", "batchrun.gateway", "--worker"),
-        *("--listen", f"{host}:{settings.port}", "--public"),
+        *("--listen", f"{host}:{settings.port}"),
         *("--upstreams", str(settings.upstreams_path)),
+        *(() if settings.keys_path is None else ("--keys", str(settings.keys_path))),
         *("--drain-s", str(settings.drain_s)),
         *("--body-idle-s", str(settings.body_idle_s)),
         *("--max-body-bytes", str(settings.max_body_bytes)),

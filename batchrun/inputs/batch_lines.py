@@ -19,6 +19,7 @@ MAX_ERRORS = 100
 MAX_REQUESTS = 50_000
 MAX_EMBEDDING_INPUTS = 50_000
 LINES_PER_REPORT = 1_000
+BYTES_PER_TOKEN = 4
 _BLANK = b" \t\r\n"
 _READ_BYTES = 1 << 20
 _KEY_TYPES: Mapping[str, type] = {"custom_id": str, "method": str, "url": str, "body": dict}
@@ -53,12 +54,14 @@ class BatchLines:
     """What a file holds, and what is wrong with it: nothing, when `errors` is empty.
 
     `models` are those that the engines serve; `model` is the one that all lines ask for.
+    `num_tokens` is a guess at what the prompts hold, from the length of the lines.
     """
 
     endpoint: str
     models: Collection[str]
     model: str | None = None
     num_requests: int = 0
+    num_tokens: int = 0
     errors: list[BatchError] = field(default_factory=list)
     _num_inputs: int = 0
     _ids: set[str] = field(default_factory=set)
@@ -82,6 +85,7 @@ class BatchLines:
         if not line.strip(_BLANK):
             return
         self.num_requests += 1
+        self.num_tokens += -(-len(line) // BYTES_PER_TOKEN)
         if len(self.errors) >= MAX_ERRORS:
             return
         try:

@@ -33,6 +33,7 @@ class _Kind:
 
     filename: str
     folder: Path
+    owner: str | None
     exits: contextlib.ExitStack
     id: str | None = None
     file: HashedFile | None = None
@@ -48,7 +49,13 @@ class _Kind:
             return None
         size_bytes, sha256 = self.file.size_bytes, self.file.sha256
         return NewFile(
-            self.filename, RESULT_PURPOSE, size_bytes, sha256, expires_after_s, id=self.id
+            self.filename,
+            RESULT_PURPOSE,
+            size_bytes,
+            sha256,
+            expires_after_s,
+            owner=self.owner,
+            id=self.id,
         )
 
 
@@ -71,8 +78,8 @@ def write_batch_files(
     expires_after_s = batch.output_expires_after_s or EXPIRES_AFTER_S
     num_reasoning_tokens = 0
     with contextlib.ExitStack() as exits:
-        output = _Kind(f"{batch_id}_output.jsonl", folder, exits)
-        errors = _Kind(f"{batch_id}_error.jsonl", folder, exits)
+        output = _Kind(f"{batch_id}_output.jsonl", folder, batch.owner, exits)
+        errors = _Kind(f"{batch_id}_error.jsonl", folder, batch.owner, exits)
         for custom_id, row in _joined(data, results, missing):
             line = _line(batch_id, custom_id, row)
             if row.response_body is None:

@@ -1,7 +1,7 @@
 """Batches of OpenAI's API: each is a job, with what only the API knows beside it.
 
 The life of the job is that of `store/jobs.py`. Here are its transitions that change a batch too,
-each one transaction: `create`, `start`, `fail` and `finish`.
+each one transaction: `create`, `start`, `fail` and `finish`. `scope` is as in `store/files.py`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, insert, select, update
+from sqlalchemy import Connection, Row, Select, func, insert, select, update
 
-from batchrun.errors import StateError
+from batchrun.errors import QuotaError, StateError
 from batchrun.store.database import Store
 from batchrun.store.files import NewFile, insert_file
 from batchrun.store.job_record import BATCH_PREFIX, JobRecord, NewJob, record_of
 from batchrun.store.job_rows import insert_job, move_job, read_job
 from batchrun.store.schema import batches, jobs
-from batchrun.types import JobState
+from batchrun.types import TERMINAL_JOB_STATES, JobState
+
+ENDED = [str(state) for state in TERMINAL_JOB_STATES]
 
 
 def new_batch_id() -> str:
@@ -40,6 +42,7 @@ class NewBatch:
     output_expires_after_s: int | None
     request_hash: str
     idempotency_hash: str | None = None
+    owner: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,7 @@ class ValidInput:
     pin: str
     content_hash: str
     num_rows: int
+    num_enqueued_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,8 @@ class ResultFiles:
 class BatchRecord:
     """A batch as it stands in the store; see `NewBatch`. `job` is the job that it is.
 
-    `errors` is None unless validation failed. `num_reasoning_tokens` is known at the end.
+    `errors` is None unless validation failed. `num_reasoning_tokens` is known at the end;
+    `num_enqueued_tokens`, an estimate, from the start on.
     """
 
     job: JobRecord
@@ -92,12 +97,16 @@ class BatchRecord:
     error_file_id: str | None
     num_reasoning_tokens: int | None
     request_hash: str
+    num_enqueued_tokens: int | None
 
 
-def create(store: Store, batch: NewBatch, job: NewJob, *, now_s: float) -> BatchRecord:
+def create(
+    store: Store, batch: NewBatch, job: NewJob, *, now_s: float, max_open: int | None = None
+) -> BatchRecord:
     """Add a batch with its job, in state validating; once this returns, it survives any crash.
 
-    One that was added under the same `idempotency_hash` is returned instead.
+    One that was added under the same `idempotency_hash` is returned instead. Raises QuotaError
+    when its owner has `max_open` batches that have not ended.
     """
     with store.write() as connection:
         if batch.idempotency_hash is not None:
@@ -105,6 +114,8 @@ def create(store: Store, batch: NewBatch, job: NewJob, *, now_s: float) -> Batch
             found = connection.execute(_query().where(same)).first()
             if found is not None:
                 return _record(found)
+        if max_open is not None and len(_open_ones(connection, batch.owner)) >= max_open:
+            raise QuotaError(f"{max_open} batches of this API key have not ended; wait for one")
         seq = insert_job(connection, job, now_s=now_s).seq
         values = asdict(batch)
         values["metadata"] = None if batch.metadata is None else json.dumps(batch.metadata)
@@ -112,15 +123,29 @@ def create(store: Store, batch: NewBatch, job: NewJob, *, now_s: float) -> Batch
         return _read(connection, job.id)
 
 
-def start(store: Store, batch_id: str, valid: ValidInput, *, now_s: float) -> BatchRecord:
-    """validating -> running: the input is valid and pinned, and every row is known."""
+def start(
+    store: Store,
+    batch_id: str,
+    valid: ValidInput,
+    *,
+    now_s: float,
+    max_enqueued_tokens: int | None = None,
+) -> BatchRecord:
+    """validating -> running: the input is valid and pinned, and every row is known.
+
+    Raises QuotaError when the batches of its owner that have not ended would hold more than
+    `max_enqueued_tokens`, and changes nothing then.
+    """
     values = asdict(valid)
-    model = values.pop("model")
+    known = {name: values.pop(name) for name in ("model", "num_enqueued_tokens")}
     with store.write() as connection:
         allowed = (JobState.VALIDATING,)
         job = move_job(connection, batch_id, allowed, JobState.RUNNING, started_at=now_s, **values)
-        connection.execute(update(batches).where(batches.c.job_seq == job.seq).values(model=model))
-        return _read(connection, batch_id)
+        connection.execute(update(batches).where(batches.c.job_seq == job.seq).values(**known))
+        batch = _read(connection, batch_id)
+        if max_enqueued_tokens is not None:
+            _check_tokens(_open_ones(connection, batch.owner), max_enqueued_tokens, valid.model)
+        return batch
 
 
 def fail(store: Store, batch_id: str, errors: Sequence[BatchError], *, now_s: float) -> BatchRecord:
@@ -163,21 +188,45 @@ def finish(store: Store, ending: JobRecord, found: ResultFiles, *, now_s: float)
         return _read(connection, ending.id)
 
 
-def find(store: Store, batch_id: str) -> BatchRecord | None:
+def find(store: Store, batch_id: str, *, scope: str | None = None) -> BatchRecord | None:
     """The batch with exactly this id, or None."""
     with store.read() as connection:
-        query = _query().where(jobs.c.id == batch_id.replace("\0", ""))
+        query = _within(scope).where(jobs.c.id == batch_id.replace("\0", ""))
         row = connection.execute(query).first()
     return None if row is None else _record(row)
 
 
-def list_page(store: Store, *, limit: int, after: BatchRecord | None = None) -> list[BatchRecord]:
+def list_page(
+    store: Store, *, limit: int, after: BatchRecord | None = None, scope: str | None = None
+) -> list[BatchRecord]:
     """Up to `limit` batches that are older than `after`, newest first."""
-    query = _query().order_by(jobs.c.seq.desc()).limit(limit)
+    query = _within(scope).order_by(jobs.c.seq.desc()).limit(limit)
     if after is not None:
         query = query.where(jobs.c.seq < after.job.seq)
     with store.read() as connection:
         return [_record(row) for row in connection.execute(query)]
+
+
+def _open_ones(connection: Connection, owner: str | None) -> Sequence[int]:
+    """The batches of an owner that have not ended: the tokens that each keeps."""
+    query = (
+        select(func.coalesce(batches.c.num_enqueued_tokens, 0))
+        .join(jobs, batches.c.job_seq == jobs.c.seq)
+        .where(batches.c.owner == owner, jobs.c.state.not_in(ENDED))
+    )
+    return connection.execute(query).scalars().all()
+
+
+def _check_tokens(enqueued_tokens: Sequence[int], limit: int, model: str) -> None:
+    if sum(enqueued_tokens) > limit:
+        raise QuotaError(
+            f"Enqueued token limit reached for {model} in organization batchrun. Limit: {limit} "
+            "enqueued tokens. Please try again once some in_progress batches have been completed."
+        )
+
+
+def _within(scope: str | None) -> Select[Any]:
+    return _query() if scope is None else _query().where(batches.c.owner == scope)
 
 
 def _query() -> Select[Any]:

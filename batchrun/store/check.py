@@ -14,7 +14,17 @@ from batchrun.store.counts import COUNT_NAMES, Counts, count_results, counts_of
 from batchrun.store.database import Store
 from batchrun.store.job_record import BATCH_PREFIX, JobRecord, record_of
 from batchrun.store.migrate import HEAD, find_revision
-from batchrun.store.schema import attempts, bodies, epochs, files, jobs, results, suspects
+from batchrun.store.schema import (
+    api_keys,
+    attempts,
+    batches,
+    bodies,
+    epochs,
+    files,
+    jobs,
+    results,
+    suspects,
+)
 from batchrun.store.sqlite import integrity_problems, last_given_key
 from batchrun.types import TERMINAL_JOB_STATES, JobState, ProgressSink
 
@@ -85,8 +95,9 @@ def readable_jobs(store: Store) -> list[JobRecord]:
 
 
 def _check_keys(connection: Connection, *, is_sqlite: bool) -> Iterator[Violation]:
-    """Numbers of jobs, files and daemon starts only grow, so that none is given out twice."""
-    for table, key in ((epochs, epochs.c.epoch), (jobs, jobs.c.seq), (files, files.c.seq)):
+    """Numbers of jobs, files, keys and daemon starts only grow: none is given out twice."""
+    numbered = (epochs.c.epoch, jobs.c.seq, files.c.seq, api_keys.c.seq)
+    for table, key in ((key.table, key) for key in numbered):
         low, high = connection.execute(select(func.min(key), func.max(key))).one()
         if low is not None and low < 1:
             yield Violation(f"{table.name}: number {low} is not above 0")
@@ -102,6 +113,12 @@ def _check_owners(connection: Connection) -> Iterator[Violation]:
         for seq, num_rows, row in connection.execute(strays):
             what = f"{table.name}: {num_rows} rows of job number {seq}, which does not exist"
             yield Violation(what, row=row)
+    keys = select(api_keys.c.id)
+    for table in (files, batches):
+        is_stray = table.c.owner.is_not(None) & table.c.owner.not_in(keys)
+        strays = select(table.c.owner, func.count()).where(is_stray)
+        for owner, num in connection.execute(strays.group_by(table.c.owner)):
+            yield Violation(f"{table.name}: {num} of key {owner}, which does not exist")
 
 
 def _check_job(job: Row[Any]) -> Iterator[str]:

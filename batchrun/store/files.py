@@ -1,6 +1,7 @@
 """The files of OpenAI's API, as far as a store holds them: their bytes lie in the home folder.
 
-One whose `expires_at` has passed is as good as deleted: nothing here finds it but `find_expired`.
+`scope` is whose files are looked at: the id of an API key, or None for everybody's. One whose
+`expires_at` has passed is as good as deleted: nothing here finds it but `find_expired`.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class NewFile:
     size_bytes: int
     sha256: str
     expires_after_s: int | None
+    owner: str | None = None
     id: str = field(default_factory=new_file_id)
 
 
@@ -55,6 +57,17 @@ class FileRecord:
     expires_at: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class FilePage:
+    """Which files to list: up to `limit` behind `after`, of one purpose or of all."""
+
+    limit: int
+    after: FileRecord | None = None
+    purpose: str | None = None
+    newest_first: bool = True
+    scope: str | None = None
+
+
 def add(store: Store, file: NewFile, *, now_s: float) -> FileRecord:
     """Add a file; once this returns, it survives any crash."""
     with store.write() as connection:
@@ -72,30 +85,29 @@ def insert_file(connection: Connection, file: NewFile, *, now_s: float) -> FileR
     return FileRecord(**row._mapping)
 
 
-def find(store: Store, file_id: str, *, now_s: float) -> FileRecord | None:
+def find(
+    store: Store, file_id: str, *, now_s: float, scope: str | None = None
+) -> FileRecord | None:
     """The file with this id, or None when there is none, or none any more."""
     query = select(files).where(files.c.id == file_id.replace("\0", ""), _is_alive(now_s))
+    if scope is not None:
+        query = query.where(files.c.owner == scope)
     with store.read() as connection:
         row = connection.execute(query).first()
     return None if row is None else FileRecord(**row._mapping)
 
 
-def list_page(
-    store: Store,
-    *,
-    limit: int,
-    after: FileRecord | None = None,
-    purpose: str | None = None,
-    newest_first: bool = True,
-    now_s: float,
-) -> list[FileRecord]:
-    """Up to `limit` files behind `after`, in the order of their creation or against it."""
-    query = select(files).where(_is_alive(now_s)).limit(limit)
-    query = query.order_by(files.c.seq.desc() if newest_first else files.c.seq)
-    if after is not None:
-        query = query.where(files.c.seq < after.seq if newest_first else files.c.seq > after.seq)
-    if purpose is not None:
-        query = query.where(files.c.purpose == purpose.replace("\0", ""))
+def list_page(store: Store, page: FilePage, *, now_s: float) -> list[FileRecord]:
+    """The files of a page, in the order of their creation or against it."""
+    query = select(files).where(_is_alive(now_s)).limit(page.limit)
+    query = query.order_by(files.c.seq.desc() if page.newest_first else files.c.seq)
+    if page.after is not None:
+        seq = page.after.seq
+        query = query.where(files.c.seq < seq if page.newest_first else files.c.seq > seq)
+    if page.scope is not None:
+        query = query.where(files.c.owner == page.scope)
+    if page.purpose is not None:
+        query = query.where(files.c.purpose == page.purpose.replace("\0", ""))
     with store.read() as connection:
         return [FileRecord(**row._mapping) for row in connection.execute(query)]
 

@@ -13,7 +13,7 @@ from batchrun.failpoints import failpoint
 from batchrun.store import postgresql
 from batchrun.store.lock import StoreLock
 
-REVISIONS = ("0001", "0002", "0003")
+REVISIONS = ("0001", "0002", "0003", "0004")
 """Every schema that a released batchrun wrote, oldest first."""
 HEAD = REVISIONS[-1]
 SCRIPTS = Path(__file__).parent / "migrations"

@@ -4,7 +4,9 @@ A row of a job is done if and only if it stands in `results`. Its reply stands a
 that counting and resuming read a narrow table. A job's counts and tokens are null until it ends;
 then they stay, also when its results are removed. `attempts` and `suspects` hold only the few rows
 that were retried or were in flight when an engine died. A batch of OpenAI's API is a job with a row
-in `batches`; what `files` names lies in the home folder, each file under its id.
+in `batches`; what `files` names lies in the home folder, each file under its id. Of an API key only
+a hash is kept; `owner` is the id of the key that made a file or a batch, null where none was asked
+for.
 """
 
 from __future__ import annotations
@@ -139,4 +141,22 @@ batches = Table(
     Column("num_reasoning_tokens", BigInteger),
     Column("idempotency_hash", String(64), unique=True),
     Column("request_hash", String(64), nullable=False),
+    Column("num_enqueued_tokens", BigInteger),
+)
+
+api_keys = Table(
+    "api_keys",
+    metadata,
+    Column("seq", Integer, primary_key=True, autoincrement=True),
+    Column("id", String(64), nullable=False, unique=True),
+    Column("name", String(64), nullable=False),
+    Column("role", String(16), nullable=False),
+    Column("sha256", String(64), nullable=False),
+    Column("slo_class", String(64)),
+    Column("requests_per_minute", Integer),
+    Column("enqueued_tokens", BigInteger),
+    Column("concurrent_batches", Integer),
+    Column("created_at", Float, nullable=False),
+    Column("revoked_at", Float),
+    sqlite_autoincrement=True,
 )

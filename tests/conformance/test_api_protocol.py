@@ -130,7 +130,6 @@ def check_envelope(reply: Reply) -> None:
     assert all(isinstance(error[key], str | None) for key in ("param", "code"))
 
 
-@pytest.mark.xfail(reason="API keys are not built yet: there is no `batchrun keys`", strict=True)
 @pytest.mark.parametrize("kind", KINDS)
 def test_57_a_key_is_needed(rig: DeploymentRig, kind: str) -> None:
     """No or wrong key: AuthenticationError with the envelope, also on unknown routes."""

@@ -210,9 +210,10 @@ async def test_workers_share_the_port_and_a_killed_supervisor_leaves_none_behind
     [
         (["--listen", "127.0.0.1:{port}"], "port {port} on 127.0.0.1 is in use"),
         (["--listen", "127.0.0.1:{port}", "--workers", "2"], "port {port} on 127.0.0.1 is in use"),
-        (["--listen", "0.0.0.0:8000"], "pass --public"),
+        (["--listen", "0.0.0.0:8000"], "no API key is asked for"),
+        (["--listen", "127.0.0.1:0", "--keys", "nowhere"], "nowhere: cannot read the API keys"),
         (["--listen", "8000"], "is not HOST:PORT"),
-        (["--listen", "203.0.113.7:8000", "--public"], "cannot listen on 203.0.113.7:8000"),
+        (["--listen", "0.0.0.0:8000", "--keys", "{keys}"], "no API key is asked for"),
         (["--listen", "127.0.0.1:0", "--workers", "0"], "--workers must be at least 1"),
         (["--listen", "127.0.0.1:0", "--drain-s", "0"], "--drain-s must be above 0"),
     ],
@@ -224,7 +225,9 @@ async def test_wrong_settings_are_one_line_and_exit_2(
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        filled = [argument.format(port=port) for argument in arguments]
+        keys = tmp_path / "keys"
+        keys.write_text('{"keys": null}')
+        filled = [argument.format(port=port, keys=keys) for argument in arguments]
         process = await start_gateway("--upstreams", str(tmp_path / "f"), *filled)
         _, stderr = await asyncio.wait_for(process.communicate(), 20)
     assert process.returncode == 2

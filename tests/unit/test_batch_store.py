@@ -19,7 +19,7 @@ from batchrun.store.batches import (
     ResultFiles,
     ValidInput,
 )
-from batchrun.store.files import NewFile
+from batchrun.store.files import FilePage, NewFile
 from batchrun.store.migrate import HEAD
 from batchrun.types import JobState
 
@@ -38,7 +38,7 @@ def make_batch(store: Store, *, key: str | None = None, request: str = "r") -> B
 
 
 def start(store: Store, batch: BatchRecord, num_rows: int = 2) -> BatchRecord:
-    valid = ValidInput("m", batch.job.spec, batch.job.pin, "h", num_rows)
+    valid = ValidInput("m", batch.job.spec, batch.job.pin, "h", num_rows, 40)
     return batches.start(store, batch.job.id, valid, now_s=101.0)
 
 
@@ -49,9 +49,9 @@ def end(store: Store, batch: BatchRecord) -> JobRecord:
 def test_pages_of_files_join_in_either_order(store: Store) -> None:
     made = [files.add(store, make_file(str(number)), now_s=5.0) for number in range(5)]
 
-    page = files.list_page(store, limit=2, now_s=6.0)
-    rest = files.list_page(store, limit=9, after=page[-1], now_s=6.0)
-    upward = files.list_page(store, limit=9, newest_first=False, now_s=6.0)
+    page = files.list_page(store, FilePage(2), now_s=6.0)
+    rest = files.list_page(store, FilePage(9, after=page[-1]), now_s=6.0)
+    upward = files.list_page(store, FilePage(9, newest_first=False), now_s=6.0)
 
     assert page + rest == made[::-1]
     assert upward == made
@@ -62,7 +62,7 @@ def test_a_file_is_gone_when_its_time_is_over(store: Store) -> None:
 
     assert files.find(store, made.id, now_s=14.9) == made
     assert files.find(store, made.id, now_s=15.0) is None
-    assert files.list_page(store, limit=9, now_s=15.0) == []
+    assert files.list_page(store, FilePage(9), now_s=15.0) == []
     assert files.find_expired(store, now_s=15.0) == [made]
 
 
@@ -105,7 +105,7 @@ def test_a_batch_ends_together_with_its_files(store: Store) -> None:
     done = batches.finish(store, end(store, made), found, now_s=103.0)
 
     assert (done.job.state, done.job.counts) == (JobState.COMPLETED, Counts(1, 1, 10, 2, 5))
-    listed = files.list_page(store, limit=5, newest_first=False, now_s=104.0)
+    listed = files.list_page(store, FilePage(5, newest_first=False), now_s=104.0)
     assert [file.id for file in listed] == [done.output_file_id, done.error_file_id]
     assert batch_object(done, Counts(1, 1, 10, 2, 5))["usage"] == {
         "input_tokens": 10,

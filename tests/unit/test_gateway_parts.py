@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from batchrun.addresses import is_loopback
 from batchrun.errors import ConfigError
 from batchrun.gateway.balancer import COOLDOWN_S, Balancer
 from batchrun.gateway.envelope import as_envelope
-from batchrun.gateway.settings import is_loopback, parse_listen
-from batchrun.gateway.upstreams import Upstream, UpstreamsFile, read_upstreams
+from batchrun.gateway.followed_file import FollowedFile
+from batchrun.gateway.settings import parse_listen
+from batchrun.gateway.upstreams import Upstream, read_upstreams
 
 ONE, TWO = Upstream("one", "http://h:1"), Upstream("two", "http://h:2")
 
@@ -57,7 +59,7 @@ def test_a_wrong_list_is_one_line_that_names_the_place(
 
 async def test_a_broken_or_missing_file_keeps_the_last_good_list(tmp_path: Path) -> None:
     path, lists = tmp_path / "f", list[tuple[Upstream, ...]]()
-    file = UpstreamsFile(path, lists.append)
+    file = FollowedFile(path, read_upstreams, lists.append)
     await file.refresh()
     write(path, {"engines": [{"name": "one", "url": "http://h:1"}]})
     await file.refresh()

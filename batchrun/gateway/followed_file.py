@@ -1,0 +1,64 @@
+"""A file that the daemon writes and every worker of the gateway follows."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from batchrun.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+POLL_S = 0.25
+
+
+class FollowedFile(Generic[T]):
+    """Hands each new good content to `on_change`; what cannot be used leaves the last one.
+
+    `read` raises ConfigError.
+    """
+
+    def __init__(
+        self, path: Path, read: Callable[[Path], T], on_change: Callable[[T], None]
+    ) -> None:
+        self._path = path
+        self._read = read
+        self._on_change = on_change
+        self._seen: tuple[int, int, int] | None = None
+        self._complaint: str | None = None
+
+    async def watch(self) -> None:
+        """Look at the file a few times a second, for ever."""
+        while True:
+            await asyncio.sleep(POLL_S)
+            await self.refresh()
+
+    async def refresh(self) -> None:
+        """Take over the file's content if the file changed."""
+        try:
+            found = await asyncio.to_thread(self._read_if_changed)
+        except ConfigError as error:
+            if str(error) != self._complaint:
+                logger.warning("%s; keeping what was there before", error)
+            self._complaint = str(error)
+            return
+        for content in found:
+            self._complaint = None
+            self._on_change(content)
+
+    def _read_if_changed(self) -> list[T]:
+        """The content if it is new; a list of one, for it may be None."""
+        try:
+            status = self._path.stat()
+        except OSError as error:
+            raise ConfigError(f"{self._path}: cannot be read: {error.strerror}") from error
+        seen = (status.st_mtime_ns, status.st_size, status.st_ino)
+        if seen == self._seen:
+            return []
+        content = self._read(self._path)
+        self._seen = seen
+        return [content]

@@ -1,0 +1,138 @@
+"""API keys as the store holds them: a name, a role, limits, and a hash of the secret.
+
+A revoked key stays: what it made is still its own, and a deployment that ever had a key never
+serves callers without one again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
+
+from sqlalchemy import Connection, func, insert, select, update
+
+from batchrun.errors import InputError, StateError
+from batchrun.store.counts import COUNT_NAMES, Counts
+from batchrun.store.database import Store
+from batchrun.store.schema import api_keys, batches, jobs
+
+Role = Literal["user", "admin"]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLimits:
+    """The most that a key may do; None: no limit.
+
+    `enqueued_tokens` bounds the prompt tokens of its batches that have not ended, by estimate.
+    """
+
+    requests_per_minute: int | None = None
+    enqueued_tokens: int | None = None
+    concurrent_batches: int | None = None
+
+
+NO_LIMITS = KeyLimits()
+LIMIT_NAMES = tuple(KeyLimits.__dataclass_fields__)
+
+
+@dataclass(frozen=True, slots=True)
+class NewApiKey:
+    """A key to be added; `sha256` is that of the whole secret, in hex."""
+
+    id: str
+    name: str
+    role: Role
+    sha256: str
+    slo_class: str | None = None
+    limits: KeyLimits = NO_LIMITS
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKeyRecord:
+    """A key as it stands in the store. Instants are UTC epoch seconds; see `NewApiKey`."""
+
+    seq: int
+    id: str
+    name: str
+    role: Role
+    sha256: str
+    slo_class: str | None
+    limits: KeyLimits
+    created_at: float
+    revoked_at: float | None
+
+    @property
+    def scope(self) -> str | None:
+        """Whose files and batches it sees: its own; None: everybody's, for an admin."""
+        return None if self.role == "admin" else self.id
+
+
+@dataclass(frozen=True, slots=True)
+class KeyUsage:
+    """What the batches of a key have used: those that have ended, by their counts."""
+
+    num_batches: int
+    counts: Counts
+
+
+def add(store: Store, key: NewApiKey, *, now_s: float) -> ApiKeyRecord:
+    """Add a key. Raises InputError when one that is not revoked has its name."""
+    values = asdict(key)
+    values |= values.pop("limits")
+    with store.write() as connection:
+        if any(one.name == key.name and one.revoked_at is None for one in _read(connection)):
+            raise InputError(f"there is a key {key.name!r} already; revoke it, or choose a name")
+        connection.execute(insert(api_keys).values(**values, created_at=now_s))
+        return _read(connection)[-1]
+
+
+def find(store: Store, key_id: str | None) -> ApiKeyRecord | None:
+    """The key with this id, revoked or not; None where there is none."""
+    return next((key for key in list_all(store) if key.id == key_id), None)
+
+
+def list_all(store: Store) -> Sequence[ApiKeyRecord]:
+    """Every key in the order of their creation, revoked ones too."""
+    with store.read() as connection:
+        return _read(connection)
+
+
+def revoke(store: Store, key: str, *, now_s: float) -> ApiKeyRecord:
+    """Revoke the key with this id or name. Raises InputError and StateError."""
+    with store.write() as connection:
+        found = [one for one in _read(connection) if key in {one.id, one.name}]
+        if not found:
+            raise InputError(f"{key}: no such key; `batchrun keys list` lists them")
+        alive = next((one for one in found if one.revoked_at is None), None)
+        if alive is None:
+            raise StateError(f"{key} is revoked already")
+        changed = update(api_keys).where(api_keys.c.id == alive.id)
+        connection.execute(changed.values(revoked_at=now_s))
+        return replace(alive, revoked_at=now_s)
+
+
+def usage(store: Store) -> dict[str, KeyUsage]:
+    """What each key that has made a batch has used, by its id."""
+    sums = [func.coalesce(func.sum(jobs.c[name]), 0) for name in COUNT_NAMES]
+    query = (
+        select(batches.c.owner, func.count(), *sums)
+        .join(jobs, batches.c.job_seq == jobs.c.seq)
+        .where(batches.c.owner.is_not(None))
+        .group_by(batches.c.owner)
+    )
+    with store.read() as connection:
+        rows = connection.execute(query).all()
+    return {
+        owner: KeyUsage(num_batches, Counts(*(int(value) for value in counts)))
+        for owner, num_batches, *counts in rows
+    }
+
+
+def _read(connection: Connection) -> list[ApiKeyRecord]:
+    records = []
+    for row in connection.execute(select(api_keys).order_by(api_keys.c.seq)):
+        values = dict(row._mapping)
+        limits = KeyLimits(*(values.pop(name) for name in LIMIT_NAMES))
+        records.append(ApiKeyRecord(limits=limits, **values))
+    return records

@@ -1,0 +1,128 @@
+"""API keys: their text, the list that gateways follow, and requests counted by many workers."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from pathlib import Path
+
+import pytest
+
+from batchrun.api_keys import digest, id_in, new_key
+from batchrun.errors import ConfigError
+from batchrun.gateway.callers import ApiKey, KeyRing, read_keys
+from batchrun.gateway.envelope import RefusalError
+from batchrun.gateway.rate_limits import RequestRates
+
+MINE_ID, MINE = new_key()
+OPS_ID, OPS = new_key()
+
+
+def listed(key_id: str, text: str, role: str = "user") -> dict[str, object]:
+    return {
+        "id": key_id,
+        "sha256": digest(text),
+        "role": role,
+        "slo_class": None,
+        "requests_per_minute": None,
+        "seq": 1,
+    }
+
+
+@pytest.fixture
+def ring(tmp_path: Path) -> KeyRing:
+    path = tmp_path / "keys.json"
+    path.write_text(json.dumps({"keys": [listed(MINE_ID, MINE), listed(OPS_ID, OPS, "admin")]}))
+    ring = KeyRing()
+    ring.replace(read_keys(path))
+    return ring
+
+
+def admitted(ring: KeyRing, authorization: str | None, path: str = "/v1/models") -> ApiKey | int:
+    try:
+        key = ring.admit(authorization, path)
+    except RefusalError as refusal:
+        return refusal.status
+    assert key is not None
+    return key
+
+
+def test_a_text_names_its_key_and_no_two_are_alike() -> None:
+    made = [new_key() for _ in range(100)]
+    assert [id_in(text) for _, text in made] == [key_id for key_id, _ in made]
+    assert len({text for _, text in made}) == 100
+    assert {id_in(text) for text in ("", "sk-br-", MINE[:-1], f"{MINE}a", MINE.upper())} == {None}
+
+
+def test_only_the_whole_text_of_a_listed_key_is_let_in(ring: KeyRing) -> None:
+    key = admitted(ring, f"Bearer {MINE}")
+    assert isinstance(key, ApiKey) and key.id == MINE_ID
+    assert admitted(ring, f"bearer  {MINE} ") == key
+    of_other = OPS[: OPS.index("-", 7) + 1] + MINE[MINE.index("-", 7) + 1 :]
+    wrong = [MINE[:-1], MINE[:-1] + "~", of_other, MINE_ID, digest(MINE), "ü", "a b", "\0"]
+    assert {admitted(ring, f"Bearer {text}") for text in wrong} == {401}
+    assert {admitted(ring, text) for text in (None, "", "Bearer", "Bearer ", f"Basic {MINE}")} == {
+        401
+    }
+
+
+def test_a_wrong_key_is_not_repeated(ring: KeyRing) -> None:
+    with pytest.raises(RefusalError) as refused:
+        ring.admit(f"Bearer {MINE}x", "/v1/models")
+    assert MINE[:20] not in refused.value.message
+    assert refused.value.code == "invalid_api_key"
+
+
+def test_what_is_open_and_what_is_for_admins(ring: KeyRing) -> None:
+    assert ring.admit(None, "/healthz") is None
+    assert admitted(ring, f"Bearer {MINE}", "/metrics") == 403
+    assert isinstance(admitted(ring, f"Bearer {OPS}", "/metrics"), ApiKey)
+
+
+def test_without_a_list_nobody_is_asked_and_an_empty_one_lets_nobody_in() -> None:
+    ring = KeyRing()
+    assert ring.admit(None, "/v1/models") is None
+    ring.replace(())
+    assert admitted(ring, f"Bearer {MINE}") == 401
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", '{"keys": [1]}', '{"keys": [{"id": "a"}]}', "[" * 100_000, "{}"],
+)
+def test_what_is_no_list_of_keys_is_one_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "keys.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="not a list of API keys") as caught:
+        read_keys(path)
+    assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
+
+
+def test_a_bucket_fills_evenly_and_holds_a_minute(tmp_path: Path) -> None:
+    rates = RequestRates(tmp_path / "rates")
+    taken = [rates.take(1, 3, now_s=100.0) for _ in range(4)]
+    assert [rate.num_left for rate in taken] == [2, 1, 0, 0]
+    assert [rate.retry_after_s for rate in taken] == [None, None, None, 20.0]
+    assert taken[2].headers == {
+        "x-ratelimit-limit-requests": "3",
+        "x-ratelimit-remaining-requests": "0",
+        "x-ratelimit-reset-requests": "60000ms",
+    }
+    assert taken[3].headers["Retry-After"] == "20"
+    assert rates.take(2, 3, now_s=100.0).num_left == 2
+    assert rates.take(1, 3, now_s=119.0).retry_after_s == pytest.approx(1.0)
+    assert rates.take(1, 3, now_s=120.0).retry_after_s is None
+    assert rates.take(1, 3, now_s=1000.0).num_left == 2
+    assert rates.take(1, 3, now_s=5.0).num_left == 2
+    rates.close()
+
+
+def take_many(path: Path, num: int) -> int:
+    rates = RequestRates(path)
+    return sum(rates.take(7, 50, now_s=9.0).retry_after_s is None for _ in range(num))
+
+
+def test_workers_share_one_count(tmp_path: Path) -> None:
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        let_through = pool.starmap(take_many, [(tmp_path / "rates", 200)] * 2)
+    assert sum(let_through) == 50

@@ -1,0 +1,119 @@
+"""API keys, owners and quotas in the store, on SQLite and on PostgreSQL."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from store_builders import answered
+
+from batchrun.api_keys import digest, new_key
+from batchrun.batch_jobs import new_batch_job
+from batchrun.errors import InputError, QuotaError, StateError
+from batchrun.store import Counts, Store, api_keys, batches, check_store, files, jobs, results
+from batchrun.store.api_keys import ApiKeyRecord, KeyLimits, KeyUsage, NewApiKey
+from batchrun.store.batches import BatchRecord, NewBatch, ResultFiles, ValidInput
+from batchrun.store.files import FilePage, NewFile
+from batchrun.types import JobState
+
+ENDPOINT = "/v1/chat/completions"
+LIMITS = KeyLimits(60, 1_000_000, 4)
+
+
+def add(store: Store, name: str, role: api_keys.Role = "user") -> ApiKeyRecord:
+    key_id, text = new_key()
+    key = NewApiKey(key_id, name, role, digest(text), "gold", LIMITS)
+    return api_keys.add(store, key, now_s=5.0)
+
+
+def make_batch(store: Store, owner: str | None, max_open: int | None = None) -> BatchRecord:
+    job = new_batch_job(Path("/srv"), ENDPOINT, deadline_s=86_400, weight=1)
+    asked = NewBatch("file-1", ENDPOINT, "24h", None, None, "r", owner=owner)
+    return batches.create(store, asked, job, now_s=100.0, max_open=max_open)
+
+
+def start(store: Store, batch: BatchRecord, quota: int | None = None) -> BatchRecord:
+    valid = ValidInput("m", batch.job.spec, batch.job.pin, "h", 2, 40)
+    return batches.start(store, batch.job.id, valid, now_s=101.0, max_enqueued_tokens=quota)
+
+
+def end(store: Store, batch: BatchRecord) -> None:
+    results.commit(store, [(batch.job.seq, answered(row)) for row in range(2)], now_s=102.0)
+    ending = jobs.begin_finalizing(store, batch.job.id, JobState.COMPLETED, now_s=103.0)
+    batches.finish(store, ending, ResultFiles(None, None, 0), now_s=104.0)
+
+
+def test_a_key_reads_as_it_was_written_and_its_name_is_its_own(store: Store) -> None:
+    made = add(store, "team")
+    assert (made.name, made.role, made.slo_class, made.limits) == ("team", "user", "gold", LIMITS)
+    assert api_keys.list_all(store) == [made]
+    assert api_keys.find(store, made.id) == made
+    assert api_keys.find(store, "key_nobody") is None
+    with pytest.raises(InputError, match="there is a key 'team' already"):
+        add(store, "team")
+    assert list(check_store(store)) == []
+
+
+def test_a_revoked_key_stays_and_frees_its_name(store: Store) -> None:
+    first = add(store, "team")
+    revoked = api_keys.revoke(store, "team", now_s=6.0)
+    second = add(store, "team")
+    assert api_keys.list_all(store) == [replace(first, revoked_at=6.0), second]
+    assert revoked == replace(first, revoked_at=6.0)
+    with pytest.raises(StateError, match="is revoked already"):
+        api_keys.revoke(store, first.id, now_s=7.0)
+    with pytest.raises(InputError, match="no such key"):
+        api_keys.revoke(store, "nobody", now_s=7.0)
+
+
+def test_a_key_finds_its_own_and_an_admin_everything(store: Store) -> None:
+    mine, other, admin = add(store, "mine"), add(store, "other"), add(store, "ops", "admin")
+    file = NewFile("a", "batch", 1, "0" * 64, None, owner=mine.id)
+    files.add(store, file, now_s=5.0)
+    batch = make_batch(store, mine.id)
+    for key, sees in ((mine, True), (other, False), (admin, True)):
+        found = files.find(store, file.id, now_s=6.0, scope=key.scope)
+        page = files.list_page(store, FilePage(5, scope=key.scope), now_s=6.0)
+        assert ([found] == page) is sees and (found is not None) is sees
+        assert (batches.find(store, batch.job.id, scope=key.scope) is not None) is sees
+        assert bool(batches.list_page(store, limit=5, scope=key.scope)) is sees
+
+
+def test_only_batches_that_have_not_ended_count_against_the_limit(store: Store) -> None:
+    mine, other = add(store, "mine"), add(store, "other")
+    first, _second = make_batch(store, mine.id, 2), make_batch(store, mine.id, 2)
+    make_batch(store, other.id, 1)
+    with pytest.raises(QuotaError, match="2 batches of this API key have not ended"):
+        make_batch(store, mine.id, 2)
+    start(store, first)
+    end(store, first)
+    make_batch(store, mine.id, 2)
+
+
+def test_a_batch_beyond_the_token_quota_is_not_started(store: Store) -> None:
+    mine = add(store, "mine")
+    first, second = make_batch(store, mine.id), make_batch(store, mine.id)
+    assert start(store, first, quota=79).num_enqueued_tokens == 40
+    with pytest.raises(QuotaError, match="Limit: 79 enqueued tokens"):
+        start(store, second, quota=79)
+    assert batches.find(store, second.job.id) == second
+    end(store, first)
+    assert start(store, second, quota=79).job.state is JobState.RUNNING
+
+
+def test_what_a_key_has_used_is_what_its_ended_batches_kept(store: Store) -> None:
+    mine = add(store, "mine")
+    done, running = make_batch(store, mine.id), make_batch(store, mine.id)
+    make_batch(store, None)
+    for batch in (done, running):
+        start(store, batch)
+    end(store, done)
+    assert api_keys.usage(store) == {mine.id: KeyUsage(2, Counts(2, 0, 20, 4, 10))}
+
+
+def test_an_owner_that_is_no_key_is_a_fault(store: Store) -> None:
+    make_batch(store, "key_nobody")
+    assert [str(fault) for fault in check_store(store)] == [
+        "batches: 1 of key key_nobody, which does not exist"
+    ]
