@@ -11,7 +11,13 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from batchrun.errors import BatchrunError, StoreFullError, StoreLockedError, StoreUnreachableError
+from batchrun.errors import (
+    BatchrunError,
+    QuotaError,
+    StoreFullError,
+    StoreLockedError,
+    StoreUnreachableError,
+)
 from batchrun.home import CONTROL_PREFIX
 
 RETRY_AFTER_S = 2
@@ -76,6 +82,8 @@ def install_error_handlers(app: FastAPI) -> None:
     async def on_our_error(request: Request, error: BatchrunError) -> JSONResponse:
         if request.url.path.startswith(CONTROL_PREFIX):
             return envelope(error.http_status, str(error), code=type(error).__name__)
+        if isinstance(error, QuotaError):
+            return _quota_reached(error)
         return envelope(error.http_status, _for_strangers(error))
 
     @app.exception_handler(HTTPException)
@@ -101,6 +109,19 @@ def install_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def on_bug(_request: Request, _error: Exception) -> JSONResponse:
         return envelope(500, "internal error; the server's log has more")
+
+
+def _quota_reached(error: QuotaError) -> JSONResponse:
+    """It passes when a batch ends, and so not in the seconds in which a client tries again."""
+    content = {
+        "message": str(error),
+        "type": "requests",
+        "param": None,
+        "code": "rate_limit_exceeded",
+    }
+    reply = AsciiJson({"error": content}, status_code=error.http_status)
+    reply.headers["X-Should-Retry"] = "false"
+    return reply
 
 
 def _for_strangers(error: BatchrunError) -> str:

@@ -115,7 +115,9 @@ def create(
             if found is not None:
                 return _record(found)
         if max_open is not None and len(_open_ones(connection, batch.owner)) >= max_open:
-            raise QuotaError(f"{max_open} batches of this API key have not ended; wait for one")
+            raise QuotaError(
+                f"this API key may have {max_open} at once; wait until a batch has ended"
+            )
         seq = insert_job(connection, job, now_s=now_s).seq
         values = asdict(batch)
         values["metadata"] = None if batch.metadata is None else json.dumps(batch.metadata)

@@ -1,0 +1,217 @@
+"""API keys as their holders and the operator meet them: one deployment, several keys."""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from batch_rig import MODEL, Caller, chat_line, chat_lines, connect, offline_work_held
+from deployment_rig import DeploymentRig
+from raw_http import RawHttp, Reply
+
+from benchmarks.ports import free_port
+
+PER_MINUTE = 5
+
+
+@dataclass(frozen=True)
+class Keyed:
+    """A deployment that asks for keys, and the texts of those that it has, by name."""
+
+    rig: DeploymentRig
+    keys: dict[str, str]
+
+    def make(self, name: str, *options: str) -> dict[str, Any]:
+        """A new key; what `keys create` says."""
+        made = self.rig.ask("keys", "create", name, *options)
+        self.keys[name] = made["key"]
+        return made
+
+    def get(self, name: str, path: str) -> Reply:
+        """GET with a key."""
+        headers = {"Authorization": f"Bearer {self.keys[name]}"}
+        return RawHttp(self.rig.port).call("GET", path, headers=headers)
+
+
+@pytest.fixture(scope="module")
+def keyed(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Keyed]:
+    rig = DeploymentRig(tmp_path_factory.mktemp("keyed"))
+    if request.config.getoption("--store") == "postgresql":
+        rig.store_url = request.getfixturevalue("postgres").new_database()
+    rig.use_fake_engine(f"--model={MODEL}", gateway_workers=2)
+    made = Keyed(rig, {})
+    made.make("team-a")
+    made.make("team-b")
+    made.make("ops", "--role", "admin")
+    rig.ask("up", "-d")
+    yield made
+    rig.close()
+
+
+@pytest.fixture
+def team_a(keyed: Keyed) -> Iterator[Caller]:
+    with connect(keyed.rig.port, api_key=keyed.keys["team-a"]) as caller:
+        yield caller
+
+
+def test_an_admin_sees_what_a_key_made_and_another_key_does_not(
+    keyed: Keyed, team_a: Caller
+) -> None:
+    batch = team_a.run([chat_line("a")])
+    ids = {str(batch.input_file_id), str(batch.output_file_id)}
+    with connect(keyed.rig.port, api_key=keyed.keys["ops"]) as admin:
+        assert batch.id in [seen.id for seen in admin.batches.list()]
+        assert ids <= {file.id for file in admin.files.list()}
+        assert admin.run(batch.input_file_id).status == "completed"
+    with connect(keyed.rig.port, api_key=keyed.keys["team-b"]) as other:
+        assert [*other.files.list(), *other.batches.list()] == []
+        with pytest.raises(openai.NotFoundError):
+            other.batches.list(after=batch.id)
+        with pytest.raises(openai.NotFoundError):
+            other.files.list(after=batch.input_file_id)
+
+
+def test_an_idempotency_key_belongs_to_its_api_key(keyed: Keyed, team_a: Caller) -> None:
+    twice = {"extra_headers": {"Idempotency-Key": "same"}}
+    first = team_a.create([chat_line("a")], **twice)
+    with connect(keyed.rig.port, api_key=keyed.keys["team-b"]) as other:
+        assert other.create([chat_line("a")], **twice).id != first.id
+    assert team_a.create(first.input_file_id, **twice).id == first.id
+
+
+def test_metrics_are_for_admins_and_health_for_all(keyed: Keyed) -> None:
+    assert keyed.get("team-a", "/metrics").status == 403
+    assert keyed.get("ops", "/metrics").status == 200
+    assert RawHttp(keyed.rig.port).get("/healthz").status == 200
+    assert RawHttp(keyed.rig.port).get("/metrics").status == 401
+
+
+def test_requests_beyond_the_limit_get_429_whichever_worker_takes_them(keyed: Keyed) -> None:
+    keyed.make("slow", "--requests-per-minute", str(PER_MINUTE))
+    replies = [keyed.get("slow", "/v1/models") for _ in range(PER_MINUTE + 3)]
+    assert [reply.status for reply in replies] == [200] * PER_MINUTE + [429] * 3
+    left = [reply.headers["x-ratelimit-remaining-requests"] for reply in replies]
+    assert left == [str(num) for num in range(PER_MINUTE - 1, -1, -1)] + ["0"] * 3
+    assert {reply.headers["x-ratelimit-limit-requests"] for reply in replies} == {str(PER_MINUTE)}
+    error = replies[-1].json["error"]
+    assert (error["type"], error["code"], error["param"]) == (
+        "requests",
+        "rate_limit_exceeded",
+        None,
+    )
+    assert 0 < int(replies[-1].headers["retry-after"]) <= 60 / PER_MINUTE
+    with connect(keyed.rig.port, api_key=keyed.keys["slow"], max_retries=0) as caller:
+        with pytest.raises(openai.RateLimitError) as refused:
+            caller.files.list()
+        assert refused.value.code == "rate_limit_exceeded"
+
+
+def test_batches_at_once_are_limited(keyed: Keyed) -> None:
+    keyed.make("few", "--concurrent-batches", "1")
+    with connect(keyed.rig.port, api_key=keyed.keys["few"]) as caller:
+        with offline_work_held(keyed.rig):
+            first = caller.create([chat_line("a")])
+            asked = len(caller.requests)
+            with pytest.raises(openai.RateLimitError) as refused:
+                caller.create(first.input_file_id)
+            assert refused.value.code == "rate_limit_exceeded"
+            assert len(caller.requests) == asked + 1
+        caller.wait_until_ended(first.id)
+        assert caller.run(first.input_file_id).status == "completed"
+
+
+def test_tokens_at_once_are_limited(keyed: Keyed) -> None:
+    lines = chat_lines(10)
+    keyed.make("small", "--enqueued-tokens", "600")
+    with connect(keyed.rig.port, api_key=keyed.keys["small"]) as caller:
+        with offline_work_held(keyed.rig):
+            first = caller.create(lines)
+            caller.wait_for_status(first.id, "in_progress")
+            second = caller.wait_for_status(caller.create(first.input_file_id).id, "failed")
+        assert second.errors is not None and second.errors.data is not None
+        (error,) = second.errors.data
+        assert (error.code, error.param, error.line) == ("token_limit_exceeded", None, None)
+        assert error.message == (
+            f"Enqueued token limit reached for {MODEL} in organization batchrun. Limit: 600 "
+            "enqueued tokens. Please try again once some in_progress batches have been completed."
+        )
+        caller.wait_until_ended(first.id)
+        assert caller.run(first.input_file_id).status == "completed"
+
+
+def test_a_revoked_key_is_refused_and_its_batch_goes_on(keyed: Keyed) -> None:
+    keyed.make("leaver")
+    leaver = connect(keyed.rig.port, api_key=keyed.keys["leaver"], max_retries=0)
+    with leaver as caller, offline_work_held(keyed.rig):
+        batch = caller.create([chat_line("a")])
+        assert keyed.rig.ask("keys", "revoke", "leaver")["name"] == "leaver"
+        with pytest.raises(openai.AuthenticationError):
+            caller.batches.retrieve(batch.id)
+    with connect(keyed.rig.port, api_key=keyed.keys["ops"]) as admin:
+        assert admin.wait_until_ended(batch.id).status == "completed"
+    assert keyed.rig.refuse("keys", "revoke", "leaver")[0] == 4
+    assert keyed.rig.refuse("keys", "revoke", "nobody")[0] == 2
+
+
+def test_the_list_shows_limits_and_what_was_used(keyed: Keyed, team_a: Caller) -> None:
+    done = team_a.run([chat_line("a")])
+    listed = {key["name"]: key for key in keyed.rig.ask("keys", "list")["keys"]}
+    assert listed["ops"]["role"] == "admin"
+    assert listed["team-a"]["usage"]["num_prompt_tokens"] >= done.usage.input_tokens  # type: ignore[union-attr]
+    shown = keyed.rig.call("keys", "list").stdout
+    assert "team-a" in shown and not any(text in shown for text in keyed.keys.values())
+
+
+def test_keys_stand_in_no_log_and_no_file(keyed: Keyed, team_a: Caller) -> None:
+    wrong = keyed.keys["team-a"][:-1] + "~"
+    with connect(keyed.rig.port, api_key=wrong, max_retries=0) as caller:
+        with pytest.raises(openai.AuthenticationError) as refused:
+            caller.batches.list()
+        assert keyed.keys["team-a"][:30] not in str(refused.value.body)
+    team_a.run([chat_line("a")])
+    for path in keyed.rig.folder.rglob("*"):
+        content = path.read_bytes() if path.is_file() else b""
+        secrets = [text.encode()[-43:] for text in (*keyed.keys.values(), wrong)]
+        assert not any(secret in content for secret in secrets), path
+    key_file = keyed.rig.home / "run" / "api-keys.json"
+    assert stat.S_IMODE(key_file.stat().st_mode) == 0o600
+
+
+def test_keys_hold_while_the_daemon_is_away(keyed: Keyed, team_a: Caller) -> None:
+    keyed.rig.kill("daemon")
+    try:
+        assert [model.id for model in team_a.models.list()] == [MODEL]
+        assert RawHttp(keyed.rig.port).get("/v1/models").status == 401
+    finally:
+        keyed.rig.ask("up", "-d")
+    assert team_a.run([chat_line("a")]).status == "completed"
+
+
+def test_a_name_is_taken_once_and_must_be_one(keyed: Keyed) -> None:
+    code, line = keyed.rig.refuse("keys", "create", "team-a")
+    assert (code, "there is a key 'team-a' already" in line) == (2, True)
+    code, line = keyed.rig.refuse("keys", "create", "../a")
+    assert (code, "NAME must be 1 to 64 letters" in line) == (2, True)
+
+
+def test_a_public_address_needs_a_key_first(rig: DeploymentRig) -> None:
+    rig.use_fake_engine(f"--model={MODEL}")
+    document = json.loads((rig.folder / "batchrun.yaml").read_text())
+    rig.port = free_port()
+    path: Path = rig.folder / "batchrun.yaml"
+    path.write_text(json.dumps({**document, "listen": f"0.0.0.0:{rig.port}"}))
+    code, line = rig.refuse("up", "-d")
+    assert (code, "make one with `batchrun keys create NAME`" in line) == (4, True)
+    key = str(rig.ask("keys", "create", "mine")["key"])
+    rig.ask("up", "-d")
+    with connect(rig.port, api_key=key) as caller:
+        assert [model.id for model in caller.models.list()] == [MODEL]
+    assert RawHttp(rig.port).get("/v1/models").status == 401
