@@ -15,8 +15,12 @@ from batchrun.gateway.headers import REQUEST_ID, choose_request_id
 from batchrun.gateway.hints import strip_hints
 from batchrun.gateway.metrics import metrics_response
 from batchrun.gateway.models import LIST_TARGET, model_id_in, model_response
+from batchrun.gateway.refusal import CallRefusedError
 from batchrun.gateway.relay import relay
 from batchrun.gateway.settings import GatewaySettings
+from batchrun.gateway.slo_classes import choose_class
+from batchrun.gateway.steered import read_steered
+from batchrun.gateway.upstreams import UpstreamsFile
 
 ENGINE_ROUTES = frozenset({
     "/v1/chat/completions",
@@ -31,9 +35,12 @@ Handler = Callable[[web.BaseRequest, str], Awaitable[web.StreamResponse]]
 class Gateway:
     """Answers every request; it holds nothing between two of them."""
 
-    def __init__(self, settings: GatewaySettings, forwarder: Forwarder) -> None:
+    def __init__(
+        self, settings: GatewaySettings, forwarder: Forwarder, upstreams: UpstreamsFile
+    ) -> None:
         self._settings = settings
         self._forwarder = forwarder
+        self._upstreams = upstreams
         self._daemon = DaemonCalls(
             forwarder.session, settings.upstreams_path, body_idle_s=settings.body_idle_s
         )
@@ -50,6 +57,9 @@ class Gateway:
             return _wrong_method(request, allowed=method, request_id=request_id)
         try:
             return await handler(request, request_id)
+        except CallRefusedError as refusal:
+            text, code, param = refusal.text or "", refusal.code, refusal.param
+            return error_response(400, text, request_id=request_id, code=code, param=param)
         except web.HTTPException as refusal:
             return error_response(refusal.status, refusal.text or "", request_id=request_id)
         except BatchrunError as error:
@@ -75,26 +85,30 @@ class Gateway:
 
     async def _generate(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
         limits = self._settings
+        bounds = choose_class(request.headers, None, self._upstreams.slo_classes)
         body = await read_body(request, max_bytes=limits.max_body_bytes, idle_s=limits.body_idle_s)
         call = Call(
             method="POST",
             target=request.rel_url.raw_path_qs,
             headers=request.headers,
             request_id=request_id,
-            body=strip_hints(body),
+            body=read_steered(request.rel_url.raw_path, body, bounds) or strip_hints(body),
         )
-        async with self._forwarder.exchange(call) as reply:
-            return await relay(request, reply, request_id=request_id)
+        async with self._forwarder.exchange(call) as exchange:
+            return await relay(
+                request, exchange.reply, request_id=request_id, rewriting=exchange.rewriting
+            )
 
     async def _list_models(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
-        async with self._forwarder.exchange(_list_call(request, request_id)) as reply:
-            return await relay(request, reply, request_id=request_id)
+        async with self._forwarder.exchange(_list_call(request, request_id)) as exchange:
+            return await relay(request, exchange.reply, request_id=request_id)
 
     async def _retrieve_model(
         self, request: web.BaseRequest, request_id: str
     ) -> web.StreamResponse:
         model_id = model_id_in(request.rel_url.raw_path) or ""
-        async with self._forwarder.exchange(_list_call(request, request_id)) as reply:
+        async with self._forwarder.exchange(_list_call(request, request_id)) as exchange:
+            reply = exchange.reply
             if reply.status != 200:
                 return await relay(request, reply, request_id=request_id)
             return await model_response(reply, model_id=model_id, request_id=request_id)

@@ -11,20 +11,27 @@ from batchrun.gateway.headers import REQUEST_ID
 RETRY_AFTER_S = 2
 
 
-def error_body(status: int, message: str, *, code: str | None = None) -> bytes:
+def error_body(
+    status: int, message: str, *, code: str | None = None, param: str | None = None
+) -> bytes:
     """The envelope as JSON."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": message, "type": kind, "param": None, "code": code}
+    error = {"message": message, "type": kind, "param": param, "code": code}
     return json.dumps({"error": error}).encode()
 
 
 def error_response(
-    status: int, message: str, *, request_id: str, code: str | None = None
+    status: int,
+    message: str,
+    *,
+    request_id: str,
+    code: str | None = None,
+    param: str | None = None,
 ) -> web.Response:
     """A whole reply; a 503 carries `Retry-After`."""
     response = web.Response(
         status=status,
-        body=error_body(status, message, code=code),
+        body=error_body(status, message, code=code, param=param),
         content_type="application/json",
         headers={REQUEST_ID: request_id},
     )

@@ -64,7 +64,7 @@ async def serve(
     async with open_session() as session:
         await upstreams_file.refresh()
         watching = asyncio.create_task(upstreams_file.watch())
-        server = GatewayServer(Gateway(settings, Forwarder(balancer, session)))
+        server = GatewayServer(Gateway(settings, Forwarder(balancer, session), upstreams_file))
         runner = web.ServerRunner(server, shutdown_timeout=settings.drain_s)
         await runner.setup()
         await web.SockSite(runner, sock, backlog=BACKLOG).start()

@@ -1,8 +1,10 @@
 """The list of engines, as the daemon writes it to a file.
 
     {"engines": [{"name": "engine-0", "url": "http://127.0.0.1:8001", "api_key": "...",
-                  "is_last_choice": false}],
-     "daemon": {"url": "http://127.0.0.1:9999", "gateway_key": "..."} | null}
+                  "is_last_choice": false, "hint_nonce": "..." | null,
+                  "offline_priority": 1 | null}],
+     "daemon": {"url": "http://127.0.0.1:9999", "gateway_key": "..."} | null,
+     "slo_classes": {"fast": {"ttft_s": 0.2, "tpot_s": 0.03, "jct_s": null}}}
 
 The writer may die at any time: the last good list stays in use.
 """
@@ -19,6 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from batchrun.errors import ConfigError
+from batchrun.gateway.slo_classes import SloClasses, read_classes
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +33,22 @@ POLL_S = 1.0
 class Upstream:
     """One engine: the base address of its HTTP server, without `/v1`.
 
-    One that `is_last_choice` gets a call only when no other engine can.
+    One that `is_last_choice` gets a call only when no other engine can. `hint_nonce` is what hints
+    must carry, where batchrun's scheduler runs inside it; `offline_priority` the value of vLLM's
+    `priority` for offline work, where it heeds one.
     """
 
     name: str
     url: str
     api_key: str | None = field(default=None, repr=False)
     is_last_choice: bool = field(default=False, compare=False)
+    hint_nonce: str | None = field(default=None, compare=False, repr=False)
+    offline_priority: int | None = field(default=None, compare=False)
+
+    @property
+    def runs_offline_calls(self) -> bool:
+        """Whether a call can give way to online ones there."""
+        return self.hint_nonce is not None or self.offline_priority is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +61,11 @@ class DaemonAt:
 
 def read_upstreams(path: Path) -> tuple[Upstream, ...]:
     """The engines that `path` names, in file order. Raises ConfigError with one line."""
-    engines = _read_document(path).get("engines")
+    return _upstreams(_read_document(path), path)
+
+
+def _upstreams(document: dict[str, Any], path: Path) -> tuple[Upstream, ...]:
+    engines = document.get("engines")
     if not isinstance(engines, list):
         raise ConfigError(f"{path}: key `engines` must be a list")
     return tuple(
@@ -96,8 +112,15 @@ def _upstream(entry: object, *, where: str) -> Upstream:
         raise ConfigError(f"{where}: `name` must be text and `url` an http(s) address")
     if api_key is not None and not isinstance(api_key, str):
         raise ConfigError(f"{where}: `api_key` must be text or null")
-    is_last_choice = entry.get("is_last_choice") is True
-    return Upstream(name, url.rstrip("/"), api_key, is_last_choice)
+    nonce, priority = entry.get("hint_nonce"), entry.get("offline_priority")
+    return Upstream(
+        name,
+        url.rstrip("/"),
+        api_key,
+        is_last_choice=entry.get("is_last_choice") is True,
+        hint_nonce=nonce if isinstance(nonce, str) and nonce else None,
+        offline_priority=priority if isinstance(priority, int) else None,
+    )
 
 
 def _is_http_url(url: str) -> bool:
@@ -109,11 +132,15 @@ def _is_http_url(url: str) -> bool:
 
 
 class UpstreamsFile:
-    """Follows the file and hands each new good list to `on_change`."""
+    """Follows the file and hands each new good list to `on_change`.
+
+    `slo_classes` are those of the last good file.
+    """
 
     def __init__(self, path: Path, on_change: Callable[[tuple[Upstream, ...]], None]) -> None:
         self._path = path
         self._on_change = on_change
+        self.slo_classes: SloClasses = {}
         self._seen: tuple[int, int, int] | None = None
         self._complaint: str | None = None
 
@@ -144,6 +171,8 @@ class UpstreamsFile:
         seen = (status.st_mtime_ns, status.st_size, status.st_ino)
         if seen == self._seen:
             return None
-        upstreams = read_upstreams(self._path)
+        document = _read_document(self._path)
+        upstreams = _upstreams(document, self._path)
+        self.slo_classes = read_classes(document.get("slo_classes"), f"{self._path}: slo_classes")
         self._seen = seen
         return upstreams
