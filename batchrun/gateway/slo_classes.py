@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from multidict import CIMultiDictProxy
 
@@ -63,10 +64,10 @@ def read_classes(document: object, where: str) -> SloClasses:
 def _bounds(entry: object, where: str) -> SloBounds:
     values = entry if isinstance(entry, dict) else {}
     ttft_s, tpot_s, jct_s = (values.get(key) for key in ("ttft_s", "tpot_s", "jct_s"))
-    if not _is_bound(ttft_s) or not _is_bound(tpot_s) or not (jct_s is None or _is_bound(jct_s)):
-        raise ConfigError(f"{where}: `ttft_s` and `tpot_s` must be seconds, `jct_s` too, or null")
-    return SloBounds(ttft_s, tpot_s, jct_s)
+    if _is_bound(ttft_s) and _is_bound(tpot_s) and (jct_s is None or _is_bound(jct_s)):
+        return SloBounds(ttft_s, tpot_s, jct_s)
+    raise ConfigError(f"{where}: `ttft_s` and `tpot_s` must be seconds, `jct_s` seconds or null")
 
 
-def _is_bound(value: object) -> bool:
+def _is_bound(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
