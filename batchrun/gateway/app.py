@@ -12,14 +12,13 @@ from batchrun.gateway.daemon_calls import DaemonCalls, is_daemon_route
 from batchrun.gateway.envelope import error_response
 from batchrun.gateway.forward import Call, Forwarder
 from batchrun.gateway.headers import REQUEST_ID, choose_request_id
-from batchrun.gateway.hints import strip_hints
 from batchrun.gateway.metrics import metrics_response
 from batchrun.gateway.models import LIST_TARGET, model_id_in, model_response
 from batchrun.gateway.refusal import CallRefusedError
 from batchrun.gateway.relay import relay
 from batchrun.gateway.settings import GatewaySettings
 from batchrun.gateway.slo_classes import choose_class
-from batchrun.gateway.steered import read_steered
+from batchrun.gateway.steered import read_call_body
 from batchrun.gateway.upstreams import UpstreamsFile
 
 ENGINE_ROUTES = frozenset({
@@ -92,7 +91,7 @@ class Gateway:
             target=request.rel_url.raw_path_qs,
             headers=request.headers,
             request_id=request_id,
-            body=read_steered(request.rel_url.raw_path, body, bounds) or strip_hints(body),
+            body=read_call_body(request.rel_url.raw_path, body, bounds),
         )
         async with self._forwarder.exchange(call) as exchange:
             return await relay(

@@ -9,6 +9,7 @@ from typing import Any
 from batchrun.errors import InputError
 from batchrun.types import HINT_KEY
 
+HINT_KEYS = (b"vllm_xargs", b"priority")
 _ESCAPED_LETTER = re.compile(rb"\\u00(?:5[fF]|[67][0-9a-fA-F])")
 
 
@@ -18,7 +19,7 @@ def strip_hints(body: bytes) -> bytes:
     A body that cannot hold them in any spelling is returned as it is, unparsed. Raises InputError
     if it might hold them and is not a JSON object.
     """
-    if not may_hold(body, b"vllm_xargs", b"priority"):
+    if not may_hold(body, *HINT_KEYS):
         return body
     document = _parse(body)
     if "vllm_xargs" not in document and "priority" not in document:

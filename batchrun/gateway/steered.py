@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from batchrun.gateway.hints import may_hold, parse_without_hints
+from batchrun.gateway.hints import HINT_KEYS, may_hold, parse_without_hints, strip_hints
 from batchrun.gateway.slo_classes import SloBounds
 from batchrun.gateway.upstreams import Upstream
 from batchrun.types import HINT_KEY, HINT_VERSION
@@ -65,13 +65,17 @@ class SteeredBody:
         return {"class": "online", "slo": asdict(self.bounds)}
 
 
-def read_steered(route: str, body: bytes, bounds: SloBounds | None) -> SteeredBody | None:
-    """What a call asks for beyond the default; None when that is nothing, or nothing can be done
-    on this route. A body is parsed only where it may ask. Raises InputError."""
+def read_call_body(route: str, body: bytes, bounds: SloBounds | None) -> bytes | SteeredBody:
+    """The body without a caller's hints, steered if it asks for something that the route has.
+
+    It is parsed only where it may ask or hold hints. Raises InputError.
+    """
+    if bounds is None and not may_hold(body, *HINT_KEYS, TIER.encode()):
+        return body
     if route not in STEERED_ROUTES or (bounds is None and not may_hold(body, TIER.encode())):
-        return None
+        return strip_hints(body)
     document = parse_without_hints(body)
     is_flex = document.get(TIER) == FLEX
     if bounds is None and not is_flex:
-        return None
+        return strip_hints(body)
     return SteeredBody(route, document, bounds, is_flex)

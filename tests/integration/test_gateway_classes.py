@@ -157,7 +157,7 @@ async def test_an_engine_that_repeats_the_body_does_not_tell_the_secret(tmp_path
         gateway.process.terminate()
         _, log = await gateway.process.communicate()
 
-    assert NONCE in str(engine.seen[0].json) and "'nonce" not in texts[0]
+    assert NONCE in str(engine.seen[0].json)
     for text in texts:
         assert NONCE[:9] not in text and "cannot read {'model': 'blunt'" in text
     assert NONCE[:9] not in log.decode()

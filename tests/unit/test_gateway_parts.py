@@ -6,11 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+from multidict import CIMultiDict, CIMultiDictProxy
 
 from batchrun.errors import ConfigError
 from batchrun.gateway.balancer import COOLDOWN_S, Balancer
 from batchrun.gateway.envelope import as_envelope
+from batchrun.gateway.rewriting import Rewriting
 from batchrun.gateway.settings import is_loopback, parse_listen
+from batchrun.gateway.slo_classes import SloBounds, choose_class
 from batchrun.gateway.upstreams import Upstream, UpstreamsFile, read_upstreams
 
 ONE, TWO = Upstream("one", "http://h:1"), Upstream("two", "http://h:2")
@@ -30,8 +33,36 @@ def test_engines_are_read_in_file_order(tmp_path: Path) -> None:
     assert read_upstreams(path) == (ONE, Upstream("k", "https://h", "s"))
 
 
-def test_keys_of_engines_are_not_in_their_repr() -> None:
-    assert "secret" not in repr(Upstream("one", "http://h", "secret"))
+def test_secrets_of_engines_are_not_in_their_repr() -> None:
+    assert "secret" not in repr(Upstream("one", "http://h", "secret", hint_nonce="secret"))
+    assert "secret" not in repr(Rewriting("flex", "secret"))
+
+
+def test_the_header_comes_before_the_class_of_the_key_and_that_before_the_default() -> None:
+    classes = {"fast": SloBounds(0.1, 0.02), "slow": SloBounds(9.0, 1.0, 60.0)}
+
+    def choose(key_class: str | None, **headers: str) -> SloBounds | None:
+        given = CIMultiDictProxy(CIMultiDict(headers))
+        return choose_class(given, key_class, classes)
+
+    assert choose(None) is None
+    assert choose("fast") == classes["fast"]
+    assert choose("fast", **{"X-BATCHRUN-class": "slow"}) == classes["slow"]
+    assert choose("fast", **{"x-batchrun-class": "default"}) is None
+    assert choose("removed") is None
+    assert choose("default") is None
+
+
+async def test_classes_follow_the_file_and_a_broken_one_changes_nothing(tmp_path: Path) -> None:
+    path, lists = tmp_path / "f", list[tuple[Upstream, ...]]()
+    file = UpstreamsFile(path, lists.append)
+    good = {"fast": {"ttft_s": 0.1, "tpot_s": 0.02, "jct_s": None}}
+    for classes in (good, {"fast": {"ttft_s": 0.1}}, {"fast": 3}, ["fast"]):
+        write(path, {"engines": [{"name": "one", "url": "http://h:1"}], "slo_classes": classes})
+        await file.refresh()
+
+    assert file.slo_classes == {"fast": SloBounds(0.1, 0.02)}
+    assert lists == [(ONE,)]
 
 
 @pytest.mark.parametrize(
