@@ -37,10 +37,10 @@ def completion_pace_s(request: RequestView, now_s: float) -> float:
     """Seconds per token after the first that bring the last one within the completion bound, if all
     that may be generated is. Infinity without a bound, and once it is broken.
 
-    AccelGen (section on SLOs of offline applications) spreads the time that a completion bound
-    leaves evenly over the iterations and carries what one of them saves or exceeds over to the
-    next. Due times that lie this pace apart do the same: what the prefill or a token saved is slack
-    of all that follow.
+    AccelGen (arXiv 2503.13737, "SLOs of offline applications") spreads the time that a completion
+    bound leaves evenly over the iterations and carries what one of them saves or exceeds over to
+    the next. Due times that lie this pace apart do the same: what the prefill or a token saved is
+    slack of all that follow.
     """
     end_s = request.arrival_at_s + request.slo_jct_s
     if now_s >= end_s:
