@@ -19,6 +19,10 @@ HINT_NONCE_VARIABLE = "BATCHRUN_HINT_NONCE"
 """The environment variable through which an engine learns which hints to believe."""
 
 
+DEFAULT_CLASS = "default"
+"""The SLO class of online calls that name none."""
+
+
 class JobState(StrEnum):
     """The life of a job; `store/jobs.py` draws the transitions and holds one function for each."""
 

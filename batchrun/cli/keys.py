@@ -75,6 +75,10 @@ def create(
         checked_name(name)
     except ValueError as error:
         raise InputError(f"NAME {error}") from None
+    classes = load_deployment(config).slo_classes
+    if slo_class is not None and slo_class not in classes:
+        known = f"it has {', '.join(classes)}" if classes else "it has none"
+        raise InputError(f"--class {slo_class}: not under `slo_classes` in batchrun.yaml; {known}")
     key_id, text = new_key()
     limits = KeyLimits(requests_per_minute, enqueued_tokens, concurrent_batches)
     key = NewApiKey(key_id, name, role.value, digest(text), slo_class, limits)

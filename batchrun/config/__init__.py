@@ -5,6 +5,7 @@ from batchrun.config.file import (
     TINY_MODEL,
     DeploymentFile,
     EngineConfig,
+    SloClassConfig,
     SloConfig,
     WindowConfig,
 )
@@ -17,6 +18,7 @@ __all__ = [
     "DeploymentFile",
     "EngineConfig",
     "Environment",
+    "SloClassConfig",
     "SloConfig",
     "WindowConfig",
     "load_deployment",

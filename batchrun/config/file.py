@@ -11,12 +11,14 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
+    ValidationError,
     model_validator,
 )
 
 from batchrun.config.values import (
     Age,
     Argument,
+    ClassName,
     CompletionWindow,
     Listen,
     Name,
@@ -73,11 +75,41 @@ class EngineConfig(_Strict):
         return self.attach is None if self.priority is None else self.priority
 
 
-class SloConfig(_Strict):
-    """What every online call is promised, in seconds. Read by batchrun's scheduler (`policy`)."""
+Bound = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
-    ttft_s: Annotated[float, Field(gt=0)] = 1.0
-    tpot_s: Annotated[float, Field(gt=0)] = 0.05
+
+class SloConfig(_Strict):
+    """What every online call is promised, in seconds. Read by batchrun's scheduler (`policy`).
+
+    `jct_s` is the time from arrival to the last token.
+    """
+
+    ttft_s: Bound = 1.0
+    tpot_s: Bound = 0.05
+    jct_s: Bound | None = None
+
+    @model_validator(mode="after")
+    def _completion_follows_the_first_token(self) -> SloConfig:
+        if self.jct_s is not None and self.jct_s <= self.ttft_s:
+            raise ValueError(f"jct_s must be more than ttft_s, which is {self.ttft_s:g}")
+        return self
+
+
+class SloClassConfig(_Strict):
+    """What calls of one class are promised, in seconds; what is left out is that of `slo`."""
+
+    ttft_s: Bound | None = None
+    tpot_s: Bound | None = None
+    jct_s: Bound | None = None
+
+    def over(self, default: SloConfig) -> SloConfig:
+        """All bounds of the class. Raises ValueError, one line, when they contradict each other."""
+        bounds = default.model_dump() | self.model_dump(exclude_none=True)
+        try:
+            return SloConfig.model_validate(bounds)
+        except ValidationError as error:
+            problem = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise ValueError(problem) from None
 
 
 Slo = Annotated[
@@ -114,6 +146,7 @@ class DeploymentFile(_Strict):
     window: WindowConfig = WindowConfig()
     policy: Literal["bs", "bs+e", "bs+e+s", "echo", "vllm"] = "echo"
     slo: Slo = SloConfig()
+    slo_classes: dict[ClassName, SloClassConfig] = {}
     store: StoreUrl | None = None
     retention: Age | None = None
     completion_windows: Annotated[tuple[CompletionWindow, ...], Field(min_length=1)] = ("24h",)
@@ -123,4 +156,15 @@ class DeploymentFile(_Strict):
         names = [engine.name for engine in self.engines]
         if len(set(names)) != len(names):
             raise ValueError("two engines have the same 'name'; give each its own")
+        return self
+
+    @model_validator(mode="after")
+    def _classes_make_sense(self) -> DeploymentFile:
+        """With `slo: auto` that is known when the engines are started."""
+        if isinstance(self.slo, SloConfig):
+            for name, bounds in self.slo_classes.items():
+                try:
+                    bounds.over(self.slo)
+                except ValueError as error:
+                    raise ValueError(f"slo_classes.{name}: {error}") from error
         return self

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 
 from batchrun.durations import parse_age_s, parse_duration_s
 from batchrun.home import check_store_url
+from batchrun.types import DEFAULT_CLASS
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 
@@ -63,8 +64,15 @@ def checked_name(name: str) -> str:
     return name
 
 
+def _checked_class_name(name: str) -> str:
+    if name == DEFAULT_CLASS:
+        raise ValueError(f"{name!r} is the class of all other calls; its bounds stand under 'slo'")
+    return name
+
+
 Listen = Annotated[str, BeforeValidator(_checked_listen)]
 Name = Annotated[str, BeforeValidator(_number_as_text), AfterValidator(checked_name)]
+ClassName = Annotated[Name, AfterValidator(_checked_class_name)]
 Age = Annotated[str, AfterValidator(_checked_age)]
 CompletionWindow = Annotated[str, AfterValidator(_checked_window)]
 Argument = Annotated[str, BeforeValidator(_number_as_text)]

@@ -28,7 +28,7 @@ def scheduler_settings(
     profile = existing_profile(deployment, config, home)
     return {
         "policy": deployment.policy,
-        "slo": online_slo(deployment, home).model_dump(),
+        "slo": online_slo(deployment, home).model_dump(exclude_none=True),
         **({} if profile is None else {"profile": str(profile)}),
     }
 

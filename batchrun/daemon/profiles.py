@@ -55,6 +55,22 @@ def online_slo(deployment: Deployment, home: Home) -> SloConfig:
     )
 
 
+def slo_classes(deployment: Deployment, home: Home) -> dict[str, SloConfig]:
+    """The promises of each class by its name. Raises ConfigError as `online_slo` does, and where
+    the bounds of a class contradict each other."""
+    runs_scheduler = deployment.runs_scheduler and any(e.is_vllm for e in deployment.engines)
+    default = SloConfig() if isinstance(deployment.slo, str) else deployment.slo
+    if deployment.slo_classes and runs_scheduler:
+        default = online_slo(deployment, home)
+    classes = {}
+    for name, bounds in deployment.slo_classes.items():
+        try:
+            classes[name] = bounds.over(default)
+        except ValueError as error:
+            raise ConfigError(f"slo_classes.{name}: {error}") from error
+    return classes
+
+
 def _online_latency(deployment: Deployment, config: EngineConfig, home: Home) -> OnlineLatency:
     path = existing_profile(deployment, config, home)
     if path is None:

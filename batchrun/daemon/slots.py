@@ -75,10 +75,17 @@ class Slot:
         if self.apart_since_s is None or len(self._limits) < len(self.in_flight):
             return False
         apart_s = now_s - self.apart_since_s
+        return apart_s >= (LEAVING_S if self._num_calls() else GATEWAYS_LEARN_S)
+
+    def _num_calls(self) -> int:
+        """Calls that the engine has beside our rows, as far as it tells: online ones, and those
+        that run as offline work."""
         telemetry = None if self.link is None else self.link.telemetry
-        online = 0 if telemetry is None else telemetry.online.num_running
-        waiting = 0 if telemetry is None else telemetry.online.num_waiting
-        return apart_s >= (LEAVING_S if online + waiting else GATEWAYS_LEARN_S)
+        if telemetry is None:
+            return 0
+        online, offline = telemetry.online, telemetry.offline
+        num_flex = max(0, offline.num_running + offline.num_waiting - len(self.in_flight))
+        return online.num_running + online.num_waiting + num_flex
 
     def take(self, assignment: Assignment, now_s: float) -> None:
         """A row goes to the engine. `now_s` is monotonic."""

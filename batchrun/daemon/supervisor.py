@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from batchrun.config import TINY_MODEL, Deployment, EngineConfig
+from batchrun.daemon.dispatcher import OFFLINE_PRIORITY
 from batchrun.daemon.engine_link import EngineLink
 from batchrun.daemon.plugging import (
     channel_path,
@@ -22,6 +23,7 @@ from batchrun.daemon.plugging import (
     read_or_make_nonce,
     scheduler_settings,
 )
+from batchrun.daemon.profiles import slo_classes
 from batchrun.daemon.slots import Slot, window_of
 from batchrun.engine import (
     AttachedEngine,
@@ -66,6 +68,8 @@ class Supervisor:
             self._make_slot(index, nonce if config.is_vllm else None)
             for index, config in enumerate(deployment.engines)
         ]
+        classes = slo_classes(deployment, home)
+        self._slo_classes = {name: bounds.model_dump() for name, bounds in classes.items()}
         self.gateway_url = f"http://{deployment.listen}"
 
     def _make_slot(self, index: int, nonce: str | None) -> Slot:
@@ -183,11 +187,17 @@ class Supervisor:
                 "url": slot.engine.client.base_url,
                 "api_key": config.api_key,
                 "is_last_choice": slot.is_set_apart,
+                "hint_nonce": slot.hint_nonce,
+                "offline_priority": OFFLINE_PRIORITY if slot.uses_priority else None,
             }
             for slot, config in zip(self.slots, self._deployment.engines, strict=True)
         ]
-        document = json.dumps({"engines": engines, "daemon": asdict(self._daemon)})
-        write_atomically(self._home.upstreams, document.encode(), mode=0o600)
+        document = {
+            "engines": engines,
+            "daemon": asdict(self._daemon),
+            "slo_classes": self._slo_classes,
+        }
+        write_atomically(self._home.upstreams, json.dumps(document).encode(), mode=0o600)
         self._apart = {slot.engine.name for slot in self.slots if slot.is_set_apart}
         for slot in self.slots:
             slot.apart_since_s = time.monotonic() if slot.is_set_apart else None

@@ -9,16 +9,20 @@ from multidict import CIMultiDictProxy
 
 from batchrun.errors import BatchrunError
 from batchrun.gateway.body import read_body
+from batchrun.gateway.class_choice import choose_class
 from batchrun.gateway.daemon_calls import DaemonCalls, is_daemon_route
 from batchrun.gateway.door import ABOUT_CALLER, Door
-from batchrun.gateway.envelope import RefusalError, error_response
+from batchrun.gateway.envelope import error_response
 from batchrun.gateway.forward import Call, Forwarder
 from batchrun.gateway.headers import REQUEST_ID, choose_request_id, without_key
-from batchrun.gateway.hints import strip_hints
 from batchrun.gateway.metrics import metrics_response
 from batchrun.gateway.models import LIST_TARGET, model_id_in, model_response
+from batchrun.gateway.refusal import RefusalError
 from batchrun.gateway.relay import relay
 from batchrun.gateway.settings import GatewaySettings
+from batchrun.gateway.slo_classes import SloClasses
+from batchrun.gateway.steered import read_call_body
+from batchrun.gateway.upstreams import Upstreams
 
 ENGINE_ROUTES = frozenset({
     "/v1/chat/completions",
@@ -37,9 +41,15 @@ class Gateway:
         self._settings = settings
         self._door = door
         self._forwarder = forwarder
+        self._slo_classes: SloClasses = {}
         self._daemon = DaemonCalls(
             forwarder.session, settings.upstreams_path, body_idle_s=settings.body_idle_s
         )
+
+    def take_over(self, upstreams: Upstreams) -> None:
+        """Go on with a new list of engines and classes."""
+        self._forwarder.balancer.replace(upstreams.engines)
+        self._slo_classes = upstreams.slo_classes
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """The entry point of the HTTP server."""
@@ -64,6 +74,8 @@ class Gateway:
             return _wrong_method(request, allowed=method, request_id=request_id)
         try:
             return await handler(request, request_id)
+        except RefusalError as refusal:
+            return refusal.response(request_id)
         except web.HTTPException as refusal:
             return error_response(refusal.status, refusal.text or "", request_id=request_id)
         except BatchrunError as error:
@@ -89,26 +101,32 @@ class Gateway:
 
     async def _generate(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
         limits = self._settings
+        key = request[ABOUT_CALLER].key
+        key_class = None if key is None else key.slo_class
+        bounds = choose_class(request.headers, key_class, self._slo_classes)
         body = await read_body(request, max_bytes=limits.max_body_bytes, idle_s=limits.body_idle_s)
         call = Call(
             method="POST",
             target=request.rel_url.raw_path_qs,
             headers=_headers_for_engine(request),
             request_id=request_id,
-            body=strip_hints(body),
+            body=read_call_body(request.rel_url.raw_path, body, bounds),
         )
-        async with self._forwarder.exchange(call) as reply:
-            return await relay(request, reply, request_id=request_id)
+        async with self._forwarder.exchange(call) as exchange:
+            return await relay(
+                request, exchange.reply, request_id=request_id, rewriting=exchange.rewriting
+            )
 
     async def _list_models(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
-        async with self._forwarder.exchange(_list_call(request, request_id)) as reply:
-            return await relay(request, reply, request_id=request_id)
+        async with self._forwarder.exchange(_list_call(request, request_id)) as exchange:
+            return await relay(request, exchange.reply, request_id=request_id)
 
     async def _retrieve_model(
         self, request: web.BaseRequest, request_id: str
     ) -> web.StreamResponse:
         model_id = model_id_in(request.rel_url.raw_path) or ""
-        async with self._forwarder.exchange(_list_call(request, request_id)) as reply:
+        async with self._forwarder.exchange(_list_call(request, request_id)) as exchange:
+            reply = exchange.reply
             if reply.status != 200:
                 return await relay(request, reply, request_id=request_id)
             return await model_response(reply, model_id=model_id, request_id=request_id)

@@ -33,14 +33,16 @@ class Balancer:
         """Take over a new list; counts of engines that stay are kept, running calls go on."""
         self._loads = {upstream: self._loads.get(upstream, _Load()) for upstream in upstreams}
 
-    def candidates(self, *, now_s: float) -> list[Upstream]:
+    def candidates(self, *, now_s: float, is_offline: bool = False) -> list[Upstream]:
         """All engines, best first; those that are the last choice come late, and those that lately
-        refused a connection last."""
+        refused a connection last. An offline call goes first where it can give way to others."""
 
-        def key(upstream: Upstream) -> tuple[bool, bool, int, int]:
+        def key(upstream: Upstream) -> tuple[bool, bool, bool, int, int]:
             load = self._loads[upstream]
             is_down = load.down_until_s > now_s
-            return (is_down, upstream.is_last_choice, load.num_in_flight, load.num_calls)
+            is_unfit = is_offline and not upstream.runs_offline_calls
+            calls = load.num_in_flight, load.num_calls
+            return (is_down, upstream.is_last_choice, is_unfit, *calls)
 
         return sorted(self._loads, key=key)
 

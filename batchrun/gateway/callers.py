@@ -18,7 +18,7 @@ import msgspec
 
 from batchrun.api_keys import digest, id_in
 from batchrun.errors import ConfigError
-from batchrun.gateway.envelope import RefusalError
+from batchrun.gateway.refusal import RefusalError
 
 MAX_FILE_BYTES = 64 << 20
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})

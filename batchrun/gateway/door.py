@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from batchrun.gateway.callers import ApiKey, KeyRing
-from batchrun.gateway.envelope import RefusalError
 from batchrun.gateway.rate_limits import RequestRates
+from batchrun.gateway.refusal import RefusalError
 
 COUNTED_PREFIX = "/v1/"
 """Calls below this count as requests of their key."""
@@ -50,7 +50,6 @@ class Door:
                 f"Rate limit reached for requests of this API key. Limit: {rate.limit} a minute. "
                 f"Please try again in {rate.retry_after_s:.3g}s."
             )
-            raise RefusalError(
-                429, message, code="rate_limit_exceeded", kind="requests", headers=rate.headers
-            )
+            refusal = RefusalError(429, message, code="rate_limit_exceeded", kind="requests")
+            raise refusal.with_headers(rate.headers)
         return AboutCaller(key, rate.headers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 
 from aiohttp import web
 
@@ -12,55 +11,27 @@ from batchrun.gateway.headers import REQUEST_ID
 RETRY_AFTER_S = 2
 
 
-class RefusalError(Exception):
-    """A call that the gateway answers itself; `kind` is the error's type in the envelope."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        code: str | None = None,
-        kind: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.code = code
-        self.kind = kind
-        self.headers = headers or {}
-
-    def response(self, request_id: str) -> web.Response:
-        """The whole reply."""
-        response = error_response(
-            self.status, self.message, request_id=request_id, code=self.code, kind=self.kind
-        )
-        response.headers.update(self.headers)
-        return response
-
-
 def error_body(
-    status: int, message: str, *, code: str | None = None, kind: str | None = None
+    status: int,
+    message: str,
+    *,
+    code: str | None = None,
+    kind: str | None = None,
+    param: str | None = None,
 ) -> bytes:
-    """The envelope as JSON."""
+    """The envelope as JSON; `kind` is the error's type, by default that of its status."""
     kind = kind or ("invalid_request_error" if status < 500 else "server_error")
-    error = {"message": message, "type": kind, "param": None, "code": code}
+    error = {"message": message, "type": kind, "param": param, "code": code}
     return json.dumps({"error": error}).encode()
 
 
 def error_response(
-    status: int,
-    message: str,
-    *,
-    request_id: str,
-    code: str | None = None,
-    kind: str | None = None,
+    status: int, message: str, *, request_id: str, code: str | None = None
 ) -> web.Response:
     """A whole reply; a 503 carries `Retry-After`."""
     response = web.Response(
         status=status,
-        body=error_body(status, message, code=code, kind=kind),
+        body=error_body(status, message, code=code),
         content_type="application/json",
         headers={REQUEST_ID: request_id},
     )

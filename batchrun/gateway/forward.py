@@ -17,6 +17,8 @@ from yarl import URL
 from batchrun.errors import EngineError
 from batchrun.gateway.balancer import Balancer
 from batchrun.gateway.headers import request_headers
+from batchrun.gateway.rewriting import Rewriting
+from batchrun.gateway.steered import SteeredBody
 from batchrun.gateway.upstreams import Upstream
 
 logger = logging.getLogger(__name__)
@@ -31,13 +33,24 @@ _LIBRARY_HEADERS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What goes to an engine: `target` is path and query exactly as the caller spelled them."""
+    """What goes to an engine: `target` is path and query exactly as the caller spelled them.
+
+    A steered body is written for the engine that is tried.
+    """
 
     method: str
     target: str
     headers: CIMultiDictProxy[str]
     request_id: str
-    body: bytes | None = None
+    body: bytes | SteeredBody | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """An engine's reply, and what is to be changed in it."""
+
+    reply: aiohttp.ClientResponse
+    rewriting: Rewriting | None
 
 
 def open_session() -> aiohttp.ClientSession:
@@ -51,46 +64,56 @@ def open_session() -> aiohttp.ClientSession:
     )
 
 
+def _rewriting(call: Call, upstream: Upstream) -> Rewriting | None:
+    if not isinstance(call.body, SteeredBody):
+        return None
+    return Rewriting(call.body.tier_at(upstream), upstream.hint_nonce)
+
+
 class Forwarder:
     """Carries calls to the engines that `balancer` knows."""
 
     def __init__(self, balancer: Balancer, session: aiohttp.ClientSession) -> None:
-        self._balancer = balancer
+        self.balancer = balancer
         self.session = session
 
     @asynccontextmanager
-    async def exchange(self, call: Call) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def exchange(self, call: Call) -> AsyncIterator[Exchange]:
         """The engine's reply, its headers read. Leaving the block early cancels it at the engine.
 
         An engine that cannot be connected to is passed over; once bytes were sent no other one
         is tried. Raises EngineError.
         """
-        for upstream in self._balancer.candidates(now_s=time.monotonic()):
-            with self._balancer.call(upstream):
+        is_offline = isinstance(call.body, SteeredBody) and call.body.is_flex
+        for upstream in self.balancer.candidates(now_s=time.monotonic(), is_offline=is_offline):
+            with self.balancer.call(upstream):
                 reply = await self._connect(upstream, call)
                 if reply is None:
                     continue
                 try:
-                    yield reply
+                    yield Exchange(reply, _rewriting(call, upstream))
                 finally:
                     reply.close()
                 return
         raise EngineError("no engine can be reached; try again shortly")
 
     async def _connect(self, upstream: Upstream, call: Call) -> aiohttp.ClientResponse | None:
+        headers = request_headers(call.headers, request_id=call.request_id, upstream=upstream)
+        body = call.body
+        if isinstance(body, SteeredBody):
+            body = body.written_for(upstream)
+            headers["Accept-Encoding"] = "identity"
         try:
             return await self.session.request(
                 call.method,
                 URL(upstream.url + call.target, encoded=True),
-                headers=request_headers(
-                    call.headers, request_id=call.request_id, upstream=upstream
-                ),
-                data=io.BytesIO(call.body) if call.body is not None else None,
+                headers=headers,
+                data=io.BytesIO(body) if body is not None else None,
                 allow_redirects=False,
             )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             logger.warning("engine %s cannot be reached: %s", upstream.name, error)
-            self._balancer.mark_down(upstream, now_s=time.monotonic())
+            self.balancer.mark_down(upstream, now_s=time.monotonic())
             return None
         except (aiohttp.ClientError, OSError) as error:
             logger.warning("engine %s gave no answer: %s", upstream.name, error)
@@ -98,7 +121,7 @@ class Forwarder:
 
     async def is_any_healthy(self) -> bool:
         """Whether at least one engine answers its health check within 2 s."""
-        checks = [self._is_healthy(upstream) for upstream in self._balancer.upstreams]
+        checks = [self._is_healthy(upstream) for upstream in self.balancer.upstreams]
         return any(await asyncio.gather(*checks))
 
     async def _is_healthy(self, upstream: Upstream) -> bool:

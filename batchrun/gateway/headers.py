@@ -10,6 +10,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from batchrun.gateway.upstreams import Upstream
 
 REQUEST_ID = "X-Request-Id"
+CLASS_HEADER = "X-Batchrun-Class"
 
 HOP_BY_HOP = frozenset({
     "connection",
@@ -54,7 +55,7 @@ def request_headers(
     caller could write an id of the daemon's.
     """
     sent = end_to_end(headers)
-    for key in SET_BY_CLIENT_LIBRARY:
+    for key in (*SET_BY_CLIENT_LIBRARY, CLASS_HEADER):
         sent.popall(key, None)
     sent[REQUEST_ID] = request_id
     if upstream.api_key is not None:

@@ -7,7 +7,9 @@ import re
 from typing import Any
 
 from batchrun.errors import InputError
+from batchrun.types import HINT_KEY
 
+HINT_KEYS = (b"vllm_xargs", b"priority")
 _ESCAPED_LETTER = re.compile(rb"\\u00(?:5[fF]|[67][0-9a-fA-F])")
 
 
@@ -17,28 +19,41 @@ def strip_hints(body: bytes) -> bytes:
     A body that cannot hold them in any spelling is returned as it is, unparsed. Raises InputError
     if it might hold them and is not a JSON object.
     """
-    if not _may_hold_hints(body):
+    if not may_hold(body, *HINT_KEYS):
         return body
     document = _parse(body)
     if "vllm_xargs" not in document and "priority" not in document:
         return body if b"\0" not in body else json.dumps(document).encode()
-    document.pop("priority", None)
-    extra = document.get("vllm_xargs")
-    if isinstance(extra, dict):
-        extra.pop("batchrun", None)
-        if not extra:
-            del document["vllm_xargs"]
+    _strip(document)
     return json.dumps(document).encode()
 
 
-def _may_hold_hints(body: bytes) -> bool:
-    # A NUL byte means UTF-16 or UTF-32, which JSON parsers detect and accept.
+def parse_without_hints(body: bytes) -> dict[str, Any]:
+    """The body's object without those keys. Raises InputError if it is none."""
+    document = _parse(body)
+    _strip(document)
+    return document
+
+
+def may_hold(body: bytes, *keys: bytes) -> bool:
+    """Whether a JSON text could hold one of the keys, lower-case words, in some spelling.
+
+    A NUL byte means UTF-16 or UTF-32, which JSON parsers detect and accept.
+    """
     return (
-        b"vllm_xargs" in body
-        or b"priority" in body
+        any(key in body for key in keys)
         or b"\0" in body
         or _ESCAPED_LETTER.search(body) is not None
     )
+
+
+def _strip(document: dict[str, Any]) -> None:
+    document.pop("priority", None)
+    extra = document.get("vllm_xargs")
+    if isinstance(extra, dict):
+        extra.pop(HINT_KEY, None)
+        if not extra:
+            del document["vllm_xargs"]
 
 
 def _parse(body: bytes) -> dict[str, Any]:

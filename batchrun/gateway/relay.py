@@ -11,6 +11,7 @@ from batchrun.errors import EngineError
 from batchrun.gateway.door import ABOUT_CALLER
 from batchrun.gateway.envelope import as_envelope
 from batchrun.gateway.headers import REQUEST_ID, end_to_end
+from batchrun.gateway.rewriting import Rewriting, end_all, feed_all
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +19,11 @@ MAX_ERROR_BYTES = 2**20
 
 
 async def relay(
-    request: web.BaseRequest, reply: aiohttp.ClientResponse, *, request_id: str
+    request: web.BaseRequest,
+    reply: aiohttp.ClientResponse,
+    *,
+    request_id: str,
+    rewriting: Rewriting | None = None,
 ) -> web.StreamResponse:
     """Answer `request` with `reply`; status and end-to-end headers are the engine's.
 
@@ -28,17 +33,21 @@ async def relay(
     headers = end_to_end(reply.headers)
     headers.setdefault(REQUEST_ID, request_id)
     headers.update(request[ABOUT_CALLER].reply_headers)
+    filters = [] if rewriting is None else rewriting.filters_for(reply)
     if _is_short_error(reply):
         body = as_envelope(reply.status, await _read_error(reply))
+        body = feed_all(filters, body) + end_all(filters)
         headers["Content-Type"] = "application/json"
         headers.popall("Content-Length", None)
         return web.Response(status=reply.status, reason=reply.reason, headers=headers, body=body)
+    if filters:
+        headers.popall("Content-Length", None)
     response = web.StreamResponse(status=reply.status, reason=reply.reason, headers=headers)
     await response.prepare(request)
     try:
         async for chunk in reply.content.iter_any():
-            await response.write(chunk)
-        await response.write_eof()
+            await response.write(feed_all(filters, chunk) if filters else chunk)
+        await response.write_eof(end_all(filters))
     except (aiohttp.ClientError, OSError) as error:
         caller = request.transport
         if caller is not None and not caller.is_closing():

@@ -71,13 +71,13 @@ async def serve(
     Raises ConfigError when API keys are asked for and cannot be read.
     """
     _allow_many_connections()
-    balancer = Balancer()
     async with AsyncExitStack() as exits:
         session = await exits.enter_async_context(open_session())
-        upstreams = FollowedFile(settings.upstreams_path, read_upstreams, balancer.replace)
-        await _follow(upstreams, exits)
         door = await _make_door(settings.keys_path, exits)
-        server = GatewayServer(Gateway(settings, Forwarder(balancer, session), door))
+        gateway = Gateway(settings, Forwarder(Balancer(), session), door)
+        upstreams = FollowedFile(settings.upstreams_path, read_upstreams, gateway.take_over)
+        await _follow(upstreams, exits)
+        server = GatewayServer(gateway)
         runner = web.ServerRunner(server, shutdown_timeout=settings.drain_s)
         await runner.setup()
         await web.SockSite(runner, sock, backlog=BACKLOG).start()

@@ -1,8 +1,10 @@
 """The list of engines, as the daemon writes it to a file.
 
     {"engines": [{"name": "engine-0", "url": "http://127.0.0.1:8001", "api_key": "...",
-                  "is_last_choice": false}],
-     "daemon": {"url": "http://127.0.0.1:9999", "gateway_key": "..."} | null}
+                  "is_last_choice": false, "hint_nonce": "..." | null,
+                  "offline_priority": 1 | null}],
+     "daemon": {"url": "http://127.0.0.1:9999", "gateway_key": "..."} | null,
+     "slo_classes": {"fast": {"ttft_s": 0.2, "tpot_s": 0.03, "jct_s": null}}}
 
 The writer may die at any time: the last good list stays in use.
 """
@@ -16,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from batchrun.errors import ConfigError
+from batchrun.gateway.slo_classes import SloClasses, read_classes
 
 MAX_FILE_BYTES = 2**20
 
@@ -24,13 +27,22 @@ MAX_FILE_BYTES = 2**20
 class Upstream:
     """One engine: the base address of its HTTP server, without `/v1`.
 
-    One that `is_last_choice` gets a call only when no other engine can.
+    One that `is_last_choice` gets a call only when no other engine can. `hint_nonce` is what hints
+    must carry, where batchrun's scheduler runs inside it; `offline_priority` the value of vLLM's
+    `priority` for offline work, where it heeds one.
     """
 
     name: str
     url: str
     api_key: str | None = field(default=None, repr=False)
     is_last_choice: bool = field(default=False, compare=False)
+    hint_nonce: str | None = field(default=None, compare=False, repr=False)
+    offline_priority: int | None = field(default=None, compare=False)
+
+    @property
+    def runs_offline_calls(self) -> bool:
+        """Whether a call can give way to online ones there."""
+        return self.hint_nonce is not None or self.offline_priority is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +53,26 @@ class DaemonAt:
     gateway_key: str | None = field(default=None, repr=False)
 
 
-def read_upstreams(path: Path) -> tuple[Upstream, ...]:
-    """The engines that `path` names, in file order. Raises ConfigError with one line."""
-    engines = _read_document(path).get("engines")
+@dataclass(frozen=True, slots=True)
+class Upstreams:
+    """What the file says but for the daemon: the engines in file order, and the SLO classes."""
+
+    engines: tuple[Upstream, ...] = ()
+    slo_classes: SloClasses = field(default_factory=dict)
+
+
+def read_upstreams(path: Path) -> Upstreams:
+    """What `path` says. Raises ConfigError with one line."""
+    document = _read_document(path)
+    engines = document.get("engines")
     if not isinstance(engines, list):
         raise ConfigError(f"{path}: key `engines` must be a list")
-    return tuple(
-        _upstream(entry, where=f"{path}: engines[{index}]") for index, entry in enumerate(engines)
+    return Upstreams(
+        tuple(
+            _upstream(entry, where=f"{path}: engines[{index}]")
+            for index, entry in enumerate(engines)
+        ),
+        read_classes(document.get("slo_classes"), f"{path}: slo_classes"),
     )
 
 
@@ -90,8 +115,15 @@ def _upstream(entry: object, *, where: str) -> Upstream:
         raise ConfigError(f"{where}: `name` must be text and `url` an http(s) address")
     if api_key is not None and not isinstance(api_key, str):
         raise ConfigError(f"{where}: `api_key` must be text or null")
-    is_last_choice = entry.get("is_last_choice") is True
-    return Upstream(name, url.rstrip("/"), api_key, is_last_choice)
+    nonce, priority = entry.get("hint_nonce"), entry.get("offline_priority")
+    return Upstream(
+        name,
+        url.rstrip("/"),
+        api_key,
+        is_last_choice=entry.get("is_last_choice") is True,
+        hint_nonce=nonce if isinstance(nonce, str) and nonce else None,
+        offline_priority=priority if isinstance(priority, int) else None,
+    )
 
 
 def _is_http_url(url: str) -> bool:

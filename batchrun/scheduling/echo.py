@@ -8,6 +8,9 @@ come into question and a selector takes the one with the most benefit per second
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
+
 from batchrun.scheduling.generator import Generator
 from batchrun.scheduling.options import EchoOptions
 from batchrun.scheduling.plan import Plan
@@ -24,15 +27,25 @@ class EchoPolicy:
 
     def __init__(self, options: EchoOptions) -> None:
         self._generator = Generator(options)
-        self._online_seen_at_s: float | None = None
+        self._ttft_seen_at_s: dict[float, float] = {}
 
     def plan(self, view: EngineView) -> Plan:
         """The step to run after those in flight."""
-        limits = step_limits(view, was_online_lately=self._was_online_lately(view))
+        bounds_s = self._ttft_bounds_of_late(view)
+        limits = step_limits(
+            view,
+            was_online_lately=bool(bounds_s),
+            least_ttft_s=min(bounds_s, default=math.inf),
+        )
         return select(self._generator.generate(view, limits)).finish()
 
-    def _was_online_lately(self, view: EngineView) -> bool:
-        if view.online_running or view.online_waiting:
-            self._online_seen_at_s = view.now_s
-        seen_at_s = self._online_seen_at_s
-        return seen_at_s is not None and view.now_s - seen_at_s < ONLINE_MEMORY_S
+    def _ttft_bounds_of_late(self, view: EngineView) -> Collection[float]:
+        """The TTFT bounds of all online requests of the last minute: few, one for each class."""
+        for request in (*view.online_running, *view.online_waiting):
+            self._ttft_seen_at_s[request.slo_ttft_s] = view.now_s
+        self._ttft_seen_at_s = {
+            ttft_s: seen_at_s
+            for ttft_s, seen_at_s in self._ttft_seen_at_s.items()
+            if view.now_s - seen_at_s < ONLINE_MEMORY_S
+        }
+        return self._ttft_seen_at_s

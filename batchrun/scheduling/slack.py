@@ -33,42 +33,82 @@ class StepLimits:
     offline_s: float
 
 
-def deadline_s(request: RequestView) -> float:
+def completion_pace_s(request: RequestView, now_s: float) -> float:
+    """Seconds per token after the first that bring the last one within the completion bound, if all
+    that may be generated is. Infinity without a bound, and once it is broken.
+
+    AccelGen (arXiv 2503.13737, "SLOs of offline applications") spreads the time that a completion
+    bound leaves evenly over the iterations and carries what one of them saves or exceeds over to
+    the next. Due times that lie this pace apart do the same: what the prefill or a token saved is
+    slack of all that follow.
+    """
+    end_s = request.arrival_at_s + request.slo_jct_s
+    if now_s >= end_s:
+        return math.inf
+    return (end_s - _first_at_s(request)) / max(request.max_output_tokens - 1, 1)
+
+
+def deadline_s(request: RequestView, pace_s: float = math.inf) -> float:
     """When the next token of an online request is due.
 
-    The smaller of arrival + TTFT + i * TPOT (the paper's) and first token + i * TPOT, so that
-    credit from an early first token is not spent on slow ones.
+    The smallest of arrival + TTFT + i * TPOT (the paper's), first token + i * TPOT, so that
+    credit from an early first token is not spent on slow ones, and, with a completion bound, first
+    token + i * `pace_s`.
     """
     index = request.num_output_tokens
     due_s = request.arrival_at_s + request.slo_ttft_s + index * request.slo_tpot_s
     if request.first_token_at_s is not None:
         due_s = min(due_s, request.first_token_at_s + index * request.slo_tpot_s)
+    if pace_s < math.inf:
+        due_s = min(due_s, _first_at_s(request) + index * pace_s)
     return due_s
 
 
-def step_limits(view: EngineView, *, was_online_lately: bool) -> StepLimits:
+def step_limits(
+    view: EngineView, *, was_online_lately: bool, least_ttft_s: float = math.inf
+) -> StepLimits:
     """The limits for the step after those in flight.
 
     Without any online request lately it is so long that full steps fit: no SLO tax on an idle
-    endpoint.
+    endpoint. `least_ttft_s` is the tightest TTFT bound among the online requests of late.
     """
     start_s = view.now_s + view.rest_s
+    ttft_s = min(view.online_slo_ttft_s, least_ttft_s)
     slack_s, tpot_s = math.inf, math.inf
     for request in view.online_running:
         if request.is_decode:
-            slack_s = min(slack_s, deadline_s(request) - start_s)
-            tpot_s = min(tpot_s, request.slo_tpot_s)
+            has_end = request.slo_jct_s < math.inf
+            pace_s = completion_pace_s(request, start_s) if has_end else math.inf
+            slack_s = min(slack_s, deadline_s(request, pace_s) - start_s)
+            tpot_s = min(tpot_s, request.slo_tpot_s, pace_s)
     if math.isinf(tpot_s):
-        return StepLimits(
-            math.inf, _limit_without_decodes(view, was_online_lately=was_online_lately)
-        )
+        share = _share_without_decodes(view, was_online_lately=was_online_lately)
+        return StepLimits(math.inf, share * ttft_s)
     least_s = LATE_SHARE * tpot_s
     margin_s = min(ERROR_MARGIN * view.error_share, MAX_MARGIN_SHARE) * tpot_s
-    offline_s = min(max(slack_s - margin_s, least_s), TARGET_SHARE * tpot_s)
-    return StepLimits(max(slack_s, least_s), offline_s)
+    most_s = min(TARGET_SHARE * tpot_s, _most_beside_decodes_s(view, ttft_s))
+    return StepLimits(max(slack_s, least_s), min(max(slack_s - margin_s, least_s), most_s))
 
 
-def _limit_without_decodes(view: EngineView, *, was_online_lately: bool) -> float:
+def _first_at_s(request: RequestView) -> float:
+    """When the first token was there, or is due."""
+    if request.first_token_at_s is not None:
+        return request.first_token_at_s
+    return request.arrival_at_s + min(request.slo_ttft_s, request.slo_jct_s)
+
+
+def _most_beside_decodes_s(view: EngineView, ttft_s: float) -> float:
+    """What an arrival can wait for while others decode: those of a class with a loose TPOT bound
+    would allow longer steps than a call without a class, or one with a tight TTFT bound, survives.
+    """
+    arrival_s = PREFILL_SHARE * ttft_s
+    if ttft_s < view.online_slo_ttft_s:
+        return arrival_s
+    return max(arrival_s, TARGET_SHARE * view.online_slo_tpot_s)
+
+
+def _share_without_decodes(view: EngineView, *, was_online_lately: bool) -> float:
+    """The share of the TTFT bound."""
     if view.online_running or view.online_waiting:
-        return PREFILL_SHARE * view.online_slo_ttft_s
-    return (IDLE_SHARE if was_online_lately else UNUSED_SHARE) * view.online_slo_ttft_s
+        return PREFILL_SHARE
+    return IDLE_SHARE if was_online_lately else UNUSED_SHARE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,9 +20,11 @@ class RequestView:
 
     `work_left_tokens` is what vLLM could still schedule now: the rest of the prompt, or 1 for a
     decode, 0 when its output in flight may be the last. `num_computed_tokens` and
-    `num_output_tokens` count steps in flight as done. `rank` is the row's place in the planned
-    order of its job, `group` the job and the node of its deepest shared prefix, `num_followers` the
-    rows of that node that stand behind it (offline only).
+    `num_output_tokens` count steps in flight as done. `slo_jct_s` bounds the time from arrival to
+    the last token (online only, as the other bounds). `rank` is the row's place in the planned
+    order of all rows that the daemon of this `epoch` sends, `group` the job and the node of its
+    deepest shared prefix, `num_followers` the rows of that node that stand behind it (offline
+    only). An offline request that `is_row` belongs to a job; others are calls.
     """
 
     request_id: str
@@ -31,6 +34,9 @@ class RequestView:
     max_output_tokens: int = 0
     slo_ttft_s: float = 0.0
     slo_tpot_s: float = 0.0
+    slo_jct_s: float = math.inf
+    is_row: bool = False
+    epoch: int = 0
     rank: int = 0
     group: Group | None = None
     num_followers: int = 0
@@ -81,6 +87,7 @@ class EngineView:
     `private_blocks(request)` counts the blocks that preempting it would free; `is_ready(request)`
     says whether a waiting one may be admitted at all (its grammar is there, no output in flight).
     `error_share` is the mean error of the latest predictions of `model` (0.1: 10 %).
+    `online_slo_ttft_s` and `online_slo_tpot_s` are the bounds of online requests without a class.
     """
 
     now_s: float
@@ -105,6 +112,7 @@ class EngineView:
     is_offline_on: bool = True
     error_share: float = 0.0
     online_slo_ttft_s: float = 1.0
+    online_slo_tpot_s: float = 0.05
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""

@@ -1,9 +1,10 @@
-"""The hint that the daemon sends with an offline request, as it arrives inside vLLM."""
+"""The hints that daemon and gateway send with a request, as they arrive inside vLLM."""
 
 from __future__ import annotations
 
 import hmac
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from batchrun.types import HINT_KEY, HINT_VERSION
 
 MAX_HINT_CHARS = 16_384
 MAX_NODES = 64
+MAX_BOUND_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,25 @@ class Hint:
     nodes: tuple[NodeHint, ...]
 
 
-def parse_hint(extra_args: Mapping[str, object] | None, nonce: str) -> Hint | None:
-    """The hint of an offline request; None for anything else, which is then online.
+@dataclass(frozen=True, slots=True)
+class FlexHint:
+    """A call that its caller lets run as offline work: of no job, and no row of the daemon's."""
+
+
+@dataclass(frozen=True, slots=True)
+class SloHint:
+    """An online call with bounds of its own, in seconds; `jct_s` is for the last token."""
+
+    ttft_s: float
+    tpot_s: float
+    jct_s: float = math.inf
+
+
+AnyHint = Hint | FlexHint | SloHint
+
+
+def parse_hint(extra_args: Mapping[str, object] | None, nonce: str) -> AnyHint | None:
+    """The hint of a request; None for anything else, which is then online with the default bounds.
 
     A hint of another version or without the engine's nonce is no hint. Raises ValueError for one
     that carries the nonce but is malformed, so that the caller can count it.
@@ -61,12 +80,36 @@ def parse_hint(extra_args: Mapping[str, object] | None, nonce: str) -> Hint | No
         or not hmac.compare_digest(given.encode(), nonce.encode())
     ):
         return None
-    if fields.get("class") != "offline":
-        return None
     return _read(fields)
 
 
-def _read(fields: dict[str, object]) -> Hint:
+def _read(fields: dict[str, object]) -> AnyHint | None:
+    request_class = fields.get("class")
+    if request_class == "online":
+        return _read_slo(fields.get("slo"))
+    if request_class != "offline":
+        return None
+    return FlexHint() if fields.get("job", "") is None else _read_row(fields)
+
+
+def _read_slo(bounds: object) -> SloHint:
+    if not isinstance(bounds, dict):
+        raise ValueError("malformed hint: no bounds")
+    jct_s = bounds.get("jct_s")
+    return SloHint(
+        _bound(bounds.get("ttft_s")),
+        _bound(bounds.get("tpot_s")),
+        math.inf if jct_s is None else _bound(jct_s),
+    )
+
+
+def _bound(value: object) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MAX_BOUND_S:
+        return float(value)
+    raise ValueError(f"malformed hint: {value!r} is not a number of seconds")
+
+
+def _read_row(fields: dict[str, object]) -> Hint:
     try:
         nodes = fields.get("nodes", [])
         if not isinstance(nodes, list) or len(nodes) > MAX_NODES:
@@ -89,14 +132,14 @@ def _whole(value: object) -> int:
 
 
 class HintReader:
-    """Reads the hints of requests that carry `nonce`, and counts those that make no sense."""
+    """Reads the hints that carry `nonce`, and counts those that make no sense."""
 
     def __init__(self, nonce: str) -> None:
         self.nonce = nonce
         self.num_malformed = 0
 
-    def read(self, request: Request) -> Hint | None:
-        """The request's hint; None for online work, and for a hint that makes no sense."""
+    def read(self, request: Request) -> AnyHint | None:
+        """The request's hint; None without one, and for a hint that makes no sense."""
         params = request.sampling_params
         if params is None or request.resumable:
             return None

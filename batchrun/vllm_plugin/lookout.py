@@ -67,8 +67,9 @@ class Lookout:
         pool = engine.kv_cache_manager.block_pool
         if engine._kv is not None:
             engine._kv.expire(now_s)
-            if offline:
-                engine._kv.advance(min(view.rank for view in offline))
+            ranks = [view.rank for view in offline if view.is_row]
+            if ranks:
+                engine._kv.advance(min(ranks))
         return EngineView(
             now_s=now_s,
             rest_s=engine._steps.rest_s(now_s),
@@ -92,6 +93,7 @@ class Lookout:
             is_ready=self._is_ready,
             is_offline_on=engine.planner.is_offline_on,
             online_slo_ttft_s=engine.batchrun.slo.ttft_s,
+            online_slo_tpot_s=engine.batchrun.slo.tpot_s,
         )
 
     def look_up(self, view: RequestView) -> PrefixHit:

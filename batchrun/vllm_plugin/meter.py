@@ -44,8 +44,10 @@ class _Latency:
 
 
 def due_at_s(view: RequestView, token_index: int) -> float:
-    """When a token of an online request is promised: arrival + TTFT + i * TPOT (Echo, 5.1)."""
-    return view.arrival_at_s + view.slo_ttft_s + token_index * view.slo_tpot_s
+    """When a token of an online request is promised: arrival + TTFT + i * TPOT (Echo, 5.1), and
+    none later than the request's bound for its completion."""
+    due_s = view.slo_ttft_s + token_index * view.slo_tpot_s
+    return view.arrival_at_s + min(due_s, view.slo_jct_s)
 
 
 class Meter:

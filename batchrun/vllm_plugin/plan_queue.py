@@ -13,7 +13,7 @@ from batchrun.scheduling import RequestView
 from batchrun.types import RequestClass
 
 _BY_ARRIVAL = attrgetter("handle.priority", "arrival_at_s", "request_id")
-_BY_RANK = attrgetter("rank", "request_id")
+_BY_RANK = attrgetter("epoch", "rank", "arrival_at_s", "request_id")
 
 
 class PlanQueue(RequestQueue):

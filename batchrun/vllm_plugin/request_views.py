@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+
 from vllm.v1.request import Request
 
 from batchrun.scheduling import RequestView
 from batchrun.types import RequestClass
-from batchrun.vllm_plugin.hints import Hint
+from batchrun.vllm_plugin.hints import AnyHint, FlexHint, Hint, SloHint
 from batchrun.vllm_plugin.settings import OnlineSlo
 
 
 def make_view(
-    request: Request, hint: Hint | None, slo: OnlineSlo, arrival_at_s: float
+    request: Request, hint: AnyHint | None, slo: OnlineSlo, arrival_at_s: float
 ) -> RequestView:
     """The view of a request that has just come in; without a hint it is online."""
     lora = request.lora_request
+    is_offline = isinstance(hint, Hint | FlexHint)
     view = RequestView(
         request_id=request.request_id,
-        request_class=RequestClass.ONLINE if hint is None else RequestClass.OFFLINE,
+        request_class=RequestClass.OFFLINE if is_offline else RequestClass.ONLINE,
         arrival_at_s=arrival_at_s,
         num_prompt_tokens=request.num_prompt_tokens,
         max_output_tokens=request.max_tokens,
@@ -25,14 +29,24 @@ def make_view(
         num_tokens=request.num_tokens,
         handle=request,
     )
-    if hint is None:
-        view.slo_ttft_s, view.slo_tpot_s = slo.ttft_s, slo.tpot_s
-    else:
-        view.rank = hint.rank
+    if isinstance(hint, Hint):
+        view.is_row, view.epoch, view.rank = True, hint.epoch, hint.rank
         if hint.nodes:
             view.group = hint.job, hint.nodes[-1].node
             view.num_followers = hint.nodes[-1].num_rows_to_come
+    elif not is_offline:
+        bounds = hint if isinstance(hint, SloHint) else slo
+        view.slo_ttft_s, view.slo_tpot_s = bounds.ttft_s, bounds.tpot_s
+        view.slo_jct_s = math.inf if bounds.jct_s is None else bounds.jct_s
     return view
+
+
+def stand_behind(view: RequestView, others: Iterable[RequestView]) -> None:
+    """Give an offline call its place: behind all offline requests that are here, and before those
+    that come later. So neither a long job nor a stream of calls keeps the other waiting for ever.
+    """
+    places = ((other.epoch, other.rank) for other in others if other.is_offline)
+    view.epoch, view.rank = max(places, default=(0, 0))
 
 
 def begin_turn(view: RequestView, request: Request, wall_offset_s: float) -> None:

@@ -26,12 +26,12 @@ from batchrun.vllm_plugin.calibration import StepRecorder, engine_facts, read_mo
 from batchrun.vllm_plugin.channel import names_channel
 from batchrun.vllm_plugin.combinations import check_combinations
 from batchrun.vllm_plugin.estimating import Estimates
-from batchrun.vllm_plugin.hints import Hint, HintReader
+from batchrun.vllm_plugin.hints import AnyHint, FlexHint, Hint, HintReader
 from batchrun.vllm_plugin.kv_cache import KvTiers
 from batchrun.vllm_plugin.lookout import Lookout
 from batchrun.vllm_plugin.plan_queue import PlanQueue
 from batchrun.vllm_plugin.planner import Planner
-from batchrun.vllm_plugin.request_views import begin_turn, make_view
+from batchrun.vllm_plugin.request_views import begin_turn, make_view, stand_behind
 from batchrun.vllm_plugin.self_test import check_plans_are_obeyed
 from batchrun.vllm_plugin.settings import read_nonce, read_settings
 from batchrun.vllm_plugin.steering import Steering
@@ -126,20 +126,22 @@ class ColocatedScheduler(AsyncScheduler):
         self._estimates.warm_up(kv_samples, steps)
 
     def add_request(self, request: Request) -> None:
-        """Take a request in, as online work unless it carries the daemon's hint."""
+        """Take a request in, as online work unless a hint says otherwise."""
         if request.request_id not in self.requests:
             arrival_at_s = request.arrival_time - self.wall_offset_s
             hint = self.hints.read(request)
             view = make_view(request, hint, self.batchrun.slo, arrival_at_s)
+            if isinstance(hint, FlexHint):
+                stand_behind(view, self._views.values())
             self._views[request.request_id] = view
-            self._num_offline += hint is not None
+            self._num_offline += view.is_offline
             self.steering.arrived(view, hint)
             self._announce(request, hint)
         super().add_request(request)
         self._defer(request)
 
-    def _announce(self, request: Request, hint: Hint | None) -> None:
-        if hint is not None and self._kv is not None:
+    def _announce(self, request: Request, hint: AnyHint | None) -> None:
+        if isinstance(hint, Hint) and self._kv is not None:
             self._kv.announce(request, hint, self.clock())
 
     def _update_request_as_session(self, session: Request, update: Any) -> None:

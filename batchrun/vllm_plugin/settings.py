@@ -22,10 +22,11 @@ class _Strict(BaseModel):
 
 
 class OnlineSlo(_Strict):
-    """The bounds of an online class, in seconds."""
+    """The bounds of an online class, in seconds; `jct_s` is for the last token."""
 
     ttft_s: Seconds = 1.0
     tpot_s: Seconds = 0.05
+    jct_s: Seconds | None = None
 
 
 class PluginSettings(_Strict):

@@ -13,7 +13,7 @@ from batchrun.last_steps import SUFFIX, LastSteps, make_label
 from batchrun.scheduling import RequestView, make_policy
 from batchrun.vllm_plugin.channel import INTERVAL_S, EngineChannel, open_channel
 from batchrun.vllm_plugin.control import Control, InForce
-from batchrun.vllm_plugin.hints import Hint
+from batchrun.vllm_plugin.hints import AnyHint, Hint
 from batchrun.vllm_plugin.meter import Meter
 from batchrun.vllm_plugin.telemetry import Reporter
 from batchrun.wire import CHANNEL_VARIABLE, KvTelemetry, Orders, Telemetry
@@ -54,10 +54,10 @@ class Steering:
             self._last_steps.close()
             self._last_steps = None
 
-    def arrived(self, view: RequestView, hint: Hint | None) -> None:
-        """A request has come in; `hint` is that of offline work."""
+    def arrived(self, view: RequestView, hint: AnyHint | None) -> None:
+        """A request has come in. Only rows of jobs can become suspects when the engine dies."""
         self.meter.arrived(view)
-        if hint is not None:
+        if isinstance(hint, Hint):
             self._labels[view.request_id] = make_label(hint.job, hint.row)
 
     def left(self, view: RequestView) -> None:

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,6 +67,9 @@ class Engine:
                 request.transport.write(b"HTTP/1.1 500 Oh\r\nContent-Length: 99\r\n\r\n{")
                 request.transport.close()
                 await asyncio.Event().wait()
+            if document.get("model") == "blunt":
+                shown = str(document)[: document.get("shown", 10**6)]
+                return web.json_response({"detail": f"cannot read {shown}"}, status=400)
             if document.get("model") == "silent" and request.transport is not None:
                 request.transport.abort()
             if document.get("stream"):
@@ -172,14 +175,18 @@ class Gateway:
         return answer
 
 
-def write_upstreams(path: Path, urls: Sequence[str], *, api_key: str | None = None) -> None:
-    """As the daemon does it: a whole file, renamed into place."""
-    engines = [
-        {"name": f"engine-{index}", "url": url, "api_key": api_key}
-        for index, url in enumerate(urls)
-    ]
+def write_upstreams(
+    path: Path,
+    urls: Sequence[str],
+    *,
+    slo_classes: Mapping[str, object] | None = None,
+    **more: object,
+) -> None:
+    """As the daemon does it: a whole file, renamed into place. `more` is said of every engine."""
+    engines = [{"name": f"engine-{i}", "url": url, **more} for i, url in enumerate(urls)]
     new = path.with_suffix(".new")
-    new.write_text(json.dumps({"engines": engines, "daemon": None}))
+    document = {"engines": engines, "daemon": None, "slo_classes": slo_classes or {}}
+    new.write_text(json.dumps(document))
     new.replace(path)
 
 
@@ -215,11 +222,13 @@ async def running_gateway(upstreams: Path, *arguments: str) -> AsyncIterator[Gat
 
 
 @asynccontextmanager
-async def rig(tmp_path: Path, *arguments: str) -> AsyncIterator[tuple[Engine, Gateway]]:
-    """One engine and a gateway in front of it."""
+async def rig(
+    tmp_path: Path, *arguments: str, **known: Any
+) -> AsyncIterator[tuple[Engine, Gateway]]:
+    """One engine and a gateway in front of it, which knows this of it (see `write_upstreams`)."""
     upstreams = tmp_path / "upstreams.json"
     async with running_engine() as engine:
-        write_upstreams(upstreams, [engine.url])
+        write_upstreams(upstreams, [engine.url], **known)
         async with running_gateway(upstreams, *arguments) as gateway:
             yield engine, gateway
 

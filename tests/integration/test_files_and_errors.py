@@ -279,6 +279,17 @@ def test_the_daemon_answers_the_gateway_only(shared_rig: DeploymentRig) -> None:
     assert address.token not in (shared_rig.home / "run" / "upstreams.json").read_text()
 
 
+def test_a_flex_call_runs_below_online_calls_where_engines_have_priorities(
+    shared_rig: DeploymentRig, client: BatchClient
+) -> None:
+    create = client.openai.chat.completions.create
+    reply = create(model="fake", messages=[{"role": "user", "content": "a"}], service_tier="flex")
+
+    assert reply.service_tier == "flex"
+    upstreams = shared_rig.home / "run" / "upstreams.json"
+    assert upstreams.stat().st_mode & 0o777 == 0o600
+
+
 def test_a_large_upload_that_is_refused_early_hears_why(shared_rig: DeploymentRig) -> None:
     files = {"purpose": (None, "nonsense"), "file": ("a.jsonl", b"x" * 30_000_000)}
 

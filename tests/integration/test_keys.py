@@ -46,7 +46,8 @@ def keyed(
     rig = DeploymentRig(tmp_path_factory.mktemp("keyed"))
     if request.config.getoption("--store") == "postgresql":
         rig.store_url = request.getfixturevalue("postgres").new_database()
-    rig.use_fake_engine(f"--model={MODEL}", gateway_workers=2)
+    classes = {"chat": {"ttft_s": 0.2}}
+    rig.use_fake_engine(f"--model={MODEL}", gateway_workers=2, slo_classes=classes)
     made = Keyed(rig, {})
     made.make("team-a")
     made.make("team-b")
@@ -200,6 +201,9 @@ def test_a_name_is_taken_once_and_must_be_one(keyed: Keyed) -> None:
     assert (code, "there is a key 'team-a' already" in line) == (2, True)
     code, line = keyed.rig.refuse("keys", "create", "../a")
     assert (code, "NAME must be 1 to 64 letters" in line) == (2, True)
+    code, line = keyed.rig.refuse("keys", "create", "b", "--class", "none")
+    assert (code, "not under `slo_classes` in batchrun.yaml; it has chat" in line) == (2, True)
+    keyed.make("chat", "--class", "chat")
 
 
 def test_a_public_address_needs_a_key_first(rig: DeploymentRig) -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from deployment_rig import WAIT_S, DeploymentRig
+from openai import OpenAI
 
 from batchrun.cli.daemon_client import DaemonClient
 from batchrun.home import Home
@@ -39,7 +43,8 @@ output: {{path: out.parquet}}
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeploymentRig]:
     """The real engine with batchrun's scheduler, running."""
     made = DeploymentRig(tmp_path_factory.mktemp("steering"))
-    made.configure({"port": made.engine_port, "vllm_args": SMALL_ARGS}, model="tiny", policy="echo")
+    engine = {"port": made.engine_port, "vllm_args": SMALL_ARGS}
+    made.configure(engine, model="tiny", policy="echo", slo_classes={"fast": {"ttft_s": 0.5}})
     shared = "All of these questions share their beginning. " * 30
     made.write_rows([f"{shared} And this is question {i}." for i in range(NUM_ROWS)])
     made.write_job(JOB)
@@ -134,6 +139,100 @@ def test_what_the_engine_counts_is_shown(rig: DeploymentRig) -> None:
     assert samples['batchrun_engine_up{engine="0"}'] == 1
     assert samples['batchrun_policy{engine="0",policy="echo"}'] == 1
     assert samples['batchrun_online_ttft_seconds_count{engine="0",offline="false"}'] >= 0
+
+
+def ask_flex(client: OpenAI, *, is_streamed: bool) -> tuple[set[str | None], str]:
+    """A call that may run as offline work: the tiers that the reply names, and its text."""
+    create: Callable[..., Any] = partial(
+        client.chat.completions.create,
+        model="tiny",
+        messages=[{"role": "user", "content": "Hello"}],
+        max_tokens=8,
+        temperature=0,
+        service_tier="flex",
+    )
+    if is_streamed:
+        chunks = list(create(stream=True))
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        return {chunk.service_tier for chunk in chunks}, text
+    whole = create()
+    return {whole.service_tier}, whole.choices[0].message.content or ""
+
+
+def test_flex_calls_wait_while_offline_work_is_off_and_say_what_they_were(
+    rig: DeploymentRig,
+) -> None:
+    daemon = DaemonClient(Home(rig.home))
+    before = wait_for(rig, lambda told: not sum(_offline(told)))
+    daemon.post("/offline", {"on": False})
+    with rig.openai(timeout=WAIT_S) as client, ThreadPoolExecutor() as pool:
+        asked = [pool.submit(ask_flex, client, is_streamed=kind) for kind in (False, True)]
+        wait_for(rig, lambda told: sum(_offline(told)) == 2)
+        call_online(rig)
+        off = wait_for(rig, _has_more_calls(before, 1))
+        are_waiting = [not each.done() for each in asked]
+        daemon.post("/offline", {"on": True})
+        (whole_tiers, whole_text), (stream_tiers, stream_text) = [e.result() for e in asked]
+        response = client.responses.create(
+            model="tiny", input="Hello", max_output_tokens=8, service_tier="flex"
+        )
+    end = wait_for(rig, lambda told: told["offline"]["num_admissions"] == counted(before) + 3)
+
+    assert are_waiting == [True, True]
+    assert off["offline"]["num_computed_tokens"] == before["offline"]["num_computed_tokens"]
+    assert whole_tiers == stream_tiers == {"flex"}
+    assert whole_text == stream_text != ""
+    assert response.service_tier == "flex"
+    assert end["online"]["num_admissions"] == before["online"]["num_admissions"] + 1
+    assert end["num_malformed_hints"] == end["num_policy_errors"] == 0
+
+
+def _offline(told: dict[str, Any]) -> tuple[int, int]:
+    return told["offline"]["num_running"], told["offline"]["num_waiting"]
+
+
+def counted(told: dict[str, Any]) -> int:
+    """Offline requests let in so far."""
+    return int(told["offline"]["num_admissions"])
+
+
+def _has_more_calls(before: dict[str, Any], num: int) -> Callable[[dict[str, Any]], bool]:
+    wanted = before["online"]["num_admissions"] + num
+    return lambda told: told["online"]["num_admissions"] == wanted
+
+
+@pytest.mark.parametrize("route", ["chat/completions", "completions", "responses"])
+def test_a_class_reaches_the_engine_and_its_secret_nobody_else(
+    rig: DeploymentRig, route: str
+) -> None:
+    before = telemetry(rig)
+    nonce = Home(rig.home).hint_nonce.read_text()
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
+    body |= {"model": "tiny", "prompt": "Hello", "input": "Hello", "max_tokens": 4}
+    good = post(rig, route, body)
+    bad = post(rig, route, body | {"vllm_xargs": {"mine": {"a": 1}}})
+    odd = post(rig, route, body | {"temperature": "warm", "stream_options": {"include_usage": 1}})
+    wait_for(rig, _has_more_calls(before, 1))
+
+    assert [good[0], bad[0]] == [200, 400]
+    assert "vllm_xargs" in bad[1]
+    for _, text in (good, bad, odd):
+        assert nonce[:9] not in text
+    assert telemetry(rig)["num_malformed_hints"] == 0
+
+
+def post(rig: DeploymentRig, route: str, body: dict[str, Any]) -> tuple[int, str]:
+    """Status and text of a call of the class `fast`."""
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{rig.port}/v1/{route}",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json", "X-Batchrun-Class": "fast"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=WAIT_S) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
 
 
 def test_policy_and_budget_change_at_run_time(rig: DeploymentRig) -> None:

@@ -12,7 +12,7 @@ from engine_pairs import engine_of, online_source, ours, record, until_step
 from batchrun.scheduling import EngineView, Plan, Policy, RequestView
 from batchrun.types import HINT_KEY, HINT_VERSION
 from batchrun.vllm_plugin import ColocatedScheduler
-from batchrun.vllm_plugin.hints import parse_hint
+from batchrun.vllm_plugin.hints import Hint, parse_hint
 from batchrun.vllm_plugin.virtual import JobFeeder, Order, TrafficSource, VirtualEngine, draw_job
 from batchrun.vllm_plugin.virtual.requests import Arrival, begin
 from batchrun.vllm_plugin.virtual.setup import NONCE
@@ -212,7 +212,7 @@ def test_no_block_is_wanted_when_the_rows_that_share_it_have_ended() -> None:
         request = begin(Arrival(f"row-{row}", False, 0.0, prompt, 9, text), 16).request
         assert request is not None
         parsed = parse_hint({HINT_KEY: text}, NONCE)
-        assert parsed is not None
+        assert isinstance(parsed, Hint)
         kv.announce(request, parsed, 0.0)
         assert manager.allocate_slots(request, len(prompt)) is not None
         request.num_computed_tokens = len(prompt)

@@ -248,7 +248,7 @@ def test_long_rows_trickle_four_at_a_time() -> None:
 def _hints(job: Job) -> list[Hint]:
     arrivals = JobFeeder(job, window=None).take_due(0.0)
     hints = [parse_hint({"batchrun": arrival.hint}, NONCE) for arrival in arrivals]
-    return [hint for hint in hints if hint is not None]
+    return [hint for hint in hints if isinstance(hint, Hint)]
 
 
 def _node(hint: Hint) -> int:

@@ -11,8 +11,8 @@ import pytest
 from batchrun.api_keys import digest, id_in, new_key
 from batchrun.errors import ConfigError
 from batchrun.gateway.callers import ApiKey, KeyRing, read_keys
-from batchrun.gateway.envelope import RefusalError
 from batchrun.gateway.rate_limits import RequestRates
+from batchrun.gateway.refusal import RefusalError
 
 MINE_ID, MINE = new_key()
 OPS_ID, OPS = new_key()

@@ -9,7 +9,7 @@ from estimator_builders import write_profile
 
 from batchrun.config import Deployment, EngineConfig, SloConfig
 from batchrun.daemon.plugging import scheduler_settings
-from batchrun.daemon.profiles import online_slo, profile_path
+from batchrun.daemon.profiles import online_slo, profile_path, slo_classes
 from batchrun.errors import ConfigError
 from batchrun.estimator import OnlineLatency
 from batchrun.home import Home
@@ -108,3 +108,41 @@ def test_auto_with_attached_engines_only_is_refused(home: Home) -> None:
 
     with pytest.raises(ConfigError, match="auto is for engines that batchrun starts"):
         online_slo(plan, home)
+
+
+CLASSES = {"chat": {"tpot_s": 0.02}, "report": {"ttft_s": 5, "jct_s": 30}}
+
+
+@pytest.mark.parametrize("policy", ["echo", "vllm"])
+def test_a_class_has_the_bounds_of_slo_where_it_names_none(home: Home, policy: str) -> None:
+    slo = {"ttft_s": 2, "tpot_s": 0.1, "jct_s": 9}
+    plan = deployment(home.path, slo=slo, slo_classes=CLASSES, policy=policy)
+
+    assert slo_classes(plan, home) == {
+        "chat": SloConfig(ttft_s=2, tpot_s=0.02, jct_s=9),
+        "report": SloConfig(ttft_s=5, tpot_s=0.1, jct_s=30),
+    }
+
+
+def test_a_class_stands_on_what_the_calibration_showed(home: Home) -> None:
+    plan = deployment(home.path, slo="auto", slo_classes=CLASSES, policy="echo")
+    path = profile_path(plan, plan.engines[0], home)
+    write_profile(path, block_tokens=128, online=latency(ttft_p99_s=0.2))
+
+    assert slo_classes(plan, home)["chat"].ttft_s == pytest.approx(0.26)
+
+
+def test_a_class_that_contradicts_the_calibration_is_one_line(home: Home) -> None:
+    classes = {"quick": {"jct_s": 0.2}}
+    plan = deployment(home.path, slo="auto", slo_classes=classes, policy="echo")
+    path = profile_path(plan, plan.engines[0], home)
+    write_profile(path, block_tokens=128, online=latency(ttft_p99_s=0.2))
+
+    with pytest.raises(ConfigError, match=r"^slo_classes\.quick: jct_s must be more than ttft_s"):
+        slo_classes(plan, home)
+
+
+def test_without_our_scheduler_no_profile_is_asked_for(home: Home) -> None:
+    plan = deployment(home.path, slo="auto", slo_classes=CLASSES, policy="vllm")
+
+    assert slo_classes(plan, home)["chat"].tpot_s == 0.02

@@ -17,7 +17,14 @@ from ruamel.yaml import YAML
 from batchrun import errors
 from batchrun.cli.follow import STALL_PATIENCE_S, RowsFailedError
 from batchrun.cli.main import INTERRUPTED
-from batchrun.config import DeploymentFile, EngineConfig, Environment, SloConfig, WindowConfig
+from batchrun.config import (
+    DeploymentFile,
+    EngineConfig,
+    Environment,
+    SloClassConfig,
+    SloConfig,
+    WindowConfig,
+)
 from batchrun.daemon import backoff, breaker, trial_engine, trials, writer
 from batchrun.engine import vllm_command
 from batchrun.engine.settings import ManagedSettings
@@ -46,6 +53,7 @@ KEY_TABLES: list[tuple[type[BaseModel], str, str]] = [
     (DeploymentFile, "configuration.md", ""),
     (EngineConfig, "configuration.md", "engines[]."),
     (SloConfig, "configuration.md", "slo."),
+    (SloClassConfig, "configuration.md", "slo_classes.NAME."),
     (WindowConfig, "configuration.md", "window."),
 ]
 SECTIONS = {"input", "output"}

@@ -6,14 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
+from multidict import CIMultiDict, CIMultiDictProxy
 
 from batchrun.addresses import is_loopback
 from batchrun.errors import ConfigError
 from batchrun.gateway.balancer import COOLDOWN_S, Balancer
+from batchrun.gateway.class_choice import choose_class
 from batchrun.gateway.envelope import as_envelope
 from batchrun.gateway.followed_file import FollowedFile
+from batchrun.gateway.rewriting import Rewriting
 from batchrun.gateway.settings import parse_listen
-from batchrun.gateway.upstreams import Upstream, read_upstreams
+from batchrun.gateway.slo_classes import SloBounds
+from batchrun.gateway.upstreams import Upstream, Upstreams, read_upstreams
 
 ONE, TWO = Upstream("one", "http://h:1"), Upstream("two", "http://h:2")
 
@@ -29,11 +33,38 @@ def test_engines_are_read_in_file_order(tmp_path: Path) -> None:
         {"name": "k", "url": "https://h", "api_key": "s"},
     ]
     path = write(tmp_path / "f", {"engines": engines, "daemon": None})
-    assert read_upstreams(path) == (ONE, Upstream("k", "https://h", "s"))
+    assert read_upstreams(path).engines == (ONE, Upstream("k", "https://h", "s"))
 
 
-def test_keys_of_engines_are_not_in_their_repr() -> None:
-    assert "secret" not in repr(Upstream("one", "http://h", "secret"))
+def test_secrets_of_engines_are_not_in_their_repr() -> None:
+    assert "secret" not in repr(Upstream("one", "http://h", "secret", hint_nonce="secret"))
+    assert "secret" not in repr(Rewriting("flex", "secret"))
+
+
+def test_the_header_comes_before_the_class_of_the_key_and_that_before_the_default() -> None:
+    classes = {"fast": SloBounds(0.1, 0.02), "slow": SloBounds(9.0, 1.0, 60.0)}
+
+    def choose(key_class: str | None, **headers: str) -> SloBounds | None:
+        given = CIMultiDictProxy(CIMultiDict(headers))
+        return choose_class(given, key_class, classes)
+
+    assert choose(None) is None
+    assert choose("fast") == classes["fast"]
+    assert choose("fast", **{"X-BATCHRUN-class": "slow"}) == classes["slow"]
+    assert choose("fast", **{"x-batchrun-class": "default"}) is None
+    assert choose("removed") is None
+    assert choose("default") is None
+
+
+async def test_classes_follow_the_file_and_a_broken_one_changes_nothing(tmp_path: Path) -> None:
+    path, lists = tmp_path / "f", list[Upstreams]()
+    file = FollowedFile(path, read_upstreams, lists.append)
+    good = {"fast": {"ttft_s": 0.1, "tpot_s": 0.02, "jct_s": None}}
+    for classes in (good, {"fast": {"ttft_s": 0.1}}, {"fast": 3}, ["fast"]):
+        write(path, {"engines": [{"name": "one", "url": "http://h:1"}], "slo_classes": classes})
+        await file.refresh()
+
+    assert lists == [Upstreams((ONE,), {"fast": SloBounds(0.1, 0.02)})]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +89,7 @@ def test_a_wrong_list_is_one_line_that_names_the_place(
 
 
 async def test_a_broken_or_missing_file_keeps_the_last_good_list(tmp_path: Path) -> None:
-    path, lists = tmp_path / "f", list[tuple[Upstream, ...]]()
+    path, lists = tmp_path / "f", list[Upstreams]()
     file = FollowedFile(path, read_upstreams, lists.append)
     await file.refresh()
     write(path, {"engines": [{"name": "one", "url": "http://h:1"}]})
@@ -70,7 +101,7 @@ async def test_a_broken_or_missing_file_keeps_the_last_good_list(tmp_path: Path)
     await file.refresh()
     write(path, {"engines": []})
     await file.refresh()
-    assert lists == [(ONE,), ()]
+    assert lists == [Upstreams((ONE,)), Upstreams()]
 
 
 def test_the_engine_with_the_fewest_calls_in_flight_comes_first() -> None:

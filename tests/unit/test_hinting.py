@@ -29,7 +29,7 @@ def hint_of(hinter: Hinter, job: ActiveJob, row: int, *, is_urgent: bool = False
     assert isinstance(extra, dict)
     assert extra["mine"] == 1
     hint = parse_hint(extra, "secret")
-    assert hint is not None
+    assert isinstance(hint, Hint)
     return hint
 
 

@@ -70,7 +70,7 @@ def hints_of(plan: PlannedJobs) -> list[Hint]:
     while (due_s := feeder.next_due_s) < float("inf"):
         for arrival in feeder.take_due(due_s):
             hint = parse_hint({"batchrun": arrival.hint}, NONCE)
-            assert hint is not None
+            assert isinstance(hint, Hint)
             hints.append(hint)
             feeder.on_finished(arrival.request_id)
     return hints

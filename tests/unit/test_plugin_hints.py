@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from batchrun.vllm_plugin.hints import Hint, NodeHint, parse_hint
+from batchrun.vllm_plugin.hints import FlexHint, Hint, NodeHint, SloHint, parse_hint
 
 GOOD: dict[str, object] = {
     "v": 1,
@@ -44,11 +44,33 @@ def test_a_hint_is_read_whole() -> None:
         extra(nonce=None),
         extra(v=2),
         {"batchrun": json.dumps({k: v for k, v in GOOD.items() if k != "class"})},
-        extra(**{"class": "online"}),
+        extra(**{"class": "nightly"}),
     ],
 )
 def test_anything_else_is_online(extra_args: dict[str, object] | None) -> None:
     assert parse_hint(extra_args, "secret") is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "hint"),
+    [
+        ({"class": "offline", "job": None}, FlexHint()),
+        ({"class": "online", "slo": {"ttft_s": 1, "tpot_s": 0.02}}, SloHint(1.0, 0.02)),
+        (
+            {"class": "online", "slo": {"ttft_s": 0.5, "tpot_s": 0.02, "jct_s": None}},
+            SloHint(0.5, 0.02),
+        ),
+        (
+            {"class": "online", "slo": {"ttft_s": 1, "tpot_s": 0.02, "jct_s": 9.0, "more": "x"}},
+            SloHint(1.0, 0.02, 9.0),
+        ),
+    ],
+)
+def test_the_hints_of_calls_are_read(changes: dict[str, object], hint: object) -> None:
+    given = {"v": 1, "nonce": "secret"} | changes
+
+    assert parse_hint({"batchrun": json.dumps(given)}, "secret") == hint
+    assert parse_hint({"batchrun": json.dumps(given | {"nonce": "x"})}, "secret") is None
 
 
 def test_an_engine_without_a_nonce_believes_no_hint() -> None:
@@ -65,6 +87,16 @@ def test_an_engine_without_a_nonce_believes_no_hint() -> None:
         {"nodes": [[1, 2, "x"]]},
         {"nodes": [[1, 2, 3]] * 65},
         {"row": True},
+        {"class": "online"},
+        {"class": "online", "slo": [1, 2]},
+        {"class": "online", "slo": {"ttft_s": 1}},
+        {"class": "online", "slo": {"ttft_s": 0, "tpot_s": 1}},
+        {"class": "online", "slo": {"ttft_s": True, "tpot_s": 1}},
+        {"class": "online", "slo": {"ttft_s": "1", "tpot_s": 1}},
+        {"class": "online", "slo": {"ttft_s": 1, "tpot_s": float("inf")}},
+        {"class": "online", "slo": {"ttft_s": 1, "tpot_s": float("nan")}},
+        {"class": "online", "slo": {"ttft_s": 1, "tpot_s": 10**400}},
+        {"class": "online", "slo": {"ttft_s": 1, "tpot_s": 1, "jct_s": -1}},
     ],
 )
 def test_a_malformed_hint_with_the_nonce_is_told_apart(changes: dict[str, object]) -> None:

@@ -15,6 +15,7 @@ from batchrun.scheduling.slack import (
     PREFILL_SHARE,
     TARGET_SHARE,
     UNUSED_SHARE,
+    completion_pace_s,
     deadline_s,
     step_limits,
 )
@@ -68,6 +69,72 @@ def test_credit_of_an_early_first_token_is_not_spent_on_slow_ones() -> None:
     early = decode(first_token_at_s=99.1, num_output_tokens=10)
 
     assert deadline_s(early) == pytest.approx(99.1 + 10 * 0.05)
+
+
+def with_end(jct_s: float, first_token_at_s: float | None, num_output_tokens: int) -> RequestView:
+    """The same request, of 21 tokens, with a bound for its completion."""
+    request = decode(first_token_at_s=first_token_at_s, num_output_tokens=num_output_tokens)
+    request.slo_jct_s, request.max_output_tokens = jct_s, 21
+    return request
+
+
+def test_what_a_completion_bound_leaves_is_spread_over_the_tokens_to_come() -> None:
+    request = with_end(1.6, first_token_at_s=100.0, num_output_tokens=5)
+
+    pace_s = completion_pace_s(request, NOW_S)
+
+    assert pace_s == pytest.approx((99.0 + 1.6 - 100.0) / 20)
+    assert deadline_s(request, pace_s) == pytest.approx(100.0 + 5 * pace_s)
+    request.num_output_tokens = 20
+    assert deadline_s(request, pace_s) == pytest.approx(99.0 + 1.6)
+
+
+def test_what_the_prefill_saved_is_slack_of_the_tokens_after_it() -> None:
+    early = with_end(1.6, first_token_at_s=99.8, num_output_tokens=5)
+    late = with_end(1.6, first_token_at_s=100.0, num_output_tokens=5)
+
+    assert completion_pace_s(early, NOW_S) > completion_pace_s(late, NOW_S)
+
+
+def test_a_completion_bound_tightens_the_step_and_a_loose_one_does_not() -> None:
+    tight = with_end(1.6, first_token_at_s=99.99, num_output_tokens=5)
+    loose = with_end(60.0, first_token_at_s=99.99, num_output_tokens=1)
+
+    limits = step_limits(engine([tight]), was_online_lately=True)
+
+    assert limits.offline_s == pytest.approx(TARGET_SHARE * 0.61 / 20)
+    assert step_limits(engine([loose]), was_online_lately=True) == step_limits(
+        engine([decode(first_token_at_s=99.99, num_output_tokens=1)]), was_online_lately=True
+    )
+
+
+def test_a_completion_bound_that_is_broken_presses_nobody() -> None:
+    broken = with_end(0.9, first_token_at_s=99.99, num_output_tokens=1)
+    plain = decode(first_token_at_s=99.99, num_output_tokens=1)
+
+    limits = step_limits(engine([broken]), was_online_lately=True)
+
+    assert limits == step_limits(engine([plain]), was_online_lately=True)
+
+
+def test_steps_beside_a_loose_class_stay_short_enough_for_calls_without_one() -> None:
+    loose = decode(first_token_at_s=99.99, num_output_tokens=1)
+    loose.slo_ttft_s = loose.slo_tpot_s = 60.0
+
+    limits = step_limits(engine([loose]), was_online_lately=True)
+
+    assert limits.online_s > 50
+    assert limits.offline_s == pytest.approx(PREFILL_SHARE)
+
+
+def test_a_tight_class_of_late_shortens_steps() -> None:
+    rich = decode(first_token_at_s=99.9, num_output_tokens=20)
+
+    beside = step_limits(engine([rich]), was_online_lately=True, least_ttft_s=0.2)
+    quiet = step_limits(engine(), was_online_lately=True, least_ttft_s=0.2)
+
+    assert beside.offline_s == pytest.approx(PREFILL_SHARE * 0.2)
+    assert quiet.offline_s == pytest.approx(IDLE_SHARE * 0.2)
 
 
 def test_before_the_first_token_is_out_only_the_arrival_counts() -> None:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from job_builders import make_tree_job
+from msgspec.structs import replace
 
 from batchrun.daemon import Slot
 from batchrun.daemon.assigning import Assigner
+from batchrun.daemon.engine_link import EngineLink
 from batchrun.daemon.trials import SOLO, Trials, accuse_rows
 from batchrun.engine import AttachedEngine, AttachedSettings
 from batchrun.last_steps import RowKey
 from batchrun.pool import Window
 from batchrun.types import EngineState, Outcome, OutcomeKind, Usage
+from batchrun.wire import ClassTelemetry, Telemetry
 
 JOB = "job_a"
 Kills = Callable[[set[int]], set[int] | None]
@@ -119,3 +124,18 @@ def test_one_death_of_a_lone_row_proves_nothing() -> None:
     assert not trials.is_guilty(0)
     accuse_rows({(JOB, 0): Sent(trials)}, {(JOB, 0)})
     assert trials.is_guilty(0)
+
+
+def test_a_suspect_does_not_run_alone_beside_a_call_that_runs_as_offline_work(
+    tmp_path: Path,
+) -> None:
+    engine = AttachedEngine(AttachedSettings(name="one", url="http://127.0.0.1:9000"))
+    slot = Slot(engine, uses_priority=False, window=Window(9, 10**9), apart_since_s=0.0)
+    slot.link = EngineLink(tmp_path / "engine", "one")
+    told = Telemetry("start", 0.0, "echo", 512, is_offline_on=True)
+    are_alone = []
+    for offline in (ClassTelemetry(num_running=1), ClassTelemetry(num_waiting=1), ClassTelemetry()):
+        slot.link._remember(time.monotonic(), replace(told, offline=offline), is_new=False)
+        are_alone.append(slot.is_left_alone(10.0))
+
+    assert are_alone == [False, False, True]
