@@ -22,6 +22,8 @@ HOP_BY_HOP = frozenset({
     "transfer-encoding",
     "upgrade",
 })
+STEERING = "X-Vllm-Priority"
+"""vLLM takes a call's priority from this header before it looks at the body."""
 SET_BY_CLIENT_LIBRARY = frozenset({"host", "content-length", "expect"})
 _USABLE_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _OWN_PREFIX = "batchrun"
@@ -47,7 +49,7 @@ def request_headers(
     caller could write an id of the daemon's.
     """
     sent = end_to_end(headers)
-    for key in SET_BY_CLIENT_LIBRARY:
+    for key in (*SET_BY_CLIENT_LIBRARY, STEERING):
         sent.popall(key, None)
     sent[REQUEST_ID] = request_id
     if upstream.api_key is not None:

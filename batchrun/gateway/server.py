@@ -19,6 +19,8 @@ from batchrun.gateway.settings import GatewaySettings
 from batchrun.gateway.upstreams import UpstreamsFile
 
 BACKLOG = 1024
+STALLED_READER_S = 120
+"""A caller who takes no byte of an answer for so long is cut off, and its call at the engine."""
 
 
 def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
@@ -34,6 +36,8 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
         raise ConfigError(f"--listen: no address for {host!r}: {error.strerror}") from error
     sock = socket.socket(family, kind, proto)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # The connections that it accepts have this option too.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED_READER_S * 1_000)
     if shared:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
@@ -64,7 +68,9 @@ async def serve(
     async with open_session() as session:
         await upstreams_file.refresh()
         watching = asyncio.create_task(upstreams_file.watch())
-        server = GatewayServer(Gateway(settings, Forwarder(balancer, session)))
+        server = GatewayServer(
+            Gateway(settings, Forwarder(balancer, session)), head_s=settings.body_idle_s
+        )
         runner = web.ServerRunner(server, shutdown_timeout=settings.drain_s)
         await runner.setup()
         await web.SockSite(runner, sock, backlog=BACKLOG).start()
