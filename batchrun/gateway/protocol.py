@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import aiohttp
 from aiohttp import web
 
 from batchrun.gateway.app import Gateway
@@ -37,11 +38,13 @@ class GatewayProtocol(web.RequestHandler):
         self._head_s = head_s
         self._head_timer: asyncio.TimerHandle | None = None
         self._is_answering = False
+        self._body: aiohttp.StreamReader | None = None
 
     def data_received(self, data: bytes) -> None:
-        """Bytes came. Between two answers they are of a request's head."""
+        """Bytes came; of a request's head, unless one is answered or its body still comes."""
+        is_body = self._body is not None and not self._body.is_eof()
         super().data_received(data)
-        if not self._is_answering and self._head_timer is None:
+        if not self._is_answering and not is_body and self._head_timer is None:
             loop = asyncio.get_running_loop()
             self._head_timer = loop.call_later(self._head_s, self._end_slow_head)
 
@@ -51,10 +54,10 @@ class GatewayProtocol(web.RequestHandler):
         self._stop_head_timer()
 
     @contextmanager
-    def answering(self) -> Iterator[None]:
+    def answering(self, body: aiohttp.StreamReader) -> Iterator[None]:
         """While a request, whose headers are complete, is answered."""
         self._stop_head_timer()
-        self._is_answering = True
+        self._is_answering, self._body = True, body
         try:
             yield
         finally:
@@ -112,5 +115,5 @@ class GatewayServer(web.Server):
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         assert isinstance(request.protocol, GatewayProtocol)
-        with request.protocol.answering():
+        with request.protocol.answering(request.content):
             return await self._gateway.handle(request)

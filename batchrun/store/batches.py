@@ -165,9 +165,10 @@ def finish(store: Store, ending: JobRecord, found: ResultFiles, *, now_s: float)
 
 def find(store: Store, batch_id: str) -> BatchRecord | None:
     """The batch with exactly this id, or None."""
+    if "\0" in batch_id:
+        return None
     with store.read() as connection:
-        query = _query().where(jobs.c.id == batch_id.replace("\0", ""))
-        row = connection.execute(query).first()
+        row = connection.execute(_query().where(jobs.c.id == batch_id)).first()
     return None if row is None else _record(row)
 
 

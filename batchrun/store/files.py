@@ -74,7 +74,9 @@ def insert_file(connection: Connection, file: NewFile, *, now_s: float) -> FileR
 
 def find(store: Store, file_id: str, *, now_s: float) -> FileRecord | None:
     """The file with this id, or None when there is none, or none any more."""
-    query = select(files).where(files.c.id == file_id.replace("\0", ""), _is_alive(now_s))
+    if "\0" in file_id:
+        return None
+    query = select(files).where(files.c.id == file_id, _is_alive(now_s))
     with store.read() as connection:
         row = connection.execute(query).first()
     return None if row is None else FileRecord(**row._mapping)
