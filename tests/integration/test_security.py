@@ -5,6 +5,7 @@ What callers send slowly is in `test_security_slow.py`, files are in `test_secur
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import zlib
@@ -12,7 +13,8 @@ from collections.abc import Iterator
 
 import pytest
 from batch_rig import CHAT, ENVELOPE, MODEL
-from deployment_rig import DeploymentRig
+from deployment_rig import JOB_FILE, DeploymentRig
+from gateway_rig import running_engine
 from raw_http import RawHttp, exchange
 
 JSON = {"Content-Type": "application/json"}
@@ -249,3 +251,16 @@ def test_metadata_and_ids_hold_no_half_characters(raw: RawHttp) -> None:
     ):
         reply = raw.post("/v1/batches", document, **{"Idempotency-Key": "a"})
         assert (reply.status, set(reply.json["error"])) == (400, ENVELOPE), document
+
+
+async def test_a_row_has_no_priority_of_its_own(rig: DeploymentRig) -> None:
+    """Not even at an engine that batchrun is not to send priorities to."""
+    job = JOB_FILE.replace("temperature: 0", "temperature: 0, priority: -9")
+    async with running_engine() as engine:
+        rig.configure({"attach": engine.url})
+        job_id = await asyncio.to_thread(rig.submit_rows, "a", "b", job=job)
+        view = await asyncio.to_thread(rig.wait_until_ended, job_id)
+        bodies = [seen.json for seen in engine.seen if seen.body]
+
+    assert (view["state"], view["num_completed"]) == ("completed", 2)
+    assert len(bodies) == 2 and not any("priority" in body for body in bodies)
