@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 from collections.abc import Iterable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +64,18 @@ class RawHttp:
             response = connection.getresponse()
             names = {name.lower(): value for name, value in response.getheaders()}
             return Reply(response.status, names, response.read())
+
+
+def exchange(port: int, request: bytes) -> bytes:
+    """Send bytes that are no proper request; all that comes back until the server hangs up."""
+    with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as connection:
+        with suppress(ConnectionError):
+            connection.sendall(request)
+        answer = bytearray()
+        with suppress(ConnectionResetError):
+            while piece := connection.recv(65_536):
+                answer += piece
+    return bytes(answer)
 
 
 FORM_HEADERS = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}

@@ -90,7 +90,7 @@ class Files:
         return FileResponse(
             path,
             media_type="application/octet-stream",
-            filename=file.filename,
+            filename=_download_name(file),
             stat_result=status,
         )
 
@@ -102,6 +102,12 @@ class Files:
         if file is None:
             raise _unknown(file_id)
         return file
+
+
+def _download_name(file: FileRecord) -> str:
+    """The last part of what its owner called it: a client may save it under this name."""
+    name = file.filename.replace("\\", "/").rpartition("/")[2]
+    return file.id if name in {"", ".", ".."} else name
 
 
 def files_router(made: Files, guards: Sequence[params.Depends]) -> APIRouter:

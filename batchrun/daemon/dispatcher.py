@@ -176,6 +176,7 @@ class Dispatcher:
         try:
             if body.get("model") == DEFAULT_MODEL:
                 body["model"] = await self._default_model(slot)
+            body.pop("priority", None)
             if slot.uses_priority:
                 body["priority"] = OFFLINE_PRIORITY
             if slot.hint_nonce is not None:

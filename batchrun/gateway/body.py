@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 
 from aiohttp import web
 
+MIN_BYTES_PER_S = 1_024
+
 
 async def read_body(request: web.BaseRequest, *, max_bytes: int, idle_s: float) -> bytes:
     """The whole body. Raises a web.HTTPException whose text is the message for the caller.
@@ -18,7 +20,8 @@ async def read_body(request: web.BaseRequest, *, max_bytes: int, idle_s: float) 
         raise _too_large(max_bytes, request.content_length or 0)
     await _invite(request)
     body = bytearray()
-    while chunk := await _next_chunk(request, idle_s=idle_s):
+    pieces = _Pieces(request, idle_s=idle_s)
+    while chunk := await pieces.next():
         body += chunk
         if len(body) > max_bytes:
             raise _too_large(max_bytes, len(body))
@@ -39,8 +42,9 @@ class BodyStream:
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         await _invite(self._request)
+        pieces = _Pieces(self._request, idle_s=self._idle_s)
         try:
-            while chunk := await _next_chunk(self._request, idle_s=self._idle_s):
+            while chunk := await pieces.next():
                 yield chunk
         except web.HTTPException as refusal:
             self.refusal = refusal
@@ -48,7 +52,13 @@ class BodyStream:
 
 
 def _refuse_compressed(request: web.BaseRequest) -> None:
-    if request.headers.get("Content-Encoding", "identity").strip().lower() != "identity":
+    codings = {
+        coding.strip().lower()
+        for name in ("Content-Encoding", "Transfer-Encoding")
+        for value in request.headers.getall(name, [])
+        for coding in value.split(",")
+    }
+    if not codings <= {"identity", "chunked"}:
         raise web.HTTPUnsupportedMediaType(text="Content-Encoding is not supported; send it plain")
 
 
@@ -59,15 +69,33 @@ async def _invite(request: web.BaseRequest) -> None:
         request.writer.output_size = 0
 
 
-async def _next_chunk(request: web.BaseRequest, *, idle_s: float) -> bytes:
-    try:
-        async with asyncio.timeout(idle_s):
-            return await request.content.readany()
-    except TimeoutError as error:
-        message = f"no byte of the request body came for {idle_s:g} s"
-        raise web.HTTPRequestTimeout(text=message) from error
-    except web.RequestPayloadError as error:
-        raise web.HTTPBadRequest(text="the request body is not valid HTTP") from error
+class _Pieces:
+    """The pieces of a body; a caller who sends none for `idle_s`, or too little all in all, is
+    refused. Only the time that is spent waiting for the caller counts."""
+
+    def __init__(self, request: web.BaseRequest, *, idle_s: float) -> None:
+        self._request = request
+        self._idle_s = idle_s
+        self._left_s = idle_s
+
+    async def next(self) -> bytes:
+        """The next piece; none at the end."""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        try:
+            async with asyncio.timeout(min(self._idle_s, self._left_s)):
+                piece = await self._request.content.readany()
+        except TimeoutError as error:
+            raise web.HTTPRequestTimeout(text=self._why_late()) from error
+        except web.RequestPayloadError as error:
+            raise web.HTTPBadRequest(text="the request body is not valid HTTP") from error
+        self._left_s += len(piece) / MIN_BYTES_PER_S - (loop.time() - began_s)
+        return piece
+
+    def _why_late(self) -> str:
+        if self._left_s < self._idle_s:
+            return f"the request body comes with less than {MIN_BYTES_PER_S} bytes a second"
+        return f"no byte of the request body came for {self._idle_s:g} s"
 
 
 def _too_large(max_bytes: int, actual_bytes: int) -> web.HTTPRequestEntityTooLarge:

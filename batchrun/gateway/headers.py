@@ -23,20 +23,28 @@ HOP_BY_HOP = frozenset({
     "transfer-encoding",
     "upgrade",
 })
+STEERING = "X-Vllm-Priority"
+"""vLLM takes a call's priority from this header before it looks at the body."""
 SET_BY_CLIENT_LIBRARY = frozenset({"host", "content-length", "expect"})
 _USABLE_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _OWN_PREFIX = "batchrun"
+_OWN_HEADERS = "x-batchrun-"
 
 
 def end_to_end(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
-    """A copy without the headers of one connection, those that `Connection` names included."""
+    """A copy without the headers of one connection, those that `Connection` names included, and
+    without those that batchrun's processes say something to each other with."""
     named = {
         token.strip().lower()
         for value in headers.getall("Connection", [])
         for token in value.split(",")
     }
     dropped = HOP_BY_HOP | named
-    return CIMultiDict((key, value) for key, value in headers.items() if key.lower() not in dropped)
+    return CIMultiDict(
+        (key, value)
+        for key, value in headers.items()
+        if (name := key.lower()) not in dropped and not name.startswith(_OWN_HEADERS)
+    )
 
 
 def without_key(headers: CIMultiDictProxy[str]) -> CIMultiDictProxy[str]:
@@ -55,7 +63,7 @@ def request_headers(
     caller could write an id of the daemon's.
     """
     sent = end_to_end(headers)
-    for key in (*SET_BY_CLIENT_LIBRARY, CLASS_HEADER):
+    for key in (*SET_BY_CLIENT_LIBRARY, STEERING):
         sent.popall(key, None)
     sent[REQUEST_ID] = request_id
     if upstream.api_key is not None:

@@ -28,6 +28,8 @@ from batchrun.gateway.upstreams import read_upstreams
 BACKLOG = 1024
 RATES = ".rates"
 """The ending of the file, beside that of the keys, in which workers count requests together."""
+STALLED_READER_S = 120
+"""A caller who takes no byte of an answer for so long is cut off, and its call at the engine."""
 
 
 def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
@@ -43,6 +45,8 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
         raise ConfigError(f"--listen: no address for {host!r}: {error.strerror}") from error
     sock = socket.socket(family, kind, proto)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # The connections that it accepts have this option too.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED_READER_S * 1_000)
     if shared:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
@@ -77,7 +81,7 @@ async def serve(
         gateway = Gateway(settings, Forwarder(Balancer(), session), door)
         upstreams = FollowedFile(settings.upstreams_path, read_upstreams, gateway.take_over)
         await _follow(upstreams, exits)
-        server = GatewayServer(gateway)
+        server = GatewayServer(gateway, head_s=settings.body_idle_s)
         runner = web.ServerRunner(server, shutdown_timeout=settings.drain_s)
         await runner.setup()
         await web.SockSite(runner, sock, backlog=BACKLOG).start()

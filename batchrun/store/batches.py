@@ -192,8 +192,10 @@ def finish(store: Store, ending: JobRecord, found: ResultFiles, *, now_s: float)
 
 def find(store: Store, batch_id: str, *, scope: str | None = None) -> BatchRecord | None:
     """The batch with exactly this id, or None."""
+    if "\0" in batch_id:
+        return None
     with store.read() as connection:
-        query = _within(scope).where(jobs.c.id == batch_id.replace("\0", ""))
+        query = _within(scope).where(jobs.c.id == batch_id)
         row = connection.execute(query).first()
     return None if row is None else _record(row)
 

@@ -89,7 +89,9 @@ def find(
     store: Store, file_id: str, *, now_s: float, scope: str | None = None
 ) -> FileRecord | None:
     """The file with this id, or None when there is none, or none any more."""
-    query = select(files).where(files.c.id == file_id.replace("\0", ""), _is_alive(now_s))
+    if "\0" in file_id:
+        return None
+    query = select(files).where(files.c.id == file_id, _is_alive(now_s))
     if scope is not None:
         query = query.where(files.c.owner == scope)
     with store.read() as connection:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from batchrun.gateway.class_choice import choose_class
 from batchrun.gateway.envelope import as_envelope
 from batchrun.gateway.followed_file import FollowedFile
 from batchrun.gateway.rewriting import Rewriting
+from batchrun.gateway.server import STALLED_READER_S, bind
 from batchrun.gateway.settings import parse_listen
 from batchrun.gateway.slo_classes import SloBounds
 from batchrun.gateway.upstreams import Upstream, Upstreams, read_upstreams
@@ -149,6 +152,16 @@ def test_wrong_listen_addresses_are_refused(listen: str) -> None:
 def test_only_addresses_of_this_machine_are_loopback() -> None:
     assert [host for host in ("127.0.0.9", "::1", "localhost") if not is_loopback(host)] == []
     assert [host for host in ("0.0.0.0", "::", "10.0.0.1", "a.b") if is_loopback(host)] == []
+
+
+def test_the_kernel_cuts_off_who_takes_no_byte_of_an_answer() -> None:
+    with closing(bind("127.0.0.1", 0)) as listener:
+        listener.listen()
+        with closing(socket.create_connection(listener.getsockname())):
+            accepted, _ = listener.accept()
+            with closing(accepted):
+                limit_ms = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+    assert limit_ms == STALLED_READER_S * 1_000
 
 
 @pytest.mark.parametrize(
