@@ -48,7 +48,8 @@ class BodyStream:
 
 
 def _refuse_compressed(request: web.BaseRequest) -> None:
-    if request.headers.get("Content-Encoding", "identity").strip().lower() != "identity":
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if request.body_exists and encoding.strip().lower() != "identity":
         raise web.HTTPUnsupportedMediaType(text="Content-Encoding is not supported; send it plain")
 
 
