@@ -6,10 +6,12 @@ name a file, a batch or a model that is there; some carry headers and query keys
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 from urllib.parse import quote
 
@@ -27,6 +29,8 @@ CHECKS = [
     checks.response_headers_conformance,
     checks.response_schema_conformance,
 ]
+CHECKED_ROUTES = ("/v1/files", "/v1/batches")
+"""Their calls are checked against the document; engines check less, or more."""
 HEADERS = (
     "accept",
     "accept-encoding",
@@ -86,6 +90,11 @@ SEGMENTS = (
     "batch_\u0041",
     "/cancel",
 )
+ODD_VALUES: tuple[Any, ...] = (
+    *(None, True, 0, -1, 1.5, 1e308, -0.0, 10**30, 10**400, 10**4_200),
+    *("", "\0", "\ud800", "x" * 10_000, "24h", "1d" * 500, "9" * 400 + "d", "created_at"),
+    *([], ["a"], {}, {"": ""}, {"a": {"b": []}}, [[[[]]]]),
+)
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PROPFIND")
 ODD_BODIES = (None, b"", b"{", b"null", b"[]", b"{}", b"\xff", b"[" * 50_000, b"a=b", b"\0")
 
@@ -101,6 +110,14 @@ class Things:
     model: str
     file_id: str
     batch_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A call of an operation; one that `is_plain` is as the document made it."""
+
+    case: Case
+    is_plain: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,17 +145,22 @@ def odd_calls(paths: Sequence[str]) -> st.SearchStrategy[OddCall]:
 
 def odd_headers() -> st.SearchStrategy[dict[str, str]]:
     """A few headers with odd values."""
-    latin = st.text(st.characters(min_codepoint=33, max_codepoint=255), min_size=1, max_size=30)
-    value = st.sampled_from(VALUES) | latin.filter(lambda text: text < "\x7f" or text > "\xa0")
+    latin = st.characters(min_codepoint=33, max_codepoint=255, exclude_categories=["Cc"])
+    value = st.sampled_from(VALUES) | st.text(latin, min_size=1, max_size=30)
     name = st.sampled_from(HEADERS) | st.from_regex(r"x-[a-z]{1,20}", fullmatch=True)
     return st.dictionaries(name, value, max_size=3)
 
 
-def calls(operation: APIOperation[Any, Any, Any, Any], things: Things) -> st.SearchStrategy[Case]:
+def calls(
+    operation: APIOperation[Any, Any, Any, Any], things: Things
+) -> st.SearchStrategy[Example]:
     """Calls of one operation, good and bad ones."""
     kinds = [operation.as_strategy(GenerationMode.POSITIVE)]
     if _can_be_broken(operation):
         kinds.append(operation.as_strategy(GenerationMode.NEGATIVE))
+    plain = st.one_of(kinds)
+    named = plain.map(lambda case: _name_what_is_there(case, things))
+    twisted = st.builds(_twist, named, st.randoms(use_true_random=False))
     queries = st.dictionaries(st.text(max_size=8), st.text(max_size=8), max_size=2)
 
     def dress(case: Case, headers: dict[str, str], query: dict[str, str]) -> Case:
@@ -146,11 +168,9 @@ def calls(operation: APIOperation[Any, Any, Any, Any], things: Things) -> st.Sea
         case.query = {**query, **(case.query or {})}
         return case
 
-    made_up = st.one_of(kinds)
-    named = made_up.map(lambda case: _name_what_is_there(case, things))
-    rarely = st.one_of(st.just({}), st.just({}), odd_headers())
-    extras = st.one_of(st.just({}), st.just({}), queries)
-    return st.builds(dress, made_up | named, rarely, extras)
+    dressed = st.builds(dress, plain | named, st.just({}) | odd_headers(), st.just({}) | queries)
+    changed = named | twisted | dressed
+    return st.builds(Example, plain, st.just(True)) | st.builds(Example, changed, st.just(False))
 
 
 def _can_be_broken(operation: APIOperation[Any, Any, Any, Any]) -> bool:
@@ -173,6 +193,18 @@ def _name_what_is_there(case: Case, things: Things) -> Case:
             "completion_window": "24h",
         }
         case.body = {key: named.get(key, value) for key, value in case.body.items()}
+    return case
+
+
+def _twist(case: Case, rng: Random) -> Case:
+    """Put an odd value somewhere into a JSON body."""
+    if isinstance(case.body, dict) and case.body and case.media_type == "application/json":
+        place = case.body = copy.deepcopy(case.body)
+        key = rng.choice(sorted(place))
+        while isinstance(place[key], dict) and place[key] and rng.random() < 0.7:
+            place = place[key]
+            key = rng.choice(sorted(place))
+        place[key] = rng.choice(ODD_VALUES)
     return case
 
 
@@ -201,8 +233,23 @@ def _check_envelope(body: bytes) -> None:
         raise BadReplyError(f"param or code is no text: {body[:2_000]!r}")
 
 
-def check_call(case: Case, response: Response) -> None:
+def check_call(example: Example, response: Response) -> None:
     """A reply to a call of an operation fits the document, too."""
+    case = example.case
     headers = {name: ", ".join(values) for name, values in response.headers.items()}
     check_reply(response.status_code, headers, response.content, is_head=False)
     case.validate_response(response, checks=CHECKS)
+    is_checked = case.path.startswith(CHECKED_ROUTES)
+    if example.is_plain and is_checked and not _depends_on_more(response):
+        case.validate_response(response, checks=[checks.positive_data_acceptance])
+        if case.media_type != "multipart/form-data":  # Whatever breaks a file makes another file.
+            case.validate_response(response, checks=[checks.negative_data_rejection])
+
+
+def _depends_on_more(response: Response) -> bool:
+    """A refusal that the document cannot know: the file's first line, the windows of the server."""
+    if response.status_code != 400:
+        return False
+    error = response.json()["error"]
+    is_window = (error["param"], error["code"]) == ("completion_window", "invalid_value")
+    return is_window or error["message"].startswith("Invalid file format")

@@ -28,9 +28,9 @@ import requests
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
-from schemathesis import APIOperation, Case
+from schemathesis import APIOperation
 
-from benchmarks.api_calls import OddCall, Things, calls, check_call, check_reply, odd_calls
+from benchmarks.api_calls import Example, OddCall, Things, calls, check_call, check_reply, odd_calls
 from benchmarks.crash_rig import CrashRig
 from benchmarks.records import Record, describe, write_records
 
@@ -90,11 +90,11 @@ class Fuzzer:
         """Call one operation."""
         tally = Tally(operation.label)
 
-        def send(case: Case) -> None:
+        def send(example: Example) -> None:
             start_s = time.monotonic()
-            response = case.call(self._url, session=self._session, timeout=TIMEOUT_S)
+            response = example.case.call(self._url, session=self._session, timeout=TIMEOUT_S)
             tally.note(response.status_code, time.monotonic() - start_s)
-            check_call(case, response)
+            check_call(example, response)
 
         tally.problem = _first_problem(calls(operation, self._things), send, num_examples)
         return tally
