@@ -21,6 +21,8 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.core.transport import Response
 from schemathesis.specs.openapi import checks
 
+Operation = APIOperation[Any, Any, Any, Any]
+AnyCase = Case[Any]
 ENVELOPE = {"message", "type", "param", "code"}
 CHECKS = [
     not_a_server_error,
@@ -116,7 +118,7 @@ class Things:
 class Example:
     """A call of an operation; one that `is_plain` is as the document made it."""
 
-    case: Case
+    case: AnyCase
     is_plain: bool
 
 
@@ -145,15 +147,13 @@ def odd_calls(paths: Sequence[str]) -> st.SearchStrategy[OddCall]:
 
 def odd_headers() -> st.SearchStrategy[dict[str, str]]:
     """A few headers with odd values."""
-    latin = st.characters(min_codepoint=33, max_codepoint=255, exclude_categories=["Cc"])
+    latin = st.characters(min_codepoint=33, max_codepoint=255, exclude_categories=["Cc", "Zs"])
     value = st.sampled_from(VALUES) | st.text(latin, min_size=1, max_size=30)
     name = st.sampled_from(HEADERS) | st.from_regex(r"x-[a-z]{1,20}", fullmatch=True)
     return st.dictionaries(name, value, max_size=3)
 
 
-def calls(
-    operation: APIOperation[Any, Any, Any, Any], things: Things
-) -> st.SearchStrategy[Example]:
+def calls(operation: Operation, things: Things) -> st.SearchStrategy[Example]:
     """Calls of one operation, good and bad ones."""
     kinds = [operation.as_strategy(GenerationMode.POSITIVE)]
     if _can_be_broken(operation):
@@ -163,9 +163,9 @@ def calls(
     twisted = st.builds(_twist, named, st.randoms(use_true_random=False))
     queries = st.dictionaries(st.text(max_size=8), st.text(max_size=8), max_size=2)
 
-    def dress(case: Case, headers: dict[str, str], query: dict[str, str]) -> Case:
-        case.headers = {**(case.headers or {}), **headers}
-        case.query = {**query, **(case.query or {})}
+    def dress(case: AnyCase, headers: dict[str, str], query: dict[str, str]) -> AnyCase:
+        case.headers.update(headers)
+        case.query = {**query, **case.query}
         return case
 
     dressed = st.builds(dress, plain | named, st.just({}) | odd_headers(), st.just({}) | queries)
@@ -173,12 +173,12 @@ def calls(
     return st.builds(Example, plain, st.just(True)) | st.builds(Example, changed, st.just(False))
 
 
-def _can_be_broken(operation: APIOperation[Any, Any, Any, Any]) -> bool:
+def _can_be_broken(operation: Operation) -> bool:
     """Whether it takes anything that can be wrong."""
     return bool(list(operation.iter_parameters()) or list(operation.body))
 
 
-def _name_what_is_there(case: Case, things: Things) -> Case:
+def _name_what_is_there(case: AnyCase, things: Things) -> AnyCase:
     """Put things that exist in the place of made-up ones."""
     known = {"file_id": things.file_id, "batch_id": things.batch_id, "model": things.model}
     for key in known.keys() & (case.path_parameters or {}).keys():
@@ -196,10 +196,11 @@ def _name_what_is_there(case: Case, things: Things) -> Case:
     return case
 
 
-def _twist(case: Case, rng: Random) -> Case:
+def _twist(case: AnyCase, rng: Random) -> AnyCase:
     """Put an odd value somewhere into a JSON body."""
     if isinstance(case.body, dict) and case.body and case.media_type == "application/json":
-        place = case.body = copy.deepcopy(case.body)
+        place: dict[str, Any] = copy.deepcopy(case.body)
+        case.body = place
         key = rng.choice(sorted(place))
         while isinstance(place[key], dict) and place[key] and rng.random() < 0.7:
             place = place[key]
