@@ -125,8 +125,8 @@ def test_only_addresses_of_this_machine_are_loopback() -> None:
         (b'{"object": "error", "message": "too long", "code": 400}', "too long"),
         (b'{"detail": [{"loc": "x"}]}', '[{"loc": "x"}]'),
         (b"Invalid HTTP request received.", "Invalid HTTP request received."),
-        (b"", "the engine answered 400"),
-        (b"{}", "the engine answered 400"),
+        (b"", "the server answered 400 Bad Request"),
+        (b"{}", "the server answered 400 Bad Request"),
     ],
 )
 def test_any_error_body_becomes_an_envelope(body: bytes, message: str) -> None:
@@ -145,7 +145,10 @@ def test_an_envelope_stays_byte_for_byte() -> None:
     [
         ({"message": "m", "type": "BadRequestError", "param": "p", "code": 400}, ("m", "p")),
         ({"message": "m", "type": "BadRequestError", "code": None, "more": 1}, ("m", None)),
-        ({"message": ["m"], "type": "BadRequestError"}, ("the engine answered 400", None)),
+        (
+            {"message": ["m"], "type": "BadRequestError"},
+            ("the server answered 400 Bad Request", None),
+        ),
     ],
 )
 def test_an_envelope_has_four_keys_with_text(
