@@ -159,7 +159,8 @@ def calls(operation: Operation, things: Things) -> st.SearchStrategy[Example]:
     if _can_be_broken(operation):
         kinds.append(operation.as_strategy(GenerationMode.NEGATIVE))
     plain = st.one_of(kinds)
-    named = plain.map(lambda case: _name_what_is_there(case, things))
+    copied = plain.map(_copy)
+    named = copied.map(lambda case: _name_what_is_there(case, things))
     twisted = st.builds(_twist, named, st.randoms(use_true_random=False))
     queries = st.dictionaries(st.text(max_size=8), st.text(max_size=8), max_size=2)
 
@@ -168,7 +169,7 @@ def calls(operation: Operation, things: Things) -> st.SearchStrategy[Example]:
         case.query = {**query, **case.query}
         return case
 
-    dressed = st.builds(dress, plain | named, st.just({}) | odd_headers(), st.just({}) | queries)
+    dressed = st.builds(dress, copied | named, st.just({}) | odd_headers(), st.just({}) | queries)
     changed = named | twisted | dressed
     return st.builds(Example, plain, st.just(True)) | st.builds(Example, changed, st.just(False))
 
@@ -178,12 +179,25 @@ def _can_be_broken(operation: Operation) -> bool:
     return bool(list(operation.iter_parameters()) or list(operation.body))
 
 
+def _copy(case: AnyCase) -> AnyCase:
+    """The same call, to be changed: schemathesis does not look at it again before it is sent."""
+    parts = {"path_parameters": case.path_parameters, "query": case.query, "cookies": case.cookies}
+    made: AnyCase = case.operation.Case(
+        **{name: dict(part or {}) for name, part in parts.items()},
+        headers=case.headers,
+        body=copy.deepcopy(case.body) if isinstance(case.body, dict | list) else case.body,
+        media_type=case.media_type,
+        multipart_content_types=case.multipart_content_types,
+    )
+    return made
+
+
 def _name_what_is_there(case: AnyCase, things: Things) -> AnyCase:
     """Put things that exist in the place of made-up ones."""
     known = {"file_id": things.file_id, "batch_id": things.batch_id, "model": things.model}
-    for key in known.keys() & (case.path_parameters or {}).keys():
+    for key in known.keys() & case.path_parameters.keys():
         case.path_parameters[key] = known[key]
-    if "after" in (case.query or {}):
+    if "after" in case.query:
         is_files = case.path == "/v1/files"
         case.query["after"] = things.file_id if is_files else things.batch_id
     if isinstance(case.body, dict):
@@ -199,8 +213,7 @@ def _name_what_is_there(case: AnyCase, things: Things) -> AnyCase:
 def _twist(case: AnyCase, rng: Random) -> AnyCase:
     """Put an odd value somewhere into a JSON body."""
     if isinstance(case.body, dict) and case.body and case.media_type == "application/json":
-        place: dict[str, Any] = copy.deepcopy(case.body)
-        case.body = place
+        place: dict[str, Any] = case.body
         key = rng.choice(sorted(place))
         while isinstance(place[key], dict) and place[key] and rng.random() < 0.7:
             place = place[key]

@@ -87,7 +87,8 @@ class Fuzzer:
     def __init__(self, url: str) -> None:
         self.url = url
         self._session = requests.Session()
-        self.schema = schemathesis.openapi.from_url(f"{url}/openapi.json", timeout=TIMEOUT_S)
+        document = self._session.get(f"{url}/openapi.json", timeout=TIMEOUT_S).json()
+        self.schema = schemathesis.openapi.from_dict(document)
         self._things = make_things(url, self._session)
 
     def operations(self) -> list[Operation]:

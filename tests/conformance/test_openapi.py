@@ -25,7 +25,7 @@ LABELS = {
     for path, item in load_document()["paths"].items()
     for method in item.keys() - {"parameters"}
 }
-DELETING_LAST = sorted(LABELS, key=lambda label: "DELETE" in label)
+DELETING_LAST = sorted(LABELS, key=lambda label: ("DELETE" in label, label))
 UNSERVED = {"POST /v1/responses"}
 """What the fake engine has not."""
 CHAT: Parts = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
