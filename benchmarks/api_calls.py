@@ -9,9 +9,8 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from random import Random
 from typing import Any
 from urllib.parse import quote
 
@@ -161,7 +160,6 @@ def calls(operation: Operation, things: Things) -> st.SearchStrategy[Example]:
     plain = st.one_of(kinds)
     copied = plain.map(_copy)
     named = copied.map(lambda case: _name_what_is_there(case, things))
-    twisted = st.builds(_twist, named, st.randoms(use_true_random=False))
     queries = st.dictionaries(st.text(max_size=8), st.text(max_size=8), max_size=2)
 
     def dress(case: AnyCase, headers: dict[str, str], query: dict[str, str]) -> AnyCase:
@@ -170,7 +168,7 @@ def calls(operation: Operation, things: Things) -> st.SearchStrategy[Example]:
         return case
 
     dressed = st.builds(dress, copied | named, st.just({}) | odd_headers(), st.just({}) | queries)
-    changed = named | twisted | dressed
+    changed = named | dressed
     return st.builds(Example, plain, st.just(True)) | st.builds(Example, changed, st.just(False))
 
 
@@ -210,16 +208,25 @@ def _name_what_is_there(case: AnyCase, things: Things) -> AnyCase:
     return case
 
 
-def _twist(case: AnyCase, rng: Random) -> AnyCase:
-    """Put an odd value somewhere into a JSON body."""
-    if isinstance(case.body, dict) and case.body and case.media_type == "application/json":
-        place: dict[str, Any] = case.body
-        key = rng.choice(sorted(place))
-        while isinstance(place[key], dict) and place[key] and rng.random() < 0.7:
-            place = place[key]
-            key = rng.choice(sorted(place))
-        place[key] = rng.choice(ODD_VALUES)
-    return case
+def odd_bodies(body: Any) -> Iterator[Any]:
+    """A JSON body with an odd value in one of its places: each value in each place."""
+    for way in _ways(body):
+        for value in ODD_VALUES:
+            changed = place = copy.deepcopy(body)
+            for key in way[:-1]:
+                place = place[key]
+            place[way[-1]] = value
+            yield changed
+
+
+def _ways(value: Any) -> Iterator[tuple[Any, ...]]:
+    """The keys and indexes that lead to each place within a value."""
+    inside: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict | list):
+        inside = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, inner in inside:
+        yield (key,)
+        yield from ((key, *way) for way in _ways(inner))
 
 
 def check_reply(status: int, headers: Mapping[str, str], body: bytes, *, is_head: bool) -> None:

@@ -17,7 +17,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +31,7 @@ from hypothesis.strategies import SearchStrategy
 from schemathesis.core.result import Ok
 
 from benchmarks.api_calls import (
+    BadReplyError,
     Example,
     OddCall,
     Operation,
@@ -38,6 +39,7 @@ from benchmarks.api_calls import (
     calls,
     check_call,
     check_reply,
+    odd_bodies,
     odd_calls,
 )
 from benchmarks.crash_rig import CrashRig
@@ -110,6 +112,20 @@ class Fuzzer:
         tally.problem = _first_problem(calls(operation, self._things), send, num_examples)
         return tally
 
+    def call_with_odd_values(self) -> Tally:
+        """Every JSON body that the document shows, with every odd value in every place of it."""
+        tally = Tally("odd values in bodies")
+        for path, body in shown_bodies(self.schema.raw_schema, self._things.model):
+            for changed in odd_bodies(body):
+                start_s = time.monotonic()
+                reply = self._session.post(self.url + path, json=changed, timeout=TIMEOUT_S)
+                tally.note(reply.status_code, time.monotonic() - start_s)
+                try:
+                    check_reply(reply.status_code, reply.headers, reply.content, is_head=False)
+                except BadReplyError as problem:
+                    tally.problem = tally.problem or f"{path} {changed!r:.1000}: {problem}"
+        return tally
+
     def call_oddly(self, num_examples: int) -> Tally:
         """Call any path with any method, as the document does not know it."""
         tally = Tally("any method, any path")
@@ -131,6 +147,16 @@ class Fuzzer:
     def close(self) -> None:
         """Close the connections."""
         self._session.close()
+
+
+def shown_bodies(document: Mapping[str, Any], model: str) -> Iterator[tuple[str, Any]]:
+    """The path and the body of each example of a JSON request, with a model that is there."""
+    for path, item in document["paths"].items():
+        body = item.get("post", {}).get("requestBody", {}).get("content", {})
+        content = body.get("application/json", {})
+        shown = [example["value"] for example in content.get("examples", {}).values()]
+        for value in shown or [content["example"]] if content else ():
+            yield path, {**value, "model": model} if "model" in value else value
 
 
 def make_things(url: str, session: requests.Session) -> Things:
@@ -189,6 +215,7 @@ def fuzz(url: str, num_examples: int) -> Iterator[Tally]:
         for operation in fuzzer.operations():
             yield fuzzer.call(operation, num_examples)
         yield fuzzer.call_oddly(num_examples)
+        yield fuzzer.call_with_odd_values()
 
 
 def main() -> int:

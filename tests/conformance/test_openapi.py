@@ -170,3 +170,11 @@ def test_random_calls_of_any_path_are_answered_well(fuzzer: Fuzzer) -> None:
 
     assert tally.problem is None, tally.problem
     assert {404, 405} <= tally.statuses.keys()
+
+
+@pytest.mark.slow
+def test_odd_values_in_bodies_are_answered_well(fuzzer: Fuzzer) -> None:
+    tally = fuzzer.call_with_odd_values()
+
+    assert tally.problem is None, tally.problem
+    assert {200, 400} <= tally.statuses.keys()
