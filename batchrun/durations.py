@@ -8,6 +8,7 @@ import re
 _UNIT_S = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
 _DURATION = re.compile(r"(?:\d+(?:\.\d+)?[dhms]\s*)+")
 _DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)([dhms])")
+_ENDLESS_S = 10**300
 _AGE = re.compile(r"(\d{1,6})([dh])")
 
 
@@ -17,8 +18,8 @@ def parse_duration_s(value: object) -> float:
     Raises ValueError, which pydantic turns into one line.
     """
     duration_s = _duration_s(value)
-    if not math.isfinite(duration_s) or duration_s <= 0:
-        raise ValueError(f"must be longer than 0 (got {value!r})")
+    if not 0 < duration_s < math.inf:
+        raise ValueError(f"must be longer than 0 and have an end (got {value!r:.100})")
     return duration_s
 
 
@@ -32,8 +33,8 @@ def parse_age_s(value: str) -> float:
 
 def _duration_s(value: object) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
+        return float(value) if abs(value) < _ENDLESS_S else math.inf
     if isinstance(value, str) and _DURATION.fullmatch(value.strip()):
         parts = _DURATION_PART.findall(value)
-        return math.fsum(float(number) * _UNIT_S[unit] for number, unit in parts)
-    raise ValueError(f"must be a duration such as 90s, 30m, 6h or 2d (got {value!r})")
+        return sum(float(number) * _UNIT_S[unit] for number, unit in parts)
+    raise ValueError(f"must be a duration such as 90s, 30m, 6h or 2d (got {value!r:.100})")

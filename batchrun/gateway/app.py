@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
 from multidict import CIMultiDictProxy
 
 from batchrun.errors import BatchrunError
+from batchrun.gateway.api_document import document_json
 from batchrun.gateway.body import read_body
 from batchrun.gateway.class_choice import choose_class
 from batchrun.gateway.daemon_calls import DaemonCalls, is_daemon_route
@@ -45,6 +47,19 @@ class Gateway:
         self._daemon = DaemonCalls(
             forwarder.session, settings.upstreams_path, body_idle_s=settings.body_idle_s
         )
+        self._own: Mapping[str, tuple[str, Handler]] = {
+            **{path: ("POST", self._generate) for path in ENGINE_ROUTES},
+            LIST_TARGET: ("GET", self._list_models),
+            "/healthz": ("GET", self._healthz),
+            "/readyz": ("GET", self._readyz),
+            "/metrics": ("GET", self._metrics),
+            "/openapi.json": ("GET", self._openapi),
+        }
+
+    @property
+    def own_routes(self) -> Mapping[str, str]:
+        """The paths that are answered here or by an engine, each with its method; models apart."""
+        return {path: method for path, (method, _) in self._own.items()}
 
     def take_over(self, upstreams: Upstreams) -> None:
         """Go on with a new list of engines and classes."""
@@ -83,18 +98,10 @@ class Gateway:
 
     def _route(self, path: str) -> tuple[str | None, Handler | None]:
         """The method that a path wants (None: whoever answers says that), and who answers."""
-        if path in ENGINE_ROUTES:
-            return "POST", self._generate
-        if path == LIST_TARGET:
-            return "GET", self._list_models
+        if path in self._own:
+            return self._own[path]
         if model_id_in(path) is not None:
             return "GET", self._retrieve_model
-        if path == "/healthz":
-            return "GET", self._healthz
-        if path == "/readyz":
-            return "GET", self._readyz
-        if path == "/metrics":
-            return "GET", self._metrics
         if is_daemon_route(path):
             return None, self._daemon.pass_on
         return None, None
@@ -142,6 +149,13 @@ class Gateway:
     async def _metrics(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
         return await metrics_response(
             self._forwarder.session, self._settings.upstreams_path, request_id=request_id
+        )
+
+    async def _openapi(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
+        return web.Response(
+            body=await asyncio.to_thread(document_json),
+            content_type="application/json",
+            headers={REQUEST_ID: request_id},
         )
 
 

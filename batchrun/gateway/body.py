@@ -58,7 +58,7 @@ def _refuse_compressed(request: web.BaseRequest) -> None:
         for value in request.headers.getall(name, [])
         for coding in value.split(",")
     }
-    if not codings <= {"identity", "chunked"}:
+    if request.body_exists and not codings <= {"identity", "chunked"}:
         raise web.HTTPUnsupportedMediaType(text="Content-Encoding is not supported; send it plain")
 
 

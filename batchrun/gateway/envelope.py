@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from http.client import responses
 
 from aiohttp import web
 
@@ -49,22 +50,26 @@ def as_envelope(status: int, body: bytes) -> bytes:
         document = json.loads(body)
     except (ValueError, RecursionError):
         text = body.decode(errors="replace").strip()
-        return error_body(status, text or f"the engine answered {status}")
+        return error_body(status, text or _unexplained(status))
     if isinstance(document, dict) and isinstance(document.get("error"), dict):
         error = _with_four_keys(document["error"], status)
         return body if document == {"error": error} else json.dumps({"error": error}).encode()
-    return error_body(status, _message_in(document) or f"the engine answered {status}")
+    return error_body(status, _message_in(document) or _unexplained(status))
 
 
 def _with_four_keys(error: dict[str, object], status: int) -> dict[str, object]:
     kind = "invalid_request_error" if status < 500 else "server_error"
     texts = {key: value for key, value in error.items() if isinstance(value, str)}
     return {
-        "message": texts.get("message") or f"the engine answered {status}",
+        "message": texts.get("message") or _unexplained(status),
         "type": texts.get("type") or kind,
         "param": texts.get("param"),
         "code": texts.get("code"),
     }
+
+
+def _unexplained(status: int) -> str:
+    return f"the server answered {status} {responses.get(status, '')}".rstrip()
 
 
 def _message_in(document: object) -> str:

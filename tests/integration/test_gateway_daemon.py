@@ -118,6 +118,15 @@ async def test_a_caller_that_hangs_up_breaks_off_at_the_daemon(tmp_path: Path) -
         await until(lambda: daemon.num_hung_up == 1)
 
 
+async def test_a_call_without_a_body_may_name_any_encoding(tmp_path: Path) -> None:
+    async with rig(tmp_path) as (daemon, gateway):
+        url, headers = gateway.url + "/v1/files", {"Content-Encoding": "gzip"}
+        async with gateway.session.get(url, headers=headers) as reply:
+            assert reply.status == 200
+
+    assert len(daemon.seen) == 1
+
+
 async def test_a_compressed_body_is_refused(tmp_path: Path) -> None:
     async with rig(tmp_path) as (daemon, gateway):
         url, headers = gateway.url + "/v1/files", {"Content-Encoding": "gzip"}

@@ -42,6 +42,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"batchrun": {"weight": 0}}, "invalid_value", "batchrun.weight"),
     ({"batchrun": {"weight": True}}, "invalid_type", "batchrun.weight"),
     ({"batchrun": {"deadline": "soon"}}, "invalid_value", "batchrun.deadline"),
+    ({"batchrun": {"deadline": 10**400}}, "invalid_value", "batchrun.deadline"),
     ({"batchrun": {"class": "x"}}, "unknown_parameter", "batchrun.class"),
 ]  # fmt: skip
 

@@ -171,8 +171,8 @@ def test_the_kernel_cuts_off_who_takes_no_byte_of_an_answer() -> None:
         (b'{"object": "error", "message": "too long", "code": 400}', "too long"),
         (b'{"detail": [{"loc": "x"}]}', '[{"loc": "x"}]'),
         (b"Invalid HTTP request received.", "Invalid HTTP request received."),
-        (b"", "the engine answered 400"),
-        (b"{}", "the engine answered 400"),
+        (b"", "the server answered 400 Bad Request"),
+        (b"{}", "the server answered 400 Bad Request"),
     ],
 )
 def test_any_error_body_becomes_an_envelope(body: bytes, message: str) -> None:
@@ -191,7 +191,10 @@ def test_an_envelope_stays_byte_for_byte() -> None:
     [
         ({"message": "m", "type": "BadRequestError", "param": "p", "code": 400}, ("m", "p")),
         ({"message": "m", "type": "BadRequestError", "code": None, "more": 1}, ("m", None)),
-        ({"message": ["m"], "type": "BadRequestError"}, ("the engine answered 400", None)),
+        (
+            {"message": ["m"], "type": "BadRequestError"},
+            ("the server answered 400 Bad Request", None),
+        ),
     ],
 )
 def test_an_envelope_has_four_keys_with_text(

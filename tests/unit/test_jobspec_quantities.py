@@ -16,7 +16,12 @@ def test_a_duration_is_read_in_seconds(text: object, duration_s: float) -> None:
     assert parse_duration_s(text) == duration_s
 
 
-@pytest.mark.parametrize("text", ["", "6", "six hours", "6w", "-1h", 0, -5, True, None, "0s"])
+ENDLESS = [10**400, float("inf"), float("nan"), "9" * 400 + "d", f"{'9' * 308}s{'9' * 308}s"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "6", "six hours", "6w", "-1h", 0, -5, True, None, "0s", *ENDLESS]
+)
 def test_what_is_no_duration_is_refused(text: object) -> None:
     with pytest.raises(ValueError, match="must be"):
         parse_duration_s(text)
