@@ -17,9 +17,8 @@ from batchrun.gateway.models import LIST_TARGET, model_id_in, model_response
 from batchrun.gateway.refusal import CallRefusedError
 from batchrun.gateway.relay import relay
 from batchrun.gateway.settings import GatewaySettings
-from batchrun.gateway.slo_classes import choose_class
+from batchrun.gateway.slo_classes import ClassBook, choose_class
 from batchrun.gateway.steered import read_call_body
-from batchrun.gateway.upstreams import UpstreamsFile
 
 ENGINE_ROUTES = frozenset({
     "/v1/chat/completions",
@@ -34,12 +33,10 @@ Handler = Callable[[web.BaseRequest, str], Awaitable[web.StreamResponse]]
 class Gateway:
     """Answers every request; it holds nothing between two of them."""
 
-    def __init__(
-        self, settings: GatewaySettings, forwarder: Forwarder, upstreams: UpstreamsFile
-    ) -> None:
+    def __init__(self, settings: GatewaySettings, forwarder: Forwarder, classes: ClassBook) -> None:
         self._settings = settings
         self._forwarder = forwarder
-        self._upstreams = upstreams
+        self._classes = classes
         self._daemon = DaemonCalls(
             forwarder.session, settings.upstreams_path, body_idle_s=settings.body_idle_s
         )
@@ -84,7 +81,7 @@ class Gateway:
 
     async def _generate(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
         limits = self._settings
-        bounds = choose_class(request.headers, None, self._upstreams.slo_classes)
+        bounds = choose_class(request.headers, None, self._classes.known)
         body = await read_body(request, max_bytes=limits.max_body_bytes, idle_s=limits.body_idle_s)
         call = Call(
             method="POST",

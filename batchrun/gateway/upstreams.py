@@ -59,18 +59,29 @@ class DaemonAt:
     gateway_key: str | None = field(default=None, repr=False)
 
 
-def read_upstreams(path: Path) -> tuple[Upstream, ...]:
-    """The engines that `path` names, in file order. Raises ConfigError with one line."""
-    return _upstreams(_read_document(path), path)
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What the file says of engines, in file order, and of the classes of calls."""
+
+    upstreams: tuple[Upstream, ...]
+    slo_classes: SloClasses
 
 
-def _upstreams(document: dict[str, Any], path: Path) -> tuple[Upstream, ...]:
+def read_listing(path: Path) -> Listing:
+    """What `path` says. Raises ConfigError with one line."""
+    document = _read_document(path)
     engines = document.get("engines")
     if not isinstance(engines, list):
         raise ConfigError(f"{path}: key `engines` must be a list")
-    return tuple(
+    upstreams = tuple(
         _upstream(entry, where=f"{path}: engines[{index}]") for index, entry in enumerate(engines)
     )
+    return Listing(upstreams, read_classes(document.get("slo_classes"), f"{path}: slo_classes"))
+
+
+def read_upstreams(path: Path) -> tuple[Upstream, ...]:
+    """The engines that `path` names, in file order. Raises ConfigError with one line."""
+    return read_listing(path).upstreams
 
 
 def find_daemon(path: Path) -> DaemonAt | None:
@@ -132,15 +143,11 @@ def _is_http_url(url: str) -> bool:
 
 
 class UpstreamsFile:
-    """Follows the file and hands each new good list to `on_change`.
+    """Follows the file and hands each new good list to `on_change`."""
 
-    `slo_classes` are those of the last good file.
-    """
-
-    def __init__(self, path: Path, on_change: Callable[[tuple[Upstream, ...]], None]) -> None:
+    def __init__(self, path: Path, on_change: Callable[[Listing], None]) -> None:
         self._path = path
         self._on_change = on_change
-        self.slo_classes: SloClasses = {}
         self._seen: tuple[int, int, int] | None = None
         self._complaint: str | None = None
 
@@ -153,17 +160,17 @@ class UpstreamsFile:
     async def refresh(self) -> None:
         """Take over the file's list if the file changed; keep the old list if it is unusable."""
         try:
-            upstreams = await asyncio.to_thread(self._read_if_changed)
+            listing = await asyncio.to_thread(self._read_if_changed)
         except ConfigError as error:
             if str(error) != self._complaint:
                 logger.warning("%s; keeping the engines known so far", error)
             self._complaint = str(error)
             return
-        if upstreams is not None:
+        if listing is not None:
             self._complaint = None
-            self._on_change(upstreams)
+            self._on_change(listing)
 
-    def _read_if_changed(self) -> tuple[Upstream, ...] | None:
+    def _read_if_changed(self) -> Listing | None:
         try:
             status = self._path.stat()
         except OSError as error:
@@ -171,8 +178,6 @@ class UpstreamsFile:
         seen = (status.st_mtime_ns, status.st_size, status.st_ino)
         if seen == self._seen:
             return None
-        document = _read_document(self._path)
-        upstreams = _upstreams(document, self._path)
-        self.slo_classes = read_classes(document.get("slo_classes"), f"{self._path}: slo_classes")
+        listing = read_listing(self._path)
         self._seen = seen
-        return upstreams
+        return listing
