@@ -17,8 +17,9 @@ from batchrun.gateway.models import LIST_TARGET, model_id_in, model_response
 from batchrun.gateway.refusal import CallRefusedError
 from batchrun.gateway.relay import relay
 from batchrun.gateway.settings import GatewaySettings
-from batchrun.gateway.slo_classes import ClassBook, choose_class
+from batchrun.gateway.slo_classes import choose_class
 from batchrun.gateway.steered import read_call_body
+from batchrun.gateway.upstreams import UpstreamsFile
 
 ENGINE_ROUTES = frozenset({
     "/v1/chat/completions",
@@ -33,10 +34,12 @@ Handler = Callable[[web.BaseRequest, str], Awaitable[web.StreamResponse]]
 class Gateway:
     """Answers every request; it holds nothing between two of them."""
 
-    def __init__(self, settings: GatewaySettings, forwarder: Forwarder, classes: ClassBook) -> None:
+    def __init__(
+        self, settings: GatewaySettings, forwarder: Forwarder, upstreams: UpstreamsFile
+    ) -> None:
         self._settings = settings
         self._forwarder = forwarder
-        self._classes = classes
+        self._upstreams = upstreams
         self._daemon = DaemonCalls(
             forwarder.session, settings.upstreams_path, body_idle_s=settings.body_idle_s
         )
@@ -81,7 +84,7 @@ class Gateway:
 
     async def _generate(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
         limits = self._settings
-        bounds = choose_class(request.headers, None, self._classes.known)
+        bounds = choose_class(request.headers, None, self._upstreams.slo_classes)
         body = await read_body(request, max_bytes=limits.max_body_bytes, idle_s=limits.body_idle_s)
         call = Call(
             method="POST",

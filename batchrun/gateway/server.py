@@ -16,8 +16,7 @@ from batchrun.gateway.balancer import Balancer
 from batchrun.gateway.forward import Forwarder, open_session
 from batchrun.gateway.protocol import GatewayServer
 from batchrun.gateway.settings import GatewaySettings
-from batchrun.gateway.slo_classes import ClassBook
-from batchrun.gateway.upstreams import Listing, UpstreamsFile
+from batchrun.gateway.upstreams import UpstreamsFile
 
 BACKLOG = 1024
 
@@ -61,17 +60,11 @@ async def serve(
     """Answer calls on `sock` until `stop` is set; then let running calls end within `drain_s`."""
     _allow_many_connections()
     balancer = Balancer()
-    classes = ClassBook()
-
-    def take_over(listing: Listing) -> None:
-        balancer.replace(listing.upstreams)
-        classes.known = listing.slo_classes
-
-    upstreams_file = UpstreamsFile(settings.upstreams_path, take_over)
+    upstreams_file = UpstreamsFile(settings.upstreams_path, balancer.replace)
     async with open_session() as session:
         await upstreams_file.refresh()
         watching = asyncio.create_task(upstreams_file.watch())
-        server = GatewayServer(Gateway(settings, Forwarder(balancer, session), classes))
+        server = GatewayServer(Gateway(settings, Forwarder(balancer, session), upstreams_file))
         runner = web.ServerRunner(server, shutdown_timeout=settings.drain_s)
         await runner.setup()
         await web.SockSite(runner, sock, backlog=BACKLOG).start()

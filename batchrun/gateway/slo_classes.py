@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeGuard
 
 from multidict import CIMultiDictProxy
@@ -25,13 +25,6 @@ class SloBounds:
 
 
 SloClasses = Mapping[str, SloBounds]
-
-
-@dataclass(slots=True)
-class ClassBook:
-    """The classes that are known now, by name: those of the last good upstreams file."""
-
-    known: SloClasses = field(default_factory=dict)
 
 
 def choose_class(

@@ -59,29 +59,18 @@ class DaemonAt:
     gateway_key: str | None = field(default=None, repr=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Listing:
-    """What the file says of engines, in file order, and of the classes of calls."""
-
-    upstreams: tuple[Upstream, ...]
-    slo_classes: SloClasses
+def read_upstreams(path: Path) -> tuple[Upstream, ...]:
+    """The engines that `path` names, in file order. Raises ConfigError with one line."""
+    return _upstreams(_read_document(path), path)
 
 
-def read_listing(path: Path) -> Listing:
-    """What `path` says. Raises ConfigError with one line."""
-    document = _read_document(path)
+def _upstreams(document: dict[str, Any], path: Path) -> tuple[Upstream, ...]:
     engines = document.get("engines")
     if not isinstance(engines, list):
         raise ConfigError(f"{path}: key `engines` must be a list")
-    upstreams = tuple(
+    return tuple(
         _upstream(entry, where=f"{path}: engines[{index}]") for index, entry in enumerate(engines)
     )
-    return Listing(upstreams, read_classes(document.get("slo_classes"), f"{path}: slo_classes"))
-
-
-def read_upstreams(path: Path) -> tuple[Upstream, ...]:
-    """The engines that `path` names, in file order. Raises ConfigError with one line."""
-    return read_listing(path).upstreams
 
 
 def find_daemon(path: Path) -> DaemonAt | None:
@@ -143,11 +132,15 @@ def _is_http_url(url: str) -> bool:
 
 
 class UpstreamsFile:
-    """Follows the file and hands each new good list to `on_change`."""
+    """Follows the file and hands each new good list to `on_change`.
 
-    def __init__(self, path: Path, on_change: Callable[[Listing], None]) -> None:
+    `slo_classes` are those of the last good file.
+    """
+
+    def __init__(self, path: Path, on_change: Callable[[tuple[Upstream, ...]], None]) -> None:
         self._path = path
         self._on_change = on_change
+        self.slo_classes: SloClasses = {}
         self._seen: tuple[int, int, int] | None = None
         self._complaint: str | None = None
 
@@ -160,17 +153,17 @@ class UpstreamsFile:
     async def refresh(self) -> None:
         """Take over the file's list if the file changed; keep the old list if it is unusable."""
         try:
-            listing = await asyncio.to_thread(self._read_if_changed)
+            upstreams = await asyncio.to_thread(self._read_if_changed)
         except ConfigError as error:
             if str(error) != self._complaint:
                 logger.warning("%s; keeping the engines known so far", error)
             self._complaint = str(error)
             return
-        if listing is not None:
+        if upstreams is not None:
             self._complaint = None
-            self._on_change(listing)
+            self._on_change(upstreams)
 
-    def _read_if_changed(self) -> Listing | None:
+    def _read_if_changed(self) -> tuple[Upstream, ...] | None:
         try:
             status = self._path.stat()
         except OSError as error:
@@ -178,6 +171,8 @@ class UpstreamsFile:
         seen = (status.st_mtime_ns, status.st_size, status.st_ino)
         if seen == self._seen:
             return None
-        listing = read_listing(self._path)
+        document = _read_document(self._path)
+        upstreams = _upstreams(document, self._path)
+        self.slo_classes = read_classes(document.get("slo_classes"), f"{self._path}: slo_classes")
         self._seen = seen
-        return listing
+        return upstreams

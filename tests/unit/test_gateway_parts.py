@@ -14,7 +14,7 @@ from batchrun.gateway.envelope import as_envelope
 from batchrun.gateway.rewriting import Rewriting
 from batchrun.gateway.settings import is_loopback, parse_listen
 from batchrun.gateway.slo_classes import SloBounds, choose_class
-from batchrun.gateway.upstreams import Listing, Upstream, UpstreamsFile, read_upstreams
+from batchrun.gateway.upstreams import Upstream, UpstreamsFile, read_upstreams
 
 ONE, TWO = Upstream("one", "http://h:1"), Upstream("two", "http://h:2")
 
@@ -54,14 +54,15 @@ def test_the_header_comes_before_the_class_of_the_key_and_that_before_the_defaul
 
 
 async def test_classes_follow_the_file_and_a_broken_one_changes_nothing(tmp_path: Path) -> None:
-    path, lists = tmp_path / "f", list[Listing]()
+    path, lists = tmp_path / "f", list[tuple[Upstream, ...]]()
     file = UpstreamsFile(path, lists.append)
     good = {"fast": {"ttft_s": 0.1, "tpot_s": 0.02, "jct_s": None}}
     for classes in (good, {"fast": {"ttft_s": 0.1}}, {"fast": 3}, ["fast"]):
         write(path, {"engines": [{"name": "one", "url": "http://h:1"}], "slo_classes": classes})
         await file.refresh()
 
-    assert lists == [Listing((ONE,), {"fast": SloBounds(0.1, 0.02)})]
+    assert file.slo_classes == {"fast": SloBounds(0.1, 0.02)}
+    assert lists == [(ONE,)]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ def test_a_wrong_list_is_one_line_that_names_the_place(
 
 
 async def test_a_broken_or_missing_file_keeps_the_last_good_list(tmp_path: Path) -> None:
-    path, lists = tmp_path / "f", list[Listing]()
+    path, lists = tmp_path / "f", list[tuple[Upstream, ...]]()
     file = UpstreamsFile(path, lists.append)
     await file.refresh()
     write(path, {"engines": [{"name": "one", "url": "http://h:1"}]})
@@ -98,7 +99,7 @@ async def test_a_broken_or_missing_file_keeps_the_last_good_list(tmp_path: Path)
     await file.refresh()
     write(path, {"engines": []})
     await file.refresh()
-    assert lists == [Listing((ONE,), {}), Listing((), {})]
+    assert lists == [(ONE,), ()]
 
 
 def test_the_engine_with_the_fewest_calls_in_flight_comes_first() -> None:
