@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -207,8 +208,9 @@ class _Drawing:
             arrival_at_s=NOW_S - self._int(0, 20) / 4,
             num_prompt_tokens=prompt,
             max_output_tokens=output + self._int(1, 200),
-            slo_ttft_s=1.0,
+            slo_ttft_s=self._draw(st.sampled_from([1.0, 1.0, 0.1, 30.0])),
             slo_tpot_s=self._draw(st.sampled_from([0.02, 0.05, 1.0])),
+            slo_jct_s=self._draw(st.sampled_from([math.inf, math.inf, 0.5, 9.0])),
             rank=self._num_requests,
             lora_id=lora,
             num_tokens=prompt + output,

@@ -201,14 +201,20 @@ def _has_more_calls(before: dict[str, Any], num: int) -> Callable[[dict[str, Any
     return lambda told: told["online"]["num_admissions"] == wanted
 
 
-@pytest.mark.parametrize("route", ["chat/completions", "completions", "responses"])
+ASKED: list[tuple[str, dict[str, Any]]] = [
+    ("chat/completions", {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}),
+    ("completions", {"prompt": "Hello", "max_tokens": 4}),
+    ("responses", {"input": "Hello", "max_output_tokens": 4}),
+]
+
+
+@pytest.mark.parametrize(("route", "asked"), ASKED)
 def test_a_class_reaches_the_engine_and_its_secret_nobody_else(
-    rig: DeploymentRig, route: str
+    rig: DeploymentRig, route: str, asked: dict[str, Any]
 ) -> None:
     before = telemetry(rig)
     nonce = Home(rig.home).hint_nonce.read_text()
-    body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
-    body |= {"model": "tiny", "prompt": "Hello", "input": "Hello", "max_tokens": 4}
+    body = asked | {"model": "tiny"}
     good = post(rig, route, body)
     bad = post(rig, route, body | {"vllm_xargs": {"mine": {"a": 1}}})
     odd = post(rig, route, body | {"temperature": "warm", "stream_options": {"include_usage": 1}})
