@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 
 from fastapi import FastAPI, Request
@@ -11,8 +12,17 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from batchrun.errors import BatchrunError, StoreFullError, StoreLockedError, StoreUnreachableError
+from batchrun.errors import (
+    BatchrunError,
+    StorageError,
+    StorageUnreachableError,
+    StoreFullError,
+    StoreLockedError,
+    StoreUnreachableError,
+)
 from batchrun.home import CONTROL_PREFIX
+
+log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 2
 PASSING = frozenset({408, 429, 502, 503, 504})
@@ -21,6 +31,8 @@ _PLAIN_WORDS: tuple[tuple[type[BatchrunError], str], ...] = (
     (StoreFullError, "the server's disk is full; nothing was changed"),
     (StoreUnreachableError, "the server's database does not answer; try again shortly"),
     (StoreLockedError, "the server's database is busy; try again shortly"),
+    (StorageUnreachableError, "the server's file storage does not answer; try again shortly"),
+    (StorageError, "the server's file storage cannot be used; the server's log has more"),
 )
 
 
@@ -76,6 +88,8 @@ def install_error_handlers(app: FastAPI) -> None:
     async def on_our_error(request: Request, error: BatchrunError) -> JSONResponse:
         if request.url.path.startswith(CONTROL_PREFIX):
             return envelope(error.http_status, str(error), code=type(error).__name__)
+        if error.http_status >= 500:
+            log.error("%s %s: %s", request.method, request.url.path, error)
         return envelope(error.http_status, _for_strangers(error))
 
     @app.exception_handler(HTTPException)

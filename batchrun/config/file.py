@@ -18,6 +18,7 @@ from batchrun.config.values import (
     Age,
     Argument,
     CompletionWindow,
+    FilesUrl,
     Listen,
     Name,
     Port,
@@ -115,6 +116,7 @@ class DeploymentFile(_Strict):
     policy: Literal["bs", "bs+e", "bs+e+s", "echo", "vllm"] = "echo"
     slo: Slo = SloConfig()
     store: StoreUrl | None = None
+    files: FilesUrl | None = None
     retention: Age | None = None
     completion_windows: Annotated[tuple[CompletionWindow, ...], Field(min_length=1)] = ("24h",)
 

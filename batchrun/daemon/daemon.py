@@ -27,6 +27,7 @@ from batchrun.daemon.steering import Steering
 from batchrun.daemon.tasks import Stage, TaskSet
 from batchrun.daemon.writer import Entry, ResultWriter
 from batchrun.errors import BatchrunError, StateError, StoreError
+from batchrun.output.file_bytes import FileBytes
 from batchrun.store import JobRecord, NewJob, Store, batches, jobs
 from batchrun.store.batches import BatchRecord, NewBatch
 from batchrun.submission import pin_anew
@@ -44,8 +45,8 @@ class Daemon:
     """Runs the jobs of one store on some engines. `run` drives it; the rest are user commands.
 
     `model_folder` holds the files of the engines' model, where they are on this machine. Results
-    are removed `retention_s` after their job's end; None keeps them. `files` is the folder of the
-    files of OpenAI's API; None: there are none, and no batches.
+    are removed `retention_s` after their job's end; None keeps them. `files` is where the bytes of
+    the files of OpenAI's API lie; None: there are none, and no batches.
     Commands raise UnknownJobError, StateError or StoreError.
     """
 
@@ -54,7 +55,7 @@ class Daemon:
     links: Path
     model_folder: Path | None = None
     retention_s: float | None = None
-    files: Path | None = None
+    files: FileBytes | None = None
     active: dict[int, ActiveJob] = field(default_factory=dict)
     stages: dict[str, Stage] = field(default_factory=dict)
     writer: ResultWriter = field(init=False)
