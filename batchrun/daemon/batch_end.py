@@ -53,6 +53,7 @@ async def end_batch(
             await _keep(store, record, found, place, progress)
         except BatchrunError as error:
             log.error("%s: its results cannot be written: %s", record.id, error)
+            progress(f"{record.state}, cannot write its results: {error}", 0, 0)
             await asyncio.sleep(RETRY_INTERVAL_S)
         else:
             await _finish(store, record, found, place)

@@ -45,9 +45,8 @@ class Daemon:
     """Runs the jobs of one store on some engines. `run` drives it; the rest are user commands.
 
     `model_folder` holds the files of the engines' model, where they are on this machine. Results
-    are removed `retention_s` after their job's end; None keeps them. `files` is where the bytes of
-    the files of OpenAI's API lie; None: there are none, and no batches.
-    Commands raise UnknownJobError, StateError or StoreError.
+    are removed `retention_s` after their job's end; None keeps them. `files` is where the files of
+    OpenAI's API lie; None: there are none, and no batches. Commands raise UnknownJobError, StateError or StoreError.
     """
 
     store: Store

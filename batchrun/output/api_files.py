@@ -34,8 +34,8 @@ def open_file_bytes(home: Home, url: str | None, store: Store) -> FileBytes:
     if recorded not in {None, url} and files.list_all(store):
         wanted = "no `files`" if url is None else f"`files` {url}"
         raise ConfigError(
-            f"the files of {home.path} are in {recorded}, and batchrun.yaml has {wanted}; name that "
-            "place there, or delete the files first"
+            f"the files of {home.path} are in {recorded}, and batchrun.yaml has {wanted}; name "
+            "that place there, or delete the files first"
         )
     if url is None:
         home.files_url_file.unlink(missing_ok=True)

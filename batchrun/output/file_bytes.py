@@ -1,10 +1,10 @@
 """Where the bytes of the files of OpenAI's API lie: in the home folder, or in object storage.
 
-New bytes are spooled: written to `spool / ID` on the local disk, whole and synced. Then comes `keep`,
-then the row in the store, then `settle`. They go by `mark`, then the row goes, then `remove`. Whoever
-dies between two of these leaves something in `spool` by which `recover` knows at the next start what
-to finish. So nothing is listed that has no bytes, and no bytes stay that nobody lists; and that takes
-no look at the rest of a bucket, where others may keep files of their own.
+New bytes are spooled: written to `spool / ID` on the local disk, whole and synced. Then comes
+`keep`, then the row in the store, then `settle`. They go by `mark`, then the row goes, then
+`remove`. Whoever dies between two of these leaves something in `spool` by which `recover` knows at
+the next start what to finish. So nothing is listed that has no bytes, and no bytes stay that nobody
+lists; and that takes no look at the rest of a bucket, where others may keep files of their own.
 """
 
 from __future__ import annotations
