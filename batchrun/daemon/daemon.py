@@ -46,7 +46,8 @@ class Daemon:
 
     `model_folder` holds the files of the engines' model, where they are on this machine. Results
     are removed `retention_s` after their job's end; None keeps them. `files` is where the files of
-    OpenAI's API lie; None: there are none, and no batches. Commands raise UnknownJobError, StateError or StoreError.
+    OpenAI's API lie; None: there are no batches. Commands raise UnknownJobError, StateError or
+    StoreError.
     """
 
     store: Store

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -254,16 +255,21 @@ def _open(url: str) -> tuple[Any, str]:
         import fsspec
 
         kind = fsspec.get_filesystem_class(scheme)
-        storage = kind(
-            **kind._get_kwargs_from_urls(url),
-            **_OPTIONS.get(scheme, {}),
-            use_listings_cache=False,
-        )
     except ImportError:
         raise ConfigError(f"{url}: reading {scheme}:// needs {LIBRARIES[scheme]}") from None
+    given = tuple(kind._get_kwargs_from_urls(url).items())
+    with explained(url):
+        return file_system(kind, scheme, given), str(kind._strip_protocol(url))
+
+
+@lru_cache(maxsize=16)
+def file_system(kind: Any, scheme: str, given: tuple[tuple[str, object], ...]) -> Any:
+    """The one client of an account, for all threads: fsspec would make one for each of them."""
+    options = {**dict(given), **_OPTIONS.get(scheme, {})}
+    storage = kind(**options, use_listings_cache=False, skip_instance_cache=True)
     if scheme == "s3":
         storage.retries = 2
-    return storage, str(kind._strip_protocol(url))
+    return storage
 
 
 def _modified_at(found: dict[str, Any]) -> float | None:
