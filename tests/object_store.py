@@ -10,13 +10,14 @@ from typing import Any
 import boto3
 from moto.server import ThreadedMotoServer
 
+from batchrun.remote import objects
 from benchmarks.ports import free_port
 
-BUCKET = "bucket"
+BUCKET, OTHER = "bucket", "other"
 
 
 class ObjectStore:
-    """moto's S3 server with one bucket."""
+    """moto's S3 server with two buckets; what names no bucket is about the first."""
 
     def __init__(self) -> None:
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -24,7 +25,8 @@ class ObjectStore:
         self._server: ThreadedMotoServer | None = None
         self.start()
         self._client = boto3.client("s3", **self._settings())
-        self._client.create_bucket(Bucket=BUCKET)
+        for name in (BUCKET, OTHER):
+            self.make_bucket(name)
 
     @property
     def url(self) -> str:
@@ -39,6 +41,7 @@ class ObjectStore:
             "AWS_SECRET_ACCESS_KEY": "verysecret",
             "AWS_DEFAULT_REGION": "us-east-1",
             "AWS_ENDPOINT_URL": self.url,
+            "AWS_MAX_ATTEMPTS": "1",
             "AWS_EC2_METADATA_DISABLED": "true",
         }
 
@@ -66,6 +69,14 @@ class ObjectStore:
         """Stop for good, and forget everything."""
         self._client.close()
         self.stop()
+
+    def make_bucket(self, name: str) -> None:
+        """Make a bucket."""
+        self._client.create_bucket(Bucket=name)
+
+    def remove_bucket(self, name: str) -> None:
+        """Remove an empty bucket."""
+        self._client.delete_bucket(Bucket=name)
 
     def write(self, key: str, content: bytes) -> str:
         """Make an object; its URL."""
@@ -113,3 +124,4 @@ def object_store_in_environment(patch: Any) -> Iterator[ObjectStore]:
         yield store
     finally:
         store.close()
+        objects.file_system.cache_clear()

@@ -40,13 +40,7 @@ RANGE_BYTES = 1 << 20
 MAX_PARTS = 9_000
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "s3": {
-        "config_kwargs": {
-            "connect_timeout": 5,
-            "read_timeout": 30,
-            "retries": {"max_attempts": 3, "mode": "standard"},
-        }
-    }
+    "s3": {"config_kwargs": {"connect_timeout": 5, "read_timeout": 30}}
 }
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from object_store import ObjectStore, object_store_in_environment
+from object_store import ObjectStore
 
 from batchrun.errors import MissingObjectError, StorageUnreachableError
 from batchrun.output.file_bytes import FileBytes, FolderBytes, ObjectBytes, local_file, pieces_of
@@ -15,16 +14,6 @@ from batchrun.store.files import new_file_id
 
 CONTENT = bytes(range(256)) * (objects.PIECE_BYTES // 128)
 """Two pieces."""
-
-
-@pytest.fixture(scope="module")
-def bucket() -> Iterator[ObjectStore]:
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        object_store_in_environment(patch) as store,
-    ):
-        yield store
-    objects.file_system.cache_clear()
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from object_store import ObjectStore, object_store_in_environment
+from object_store import ObjectStore
 
 from batchrun.errors import (
     BatchrunError,
@@ -25,15 +25,6 @@ from batchrun.remote import check_place, check_prefix, is_url, name_of, objects
 from benchmarks.ports import free_port
 
 DENIED = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
-
-
-@pytest.fixture(scope="module")
-def bucket() -> Iterator[ObjectStore]:
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        object_store_in_environment(patch) as store,
-    ):
-        yield store
 
 
 @pytest.fixture(autouse=True)
