@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -168,7 +168,7 @@ def test_a_refusal_is_lasting_trouble_and_names_no_secret(
     said: list[BatchrunError] = []
     with server_that_denies() as url:
         monkeypatch.setenv("AWS_ENDPOINT_URL", url)
-        calls = [
+        calls: list[Callable[[], object]] = [
             lambda: objects.read("s3://bucket/x", 0, 1),
             lambda: objects.put(tmp_path / "in", "s3://bucket/x"),
             lambda: objects.match("s3://bucket/x-*"),

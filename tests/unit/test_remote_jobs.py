@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -151,16 +150,20 @@ def test_a_storage_that_is_away_is_one_line_with_its_own_code(
     assert "does not answer" in said and str(bucket.port) not in said
 
 
-def test_a_batch_file_without_a_template_is_known_by_its_first_line(
-    bucket: ObjectStore, tmp_path: Path
+def test_a_batch_file_without_a_template_is_known_and_inspected(
+    bucket: ObjectStore, tmp_path: Path, cli: Cli
 ) -> None:
-    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {}}
-    bucket.write("batch/1.jsonl", json.dumps(line).encode() + b"\n" + os.urandom(3 << 20))
+    body = {"model": "m", "messages": [{"role": "user", "content": "x" * (2 << 20)}]}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    bucket.write("batch/1.jsonl", json.dumps(line).encode() + b"\n")
     (tmp_path / "job.yaml").write_text(
         "name: a\ninput: {path: s3://bucket/batch/*.jsonl}\noutput: {path: out.jsonl}\n"
     )
 
-    assert load_job_file(tmp_path / "job.yaml", cwd=tmp_path).is_openai_batch
+    code, out, err = cli("inspect", "job.yaml", "--json")
+
+    assert code == 0, err
+    assert json.loads(out)["rows"] == 1
 
 
 def test_files_that_lie_at_another_url_are_not_left_behind(tmp_path: Path) -> None:
