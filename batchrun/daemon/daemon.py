@@ -28,6 +28,7 @@ from batchrun.daemon.tasks import Stage, TaskSet
 from batchrun.daemon.writer import Entry, ResultWriter
 from batchrun.errors import BatchrunError, StateError, StoreError
 from batchrun.output.file_bytes import FileBytes
+from batchrun.remote import in_thread
 from batchrun.store import JobRecord, NewJob, Store, batches, jobs
 from batchrun.store.batches import BatchRecord, NewBatch
 from batchrun.submission import pin_anew
@@ -131,13 +132,11 @@ class Daemon:
     async def resume(self, job_id: str, *, accept_input: bool = False) -> JobRecord:
         """Go on with a paused job; `accept_input`: with its input as it is now.
 
-        Raises DataError and JobSpecError when that cannot be the job's input.
+        Raises DataError, JobSpecError and StorageError when that cannot be the job's input.
         """
+        record = await asyncio.to_thread(jobs.get, self.store, job_id)
+        pin = await in_thread(pin_anew, record, links=self.links) if accept_input else None
         async with self._commands:
-            record = await asyncio.to_thread(jobs.get, self.store, job_id)
-            pin = None
-            if accept_input:
-                pin = await asyncio.to_thread(pin_anew, record, links=self.links)
             resumed = await asyncio.to_thread(jobs.resume, self.store, record.id, pin=pin)
             self._take_up(resumed)
             return resumed

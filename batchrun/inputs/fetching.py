@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,11 +64,8 @@ def _local(
 ) -> Sequence[str]:
     if not is_url(place):
         return [place]
-    urls = [place]
-    if glob.has_magic(place) and not objects.exists(place):
-        urls = objects.match(place)
     copies: list[str] = []
-    for url in urls:
+    for url in objects.expand(place):
         folder = scratch / str(len(origins))
         folder.mkdir()
         copies.append(str(folder / name_of(url)))

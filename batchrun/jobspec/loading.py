@@ -128,7 +128,7 @@ def _first_of(inputs: tuple[str, ...]) -> str:
     first = inputs[0]
     if not is_url(first):
         return str(input_files(inputs[:1])[0])
-    return objects.match(first)[0] if glob.has_magic(first) else first
+    return objects.expand(first)[0]
 
 
 def _may_be_openai_batch(job: JobFile, inputs: tuple[str, ...]) -> bool:

@@ -8,6 +8,7 @@ neither kept nor shown. Every function raises what `failures.explained` says.
 from __future__ import annotations
 
 import errno
+import glob
 import io
 import logging
 import os
@@ -94,8 +95,15 @@ def exists(url: str) -> bool:
     return True
 
 
-def match(pattern: str) -> list[str]:
-    """The URLs of the objects that a pattern (`*`, `**`, `?`, `[...]`) matches, in sorted order."""
+def expand(place: str) -> list[str]:
+    """The URLs of the objects that a URL or a pattern (`*`, `**`, `?`, `[...]`) stands for, in
+    sorted order. Raises DataError when a pattern matches none."""
+    if not glob.has_magic(place) or exists(place):
+        return [place]
+    return _match(place)
+
+
+def _match(pattern: str) -> list[str]:
     storage, path = _open(pattern)
     try:
         with explained(pattern):
@@ -232,13 +240,13 @@ def _abort_uploads(storage: Any, path: str) -> None:
     bucket, _, key = path.partition("/")
     try:
         left = storage.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key)
-    except PermissionError:
-        return
-    for upload in left.get("Uploads", ()):
-        if upload["Key"] == key:
-            storage.call_s3(
-                "abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload["UploadId"]
-            )
+        for upload in left.get("Uploads", ()):
+            if upload["Key"] == key:
+                storage.call_s3(
+                    "abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload["UploadId"]
+                )
+    except OSError as refusal:
+        log.info("s3://%s: uploads that were killed are not cleared: %s", path, refusal)
 
 
 def _open(url: str) -> tuple[Any, str]:

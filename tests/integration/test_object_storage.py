@@ -163,7 +163,8 @@ def test_an_output_that_storage_refuses_pauses_the_job_with_the_reason(
         "output not written: s3://other/refused.jsonl: there is no such bucket",
     )
     bucket.make_bucket("other")
-    rig.ask("resume", job_id)
+    put_rows(bucket, "in/refused.parquet")
+    rig.ask("resume", job_id, "--accept-input")
     assert rig.wait_until_ended(job_id)["state"] == "completed"
 
 

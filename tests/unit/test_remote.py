@@ -126,11 +126,11 @@ def test_a_pattern_gives_its_objects_in_order(bucket: ObjectStore) -> None:
     for name in ("p/part-2.jsonl", "p/part-10.jsonl", "p/other.jsonl", "p/part-1/x.jsonl"):
         bucket.write(name, b"{}")
 
-    found = objects.match("s3://bucket/p/part-*.jsonl")
+    found = objects.expand("s3://bucket/p/part-*.jsonl")
 
     assert found == ["s3://bucket/p/part-10.jsonl", "s3://bucket/p/part-2.jsonl"]
     with pytest.raises(DataError, match=r"q-\*: no object matches"):
-        objects.match("s3://bucket/q-*")
+        objects.expand("s3://bucket/q-*")
 
 
 def test_what_is_missing_is_said_and_removing_it_is_no_error(
@@ -171,7 +171,7 @@ def test_a_refusal_is_lasting_trouble_and_names_no_secret(
         calls: list[Callable[[], object]] = [
             lambda: objects.read("s3://bucket/x", 0, 1),
             lambda: objects.put(tmp_path / "in", "s3://bucket/x"),
-            lambda: objects.match("s3://bucket/x-*"),
+            lambda: objects.expand("s3://bucket/x-*"),
         ]
         for call in calls:
             with pytest.raises(StorageError, match="s3://bucket/x") as failure:
