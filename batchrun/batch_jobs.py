@@ -6,9 +6,10 @@ from collections.abc import Collection
 from pathlib import Path
 
 from batchrun.errors import DataError
-from batchrun.inputs import InputPin, hard_link_inputs, open_input
+from batchrun.inputs import InputPin, keep_input, open_input
 from batchrun.inputs.batch_lines import BatchLines
 from batchrun.jobspec import InputSpec, JobSpec, OutputSpec
+from batchrun.output.file_bytes import FileBytes, local_file
 from batchrun.store import JobRecord, NewJob
 from batchrun.store.batches import BatchError, BatchRecord, ValidInput, new_batch_id
 from batchrun.store.files import FileRecord
@@ -63,7 +64,7 @@ def check_input(batch: BatchRecord, file: FileRecord | None) -> list[BatchError]
 
 def validate_input(
     batch: BatchRecord,
-    path: Path,
+    place: FileBytes,
     models: Collection[str],
     *,
     links: Path,
@@ -71,20 +72,26 @@ def validate_input(
 ) -> ValidInput | list[BatchError]:
     """Check every line of a batch's input, and pin it; or say what is wrong. Blocking.
 
-    The input is linked into `links`, so that the job outlives the deletion of the file at `path`.
+    The input is linked into `links`, so that the job outlives the deletion of the file. Raises
+    StorageError and StoreError.
     """
     lines = BatchLines(batch.endpoint, models)
+    file_id = batch.input_file_id
     try:
-        lines.read(path, progress)
-        if lines.errors:
-            return lines.errors
-        assert lines.model is not None
-        spec = _spec_of(batch.job, path, lines.model)
-        with open_input(spec.input) as data:
-            pin = data.pin(progress)
+        with local_file(place, file_id, scratch=links) as path:
+            lines.read(path, progress)
+            if lines.errors:
+                return lines.errors
+            assert lines.model is not None
+            spec = _spec_of(batch.job, str(path), lines.model)
+            with open_input(spec.input) as data:
+                pin = data.pin(progress)
+            is_copy = path.parent != place.spool
+            origin = place.place_of(file_id) if is_copy else str(path)
+            pin = keep_input(pin, {str(path): origin} if is_copy else {}, links)
     except (OSError, DataError):
         return [_cannot_find(batch)]
-    hard_link_inputs(pin, links)
+    spec = _spec_of(batch.job, origin, lines.model)
     return ValidInput(
         model=lines.model,
         spec=spec.model_dump_json(),
@@ -95,9 +102,9 @@ def validate_input(
     )
 
 
-def _spec_of(job: JobRecord, path: Path, model: str) -> JobSpec:
+def _spec_of(job: JobRecord, path: str, model: str) -> JobSpec:
     spec = JobSpec.model_validate_json(job.spec)
-    given = spec.input.model_copy(update={"path": (str(path),)})
+    given = spec.input.model_copy(update={"path": (path,)})
     return spec.model_copy(update={"input": given, "model": model})
 
 

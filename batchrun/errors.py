@@ -5,6 +5,7 @@
         JobSpecError             exit 2   HTTP 400   a job file: names file, line and key
         ConfigError              exit 2   HTTP 400   batchrun.yaml, a flag or BATCHRUN_*
         DataError                exit 2   HTTP 400   an input file cannot be read as described
+          MissingObjectError     exit 2   HTTP 404   object storage has no such object
         UnknownJobError          exit 2   HTTP 404
         QuotaError               exit 2   HTTP 429   more than an API key may have at once
       DaemonUnavailableError     exit 3   HTTP 503   the command needs `batchrun up`
@@ -13,6 +14,8 @@
         StoreLockedError         exit 4   HTTP 503   another process holds the store
         StoreFullError           exit 4   HTTP 507   no room left on the disk
         StoreUnreachableError    exit 4   HTTP 503   the database does not answer
+      StorageError               exit 4   HTTP 500   object storage refuses, or cannot be used
+        StorageUnreachableError  exit 4   HTTP 503   object storage does not answer
       EngineError                exit 4   HTTP 503   an engine cannot be started or reached
       JobFailedError             exit 4   HTTP 500   a job ended or paused without finishing
 
@@ -46,6 +49,12 @@ class ConfigError(InputError):
 
 class DataError(InputError):
     """An input file cannot be read as the job file describes it."""
+
+
+class MissingObjectError(DataError):
+    """Object storage has no object of this name."""
+
+    http_status = 404
 
 
 class UnknownJobError(InputError):
@@ -91,6 +100,16 @@ class StoreFullError(StoreError):
 
 class StoreUnreachableError(StoreError):
     """The database that holds the store does not answer."""
+
+    http_status = 503
+
+
+class StorageError(BatchrunError):
+    """Object storage refuses what was asked of it, or cannot be used at all."""
+
+
+class StorageUnreachableError(StorageError):
+    """Object storage does not answer; the same may work a moment later."""
 
     http_status = 503
 

@@ -35,6 +35,7 @@ class Home:
         self.path = path.expanduser().absolute()
         self.store = self.path / "store.db"
         self.store_url_file = self.path / "store-url"
+        self.files_url_file = self.path / "files-url"
         self.store_lock = self.path / "store.lock"
         self.run = self.path / "run"
         self.log = self.path / "log"
@@ -63,6 +64,15 @@ class Home:
             return self.store_url_file.read_text().strip()
         except FileNotFoundError:
             return self.store
+
+    @property
+    def files_url(self) -> str | None:
+        """Where in object storage the files of OpenAI's API lie, as `batchrun up` recorded it;
+        None for the home folder."""
+        try:
+            return self.files_url_file.read_text().strip()
+        except FileNotFoundError:
+            return None
 
     @property
     def has_store(self) -> bool:

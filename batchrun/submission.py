@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from batchrun.errors import DataError, JobSpecError
+from batchrun.errors import DataError, JobSpecError, MissingObjectError
 from batchrun.inputs import (
     InputData,
     InputPin,
@@ -13,12 +13,14 @@ from batchrun.inputs import (
     RowRenderError,
     check_columns,
     check_ids,
-    hard_link_inputs,
+    fetched_input,
+    keep_input,
     open_input,
     open_pinned,
     verify_pin,
 )
 from batchrun.jobspec import JobSpec
+from batchrun.remote import is_url, objects
 from batchrun.store import JobRecord, NewJob
 from batchrun.types import ProgressSink
 
@@ -28,11 +30,12 @@ FIRST_BYTES = 1 << 20
 
 
 def prepare_job(spec: JobSpec, *, links: Path, progress: ProgressSink | None = None) -> NewJob:
-    """Check a job against its input and pin the input (linked into `links` where possible).
+    """Check a job against its input and pin the input (linked into `links` where possible; objects
+    are copied there).
 
     Raises JobSpecError (a template or a kept column does not fit the input, or the output cannot
-    be written where it should go) and DataError (the input cannot be read, is empty, or repeats an
-    id).
+    be written where it should go), DataError (the input cannot be read, is empty, or repeats an
+    id), StorageError and StoreFullError (an object cannot be had, or there is no room for it).
     """
     _check_output_place(spec)
     pin = _pin(spec, links, progress)
@@ -63,17 +66,14 @@ def pin_anew(record: JobRecord, *, links: Path) -> str:
 
 
 def _pin(spec: JobSpec, links: Path, progress: ProgressSink | None) -> InputPin:
-    data = open_input(spec.input)
-    try:
-        template = RequestTemplate(spec, data.columns, model=spec.model)
-        check_columns(spec, data)
-        _check_first_rows(data, template)
-        check_ids(data, progress=progress)
-        pin = data.pin(progress)
-    finally:
-        data.close()
-    hard_link_inputs(pin, links)
-    return pin
+    with fetched_input(spec.input, links, progress) as (given, origins):
+        with open_input(given) as data:
+            template = RequestTemplate(spec, data.columns, model=spec.model)
+            check_columns(spec, data)
+            _check_first_rows(data, template)
+            check_ids(data, progress=progress)
+            pin = data.pin(progress)
+        return keep_input(pin, origins, links)
 
 
 def _check_first_rows(data: InputData, template: RequestTemplate) -> None:
@@ -95,6 +95,12 @@ def _check_first_rows(data: InputData, template: RequestTemplate) -> None:
 
 def _check_output_place(spec: JobSpec) -> None:
     """Raises JobSpecError now for what would else show when all the work is done."""
+    if is_url(spec.output.path):
+        try:
+            objects.check_bucket(spec.output.path)
+        except MissingObjectError as error:
+            raise JobSpecError(f"{spec.where('output.path')}: {error}") from None
+        return
     path = Path(spec.output.path)
     folder = next(parent for parent in path.parents if parent.exists())
     if path.is_dir():

@@ -6,6 +6,7 @@ import gc
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
@@ -25,6 +26,9 @@ from xdist.scheduler import LoadScopeScheduling
 from batchrun.engine import ManagedEngine, ManagedSettings
 from batchrun.engine.tiny_model import build_tiny_model
 from batchrun.store import Store, open_store
+
+if TYPE_CHECKING:
+    from object_store import ObjectStore
 
 DEPLOYMENT_FOLDERS = frozenset({"conformance", "contract", "integration"})
 FakeEngineFactory = Callable[..., Awaitable[ManagedSettings]]
@@ -156,6 +160,15 @@ def store(store_location: str | Path) -> Iterator[Store]:
     opened = open_store(store_location)
     yield opened
     opened.close()
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[ObjectStore]:
+    """An S3 server that this process and its children find, for the tests of one file."""
+    from object_store import object_store_in_environment
+
+    with pytest.MonkeyPatch.context() as patch, object_store_in_environment(patch) as made:
+        yield made
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ from batchrun.daemon import Daemon
 from batchrun.daemon.key_list import KeyList
 from batchrun.home import CONTROL_PREFIX as PREFIX
 from batchrun.home import Home
+from batchrun.output.file_bytes import FileBytes
 from batchrun.store import JobRecord, NewJob
 from batchrun.wire import PolicyName
 
@@ -67,11 +68,12 @@ class OfflineSwitch(BaseModel):
 class Edge:
     """What the routes need beside the daemon.
 
-    `token` opens the control routes, `gateway_key` those of OpenAI's API and no other. `home` holds
-    the files; `windows` are the completion windows that batches may have.
+    `token` opens the control routes, `gateway_key` those of OpenAI's API and no other. `files` is
+    where bytes lie; `windows` are the completion windows that batches may have.
     """
 
     home: Home
+    files: FileBytes
     token: str
     gateway_key: str
     windows: Sequence[str]
@@ -85,7 +87,7 @@ def make_app(daemon: Daemon, status: Status, edge: Edge) -> ASGIApp:
     install_error_handlers(app)
     _install_control(app, daemon, status, edge)
     guards = [Depends(Callers(daemon.store, edge.gateway_key).check)]
-    app.include_router(files_router(Files(daemon.store, edge.home.files), guards))
+    app.include_router(files_router(Files(daemon.store, edge.files), guards))
     batches = Batches(daemon, edge.home.results, edge.windows)
     app.include_router(batches_router(batches, guards))
     return RequestIds(app)

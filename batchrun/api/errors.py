@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 
 from fastapi import FastAPI, Request
@@ -14,11 +15,15 @@ from starlette.requests import ClientDisconnect
 from batchrun.errors import (
     BatchrunError,
     QuotaError,
+    StorageError,
+    StorageUnreachableError,
     StoreFullError,
     StoreLockedError,
     StoreUnreachableError,
 )
 from batchrun.home import CONTROL_PREFIX
+
+log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 2
 PASSING = frozenset({408, 429, 502, 503, 504})
@@ -27,6 +32,8 @@ _PLAIN_WORDS: tuple[tuple[type[BatchrunError], str], ...] = (
     (StoreFullError, "the server's disk is full; nothing was changed"),
     (StoreUnreachableError, "the server's database does not answer; try again shortly"),
     (StoreLockedError, "the server's database is busy; try again shortly"),
+    (StorageUnreachableError, "the server's file storage does not answer; try again shortly"),
+    (StorageError, "the server's file storage cannot be used; the server's log has more"),
 )
 
 
@@ -80,11 +87,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(BatchrunError)
     async def on_our_error(request: Request, error: BatchrunError) -> JSONResponse:
-        if request.url.path.startswith(CONTROL_PREFIX):
-            return envelope(error.http_status, str(error), code=type(error).__name__)
-        if isinstance(error, QuotaError):
-            return _quota_reached(error)
-        return envelope(error.http_status, _for_strangers(error))
+        return _answer(request, error)
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
@@ -109,6 +112,17 @@ def install_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def on_bug(_request: Request, _error: Exception) -> JSONResponse:
         return envelope(500, "internal error; the server's log has more")
+
+
+def _answer(request: Request, error: BatchrunError) -> JSONResponse:
+    """What the command line reads as it is, and other callers without what is not for them."""
+    if request.url.path.startswith(CONTROL_PREFIX):
+        return envelope(error.http_status, str(error), code=type(error).__name__)
+    if isinstance(error, QuotaError):
+        return _quota_reached(error)
+    if error.http_status >= 500:
+        log.error("%s %s: %s", request.method, request.url.path, error)
+    return envelope(error.http_status, _for_strangers(error))
 
 
 def _quota_reached(error: QuotaError) -> JSONResponse:

@@ -6,17 +6,21 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from fastapi import APIRouter, Request, params
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, Response
 
 from batchrun.api.callers import caller_of
+from batchrun.api.download import MEDIA_TYPE, stream_object
 from batchrun.api.errors import ApiError, AsciiJson
 from batchrun.api.objects import file_object, list_object
 from batchrun.api.upload import receive_file
 from batchrun.api.values import check_choice, limit_in
+from batchrun.errors import MissingObjectError
+from batchrun.output.api_files import remove_file
 from batchrun.output.batch_files import RESULT_PURPOSE
+from batchrun.output.file_bytes import FileBytes
+from batchrun.remote import in_thread
 from batchrun.store import Store, files
 from batchrun.store.files import FilePage, FileRecord
 
@@ -27,21 +31,24 @@ ORDERS = ("asc", "desc")
 
 
 class Files:
-    """The files of one home: rows in the store, bytes in `folder`."""
+    """The files of one home: rows in the store, bytes in `place`."""
 
-    def __init__(self, store: Store, folder: Path) -> None:
+    def __init__(self, store: Store, place: FileBytes) -> None:
         self._store = store
-        self._folder = folder
+        self._place = place
 
     async def create(self, request: Request) -> AsciiJson:
         """`POST /v1/files`. What was answered with 200 survives any crash."""
-        received = await receive_file(request, self._folder)
+        received = await receive_file(request, self._place.spool)
         received = replace(received, owner=caller_of(request).owner)
         try:
+            await in_thread(self._place.keep, received.id)
             record = await asyncio.to_thread(files.add, self._store, received, now_s=time.time())
         except BaseException:
-            (self._folder / received.id).unlink(missing_ok=True)
+            self._place.mark(received.id)
+            (self._place.spool / received.id).unlink(missing_ok=True)
             raise
+        await in_thread(self._place.settle, received.id)
         return AsciiJson(file_object(record))
 
     async def list(self, request: Request) -> AsciiJson:
@@ -70,28 +77,26 @@ class Files:
         return AsciiJson(file_object(await self._find(request, file_id)))
 
     async def delete(self, request: Request, file_id: str) -> AsciiJson:
-        """`DELETE /v1/files/{file_id}`. The row goes first: what a kill leaves on the disk belongs
-        to nobody and goes at the next start."""
+        """`DELETE /v1/files/{file_id}`. The row goes first: bytes that a kill or an absent object
+        storage leaves belong to nobody, and go later."""
         file = await self._find(request, file_id)
-        await asyncio.to_thread(files.remove, self._store, file.id)
-        await asyncio.to_thread((self._folder / file.id).unlink, missing_ok=True)
+        await in_thread(remove_file, self._store, self._place, file.id)
         return AsciiJson({"id": file.id, "object": "file", "deleted": True})
 
-    async def content(self, request: Request, file_id: str) -> FileResponse:
-        """`GET /v1/files/{file_id}/content`: the bytes, straight from the disk."""
+    async def content(self, request: Request, file_id: str) -> Response:
+        """`GET /v1/files/{file_id}/content`: the bytes, straight from where they lie."""
         file = await self._find(request, file_id)
         if file.purpose not in READABLE:
             raise ApiError(400, f"Not allowed to download files of purpose: {file.purpose}")
-        path = self._folder / file.id
         try:
-            status = await asyncio.to_thread(path.stat)
-        except FileNotFoundError:
+            where = await in_thread(self._place.locate, file.id)
+            if isinstance(where, str):
+                return await stream_object(where, file.size_bytes, _download_name(file))
+            status = await asyncio.to_thread(where.stat)
+        except (FileNotFoundError, MissingObjectError):
             raise _unknown(file_id) from None
         return FileResponse(
-            path,
-            media_type="application/octet-stream",
-            filename=_download_name(file),
-            stat_result=status,
+            where, media_type=MEDIA_TYPE, filename=_download_name(file), stat_result=status
         )
 
     async def _find(self, request: Request, file_id: str) -> FileRecord:

@@ -31,7 +31,9 @@ from batchrun.durations import parse_age_s
 from batchrun.errors import EngineError, StoreUnreachableError
 from batchrun.files import write_atomically
 from batchrun.home import DaemonAddress, Home
-from batchrun.output.api_files import remove_strays
+from batchrun.output.api_files import open_file_bytes, recover_files
+from batchrun.output.file_bytes import FileBytes
+from batchrun.scratch import remove_left_scratch
 from batchrun.store import DaemonLock, Store, StoreLock, open_for
 
 log = logging.getLogger(__name__)
@@ -69,12 +71,14 @@ def serve(deployment: Deployment, home: Home, *, on_ready: Callable[[], None]) -
         secret = {"engines": {"__all__": {"api_key"}}}
         resolved = deployment.model_dump_json(indent=2, exclude=secret)
         write_atomically(home.resolved_config, resolved.encode(), mode=0o600)
-        remove_strays(store, home.files)
+        place = open_file_bytes(home, deployment.files, store)
+        recover_files(store, place)
+        remove_left_scratch(home.inputs)
         KeyList(store, home.api_keys).write(host=split_listen(deployment.listen)[0])
         # What is imported stays: to look through it again and again would stop the loop for 70 ms.
         gc.freeze()
         try:
-            return uvloop.run(_run(deployment, home, store, lock, on_ready))
+            return uvloop.run(_run(deployment, home, (store, place), lock, on_ready))
         finally:
             home.daemon_record.unlink(missing_ok=True)
 
@@ -82,10 +86,11 @@ def serve(deployment: Deployment, home: Home, *, on_ready: Callable[[], None]) -
 async def _run(
     deployment: Deployment,
     home: Home,
-    store: Store,
+    kept: tuple[Store, FileBytes],
     lock: DaemonLock,
     on_ready: Callable[[], None],
 ) -> int:
+    store, place = kept
     listener = socket.create_server(("127.0.0.1", 0))
     address = DaemonAddress(
         os.getpid(), f"http://127.0.0.1:{listener.getsockname()[1]}", secrets.token_urlsafe(32)
@@ -94,10 +99,10 @@ async def _run(
     supervisor = Supervisor(deployment, home, DaemonUpstream(address.url, gateway_key))
     age_s = None if deployment.retention is None else parse_age_s(deployment.retention)
     daemon = Daemon(
-        store, supervisor.slots, home.inputs, deployment.model_folder(home), age_s, home.files
+        store, supervisor.slots, home.inputs, deployment.model_folder(home), age_s, place
     )
     status = Status(daemon, supervisor.gateway_url)
-    routes = Edge(home, address.token, gateway_key, deployment.completion_windows)
+    routes = Edge(home, place, address.token, gateway_key, deployment.completion_windows)
     server = _make_server(make_app(daemon, status, routes))
     write_atomically(home.daemon_record, json.dumps(asdict(address)).encode(), mode=0o600)
     ended = _catch_signals()

@@ -18,8 +18,9 @@ from batchrun.config import load_deployment, load_home
 from batchrun.durations import parse_age_s
 from batchrun.errors import InputError, StoreLockedError
 from batchrun.home import Home
-from batchrun.output.api_files import remove_expired
+from batchrun.output.api_files import file_bytes_of, remove_expired
 from batchrun.output.keeping import UnusedLink, find_unused_links
+from batchrun.scratch import remove_left_scratch
 from batchrun.store import JobRecord, Store, StoreLock, files, jobs, open_store
 from batchrun.store.files import FileRecord
 from batchrun.store.retention import body_bytes, find_removable, remove_results
@@ -57,7 +58,8 @@ def gc(
         links = _remove(store, old, home, now_s) if not dry_run else _would_go(store, old, home)
         expired = files.find_expired(store, now_s=now_s)
         if not dry_run and home.files.is_dir():
-            remove_expired(store, home.files, now_s=now_s)
+            remove_expired(store, file_bytes_of(home), now_s=now_s)
+            remove_left_scratch(home.inputs)
         is_given_back = dry_run or not unused_bytes(store) or _give_back(store, home)
     finally:
         store.close()

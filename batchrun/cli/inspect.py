@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -22,7 +23,14 @@ from batchrun.cli.results import stored_job
 from batchrun.config import load_deployment, load_home
 from batchrun.errors import InputError
 from batchrun.home import Home
-from batchrun.inputs import InputData, RequestTemplate, check_columns, check_ids, open_input
+from batchrun.inputs import (
+    InputData,
+    RequestTemplate,
+    check_columns,
+    check_ids,
+    fetched_input,
+    open_input,
+)
 from batchrun.inputs.prompts import read_prompts
 from batchrun.jobspec import JobSpec, load_job_file
 from batchrun.store import JobRecord, Store
@@ -53,7 +61,7 @@ def inspect(
     if html is not None and not html.absolute().parent.is_dir():
         raise InputError(f"--html {html}: there is no folder {html.parent}")
     home = load_home(home_path)
-    with LateProgress() as progress, _opened(target, home) as (spec, data, stored):
+    with LateProgress() as progress, _opened(target, home, progress) as (spec, data, stored):
         inspected = _inspected(spec, data, stored, home, kv_tokens, progress)
         figures = inspected.figures()
     shown = inspected.distributions()
@@ -67,11 +75,14 @@ def inspect(
 
 
 @contextmanager
-def _opened(target: str, home: Home) -> Iterator[tuple[JobSpec, InputData, Stored | None]]:
+def _opened(
+    target: str, home: Home, progress: ProgressSink
+) -> Iterator[tuple[JobSpec, InputData, Stored | None]]:
     """A job file's input as it is, or a submitted job's as it was, with what is stored of it."""
     if target.endswith(JOB_FILE_SUFFIXES):
         spec = load_job_file(Path(target), cwd=Path.cwd())
-        with open_input(spec.input) as data:
+        folder = Path(tempfile.gettempdir())
+        with fetched_input(spec.input, folder, progress) as (given, _), open_input(given) as data:
             yield spec, data, None
         return
     with stored_job(target, home) as (store, record):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +18,8 @@ from batchrun.daemon import export
 from batchrun.daemon.view import output_path, spec_of
 from batchrun.errors import InputError, StateError, UnknownJobError
 from batchrun.home import Home
+from batchrun.remote import check_place, is_url, name_of, objects
+from batchrun.scratch import scratch_folder
 from batchrun.store import JobRecord, Store, open_store
 from batchrun.store import jobs as job_records
 from batchrun.store import results as result_records
@@ -29,7 +32,10 @@ def results(
     job: JobArgument,
     *,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File to write: .parquet or .jsonl.")
+        str | None,
+        typer.Option(
+            "--output", "-o", metavar="PATH", help="File or s3:// URL to write: .parquet or .jsonl."
+        ),
     ] = None,
     partial: Annotated[
         bool, typer.Option("--partial", help="Write the rows done so far of an unfinished job.")
@@ -44,26 +50,23 @@ def results(
             _check_finished(store, record, is_copy=output is not None)
         if output is None and partial:
             raise InputError("--partial needs a file to write to: -o PATH")
-        if output is not None and output.suffix not in OUTPUT_SUFFIXES:
-            raise InputError(f"-o {output}: must end in .parquet or .jsonl")
-        if output is not None and str(output.absolute()) in spec_of(record).input.path:
-            raise InputError(f"-o {output}: would overwrite the job's input file")
+        place = output_path(record) if output is None else _checked_output(output, record)
         num_rows = record.num_rows
-        path = Path(output_path(record)) if output is None else output.absolute()
-        if output is not None or not path.exists():
+        if output is not None or not _exists(place):
             with LateProgress() as progress:
-                num_rows = export(
+                write = functools.partial(
+                    export,
                     store,
                     record,
                     links=home.inputs,
-                    path=path,
                     is_partial=partial,
                     progress=progress,
                 )
+                num_rows = _written(place, write, home)
     if as_json:
-        print_json({"id": record.id, "path": str(path), "rows": num_rows})
+        print_json({"id": record.id, "path": place, "rows": num_rows})
     else:
-        say(str(path))
+        say(place)
 
 
 def errors(
@@ -114,6 +117,34 @@ def stored_job(job: str, home: Home) -> Iterator[tuple[Store, JobRecord]]:
         yield store, job_records.get(store, job)
     finally:
         store.close()
+
+
+def _checked_output(output: str, record: JobRecord) -> str:
+    """The file or object to write, made absolute. Raises InputError."""
+    if not output.endswith(OUTPUT_SUFFIXES):
+        raise InputError(f"-o {output}: must end in .parquet or .jsonl")
+    try:
+        place = check_place(output) if is_url(output) else str(Path(output).absolute())
+    except ValueError as error:
+        raise InputError(f"-o {error}") from None
+    if place in spec_of(record).input.path:
+        raise InputError(f"-o {output}: would overwrite the job's input file")
+    return place
+
+
+def _exists(place: str) -> bool:
+    return objects.exists(place) if is_url(place) else Path(place).exists()
+
+
+def _written(place: str, write: Callable[..., int], home: Home) -> int:
+    """Write a file, or an object through one; returns its number of rows."""
+    if not is_url(place):
+        return write(path=Path(place))
+    with scratch_folder(home.inputs) as folder:
+        copy = folder / name_of(place)
+        num_rows = write(path=copy)
+        objects.put(copy, place)
+        return num_rows
 
 
 def _check_finished(store: Store, record: JobRecord, *, is_copy: bool) -> None:

@@ -19,7 +19,7 @@ from batchrun.config import load_home
 from batchrun.errors import InputError
 from batchrun.home import Home
 from batchrun.output import atomic_file
-from batchrun.output.api_files import check_contents
+from batchrun.output.api_files import check_contents, file_bytes_of
 from batchrun.output.keeping import check_files
 from batchrun.store import Violation, check_store, name_of, open_to_read, readable_jobs
 from batchrun.store.snapshot import journal_of, write_snapshot
@@ -106,7 +106,7 @@ def _violations(location: str | Path, home: Home | None, progress: ProgressSink)
         found = list(check_store(store, progress=progress))
         if home is not None and not any(violation.hides_more for violation in found):
             found += check_files(readable_jobs(store), links=home.inputs)
-            found += check_contents(store, home.files)
+            found += check_contents(store, file_bytes_of(home))
         return found
     finally:
         store.close()

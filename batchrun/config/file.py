@@ -20,6 +20,7 @@ from batchrun.config.values import (
     Argument,
     ClassName,
     CompletionWindow,
+    FilesUrl,
     Listen,
     Name,
     Port,
@@ -148,6 +149,7 @@ class DeploymentFile(_Strict):
     slo: Slo = SloConfig()
     slo_classes: dict[ClassName, SloClassConfig] = {}
     store: StoreUrl | None = None
+    files: FilesUrl | None = None
     retention: Age | None = None
     completion_windows: Annotated[tuple[CompletionWindow, ...], Field(min_length=1)] = ("24h",)
 

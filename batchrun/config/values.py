@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 
 from batchrun.durations import parse_age_s, parse_duration_s
 from batchrun.home import check_store_url
+from batchrun.remote import check_prefix
 from batchrun.types import DEFAULT_CLASS
 
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -76,5 +77,6 @@ ClassName = Annotated[Name, AfterValidator(_checked_class_name)]
 Age = Annotated[str, AfterValidator(_checked_age)]
 CompletionWindow = Annotated[str, AfterValidator(_checked_window)]
 Argument = Annotated[str, BeforeValidator(_number_as_text)]
+FilesUrl = Annotated[str, AfterValidator(check_prefix)]
 StoreUrl = Annotated[SecretStr, AfterValidator(_checked_store)]
 Url = Annotated[str, AfterValidator(_checked_url)]

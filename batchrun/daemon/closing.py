@@ -7,6 +7,7 @@ from pathlib import Path
 
 from batchrun.jobspec import JobSpec
 from batchrun.output import ResultRow, write_output
+from batchrun.remote import is_url
 from batchrun.store import JobRecord, Store, results
 from batchrun.submission import open_submitted
 from batchrun.types import JobState, ProgressSink, RowError
@@ -27,6 +28,7 @@ def export(
     progress: ProgressSink | None = None,
 ) -> int:
     """Write a job's output file (to `path`, or where its spec says); returns its number of rows.
+    An output that is an object needs a `path`, to be uploaded from.
 
     A partial one leaves out rows without a result; otherwise they carry the error of how the job
     ends. Blocking. Raises StoreFullError, InputError and DataError, and then leaves no
@@ -36,6 +38,7 @@ def export(
     spec = JobSpec.model_validate_json(record.spec)
     data = open_submitted(record, spec, links=links)
     ends_as = record.ends_as or record.state
+    assert path is not None or not is_url(spec.output.path)
     try:
         return write_output(
             Path(spec.output.path) if path is None else path,

@@ -27,6 +27,8 @@ from batchrun.daemon.steering import Steering
 from batchrun.daemon.tasks import Stage, TaskSet
 from batchrun.daemon.writer import Entry, ResultWriter
 from batchrun.errors import BatchrunError, StateError, StoreError
+from batchrun.output.file_bytes import FileBytes
+from batchrun.remote import in_thread
 from batchrun.store import JobRecord, NewJob, Store, batches, jobs
 from batchrun.store.batches import BatchRecord, NewBatch
 from batchrun.submission import pin_anew
@@ -44,9 +46,9 @@ class Daemon:
     """Runs the jobs of one store on some engines. `run` drives it; the rest are user commands.
 
     `model_folder` holds the files of the engines' model, where they are on this machine. Results
-    are removed `retention_s` after their job's end; None keeps them. `files` is the folder of the
-    files of OpenAI's API; None: there are none, and no batches.
-    Commands raise UnknownJobError, StateError or StoreError.
+    are removed `retention_s` after their job's end; None keeps them. `files` is where the files of
+    OpenAI's API lie; None: there are no batches. Commands raise UnknownJobError, StateError or
+    StoreError.
     """
 
     store: Store
@@ -54,7 +56,7 @@ class Daemon:
     links: Path
     model_folder: Path | None = None
     retention_s: float | None = None
-    files: Path | None = None
+    files: FileBytes | None = None
     active: dict[int, ActiveJob] = field(default_factory=dict)
     stages: dict[str, Stage] = field(default_factory=dict)
     writer: ResultWriter = field(init=False)
@@ -131,13 +133,11 @@ class Daemon:
     async def resume(self, job_id: str, *, accept_input: bool = False) -> JobRecord:
         """Go on with a paused job; `accept_input`: with its input as it is now.
 
-        Raises DataError and JobSpecError when that cannot be the job's input.
+        Raises DataError, JobSpecError and StorageError when that cannot be the job's input.
         """
+        record = await asyncio.to_thread(jobs.get, self.store, job_id)
+        pin = await in_thread(pin_anew, record, links=self.links) if accept_input else None
         async with self._commands:
-            record = await asyncio.to_thread(jobs.get, self.store, job_id)
-            pin = None
-            if accept_input:
-                pin = await asyncio.to_thread(pin_anew, record, links=self.links)
             resumed = await asyncio.to_thread(jobs.resume, self.store, record.id, pin=pin)
             self._take_up(resumed)
             return resumed

@@ -7,14 +7,20 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from batchrun.daemon.batch_end import end_batch
 from batchrun.daemon.closing import export
 from batchrun.daemon.patience import until_reached, until_stored
 from batchrun.daemon.tasks import Stage
+from batchrun.daemon.uploading import until_uploaded
+from batchrun.daemon.view import output_path
 from batchrun.daemon.writer import ResultWriter
 from batchrun.errors import BatchrunError, StateError
+from batchrun.output.file_bytes import FileBytes
+from batchrun.remote import in_thread, is_url, name_of, objects
+from batchrun.scratch import scratch_folder
 from batchrun.store import JobRecord, Store, jobs
 from batchrun.types import JobState
 
@@ -27,7 +33,8 @@ OUTPUT_RETRY_S = 30.0
 class JobEnd:
     """Writes output files and ends jobs. `pause(job_id, reason)`: the file cannot be written.
 
-    `files` is the folder for what batches of OpenAI's API end with; None: there are no batches.
+    `files` is where the files lie that batches of OpenAI's API end with; None: there are no
+    batches.
     """
 
     store: Store
@@ -35,7 +42,7 @@ class JobEnd:
     links: Path
     stages: dict[str, Stage]
     pause: Callable[[str, str], Awaitable[None]]
-    files: Path | None = None
+    files: FileBytes | None = None
     _closing: dict[int, asyncio.Lock] = field(default_factory=dict)
     _retry_at_s: dict[int, float] = field(default_factory=dict)
 
@@ -56,15 +63,32 @@ class JobEnd:
         assert self.files is not None
         stage = self.stages.setdefault(record.id, Stage())
         try:
-            await end_batch(self.store, record, links=self.links, folder=self.files, progress=stage)
+            await end_batch(self.store, record, links=self.links, place=self.files, progress=stage)
         finally:
             self.stages.pop(record.id, None)
+
+    async def _write(self, record: JobRecord, stage: Stage) -> None:
+        """The output file, or the object that is made of it. Who cancels a job does not wait for
+        object storage: its results can be written later."""
+        work = partial(export, self.store, record, links=self.links, progress=stage)
+        place = output_path(record)
+        if not is_url(place):
+            await until_reached(work)
+            return
+        with scratch_folder(self.links) as folder:
+            copy = folder / name_of(place)
+            await until_reached(work, path=copy)
+            upload = partial(objects.put, copy, place)
+            if record.state is JobState.FINALIZING:
+                await until_uploaded(upload, self.store, record, stage)
+            else:
+                await in_thread(upload)
 
     async def _export(self, record: JobRecord) -> None:
         stage = self.stages.setdefault(record.id, Stage())
         reason = None
         try:
-            await until_reached(export, self.store, record, links=self.links, progress=stage)
+            await self._write(record, stage)
         except BatchrunError as error:
             reason = f"output not written: {error}"
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,25 +16,30 @@ from batchrun.daemon.active_job import ActiveJob
 from batchrun.daemon.opening import take_up_job
 from batchrun.daemon.patience import until_reached, until_stored
 from batchrun.daemon.slots import Slot
-from batchrun.errors import EngineError, QuotaError, StateError
+from batchrun.errors import EngineError, QuotaError, StateError, StorageUnreachableError
+from batchrun.output.file_bytes import FileBytes
+from batchrun.remote import in_thread
 from batchrun.store import JobRecord, Store, api_keys, batches, files, jobs
 from batchrun.store.api_keys import ApiKeyRecord
-from batchrun.store.batches import BatchError, ValidInput
+from batchrun.store.batches import BatchError, BatchRecord, ValidInput
 from batchrun.types import JobState, ProgressSink
 
+log = logging.getLogger(__name__)
+
 ENGINE_INTERVAL_S = 0.5
+STORAGE_INTERVAL_S = 5.0
 
 
 @dataclass(slots=True)
 class Opener:
-    """Brings jobs into memory. `links` is the folder of pinned inputs, `files` that of the files of
-    OpenAI's API, `model_folder` that of the engines' model; see `Daemon`."""
+    """Brings jobs into memory. `links` is the folder of pinned inputs, `files` where the files of
+    OpenAI's API lie, `model_folder` that of the engines' model; see `Daemon`."""
 
     store: Store
     slots: Sequence[Slot]
     links: Path
     model_folder: Path | None
-    files: Path | None
+    files: FileBytes | None
 
     async def open(self, record: JobRecord, progress: ProgressSink) -> ActiveJob | None:
         """The job in memory; None for a batch that is not to run. Waits for the store.
@@ -67,10 +73,7 @@ class Opener:
         found: ValidInput | list[BatchError] = check_input(batch, file)
         if file is not None and not found:
             models = await self._served_models(record, progress)
-            path = self.files / file.id
-            found = await asyncio.to_thread(
-                validate_input, batch, path, models, links=self.links, progress=progress
-            )
+            found = await self._check_lines(batch, models, progress)
         with suppress(StateError):
             await self._conclude(record.id, found, owner)
         now = await until_reached(jobs.get, self.store, record.id)
@@ -90,6 +93,26 @@ class Opener:
             else:
                 return
         await until_stored(batches.fail, self.store, batch_id, found, now_s=time.time())
+
+    async def _check_lines(
+        self, batch: BatchRecord, models: set[str], progress: ProgressSink
+    ) -> ValidInput | list[BatchError]:
+        """Waits for object storage while that does not answer."""
+        assert self.files is not None
+        while True:
+            try:
+                return await in_thread(
+                    validate_input,
+                    batch,
+                    self.files,
+                    models,
+                    links=self.links,
+                    progress=progress,
+                )
+            except StorageUnreachableError as error:
+                log.warning("%s: %s", batch.job.id, error)
+                progress(f"validating, waiting for the input: {error}", 0, 0)
+                await asyncio.sleep(STORAGE_INTERVAL_S)
 
     async def _served_models(self, record: JobRecord, progress: ProgressSink) -> set[str]:
         """What the engines serve; waits for one that tells, while the job is still validated."""

@@ -7,9 +7,11 @@ import logging
 import time
 from pathlib import Path
 
-from batchrun.errors import StoreError
-from batchrun.output.api_files import remove_expired
+from batchrun.errors import StorageError, StoreError
+from batchrun.output.api_files import remove_expired, sweep_files
+from batchrun.output.file_bytes import FileBytes
 from batchrun.output.keeping import find_unused_links
+from batchrun.remote import in_thread
 from batchrun.store import Store, jobs
 from batchrun.store.retention import find_removable, remove_results
 
@@ -30,16 +32,17 @@ async def remove_old_results(store: Store, links: Path, *, age_s: float | None) 
         await asyncio.sleep(INTERVAL_S)
 
 
-async def remove_expired_files(store: Store, folder: Path | None) -> None:
-    """Remove, now and every minute, the files of OpenAI's API that have expired; cancel to end."""
-    while folder is not None:
+async def remove_expired_files(store: Store, place: FileBytes | None) -> None:
+    """Remove, now and every minute, the files of OpenAI's API that have expired, and finish what
+    object storage did not take at once; cancel to end."""
+    while place is not None:
         try:
-            removed = await asyncio.to_thread(remove_expired, store, folder, now_s=time.time())
-        except (StoreError, OSError) as error:
-            log.error("expired files could not be removed: %s", error)
-        else:
+            removed = await in_thread(remove_expired, store, place, now_s=time.time())
             for file in removed:
                 log.info("%s expired", file.id)
+            await in_thread(sweep_files, store, place)
+        except (StoreError, StorageError, OSError) as error:
+            log.error("files are not where they should be: %s", error)
         await asyncio.sleep(EXPIRY_INTERVAL_S)
 
 

@@ -2,6 +2,7 @@
 
 from batchrun.inputs.base import ROW_LIMIT_BYTES, Row
 from batchrun.inputs.data import InputData
+from batchrun.inputs.fetching import Origins, fetched_input, keep_input
 from batchrun.inputs.ids import check_ids
 from batchrun.inputs.native import native_rows, plain_json
 from batchrun.inputs.opening import check_columns, open_input, open_pinned
@@ -13,13 +14,16 @@ __all__ = [
     "ROW_LIMIT_BYTES",
     "InputData",
     "InputPin",
+    "Origins",
     "PinnedFile",
     "RequestTemplate",
     "Row",
     "RowRenderError",
     "check_columns",
     "check_ids",
+    "fetched_input",
     "hard_link_inputs",
+    "keep_input",
     "native_rows",
     "open_input",
     "open_pinned",

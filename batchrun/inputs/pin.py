@@ -6,10 +6,12 @@ import contextlib
 import os
 from pathlib import Path
 
+import xxhash
 from pydantic import BaseModel, ConfigDict
 
 from batchrun.errors import DataError
 from batchrun.inputs.pin_blocks import hash_blocks
+from batchrun.remote import is_url, name_of
 
 
 class PinnedFile(BaseModel):
@@ -45,24 +47,31 @@ def verify_pin(pin: InputPin, *, links: Path | None = None) -> None:
 
 def hard_link_inputs(pin: InputPin, folder: Path) -> None:
     """Links the files into `folder`, as far as the file system allows, so that they outlive a
-    deletion or a replacement. Links nothing across file systems."""
+    deletion or a replacement. Links nothing across file systems, and no objects."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in pin.files:
-        with contextlib.suppress(OSError):
-            os.link(file.path, _link(file, folder))
+        if not is_url(file.path):
+            with contextlib.suppress(OSError):
+                os.link(file.path, folder / link_name(file))
 
 
 def pinned_path(file: PinnedFile, links: Path | None) -> Path:
-    """Where to read a pinned file: its own path, or its link when the path shows another file."""
+    """Where to read a pinned file: its own path, or its link when the path shows another file. Of
+    an object there is nothing but the copy that stands for a link."""
     path = Path(file.path)
-    if links is None or _looks_unchanged(path, file):
+    if links is None or (not is_url(file.path) and _looks_unchanged(path, file)):
         return path
-    link = _link(file, links)
+    link = links / link_name(file)
     return link if link.exists() else path
 
 
-def _link(file: PinnedFile, folder: Path) -> Path:
-    return folder / f"{file.block_hashes[-1]}-{Path(file.path).name}"
+def link_name(file: PinnedFile) -> str:
+    """What the link to a pinned file is called. A copy of an object is the only one of its bytes,
+    so its name stands for all of them."""
+    if not is_url(file.path):
+        return f"{file.block_hashes[-1]}-{Path(file.path).name}"
+    digest = xxhash.xxh3_128_hexdigest("".join(file.block_hashes).encode())
+    return f"{digest}-{name_of(file.path)}"
 
 
 def _looks_unchanged(path: Path, file: PinnedFile) -> bool:
@@ -80,6 +89,11 @@ def _verify(file: PinnedFile, path: Path) -> None:
         size_bytes = path.stat().st_size
         now = hash_blocks(path, file.block_ends)
     except OSError as failure:
+        if is_url(file.path):
+            raise DataError(
+                f"{file.path}: the copy that was made of it at submission is gone; fetch it again "
+                "with `batchrun resume JOB --accept-input`"
+            ) from None
         raise DataError(
             f"{file.path}: the pinned input cannot be read any more: {failure.strerror}"
         ) from None

@@ -19,6 +19,7 @@ from batchrun.jobspec import (
     find_problems,
     make_environment,
 )
+from batchrun.remote import is_url
 from batchrun.types import RowError
 
 _SHOWN_CHARS = 300
@@ -108,9 +109,12 @@ def _check_columns(spec: JobSpec, compiler: Compiler, columns: Sequence[str]) ->
 
 
 def _image_folders(paths: Sequence[str]) -> list[Path]:
-    """The folders of the input files; for a glob, the part of its path before the pattern."""
+    """The folders of the input files; for a glob, the part of its path before the pattern. An
+    object has none."""
     folders: dict[Path, None] = {}
     for path in paths:
+        if is_url(path):
+            continue
         folder = Path(path).parent
         while glob.has_magic(str(folder)) and not folder.exists():
             folder = folder.parent

@@ -8,6 +8,7 @@ import io
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import IO
 
 import zstandard
 from pydantic_core import from_json
@@ -15,6 +16,7 @@ from pydantic_core import from_json
 from batchrun.errors import DataError, JobSpecError
 from batchrun.jobspec.checks import CONTENT_KEYS, content_template, find_problems
 from batchrun.jobspec.model import InputFormat, JobFile, JobSpec, Source
+from batchrun.remote import is_url, objects
 from batchrun.yaml_lines import Document, read_document, validate_document
 
 FIRST_LINE_LIMIT_BYTES = 64 << 20
@@ -49,6 +51,8 @@ def input_files(paths: Iterable[str]) -> list[Path]:
     """
     files: list[Path] = []
     for path in paths:
+        if is_url(path):
+            raise DataError(f"{path}: an object is fetched before it is read")
         if glob.has_magic(path) and not Path(path).exists():
             # pathlib's glob would also match hidden files, half-written ones among them.
             names = glob.glob(path, recursive=True)  # noqa: PTH207
@@ -61,14 +65,16 @@ def input_files(paths: Iterable[str]) -> list[Path]:
     return files
 
 
-def is_openai_batch_file(path: Path) -> bool:
-    """Whether the first line is an OpenAI batch request. Raises DataError when unreadable."""
+def is_openai_batch_file(place: str) -> bool:
+    """Whether the first line of a file or an object is an OpenAI batch request.
+
+    Raises DataError when a file is unreadable, StorageError when an object is.
+    """
     try:
-        with path.open("rb") as raw:
-            line = _first_line(path, raw)
+        line = _first_line_of(place)
     except (OSError, EOFError, zstandard.ZstdError) as failure:
         reason = getattr(failure, "strerror", None) or str(failure)
-        raise DataError(f"{path}: cannot be read: {reason}") from None
+        raise DataError(f"{place}: cannot be read: {reason}") from None
     try:
         first = from_json(line.removeprefix(b"\xef\xbb\xbf"))
     except ValueError:
@@ -76,10 +82,18 @@ def is_openai_batch_file(path: Path) -> bool:
     return isinstance(first, dict) and first.keys() >= BATCH_KEYS
 
 
-def _first_line(path: Path, raw: io.BufferedReader) -> bytes:
-    if path.suffix == ".gz":
+def _first_line_of(place: str) -> bytes:
+    if not is_url(place):
+        with Path(place).open("rb") as file:
+            return _first_line(place, file)
+    with objects.open_to_read(place) as remote:
+        return _first_line(place, remote)
+
+
+def _first_line(place: str, raw: IO[bytes]) -> bytes:
+    if place.endswith(".gz"):
         return gzip.open(raw).readline(FIRST_LINE_LIMIT_BYTES)
-    if path.suffix == ".zst":
+    if place.endswith(".zst"):
         reader = zstandard.ZstdDecompressor().stream_reader(raw)
         return io.BufferedReader(reader).readline(FIRST_LINE_LIMIT_BYTES)
     return raw.readline(FIRST_LINE_LIMIT_BYTES)
@@ -94,13 +108,13 @@ def _raise_first(document: Document, problems: Iterable[tuple[str, str]]) -> Non
 
 
 def _absolute(folder: Path, path: str) -> str:
-    return os.path.normpath(folder / Path(path).expanduser())
+    return path if is_url(path) else os.path.normpath(folder / Path(path).expanduser())
 
 
 def _format(document: Document, job: JobFile, inputs: tuple[str, ...]) -> InputFormat:
     if content_template(job) is not None or job.input.format == "openai-batch":
         return job.input.format
-    if _may_be_openai_batch(job, inputs) and is_openai_batch_file(input_files(inputs)[0]):
+    if _may_be_openai_batch(job, inputs) and is_openai_batch_file(_first_of(inputs)):
         if job.request:
             text = "an OpenAI batch file already holds whole requests"
             raise JobSpecError(f"{document.where('request')}: {text}")
@@ -108,6 +122,13 @@ def _format(document: Document, job: JobFile, inputs: tuple[str, ...]) -> InputF
     key = f"input.{CONTENT_KEYS[job.endpoint]}"
     text = "is required (only an OpenAI batch JSONL file does without)"
     raise JobSpecError(f"{document.where(key)}: {text}")
+
+
+def _first_of(inputs: tuple[str, ...]) -> str:
+    first = inputs[0]
+    if not is_url(first):
+        return str(input_files(inputs[:1])[0])
+    return objects.expand(first)[0]
 
 
 def _may_be_openai_batch(job: JobFile, inputs: tuple[str, ...]) -> bool:

@@ -20,6 +20,7 @@ from pydantic import (
 
 from batchrun.durations import parse_duration_s
 from batchrun.jobspec.quantities import FailureLimit
+from batchrun.remote import check_place
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
 InputFormat = Literal["auto", "parquet", "jsonl", "csv", "openai-batch"]
@@ -38,6 +39,10 @@ OUTPUT_COLUMNS = (
 """The columns that batchrun writes; an input column of such a name cannot be kept."""
 
 Text = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+
+
+Place = Annotated[Text, AfterValidator(check_place)]
+"""A path, or the URL of an object."""
 
 
 def _as_tuple(value: object) -> object:
@@ -63,11 +68,11 @@ class _Strict(BaseModel):
 class InputSpec(_Strict):
     """Where the rows come from and how a row becomes a request.
 
-    `path` holds paths or globs. One of `messages`, `prompt` and `input` is the template of the
-    request (which one, the endpoint says); none for an OpenAI batch file.
+    `path` holds paths, URLs of objects, or globs of either. One of `messages`, `prompt` and `input`
+    is the template of the request (which one, the endpoint says); none for an OpenAI batch file.
     """
 
-    path: Annotated[tuple[Text, ...], BeforeValidator(_as_tuple), Field(min_length=1)]
+    path: Annotated[tuple[Place, ...], BeforeValidator(_as_tuple), Field(min_length=1)]
     format: InputFormat = "auto"
     id: Text | None = None
     messages: JsonValue = None
@@ -78,7 +83,7 @@ class InputSpec(_Strict):
 class OutputSpec(_Strict):
     """Where the answers go. `keep`: input columns to join back; `body`: the whole reply too."""
 
-    path: Text
+    path: Place
     keep: tuple[Text, ...] = ()
     body: bool = False
 

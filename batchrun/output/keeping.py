@@ -7,13 +7,16 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import ValidationError
 
-from batchrun.inputs.pin import InputPin, PinnedFile, pinned_path
+from batchrun.errors import BatchrunError
+from batchrun.inputs.pin import InputPin, PinnedFile, link_name, pinned_path
 from batchrun.inputs.pin_blocks import hash_blocks
+from batchrun.remote import is_url, objects
 from batchrun.store import JobRecord, Violation
 from batchrun.types import JobState
 
@@ -53,7 +56,11 @@ def find_unused_links(
     records: Sequence[JobRecord], *, links: Path, now_s: float
 ) -> list[UnusedLink]:
     """Links to inputs in the folder `links` that no job needs: not one that runs or waits, and not
-    one whose results can still be written out. None while it is unknown what some job needs."""
+    one whose results can still be written out. None while it is unknown what some job needs.
+
+    A copy of an object is the only one: where one job is done with it, a submission under way may
+    count on it, so it goes as late as a link that no job names.
+    """
     kept: set[str] = set()
     known: set[str] = set()
     for record in records:
@@ -61,7 +68,7 @@ def find_unused_links(
         if files is None:
             return []
         names = {link_name(file) for file in files}
-        known |= names
+        known |= {link_name(file) for file in files if not is_url(file.path)}
         if record.results_removed_at is None:
             kept |= names
     found: list[UnusedLink] = []
@@ -72,11 +79,6 @@ def find_unused_links(
         if path.name in known or now_s - status.st_ctime > ORPHAN_AGE_S:
             found.append(UnusedLink(path, status.st_size if status.st_nlink == 1 else 0))
     return found
-
-
-def link_name(file: PinnedFile) -> str:
-    """What `hard_link_inputs` calls the link to a pinned file."""
-    return f"{file.block_hashes[-1]}-{Path(file.path).name}"
 
 
 def _pinned_files(record: JobRecord) -> tuple[PinnedFile, ...] | None:
@@ -108,14 +110,14 @@ def _has_output(record: JobRecord) -> bool:
     return is_written and record.results_removed_at is None
 
 
-def _output_path(record: JobRecord) -> Path:
-    return Path(json.loads(record.spec).get("output", {}).get("path", ""))
+def _output_path(record: JobRecord) -> str:
+    return str(json.loads(record.spec).get("output", {}).get("path", ""))
 
 
-def _output_faults(path: Path, record: JobRecord) -> Iterator[str]:
+def _output_faults(path: str, record: JobRecord) -> Iterator[str]:
     try:
-        num_rows = _num_rows(path)
-    except (OSError, pa.ArrowException) as failure:
+        num_rows = _num_rows_of(path)
+    except (BatchrunError, OSError, pa.ArrowException) as failure:
         problem = getattr(failure, "strerror", None) or " ".join(str(failure).split())
         yield (
             f"its output {path} cannot be read: {problem}; `batchrun results {record.id} -o PATH` "
@@ -126,8 +128,15 @@ def _output_faults(path: Path, record: JobRecord) -> Iterator[str]:
         yield f"its output {path} has {num_rows} rows, and the job has {record.num_rows}"
 
 
-def _num_rows(path: Path) -> int:
-    with path.open("rb") as file:
-        if path.suffix == ".parquet":
-            return int(pq.read_metadata(file).num_rows)
-        return sum(piece.count(b"\n") for piece in iter(lambda: file.read(_READ_BYTES), b""))
+def _num_rows_of(place: str) -> int:
+    if not is_url(place):
+        with Path(place).open("rb") as file:
+            return _num_rows(place, file)
+    with objects.open_to_read(place) as remote:
+        return _num_rows(place, remote)
+
+
+def _num_rows(place: str, file: IO[bytes]) -> int:
+    if place.endswith(".parquet"):
+        return int(pq.read_metadata(file).num_rows)
+    return sum(piece.count(b"\n") for piece in iter(lambda: file.read(_READ_BYTES), b""))

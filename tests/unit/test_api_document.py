@@ -26,6 +26,7 @@ from batchrun.gateway.callers import KeyRing
 from batchrun.gateway.door import Door
 from batchrun.gateway.forward import Forwarder, open_session
 from batchrun.gateway.settings import GatewaySettings
+from batchrun.output.file_bytes import FolderBytes
 from batchrun.store import Store
 
 DOCUMENT = load_document()
@@ -164,7 +165,7 @@ async def test_the_document_has_the_routes_that_are_there_and_no_others(
     async with open_session() as session:
         gateway = Gateway(settings, Forwarder(Balancer(), session), Door(KeyRing()))
     served = {(method, path) for path, method in gateway.own_routes.items()}
-    served |= daemon_routes(files_router(Files(store, tmp_path), []))
+    served |= daemon_routes(files_router(Files(store, FolderBytes(tmp_path)), []))
     # Of the daemon nothing is asked here.
     batches = Batches(cast(Daemon, None), tmp_path, ["24h"])
     served |= daemon_routes(batches_router(batches, []))

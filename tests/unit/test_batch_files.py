@@ -12,8 +12,9 @@ from batchrun.batch_jobs import new_batch_job
 from batchrun.inputs import open_input
 from batchrun.jobspec import InputSpec
 from batchrun.output import ResultRow
-from batchrun.output.api_files import check_contents, remove_expired, remove_strays
+from batchrun.output.api_files import check_contents, recover_files, remove_expired
 from batchrun.output.batch_files import write_batch_files
+from batchrun.output.file_bytes import FolderBytes
 from batchrun.store import Store, batches, files, open_store
 from batchrun.store.batches import BatchRecord, NewBatch, ResultFiles
 from batchrun.store.files import NewFile
@@ -127,21 +128,22 @@ def test_a_reply_of_several_lines_becomes_one(tmp_path: Path) -> None:
 
 def test_bytes_that_changed_are_found_and_strays_go(tmp_path: Path) -> None:
     folder = tmp_path / "files"
+    place = FolderBytes(folder)
     store = open_store(tmp_path / "store.db")
     folder.mkdir()
     digest = "2d711642b726b04401627ca9fbac32f5c8530fb1903cc4db02258717921a4881"
     kept = files.add(store, NewFile("a", "batch", 1, digest, 5), now_s=0.0)
     (folder / kept.id).write_bytes(b"x")
     (folder / f".{kept.id}.part").write_bytes(b"half")
-    assert list(check_contents(store, folder)) == []
+    assert list(check_contents(store, place)) == []
 
     (folder / kept.id).write_bytes(b"y")
-    (changed,) = check_contents(store, folder)
+    (changed,) = check_contents(store, place)
 
     assert "are not those that were stored" in str(changed)
-    assert remove_strays(store, folder) == 1
+    assert recover_files(store, place) == 1
     assert [path.name for path in folder.iterdir()] == [kept.id]
-    assert remove_expired(store, folder, now_s=4.9) == []
-    assert remove_expired(store, folder, now_s=5.0) == [kept]
-    assert list(folder.iterdir()) == [] == list(check_contents(store, folder))
+    assert remove_expired(store, place, now_s=4.9) == []
+    assert remove_expired(store, place, now_s=5.0) == [kept]
+    assert list(folder.iterdir()) == [] == list(check_contents(store, place))
     store.close()

@@ -16,9 +16,9 @@ from store_builders import answered, load_dump, read_tables
 from batchrun.config import DeploymentFile
 from batchrun.durations import parse_age_s
 from batchrun.errors import ConfigError, StateError
-from batchrun.inputs.pin import InputPin
+from batchrun.inputs.pin import InputPin, link_name
 from batchrun.jobspec import load_job_file
-from batchrun.output.keeping import ORPHAN_AGE_S, find_unused_links, link_name
+from batchrun.output.keeping import ORPHAN_AGE_S, find_unused_links
 from batchrun.store import (
     Counts,
     JobRecord,

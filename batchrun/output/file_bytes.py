@@ -1,0 +1,230 @@
+"""Where the bytes of the files of OpenAI's API lie: in the home folder, or in object storage.
+
+New bytes are spooled: written to `spool / ID` on the local disk, whole and synced. Then comes
+`keep`, then the row in the store, then `settle`. They go by `mark`, then the row goes, then
+`remove`. Whoever dies between two of these leaves something in `spool` by which `recover` knows at
+the next start what to finish. So nothing is listed that has no bytes, and no bytes stay that nobody
+lists; and that takes no look at the rest of a bucket, where others may keep files of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+from batchrun.errors import MissingObjectError, StorageError, StoreError
+from batchrun.files import sync_folder
+from batchrun.remote import objects
+from batchrun.scratch import scratch_folder
+from batchrun.store.files import ID_PREFIX
+
+log = logging.getLogger(__name__)
+
+IsKnown = Callable[[str], bool]
+"""Whether the store lists a file of this id, be it an expired one."""
+READ_BYTES = 1 << 20
+_ID = re.compile(rf"{ID_PREFIX}[A-Za-z0-9]+")
+
+
+class FileBytes(Protocol):
+    """The bytes of files, each under its file's id. Everything may block."""
+
+    spool: Path
+
+    def place_of(self, file_id: str) -> str:
+        """The path or URL of a file's bytes."""
+        ...
+
+    def keep(self, file_id: str) -> None:
+        """Put what was spooled where it belongs, for good once this returns.
+
+        Raises StorageError; the bytes are then in the spool, and perhaps also where they belong.
+        """
+        ...
+
+    def settle(self, file_id: str) -> None:
+        """The store lists the file: give back what was only needed until then."""
+        ...
+
+    def locate(self, file_id: str) -> Path | str:
+        """The path, or the URL, at which the bytes are. Raises MissingObjectError, StorageError."""
+        ...
+
+    def mark(self, file_id: str) -> None:
+        """Note that the bytes are to go, if the store does not list the file. Raises StoreError."""
+        ...
+
+    def remove(self, file_id: str) -> None:
+        """Remove the bytes of a marked file that the store does not list (any more). What cannot
+        be removed stays marked."""
+        ...
+
+    def recover(self, is_known: IsKnown) -> int:
+        """At the start, while nobody reads or writes files: set right what a kill left; how many
+        files that nobody lists are to go."""
+        ...
+
+    def sweep(self, is_known: IsKnown) -> None:
+        """From time to time: finish what was put off. Raises StorageError."""
+        ...
+
+
+class FolderBytes:
+    """Bytes in a folder of the home: the spool itself is where they belong."""
+
+    def __init__(self, folder: Path) -> None:
+        self.spool = folder
+
+    def place_of(self, file_id: str) -> str:
+        """The path."""
+        return str(self.spool / file_id)
+
+    def keep(self, file_id: str) -> None:
+        """They are there already."""
+
+    def settle(self, file_id: str) -> None:
+        """Nothing is given back."""
+
+    def locate(self, file_id: str) -> Path | str:
+        """The path. Raises MissingObjectError."""
+        return _existing(self.spool / file_id)
+
+    def mark(self, file_id: str) -> None:
+        """No mark is needed: what nobody lists goes at the next start."""
+
+    def remove(self, file_id: str) -> None:
+        """Remove the file."""
+        (self.spool / file_id).unlink(missing_ok=True)
+
+    def recover(self, is_known: IsKnown) -> int:
+        """Remove what nobody lists."""
+        strays = [path for path in self.spool.iterdir() if path.is_file()]
+        strays = [path for path in strays if not is_known(path.name)]
+        for path in strays:
+            path.unlink(missing_ok=True)
+        return len(strays)
+
+    def sweep(self, is_known: IsKnown) -> None:
+        """Nothing is put off."""
+
+
+class ObjectBytes:
+    """Bytes in object storage below a URL. The spool holds files on their way in, and an empty
+    `ID.gone` for each on its way out.
+
+    A file that the store lists and that still lies in the spool was there before the home had
+    object storage, or was just added: `sweep` moves it.
+    """
+
+    MARK: ClassVar[str] = ".gone"
+
+    def __init__(self, spool: Path, url: str) -> None:
+        self.spool = spool
+        self._url = url
+
+    def place_of(self, file_id: str) -> str:
+        """The URL."""
+        return f"{self._url}/{file_id}"
+
+    def keep(self, file_id: str) -> None:
+        """Upload what was spooled. Raises StorageError."""
+        objects.put(self.spool / file_id, self.place_of(file_id))
+
+    def settle(self, file_id: str) -> None:
+        """Remove the local copy."""
+        (self.spool / file_id).unlink(missing_ok=True)
+
+    def locate(self, file_id: str) -> Path | str:
+        """The URL, or the path of bytes that are yet to be moved."""
+        url = self.place_of(file_id)
+        return url if objects.exists(url) else _existing(self.spool / file_id)
+
+    def mark(self, file_id: str) -> None:
+        """Leave a mark, synced. Raises StoreError."""
+        try:
+            self._mark_of(file_id).touch()
+            sync_folder(self.spool)
+        except OSError as failure:
+            raise StoreError(f"{self.spool}: cannot be written to: {failure.strerror}") from None
+
+    def remove(self, file_id: str) -> None:
+        """Remove the object, its copy and its mark."""
+        (self.spool / file_id).unlink(missing_ok=True)
+        try:
+            objects.remove(self.place_of(file_id))
+        except StorageError as error:
+            log.warning("%s is not removed yet: %s", file_id, error)
+        else:
+            self._mark_of(file_id).unlink(missing_ok=True)
+
+    def recover(self, is_known: IsKnown) -> int:
+        """Mark what nobody lists, and unmark what was not deleted after all. Calls no storage."""
+        num_strays = 0
+        for path in list(self.spool.iterdir()):
+            file_id = path.name.removesuffix(self.MARK)
+            if not path.is_file() or (path.name == file_id and is_known(file_id)):
+                continue
+            if path.name != file_id and not is_known(file_id):
+                continue
+            if path.name == file_id and _ID.fullmatch(file_id):
+                self.mark(file_id)
+            path.unlink(missing_ok=True)
+            num_strays += path.name == file_id
+        return num_strays
+
+    def sweep(self, is_known: IsKnown) -> None:
+        """Remove what is marked, and move what lies here and is listed. Raises StorageError."""
+        for path in list(self.spool.iterdir()):
+            file_id = path.name.removesuffix(self.MARK)
+            if not _ID.fullmatch(file_id):
+                continue
+            if path.name != file_id and not is_known(file_id):
+                self.remove(file_id)
+            elif path.name == file_id and is_known(file_id):
+                self._move(file_id, is_known)
+
+    def _move(self, file_id: str, is_known: IsKnown) -> None:
+        with suppress(FileNotFoundError):
+            if not objects.exists(self.place_of(file_id)):
+                self.keep(file_id)
+        if is_known(file_id):
+            self.settle(file_id)
+        else:
+            self.mark(file_id)
+            self.remove(file_id)
+
+    def _mark_of(self, file_id: str) -> Path:
+        return self.spool / f"{file_id}{self.MARK}"
+
+
+def pieces_of(place: FileBytes, file_id: str) -> Iterator[bytes]:
+    """All bytes of a file, in order. Raises MissingObjectError, StorageError and OSError."""
+    where = place.locate(file_id)
+    if isinstance(where, str):
+        yield from objects.read_pieces(where, objects.find(where).size_bytes)
+        return
+    with where.open("rb") as file:
+        yield from iter(lambda: file.read(READ_BYTES), b"")
+
+
+@contextmanager
+def local_file(place: FileBytes, file_id: str, *, scratch: Path) -> Iterator[Path]:
+    """The bytes as a file on the local disk: the very file, or a copy in the folder `scratch` that
+    goes afterwards. Raises MissingObjectError, StorageError, StoreError."""
+    where = place.locate(file_id)
+    if isinstance(where, Path):
+        yield where
+        return
+    with scratch_folder(scratch) as folder:
+        objects.fetch(where, folder / file_id)
+        yield folder / file_id
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise MissingObjectError(f"{path}: no such file")
+    return path
