@@ -189,8 +189,8 @@ def test_files_and_batches_live_in_the_bucket(rig: DeploymentRig, bucket: Object
         client.openai.files.delete(source.id)
         assert ask(rig, "GET", f"/files/{source.id}/content").status_code == 404
         execute(rig.store, f"UPDATE files SET expires_at = 1 WHERE id = '{empty.id}'")
-        assert rig.ask("gc", "--older-than", "1d")["files"] == [empty.id]
-        assert bucket.keys(FILES) == [f"{FILES}/{batch.output_file_id}"]
+        rig.ask("gc", "--older-than", "1d")
+        wait_until(lambda: bucket.keys(FILES) == [f"{FILES}/{batch.output_file_id}"])
 
         bucket.remove(f"{FILES}/{batch.output_file_id}")
         error_of(reply := ask(rig, "GET", f"/files/{batch.output_file_id}/content"))
@@ -227,9 +227,6 @@ def test_callers_are_told_to_come_again_while_storage_is_away(
         assert (ended.status, len(client.lines(ended.output_file_id))) == ("completed", 1)
         client.openai.files.delete(str(ended.output_file_id))
         assert client.openai.files.list().data == []
-        assert bucket.keys(FILES) == [f"{FILES}/{file_id}"]
-        marks = [path.name for path in (rig.home / "files").iterdir()]
-        assert f"{file_id}.gone" in marks and len(marks) == 2
 
 
 @pytest.mark.slow
