@@ -63,7 +63,7 @@ def load_parquet(path: Path) -> Trace:
     try:
         return Trace(
             **values,
-            duration_s=float(about["duration_s"]),
+            duration_s=float(str(about["duration_s"])),
             prefix=_prefix(table, about),
             source=str(about["source"]),
         )

@@ -141,14 +141,14 @@ class Trace:
         first, after = np.searchsorted(self.arrival_s, (start_s, end_s), side="left")
         part = self.take(np.arange(first, after))
         arrival_s = part.arrival_s - start_s
-        return replace(
-            part, arrival_s=arrival_s, duration_s=beyond(end_s - start_s, arrival_s)
-        )
+        return replace(part, arrival_s=arrival_s, duration_s=beyond(end_s - start_s, arrival_s))
 
 
 def beyond(duration_s: float, arrival_s: Floats) -> float:
     """`duration_s`, or the next number after the last arrival where rounding has passed it."""
-    return max(duration_s, math.nextafter(arrival_s[-1], math.inf)) if len(arrival_s) else duration_s
+    return (
+        max(duration_s, math.nextafter(arrival_s[-1], math.inf)) if len(arrival_s) else duration_s
+    )
 
 
 def _duration_s(arrival_s: Floats) -> float:
@@ -166,7 +166,7 @@ def _problem_of(trace: Trace) -> str | None:
         return "as many prompt and output lengths as arrivals are needed"
     if not math.isfinite(trace.duration_s) or trace.duration_s < 0:
         return f"the duration is {trace.duration_s} s"
-    if num and not (0 <= times_s[0] and times_s[-1] < trace.duration_s):
+    if num and not (times_s[0] >= 0 and times_s[-1] < trace.duration_s):
         return "arrivals must lie in [0, duration)"
     for array, wrong, what in (
         (times_s[1:], ~(np.diff(times_s) >= 0), "arrives before the one above it"),
