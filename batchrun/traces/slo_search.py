@@ -1,7 +1,8 @@
 """How much of a trace an engine can serve: the rate is scaled until online calls alone are in time.
 
 Echo scales the arrivals of its trace before the runs "so that it will not violate the SLO in a
-workload only including online tasks" (sections 7.1 and 7.2); how it searches is not told, and we bisect.
+workload only including online tasks" (sections 7.1 and 7.2); how it searches is not told. We
+bisect.
 """
 
 from __future__ import annotations

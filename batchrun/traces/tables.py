@@ -20,6 +20,8 @@ from batchrun.traces.trace import Floats, Ints
 
 MAX_LINE_BYTES = 16 << 20
 BLOCK_BYTES = 8 << 20
+EPOCH_NS = 1_577_836_800 * 10**9
+"""The beginning of 2020."""
 GZIP_MAGIC = b"\x1f\x8b"
 
 Column = TypeVar("Column", Floats, Ints)
@@ -109,10 +111,13 @@ def seconds(texts: pa.Array) -> Floats:
 
 
 def instants(texts: pa.Array) -> Floats:
-    """Seconds since the epoch from ISO 8601 texts; those without a zone count as UTC."""
+    """Seconds since `EPOCH_NS` from ISO 8601 texts; those without a zone count as UTC.
+
+    Recent instants are exact to 0.03 us so, where seconds since 1970 would be to 0.24 us.
+    """
     plain = pc.replace_substring_regex(texts, r"(Z|[+-]00:?00)$", "")
     nanoseconds: Ints = plain.cast(pa.timestamp("ns")).cast(pa.int64()).to_numpy()
-    return nanoseconds / 1e9
+    return (nanoseconds - EPOCH_NS) / 1e9
 
 
 def _batches(file: BinaryIO, path: Path, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
