@@ -20,6 +20,7 @@ from batchrun.api.batches import Batches, batches_router
 from batchrun.api.errors import install_error_handlers
 from batchrun.api.files import Files, files_router
 from batchrun.api.metrics import MetricsPage
+from batchrun.api.recording import install_recording
 from batchrun.api.request_ids import RequestIds
 from batchrun.api.status import Status
 from batchrun.daemon import Daemon
@@ -143,6 +144,7 @@ def _install_control(app: FastAPI, daemon: Daemon, status: Status, token: str) -
         return {"id": record.id, "state": str(record.state)}
 
     _install_switches(app, daemon, guarded)
+    install_recording(app, daemon, guarded)
 
 
 def _install_switches(app: FastAPI, daemon: Daemon, guarded: Sequence[params.Depends]) -> None:

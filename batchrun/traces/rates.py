@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from batchrun.errors import DataError
 from batchrun.traces.trace import Floats, Ints, Trace, beyond
@@ -68,13 +69,14 @@ class RateSeries:
 
     @classmethod
     def steady(
-        cls, start_s: Floats, end_s: float, rate_per_s: Floats, *, cv: float = 1.0
+        cls, start_s: ArrayLike, end_s: float, rate_per_s: ArrayLike, *, cv: float = 1.0
     ) -> RateSeries:
         """Rates with gamma gaps of one coefficient of variation, and a chat's lengths."""
-        num = len(start_s)
+        starts_s, rates = np.asarray(start_s, np.float64), np.asarray(rate_per_s, np.float64)
+        num = len(starts_s)
         families = [GapFamily.GAMMA] * num
         shape = np.full(num, 1 / cv**2)
-        return cls(start_s, end_s, rate_per_s, shape, families, [CallLengths()] * num)
+        return cls(starts_s, end_s, rates, shape, families, [CallLengths()] * num)
 
     @property
     def expected_calls(self) -> float:
@@ -186,8 +188,7 @@ def splice_day(
     `rate_per_s` is that of each window of `window_s`, `cv` the coefficient of variation of gaps.
     """
     num = len(rate_per_s)
-    starts_s = np.arange(num, dtype=np.float64) * window_s
-    series = RateSeries.steady(starts_s, num * window_s, rate_per_s, cv=cv)
+    series = RateSeries.steady(np.arange(num) * window_s, num * window_s, rate_per_s, cv=cv)
     return draw_trace([series], seed=seed, like=trace, source=trace.source)
 
 

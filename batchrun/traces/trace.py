@@ -143,6 +143,11 @@ class Trace:
         arrival_s = part.arrival_s - start_s
         return replace(part, arrival_s=arrival_s, duration_s=beyond(end_s - start_s, arrival_s))
 
+    def shifted(self, later_s: float, duration_s: float) -> Trace:
+        """All calls `later_s` later, in a trace that lasts `duration_s`."""
+        arrival_s = self.arrival_s + later_s
+        return replace(self, arrival_s=arrival_s, duration_s=beyond(duration_s, arrival_s))
+
 
 def beyond(duration_s: float, arrival_s: Floats) -> float:
     """`duration_s`, or the next number after the last arrival where rounding has passed it."""
