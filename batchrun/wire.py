@@ -11,7 +11,7 @@ import hmac
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 CHANNEL_VARIABLE = "BATCHRUN_CHANNEL"
 """The environment variable that tells an engine the path of its sockets, without their endings."""
@@ -179,7 +179,7 @@ class Answer(Struct, frozen=True):
     token_budget: int
     is_offline_on: bool
     error: str | None = None
-    recording: Recording | None = None
+    recording: Recording | UnsetType = UNSET
 
 
 class OrdersError(ValueError):

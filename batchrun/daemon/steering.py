@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from msgspec import UNSET
+
 from batchrun.daemon.engine_link import EngineLink
 from batchrun.errors import StateError
 from batchrun.wire import MAX_JOBS, Answer, Orders, PolicyName, Recording
@@ -92,7 +94,8 @@ class Steering:
         self._recording_until_s = time.monotonic() + RECORDING_LEASE_S
         answers = await self.tell_all(numbers)
         return {
-            name: None if answer is None else answer.recording for name, answer in answers.items()
+            name: None if answer is None or answer.recording is UNSET else answer.recording
+            for name, answer in answers.items()
         }
 
     async def tell_all(self, numbers: Mapping[str, int] | None = None) -> dict[str, Answer | None]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from msgspec import UNSET, UnsetType
+
 from batchrun.vllm_plugin.call_recorder import CallRecorder
 from batchrun.wire import Answer, Orders, OrdersError, Recording, encode, read_orders
 
@@ -57,7 +59,7 @@ class Control:
             return self._answer(orders.number, refusal)
         self.calls.switch(on=orders.is_recording)
         is_asked = orders.is_recording and orders.calls_from is not None
-        recording = self.calls.collect(orders.calls_from or 0) if is_asked else None
+        recording = self.calls.collect(orders.calls_from or 0) if is_asked else UNSET
         return self._answer(orders.number, None, recording)
 
     def take(self) -> tuple[InForce, Orders] | None:
@@ -85,7 +87,9 @@ class Control:
         self._inbox.append((wanted, orders))
         return None
 
-    def _answer(self, number: int, error: str | None, recording: Recording | None = None) -> bytes:
+    def _answer(
+        self, number: int, error: str | None, recording: Recording | UnsetType = UNSET
+    ) -> bytes:
         now = self.in_force
         answer = Answer(number, now.policy, now.token_budget, now.is_offline_on, error, recording)
         return encode(answer)

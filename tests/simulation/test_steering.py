@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Callable
 
-import msgspec
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -26,13 +25,12 @@ from batchrun.vllm_plugin.virtual import (
     draw_calls,
     draw_job,
 )
-from batchrun.vllm_plugin.virtual.requests import Arrival, RequestRecord, token_id
+from batchrun.vllm_plugin.virtual.requests import Arrival, token_id
 from batchrun.vllm_plugin.virtual.setup import NONCE
 from batchrun.vllm_plugin.virtual.workload import JobShape
 from batchrun.wire import (
     Answer,
     Orders,
-    RecordedCall,
     Telemetry,
     encode,
     read_answer,
@@ -278,38 +276,6 @@ def test_what_is_counted_is_what_the_clients_saw() -> None:
     assert end.shared.gaps_s + end.alone.gaps_s == pytest.approx(gaps_s)
     late = [record for record in online if record.token_times_s[0] > record.arrival_at_s + 1.0]
     assert end.slo.num_late_first_tokens == len(late)
-
-
-@pytest.mark.parametrize("policy", ["bs", "echo"])
-def test_a_recording_has_every_online_call_from_its_start_on(policy: str) -> None:
-    rig = Rig(policy)
-    rig.run_until(3.0)
-    assert rig.order().recording is None
-    calls: list[RecordedCall] = []
-    for until_s in (3.0, 10.0, 10.0, math.inf):
-        rig.run_until(until_s)
-        told = rig.order(is_recording=True, calls_from=len(calls)).recording
-        assert told is not None and told.first_number == len(calls)
-        calls += told.calls
-        open_s = [r.arrival_at_s for r in online_of(rig) if 3 < r.arrival_at_s < rig.engine.now_s]
-        ended = {call.arrived_at for call in calls}
-        assert told.oldest_open_at == min((at for at in open_s if at not in ended), default=None)
-    stopped = rig.order(), rig.order(is_recording=True, calls_from=0)
-
-    expected = [
-        (record.arrival_at_s, record.num_prompt_tokens, len(record.output_token_ids))
-        for record in online_of(rig)
-        if record.arrival_at_s > 3.0
-    ]
-    assert len(expected) > 20
-    assert sorted(msgspec.structs.astuple(call) for call in calls) == expected
-    assert stopped[0].recording is None
-    assert stopped[1].recording is not None and stopped[1].recording.calls == ()
-
-
-def online_of(rig: Rig) -> list[RequestRecord]:
-    records = (record for record in rig.engine.records.values() if record.is_online)
-    return sorted(records, key=lambda record: record.arrival_at_s)
 
 
 def test_step_times_are_summed_beside_their_predictions() -> None:
