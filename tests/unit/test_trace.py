@@ -15,7 +15,9 @@ from batchrun.traces import (
     Load,
     PrefixBlocks,
     RateSearch,
+    RateSeries,
     Trace,
+    draw_trace,
     find_peak,
     fit_rate,
     load_parquet,
@@ -133,6 +135,12 @@ def test_the_peak_lies_where_the_tokens_are() -> None:
         find_peak(trace, 0)
 
 
+def test_a_window_does_not_hold_its_own_end() -> None:
+    trace = Trace.of([0, 1, 5], [10, 10, 15], [1, 1, 1])
+    assert find_peak(trace, 1).start_s == 5
+    assert find_peak(trace, 1.5).start_s == 0
+
+
 def test_stratified_windows_stand_for_the_whole_trace() -> None:
     trace = poisson(20_000)
     for seed in (None, 1):
@@ -209,6 +217,11 @@ def test_a_day_is_spliced_from_rates_and_the_calls_of_a_trace() -> None:
         (10, 1), (20, 2), (30, 3)
     }  # fmt: skip
     assert splice_day(trace, tide, seed=3).arrival_s.tolist() == day.arrival_s.tolist()
+
+
+def test_what_is_left_of_a_gap_is_waited_for_in_the_next_window() -> None:
+    series = RateSeries.steady(np.arange(4_000), 4_000, np.full(4_000, 0.1))
+    assert len(draw_trace([series], seed=1)) == pytest.approx(400, rel=0.15)
 
 
 @pytest.mark.parametrize("border", [0.03, 0.7, 1.0, 5.3])
