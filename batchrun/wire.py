@@ -11,7 +11,7 @@ import hmac
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 CHANNEL_VARIABLE = "BATCHRUN_CHANNEL"
 """The environment variable that tells an engine the path of its sockets, without their endings."""
@@ -20,6 +20,7 @@ ORDERS_SUFFIX = ".orders"
 
 MAX_MESSAGE_BYTES = 65_536
 MAX_JOBS = 1_024
+MAX_CALLS_SENT = 1_000
 
 PolicyName = Literal["bs", "bs+e", "bs+e+s", "echo"]
 JobName = Annotated[str, Meta(max_length=128)]
@@ -128,7 +129,8 @@ class Orders(Struct, frozen=True):
 
     `nonce` is the hints' secret. `epoch` is the start of the daemon and `number` counts its
     orders. `policy` and `token_budget` None: as the engine was started. `renew` and `forget` name
-    the jobs whose hints count for another lease, or no longer.
+    the jobs whose hints count for another lease, or no longer. `is_recording`: keep arrival and
+    lengths of online calls; with `calls_from` the answer has those from this number on.
     """
 
     nonce: Annotated[str, Meta(max_length=256)]
@@ -139,12 +141,37 @@ class Orders(Struct, frozen=True):
     is_offline_on: bool = True
     renew: JobNames = ()
     forget: JobNames = ()
+    is_recording: bool = False
+    calls_from: Annotated[int, Meta(ge=0)] | None = None
+
+
+class RecordedCall(Struct, frozen=True, array_like=True):
+    """An online call that has ended; `arrived_at` in UTC epoch seconds."""
+
+    arrived_at: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+class Recording(Struct, frozen=True):
+    """Online calls in the order of their ends, numbered from 0; the first here is `first_number`.
+
+    `id` differs with every start of the engine and of recording: numbers begin anew with it.
+    There may be more than the `MAX_CALLS_SENT` of one answer. `oldest_open_at` is the arrival of
+    the first of the calls that are recorded and have not ended, None without any.
+    """
+
+    id: str
+    first_number: int
+    calls: tuple[RecordedCall, ...] = ()
+    oldest_open_at: float | None = None
 
 
 class Answer(Struct, frozen=True):
     """What is in force from the engine's next step on; with `error`, the orders changed nothing.
 
-    `number` is that of the orders, 0 when they could not be read.
+    `number` is that of the orders, 0 when they could not be read. `recording` answers orders that
+    ask for calls.
     """
 
     number: int
@@ -152,6 +179,7 @@ class Answer(Struct, frozen=True):
     token_budget: int
     is_offline_on: bool
     error: str | None = None
+    recording: Recording | UnsetType = UNSET
 
 
 class OrdersError(ValueError):

@@ -22,6 +22,7 @@ from batchrun.api.control_keys import install_key_routes
 from batchrun.api.errors import install_error_handlers
 from batchrun.api.files import Files, files_router
 from batchrun.api.metrics import MetricsPage
+from batchrun.api.recording import install_recording
 from batchrun.api.request_ids import RequestIds
 from batchrun.api.status import Status
 from batchrun.daemon import Daemon
@@ -141,6 +142,7 @@ def _install_control(app: FastAPI, daemon: Daemon, status: Status, edge: Edge) -
 
     _install_switches(app, daemon, guarded)
     install_key_routes(app, KeyList(daemon.store, api_keys), guarded)
+    install_recording(app, daemon, guarded)
 
 
 def _install_switches(app: FastAPI, daemon: Daemon, guarded: Sequence[params.Depends]) -> None:

@@ -18,10 +18,11 @@ from batchrun.calibration import (
 )
 from batchrun.cli.console import LateProgress, print_json, say
 from batchrun.cli.daemon_client import DaemonClient
+from batchrun.cli.new_file import prepare_file
 from batchrun.cli.options import ConfigOption, HomeOption, JsonOption, ModelOption
 from batchrun.config import load_deployment, load_home
 from batchrun.daemon.profiles import profile_path
-from batchrun.errors import InputError, StateError
+from batchrun.errors import StateError
 from batchrun.estimator import CalibrationProfile
 from batchrun.files import write_atomically
 
@@ -54,7 +55,7 @@ def calibrate(
     index = choose_engine(deployment, engine)
     path = output or profile_path(deployment, deployment.engines[index], home)
     home.create()
-    _prepare(path)
+    prepare_file(path)
     with LateProgress() as progress:
         measured = asyncio.run(calibrate_engine(deployment, home, index, progress))
     write_atomically(path, measured.profile.to_json().encode())
@@ -63,18 +64,6 @@ def calibrate(
         return
     for line in _lines(measured, path):
         say(line)
-
-
-def _prepare(path: Path) -> None:
-    """Make the folder before minutes are spent. Raises InputError when nothing can be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path.with_name(f".{path.name}.probe"), b"")
-        path.with_name(f".{path.name}.probe").unlink()
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror}") from error
-    if path.is_dir():
-        raise InputError(f"{path}: is a folder; name a file")
 
 
 def _document(measured: Measured, path: Path) -> dict[str, object]:

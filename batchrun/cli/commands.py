@@ -30,6 +30,7 @@ COMMANDS = {
     "inspect": "inspect:inspect",
     "calibrate": "calibrate:calibrate",
     "keys": "keys:keys_app",
+    "trace": "trace:trace_app",
     "store": "store:store_app",
     "gc": "gc:gc",
     "doctor": "doctor:doctor",

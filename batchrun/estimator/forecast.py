@@ -8,11 +8,11 @@ from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
 
+from batchrun.estimator.minute_tops import MINUTE_S, MinuteTops
+
 DEFAULT_WINDOW_S = 900
 LEAST_DATA_S = 300
 """Below so many seconds of data there is no forecast; the caller then reserves 15 %."""
-
-_MINUTE_S = 60
 
 
 class ForecastRule(StrEnum):
@@ -28,10 +28,16 @@ class ForecastRule(StrEnum):
     The work that the reserve decides on ends within seconds, so it need not make room for a burst
     that comes in a minute.
     """
+    MINUTE_MAX = "minute-max"
+    """mean + k * sigma of the highest use within each minute, a minute beginning every second.
+
+    The paper's rule takes the same of single seconds, which half of all minutes exceed somewhere.
+    """
 
 
 GROWTH_HORIZON_S = 2
 DEFAULT_QUANTILES = {ForecastRule.QUANTILE: 0.98, ForecastRule.GROWTH: 0.9}
+DEFAULT_SIGMAS = {ForecastRule.MEAN_SIGMA: 2.0, ForecastRule.MINUTE_MAX: 3.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +67,18 @@ class KvForecast:
         window_s: int = DEFAULT_WINDOW_S,
         least_data_s: int = LEAST_DATA_S,
         rule: ForecastRule = ForecastRule.MEAN_SIGMA,
-        sigmas: float = 2.0,
+        sigmas: float | None = None,
         quantile: float | None = None,
     ) -> None:
-        """`sigmas` is for MEAN_SIGMA, `quantile` (0 to 1) for the others, which have a default.
+        """`sigmas` is for MEAN_SIGMA and MINUTE_MAX, `quantile` (0 to 1) for the others; None is
+        the rule's default.
 
         Raises ValueError when the window is shorter than the least data or a value is off range.
         """
         if quantile is None:
             quantile = DEFAULT_QUANTILES.get(rule, 0.0)
+        if sigmas is None:
+            sigmas = DEFAULT_SIGMAS.get(rule, 0.0)
         if not 0 < least_data_s <= window_s or sigmas < 0 or not 0 <= quantile <= 1:
             raise ValueError("forecast: needs 0 < least_data_s <= window_s, sigmas >= 0, 0..1")
         self._window_s = window_s
@@ -80,6 +89,7 @@ class KvForecast:
         self._maxima: deque[int] = deque()
         self._measures: deque[int] = deque()
         self._sorted: list[int] = []
+        self._tops = MinuteTops(window_s)
         self._total = 0
         self._total_squares = 0
         self._second: int | None = None
@@ -134,6 +144,8 @@ class KvForecast:
         elif self._rule is ForecastRule.GROWTH and len(self._maxima) > GROWTH_HORIZON_S:
             latest = [self._maxima[-i] for i in range(1, GROWTH_HORIZON_S + 2)]
             self._measure(max(latest) - latest[-1])
+        elif self._rule is ForecastRule.MINUTE_MAX:
+            self._tops.end_second(max_blocks)
         if len(self._maxima) > self._window_s:
             oldest = self._maxima.popleft()
             self._total -= oldest
@@ -154,6 +166,8 @@ class KvForecast:
         if self._rule is ForecastRule.MEAN_SIGMA:
             variance = (num * self._total_squares - self._total * self._total) / (num * num)
             return self._total / num + self._sigmas * math.sqrt(variance)
+        if self._rule is ForecastRule.MINUTE_MAX:
+            return self._tops.mean_plus(self._sigmas)
         base = self._maxima[-1] if self._rule is ForecastRule.GROWTH else 0
         return base + self._quantile_blocks()
 
@@ -197,7 +211,7 @@ class _MinuteCheck:
             self._forecast_blocks = forecast_blocks
         self._seconds += 1
         self._top_blocks = max(self._top_blocks, max_blocks)
-        if self._seconds == _MINUTE_S:
+        if self._seconds == MINUTE_S:
             if self._forecast_blocks is not None:
                 self._minutes += 1
                 self._covered_minutes += self._top_blocks <= self._forecast_blocks

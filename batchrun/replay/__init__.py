@@ -1,7 +1,7 @@
 """Online traffic to measure with: a trace of arrivals, sent to a chat endpoint on time."""
 
-from batchrun.replay.azure import load_azure_trace
 from batchrun.replay.client import ReplayTarget, replay
+from batchrun.replay.recorded import arrivals_of
 from batchrun.replay.results import OnlineResult, summarize
 from batchrun.replay.trace import Arrival, TokenRange, TraceShape, generate_trace
 
@@ -11,8 +11,8 @@ __all__ = [
     "ReplayTarget",
     "TokenRange",
     "TraceShape",
+    "arrivals_of",
     "generate_trace",
-    "load_azure_trace",
     "replay",
     "summarize",
 ]

@@ -11,10 +11,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from batchrun.errors import BatchrunError, ConfigError
-from batchrun.replay.azure import AzureScale, load_azure_trace
 from batchrun.replay.client import ReplayTarget, replay
+from batchrun.replay.recorded import arrivals_of
 from batchrun.replay.results import OnlineResult, Summary, summarize
 from batchrun.replay.trace import Arrival, TraceShape, generate_trace
+from batchrun.traces import Drawing, read_trace, scale_lengths, scale_rate
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,10 +61,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--burst-period-s", type=float, default=30.0)
     add("--burst-length-s", type=float, default=5.0)
     add("--seed", type=int, default=0)
-    add("--azure", type=Path, metavar="CSV", help="take times and lengths from an Azure trace")
-    add("--azure-start-s", type=float, default=0.0)
-    add("--azure-keep-every", type=int, default=1, help="thin the trace to each n-th call")
-    add("--azure-token-scale", type=float, default=1.0, help="multiply both lengths by this")
+    add("--trace", type=Path, metavar="FILE", help="take times and lengths from a recorded trace")
+    add("--trace-start-s", type=float, default=0.0)
+    add("--trace-scale-rate", type=float, default=1.0, help="send so many times the calls")
+    add("--trace-scale-tokens", type=float, default=1.0, help="multiply both lengths by this")
     add("--timeout-s", type=float, default=120.0, help="a call longer than this has failed")
     add("--slo-ttft-s", type=float, default=1.0)
     add("--slo-tpot-s", type=float, default=0.05)
@@ -72,17 +73,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _arrivals(options: argparse.Namespace) -> list[Arrival]:
-    for flag in ("duration_s", "burst_period_s", "timeout_s", "azure_keep_every"):
+    for flag in ("duration_s", "burst_period_s", "timeout_s"):
         if getattr(options, flag) <= 0:
             raise ConfigError(f"--{flag.replace('_', '-')} must be above 0")
-    if options.azure is not None:
-        scale = AzureScale(
-            start_s=options.azure_start_s,
-            duration_s=options.duration_s,
-            keep_every=options.azure_keep_every,
-            tokens=options.azure_token_scale,
-        )
-        return load_azure_trace(options.azure, seed=options.seed, scale=scale)
+    if options.trace is not None:
+        return _recorded(options)
     shape = TraceShape(
         duration_s=options.duration_s,
         rate_per_s=options.rate_per_s,
@@ -91,6 +86,15 @@ def _arrivals(options: argparse.Namespace) -> list[Arrival]:
         burst_length_s=options.burst_length_s,
     )
     return generate_trace(shape, seed=options.seed)
+
+
+def _recorded(options: argparse.Namespace) -> list[Arrival]:
+    drawing = Drawing(seed=options.seed)
+    start_s, seed = options.trace_start_s, options.seed
+    trace = read_trace(options.trace, drawing=drawing)
+    trace = trace.between(start_s, start_s + options.duration_s)
+    trace = scale_rate(trace, options.trace_scale_rate, seed=seed)
+    return arrivals_of(scale_lengths(trace, options.trace_scale_tokens), seed=seed)
 
 
 def _write_json(path: Path, summary: Summary, results: Sequence[OnlineResult]) -> None:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from batchrun.wire import Answer, Orders, OrdersError, encode, read_orders
+from msgspec import UNSET, UnsetType
+
+from batchrun.vllm_plugin.call_recorder import CallRecorder
+from batchrun.wire import Answer, Orders, OrdersError, Recording, encode, read_orders
+
+MAX_WAITING = 256
+"""Orders that wait for the next step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +29,8 @@ class Control:
     `started` is what the engine was started with: the most that its token budget may be, and what
     holds where orders leave something open. `least_tokens` is the smallest budget: a token for
     each request that may run, as vLLM asks. `refusal` is why this engine cannot be planned, if it
-    cannot; then `bs` with offline work on is all that it accepts.
+    cannot; then `bs` with offline work on is all that it accepts. `calls` records online calls
+    while orders ask for it.
     """
 
     def __init__(
@@ -34,7 +41,9 @@ class Control:
         self._nonce = nonce
         self._refusal = refusal
         self._newest = (-1, -1)
-        self._inbox: deque[tuple[InForce, Orders]] = deque()
+        # The newest orders alone count, so an engine that sleeps long may lose older ones.
+        self._inbox: deque[tuple[InForce, Orders]] = deque(maxlen=MAX_WAITING)
+        self.calls = CallRecorder()
         self.in_force = started
         self.num_malformed = 0
 
@@ -45,7 +54,13 @@ class Control:
         except OrdersError as error:
             self.num_malformed += 1
             return self._answer(0, str(error))
-        return self._answer(orders.number, self._accept(orders))
+        refusal = self._accept(orders)
+        if refusal is not None:
+            return self._answer(orders.number, refusal)
+        self.calls.switch(on=orders.is_recording)
+        is_asked = orders.is_recording and orders.calls_from is not None
+        recording = self.calls.collect(orders.calls_from or 0) if is_asked else UNSET
+        return self._answer(orders.number, None, recording)
 
     def take(self) -> tuple[InForce, Orders] | None:
         """The next accepted orders, once each, oldest first; None while there are none. O(1)."""
@@ -72,6 +87,9 @@ class Control:
         self._inbox.append((wanted, orders))
         return None
 
-    def _answer(self, number: int, error: str | None) -> bytes:
+    def _answer(
+        self, number: int, error: str | None, recording: Recording | UnsetType = UNSET
+    ) -> bytes:
         now = self.in_force
-        return encode(Answer(number, now.policy, now.token_budget, now.is_offline_on, error))
+        answer = Answer(number, now.policy, now.token_budget, now.is_offline_on, error, recording)
+        return encode(answer)

@@ -34,7 +34,7 @@ class PluginSettings(_Strict):
 
     `reserve`: share (0 to 1) of all KV blocks kept for online bursts, or `forecast`.
     `forecast_rule`, `forecast_window_s`, `forecast_sigmas`: what the forecast is made of, the
-    window that it looks back on, and the k of mean + k * sigma.
+    window that it looks back on, and the k of mean + k * sigma (None: the rule's own).
     `profile`: the file of `batchrun calibrate` that the step-time models start from.
     `channel`: whether to open the channel to the daemon that the environment names.
     `record_steps`: a file to record every step to, in the place of learning from it.
@@ -46,7 +46,7 @@ class PluginSettings(_Strict):
     reserve: Annotated[float, Field(ge=0, lt=1)] | Literal["forecast"] = "forecast"
     forecast_rule: ForecastRule = ForecastRule.GROWTH
     forecast_window_s: Annotated[int, Field(ge=300)] = 900
-    forecast_sigmas: Annotated[float, Field(ge=0)] = 2.0
+    forecast_sigmas: Annotated[float, Field(ge=0)] | None = None
     profile: str | None = None
     channel: bool = True
     record_steps: str | None = None

@@ -59,11 +59,17 @@ class Steering:
         self.meter.arrived(view)
         if isinstance(hint, Hint):
             self._labels[view.request_id] = make_label(hint.job, hint.row)
+        elif self.control.calls.is_on:
+            arrived_at = view.arrival_at_s + self._scheduler.wall_offset_s
+            self.control.calls.arrived(view.request_id, arrived_at)
 
     def left(self, view: RequestView) -> None:
         """A request has ended; the output of its last step may still be read."""
         self.meter.ending[view.request_id] = view
         self._labels.pop(view.request_id, None)
+        if self.control.calls.is_on:
+            lengths = view.num_prompt_tokens, view.handle.num_output_tokens
+            self.control.calls.ended(view.request_id, *lengths)
 
     def obey(self) -> None:
         """Work by the orders that have come in since the last step. O(1) without any."""

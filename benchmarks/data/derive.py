@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import argparse
 import ast
-import csv
 import gzip
 import json
 from collections.abc import Iterator, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from batchrun.traces import read_trace
 from benchmarks.data import ARRIVALS, DOCUMENTS
 
 CHARACTERS_PER_TOKEN = 4
@@ -85,24 +86,14 @@ def _qmsum(path: Path) -> Iterator[Document]:
 
 def _arrivals(path: Path) -> dict[str, list[int]]:
     """Milliseconds from each call to the one before it, and both lengths."""
-    arrivals_ms: list[int] = []
-    prompts: list[int] = []
-    outputs: list[int] = []
-    first: datetime | None = None
-    with gzip.open(path, "rt") as lines:
-        for row in csv.DictReader(lines):
-            at = datetime.fromisoformat(row["TIMESTAMP"][:26])
-            first = first or at
-            at_s = (at - first).total_seconds()
-            if at_s < FROM_S:
-                continue
-            if at_s >= UNTIL_S:
-                break
-            arrivals_ms.append(round(1e3 * (at_s - FROM_S)))
-            prompts.append(int(row["ContextTokens"]))
-            outputs.append(int(row["GeneratedTokens"]))
-    gaps = [after - before for before, after in zip([0, *arrivals_ms], arrivals_ms, strict=False)]
-    return {"gap_ms": gaps, "prompt_tokens": prompts, "output_tokens": outputs}
+    trace = read_trace(path).between(FROM_S, UNTIL_S)
+    # Of whole microseconds, as the table was first made.
+    arrivals_ms = np.rint(np.floor(1e6 * trace.arrival_s + 0.1) / 1e3).astype(int)
+    return {
+        "gap_ms": np.diff(arrivals_ms, prepend=0).tolist(),
+        "prompt_tokens": trace.num_prompt_tokens.tolist(),
+        "output_tokens": trace.num_output_tokens.tolist(),
+    }
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:

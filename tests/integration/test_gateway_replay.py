@@ -91,7 +91,7 @@ async def test_the_command_prints_a_table_and_writes_json(tmp_path: Path) -> Non
     ("arguments", "code", "complaint"),
     [
         (["--duration-s", "0"], 2, "--duration-s must be above 0"),
-        (["--azure", "/nowhere.csv"], 2, "/nowhere.csv: cannot read the trace"),
+        (["--trace", "/nowhere.csv"], 2, "/nowhere.csv: cannot read the trace"),
         (["--duration-s", "0.5", "--rate-per-s", "50"], 4, "no call was answered"),
     ],
 )

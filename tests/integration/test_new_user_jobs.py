@@ -190,3 +190,12 @@ def test_an_engine_without_the_scheduler_cannot_be_steered(rig: DeploymentRig) -
     assert refused.returncode == 4
     assert refused.stderr.startswith("batchrun: no engine runs batchrun's scheduler: only those do")
     assert rig.ask("status")["engines"][0]["telemetry"] is None
+
+
+def test_online_calls_of_an_engine_without_our_scheduler_cannot_be_recorded(
+    rig: DeploymentRig,
+) -> None:
+    code, line = rig.refuse("trace", "record", "-o", "calls.parquet", "--seconds", "5")
+    assert code == 4
+    assert "no engine runs batchrun's scheduler" in line
+    assert not (rig.folder / "calls.parquet").exists()

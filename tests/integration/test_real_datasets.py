@@ -11,6 +11,7 @@ import pytest
 from batchrun.datasets import import_dataset
 from batchrun.inputs import RequestTemplate, check_ids, open_input
 from batchrun.jobspec import load_job_file
+from batchrun.traces import Drawing, counts_by_window, read_rates, read_trace, summarize_trace
 
 CHECKOUT = Path(__file__).parents[2]
 REAL_DATA = CHECKOUT.parent / "shared" / "datasets"
@@ -63,3 +64,35 @@ def test_the_shipped_job_renders_every_real_row(name: str, tmp_path: Path) -> No
     ]
     assert len(bodies) == data.num_rows
     assert all(body["messages"] for body in bodies)
+
+
+AZURE = "azure_llm_2023/AzureLLMInferenceTrace_conv.csv.gz"
+MOONCAKE = "mooncake/conversation_trace.jsonl.gz"
+SERVEGEN = "servegen/m-small-traces.tar.gz"
+
+
+def test_the_azure_trace_has_its_figures() -> None:
+    summary = summarize_trace(read_trace(REAL_DATA / AZURE), peak_s=300)
+    assert summary.num_requests == 19_366
+    assert summary.rate_per_s == pytest.approx(5.53, abs=0.01)
+    assert (summary.prompt_tokens.p50, summary.output_tokens.p50) == (1_020, 129)
+    assert summary.gap_cv == pytest.approx(1.09, abs=0.01)
+
+
+def test_the_mooncake_trace_has_its_figures() -> None:
+    trace = read_trace(REAL_DATA / MOONCAKE)
+    summary = summarize_trace(trace)
+    assert (summary.num_requests, summary.prompt_tokens.largest) == (12_031, 126_195)
+    assert trace.prefix is not None and len(trace.prefix.hashes) == 288_500
+    assert summary.prefix_hit_rate == pytest.approx(0.37, abs=0.01)
+
+
+def test_a_day_of_servegen_follows_its_tide() -> None:
+    day = Drawing(seed=1, rate=0.001, from_s=86_400, to_s=2 * 86_400)
+    series = read_rates(REAL_DATA / SERVEGEN)
+    trace = read_trace(REAL_DATA / SERVEGEN, drawing=day)
+    expected = sum(each.between(86_400, 2 * 86_400).expected_calls for each in series) / 1_000
+    by_hour = counts_by_window(trace, 3_600)
+    assert len(series) == 43
+    assert len(trace) == pytest.approx(expected, rel=0.05)
+    assert by_hour.max() / by_hour.min() > 1.7

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 import urllib.error
 import urllib.request
@@ -18,6 +19,7 @@ from openai import OpenAI
 
 from batchrun.cli.daemon_client import DaemonClient
 from batchrun.home import Home
+from batchrun.traces import load_parquet
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -260,6 +262,27 @@ def test_policy_and_budget_change_at_run_time(rig: DeploymentRig) -> None:
     assert back["engines"]["0"] | {"number": 0} == {
         "number": 0, "policy": "echo", "token_budget": 512, "is_offline_on": True, "error": None
     }  # fmt: skip
+
+
+def test_online_calls_are_recorded_with_their_lengths_and_rows_are_not(
+    rig: DeploymentRig,
+) -> None:
+    job_id = rig.ask("submit", "job.yaml")["id"]
+    with rig.start("trace", "record", "-o", "calls.parquet", "--json") as recording:
+        assert recording.stderr is not None
+        assert "recording online calls" in recording.stderr.readline()
+        for _ in range(3):
+            call_online(rig)
+        recording.send_signal(signal.SIGINT)
+        out, err = recording.communicate(timeout=WAIT_S)
+    rig.ask("cancel", job_id)
+
+    trace = load_parquet(rig.folder / "calls.parquet")
+    assert (recording.returncode, err) == (0, "")
+    assert json.loads(out)["num_requests"] == len(trace) == 3
+    assert trace.num_output_tokens.tolist() == [8, 8, 8]
+    assert len(set(trace.num_prompt_tokens.tolist())) == 1 < trace.num_prompt_tokens[0]
+    assert list(trace.arrival_s) == sorted(trace.arrival_s)
 
 
 def test_a_daemon_that_comes_back_hears_and_steers_the_engine_that_stayed(

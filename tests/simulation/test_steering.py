@@ -28,7 +28,14 @@ from batchrun.vllm_plugin.virtual import (
 from batchrun.vllm_plugin.virtual.requests import Arrival, token_id
 from batchrun.vllm_plugin.virtual.setup import NONCE
 from batchrun.vllm_plugin.virtual.workload import JobShape
-from batchrun.wire import Answer, Orders, Telemetry, encode, read_answer, read_telemetry
+from batchrun.wire import (
+    Answer,
+    Orders,
+    Telemetry,
+    encode,
+    read_answer,
+    read_telemetry,
+)
 
 JOB_SHAPE = JobShape(12, (300, 2_500), (3, 6), (15, 60), (4, 32))
 SMALL_ENGINE = {"num_blocks": 600, "token_budget": 512, "max_num_seqs": 64}

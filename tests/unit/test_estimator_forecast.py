@@ -50,6 +50,16 @@ def test_the_quantile_is_numpys(quantile: float) -> None:
     assert forecast.forecast_blocks == math.ceil(np.quantile(blocks[-900:], quantile) - 1e-9)
 
 
+@pytest.mark.parametrize("num_seconds", [300, 899, 1500])
+def test_minute_max_is_mean_and_three_sigma_of_the_tops_of_all_minutes(num_seconds: int) -> None:
+    blocks = random_blocks(4, num_seconds)
+
+    forecast = fed(KvForecast(rule=ForecastRule.MINUTE_MAX), blocks)
+
+    tops = np.lib.stride_tricks.sliding_window_view(blocks[-900:], 60).max(axis=1)
+    assert forecast.forecast_blocks == math.ceil(tops.mean() + 3 * tops.std() - 1e-9)
+
+
 def test_use_holds_until_the_next_sample() -> None:
     forecast = KvForecast(window_s=10, least_data_s=10, sigmas=0.0)
     forecast.sample(0.0, 50)

@@ -1,0 +1,217 @@
+"""Rates over time: a series of windows with arrivals per second, and calls drawn from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from batchrun.errors import DataError
+from batchrun.traces.trace import Floats, Ints, Trace, beyond
+
+MAX_CALLS = 50_000_000
+"""More are not drawn: they would not fit into memory."""
+
+
+class GapFamily(StrEnum):
+    """How the gaps between arrivals are distributed. Shape 1 is exponential in both."""
+
+    GAMMA = "gamma"
+    WEIBULL = "weibull"
+
+
+@dataclass(frozen=True, slots=True)
+class LogNormalTokens:
+    """Numbers of tokens: log-normal, with the median and the sigma of the logarithm, 1 or more."""
+
+    median: float
+    sigma: float
+
+    def draw(self, num: int, rng: np.random.Generator) -> Ints:
+        """`num` numbers."""
+        drawn = np.rint(self.median * np.exp(self.sigma * rng.standard_normal(num)))
+        return np.clip(drawn, 1, 2**31).astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class CallLengths:
+    """What prompts and answers are drawn from; the default is a chat's (scenario a100-8b)."""
+
+    prompt: LogNormalTokens = LogNormalTokens(200.0, 1.0)
+    output: LogNormalTokens = LogNormalTokens(148.0, 0.8)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RateSeries:
+    """One source of calls. Window i lasts from `start_s[i]` to the next start, the last to `end_s`.
+
+    `shape` is that of the gaps' distribution in each window (its mean follows from the rate), and
+    `lengths` is one for each window. Raises DataError unless starts rise and rates are 0 or more.
+    """
+
+    start_s: Floats
+    end_s: float
+    rate_per_s: Floats
+    shape: Floats
+    family: Sequence[GapFamily]
+    lengths: Sequence[CallLengths]
+
+    def __post_init__(self) -> None:
+        edges_s = np.append(self.start_s, self.end_s)
+        if not (np.isfinite(edges_s).all() and (np.diff(edges_s) > 0).all()):
+            raise DataError("rates: each window must begin after the one before it")
+        if not (np.isfinite(self.rate_per_s).all() and (self.rate_per_s >= 0).all()):
+            raise DataError("rates: a rate must be 0 or more")
+
+    @classmethod
+    def steady(
+        cls, start_s: ArrayLike, end_s: float, rate_per_s: ArrayLike, *, cv: float = 1.0
+    ) -> RateSeries:
+        """Rates with gamma gaps of one coefficient of variation, and a chat's lengths."""
+        starts_s, rates = np.asarray(start_s, np.float64), np.asarray(rate_per_s, np.float64)
+        num = len(starts_s)
+        families = [GapFamily.GAMMA] * num
+        shape = np.full(num, 1 / cv**2)
+        return cls(starts_s, end_s, rates, shape, families, [CallLengths()] * num)
+
+    @property
+    def expected_calls(self) -> float:
+        """How many calls a draw has on average."""
+        return float(np.diff(np.append(self.start_s, self.end_s)) @ self.rate_per_s)
+
+    def scaled(self, factor: float) -> RateSeries:
+        """The same course at `factor` times the rate."""
+        return replace(self, rate_per_s=self.rate_per_s * factor)
+
+    def between(self, start_s: float, end_s: float) -> RateSeries:
+        """The course of [start_s, end_s), timed from `start_s`. Raises DataError if it has none."""
+        edges_s = np.append(self.start_s, self.end_s)
+        kept = np.flatnonzero((edges_s[1:] > start_s) & (edges_s[:-1] < end_s))
+        if not len(kept):
+            raise DataError(
+                f"rates: no seconds {start_s:g} to {end_s:g}; there are {edges_s[0]:g} to "
+                f"{self.end_s:g}"
+            )
+        return RateSeries(
+            np.maximum(self.start_s[kept], start_s) - start_s,
+            min(edges_s[kept[-1] + 1], end_s) - start_s,
+            self.rate_per_s[kept],
+            self.shape[kept],
+            [self.family[i] for i in kept],
+            [self.lengths[i] for i in kept],
+        )
+
+    def draw_arrivals(self, rng: np.random.Generator) -> tuple[Floats, Ints]:
+        """Arrivals in seconds, and the window of each.
+
+        A renewal process whose gaps have mean 1 runs on a clock that goes at the window's rate:
+        what is left of a gap at a window's end is waited for in the next. So the expected count of
+        a window is rate * length, and gaps keep their coefficient of variation.
+        """
+        edges_s = np.append(self.start_s, self.end_s)
+        times_s: list[Floats] = []
+        waiting = float(rng.exponential())
+        for i, rate in enumerate(self.rate_per_s):
+            length = rate * (edges_s[i + 1] - edges_s[i])
+            points, waiting = _renewals(waiting, length, self._gaps(i, rng))
+            times_s.append(edges_s[i] + points / rate if rate else points)
+        counts = [len(each) for each in times_s]
+        return np.concatenate([*times_s, []]), np.repeat(np.arange(len(counts)), counts)
+
+    def _gaps(self, window: int, rng: np.random.Generator) -> _Gaps:
+        return _Gaps(rng, self.family[window], float(self.shape[window]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Gaps:
+    """Gaps of mean 1."""
+
+    rng: np.random.Generator
+    family: GapFamily
+    shape: float
+
+    def draw(self, num: int) -> Floats:
+        if self.family is GapFamily.WEIBULL:
+            return self.rng.weibull(self.shape, num) / math.gamma(1 + 1 / self.shape)
+        return self.rng.gamma(self.shape, 1 / self.shape, num)
+
+
+def _renewals(first: float, length: float, gaps: _Gaps) -> tuple[Floats, float]:
+    """Points in [0, length) of which the first is at `first`, and how far past it the next is."""
+    parts: list[Floats] = []
+    at = first
+    while at < length:
+        drawn = gaps.draw(int(length - at) + 16)
+        points = at + np.concatenate([[0.0], np.cumsum(drawn)])
+        parts.append(points[:-1][points[:-1] < length])
+        at = float(points[-1]) if points[-1] < length else float(points[points >= length][0])
+    return np.concatenate([*parts, []]), at - length
+
+
+def draw_trace(
+    series: Sequence[RateSeries], *, seed: int, like: Trace | None = None, source: str = ""
+) -> Trace:
+    """Calls of all sources together, from `start_s` 0 on; the same seed gives the same trace.
+
+    Lengths are drawn from the series', or as whole calls (both lengths and the prefix blocks
+    together) from the trace `like`. Raises DataError for more than `MAX_CALLS`.
+    """
+    expected = sum(each.expected_calls for each in series)
+    if expected > MAX_CALLS:
+        raise DataError(
+            f"{source or 'rates'}: about {expected:,.0f} calls; at most {MAX_CALLS:,} are drawn: "
+            "scale the rate down or take fewer seconds"
+        )
+    rng = np.random.default_rng(seed)
+    arrivals = [each.draw_arrivals(rng) for each in series]
+    at_s = np.concatenate([times_s for times_s, _ in arrivals])
+    order = np.argsort(at_s, kind="stable")
+    end_s = beyond(max(each.end_s for each in series), at_s[order])
+    if like is not None:
+        return _like(at_s[order], end_s, like, rng, source)
+    lengths = [
+        _draw_lengths(s, places, rng) for s, (_, places) in zip(series, arrivals, strict=True)
+    ]
+    prompts, outputs = (np.concatenate([each[i] for each in lengths])[order] for i in (0, 1))
+    return Trace(at_s[order], prompts, outputs, end_s, source=source)
+
+
+def splice_day(
+    trace: Trace, rate_per_s: Floats, *, seed: int, window_s: float = 60.0, cv: float = 1.0
+) -> Trace:
+    """A day, or as many windows as there are rates, of calls drawn from `trace`.
+
+    `rate_per_s` is that of each window of `window_s`, `cv` the coefficient of variation of gaps.
+    """
+    num = len(rate_per_s)
+    series = RateSeries.steady(np.arange(num) * window_s, num * window_s, rate_per_s, cv=cv)
+    return draw_trace([series], seed=seed, like=trace, source=trace.source)
+
+
+def _like(at_s: Floats, end_s: float, like: Trace, rng: np.random.Generator, source: str) -> Trace:
+    if len(at_s) and not len(like):
+        raise DataError(f"{like.source or 'trace'}: has no calls to draw from")
+    chosen = rng.integers(len(like), size=len(at_s)) if len(at_s) else np.empty(0, np.int64)
+    return Trace(
+        at_s,
+        like.num_prompt_tokens[chosen],
+        like.num_output_tokens[chosen],
+        end_s,
+        None if like.prefix is None else like.prefix.take(chosen),
+        source,
+    )
+
+
+def _draw_lengths(series: RateSeries, places: Ints, rng: np.random.Generator) -> tuple[Ints, Ints]:
+    prompts, outputs = np.empty(len(places), np.int64), np.empty(len(places), np.int64)
+    counts = np.bincount(places, minlength=len(series.lengths))
+    after = np.cumsum(counts)
+    for window, lengths in enumerate(series.lengths):
+        part = slice(after[window] - counts[window], after[window])
+        prompts[part] = lengths.prompt.draw(int(counts[window]), rng)
+        outputs[part] = lengths.output.draw(int(counts[window]), rng)
+    return prompts, outputs

@@ -1,0 +1,152 @@
+"""Does a forecast made at the start of a minute cover that minute, and what does it cost?
+
+    python -m benchmarks.forecast [--data FOLDER] [--json FILE]
+
+The KV blocks that online calls want are made from arrivals and lengths (`kv_demand`). FOLDER holds
+the public traces; those that are not there are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from batchrun.estimator import ForecastRule, KvForecast
+from batchrun.traces import Drawing, Trace, read_trace, scale_rate, splice_day
+from batchrun.vllm_plugin.virtual import draw_calls, kv_pressure_tide
+from benchmarks.bars import Bar
+from benchmarks.kv_demand import Ints, Occupancy
+from benchmarks.records import write_records
+
+DATA = Path(__file__).parents[2] / "shared" / "datasets"
+AZURE = "azure_llm_2023/AzureLLMInferenceTrace_conv.csv.gz"
+MOONCAKE = "mooncake/conversation_trace.jsonl.gz"
+SERVEGEN = "servegen/m-small-traces.tar.gz"
+DAY_S = 86_400.0
+BEST = ForecastRule.MINUTE_MAX
+LEAST_COVERAGE, MOST_OF_CONSTANT = 0.95, 1.5
+
+Record = dict[str, object]
+
+
+def traces(folder: Path) -> Iterator[tuple[str, Trace]]:
+    """The arrivals that are looked at, by name."""
+    scenario = kv_pressure_tide()
+    calls = draw_calls(scenario, seed=0)
+    at_s, prompts, outputs = zip(
+        *((c.arrival_at_s, c.num_prompt_tokens, c.num_output_tokens) for c in calls), strict=True
+    )
+    yield "kv-pressure-tide", Trace.of(at_s, prompts, outputs, source=scenario.name)
+    if (folder / MOONCAKE).is_file():
+        mooncake = read_trace(folder / MOONCAKE)
+        yield "mooncake", mooncake
+        yield "mooncake / 5", scale_rate(mooncake, 0.2, seed=0)
+    if not (folder / AZURE).is_file():
+        return
+    azure = read_trace(folder / AZURE)
+    yield "azure", azure
+    yield "azure / 5", scale_rate(azure, 0.2, seed=0)
+    yield "tide", splice_day(azure, echo_tide(), seed=0)
+    if (folder / SERVEGEN).is_file():
+        drawing = Drawing(seed=0, rate=0.002, from_s=DAY_S, to_s=3 * DAY_S, like=azure)
+        yield "servegen", read_trace(folder / SERVEGEN, drawing=drawing)
+
+
+def echo_tide() -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Calls per second in each minute of a day, 2 on average, six times as many at the peak as at
+    the ebb (Echo, section 2.2)."""
+    minutes = np.arange(1440) / 1440
+    return np.asarray(2.0 * (1 - 5 / 7 * np.cos(2 * np.pi * minutes)), np.float64)
+
+
+def measure(name: str, blocks: Ints, rule: ForecastRule) -> Record:
+    """How a rule fared on the highest use of each second."""
+    forecast = KvForecast(rule=rule)
+    judged: list[int] = []
+    for second, top in enumerate([*blocks.tolist(), 0]):
+        # A sample ends the seconds before it; the value would hold, so each second ends with 0.
+        forecast.sample(second, top)
+        if second % 60 == 0 and forecast.forecast_blocks is not None:
+            judged.append(second)
+        forecast.sample(second + 0.9, 0)
+    judged = [second for second in judged if second + 60 <= len(blocks)]
+    coverage = forecast.coverage
+    assert len(judged) == coverage.num_minutes
+    tops = np.array([blocks[second : second + 60].max() for second in judged])
+    constant = equal_constant(tops, coverage.covered)
+    return {
+        "trace": name,
+        "rule": str(rule),
+        "num_minutes": coverage.num_minutes,
+        "covered": coverage.covered,
+        "mean_forecast_blocks": coverage.mean_forecast_blocks,
+        "constant_blocks": constant,
+        "of_constant": coverage.mean_forecast_blocks / constant if constant else None,
+    }
+
+
+def equal_constant(tops: Ints, covered: float) -> int:
+    """The smallest constant reserve that covers the same share of the minutes, in hindsight."""
+    num = round(covered * len(tops))
+    return int(np.sort(tops)[num - 1]) if num else 0
+
+
+def table(records: Sequence[Record]) -> Iterator[str]:
+    """A row for each trace, two columns for each rule."""
+    rules = list(dict.fromkeys(str(record["rule"]) for record in records))
+    yield f"| Trace | Minutes | {' | '.join(rules)} |"
+    yield "|---|---:|" + "---:|" * len(rules)
+    by_trace: dict[str, list[Record]] = {}
+    for record in records:
+        by_trace.setdefault(str(record["trace"]), []).append(record)
+    for name, rows in by_trace.items():
+        cells = " | ".join(_cell(row) for row in rows)
+        yield f"| {name} | {rows[0]['num_minutes']} | {cells} |"
+
+
+def _cell(record: Mapping[str, object]) -> str:
+    share = record["of_constant"]
+    return f"{record['covered']:.1%}, {'-' if share is None else f'{share:.2f}'}"
+
+
+def bars(records: Sequence[Record]) -> Iterator[Bar]:
+    """What the best rule has to reach on every trace."""
+    for record in records:
+        if record["rule"] == BEST:
+            name = record["trace"]
+            yield Bar(f"{name}: minutes covered", float(str(record["covered"])), LEAST_COVERAGE)
+            yield Bar(
+                f"{name}: reserve over the best constant",
+                float(str(record["of_constant"])),
+                MOST_OF_CONSTANT,
+                is_most=True,
+            )
+
+
+def main() -> int:
+    """Measure, print, save; 1 when a bar is missed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--data", type=Path, default=DATA, metavar="FOLDER")
+    parser.add_argument("--tpot-s", type=float, default=Occupancy().tpot_s)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    occupancy = Occupancy(tpot_s=options.tpot_s)
+    records = [
+        measure(name, blocks, rule)
+        for name, trace in traces(options.data)
+        for blocks in [occupancy.by_second(trace)]
+        for rule in ForecastRule
+    ]
+    print("\n".join(table(records)))
+    found = list(bars(records))
+    print("\n".join(map(str, found)))
+    if options.json is not None:
+        write_records(options.json, records)
+    return 0 if all(bar.is_met for bar in found) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,258 @@
+"""The trace itself: what it promises, its file, its parts, and what is made of it."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchrun.errors import DataError, InputError
+from batchrun.traces import (
+    Load,
+    PrefixBlocks,
+    RateSearch,
+    RateSeries,
+    Trace,
+    draw_trace,
+    find_peak,
+    fit_rate,
+    load_parquet,
+    prefix_hit_rate,
+    save_trace,
+    scale_lengths,
+    scale_rate,
+    splice_day,
+    stratified_windows,
+    summarize_trace,
+    superpose,
+)
+
+
+def poisson(num: int = 2_000, *, seed: int = 0, prefix: PrefixBlocks | None = None) -> Trace:
+    rng = np.random.default_rng(seed)
+    times_s = np.cumsum(rng.exponential(0.5, num))
+    lengths = rng.integers(1, 1_000, (2, num))
+    return Trace.of(times_s, *lengths, prefix=prefix, source="made")
+
+
+def test_calls_are_sorted_from_0_and_last_a_mean_gap_longer() -> None:
+    trace = Trace.of([7, 3, 5], [1, 2, 3], [4, 5, 6], prefix=PrefixBlocks.of([[1], [], [2]], 16))
+
+    assert trace.arrival_s.tolist() == [0, 2, 4]
+    assert trace.num_prompt_tokens.tolist() == [2, 3, 1]
+    assert trace.duration_s == 6
+    assert trace.rate_per_s == 0.5
+    assert trace.prefix is not None
+    assert [trace.prefix.of_request(i).tolist() for i in range(3)] == [[], [2], [1]]
+
+
+@pytest.mark.parametrize(
+    ("times", "prompts", "outputs", "says"),
+    [
+        ([0, 2, 1], [1, 1, 1], [1, 1, 1], "request 3 arrives before"),
+        ([0, 1], [1, 0], [1, 1], "request 2 has no prompt token"),
+        ([0, 1], [1, 1], [0, 1], "request 1 has no output token"),
+        ([0, 1], [1], [1, 1], "as many prompt and output lengths"),
+        ([0, 9], [1, 1], [1, 1], r"\[0, duration\)"),
+        ([-1, 2], [1, 1], [1, 1], r"\[0, duration\)"),
+        ([0, float("nan")], [1, 1], [1, 1], r"\[0, duration\)"),
+    ],
+)
+def test_what_is_no_trace_is_refused(
+    times: list[float], prompts: list[int], outputs: list[int], says: str
+) -> None:
+    arrays = np.array(times, float), np.array(prompts), np.array(outputs)
+    with pytest.raises(DataError, match=says):
+        Trace(*arrays, duration_s=9.0)
+
+
+def test_more_prefix_blocks_than_a_prompt_holds_are_refused() -> None:
+    with pytest.raises(DataError, match="request 1 has more prefix blocks"):
+        Trace.of([0], [16], [1], prefix=PrefixBlocks.of([[1, 2]], 16))
+
+
+def test_a_trace_cannot_be_changed_by_its_reader() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        poisson().arrival_s[0] = 1
+
+
+def test_a_part_is_timed_from_its_start_and_lasts_what_was_asked() -> None:
+    trace = Trace.of([0, 1, 2, 3], [1, 2, 3, 4], [1, 1, 1, 1])
+    part = trace.between(1, 2.5)
+
+    assert (part.arrival_s.tolist(), part.num_prompt_tokens.tolist()) == ([0, 1], [2, 3])
+    assert part.duration_s == 1.5
+    assert len(trace.between(3.5, 9)) == 0
+    for start_s, end_s in ((4, 5), (2, 2), (-1, 1)):
+        with pytest.raises(DataError, match="it has 0 to 4"):
+            trace.between(start_s, end_s)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda path: path.write_bytes(b"PAR1 and no more"), "cannot read the trace"),
+        (lambda path: pq.write_table(pa.table({"a": [1]}), path), "no trace of batchrun"),
+        (lambda path: write_with(path, {b"batchrun.trace": b'{"version": 2}'}), "version 2; this"),
+        (lambda path: write_with(path, {b"batchrun.trace": b'{"version": 1}'}), "no column arr"),
+    ],
+)
+def test_a_file_that_is_none_of_ours_is_one_line(tmp_path: Path, make: object, says: str) -> None:
+    path = tmp_path / "t.parquet"
+    make(path)  # type: ignore[operator]
+    with pytest.raises(DataError, match=says) as caught:
+        load_parquet(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def write_with(path: Path, metadata: dict[bytes, bytes]) -> None:
+    pq.write_table(pa.table({"a": [1]}).replace_schema_metadata(metadata), path)
+
+
+def test_a_changed_file_of_ours_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    save_trace(poisson(3), path)
+    table = pq.read_table(path)
+    zeros = pa.array([0, 0, 0], pa.int64())
+    pq.write_table(table.set_column(1, "num_prompt_tokens", zeros), path)
+    with pytest.raises(DataError, match="request 1 has no prompt token"):
+        load_parquet(path)
+
+
+def test_the_peak_lies_where_the_tokens_are() -> None:
+    times_s = [0, 1, 2, 3, 50, 51, 99]
+    trace = Trace.of(times_s, [10, 10, 10, 10, 500, 500, 1], [1] * 7)
+
+    assert find_peak(trace, 10, Load.TOKENS).start_s == 50
+    assert find_peak(trace, 10, Load.REQUESTS).start_s == 0
+    assert len(find_peak(trace, 10, Load.REQUESTS).of(trace)) == 4
+    with pytest.raises(InputError, match="no peak of 0 s"):
+        find_peak(trace, 0)
+
+
+def test_a_window_does_not_hold_its_own_end() -> None:
+    trace = Trace.of([0, 1, 5], [10, 10, 15], [1, 1, 1])
+    assert find_peak(trace, 1).start_s == 5
+    assert find_peak(trace, 1.5).start_s == 0
+
+
+def test_stratified_windows_stand_for_the_whole_trace() -> None:
+    trace = poisson(20_000)
+    for seed in (None, 1):
+        windows = stratified_windows(trace, 24, 200.0, seed=seed)
+        estimate = sum(len(w.of(trace)) * w.weight_s / 200.0 for w in windows)
+
+        assert [w.end_s - w.start_s for w in windows] == pytest.approx([200.0] * 24)
+        assert sum(w.weight_s for w in windows) == pytest.approx(trace.duration_s)
+        assert all(b.start_s >= a.end_s for a, b in itertools.pairwise(windows))
+        assert estimate == pytest.approx(len(trace), rel=0.05)
+
+
+def test_windows_longer_than_their_parts_are_the_whole_trace() -> None:
+    trace = poisson(100)
+    windows = stratified_windows(trace, 4, 1e6)
+    assert sum(len(window.of(trace)) for window in windows) == 100
+
+
+@pytest.mark.parametrize("factor", [0.4, 1.0, 2.0, 3.3])
+def test_scaling_the_rate_keeps_how_bursts_stand_over_the_mean(factor: float) -> None:
+    calm, burst = np.arange(0, 3_000, 2.0), np.arange(1_000, 1_100, 0.05)
+    times_s = np.concatenate([calm, burst])
+    trace = Trace.of(times_s, [5] * len(times_s), [5] * len(times_s))
+
+    scaled = scale_rate(trace, factor, seed=1)
+
+    in_burst = scaled.between(1_000, 1_100)
+    assert len(scaled) == pytest.approx(factor * len(trace), rel=0.05)
+    assert len(in_burst) / len(scaled) == pytest.approx(2_050 / len(trace), rel=0.05)
+    assert scaled.duration_s == trace.duration_s
+    assert find_peak(scaled, 100).start_s == pytest.approx(1_000, abs=5)
+
+
+def test_copies_are_other_callers_but_share_the_system_prompt() -> None:
+    blocks = [[0, 10 + i // 2] for i in range(100)]
+    trace = Trace.of(range(100), [32] * 100, [1] * 100, prefix=PrefixBlocks.of(blocks, 16))
+    scaled = scale_rate(trace, 3.0, seed=1)
+
+    assert scaled.prefix is not None
+    assert len(np.unique(scaled.prefix.hashes)) == 1 + 3 * 50
+    # The first block is new once, each second block three times half as often as it comes.
+    assert prefix_hit_rate(scaled) == pytest.approx((299 + 150) / 600)
+    assert prefix_hit_rate(trace) == pytest.approx((99 + 50) / 200)
+
+
+def test_lengths_are_scaled_and_never_empty() -> None:
+    trace = scale_lengths(Trace.of([0, 1], [100, 3], [10, 1]), 0.1)
+    assert trace.num_prompt_tokens.tolist() == [10, 1]
+    assert trace.num_output_tokens.tolist() == [1, 1]
+
+
+def test_traces_with_and_without_prefixes_superpose_without() -> None:
+    one = Trace.of([0, 2], [16, 16], [1, 1], prefix=PrefixBlocks.of([[1], [1]], 16), source="a")
+    other = Trace.of([0, 9], [5, 6], [1, 1], source="b")
+    both = superpose([one, other])
+
+    assert both.arrival_s.tolist() == [0, 0, 2, 9]
+    assert both.num_prompt_tokens.tolist() == [16, 5, 16, 6]
+    assert (both.prefix, both.source, both.duration_s) == (None, "a, b", 18)
+    assert superpose([one, one]).prefix is not None
+
+
+def test_a_day_is_spliced_from_rates_and_the_calls_of_a_trace() -> None:
+    trace = Trace.of([0, 1, 2], [10, 20, 30], [1, 2, 3], source="t")
+    tide = 2 + np.sin(np.arange(1_440) / 1_440 * 2 * np.pi)
+
+    day = splice_day(trace, tide, seed=3)
+
+    assert day.duration_s == 86_400
+    counts = np.histogram(day.arrival_s, 24, (0, 86_400))[0]
+    expected = tide.reshape(24, 60).mean(axis=1) * 3_600
+    assert counts == pytest.approx(expected, rel=0.06)
+    assert set(zip(day.num_prompt_tokens, day.num_output_tokens, strict=True)) == {
+        (10, 1), (20, 2), (30, 3)
+    }  # fmt: skip
+    assert splice_day(trace, tide, seed=3).arrival_s.tolist() == day.arrival_s.tolist()
+
+
+def test_what_is_left_of_a_gap_is_waited_for_in_the_next_window() -> None:
+    series = RateSeries.steady(np.arange(4_000), 4_000, np.full(4_000, 0.1))
+    assert len(draw_trace([series], seed=1)) == pytest.approx(400, rel=0.15)
+
+
+@pytest.mark.parametrize("border", [0.03, 0.7, 1.0, 5.3])
+def test_the_largest_rate_that_holds_is_found(border: float) -> None:
+    trace = poisson(4_000)
+    most = border * len(trace)
+    fitted = fit_rate(trace, lambda scaled: len(scaled) <= most, seed=1)
+
+    assert len(fitted.trace) <= most
+    assert fitted.factor == pytest.approx(border, rel=0.1)
+    assert fitted.too_much is not None and fitted.factor < fitted.too_much <= 1.02 * fitted.factor
+    assert fitted.num_tries < 20
+
+
+def test_a_search_has_ends() -> None:
+    trace = poisson(50)
+    assert fit_rate(trace, lambda _: True, seed=1, search=RateSearch(most=4)).factor == 4
+    with pytest.raises(InputError, match=r"broken even at 0\.25 times"):
+        fit_rate(trace, lambda _: False, seed=1, search=RateSearch(least=0.25))
+
+
+def test_the_summary_tells_poisson_arrivals_from_bursts() -> None:
+    summary = summarize_trace(poisson(20_000), peak_s=60)
+    assert summary.rate_per_s == pytest.approx(2.0, rel=0.03)
+    assert summary.gap_cv == pytest.approx(1.0, rel=0.03)
+    assert 1 < summary.peak.rate_over_mean < 2
+    assert summary.prompt_tokens.p50 == pytest.approx(500, rel=0.05)
+    assert summary.prefix_hit_rate is None
+
+
+def test_a_single_call_has_a_summary() -> None:
+    summary = summarize_trace(Trace.of([5], [10], [20]))
+    assert (summary.num_requests, summary.gap_s, summary.gap_cv) == (1, None, None)
+    assert summary.peak.tokens_over_mean == 1
