@@ -43,6 +43,8 @@ IDLE_S = 30.0
 MEDIAN_MS, P99_MS = 3.0, 15.0
 BUSY_FACTOR = 2.0
 VALIDATE_S, GROWTH_MB = 10.0, 60.0
+QUIET_CORES = 0.2
+"""Where programs that are not of the benchmark took more, figures say as much about them."""
 BUSY = frozenset({"submit", "upload", "validate", "download", "export"})
 JUDGED = frozenset({"idle", "submit", "validate", "export"})
 
@@ -97,7 +99,7 @@ def measure(folder: Path, num_rows: int) -> list[Record]:
         time.sleep(IDLE_S / 10)
         for phases in (_idle(rig), submit(rig), transfer_and_validate(rig), export(rig, finished)):
             for window, more in phases:
-                _say(f"{window.name}: {window.seconds:.1f} s, load {window.load_1min:.1f}")
+                _say(_what_was_measured(window))
                 measured.append((window, more))
         _say("kill -9 of the daemon")
         killed_s = kill_daemon(rig)
@@ -105,6 +107,12 @@ def measure(folder: Path, num_rows: int) -> list[Record]:
     calls, chunks = load(rig.calls_path)
     records = [_record(window, calls, chunks) | more for window, more in measured]
     return [*records, _met_by_kill(calls, killed_s)]
+
+
+def _what_was_measured(window: Window) -> str:
+    others = window.cores["others"]
+    text = f"{window.name}: {window.seconds:.1f} s, load {window.load_1min:.1f}"
+    return f"{text}, other programs took {others:.2f} cores" if others > QUIET_CORES else text
 
 
 def _idle(rig: GatewayRig) -> Iterator[tuple[Window, Record]]:

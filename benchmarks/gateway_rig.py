@@ -153,7 +153,8 @@ class GatewayRig:
 
     def _start(self, name: str, module: str, *arguments: str) -> None:
         command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
-        self._processes[name] = subprocess.Popen(command)
+        # As engines and callers are: a session is what Linux shares processor time out among.
+        self._processes[name] = subprocess.Popen(command, start_new_session=True)
 
 
 def _cpu_s(pid: int) -> float:
