@@ -50,6 +50,7 @@ class Home:
         self.gateway_process = self.run / "gateway-process.json"
         self.upstreams = self.run / "upstreams.json"
         self.api_keys = self.run / "api-keys.json"
+        self.key_usage = self.run / "api-keys.usage"
         self.hint_nonce = self.run / "hint-nonce"
         self.plugin = self.run / "plugin"
         self.resolved_config = self.run / "config.json"

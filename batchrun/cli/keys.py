@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +21,8 @@ from batchrun.config import load_deployment, load_home
 from batchrun.config.values import checked_name
 from batchrun.errors import DaemonUnavailableError, InputError
 from batchrun.home import Home
-from batchrun.store import Store, StoreLock, api_keys, open_for, open_to_read
+from batchrun.key_usage import OnlineUsage, UsageFile
+from batchrun.store import Counts, Store, StoreLock, api_keys, open_for, open_to_read
 from batchrun.store.api_keys import ApiKeyRecord, KeyLimits, KeyUsage, NewApiKey
 
 LOCK_WAIT_S = 5.0
@@ -97,20 +98,21 @@ def create(
 
 @keys_app.command("list")
 def list_keys(*, home_path: HomeOption = None, as_json: JsonOption = False) -> None:
-    """Show the keys, their limits, and what the batches of each have used."""
+    """Show the keys, their limits, and what ended batches and online calls have used."""
     home = load_home(home_path)
-    if not home.has_store:
-        keys: Sequence[ApiKeyRecord] = []
-        used: Mapping[str, KeyUsage] = {}
-    else:
+    shown: list[_Shown] = []
+    if home.has_store:
         with closing(open_to_read(home.store_location)) as store:
             keys, used = api_keys.list_all(store), api_keys.usage(store)
+        with closing(UsageFile(home.key_usage)) as online:
+            nothing = KeyUsage(0, Counts())
+            shown = [_Shown(key, used.get(key.id, nothing), online.read(key.seq)) for key in keys]
     if as_json:
-        print_json({"keys": [_as_json(key, used.get(key.id)) for key in keys]})
-    elif not keys:
+        print_json({"keys": [_as_json(row) for row in shown]})
+    elif not shown:
         say("no keys: nobody is asked for one")
     else:
-        out.print(_table(keys, used), markup=False)
+        out.print(_table(shown), markup=False)
 
 
 @keys_app.command()
@@ -157,7 +159,17 @@ def _change(
     return done
 
 
-def _as_json(key: ApiKeyRecord, used: KeyUsage | None) -> dict[str, object]:
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """A key, what its ended batches have used, and what its online calls have."""
+
+    key: ApiKeyRecord
+    batches: KeyUsage
+    online: OnlineUsage
+
+
+def _as_json(row: _Shown) -> dict[str, object]:
+    key = row.key
     return {
         "id": key.id,
         "name": key.name,
@@ -166,27 +178,29 @@ def _as_json(key: ApiKeyRecord, used: KeyUsage | None) -> dict[str, object]:
         "limits": asdict(key.limits),
         "created_at": key.created_at,
         "revoked_at": key.revoked_at,
-        "batches": 0 if used is None else used.num_batches,
-        "usage": None if used is None else asdict(used.counts),
+        "batches": row.batches.num_batches,
+        "usage": asdict(row.batches.counts),
+        "online": asdict(row.online),
     }
 
 
-def _table(keys: Sequence[ApiKeyRecord], used: Mapping[str, KeyUsage]) -> Table:
+def _table(rows: Sequence[_Shown]) -> Table:
     table = Table(
         "id", "name", "role", "class", "requests/min", "tokens at once", "batches at once",
-        "batches", "prompt tokens", "output tokens", "state", box=None,
+        "batches", "their tokens", "online calls", "their tokens", "state", box=None,
     )  # fmt: skip
-    for key in keys:
-        of_key = used.get(key.id)
+    for row in rows:
+        key, counts, online = row.key, row.batches.counts, row.online
         table.add_row(
             key.id,
             key.name,
             key.role,
             key.slo_class or "-",
             *(_number(limit) for limit in asdict(key.limits).values()),
-            _number(0 if of_key is None else of_key.num_batches),
-            _number(0 if of_key is None else of_key.counts.num_prompt_tokens),
-            _number(0 if of_key is None else of_key.counts.num_output_tokens),
+            _number(row.batches.num_batches),
+            _number(counts.num_prompt_tokens + counts.num_output_tokens),
+            _number(online.num_calls),
+            _number(online.num_prompt_tokens + online.num_output_tokens),
             "active" if key.revoked_at is None else "revoked",
         )
     return table

@@ -121,7 +121,11 @@ class Gateway:
         )
         async with self._forwarder.exchange(call) as exchange:
             return await relay(
-                request, exchange.reply, request_id=request_id, rewriting=exchange.rewriting
+                request,
+                exchange.reply,
+                request_id=request_id,
+                rewriting=exchange.rewriting,
+                meter=request[ABOUT_CALLER].meter,
             )
 
     async def _list_models(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:

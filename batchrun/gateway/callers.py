@@ -21,7 +21,7 @@ from batchrun.errors import ConfigError
 from batchrun.gateway.refusal import RefusalError
 
 MAX_FILE_BYTES = 64 << 20
-OPEN_PATHS = frozenset({"/healthz", "/readyz"})
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
 """What everybody may ask, also where keys are demanded."""
 ADMIN_PATHS = frozenset({"/metrics"})
 _SHOWN_CHARS = 4

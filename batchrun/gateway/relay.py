@@ -8,6 +8,7 @@ import aiohttp
 from aiohttp import web
 
 from batchrun.errors import EngineError
+from batchrun.gateway.call_meter import CallMeter
 from batchrun.gateway.door import ABOUT_CALLER
 from batchrun.gateway.envelope import as_envelope
 from batchrun.gateway.headers import REQUEST_ID, end_to_end
@@ -24,8 +25,10 @@ async def relay(
     *,
     request_id: str,
     rewriting: Rewriting | None = None,
+    meter: CallMeter | None = None,
 ) -> web.StreamResponse:
-    """Answer `request` with `reply`; status and end-to-end headers are the engine's.
+    """Answer `request` with `reply`; status and end-to-end headers are the engine's. `meter` sees
+    an answer as it passes.
 
     A reply that breaks off is broken off for the caller too, never ended as if it were whole.
     Raises EngineError if it breaks off before anything was handed on.
@@ -46,7 +49,11 @@ async def relay(
     await response.prepare(request)
     try:
         async for chunk in reply.content.iter_any():
+            if meter is not None:
+                meter.feed(chunk)
             await response.write(feed_all(filters, chunk) if filters else chunk)
+        if meter is not None:
+            meter.close()
         await response.write_eof(end_all(filters))
     except (aiohttp.ClientError, OSError) as error:
         caller = request.transport

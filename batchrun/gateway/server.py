@@ -24,10 +24,13 @@ from batchrun.gateway.protocol import GatewayServer
 from batchrun.gateway.rate_limits import RequestRates
 from batchrun.gateway.settings import GatewaySettings
 from batchrun.gateway.upstreams import read_upstreams
+from batchrun.key_usage import UsageFile
 
 BACKLOG = 1024
 RATES = ".rates"
-"""The ending of the file, beside that of the keys, in which workers count requests together."""
+USAGE = ".usage"
+"""The endings of the files, beside that of the keys, in which workers count requests together, and
+what keys have used."""
 STALLED_READER_S = 120
 """A caller who takes no byte of an answer for so long is cut off, and its call at the engine."""
 
@@ -99,7 +102,9 @@ async def _make_door(keys_path: Path | None, exits: AsyncExitStack) -> Door:
     # A gateway that does not know its keys must not open: later it keeps those that it had.
     keys.replace(read_keys(keys_path))
     await _follow(FollowedFile(keys_path, read_keys, keys.replace), exits)
-    return Door(keys, exits.enter_context(closing(RequestRates(keys_path.with_suffix(RATES)))))
+    rates = exits.enter_context(closing(RequestRates(keys_path.with_suffix(RATES))))
+    usage = exits.enter_context(closing(UsageFile(keys_path.with_suffix(USAGE))))
+    return Door(keys, rates, usage)
 
 
 async def _follow(file: FollowedFile[Any], exits: AsyncExitStack) -> None:

@@ -164,9 +164,22 @@ def test_a_revoked_key_is_refused_and_its_batch_goes_on(keyed: Keyed) -> None:
 
 def test_the_list_shows_limits_and_what_was_used(keyed: Keyed, team_a: Caller) -> None:
     done = team_a.run([chat_line("a")])
+    hello: Any = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+    before = keyed.rig.ask("keys", "list")["keys"][0]["online"]
+    whole = team_a.api.chat.completions.create(**hello).usage
+    *_, last = team_a.api.chat.completions.create(
+        **hello, stream=True, stream_options={"include_usage": True}
+    )
+    assert whole is not None and last.usage is not None
     listed = {key["name"]: key for key in keyed.rig.ask("keys", "list")["keys"]}
     assert listed["ops"]["role"] == "admin"
     assert listed["team-a"]["usage"]["num_prompt_tokens"] >= done.usage.input_tokens  # type: ignore[union-attr]
+    online = listed["team-a"]["online"]
+    assert {name: online[name] - before[name] for name in online} == {
+        "num_calls": 2,
+        "num_prompt_tokens": whole.prompt_tokens + last.usage.prompt_tokens,
+        "num_output_tokens": whole.completion_tokens + last.usage.completion_tokens,
+    }
     shown = keyed.rig.call("keys", "list").stdout
     assert "team-a" in shown and not any(text in shown for text in keyed.keys.values())
 
