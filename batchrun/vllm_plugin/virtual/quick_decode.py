@@ -15,6 +15,7 @@ import vllm
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -154,8 +155,10 @@ class QuickDecode(AsyncScheduler):
 
 
 @cache
-def quick(scheduler_cls: type[AsyncScheduler]) -> type[AsyncScheduler]:
-    """`scheduler_cls` with quick steps under it."""
+def quick(scheduler_cls: type[Scheduler]) -> type[Scheduler]:
+    """`scheduler_cls` with quick steps under it; itself if it does not schedule ahead."""
+    if not issubclass(scheduler_cls, AsyncScheduler):
+        return scheduler_cls
     return type(f"Quick{scheduler_cls.__name__}", (scheduler_cls, QuickDecode), {})
 
 

@@ -1,0 +1,152 @@
+"""Offline jobs of a simulation: from job files, read as the daemon does, or from shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+
+from batchrun.daemon.row_costs import estimate_costs
+from batchrun.inputs import RequestTemplate, check_columns, open_input
+from batchrun.inputs.prompts import read_prompts
+from batchrun.jobspec import load_job_file
+from batchrun.planning import plan_job
+from batchrun.pool import CHUNK_BYTES, ChainTable, IntArray, PrefixOrder, order_by_prefix
+from batchrun.simulator.token_ids import TokenIds, key_of, mixed, prompt_of, shared_tokens
+from batchrun.store import Counts
+from batchrun.vllm_plugin.virtual.workload import JobShape, Order
+
+CHUNK_TOKENS = 64
+"""Tokens in a chunk of a job that is drawn from a shape."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OfflineJob:
+    """The rows of a job, and when and how it runs.
+
+    `chains` holds the keys of each row's leading chunks of `chunk_tokens` tokens, `order` the
+    planned order of the rows that can run. Lengths are those that the engine sees; the daemon
+    charges `expected_output_tokens` for every answer. `submit_s` and `deadline_s` are seconds from
+    the simulation's start; infinity: no deadline.
+    """
+
+    name: str
+    chains: ChainTable
+    chunk_tokens: float
+    order: PrefixOrder
+    num_prompt_tokens: IntArray
+    num_output_tokens: IntArray
+    expected_output_tokens: int
+    weight: float = 1.0
+    submit_s: float = 0.0
+    deadline_s: float = float("inf")
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that can run."""
+        return len(self.order.rows)
+
+    def group_of(self) -> IntArray:
+        """The prefix group of each row; rows of a group share at least their first chunk."""
+        groups = np.zeros(len(self.num_prompt_tokens), dtype=np.int64)
+        groups[self.order.rows] = self.order.groups
+        return groups
+
+    def expected_tokens(self) -> IntArray:
+        """What each row is expected to compute: new prompt tokens, and its answer."""
+        shared = (self.order.shared_chunks * self.chunk_tokens).astype(np.int64)
+        tokens = self.num_prompt_tokens + self.expected_output_tokens
+        tokens[self.order.rows] -= np.minimum(shared, self.num_prompt_tokens[self.order.rows])
+        return tokens
+
+    def prompt(self, row: int, seed: int) -> TokenIds:
+        """The row's prompt; rows with equal leading keys have equal leading tokens."""
+        keys = self.chains.keys[self.chains.starts[row] : self.chains.starts[row + 1]]
+        num_tokens = int(self.num_prompt_tokens[row])
+        return prompt_of(keys, self.chunk_tokens, num_tokens, key_of(seed, row))
+
+
+@dataclass(frozen=True, slots=True)
+class JobTerms:
+    """When a job comes, and what it may ask for."""
+
+    weight: float = 1.0
+    submit_s: float = 0.0
+    deadline_s: float = float("inf")
+
+
+def job_of_shape(name: str, shape: JobShape, seed: int, terms: JobTerms) -> OfflineJob:
+    """Questions about documents: lengths drawn from the seed, rows shuffled in the input."""
+    drawn = shape.draw(seed, Order.SHUFFLED)
+    sizes = [len(document) // CHUNK_TOKENS for document in drawn.documents]
+    own_key = key_of(seed, len(drawn.rows))
+    chains = [
+        mixed(own_key, np.arange(sizes[row.document], dtype=np.uint64) + (row.document << 32))
+        for row in drawn.rows
+    ]
+    table = ChainTable.of(chains)
+    outputs = np.array([row.num_output_tokens for row in drawn.rows], np.int64)
+    return OfflineJob(
+        name,
+        table,
+        CHUNK_TOKENS,
+        order_by_prefix(table),
+        np.array([drawn.num_prompt_tokens(row) for row in drawn.rows], np.int64),
+        outputs,
+        round(float(outputs.mean())),
+        terms.weight,
+        terms.submit_s,
+        terms.deadline_s,
+    )
+
+
+def job_of_file(
+    path: Path,
+    terms: JobTerms,
+    *,
+    model_folder: Path | None = None,
+    draw_output_tokens: Callable[[int], IntArray] | None = None,
+) -> OfflineJob:
+    """The job of a job file: planned, ordered and estimated as the daemon does.
+
+    Answers have the length that the daemon expects, or the drawn ones (called with the number of
+    rows). Rows that cannot be rendered end with an error in the daemon and are left out. Raises
+    JobSpecError or DataError.
+    """
+    spec = load_job_file(path, cwd=Path.cwd())
+    with closing(open_input(spec.input)) as data:
+        template = RequestTemplate(spec, data.columns, model=spec.model)
+        check_columns(spec, data)
+        prompts = read_prompts(model_folder, now=datetime.fromtimestamp(0, UTC))
+        plan = plan_job(spec, data, template, prompts=prompts)
+    costs = estimate_costs(spec, plan, Counts(), np.empty(0, np.int64))
+    bytes_per_token = plan.tokens.bytes_per_token
+    expected = np.full(plan.num_rows, costs.output_tokens)
+    outputs = expected if draw_output_tokens is None else draw_output_tokens(plan.num_rows)
+    faulty = np.fromiter(plan.errors, np.int64, len(plan.errors))
+    deadline_s = terms.deadline_s if spec.deadline_s is None else terms.submit_s + spec.deadline_s
+    return OfflineJob(
+        spec.name,
+        plan.chains,
+        CHUNK_BYTES / bytes_per_token,
+        _without(plan.order, faulty),
+        np.maximum(1, np.rint(plan.text_bytes / bytes_per_token).astype(np.int64)),
+        outputs,
+        costs.output_tokens,
+        spec.weight,
+        terms.submit_s,
+        min(deadline_s, terms.deadline_s),
+    )
+
+
+def _without(order: PrefixOrder, faulty: IntArray) -> PrefixOrder:
+    """The order without rows of which nothing is known: they have no text, and stand alone."""
+    if not faulty.size:
+        return order
+    runs = ~np.isin(order.rows, faulty)
+    kept = order.by_chain[~np.isin(order.by_chain, faulty)]
+    return PrefixOrder(order.rows[runs], order.shared_chunks[runs], kept)
