@@ -1,5 +1,4 @@
-"""The simulator: the shipped scheduler on a virtual clock, with the gateway and the daemon around it.
-"""
+"""The simulator: the shipped scheduler on a virtual clock, with gateway and daemon around it."""
 
 from batchrun.simulator.engines import STOCK_POLICY, EnginePlan, ModelLaw
 from batchrun.simulator.offline_jobs import JobTerms, OfflineJob, job_of_file, job_of_shape

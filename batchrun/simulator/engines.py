@@ -1,5 +1,4 @@
-"""The engines of a simulation, each on its own clock, none ahead of the others by more than a step.
-"""
+"""The engines of a simulation: each on its own clock, none ahead of another by over a step."""
 
 from __future__ import annotations
 

@@ -17,13 +17,11 @@ from batchrun.pool import JobTurns, RowQueue, Turn, Window, find_prefix_nodes
 from batchrun.simulator.offline_jobs import OfflineJob
 from batchrun.simulator.token_ids import Keys, key_of, shared_tokens
 from batchrun.types import HINT_VERSION
-from batchrun.vllm_plugin.virtual.requests import Arrival, RequestRecord, hash_blocks
+from batchrun.vllm_plugin.virtual.requests import Arrival, BlockHashes, RequestRecord, hash_blocks
 from batchrun.vllm_plugin.virtual.setup import NONCE
 
 EPOCH = 1
 PREFIX = "row-"
-
-BlockHashes = list[bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +115,9 @@ class RowFeed:
         is_saturated = False
         self._ask_at_s = math.inf
         while self._joined:
-            ready = {name for name, job in self._joined.items() if job.queue.peek(now_s) is not None}
+            ready = {
+                name for name, job in self._joined.items() if job.queue.peek(now_s) is not None
+            }
             turn = self._turns.choose(ready, now_s)
             if turn is None:
                 break
@@ -260,5 +260,7 @@ def _hint(job: ActiveRows, row: int, rank: int) -> str:
         "row": row,
         "class": "offline",
         "rank": rank,
-        "nodes": [[n, num, rank + 1 if num else rank] for n, num in zip(path, to_come, strict=True)],
+        "nodes": [
+            [n, num, rank + 1 if num else rank] for n, num in zip(path, to_come, strict=True)
+        ],
     })

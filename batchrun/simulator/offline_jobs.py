@@ -16,7 +16,7 @@ from batchrun.inputs.prompts import read_prompts
 from batchrun.jobspec import load_job_file
 from batchrun.planning import plan_job
 from batchrun.pool import CHUNK_BYTES, ChainTable, IntArray, PrefixOrder, order_by_prefix
-from batchrun.simulator.token_ids import TokenIds, key_of, mixed, prompt_of, shared_tokens
+from batchrun.simulator.token_ids import TokenIds, key_of, mixed, prompt_of
 from batchrun.store import Counts
 from batchrun.vllm_plugin.virtual.workload import JobShape, Order
 

@@ -27,21 +27,19 @@ def mixed(keys: ArrayLike, places: ArrayLike) -> Keys:
     )
     for shift, factor in _MIX:
         value = (value ^ (value >> shift)) * factor
-    return value ^ (value >> _LAST_SHIFT)
+    numbers: Keys = value ^ (value >> _LAST_SHIFT)
+    return numbers
 
 
-def prompt_of(
-    chain: Keys, chunk_tokens: float, num_tokens: int, own_key: int, *, num_shared: int | None = None
-) -> TokenIds:
+def prompt_of(chain: Keys, chunk_tokens: float, num_tokens: int, own_key: int) -> TokenIds:
     """The tokens of a prompt whose leading chunks have the keys of `chain`.
 
     Prompts with equal leading keys have equal leading tokens, `chunk_tokens` for each; what comes
-    behind the first `num_shared` keys (default: all) is the prompt's own, by `own_key`.
+    behind the last key is the prompt's own, by `own_key`.
     """
-    num_chunks = len(chain) if num_shared is None else min(num_shared, len(chain))
     places = np.arange(num_tokens, dtype=np.uint64)
     keys = np.full(num_tokens, own_key, np.uint64)
-    covered = min(num_tokens, shared_tokens(num_chunks, chunk_tokens))
+    covered = min(num_tokens, shared_tokens(len(chain), chunk_tokens))
     keys[:covered] = chain[(places[:covered] / chunk_tokens).astype(np.int64)]
     return (mixed(keys, places) % np.uint64(NUM_TOKEN_IDS)).astype(np.uint32) + np.uint32(
         FIRST_TOKEN_ID

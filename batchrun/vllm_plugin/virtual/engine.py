@@ -200,9 +200,7 @@ class VirtualEngine:
             record.admitted_at_s = self.now_s
             record.num_hit_tokens = num_hit_tokens
 
-    def _execute(
-        self, output: SchedulerOutput, start_s: float
-    ) -> tuple[ModelRunnerOutput, float]:
+    def _execute(self, output: SchedulerOutput, start_s: float) -> tuple[ModelRunnerOutput, float]:
         """What the worker will answer, and how long it takes."""
         online: list[StepItem] = []
         offline: list[StepItem] = []

@@ -159,6 +159,8 @@ def quick(scheduler_cls: type[Scheduler]) -> type[Scheduler]:
     """`scheduler_cls` with quick steps under it; itself if it does not schedule ahead."""
     if not issubclass(scheduler_cls, AsyncScheduler):
         return scheduler_cls
+    if scheduler_cls is AsyncScheduler:
+        return QuickDecode
     return type(f"Quick{scheduler_cls.__name__}", (scheduler_cls, QuickDecode), {})
 
 

@@ -92,16 +92,16 @@ class BlocksByClass:
         for record in online:
             self._note_online_keys(record)
         keys = [
-            key for block in pool.free_block_queue.get_all_free_blocks() if (key := block.block_hash)
+            key
+            for block in pool.free_block_queue.get_all_free_blocks()
+            if (key := block.block_hash)
         ]
         online_cached = sum(key in self._online_keys for key in keys)
         if len(self._online_keys) > 2 * pool.num_gpu_blocks:
             self._forget_evicted(online, keys)
         held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
         num_online = self._blocks_of(online)
-        return ClassBlocks(
-            num_online, held - num_online, online_cached, len(keys) - online_cached
-        )
+        return ClassBlocks(num_online, held - num_online, online_cached, len(keys) - online_cached)
 
     def _note_online_keys(self, record: RequestRecord) -> None:
         if record.is_online and record.request is not None:
