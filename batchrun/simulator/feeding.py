@@ -212,7 +212,7 @@ class RowFeed:
             differ = np.flatnonzero(keys[:length] != job.latest.keys[:length])
             num_chunks = int(differ[0]) if differ.size else length
             both = min(len(content), job.latest.num_tokens)
-            tokens = min(shared_tokens(num_chunks, job.job.chunk_tokens), both)
+            tokens = min(shared_tokens(num_chunks, float(job.job.chunk_tokens[row])), both)
             known = job.latest.hashes[: tokens // size]
         rest = content[len(known) * size :]
         hashes = [*known, *hash_blocks(rest, size, known[-1] if known else b"")]

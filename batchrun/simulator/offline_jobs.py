@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from batchrun.daemon.row_costs import estimate_costs
 from batchrun.inputs import RequestTemplate, check_columns, open_input
@@ -16,27 +18,30 @@ from batchrun.inputs.prompts import read_prompts
 from batchrun.jobspec import load_job_file
 from batchrun.planning import plan_job
 from batchrun.pool import CHUNK_BYTES, ChainTable, IntArray, PrefixOrder, order_by_prefix
-from batchrun.simulator.token_ids import TokenIds, key_of, mixed, prompt_of
+from batchrun.simulator.token_ids import ROUNDING, TokenIds, key_of, mixed, prompt_of
 from batchrun.store import Counts
-from batchrun.vllm_plugin.virtual.workload import JobShape, Order
+from batchrun.vllm_plugin.virtual.workload import JobShape, draw_tokens
 
-CHUNK_TOKENS = 64
-"""Tokens in a chunk of a job that is drawn from a shape."""
+CHUNK_TOKENS = 256
+"""Tokens at least in a chunk of a document that is drawn from a shape."""
+
+FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OfflineJob:
     """The rows of a job, and when and how it runs.
 
-    `chains` holds the keys of each row's leading chunks of `chunk_tokens` tokens, `order` the
-    planned order of the rows that can run. Lengths are those that the engine sees; the daemon
-    charges `expected_output_tokens` for every answer. `submit_s` and `deadline_s` are seconds from
-    the simulation's start; infinity: no deadline.
+    `chains` holds the keys of each row's leading chunks, of `chunk_tokens[row]` tokens; rows that
+    share a chunk have it in one size. `order` is the planned order of the rows that can run.
+    Lengths are those that the engine sees; the daemon charges `expected_output_tokens` for every
+    answer. `submit_s` and `deadline_s` are seconds from the simulation's start; infinity: no
+    deadline.
     """
 
     name: str
     chains: ChainTable
-    chunk_tokens: float
+    chunk_tokens: FloatArray
     order: PrefixOrder
     num_prompt_tokens: IntArray
     num_output_tokens: IntArray
@@ -58,7 +63,8 @@ class OfflineJob:
 
     def expected_tokens(self) -> IntArray:
         """What each row is expected to compute: new prompt tokens, and its answer."""
-        shared = (self.order.shared_chunks * self.chunk_tokens).astype(np.int64)
+        sizes = self.chunk_tokens[self.order.rows]
+        shared = (self.order.shared_chunks * sizes + ROUNDING).astype(np.int64)
         tokens = self.num_prompt_tokens + self.expected_output_tokens
         tokens[self.order.rows] -= np.minimum(shared, self.num_prompt_tokens[self.order.rows])
         return tokens
@@ -67,7 +73,7 @@ class OfflineJob:
         """The row's prompt; rows with equal leading keys have equal leading tokens."""
         keys = self.chains.keys[self.chains.starts[row] : self.chains.starts[row + 1]]
         num_tokens = int(self.num_prompt_tokens[row])
-        return prompt_of(keys, self.chunk_tokens, num_tokens, key_of(seed, row))
+        return prompt_of(keys, float(self.chunk_tokens[row]), num_tokens, key_of(seed, row))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,21 +87,26 @@ class JobTerms:
 
 def job_of_shape(name: str, shape: JobShape, seed: int, terms: JobTerms) -> OfflineJob:
     """Questions about documents: lengths drawn from the seed, rows shuffled in the input."""
-    drawn = shape.draw(seed, Order.SHUFFLED)
-    sizes = [len(document) // CHUNK_TOKENS for document in drawn.documents]
-    own_key = key_of(seed, len(drawn.rows))
-    chains = [
-        mixed(own_key, np.arange(sizes[row.document], dtype=np.uint64) + (row.document << 32))
-        for row in drawn.rows
-    ]
-    table = ChainTable.of(chains)
-    outputs = np.array([row.num_output_tokens for row in drawn.rows], np.int64)
+    rng = random.Random(seed)
+    rows: list[tuple[int, int, int, int]] = []
+    for document in range(shape.num_documents):
+        num_tokens = draw_tokens(rng, shape.document_tokens)
+        for _ in range(rng.randint(*shape.questions)):
+            question = rng.randint(*shape.question_tokens)
+            rows.append((document, num_tokens, question, draw_tokens(rng, shape.output_tokens)))
+    rng.shuffle(rows)
+    documents, sizes, questions, outputs = np.array(rows, np.int64).T
+    num_chunks = np.maximum(1, sizes // CHUNK_TOKENS)
+    starts = np.concatenate(([0], np.cumsum(num_chunks)))
+    places = np.arange(starts[-1]) - np.repeat(starts[:-1], num_chunks)
+    document_of = np.repeat(documents, num_chunks) << 32
+    table = ChainTable(mixed(key_of(seed, len(rows)), document_of + places), starts)
     return OfflineJob(
         name,
         table,
-        CHUNK_TOKENS,
+        sizes / num_chunks,
         order_by_prefix(table),
-        np.array([drawn.num_prompt_tokens(row) for row in drawn.rows], np.int64),
+        sizes + questions,
         outputs,
         round(float(outputs.mean())),
         terms.weight,
@@ -132,7 +143,7 @@ def job_of_file(
     return OfflineJob(
         spec.name,
         plan.chains,
-        CHUNK_BYTES / bytes_per_token,
+        np.full(plan.num_rows, CHUNK_BYTES / bytes_per_token),
         _without(plan.order, faulty),
         np.maximum(1, np.rint(plan.text_bytes / bytes_per_token).astype(np.int64)),
         outputs,

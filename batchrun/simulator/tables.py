@@ -63,7 +63,8 @@ SECONDS = {
     "offline_hit_tokens": pa.int64(),
     "offline_computed_tokens": pa.int64(),
 }
-"""One row per engine and second. Blocks by class as in Echo's figure 10; `forecast_blocks` is what
+"""One row per engine and second. Blocks by class as in Echo's figure 10, the cached ones every ten
+seconds (else null); `forecast_blocks` is what
 the scheduler expects online requests to want (null without a forecast). The last three and
 `online_arrivals` are sums since the row before."""
 

@@ -11,6 +11,8 @@ TokenIds = NDArray[np.uint32]
 FIRST_TOKEN_ID, NUM_TOKEN_IDS = 5, 1_996
 """Token ids of prompts: no special token among them."""
 
+ROUNDING = 1e-6
+
 _STEP = np.uint64(0x9E37_79B9_7F4A_7C15)
 _MIX = (
     (np.uint64(30), np.uint64(0xBF58_476D_1CE4_E5B9)),
@@ -40,7 +42,8 @@ def prompt_of(chain: Keys, chunk_tokens: float, num_tokens: int, own_key: int) -
     places = np.arange(num_tokens, dtype=np.uint64)
     keys = np.full(num_tokens, own_key, np.uint64)
     covered = min(num_tokens, shared_tokens(len(chain), chunk_tokens))
-    keys[:covered] = chain[(places[:covered] / chunk_tokens).astype(np.int64)]
+    numbers = (places[:covered] / chunk_tokens).astype(np.int64)
+    keys[:covered] = chain[np.minimum(numbers, len(chain) - 1)]
     return (mixed(keys, places) % np.uint64(NUM_TOKEN_IDS)).astype(np.uint32) + np.uint32(
         FIRST_TOKEN_ID
     )
@@ -48,7 +51,7 @@ def prompt_of(chain: Keys, chunk_tokens: float, num_tokens: int, own_key: int) -
 
 def shared_tokens(num_chunks: int, chunk_tokens: float) -> int:
     """Whole tokens in so many chunks."""
-    return int(num_chunks * chunk_tokens)
+    return int(num_chunks * chunk_tokens + ROUNDING)
 
 
 def key_of(key: int, place: int) -> int:

@@ -17,6 +17,9 @@ from batchrun.vllm_plugin.virtual.engine import VirtualEngine
 from batchrun.vllm_plugin.virtual.requests import RequestRecord
 from batchrun.vllm_plugin.virtual.timeline import BlocksByClass
 
+CACHED_EVERY_S = 10
+"""Counting cached blocks is what takes longest in a second without offline work."""
+
 
 @dataclass(slots=True)
 class OnlineTotals:
@@ -148,7 +151,7 @@ class _Sampler:
         self._index, self._engine = index, engine
         self._router, self._table = router, tables.seconds
         self._blocks = BlocksByClass(engine)
-        self._next_s = 0.0
+        self._next_s = self._look_s = 0.0
         self._num_arrived = 0
         self._sums = [0, 0, 0]
 
@@ -171,9 +174,13 @@ class _Sampler:
         forecast = None
         if isinstance(scheduler, ColocatedScheduler):
             forecast = scheduler._estimates.forecast.forecast_blocks
-        held = self._blocks.count()
+        cached: tuple[int | None, int | None] = (None, None)
+        if engine.now_s >= self._look_s:
+            self._look_s = self._next_s - 1 + CACHED_EVERY_S
+            cached = self._blocks.cached()
         self._table.add(
-            self._index, engine.now_s, self._arrivals(), *self._requests(), *held, forecast,
+            self._index, engine.now_s, self._arrivals(), *self._requests(),
+            *self._blocks.running(), *cached, forecast,
             *self._sums,
         )  # fmt: skip
         self._sums = [0, 0, 0]
