@@ -158,7 +158,7 @@ def _number(record: Record, name: str) -> float:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=180.0)
+    parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--windows", type=int)
     parser.add_argument("--hours", type=float, default=24.0)
     parser.add_argument("--stepped", action="store_true")

@@ -29,6 +29,7 @@ COMMANDS = {
     "offline": "jobs:offline",
     "inspect": "inspect:inspect",
     "calibrate": "calibrate:calibrate",
+    "simulate": "simulate:simulate",
     "store": "store:store_app",
     "gc": "gc:gc",
     "doctor": "doctor:doctor",

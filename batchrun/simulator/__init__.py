@@ -3,6 +3,8 @@
 from batchrun.simulator.engines import STOCK_POLICY, EnginePlan, ModelLaw
 from batchrun.simulator.offline_jobs import JobTerms, OfflineJob, job_of_file, job_of_shape
 from batchrun.simulator.online import Calls, CallTrace, SharedPrompts, windows_of
+from batchrun.simulator.opening import plan_of
+from batchrun.simulator.scenario_file import ScenarioFile, load_scenario
 from batchrun.simulator.simulation import (
     JobFigures,
     OfflineFigures,
@@ -24,12 +26,15 @@ __all__ = [
     "OfflineFigures",
     "OfflineJob",
     "OnlineFigures",
+    "ScenarioFile",
     "SharedPrompts",
     "Simulated",
     "SimulationPlan",
     "Tables",
     "job_of_file",
     "job_of_shape",
+    "load_scenario",
+    "plan_of",
     "simulate",
     "windows_of",
 ]

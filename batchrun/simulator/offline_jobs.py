@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from contextlib import closing
@@ -48,7 +49,7 @@ class OfflineJob:
     expected_output_tokens: int
     weight: float = 1.0
     submit_s: float = 0.0
-    deadline_s: float = float("inf")
+    deadline_s: float = math.inf
 
     @property
     def num_rows(self) -> int:
@@ -78,11 +79,11 @@ class OfflineJob:
 
 @dataclass(frozen=True, slots=True)
 class JobTerms:
-    """When a job comes, and what it may ask for."""
+    """When a job comes, and what it may ask for. Without a weight: that of the job file, or 1."""
 
-    weight: float = 1.0
+    weight: float | None = None
     submit_s: float = 0.0
-    deadline_s: float = float("inf")
+    deadline_s: float = math.inf
 
 
 def job_of_shape(name: str, shape: JobShape, seed: int, terms: JobTerms) -> OfflineJob:
@@ -109,7 +110,7 @@ def job_of_shape(name: str, shape: JobShape, seed: int, terms: JobTerms) -> Offl
         sizes + questions,
         outputs,
         round(float(outputs.mean())),
-        terms.weight,
+        terms.weight or 1.0,
         terms.submit_s,
         terms.deadline_s,
     )
@@ -121,6 +122,7 @@ def job_of_file(
     *,
     model_folder: Path | None = None,
     draw_output_tokens: Callable[[int], IntArray] | None = None,
+    name: str | None = None,
 ) -> OfflineJob:
     """The job of a job file: planned, ordered and estimated as the daemon does.
 
@@ -139,18 +141,20 @@ def job_of_file(
     expected = np.full(plan.num_rows, costs.output_tokens)
     outputs = expected if draw_output_tokens is None else draw_output_tokens(plan.num_rows)
     faulty = np.fromiter(plan.errors, np.int64, len(plan.errors))
-    deadline_s = terms.deadline_s if spec.deadline_s is None else terms.submit_s + spec.deadline_s
+    deadline_s = terms.deadline_s
+    if deadline_s == math.inf and spec.deadline_s is not None:
+        deadline_s = terms.submit_s + spec.deadline_s
     return OfflineJob(
-        spec.name,
+        name or spec.name,
         plan.chains,
         np.full(plan.num_rows, CHUNK_BYTES / bytes_per_token),
         _without(plan.order, faulty),
         np.maximum(1, np.rint(plan.text_bytes / bytes_per_token).astype(np.int64)),
         outputs,
         costs.output_tokens,
-        spec.weight,
+        terms.weight or spec.weight,
         terms.submit_s,
-        min(deadline_s, terms.deadline_s),
+        deadline_s,
     )
 
 

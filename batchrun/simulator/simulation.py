@@ -167,7 +167,6 @@ def _run(engines: Engines, duration_s: float, progress: ProgressSink | None) -> 
 def _frozen_heap() -> Iterator[None]:
     """Long prompts are lists that every full collection would walk; none of them is garbage."""
     before = gc.get_threshold()
-    gc.collect()
     gc.freeze()
     gc.set_threshold(COLLECT_EVERY, *before[1:])
     try:
