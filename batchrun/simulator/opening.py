@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +23,10 @@ from batchrun.simulator.scenario_file import (
     LengthSpec,
     ScenarioFile,
     SimulatedJob,
+    SloSpec,
 )
 from batchrun.simulator.simulation import SimulationPlan
-from batchrun.vllm_plugin.virtual import A100Law, EngineShape, Slo
+from batchrun.vllm_plugin.virtual import EngineShape, Slo, Timing
 from batchrun.vllm_plugin.virtual.workload import JobShape, LogNormalTokens, OnlineTraffic
 
 MAX_PROFILE_BYTES = 1 << 20
@@ -46,7 +48,7 @@ def plan_of(scenario: ScenarioFile, base: Path) -> SimulationPlan:
         calls,
         [_job(job, index, scenario.seed, base) for index, job in enumerate(scenario.jobs)],
         scenario.engines.count,
-        _engine(scenario.engines, base),
+        _engine(scenario.engines, scenario.slo, base),
         Slo(scenario.slo.ttft, scenario.slo.tpot),
         scenario.seed,
     )
@@ -128,7 +130,7 @@ def _job(spec: SimulatedJob, index: int, seed: int, base: Path) -> OfflineJob:
     )
 
 
-def _engine(spec: EnginesSpec, base: Path) -> EnginePlan:
+def _engine(spec: EnginesSpec, slo: SloSpec, base: Path) -> EnginePlan:
     profile = None if spec.steps == REFERENCE else _profile(base / Path(spec.steps).expanduser())
     defaults = EngineShape()
     blocks, tokens = defaults.num_blocks, defaults.block_tokens
@@ -141,10 +143,15 @@ def _engine(spec: EnginesSpec, base: Path) -> EnginePlan:
         block_tokens=spec.block_tokens or tokens,
         max_model_len=spec.max_model_len,
     )
+    plan = EnginePlan(
+        shape,
+        spec.policy,
+        settings={"slo": {"ttft_s": slo.ttft, "tpot_s": slo.tpot}},
+        timing=Timing(steps_in_flight=spec.steps_in_flight),
+    )
     if profile is None:
-        return EnginePlan(shape, spec.policy, law=A100Law())
-    law = ModelLaw(profile.models[0])
-    return EnginePlan(shape, spec.policy, law=law, believed=profile.models)
+        return plan
+    return replace(plan, law=ModelLaw(profile.models[0]), believed=profile.models)
 
 
 def _profile(path: Path) -> CalibrationProfile:

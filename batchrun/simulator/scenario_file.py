@@ -30,6 +30,7 @@ class EnginesSpec(_Strict):
     """The engines, all alike. `steps`: a profile of `batchrun calibrate`, or `a100-8b`.
 
     `kv_blocks` and `block_tokens` are the profile's unless given; else 8,600 blocks of 16 tokens.
+    `steps_in_flight`: 2 where vLLM schedules a step ahead, as on a GPU, 1 on a CPU.
     """
 
     count: Annotated[Count, Field(le=1024)] = 1
@@ -39,6 +40,7 @@ class EnginesSpec(_Strict):
     block_tokens: Annotated[Count, Field(le=4096)] | None = None
     token_budget: Annotated[Count, Field(le=1_000_000)] = 2048
     max_num_seqs: Annotated[Count, Field(le=100_000)] = 256
+    steps_in_flight: Literal[1, 2] = 2
     max_model_len: Annotated[int, Field(ge=2, le=131_072, strict=True)] = 32_768
 
 

@@ -20,6 +20,7 @@ LONG_S = 90.0
 SHAPES: dict[str, dict[str, Any]] = {
     "roomy": {},
     "tight": {"num_blocks": 420, "token_budget": 256, "max_num_seqs": 24},
+    "one-step-in-flight": {"steps_in_flight": 1},
     "short-context": {"num_blocks": 900, "max_model_len": 900},
 }
 
@@ -78,6 +79,7 @@ def _free(pool: Any) -> list[Any]:
         (ColocatedScheduler, "roomy", True, 20),
         (ColocatedScheduler, "tight", False, 1),
         (ColocatedScheduler, "short-context", False, 500),
+        (ColocatedScheduler, "one-step-in-flight", False, 500),
     ],
 )
 def test_a_quick_engine_is_in_the_same_state_at_every_look(
