@@ -2,10 +2,10 @@
 
     flock /tmp/heavy.lock python -m benchmarks.fidelity [--seconds 300] [--repeats 3] [--json FILE]
 
-Calibrates the engine, then runs each of three workloads for real, through the `batchrun` command and
-the OpenAI endpoint, and in the simulator: a LooGLE-shaped job beside bursty chats. Prints what
+Calibrates the engine, then runs each of three workloads for real, through the `batchrun` command
+and the OpenAI endpoint, and in the simulator: a LooGLE-shaped job beside bursty chats. Prints what
 was predicted, the mean and the spread of the repeats, and whether the bars hold: served offline
-tokens/s within 10 %, online TTFT p50 and p90 and TPOT p50 within 15 %, the hit rate within 3 points.
+tokens/s within 10 %, online TTFT p50 and p90 and TPOT p50 within 15 %, hit rate within 3 points.
 
 The simulator knows no HTTP: what a lone call takes longer for real than simulated, the median of
 some calls before each run, is added to its TTFT, and the record says how much that was. State and
@@ -311,16 +311,14 @@ def _shown(figures: Figures) -> str:
 
 
 def _batchrun(*arguments: str) -> dict[str, Any]:
-    """A command of batchrun in the folder; what it prints as JSON, if it does."""
-    quiet = {"models", "datasets", "down"}
-    flags = [] if arguments[0] in quiet else ["--json"]
-    home = [] if arguments[0] in {"models", "datasets"} else ["--home", "home"]
-    command = [sys.executable, "-m", "batchrun", *arguments, *home, *flags]
-    done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=False)
+    """Call the command in the folder; a failure ends the benchmark with the command's message."""
+    where = [] if arguments[0] in {"datasets", "models"} else ["--home", "home"]
+    command = [sys.executable, "-m", "batchrun", *arguments, *where, "--json"]
+    done = subprocess.run(command, cwd=FOLDER, stdout=subprocess.PIPE, check=False, text=True)
     if done.returncode:
-        raise SystemExit(f"{' '.join(command)}: {done.stderr.strip()}")
-    reply: dict[str, Any] = json.loads(done.stdout) if flags else {}
-    return reply
+        raise SystemExit(f"{' '.join(arguments)}: exit code {done.returncode}")
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
 
 
 def _parser() -> argparse.ArgumentParser:

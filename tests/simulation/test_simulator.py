@@ -26,11 +26,16 @@ from batchrun.simulator import (
 )
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 from batchrun.vllm_plugin.virtual import (
+    DAEMON_WINDOW,
     EngineShape,
+    JobFeeder,
     OnlineSource,
+    Order,
     Run,
     a100_8b,
     draw_calls,
+    draw_job,
+    planned_order,
     run,
 )
 from batchrun.vllm_plugin.virtual.workload import JobShape
@@ -74,6 +79,23 @@ def test_online_calls_alone_are_the_virtual_engines_run_to_the_last_figure() -> 
     for key in ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s"):
         assert getattr(mine.online, key) == theirs[key]
     assert mine.online.deadline_kept == theirs["slo_deadline"]
+
+
+@pytest.mark.slow
+def test_a_job_beside_calls_goes_as_in_the_ablation() -> None:
+    scenario = replace(a100_8b(), duration_s=40.0)
+    settings = {"batchrun": {"policy": "echo"}}
+    drawn = planned_order(draw_job(scenario.job, 0, Order.SHUFFLED))
+    sources = [OnlineSource(draw_calls(scenario, 0), 0), JobFeeder(drawn, window=DAEMON_WINDOW)]
+    shape = EngineShape(additional_config=settings)
+    theirs: dict[str, Any] = run(Run(ColocatedScheduler, scenario, shape, sources))
+    job = job_of_shape("docs", JobShape(), 0, JobTerms())
+    mine = simulate(SimulationPlan(40.0, Calls.of(draw_calls(scenario, 0)), [job]))
+
+    computed = theirs["offline_computed_tokens_per_s"]
+    assert mine.offline.computed_tokens_per_s == pytest.approx(computed, rel=0.1)
+    assert mine.offline.hit_rate == pytest.approx(theirs["prefix_hit_rate"], abs=0.03)
+    assert mine.online.ttft_p50_s == pytest.approx(theirs["ttft_p50_s"], rel=0.15)
 
 
 def test_the_same_plan_gives_the_same_figures_and_the_same_bytes(tmp_path: Path) -> None:
@@ -146,13 +168,13 @@ def test_more_engines_serve_more() -> None:
 
 
 def test_a_weight_and_a_late_job_count() -> None:
-    big = JobShape(60, (2_000, 4_000))
+    big = JobShape(150, (2_000, 4_000))
     jobs = [
         job_of_shape("light", big, 0, JobTerms()),
         job_of_shape("heavy", big, 1, JobTerms(weight=4.0)),
         job_of_shape("late", big, 2, JobTerms(submit_s=1e6)),
     ]
-    light, heavy, late = simulate(SimulationPlan(30.0, Calls.of([]), jobs)).jobs
+    light, heavy, late = simulate(SimulationPlan(20.0, Calls.of([]), jobs)).jobs
 
     assert heavy.computed_tokens > 2 * light.computed_tokens > 0
     assert late.num_done == 0
