@@ -31,6 +31,7 @@ COMMANDS = {
     "calibrate": "calibrate:calibrate",
     "keys": "keys:keys_app",
     "trace": "trace:trace_app",
+    "simulate": "simulate:simulate",
     "store": "store:store_app",
     "gc": "gc:gc",
     "doctor": "doctor:doctor",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any
@@ -19,7 +19,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from batchrun.errors import BatchrunError
-from batchrun.estimator import StepLoad
+from batchrun.estimator import AnyModel, StepLoad
 from batchrun.scheduling import Policy, RequestView, make_policy
 from batchrun.types import RequestClass
 from batchrun.vllm_plugin.calibration import StepRecorder, engine_facts, read_models
@@ -124,6 +124,10 @@ class ColocatedScheduler(AsyncScheduler):
     ) -> None:
         """Take in what was observed of this engine before: see `Estimates.warm_up`."""
         self._estimates.warm_up(kv_samples, steps)
+
+    def believe(self, models: Sequence[AnyModel]) -> None:
+        """Start from these models, the best first, as from those of a profile. Before any step."""
+        self._estimates = Estimates(self.batchrun, self._total_blocks, models)
 
     def add_request(self, request: Request) -> None:
         """Take a request in, as online work unless a hint says otherwise."""

@@ -28,6 +28,10 @@ from batchrun.vllm_plugin.virtual.totals import StepTotals
 
 NO_TOKENS: list[int] = []
 
+StepListener = Callable[[float, float, list[StepItem], list[StepItem]], None]
+"""Told of each step that computes: its start and duration in seconds, and what it computed of
+online and of offline requests."""
+
 
 class TrafficSource(Protocol):
     """Who sends requests: the online users, or a daemon with a job."""
@@ -81,6 +85,7 @@ class _Launched:
 class VirtualEngine:
     """One engine. `records` holds every request that ever arrived, by id.
 
+    With `forgets_ended` it holds those that have not ended, and nothing grows with a run's length.
     `end_listeners` are called with the record of every request that ends, its request still there.
     A scheduler that reads a clock (`ClockReader`) gets the virtual one before its first step.
     """
@@ -92,16 +97,20 @@ class VirtualEngine:
         law: StepLaw,
         sources: Sequence[TrafficSource] = (),
         timing: Timing = DEFAULT_TIMING,
+        *,
+        forgets_ended: bool = False,
     ) -> None:
         self.scheduler = build_scheduler(scheduler_cls, shape, is_async=timing.steps_in_flight > 1)
         self.now_s = 0.0
         self.records: dict[str, RequestRecord] = {}
         self.end_listeners: list[Callable[[RequestRecord], None]] = []
+        self.step_listener: StepListener | None = None
         self.totals = StepTotals()
         self._shape = shape
         self._law = law
         self._sources = sources
         self._timing = timing
+        self._forgets_ended = forgets_ended
         self._in_flight: deque[_Launched] = deque()
         self._worker_free_at_s = 0.0
         if isinstance(self.scheduler, ClockReader):
@@ -116,10 +125,14 @@ class VirtualEngine:
         while self.now_s < end_s:
             if self.step():
                 continue
-            wake_s = min(self._next_due_s(), end_s)
+            wake_s = min(self.next_due_s(), end_s)
             if wake_s == math.inf:
                 return
             self.now_s = max(self.now_s, wake_s)
+
+    def next_due_s(self) -> float:
+        """When the next request arrives; infinity while none is to come."""
+        return min((source.next_due_s for source in self._sources), default=math.inf)
 
     def step(self) -> bool:
         """One turn of the engine loop; False when there is nothing to do now."""
@@ -152,9 +165,6 @@ class VirtualEngine:
         if record.finished_at_s is None:
             self._finish(record, "abort")
 
-    def _next_due_s(self) -> float:
-        return min((source.next_due_s for source in self._sources), default=math.inf)
-
     def _take_arrivals(self) -> None:
         for source in self._sources:
             if source.next_due_s <= self.now_s:
@@ -178,8 +188,9 @@ class VirtualEngine:
             return False
         for new in output.scheduled_new_reqs:
             self._admit(self.records[new.req_id], new.num_computed_tokens)
-        self.totals.planning_wall_s.append(wall_s)
-        result, duration_s = self._execute(output)
+        if not self._forgets_ended:
+            self.totals.planning_wall_s.append(wall_s)
+        result, duration_s = self._execute(output, start_s)
         self._worker_free_at_s = start_s + duration_s
         self._in_flight.append(_Launched(output, result, self._worker_free_at_s))
         return True
@@ -189,14 +200,15 @@ class VirtualEngine:
             record.admitted_at_s = self.now_s
             record.num_hit_tokens = num_hit_tokens
 
-    def _execute(self, output: SchedulerOutput) -> tuple[ModelRunnerOutput, float]:
+    def _execute(self, output: SchedulerOutput, start_s: float) -> tuple[ModelRunnerOutput, float]:
         """What the worker will answer, and how long it takes."""
         online: list[StepItem] = []
         offline: list[StepItem] = []
         sampled: list[list[int]] = []
         req_ids = list(output.num_scheduled_tokens)
+        records = self.records
         for req_id, new in output.num_scheduled_tokens.items():
-            record = self.records[req_id]
+            record = records[req_id]
             request = record.request
             assert request is not None
             context = request.num_computed_tokens
@@ -206,7 +218,10 @@ class VirtualEngine:
             sampled.append(NO_TOKENS if is_chunk else [token_id(record.token_seed, context)])
         index = {req_id: i for i, req_id in enumerate(req_ids)}
         result = ModelRunnerOutput(req_ids, index, sampled)
-        return result, self.totals.charge(self._law, online, offline)
+        duration_s = self.totals.charge(self._law, online, offline)
+        if self.step_listener is not None:
+            self.step_listener(start_s, duration_s, online, offline)
+        return result, duration_s
 
     def _collect(self) -> None:
         """Wait for the oldest step in flight and process its output."""
@@ -219,9 +234,9 @@ class VirtualEngine:
 
     def _deliver(self, output: EngineCoreOutput) -> None:
         record = self.records[output.request_id]
-        for token in output.new_token_ids:
-            record.output_token_ids.append(token)
-            record.token_times_s.append(self.now_s)
+        tokens = output.new_token_ids
+        record.output_token_ids += tokens
+        record.token_times_s += [self.now_s] * len(tokens)
         if output.finish_reason is not None:
             self._finish(record, str(output.finish_reason))
 
@@ -232,5 +247,7 @@ class VirtualEngine:
         for listener in self.end_listeners:
             listener(record)
         record.request = None
+        if self._forgets_ended:
+            del self.records[record.request_id]
         for source in self._sources:
             source.on_finished(record.request_id)

@@ -17,6 +17,8 @@ from batchrun.types import HINT_KEY
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 5, 2000
 """Token ids of prompts and outputs: no special token among them."""
 
+BlockHashes = list[BlockHash]
+
 ONLINE_PRIORITY, OFFLINE_PRIORITY = 0, 10
 
 

@@ -103,17 +103,18 @@ class JobShape:
         documents: list[TokenIds] = []
         rows: list[JobRow] = []
         for document in range(self.num_documents):
-            documents.append(draw_token_ids(rng, _draw_tokens(rng, self.document_tokens)))
+            documents.append(draw_token_ids(rng, draw_tokens(rng, self.document_tokens)))
             for _ in range(rng.randint(*self.questions)):
                 question = draw_token_ids(rng, rng.randint(*self.question_tokens))
-                num_output_tokens = _draw_tokens(rng, self.output_tokens)
+                num_output_tokens = draw_tokens(rng, self.output_tokens)
                 rows.append(JobRow(len(rows), document, question, num_output_tokens))
         if order is Order.SHUFFLED:
             rng.shuffle(rows)
         return Job(documents, rows)
 
 
-def _draw_tokens(rng: random.Random, count: Bounds | LogNormalTokens) -> int:
+def draw_tokens(rng: random.Random, count: Bounds | LogNormalTokens) -> int:
+    """A number of tokens, uniform within bounds where no other law is given."""
     return count.draw(rng) if isinstance(count, LogNormalTokens) else rng.randint(*count)
 
 

@@ -1,0 +1,167 @@
+"""Offline jobs of a simulation: from job files, read as the daemon does, or from shapes."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchrun.daemon.row_costs import estimate_costs
+from batchrun.inputs import RequestTemplate, check_columns, open_input
+from batchrun.inputs.prompts import read_prompts
+from batchrun.jobspec import load_job_file
+from batchrun.planning import plan_job
+from batchrun.pool import CHUNK_BYTES, ChainTable, IntArray, PrefixOrder, order_by_prefix
+from batchrun.simulator.token_ids import ROUNDING, TokenIds, key_of, mixed, prompt_of
+from batchrun.store import Counts
+from batchrun.vllm_plugin.virtual.workload import JobShape, draw_tokens
+
+CHUNK_TOKENS = 256
+"""Tokens at least in a chunk of a document that is drawn from a shape."""
+
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OfflineJob:
+    """The rows of a job, and when and how it runs.
+
+    `chains` holds the keys of each row's leading chunks, of `chunk_tokens[row]` tokens; rows that
+    share a chunk have it in one size. `order` is the planned order of the rows that can run.
+    Lengths are those that the engine sees; the daemon charges `expected_output_tokens` for every
+    answer. `submit_s` and `deadline_s` are seconds from the simulation's start; infinity: no
+    deadline.
+    """
+
+    name: str
+    chains: ChainTable
+    chunk_tokens: FloatArray
+    order: PrefixOrder
+    num_prompt_tokens: IntArray
+    num_output_tokens: IntArray
+    expected_output_tokens: int
+    weight: float = 1.0
+    submit_s: float = 0.0
+    deadline_s: float = math.inf
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that can run."""
+        return len(self.order.rows)
+
+    def group_of(self) -> IntArray:
+        """The prefix group of each row; rows of a group share at least their first chunk."""
+        groups = np.zeros(len(self.num_prompt_tokens), dtype=np.int64)
+        groups[self.order.rows] = self.order.groups
+        return groups
+
+    def expected_tokens(self) -> IntArray:
+        """What each row is expected to compute: new prompt tokens, and its answer."""
+        sizes = self.chunk_tokens[self.order.rows]
+        shared = (self.order.shared_chunks * sizes + ROUNDING).astype(np.int64)
+        tokens = self.num_prompt_tokens + self.expected_output_tokens
+        tokens[self.order.rows] -= np.minimum(shared, self.num_prompt_tokens[self.order.rows])
+        return tokens
+
+    def prompt(self, row: int, seed: int) -> TokenIds:
+        """The row's prompt; rows with equal leading keys have equal leading tokens."""
+        keys = self.chains.keys[self.chains.starts[row] : self.chains.starts[row + 1]]
+        num_tokens = int(self.num_prompt_tokens[row])
+        return prompt_of(keys, float(self.chunk_tokens[row]), num_tokens, key_of(seed, row))
+
+
+@dataclass(frozen=True, slots=True)
+class JobTerms:
+    """When a job comes, and what it may ask for. Without a weight: that of the job file, or 1."""
+
+    weight: float | None = None
+    submit_s: float = 0.0
+    deadline_s: float = math.inf
+
+
+def job_of_shape(name: str, shape: JobShape, seed: int, terms: JobTerms) -> OfflineJob:
+    """Questions about documents: lengths drawn from the seed, rows shuffled in the input."""
+    rng = random.Random(seed)
+    rows: list[tuple[int, int, int, int]] = []
+    for document in range(shape.num_documents):
+        num_tokens = draw_tokens(rng, shape.document_tokens)
+        for _ in range(rng.randint(*shape.questions)):
+            question = rng.randint(*shape.question_tokens)
+            rows.append((document, num_tokens, question, draw_tokens(rng, shape.output_tokens)))
+    rng.shuffle(rows)
+    documents, sizes, questions, outputs = np.array(rows, np.int64).T
+    num_chunks = np.maximum(1, sizes // CHUNK_TOKENS)
+    starts = np.concatenate(([0], np.cumsum(num_chunks)))
+    places = np.arange(starts[-1]) - np.repeat(starts[:-1], num_chunks)
+    document_of = np.repeat(documents, num_chunks) << 32
+    table = ChainTable(mixed(key_of(seed, len(rows)), document_of + places), starts)
+    return OfflineJob(
+        name,
+        table,
+        sizes / num_chunks,
+        order_by_prefix(table),
+        sizes + questions,
+        outputs,
+        round(float(outputs.mean())),
+        terms.weight or 1.0,
+        terms.submit_s,
+        terms.deadline_s,
+    )
+
+
+def job_of_file(
+    path: Path,
+    terms: JobTerms,
+    *,
+    model_folder: Path | None = None,
+    draw_output_tokens: Callable[[int], IntArray] | None = None,
+    name: str | None = None,
+) -> OfflineJob:
+    """The job of a job file: planned, ordered and estimated as the daemon does.
+
+    Answers have the length that the daemon expects, or the drawn ones (called with the number of
+    rows). Rows that cannot be rendered end with an error in the daemon and are left out. Raises
+    JobSpecError or DataError.
+    """
+    spec = load_job_file(path, cwd=Path.cwd())
+    with closing(open_input(spec.input)) as data:
+        template = RequestTemplate(spec, data.columns, model=spec.model)
+        check_columns(spec, data)
+        prompts = read_prompts(model_folder, now=datetime.fromtimestamp(0, UTC))
+        plan = plan_job(spec, data, template, prompts=prompts)
+    costs = estimate_costs(spec, plan, Counts(), np.empty(0, np.int64))
+    bytes_per_token = plan.tokens.bytes_per_token
+    expected = np.full(plan.num_rows, costs.output_tokens)
+    outputs = expected if draw_output_tokens is None else draw_output_tokens(plan.num_rows)
+    faulty = np.fromiter(plan.errors, np.int64, len(plan.errors))
+    deadline_s = terms.deadline_s
+    if deadline_s == math.inf and spec.deadline_s is not None:
+        deadline_s = terms.submit_s + spec.deadline_s
+    return OfflineJob(
+        name or spec.name,
+        plan.chains,
+        np.full(plan.num_rows, CHUNK_BYTES / bytes_per_token),
+        _without(plan.order, faulty),
+        np.maximum(1, np.rint(plan.text_bytes / bytes_per_token).astype(np.int64)),
+        outputs,
+        costs.output_tokens,
+        terms.weight or spec.weight,
+        terms.submit_s,
+        deadline_s,
+    )
+
+
+def _without(order: PrefixOrder, faulty: IntArray) -> PrefixOrder:
+    """The order without rows of which nothing is known: they have no text, and stand alone."""
+    if not faulty.size:
+        return order
+    runs = ~np.isin(order.rows, faulty)
+    kept = order.by_chain[~np.isin(order.by_chain, faulty)]
+    return PrefixOrder(order.rows[runs], order.shared_chunks[runs], kept)

@@ -1,0 +1,217 @@
+"""Online calls of a simulation, and the gateway that spreads them over the engines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchrun.simulator.token_ids import Keys, key_of, mixed, prompt_of
+from batchrun.vllm_plugin.virtual.requests import Arrival
+from batchrun.vllm_plugin.virtual.workload import OnlineCall
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+NO_KEYS: Keys = np.empty(0, np.uint64)
+PREFIX = "online-"
+
+
+class SharedPrompts(Protocol):
+    """The leading blocks of the calls' prompts, by hash: equal ones are the same text."""
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens in a block."""
+        ...
+
+    def of_request(self, index: int) -> Ints:
+        """The hashes of one call, from its first block on."""
+        ...
+
+
+class CallTrace(Protocol):
+    """What a simulation reads of a trace: `arrival_s` rises from 0, lengths are 1 or more."""
+
+    @property
+    def arrival_s(self) -> Floats:
+        """Seconds from the start."""
+        ...
+
+    @property
+    def num_prompt_tokens(self) -> Ints:
+        """Per call."""
+        ...
+
+    @property
+    def num_output_tokens(self) -> Ints:
+        """Per call."""
+        ...
+
+    @property
+    def prefix(self) -> SharedPrompts | None:
+        """None where no two calls share a prompt's beginning."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Calls:
+    """A trace in memory."""
+
+    arrival_s: Floats
+    num_prompt_tokens: Ints
+    num_output_tokens: Ints
+    prefix: SharedPrompts | None = None
+
+    @classmethod
+    def of(cls, calls: Sequence[OnlineCall]) -> Calls:
+        """From the calls of a generator, by arrival."""
+        return cls(
+            np.array([call.arrival_at_s for call in calls], np.float64),
+            np.array([call.num_prompt_tokens for call in calls], np.int64),
+            np.array([call.num_output_tokens for call in calls], np.int64),
+        )
+
+
+def first_too_long(calls: CallTrace, max_model_len: int) -> int | None:
+    """The first call that an engine with such a context refuses; None when all of them fit."""
+    too_long = np.flatnonzero(calls.num_prompt_tokens + calls.num_output_tokens > max_model_len)
+    return int(too_long[0]) if too_long.size else None
+
+
+@dataclass(slots=True)
+class _Load:
+    num_in_flight: int = 0
+    num_calls: int = 0
+
+
+class OnlineRouter:
+    """The gateway: each call goes to the engine with the fewest in flight, of those to the one
+    that had the fewest calls (`gateway.balancer`).
+
+    The calls on an engine are counted as of the clock of the engine that is behind; another one may
+    be a step ahead. `num_arrived` counts the calls made so far.
+    """
+
+    def __init__(self, calls: CallTrace, num_engines: int, seed: int) -> None:
+        self._calls = calls
+        self._arrival_s: list[float] = calls.arrival_s.tolist()
+        self._seed_key = key_of(seed, 1)
+        self._loads = [_Load() for _ in range(num_engines)]
+        self.ports = [OnlinePort(self, index) for index in range(num_engines)]
+        self.num_arrived = 0
+
+    @property
+    def next_due_s(self) -> float:
+        """The next call; infinity after the last."""
+        has_more = self.num_arrived < len(self._arrival_s)
+        return self._arrival_s[self.num_arrived] if has_more else math.inf
+
+    def route(self, now_s: float) -> None:
+        """Give all calls made by now to engines."""
+        while self.next_due_s <= now_s:
+            index = min(range(len(self._loads)), key=self._load_of)
+            load = self._loads[index]
+            load.num_in_flight += 1
+            load.num_calls += 1
+            self.ports[index].waiting.append(self._arrival(self.num_arrived))
+            self.num_arrived += 1
+
+    def ended(self, engine: int) -> None:
+        """A call on the engine has ended."""
+        self._loads[engine].num_in_flight -= 1
+
+    def _load_of(self, engine: int) -> tuple[int, int]:
+        load = self._loads[engine]
+        return load.num_in_flight, load.num_calls
+
+    def _arrival(self, index: int) -> Arrival:
+        calls, shared = self._calls, self._calls.prefix
+        num_tokens = int(calls.num_prompt_tokens[index])
+        own_key = key_of(self._seed_key, index)
+        if shared is None:
+            prompt = prompt_of(NO_KEYS, 1.0, num_tokens, own_key)
+        else:
+            hashes = shared.of_request(index).astype(np.uint64)
+            # Two blocks of one text in different places have different KV.
+            chain = np.bitwise_xor.accumulate(mixed(hashes, np.arange(len(hashes))))
+            prompt = prompt_of(chain, shared.block_tokens, num_tokens, own_key)
+        return Arrival(
+            f"{PREFIX}{index}",
+            True,
+            self._arrival_s[index],
+            prompt.tolist(),
+            int(calls.num_output_tokens[index]),
+        )
+
+
+class OnlinePort:
+    """The calls of one engine: a `TrafficSource`."""
+
+    def __init__(self, router: OnlineRouter, engine: int) -> None:
+        self.waiting: list[Arrival] = []
+        self._router = router
+        self._engine = engine
+
+    @property
+    def next_due_s(self) -> float:
+        """The next call that may be for this engine."""
+        waiting = self.waiting
+        return waiting[0].arrival_at_s if waiting else self._router.next_due_s
+
+    def take_due(self, now_s: float) -> list[Arrival]:
+        """The calls made by now."""
+        self._router.route(now_s)
+        num_due = sum(arrival.arrival_at_s <= now_s for arrival in self.waiting)
+        due = self.waiting[:num_due]
+        del self.waiting[:num_due]
+        return due
+
+    def on_finished(self, request_id: str) -> None:
+        """The gateway counts the call no more."""
+        if request_id.startswith(PREFIX):
+            self._router.ended(self._engine)
+
+
+def windows_of(calls: CallTrace, duration_s: float, num: int, window_s: float, seed: int) -> Calls:
+    """A day in short: `num` windows of `window_s`, one at a random place in each `num`-th part of
+    the first `duration_s`, one after the other.
+
+    Raises ValueError when a part is shorter than a window.
+    """
+    part_s = duration_s / num
+    if window_s > part_s:
+        raise ValueError(f"{num} windows of {window_s:g} s do not fit into {duration_s:g} s")
+    rng = np.random.default_rng(seed)
+    starts_s = part_s * np.arange(num) + rng.uniform(0, part_s - window_s, num)
+    places, arrivals_s = [], []
+    for number, start_s in enumerate(starts_s):
+        first, after = np.searchsorted(calls.arrival_s, (start_s, start_s + window_s))
+        places.append(np.arange(first, after))
+        arrivals_s.append(calls.arrival_s[first:after] - start_s + number * window_s)
+    chosen = np.concatenate(places)
+    return Calls(
+        np.concatenate(arrivals_s),
+        calls.num_prompt_tokens[chosen],
+        calls.num_output_tokens[chosen],
+        None if calls.prefix is None else _Chosen(calls.prefix, chosen),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Chosen:
+    """The shared prompts of some calls."""
+
+    whole: SharedPrompts
+    places: Ints
+
+    @property
+    def block_tokens(self) -> int:
+        return self.whole.block_tokens
+
+    def of_request(self, index: int) -> Ints:
+        return self.whole.of_request(int(self.places[index]))

@@ -1,0 +1,234 @@
+"""One simulation: what is given, and the figures of what happened."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+
+from batchrun.errors import DataError
+from batchrun.simulator.engines import EnginePlan, Engines
+from batchrun.simulator.feeding import ActiveRows, RowFeed
+from batchrun.simulator.offline_jobs import OfflineJob
+from batchrun.simulator.online import CallTrace, OnlineRouter, first_too_long
+from batchrun.simulator.tables import Tables
+from batchrun.simulator.watching import OnlineTotals, Watch
+from batchrun.types import ProgressSink
+from batchrun.vllm_plugin.virtual import Slo
+
+COLLECT_EVERY = 50_000
+"""Objects made between two searches for garbage: nothing in a simulation is a cycle."""
+PROGRESS_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationPlan:
+    """What to simulate: `duration_s` of online `calls` and offline `jobs` on `num_engines`.
+
+    The same plan gives the same figures and the same records to the last bit.
+    """
+
+    duration_s: float
+    calls: CallTrace
+    jobs: Sequence[OfflineJob] = ()
+    num_engines: int = 1
+    engine: EnginePlan = field(default_factory=EnginePlan)
+    slo: Slo = field(default_factory=Slo)
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineFigures:
+    """Calls whose first token was due by the end are judged; one without it by then is a miss.
+
+    `num_arrived` = `num_ended` + `num_unfinished`. Shares are of the judged calls (`tpot_kept`: of
+    those with two tokens or more); None where there are none.
+    """
+
+    num_arrived: int
+    num_ended: int
+    num_unfinished: int
+    num_judged: int
+    ttft_p50_s: float | None
+    ttft_p90_s: float | None
+    ttft_p99_s: float | None
+    tpot_p50_s: float | None
+    tpot_p90_s: float | None
+    tpot_p99_s: float | None
+    ttft_kept: float | None
+    tpot_kept: float | None
+    deadline_kept: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineFigures:
+    """Served tokens count cached prompt tokens, computed ones do not.
+
+    `num_rows` = `num_ended` + `num_in_engines` + `num_to_come`.
+    """
+
+    num_rows: int
+    num_ended: int
+    num_in_engines: int
+    num_to_come: int
+    served_tokens_per_s: float
+    computed_tokens_per_s: float
+    hit_rate: float | None
+    num_preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobFigures:
+    """One job. `finished_at_s` and `is_deadline_kept` are None while that is not known."""
+
+    name: str
+    num_rows: int
+    num_done: int
+    served_tokens: int
+    computed_tokens: int
+    finished_at_s: float | None
+    is_deadline_kept: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """The figures of a simulation. `duration_s` is the time of the engine that ended first."""
+
+    duration_s: float
+    num_engines: int
+    num_steps: int
+    num_quick_steps: int
+    busy_share: float
+    online: OnlineFigures
+    offline: OfflineFigures
+    jobs: tuple[JobFigures, ...]
+
+    def record(self) -> dict[str, object]:
+        """The figures as plain values."""
+        return asdict(self)
+
+
+def simulate(
+    plan: SimulationPlan, tables: Tables | None = None, progress: ProgressSink | None = None
+) -> Simulated:
+    """Run the plan; records go to `tables`. Raises DataError when a request fits no engine."""
+    _check(plan)
+    num = plan.num_engines
+    router = OnlineRouter(plan.calls, num, plan.seed)
+    feed = RowFeed(plan.jobs, num, plan.seed, plan.engine.shape.block_tokens)
+    engines = Engines(plan.engine, router, feed)
+    watch = Watch(engines, router, feed, plan.slo, tables)
+    with _frozen_heap():
+        _run(engines, plan.duration_s, progress)
+    watch.close()
+    end_s = min(engine.now_s for engine in engines.engines)
+    totals = [engine.totals for engine in engines.engines]
+    return Simulated(
+        end_s,
+        num,
+        sum(each.num_steps for each in totals),
+        engines.num_quick_steps,
+        sum(each.busy_s for each in totals) / (num * end_s),
+        _online(watch.online, router.num_arrived),
+        _offline(watch, feed, sum(each.num_offline_computed_tokens for each in totals), end_s),
+        tuple(_job(job, end_s) for job in feed.jobs),
+    )
+
+
+def _check(plan: SimulationPlan) -> None:
+    longest = plan.engine.shape.max_model_len
+    index = first_too_long(plan.calls, longest)
+    if index is not None:
+        raise DataError(f"online call {index + 1} has more tokens than the context of {longest:,}")
+    for job in plan.jobs:
+        tokens = (job.num_prompt_tokens + job.num_output_tokens)[job.order.rows]
+        if tokens.size and tokens.max() > longest:
+            row = int(job.order.rows[np.argmax(tokens)])
+            raise DataError(
+                f"job {job.name}: row {row} has {tokens.max():,} tokens, more than the context of "
+                f"{longest:,}"
+            )
+
+
+def _run(engines: Engines, duration_s: float, progress: ProgressSink | None) -> None:
+    if progress is None or duration_s == math.inf:
+        engines.run_until(duration_s)
+        return
+    for second in range(1, math.ceil(duration_s / PROGRESS_S) + 1):
+        engines.run_until(min(second * PROGRESS_S, duration_s))
+        progress("simulating", second, math.ceil(duration_s / PROGRESS_S))
+
+
+@contextmanager
+def _frozen_heap() -> Iterator[None]:
+    """Long prompts are lists that every full collection would walk; none of them is garbage."""
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(COLLECT_EVERY, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
+
+def _online(totals: OnlineTotals, num_arrived: int) -> OnlineFigures:
+    ttft, tpot, num = totals.ttft_s, totals.tpot_s, totals.num_calls
+    return OnlineFigures(
+        num_arrived,
+        totals.num_ended,
+        num_arrived - totals.num_ended,
+        num,
+        *_percentiles(ttft),
+        *_percentiles(tpot),
+        _share(totals.num_ttft_kept, num),
+        _share(totals.num_tpot_kept, len(tpot)),
+        _share(totals.num_all_kept, num),
+    )
+
+
+def _offline(watch: Watch, feed: RowFeed, num_computed: int, end_s: float) -> OfflineFigures:
+    totals = watch.offline
+    num_rows = sum(each.job.num_rows for each in feed.jobs)
+    return OfflineFigures(
+        num_rows,
+        totals.num_ended,
+        len(feed.sent),
+        num_rows - totals.num_ended - len(feed.sent),
+        totals.served_tokens / end_s,
+        num_computed / end_s,
+        _share(totals.hit_tokens, totals.prompt_tokens),
+        totals.num_preemptions,
+    )
+
+
+def _job(active: ActiveRows, end_s: float) -> JobFigures:
+    job, done_s = active.job, active.finished_at_s
+    is_kept: bool | None = None
+    if job.deadline_s != math.inf:
+        is_late = (end_s if done_s is None else done_s) > job.deadline_s
+        is_kept = False if is_late else None if done_s is None else True
+    return JobFigures(
+        job.name,
+        job.num_rows,
+        active.num_done,
+        active.served_tokens,
+        active.computed_tokens,
+        done_s,
+        is_kept,
+    )
+
+
+def _percentiles(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:
+    if not len(values):
+        return None, None, None
+    p50, p90, p99 = np.percentile(np.asarray(values), (50, 90, 99)).tolist()
+    return p50, p90, p99
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None

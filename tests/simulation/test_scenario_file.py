@@ -1,0 +1,106 @@
+"""Scenario files: strict, and what they say is what is simulated."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from batchrun.errors import ConfigError, DataError
+from batchrun.simulator import load_scenario, plan_of
+from batchrun.traces import Trace, save_trace
+
+ROOT = Path(__file__).parents[2]
+HEAD = "name: x\nduration: 20s\n"
+RATE = "online: {generator: {rate: 2}}\n"
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "scenario.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (HEAD + "engine: {}\n" + RATE, ":3: engine: unknown key (did you mean 'engines'?)"),
+        (HEAD + RATE + "engines:\n  cuont: 2\n", ":5: engines.cuont: unknown key (did you mean"),
+        (HEAD, ":1: nothing to simulate"),
+        (HEAD + "online: {}\n", ":3: online: needs one of 'trace' and 'generator'"),
+        (HEAD + RATE + "windows: {count: 3, length: 10s}\n", ":4: windows: its windows are longer"),
+        (HEAD + "jobs:\n  - name: a\n", ":4: jobs[0]: needs one of 'file' and 'shape'"),
+        (
+            HEAD + "jobs:\n  - shape: {documents: 2, document_tokens: [9, 3]}\n",
+            ":4: jobs[0].shape.document_tokens: the first bound is above the second",
+        ),
+        ("duration: -1\nname: x\n", ":1: duration: must be longer than 0"),
+    ],
+)
+def test_a_wrong_scenario_file_is_one_line_with_its_place(
+    text: str, problem: str, tmp_path: Path
+) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        load_scenario(path)
+
+    assert str(caught.value).startswith(f"{path}{problem}")
+
+
+def test_a_trace_and_windows_are_read_as_written(tmp_path: Path) -> None:
+    at_s = np.arange(0, 100, 0.25)
+    ones = np.ones(len(at_s), np.int64)
+    save_trace(Trace.of(at_s, 9 * ones, 3 * ones), tmp_path / "trace.parquet")
+    text = "name: x\nduration: 80s\nonline: {trace: trace.parquet}\n"
+    whole = plan_of(load_scenario(written(tmp_path, text)), tmp_path)
+    short_text = text + "windows: {count: 4, length: 5s}\n"
+    short = plan_of(load_scenario(written(tmp_path, short_text)), tmp_path)
+
+    assert len(whole.calls.arrival_s) == 320
+    assert (short.duration_s, len(short.calls.arrival_s)) == (20.0, 80)
+    (tmp_path / "trace.parquet").write_bytes(b"PAR1")
+    with pytest.raises(DataError, match=r"trace\.parquet: "):
+        plan_of(load_scenario(written(tmp_path, text)), tmp_path)
+
+
+def test_the_example_is_the_manuals_and_can_be_planned() -> None:
+    scenario = load_scenario(ROOT / "jobs" / "simulate-evening.yaml")
+    plan = plan_of(scenario, ROOT / "jobs")
+
+    assert plan.num_engines == 2
+    assert len(plan.calls.arrival_s) > 300
+    assert plan.jobs[0].deadline_s == 1800
+
+
+def test_the_command_prints_writes_and_draws(tmp_path: Path) -> None:
+    job = "jobs:\n  - {name: docs, shape: {documents: 4, document_tokens: [900, 1200]}}\n"
+    path = written(tmp_path, "name: x\nduration: 12s\n" + RATE + job)
+    command = [sys.executable, "-m", "batchrun", "simulate", str(path), "-o", str(tmp_path / "o")]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert figures["jobs"][0]["num_done"] == 4
+    assert figures["online"]["num_arrived"] > 10
+    names = {path.name for path in (tmp_path / "o").iterdir()}
+    assert {"requests.parquet", "steps.parquet", "seconds.parquet"} < names
+    assert {"02-tide.svg", "07-latencies.svg", "08-activity.svg", "10-memory.svg"} < names
+
+
+def test_without_vllm_the_command_says_so_in_one_line(tmp_path: Path) -> None:
+    path = written(tmp_path, HEAD + RATE)
+    program = (
+        "import sys; sys.modules['vllm'] = None\n"
+        "sys.argv = ['batchrun', 'simulate', sys.argv[1]]\n"
+        "from batchrun.cli.main import main; main()"
+    )
+    command = [sys.executable, "-c", program, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 4
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "vLLM cannot be imported here" in done.stderr
