@@ -117,6 +117,16 @@ class Slot:
             return False
         return self.window.has_room(place.tokens, self.num_running, is_urgent=place.is_urgent)
 
+    def has_room_to_lend(self, place: Place, now_s: float) -> bool:
+        """Whether a row of another engine's prefix group may go now (monotonic).
+
+        Where batchrun's scheduler runs, what waits beyond a small choice adds nothing.
+        """
+        if not self.has_room_for(place, now_s):
+            return False
+        is_bound = self.hint_nonce is not None and place.limit is None and not place.is_urgent
+        return not is_bound or self.window.has_room_to_lend(place.tokens, self.num_running)
+
     def _lets_in(self, limit: int | None) -> bool:
         """Whether the suspects among the rows in flight allow another row, of this limit."""
         limits = self._limits.values()
@@ -174,7 +184,8 @@ class Place:
 
 
 def choose_slot(slots: Sequence[Slot], place: Place, now_s: float) -> Slot | None:
-    """The engine that this prefix group goes to, or the least loaded when that one is full.
+    """The engine that this prefix group goes to, or the least loaded when that one is full and
+    this one has little to do.
 
     None when no engine has room. `now_s` is monotonic.
     """
@@ -185,4 +196,4 @@ def choose_slot(slots: Sequence[Slot], place: Place, now_s: float) -> Slot | Non
     if preferred.has_room_for(place, now_s):
         return preferred
     others = sorted(usable, key=lambda slot: slot.window.num_tokens)
-    return next((slot for slot in others if slot.has_room_for(place, now_s)), None)
+    return next((slot for slot in others if slot.has_room_to_lend(place, now_s)), None)

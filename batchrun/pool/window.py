@@ -12,6 +12,8 @@ LONG_ROW_TOKENS = 4_096
 """Taking a long prompt in holds up the engine's front end for milliseconds: online calls wait."""
 URGENT_SHARE = 0.125
 """So much more than the window may be in the engine for rows that cannot wait for room."""
+LENT_SHARE = 0.25
+"""So much of the window may be in the engine when rows of another engine's groups come."""
 
 
 @dataclass(slots=True)
@@ -36,6 +38,15 @@ class Window:
         num_waiting = self.num_rows - min(num_running, self.num_rows)
         has_place = num_waiting < self.max_waiting * share
         return has_place and self.num_tokens + tokens <= self.max_tokens * share
+
+    def has_room_to_lend(self, tokens: int, num_running: int) -> bool:
+        """Whether a row may come whose prefix group belongs to another engine: only while there is
+        little to choose from. Else groups would be computed on every engine, and each would keep
+        KV for rows that go elsewhere."""
+        num_waiting = self.num_rows - min(num_running, self.num_rows)
+        has_place = num_waiting < self.max_waiting * LENT_SHARE
+        has_tokens = self.num_tokens + tokens <= self.max_tokens * LENT_SHARE
+        return not self.num_rows or (has_place and has_tokens)
 
     def opens_at_s(self, tokens: int, now_s: float) -> float:
         """When the row may come: `now_s`, or the next tick if this one has brought enough."""

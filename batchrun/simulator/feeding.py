@@ -172,8 +172,11 @@ class RowFeed:
         preferred = job.groups[row] % len(self._windows)
         by_load = sorted(range(len(self._windows)), key=lambda i: self._windows[i].num_tokens)
         for engine in (preferred, *by_load):
-            window = self._windows[engine]
-            if window.has_room(tokens, self.num_running(engine), is_urgent=turn.is_urgent):
+            window, num_running = self._windows[engine], self.num_running(engine)
+            is_bound = engine != preferred and not turn.is_urgent
+            if not window.has_room(tokens, num_running, is_urgent=turn.is_urgent):
+                continue
+            if not is_bound or window.has_room_to_lend(tokens, num_running):
                 return engine, window.opens_at_s(tokens, now_s)
         return None, math.inf
 

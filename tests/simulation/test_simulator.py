@@ -169,6 +169,18 @@ def test_more_engines_serve_more() -> None:
     assert rates[1] > 1.7 * rates[0]
 
 
+@pytest.mark.slow
+def test_two_engines_serve_twice_what_one_does_however_full_their_windows_are() -> None:
+    job = job_of_shape("docs", JobShape(), 0, JobTerms())
+    traffic = Calls.of(draw_calls(replace(a100_8b(), duration_s=60.0), 0))
+    one, two = (
+        simulate(SimulationPlan(60.0, traffic, [job], num_engines=num)).offline for num in (1, 2)
+    )
+
+    assert two.served_tokens_per_s > 2 * one.served_tokens_per_s
+    assert two.hit_rate > one.hit_rate - 0.01
+
+
 def test_a_weight_and_a_late_job_count() -> None:
     big = JobShape(150, (2_000, 4_000))
     jobs = [
