@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import openai
+import pytest
 from deployment_rig import DeploymentRig
 from openai.resources import Batches, Files, Models
 from openai.types import Batch, FileObject
@@ -31,6 +32,8 @@ WAIT_S = 120.0
 POLL_S = 0.05
 
 KINDS = ("sync", "async")
+KIND_PARAMS = ("sync", pytest.param("async", marks=pytest.mark.slow))
+"""For `parametrize`: `make test` drives the sync client alone."""
 
 REFUSED, LATE, STUCK, THOUGHTFUL = "refused", "late", "stuck", "thoughtful"
 """Words in a prompt that the fake engine answers with 400, late, never, or with reasoning."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
-from batch_rig import MODEL, Caller, connect, engine_rules
+from batch_rig import KIND_PARAMS, MODEL, Caller, connect, engine_rules
 from deployment_rig import DeploymentRig
 from engine_builders import (
     fake_settings,
@@ -198,7 +198,7 @@ def batch_rig(
     made.close()
 
 
-@pytest.fixture(params=["sync", "async"])
+@pytest.fixture(params=KIND_PARAMS)
 def caller(batch_rig: DeploymentRig, request: pytest.FixtureRequest) -> Iterator[Caller]:
     """A caller of that deployment, with the sync client and with the async one."""
     with connect(batch_rig.port, request.param) as made:

@@ -11,6 +11,7 @@ from batch_rig import (
     CHAT,
     DAY_S,
     ENVELOPE,
+    KIND_PARAMS,
     MODEL,
     Caller,
     chat_line,
@@ -255,7 +256,7 @@ def make_key(rig: DeploymentRig, name: str) -> str:
     return str(rig.ask("keys", "create", name)["key"])
 
 
-@pytest.mark.parametrize("kind", ["sync", "async"])
+@pytest.mark.parametrize("kind", KIND_PARAMS)
 def test_27_another_key_sees_nothing(rig: DeploymentRig, kind: str) -> None:
     """Another API key sees none of these files or batches (404, empty lists)."""
     rig.use_fake_engine(f"--model={MODEL}")

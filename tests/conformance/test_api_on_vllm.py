@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from batch_checks import TOO_LONG, check_error_line, check_output_lines, check_usage, line_for
-from batch_rig import CHAT, COMPLETIONS, KINDS, RESPONSES, Caller, connect
+from batch_rig import CHAT, COMPLETIONS, KIND_PARAMS, RESPONSES, Caller, connect
 from deployment_rig import DeploymentRig
 from engine_builders import REAL_MODEL
 
@@ -27,7 +27,7 @@ def vllm_rig(
     made.close()
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=KIND_PARAMS)
 def vllm_caller(vllm_rig: DeploymentRig, request: pytest.FixtureRequest) -> Iterator[Caller]:
     """A caller of that deployment, with the sync client and with the async one."""
     with connect(vllm_rig.port, request.param) as made:
