@@ -25,5 +25,5 @@ def id_in(text: str) -> str | None:
 
 
 def digest(text: str) -> str:
-    """What is kept of a key: SHA-256 in hex."""
-    return hashlib.sha256(text.encode()).hexdigest()
+    """What is kept of a key: SHA-256 in hex. Headers may hold bytes that are no text."""
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import secrets
 from pathlib import Path
 
 import psutil
@@ -17,7 +18,7 @@ def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:
     Raises OSError, leaving the old content (or no file) in place.
     """
     _remove_leftovers(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.{os.getpid()}.tmp")
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
         with os.fdopen(fd, "wb") as file:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fastapi import Request
 from starlette.exceptions import HTTPException
 
+from batchrun.api.errors import ApiError
 from batchrun.home import CALLER_HEADER, GATEWAY_HEADER
 from batchrun.store import Store, api_keys
 from batchrun.store.api_keys import NO_LIMITS, KeyLimits
@@ -37,18 +38,24 @@ class Callers:
     gateway_key: str
 
     async def check(self, request: Request) -> None:
-        """A dependency of every route. Raises HTTPException."""
+        """A dependency of every route. Raises HTTPException and ApiError."""
         given = request.headers.get(GATEWAY_HEADER, "")
         if not hmac.compare_digest(given.encode(), self.gateway_key.encode()):
             raise HTTPException(401, "ask the gateway, not the daemon")
-        key_id = request.headers.get(CALLER_HEADER)
-        caller = ANYBODY
-        if key_id is not None:
-            key = await asyncio.to_thread(api_keys.find, self.store, key_id)
-            if key is None or key.revoked_at is not None:
-                raise HTTPException(401, "the API key is not known any more")
-            caller = Caller(key.id, key.scope, key.limits)
-        request.state.caller = caller
+        request.state.caller = await asyncio.to_thread(
+            self._caller, request.headers.get(CALLER_HEADER)
+        )
+
+    def _caller(self, key_id: str | None) -> Caller:
+        """A gateway that does not know the newest keys lets nobody in here."""
+        if key_id is None:
+            if api_keys.is_any(self.store):
+                raise ApiError(401, "Missing bearer or basic authentication in header")
+            return ANYBODY
+        key = api_keys.find(self.store, key_id)
+        if key is None or key.revoked_at is not None:
+            raise ApiError(401, "Incorrect API key provided: revoked.", code="invalid_api_key")
+        return Caller(key.id, key.scope, key.limits)
 
 
 def caller_of(request: Request) -> Caller:

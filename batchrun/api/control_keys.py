@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -10,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from batchrun.daemon.key_list import KeyList
 from batchrun.home import CONTROL_PREFIX as PREFIX
-from batchrun.store.api_keys import KeyLimits, NewApiKey, Role
+from batchrun.store.api_keys import MAX_COUNT, MAX_TOKENS, KeyLimits, NewApiKey, Role
 
 
 class _Limits(BaseModel):
@@ -18,9 +19,9 @@ class _Limits(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    requests_per_minute: Annotated[int | None, Field(gt=0)]
-    enqueued_tokens: Annotated[int | None, Field(gt=0)]
-    concurrent_batches: Annotated[int | None, Field(gt=0)]
+    requests_per_minute: Annotated[int | None, Field(gt=0, le=MAX_COUNT)]
+    enqueued_tokens: Annotated[int | None, Field(gt=0, le=MAX_TOKENS)]
+    concurrent_batches: Annotated[int | None, Field(gt=0, le=MAX_COUNT)]
 
 
 class KeySubmission(BaseModel):
@@ -43,10 +44,10 @@ def install_key_routes(app: FastAPI, keys: KeyList, guarded: Sequence[params.Dep
     async def create(given: KeySubmission) -> dict[str, object]:
         values = given.model_dump()
         limits = KeyLimits(**values.pop("limits"))
-        added = await keys.add(NewApiKey(**values, limits=limits))
+        added = await asyncio.to_thread(keys.add, NewApiKey(**values, limits=limits))
         return {"id": added.id}
 
     @app.post(PREFIX + "/keys/{key}/revoke", dependencies=guarded)
     async def revoke(key: str) -> dict[str, object]:
-        revoked = await keys.revoke(key)
+        revoked = await asyncio.to_thread(keys.revoke, key)
         return {"id": revoked.id, "name": revoked.name}

@@ -44,12 +44,17 @@ class Files:
         try:
             await in_thread(self._place.keep, received.id)
             record = await asyncio.to_thread(files.add, self._store, received, now_s=time.time())
-        except BaseException:
-            self._place.mark(received.id)
-            (self._place.spool / received.id).unlink(missing_ok=True)
+        except Exception:
+            await in_thread(self._give_up, received.id)
             raise
         await in_thread(self._place.settle, received.id)
         return AsciiJson(file_object(record))
+
+    def _give_up(self, file_id: str) -> None:
+        """Of a file that was not added nothing stays. What a stop of the daemon cuts off is left
+        to the next start: it may still be on its way."""
+        self._place.mark(file_id)
+        (self._place.spool / file_id).unlink(missing_ok=True)
 
     async def list(self, request: Request) -> AsciiJson:
         """`GET /v1/files`."""

@@ -74,7 +74,9 @@ def serve(deployment: Deployment, home: Home, *, on_ready: Callable[[], None]) -
         place = open_file_bytes(home, deployment.files, store)
         recover_files(store, place)
         remove_left_scratch(home.inputs)
-        KeyList(store, home.api_keys).write(host=split_listen(deployment.listen)[0])
+        keys = KeyList(store, home.api_keys)
+        keys.check(split_listen(deployment.listen)[0])
+        keys.publish()
         # What is imported stays: to look through it again and again would stop the loop for 70 ms.
         gc.freeze()
         try:

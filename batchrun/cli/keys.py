@@ -19,11 +19,19 @@ from batchrun.cli.daemon_client import DaemonClient
 from batchrun.cli.options import ConfigOption, HomeOption, JsonOption
 from batchrun.config import load_deployment, load_home
 from batchrun.config.values import checked_name
+from batchrun.daemon.key_list import KeyList
 from batchrun.errors import DaemonUnavailableError, InputError
 from batchrun.home import Home
 from batchrun.key_usage import OnlineUsage, UsageFile
-from batchrun.store import Counts, Store, StoreLock, api_keys, open_for, open_to_read
-from batchrun.store.api_keys import ApiKeyRecord, KeyLimits, KeyUsage, NewApiKey
+from batchrun.store import Counts, StoreLock, api_keys, open_for, open_store
+from batchrun.store.api_keys import (
+    MAX_COUNT,
+    MAX_TOKENS,
+    ApiKeyRecord,
+    KeyLimits,
+    KeyUsage,
+    NewApiKey,
+)
 
 LOCK_WAIT_S = 5.0
 GATEWAYS_LEARN_S = 0.5
@@ -55,14 +63,18 @@ def create(
         str | None, typer.Option("--class", help="SLO class of its online calls.")
     ] = None,
     requests_per_minute: Annotated[
-        int | None, typer.Option(min=1, help="Most requests in a minute. [default: no limit]")
+        int | None,
+        typer.Option(min=1, max=MAX_COUNT, help="Most requests in a minute. [default: no limit]"),
     ] = None,
     enqueued_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Most prompt tokens in batches at once. [default: no limit]"),
+        typer.Option(
+            min=1, max=MAX_TOKENS, help="Most prompt tokens in batches at once. [default: no limit]"
+        ),
     ] = None,
     concurrent_batches: Annotated[
-        int | None, typer.Option(min=1, help="Most batches at once. [default: no limit]")
+        int | None,
+        typer.Option(min=1, max=MAX_COUNT, help="Most batches at once. [default: no limit]"),
     ] = None,
     config: ConfigOption = None,
     home_path: HomeOption = None,
@@ -85,8 +97,8 @@ def create(
     key = NewApiKey(key_id, name, role.value, digest(text), slo_class, limits)
     home = load_home(home_path)
 
-    def add(store: Store) -> Mapping[str, object]:
-        return {"id": api_keys.add(store, key, now_s=time.time()).id}
+    def add(keys: KeyList) -> Mapping[str, object]:
+        return {"id": keys.add(key).id}
 
     _change(home, config, "/keys", asdict(key), add)
     if as_json:
@@ -102,7 +114,7 @@ def list_keys(*, home_path: HomeOption = None, as_json: JsonOption = False) -> N
     home = load_home(home_path)
     shown: list[_Shown] = []
     if home.has_store:
-        with closing(open_to_read(home.store_location)) as store:
+        with closing(open_store(home.store_location)) as store:
             keys, used = api_keys.list_all(store), api_keys.usage(store)
         with closing(UsageFile(home.key_usage)) as online:
             nothing = KeyUsage(0, Counts())
@@ -126,8 +138,8 @@ def revoke(
     """Refuse a key from now on. Its files and batches stay, and running batches go on."""
     home = load_home(home_path)
 
-    def end(store: Store) -> Mapping[str, object]:
-        revoked = api_keys.revoke(store, key, now_s=time.time())
+    def end(keys: KeyList) -> Mapping[str, object]:
+        revoked = keys.revoke(key)
         return {"id": revoked.id, "name": revoked.name}
 
     done = _change(home, config, f"/keys/{key}/revoke", {}, end)
@@ -142,9 +154,11 @@ def _change(
     config: Path | None,
     path: str,
     document: Mapping[str, object],
-    alone: Callable[[Store], Mapping[str, object]],
+    alone: Callable[[KeyList], Mapping[str, object]],
 ) -> Mapping[str, object]:
-    """Let the daemon do it, and its gateways learn it; where none runs, do it `alone`."""
+    """Let the daemon do it; where none runs, do it `alone`. Gateways, which may run without one,
+    know it when this returns."""
+    done: Mapping[str, object]
     try:
         done = DaemonClient(home).post(path, document)
     except DaemonUnavailableError:
@@ -154,8 +168,9 @@ def _change(
             StoreLock(home.store_lock, wait_s=LOCK_WAIT_S),
             closing(open_for(home, deployment.store_url)) as store,
         ):
-            return alone(store)
-    time.sleep(GATEWAYS_LEARN_S)
+            done = alone(KeyList(store, home.api_keys))
+    if home.gateway_process.exists():
+        time.sleep(GATEWAYS_LEARN_S)
     return done
 
 

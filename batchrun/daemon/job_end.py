@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -75,7 +76,9 @@ class JobEnd:
         if not is_url(place):
             await until_reached(work)
             return
-        with scratch_folder(self.links) as folder:
+        exits = ExitStack()
+        folder = await in_thread(exits.enter_context, scratch_folder(self.links))
+        try:
             copy = folder / name_of(place)
             await until_reached(work, path=copy)
             upload = partial(objects.put, copy, place)
@@ -83,6 +86,8 @@ class JobEnd:
                 await until_uploaded(upload, self.store, record, stage)
             else:
                 await in_thread(upload)
+        finally:
+            await in_thread(exits.close)
 
     async def _export(self, record: JobRecord) -> None:
         stage = self.stages.setdefault(record.id, Stage())

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from batchrun.addresses import is_loopback
@@ -17,37 +17,44 @@ from batchrun.store.api_keys import ApiKeyRecord, NewApiKey
 
 @dataclass(frozen=True, slots=True)
 class KeyList:
-    """Changes the keys of `store`, and writes those that count to `path`."""
+    """Changes the keys of `store`, and publishes those that count in the file at `path`.
+
+    One change at a time, so that the file never lags behind the store.
+    """
 
     store: Store
     path: Path
+    _changing: threading.Lock = field(default_factory=threading.Lock)
 
-    def write(self, *, host: str) -> None:
-        """Write the file as the store has it. A deployment that never had a key asks for none.
-
-        Raises ConfigError when callers from outside could then reach `host`.
-        """
-        keys = api_keys.list_all(self.store)
-        if not keys and not is_loopback(host):
+    def check(self, host: str) -> None:
+        """Raises ConfigError when callers from outside could reach `host` without a key."""
+        if not is_loopback(host) and not api_keys.list_all(self.store):
             raise ConfigError(
                 f"listen: {host} can be reached from other machines, and there is no API key yet; "
                 "make one with `batchrun keys create NAME`, or listen on 127.0.0.1"
             )
-        self._write()
 
-    async def add(self, key: NewApiKey) -> ApiKeyRecord:
-        """Add a key; gateways know it within a second. Raises InputError."""
-        added = await asyncio.to_thread(api_keys.add, self.store, key, now_s=time.time())
-        await asyncio.to_thread(self._write)
-        return added
+    def add(self, key: NewApiKey) -> ApiKeyRecord:
+        """Add a key; gateways know it within a second. Raises InputError. Blocking."""
+        with self._changing:
+            added = api_keys.add(self.store, key, now_s=time.time())
+            self.publish()
+            return added
 
-    async def revoke(self, key: str) -> ApiKeyRecord:
-        """Revoke a key; gateways know it within a second. Raises InputError and StateError."""
-        revoked = await asyncio.to_thread(api_keys.revoke, self.store, key, now_s=time.time())
-        await asyncio.to_thread(self._write)
-        return revoked
+    def revoke(self, key: str) -> ApiKeyRecord:
+        """Revoke a key; gateways know it within a second. Raises InputError and StateError.
 
-    def _write(self) -> None:
+        One that is revoked already is published again: whoever revoked it may have been killed.
+        Blocking.
+        """
+        with self._changing:
+            try:
+                return api_keys.revoke(self.store, key, now_s=time.time())
+            finally:
+                self.publish()
+
+    def publish(self) -> None:
+        """Write the file as the store has it. A deployment that never had a key asks for none."""
         keys = api_keys.list_all(self.store)
         listed = [_for_gateways(key) for key in keys if key.revoked_at is None]
         document = json.dumps({"keys": listed if keys else None})

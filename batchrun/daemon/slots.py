@@ -20,7 +20,7 @@ SCHEDULER_WINDOW = (256, 2_000_000)
 PLAIN_WINDOW = (32, 400_000)
 """(rows, prompt tokens) where batchrun.yaml says nothing."""
 GATEWAYS_LEARN_S = 2.0
-"""Gateways look at the list of engines once a second."""
+"""Gateways look at the list of engines four times a second; one may be busy."""
 LEAVING_S = 300.0
 
 

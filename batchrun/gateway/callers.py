@@ -3,7 +3,8 @@
     {"keys": [{"id": "key_...", "sha256": "...", "role": "user", "slo_class": null,
                "requests_per_minute": 60, "seq": 1}] | null}
 
-Null: none is asked for. The writer may die at any time: the last good list stays in use.
+Null: none is asked for. Fields may be added; unknown ones are ignored. The writer may die at any
+time: the last good list stays in use.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _SHOWN_CHARS = 4
 _NOBODY = "0" * 64
 
 
-class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ApiKey(msgspec.Struct, frozen=True):
     """A key that is not revoked; see `store/api_keys.py`. `seq` numbers keys from 1."""
 
     id: str
@@ -39,7 +40,7 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seq: int
 
 
-class _Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Document(msgspec.Struct, frozen=True):
     keys: tuple[ApiKey, ...] | None
 
 

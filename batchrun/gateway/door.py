@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from batchrun.gateway.callers import ApiKey, KeyRing
 from batchrun.gateway.rate_limits import RequestRates
 from batchrun.gateway.refusal import RefusalError
 from batchrun.key_usage import UsageFile
+
+logger = logging.getLogger(__name__)
 
 COUNTED_PREFIX = "/v1/"
 """Calls below this count as requests of their key."""
@@ -49,7 +52,11 @@ class Door:
         meter = CallMeter(self.usage, key.seq)
         if key.requests_per_minute is None or not path.startswith(COUNTED_PREFIX):
             return AboutCaller(key, meter=meter)
-        rate = self.rates.take(key.seq, key.requests_per_minute, now_s=time.monotonic())
+        try:
+            rate = self.rates.take(key.seq, key.requests_per_minute, now_s=time.monotonic())
+        except OSError as error:
+            logger.warning("requests of key %s are not counted: %s", key.id, error)
+            return AboutCaller(key, meter=meter)
         if rate.retry_after_s is not None:
             message = (
                 f"Rate limit reached for requests of this API key. Limit: {rate.limit} a minute. "

@@ -7,9 +7,12 @@ import re
 from typing import Any
 
 from batchrun.errors import InputError
+from batchrun.gateway.refusal import RefusalError
 from batchrun.types import HINT_KEY
 
 HINT_KEYS = (b"vllm_xargs", b"priority")
+MAX_VALUES = 1_000_000
+"""Parsing more would hold up all other calls of a worker for long."""
 _ESCAPED_LETTER = re.compile(rb"\\u00(?:5[fF]|[67][0-9a-fA-F])")
 
 
@@ -47,6 +50,11 @@ def may_hold(body: bytes, *keys: bytes) -> bool:
     )
 
 
+def is_too_much(body: bytes) -> bool:
+    """Whether a JSON text may hold so many values that parsing takes long."""
+    return body.count(b",") + body.count(b"[") + body.count(b"{") > MAX_VALUES
+
+
 def _strip(document: dict[str, Any]) -> None:
     document.pop("priority", None)
     extra = document.get("vllm_xargs")
@@ -57,6 +65,11 @@ def _strip(document: dict[str, Any]) -> None:
 
 
 def _parse(body: bytes) -> dict[str, Any]:
+    if is_too_much(body):
+        raise RefusalError(
+            413,
+            f"a body with a class, a tier or a priority may hold {MAX_VALUES} values at most",
+        )
     try:
         document = json.loads(body)
     except (ValueError, RecursionError) as error:

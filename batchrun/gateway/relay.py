@@ -52,14 +52,15 @@ async def relay(
             if meter is not None:
                 meter.feed(chunk)
             await response.write(feed_all(filters, chunk) if filters else chunk)
-        if meter is not None:
-            meter.close()
         await response.write_eof(end_all(filters))
     except (aiohttp.ClientError, OSError) as error:
         caller = request.transport
         if caller is not None and not caller.is_closing():
             logger.warning("call %s broke off at the engine: %s", request_id, error)
             caller.abort()
+    finally:
+        if meter is not None:
+            meter.close()
     return response
 
 

@@ -11,7 +11,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from batchrun.gateway.hints import HINT_KEYS, may_hold, parse_without_hints, strip_hints
+from batchrun.gateway.hints import (
+    HINT_KEYS,
+    is_too_much,
+    may_hold,
+    parse_without_hints,
+    strip_hints,
+)
 from batchrun.gateway.slo_classes import SloBounds
 from batchrun.gateway.upstreams import Upstream
 from batchrun.types import HINT_KEY, HINT_VERSION
@@ -68,8 +74,11 @@ class SteeredBody:
 def read_call_body(route: str, body: bytes, bounds: SloBounds | None) -> bytes | SteeredBody:
     """The body without a caller's hints, steered if it asks for something that the route has.
 
-    It is parsed only where it may ask or hold hints. Raises InputError.
+    It is parsed only where it may ask or hold hints; one too large for that has the default
+    bounds. Raises InputError and RefusalError.
     """
+    if bounds is not None and is_too_much(body):
+        bounds = None
     if bounds is None and not may_hold(body, *HINT_KEYS, TIER.encode()):
         return body
     if route not in STEERED_ROUTES or (bounds is None and not may_hold(body, TIER.encode())):

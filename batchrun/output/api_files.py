@@ -31,11 +31,12 @@ def open_file_bytes(home: Home, url: str | None, store: Store) -> FileBytes:
     if url is not None:
         objects.check_library(url)
     recorded = home.files_url
-    if recorded not in {None, url} and files.list_all(store):
+    is_in_use = bool(files.list_all(store)) or any(home.files.glob(f"*{ObjectBytes.MARK}"))
+    if recorded not in {None, url} and is_in_use:
         wanted = "no `files`" if url is None else f"`files` {url}"
         raise ConfigError(
             f"the files of {home.path} are in {recorded}, and batchrun.yaml has {wanted}; name "
-            "that place there, or delete the files first"
+            "that place there, or delete the files first, and wait a minute"
         )
     if url is None:
         home.files_url_file.unlink(missing_ok=True)

@@ -140,8 +140,11 @@ class ObjectBytes:
 
     def locate(self, file_id: str) -> Path | str:
         """The URL, or the path of bytes that are yet to be moved."""
-        url = self.place_of(file_id)
-        return url if objects.exists(url) else _existing(self.spool / file_id)
+        url, path = self.place_of(file_id), self.spool / file_id
+        if objects.exists(url):
+            return url
+        # What lies in the spool may be moved meanwhile.
+        return path if path.is_file() or not objects.exists(url) else url
 
     def mark(self, file_id: str) -> None:
         """Leave a mark, synced. Raises StoreError."""
@@ -177,7 +180,9 @@ class ObjectBytes:
         return num_strays
 
     def sweep(self, is_known: IsKnown) -> None:
-        """Remove what is marked, and move what lies here and is listed. Raises StorageError."""
+        """Remove what is marked, and move what lies here and is listed. Raises StorageError, when
+        all of it was tried."""
+        trouble = None
         for path in list(self.spool.iterdir()):
             file_id = path.name.removesuffix(self.MARK)
             if not _ID.fullmatch(file_id):
@@ -185,7 +190,12 @@ class ObjectBytes:
             if path.name != file_id and not is_known(file_id):
                 self.remove(file_id)
             elif path.name == file_id and is_known(file_id):
-                self._move(file_id, is_known)
+                try:
+                    self._move(file_id, is_known)
+                except StorageError as error:
+                    trouble = error
+        if trouble is not None:
+            raise trouble
 
     def _move(self, file_id: str, is_known: IsKnown) -> None:
         with suppress(FileNotFoundError):
@@ -213,15 +223,18 @@ def pieces_of(place: FileBytes, file_id: str) -> Iterator[bytes]:
 
 @contextmanager
 def local_file(place: FileBytes, file_id: str, *, scratch: Path) -> Iterator[Path]:
-    """The bytes as a file on the local disk: the very file, or a copy in the folder `scratch` that
-    goes afterwards. Raises MissingObjectError, StorageError, StoreError."""
-    where = place.locate(file_id)
-    if isinstance(where, Path):
-        yield where
+    """The bytes as a file on the local disk: the very file, or a link or copy in the folder
+    `scratch` that goes afterwards. Raises MissingObjectError, StorageError, StoreError."""
+    if isinstance(place, FolderBytes):
+        yield Path(_existing(place.spool / file_id))
         return
     with scratch_folder(scratch) as folder:
-        objects.fetch(where, folder / file_id)
-        yield folder / file_id
+        copy = folder / file_id
+        try:
+            copy.hardlink_to(place.spool / file_id)
+        except OSError:
+            objects.fetch(place.place_of(file_id), copy)
+        yield copy
 
 
 def _existing(path: Path) -> Path:

@@ -114,7 +114,13 @@ def _match(pattern: str) -> list[str]:
     if not keys:
         _check_listing(pattern, storage, path)
         raise DataError(f"{pattern}: no object matches this pattern")
-    return [f"{scheme_of(pattern)}://{key}" for key in keys]
+    urls = [f"{scheme_of(pattern)}://{key}" for key in keys]
+    for url in urls:
+        try:
+            check_url(url)
+        except ValueError as problem:
+            raise DataError(f"{pattern}: matches what cannot be read: {problem}") from None
+    return urls
 
 
 def read(url: str, start: int, end: int) -> bytes:

@@ -41,8 +41,10 @@ class EchoPolicy:
 
     def _ttft_bounds_of_late(self, view: EngineView) -> Collection[float]:
         """The TTFT bounds of all online requests of the last minute: few, one for each class."""
-        for request in (*view.online_running, *view.online_waiting):
-            self._ttft_seen_at_s[request.slo_ttft_s] = view.now_s
+        bounds_s = {request.slo_ttft_s for request in view.online_running}
+        bounds_s.update(request.slo_ttft_s for request in view.online_waiting)
+        for ttft_s in bounds_s:
+            self._ttft_seen_at_s[ttft_s] = view.now_s
         self._ttft_seen_at_s = {
             ttft_s: seen_at_s
             for ttft_s, seen_at_s in self._ttft_seen_at_s.items()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
-from sqlalchemy import Connection, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, func, insert, select, update
 
 from batchrun.errors import InputError, StateError
 from batchrun.store.counts import COUNT_NAMES, Counts
@@ -18,6 +18,9 @@ from batchrun.store.database import Store
 from batchrun.store.schema import api_keys, batches, jobs
 
 Role = Literal["user", "admin"]
+MAX_COUNT = 2**31 - 1
+MAX_TOKENS = 2**53
+"""The largest limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,14 @@ def add(store: Store, key: NewApiKey, *, now_s: float) -> ApiKeyRecord:
 
 def find(store: Store, key_id: str | None) -> ApiKeyRecord | None:
     """The key with this id, revoked or not; None where there is none."""
-    return next((key for key in list_all(store) if key.id == key_id), None)
+    with store.read() as connection:
+        return next(iter(_read(connection, api_keys.c.id == key_id)), None)
+
+
+def is_any(store: Store) -> bool:
+    """Whether there ever was a key."""
+    with store.read() as connection:
+        return connection.execute(select(api_keys.c.seq).limit(1)).first() is not None
 
 
 def list_all(store: Store) -> Sequence[ApiKeyRecord]:
@@ -129,9 +139,9 @@ def usage(store: Store) -> dict[str, KeyUsage]:
     }
 
 
-def _read(connection: Connection) -> list[ApiKeyRecord]:
+def _read(connection: Connection, *where: ColumnElement[bool]) -> list[ApiKeyRecord]:
     records = []
-    for row in connection.execute(select(api_keys).order_by(api_keys.c.seq)):
+    for row in connection.execute(select(api_keys).where(*where).order_by(api_keys.c.seq)):
         values = dict(row._mapping)
         limits = KeyLimits(*(values.pop(name) for name in LIMIT_NAMES))
         records.append(ApiKeyRecord(limits=limits, **values))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections import deque
 from itertools import islice
 
@@ -11,6 +12,8 @@ from batchrun.wire import MAX_CALLS_SENT, RecordedCall, Recording
 
 MAX_KEPT = 16_384
 """Ended calls that wait to be fetched; the oldest give way."""
+LEASE_S = 30.0
+"""It ends when the daemon has not asked for so long: it may be dead."""
 
 
 class CallRecorder:
@@ -22,11 +25,13 @@ class CallRecorder:
 
     def __init__(self) -> None:
         self.is_on = False
+        self._asked_at_s = 0.0
         self._lock = threading.Lock()
         self._begin()
 
     def switch(self, *, on: bool) -> None:
-        """Begin to record, with an id of its own, or stop and forget all calls."""
+        """Begin to record, with an id of its own, or go on; or stop and forget all calls."""
+        self._asked_at_s = time.monotonic()
         if on is not self.is_on:
             with self._lock:
                 self._begin()
@@ -34,6 +39,9 @@ class CallRecorder:
 
     def arrived(self, request_id: str, arrived_at: float) -> None:
         """A call has come in; `arrived_at` in UTC epoch seconds."""
+        if time.monotonic() - self._asked_at_s > LEASE_S:
+            self.switch(on=False)
+            return
         with self._lock:
             self._open[request_id] = arrived_at
 

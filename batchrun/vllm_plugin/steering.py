@@ -11,6 +11,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from batchrun.last_steps import SUFFIX, LastSteps, make_label
 from batchrun.scheduling import RequestView, make_policy
+from batchrun.types import RequestClass
 from batchrun.vllm_plugin.channel import INTERVAL_S, EngineChannel, open_channel
 from batchrun.vllm_plugin.control import Control, InForce
 from batchrun.vllm_plugin.hints import AnyHint, Hint
@@ -59,7 +60,7 @@ class Steering:
         self.meter.arrived(view)
         if isinstance(hint, Hint):
             self._labels[view.request_id] = make_label(hint.job, hint.row)
-        elif self.control.calls.is_on:
+        elif self.control.calls.is_on and view.request_class is RequestClass.ONLINE:
             arrived_at = view.arrival_at_s + self._scheduler.wall_offset_s
             self.control.calls.arrived(view.request_id, arrived_at)
 

@@ -204,6 +204,10 @@ def test_keys_hold_while_the_daemon_is_away(keyed: Keyed, team_a: Caller) -> Non
     try:
         assert [model.id for model in team_a.models.list()] == [MODEL]
         assert RawHttp(keyed.rig.port).get("/v1/models").status == 401
+        keyed.make("brief")
+        assert keyed.get("brief", "/v1/models").status == 200
+        keyed.rig.ask("keys", "revoke", "brief")
+        assert keyed.get("brief", "/v1/models").status == 401
     finally:
         keyed.rig.ask("up", "-d")
     assert team_a.run([chat_line("a")]).status == "completed"

@@ -59,7 +59,17 @@ def test_only_the_whole_text_of_a_listed_key_is_let_in(ring: KeyRing) -> None:
     assert isinstance(key, ApiKey) and key.id == MINE_ID
     assert admitted(ring, f"bearer  {MINE} ") == key
     of_other = OPS[: OPS.index("-", 7) + 1] + MINE[MINE.index("-", 7) + 1 :]
-    wrong = [MINE[:-1], MINE[:-1] + "~", of_other, MINE_ID, digest(MINE), "ü", "a b", "\0"]
+    wrong = [
+        MINE[:-1],
+        MINE[:-1] + "~",
+        of_other,
+        MINE_ID,
+        digest(MINE),
+        "ü",
+        "a b",
+        "\0",
+        "\udcff",
+    ]
     assert {admitted(ring, f"Bearer {text}") for text in wrong} == {401}
     assert {admitted(ring, text) for text in (None, "", "Bearer", "Bearer ", f"Basic {MINE}")} == {
         401
