@@ -47,15 +47,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="is about the SQLite file itself"))
 
 
-class TwoQueues(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
-    """Of several test processes, one runs the tests that start vLLM, one those that start other
-    deployments, and all of them the rest."""
+class Queues(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
+    """Of several test processes, one runs all tests that start vLLM; files that start other
+    deployments go to one process each, and all other tests anywhere."""
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.split("::")[0]
         if not DEPLOYMENT_FOLDERS & set(path.split("/")):
             return nodeid
-        return "vllm" if starts_vllm(path) else "deployments"
+        return "vllm" if starts_vllm(path) else path
 
 
 @cache
@@ -64,9 +64,9 @@ def starts_vllm(path: str) -> bool:
     return "pytest.mark.engine" in (Path(__file__).parents[1] / path).read_text("utf-8")
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> TwoQueues:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Queues:
     """Called with `--numprocesses`."""
-    return TwoQueues(config, log)
+    return Queues(config, log)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

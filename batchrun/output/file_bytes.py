@@ -144,7 +144,7 @@ class ObjectBytes:
         if objects.exists(url):
             return url
         # What lies in the spool may be moved meanwhile.
-        return path if path.is_file() or not objects.exists(url) else url
+        return url if not path.is_file() and objects.exists(url) else _existing(path)
 
     def mark(self, file_id: str) -> None:
         """Leave a mark, synced. Raises StoreError."""
