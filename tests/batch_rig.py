@@ -32,7 +32,8 @@ WAIT_S = 120.0
 POLL_S = 0.05
 
 KINDS = ("sync", "async")
-KIND_PARAMS = ("sync", pytest.param("async", marks=pytest.mark.slow))
+_ASYNC = [pytest.mark.slow, pytest.mark.async_client]
+KIND_PARAMS = ("sync", pytest.param("async", marks=_ASYNC))
 """For `parametrize`: `make test` drives the sync client alone."""
 
 REFUSED, LATE, STUCK, THOUGHTFUL = "refused", "late", "stuck", "thoughtful"
