@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from openai import OpenAI
 
 from batchrun.cli.daemon_client import DaemonClient
+from batchrun.cli.deployment import stop_everything
 from batchrun.errors import DaemonUnavailableError
 from batchrun.home import Home
 from benchmarks.ports import free_port
@@ -206,8 +207,8 @@ class DeploymentRig:
         return Home(self.home).store_location
 
     def close(self) -> None:
-        """End everything that runs for this folder."""
-        self.call("down")
+        """End everything that runs for this folder, as `batchrun down` does."""
+        stop_everything(Home(self.home))
 
 
 def _runs(process: psutil.Process) -> bool:
