@@ -78,7 +78,7 @@ def main() -> int:
     for bar in bars:
         print(f"- {bar}")
     write_records(options.json, records)
-    return 0 if all(bar.value >= bar.bound for bar in bars) else 1
+    return 0 if all(bar.is_met for bar in bars) else 1
 
 
 def trial(seed: int) -> Record:

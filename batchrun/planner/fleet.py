@@ -58,9 +58,9 @@ def size_fleet(
     tried: dict[int, Attainment] = {}
 
     def holds(num_engines: int) -> bool:
-        def report(_: str, done: int, total: int) -> None:
+        def report(stage: str, done: int, total: int) -> None:
             if progress is not None:
-                progress(f"{kind.name}: the peak on {num_engines:,} engines", done, total)
+                progress(f"{stage} the peak on {num_engines:,} of {kind.name}", done, total)
 
         tried[num_engines] = attainment(fitting, kind.engine, num_engines, promise, report)
         return tried[num_engines].holds(promise)
