@@ -38,8 +38,8 @@ def plan(
         list[str] | None,
         typer.Option(
             "--profile",
-            help="[NAME=]PROFILE[@PRICE[xGPUS]]: a profile of `batchrun calibrate` or `a100-8b`, "
-            "price of a GPU-hour, GPUs of an engine; give several and the cheapest is chosen. "
+            help="[NAME=]PROFILE[@PRICE[xGPUS]]: a profile of `batchrun calibrate`, a YAML file "
+            "of constants or `a100-8b`; price of a GPU-hour, GPUs of an engine; give several and the cheapest is chosen. "
             "[default: a100-8b]",
         ),
     ] = None,

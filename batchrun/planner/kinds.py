@@ -8,6 +8,7 @@ from pathlib import Path
 
 from batchrun.errors import InputError
 from batchrun.planner.promise import Promise
+from batchrun.planner.roofline import SUFFIXES, with_roofline
 from batchrun.simulator import EnginePlan, EnginesSpec, SloSpec, engine_of
 
 _KIND = re.compile(
@@ -34,8 +35,9 @@ class EngineKind:
 def parse_kind(text: str, promise: Promise, base: Path) -> EngineKind:
     """A kind from `[NAME=]PROFILE[@PRICE[xGPUS]]`.
 
-    PROFILE is a file of `batchrun calibrate`, relative to `base`, or the name of the reference,
-    `a100-8b`. Raises InputError, one line.
+    PROFILE is a file of `batchrun calibrate`, relative to `base`; a YAML file of a roofline's
+    constants (`RooflineFile`); or the name of the reference, `a100-8b`. Raises InputError, one
+    line.
     """
     match = _KIND.fullmatch(text.strip())
     if match is None:
@@ -43,8 +45,7 @@ def parse_kind(text: str, promise: Promise, base: Path) -> EngineKind:
             f"--profile {text!r}: must be PROFILE, PROFILE@PRICE or NAME=PROFILE@PRICExGPUS, such "
             "as h100=h100.json@2.50x2"
         )
-    spec = EnginesSpec(steps=match["steps"])
-    engine = engine_of(spec, SloSpec(ttft=promise.ttft_s, tpot=promise.tpot_s), base)
+    engine = _engine(match["steps"], promise, base)
     price = None if match["price"] is None else float(match["price"])
     name = match["name"] or Path(match["steps"]).stem
     return EngineKind(name, engine, price, int(match["gpus"] or 1))
@@ -62,3 +63,11 @@ def check_kinds(kinds: list[EngineKind]) -> None:
             f"--profile: {unpriced[0]!r} has no price, and the cheapest of {len(kinds)} kinds is "
             "looked for; write PROFILE@PRICE, the price of a GPU-hour"
         )
+
+
+def _engine(steps: str, promise: Promise, base: Path) -> EnginePlan:
+    slo = SloSpec(ttft=promise.ttft_s, tpot=promise.tpot_s)
+    path = base / Path(steps).expanduser()
+    if path.suffix in SUFFIXES:
+        return with_roofline(engine_of(EnginesSpec(), slo, base), path)
+    return engine_of(EnginesSpec(steps=steps), slo, base)

@@ -114,6 +114,24 @@ def test_a_profile_that_is_missing_or_none_is_named(tmp_path: Path) -> None:
         parse_kind("wrong.json", PROMISE, tmp_path)
 
 
+ROOFLINE = (
+    "flop_per_s: 4e14\nbytes_per_s: 2.5e12\nweight_bytes: 16e9\nflop_per_token: 16e9\n"
+    "flop_per_token_pair: 524288\nkv_bytes_per_token: 131072\nkv_blocks: 25000\n"
+)
+
+
+def test_a_kind_may_be_a_rooflines_constants(tmp_path: Path) -> None:
+    (tmp_path / "h100.yaml").write_text(ROOFLINE)
+    kind = parse_kind("h100.yaml@3", PROMISE, tmp_path)
+
+    assert (kind.name, kind.engine.shape.num_blocks) == ("h100", 25_000)
+    items = [(500, 500, False)]
+    assert kind.engine.law.step_s(items) < 0.7 * EnginePlan().law.step_s(items)
+    (tmp_path / "h100.yaml").write_text(ROOFLINE + "kv_block: 3\n")
+    with pytest.raises(ConfigError, match=r"h100\.yaml:8: kv_block: unknown key"):
+        parse_kind("h100.yaml@3", PROMISE, tmp_path)
+
+
 def test_kinds_need_names_of_their_own_and_prices_to_compare() -> None:
     engine = EnginePlan()
     check_kinds([EngineKind("a", engine)])
