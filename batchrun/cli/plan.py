@@ -39,8 +39,8 @@ def plan(
         typer.Option(
             "--profile",
             help="[NAME=]PROFILE[@PRICE[xGPUS]]: a profile of `batchrun calibrate`, a YAML file "
-            "of constants or `a100-8b`; price of a GPU-hour, GPUs of an engine; give several and the cheapest is chosen. "
-            "[default: a100-8b]",
+            "of constants or `a100-8b`; price of a GPU-hour, GPUs of an engine; give several and "
+            "the cheapest is chosen. [default: a100-8b]",
         ),
     ] = None,
     ttft: Annotated[str, typer.Option("--ttft", help="Bound of the TTFT.")] = "1s",
