@@ -178,6 +178,7 @@ def test_two_engines_serve_twice_what_one_does_however_full_their_windows_are() 
     )
 
     assert two.served_tokens_per_s > 2 * one.served_tokens_per_s
+    assert one.hit_rate is not None and two.hit_rate is not None
     assert two.hit_rate > one.hit_rate - 0.01
 
 

@@ -114,20 +114,18 @@ def test_a_profile_that_is_missing_or_none_is_named(tmp_path: Path) -> None:
         parse_kind("wrong.json", PROMISE, tmp_path)
 
 
-ROOFLINE = (
-    "flop_per_s: 4e14\nbytes_per_s: 2.5e12\nweight_bytes: 16e9\nflop_per_token: 16e9\n"
-    "flop_per_token_pair: 524288\nkv_bytes_per_token: 131072\nkv_blocks: 25000\n"
-)
+PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
+ROOFLINE = PAGE.read_text().split("```text\nflop_per_s")[1].split("```")[0]
 
 
-def test_a_kind_may_be_a_rooflines_constants(tmp_path: Path) -> None:
-    (tmp_path / "h100.yaml").write_text(ROOFLINE)
+def test_a_kind_may_be_the_manuals_roofline(tmp_path: Path) -> None:
+    (tmp_path / "h100.yaml").write_text(f"flop_per_s{ROOFLINE}")
     kind = parse_kind("h100.yaml@3", PROMISE, tmp_path)
 
     assert (kind.name, kind.engine.shape.num_blocks) == ("h100", 25_000)
     items = [(500, 500, False)]
     assert kind.engine.law.step_s(items) < 0.7 * EnginePlan().law.step_s(items)
-    (tmp_path / "h100.yaml").write_text(ROOFLINE + "kv_block: 3\n")
+    (tmp_path / "h100.yaml").write_text(f"flop_per_s{ROOFLINE}kv_block: 3\n")
     with pytest.raises(ConfigError, match=r"h100\.yaml:8: kv_block: unknown key"):
         parse_kind("h100.yaml@3", PROMISE, tmp_path)
 
