@@ -32,6 +32,7 @@ COMMANDS = {
     "keys": "keys:keys_app",
     "trace": "trace:trace_app",
     "simulate": "simulate:simulate",
+    "plan": "plan:plan",
     "store": "store:store_app",
     "gc": "gc:gc",
     "doctor": "doctor:doctor",

@@ -47,7 +47,7 @@ def plan_of(scenario: ScenarioFile, base: Path) -> SimulationPlan:
         calls,
         [_job(job, index, scenario.seed, base) for index, job in enumerate(scenario.jobs)],
         scenario.engines.count,
-        _engine(scenario.engines, scenario.slo, base),
+        engine_of(scenario.engines, scenario.slo, base),
         Slo(scenario.slo.ttft, scenario.slo.tpot),
         scenario.seed,
     )
@@ -109,7 +109,11 @@ def _job(spec: SimulatedJob, index: int, seed: int, base: Path) -> OfflineJob:
     )
 
 
-def _engine(spec: EnginesSpec, slo: SloSpec, base: Path) -> EnginePlan:
+def engine_of(spec: EnginesSpec, slo: SloSpec, base: Path) -> EnginePlan:
+    """An engine as described; a profile's path is relative to `base`.
+
+    Raises DataError or ConfigError, one line, when the profile cannot be used.
+    """
     profile = None if spec.steps == REFERENCE else _profile(base / Path(spec.steps).expanduser())
     defaults = EngineShape()
     blocks, tokens = defaults.num_blocks, defaults.block_tokens

@@ -29,7 +29,8 @@ PROGRESS_S = 1.0
 class SimulationPlan:
     """What to simulate: `duration_s` of online `calls` and offline `jobs` on `num_engines`.
 
-    The same plan gives the same figures and the same records to the last bit.
+    The same plan gives the same figures and the same records to the last bit. Only calls that
+    arrive in the seconds [from, to) of `judged_s` are judged; those around them are the load.
     """
 
     duration_s: float
@@ -39,6 +40,7 @@ class SimulationPlan:
     engine: EnginePlan = field(default_factory=EnginePlan)
     slo: Slo = field(default_factory=Slo)
     seed: int = 0
+    judged_s: tuple[float, float] = (0.0, math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +48,14 @@ class OnlineFigures:
     """Calls whose first token was due by the end are judged; one without it by then is a miss.
 
     `num_arrived` = `num_ended` + `num_unfinished`. Shares are of the judged calls (`tpot_kept`: of
-    those with two tokens or more); None where there are none.
+    the `num_timed` with two tokens or more); None where there are none.
     """
 
     num_arrived: int
     num_ended: int
     num_unfinished: int
     num_judged: int
+    num_timed: int
     ttft_p50_s: float | None
     ttft_p90_s: float | None
     ttft_p99_s: float | None
@@ -121,7 +124,7 @@ def simulate(
     router = OnlineRouter(plan.calls, num, plan.seed)
     feed = RowFeed(plan.jobs, num, plan.seed, plan.engine.shape.block_tokens)
     engines = Engines(plan.engine, router, feed)
-    watch = Watch(engines, router, feed, plan.slo, tables)
+    watch = Watch(engines, router, feed, tables, slo=plan.slo, judged_s=plan.judged_s)
     with _frozen_heap():
         _run(engines, plan.duration_s, progress)
     watch.close()
@@ -183,6 +186,7 @@ def _online(totals: OnlineTotals, num_arrived: int) -> OnlineFigures:
         totals.num_ended,
         num_arrived - totals.num_ended,
         num,
+        len(tpot),
         *_percentiles(ttft),
         *_percentiles(tpot),
         _share(totals.num_ttft_kept, num),

@@ -50,11 +50,18 @@ class Watch:
     `tables`, if there are any. Memory: two numbers for each online call."""
 
     def __init__(
-        self, engines: Engines, router: OnlineRouter, feed: RowFeed, slo: Slo, tables: Tables | None
+        self,
+        engines: Engines,
+        router: OnlineRouter,
+        feed: RowFeed,
+        tables: Tables | None,
+        *,
+        slo: Slo,
+        judged_s: tuple[float, float],
     ) -> None:
         self.online, self.offline = OnlineTotals(), OfflineTotals()
         self._engines, self._router, self._feed = engines, router, feed
-        self._slo, self._tables = slo, tables
+        self._slo, self._judged_s, self._tables = slo, judged_s, tables
         engines.at_end = self._ended
         self._samplers: list[_Sampler] = []
         if tables is not None:
@@ -118,7 +125,8 @@ class Watch:
         is_open = now_s != math.inf
         late += is_open and due_s + len(times) * slo.tpot_s < now_s
         totals.num_ended += not is_open
-        if is_open and now_s < due_s:
+        first_s, after_s = self._judged_s
+        if (is_open and now_s < due_s) or not first_s <= record.arrival_at_s < after_s:
             return late
         ttft_s = (times[0] if times else now_s) - record.arrival_at_s
         totals.num_calls += 1

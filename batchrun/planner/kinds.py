@@ -1,0 +1,73 @@
+"""Kinds of engines to choose from: how long their steps take, their GPUs, their price."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from batchrun.errors import InputError
+from batchrun.planner.promise import Promise
+from batchrun.planner.roofline import SUFFIXES, with_roofline
+from batchrun.simulator import EnginePlan, EnginesSpec, SloSpec, engine_of
+
+_KIND = re.compile(
+    r"(?:(?P<name>[^=@]+)=)?(?P<steps>[^@]+?)"
+    r"(?:@(?P<price>\d+(?:\.\d+)?)(?:x(?P<gpus>[1-9]\d{0,2}))?)?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """One kind. `price` is for a GPU-hour, in any currency; None where it was not given."""
+
+    name: str
+    engine: EnginePlan = field(repr=False)
+    price: float | None = None
+    gpus: int = 1
+    """GPUs of one engine."""
+
+    def price_per_hour(self, num_engines: int) -> float | None:
+        """Of so many engines."""
+        return None if self.price is None else self.price * self.gpus * num_engines
+
+
+def parse_kind(text: str, promise: Promise, base: Path) -> EngineKind:
+    """A kind from `[NAME=]PROFILE[@PRICE[xGPUS]]`.
+
+    PROFILE is a file of `batchrun calibrate`, relative to `base`; a YAML file of a roofline's
+    constants (`RooflineFile`); or the name of the reference, `a100-8b`. Raises InputError, one
+    line.
+    """
+    match = _KIND.fullmatch(text.strip())
+    if match is None:
+        raise InputError(
+            f"--profile {text!r}: must be PROFILE, PROFILE@PRICE or NAME=PROFILE@PRICExGPUS, such "
+            "as h100=h100.json@2.50x2"
+        )
+    engine = _engine(match["steps"], promise, base)
+    price = None if match["price"] is None else float(match["price"])
+    name = match["name"] or Path(match["steps"]).stem
+    return EngineKind(name, engine, price, int(match["gpus"] or 1))
+
+
+def check_kinds(kinds: list[EngineKind]) -> None:
+    """Raises InputError when they cannot be compared."""
+    names = [kind.name for kind in kinds]
+    for name in names:
+        if names.count(name) > 1:
+            raise InputError(f"--profile: two are called {name!r}; name them: NAME=PROFILE@PRICE")
+    unpriced = [kind.name for kind in kinds if kind.price is None]
+    if unpriced and len(kinds) > 1:
+        raise InputError(
+            f"--profile: {unpriced[0]!r} has no price, and the cheapest of {len(kinds)} kinds is "
+            "looked for; write PROFILE@PRICE, the price of a GPU-hour"
+        )
+
+
+def _engine(steps: str, promise: Promise, base: Path) -> EnginePlan:
+    slo = SloSpec(ttft=promise.ttft_s, tpot=promise.tpot_s)
+    path = base / Path(steps).expanduser()
+    if path.suffix in SUFFIXES:
+        return with_roofline(engine_of(EnginesSpec(), slo, base), path)
+    return engine_of(EnginesSpec(steps=steps), slo, base)

@@ -1,0 +1,215 @@
+"""The capacity planner: known answers, what no engine can serve, jobs beside calls."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cli_call import Cli, cli_in
+
+from batchrun.planner import (
+    EngineKind,
+    Fleet,
+    JobPlan,
+    PlanRequest,
+    Promise,
+    no_answer,
+    paragraph,
+    parse_kind,
+    peak_load,
+    plan_capacity,
+    record_of,
+    size_fleet,
+)
+from batchrun.planner.alone import alone, context_tokens
+from batchrun.simulator import EnginePlan, JobTerms, OfflineJob, job_of_shape
+from batchrun.traces import PrefixBlocks, Trace, save_trace
+from batchrun.vllm_plugin.virtual import A100Law, EngineShape
+from batchrun.vllm_plugin.virtual.workload import JobShape
+from benchmarks.plan_trials import trial
+
+LAX = Promise(1_000.0, 1_000.0)
+KIND = EngineKind("a100", EnginePlan(), 2.0)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_smallest_number_is_the_one_known_by_construction(seed: int) -> None:
+    record = trial(seed)
+
+    assert record["found"] == record["known"]
+    assert record["found_larger"] == record["known_larger"]
+    assert record["is_monotone_in_slo"]
+    assert record["is_impossible_told"]
+
+
+def steady(*, num: int = 40, gap_s: float = 0.5, prompt_tokens: int = 300) -> Trace:
+    ones = np.ones(num, np.int64)
+    return Trace.of(np.arange(num) * gap_s, prompt_tokens * ones, 12 * ones, source="steady")
+
+
+def sized(trace: Trace, promise: Promise, kind: EngineKind = KIND, most: int = 8) -> Fleet:
+    return size_fleet(peak_load(trace, 10.0, promise), kind, promise, most)
+
+
+def with_call(trace: Trace, index: int, prompt_tokens: int) -> Trace:
+    prompts = trace.num_prompt_tokens.copy()
+    prompts[index] = prompt_tokens
+    return Trace.of(trace.arrival_s, prompts, trace.num_output_tokens, source=trace.source)
+
+
+def test_a_prompt_too_long_for_the_bound_is_impossible_and_named() -> None:
+    trace = with_call(steady(), 17, 20_000)
+    took_s = alone(KIND.engine, 20_000, 1)[0]
+    fleet = sized(trace, Promise(took_s / 2, 1.0))
+
+    assert fleet.is_impossible and fleet.num_engines is None and fleet.tried == ()
+    (hopeless,) = fleet.hopeless
+    assert (hopeless.bound, hopeless.number, hopeless.num_prompt_tokens) == ("TTFT", 18, 20_000)
+    assert hopeless.num_calls == 1 and hopeless.took_s == pytest.approx(took_s)
+    assert "Impossible on a100, however many engines: Call 18 of the trace" in no_answer(fleet)
+    # With time enough for it, one engine serves it; another spares the others its prefill.
+    assert sized(trace, Promise(took_s * 1.01, 1.0)).num_engines == 2
+
+
+def test_a_hopeless_call_within_the_target_is_told_and_others_are_served() -> None:
+    trace = with_call(steady(), 17, 20_000)
+    fleet = sized(trace, Promise(1.0, 1.0, target=0.6))
+
+    assert fleet.num_engines == 1
+    assert [each.is_too_many for each in fleet.hopeless] == [False]
+
+
+def test_a_tpot_below_that_of_an_idle_engine_is_impossible() -> None:
+    fleet = sized(steady(), Promise(1.0, 0.9 * alone(KIND.engine, 300, 12)[1]))
+
+    assert fleet.is_impossible
+    assert [(each.bound, each.num_calls) for each in fleet.hopeless] == [("TPOT", 20)]
+
+
+def test_a_call_longer_than_the_context_is_impossible() -> None:
+    engine = EnginePlan(EngineShape(num_blocks=101))
+    assert context_tokens(engine) == 1_600
+    fleet = sized(with_call(steady(), 3, 1_590), LAX, EngineKind("small", engine))
+
+    assert [(each.bound, each.number) for each in fleet.hopeless] == [("context", 4)]
+    assert "more than the context of 1,600" in no_answer(fleet)
+
+
+def test_blocks_that_may_be_cached_make_no_call_hopeless() -> None:
+    trace = steady(num=10, gap_s=3.0, prompt_tokens=20_000)
+    blocks = PrefixBlocks.of([[*range(39)]] * len(trace), 512)
+    shared = replace(trace, prefix=blocks)
+    promise = Promise(alone(KIND.engine, 20_000, 1)[0] / 2, 1.0, target=0.6)
+
+    assert sized(trace, promise).is_impossible
+    assert sized(shared, promise).num_engines == 1
+
+
+def test_the_cap_is_told_when_it_does_not_hold() -> None:
+    burst = Trace.of(np.repeat([0.0, 5.0], 20), np.full(40, 3_000), np.full(40, 8))
+    promise = Promise(2 * alone(KIND.engine, 3_000, 1)[0], 1.0)
+    fleet = sized(burst, promise, most=3)
+
+    assert (fleet.num_engines, fleet.is_impossible) == (None, False)
+    assert [each.num_engines for each in fleet.tried] == [1, 2, 3]
+    assert "Up to 3 engines of a100 were tried" in no_answer(fleet)
+
+
+def docs(name: str, seed: int, deadline_s: float) -> OfflineJob:
+    shape = JobShape(200, (1_000, 2_000), (2, 3), (15, 60), (4, 16))
+    return job_of_shape(name, shape, seed, JobTerms(deadline_s=deadline_s))
+
+
+def test_the_cheapest_kind_runs_the_jobs_and_their_figures_agree() -> None:
+    slow = EnginePlan(law=A100Law(flop_per_s=50e12, bytes_per_s=0.5e12))
+    kinds = [EngineKind("dear", EnginePlan(), 9.0), EngineKind("cheap", slow, 1.0, gpus=2)]
+    jobs = [docs("first", 1, 3_600.0), docs("late", 2, 1.0)]
+    request = PlanRequest(
+        steady(num=120), kinds, Promise(2.0, 0.1), jobs, peak_s=10.0, num_windows=2, window_s=8.0
+    )
+    plan = plan_capacity(request)
+    text = paragraph(plan)
+
+    assert plan.chosen is not None and plan.day is not None
+    assert (plan.chosen.kind.name, plan.chosen.num_engines) == ("cheap", 1)
+    assert plan.chosen.price_per_hour == 2.0
+    first, late = plan.jobs
+    assert (first.is_deadline_kept, late.is_deadline_kept) == (True, False)
+    for job in plan.jobs:
+        check_job(job, plan.day.pace.tokens_per_s)
+    work = sum(job.computed_tokens for job in plan.jobs)
+    assert late.takes_s == pytest.approx(work / plan.day.pace.tokens_per_s, rel=0.1)
+    assert "1 engine of cheap (2 GPUs) keeps the promise" in text
+    assert "before its deadline" in text and "after its deadline" in text
+    assert json.loads(json.dumps(record_of(plan)))["jobs"][0]["name"] == "first"
+
+
+def check_job(job: JobPlan, tokens_per_s: float) -> None:
+    """Beside calls a job takes at least as long as alone, and pays for both GPUs of its engine."""
+    assert job.takes_s is not None and job.cost_alone is not None
+    assert 0 < job.computed_tokens <= job.served_tokens
+    assert job.takes_s >= 0.9 * job.computed_tokens / tokens_per_s
+    assert job.cost_alone == pytest.approx(job.gpu_hours_alone)
+    assert job.gpu_hours_alone * 3_600 / 2 < job.takes_s
+
+
+@pytest.fixture
+def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Calls the command in a folder with a trace."""
+    save_trace(steady(), tmp_path / "calls.parquet")
+    return cli_in(tmp_path, monkeypatch, capsys)
+
+
+def test_the_command_ends_in_a_paragraph_and_has_json(cli: Cli, tmp_path: Path) -> None:
+    lines = "".join(f'{{"q": "{"word " * 60}{i}"}}\n' for i in range(20))
+    (tmp_path / "in.jsonl").write_text(lines)
+    (tmp_path / "job.yaml").write_text(
+        "name: asked\nendpoint: /v1/completions\ninput: {path: in.jsonl, prompt: '{{q}}'}\n"
+        "request: {max_tokens: 7}\noutput: {path: out.jsonl}\ndeadline: 10m\n"
+    )
+    arguments = "--trace", "calls.parquet", "--peak", "10s", "--profile", "a100-8b@1.5"
+    more = "--job", "job.yaml", "--windows", "2", "--window", "5s"
+    code, out, err = cli("plan", *arguments, *more)
+    _, shown, _ = cli("plan", *arguments, *more, "--json")
+    found = json.loads(shown)
+
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1] == found["paragraph"]
+    assert out.splitlines()[-1].startswith("1 engine of a100-8b (1 GPU) keeps the promise")
+    assert found["chosen"] == {
+        "name": "a100-8b", "num_engines": 1, "num_gpus": 1, "price_per_hour": 1.5
+    }  # fmt: skip
+    assert [job["is_deadline_kept"] for job in found["jobs"]] == [True]
+    assert len(found["windows"]) == 2
+
+
+def test_a_load_that_nothing_serves_ends_with_its_own_code(cli: Cli) -> None:
+    code, out, err = cli("plan", "--trace", "calls.parquet", "--peak", "10s", "--ttft", "0.001")
+
+    assert (code, err) == (1, "")
+    assert "Impossible on a100-8b, however many engines: Call" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("--ttft", "soon"), "--ttft: must be a duration such as"),
+        (("--target", "1.2"), "--target: must be above 0 and at most 1"),
+        (("--profile", "a100-8b@"), "--profile 'a100-8b@': must be PROFILE"),
+        (("--profile", "a100-8b", "--profile", "b=a100-8b@1"), "'a100-8b' has no price"),
+    ],
+)
+def test_a_wrong_option_is_one_line(cli: Cli, arguments: tuple[str, ...], problem: str) -> None:
+    code, out, err = cli("plan", "--trace", "calls.parquet", *arguments)
+
+    assert (code, out) == (2, "")
+    assert problem in err and len(err.splitlines()) == 1
+
+
+def test_the_reference_is_a_kind_with_the_promise_as_its_slo() -> None:
+    kind = parse_kind("a100-8b", Promise(2.0, 0.1), Path())
+
+    assert kind.engine.settings == {"slo": {"ttft_s": 2.0, "tpot_s": 0.1}}
