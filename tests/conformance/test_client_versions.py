@@ -23,7 +23,16 @@ def test_the_suite_passes_with_an_older_client() -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(client), str(FOLDER.parents[1])])}
     chosen = "(not slow or async_client) and not engine"
     left_out = f"--ignore={FOLDER / 'test_openapi.py'}"
-    options = ["-q", "-p", "no:cacheprovider", "-m", chosen, left_out, str(FOLDER)]
+    options = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--numprocesses=2",
+        "-m",
+        chosen,
+        left_out,
+        str(FOLDER),
+    ]
 
     used = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, check=True

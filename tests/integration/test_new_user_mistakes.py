@@ -35,7 +35,7 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         ("statsu", 2, "no such command 'statsu' (did you mean 'status'?); see `batchrun --help`"),
         ("status --nope", 2, "no such option: --nope"),
         ("offline maybe", 2, "invalid value for 'switch': 'maybe' is not one of 'on', 'off'"),
-        ("up --listen 0.0.0.0:80", 2, "listen: 0.0.0.0 can be reached from outside"),
+        ("up --listen 0.0.0.0:80", 2, "there is no API key yet; make one"),
         ("up --config absent.yaml", 2, "absent.yaml: no such file"),
         ("status x", 2, "x: no such job; `batchrun status` lists the jobs"),
         ("results x", 2, "x: no such job;"),

@@ -56,7 +56,7 @@ def write_rows(path: Path, rows: list[Row], *, group_rows: int) -> None:
 
 
 @pytest.mark.parametrize("suffixes", [(".parquet",), (".jsonl",), (".parquet",) * 2 + (".jsonl",)])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(rows=ROWS, sizes=SIZES, group_rows=st.integers(4, 20), seed=st.integers(0, 2**32 - 1))
 def test_planned_rows_are_the_rows_of_the_input(
     suffixes: tuple[str, ...], rows: list[Row], sizes: SpoolSizes, group_rows: int, seed: int
