@@ -247,8 +247,9 @@ def test_policy_and_budget_change_at_run_time(rig: DeploymentRig) -> None:
     changed = rig.ask("engine", "set", "--policy", "bs", "--budget", "64")
     now = wait_for(rig, lambda told: told["policy"] == "bs")
     refused = rig.call("engine", "set", "--budget", "4096")
+    num_before = now["offline"]["num_admissions"]
     job_id = rig.ask("submit", "job.yaml")["id"]
-    wait_for(rig, lambda told: told["offline"]["num_running"] > 0)
+    wait_for(rig, lambda told: told["offline"]["num_admissions"] > num_before)
     rig.ask("engine", "set", "--policy", "echo")
     ended = rig.wait_until_ended(job_id)
     back = rig.ask("engine", "set", "--reset")
