@@ -104,6 +104,7 @@ def plan(
 
 def _require_vllm() -> None:
     try:
+        # Whether it can be imported is all that is asked here.
         import batchrun.planner  # noqa: F401
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] in {"vllm", "torch"}:

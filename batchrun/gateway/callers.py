@@ -19,6 +19,7 @@ import msgspec
 
 from batchrun.api_keys import digest, id_in
 from batchrun.errors import ConfigError
+from batchrun.gateway.followed_file import read_bounded
 from batchrun.gateway.refusal import RefusalError
 
 MAX_FILE_BYTES = 64 << 20
@@ -79,13 +80,7 @@ class KeyRing:
 
 def read_keys(path: Path) -> tuple[ApiKey, ...] | None:
     """The keys that `path` lists. Raises ConfigError with one line."""
-    try:
-        with path.open("rb") as file:
-            text = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read the API keys: {error.strerror}") from error
-    if len(text) > MAX_FILE_BYTES:
-        raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes; not a list of API keys")
+    text = read_bounded(path, MAX_FILE_BYTES, "list of API keys")
     try:
         return msgspec.json.decode(text, type=_Document).keys
     except (msgspec.DecodeError, RecursionError) as error:

@@ -16,6 +16,18 @@ T = TypeVar("T")
 POLL_S = 0.25
 
 
+def read_bounded(path: Path, max_bytes: int, what: str) -> bytes:
+    """The content of a file that holds `what`. Raises ConfigError."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(max_bytes + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the {what}: {error.strerror}") from error
+    if len(text) > max_bytes:
+        raise ConfigError(f"{path}: larger than {max_bytes} bytes; not a {what}")
+    return text
+
+
 class FollowedFile(Generic[T]):
     """Hands each new good content to `on_change`; what cannot be used leaves the last one.
 

@@ -33,7 +33,7 @@ class GatewayProtocol(web.RequestHandler):
             keepalive_timeout=KEEP_ALIVE_S,
             lingering_time=LINGER_S,
             auto_decompress=False,
-            access_log=None,  # type: ignore[arg-type]
+            access_log=None,  # type: ignore[arg-type]  # aiohttp's types leave None out
         )
         self._head_s = head_s
         self._head_timer: asyncio.TimerHandle | None = None

@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from batchrun.errors import ConfigError
+from batchrun.gateway.followed_file import read_bounded
 from batchrun.gateway.slo_classes import SloClasses, read_classes
 
 MAX_FILE_BYTES = 2**20
@@ -91,13 +92,7 @@ def find_daemon(path: Path) -> DaemonAt | None:
 
 
 def _read_document(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            text = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read the list of engines: {error.strerror}") from error
-    if len(text) > MAX_FILE_BYTES:
-        raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes; not a list of engines")
+    text = read_bounded(path, MAX_FILE_BYTES, "list of engines")
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:

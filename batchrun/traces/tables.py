@@ -36,7 +36,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
             raw.seek(0)
             if is_packed:
                 with GzipFile(fileobj=raw) as unpacked:
-                    yield unpacked  # type: ignore[misc]
+                    yield unpacked  # type: ignore[misc]  # typeshed: no BinaryIO
             else:
                 yield raw
     except OSError as error:

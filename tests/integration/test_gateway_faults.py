@@ -211,7 +211,10 @@ async def test_workers_share_the_port_and_a_killed_supervisor_leaves_none_behind
         (["--listen", "127.0.0.1:{port}"], "port {port} on 127.0.0.1 is in use"),
         (["--listen", "127.0.0.1:{port}", "--workers", "2"], "port {port} on 127.0.0.1 is in use"),
         (["--listen", "0.0.0.0:8000"], "no API key is asked for"),
-        (["--listen", "127.0.0.1:0", "--keys", "nowhere"], "nowhere: cannot read the API keys"),
+        (
+            ["--listen", "127.0.0.1:0", "--keys", "nowhere"],
+            "nowhere: cannot read the list of API keys",
+        ),
         (["--listen", "8000"], "is not HOST:PORT"),
         (["--listen", "0.0.0.0:8000", "--keys", "{keys}"], "no API key is asked for"),
         (["--listen", "127.0.0.1:0", "--workers", "0"], "--workers must be at least 1"),

@@ -171,9 +171,10 @@ def test_the_list_shows_limits_and_what_was_used(keyed: Keyed, team_a: Caller) -
         **hello, stream=True, stream_options={"include_usage": True}
     )
     assert whole is not None and last.usage is not None
+    assert done.usage is not None
     listed = {key["name"]: key for key in keyed.rig.ask("keys", "list")["keys"]}
     assert listed["ops"]["role"] == "admin"
-    assert listed["team-a"]["usage"]["num_prompt_tokens"] >= done.usage.input_tokens  # type: ignore[union-attr]
+    assert listed["team-a"]["usage"]["num_prompt_tokens"] >= done.usage.input_tokens
     online = listed["team-a"]["online"]
     assert {name: online[name] - before[name] for name in online} == {
         "num_calls": 2,

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import signal
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from deployment_rig import WAIT_S, DeploymentRig
-from openai import OpenAI
+from steered_calls import ask_flex, post
 
 from batchrun.cli.daemon_client import DaemonClient
 from batchrun.home import Home
@@ -143,24 +141,6 @@ def test_what_the_engine_counts_is_shown(rig: DeploymentRig) -> None:
     assert samples['batchrun_online_ttft_seconds_count{engine="0",offline="false"}'] >= 0
 
 
-def ask_flex(client: OpenAI, *, is_streamed: bool) -> tuple[set[str | None], str]:
-    """A call that may run as offline work: the tiers that the reply names, and its text."""
-    create: Callable[..., Any] = partial(
-        client.chat.completions.create,
-        model="tiny",
-        messages=[{"role": "user", "content": "Hello"}],
-        max_tokens=8,
-        temperature=0,
-        service_tier="flex",
-    )
-    if is_streamed:
-        chunks = list(create(stream=True))
-        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-        return {chunk.service_tier for chunk in chunks}, text
-    whole = create()
-    return {whole.service_tier}, whole.choices[0].message.content or ""
-
-
 def test_flex_calls_wait_while_offline_work_is_off_and_say_what_they_were(
     rig: DeploymentRig,
 ) -> None:
@@ -227,20 +207,6 @@ def test_a_class_reaches_the_engine_and_its_secret_nobody_else(
     for _, text in (good, bad, odd):
         assert nonce[:9] not in text
     assert telemetry(rig)["num_malformed_hints"] == 0
-
-
-def post(rig: DeploymentRig, route: str, body: dict[str, Any]) -> tuple[int, str]:
-    """Status and text of a call of the class `fast`."""
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{rig.port}/v1/{route}",
-        data=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json", "X-Batchrun-Class": "fast"},
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=WAIT_S) as reply:
-            return reply.status, reply.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
 
 
 def test_policy_and_budget_change_at_run_time(rig: DeploymentRig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -101,9 +102,11 @@ def test_a_part_is_timed_from_its_start_and_lasts_what_was_asked() -> None:
         (lambda path: write_with(path, {b"batchrun.trace": b'{"version": 1}'}), "no column arr"),
     ],
 )
-def test_a_file_that_is_none_of_ours_is_one_line(tmp_path: Path, make: object, says: str) -> None:
+def test_a_file_that_is_none_of_ours_is_one_line(
+    tmp_path: Path, make: Callable[[Path], object], says: str
+) -> None:
     path = tmp_path / "t.parquet"
-    make(path)  # type: ignore[operator]
+    make(path)
     with pytest.raises(DataError, match=says) as caught:
         load_parquet(path)
     assert str(path) in str(caught.value)

@@ -42,6 +42,7 @@ class QuickDecode(AsyncScheduler):
         self.num_quick_steps = 0
         self._can_be_quick = vllm.__version__.startswith(KNOWN_VERSIONS) and _is_plain(self)
 
+    # The signature is vLLM's.
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:  # noqa: FBT001, FBT002
         """The next step: quick where it only decodes, else vLLM's own."""
         due = None if throttle_prefills else self._only_decodes()
