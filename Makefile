@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-all test-postgres check docs lock clean
+.PHONY: setup demo ablation plan test test-all test-postgres check docs lock clean
 
 setup: $(STAMP)
 
@@ -16,6 +16,19 @@ $(STAMP): locks/cpu.txt pyproject.toml
 
 demo: setup
 	$(BIN)/python -m benchmarks.demo
+
+# Every policy against stock vLLM on a virtual A100: the tables of docs/scheduler.md, for one seed.
+ablation: setup
+	$(BIN)/python -m benchmarks.ablation --seeds 0
+
+# How many engines a day of calls needs, and what a job of 6,000 rows costs beside them.
+plan: setup build/reports.parquet
+	$(BIN)/batchrun plan --trace jobs/day-rates.csv --job jobs/reports.yaml \
+		--profile a100-8b@1.80 --max-model-len 65536 --submit-at 20h --window 30s
+
+build/reports.parquet: | setup
+	mkdir -p build
+	$(BIN)/batchrun datasets sample loogle --scale full --rows 6000 -o $@
 
 test: setup
 	$(BIN)/python -m pytest --numprocesses=2 -m "not slow"

@@ -31,6 +31,18 @@ def parse_age_s(value: str) -> float:
     return float(match[1]) * _UNIT_S[match[2]]
 
 
+def duration(value_s: float) -> str:
+    """Days, hours, minutes or seconds, the largest two that matter."""
+    if value_s < 60:
+        return f"{value_s:.0f} s"
+    minutes = round(value_s / 60)
+    days, hours, minutes = minutes // 1440, minutes // 60 % 24, minutes % 60
+    parts = [f"{days} d"] * (days > 0) + [f"{hours} h"] * (hours > 0)
+    if not days and (minutes or not parts):
+        parts.append(f"{minutes} min")
+    return " ".join(parts)
+
+
 def _duration_s(value: object) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value) if abs(value) < _ENDLESS_S else math.inf

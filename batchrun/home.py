@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -83,15 +85,33 @@ class Home:
     def create(self) -> None:
         """Make the folders, readable by their owner alone. Raises ConfigError."""
         try:
-            for folder in (self.path, self.run, self.log, self.inputs, self.files):
+            for folder in self._folders:
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             is_file = isinstance(error, FileExistsError)
-            reason = "it is a file" if is_file else error.strerror
-            raise ConfigError(
-                f"{self.path}: cannot be the home ({reason}); choose another folder with "
-                "--home or BATCHRUN_HOME"
-            ) from error
+            raise self._refused("it is a file" if is_file else error.strerror) from error
+
+    def check(self) -> None:
+        """Raises ConfigError where `create` would, as far as that shows without making anything."""
+        if any(place.exists() and not place.is_dir() for place in self._folders):
+            raise self._refused("it is a file")
+        if all(folder.is_dir() for folder in self._folders):
+            return
+        nearest = next(place for place in (self.path, *self.path.parents) if place.exists())
+        if not nearest.is_dir():
+            raise self._refused(os.strerror(errno.ENOTDIR))
+        if not os.access(nearest, os.W_OK | os.X_OK):
+            raise self._refused(os.strerror(errno.EACCES))
+
+    def _refused(self, reason: str | None) -> ConfigError:
+        return ConfigError(
+            f"{self.path}: cannot be the home ({reason}); choose another folder with "
+            "--home or BATCHRUN_HOME"
+        )
+
+    @property
+    def _folders(self) -> tuple[Path, ...]:
+        return (self.path, self.run, self.log, self.inputs, self.files)
 
     def read_daemon_address(self) -> DaemonAddress | None:
         """The address that a daemon of this home left; it may have died since."""

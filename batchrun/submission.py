@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from batchrun.errors import DataError, JobSpecError, MissingObjectError
@@ -65,15 +67,37 @@ def pin_anew(record: JobRecord, *, links: Path) -> str:
     return pin.model_dump_json()
 
 
+@contextmanager
+def checked_job(
+    spec: JobSpec, *, scratch: Path, progress: ProgressSink | None = None
+) -> Iterator[tuple[InputData, RequestTemplate]]:
+    """A job's input, with all the checks of `prepare_job` made and nothing kept.
+
+    Copies of objects lie in `scratch` meanwhile. Raises what `prepare_job` raises.
+    """
+    _check_output_place(spec)
+    with fetched_input(spec.input, scratch, progress) as (given, _), open_input(given) as data:
+        template, _ = _checked(spec, data, progress)
+        yield data, template
+
+
 def _pin(spec: JobSpec, links: Path, progress: ProgressSink | None) -> InputPin:
     with fetched_input(spec.input, links, progress) as (given, origins):
         with open_input(given) as data:
-            template = RequestTemplate(spec, data.columns, model=spec.model)
-            check_columns(spec, data)
-            _check_first_rows(data, template)
-            check_ids(data, progress=progress)
-            pin = data.pin(progress)
+            _, pin = _checked(spec, data, progress)
         return keep_input(pin, origins, links)
+
+
+def _checked(
+    spec: JobSpec, data: InputData, progress: ProgressSink | None
+) -> tuple[RequestTemplate, InputPin]:
+    """The template that fits the input, and what the files are now: pinning finds those that are
+    being written to."""
+    template = RequestTemplate(spec, data.columns, model=spec.model)
+    check_columns(spec, data)
+    _check_first_rows(data, template)
+    check_ids(data, progress=progress)
+    return template, data.pin(progress)
 
 
 def _check_first_rows(data: InputData, template: RequestTemplate) -> None:

@@ -2,40 +2,40 @@
 
     python -m benchmarks.fidelity [--seconds 300] [--repeats 3] [--json FILE]
 
-Calibrates the engine, then runs each of three workloads for real, through the `batchrun` command
-and the OpenAI endpoint, and in the simulator: a LooGLE-shaped job beside bursty chats. Prints what
-was predicted, the mean and the spread of the repeats, and whether the bars hold: served offline
-tokens/s within 10 %, online TTFT p50 and p90 and TPOT p50 within 15 %, hit rate within 3 points.
+Calibrates the engine, then runs each of three workloads (`fidelity_jobs`) for real, through the
+`batchrun` command and the OpenAI endpoint, and in the simulator. Prints what was predicted, the
+mean and the spread of the repeats, and whether the bars hold: served offline tokens/s within 10 %,
+online TTFT p50 and p90 and TPOT p50 within 15 %, hit rate within 3 points.
 
 The simulator knows no HTTP: what a lone call takes longer for real than simulated, the median of
 some calls before each run, is added to its TTFT, and the record says how much that was. State and
-output stay in the folder `fidelity/`.
+output stay in the folder `fidelity/`. Nothing else may run on the machine: the record has the
+cores that each process took, and what other processes took.
 """
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean, median
 
 import numpy as np
 
-from batchrun.estimator import CalibrationProfile
-from batchrun.inputs.prompts import read_prompts
 from batchrun.replay.trace import Arrival
 from batchrun.simulator import (
     Calls,
     EnginePlan,
     JobTerms,
-    ModelLaw,
+    Simulated,
     SimulationPlan,
+    calibrated,
     job_of_file,
     simulate,
 )
 from batchrun.vllm_plugin.virtual import EngineShape, Timing
 from benchmarks.bars import Bar
+from benchmarks.fidelity_jobs import WORKLOADS, Workload
 from benchmarks.fidelity_real import (
     FOLDER,
     MAX_MODEL_LEN,
@@ -43,11 +43,13 @@ from benchmarks.fidelity_real import (
     NUM_LONE_CALLS,
     SLO,
     TOKEN_BUDGET,
-    WORKLOADS,
+    WARM_UP_S,
+    Calibrated,
     Figures,
-    Workload,
     lone_calls,
+    num_chat_tokens,
     prepare,
+    read_calibrated,
     run_for_real,
 )
 from benchmarks.records import write_records
@@ -66,19 +68,42 @@ def main() -> int:
     """Measure, simulate, compare."""
     options = _parser().parse_args()
     chosen = [w for w in WORKLOADS if not options.only or w.name in options.only]
-    profile = prepare()
-    records: list[dict[str, object]] = []
-    for workload in chosen:
-        runs = [run_for_real(workload, options.seconds) for _ in range(options.repeats)]
-        overhead_s = median(run["lone_ttft_s"] for run in runs) - _lone_ttft_s(profile)
-        predicted = _simulated(workload, profile, options.seconds, max(0.0, overhead_s))
-        records += _compared(workload, predicted, runs, overhead_s)
-    if options.json is not None:
-        write_records(options.json, records)
+    if not options.keep_profile:
+        prepare()
+    known = read_calibrated()
+    print(f"gap {known.profile.gap}, front end {known.front_end}", flush=True)
+    predicted = [_simulated(workload, known, options.seconds) for workload in chosen]
+    lone_s = _lone_ttft_s(known)
+    runs: dict[str, list[Figures]] = {workload.name: [] for workload in chosen}
+    for _ in range(options.repeats):
+        for workload in chosen:
+            runs[workload.name].append(run_for_real(workload, options.seconds))
+            records = [_calibration(known)]
+            for each, figures in zip(chosen, predicted, strict=True):
+                if runs[each.name]:
+                    records += _compared(each, figures, runs[each.name], lone_s)
+            if options.json is not None:
+                write_records(options.json, records)
     return 0
 
 
-def _engine(profile: CalibrationProfile) -> EnginePlan:
+def _calibration(known: Calibrated) -> dict[str, object]:
+    profile, front = known.profile, known.front_end
+    best, gap = profile.fitted[0], profile.gap
+    return {
+        "figure": "calibration",
+        "model": best.model.name,
+        "held_out_mape": best.held_out_mape,
+        "identical_steps_mape": profile.spread.mean_ape,
+        "gap_base_s": gap and gap.base_s,
+        "gap_request_s": gap and gap.request_s,
+        "front_end_request_s": front.request_s,
+        "front_end_token_s": front.token_s,
+    }
+
+
+def _engine(known: Calibrated) -> EnginePlan:
+    profile = known.profile
     shape = EngineShape(
         num_blocks=profile.kv_blocks,
         token_budget=TOKEN_BUDGET,
@@ -87,59 +112,63 @@ def _engine(profile: CalibrationProfile) -> EnginePlan:
         max_model_len=MAX_MODEL_LEN,
     )
     slo = {"ttft_s": SLO.ttft_s, "tpot_s": SLO.tpot_s}
-    return EnginePlan(
-        shape,
-        settings={"slo": slo},
-        law=ModelLaw(profile.models[0]),
-        # vLLM schedules no step ahead on a CPU.
-        timing=Timing(steps_in_flight=1),
-        believed=profile.models,
-    )
+    # vLLM schedules no step ahead on a CPU.
+    timing = Timing(steps_in_flight=1)
+    plan = EnginePlan(shape, settings={"slo": slo}, timing=timing, front_end=known.front_end)
+    return calibrated(plan, profile)
 
 
-def _calls(arrivals: list[Arrival]) -> Calls:
+def _calls(arrivals: list[Arrival], after_s: float = 0.0) -> Calls:
     """The chats with the prompt tokens that the model's template makes of them."""
-    prompts = read_prompts(FOLDER / "home/models/tiny", now=datetime.now(UTC))
-    assert prompts.count is not None
-    bodies = [{"messages": [{"role": "user", "content": call.prompt}]} for call in arrivals]
-    lengths = [max(1, prompts.count(prompts.text(body))) for body in bodies]
     return Calls(
-        np.array([call.at_s for call in arrivals]),
-        np.array(lengths, np.int64),
+        np.array([after_s + call.at_s for call in arrivals]),
+        np.array([num_chat_tokens(call.prompt) for call in arrivals], np.int64),
         np.array([call.max_tokens for call in arrivals], np.int64),
     )
 
 
-def _lone_ttft_s(profile: CalibrationProfile) -> float:
+def _lone_ttft_s(known: Calibrated) -> float:
     calls = _calls(lone_calls())
     seconds = 2.0 * NUM_LONE_CALLS
-    return simulate(SimulationPlan(seconds, calls, engine=_engine(profile))).online.ttft_p50_s or 0
+    return simulate(SimulationPlan(seconds, calls, engine=_engine(known))).online.ttft_p50_s or 0
 
 
-def _simulated(
-    workload: Workload, profile: CalibrationProfile, seconds: float, overhead_s: float
-) -> Figures:
+def _simulated(workload: Workload, known: Calibrated, seconds: float) -> Figures:
     job = job_of_file(
-        FOLDER / f"{workload.name}.yaml", JobTerms(), model_folder=FOLDER / "home/models/tiny"
+        workload.write(FOLDER),
+        JobTerms(),
+        model_folder=FOLDER / "home/models/tiny",
+        draw_output_tokens=lambda num_rows: np.full(num_rows, workload.output_tokens),
     )
-    plan = SimulationPlan(
-        seconds, _calls(workload.arrivals(seconds)), [job], engine=_engine(profile), slo=SLO
+    calls = _calls(workload.arrivals(seconds), WARM_UP_S)
+    whole = SimulationPlan(
+        WARM_UP_S + seconds, calls, [job], engine=_engine(known), slo=SLO, seed=1
     )
-    figures = simulate(replace(plan, seed=1))
+    begun, figures = simulate(replace(whole, duration_s=WARM_UP_S)), simulate(whole)
+    served = _served(figures) - _served(begun)
     online, offline = figures.online, figures.offline
     return {
-        "offline_tokens_per_s": offline.served_tokens_per_s,
+        "offline_tokens_per_s": served / (figures.duration_s - begun.duration_s),
         "hit_rate": offline.hit_rate or 0.0,
-        "ttft_p50_s": (online.ttft_p50_s or 0.0) + overhead_s,
-        "ttft_p90_s": (online.ttft_p90_s or 0.0) + overhead_s,
+        "ttft_p50_s": online.ttft_p50_s or 0.0,
+        "ttft_p90_s": online.ttft_p90_s or 0.0,
         "tpot_p50_s": online.tpot_p50_s or 0.0,
     }
 
 
+def _served(figures: Simulated) -> float:
+    return figures.offline.served_tokens_per_s * figures.duration_s
+
+
 def _compared(
-    workload: Workload, predicted: Figures, runs: list[Figures], overhead_s: float
+    workload: Workload, simulated: Figures, runs: list[Figures], lone_s: float
 ) -> list[dict[str, object]]:
-    """A record for each figure, printed."""
+    """A record for each figure, printed. `lone_s` is the TTFT of a lone call in the simulation."""
+    overhead_s = max(0.0, median(run["lone_ttft_s"] for run in runs) - lone_s)
+    predicted = {
+        name: value + (overhead_s if name.startswith("ttft") else 0.0)
+        for name, value in simulated.items()
+    }
     records: list[dict[str, object]] = []
     for name, bound in BARS.items():
         measured = [run[name] for run in runs]
@@ -156,9 +185,11 @@ def _compared(
             "measured": mean,
             "error": error,
             "spread": spread,
-            "repeats": len(runs),
+            "runs": measured,
             "overhead_s": overhead_s,
         })
+    cores = {key: fmean(run[key] for run in runs) for key in runs[0] if key.startswith("cpu_")}
+    records.append({"workload": workload.name, "figure": "cores", **cores})
     return records
 
 
@@ -167,6 +198,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=[workload.name for workload in WORKLOADS])
+    parser.add_argument(
+        "--keep-profile", action="store_true", help="with the calibration of the run before"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser
 

@@ -7,61 +7,44 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+import time
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from batchrun.estimator import CalibrationProfile, profile_from_json
-from batchrun.replay import ReplayTarget, TokenRange, TraceShape, generate_trace, replay
-from batchrun.replay.results import OnlineResult, percentile
-from batchrun.replay.trace import Arrival
+from batchrun.inputs.prompts import read_prompts
+from batchrun.replay import Arrival, OnlineResult, ReplayTarget, replay
+from batchrun.replay.results import percentile
+from batchrun.simulator import FrontEndTimes
 from batchrun.vllm_plugin.virtual import Slo
+from benchmarks.cpu_shares import CpuShares, find_process
+from benchmarks.fidelity_front_end import measure_front_end
+from benchmarks.fidelity_jobs import Workload
 from benchmarks.ports import free_port
 
 FOLDER = Path("fidelity")
 TOKEN_BUDGET, MAX_NUM_SEQS, MAX_MODEL_LEN = 512, 64, 32_768
 SLO = Slo(1.0, 0.1)
 NUM_LONE_CALLS = 8
-CHAT = TokenRange(mu=4.0, sigma=0.8, min_tokens=8, max_tokens=300)
-ANSWER = TokenRange(mu=2.8, sigma=0.5, min_tokens=4, max_tokens=40)
+WARM_UP_S = 10.0
+"""The job runs alone before chats come and tokens are counted."""
 
 Figures = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
-    """A job of `num_rows` LooGLE-shaped rows with answers of a fixed length, beside chats."""
+class Calibrated:
+    """What the simulation knows of the real engine."""
 
-    name: str
-    rate_per_s: float
-    burst_factor: float
-    num_rows: int
-    output_tokens: int
-
-    def arrivals(self, duration_s: float) -> list[Arrival]:
-        """The chats; the same in every repeat."""
-        shape = TraceShape(
-            duration_s=duration_s,
-            rate_per_s=self.rate_per_s,
-            burst_factor=self.burst_factor,
-            burst_period_s=30.0,
-            burst_length_s=5.0,
-            prompt=CHAT,
-            output=ANSWER,
-        )
-        return generate_trace(shape, seed=1)
+    profile: CalibrationProfile
+    front_end: FrontEndTimes
 
 
-WORKLOADS = (
-    Workload("calm", 0.5, 2.0, 6_000, 16),
-    Workload("bursty", 1.2, 4.0, 6_000, 16),
-    Workload("long-answers", 0.8, 4.0, 6_000, 64),
-)
-
-
-def prepare() -> CalibrationProfile:
-    """A fresh folder, a deployment on free ports, and the engine's profile."""
+def prepare() -> None:
+    """A fresh folder, a deployment on free ports, and what `read_calibrated` reads."""
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir()
     limits = {
@@ -79,80 +62,117 @@ def prepare() -> CalibrationProfile:
     (FOLDER / "batchrun.yaml").write_text(json.dumps(deployment))
     _batchrun("models", "tiny", "home/models/tiny")
     _batchrun("calibrate", "-o", "profile.json")
+    gateway = _batchrun("up", "-d")["gateway"]
+    try:
+        server = find_process("api_server")
+        target = _target(f"{gateway}/v1")
+        times = asyncio.run(measure_front_end(target, server, num_chat_tokens))
+    finally:
+        _batchrun("down")
+    (FOLDER / "front-end.json").write_text(json.dumps(asdict(times)))
+
+
+def read_calibrated() -> Calibrated:
+    """What the last `prepare` measured."""
     path = FOLDER / "profile.json"
-    return profile_from_json(path.read_text(), str(path))
+    times = json.loads((FOLDER / "front-end.json").read_text())
+    return Calibrated(profile_from_json(path.read_text(), str(path)), FrontEndTimes(**times))
+
+
+def num_chat_tokens(text: str) -> int:
+    """Prompt tokens of a chat call with this one message."""
+    prompts = read_prompts(FOLDER / "home/models/tiny", now=datetime.now(UTC))
+    assert prompts.count is not None
+    return max(1, prompts.count(prompts.text({"messages": [{"role": "user", "content": text}]})))
 
 
 def run_for_real(workload: Workload, seconds: float) -> Figures:
-    """One run on an engine with an empty cache."""
-    _write_job(workload)
+    """One run on an engine with an empty cache; its job is cancelled, so nothing goes on later."""
+    job_file = workload.write(FOLDER)
     gateway = _batchrun("up", "-d")["gateway"]
     try:
-        figures = asyncio.run(_measure(workload, f"{gateway}/v1", seconds))
+        figures = asyncio.run(_measure(workload, job_file, f"{gateway}/v1", seconds))
     finally:
         _batchrun("down")
     print(f"{workload.name}: {_shown(figures)}", flush=True)
     return figures
 
 
-def _write_job(workload: Workload) -> None:
-    data = FOLDER / f"{workload.name}.parquet"
-    if not data.exists():
-        rows = str(workload.num_rows)
-        _batchrun("datasets", "sample", "loogle", "--rows", rows, "-o", data.name)
-    job = json.loads(json.dumps(JOB))
-    job["input"]["path"] = data.name
-    job["request"]["max_tokens"] = workload.output_tokens
-    job["name"] = workload.name
-    (FOLDER / f"{workload.name}.yaml").write_text(json.dumps(job))
-
-
-JOB: dict[str, Any] = {
-    "model": "tiny",
-    "input": {
-        "path": "",
-        "messages": [{"role": "user", "content": "{{ document }}\n\n{{ question }}"}],
-    },
-    "request": {"temperature": 0, "ignore_eos": True},
-    "output": {"path": "answers.parquet"},
-}
-
-
-async def _measure(workload: Workload, base_url: str, seconds: float) -> Figures:
-    target = ReplayTarget(base_url=base_url, model="tiny", extra_body={"ignore_eos": True})
+async def _measure(workload: Workload, job_file: Path, base_url: str, seconds: float) -> Figures:
+    target = _target(base_url)
     lone = await replay(lone_calls(), target)
-    job_id = _batchrun("submit", f"{workload.name}.yaml")["id"]
-    before = await _until_running(job_id)
+    _check_nothing_runs()
+    job_id = _batchrun("submit", job_file.name)["id"]
+    await _until_running(job_id)
+    await asyncio.sleep(WARM_UP_S)
+    before, begin_s = _job(job_id)
+    shares = CpuShares()
     results, _ = await asyncio.gather(
         replay(workload.arrivals(seconds), target), asyncio.sleep(seconds)
     )
-    view = _job(job_id)
-    served = view["num_prompt_tokens"] + view["num_output_tokens"]
-    start = before["num_prompt_tokens"] + before["num_output_tokens"]
+    cpu = shares.since()
+    view, end_s = _job(job_id)
+    telemetry = _step_telemetry()
+    _batchrun("cancel", job_id)
+    _check_run(workload, view, results)
     return {
-        "offline_tokens_per_s": (served - start) / seconds,
+        "offline_tokens_per_s": (_served(view) - _served(before)) / (end_s - begin_s),
         "hit_rate": view["num_cached_tokens"] / max(1, view["num_prompt_tokens"]),
         "lone_ttft_s": median(_ttfts_s(lone)),
+        "prompt_tokens": view["num_prompt_tokens"] / max(1, view["num_completed"]),
         **_latencies(results),
+        **telemetry,
+        **{f"cpu_{name}": share for name, share in cpu.items()},
     }
 
 
+def _target(base_url: str) -> ReplayTarget:
+    return ReplayTarget(base_url=base_url, model="tiny", extra_body={"ignore_eos": True})
+
+
 def lone_calls() -> list[Arrival]:
+    """Calls of which no two are in the engine together."""
     return [Arrival(2.0 * i, "how do you do", 8) for i in range(NUM_LONE_CALLS)]
 
 
-async def _until_running(job_id: str) -> dict[str, Any]:
-    """The job's figures once its rows are handed out."""
+def _check_nothing_runs() -> None:
+    jobs = _batchrun("status")["jobs"]
+    left = [job["id"] for job in jobs if job["finished_at"] is None]
+    if left:
+        raise SystemExit(f"jobs {', '.join(left)} are left from an earlier run")
+
+
+def _check_run(workload: Workload, view: dict[str, Any], results: list[OnlineResult]) -> None:
+    errors = [result.error for result in results if result.error]
+    if errors:
+        raise SystemExit(f"{workload.name}: {len(errors)} calls failed, the first: {errors[0]}")
+    if view["state"] != "running":
+        raise SystemExit(f"{workload.name}: the job was {view['state']} before the time was over")
+
+
+async def _until_running(job_id: str) -> None:
+    """Return once its rows are handed out."""
     while True:
-        view = _job(job_id)
+        view, _ = _job(job_id)
         if view["num_in_flight"]:
-            return view
+            return
         await asyncio.sleep(0.2)
 
 
-def _job(job_id: str) -> dict[str, Any]:
+def _job(job_id: str) -> tuple[dict[str, Any], float]:
+    """Its figures, and when they were told; what the command takes is alike each time."""
     (view,) = _batchrun("status", job_id)["jobs"]
-    return dict(view)
+    return dict(view), time.monotonic()
+
+
+def _served(view: dict[str, Any]) -> int:
+    return int(view["num_prompt_tokens"] + view["num_output_tokens"])
+
+
+def _step_telemetry() -> Figures:
+    """What the engine's steps took, and what its model said of them, in seconds."""
+    telemetry = _batchrun("status")["engines"][0]["telemetry"]["step"]
+    return {f"step_{name}": telemetry[name] for name in ("predicted_s", "measured_s")}
 
 
 def _ttfts_s(results: list[OnlineResult]) -> list[float]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,3 +39,11 @@ def line_of(answer: tuple[int, str, str], exit_code: int) -> str:
     assert (code, out, err.count("\n")) == (exit_code, "", 1), (out, err)
     assert err.startswith("batchrun: ")
     return err.removeprefix("batchrun: ").strip()
+
+
+def dry_run_of(cli: Cli, *arguments: str) -> dict[str, Any]:
+    """What a dry run of `job.yaml` prints as JSON; it says nothing else."""
+    code, out, err = cli("submit", "job.yaml", "--dry-run", *arguments, "--json")
+    assert (code, err) == (0, "")
+    found: dict[str, Any] = json.loads(out)
+    return found

@@ -21,6 +21,7 @@ from batchrun.api.callers import Callers
 from batchrun.api.control_keys import install_key_routes
 from batchrun.api.errors import install_error_handlers
 from batchrun.api.files import Files, files_router
+from batchrun.api.foretelling import install_foretelling
 from batchrun.api.metrics import MetricsPage
 from batchrun.api.recording import install_recording
 from batchrun.api.request_ids import RequestIds
@@ -143,6 +144,7 @@ def _install_control(app: FastAPI, daemon: Daemon, status: Status, edge: Edge) -
     _install_switches(app, daemon, guarded)
     install_key_routes(app, KeyList(daemon.store, api_keys), guarded)
     install_recording(app, daemon, guarded)
+    install_foretelling(app, daemon, guarded)
 
 
 def _install_switches(app: FastAPI, daemon: Daemon, guarded: Sequence[params.Depends]) -> None:

@@ -6,8 +6,9 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from batchrun.daemon import Daemon, Slot, view_engine, view_job
+from batchrun.daemon import Daemon, Foretold, Slot, view_engine, view_job
 from batchrun.errors import StoreUnreachableError
+from batchrun.pool import Completion
 from batchrun.store import Counts, JobRecord, jobs, results
 from batchrun.types import EngineState
 
@@ -20,6 +21,7 @@ class Status:
         self._gateway_url = gateway_url
         self._ended: dict[int, Counts] = {}
         self._jobs: dict[str, dict[str, object]] = {}
+        self._completions: dict[str, Completion] = {}
 
     async def snapshot(self) -> dict[str, object]:
         """The deployment: engines, switch, stalls, and every job, oldest first.
@@ -28,6 +30,7 @@ class Status:
         last seen.
         """
         stalled = self._daemon.writer.stalled
+        self._foretell()
         try:
             records = await asyncio.to_thread(jobs.list_jobs, self._daemon.store)
             self._jobs = {record.id: await self._view(record) for record in records}
@@ -45,6 +48,7 @@ class Status:
     async def job(self, job_id: str) -> dict[str, object]:
         """One job by id, prefix or name, with what holds it up: a stall, or no engine left."""
         stalled = self._daemon.writer.stalled
+        self._foretell()
         try:
             record = await asyncio.to_thread(jobs.get, self._daemon.store, job_id)
             view = self._jobs[record.id] = await self._view(record)
@@ -59,6 +63,12 @@ class Status:
             "stalled": stalled,
             "engine_failure": slots[0].engine.stage if are_gone else None,
         }
+
+    def _foretell(self) -> None:
+        """When the running jobs will be done; nobody knows while offline work is switched off."""
+        dispatcher = self._daemon.dispatcher
+        is_on = dispatcher.is_offline_on
+        self._completions = dispatcher.assigner.turns.completions() if is_on else {}
 
     async def _see_active(self) -> None:
         """Take down how far the jobs in memory are; that does not need the store."""
@@ -80,7 +90,10 @@ class Status:
             record,
             counts,
             active=active,
-            outlook=self._daemon.dispatcher.assigner.turns.outlook(record.id),
+            foretold=Foretold(
+                self._daemon.dispatcher.assigner.turns.outlook(record.id),
+                self._completions.get(record.id),
+            ),
             stage=None if stage is None else stage.describe(),
             now_s=time.monotonic(),
         )

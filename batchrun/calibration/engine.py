@@ -47,8 +47,13 @@ def check_nothing_runs(deployment: Deployment, home: Home) -> None:
 def make_measured_engine(
     deployment: Deployment, home: Home, index: int, steps_path: Path
 ) -> ManagedEngine:
-    """The engine, not started. What a calibration that was killed left running is ended first."""
-    plain = deployment.model_copy(update={"policy": "echo", "slo": SloConfig()})
+    """The engine, not started; the profile that it names may be the one that is to be written.
+
+    What a calibration that was killed left running is ended first.
+    """
+    engines = [each.model_copy(update={"profile": None}) for each in deployment.engines]
+    update = {"policy": "echo", "slo": SloConfig(), "engines": engines}
+    plain = deployment.model_copy(update=update)
     engine = make_engine(plain, home, index, read_or_make_nonce(home))
     assert isinstance(engine, ManagedEngine)
     settings = replace(

@@ -36,7 +36,7 @@ class Prober:
         facts = self._read().facts
         probes = make_round(facts)
         prompts = PromptMaker(facts.vocabulary)
-        num_warm_up = 0
+        warm_up: Recording | None = None
         try:
             async with asyncio.timeout(LONGEST_S):
                 for turn in range(NUM_ROUNDS):
@@ -45,11 +45,11 @@ class Prober:
                         done, total = turn * len(probes) + i, NUM_ROUNDS * len(probes)
                         progress(f"measuring {probe.stage}", done, total)
                         await self._send(probe, prompts)
-                    num_warm_up = num_warm_up or len(self._read().observations)
+                    warm_up = warm_up or self._read()
         except TimeoutError:
             pass
         recording = self._read()
-        return Recording(recording.facts, recording.observations[num_warm_up:])
+        return recording if warm_up is None else recording.after(warm_up)
 
     async def _send(self, probe: Probe, prompts: PromptMaker) -> None:
         await asyncio.gather(*[self._call(calls, prompts) for calls in probe.callers])

@@ -98,6 +98,11 @@ def _lines(measured: Measured, path: Path) -> Iterator[str]:
         f"steps in {profile.spread.num_groups:,} groups of equal load"
     )
     yield f"pivot      {profile.pivot_tokens:,} tokens a step reach 90 % of the best throughput"
+    if profile.gap is not None:
+        yield (
+            f"gap        {1e3 * profile.gap.predict_s(1):.1f} ms between two steps of one request, "
+            f"{1e3 * profile.gap.predict_s(64):.1f} ms of 64"
+        )
     yield f"online     {_online(profile)}"
     yield f"profile    {path}"
 

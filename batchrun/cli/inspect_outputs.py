@@ -55,16 +55,27 @@ def estimate_outputs(
         returned = _returned(*stored)
         if returned is not None:
             return returned
+    in_data = answers_in_data(spec, data, bytes_per_token)
+    if in_data is not None:
+        return in_data
     limit = output_limit(spec)
-    column = next((name for name in ANSWER_COLUMNS if name in spec.output.keep), None)
-    if column is not None and column in data.columns:
-        answers = _answers(data, column, bytes_per_token, limit)
-        if not np.isnan(answers).all():
-            return OutputEstimate(answers, float(np.nanmean(answers)), f"the column {column!r}")
     tokens = np.full(data.num_rows, np.nan if limit is None else float(limit))
     if limit is None:
         return OutputEstimate(tokens, None, "unknown")
     return OutputEstimate(tokens, float(limit), "the limit in the job file")
+
+
+def answers_in_data(
+    spec: JobSpec, data: InputData, bytes_per_token: float
+) -> OutputEstimate | None:
+    """What a column of good answers says, where the job keeps one. Raises DataError."""
+    column = next((name for name in ANSWER_COLUMNS if name in spec.output.keep), None)
+    if column is None or column not in data.columns:
+        return None
+    answers = _answers(data, column, bytes_per_token, output_limit(spec))
+    if np.isnan(answers).all():
+        return None
+    return OutputEstimate(answers, float(np.nanmean(answers)), f"the column {column!r}")
 
 
 def _returned(store: Store, record: JobRecord) -> OutputEstimate | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict
 from enum import StrEnum
@@ -12,12 +13,12 @@ from urllib.parse import quote
 
 import typer
 
-from batchrun.cli.console import LateProgress, note, print_json, say
+from batchrun.cli.console import LateProgress, note, out, print_json, say
 from batchrun.cli.daemon_client import DaemonClient
 from batchrun.cli.follow import follow
 from batchrun.cli.options import HomeOption, JobArgument, JobFileArgument, JsonOption
 from batchrun.config import load_deployment, load_home
-from batchrun.errors import DaemonUnavailableError, UnknownJobError
+from batchrun.errors import DaemonUnavailableError, InputError, UnknownJobError
 from batchrun.home import Home
 
 if TYPE_CHECKING:
@@ -46,11 +47,45 @@ def submit(
     strict: Annotated[
         bool, typer.Option("--strict", help="With --wait: exit 1 when rows failed.")
     ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Submit nothing: check it; tell its tokens, ETA and cost."),
+    ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", help="With --dry-run: simulate beside these online calls."),
+    ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            "--profile",
+            metavar="PROFILE",
+            help="With --dry-run: engine to simulate, as in `batchrun plan`. [default: the "
+            "deployment's first, if calibrated]",
+        ),
+    ] = None,
+    price: Annotated[
+        str | None,
+        typer.Option(
+            "--price",
+            metavar="PRICE[xGPUS]",
+            help="With --dry-run: price of a GPU-hour, GPUs of an engine.",
+        ),
+    ] = None,
     home_path: HomeOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Add a job. Without a daemon it waits in the store until one runs."""
     home = load_home(home_path)
+    foretelling = {"--trace": trace, "--profile": profile, "--price": price}
+    if dry_run:
+        waiting = {"--wait": wait, "--strict": strict}
+        _refuse_given(waiting, "--dry-run submits nothing to wait for; leave out {}")
+        line = "--dry-run does not tell what {} would take over; leave out one of the two"
+        _refuse_given({"--continue-from": continue_from}, line)
+        _dry_run(file, home, trace, profile, price, as_json=as_json)
+        return
+    _refuse_given(foretelling, "{} says what --dry-run is to assume; give --dry-run too")
     job = prepare(file, home, continue_from)
     if wait and not DaemonClient(home).is_running():
         raise DaemonUnavailableError(
@@ -66,6 +101,31 @@ def submit(
         say(f"{job_id}  {job.name}: {job.num_rows:,} rows")
         if is_waiting:
             note("no daemon runs; the job waits for `batchrun up -d`")
+
+
+def _refuse_given(options: Mapping[str, object], line: str) -> None:
+    for name, value in options.items():
+        if value:
+            raise InputError(line.format(name))
+
+
+def _dry_run(
+    file: Path,
+    home: Home,
+    trace: Path | None,
+    profile: str | None,
+    price: str | None,
+    *,
+    as_json: bool,
+) -> None:
+    from batchrun.cli.dry_run import Assumed, foretell
+    from batchrun.cli.dry_run_view import rendered
+
+    found = foretell(file, home, Assumed(trace, profile, price))
+    if as_json:
+        print_json(found.record())
+    else:
+        out.print(rendered(found))
 
 
 def cancel(job: JobArgument, *, home_path: HomeOption = None, as_json: JsonOption = False) -> None:

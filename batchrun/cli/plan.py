@@ -9,8 +9,9 @@ import typer
 
 from batchrun.cli.console import LateProgress, out, print_json, say
 from batchrun.cli.options import JsonOption
+from batchrun.cli.vllm_here import vllm_needed
 from batchrun.durations import parse_duration_s
-from batchrun.errors import EngineError, InputError
+from batchrun.errors import InputError
 from batchrun.traces import read_trace
 
 if TYPE_CHECKING:
@@ -43,6 +44,10 @@ def plan(
             "the cheapest is chosen. [default: a100-8b]",
         ),
     ] = None,
+    max_model_len: Annotated[
+        int,
+        typer.Option("--max-model-len", min=2, max=131_072, help="vLLM's option of this name."),
+    ] = 32_768,
     ttft: Annotated[str, typer.Option("--ttft", help="Bound of the TTFT.")] = "1s",
     tpot: Annotated[str, typer.Option("--tpot", help="Bound of the TPOT, in seconds.")] = "0.05",
     target: Annotated[
@@ -69,14 +74,17 @@ def plan(
 
     Simulates the busiest window of the trace, then a day with the jobs. Exit code 1: nothing holds.
     """
-    _require_vllm()
-    from batchrun import planner
-    from batchrun.simulator import JobTerms, job_of_file
+    with vllm_needed("plan"):
+        from batchrun import planner
+        from batchrun.simulator import JobTerms, job_of_file
 
     if not 0 < target <= 1:
         raise InputError(f"--target: must be above 0 and at most 1, not {target:g}")
     promise = planner.Promise(_seconds("--ttft", ttft), _seconds("--tpot", tpot), target)
-    kinds = [planner.parse_kind(each, promise, Path.cwd()) for each in profile or [REFERENCE]]
+    kinds = [
+        planner.parse_kind(each, promise, Path.cwd()).with_context(max_model_len)
+        for each in profile or [REFERENCE]
+    ]
     planner.check_kinds(kinds)
     calls = read_trace(trace)
     if not len(calls):
@@ -100,19 +108,6 @@ def plan(
         _show(found)
     if found.chosen is None:
         raise typer.Exit(NO_PLAN)
-
-
-def _require_vllm() -> None:
-    try:
-        # Whether it can be imported is all that is asked here.
-        import batchrun.planner  # noqa: F401
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] in {"vllm", "torch"}:
-            raise EngineError(
-                "plan simulates vLLM's own scheduler, and vLLM cannot be imported here; use the "
-                "Python in which the engines run"
-            ) from error
-        raise
 
 
 def _run(request: PlanRequest) -> CapacityPlan:

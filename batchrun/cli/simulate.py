@@ -12,7 +12,7 @@ from rich.table import Table
 
 from batchrun.cli.console import LateProgress, note, out, print_json, say
 from batchrun.cli.options import JsonOption
-from batchrun.errors import EngineError
+from batchrun.cli.vllm_here import vllm_needed
 
 if TYPE_CHECKING:
     from batchrun.simulator import Simulated, SimulationPlan
@@ -28,15 +28,8 @@ def simulate(
     as_json: JsonOption = False,
 ) -> None:
     """Run the scheduler on a virtual clock: online calls, offline jobs, any number of engines."""
-    try:
+    with vllm_needed("simulate"):
         from batchrun import simulator
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] in {"vllm", "torch"}:
-            raise EngineError(
-                "simulate runs vLLM's own scheduler, and vLLM cannot be imported here; use the "
-                "Python in which the engines run"
-            ) from error
-        raise
     plan = simulator.plan_of(simulator.load_scenario(scenario), scenario.absolute().parent)
     with ExitStack() as stack:
         progress = stack.enter_context(LateProgress())

@@ -114,7 +114,7 @@ def _job_table(views: list[dict[str, Any]]) -> Table:
             f"{view['num_failed']:,}",
             f"{view['num_rows']:,}",
             f"{view['rows_per_s']:.1f}" if view["rows_per_s"] else "-",
-            _duration(view["eta_s"]),
+            _eta(view),
             _share(view["hit_rate"]),
         )
     return table
@@ -134,7 +134,7 @@ def _detail(view: dict[str, Any]) -> Table:
         f"{view['num_in_flight']:,} in flight, {view['num_rows']:,} in all",
         "speed": f"{view['rows_per_s']:.1f} rows/s, {view['computed_tokens_per_s']:,.0f} computed "
         f"and {view['served_tokens_per_s']:,.0f} served tokens/s",
-        "ETA": _duration(view["eta_s"]),
+        "ETA": _eta(view),
         "hit rate": f"{_share(view['hit_rate'])} (best possible {_share(view['best_hit_rate'])})",
         "estimates": _estimates(view["estimate_error"]),
         "cached tokens": _cached(view),
@@ -166,6 +166,14 @@ def _cached(view: dict[str, Any]) -> str | None:
 
 def _share(share: float | None) -> str:
     return "-" if share is None else f"{share:.0%}"
+
+
+def _eta(view: dict[str, Any]) -> str:
+    """The best guess, and from when to when it is likely."""
+    expected = _duration(view["eta_s"])
+    if view["eta_low_s"] is None:
+        return expected
+    return f"{expected} ({_duration(view['eta_low_s'])} to {_duration(view['eta_high_s'])})"
 
 
 def _duration(seconds: float | None) -> str:

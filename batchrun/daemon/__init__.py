@@ -5,11 +5,12 @@ from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.engine_view import view_engine
 from batchrun.daemon.slots import Slot
 from batchrun.daemon.supervisor import DaemonUpstream, Supervisor
-from batchrun.daemon.view import JobView, view_job
+from batchrun.daemon.view import Foretold, JobView, view_job
 
 __all__ = [
     "Daemon",
     "DaemonUpstream",
+    "Foretold",
     "JobView",
     "Slot",
     "Supervisor",

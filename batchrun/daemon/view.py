@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from batchrun.daemon.active_job import ActiveJob
 from batchrun.jobspec import JobSpec
-from batchrun.pool import Outlook
+from batchrun.pool import Completion, Outlook
 from batchrun.store import Counts, JobRecord
 
 
@@ -16,7 +16,9 @@ class JobView:
     """One job, for people and machines. Rates cover the last half minute; shares are 0 to 1.
 
     `best_hit_rate` is what an unlimited prefix cache would reach, `hit_rate` what the engines
-    returned; both, and `eta_s`, are None while unknown. `cache_agreement` compares the cached
+    returned; both are None while unknown, as are the seconds to the job's end: `eta_s` is the best
+    guess, and `eta_low_s` to `eta_high_s` holds nine times of ten. `cache_agreement` compares the
+    cached
     tokens that were foretold for the rows done with those that came back. `is_deadline_kept` and
     `deadline_outlook` are None without a deadline, or before there is a forecast.
     """
@@ -48,6 +50,8 @@ class JobView:
     is_deadline_kept: bool | None
     deadline_outlook: str | None
     eta_s: float | None
+    eta_low_s: float | None
+    eta_high_s: float | None
 
     @property
     def num_done(self) -> int:
@@ -59,19 +63,35 @@ class JobView:
         return asdict(self)
 
 
+@dataclass(frozen=True, slots=True)
+class Foretold:
+    """What a running daemon expects of a job, as far as it knows."""
+
+    outlook: Outlook | None = None
+    completion: Completion | None = None
+
+
+NOTHING = Foretold()
+
+
 def view_job(
     record: JobRecord,
     counts: Counts,
     *,
     active: ActiveJob | None = None,
-    outlook: Outlook | None = None,
+    foretold: Foretold = NOTHING,
     stage: str | None = None,
     now_s: float = 0.0,
 ) -> JobView:
-    """The view of a job; `active`, `outlook` and `now_s` (monotonic) where a daemon runs it."""
+    """The view of a job; `active`, `foretold` and `now_s` (monotonic) where a daemon runs it.
+
+    Until its end can be foretold, `eta_s` goes by the rows of the last half minute.
+    """
+    outlook, completion = foretold.outlook, foretold.completion
     agreement = active.cache.agreement if active else None
     rows_per_s, served, computed = active.pace.rates(now_s) if active else (0.0, 0.0, 0.0)
     left = record.num_rows - counts.num_done
+    by_rows_s = left / rows_per_s if rows_per_s and left else None
     prompt = counts.num_prompt_tokens
     return JobView(
         id=record.id,
@@ -100,7 +120,9 @@ def view_job(
         is_cached_less_than_planned=agreement is not None and agreement.warns,
         is_deadline_kept=outlook.is_kept if outlook else None,
         deadline_outlook=str(outlook) if outlook else None,
-        eta_s=left / rows_per_s if rows_per_s and left else None,
+        eta_s=completion.expected_s if completion else by_rows_s,
+        eta_low_s=completion.low_s if completion else None,
+        eta_high_s=completion.high_s if completion else None,
     )
 
 

@@ -23,6 +23,7 @@ from batchrun.estimator.probes import (
 from batchrun.estimator.profile import CalibrationProfile, OnlineLatency, profile_from_json
 from batchrun.estimator.recording import Recording, facts_line, read_recording, step_line
 from batchrun.estimator.roofline_fit import fit_roofline
+from batchrun.estimator.step_gap import ObservedGap, StepGap, fit_gap
 from batchrun.estimator.step_load import StepLoad
 from batchrun.estimator.step_table import Observation, StepTable
 from batchrun.estimator.step_time import (
@@ -53,6 +54,7 @@ __all__ = [
     "KvForecast",
     "LinearModel",
     "Observation",
+    "ObservedGap",
     "OnlineFit",
     "OnlineLatency",
     "Probe",
@@ -60,6 +62,7 @@ __all__ = [
     "PromptMaker",
     "Recording",
     "RooflineModel",
+    "StepGap",
     "StepLoad",
     "StepTable",
     "StepTimeModel",
@@ -68,6 +71,7 @@ __all__ = [
     "fit_all",
     "fit_echo",
     "fit_echo_base",
+    "fit_gap",
     "fit_linear",
     "fit_roofline",
     "identical_spread",

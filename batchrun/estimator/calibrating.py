@@ -8,6 +8,7 @@ from batchrun.estimator.fit import LEAST_OBSERVATIONS, fit_all
 from batchrun.estimator.identical import identical_spread
 from batchrun.estimator.profile import CalibrationProfile, OnlineLatency
 from batchrun.estimator.recording import Recording
+from batchrun.estimator.step_gap import fit_gap
 
 
 def calibrate(
@@ -31,4 +32,5 @@ def calibrate(
         pivot_tokens=pivot_tokens(fitted[0].model, facts.token_budget),
         online=online,
         measured_at=measured_at,
+        gap=fit_gap(recording.gaps),
     )

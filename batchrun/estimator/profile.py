@@ -14,6 +14,7 @@ from batchrun.errors import ConfigError
 from batchrun.estimator.engine_facts import EngineIdentity
 from batchrun.estimator.fit import FittedModel
 from batchrun.estimator.identical import IdenticalSpread
+from batchrun.estimator.step_gap import StepGap
 from batchrun.estimator.step_time import AnyModel, model_from_record, model_to_record
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ class CalibrationProfile:
     """None when the engine could not answer chat calls."""
     measured_at: float
     """UTC epoch seconds."""
+    gap: StepGap | None = None
+    """Between two steps; None where steps are scheduled ahead, and in profiles from before."""
 
     @property
     def models(self) -> tuple[AnyModel, ...]:
@@ -75,6 +78,7 @@ class CalibrationProfile:
             "pivot_tokens": self.pivot_tokens,
             "online": None if self.online is None else asdict(self.online),
             "measured_at": self.measured_at,
+            "gap": None if self.gap is None else asdict(self.gap),
         }
         return json.dumps(record, indent=2) + "\n"
 
@@ -90,6 +94,8 @@ def profile_from_json(text: str, source: str) -> CalibrationProfile:
 
 
 def _profile(value: object) -> CalibrationProfile:
+    if isinstance(value, dict):
+        value = {"gap": None, **value}
     record = _object(value, "profile", ("version", *_keys(CalibrationProfile)))
     if record["version"] != FORMAT_VERSION:
         raise ConfigError(f"profile version {record['version']!r}, expected {FORMAT_VERSION}")
@@ -107,6 +113,7 @@ def _profile(value: object) -> CalibrationProfile:
         _count(record, "pivot_tokens"),
         None if record["online"] is None else _online(record["online"]),
         _number(record, "measured_at"),
+        None if record["gap"] is None else _gap(record["gap"]),
     )
 
 
@@ -136,6 +143,11 @@ def _online(value: object) -> OnlineLatency:
     return OnlineLatency(
         _count(record, "num_calls"), *[_number(record, name) for name in names[1:]]
     )
+
+
+def _gap(value: object) -> StepGap:
+    record = _object(value, "gap", _keys(StepGap))
+    return StepGap(_number(record, "base_s"), _number(record, "request_s"))
 
 
 def _fitted_record(fitted: FittedModel) -> dict[str, object]:

@@ -116,7 +116,7 @@ def _jobs(
         if progress is not None:
             progress("jobs alone", number, len(work))
         takes_s = end_s - request.submit_s
-        gpu_hours = alone_s(job, kind) / HOUR_S * kind.gpus
+        gpu_hours = alone_s(job, each.computed_tokens, kind) / HOUR_S * kind.gpus
         has_deadline = job.deadline_s != math.inf
         plans.append(
             JobPlan(

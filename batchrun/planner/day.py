@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from batchrun.planner.alone import context_tokens
 from batchrun.planner.fleet import Fleet
 from batchrun.planner.kinds import EngineKind
 from batchrun.planner.pace import Pace
+from batchrun.planner.places import begun_at, place_of
 from batchrun.planner.promise import Promise
 from batchrun.simulator import Calls, JobFigures, OfflineJob, Simulated, SimulationPlan, simulate
 from batchrun.traces import Trace, Window, stratified_windows
@@ -21,7 +22,9 @@ from batchrun.vllm_plugin.virtual import Slo
 NUM_WINDOWS = 24
 WINDOW_S = 300.0
 LEAST_WINDOW_S = 60.0
-ALONE_S = 300.0
+NUM_ALONE, ALONE_S = 6, 60.0
+REACH = 0.5
+"""How far from a window's place a job may begin, as a share of the way to the next place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,8 @@ def offline_day(
     windows: Sequence[Window],
     progress: ProgressSink | None = None,
 ) -> OfflineDay:
-    """Run every window on the fleet with the jobs beside its calls, each from the jobs' beginning.
+    """Run every window on the fleet with the jobs beside its calls, each from another place of
+    their order.
 
     Calls that fit no engine are left out. Where all rows end within a window, the time until then
     counts.
@@ -66,15 +70,15 @@ def offline_day(
     engine, num_engines = fleet.kind.engine, fleet.num_engines
     assert num_engines is not None
     fits = trace.take(np.flatnonzero(trace.num_tokens <= context_tokens(engine)))
-    jobs = [_at_once(job) for job in jobs]
     runs: list[Simulated] = []
+    num = len(windows)
     for number, window in enumerate(windows):
         if progress is not None:
             progress("windows of the day", number, len(windows))
         plan = SimulationPlan(
             window.end_s - window.start_s,
             window.of(fits),
-            jobs,
+            [begun_at(job, place_of(number, num), REACH / num) for job in jobs],
             num_engines,
             engine,
             Slo(promise.ttft_s, promise.tpot_s),
@@ -96,18 +100,25 @@ def windows_of_day(trace: Trace, num: int, window_s: float) -> Sequence[Window]:
     return stratified_windows(trace, num, window_s)
 
 
-def alone_s(job: OfflineJob, kind: EngineKind) -> float:
-    """Seconds that the job takes on one engine of its own.
+def alone_s(
+    job: OfflineJob, computed_tokens: float, kind: EngineKind, progress: ProgressSink | None = None
+) -> float:
+    """Seconds that so much work of the job takes on one engine of its own.
 
-    Simulated for `ALONE_S`; what has not ended then goes on at that pace.
+    A job that ends within a window takes that long; of a longer one each part has the pace that it
+    has when the job begins there.
     """
-    plan = SimulationPlan(ALONE_S, Calls.of([]), [_at_once(job)], engine=kind.engine)
-    figures = simulate(plan)
-    done_s = figures.jobs[0].finished_at_s
-    if done_s is not None:
-        return done_s
-    computed = served_tokens(job) * _computed_share([job], figures.jobs)
-    return computed / max(figures.offline.computed_tokens_per_s, 1e-9)
+    seconds_per_token = []
+    for number in range(NUM_ALONE):
+        if progress is not None:
+            progress("the job alone", number, NUM_ALONE)
+        begun = begun_at(job, place_of(number, NUM_ALONE), REACH / NUM_ALONE)
+        figures = simulate(SimulationPlan(ALONE_S, Calls.of([]), [begun], engine=kind.engine))
+        done_s = figures.jobs[0].finished_at_s
+        if done_s is not None:
+            return done_s
+        seconds_per_token.append(1 / max(figures.offline.computed_tokens_per_s, 1e-9))
+    return computed_tokens * float(np.mean(seconds_per_token))
 
 
 def served_tokens(job: OfflineJob) -> int:
@@ -115,18 +126,13 @@ def served_tokens(job: OfflineJob) -> int:
     return int((job.num_prompt_tokens + job.num_output_tokens)[job.order.rows].sum())
 
 
-def _at_once(job: OfflineJob) -> OfflineJob:
-    """Nothing presses it, and it is there from the start."""
-    return replace(job, submit_s=0.0, deadline_s=math.inf)
-
-
 def _computed_share(jobs: Sequence[OfflineJob], done: Sequence[JobFigures]) -> float:
-    """Computed over served tokens: of the rows that ended, else as the planned order has it."""
-    served = sum(each.served_tokens for each in done)
-    if served:
-        return sum(each.computed_tokens for each in done) / served
+    """Computed over served tokens of the whole jobs: as the planned order has it, corrected by what
+    the rows that ended computed."""
     planned = sum(int(job.expected_tokens()[job.order.rows].sum()) for job in jobs)
-    return planned / sum(served_tokens(job) for job in jobs)
+    share = planned / max(1, sum(served_tokens(job) for job in jobs))
+    expected = sum(each.expected_tokens for each in done)
+    return share * sum(each.computed_tokens for each in done) / expected if expected else share
 
 
 def _window(window: Window, run: Simulated, computed_share: float) -> OfflineWindow:

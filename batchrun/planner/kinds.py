@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from batchrun.errors import InputError
@@ -31,6 +31,11 @@ class EngineKind:
         """Of so many engines."""
         return None if self.price is None else self.price * self.gpus * num_engines
 
+    def with_context(self, max_model_len: int) -> EngineKind:
+        """The same kind, started with vLLM's `--max-model-len`."""
+        shape = replace(self.engine.shape, max_model_len=max_model_len)
+        return replace(self, engine=replace(self.engine, shape=shape))
+
 
 def parse_kind(text: str, promise: Promise, base: Path) -> EngineKind:
     """A kind from `[NAME=]PROFILE[@PRICE[xGPUS]]`.
@@ -49,6 +54,11 @@ def parse_kind(text: str, promise: Promise, base: Path) -> EngineKind:
     price = None if match["price"] is None else float(match["price"])
     name = match["name"] or Path(match["steps"]).stem
     return EngineKind(name, engine, price, int(match["gpus"] or 1))
+
+
+def kind_of_profile(path: Path, promise: Promise) -> EngineKind:
+    """The kind that a file of `batchrun calibrate` describes; no price. Raises InputError."""
+    return EngineKind(path.stem, _engine(str(path.absolute()), promise, Path()))
 
 
 def check_kinds(kinds: list[EngineKind]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from batchrun.durations import duration
 from batchrun.planner.alone import HopelessCalls
 from batchrun.planner.capacity import CapacityPlan, JobPlan
 from batchrun.planner.fleet import Fleet
@@ -146,15 +147,3 @@ def seconds(value_s: float) -> str:
 def count(number: int, noun: str) -> str:
     """`1 engine`, `2 engines`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def duration(value_s: float) -> str:
-    """Days, hours, minutes or seconds, the largest two that matter."""
-    if value_s < 60:
-        return f"{value_s:.0f} s"
-    minutes = round(value_s / 60)
-    days, hours, minutes = minutes // 1440, minutes // 60 % 24, minutes % 60
-    parts = [f"{days} d"] * (days > 0) + [f"{hours} h"] * (hours > 0)
-    if not days and (minutes or not parts):
-        parts.append(f"{minutes} min")
-    return " ".join(parts)

@@ -2,6 +2,7 @@
 
 from batchrun.pool.chain_sort import rows_with_prefix
 from batchrun.pool.chains import ChainBuilder, ChainTable, IntArray
+from batchrun.pool.completion import Completion
 from batchrun.pool.deadlines import Outlook
 from batchrun.pool.job_turns import JobTurns, Turn
 from batchrun.pool.prefix_key import CHUNK_BYTES, chunk_chain, salt_of
@@ -14,6 +15,7 @@ __all__ = [
     "CHUNK_BYTES",
     "ChainBuilder",
     "ChainTable",
+    "Completion",
     "IntArray",
     "JobTurns",
     "Outlook",

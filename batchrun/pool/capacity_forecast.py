@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from batchrun.pool.completion import Completions
+
 HALF_LIFE_S = 120.0
 """Longer than a burst of online calls, shorter than their tide."""
 LEAST_SEEN_S = 15.0
@@ -27,6 +29,7 @@ class CapacityForecast:
         "_num_early_rows",
         "_seen_s",
         "_tokens",
+        "completions",
     )
 
     def __init__(self) -> None:
@@ -37,6 +40,7 @@ class CapacityForecast:
         self._new_tokens = 0
         self._tokens = 0.0
         self._seen_s = 0.0
+        self.completions = Completions()
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -62,6 +66,7 @@ class CapacityForecast:
             decay = 0.5 ** (elapsed_s / HALF_LIFE_S)
             self._tokens = self._tokens * decay + self._new_tokens
             self._seen_s = self._seen_s * decay + elapsed_s
+            self.completions.add(elapsed_s, self._new_tokens)
         self._new_tokens = 0
         if is_saturated and not self._is_saturated:
             self._num_early_rows = num_in_flight

@@ -65,6 +65,34 @@ def fair_finishes_s(works: Mapping[str, JobWork], capacity: float) -> dict[str, 
     return finishes_s
 
 
+def tokens_ahead(works: Mapping[str, JobWork], claims: Mapping[str, float]) -> dict[str, float]:
+    """How many tokens all jobs together compute until each of them is done.
+
+    `claims` are shares of the capacity that some have on top; the rest is shared by weight.
+    """
+    ahead = dict.fromkeys(works, 0.0)
+    left = {job_id: max(work.tokens, 0.0) for job_id, work in works.items()}
+    total = 0.0
+    while any(job_id in claims for job_id in left):
+        weights = sum(works[job_id].weight for job_id in left)
+        free = 1 - sum(claims.get(job_id, 0.0) for job_id in left)
+        shares = {
+            job_id: claims.get(job_id, 0.0) + free * works[job_id].weight / weights
+            for job_id in left
+        }
+        first = min(left, key=lambda job_id: left[job_id] / shares[job_id])
+        passed = left[first] / shares[first]
+        total += passed
+        ahead[first] = total
+        left = {i: tokens - shares[i] * passed for i, tokens in left.items() if i != first}
+    unclaimed = {
+        job_id: JobWork(works[job_id].weight, max(tokens, 0.0), 0.0)
+        for job_id, tokens in left.items()
+    }
+    finishes = fair_finishes_s(unclaimed, capacity=1.0)
+    return ahead | {job_id: total + finishes[job_id] for job_id in unclaimed}
+
+
 def needed_shares(
     kept: Sequence[Kept], times_s: Sequence[float], capacity: float
 ) -> dict[str, float]:

@@ -6,13 +6,16 @@ from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 from batchrun.pool.capacity_forecast import CapacityForecast
+from batchrun.pool.completion import Completion
 from batchrun.pool.deadlines import DEFAULT_MARGINS, Deadlines, Margins, Outlook
 from batchrun.pool.finish_times import JobWork
 from batchrun.pool.job_shares import QUANTUM_TOKENS, JobShares
 from batchrun.pool.urgent_turns import Claim, UrgentTurns
-from batchrun.pool.work_left import WorkLeft
+from batchrun.pool.work_left import DOUBT, WorkLeft
 
 REVIEW_INTERVAL_S = 1.0
+NEW_JOB = ""
+"""Stands for a job that is only asked about."""
 
 
 class Turn(NamedTuple):
@@ -37,12 +40,20 @@ class JobTurns:
         self._urgent = UrgentTurns(quantum_tokens)
         self._deadlines = Deadlines(margins)
         self._capacity = CapacityForecast()
+        self._claims: dict[str, float] = {}
         self._review_at = float("-inf")
 
     @property
     def capacity_tokens_per_s(self) -> float | None:
         """The forecast of what the engines compute for offline work; None while unknown."""
         return self._capacity.tokens_per_s
+
+    @property
+    def pace(self) -> tuple[float | None, float]:
+        """Computed tokens per second of the last minute in which the engines were full (None while
+        not known), and how many such seconds were seen."""
+        completions = self._capacity.completions
+        return completions.tokens_per_s, completions.seen_s
 
     @property
     def num_in_flight(self) -> int:
@@ -115,6 +126,15 @@ class JobTurns:
         """What becomes of a job's deadline; None without one, or before there is a forecast."""
         return self._deadlines.outlook(job_id)
 
+    def completions(self) -> dict[str, Completion]:
+        """When the running jobs will be done; empty while the pace is not known."""
+        return self._capacity.completions.foretell(self._works(), self._claims)
+
+    def foretell(self, weight: float, work_tokens: int) -> Completion | None:
+        """When a job would be done that joined now; None while the pace is not known."""
+        works = self._works() | {NEW_JOB: JobWork(weight, work_tokens, DOUBT)}
+        return self._capacity.completions.foretell(works, self._claims).get(NEW_JOB)
+
     def take_news(self) -> list[Outlook]:
         """Outlooks to announce: those that changed since the last call."""
         return self._deadlines.take_news()
@@ -129,13 +149,17 @@ class JobTurns:
         capacity = self.capacity_tokens_per_s
         if capacity is None:
             self._urgent.claim({})
+            self._claims = {}
             return
-        works = {
+        works = self._works()
+        lag_s = (self._shares.in_flight_tokens + self._quantum_tokens) / capacity
+        self._claims = self._deadlines.review(now_s, capacity, lag_s, works)
+        self._urgent.claim({
+            job_id: Claim(share, works[job_id].tokens) for job_id, share in self._claims.items()
+        })
+
+    def _works(self) -> dict[str, JobWork]:
+        return {
             job_id: JobWork(account.weight, account.work.tokens, account.work.doubt)
             for job_id, account in self._shares.accounts.items()
         }
-        lag_s = (self._shares.in_flight_tokens + self._quantum_tokens) / capacity
-        shares = self._deadlines.review(now_s, capacity, lag_s, works)
-        self._urgent.claim({
-            job_id: Claim(share, works[job_id].tokens) for job_id, share in shares.items()
-        })

@@ -1,9 +1,17 @@
 """The simulator: the shipped scheduler on a virtual clock, with gateway and daemon around it."""
 
 from batchrun.simulator.engines import STOCK_POLICY, EnginePlan, ModelLaw
-from batchrun.simulator.offline_jobs import JobTerms, OfflineJob, job_of_file, job_of_shape
+from batchrun.simulator.front_end import FrontEndTimes
+from batchrun.simulator.offline_jobs import (
+    JobTerms,
+    OfflineJob,
+    job_of_file,
+    job_of_plan,
+    job_of_shape,
+    without_rows,
+)
 from batchrun.simulator.online import Calls, CallTrace, SharedPrompts, windows_of
-from batchrun.simulator.opening import engine_of, plan_of
+from batchrun.simulator.opening import calibrated, engine_of, plan_of
 from batchrun.simulator.scenario_file import (
     REFERENCE,
     EnginesSpec,
@@ -28,6 +36,7 @@ __all__ = [
     "Calls",
     "EnginePlan",
     "EnginesSpec",
+    "FrontEndTimes",
     "JobFigures",
     "JobTerms",
     "ModelLaw",
@@ -40,11 +49,14 @@ __all__ = [
     "SimulationPlan",
     "SloSpec",
     "Tables",
+    "calibrated",
     "engine_of",
     "job_of_file",
+    "job_of_plan",
     "job_of_shape",
     "load_scenario",
     "plan_of",
     "simulate",
     "windows_of",
+    "without_rows",
 ]

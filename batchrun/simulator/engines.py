@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from batchrun.daemon.steering import RENEW_S
 from batchrun.estimator import AnyModel, StepLoad, StepTimeModel
 from batchrun.simulator.feeding import EPOCH, RowFeed
+from batchrun.simulator.front_end import FrontEnd, FrontEndTimes
 from batchrun.simulator.online import OnlineRouter
 from batchrun.types import HINT_KEY
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
@@ -52,7 +53,8 @@ class EnginePlan:
     `policy` is a name of the scheduler's, or `vllm` for vLLM's own. `settings` are those of the
     plug-in beside it. `believed` are the models that the scheduler starts from; without any it
     starts cold and learns, as an engine without a profile does. `steps_one_by_one` leaves every
-    step to vLLM itself, which changes nothing but the time that a simulation takes.
+    step to vLLM itself, which changes nothing but the time that a simulation takes. `front_end` is
+    what a request takes before it is in the engine; None: nothing.
     """
 
     shape: EngineShape = field(default_factory=EngineShape)
@@ -62,6 +64,7 @@ class EnginePlan:
     timing: Timing = field(default_factory=Timing)
     believed: Sequence[AnyModel] = ()
     steps_one_by_one: bool = False
+    front_end: FrontEndTimes | None = None
 
 
 class Engines:
@@ -147,6 +150,8 @@ def _engine(plan: EnginePlan, sources: Sequence[TrafficSource]) -> VirtualEngine
     scheduler_cls = stock_scheduler(plan.timing.steps_in_flight) if is_stock else ColocatedScheduler
     settings = {"policy": plan.policy, "channel": False, **plan.settings}
     shape = plan.shape if is_stock else replace(plan.shape, additional_config={HINT_KEY: settings})
+    if plan.front_end is not None:
+        sources = [FrontEnd(sources, plan.front_end)]
     engine = VirtualEngine(
         scheduler_cls if plan.steps_one_by_one else quick(scheduler_cls),
         shape,

@@ -50,6 +50,7 @@ class ActiveRows:
     num_done: int = 0
     served_tokens: int = 0
     computed_tokens: int = 0
+    expected_tokens: int = 0
     finished_at_s: float | None = None
     latest: _Latest | None = None
 
@@ -91,11 +92,12 @@ class RowFeed:
         self.ports = [OfflinePort(self, index) for index in range(num_engines)]
         self._windows = [Window(*SCHEDULER_WINDOW) for _ in range(num_engines)]
         self._block_tokens = block_tokens
-        self._turns = JobTurns()
+        self.turns = JobTurns()
         self._joined: dict[str, ActiveRows] = {}
         self._num_joined = 0
         self._next_rank = URGENT_LEAD
         self._ask_at_s = 0.0
+        self._is_saturated = False
 
     @property
     def next_due_s(self) -> float:
@@ -112,23 +114,23 @@ class RowFeed:
         if now_s < self.next_due_s:
             return
         self._join_due(now_s)
-        is_saturated = False
         self._ask_at_s = math.inf
-        while self._joined:
+        while True:
             ready = {
                 name for name, job in self._joined.items() if job.queue.peek(now_s) is not None
             }
-            turn = self._turns.choose(ready, now_s)
+            turn = self.turns.choose(ready, now_s)
             if turn is None:
+                self._is_saturated = False
                 break
             job = self._joined[turn.job_id]
             engine, opens_at_s = self._place(job, turn, now_s)
             if engine is None or opens_at_s > now_s:
-                is_saturated = engine is None
+                self._is_saturated |= engine is None
                 self._ask_at_s = min(opens_at_s, now_s + POLL_INTERVAL_S)
                 break
             self.ports[engine].waiting.append(self._take(job, turn, engine, now_s))
-        self._turns.observe(now_s, is_saturated=is_saturated)
+        self.turns.observe(now_s, is_saturated=self._is_saturated)
 
     def ended(self, record: RequestRecord, now_s: float) -> None:
         """A row has ended: its account is settled, and its place is free."""
@@ -139,12 +141,13 @@ class RowFeed:
         job.num_done += 1
         job.served_tokens += record.num_prompt_tokens + num_output_tokens
         job.computed_tokens += computed
+        job.expected_tokens += job.costs[sent.row]
         self._windows[sent.engine].remove(sent.tokens)
-        self._turns.settle(job.id, sent.row, computed)
+        self.turns.settle(job.id, sent.row, computed)
         self._ask_at_s = min(self._ask_at_s, now_s)
         if job.queue.is_finished:
             job.finished_at_s = now_s
-            self._turns.leave(job.id)
+            self.turns.leave(job.id)
             del self._joined[job.id]
 
     def _next_submit_s(self) -> float:
@@ -162,7 +165,7 @@ class RowFeed:
             self._joined[active.id] = active
             due_at = None if job.deadline_s == math.inf else job.deadline_s
             work = sum(active.costs[row] for row in job.order.rows.tolist())
-            self._turns.join(active.id, job.weight, work, due_at=due_at)
+            self.turns.join(active.id, job.weight, work, due_at=due_at)
 
     def _place(self, job: ActiveRows, turn: Turn, now_s: float) -> tuple[int | None, float]:
         """The engine for the job's next row, and when its window opens."""
@@ -186,7 +189,7 @@ class RowFeed:
         job.queue.take(row)
         following = job.queue.peek(now_s)
         ends_group = following is None or job.groups[following] != job.groups[row]
-        self._turns.charge(turn, row, job.costs[row], ends_subtree=ends_group)
+        self.turns.charge(turn, row, job.costs[row], ends_subtree=ends_group)
         rank = self._next_rank - (URGENT_LEAD if turn.is_urgent else 0)
         self._next_rank += 1
         request_id = f"{PREFIX}{rank:09d}-{job.number}"

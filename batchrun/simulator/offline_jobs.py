@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from batchrun.daemon.row_costs import estimate_costs
 from batchrun.inputs import RequestTemplate, check_columns, open_input
 from batchrun.inputs.prompts import read_prompts
-from batchrun.jobspec import load_job_file
-from batchrun.planning import plan_job
+from batchrun.jobspec import JobSpec, load_job_file
+from batchrun.planning import JobPlan, plan_job
 from batchrun.pool import CHUNK_BYTES, ChainTable, IntArray, PrefixOrder, order_by_prefix
 from batchrun.simulator.token_ids import ROUNDING, TokenIds, key_of, mixed, prompt_of
 from batchrun.store import Counts
@@ -136,16 +136,26 @@ def job_of_file(
         check_columns(spec, data)
         prompts = read_prompts(model_folder, now=datetime.fromtimestamp(0, UTC))
         plan = plan_job(spec, data, template, prompts=prompts)
+    drawn = None if draw_output_tokens is None else draw_output_tokens(plan.num_rows)
+    job = job_of_plan(spec, plan, terms, num_output_tokens=drawn)
+    return replace(job, name=name or job.name)
+
+
+def job_of_plan(
+    spec: JobSpec, plan: JobPlan, terms: JobTerms, *, num_output_tokens: IntArray | None = None
+) -> OfflineJob:
+    """The job of a plan. Answers have the length that the daemon expects, or the given one of each
+    row; rows that cannot be rendered are left out."""
     costs = estimate_costs(spec, plan, Counts(), np.empty(0, np.int64))
     bytes_per_token = plan.tokens.bytes_per_token
     expected = np.full(plan.num_rows, costs.output_tokens)
-    outputs = expected if draw_output_tokens is None else draw_output_tokens(plan.num_rows)
+    outputs = expected if num_output_tokens is None else num_output_tokens
     faulty = np.fromiter(plan.errors, np.int64, len(plan.errors))
     deadline_s = terms.deadline_s
     if deadline_s == math.inf and spec.deadline_s is not None:
         deadline_s = terms.submit_s + spec.deadline_s
     return OfflineJob(
-        name or spec.name,
+        spec.name,
         plan.chains,
         np.full(plan.num_rows, CHUNK_BYTES / bytes_per_token),
         _without(plan.order, faulty),
@@ -156,6 +166,11 @@ def job_of_file(
         terms.submit_s,
         deadline_s,
     )
+
+
+def without_rows(job: OfflineJob, rows: IntArray) -> OfflineJob:
+    """The job as if these rows could not run."""
+    return replace(job, order=_without(job.order, rows))
 
 
 def _without(order: PrefixOrder, faulty: IntArray) -> PrefixOrder:

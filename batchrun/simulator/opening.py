@@ -134,7 +134,18 @@ def engine_of(spec: EnginesSpec, slo: SloSpec, base: Path) -> EnginePlan:
     )
     if profile is None:
         return plan
-    return replace(plan, law=ModelLaw(profile.models[0]), believed=profile.models)
+    return calibrated(plan, profile)
+
+
+def calibrated(plan: EnginePlan, profile: CalibrationProfile) -> EnginePlan:
+    """The plan with steps that take as long as the profile says, and the gaps between them.
+
+    Gaps count for engines with one step in flight; a step ahead hides them.
+    """
+    timing, gap = plan.timing, profile.gap
+    if gap is not None and timing.steps_in_flight == 1:
+        timing = replace(timing, planning_s=gap.base_s, request_s=gap.request_s)
+    return replace(plan, law=ModelLaw(profile.models[0]), believed=profile.models, timing=timing)
 
 
 def _profile(path: Path) -> CalibrationProfile:

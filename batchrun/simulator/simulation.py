@@ -21,7 +21,7 @@ from batchrun.types import ProgressSink
 from batchrun.vllm_plugin.virtual import Slo
 
 COLLECT_EVERY = 50_000
-"""Objects made between two searches for garbage: nothing in a simulation is a cycle."""
+"""Objects made between two searches for garbage: what grows in a simulation is no cycle."""
 PROGRESS_S = 1.0
 
 
@@ -86,13 +86,16 @@ class OfflineFigures:
 
 @dataclass(frozen=True, slots=True)
 class JobFigures:
-    """One job. `finished_at_s` and `is_deadline_kept` are None while that is not known."""
+    """One job. `expected_tokens` is what the rows that ended were expected to compute, by the whole
+    order and the daemon's guess of an answer. `finished_at_s` and `is_deadline_kept` are None
+    while that is not known."""
 
     name: str
     num_rows: int
     num_done: int
     served_tokens: int
     computed_tokens: int
+    expected_tokens: int
     finished_at_s: float | None
     is_deadline_kept: bool | None
 
@@ -120,13 +123,19 @@ def simulate(
 ) -> Simulated:
     """Run the plan; records go to `tables`. Raises DataError when a request fits no engine."""
     _check(plan)
+    with _own_heap():
+        return _simulated(plan, tables, progress)
+
+
+def _simulated(
+    plan: SimulationPlan, tables: Tables | None, progress: ProgressSink | None
+) -> Simulated:
     num = plan.num_engines
     router = OnlineRouter(plan.calls, num, plan.seed)
     feed = RowFeed(plan.jobs, num, plan.seed, plan.engine.shape.block_tokens)
     engines = Engines(plan.engine, router, feed)
     watch = Watch(engines, router, feed, tables, slo=plan.slo, judged_s=plan.judged_s)
-    with _frozen_heap():
-        _run(engines, plan.duration_s, progress)
+    _run(engines, plan.duration_s, progress)
     watch.close()
     end_s = min(engine.now_s for engine in engines.engines)
     totals = [engine.totals for engine in engines.engines]
@@ -153,7 +162,7 @@ def _check(plan: SimulationPlan) -> None:
             row = int(job.order.rows[np.argmax(tokens)])
             raise DataError(
                 f"job {job.name}: row {row} has {tokens.max():,} tokens, more than the context of "
-                f"{longest:,}"
+                f"{longest:,} (max_model_len)"
             )
 
 
@@ -167,14 +176,16 @@ def _run(engines: Engines, duration_s: float, progress: ProgressSink | None) -> 
 
 
 @contextmanager
-def _frozen_heap() -> Iterator[None]:
-    """Long prompts are lists that every full collection would walk; none of them is garbage."""
+def _own_heap() -> Iterator[None]:
+    """Long prompts are lists that every full collection would walk, and few of them are garbage
+    before the end; then engines, which hold each other in circles, go at once."""
     before = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(COLLECT_EVERY, *before[1:])
     try:
         yield
     finally:
+        gc.collect()
         gc.set_threshold(*before)
         gc.unfreeze()
 
@@ -222,6 +233,7 @@ def _job(active: ActiveRows, end_s: float) -> JobFigures:
         active.num_done,
         active.served_tokens,
         active.computed_tokens,
+        active.expected_tokens,
         done_s,
         is_kept,
     )

@@ -16,6 +16,7 @@ from batchrun.estimator import (
     AnyModel,
     EngineFacts,
     EngineIdentity,
+    ObservedGap,
     StepLoad,
     facts_line,
     profile_from_json,
@@ -86,8 +87,8 @@ class StepRecorder:
         os.write(self._fd, facts_line(facts).encode())
         self._num_left = MAX_RECORDED_STEPS
 
-    def add(self, load: StepLoad, step_s: float) -> None:
-        """A step with this load took so long."""
+    def add(self, load: StepLoad, step_s: float, gap: ObservedGap | None) -> None:
+        """A step with this load took so long, after such a gap."""
         if self._num_left > 0:
             self._num_left -= 1
-            os.write(self._fd, step_line(load, step_s).encode())
+            os.write(self._fd, step_line(load, step_s, gap).encode())

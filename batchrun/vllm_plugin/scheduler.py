@@ -241,9 +241,11 @@ class ColocatedScheduler(AsyncScheduler):
             if self._recorder is None:
                 self._estimates.observe(load, seconds)
             else:
-                self._recorder.add(load, seconds)
+                self._recorder.add(load, seconds, self._steps.gap)
         views, ending = self._views, self.steering.meter.ending
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if not self.requests:
+            self._steps.fell_idle()
         for batch in outputs.values():
             for output in batch.outputs:
                 view = views.get(output.request_id) or ending.get(output.request_id)

@@ -45,7 +45,7 @@ def test_an_unknown_engine_is_named(rig: DeploymentRig) -> None:
 
 
 def test_an_engine_that_is_not_installed_is_one_line(rig: DeploymentRig) -> None:
-    rig.configure({"python": "no-such-python"}, model="some/model")
+    rig.configure({"python": "no-such-python", "profile": "absent.json"}, model="some/model")
 
     code, line = refused(rig)
 

@@ -89,7 +89,11 @@ def test_a_wrong_job_is_refused_in_one_line_and_not_added(
     write_odd_files(Path("rows.parquet"))
     Path("job.yaml").write_text(JOB_FILE.replace(right, wrong, 1))
 
-    assert line in line_of(cli("submit", "job.yaml"), 2)
+    tried = cli("submit", "job.yaml", "--dry-run")
+    assert not Path("home").exists()
+    refused = cli("submit", "job.yaml")
+    assert line in line_of(refused, 2)
+    assert tried == refused
     assert json.loads(cli("status", "--json")[1])["jobs"] == []
 
 

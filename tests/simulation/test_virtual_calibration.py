@@ -18,6 +18,7 @@ from batchrun.estimator import (
     RooflineModel,
     calibrate,
 )
+from batchrun.simulator import EnginePlan, calibrated
 from batchrun.vllm_plugin import ColocatedScheduler, calibration
 from batchrun.vllm_plugin.virtual import (
     A100Law,
@@ -25,6 +26,7 @@ from batchrun.vllm_plugin.virtual import (
     NoisyLaw,
     PoolingLaw,
     StepLaw,
+    Timing,
     VirtualEngine,
 )
 from batchrun.vllm_plugin.virtual.probing import record_probes
@@ -160,3 +162,43 @@ def test_a_record_is_bounded_and_its_owners_alone(
 
     assert len(recording.observations) == 7
     assert (tmp_path / "steps").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.fixture
+def profile_without_steps_ahead(tmp_path: Path) -> CalibrationProfile:
+    timing = Timing(1, planning_s=0.0005, request_s=2e-5)
+    probed = record_probes(
+        ColocatedScheduler, SHAPE, A100Law(), tmp_path / "steps", num_rounds=1, timing=timing
+    )
+    return calibrate(probed, measured_at=1.0)
+
+
+def test_the_gaps_of_an_engine_with_one_step_in_flight_are_found(
+    profile_without_steps_ahead: CalibrationProfile,
+) -> None:
+    gap = profile_without_steps_ahead.gap
+
+    assert gap is not None
+    assert gap.base_s == pytest.approx(0.0005)
+    assert gap.request_s == pytest.approx(2e-5)
+
+
+def test_an_engine_that_schedules_a_step_ahead_shows_no_gaps(profile: CalibrationProfile) -> None:
+    assert profile.gap is None
+
+
+def test_a_simulation_charges_the_gaps_of_a_profile(
+    profile_without_steps_ahead: CalibrationProfile,
+) -> None:
+    plan = calibrated(EnginePlan(timing=Timing(1)), profile_without_steps_ahead)
+
+    assert plan.timing.planning_s == pytest.approx(0.0005)
+    assert plan.timing.request_s == pytest.approx(2e-5)
+
+
+def test_a_step_ahead_hides_the_gaps_of_a_profile(
+    profile_without_steps_ahead: CalibrationProfile,
+) -> None:
+    plan = calibrated(EnginePlan(timing=Timing(2)), profile_without_steps_ahead)
+
+    assert plan.timing == Timing(2)

@@ -43,7 +43,36 @@ def test_a_recording_comes_back_as_it_was_written() -> None:
     observations = observed(LINEAR_LAW, random_loads(0, 50))
     text = facts_line(FACTS) + "".join(step_line(load, step_s) for load, step_s in observations)
 
-    assert read_recording(text) == Recording(FACTS, observations)
+    assert read_recording(text) == Recording(FACTS, observations, gaps=[])
+
+
+def test_gaps_between_steps_are_recorded_beside_the_steps() -> None:
+    (first, first_s), (second, second_s) = observed(LINEAR_LAW, random_loads(0, 2))
+    before = facts_line(FACTS) + step_line(first, first_s)
+    whole = read_recording(before + step_line(second, second_s, (3, 0.002)))
+
+    assert whole.gaps == [(3, 0.002)]
+    later = whole.after(read_recording(before))
+    assert (later.observations, later.gaps) == ([(second, second_s)], [(3, 0.002)])
+
+
+def test_a_calibration_finds_the_line_of_the_gaps_despite_outliers() -> None:
+    observations = observed(LINEAR_LAW, random_loads(0, 200))
+    rng = random.Random(0)
+    sizes = [rng.randint(1, 64) for _ in range(400)]
+    gaps = [(size, (2e-4 + 3e-5 * size) * rng.choices((1, 5), (50, 1))[0]) for size in sizes]
+
+    gap = calibrate(Recording(FACTS, observations, gaps), measured_at=0.0).gap
+
+    assert gap is not None
+    assert gap.predict_s(1) == pytest.approx(2.3e-4, rel=0.1)
+    assert gap.predict_s(64) == pytest.approx(2.12e-3, rel=0.05)
+
+
+def test_an_engine_that_schedules_ahead_has_no_gaps() -> None:
+    observations = observed(LINEAR_LAW, random_loads(0, 200))
+
+    assert calibrate(Recording(FACTS, observations), measured_at=0.0).gap is None
 
 
 @pytest.mark.parametrize("text", ["", "[]\n", "{}\n", '{"engine": {}}\n', facts_line(FACTS) + "{"])

@@ -17,6 +17,7 @@ from batchrun.estimator import (
     IdenticalSpread,
     OnlineFit,
     OnlineLatency,
+    StepGap,
     fit_all,
     profile_from_json,
 )
@@ -49,6 +50,19 @@ def test_a_profile_of_an_engine_that_answered_no_calls_survives_its_file(
     silent = replace(profile, online=None)
 
     assert profile_from_json(silent.to_json(), "engine.json") == silent
+
+
+def test_a_profile_with_gaps_between_steps_survives_its_file(profile: CalibrationProfile) -> None:
+    with_gap = replace(profile, gap=StepGap(2e-4, 3e-5))
+
+    assert profile_from_json(with_gap.to_json(), "engine.json") == with_gap
+
+
+def test_a_profile_from_before_gaps_were_measured_is_read(profile: CalibrationProfile) -> None:
+    record = json.loads(profile.to_json())
+    del record["gap"]
+
+    assert profile_from_json(json.dumps(record), "engine.json") == profile
 
 
 def test_the_online_fit_starts_from_a_profile(profile: CalibrationProfile) -> None:
@@ -91,6 +105,8 @@ def broken(change: Callable[[dict[str, Any]], object]) -> Callable[[str], str]:
         (broken(lambda r: r["spread"].update(num_steps=-1)), "num_steps must be a whole"),
         (broken(lambda r: r["online"].pop("ttft_p99_s")), "online: expected an object with"),
         (broken(lambda r: r["online"].update(ttft_p99_s=None)), "ttft_p99_s must be a number"),
+        (broken(lambda r: r.update(gap={"base_s": 0.1})), "gap: expected an object with"),
+        (broken(lambda r: r.update(gap={"base_s": -1, "request_s": 0})), "base_s must be a number"),
         (broken(lambda r: r.update(fitted=[])), "fitted must be a list of at least one"),
         (broken(lambda r: r["fitted"].append(r["fitted"][0])), "fitted names a model twice"),
         (broken(lambda r: r["fitted"][0]["model"].update(model="x")), "step-time model"),

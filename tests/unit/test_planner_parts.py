@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from batchrun.errors import ConfigError, DataError, InputError
 from batchrun.planner import EngineKind, Promise, check_kinds, parse_kind
+from batchrun.planner.alone import context_tokens
 from batchrun.planner.job_times import JobWork, ends_s
 from batchrun.planner.pace import Pace
 from batchrun.planner.promise import Attainment
@@ -138,3 +139,13 @@ def test_kinds_need_names_of_their_own_and_prices_to_compare() -> None:
         check_kinds([EngineKind("a", engine, 1.0), EngineKind("a", engine, 2.0)])
     with pytest.raises(InputError, match="'b' has no price"):
         check_kinds([EngineKind("a", engine, 1.0), EngineKind("b", engine)])
+
+
+def test_a_context_may_be_longer_than_the_default() -> None:
+    kind = parse_kind("a100-8b@1.80", PROMISE, Path())
+
+    longer = kind.with_context(65_536)
+
+    assert context_tokens(kind.engine) == 32_768
+    assert context_tokens(longer.engine) == 65_536
+    assert longer.price == kind.price

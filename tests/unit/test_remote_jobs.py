@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -134,9 +135,11 @@ def test_what_cannot_be_had_is_one_line(
     bucket.write("bad.parquet", b"PAR1 and no more")
     write_job(tmp_path, source, target)
 
-    said = line_of(cli("submit", "job.yaml"), 2)
+    tried = cli("submit", "job.yaml", "--dry-run")
+    refused = cli("submit", "job.yaml")
 
-    assert said.startswith(line)
+    assert line_of(refused, 2).startswith(line)
+    assert tried == refused
     assert not list(tmp_path.glob("home/inputs/*"))
 
 
@@ -151,7 +154,7 @@ def test_a_storage_that_is_away_is_one_line_with_its_own_code(
 
 
 def test_a_batch_file_without_a_template_is_known_and_inspected(
-    bucket: ObjectStore, tmp_path: Path, cli: Cli
+    bucket: ObjectStore, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "x" * (2 << 20)}]}
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
@@ -160,10 +163,14 @@ def test_a_batch_file_without_a_template_is_known_and_inspected(
         "name: a\ninput: {path: s3://bucket/batch/*.jsonl}\noutput: {path: out.jsonl}\n"
     )
 
-    code, out, err = cli("inspect", "job.yaml", "--json")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = sorted(tmp_path.iterdir())
+    for command in (["inspect", "job.yaml"], ["submit", "job.yaml", "--dry-run"]):
+        code, out, err = cli(*command, "--json")
 
-    assert code == 0, err
-    assert json.loads(out)["rows"] == 1
+        assert code == 0, err
+        assert json.loads(out)["rows"] == 1
+        assert sorted(tmp_path.iterdir()) == before
 
 
 def test_files_that_lie_at_another_url_are_not_left_behind(tmp_path: Path) -> None:

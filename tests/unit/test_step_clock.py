@@ -53,3 +53,47 @@ def test_an_empty_step_teaches_nothing() -> None:
     assert clock.rest_s(10.0) == 0.0
     assert clock.ended(10.01) is None
     assert clock.ended(10.02) is None
+
+
+def test_the_gap_runs_from_a_steps_end_to_the_next_steps_beginning() -> None:
+    clock = StepClock()
+    clock.scheduled(load(), predicted_s=0.2, now_s=10.0)
+    clock.ended(10.2)
+    assert clock.gap is None
+    clock.scheduled(load(), predicted_s=0.2, now_s=10.203)
+    clock.ended(10.4)
+
+    assert clock.gap == (1, pytest.approx(0.003))
+
+
+def test_a_step_scheduled_ahead_leaves_no_gap() -> None:
+    clock = StepClock()
+    clock.scheduled(load(), predicted_s=0.2, now_s=10.0)
+    clock.scheduled(load(), predicted_s=0.2, now_s=10.1)
+    clock.ended(10.2)
+    clock.ended(10.4)
+
+    assert clock.gap is None
+
+
+def test_time_without_requests_is_no_gap() -> None:
+    clock = StepClock()
+    clock.scheduled(load(), predicted_s=0.2, now_s=10.0)
+    clock.ended(10.2)
+    clock.fell_idle()
+    clock.scheduled(load(), predicted_s=0.2, now_s=15.0)
+    clock.ended(15.2)
+
+    assert clock.gap is None
+
+
+def test_the_wait_after_an_empty_step_is_no_gap() -> None:
+    clock = StepClock()
+    clock.scheduled(load(), predicted_s=0.2, now_s=10.0)
+    clock.ended(10.2)
+    clock.scheduled(None, predicted_s=0.0, now_s=10.3)
+    clock.ended(10.3)
+    clock.scheduled(load(), predicted_s=0.2, now_s=10.4)
+    clock.ended(10.6)
+
+    assert clock.gap is None

@@ -64,12 +64,15 @@ class Timing:
 
     `planning_s` is charged per `schedule()`, and has passed when the scheduler reads the clock;
     None charges the measured wall time afterwards, which makes a run unrepeatable. Stock vLLM
-    takes 0.2 to 2 ms for 10 to 250 requests. `idle_poll_s` is vLLM's sleep after an empty step.
+    takes 0.2 to 2 ms for 10 to 250 requests. `request_s` is charged beside it for each request in
+    the step before: the gap that a calibration measures (`StepGap`). `idle_poll_s` is vLLM's sleep
+    after an empty step.
     """
 
     steps_in_flight: int = 2
     planning_s: float | None = 0.0005
     idle_poll_s: float = 0.001
+    request_s: float = 0.0
 
 
 DEFAULT_TIMING = Timing()
@@ -113,6 +116,7 @@ class VirtualEngine:
         self._forgets_ended = forgets_ended
         self._in_flight: deque[_Launched] = deque()
         self._worker_free_at_s = 0.0
+        self._num_before = 0
         if isinstance(self.scheduler, ClockReader):
             self.scheduler.clock = lambda: self.now_s
             self.scheduler.wall_offset_s = 0.0
@@ -174,13 +178,14 @@ class VirtualEngine:
     def _launch(self) -> bool:
         """Schedule a step and put it behind those in flight; False when it computes nothing."""
         planning_s = self._timing.planning_s
-        self.now_s += planning_s or 0.0
+        self.now_s += (planning_s or 0.0) + self._timing.request_s * self._num_before
         begin_wall_s = time.perf_counter()
         output = self.scheduler.schedule()
         wall_s = time.perf_counter() - begin_wall_s
         if planning_s is None:
             self.now_s += wall_s
         start_s = max(self.now_s, self._worker_free_at_s)
+        self._num_before = len(output.num_scheduled_tokens)
         if output.total_num_scheduled_tokens == 0:
             self.totals.num_empty_steps += 1
             result = ModelRunnerOutput(req_ids=[], req_id_to_index={})

@@ -1,0 +1,148 @@
+"""Does the range of an ETA hold the truth, and how wide is it?
+
+    python -m benchmarks.eta [--trials 40] [--first 100] [--json FILE]
+
+Simulates jobs beside online load that varies (`eta_loads`) with the shipped scheduler on one
+virtual A100, and asks every ten seconds, as `batchrun status` does, when each job will be done. A
+range holds if the job's end lies in it. The constants of `pool.completion` were chosen on the
+trials 0 to 39.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from batchrun.simulator.engines import EnginePlan, Engines
+from batchrun.simulator.feeding import RowFeed
+from batchrun.simulator.online import OnlineRouter
+from benchmarks.bars import Bar
+from benchmarks.eta_loads import LONGEST_S, EtaTrial, draw_trial
+from benchmarks.records import write_records
+
+ASK_EVERY_S = 10.0
+LEAST_COVERAGE, MOST_WIDTH = 0.85, 0.4
+PHASES = ((0.0, 0.1), (0.1, 0.3), (0.3, 0.6), (0.6, 0.9), (0.9, 1.0))
+"""Parts of a job's time, for the table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What was said of a job at one instant, and what was left in truth, in seconds."""
+
+    job: str
+    asked_at_s: float
+    expected_s: float
+    low_s: float
+    high_s: float
+    left_s: float
+
+    @property
+    def done_share(self) -> float:
+        """How much of the job's time had passed."""
+        return self.asked_at_s / (self.asked_at_s + self.left_s)
+
+
+def main() -> int:
+    """Run the trials, print, save."""
+    options = _parser().parse_args()
+    records: list[dict[str, object]] = []
+    everything: list[Answer] = []
+    for number in range(options.first, options.first + options.trials):
+        trial = draw_trial(number)
+        answers = answers_of(trial)
+        everything += answers
+        records.append(_record(trial, answers))
+        print(", ".join(f"{key} {_shown(value)}" for key, value in records[-1].items()), flush=True)
+    records += _phases(everything)
+    for bar in _bars(everything):
+        print(f"- {bar}")
+    if options.json is not None:
+        write_records(options.json, records)
+    return 0
+
+
+def answers_of(trial: EtaTrial) -> list[Answer]:
+    """Run the trial until its jobs are done."""
+    plan = EnginePlan()
+    feed = RowFeed(trial.jobs, 1, trial.number, plan.shape.block_tokens)
+    engines = Engines(plan, OnlineRouter(trial.calls, 1, trial.number), feed)
+    asked: list[tuple[str, float, float, float, float]] = []
+    now_s = 0.0
+    while any(job.finished_at_s is None for job in feed.jobs) and now_s < LONGEST_S:
+        now_s += ASK_EVERY_S
+        engines.run_until(now_s)
+        at_s = engines.engines[0].now_s
+        asked += [(job, at_s, *said) for job, said in feed.turns.completions().items()]
+    ends_s = {job.id: job.finished_at_s for job in feed.jobs}
+    return [Answer(*each, left_s=end - each[1]) for each in asked if (end := ends_s[each[0]])]
+
+
+def _coverage(answers: list[Answer]) -> float:
+    return float(np.mean([each.low_s <= each.left_s <= each.high_s for each in answers]))
+
+
+def _width(answers: list[Answer]) -> float:
+    return float(np.median([(each.high_s - each.low_s) / each.left_s for each in answers]))
+
+
+def _error(answers: list[Answer]) -> float:
+    return float(np.median([abs(each.expected_s / each.left_s - 1) for each in answers]))
+
+
+def _bias(answers: list[Answer]) -> float:
+    return float(np.median([each.expected_s / each.left_s - 1 for each in answers]))
+
+
+def _figures(answers: list[Answer]) -> dict[str, object]:
+    if not answers:
+        return {"answers": 0}
+    return {
+        "answers": len(answers),
+        "coverage": _coverage(answers),
+        "median_width": _width(answers),
+        "median_error": _error(answers),
+        "median_bias": _bias(answers),
+    }
+
+
+def _record(trial: EtaTrial, answers: list[Answer]) -> dict[str, object]:
+    end_s = max((each.asked_at_s + each.left_s for each in answers), default=0.0)
+    shape = {"trial": trial.number, "load": trial.kind, "jobs": len(trial.jobs), "end_s": end_s}
+    return {**shape, **_figures(answers)}
+
+
+def _phases(answers: list[Answer]) -> list[dict[str, object]]:
+    """The same figures for parts of the jobs' time, and for all of it."""
+    found: list[dict[str, object]] = []
+    for begin, end in (*PHASES, (0.0, 1.0)):
+        part = [each for each in answers if begin <= each.done_share < end]
+        found.append({"phase": f"{begin:.0%} to {end:.0%}", **_figures(part)})
+        print(", ".join(f"{key} {_shown(value)}" for key, value in found[-1].items()))
+    return found
+
+
+def _bars(answers: list[Answer]) -> list[Bar]:
+    return [
+        Bar("ranges that hold the truth", _coverage(answers), LEAST_COVERAGE),
+        Bar("median width / what remains", _width(answers), MOST_WIDTH, is_most=True),
+    ]
+
+
+def _shown(value: object) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--trials", type=int, default=40)
+    parser.add_argument("--first", type=int, default=100)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,89 @@
+"""A dry run that simulates: the ETA beside a trace, the cost on an engine of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cli_call import Cli, cli_in, dry_run_of, line_of
+from estimator_builders import write_profile
+
+from batchrun.traces import Trace, save_trace
+
+NUM_ROWS = 30
+JOB = """\
+name: asked
+endpoint: /v1/completions
+input: {path: in.jsonl, prompt: '{{q}}'}
+request: {max_tokens: 7}
+output: {path: out.jsonl}
+deadline: 10m
+"""
+
+
+@pytest.fixture
+def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Calls the command in a folder with a job and a trace that is busy in its second half."""
+    arrivals = np.concatenate([np.arange(10) * 1.0, 10 + np.arange(100) * 0.1])
+    prompts, outputs = np.full(110, 1_000), np.full(110, 20)
+    save_trace(Trace.of(arrivals, prompts, outputs, source="busy"), tmp_path / "calls.parquet")
+    rows = "".join(f'{{"q": "{i} {"word " * 800}"}}\n' for i in range(NUM_ROWS))
+    (tmp_path / "in.jsonl").write_text(rows)
+    (tmp_path / "job.yaml").write_text(JOB)
+    return cli_in(tmp_path, monkeypatch, capsys)
+
+
+def test_beside_a_trace_the_job_takes_longer_than_alone_and_the_range_is_that_of_the_trace(
+    cli: Cli,
+) -> None:
+    Path("job.yaml").write_text(JOB.replace("10m", "0.1s"))
+    found = dry_run_of(cli, "--trace", "calls.parquet", "--profile", "a100-8b@1.5x2")
+
+    assert found["eta_source"] == found["engine_hours_source"] == "simulation"
+    assert found["engine_hours"] * 3_600 < found["eta_low_s"] < found["eta_s"]
+    assert found["eta_s"] < found["eta_high_s"]
+    assert found["is_deadline_kept"] is False
+    assert found["kv_tokens_source"] == "--profile a100-8b"
+    assert found["cost_alone"] == pytest.approx(1.5 * 2 * found["engine_hours"])
+    assert not Path("home").exists()
+
+
+def test_a_calibrated_deployment_needs_no_profile_named(cli: Cli) -> None:
+    write_profile(Path("engine.json"), block_tokens=64)
+    Path("batchrun.yaml").write_text("engines: [{profile: engine.json}]\n")
+    found = dry_run_of(cli, "--price", "3")
+    beside = dry_run_of(cli, "--trace", "calls.parquet")
+
+    assert (found["eta_s"], found["kv_tokens"]) == (None, 6_400)
+    assert found["engine_hours_rest_on"] == "simulated on one engine of engine"
+    assert found["cost_alone"] == pytest.approx(3 * found["engine_hours"])
+    assert beside["eta_s"] > 0
+    assert beside["engine_hours"] == found["engine_hours"]
+
+
+def test_rows_that_no_simulated_engine_can_run_are_left_out_and_told(cli: Cli) -> None:
+    write_profile(Path("small.json"), block_tokens=16)
+    with Path("in.jsonl").open("a") as file:
+        file.write(json.dumps({"q": "word " * 4_000}) + "\n")
+    found = dry_run_of(cli, "--profile", "small.json")
+    assert found["rows_larger_than_kv"] == 1
+    assert found["engine_hours_rest_on"].endswith("without 1 row that it cannot run")
+
+    Path("in.jsonl").write_text(json.dumps({"q": "word " * 4_000}) + "\n")
+    found = dry_run_of(cli, "--profile", "small.json")
+    assert (found["engine_hours"], found["eta_rests_on"]) == (None, "no row can run")
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ("--trace calls.parquet", "--trace: engine 0 has no profile yet; run `batchrun calibrate`"),
+        ("--trace a.csv --profile a100-8b", "a.csv"),
+        ("--profile a.json", "a.json: the profile cannot be read"),
+        ("--profile a100-8b@2 --price 3", "--price 3: --profile has a price already"),
+    ],
+)
+def test_what_cannot_be_simulated_is_one_line(cli: Cli, options: str, line: str) -> None:
+    assert line in line_of(cli("submit", "job.yaml", "--dry-run", *options.split()), 2)

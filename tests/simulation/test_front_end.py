@@ -1,0 +1,69 @@
+"""An API server takes requests one after another, each by the length of its prompt."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from batchrun.simulator.front_end import FrontEnd, FrontEndTimes
+from batchrun.vllm_plugin.virtual.requests import Arrival
+
+TIMES = FrontEndTimes(request_s=0.01, token_s=0.001)
+
+
+class Given:
+    """A source of arrivals that are known beforehand."""
+
+    def __init__(self, *arrivals: tuple[float, int]) -> None:
+        self._left = [Arrival(f"{at_s}", True, at_s, [7] * tokens, 1) for at_s, tokens in arrivals]
+        self.finished: list[str] = []
+
+    @property
+    def next_due_s(self) -> float:
+        return self._left[0].arrival_at_s if self._left else math.inf
+
+    def take_due(self, now_s: float) -> list[Arrival]:
+        due = [arrival for arrival in self._left if arrival.arrival_at_s <= now_s]
+        del self._left[: len(due)]
+        return due
+
+    def on_finished(self, request_id: str) -> None:
+        self.finished.append(request_id)
+
+
+def test_a_request_is_due_when_its_prompt_is_tokenized() -> None:
+    front = FrontEnd([Given((1.0, 90))], TIMES)
+
+    assert front.next_due_s == 1.0
+    assert front.take_due(1.0) == []
+    assert front.next_due_s == pytest.approx(1.1)
+    (arrival,) = front.take_due(1.11)
+    assert arrival.arrival_at_s == 1.0
+    assert front.next_due_s == math.inf
+
+
+def test_a_short_request_waits_for_the_long_one_before_it() -> None:
+    rows, calls = Given((1.0, 990)), Given((1.5, 10))
+    front = FrontEnd([calls, rows], TIMES)
+
+    assert front.take_due(1.9) == []
+    assert [a.arrival_at_s for a in front.take_due(2.001)] == [1.0]
+    assert front.next_due_s == pytest.approx(2.02)
+    assert [a.arrival_at_s for a in front.take_due(2.03)] == [1.5]
+
+
+def test_a_request_to_an_idle_server_waits_for_nobody() -> None:
+    front = FrontEnd([Given((1.0, 10), (5.0, 10))], TIMES)
+    front.take_due(1.0)
+    front.take_due(1.02)
+
+    front.take_due(5.0)
+    assert front.next_due_s == pytest.approx(5.02)
+
+
+def test_ends_are_told_to_every_source() -> None:
+    sources = Given(), Given()
+    FrontEnd(sources, TIMES).on_finished("row-1")
+
+    assert [source.finished for source in sources] == [["row-1"], ["row-1"]]
