@@ -12,6 +12,7 @@ from batchrun.engine.probe import VllmBuild, check_model, find_vllm, has_gpu
 from batchrun.engine.settings import ManagedSettings
 from batchrun.errors import EngineError
 from batchrun.types import HINT_KEY
+from batchrun.vllm_waiting import NAPPING, WAIT_VARIABLE
 
 SCHEDULER_CLASS = "batchrun.vllm_plugin.ColocatedScheduler"
 CPU_KV_CACHE_BYTES = 2 * 1024**3
@@ -25,6 +26,7 @@ _COMMON_ARGS = (
 _CPU_ARGS = ("--enforce-eager", "--dtype=float32")
 _KV_SIZE_ARGS = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
 _DEFAULT_ENV = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+_CPU_ENV = {WAIT_VARIABLE: NAPPING}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,8 @@ def prepare_command(settings: ManagedSettings) -> Command:
             f"no NVIDIA GPU is visible and {settings.python} holds the GPU build of vLLM: "
             "run `batchrun engine install --cpu`"
         )
-    return Command(build_argv(settings, build, env), env)
+    argv = build_argv(settings, build, env)
+    return Command(argv, {**_CPU_ENV, **env} if build.is_cpu else env)
 
 
 def build_argv(

@@ -21,7 +21,7 @@ from kill_rig import Outage, answers, check_account, kill, wait_for_rows, wait_u
 from benchmarks.ports import free_port
 
 NUM_ROWS = 600
-JOB = JOB_FILE.replace("max_tokens: 8", "max_tokens: 64, ignore_eos: true")
+JOB = JOB_FILE.replace("max_tokens: 8", "max_tokens: 128, ignore_eos: true")
 
 log = logging.getLogger(__name__)
 

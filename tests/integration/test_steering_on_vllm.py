@@ -73,7 +73,8 @@ def wait_for(rig: DeploymentRig, condition: Callable[[dict[str, Any]], bool]) ->
 
 def call_online(rig: DeploymentRig) -> None:
     """One call of an online user."""
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
+    body: dict[str, Any] = {"model": "tiny", "max_tokens": 8, "ignore_eos": True}
+    body["messages"] = [{"role": "user", "content": "Hello"}]
     request = urllib.request.Request(
         f"http://127.0.0.1:{rig.port}/v1/chat/completions",
         data=json.dumps(body).encode(),

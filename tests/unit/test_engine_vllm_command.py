@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from batchrun.engine import ManagedSettings
 from batchrun.engine.probe import VllmBuild, check_model, check_port_free, find_vllm
 from batchrun.engine.vllm_command import build_argv, build_env, prepare_command
 from batchrun.errors import ConfigError, EngineError
+from batchrun.vllm_waiting import NAPPING, WAIT_VARIABLE
 
 
 def make_settings(folder: Path, **changes: object) -> ManagedSettings:
@@ -91,6 +93,16 @@ def test_the_environment_leaves_our_own_variables_out(tmp_path: Path) -> None:
         "DO_NOT_TRACK": "0",
         "OMP_NUM_THREADS": "2",
     }
+
+
+@pytest.mark.parametrize("wanted", [None, "spin"])
+def test_processes_of_a_cpu_engine_nap_unless_the_user_wants_it_otherwise(
+    tmp_path: Path, wanted: str | None
+) -> None:
+    settings = make_settings(tmp_path, python=Path(sys.executable))
+    if wanted is not None:
+        settings = replace(settings, env={WAIT_VARIABLE: wanted})
+    assert prepare_command(settings).env[WAIT_VARIABLE] == (wanted or NAPPING)
 
 
 def test_a_missing_model_folder_gives_one_line(tmp_path: Path) -> None:
