@@ -34,9 +34,13 @@ class CpuShares:
 
 
 def find_process(kind: str) -> psutil.Process:
-    """The first process of one of the KINDS."""
+    """The process of one of the KINDS; ends the program when there is more than one."""
     text = dict(KINDS)[kind]
-    return next(p for p in psutil.process_iter() if text in " ".join(p.cmdline()))
+    found = [p for p in psutil.process_iter() if text in " ".join(p.cmdline())]
+    if len(found) != 1:
+        pids = ", ".join(str(process.pid) for process in found) or "none"
+        raise SystemExit(f"one {kind} is to run on this machine, but there are: {pids}")
+    return found[0]
 
 
 def _cpu_s() -> dict[tuple[int, str], float]:

@@ -2,10 +2,12 @@
 
     python -m benchmarks.fidelity [--seconds 300] [--repeats 3] [--json FILE]
 
-Calibrates the engine, then runs each of three workloads (`fidelity_jobs`) for real, through the
-`batchrun` command and the OpenAI endpoint, and in the simulator. Prints what was predicted, the
-mean and the spread of the repeats, and whether the bars hold: served offline tokens/s within 10 %,
-online TTFT p50 and p90 and TPOT p50 within 15 %, hit rate within 3 points.
+Runs each of three workloads (`fidelity_jobs`) for real, through the `batchrun` command and the
+OpenAI endpoint, and in the simulator, with the engine calibrated before each run and after it: a
+machine's speed drifts by several percent within minutes, so a run's prediction is the mean of what
+is simulated with both. Prints the means of predictions and measurements, their spread, and whether
+the bars hold: served offline tokens/s within 10 %, online TTFT p50 and p90 and TPOT p50 within
+15 %, hit rate within 3 points.
 
 The simulator knows no HTTP: what a lone call takes longer for real than simulated, the median of
 some calls before each run, is added to its TTFT, and the record says how much that was. State and
@@ -16,9 +18,9 @@ cores that each process took, and what other processes took.
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 
 import numpy as np
 
@@ -46,6 +48,7 @@ from benchmarks.fidelity_real import (
     WARM_UP_S,
     Calibrated,
     Figures,
+    calibrate,
     lone_calls,
     num_chat_tokens,
     prepare,
@@ -64,24 +67,38 @@ BARS = {
 """Relative errors, but for the hit rate."""
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run, and what is simulated of it with the calibrations before and after it."""
+
+    measured: Figures
+    predicted: tuple[Figures, Figures]
+
+    def mean(self, name: str) -> float:
+        """The prediction of a figure."""
+        return fmean(figures[name] for figures in self.predicted)
+
+
 def main() -> int:
     """Measure, simulate, compare."""
     options = _parser().parse_args()
     chosen = [w for w in WORKLOADS if not options.only or w.name in options.only]
-    if not options.keep_profile:
-        prepare()
-    known = read_calibrated()
-    print(f"gap {known.profile.gap}, front end {known.front_end}", flush=True)
-    predicted = [_simulated(workload, known, options.seconds) for workload in chosen]
-    lone_s = _lone_ttft_s(known)
-    runs: dict[str, list[Figures]] = {workload.name: [] for workload in chosen}
+    prepare()
+    calibrations = [read_calibrated()]
+    runs: dict[str, list[Run]] = {workload.name: [] for workload in chosen}
     for _ in range(options.repeats):
         for workload in chosen:
-            runs[workload.name].append(run_for_real(workload, options.seconds))
-            records = [_calibration(known)]
-            for each, figures in zip(chosen, predicted, strict=True):
-                if runs[each.name]:
-                    records += _compared(each, figures, runs[each.name], lone_s)
+            measured = run_for_real(workload, options.seconds)
+            calibrate()
+            calibrations.append(read_calibrated())
+            before, after = (
+                _simulated(workload, known, measured["lone_ttft_s"], options.seconds)
+                for known in calibrations[-2:]
+            )
+            runs[workload.name].append(Run(measured, (before, after)))
+            records = [_calibration(known) for known in calibrations]
+            for each in chosen:
+                records += _compared(each, runs[each.name]) if runs[each.name] else []
             if options.json is not None:
                 write_records(options.json, records)
     return 0
@@ -133,7 +150,9 @@ def _lone_ttft_s(known: Calibrated) -> float:
     return simulate(SimulationPlan(seconds, calls, engine=_engine(known))).online.ttft_p50_s or 0
 
 
-def _simulated(workload: Workload, known: Calibrated, seconds: float) -> Figures:
+def _simulated(workload: Workload, known: Calibrated, lone_s: float, seconds: float) -> Figures:
+    """The run in the simulator. `lone_s` is the TTFT of a lone call for real."""
+    overhead_s = max(0.0, lone_s - _lone_ttft_s(known))
     job = job_of_file(
         workload.write(FOLDER),
         JobTerms(),
@@ -150,9 +169,10 @@ def _simulated(workload: Workload, known: Calibrated, seconds: float) -> Figures
     return {
         "offline_tokens_per_s": served / (figures.duration_s - begun.duration_s),
         "hit_rate": offline.hit_rate or 0.0,
-        "ttft_p50_s": online.ttft_p50_s or 0.0,
-        "ttft_p90_s": online.ttft_p90_s or 0.0,
+        "ttft_p50_s": overhead_s + (online.ttft_p50_s or 0.0),
+        "ttft_p90_s": overhead_s + (online.ttft_p90_s or 0.0),
         "tpot_p50_s": online.tpot_p50_s or 0.0,
+        "overhead_s": overhead_s,
     }
 
 
@@ -160,36 +180,36 @@ def _served(figures: Simulated) -> float:
     return figures.offline.served_tokens_per_s * figures.duration_s
 
 
-def _compared(
-    workload: Workload, simulated: Figures, runs: list[Figures], lone_s: float
-) -> list[dict[str, object]]:
-    """A record for each figure, printed. `lone_s` is the TTFT of a lone call in the simulation."""
-    overhead_s = max(0.0, median(run["lone_ttft_s"] for run in runs) - lone_s)
-    predicted = {
-        name: value + (overhead_s if name.startswith("ttft") else 0.0)
-        for name, value in simulated.items()
-    }
+def _compared(workload: Workload, runs: list[Run]) -> list[dict[str, object]]:
+    """A record for each figure, printed."""
     records: list[dict[str, object]] = []
     for name, bound in BARS.items():
-        measured = [run[name] for run in runs]
-        mean = fmean(measured)
+        measured = [run.measured[name] for run in runs]
+        mean, predicted = fmean(measured), fmean(run.mean(name) for run in runs)
         whole = 1.0 if name == "hit_rate" else mean
-        error = abs(predicted[name] - mean) / whole if whole else float("inf")
+        error = abs(predicted - mean) / whole if whole else float("inf")
         spread = (max(measured) - min(measured)) / whole if whole else float("inf")
         bar = Bar(f"{workload.name}, error of {name}", error, bound, is_most=True)
-        print(f"- {bar}; {predicted[name]:,.4f} for {mean:,.4f}, repeats spread by {spread:.3f}")
+        print(f"- {bar}; {predicted:,.4f} for {mean:,.4f}, repeats spread by {spread:.3f}")
         records.append({
             "workload": workload.name,
             "figure": name,
-            "predicted": predicted[name],
+            "predicted": predicted,
             "measured": mean,
             "error": error,
             "spread": spread,
             "runs": measured,
-            "overhead_s": overhead_s,
+            "predictions": [[figures[name] for figures in run.predicted] for run in runs],
         })
-    cores = {key: fmean(run[key] for run in runs) for key in runs[0] if key.startswith("cpu_")}
-    records.append({"workload": workload.name, "figure": "cores", **cores})
+    means = {
+        key: fmean(run.measured[key] for run in runs)
+        for key in runs[0].measured
+        if key.startswith(("cpu_", "step_", "lone_"))
+    }
+    overhead_s = fmean(run.mean("overhead_s") for run in runs)
+    records.append({
+        "workload": workload.name, "figure": "conditions", "overhead_s": overhead_s, **means
+    })  # fmt: skip
     return records
 
 
@@ -198,9 +218,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=[workload.name for workload in WORKLOADS])
-    parser.add_argument(
-        "--keep-profile", action="store_true", help="with the calibration of the run before"
-    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser
 

@@ -61,7 +61,7 @@ def prepare() -> None:
     }
     (FOLDER / "batchrun.yaml").write_text(json.dumps(deployment))
     _batchrun("models", "tiny", "home/models/tiny")
-    _batchrun("calibrate", "-o", "profile.json")
+    calibrate()
     gateway = _batchrun("up", "-d")["gateway"]
     try:
         server = find_process("api_server")
@@ -72,8 +72,13 @@ def prepare() -> None:
     (FOLDER / "front-end.json").write_text(json.dumps(asdict(times)))
 
 
+def calibrate() -> None:
+    """Measure the engine's steps, which the next run's engine knows at its start."""
+    _batchrun("calibrate", "-o", "profile.json")
+
+
 def read_calibrated() -> Calibrated:
-    """What the last `prepare` measured."""
+    """What `prepare` and the last `calibrate` measured."""
     path = FOLDER / "profile.json"
     times = json.loads((FOLDER / "front-end.json").read_text())
     return Calibrated(profile_from_json(path.read_text(), str(path)), FrontEndTimes(**times))
