@@ -33,7 +33,6 @@ _MIXED_CALLERS = (4, 12)
 _MIXED_SIZES = (32, 128, 512)
 _MIXED_CALLS = 3
 _LONG_BESIDE = 6
-_STEPS_OF_PROMPTS = (1, 2, 3, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,6 @@ def make_round(facts: EngineFacts) -> list[Probe]:
         *_decodes(facts, longest_tokens),
         *_mixes(facts, longest_tokens),
         *_long_beside_decodes(facts, longest_tokens),
-        *_full_steps(facts, longest_tokens),
     ]
 
 
@@ -140,20 +138,6 @@ def _long_beside_decodes(facts: EngineFacts, longest_tokens: int) -> Iterator[Pr
     short = ProbeCall(_QUESTION_TOKENS, 2 * _OUTPUT_TOKENS)
     if facts.max_running > _LONG_BESIDE and _fits(facts, short, 2 * _LONG_BESIDE):
         yield Probe("prefills beside decodes", ((long,), *(((short,),) * _LONG_BESIDE)))
-
-
-def _full_steps(facts: EngineFacts, longest_tokens: int) -> Iterator[Probe]:
-    """As many prompts of several steps as keep the engine busy with full ones, as a job does.
-
-    Such steps are shorter than equal ones after a pause, of which all other probes are made.
-    """
-    calls = [
-        ProbeCall(min(num_steps * facts.token_budget, longest_tokens // 2), _OUTPUT_TOKENS)
-        for num_steps in _STEPS_OF_PROMPTS
-    ]
-    callers = tuple((*calls[i:], *calls[:i]) for i in range(len(calls)))
-    if len(callers) <= facts.max_running and _fits(facts, calls[-1], len(callers)):
-        yield Probe("full steps", callers)
 
 
 def _contexts(longest_tokens: int) -> list[int]:
