@@ -3,25 +3,32 @@
 vLLM's engine and its workers pass messages through shared memory. A reader looks again and again,
 with `sched_yield` between two looks (`SpinCondition` in `shm_broadcast.py`), until a second has
 passed since its last message; while an engine works that never happens. The spinning process takes
-0.75 of a core that a CPU engine, its API server and their callers need, and Linux 6.18, whose
-scheduler loses count of the time of processes that yield to each other, then kept others off the
-cores for up to 100 s.
+half a core or more that a CPU engine, its API server and their callers need. Under Linux 6.18 on 2
+cores it also kept other processes off the cores for up to 100 s, probably because the scheduler
+loses count of the time of processes that yield to each other: with naps in place of the yields
+that ended.
 
-So the CPU engines that batchrun starts nap between two looks. GPU engines have cores to spare, and
-steps so short that a nap would show; they are left alone.
+So the CPU engines that batchrun starts nap between two looks. It costs about 0.4 ms a step
+(`docs/engines.md`). GPU engines have cores to spare, and steps so short that a nap would show; they
+are left alone.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import sys
 import time
 
 WAIT_VARIABLE = "BATCHRUN_ENGINE_WAIT"
 NAPPING = "nap"
 
 NAP_S = 20e-6
-"""Linux adds about 50 us to it. Steps of a CPU engine take milliseconds."""
+"""Steps of a CPU engine take milliseconds."""
+
+PR_SET_TIMERSLACK = 29
+"""Of Linux's `prctl`; the slack is 50 us otherwise, which every nap would take longer."""
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +45,11 @@ def register() -> None:
     if not hasattr(shm_broadcast, "sched_yield"):
         log.warning("this vLLM's processes wait for each other in a way batchrun does not know")
         return
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1)
     vars(shm_broadcast)["sched_yield"] = nap
 
 
 def nap() -> None:
-    """In the place of `sched_yield`: leaves the core to others for about 70 us."""
+    """In the place of `sched_yield`: leaves the core to others for a while."""
     time.sleep(NAP_S)

@@ -199,7 +199,8 @@ def _compared(workload: Workload, runs: list[Run]) -> list[dict[str, object]]:
             "error": error,
             "spread": spread,
             "runs": measured,
-            "predictions": [[figures[name] for figures in run.predicted] for run in runs],
+            "predicted_before": [run.predicted[0][name] for run in runs],
+            "predicted_after": [run.predicted[1][name] for run in runs],
         })
     means = {
         key: fmean(run.measured[key] for run in runs)
