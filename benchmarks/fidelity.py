@@ -9,10 +9,11 @@ is simulated with both. Prints the means of predictions and measurements, their 
 the bars hold: served offline tokens/s within 10 %, online TTFT p50 and p90 and TPOT p50 within
 15 %, hit rate within 3 points.
 
-The simulator knows no HTTP: what a lone call takes longer for real than simulated, the median of
-some calls before each run, is added to its TTFT, and the record says how much that was. State and
-output stay in the folder `fidelity/`. Nothing else may run on the machine: the record has the
-cores that each process took, and what other processes took.
+The simulator knows no HTTP, and processes that share cores and a lock wait for each other: what
+the calls take longer for real than simulated beside a fourth workload, `PROBE`, is measured once at
+the beginning, at the median and at the 90th percentile, and added to those of the three. The record
+says how much that was. State and output stay in the folder `fidelity/`. Nothing else may run on the
+machine: the record has the cores that each process took, and what other processes took.
 """
 
 from __future__ import annotations
@@ -37,19 +38,17 @@ from batchrun.simulator import (
 )
 from batchrun.vllm_plugin.virtual import EngineShape, Timing
 from benchmarks.bars import Bar
-from benchmarks.fidelity_jobs import WORKLOADS, Workload
+from benchmarks.fidelity_jobs import PROBE, WORKLOADS, Workload
 from benchmarks.fidelity_real import (
     FOLDER,
     MAX_MODEL_LEN,
     MAX_NUM_SEQS,
-    NUM_LONE_CALLS,
     SLO,
     TOKEN_BUDGET,
     WARM_UP_S,
     Calibrated,
     Figures,
     calibrate,
-    lone_calls,
     num_chat_tokens,
     prepare,
     read_calibrated,
@@ -65,6 +64,7 @@ BARS = {
     "hit_rate": 0.03,
 }
 """Relative errors, but for the hit rate."""
+PROBE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +85,7 @@ def main() -> int:
     chosen = [w for w in WORKLOADS if not options.only or w.name in options.only]
     prepare()
     calibrations = [read_calibrated()]
+    overheads = _overheads(calibrations[0])
     runs: dict[str, list[Run]] = {workload.name: [] for workload in chosen}
     for _ in range(options.repeats):
         for workload in chosen:
@@ -92,11 +93,11 @@ def main() -> int:
             calibrate()
             calibrations.append(read_calibrated())
             before, after = (
-                _simulated(workload, known, measured["lone_ttft_s"], options.seconds)
+                _with(overheads, _simulated(workload, known, options.seconds))
                 for known in calibrations[-2:]
             )
             runs[workload.name].append(Run(measured, (before, after)))
-            records = [_calibration(known) for known in calibrations]
+            records = [*(_calibration(known) for known in calibrations), _record(overheads)]
             for each in chosen:
                 records += _compared(each, runs[each.name]) if runs[each.name] else []
             if options.json is not None:
@@ -144,15 +145,23 @@ def _calls(arrivals: list[Arrival], after_s: float = 0.0) -> Calls:
     )
 
 
-def _lone_ttft_s(known: Calibrated) -> float:
-    calls = _calls(lone_calls())
-    seconds = 2.0 * NUM_LONE_CALLS
-    return simulate(SimulationPlan(seconds, calls, engine=_engine(known))).online.ttft_p50_s or 0
+def _overheads(known: Calibrated) -> Figures:
+    """What is to be added to the TTFTs of a simulation, in seconds, at each percentile."""
+    measured, simulated = run_for_real(PROBE, PROBE_S), _simulated(PROBE, known, PROBE_S)
+    names = [name for name in simulated if name.startswith("ttft_")]
+    return {name: max(0.0, measured[name] - simulated[name]) for name in names}
 
 
-def _simulated(workload: Workload, known: Calibrated, lone_s: float, seconds: float) -> Figures:
-    """The run in the simulator. `lone_s` is the TTFT of a lone call for real."""
-    overhead_s = max(0.0, lone_s - _lone_ttft_s(known))
+def _with(overheads: Figures, simulated: Figures) -> Figures:
+    return {name: value + overheads.get(name, 0.0) for name, value in simulated.items()}
+
+
+def _record(overheads: Figures) -> dict[str, object]:
+    return {"figure": "overhead", "probe": PROBE.name, **overheads}
+
+
+def _simulated(workload: Workload, known: Calibrated, seconds: float) -> Figures:
+    """The run in the simulator."""
     job = job_of_file(
         workload.write(FOLDER),
         JobTerms(),
@@ -169,10 +178,9 @@ def _simulated(workload: Workload, known: Calibrated, lone_s: float, seconds: fl
     return {
         "offline_tokens_per_s": served / (figures.duration_s - begun.duration_s),
         "hit_rate": offline.hit_rate or 0.0,
-        "ttft_p50_s": overhead_s + (online.ttft_p50_s or 0.0),
-        "ttft_p90_s": overhead_s + (online.ttft_p90_s or 0.0),
+        "ttft_p50_s": online.ttft_p50_s or 0.0,
+        "ttft_p90_s": online.ttft_p90_s or 0.0,
         "tpot_p50_s": online.tpot_p50_s or 0.0,
-        "overhead_s": overhead_s,
     }
 
 
@@ -205,12 +213,9 @@ def _compared(workload: Workload, runs: list[Run]) -> list[dict[str, object]]:
     means = {
         key: fmean(run.measured[key] for run in runs)
         for key in runs[0].measured
-        if key.startswith(("cpu_", "step_", "lone_"))
+        if key.startswith(("cpu_", "step_"))
     }
-    overhead_s = fmean(run.mean("overhead_s") for run in runs)
-    records.append({
-        "workload": workload.name, "figure": "conditions", "overhead_s": overhead_s, **means
-    })  # fmt: skip
+    records.append({"workload": workload.name, "figure": "conditions", **means})
     return records
 
 

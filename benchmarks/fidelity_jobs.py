@@ -83,6 +83,12 @@ def _texts(source: TextSource, rng: Random) -> Iterator[Row]:
         yield {"instruction": instruction, "text": text}
 
 
+def _notes(source: TextSource, rng: Random) -> Iterator[Row]:
+    """Notes of 1,000 to 2,000 tokens."""
+    while True:
+        yield {"note": paragraphs(source.sentences(rng, rng.uniform(1_000, 2_000)))}
+
+
 def _letters(source: TextSource, rng: Random) -> Iterator[Row]:
     """Letters of 600 to 1,400 tokens that share nothing, each to be answered."""
     while True:
@@ -90,7 +96,9 @@ def _letters(source: TextSource, rng: Random) -> Iterator[Row]:
 
 
 WORKLOADS = (
-    Workload("documents", _documents, "{{ document }}\n\n{{ question }}", 6_000, 32, 0.8, 4.0),
-    Workload("reviews", _texts, "{{ instruction }}\n\n{{ text }}", 6_000, 32, 0.5, 2.0),
-    Workload("letters", _letters, "{{ letter }}\n\nWrite an answer.", 8_000, 100, 1.0, 3.0),
+    Workload("documents", _documents, "{{ document }}\n\n{{ question }}", 10_000, 32, 0.8, 4.0),
+    Workload("reviews", _texts, "{{ instruction }}\n\n{{ text }}", 10_000, 32, 0.5, 2.0),
+    Workload("letters", _letters, "{{ letter }}\n\nWrite an answer.", 14_000, 100, 1.0, 3.0),
 )
+PROBE = Workload("notes", _notes, "{{ note }}\n\nSum it up.", 6_000, 64, 2.0, 2.0)
+"""Beside it is measured what calls take longer for real than simulated."""

@@ -11,12 +11,11 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from batchrun.estimator import CalibrationProfile, profile_from_json
 from batchrun.inputs.prompts import read_prompts
-from batchrun.replay import Arrival, OnlineResult, ReplayTarget, replay
+from batchrun.replay import OnlineResult, ReplayTarget, replay
 from batchrun.replay.results import percentile
 from batchrun.simulator import FrontEndTimes
 from batchrun.vllm_plugin.virtual import Slo
@@ -28,7 +27,6 @@ from benchmarks.ports import free_port
 FOLDER = Path("fidelity")
 TOKEN_BUDGET, MAX_NUM_SEQS, MAX_MODEL_LEN = 512, 64, 32_768
 SLO = Slo(1.0, 0.1)
-NUM_LONE_CALLS = 8
 WARM_UP_S = 10.0
 """The job runs alone before chats come and tokens are counted."""
 
@@ -105,7 +103,6 @@ def run_for_real(workload: Workload, seconds: float) -> Figures:
 
 async def _measure(workload: Workload, job_file: Path, base_url: str, seconds: float) -> Figures:
     target = _target(base_url)
-    lone = await replay(lone_calls(), target)
     _check_nothing_runs()
     job_id = _batchrun("submit", job_file.name)["id"]
     await _until_running(job_id)
@@ -123,7 +120,6 @@ async def _measure(workload: Workload, job_file: Path, base_url: str, seconds: f
     return {
         "offline_tokens_per_s": (_served(view) - _served(before)) / (end_s - begin_s),
         "hit_rate": view["num_cached_tokens"] / max(1, view["num_prompt_tokens"]),
-        "lone_ttft_s": median(_ttfts_s(lone)),
         "prompt_tokens": view["num_prompt_tokens"] / max(1, view["num_completed"]),
         **_latencies(results),
         **telemetry,
@@ -133,11 +129,6 @@ async def _measure(workload: Workload, job_file: Path, base_url: str, seconds: f
 
 def _target(base_url: str) -> ReplayTarget:
     return ReplayTarget(base_url=base_url, model="tiny", extra_body={"ignore_eos": True})
-
-
-def lone_calls() -> list[Arrival]:
-    """Calls of which no two are in the engine together."""
-    return [Arrival(2.0 * i, "how do you do", 8) for i in range(NUM_LONE_CALLS)]
 
 
 def _check_nothing_runs() -> None:
@@ -180,12 +171,8 @@ def _step_telemetry() -> Figures:
     return {f"step_{name}": telemetry[name] for name in ("predicted_s", "measured_s")}
 
 
-def _ttfts_s(results: list[OnlineResult]) -> list[float]:
-    return [result.ttft_s for result in results if result.ttft_s is not None]
-
-
 def _latencies(results: list[OnlineResult]) -> Figures:
-    ttfts_s = _ttfts_s(results)
+    ttfts_s = [result.ttft_s for result in results if result.ttft_s is not None]
     tpots_s = [result.tpot_s for result in results if result.tpot_s is not None]
     shares = (
         ("ttft_p50_s", ttfts_s, 0.5),
