@@ -80,7 +80,12 @@ class CrashRig:
             raise BrokenPromiseError(f"up -d: exit {done.returncode}: {done.stderr.strip()}")
 
     def start(self) -> None:
-        """Start a daemon in the foreground of a child process; returns when it answers."""
+        """Start a daemon in the foreground of a child process; returns when it answers.
+
+        One that this rig started before has been killed.
+        """
+        if self._daemon is not None:
+            self._daemon.wait(WAIT_S)
         self._daemon = self.popen("up")
         wait_until(self._is_up, "the daemon to answer")
 

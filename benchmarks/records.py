@@ -27,7 +27,11 @@ def write_records(path: Path, records: Sequence[Record], *, indent: int | None =
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
         "versions": {"python": platform.python_version(), **_versions()},
-        "machine": {"cpus": os.cpu_count(), "system": platform.system(), "processor": _cpu()},
+        "machine": {
+            "cpus": len(os.sched_getaffinity(0)),
+            "system": platform.system(),
+            "processor": _cpu(),
+        },
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"meta": meta, "records": list(records)}, indent=indent) + "\n")
