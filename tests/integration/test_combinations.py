@@ -24,6 +24,7 @@ from batchrun.engine.probe import find_vllm
 from batchrun.engine.vllm_command import build_argv
 from batchrun.errors import EngineError
 from batchrun.types import HINT_NONCE_VARIABLE
+from batchrun.vllm_waiting import NAPPING, WAIT_VARIABLE
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
@@ -31,6 +32,7 @@ ENV = {
     HINT_NONCE_VARIABLE: NONCE,
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_LOGGING_LEVEL": "INFO",  # names the API servers
+    WAIT_VARIABLE: NAPPING,  # as every CPU engine that batchrun starts by its model
 }
 SCHEDULER = {"policy": "echo", "slo": {"ttft_s": 5.0, "tpot_s": 1.0}}
 SERVE = Path(__file__).parents[1] / "vllm_serve.py"
