@@ -32,7 +32,7 @@ from benchmarks.cpu_colocation_servers import MODEL, Server, ServerPlan, start_a
 from benchmarks.cpu_colocation_window import Record, Timing, run_window
 from benchmarks.records import write_records
 
-SCENARIO = f"cpu-{os.cpu_count()}-cores"
+SCENARIO = f"cpu-{len(os.sched_getaffinity(0))}-cores"
 NUM_BLOCKS = 400
 """5.7 of the trial's documents, in blocks of 128 tokens."""
 GROUPED_BUDGET = 128
