@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from batchrun.daemon import Daemon
 from batchrun.home import CONTROL_PREFIX as PREFIX
+from batchrun.jobspec import Weight
 
 
 class NewWork(BaseModel):
@@ -18,7 +19,7 @@ class NewWork(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     computed_tokens: Annotated[int, Field(ge=0, le=1 << 60)]
-    weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    weight: Weight = 1.0
 
 
 def install_foretelling(app: FastAPI, daemon: Daemon, guarded: Sequence[params.Depends]) -> None:

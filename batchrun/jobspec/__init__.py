@@ -4,6 +4,8 @@ from batchrun.durations import parse_duration_s
 from batchrun.jobspec.checks import CONTENT_KEYS, content_template, find_problems
 from batchrun.jobspec.loading import input_files, is_openai_batch_file, load_job_file
 from batchrun.jobspec.model import (
+    MAX_WEIGHT,
+    MIN_WEIGHT,
     OUTPUT_COLUMNS,
     Endpoint,
     InputFormat,
@@ -11,12 +13,15 @@ from batchrun.jobspec.model import (
     JobFile,
     JobSpec,
     OutputSpec,
+    Weight,
 )
 from batchrun.jobspec.quantities import FailureLimit
 from batchrun.jobspec.templating import JobEnvironment, make_environment
 
 __all__ = [
     "CONTENT_KEYS",
+    "MAX_WEIGHT",
+    "MIN_WEIGHT",
     "OUTPUT_COLUMNS",
     "Endpoint",
     "FailureLimit",
@@ -26,6 +31,7 @@ __all__ = [
     "JobFile",
     "JobSpec",
     "OutputSpec",
+    "Weight",
     "content_template",
     "find_problems",
     "input_files",

@@ -38,6 +38,10 @@ OUTPUT_COLUMNS = (
 )
 """The columns that batchrun writes; an input column of such a name cannot be kept."""
 
+MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1_000_000
+Weight = Annotated[float, Field(ge=MIN_WEIGHT, le=MAX_WEIGHT)]
+"""A job's share of computed tokens beside others; within the bounds no share rounds to nothing."""
+
 Text = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 
 
@@ -122,7 +126,7 @@ class JobFile(_Strict):
     request: dict[str, JsonValue] = Field(default_factory=dict)
     output: OutputSpec
     deadline: Annotated[float | None, BeforeValidator(_optional_duration_s)] = None
-    weight: Annotated[float, Field(gt=0, le=1_000_000)] = 1.0
+    weight: Weight = 1.0
     retries: Annotated[int, Field(ge=0, le=100, strict=True)] = 3
     row_timeout: Annotated[float, BeforeValidator(parse_duration_s)] = Field(
         default="24h", validate_default=True
@@ -138,6 +142,13 @@ class JobSpec(JobFile):
 
     source: Source | None = None
     continue_from: str | None = None
+
+    @field_validator("weight", mode="before")
+    @classmethod
+    def _at_least_the_minimum(cls, weight: object) -> object:
+        """A store may hold jobs from before there was a lower bound; they run at that bound."""
+        is_too_low = isinstance(weight, int | float) and 0 < weight < MIN_WEIGHT
+        return MIN_WEIGHT if is_too_low else weight
 
     @property
     def deadline_s(self) -> float | None:

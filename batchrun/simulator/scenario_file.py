@@ -10,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstr
 
 from batchrun.durations import parse_duration_s
 from batchrun.errors import ConfigError
+from batchrun.jobspec import Weight
 from batchrun.yaml_lines import read_document, validate_document
 
 REFERENCE = "a100-8b"
@@ -109,7 +110,7 @@ class SimulatedJob(_Strict):
     file: Text | None = None
     shape: ShapeSpec | None = None
     after: Annotated[float, Field(ge=0)] | Seconds = 0.0
-    weight: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
+    weight: Weight | None = None
     deadline: Seconds | None = None
     output_tokens: Pair | None = None
 

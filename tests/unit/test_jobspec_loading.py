@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from batchrun.errors import DataError, JobSpecError
-from batchrun.jobspec import JobSpec, load_job_file
+from batchrun.jobspec import MIN_WEIGHT, JobSpec, load_job_file
+from batchrun.pool.finish_times import JobWork, tokens_ahead
 
 JOB = """\
 name: loogle
@@ -57,6 +58,21 @@ def test_a_spec_survives_json_exactly(tmp_path: Path) -> None:
     assert again.content_hash() == spec.content_hash()
 
 
+@pytest.mark.parametrize("weight", [5e-324, 1e-300, 9.99e-7])
+def test_a_stored_job_with_a_smaller_weight_runs_at_the_least(
+    tmp_path: Path, weight: float
+) -> None:
+    """Stores from before the bound hold such jobs, and `status` foretells their ends."""
+    stored = load_job_file(write_job(tmp_path), cwd=tmp_path).model_dump(mode="json")
+    spec = JobSpec.model_validate_json(json.dumps(stored | {"weight": weight}))
+
+    works = {"tiny": JobWork(spec.weight, 100.0, 0.0), "due": JobWork(1e6, 100.0, 0.0)}
+    ahead = tokens_ahead(works, {"due": 0.95})
+
+    assert spec.weight == MIN_WEIGHT
+    assert ahead == pytest.approx({"due": 100, "tiny": 200})
+
+
 def test_the_content_hash_ignores_comments_and_sees_values(tmp_path: Path) -> None:
     spec = load_job_file(write_job(tmp_path), cwd=tmp_path)
     commented = load_job_file(write_job(tmp_path, "# note\n" + JOB), cwd=tmp_path)
@@ -73,6 +89,11 @@ def test_the_content_hash_ignores_comments_and_sees_values(tmp_path: Path) -> No
         ("{{ question }}", "{{ question ", ":7: input.messages[0].content: template line 1:"),
         ("deadline: 6h", "deadline: soon", ":10: deadline: must be a duration"),
         ("retries: 3", "retries: -1", ":11: retries: input should be greater than or equal to 0"),
+        (
+            "retries: 3",
+            "weight: 5e-324",
+            ":11: weight: input should be greater than or equal to 0.00",
+        ),
         ("[question]", "[response]", ":9: output.keep: 'response' is a column that batchrun"),
         ("loogle.parquet, keep", "loogle.xlsx, keep", ":9: output.path: must end in .parquet or"),
         ("max_tokens: 64", "stream: true", ":8: request.stream: a job's answers go to a file"),
