@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+from batchrun.api.callers import ANYBODY, Caller
 from batchrun.api.errors import ApiError
 from batchrun.api.values import check_choice, check_expiry, required_text, wrong_type
 from batchrun.durations import parse_duration_s
-from batchrun.jobspec import Endpoint
+from batchrun.jobspec import MAX_WEIGHT, MIN_WEIGHT, Endpoint
 from batchrun.store.batches import NewBatch
 
 ENDPOINTS: Sequence[str] = get_args(Endpoint)
@@ -27,7 +28,8 @@ MAX_FILE_ID_CHARS = 256
 MAX_PAIRS = 16
 MAX_KEY_CHARS = 64
 MAX_VALUE_CHARS = 512
-MAX_WEIGHT = 1_000_000
+MAX_USER_WEIGHT = 1
+"""The weight of a batch that names none: no user key takes from the share of another."""
 MAX_IDEMPOTENCY_KEY_CHARS = 255
 EXTENSION = "batchrun"
 
@@ -45,12 +47,13 @@ def read_batch_request(
     document: Mapping[str, object],
     windows: Sequence[str],
     idempotency_key: str | None,
-    *,
-    owner: str | None = None,
+    caller: Caller = ANYBODY,
 ) -> BatchRequest:
     """The request in a JSON object; `windows` are the completion windows that are served.
 
-    `owner` is the id of the caller's API key; an idempotency key is his own.
+    An idempotency key is the caller's own. Who is no admin may not put his batches before those of
+    others: his weight is at most `MAX_USER_WEIGHT`, his deadline no sooner than the shortest of
+    `windows`.
 
     Raises ApiError.
     """
@@ -65,7 +68,9 @@ def read_batch_request(
     check_choice("endpoint", endpoint, ENDPOINTS)
     window = required_text(document, "completion_window")
     check_choice("completion_window", window, windows)
-    weight, deadline_s = _extension(document.get(EXTENSION), window)
+    weight, deadline_s = _extension(document.get(EXTENSION))
+    if not caller.is_admin:
+        _check_user_bounds(weight, deadline_s, windows)
     batch = NewBatch(
         input_file_id=input_file_id,
         endpoint=endpoint,
@@ -73,10 +78,10 @@ def read_batch_request(
         metadata=_metadata(document.get("metadata")),
         output_expires_after_s=_output_expiry(document.get("output_expires_after")),
         request_hash=_digest(document),
-        idempotency_hash=_idempotency_hash(idempotency_key, owner),
-        owner=owner,
+        idempotency_hash=_idempotency_hash(idempotency_key, caller.owner),
+        owner=caller.owner,
     )
-    return BatchRequest(batch, deadline_s, weight)
+    return BatchRequest(batch, min(deadline_s, parse_duration_s(window)), weight)
 
 
 def _unknown(param: str) -> ApiError:
@@ -144,11 +149,10 @@ def _output_expiry(value: object) -> int | None:
     return check_expiry(name, value.get("anchor"), value.get("seconds"))
 
 
-def _extension(value: object, window: str) -> tuple[float, float]:
-    """(weight, deadline in seconds from now)."""
-    window_s = parse_duration_s(window)
+def _extension(value: object) -> tuple[float, float]:
+    """(weight, deadline in seconds from now; infinity without one)."""
     if value is None:
-        return 1.0, window_s
+        return 1.0, float("inf")
     if not isinstance(value, dict):
         raise wrong_type(EXTENSION, "an object", value)
     unknown = next((key for key in value if key not in {"weight", "deadline"}), None)
@@ -157,9 +161,19 @@ def _extension(value: object, window: str) -> tuple[float, float]:
     weight = value.get("weight", 1.0)
     if not isinstance(weight, int | float) or isinstance(weight, bool):
         raise wrong_type(f"{EXTENSION}.weight", "a number", weight)
-    if not 0 < weight <= MAX_WEIGHT:
-        raise _bad_extension("weight", f"must be above 0 and at most {MAX_WEIGHT}")
-    return float(weight), min(_deadline_s(value.get("deadline")), window_s)
+    if not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+        raise _bad_extension("weight", f"must be from {MIN_WEIGHT:f} to {MAX_WEIGHT}")
+    return float(weight), _deadline_s(value.get("deadline"))
+
+
+def _check_user_bounds(weight: float, deadline_s: float, windows: Sequence[str]) -> None:
+    if weight > MAX_USER_WEIGHT:
+        problem = f"must be at most {MAX_USER_WEIGHT} with a user key"
+        raise _bad_extension("weight", f"{problem}; an admin key may set up to {MAX_WEIGHT}")
+    shortest = min(windows, key=parse_duration_s)
+    if deadline_s < parse_duration_s(shortest):
+        problem = f"must be at least {shortest} with a user key, the shortest completion window"
+        raise _bad_extension("deadline", f"{problem}; an admin key may set a shorter one")
 
 
 def _deadline_s(value: object) -> float:

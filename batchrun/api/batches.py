@@ -44,7 +44,7 @@ class Batches:
         document = await _read_json(request)
         key = request.headers.get("idempotency-key")
         caller = caller_of(request)
-        wanted = read_batch_request(document, self._windows, key, owner=caller.owner)
+        wanted = read_batch_request(document, self._windows, key, caller)
         job = new_batch_job(
             self._results_folder,
             wanted.batch.endpoint,

@@ -26,6 +26,11 @@ class Caller:
     scope: str | None = None
     limits: KeyLimits = NO_LIMITS
 
+    @property
+    def is_admin(self) -> bool:
+        """Whether he holds an admin key, or no key is asked for."""
+        return self.scope is None
+
 
 ANYBODY = Caller()
 

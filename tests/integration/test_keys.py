@@ -11,7 +11,15 @@ from typing import Any
 
 import openai
 import pytest
-from batch_rig import MODEL, Caller, chat_line, chat_lines, connect, offline_work_held
+from batch_rig import (
+    MODEL,
+    Caller,
+    chat_line,
+    chat_lines,
+    check_error,
+    connect,
+    offline_work_held,
+)
 from deployment_rig import DeploymentRig
 from raw_http import RawHttp, Reply
 
@@ -127,6 +135,23 @@ def test_batches_at_once_are_limited(keyed: Keyed) -> None:
             assert len(caller.requests) == asked + 1
         caller.wait_until_ended(first.id)
         assert caller.run(first.input_file_id).status == "completed"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "bound"), [("weight", 1e6, "at most 1"), ("deadline", "1h", "at least 24h")]
+)
+def test_only_an_admin_key_may_put_a_batch_before_those_of_others(
+    keyed: Keyed, team_a: Caller, name: str, value: object, bound: str
+) -> None:
+    file_id = team_a.upload([chat_line("a")]).id
+    more = {"extra_body": {"batchrun": {name: value}}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        team_a.create(file_id, **more)
+    check_error(refused.value, code="invalid_value", param=f"batchrun.{name}")
+    assert f"must be {bound} with a user key" in refused.value.message
+    assert "an admin key may" in refused.value.message
+    with connect(keyed.rig.port, api_key=keyed.keys["ops"]) as admin:
+        assert admin.run(file_id, **more).status == "completed"
 
 
 def test_tokens_at_once_are_limited(keyed: Keyed) -> None:

@@ -7,13 +7,28 @@ from typing import Any
 import pytest
 
 from batchrun.api.batch_request import read_batch_request
+from batchrun.api.callers import Caller
 from batchrun.api.errors import ApiError
+from batchrun.pool import JobTurns, Turn
 
 SOUND = {
     "input_file_id": "file-1",
     "endpoint": "/v1/chat/completions",
     "completion_window": "24h",
 }
+WINDOWS = ["7d", "24h"]
+USER = Caller(owner="key_greedy", scope="key_greedy")
+ADMIN = Caller(owner="key_ops")
+BEYOND_A_USER_KEY = [
+    ("weight", 1_000_000, "must be at most 1 with a user key; an admin key may set up to 1000000"),
+    ("weight", 1.001, "must be at most 1 with a user key; an admin key may set up to 1000000"),
+    (
+        "deadline",
+        "23h",
+        "must be at least 24h with a user key, the shortest completion window; an admin key may "
+        "set a shorter one",
+    ),
+]
 PAIRS = {f"{number:064}": "ü" * 512 for number in range(16)}
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
@@ -40,6 +55,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
      "missing_required_parameter", "output_expires_after.anchor"),
     ({"priority": 1}, "unknown_parameter", "priority"),
     ({"batchrun": {"weight": 0}}, "invalid_value", "batchrun.weight"),
+    ({"batchrun": {"weight": 5e-324}}, "invalid_value", "batchrun.weight"),
+    ({"batchrun": {"weight": 9.99e-7}}, "invalid_value", "batchrun.weight"),
+    ({"batchrun": {"weight": 1_000_001}}, "invalid_value", "batchrun.weight"),
     ({"batchrun": {"weight": True}}, "invalid_type", "batchrun.weight"),
     ({"batchrun": {"deadline": "soon"}}, "invalid_value", "batchrun.deadline"),
     ({"batchrun": {"deadline": 10**400}}, "invalid_value", "batchrun.deadline"),
@@ -110,3 +128,91 @@ def test_equal_requests_have_equal_hashes() -> None:
     )  # fmt: skip
     assert first.request_hash != other.request_hash
     assert first.idempotency_hash != other.idempotency_hash
+
+
+def test_the_bounds_of_a_weight_are_told_and_taken() -> None:
+    with pytest.raises(ApiError) as refusal:
+        read_batch_request({**SOUND, "batchrun": {"weight": 5e-324}}, ["24h"], None)
+
+    assert refusal.value.message == "Invalid 'batchrun.weight': must be from 0.000001 to 1000000."
+    for weight in (1e-6, 1_000_000):
+        document = {**SOUND, "batchrun": {"weight": weight}}
+        assert read_batch_request(document, ["24h"], None).weight == weight
+
+
+@pytest.mark.parametrize(("name", "value", "problem"), BEYOND_A_USER_KEY)
+def test_a_user_key_is_told_its_bound_and_who_may_pass_it(
+    name: str, value: object, problem: str
+) -> None:
+    with pytest.raises(ApiError) as refusal:
+        read_batch_request({**SOUND, "batchrun": {name: value}}, WINDOWS, None, USER)
+
+    error = refusal.value
+    assert (error.status_code, error.code, error.param) == (
+        400,
+        "invalid_value",
+        f"batchrun.{name}",
+    )
+    assert error.message == f"Invalid 'batchrun.{name}': {problem}."
+
+
+@pytest.mark.parametrize("caller", [ADMIN, Caller()], ids=["admin key", "no keys"])
+@pytest.mark.parametrize(("name", "value", "_"), BEYOND_A_USER_KEY)
+def test_an_admin_may_put_a_batch_before_those_of_others(
+    caller: Caller, name: str, value: object, _: str
+) -> None:
+    document = {**SOUND, "batchrun": {name: value}}
+
+    wanted = read_batch_request(document, WINDOWS, None, caller)
+
+    expected = {"weight": (value, 86_400), "deadline": (1, 82_800)}
+    assert (wanted.weight, wanted.deadline_s) == expected[name]
+
+
+def test_a_user_key_may_put_its_batch_behind_others_and_end_it_before_a_longer_window() -> None:
+    extension = {"weight": 0.5, "deadline": "24h"}
+    document = {**SOUND, "completion_window": "7d", "batchrun": extension}
+
+    wanted = read_batch_request(document, WINDOWS, None, USER)
+
+    assert (wanted.weight, wanted.deadline_s) == (0.5, 86_400)
+
+
+def most_that_is_taken(name: str, values: list[object]) -> tuple[float, float]:
+    """Weight and deadline with the first of these values that a user key may ask for."""
+    for value in values:
+        try:
+            document = {**SOUND, "batchrun": {name: value}}
+            wanted = read_batch_request(document, ["24h"], None, USER)
+        except ApiError:
+            continue
+        return wanted.weight, wanted.deadline_s
+    raise AssertionError("none of the values is taken")
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("weight", [1_000_000, 2, 1]), ("deadline", ["15m", "1h", "24h"])],
+)
+def test_no_user_key_takes_from_the_share_of_another(name: str, values: list[object]) -> None:
+    """1,000 tokens/s were seen; then both keys have a batch, in rows of 1,000 tokens."""
+    turns, day_s = JobTurns(1000), 86_400.0
+    turns.join("before", 1, 60_000)
+    turns.observe(0, is_saturated=True)
+    for second in range(60):
+        turns.charge(Turn("before", is_urgent=False), second, 1000, ends_subtree=True)
+        turns.settle("before", second, 1000)
+        turns.observe(second + 1, is_saturated=True)
+    turns.leave("before")
+    turns.join("victim", 1, 700_000, due_at=60 + day_s)
+    weight, deadline_s = most_that_is_taken(name, values)
+    turns.join("greedy", weight, 700_000, due_at=60 + deadline_s)
+
+    for second in range(60, 360):
+        turn = turns.choose({"victim", "greedy"}, second)
+        assert turn is not None
+        turns.charge(turn, second, 1000, ends_subtree=True)
+        turns.settle(turn.job_id, second, 1000)
+        turns.observe(second + 1, is_saturated=True)
+
+    assert turns.computed_tokens() == {"victim": 150_000, "greedy": 150_000}
