@@ -20,15 +20,15 @@ BLOCK_TOKENS = 10
 TOKEN_S = 0.000_099_999_9
 
 
+NO_HIT = PrefixHit()
+
+
 @dataclass(frozen=True, slots=True)
 class _Kv:
     """What the KV cache has of a request: a hit while it waits, blocks of its own while it runs."""
 
-    hit: PrefixHit = PrefixHit()
+    hit: PrefixHit = NO_HIT
     private_blocks: int = 0
-
-
-NO_HIT = PrefixHit()
 
 
 def held(num_tokens: int) -> PrefixHit:
