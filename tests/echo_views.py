@@ -31,6 +31,11 @@ class _Kv:
     private_blocks: int = 0
 
 
+def hit_of(request: RequestView) -> PrefixHit:
+    """What a waiting request finds in the cache."""
+    return _kv(request).hit
+
+
 def held(num_tokens: int) -> PrefixHit:
     """A hit on blocks that running requests hold."""
     return PrefixHit(num_tokens, 0)
@@ -119,8 +124,8 @@ def view(
         "token_budget": 10_000,
         "max_running": 100,
         "max_loras": 0,
-        "look_up": lambda r: r.handle.hit,
-        "private_blocks": lambda r: r.handle.private_blocks,
+        "look_up": hit_of,
+        "private_blocks": lambda r: _kv(r).private_blocks,
         "is_ready": lambda _: True,
     }
     return EngineView(**given | fields)
@@ -156,6 +161,11 @@ def _running(
     return request
 
 
+def _kv(request: RequestView) -> _Kv:
+    assert isinstance(request.handle, _Kv)
+    return request.handle
+
+
 def _blocks(request: RequestView) -> int:
     return -(-request.num_computed_tokens // BLOCK_TOKENS)
 
@@ -164,6 +174,6 @@ def _held_blocks(running: Sequence[RequestView]) -> int:
     """Blocks of running requests, what the rows of a document share counted once."""
     shared: dict[Group | None, int] = {}
     for request in running:
-        others = _blocks(request) - request.handle.private_blocks
+        others = _blocks(request) - _kv(request).private_blocks
         shared[request.group] = max(others, shared.get(request.group, 0))
-    return sum(shared.values()) + sum(request.handle.private_blocks for request in running)
+    return sum(shared.values()) + sum(_kv(request).private_blocks for request in running)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError
+from typing import Any
 
 import pytest
 from echo_views import (
@@ -249,7 +250,7 @@ def test_an_overdue_document_that_waits_for_running_rows_holds_the_others_back()
 
 
 def test_a_row_comes_in_whatever_is_reserved_where_nothing_else_is_there() -> None:
-    reserved = {"free_blocks": 100, "reserve_blocks": 95}
+    reserved: dict[str, Any] = {"free_blocks": 100, "reserve_blocks": 95}
 
     plan = plan_of(view(waiting=[row("row 1"), row("row 2")], **reserved))
 

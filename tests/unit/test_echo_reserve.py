@@ -8,6 +8,7 @@ from echo_views import (
     decoding_call,
     decoding_row,
     held,
+    hit_of,
     idle,
     names,
     plan_of,
@@ -99,7 +100,7 @@ def test_where_one_row_of_a_document_finds_no_room_the_others_are_not_looked_at(
 
     def look_up(request: RequestView) -> PrefixHit:
         looked_up.append(request.request_id)
-        return request.handle.hit
+        return hit_of(request)
 
     plan = plan_of(view(waiting=[*rows, row("row 9", prompt=50)], free_blocks=6, look_up=look_up))
 

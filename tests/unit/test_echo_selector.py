@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from echo_views import decoding_row, held, names, plan_of, row, view
@@ -21,7 +22,7 @@ WITH_BASE = LinearModel(0.01, 1e-4, 0.0, 0.0, 0.0)
 """600 tokens take 0.07 s, 1,500 take 0.16 s: the more the cheaper."""
 
 
-def drafts_of(*waiting: RequestView, free_blocks: int = 1_000, **fields: object) -> list[Draft]:
+def drafts_of(*waiting: RequestView, free_blocks: int = 1_000, **fields: Any) -> list[Draft]:
     engine = view(waiting=waiting, free_blocks=free_blocks, **fields)
     return Generator(EchoOptions()).generate(engine, StepLimits(math.inf, math.inf))
 
@@ -108,7 +109,7 @@ def test_a_document_that_pushes_out_wanted_kv_is_punished_for_its_tokens() -> No
 def test_wanted_kv_that_it_would_push_out_can_cost_a_document_its_place() -> None:
     large = row("first of A", prompt=1_500, document="A", num_followers=1)
     small = row("first of B", prompt=600, document="B", num_followers=1)
-    given = {"waiting": [small, large], "wanted_blocks": 139, "model": WITH_BASE}
+    given: dict[str, Any] = {"waiting": [small, large], "wanted_blocks": 139, "model": WITH_BASE}
 
     with_room = plan_of(view(free_blocks=400, **given), "bs+e+s")
     without = plan_of(view(free_blocks=200, **given), "bs+e+s")

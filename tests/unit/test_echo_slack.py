@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from echo_views import NOW_S, call, decoding_call, plan_of, prefilling_call, row, view
@@ -24,7 +25,7 @@ from batchrun.scheduling.slack import (
 )
 
 
-def limits_beside(*running: RequestView, **fields: float) -> StepLimits:
+def limits_beside(*running: RequestView, **fields: Any) -> StepLimits:
     """The limits of a step beside these running calls."""
     return step_limits(view(running=running, **fields), was_online_lately=True)
 
