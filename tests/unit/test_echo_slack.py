@@ -9,7 +9,7 @@ import pytest
 from echo_views import NOW_S, call, decoding_call, plan_of, prefilling_call, row, view
 
 from batchrun.scheduling import RequestView
-from batchrun.scheduling.echo import ONLINE_MEMORY_S, EchoPolicy
+from batchrun.scheduling.echo import EchoPolicy
 from batchrun.scheduling.options import EchoOptions
 from batchrun.scheduling.slack import (
     IDLE_SHARE,
@@ -122,8 +122,8 @@ def test_an_arrival_is_expected_for_a_minute_after_the_last_call() -> None:
     def chunk_after(pause_s: float) -> int:
         return policy.plan(view(waiting=[document], now_s=NOW_S + pause_s)).caps["row"]
 
-    assert chunk_after(ONLINE_MEMORY_S - 0.5) == 1_800
-    assert chunk_after(ONLINE_MEMORY_S + 0.5) == 4_000
+    assert chunk_after(59.5) == 1_800
+    assert chunk_after(60.5) == 4_000
 
 
 def test_a_tight_class_of_late_shortens_steps() -> None:

@@ -49,6 +49,16 @@ def test_one_missing_block_is_reason_enough() -> None:
     assert names(plan.preempt) == ["row"]
 
 
+def test_a_call_needs_room_for_its_first_token_too() -> None:
+    exact, one_more = call(prompt=99), call(prompt=100)
+
+    plan = plan_of(view(running=[decoding_row()], waiting=[exact], free_blocks=10))
+    longer = plan_of(view(running=[decoding_row()], waiting=[one_more], free_blocks=10))
+
+    assert plan.preempt == ()
+    assert names(longer.preempt) == ["row"]
+
+
 def test_a_row_that_frees_enough_goes_before_a_cheaper_one_that_does_not() -> None:
     small, large = decoding_row("row 1", prompt=40), decoding_row("row 2", num_followers=5)
 
