@@ -1,0 +1,289 @@
+"""What a step of Echo holds: calls, then rows that run, then rows whose KV is there."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+from echo_views import (
+    NOW_S,
+    call,
+    decoding_call,
+    decoding_row,
+    held,
+    names,
+    plan_of,
+    prefilling_call,
+    prefilling_row,
+    row,
+    view,
+)
+
+from batchrun.scheduling import Plan
+from batchrun.scheduling.echo import EchoPolicy
+from batchrun.scheduling.options import EchoOptions
+
+
+def test_an_empty_engine_gets_an_empty_plan() -> None:
+    plan = plan_of(view())
+
+    assert plan.admit == () and plan.preempt == ()
+    assert plan.caps == {} and plan.predicted_s == 0.0
+
+
+def test_a_plan_is_frozen_and_the_same_view_gives_the_same_plan() -> None:
+    engine = view(
+        running=[decoding_call(), decoding_row("row 1")],
+        waiting=[call("call 2"), row("row 2"), row("row 3", prompt=2_000)],
+    )
+
+    plan = plan_of(engine)
+
+    assert plan == plan_of(engine)
+    with pytest.raises(FrozenInstanceError):
+        plan.predicted_s = 1.0  # type: ignore[misc]
+
+
+def test_calls_take_the_tokens_of_a_step_before_rows_do() -> None:
+    engine = view(
+        running=[decoding_row("row 1"), prefilling_call("call 2", left=60), decoding_call()],
+        waiting=[row("row 3")],
+        token_budget=61,
+    )
+
+    plan = plan_of(engine)
+
+    assert plan.caps == {"call 2": 60, "row 1": 0}
+    assert plan.admit == ()
+
+
+def test_waiting_calls_come_in_first_and_in_their_order() -> None:
+    engine = view(waiting=[row("row 1"), row("row 2"), call("call 1"), call("call 2")])
+
+    plan = plan_of(engine)
+
+    assert names(plan.admit) == ["call 1", "call 2", "row 1", "row 2"]
+    assert plan.caps == {"call 1": 99, "call 2": 99, "row 1": 90, "row 2": 90}
+    assert plan.predicted_s == pytest.approx(378 * 0.0001)
+
+
+def test_a_call_without_room_holds_up_the_calls_and_rows_behind_it() -> None:
+    big = call("call 1", prompt=999)
+    engine = view(waiting=[big, call("call 2"), row("row 1")], free_blocks=99)
+
+    plan = plan_of(engine)
+
+    assert plan.admit == ()
+
+
+def test_a_call_whose_adapter_must_wait_holds_up_nobody() -> None:
+    engine = view(
+        running=[decoding_call("call 1", lora_id=1)],
+        waiting=[call("call 2", lora_id=2), call("call 3", lora_id=1), row("row 1")],
+        max_loras=1,
+    )
+
+    plan = plan_of(engine)
+
+    assert names(plan.admit) == ["call 3", "row 1"]
+
+
+def test_a_call_takes_all_its_prompt_where_no_other_call_decodes() -> None:
+    plan = plan_of(view(waiting=[call(prompt=9_000)]))
+
+    assert plan.caps == {"call": 9_000}
+
+
+def test_a_calls_prompt_is_cut_to_the_slack_of_the_calls_that_decode() -> None:
+    engine = view(
+        running=[decoding_call("call 1", due_in_s=0.08)], waiting=[call("call 2", prompt=2_000)]
+    )
+
+    plan = plan_of(engine)
+
+    assert plan.caps == {"call 2": 800 - 1}
+
+
+def test_a_calls_prompt_moves_by_32_tokens_however_full_the_step_is() -> None:
+    late = [decoding_call(f"call {i}", due_in_s=-1.0) for i in range(250)]
+    engine = view(running=[*late, prefilling_call("new call", left=90)], max_running=300)
+
+    plan = plan_of(engine)
+
+    assert plan.caps == {"new call": 32}
+
+
+def test_a_rows_prompt_is_cut_to_what_the_tightest_call_leaves() -> None:
+    loose, tight = decoding_call("call 1", due_in_s=9), decoding_call("call 2", due_in_s=0.04)
+    engine = view(running=[loose, tight, prefilling_row(prompt=3_000, left=2_000)])
+
+    plan = plan_of(engine)
+
+    assert plan.caps == {"row": 400 - 2}
+    assert plan.predicted_s == pytest.approx(0.04, abs=1e-6)
+
+
+def test_a_late_call_leaves_rows_half_of_its_token_time() -> None:
+    engine = view(running=[decoding_call(due_in_s=-3.0), prefilling_row(prompt=3_000, left=2_000)])
+
+    plan = plan_of(engine)
+
+    assert plan.caps == {"row": 250 - 1}
+
+
+def test_rows_that_decode_go_on_before_rows_that_read() -> None:
+    reading, decoding = prefilling_row("row 1", left=50), decoding_row("row 2")
+
+    plan = plan_of(view(running=[reading, decoding], token_budget=33))
+
+    assert plan.caps == {"row 1": 32}
+
+
+def test_decodes_of_rows_that_exceed_the_step_sit_it_out_the_last_in_order_first() -> None:
+    rows = [decoding_row(f"row {i}") for i in range(4)]
+
+    plan = plan_of(view(running=[decoding_call(), *rows], token_budget=4))
+
+    assert plan.caps == {"row 3": 0}
+
+
+def test_a_request_whose_last_tokens_are_in_flight_takes_no_place_in_the_step() -> None:
+    ending_call, ending_row = decoding_call("call 1"), decoding_row("row 1")
+    ending_call.work_left_tokens = ending_row.work_left_tokens = 0
+
+    plan = plan_of(view(running=[ending_call, ending_row], waiting=[row("row 2")]))
+
+    assert names(plan.admit) == ["row 2"]
+    assert plan.caps == {"row 2": 90}
+
+
+def test_a_row_reads_no_further_than_there_are_blocks() -> None:
+    engine = view(running=[prefilling_row(prompt=1_000, left=595)], free_blocks=20)
+
+    plan = plan_of(engine)
+
+    assert plan.caps == {"row": 5 + 200}
+
+
+def test_a_row_that_reads_leaves_rows_that_decode_the_blocks_of_their_next_32_tokens() -> None:
+    decoding = decoding_row("row 1", output=200)
+    reading = prefilling_row("row 2", prompt=1_000, left=600)
+
+    plan = plan_of(view(running=[decoding, reading], free_blocks=20))
+
+    assert plan.caps == {"row 2": (20 - 3) * 10}
+
+
+def test_a_row_whose_prefix_is_cached_goes_before_an_earlier_one_that_must_be_read() -> None:
+    uncached = row("row 1", prompt=2_000, document="A")
+    cached = row("row 2", prompt=2_050, document="B", hit=held(2_000))
+
+    plan = plan_of(view(waiting=[uncached, cached]))
+
+    assert names(plan.admit) == ["row 2", "row 1"]
+    assert plan.caps == {"row 2": 50, "row 1": 2_000}
+
+
+def test_followers_wait_while_their_leader_reads_the_document() -> None:
+    leader = prefilling_row("row 1", prompt=2_000, left=1_500, document="A")
+    follower = row("row 2", prompt=1_000, hit=held(500), document="A")
+    other = row("row 3", document="B")
+
+    plan = plan_of(view(running=[leader], waiting=[follower, other]))
+
+    assert names(plan.admit) == ["row 3"]
+
+
+def test_followers_come_in_together_once_their_leader_has_read_the_document() -> None:
+    leader = decoding_row("row 1", prompt=2_000, document="A")
+    followers = [row(f"row {i}", prompt=2_050, hit=held(2_000), document="A") for i in range(2, 5)]
+
+    plan = plan_of(view(running=[leader], waiting=followers))
+
+    assert names(plan.admit) == ["row 2", "row 3", "row 4"]
+    assert plan.caps == {"row 2": 50, "row 3": 50, "row 4": 50}
+
+
+def test_one_document_at_a_time_is_read() -> None:
+    reading = prefilling_row("row 1", prompt=2_000, left=600, document="A")
+    documents = [row("row 2", prompt=2_000, document="B"), row("row 3", prompt=900, document="C")]
+
+    beside = plan_of(view(running=[reading], waiting=documents))
+    alone = plan_of(view(waiting=documents))
+
+    assert beside.admit == ()
+    assert len(alone.admit) == 1
+
+
+def test_a_row_that_is_not_ready_is_passed_over() -> None:
+    engine = view(waiting=[row("row 1"), row("row 2")], is_ready=lambda r: r.request_id != "row 1")
+
+    plan = plan_of(engine)
+
+    assert names(plan.admit) == ["row 2"]
+
+
+def test_a_document_that_stood_first_for_ten_seconds_is_begun_before_a_better_one() -> None:
+    policy, head = EchoPolicy(EchoOptions()), row("row 1", prompt=2_000, document="A")
+    better = row("row 2", prompt=2_000, document="B", num_followers=9)
+
+    def admitted_at(now_s: float) -> list[str]:
+        return names(policy.plan(view(waiting=[head, better], now_s=now_s)).admit)
+
+    assert admitted_at(NOW_S) == ["row 2"]
+    assert admitted_at(NOW_S + 10.0) == ["row 2"]
+    assert admitted_at(NOW_S + 10.5) == ["row 1"]
+
+
+def test_an_overdue_document_that_waits_for_running_rows_holds_the_others_back() -> None:
+    policy, running = EchoPolicy(EchoOptions()), decoding_row("row 0", output=200)
+    head = row("row 1", prompt=2_000, document="A")
+    smaller = row("row 2", prompt=600, document="B")
+
+    def planned_at(now_s: float) -> Plan:
+        engine = view(running=[running], waiting=[head, smaller], free_blocks=195, now_s=now_s)
+        return policy.plan(engine)
+
+    assert names(planned_at(NOW_S).admit) == ["row 2"]
+    assert planned_at(NOW_S + 10.5).admit == ()
+
+
+def test_a_row_comes_in_whatever_is_reserved_where_nothing_else_is_there() -> None:
+    reserved: dict[str, Any] = {"free_blocks": 100, "reserve_blocks": 95}
+
+    plan = plan_of(view(waiting=[row("row 1"), row("row 2")], **reserved))
+
+    assert names(plan.admit) == ["row 1"]
+    assert plan_of(view(running=[decoding_call()], waiting=[row()], **reserved)).admit == ()
+
+
+def test_the_first_row_goes_on_whatever_the_limit_where_nothing_else_would_run() -> None:
+    rows = [prefilling_row(f"row {i}", prompt=5_000, left=3_000) for i in range(2)]
+
+    plan = plan_of(view(running=rows, online_slo_ttft_s=0.001))
+
+    assert plan.caps == {"row 0": 3_000, "row 1": 0}
+
+
+def test_rows_that_are_switched_off_sit_out_and_none_comes_in() -> None:
+    engine = view(
+        running=[decoding_call(), decoding_row("row 1")],
+        waiting=[row("row 2"), call("call 2")],
+        is_offline_on=False,
+    )
+
+    plan = plan_of(engine)
+
+    assert names(plan.admit) == ["call 2"]
+    assert plan.caps == {"row 1": 0, "call 2": 99}
+
+
+def test_rows_take_no_more_slots_than_are_free() -> None:
+    engine = view(
+        running=[decoding_call()], waiting=[row(f"row {i}") for i in range(5)], max_running=3
+    )
+
+    plan = plan_of(engine)
+
+    assert names(plan.admit) == ["row 0", "row 1"]
