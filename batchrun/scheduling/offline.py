@@ -99,8 +99,7 @@ def candidates(draft: Draft, passed_over: Collection[Group | None] = ()) -> Iter
 
 def need_blocks(view: EngineView, request: RequestView, hit: PrefixHit) -> int:
     """Free blocks that an offline request takes until its end, idle cached ones included."""
-    total = view.blocks_for(request.num_prompt_tokens + request.max_output_tokens)
-    return total - hit.num_tokens // view.block_tokens + hit.idle_blocks
+    return view.free_blocks_for(request.num_prompt_tokens + request.max_output_tokens, hit)
 
 
 def soon_free_blocks(draft: Draft) -> int:

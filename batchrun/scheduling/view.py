@@ -117,3 +117,8 @@ class EngineView:
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_tokens)
+
+    def free_blocks_for(self, num_tokens: int, hit: PrefixHit) -> int:
+        """Free blocks that a request with this hit takes to hold `num_tokens` tokens: not those
+        that others hold, but the idle ones that it hits."""
+        return self.blocks_for(num_tokens) - hit.num_tokens // self.block_tokens + hit.idle_blocks

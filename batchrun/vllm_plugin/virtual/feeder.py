@@ -18,14 +18,19 @@ from batchrun.vllm_plugin.virtual.setup import NONCE
 from batchrun.vllm_plugin.virtual.workload import Job, JobRow, OnlineCall, TokenIds, draw_token_ids
 
 MAX_HASHED_DOCUMENTS = 256
+SYSTEM_SEED = 7_000
+"""The system prompt has draws of its own: a seed means the same calls with and without it."""
 
 
 class OnlineSource:
-    """Users who call when the trace says so, with prompts nobody else sends."""
+    """Users who call when the trace says so, with prompts nobody else sends, behind the system
+    prompt that all begin with, if any."""
 
     def __init__(self, calls: Sequence[OnlineCall], seed: int) -> None:
         self._calls = calls
         self._rng = random.Random(7 + seed)
+        num_system = max((call.num_system_tokens for call in calls), default=0)
+        self._system = draw_token_ids(random.Random(SYSTEM_SEED + seed), num_system).tolist()
         self._next = 0
 
     @property
@@ -38,7 +43,8 @@ class OnlineSource:
         due: list[Arrival] = []
         while self.next_due_s <= now_s:
             call = self._calls[self._next]
-            prompt = draw_token_ids(self._rng, call.num_prompt_tokens).tolist()
+            own = draw_token_ids(self._rng, call.num_prompt_tokens).tolist()
+            prompt = self._system[: call.num_system_tokens] + own
             name = f"online-{self._next}"
             due.append(Arrival(name, True, call.arrival_at_s, prompt, call.num_output_tokens))
             self._next += 1
