@@ -18,6 +18,8 @@ HINT_VERSION = 1
 HINT_NONCE_VARIABLE = "BATCHRUN_HINT_NONCE"
 """The environment variable through which an engine learns which hints to believe."""
 
+USUAL_OUTPUT_TOKENS = 128
+"""A first guess of an answer's length, while none of the same job is known."""
 
 DEFAULT_CLASS = "default"
 """The SLO class of online calls that name none."""

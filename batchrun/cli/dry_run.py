@@ -20,14 +20,13 @@ from batchrun.cli.inspect_study import study_job
 from batchrun.cli.vllm_here import vllm_needed
 from batchrun.config import Deployment, load_deployment
 from batchrun.daemon.profiles import existing_profile
-from batchrun.daemon.row_costs import USUAL_OUTPUT_TOKENS
 from batchrun.errors import EngineError, InputError
 from batchrun.home import Home
 from batchrun.inputs import InputData
 from batchrun.inputs.prompts import read_prompts
 from batchrun.jobspec import JobSpec, load_job_file
 from batchrun.submission import checked_job
-from batchrun.types import ProgressSink
+from batchrun.types import USUAL_OUTPUT_TOKENS, ProgressSink
 
 if TYPE_CHECKING:
     from batchrun.cli.dry_run_simulated import Simulation

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from batchrun.daemon.active_job import ActiveJob
+from batchrun.daemon.row_costs import expected_output_tokens
 from batchrun.types import HINT_KEY, HINT_VERSION
 
 MAX_NODES = 8
@@ -43,6 +44,7 @@ class Hinter:
             "class": "offline",
             "rank": rank,
             "nodes": _nodes(job, row, rank),
+            "output": expected_output_tokens(job.spec, job.counts),
         }
         given = body.get("vllm_xargs")
         others = given if isinstance(given, dict) else {}

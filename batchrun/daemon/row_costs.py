@@ -10,9 +10,7 @@ from batchrun.jobspec import JobSpec
 from batchrun.planning import JobPlan
 from batchrun.pool import IntArray
 from batchrun.store import Counts
-
-USUAL_OUTPUT_TOKENS = 128
-"""A first guess of an answer's length; a smaller `max_tokens` replaces it."""
+from batchrun.types import USUAL_OUTPUT_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +34,14 @@ class RowCosts:
 def estimate_costs(spec: JobSpec, plan: JobPlan, counts: Counts, done: IntArray) -> RowCosts:
     """The costs of a job of which the rows `done` have a result already."""
     bytes_per_token = plan.tokens.bytes_per_token
-    output_tokens = _expected_output_tokens(spec, counts)
+    output_tokens = expected_output_tokens(spec, counts)
     tokens = np.rint(plan.new_bytes / bytes_per_token).astype(np.int64) + output_tokens
     tokens[done] = 0
     return RowCosts(plan.new_bytes, bytes_per_token, output_tokens, int(tokens.sum()))
 
 
-def _expected_output_tokens(spec: JobSpec, counts: Counts) -> int:
-    """The mean of the answers so far, or a guess."""
+def expected_output_tokens(spec: JobSpec, counts: Counts) -> int:
+    """The mean of the answers so far, or a guess: 128, or a smaller `max_tokens`."""
     if counts.num_completed:
         return round(counts.num_output_tokens / counts.num_completed)
     most = spec.request.get("max_tokens", spec.request.get("max_completion_tokens"))

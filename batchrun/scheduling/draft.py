@@ -92,7 +92,7 @@ class Draft:
         self.tokens_left -= num
         self.free_blocks -= new_blocks
         if is_offline:
-            ends = [-(-(r.num_prompt_tokens + r.max_output_tokens) // size) for r in requests]
+            ends = [-(-r.end_tokens // size) for r in requests]
             held = [tokens // size + 1 for tokens in computed]
             soon = [-(-(tokens + CLOSING_TOKENS) // size) for tokens in computed]
             self.promised_blocks += sum(ends) - sum(held)
@@ -180,8 +180,6 @@ class Draft:
         blocks_for = self.view.blocks_for
         computed = request.num_computed_tokens
         now_blocks = blocks_for(computed + num_tokens)
-        end = request.num_tokens
-        if request.is_offline:
-            end = request.num_prompt_tokens + request.max_output_tokens
+        end = request.end_tokens if request.is_offline else request.num_tokens
         self.free_blocks -= now_blocks - blocks_for(computed)
         self.promised_blocks += max(0, blocks_for(end) - now_blocks)

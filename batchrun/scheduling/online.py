@@ -55,7 +55,7 @@ def _let_in(draft: Draft, victims: Victims, request: RequestView, limit_s: float
     chunk = _at_least(draft.chunk(hit.num_tokens, left, limit_s), left, draft)
     if chunk == 0:
         return False
-    need = view.blocks_for(request.num_tokens + 1)
+    need = view.free_blocks_for(request.num_tokens + 1, hit)
     if need > draft.free_blocks + draft.offline_blocks:
         return False
     if not has_adapter:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from batchrun.estimator import StepTimeModel
 from batchrun.types import RequestClass
+
+GROWTH_TOKENS = 64
+"""A row is taken to generate so many more tokens when its answer is longer than expected."""
 
 Group = tuple[str, int]
 """A job, and the number of a prefix node of its own."""
@@ -21,10 +25,11 @@ class RequestView:
     `work_left_tokens` is what vLLM could still schedule now: the rest of the prompt, or 1 for a
     decode, 0 when its output in flight may be the last. `num_computed_tokens` and
     `num_output_tokens` count steps in flight as done. `slo_jct_s` bounds the time from arrival to
-    the last token (online only, as the other bounds). `rank` is the row's place in the planned
-    order of all rows that the daemon of this `epoch` sends, `group` the job and the node of its
-    deepest shared prefix, `num_followers` the rows of that node that stand behind it (offline
-    only). An offline request that `is_row` belongs to a job; others are calls.
+    the last token (online only, as the other bounds). `expected_output_tokens` is what an offline
+    answer is likely to stay within, `max_output_tokens` what it never exceeds. `rank` is the row's
+    place in the planned order of all rows that the daemon of this `epoch` sends, `group` the job
+    and the node of its deepest shared prefix, `num_followers` the rows of that node that stand
+    behind it (offline only). An offline request that `is_row` belongs to a job; others are calls.
     """
 
     request_id: str
@@ -32,6 +37,7 @@ class RequestView:
     arrival_at_s: float
     num_prompt_tokens: int
     max_output_tokens: int = 0
+    expected_output_tokens: int = sys.maxsize
     slo_ttft_s: float = 0.0
     slo_tpot_s: float = 0.0
     slo_jct_s: float = math.inf
@@ -62,6 +68,16 @@ class RequestView:
     def prefill_left_tokens(self) -> int:
         """Prompt (and recomputed output) tokens that have no KV yet."""
         return 0 if self.is_decode else self.work_left_tokens
+
+    @property
+    def end_tokens(self) -> int:
+        """Prompt and answer as long as they are expected to become: room is set aside for these.
+
+        An answer that is longer than expected is taken to go on a little; what it grows beyond
+        the room costs offline work, by preemption.
+        """
+        expected = max(self.expected_output_tokens, self.num_output_tokens + GROWTH_TOKENS)
+        return self.num_prompt_tokens + min(self.max_output_tokens, expected)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,3 +133,8 @@ class EngineView:
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_tokens)
+
+    def free_blocks_for(self, num_tokens: int, hit: PrefixHit) -> int:
+        """Free blocks that a request with this hit takes to hold `num_tokens` tokens: not those
+        that others hold, but the idle ones that it hits."""
+        return self.blocks_for(num_tokens) - hit.num_tokens // self.block_tokens + hit.idle_blocks

@@ -50,6 +50,7 @@ class ActiveRows:
     num_done: int = 0
     served_tokens: int = 0
     computed_tokens: int = 0
+    output_tokens: int = 0
     expected_tokens: int = 0
     finished_at_s: float | None = None
     latest: _Latest | None = None
@@ -59,6 +60,12 @@ class ActiveRows:
         self.queue = RowQueue(self.job.order.rows, nodes)
         self.groups = self.job.group_of().tolist()
         self.costs = self.job.expected_tokens().tolist()
+
+    def output_tokens_to_expect(self) -> int:
+        """What the daemon tells of an answer: the mean of those so far, or its first guess."""
+        if not self.num_done:
+            return self.job.expected_output_tokens
+        return round(self.output_tokens / self.num_done)
 
     @property
     def id(self) -> str:
@@ -141,6 +148,7 @@ class RowFeed:
         job.num_done += 1
         job.served_tokens += record.num_prompt_tokens + num_output_tokens
         job.computed_tokens += computed
+        job.output_tokens += num_output_tokens
         job.expected_tokens += job.costs[sent.row]
         self._windows[sent.engine].remove(sent.tokens)
         self.turns.settle(job.id, sent.row, computed)
@@ -269,4 +277,5 @@ def _hint(job: ActiveRows, row: int, rank: int) -> str:
         "nodes": [
             [n, num, rank + 1 if num else rank] for n, num in zip(path, to_come, strict=True)
         ],
+        "output": job.output_tokens_to_expect(),
     })

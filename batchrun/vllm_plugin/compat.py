@@ -91,7 +91,14 @@ POOL_FIELDS = (
     "blocks", "cached_block_hash_to_block", "free_block_queue", "hash_block_size", "null_block",
     "num_gpu_blocks",
 )  # fmt: skip
-BLOCK_FIELDS = ("block_hash", "block_id", "next_free_block", "prev_free_block", "ref_cnt")
+BLOCK_FIELDS = (
+    "block_hash",
+    "block_id",
+    "is_null",
+    "next_free_block",
+    "prev_free_block",
+    "ref_cnt",
+)
 
 
 def vllm_version() -> str:
@@ -121,7 +128,7 @@ def cached_prefix(manager: KVCacheManager, request: Request) -> tuple[int, int]:
     before it too, so for one kind of full attention both are found by search; vLLM looks at every
     block when it admits the request.
     """
-    if not _has_plain_blocks(manager):
+    if not has_plain_blocks(manager):
         blocks, num_tokens, *_ = manager.get_computed_blocks(request)
         return int(num_tokens), sum(map(_num_idle, blocks.blocks))
     if not manager.prefix_cache_lookup_enabled(request):
@@ -143,7 +150,8 @@ def cached_prefix(manager: KVCacheManager, request: Request) -> tuple[int, int]:
     return num_blocks * block_tokens, num_blocks - num_held
 
 
-def _has_plain_blocks(manager: KVCacheManager) -> bool:
+def has_plain_blocks(manager: KVCacheManager) -> bool:
+    """Whether a request holds one list of blocks, of full attention, that only grows."""
     coordinator = manager.coordinator
     return (
         isinstance(coordinator, UnitaryKVCacheCoordinator)

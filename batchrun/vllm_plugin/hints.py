@@ -31,7 +31,7 @@ class Hint:
     """What the daemon knows of a row: its place in the planned order, and its prefix nodes.
 
     `nodes` run from the root downwards. Rows that announce the same node share exactly their
-    common block hashes.
+    common block hashes. `output_tokens` is the expected length of its answer; None: not told.
     """
 
     epoch: int
@@ -39,6 +39,7 @@ class Hint:
     row: int
     rank: int
     nodes: tuple[NodeHint, ...]
+    output_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,7 @@ def _read_row(fields: dict[str, object]) -> Hint:
             row=_whole(fields["row"]),
             rank=_whole(fields["rank"]),
             nodes=tuple(NodeHint(*(_whole(value) for value in node)) for node in nodes),
+            output_tokens=_count(fields["output"]) if "output" in fields else None,
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"malformed hint: {error}") from error
@@ -129,6 +131,13 @@ def _whole(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"malformed hint: {value!r} is not a whole number")
     return value
+
+
+def _count(value: object) -> int:
+    number = _whole(value)
+    if number < 0:
+        raise ValueError(f"malformed hint: {number} is less than 0")
+    return number
 
 
 class HintReader:

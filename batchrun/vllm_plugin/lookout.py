@@ -10,6 +10,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from batchrun.scheduling import EngineView, PrefixHit, RequestView
 from batchrun.types import RequestClass
 from batchrun.vllm_plugin.compat import awaits_stale_output, cached_prefix
+from batchrun.vllm_plugin.online_blocks import OnlineBlocks
 from batchrun.vllm_plugin.request_views import refresh
 
 if TYPE_CHECKING:
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 
 OFFLINE = RequestClass.OFFLINE
 LOOK_STEPS = 8
-"""Steps for which what was looked up of a request is believed."""
+"""Steps for which what was looked up of an offline request is believed; of an online one only in
+the same step, since its promise hangs on the room that it asks for."""
 
 
 class Lookout:
@@ -28,11 +30,13 @@ class Lookout:
         self._engine = engine
         self.hits: dict[str, tuple[PrefixHit, int]] = {}
         self._private: dict[str, tuple[int, int]] = {}
+        self._online_blocks = OnlineBlocks(engine.kv_cache_manager, engine.block_size)
 
     def forget(self, request_id: str) -> None:
         """A request has ended, or was preempted."""
         self.hits.pop(request_id, None)
         self._private.pop(request_id, None)
+        self._online_blocks.forget(request_id)
 
     def forget_hits(self) -> None:
         """Nothing is cached any more."""
@@ -42,9 +46,8 @@ class Lookout:
         """Note how much KV online requests hold, and let what has run out expire; all that runs
         is online."""
         engine = self._engine
-        now_s, size = engine.clock(), engine.block_size
-        used = sum(-(-request.num_computed_tokens // size) for request in engine.running)
-        engine._estimates.sample(now_s, used)
+        now_s = engine.clock()
+        engine._estimates.sample(now_s, self._online_blocks.count(engine.running))
         if engine._kv is not None:
             engine._kv.expire(now_s)
 
@@ -62,7 +65,7 @@ class Lookout:
             else:
                 online.append(view)
         now_s = engine.clock()
-        used = sum(-(-view.num_computed_tokens // engine.block_size) for view in online)
+        used = self._online_blocks.count([view.handle for view in online])
         engine._estimates.sample(now_s, used)
         pool = engine.kv_cache_manager.block_pool
         if engine._kv is not None:
@@ -99,7 +102,8 @@ class Lookout:
     def look_up(self, view: RequestView) -> PrefixHit:
         """What a waiting request finds in the KV cache; looked up again every few steps."""
         known = self.hits.get(view.request_id)
-        if known is not None and self._engine.current_step - known[1] < LOOK_STEPS:
+        believed_steps = LOOK_STEPS if view.is_offline else 1
+        if known is not None and self._engine.current_step - known[1] < believed_steps:
             return known[0]
         hit = PrefixHit(*cached_prefix(self._engine.kv_cache_manager, view.handle))
         self.hits[view.request_id] = (hit, self._engine.current_step)

@@ -8,9 +8,12 @@ from collections.abc import Iterable
 from vllm.v1.request import Request
 
 from batchrun.scheduling import RequestView
-from batchrun.types import RequestClass
+from batchrun.types import USUAL_OUTPUT_TOKENS, RequestClass
 from batchrun.vllm_plugin.hints import AnyHint, FlexHint, Hint, SloHint
 from batchrun.vllm_plugin.settings import OnlineSlo
+
+MARGIN_SHARE = 0.25
+"""Room for an answer that is longer than expected, as a share of what is."""
 
 
 def make_view(
@@ -31,14 +34,23 @@ def make_view(
     )
     if isinstance(hint, Hint):
         view.is_row, view.epoch, view.rank = True, hint.epoch, hint.rank
+        view.expected_output_tokens = _with_margin(hint.output_tokens)
         if hint.nodes:
             view.group = hint.job, hint.nodes[-1].node
             view.num_followers = hint.nodes[-1].num_rows_to_come
-    elif not is_offline:
+    elif is_offline:
+        view.expected_output_tokens = _with_margin(None)
+    else:
         bounds = hint if isinstance(hint, SloHint) else slo
         view.slo_ttft_s, view.slo_tpot_s = bounds.ttft_s, bounds.tpot_s
         view.slo_jct_s = math.inf if bounds.jct_s is None else bounds.jct_s
     return view
+
+
+def _with_margin(output_tokens: int | None) -> int:
+    """What to set aside for an answer of about this length, or of one that nobody knows."""
+    tokens = USUAL_OUTPUT_TOKENS if output_tokens is None else output_tokens
+    return math.ceil((1 + MARGIN_SHARE) * tokens)
 
 
 def stand_behind(view: RequestView, others: Iterable[RequestView]) -> None:

@@ -92,9 +92,7 @@ class Rig:
         assert {record.finish_reason for record in records} == {"length"}
         for record in records:
             first = record.num_prompt_tokens
-            wanted = [
-                token_id(record.token_seed, first + i) for i in range(len(record.output_token_ids))
-            ]
+            wanted = [token_id(record, first + i) for i in range(len(record.output_token_ids))]
             assert record.output_token_ids == wanted
         assert not self.scheduler.requests and not self.scheduler._views
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1

@@ -12,6 +12,7 @@ from job_builders import make_active_job
 
 from batchrun.daemon.active_job import ActiveJob
 from batchrun.daemon.hinting import MAX_NODES, Hinter
+from batchrun.store import Counts
 from batchrun.vllm_plugin.hints import Hint, parse_hint
 
 JobMaker = Callable[..., ActiveJob]
@@ -79,6 +80,14 @@ def test_of_a_long_path_the_ends_are_told(make_job: JobMaker) -> None:
     assert len(path) > MAX_NODES == len(told)
     assert told[0] == path[0]
     assert told[1:] == path[1 - MAX_NODES :]
+
+
+def test_the_mean_of_the_answers_so_far_is_told(make_job: JobMaker) -> None:
+    job = make_job(["x" * 600, "y" * 600])
+    before = hint_of(Hinter(1), job, 0).output_tokens
+    job.counts = Counts(num_completed=4, num_output_tokens=90)
+
+    assert (before, hint_of(Hinter(1), job, 1).output_tokens) == (128, 22)
 
 
 def test_endpoints_without_a_place_for_it_get_no_hint(make_job: JobMaker) -> None:

@@ -30,6 +30,13 @@ def test_a_hint_is_read_whole() -> None:
     )
 
 
+def test_an_expected_length_is_read_where_there_is_one() -> None:
+    told, silent = parse_hint(extra(output=80), "secret"), parse_hint(extra(), "secret")
+
+    assert isinstance(told, Hint) and told.output_tokens == 80
+    assert isinstance(silent, Hint) and silent.output_tokens is None
+
+
 @pytest.mark.parametrize(
     "extra_args",
     [
@@ -87,6 +94,8 @@ def test_an_engine_without_a_nonce_believes_no_hint() -> None:
         {"nodes": [[1, 2, "x"]]},
         {"nodes": [[1, 2, 3]] * 65},
         {"row": True},
+        {"output": "x"},
+        {"output": -1},
         {"class": "online"},
         {"class": "online", "slo": [1, 2]},
         {"class": "online", "slo": {"ttft_s": 1}},

@@ -220,7 +220,7 @@ class VirtualEngine:
             item = (new, context, new == 1 and context > record.num_prompt_tokens)
             (online if record.is_online else offline).append(item)
             is_chunk = request.is_prefill_chunk
-            sampled.append(NO_TOKENS if is_chunk else [token_id(record.token_seed, context)])
+            sampled.append(NO_TOKENS if is_chunk else [token_id(record, context)])
         index = {req_id: i for i, req_id in enumerate(req_ids)}
         result = ModelRunnerOutput(req_ids, index, sampled)
         duration_s = self.totals.charge(self._law, online, offline)

@@ -12,20 +12,25 @@ from dataclasses import dataclass
 
 from vllm.v1.core.kv_cache_utils import BlockHash
 
-from batchrun.types import HINT_VERSION
+from batchrun.types import HINT_VERSION, USUAL_OUTPUT_TOKENS
 from batchrun.vllm_plugin.virtual.requests import Arrival, hash_blocks
 from batchrun.vllm_plugin.virtual.setup import NONCE
 from batchrun.vllm_plugin.virtual.workload import Job, JobRow, OnlineCall, TokenIds, draw_token_ids
 
 MAX_HASHED_DOCUMENTS = 256
+SYSTEM_SEED = 7_000
+"""The system prompt has draws of its own: a seed means the same calls with and without it."""
 
 
 class OnlineSource:
-    """Users who call when the trace says so, with prompts nobody else sends."""
+    """Users who call when the trace says so, with prompts nobody else sends, behind the system
+    prompt that all begin with, if any."""
 
     def __init__(self, calls: Sequence[OnlineCall], seed: int) -> None:
         self._calls = calls
         self._rng = random.Random(7 + seed)
+        num_system = max((call.num_system_tokens for call in calls), default=0)
+        self._system = draw_token_ids(random.Random(SYSTEM_SEED + seed), num_system).tolist()
         self._next = 0
 
     @property
@@ -38,7 +43,8 @@ class OnlineSource:
         due: list[Arrival] = []
         while self.next_due_s <= now_s:
             call = self._calls[self._next]
-            prompt = draw_token_ids(self._rng, call.num_prompt_tokens).tolist()
+            own = draw_token_ids(self._rng, call.num_prompt_tokens).tolist()
+            prompt = self._system[: call.num_system_tokens] + own
             name = f"online-{self._next}"
             due.append(Arrival(name, True, call.arrival_at_s, prompt, call.num_output_tokens))
             self._next += 1
@@ -71,14 +77,23 @@ class JobFeeder:
 
     With a `window` it keeps a bounded part of the job in the engine and refills it as rows end;
     without one it sends everything at once. `id_digits` pads the numbers in request ids: vLLM's
-    priority queue breaks ties of the arrival time by id, so unpadded ids run as text sorts.
+    priority queue breaks ties of the arrival time by id, so unpadded ids run as text sorts. The
+    rows' `max_tokens` are their true lengths; with a `context_tokens` they have none, and vLLM's
+    limit is what the prompt leaves of the context.
     """
 
     def __init__(
-        self, job: Job, *, window: Window | None, block_tokens: int = 16, id_digits: int = 7
+        self,
+        job: Job,
+        *,
+        window: Window | None,
+        block_tokens: int = 16,
+        id_digits: int = 7,
+        context_tokens: int | None = None,
     ) -> None:
         self._job = job
         self._window = window
+        self._context_tokens = context_tokens
         self._id_digits = id_digits
         self._hints = _Hints(job)
         self._hashes = _DocumentHashes(job.documents, block_tokens)
@@ -86,6 +101,8 @@ class JobFeeder:
         self._next_tick_s = 0.0
         self._was_full = False
         self._tokens_by_id: dict[str, int] = {}
+        self._output_tokens: dict[str, int] = {}
+        self._num_ended = self._num_ended_tokens = 0
         self._window_tokens = 0
 
     @property
@@ -110,6 +127,9 @@ class JobFeeder:
     def on_finished(self, request_id: str) -> None:
         """A row that ended makes room."""
         self._window_tokens -= self._tokens_by_id.pop(request_id, 0)
+        if request_id in self._output_tokens:
+            self._num_ended += 1
+            self._num_ended_tokens += self._output_tokens.pop(request_id)
 
     def _tick(self, window: Window) -> list[Arrival]:
         rows: list[Arrival] = []
@@ -144,17 +164,25 @@ class JobFeeder:
         prompt = document.tolist() + row.question.tolist()
         request_id = f"row-{rank:0{self._id_digits}d}"
         self._tokens_by_id[request_id] = len(prompt)
+        self._output_tokens[request_id] = row.num_output_tokens
         self._window_tokens += len(prompt)
         self._next_rank += 1
+        context = self._context_tokens
         return Arrival(
             request_id,
             False,
             arrival_at_s,
             prompt,
-            row.num_output_tokens,
-            self._hints.text(row, rank),
+            row.num_output_tokens if context is None else context - len(prompt),
+            self._hints.text(row, rank, self._expected_output_tokens()),
             self._hashes.of(row.document),
+            num_output_tokens=None if context is None else row.num_output_tokens,
         )
+
+    def _expected_output_tokens(self) -> int:
+        """What the daemon expects of an answer: the mean of those so far."""
+        num = self._num_ended
+        return round(self._num_ended_tokens / num) if num else USUAL_OUTPUT_TOKENS
 
 
 class _Hints:
@@ -172,7 +200,7 @@ class _Hints:
             self._place.append(len(ranks))
             ranks.append(rank)
 
-    def text(self, row: JobRow, rank: int) -> str:
+    def text(self, row: JobRow, rank: int, output_tokens: int) -> str:
         """The JSON that travels in `vllm_xargs` under the key `batchrun`."""
         ranks, place = self._ranks[row.document], self._place[rank]
         num_to_come = len(ranks) - place - 1
@@ -187,6 +215,7 @@ class _Hints:
             "slo": None,
             "rank": rank,
             "nodes": [[row.document + 1, num_to_come, next_rank]],
+            "output": output_tokens,
         })
 
 

@@ -20,10 +20,13 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from batchrun.vllm_plugin.virtual.requests import STOP_TOKEN_ID
+
 KNOWN_VERSIONS = ("0.32.",)
 """Releases of vLLM whose steps were compared; with any other every step is vLLM's own."""
 
 RUNNING = RequestStatus.RUNNING
+STOP = [STOP_TOKEN_ID]
 
 
 class QuickOutput(SchedulerOutput):
@@ -52,7 +55,8 @@ class QuickDecode(AsyncScheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """One token for every request of a quick step in which none ends; else vLLM's own."""
-        if type(scheduler_output) is QuickOutput:
+        sampled = model_runner_output.sampled_token_ids
+        if type(scheduler_output) is QuickOutput and STOP not in sampled:
             going_on = self._going_on(scheduler_output)
             if going_on is not None:
                 return self._hand_out(going_on, model_runner_output)

@@ -16,6 +16,8 @@ from batchrun.types import HINT_KEY
 
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 5, 2000
 """Token ids of prompts and outputs: no special token among them."""
+STOP_TOKEN_ID = 2
+"""Ends an answer that stops by itself."""
 
 BlockHashes = list[BlockHash]
 
@@ -26,7 +28,8 @@ ONLINE_PRIORITY, OFFLINE_PRIORITY = 0, 10
 class Arrival:
     """A request as it reaches the engine. Offline work carries a `hint`, online work none.
 
-    `prefix_hashes` are the block hashes of its leading blocks, where they are known already.
+    The answer has `num_output_tokens` (None: all of `max_output_tokens`). `prefix_hashes` are the
+    block hashes of its leading blocks, where they are known already.
     """
 
     request_id: str
@@ -36,6 +39,7 @@ class Arrival:
     max_output_tokens: int
     hint: str | None = None
     prefix_hashes: Sequence[BlockHash] = ()
+    num_output_tokens: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +47,8 @@ class RequestRecord:
     """The life of one request. Instants are virtual seconds; None: has not happened.
 
     `token_times_s[i]` is when output token i left the engine. `num_hit_tokens` are the prompt
-    tokens found in the KV cache at the first admission. `request` is let go at the end.
+    tokens found in the KV cache at the first admission. The answer stops by itself with the
+    token at `stop_position` of the text, if any. `request` is let go at the end.
     """
 
     request_id: str
@@ -52,6 +57,7 @@ class RequestRecord:
     num_prompt_tokens: int
     token_seed: int
     request: Request | None
+    stop_position: int | None = None
     admitted_at_s: float | None = None
     finished_at_s: float | None = None
     finish_reason: str | None = None
@@ -113,23 +119,28 @@ def begin(arrival: Arrival, block_tokens: int) -> RequestRecord:
             temperature=0,
             ignore_eos=True,
             extra_args=extra_args,
+            stop_token_ids=None if arrival.num_output_tokens is None else [STOP_TOKEN_ID],
         ),
         pooling_params=None,
         arrival_time=arrival.arrival_at_s,
         priority=ONLINE_PRIORITY if arrival.is_online else OFFLINE_PRIORITY,
         block_hasher=BlockHasher(block_tokens, arrival.prefix_hashes),
     )
+    num_prompt, num_output = len(arrival.prompt_token_ids), arrival.num_output_tokens
     return RequestRecord(
         request_id=arrival.request_id,
         is_online=arrival.is_online,
         arrival_at_s=arrival.arrival_at_s,
-        num_prompt_tokens=len(arrival.prompt_token_ids),
+        num_prompt_tokens=num_prompt,
         token_seed=crc32(arrival.request_id.encode()),
         request=request,
+        stop_position=None if num_output is None else num_prompt + num_output - 1,
     )
 
 
-def token_id(token_seed: int, position: int) -> int:
+def token_id(record: RequestRecord, position: int) -> int:
     """The token that a request generates at a position of its text: the same at every try."""
-    mixed = (token_seed ^ position * 2_654_435_761) * 2_246_822_519 & 0xFFFF_FFFF
+    if position == record.stop_position:
+        return STOP_TOKEN_ID
+    mixed = (record.token_seed ^ position * 2_654_435_761) * 2_246_822_519 & 0xFFFF_FFFF
     return FIRST_TOKEN_ID + (mixed >> 7) % (LAST_TOKEN_ID - FIRST_TOKEN_ID + 1)

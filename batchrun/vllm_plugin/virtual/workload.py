@@ -59,7 +59,10 @@ class JobSource(Protocol):
 @dataclass(frozen=True, slots=True)
 class OnlineTraffic:
     """Poisson arrivals at rate_per_s * (1 + swing * sin(t / swing_s)), times `burst_factor`
-    in the first `burst_length_s` of every `burst_period_s`."""
+    in the first `burst_length_s` of every `burst_period_s`.
+
+    Every prompt begins with the same `system_tokens` tokens, beside its own.
+    """
 
     rate_per_s: float
     burst_factor: float
@@ -69,6 +72,7 @@ class OnlineTraffic:
     output: LogNormalTokens
     swing: float = 0.0
     swing_s: float = 60.0
+    system_tokens: int = 0
 
     def rate_at(self, t_s: float) -> float:
         """Arrivals per second at an instant; never quite 0."""
@@ -84,7 +88,8 @@ class OnlineTraffic:
             t_s += rng.expovariate(self.rate_at(t_s))
             if t_s >= duration_s:
                 return calls
-            calls.append(OnlineCall(t_s, self.prompt.draw(rng), self.output.draw(rng)))
+            prompt, output = self.prompt.draw(rng), self.output.draw(rng)
+            calls.append(OnlineCall(t_s, prompt, output, self.system_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +137,12 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class OnlineCall:
-    """One online request."""
+    """One online request: `num_system_tokens` that all begin with, and a prompt of its own."""
 
     arrival_at_s: float
     num_prompt_tokens: int
     num_output_tokens: int
+    num_system_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,0 +1,50 @@
+"""Until where an answer is expected to go: what room is set aside for."""
+
+from __future__ import annotations
+
+import pytest
+import scheduler_rig as rig
+
+from batchrun.scheduling import RequestView
+from batchrun.types import RequestClass
+from batchrun.vllm_plugin.hints import FlexHint, Hint
+from batchrun.vllm_plugin.request_views import make_view
+from batchrun.vllm_plugin.settings import OnlineSlo
+
+
+def view_of(hint: Hint | FlexHint, max_tokens: int = 30_000) -> RequestView:
+    request = rig.make_request("row", 40, max_tokens=max_tokens)
+    return make_view(request, hint, OnlineSlo(), 0.0)
+
+
+def row_hint(output_tokens: int | None) -> Hint:
+    return Hint(1, "job", 0, 0, (), output_tokens)
+
+
+@pytest.mark.parametrize(
+    ("hint", "answer_tokens"),
+    [(row_hint(200), 250), (row_hint(None), 160), (FlexHint(), 160), (row_hint(0), 64)],
+)
+def test_an_answer_is_expected_to_end_a_margin_behind_what_the_hint_says(
+    hint: Hint | FlexHint, answer_tokens: int
+) -> None:
+    assert view_of(hint).end_tokens == 40 + answer_tokens
+
+
+def test_an_answer_never_ends_behind_its_max_tokens() -> None:
+    assert view_of(row_hint(200), max_tokens=32).end_tokens == 40 + 32
+
+
+def test_an_answer_longer_than_expected_is_taken_to_go_on_a_little() -> None:
+    view = view_of(row_hint(200), max_tokens=400)
+
+    view.num_output_tokens = 240
+    assert view.end_tokens == 40 + 240 + 64
+    view.num_output_tokens = 390
+    assert view.end_tokens == 40 + 400
+
+
+def test_without_an_expectation_room_is_set_aside_for_all_that_may_be_generated() -> None:
+    view = RequestView("row", RequestClass.OFFLINE, 0.0, 40, max_output_tokens=900)
+
+    assert view.end_tokens == 940
