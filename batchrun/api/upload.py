@@ -15,7 +15,7 @@ from batchrun.api.errors import ApiError, missing_parameter
 from batchrun.api.multipart import FILE_FIELD, UploadForm
 from batchrun.api.values import check_choice, check_expiry
 from batchrun.batch_jobs import MAX_INPUT_BYTES
-from batchrun.inputs import ROW_LIMIT_BYTES
+from batchrun.inputs import ROW_LIMIT_BYTES, is_blank
 from batchrun.output import atomic_file
 from batchrun.output.hashed import HashedFile
 from batchrun.store.files import NewFile, new_file_id
@@ -28,7 +28,6 @@ MAX_FORM_BYTES = 65_536
 """What a form may hold beside its file."""
 MAX_FILENAME_CHARS = 512
 WRITE_BYTES = 1 << 20
-_BLANK = b" \t\r\n"
 
 
 class _Spool:
@@ -152,7 +151,7 @@ def _check_batch_file(spool: _Spool, filename: str) -> None:
     suffix = Path(filename.replace("\0", "")).suffix
     with spool.path.open("rb") as file:
         line = b"\n"
-        while line and not line.strip(_BLANK):
+        while line and is_blank(line):
             line = file.readline(ROW_LIMIT_BYTES)
     try:
         json.loads(line.decode("utf-8-sig", "replace"))

@@ -1,6 +1,6 @@
 """Input files as numbered rows, and rows as request bodies."""
 
-from batchrun.inputs.base import ROW_LIMIT_BYTES, Row
+from batchrun.inputs.base import ROW_LIMIT_BYTES, Row, is_blank
 from batchrun.inputs.data import InputData
 from batchrun.inputs.fetching import Origins, fetched_input, keep_input
 from batchrun.inputs.ids import check_ids
@@ -23,6 +23,7 @@ __all__ = [
     "check_ids",
     "fetched_input",
     "hard_link_inputs",
+    "is_blank",
     "keep_input",
     "native_rows",
     "open_input",

@@ -14,8 +14,16 @@ Row = dict[str, object]
 ROW_LIMIT_BYTES = 64 << 20
 """Largest row; a longer one is refused with its place."""
 
+_BLANK = b" \t\r\n"
+
 BATCH_BYTES = 8 << 20
 """About how much decoded data a reader holds at a time."""
+
+
+def is_blank(line: bytes) -> bool:
+    """Whether a line of a text file is no row: it holds nothing but what JSON calls white space,
+    however much of it."""
+    return not line.strip(_BLANK)
 
 
 class InputFile(Protocol):

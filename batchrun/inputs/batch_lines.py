@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic_core import from_json
 
-from batchrun.inputs.base import ROW_LIMIT_BYTES
+from batchrun.inputs.base import ROW_LIMIT_BYTES, is_blank
 from batchrun.store.batches import BatchError
 from batchrun.types import ProgressSink
 
@@ -20,7 +20,6 @@ MAX_REQUESTS = 50_000
 MAX_EMBEDDING_INPUTS = 50_000
 LINES_PER_REPORT = 1_000
 BYTES_PER_TOKEN = 4
-_BLANK = b" \t\r\n"
 _READ_BYTES = 1 << 20
 _KEY_TYPES: Mapping[str, type] = {"custom_id": str, "method": str, "url": str, "body": dict}
 _ENDPOINT_NAMES = {
@@ -82,7 +81,7 @@ class BatchLines:
         self._check_whole()
 
     def _take(self, line: bytes, number: int) -> None:
-        if not line.strip(_BLANK):
+        if is_blank(line):
             return
         self.num_requests += 1
         self.num_tokens += -(-len(line) // BYTES_PER_TOKEN)

@@ -16,12 +16,13 @@ import numpy.typing as npt
 import zstandard
 
 from batchrun.errors import DataError
-from batchrun.inputs.base import ROW_LIMIT_BYTES
+from batchrun.inputs.base import ROW_LIMIT_BYTES, is_blank
 
 _BLOCK_BYTES = 4 << 20
 _BOM = b"\xef\xbb\xbf"
-_BLANK = b" \t\r\n"
+_PEEK_BYTES = 4096
 _Offsets = npt.NDArray[np.int64]
+_MAY_BEGIN_BLANK = np.array([is_blank(bytes([octet])) for octet in range(256)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ def build_index(file: BinaryIO, path: Path, *, quoted: bool) -> LineIndex:
 
     Raises DataError for a record over 64 MiB and for a quote that is never closed.
     """
-    breaks, num_bytes = _scan(file, path, quoted=quoted)
+    breaks, indented, num_bytes = _scan(file, path, quoted=quoted)
     if not len(breaks) or breaks[-1] != num_bytes:
         breaks = np.append(breaks, num_bytes)
     starts = np.concatenate([[_bom_bytes(file)], breaks[:-1]]).astype(np.int64)
@@ -94,7 +95,7 @@ def build_index(file: BinaryIO, path: Path, *, quoted: bool) -> LineIndex:
     if len(lengths) and lengths.max() > ROW_LIMIT_BYTES:
         line = line_number(file, int(index.starts[int(lengths.argmax())]))
         raise DataError(f"{path}:{line}: this row holds over {ROW_LIMIT_BYTES >> 20} MiB")
-    return _without_blank(file, index)
+    return _without_blank(file, index, indented)
 
 
 def read_span(file: BinaryIO, index: LineIndex, first: int, last: int) -> list[bytes]:
@@ -120,9 +121,12 @@ def line_number(file: BinaryIO, offset: int) -> int:
     return number
 
 
-def _scan(file: BinaryIO, path: Path, *, quoted: bool) -> tuple[_Offsets, int]:
-    """Offsets just behind each record's line end, and the number of bytes in the file."""
+def _scan(file: BinaryIO, path: Path, *, quoted: bool) -> tuple[_Offsets, _Offsets, int]:
+    """Offsets just behind each record's line end, those where a record begins with white space, and
+    the number of bytes in the file."""
     found: list[_Offsets] = [np.empty(0, dtype=np.int64)]
+    indented: list[_Offsets] = [np.empty(0, dtype=np.int64)]
+    begins = np.zeros(1, dtype=np.int64)
     position = 0
     num_quotes = 0
     while block := os.pread(file.fileno(), _BLOCK_BYTES, position):
@@ -134,24 +138,36 @@ def _scan(file: BinaryIO, path: Path, *, quoted: bool) -> tuple[_Offsets, int]:
             breaks = breaks[before % 2 == 0]
             num_quotes += len(quotes)
         found.append(breaks.astype(np.int64) + position + 1)
+        begins = np.concatenate([begins, found[-1]])
+        inside = begins[begins < position + len(block)]
+        indented.append(inside[_MAY_BEGIN_BLANK[octets[inside - position]]])
+        begins = begins[len(inside) :]
         position += len(block)
     if num_quotes % 2:
         raise DataError(f"{path}: a quoted field is never closed (an odd number of quotes)")
-    return np.concatenate(found), position
+    return np.concatenate(found), np.concatenate(indented), position
 
 
 def _bom_bytes(file: BinaryIO) -> int:
     return len(_BOM) if os.pread(file.fileno(), len(_BOM), 0) == _BOM else 0
 
 
-def _without_blank(file: BinaryIO, index: LineIndex) -> LineIndex:
-    """Drops records of white space only; short ones alone can be blank in practice."""
-    short = np.flatnonzero(index.ends - index.starts <= 4)
-    blank = [
-        row for row in short.tolist() if not read_span(file, index, row, row + 1)[0].strip(_BLANK)
-    ]
+def _without_blank(file: BinaryIO, index: LineIndex, indented: _Offsets) -> LineIndex:
+    """Drops the records of white space only: each of those at `indented` is looked at, and the
+    first, which a byte order mark may hide."""
+    rows = np.searchsorted(index.starts, indented).tolist()
+    blank = [row for row in {0, *rows} if _holds_nothing(file, index, row)]
     if not blank:
         return index
     kept = np.ones(len(index), dtype=bool)
     kept[blank] = False
     return LineIndex(index.starts[kept], index.ends[kept])
+
+
+def _holds_nothing(file: BinaryIO, index: LineIndex, row: int) -> bool:
+    """Whether a record is blank; reads no more of it than tells."""
+    start, end = int(index.starts[row]), int(index.ends[row])
+    return all(
+        is_blank(os.pread(file.fileno(), min(_PEEK_BYTES, end - position), position))
+        for position in range(start, end, _PEEK_BYTES)
+    )

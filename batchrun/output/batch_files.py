@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 from pydantic_core import from_json
 
+from batchrun.errors import DataError
 from batchrun.inputs import InputData
 from batchrun.output.atomic import atomic_file
 from batchrun.output.hashed import HashedFile
@@ -64,15 +65,16 @@ def write_batch_files(
     batch: BatchRecord,
     results: Iterator[ResultRow],
     *,
-    data: InputData,
+    custom_ids: Iterable[str | None],
     missing: RowError | None,
     progress: ProgressSink | None = None,
 ) -> ResultFiles:
     """Write the files of results into `folder`, each under the id of a new file.
 
-    `results` come in row order. A row without one gets the error `missing`. The files are whole and
-    synced when this returns. Raises StoreFullError, InputError and DataError; what is left in the
-    folder then belongs to nobody.
+    `results` come in row order, and `custom_ids` are those of all rows. A row without a result gets
+    the error `missing`; one whose id is None, because the input is lost, has its `row` on its line.
+    The files are whole and synced when this returns. Raises StoreFullError, InputError and
+    DataError; what is left in the folder then belongs to nobody.
     """
     batch_id = batch.job.id
     expires_after_s = batch.output_expires_after_s or EXPIRES_AFTER_S
@@ -80,7 +82,7 @@ def write_batch_files(
     with contextlib.ExitStack() as exits:
         output = _Kind(f"{batch_id}_output.jsonl", folder, batch.owner, exits)
         errors = _Kind(f"{batch_id}_error.jsonl", folder, batch.owner, exits)
-        for custom_id, row in _joined(data, results, missing):
+        for custom_id, row in _joined(custom_ids, results, missing):
             line = _line(batch_id, custom_id, row)
             if row.response_body is None:
                 errors.write(line)
@@ -88,33 +90,52 @@ def write_batch_files(
                 output.write(line)
                 num_reasoning_tokens += _reasoning_tokens(row.response_body)
             if progress is not None and row.row % ROWS_PER_REPORT == 0:
-                progress("writing the results", row.row, data.num_rows)
+                progress("writing the results", row.row, batch.job.num_rows)
     return ResultFiles(
         output.as_new_file(expires_after_s), errors.as_new_file(expires_after_s),
         num_reasoning_tokens,
     )  # fmt: skip
 
 
+def read_custom_ids(data: InputData) -> Iterator[str]:
+    """The custom ids of all rows. Raises DataError."""
+    for _, rows in data.iter_rows(["custom_id"]):
+        yield from (str(values["custom_id"]) for values in rows)
+
+
+def salvage_custom_ids(data: InputData | None, num_rows: int) -> Iterator[str | None]:
+    """Those that can still be read of a damaged input, a row at a time, and None for the rest;
+    without `data`, for all rows."""
+    for number in range(num_rows):
+        try:
+            (values,) = [{}] if data is None else data.read_rows([number], ["custom_id"])
+        except (DataError, IndexError):
+            values = {}
+        yield str(values["custom_id"]) if "custom_id" in values else None
+
+
 def _joined(
-    data: InputData, results: Iterator[ResultRow], missing: RowError | None
-) -> Iterator[tuple[str, ResultRow]]:
+    custom_ids: Iterable[str | None], results: Iterator[ResultRow], missing: RowError | None
+) -> Iterator[tuple[str | None, ResultRow]]:
     """Every row of the input with its custom id."""
     following = next(results, None)
-    for first_row, rows in data.iter_rows(["custom_id"]):
-        for number, values in enumerate(rows, start=first_row):
-            while following is not None and following.row < number:
-                following = next(results, None)
-            if following is not None and following.row == number:
-                yield str(values["custom_id"]), following
-            elif missing is not None:
-                yield str(values["custom_id"]), ResultRow(row=number, error=missing, attempts=0)
+    for number, custom_id in enumerate(custom_ids):
+        while following is not None and following.row < number:
+            following = next(results, None)
+        if following is not None and following.row == number:
+            yield custom_id, following
+        elif missing is not None:
+            yield custom_id, ResultRow(row=number, error=missing, attempts=0)
 
 
-def _line(batch_id: str, custom_id: str, row: ResultRow) -> bytes:
+def _line(batch_id: str, custom_id: str | None, row: ResultRow) -> bytes:
     """The same row of the same batch always gives the same line."""
     line_id = _hex(f"{batch_id}/{row.row}")
     request_id = _hex(f"{batch_id}/{row.row}/request")
-    head = f'{{"id": "batch_req_{line_id}", "custom_id": {json.dumps(custom_id)}, "response": '
+    place = f'"row": {row.row}, ' if custom_id is None else ""
+    head = (
+        f'{{"id": "batch_req_{line_id}", "custom_id": {json.dumps(custom_id)}, {place}"response": '
+    )
     if row.response_body is None:
         assert row.error is not None
         return f"{head}{_failure(row.error, request_id)}}}\n".encode()

@@ -209,6 +209,17 @@ def test_one_idempotency_key_makes_one_batch(rig: DeploymentRig) -> None:
         assert len(client.openai.batches.list().data) == 1
 
 
+def test_a_line_of_spaces_is_no_request(rig: DeploymentRig) -> None:
+    rig.use_fake_engine()
+    lines = chat_lines(1_004)
+    with deployment_client(rig) as client:
+        made = client.create([*lines[:1_001], b"      ", *lines[1_001:]])
+        batch = client.wait_until_ended(made.id)
+
+        assert (batch.status, counts(batch)) == ("completed", (1_004, 1_004, 0))
+        assert ids_of(client, batch) == Counter(f"row-{i}" for i in range(1_004))
+
+
 @pytest.mark.parametrize("num_kills", [3])
 def test_a_batch_outlives_kills_of_the_daemon(rig: DeploymentRig, num_kills: int) -> None:
     rig.use_fake_engine("--latency-s=0.1")

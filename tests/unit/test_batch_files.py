@@ -13,7 +13,7 @@ from batchrun.inputs import open_input
 from batchrun.jobspec import InputSpec
 from batchrun.output import ResultRow
 from batchrun.output.api_files import check_contents, recover_files, remove_expired
-from batchrun.output.batch_files import write_batch_files
+from batchrun.output.batch_files import read_custom_ids, write_batch_files
 from batchrun.output.file_bytes import FolderBytes
 from batchrun.store import Store, batches, files, open_store
 from batchrun.store.batches import BatchRecord, NewBatch, ResultFiles
@@ -42,7 +42,7 @@ def write(tmp_path: Path, *rows: ResultRow, expires_after_s: int | None = None) 
             tmp_path / "files",
             make_batch(store, expires_after_s),
             iter(rows),
-            data=data,
+            custom_ids=read_custom_ids(data),
             missing=MISSING,
         )
     store.close()
