@@ -16,6 +16,7 @@
         StoreUnreachableError    exit 4   HTTP 503   the database does not answer
       StorageError               exit 4   HTTP 500   object storage refuses, or cannot be used
         StorageUnreachableError  exit 4   HTTP 503   object storage does not answer
+      OverloadedError            exit 4   HTTP 503   too many files or connections are open
       EngineError                exit 4   HTTP 503   an engine cannot be started or reached
       JobFailedError             exit 4   HTTP 500   a job ended or paused without finishing
 
@@ -110,6 +111,12 @@ class StorageError(BatchrunError):
 
 class StorageUnreachableError(StorageError):
     """Object storage does not answer; the same may work a moment later."""
+
+    http_status = 503
+
+
+class OverloadedError(BatchrunError):
+    """This process has as many files and connections open as it may."""
 
     http_status = 503
 

@@ -1,10 +1,12 @@
-"""Files that are either wholly there or not there at all."""
+"""Files that are either wholly there or not there at all, and how many may be open at once."""
 
 from __future__ import annotations
 
 import glob
 import os
+import resource
 import secrets
+import sys
 from pathlib import Path
 
 import psutil
@@ -30,6 +32,19 @@ def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def allow_many_open_files() -> None:
+    """Raise this process's limit of open files, connections among them, to the most that it may
+    have. Children inherit it."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def max_open_files() -> int:
+    """How many files, connections among them, this process may have open."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
 
 def sync_folder(folder: Path) -> None:

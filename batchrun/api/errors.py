@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 
 from batchrun.errors import (
     BatchrunError,
+    OverloadedError,
     QuotaError,
     StorageError,
     StorageUnreachableError,
@@ -33,6 +34,7 @@ _PLAIN_WORDS: tuple[tuple[type[BatchrunError], str], ...] = (
     (StoreUnreachableError, "the server's database does not answer; try again shortly"),
     (StoreLockedError, "the server's database is busy; try again shortly"),
     (StorageUnreachableError, "the server's file storage does not answer; try again shortly"),
+    (OverloadedError, "the server has too much to do at once; try again shortly"),
     (StorageError, "the server's file storage cannot be used; the server's log has more"),
 )
 

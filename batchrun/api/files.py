@@ -14,7 +14,7 @@ from batchrun.api.callers import caller_of
 from batchrun.api.download import MEDIA_TYPE, stream_object
 from batchrun.api.errors import ApiError, AsciiJson
 from batchrun.api.objects import file_object, list_object
-from batchrun.api.upload import receive_file
+from batchrun.api.upload import UploadSlots, receive_file
 from batchrun.api.values import check_choice, limit_in
 from batchrun.errors import MissingObjectError
 from batchrun.output.api_files import remove_file
@@ -36,9 +36,14 @@ class Files:
     def __init__(self, store: Store, place: FileBytes) -> None:
         self._store = store
         self._place = place
+        self._uploads = UploadSlots()
 
     async def create(self, request: Request) -> AsciiJson:
         """`POST /v1/files`. What was answered with 200 survives any crash."""
+        with self._uploads.take():
+            return await self._create(request)
+
+    async def _create(self, request: Request) -> AsciiJson:
         received = await receive_file(request, self._place.spool)
         received = replace(received, owner=caller_of(request).owner)
         try:

@@ -28,8 +28,8 @@ from batchrun.daemon import Daemon, DaemonUpstream, Supervisor
 from batchrun.daemon.key_list import KeyList
 from batchrun.daemon.supervisor import split_listen
 from batchrun.durations import parse_age_s
-from batchrun.errors import EngineError, StoreUnreachableError
-from batchrun.files import write_atomically
+from batchrun.errors import BatchrunError, EngineError, StoreUnreachableError
+from batchrun.files import allow_many_open_files, write_atomically
 from batchrun.home import DaemonAddress, Home
 from batchrun.output.api_files import open_file_bytes, recover_files
 from batchrun.output.file_bytes import FileBytes
@@ -61,6 +61,7 @@ def serve(deployment: Deployment, home: Home, *, on_ready: Callable[[], None]) -
     Raises StoreLockedError, StoreError, EngineError.
     """
     home.create()
+    allow_many_open_files()
     logging.getLogger("python_multipart").setLevel(logging.ERROR)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with (
@@ -116,19 +117,32 @@ async def _run(
         waited: set[asyncio.Future[Any]] = {ended, work, engines, guard}
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        _end_within(CLEAN_STOP_S)
+        failure = None if ended.done() else _failure_of(guard, engines, work)
+        _end_within(CLEAN_STOP_S, failure)
         for task in (work, engines, guard):
             task.cancel()
         await asyncio.gather(work, engines, guard, return_exceptions=True)
         server.should_exit = True
         await edge
         await supervisor.close()
-    if ended.done():
-        return ended.result()
-    for task in (guard, engines, work):
-        if not task.cancelled() and (error := task.exception()) is not None:
-            raise error
-    raise EngineError("the daemon ended by itself")
+    if failure is not None:
+        raise failure
+    return ended.result()
+
+
+def _failure_of(*tasks: asyncio.Task[None]) -> BaseException:
+    """What ended the first of these tasks that ended: none of them ends by itself."""
+    for task in tasks:
+        if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+            return error
+    return EngineError("the daemon ended by itself")
+
+
+def _innermost(error: BaseException) -> str:
+    """One line for an error, out of the groups that it comes in."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error) if isinstance(error, BatchrunError) else repr(error)
 
 
 def _make_server(app: ASGIApp) -> _Server:
@@ -171,8 +185,15 @@ def _catch_signals() -> asyncio.Future[int]:
     return ended
 
 
-def _end_within(limit_s: float) -> None:
+def _end_within(limit_s: float, failure: BaseException | None) -> None:
     """Leave at the latest then, even if a thread is still writing a (temporary) output file."""
-    watchdog = threading.Timer(limit_s, os._exit, args=(0,))
+
+    def leave() -> None:
+        if failure is None:
+            os._exit(0)
+        log.critical("the daemon ended: %s", _innermost(failure))
+        os._exit(BatchrunError.exit_code)
+
+    watchdog = threading.Timer(limit_s, leave)
     watchdog.daemon = True
     watchdog.start()

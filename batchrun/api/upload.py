@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from starlette.requests import Request
@@ -15,6 +15,7 @@ from batchrun.api.errors import ApiError, missing_parameter
 from batchrun.api.multipart import FILE_FIELD, UploadForm
 from batchrun.api.values import check_choice, check_expiry
 from batchrun.batch_jobs import MAX_INPUT_BYTES
+from batchrun.files import max_open_files
 from batchrun.inputs import ROW_LIMIT_BYTES, is_blank
 from batchrun.output import atomic_file
 from batchrun.output.hashed import HashedFile
@@ -28,6 +29,29 @@ MAX_FORM_BYTES = 65_536
 """What a form may hold beside its file."""
 MAX_FILENAME_CHARS = 512
 WRITE_BYTES = 1 << 20
+MAX_UPLOADS = 64
+"""On their way at once. Each holds a connection and a file open for as long as its caller likes."""
+OPEN_FILES_PER_UPLOAD = 8
+"""Where a process may have few files open, uploads take a quarter of them, at two each."""
+
+
+class UploadSlots:
+    """Places for `MAX_UPLOADS` uploads at once, for fewer where few files may be open."""
+
+    def __init__(self) -> None:
+        self._num_taken = 0
+
+    @contextmanager
+    def take(self) -> Iterator[None]:
+        """One of the places, for as long as the block runs. Raises ApiError when all are taken."""
+        most = max(1, min(MAX_UPLOADS, max_open_files() // OPEN_FILES_PER_UPLOAD))
+        if self._num_taken >= most:
+            raise ApiError(503, f"{self._num_taken} uploads are on their way; try again shortly")
+        self._num_taken += 1
+        try:
+            yield
+        finally:
+            self._num_taken -= 1
 
 
 class _Spool:
@@ -71,7 +95,7 @@ async def receive_file(request: Request, folder: Path) -> NewFile:
     """Write the file of a form into `folder`, under its new id.
 
     When this returns, the file is on the disk, whole and synced; when it raises, nothing is left of
-    it. Raises ApiError, StoreFullError and InputError.
+    it. Raises ApiError, StoreFullError, OverloadedError and InputError.
     """
     _refuse_encoded(request)
     length = request.headers.get("content-length", "")

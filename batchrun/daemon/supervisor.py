@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -112,8 +112,8 @@ class Supervisor:
         """Keep the engines and the gateway up, until cancelled."""
         async with asyncio.TaskGroup() as group:
             for slot in self.slots:
-                group.create_task(slot.engine.watch())
-            group.create_task(self._watch_gateway())
+                group.create_task(_watch_on(slot.engine.name, slot.engine.watch))
+            group.create_task(_watch_on("the gateway", self._watch_gateway))
 
     async def close(self) -> None:
         """Close the connections to the engines; they and the gateway run on."""
@@ -201,6 +201,20 @@ class Supervisor:
         self._apart = {slot.engine.name for slot in self.slots if slot.is_set_apart}
         for slot in self.slots:
             slot.apart_since_s = time.monotonic() if slot.is_set_apart else None
+
+
+async def _watch_on(what: str, watch: Callable[[], Awaitable[None]]) -> None:
+    """Watch for ever: where the operating system refuses something, a file more to open say, what
+    is watched runs on, and so must the daemon."""
+    refusal: str | None = None
+    while True:
+        try:
+            await watch()
+        except OSError as error:
+            if str(error) != refusal:
+                log.error("%s cannot be watched, and is tried again: %s", what, error)
+            refusal = str(error)
+        await asyncio.sleep(GATEWAY_CHECK_S)
 
 
 def build_model(deployment: Deployment, home: Home) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import resource
 import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack, closing
@@ -14,6 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from batchrun.errors import ConfigError
+from batchrun.files import allow_many_open_files
 from batchrun.gateway.app import Gateway
 from batchrun.gateway.balancer import Balancer
 from batchrun.gateway.callers import KeyRing, read_keys
@@ -77,7 +77,7 @@ async def serve(
 
     Raises ConfigError when API keys are asked for and cannot be read.
     """
-    _allow_many_connections()
+    allow_many_open_files()
     async with AsyncExitStack() as exits:
         session = await exits.enter_async_context(open_session())
         door = await _make_door(settings.keys_path, exits)
@@ -111,8 +111,3 @@ async def _follow(file: FollowedFile[Any], exits: AsyncExitStack) -> None:
     await file.refresh()
     watching = asyncio.create_task(file.watch())
     exits.callback(watching.cancel)
-
-
-def _allow_many_connections() -> None:
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

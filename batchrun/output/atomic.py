@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from batchrun.errors import BatchrunError, InputError, StoreFullError
+from batchrun.errors import BatchrunError, InputError, OverloadedError, StoreFullError
 from batchrun.failpoints import failpoint
 from batchrun.files import sync_folder
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_TOO_MANY = frozenset({errno.EMFILE, errno.ENFILE})
 
 
 @contextlib.contextmanager
@@ -26,7 +27,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     Missing parent folders are made. Several may write the same `path` at once: each writes a whole
     file, and the last to end stays. On any failure the temporary file is removed and an older
     file at `path` stays. Raises StoreFullError when there is no room, InputError when the
-    folder cannot be written to.
+    folder cannot be written to, OverloadedError when too many files are open.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     try:
@@ -78,4 +79,6 @@ def _explained(path: Path, failure: OSError) -> BatchrunError:
             f"{path}: no room to write the results ({failure.strerror}); free some space and try "
             "again, nothing is lost"
         )
+    if failure.errno in _TOO_MANY:
+        return OverloadedError(f"{path}: cannot be written now: {failure.strerror}; try again")
     return InputError(f"{path}: cannot be written: {failure.strerror or failure}")
