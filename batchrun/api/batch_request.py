@@ -59,7 +59,7 @@ def read_batch_request(
     """
     unknown = next((key for key in document if key not in KEYS), None)
     if unknown is not None:
-        raise _unknown(unknown)
+        raise _unknown_parameter(unknown)
     input_file_id = required_text(document, "input_file_id")
     if "\0" in input_file_id or not 0 < len(input_file_id) <= MAX_FILE_ID_CHARS:
         message = f"Invalid 'input_file_id': expected the id of a file, got '{input_file_id[:64]}'."
@@ -84,7 +84,7 @@ def read_batch_request(
     return BatchRequest(batch, min(deadline_s, parse_duration_s(window)), weight)
 
 
-def _unknown(param: str) -> ApiError:
+def _unknown_parameter(param: str) -> ApiError:
     return ApiError(400, f"Unknown parameter: '{param}'.", code="unknown_parameter", param=param)
 
 
@@ -145,7 +145,7 @@ def _output_expiry(value: object) -> int | None:
         raise wrong_type(name, "an object", value)
     unknown = next((key for key in value if key not in {"anchor", "seconds"}), None)
     if unknown is not None:
-        raise _unknown(f"{name}.{unknown}")
+        raise _unknown_parameter(f"{name}.{unknown}")
     return check_expiry(name, value.get("anchor"), value.get("seconds"))
 
 
@@ -157,7 +157,7 @@ def _extension(value: object) -> tuple[float, float]:
         raise wrong_type(EXTENSION, "an object", value)
     unknown = next((key for key in value if key not in {"weight", "deadline"}), None)
     if unknown is not None:
-        raise _unknown(f"{EXTENSION}.{unknown}")
+        raise _unknown_parameter(f"{EXTENSION}.{unknown}")
     weight = value.get("weight", 1.0)
     if not isinstance(weight, int | float) or isinstance(weight, bool):
         raise wrong_type(f"{EXTENSION}.weight", "a number", weight)

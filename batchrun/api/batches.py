@@ -74,7 +74,7 @@ class Batches:
                 batches.find, self._daemon.store, query["after"], scope=scope
             )
             if after is None:
-                raise _unknown(query["after"], param="after")
+                raise _no_such_batch(query["after"], param="after")
         found = await asyncio.to_thread(
             batches.list_page, self._daemon.store, limit=limit + 1, after=after, scope=scope
         )
@@ -107,7 +107,7 @@ class Batches:
         scope = caller_of(request).scope
         batch = await asyncio.to_thread(batches.find, self._daemon.store, batch_id, scope=scope)
         if batch is None:
-            raise _unknown(batch_id)
+            raise _no_such_batch(batch_id)
         return batch
 
     async def _view(self, batch: BatchRecord) -> JsonObject:
@@ -148,5 +148,5 @@ async def _read_json(request: Request) -> dict[str, object]:
     return document
 
 
-def _unknown(batch_id: str, param: str | None = None) -> ApiError:
+def _no_such_batch(batch_id: str, param: str | None = None) -> ApiError:
     return ApiError(404, f"No batch found with id '{batch_id}'.", param=param)

@@ -73,7 +73,7 @@ def _findings(deployment: Deployment, home: Home) -> Iterator[Finding]:
     running = DaemonClient(home).is_running()
     yield Finding("daemon", True, "running" if running else "not running (`batchrun up -d`)")
     for index, config in enumerate(deployment.engines):
-        yield _engine(config, home)
+        yield _engine_finding(config, home)
         if config.attach is None and not running:
             port = config.port or default_port(deployment.listen, index)
             mend = f"end the program that holds port {port}, or set `port` of the engine"
@@ -98,7 +98,7 @@ def _home(home: Home) -> Finding:
     return Finding("home", free >= MIN_FREE_BYTES, detail, "free some space, or use --home")
 
 
-def _engine(config: EngineConfig, home: Home) -> Finding:
+def _engine_finding(config: EngineConfig, home: Home) -> Finding:
     name = f"engine {config.name}"
     if config.attach is not None:
         mend = f"start the server, or correct `attach` of {name}"

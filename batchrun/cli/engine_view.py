@@ -20,7 +20,7 @@ def _lines(told: dict[str, Any]) -> dict[str, str]:
     online, offline = told["online"], told["offline"]
     shared, alone, slo = told["shared"], told["alone"], told["slo"]
     return {
-        "hit rate": f"offline {_share(offline['hit_rate'])}, online {_share(online['hit_rate'])}",
+        "hit rate": f"offline {_pct(offline['hit_rate'])}, online {_pct(online['hit_rate'])}",
         "computed tokens/s": f"offline {_number(offline['computed_tokens_per_s'])}, "
         f"online {_number(online['computed_tokens_per_s'])}",
         "online TTFT": f"{_seconds(shared['mean_ttft_s'])} with offline work, "
@@ -28,12 +28,12 @@ def _lines(told: dict[str, Any]) -> dict[str, str]:
         "online TPOT": f"{_seconds(shared['mean_tpot_s'])} with offline work, "
         f"{_seconds(alone['mean_tpot_s'])} without",
         "slack": f"{_seconds(slo['slack_s'])}; first tokens in time "
-        f"{_share(slo['ttft_attainment'])}, all tokens {_share(slo['token_attainment'])}",
+        f"{_pct(slo['ttft_attainment'])}, all tokens {_pct(slo['token_attainment'])}",
         "online": _queue(online),
         "offline": _queue(offline),
         "KV blocks": _kv(told["kv"]),
         "steps": f"{told['step']['num_steps']:,}; predicted time "
-        f"{_share(told['step']['predicted_over_measured'])} of measured",
+        f"{_pct(told['step']['predicted_over_measured'])} of measured",
         "in force": f"policy {told['policy']}, {told['token_budget']:,} tokens a step, "
         f"offline work {'on' if told['is_offline_on'] else 'off'}",
         **_faults(told),
@@ -78,7 +78,7 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}"
 
 
-def _share(share: float | None) -> str:
+def _pct(share: float | None) -> str:
     return "-" if share is None else f"{share:.1%}"
 
 

@@ -75,22 +75,23 @@ def plan(
     Simulates the busiest window of the trace, then a day with the jobs. Exit code 1: nothing holds.
     """
     with vllm_needed("plan"):
-        from batchrun import planner
+        from batchrun.planner import PlanRequest as Request
+        from batchrun.planner import Promise, check_kinds, parse_kind, record_of
         from batchrun.simulator import JobTerms, job_of_file
 
     if not 0 < target <= 1:
         raise InputError(f"--target: must be above 0 and at most 1, not {target:g}")
-    promise = planner.Promise(_seconds("--ttft", ttft), _seconds("--tpot", tpot), target)
+    promise = Promise(_seconds("--ttft", ttft), _seconds("--tpot", tpot), target)
     kinds = [
-        planner.parse_kind(each, promise, Path.cwd()).with_context(max_model_len)
+        parse_kind(each, promise, Path.cwd()).with_context(max_model_len)
         for each in profile or [REFERENCE]
     ]
-    planner.check_kinds(kinds)
+    check_kinds(kinds)
     calls = read_trace(trace)
     if not len(calls):
         raise InputError(f"{trace}: has no calls")
     jobs = [job_of_file(path, JobTerms()) for path in job or []]
-    request = planner.PlanRequest(
+    request = Request(
         calls,
         kinds,
         promise,
@@ -103,7 +104,7 @@ def plan(
     )
     found = _run(request)
     if as_json:
-        print_json(planner.record_of(found))
+        print_json(record_of(found))
     else:
         _show(found)
     if found.chosen is None:

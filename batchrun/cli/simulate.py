@@ -29,12 +29,13 @@ def simulate(
 ) -> None:
     """Run the scheduler on a virtual clock: online calls, offline jobs, any number of engines."""
     with vllm_needed("simulate"):
-        from batchrun import simulator
-    plan = simulator.plan_of(simulator.load_scenario(scenario), scenario.absolute().parent)
+        from batchrun.simulator import Tables, load_scenario, plan_of
+        from batchrun.simulator import simulate as run_simulation
+    plan = plan_of(load_scenario(scenario), scenario.absolute().parent)
     with ExitStack() as stack:
         progress = stack.enter_context(LateProgress())
-        tables = None if output is None else stack.enter_context(simulator.Tables(output))
-        figures = simulator.simulate(plan, tables, progress)
+        tables = None if output is None else stack.enter_context(Tables(output))
+        figures = run_simulation(plan, tables, progress)
     if output is not None:
         _draw(output, plan)
     if as_json:

@@ -115,7 +115,7 @@ def _job_table(views: list[dict[str, Any]]) -> Table:
             f"{view['num_rows']:,}",
             f"{view['rows_per_s']:.1f}" if view["rows_per_s"] else "-",
             _eta(view),
-            _share(view["hit_rate"]),
+            _whole_pct(view["hit_rate"]),
         )
     return table
 
@@ -135,7 +135,8 @@ def _detail(view: dict[str, Any]) -> Table:
         "speed": f"{view['rows_per_s']:.1f} rows/s, {view['computed_tokens_per_s']:,.0f} computed "
         f"and {view['served_tokens_per_s']:,.0f} served tokens/s",
         "ETA": _eta(view),
-        "hit rate": f"{_share(view['hit_rate'])} (best possible {_share(view['best_hit_rate'])})",
+        "hit rate": f"{_whole_pct(view['hit_rate'])} "
+        f"(best possible {_whole_pct(view['best_hit_rate'])})",
         "estimates": _estimates(view["estimate_error"]),
         "cached tokens": _cached(view),
         "deadline": view["deadline_outlook"],
@@ -164,7 +165,7 @@ def _cached(view: dict[str, Any]) -> str | None:
     return line
 
 
-def _share(share: float | None) -> str:
+def _whole_pct(share: float | None) -> str:
     return "-" if share is None else f"{share:.0%}"
 
 

@@ -33,7 +33,7 @@ RETRY_INTERVAL_S = 30.0
 INPUT_TRIES = 3
 """How often the input of a batch that has to end is read in vain, before the batch ends without."""
 NOTHING = ResultFiles(None, None, 0)
-NEVER_RAN = {
+NEVER_RAN_IN_BATCH = {
     JobState.CANCELLED: RowError(
         "batch_cancelled", "This request could not be executed before the batch was cancelled."
     ),
@@ -135,7 +135,7 @@ def _write(
             batch,
             stored_rows(store, record.seq),
             custom_ids=custom_ids,
-            missing=NEVER_RAN.get(record.ends_as),
+            missing=NEVER_RAN_IN_BATCH.get(record.ends_as),
             progress=progress,
         )
 

@@ -9,7 +9,7 @@ from batchrun.pool import RowQueue, rows_with_prefix
 
 MAX_ROWS = 4_096
 """A prefix that more rows of a job begin with is no reason to change its order."""
-MAX_NODES = 2
+MAX_LEVELS = 2
 LEAST_CHUNKS = 2
 """Rows that share less than that beyond a prefix that they have anyway gain nothing by meeting."""
 
@@ -22,7 +22,7 @@ def bring_together(job: ActiveJob, row: int, others: Iterable[ActiveJob]) -> Non
         return
     job.current_node = path[-1]
     plan = job.plan
-    prefixes = [plan.chains.prefix(row, job.queue.depth_of(node)) for node in path[-MAX_NODES:]]
+    prefixes = [plan.chains.prefix(row, job.queue.depth_of(node)) for node in path[-MAX_LEVELS:]]
     for other in others:
         if other is job or other.plan.salt != plan.salt:
             continue

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 MAX_DELAY_S = 0.2
 MAX_BATCH = 4_000
-RETRY_INTERVAL_S = 1.0
+COMMIT_RETRY_S = 1.0
 
 Entry = tuple[int, Outcome]
 
@@ -99,7 +99,7 @@ class ResultWriter:
                 if self.stalled is None:
                     log.error("results cannot be written: %s", error)
                 self.stalled = str(error)
-                await asyncio.sleep(RETRY_INTERVAL_S)
+                await asyncio.sleep(COMMIT_RETRY_S)
             else:
                 self.stalled = None
                 return

@@ -15,13 +15,13 @@ from batchrun.datasets.writer import Row
 from batchrun.errors import DataError
 
 TASKS = ("shortdep_qa", "longdep_qa", "shortdep_cloze")
-FOLDERS = ("", "LooGLE-testdata", "loogle")
+LOOGLE = ("", "LooGLE-testdata", "loogle")
 CLOZE_QUESTION = "What are the masked entities?"
 
 
 def read_loogle(source: Path) -> Iterator[Row]:
     """Rows of `source`, a LooGLE checkout or a folder with the files themselves."""
-    files = [(task, require_file(source, FOLDERS, f"{task}.jsonl")) for task in TASKS]
+    files = [(task, require_file(source, LOOGLE, f"{task}.jsonl")) for task in TASKS]
     numbers: dict[str, int] = {}
     for task, path in files:
         for line, record in json_lines(path):
@@ -31,7 +31,7 @@ def read_loogle(source: Path) -> Iterator[Row]:
             number = numbers.setdefault(document, len(numbers))
             pairs = _pairs(text_field(record, "qa_pairs", where), where)
             for index, pair in enumerate(pairs):
-                question, answer = _question(pair, task, where), _answer(pair, where)
+                question, answer = _question(pair, task, where), _loogle_answer(pair, where)
                 row_id, document_id = f"{task}-{line:03}-{index:03}", f"document-{number:03}"
                 yield row_id, document_id, title, document, question, answer, task
 
@@ -51,7 +51,7 @@ def _question(pair: Record, task: str, where: str) -> str:
     return f"{question} {CLOZE_QUESTION}" if task == "shortdep_cloze" else question
 
 
-def _answer(pair: Record, where: str) -> str:
+def _loogle_answer(pair: Record, where: str) -> str:
     answer = pair.get("A")
     if isinstance(answer, dict):
         return json.dumps(answer, ensure_ascii=False)

@@ -18,7 +18,7 @@ from batchrun.datasets.writer import Row
 from batchrun.errors import DataError
 
 COLUMNS = ("video", "frame_count", "question", "answer", "qid", "a0", "a1", "a2", "a3", "a4")
-FOLDERS = ("", "dataset/nextqa", "nextqa")
+NEXTQA = ("", "dataset/nextqa", "nextqa")
 LONG_VIDEO_FRAMES = 2_000
 SEED = 1
 
@@ -29,7 +29,7 @@ def read_nextqa(source: Path, *, video_tokens: int) -> Iterator[Row]:
     A video of 2,000 frames or more becomes `video_tokens` tokens, a shorter one fewer in
     proportion.
     """
-    path = find_file(source, FOLDERS, "mc_val.csv") or require_file(source, FOLDERS, "val.csv")
+    path = find_file(source, NEXTQA, "mc_val.csv") or require_file(source, NEXTQA, "val.csv")
     texts = TextSource(SEED)
 
     @lru_cache(maxsize=256)

@@ -16,7 +16,7 @@ from batchrun.estimator.share_search import best_of, search_share
 from batchrun.estimator.step_table import StepTable
 from batchrun.estimator.step_time import EchoBaseModel, EchoModel
 
-Scored = tuple[float, EchoBaseModel]
+_ScoredEcho = tuple[float, EchoBaseModel]
 """A model with its mean log error; smaller is better."""
 
 START_SHARES = (0.0, 0.5, 0.9)
@@ -24,7 +24,7 @@ START_SHARES = (0.0, 0.5, 0.9)
 
 _SHORTEST = 0.02
 _MIX_TURNS = 4
-_SEARCH_REACH = 0.15
+_MIX_REACH = 0.15
 
 
 def fit_echo_base(table: StepTable) -> EchoBaseModel:
@@ -32,10 +32,10 @@ def fit_echo_base(table: StepTable) -> EchoBaseModel:
     starts = [_guess(table, share) for share in START_SHARES]
     best = best_of(_in_turns(table, start) for start in starts)
 
-    def near(mix: float) -> Scored:
+    def near(mix: float) -> _ScoredEcho:
         return polish_echo_base(table, replace(best[1], mix=mix), ROUNDS)
 
-    return best_of([best, search_share(near, best[1].mix, _SEARCH_REACH)])[1]
+    return best_of([best, search_share(near, best[1].mix, _MIX_REACH)])[1]
 
 
 def shortest_s(table: StepTable) -> float:
@@ -55,7 +55,7 @@ def with_base(echo: EchoModel, base_s: float) -> EchoBaseModel:
     return EchoBaseModel(alpha, beta, floor_s, gamma, delta, mix, base_s)
 
 
-def _in_turns(table: StepTable, start: EchoBaseModel) -> Scored:
+def _in_turns(table: StepTable, start: EchoBaseModel) -> _ScoredEcho:
     """Improve lambda and the other coefficients in turns for as long as the error falls."""
     best = polish_echo_base(table, start, ROUNDS)
     is_mixed = (table.decodes > 0) & (table.decodes < table.requests)
@@ -76,7 +76,7 @@ def _without(table: StepTable, base_s: float) -> StepTable:
     return table.with_seconds(np.maximum(table.seconds - base_s, 0.01 * table.seconds))
 
 
-def polish_echo_base(table: StepTable, start: EchoBaseModel, rounds: int) -> Scored:
+def polish_echo_base(table: StepTable, start: EchoBaseModel, rounds: int) -> _ScoredEcho:
     """Improve every coefficient but lambda, in at most `rounds` least-squares rounds."""
     work = work_columns(table)
     mean_decode = table.decode_context / np.maximum(table.decodes, 1.0)

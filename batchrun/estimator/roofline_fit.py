@@ -12,14 +12,14 @@ from batchrun.estimator.share_search import best_of, search_share
 from batchrun.estimator.step_table import StepTable
 from batchrun.estimator.step_time import RooflineModel
 
-Scored = tuple[float, RooflineModel]
+_ScoredRoofline = tuple[float, RooflineModel]
 """A model with its mean log error; smaller is better."""
 
 START_QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)
 """Where steps are first told apart by their tokens: the alternation only finds the next minimum."""
 
 _COARSE_SHARES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
-_SEARCH_REACH = 0.2
+_UNHIDDEN_REACH = 0.2
 
 
 def fit_roofline(table: StepTable) -> RooflineModel:
@@ -32,10 +32,10 @@ def fit_roofline(table: StepTable) -> RooflineModel:
     ]
     best = best_of(coarse)
 
-    def near(unhidden: float) -> Scored:
+    def near(unhidden: float) -> _ScoredRoofline:
         return polish_roofline(table, replace(best[1], unhidden=unhidden), ROUNDS)
 
-    return best_of([best, search_share(near, best[1].unhidden, _SEARCH_REACH)])[1]
+    return best_of([best, search_share(near, best[1].unhidden, _UNHIDDEN_REACH)])[1]
 
 
 def split_by_size(table: StepTable, above_tokens: float, unhidden: float) -> RooflineModel:
@@ -45,7 +45,7 @@ def split_by_size(table: StepTable, above_tokens: float, unhidden: float) -> Roo
     return _model(found, unhidden)
 
 
-def polish_roofline(table: StepTable, start: RooflineModel, rounds: int) -> Scored:
+def polish_roofline(table: StepTable, start: RooflineModel, rounds: int) -> _ScoredRoofline:
     """Improve every coefficient but `unhidden`, in at most `rounds` least-squares rounds."""
     unhidden = start.unhidden
 

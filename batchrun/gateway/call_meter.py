@@ -7,7 +7,7 @@ import re
 
 from batchrun.key_usage import OnlineUsage, UsageFile
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 OVERLAP_BYTES = 64
 """A number and its name may lie in two pieces of a reply."""
@@ -43,7 +43,7 @@ class CallMeter:
         try:
             self._file.add(self._seq, OnlineUsage(1, self._prompt, self._output))
         except OSError as error:
-            logger.warning("what key number %d uses is not counted: %s", self._seq, error)
+            log.warning("what key number %d uses is not counted: %s", self._seq, error)
 
 
 def _last(pattern: re.Pattern[bytes], text: bytes, before: int) -> int:

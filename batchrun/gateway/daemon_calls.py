@@ -19,7 +19,7 @@ from batchrun.gateway.relay import relay
 from batchrun.gateway.upstreams import DaemonAt, find_daemon
 from batchrun.home import CALLER_HEADER, GATEWAY_HEADER
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 DAEMON_ROUTES = ("/v1/files", "/v1/batches")
 AWAY = "files and batches are not served at the moment; try again shortly"
@@ -60,7 +60,7 @@ class DaemonCalls:
         except (aiohttp.ClientError, OSError) as error:
             if body.refusal is not None:
                 raise body.refusal from error
-            logger.warning("call %s: no answer from the daemon: %s", request_id, error)
+            log.warning("call %s: no answer from the daemon: %s", request_id, error)
             raise DaemonUnavailableError(AWAY) from error
         async with reply:
             return await relay(request, reply, request_id=request_id)

@@ -15,7 +15,7 @@ from batchrun.gateway.rate_limits import RequestRates
 from batchrun.gateway.refusal import RefusalError
 from batchrun.key_usage import UsageFile
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 COUNTED_PREFIX = "/v1/"
 """Calls below this count as requests of their key."""
@@ -55,7 +55,7 @@ class Door:
         try:
             rate = self.rates.take(key.seq, key.requests_per_minute, now_s=time.monotonic())
         except OSError as error:
-            logger.warning("requests of key %s are not counted: %s", key.id, error)
+            log.warning("requests of key %s are not counted: %s", key.id, error)
             return AboutCaller(key, meter=meter)
         if rate.retry_after_s is not None:
             message = (

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from batchrun.errors import ConfigError
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 POLL_S = 0.25
@@ -55,7 +55,7 @@ class FollowedFile(Generic[T]):
             found = await asyncio.to_thread(self._read_if_changed)
         except ConfigError as error:
             if str(error) != self._complaint:
-                logger.warning("%s; keeping what was there before", error)
+                log.warning("%s; keeping what was there before", error)
             self._complaint = str(error)
             return
         for content in found:

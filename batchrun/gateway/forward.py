@@ -21,7 +21,7 @@ from batchrun.gateway.rewriting import Rewriting
 from batchrun.gateway.steered import SteeredBody
 from batchrun.gateway.upstreams import Upstream
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
 HEALTH_S = 2.0
@@ -112,11 +112,11 @@ class Forwarder:
                 allow_redirects=False,
             )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            logger.warning("engine %s cannot be reached: %s", upstream.name, error)
+            log.warning("engine %s cannot be reached: %s", upstream.name, error)
             self.balancer.mark_down(upstream, now_s=time.monotonic())
             return None
         except (aiohttp.ClientError, OSError) as error:
-            logger.warning("engine %s gave no answer: %s", upstream.name, error)
+            log.warning("engine %s gave no answer: %s", upstream.name, error)
             raise EngineError("the engine closed the connection without an answer") from error
 
     async def is_any_healthy(self) -> bool:

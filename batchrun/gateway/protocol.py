@@ -14,7 +14,7 @@ from batchrun.gateway.app import Gateway
 from batchrun.gateway.envelope import error_body, error_response
 from batchrun.gateway.headers import REQUEST_ID, new_request_id
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 75.0
 # After a refusal the rest of an upload is read and dropped so long, or the caller would meet a
@@ -93,7 +93,7 @@ class GatewayProtocol(web.RequestHandler):
         request_id = new_request_id()
         text = "the request is not valid HTTP"
         if status >= 500:
-            logger.error("call %s failed in the gateway", request_id, exc_info=exc)
+            log.error("call %s failed in the gateway", request_id, exc_info=exc)
             text = "internal error in the gateway"
         if request.writer.output_size > 0:
             raise ConnectionError("the reply has begun already")

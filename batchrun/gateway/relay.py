@@ -14,7 +14,7 @@ from batchrun.gateway.envelope import as_envelope
 from batchrun.gateway.headers import REQUEST_ID, end_to_end
 from batchrun.gateway.rewriting import Rewriting, end_all, feed_all
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 MAX_ERROR_BYTES = 2**20
 
@@ -56,7 +56,7 @@ async def relay(
     except (aiohttp.ClientError, OSError) as error:
         caller = request.transport
         if caller is not None and not caller.is_closing():
-            logger.warning("call %s broke off at the engine: %s", request_id, error)
+            log.warning("call %s broke off at the engine: %s", request_id, error)
             caller.abort()
     finally:
         if meter is not None:

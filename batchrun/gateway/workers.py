@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from batchrun.gateway.settings import GatewaySettings
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 RESTART_S = 1.0
 KILL_AFTER_S = 5.0
@@ -55,7 +55,7 @@ async def _keep_one(
         exit_code = await worker.wait()
         if not stop.is_set():
             stopper.cancel()
-            logger.warning("worker %d ended with %d; starting another", worker.pid, exit_code)
+            log.warning("worker %d ended with %d; starting another", worker.pid, exit_code)
             with suppress(TimeoutError):
                 async with asyncio.timeout(RESTART_S):
                     await stop.wait()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from batchrun.planner.day import (
-    NUM_WINDOWS,
+    NUM_DAY_WINDOWS,
     OfflineDay,
     alone_s,
     default_window_s,
@@ -37,7 +37,7 @@ class PlanRequest:
     jobs: Sequence[OfflineJob] = ()
     peak_s: float = PEAK_S
     most_engines: int = MAX_ENGINES
-    num_windows: int = NUM_WINDOWS
+    num_windows: int = NUM_DAY_WINDOWS
     window_s: float | None = None
     submit_s: float = 0.0
 

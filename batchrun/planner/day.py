@@ -19,9 +19,9 @@ from batchrun.traces import Trace, Window, stratified_windows
 from batchrun.types import ProgressSink
 from batchrun.vllm_plugin.virtual import Slo
 
-NUM_WINDOWS = 24
-WINDOW_S = 300.0
-LEAST_WINDOW_S = 60.0
+NUM_DAY_WINDOWS = 24
+DAY_WINDOW_S = 300.0
+LEAST_DAY_WINDOW_S = 60.0
 NUM_ALONE, ALONE_S = 6, 60.0
 REACH = 0.5
 """How far from a window's place a job may begin, as a share of the way to the next place."""
@@ -50,7 +50,7 @@ class OfflineDay:
 
 def default_window_s(num_engines: int) -> float:
     """Five minutes of one engine, shared by all: more engines see as many calls in less time."""
-    return max(LEAST_WINDOW_S, WINDOW_S / num_engines)
+    return max(LEAST_DAY_WINDOW_S, DAY_WINDOW_S / num_engines)
 
 
 def offline_day(

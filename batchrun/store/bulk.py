@@ -7,7 +7,8 @@ from functools import cache
 from itertools import chain
 
 from sqlalchemy import Connection, Table
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.dialects import postgresql as postgresql_dialect
+from sqlalchemy.dialects import sqlite as sqlite_dialect
 
 STATEMENT_ROWS = (256, 32, 4, 1)
 """Rows of one statement. A statement for every row takes about one and a half times as long: the
@@ -38,7 +39,7 @@ def _insert(connection: Connection, table: Table, rows: Sequence[Sequence[object
 @cache
 def _statement(name: str, table: Table, num_rows: int) -> tuple[str, tuple[str, ...] | None]:
     """The statement's text and, unless its parameters go by position, their names."""
-    dialect = postgresql if name == "postgresql" else sqlite
+    dialect = postgresql_dialect if name == "postgresql" else sqlite_dialect
     empty = [{column.name: None for column in table.columns}] * num_rows
     statement = dialect.insert(table).values(empty).on_conflict_do_nothing()
     compiled = statement.compile(dialect=dialect.dialect())

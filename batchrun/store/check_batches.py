@@ -27,10 +27,10 @@ def check_batches(connection: Connection) -> Iterator[tuple[str | None, str]]:
         batches, has_batch
     )
     for row in connection.execute(query.order_by(jobs.c.seq)).all():
-        yield from ((row.id, what) for what in _faults(row))
+        yield from ((row.id, what) for what in _batch_faults(row))
 
 
-def _faults(row: Row[Any]) -> Iterator[str]:
+def _batch_faults(row: Row[Any]) -> Iterator[str]:
     is_batch = row.job_seq is not None
     if row.id.startswith(BATCH_PREFIX) is not is_batch:
         yield "is a batch" if is_batch else "is called a batch, and is none"

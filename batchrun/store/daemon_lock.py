@@ -13,7 +13,7 @@ from batchrun.store.database import Store
 from batchrun.store.lock import HeldLock
 from batchrun.store.postgresql import DAEMON_LOCK, session_engine
 
-POLL_INTERVAL_S = 0.1
+LOCK_POLL_S = 0.1
 NOBODY = 0
 """The session that gave the lock back between two questions."""
 TAKE = f"SELECT pg_try_advisory_lock({DAEMON_LOCK}), pg_backend_pid()"
@@ -44,7 +44,7 @@ class DaemonLock(HeldLock):
             if time.monotonic() >= deadline_s:
                 self.release()
                 raise self._taken()
-            time.sleep(POLL_INTERVAL_S)
+            time.sleep(LOCK_POLL_S)
 
     def check(self) -> None:
         """See that the lock is still held, and take it anew where its connection was lost.

@@ -23,7 +23,7 @@ from batchrun.estimator import (
     step_line,
 )
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 MAX_RECORDED_STEPS = 200_000
 MAX_PROFILE_BYTES = 1 << 20
@@ -65,10 +65,10 @@ def read_models(path: str | None, engine: EngineIdentity) -> tuple[AnyModel, ...
         with Path(path).open(encoding="utf-8") as file:
             profile = profile_from_json(file.read(MAX_PROFILE_BYTES), path)
     except (OSError, UnicodeDecodeError, ConfigError) as error:
-        logger.warning("batchrun: the calibration profile is ignored: %s", error)
+        log.warning("batchrun: the calibration profile is ignored: %s", error)
         return ()
     if (mismatch := profile.mismatch(engine)) is not None:
-        logger.warning(
+        log.warning(
             "batchrun: the calibration profile %s is ignored: %s; run `batchrun calibrate` again",
             path,
             mismatch,

@@ -25,7 +25,7 @@ from batchrun.wire import (
     encode,
 )
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 INTERVAL_S = 0.25
 """Telemetry goes out at most so often."""
@@ -120,5 +120,5 @@ def open_channel(receive: Callable[[bytes], bytes]) -> EngineChannel | None:
     try:
         return EngineChannel(Path(os.environ[CHANNEL_VARIABLE]), receive)
     except OSError as error:
-        logger.warning("batchrun: no telemetry and no orders: %s", error)
+        log.warning("batchrun: no telemetry and no orders: %s", error)
         return None

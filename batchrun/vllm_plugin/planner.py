@@ -15,7 +15,7 @@ from batchrun.scheduling import EngineView, Plan, Policy
 if TYPE_CHECKING:
     from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class Planner:
@@ -77,7 +77,7 @@ class Planner:
         except Exception:
             self.num_errors += 1
             if self.num_errors == 1:
-                logger.exception("batchrun: the policy failed; online work only for this step")
+                log.exception("batchrun: the policy failed; online work only for this step")
             # Everything online, nothing offline.
             caps = {request.request_id: 0 for request in view.offline_running}
             return Plan(admit=tuple(view.online_waiting), caps=caps)

@@ -38,7 +38,7 @@ from batchrun.vllm_plugin.steering import Steering
 from batchrun.vllm_plugin.step_clock import StepClock
 from batchrun.vllm_plugin.step_loads import scheduled_load
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class ColocatedScheduler(AsyncScheduler):

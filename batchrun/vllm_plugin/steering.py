@@ -22,7 +22,7 @@ from batchrun.wire import CHANNEL_VARIABLE, KvTelemetry, Orders, Telemetry
 if TYPE_CHECKING:
     from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class Steering:
@@ -139,5 +139,5 @@ def _open_last_steps(max_rows: int) -> LastSteps | None:
     try:
         return LastSteps(Path(os.environ[CHANNEL_VARIABLE] + SUFFIX), max_rows)
     except OSError as error:
-        logger.warning("batchrun: what runs is not written down for the daemon: %s", error)
+        log.warning("batchrun: what runs is not written down for the daemon: %s", error)
         return None
