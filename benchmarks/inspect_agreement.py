@@ -23,9 +23,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from batchrun.cli.inspect_figures import Inspected
-from batchrun.cli.inspect_kv import KvSize
 from batchrun.cli.inspect_outputs import estimate_outputs
-from batchrun.cli.inspect_study import study_job
+from batchrun.cli.inspect_study import KvSize, study_job
 from batchrun.datasets import import_dataset
 from batchrun.engine.tiny_model import build_tiny_model
 from batchrun.inputs import InputData, RequestTemplate, open_input

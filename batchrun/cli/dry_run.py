@@ -14,9 +14,9 @@ from batchrun.cli.console import LateProgress
 from batchrun.cli.dry_run_figures import Forecast, Foretold, Price, study_figures
 from batchrun.cli.dry_run_measured import measured
 from batchrun.cli.inspect_figures import Inspected
-from batchrun.cli.inspect_kv import KvSize, find_kv_size
+from batchrun.cli.inspect_kv import find_kv_size
 from batchrun.cli.inspect_outputs import OutputEstimate, answers_in_data, output_limit
-from batchrun.cli.inspect_study import study_job
+from batchrun.cli.inspect_study import KvSize, study_job
 from batchrun.cli.vllm_here import vllm_needed
 from batchrun.config import Deployment, load_deployment
 from batchrun.daemon.profiles import existing_profile

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from batchrun.cli.dry_run_figures import HOUR_S, EngineTime, Eta, Forecast, Price
-from batchrun.cli.inspect_kv import KvSize
 from batchrun.cli.inspect_outputs import OutputEstimate
+from batchrun.cli.inspect_study import KvSize
 from batchrun.config import Deployment
 from batchrun.daemon.profiles import existing_profile, online_slo
 from batchrun.durations import duration

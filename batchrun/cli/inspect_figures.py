@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from batchrun.cli.inspect_kv import KvSize
 from batchrun.cli.inspect_outputs import OutputEstimate, output_limit
-from batchrun.cli.inspect_study import HitRates, JobStudy
+from batchrun.cli.inspect_study import HitRates, JobStudy, KvSize
 from batchrun.jobspec import JobSpec
 
 Values = npt.NDArray[np.float64] | npt.NDArray[np.int64]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from batchrun.cli.daemon_client import DaemonClient
+from batchrun.cli.inspect_study import KvSize
 from batchrun.config import Deployment, EngineConfig
 from batchrun.daemon.profiles import existing_profile
 from batchrun.errors import ConfigError, DaemonUnavailableError
@@ -14,19 +13,6 @@ from batchrun.home import Home
 DEFAULT_BLOCK_TOKENS = 16
 """vLLM's on GPUs; its CPU build and some attention kernels take larger blocks."""
 BLOCK_SIZE_ARGUMENT = "--block-size"
-
-
-@dataclass(frozen=True, slots=True)
-class KvSize:
-    """The KV cache of one engine, the smallest where there are several.
-
-    `tokens` is None while unknown. The sources say in words where each figure is from.
-    """
-
-    tokens: int | None
-    source: str
-    block_tokens: int
-    block_source: str
 
 
 def find_kv_size(flag_tokens: int | None, deployment: Deployment, home: Home) -> KvSize:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from batchrun.cli.inspect_kv import KvSize
 from batchrun.cli.inspect_outputs import OutputEstimate
 from batchrun.cli.inspect_tokens import CountedTree, ReadTexts, count_tree
 from batchrun.inputs import InputData, RequestTemplate
@@ -24,6 +23,19 @@ from batchrun.types import ProgressSink
 
 EXCERPT_CHARS = 60
 MOST_BACK_BYTES = 24
+
+
+@dataclass(frozen=True, slots=True)
+class KvSize:
+    """The KV cache of one engine, the smallest where there are several.
+
+    `tokens` is None while unknown. The sources say in words where each figure is from.
+    """
+
+    tokens: int | None
+    source: str
+    block_tokens: int
+    block_source: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,7 +9,8 @@ import pytest
 from deployment_rig import DeploymentRig
 from estimator_builders import write_profile
 
-from batchrun.cli.inspect_kv import KvSize, find_kv_size
+from batchrun.cli.inspect_kv import find_kv_size
+from batchrun.cli.inspect_study import KvSize
 from batchrun.config import Deployment, EngineConfig
 from batchrun.daemon.profiles import profile_path
 from batchrun.errors import ConfigError
