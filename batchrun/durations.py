@@ -43,6 +43,21 @@ def duration(value_s: float) -> str:
     return " ".join(parts)
 
 
+def share(value: float) -> str:
+    """A share in per cent, never rounded up: 98.97 % do not reach 99 %."""
+    return f"{math.floor(value * 1000 + 1e-9) / 10:.1f} %"
+
+
+def seconds(value_s: float) -> str:
+    """A latency."""
+    return f"{value_s:.3g} s" if value_s >= 1 else f"{1e3 * value_s:.3g} ms"
+
+
+def count(number: int, noun: str) -> str:
+    """`1 engine`, `2 engines`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def _duration_s(value: object) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value) if abs(value) < _ENDLESS_S else math.inf

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich.table import Table
 
-from batchrun.planner import CapacityPlan, Fleet, JobPlan, count, duration, share
+from batchrun.durations import count, duration, share
+
+if TYPE_CHECKING:
+    from batchrun.planner import CapacityPlan, Fleet, JobPlan
 
 
 def engines_table(plan: CapacityPlan) -> Table:

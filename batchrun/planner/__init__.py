@@ -1,6 +1,6 @@
 """The capacity planner: engines for the peak, and what jobs cost beside the calls."""
 
-from batchrun.durations import duration
+from batchrun.durations import count, duration, share
 from batchrun.planner.beside import TimesBeside, fitting, times_beside
 from batchrun.planner.capacity import CapacityPlan, JobPlan, PlanRequest, plan_capacity
 from batchrun.planner.day import alone_s
@@ -9,7 +9,7 @@ from batchrun.planner.kinds import EngineKind, check_kinds, kind_of_profile, par
 from batchrun.planner.peak import PEAK_S, PeakLoad, peak_load
 from batchrun.planner.promise import DEFAULT_TARGET, Attainment, Promise
 from batchrun.planner.record import record_of
-from batchrun.planner.words import count, no_answer, paragraph, share
+from batchrun.planner.words import no_answer, paragraph
 
 __all__ = [
     "DEFAULT_TARGET",

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
-from batchrun.durations import duration
+from batchrun.durations import count, duration, seconds, share
 from batchrun.planner.alone import HopelessCalls
 from batchrun.planner.capacity import CapacityPlan, JobPlan
 from batchrun.planner.fleet import Fleet
@@ -132,18 +131,3 @@ def promised(promise: Promise) -> str:
         f"a TTFT of {seconds(promise.ttft_s)} and a TPOT of {seconds(promise.tpot_s)} for "
         f"{promise.target * 100:g} % of the calls"
     )
-
-
-def share(value: float) -> str:
-    """A share in per cent, never rounded up: 98.97 % do not reach 99 %."""
-    return f"{math.floor(value * 1000 + 1e-9) / 10:.1f} %"
-
-
-def seconds(value_s: float) -> str:
-    """A latency."""
-    return f"{value_s:.3g} s" if value_s >= 1 else f"{1e3 * value_s:.3g} ms"
-
-
-def count(number: int, noun: str) -> str:
-    """`1 engine`, `2 engines`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
