@@ -23,6 +23,7 @@ from batchrun.vllm_plugin.virtual import (
     planned_order,
     summarize,
 )
+from batchrun.vllm_plugin.virtual.engine import TrafficSource
 from batchrun.vllm_plugin.virtual.workload import JobShape
 
 ANSWERS = (16, 200)
@@ -36,7 +37,7 @@ def served_tokens_per_s(scenario: Scenario, context_tokens: int, *, has_limits: 
     job = planned_order(draw_job(shape, 0, Order.SHUFFLED))
     unlimited = None if has_limits else context_tokens
     feeder = JobFeeder(job, window=DAEMON_WINDOW, context_tokens=unlimited)
-    sources = [OnlineSource(draw_calls(scenario, 0), 0), feeder]
+    sources: list[TrafficSource] = [OnlineSource(draw_calls(scenario, 0), 0), feeder]
     engine = engine_of(ColocatedScheduler, sources, max_model_len=context_tokens)
     engine.run_until(scenario.duration_s)
 

@@ -21,6 +21,7 @@ from batchrun.vllm_plugin.virtual import (
     planned_order,
     summarize,
 )
+from batchrun.vllm_plugin.virtual.engine import TrafficSource
 from batchrun.vllm_plugin.virtual.scenarios import a100_8b
 from batchrun.vllm_plugin.virtual.workload import OnlineTraffic
 
@@ -51,7 +52,7 @@ def engine_with_system_prompt(num_blocks: int = 8_600) -> VirtualEngine:
     online = replace(scenario.online, rate_per_s=3.0, system_tokens=2_000)
     calls = draw_calls(replace(scenario, duration_s=DURATION_S, online=online), seed=0)
     job = planned_order(draw_job(scenario.job, 0, Order.SHUFFLED))
-    sources = [OnlineSource(calls, 0), JobFeeder(job, window=DAEMON_WINDOW)]
+    sources: list[TrafficSource] = [OnlineSource(calls, 0), JobFeeder(job, window=DAEMON_WINDOW)]
     return engine_of(ColocatedScheduler, sources, num_blocks=num_blocks)
 
 

@@ -152,7 +152,7 @@ async def test_a_batch_that_is_done_waits_for_its_input_until_its_deadline(home:
     home.lose_input()
     num_tries = 0
 
-    def put_back(*_: object) -> None:
+    def put_back(stage: str, done: int, total: int) -> None:
         nonlocal num_tries
         num_tries += 1
         if num_tries > 2 * INPUT_TRIES:
