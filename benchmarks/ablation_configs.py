@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from batchrun.vllm_plugin.virtual import Order
+from batchrun.simulator.virtual.scenarios import Order
 from benchmarks.stock_baseline import GROUPED_BUDGETS, ONLINE_BUDGETS, SHUFFLED_BUDGET
 
 STOCK = "stock"

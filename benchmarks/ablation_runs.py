@@ -8,31 +8,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean
 
-from batchrun.vllm_plugin.scheduler import ColocatedScheduler
-from batchrun.vllm_plugin.virtual import (
-    DAEMON_WINDOW,
-    A100Law,
-    EngineShape,
+from batchrun.simulator.virtual.engine import Timing, TrafficSource
+from batchrun.simulator.virtual.feeder import DAEMON_WINDOW, JobFeeder, OnlineSource
+from batchrun.simulator.virtual.laws import A100Law, NoisyLaw, PoolingLaw, StepLaw
+from batchrun.simulator.virtual.run import Run, WarmUp, observe, run, run_watched
+from batchrun.simulator.virtual.scenarios import (
     Job,
-    JobFeeder,
-    NoisyLaw,
-    OnlineSource,
-    PoolingLaw,
-    Run,
     Scenario,
-    StepLaw,
-    Timing,
-    TrafficSource,
-    WarmUp,
     draw_calls,
     draw_job,
     hit_optimum,
-    observe,
     planned_order,
-    run,
-    run_watched,
-    stock_scheduler,
 )
+from batchrun.simulator.virtual.setup import EngineShape, stock_scheduler
+from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 from benchmarks.ablation_configs import FORECAST, OTHER_RULES, STOCK, Config
 from benchmarks.stock_baseline import Record
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from batchrun.vllm_plugin.virtual import (
+from batchrun.simulator.virtual.scenarios import (
     CallTable,
     DocumentLengths,
     JobTable,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from batchrun.replay import OnlineResult, summarize
+from batchrun.simulator.replay.client import OnlineResult, summarize
 
 Figures = dict[str, object]
 

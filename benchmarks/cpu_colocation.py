@@ -24,7 +24,7 @@ from pathlib import Path
 
 from batchrun.engine.tiny_model import build_tiny_model
 from batchrun.errors import BatchrunError, ConfigError
-from batchrun.store import open_store
+from batchrun.store.database import open_store
 from benchmarks.colocation_figures import Promise
 from benchmarks.cpu_colocation_job import RowOrder, RowStream, SetShape, SetWriter
 from benchmarks.cpu_colocation_pairs import Window, bars, number, pair_records, pairs_of

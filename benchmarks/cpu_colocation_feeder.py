@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from batchrun.engine import EngineClient
+from batchrun.engine.client import EngineClient
 from batchrun.types import Outcome, OutcomeKind
 from benchmarks.cpu_colocation_job import OfflineRow, RowStream
 

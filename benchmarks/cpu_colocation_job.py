@@ -19,14 +19,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
-from batchrun.daemon.active_job import ActiveJob
+from batchrun.daemon.assigning import Hinter
 from batchrun.daemon.dispatcher import OFFLINE_PRIORITY
-from batchrun.daemon.hinting import Hinter
+from batchrun.daemon.job import ActiveJob
 from batchrun.daemon.opening import open_job
-from batchrun.jobspec import load_job_file
-from batchrun.prose import sentence_pool
-from batchrun.store import Store, jobs
-from batchrun.submission import prepare_job
+from batchrun.jobs.job_file import load_job_file
+from batchrun.jobs.submit import prepare_job
+from batchrun.samples.prose import sentence_pool
+from batchrun.store import jobs
+from batchrun.store.database import Store
 from batchrun.types import Request
 
 POOL_SENTENCES = 4_000

@@ -14,7 +14,9 @@ from pathlib import Path
 import aiohttp
 import psutil
 
-from batchrun.engine import ManagedEngine, ManagedSettings, process
+from batchrun.engine import process
+from batchrun.engine.command import ManagedSettings
+from batchrun.engine.engine import ManagedEngine
 from batchrun.errors import EngineError
 from batchrun.types import HINT_NONCE_VARIABLE
 from benchmarks.ports import free_port

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from batchrun.errors import EngineError
-from batchrun.replay import (
+from batchrun.simulator.replay.client import (
     OnlineResult,
     ReplayTarget,
     TokenRange,

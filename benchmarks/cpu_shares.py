@@ -11,7 +11,7 @@ KINDS = (
     ("worker", "VLLM::Worker"),
     ("engine_core", "VLLM::EngineC"),
     ("api_server", "vllm.entrypoints"),
-    ("gateway", "batchrun.gateway"),
+    ("gateway", "batchrun.server.gateway"),
     ("daemon", "batchrun up"),
 )
 """The first whose text stands in the command line."""

@@ -17,10 +17,10 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from batchrun.engine.fake.answers import generate
-from batchrun.engine.fake.bodies import parse_call
-from batchrun.output.keeping import check_files
-from batchrun.store import check_store, open_to_read, readable_jobs
+from batchrun.engine.fake.answers import generate, parse_call
+from batchrun.jobs.results.keeping import check_files
+from batchrun.store.check import check_store, readable_jobs
+from batchrun.store.database import open_to_read
 from benchmarks.crash_rig import MAX_TOKENS, CrashRig, prompt
 
 MAX_MODEL_TOKENS = 8_192

@@ -22,13 +22,13 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchrun.cli.daemon_client import DaemonClient
+from batchrun.cli.client import DaemonClient
 from batchrun.engine.process import NONCE_VARIABLE, read_record
 from batchrun.errors import BatchrunError
 from batchrun.failpoints import VARIABLE
 from batchrun.home import Home
-from batchrun.jobspec import load_job_file
-from batchrun.submission import prepare_job
+from batchrun.jobs.job_file import load_job_file
+from batchrun.jobs.submit import prepare_job
 from benchmarks.ports import free_port
 
 WAIT_S = 120.0

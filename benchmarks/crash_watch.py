@@ -6,7 +6,7 @@ import threading
 import time
 from typing import Any
 
-from batchrun.cli.daemon_client import DaemonClient
+from batchrun.cli.client import DaemonClient
 from batchrun.errors import BatchrunError
 from batchrun.types import JobState
 from benchmarks.crash_rig import CrashRig

@@ -24,7 +24,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchrun.cli.daemon_client import DaemonClient
+from batchrun.cli.client import DaemonClient
 from batchrun.home import Home
 from benchmarks.bars import Bar
 from benchmarks.ports import free_port

@@ -20,7 +20,14 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from batchrun.replay import ReplayTarget, TokenRange, TraceShape, generate_trace, replay, summarize
+from batchrun.simulator.replay.client import (
+    ReplayTarget,
+    TokenRange,
+    TraceShape,
+    generate_trace,
+    replay,
+    summarize,
+)
 from benchmarks.ports import free_port
 from benchmarks.records import write_records
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from batchrun.simulator.engines import EnginePlan, Engines
+from batchrun.simulator.cluster import EnginePlan, Engines
 from batchrun.simulator.feeding import RowFeed
 from batchrun.simulator.online import OnlineRouter
 from benchmarks.bars import Bar

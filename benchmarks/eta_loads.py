@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from batchrun.simulator import JobTerms, OfflineJob, job_of_shape
-from batchrun.traces import RateSeries, Trace, draw_trace
-from batchrun.vllm_plugin.virtual.workload import JobShape
+from batchrun.simulator.offline_jobs import JobTerms, OfflineJob, job_of_shape
+from batchrun.simulator.traces.rates import RateSeries, draw_trace
+from batchrun.simulator.traces.trace import Trace
+from batchrun.simulator.virtual.scenarios import JobShape
 
 KINDS = ("tide", "walk", "steps", "bursts")
 LONGEST_S = 3 * 3600.0

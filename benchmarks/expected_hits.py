@@ -15,25 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from batchrun.pool import ChainBuilder, IntArray, order_by_prefix
 from batchrun.pool.expected_hits import RowWalk, expected_hits
-from batchrun.pool.piece_codes import PieceCoder
-from batchrun.pool.prompt_study import servable_tokens
-from batchrun.pool.prompt_tree import PromptTree
+from batchrun.pool.prefix_keys import ChainBuilder, IntArray
+from batchrun.pool.prompt_study import PieceCoder, PromptTree, servable_tokens
+from batchrun.pool.radix_tree import order_by_prefix
+from batchrun.simulator.virtual.engine import RequestRecord, VirtualEngine
+from batchrun.simulator.virtual.feeder import DAEMON_WINDOW, JobFeeder
+from batchrun.simulator.virtual.laws import A100Law
+from batchrun.simulator.virtual.run import observe
+from batchrun.simulator.virtual.scenarios import Job, Order, a100_8b, draw_job
+from batchrun.simulator.virtual.setup import EngineShape
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
-from batchrun.vllm_plugin.virtual import (
-    DAEMON_WINDOW,
-    A100Law,
-    EngineShape,
-    Job,
-    JobFeeder,
-    Order,
-    VirtualEngine,
-    a100_8b,
-    draw_job,
-    observe,
-)
-from batchrun.vllm_plugin.virtual.requests import RequestRecord
 from benchmarks.job_shapes import ShapedJob, loogle, nextqa, prompts_of, toolbench
 from benchmarks.records import write_records
 

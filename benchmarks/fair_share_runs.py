@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from batchrun.pool import IntArray
 from batchrun.pool.deadlines import Outlook
-from batchrun.pool.job_turns import JobTurns
+from batchrun.pool.fair_share import JobTurns
+from batchrun.pool.prefix_keys import IntArray
 
 WINDOW_ROWS = 64
 WINDOW_TOKENS = 40_000

@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchrun.pool.deadlines import DEFAULT_MARGINS, Margins
-from batchrun.pool.job_shares import QUANTUM_TOKENS
-from batchrun.pool.job_turns import JobTurns
+from batchrun.pool.fair_share import QUANTUM_TOKENS, JobTurns
 from benchmarks.fair_share_runs import (
     Capacity,
     SimJob,

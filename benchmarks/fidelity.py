@@ -25,18 +25,14 @@ from statistics import fmean
 
 import numpy as np
 
-from batchrun.replay.trace import Arrival
-from batchrun.simulator import (
-    Calls,
-    EnginePlan,
-    JobTerms,
-    Simulated,
-    SimulationPlan,
-    calibrated,
-    job_of_file,
-    simulate,
-)
-from batchrun.vllm_plugin.virtual import EngineShape, Timing
+from batchrun.simulator.cluster import EnginePlan
+from batchrun.simulator.offline_jobs import JobTerms, job_of_file
+from batchrun.simulator.online import Calls
+from batchrun.simulator.replay.client import Arrival
+from batchrun.simulator.scenario_file import calibrated
+from batchrun.simulator.simulation import Simulated, SimulationPlan, simulate
+from batchrun.simulator.virtual.engine import Timing
+from batchrun.simulator.virtual.setup import EngineShape
 from benchmarks.bars import Bar
 from benchmarks.fidelity_jobs import PROBE, WORKLOADS, Workload
 from benchmarks.fidelity_real import (

@@ -7,9 +7,9 @@ from random import Random
 
 import psutil
 
-from batchrun.datasets.texts import TextSource
-from batchrun.replay import Arrival, ReplayTarget, replay
-from batchrun.simulator import FrontEndTimes
+from batchrun.samples.generators import TextSource
+from batchrun.simulator.cluster import FrontEndTimes
+from batchrun.simulator.replay.client import Arrival, ReplayTarget, replay
 
 NUM_CALLS = 40
 TOKENS_SHORT, TOKENS_LONG = 20, 3_000

@@ -12,8 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchrun.datasets.texts import TextSource, paragraphs
-from batchrun.replay import Arrival, TokenRange, TraceShape, generate_trace
+from batchrun.samples.generators import TextSource, paragraphs
+from batchrun.simulator.replay.client import Arrival, TokenRange, TraceShape, generate_trace
 
 CHAT = TokenRange(mu=4.0, sigma=0.8, min_tokens=8, max_tokens=300)
 ANSWER = TokenRange(mu=2.8, sigma=0.5, min_tokens=4, max_tokens=40)

@@ -13,12 +13,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from batchrun.estimator import CalibrationProfile, profile_from_json
-from batchrun.inputs.prompts import read_prompts
-from batchrun.replay import OnlineResult, ReplayTarget, replay
-from batchrun.replay.results import percentile
-from batchrun.simulator import FrontEndTimes
-from batchrun.vllm_plugin.virtual import Slo
+from batchrun.estimator.profile import CalibrationProfile, profile_from_json
+from batchrun.jobs.prompts.tokens import read_prompts
+from batchrun.simulator.cluster import FrontEndTimes
+from batchrun.simulator.replay.client import OnlineResult, ReplayTarget, percentile, replay
+from batchrun.simulator.virtual.run import Slo
 from benchmarks.cpu_shares import CpuShares, find_process
 from benchmarks.fidelity_front_end import measure_front_end
 from benchmarks.fidelity_jobs import Workload

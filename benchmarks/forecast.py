@@ -14,9 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
-from batchrun.estimator import ForecastRule, KvForecast
-from batchrun.traces import Drawing, Trace, read_trace, scale_rate, splice_day
-from batchrun.vllm_plugin.virtual import draw_calls, kv_pressure_tide
+from batchrun.estimator.forecast import ForecastRule, KvForecast
+from batchrun.simulator.traces.rates import splice_day
+from batchrun.simulator.traces.reading import Drawing, read_trace
+from batchrun.simulator.traces.trace import Trace, scale_rate
+from batchrun.simulator.virtual.scenarios import draw_calls, kv_pressure_tide
 from benchmarks.bars import Bar
 from benchmarks.kv_demand import Ints, Occupancy
 from benchmarks.records import write_records

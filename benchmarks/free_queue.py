@@ -11,14 +11,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from batchrun.cache import (
-    EVICTION_ORDERS,
-    BlockTiers,
-    EvictionOrder,
-    OnlinePrefixes,
-    ReuseIndex,
-    TieredFreeQueue,
-)
+from batchrun.cache.eviction import EVICTION_ORDERS, EvictionOrder
+from batchrun.cache.free_queue import TieredFreeQueue
+from batchrun.cache.reuse import ReuseIndex
+from batchrun.cache.tiers import BlockTiers, OnlinePrefixes
 from benchmarks.cache_blocks import Block, Node, RowHint
 from benchmarks.records import Record, write_records
 

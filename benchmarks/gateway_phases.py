@@ -19,9 +19,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchrun.home import Home
-from batchrun.jobspec import load_job_file
-from batchrun.store import jobs, open_store, results
-from batchrun.submission import prepare_job
+from batchrun.jobs.job_file import load_job_file
+from batchrun.jobs.submit import prepare_job
+from batchrun.store import jobs, results
+from batchrun.store.database import open_store
 from benchmarks.gateway_rig import GatewayRig, Window
 from benchmarks.paced_upstream import CHAT, MODEL
 from benchmarks.store_workload import outcomes, write_workload

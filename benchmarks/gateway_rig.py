@@ -20,7 +20,7 @@ from urllib.request import urlopen
 
 import psutil
 
-from batchrun.cli.daemon_client import DaemonClient
+from batchrun.cli.client import DaemonClient
 from batchrun.home import Home
 from benchmarks.ports import free_port
 

@@ -7,25 +7,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from batchrun.vllm_plugin.virtual import (
-    DAEMON_WINDOW,
-    A100Law,
-    EngineShape,
-    Job,
-    JobFeeder,
-    OnlineSource,
-    Order,
-    Slo,
-    TrafficSource,
-    VirtualEngine,
-    WarmUp,
-    a100_8b,
-    draw_calls,
-    draw_job,
-    observe,
-    summarize,
-)
-from batchrun.vllm_plugin.virtual.requests import RequestRecord
+from batchrun.simulator.virtual.engine import RequestRecord, TrafficSource, VirtualEngine
+from batchrun.simulator.virtual.feeder import DAEMON_WINDOW, JobFeeder, OnlineSource
+from batchrun.simulator.virtual.laws import A100Law
+from batchrun.simulator.virtual.run import Slo, WarmUp, observe, summarize
+from batchrun.simulator.virtual.scenarios import Job, Order, a100_8b, draw_calls, draw_job
+from batchrun.simulator.virtual.setup import EngineShape
 from benchmarks.hit_engine import build_engine
 from benchmarks.hit_jobs import JOBS
 from benchmarks.hit_lru import hit_blocks_in_turn

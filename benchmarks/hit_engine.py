@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from batchrun.daemon.steering import RENEW_S
+from batchrun.daemon.engine_link import RENEW_S
+from batchrun.simulator.virtual.engine import RequestRecord, TrafficSource, VirtualEngine
+from batchrun.simulator.virtual.laws import StepLaw
+from batchrun.simulator.virtual.setup import NONCE, EngineShape
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
-from batchrun.vllm_plugin.virtual import EngineShape, StepLaw, TrafficSource, VirtualEngine
-from batchrun.vllm_plugin.virtual.requests import RequestRecord
-from batchrun.vllm_plugin.virtual.setup import NONCE
 from batchrun.wire import Orders, encode
 
 JOB_NAMES = ("job", *(f"job-{number}" for number in range(4)))

@@ -6,8 +6,14 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from batchrun.vllm_plugin.virtual import Job, Order, draw_job
-from batchrun.vllm_plugin.virtual.workload import JobShape, LogNormalTokens, draw_token_ids
+from batchrun.simulator.virtual.scenarios import (
+    Job,
+    JobShape,
+    LogNormalTokens,
+    Order,
+    draw_job,
+    draw_token_ids,
+)
 from benchmarks.job_shapes import ShapedJob, loogle, nextqa, qmsum, toolbench
 
 STRADDLING_QUESTION_TOKENS = (15, 2_000)

@@ -10,20 +10,19 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from batchrun.daemon.hinting import MAX_NODES
-from batchrun.pool import (
-    ChainBuilder,
-    IntArray,
+from batchrun.daemon.assigning import MAX_NODES
+from batchrun.pool.fair_share import JobTurns
+from batchrun.pool.prefix_keys import ChainBuilder, IntArray
+from batchrun.pool.radix_tree import (
     PrefixOrder,
-    RowQueue,
+    bucket_of_groups,
     find_prefix_nodes,
     order_by_prefix,
 )
-from batchrun.pool.job_turns import JobTurns
-from batchrun.pool.length_buckets import bucket_of_groups
-from batchrun.vllm_plugin.virtual import DAEMON_WINDOW, Job, JobFeeder
-from batchrun.vllm_plugin.virtual.requests import Arrival
-from batchrun.vllm_plugin.virtual.workload import TOKENS_PER_CHUNK
+from batchrun.pool.row_queue import RowQueue
+from batchrun.simulator.virtual.engine import Arrival
+from batchrun.simulator.virtual.feeder import DAEMON_WINDOW, JobFeeder
+from batchrun.simulator.virtual.scenarios import TOKENS_PER_CHUNK, Job
 from benchmarks.job_shapes import joined, picked, prompts_of
 
 

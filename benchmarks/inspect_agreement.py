@@ -22,15 +22,15 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from batchrun.cli.inspect_figures import Inspected
-from batchrun.cli.inspect_outputs import estimate_outputs
-from batchrun.cli.inspect_study import KvSize, study_job
-from batchrun.datasets import import_dataset
 from batchrun.engine.tiny_model import build_tiny_model
-from batchrun.inputs import InputData, RequestTemplate, open_input
-from batchrun.inputs.prompts import PromptReader, read_prompts
-from batchrun.inputs.token_ratio import token_counter
-from batchrun.jobspec import JobSpec, load_job_file
+from batchrun.jobs.figures import Inspected
+from batchrun.jobs.inputs.data import InputData, open_input
+from batchrun.jobs.job_file import load_job_file
+from batchrun.jobs.prompts.template import RequestTemplate
+from batchrun.jobs.prompts.tokens import PromptReader, read_prompts, token_counter
+from batchrun.jobs.spec import JobSpec
+from batchrun.jobs.study import KvSize, estimate_outputs, study_job
+from batchrun.samples.importers import import_dataset
 from benchmarks.direct_study import TokenIds, direct_figures
 from benchmarks.records import write_records
 

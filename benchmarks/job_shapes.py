@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from batchrun.pool import IntArray
-from batchrun.vllm_plugin.virtual import Job, Order
-from batchrun.vllm_plugin.virtual.workload import JobRow, TokenIds, draw_token_ids
+from batchrun.pool.prefix_keys import IntArray
+from batchrun.simulator.virtual.scenarios import Job, JobRow, Order, TokenIds, draw_token_ids
 from benchmarks.data import DOCUMENTS
 from benchmarks.data.derive_prefixes import TOOLS, VIDEOS
 

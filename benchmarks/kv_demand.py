@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from batchrun.traces import Trace
+from batchrun.simulator.traces.trace import Trace
 
 Ints = NDArray[np.int64]
 

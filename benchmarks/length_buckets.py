@@ -19,13 +19,9 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 
-from batchrun.vllm_plugin.virtual import (
-    DAEMON_WINDOW,
-    Job,
-    JobFeeder,
-    Slo,
-    summarize,
-)
+from batchrun.simulator.virtual.feeder import DAEMON_WINDOW, JobFeeder
+from batchrun.simulator.virtual.run import Slo, summarize
+from batchrun.simulator.virtual.scenarios import Job
 from benchmarks.ablation_runs import LAWS
 from benchmarks.hit_cases import KV_BLOCKS, Record
 from benchmarks.hit_engine import build_engine

@@ -29,9 +29,8 @@ from itertools import combinations
 import numpy as np
 import xxhash
 
-from batchrun.pool import ChainTable, IntArray
-from batchrun.pool.chains import KeyArray
-from batchrun.vllm_plugin.virtual.workload import TokenIds
+from batchrun.pool.prefix_keys import ChainTable, IntArray, KeyArray
+from batchrun.simulator.virtual.scenarios import TokenIds
 
 Blocks = frozenset[int]
 Numbers = tuple[int, ...]

@@ -14,7 +14,7 @@ from itertools import islice
 
 import numpy as np
 
-from batchrun.vllm_plugin.virtual import Job
+from batchrun.simulator.virtual.scenarios import Job
 from benchmarks.hit_lru import LruBlocks
 from benchmarks.job_shapes import picked, prompts_of
 from benchmarks.optimal_hits import RowBlocks

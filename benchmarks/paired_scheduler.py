@@ -8,16 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+from batchrun.simulator.virtual.engine import Arrival, TrafficSource, VirtualEngine, begin
+from batchrun.simulator.virtual.laws import StepLaw
+from batchrun.simulator.virtual.setup import EngineShape, build_scheduler, stock_scheduler
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
-from batchrun.vllm_plugin.virtual import (
-    EngineShape,
-    StepLaw,
-    TrafficSource,
-    VirtualEngine,
-    stock_scheduler,
-)
-from batchrun.vllm_plugin.virtual.requests import Arrival, begin
-from batchrun.vllm_plugin.virtual.setup import build_scheduler
 
 
 @dataclass(frozen=True, slots=True)

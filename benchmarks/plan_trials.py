@@ -29,12 +29,13 @@ from pathlib import Path
 
 import numpy as np
 
-from batchrun.planner import EngineKind, Fleet, Promise, peak_load, size_fleet
-from batchrun.simulator import STOCK_POLICY, EnginePlan
-from batchrun.traces import Trace
-from batchrun.vllm_plugin.virtual import VirtualEngine
-from batchrun.vllm_plugin.virtual.requests import Arrival, RequestRecord
-from batchrun.vllm_plugin.virtual.setup import stock_scheduler
+from batchrun.simulator.cluster import STOCK_POLICY, EnginePlan
+from batchrun.simulator.planner.fleet import Fleet, size_fleet
+from batchrun.simulator.planner.kinds import EngineKind
+from batchrun.simulator.planner.peak import Promise, peak_load
+from batchrun.simulator.traces.trace import Trace
+from batchrun.simulator.virtual.engine import Arrival, RequestRecord, VirtualEngine
+from batchrun.simulator.virtual.setup import stock_scheduler
 from benchmarks.bars import Bar
 from benchmarks.records import Record, write_records
 

@@ -16,23 +16,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
 
-from batchrun.vllm_plugin.virtual import (
-    DAEMON_WINDOW,
-    A100Law,
-    EngineShape,
-    JobFeeder,
-    OnlineSource,
+from batchrun.simulator.virtual.engine import TrafficSource
+from batchrun.simulator.virtual.feeder import DAEMON_WINDOW, JobFeeder, OnlineSource, Window
+from batchrun.simulator.virtual.laws import A100Law
+from batchrun.simulator.virtual.run import observe
+from batchrun.simulator.virtual.scenarios import (
+    JobShape,
+    LogNormalTokens,
+    OnlineTraffic,
     Order,
     Scenario,
-    TrafficSource,
-    Window,
     a100_8b,
     draw_calls,
     draw_job,
-    observe,
     planned_order,
 )
-from batchrun.vllm_plugin.virtual.workload import JobShape, LogNormalTokens, OnlineTraffic
+from batchrun.simulator.virtual.setup import EngineShape
 from benchmarks.paired_scheduler import Pair, PairedEngine
 from benchmarks.records import write_records
 from benchmarks.stock_baseline import Record

@@ -22,16 +22,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from batchrun.pool import (
-    ChainBuilder,
-    JobTurns,
-    RowQueue,
-    Window,
-    add_rows,
-    find_prefix_nodes,
-    order_by_prefix,
-)
-from batchrun.pool.window import TICK_S
+from batchrun.pool.fair_share import JobTurns
+from batchrun.pool.prefix_keys import ChainBuilder
+from batchrun.pool.radix_tree import add_rows, find_prefix_nodes, order_by_prefix
+from batchrun.pool.row_queue import RowQueue
+from batchrun.pool.window import TICK_S, Window
 from benchmarks.bars import Bar
 from benchmarks.records import describe, in_own_process, write_records
 

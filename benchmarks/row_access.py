@@ -26,11 +26,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchrun.inputs import InputData, open_input
-from batchrun.inputs.planned_rows import PlannedRows
-from batchrun.jobspec import InputSpec
-from batchrun.pool import IntArray
-from batchrun.prose import sentence
+from batchrun.jobs.inputs.data import InputData, open_input
+from batchrun.jobs.inputs.spool import PlannedRows
+from batchrun.jobs.spec import InputSpec
+from batchrun.pool.prefix_keys import IntArray
+from batchrun.samples.prose import sentence
 from benchmarks.bars import Bar
 from benchmarks.records import describe, in_own_process, write_records
 

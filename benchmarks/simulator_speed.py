@@ -21,19 +21,17 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from batchrun.simulator import (
-    Calls,
-    JobTerms,
-    OfflineJob,
-    Simulated,
-    SimulationPlan,
-    Tables,
-    job_of_shape,
-    simulate,
-    windows_of,
+from batchrun.simulator.offline_jobs import JobTerms, OfflineJob, job_of_shape
+from batchrun.simulator.online import Calls, windows_of
+from batchrun.simulator.records import Tables
+from batchrun.simulator.simulation import Simulated, SimulationPlan, simulate
+from batchrun.simulator.virtual.scenarios import (
+    JobShape,
+    OnlineTraffic,
+    Scenario,
+    a100_8b,
+    draw_calls,
 )
-from batchrun.vllm_plugin.virtual import a100_8b, draw_calls
-from batchrun.vllm_plugin.virtual.workload import JobShape, OnlineTraffic, Scenario
 from benchmarks.bars import Bar
 from benchmarks.records import write_records
 

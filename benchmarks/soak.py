@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from batchrun.cli.daemon_client import DaemonClient
+from batchrun.cli.client import DaemonClient
 from batchrun.errors import BatchrunError
 from batchrun.types import JobState
 from benchmarks.bars import Bar

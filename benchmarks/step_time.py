@@ -21,21 +21,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from batchrun.estimator import CalibrationProfile, ForecastRule, KvForecast, calibrate
-from batchrun.estimator import profile_from_json as read_profile
-from batchrun.vllm_plugin import ColocatedScheduler
-from batchrun.vllm_plugin.virtual import (
-    A100Law,
-    EngineShape,
-    NoisyLaw,
-    PoolingLaw,
-    Scenario,
-    StepLaw,
-    a100_8b,
-    kv_pressure,
-    observe,
-)
-from batchrun.vllm_plugin.virtual.probing import record_probes
+from batchrun.estimator.forecast import ForecastRule, KvForecast
+from batchrun.estimator.profile import CalibrationProfile, calibrate
+from batchrun.estimator.profile import profile_from_json as read_profile
+from batchrun.simulator.virtual.laws import A100Law, NoisyLaw, PoolingLaw, StepLaw
+from batchrun.simulator.virtual.probing import record_probes
+from batchrun.simulator.virtual.run import observe
+from batchrun.simulator.virtual.scenarios import Scenario, a100_8b, kv_pressure
+from batchrun.simulator.virtual.setup import EngineShape
+from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 from benchmarks.ports import free_port
 from benchmarks.records import write_records
 

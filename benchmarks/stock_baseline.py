@@ -17,21 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from batchrun.vllm_plugin.virtual import (
-    EngineShape,
-    JobFeeder,
-    OnlineSource,
-    Order,
-    Run,
-    Scenario,
-    Timing,
-    TrafficSource,
-    a100_8b,
-    draw_calls,
-    draw_job,
-    run,
-    stock_scheduler,
-)
+from batchrun.simulator.virtual.engine import Timing, TrafficSource
+from batchrun.simulator.virtual.feeder import JobFeeder, OnlineSource
+from batchrun.simulator.virtual.run import Run, run
+from batchrun.simulator.virtual.scenarios import Order, Scenario, a100_8b, draw_calls, draw_job
+from batchrun.simulator.virtual.setup import EngineShape, stock_scheduler
 from benchmarks.records import write_records
 
 Record = dict[str, object]

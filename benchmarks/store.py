@@ -26,20 +26,15 @@ from typing import Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from batchrun.daemon import export
+from batchrun.daemon.ending import export
 from batchrun.daemon.writer import Entry, ResultWriter
-from batchrun.jobspec import load_job_file
-from batchrun.store import (
-    JobRecord,
-    Store,
-    check_store,
-    jobs,
-    open_store,
-    open_to_read,
-    results,
-)
-from batchrun.store.snapshot import write_snapshot
-from batchrun.submission import prepare_job
+from batchrun.jobs.job_file import load_job_file
+from batchrun.jobs.submit import prepare_job
+from batchrun.store import jobs, results
+from batchrun.store.check import check_store
+from batchrun.store.database import Store, open_store, open_to_read
+from batchrun.store.jobs import JobRecord
+from batchrun.store.upkeep import write_snapshot
 from batchrun.types import JobState
 from benchmarks.bars import Bar
 from benchmarks.records import describe, in_own_process, write_records

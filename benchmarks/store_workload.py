@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchrun.prose import sentence_pool
+from batchrun.samples.prose import sentence_pool
 from batchrun.types import Outcome, OutcomeKind, Usage
 
 BODY_BYTES = 1_024

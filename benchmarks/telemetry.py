@@ -10,10 +10,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from batchrun.vllm_plugin import ColocatedScheduler
-from batchrun.vllm_plugin.meter import ONLINE
-from batchrun.vllm_plugin.virtual import A100Law, EngineShape, VirtualEngine
-from batchrun.vllm_plugin.virtual.requests import Arrival
+from batchrun.simulator.virtual.engine import Arrival, VirtualEngine
+from batchrun.simulator.virtual.laws import A100Law
+from batchrun.simulator.virtual.setup import EngineShape
+from batchrun.vllm_plugin.scheduler import ColocatedScheduler
+from batchrun.vllm_plugin.telemetry import ONLINE
 from batchrun.wire import encode
 from benchmarks.records import Record, write_records
 

@@ -17,7 +17,7 @@ from openai.resources import Batches, Files, Models
 from openai.types import Batch, FileObject
 from waiting_client import Waiting
 
-from batchrun.cli.daemon_client import DaemonClient
+from batchrun.cli.client import DaemonClient
 from batchrun.home import Home
 
 MODEL = "org/name"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from batchrun.cache import EvictionOrder, OnlinePrefixes, ReuseIndex, Segment, TieredFreeQueue
-from batchrun.cache.block_tiers import BlockTiers
+from batchrun.cache.eviction import EvictionOrder
+from batchrun.cache.free_queue import TieredFreeQueue
+from batchrun.cache.reuse import ReuseIndex
+from batchrun.cache.segments import Segment
+from batchrun.cache.tiers import BlockTiers, OnlinePrefixes
 from benchmarks.cache_blocks import Block
 
 

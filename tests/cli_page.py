@@ -12,7 +12,7 @@ from typing import Any
 import typer
 from typer.testing import CliRunner
 
-from batchrun.cli.commands import app
+from batchrun.cli.main import app
 
 PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
 MARKER = "<!-- From here on, tests/cli_page.py writes this page. -->"

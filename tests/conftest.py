@@ -23,9 +23,10 @@ from postgres_server import PostgresServer
 from raw_http import RawHttp
 from xdist.scheduler import LoadScopeScheduling
 
-from batchrun.engine import ManagedEngine, ManagedSettings
+from batchrun.engine.command import ManagedSettings
+from batchrun.engine.engine import ManagedEngine
 from batchrun.engine.tiny_model import build_tiny_model
-from batchrun.store import Store, open_store
+from batchrun.store.database import Store, open_store
 
 if TYPE_CHECKING:
     from object_store import ObjectStore

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from openai import OpenAI
 
-from batchrun.cli.daemon_client import DaemonClient
+from batchrun.cli.client import DaemonClient
 from batchrun.cli.deployment import stop_everything
 from batchrun.errors import DaemonUnavailableError
 from batchrun.home import Home

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from batchrun.estimator import LinearModel
-from batchrun.scheduling import EngineView, Plan, PrefixHit, RequestView, make_policy
-from batchrun.scheduling.view import Group
+from batchrun.estimator.step_time import LinearModel
+from batchrun.scheduling.policies import make_policy
+from batchrun.scheduling.view import EngineView, Group, Plan, PrefixHit, RequestView
 from batchrun.types import RequestClass
 
 NOW_S = 1_000.0

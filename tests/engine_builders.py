@@ -8,7 +8,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from batchrun.engine import ManagedEngine, ManagedSettings
+from batchrun.engine.command import ManagedSettings
+from batchrun.engine.engine import ManagedEngine
 from batchrun.types import Request
 from benchmarks.ports import free_port
 

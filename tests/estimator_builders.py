@@ -5,19 +5,20 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from batchrun.estimator import (
+from batchrun.estimator.fits import fit_all
+from batchrun.estimator.profile import (
     CalibrationProfile,
-    EchoBaseModel,
-    EchoModel,
     EngineIdentity,
     IdenticalSpread,
-    LinearModel,
-    Observation,
     OnlineLatency,
+)
+from batchrun.estimator.step_load import Observation, StepLoad
+from batchrun.estimator.step_time import (
+    EchoBaseModel,
+    EchoModel,
+    LinearModel,
     RooflineModel,
-    StepLoad,
     StepTimeModel,
-    fit_all,
 )
 
 A100_LAW = RooflineModel(

@@ -12,17 +12,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchrun.daemon.active_job import ActiveJob
-from batchrun.daemon.cache_watch import CacheWatch
+from batchrun.daemon.faults import Trials
+from batchrun.daemon.job import ActiveJob, CacheWatch, estimate_costs
 from batchrun.daemon.opening import open_job
-from batchrun.daemon.row_costs import estimate_costs
-from batchrun.daemon.trials import Trials
-from batchrun.inputs.token_ratio import TokenRatio
-from batchrun.jobspec import load_job_file
-from batchrun.planning import JobPlan
-from batchrun.pool import CHUNK_BYTES, ChainBuilder, RowQueue, find_prefix_nodes, order_by_prefix
-from batchrun.store import jobs, open_store
-from batchrun.submission import prepare_job
+from batchrun.jobs.job_file import load_job_file
+from batchrun.jobs.job_plan import JobPlan
+from batchrun.jobs.prompts.tokens import TokenRatio
+from batchrun.jobs.submit import prepare_job
+from batchrun.pool.prefix_keys import CHUNK_BYTES, ChainBuilder
+from batchrun.pool.radix_tree import find_prefix_nodes, order_by_prefix
+from batchrun.pool.row_queue import RowQueue
+from batchrun.store import jobs
+from batchrun.store.database import open_store
 
 SALT = 7
 JOB_FILE = """\

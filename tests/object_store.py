@@ -10,7 +10,7 @@ from typing import Any
 import boto3
 from moto.server import ThreadedMotoServer
 
-from batchrun.remote import objects
+from batchrun.jobs import objects
 from benchmarks.ports import free_port
 
 BUCKET, OTHER = "bucket", "other"

@@ -10,8 +10,8 @@ from typing import Any
 from estimator_builders import A100_LAW, ECHO_BASE_LAW, ECHO_LAW, LINEAR_LAW
 from hypothesis import strategies as st
 
-from batchrun.estimator import StepTimeModel
-from batchrun.scheduling import EngineView, Plan, PrefixHit, RequestView
+from batchrun.estimator.step_time import StepTimeModel
+from batchrun.scheduling.view import EngineView, Plan, PrefixHit, RequestView
 from batchrun.types import RequestClass
 
 BLOCK_TOKENS = 16

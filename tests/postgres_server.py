@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psycopg
 
-from batchrun.store import open_store
+from batchrun.store.database import open_store
 from benchmarks.ports import free_port
 
 USER = "batchrun"

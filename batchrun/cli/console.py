@@ -1,4 +1,11 @@
-"""What the user sees: results on stdout, progress and one-line errors on stderr."""
+"""What the user sees: results on stdout, progress and one-line errors on stderr.
+
+Files that a command writes after long work.
+
+Options that many commands share.
+
+Commands that simulate need a Python in which vLLM can be imported.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +14,10 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TextIO
+from pathlib import Path
+from typing import Annotated, TextIO
 
+import typer
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -18,6 +27,9 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
+
+from batchrun.errors import EngineError, InputError
+from batchrun.files import write_atomically
 
 SHOW_PROGRESS_AFTER_S = 2.0
 FILE_WIDTH_CHARS = 10_000
@@ -86,3 +98,49 @@ class LateProgress:
     def __exit__(self, *_: object) -> None:
         if self._progress is not None:
             self._progress.stop()
+
+
+def prepare_file(path: Path) -> None:
+    """Make the folder before minutes are spent. Raises InputError when nothing can be written."""
+    if path.is_dir():
+        raise InputError(f"{path}: is a folder; name a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path.with_name(f".{path.name}.probe"), b"")
+        path.with_name(f".{path.name}.probe").unlink()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+HomeOption = Annotated[
+    Path | None,
+    typer.Option("--home", help="Folder of the state. [default: ~/.local/state/batchrun]"),
+]
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option("--config", help="Deployment file. [default: ./batchrun.yaml when there is one]"),
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--model", help="Folder or hub id of the model to serve, or `tiny`."),
+]
+ListenOption = Annotated[
+    str | None, typer.Option("--listen", help="HOST:PORT of the online endpoint.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")]
+JobArgument = Annotated[str, typer.Argument(help="Job id, unique prefix of one, or job name.")]
+JobFileArgument = Annotated[Path, typer.Argument(help="Job file (YAML).")]
+
+
+@contextmanager
+def vllm_needed(command: str) -> Iterator[None]:
+    """Around the import of what simulates. Raises EngineError, one line, where vLLM is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] in {"vllm", "torch"}:
+            raise EngineError(
+                f"{command} runs vLLM's own scheduler, and vLLM cannot be imported here; use the "
+                "Python in which the engines run"
+            ) from error
+        raise

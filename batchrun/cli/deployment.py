@@ -1,9 +1,13 @@
-"""The `up` and `down` commands, and the daemon as a background process."""
+"""The `up` and `down` commands, and the daemon as a background process.
+
+The `init` command, a folder in which `batchrun run` works at once, and `version`.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import shlex
 import signal
 import sys
 import time
@@ -14,12 +18,22 @@ from typing import Annotated, Any
 
 import typer
 
-from batchrun.cli.console import note, print_json, progress_bar, say
-from batchrun.cli.daemon_client import DaemonClient
-from batchrun.cli.options import ConfigOption, HomeOption, JsonOption, ListenOption, ModelOption
+from batchrun import __version__
+from batchrun.cli.client import DaemonClient
+from batchrun.cli.console import (
+    ConfigOption,
+    HomeOption,
+    JsonOption,
+    ListenOption,
+    ModelOption,
+    note,
+    print_json,
+    progress_bar,
+    say,
+)
 from batchrun.config import Deployment, load_deployment, load_home
 from batchrun.engine import process
-from batchrun.errors import BatchrunError, DaemonUnavailableError, StateError
+from batchrun.errors import BatchrunError, DaemonUnavailableError, InputError, StateError
 from batchrun.home import Home
 
 POLL_INTERVAL_S = 0.2
@@ -99,7 +113,7 @@ def stop_everything(home: Home) -> list[str]:
 
 
 def _run_here(deployment: Deployment, home: Home) -> None:
-    from batchrun.api import serve
+    from batchrun.server.api.process import serve
 
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
@@ -121,7 +135,7 @@ def _run_here(deployment: Deployment, home: Home) -> None:
 
 def _stop_daemon(home: Home) -> bool:
     """SIGTERM to the holder of the store's lock, SIGKILL after `STOP_WAIT_S`."""
-    from batchrun.store import StoreLock
+    from batchrun.store.lock import StoreLock
 
     lock = StoreLock(home.store_lock)
     deadline_s = time.monotonic() + STOP_WAIT_S
@@ -173,3 +187,84 @@ def _passed_on(model: str | None, listen: str | None, config: Path | None) -> li
         if value is not None:
             flags += [flag, str(value)]
     return flags
+
+
+SAMPLE_ROWS = 16
+
+DEPLOYMENT_FILE = """\
+# The deployment: what `batchrun up` and `batchrun run` start. Every key may be left out.
+
+# A folder, a Hugging Face id, or `tiny`: a small model with random weights that batchrun builds
+# itself, to try things out. Its answers are noise.
+model: tiny
+
+# Where your applications find the online endpoint (OpenAI's API, under /v1).
+listen: 127.0.0.1:8000
+
+# One engine that batchrun starts; vllm_args go to vLLM as they are. To use a vLLM server that
+# runs already, write instead:   - attach: http://127.0.0.1:8001
+engines:
+  - vllm_args: []
+"""
+
+JOB_FILE = """\
+# A batch job: rows in, one answer a row out.   batchrun run jobs/sample.yaml
+name: sample
+model: default                    # the model of batchrun.yaml
+
+input:
+  path: ../data/sample.parquet    # relative to this file; Parquet, JSONL or CSV
+  id: id                          # a unique column; left out: the row number
+  messages:                       # Jinja2 over the row's columns; what rows share comes first
+    - role: user
+      content: "{{ document }}\\n\\nQuestion: {{ question }}\\nAnswer:"
+
+request: {max_tokens: 32, temperature: 0}
+
+output:
+  path: results/sample.parquet    # relative to the folder you call batchrun from
+  keep: [question, answer]        # input columns to join back
+"""
+
+
+def init(
+    folder: Annotated[Path, typer.Argument(help="Where to write.")] = Path(),
+    *,
+    as_json: JsonOption = False,
+) -> None:
+    """Write batchrun.yaml, a job file and a small sample, so that `run` works at once."""
+    from batchrun.samples.generators import write_sample
+
+    texts = {"batchrun.yaml": DEPLOYMENT_FILE, "jobs/sample.yaml": JOB_FILE}
+    data = folder / "data" / "sample.parquet"
+    paths = [*(folder / name for name in texts), data]
+    for path in paths:
+        if path.exists():
+            raise InputError(f"{path} exists already; init overwrites nothing")
+    try:
+        for name, text in texts.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text, encoding="utf-8")
+        write_sample("loogle", data, rows=SAMPLE_ROWS)
+    except (OSError, InputError) as error:
+        with suppress(OSError):
+            for path in paths:
+                path.unlink(missing_ok=True)
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"{folder}: cannot be written: {reason}") from error
+    names = [*texts, "data/sample.parquet"]
+    if as_json:
+        print_json({"written": [str(folder / name) for name in names]})
+        return
+    for name in names:
+        say(str(folder / name))
+    enter = "" if folder.absolute() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
+    say(f"next: {enter}batchrun run jobs/sample.yaml")
+
+
+def version(*, as_json: JsonOption = False) -> None:
+    """Print the version."""
+    if as_json:
+        print_json({"version": __version__})
+    else:
+        say(f"batchrun {__version__}")

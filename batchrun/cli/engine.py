@@ -1,19 +1,52 @@
-"""The `engine` and `models` commands."""
+"""The `engine` and `models` commands.
+
+The `calibrate` command: measure an engine of the deployment and write its profile.
+
+The `doctor` command: what is missing on this machine, and the one command that mends it.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
+import shutil
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from batchrun.cli.console import LateProgress, print_json, say
-from batchrun.cli.daemon_client import DaemonClient
-from batchrun.cli.options import HomeOption, JsonOption
-from batchrun.config import load_home
-from batchrun.engine import install_engine
+from batchrun.cli.client import DaemonClient
+from batchrun.cli.console import (
+    ConfigOption,
+    HomeOption,
+    JsonOption,
+    LateProgress,
+    ModelOption,
+    prepare_file,
+    print_json,
+    say,
+)
+from batchrun.config import TINY_MODEL, Deployment, EngineConfig, load_deployment, load_home
+from batchrun.daemon.plugin import profile_path
+from batchrun.daemon.supervisor import check_gateway_port, default_port, engine_python
+from batchrun.engine.install import check_model, check_port_free, find_vllm, has_gpu, install_engine
 from batchrun.engine.tiny_model import build_tiny_model
-from batchrun.errors import InputError
+from batchrun.errors import BatchrunError, EngineError, InputError, StateError
+from batchrun.estimator.profile import CalibrationProfile
+from batchrun.files import write_atomically
+from batchrun.home import Home
+from batchrun.simulator.calibrate import (
+    Measured,
+    calibrate_engine,
+    check_nothing_runs,
+    choose_engine,
+)
 from batchrun.wire import PolicyName
 
 engine_app = typer.Typer(
@@ -102,3 +135,214 @@ def tiny(
         print_json({"path": str(path)})
     else:
         say(f"{path}: a random Llama of 4 layers; its answers are noise")
+
+
+def calibrate(
+    *,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Profile to write. [default: a file in the home]"),
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option("--engine", help="Name of the engine. [default: the first]")
+    ] = None,
+    model: ModelOption = None,
+    config: ConfigOption = None,
+    home_path: HomeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure the steps of an engine, and write the profile that its scheduler starts from.
+
+    Starts the engine and ends it again. Under three minutes beside the engine's start.
+    """
+    home = load_home(home_path)
+    deployment = load_deployment(config, model=model)
+    if DaemonClient(home).is_running():
+        raise StateError(
+            "a daemon runs, and its engines hold the machine; stop it with `batchrun down` first"
+        )
+    check_nothing_runs(deployment, home)
+    index = choose_engine(deployment, engine)
+    path = output or profile_path(deployment, deployment.engines[index], home)
+    home.create()
+    prepare_file(path)
+    with LateProgress() as progress:
+        measured = asyncio.run(calibrate_engine(deployment, home, index, progress))
+    write_atomically(path, measured.profile.to_json().encode())
+    if as_json:
+        print_json(_document(measured, path))
+        return
+    for line in _lines(measured, path):
+        say(line)
+
+
+def _document(measured: Measured, path: Path) -> dict[str, object]:
+    return {
+        "path": str(path),
+        "num_steps": measured.num_steps,
+        "engine_start_s": measured.engine_start_s,
+        "measuring_s": measured.measuring_s,
+        "profile": json.loads(measured.profile.to_json()),
+    }
+
+
+def _lines(measured: Measured, path: Path) -> Iterator[str]:
+    profile = measured.profile
+    engine, best = profile.engine, profile.fitted[0]
+    yield (
+        f"engine     {engine.model}, vLLM {engine.vllm_version}, {engine.device}, {engine.dtype}, "
+        f"{profile.kv_blocks:,} KV blocks of {engine.block_tokens} tokens"
+    )
+    yield (
+        f"steps      {measured.num_steps:,} in {measured.measuring_s:.0f} s, after "
+        f"{measured.engine_start_s:.0f} s of starting; {best.num_held_out:,} held out of the fits"
+    )
+    for fitted in profile.fitted:
+        mark = ", chosen" if fitted is best else ", the paper's" if _is_papers(fitted.model) else ""
+        yield (
+            f"model      {fitted.model.name}: held-out error {fitted.held_out_mape:.1%} "
+            f"(p95 {fitted.held_out_p95_ape:.0%}){mark}"
+        )
+    yield (
+        f"identical  {profile.spread.mean_ape:.1%} mean spread of {profile.spread.num_steps:,} "
+        f"steps in {profile.spread.num_groups:,} groups of equal load"
+    )
+    yield f"pivot      {profile.pivot_tokens:,} tokens a step reach 90 % of the best throughput"
+    if profile.gap is not None:
+        yield (
+            f"gap        {1e3 * profile.gap.predict_s(1):.1f} ms between two steps of one request, "
+            f"{1e3 * profile.gap.predict_s(64):.1f} ms of 64"
+        )
+    yield f"online     {_online(profile)}"
+    yield f"profile    {path}"
+
+
+def _is_papers(model: object) -> bool:
+    return getattr(model, "name", None) == "echo"
+
+
+def _online(profile: CalibrationProfile) -> str:
+    shown = profile.online
+    if shown is None:
+        return "no figures: the model did not answer chat calls"
+    return (
+        f"TTFT p50 {shown.ttft_p50_s:.3f} s, p99 {shown.ttft_p99_s:.3f} s; TPOT p50 "
+        f"{1e3 * shown.tpot_p50_s:.1f} ms, p99 {1e3 * shown.tpot_p99_s:.1f} ms "
+        f"({shown.num_calls} calls alone, {shown.calls_per_s:.1f} a second)"
+    )
+
+
+MIN_FREE_BYTES = 2 << 30
+MIN_MEMORY_BYTES = 4 << 30
+ATTACHED_WAIT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at; `mend` is what to do when it is not `ok`."""
+
+    name: str
+    ok: bool
+    detail: str
+    mend: str | None = None
+
+
+def doctor(
+    *, config: ConfigOption = None, home_path: HomeOption = None, as_json: JsonOption = False
+) -> None:
+    """Look for what is missing on this machine. Exits 4 when something is."""
+    home = load_home(home_path)
+    deployment = load_deployment(config)
+    findings = list(_findings(deployment, home))
+    missing = [finding for finding in findings if not finding.ok]
+    if as_json:
+        print_json({"ok": not missing, "findings": [asdict(finding) for finding in findings]})
+    else:
+        for finding in findings:
+            say(f"{'ok     ' if finding.ok else 'MISSING'} {finding.name}: {finding.detail}")
+            if not finding.ok and finding.mend:
+                say(f"        mend it: {finding.mend}")
+    if missing:
+        sys.exit(BatchrunError.exit_code)
+
+
+def _findings(deployment: Deployment, home: Home) -> Iterator[Finding]:
+    version = sys.version.split()[0]
+    is_known = (3, 11) <= sys.version_info[:2] <= (3, 13)
+    yield Finding("Python", is_known, version, "use Python 3.11, 3.12 or 3.13")
+    yield _home(home)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    yield Finding(
+        "memory", memory >= MIN_MEMORY_BYTES, f"{memory / 2**30:.0f} GiB", "use a larger machine"
+    )
+    yield Finding("GPU", True, "an NVIDIA GPU" if has_gpu() else "none: engines run on the CPU")
+    running = DaemonClient(home).is_running()
+    yield Finding("daemon", True, "running" if running else "not running (`batchrun up -d`)")
+    for index, config in enumerate(deployment.engines):
+        yield _engine_finding(config, home)
+        if config.attach is None and not running:
+            port = config.port or default_port(deployment.listen, index)
+            mend = f"end the program that holds port {port}, or set `port` of the engine"
+            check = partial(check_port_free, "127.0.0.1", port)
+            yield _checked(f"port of engine {config.name}", str(port), check, mend)
+    if deployment.model != TINY_MODEL and any(config.is_vllm for config in deployment.engines):
+        mend = "correct `model` in batchrun.yaml; `model: tiny` needs none"
+        yield _checked("model", deployment.model, partial(check_model, deployment.model), mend)
+    if not running:
+        mend = "end the program that holds the port, or choose another with `listen`"
+        check = partial(check_gateway_port, deployment.listen)
+        yield _checked("port of the gateway", deployment.listen, check, mend)
+
+
+def _home(home: Home) -> Finding:
+    try:
+        home.create()
+        free = shutil.disk_usage(home.path).free
+    except (BatchrunError, OSError) as error:
+        return Finding("home", False, str(error), "choose another folder with --home")
+    detail = f"{home.path}, {free / 2**30:.1f} GiB free"
+    return Finding("home", free >= MIN_FREE_BYTES, detail, "free some space, or use --home")
+
+
+def _engine_finding(config: EngineConfig, home: Home) -> Finding:
+    name = f"engine {config.name}"
+    if config.attach is not None:
+        mend = f"start the server, or correct `attach` of {name}"
+        return _checked(name, config.attach, partial(_check_answers, config.attach), mend)
+    if config.command is not None:
+        program = config.command[0]
+        found = shutil.which(program) is not None
+        detail = program if found else f"there is no program {program}"
+        return Finding(name, found, detail, f"correct `command` of {name}")
+    return _vllm(name, engine_python(config, home), is_named=config.python is not None)
+
+
+def _vllm(name: str, python: Path, *, is_named: bool) -> Finding:
+    mend = f"batchrun engine install{'' if has_gpu() else ' --cpu'}"
+    if is_named:
+        mend = f"install vLLM there, or remove `python` of {name} and run: {mend}"
+    try:
+        build = find_vllm(python)
+    except BatchrunError as error:
+        return Finding(name, False, str(error), mend)
+    if build is None:
+        return Finding(name, False, f"no vLLM in {python}", mend)
+    detail = f"vLLM {build.version} ({'CPU' if build.is_cpu else 'GPU'} build) in {python}"
+    return Finding(name, build.is_cpu or has_gpu(), detail, mend)
+
+
+def _check_answers(url: str) -> None:
+    """Raises EngineError when no engine answers at `url`."""
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=ATTACHED_WAIT_S):
+            return
+    except (OSError, ValueError) as error:
+        raise EngineError(f"nothing answers at {url}/health ({error})") from error
+
+
+def _checked(name: str, detail: str, check: Callable[[], None], mend: str | None = None) -> Finding:
+    try:
+        check()
+    except BatchrunError as error:
+        return Finding(name, False, str(error).partition("; ")[0], mend)
+    return Finding(name, True, detail)

@@ -1,41 +1,341 @@
-"""The `inspect` command: what a job would do, before it does it."""
+"""The `inspect` command: what a job would do, before it does it.
+
+How much KV an engine of this deployment has, as far as it is known without starting one.
+
+What `inspect` prints for people: the figures in words, small distributions, the order.
+
+Figure 4's distributions as one HTML page with nothing outside it, for light and dark.
+"""
 
 from __future__ import annotations
 
+import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from html import escape
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import numpy as np
 import typer
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
-from batchrun.cli.console import LateProgress, note, out, print_json
-from batchrun.cli.inspect_figures import Inspected
-from batchrun.cli.inspect_kv import find_kv_size
-from batchrun.cli.inspect_outputs import estimate_outputs
-from batchrun.cli.inspect_page import write_page
-from batchrun.cli.inspect_study import study_job
-from batchrun.cli.inspect_view import rendered
-from batchrun.cli.options import HomeOption, JsonOption
+from batchrun.cli.client import DaemonClient
+from batchrun.cli.console import HomeOption, JsonOption, LateProgress, note, out, print_json
 from batchrun.cli.results import stored_job
-from batchrun.config import load_deployment, load_home
-from batchrun.errors import InputError
+from batchrun.config import Deployment, EngineConfig, load_deployment, load_home
+from batchrun.daemon.plugin import existing_profile
+from batchrun.errors import ConfigError, DaemonUnavailableError, InputError
+from batchrun.estimator.profile import CalibrationProfile, profile_from_json
+from batchrun.files import write_atomically
 from batchrun.home import Home
-from batchrun.inputs import (
-    InputData,
-    RequestTemplate,
-    check_columns,
-    check_ids,
-    fetched_input,
-    open_input,
-)
-from batchrun.inputs.prompts import read_prompts
-from batchrun.jobspec import JobSpec, load_job_file
-from batchrun.store import JobRecord, Store
-from batchrun.submission import open_submitted
+from batchrun.jobs.figures import Distribution, Inspected, Values
+from batchrun.jobs.inputs.data import InputData, check_columns, check_ids, open_input
+from batchrun.jobs.job_file import load_job_file
+from batchrun.jobs.pin import fetched_input
+from batchrun.jobs.prompts.template import RequestTemplate
+from batchrun.jobs.prompts.tokens import read_prompts
+from batchrun.jobs.spec import JobSpec
+from batchrun.jobs.study import KvSize, estimate_outputs, study_job
+from batchrun.jobs.submit import open_submitted
+from batchrun.store.database import Store
+from batchrun.store.jobs import JobRecord
 from batchrun.types import ProgressSink
+
+DEFAULT_BLOCK_TOKENS = 16
+"""vLLM's on GPUs; its CPU build and some attention kernels take larger blocks."""
+BLOCK_SIZE_ARGUMENT = "--block-size"
+
+
+def find_kv_size(flag_tokens: int | None, deployment: Deployment, home: Home) -> KvSize:
+    """`--kv-tokens`, else what running engines say, else the calibration profile, else unknown.
+
+    The size of a block likewise, where the engine's arguments do not say it.
+
+    Raises ConfigError when a profile that batchrun.yaml names cannot be used.
+    """
+    profiles = [
+        profile
+        for engine in deployment.engines
+        if (profile := _profile(deployment, engine, home)) is not None
+    ]
+    running = _running(home)
+    block_tokens, block_source = _block_size(deployment, profiles, running)
+    tokens, source = flag_tokens, "--kv-tokens"
+    if tokens is None and running is not None:
+        tokens, source = running["tokens"], "the running engine"
+    if tokens is None and profiles:
+        tokens = min(profile.kv_blocks * profile.engine.block_tokens for profile in profiles)
+        source = "the calibration profile"
+    return KvSize(tokens, source if tokens else "unknown", block_tokens, block_source)
+
+
+def _block_size(
+    deployment: Deployment, profiles: list[CalibrationProfile], running: dict[str, int] | None
+) -> tuple[int, str]:
+    arguments = deployment.engines[0].vllm_args
+    for argument, following in zip(arguments, (*arguments, "")[1:], strict=True):
+        name, _, value = argument.replace("_", "-").partition("=")
+        given = value or following
+        if name == BLOCK_SIZE_ARGUMENT and given.isdecimal() and int(given) > 0:
+            return int(given), "vllm_args in batchrun.yaml"
+    if running is not None:
+        return running["block_tokens"], "the running engine"
+    if profiles:
+        return profiles[0].engine.block_tokens, "the calibration profile"
+    return DEFAULT_BLOCK_TOKENS, "vLLM's default"
+
+
+def _running(home: Home) -> dict[str, int] | None:
+    """What the engine with the smallest KV tells of it, or None."""
+    try:
+        engines = DaemonClient(home).get("/status")["engines"]
+    except DaemonUnavailableError:
+        return None
+    told = [engine["kv"] for engine in engines if engine["kv"] and engine["kv"]["tokens"]]
+    return min(told, key=lambda kv: int(kv["tokens"]), default=None)
+
+
+def _profile(deployment: Deployment, engine: EngineConfig, home: Home) -> CalibrationProfile | None:
+    path = existing_profile(deployment, engine, home)
+    if path is None:
+        return None
+    try:
+        return profile_from_json(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+NUM_BINS = 24
+SHOWN_STRETCHES = 5
+LOG_RATIO = 20.0
+"""From where on the largest value over the median makes the axis a logarithm."""
+
+
+def rendered(figures: Mapping[str, Any], shown: Mapping[str, Distribution]) -> RenderableType:
+    """The whole answer."""
+    table = Table(box=None, show_header=False)
+    for key, value in _lines(figures):
+        table.add_row(key, Text(value, overflow="fold"))
+    parts: list[RenderableType] = [table]
+    if shown:
+        parts += [Text(), _distributions(shown)]
+    if figures["order"]:
+        parts += [Text(), _order(figures["order"])]
+    return Group(*parts)
+
+
+def histogram(values: Values) -> tuple[str, bool]:
+    """(bars from the smallest to the largest value, whether their bins are logarithmic)."""
+    scaled, is_log = values.astype(np.float64), is_spread(values)
+    if is_log:
+        scaled = np.log(scaled)
+    counts, _ = np.histogram(scaled, bins=NUM_BINS)
+    heights = np.ceil(counts / max(counts.max(), 1) * (len(BLOCKS) - 1)).astype(int)
+    return "".join(BLOCKS[height] for height in heights), is_log
+
+
+def is_spread(values: Values) -> bool:
+    """Whether a few values are so much larger than most that an axis should be logarithmic."""
+    return bool(values.min() > 0 and values.max() > LOG_RATIO * np.median(values))
+
+
+def in_words(value: float, *, is_share: bool = False) -> str:
+    """A figure as it is printed: shares in per cent, large ones without a fraction."""
+    if is_share:
+        return f"{value:.1%}"
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:,.3g}"
+
+
+def _lines(figures: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "job", f"{figures['name']}, {figures['endpoint']}"
+    yield "rows", f"{figures['rows']:,}"
+    if num_errors := figures["rows_with_template_errors"]:
+        failing = f"rows that cannot be rendered and will fail: {num_errors:,}"
+        yield "errors", f"{failing}; first: {figures['first_error']}"
+    yield "prompt", f"{_pair(figures, 'prompt_tokens')} tokens a row, {_total(figures)}"
+    shared = _pair(figures, "shared_share", is_share=True)
+    of_tokens = f"{figures['shared_share_of_tokens']:.1%} of all tokens"
+    groups = f"groups of rows: {figures['prefix_groups']:,}"
+    yield "shared", f"{shared} of a prompt is a prefix of an earlier row; {of_tokens}; {groups}"
+    key = _pair(figures, "key_portion_share", is_share=True)
+    rows_per_key = _pair(figures, "rows_per_key_portion")
+    yield (
+        "key portion",
+        (f"{key} of a prompt; {figures['key_portions']:,} of them, with {rows_per_key} rows"),
+    )
+    yield "answers", _answers(figures)
+    yield "hit rate", _hit_rates(figures)
+    computed = f"computes about {figures['prompt_tokens_computed']:,.0f} prompt tokens"
+    yield "a run", f"{computed}, writes {figures['output_path']}"
+
+
+def _total(figures: Mapping[str, Any]) -> str:
+    how = "no tokenizer here, so estimated"
+    if figures["rows_tokenised"]:
+        how = f"{figures['rows_tokenised']:,} rows tokenised"
+    total, ratio = figures["prompt_tokens_total"], figures["bytes_per_token"]
+    return f"{total:,.0f} in all ({how} at {ratio:.2f} bytes a token)"
+
+
+def _answers(figures: Mapping[str, Any]) -> str:
+    limit = figures["max_output_tokens"]
+    bound = "" if limit is None else f", at most {limit:,}"
+    if figures["output_tokens_mean"] is None:
+        return "of unknown length: the job sets no max_tokens"
+    ratio = figures["prompt_to_output_ratio_mean"]
+    times = "" if ratio is None else f"; prompts are {in_words(ratio)} times as long"
+    source = figures["output_tokens_source"]
+    return f"{_pair(figures, 'output_tokens')} tokens (from {source}{bound}){times}"
+
+
+def _hit_rates(figures: Mapping[str, Any]) -> str:
+    best = f"at best {figures['best_hit_rate']:.1%} (blocks of {figures['block_tokens']} tokens)"
+    kv_tokens = figures["kv_tokens"]
+    if kv_tokens is None:
+        return f"{best}; the KV size is unknown, --kv-tokens N gives it"
+    kv = f"{kv_tokens:,} KV tokens ({figures['kv_tokens_source']})"
+    if figures["expected_hit_rate"] is None:
+        return f"{best}; no row fits {kv}"
+    expected = (
+        f"{best}; {figures['expected_hit_rate']:.1%} expected with {kv}, "
+        f"{figures['expected_hit_rate_as_written']:.1%} in the input's order"
+    )
+    if figures["rows_larger_than_kv"]:
+        expected += f"; {figures['rows_larger_than_kv']:,} rows need more KV than there is"
+    return expected
+
+
+def _distributions(shown: Mapping[str, Distribution]) -> Table:
+    table = Table("distribution", "least", "", "most", "median", box=None)
+    for each in shown.values():
+        bars, is_log = histogram(each.values)
+        least, median, most = (
+            in_words(value, is_share=each.is_share)
+            for value in (each.values.min(), float(np.median(each.values)), each.values.max())
+        )
+        table.add_row(f"{each.title}{' (log)' if is_log else ''}", least, bars, most, median)
+    return table
+
+
+def _order(stretches: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table("runs", "rows", "tokens", "shared", "begins", box=None)
+    for place, stretch in enumerate(stretches[:SHOWN_STRETCHES], start=1):
+        begins = stretch["begins"] if stretch["is_shared"] else f"each its own: {stretch['begins']}"
+        table.add_row(
+            str(place),
+            f"{stretch['num_rows']:,}",
+            f"{stretch['prompt_tokens']:,.0f}",
+            f"{stretch['shared_tokens']:,.0f}",
+            Text(begins),
+        )
+    return table
+
+
+def _pair(figures: Mapping[str, Any], name: str, *, is_share: bool = False) -> str:
+    """Mean and deviation."""
+    mean, std = (figures[f"{name}_{part}"] for part in ("mean", "std"))
+    text = in_words(mean, is_share=is_share)
+    return text if std is None else f"{text} ± {in_words(std, is_share=is_share)}"
+
+
+WIDTH, HEIGHT = 360, 220
+LEFT, RIGHT, TOP, BOTTOM = 44, 348, 12, 176
+STYLE = """
+:root { color-scheme: light dark; --ink: #1a1a1a; --line: #2e7d4f; --grid: #d8d8d8; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e6e6; --line: #7fcf9f; --grid: #444; }
+}
+body { font: 14px/1.5 system-ui, sans-serif; color: var(--ink); max-width: 76rem;
+  margin: 2rem auto; padding: 0 1rem; }
+main { display: flex; flex-wrap: wrap; gap: 1rem; }
+figure { margin: 0; } figcaption { font-weight: 600; }
+svg { width: 22.5rem; max-width: 100%; height: auto; }
+svg text { fill: var(--ink); font-size: 11px; }
+.grid { stroke: var(--grid); } .curve { stroke: var(--line); stroke-width: 2; fill: none; }
+"""
+
+
+def write_page(path: Path, figures: Mapping[str, Any], shown: Mapping[str, Distribution]) -> None:
+    """Write the page. Raises InputError when the file cannot be written."""
+    title = f"Prompts of {figures['name']}: {figures['rows']:,} rows"
+    plots = "".join(_figure(name, each) for name, each in shown.items())
+    page = (
+        f'<!doctype html>\n<html lang="en">\n<head><meta charset="utf-8">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n"
+        f"<body><h1>{escape(title)}</h1>\n<p>Each curve shows how many per cent of the rows (of "
+        f"the key portions in the last case) lie at or below a value.</p>\n"
+        f"<main>{plots}</main></body>\n</html>\n"
+    )
+    try:
+        write_atomically(path, page.encode())
+    except OSError as error:
+        raise InputError(f"--html {path}: cannot be written: {error.strerror}") from error
+
+
+def _figure(name: str, each: Distribution) -> str:
+    percentiles = each.percentiles
+    is_log = is_spread(each.values)
+    scale = _Scale(percentiles[0], percentiles[-1], is_log=is_log, is_share=each.is_share)
+    points = " ".join(f"{scale.x(value):.1f},{_y(i):.1f}" for i, value in enumerate(percentiles))
+    median = in_words(percentiles[50], is_share=each.is_share)
+    about = (
+        f"Median {median}, from {in_words(percentiles[0], is_share=each.is_share)} to "
+        f"{in_words(percentiles[-1], is_share=each.is_share)}."
+    )
+    label = each.title + (", logarithmic" if is_log else "")
+    return (
+        f"<figure><figcaption>{escape(each.title)}</figcaption>"
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-labelledby="{name}-t {name}-d">'
+        f'<title id="{name}-t">Distribution: {escape(each.title)}</title>'
+        f'<desc id="{name}-d">{escape(about)}</desc>{"".join(_axes(scale, label))}'
+        f'<polyline class="curve" points="{points}"/></svg></figure>\n'
+    )
+
+
+class _Scale:
+    """Where values stand on the horizontal axis."""
+
+    def __init__(self, least: float, most: float, *, is_log: bool, is_share: bool) -> None:
+        self._is_log = is_log
+        self._is_share = is_share
+        self._first = math.log(least) if is_log else 0.0
+        self._last = 1.0 if is_share else (math.log(most) if is_log else most)
+
+    def x(self, value: float) -> float:
+        """The place of a value."""
+        place = math.log(value) if self._is_log else value
+        span = self._last - self._first
+        return LEFT + (RIGHT - LEFT) * ((place - self._first) / span if span > 0 else 1.0)
+
+    def ticks(self) -> Iterator[tuple[float, str]]:
+        """(place, label) of five values."""
+        for quarter in range(5):
+            place = self._first + (self._last - self._first) * quarter / 4
+            value = math.exp(place) if self._is_log else place
+            yield self.x(value), in_words(value, is_share=self._is_share).replace(".0%", "%")
+
+
+def _axes(scale: _Scale, label: str) -> Iterator[str]:
+    for percent in (0, 25, 50, 75, 100):
+        y = _y(percent)
+        yield f'<line class="grid" x1="{LEFT}" x2="{RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        yield f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{percent}%</text>'
+    for x, text in scale.ticks():
+        yield f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{BOTTOM}"/>'
+        yield f'<text x="{x:.1f}" y="{BOTTOM + 16}" text-anchor="middle">{escape(text)}</text>'
+    middle = (LEFT + RIGHT) / 2
+    yield f'<text x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">{escape(label)}</text>'
+
+
+def _y(percent: float) -> float:
+    return BOTTOM - (BOTTOM - TOP) * percent / 100
+
 
 JOB_FILE_SUFFIXES = (".yaml", ".yml")
 

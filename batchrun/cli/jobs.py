@@ -1,28 +1,45 @@
-"""Commands that change jobs: submit, cancel, pause, resume, offline."""
+"""Commands that change jobs: submit, cancel, pause, resume, offline.
+
+The `run` command: one job from nothing to its output file.
+"""
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
 
-from batchrun.cli.console import LateProgress, note, out, print_json, say
-from batchrun.cli.daemon_client import DaemonClient
-from batchrun.cli.follow import follow
-from batchrun.cli.options import HomeOption, JobArgument, JobFileArgument, JsonOption
+from batchrun.cli.client import DaemonClient, follow
+from batchrun.cli.console import (
+    ConfigOption,
+    HomeOption,
+    JobArgument,
+    JobFileArgument,
+    JsonOption,
+    LateProgress,
+    ListenOption,
+    ModelOption,
+    note,
+    out,
+    print_json,
+    say,
+)
+from batchrun.cli.deployment import start_in_background, stop_everything
 from batchrun.config import load_deployment, load_home
 from batchrun.errors import DaemonUnavailableError, InputError, UnknownJobError
 from batchrun.home import Home
-
-if TYPE_CHECKING:
-    from batchrun.store import NewJob
+from batchrun.store import jobs
+from batchrun.store.database import open_store
+from batchrun.store.jobs import NewJob
+from batchrun.types import JobState
 
 LOCK_WAIT_S = 2.0
 
@@ -118,8 +135,7 @@ def _dry_run(
     *,
     as_json: bool,
 ) -> None:
-    from batchrun.cli.dry_run import Assumed, foretell
-    from batchrun.cli.dry_run_view import rendered
+    from batchrun.cli.dry_run import Assumed, foretell, rendered
 
     found = foretell(file, home, Assumed(trace, profile, price))
     if as_json:
@@ -176,8 +192,9 @@ def prepare(file: Path, home: Home, continue_from: str | None = None) -> NewJob:
     DataError where that job's input is not what it was any more.
     """
     from batchrun.cli.results import stored_job
-    from batchrun.jobspec import JobSpec, load_job_file
-    from batchrun.submission import open_submitted, prepare_job
+    from batchrun.jobs.job_file import load_job_file
+    from batchrun.jobs.spec import JobSpec
+    from batchrun.jobs.submit import open_submitted, prepare_job
 
     with LateProgress() as progress:
         spec = load_job_file(file, cwd=Path.cwd())
@@ -200,7 +217,10 @@ def hand_over(job: NewJob, home: Home) -> tuple[str, bool]:
 
 
 def _add_to_store(job: NewJob, home: Home) -> str:
-    from batchrun.store import DaemonLock, StoreLock, jobs, open_for, open_store
+    from batchrun.store import jobs
+    from batchrun.store.database import open_store
+    from batchrun.store.lock import StoreLock
+    from batchrun.store.place import DaemonLock, open_for
 
     home.create()
     with StoreLock(home.store_lock, wait_s=LOCK_WAIT_S):
@@ -220,3 +240,73 @@ def _change(job: str, action: str, home_path: Path | None, *, as_json: bool) -> 
         print_json(answer)
     else:
         say(f"{answer['id']}  {answer['state']}")
+
+
+def run(
+    file: JobFileArgument,
+    *,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit 1 when rows failed.")] = False,
+    model: ModelOption = None,
+    listen: ListenOption = None,
+    config: ConfigOption = None,
+    home_path: HomeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a job file to its end: start what is needed, write the results, stop it again.
+
+    Interrupted or killed, the same command goes on where it was.
+    """
+    home = load_home(home_path)
+    deployment = load_deployment(config, model=model, listen=listen)
+    job = prepare(file, home)
+    client = DaemonClient(home)
+    started = not client.is_running()
+    if not started and (model or listen or config):
+        note("a daemon runs already; --model, --listen and --config have no effect on it")
+    job_id = None
+    try:
+        if started:
+            flags = [] if config is None else ["--config", str(config)]
+            flags += ["--model", model] if model else []
+            flags += ["--listen", listen] if listen else []
+            start_in_background(deployment, home, flags)
+        job_id = _take_up(job, home, client)
+        follow(client, job_id, strict=strict, as_json=as_json, go_on=f"run {file}")
+    except KeyboardInterrupt:
+        note(f"interrupted; `batchrun run {file}` goes on where it was")
+        raise
+    except DaemonUnavailableError as error:
+        raise DaemonUnavailableError(
+            f"the daemon ended while the job ran; `batchrun run {file}` goes on where it was "
+            f"(log: {home.log / 'daemon.log'})"
+        ) from error
+    finally:
+        if started:
+            # A second Ctrl-C would leave an engine running.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            stop_everything(home)
+
+
+def _take_up(job: NewJob, home: Home, client: DaemonClient) -> str:
+    """The id of the unfinished job with this very content, resumed, or of a new one."""
+    unfinished = _find_unfinished(job, home)
+    if unfinished is None:
+        return hand_over(job, home)[0]
+    view: dict[str, Any] = client.get(f"/jobs/{unfinished}")
+    note(
+        f"going on with {unfinished}: {view['num_completed'] + view['num_failed']:,} of "
+        f"{view['num_rows']:,} rows are done"
+    )
+    if JobState(view["state"]) is JobState.PAUSED:
+        client.post(f"/jobs/{unfinished}/resume")
+    return unfinished
+
+
+def _find_unfinished(job: NewJob, home: Home) -> str | None:
+    store = open_store(home.store_location)
+    try:
+        found = jobs.find_unfinished(store, job.content_hash)
+    finally:
+        store.close()
+    same_input = found is not None and found.pin == job.pin
+    return found.id if found is not None and same_input else None

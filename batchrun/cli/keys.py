@@ -13,17 +13,14 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from batchrun.api_keys import digest, new_key
-from batchrun.cli.console import note, out, print_json, say
-from batchrun.cli.daemon_client import DaemonClient
-from batchrun.cli.options import ConfigOption, HomeOption, JsonOption
-from batchrun.config import load_deployment, load_home
-from batchrun.config.values import checked_name
-from batchrun.daemon.key_list import KeyList
+from batchrun.cli.client import DaemonClient
+from batchrun.cli.console import ConfigOption, HomeOption, JsonOption, note, out, print_json, say
+from batchrun.config import checked_name, load_deployment, load_home
+from batchrun.daemon.upkeep import KeyList
 from batchrun.errors import DaemonUnavailableError, InputError
 from batchrun.home import Home
-from batchrun.key_usage import OnlineUsage, UsageFile
-from batchrun.store import Counts, StoreLock, api_keys, open_for, open_store
+from batchrun.keys import OnlineUsage, UsageFile, digest, new_key
+from batchrun.store import api_keys
 from batchrun.store.api_keys import (
     MAX_COUNT,
     MAX_TOKENS,
@@ -32,6 +29,10 @@ from batchrun.store.api_keys import (
     KeyUsage,
     NewApiKey,
 )
+from batchrun.store.database import open_store
+from batchrun.store.jobs import Counts
+from batchrun.store.lock import StoreLock
+from batchrun.store.place import open_for
 
 LOCK_WAIT_S = 5.0
 GATEWAYS_LEARN_S = 0.5

@@ -1,21 +1,30 @@
-"""The `plan` command: how many engines, and what jobs cost beside the calls."""
+"""The `plan` command: how many engines, and what jobs cost beside the calls.
+
+What `plan` prints: the kinds of engines, and the jobs.
+
+The `simulate` command: what engines would do with a load, before anybody pays for them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.table import Table
 
-from batchrun.cli.console import LateProgress, out, print_json, say
-from batchrun.cli.options import JsonOption
-from batchrun.cli.vllm_here import vllm_needed
-from batchrun.durations import parse_duration_s
+from batchrun.cli.console import JsonOption, LateProgress, note, out, print_json, say, vllm_needed
 from batchrun.errors import InputError
-from batchrun.traces import read_trace
+from batchrun.quantities import count, duration, parse_duration_s, share
+from batchrun.simulator.traces.reading import read_trace
 
 if TYPE_CHECKING:
-    from batchrun.planner import CapacityPlan, PlanRequest
+    from batchrun.simulator.planner.capacity import CapacityPlan, JobPlan, PlanRequest
+    from batchrun.simulator.planner.fleet import Fleet
+    from batchrun.simulator.simulation import Simulated, SimulationPlan
+
 
 NO_PLAN = 1
 REFERENCE = "a100-8b"
@@ -75,9 +84,11 @@ def plan(
     Simulates the busiest window of the trace, then a day with the jobs. Exit code 1: nothing holds.
     """
     with vllm_needed("plan"):
-        from batchrun.planner import PlanRequest as Request
-        from batchrun.planner import Promise, check_kinds, parse_kind, record_of
-        from batchrun.simulator import JobTerms, job_of_file
+        from batchrun.simulator.offline_jobs import JobTerms, job_of_file
+        from batchrun.simulator.planner.capacity import PlanRequest as Request
+        from batchrun.simulator.planner.kinds import check_kinds, parse_kind
+        from batchrun.simulator.planner.peak import Promise
+        from batchrun.simulator.planner.report import record_of
 
     if not 0 < target <= 1:
         raise InputError(f"--target: must be above 0 and at most 1, not {target:g}")
@@ -112,18 +123,177 @@ def plan(
 
 
 def _run(request: PlanRequest) -> CapacityPlan:
-    from batchrun.planner import plan_capacity
+    from batchrun.simulator.planner.capacity import plan_capacity
 
     with LateProgress() as progress:
         return plan_capacity(request, progress)
 
 
 def _show(found: CapacityPlan) -> None:
-    from batchrun.cli.plan_tables import engines_table, jobs_table, peak_line
-    from batchrun.planner import paragraph
+    from batchrun.simulator.planner.report import paragraph
 
     say(peak_line(found))
     out.print(engines_table(found))
     if found.jobs:
         out.print(jobs_table(found))
     say(paragraph(found))
+
+
+def engines_table(plan: CapacityPlan) -> Table:
+    """One row for each number of engines that was simulated; the smallest that holds is marked."""
+    table = Table("engines", "count", "GPUs", "TTFT kept", "TPOT kept", "holds", "an hour")
+    for fleet in plan.fleets:
+        for each in fleet.tried:
+            table.add_row(
+                fleet.kind.name,
+                f"{each.num_engines:,}",
+                f"{each.num_engines * fleet.kind.gpus:,}",
+                share(each.ttft_share),
+                share(each.tpot_share),
+                _verdict(plan, fleet, each.num_engines, holds=each.holds(plan.request.promise)),
+                _money(fleet.kind.price_per_hour(each.num_engines)),
+            )
+        if not fleet.tried:
+            table.add_row(fleet.kind.name, "any", "", "", "", "impossible", "")
+    return table
+
+
+def jobs_table(plan: CapacityPlan) -> Table:
+    """One row for each job: beside the calls, and on engines of its own."""
+    table = Table(
+        "job", "rows", "tokens", "done after", "deadline", "GPU-hours alone", "cost alone"
+    )
+    for job in plan.jobs:
+        table.add_row(
+            job.name,
+            f"{job.num_rows:,}",
+            f"{job.served_tokens:,}",
+            "never" if job.takes_s is None else duration(job.takes_s),
+            _deadline(job),
+            f"{job.gpu_hours_alone:,.2f}",
+            _money(job.cost_alone),
+        )
+    return table
+
+
+def _verdict(plan: CapacityPlan, fleet: Fleet, num_engines: int, *, holds: bool) -> str:
+    if not holds:
+        return "no"
+    if num_engines != fleet.num_engines:
+        return "yes"
+    return "chosen" if fleet is plan.chosen else "smallest"
+
+
+def _deadline(job: JobPlan) -> str:
+    if job.deadline_s is None:
+        return ""
+    return f"{duration(job.deadline_s)}, {'kept' if job.is_deadline_kept else 'missed'}"
+
+
+def _money(value: float | None) -> str:
+    return "" if value is None else f"{value:,.2f}"
+
+
+def peak_line(plan: CapacityPlan) -> str:
+    """Where the peak is."""
+    window = plan.load.window
+    return (
+        f"peak       seconds {window.start_s:,.0f} to {window.end_s:,.0f} of "
+        f"{plan.request.trace.duration_s:,.0f}, {count(plan.load.num_judged, 'call')}"
+    )
+
+
+def simulate(
+    scenario: Annotated[Path, typer.Argument(help="Scenario file (YAML).")],
+    *,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Folder for records (Parquet) and figures (SVG)."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run the scheduler on a virtual clock: online calls, offline jobs, any number of engines."""
+    with vllm_needed("simulate"):
+        from batchrun.simulator.records import Tables
+        from batchrun.simulator.scenario_file import load_scenario, plan_of
+        from batchrun.simulator.simulation import simulate as run_simulation
+    plan = plan_of(load_scenario(scenario), scenario.absolute().parent)
+    with ExitStack() as stack:
+        progress = stack.enter_context(LateProgress())
+        tables = None if output is None else stack.enter_context(Tables(output))
+        figures = run_simulation(plan, tables, progress)
+    if output is not None:
+        _draw(output, plan)
+    if as_json:
+        print_json(figures.record())
+        return
+    for line in _lines(figures):
+        say(line)
+    if figures.jobs:
+        out.print(_jobs(figures))
+
+
+def _draw(folder: Path, plan: SimulationPlan) -> None:
+    try:
+        from batchrun.simulator.plots import draw_all
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "matplotlib":
+            raise
+        note(f"records in {folder}; figures need matplotlib: pip install matplotlib")
+        return
+    drawn = draw_all(folder, plan.slo, plan.num_engines * (plan.engine.shape.num_blocks - 1))
+    note(f"records and {len(drawn)} figures in {folder}")
+
+
+def _lines(figures: Simulated) -> Iterator[str]:
+    online, offline = figures.online, figures.offline
+    engines = f"{figures.num_engines} engine{'s' if figures.num_engines > 1 else ''}"
+    yield (
+        f"time       {figures.duration_s:,.0f} s on {engines}, {figures.num_steps:,} steps, "
+        f"busy {figures.busy_share:.0%}"
+    )
+    yield (
+        f"online     {online.num_arrived:,} calls, {online.num_ended:,} ended, "
+        f"{online.num_unfinished:,} unfinished"
+    )
+    if online.num_judged:
+        yield f"TTFT       {_latency(online.ttft_p50_s, online.ttft_p90_s, online.ttft_p99_s)}"
+        yield f"TPOT       {_latency(online.tpot_p50_s, online.tpot_p90_s, online.tpot_p99_s)}"
+        yield (
+            f"promises   TTFT kept by {_share(online.ttft_kept)}, TPOT by "
+            f"{_share(online.tpot_kept)}, every token in time for {_share(online.deadline_kept)}"
+        )
+    if offline.num_rows:
+        yield (
+            f"offline    {offline.served_tokens_per_s:,.0f} tokens/s served, "
+            f"{offline.computed_tokens_per_s:,.0f} computed, hit rate {_share(offline.hit_rate)}"
+        )
+        yield (
+            f"rows       {offline.num_ended:,} of {offline.num_rows:,} ended, "
+            f"{offline.num_in_engines:,} in the engines, {offline.num_preemptions:,} preemptions"
+        )
+
+
+def _jobs(figures: Simulated) -> Table:
+    table = Table("job", "rows done", "served tokens", "computed tokens", "finished", "deadline")
+    kept = {None: "", True: "kept", False: "missed"}
+    for job in figures.jobs:
+        finished = "" if job.finished_at_s is None else f"{job.finished_at_s:,.0f} s"
+        table.add_row(
+            job.name,
+            f"{job.num_done:,} / {job.num_rows:,}",
+            f"{job.served_tokens:,}",
+            f"{job.computed_tokens:,}",
+            finished,
+            kept[job.is_deadline_kept],
+        )
+    return table
+
+
+def _latency(p50_s: float | None, p90_s: float | None, p99_s: float | None) -> str:
+    shown = (("p50", p50_s), ("p90", p90_s), ("p99", p99_s))
+    return ", ".join(f"{name} {1e3 * value:,.1f} ms" for name, value in shown if value is not None)
+
+
+def _share(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"

@@ -11,19 +11,29 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from batchrun.cli.console import LateProgress, note, out, print_json, say
-from batchrun.cli.options import HomeOption, JobArgument, JsonOption
+from batchrun.cli.console import (
+    HomeOption,
+    JobArgument,
+    JsonOption,
+    LateProgress,
+    note,
+    out,
+    print_json,
+    say,
+)
 from batchrun.config import load_home
-from batchrun.daemon import export
+from batchrun.daemon.ending import export
 from batchrun.daemon.view import output_path, spec_of
 from batchrun.errors import InputError, StateError, UnknownJobError
+from batchrun.files import scratch_folder
 from batchrun.home import Home
-from batchrun.remote import check_place, is_url, name_of, objects
-from batchrun.scratch import scratch_folder
-from batchrun.store import JobRecord, Store, open_store
+from batchrun.jobs import objects
 from batchrun.store import jobs as job_records
 from batchrun.store import results as result_records
+from batchrun.store.database import Store, open_store
+from batchrun.store.jobs import JobRecord
 from batchrun.types import JobState
+from batchrun.urls import check_place, is_url, name_of
 
 OUTPUT_SUFFIXES = (".parquet", ".jsonl")
 

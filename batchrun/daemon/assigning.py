@@ -1,18 +1,178 @@
-"""Which row goes to which engine next: turns between jobs, planned order within one, room."""
+"""Which row goes to which engine next: turns between jobs, planned order within one, room.
+
+What the daemon tells the scheduler inside an engine about a row (design section 2).
+
+Jobs that share prefixes meet: their rows run while a prefix that one of them began is hot.
+
+Where there are several engines, suspects run on one that is set apart for them: neither online
+calls nor other rows suffer when it dies again (design section 4).
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from batchrun.daemon.active_job import ActiveJob
-from batchrun.daemon.meeting import bring_together
+from batchrun.daemon.job import ActiveJob, expected_output_tokens
 from batchrun.daemon.slots import Assignment, Place, Slot, choose_slot
-from batchrun.daemon.trial_engine import ASK_AGAIN_S, TrialEngine
-from batchrun.pool import JobTurns, Turn
-from batchrun.types import Outcome
+from batchrun.pool.fair_share import JobTurns, Turn
+from batchrun.pool.radix_tree import rows_with_prefix
+from batchrun.pool.row_queue import RowQueue
+from batchrun.types import HINT_KEY, HINT_VERSION, EngineState, Outcome
+
+MAX_NODES = 8
+URGENT_LEAD = 1 << 20
+"""An urgent row's rank lies so far ahead: before every row that waits in an engine."""
+HINTED_ENDPOINTS = frozenset({"/v1/chat/completions", "/v1/completions"})
+
+
+class Hinter:
+    """Writes hints. Ranks count all rows sent by this daemon, so they compare over jobs."""
+
+    def __init__(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._next_rank = URGENT_LEAD
+
+    def add_hint(
+        self,
+        body: dict[str, object],
+        job: ActiveJob,
+        row: int,
+        nonce: str,
+        *,
+        is_urgent: bool = False,
+    ) -> None:
+        """Put the row's hint into its body, where the endpoint has a place for it."""
+        if job.spec.endpoint not in HINTED_ENDPOINTS:
+            return
+        rank = self._next_rank - (URGENT_LEAD if is_urgent else 0)
+        self._next_rank += 1
+        hint = {
+            "v": HINT_VERSION,
+            "nonce": nonce,
+            "epoch": self._epoch,
+            "job": job.record.id,
+            "row": row,
+            "class": "offline",
+            "rank": rank,
+            "nodes": _nodes(job, row, rank),
+            "output": expected_output_tokens(job.spec, job.counts),
+        }
+        given = body.get("vllm_xargs")
+        others = given if isinstance(given, dict) else {}
+        body["vllm_xargs"] = {**others, HINT_KEY: json.dumps(hint, separators=(",", ":"))}
+
+
+def _nodes(job: ActiveJob, row: int, rank: int) -> list[list[int]]:
+    """[node, rows still to come behind this one, rank of the next] from the root downwards.
+
+    Of a long path the outermost node and the innermost ones are told.
+    """
+    path = job.queue.path_of(row)
+    if len(path) > MAX_NODES:
+        path = [path[0], *path[1 - MAX_NODES :]]
+    to_come = [job.queue.num_to_come(node) for node in path]
+    return [[node, num, rank + 1 if num else rank] for node, num in zip(path, to_come, strict=True)]
+
+
+MAX_ROWS = 4_096
+"""A prefix that more rows of a job begin with is no reason to change its order."""
+MAX_LEVELS = 2
+LEAST_CHUNKS = 2
+"""Rows that share less than that beyond a prefix that they have anyway gain nothing by meeting."""
+
+
+def bring_together(job: ActiveJob, row: int, others: Iterable[ActiveJob]) -> None:
+    """`row` goes to an engine. Where it begins a prefix group of its job, rows of the other jobs
+    with the same prefix are the next of theirs."""
+    path = _worthy(job.queue, row)
+    if not path or path[-1] == job.current_node:
+        return
+    job.current_node = path[-1]
+    plan = job.plan
+    prefixes = [plan.chains.prefix(row, job.queue.depth_of(node)) for node in path[-MAX_LEVELS:]]
+    for other in others:
+        if other is job or other.plan.salt != plan.salt:
+            continue
+        for prefix in reversed(prefixes):
+            by_chain = other.plan.order.by_chain
+            rows = rows_with_prefix(other.plan.chains, by_chain, prefix, most=MAX_ROWS + 1)
+            if len(rows):
+                if len(rows) <= MAX_ROWS:
+                    other.queue.prefer(rows)
+                break
+
+
+def _worthy(queue: RowQueue, row: int) -> list[int]:
+    """The row's path as far as the innermost node that adds enough to the one above it."""
+    path = queue.path_of(row)
+    while path:
+        above_chunks = queue.depth_of(path[-2]) if len(path) > 1 else 0
+        if queue.depth_of(path[-1]) - above_chunks >= LEAST_CHUNKS:
+            return path
+        path.pop()
+    return path
+
+
+ASK_AGAIN_S = 0.25
+"""A suspect that cannot go now is put aside for so long; other rows go before it."""
+COMPANY_WAIT_S = 300.0
+"""Suspects wait so long for a second engine; then they run on the only one."""
+
+
+@dataclass(slots=True)
+class TrialEngine:
+    """Chooses the engine that is set apart, and gives it back to all when no suspect is left."""
+
+    slots: Sequence[Slot]
+    slot: Slot | None = None
+    _alone_since_s: float | None = None
+
+    def set_apart(self, now_s: float, *, has_suspects: bool) -> bool:
+        """Choose, keep or give back the engine. Returns whether suspects wait for `find_room`; else
+        they go where all rows go. `now_s` is monotonic."""
+        living = [slot for slot in self.slots if not _is_lost(slot)]
+        if not has_suspects:
+            self._alone_since_s = None
+        if not has_suspects or len(living) < 2 or self._is_alone(now_s):
+            self._give_back()
+            return False
+        if self.slot is not None and _is_lost(self.slot):
+            self._give_back()
+        usable = [slot for slot in living if slot.is_usable]
+        if self.slot is None and len(usable) >= 2:
+            self.slot = min(usable, key=lambda slot: slot.window.num_tokens)
+            self.slot.is_set_apart = True
+        return True
+
+    def find_room(self, place: Place, now_s: float) -> Slot | None:
+        """The engine that is set apart, if a suspect may go there now (monotonic)."""
+        slot = self.slot
+        if slot is None or not slot.is_usable or not slot.is_left_alone(now_s):
+            return None
+        return slot if slot.has_room_for(place, now_s) else None
+
+    def _is_alone(self, now_s: float) -> bool:
+        """Whether no second engine has answered for long."""
+        others = [slot for slot in self.slots if slot is not self.slot and slot.is_usable]
+        if len(others) >= (2 if self.slot is None else 1):
+            self._alone_since_s = None
+        elif self._alone_since_s is None:
+            self._alone_since_s = now_s
+        return self._alone_since_s is not None and now_s - self._alone_since_s > COMPANY_WAIT_S
+
+    def _give_back(self) -> None:
+        if self.slot is not None:
+            self.slot.is_set_apart, self.slot.apart_since_s = False, None
+            self.slot = None
+
+
+def _is_lost(slot: Slot) -> bool:
+    return slot.engine.state in {EngineState.FAILED, EngineState.STOPPED}
+
 
 ROWS_PER_READ = 16
 

@@ -15,23 +15,30 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from batchrun.daemon.active_job import ActiveJob
 from batchrun.daemon.dispatcher import Dispatcher
-from batchrun.daemon.job_end import JobEnd
-from batchrun.daemon.offline_switch import OfflineSwitch
-from batchrun.daemon.opener import Opener
-from batchrun.daemon.patience import RETRY_INTERVAL_S, until_reached, until_stored
-from batchrun.daemon.retention import remove_expired_files, remove_old_results
+from batchrun.daemon.ending import JobEnd
+from batchrun.daemon.engine_link import Steering
+from batchrun.daemon.job import ActiveJob
+from batchrun.daemon.opening import Opener
 from batchrun.daemon.slots import Slot
-from batchrun.daemon.steering import Steering
-from batchrun.daemon.tasks import Stage, TaskSet
-from batchrun.daemon.writer import Entry, ResultWriter
+from batchrun.daemon.upkeep import OfflineSwitch, remove_expired_files, remove_old_results
+from batchrun.daemon.writer import (
+    RETRY_INTERVAL_S,
+    Entry,
+    ResultWriter,
+    Stage,
+    TaskSet,
+    until_reached,
+    until_stored,
+)
 from batchrun.errors import BatchrunError, StateError, StoreError
-from batchrun.output.file_bytes import FileBytes
-from batchrun.remote import in_thread
-from batchrun.store import JobRecord, NewJob, Store, batches, jobs
+from batchrun.jobs.objects import in_thread
+from batchrun.jobs.results.file_bytes import FileBytes
+from batchrun.jobs.submit import pin_anew
+from batchrun.store import batches, jobs
 from batchrun.store.batches import BatchRecord, NewBatch
-from batchrun.submission import pin_anew
+from batchrun.store.database import Store
+from batchrun.store.jobs import JobRecord, NewJob
 from batchrun.types import JobState
 
 log = logging.getLogger(__name__)

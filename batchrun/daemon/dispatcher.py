@@ -11,15 +11,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from batchrun.daemon.active_job import ActiveJob
-from batchrun.daemon.assigning import Assigner, seconds_left
-from batchrun.daemon.backoff import FIRST_DELAY_S, retry_delay_s
-from batchrun.daemon.hinting import Hinter
+from batchrun.daemon.assigning import Assigner, Hinter, seconds_left
+from batchrun.daemon.faults import FIRST_DELAY_S, MAX_SOLO_DEATHS, retry_delay_s
+from batchrun.daemon.job import ActiveJob
 from batchrun.daemon.slots import Assignment, Slot
-from batchrun.daemon.trials import MAX_SOLO_DEATHS
 from batchrun.daemon.writer import ResultWriter
 from batchrun.errors import BatchrunError, EngineError, StoreError
-from batchrun.store import Store, results
+from batchrun.store import results
+from batchrun.store.database import Store
 from batchrun.types import EngineState, Outcome, OutcomeKind, Request, RowError
 
 log = logging.getLogger(__name__)

@@ -1,30 +1,134 @@
-"""From a job in the store to a job in memory: open its input, check it, plan it."""
+"""From a job in the store to a job in memory: open its input, check it, plan it.
+
+A job that continues another: finished rows whose requests are the same are taken over.
+
+From a job in the store to a job in memory; a batch of OpenAI's API is validated on the way.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 import math
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
+import xxhash
 
-from batchrun.continuing import continue_job
-from batchrun.daemon.active_job import ActiveJob
-from batchrun.daemon.breaker import IDENTICAL_ERRORS_LIMIT, CircuitBreaker
-from batchrun.daemon.cache_watch import CacheWatch
-from batchrun.daemon.row_costs import estimate_costs
-from batchrun.daemon.trials import SOLO, Trials
+from batchrun.daemon.faults import IDENTICAL_ERRORS_LIMIT, SOLO, CircuitBreaker, Trials
+from batchrun.daemon.job import ActiveJob, CacheWatch, estimate_costs
+from batchrun.daemon.slots import Slot
 from batchrun.daemon.view import spec_of
-from batchrun.inputs import InputData, RequestTemplate
-from batchrun.inputs.planned_rows import PlannedRows
-from batchrun.inputs.prompts import PLAIN_PROMPTS, PromptReader, read_prompts
-from batchrun.jobspec import JobSpec
-from batchrun.planning import plan_job
-from batchrun.pool import RowQueue, find_prefix_nodes
-from batchrun.store import JobRecord, Store, results
-from batchrun.submission import open_submitted
-from batchrun.types import JobState, ProgressSink
+from batchrun.daemon.writer import until_reached, until_stored
+from batchrun.errors import EngineError, QuotaError, StateError, StorageUnreachableError
+from batchrun.jobs.batch import check_input, validate_input
+from batchrun.jobs.inputs.data import InputData
+from batchrun.jobs.inputs.spool import PlannedRows
+from batchrun.jobs.job_plan import plan_job
+from batchrun.jobs.objects import in_thread
+from batchrun.jobs.prompts.template import RequestTemplate, RowRenderError
+from batchrun.jobs.prompts.tokens import PLAIN_PROMPTS, PromptReader, read_prompts
+from batchrun.jobs.results.file_bytes import FileBytes
+from batchrun.jobs.spec import JobSpec
+from batchrun.jobs.submit import open_submitted
+from batchrun.pool.radix_tree import find_prefix_nodes
+from batchrun.pool.row_queue import RowQueue
+from batchrun.store import api_keys, batches, files, jobs, results
+from batchrun.store.api_keys import ApiKeyRecord
+from batchrun.store.batches import BatchError, BatchRecord, ValidInput
+from batchrun.store.database import Store
+from batchrun.store.jobs import JobRecord
+from batchrun.types import JobState, Outcome, OutcomeKind, ProgressSink
+
+ROWS_PER_COMMIT = 1_000
+
+Keys = npt.NDArray[np.void]
+"""16 bytes a row: a hash of its id, its endpoint and its rendered request; zeros where it has
+none."""
+
+
+def continue_job(
+    store: Store, record: JobRecord, *, links: Path, progress: ProgressSink | None = None
+) -> int:
+    """Give a job that has not started the answers of the job that it continues; returns how many.
+
+    Rows are the same when their ids and their rendered requests are; rows that failed run again.
+    May be repeated after a crash. Raises UnknownJobError, StateError (the results were removed) and
+    DataError (an input is gone, or not what was submitted).
+    """
+    spec = JobSpec.model_validate_json(record.spec)
+    assert spec.continue_from is not None
+    before = jobs.get(store, spec.continue_from)
+    results.refuse_removed(store, before.seq)
+    old_spec = JobSpec.model_validate_json(before.spec)
+    old = request_keys(old_spec, open_submitted(before, old_spec, links=links), progress)
+    new = request_keys(spec, open_submitted(record, spec, links=links), progress)
+    return _take_over(store, before, record, _same_rows(old, new))
+
+
+def request_keys(spec: JobSpec, data: InputData, progress: ProgressSink | None = None) -> Keys:
+    """The key of each row; closes `data`. 16 bytes of memory a row."""
+    template = RequestTemplate(spec, data.columns, model=spec.model)
+    keys = np.zeros((data.num_rows, 16), dtype=np.uint8)
+    id_columns = () if data.id_column is None else (data.id_column,)
+    columns = sorted({*template.columns_used, *id_columns})
+    try:
+        for first_row, rows in data.iter_rows(columns):
+            for row, values in enumerate(rows, start=first_row):
+                row_id = str(row) if data.id_column is None else str(values[data.id_column])
+                try:
+                    body = template.render(values, row_number=row)
+                except RowRenderError:
+                    continue
+                request = json.dumps([row_id, spec.endpoint, body], sort_keys=True)
+                digest = xxhash.xxh3_128_digest(request.encode())
+                keys[row] = np.frombuffer(digest, dtype=np.uint8)
+            if progress is not None:
+                progress("comparing rows", first_row + len(rows), data.num_rows)
+    finally:
+        data.close()
+    return keys.view("V16").reshape(-1)
+
+
+def _same_rows(old: Keys, new: Keys) -> dict[int, int]:
+    """Old row -> new row, for requests that both have."""
+    _, old_rows, new_rows = np.intersect1d(old.view("S16"), new.view("S16"), return_indices=True)
+    is_request = old.view(np.uint8).reshape(-1, 16)[old_rows].any(axis=1)
+    return dict(zip(old_rows[is_request].tolist(), new_rows[is_request].tolist(), strict=True))
+
+
+def _take_over(
+    store: Store, before: JobRecord, record: JobRecord, same_rows: dict[int, int]
+) -> int:
+    num_new = 0
+    batch: list[tuple[int, Outcome]] = []
+    for result in results.read(store, before.seq):
+        row = same_rows.get(result.row)
+        if row is None or result.body is None:
+            continue
+        outcome = Outcome(
+            record.id,
+            row,
+            result.attempts,
+            OutcomeKind.OK,
+            body=result.body,
+            finish_reason=result.finish_reason,
+            usage=result.usage,
+        )
+        batch.append((record.seq, outcome))
+        if len(batch) == ROWS_PER_COMMIT:
+            num_new += results.commit(store, batch, now_s=time.time())
+            batch = []
+    return num_new + results.commit(store, batch, now_s=time.time())
+
 
 log = logging.getLogger(__name__)
 
@@ -108,3 +212,107 @@ def _plan(
         cache=CacheWatch(plan, queue),
         breaker=CircuitBreaker(limit, counts.num_failed, max_identical=max_identical),
     )
+
+
+ENGINE_INTERVAL_S = 0.5
+STORAGE_INTERVAL_S = 5.0
+
+
+@dataclass(slots=True)
+class Opener:
+    """Brings jobs into memory. `links` is the folder of pinned inputs, `files` where the files of
+    OpenAI's API lie, `model_folder` that of the engines' model; see `Daemon`."""
+
+    store: Store
+    slots: Sequence[Slot]
+    links: Path
+    model_folder: Path | None
+    files: FileBytes | None
+
+    async def open(self, record: JobRecord, progress: ProgressSink) -> ActiveJob | None:
+        """The job in memory; None for a batch that is not to run. Waits for the store.
+
+        Raises DataError, and what else `take_up_job` raises.
+        """
+        started: JobRecord | None = record
+        if record.is_batch and record.state is JobState.VALIDATING:
+            started = await self._validate(record, progress)
+        if started is None:
+            return None
+        take_up = partial(take_up_job, links=self.links, model_folder=self.model_folder)
+        return await until_reached(take_up, self.store, started, progress=progress)
+
+    async def _validate(self, record: JobRecord, progress: ProgressSink) -> JobRecord | None:
+        """Start the job if its input is valid, or let it fail.
+
+        Returns None where it does not run: it failed, or was cancelled or paused meanwhile.
+        """
+        assert self.files is not None
+        batch = await until_reached(batches.find, self.store, record.id)
+        assert batch is not None
+        owner = await until_reached(api_keys.find, self.store, batch.owner)
+        file = await until_reached(
+            files.find,
+            self.store,
+            batch.input_file_id,
+            now_s=time.time(),
+            scope=None if owner is None else owner.scope,
+        )
+        found: ValidInput | list[BatchError] = check_input(batch, file)
+        if file is not None and not found:
+            models = await self._served_models(record, progress)
+            found = await self._check_lines(batch, models, progress)
+        with suppress(StateError):
+            await self._conclude(record.id, found, owner)
+        now = await until_reached(jobs.get, self.store, record.id)
+        return now if now.state is JobState.RUNNING else None
+
+    async def _conclude(
+        self, batch_id: str, found: ValidInput | list[BatchError], owner: ApiKeyRecord | None
+    ) -> None:
+        """Start the batch, or let it fail. Raises StateError where it is not validated any more."""
+        if isinstance(found, ValidInput):
+            quota = None if owner is None else owner.limits.enqueued_tokens
+            start = partial(batches.start, now_s=time.time(), max_enqueued_tokens=quota)
+            try:
+                await until_stored(start, self.store, batch_id, found)
+            except QuotaError as error:
+                found = [BatchError("token_limit_exceeded", str(error))]
+            else:
+                return
+        await until_stored(batches.fail, self.store, batch_id, found, now_s=time.time())
+
+    async def _check_lines(
+        self, batch: BatchRecord, models: set[str], progress: ProgressSink
+    ) -> ValidInput | list[BatchError]:
+        """Waits for object storage while that does not answer."""
+        assert self.files is not None
+        while True:
+            try:
+                return await in_thread(
+                    validate_input,
+                    batch,
+                    self.files,
+                    models,
+                    links=self.links,
+                    progress=progress,
+                )
+            except StorageUnreachableError as error:
+                log.warning("%s: %s", batch.job.id, error)
+                progress(f"validating, waiting for the input: {error}", 0, 0)
+                await asyncio.sleep(STORAGE_INTERVAL_S)
+
+    async def _served_models(self, record: JobRecord, progress: ProgressSink) -> set[str]:
+        """What the engines serve; waits for one that tells, while the job is still validated."""
+        while True:
+            models: set[str] = set()
+            for slot in self.slots:
+                with suppress(EngineError):
+                    models.update(await slot.engine.client.models())
+            if models:
+                return models
+            now = await until_reached(jobs.get, self.store, record.id)
+            if now.state is not JobState.VALIDATING:
+                return models
+            progress("waiting for an engine", 0, 0)
+            await asyncio.sleep(ENGINE_INTERVAL_S)

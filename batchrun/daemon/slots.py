@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from batchrun.config import WindowConfig
-from batchrun.daemon.active_job import ActiveJob
-from batchrun.daemon.backpressure import Backpressure
 from batchrun.daemon.engine_link import EngineLink
-from batchrun.daemon.trials import SOLO, Trials, accuse_rows
-from batchrun.engine import Engine, KvConfig
-from batchrun.last_steps import RowKey, read_last_steps
-from batchrun.pool import Window
+from batchrun.daemon.faults import SOLO, Backpressure, Trials, accuse_rows
+from batchrun.daemon.job import ActiveJob
+from batchrun.engine.client import KvConfig
+from batchrun.engine.engine import Engine
+from batchrun.pool.window import Window
 from batchrun.types import EngineState
+from batchrun.wire import RowKey, read_last_steps
 
 SCHEDULER_WINDOW = (256, 2_000_000)
 PLAIN_WINDOW = (32, 400_000)

@@ -16,24 +16,19 @@ from pathlib import Path
 from batchrun.config import TINY_MODEL, Deployment, EngineConfig
 from batchrun.daemon.dispatcher import OFFLINE_PRIORITY
 from batchrun.daemon.engine_link import EngineLink
-from batchrun.daemon.plugging import (
+from batchrun.daemon.plugin import (
     channel_path,
     last_steps_path,
     plugin_env,
     read_or_make_nonce,
     scheduler_settings,
+    slo_classes,
 )
-from batchrun.daemon.profiles import slo_classes
 from batchrun.daemon.slots import Slot, window_of
-from batchrun.engine import (
-    AttachedEngine,
-    AttachedSettings,
-    Engine,
-    ManagedEngine,
-    ManagedSettings,
-    process,
-)
-from batchrun.engine.probe import check_port_free
+from batchrun.engine import process
+from batchrun.engine.command import AttachedSettings, ManagedSettings
+from batchrun.engine.engine import AttachedEngine, Engine, ManagedEngine
+from batchrun.engine.install import check_port_free
 from batchrun.engine.tiny_model import build_tiny_model
 from batchrun.errors import EngineError, InputError
 from batchrun.files import write_atomically
@@ -169,7 +164,7 @@ class Supervisor:
         return [
             sys.executable,
             "-m",
-            "batchrun.gateway",
+            "batchrun.server.gateway",
             "--listen",
             self._deployment.listen,
             "--upstreams",

@@ -17,7 +17,7 @@ from safetensors.numpy import save
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from batchrun.errors import InputError
-from batchrun.prose import tokenizer_corpus
+from batchrun.samples.prose import tokenizer_corpus
 
 SEED = 20
 VOCABULARY = 2048

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from batchrun.errors import EngineError
-from batchrun.estimator.engine_facts import EngineFacts
+from batchrun.estimator.profile import EngineFacts
 
 PROBING_SETTINGS: Mapping[str, object] = {
     "policy": "echo",

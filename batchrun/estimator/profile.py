@@ -1,24 +1,106 @@
 """What `batchrun calibrate` learned about one engine, as a JSON file.
 
 The caller reads and writes the file; nothing here touches the disk or a clock.
+
+What an engine says of itself: what its step times hold for, and its limits.
+
+How much steps differ that computed the very same: what no model of the load can predict.
+
+The text in which an engine records its steps: facts about itself, then one line a step.
+
+From an engine's recorded steps to its profile.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING
 
-from batchrun.errors import ConfigError
-from batchrun.estimator.engine_facts import EngineIdentity
-from batchrun.estimator.fit import FittedModel
-from batchrun.estimator.identical import IdenticalSpread
-from batchrun.estimator.step_gap import StepGap
-from batchrun.estimator.step_time import AnyModel, model_from_record, model_to_record
+import numpy as np
+
+from batchrun.errors import ConfigError, EngineError
+from batchrun.estimator.fits import LEAST_OBSERVATIONS, FittedModel, fit_all
+from batchrun.estimator.step_load import (
+    Observation,
+    ObservedGap,
+    StepGap,
+    StepLoad,
+    fit_gap,
+    load_row,
+)
+from batchrun.estimator.step_time import AnyModel, model_from_record, model_to_record, pivot_tokens
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+
+@dataclass(frozen=True, slots=True)
+class EngineIdentity:
+    """What a profile holds for: any other value makes the fitted times wrong."""
+
+    model: str
+    vllm_version: str
+    device: str
+    dtype: str
+    block_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """An engine's identity and its limits: of the KV cache, of one request, of one step."""
+
+    engine: EngineIdentity
+    kv_blocks: int
+    longest_tokens: int
+    """Prompt and output of one request."""
+    token_budget: int
+    """New tokens in one step."""
+    max_running: int
+    """Requests in one step."""
+    vocabulary: int
+    """Token ids run from 0 to this number, exclusive."""
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        return self.kv_blocks * self.engine.block_tokens
+
+
+LEAST_IDENTICAL = 5
+"""Fewer equal steps say too little of their median: it follows them, and the spread looks smaller
+than it is (by a sixth at 5 steps, by a tenth at 10)."""
+
+
+@dataclass(frozen=True, slots=True)
+class IdenticalSpread:
+    """Steps with equal loads, against the median of their group.
+
+    `mean_ape` is the mean of |median - measured| / measured, a share: the error of a model that
+    knew each group's median, and so an error that no model of the load gets under for long.
+    0 without such steps.
+    """
+
+    mean_ape: float
+    num_steps: int
+    num_groups: int
+
+
+def identical_spread(observations: Sequence[Observation]) -> IdenticalSpread:
+    """The spread within groups of at least LEAST_IDENTICAL steps whose totals are all equal."""
+    groups: dict[tuple[float, ...], list[float]] = defaultdict(list)
+    for load, step_s in observations:
+        groups[load_row(load)].append(step_s)
+    alike = [np.array(group) for group in groups.values() if len(group) >= LEAST_IDENTICAL]
+    errors = [abs(np.median(group) - group) / group for group in alike]
+    if not errors:
+        return IdenticalSpread(0.0, 0, 0)
+    joined = np.concatenate(errors)
+    return IdenticalSpread(float(joined.mean()), len(joined), len(alike))
+
 
 FORMAT_VERSION = 1
 
@@ -193,3 +275,80 @@ def _number(record: dict[str, object], key: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
         raise ConfigError(f"{key} must be a number of at least 0")
     return float(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What an engine recorded of itself. Loads hold totals only: nothing can be removed again."""
+
+    facts: EngineFacts
+    observations: Sequence[Observation]
+    gaps: Sequence[ObservedGap] = ()
+    """Between two steps; none where steps are scheduled ahead."""
+
+    def after(self, earlier: Recording) -> Recording:
+        """Without what `earlier`, a shorter reading of the same record, has."""
+        return Recording(
+            self.facts,
+            self.observations[len(earlier.observations) :],
+            self.gaps[len(earlier.gaps) :],
+        )
+
+
+def facts_line(facts: EngineFacts) -> str:
+    """The first line."""
+    return json.dumps(asdict(facts)) + "\n"
+
+
+def step_line(load: StepLoad, step_s: float, gap: ObservedGap | None = None) -> str:
+    """One step, and the gap before it where there was one. 3 us."""
+    num_before, gap_s = gap or ("null", "null")
+    return (
+        f"[{load.num_requests},{load.num_tokens},{load.context_tokens},{load.attention_pairs},"
+        f"{load.num_decodes},{load.decode_context_tokens},{load.max_decode_context_tokens},"
+        f"{step_s},{num_before},{gap_s}]\n"
+    )
+
+
+def read_recording(text: str) -> Recording:
+    """Read what an engine has recorded so far. Raises EngineError when that is something else."""
+    first, *lines = text.splitlines() or [""]
+    try:
+        record = json.loads(first)
+        facts = EngineFacts(engine=EngineIdentity(**record.pop("engine")), **record)
+        observations: list[Observation] = []
+        gaps: list[ObservedGap] = []
+        for line in lines:
+            *totals, step_s, num_before, gap_s = json.loads(line)
+            if gap_s is not None:
+                gaps.append((num_before, gap_s))
+            if step_s > 0.0:
+                observations.append((StepLoad(*totals), step_s))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise EngineError(f"the engine's record of its steps cannot be read: {error}") from error
+    return Recording(facts, observations, gaps)
+
+
+def calibrate(
+    recording: Recording, *, measured_at: float, online: OnlineLatency | None = None
+) -> CalibrationProfile:
+    """Fit all models to the recorded steps and find the pivot size by the best of them.
+
+    `measured_at` is UTC epoch seconds. Raises EngineError when too few steps were recorded.
+    """
+    facts, observations = recording.facts, recording.observations
+    if len(observations) < LEAST_OBSERVATIONS:
+        raise EngineError(
+            f"the engine computed only {len(observations)} steps in the time of a calibration"
+        )
+    fitted = fit_all(observations)
+    return CalibrationProfile(
+        engine=facts.engine,
+        kv_blocks=facts.kv_blocks,
+        fitted=tuple(fitted),
+        spread=identical_spread(observations),
+        pivot_tokens=pivot_tokens(fitted[0].model, facts.token_budget),
+        online=online,
+        measured_at=measured_at,
+        gap=fit_gap(recording.gaps),
+    )

@@ -1,9 +1,28 @@
-"""What one engine step has to compute, added up request by request."""
+"""What one engine step has to compute, added up request by request.
+
+The time between two steps in which an engine without steps in flight computes nothing.
+
+Where vLLM has one step in flight, as on a CPU, it takes a step's tokens in, lets new requests in
+and schedules the next step while the device waits.
+
+Observed steps as columns, for the fits.
+
+A bounded memory of observed steps that does not forget rare kinds of step.
+
+Steps are filed by kind (prefill, decode, mixed), by size and by context; each cell keeps its
+latest. So an hour of decodes cannot push out what prefills cost, and what the prior says about a
+kind of step is overwritten by the first steps of that kind, not averaged with them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from batchrun.estimator.least_squares import FloatArray, first_guess
 
 NUM_KINDS = 3
 """Prefills alone, decodes alone, both: see `StepLoad.kind`."""
@@ -122,3 +141,173 @@ class StepLoad:
             self.max_decode_context_tokens,
             self._decode_contexts.copy(),
         )
+
+
+LEAST_GAPS = 50
+"""Fewer gaps say nothing."""
+LEAST_OF_SIZE = 5
+
+ObservedGap = tuple[int, float]
+"""Requests in the step before, and the seconds until the next one began."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepGap:
+    """`base_s`, and `request_s` for each request in the step before."""
+
+    base_s: float
+    request_s: float
+
+    def predict_s(self, num_requests: int) -> float:
+        """The gap after a step with so many requests."""
+        return self.base_s + self.request_s * num_requests
+
+
+def fit_gap(gaps: Sequence[ObservedGap]) -> StepGap | None:
+    """The least-squares line through the medians of the gaps after steps of equal size.
+
+    Medians, since the calls of a calibration come in crowds, and taking a crowd in is no matter of
+    the step before. Each size counts once if it has LEAST_OF_SIZE gaps. None for fewer than
+    LEAST_GAPS in all: an engine that schedules a step ahead has none.
+    """
+    if len(gaps) < LEAST_GAPS:
+        return None
+    sizes, seconds = np.asarray(gaps, np.float64).T
+    known, counts = np.unique(sizes, return_counts=True)
+    known = known[counts >= LEAST_OF_SIZE]
+    if not known.size:
+        return None
+    medians = np.array([max(1e-9, float(np.median(seconds[sizes == size]))) for size in known])
+    design = np.column_stack([np.ones(len(known)), known])
+    base_s, request_s = first_guess(design, medians, np.ones(len(known)))
+    return StepGap(float(base_s), float(request_s))
+
+
+Observation = tuple[StepLoad, float]
+"""A step's load and how many seconds it took."""
+
+NUM_COLUMNS = 7
+
+
+def load_row(load: StepLoad) -> tuple[float, ...]:
+    """The load as one row of a `StepTable`; keeps no reference to it."""
+    return (
+        load.num_tokens,
+        load.attention_pairs,
+        load.context_tokens,
+        load.decode_context_tokens,
+        load.num_requests,
+        load.num_decodes,
+        load.max_decode_context_tokens,
+    )
+
+
+class StepTable:
+    """Loads as columns, with the seconds and the weight of each step. Never changes.
+
+    One array per total of `StepLoad`: `tokens`, `pairs`, `context` (tokens), `decode_context`
+    (tokens), `requests`, `decodes`, `max_decode_context` (tokens).
+    """
+
+    def __init__(self, columns: FloatArray, seconds: FloatArray, weights: FloatArray) -> None:
+        """`columns` has NUM_COLUMNS rows, in the order of `load_row`."""
+        self._columns = columns
+        self.seconds = seconds
+        self.weights = weights
+        self.tokens: FloatArray = columns[0]
+        self.pairs: FloatArray = columns[1]
+        self.context: FloatArray = columns[2]
+        self.decode_context: FloatArray = columns[3]
+        self.requests: FloatArray = columns[4]
+        self.decodes: FloatArray = columns[5]
+        self.max_decode_context: FloatArray = columns[6]
+
+    @classmethod
+    def of(cls, observations: Sequence[Observation]) -> StepTable:
+        """All steps weigh the same. Raises ValueError when a step took no time."""
+        rows = np.array([load_row(load) for load, _ in observations], dtype=np.float64)
+        seconds = np.array([took_s for _, took_s in observations], dtype=np.float64)
+        if not np.all(seconds > 0.0):
+            raise ValueError("every observed step must have taken more than 0 s")
+        return cls(rows.reshape(-1, NUM_COLUMNS).T.copy(), seconds, np.ones(len(seconds)))
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps there are."""
+        return len(self.seconds)
+
+    def where(self, keep: npt.NDArray[np.bool_]) -> StepTable:
+        """The steps for which `keep` is true."""
+        return StepTable(self._columns[:, keep], self.seconds[keep], self.weights[keep])
+
+    def with_seconds(self, seconds: FloatArray) -> StepTable:
+        """The same loads and weights with other durations."""
+        return StepTable(self._columns, seconds, self.weights)
+
+
+STEPS_PER_CELL = 16
+LEAST_WEIGHT = 0.1
+"""What an old step still weighs beside a new one: it may be the only one of its kind."""
+
+_SIZES = 16
+_CONTEXTS = 12
+_NUM_CELLS = NUM_KINDS * _SIZES * _CONTEXTS
+
+
+class StepMemory:
+    """At most STEPS_PER_CELL steps in each of 576 cells: 1 MB."""
+
+    def __init__(self, half_life_steps: float) -> None:
+        """A step's weight halves with every `half_life_steps` observed after it."""
+        num_rows = _NUM_CELLS * STEPS_PER_CELL
+        self._half_life_steps = half_life_steps
+        self._rows = np.zeros((num_rows, NUM_COLUMNS))
+        self._seconds = np.zeros(num_rows)
+        self._seen_at_step = np.zeros(num_rows)
+        self._prior_weight = np.zeros(num_rows)
+        self._next_slot = [0] * _NUM_CELLS
+        self._num_seen = 0
+
+    @property
+    def num_seen(self) -> int:
+        """How many steps were observed in all."""
+        return self._num_seen
+
+    def add(self, load: StepLoad, step_s: float) -> None:
+        """Keep an observed step in place of the oldest of its cell. 3 us."""
+        cell = _cell_of(load)
+        slot = self._next_slot[cell]
+        self._next_slot[cell] = (slot + 1) % STEPS_PER_CELL
+        self._num_seen += 1
+        row = cell * STEPS_PER_CELL + slot
+        self._rows[row] = load_row(load)
+        self._seconds[row] = step_s
+        self._seen_at_step[row] = self._num_seen
+        self._prior_weight[row] = 0.0
+
+    def add_prior(self, load: StepLoad, step_s: float, weight: float) -> None:
+        """Keep what is believed of such a step until it is observed. Only before any `add`."""
+        cell = _cell_of(load)
+        rows = slice(cell * STEPS_PER_CELL, (cell + 1) * STEPS_PER_CELL)
+        free = np.flatnonzero(self._seconds[rows] == 0.0)
+        if free.size:
+            row = cell * STEPS_PER_CELL + int(free[0])
+            self._rows[row] = load_row(load)
+            self._seconds[row] = step_s
+            self._prior_weight[row] = weight
+
+    def table(self) -> StepTable:
+        """All steps kept, weighed by age (observed) or as given (believed)."""
+        kept = np.flatnonzero(self._seconds)
+        age_steps = self._num_seen - self._seen_at_step[kept]
+        by_age = np.maximum(0.5 ** (age_steps / self._half_life_steps), LEAST_WEIGHT)
+        prior_weight = self._prior_weight[kept]
+        weights = np.where(prior_weight > 0.0, prior_weight, by_age)
+        return StepTable(self._rows[kept].T.copy(), self._seconds[kept], weights)
+
+
+def _cell_of(load: StepLoad) -> int:
+    """Kind, then powers of two of the tokens, then powers of four of the contexts."""
+    size = min(load.num_tokens.bit_length(), _SIZES - 1)
+    context = min(load.context_tokens.bit_length() // 2, _CONTEXTS - 1)
+    return (load.kind * _SIZES + size) * _CONTEXTS + context

@@ -2,23 +2,126 @@
 
 Fair shares are enough while every job would finish by them in time, with a margin. Otherwise each
 job claims the least share that keeps its deadline, and the rest stays fair.
+
+When work will be done, and at what rate it must be: the arithmetic of deadlines between jobs.
+
+Work is in computed tokens, rates are computed tokens per second of all engines together.
+
+Turns beside the fair share: a part of all tokens goes to a job because its deadline needs it.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
 
-from batchrun.pool.finish_times import (
-    LEAST_LEFT_S,
-    MOST_SHARE,
-    JobWork,
-    Kept,
-    fair_finishes_s,
-    needed_shares,
-    tokens_before,
-)
+MOST_SHARE = 0.95
+"""Deadlines never take more than this of the capacity: every job goes on."""
+LEAST_LEFT_S = 1.0
+"""Times to a deadline are no shorter than this, so that rates stay finite."""
+
+
+class JobWork(NamedTuple):
+    """What a job has left; `doubt` is how far `tokens` may be off, as a share."""
+
+    weight: float
+    tokens: float
+    doubt: float
+
+
+class Kept(NamedTuple):
+    """A deadline to keep: seconds until it passes, the job, and what the job has left."""
+
+    left_s: float
+    job_id: str
+    tokens: float
+
+
+def tokens_before(kept: Sequence[Kept], tokens: float, left_s: float, rate: float) -> float:
+    """How much of the kept work goes before a job with `tokens`, due in `left_s`.
+
+    That with an earlier deadline, and what would be late if the job went first.
+    """
+    total = before = 0.0
+    for other in kept:
+        total += other.tokens
+        if other.left_s <= left_s or total + tokens > rate * other.left_s:
+            before = total
+    return before
+
+
+def fair_finishes_s(works: Mapping[str, JobWork], capacity: float) -> dict[str, float]:
+    """When each job would be done if all got their fair share, and what is over where one ends.
+
+    Takes the work at its most, estimates in doubt included.
+    """
+    most = {
+        job_id: (work.tokens * (1 + work.doubt) / work.weight, work.weight)
+        for job_id, work in works.items()
+    }
+    finishes_s: dict[str, float] = {}
+    weight_left = sum(work.weight for work in works.values())
+    level = elapsed_s = 0.0
+    for job_id in sorted(most, key=lambda job_id: most[job_id]):
+        end_level, weight = most[job_id]
+        elapsed_s += (end_level - level) * weight_left / capacity
+        finishes_s[job_id] = elapsed_s
+        level = end_level
+        weight_left -= weight
+    return finishes_s
+
+
+def tokens_ahead(works: Mapping[str, JobWork], claims: Mapping[str, float]) -> dict[str, float]:
+    """How many tokens all jobs together compute until each of them is done.
+
+    `claims` are shares of the capacity that some have on top; the rest is shared by weight.
+    """
+    ahead = dict.fromkeys(works, 0.0)
+    left = {job_id: max(work.tokens, 0.0) for job_id, work in works.items()}
+    total = 0.0
+    while any(job_id in claims for job_id in left):
+        weights = sum(works[job_id].weight for job_id in left)
+        free = 1 - sum(claims.get(job_id, 0.0) for job_id in left)
+        shares = {
+            job_id: claims.get(job_id, 0.0) + free * works[job_id].weight / weights
+            for job_id in left
+        }
+        first = min(left, key=lambda job_id: left[job_id] / shares[job_id])
+        passed = left[first] / shares[first]
+        total += passed
+        ahead[first] = total
+        left = {i: tokens - shares[i] * passed for i, tokens in left.items() if i != first}
+    unclaimed = {
+        job_id: JobWork(works[job_id].weight, max(tokens, 0.0), 0.0)
+        for job_id, tokens in left.items()
+    }
+    finishes = fair_finishes_s(unclaimed, capacity=1.0)
+    return ahead | {job_id: total + finishes[job_id] for job_id in unclaimed}
+
+
+def needed_shares(
+    kept: Sequence[Kept], times_s: Sequence[float], capacity: float
+) -> dict[str, float]:
+    """The least shares of the capacity that do the kept work in these times, the earliest first.
+
+    The densities of Yao, Demers and Shenker (FOCS 1995, section 2): the work up to a deadline over
+    the time for it. The greatest so far is the rate that the jobs up to there need together, and
+    each job claims what it adds to that of those before it.
+    """
+    shares: dict[str, float] = {}
+    share = 0.0
+    totals = accumulate(k.tokens for k in kept)
+    for entry, time_s, total in zip(kept, times_s, totals, strict=True):
+        up_to_here = min(total / max(time_s, LEAST_LEFT_S) / capacity, MOST_SHARE)
+        if up_to_here > share:
+            shares[entry.job_id] = up_to_here - share
+            share = up_to_here
+    return shares
+
 
 HYSTERESIS = 0.05
 """A job that was in time must be over by this share before it is not, and the other way round."""
@@ -189,3 +292,95 @@ def _about(duration_s: float) -> str:
     if duration_s < 5400:
         return f"{duration_s / 60:.0f} min"
     return f"{duration_s / 3600:.1f} h"
+
+
+PATIENCE = 0.5
+"""Share of a quantum for which a job waits until the subtree before it is handed out."""
+MOST_DEBT = 0.25
+"""A job is ahead of its share by no more than this part of the work that it has left: the less it
+has left, the longer would it wait until the others have caught up."""
+
+
+class Claim(NamedTuple):
+    """The share of all tokens that a job needs, and the tokens that it has left."""
+
+    share: float
+    left_tokens: float
+
+
+class UrgentTurns:
+    """Keeps claims on shares of all tokens that are handed out, earliest deadline first.
+
+    A job's credit grows by its share of every token handed out, and falls by its own tokens. It
+    takes the turn when there is credit, and keeps it until its subtree is handed out or it is a
+    quantum ahead of its share. A new job starts with a quantum of credit: it goes at once. Tokens
+    that it got by fair share count as well, so a claim below the fair share changes nothing.
+    """
+
+    def __init__(self, quantum_tokens: int) -> None:
+        self._quantum_tokens = quantum_tokens
+        self._claims: dict[str, Claim] = {}
+        self._credits: dict[str, float] = {}
+        self._turn: str | None = None
+
+    def claim(self, claims: Mapping[str, Claim]) -> None:
+        """From now on these shares (0 to 1, together below 1), the earliest deadline first."""
+        self._claims = dict(claims)
+        for job_id in claims:
+            self._credits.setdefault(job_id, self._quantum_tokens)
+
+    def leave(self, job_id: str) -> None:
+        """The job claims nothing any more."""
+        self._claims.pop(job_id, None)
+        self._credits.pop(job_id, None)
+        self.end_turn(job_id)
+
+    def choose(self, ready: AbstractSet[str], *, is_between_turns: bool) -> str | None:
+        """The ready job with the earliest deadline that is behind its share, or None.
+
+        `is_between_turns`: no fair turn would be interrupted.
+        """
+        if not self._claims:
+            return None
+        is_free = is_between_turns and self._turn not in ready
+        least_credit = 0.0 if is_free else PATIENCE * self._quantum_tokens
+        for job_id, claim in self._claims.items():
+            least = self._least_credit(claim) if job_id == self._turn else least_credit
+            if self._credits[job_id] > least and job_id in ready:
+                self._turn = job_id
+                return job_id
+        self._turn = None
+        return None
+
+    def charge(self, job_id: str, tokens: int, *, is_urgent: bool = True) -> None:
+        """A row of any job was handed out, urgent or by fair share.
+
+        Tokens by fair share lower a credit no further than to its least. A row by a claim is owed
+        in full, or claims would get more than their shares and leave nothing to the others; but
+        for the last rows of a job, which are few.
+        """
+        for claimer, claim in self._claims.items():
+            before = self._credits[claimer]
+            credit = before + claim.share * tokens
+            if claimer == job_id:
+                credit -= tokens
+                if not is_urgent or self._ends_soon(claim):
+                    credit = max(credit, min(before, self._least_credit(claim)))
+            self._credits[claimer] = min(credit, self._quantum_tokens)
+
+    def end_turn(self, job_id: str) -> None:
+        """The job's subtree is handed out."""
+        if self._turn == job_id:
+            self._turn = None
+
+    def check(self, job_ids: AbstractSet[str]) -> None:
+        """Raises AssertionError when a claim is out of bounds, or not of one of these jobs."""
+        assert sum(claim.share for claim in self._claims.values()) < 1
+        assert self._claims.keys() <= self._credits.keys() <= job_ids
+        assert all(credit <= self._quantum_tokens for credit in self._credits.values())
+
+    def _ends_soon(self, claim: Claim) -> bool:
+        return MOST_DEBT * claim.left_tokens < self._quantum_tokens
+
+    def _least_credit(self, claim: Claim) -> float:
+        return -min(self._quantum_tokens, MOST_DEBT * claim.left_tokens)

@@ -15,9 +15,9 @@ from itertools import count
 
 import numpy as np
 
-from batchrun.pool.chains import IntArray
-from batchrun.pool.prefix_nodes import NO_NODE
-from batchrun.pool.prompt_tree import FloatArray, path_sums
+from batchrun.pool.prefix_keys import IntArray
+from batchrun.pool.prompt_study import FloatArray, path_sums
+from batchrun.pool.radix_tree import NO_NODE
 
 
 @dataclass(frozen=True, slots=True, eq=False)

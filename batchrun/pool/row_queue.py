@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from batchrun.pool.chains import IntArray
-from batchrun.pool.prefix_nodes import NO_NODE, PrefixNodes
+from batchrun.pool.prefix_keys import IntArray
+from batchrun.pool.radix_tree import NO_NODE, PrefixNodes
 
 _PENDING, _QUEUED, _IN_FLIGHT, _DONE = range(4)
 """States of a row. Queued ones are in one of the heaps, and not found by going on in order."""

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from batchrun.estimator import StepLoad, largest_chunk
-from batchrun.scheduling.plan import Plan
-from batchrun.scheduling.view import EngineView, PrefixHit, RequestView
+from batchrun.estimator.step_load import StepLoad
+from batchrun.estimator.step_time import largest_chunk
+from batchrun.scheduling.view import EngineView, Plan, PrefixHit, RequestView
 
 LONG_PREFILL_TOKENS = 512
 """A prefill with more left than this is long: one at a time (Echo, section 4.1)."""

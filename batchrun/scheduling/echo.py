@@ -4,19 +4,165 @@ Each step starts from the last batch and makes minor changes: let online request
 first served), preempt offline ones where online demand needs their blocks or slots, then fill the
 time that is left with offline work, the KV already cached first. A generator drafts the steps that
 come into question and a selector takes the one with the most benefit per second.
+
+Which of Echo's parts are on: the ablations of the paper's figure 6.
+
+The plan generator: a step's drafts, each a minor change of the last batch (Echo, section 4).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
-from batchrun.scheduling.generator import Generator
-from batchrun.scheduling.options import EchoOptions
-from batchrun.scheduling.plan import Plan
-from batchrun.scheduling.selector import select
-from batchrun.scheduling.slack import step_limits
-from batchrun.scheduling.view import EngineView
+from batchrun.scheduling.draft import Draft
+from batchrun.scheduling.fill import (
+    MIN_CHUNK_TOKENS,
+    fits,
+    go_on,
+    let_followers_in,
+    let_in_order,
+    need_blocks,
+    place_online,
+    soon_free_blocks,
+)
+from batchrun.scheduling.slack import StepLimits, step_limits
+from batchrun.scheduling.view import EngineView, Plan, PrefixHit, RequestView
+from batchrun.scheduling.worth import select
+
+
+@dataclass(frozen=True, slots=True)
+class EchoOptions:
+    """`is_kv_aware`: choose among offline candidates by cached KV, else first come, first served.
+    `keeps_reserve`: the threshold of section 4.2.
+    """
+
+    is_kv_aware: bool = True
+    keeps_reserve: bool = True
+
+
+PRESETS: Mapping[str, EchoOptions] = {
+    "bs+e": EchoOptions(is_kv_aware=False, keeps_reserve=False),
+    "bs+e+s": EchoOptions(is_kv_aware=True, keeps_reserve=False),
+    "echo": EchoOptions(),
+}
+
+
+MAX_DRAFTS = 4
+"""Long prefixes that one step chooses from."""
+PATIENCE_S = 10.0
+"""A long prefix that stood first in the order for so long is not overtaken any more."""
+
+Candidate = tuple[RequestView, PrefixHit]
+
+
+class Generator:
+    """Drafts of one engine's steps. Remembers who stands first, and since when."""
+
+    def __init__(self, options: EchoOptions) -> None:
+        self._options = options
+        self._head: RequestView | None = None
+        self._head_since_s = 0.0
+
+    def generate(self, view: EngineView, limits: StepLimits) -> list[Draft]:
+        """At least one draft. All share online work, running rows and rows with a cached prefix;
+        they differ in the long prefix that they begin, of which one at a time is computed."""
+        draft = Draft.begin(view)
+        has_room = place_online(draft, limits.online_s)
+        if not view.is_offline_on:
+            for request in view.offline_running:
+                draft.sit_out(request)
+            return [draft]
+        go_on(draft, limits.offline_s)
+        drafts = self._let_offline_in(draft, limits.offline_s) if has_room else [draft]
+        if len(drafts) == 1 and drafts[0].tokens_left == view.token_budget:
+            _keep_alive(drafts[0])
+        return drafts
+
+    def _let_offline_in(self, draft: Draft, limit_s: float) -> list[Draft]:
+        keeps_reserve = self._options.keeps_reserve
+        if not self._options.is_kv_aware:
+            let_in_order(draft, limit_s, keeps_reserve=keeps_reserve)
+            return [draft]
+        leaders = let_followers_in(draft, limit_s, keeps_reserve=keeps_reserve)
+        if draft.has_long_prefill or not leaders:
+            return [draft]
+        view = draft.view
+        soon_free = soon_free_blocks(draft)
+        if self._is_overdue(leaders[0][0], view):
+            return [self._for_the_head(draft, leaders, limit_s, soon_free)]
+        drafts = [
+            led
+            for request, hit in leaders[:MAX_DRAFTS]
+            if (led := self._with_leader(draft, request, hit, limit_s, soon_free)) is not None
+        ]
+        return drafts or [draft]
+
+    def _is_overdue(self, head: RequestView, view: EngineView) -> bool:
+        if self._head is not head:
+            self._head, self._head_since_s = head, view.now_s
+        return view.now_s - self._head_since_s > PATIENCE_S
+
+    def _for_the_head(
+        self, draft: Draft, leaders: list[Candidate], limit_s: float, soon_free: int
+    ) -> Draft:
+        """Let the overdue head in, whatever is reserved; hold the others back while rows that run
+        are all that it waits for."""
+        view = draft.view
+        (head, hit), *others = leaders
+        led = self._with_leader(draft, head, hit, limit_s, soon_free, keeps_reserve=False)
+        if led is not None:
+            return led
+        if need_blocks(view, head, hit) <= view.total_blocks - view.online_blocks:
+            return draft
+        for request, other_hit in others[:MAX_DRAFTS]:
+            led = self._with_leader(draft, request, other_hit, limit_s, soon_free)
+            if led is not None:
+                return led
+        return draft
+
+    def _with_leader(
+        self,
+        draft: Draft,
+        request: RequestView,
+        hit: PrefixHit,
+        limit_s: float,
+        soon_free: int,
+        *,
+        keeps_reserve: bool | None = None,
+    ) -> Draft | None:
+        """The draft with one long prefix more; None when it has no slot, room or time."""
+        need = need_blocks(draft.view, request, hit)
+        keeps = self._options.keeps_reserve if keeps_reserve is None else keeps_reserve
+        has_room = fits(draft, need, hit, keeps_reserve=keeps, soon_free=soon_free)
+        if not has_room or draft.slots_left <= 0:
+            return None
+        left = min(request.num_tokens - hit.num_tokens, draft.room_tokens(hit.num_tokens))
+        chunk = draft.chunk(hit.num_tokens, left, limit_s)
+        if chunk < MIN_CHUNK_TOKENS:
+            return None
+        led = draft.copy()
+        led.lead(request, hit, chunk, need)
+        return led
+
+
+def _keep_alive(draft: Draft) -> None:
+    """Something must move: a step without any work lets the first in line go, whatever else."""
+    view = draft.view
+    for request in view.offline_running:
+        if request.work_left_tokens and request not in draft.preempt:
+            draft.prefill(request, min(request.work_left_tokens, draft.tokens_left))
+            return
+    if view.online_running or view.online_waiting or view.offline_running:
+        return
+    for request in view.offline_waiting:
+        if view.is_ready(request):
+            hit = view.look_up(request)
+            left = request.num_tokens - hit.num_tokens
+            draft.let_in(request, hit, min(left, draft.tokens_left), 0)
+            return
+
 
 ONLINE_MEMORY_S = 60.0
 """So long after the last online request an arrival is still expected at any moment."""

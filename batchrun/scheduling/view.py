@@ -1,14 +1,18 @@
-"""What a policy sees of an engine before a step. Policies read; only the plug-in writes."""
+"""What a policy sees of an engine before a step. Policies read; only the plug-in writes.
+
+What a policy decides about a step.
+"""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from batchrun.estimator import StepTimeModel
+from batchrun.estimator.step_load import StepLoad
+from batchrun.estimator.step_time import StepTimeModel
 from batchrun.types import RequestClass
 
 GROWTH_TOKENS = 64
@@ -138,3 +142,20 @@ class EngineView:
         """Free blocks that a request with this hit takes to hold `num_tokens` tokens: not those
         that others hold, but the idle ones that it hits."""
         return self.blocks_for(num_tokens) - hit.num_tokens // self.block_tokens + hit.idle_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A step, decided. Frozen; the plug-in applies it and vLLM carries it out.
+
+    `admit`: waiting requests to let in, in order, online first. `caps`: the most tokens that a
+    request may get in this step, by id (0: it sits the step out; absent: as many as vLLM gives).
+    `preempt`: running offline requests whose blocks or slot online work needs.
+    `predicted_s`: how long the step is expected to take; `load`: what it then computes.
+    """
+
+    admit: tuple[RequestView, ...] = ()
+    caps: Mapping[str, int] = field(default_factory=dict)
+    preempt: tuple[RequestView, ...] = ()
+    predicted_s: float = 0.0
+    load: StepLoad | None = None

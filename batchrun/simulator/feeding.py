@@ -10,15 +10,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from batchrun.daemon.assigning import MAX_NODES, URGENT_LEAD
 from batchrun.daemon.dispatcher import POLL_INTERVAL_S
-from batchrun.daemon.hinting import MAX_NODES, URGENT_LEAD
 from batchrun.daemon.slots import SCHEDULER_WINDOW
-from batchrun.pool import JobTurns, RowQueue, Turn, Window, find_prefix_nodes
-from batchrun.simulator.offline_jobs import OfflineJob
-from batchrun.simulator.token_ids import Keys, key_of, shared_tokens
+from batchrun.pool.fair_share import JobTurns, Turn
+from batchrun.pool.radix_tree import find_prefix_nodes
+from batchrun.pool.row_queue import RowQueue
+from batchrun.pool.window import Window
+from batchrun.simulator.offline_jobs import Keys, OfflineJob, key_of, shared_tokens
+from batchrun.simulator.virtual.engine import Arrival, BlockHashes, RequestRecord, hash_blocks
+from batchrun.simulator.virtual.setup import NONCE
 from batchrun.types import HINT_VERSION
-from batchrun.vllm_plugin.virtual.requests import Arrival, BlockHashes, RequestRecord, hash_blocks
-from batchrun.vllm_plugin.virtual.setup import NONCE
 
 EPOCH = 1
 PREFIX = "row-"

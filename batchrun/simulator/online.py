@@ -10,9 +10,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from batchrun.simulator.token_ids import Keys, key_of, mixed, prompt_of
-from batchrun.vllm_plugin.virtual.requests import Arrival
-from batchrun.vllm_plugin.virtual.workload import OnlineCall
+from batchrun.simulator.offline_jobs import Keys, key_of, mixed, prompt_of
+from batchrun.simulator.virtual.engine import Arrival
+from batchrun.simulator.virtual.scenarios import OnlineCall
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -11,14 +11,13 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from batchrun.errors import DataError
-from batchrun.simulator.engines import EnginePlan, Engines
+from batchrun.simulator.cluster import EnginePlan, Engines
 from batchrun.simulator.feeding import ActiveRows, RowFeed
 from batchrun.simulator.offline_jobs import OfflineJob
 from batchrun.simulator.online import CallTrace, OnlineRouter, first_too_long
-from batchrun.simulator.tables import Tables
-from batchrun.simulator.watching import OnlineTotals, Watch
+from batchrun.simulator.records import OnlineTotals, Tables, Watch
+from batchrun.simulator.virtual.run import Slo
 from batchrun.types import ProgressSink
-from batchrun.vllm_plugin.virtual import Slo
 
 COLLECT_EVERY = 50_000
 """Objects made between two searches for garbage: what grows in a simulation is no cycle."""

@@ -13,8 +13,8 @@ from typing import Literal
 from sqlalchemy import ColumnElement, Connection, func, insert, select, update
 
 from batchrun.errors import InputError, StateError
-from batchrun.store.counts import COUNT_NAMES, Counts
 from batchrun.store.database import Store
+from batchrun.store.jobs import COUNT_NAMES, Counts
 from batchrun.store.schema import api_keys, batches, jobs
 
 Role = Literal["user", "admin"]

@@ -17,8 +17,15 @@ from sqlalchemy import Connection, Row, Select, func, insert, select, update
 from batchrun.errors import QuotaError, StateError
 from batchrun.store.database import Store
 from batchrun.store.files import NewFile, insert_file
-from batchrun.store.job_record import BATCH_PREFIX, JobRecord, NewJob, record_of
-from batchrun.store.job_rows import insert_job, move_job, read_job
+from batchrun.store.jobs import (
+    BATCH_PREFIX,
+    JobRecord,
+    NewJob,
+    insert_job,
+    move_job,
+    read_job,
+    record_of,
+)
 from batchrun.store.schema import batches, jobs
 from batchrun.types import TERMINAL_JOB_STATES, JobState
 

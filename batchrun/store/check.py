@@ -1,18 +1,30 @@
-"""Whether a store keeps every promise about itself. Reads only, and repairs nothing."""
+"""Whether a store keeps every promise about itself. Reads only, and repairs nothing.
+
+Whether each batch of OpenAI's API fits the job that it is.
+
+Whether the rows of one job are what they should be: in range, once, whole and readable.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Row, func, select
+import zstandard
+from sqlalchemy import Connection, Row, Table, func, select
 
-from batchrun.store.check_batches import check_batches
-from batchrun.store.check_rows import check_rows
-from batchrun.store.counts import COUNT_NAMES, Counts, count_results, counts_of
 from batchrun.store.database import Store
-from batchrun.store.job_record import BATCH_PREFIX, JobRecord, record_of
+from batchrun.store.jobs import (
+    BATCH_PREFIX,
+    COUNT_NAMES,
+    Counts,
+    JobRecord,
+    count_results,
+    counts_of,
+    record_of,
+)
 from batchrun.store.migrate import HEAD, find_revision
 from batchrun.store.schema import (
     api_keys,
@@ -26,7 +38,140 @@ from batchrun.store.schema import (
     suspects,
 )
 from batchrun.store.sqlite import integrity_problems, last_given_key
-from batchrun.types import TERMINAL_JOB_STATES, JobState, ProgressSink
+from batchrun.types import TERMINAL_JOB_STATES, JobState, ProgressSink, RowError
+
+WITHOUT_FILES = {str(state) for state in JobState} - {
+    str(state) for state in TERMINAL_JOB_STATES - {JobState.FAILED}
+}
+
+
+def check_batches(connection: Connection) -> Iterator[tuple[str | None, str]]:
+    """(job id, what is wrong) for every fault; the id is None where there is no such job."""
+    has_batch = batches.c.job_seq == jobs.c.seq
+    alone = select(batches.c.job_seq).where(batches.c.job_seq.not_in(select(jobs.c.seq)))
+    for seq in connection.execute(alone).scalars():
+        yield None, f"batches: one of job number {seq}, which does not exist"
+    query = select(jobs.c.id, jobs.c.state, jobs.c.started_at, batches).outerjoin(
+        batches, has_batch
+    )
+    for row in connection.execute(query.order_by(jobs.c.seq)).all():
+        yield from ((row.id, what) for what in _batch_faults(row))
+
+
+def _batch_faults(row: Row[Any]) -> Iterator[str]:
+    is_batch = row.job_seq is not None
+    if row.id.startswith(BATCH_PREFIX) is not is_batch:
+        yield "is a batch" if is_batch else "is called a batch, and is none"
+    if not is_batch:
+        return
+    if (row.errors is not None) is not (row.state == JobState.FAILED):
+        yield f"{row.state}, and its input has {'errors' if row.errors else 'none'}"
+    if (row.model is None) is not (row.started_at is None):
+        yield f"its model is {row.model}, and it started at {row.started_at}"
+    if row.state in WITHOUT_FILES and (row.output_file_id or row.error_file_id):
+        yield f"{row.state}, and has files of results"
+    for name in ("metadata", "errors"):
+        try:
+            json.loads(getattr(row, name) or "null")
+        except ValueError:
+            yield f"its {name} cannot be read"
+
+
+ROWS_PER_READ = 5_000
+MAX_BODY_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class RowFinding:
+    """What is wrong with a row."""
+
+    row: int
+    what: str
+
+
+def check_rows(
+    connection: Connection,
+    job: Row[Any],
+    *,
+    is_complete: bool,
+    progress: ProgressSink | None = None,
+) -> Iterator[RowFinding]:
+    """What is wrong with the rows of a job (a row of `jobs`); `is_complete`: each needs a result.
+
+    Decompresses every reply.
+    """
+    decompressor = zstandard.ZstdDecompressor()
+    expected = 0
+    for entry in _entries(connection, job.seq):
+        if is_complete:
+            yield from _missing(expected, min(entry.row, job.num_rows))
+        expected = max(expected, entry.row + 1)
+        yield from (RowFinding(entry.row, what) for what in _faults(entry, job, decompressor))
+        if progress is not None and entry.row % ROWS_PER_READ == 0:
+            progress(f"checking {job.id}", entry.row, job.num_rows)
+    if is_complete:
+        yield from _missing(expected, job.num_rows)
+    yield from _bodies_alone(connection, job.seq)
+    yield from _odd_counters(connection, job, attempts, "num_attempts")
+    yield from _odd_counters(connection, job, suspects, "num_engine_deaths")
+
+
+def _entries(connection: Connection, job_seq: int) -> Iterator[Row[Any]]:
+    """Every result with its reply, in row order, read in bounded pieces."""
+    same_row = (results.c.job_seq == bodies.c.job_seq) & (results.c.row == bodies.c.row)
+    query = select(results, bodies.c.content).outerjoin(bodies, same_row)
+    query = query.where(results.c.job_seq == job_seq).order_by(results.c.row).limit(ROWS_PER_READ)
+    page = connection.execute(query).all()
+    while page:
+        yield from page
+        page = connection.execute(query.where(results.c.row > page[-1].row)).all()
+
+
+def _missing(start: int, end: int) -> Iterator[RowFinding]:
+    for row in range(max(start, 0), end):
+        yield RowFinding(row, "has no result, and the job is completed")
+
+
+def _faults(
+    entry: Row[Any], job: Row[Any], decompressor: zstandard.ZstdDecompressor
+) -> Iterator[str]:
+    if not 0 <= entry.row < job.num_rows:
+        yield f"has a result, and the job has {job.num_rows} rows"
+    if entry.ok not in {0, 1}:
+        yield f"ok is {entry.ok}, neither 0 nor 1"
+    numbers = ("attempts", "num_prompt_tokens", "num_output_tokens", "num_cached_tokens")
+    for name in numbers:
+        if getattr(entry, name) < 0:
+            yield f"{name} is {getattr(entry, name)}"
+    if entry.content is None:
+        yield "has a result without a reply"
+        return
+    try:
+        plain = decompressor.decompress(entry.content, max_output_size=MAX_BODY_BYTES)
+        if not entry.ok:
+            RowError(**json.loads(plain))
+    except (zstandard.ZstdError, ValueError, TypeError) as error:
+        yield f"its reply cannot be read: {error}"
+
+
+def _bodies_alone(connection: Connection, job_seq: int) -> Iterator[RowFinding]:
+    same_row = (results.c.job_seq == bodies.c.job_seq) & (results.c.row == bodies.c.row)
+    query = select(bodies.c.row).outerjoin(results, same_row).order_by(bodies.c.row)
+    query = query.where(bodies.c.job_seq == job_seq, results.c.row.is_(None))
+    for row in connection.execute(query).scalars():
+        yield RowFinding(row, "has a reply without a result")
+
+
+def _odd_counters(
+    connection: Connection, job: Row[Any], table: Table, name: str
+) -> Iterator[RowFinding]:
+    query = select(table.c.row, table.c[name]).where(table.c.job_seq == job.seq)
+    for row, number in connection.execute(query):
+        if number < 1:
+            yield RowFinding(row, f"{name} is {number}")
+        if not 0 <= row < job.num_rows:
+            yield RowFinding(row, f"has {name}, and the job has {job.num_rows} rows")
+
 
 ENDS_AS = {
     JobState.FINALIZING: {JobState.COMPLETED, JobState.EXPIRED},

@@ -12,21 +12,210 @@
 
 A job finalizes `ends_as` completed, or expired when its deadline passes (also while it is
 validating or paused). A terminal job never changes.
+
+How many rows of a job have ended, and the tokens they took.
+
+A job as callers know it, and as it comes out of the store.
+
+One row of `jobs` within a transaction: added, read, moved to another state.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from sqlalchemy import insert, select, update
+from sqlalchemy import Connection, Row, func, insert, select, update
 
 from batchrun.errors import StateError, UnknownJobError
 from batchrun.store.database import Store
-from batchrun.store.job_record import JobRecord, NewJob, record_of
-from batchrun.store.job_rows import insert_job, move_job, read_job
-from batchrun.store.schema import epochs, jobs, settings
+from batchrun.store.schema import epochs, jobs, results, settings
 from batchrun.types import TERMINAL_JOB_STATES, JobState
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How many rows of a job have ended, and the tokens they took."""
+
+    num_completed: int = 0
+    num_failed: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+
+    @property
+    def num_done(self) -> int:
+        """Rows that have a result, good or bad."""
+        return self.num_completed + self.num_failed
+
+
+COUNT_NAMES = tuple(Counts.__dataclass_fields__)
+"""The columns in which a job that has ended keeps its counts."""
+
+
+def count_results(connection: Connection, job_seq: int) -> Counts:
+    """What the results of a job add up to now."""
+    columns = (
+        results.c.num_prompt_tokens,
+        results.c.num_output_tokens,
+        results.c.num_cached_tokens,
+    )
+    query = select(
+        func.count(),
+        func.coalesce(func.sum(results.c.ok), 0),
+        *(func.coalesce(func.sum(column), 0) for column in columns),
+    ).where(results.c.job_seq == job_seq)
+    total, completed, prompt, output, cached = connection.execute(query).one()
+    return Counts(completed, total - completed, prompt, output, cached)
+
+
+def kept_counts(connection: Connection, job_seq: int) -> Counts | None:
+    """What a job kept when it ended, or None while it has not."""
+    query = select(*(jobs.c[name] for name in COUNT_NAMES)).where(jobs.c.seq == job_seq)
+    found = connection.execute(query).first()
+    return None if found is None else counts_of(found)
+
+
+def counts_of(job: Row[Any]) -> Counts | None:
+    """The kept counts among a job's columns, or None when there are none."""
+    kept = {name: value for name in COUNT_NAMES if (value := getattr(job, name)) is not None}
+    return Counts(**kept) if len(kept) == len(COUNT_NAMES) else None
+
+
+ID_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
+ID_LENGTH = 10
+BATCH_PREFIX = "batch_"
+"""With it begin the ids of the jobs that came as batches of OpenAI's API, and no other."""
+
+
+def new_job_id() -> str:
+    """An id that no other job has."""
+    return "job_" + "".join(secrets.choice(ID_ALPHABET) for _ in range(ID_LENGTH))
+
+
+@dataclass(frozen=True, slots=True)
+class NewJob:
+    """A submission whose input was checked and pinned. `spec` and `pin` are JSON texts.
+
+    The submitter chooses the id, so that handing a job over twice adds it once.
+    """
+
+    name: str
+    spec: str
+    pin: str
+    content_hash: str
+    num_rows: int
+    deadline_s: float | None = None
+    id: str = field(default_factory=new_job_id)
+
+
+@dataclass(frozen=True, slots=True)
+class JobRecord:
+    """A job as it stands in the store. Instants are UTC epoch seconds.
+
+    `seq` orders jobs by submission; `reason` says why the job is paused or failed. `counts` is
+    None until the job ends; from `results_removed_at` on its results are gone. `finalizing_at` is
+    None where a deadline ended the job.
+    """
+
+    seq: int
+    id: str
+    name: str
+    state: JobState
+    spec: str
+    pin: str
+    content_hash: str
+    num_rows: int
+    created_at: float
+    expires_at: float | None
+    started_at: float | None
+    finished_at: float | None
+    ends_as: JobState | None
+    reason: str | None
+    counts: Counts | None = None
+    results_removed_at: float | None = None
+    finalizing_at: float | None = None
+    cancelling_at: float | None = None
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether it is a batch of OpenAI's API: without rows until its input was validated."""
+        return self.id.startswith(BATCH_PREFIX)
+
+
+def record_of(row: Row[Any]) -> JobRecord:
+    """A job from a row that has all columns of `jobs`."""
+    values = {column.name: getattr(row, column.name) for column in jobs.c}
+    values["counts"] = counts_of(row)
+    for name in COUNT_NAMES:
+        del values[name]
+    values["state"] = JobState(values["state"])
+    values["ends_as"] = None if values["ends_as"] is None else JobState(values["ends_as"])
+    return JobRecord(**values)
+
+
+def insert_job(connection: Connection, job: NewJob, *, now_s: float) -> JobRecord:
+    """Add a job in state validating."""
+    connection.execute(
+        insert(jobs).values(
+            id=job.id,
+            name=job.name,
+            state=JobState.VALIDATING,
+            spec=job.spec,
+            pin=job.pin,
+            content_hash=job.content_hash,
+            num_rows=job.num_rows,
+            created_at=now_s,
+            expires_at=None if job.deadline_s is None else now_s + job.deadline_s,
+        )
+    )
+    return read_job(connection, job.id)
+
+
+def move_job(
+    connection: Connection,
+    job_id: str,
+    allowed: Sequence[JobState],
+    to: JobState,
+    **values: object,
+) -> JobRecord:
+    """Move a job that is in one of the states `allowed`, and set columns with it.
+
+    A job that ends keeps its counts from then on. Raises UnknownJobError and StateError.
+    """
+    if to.is_terminal:
+        values |= asdict(count_results(connection, read_job(connection, job_id).seq))
+    changed = connection.execute(
+        update(jobs)
+        .where(jobs.c.id == job_id, jobs.c.state.in_([str(state) for state in allowed]))
+        .values(
+            state=str(to),
+            **{name: _plain(value) for name, value in values.items()},
+        )
+    )
+    record = read_job(connection, job_id)
+    if changed.rowcount != 1:
+        needed = ", ".join(allowed)
+        raise StateError(
+            f"{job_id} is {record.state} and cannot become {to} (possible while: {needed})"
+        )
+    return record
+
+
+def _plain(value: object) -> object:
+    """A value as the columns take it; PostgreSQL has no text with NUL in it."""
+    return str(value).replace("\0", "") if isinstance(value, str) else value
+
+
+def read_job(connection: Connection, job_id: str) -> JobRecord:
+    """The job with exactly this id. Raises UnknownJobError."""
+    row = connection.execute(select(jobs).where(jobs.c.id == job_id)).first()
+    if row is None:
+        raise UnknownJobError(f"{job_id}: no such job; `batchrun status` lists the jobs")
+    return record_of(row)
 
 
 def create(store: Store, job: NewJob, *, now_s: float) -> JobRecord:

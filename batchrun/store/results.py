@@ -18,9 +18,8 @@ from sqlalchemy import Connection, Row, Table, insert, select, update
 
 from batchrun.errors import StateError
 from batchrun.failpoints import failpoint
-from batchrun.store.bulk import insert_new
-from batchrun.store.counts import Counts, count_results, kept_counts
-from batchrun.store.database import Store
+from batchrun.store.database import Store, insert_new
+from batchrun.store.jobs import Counts, count_results, kept_counts
 from batchrun.store.schema import attempts, bodies, jobs, results, suspects
 from batchrun.types import TERMINAL_JOB_STATES, Outcome, OutcomeKind, RowError, Usage
 

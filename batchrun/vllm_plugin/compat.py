@@ -17,17 +17,13 @@ import vllm
 from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator, UnitaryKVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import (
-    BlockHashWithGroupId,
-    FreeKVCacheBlockQueue,
-    KVCacheBlock,
-)
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, FreeKVCacheBlockQueue, KVCacheBlock
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request, RequestStatus
 
-from batchrun.cache import TieredFreeQueue
+from batchrun.cache.free_queue import TieredFreeQueue
 from batchrun.errors import EngineError
 
 TESTED_VERSIONS = ("0.32", "0.33")

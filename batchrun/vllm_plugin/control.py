@@ -1,14 +1,56 @@
-"""What the daemon may change in a running engine: policy, token budget, the offline switch."""
+"""What the daemon may change in a running engine: policy, token budget, the offline switch.
+
+The engine's end of the wire: telemetry out, orders in, on a thread of its own.
+
+The scheduler never waits for it: it leaves its newest telemetry in a variable and finds checked
+orders in a queue. So an engine that sleeps answers too, and the orders hold from its next step on.
+
+The daemon's hand inside the engine: its orders are obeyed, and it is told how things stand.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+import threading
+import time
 from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+import zmq
 from msgspec import UNSET, UnsetType
+from vllm.v1.core.sched.output import SchedulerOutput
 
-from batchrun.vllm_plugin.call_recorder import CallRecorder
-from batchrun.wire import Answer, Orders, OrdersError, Recording, encode, read_orders
+from batchrun.scheduling.policies import make_policy
+from batchrun.scheduling.view import RequestView
+from batchrun.types import RequestClass
+from batchrun.vllm_plugin.hints import AnyHint, Hint
+from batchrun.vllm_plugin.telemetry import CallRecorder, Meter, Reporter
+from batchrun.wire import (
+    CHANNEL_VARIABLE,
+    MAX_MESSAGE_BYTES,
+    ORDERS_SUFFIX,
+    SUFFIX,
+    TELEMETRY_SUFFIX,
+    Answer,
+    KvTelemetry,
+    LastSteps,
+    Orders,
+    OrdersError,
+    Recording,
+    Telemetry,
+    encode,
+    make_label,
+    read_orders,
+)
+
+if TYPE_CHECKING:
+    from batchrun.vllm_plugin.scheduler import ColocatedScheduler
+
 
 MAX_WAITING = 256
 """Orders that wait for the next step."""
@@ -93,3 +135,220 @@ class Control:
         now = self.in_force
         answer = Answer(number, now.policy, now.token_budget, now.is_offline_on, error, recording)
         return encode(answer)
+
+
+log = logging.getLogger(__name__)
+
+INTERVAL_S = 0.25
+"""Telemetry goes out at most so often."""
+REPEAT_S = 1.0
+"""Unchanged telemetry goes out so often, so that a daemon that comes later sees it."""
+ORDERS_PAUSE_S = 0.02
+"""Rest after each `MAX_QUEUED` orders, so that a flood of them takes no time from the steps."""
+MAX_QUEUED = 16
+
+
+class EngineChannel:
+    """Two sockets at `path` (+ `.telemetry`, `.orders`), open until `close`.
+
+    `receive` gets each message that came in and returns the answer; it must not raise. Telemetry
+    for which a peer has no room is dropped. Raises OSError when the sockets cannot be bound.
+    """
+
+    def __init__(self, path: Path, receive: Callable[[bytes], bytes]) -> None:
+        self._receive = receive
+        self._telemetry: Telemetry | None = None
+        self._is_closing = threading.Event()
+        # A unix socket's path has room for about 100 characters, a home may be longer.
+        self._folder_fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        self._context = zmq.Context()
+        self._names = [path.name + ORDERS_SUFFIX, path.name + TELEMETRY_SUFFIX]
+        try:
+            self._orders = self._bind(zmq.ROUTER, self._names[0])
+            self._publisher = self._bind(zmq.PUB, self._names[1])
+        except zmq.ZMQError as error:
+            self._release()
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        self._thread = threading.Thread(target=self._run, name="batchrun-channel", daemon=True)
+        self._thread.start()
+
+    def publish(self, telemetry: Telemetry) -> None:
+        """Send this, or something newer, within `INTERVAL_S`. Costs nothing here."""
+        self._telemetry = telemetry
+
+    def close(self) -> None:
+        """End the thread and remove the sockets."""
+        self._is_closing.set()
+        self._thread.join()
+        self._release()
+
+    def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.linger = 0
+        socket.sndhwm = socket.rcvhwm = MAX_QUEUED
+        socket.maxmsgsize = MAX_MESSAGE_BYTES
+        socket.bind(f"ipc:///proc/self/fd/{self._folder_fd}/{name}")
+        os.chmod(name, 0o600, dir_fd=self._folder_fd)
+        return socket
+
+    def _run(self) -> None:
+        sent: Telemetry | None = None
+        sent_at_s = float("-inf")
+        while not self._is_closing.is_set():
+            if self._orders.poll(int(INTERVAL_S * 1000)):
+                self._answer_all()
+                self._is_closing.wait(ORDERS_PAUSE_S)
+            age_s = time.monotonic() - sent_at_s
+            latest = self._telemetry
+            if latest is not None and age_s >= (REPEAT_S if latest is sent else INTERVAL_S):
+                sent, sent_at_s = latest, time.monotonic()
+                with suppress(zmq.ZMQError):
+                    self._publisher.send(encode(latest), zmq.NOBLOCK)
+
+    def _answer_all(self) -> None:
+        for _ in range(MAX_QUEUED):
+            try:
+                sender, *parts = self._orders.recv_multipart(zmq.NOBLOCK)
+                answer = self._receive(b"".join(parts))
+                self._orders.send_multipart((sender, answer), zmq.NOBLOCK)
+            except zmq.ZMQError:
+                return
+
+    def _release(self) -> None:
+        self._context.destroy(linger=0)
+        for name in self._names:
+            with suppress(OSError):
+                os.unlink(name, dir_fd=self._folder_fd)
+        os.close(self._folder_fd)
+
+
+def names_channel() -> bool:
+    """Whether the environment names a path for a channel."""
+    return bool(os.environ.get(CHANNEL_VARIABLE))
+
+
+def open_channel(receive: Callable[[bytes], bytes]) -> EngineChannel | None:
+    """The channel at the path that the environment names; None when it cannot be opened there."""
+    try:
+        return EngineChannel(Path(os.environ[CHANNEL_VARIABLE]), receive)
+    except OSError as error:
+        log.warning("batchrun: no telemetry and no orders: %s", error)
+        return None
+
+
+class Steering:
+    """What the daemon sees and changes of one scheduler, which calls it around each step."""
+
+    def __init__(self, scheduler: ColocatedScheduler, nonce: str, refusal: str | None) -> None:
+        """`refusal`: why this engine cannot be planned, if it cannot."""
+        self._scheduler = scheduler
+        self._planned_as: str = scheduler.batchrun.policy
+        self._channel: EngineChannel | None = None
+        self._last_steps: LastSteps | None = None
+        self._labels: dict[str, bytes] = {}
+        self._report_at_s = float("-inf")
+        started = InForce(scheduler.batchrun.policy, scheduler.max_num_scheduled_tokens)
+        self.control = Control(started, scheduler.max_num_running_reqs, nonce, refusal)
+        self.meter = Meter()
+
+    def open(self) -> None:
+        """Listen to the daemon from now on, and be heard by it."""
+        self._channel = open_channel(self.control.receive)
+        self._last_steps = _open_last_steps(self._scheduler.max_num_running_reqs)
+        self._report(self._scheduler.clock())
+
+    def close(self) -> None:
+        """Nothing comes in or goes out any more."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        if self._last_steps is not None:
+            self._last_steps.close()
+            self._last_steps = None
+
+    def arrived(self, view: RequestView, hint: AnyHint | None) -> None:
+        """A request has come in. Only rows of jobs can become suspects when the engine dies."""
+        self.meter.arrived(view)
+        if isinstance(hint, Hint):
+            self._labels[view.request_id] = make_label(hint.job, hint.row)
+        elif self.control.calls.is_on and view.request_class is RequestClass.ONLINE:
+            arrived_at = view.arrival_at_s + self._scheduler.wall_offset_s
+            self.control.calls.arrived(view.request_id, arrived_at)
+
+    def left(self, view: RequestView) -> None:
+        """A request has ended; the output of its last step may still be read."""
+        self.meter.ending[view.request_id] = view
+        self._labels.pop(view.request_id, None)
+        if self.control.calls.is_on:
+            lengths = view.num_prompt_tokens, view.handle.num_output_tokens
+            self.control.calls.ended(view.request_id, *lengths)
+
+    def obey(self) -> None:
+        """Work by the orders that have come in since the last step. O(1) without any."""
+        while (orders := self.control.take()) is not None:
+            self._obey(*orders)
+
+    def note(self, output: SchedulerOutput, now_s: float) -> None:
+        """A step was scheduled: count it, and report if it is time or nothing is left to do."""
+        scheduler = self._scheduler
+        if self._last_steps is not None and output.total_num_scheduled_tokens:
+            labels, scheduled = self._labels, output.num_scheduled_tokens
+            self._last_steps.note(labels[name] for name in scheduled if name in labels)
+        self.meter.scheduled(output, scheduler._views)
+        self.meter.settle(now_s)
+        if self._channel is not None and (now_s >= self._report_at_s or not scheduler.requests):
+            self._report(now_s)
+
+    def telemetry(self, now_s: float) -> Telemetry:
+        """How things stand. O(requests)."""
+        scheduler, in_force = self._scheduler, self.control.in_force
+        known = Telemetry(
+            start_id=self.meter.start_id,
+            sent_at=now_s + scheduler.wall_offset_s,
+            policy=in_force.policy,
+            token_budget=in_force.token_budget,
+            is_offline_on=in_force.is_offline_on,
+            kv=KvTelemetry(
+                reserve_blocks=scheduler._estimates.reserve_blocks(0),
+                forecast_blocks=scheduler._estimates.forecast.forecast_blocks,
+            ),
+            num_malformed_hints=scheduler.hints.num_malformed,
+            num_policy_errors=scheduler.planner.num_errors,
+            num_malformed_orders=self.control.num_malformed,
+        )
+        reporter = Reporter(
+            self.meter, scheduler._views, scheduler.kv_cache_manager, scheduler.block_size
+        )
+        return reporter.fill_in(known, now_s)
+
+    def _report(self, now_s: float) -> None:
+        if self._channel is not None:
+            self._report_at_s = now_s + INTERVAL_S
+            self._channel.publish(self.telemetry(now_s))
+
+    def _obey(self, now: InForce, orders: Orders) -> None:
+        scheduler = self._scheduler
+        scheduler.max_num_scheduled_tokens = now.token_budget
+        scheduler.planner.is_offline_on = now.is_offline_on
+        # vLLM's own order knows no way to hold rows back.
+        planned_as = "bs+e" if now.policy == "bs" and not now.is_offline_on else now.policy
+        if planned_as != self._planned_as:
+            self._planned_as = planned_as
+            policy = make_policy(planned_as)
+            if policy is None:
+                scheduler.hand_back()
+            else:
+                scheduler.take_over(policy)
+        if scheduler._kv is not None:
+            scheduler._kv.renew(orders.epoch, orders.renew, scheduler.clock())
+            for job in orders.forget:
+                scheduler._kv.forget(job)
+
+
+def _open_last_steps(max_rows: int) -> LastSteps | None:
+    """The file beside the channel's sockets; None when it cannot be made there."""
+    try:
+        return LastSteps(Path(os.environ[CHANNEL_VARIABLE] + SUFFIX), max_rows)
+    except OSError as error:
+        log.warning("batchrun: what runs is not written down for the daemon: %s", error)
+        return None

@@ -9,7 +9,7 @@ from operator import attrgetter
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request
 
-from batchrun.scheduling import RequestView
+from batchrun.scheduling.view import RequestView
 from batchrun.types import RequestClass
 
 _BY_ARRIVAL = attrgetter("handle.priority", "arrival_at_s", "request_id")

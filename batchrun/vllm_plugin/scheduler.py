@@ -19,24 +19,26 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from batchrun.errors import BatchrunError
-from batchrun.estimator import AnyModel, StepLoad
-from batchrun.scheduling import Policy, RequestView, make_policy
+from batchrun.estimator.step_load import StepLoad
+from batchrun.estimator.step_time import AnyModel
+from batchrun.scheduling.policies import Policy, make_policy
+from batchrun.scheduling.view import RequestView
 from batchrun.types import RequestClass
-from batchrun.vllm_plugin.calibration import StepRecorder, engine_facts, read_models
-from batchrun.vllm_plugin.channel import names_channel
-from batchrun.vllm_plugin.combinations import check_combinations
-from batchrun.vllm_plugin.estimating import Estimates
+from batchrun.vllm_plugin.control import Steering, names_channel
+from batchrun.vllm_plugin.estimates import (
+    Estimates,
+    StepClock,
+    StepRecorder,
+    engine_facts,
+    read_models,
+    scheduled_load,
+)
 from batchrun.vllm_plugin.hints import AnyHint, FlexHint, Hint, HintReader
 from batchrun.vllm_plugin.kv_cache import KvTiers
-from batchrun.vllm_plugin.lookout import Lookout
 from batchrun.vllm_plugin.plan_queue import PlanQueue
-from batchrun.vllm_plugin.planner import Planner
-from batchrun.vllm_plugin.request_views import begin_turn, make_view, stand_behind
+from batchrun.vllm_plugin.planner import Lookout, Planner, begin_turn, make_view, stand_behind
 from batchrun.vllm_plugin.self_test import check_plans_are_obeyed
-from batchrun.vllm_plugin.settings import read_nonce, read_settings
-from batchrun.vllm_plugin.steering import Steering
-from batchrun.vllm_plugin.step_clock import StepClock
-from batchrun.vllm_plugin.step_loads import scheduled_load
+from batchrun.vllm_plugin.settings import check_combinations, read_nonce, read_settings
 
 log = logging.getLogger(__name__)
 

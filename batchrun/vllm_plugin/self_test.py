@@ -16,12 +16,13 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from batchrun.errors import BatchrunError
-from batchrun.scheduling import EngineView, Plan, RequestView
+from batchrun.scheduling.view import EngineView, Plan, RequestView
 from batchrun.types import HINT_KEY, HINT_VERSION
 from batchrun.vllm_plugin.compat import missing_hook, refusal
 
 if TYPE_CHECKING:
     from batchrun.vllm_plugin.scheduler import ColocatedScheduler
+
 
 UNIT_TOKENS = 16
 NUM_UNITS = 4

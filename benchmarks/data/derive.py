@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from batchrun.traces import read_trace
+from batchrun.simulator.traces.reading import read_trace
 from benchmarks.data import ARRIVALS, DOCUMENTS
 
 CHARACTERS_PER_TOKEN = 4

@@ -15,10 +15,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from batchrun.datasets.sources import csv_records, find_file, require_file
-from batchrun.datasets.toolbench_import import read_toolbench
-from batchrun.datasets.toolbench_sample import SYSTEM_PROMPT
-from batchrun.inputs.token_ratio import DEFAULT_BYTES_PER_TOKEN as BYTES_PER_TOKEN
+from batchrun.jobs.prompts.tokens import DEFAULT_BYTES_PER_TOKEN as BYTES_PER_TOKEN
+from batchrun.samples.generators import SYSTEM_PROMPT
+from batchrun.samples.importers import csv_records, find_file, read_toolbench, require_file
 
 TOOLS = Path(__file__).parent / "toolbench_prefixes.json"
 VIDEOS = Path(__file__).parent / "nextqa_prefixes.json"

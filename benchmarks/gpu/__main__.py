@@ -115,7 +115,7 @@ def device_name() -> str:
 
 
 def _calibration_figures(profile: object) -> Figures:
-    from batchrun.estimator import CalibrationProfile
+    from batchrun.estimator.profile import CalibrationProfile
 
     assert isinstance(profile, CalibrationProfile)
     errors = {each.model.name: each.held_out_mape for each in profile.fitted}

@@ -6,15 +6,9 @@ import math
 import time
 from pathlib import Path
 
-from batchrun.estimator import (
-    PROBING_SETTINGS,
-    CalibrationProfile,
-    PromptMaker,
-    calibrate,
-    make_round,
-    read_recording,
-)
-from batchrun.vllm_plugin.virtual.probing import ProbeSource
+from batchrun.estimator.probes import PROBING_SETTINGS, PromptMaker, make_round
+from batchrun.estimator.profile import CalibrationProfile, calibrate, read_recording
+from batchrun.simulator.virtual.probing import ProbeSource
 from benchmarks.gpu.engine import LoadedModel, Phase
 
 PROBE_LIMIT_S = 20.0

@@ -24,11 +24,15 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.request import Request
 
+from batchrun.simulator.virtual.engine import (
+    OFFLINE_PRIORITY,
+    ONLINE_PRIORITY,
+    Arrival,
+    TrafficSource,
+)
+from batchrun.simulator.virtual.setup import NONCE
 from batchrun.types import HINT_KEY, HINT_NONCE_VARIABLE
-from batchrun.vllm_plugin import ColocatedScheduler
-from batchrun.vllm_plugin.virtual import TrafficSource
-from batchrun.vllm_plugin.virtual.requests import OFFLINE_PRIORITY, ONLINE_PRIORITY, Arrival
-from batchrun.vllm_plugin.virtual.setup import NONCE
+from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 from benchmarks.gpu.record import RequestLife, StepTotals
 from benchmarks.gpu.shape import Shape
 

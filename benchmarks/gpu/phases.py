@@ -7,14 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchrun.vllm_plugin.virtual import (
-    DAEMON_WINDOW,
-    JobFeeder,
-    OnlineSource,
-    Order,
-    TrafficSource,
-    planned_order,
-)
+from batchrun.simulator.virtual.engine import TrafficSource
+from batchrun.simulator.virtual.feeder import DAEMON_WINDOW, JobFeeder, OnlineSource
+from batchrun.simulator.virtual.scenarios import Order, planned_order
 from benchmarks.colocation_figures import Figures
 from benchmarks.gpu.engine import LoadedModel, Phase
 from benchmarks.gpu.record import Span, figures

@@ -9,7 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from batchrun.vllm_plugin.virtual import CallTable, DocumentLengths, Job, JobTable, Order
+from batchrun.simulator.virtual.scenarios import CallTable, DocumentLengths, Job, JobTable, Order
 from benchmarks.colocation_figures import Promise
 from benchmarks.data import ARRIVALS, DOCUMENTS
 

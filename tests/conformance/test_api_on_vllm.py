@@ -10,7 +10,7 @@ from batch_rig import CHAT, COMPLETIONS, KIND_PARAMS, RESPONSES, Caller, connect
 from deployment_rig import DeploymentRig
 from engine_builders import REAL_MODEL
 
-from batchrun.engine import ManagedSettings
+from batchrun.engine.command import ManagedSettings
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

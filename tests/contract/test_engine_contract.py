@@ -13,7 +13,8 @@ import pytest
 import pytest_asyncio
 from engine_builders import CHAT, COMPLETION, FAKE_MODEL, REAL_MODEL, make_request
 
-from batchrun.engine import EngineClient, ManagedSettings
+from batchrun.engine.client import EngineClient
+from batchrun.engine.command import ManagedSettings
 from batchrun.types import Outcome, OutcomeKind
 
 LONG_TEXT = "The harbour master counted the boats before the storm came in. " * 60

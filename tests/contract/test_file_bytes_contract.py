@@ -8,8 +8,14 @@ import pytest
 from object_store import ObjectStore
 
 from batchrun.errors import MissingObjectError, StorageUnreachableError
-from batchrun.output.file_bytes import FileBytes, FolderBytes, ObjectBytes, local_file, pieces_of
-from batchrun.remote import objects
+from batchrun.jobs import objects
+from batchrun.jobs.results.file_bytes import (
+    FileBytes,
+    FolderBytes,
+    ObjectBytes,
+    local_file,
+    pieces_of,
+)
 from batchrun.store.files import new_file_id
 
 CONTENT = bytes(range(256)) * (objects.PIECE_BYTES // 128)

@@ -13,8 +13,8 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from batchrun.scheduling import EngineView, Plan
-from batchrun.vllm_plugin import ColocatedScheduler
+from batchrun.scheduling.view import EngineView, Plan
+from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 
 FULL = FullAttentionSpec(BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float16)
 SLIDING = SlidingWindowSpec(

@@ -11,7 +11,7 @@ from scheduler_rig import build
 from vllm.config import ECTransferConfig, KVTransferConfig, SpeculativeConfig, VllmConfig
 
 from batchrun.errors import ConfigError
-from batchrun.vllm_plugin.combinations import REFUSALS
+from batchrun.vllm_plugin.settings import REFUSALS
 
 Change = Callable[[VllmConfig], None]
 

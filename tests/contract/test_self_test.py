@@ -17,8 +17,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from batchrun.errors import EngineError
-from batchrun.vllm_plugin import ColocatedScheduler
 from batchrun.vllm_plugin.compat import missing_hook
+from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 
 Spoil = Callable[[pytest.MonkeyPatch], None]
 

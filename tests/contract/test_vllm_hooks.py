@@ -15,10 +15,10 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.request import Request, RequestStatus
 
-from batchrun.cache import TieredFreeQueue
-from batchrun.scheduling import EngineView, Plan
-from batchrun.vllm_plugin import ColocatedScheduler
+from batchrun.cache.free_queue import TieredFreeQueue
+from batchrun.scheduling.view import EngineView, Plan
 from batchrun.vllm_plugin.compat import awaits_stale_output, cached_prefix, missing_hook
+from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 
 ABORTED = RequestStatus.FINISHED_ABORTED
 

@@ -192,7 +192,7 @@ def write_upstreams(
 
 async def start_gateway(*arguments: str) -> Process:
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "batchrun.gateway", *arguments),
+        *(sys.executable, "-m", "batchrun.server.gateway", *arguments),
         stdin=PIPE,
         stdout=PIPE,
         stderr=PIPE,

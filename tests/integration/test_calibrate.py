@@ -12,7 +12,7 @@ import pytest
 from deployment_rig import DeploymentRig
 
 from batchrun.engine.process import NONCE_VARIABLE
-from batchrun.estimator import profile_from_json
+from batchrun.estimator.profile import profile_from_json
 
 SMALL_ARGS = ["--kv-cache-memory-bytes=67108864", "--max-model-len=512", "--max-num-seqs=4"]
 START_WAIT_S = 60.0

@@ -10,18 +10,13 @@ from conftest import FakeEngineFactory
 from engine_builders import FAKE_MODEL
 from estimator_builders import LINEAR_LAW, observed, random_loads
 
-from batchrun.calibration import online
-from batchrun.calibration.probing import NUM_ROUNDS, Prober
-from batchrun.engine import EngineClient, ManagedSettings
+from batchrun.engine.client import EngineClient
+from batchrun.engine.command import ManagedSettings
 from batchrun.errors import EngineError
-from batchrun.estimator import (
-    EngineFacts,
-    EngineIdentity,
-    Recording,
-    facts_line,
-    make_round,
-    step_line,
-)
+from batchrun.estimator.probes import make_round
+from batchrun.estimator.profile import EngineFacts, EngineIdentity, Recording, facts_line, step_line
+from batchrun.simulator import calibrate as online
+from batchrun.simulator.calibrate import NUM_ROUNDS, Prober
 
 FACTS = EngineFacts(
     EngineIdentity(FAKE_MODEL, "0.32.0", "cpu", "float32", 16),

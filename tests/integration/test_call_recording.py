@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from test_engine_link import Engine, engine, path, running, steering_of, telemetry, until
 
-from batchrun.daemon.steering import Steering
+from batchrun.daemon.engine_link import Steering
 from batchrun.errors import StateError
-from batchrun.vllm_plugin.call_recorder import MAX_KEPT, CallRecorder
+from batchrun.vllm_plugin.telemetry import MAX_KEPT, CallRecorder
 from batchrun.wire import RecordedCall
 
 __all__ = ["engine", "path"]
@@ -30,7 +30,7 @@ async def test_calls_are_recorded_while_they_are_asked_for(
             calls.arrived(f"call-{i}", 10.0 + i)
             calls.ended(f"call-{i}", 1 + i, 2)
         told = [(await steering.collect_calls({"0": at}))["0"] for at in (0, 1_000, 2_000, 2_400)]
-        monkeypatch.setattr("batchrun.daemon.steering.RECORDING_LEASE_S", 0.0)
+        monkeypatch.setattr("batchrun.daemon.engine_link.RECORDING_LEASE_S", 0.0)
         await steering.collect_calls({})
         await until(lambda: not calls.is_on)
 

@@ -19,9 +19,9 @@ from combination_models import LORA_RANK, build_hybrid, build_lora
 from engine_builders import real_settings, start_and_let_go, stop
 from engine_calls import DOCUMENT, NONCE, NUM_ROWS, ROW_TOKENS, EngineCalls
 
-from batchrun.engine import ManagedEngine, ManagedSettings
-from batchrun.engine.probe import find_vllm
-from batchrun.engine.vllm_command import build_argv
+from batchrun.engine.command import ManagedSettings, build_argv
+from batchrun.engine.engine import ManagedEngine
+from batchrun.engine.install import find_vllm
 from batchrun.errors import EngineError
 from batchrun.types import HINT_NONCE_VARIABLE
 from batchrun.vllm_waiting import NAPPING, WAIT_VARIABLE

@@ -11,12 +11,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchrun.daemon import Daemon, Slot
-from batchrun.engine import AttachedEngine, AttachedSettings, ManagedSettings
-from batchrun.jobspec import load_job_file
-from batchrun.pool import Window
-from batchrun.store import JobRecord, open_store
-from batchrun.submission import prepare_job
+from batchrun.daemon.daemon import Daemon
+from batchrun.daemon.slots import Slot
+from batchrun.engine.command import AttachedSettings, ManagedSettings
+from batchrun.engine.engine import AttachedEngine
+from batchrun.jobs.job_file import load_job_file
+from batchrun.jobs.submit import prepare_job
+from batchrun.pool.window import Window
+from batchrun.store.database import open_store
+from batchrun.store.jobs import JobRecord
 
 JOB = """\
 name: sample

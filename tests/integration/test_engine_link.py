@@ -13,11 +13,9 @@ import zmq
 from conftest import FakeEngineFactory
 from test_dispatcher_abort import running_daemon, submit_rows
 
-from batchrun.daemon.engine_link import EngineLink
-from batchrun.daemon.steering import Steering
+from batchrun.daemon.engine_link import EngineLink, Steering
 from batchrun.errors import StateError
-from batchrun.vllm_plugin.channel import EngineChannel
-from batchrun.vllm_plugin.control import Control, InForce
+from batchrun.vllm_plugin.control import Control, EngineChannel, InForce
 from batchrun.wire import Orders, Telemetry, encode
 
 NONCE = "secret"
@@ -209,7 +207,7 @@ async def test_rows_in_an_engine_that_obeys_stay_there_for_a_while(
     monkeypatch: pytest.MonkeyPatch,
     sit_out_s: float,
 ) -> None:
-    monkeypatch.setattr("batchrun.daemon.offline_switch.SIT_OUT_S", sit_out_s)
+    monkeypatch.setattr("batchrun.daemon.upkeep.SIT_OUT_S", sit_out_s)
     served = await fake_engine("--latency-s=4")
     link = EngineLink(path, "fake")
     slot_options = {"hint_nonce": NONCE, "link": link}

@@ -10,7 +10,8 @@ import psutil
 import pytest
 from engine_builders import fake_settings, with_program
 
-from batchrun.engine import ManagedEngine, ManagedSettings
+from batchrun.engine.command import ManagedSettings
+from batchrun.engine.engine import ManagedEngine
 from batchrun.errors import EngineError
 from batchrun.types import EngineState
 

@@ -13,7 +13,7 @@ from batch_rig import jsonl
 from deployment_rig import DeploymentRig
 from openai import APIStatusError, InternalServerError
 
-from batchrun.batch_jobs import MAX_INPUT_BYTES
+from batchrun.jobs.batch import MAX_INPUT_BYTES
 
 
 def test_while_the_daemon_is_away_callers_are_told_when_to_come_again(rig: DeploymentRig) -> None:

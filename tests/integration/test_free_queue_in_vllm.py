@@ -10,16 +10,10 @@ from typing import Any
 
 import pytest
 
-from batchrun.cache import (
-    ECHO_RC,
-    EVICTION_ORDERS,
-    NEXT_USE,
-    BlockTiers,
-    EvictionOrder,
-    OnlinePrefixes,
-    ReuseIndex,
-    TieredFreeQueue,
-)
+from batchrun.cache.eviction import ECHO_RC, EVICTION_ORDERS, NEXT_USE, EvictionOrder
+from batchrun.cache.free_queue import TieredFreeQueue
+from batchrun.cache.reuse import ReuseIndex
+from batchrun.cache.tiers import BlockTiers, OnlinePrefixes
 from benchmarks.cache_blocks import Node, RowHint
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

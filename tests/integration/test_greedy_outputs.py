@@ -9,8 +9,8 @@ import openai
 import pytest
 from deployment_rig import DeploymentRig
 
-from batchrun.engine import ManagedSettings
-from batchrun.prose import sentence, sentence_pool
+from batchrun.engine.command import ManagedSettings
+from batchrun.samples.prose import sentence, sentence_pool
 
 NUM_ROWS = 64
 NUM_TOKENS = 64

@@ -15,7 +15,7 @@ import pytest
 from cli_call import Cli, cli_in
 from deployment_rig import JOB_FILE, DeploymentRig
 
-from batchrun.pool.prefix_key import CHUNK_BYTES
+from batchrun.pool.prefix_keys import CHUNK_BYTES
 
 NUM_DOCUMENTS, QUESTIONS = 4, 5
 KEEPS_ANSWERS = JOB_FILE.replace("[text]", "[answer]")

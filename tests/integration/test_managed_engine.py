@@ -22,7 +22,8 @@ from engine_builders import (
     with_program,
 )
 
-from batchrun.engine import AttachedEngine, AttachedSettings, Engine, ManagedEngine, ManagedSettings
+from batchrun.engine.command import AttachedSettings, ManagedSettings
+from batchrun.engine.engine import AttachedEngine, Engine, ManagedEngine
 from batchrun.engine.process import ProcessRecord, find_family, is_alive, read_record
 from batchrun.errors import EngineError
 from batchrun.files import write_atomically

@@ -21,8 +21,8 @@ from kill_rig import wait_until
 from object_store import ObjectStore
 from store_builders import execute
 
-from batchrun.batch_jobs import MAX_INPUT_BYTES
 from batchrun.failpoints import VARIABLE
+from batchrun.jobs.batch import MAX_INPUT_BYTES
 
 JOB = """\
 name: remote

@@ -13,7 +13,9 @@ from store_builders import select
 
 from batchrun.errors import StoreLockedError
 from batchrun.home import Home
-from batchrun.store import DaemonLock, StoreLock, open_store
+from batchrun.store.database import open_store
+from batchrun.store.lock import StoreLock
+from batchrun.store.place import DaemonLock
 
 pytestmark = pytest.mark.slow
 

@@ -21,27 +21,28 @@ import numpy as np
 import pytest
 from engine_builders import CHAT, REAL_MODEL, real_settings, start_and_let_go, stop
 
-from batchrun.engine import ManagedSettings
+from batchrun.engine.command import ManagedSettings
 from batchrun.errors import EngineError
-from batchrun.inputs import RequestTemplate, open_input
-from batchrun.inputs.chat_template import ChatTemplate
-from batchrun.inputs.prefix_text import (
+from batchrun.jobs.inputs.data import open_input
+from batchrun.jobs.job_file import load_job_file
+from batchrun.jobs.prompts.chat_template import ChatTemplate
+from batchrun.jobs.prompts.prompt_text import (
     Layout,
     Place,
     engine_rendering,
     find_layout,
     prefix_text,
 )
-from batchrun.inputs.token_ratio import (
+from batchrun.jobs.prompts.template import RequestTemplate
+from batchrun.jobs.prompts.tokens import (
     TokenCounter,
     TokenRatio,
     predict_cached_tokens,
     sample_rows,
     token_counter,
 )
-from batchrun.jobspec import load_job_file
-from batchrun.pool import CHUNK_BYTES, chunk_chain, order_by_prefix
-from batchrun.pool.chains import ChainTable
+from batchrun.pool.prefix_keys import CHUNK_BYTES, ChainTable, chunk_chain
+from batchrun.pool.radix_tree import order_by_prefix
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 

@@ -8,10 +8,13 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from batchrun.datasets import import_dataset
-from batchrun.inputs import RequestTemplate, check_ids, open_input
-from batchrun.jobspec import load_job_file
-from batchrun.traces import Drawing, counts_by_window, read_rates, read_trace, summarize_trace
+from batchrun.jobs.inputs.data import check_ids, open_input
+from batchrun.jobs.job_file import load_job_file
+from batchrun.jobs.prompts.template import RequestTemplate
+from batchrun.samples.importers import import_dataset
+from batchrun.simulator.traces.reading import Drawing, read_rates, read_trace
+from batchrun.simulator.traces.summary import summarize_trace
+from batchrun.simulator.traces.trace import counts_by_window
 
 CHECKOUT = Path(__file__).parents[2]
 REAL_DATA = CHECKOUT.parent / "shared" / "datasets"

@@ -15,9 +15,9 @@ import pytest
 from deployment_rig import WAIT_S, DeploymentRig
 from steered_calls import ask_flex, post
 
-from batchrun.cli.daemon_client import DaemonClient
+from batchrun.cli.client import DaemonClient
 from batchrun.home import Home
-from batchrun.traces import load_parquet
+from batchrun.simulator.traces.reading import load_parquet
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

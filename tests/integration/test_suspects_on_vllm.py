@@ -9,7 +9,8 @@ import poison_processor
 import pytest
 from deployment_rig import DeploymentRig
 
-from batchrun.store import jobs, open_store, results
+from batchrun.store import jobs, results
+from batchrun.store.database import open_store
 
 NUM_ROWS = 48
 GUILTY = 20

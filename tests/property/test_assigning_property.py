@@ -16,13 +16,13 @@ from hypothesis.stateful import (
 )
 from job_builders import make_tree_job
 
-from batchrun.daemon import Slot
-from batchrun.daemon.active_job import ActiveJob
 from batchrun.daemon.assigning import Assigner
-from batchrun.daemon.slots import Assignment
-from batchrun.daemon.trials import SOLO
-from batchrun.engine import AttachedEngine, AttachedSettings
-from batchrun.pool import Window
+from batchrun.daemon.faults import SOLO
+from batchrun.daemon.job import ActiveJob
+from batchrun.daemon.slots import Assignment, Slot
+from batchrun.engine.command import AttachedSettings
+from batchrun.engine.engine import AttachedEngine
+from batchrun.pool.window import Window
 from batchrun.types import EngineState, Outcome, OutcomeKind, Usage
 
 words = st.lists(st.sampled_from("abc"), max_size=4).map("".join)

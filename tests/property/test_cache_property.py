@@ -16,7 +16,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from batchrun.cache import EVICTION_ORDERS, TieredFreeQueue
+from batchrun.cache.eviction import EVICTION_ORDERS
+from batchrun.cache.free_queue import TieredFreeQueue
 from batchrun.cache.reuse import LEASE_S
 from benchmarks.cache_blocks import Block, Node, RowHint
 

@@ -10,16 +10,15 @@ from estimator_builders import A100_LAW, ECHO_BASE_LAW, ECHO_LAW, LINEAR_LAW, ra
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchrun.estimator import (
+from batchrun.estimator.forecast import KvForecast
+from batchrun.estimator.online_fit import OnlineFit
+from batchrun.estimator.step_load import StepLoad, StepTable
+from batchrun.estimator.step_time import (
     AnyModel,
     EchoBaseModel,
     EchoModel,
-    KvForecast,
     LinearModel,
-    OnlineFit,
     RooflineModel,
-    StepLoad,
-    StepTable,
     largest_chunk,
     model_from_record,
     model_to_record,

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchrun.errors import DataError
-from batchrun.inputs import Row, check_ids, open_input
-from batchrun.inputs.batch_lines import BatchLines
-from batchrun.jobspec import InputSpec
+from batchrun.jobs.batch import BatchLines
+from batchrun.jobs.inputs.data import check_ids, open_input
+from batchrun.jobs.inputs.rows import Row
+from batchrun.jobs.spec import InputSpec
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\r"), max_size=40)
 CHAT = "/v1/chat/completions"

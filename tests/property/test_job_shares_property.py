@@ -7,16 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from batchrun.pool.finish_times import (
-    MOST_SHARE,
-    JobWork,
-    Kept,
-    fair_finishes_s,
-    needed_shares,
-)
-from batchrun.pool.job_shares import JobShares
-from batchrun.pool.job_turns import JobTurns
-from batchrun.pool.work_left import WorkLeft
+from batchrun.pool.deadlines import MOST_SHARE, JobWork, Kept, fair_finishes_s, needed_shares
+from batchrun.pool.fair_share import JobShares, JobTurns, WorkLeft
 
 QUANTUM_TOKENS = 200
 MOST_ROW_TOKENS = 100

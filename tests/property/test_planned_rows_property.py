@@ -13,10 +13,10 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from batchrun.inputs import Row, open_input
-from batchrun.inputs.planned_rows import PlannedRows, count_loads
-from batchrun.inputs.row_spool import SpoolSizes
-from batchrun.jobspec import InputSpec
+from batchrun.jobs.inputs.data import open_input
+from batchrun.jobs.inputs.rows import Row
+from batchrun.jobs.inputs.spool import PlannedRows, SpoolSizes, count_loads
+from batchrun.jobs.spec import InputSpec
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\r"), max_size=60)
 ROWS = st.lists(

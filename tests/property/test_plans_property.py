@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_builders import Engine, blocks_for, engines
 
-from batchrun.estimator import StepLoad
-from batchrun.scheduling import Plan, RequestView, make_policy
+from batchrun.estimator.step_load import StepLoad
+from batchrun.scheduling.policies import make_policy
 from batchrun.scheduling.slack import step_limits
+from batchrun.scheduling.view import Plan, RequestView
 from batchrun.types import RequestClass
 
 policies = st.sampled_from(["bs+e", "bs+e+s", "echo"])

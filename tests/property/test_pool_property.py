@@ -13,16 +13,9 @@ from hypothesis.stateful import (
     rule,
 )
 
-from batchrun.pool import (
-    CHUNK_BYTES,
-    ChainBuilder,
-    ChainTable,
-    RowQueue,
-    add_rows,
-    chunk_chain,
-    find_prefix_nodes,
-    order_by_prefix,
-)
+from batchrun.pool.prefix_keys import CHUNK_BYTES, ChainBuilder, ChainTable, chunk_chain
+from batchrun.pool.radix_tree import add_rows, find_prefix_nodes, order_by_prefix
+from batchrun.pool.row_queue import RowQueue
 
 words = st.lists(st.sampled_from("abc"), max_size=5).map("".join)
 SALT = 7

@@ -8,8 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrun.pool import find_prefix_nodes
-from batchrun.pool.prefix_nodes import NO_NODE
+from batchrun.pool.radix_tree import NO_NODE, find_prefix_nodes
 
 words = st.lists(st.lists(st.sampled_from("ab"), max_size=5).map("".join), max_size=30)
 

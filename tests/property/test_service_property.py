@@ -9,11 +9,11 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchrun.simulator.virtual.engine import Arrival, VirtualEngine
+from batchrun.simulator.virtual.laws import A100Law
+from batchrun.simulator.virtual.setup import NONCE, EngineShape
 from batchrun.types import HINT_VERSION
-from batchrun.vllm_plugin import ColocatedScheduler
-from batchrun.vllm_plugin.virtual import A100Law, EngineShape, VirtualEngine
-from batchrun.vllm_plugin.virtual.requests import Arrival
-from batchrun.vllm_plugin.virtual.setup import NONCE
+from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 
 MAX_TURNS = 20_000
 MAX_MODEL_LEN = 640

@@ -17,7 +17,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from batchrun.errors import InputError
-from batchrun.gateway import strip_hints
+from batchrun.server.gateway.bodies import strip_hints
 from batchrun.types import HINT_KEY, HINT_VERSION
 from batchrun.vllm_plugin.hints import parse_hint
 

@@ -13,18 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchrun.traces import (
+from batchrun.simulator.traces.rates import RateSeries, draw_trace
+from batchrun.simulator.traces.reading import load_parquet, read_trace, save_trace
+from batchrun.simulator.traces.summary import prefix_hit_rate
+from batchrun.simulator.traces.trace import (
     Load,
     PrefixBlocks,
-    RateSeries,
     Trace,
     counts_by_window,
-    draw_trace,
     find_peak,
-    load_parquet,
-    prefix_hit_rate,
-    read_trace,
-    save_trace,
     scale_rate,
     scale_time,
     stratified_windows,

@@ -11,18 +11,12 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from batchrun.vllm_plugin import ColocatedScheduler
-from batchrun.vllm_plugin.virtual import (
-    A100Law,
-    EngineShape,
-    OnlineSource,
-    Scenario,
-    Timing,
-    TrafficSource,
-    VirtualEngine,
-    a100_8b,
-    draw_calls,
-)
+from batchrun.simulator.virtual.engine import Timing, TrafficSource, VirtualEngine
+from batchrun.simulator.virtual.feeder import OnlineSource
+from batchrun.simulator.virtual.laws import A100Law
+from batchrun.simulator.virtual.scenarios import Scenario, a100_8b, draw_calls
+from batchrun.simulator.virtual.setup import EngineShape
+from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 
 Signature = tuple[Any, ...]
 

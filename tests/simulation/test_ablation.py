@@ -8,16 +8,10 @@ from typing import Any
 
 import pytest
 
-from batchrun.vllm_plugin.virtual import (
-    EngineShape,
-    Scenario,
-    StepItem,
-    a100_8b,
-    draw_calls,
-    observe,
-)
-from batchrun.vllm_plugin.virtual.warmup import SEED_OFFSET
-from batchrun.vllm_plugin.virtual.workload import JobShape
+from batchrun.simulator.virtual.laws import StepItem
+from batchrun.simulator.virtual.run import SEED_OFFSET, observe
+from batchrun.simulator.virtual.scenarios import JobShape, Scenario, a100_8b, draw_calls
+from batchrun.simulator.virtual.setup import EngineShape
 from benchmarks.ablation_bars import judge, means_of
 from benchmarks.ablation_configs import Config, cell_name, configs
 from benchmarks.ablation_runs import Trial, measure, measure_watched

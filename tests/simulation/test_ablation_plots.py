@@ -7,19 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from batchrun.vllm_plugin.virtual import (
-    A100Law,
-    EngineShape,
-    JobFeeder,
-    OnlineSource,
+from batchrun.simulator.virtual.feeder import JobFeeder, OnlineSource, Window
+from batchrun.simulator.virtual.laws import A100Law
+from batchrun.simulator.virtual.scenarios import (
+    JobShape,
     Order,
-    Window,
     a100_8b,
     draw_calls,
     draw_job,
     planned_order,
 )
-from batchrun.vllm_plugin.virtual.workload import JobShape
+from batchrun.simulator.virtual.setup import EngineShape
 from benchmarks.ablation import series_path
 from benchmarks.ablation_configs import LADDER, configs
 from benchmarks.ablation_runs import Trial, measure_watched

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 from engine_pairs import engine_of, online_source, ours, record, until_step
 
-from batchrun.scheduling import EngineView, Plan, Policy, RequestView
+from batchrun.scheduling.policies import Policy
+from batchrun.scheduling.view import EngineView, Plan, RequestView
+from batchrun.simulator.virtual.engine import Arrival, TrafficSource, VirtualEngine, begin
+from batchrun.simulator.virtual.feeder import JobFeeder
+from batchrun.simulator.virtual.scenarios import JobShape, Order, draw_job
+from batchrun.simulator.virtual.setup import NONCE
 from batchrun.types import HINT_KEY, HINT_VERSION
-from batchrun.vllm_plugin import ColocatedScheduler
 from batchrun.vllm_plugin.hints import Hint, parse_hint
-from batchrun.vllm_plugin.virtual import JobFeeder, Order, TrafficSource, VirtualEngine, draw_job
-from batchrun.vllm_plugin.virtual.requests import Arrival, begin
-from batchrun.vllm_plugin.virtual.setup import NONCE
-from batchrun.vllm_plugin.virtual.workload import JobShape
+from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 
 SMALL_JOB_SHAPE = JobShape(8, (300, 1_500), (3, 6), (15, 60), (4, 32))
 

@@ -10,7 +10,8 @@ import pytest
 from cli_call import Cli, cli_in, dry_run_of, line_of
 from estimator_builders import write_profile
 
-from batchrun.traces import Trace, save_trace
+from batchrun.simulator.traces.reading import save_trace
+from batchrun.simulator.traces.trace import Trace
 
 NUM_ROWS = 30
 JOB = """\

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from batchrun.simulator.front_end import FrontEnd, FrontEndTimes
-from batchrun.vllm_plugin.virtual.requests import Arrival
+from batchrun.simulator.cluster import FrontEnd, FrontEndTimes
+from batchrun.simulator.virtual.engine import Arrival
 
 TIMES = FrontEndTimes(request_s=0.01, token_s=0.001)
 

@@ -10,25 +10,18 @@ import numpy as np
 import pytest
 from cli_call import Cli, cli_in
 
-from batchrun.planner import (
-    EngineKind,
-    Fleet,
-    JobPlan,
-    PlanRequest,
-    Promise,
-    no_answer,
-    paragraph,
-    parse_kind,
-    peak_load,
-    plan_capacity,
-    record_of,
-    size_fleet,
-)
-from batchrun.planner.alone import alone, context_tokens
-from batchrun.simulator import EnginePlan, JobTerms, OfflineJob, job_of_shape
-from batchrun.traces import PrefixBlocks, Trace, save_trace
-from batchrun.vllm_plugin.virtual import A100Law, EngineShape
-from batchrun.vllm_plugin.virtual.workload import JobShape
+from batchrun.simulator.cluster import EnginePlan
+from batchrun.simulator.offline_jobs import JobTerms, OfflineJob, job_of_shape
+from batchrun.simulator.planner.capacity import JobPlan, PlanRequest, plan_capacity
+from batchrun.simulator.planner.fleet import Fleet, alone, context_tokens, size_fleet
+from batchrun.simulator.planner.kinds import EngineKind, parse_kind
+from batchrun.simulator.planner.peak import Promise, peak_load
+from batchrun.simulator.planner.report import no_answer, paragraph, record_of
+from batchrun.simulator.traces.reading import save_trace
+from batchrun.simulator.traces.trace import PrefixBlocks, Trace
+from batchrun.simulator.virtual.laws import A100Law
+from batchrun.simulator.virtual.scenarios import JobShape
+from batchrun.simulator.virtual.setup import EngineShape
 from benchmarks.plan_trials import trial
 
 LAX = Promise(1_000.0, 1_000.0)

@@ -8,20 +8,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from batchrun.planner import Promise, alone_s, parse_kind
-from batchrun.planner.day import offline_day, served_tokens, windows_of_day
-from batchrun.planner.fleet import Fleet
-from batchrun.planner.places import begun_at, place_of
-from batchrun.simulator import (
-    Calls,
-    JobTerms,
-    OfflineJob,
-    SimulationPlan,
-    job_of_shape,
-    simulate,
+from batchrun.simulator.offline_jobs import JobTerms, OfflineJob, job_of_shape
+from batchrun.simulator.online import Calls
+from batchrun.simulator.planner.colocation import (
+    alone_s,
+    begun_at,
+    offline_day,
+    place_of,
+    served_tokens,
+    windows_of_day,
 )
-from batchrun.traces import RateSeries, draw_trace
-from batchrun.vllm_plugin.virtual.workload import JobShape
+from batchrun.simulator.planner.fleet import Fleet
+from batchrun.simulator.planner.kinds import parse_kind
+from batchrun.simulator.planner.peak import Promise
+from batchrun.simulator.simulation import SimulationPlan, simulate
+from batchrun.simulator.traces.rates import RateSeries, draw_trace
+from batchrun.simulator.virtual.scenarios import JobShape
 
 PROMISE = Promise(1.0, 0.05)
 SHAPE = JobShape(100, (4_000, 12_000), (2, 18), (15, 60), (4, 16))

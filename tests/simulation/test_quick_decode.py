@@ -9,11 +9,11 @@ from engine_pairs import engine_of, online_source, ours
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from batchrun.vllm_plugin import ColocatedScheduler
-from batchrun.vllm_plugin.virtual import JobFeeder, Order, TrafficSource, VirtualEngine, draw_job
-from batchrun.vllm_plugin.virtual.feeder import DAEMON_WINDOW
-from batchrun.vllm_plugin.virtual.quick_decode import QuickDecode, quick
-from batchrun.vllm_plugin.virtual.workload import JobShape
+from batchrun.simulator.virtual.engine import TrafficSource, VirtualEngine
+from batchrun.simulator.virtual.feeder import DAEMON_WINDOW, JobFeeder
+from batchrun.simulator.virtual.quick_decode import QuickDecode, quick
+from batchrun.simulator.virtual.scenarios import JobShape, Order, draw_job
+from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 
 JOB = JobShape(20, (300, 3_000), (3, 8), (15, 60), (4, 32))
 LONG_S = 90.0

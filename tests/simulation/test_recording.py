@@ -9,7 +9,7 @@ import pytest
 from msgspec import UNSET
 from test_steering import Rig
 
-from batchrun.vllm_plugin.virtual.requests import RequestRecord
+from batchrun.simulator.virtual.engine import RequestRecord
 from batchrun.wire import RecordedCall
 
 

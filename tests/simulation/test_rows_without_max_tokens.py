@@ -8,23 +8,20 @@ from dataclasses import replace
 import pytest
 from engine_pairs import engine_of, online_source, ours
 
-from batchrun.vllm_plugin import ColocatedScheduler
-from batchrun.vllm_plugin.virtual import (
-    DAEMON_WINDOW,
-    JobFeeder,
-    OnlineSource,
+from batchrun.simulator.virtual.engine import TrafficSource
+from batchrun.simulator.virtual.feeder import DAEMON_WINDOW, JobFeeder, OnlineSource
+from batchrun.simulator.virtual.run import Slo, summarize
+from batchrun.simulator.virtual.scenarios import (
+    JobShape,
     Order,
     Scenario,
-    Slo,
     a100_8b,
     draw_calls,
     draw_job,
     echo_sharegpt,
     planned_order,
-    summarize,
 )
-from batchrun.vllm_plugin.virtual.engine import TrafficSource
-from batchrun.vllm_plugin.virtual.workload import JobShape
+from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 
 ANSWERS = (16, 200)
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from batchrun.errors import ConfigError, DataError
-from batchrun.simulator import load_scenario, plan_of
-from batchrun.traces import Trace, save_trace
+from batchrun.simulator.scenario_file import load_scenario, plan_of
+from batchrun.simulator.traces.reading import save_trace
+from batchrun.simulator.traces.trace import Trace
 
 ROOT = Path(__file__).parents[2]
 HEAD = "name: x\nduration: 20s\n"

@@ -7,23 +7,20 @@ from dataclasses import replace
 import scheduler_rig as rig
 from engine_pairs import engine_of, ours
 
-from batchrun.scheduling import EngineView, Plan, Policy
-from batchrun.vllm_plugin import ColocatedScheduler
-from batchrun.vllm_plugin.virtual import (
-    DAEMON_WINDOW,
-    JobFeeder,
-    OnlineSource,
+from batchrun.scheduling.policies import Policy
+from batchrun.scheduling.view import EngineView, Plan
+from batchrun.simulator.virtual.engine import TrafficSource, VirtualEngine
+from batchrun.simulator.virtual.feeder import DAEMON_WINDOW, JobFeeder, OnlineSource
+from batchrun.simulator.virtual.run import Slo, summarize
+from batchrun.simulator.virtual.scenarios import (
+    OnlineTraffic,
     Order,
-    Slo,
-    VirtualEngine,
+    a100_8b,
     draw_calls,
     draw_job,
     planned_order,
-    summarize,
 )
-from batchrun.vllm_plugin.virtual.engine import TrafficSource
-from batchrun.vllm_plugin.virtual.scenarios import a100_8b
-from batchrun.vllm_plugin.virtual.workload import OnlineTraffic
+from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 
 DURATION_S = 24.0
 

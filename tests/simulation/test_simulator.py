@@ -11,35 +11,24 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchrun.errors import DataError
-from batchrun.simulator import (
-    Calls,
-    EnginePlan,
-    JobTerms,
-    OfflineJob,
-    Simulated,
-    SimulationPlan,
-    Tables,
-    job_of_file,
-    job_of_shape,
-    simulate,
-    windows_of,
-)
-from batchrun.vllm_plugin.scheduler import ColocatedScheduler
-from batchrun.vllm_plugin.virtual import (
-    DAEMON_WINDOW,
-    EngineShape,
-    JobFeeder,
-    OnlineSource,
+from batchrun.simulator.cluster import EnginePlan
+from batchrun.simulator.offline_jobs import JobTerms, OfflineJob, job_of_file, job_of_shape
+from batchrun.simulator.online import Calls, windows_of
+from batchrun.simulator.records import Tables
+from batchrun.simulator.simulation import Simulated, SimulationPlan, simulate
+from batchrun.simulator.virtual.engine import TrafficSource
+from batchrun.simulator.virtual.feeder import DAEMON_WINDOW, JobFeeder, OnlineSource
+from batchrun.simulator.virtual.run import Run, run
+from batchrun.simulator.virtual.scenarios import (
+    JobShape,
     Order,
-    Run,
     a100_8b,
     draw_calls,
     draw_job,
     planned_order,
-    run,
 )
-from batchrun.vllm_plugin.virtual.engine import TrafficSource
-from batchrun.vllm_plugin.virtual.workload import JobShape
+from batchrun.simulator.virtual.setup import EngineShape
+from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 
 SHORT = replace(a100_8b(), duration_s=20.0)
 SMALL_JOB = JobShape(12, (1_000, 6_000), (4, 9), (15, 60), (4, 32))

@@ -8,12 +8,12 @@ import math
 import pytest
 from engine_pairs import engine_of, ours
 
+from batchrun.simulator.virtual.engine import Arrival, RequestRecord, VirtualEngine
+from batchrun.simulator.virtual.feeder import DAEMON_WINDOW, JobFeeder
+from batchrun.simulator.virtual.scenarios import JobShape, Order, draw_job
+from batchrun.simulator.virtual.setup import NONCE
 from batchrun.types import HINT_VERSION
-from batchrun.vllm_plugin import ColocatedScheduler
-from batchrun.vllm_plugin.virtual import DAEMON_WINDOW, JobFeeder, Order, VirtualEngine, draw_job
-from batchrun.vllm_plugin.virtual.requests import Arrival, RequestRecord
-from batchrun.vllm_plugin.virtual.setup import NONCE
-from batchrun.vllm_plugin.virtual.workload import JobShape
+from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 from batchrun.wire import Orders, encode
 
 JOB_SHAPE = JobShape(250, (3_000, 6_000), (3, 6), (15, 60), (4, 16))

@@ -12,11 +12,11 @@ import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from batchrun.cache.reuse import LEASE_S
+from batchrun.simulator.virtual.engine import Arrival, VirtualEngine
+from batchrun.simulator.virtual.laws import A100Law
+from batchrun.simulator.virtual.setup import NONCE, EngineShape
 from batchrun.types import HINT_VERSION
-from batchrun.vllm_plugin import ColocatedScheduler
-from batchrun.vllm_plugin.virtual import A100Law, EngineShape, VirtualEngine
-from batchrun.vllm_plugin.virtual.requests import Arrival
-from batchrun.vllm_plugin.virtual.setup import NONCE
+from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 
 DURATION_S = 7_200.0
 CHECK_EVERY_S = 5.0

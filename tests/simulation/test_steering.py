@@ -9,33 +9,27 @@ from collections.abc import Callable
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from batchrun.cache import TieredFreeQueue
-from batchrun.vllm_plugin import ColocatedScheduler
-from batchrun.vllm_plugin.virtual import (
-    A100Law,
-    EngineShape,
-    JobFeeder,
-    OnlineSource,
-    Order,
-    Scenario,
+from batchrun.cache.free_queue import TieredFreeQueue
+from batchrun.simulator.virtual.engine import (
+    Arrival,
     Timing,
     TrafficSource,
     VirtualEngine,
+    token_id,
+)
+from batchrun.simulator.virtual.feeder import JobFeeder, OnlineSource
+from batchrun.simulator.virtual.laws import A100Law
+from batchrun.simulator.virtual.scenarios import (
+    JobShape,
+    Order,
+    Scenario,
     a100_8b,
     draw_calls,
     draw_job,
 )
-from batchrun.vllm_plugin.virtual.requests import Arrival, token_id
-from batchrun.vllm_plugin.virtual.setup import NONCE
-from batchrun.vllm_plugin.virtual.workload import JobShape
-from batchrun.wire import (
-    Answer,
-    Orders,
-    Telemetry,
-    encode,
-    read_answer,
-    read_telemetry,
-)
+from batchrun.simulator.virtual.setup import NONCE, EngineShape
+from batchrun.vllm_plugin.scheduler import ColocatedScheduler
+from batchrun.wire import Answer, Orders, Telemetry, encode, read_answer, read_telemetry
 
 JOB_SHAPE = JobShape(12, (300, 2_500), (3, 6), (15, 60), (4, 32))
 SMALL_ENGINE = {"num_blocks": 600, "token_budget": 512, "max_num_seqs": 64}

@@ -10,8 +10,7 @@ import pytest
 import scheduler_rig
 from scheduler_rig import make_request
 
-from batchrun.last_steps import NUM_STEPS, SUFFIX, read_last_steps
-from batchrun.wire import CHANNEL_VARIABLE
+from batchrun.wire import CHANNEL_VARIABLE, NUM_STEPS, SUFFIX, read_last_steps
 
 
 @pytest.mark.parametrize("policy", ["bs", "echo"])

@@ -11,19 +11,18 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from batchrun.vllm_plugin import ColocatedScheduler
-from batchrun.vllm_plugin.virtual import (
-    JobFeeder,
+from batchrun.simulator.virtual.engine import TrafficSource, VirtualEngine
+from batchrun.simulator.virtual.feeder import JobFeeder
+from batchrun.simulator.virtual.scenarios import (
+    JobShape,
     Order,
     Scenario,
-    TrafficSource,
-    VirtualEngine,
     a100_8b,
     draw_job,
     kv_pressure,
-    stock_scheduler,
 )
-from batchrun.vllm_plugin.virtual.workload import JobShape
+from batchrun.simulator.virtual.setup import stock_scheduler
+from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 
 FEW_STEPS, MANY_STEPS = 3_000, 10_000
 LONG_ENOUGH_S = 2_000.0

@@ -10,26 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from batchrun.estimator import (
-    COLD_START,
-    CalibrationProfile,
-    EchoBaseModel,
-    Recording,
-    RooflineModel,
-    calibrate,
-)
-from batchrun.simulator import EnginePlan, calibrated
-from batchrun.vllm_plugin import ColocatedScheduler, calibration
-from batchrun.vllm_plugin.virtual import (
-    A100Law,
-    EngineShape,
-    NoisyLaw,
-    PoolingLaw,
-    StepLaw,
-    Timing,
-    VirtualEngine,
-)
-from batchrun.vllm_plugin.virtual.probing import record_probes
+from batchrun.estimator.online_fit import COLD_START
+from batchrun.estimator.profile import CalibrationProfile, Recording, calibrate
+from batchrun.estimator.step_time import EchoBaseModel, RooflineModel
+from batchrun.simulator.cluster import EnginePlan
+from batchrun.simulator.scenario_file import calibrated
+from batchrun.simulator.virtual.engine import Timing, VirtualEngine
+from batchrun.simulator.virtual.laws import A100Law, NoisyLaw, PoolingLaw, StepLaw
+from batchrun.simulator.virtual.probing import record_probes
+from batchrun.simulator.virtual.setup import EngineShape
+from batchrun.vllm_plugin import estimates as calibration
+from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 
 SHAPE = EngineShape(num_blocks=1200, token_budget=1024, max_num_seqs=16, max_model_len=4096)
 

@@ -11,32 +11,27 @@ import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 
-from batchrun.vllm_plugin.virtual import (
-    DAEMON_WINDOW,
-    A100Law,
-    EngineShape,
-    Job,
-    JobFeeder,
-    NoisyLaw,
-    OnlineSource,
-    Order,
-    Run,
-    Scenario,
-    Slo,
-    StepItem,
+from batchrun.simulator.virtual.engine import (
+    Arrival,
+    RequestRecord,
     Timing,
     TrafficSource,
     VirtualEngine,
+    begin,
+)
+from batchrun.simulator.virtual.feeder import DAEMON_WINDOW, JobFeeder, OnlineSource
+from batchrun.simulator.virtual.laws import A100Law, NoisyLaw, StepItem
+from batchrun.simulator.virtual.run import Run, Slo, run, summarize
+from batchrun.simulator.virtual.scenarios import (
+    Job,
+    JobShape,
+    Order,
+    Scenario,
     a100_8b,
     draw_calls,
     draw_job,
-    run,
-    stock_scheduler,
-    summarize,
 )
-from batchrun.vllm_plugin.virtual.requests import Arrival, RequestRecord, begin
-from batchrun.vllm_plugin.virtual.setup import build_scheduler
-from batchrun.vllm_plugin.virtual.workload import JobShape
+from batchrun.simulator.virtual.setup import EngineShape, build_scheduler, stock_scheduler
 
 SMALL_JOB = JobShape(12, (1000, 3000), (3, 6), (15, 60), (4, 32))
 SMALL = Scenario("small", 15.0, a100_8b().online, SMALL_JOB)

@@ -9,22 +9,21 @@ from statistics import fmean, median
 
 import pytest
 
-from batchrun.vllm_plugin.hints import Hint, parse_hint
-from batchrun.vllm_plugin.virtual import (
-    DAEMON_WINDOW,
-    A100Law,
+from batchrun.simulator.virtual.feeder import DAEMON_WINDOW, JobFeeder, Window
+from batchrun.simulator.virtual.laws import A100Law, NoisyLaw, PoolingLaw
+from batchrun.simulator.virtual.scenarios import (
     CallTable,
     DocumentLengths,
     Job,
-    JobFeeder,
+    JobShape,
     JobTable,
-    NoisyLaw,
+    OnlineCall,
+    OnlineTraffic,
     Order,
-    PoolingLaw,
-    Window,
     a100_8b,
     draw_calls,
     draw_job,
+    draw_token_ids,
     echo_qa_long,
     echo_qa_short,
     echo_sharegpt,
@@ -33,13 +32,8 @@ from batchrun.vllm_plugin.virtual import (
     kv_pressure_tide,
     planned_order,
 )
-from batchrun.vllm_plugin.virtual.setup import NONCE
-from batchrun.vllm_plugin.virtual.workload import (
-    JobShape,
-    OnlineCall,
-    OnlineTraffic,
-    draw_token_ids,
-)
+from batchrun.simulator.virtual.setup import NONCE
+from batchrun.vllm_plugin.hints import Hint, parse_hint
 
 SMALL_JOB = JobShape(num_documents=6, document_tokens=(200, 400), questions=(2, 5))
 

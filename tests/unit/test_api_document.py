@@ -13,21 +13,16 @@ import schemathesis
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
 
-from batchrun.api.batch_request import ENDPOINTS, KEYS
-from batchrun.api.batches import Batches, batches_router
-from batchrun.api.files import Files, files_router
-from batchrun.api.multipart import FILE_FIELD, TEXT_FIELDS
-from batchrun.api.upload import PURPOSES
-from batchrun.daemon import Daemon
-from batchrun.gateway.api_document import document_json, load_document
-from batchrun.gateway.app import Gateway
-from batchrun.gateway.balancer import Balancer
-from batchrun.gateway.callers import KeyRing
-from batchrun.gateway.door import Door
-from batchrun.gateway.forward import Forwarder, open_session
-from batchrun.gateway.settings import GatewaySettings
-from batchrun.output.file_bytes import FolderBytes
-from batchrun.store import Store
+from batchrun.daemon.daemon import Daemon
+from batchrun.jobs.results.file_bytes import FolderBytes
+from batchrun.server.api.batches import ENDPOINTS, KEYS, Batches, batches_router
+from batchrun.server.api.files import Files, files_router
+from batchrun.server.api.upload import FILE_FIELD, PURPOSES, TEXT_FIELDS
+from batchrun.server.gateway.admission import Door, KeyRing
+from batchrun.server.gateway.api_document import document_json, load_document
+from batchrun.server.gateway.app import Gateway, GatewaySettings
+from batchrun.server.gateway.forward import Balancer, Forwarder, open_session
+from batchrun.store.database import Store
 
 DOCUMENT = load_document()
 METHODS = {"get", "post", "put", "patch", "delete"}

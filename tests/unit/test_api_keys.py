@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from batchrun.api_keys import digest, id_in, new_key
 from batchrun.errors import ConfigError
-from batchrun.gateway.callers import ApiKey, KeyRing, read_keys
-from batchrun.gateway.rate_limits import RequestRates
-from batchrun.gateway.refusal import RefusalError
+from batchrun.keys import digest, id_in, new_key
+from batchrun.server.gateway.admission import ApiKey, KeyRing, RequestRates, read_keys
+from batchrun.server.gateway.envelope import RefusalError
 
 MINE_ID, MINE = new_key()
 OPS_ID, OPS = new_key()

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from job_builders import make_tree_job
 
-from batchrun.daemon import Slot
 from batchrun.daemon.assigning import Assigner
-from batchrun.daemon.slots import Assignment
-from batchrun.engine import AttachedEngine, AttachedSettings
-from batchrun.pool import Window
+from batchrun.daemon.slots import Assignment, Slot
+from batchrun.engine.command import AttachedSettings
+from batchrun.engine.engine import AttachedEngine
+from batchrun.pool.window import Window
 from batchrun.types import EngineState, Outcome, OutcomeKind, Usage
 
 WINDOW_ROWS = 16

@@ -5,12 +5,7 @@ from __future__ import annotations
 import math
 import random
 
-from batchrun.daemon.backpressure import (
-    MAX_REFUSALS,
-    MAX_REFUSALS_IN_ALL,
-    Backpressure,
-    Refusals,
-)
+from batchrun.daemon.faults import MAX_REFUSALS, MAX_REFUSALS_IN_ALL, Backpressure, Refusals
 
 RNG = random.Random(1)
 

@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 from store_builders import answered
 
-from batchrun.batch_jobs import new_batch_job, validate_input
-from batchrun.daemon.batch_end import INPUT_TRIES, end_batch
-from batchrun.output.file_bytes import FolderBytes
-from batchrun.store import JobRecord, Store, batches, check_store, files, jobs, open_store, results
+from batchrun.daemon.ending import INPUT_TRIES, end_batch
+from batchrun.jobs.batch import new_batch_job, validate_input
+from batchrun.jobs.results.file_bytes import FolderBytes
+from batchrun.store import batches, files, jobs, results
 from batchrun.store.batches import BatchRecord, NewBatch, ValidInput
+from batchrun.store.check import check_store
+from batchrun.store.database import Store, open_store
 from batchrun.store.files import NewFile
+from batchrun.store.jobs import JobRecord
 from batchrun.types import JobState
 
 CHAT = "/v1/chat/completions"

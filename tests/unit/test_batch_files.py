@@ -8,15 +8,20 @@ from typing import Any
 
 import pytest
 
-from batchrun.batch_jobs import new_batch_job
-from batchrun.inputs import open_input
-from batchrun.jobspec import InputSpec
-from batchrun.output import ResultRow
-from batchrun.output.api_files import check_contents, recover_files, remove_expired
-from batchrun.output.batch_files import read_custom_ids, write_batch_files
-from batchrun.output.file_bytes import FolderBytes
-from batchrun.store import Store, batches, files, open_store
+from batchrun.jobs.batch import new_batch_job
+from batchrun.jobs.inputs.data import open_input
+from batchrun.jobs.results.batch_files import read_custom_ids, write_batch_files
+from batchrun.jobs.results.file_bytes import (
+    FolderBytes,
+    check_contents,
+    recover_files,
+    remove_expired,
+)
+from batchrun.jobs.results.output_file import ResultRow
+from batchrun.jobs.spec import InputSpec
+from batchrun.store import batches, files
 from batchrun.store.batches import BatchRecord, NewBatch, ResultFiles
+from batchrun.store.database import Store, open_store
 from batchrun.store.files import NewFile
 from batchrun.types import RowError
 

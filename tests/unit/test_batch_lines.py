@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from batchrun.inputs.batch_lines import MAX_ERRORS, BatchLines
+from batchrun.jobs.batch import MAX_ERRORS, BatchLines
 from batchrun.store.batches import BatchError
 
 CHAT = "/v1/chat/completions"

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from batchrun.api.batch_request import read_batch_request
-from batchrun.api.callers import Caller
-from batchrun.api.errors import ApiError
-from batchrun.pool import JobTurns, Turn
+from batchrun.pool.fair_share import JobTurns, Turn
+from batchrun.server.api.batches import read_batch_request
+from batchrun.server.api.callers import Caller
+from batchrun.server.api.errors import ApiError
 
 SOUND = {
     "input_file_id": "file-1",

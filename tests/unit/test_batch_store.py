@@ -8,18 +8,15 @@ from pathlib import Path
 import pytest
 from store_builders import answered, execute, load_dump, refused
 
-from batchrun.api.objects import batch_object
-from batchrun.batch_jobs import new_batch_job
 from batchrun.errors import StateError
-from batchrun.store import Counts, JobRecord, Store, batches, check_store, files, jobs, results
-from batchrun.store.batches import (
-    BatchError,
-    BatchRecord,
-    NewBatch,
-    ResultFiles,
-    ValidInput,
-)
+from batchrun.jobs.batch import new_batch_job
+from batchrun.server.api.objects import batch_object
+from batchrun.store import batches, files, jobs, results
+from batchrun.store.batches import BatchError, BatchRecord, NewBatch, ResultFiles, ValidInput
+from batchrun.store.check import check_store
+from batchrun.store.database import Store
 from batchrun.store.files import FilePage, NewFile
+from batchrun.store.jobs import Counts, JobRecord
 from batchrun.store.migrate import HEAD
 from batchrun.types import JobState
 
@@ -145,7 +142,7 @@ STATUSES = [
 def test_every_state_has_a_word_of_openais(
     tmp_path: Path, values: dict[str, object], status: str
 ) -> None:
-    from batchrun.store import open_store
+    from batchrun.store.database import open_store
 
     store = open_store(tmp_path / "store.db")
     batch = make_batch(store)
@@ -170,7 +167,7 @@ TAMPERED = [
 
 @pytest.mark.parametrize(("statement", "line"), TAMPERED)
 def test_a_batch_that_was_tampered_with_is_named(tmp_path: Path, statement: str, line: str) -> None:
-    from batchrun.store import open_to_read
+    from batchrun.store.database import open_to_read
 
     path = load_dump(tmp_path / "store.db", HEAD)
     execute(path, statement)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from cache_builders import SmallCache, chain_of
 
-from batchrun.cache import ECHO_RC, NEXT_USE, OnlinePrefixes
+from batchrun.cache.eviction import ECHO_RC, NEXT_USE
+from batchrun.cache.tiers import OnlinePrefixes
 from benchmarks.cache_blocks import RowHint
 
 

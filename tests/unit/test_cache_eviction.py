@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from batchrun.cache import ECHO_RC, EVICTION_ORDERS, LRU, NEXT_USE, EvictionOrder
-from batchrun.cache.eviction import FINISHED_ONLINE_TIER, UNNEEDED_TIER
+from batchrun.cache.eviction import (
+    ECHO_RC,
+    EVICTION_ORDERS,
+    FINISHED_ONLINE_TIER,
+    LRU,
+    NEXT_USE,
+    UNNEEDED_TIER,
+    EvictionOrder,
+)
 
 ORDERS = list(EVICTION_ORDERS.values())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchrun.cache import TieredFreeQueue
+from batchrun.cache.free_queue import TieredFreeQueue
 from benchmarks.cache_blocks import Block
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchrun.cache import FORECAST_RESERVE, ONLINE_RESERVES, KvUse
+from batchrun.cache.reserve import FORECAST_RESERVE, ONLINE_RESERVES, KvUse
 
 
 def kv_use(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from cache_builders import chain_of
 
-from batchrun.cache import ECHO_RC, LEASE_S, ReuseIndex
+from batchrun.cache.eviction import ECHO_RC
+from batchrun.cache.reuse import LEASE_S, ReuseIndex
 from benchmarks.cache_blocks import Node, RowHint
 
 

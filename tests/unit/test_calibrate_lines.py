@@ -7,15 +7,15 @@ from pathlib import Path
 
 from estimator_builders import A100_LAW, observed, random_loads
 
-from batchrun.calibration import Measured
-from batchrun.cli.calibrate import _lines
-from batchrun.estimator import (
+from batchrun.cli.engine import _lines
+from batchrun.estimator.profile import (
     EngineFacts,
     EngineIdentity,
     OnlineLatency,
     Recording,
     calibrate,
 )
+from batchrun.simulator.calibrate import Measured
 
 FACTS = EngineFacts(
     EngineIdentity("llama", "0.32.0", "cpu", "float32", 16), 8600, 32_768, 2048, 256, 2048

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchrun.errors import ConfigError, EngineError
-from batchrun.inputs.chat_template import ChatOptions, ChatTemplate
-from batchrun.inputs.prefix_text import (
+from batchrun.jobs.prompts.chat_template import ChatOptions, ChatTemplate
+from batchrun.jobs.prompts.prompt_text import (
     COMMON_LAYOUT,
     Layout,
     Place,

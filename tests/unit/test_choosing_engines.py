@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from batchrun.daemon.slots import Place, Slot, choose_slot
-from batchrun.engine import AttachedEngine, AttachedSettings
-from batchrun.pool import Window
+from batchrun.engine.command import AttachedSettings
+from batchrun.engine.engine import AttachedEngine
+from batchrun.pool.window import Window
 from batchrun.types import EngineState
 
 ROWS = 8

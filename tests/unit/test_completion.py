@@ -10,10 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrun.pool.completion import COARSE_S, FINE_S, NUM_FINE, Completions
-from batchrun.pool.finish_times import JobWork, tokens_ahead
-from batchrun.pool.job_turns import JobTurns, Turn
-from batchrun.pool.pace_history import PRIOR_SD, PaceForecast, PaceHistory
+from batchrun.pool.deadlines import JobWork, tokens_ahead
+from batchrun.pool.fair_share import JobTurns, Turn
+from batchrun.pool.pace import (
+    COARSE_S,
+    FINE_S,
+    NUM_FINE,
+    PRIOR_SD,
+    Completions,
+    PaceForecast,
+    PaceHistory,
+)
 
 ONE_JOB = {"a": JobWork(1.0, 100_000.0, 0.0)}
 

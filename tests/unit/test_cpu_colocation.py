@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from conftest import FakeEngineFactory
 
-from batchrun.engine import EngineClient
+from batchrun.engine.client import EngineClient
 from batchrun.errors import EngineError
-from batchrun.replay import OnlineResult
-from batchrun.store import open_store
+from batchrun.simulator.replay.client import OnlineResult
+from batchrun.store.database import open_store
 from benchmarks.colocation_figures import Promise, keeps_deadlines, online_figures
 from benchmarks.cpu_colocation import Session
 from benchmarks.cpu_colocation_feeder import Feeder, Trickle

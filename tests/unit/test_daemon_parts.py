@@ -9,10 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from batchrun.daemon.backoff import LONGEST_DELAY_S, retry_delay_s
-from batchrun.daemon.breaker import IDENTICAL_ERRORS_LIMIT, CircuitBreaker
+from batchrun.daemon.faults import (
+    IDENTICAL_ERRORS_LIMIT,
+    LONGEST_DELAY_S,
+    CircuitBreaker,
+    retry_delay_s,
+)
 from batchrun.daemon.writer import Entry, ResultWriter
-from batchrun.store import NewJob, Store, jobs, open_store, results
+from batchrun.store import jobs, results
+from batchrun.store.database import Store, open_store
+from batchrun.store.jobs import NewJob
 from batchrun.types import Outcome, OutcomeKind, RowError
 
 

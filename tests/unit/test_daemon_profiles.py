@@ -8,10 +8,9 @@ import pytest
 from estimator_builders import write_profile
 
 from batchrun.config import Deployment, EngineConfig, SloConfig
-from batchrun.daemon.plugging import scheduler_settings
-from batchrun.daemon.profiles import online_slo, profile_path, slo_classes
+from batchrun.daemon.plugin import online_slo, profile_path, scheduler_settings, slo_classes
 from batchrun.errors import ConfigError
-from batchrun.estimator import OnlineLatency
+from batchrun.estimator.profile import OnlineLatency
 from batchrun.home import Home
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from batchrun.datasets import import_dataset
-from batchrun.datasets.schemas import SCHEMAS
-from batchrun.datasets.toolbench_import import PARTS
 from batchrun.errors import DataError, InputError
+from batchrun.samples.dataset import SCHEMAS
+from batchrun.samples.importers import PARTS, import_dataset
 
 QA = [{"Q": "Who?", "A": "Mara's son", "S": "It was Mara's son."}]
 CLOZE = [{"Q": "<mask-0> came.", "A": {"<mask-0>": "Ana"}, "S": "Ana came."}]

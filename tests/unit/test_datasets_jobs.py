@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from batchrun.datasets import DATASET_NAMES
-from batchrun.datasets.schemas import SCHEMAS
-from batchrun.inputs import RequestTemplate, check_columns, check_ids, open_input, prefix_text
-from batchrun.jobspec import JobSpec, load_job_file
+from batchrun.jobs.inputs.data import check_columns, check_ids, open_input
+from batchrun.jobs.job_file import load_job_file
+from batchrun.jobs.prompts.prompt_text import prefix_text
+from batchrun.jobs.prompts.template import RequestTemplate
+from batchrun.jobs.spec import JobSpec
+from batchrun.samples.dataset import DATASET_NAMES, SCHEMAS
 
 CHECKOUT = Path(__file__).parents[2]
 GROUP_COLUMN = {"loogle": "document_id", "toolbench": "tools", "nextqa": "video_id"}

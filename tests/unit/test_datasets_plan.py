@@ -6,9 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from batchrun.datasets.plan import SamplePlan, plan_sample
-from batchrun.datasets.samples import sample_plan
-from batchrun.datasets.shapes import Shape, Spread
+from batchrun.samples.dataset import SamplePlan, Shape, Spread, plan_sample
+from batchrun.samples.generators import sample_plan
 
 TABLE_1 = [
     ("toolbench", 210_415, 1_835, 0.85, 0.76, 39),

@@ -10,10 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer
 
-from batchrun.datasets import DATASET_NAMES, Scale, write_sample
-from batchrun.datasets.samples import sample_plan
-from batchrun.datasets.schemas import SCHEMAS
 from batchrun.errors import InputError
+from batchrun.samples.dataset import DATASET_NAMES, SCHEMAS, Scale
+from batchrun.samples.generators import sample_plan, write_sample
 
 CHECKOUT = Path(__file__).parents[2]
 SHARED_COLUMN = {"loogle": "document", "toolbench": "tools", "nextqa": "video"}

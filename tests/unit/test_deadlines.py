@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from batchrun.pool.capacity_forecast import HALF_LIFE_S, CapacityForecast
-from batchrun.pool.deadlines import Deadlines
-from batchrun.pool.finish_times import MOST_SHARE, JobWork, Kept, fair_finishes_s, needed_shares
+from batchrun.pool.deadlines import (
+    MOST_SHARE,
+    Deadlines,
+    JobWork,
+    Kept,
+    fair_finishes_s,
+    needed_shares,
+)
+from batchrun.pool.pace import HALF_LIFE_S, CapacityForecast
 
 CAPACITY = 1000.0
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from ruamel.yaml import YAML
 
 from batchrun import errors
-from batchrun.cli.follow import STALL_PATIENCE_S, RowsFailedError
+from batchrun.cli.client import STALL_PATIENCE_S, RowsFailedError
 from batchrun.cli.main import INTERRUPTED
 from batchrun.config import (
     DeploymentFile,
@@ -25,17 +25,22 @@ from batchrun.config import (
     SloConfig,
     WindowConfig,
 )
-from batchrun.daemon import backoff, breaker, trial_engine, trials, writer
-from batchrun.engine import vllm_command
-from batchrun.engine.settings import ManagedSettings
+from batchrun.daemon import assigning as trial_engine
+from batchrun.daemon import faults as backoff
+from batchrun.daemon import faults as breaker
+from batchrun.daemon import faults as trials
+from batchrun.daemon import writer
+from batchrun.engine import command as vllm_command
+from batchrun.engine.command import ManagedSettings
 from batchrun.errors import BatchrunError, ConfigError
-from batchrun.gateway.settings import MAX_BODY_BYTES
-from batchrun.jobspec import OUTPUT_COLUMNS, InputSpec, JobFile, OutputSpec, load_job_file
-from batchrun.last_steps import NUM_STEPS
-from batchrun.pool import CHUNK_BYTES
+from batchrun.jobs.job_file import load_job_file
+from batchrun.jobs.spec import OUTPUT_COLUMNS, InputSpec, JobFile, OutputSpec
+from batchrun.pool.prefix_keys import CHUNK_BYTES
+from batchrun.server.gateway.app import MAX_BODY_BYTES
 from batchrun.store import jobs
+from batchrun.strict_yaml import load_strict
 from batchrun.types import JobState
-from batchrun.yaml_lines import load_strict
+from batchrun.wire import NUM_STEPS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

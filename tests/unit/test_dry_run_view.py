@@ -8,8 +8,15 @@ import math
 import pytest
 from rich.console import Console
 
-from batchrun.cli.dry_run_figures import EngineTime, Eta, Forecast, Foretold, Price, study_figures
-from batchrun.cli.dry_run_view import rendered
+from batchrun.cli.dry_run import rendered
+from batchrun.simulator.planner.dry_run import (
+    EngineTime,
+    Eta,
+    Forecast,
+    Foretold,
+    Price,
+    study_figures,
+)
 
 INSPECTED = {
     "name": "sample",

@@ -20,9 +20,8 @@ from echo_views import (
     view,
 )
 
-from batchrun.scheduling import Plan
-from batchrun.scheduling.echo import EchoPolicy
-from batchrun.scheduling.options import EchoOptions
+from batchrun.scheduling.echo import EchoOptions, EchoPolicy
+from batchrun.scheduling.view import Plan
 
 
 def test_an_empty_engine_gets_an_empty_plan() -> None:

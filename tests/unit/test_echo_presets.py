@@ -14,7 +14,7 @@ from echo_views import (
     view,
 )
 
-from batchrun.scheduling import make_policy
+from batchrun.scheduling.policies import make_policy
 
 
 def test_bs_is_vllms_own_order_and_no_policy_of_ours() -> None:

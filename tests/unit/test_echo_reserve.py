@@ -16,9 +16,8 @@ from echo_views import (
     view,
 )
 
-from batchrun.scheduling import PrefixHit, RequestView
-from batchrun.scheduling.echo import EchoPolicy
-from batchrun.scheduling.options import EchoOptions
+from batchrun.scheduling.echo import EchoOptions, EchoPolicy
+from batchrun.scheduling.view import PrefixHit, RequestView
 
 
 def test_a_row_comes_in_up_to_the_reserve_and_no_further() -> None:

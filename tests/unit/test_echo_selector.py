@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 from echo_views import decoding_row, held, names, plan_of, row, view
 
-from batchrun.estimator import LinearModel
-from batchrun.scheduling import RequestView
+from batchrun.estimator.step_time import LinearModel
 from batchrun.scheduling.draft import Draft
-from batchrun.scheduling.generator import Generator
-from batchrun.scheduling.options import EchoOptions
-from batchrun.scheduling.selector import loss_tokens, score, select
+from batchrun.scheduling.echo import EchoOptions, Generator
 from batchrun.scheduling.slack import StepLimits
+from batchrun.scheduling.view import RequestView
+from batchrun.scheduling.worth import loss_tokens, score, select
 
 QUADRATIC = LinearModel(0.0, 1e-4, 2e-7, 0.0, 0.0)
 """1,000 tokens take 0.1 + 0.1 s, 2,000 take 0.2 + 0.4 s."""

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 from echo_views import NOW_S, call, decoding_call, plan_of, prefilling_call, row, view
 
-from batchrun.scheduling import RequestView
-from batchrun.scheduling.echo import EchoPolicy
-from batchrun.scheduling.options import EchoOptions
+from batchrun.scheduling.echo import EchoOptions, EchoPolicy
 from batchrun.scheduling.slack import (
     IDLE_SHARE,
     LATE_SHARE,
@@ -23,6 +21,7 @@ from batchrun.scheduling.slack import (
     deadline_s,
     step_limits,
 )
+from batchrun.scheduling.view import RequestView
 
 
 def limits_beside(*running: RequestView, **fields: Any) -> StepLimits:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from echo_views import call, decoding_call, decoding_row, names, plan_of, row, view
 
-from batchrun.scheduling import RequestView
+from batchrun.scheduling.view import RequestView
 
 
 def of_document(letter: str, *, private: Sequence[int], followers: int = 0) -> list[RequestView]:

@@ -15,8 +15,8 @@ from conftest import FakeEngineFactory
 from engine_builders import make_request
 
 import batchrun.engine.client as client_module
-from batchrun.engine import EngineClient
-from batchrun.engine.fake import load_rules
+from batchrun.engine.client import EngineClient
+from batchrun.engine.fake.script import load_rules
 from batchrun.errors import ConfigError, EngineError
 from batchrun.types import OutcomeKind
 from benchmarks.ports import free_port

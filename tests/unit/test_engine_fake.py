@@ -6,11 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from batchrun.engine.fake import Action, RuleBook, load_rules
-from batchrun.engine.fake.answers import generate
-from batchrun.engine.fake.bodies import Call, RefusedError, parse_call
-from batchrun.engine.fake.script import Rule
-from batchrun.engine.fake.text import BLOCK_TOKENS, PrefixCache, write_tokens
+from batchrun.engine.fake.answers import (
+    BLOCK_TOKENS,
+    Call,
+    PrefixCache,
+    RefusedError,
+    generate,
+    parse_call,
+    write_tokens,
+)
+from batchrun.engine.fake.script import Action, Rule, RuleBook, load_rules
 from batchrun.errors import InputError
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from batchrun.engine import install_engine
-from batchrun.engine.install import count_requirements
+from batchrun.engine.install import count_requirements, install_engine
 from batchrun.errors import EngineError
 
 

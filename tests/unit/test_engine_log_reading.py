@@ -6,12 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from batchrun.engine.log_reading import (
-    LogFollower,
-    find_last_useful_line,
-    find_stage,
-    is_out_of_memory,
-)
+from batchrun.engine.process import LogFollower, find_last_useful_line, find_stage, is_out_of_memory
 
 CORE = "(EngineCore pid=5298) ERROR 11-21 01:41:42 [core.py:1510] "
 WORKER = "(VllmWorker-0 pid=5310) ERROR 11-21 01:41:40 [multiproc_executor.py:953] "

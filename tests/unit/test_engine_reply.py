@@ -7,7 +7,7 @@ import json
 import pytest
 from engine_builders import CHAT, make_request
 
-from batchrun.engine.reply import Reply, classify, parse_retry_after
+from batchrun.engine.client import Reply, classify, parse_retry_after
 from batchrun.types import Outcome, OutcomeKind, Usage
 
 NOW_S = 1_700_000_000.0

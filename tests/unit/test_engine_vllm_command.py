@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from batchrun.engine import ManagedSettings
-from batchrun.engine.probe import VllmBuild, check_model, check_port_free, find_vllm
-from batchrun.engine.vllm_command import build_argv, build_env, prepare_command
+from batchrun.engine.command import ManagedSettings, build_argv, build_env, prepare_command
+from batchrun.engine.install import VllmBuild, check_model, check_port_free, find_vllm
 from batchrun.errors import ConfigError, EngineError
 from batchrun.vllm_waiting import NAPPING, WAIT_VARIABLE
 

@@ -9,21 +9,18 @@ import pytest
 from estimator_builders import LINEAR_LAW, observed, random_loads
 
 from batchrun.errors import EngineError
-from batchrun.estimator import (
+from batchrun.estimator.probes import Probe, ProbeCall, PromptMaker, make_round
+from batchrun.estimator.profile import (
     EngineFacts,
     EngineIdentity,
-    Probe,
-    ProbeCall,
-    PromptMaker,
     Recording,
-    StepLoad,
     calibrate,
     facts_line,
     identical_spread,
-    make_round,
     read_recording,
     step_line,
 )
+from batchrun.estimator.step_load import StepLoad
 
 FACTS = EngineFacts(
     EngineIdentity("llama", "0.32.0", "cpu", "float32", 16),

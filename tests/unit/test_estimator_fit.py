@@ -18,17 +18,10 @@ from estimator_builders import (
     random_loads,
 )
 
-from batchrun.estimator import (
-    AnyModel,
-    StepLoad,
-    StepTable,
-    fit_all,
-    fit_echo,
-    fit_echo_base,
-    fit_linear,
-    fit_roofline,
-)
+from batchrun.estimator.fits import fit_all, fit_echo, fit_echo_base, fit_linear, fit_roofline
 from batchrun.estimator.least_squares import nonnegative_least_squares
+from batchrun.estimator.step_load import StepLoad, StepTable
+from batchrun.estimator.step_time import AnyModel
 
 LAWS = (A100_LAW, ECHO_LAW, ECHO_BASE_LAW, LINEAR_LAW)
 FITS: dict[str, Callable[[StepTable], AnyModel]] = {

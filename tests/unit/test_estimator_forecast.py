@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from batchrun.estimator import ForecastCoverage, ForecastRule, KvForecast
+from batchrun.estimator.forecast import ForecastCoverage, ForecastRule, KvForecast
 
 
 def fed(forecast: KvForecast, blocks_by_second: list[int]) -> KvForecast:

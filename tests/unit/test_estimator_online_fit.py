@@ -14,7 +14,9 @@ from estimator_builders import (
     random_loads,
 )
 
-from batchrun.estimator import COLD_START, AnyModel, LinearModel, Observation, OnlineFit, StepLoad
+from batchrun.estimator.online_fit import COLD_START, OnlineFit
+from batchrun.estimator.step_load import Observation, StepLoad
+from batchrun.estimator.step_time import AnyModel, LinearModel
 
 LAWS = (A100_LAW, ECHO_LAW, ECHO_BASE_LAW)
 

@@ -11,16 +11,16 @@ import pytest
 from estimator_builders import A100_LAW, observed_with_noise, random_loads
 
 from batchrun.errors import ConfigError
-from batchrun.estimator import (
+from batchrun.estimator.fits import fit_all
+from batchrun.estimator.online_fit import OnlineFit
+from batchrun.estimator.profile import (
     CalibrationProfile,
     EngineIdentity,
     IdenticalSpread,
-    OnlineFit,
     OnlineLatency,
-    StepGap,
-    fit_all,
     profile_from_json,
 )
+from batchrun.estimator.step_load import StepGap
 
 ENGINE = EngineIdentity("meta-llama/Llama-3.1-8B", "0.32.0", "cpu", "float32", 128)
 ONLINE = OnlineLatency(200, 9.5, 0.02, 0.08, 0.006, 0.011)

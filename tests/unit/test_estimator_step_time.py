@@ -9,12 +9,12 @@ import pytest
 from estimator_builders import A100_LAW, ECHO_BASE_LAW, ECHO_LAW, LINEAR_LAW, random_loads
 
 from batchrun.errors import ConfigError
-from batchrun.estimator import (
+from batchrun.estimator.step_load import StepLoad
+from batchrun.estimator.step_time import (
     AnyModel,
     EchoModel,
     LinearModel,
     RooflineModel,
-    StepLoad,
     largest_chunk,
     model_from_record,
     model_to_record,

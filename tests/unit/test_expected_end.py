@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import scheduler_rig as rig
 
-from batchrun.scheduling import RequestView
+from batchrun.scheduling.view import RequestView
 from batchrun.types import RequestClass
 from batchrun.vllm_plugin.hints import FlexHint, Hint
-from batchrun.vllm_plugin.request_views import make_view
+from batchrun.vllm_plugin.planner import make_view
 from batchrun.vllm_plugin.settings import OnlineSlo
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchrun.pool.expected_hits import RowWalk, expected_hits
-from batchrun.pool.prefix_nodes import NO_NODE
+from batchrun.pool.radix_tree import NO_NODE
 
 PARENTS = (NO_NODE, 0, 0, NO_NODE)
 TOKENS = (10, 40, 60, 30)

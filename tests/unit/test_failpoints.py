@@ -14,7 +14,7 @@ from batchrun.failpoints import NAMES, VARIABLE, failpoint, parse_actions
 
 WRITE = """\
 from pathlib import Path
-from batchrun.output import atomic_file
+from batchrun.files import atomic_file
 with atomic_file(Path("out")) as file:
     file.write(b"whole")
 """

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchrun.errors import InputError
-from batchrun.gateway import strip_hints
+from batchrun.server.gateway.bodies import strip_hints
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,21 @@ from pathlib import Path
 import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from batchrun.addresses import is_loopback
 from batchrun.errors import ConfigError
-from batchrun.gateway.balancer import COOLDOWN_S, Balancer
-from batchrun.gateway.class_choice import choose_class
-from batchrun.gateway.envelope import as_envelope
-from batchrun.gateway.followed_file import FollowedFile
-from batchrun.gateway.rewriting import Rewriting
-from batchrun.gateway.server import STALLED_READER_S, bind
-from batchrun.gateway.settings import parse_listen
-from batchrun.gateway.slo_classes import SloBounds
-from batchrun.gateway.upstreams import Upstream, Upstreams, read_upstreams
+from batchrun.keys import is_loopback
+from batchrun.server.gateway.admission import choose_class
+from batchrun.server.gateway.app import parse_listen
+from batchrun.server.gateway.envelope import as_envelope
+from batchrun.server.gateway.forward import COOLDOWN_S, Balancer
+from batchrun.server.gateway.http import STALLED_READER_S, bind
+from batchrun.server.gateway.replies import Rewriting
+from batchrun.server.gateway.upstreams import (
+    FollowedFile,
+    SloBounds,
+    Upstream,
+    Upstreams,
+    read_upstreams,
+)
 
 ONE, TWO = Upstream("one", "http://h:1"), Upstream("two", "http://h:2")
 

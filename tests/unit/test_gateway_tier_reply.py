@@ -10,9 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrun.gateway.redaction import MIN_SECRET_CHARS, Redaction
-from batchrun.gateway.rewriting import Filter
-from batchrun.gateway.tier_reply import MAX_LINE_BYTES, TierInBody, TierInEvents, with_tier
+from batchrun.server.gateway.replies import (
+    MAX_LINE_BYTES,
+    MIN_SECRET_CHARS,
+    Filter,
+    Redaction,
+    TierInBody,
+    TierInEvents,
+    with_tier,
+)
 
 SECRET = "aab-aab-aac_0123456789"
 

@@ -14,27 +14,28 @@ import pytest
 from store_builders import answered, load_dump, read_tables
 
 from batchrun.config import DeploymentFile
-from batchrun.durations import parse_age_s
 from batchrun.errors import ConfigError, StateError
-from batchrun.inputs.pin import InputPin, link_name
-from batchrun.jobspec import load_job_file
-from batchrun.output.keeping import ORPHAN_AGE_S, find_unused_links
-from batchrun.store import (
-    Counts,
-    JobRecord,
-    NewJob,
-    Store,
-    check_store,
-    jobs,
-    open_store,
-    results,
-    retention,
+from batchrun.jobs.job_file import load_job_file
+from batchrun.jobs.pin import InputPin, link_name
+from batchrun.jobs.results.keeping import ORPHAN_AGE_S, find_unused_links
+from batchrun.jobs.submit import prepare_job
+from batchrun.quantities import parse_age_s
+from batchrun.store import jobs, results
+from batchrun.store import upkeep as retention
+from batchrun.store.check import check_store
+from batchrun.store.database import Store, open_store
+from batchrun.store.jobs import Counts, JobRecord, NewJob
+from batchrun.store.upkeep import (
+    body_bytes,
+    find_removable,
+    give_disk_back,
+    is_shrinkable,
+    remove_results,
+    rewrite,
+    unused_bytes,
 )
-from batchrun.store.retention import body_bytes, find_removable, remove_results
-from batchrun.store.snapshot import give_disk_back, is_shrinkable, rewrite, unused_bytes
-from batchrun.submission import prepare_job
+from batchrun.strict_yaml import load_strict
 from batchrun.types import JobState
-from batchrun.yaml_lines import load_strict
 
 JOB_FILE = """\
 name: sample
@@ -43,7 +44,7 @@ output: {path: out.parquet}
 """
 KILLED_IN_PIECE = """
 import os, signal, sys
-from batchrun.store import jobs, open_store, retention
+from batchrun.store import jobs, upkeep as retention; from batchrun.store.database import open_store
 retention.ROWS_AT_ONCE = 10
 store = open_store(sys.argv[1])
 job = jobs.get(store, sys.argv[2])

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from job_builders import make_active_job
 
-from batchrun.daemon.active_job import ActiveJob
-from batchrun.daemon.hinting import MAX_NODES, Hinter
-from batchrun.store import Counts
+from batchrun.daemon.assigning import MAX_NODES, Hinter
+from batchrun.daemon.job import ActiveJob
+from batchrun.store.jobs import Counts
 from batchrun.vllm_plugin.hints import Hint, parse_hint
 
 JobMaker = Callable[..., ActiveJob]

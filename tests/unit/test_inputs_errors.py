@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchrun.errors import DataError, JobSpecError
-from batchrun.inputs import InputData, check_columns, open_input
-from batchrun.jobspec import InputSpec, JobSpec
+from batchrun.jobs.inputs.data import InputData, check_columns, open_input
+from batchrun.jobs.spec import InputSpec, JobSpec
 
 
 def open_path(path: Path | str, **options: object) -> InputData:

@@ -11,16 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchrun.errors import DataError
-from batchrun.inputs import (
-    InputData,
-    InputPin,
-    check_ids,
-    hard_link_inputs,
-    open_input,
-    open_pinned,
-    verify_pin,
-)
-from batchrun.jobspec import InputSpec
+from batchrun.jobs.inputs.data import InputData, check_ids, open_input, open_pinned
+from batchrun.jobs.pin import InputPin, hard_link_inputs, verify_pin
+from batchrun.jobs.spec import InputSpec
 
 
 def write_parquet(path: Path, num_rows: int = 1000, *, first: int = 0) -> Path:

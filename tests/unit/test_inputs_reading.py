@@ -12,8 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from batchrun.inputs import InputData, Row, open_input
-from batchrun.jobspec import InputSpec
+from batchrun.jobs.inputs.data import InputData, open_input
+from batchrun.jobs.inputs.rows import Row
+from batchrun.jobs.spec import InputSpec
 
 ROWS: list[Row] = [
     {"id": f"r{i}", "text": f'line {i}\nwith "quotes", and more', "group": f"g{i % 3}"}

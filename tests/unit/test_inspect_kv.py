@@ -9,12 +9,12 @@ import pytest
 from deployment_rig import DeploymentRig
 from estimator_builders import write_profile
 
-from batchrun.cli.inspect_kv import find_kv_size
-from batchrun.cli.inspect_study import KvSize
+from batchrun.cli.inspect import find_kv_size
 from batchrun.config import Deployment, EngineConfig
-from batchrun.daemon.profiles import profile_path
+from batchrun.daemon.plugin import profile_path
 from batchrun.errors import ConfigError
 from batchrun.home import Home
+from batchrun.jobs.study import KvSize
 
 
 @pytest.fixture

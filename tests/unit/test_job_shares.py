@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchrun.pool.job_shares import JobShares
-from batchrun.pool.work_left import DOUBT, WorkLeft
+from batchrun.pool.fair_share import DOUBT, JobShares, WorkLeft
 from benchmarks.fair_share_trials import fair_run, grain_run, pause_run
 
 ALL = frozenset({"a", "b", "c"})

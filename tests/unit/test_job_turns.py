@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from batchrun.pool.deadlines import Margins
-from batchrun.pool.job_turns import JobTurns, Turn
-from batchrun.pool.urgent_turns import Claim, UrgentTurns
+from batchrun.pool.deadlines import Claim, Margins, UrgentTurns
+from batchrun.pool.fair_share import JobTurns, Turn
 from benchmarks.fair_share_trials import (
     INFEASIBLE,
     deadline_trial,

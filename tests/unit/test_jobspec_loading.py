@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from batchrun.errors import DataError, JobSpecError
-from batchrun.jobspec import MIN_WEIGHT, JobSpec, load_job_file
-from batchrun.pool.finish_times import JobWork, tokens_ahead
+from batchrun.jobs.job_file import load_job_file
+from batchrun.jobs.spec import MIN_WEIGHT, JobSpec
+from batchrun.pool.deadlines import JobWork, tokens_ahead
 
 JOB = """\
 name: loogle

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from batchrun.jobspec import FailureLimit, parse_duration_s
+from batchrun.quantities import FailureLimit, parse_duration_s
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,16 @@ from pathlib import Path
 import pytest
 from store_builders import answered
 
-from batchrun.api_keys import digest, new_key
-from batchrun.batch_jobs import new_batch_job
 from batchrun.errors import InputError, QuotaError, StateError
-from batchrun.store import Counts, Store, api_keys, batches, check_store, files, jobs, results
+from batchrun.jobs.batch import new_batch_job
+from batchrun.keys import digest, new_key
+from batchrun.store import api_keys, batches, files, jobs, results
 from batchrun.store.api_keys import ApiKeyRecord, KeyLimits, KeyUsage, NewApiKey
 from batchrun.store.batches import BatchRecord, NewBatch, ResultFiles, ValidInput
+from batchrun.store.check import check_store
+from batchrun.store.database import Store
 from batchrun.store.files import FilePage, NewFile
+from batchrun.store.jobs import Counts
 from batchrun.types import JobState
 
 ENDPOINT = "/v1/chat/completions"

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from batchrun.estimator import ForecastRule
-from batchrun.traces import Trace
+from batchrun.estimator.forecast import ForecastRule
+from batchrun.simulator.traces.trace import Trace
 from benchmarks.forecast import equal_constant, measure
 from benchmarks.kv_demand import Occupancy
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from batchrun.last_steps import NUM_SLOTS, NUM_STEPS, LastSteps, make_label, read_last_steps
+from batchrun.wire import NUM_SLOTS, NUM_STEPS, LastSteps, make_label, read_last_steps
 
 ROWS_A_STEP = 200
 WRITER = f"""
 import sys
 from pathlib import Path
-from batchrun.last_steps import LastSteps, make_label
+from batchrun.wire import LastSteps, make_label
 steps = LastSteps(Path(sys.argv[1]), {ROWS_A_STEP})
 for step in range(10**9):
     steps.note([make_label("job_a", step * {ROWS_A_STEP} + i) for i in range({ROWS_A_STEP})])

@@ -13,22 +13,17 @@ import pytest
 from store_builders import DUMPS, load_dump, read_tables
 
 from batchrun.errors import StoreError, StoreLockedError
-from batchrun.store import (
-    Counts,
-    StoreLock,
-    check_store,
-    database,
-    jobs,
-    open_store,
-    open_to_read,
-    results,
-)
+from batchrun.store import database, jobs, results
+from batchrun.store.check import check_store
+from batchrun.store.database import open_store, open_to_read
+from batchrun.store.jobs import Counts
+from batchrun.store.lock import StoreLock
 from batchrun.store.migrate import HEAD, REVISIONS
 
 KILLED_AT = """
 import os, signal, sys
 from sqlalchemy import Engine, event
-from batchrun.store import open_store
+from batchrun.store.database import open_store
 
 seen = 0
 
@@ -44,7 +39,7 @@ open_store(sys.argv[1])
 HOLDS_LOCK = """
 import sys
 from pathlib import Path
-from batchrun.store import StoreLock
+from batchrun.store.lock import StoreLock
 
 with StoreLock(Path(sys.argv[1])):
     print("held", flush=True)

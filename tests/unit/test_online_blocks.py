@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import scheduler_rig as rig
 
-from batchrun.vllm_plugin.online_blocks import OnlineBlocks
+from batchrun.vllm_plugin.kv_cache import OnlineBlocks
 
 
 def test_shared_blocks_count_once_and_until_the_last_holder_has_gone() -> None:

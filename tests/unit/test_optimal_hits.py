@@ -10,9 +10,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from batchrun.simulator.virtual.engine import VirtualEngine
+from batchrun.simulator.virtual.laws import A100Law
+from batchrun.simulator.virtual.scenarios import JobShape, Order, draw_job
+from batchrun.simulator.virtual.setup import EngineShape
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
-from batchrun.vllm_plugin.virtual import A100Law, EngineShape, Order, VirtualEngine, draw_job
-from batchrun.vllm_plugin.virtual.workload import JobShape
 from benchmarks.hit_plans import PoolFeeder, planned
 from benchmarks.job_shapes import prompts_of
 from benchmarks.optimal_hits import RowBlocks, most_hit_blocks, searched_hit_blocks

@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from batchrun.pool.job_shares import QUANTUM_TOKENS
+from batchrun.pool.fair_share import QUANTUM_TOKENS
+from batchrun.simulator.virtual.scenarios import Job, JobRow, Order, TokenIds
+from batchrun.simulator.virtual.setup import NONCE
 from batchrun.vllm_plugin.hints import Hint, parse_hint
-from batchrun.vllm_plugin.virtual import Job, Order
-from batchrun.vllm_plugin.virtual.setup import NONCE
-from batchrun.vllm_plugin.virtual.workload import JobRow, TokenIds
 from benchmarks.data.derive_prefixes import TOOLS, VIDEOS, nextqa, toolbench
 from benchmarks.hit_jobs import straddling_job
 from benchmarks.hit_lru import hit_blocks_in_turn

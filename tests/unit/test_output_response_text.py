@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from batchrun.output import error_text, response_text
+from batchrun.jobs.results.output_file import error_text, response_text
 from batchrun.types import RowError
 
 CALLS = [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]

@@ -13,9 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchrun.errors import BatchrunError, InputError, JobSpecError, StoreFullError
-from batchrun.inputs import open_input
-from batchrun.jobspec import JobSpec
-from batchrun.output import ResultRow, atomic_file, write_output
+from batchrun.files import atomic_file
+from batchrun.jobs.inputs.data import open_input
+from batchrun.jobs.results.output_file import ResultRow, write_output
+from batchrun.jobs.spec import JobSpec
 from batchrun.types import RowError, Usage
 
 CANCELLED = RowError("cancelled", "the job was cancelled")

@@ -15,11 +15,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchrun.errors import DataError
-from batchrun.inputs import InputData, Row, open_input
-from batchrun.inputs.planned_rows import PlannedRows, count_loads
-from batchrun.inputs.row_spool import PLACE_FIELD, RowSpool, SpoolSizes
-from batchrun.jobspec import InputSpec
-from batchrun.pool import IntArray
+from batchrun.jobs.inputs.data import InputData, open_input
+from batchrun.jobs.inputs.rows import Row
+from batchrun.jobs.inputs.spool import PLACE_FIELD, PlannedRows, RowSpool, SpoolSizes, count_loads
+from batchrun.jobs.spec import InputSpec
+from batchrun.pool.prefix_keys import IntArray
 
 TINY = SpoolSizes(
     bucket_bytes=4_000, buffer_bytes=20_000, max_buckets=8, num_cached=2, cache_bytes=4_000

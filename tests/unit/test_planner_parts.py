@@ -11,13 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchrun.errors import ConfigError, DataError, InputError
-from batchrun.planner import EngineKind, Promise, check_kinds, parse_kind
-from batchrun.planner.alone import context_tokens
-from batchrun.planner.job_times import JobWork, ends_s
-from batchrun.planner.pace import Pace
-from batchrun.planner.promise import Attainment
-from batchrun.planner.search import smallest
-from batchrun.simulator import EnginePlan
+from batchrun.simulator.cluster import EnginePlan
+from batchrun.simulator.planner.colocation import JobWork, Pace, ends_s
+from batchrun.simulator.planner.fleet import context_tokens, smallest
+from batchrun.simulator.planner.kinds import EngineKind, check_kinds, parse_kind
+from batchrun.simulator.planner.peak import Attainment, Promise
 
 PROMISE = Promise()
 

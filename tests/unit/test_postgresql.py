@@ -15,28 +15,19 @@ from commit_relay import commit_relay
 from postgres_server import END_LOCK_SESSION, PASSWORD, QUOTED_PASSWORD, PostgresServer
 from store_builders import answered, execute, select
 
-from batchrun.errors import (
-    StoreError,
-    StoreLockedError,
-    StoreUnreachableError,
-)
-from batchrun.store import (
-    DaemonLock,
-    NewJob,
-    Store,
-    check_store,
-    jobs,
-    open_store,
-    open_to_read,
-    results,
-)
-from batchrun.store.snapshot import is_shrinkable, unused_bytes, write_snapshot
+from batchrun.errors import StoreError, StoreLockedError, StoreUnreachableError
+from batchrun.store import jobs, results
+from batchrun.store.check import check_store
+from batchrun.store.database import Store, open_store, open_to_read
+from batchrun.store.jobs import NewJob
+from batchrun.store.place import DaemonLock
+from batchrun.store.upkeep import is_shrinkable, unused_bytes, write_snapshot
 from batchrun.types import JobState, Usage
 
 JOB = NewJob("name", "{}", "{}", "hash", 3)
 HOLDS_LOCK = """
 import sys
-from batchrun.store import DaemonLock, open_store
+from batchrun.store.place import DaemonLock; from batchrun.store.database import open_store
 
 with DaemonLock(open_store(sys.argv[1])):
     print("held", flush=True)
@@ -46,7 +37,7 @@ WITHOUT_DRIVER = """
 import sys
 sys.modules["psycopg"] = None
 from batchrun.errors import StoreError
-from batchrun.store import open_store
+from batchrun.store.database import open_store
 try:
     open_store("postgresql://u:p@127.0.0.1/none")
 except StoreError as error:

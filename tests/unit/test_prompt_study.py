@@ -9,12 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchrun.cli.inspect_tokens import count_tree
-from batchrun.pool import ChainBuilder, IntArray
-from batchrun.pool.piece_codes import PIECE_BYTES, PieceCoder
-from batchrun.pool.prefix_nodes import NO_NODE, PrefixNodes
-from batchrun.pool.prompt_study import TreeTokens, servable_tokens, study_prompts
-from batchrun.pool.prompt_tree import PromptTree
+from batchrun.jobs.study import count_tree
+from batchrun.pool.prefix_keys import ChainBuilder, IntArray
+from batchrun.pool.prompt_study import (
+    PIECE_BYTES,
+    PieceCoder,
+    PromptTree,
+    TreeTokens,
+    servable_tokens,
+    study_prompts,
+)
+from batchrun.pool.radix_tree import NO_NODE, PrefixNodes
 from benchmarks.direct_study import direct_figures
 
 

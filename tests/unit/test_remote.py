@@ -21,7 +21,8 @@ from batchrun.errors import (
     StorageError,
     StorageUnreachableError,
 )
-from batchrun.remote import check_place, check_prefix, is_url, name_of, objects
+from batchrun.jobs import objects
+from batchrun.urls import check_place, check_prefix, is_url, name_of
 from benchmarks.ports import free_port
 
 DENIED = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
@@ -197,7 +198,7 @@ def test_without_credentials_the_environment_is_named(
 
 def test_a_missing_library_is_named_with_its_command() -> None:
     program = (
-        "import sys; sys.modules['s3fs'] = None; from batchrun.remote import objects; "
+        "import sys; sys.modules['s3fs'] = None; from batchrun.jobs import objects; "
         "objects.find('s3://bucket/x')"
     )
 

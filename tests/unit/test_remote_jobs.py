@@ -11,15 +11,17 @@ from cli_call import Cli, cli_in, line_of
 from object_store import ObjectStore
 
 from batchrun.errors import ConfigError, DataError
+from batchrun.files import remove_left_scratch, scratch_folder
 from batchrun.home import Home
-from batchrun.inputs import InputPin
-from batchrun.jobspec import load_job_file
-from batchrun.output.api_files import open_file_bytes
-from batchrun.output.keeping import ORPHAN_AGE_S, find_unused_links
-from batchrun.scratch import remove_left_scratch, scratch_folder
-from batchrun.store import JobRecord, files, jobs, open_store
+from batchrun.jobs.job_file import load_job_file
+from batchrun.jobs.pin import InputPin
+from batchrun.jobs.results.file_bytes import open_file_bytes
+from batchrun.jobs.results.keeping import ORPHAN_AGE_S, find_unused_links
+from batchrun.jobs.submit import open_submitted, prepare_job
+from batchrun.store import files, jobs
+from batchrun.store.database import open_store
 from batchrun.store.files import NewFile
-from batchrun.submission import open_submitted, prepare_job
+from batchrun.store.jobs import JobRecord
 
 JOB = """\
 name: remote

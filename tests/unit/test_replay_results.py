@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from batchrun.replay import OnlineResult, summarize
-from batchrun.replay.__main__ import table
-from batchrun.replay.results import percentile
+from batchrun.simulator.replay.__main__ import table
+from batchrun.simulator.replay.client import OnlineResult, percentile, summarize
 
 
 def result(

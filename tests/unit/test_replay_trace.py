@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from batchrun.replay import TokenRange, TraceShape, arrivals_of, generate_trace
-from batchrun.traces import Trace
+from batchrun.simulator.replay.client import TokenRange, TraceShape, arrivals_of, generate_trace
+from batchrun.simulator.traces.trace import Trace
 
 SHAPE = TraceShape(duration_s=900, rate_per_s=2, burst_period_s=90, burst_length_s=9)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from batchrun.estimator import StepLoad
-from batchrun.vllm_plugin.step_clock import StepClock
+from batchrun.estimator.step_load import StepLoad
+from batchrun.vllm_plugin.estimates import StepClock
 
 
 def load(num_tokens: int = 100) -> StepLoad:

@@ -13,7 +13,10 @@ import pytest
 from store_builders import answered, execute, load_dump, refused
 
 from batchrun.errors import StoreError
-from batchrun.store import NewJob, Store, check_store, jobs, open_to_read, results
+from batchrun.store import jobs, results
+from batchrun.store.check import check_store
+from batchrun.store.database import Store, open_to_read
+from batchrun.store.jobs import NewJob
 from batchrun.store.migrate import HEAD
 from batchrun.types import JobState
 

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 from store_builders import answered
 
-from batchrun.store import NewJob, check_store, jobs, open_store, results
+from batchrun.store import jobs, results
+from batchrun.store.check import check_store
+from batchrun.store.database import open_store
+from batchrun.store.jobs import NewJob
 
 NUM_BATCHES, BATCH_ROWS = 20, 10
 

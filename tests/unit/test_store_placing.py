@@ -10,7 +10,10 @@ from postgres_server import QUOTED_PASSWORD, PostgresServer
 from batchrun.config import load_deployment
 from batchrun.errors import ConfigError
 from batchrun.home import Home
-from batchrun.store import NewJob, jobs, name_of, open_for
+from batchrun.store import jobs
+from batchrun.store.database import name_of
+from batchrun.store.jobs import NewJob
+from batchrun.store.place import open_for
 
 JOB = NewJob("name", "{}", "{}", "hash", 3)
 

@@ -10,8 +10,9 @@ from store_builders import answered, refused
 
 from batchrun.daemon import writer as writing
 from batchrun.daemon.writer import Entry, ResultWriter
-from batchrun.store import NewJob, Store, jobs, results
-from batchrun.store.bulk import STATEMENT_ROWS, _statement, insert_new
+from batchrun.store import jobs, results
+from batchrun.store.database import STATEMENT_ROWS, Store, _statement, insert_new
+from batchrun.store.jobs import NewJob
 from batchrun.store.schema import attempts
 from batchrun.store.schema import results as results_table
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batchrun.inputs import prefix_text
+from batchrun.jobs.prompts.prompt_text import prefix_text
 
 DOCUMENT = "a long document " * 50
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from batchrun.errors import JobSpecError
-from batchrun.inputs import RequestTemplate, RowRenderError
-from batchrun.jobspec import JobSpec
+from batchrun.jobs.prompts.template import RequestTemplate, RowRenderError
+from batchrun.jobs.spec import JobSpec
 
 COLUMNS = ["q", "n", "tags", "text", "image", "messages", "range"]
 PNG = b"\x89PNG\r\n\x1a\n" + b"\x00" * 20

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from batchrun.errors import ConfigError
-from batchrun.inputs.token_ratio import (
+from batchrun.jobs.prompts.tokens import (
     DEFAULT_BYTES_PER_TOKEN,
     ENOUGH_ROWS,
     SAMPLE_BYTES,
@@ -23,7 +23,7 @@ from batchrun.inputs.token_ratio import (
     sample_rows,
     token_counter,
 )
-from batchrun.pool import CHUNK_BYTES
+from batchrun.pool.prefix_keys import CHUNK_BYTES
 
 
 @pytest.fixture

@@ -12,23 +12,17 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchrun.errors import DataError, InputError
-from batchrun.traces import (
+from batchrun.simulator.traces.rates import RateSeries, draw_trace, splice_day
+from batchrun.simulator.traces.reading import load_parquet, save_trace
+from batchrun.simulator.traces.summary import RateSearch, fit_rate, prefix_hit_rate, summarize_trace
+from batchrun.simulator.traces.trace import (
     Load,
     PrefixBlocks,
-    RateSearch,
-    RateSeries,
     Trace,
-    draw_trace,
     find_peak,
-    fit_rate,
-    load_parquet,
-    prefix_hit_rate,
-    save_trace,
     scale_lengths,
     scale_rate,
-    splice_day,
     stratified_windows,
-    summarize_trace,
     superpose,
 )
 

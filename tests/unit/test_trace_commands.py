@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from cli_call import Cli, cli_in, line_of
 
-from batchrun.cli.daemon_client import DaemonClient
-from batchrun.cli.recorder import CallRecording
+from batchrun.cli.client import DaemonClient
+from batchrun.cli.data import CallRecording
 from batchrun.errors import StateError
 from batchrun.home import Home
-from batchrun.traces import Trace, load_parquet, save_trace
+from batchrun.simulator.traces.reading import load_parquet, save_trace
+from batchrun.simulator.traces.trace import Trace
 from batchrun.wire import MAX_CALLS_SENT, RecordedCall, Recording
 
 

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from batchrun.errors import DataError
-from batchrun.traces import (
+from batchrun.simulator.traces.reading import (
     Drawing,
-    Trace,
     TraceFormat,
     detect_format,
     read_rates,
     read_trace,
     save_trace,
 )
+from batchrun.simulator.traces.trace import Trace
 
 AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 AZURE_2023 = AZURE_HEADER + (

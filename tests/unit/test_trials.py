@@ -11,15 +11,15 @@ import pytest
 from job_builders import make_tree_job
 from msgspec.structs import replace
 
-from batchrun.daemon import Slot
 from batchrun.daemon.assigning import Assigner
 from batchrun.daemon.engine_link import EngineLink
-from batchrun.daemon.trials import SOLO, Trials, accuse_rows
-from batchrun.engine import AttachedEngine, AttachedSettings
-from batchrun.last_steps import RowKey
-from batchrun.pool import Window
+from batchrun.daemon.faults import SOLO, Trials, accuse_rows
+from batchrun.daemon.slots import Slot
+from batchrun.engine.command import AttachedSettings
+from batchrun.engine.engine import AttachedEngine
+from batchrun.pool.window import Window
 from batchrun.types import EngineState, Outcome, OutcomeKind, Usage
-from batchrun.wire import ClassTelemetry, Telemetry
+from batchrun.wire import ClassTelemetry, RowKey, Telemetry
 
 JOB = "job_a"
 Kills = Callable[[set[int]], set[int] | None]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from batchrun.api.errors import ApiError
-from batchrun.api.multipart import MAX_FIELD_BYTES, UploadForm
+from batchrun.server.api.errors import ApiError
+from batchrun.server.api.upload import MAX_FIELD_BYTES, UploadForm
 
 KIND = "multipart/form-data; boundary=xyz"
 FILE = b'name="file"; filename="gr\xc3\xbcn.jsonl"'

@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict
 
 from batchrun.errors import ConfigError, JobSpecError
-from batchrun.yaml_lines import load_strict
+from batchrun.strict_yaml import load_strict
 
 
 class Inner(BaseModel):

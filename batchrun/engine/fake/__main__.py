@@ -1,17 +1,234 @@
-"""`python -m batchrun.engine.fake --port PORT`: the fake engine as a process of its own."""
+"""`python -m batchrun.engine.fake --port PORT`: the fake engine as a process of its own.
+
+The HTTP side of the fake engine.
+"""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import json
+import os
 import sys
-from collections.abc import Sequence
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from aiohttp import web
 
-from batchrun.engine.fake.script import RuleBook, load_rules
-from batchrun.engine.fake.server import FakeSettings, build_app
+from batchrun.engine.fake.answers import (
+    BLOCK_TOKENS,
+    Answer,
+    Call,
+    PrefixCache,
+    RefusedError,
+    check_model,
+    chunks,
+    embeddings_reply,
+    generate,
+    parse_call,
+    parse_inputs,
+    parse_json,
+    whole_reply,
+)
+from batchrun.engine.fake.script import Action, RuleBook, append_line, load_rules
 from batchrun.errors import InputError
+
+MAX_BODY_BYTES = 64 * 1024 * 1024
+_EXIT_CODE = 86
+_CACHE_BLOCKS = 65_536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeSettings:
+    """How the fake engine behaves. `latency_s` comes before the first token."""
+
+    model: str = "fake"
+    rules: RuleBook = field(default_factory=lambda: RuleBook(()))
+    executions_path: Path | None = None
+    latency_s: float = 0.0
+    tokens_per_s: float | None = None
+    max_model_tokens: int = 8_192
+
+
+def build_app(settings: FakeSettings) -> web.Application:
+    """The application; run it with `handler_cancellation`, so that a hang-up ends its request."""
+    engine = _FakeServer(settings)
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_refusals])
+    app.router.add_get("/health", engine.health)
+    app.router.add_get("/metrics", engine.metrics)
+    app.router.add_get("/v1/models", engine.models)
+    app.router.add_get("/fake/executions", engine.executions)
+    app.router.add_post("/v1/chat/completions", engine.chat)
+    app.router.add_post("/v1/completions", engine.completion)
+    app.router.add_post("/v1/embeddings", engine.embeddings)
+    return app
+
+
+class _FakeServer:
+    def __init__(self, settings: FakeSettings) -> None:
+        self._settings = settings
+        self._cache = PrefixCache(_CACHE_BLOCKS)
+        self._executions: list[dict[str, object]] = []
+        self._num_running = 0
+
+    async def health(self, _request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def metrics(self, _request: web.Request) -> web.Response:
+        labels = f'{{model_name="{self._settings.model}"}}'
+        kv = f'block_size="{BLOCK_TOKENS}",num_gpu_blocks="{_CACHE_BLOCKS}"'
+        return web.Response(
+            text=f"vllm:num_requests_running{labels} {self._num_running}\n"
+            f'vllm:cache_config_info{{{kv},enable_prefix_caching="True"}} 1.0\n'
+        )
+
+    async def models(self, _request: web.Request) -> web.Response:
+        limit = self._settings.max_model_tokens
+        model = {
+            "id": self._settings.model,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "batchrun",
+            "max_model_len": limit,
+        }
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def executions(self, _request: web.Request) -> web.Response:
+        return web.json_response({"count": len(self._executions), "executions": self._executions})
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, is_chat=True)
+
+    async def completion(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, is_chat=False)
+
+    async def embeddings(self, request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+        body = parse_json(raw)
+        check_model(body, self._settings.model)
+        inputs = parse_inputs(body)
+
+        async def answer(_action: Action) -> web.StreamResponse:
+            await asyncio.sleep(self._settings.latency_s)
+            reply_id = f"embd-{_request_id(request)}"
+            return web.json_response(
+                embeddings_reply(inputs, reply_id=reply_id, model=self._settings.model)
+            )
+
+        return await self._execute(request, raw, answer)
+
+    async def _generate(self, request: web.Request, *, is_chat: bool) -> web.StreamResponse:
+        raw = await request.read()
+        body = parse_json(raw)
+        check_model(body, self._settings.model)
+        limit = self._settings.max_model_tokens
+        call = parse_call(body, is_chat=is_chat, max_model_tokens=limit)
+
+        async def answer(action: Action) -> web.StreamResponse:
+            made = self._answer(call, _request_id(request), action)
+            await asyncio.sleep(self._settings.latency_s)
+            return await (self._stream(request, made) if call.stream else self._whole(made))
+
+        return await self._execute(request, raw, answer)
+
+    async def _execute(
+        self,
+        request: web.Request,
+        raw: bytes,
+        answer: Callable[[Action], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        action = self._settings.rules.choose(request_id=_request_id(request), body=raw)
+        if action.status is None:
+            self._note_execution(request)
+        self._num_running += 1
+        try:
+            await asyncio.sleep(action.delay_s)
+            return await _fault(request, action) or await answer(action)
+        finally:
+            self._num_running -= 1
+
+    def _answer(self, call: Call, request_id: str, action: Action) -> Answer:
+        prefix = "chatcmpl" if call.is_chat else "cmpl"
+        limit = self._settings.max_model_tokens
+        return Answer(
+            reply_id=f"{prefix}-{request_id}",
+            model=self._settings.model,
+            created_at=int(time.time()),
+            call=call,
+            choices=tuple(
+                generate(call, max_model_tokens=limit, finish_reason=action.finish_reason)
+            ),
+            num_cached_tokens=sum(self._cache.admit(prompt) for prompt in call.prompts),
+        )
+
+    async def _whole(self, answer: Answer) -> web.StreamResponse:
+        await self._decode(answer.num_output_tokens)
+        return web.json_response(whole_reply(answer))
+
+    async def _stream(self, request: web.Request, answer: Answer) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+        for chunk in chunks(answer):
+            await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+            await self._decode(1)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def _decode(self, num_tokens: int) -> None:
+        if self._settings.tokens_per_s:
+            await asyncio.sleep(num_tokens / self._settings.tokens_per_s)
+
+    def _note_execution(self, request: web.Request) -> None:
+        entry = {"request_id": _request_id(request), "path": request.path, "at": time.time()}
+        self._executions.append(entry)
+        if self._settings.executions_path is not None:
+            append_line(self._settings.executions_path, json.dumps(entry))
+
+
+async def _fault(request: web.Request, action: Action) -> web.StreamResponse | None:
+    if action.die:
+        os._exit(_EXIT_CODE)
+    if action.hang:
+        await asyncio.Event().wait()
+    if action.drop_connection and request.transport is not None:
+        request.transport.abort()
+    if action.garbage:
+        return web.Response(text="<html>this is not JSON</html>", content_type="application/json")
+    if action.status is None:
+        return None
+    headers = {"Retry-After": action.retry_after} if action.retry_after else {}
+    text = action.body or _error_text(f"scripted HTTP {action.status}", action.status, None)
+    return web.Response(
+        status=action.status, text=text, headers=headers, content_type="application/json"
+    )
+
+
+@web.middleware
+async def _refusals(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except RefusedError as error:
+        text = _error_text(str(error), error.status, error.param)
+        return web.Response(status=error.status, text=text, content_type="application/json")
+
+
+def _error_text(message: str, status: int, param: str | None) -> str:
+    kind = {400: "BadRequestError", 404: "NotFoundError"}.get(status, "FakeError")
+    fields = {"message": message, "type": kind, "param": param, "code": status}
+    return json.dumps({"error": fields})
+
+
+def _request_id(request: web.Request) -> str:
+    found: object = request.get("request_id")
+    if not isinstance(found, str):
+        found = request.headers.get("X-Request-Id") or uuid.uuid4().hex
+        request["request_id"] = found
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

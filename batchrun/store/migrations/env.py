@@ -1,5 +1,7 @@
 """How alembic runs our migrations: on the connection and transaction of `migrate`."""
 
+from __future__ import annotations
+
 from alembic import context
 
 from batchrun.store.schema import metadata

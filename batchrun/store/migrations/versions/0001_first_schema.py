@@ -1,5 +1,7 @@
 """The first schema."""
 
+from __future__ import annotations
+
 import sqlalchemy as sa
 from alembic import op
 

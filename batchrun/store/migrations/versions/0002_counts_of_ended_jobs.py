@@ -1,5 +1,7 @@
 """Jobs that have ended keep their counts, and the instant when their results were removed."""
 
+from __future__ import annotations
+
 import sqlalchemy as sa
 from alembic import op
 

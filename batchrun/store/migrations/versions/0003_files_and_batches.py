@@ -1,5 +1,7 @@
 """OpenAI's files and batches, and the instants when a job began to finalize or to be cancelled."""
 
+from __future__ import annotations
+
 import sqlalchemy as sa
 from alembic import op
 

@@ -1,5 +1,7 @@
 """API keys, and the tokens that a batch keeps of its key's quota."""
 
+from __future__ import annotations
+
 import sqlalchemy as sa
 from alembic import op
 

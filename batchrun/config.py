@@ -1,0 +1,353 @@
+"""The keys of batchrun.yaml: checked, frozen.
+
+The types of single values in batchrun.yaml, each checked on its own.
+
+The deployment: batchrun.yaml, BATCHRUN_* and flags, read once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    SecretStr,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from batchrun.errors import ConfigError
+from batchrun.home import Home, check_store_url
+from batchrun.quantities import parse_age_s, parse_duration_s
+from batchrun.strict_yaml import load_strict
+from batchrun.types import DEFAULT_CLASS
+from batchrun.urls import check_prefix
+
+Port = Annotated[int, Field(ge=1, le=65535)]
+
+
+def _checked_listen(value: object) -> str:
+    listen = str(value)
+    host, _, port = listen.rpartition(":")
+    if not port.isdigit() or not 1 <= int(port) <= 65535 or not host:
+        raise ValueError(f"must be HOST:PORT, for example 127.0.0.1:8000 (got {listen!r})")
+    return listen
+
+
+def _checked_age(value: str) -> str:
+    if parse_age_s(value) == 0:
+        raise ValueError(f"must be longer than 0 (got {value!r})")
+    return value
+
+
+def _checked_window(window: str) -> str:
+    parse_duration_s(window)
+    return window
+
+
+def _number_as_text(value: object) -> object:
+    """`--max-model-len, 8192` in a list of arguments is text, whatever YAML makes of it."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return str(value) if is_number else value
+
+
+def _checked_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in {"http", "https"} or not parts.netloc:
+        raise ValueError(f"must be a URL such as http://127.0.0.1:8001 (got {url!r})")
+    return url
+
+
+def _checked_store(store: SecretStr) -> SecretStr:
+    check_store_url(store.get_secret_value())
+    return store
+
+
+def at_least_one(engines: tuple[object, ...]) -> tuple[object, ...]:
+    if not engines:
+        raise ValueError("must list an engine; left out, batchrun starts one")
+    return engines
+
+
+def checked_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name):
+        raise ValueError(f"must be 1 to 64 letters, digits, dots, dashes or _ (got {name!r})")
+    return name
+
+
+def _checked_class_name(name: str) -> str:
+    if name == DEFAULT_CLASS:
+        raise ValueError(f"{name!r} is the class of all other calls; its bounds stand under 'slo'")
+    return name
+
+
+Listen = Annotated[str, BeforeValidator(_checked_listen)]
+Name = Annotated[str, BeforeValidator(_number_as_text), AfterValidator(checked_name)]
+ClassName = Annotated[Name, AfterValidator(_checked_class_name)]
+Age = Annotated[str, AfterValidator(_checked_age)]
+CompletionWindow = Annotated[str, AfterValidator(_checked_window)]
+Argument = Annotated[str, BeforeValidator(_number_as_text)]
+FilesUrl = Annotated[str, AfterValidator(check_prefix)]
+StoreUrl = Annotated[SecretStr, AfterValidator(_checked_store)]
+Url = Annotated[str, AfterValidator(_checked_url)]
+
+
+TINY_MODEL = "tiny"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class EngineConfig(_Strict):
+    """One engine. With `attach` it is a URL of a running vLLM; else batchrun starts it.
+
+    `priority`: whether offline requests carry vLLM's `priority` field (needs
+    `--scheduling-policy priority`, which managed engines get).
+    """
+
+    name: Name = "0"
+    attach: Url | None = None
+    api_key: str | None = Field(default=None, repr=False)
+    priority: bool | None = None
+    port: Port | None = None
+    url: Url | None = None
+    python: str | None = None
+    vllm_args: tuple[Argument, ...] = ()
+    env: dict[str, Argument] = {}
+    command: Annotated[tuple[Argument, ...], Field(min_length=1)] | None = None
+    profile: str | None = None
+
+    @model_validator(mode="after")
+    def _kinds_do_not_mix(self) -> EngineConfig:
+        if self.attach is not None:
+            for key in ("port", "url", "python", "vllm_args", "env", "command", "profile"):
+                if getattr(self, key):
+                    raise ValueError(f"{key!r} belongs to an engine that batchrun starts")
+        elif self.api_key is not None:
+            raise ValueError("'api_key' belongs to an engine with 'attach'")
+        return self
+
+    @property
+    def is_vllm(self) -> bool:
+        """Whether batchrun itself starts vLLM for this engine, from `model`."""
+        return self.attach is None and self.command is None
+
+    @property
+    def uses_priority(self) -> bool:
+        """Whether offline requests are sent with a lower priority than online ones."""
+        return self.attach is None if self.priority is None else self.priority
+
+
+Bound = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class SloConfig(_Strict):
+    """What every online call is promised, in seconds. Read by batchrun's scheduler (`policy`).
+
+    `jct_s` is the time from arrival to the last token.
+    """
+
+    ttft_s: Bound = 1.0
+    tpot_s: Bound = 0.05
+    jct_s: Bound | None = None
+
+    @model_validator(mode="after")
+    def _completion_follows_the_first_token(self) -> SloConfig:
+        if self.jct_s is not None and self.jct_s <= self.ttft_s:
+            raise ValueError(f"jct_s must be more than ttft_s, which is {self.ttft_s:g}")
+        return self
+
+
+class SloClassConfig(_Strict):
+    """What calls of one class are promised, in seconds; what is left out is that of `slo`."""
+
+    ttft_s: Bound | None = None
+    tpot_s: Bound | None = None
+    jct_s: Bound | None = None
+
+    def over(self, default: SloConfig) -> SloConfig:
+        """All bounds of the class. Raises ValueError, one line, when they contradict each other."""
+        bounds = default.model_dump() | self.model_dump(exclude_none=True)
+        try:
+            return SloConfig.model_validate(bounds)
+        except ValidationError as error:
+            problem = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise ValueError(problem) from None
+
+
+Slo = Annotated[
+    Annotated[SloConfig, Tag("bounds")] | Annotated[Literal["auto"], Tag("auto")],
+    Discriminator(lambda value: "auto" if isinstance(value, str) else "bounds"),
+]
+AUTO_SLO_FACTOR = 1.3
+"""`slo: auto` promises so many times what online calls saw when the engine was calibrated."""
+
+
+class WindowConfig(_Strict):
+    """The most offline work on each engine: rows that it does not run yet, and prompt tokens.
+
+    None: as much as the engine's scheduler makes use of.
+    """
+
+    requests: Annotated[int, Field(ge=1, le=4096)] | None = None
+    tokens: Annotated[int, Field(ge=1)] | None = None
+
+
+class DeploymentFile(_Strict):
+    """The keys of batchrun.yaml.
+
+    `model` is a folder, a hub id, or `tiny`: a random model that batchrun builds, for trying out.
+    `policy` is that of batchrun's own scheduler in the engines that it starts; `vllm`: they run
+    vLLM's scheduler, with its priorities.
+    """
+
+    model: str = TINY_MODEL
+    served_model_name: str | None = None
+    listen: Listen = "127.0.0.1:8000"
+    gateway_workers: Annotated[int, Field(ge=1, le=64)] = 1
+    engines: Annotated[tuple[EngineConfig, ...], AfterValidator(at_least_one)] = (EngineConfig(),)
+    window: WindowConfig = WindowConfig()
+    policy: Literal["bs", "bs+e", "bs+e+s", "echo", "vllm"] = "echo"
+    slo: Slo = SloConfig()
+    slo_classes: dict[ClassName, SloClassConfig] = {}
+    store: StoreUrl | None = None
+    files: FilesUrl | None = None
+    retention: Age | None = None
+    completion_windows: Annotated[tuple[CompletionWindow, ...], Field(min_length=1)] = ("24h",)
+
+    @model_validator(mode="after")
+    def _engine_names_differ(self) -> DeploymentFile:
+        names = [engine.name for engine in self.engines]
+        if len(set(names)) != len(names):
+            raise ValueError("two engines have the same 'name'; give each its own")
+        return self
+
+    @model_validator(mode="after")
+    def _classes_make_sense(self) -> DeploymentFile:
+        """With `slo: auto` that is known when the engines are started."""
+        if isinstance(self.slo, SloConfig):
+            for name, bounds in self.slo_classes.items():
+                try:
+                    bounds.over(self.slo)
+                except ValueError as error:
+                    raise ValueError(f"slo_classes.{name}: {error}") from error
+        return self
+
+
+DEFAULT_FILE = "batchrun.yaml"
+
+
+class Environment(BaseSettings):
+    """What BATCHRUN_* variables may set; flags come first, then these, then the file."""
+
+    model_config = SettingsConfigDict(env_prefix="BATCHRUN_", extra="ignore", frozen=True)
+
+    home: Path | None = None
+    config: Path | None = None
+    model: str | None = None
+    listen: str | None = None
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags, then the environment; nothing else."""
+        return (init_settings, env_settings)
+
+
+class Deployment(DeploymentFile):
+    """A resolved deployment. `base` is the folder that relative paths in the file start from."""
+
+    base: Path
+
+    def model_folder(self, home: Home) -> Path | None:
+        """The folder with the model's files, if they are on this machine; it may be yet to come."""
+        if self.model == TINY_MODEL:
+            return home.tiny_model
+        folder = self.base / Path(self.model).expanduser()
+        return folder if folder.is_dir() else None
+
+    @property
+    def store_url(self) -> str | None:
+        """The URL of the store's database, with its password; None for the file in the home."""
+        return None if self.store is None else self.store.get_secret_value()
+
+    @property
+    def runs_scheduler(self) -> bool:
+        """Whether engines that batchrun starts run its own scheduler."""
+        return self.policy != "vllm"
+
+    @property
+    def model_name(self) -> str:
+        """The model id that callers use."""
+        if self.served_model_name is not None:
+            return self.served_model_name
+        return self.model if not Path(self.model).is_absolute() else Path(self.model).name
+
+
+def load_home(flag: Path | None) -> Home:
+    """The home folder: --home, else BATCHRUN_HOME, else ~/.local/state/batchrun."""
+    chosen = flag or _environment().home
+    return Home(chosen or Path("~/.local/state/batchrun"))
+
+
+def load_deployment(config: Path | None, **flags: str | None) -> Deployment:
+    """Flags over BATCHRUN_* over the file (`config`, or ./batchrun.yaml when it exists).
+
+    Raises ConfigError with file, line and key.
+    """
+    environment = _environment(**{key: value for key, value in flags.items() if value is not None})
+    path = config or environment.config
+    if path is None and Path(DEFAULT_FILE).exists():
+        path = Path(DEFAULT_FILE)
+    values: dict[str, Any] = {"base": Path.cwd() if path is None else path.absolute().parent}
+    if path is not None:
+        values |= load_strict(path, DeploymentFile, ConfigError).model_dump(exclude_unset=True)
+    for key in ("model", "listen"):
+        if getattr(environment, key) is not None:
+            values[key] = getattr(environment, key)
+    try:
+        deployment = Deployment.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(_first_line(error)) from error
+    return _with_model_path(deployment)
+
+
+def _environment(**flags: Any) -> Environment:
+    try:
+        return Environment(**flags)
+    except ValidationError as error:
+        raise ConfigError(_first_line(error)) from error
+
+
+def _with_model_path(deployment: Deployment) -> Deployment:
+    """A model that is a folder beside the file becomes an absolute path."""
+    folder = deployment.base / Path(deployment.model).expanduser()
+    looks_like_path = deployment.model.startswith((".", "/", "~"))
+    if deployment.model != TINY_MODEL and (folder.is_dir() or looks_like_path):
+        return deployment.model_copy(update={"model": os.path.normpath(folder)})
+    return deployment
+
+
+def _first_line(error: ValidationError) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{key}: {message}" if key else message

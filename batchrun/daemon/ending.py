@@ -1,0 +1,334 @@
+"""The end of a batch of OpenAI's API: its files of results, then the store says so.
+
+The end of a job: every row in the output file, exactly once, in input order.
+
+The end of a job in object storage: tried until the storage takes it.
+
+The end of a job, seen from the daemon: its output file is written, then the store says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from batchrun.daemon.view import output_path
+from batchrun.daemon.writer import ResultWriter, Stage, until_reached, until_stored
+from batchrun.errors import BatchrunError, DataError, StateError, StorageUnreachableError
+from batchrun.files import scratch_folder
+from batchrun.jobs import objects
+from batchrun.jobs.objects import in_thread
+from batchrun.jobs.results.batch_files import read_custom_ids, salvage_custom_ids, write_batch_files
+from batchrun.jobs.results.file_bytes import FileBytes
+from batchrun.jobs.results.output_file import ResultRow, write_output
+from batchrun.jobs.spec import JobSpec
+from batchrun.jobs.submit import open_submitted
+from batchrun.store import batches, jobs, results
+from batchrun.store.batches import ResultFiles
+from batchrun.store.database import Store
+from batchrun.store.jobs import JobRecord
+from batchrun.types import JobState, ProgressSink, RowError
+from batchrun.urls import is_url, name_of
+
+NEVER_RAN = {
+    JobState.CANCELLED: RowError("job_cancelled", "the job was cancelled before this row ran"),
+    JobState.EXPIRED: RowError("job_expired", "the deadline passed before this row ran"),
+}
+
+
+def export(
+    store: Store,
+    record: JobRecord,
+    *,
+    links: Path,
+    path: Path | None = None,
+    is_partial: bool = False,
+    progress: ProgressSink | None = None,
+) -> int:
+    """Write a job's output file (to `path`, or where its spec says); returns its number of rows.
+    An output that is an object needs a `path`, to be uploaded from.
+
+    A partial one leaves out rows without a result; otherwise they carry the error of how the job
+    ends. Blocking. Raises StoreFullError, InputError and DataError, and then leaves no
+    half-written file behind; StateError when the results were removed.
+    """
+    results.refuse_removed(store, record.seq)
+    spec = JobSpec.model_validate_json(record.spec)
+    data = open_submitted(record, spec, links=links)
+    ends_as = record.ends_as or record.state
+    assert path is not None or not is_url(spec.output.path)
+    try:
+        return write_output(
+            Path(spec.output.path) if path is None else path,
+            stored_rows(store, record.seq),
+            spec=spec,
+            data=data,
+            missing=None if is_partial else NEVER_RAN.get(ends_as),
+            progress=progress,
+        )
+    finally:
+        data.close()
+
+
+def stored_rows(store: Store, job_seq: int) -> Iterator[ResultRow]:
+    """What the store holds of the finished rows of a job, in row order."""
+    for result in results.read(store, job_seq):
+        yield ResultRow(
+            row=result.row,
+            response_body=result.body,
+            error=result.error,
+            finish_reason=result.finish_reason,
+            usage=result.usage,
+            attempts=result.attempts,
+        )
+
+
+log = logging.getLogger(__name__)
+
+FIRST_DELAY_S = 1.0
+LONGEST_DELAY_S = 30.0
+
+
+async def until_uploaded(
+    upload: Callable[[], None], store: Store, record: JobRecord, progress: ProgressSink
+) -> None:
+    """Call `upload` in a thread; while the storage does not answer, wait, say so, and try again.
+
+    Raises StorageUnreachableError once the job's state is another (it was cancelled or paused), and
+    what else `upload` raises.
+    """
+    delay_s = FIRST_DELAY_S
+    while True:
+        progress("uploading", 0, 0)
+        try:
+            await in_thread(upload)
+            return
+        except StorageUnreachableError as error:
+            log.warning("%s: %s", record.id, error)
+            progress(f"{record.state}, waiting to upload: {error}", 0, 0)
+            now = await until_reached(jobs.get, store, record.id)
+            if now.state is not record.state:
+                raise
+        await asyncio.sleep(delay_s)
+        delay_s = min(2 * delay_s, LONGEST_DELAY_S)
+
+
+RETRY_INTERVAL_S = 30.0
+INPUT_TRIES = 3
+"""How often the input of a batch that has to end is read in vain, before the batch ends without."""
+NOTHING = ResultFiles(None, None, 0)
+NEVER_RAN_IN_BATCH = {
+    JobState.CANCELLED: RowError(
+        "batch_cancelled", "This request could not be executed before the batch was cancelled."
+    ),
+    JobState.EXPIRED: RowError(
+        "batch_expired",
+        "This request could not be executed before the completion window expired.",
+    ),
+}
+
+
+async def end_batch(
+    store: Store,
+    record: JobRecord,
+    *,
+    links: Path,
+    place: FileBytes,
+    progress: ProgressSink,
+    retry_interval_s: float = RETRY_INTERVAL_S,
+) -> None:
+    """Write the files of results, bring them where files lie, and end the job.
+
+    What cannot be written is tried again for as long as the job waits for it: the batch has no
+    state for that. An input that cannot be read is missed `INPUT_TRIES` times, and by a batch whose
+    rows are all done until its deadline; then the lines of the files do without their custom ids.
+    """
+    num_misses = 0
+    while record.state in {JobState.FINALIZING, JobState.CANCELLING}:
+        write = partial(_write, store, record, links=links, folder=place.spool, progress=progress)
+        is_lost = num_misses >= INPUT_TRIES and not _may_wait(record)
+        try:
+            found = await until_reached(write, is_input_lost=is_lost)
+            await _keep(store, record, found, place, progress)
+        except BatchrunError as error:
+            num_misses += isinstance(error, DataError)
+            log.error("%s: its results cannot be written: %s", record.id, error)
+            progress(f"{record.state}, cannot write its results: {error}", 0, 0)
+            await asyncio.sleep(retry_interval_s)
+        else:
+            await _finish(store, record, found, place)
+        record = await until_reached(jobs.get, store, record.id)
+
+
+def _may_wait(record: JobRecord) -> bool:
+    """Whether there is still time for somebody to put the input back."""
+    is_done = record.ends_as is JobState.COMPLETED
+    return is_done and record.expires_at is not None and time.time() < record.expires_at
+
+
+async def _keep(
+    store: Store, record: JobRecord, found: ResultFiles, place: FileBytes, progress: ProgressSink
+) -> None:
+    """Raises BatchrunError; the files are marked then, for others are written in their place."""
+    try:
+        for file_id in _ids(found):
+            await until_uploaded(partial(place.keep, file_id), store, record, progress)
+    except BatchrunError:
+        await _drop(found, place)
+        raise
+
+
+async def _finish(store: Store, record: JobRecord, found: ResultFiles, place: FileBytes) -> None:
+    finish: Callable[..., object] = batches.finish
+    try:
+        await until_stored(finish, store, record, found, now_s=time.time())
+    except StateError as error:
+        log.info("%s", error)
+        await _drop(found, place)
+    else:
+        for file_id in _ids(found):
+            await in_thread(place.settle, file_id)
+
+
+async def _drop(found: ResultFiles, place: FileBytes) -> None:
+    for file_id in _ids(found):
+        await in_thread(place.mark, file_id)
+        await in_thread(place.remove, file_id)
+
+
+def _ids(found: ResultFiles) -> list[str]:
+    return [file.id for file in (found.output, found.error) if file is not None]
+
+
+def _write(
+    store: Store,
+    record: JobRecord,
+    *,
+    links: Path,
+    folder: Path,
+    progress: ProgressSink,
+    is_input_lost: bool,
+) -> ResultFiles:
+    if record.num_rows == 0:
+        return NOTHING
+    batch = batches.find(store, record.id)
+    assert batch is not None and record.ends_as is not None
+    with _custom_ids(record, links, is_input_lost=is_input_lost) as custom_ids:
+        return write_batch_files(
+            folder,
+            batch,
+            stored_rows(store, record.seq),
+            custom_ids=custom_ids,
+            missing=NEVER_RAN_IN_BATCH.get(record.ends_as),
+            progress=progress,
+        )
+
+
+@contextmanager
+def _custom_ids(
+    record: JobRecord, links: Path, *, is_input_lost: bool
+) -> Iterator[Iterator[str | None]]:
+    """Those of all rows, each None that cannot be read where the input is lost.
+
+    Raises DataError, while the ids are read too, where it is not lost.
+    """
+    spec = JobSpec.model_validate_json(record.spec)
+    data = None
+    with ExitStack() as exits:
+        try:
+            data = exits.enter_context(open_submitted(record, spec, links=links))
+        except DataError as error:
+            if not is_input_lost:
+                raise
+            log.warning("%s: ends without the custom ids of its input: %s", record.id, error)
+        if data is None or is_input_lost:
+            yield salvage_custom_ids(data, record.num_rows)
+        else:
+            yield read_custom_ids(data)
+
+
+OUTPUT_RETRY_S = 30.0
+
+
+@dataclass(slots=True)
+class JobEnd:
+    """Writes output files and ends jobs. `pause(job_id, reason)`: the file cannot be written.
+
+    `files` is where the files lie that batches of OpenAI's API end with; None: there are no
+    batches.
+    """
+
+    store: Store
+    writer: ResultWriter
+    links: Path
+    stages: dict[str, Stage]
+    pause: Callable[[str, str], Awaitable[None]]
+    files: FileBytes | None = None
+    _closing: dict[int, asyncio.Lock] = field(default_factory=dict)
+    _retry_at_s: dict[int, float] = field(default_factory=dict)
+
+    async def close(self, record: JobRecord) -> None:
+        """Write the output file, then end the job. One at a time: an export cannot be stopped."""
+        await self.writer.flush()
+        async with self._closing.setdefault(record.seq, asyncio.Lock()):
+            now = await until_reached(jobs.get, self.store, record.id)
+            if now.state in {JobState.FINALIZING, JobState.CANCELLING}:
+                await (self._end_batch(now) if now.is_batch else self._export(now))
+
+    def may_try(self, job_seq: int) -> bool:
+        """Whether the output file was not found to be unwritable a moment ago."""
+        now_s = time.monotonic()
+        return self._retry_at_s.get(job_seq, now_s) <= now_s
+
+    async def _end_batch(self, record: JobRecord) -> None:
+        assert self.files is not None
+        stage = self.stages.setdefault(record.id, Stage())
+        try:
+            await end_batch(self.store, record, links=self.links, place=self.files, progress=stage)
+        finally:
+            self.stages.pop(record.id, None)
+
+    async def _write(self, record: JobRecord, stage: Stage) -> None:
+        """The output file, or the object that is made of it. Who cancels a job does not wait for
+        object storage: its results can be written later."""
+        work = partial(export, self.store, record, links=self.links, progress=stage)
+        place = output_path(record)
+        if not is_url(place):
+            await until_reached(work)
+            return
+        exits = ExitStack()
+        folder = await in_thread(exits.enter_context, scratch_folder(self.links))
+        try:
+            copy = folder / name_of(place)
+            await until_reached(work, path=copy)
+            upload = partial(objects.put, copy, place)
+            if record.state is JobState.FINALIZING:
+                await until_uploaded(upload, self.store, record, stage)
+            else:
+                await in_thread(upload)
+        finally:
+            await in_thread(exits.close)
+
+    async def _export(self, record: JobRecord) -> None:
+        stage = self.stages.setdefault(record.id, Stage())
+        reason = None
+        try:
+            await self._write(record, stage)
+        except BatchrunError as error:
+            reason = f"output not written: {error}"
+        finally:
+            self.stages.pop(record.id, None)
+        if reason is not None and record.state is JobState.FINALIZING:
+            self._retry_at_s[record.seq] = time.monotonic() + OUTPUT_RETRY_S
+            await self.pause(record.id, reason)
+            return
+        try:
+            await until_stored(jobs.finish, self.store, record.id, now_s=time.time(), reason=reason)
+        except StateError as error:
+            log.info("%s", error)

@@ -1,0 +1,207 @@
+"""A job that is running: what the daemon keeps of it in memory. All of it is derived.
+
+Cached tokens that the plan foretells for a job's rows, beside those that engines return.
+
+How fast a job goes: rows and tokens per second over the last half minute.
+
+What each row of a job is expected to compute; the engines' usage corrects it afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from batchrun.daemon.faults import CircuitBreaker, Refusals, Trials
+from batchrun.jobs.inputs.data import InputData
+from batchrun.jobs.inputs.spool import PlannedRows
+from batchrun.jobs.job_plan import JobPlan
+from batchrun.jobs.prompts.template import RequestTemplate, RowRenderError
+from batchrun.jobs.prompts.tokens import CacheAgreement, predict_cached_in_row
+from batchrun.jobs.spec import JobSpec
+from batchrun.pool.prefix_keys import IntArray
+from batchrun.pool.row_queue import RowQueue
+from batchrun.store.jobs import Counts, JobRecord
+from batchrun.types import USUAL_OUTPUT_TOKENS, Outcome, OutcomeKind, RowError, Usage
+
+
+@dataclass(slots=True)
+class CacheWatch:
+    """The agreement of both, over the rows that have ended since the daemon took up the job."""
+
+    plan: JobPlan
+    queue: RowQueue
+    agreement: CacheAgreement = field(default_factory=CacheAgreement)
+
+    def see(self, row: int, usage: Usage, block_tokens: int | None) -> None:
+        """A row has ended on an engine with such blocks; None: it does not tell, nothing counts."""
+        if block_tokens is None or not usage.num_prompt_tokens:
+            return
+        predicted_tokens = predict_cached_in_row(
+            int(self.plan.order.shared_chunks[self.queue.position_of(row)]),
+            int(self.plan.text_bytes[row]),
+            usage.num_prompt_tokens,
+            block_tokens,
+        )
+        self.agreement.add(predicted_tokens, usage.num_cached_tokens)
+
+
+RATE_WINDOW_S = 30.0
+
+
+@dataclass(slots=True)
+class _Second:
+    """What ended in one second."""
+
+    began_s: float
+    num_rows: int = 0
+    served_tokens: int = 0
+    computed_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Pace:
+    """Sums by the second, so that asking costs the same at any speed. Instants are monotonic."""
+
+    _seconds: deque[_Second] = field(default_factory=deque)
+
+    def add(self, now_s: float, served_tokens: int, computed_tokens: int) -> None:
+        """A row has ended."""
+        if not self._seconds or now_s >= self._seconds[-1].began_s + 1:
+            self._forget(now_s)
+            self._seconds.append(_Second(now_s))
+        second = self._seconds[-1]
+        second.num_rows += 1
+        second.served_tokens += served_tokens
+        second.computed_tokens += computed_tokens
+
+    def rates(self, now_s: float) -> tuple[float, float, float]:
+        """(rows, served tokens, computed tokens) per second over the last `RATE_WINDOW_S`."""
+        self._forget(now_s)
+        if not self._seconds:
+            return 0.0, 0.0, 0.0
+        span_s = max(now_s - self._seconds[0].began_s, 1.0)
+        rows = sum(second.num_rows for second in self._seconds)
+        served = sum(second.served_tokens for second in self._seconds)
+        computed = sum(second.computed_tokens for second in self._seconds)
+        return rows / span_s, served / span_s, computed / span_s
+
+    def _forget(self, now_s: float) -> None:
+        while self._seconds and self._seconds[0].began_s < now_s - RATE_WINDOW_S:
+            self._seconds.popleft()
+
+
+@dataclass(frozen=True, slots=True)
+class RowCosts:
+    """Expected computed tokens: prompt tokens that no earlier row has, and output tokens.
+
+    Never corrected while the job runs, so that what its rows take off its work adds up to all of
+    it: `pool.WorkLeft` learns how far these estimates are off.
+    """
+
+    new_bytes: IntArray
+    bytes_per_token: float
+    output_tokens: int
+    left_tokens: int
+
+    def tokens_of(self, row: int) -> int:
+        """Those of one row."""
+        return round(float(self.new_bytes[row]) / self.bytes_per_token) + self.output_tokens
+
+
+def estimate_costs(spec: JobSpec, plan: JobPlan, counts: Counts, done: IntArray) -> RowCosts:
+    """The costs of a job of which the rows `done` have a result already."""
+    bytes_per_token = plan.tokens.bytes_per_token
+    output_tokens = expected_output_tokens(spec, counts)
+    tokens = np.rint(plan.new_bytes / bytes_per_token).astype(np.int64) + output_tokens
+    tokens[done] = 0
+    return RowCosts(plan.new_bytes, bytes_per_token, output_tokens, int(tokens.sum()))
+
+
+def expected_output_tokens(spec: JobSpec, counts: Counts) -> int:
+    """The mean of the answers so far, or a guess: 128, or a smaller `max_tokens`."""
+    if counts.num_completed:
+        return round(counts.num_output_tokens / counts.num_completed)
+    most = spec.request.get("max_tokens", spec.request.get("max_completion_tokens"))
+    return min(most, USUAL_OUTPUT_TOKENS) if isinstance(most, int) else USUAL_OUTPUT_TOKENS
+
+
+@dataclass(slots=True)
+class ActiveJob:
+    """One running job: its rows still to come, its tasks in flight, its progress.
+
+    `current_node` is the prefix node of the row that was handed out last. Rows are read, and the
+    input is closed, under the lock `reading`.
+    """
+
+    record: JobRecord
+    spec: JobSpec
+    data: InputData
+    rows: PlannedRows
+    template: RequestTemplate
+    plan: JobPlan
+    queue: RowQueue
+    counts: Counts
+    attempts: dict[int, int]
+    trials: Trials
+    group_of: IntArray
+    costs: RowCosts
+    cache: CacheWatch
+    breaker: CircuitBreaker
+    refusals: Refusals = field(default_factory=Refusals)
+    reading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    current_node: int | None = None
+    pace: Pace = field(default_factory=Pace)
+
+    def is_ready(self, now_s: float) -> bool:
+        """Whether a row could be handed out at `now_s` (monotonic)."""
+        return self.queue.peek(now_s) is not None
+
+    def committed(self, outcome: Outcome, now_s: float) -> None:
+        """Take note of a committed outcome at `now_s` (monotonic)."""
+        self.queue.finish(outcome.row)
+        ok = outcome.kind is OutcomeKind.OK
+        usage = outcome.usage
+        self.counts = Counts(
+            self.counts.num_completed + ok,
+            self.counts.num_failed + (not ok),
+            self.counts.num_prompt_tokens + usage.num_prompt_tokens,
+            self.counts.num_output_tokens + usage.num_output_tokens,
+            self.counts.num_cached_tokens + usage.num_cached_tokens,
+        )
+        served = usage.num_prompt_tokens + usage.num_output_tokens
+        self.plan.tokens.correct(int(self.plan.text_bytes[outcome.row]), usage.num_prompt_tokens)
+        self.pace.add(now_s, served, served - usage.num_cached_tokens)
+
+    async def settle(self, limit_s: float) -> None:
+        """Wait until no row is in flight any more, at most so long."""
+        if self.tasks:
+            await asyncio.wait(list(self.tasks.values()), timeout=limit_s)
+
+    def render(self, rows: Sequence[int]) -> list[dict[str, object] | RowError]:
+        """The request bodies of these rows, read back from the input. Blocking."""
+        rendered: list[dict[str, object] | RowError] = []
+        for row, values in zip(rows, self.rows.read_rows(rows), strict=True):
+            try:
+                rendered.append(self.template.render(values, row_number=row))
+            except RowRenderError as problem:
+                rendered.append(problem.row_error)
+        return rendered
+
+    def close(self) -> None:
+        """Close the input and give the copy of its rows back. Blocking."""
+        self.rows.close()
+        self.data.close()
+
+    def accuracy(self) -> str:
+        """How good the plan was, in a line for people."""
+        cached = self.cache.agreement
+        return (
+            f"prompt tokens were estimated to {self.plan.tokens.mape:.1%}, cached tokens foretold "
+            f"and returned agree to {cached.share:.0%} over {cached.num_rows:,} rows"
+        )

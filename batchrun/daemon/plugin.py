@@ -1,0 +1,157 @@
+"""Where an engine's calibration profile lies, and the promises that `slo: auto` makes of it.
+
+What an engine needs to run batchrun's scheduler: the package on its path, and a secret.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+from pathlib import Path
+
+import batchrun
+from batchrun.config import AUTO_SLO_FACTOR, Deployment, EngineConfig, SloConfig
+from batchrun.errors import ConfigError
+from batchrun.estimator.profile import OnlineLatency, profile_from_json
+from batchrun.files import write_atomically
+from batchrun.home import Home
+from batchrun.types import HINT_NONCE_VARIABLE
+from batchrun.wire import CHANNEL_VARIABLE, SUFFIX
+
+
+def profile_path(deployment: Deployment, config: EngineConfig, home: Home) -> Path:
+    """The file named in the deployment, else one in the home.
+
+    Engines of one model with the same arguments share it.
+    """
+    if config.profile is not None:
+        return deployment.base / Path(config.profile).expanduser()
+    content = json.dumps([deployment.model, config.vllm_args, config.python])
+    name = re.sub(r"[^A-Za-z0-9.-]+", "-", deployment.model_name)[:64]
+    return home.profiles / f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:8]}.json"
+
+
+def existing_profile(deployment: Deployment, config: EngineConfig, home: Home) -> Path | None:
+    """The file, where there is one. Raises ConfigError when one that is named is missing."""
+    path = profile_path(deployment, config, home)
+    if path.is_file():
+        return path
+    if config.profile is not None:
+        raise ConfigError(
+            f"engine {config.name}: there is no profile {path}; run `batchrun calibrate -o {path}`"
+        )
+    return None
+
+
+def online_slo(deployment: Deployment, home: Home) -> SloConfig:
+    """The promises of the deployment; `auto` is AUTO_SLO_FACTOR times the slowest engine's p99.
+
+    Raises ConfigError when `auto` has no profile to go by.
+    """
+    if isinstance(deployment.slo, SloConfig):
+        return deployment.slo
+    shown = [
+        _online_latency(deployment, config, home) for config in deployment.engines if config.is_vllm
+    ]
+    if not shown:
+        raise ConfigError("slo: auto is for engines that batchrun starts; give ttft_s and tpot_s")
+    return SloConfig(
+        ttft_s=AUTO_SLO_FACTOR * max(each.ttft_p99_s for each in shown),
+        tpot_s=AUTO_SLO_FACTOR * max(each.tpot_p99_s for each in shown),
+    )
+
+
+def slo_classes(deployment: Deployment, home: Home) -> dict[str, SloConfig]:
+    """The promises of each class by its name. Raises ConfigError as `online_slo` does, and where
+    the bounds of a class contradict each other."""
+    runs_scheduler = deployment.runs_scheduler and any(e.is_vllm for e in deployment.engines)
+    default = SloConfig() if isinstance(deployment.slo, str) else deployment.slo
+    if deployment.slo_classes and runs_scheduler:
+        default = online_slo(deployment, home)
+    classes = {}
+    for name, bounds in deployment.slo_classes.items():
+        try:
+            classes[name] = bounds.over(default)
+        except ValueError as error:
+            raise ConfigError(f"slo_classes.{name}: {error}") from error
+    return classes
+
+
+def _online_latency(deployment: Deployment, config: EngineConfig, home: Home) -> OnlineLatency:
+    path = existing_profile(deployment, config, home)
+    if path is None:
+        raise ConfigError(
+            f"slo: auto needs a profile of engine {config.name}: run `batchrun calibrate "
+            f"--engine {config.name}`, or give ttft_s and tpot_s"
+        )
+    try:
+        online = profile_from_json(path.read_text(encoding="utf-8"), str(path)).online
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    if online is None:
+        raise ConfigError(
+            f"slo: auto: {path} has no online figures, since the model answered no chat calls; "
+            "give ttft_s and tpot_s"
+        )
+    return online
+
+
+def scheduler_settings(
+    deployment: Deployment, config: EngineConfig, home: Home
+) -> dict[str, object] | None:
+    """The settings of batchrun's scheduler in an engine, or None when engines run vLLM's own.
+
+    Raises ConfigError when a profile is wanted and missing.
+    """
+    if not deployment.runs_scheduler:
+        return None
+    profile = existing_profile(deployment, config, home)
+    return {
+        "policy": deployment.policy,
+        "slo": online_slo(deployment, home).model_dump(exclude_none=True),
+        **({} if profile is None else {"profile": str(profile)}),
+    }
+
+
+def read_or_make_nonce(home: Home) -> str:
+    """The secret that tells this home's hints from forged ones. It outlives daemon and engines."""
+    if home.hint_nonce.exists():
+        return home.hint_nonce.read_text()
+    nonce = secrets.token_urlsafe(32)
+    write_atomically(home.hint_nonce, nonce.encode(), mode=0o600)
+    return nonce
+
+
+def channel_path(home: Home, engine: str) -> Path:
+    """Where the sockets of an engine's scheduler lie, without their endings."""
+    return home.run / f"engine-{engine}"
+
+
+def last_steps_path(home: Home, engine: str) -> Path:
+    """Where an engine's scheduler writes down what it runs."""
+    path = channel_path(home, engine)
+    return path.with_name(path.name + SUFFIX)
+
+
+def plugin_env(home: Home, nonce: str, engine: str) -> dict[str, str]:
+    """Environment variables for an engine: the nonce, where its sockets go, and a folder that
+    holds batchrun alone.
+
+    An engine in an environment of its own then imports batchrun, and nothing else of ours.
+    """
+    home.plugin.mkdir(parents=True, exist_ok=True)
+    link = home.plugin / "batchrun"
+    package = Path(batchrun.__file__).parent
+    if not link.is_symlink() or link.readlink() != package:
+        link.unlink(missing_ok=True)
+        link.symlink_to(package)
+    inherited = os.environ.get("PYTHONPATH")
+    path = os.pathsep.join([str(home.plugin), *([inherited] if inherited else [])])
+    return {
+        HINT_NONCE_VARIABLE: nonce,
+        CHANNEL_VARIABLE: str(channel_path(home, engine)),
+        "PYTHONPATH": path,
+    }

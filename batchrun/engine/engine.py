@@ -1,0 +1,293 @@
+"""An engine that batchrun starts, watches, restarts and ends. It outlives the daemon.
+
+An engine that somebody else runs: batchrun only calls it.
+
+The one interface of all engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Protocol
+
+from batchrun.engine import process
+from batchrun.engine.client import EngineClient
+from batchrun.engine.command import AttachedSettings, Command, ManagedSettings, prepare_command
+from batchrun.engine.install import check_port_free
+from batchrun.engine.process import (
+    LogFollower,
+    ProcessRecord,
+    find_last_useful_line,
+    find_stage,
+    is_out_of_memory,
+)
+from batchrun.errors import EngineError
+from batchrun.types import EngineState
+
+_READY_POLL_S = 0.2
+_NUM_FAILED_CHECKS = 3
+
+
+class ManagedEngine:
+    """A vLLM server (or `settings.command`) under batchrun's care.
+
+    STARTING -> READY <-> UNREACHABLE      answers, or lives but does not answer
+    READY, UNREACHABLE -> RESTARTING -> READY      it died
+    STARTING, RESTARTING -> FAILED      the first start, or five in a row, went wrong
+    any -> STOPPED
+    """
+
+    def __init__(self, settings: ManagedSettings) -> None:
+        """Starts nothing yet. Raises ConfigError when the address is not one."""
+        self.name = settings.name
+        self.client = EngineClient(settings.base_url)
+        self.state = EngineState.STARTING
+        self.stage = "not started"
+        self.settings = settings
+        self._follower = LogFollower(settings.log_path)
+        self._record: ProcessRecord | None = None
+        self._spawning: asyncio.Task[ProcessRecord] | None = None
+        self._num_failed_starts = 0
+        self._num_restarts = 0
+
+    async def start(self) -> None:
+        """Adopt the living engine or start one, and wait until it answers.
+
+        Raises EngineError with one line when it cannot start. Cancelling leaves it starting.
+        """
+        self.state = EngineState.STARTING
+        try:
+            await self._launch()
+        except EngineError as error:
+            self.state = EngineState.FAILED
+            self.stage = str(error)
+            raise
+
+    async def watch(self) -> None:
+        """Keep `state` true and restart the engine when it dies, for ever."""
+        while True:
+            await self._watch_until_down()
+            await self._restart()
+
+    async def stop(self) -> None:
+        """End the engine with its children. Cancel `watch` first."""
+        if self._spawning is not None and not self._spawning.done():
+            await asyncio.wait([self._spawning])
+        record = await asyncio.to_thread(process.read_record, self.settings.record_path)
+        if record is not None:
+            self.stage = "stopping"
+            await asyncio.to_thread(process.terminate, record, self.settings.stop_grace_s)
+            process.remove(self.settings.record_path)
+        self.state = EngineState.STOPPED
+        self.stage = "stopped"
+        await self.client.close()
+
+    async def _launch(self) -> None:
+        self.stage = "looking for the engine"
+        command = await asyncio.to_thread(prepare_command, self.settings)
+        record_path = self.settings.record_path
+        self._record = await asyncio.to_thread(process.adopt, record_path, command.argv)
+        if self._record is None:
+            await self._end_leftovers()
+            await asyncio.to_thread(check_port_free, self.settings.host, self.settings.port)
+            self._record = await self._spawn(command)
+        await self._wait_ready(self._record)
+        self.state = EngineState.READY
+        self.stage = "ready"
+        self._num_failed_starts = 0
+
+    async def _end_leftovers(self) -> None:
+        """End an engine of other arguments, and children of one that was killed."""
+        record = await asyncio.to_thread(process.read_record, self.settings.record_path)
+        if record is not None:
+            self.stage = "ending the engine that ran before"
+            await asyncio.to_thread(process.terminate, record, self.settings.stop_grace_s)
+            process.remove(self.settings.record_path)
+
+    async def _spawn(self, command: Command) -> ProcessRecord:
+        """Shielded, so that a cancelled start still leaves a record for `stop` to find."""
+        self.stage = "starting the process"
+        self._follower = LogFollower(self.settings.log_path)
+        self._spawning = asyncio.create_task(asyncio.to_thread(self._spawn_now, command))
+        try:
+            return await asyncio.shield(self._spawning)
+        except OSError as error:
+            line = f"engine {self.name}: {command.argv[0]} cannot be started: {error.strerror}"
+            raise EngineError(line) from error
+
+    def _spawn_now(self, command: Command) -> ProcessRecord:
+        return process.spawn(
+            command.argv,
+            env=command.env,
+            log_path=self.settings.log_path,
+            record_path=self.settings.record_path,
+        )
+
+    async def _wait_ready(self, record: ProcessRecord) -> None:
+        deadline_s = time.monotonic() + self.settings.start_timeout_s
+        while not await self.client.is_healthy():
+            await self._follow_log()
+            if not await asyncio.to_thread(process.is_alive, record):
+                raise EngineError(await self._explain_death(record))
+            if time.monotonic() > deadline_s:
+                await asyncio.to_thread(process.terminate, record, self.settings.stop_grace_s)
+                raise EngineError(
+                    f"engine {self.name} was not ready after {self.settings.start_timeout_s:g} s "
+                    f"(it was {self.stage}); log: {self.settings.log_path}"
+                )
+            await asyncio.sleep(_READY_POLL_S)
+
+    async def _follow_log(self) -> None:
+        for line in await asyncio.to_thread(self._follower.read_new_lines):
+            self.stage = find_stage(line) or self.stage
+
+    async def _explain_death(self, record: ProcessRecord) -> str:
+        await asyncio.to_thread(process.terminate, record, self.settings.stop_grace_s)
+        await self._follow_log()
+        tail = await asyncio.to_thread(self._follower.read_tail)
+        cause = find_last_useful_line(tail).rstrip(".") or "it wrote nothing"
+        what, advice = f"ended while {self.stage}", ""
+        if is_out_of_memory(cause):
+            what = f"ran out of memory while {self.stage}"
+            advice = "; use a smaller model or less KV cache (--kv-cache-memory-bytes)"
+        return f"engine {self.name} {what}: {cause}{advice}; log: {self.settings.log_path}"
+
+    async def _watch_until_down(self) -> None:
+        """Returns when the engine died, or lived without an answer for too long."""
+        if self._record is None:
+            return
+        ready_since_s = answered_s = time.monotonic()
+        num_failed_checks = 0
+        while await asyncio.to_thread(process.is_alive, self._record):
+            is_healthy = await self.client.is_healthy()
+            now_s = time.monotonic()
+            num_failed_checks = 0 if is_healthy else num_failed_checks + 1
+            if is_healthy:
+                answered_s = now_s
+                self._mark_answering()
+            elif num_failed_checks >= _NUM_FAILED_CHECKS:
+                ready_since_s = now_s
+                self.state = EngineState.UNREACHABLE
+                self.stage = f"no answer for {now_s - answered_s:.0f} s"
+            if now_s - ready_since_s > self.settings.healthy_reset_s:
+                self._num_restarts = 0
+            if now_s - answered_s > self.settings.unresponsive_restart_s:
+                return
+            await asyncio.sleep(self.settings.check_interval_s)
+
+    def _mark_answering(self) -> None:
+        self.state = EngineState.READY
+        self.stage = "ready"
+
+    async def _restart(self) -> None:
+        """Start again with growing pauses; after too many failed starts, FAILED for ever."""
+        reason = await self._last_words()
+        while self._num_failed_starts < self.settings.max_failed_starts:
+            pause_s = self._next_pause_s()
+            self.state = EngineState.RESTARTING
+            self.stage = f"restarting in {pause_s:g} s; it ended: {reason}"
+            await asyncio.sleep(pause_s)
+            try:
+                await self._end_leftovers()
+                await self._launch()
+                return
+            except EngineError as error:
+                self._num_failed_starts += 1
+                reason = str(error)
+        self.state = EngineState.FAILED
+        self.stage = f"{self._num_failed_starts} starts failed in a row; the last: {reason}"
+        await asyncio.Event().wait()
+
+    def _next_pause_s(self) -> float:
+        pause_s = self.settings.backoff_first_s * 2.0 ** min(self._num_restarts, 20)
+        self._num_restarts += 1
+        return min(pause_s, self.settings.backoff_limit_s)
+
+    async def _last_words(self) -> str:
+        tail = await asyncio.to_thread(self._follower.read_tail)
+        return find_last_useful_line(tail) or "without a word"
+
+
+_POLL_S = 0.2
+
+
+class AttachedEngine:
+    """A URL of a running OpenAI-compatible server."""
+
+    def __init__(self, settings: AttachedSettings) -> None:
+        """Opens nothing yet. Raises ConfigError when the URL is not one."""
+        self.name = settings.name
+        self.client = EngineClient(settings.url, api_key=settings.api_key)
+        self.state = EngineState.STARTING
+        self.stage = "connecting"
+        self._settings = settings
+
+    async def start(self) -> None:
+        """Wait a few seconds for `/health`. Raises EngineError naming the URL."""
+        deadline_s = time.monotonic() + self._settings.start_timeout_s
+        while not await self.client.is_healthy():
+            if time.monotonic() > deadline_s:
+                self._mark(is_healthy=False)
+                raise EngineError(
+                    f"engine {self.name}: nothing answers at {self.client.base_url}/health; "
+                    "start the engine or correct its url"
+                )
+            await asyncio.sleep(_POLL_S)
+        self._mark(is_healthy=True)
+
+    async def watch(self) -> None:
+        """Keep `state` at READY or UNREACHABLE, for ever."""
+        while True:
+            await asyncio.sleep(self._settings.check_interval_s)
+            self._mark(is_healthy=await self.client.is_healthy())
+
+    async def stop(self) -> None:
+        """Close the connections; the engine itself is not ours to end."""
+        self.state = EngineState.STOPPED
+        self.stage = "stopped"
+        await self.client.close()
+
+    def _mark(self, *, is_healthy: bool) -> None:
+        self.state = EngineState.READY if is_healthy else EngineState.UNREACHABLE
+        self.stage = "ready" if is_healthy else f"no answer from {self.client.base_url}"
+
+
+class Engine(Protocol):
+    """An engine as the daemon sees it.
+
+    `state` says whether requests may be sent (only READY); `stage` is a few words for people,
+    such as "loading weights" or why the engine is down.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name in the deployment file."""
+        ...
+
+    @property
+    def client(self) -> EngineClient:
+        """Where requests go."""
+        ...
+
+    @property
+    def state(self) -> EngineState:
+        """The present state."""
+        ...
+
+    @property
+    def stage(self) -> str:
+        """The present stage, for people."""
+        ...
+
+    async def start(self) -> None:
+        """Return when the engine answers. Raises EngineError with one line when it cannot."""
+        ...
+
+    async def watch(self) -> None:
+        """Keep `state` true, for ever; cancel it to end. Call after `start`."""
+        ...
+
+    async def stop(self) -> None:
+        """End the engine if batchrun started it, and close the client."""
+        ...

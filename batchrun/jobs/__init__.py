@@ -1,0 +1,1 @@
+"""Job files: what they say, and how they are read."""

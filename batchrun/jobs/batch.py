@@ -1,0 +1,314 @@
+"""Whether a file is a valid input of OpenAI's batch API: every line, and the file as a whole.
+
+All or nothing. Each faulty line gives one error, the first that is found in it, in OpenAI's words.
+
+From a batch of OpenAI's API to a job that the store can take, and on to one that can run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic_core import from_json
+
+from batchrun.errors import DataError
+from batchrun.jobs.inputs.data import open_input
+from batchrun.jobs.inputs.rows import ROW_LIMIT_BYTES, is_blank
+from batchrun.jobs.pin import InputPin, keep_input
+from batchrun.jobs.results.file_bytes import FileBytes, local_file
+from batchrun.jobs.spec import InputSpec, JobSpec, OutputSpec
+from batchrun.store.batches import BatchError, BatchRecord, ValidInput, new_batch_id
+from batchrun.store.files import FileRecord
+from batchrun.store.jobs import JobRecord, NewJob
+from batchrun.types import ProgressSink
+
+MAX_ERRORS = 100
+MAX_REQUESTS = 50_000
+MAX_EMBEDDING_INPUTS = 50_000
+LINES_PER_REPORT = 1_000
+BYTES_PER_TOKEN = 4
+_READ_BYTES = 1 << 20
+_KEY_TYPES: Mapping[str, type] = {"custom_id": str, "method": str, "url": str, "body": dict}
+_ENDPOINT_NAMES = {
+    "/v1/chat/completions": "Chat Completions",
+    "/v1/completions": "Completions",
+    "/v1/embeddings": "Embeddings",
+    "/v1/responses": "Responses",
+}
+_TYPE_NAMES: Mapping[type, str] = {
+    str: "a string",
+    bool: "a boolean",
+    int: "an integer",
+    float: "a number",
+    list: "an array",
+    dict: "an object",
+}
+
+
+class _FaultError(Exception):
+    """What is wrong with the line at hand."""
+
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.param = param
+
+
+@dataclass(slots=True)
+class BatchLines:
+    """What a file holds, and what is wrong with it: nothing, when `errors` is empty.
+
+    `models` are those that the engines serve; `model` is the one that all lines ask for.
+    `num_tokens` is a guess at what the prompts hold, from the length of the lines.
+    """
+
+    endpoint: str
+    models: Collection[str]
+    model: str | None = None
+    num_requests: int = 0
+    num_tokens: int = 0
+    errors: list[BatchError] = field(default_factory=list)
+    _num_inputs: int = 0
+    _ids: set[str] = field(default_factory=set)
+
+    def read(self, path: Path, progress: ProgressSink | None = None) -> None:
+        """Check the whole file, a line at a time. Raises OSError when it cannot be read."""
+        with path.open("rb", buffering=_READ_BYTES) as file:
+            number = 0
+            while line := file.readline(ROW_LIMIT_BYTES + 1):
+                number += 1
+                while len(line) > ROW_LIMIT_BYTES and not line.endswith(b"\n"):
+                    line = b"\n" + file.readline(ROW_LIMIT_BYTES)
+                self._take(line, number)
+                if self.num_requests > MAX_REQUESTS:
+                    break
+                if progress is not None and number % LINES_PER_REPORT == 0:
+                    progress("validating lines", number, 0)
+        self._check_whole()
+
+    def _take(self, line: bytes, number: int) -> None:
+        if is_blank(line):
+            return
+        self.num_requests += 1
+        self.num_tokens += -(-len(line) // BYTES_PER_TOKEN)
+        if len(self.errors) >= MAX_ERRORS:
+            return
+        try:
+            self._check(_request_in(line))
+        except _FaultError as fault:
+            self.errors.append(BatchError(fault.code, fault.message, fault.param, number))
+
+    def _check_whole(self) -> None:
+        if self.num_requests == 0:
+            message = (
+                "The input file is empty. Please ensure that the batch contains at least one "
+                "request."
+            )
+            self.errors = [BatchError("empty_file", message)]
+        elif self.num_requests > MAX_REQUESTS:
+            message = f"The input file has more than {MAX_REQUESTS} requests, the most of a batch."
+            self.errors = [BatchError("too_many_tasks", message)]
+        elif self._num_inputs > MAX_EMBEDDING_INPUTS:
+            message = (
+                f"The requests hold {self._num_inputs} inputs together, and a batch may have "
+                f"{MAX_EMBEDDING_INPUTS}."
+            )
+            self.errors.append(BatchError("too_many_tasks", message))
+
+    def _check(self, request: Mapping[str, object]) -> None:
+        custom_id, body = request["custom_id"], request["body"]
+        assert isinstance(custom_id, str) and isinstance(body, dict)
+        if not custom_id:
+            raise _FaultError("invalid_value", "Invalid 'custom_id': it is empty.", "custom_id")
+        if custom_id in self._ids:
+            raise _FaultError(
+                "duplicate_custom_id",
+                f"The custom_id '{custom_id}' for this request is a duplicate of another request. "
+                "The custom_id parameter must be unique for each request in a batch.",
+                "custom_id",
+            )
+        self._ids.add(custom_id)
+        if request["method"] != "POST":
+            message = f"Invalid method '{request['method']}': a batch takes 'POST' only."
+            raise _FaultError("invalid_method", message, "method")
+        if request["url"] != self.endpoint:
+            message = "The URL provided for this request does not match the batch endpoint."
+            raise _FaultError("invalid_url", message, "url")
+        self._check_body(body)
+
+    def _check_body(self, body: Mapping[str, object]) -> None:
+        model = body.get("model")
+        if model is None or model == "":
+            raise _FaultError("invalid_request", "Model parameter is required.", "body.model")
+        if not isinstance(model, str):
+            raise _wrong_type("body.model", str, model)
+        if self.endpoint == "/v1/chat/completions" and "messages" not in body:
+            raise _missing("messages", "body.messages")
+        if body.get("stream"):
+            name = _ENDPOINT_NAMES[self.endpoint]
+            message = f"{name}: Streaming is not supported in the Batch API."
+            raise _FaultError("streaming_unsupported", message, "body.stream")
+        self._check_model(model)
+        if self.endpoint == "/v1/embeddings":
+            self._num_inputs += _num_embedding_inputs(body.get("input"))
+
+    def _check_model(self, model: str) -> None:
+        self.model = self.model or model
+        if model != self.model:
+            raise _FaultError(
+                "mismatched_model",
+                f"The model '{model}' for this request does not match the rest of the batch. Each "
+                "batch must contain requests for a single model.",
+                "body.model",
+            )
+        if model not in self.models:
+            message = f"The provided model '{model}' is not supported by the Batch API."
+            raise _FaultError("model_not_found", message, "body.model")
+
+
+def type_name(value: object) -> str:
+    """What JSON calls a value of this type, with its article; null alone."""
+    return _TYPE_NAMES.get(type(value), "null")
+
+
+def _request_in(line: bytes) -> Mapping[str, object]:
+    """The line's object, with all keys of a request in their types."""
+    try:
+        request = from_json(line, allow_inf_nan=False, cache_strings="keys")
+    except ValueError:
+        message = "This line is not parseable as valid JSON."
+        raise _FaultError("invalid_json_line", message) from None
+    if not isinstance(request, dict):
+        message = f"Each line must be a JSON object, but this one is {type_name(request)}."
+        raise _FaultError("invalid_request", message)
+    for key in _KEY_TYPES:
+        if key not in request:
+            raise _missing(key, key)
+    for key, wanted in _KEY_TYPES.items():
+        if not isinstance(request[key], wanted):
+            raise _wrong_type(key, wanted, request[key])
+    return request
+
+
+def _missing(name: str, param: str) -> _FaultError:
+    return _FaultError(
+        "missing_required_parameter", f"Missing required parameter: '{name}'.", param
+    )
+
+
+def _wrong_type(param: str, wanted: type, value: object) -> _FaultError:
+    expected = type_name(wanted())
+    message = (
+        f"Invalid type for '{param}': expected {expected}, but got {type_name(value)} instead."
+    )
+    return _FaultError("invalid_type", message, param)
+
+
+def _num_embedding_inputs(value: object) -> int:
+    """How many inputs a body asks for: a list of numbers is one, given as tokens."""
+    is_many = isinstance(value, list) and any(isinstance(item, str | list) for item in value)
+    return len(value) if isinstance(value, list) and is_many else 1
+
+
+JOB_NAME = "batch"
+MAX_INPUT_BYTES = 209_715_200
+NOTHING_PINNED = InputPin(files=(), num_rows=0)
+
+
+def new_batch_job(folder: Path, endpoint: str, *, deadline_s: float, weight: float) -> NewJob:
+    """A job without rows, whose input is yet to be validated.
+
+    `batchrun results` writes its answers to a file in `folder` when it is asked to; its result
+    files of the API are made in any case.
+    """
+    batch_id = new_batch_id()
+    spec = JobSpec.model_validate({
+        "name": JOB_NAME,
+        "endpoint": endpoint,
+        "input": InputSpec(path=(str(folder / batch_id),), format="openai-batch"),
+        "output": OutputSpec(path=str(folder / f"{batch_id}.jsonl")),
+        "deadline": deadline_s,
+        "weight": weight,
+    })
+    return NewJob(
+        id=batch_id,
+        name=JOB_NAME,
+        spec=spec.model_dump_json(),
+        pin=NOTHING_PINNED.model_dump_json(),
+        content_hash=spec.content_hash(),
+        num_rows=0,
+        deadline_s=deadline_s,
+    )
+
+
+def check_input(batch: BatchRecord, file: FileRecord | None) -> list[BatchError]:
+    """What is wrong with a batch's input before its first line is looked at."""
+    if file is None:
+        return [_cannot_find(batch)]
+    if file.purpose != "batch":
+        message = (
+            f"The file {file.id} has the purpose '{file.purpose}', and the input of a batch needs "
+            "'batch'."
+        )
+        return [BatchError("invalid_request", message, "file_id")]
+    if file.size_bytes > MAX_INPUT_BYTES:
+        message = f"The batch input file is larger than the {MAX_INPUT_BYTES} maximum for a batch"
+        return [BatchError("file_too_large", message)]
+    return []
+
+
+def validate_input(
+    batch: BatchRecord,
+    place: FileBytes,
+    models: Collection[str],
+    *,
+    links: Path,
+    progress: ProgressSink | None = None,
+) -> ValidInput | list[BatchError]:
+    """Check every line of a batch's input, and pin it; or say what is wrong. Blocking.
+
+    The input is linked into `links`, so that the job outlives the deletion of the file. Raises
+    StorageError and StoreError.
+    """
+    lines = BatchLines(batch.endpoint, models)
+    file_id = batch.input_file_id
+    try:
+        with local_file(place, file_id, scratch=links) as path:
+            lines.read(path, progress)
+            if lines.errors:
+                return lines.errors
+            assert lines.model is not None
+            spec = _spec_of(batch.job, str(path), lines.model)
+            with open_input(spec.input) as data:
+                pin = data.pin(progress)
+            is_copy = path.parent != place.spool
+            origin = place.place_of(file_id) if is_copy else str(path)
+            pin = keep_input(pin, {str(path): origin} if is_copy else {}, links)
+    except (OSError, DataError):
+        return [_cannot_find(batch)]
+    spec = _spec_of(batch.job, origin, lines.model)
+    return ValidInput(
+        model=lines.model,
+        spec=spec.model_dump_json(),
+        pin=pin.model_dump_json(),
+        content_hash=spec.content_hash(),
+        num_rows=pin.num_rows,
+        num_enqueued_tokens=lines.num_tokens,
+    )
+
+
+def _spec_of(job: JobRecord, path: str, model: str) -> JobSpec:
+    spec = JobSpec.model_validate_json(job.spec)
+    given = spec.input.model_copy(update={"path": (path,)})
+    return spec.model_copy(update={"input": given, "model": model})
+
+
+def _cannot_find(batch: BatchRecord) -> BatchError:
+    message = (
+        f"Cannot find file {batch.input_file_id}, or organization batchrun does not have access to "
+        "it."
+    )
+    return BatchError("invalid_request", message, "file_id")

@@ -1,0 +1,327 @@
+"""All files of a job's input as one numbered sequence of rows.
+
+Ids must be unique: checked over all rows with eight bytes of memory per row.
+
+Input paths -> `InputData`: globs, formats, and every way a path can disappoint.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+
+from batchrun.errors import DataError, JobSpecError
+from batchrun.jobs.inputs.parquet import ParquetInput
+from batchrun.jobs.inputs.rows import BATCH_BYTES, InputFile, Row, Undecodable
+from batchrun.jobs.inputs.text_files import CsvInput, JsonlInput
+from batchrun.jobs.job_file import input_files
+from batchrun.jobs.pin import InputPin, PinnedFile, hash_blocks, pinned_path
+from batchrun.jobs.spec import InputSpec, JobSpec
+from batchrun.strict_yaml import suggestion
+from batchrun.types import ProgressSink
+
+
+class InputData:
+    """Rows 0 to `num_rows` - 1 over several files. Used by one thread at a time.
+
+    `id_column` is None when the row number is the id. Every method raises DataError, one line
+    that names the file (and the line of a text file), when an input cannot be read.
+    """
+
+    def __init__(self, files: Sequence[InputFile], *, id_column: str | None) -> None:
+        self._files = tuple(files)
+        self.id_column = id_column
+        self.columns = tuple(dict.fromkeys(name for file in files for name in file.columns))
+        self._starts = np.concatenate([[0], np.cumsum([file.num_rows for file in files])])
+        self.num_rows = int(self._starts[-1])
+
+    def schema(self, columns: Sequence[str]) -> pa.Schema:
+        """The Arrow types of `columns` in every batch; reads the rows of JSONL files once."""
+        schemas = [file.schema(columns) for file in self._files]
+        return pa.schema([_common_field(name, schemas) for name in columns])
+
+    def iter_batches(
+        self, columns: Sequence[str] | None = None, *, max_bytes: int = BATCH_BYTES
+    ) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """(first row, batch) over all rows in order; a batch decodes to about `max_bytes`.
+
+        None means all columns. Memory does not grow with the size of the input.
+        """
+        names = self.columns if columns is None else tuple(columns)
+        schema = self.schema(names)
+        for start, file in zip(self._starts.tolist(), self._files, strict=False):
+            for first_row, batch in file.iter_batches(names, schema, max_bytes):
+                yield start + first_row, batch
+
+    def iter_rows(
+        self, columns: Sequence[str] | None = None, *, max_bytes: int = BATCH_BYTES
+    ) -> Iterator[tuple[int, list[Row]]]:
+        """Like `iter_batches`, as the native values that a template sees."""
+        names = self.columns if columns is None else tuple(columns)
+        for start, file in zip(self._starts.tolist(), self._files, strict=False):
+            for first_row, rows in file.iter_rows(names, max_bytes):
+                yield start + first_row, rows
+
+    def read_rows(self, rows: Sequence[int], columns: Sequence[str] | None = None) -> list[Row]:
+        """The given rows, in any order, in the order given. Raises IndexError out of range."""
+        names = self.columns if columns is None else tuple(columns)
+        wanted = np.asarray(rows, dtype=np.int64)
+        if len(wanted) and not 0 <= wanted.min() <= wanted.max() < self.num_rows:
+            raise IndexError(f"rows must lie within 0 and {self.num_rows - 1}")
+        owners = np.searchsorted(self._starts, wanted, side="right") - 1
+        found: dict[int, Row] = {}
+        for owner in np.unique(owners).tolist():
+            positions = np.flatnonzero(owners == owner).tolist()
+            local = (wanted[positions] - self._starts[owner]).tolist()
+            values = self._files[owner].read_rows(local, names)
+            found.update(zip(positions, values, strict=True))
+        return [found[position] for position in range(len(rows))]
+
+    def row_id(self, row: Mapping[str, object], row_number: int) -> str:
+        """The id of a row that was read with `id_column` among its columns."""
+        return str(row_number if self.id_column is None else row[self.id_column])
+
+    def pin(self, progress: ProgressSink | None = None) -> InputPin:
+        """Reads every byte once and says what the files are now."""
+        total = sum(file.path.stat().st_size for file in self._files)
+        pinned: list[PinnedFile] = []
+        done = 0
+        for file in self._files:
+            pinned.append(_pin_file(file, done, total, progress))
+            done += pinned[-1].size_bytes
+        return InputPin(files=tuple(pinned), num_rows=self.num_rows)
+
+    def places(self) -> list[tuple[Path, int, int]]:
+        """(file, first row, row after the last) of each file."""
+        bounds = pairwise(self._starts.tolist())
+        return [(file.path, *pair) for file, pair in zip(self._files, bounds, strict=True)]
+
+    def chunked_files(self) -> list[tuple[int, ParquetInput]]:
+        """(first row, file) of the files that `read_rows` decodes in chunks of many rows."""
+        files = zip(self._starts.tolist(), self._files, strict=False)
+        return [(start, file) for start, file in files if isinstance(file, ParquetInput)]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes all files."""
+        for file in self._files:
+            file.close()
+
+
+def _common_field(name: str, schemas: Sequence[pa.Schema]) -> pa.Field:
+    """The field in a type that holds the values of all files; text when nothing else does."""
+    single = [pa.schema([schema.field(name)]) for schema in schemas]
+    try:
+        return pa.unify_schemas(single, promote_options="permissive").field(name)
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        return pa.field(name, pa.string())
+
+
+def _pin_file(file: InputFile, done: int, total: int, progress: ProgressSink | None) -> PinnedFile:
+    def report(position: int) -> None:
+        if progress is not None:
+            progress("pinning the input", done + position, total)
+
+    path = file.path.absolute()
+    try:
+        before = path.stat()
+        ends = file.block_ends()
+        hashes = hash_blocks(path, ends, on_bytes=report)
+        after = path.stat()
+    except OSError as failure:
+        raise DataError(f"{path}: cannot be read: {failure.strerror}") from None
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        raise DataError(f"{path}: is being written to while it is read; submit it when complete")
+    return PinnedFile(
+        path=str(path),
+        size_bytes=after.st_size,
+        mtime_ns=after.st_mtime_ns,
+        block_ends=tuple(ends),
+        block_hashes=tuple(hashes),
+    )
+
+
+_CHECKED_AT_ONCE = 10_000
+
+
+def check_ids(data: InputData, *, progress: ProgressSink | None = None) -> None:
+    """Raises DataError for a null id, an id that is not text or a whole number, or one that two
+    rows share (naming the id and both rows). Row numbers as ids are always unique."""
+    if data.id_column is None:
+        return
+    hashes = np.empty(data.num_rows, dtype=np.uint64)
+    for row, row_id in _iter_ids(data, data.id_column):
+        hashes[row] = xxhash.xxh3_64_intdigest(row_id.encode("utf-8", "surrogatepass"))
+        if progress is not None and row % 100_000 == 0:
+            progress("checking ids", row, data.num_rows)
+    ordered = np.sort(hashes)
+    shared = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+    candidates = np.flatnonzero(np.isin(hashes, shared))
+    while len(candidates):
+        checked = np.flatnonzero(np.isin(hashes, hashes[candidates[:_CHECKED_AT_ONCE]]))
+        _refuse_duplicates(data, data.id_column, set(checked.tolist()))
+        candidates = np.setdiff1d(candidates, checked)
+
+
+def _refuse_duplicates(data: InputData, column: str, candidates: set[int]) -> None:
+    """Equal hashes are likely, not surely, equal ids: the ids themselves decide."""
+    seen: dict[str, int] = {}
+    for row, row_id in _iter_ids(data, column):
+        if row not in candidates:
+            continue
+        if row_id in seen:
+            raise DataError(
+                f"{_place(data, row)}: id {row_id!r} (column {column!r}) is also the id of row "
+                f"{seen[row_id]}; ids must be unique"
+            )
+        seen[row_id] = row
+
+
+def _iter_ids(data: InputData, column: str) -> Iterator[tuple[int, str]]:
+    for first_row, rows in data.iter_rows([column]):
+        for index, values in enumerate(rows):
+            value = values[column]
+            if isinstance(value, bool) or not isinstance(value, str | int):
+                raise DataError(
+                    f"{_place(data, first_row + index)}: the id (column {column!r}) is "
+                    f"{_describe(value)}; it must be text or a whole number"
+                )
+            yield first_row + index, str(value)
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Undecodable):
+        return "not valid UTF-8"
+    return "null" if value is None else f"a {type(value).__name__}"
+
+
+def _place(data: InputData, row: int) -> str:
+    for path, first, last in data.places():
+        if first <= row < last:
+            return f"{path}: row {row}"
+    return f"row {row}"
+
+
+_FORMATS: dict[str, Callable[..., InputFile]] = {
+    "parquet": ParquetInput,
+    "jsonl": JsonlInput,
+    "openai-batch": JsonlInput,
+    "csv": CsvInput,
+}
+_SUFFIXES = {
+    ".parquet": "parquet",
+    ".pq": "parquet",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".csv": "csv",
+}
+BATCH_COLUMNS = ("custom_id", "method", "url", "body")
+
+
+def open_input(spec: InputSpec, *, scratch: Path | None = None) -> InputData:
+    """Opens all files of an input. `scratch`: a folder for unpacked copies, for example the
+    store's (default: the system's temporary folder).
+
+    Raises DataError, one line, when a path is missing or not a readable file of its format,
+    when there are no rows, or when `spec.id` is not a column.
+    """
+    return _open_all(spec, input_files(spec.path), scratch)
+
+
+def open_pinned(
+    spec: InputSpec, pin: InputPin, *, links: Path | None = None, scratch: Path | None = None
+) -> InputData:
+    """Opens exactly the pinned files, through their links in `links` where the path changed."""
+    return _open_all(spec, [pinned_path(file, links) for file in pin.files], scratch)
+
+
+def check_columns(spec: JobSpec, data: InputData) -> None:
+    """Raises JobSpecError when `output.keep` names a column that the input does not have."""
+    for index, column in enumerate(spec.output.keep):
+        if column not in data.columns:
+            place = spec.where(f"output.keep[{index}]")
+            raise JobSpecError(f"{place}: {no_column(column, data.columns)}")
+
+
+def no_column(column: str, columns: Sequence[str]) -> str:
+    """`the input has no column 'x' ...; its columns are a, b`."""
+    shown = ", ".join(columns[:40]) + (", ..." if len(columns) > 40 else "")
+    hint = suggestion(column, columns)
+    return f"the input has no column {column!r}{hint}; its columns are {shown}"
+
+
+def _open_all(spec: InputSpec, paths: Sequence[Path], scratch: Path | None) -> InputData:
+    opened: list[InputFile] = []
+    try:
+        for path in paths:
+            opened.append(_open_one(spec, path, scratch))
+            _check_same_columns(opened[0], opened[-1])
+        id_column = "custom_id" if spec.format == "openai-batch" else spec.id
+        data = InputData(opened, id_column=id_column)
+        _check_rows(spec, data)
+    except (DataError, OSError):
+        for file in opened:
+            file.close()
+        raise
+    return data
+
+
+def _open_one(spec: InputSpec, path: Path, scratch: Path | None) -> InputFile:
+    if path.is_dir():
+        raise DataError(f"{path}: is a folder; name a file, or a glob such as {path}/*.parquet")
+    try:
+        if not os.path.isfile(path):  # noqa: PTH113 - Path.is_file raises on a name too long
+            path.stat()
+            raise DataError(f"{path}: is not a regular file")
+        return _FORMATS[_format_of(spec, path)](path, scratch=scratch)
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file") from None
+    except OSError as failure:
+        raise DataError(f"{path}: cannot be read: {failure.strerror or failure}") from None
+
+
+def _format_of(spec: InputSpec, path: Path) -> str:
+    if spec.format != "auto":
+        return spec.format
+    suffixes = path.suffixes[:-1] if path.suffix in {".gz", ".zst"} else path.suffixes
+    if suffixes and suffixes[-1].lower() in _SUFFIXES:
+        return _SUFFIXES[suffixes[-1].lower()]
+    with path.open("rb") as file:
+        if file.read(4) == b"PAR1":
+            return "parquet"
+    raise DataError(f"{path}: unknown format; set input.format to parquet, jsonl or csv")
+
+
+def _check_same_columns(first: InputFile, other: InputFile) -> None:
+    doubled = [name for name, count in Counter(other.columns).items() if count > 1]
+    if doubled:
+        raise DataError(f"{other.path}: two columns are named {doubled[0]!r}")
+    if isinstance(first, JsonlInput) or set(first.columns) == set(other.columns):
+        return
+    odd = sorted(set(first.columns) ^ set(other.columns))[0]
+    raise DataError(f"{other.path}: column {odd!r} is not in both this file and {first.path}")
+
+
+def _check_rows(spec: InputSpec, data: InputData) -> None:
+    paths = ", ".join(spec.path)
+    if data.num_rows == 0:
+        raise DataError(f"{paths}: the input has no rows")
+    if data.id_column is not None and data.id_column not in data.columns:
+        raise DataError(f"{paths}: input.id: {no_column(data.id_column, data.columns)}")
+    if spec.format == "openai-batch":
+        missing = [name for name in BATCH_COLUMNS if name not in data.columns]
+        if missing:
+            raise DataError(f"{paths}: not an OpenAI batch file: {missing[0]!r} is missing")

@@ -1,0 +1,220 @@
+"""Arrow batches as the native Python values that templates and JSON writers see.
+
+What every input file offers, whatever its format.
+
+Random access to rows that lie in chunks, with a small cache of decoded chunks.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import decimal
+import math
+import tempfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from batchrun.errors import DataError
+
+Row = dict[str, object]
+"""Column -> native Python value."""
+
+ROW_LIMIT_BYTES = 64 << 20
+"""Largest row; a longer one is refused with its place."""
+
+_BLANK = b" \t\r\n"
+
+BATCH_BYTES = 8 << 20
+"""About how much decoded data a reader holds at a time."""
+
+
+def is_blank(line: bytes) -> bool:
+    """Whether a line of a text file is no row: it holds nothing but what JSON calls white space,
+    however much of it."""
+    return not line.strip(_BLANK)
+
+
+class InputFile(Protocol):
+    """One file of rows, numbered from 0. Used by one thread at a time.
+
+    Every method raises DataError, one line that names the file, when it cannot be read.
+    """
+
+    path: Path
+    num_rows: int
+    columns: tuple[str, ...]
+
+    def schema(self, columns: Sequence[str]) -> pa.Schema:
+        """The Arrow types of `columns`, the same for every batch; may read the whole file."""
+        ...
+
+    def iter_batches(
+        self, columns: Sequence[str], schema: pa.Schema, max_bytes: int
+    ) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """(first row, batch) in file order; a batch holds about `max_bytes` decoded bytes."""
+        ...
+
+    def iter_rows(self, columns: Sequence[str], max_bytes: int) -> Iterator[tuple[int, list[Row]]]:
+        """Like `iter_batches`, as native values: what a template sees."""
+        ...
+
+    def read_rows(self, rows: Sequence[int], columns: Sequence[str]) -> list[Row]:
+        """The given rows in the given order."""
+        ...
+
+    def block_ends(self) -> list[int]:
+        """Byte offsets at which the pinned blocks of the file end; the last is its size."""
+        ...
+
+    def close(self) -> None:
+        """Gives the file back."""
+        ...
+
+
+_EMPTY_BATCH_ROWS = 8192
+
+
+class Undecodable:
+    """Stands for text that is not valid UTF-8: whoever looks at it gets a ValueError."""
+
+    def __init__(self, column: str) -> None:
+        self._reason = f"column {column!r} is not valid UTF-8"
+
+    def __str__(self) -> str:
+        raise ValueError(self._reason)
+
+    def __bool__(self) -> bool:
+        raise ValueError(self._reason)
+
+
+def native_rows(batch: pa.RecordBatch) -> list[Row]:
+    """The rows of a batch as native Python values; sub-microsecond times are cut.
+
+    Text that cannot be decoded becomes `Undecodable`.
+    """
+    if not batch.num_columns:
+        return [{} for _ in range(batch.num_rows)]
+    fields = [field.with_type(_without_nanoseconds(field.type)) for field in batch.schema]
+    schema = pa.schema(fields)
+    fitted = batch if schema == batch.schema else batch.cast(schema, safe=False)
+    try:
+        rows: list[Row] = fitted.to_pylist()
+    except UnicodeDecodeError:
+        return [_decodable_part(fitted, index) for index in range(fitted.num_rows)]
+    return rows
+
+
+def _decodable_part(batch: pa.RecordBatch, index: int) -> Row:
+    row: Row = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            row[name] = column[index].as_py()
+        except UnicodeDecodeError:
+            row[name] = Undecodable(name)
+    return row
+
+
+def empty_batches(num_rows: int) -> Iterator[pa.RecordBatch]:
+    """Batches without columns, `num_rows` rows in all."""
+    for first in range(0, num_rows, _EMPTY_BATCH_ROWS):
+        marks = pa.nulls(min(_EMPTY_BATCH_ROWS, num_rows - first))
+        yield pa.RecordBatch.from_arrays([marks], names=["row"]).select([])
+
+
+def plain_json(value: object) -> object:
+    """`value` with only JSON's types in it: times as ISO text, bytes as base64, NaN as null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): plain_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_json(item) for item in value]
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode("ascii")
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
+    if isinstance(value, decimal.Decimal):
+        return str(value)
+    return value
+
+
+def _without_nanoseconds(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_timestamp(kind) and kind.unit == "ns":
+        return pa.timestamp("us", kind.tz)
+    if pa.types.is_duration(kind) and kind.unit == "ns":
+        return pa.duration("us")
+    if pa.types.is_time64(kind) and kind.unit == "ns":
+        return pa.time64("us")
+    return kind
+
+
+CACHE_BYTES = 64 << 20
+
+
+class ChunkReader:
+    """Rows by number out of chunks of known sizes; `read_chunk` decodes one of them."""
+
+    def __init__(
+        self,
+        chunk_rows: Sequence[int],
+        read_chunk: Callable[[int], pa.RecordBatch],
+        *,
+        close: Callable[[], None],
+    ) -> None:
+        self._starts = np.concatenate([[0], np.cumsum(chunk_rows, dtype=np.int64)])
+        self._read_chunk = read_chunk
+        self._cache: OrderedDict[int, pa.RecordBatch] = OrderedDict()
+        self.close = close
+
+    def read(self, rows: Sequence[int]) -> list[Row]:
+        """The rows in the order asked for; each chunk is decoded once."""
+        wanted = np.asarray(rows, dtype=np.int64)
+        chunks = np.searchsorted(self._starts, wanted, side="right") - 1
+        found: dict[int, Row] = {}
+        for position in np.argsort(chunks, kind="stable").tolist():
+            chunk = int(chunks[position])
+            offset = int(wanted[position] - self._starts[chunk])
+            found[position] = native_rows(self._chunk(chunk).slice(offset, 1))[0]
+        return [found[position] for position in range(len(rows))]
+
+    def _chunk(self, chunk: int) -> pa.RecordBatch:
+        if chunk in self._cache:
+            self._cache.move_to_end(chunk)
+            return self._cache[chunk]
+        batch = self._read_chunk(chunk)
+        self._cache[chunk] = batch
+        while len(self._cache) > 1 and sum(b.nbytes for b in self._cache.values()) > CACHE_BYTES:
+            self._cache.popitem(last=False)
+        return batch
+
+
+def scratch_chunks(
+    batches: Iterable[pa.RecordBatch], schema: pa.Schema, *, folder: Path | None, label: str
+) -> ChunkReader:
+    """A reader over a compressed scratch copy of `batches`, in an unlinked file in `folder`.
+
+    Raises DataError naming `label` when there is no room for it.
+    """
+    file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - open as long as its reader
+    sizes: list[int] = []
+    try:
+        options = pa.ipc.IpcWriteOptions(compression="zstd")
+        with pa.ipc.new_file(file, schema, options=options) as writer:
+            for batch in batches:
+                writer.write_batch(batch)
+                sizes.append(batch.num_rows)
+    except OSError as failure:
+        file.close()
+        reason = failure.strerror or str(failure)
+        raise DataError(f"{label}: no scratch copy for random access: {reason}") from None
+    file.seek(0)
+    reader = pa.ipc.open_file(file)
+    return ChunkReader(sizes, reader.get_batch, close=file.close)

@@ -1,0 +1,237 @@
+"""Job file -> `JobSpec`: strict YAML, absolute paths, an OpenAI batch input recognised.
+
+What pydantic cannot see in a job file: how its keys must fit together.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import io
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO
+
+import zstandard
+from pydantic import JsonValue
+from pydantic_core import from_json
+
+from batchrun.errors import DataError, JobSpecError
+from batchrun.jobs import objects
+from batchrun.jobs.prompts.templating import is_template, syntax_problem
+from batchrun.jobs.spec import InputFormat, JobFile, JobSpec, Source
+from batchrun.strict_yaml import Document, read_document, validate_document
+from batchrun.urls import is_url
+
+CONTENT_KEYS = {
+    "/v1/chat/completions": "messages",
+    "/v1/completions": "prompt",
+    "/v1/embeddings": "input",
+    "/v1/responses": "input",
+}
+"""The body field that carries the prompt, by endpoint; also the key in the job file's `input`."""
+
+Problem = tuple[str, str]
+"""(dotted key, what is wrong)"""
+
+
+def content_template(job: JobFile) -> JsonValue:
+    """The template of the request's prompt, or None for an OpenAI batch file."""
+    content: JsonValue = getattr(job.input, CONTENT_KEYS[job.endpoint])
+    return content
+
+
+def find_problems(job: JobFile) -> Iterator[Problem]:
+    """Each way in which the keys of a job file contradict each other or their templates fail."""
+    content_key = CONTENT_KEYS[job.endpoint]
+    for other in ("messages", "prompt", "input"):
+        if other != content_key and getattr(job.input, other) is not None:
+            yield f"input.{other}", f"{job.endpoint} takes input.{content_key} instead"
+    content = content_template(job)
+    if content is not None:
+        if job.input.format == "openai-batch":
+            yield f"input.{content_key}", "an OpenAI batch file already holds whole requests"
+        yield from _content_problems(job, f"input.{content_key}", content)
+    yield from _request_problems(job, content_key)
+
+
+def _content_problems(job: JobFile, key: str, content: JsonValue) -> Iterator[Problem]:
+    if content_key_is_messages(job) and not isinstance(content, str):
+        yield from _message_problems(key, content)
+    elif not isinstance(content, str | list):
+        yield key, "must be text or a list"
+    yield from _template_problems(key, content)
+
+
+def content_key_is_messages(job: JobFile) -> bool:
+    """Whether the prompt is a list of chat messages."""
+    return job.endpoint == "/v1/chat/completions"
+
+
+def _message_problems(key: str, messages: JsonValue) -> Iterator[Problem]:
+    if not isinstance(messages, list) or not messages:
+        yield key, "must be a list of messages, each with role and content"
+        return
+    for index, message in enumerate(messages):
+        here = f"{key}[{index}]"
+        if not isinstance(message, dict):
+            yield here, "must be a message with role and content"
+        elif not isinstance(message.get("role"), str):
+            yield f"{here}.role", "is required and must be text"
+        elif not {"content", "tool_calls"} & message.keys():
+            yield f"{here}.content", "is required"
+
+
+def _request_problems(job: JobFile, content_key: str) -> Iterator[Problem]:
+    for field in job.request:
+        if field == "model":
+            yield "request.model", "belongs at the top of the file: model: NAME"
+        elif field == content_key:
+            yield f"request.{field}", f"belongs under input: input.{content_key}"
+        elif field in {"stream", "stream_options"}:
+            yield f"request.{field}", "a job's answers go to a file; streaming is not possible"
+    if job.input.format == "openai-batch" and job.request:
+        yield "request", "an OpenAI batch file already holds whole requests"
+    yield from _template_problems("request", dict(job.request))
+
+
+def _template_problems(key: str, value: JsonValue) -> Iterator[Problem]:
+    if isinstance(value, str) and is_template(value):
+        if problem := syntax_problem(value):
+            yield key, f"template line {problem[0]}: {problem[1]}"
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _template_problems(f"{key}[{index}]", item)
+    elif isinstance(value, dict):
+        if "image" in value:
+            yield from _image_problems(f"{key}.image", value["image"])
+        for name, item in value.items():
+            yield from _template_problems(f"{key}.{name}", item)
+
+
+def _image_problems(key: str, image: JsonValue) -> Iterator[Problem]:
+    known = {"column", "detail"}
+    if not isinstance(image, dict) or not isinstance(image.get("column"), str):
+        yield key, "must name a column: image: {column: NAME}"
+    elif image.keys() - known:
+        yield key, "knows the keys column and detail only"
+
+
+FIRST_LINE_LIMIT_BYTES = 64 << 20
+BATCH_KEYS = {"custom_id", "method", "url", "body"}
+
+
+def load_job_file(path: Path, *, cwd: Path) -> JobSpec:
+    """Reads a job file: inputs relative to the file, the output relative to `cwd`.
+
+    Raises JobSpecError with one line that names file, line and key, or DataError when the
+    input must be looked at (no template is given) and cannot be read.
+    """
+    document = read_document(path, JobSpecError)
+    job = validate_document(document, JobFile, JobSpecError)
+    _raise_first(document, find_problems(job))
+    folder = path.absolute().parent
+    inputs = tuple(_absolute(folder, item) for item in job.input.path)
+    output = _absolute(cwd.absolute(), job.output.path)
+    if output in inputs:
+        raise JobSpecError(f"{document.where('output.path')}: would overwrite the input file")
+    values = job.model_dump()
+    values["input"] |= {"path": inputs, "format": _format(document, job, inputs)}
+    values["output"] |= {"path": output}
+    source = Source(path=str(path), lines=dict(document.lines))
+    return JobSpec.model_validate({**values, "source": source})
+
+
+def input_files(paths: Iterable[str]) -> list[Path]:
+    """The files that paths and globs stand for, each glob in sorted order.
+
+    Raises DataError when a path does not exist or a glob matches nothing.
+    """
+    files: list[Path] = []
+    for path in paths:
+        if is_url(path):
+            raise DataError(f"{path}: an object is fetched before it is read")
+        if glob.has_magic(path) and not Path(path).exists():
+            # pathlib's glob would also match hidden files, half-written ones among them.
+            names = glob.glob(path, recursive=True)  # noqa: PTH207
+            found = sorted(name for name in names if Path(name).is_file())
+            if not found:
+                raise DataError(f"{path}: no file matches this pattern")
+            files.extend(Path(name) for name in found)
+        else:
+            files.append(Path(path))
+    return files
+
+
+def is_openai_batch_file(place: str) -> bool:
+    """Whether the first line of a file or an object is an OpenAI batch request.
+
+    Raises DataError when a file is unreadable, StorageError when an object is.
+    """
+    try:
+        line = _first_line_of(place)
+    except (OSError, EOFError, zstandard.ZstdError) as failure:
+        reason = getattr(failure, "strerror", None) or str(failure)
+        raise DataError(f"{place}: cannot be read: {reason}") from None
+    try:
+        first = from_json(line.removeprefix(b"\xef\xbb\xbf"))
+    except ValueError:
+        return False
+    return isinstance(first, dict) and first.keys() >= BATCH_KEYS
+
+
+def _first_line_of(place: str) -> bytes:
+    if not is_url(place):
+        with Path(place).open("rb") as file:
+            return _first_line(place, file)
+    with objects.open_to_read(place) as remote:
+        return _first_line(place, remote)
+
+
+def _first_line(place: str, raw: IO[bytes]) -> bytes:
+    if place.endswith(".gz"):
+        return gzip.open(raw).readline(FIRST_LINE_LIMIT_BYTES)
+    if place.endswith(".zst"):
+        reader = zstandard.ZstdDecompressor().stream_reader(raw)
+        return io.BufferedReader(reader).readline(FIRST_LINE_LIMIT_BYTES)
+    return raw.readline(FIRST_LINE_LIMIT_BYTES)
+
+
+def _raise_first(document: Document, problems: Iterable[tuple[str, str]]) -> None:
+    found = list(problems)
+    if found:
+        key, text = found[0]
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        raise JobSpecError(f"{document.where(key)}: {text}{more}")
+
+
+def _absolute(folder: Path, path: str) -> str:
+    return path if is_url(path) else os.path.normpath(folder / Path(path).expanduser())
+
+
+def _format(document: Document, job: JobFile, inputs: tuple[str, ...]) -> InputFormat:
+    if content_template(job) is not None or job.input.format == "openai-batch":
+        return job.input.format
+    if _may_be_openai_batch(job, inputs) and is_openai_batch_file(_first_of(inputs)):
+        if job.request:
+            text = "an OpenAI batch file already holds whole requests"
+            raise JobSpecError(f"{document.where('request')}: {text}")
+        return "openai-batch"
+    key = f"input.{CONTENT_KEYS[job.endpoint]}"
+    text = "is required (only an OpenAI batch JSONL file does without)"
+    raise JobSpecError(f"{document.where(key)}: {text}")
+
+
+def _first_of(inputs: tuple[str, ...]) -> str:
+    first = inputs[0]
+    if not is_url(first):
+        return str(input_files(inputs[:1])[0])
+    return objects.expand(first)[0]
+
+
+def _may_be_openai_batch(job: JobFile, inputs: tuple[str, ...]) -> bool:
+    tabular = (".parquet", ".pq", ".csv", ".csv.gz", ".csv.zst")
+    return job.input.format == "jsonl" or (
+        job.input.format == "auto" and not inputs[0].endswith(tabular)
+    )

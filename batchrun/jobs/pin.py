@@ -1,0 +1,223 @@
+"""A pin: what the input files were at submit, so that a change is noticed and named.
+
+Hashes of the blocks of a file: what a pin holds about its bytes.
+
+Inputs in object storage: fetched when a job is submitted, kept while it needs them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import xxhash
+from pydantic import BaseModel, ConfigDict
+
+from batchrun.errors import DataError, StoreError
+from batchrun.files import scratch_folder, sync_folder
+from batchrun.jobs import objects
+from batchrun.jobs.spec import InputSpec
+from batchrun.types import ProgressSink
+from batchrun.urls import is_url, name_of
+
+BLOCK_BYTES = 64 << 20
+_READ_BYTES = 1 << 20
+
+
+def even_block_ends(size_bytes: int) -> list[int]:
+    """The ends of 64 MiB blocks; the last is the size of the file."""
+    return [*range(BLOCK_BYTES, size_bytes, BLOCK_BYTES), size_bytes]
+
+
+def hash_blocks(
+    path: Path, ends: Sequence[int], *, on_bytes: Callable[[int], None] | None = None
+) -> list[str]:
+    """xxh3-128 of each block of the file; a block starts where the one before ends.
+
+    Raises OSError. A file that is shorter than its blocks gives hashes of what is there.
+    """
+    hashes: list[str] = []
+    position = 0
+    with path.open("rb") as file:
+        for end in ends:
+            digest = xxhash.xxh3_128()
+            while position < end and (block := file.read(min(_READ_BYTES, end - position))):
+                digest.update(block)
+                position += len(block)
+            hashes.append(digest.hexdigest())
+            if on_bytes is not None:
+                on_bytes(position)
+    return hashes
+
+
+class PinnedFile(BaseModel):
+    """One input file: `block_hashes[i]` is the xxh3-128 of the bytes up to `block_ends[i]`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str
+    size_bytes: int
+    mtime_ns: int
+    block_ends: tuple[int, ...]
+    block_hashes: tuple[str, ...]
+
+
+class InputPin(BaseModel):
+    """All files of an input in row order. JSON in and out through pydantic."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    files: tuple[PinnedFile, ...]
+    num_rows: int
+
+
+def verify_pin(pin: InputPin, *, links: Path | None = None) -> None:
+    """Raises DataError, naming file and hashes, when a file is not what it was at submit.
+
+    Size and time are compared first; the bytes are read only when these differ. With `links`
+    (the folder given to `hard_link_inputs`) a kept link stands in for a replaced file.
+    """
+    for file in pin.files:
+        _verify(file, pinned_path(file, links))
+
+
+def hard_link_inputs(pin: InputPin, folder: Path) -> None:
+    """Links the files into `folder`, as far as the file system allows, so that they outlive a
+    deletion or a replacement. Links nothing across file systems, and no objects."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in pin.files:
+        if not is_url(file.path):
+            with contextlib.suppress(OSError):
+                os.link(file.path, folder / link_name(file))
+
+
+def pinned_path(file: PinnedFile, links: Path | None) -> Path:
+    """Where to read a pinned file: its own path, or its link when the path shows another file. Of
+    an object there is nothing but the copy that stands for a link."""
+    path = Path(file.path)
+    if links is None or (not is_url(file.path) and _looks_unchanged(path, file)):
+        return path
+    link = links / link_name(file)
+    return link if link.exists() else path
+
+
+def link_name(file: PinnedFile) -> str:
+    """What the link to a pinned file is called. A copy of an object is the only one of its bytes,
+    so its name stands for all of them."""
+    if not is_url(file.path):
+        return f"{file.block_hashes[-1]}-{Path(file.path).name}"
+    digest = xxhash.xxh3_128_hexdigest("".join(file.block_hashes).encode())
+    return f"{digest}-{name_of(file.path)}"
+
+
+def _looks_unchanged(path: Path, file: PinnedFile) -> bool:
+    try:
+        status = path.stat()
+    except OSError:
+        return False
+    return (status.st_size, status.st_mtime_ns) == (file.size_bytes, file.mtime_ns)
+
+
+def _verify(file: PinnedFile, path: Path) -> None:
+    if _looks_unchanged(path, file):
+        return
+    try:
+        size_bytes = path.stat().st_size
+        now = hash_blocks(path, file.block_ends)
+    except OSError as failure:
+        if is_url(file.path):
+            raise DataError(
+                f"{file.path}: the copy that was made of it at submission is gone; fetch it again "
+                "with `batchrun resume JOB --accept-input`"
+            ) from None
+        raise DataError(
+            f"{file.path}: the pinned input cannot be read any more: {failure.strerror}"
+        ) from None
+    pairs = enumerate(zip(file.block_hashes, now, strict=True))
+    changed = next(((index, pair) for index, pair in pairs if pair[0] != pair[1]), None)
+    if changed is None and size_bytes == file.size_bytes:
+        return
+    last = len(now) - 1
+    index, (was, is_now) = changed or (last, (file.block_hashes[last], now[last]))
+    raise DataError(
+        f"{file.path}: changed since the job was submitted: block {index} had xxh3 {was}, now "
+        f"{is_now} ({file.size_bytes} bytes then, {size_bytes} now); put the old file back, or "
+        "`batchrun resume JOB --accept-input`"
+    )
+
+
+Origins = Mapping[str, str]
+"""Path of a copy -> the URL of what it is a copy of."""
+
+
+@contextmanager
+def fetched_input(
+    spec: InputSpec, folder: Path, progress: ProgressSink | None = None
+) -> Iterator[tuple[InputSpec, Origins]]:
+    """The input with a copy in place of each object, and where the copies come from.
+
+    The copies lie below `folder`, and go at the end unless `keep_input` takes them; an error that
+    names one names its object instead. Nothing is done for an input of files. Raises DataError,
+    StorageError, StoreFullError.
+    """
+    if not any(map(is_url, spec.path)):
+        yield spec, {}
+        return
+    with scratch_folder(folder) as scratch:
+        origins: dict[str, str] = {}
+        paths = [path for place in spec.path for path in _local(place, scratch, origins, progress)]
+        try:
+            yield spec.model_copy(update={"path": tuple(paths)}), origins
+        except DataError as error:
+            raise type(error)(_told_of_objects(str(error), origins)) from None
+
+
+def keep_input(pin: InputPin, origins: Origins, links: Path) -> InputPin:
+    """Keep the pinned files in `links` so that they outlive a deletion or a replacement, and say
+    of copies where they come from.
+
+    A file is linked where the file system allows it; a copy is moved there, for good once this
+    returns. Raises StoreError.
+    """
+    links.mkdir(parents=True, exist_ok=True)
+    files = []
+    for file in pin.files:
+        if file.path in origins:
+            copy, file = Path(file.path), file.model_copy(update={"path": origins[file.path]})
+            _move(copy, links / link_name(file))
+        files.append(file)
+    kept = pin.model_copy(update={"files": tuple(files)})
+    hard_link_inputs(kept, links)
+    return kept
+
+
+def _local(
+    place: str, scratch: Path, origins: dict[str, str], progress: ProgressSink | None
+) -> Sequence[str]:
+    if not is_url(place):
+        return [place]
+    copies: list[str] = []
+    for url in objects.expand(place):
+        folder = scratch / str(len(origins))
+        folder.mkdir()
+        copies.append(str(folder / name_of(url)))
+        objects.fetch(url, Path(copies[-1]), progress)
+        origins[copies[-1]] = url
+    return copies
+
+
+def _move(copy: Path, link: Path) -> None:
+    try:
+        copy.replace(link)
+        sync_folder(link.parent)
+    except OSError as failure:
+        raise StoreError(f"{link}: cannot be written: {failure.strerror}") from None
+
+
+def _told_of_objects(text: str, origins: Origins) -> str:
+    for copy, url in origins.items():
+        text = text.replace(copy, url)
+    return text

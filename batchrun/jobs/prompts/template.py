@@ -1,0 +1,140 @@
+"""Row -> OpenAI request body."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from jinja2 import TemplateError
+
+from batchrun.errors import JobSpecError
+from batchrun.jobs.inputs.data import BATCH_COLUMNS, no_column
+from batchrun.jobs.inputs.rows import Row
+from batchrun.jobs.job_file import CONTENT_KEYS, content_template, find_problems
+from batchrun.jobs.prompts.templating import Compiler, Renderer, make_environment
+from batchrun.jobs.spec import JobSpec
+from batchrun.types import RowError
+from batchrun.urls import is_url
+
+_SHOWN_CHARS = 300
+
+
+class RowRenderError(Exception):
+    """One row does not fit the template.
+
+    `row_error` is what the row ends with; it leaves out the row's number, so that a fault which
+    all rows share can be seen to be one.
+    """
+
+    def __init__(self, row_number: int, reason: str) -> None:
+        super().__init__(f"row {row_number}: {reason}")
+        self.row_error = RowError("template_error", reason)
+
+
+class RequestTemplate:
+    """A job's templates, compiled. Stateless once built.
+
+    `columns` are those the input has; `model` is the engine's id for the job's model. Raises
+    JobSpecError when a template is malformed or names a column that is not there.
+    """
+
+    def __init__(self, spec: JobSpec, columns: Sequence[str], *, model: str) -> None:
+        self._model = model
+        self._endpoint = spec.endpoint
+        self._fields: dict[str, Renderer] = {}
+        if spec.is_openai_batch:
+            self.columns_used: tuple[str, ...] = BATCH_COLUMNS
+            return
+        for key, problem in find_problems(spec):
+            raise JobSpecError(f"{spec.where(key)}: {problem}")
+        compiler = Compiler(make_environment(), columns, _image_folders(spec.input.path))
+        content_key = CONTENT_KEYS[spec.endpoint]
+        content = content_template(spec)
+        if content is None:
+            raise JobSpecError(f"{spec.where(f'input.{content_key}')}: is required")
+        native = isinstance(content, str) and spec.endpoint != "/v1/completions"
+        self._fields[content_key] = compiler.compile(f"input.{content_key}", content, native=native)
+        for name, value in spec.request.items():
+            self._fields[name] = compiler.compile(f"request.{name}", value, native=True)
+        _check_columns(spec, compiler, columns)
+        used = frozenset().union(*compiler.columns_by_key.values())
+        self.columns_used = tuple(name for name in columns if name in used)
+
+    def render(self, row: Mapping[str, object], *, row_number: int) -> Row:
+        """The request body of one row, `model` set. `row` holds at least `columns_used`.
+
+        Raises RowRenderError when the row does not fit.
+        """
+        try:
+            body = self._batch_body(row) if not self._fields else self._templated_body(row)
+        except (TemplateError, ValueError, TypeError, LookupError, ArithmeticError) as failure:
+            reason = " ".join(str(failure).split())[:_SHOWN_CHARS] or type(failure).__name__
+            raise RowRenderError(row_number, reason) from None
+        except RecursionError:
+            raise RowRenderError(row_number, "nested too deeply") from None
+        return body
+
+    def _templated_body(self, row: Mapping[str, object]) -> Row:
+        body: Row = {"model": self._model}
+        for name, render in self._fields.items():
+            body[name] = render(row)
+        _refuse_empty(body)
+        return body
+
+    def _batch_body(self, row: Mapping[str, object]) -> Row:
+        body = row["body"]
+        if not isinstance(body, dict):
+            raise ValueError("'body' must be an object")
+        if row["method"] != "POST":
+            raise ValueError(f"'method' must be POST (got {row['method']!r})")
+        if row["url"] != self._endpoint:
+            raise ValueError(f"'url' is {row['url']!r} but the job's endpoint is {self._endpoint}")
+        if body.get("stream"):
+            raise ValueError("'stream' must not be set in a batch")
+        if body.get("model") in {None, "default"}:
+            return {**body, "model": self._model}
+        return body
+
+
+def _check_columns(spec: JobSpec, compiler: Compiler, columns: Sequence[str]) -> None:
+    for key, names in compiler.columns_by_key.items():
+        for name in sorted(names - set(columns)):
+            raise JobSpecError(f"{spec.where(key)}: {no_column(name, columns)}")
+
+
+def _image_folders(paths: Sequence[str]) -> list[Path]:
+    """The folders of the input files; for a glob, the part of its path before the pattern. An
+    object has none."""
+    folders: dict[Path, None] = {}
+    for path in paths:
+        if is_url(path):
+            continue
+        folder = Path(path).parent
+        while glob.has_magic(str(folder)) and not folder.exists():
+            folder = folder.parent
+        folders[folder] = None
+    return list(folders)
+
+
+def _refuse_empty(body: Mapping[str, object]) -> None:
+    if "messages" in body:
+        _refuse_empty_messages(body["messages"])
+        return
+    content = body.get("prompt", body.get("input"))
+    if content is None or (isinstance(content, str) and not content.strip()) or content == []:
+        raise ValueError("the prompt is empty")
+    if not isinstance(content, str | list):
+        raise ValueError("the prompt must be text or a list")
+
+
+def _refuse_empty_messages(messages: object) -> None:
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("'messages' must be a list of at least one message")
+    for message in messages:
+        if not isinstance(message, dict):
+            raise ValueError("each message must be an object with role and content")
+        content = message.get("content")
+        blank = not content or (isinstance(content, str) and not content.strip())
+        if blank and message.get("role") == "user":
+            raise ValueError("the prompt is empty (a user message without content)")

@@ -1,0 +1,280 @@
+"""Templates compiled once per job: nested values in which strings are Jinja2.
+
+A string that is one `{{ expression }}` keeps its native value where `native` is allowed.
+
+Image columns -> data URLs. Paths stay within the folder of the input file.
+
+The Jinja2 environment of job files: sandboxed, strict, without loader or globals of ours.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import decimal
+import json
+import math
+import mimetypes
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import StrictUndefined, Template, TemplateSyntaxError, meta, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from pydantic import JsonValue
+
+IMAGE_LIMIT_BYTES = 32 << 20
+
+_MAGIC = (
+    (b"\x89PNG\r\n\x1a\n", "image/png"),
+    (b"\xff\xd8\xff", "image/jpeg"),
+    (b"GIF8", "image/gif"),
+    (b"BM", "image/bmp"),
+    (b"II*\x00", "image/tiff"),
+    (b"MM\x00*", "image/tiff"),
+)
+
+
+def image_url(value: object, folders: Sequence[Path]) -> str:
+    """The URL for a column's value: a path below one of `folders`, bytes, a URL, or a struct
+    with `bytes` or `path` as Hugging Face writes them.
+
+    Raises ValueError with the reason when it is none of these, or over 32 MiB.
+    """
+    if isinstance(value, Mapping):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes):
+        return _data_url(value, name="")
+    if not isinstance(value, str) or not value:
+        raise ValueError("the image column holds neither a path nor bytes")
+    if value.startswith(("data:", "http://", "https://")):
+        return value
+    path = _confined(value, folders)
+    try:
+        with path.open("rb") as file:
+            return _data_url(file.read(IMAGE_LIMIT_BYTES + 1), name=path.name)
+    except OSError as failure:
+        raise ValueError(f"image {value!r} cannot be read: {failure.strerror}") from None
+
+
+def _confined(name: str, folders: Sequence[Path]) -> Path:
+    outside = True
+    for folder in folders:
+        root = folder.resolve()
+        path = (root / name).resolve()
+        if path.is_relative_to(root):
+            outside = False
+            if path.is_file():
+                return path
+    if outside:
+        raise ValueError(f"image {name!r} lies outside the folder of the input file")
+    raise ValueError(f"image {name!r}: no such file beside the input file")
+
+
+def _data_url(raw: bytes, *, name: str) -> str:
+    if len(raw) > IMAGE_LIMIT_BYTES:
+        raise ValueError(f"the image is over {IMAGE_LIMIT_BYTES >> 20} MiB")
+    kind = _media_type(raw, name)
+    return f"data:{kind};base64,{base64.b64encode(raw).decode('ascii')}"
+
+
+def _media_type(raw: bytes, name: str) -> str:
+    for magic, kind in _MAGIC:
+        if raw.startswith(magic):
+            return kind
+    if raw[:4] == b"RIFF" and raw[8:12] == b"WEBP":
+        return "image/webp"
+    guess = mimetypes.guess_type(name)[0] or ""
+    if not guess.startswith("image/"):
+        raise ValueError("the image is of no known format (PNG, JPEG, GIF, WebP, BMP, TIFF)")
+    return guess
+
+
+TEXT_LIMIT_CHARS = 64 << 20
+"""Longest text that a template may produce."""
+
+_SIZED = (str, bytes, list, tuple)
+
+
+class JobEnvironment(ImmutableSandboxedEnvironment):
+    """Jinja2 without reach into Python, and with the results of `*` and `**` bounded in size."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Refuses operators whose result would be enormous (raises SecurityError)."""
+        if operator == "**" and abs(right) > 64:
+            raise SecurityError("the exponent is over 64")
+        if operator == "*" and _product_size(left, right) > TEXT_LIMIT_CHARS:
+            raise SecurityError("the product is too long")
+        return super().call_binop(context, operator, left, right)
+
+
+def make_environment() -> JobEnvironment:
+    """A fresh environment for one job's templates."""
+    environment = JobEnvironment(
+        undefined=StrictUndefined,
+        autoescape=False,
+        keep_trailing_newline=True,
+        finalize=_refuse_null,
+    )
+    environment.filters["fromjson"] = json.loads
+    environment.filters["tojson"] = _to_json
+    return environment
+
+
+def is_template(text: str) -> bool:
+    """Whether Jinja2 would do anything to `text`."""
+    return "{{" in text or "{%" in text or "{#" in text
+
+
+def single_expression(environment: JobEnvironment, text: str) -> str | None:
+    """The expression of a template that is one `{{ expression }}` and nothing else."""
+    stripped = text.strip()
+    body = environment.parse(stripped).body
+    if len(body) != 1 or not isinstance(body[0], nodes.Output) or not stripped.startswith("{{"):
+        return None
+    parts = body[0].nodes
+    if len(parts) != 1 or isinstance(parts[0], nodes.TemplateData):
+        return None
+    return stripped[2:-2].strip("-+")
+
+
+def syntax_problem(text: str) -> tuple[int, str] | None:
+    """(line within the template, what is wrong), or None when the template is well-formed."""
+    environment = make_environment()
+    try:
+        environment.from_string(text)
+    except TemplateSyntaxError as failure:
+        return failure.lineno, failure.message or "syntax error"
+    return None
+
+
+def _refuse_null(value: object) -> object:
+    if value is None:
+        raise ValueError("a value is null; write {{ column | default('', true) }} to allow it")
+    if isinstance(value, bytes):
+        raise ValueError("a value is bytes, not text")
+    return value
+
+
+def _to_json(value: object, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent, default=_plain_text)
+
+
+def _plain_text(value: object) -> str:
+    isoformat: Callable[[], str] | None = getattr(value, "isoformat", None)
+    if isoformat is None:
+        raise TypeError(f"a value of type {type(value).__name__} has no JSON form")
+    return isoformat()
+
+
+def _product_size(left: object, right: object) -> int:
+    if isinstance(left, _SIZED) and isinstance(right, int):
+        return len(left) * right
+    if isinstance(right, _SIZED) and isinstance(left, int):
+        return len(right) * left
+    return 0
+
+
+Values = Mapping[str, object]
+Renderer = Callable[[Values], object]
+_TEXT_KEYS = frozenset({"content", "text", "role", "name", "refusal"})
+
+
+class Compiler:
+    """Turns template values into renderers and notes which columns each key uses."""
+
+    def __init__(
+        self, environment: JobEnvironment, columns: Iterable[str], folders: Sequence[Path]
+    ) -> None:
+        self._environment = environment
+        self._builtins = environment.globals.keys() - set(columns)
+        self._folders = tuple(folders)
+        self.columns_by_key: dict[str, frozenset[str]] = {}
+
+    def compile(self, key: str, value: JsonValue, *, native: bool) -> Renderer:
+        """A function from a row to the value that `value` stands for.
+
+        The function raises ValueError, TypeError or Jinja2's errors for a row that does not fit.
+        """
+        if isinstance(value, str):
+            return self._string(key, value, native=native)
+        if isinstance(value, list):
+            items = [
+                self.compile(f"{key}[{index}]", item, native=native)
+                for index, item in enumerate(value)
+            ]
+            return lambda row: [item(row) for item in items]
+        if isinstance(value, dict):
+            return self._mapping(key, value, native=native)
+        return lambda row: value
+
+    def _mapping(self, key: str, value: dict[str, JsonValue], *, native: bool) -> Renderer:
+        if isinstance(value.get("image"), dict):
+            return self._image_part(f"{key}.image", value["image"])
+        fields = {
+            name: self.compile(f"{key}.{name}", item, native=native or name not in _TEXT_KEYS)
+            for name, item in value.items()
+        }
+        return lambda row: {name: field(row) for name, field in fields.items()}
+
+    def _string(self, key: str, text: str, *, native: bool) -> Renderer:
+        if not is_template(text):
+            return lambda row: text
+        undeclared = meta.find_undeclared_variables(self._environment.parse(text))
+        self.columns_by_key[key] = frozenset(undeclared - self._builtins)
+        if native and (expression := single_expression(self._environment, text)) is not None:
+            evaluate = self._environment.compile_expression(expression, undefined_to_none=False)
+            return lambda row: plain_value(evaluate(**row))
+        template = self._environment.from_string(text)
+        return lambda row: render_text(template, row)
+
+    def _image_part(self, key: str, image: JsonValue) -> Renderer:
+        column = str(image["column"]) if isinstance(image, dict) else ""
+        detail = (
+            {"detail": image["detail"]} if isinstance(image, dict) and "detail" in image else {}
+        )
+        self.columns_by_key[f"{key}.column"] = frozenset({column})
+
+        def render(row: Values) -> object:
+            url = image_url(row[column], self._folders)
+            return {"type": "image_url", "image_url": {"url": url, **detail}}
+
+        return render
+
+
+def render_text(template: Template, row: Values) -> str:
+    """The text of a template; ValueError when it grows over the limit."""
+    pieces = list(_bounded(template.root_render_func(template.new_context(dict(row)))))
+    return "".join(pieces)
+
+
+def _bounded(pieces: Iterator[str]) -> Iterator[str]:
+    num_chars = 0
+    for piece in pieces:
+        num_chars += len(piece)
+        if num_chars > TEXT_LIMIT_CHARS:
+            raise ValueError(f"the text grows over {TEXT_LIMIT_CHARS >> 20} Mi characters")
+        yield piece
+
+
+def plain_value(value: object) -> object:
+    """`value` as JSON types. Raises TypeError or ValueError when it has no JSON form."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError("a number is NaN or infinite, which JSON cannot say")
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_value(item) for item in value]
+    if isinstance(value, decimal.Decimal):
+        return float(value)
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    # str() of an undefined value raises Jinja2's own explanation.
+    raise TypeError(f"a {type(value).__name__} has no JSON form: {str(value)[:80]}")

@@ -1,0 +1,1 @@
+"""The file that a job ends with."""

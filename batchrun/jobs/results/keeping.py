@@ -1,0 +1,143 @@
+"""The files that belong to jobs: whether they are what the store says, and which are done with."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import ValidationError
+
+from batchrun.errors import BatchrunError
+from batchrun.jobs import objects
+from batchrun.jobs.pin import InputPin, PinnedFile, hash_blocks, link_name, pinned_path
+from batchrun.store.check import Violation
+from batchrun.store.jobs import JobRecord
+from batchrun.types import JobState
+from batchrun.urls import is_url
+
+WITH_OUTPUT = frozenset({JobState.COMPLETED, JobState.CANCELLED, JobState.EXPIRED})
+ORPHAN_AGE_S = 86_400.0
+"""A link that no job names may belong to a submission under way, but not for so long."""
+LINK_NAME = re.compile(r"[0-9a-f]{32}-.+", re.DOTALL)
+_READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class UnusedLink:
+    """A link to an input that no job needs; `size_bytes` is what the disk gets back."""
+
+    path: Path
+    size_bytes: int
+
+
+def check_files(records: Sequence[JobRecord], *, links: Path) -> Iterator[Violation]:
+    """What is wrong with the inputs of unfinished jobs and the outputs of finished ones.
+
+    Reads every byte of those inputs. Where several jobs wrote one output, the last counts.
+    """
+    last_of = {_output_path(record): record for record in records if _has_output(record)}
+    for record in records:
+        if not record.state.is_terminal:
+            files = _pinned_files(record)
+            if files is None:
+                yield Violation("what it says of its input cannot be read", record.id)
+            for file in files or ():
+                yield from (Violation(what, record.id) for what in _input_faults(file, links))
+    for path, record in last_of.items():
+        yield from (Violation(what, record.id) for what in _output_faults(path, record))
+
+
+def find_unused_links(
+    records: Sequence[JobRecord], *, links: Path, now_s: float
+) -> list[UnusedLink]:
+    """Links to inputs in the folder `links` that no job needs: not one that runs or waits, and not
+    one whose results can still be written out. None while it is unknown what some job needs.
+
+    A copy of an object is the only one: where one job is done with it, a submission under way may
+    count on it, so it goes as late as a link that no job names.
+    """
+    kept: set[str] = set()
+    known: set[str] = set()
+    for record in records:
+        files = _pinned_files(record)
+        if files is None:
+            return []
+        names = {link_name(file) for file in files}
+        known |= {link_name(file) for file in files if not is_url(file.path)}
+        if record.results_removed_at is None:
+            kept |= names
+    found: list[UnusedLink] = []
+    for path in sorted(links.iterdir()) if links.is_dir() else ():
+        if path.name in kept or not LINK_NAME.fullmatch(path.name) or not path.is_file():
+            continue
+        status = path.stat()
+        if path.name in known or now_s - status.st_ctime > ORPHAN_AGE_S:
+            found.append(UnusedLink(path, status.st_size if status.st_nlink == 1 else 0))
+    return found
+
+
+def _pinned_files(record: JobRecord) -> tuple[PinnedFile, ...] | None:
+    """A job's input files, or None when the store's word on them cannot be read."""
+    try:
+        return InputPin.model_validate_json(record.pin).files
+    except ValidationError:
+        return None
+
+
+def _input_faults(file: PinnedFile, links: Path) -> Iterator[str]:
+    path = pinned_path(file, links)
+    try:
+        now = hash_blocks(path, file.block_ends)
+        size_bytes = path.stat().st_size
+    except OSError as failure:
+        yield f"its input {file.path} cannot be read: {failure.strerror}"
+        return
+    if size_bytes != file.size_bytes:
+        yield f"its input {path} had {file.size_bytes} bytes and has {size_bytes}"
+    pairs = enumerate(zip(file.block_hashes, now, strict=True))
+    for index, (was, is_now) in pairs:
+        if was != is_now:
+            yield f"block {index} of its input {path} had xxh3 {was} and has {is_now}"
+
+
+def _has_output(record: JobRecord) -> bool:
+    is_written = record.state in WITH_OUTPUT and record.reason is None and not record.is_batch
+    return is_written and record.results_removed_at is None
+
+
+def _output_path(record: JobRecord) -> str:
+    return str(json.loads(record.spec).get("output", {}).get("path", ""))
+
+
+def _output_faults(path: str, record: JobRecord) -> Iterator[str]:
+    try:
+        num_rows = _num_rows_of(path)
+    except (BatchrunError, OSError, pa.ArrowException) as failure:
+        problem = getattr(failure, "strerror", None) or " ".join(str(failure).split())
+        yield (
+            f"its output {path} cannot be read: {problem}; `batchrun results {record.id} -o PATH` "
+            "writes it again"
+        )
+        return
+    if num_rows != record.num_rows:
+        yield f"its output {path} has {num_rows} rows, and the job has {record.num_rows}"
+
+
+def _num_rows_of(place: str) -> int:
+    if not is_url(place):
+        with Path(place).open("rb") as file:
+            return _num_rows(place, file)
+    with objects.open_to_read(place) as remote:
+        return _num_rows(place, remote)
+
+
+def _num_rows(place: str, file: IO[bytes]) -> int:
+    if place.endswith(".parquet"):
+        return int(pq.read_metadata(file).num_rows)
+    return sum(piece.count(b"\n") for piece in iter(lambda: file.read(_READ_BYTES), b""))

@@ -1,0 +1,326 @@
+"""Results and kept input columns -> one output file, in input order.
+
+One row of a result on its way into the output file.
+
+The two output formats, each written as a stream.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic_core import from_json
+
+from batchrun.files import atomic_file
+from batchrun.jobs.inputs.data import InputData, check_columns
+from batchrun.jobs.inputs.rows import Row, plain_json
+from batchrun.jobs.spec import OUTPUT_COLUMNS, JobSpec
+from batchrun.types import ProgressSink, RowError, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class ResultRow:
+    """What the store holds of one finished row; `response_body` is the engine's JSON reply."""
+
+    row: int
+    response_body: bytes | None = None
+    error: RowError | None = None
+    finish_reason: str | None = None
+    usage: Usage = field(default_factory=Usage)
+    attempts: int = 1
+
+
+def response_text(endpoint: str, body: bytes) -> str | None:
+    """The answer in an engine's reply: the text of choice 0, tool calls as JSON text when there
+    is no text, an embedding as a JSON list. None when the reply holds no answer."""
+    try:
+        reply = from_json(body)
+    except ValueError:
+        return None
+    if not isinstance(reply, Mapping):
+        return None
+    if endpoint == "/v1/embeddings":
+        return _embedding_text(reply)
+    if endpoint == "/v1/responses":
+        return _responses_text(reply)
+    return _choice_text(_first(reply.get("choices")))
+
+
+def error_text(error: RowError | None) -> str | None:
+    """An error as the JSON text that the output's `error` column holds; None for none."""
+    if error is None:
+        return None
+    fields = {"code": error.code, "message": error.message, "status_code": error.status_code}
+    return json.dumps(fields, ensure_ascii=False)
+
+
+def _first(items: object) -> Mapping[str, object]:
+    first = items[0] if isinstance(items, list) and items else None
+    return first if isinstance(first, Mapping) else {}
+
+
+def _choice_text(choice: Mapping[str, object]) -> str | None:
+    message = choice.get("message")
+    if not isinstance(message, Mapping):
+        return _text(choice.get("text"))
+    text = _text(message.get("content"))
+    if not text and message.get("tool_calls"):
+        return json.dumps(message["tool_calls"], ensure_ascii=False)
+    return text
+
+
+def _embedding_text(reply: Mapping[str, object]) -> str | None:
+    data = reply.get("data")
+    vectors = [_first([item]).get("embedding") for item in data] if isinstance(data, list) else []
+    if not vectors:
+        return None
+    return json.dumps(vectors[0] if len(vectors) == 1 else vectors)
+
+
+def _responses_text(reply: Mapping[str, object]) -> str | None:
+    items = reply.get("output")
+    outputs = (
+        [item for item in items if isinstance(item, Mapping)] if isinstance(items, list) else []
+    )
+    texts = [
+        text
+        for item in outputs
+        if item.get("type") == "message" and isinstance(item.get("content"), list)
+        for part in item["content"]
+        if isinstance(part, Mapping) and (text := _text(part.get("text"))) is not None
+    ]
+    if texts:
+        return "".join(texts)
+    calls = [dict(item) for item in outputs if item.get("type") == "function_call"]
+    return json.dumps(calls, ensure_ascii=False) if calls else None
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+_GROUP_BYTES = 32 << 20
+_GROUP_ROWS = 65_536
+
+RESULT_TYPES: Mapping[str, pa.DataType] = {
+    "id": pa.string(),
+    "response": pa.string(),
+    "finish_reason": pa.string(),
+    "prompt_tokens": pa.int64(),
+    "output_tokens": pa.int64(),
+    "cached_tokens": pa.int64(),
+    "attempts": pa.int64(),
+    "error": pa.string(),
+    "body": pa.string(),
+}
+
+
+class Sink(Protocol):
+    """Takes the output's rows in order."""
+
+    def write(self, results: Sequence[Row], kept: pa.RecordBatch | Sequence[Row]) -> None:
+        """Adds rows; `kept` holds the kept input columns of the same rows."""
+        ...
+
+    def close(self) -> None:
+        """Writes what is left and the format's own ending; the file stays open."""
+        ...
+
+
+class JsonlSink:
+    """One JSON object per line; `error` and `body` are objects, times ISO text, bytes base64."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def write(self, results: Sequence[Row], kept: pa.RecordBatch | Sequence[Row]) -> None:
+        """Adds rows; `kept` are native rows."""
+        lines: list[str] = []
+        for result, row in zip(results, kept, strict=True):
+            first, *rest = result.items()
+            values = dict([first, *row.items(), *map(_as_object, rest)])
+            lines.append(json.dumps(plain_json(values), ensure_ascii=False) + "\n")
+        self._file.write("".join(lines).encode("utf-8", "backslashreplace"))
+
+    def close(self) -> None:
+        """Nothing is left over."""
+
+
+def _as_object(item: tuple[str, object]) -> tuple[str, object]:
+    name, value = item
+    if name in {"error", "body"} and isinstance(value, str):
+        return name, json.loads(value)
+    return item
+
+
+class ParquetSink:
+    """zstd Parquet in row groups of about 32 MiB; kept columns have their input types."""
+
+    def __init__(self, file: BinaryIO, *, kept: pa.Schema, result_columns: Sequence[str]) -> None:
+        results = [pa.field(name, RESULT_TYPES[name]) for name in result_columns]
+        self._schema = pa.schema([results[0], *kept, *results[1:]])
+        self._kept = kept.names
+        self._writer = pq.ParquetWriter(file, self._schema, compression="zstd")
+        self._waiting: list[pa.RecordBatch] = []
+        self._waiting_bytes = 0
+        self._waiting_rows = 0
+
+    def write(self, results: Sequence[Row], kept: pa.RecordBatch | Sequence[Row]) -> None:
+        """Adds rows; `kept` is a batch of the kept columns."""
+        assert isinstance(kept, pa.RecordBatch)
+        kept_columns = {name: kept.column(name) for name in self._kept}
+        arrays = [
+            kept_columns[field.name]
+            if field.name in kept_columns
+            else pa.array([row[field.name] for row in results], type=field.type)
+            for field in self._schema
+        ]
+        batch = pa.RecordBatch.from_arrays(arrays, schema=self._schema)
+        self._waiting.append(batch)
+        self._waiting_bytes += batch.nbytes
+        self._waiting_rows += batch.num_rows
+        if self._waiting_bytes >= _GROUP_BYTES or self._waiting_rows >= _GROUP_ROWS:
+            self._flush()
+
+    def close(self) -> None:
+        """Writes the last row group and the footer."""
+        self._flush()
+        self._writer.close()
+
+    def _flush(self) -> None:
+        if self._waiting:
+            self._writer.write_table(pa.Table.from_batches(self._waiting, schema=self._schema))
+            self._waiting.clear()
+            self._waiting_bytes = self._waiting_rows = 0
+
+
+_SLICE_ROWS = 256
+"""Rows whose replies are held at a time."""
+
+
+def write_output(
+    path: Path,
+    results: Iterator[ResultRow],
+    *,
+    spec: JobSpec,
+    data: InputData,
+    missing: RowError | None,
+    progress: ProgressSink | None = None,
+) -> int:
+    """Writes `path` (.parquet, or JSONL for any other name) and returns its number of rows.
+
+    `results` come in row order, possibly with gaps. A row without a result gets the error
+    `missing`, or is left out when that is None (a partial output). The file appears whole or
+    not at all. Raises StoreFullError, InputError for an unwritable place, DataError for an
+    input that cannot be read any more.
+    """
+    check_columns(spec, data)
+    num_written = 0
+    with atomic_file(path) as file:
+        merged = _Merged(results, missing, spec)
+        sink = _make_sink(file, path, spec, data)
+        for first_row, kept, ids in _kept_slices(spec, data, native=isinstance(sink, JsonlSink)):
+            rows, present = merged.take(first_row, ids)
+            if len(present) < len(ids):
+                kept = _selected(kept, present)
+            if rows:
+                sink.write(rows, kept)
+            num_written += len(rows)
+            if progress is not None:
+                progress("writing the results", first_row + len(ids), data.num_rows)
+        sink.close()
+    return num_written
+
+
+class _Merged:
+    """Walks the results beside the rows of the input."""
+
+    def __init__(
+        self, results: Iterator[ResultRow], missing: RowError | None, spec: JobSpec
+    ) -> None:
+        self._results = results
+        self._next = next(results, None)
+        self._missing = missing
+        self._spec = spec
+
+    def take(self, first_row: int, ids: Sequence[str]) -> tuple[list[Row], list[int]]:
+        """The output rows of the input rows from `first_row` on, and which of them they are."""
+        rows: list[Row] = []
+        present: list[int] = []
+        for index, row_id in enumerate(ids):
+            result = self._result_of(first_row + index)
+            if result is not None:
+                rows.append(_output_row(row_id, result, self._spec))
+                present.append(index)
+        return rows, present
+
+    def _result_of(self, row: int) -> ResultRow | None:
+        while self._next is not None and self._next.row < row:
+            self._next = next(self._results, None)
+        if self._next is not None and self._next.row == row:
+            return self._next
+        if self._missing is None:
+            return None
+        return ResultRow(row=row, error=self._missing, attempts=0)
+
+
+def _output_row(row_id: str, result: ResultRow, spec: JobSpec) -> Row:
+    reply = result.response_body
+    row: Row = {
+        "id": row_id,
+        "response": None if reply is None else response_text(spec.endpoint, reply),
+        "finish_reason": result.finish_reason,
+        "prompt_tokens": result.usage.num_prompt_tokens,
+        "output_tokens": result.usage.num_output_tokens,
+        "cached_tokens": result.usage.num_cached_tokens,
+        "attempts": result.attempts,
+        "error": error_text(result.error),
+    }
+    if spec.output.body:
+        row["body"] = None if reply is None else reply.decode("utf-8", "replace")
+    return row
+
+
+def _make_sink(file: BinaryIO, path: Path, spec: JobSpec, data: InputData) -> Sink:
+    if path.suffix != ".parquet":
+        return JsonlSink(file)
+    columns = OUTPUT_COLUMNS if spec.output.body else OUTPUT_COLUMNS[:-1]
+    kept = data.schema(spec.output.keep)
+    return ParquetSink(file, kept=kept, result_columns=columns)
+
+
+def _kept_slices(
+    spec: JobSpec, data: InputData, *, native: bool
+) -> Iterator[tuple[int, pa.RecordBatch | list[Row], list[str]]]:
+    """(first row, kept columns, ids) for a few rows at a time."""
+    keep = list(spec.output.keep)
+    id_columns = [data.id_column] if data.id_column and data.id_column not in keep else []
+    if native:
+        for first_row, rows in data.iter_rows([*keep, *id_columns]):
+            for start in range(0, len(rows), _SLICE_ROWS):
+                part = rows[start : start + _SLICE_ROWS]
+                ids = _ids(data, part, first_row + start)
+                yield first_row + start, [{name: row[name] for name in keep} for row in part], ids
+        return
+    for first_row, batch in data.iter_batches([*keep, *id_columns]):
+        for start in range(0, batch.num_rows, _SLICE_ROWS):
+            piece = batch.slice(start, _SLICE_ROWS)
+            id_rows = piece.select([data.id_column] if data.id_column else []).to_pylist()
+            ids = _ids(data, id_rows or [{}] * piece.num_rows, first_row + start)
+            yield first_row + start, piece.select(keep), ids
+
+
+def _ids(data: InputData, rows: Sequence[Row], first_row: int) -> list[str]:
+    return [data.row_id(row, first_row + index) for index, row in enumerate(rows)]
+
+
+def _selected(kept: pa.RecordBatch | list[Row], present: Sequence[int]) -> object:
+    if isinstance(kept, list):
+        return [kept[index] for index in present]
+    return kept.take(pa.array(present, type=pa.int64()))

@@ -1,0 +1,175 @@
+"""What a job file says, as frozen values that survive JSON unchanged."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from typing import Annotated, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    StringConstraints,
+    field_validator,
+)
+
+from batchrun.quantities import FailureLimit, parse_duration_s
+from batchrun.urls import check_place
+
+Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
+InputFormat = Literal["auto", "parquet", "jsonl", "csv", "openai-batch"]
+
+OUTPUT_COLUMNS = (
+    "id",
+    "response",
+    "finish_reason",
+    "prompt_tokens",
+    "output_tokens",
+    "cached_tokens",
+    "attempts",
+    "error",
+    "body",
+)
+"""The columns that batchrun writes; an input column of such a name cannot be kept."""
+
+MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1_000_000
+Weight = Annotated[float, Field(ge=MIN_WEIGHT, le=MAX_WEIGHT)]
+"""A job's share of computed tokens beside others; within the bounds no share rounds to nothing."""
+
+Text = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+
+
+Place = Annotated[Text, AfterValidator(check_place)]
+"""A path, or the URL of an object."""
+
+
+def _as_tuple(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
+
+
+def _optional_duration_s(value: object) -> float | None:
+    return None if value is None else parse_duration_s(value)
+
+
+def _checked_name(name: str) -> str:
+    if not re.fullmatch(r"\w[\w .:@+-]{0,127}", name):
+        raise ValueError(
+            f"must be 1 to 128 letters, digits, spaces or any of . _ : @ + - (got {name!r})"
+        )
+    return name
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class InputSpec(_Strict):
+    """Where the rows come from and how a row becomes a request.
+
+    `path` holds paths, URLs of objects, or globs of either. One of `messages`, `prompt` and `input`
+    is the template of the request (which one, the endpoint says); none for an OpenAI batch file.
+    """
+
+    path: Annotated[tuple[Place, ...], BeforeValidator(_as_tuple), Field(min_length=1)]
+    format: InputFormat = "auto"
+    id: Text | None = None
+    messages: JsonValue = None
+    prompt: JsonValue = None
+    input: JsonValue = None
+
+
+class OutputSpec(_Strict):
+    """Where the answers go. `keep`: input columns to join back; `body`: the whole reply too."""
+
+    path: Place
+    keep: tuple[Text, ...] = ()
+    body: bool = False
+
+    @field_validator("path")
+    @classmethod
+    def _known_suffix(cls, path: str) -> str:
+        if not path.endswith((".parquet", ".jsonl")):
+            raise ValueError(f"must end in .parquet or .jsonl (got {path!r})")
+        return path
+
+    @field_validator("keep")
+    @classmethod
+    def _no_clash(cls, keep: tuple[str, ...]) -> tuple[str, ...]:
+        for column in keep:
+            if column in OUTPUT_COLUMNS:
+                raise ValueError(f"{column!r} is a column that batchrun writes itself; rename it")
+            if keep.count(column) > 1:
+                raise ValueError(f"{column!r} is listed twice")
+        return keep
+
+
+class Source(_Strict):
+    """The job file a spec was read from, so that later errors can name file and line."""
+
+    path: str
+    lines: dict[str, int]
+
+
+class JobFile(_Strict):
+    """The keys a user may write in a job file."""
+
+    name: Annotated[str, AfterValidator(_checked_name)]
+    model: Text = "default"
+    endpoint: Endpoint = "/v1/chat/completions"
+    input: InputSpec
+    request: dict[str, JsonValue] = Field(default_factory=dict)
+    output: OutputSpec
+    deadline: Annotated[float | None, BeforeValidator(_optional_duration_s)] = None
+    weight: Weight = 1.0
+    retries: Annotated[int, Field(ge=0, le=100, strict=True)] = 3
+    row_timeout: Annotated[float, BeforeValidator(parse_duration_s)] = Field(
+        default="24h", validate_default=True
+    )
+    max_failed: FailureLimit | None = None
+
+
+class JobSpec(JobFile):
+    """A job as the daemon keeps it: all paths absolute, the format of the input known.
+
+    `continue_from` is the id of a job whose finished rows are taken over where they are the same.
+    """
+
+    source: Source | None = None
+    continue_from: str | None = None
+
+    @field_validator("weight", mode="before")
+    @classmethod
+    def _at_least_the_minimum(cls, weight: object) -> object:
+        """A store may hold jobs from before there was a lower bound; they run at that bound."""
+        is_too_low = isinstance(weight, int | float) and 0 < weight < MIN_WEIGHT
+        return MIN_WEIGHT if is_too_low else weight
+
+    @property
+    def deadline_s(self) -> float | None:
+        """Length of the completion window in seconds, from the submission on."""
+        return self.deadline
+
+    @property
+    def is_openai_batch(self) -> bool:
+        """Whether each input row is a complete request of its own."""
+        return self.input.format == "openai-batch"
+
+    def content_hash(self) -> str:
+        """Hex digest that is equal for two submissions of the same job, wherever they are read."""
+        values = self.model_dump(mode="json", exclude={"source", "continue_from", "row_timeout"})
+        canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()
+
+    def where(self, key: str) -> str:
+        """`FILE:LINE: KEY` for an error message, or the key alone when there was no file."""
+        if self.source is None:
+            return key
+        parent = key
+        while parent and parent not in self.source.lines:
+            parent = parent[: max(parent.rfind("."), parent.rfind("["), 0)]
+        return f"{self.source.path}:{self.source.lines.get(parent, 1)}: {key}"

@@ -1,0 +1,95 @@
+"""What online calls of each API key have used: counted by gateways, read by `batchrun keys list`.
+
+A file with 24 bytes for each key, by its number: calls, prompt tokens, output tokens.
+
+Who can reach an address.
+
+API keys as text: `sk-br-ID-SECRET`. Who holds the text is the key; batchrun keeps its hash.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import ipaddress
+import os
+import re
+import secrets
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+_COUNTS = struct.Struct("<QQQ")
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineUsage:
+    """Calls that were answered, and the tokens that their replies told."""
+
+    num_calls: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+
+
+class UsageFile:
+    """The counts of all keys; several processes may add to it."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        os.close(self._fd)
+
+    def add(self, seq: int, used: OnlineUsage) -> None:
+        """Count for the key of this number."""
+        offset = seq * _COUNTS.size
+        fcntl.lockf(self._fd, fcntl.LOCK_EX, _COUNTS.size, offset)
+        try:
+            before = self.read(seq)
+            after = _COUNTS.pack(
+                before.num_calls + used.num_calls,
+                before.num_prompt_tokens + used.num_prompt_tokens,
+                before.num_output_tokens + used.num_output_tokens,
+            )
+            os.pwrite(self._fd, after, offset)
+        finally:
+            fcntl.lockf(self._fd, fcntl.LOCK_UN, _COUNTS.size, offset)
+
+    def read(self, seq: int) -> OnlineUsage:
+        """What the key of this number has used."""
+        kept = os.pread(self._fd, _COUNTS.size, seq * _COUNTS.size).ljust(_COUNTS.size, b"\0")
+        return OnlineUsage(*_COUNTS.unpack(kept))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`; names but `localhost` count as public."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+ID_PREFIX = "key_"
+_ID_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
+_ID_LENGTH = 12
+_TEXT = re.compile(rf"sk-br-([{_ID_ALPHABET}]{{{_ID_LENGTH}}})-[A-Za-z0-9_-]{{43}}")
+
+
+def new_key() -> tuple[str, str]:
+    """(id, text) of a key that nobody has: 256 random bits, so that its hash needs no salt."""
+    name = "".join(secrets.choice(_ID_ALPHABET) for _ in range(_ID_LENGTH))
+    return ID_PREFIX + name, f"sk-br-{name}-{secrets.token_urlsafe(32)}"
+
+
+def id_in(text: str) -> str | None:
+    """The id that a key's text names; None for what is no key."""
+    found = _TEXT.fullmatch(text)
+    return None if found is None else ID_PREFIX + found[1]
+
+
+def digest(text: str) -> str:
+    """What is kept of a key: SHA-256 in hex. Headers may hold bytes that are no text."""
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()

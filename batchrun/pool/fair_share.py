@@ -1,0 +1,399 @@
+"""Weighted fair share between jobs, in computed tokens, one prefix subtree at a time.
+
+Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996): the next turn is that of the job at
+the lowest level, its charged tokens by its weight. A turn is a subtree, so that the KV of its
+prefix stays in use, or a quantum where a subtree is longer.
+
+What a job still has to compute: its estimate, corrected by what came back.
+
+Which job hands out the next row: fair shares by weight, and what deadlines need on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from batchrun.pool.deadlines import (
+    DEFAULT_MARGINS,
+    Claim,
+    Deadlines,
+    JobWork,
+    Margins,
+    Outlook,
+    UrgentTurns,
+)
+from batchrun.pool.pace import CapacityForecast, Completion
+
+DOUBT = 0.3
+"""How far an estimate may be off, as a share, before any row has come back."""
+PRIOR_ROWS = 8
+"""So many rows must come back to weigh as much as the estimate itself."""
+HALF_LIFE_ROWS = 256
+"""A row weighs half as much in the correction once so many others have come back after it."""
+
+_DECAY = 0.5 ** (1 / HALF_LIFE_ROWS)
+
+
+class WorkLeft:
+    """The computed tokens that a job's unfinished rows will take.
+
+    A row comes with an estimate. The ratio of computed to estimated tokens of the rows that came
+    back corrects what is left, and the estimates of rows to come. Rows in flight count as left.
+    """
+
+    __slots__ = ("_seen_computed", "_seen_estimated", "_seen_rows", "estimated_tokens", "ratio")
+
+    def __init__(self, estimated_tokens: int) -> None:
+        self.estimated_tokens = estimated_tokens
+        self.ratio = 1.0
+        self._seen_rows = 0.0
+        self._seen_estimated = 0.0
+        self._seen_computed = 0.0
+
+    @property
+    def tokens(self) -> float:
+        """The best guess."""
+        return self.estimated_tokens * self.ratio
+
+    @property
+    def doubt(self) -> float:
+        """How far the guess may be off, as a share: from `DOUBT` to nothing as rows come back."""
+        return DOUBT * PRIOR_ROWS / (self._seen_rows + PRIOR_ROWS)
+
+    def corrected(self, estimated_tokens: int) -> int:
+        """What a row with this estimate will compute, by the rows that came back."""
+        return round(estimated_tokens * self.ratio)
+
+    def settle(self, estimated_tokens: int, computed_tokens: int) -> None:
+        """A row with this estimate has ended, after so many computed tokens."""
+        self.estimated_tokens = max(self.estimated_tokens - estimated_tokens, 0)
+        self._seen_rows = self._seen_rows * _DECAY + 1
+        self._seen_estimated = self._seen_estimated * _DECAY + estimated_tokens
+        self._seen_computed = self._seen_computed * _DECAY + computed_tokens
+        if self._seen_estimated > 0:
+            seen_ratio = self._seen_computed / self._seen_estimated
+            rows = self._seen_rows
+            self.ratio = (rows * seen_ratio + PRIOR_ROWS) / (rows + PRIOR_ROWS)
+
+
+QUANTUM_TOKENS = 32_768
+
+
+class Charge(NamedTuple):
+    """What a row in flight was charged; an urgent one is no part of the fair share."""
+
+    estimated_tokens: int
+    charged_tokens: int
+    is_urgent: bool
+
+
+@dataclass(slots=True)
+class JobAccount:
+    """One job: what it was charged, and what it really computed.
+
+    `fair_tokens` is what its level counts: rows handed out by fair share, corrected once they are
+    back. `num_fair_tokens` and `num_urgent_tokens` were computed by the rows that are back.
+    """
+
+    weight: float
+    work: WorkLeft
+    start_level: float = 0.0
+    level: float = 0.0
+    fair_tokens: int = 0
+    num_fair_tokens: int = 0
+    num_urgent_tokens: int = 0
+    is_awake: bool = False
+    in_flight: dict[int, Charge] = field(default_factory=dict)
+
+    def add(self, tokens: int) -> None:
+        """Raise the level by a charge, or lower it by a negative one."""
+        self.fair_tokens += tokens
+        self.level = self.start_level + self.fair_tokens / self.weight
+
+    def wake_at(self, level: float) -> None:
+        """The job has rows again: what it could have had meanwhile is gone."""
+        self.is_awake = True
+        if self.level < level:
+            self.start_level += level - self.level
+            self.level = self.start_level + self.fair_tokens / self.weight
+
+
+class JobShares:
+    """The accounts of all jobs, and whose turn it is.
+
+    `ready` is always the set of jobs that have a row to hand out now. A job that was not in it the
+    last time, because it is new, was paused or waited, starts at the level of the least served.
+    """
+
+    def __init__(self, quantum_tokens: int = QUANTUM_TOKENS) -> None:
+        self._quantum_tokens = quantum_tokens
+        self._accounts: dict[str, JobAccount] = {}
+        self._level = 0.0
+        self._turn: str | None = None
+        self.num_in_flight = 0
+        self.in_flight_tokens = 0
+
+    @property
+    def accounts(self) -> dict[str, JobAccount]:
+        """By job, in the order in which they joined; to read only."""
+        return self._accounts
+
+    def join(self, job_id: str, weight: float, work: WorkLeft) -> None:
+        """A job takes part from now on; `weight` is above 0."""
+        assert job_id not in self._accounts
+        self._accounts[job_id] = JobAccount(weight, work)
+
+    def leave(self, job_id: str) -> None:
+        """A job has ended or is paused; its rows in flight are nobody's any more."""
+        account = self._accounts.pop(job_id)
+        self.num_in_flight -= len(account.in_flight)
+        self.in_flight_tokens -= sum(c.charged_tokens for c in account.in_flight.values())
+        self.end_turn(job_id)
+
+    def holder(self, ready: AbstractSet[str]) -> str | None:
+        """The ready job in the middle of its turn, or None where a turn has to begin."""
+        self._wake(ready)
+        if self._turn is None or self._turn not in ready:
+            return None
+        account = self._accounts[self._turn]
+        ahead_tokens = (account.level - self._level) * account.weight
+        return self._turn if ahead_tokens < self._quantum_tokens else None
+
+    def begin_turn(self, ready: AbstractSet[str]) -> str | None:
+        """Give the turn to the ready job at the lowest level; None when none is ready.
+
+        Call `holder` with the same jobs first. Among equals, who joined first goes first.
+        """
+        awake = [(job_id, a) for job_id, a in self._accounts.items() if job_id in ready]
+        self._turn = min(awake, key=lambda item: item[1].level)[0] if awake else None
+        return self._turn
+
+    def end_turn(self, job_id: str) -> None:
+        """The job's subtree is handed out: if it has the turn, another begins."""
+        if self._turn == job_id:
+            self._turn = None
+
+    def charge(self, job_id: str, row: int, estimated_tokens: int, *, is_urgent: bool) -> int:
+        """A row is handed out; returns its charge, the estimate corrected by the rows before it.
+
+        An urgent row leaves the level where it is.
+        """
+        account = self._accounts[job_id]
+        assert row not in account.in_flight
+        tokens = account.work.corrected(estimated_tokens)
+        account.in_flight[row] = Charge(estimated_tokens, tokens, is_urgent)
+        self.num_in_flight += 1
+        self.in_flight_tokens += tokens
+        if not is_urgent:
+            account.add(tokens)
+        return tokens
+
+    def settle(self, job_id: str, row: int, computed_tokens: int) -> None:
+        """A row has ended: its charge becomes what it computed. Free where its job has left."""
+        account = self._accounts.get(job_id)
+        if account is None:
+            return
+        charge = self._take_back(account, row)
+        account.work.settle(charge.estimated_tokens, computed_tokens)
+        if charge.is_urgent:
+            account.num_urgent_tokens += computed_tokens
+        else:
+            account.num_fair_tokens += computed_tokens
+            account.add(computed_tokens - charge.charged_tokens)
+
+    def refund(self, job_id: str, row: int) -> None:
+        """A row came back unfinished and will run again. Free where its job has left."""
+        account = self._accounts.get(job_id)
+        if account is None:
+            return
+        charge = self._take_back(account, row)
+        if not charge.is_urgent:
+            account.add(-charge.charged_tokens)
+
+    def check(self) -> None:
+        """Recount every account; raises AssertionError when one does not balance."""
+        charges = [c for a in self._accounts.values() for c in a.in_flight.values()]
+        assert self.num_in_flight == len(charges)
+        assert self.in_flight_tokens == sum(c.charged_tokens for c in charges)
+        for account in self._accounts.values():
+            fair = [c for c in account.in_flight.values() if not c.is_urgent]
+            in_flight_tokens = sum(charge.charged_tokens for charge in fair)
+            assert account.fair_tokens == account.num_fair_tokens + in_flight_tokens
+            assert account.level == account.start_level + account.fair_tokens / account.weight
+        assert self._turn is None or self._turn in self._accounts
+
+    def _wake(self, ready: AbstractSet[str]) -> None:
+        """Find the level of the least served job; who was not ready before starts there."""
+        lowest = float("inf")
+        waking: list[JobAccount] = []
+        for job_id, account in self._accounts.items():
+            if job_id not in ready:
+                account.is_awake = False
+            elif not account.is_awake:
+                waking.append(account)
+            elif account.level < lowest:
+                lowest = account.level
+        if lowest < float("inf"):
+            self._level = lowest
+        for account in waking:
+            account.wake_at(self._level)
+
+    def _take_back(self, account: JobAccount, row: int) -> Charge:
+        charge = account.in_flight.pop(row)
+        self.num_in_flight -= 1
+        self.in_flight_tokens -= charge.charged_tokens
+        return charge
+
+
+REVIEW_INTERVAL_S = 1.0
+NEW_JOB = ""
+"""Stands for a job that is only asked about."""
+
+
+class Turn(NamedTuple):
+    """The job that hands out the next row, and whether its deadline is why."""
+
+    job_id: str
+    is_urgent: bool
+
+
+class JobTurns:
+    """Whose row is next, for all jobs of a deployment.
+
+    All tokens are computed tokens: prompt tokens that are not cached, and output tokens. Instants
+    are on the clock of `now_s`. For each row: `choose`, `charge`, and `settle` or `refund`.
+    """
+
+    def __init__(
+        self, quantum_tokens: int = QUANTUM_TOKENS, margins: Margins = DEFAULT_MARGINS
+    ) -> None:
+        self._quantum_tokens = quantum_tokens
+        self._shares = JobShares(quantum_tokens)
+        self._urgent = UrgentTurns(quantum_tokens)
+        self._deadlines = Deadlines(margins)
+        self._capacity = CapacityForecast()
+        self._claims: dict[str, float] = {}
+        self._review_at = float("-inf")
+
+    @property
+    def capacity_tokens_per_s(self) -> float | None:
+        """The forecast of what the engines compute for offline work; None while unknown."""
+        return self._capacity.tokens_per_s
+
+    @property
+    def pace(self) -> tuple[float | None, float]:
+        """Computed tokens per second of the last minute in which the engines were full (None while
+        not known), and how many such seconds were seen."""
+        completions = self._capacity.completions
+        return completions.tokens_per_s, completions.seen_s
+
+    @property
+    def num_in_flight(self) -> int:
+        """Rows that were handed out and are neither settled nor refunded."""
+        return self._shares.num_in_flight
+
+    def computed_tokens(self) -> dict[str, int]:
+        """What the rows of each job have computed since it joined."""
+        return {
+            job_id: account.num_fair_tokens + account.num_urgent_tokens
+            for job_id, account in self._shares.accounts.items()
+        }
+
+    def join(
+        self, job_id: str, weight: float, work_tokens: int, *, due_at: float | None = None
+    ) -> None:
+        """A job runs from now on, or again after a pause.
+
+        `work_tokens` is the sum of the estimates of its rows that have no result yet.
+        """
+        self._shares.join(job_id, weight, WorkLeft(work_tokens))
+        if due_at is not None:
+            self._deadlines.join(job_id, due_at)
+        self._review_at = float("-inf")
+
+    def leave(self, job_id: str) -> None:
+        """A job has ended or is paused: no turn, no claim; its rows in flight are free."""
+        self._shares.leave(job_id)
+        self._urgent.leave(job_id)
+        self._deadlines.leave(job_id)
+        self._review_at = float("-inf")
+
+    def choose(self, ready: AbstractSet[str], now_s: float) -> Turn | None:
+        """The job whose row goes next, of those with a row to hand out; None when there is none."""
+        if now_s >= self._review_at:
+            self._review(now_s)
+        holder = self._shares.holder(ready)
+        urgent = self._urgent.choose(ready, is_between_turns=holder is None)
+        if urgent is not None:
+            return Turn(urgent, is_urgent=True)
+        fair = holder or self._shares.begin_turn(ready)
+        return None if fair is None else Turn(fair, is_urgent=False)
+
+    def charge(self, turn: Turn, row: int, estimated_tokens: int, *, ends_subtree: bool) -> None:
+        """A row is handed out. `ends_subtree`: the job's next row has another prefix."""
+        job_id, is_urgent = turn
+        tokens = self._shares.charge(job_id, row, estimated_tokens, is_urgent=is_urgent)
+        self._urgent.charge(job_id, tokens, is_urgent=is_urgent)
+        if ends_subtree:
+            self._shares.end_turn(job_id)
+            self._urgent.end_turn(job_id)
+
+    def settle(self, job_id: str, row: int, computed_tokens: int) -> None:
+        """A row has ended, with or without error, after so many computed tokens."""
+        self._capacity.add(computed_tokens)
+        self._shares.settle(job_id, row, computed_tokens)
+
+    def refund(self, job_id: str, row: int) -> None:
+        """A row came back unfinished and will run again."""
+        self._shares.refund(job_id, row)
+
+    def observe(self, now_s: float, *, is_saturated: bool) -> None:
+        """From now on the engines have all the rows that they take, or not.
+
+        Call it after each round of handing out, at least a few times a second.
+        """
+        self._capacity.observe(now_s, self._shares.num_in_flight, is_saturated=is_saturated)
+
+    def outlook(self, job_id: str) -> Outlook | None:
+        """What becomes of a job's deadline; None without one, or before there is a forecast."""
+        return self._deadlines.outlook(job_id)
+
+    def completions(self) -> dict[str, Completion]:
+        """When the running jobs will be done; empty while the pace is not known."""
+        return self._capacity.completions.foretell(self._works(), self._claims)
+
+    def foretell(self, weight: float, work_tokens: int) -> Completion | None:
+        """When a job would be done that joined now; None while the pace is not known."""
+        works = self._works() | {NEW_JOB: JobWork(weight, work_tokens, DOUBT)}
+        return self._capacity.completions.foretell(works, self._claims).get(NEW_JOB)
+
+    def take_news(self) -> list[Outlook]:
+        """Outlooks to announce: those that changed since the last call."""
+        return self._deadlines.take_news()
+
+    def check(self) -> None:
+        """Recount everything; raises AssertionError when an account does not balance."""
+        self._shares.check()
+        self._urgent.check(self._shares.accounts.keys())
+
+    def _review(self, now_s: float) -> None:
+        self._review_at = now_s + REVIEW_INTERVAL_S
+        capacity = self.capacity_tokens_per_s
+        if capacity is None:
+            self._urgent.claim({})
+            self._claims = {}
+            return
+        works = self._works()
+        lag_s = (self._shares.in_flight_tokens + self._quantum_tokens) / capacity
+        self._claims = self._deadlines.review(now_s, capacity, lag_s, works)
+        self._urgent.claim({
+            job_id: Claim(share, works[job_id].tokens) for job_id, share in self._claims.items()
+        })
+
+    def _works(self) -> dict[str, JobWork]:
+        return {
+            job_id: JobWork(account.weight, account.work.tokens, account.work.doubt)
+            for job_id, account in self._shares.accounts.items()
+        }

@@ -1,0 +1,255 @@
+"""How fast offline work went, stretch by stretch, and how far that says what is to come.
+
+When jobs will be done: a best guess, and a range that is to hold nine times of ten.
+
+How many tokens the engines compute for offline work in a second: the recent past, weighed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchrun.pool.deadlines import JobWork, tokens_ahead
+
+LEAST_STRETCHES = 3
+PRIOR_SD = 0.12
+"""Standard deviation of the logarithm of a pace about its forecast, before anything was seen."""
+PRIOR_WEIGHT = 2.0
+"""So many independent errors weigh as much as the prior."""
+LEAST_WINDOW_S = 60.0
+WINDOW_SHARE = 0.25
+"""A forecast is the mean of so much of the time that it is for: the mix of rows changes slowly."""
+
+Rates = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class PaceForecast:
+    """Computed tokens per second over some time to come, and the standard deviation of the
+    logarithm of what really comes over that."""
+
+    tokens_per_s: float
+    log_sd: float
+
+
+@dataclass(slots=True)
+class PaceHistory:
+    """Computed tokens per second in the last `num_stretches` stretches of `stretch_s`.
+
+    Only time counts in which the engines had all the work that they take.
+    """
+
+    stretch_s: float
+    num_stretches: int
+    _rates: deque[float] = field(init=False)
+    _open_s: float = 0.0
+    _open_tokens: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._rates = deque(maxlen=self.num_stretches)
+
+    @property
+    def seen_s(self) -> float:
+        """The time that is remembered, whole stretches only."""
+        return len(self._rates) * self.stretch_s
+
+    def add(self, elapsed_s: float, computed_tokens: float) -> None:
+        """Time has passed, in which so many tokens came back; both are spread evenly."""
+        self._open_s += elapsed_s
+        self._open_tokens += computed_tokens
+        while self._open_s >= self.stretch_s:
+            tokens = self._open_tokens * self.stretch_s / self._open_s
+            self._rates.append(tokens / self.stretch_s)
+            self._open_s -= self.stretch_s
+            self._open_tokens -= tokens
+
+    def forecast(self, horizon_s: float) -> PaceForecast | None:
+        """The mean pace over the next `horizon_s`; None until a few stretches were seen.
+
+        Its doubt is the error that the same forecast made over the past, at that horizon or at a
+        third of the past where that is shorter.
+        """
+        rates = np.fromiter(self._rates, np.float64)
+        if len(rates) < LEAST_STRETCHES or not rates.any():
+            return None
+        stretches = max(1, round(horizon_s / self.stretch_s))
+        mean = float(rates[-self._window(stretches) :].mean())
+        if mean <= 0:
+            return None
+        horizon = min(stretches, max(1, len(rates) // LEAST_STRETCHES))
+        errors = _past_errors(rates, horizon, self._window(horizon))
+        num = len(errors) / horizon
+        squares = float(errors @ errors) / max(len(errors), 1)
+        variance = (num * squares + PRIOR_WEIGHT * PRIOR_SD**2) / (num + PRIOR_WEIGHT)
+        return PaceForecast(mean, math.sqrt(variance))
+
+    def _window(self, stretches: int) -> int:
+        """How many stretches a forecast for so many looks back on."""
+        return max(1, round(LEAST_WINDOW_S / self.stretch_s), int(stretches * WINDOW_SHARE))
+
+
+def _past_errors(rates: Rates, horizon: int, window: int) -> Rates:
+    """Logarithms of what came over what was forecast, at every stretch of the past."""
+    sums = np.concatenate([[0.0], np.cumsum(rates)])
+    at = np.arange(horizon, len(rates) - horizon + 1)
+    looked_back = np.minimum(at, window)
+    before = (sums[at] - sums[at - looked_back]) / looked_back
+    after = (sums[at + horizon] - sums[at]) / horizon
+    is_known = (before > 0) & (after > 0)
+    errors: Rates = np.log(after[is_known] / before[is_known])
+    return errors
+
+
+DEVIATIONS = 1.7
+"""On either side of the best guess; 1.645 would do were the errors normal and well known."""
+DOUBT_SD = 0.5
+"""An estimate of work is off by its doubt at most, so by half of it on average."""
+EARLY_S, LATE_S = 0.5, 2.0
+"""The last rows end together or one by one: seconds added to either side."""
+FINE_S, NUM_FINE = 5.0, 720
+COARSE_S, NUM_COARSE = 300.0, 2_016
+"""An hour in stretches of 5 s, a week in stretches of 5 minutes."""
+FINE_HORIZON_S = 1_200.0
+"""What is done sooner is foretold from the fine history."""
+
+
+class Completion(NamedTuple):
+    """Seconds until a job is done; the range is to hold the truth with a probability of 0.9."""
+
+    expected_s: float
+    low_s: float
+    high_s: float
+
+
+@dataclass(slots=True)
+class Completions:
+    """The pace of all engines together, and when it brings jobs to their ends."""
+
+    fine: PaceHistory = field(default_factory=lambda: PaceHistory(FINE_S, NUM_FINE))
+    coarse: PaceHistory = field(default_factory=lambda: PaceHistory(COARSE_S, NUM_COARSE))
+
+    @property
+    def seen_s(self) -> float:
+        """How much of the past the pace rests on."""
+        return max(self.fine.seen_s, self.coarse.seen_s)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """The pace of the last minute; None while it is not known."""
+        now = self.fine.forecast(0.0)
+        return None if now is None else now.tokens_per_s
+
+    def add(self, elapsed_s: float, computed_tokens: float) -> None:
+        """Time has passed in which the engines had all the work that they take."""
+        self.fine.add(elapsed_s, computed_tokens)
+        self.coarse.add(elapsed_s, computed_tokens)
+
+    def foretell(
+        self, works: Mapping[str, JobWork], claims: Mapping[str, float]
+    ) -> dict[str, Completion]:
+        """Of all jobs in `works`, which run beside each other; none while the pace is not known.
+
+        `claims` are the shares that deadlines take off the fair shares.
+        """
+        ahead = tokens_ahead(works, claims)
+        found = {job_id: self._of(ahead[job_id], work.doubt) for job_id, work in works.items()}
+        return {job_id: each for job_id, each in found.items() if each is not None}
+
+    def _of(self, tokens: float, doubt: float) -> Completion | None:
+        pace = self._pace(tokens)
+        if pace is None:
+            return None
+        expected_s = tokens / pace.tokens_per_s
+        factor = math.exp(DEVIATIONS * math.hypot(pace.log_sd, DOUBT_SD * doubt))
+        low_s = max(expected_s / factor - EARLY_S, 0.0)
+        return Completion(expected_s, low_s, expected_s * factor + LATE_S)
+
+    def _pace(self, tokens: float) -> PaceForecast | None:
+        now_tokens_per_s = self.tokens_per_s
+        if now_tokens_per_s is None:
+            return None
+        horizon_s = tokens / now_tokens_per_s
+        if horizon_s > FINE_HORIZON_S:
+            long = self.coarse.forecast(horizon_s)
+            if long is not None and self.coarse.seen_s > self.fine.seen_s:
+                return long
+        return self.fine.forecast(horizon_s)
+
+
+HALF_LIFE_S = 120.0
+"""Longer than a burst of online calls, shorter than their tide."""
+LEAST_SEEN_S = 15.0
+"""No forecast from less than this."""
+MOST_EARLY_S = 30.0
+"""How long to wait for the first rows of a full window, which say nothing of the rate."""
+
+
+class CapacityForecast:
+    """The offline capacity of all engines together, in computed tokens per second.
+
+    A mean over the recent past in which a second counts for half after `HALF_LIFE_S`. It is a mean
+    and not a median because a job lives through the bursts of online load too. Only time in which
+    the engines had all the work that they take is counted: an engine that is idle says nothing of
+    what it could do, nor does one that has just been filled.
+    """
+
+    __slots__ = (
+        "_at",
+        "_early_until_s",
+        "_is_saturated",
+        "_new_tokens",
+        "_num_early_rows",
+        "_seen_s",
+        "_tokens",
+        "completions",
+    )
+
+    def __init__(self) -> None:
+        self._at = 0.0
+        self._early_until_s = 0.0
+        self._is_saturated = False
+        self._num_early_rows = 0
+        self._new_tokens = 0
+        self._tokens = 0.0
+        self._seen_s = 0.0
+        self.completions = Completions()
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """The forecast; None until enough was seen, or while nothing is computed."""
+        if self._seen_s < LEAST_SEEN_S or not self._tokens:
+            return None
+        return self._tokens / self._seen_s
+
+    def add(self, computed_tokens: int) -> None:
+        """A row came back, after so many computed tokens."""
+        if self._num_early_rows:
+            self._num_early_rows -= 1
+        else:
+            self._new_tokens += computed_tokens
+
+    def observe(self, now_s: float, num_in_flight: int, *, is_saturated: bool) -> None:
+        """From now on the engines have all the work that they take, or not.
+
+        `num_in_flight` rows are with the engines. Call it at each change, and a few times a second.
+        """
+        elapsed_s, self._at = now_s - self._at, now_s
+        if self._is_saturated and not self._num_early_rows:
+            decay = 0.5 ** (elapsed_s / HALF_LIFE_S)
+            self._tokens = self._tokens * decay + self._new_tokens
+            self._seen_s = self._seen_s * decay + elapsed_s
+            self.completions.add(elapsed_s, self._new_tokens)
+        self._new_tokens = 0
+        if is_saturated and not self._is_saturated:
+            self._num_early_rows = num_in_flight
+            self._early_until_s = now_s + MOST_EARLY_S
+        elif not is_saturated or now_s >= self._early_until_s:
+            self._num_early_rows = 0
+        self._is_saturated = is_saturated

@@ -1,0 +1,117 @@
+"""Durations as people write them: in a job file, in batchrun.yaml, on the command line.
+
+Failure limits as people write them in a job file.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+_UNIT_S = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
+_DURATION = re.compile(r"(?:\d+(?:\.\d+)?[dhms]\s*)+")
+_DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)([dhms])")
+_ENDLESS_S = 10**300
+_AGE = re.compile(r"(\d{1,6})([dh])")
+
+
+def parse_duration_s(value: object) -> float:
+    """Seconds of `"6h"`, `"30m"`, `"1h30m"`, `"2d"` or a number of seconds; more than 0.
+
+    Raises ValueError, which pydantic turns into one line.
+    """
+    duration_s = _duration_s(value)
+    if not 0 < duration_s < math.inf:
+        raise ValueError(f"must be longer than 0 and have an end (got {value!r:.100})")
+    return duration_s
+
+
+def parse_age_s(value: str) -> float:
+    """Seconds of an age such as `"30d"` or `"12h"`. Raises ValueError."""
+    match = _AGE.fullmatch(value.strip())
+    if match is None:
+        raise ValueError(f"must be an age such as 30d or 12h (got {value!r})")
+    return float(match[1]) * _UNIT_S[match[2]]
+
+
+def duration(value_s: float) -> str:
+    """Days, hours, minutes or seconds, the largest two that matter."""
+    if value_s < 60:
+        return f"{value_s:.0f} s"
+    minutes = round(value_s / 60)
+    days, hours, minutes = minutes // 1440, minutes // 60 % 24, minutes % 60
+    parts = [f"{days} d"] * (days > 0) + [f"{hours} h"] * (hours > 0)
+    if not days and (minutes or not parts):
+        parts.append(f"{minutes} min")
+    return " ".join(parts)
+
+
+def share(value: float) -> str:
+    """A share in per cent, never rounded up: 98.97 % do not reach 99 %."""
+    return f"{math.floor(value * 1000 + 1e-9) / 10:.1f} %"
+
+
+def seconds(value_s: float) -> str:
+    """A latency."""
+    return f"{value_s:.3g} s" if value_s >= 1 else f"{1e3 * value_s:.3g} ms"
+
+
+def count(number: int, noun: str) -> str:
+    """`1 engine`, `2 engines`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _duration_s(value: object) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value) if abs(value) < _ENDLESS_S else math.inf
+    if isinstance(value, str) and _DURATION.fullmatch(value.strip()):
+        parts = _DURATION_PART.findall(value)
+        return sum(float(number) * _UNIT_S[unit] for number, unit in parts)
+    raise ValueError(f"must be a duration such as 90s, 30m, 6h or 2d (got {value!r:.100})")
+
+
+class FailureLimit(BaseModel):
+    """How many rows of a job may fail before it pauses: a share (0 to 1) or a number of rows."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    share: float | None = None
+    num_rows: int | None = None
+
+    def max_failed_rows(self, num_rows: int) -> int:
+        """The most failed rows that a job of `num_rows` rows bears without pausing."""
+        if self.num_rows is not None:
+            return self.num_rows
+        return math.floor((self.share or 0.0) * num_rows + 1e-9)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parse(cls, value: object) -> object:
+        if isinstance(value, dict | FailureLimit):
+            return value
+        if isinstance(value, str) and value.strip().endswith("%"):
+            return {"share": _checked_share(_number(value.strip()[:-1], value) / 100, value)}
+        if isinstance(value, float):
+            return {"share": _checked_share(value, value)}
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+            return {"num_rows": value}
+        raise ValueError(_failure_limit_message(value))
+
+
+def _number(text: str, value: object) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(_failure_limit_message(value)) from None
+
+
+def _checked_share(share: float, value: object) -> float:
+    if not 0 <= share <= 1:
+        raise ValueError(_failure_limit_message(value))
+    return share
+
+
+def _failure_limit_message(value: object) -> str:
+    return f"must be a percentage (5%), a share (0.05) or a number of rows (got {value!r})"

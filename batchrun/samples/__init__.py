@@ -1,0 +1,1 @@
+"""Generated text of our own: for the tiny model's tokenizer and for the sample data sets."""

@@ -1,0 +1,244 @@
+"""The offline part of a step: running rows go on, rows whose prefix is cached come in.
+
+The online part of a step: decodes, prefills, then admissions in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from batchrun.cache.reserve import KvUse
+from batchrun.scheduling.draft import CLOSING_TOKENS, Draft
+from batchrun.scheduling.draft import LONG_PREFILL_TOKENS as LONG
+from batchrun.scheduling.view import EngineView, Group, PrefixHit, RequestView
+from batchrun.scheduling.worth import Victims
+
+MIN_CHUNK_TOKENS = 32
+"""A smaller chunk of a longer prefill is not worth its place in the step."""
+
+
+def place_online(draft: Draft, limit_s: float) -> bool:
+    """Give online requests all they want within `limit_s`, at the cost of offline ones.
+
+    False when one has to wait: offline work then takes nothing new.
+    """
+    decodes, prefills = by_kind(draft.view.online_running)
+    draft.decode(decodes)
+    for request in prefills:
+        left = request.prefill_left_tokens
+        chunk = draft.chunk(request.num_computed_tokens, left, limit_s)
+        draft.prefill(request, _at_least(chunk, left, draft))
+    victims = Victims(draft)
+    victims.make_room(0)
+    return all(_let_in(draft, victims, request, limit_s) for request in draft.view.online_waiting)
+
+
+def by_kind(requests: Sequence[RequestView]) -> tuple[list[RequestView], list[RequestView]]:
+    """Running requests with work left: those that decode, and the others."""
+    decodes: list[RequestView] = []
+    prefills: list[RequestView] = []
+    for request in requests:
+        left = request.work_left_tokens
+        if left:
+            (decodes if left == 1 and request.num_output_tokens else prefills).append(request)
+    return decodes, prefills
+
+
+def _let_in(draft: Draft, victims: Victims, request: RequestView, limit_s: float) -> bool:
+    """Admit an online request, preempting offline ones; False when it must wait for room.
+
+    One whose adapter must wait for other online requests does not hold up those behind it.
+    """
+    view = draft.view
+    if draft.tokens_left <= 0:
+        return False
+    has_adapter = draft.fits_lora(request)
+    if not has_adapter and not victims.can_free_adapter():
+        return True
+    hit = view.look_up(request)
+    left = request.num_tokens - hit.num_tokens
+    chunk = _at_least(draft.chunk(hit.num_tokens, left, limit_s), left, draft)
+    if chunk == 0:
+        return False
+    need = view.free_blocks_for(request.num_tokens + 1, hit)
+    if need > draft.free_blocks + draft.offline_blocks:
+        return False
+    if not has_adapter:
+        victims.free_adapter()
+    victims.make_room(need, slots=1)
+    if draft.free_blocks < need or draft.slots_left <= 0:
+        return False
+    draft.let_in(request, hit, chunk, need)
+    return True
+
+
+def _at_least(chunk: int, left: int, draft: Draft) -> int:
+    """Online prefills always move, if by little: a limit of zero would starve them."""
+    return max(chunk, min(left, MIN_CHUNK_TOKENS, draft.tokens_left))
+
+
+MAX_TRIED = 64
+"""Candidates whose prefix one step looks up."""
+
+
+def go_on(draft: Draft, limit_s: float) -> None:
+    """Offline requests that run already: decodes first, then prefills in order."""
+    running = draft.view.offline_running
+    if draft.preempt:
+        gone = set(map(id, draft.preempt))
+        running = [request for request in running if id(request) not in gone]
+    decodes, prefills = by_kind(running)
+    for request in _decode(draft, decodes, limit_s):
+        draft.sit_out(request)
+    for request in prefills:
+        computed = request.num_computed_tokens
+        left = min(request.prefill_left_tokens, draft.room_tokens(computed))
+        chunk = draft.chunk(computed, left, limit_s)
+        draft.prefill(request, chunk if chunk >= min(left, MIN_CHUNK_TOKENS) else 0)
+
+
+def _decode(draft: Draft, decodes: Sequence[RequestView], limit_s: float) -> Sequence[RequestView]:
+    """Let rows decode as far as time goes; returns those that have none.
+
+    Answers that grow beyond what was set aside for them may leave a row without a block. Then the
+    last of those that wait gives its blocks to the others, as in vLLM, or all might wait for ever.
+    """
+    waiting = decodes[_decode_most(draft, decodes, limit_s) :]
+    while waiting and _lacks_a_block(draft, waiting[0]):
+        victim = waiting[-1]
+        draft.push_out(victim, draft.view.private_blocks(victim))
+        waiting = waiting[:-1]
+        waiting = waiting[_decode_most(draft, waiting, limit_s) :]
+    return waiting
+
+
+def _lacks_a_block(draft: Draft, request: RequestView) -> bool:
+    is_full = request.num_computed_tokens % draft.view.block_tokens == 0
+    return is_full and draft.free_blocks <= 0
+
+
+def _decode_most(draft: Draft, requests: Sequence[RequestView], limit_s: float) -> int:
+    """Let as many of the first requests decode as fit; returns how many. O(log) predictions."""
+    num, size = 0, len(requests)
+    while size and num < len(requests):
+        if draft.decode(requests[num : num + size], limit_s):
+            num += size
+        size //= 2
+    return num
+
+
+def let_in_order(draft: Draft, limit_s: float, *, keeps_reserve: bool) -> None:
+    """Admit candidates first come, first served: nobody overtakes."""
+    for request in candidates(draft):
+        hit = draft.view.look_up(request)
+        is_long = request.num_tokens - hit.num_tokens > LONG
+        if is_long and draft.has_long_prefill:
+            return
+        need = need_blocks(draft.view, request, hit)
+        if not fits(draft, need, hit, keeps_reserve=keeps_reserve):
+            return
+        if not _admit(draft, request, hit, need, limit_s):
+            return
+
+
+def let_followers_in(
+    draft: Draft, limit_s: float, *, keeps_reserve: bool
+) -> list[tuple[RequestView, PrefixHit]]:
+    """Admit the candidates whose prefix is cached, or short.
+
+    Those that are mostly cached may use the reserve: what they add is little, and the sooner they
+    are done, the sooner their prefix makes room. Rows of a group need about the same room, so where
+    one finds none the others are not looked at. Returns the others, which could begin a long
+    prefix, the first of each group.
+    """
+    leaders: list[tuple[RequestView, PrefixHit]] = []
+    passed_over = {r.group for r in draft.view.offline_running if r.work_left_tokens > LONG}
+    passed_over.discard(None)
+    for num_tried, request in enumerate(candidates(draft, passed_over), start=1):
+        hit = draft.view.look_up(request)
+        need = need_blocks(draft.view, request, hit)
+        keeps = keeps_reserve and 2 * hit.num_tokens <= request.num_tokens
+        if request.num_tokens - hit.num_tokens > LONG:
+            leaders.append((request, hit))
+            passed_over.add(request.group)
+        elif not fits(draft, need, hit, keeps_reserve=keeps):
+            passed_over.add(request.group)
+        elif not _admit(draft, request, hit, need, limit_s):
+            return []
+        passed_over.discard(None)
+        if num_tried >= MAX_TRIED or draft.tokens_left <= 0:
+            break
+    return leaders
+
+
+def candidates(draft: Draft, passed_over: Collection[Group | None] = ()) -> Iterator[RequestView]:
+    """Offline requests that may come in and are of no group passed over, while slots and tokens
+    last."""
+    view = draft.view
+    for request in view.offline_waiting:
+        if draft.slots_left <= 0 or draft.tokens_left <= 0:
+            return
+        if request.group in passed_over:
+            continue
+        if view.is_ready(request) and draft.fits_lora(request):
+            yield request
+
+
+def need_blocks(view: EngineView, request: RequestView, hit: PrefixHit) -> int:
+    """Free blocks that an offline request takes until its expected end, idle cached ones too."""
+    return view.free_blocks_for(request.end_tokens, hit)
+
+
+def soon_free_blocks(draft: Draft) -> int:
+    """Blocks of prefix groups that are about to end: no row of theirs waits or is to come, and
+    those that run have at most `CLOSING_TOKENS` left to generate.
+
+    A long prefix may begin on them: it needs its blocks one chunk after the other.
+    """
+    view = draft.view
+    waiting = {request.group for request in view.offline_waiting}
+    gone = set(map(id, draft.preempt))
+    blocks: dict[Group, int] = {}
+    staying: set[Group] = set()
+    closing: set[Group] = set()
+    for request in view.offline_running:
+        group = request.group
+        if group is None or group in waiting or id(request) in gone:
+            continue
+        left = request.end_tokens - request.num_prompt_tokens - request.num_output_tokens
+        if not request.is_decode or left > CLOSING_TOKENS:
+            staying.add(group)
+        elif not request.num_followers:
+            closing.add(group)
+        held = view.blocks_for(request.num_computed_tokens)
+        is_alone = group not in blocks
+        blocks[group] = view.private_blocks(request) if is_alone else max(held, blocks[group])
+    return sum(blocks[group] for group in closing - staying)
+
+
+def fits(
+    draft: Draft, need: int, hit: PrefixHit, *, keeps_reserve: bool, soon_free: int = 0
+) -> bool:
+    """The threshold of section 4.2: room for the request beside what is wanted and reserved."""
+    view = draft.view
+    free_blocks = draft.free_blocks - draft.promised_blocks + soon_free
+    if not keeps_reserve:
+        return need <= free_blocks
+    use = KvUse(
+        view.total_blocks,
+        view.online_blocks,
+        offline_running_blocks=view.total_blocks - view.online_blocks - free_blocks,
+        wanted_blocks=max(0, view.wanted_blocks - hit.idle_blocks),
+        subtree_blocks=need,
+    )
+    return use.fits_beside(view.online_blocks + view.reserve_blocks)
+
+
+def _admit(draft: Draft, request: RequestView, hit: PrefixHit, need: int, limit_s: float) -> bool:
+    """Admit a request that has room; False when the step has no time for it."""
+    left = request.num_tokens - hit.num_tokens
+    chunk = draft.chunk(hit.num_tokens, left, limit_s)
+    if chunk < min(left, MIN_CHUNK_TOKENS):
+        return False
+    draft.let_in(request, hit, chunk, need)
+    return True

@@ -1,0 +1,1 @@
+"""The HTTP edges: `gateway/` for everybody's calls, `api/` for files, batches and control."""

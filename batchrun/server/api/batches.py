@@ -1,0 +1,343 @@
+"""What `POST /v1/batches` asks for, checked key by key as OpenAI does.
+
+`/v1/batches`: create, list, retrieve, cancel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import get_args
+
+from fastapi import APIRouter, Request, params
+from pydantic_core import from_json
+
+from batchrun.daemon.daemon import Daemon
+from batchrun.errors import StateError
+from batchrun.jobs.batch import new_batch_job
+from batchrun.jobs.spec import MAX_WEIGHT, MIN_WEIGHT, Endpoint
+from batchrun.quantities import parse_duration_s
+from batchrun.server.api.callers import ANYBODY, Caller, caller_of
+from batchrun.server.api.errors import (
+    ApiError,
+    AsciiJson,
+    check_choice,
+    check_expiry,
+    check_range,
+    limit_in,
+    required_text,
+    wrong_type,
+)
+from batchrun.server.api.objects import JsonObject, batch_object, list_object, status_of
+from batchrun.store import batches, results
+from batchrun.store.batches import BatchRecord, NewBatch
+from batchrun.store.jobs import Counts
+
+ENDPOINTS: Sequence[str] = get_args(Endpoint)
+KEYS = frozenset({
+    "input_file_id",
+    "endpoint",
+    "completion_window",
+    "metadata",
+    "output_expires_after",
+    "batchrun",
+})
+MAX_FILE_ID_CHARS = 256
+MAX_PAIRS = 16
+MAX_KEY_CHARS = 64
+MAX_VALUE_CHARS = 512
+MAX_USER_WEIGHT = 1
+"""The weight of a batch that names none: no user key takes from the share of another."""
+MAX_IDEMPOTENCY_KEY_CHARS = 255
+EXTENSION = "batchrun"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """A batch to be made, and how its job is to run."""
+
+    batch: NewBatch
+    deadline_s: float
+    weight: float
+
+
+def read_batch_request(
+    document: Mapping[str, object],
+    windows: Sequence[str],
+    idempotency_key: str | None,
+    caller: Caller = ANYBODY,
+) -> BatchRequest:
+    """The request in a JSON object; `windows` are the completion windows that are served.
+
+    An idempotency key is the caller's own. Who is no admin may not put his batches before those of
+    others: his weight is at most `MAX_USER_WEIGHT`, his deadline no sooner than the shortest of
+    `windows`.
+
+    Raises ApiError.
+    """
+    unknown = next((key for key in document if key not in KEYS), None)
+    if unknown is not None:
+        raise _unknown_parameter(unknown)
+    input_file_id = required_text(document, "input_file_id")
+    if "\0" in input_file_id or not 0 < len(input_file_id) <= MAX_FILE_ID_CHARS:
+        message = f"Invalid 'input_file_id': expected the id of a file, got '{input_file_id[:64]}'."
+        raise ApiError(400, message, code="invalid_value", param="input_file_id")
+    endpoint = required_text(document, "endpoint")
+    check_choice("endpoint", endpoint, ENDPOINTS)
+    window = required_text(document, "completion_window")
+    check_choice("completion_window", window, windows)
+    weight, deadline_s = _extension(document.get(EXTENSION))
+    if not caller.is_admin:
+        _check_user_bounds(weight, deadline_s, windows)
+    batch = NewBatch(
+        input_file_id=input_file_id,
+        endpoint=endpoint,
+        completion_window=window,
+        metadata=_metadata(document.get("metadata")),
+        output_expires_after_s=_output_expiry(document.get("output_expires_after")),
+        request_hash=_digest(document),
+        idempotency_hash=_idempotency_hash(idempotency_key, caller.owner),
+        owner=caller.owner,
+    )
+    return BatchRequest(batch, min(deadline_s, parse_duration_s(window)), weight)
+
+
+def _unknown_parameter(param: str) -> ApiError:
+    return ApiError(400, f"Unknown parameter: '{param}'.", code="unknown_parameter", param=param)
+
+
+def _digest(document: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+def _idempotency_hash(key: str | None, owner: str | None) -> str | None:
+    if key is None:
+        return None
+    if not 0 < len(key) <= MAX_IDEMPOTENCY_KEY_CHARS:
+        message = f"Idempotency-Key must have 1 to {MAX_IDEMPOTENCY_KEY_CHARS} characters."
+        raise ApiError(400, message, code="invalid_value")
+    whose = key if owner is None else f"{owner}\n{key}"
+    return hashlib.sha256(whose.encode()).hexdigest()
+
+
+def _metadata(value: object) -> Mapping[str, str] | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise wrong_type("metadata", "an object", value)
+    if len(value) > MAX_PAIRS:
+        message = (
+            f"Invalid 'metadata': too many properties. Expected an object with at most {MAX_PAIRS} "
+            f"properties, but got an object with {len(value)} properties instead."
+        )
+        raise ApiError(400, message, code="object_above_max_properties", param="metadata")
+    for key, text in value.items():
+        _check_pair(key, text)
+    return value
+
+
+def _check_pair(key: str, text: object) -> None:
+    param = f"metadata.{key[: MAX_KEY_CHARS + 1]}"
+    if len(key) > MAX_KEY_CHARS:
+        message = (
+            f"Invalid property name in 'metadata': '{key[:MAX_KEY_CHARS]}...' is too long. "
+            f"Expected a property name with at most {MAX_KEY_CHARS} characters, but got one with "
+            f"{len(key)} characters instead."
+        )
+        raise ApiError(400, message, code="property_name_above_max_length", param=param)
+    if not isinstance(text, str):
+        raise wrong_type(param, "a string", text)
+    if len(text) > MAX_VALUE_CHARS:
+        message = (
+            f"Invalid '{param}': string too long. Expected a string with maximum length "
+            f"{MAX_VALUE_CHARS}, but got a string with length {len(text)} instead."
+        )
+        raise ApiError(400, message, code="string_above_max_length", param=param)
+
+
+def _output_expiry(value: object) -> int | None:
+    name = "output_expires_after"
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise wrong_type(name, "an object", value)
+    unknown = next((key for key in value if key not in {"anchor", "seconds"}), None)
+    if unknown is not None:
+        raise _unknown_parameter(f"{name}.{unknown}")
+    return check_expiry(name, value.get("anchor"), value.get("seconds"))
+
+
+def _extension(value: object) -> tuple[float, float]:
+    """(weight, deadline in seconds from now; infinity without one)."""
+    if value is None:
+        return 1.0, float("inf")
+    if not isinstance(value, dict):
+        raise wrong_type(EXTENSION, "an object", value)
+    unknown = next((key for key in value if key not in {"weight", "deadline"}), None)
+    if unknown is not None:
+        raise _unknown_parameter(f"{EXTENSION}.{unknown}")
+    weight = value.get("weight", 1.0)
+    if not isinstance(weight, int | float) or isinstance(weight, bool):
+        raise wrong_type(f"{EXTENSION}.weight", "a number", weight)
+    if not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+        raise _bad_extension("weight", f"must be from {MIN_WEIGHT:f} to {MAX_WEIGHT}")
+    return float(weight), _deadline_s(value.get("deadline"))
+
+
+def _check_user_bounds(weight: float, deadline_s: float, windows: Sequence[str]) -> None:
+    if weight > MAX_USER_WEIGHT:
+        problem = f"must be at most {MAX_USER_WEIGHT} with a user key"
+        raise _bad_extension("weight", f"{problem}; an admin key may set up to {MAX_WEIGHT}")
+    shortest = min(windows, key=parse_duration_s)
+    if deadline_s < parse_duration_s(shortest):
+        problem = f"must be at least {shortest} with a user key, the shortest completion window"
+        raise _bad_extension("deadline", f"{problem}; an admin key may set a shorter one")
+
+
+def _deadline_s(value: object) -> float:
+    if value is None:
+        return float("inf")
+    try:
+        return parse_duration_s(value)
+    except ValueError as error:
+        raise _bad_extension("deadline", str(error)) from None
+
+
+def _bad_extension(key: str, problem: str) -> ApiError:
+    param = f"{EXTENSION}.{key}"
+    return ApiError(400, f"Invalid '{param}': {problem}.", code="invalid_value", param=param)
+
+
+DEFAULT_LIMIT = 20
+MAX_LIMIT = 100
+MAX_BODY_BYTES = 1 << 20
+SETTLE_S = 60.0
+"""So long requests in flight may go on after a cancel; then they are aborted."""
+IS_CANCELLED = frozenset({"cancelling", "cancelled"})
+
+
+class Batches:
+    """The batches of one daemon. `windows` are the completion windows served; answers that
+    `batchrun results` writes go to `results_folder`."""
+
+    def __init__(self, daemon: Daemon, results_folder: Path, windows: Sequence[str]) -> None:
+        self._daemon = daemon
+        self._results_folder = results_folder
+        self._windows = windows
+        self._creating = asyncio.Lock()
+
+    async def create(self, request: Request) -> AsciiJson:
+        """`POST /v1/batches`. What was answered with 200 survives any crash."""
+        document = await _read_json(request)
+        key = request.headers.get("idempotency-key")
+        caller = caller_of(request)
+        wanted = read_batch_request(document, self._windows, key, caller)
+        job = new_batch_job(
+            self._results_folder,
+            wanted.batch.endpoint,
+            deadline_s=wanted.deadline_s,
+            weight=wanted.weight,
+        )
+        async with self._creating:
+            made = await self._daemon.submit_batch(
+                wanted.batch, job, caller.limits.concurrent_batches
+            )
+        if made.request_hash != wanted.batch.request_hash:
+            raise ApiError(
+                409, f"This Idempotency-Key was used for another request ({made.job.id})."
+            )
+        return AsciiJson(await self._view(made))
+
+    async def list(self, request: Request) -> AsciiJson:
+        """`GET /v1/batches`: newest first."""
+        query, scope = request.query_params, caller_of(request).scope
+        limit = limit_in(query, DEFAULT_LIMIT)
+        if limit is None:
+            raise wrong_type("limit", "an integer", query["limit"])
+        check_range("limit", limit, 1, MAX_LIMIT)
+        after = None
+        if "after" in query:
+            after = await asyncio.to_thread(
+                batches.find, self._daemon.store, query["after"], scope=scope
+            )
+            if after is None:
+                raise _no_such_batch(query["after"], param="after")
+        found = await asyncio.to_thread(
+            batches.list_page, self._daemon.store, limit=limit + 1, after=after, scope=scope
+        )
+        page = [await self._view(batch) for batch in found[:limit]]
+        return AsciiJson(list_object(page, has_more=len(found) > limit))
+
+    async def retrieve(self, request: Request, batch_id: str) -> AsciiJson:
+        """`GET /v1/batches/{batch_id}`."""
+        return AsciiJson(await self._view(await self._find(request, batch_id)))
+
+    async def cancel(self, request: Request, batch_id: str) -> AsciiJson:
+        """`POST /v1/batches/{batch_id}/cancel`. Requests in flight run to their end, within
+        `SETTLE_S`, and are kept."""
+        batch = await self._find(request, batch_id)
+        if status_of(batch) not in IS_CANCELLED:
+            try:
+                cancelling = await self._daemon.cancel(batch.job.id, settle_s=SETTLE_S)
+                batch = replace(batch, job=cancelling)
+            except StateError:
+                batch = await self._find(request, batch_id)
+                if status_of(batch) not in IS_CANCELLED:
+                    message = f"Cannot cancel a batch with status '{status_of(batch)}'."
+                    raise ApiError(409, message) from None
+        return AsciiJson(await self._view(batch))
+
+    async def _find(self, request: Request, batch_id: str) -> BatchRecord:
+        if not batch_id.startswith("batch"):
+            message = f"Invalid 'batch_id': '{batch_id}'. Expected an ID that begins with 'batch'."
+            raise ApiError(400, message, code="invalid_value", param="batch_id")
+        scope = caller_of(request).scope
+        batch = await asyncio.to_thread(batches.find, self._daemon.store, batch_id, scope=scope)
+        if batch is None:
+            raise _no_such_batch(batch_id)
+        return batch
+
+    async def _view(self, batch: BatchRecord) -> JsonObject:
+        return batch_object(batch, await self._counts(batch))
+
+    async def _counts(self, batch: BatchRecord) -> Counts:
+        job = batch.job
+        if job.counts is not None or job.num_rows == 0:
+            return job.counts or Counts()
+        active = self._daemon.active.get(job.seq)
+        if active is not None:
+            return active.counts
+        return await asyncio.to_thread(results.count, self._daemon.store, job.seq)
+
+
+def batches_router(made: Batches, guards: Sequence[params.Depends]) -> APIRouter:
+    """The routes of `/v1/batches`."""
+    router = APIRouter(prefix="/v1/batches", dependencies=list(guards), redirect_slashes=False)
+    router.add_api_route("", made.create, methods=["POST"])
+    router.add_api_route("", made.list, methods=["GET"])
+    router.add_api_route("/{batch_id:path}/cancel", made.cancel, methods=["POST"])
+    router.add_api_route("/{batch_id:path}", made.retrieve, methods=["GET"])
+    return router
+
+
+async def _read_json(request: Request) -> dict[str, object]:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise ApiError(413, f"The request body is larger than {MAX_BODY_BYTES} bytes.")
+    try:
+        document = from_json(bytes(body), allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"The request body is not valid JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise ApiError(400, "The request body must be a JSON object.")
+    return document
+
+
+def _no_such_batch(batch_id: str, param: str | None = None) -> ApiError:
+    return ApiError(404, f"No batch found with id '{batch_id}'.", param=param)

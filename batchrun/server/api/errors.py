@@ -1,0 +1,255 @@
+"""Every failure leaves in OpenAI's error envelope: `{"error": {message, type, param, code}}`.
+
+Every reply carries `x-request-id`, also one that a bug cut short.
+
+Values that callers send, checked one by one; what is wrong is said in OpenAI's words.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers, MutableHeaders, QueryParams
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from batchrun.errors import (
+    BatchrunError,
+    OverloadedError,
+    QuotaError,
+    StorageError,
+    StorageUnreachableError,
+    StoreFullError,
+    StoreLockedError,
+    StoreUnreachableError,
+)
+from batchrun.home import CONTROL_PREFIX
+from batchrun.jobs.batch import type_name
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 2
+PASSING = frozenset({408, 429, 502, 503, 504})
+"""Statuses after which the same call may work; after others OpenAI's client is told not to try."""
+_PLAIN_WORDS: tuple[tuple[type[BatchrunError], str], ...] = (
+    (StoreFullError, "the server's disk is full; nothing was changed"),
+    (StoreUnreachableError, "the server's database does not answer; try again shortly"),
+    (StoreLockedError, "the server's database is busy; try again shortly"),
+    (StorageUnreachableError, "the server's file storage does not answer; try again shortly"),
+    (OverloadedError, "the server has too much to do at once; try again shortly"),
+    (StorageError, "the server's file storage cannot be used; the server's log has more"),
+)
+
+
+class ApiError(Exception):
+    """A call that cannot be answered as asked."""
+
+    def __init__(
+        self, status_code: int, message: str, *, code: str | None = None, param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status_code = status_code
+        self.message = message
+        self.code = code
+        self.param = param
+
+
+class AsciiJson(JSONResponse):
+    """JSON without a byte above 127: text that UTF-8 cannot hold passes, too."""
+
+    def render(self, content: object) -> bytes:
+        """The body."""
+        return json.dumps(content, separators=(",", ":")).encode()
+
+
+def envelope(
+    status_code: int, message: str, *, code: str | None = None, param: str | None = None
+) -> AsciiJson:
+    """A whole error reply, with what tells a client whether to try again."""
+    kind = "server_error" if status_code >= 500 else "invalid_request_error"
+    error = {"message": message, "type": kind, "param": param, "code": code}
+    headers = {}
+    if status_code == 503:
+        headers["Retry-After"] = str(RETRY_AFTER_S)
+    elif status_code == 409 or (status_code >= 500 and status_code not in PASSING):
+        headers["X-Should-Retry"] = "false"
+    return AsciiJson({"error": error}, status_code=status_code, headers=headers)
+
+
+def missing_parameter(name: str) -> ApiError:
+    """A required parameter was not given."""
+    message = f"Missing required parameter: '{name}'."
+    return ApiError(400, message, code="missing_required_parameter", param=name)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Answer every exception with an envelope."""
+
+    @app.exception_handler(ApiError)
+    async def on_api_error(_request: Request, error: ApiError) -> JSONResponse:
+        return envelope(error.status_code, error.message, code=error.code, param=error.param)
+
+    @app.exception_handler(BatchrunError)
+    async def on_our_error(request: Request, error: BatchrunError) -> JSONResponse:
+        return _answer(request, error)
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
+        message = str(error.detail)
+        if error.status_code == 404 and message == "Not Found":
+            message = f"Invalid URL ({request.method} {request.url.path})"
+        reply = envelope(error.status_code, message)
+        allowed: Mapping[str, str] = error.headers or {}
+        reply.headers.update(allowed)
+        return reply
+
+    @app.exception_handler(RequestValidationError)
+    async def on_bad_request(_request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"] if part != "body")
+        return envelope(400, f"{key}: {first['msg']}")
+
+    @app.exception_handler(ClientDisconnect)
+    async def on_hang_up(_request: Request, _error: ClientDisconnect) -> JSONResponse:
+        return envelope(400, "the request broke off")
+
+    @app.exception_handler(Exception)
+    async def on_bug(_request: Request, _error: Exception) -> JSONResponse:
+        return envelope(500, "internal error; the server's log has more")
+
+
+def _answer(request: Request, error: BatchrunError) -> JSONResponse:
+    """What the command line reads as it is, and other callers without what is not for them."""
+    if request.url.path.startswith(CONTROL_PREFIX):
+        return envelope(error.http_status, str(error), code=type(error).__name__)
+    if isinstance(error, QuotaError):
+        return _quota_reached(error)
+    if error.http_status >= 500:
+        log.error("%s %s: %s", request.method, request.url.path, error)
+    return envelope(error.http_status, _for_strangers(error))
+
+
+def _quota_reached(error: QuotaError) -> JSONResponse:
+    """It passes when a batch ends, and so not in the seconds in which a client tries again."""
+    content = {
+        "message": str(error),
+        "type": "requests",
+        "param": None,
+        "code": "rate_limit_exceeded",
+    }
+    reply = AsciiJson({"error": content}, status_code=error.http_status)
+    reply.headers["X-Should-Retry"] = "false"
+    return reply
+
+
+def _for_strangers(error: BatchrunError) -> str:
+    """What a caller of the API may read: no path of the server's."""
+    if error.http_status < 500:
+        return str(error)
+    known = (words for kind, words in _PLAIN_WORDS if isinstance(error, kind))
+    return next(known, "internal error; the server's log has more")
+
+
+HEADER = "X-Request-Id"
+_USABLE = re.compile(r"[!-~]{1,128}")
+
+
+class RequestIds:
+    """Wraps an application: the caller's id where it is usable, else a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(HEADER, "")
+        request_id = given if _USABLE.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[HEADER] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+MIN_EXPIRY_S = 3_600
+MAX_EXPIRY_S = 2_592_000
+
+
+def wrong_type(param: str, expected: str, value: object) -> ApiError:
+    """`expected` has its article: `a string`."""
+    message = (
+        f"Invalid type for '{param}': expected {expected}, but got {type_name(value)} instead."
+    )
+    return ApiError(400, message, code="invalid_type", param=param)
+
+
+def required_text(document: Mapping[str, object], key: str) -> str:
+    """The text under a key that must be there."""
+    if key not in document:
+        raise missing_parameter(key)
+    value = document[key]
+    if not isinstance(value, str):
+        raise wrong_type(key, "a string", value)
+    return value
+
+
+def check_choice(param: str, value: str, choices: Sequence[str]) -> None:
+    """Refuse what is not one of a few values."""
+    if value in choices:
+        return
+    *most, last = (f"'{choice}'" for choice in choices)
+    joint = ", and " if len(most) > 1 else " and "
+    listed = f"{', '.join(most)}{joint}{last}" if most else last
+    message = f"Invalid value: '{value}'. Supported values are: {listed}."
+    raise ApiError(400, message, code="invalid_value", param=param)
+
+
+def check_range(param: str, value: int, low: int, high: int) -> None:
+    """Refuse a number out of bounds."""
+    if value < low:
+        word, bound, code = "below minimum", f">= {low}", "integer_below_min_value"
+    elif value > high:
+        word, bound, code = "above maximum", f"<= {high}", "integer_above_max_value"
+    else:
+        return
+    message = (
+        f"Invalid '{param}': integer {word} value. Expected a value {bound}, but got {value} "
+        "instead."
+    )
+    raise ApiError(400, message, code=code, param=param)
+
+
+def check_expiry(param: str, anchor: object, seconds: object) -> int:
+    """The seconds of an `expires_after`, whose parts were given as they are."""
+    if anchor is None:
+        raise missing_parameter(f"{param}.anchor")
+    if not isinstance(anchor, str):
+        raise wrong_type(f"{param}.anchor", "a string", anchor)
+    check_choice(f"{param}.anchor", anchor, ["created_at"])
+    if seconds is None:
+        raise missing_parameter(f"{param}.seconds")
+    if not isinstance(seconds, int) or isinstance(seconds, bool):
+        raise wrong_type(f"{param}.seconds", "an integer", seconds)
+    check_range(f"{param}.seconds", seconds, MIN_EXPIRY_S, MAX_EXPIRY_S)
+    return seconds
+
+
+def limit_in(query: QueryParams, default: int) -> int | None:
+    """The query's `limit`; None when it is no number that a page could have."""
+    text = query.get("limit")
+    if text is None:
+        return default
+    is_number = text.isascii() and text.removeprefix("-").isdigit() and len(text) < 10
+    return int(text) if is_number else None

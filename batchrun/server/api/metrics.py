@@ -1,0 +1,162 @@
+"""`GET /metrics`: the deployment in Prometheus' text form. Counters begin anew with an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from batchrun.daemon.daemon import Daemon
+from batchrun.daemon.slots import Slot
+from batchrun.types import EngineState
+from batchrun.wire import Telemetry
+
+PREFIX = "batchrun_"
+
+Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
+GAUGE, COUNTER = GaugeMetricFamily, CounterMetricFamily
+
+BY_ENGINE: tuple[tuple[Family, str, str, str], ...] = (
+    (GAUGE, "token_budget_tokens", "token_budget", "Most tokens of a step."),
+    (GAUGE, "slo_slack_seconds", "slo.slack_s", "Least time left before an online token was due."),
+    (COUNTER, "online_tokens", "slo.num_tokens", "Tokens that online calls got."),
+    (COUNTER, "online_late_tokens", "slo.num_late_tokens", "Those that came after their bound."),
+    (
+        COUNTER,
+        "online_late_first_tokens",
+        "slo.num_late_first_tokens",
+        "Online calls whose first token missed its bound.",
+    ),
+    (COUNTER, "steps", "step.num_steps", "Steps of the engine."),
+    (COUNTER, "step_predicted_seconds", "step.predicted_s", "Predicted time of timed steps."),
+    (COUNTER, "step_measured_seconds", "step.measured_s", "Measured time of the same steps."),
+    (GAUGE, "kv_capacity_blocks", "kv.total_blocks", "KV blocks in all."),
+    (GAUGE, "kv_reserve_blocks", "kv.reserve_blocks", "KV blocks meant for online calls."),
+    (GAUGE, "kv_forecast_blocks", "kv.forecast_blocks", "KV that online calls may want soon."),
+    (COUNTER, "malformed_hints", "num_malformed_hints", "Hints that could not be read."),
+    (COUNTER, "policy_errors", "num_policy_errors", "Steps whose plan failed."),
+    (COUNTER, "malformed_orders", "num_malformed_orders", "Orders that could not be read."),
+)
+"""(kind, name without `batchrun_`, where its value stands in the telemetry, help)."""
+BY_CLASS: tuple[tuple[Family, str, str, str], ...] = (
+    (GAUGE, "requests_running", "num_running", "Requests that hold a place in the engine."),
+    (GAUGE, "requests_waiting", "num_waiting", "Requests that wait in the engine."),
+    (GAUGE, "longest_wait_seconds", "longest_wait_s", "The longest wait of those that wait now."),
+    (COUNTER, "admissions", "num_admissions", "Requests admitted for the first time."),
+    (COUNTER, "preemptions", "num_preemptions", "Requests preempted."),
+    (COUNTER, "prompt_tokens", "num_prompt_tokens", "Prompt tokens of first admissions."),
+    (COUNTER, "prefix_hit_tokens", "num_hit_tokens", "Those of them whose KV was cached."),
+    (COUNTER, "computed_tokens", "num_computed_tokens", "Tokens computed."),
+)
+KV_STATES = (
+    "online", "offline", "empty", "unneeded", "finished_online", "wanted", "online_prefix",
+)  # fmt: skip
+"""A KV block is in one of these states."""
+
+Told = Sequence[tuple[str, Telemetry]]
+
+
+class MetricsPage(Collector):
+    """Reads the daemon anew for every page; it keeps nothing."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def render(self) -> bytes:
+        """The page, of the type `CONTENT_TYPE_LATEST`."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Every metric. A value that is not known has no sample."""
+        dispatcher, slots = self._daemon.dispatcher, self._daemon.slots
+        told = [
+            (slot.engine.name, telemetry)
+            for slot in slots
+            if slot.link is not None and (telemetry := slot.link.telemetry) is not None
+        ]
+        yield _gauge("offline_enabled", "1 while offline work is on.", dispatcher.is_offline_on)
+        yield _gauge("jobs_running", "Jobs whose rows run.", len(dispatcher.jobs))
+        yield from _of_slots(slots)
+        for kind, name, where, text in BY_ENGINE:
+            family = kind(PREFIX + name, text, labels=["engine"])
+            for engine, telemetry in told:
+                _add(family, [engine], attrgetter(where)(telemetry))
+            yield family
+        for kind, name, where, text in BY_CLASS:
+            family = kind(PREFIX + name, text, labels=["engine", "class"])
+            for engine, telemetry in told:
+                for request_class in ("online", "offline"):
+                    value = attrgetter(f"{request_class}.{where}")(telemetry)
+                    _add(family, [engine, request_class], value)
+            yield family
+        yield _of_kv(told)
+        yield _of_policies(told)
+        yield from _of_latency(told)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(PREFIX + name, text, value=float(value))
+
+
+def _add(family: GaugeMetricFamily | CounterMetricFamily, labels: list[str], value: object) -> None:
+    if isinstance(value, int | float):
+        family.add_metric(labels, float(value))
+
+
+def _of_slots(slots: Sequence[Slot]) -> Iterator[Metric]:
+    up = GaugeMetricFamily(PREFIX + "engine_up", "1 while the engine answers.", labels=["engine"])
+    rows = GaugeMetricFamily(
+        PREFIX + "engine_rows", "Offline rows that the engine has.", labels=["engine"]
+    )
+    for slot in slots:
+        _add(up, [slot.engine.name], slot.engine.state is EngineState.READY)
+        _add(rows, [slot.engine.name], slot.window.num_rows)
+    yield up
+    yield rows
+
+
+def _of_kv(told: Told) -> Metric:
+    family = GaugeMetricFamily(
+        PREFIX + "kv_blocks",
+        "KV blocks by state: held by a class of requests, or free and last used so.",
+        labels=["engine", "state"],
+    )
+    for engine, telemetry in told:
+        for state in KV_STATES:
+            _add(family, [engine, state], getattr(telemetry.kv, f"{state}_blocks"))
+    return family
+
+
+def _of_policies(told: Told) -> Metric:
+    family = GaugeMetricFamily(
+        PREFIX + "policy", "1 for the policy in force.", labels=["engine", "policy"]
+    )
+    for engine, telemetry in told:
+        _add(family, [engine, telemetry.policy], 1)
+    return family
+
+
+def _of_latency(told: Told) -> Iterator[Metric]:
+    labels = ["engine", "offline"]
+    ttft = SummaryMetricFamily(
+        PREFIX + "online_ttft_seconds",
+        "Time to the first token of online calls, by whether its step held offline work.",
+        labels=labels,
+    )
+    gaps = SummaryMetricFamily(
+        PREFIX + "online_tpot_seconds",
+        "Time from each online token to the next, by whether the step held offline work.",
+        labels=labels,
+    )
+    for engine, telemetry in told:
+        for is_shared, latency in (("true", telemetry.shared), ("false", telemetry.alone)):
+            ttft.add_metric([engine, is_shared], latency.num_first_tokens, latency.ttft_s)
+            gaps.add_metric([engine, is_shared], latency.num_gaps, latency.gaps_s)
+    yield ttft
+    yield gaps

@@ -1,0 +1,293 @@
+"""`POST /v1/files`: the body goes to the disk as it comes, and counts once it is there whole.
+
+A multipart form with one file, parsed as it comes in: bounded fields, and the file in pieces.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.requests import Request
+
+from batchrun.files import HashedFile, atomic_file, max_open_files
+from batchrun.jobs.batch import MAX_INPUT_BYTES
+from batchrun.jobs.inputs.rows import ROW_LIMIT_BYTES, is_blank
+from batchrun.server.api.errors import ApiError, check_choice, check_expiry, missing_parameter
+from batchrun.store.files import NewFile, new_file_id
+
+FILE_FIELD = "file"
+TEXT_FIELDS = frozenset({"purpose", "expires_after[anchor]", "expires_after[seconds]"})
+MAX_FIELD_BYTES = 4_096
+
+
+class UploadForm:
+    """Takes the body of `POST /v1/files` in pieces and gives those of its file back.
+
+    `fields` and `filename` are known once their parts have come. Methods raise ApiError.
+    """
+
+    def __init__(self, content_type: str) -> None:
+        kind, options = parse_options_header(content_type)
+        boundary = options.get(b"boundary", b"")
+        if kind != b"multipart/form-data" or not 0 < len(boundary) <= 256:
+            message = f"Missing required parameter: '{FILE_FIELD}' (send multipart/form-data)."
+            raise ApiError(400, message, code="missing_required_parameter", param=FILE_FIELD)
+        self.fields: dict[str, str] = {}
+        self.filename: str | None = None
+        self._name: str | None = None
+        self._header = b""
+        self._value = b""
+        self._disposition = b""
+        self._text = bytearray()
+        self._pieces: list[bytes] = []
+        self._is_file = False
+        self._has_ended = False
+        self._parser = MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._on_part_begin,
+                "on_header_field": self._on_header_field,
+                "on_header_value": self._on_header_value,
+                "on_header_end": self._on_header_end,
+                "on_headers_finished": self._on_headers_finished,
+                "on_part_data": self._on_part_data,
+                "on_part_end": self._on_part_end,
+                "on_end": self._on_end,
+            },
+        )
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """Take a piece of the body; returns the pieces of the file in it."""
+        try:
+            self._parser.write(chunk)
+        except FormParserError as error:
+            raise ApiError(400, "The body is not a valid multipart form.") from error
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def finish(self) -> None:
+        """The body is over; refuse one that breaks off."""
+        if not self._has_ended:
+            raise ApiError(400, "The multipart form breaks off before its end.")
+
+    def _on_part_begin(self) -> None:
+        self._name, self._is_file, self._disposition = None, False, b""
+        self._text.clear()
+
+    def _on_header_field(self, data: bytes, start: int, end: int) -> None:
+        self._header += data[start:end]
+
+    def _on_header_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def _on_header_end(self) -> None:
+        if self._header.lower() == b"content-disposition":
+            self._disposition = self._value
+        self._header = self._value = b""
+
+    def _on_headers_finished(self) -> None:
+        _, options = parse_options_header(self._disposition)
+        self._name = options.get(b"name", b"").decode("utf-8", "replace")
+        self._is_file = b"filename" in options and self._name == FILE_FIELD
+        if not self._is_file and self._name not in TEXT_FIELDS:
+            if self._name == FILE_FIELD:
+                raise ApiError(
+                    400,
+                    f"'{FILE_FIELD}' must be a file: its part needs a filename.",
+                    code="missing_required_parameter",
+                    param=FILE_FIELD,
+                )
+            message = f"Unknown parameter: '{self._name[:64]}'."
+            raise ApiError(400, message, code="unknown_parameter", param=self._name[:64])
+        if self.filename is not None if self._is_file else self._name in self.fields:
+            raise ApiError(400, f"'{self._name}' is given twice.", param=self._name)
+        if self._is_file:
+            self.filename = options[b"filename"].decode("utf-8", "replace")
+
+    def _on_part_data(self, data: bytes, start: int, end: int) -> None:
+        if self._is_file:
+            self._pieces.append(data[start:end])
+            return
+        self._text += data[start:end]
+        if len(self._text) > MAX_FIELD_BYTES:
+            raise ApiError(400, f"'{self._name}' is too long.", param=self._name)
+
+    def _on_part_end(self) -> None:
+        if not self._is_file and self._name is not None:
+            self.fields[self._name] = self._text.decode("utf-8", "replace")
+
+    def _on_end(self) -> None:
+        self._has_ended = True
+
+
+PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
+BATCH_PURPOSE = "batch"
+BATCH_EXPIRY_S = 2_592_000
+MAX_FILE_BYTES = 512 << 20
+MAX_FORM_BYTES = 65_536
+"""What a form may hold beside its file."""
+MAX_FILENAME_CHARS = 512
+WRITE_BYTES = 1 << 20
+MAX_UPLOADS = 64
+"""On their way at once. Each holds a connection and a file open for as long as its caller likes."""
+OPEN_FILES_PER_UPLOAD = 8
+"""Where a process may have few files open, uploads take a quarter of them, at two each."""
+
+
+class UploadSlots:
+    """Places for `MAX_UPLOADS` uploads at once, for fewer where few files may be open."""
+
+    def __init__(self) -> None:
+        self._num_taken = 0
+
+    @contextmanager
+    def take(self) -> Iterator[None]:
+        """One of the places, for as long as the block runs. Raises ApiError when all are taken."""
+        most = max(1, min(MAX_UPLOADS, max_open_files() // OPEN_FILES_PER_UPLOAD))
+        if self._num_taken >= most:
+            raise ApiError(503, f"{self._num_taken} uploads are on their way; try again shortly")
+        self._num_taken += 1
+        try:
+            yield
+        finally:
+            self._num_taken -= 1
+
+
+class _Spool:
+    """A file that is to be: written in threads, under its final name only when it is kept."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._exits = ExitStack()
+        self._file = HashedFile(self._exits.enter_context(atomic_file(path)))
+        self._waiting = bytearray()
+
+    @property
+    def size_bytes(self) -> int:
+        return self._file.size_bytes + len(self._waiting)
+
+    @property
+    def sha256(self) -> str:
+        return self._file.sha256
+
+    async def write(self, piece: bytes) -> None:
+        self._waiting += piece
+        if len(self._waiting) >= WRITE_BYTES:
+            await self._flush()
+
+    async def keep(self) -> None:
+        """Sync it and give it its name. Raises StoreFullError and InputError."""
+        await self._flush()
+        await asyncio.to_thread(self._exits.close)
+
+    def drop(self) -> None:
+        """Called while an exception is handled: nothing is left of it."""
+        self._exits.__exit__(*sys.exc_info())
+        self.path.unlink(missing_ok=True)
+
+    async def _flush(self) -> None:
+        waiting, self._waiting = bytes(self._waiting), bytearray()
+        await asyncio.to_thread(self._file.write, waiting)
+
+
+async def receive_file(request: Request, folder: Path) -> NewFile:
+    """Write the file of a form into `folder`, under its new id.
+
+    When this returns, the file is on the disk, whole and synced; when it raises, nothing is left of
+    it. Raises ApiError, StoreFullError, OverloadedError and InputError.
+    """
+    _refuse_encoded(request)
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > MAX_FILE_BYTES + MAX_FORM_BYTES:
+        raise _too_large(MAX_FILE_BYTES)
+    form = UploadForm(request.headers.get("content-type", ""))
+    file_id = new_file_id()
+    spool = await asyncio.to_thread(_Spool, folder / file_id)
+    try:
+        await _receive(request.stream(), form, spool)
+        _check_fields(form, is_over=True)
+        expires_after_s = _expiry(form)
+        await spool.keep()
+        if form.fields["purpose"] == BATCH_PURPOSE:
+            await asyncio.to_thread(_check_batch_file, spool, form.filename or "")
+    except BaseException:
+        spool.drop()
+        raise
+    return NewFile(
+        filename=(form.filename or "")[:MAX_FILENAME_CHARS],
+        purpose=form.fields["purpose"],
+        size_bytes=spool.size_bytes,
+        sha256=spool.sha256,
+        expires_after_s=expires_after_s,
+        id=file_id,
+    )
+
+
+async def _receive(body: AsyncIterator[bytes], form: UploadForm, spool: _Spool) -> None:
+    num_bytes = 0
+    async for chunk in body:
+        num_bytes += len(chunk)
+        for piece in form.feed(chunk):
+            await spool.write(piece)
+        _check_fields(form)
+        is_batch = form.fields.get("purpose") == BATCH_PURPOSE
+        limit = MAX_INPUT_BYTES if is_batch else MAX_FILE_BYTES
+        if spool.size_bytes > limit:
+            raise _too_large(limit)
+        if num_bytes - spool.size_bytes > MAX_FORM_BYTES:
+            raise ApiError(400, "The multipart form holds too much beside its file.")
+    form.finish()
+
+
+def _refuse_encoded(request: Request) -> None:
+    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise ApiError(415, "Content-Encoding is not supported; send the file as it is")
+
+
+def _check_fields(form: UploadForm, *, is_over: bool = False) -> None:
+    """What can be said of the fields so far, so that no caller sends a large file for nothing."""
+    purpose = form.fields.get("purpose")
+    if purpose is not None:
+        check_choice("purpose", purpose, PURPOSES)
+    if is_over and form.filename is None:
+        raise missing_parameter(FILE_FIELD)
+    if is_over and purpose is None:
+        raise missing_parameter("purpose")
+
+
+def _expiry(form: UploadForm) -> int | None:
+    anchor = form.fields.get("expires_after[anchor]")
+    seconds = form.fields.get("expires_after[seconds]")
+    if anchor is None and seconds is None:
+        return BATCH_EXPIRY_S if form.fields["purpose"] == BATCH_PURPOSE else None
+    is_number = seconds is not None and seconds.isascii() and seconds.lstrip("-").isdigit()
+    given = int(seconds) if seconds and is_number and len(seconds) < 19 else seconds
+    return check_expiry("expires_after", anchor, given)
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"The file is larger than the maximum of {limit} bytes.", param=FILE_FIELD)
+
+
+def _check_batch_file(spool: _Spool, filename: str) -> None:
+    """Whether the name and the first line look like JSON Lines. The rest is for the batch."""
+    suffix = Path(filename.replace("\0", "")).suffix
+    with spool.path.open("rb") as file:
+        line = b"\n"
+        while line and is_blank(line):
+            line = file.readline(ROW_LIMIT_BYTES)
+    try:
+        json.loads(line.decode("utf-8-sig", "replace"))
+    except (ValueError, RecursionError):
+        is_json = False
+    else:
+        is_json = True
+    if suffix.lower() not in {"", ".jsonl"} or not is_json:
+        raise ApiError(400, "Invalid file format for Batch API. Must be .jsonl")

@@ -1,0 +1,1 @@
+"""The online endpoint: a stateless proxy in front of the engines, a process of its own."""

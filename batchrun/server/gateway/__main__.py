@@ -1,0 +1,203 @@
+"""`python -m batchrun.server.gateway --listen 127.0.0.1:8000 --upstreams FILE [--workers N]`.
+
+Several workers on one port: processes that share it through SO_REUSEPORT.
+
+A worker's standard input is a pipe of the supervisor: when it closes, the worker drains and ends,
+so no worker outlives a supervisor that was killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import logging
+import signal
+import socket
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import uvloop
+
+from batchrun.errors import BatchrunError, ConfigError
+from batchrun.keys import is_loopback
+from batchrun.server.gateway.admission import read_keys
+from batchrun.server.gateway.app import MAX_BODY_BYTES, GatewaySettings, parse_listen
+from batchrun.server.gateway.http import bind, serve
+
+log = logging.getLogger(__name__)
+
+RESTART_S = 1.0
+KILL_AFTER_S = 5.0
+
+
+async def supervise(
+    settings: GatewaySettings, *, stop: asyncio.Event, on_ready: Callable[[], None]
+) -> None:
+    """Keep `num_workers` workers running until `stop` is set, then end them gently.
+
+    `settings.port` must be a number that the workers can share.
+    """
+    ready = [asyncio.Event() for _ in range(settings.num_workers)]
+    keepers = [asyncio.create_task(_keep_one(settings, stop=stop, ready=event)) for event in ready]
+    announcing = asyncio.create_task(_announce(ready, on_ready))
+    await stop.wait()
+    announcing.cancel()
+    await asyncio.gather(*keepers)
+
+
+async def _announce(ready: Sequence[asyncio.Event], on_ready: Callable[[], None]) -> None:
+    for event in ready:
+        await event.wait()
+    on_ready()
+
+
+async def _keep_one(
+    settings: GatewaySettings, *, stop: asyncio.Event, ready: asyncio.Event
+) -> None:
+    while not stop.is_set():
+        worker = await asyncio.create_subprocess_exec(
+            sys.executable, *worker_arguments(settings), stdin=PIPE, stdout=PIPE
+        )
+        stopper = asyncio.create_task(_end_on_stop(worker, settings.drain_s, stop=stop))
+        if worker.stdout is not None and await worker.stdout.readline():
+            ready.set()
+        exit_code = await worker.wait()
+        if not stop.is_set():
+            stopper.cancel()
+            log.warning("worker %d ended with %d; starting another", worker.pid, exit_code)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(RESTART_S):
+                    await stop.wait()
+
+
+async def _end_on_stop(worker: Process, drain_s: float, *, stop: asyncio.Event) -> None:
+    await stop.wait()
+    if worker.stdin is not None:
+        worker.stdin.close()
+    try:
+        async with asyncio.timeout(drain_s + KILL_AFTER_S):
+            await worker.wait()
+    except TimeoutError:
+        worker.kill()
+
+
+def worker_arguments(settings: GatewaySettings) -> Sequence[str]:
+    """The command line of one worker, after the interpreter."""
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return (
+        *("-m", "batchrun.server.gateway", "--worker"),
+        *("--listen", f"{host}:{settings.port}"),
+        *("--upstreams", str(settings.upstreams_path)),
+        *(() if settings.keys_path is None else ("--keys", str(settings.keys_path))),
+        *("--drain-s", str(settings.drain_s)),
+        *("--body-idle-s", str(settings.body_idle_s)),
+        *("--max-body-bytes", str(settings.max_body_bytes)),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run until SIGTERM or SIGINT; returns the exit code, 2 for a wrong setting."""
+    options = _parser().parse_args(argv)
+    logging.basicConfig(format="%(asctime)s gateway[%(process)d] %(levelname)s %(message)s")
+    try:
+        settings = _settings(options)
+        sock = _listen(settings, is_worker=options.worker)
+    except BatchrunError as error:
+        sys.stderr.write(f"batchrun gateway: {error}\n")
+        return error.exit_code
+    # What is imported stays: to look through it again and again would hold up every stream.
+    gc.freeze()
+    with sock:
+        uvloop.run(_run(settings, sock, is_worker=options.worker))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m batchrun.server.gateway", description=__doc__)
+    add = parser.add_argument
+    add("--listen", default="127.0.0.1:8000", metavar="HOST:PORT")
+    add("--upstreams", required=True, type=Path, metavar="FILE", help="JSON list of engines")
+    add("--workers", default=1, type=int, metavar="N", help="processes that share the port")
+    add("--drain-s", default=30.0, type=float, help="seconds a stream may go on after SIGTERM")
+    add("--body-idle-s", default=30.0, type=float, help="longest pause in an upload, in seconds")
+    add("--max-body-bytes", default=MAX_BODY_BYTES, type=int)
+    add("--keys", type=Path, metavar="FILE", help="JSON list of API keys; left out: none needed")
+    add("--worker", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def _settings(options: argparse.Namespace) -> GatewaySettings:
+    host, port = parse_listen(options.listen)
+    keys = None if options.keys is None else read_keys(options.keys)
+    if keys is None and not is_loopback(host):
+        raise ConfigError(
+            f"--listen: {host} can be reached from other machines, and no API key is asked for; "
+            "listen on 127.0.0.1, or name a list of keys with --keys"
+        )
+    for flag in ("workers", "max_body_bytes"):
+        if getattr(options, flag) < 1:
+            raise ConfigError(f"--{flag.replace('_', '-')} must be at least 1")
+    for flag in ("drain_s", "body_idle_s"):
+        if not getattr(options, flag) > 0:
+            raise ConfigError(f"--{flag.replace('_', '-')} must be above 0")
+    return GatewaySettings(
+        host=host,
+        port=port,
+        upstreams_path=options.upstreams,
+        keys_path=options.keys,
+        num_workers=options.workers,
+        drain_s=options.drain_s,
+        body_idle_s=options.body_idle_s,
+        max_body_bytes=options.max_body_bytes,
+    )
+
+
+def _listen(settings: GatewaySettings, *, is_worker: bool) -> socket.socket:
+    if is_worker:
+        return bind(settings.host, settings.port, shared=True)
+    sock = bind(settings.host, settings.port)
+    if settings.num_workers == 1:
+        return sock
+    # A second gateway could share the port unseen, so it is taken alone first.
+    port = sock.getsockname()[1]
+    sock.close()
+    return bind(settings.host, port, shared=True)
+
+
+async def _run(settings: GatewaySettings, sock: socket.socket, *, is_worker: bool) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    bound = replace(settings, port=sock.getsockname()[1])
+
+    def announce() -> None:
+        sys.stdout.write(f"gateway listening on http://{bound.host}:{bound.port}\n")
+        sys.stdout.flush()
+
+    if is_worker:
+        _stop_at_end_of_input(stop)
+    if bound.num_workers > 1:
+        await supervise(bound, stop=stop, on_ready=announce)
+    else:
+        await serve(bound, sock, stop=stop, on_ready=announce)
+
+
+def _stop_at_end_of_input(stop: asyncio.Event) -> None:
+    loop = asyncio.get_running_loop()
+    stdin_fd = sys.stdin.fileno()
+
+    def on_end() -> None:
+        loop.remove_reader(stdin_fd)
+        stop.set()
+
+    loop.add_reader(stdin_fd, on_end)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,252 @@
+"""Who calls: the API keys that the daemon lists in a file, and the key that a call shows.
+
+    {"keys": [{"id": "key_...", "sha256": "...", "role": "user", "slo_class": null,
+               "requests_per_minute": 60, "seq": 1}] | null}
+
+Null: none is asked for. Fields may be added; unknown ones are ignored. The writer may die at any
+time: the last good list stays in use.
+
+Which SLO class a call has: by its header, by its key, or by default.
+
+Requests per minute of each API key, counted by all workers of a gateway together.
+
+A bucket of as many requests as a minute allows, filled evenly. The workers share a file with 16
+bytes for each key: what its bucket holds, and since when (monotonic, one clock for a machine).
+
+Whether a call may come in: its API key, and how often that key may call.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hmac
+import logging
+import math
+import os
+import struct
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from aiohttp import web
+from multidict import CIMultiDictProxy
+
+from batchrun.errors import ConfigError
+from batchrun.keys import UsageFile, digest, id_in
+from batchrun.server.gateway.envelope import CLASS_HEADER, RefusalError
+from batchrun.server.gateway.replies import CallMeter
+from batchrun.server.gateway.upstreams import SloBounds, SloClasses, read_bounded
+from batchrun.types import DEFAULT_CLASS
+
+MAX_FILE_BYTES = 64 << 20
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
+"""What everybody may ask, also where keys are demanded."""
+ADMIN_PATHS = frozenset({"/metrics"})
+_SHOWN_CHARS = 4
+_NOBODY = "0" * 64
+
+
+class ApiKey(msgspec.Struct, frozen=True):
+    """A key that is not revoked; see `store/api_keys.py`. `seq` numbers keys from 1."""
+
+    id: str
+    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+    role: Literal["user", "admin"]
+    slo_class: str | None
+    requests_per_minute: int | None
+    seq: int
+
+
+class _Document(msgspec.Struct, frozen=True):
+    keys: tuple[ApiKey, ...] | None
+
+
+@dataclass(slots=True)
+class KeyRing:
+    """The keys known now; `is_asked_for` tells whether a call needs one."""
+
+    is_asked_for: bool = False
+    _keys: Mapping[str, ApiKey] = field(default_factory=dict)
+
+    def replace(self, keys: tuple[ApiKey, ...] | None) -> None:
+        """Take over a new list."""
+        self.is_asked_for = keys is not None
+        self._keys = {key.id: key for key in keys or ()}
+
+    def admit(self, authorization: str | None, path: str) -> ApiKey | None:
+        """The key of a call that may go on; None where none is asked for.
+
+        Raises RefusalError with 401, or 403 for what only an admin may.
+        """
+        if not self.is_asked_for or path in OPEN_PATHS:
+            return None
+        scheme, _, text = (authorization or "").partition(" ")
+        text = text.strip()
+        if scheme.lower() != "bearer" or not text:
+            raise RefusalError(401, "Missing bearer or basic authentication in header")
+        key = self._keys.get(id_in(text) or "")
+        is_right = hmac.compare_digest(digest(text), _NOBODY if key is None else key.sha256)
+        if key is None or not is_right:
+            message = f"Incorrect API key provided: {_masked(text)}."
+            raise RefusalError(401, message, code="invalid_api_key")
+        if path in ADMIN_PATHS and key.role != "admin":
+            raise RefusalError(403, "This needs an API key of the role 'admin'.")
+        return key
+
+
+def read_keys(path: Path) -> tuple[ApiKey, ...] | None:
+    """The keys that `path` lists. Raises ConfigError with one line."""
+    text = read_bounded(path, MAX_FILE_BYTES, "list of API keys")
+    try:
+        return msgspec.json.decode(text, type=_Document).keys
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ConfigError(f"{path}: not a list of API keys: {error}") from error
+
+
+def _masked(text: str) -> str:
+    """Enough of a wrong key for its holder to know it by."""
+    shown = text[-_SHOWN_CHARS:] if len(text) >= 5 * _SHOWN_CHARS else ""
+    return "*" * 8 + (shown if shown.isascii() and shown.isprintable() else "")
+
+
+def choose_class(
+    headers: CIMultiDictProxy[str], key_class: str | None, classes: SloClasses
+) -> SloBounds | None:
+    """What a call is promised: its header decides, then the class of its key (None: it has none),
+    then the default, which is None since the engines know it.
+
+    Raises RefusalError when the header names no class. A class of a key that is not there any
+    more is the default one: its callers cannot help it.
+    """
+    given = headers.getall(CLASS_HEADER, [])
+    if not given:
+        return None if key_class is None else classes.get(key_class)
+    name = given[0] if len(given) == 1 else ", ".join(given)
+    if name == DEFAULT_CLASS:
+        return None
+    if name not in classes:
+        known = ", ".join([DEFAULT_CLASS, *classes])
+        raise RefusalError(
+            400,
+            f"{CLASS_HEADER.lower()}: no SLO class has the name '{name}'; there is {known}",
+            code="invalid_value",
+            param=CLASS_HEADER.lower(),
+        )
+    return classes[name]
+
+
+_BUCKET = struct.Struct("<dd")
+_MINUTE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """A key's bucket after a request asked: `retry_after_s` is None where it was let through."""
+
+    limit: int
+    num_left: int
+    full_after_s: float
+    retry_after_s: float | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What OpenAI's replies say of it."""
+        told = {
+            "x-ratelimit-limit-requests": str(self.limit),
+            "x-ratelimit-remaining-requests": str(self.num_left),
+            "x-ratelimit-reset-requests": f"{math.ceil(self.full_after_s * 1e3)}ms",
+        }
+        if self.retry_after_s is not None:
+            told["Retry-After"] = str(math.ceil(self.retry_after_s))
+            told["Retry-After-Ms"] = str(math.ceil(self.retry_after_s * 1e3))
+        return told
+
+
+class RequestRates:
+    """The buckets of all keys."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        os.close(self._fd)
+
+    def take(self, seq: int, limit: int, *, now_s: float) -> Rate:
+        """Ask for one request of the key that has this number; `now_s` is CLOCK_MONOTONIC."""
+        offset = seq * _BUCKET.size
+        fcntl.lockf(self._fd, fcntl.LOCK_EX, _BUCKET.size, offset)
+        try:
+            kept = os.pread(self._fd, _BUCKET.size, offset).ljust(_BUCKET.size, b"\0")
+            held, since_s = _BUCKET.unpack(kept)
+            # Nothing was written yet, or it was before the machine started anew.
+            is_known = 0.0 < since_s <= now_s
+            grown = held + (now_s - since_s) * limit / _MINUTE_S
+            level = min(grown, limit) if is_known else float(limit)
+            left = level - 1.0 if level >= 1.0 else level
+            os.pwrite(self._fd, _BUCKET.pack(left, now_s), offset)
+        finally:
+            fcntl.lockf(self._fd, fcntl.LOCK_UN, _BUCKET.size, offset)
+        per_request_s = _MINUTE_S / limit
+        is_late = level < 1.0
+        return Rate(
+            limit=limit,
+            num_left=int(left),
+            full_after_s=(limit - left) * per_request_s,
+            retry_after_s=(1.0 - level) * per_request_s if is_late else None,
+        )
+
+
+log = logging.getLogger(__name__)
+
+COUNTED_PREFIX = "/v1/"
+"""Calls below this count as requests of their key."""
+
+
+@dataclass(frozen=True, slots=True)
+class AboutCaller:
+    """What the gateway knows of a caller: his key, None where none is asked for, the headers that
+    every reply tells him of his limits, and what counts the call."""
+
+    key: ApiKey | None = None
+    reply_headers: Mapping[str, str] = field(default_factory=dict)
+    meter: CallMeter | None = None
+
+
+ABOUT_CALLER = web.RequestKey("about_caller", AboutCaller)
+"""Where a request keeps it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """Lets callers in; `rates` and `usage` are None where no keys can be asked for."""
+
+    keys: KeyRing
+    rates: RequestRates | None = None
+    usage: UsageFile | None = None
+
+    def admit(self, request: web.BaseRequest) -> AboutCaller:
+        """Who calls. Raises RefusalError with 401, 403 or 429."""
+        path = request.rel_url.raw_path
+        key = self.keys.admit(request.headers.get("Authorization"), path)
+        if key is None or self.rates is None or self.usage is None:
+            return AboutCaller(key)
+        meter = CallMeter(self.usage, key.seq)
+        if key.requests_per_minute is None or not path.startswith(COUNTED_PREFIX):
+            return AboutCaller(key, meter=meter)
+        try:
+            rate = self.rates.take(key.seq, key.requests_per_minute, now_s=time.monotonic())
+        except OSError as error:
+            log.warning("requests of key %s are not counted: %s", key.id, error)
+            return AboutCaller(key, meter=meter)
+        if rate.retry_after_s is not None:
+            message = (
+                f"Rate limit reached for requests of this API key. Limit: {rate.limit} a minute. "
+                f"Please try again in {rate.retry_after_s:.3g}s."
+            )
+            refusal = RefusalError(429, message, code="rate_limit_exceeded", kind="requests")
+            raise refusal.with_headers(rate.headers)
+        return AboutCaller(key, rate.headers, meter)

@@ -1,0 +1,327 @@
+"""One call to an engine: choose it, open the exchange, close it whatever happens.
+
+Which engine takes the next call: the one with the fewest in flight in this worker.
+
+Hand an engine's reply to the caller, each piece as it comes.
+
+Files and batches: passed on to the daemon, bodies streamed both ways and held nowhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+from aiohttp import web
+from multidict import CIMultiDict, CIMultiDictProxy
+from yarl import URL
+
+from batchrun.errors import DaemonUnavailableError, EngineError
+from batchrun.home import CALLER_HEADER, GATEWAY_HEADER
+from batchrun.server.gateway.admission import ABOUT_CALLER
+from batchrun.server.gateway.bodies import BodyStream, SteeredBody
+from batchrun.server.gateway.envelope import (
+    REQUEST_ID,
+    SET_BY_CLIENT_LIBRARY,
+    as_envelope,
+    end_to_end,
+    request_headers,
+)
+from batchrun.server.gateway.replies import CallMeter, Rewriting, end_all, feed_all
+from batchrun.server.gateway.upstreams import DaemonAt, Upstream, find_daemon
+
+COOLDOWN_S = 5.0
+
+
+@dataclass(slots=True)
+class _Load:
+    num_in_flight: int = 0
+    num_calls: int = 0
+    down_until_s: float = 0.0
+
+
+class Balancer:
+    """Counts calls per engine. `now_s` is any monotonic clock, the same one in all calls."""
+
+    def __init__(self) -> None:
+        self._loads: dict[Upstream, _Load] = {}
+
+    @property
+    def upstreams(self) -> tuple[Upstream, ...]:
+        """The engines known now."""
+        return tuple(self._loads)
+
+    def replace(self, upstreams: Sequence[Upstream]) -> None:
+        """Take over a new list; counts of engines that stay are kept, running calls go on."""
+        self._loads = {upstream: self._loads.get(upstream, _Load()) for upstream in upstreams}
+
+    def candidates(self, *, now_s: float, is_offline: bool = False) -> list[Upstream]:
+        """All engines, best first; those that are the last choice come late, and those that lately
+        refused a connection last. An offline call goes first where it can give way to others."""
+
+        def key(upstream: Upstream) -> tuple[bool, bool, bool, int, int]:
+            load = self._loads[upstream]
+            is_down = load.down_until_s > now_s
+            is_unfit = is_offline and not upstream.runs_offline_calls
+            calls = load.num_in_flight, load.num_calls
+            return (is_down, upstream.is_last_choice, is_unfit, *calls)
+
+        return sorted(self._loads, key=key)
+
+    def mark_down(self, upstream: Upstream, *, now_s: float) -> None:
+        """Try others first for a while, because this engine could not be reached."""
+        if upstream in self._loads:
+            self._loads[upstream].down_until_s = now_s + COOLDOWN_S
+
+    @contextmanager
+    def call(self, upstream: Upstream) -> Iterator[None]:
+        """Count a call as in flight while the block runs."""
+        load = self._loads.get(upstream, _Load())
+        load.num_in_flight += 1
+        load.num_calls += 1
+        try:
+            yield
+        finally:
+            load.num_in_flight -= 1
+
+
+log = logging.getLogger(__name__)
+
+CONNECT_S = 5.0
+HEALTH_S = 2.0
+# Below the 5 s after which an engine's server closes an idle connection, or a call could meet one
+# that is just being closed.
+KEEP_ALIVE_S = 3.0
+_LIBRARY_HEADERS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What goes to an engine: `target` is path and query exactly as the caller spelled them.
+
+    A steered body is written for the engine that is tried.
+    """
+
+    method: str
+    target: str
+    headers: CIMultiDictProxy[str]
+    request_id: str
+    body: bytes | SteeredBody | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """An engine's reply, and what is to be changed in it."""
+
+    reply: aiohttp.ClientResponse
+    rewriting: Rewriting | None
+
+
+def open_session() -> aiohttp.ClientSession:
+    """A client that passes bytes on: no cookies kept, nothing unpacked, no limit on total time."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+        skip_auto_headers=_LIBRARY_HEADERS,
+    )
+
+
+def _rewriting(call: Call, upstream: Upstream) -> Rewriting | None:
+    if not isinstance(call.body, SteeredBody):
+        return None
+    return Rewriting(call.body.tier_at(upstream), upstream.hint_nonce)
+
+
+class Forwarder:
+    """Carries calls to the engines that `balancer` knows."""
+
+    def __init__(self, balancer: Balancer, session: aiohttp.ClientSession) -> None:
+        self.balancer = balancer
+        self.session = session
+
+    @asynccontextmanager
+    async def exchange(self, call: Call) -> AsyncIterator[Exchange]:
+        """The engine's reply, its headers read. Leaving the block early cancels it at the engine.
+
+        An engine that cannot be connected to is passed over; once bytes were sent no other one
+        is tried. Raises EngineError.
+        """
+        is_offline = isinstance(call.body, SteeredBody) and call.body.is_flex
+        for upstream in self.balancer.candidates(now_s=time.monotonic(), is_offline=is_offline):
+            with self.balancer.call(upstream):
+                reply = await self._connect(upstream, call)
+                if reply is None:
+                    continue
+                try:
+                    yield Exchange(reply, _rewriting(call, upstream))
+                finally:
+                    reply.close()
+                return
+        raise EngineError("no engine can be reached; try again shortly")
+
+    async def _connect(self, upstream: Upstream, call: Call) -> aiohttp.ClientResponse | None:
+        headers = request_headers(call.headers, request_id=call.request_id, upstream=upstream)
+        body = call.body
+        if isinstance(body, SteeredBody):
+            body = body.written_for(upstream)
+            headers["Accept-Encoding"] = "identity"
+        try:
+            return await self.session.request(
+                call.method,
+                URL(upstream.url + call.target, encoded=True),
+                headers=headers,
+                data=io.BytesIO(body) if body is not None else None,
+                allow_redirects=False,
+            )
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            log.warning("engine %s cannot be reached: %s", upstream.name, error)
+            self.balancer.mark_down(upstream, now_s=time.monotonic())
+            return None
+        except (aiohttp.ClientError, OSError) as error:
+            log.warning("engine %s gave no answer: %s", upstream.name, error)
+            raise EngineError("the engine closed the connection without an answer") from error
+
+    async def is_any_healthy(self) -> bool:
+        """Whether at least one engine answers its health check within 2 s."""
+        checks = [self._is_healthy(upstream) for upstream in self.balancer.upstreams]
+        return any(await asyncio.gather(*checks))
+
+    async def _is_healthy(self, upstream: Upstream) -> bool:
+        timeout = aiohttp.ClientTimeout(total=HEALTH_S)
+        try:
+            async with self.session.get(upstream.url + "/health", timeout=timeout) as reply:
+                return reply.status == 200
+        except (aiohttp.ClientError, OSError):
+            return False
+
+
+MAX_ERROR_BYTES = 2**20
+
+
+async def relay(
+    request: web.BaseRequest,
+    reply: aiohttp.ClientResponse,
+    *,
+    request_id: str,
+    rewriting: Rewriting | None = None,
+    meter: CallMeter | None = None,
+) -> web.StreamResponse:
+    """Answer `request` with `reply`; status and end-to-end headers are the engine's. `meter` sees
+    an answer as it passes.
+
+    A reply that breaks off is broken off for the caller too, never ended as if it were whole.
+    Raises EngineError if it breaks off before anything was handed on.
+    """
+    headers = end_to_end(reply.headers)
+    headers.setdefault(REQUEST_ID, request_id)
+    headers.update(request[ABOUT_CALLER].reply_headers)
+    filters = [] if rewriting is None else rewriting.filters_for(reply)
+    if _is_short_error(reply):
+        body = as_envelope(reply.status, await _read_error(reply))
+        body = feed_all(filters, body) + end_all(filters)
+        headers["Content-Type"] = "application/json"
+        headers.popall("Content-Length", None)
+        return web.Response(status=reply.status, reason=reply.reason, headers=headers, body=body)
+    if filters:
+        headers.popall("Content-Length", None)
+    response = web.StreamResponse(status=reply.status, reason=reply.reason, headers=headers)
+    await response.prepare(request)
+    try:
+        async for chunk in reply.content.iter_any():
+            if meter is not None:
+                meter.feed(chunk)
+            await response.write(feed_all(filters, chunk) if filters else chunk)
+        await response.write_eof(end_all(filters))
+    except (aiohttp.ClientError, OSError) as error:
+        caller = request.transport
+        if caller is not None and not caller.is_closing():
+            log.warning("call %s broke off at the engine: %s", request_id, error)
+            caller.abort()
+    finally:
+        if meter is not None:
+            meter.close()
+    return response
+
+
+async def _read_error(reply: aiohttp.ClientResponse) -> bytes:
+    try:
+        return await reply.read()
+    except (aiohttp.ClientError, OSError) as error:
+        raise EngineError("the engine closed the connection within its answer") from error
+
+
+def _is_short_error(reply: aiohttp.ClientResponse) -> bool:
+    length = reply.content_length
+    is_plain = "Content-Encoding" not in reply.headers
+    return reply.status >= 400 and is_plain and length is not None and length <= MAX_ERROR_BYTES
+
+
+DAEMON_ROUTES = ("/v1/files", "/v1/batches")
+AWAY = "files and batches are not served at the moment; try again shortly"
+
+
+def is_daemon_route(raw_path: str) -> bool:
+    """Whether a path belongs to the daemon, with whatever method."""
+    return any(raw_path == route or raw_path.startswith(f"{route}/") for route in DAEMON_ROUTES)
+
+
+class DaemonCalls:
+    """Carries calls to the daemon that the upstreams file names."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, upstreams_path: Path, *, body_idle_s: float
+    ) -> None:
+        self._session = session
+        self._upstreams_path = upstreams_path
+        self._body_idle_s = body_idle_s
+
+    async def pass_on(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
+        """Answer with what the daemon answers.
+
+        Raises DaemonUnavailableError, and a web.HTTPException for a body that does not come.
+        """
+        daemon = await asyncio.to_thread(find_daemon, self._upstreams_path)
+        if daemon is None:
+            raise DaemonUnavailableError(AWAY)
+        body = BodyStream(request, idle_s=self._body_idle_s)
+        try:
+            reply = await self._session.request(
+                request.method,
+                URL(daemon.url + request.rel_url.raw_path_qs, encoded=True),
+                headers=_headers(request, request_id, daemon),
+                data=aiter(body) if request.body_exists else None,
+                allow_redirects=False,
+            )
+        except (aiohttp.ClientError, OSError) as error:
+            if body.refusal is not None:
+                raise body.refusal from error
+            log.warning("call %s: no answer from the daemon: %s", request_id, error)
+            raise DaemonUnavailableError(AWAY) from error
+        async with reply:
+            return await relay(request, reply, request_id=request_id)
+
+
+def _headers(request: web.BaseRequest, request_id: str, daemon: DaemonAt) -> CIMultiDict[str]:
+    """What the daemon sees of a caller's headers: nobody else can say that he is the gateway, nor
+    whose key this is."""
+    sent = end_to_end(request.headers)
+    for name in (*SET_BY_CLIENT_LIBRARY, GATEWAY_HEADER, CALLER_HEADER, "Authorization"):
+        sent.popall(name, None)
+    key = request[ABOUT_CALLER].key
+    if key is not None:
+        sent[CALLER_HEADER] = key.id
+    if request.body_exists and request.content_length is not None:
+        sent["Content-Length"] = str(request.content_length)
+    sent[REQUEST_ID] = request_id
+    if daemon.gateway_key is not None:
+        sent[GATEWAY_HEADER] = daemon.gateway_key
+    return sent

@@ -1,0 +1,273 @@
+"""The probes of a calibration, sent to a running engine over HTTP.
+
+The engine that is measured: as the deployment starts it, but recording its steps.
+
+What online calls see of an engine that has nothing else to do.
+
+A calibration from the start of the engine to its profile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from batchrun.config import Deployment, SloConfig
+from batchrun.daemon.plugin import read_or_make_nonce
+from batchrun.daemon.supervisor import build_model, make_engine
+from batchrun.engine import process
+from batchrun.engine.client import EngineClient
+from batchrun.engine.engine import ManagedEngine
+from batchrun.errors import ConfigError, EngineError, StateError
+from batchrun.estimator.probes import PROBING_SETTINGS, Probe, ProbeCall, PromptMaker, make_round
+from batchrun.estimator.profile import (
+    CalibrationProfile,
+    EngineFacts,
+    OnlineLatency,
+    Recording,
+    calibrate,
+    read_recording,
+)
+from batchrun.estimator.step_load import StepLoad
+from batchrun.estimator.step_time import StepTimeModel
+from batchrun.home import Home
+from batchrun.simulator.replay.client import (
+    ReplayTarget,
+    TokenRange,
+    TraceShape,
+    generate_trace,
+    replay,
+    summarize,
+)
+from batchrun.types import OutcomeKind, ProgressSink, Request
+
+NUM_ROUNDS = 6
+"""The first is not counted: an engine that has just started allocates memory as it goes."""
+LONGEST_S = 120.0
+"""With the online calls after it, everything is done in under three minutes."""
+
+
+class Prober:
+    """Sends probes to one engine that records its steps to `steps_path`."""
+
+    def __init__(self, client: EngineClient, model: str, steps_path: Path) -> None:
+        self._client = client
+        self._model = model
+        self._steps_path = steps_path
+        self._epoch = int(time.time())
+        self._num_sent = 0
+
+    async def run(self, progress: ProgressSink) -> Recording:
+        """All rounds, or those that LONGEST_S allows; what was recorded after the first.
+
+        Raises EngineError when the engine is too small, answers with an error or records nothing.
+        """
+        facts = self._read().facts
+        probes = make_round(facts)
+        prompts = PromptMaker(facts.vocabulary)
+        warm_up: Recording | None = None
+        try:
+            async with asyncio.timeout(LONGEST_S):
+                for turn in range(NUM_ROUNDS):
+                    prompts.next_round()
+                    for i, probe in enumerate(probes):
+                        done, total = turn * len(probes) + i, NUM_ROUNDS * len(probes)
+                        progress(f"measuring {probe.stage}", done, total)
+                        await self._send(probe, prompts)
+                    warm_up = warm_up or self._read()
+        except TimeoutError:
+            pass
+        recording = self._read()
+        return recording if warm_up is None else recording.after(warm_up)
+
+    async def _send(self, probe: Probe, prompts: PromptMaker) -> None:
+        await asyncio.gather(*[self._call(calls, prompts) for calls in probe.callers])
+
+    async def _call(self, calls: Iterable[ProbeCall], prompts: PromptMaker) -> None:
+        for call in calls:
+            outcome = await self._client.execute(self._request(call, prompts.prompt(call)))
+            if outcome.kind is not OutcomeKind.OK:
+                reason = outcome.error.message if outcome.error else outcome.kind
+                raise EngineError(f"the engine did not answer a call of the calibration: {reason}")
+
+    def _request(self, call: ProbeCall, prompt: list[int]) -> Request:
+        body = {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": call.output_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        self._num_sent += 1
+        return Request("calibrate", self._num_sent, 1, self._epoch, "/v1/completions", body)
+
+    def _read(self) -> Recording:
+        try:
+            return read_recording(self._steps_path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise EngineError(
+                "the engine recorded no steps; are there --scheduler-cls or --additional-config "
+                "among its `vllm_args`?"
+            ) from error
+
+
+ENGINE_NAME = "calibrate"
+"""Its record is that of an engine, so `batchrun down` ends it should we be killed."""
+
+
+def choose_engine(deployment: Deployment, name: str | None) -> int:
+    """The index of the engine of this name, or of the first that batchrun starts from `model`.
+
+    Raises ConfigError when there is none.
+    """
+    for index, config in enumerate(deployment.engines):
+        if config.name == name and not config.is_vllm:
+            raise ConfigError(f"engine {name} is not a vLLM that batchrun starts; see `engines`")
+        if config.is_vllm and name in {None, config.name}:
+            return index
+    if name is not None:
+        known = ", ".join(config.name for config in deployment.engines)
+        raise ConfigError(f"there is no engine {name}; the engines are {known}")
+    raise ConfigError("no engine to calibrate: batchrun starts none of the `engines` from `model`")
+
+
+def check_nothing_runs(deployment: Deployment, home: Home) -> None:
+    """Raises StateError while an engine of this home holds the machine."""
+    for config in deployment.engines:
+        record = process.read_record(home.run / f"engine-{config.name}.json")
+        if record is not None and process.is_alive(record):
+            raise StateError(
+                f"engine {config.name} is running, and would be measured against itself; "
+                "stop it with `batchrun down` first"
+            )
+
+
+def make_measured_engine(
+    deployment: Deployment, home: Home, index: int, steps_path: Path
+) -> ManagedEngine:
+    """The engine, not started; the profile that it names may be the one that is to be written.
+
+    What a calibration that was killed left running is ended first.
+    """
+    engines = [each.model_copy(update={"profile": None}) for each in deployment.engines]
+    update = {"policy": "echo", "slo": SloConfig(), "engines": engines}
+    plain = deployment.model_copy(update=update)
+    engine = make_engine(plain, home, index, read_or_make_nonce(home))
+    assert isinstance(engine, ManagedEngine)
+    settings = replace(
+        engine.settings,
+        name=ENGINE_NAME,
+        scheduler={**PROBING_SETTINGS, "record_steps": str(steps_path)},
+    )
+    process.stop_recorded(settings.record_path)
+    return ManagedEngine(settings)
+
+
+DURATION_S = 20.0
+BUSY_SHARE = 0.5
+"""How busy the online calls alone keep the engine, by its model."""
+MOST_CALLS_PER_S = 20.0
+
+_PROMPT = TokenRange(mu=4.0, sigma=0.8, min_tokens=8, max_tokens=400)
+_OUTPUT = TokenRange(mu=3.0, sigma=0.6, min_tokens=4, max_tokens=100)
+_TYPICAL_PROMPT_TOKENS = 80
+_TYPICAL_OUTPUT_TOKENS = 24
+_TYPICAL_BATCH = 4
+
+
+async def observe_online(
+    base_url: str, served_model: str, facts: EngineFacts, model: StepTimeModel
+) -> OnlineLatency | None:
+    """Poisson chat calls for DURATION_S; None when some were not answered.
+
+    That is so with a model that has no chat template.
+    """
+    rate_per_s = calls_per_s(model)
+    longest_tokens = facts.longest_tokens // 8
+    shape = TraceShape(
+        duration_s=DURATION_S,
+        rate_per_s=rate_per_s,
+        burst_factor=1.0,
+        prompt=TokenRange(_PROMPT.mu, _PROMPT.sigma, _PROMPT.min_tokens, min(400, longest_tokens)),
+        output=TokenRange(_OUTPUT.mu, _OUTPUT.sigma, _OUTPUT.min_tokens, min(100, longest_tokens)),
+    )
+    target = ReplayTarget(f"{base_url}/v1", served_model, extra_body={"ignore_eos": True})
+    results = await replay(generate_trace(shape, seed=0), target)
+    figures = summarize(results, slo_ttft_s=1.0, slo_tpot_s=1.0)
+    latencies = [figures[f"{what}_{share}_s"] for what in ("ttft", "tpot") for share in _SHARES]
+    if figures["failed"] or None in latencies:
+        return None
+    return OnlineLatency(len(results), rate_per_s, *[float(each or 0.0) for each in latencies])
+
+
+_SHARES = ("p50", "p99")
+
+
+def calls_per_s(model: StepTimeModel) -> float:
+    """The rate at which typical calls take BUSY_SHARE of the engine's time."""
+    prefill_s = model.predict_s(StepLoad.of([(_TYPICAL_PROMPT_TOKENS,) * 2 + (False,)]))
+    context_tokens = _TYPICAL_PROMPT_TOKENS + _TYPICAL_OUTPUT_TOKENS
+    batch_s = model.predict_s(StepLoad.of([(1, context_tokens, True)] * _TYPICAL_BATCH))
+    call_s = prefill_s + _TYPICAL_OUTPUT_TOKENS * batch_s / _TYPICAL_BATCH
+    return min(MOST_CALLS_PER_S, BUSY_SHARE / max(call_s, 1e-6))
+
+
+_STAGE_POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A profile, and how long it took to get: to start the engine, and to measure and fit."""
+
+    profile: CalibrationProfile
+    num_steps: int
+    engine_start_s: float
+    measuring_s: float
+
+
+async def calibrate_engine(
+    deployment: Deployment, home: Home, index: int, progress: ProgressSink
+) -> Measured:
+    """Start `deployment.engines[index]`, measure it, end it. Writes no profile.
+
+    The caller has seen to it that no other engine runs (`check_nothing_runs`). Raises EngineError
+    when this one cannot start or be measured. Cancelled or failed, it leaves nothing behind but
+    the engine's log.
+    """
+    await asyncio.to_thread(build_model, deployment, home)
+    steps_path = home.run / "calibration-steps.jsonl"
+    engine = await asyncio.to_thread(make_measured_engine, deployment, home, index, steps_path)
+    try:
+        begin_s = time.monotonic()
+        await _with_stages(engine, engine.start(), progress)
+        ready_s = time.monotonic()
+        recording = await Prober(engine.client, deployment.model_name, steps_path).run(progress)
+        progress("fitting", 0, 0)
+        profile = await asyncio.to_thread(calibrate, recording, measured_at=time.time())
+        progress("measuring online calls", 0, 0)
+        online = await observe_online(
+            engine.client.base_url, deployment.model_name, recording.facts, profile.models[0]
+        )
+        done_s = time.monotonic()
+    finally:
+        progress("stopping the engine", 0, 0)
+        await engine.stop()
+        steps_path.unlink(missing_ok=True)
+    num_steps = len(recording.observations)
+    return Measured(replace(profile, online=online), num_steps, ready_s - begin_s, done_s - ready_s)
+
+
+async def _with_stages(
+    engine: ManagedEngine, starting: Awaitable[None], progress: ProgressSink
+) -> None:
+    """Wait for the engine, and tell what it is busy with."""
+    task = asyncio.ensure_future(starting)
+    try:
+        while not (await asyncio.wait([task], timeout=_STAGE_POLL_S))[0]:
+            progress(f"engine: {engine.stage}", 0, 0)
+    finally:
+        task.cancel()
+    await task

@@ -1,0 +1,217 @@
+"""The engines of a simulation: each on its own clock, none ahead of another by over a step.
+
+What stands before a simulated engine: its API server, which takes one request after another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+
+from batchrun.daemon.engine_link import RENEW_S
+from batchrun.estimator.step_load import StepLoad
+from batchrun.estimator.step_time import AnyModel, StepTimeModel
+from batchrun.simulator.feeding import EPOCH, RowFeed
+from batchrun.simulator.online import OnlineRouter
+from batchrun.simulator.virtual.engine import (
+    Arrival,
+    RequestRecord,
+    Timing,
+    TrafficSource,
+    VirtualEngine,
+)
+from batchrun.simulator.virtual.laws import A100Law, StepItem, StepLaw
+from batchrun.simulator.virtual.quick_decode import QuickDecode, quick
+from batchrun.simulator.virtual.setup import EngineShape, stock_scheduler
+from batchrun.types import HINT_KEY
+from batchrun.vllm_plugin.scheduler import ColocatedScheduler
+
+
+@dataclass(frozen=True, slots=True)
+class FrontEndTimes:
+    """What the server needs for a request, and beside that for each token of its prompt."""
+
+    request_s: float = 0.0
+    token_s: float = 0.0
+
+    def seconds(self, num_prompt_tokens: int) -> float:
+        """For one request."""
+        return self.request_s + self.token_s * num_prompt_tokens
+
+
+class FrontEnd:
+    """Hands requests on when they are rendered and tokenized: first come, first served.
+
+    A `TrafficSource` of one engine. Waiting here counts as waiting: arrivals keep their instants.
+    """
+
+    def __init__(self, sources: Sequence[TrafficSource], times: FrontEndTimes) -> None:
+        self._sources = sources
+        self._times = times
+        self._rendered: deque[tuple[float, Arrival]] = deque()
+        self._free_at_s = 0.0
+
+    @property
+    def next_due_s(self) -> float:
+        """When a request is rendered, or may come."""
+        first_s = min(source.next_due_s for source in self._sources)
+        return min(first_s, self._rendered[0][0]) if self._rendered else first_s
+
+    def take_due(self, now_s: float) -> list[Arrival]:
+        """The requests rendered by now."""
+        new = [arrival for source in self._sources for arrival in source.take_due(now_s)]
+        for arrival in sorted(new, key=attrgetter("arrival_at_s")):
+            begin_s = max(self._free_at_s, arrival.arrival_at_s)
+            self._free_at_s = begin_s + self._times.seconds(len(arrival.prompt_token_ids))
+            self._rendered.append((self._free_at_s, arrival))
+        due: list[Arrival] = []
+        while self._rendered and self._rendered[0][0] <= now_s:
+            due.append(self._rendered.popleft()[1])
+        return due
+
+    def on_finished(self, request_id: str) -> None:
+        """The sources want to know."""
+        for source in self._sources:
+            source.on_finished(request_id)
+
+
+STOCK_POLICY = "vllm"
+"""vLLM's own scheduler, as in batchrun.yaml."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLaw:
+    """Steps take as long as a fitted model says."""
+
+    model: StepTimeModel
+
+    @property
+    def expected(self) -> StepLaw:
+        """Itself: a model has no noise."""
+        return self
+
+    def step_s(self, items: Sequence[StepItem]) -> float:
+        """The model's prediction."""
+        return self.model.predict_s(StepLoad.of(items))
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """What all engines are, and how long their steps take.
+
+    `policy` is a name of the scheduler's, or `vllm` for vLLM's own. `settings` are those of the
+    plug-in beside it. `believed` are the models that the scheduler starts from; without any it
+    starts cold and learns, as an engine without a profile does. `steps_one_by_one` leaves every
+    step to vLLM itself, which changes nothing but the time that a simulation takes. `front_end` is
+    what a request takes before it is in the engine; None: nothing.
+    """
+
+    shape: EngineShape = field(default_factory=EngineShape)
+    policy: str = "echo"
+    settings: Mapping[str, object] = field(default_factory=dict)
+    law: StepLaw = field(default_factory=A100Law)
+    timing: Timing = field(default_factory=Timing)
+    believed: Sequence[AnyModel] = ()
+    steps_one_by_one: bool = False
+    front_end: FrontEndTimes | None = None
+
+
+class Engines:
+    """Runs `num` engines side by side, fed by a gateway and a daemon.
+
+    `after_step` is told of each engine that has moved, `at_end` of the record of each request that
+    ended, its request still there; both get the engine's number.
+    """
+
+    def __init__(self, plan: EnginePlan, router: OnlineRouter, feed: RowFeed) -> None:
+        num = len(router.ports)
+        self.engines = [
+            _engine(plan, [router.ports[index], feed.ports[index]]) for index in range(num)
+        ]
+        self.after_step: Callable[[int], None] = lambda index: None
+        self.at_end: Callable[[int, RequestRecord], None] = lambda index, record: None
+        self._feed = feed
+        self._renew_at_s = [0.0] * num
+        self._is_idle = [False] * num
+        feed.num_running = self._num_running
+        for index, engine in enumerate(self.engines):
+            engine.end_listeners.append(self._end_of(index))
+
+    @property
+    def num_quick_steps(self) -> int:
+        """Steps that only decoded, and took the short way."""
+        schedulers = [engine.scheduler for engine in self.engines]
+        return sum(each.num_quick_steps for each in schedulers if isinstance(each, QuickDecode))
+
+    def run_until(self, end_s: float) -> None:
+        """Run until every clock has reached `end_s` (infinity: until all work is done)."""
+        engines, is_idle = self.engines, self._is_idle
+        numbers = range(len(engines))
+        while True:
+            index = min(numbers, key=lambda i: (engines[i].now_s, is_idle[i]))
+            engine = engines[index]
+            if engine.now_s >= end_s:
+                return
+            self._renew(index, engine)
+            is_idle[index] = not engine.step()
+            if is_idle[index] and not self._wake_later(index, end_s):
+                return
+            self.after_step(index)
+
+    def _wake_later(self, index: int, end_s: float) -> bool:
+        """Move the clock of an engine that has nothing to do; False when nobody ever will have."""
+        engine = self.engines[index]
+        busy_s = [
+            other.now_s
+            for other, is_idle in zip(self.engines, self._is_idle, strict=True)
+            if not is_idle
+        ]
+        wake_s = min(engine.next_due_s(), end_s, *busy_s)
+        if wake_s == math.inf:
+            return False
+        engine.now_s = max(engine.now_s, wake_s)
+        return True
+
+    def _renew(self, index: int, engine: VirtualEngine) -> None:
+        scheduler = engine.scheduler
+        if engine.now_s < self._renew_at_s[index]:
+            return
+        self._renew_at_s[index] = engine.now_s + RENEW_S
+        if isinstance(scheduler, ColocatedScheduler) and scheduler._kv is not None:
+            scheduler._kv.renew(EPOCH, self._feed.running_jobs, engine.now_s)
+
+    def _num_running(self, index: int) -> int:
+        records = self.engines[index].records
+        running = self.engines[index].scheduler.running
+        return sum(not records[request.request_id].is_online for request in running)
+
+    def _end_of(self, index: int) -> Callable[[RequestRecord], None]:
+        def ended(record: RequestRecord) -> None:
+            self.at_end(index, record)
+            if not record.is_online:
+                self._feed.ended(record, self.engines[index].now_s)
+
+        return ended
+
+
+def _engine(plan: EnginePlan, sources: Sequence[TrafficSource]) -> VirtualEngine:
+    is_stock = plan.policy == STOCK_POLICY
+    scheduler_cls = stock_scheduler(plan.timing.steps_in_flight) if is_stock else ColocatedScheduler
+    settings = {"policy": plan.policy, "channel": False, **plan.settings}
+    shape = plan.shape if is_stock else replace(plan.shape, additional_config={HINT_KEY: settings})
+    if plan.front_end is not None:
+        sources = [FrontEnd(sources, plan.front_end)]
+    engine = VirtualEngine(
+        scheduler_cls if plan.steps_one_by_one else quick(scheduler_cls),
+        shape,
+        plan.law,
+        sources,
+        plan.timing,
+        forgets_ended=True,
+    )
+    if plan.believed and isinstance(engine.scheduler, ColocatedScheduler):
+        engine.scheduler.believe(plan.believed)
+    return engine

@@ -1,0 +1,124 @@
+"""Kinds of engines to choose from: how long their steps take, their GPUs, their price.
+
+Engines that nobody measured yet: the constants of a roofline, from data sheets.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from batchrun.errors import ConfigError, InputError
+from batchrun.simulator.cluster import EnginePlan
+from batchrun.simulator.planner.peak import Promise
+from batchrun.simulator.scenario_file import EnginesSpec, SloSpec, engine_of
+from batchrun.simulator.virtual.laws import A100Law
+from batchrun.strict_yaml import read_document, validate_document
+
+SUFFIXES = frozenset({".yaml", ".yml"})
+
+Positive = Annotated[float, Field(gt=0)]
+
+
+class RooflineFile(BaseModel):
+    """What `A100Law` and the KV cache need to know of another GPU and another model.
+
+    `flop_per_token` is about twice the parameters; `flop_per_token_pair` is 4 * hidden size *
+    layers. `flop_per_s` and `bytes_per_s` are what the GPU reaches, not what its sheet promises.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    flop_per_s: Positive
+    bytes_per_s: Positive
+    weight_bytes: Positive
+    flop_per_token: Positive
+    flop_per_token_pair: Positive
+    kv_bytes_per_token: Positive
+    kv_blocks: Annotated[int, Field(ge=2, le=100_000_000, strict=True)]
+    overhead_s: Annotated[float, Field(ge=0)] = 0.003
+    overlap_loss: Annotated[float, Field(ge=0, le=1)] = 0.25
+
+
+def with_roofline(engine: EnginePlan, path: Path) -> EnginePlan:
+    """The engine with the steps and the KV cache of a file. Raises ConfigError, one line."""
+    document = read_document(path, ConfigError)
+    constants = validate_document(document, RooflineFile, ConfigError)
+    law = A100Law(**constants.model_dump(exclude={"kv_blocks"}))
+    return replace(engine, law=law, shape=replace(engine.shape, num_blocks=constants.kv_blocks))
+
+
+_KIND = re.compile(
+    r"(?:(?P<name>[^=@]+)=)?(?P<steps>[^@]+?)"
+    r"(?:@(?P<price>\d+(?:\.\d+)?)(?:x(?P<gpus>[1-9]\d{0,2}))?)?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """One kind. `price` is for a GPU-hour, in any currency; None where it was not given."""
+
+    name: str
+    engine: EnginePlan = field(repr=False)
+    price: float | None = None
+    gpus: int = 1
+    """GPUs of one engine."""
+
+    def price_per_hour(self, num_engines: int) -> float | None:
+        """Of so many engines."""
+        return None if self.price is None else self.price * self.gpus * num_engines
+
+    def with_context(self, max_model_len: int) -> EngineKind:
+        """The same kind, started with vLLM's `--max-model-len`."""
+        shape = replace(self.engine.shape, max_model_len=max_model_len)
+        return replace(self, engine=replace(self.engine, shape=shape))
+
+
+def parse_kind(text: str, promise: Promise, base: Path) -> EngineKind:
+    """A kind from `[NAME=]PROFILE[@PRICE[xGPUS]]`.
+
+    PROFILE is a file of `batchrun calibrate`, relative to `base`; a YAML file of a roofline's
+    constants (`RooflineFile`); or the name of the reference, `a100-8b`. Raises InputError, one
+    line.
+    """
+    match = _KIND.fullmatch(text.strip())
+    if match is None:
+        raise InputError(
+            f"--profile {text!r}: must be PROFILE, PROFILE@PRICE or NAME=PROFILE@PRICExGPUS, such "
+            "as h100=h100.json@2.50x2"
+        )
+    engine = _engine(match["steps"], promise, base)
+    price = None if match["price"] is None else float(match["price"])
+    name = match["name"] or Path(match["steps"]).stem
+    return EngineKind(name, engine, price, int(match["gpus"] or 1))
+
+
+def kind_of_profile(path: Path, promise: Promise) -> EngineKind:
+    """The kind that a file of `batchrun calibrate` describes; no price. Raises InputError."""
+    return EngineKind(path.stem, _engine(str(path.absolute()), promise, Path()))
+
+
+def check_kinds(kinds: list[EngineKind]) -> None:
+    """Raises InputError when they cannot be compared."""
+    names = [kind.name for kind in kinds]
+    for name in names:
+        if names.count(name) > 1:
+            raise InputError(f"--profile: two are called {name!r}; name them: NAME=PROFILE@PRICE")
+    unpriced = [kind.name for kind in kinds if kind.price is None]
+    if unpriced and len(kinds) > 1:
+        raise InputError(
+            f"--profile: {unpriced[0]!r} has no price, and the cheapest of {len(kinds)} kinds is "
+            "looked for; write PROFILE@PRICE, the price of a GPU-hour"
+        )
+
+
+def _engine(steps: str, promise: Promise, base: Path) -> EnginePlan:
+    slo = SloSpec(ttft=promise.ttft_s, tpot=promise.tpot_s)
+    path = base / Path(steps).expanduser()
+    if path.suffix in SUFFIXES:
+        return with_roofline(engine_of(EnginesSpec(), slo, base), path)
+    return engine_of(EnginesSpec(steps=steps), slo, base)

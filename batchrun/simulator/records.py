@@ -1,0 +1,355 @@
+"""What a simulation notes: each request, each step, each second.
+
+The records of a simulation as Parquet files, written in row groups as they come.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchrun.errors import DataError
+from batchrun.simulator.cluster import Engines
+from batchrun.simulator.feeding import RowFeed
+from batchrun.simulator.online import PREFIX, OnlineRouter
+from batchrun.simulator.virtual.engine import RequestRecord, VirtualEngine
+from batchrun.simulator.virtual.laws import StepItem
+from batchrun.simulator.virtual.run import BlocksByClass, Slo
+from batchrun.vllm_plugin.scheduler import ColocatedScheduler
+
+ROWS_PER_GROUP = 65_536
+
+REQUESTS = {
+    "is_online": pa.bool_(),
+    "job": pa.dictionary(pa.int32(), pa.string()),
+    "number": pa.int64(),
+    "engine": pa.int16(),
+    "arrival_s": pa.float64(),
+    "admitted_s": pa.float64(),
+    "first_token_s": pa.float64(),
+    "last_token_s": pa.float64(),
+    "num_prompt_tokens": pa.int32(),
+    "num_hit_tokens": pa.int32(),
+    "num_output_tokens": pa.int32(),
+    "num_late_tokens": pa.int32(),
+    "num_preemptions": pa.int32(),
+    "is_finished": pa.bool_(),
+}
+"""One row per request, in the order in which they ended; those that had not come last. `number` is
+the call's place in the trace, or the row of `job` (null for online calls). Instants are null where
+they did not happen. Late tokens came after arrival + TTFT + i * TPOT of the promises."""
+
+STEPS = {
+    "engine": pa.int16(),
+    "start_s": pa.float64(),
+    "duration_s": pa.float64(),
+    "num_online_requests": pa.int32(),
+    "num_offline_requests": pa.int32(),
+    "num_online_tokens": pa.int32(),
+    "num_offline_tokens": pa.int32(),
+}
+"""One row per step that computed anything."""
+
+SECONDS = {
+    "engine": pa.int16(),
+    "at_s": pa.float64(),
+    "online_arrivals": pa.int32(),
+    "online_active": pa.int32(),
+    "offline_active": pa.int32(),
+    "online_waiting": pa.int32(),
+    "offline_waiting": pa.int32(),
+    "online_running_blocks": pa.int32(),
+    "offline_running_blocks": pa.int32(),
+    "online_cached_blocks": pa.int32(),
+    "offline_cached_blocks": pa.int32(),
+    "forecast_blocks": pa.int32(),
+    "offline_prompt_tokens": pa.int64(),
+    "offline_hit_tokens": pa.int64(),
+    "offline_computed_tokens": pa.int64(),
+}
+"""One row per engine and second. Blocks by class as in Echo's figure 10, the cached ones every ten
+seconds (else null); `forecast_blocks` is what
+the scheduler expects online requests to want (null without a forecast). The last three and
+`online_arrivals` are sums since the row before."""
+
+TABLES = {"requests": REQUESTS, "steps": STEPS, "seconds": SECONDS}
+
+
+class Table:
+    """One file that grows; at most `ROWS_PER_GROUP` rows are held in memory."""
+
+    def __init__(self, path: Path, columns: Mapping[str, pa.DataType]) -> None:
+        """Raises DataError when the file cannot be made."""
+        self._schema = pa.schema(list(columns.items()))
+        self._rows: list[tuple[object, ...]] = []
+        try:
+            self._writer = pq.ParquetWriter(path, self._schema, compression="zstd")
+        except OSError as error:
+            raise DataError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+    def add(self, *row: object) -> None:
+        """One row, its values in the order of the columns."""
+        self._rows.append(row)
+        if len(self._rows) >= ROWS_PER_GROUP:
+            self._flush()
+
+    def close(self) -> None:
+        """Write what is left, and the footer."""
+        self._flush()
+        self._writer.close()
+
+    def _flush(self) -> None:
+        if self._rows:
+            columns = zip(*self._rows, strict=True)
+            arrays = [
+                pa.array(values, field.type)
+                for values, field in zip(columns, self._schema, strict=True)
+            ]
+            self._writer.write_table(pa.table(arrays, schema=self._schema))
+            self._rows = []
+
+
+class Tables(AbstractContextManager["Tables"]):
+    """The three files of a simulation in `folder`; closed at the end of the context."""
+
+    def __init__(self, folder: Path) -> None:
+        """Makes the folder. Raises DataError when that cannot be done."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DataError(f"{folder}: cannot be made: {error.strerror}") from error
+        made = {name: Table(folder / f"{name}.parquet", cols) for name, cols in TABLES.items()}
+        self.requests, self.steps, self.seconds = made["requests"], made["steps"], made["seconds"]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for table in (self.requests, self.steps, self.seconds):
+            table.close()
+
+
+CACHED_EVERY_S = 10
+"""Counting cached blocks is what takes longest in a second without offline work."""
+
+
+@dataclass(slots=True)
+class OnlineTotals:
+    """The calls that ended or whose promise ran out: latencies in seconds, and promises kept."""
+
+    num_calls: int = 0
+    num_ended: int = 0
+    num_ttft_kept: int = 0
+    num_tpot_kept: int = 0
+    num_all_kept: int = 0
+    ttft_s: array[float] = field(default_factory=lambda: array("d"))
+    tpot_s: array[float] = field(default_factory=lambda: array("d"))
+
+
+@dataclass(slots=True)
+class OfflineTotals:
+    """What became of the rows. Hits count at the first admission of a row."""
+
+    num_ended: int = 0
+    served_tokens: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    num_preemptions: int = 0
+
+
+class Watch:
+    """Listens to the engines of a simulation and keeps what its figures need; the rest goes to
+    `tables`, if there are any. Memory: two numbers for each online call."""
+
+    def __init__(
+        self,
+        engines: Engines,
+        router: OnlineRouter,
+        feed: RowFeed,
+        tables: Tables | None,
+        *,
+        slo: Slo,
+        judged_s: tuple[float, float],
+    ) -> None:
+        self.online, self.offline = OnlineTotals(), OfflineTotals()
+        self._engines, self._router, self._feed = engines, router, feed
+        self._slo, self._judged_s, self._tables = slo, judged_s, tables
+        engines.at_end = self._ended
+        self._samplers: list[_Sampler] = []
+        if tables is not None:
+            engines.after_step = self._sample
+            for index, engine in enumerate(engines.engines):
+                self._samplers.append(_Sampler(index, engine, router, tables))
+                engine.step_listener = _StepWriter(index, self._samplers[-1], tables)
+
+    def close(self) -> None:
+        """The clock stands: note what has not ended."""
+        for index, engine in enumerate(self._engines.engines):
+            for record in engine.records.values():
+                self._note(index, record, engine.now_s)
+
+    def _ended(self, index: int, record: RequestRecord) -> None:
+        self._note(index, record, math.inf)
+
+    def _sample(self, index: int) -> None:
+        self._samplers[index].sample()
+
+    def _note(self, index: int, record: RequestRecord, now_s: float) -> None:
+        """`now_s` is infinity for a request that has ended."""
+        num_late = 0
+        if record.is_online:
+            num_late = self._note_online(record, now_s)
+            name: str | None = None
+            number = int(record.request_id.removeprefix(PREFIX))
+        else:
+            self._note_offline(record)
+            sent = self._feed.sent[record.request_id]
+            name, number = sent.job.job.name, sent.row
+            if self._samplers and record.finished_at_s is not None:
+                self._samplers[index].row_ended(record)
+        if self._tables is not None:
+            times = record.token_times_s
+            self._tables.requests.add(
+                record.is_online,
+                name,
+                number,
+                index,
+                record.arrival_at_s,
+                record.admitted_at_s,
+                times[0] if times else None,
+                times[-1] if times else None,
+                record.num_prompt_tokens,
+                record.num_hit_tokens,
+                len(times),
+                num_late,
+                record.num_preemptions,
+                record.finished_at_s is not None,
+            )
+
+    def _note_online(self, record: RequestRecord, now_s: float) -> int:
+        """The number of tokens that came after their promise, one that is overdue included.
+
+        A call that has not ended counts once its first token is due.
+        """
+        slo, totals, times = self._slo, self.online, record.token_times_s
+        due_s = record.arrival_at_s + slo.ttft_s
+        late = sum(at_s > due_s + i * slo.tpot_s for i, at_s in enumerate(times))
+        is_open = now_s != math.inf
+        late += is_open and due_s + len(times) * slo.tpot_s < now_s
+        totals.num_ended += not is_open
+        first_s, after_s = self._judged_s
+        if (is_open and now_s < due_s) or not first_s <= record.arrival_at_s < after_s:
+            return late
+        ttft_s = (times[0] if times else now_s) - record.arrival_at_s
+        totals.num_calls += 1
+        totals.ttft_s.append(ttft_s)
+        totals.num_ttft_kept += bool(times) and ttft_s <= slo.ttft_s
+        totals.num_all_kept += not late
+        if len(times) > 1:
+            tpot_s = (times[-1] - times[0]) / (len(times) - 1)
+            totals.tpot_s.append(tpot_s)
+            totals.num_tpot_kept += tpot_s <= slo.tpot_s
+        return late
+
+    def _note_offline(self, record: RequestRecord) -> None:
+        totals = self.offline
+        totals.num_preemptions += record.num_preemptions
+        if record.admitted_at_s is not None:
+            totals.prompt_tokens += record.num_prompt_tokens
+            totals.hit_tokens += record.num_hit_tokens
+        if record.finished_at_s is not None:
+            totals.num_ended += 1
+            totals.served_tokens += record.num_prompt_tokens + len(record.output_token_ids)
+
+
+class _Sampler:
+    """One engine once a second."""
+
+    def __init__(
+        self, index: int, engine: VirtualEngine, router: OnlineRouter, tables: Tables
+    ) -> None:
+        self._index, self._engine = index, engine
+        self._router, self._table = router, tables.seconds
+        self._blocks = BlocksByClass(engine)
+        self._next_s = self._look_s = 0.0
+        self._num_arrived = 0
+        self._sums = [0, 0, 0]
+
+    def row_ended(self, record: RequestRecord) -> None:
+        """Count its hits."""
+        self._sums[0] += record.num_prompt_tokens
+        self._sums[1] += record.num_hit_tokens
+
+    def computed(self, num_tokens: int) -> None:
+        """A step computed so many tokens of offline rows."""
+        self._sums[2] += num_tokens
+
+    def sample(self) -> None:
+        """Note the second, if one has begun since the last."""
+        engine = self._engine
+        if engine.now_s < self._next_s:
+            return
+        self._next_s = math.floor(engine.now_s) + 1.0
+        scheduler = engine.scheduler
+        forecast = None
+        if isinstance(scheduler, ColocatedScheduler):
+            forecast = scheduler._estimates.forecast.forecast_blocks
+        cached: tuple[int | None, int | None] = (None, None)
+        if engine.now_s >= self._look_s:
+            self._look_s = self._next_s - 1 + CACHED_EVERY_S
+            cached = self._blocks.cached()
+        self._table.add(
+            self._index, engine.now_s, self._arrivals(), *self._requests(),
+            *self._blocks.running(), *cached, forecast,
+            *self._sums,
+        )  # fmt: skip
+        self._sums = [0, 0, 0]
+
+    def _arrivals(self) -> int:
+        """All calls to the deployment since the last second; told of the first engine."""
+        if self._index:
+            return 0
+        before, self._num_arrived = self._num_arrived, self._router.num_arrived
+        return self._num_arrived - before
+
+    def _requests(self) -> Iterator[int]:
+        """Active and waiting requests, online and offline of each."""
+        records = self._engine.records
+        running = [records[r.request_id] for r in self._engine.scheduler.running]
+        num_online = sum(record.is_online for record in running)
+        num_live = sum(record.is_online for record in records.values())
+        yield num_online
+        yield len(running) - num_online
+        yield num_live - num_online
+        yield len(records) - num_live - (len(running) - num_online)
+
+
+class _StepWriter:
+    """The step listener of one engine."""
+
+    def __init__(self, index: int, sampler: _Sampler, tables: Tables) -> None:
+        self._index, self._sampler, self._table = index, sampler, tables.steps
+
+    def __call__(
+        self, start_s: float, duration_s: float, online: list[StepItem], offline: list[StepItem]
+    ) -> None:
+        num_online = sum([item[0] for item in online])
+        num_offline = sum([item[0] for item in offline])
+        self._sampler.computed(num_offline)
+        self._table.add(
+            self._index, start_s, duration_s, len(online), len(offline), num_online, num_offline
+        )

@@ -1,0 +1,1 @@
+"""Traces of online calls: read, change, look at and keep them."""

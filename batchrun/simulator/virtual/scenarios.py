@@ -1,0 +1,406 @@
+"""Online calls and an offline job, drawn from a seed.
+
+The draws are those of the trial that made the design's figures, in its order, so that a seed means
+the same requests.
+
+The scenarios of design 6.4 and of Echo's evaluation (section 7.1, table 1).
+
+The draws of the first three are those of the trial that made the design's figures, in its order, so
+that a seed means the same requests.
+
+Calls and jobs whose lengths were counted in real data, in place of a generator's.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchrun.pool.prefix_keys import ChainTable
+from batchrun.pool.radix_tree import order_by_prefix
+from batchrun.simulator.virtual.engine import FIRST_TOKEN_ID, LAST_TOKEN_ID
+
+Bounds = tuple[int, int]
+TokenIds = NDArray[np.uint32]
+
+MIN_RATE_PER_S = 0.05
+TOKENS_PER_CHUNK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class LogNormalTokens:
+    """A number of tokens: log-normal(mu, sigma), clipped to `bounds`."""
+
+    mu: float
+    sigma: float
+    bounds: Bounds
+
+    def draw(self, rng: random.Random) -> int:
+        """One number."""
+        least, most = self.bounds
+        return int(min(most, max(least, rng.lognormvariate(self.mu, self.sigma))))
+
+
+class OnlineLoad(Protocol):
+    """Where online calls come from."""
+
+    def draw(self, duration_s: float, seed: int) -> list[OnlineCall]:
+        """The calls of the first `duration_s` seconds, by arrival."""
+        ...
+
+
+class JobSource(Protocol):
+    """Where a job comes from."""
+
+    def draw(self, seed: int, order: Order) -> Job:
+        """The job of a run."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineTraffic:
+    """Poisson arrivals at rate_per_s * (1 + swing * sin(t / swing_s)), times `burst_factor`
+    in the first `burst_length_s` of every `burst_period_s`.
+
+    Every prompt begins with the same `system_tokens` tokens, beside its own.
+    """
+
+    rate_per_s: float
+    burst_factor: float
+    burst_length_s: float
+    burst_period_s: float
+    prompt: LogNormalTokens
+    output: LogNormalTokens
+    swing: float = 0.0
+    swing_s: float = 60.0
+    system_tokens: int = 0
+
+    def rate_at(self, t_s: float) -> float:
+        """Arrivals per second at an instant; never quite 0."""
+        is_burst = t_s % self.burst_period_s < self.burst_length_s
+        tide = 1 + self.swing * math.sin(t_s / self.swing_s)
+        return max(self.rate_per_s * tide * (self.burst_factor if is_burst else 1), MIN_RATE_PER_S)
+
+    def draw(self, duration_s: float, seed: int) -> list[OnlineCall]:
+        """The calls of the first `duration_s` seconds, by arrival."""
+        rng, t_s = random.Random(1000 + seed), 0.0
+        calls: list[OnlineCall] = []
+        while True:
+            t_s += rng.expovariate(self.rate_at(t_s))
+            if t_s >= duration_s:
+                return calls
+            prompt, output = self.prompt.draw(rng), self.output.draw(rng)
+            calls.append(OnlineCall(t_s, prompt, output, self.system_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class JobShape:
+    """Questions about documents; every pair is the bounds of a uniform draw."""
+
+    num_documents: int = 120
+    document_tokens: Bounds | LogNormalTokens = (8_000, 28_000)
+    questions: Bounds = (6, 18)
+    question_tokens: Bounds = (15, 60)
+    output_tokens: Bounds | LogNormalTokens = (4, 32)
+
+    def draw(self, seed: int, order: Order) -> Job:
+        """The job of a run. About 20 ms per 100 documents."""
+        rng = random.Random(seed)
+        documents: list[TokenIds] = []
+        rows: list[JobRow] = []
+        for document in range(self.num_documents):
+            documents.append(draw_token_ids(rng, draw_tokens(rng, self.document_tokens)))
+            for _ in range(rng.randint(*self.questions)):
+                question = draw_token_ids(rng, rng.randint(*self.question_tokens))
+                num_output_tokens = draw_tokens(rng, self.output_tokens)
+                rows.append(JobRow(len(rows), document, question, num_output_tokens))
+        if order is Order.SHUFFLED:
+            rng.shuffle(rows)
+        return Job(documents, rows)
+
+
+def draw_tokens(rng: random.Random, count: Bounds | LogNormalTokens) -> int:
+    """A number of tokens, uniform within bounds where no other law is given."""
+    return count.draw(rng) if isinstance(count, LogNormalTokens) else rng.randint(*count)
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What happens, for how long, and what online users were promised."""
+
+    name: str
+    duration_s: float
+    online: OnlineLoad
+    job: JobSource = JobShape()
+    slo_ttft_s: float = 1.0
+    slo_tpot_s: float = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineCall:
+    """One online request: `num_system_tokens` that all begin with, and a prompt of its own."""
+
+    arrival_at_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_system_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JobRow:
+    """One question about a document; `number` is its place before any shuffling."""
+
+    number: int
+    document: int
+    question: TokenIds
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """Documents and the rows about them, in input order."""
+
+    documents: Sequence[TokenIds]
+    rows: Sequence[JobRow]
+
+    def num_prompt_tokens(self, row: JobRow) -> int:
+        """Document and question."""
+        return len(self.documents[row.document]) + len(row.question)
+
+
+class Order(StrEnum):
+    """How the rows of a job stand in its input."""
+
+    SHUFFLED = "shuffled"
+    GROUPED = "grouped"
+
+
+def draw_calls(scenario: Scenario, seed: int) -> list[OnlineCall]:
+    """The online calls of a run, by arrival."""
+    return scenario.online.draw(scenario.duration_s, seed)
+
+
+def draw_job(source: JobSource, seed: int, order: Order) -> Job:
+    """The job of a run."""
+    return source.draw(seed, order)
+
+
+def draw_token_ids(rng: random.Random, num_tokens: int) -> TokenIds:
+    """`[rng.randint(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(num_tokens)]`, to the bit.
+
+    Takes the generator's words in bulk and rejects as `randint` does: 40 times faster.
+    """
+    span = LAST_TOKEN_ID - FIRST_TOKEN_ID + 1
+    parts: list[TokenIds] = []
+    while num_tokens > 0:
+        words = np.frombuffer(
+            rng.getrandbits(32 * num_tokens).to_bytes(4 * num_tokens, "little"), "<u4"
+        )
+        drawn = words >> np.uint32(32 - span.bit_length())
+        parts.append(drawn[drawn < span] + np.uint32(FIRST_TOKEN_ID))
+        num_tokens -= len(parts[-1])
+    return np.concatenate(parts) if parts else np.empty(0, np.uint32)
+
+
+def _chain_of(job: Job, row: JobRow) -> NDArray[np.uint64]:
+    """What the pool's chain of chunk hashes would be: the document's chunks, then the question."""
+    num_chunks = max(1, len(job.documents[row.document]) // TOKENS_PER_CHUNK)
+    document = np.arange(num_chunks, dtype=np.uint64) + (row.document << 32)
+    return np.append(document, np.uint64(row.number + (1 << 63)))
+
+
+def planned_order(job: Job, bucket_ratio: float | None = None) -> Job:
+    """The job with its rows in the order in which the daemon's pool sends them.
+
+    With a `bucket_ratio` documents of one length bucket follow each other, short ones first; a
+    bucket's upper bound is `bucket_ratio` times its lower one.
+    """
+    chains = [_chain_of(job, row) for row in job.rows]
+    rows = [job.rows[i] for i in order_by_prefix(ChainTable.of(chains)).rows]
+    if bucket_ratio is not None:
+        lengths = [max(1, len(document)) for document in job.documents]
+        buckets = [math.floor(math.log(length, bucket_ratio)) for length in lengths]
+        rows.sort(key=lambda row: buckets[row.document])
+    return Job(job.documents, rows)
+
+
+def hit_optimum(job: Job, block_tokens: int = 16) -> float:
+    """The highest prefix hit rate that the whole job can have, with KV without bound.
+
+    Every document is computed once; each later row about it hits its full blocks. A hit never
+    covers a whole prompt, which matters only where a question is empty.
+    """
+    seen: set[int] = set()
+    hits = prompts = 0
+    for row in job.rows:
+        prompts += job.num_prompt_tokens(row)
+        if row.document in seen:
+            hits += len(job.documents[row.document]) // block_tokens * block_tokens
+        seen.add(row.document)
+    return hits / prompts
+
+
+CHAT_PROMPT = LogNormalTokens(5.3, 1.0, (8, 2000))
+CHAT_OUTPUT = LogNormalTokens(5.0, 0.8, (4, 800))
+ECHO_SWING = 5 / 7
+
+
+def a100_8b(*, burst_factor: float = 4.0) -> Scenario:
+    """The reference scenario, 180 s. The stress row has a burst factor of 6."""
+    online = OnlineTraffic(
+        rate_per_s=2.0,
+        burst_factor=burst_factor,
+        burst_length_s=8.0,
+        burst_period_s=90.0,
+        prompt=CHAT_PROMPT,
+        output=CHAT_OUTPUT,
+        swing=0.8,
+    )
+    name = "a100-8b" if burst_factor == 4.0 else f"a100-8b-burst-{burst_factor:g}"
+    return Scenario(name, 180.0, online)
+
+
+def kv_pressure() -> Scenario:
+    """Long prompts in long bursts, 240 s: where the reserve and eviction matter."""
+    return Scenario("kv-pressure", 240.0, _pressing_traffic())
+
+
+def kv_pressure_tide() -> Scenario:
+    """Two hours of `kv-pressure` under one tide: its rate swings by half, once up, once down."""
+    duration_s = 7200.0
+    online = _pressing_traffic(swing=0.5, swing_s=duration_s / math.tau)
+    return Scenario("kv-pressure-tide", duration_s, online, JobShape(num_documents=3_000))
+
+
+def echo_sharegpt() -> Scenario:
+    """Echo's job of conversations: short prompts (308 tokens on average in its table 1), of which
+    under 5 % are shared; here none are."""
+    job = JobShape(
+        num_documents=6_000,
+        document_tokens=CHAT_PROMPT,
+        questions=(1, 1),
+        question_tokens=(1, 1),
+        output_tokens=CHAT_OUTPUT,
+    )
+    return Scenario("echo-sharegpt", 180.0, _echo_traffic(), job)
+
+
+def echo_qa_short() -> Scenario:
+    """Echo's LooGLE QA_Short: prompts of 23,474 tokens on average (its table 1), whose answers
+    stand in one place. Numbers of questions and their lengths are LooGLE's."""
+    return Scenario("echo-qa-short", 180.0, _echo_traffic(), _loogle_job((12, 25), (8, 34)))
+
+
+def echo_qa_long() -> Scenario:
+    """Echo's LooGLE QA_Long: the same documents with fewer and longer questions."""
+    return Scenario("echo-qa-long", 180.0, _echo_traffic(), _loogle_job((6, 11), (15, 101)))
+
+
+def echo_hit_rate() -> Scenario:
+    """`echo_qa_short` with the online load at its peak all the time: the run behind Echo's 78.6 %
+    (section 1, figure 9)."""
+    online = _echo_traffic(rate_per_s=2.0 * (1 + ECHO_SWING), swing=0.0)
+    return Scenario("echo-hit-rate", 180.0, online, echo_qa_short().job)
+
+
+def _loogle_job(questions: Bounds, question_tokens: Bounds) -> JobShape:
+    """76 documents of 23,440 tokens on average, as many as fit a context of 32,768."""
+    return JobShape(
+        num_documents=76,
+        document_tokens=(15_000, 31_880),
+        questions=questions,
+        question_tokens=question_tokens,
+        output_tokens=(4, 64),
+    )
+
+
+def _echo_traffic(*, rate_per_s: float = 2.0, swing: float = ECHO_SWING) -> OnlineTraffic:
+    """ShareGPT lengths under a tide whose peak is six times its ebb (Echo, section 2.2), once up
+    and down in 180 s, with the bursts of the reference scenario."""
+    return OnlineTraffic(
+        rate_per_s=rate_per_s,
+        burst_factor=4.0,
+        burst_length_s=8.0,
+        burst_period_s=90.0,
+        prompt=CHAT_PROMPT,
+        output=CHAT_OUTPUT,
+        swing=swing,
+        swing_s=180.0 / math.tau,
+    )
+
+
+def _pressing_traffic(*, swing: float = 0.0, swing_s: float = 60.0) -> OnlineTraffic:
+    return OnlineTraffic(
+        rate_per_s=1.0,
+        burst_factor=6.0,
+        burst_length_s=20.0,
+        burst_period_s=60.0,
+        prompt=LogNormalTokens(6.6, 0.9, (8, 4096)),
+        output=LogNormalTokens(4.8, 0.8, (4, 600)),
+        swing=swing,
+        swing_s=swing_s,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallTable:
+    """Online calls of a recorded trace, read in a circle.
+
+    `arrivals_s` rise from 0 to less than `span_s`, in recorded seconds. The clock runs
+    `time_scale` times slower than the record, which thins the load and keeps its form (as Echo
+    scales its trace, section 7.1). Seed s begins s windows of `window_s` slowed seconds into the
+    circle.
+    """
+
+    arrivals_s: Sequence[float]
+    prompt_tokens: Sequence[int]
+    output_tokens: Sequence[int]
+    span_s: float
+    time_scale: float = 1.0
+    window_s: float = 200.0
+
+    def draw(self, duration_s: float, seed: int) -> list[OnlineCall]:
+        """The calls of `duration_s` seconds from where the seed begins; their clock starts at 0."""
+        circle_s = self.span_s * self.time_scale
+        start_s = (seed * self.window_s) % circle_s
+        calls: list[OnlineCall] = []
+        for turn in range(math.ceil((start_s + duration_s) / circle_s)):
+            for i, recorded_s in enumerate(self.arrivals_s):
+                at_s = turn * circle_s + recorded_s * self.time_scale - start_s
+                if 0 <= at_s < duration_s:
+                    calls.append(OnlineCall(at_s, self.prompt_tokens[i], self.output_tokens[i]))
+        return calls
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentLengths:
+    """One document: its tokens, and those of each question and answer about it."""
+
+    num_tokens: int
+    questions: Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JobTable:
+    """A job with one row per question of the given documents."""
+
+    documents: Sequence[DocumentLengths]
+
+    def draw(self, seed: int, order: Order) -> Job:
+        """The job with token ids and, if shuffled, an order of its seed."""
+        rng = random.Random(seed)
+        rows: list[JobRow] = []
+        for number, document in enumerate(self.documents):
+            for num_question_tokens, num_output_tokens in document.questions:
+                question = draw_token_ids(rng, num_question_tokens)
+                rows.append(JobRow(len(rows), number, question, num_output_tokens))
+        if order is Order.SHUFFLED:
+            rng.shuffle(rows)
+        return Job([draw_token_ids(rng, d.num_tokens) for d in self.documents], rows)

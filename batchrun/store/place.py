@@ -1,0 +1,143 @@
+"""The lock that keeps two daemons off one database, whatever their homes.
+
+Which store a home has: its SQLite file, or the database that its batchrun.yaml names.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from typing import Any
+
+from sqlalchemy import Connection
+
+from batchrun.errors import ConfigError, StoreError, StoreLockedError, StoreUnreachableError
+from batchrun.files import write_atomically
+from batchrun.home import Home
+from batchrun.store.database import Store, name_of, open_store, open_to_read
+from batchrun.store.jobs import list_jobs
+from batchrun.store.lock import HeldLock
+from batchrun.store.migrate import find_revision
+from batchrun.store.postgresql import DAEMON_LOCK, session_engine
+
+LOCK_POLL_S = 0.1
+NOBODY = 0
+"""The session that gave the lock back between two questions."""
+TAKE = f"SELECT pg_try_advisory_lock({DAEMON_LOCK}), pg_backend_pid()"
+HOLDER = (
+    "SELECT max(pid) FROM pg_locks JOIN pg_database ON pg_database.oid = pg_locks.database"
+    " WHERE locktype = 'advisory' AND datname = current_database()"
+    f" AND (classid, objid) = ({DAEMON_LOCK}) AND granted"
+)
+
+
+class DaemonLock(HeldLock):
+    """An advisory lock on a connection of its own, so that it goes when its holder dies.
+
+    Does nothing for a SQLite store: `StoreLock` guards that.
+    """
+
+    def __init__(self, store: Store, *, wait_s: float = 0.0) -> None:
+        self._store = store
+        self._wait_s = wait_s
+        self._connection: Connection | None = None
+        self._session: int | None = None
+        self._is_held = False
+
+    def acquire(self) -> None:
+        """Take the lock, waiting up to `wait_s`. Raises StoreLockedError, StoreError."""
+        deadline_s = time.monotonic() + self._wait_s
+        while not self._store.is_sqlite and self._take() is not None:
+            if time.monotonic() >= deadline_s:
+                self.release()
+                raise self._taken()
+            time.sleep(LOCK_POLL_S)
+
+    def check(self) -> None:
+        """See that the lock is still held, and take it anew where its connection was lost.
+
+        Raises StoreLockedError when another daemon has it, StoreUnreachableError while the
+        database does not answer or still counts the lost connection as alive.
+        """
+        if self._store.is_sqlite:
+            return
+        if self._is_held:
+            with suppress(StoreError):
+                self._ask("SELECT 1")
+                return
+        holder = self._take()
+        if holder is None:
+            return
+        self.release()
+        if holder in {NOBODY, self._session}:
+            raise StoreUnreachableError(f"{self._store.name}: still holds a lost connection's lock")
+        raise self._taken()
+
+    def release(self) -> None:
+        """Give the lock back; does nothing when it is not held."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        self._is_held = False
+
+    def _take(self) -> int | None:
+        """Take the lock and return None; or, where another session has it, return that one."""
+        self._is_held, session = self._ask(TAKE)
+        if self._is_held:
+            self._session = session
+            return None
+        return self._ask(HOLDER)[0] or NOBODY
+
+    def _ask(self, query: str) -> tuple[Any, ...]:
+        """One row from the lock's own connection, which is given up when it breaks."""
+        try:
+            with self._store.translated():
+                if self._connection is None:
+                    self._connection = session_engine(self._store.engine.url).connect()
+                return tuple(self._connection.exec_driver_sql(query).one())
+        except StoreError:
+            self.release()
+            raise
+
+    def _taken(self) -> StoreLockedError:
+        return StoreLockedError(
+            f"{self._store.name}: another daemon works on it; stop that one, or give each "
+            "deployment a database of its own"
+        )
+
+
+def open_for(home: Home, url: str | None) -> Store:
+    """Open the home's store as batchrun.yaml has it, and record a database's URL in the home.
+
+    `url` is None for the SQLite file. Raises ConfigError, and changes nothing, when the jobs of
+    the home are in another store; StoreError.
+    """
+    _refuse_other(home, url)
+    store = open_store(url or home.store)
+    if url is not None and url != home.store_location:
+        write_atomically(home.store_url_file, f"{url}\n".encode(), mode=0o600)
+    return store
+
+
+def _refuse_other(home: Home, url: str | None) -> None:
+    wanted = "no `store`" if url is None else f"`store` {name_of(url)}"
+    if home.store_url_file.exists():
+        now = name_of(home.store_location)
+        if url is None or name_of(url) != now:
+            raise ConfigError(
+                f"the jobs of {home.path} are in {now}, and batchrun.yaml has {wanted}; name that "
+                "database there, or use another --home"
+            )
+    elif url is not None and home.store.exists() and _has_jobs(home):
+        raise ConfigError(
+            f"the jobs of {home.path} are in {home.store}, and batchrun.yaml has {wanted}; leave "
+            "it out, or use another --home"
+        )
+
+
+def _has_jobs(home: Home) -> bool:
+    store = open_to_read(home.store)
+    try:
+        return find_revision(store.engine, store.name) is not None and bool(list_jobs(store))
+    finally:
+        store.close()

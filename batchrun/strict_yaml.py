@@ -1,0 +1,244 @@
+"""Strict YAML: every problem is one line that names file, line and key.
+
+Used for job files and for `batchrun.yaml`. The text is read as YAML 1.2 by ruamel.yaml, checked
+by a pydantic model, and pydantic's complaints are led back to the lines they come from.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from batchrun.errors import InputError
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+
+M = TypeVar("M", bound=BaseModel)
+
+FILE_LIMIT_BYTES = 1 << 20
+NODE_LIMIT = 100_000
+DEPTH_LIMIT = 64
+"""Aliases can make a small file expand without end; nobody writes this much by hand."""
+
+
+_PLAIN_WORDS = {
+    "string_type": "must be text",
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "tuple_type": "must be a list",
+    "list_type": "must be a list",
+    "dict_type": "must be a mapping of keys to values",
+    "too_short": "must not be empty",
+    "model_type": "must be a mapping of keys to values",
+}
+"""What pydantic says in the words of Python, in the words of YAML."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One YAML file: its values, and the line (from 1) on which each key stands.
+
+    `lines` has dotted keys, `input.messages[0].role`; the empty key is the whole file.
+    """
+
+    path: Path
+    values: Mapping[str, object]
+    lines: Mapping[str, int]
+
+    def where(self, key: str) -> str:
+        """`FILE:LINE: KEY` of a key, or of its nearest parent that is in the file."""
+        parent = key
+        while parent not in self.lines:
+            parent = parent[: max(parent.rfind("."), parent.rfind("["), 0)]
+        prefix = f"{self.path}:{self.lines[parent]}"
+        return f"{prefix}: {key}" if key else prefix
+
+
+def load_strict(path: Path, model: type[M], error: type[InputError]) -> M:
+    """Reads `path` as YAML and checks it against `model` (which should forbid extra keys).
+
+    Raises `error` with one line, `FILE:LINE: KEY: what is wrong`, for the first problem.
+    """
+    return validate_document(read_document(path, error), model, error)
+
+
+def read_document(path: Path, error: type[InputError]) -> Document:
+    """Reads a YAML mapping with its line numbers; raises `error` with one line."""
+    text = _read_text(path, error)
+    if (tab := _tab_line(text)) is not None:
+        raise error(f"{path}:{tab}: a tab indents this line; YAML wants spaces")
+    try:
+        values = YAML(typ="safe", pure=True).load(text)
+        node = YAML(typ="safe", pure=True).compose(text)
+        lines = dict(_walk(node)) if isinstance(node, MappingNode) else {}
+    except YAMLError as failure:
+        raise error(_syntax_message(path, failure)) from None
+    except (RecursionError, _TooManyNodesError):
+        raise error(f"{path}: nested too deeply or expanded by aliases; write it out") from None
+    except ValueError as failure:
+        raise error(f"{path}: not valid YAML: {failure}") from None
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise error(f"{path}:1: the file must be a mapping of keys to values, for example 'a: 1'")
+    return Document(path, values, {"": 1, **lines})
+
+
+def validate_document(document: Document, model: type[M], error: type[InputError]) -> M:
+    """The document as `model`; raises `error` for the first of its problems in file order.
+
+    Keys that are missing altogether come last.
+    """
+    try:
+        return model.model_validate(document.values)
+    except ValidationError as failure:
+        problems = failure.errors(include_url=False)
+        located = [(_key_of(problem, document), problem) for problem in problems]
+        # A misspelt key also makes the right one missing: name the word that stands there.
+        located.sort(key=lambda item: (item[1]["type"] == "missing", _line_of(item[0], document)))
+        key, problem = located[0]
+        more = f" (and {len(located) - 1} more)" if len(located) > 1 else ""
+        text = _describe(problem, model)
+        raise error(f"{document.where(key)}: {text}{more}") from None
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """` (did you mean 'x'?)` when one of `known` is close to `word`, else nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" (did you mean '{close[0]}'?)" if close else ""
+
+
+def _read_text(path: Path, error: type[InputError]) -> str:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(FILE_LIMIT_BYTES + 1)
+    except FileNotFoundError:
+        raise error(f"{path}: no such file") from None
+    except OSError as failure:
+        raise error(f"{path}: cannot be read: {failure.strerror}") from None
+    if len(raw) > FILE_LIMIT_BYTES:
+        raise error(f"{path}: larger than {FILE_LIMIT_BYTES} bytes; is this the right file?")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as failure:
+        line = raw.count(b"\n", 0, failure.start) + 1
+        raise error(f"{path}:{line}: not UTF-8 text (byte {failure.start})") from None
+
+
+def _tab_line(text: str) -> int | None:
+    """The first line indented with a tab outside a block of literal text, if YAML fails on it."""
+    if "\t" not in text:
+        return None
+    try:
+        YAML(typ="safe", pure=True).compose(text)
+    except YAMLError:
+        for number, line in enumerate(text.splitlines(), start=1):
+            if "\t" in line[: len(line) - len(line.lstrip())]:
+                return number
+    except RecursionError:
+        return None
+    return None
+
+
+def _syntax_message(path: Path, failure: YAMLError) -> str:
+    if not isinstance(failure, MarkedYAMLError):
+        return f"{path}: not valid YAML: {' '.join(str(failure).split())}"
+    mark = failure.problem_mark or failure.context_mark
+    where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
+    problem = " ".join(str(failure.problem or failure.context or "syntax error").split())
+    if problem.startswith("found duplicate key"):
+        return f"{where}: {problem.split(' with value')[0].removeprefix('found ')}"
+    return f"{where}: not valid YAML: {problem}"
+
+
+class _TooManyNodesError(Exception):
+    """The document expands to more nodes than anybody writes by hand."""
+
+
+def _walk(root: Node) -> Iterator[tuple[str, int]]:
+    stack: list[tuple[str, Node, int]] = [("", root, 0)]
+    num_nodes = 0
+    while stack:
+        key, node, depth = stack.pop()
+        num_nodes += 1
+        if num_nodes > NODE_LIMIT or depth > DEPTH_LIMIT:
+            raise _TooManyNodesError
+        for child_key, line, child in _children(key, node):
+            yield child_key, line
+            stack.append((child_key, child, depth + 1))
+
+
+def _children(key: str, node: Node) -> Iterator[tuple[str, int, Node]]:
+    if isinstance(node, MappingNode):
+        for name, value in node.value:
+            if isinstance(name, ScalarNode):
+                child_key = f"{key}.{name.value}" if key else str(name.value)
+                yield child_key, name.start_mark.line + 1, value
+    elif isinstance(node, SequenceNode):
+        for index, value in enumerate(node.value):
+            yield f"{key}[{index}]", value.start_mark.line + 1, value
+
+
+def _key_of(problem: ErrorDetails, document: Document) -> str:
+    """The dotted key of a problem, without the names of union members that pydantic adds."""
+    key = ""
+    last = len(problem["loc"]) - 1
+    for index, part in enumerate(problem["loc"]):
+        dotted = f"{key}[{part}]" if isinstance(part, int) else f"{key}.{part}".lstrip(".")
+        if dotted in document.lines or (problem["type"] == "missing" and index == last):
+            key = dotted
+    return key
+
+
+def _line_of(key: str, document: Document) -> int:
+    return document.lines.get(key, 1)
+
+
+def _describe(problem: ErrorDetails, model: type[BaseModel]) -> str:
+    if problem["type"] == "extra_forbidden":
+        known = _fields_at(model, problem["loc"][:-1])
+        hint = suggestion(str(problem["loc"][-1]), known)
+        return f"unknown key{hint or _listed(known)}"
+    if problem["type"] == "missing":
+        return "is required"
+    text = _PLAIN_WORDS.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "value_error":
+        return text
+    got = repr(problem["input"])
+    shown = f" (got {got})" if len(got) <= 60 else ""
+    return text[:1].lower() + text[1:] + shown
+
+
+def _listed(known: list[str]) -> str:
+    return f"; the keys here are {', '.join(known)}" if known else ""
+
+
+def _fields_at(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
+    """The keys that the model at `loc` knows."""
+    here: type[BaseModel] = model
+    for part in loc:
+        field = here.model_fields.get(str(part))
+        inner = _model_in(field.annotation) if field is not None else None
+        here = inner or here
+    return [field.alias or name for name, field in here.model_fields.items()]
+
+
+def _model_in(annotation: object) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((m for part in get_args(annotation) if (m := _model_in(part))), None)

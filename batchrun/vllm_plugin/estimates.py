@@ -1,0 +1,245 @@
+"""The engine's side of a calibration: its steps recorded to a file, its profile read at start.
+
+What the plug-in believes of its engine: how long a step takes, how much KV online work needs.
+
+Step times: what is in flight, how long it should take, and how long it took.
+
+What a step computes, read off vLLM's output.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import vllm
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from batchrun.cache.reserve import FORECAST_RESERVE, OnlineReserve
+from batchrun.errors import ConfigError
+from batchrun.estimator.forecast import KvForecast
+from batchrun.estimator.online_fit import OnlineFit
+from batchrun.estimator.profile import (
+    EngineFacts,
+    EngineIdentity,
+    facts_line,
+    profile_from_json,
+    step_line,
+)
+from batchrun.estimator.step_load import ObservedGap, StepLoad
+from batchrun.estimator.step_time import AnyModel, StepTimeModel
+from batchrun.vllm_plugin.settings import PluginSettings
+
+log = logging.getLogger(__name__)
+
+MAX_RECORDED_STEPS = 200_000
+MAX_PROFILE_BYTES = 1 << 20
+
+
+def engine_facts(config: VllmConfig, kv_blocks: int) -> EngineFacts:
+    """What the engine of this configuration is, and how large its requests may be."""
+    model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
+    device = config.device_config.device_type
+    if device == "cuda":
+        device = current_platform.get_device_name()
+    num_devices = config.parallel_config.world_size
+    identity = EngineIdentity(
+        model=str(model.served_model_name),
+        vllm_version=vllm.__version__,
+        device=device if num_devices == 1 else f"{num_devices} x {device}",
+        dtype=str(model.dtype).removeprefix("torch."),
+        block_tokens=cache.block_size,
+    )
+    return EngineFacts(
+        engine=identity,
+        kv_blocks=kv_blocks,
+        longest_tokens=model.max_model_len,
+        token_budget=scheduler.max_num_batched_tokens,
+        max_running=scheduler.max_num_seqs,
+        vocabulary=model.get_vocab_size(),
+    )
+
+
+def read_models(path: str | None, engine: EngineIdentity) -> tuple[AnyModel, ...]:
+    """The models of the profile at `path`; none without one.
+
+    A profile that cannot be read, or was measured with another engine, is ignored with a warning:
+    the estimates then start cold and learn from the steps, as without a profile.
+    """
+    if path is None:
+        return ()
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            profile = profile_from_json(file.read(MAX_PROFILE_BYTES), path)
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
+        log.warning("batchrun: the calibration profile is ignored: %s", error)
+        return ()
+    if (mismatch := profile.mismatch(engine)) is not None:
+        log.warning(
+            "batchrun: the calibration profile %s is ignored: %s; run `batchrun calibrate` again",
+            path,
+            mismatch,
+        )
+        return ()
+    return profile.models
+
+
+class StepRecorder:
+    """Writes the engine's facts, then each step at once; at most MAX_RECORDED_STEPS."""
+
+    def __init__(self, path: str, facts: EngineFacts) -> None:
+        """Replaces what is at `path`; only its owner may read it."""
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+        weakref.finalize(self, os.close, self._fd)
+        os.write(self._fd, facts_line(facts).encode())
+        self._num_left = MAX_RECORDED_STEPS
+
+    def add(self, load: StepLoad, step_s: float, gap: ObservedGap | None) -> None:
+        """A step with this load took so long, after such a gap."""
+        if self._num_left > 0:
+            self._num_left -= 1
+            os.write(self._fd, step_line(load, step_s, gap).encode())
+
+
+class Estimates:
+    """The step-time model, refined by every step, and the online reserve."""
+
+    def __init__(
+        self, settings: PluginSettings, total_blocks: int, calibrated: Sequence[AnyModel] = ()
+    ) -> None:
+        """`calibrated` are the models of a profile, the best first."""
+        self._fit = OnlineFit(calibrated)
+        given = settings.reserve
+        constant = OnlineReserve("constant", given) if isinstance(given, float) else None
+        self._reserve = constant or FORECAST_RESERVE
+        self._total_blocks = total_blocks
+        self.forecast = KvForecast(
+            window_s=settings.forecast_window_s,
+            rule=settings.forecast_rule,
+            sigmas=settings.forecast_sigmas,
+        )
+        self.model: StepTimeModel = self._fit.best()
+
+    def predict_s(self, load: StepLoad | None) -> float:
+        """How long a step with this load should take; 0 for none."""
+        return 0.0 if load is None else self.model.predict_s(load)
+
+    @property
+    def error_share(self) -> float:
+        """How far predictions of the latest steps were off, on average (0.1: 10 %)."""
+        return self._fit.error_share
+
+    def observe(self, load: StepLoad, step_s: float) -> None:
+        """A step with this load took so long."""
+        self._fit.observe(load, step_s)
+        self.model = self._fit.best()
+
+    def sample(self, now_s: float, online_blocks: int) -> None:
+        """Online requests hold so many blocks now."""
+        self.forecast.sample(now_s, online_blocks)
+
+    def warm_up(
+        self, kv_samples: Iterable[tuple[float, int]], steps: Iterable[tuple[StepLoad, float]]
+    ) -> None:
+        """Earlier observations, oldest first: (now_s, online blocks), and steps with seconds."""
+        for at_s, blocks in kv_samples:
+            self.sample(at_s, blocks)
+        for load, step_s in steps:
+            self.observe(load, step_s)
+
+    def reserve_blocks(self, online_blocks: int) -> int:
+        """Blocks to keep free for online requests that have not come yet."""
+        forecast_blocks = self.forecast.forecast_blocks
+        kept = self._reserve.blocks(self._total_blocks, online_blocks, forecast_blocks)
+        return max(0, kept - online_blocks)
+
+
+@dataclass(slots=True)
+class _Flight:
+    load: StepLoad | None
+    scheduled_at_s: float
+    predicted_s: float
+    gap: ObservedGap | None
+
+
+class StepClock:
+    """The steps that were scheduled and whose output has not come back, oldest first.
+
+    A step begins when the one before it ends, or when it was scheduled if the engine was idle.
+    Where no step is scheduled ahead there is a gap between two steps; it counts after a step that
+    computed something, if requests were left.
+    """
+
+    def __init__(self) -> None:
+        self._flights: deque[_Flight] = deque()
+        self._last_end_s = float("-inf")
+        self._num_before = 0
+        self.gap: ObservedGap | None = None
+        """The gap before the step that ended last."""
+
+    def scheduled(self, load: StepLoad | None, predicted_s: float, now_s: float) -> None:
+        """A step was handed to the engine; `load` is None when nothing is computed."""
+        gap = None
+        if self._num_before and not self._flights:
+            gap = self._num_before, now_s - self._last_end_s
+        self._flights.append(_Flight(load, now_s, predicted_s, gap))
+
+    def ended(self, now_s: float) -> tuple[StepLoad, float, float] | None:
+        """The oldest step's output came: (load, measured seconds, predicted seconds)."""
+        if not self._flights:
+            return None
+        flight = self._flights.popleft()
+        began_s = max(self._last_end_s, flight.scheduled_at_s)
+        self._last_end_s = now_s
+        self.gap = flight.gap
+        if flight.load is None:
+            self._num_before = 0
+            return None
+        self._num_before = flight.load.num_requests
+        return flight.load, now_s - began_s, flight.predicted_s
+
+    def fell_idle(self) -> None:
+        """No request is left: what comes before the next step is no gap."""
+        self._num_before = 0
+
+    def rest_s(self, now_s: float) -> float:
+        """The predicted time until every step in flight has ended."""
+        end_s = now_s
+        previous_s = self._last_end_s
+        for flight in self._flights:
+            began_s = max(previous_s, flight.scheduled_at_s)
+            previous_s = max(began_s + flight.predicted_s, now_s)
+            end_s = previous_s
+        return max(0.0, end_s - now_s)
+
+
+def scheduled_load(
+    output: SchedulerOutput, planned: StepLoad | None, requests: Mapping[str, Request]
+) -> StepLoad | None:
+    """The load of the step: the planned one where the step went as planned, None for an empty one.
+
+    `requests` are the scheduler's, after it scheduled the step.
+    """
+    num_tokens = output.total_num_scheduled_tokens
+    if not num_tokens:
+        return None
+    if (
+        planned is not None
+        and planned.num_tokens == num_tokens
+        and planned.num_requests == len(output.num_scheduled_tokens)
+    ):
+        return planned
+    load = StepLoad()
+    for request_id, tokens in output.num_scheduled_tokens.items():
+        request = requests[request_id]
+        context = request.num_computed_tokens
+        load.add(tokens, context, is_decode=tokens == 1 and context > request.num_prompt_tokens)
+    return load
