@@ -34,7 +34,7 @@ from batchrun.jobs.spec import JobSpec
 from batchrun.jobs.study import KvSize, OutputEstimate, answers_in_data, output_limit, study_job
 from batchrun.jobs.submit import checked_job
 from batchrun.quantities import duration
-from batchrun.simulator.planner.dry_run import (
+from batchrun.simulator.planner.job_forecast import (
     HOUR_S,
     EngineTime,
     Eta,

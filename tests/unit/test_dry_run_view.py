@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from batchrun.cli.dry_run import rendered
-from batchrun.simulator.planner.dry_run import (
+from batchrun.simulator.planner.job_forecast import (
     EngineTime,
     Eta,
     Forecast,
