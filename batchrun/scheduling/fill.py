@@ -88,33 +88,13 @@ def go_on(draft: Draft, limit_s: float) -> None:
         gone = set(map(id, draft.preempt))
         running = [request for request in running if id(request) not in gone]
     decodes, prefills = by_kind(running)
-    for request in _decode(draft, decodes, limit_s):
+    for request in decodes[_decode_most(draft, decodes, limit_s) :]:
         draft.sit_out(request)
     for request in prefills:
         computed = request.num_computed_tokens
         left = min(request.prefill_left_tokens, draft.room_tokens(computed))
         chunk = draft.chunk(computed, left, limit_s)
         draft.prefill(request, chunk if chunk >= min(left, MIN_CHUNK_TOKENS) else 0)
-
-
-def _decode(draft: Draft, decodes: Sequence[RequestView], limit_s: float) -> Sequence[RequestView]:
-    """Let rows decode as far as time goes; returns those that have none.
-
-    Answers that grow beyond what was set aside for them may leave a row without a block. Then the
-    last of those that wait gives its blocks to the others, as in vLLM, or all might wait for ever.
-    """
-    waiting = decodes[_decode_most(draft, decodes, limit_s) :]
-    while waiting and _lacks_a_block(draft, waiting[0]):
-        victim = waiting[-1]
-        draft.push_out(victim, draft.view.private_blocks(victim))
-        waiting = waiting[:-1]
-        waiting = waiting[_decode_most(draft, waiting, limit_s) :]
-    return waiting
-
-
-def _lacks_a_block(draft: Draft, request: RequestView) -> bool:
-    is_full = request.num_computed_tokens % draft.view.block_tokens == 0
-    return is_full and draft.free_blocks <= 0
 
 
 def _decode_most(draft: Draft, requests: Sequence[RequestView], limit_s: float) -> int:
