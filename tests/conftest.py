@@ -21,6 +21,7 @@ from engine_builders import (
 )
 from postgres_server import PostgresServer
 from raw_http import RawHttp
+from reaper import begin_run
 from xdist.scheduler import LoadScopeScheduling
 
 from batchrun.engine.command import ManagedSettings
@@ -38,6 +39,12 @@ FakeEngineFactory = Callable[..., Awaitable[ManagedSettings]]
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--store=postgresql` runs every deployment of the tests on PostgreSQL."""
     parser.addoption("--store", choices=["sqlite", "postgresql"], default="sqlite")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What this run starts ends with it, also where the run is killed."""
+    if not hasattr(config, "workerinput"):
+        config.add_cleanup(begin_run())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
