@@ -16,7 +16,8 @@ from collections.abc import Callable
 
 import psutil
 
-RUN_VARIABLE = "BATCHRUN_TEST_RUN"
+RUN_VARIABLE = "TEST_RUN_OF_BATCHRUN"
+"""Not BATCHRUN_...: an engine does not get those."""
 ROUNDS = 50
 """A process that is killed may have started another just before."""
 PAUSE_S = 0.1
