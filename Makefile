@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo ablation plan test test-all test-postgres check docs lock clean
+.PHONY: setup demo ablation plan test test-all test-nightly test-postgres check docs lock clean
 
 setup: $(STAMP)
 
@@ -31,10 +31,15 @@ build/reports.parquet: | setup
 	$(BIN)/batchrun datasets sample loogle --scale full --rows 6000 -o $@
 
 test: setup
-	$(BIN)/python -m pytest --numprocesses=2 -m "not slow"
+	$(BIN)/python -m pytest --numprocesses=2 -m "not slow and not nightly"
 
+# The gate.
 test-all: setup
-	$(BIN)/python -m pytest --numprocesses=2 --durations=25
+	$(BIN)/python -m pytest --numprocesses=2 --durations=25 -m "not nightly"
+
+# Other versions of clients and of vLLM, async doubles, more seeds, long kills.
+test-nightly: setup
+	$(BIN)/python -m pytest --numprocesses=2 --durations=25 -m nightly
 
 # The deployment tests that need no vLLM, each with its jobs in a PostgreSQL database.
 test-postgres: setup

@@ -32,9 +32,9 @@ WAIT_S = 120.0
 POLL_S = 0.05
 
 KINDS = ("sync", "async")
-_ASYNC = [pytest.mark.slow, pytest.mark.async_client]
+_ASYNC = [pytest.mark.nightly, pytest.mark.async_client]
 KIND_PARAMS = ("sync", pytest.param("async", marks=_ASYNC))
-"""For `parametrize`: `make test` drives the sync client alone."""
+"""For `parametrize`: the gate drives the sync client alone, but for a few checks."""
 
 REFUSED, LATE, STUCK, THOUGHTFUL = "refused", "late", "stuck", "thoughtful"
 """Words in a prompt that the fake engine answers with 400, late, never, or with reasoning."""

@@ -26,7 +26,7 @@ from batchrun.errors import EngineError
 from batchrun.types import HINT_NONCE_VARIABLE
 from batchrun.vllm_waiting import NAPPING, WAIT_VARIABLE
 
-pytestmark = [pytest.mark.slow, pytest.mark.engine]
+pytestmark = [pytest.mark.nightly, pytest.mark.engine]
 
 ENV = {
     HINT_NONCE_VARIABLE: NONCE,

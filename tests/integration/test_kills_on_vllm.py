@@ -25,7 +25,7 @@ JOB = JOB_FILE.replace("max_tokens: 8", "max_tokens: 128, ignore_eos: true")
 
 log = logging.getLogger(__name__)
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 
 @contextmanager

@@ -81,7 +81,7 @@ def _make_environment(folder: Path) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_litellm_sees_a_batch_through(batch_rig: DeploymentRig, tmp_path: Path) -> None:
     path = tmp_path / "input.jsonl"

@@ -44,7 +44,7 @@ from batchrun.jobs.prompts.tokens import (
 from batchrun.pool.prefix_keys import CHUNK_BYTES, ChainTable, chunk_chain
 from batchrun.pool.radix_tree import order_by_prefix
 
-pytestmark = [pytest.mark.slow, pytest.mark.engine]
+pytestmark = [pytest.mark.nightly, pytest.mark.engine]
 
 CHECKOUT = Path(__file__).parents[2]
 TEMPLATES = CHECKOUT / "tests" / "chat_templates"

@@ -41,7 +41,7 @@ def test_run_completes_the_job_on_its_sample(deployment: DeploymentRig, name: st
     run_whole(deployment, name, pq.read_metadata(sample).num_rows)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1500)
 @pytest.mark.skipif(not REAL_DATA.is_dir(), reason="the real data sets are not on this machine")
 @pytest.mark.parametrize("name", NAMES)

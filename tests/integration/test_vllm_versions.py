@@ -46,15 +46,15 @@ def run_with(version: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-# The CUDA build of 0.32.0 has the scheduler of the CPU build, which all other tests run on.
-FILES = {"0.32.0": CONTRACT, "0.33.0": [*CONTRACT, VIRTUAL, KV_SLOTS]}
+FILES = {"0.33.0": [*CONTRACT, VIRTUAL, KV_SLOTS]}
+"""All other tests run on 0.32.0."""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("version", FILES)
 def test_every_hook_holds_and_no_kv_slot_is_corrupted(version: str) -> None:
     # Their own warnings are of no concern: compiled parts and Triton are missing.
-    options = ["-q", "-p", "no:cacheprovider", "-W", "ignore", "-m", "not slow"]
+    options = ["-q", "-p", "no:cacheprovider", "-W", "ignore", "-m", "not slow and not nightly"]
     done = run_with(version, "-m", "pytest", *options, *map(str, FILES[version]))
     assert done.returncode == 0, f"vLLM {version}:\n{done.stdout[-4_000:]}\n{done.stderr[-2_000:]}"
     assert "passed" in done.stdout

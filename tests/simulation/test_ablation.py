@@ -47,7 +47,7 @@ def figures(scenario: Scenario, name: str) -> dict[str, Any]:
     return record
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_echo_keeps_every_promise_at_five_times_the_work_of_bs() -> None:
     echo, bs = figures(SHORT, "echo"), figures(SHORT, "bs")
 

@@ -282,7 +282,7 @@ def test_every_request_gets_its_own_tokens_and_nothing_leaks(
     survive(seed, depth, runner)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("depth", "runner"), RUNNERS)
 @pytest.mark.parametrize("seed", MORE_SEEDS)
 def test_every_request_gets_its_own_tokens_with_many_more_seeds(

@@ -62,7 +62,7 @@ def test_a_job_that_begins_elsewhere_keeps_all_its_rows(job: OfflineJob, place: 
     assert begun.expected_tokens().sum() <= most
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_a_job_takes_alone_is_what_a_whole_run_takes(job: OfflineJob) -> None:
     kind = parse_kind("a100-8b", PROMISE, Path())
     plan = SimulationPlan(math.inf, Calls.of([]), [job], engine=kind.engine)
@@ -74,7 +74,7 @@ def test_what_a_job_takes_alone_is_what_a_whole_run_takes(job: OfflineJob) -> No
     assert foretold_s == pytest.approx(whole.finished_at_s, rel=0.07)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_work_of_a_job_is_that_of_a_whole_run_though_windows_see_parts(
     job: OfflineJob,
 ) -> None:

@@ -71,7 +71,7 @@ def test_online_calls_alone_are_the_virtual_engines_run_to_the_last_figure() -> 
     assert mine.online.deadline_kept == theirs["slo_deadline"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_job_beside_calls_goes_as_in_the_ablation() -> None:
     scenario = replace(a100_8b(), duration_s=40.0)
     settings = {"batchrun": {"policy": "echo"}}
@@ -158,7 +158,7 @@ def test_more_engines_serve_more() -> None:
     assert rates[1] > 1.7 * rates[0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_engines_serve_twice_what_one_does_however_full_their_windows_are() -> None:
     job = job_of_shape("docs", JobShape(), 0, JobTerms())
     traffic = Calls.of(draw_calls(replace(a100_8b(), duration_s=60.0), 0))

@@ -214,7 +214,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("num_blocks", "settings"), KINDS)
 def test_two_hours_leave_no_block_request_or_count_behind(
     num_blocks: int, settings: dict[str, Any]
