@@ -256,6 +256,7 @@ def make_key(rig: DeploymentRig, name: str) -> str:
     return str(rig.ask("keys", "create", name)["key"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KIND_PARAMS)
 def test_27_another_key_sees_nothing(rig: DeploymentRig, kind: str) -> None:
     """Another API key sees none of these files or batches (404, empty lists)."""

@@ -130,6 +130,7 @@ def check_envelope(reply: Reply) -> None:
     assert all(isinstance(error[key], str | None) for key in ("param", "code"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KIND_PARAMS)
 def test_57_a_key_is_needed(rig: DeploymentRig, kind: str) -> None:
     """No or wrong key: AuthenticationError with the envelope, also on unknown routes."""

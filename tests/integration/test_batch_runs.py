@@ -62,6 +62,7 @@ def test_a_batch_goes_from_upload_to_download(rig: DeploymentRig) -> None:
     assert "nothing is wrong" in rig.call("store", "check").stdout
 
 
+@pytest.mark.slow
 def test_a_batch_completes_however_many_of_its_requests_fail(rig: DeploymentRig) -> None:
     rig.use_fake_engine(rules=[rule("question", status=400, body=REFUSED)])
     with deployment_client(rig) as client:
@@ -76,6 +77,7 @@ def test_a_batch_completes_however_many_of_its_requests_fail(rig: DeploymentRig)
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_passes_is_tried_again_unseen(rig: DeploymentRig) -> None:
     busy = [{**rule("question 0", status=status), "times": 1} for status in (429, 503)]
     rig.use_fake_engine(rules=busy)
@@ -121,6 +123,7 @@ def test_a_batch_that_was_completed_cannot_be_cancelled(rig: DeploymentRig) -> N
     assert refusal.value.response.headers["x-should-retry"] == "false"
 
 
+@pytest.mark.slow
 def test_an_expired_batch_keeps_what_is_done(rig: DeploymentRig) -> None:
     rig.use_fake_engine("--latency-s=0.5", completion_windows=["24h", "5s"])
     with deployment_client(rig) as client:
@@ -137,6 +140,7 @@ def test_an_expired_batch_keeps_what_is_done(rig: DeploymentRig) -> None:
         assert ids_of(client, batch) == Counter(f"row-{i}" for i in range(2000))
 
 
+@pytest.mark.slow
 def test_a_batch_is_paused_and_resumed_from_the_command_line(rig: DeploymentRig) -> None:
     rig.use_fake_engine("--latency-s=0.2")
     with deployment_client(rig) as client:
@@ -157,6 +161,7 @@ def test_a_batch_is_paused_and_resumed_from_the_command_line(rig: DeploymentRig)
     assert answers["rows"] == 250
 
 
+@pytest.mark.slow
 def test_an_input_that_is_deleted_is_missed_before_validation_only(rig: DeploymentRig) -> None:
     rig.use_fake_engine("--latency-s=0.2")
     with deployment_client(rig) as client:
@@ -220,6 +225,7 @@ def test_a_line_of_spaces_is_no_request(rig: DeploymentRig) -> None:
         assert ids_of(client, batch) == Counter(f"row-{i}" for i in range(1_004))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_kills", [3])
 def test_a_batch_outlives_kills_of_the_daemon(rig: DeploymentRig, num_kills: int) -> None:
     rig.use_fake_engine("--latency-s=0.1")

@@ -27,6 +27,7 @@ def refused(rig: DeploymentRig, *arguments: str) -> tuple[int, str]:
     return done.returncode, line
 
 
+@pytest.mark.slow
 def test_an_engine_that_batchrun_does_not_start_is_refused(rig: DeploymentRig) -> None:
     rig.configure({"attach": "http://127.0.0.1:1"})
 
@@ -36,6 +37,7 @@ def test_an_engine_that_batchrun_does_not_start_is_refused(rig: DeploymentRig) -
     )
 
 
+@pytest.mark.slow
 def test_an_unknown_engine_is_named(rig: DeploymentRig) -> None:
     rig.configure({"name": "a"})
 
@@ -53,6 +55,7 @@ def test_an_engine_that_is_not_installed_is_one_line(rig: DeploymentRig) -> None
     assert "engine python no-such-python does not exist" in line
 
 
+@pytest.mark.slow
 def test_a_place_that_cannot_be_written_is_refused_before_the_engine_starts(
     rig: DeploymentRig,
 ) -> None:
@@ -65,6 +68,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_engine_starts(
     assert "file/profile.json: cannot be written" in line
 
 
+@pytest.mark.slow
 def test_beside_a_daemon_or_its_engines_nothing_is_measured(rig: DeploymentRig) -> None:
     rig.use_fake_engine()
     assert rig.call("up", "-d").returncode == 0
@@ -78,6 +82,7 @@ def test_beside_a_daemon_or_its_engines_nothing_is_measured(rig: DeploymentRig) 
     assert "engine 0 is running" in line_without_daemon and "`batchrun down`" in line_without_daemon
 
 
+@pytest.mark.slow
 def test_auto_promises_without_a_profile_stop_up_with_one_line(rig: DeploymentRig) -> None:
     rig.configure({"name": "a"}, policy="echo", slo="auto")
 

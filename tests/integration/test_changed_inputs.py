@@ -57,6 +57,7 @@ def test_an_input_with_other_rows_is_not_accepted(rig: DeploymentRig) -> None:
     assert rig.job(job)["state"] == "paused"
 
 
+@pytest.mark.slow
 def test_a_job_takes_over_the_finished_rows_of_another(rig: DeploymentRig) -> None:
     rig.use_fake_engine(rules=[{"match": {"substring": "later 3"}, "action": {"status": 400}}])
     texts = [f"same {i}" for i in range(20)] + [f"later {i}" for i in range(5)]

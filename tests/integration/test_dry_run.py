@@ -156,6 +156,7 @@ def test_without_vllm_all_but_the_simulation_is_told(cli: Cli, tmp_path: Path) -
     assert "vLLM cannot be imported here" in line
 
 
+@pytest.mark.slow
 def test_a_daemon_without_a_pace_says_so_and_nothing_reaches_it(rig: DeploymentRig) -> None:
     rig.use_fake_engine()
     rig.write_rows(texts())

@@ -46,6 +46,7 @@ def test_gc_removes_what_is_old_and_keeps_output_and_counts(
     assert (code, "were removed on" in line) == (4, True)
 
 
+@pytest.mark.slow
 def test_gc_keeps_what_the_deployment_file_says(rig: DeploymentRig, store: str | Path) -> None:
     code, line = rig.refuse("gc")
     assert (code, "say --older-than 30d, or set `retention`" in line) == (2, True)
@@ -57,6 +58,7 @@ def test_gc_keeps_what_the_deployment_file_says(rig: DeploymentRig, store: str |
     assert len(rig.ask("gc")["jobs"]) == 1
 
 
+@pytest.mark.slow
 def test_a_daemon_removes_what_is_older_than_the_deployment_file_says(
     rig: DeploymentRig, store: str | Path
 ) -> None:
@@ -72,6 +74,7 @@ def test_a_daemon_removes_what_is_older_than_the_deployment_file_says(
     assert rig.call("store", "check").returncode == 0
 
 
+@pytest.mark.slow
 def test_gc_keeps_the_input_of_a_job_that_waits_and_drops_it_after(rig: DeploymentRig) -> None:
     rig.use_fake_engine()
     rig.write_rows(["a"])

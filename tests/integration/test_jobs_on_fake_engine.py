@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 
+import pytest
 from deployment_rig import JOB_FILE, DeploymentRig
 
 
@@ -34,6 +35,7 @@ def test_rows_that_share_a_prefix_run_together(rig: DeploymentRig) -> None:
     assert [row % 4 for row in rows] == sorted(row % 4 for row in rows)
 
 
+@pytest.mark.slow
 def test_status_compares_cached_tokens_with_those_foretold(rig: DeploymentRig) -> None:
     documents = [f"the {d}. document goes on and on " * 200 for d in "abcdefgh"]
     rig.use_fake_engine("--latency-s=0.05", window={"requests": 1})
@@ -91,6 +93,7 @@ def test_a_deadline_keeps_what_is_done(rig: DeploymentRig) -> None:
     assert view["num_completed"] > 0
 
 
+@pytest.mark.slow
 def test_offline_off_aborts_the_work_in_flight_and_lasts_over_a_restart(rig: DeploymentRig) -> None:
     rig.use_fake_engine("--latency-s=0.5")
     job = rig.submit_rows(*map(str, range(250)))
@@ -108,6 +111,7 @@ def test_offline_off_aborts_the_work_in_flight_and_lasts_over_a_restart(rig: Dep
     assert rig.wait_until_ended(job)["num_completed"] == 250
 
 
+@pytest.mark.slow
 def test_a_job_submitted_without_a_daemon_runs_when_one_starts(rig: DeploymentRig) -> None:
     rig.use_fake_engine()
     rig.write_rows(["a", "b"])
@@ -121,6 +125,7 @@ def test_a_job_submitted_without_a_daemon_runs_when_one_starts(rig: DeploymentRi
     assert rig.wait_until_ended(answer["id"])["state"] == "completed"
 
 
+@pytest.mark.slow
 def test_two_jobs_share_the_engine(rig: DeploymentRig) -> None:
     rig.use_fake_engine("--latency-s=0.3")
     first = rig.submit_rows(*map(str, range(1500)))
@@ -132,6 +137,7 @@ def test_two_jobs_share_the_engine(rig: DeploymentRig) -> None:
     assert rig.job(first)["state"] == "running"
 
 
+@pytest.mark.slow
 def test_partial_results_can_be_read_while_the_job_runs(rig: DeploymentRig) -> None:
     rig.use_fake_engine("--latency-s=0.5")
     job = rig.submit_rows(*map(str, range(250)))

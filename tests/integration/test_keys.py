@@ -173,6 +173,7 @@ def test_tokens_at_once_are_limited(keyed: Keyed) -> None:
         assert caller.run(first.input_file_id).status == "completed"
 
 
+@pytest.mark.slow
 def test_a_revoked_key_is_refused_and_its_batch_goes_on(keyed: Keyed) -> None:
     keyed.make("leaver")
     leaver = connect(keyed.rig.port, api_key=keyed.keys["leaver"], max_retries=0)
@@ -225,6 +226,7 @@ def test_keys_stand_in_no_log_and_no_file(keyed: Keyed, team_a: Caller) -> None:
     assert stat.S_IMODE(key_file.stat().st_mode) == 0o600
 
 
+@pytest.mark.slow
 def test_keys_hold_while_the_daemon_is_away(keyed: Keyed, team_a: Caller) -> None:
     keyed.rig.kill("daemon")
     try:
@@ -249,6 +251,7 @@ def test_a_name_is_taken_once_and_must_be_one(keyed: Keyed) -> None:
     keyed.make("chat", "--class", "chat")
 
 
+@pytest.mark.slow
 def test_a_public_address_needs_a_key_first(rig: DeploymentRig) -> None:
     rig.use_fake_engine(f"--model={MODEL}")
     document = json.loads((rig.folder / "batchrun.yaml").read_text())

@@ -84,6 +84,7 @@ def test_a_kill_in_the_middle_of_a_job_loses_and_repeats_nothing(
     check_account(rig, job, [outage])
 
 
+@pytest.mark.slow
 def test_a_killed_gateway_comes_back_and_the_job_never_notices(rig: DeploymentRig) -> None:
     rig.use_fake_engine("--latency-s=0.1")
     job = start(rig)
@@ -187,6 +188,7 @@ def test_a_stream_survives_the_kill_of_the_daemon(rig: DeploymentRig) -> None:
     assert len(streamed.split()) >= 4
 
 
+@pytest.mark.slow
 def test_two_daemons_never_share_a_store(rig: DeploymentRig) -> None:
     rig.use_fake_engine()
     rig.ask("up", "-d")

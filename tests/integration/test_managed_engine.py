@@ -216,6 +216,7 @@ async def test_an_engine_that_keeps_failing_to_start_is_given_up(tmp_path: Path)
         assert "script.json" in engine.stage
 
 
+@pytest.mark.slow
 async def test_an_engine_that_lives_without_answering_is_unreachable(tmp_path: Path) -> None:
     settings = fake_settings(tmp_path)
     engine = ManagedEngine(settings)
@@ -226,6 +227,7 @@ async def test_an_engine_that_lives_without_answering_is_unreachable(tmp_path: P
         await wait_for(lambda: engine.state is EngineState.READY)
 
 
+@pytest.mark.slow
 async def test_an_engine_that_hangs_for_too_long_is_started_again(tmp_path: Path) -> None:
     settings = fake_settings(tmp_path, unresponsive_restart_s=0.5)
     engine = ManagedEngine(settings)

@@ -109,6 +109,7 @@ def test_a_daemon_may_open_as_many_files_as_the_system_lets_it(rig: DeploymentRi
     assert resource.prlimit(rig.pid_of("daemon"), resource.RLIMIT_NOFILE) == (hard, hard)
 
 
+@pytest.mark.slow
 async def test_slow_uploads_leave_files_to_the_daemon_for_its_work(rig: DeploymentRig) -> None:
     rig.use_fake_engine(window={"requests": 4})
     rig.ask("up", "-d")
@@ -134,6 +135,7 @@ async def test_slow_uploads_leave_files_to_the_daemon_for_its_work(rig: Deployme
     assert psutil.Process(daemon).is_running() and rig.pid_of("daemon") == daemon
 
 
+@pytest.mark.slow
 def test_what_the_system_refuses_for_a_while_ends_no_daemon(rig: DeploymentRig) -> None:
     rig.use_fake_engine()
     rig.ask("up", "-d")

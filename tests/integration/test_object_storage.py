@@ -147,6 +147,7 @@ def test_a_job_waits_for_a_storage_that_is_away_through_a_kill(
     assert not list((rig.home / "inputs").glob(".*"))
 
 
+@pytest.mark.slow
 def test_an_output_that_storage_refuses_pauses_the_job_with_the_reason(
     rig: DeploymentRig, bucket: ObjectStore
 ) -> None:
@@ -168,6 +169,7 @@ def test_an_output_that_storage_refuses_pauses_the_job_with_the_reason(
     assert rig.wait_until_ended(job_id)["state"] == "completed"
 
 
+@pytest.mark.slow
 def test_files_and_batches_live_in_the_bucket(rig: DeploymentRig, bucket: ObjectStore) -> None:
     with deployment_client(rig, max_retries=0) as client:
         named = ("in\u00e4.jsonl", jsonl(chat_lines(5)))

@@ -19,6 +19,7 @@ def test_a_row_with_a_bad_template_value_fails_and_the_job_goes_on(rig: Deployme
     assert rig.ask("errors", job)["errors"][0]["row"] == 1
 
 
+@pytest.mark.slow
 def test_a_wrong_model_name_pauses_the_job_after_few_calls(rig: DeploymentRig) -> None:
     rig.use_fake_engine()
     job = rig.submit_rows(*map(str, range(500)), job=JOB_FILE + "model: no-such-model\n")
@@ -31,6 +32,7 @@ def test_a_wrong_model_name_pauses_the_job_after_few_calls(rig: DeploymentRig) -
     assert view["num_failed"] == 0
 
 
+@pytest.mark.slow
 def test_twenty_identical_errors_pause_the_job(rig: DeploymentRig) -> None:
     rig.use_fake_engine(rules=[{"match": {}, "action": {"status": 400}}])
     job = rig.submit_rows(*map(str, range(300)))
@@ -42,6 +44,7 @@ def test_twenty_identical_errors_pause_the_job(rig: DeploymentRig) -> None:
     assert 20 <= view["num_failed"] < 100
 
 
+@pytest.mark.slow
 def test_more_failures_than_max_failed_pause_the_job(rig: DeploymentRig) -> None:
     rule = {"match": {"substring": "bad"}, "action": {"status": 400}}
     rig.use_fake_engine(rules=[rule])
@@ -64,6 +67,7 @@ def test_errors_that_pass_are_retried_and_counted(rig: DeploymentRig) -> None:
     assert [(row["attempts"], row["error"]) for row in rig.output()] == [(1, None), (3, None)]
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_busy_costs_no_row_its_retries(rig: DeploymentRig) -> None:
     rules = [
         {"match": {"substring": f"row {i} "}, "action": {"status": status}, "times": 3}
@@ -78,6 +82,7 @@ def test_an_engine_that_is_busy_costs_no_row_its_retries(rig: DeploymentRig) -> 
     assert [row["attempts"] for row in rig.output()] == [1] * 6
 
 
+@pytest.mark.slow
 def test_a_row_that_is_never_answered_ends_after_its_time_and_retries(rig: DeploymentRig) -> None:
     rig.use_fake_engine(rules=[{"match": {"substring": "hang"}, "action": {"hang": True}}])
     job = rig.submit_rows("fine", "hang", job=JOB_FILE + "retries: 1\nrow_timeout: 0.5\n")

@@ -253,6 +253,7 @@ def test_metadata_and_ids_hold_no_half_characters(raw: RawHttp) -> None:
         assert (reply.status, set(reply.json["error"])) == (400, ENVELOPE), document
 
 
+@pytest.mark.slow
 async def test_a_row_has_no_priority_of_its_own(rig: DeploymentRig) -> None:
     """Not even at an engine that batchrun is not to send priorities to."""
     job = JOB_FILE.replace("temperature: 0", "temperature: 0, priority: -9")

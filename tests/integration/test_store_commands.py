@@ -47,6 +47,7 @@ def test_a_check_beside_a_running_daemon_finds_nothing_wrong(
     assert (done.returncode, done.stdout) == (0, f"{store}: nothing is wrong\n")
 
 
+@pytest.mark.slow
 def test_a_check_names_job_and_row_and_repairs_nothing(rig: DeploymentRig, store: Path) -> None:
     rig.call("down")
     execute(store, "DELETE FROM bodies WHERE row = 7")
@@ -60,6 +61,7 @@ def test_a_check_names_job_and_row_and_repairs_nothing(rig: DeploymentRig, store
     assert read_tables(store) == before
 
 
+@pytest.mark.slow
 def test_a_check_misses_an_output_and_sees_one_that_is_too_short(
     rig: DeploymentRig, store: Path
 ) -> None:
@@ -75,6 +77,7 @@ def test_a_check_misses_an_output_and_sees_one_that_is_too_short(
     assert f"its output {output} cannot be read" in torn["what"]
 
 
+@pytest.mark.slow
 def test_a_check_sees_that_the_input_of_a_waiting_job_changed(rig: DeploymentRig) -> None:
     rig.use_fake_engine()
     rig.write_rows(["a", "b"])
@@ -91,6 +94,7 @@ def test_a_check_sees_that_the_input_of_a_waiting_job_changed(rig: DeploymentRig
     assert "block 0 of its input" in violation["what"]
 
 
+@pytest.mark.slow
 def test_a_backup_beside_a_daemon_holds_every_job_and_is_sound(
     rig: DeploymentRig, store: Path
 ) -> None:
@@ -172,6 +176,7 @@ def test_a_home_without_a_store_is_one_line(rig: DeploymentRig, arguments: tuple
     assert str(rig.home) in line
 
 
+@pytest.mark.slow
 def test_a_store_that_another_keeps_locked_is_one_line(rig: DeploymentRig) -> None:
     rig.home.mkdir()
     path = load_dump(rig.home / "store.db", HEAD)
