@@ -132,7 +132,11 @@ async def test_stop_ends_children_that_a_killed_engine_left(tmp_path: Path) -> N
     engine = ManagedEngine(settings)
     starting = asyncio.create_task(engine.start())
     await wait_for(
-        lambda: settings.record_path.exists() and "child" in settings.log_path.read_text()
+        lambda: (
+            settings.record_path.exists()
+            and settings.log_path.exists()
+            and "child" in settings.log_path.read_text()
+        )
     )
     starting.cancel()
     await asyncio.wait([starting])
