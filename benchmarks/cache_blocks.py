@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from batchrun.hints import NodeHint, RowHint
+
 
 @dataclass(slots=True, eq=False)
 class Block:
@@ -22,21 +24,8 @@ class Block:
         return self.hash_key
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
-    """A prefix node in a hint."""
-
-    node: int
-    num_rows_to_come: int
-    next_rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class RowHint:
+def row_hint(
+    row: int, rank: int, nodes: tuple[NodeHint, ...] = (), epoch: int = 1, job: str = "job"
+) -> RowHint:
     """A row's hint."""
-
-    row: int
-    rank: int
-    nodes: tuple[Node, ...] = ()
-    epoch: int = 1
-    job: str = "job"
+    return RowHint(epoch=epoch, job=job, row=row, rank=rank, nodes=nodes)

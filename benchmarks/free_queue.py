@@ -15,7 +15,8 @@ from batchrun.cache.eviction import EVICTION_ORDERS, EvictionOrder
 from batchrun.cache.free_queue import TieredFreeQueue
 from batchrun.cache.reuse import ReuseIndex
 from batchrun.cache.tiers import BlockTiers, OnlinePrefixes
-from benchmarks.cache_blocks import Block, Node, RowHint
+from batchrun.hints import NodeHint, RowHint
+from benchmarks.cache_blocks import Block, row_hint
 from benchmarks.records import Record, write_records
 
 NUM_BLOCKS = 8_600
@@ -76,8 +77,8 @@ def _tiered(order: EvictionOrder, blocks: list[Block]) -> TieredFreeQueue:
 def _hint(document: int, row: int) -> RowHint:
     rank = document * NUM_ROWS_OF_DOCUMENT + row
     left = NUM_ROWS_OF_DOCUMENT - row - 1
-    nodes = (Node(0, 1_000, rank + 1), Node(document + 1, left, rank + 1))
-    return RowHint(rank, rank, nodes)
+    nodes = (NodeHint(0, 1_000, rank + 1), NodeHint(document + 1, left, rank + 1))
+    return row_hint(rank, rank, nodes)
 
 
 def measure_reuse(order: EvictionOrder, rounds: int) -> Record:

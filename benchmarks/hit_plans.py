@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from batchrun.daemon.assigning import MAX_NODES
+from batchrun.hints import RowHint, nodes_to_tell, read_hint, write_hint
 from batchrun.pool.fair_share import JobTurns
 from batchrun.pool.prefix_keys import ChainBuilder, IntArray
 from batchrun.pool.radix_tree import (
@@ -23,6 +23,7 @@ from batchrun.pool.row_queue import RowQueue
 from batchrun.simulator.virtual.engine import Arrival
 from batchrun.simulator.virtual.feeder import DAEMON_WINDOW, JobFeeder
 from batchrun.simulator.virtual.scenarios import TOKENS_PER_CHUNK, Job
+from batchrun.simulator.virtual.setup import NONCE
 from benchmarks.job_shapes import joined, picked, prompts_of
 
 
@@ -98,19 +99,16 @@ class PoolFeeder(JobFeeder):
         return [self._with_nodes(arrival) for arrival in super().take_due(now_s)]
 
     def _with_nodes(self, arrival: Arrival) -> Arrival:
-        assert arrival.hint is not None
-        hint = json.loads(arrival.hint)
-        rank, owner = hint["rank"], self._owners[hint["rank"]]
+        hint = read_hint(arrival.hint, NONCE)
+        assert isinstance(hint, RowHint)
+        owner = self._owners[hint.rank]
         queue = self._queues[owner]
         row = queue.peek(0.0)
         assert row is not None
         queue.take(row)
-        path = queue.path_of(row)
-        if len(path) > MAX_NODES:
-            path = [path[0], *path[1 - MAX_NODES :]]
-        to_come = [(node, queue.num_to_come(node)) for node in path]
-        nodes = [[node, num, rank + 1 if num else rank] for node, num in to_come]
-        return replace(arrival, hint=json.dumps({**hint, "job": f"job-{owner}", "nodes": nodes}))
+        nodes = nodes_to_tell(queue.path_of(row), queue.num_to_come, hint.rank)
+        told = msgspec.structs.replace(hint, job=f"job-{owner}", nodes=nodes)
+        return replace(arrival, hint=write_hint(told, NONCE))
 
 
 def row_bucketed(job: Job, num_buckets: int) -> Job:

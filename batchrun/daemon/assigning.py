@@ -10,7 +10,6 @@ calls nor other rows suffer when it dies again (design section 4).
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterable, Sequence
@@ -18,12 +17,12 @@ from dataclasses import dataclass, field
 
 from batchrun.daemon.job import ActiveJob, expected_output_tokens
 from batchrun.daemon.slots import Assignment, Place, Slot, choose_slot
+from batchrun.hints import RowHint, nodes_to_tell, put_hint
 from batchrun.pool.fair_share import JobTurns, Turn
 from batchrun.pool.radix_tree import rows_with_prefix
 from batchrun.pool.row_queue import RowQueue
-from batchrun.types import HINT_KEY, HINT_VERSION, EngineState, Outcome
+from batchrun.types import EngineState, Outcome
 
-MAX_NODES = 8
 URGENT_LEAD = 1 << 20
 """An urgent row's rank lies so far ahead: before every row that waits in an engine."""
 HINTED_ENDPOINTS = frozenset({"/v1/chat/completions", "/v1/completions"})
@@ -50,32 +49,15 @@ class Hinter:
             return
         rank = self._next_rank - (URGENT_LEAD if is_urgent else 0)
         self._next_rank += 1
-        hint = {
-            "v": HINT_VERSION,
-            "nonce": nonce,
-            "epoch": self._epoch,
-            "job": job.record.id,
-            "row": row,
-            "class": "offline",
-            "rank": rank,
-            "nodes": _nodes(job, row, rank),
-            "output": expected_output_tokens(job.spec, job.counts),
-        }
-        given = body.get("vllm_xargs")
-        others = given if isinstance(given, dict) else {}
-        body["vllm_xargs"] = {**others, HINT_KEY: json.dumps(hint, separators=(",", ":"))}
-
-
-def _nodes(job: ActiveJob, row: int, rank: int) -> list[list[int]]:
-    """[node, rows still to come behind this one, rank of the next] from the root downwards.
-
-    Of a long path the outermost node and the innermost ones are told.
-    """
-    path = job.queue.path_of(row)
-    if len(path) > MAX_NODES:
-        path = [path[0], *path[1 - MAX_NODES :]]
-    to_come = [job.queue.num_to_come(node) for node in path]
-    return [[node, num, rank + 1 if num else rank] for node, num in zip(path, to_come, strict=True)]
+        hint = RowHint(
+            epoch=self._epoch,
+            job=job.record.id,
+            row=row,
+            rank=rank,
+            nodes=nodes_to_tell(job.queue.path_of(row), job.queue.num_to_come, rank),
+            output_tokens=expected_output_tokens(job.spec, job.counts),
+        )
+        put_hint(body, hint, nonce)
 
 
 MAX_ROWS = 4_096

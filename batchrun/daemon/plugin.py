@@ -17,8 +17,8 @@ from batchrun.config import AUTO_SLO_FACTOR, Deployment, EngineConfig, SloConfig
 from batchrun.errors import ConfigError
 from batchrun.estimator.profile import OnlineLatency, profile_from_json
 from batchrun.files import write_atomically
+from batchrun.hints import HINT_NONCE_VARIABLE
 from batchrun.home import Home
-from batchrun.types import HINT_NONCE_VARIABLE
 from batchrun.wire import CHANNEL_VARIABLE, SUFFIX
 
 

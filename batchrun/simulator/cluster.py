@@ -14,6 +14,7 @@ from operator import attrgetter
 from batchrun.daemon.engine_link import RENEW_S
 from batchrun.estimator.step_load import StepLoad
 from batchrun.estimator.step_time import AnyModel, StepTimeModel
+from batchrun.hints import HINT_KEY
 from batchrun.simulator.feeding import EPOCH, RowFeed
 from batchrun.simulator.online import OnlineRouter
 from batchrun.simulator.virtual.engine import (
@@ -26,7 +27,6 @@ from batchrun.simulator.virtual.engine import (
 from batchrun.simulator.virtual.laws import A100Law, StepItem, StepLaw
 from batchrun.simulator.virtual.quick_decode import QuickDecode, quick
 from batchrun.simulator.virtual.setup import EngineShape, stock_scheduler
-from batchrun.types import HINT_KEY
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from array import array
 from collections.abc import Callable, Sequence
@@ -10,9 +9,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from batchrun.daemon.assigning import MAX_NODES, URGENT_LEAD
+from batchrun.daemon.assigning import URGENT_LEAD
 from batchrun.daemon.dispatcher import POLL_INTERVAL_S
 from batchrun.daemon.slots import SCHEDULER_WINDOW
+from batchrun.hints import RowHint, nodes_to_tell, write_hint
 from batchrun.pool.fair_share import JobTurns, Turn
 from batchrun.pool.radix_tree import find_prefix_nodes
 from batchrun.pool.row_queue import RowQueue
@@ -20,7 +20,6 @@ from batchrun.pool.window import Window
 from batchrun.simulator.offline_jobs import Keys, OfflineJob, key_of, shared_tokens
 from batchrun.simulator.virtual.engine import Arrival, BlockHashes, RequestRecord, hash_blocks
 from batchrun.simulator.virtual.setup import NONCE
-from batchrun.types import HINT_VERSION
 
 EPOCH = 1
 PREFIX = "row-"
@@ -263,21 +262,13 @@ class OfflinePort:
 
 
 def _hint(job: ActiveRows, row: int, rank: int) -> str:
-    """What travels with the row (`daemon.hinting`)."""
-    path = job.queue.path_of(row)
-    if len(path) > MAX_NODES:
-        path = [path[0], *path[1 - MAX_NODES :]]
-    to_come = [job.queue.num_to_come(node) for node in path]
-    return json.dumps({
-        "v": HINT_VERSION,
-        "nonce": NONCE,
-        "epoch": EPOCH,
-        "job": job.id,
-        "row": row,
-        "class": "offline",
-        "rank": rank,
-        "nodes": [
-            [n, num, rank + 1 if num else rank] for n, num in zip(path, to_come, strict=True)
-        ],
-        "output": job.output_tokens_to_expect(),
-    })
+    """What travels with the row."""
+    hint = RowHint(
+        epoch=EPOCH,
+        job=job.id,
+        row=row,
+        rank=rank,
+        nodes=nodes_to_tell(job.queue.path_of(row), job.queue.num_to_come, rank),
+        output_tokens=job.output_tokens_to_expect(),
+    )
+    return write_hint(hint, NONCE)

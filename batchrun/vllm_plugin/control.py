@@ -25,10 +25,10 @@ import zmq
 from msgspec import UNSET, UnsetType
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from batchrun.hints import Hint, RowHint
 from batchrun.scheduling.policies import make_policy
 from batchrun.scheduling.view import RequestView
 from batchrun.types import RequestClass
-from batchrun.vllm_plugin.hints import AnyHint, Hint
 from batchrun.vllm_plugin.telemetry import CallRecorder, Meter, Reporter
 from batchrun.wire import (
     CHANNEL_VARIABLE,
@@ -266,10 +266,10 @@ class Steering:
             self._last_steps.close()
             self._last_steps = None
 
-    def arrived(self, view: RequestView, hint: AnyHint | None) -> None:
+    def arrived(self, view: RequestView, hint: Hint | None) -> None:
         """A request has come in. Only rows of jobs can become suspects when the engine dies."""
         self.meter.arrived(view)
-        if isinstance(hint, Hint):
+        if isinstance(hint, RowHint):
             self._labels[view.request_id] = make_label(hint.job, hint.row)
         elif self.control.calls.is_on and view.request_class is RequestClass.ONLINE:
             arrived_at = view.arrival_at_s + self._scheduler.wall_offset_s

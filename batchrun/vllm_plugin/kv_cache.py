@@ -17,8 +17,8 @@ from batchrun.cache.free_queue import TieredFreeQueue
 from batchrun.cache.reuse import ReuseIndex
 from batchrun.cache.segments import Segment
 from batchrun.cache.tiers import BlockTiers, OnlinePrefixes
+from batchrun.hints import RowHint
 from batchrun.vllm_plugin.compat import cached_block_ids, has_plain_blocks
-from batchrun.vllm_plugin.hints import Hint
 
 KEY_SUFFIX = b"\0\0\0\0"
 """vLLM keys a cached block by its hash and its KV group's number, 0 where there is one group."""
@@ -53,7 +53,7 @@ class KvTiers:
                 free, self._num_tiers, self._tiers.tier_of, in_use
             )
 
-    def announce(self, request: Request, hint: Hint, now_s: float) -> None:
+    def announce(self, request: Request, hint: RowHint, now_s: float) -> None:
         """An offline request has come in."""
         if self.is_active:
             self._refile(self._reuse.announce(

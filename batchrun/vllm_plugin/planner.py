@@ -14,17 +14,18 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from msgspec import UNSET, UnsetType
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import Request
 
 from batchrun.estimator.step_load import StepLoad
+from batchrun.hints import FlexHint, Hint, RowHint, SloHint
 from batchrun.scheduling.policies import Policy
 from batchrun.scheduling.view import EngineView, Plan, PrefixHit, RequestView
 from batchrun.types import USUAL_OUTPUT_TOKENS, RequestClass
 from batchrun.vllm_plugin.compat import awaits_stale_output, cached_prefix
-from batchrun.vllm_plugin.hints import AnyHint, FlexHint, Hint, SloHint
 from batchrun.vllm_plugin.kv_cache import OnlineBlocks
 from batchrun.vllm_plugin.settings import OnlineSlo
 
@@ -127,11 +128,11 @@ MARGIN_SHARE = 0.25
 
 
 def make_view(
-    request: Request, hint: AnyHint | None, slo: OnlineSlo, arrival_at_s: float
+    request: Request, hint: Hint | None, slo: OnlineSlo, arrival_at_s: float
 ) -> RequestView:
     """The view of a request that has just come in; without a hint it is online."""
     lora = request.lora_request
-    is_offline = isinstance(hint, Hint | FlexHint)
+    is_offline = isinstance(hint, RowHint | FlexHint)
     view = RequestView(
         request_id=request.request_id,
         request_class=RequestClass.OFFLINE if is_offline else RequestClass.ONLINE,
@@ -142,24 +143,24 @@ def make_view(
         num_tokens=request.num_tokens,
         handle=request,
     )
-    if isinstance(hint, Hint):
+    if isinstance(hint, RowHint):
         view.is_row, view.epoch, view.rank = True, hint.epoch, hint.rank
         view.expected_output_tokens = _with_margin(hint.output_tokens)
         if hint.nodes:
             view.group = hint.job, hint.nodes[-1].node
             view.num_followers = hint.nodes[-1].num_rows_to_come
     elif is_offline:
-        view.expected_output_tokens = _with_margin(None)
+        view.expected_output_tokens = _with_margin(UNSET)
     else:
-        bounds = hint if isinstance(hint, SloHint) else slo
+        bounds = hint.slo if isinstance(hint, SloHint) else slo
         view.slo_ttft_s, view.slo_tpot_s = bounds.ttft_s, bounds.tpot_s
         view.slo_jct_s = math.inf if bounds.jct_s is None else bounds.jct_s
     return view
 
 
-def _with_margin(output_tokens: int | None) -> int:
+def _with_margin(output_tokens: int | UnsetType) -> int:
     """What to set aside for an answer of about this length, or of one that nobody knows."""
-    tokens = USUAL_OUTPUT_TOKENS if output_tokens is None else output_tokens
+    tokens = USUAL_OUTPUT_TOKENS if output_tokens is UNSET else output_tokens
     return math.ceil((1 + MARGIN_SHARE) * tokens)
 
 

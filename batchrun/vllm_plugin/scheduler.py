@@ -21,6 +21,7 @@ from vllm.v1.request import Request, RequestStatus
 from batchrun.errors import BatchrunError
 from batchrun.estimator.step_load import StepLoad
 from batchrun.estimator.step_time import AnyModel
+from batchrun.hints import FlexHint, Hint, RowHint
 from batchrun.scheduling.policies import Policy, make_policy
 from batchrun.scheduling.view import RequestView
 from batchrun.types import RequestClass
@@ -33,7 +34,7 @@ from batchrun.vllm_plugin.estimates import (
     read_models,
     scheduled_load,
 )
-from batchrun.vllm_plugin.hints import AnyHint, FlexHint, Hint, HintReader
+from batchrun.vllm_plugin.hints import HintReader
 from batchrun.vllm_plugin.kv_cache import KvTiers
 from batchrun.vllm_plugin.plan_queue import PlanQueue
 from batchrun.vllm_plugin.planner import Lookout, Planner, begin_turn, make_view, stand_behind
@@ -146,8 +147,8 @@ class ColocatedScheduler(AsyncScheduler):
         super().add_request(request)
         self._defer(request)
 
-    def _announce(self, request: Request, hint: AnyHint | None) -> None:
-        if isinstance(hint, Hint) and self._kv is not None:
+    def _announce(self, request: Request, hint: Hint | None) -> None:
+        if isinstance(hint, RowHint) and self._kv is not None:
             self._kv.announce(request, hint, self.clock())
 
     def _update_request_as_session(self, session: Request, update: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from copy import copy
 from typing import TYPE_CHECKING, Any
@@ -16,8 +15,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from batchrun.errors import BatchrunError
+from batchrun.hints import HINT_KEY, RowHint, write_hint
 from batchrun.scheduling.view import EngineView, Plan, RequestView
-from batchrun.types import HINT_KEY, HINT_VERSION
 from batchrun.vllm_plugin.compat import missing_hook, refusal
 
 if TYPE_CHECKING:
@@ -28,10 +27,7 @@ UNIT_TOKENS = 16
 NUM_UNITS = 4
 BLOCKS_PER_GROUP = 64
 NONCE = "self-test"
-HINT = json.dumps({
-    "v": HINT_VERSION, "nonce": NONCE, "epoch": 0, "job": NONCE, "row": 0, "class": "offline",
-    "rank": 0,
-})  # fmt: skip
+HINT = write_hint(RowHint(epoch=0, job=NONCE, row=0, rank=0), NONCE)
 
 
 class _Scripted:

@@ -15,7 +15,7 @@ from vllm.config import VllmConfig
 
 from batchrun.errors import ConfigError
 from batchrun.estimator.forecast import ForecastRule
-from batchrun.types import HINT_KEY, HINT_NONCE_VARIABLE
+from batchrun.hints import HINT_KEY, HINT_NONCE_VARIABLE
 
 Seconds = Annotated[float, Field(gt=0)]
 PolicyName = Literal["bs", "bs+e", "bs+e+s", "echo"]

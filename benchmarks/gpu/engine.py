@@ -24,6 +24,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.request import Request
 
+from batchrun.hints import HINT_KEY, HINT_NONCE_VARIABLE
 from batchrun.simulator.virtual.engine import (
     OFFLINE_PRIORITY,
     ONLINE_PRIORITY,
@@ -31,7 +32,6 @@ from batchrun.simulator.virtual.engine import (
     TrafficSource,
 )
 from batchrun.simulator.virtual.setup import NONCE
-from batchrun.types import HINT_KEY, HINT_NONCE_VARIABLE
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 from benchmarks.gpu.record import RequestLife, StepTotals
 from benchmarks.gpu.shape import Shape

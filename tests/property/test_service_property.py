@@ -9,10 +9,10 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchrun.hints import HINT_VERSION
 from batchrun.simulator.virtual.engine import Arrival, VirtualEngine
 from batchrun.simulator.virtual.laws import A100Law
 from batchrun.simulator.virtual.setup import NONCE, EngineShape
-from batchrun.types import HINT_VERSION
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 
 MAX_TURNS = 20_000

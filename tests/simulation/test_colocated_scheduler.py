@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 from engine_pairs import engine_of, online_source, ours, record, until_step
 
+from batchrun.hints import HINT_VERSION, RowHint, read_hint
 from batchrun.scheduling.policies import Policy
 from batchrun.scheduling.view import EngineView, Plan, RequestView
 from batchrun.simulator.virtual.engine import Arrival, TrafficSource, VirtualEngine, begin
 from batchrun.simulator.virtual.feeder import JobFeeder
 from batchrun.simulator.virtual.scenarios import JobShape, Order, draw_job
 from batchrun.simulator.virtual.setup import NONCE
-from batchrun.types import HINT_KEY, HINT_VERSION
-from batchrun.vllm_plugin.hints import Hint, parse_hint
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 
 SMALL_JOB_SHAPE = JobShape(8, (300, 1_500), (3, 6), (15, 60), (4, 32))
@@ -212,8 +211,8 @@ def test_no_block_is_wanted_when_the_rows_that_share_it_have_ended() -> None:
         text = hint(row=row, rank=row, nodes=[[1, 1 - row, 1]])
         request = begin(Arrival(f"row-{row}", False, 0.0, prompt, 9, text), 16).request
         assert request is not None
-        parsed = parse_hint({HINT_KEY: text}, NONCE)
-        assert isinstance(parsed, Hint)
+        parsed = read_hint(text, NONCE)
+        assert isinstance(parsed, RowHint)
         kv.announce(request, parsed, 0.0)
         assert manager.allocate_slots(request, len(prompt)) is not None
         request.num_computed_tokens = len(prompt)

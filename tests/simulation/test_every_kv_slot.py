@@ -18,11 +18,11 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
+from batchrun.hints import HINT_KEY, HINT_VERSION
 from batchrun.scheduling.policies import Policy
 from batchrun.scheduling.view import EngineView, Plan
 from batchrun.simulator.virtual.engine import OFFLINE_PRIORITY, ONLINE_PRIORITY, BlockHasher
 from batchrun.simulator.virtual.setup import NONCE, EngineShape, build_scheduler
-from batchrun.types import HINT_KEY, HINT_VERSION
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 
 BLOCK_TOKENS = 16

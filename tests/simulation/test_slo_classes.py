@@ -8,11 +8,11 @@ import math
 import pytest
 from engine_pairs import engine_of, ours
 
+from batchrun.hints import HINT_VERSION
 from batchrun.simulator.virtual.engine import Arrival, RequestRecord, VirtualEngine
 from batchrun.simulator.virtual.feeder import DAEMON_WINDOW, JobFeeder
 from batchrun.simulator.virtual.scenarios import JobShape, Order, draw_job
 from batchrun.simulator.virtual.setup import NONCE
-from batchrun.types import HINT_VERSION
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 from batchrun.wire import Orders, encode
 

@@ -9,6 +9,7 @@ from statistics import fmean, median
 
 import pytest
 
+from batchrun.hints import RowHint, read_hint
 from batchrun.simulator.virtual.feeder import DAEMON_WINDOW, JobFeeder, Window
 from batchrun.simulator.virtual.laws import A100Law, NoisyLaw, PoolingLaw
 from batchrun.simulator.virtual.scenarios import (
@@ -33,7 +34,6 @@ from batchrun.simulator.virtual.scenarios import (
     planned_order,
 )
 from batchrun.simulator.virtual.setup import NONCE
-from batchrun.vllm_plugin.hints import Hint, parse_hint
 
 SMALL_JOB = JobShape(num_documents=6, document_tokens=(200, 400), questions=(2, 5))
 
@@ -239,11 +239,11 @@ def test_long_rows_trickle_four_at_a_time() -> None:
     assert [len(feeder.take_due(tick * 0.1)) for tick in range(5)] == [4, 4, 4, 4, 0]
 
 
-def _hints(job: Job) -> list[Hint]:
+def _hints(job: Job) -> list[RowHint]:
     arrivals = JobFeeder(job, window=None).take_due(0.0)
-    hints = [parse_hint({"batchrun": arrival.hint}, NONCE) for arrival in arrivals]
-    return [hint for hint in hints if isinstance(hint, Hint)]
+    hints = [read_hint(arrival.hint, NONCE) for arrival in arrivals]
+    return [hint for hint in hints if isinstance(hint, RowHint)]
 
 
-def _node(hint: Hint) -> int:
+def _node(hint: RowHint) -> int:
     return hint.nodes[0].node

@@ -11,6 +11,7 @@ import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from batchrun.errors import ConfigError
+from batchrun.hints import SloBounds
 from batchrun.keys import is_loopback
 from batchrun.server.gateway.admission import choose_class
 from batchrun.server.gateway.app import parse_listen
@@ -20,7 +21,6 @@ from batchrun.server.gateway.http import STALLED_READER_S, bind
 from batchrun.server.gateway.replies import Rewriting
 from batchrun.server.gateway.upstreams import (
     FollowedFile,
-    SloBounds,
     Upstream,
     Upstreams,
     read_upstreams,

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from batchrun.hints import RowHint, read_hint
 from batchrun.pool.fair_share import QUANTUM_TOKENS
 from batchrun.simulator.virtual.scenarios import Job, JobRow, Order, TokenIds
 from batchrun.simulator.virtual.setup import NONCE
-from batchrun.vllm_plugin.hints import Hint, parse_hint
 from benchmarks.data.derive_prefixes import TOOLS, VIDEOS, nextqa, toolbench
 from benchmarks.hit_jobs import straddling_job
 from benchmarks.hit_lru import hit_blocks_in_turn
@@ -62,14 +62,14 @@ def shared_tokens(one: TokenIds, other: TokenIds) -> int:
     return int(differs[0]) if differs.size else size
 
 
-def hints_of(plan: PlannedJobs) -> list[Hint]:
+def hints_of(plan: PlannedJobs) -> list[RowHint]:
     """The hints of all rows, as the scheduler reads them."""
     feeder = PoolFeeder(plan)
-    hints: list[Hint] = []
+    hints: list[RowHint] = []
     while (due_s := feeder.next_due_s) < float("inf"):
         for arrival in feeder.take_due(due_s):
-            hint = parse_hint({"batchrun": arrival.hint}, NONCE)
-            assert isinstance(hint, Hint)
+            hint = read_hint(arrival.hint, NONCE)
+            assert isinstance(hint, RowHint)
             hints.append(hint)
             feeder.on_finished(arrival.request_id)
     return hints

@@ -30,9 +30,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from xxhash import xxh3_128_digest
 
+from batchrun.hints import HINT_KEY
 from batchrun.simulator.virtual.laws import StepItem, StepLaw
 from batchrun.simulator.virtual.setup import EngineShape, build_scheduler
-from batchrun.types import HINT_KEY
 
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 5, 2000
 """Token ids of prompts and outputs: no special token among them."""

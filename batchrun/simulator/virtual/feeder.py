@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from array import array
@@ -12,10 +11,11 @@ from dataclasses import dataclass
 
 from vllm.v1.core.kv_cache_utils import BlockHash
 
+from batchrun.hints import NodeHint, RowHint, write_hint
 from batchrun.simulator.virtual.engine import Arrival, hash_blocks
 from batchrun.simulator.virtual.scenarios import Job, JobRow, OnlineCall, TokenIds, draw_token_ids
 from batchrun.simulator.virtual.setup import NONCE
-from batchrun.types import HINT_VERSION, USUAL_OUTPUT_TOKENS
+from batchrun.types import USUAL_OUTPUT_TOKENS
 
 MAX_HASHED_DOCUMENTS = 256
 SYSTEM_SEED = 7_000
@@ -205,18 +205,15 @@ class _Hints:
         ranks, place = self._ranks[row.document], self._place[rank]
         num_to_come = len(ranks) - place - 1
         next_rank = ranks[place + 1] if num_to_come else rank
-        return json.dumps({
-            "v": HINT_VERSION,
-            "nonce": NONCE,
-            "epoch": 1,
-            "job": "job",
-            "row": row.number,
-            "class": "offline",
-            "slo": None,
-            "rank": rank,
-            "nodes": [[row.document + 1, num_to_come, next_rank]],
-            "output": output_tokens,
-        })
+        hint = RowHint(
+            epoch=1,
+            job="job",
+            row=row.number,
+            rank=rank,
+            nodes=(NodeHint(row.document + 1, num_to_come, next_rank),),
+            output_tokens=output_tokens,
+        )
+        return write_hint(hint, NONCE)
 
 
 class _DocumentHashes:

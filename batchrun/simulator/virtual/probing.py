@@ -12,10 +12,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from batchrun.estimator.probes import PROBING_SETTINGS, Probe, ProbeCall, PromptMaker, make_round
 from batchrun.estimator.profile import Recording, read_recording
+from batchrun.hints import HINT_KEY
 from batchrun.simulator.virtual.engine import DEFAULT_TIMING, Arrival, Timing, VirtualEngine
 from batchrun.simulator.virtual.laws import StepLaw
 from batchrun.simulator.virtual.setup import EngineShape
-from batchrun.types import HINT_KEY
 
 
 def record_probes(
