@@ -35,7 +35,7 @@ def build_engine(
         if not record.is_online and engine.now_s >= num_orders * RENEW_S:
             num_orders = int(engine.now_s / RENEW_S) + 1
             orders = Orders(nonce=NONCE, epoch=1, number=num_orders, renew=JOB_NAMES)
-            scheduler.steering.control.receive(encode(orders))
+            scheduler.daemon_link.control.receive(encode(orders))
 
     engine.end_listeners.append(renew)
     return engine, scheduler

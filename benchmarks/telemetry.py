@@ -38,14 +38,14 @@ def busy_engine() -> tuple[VirtualEngine, ColocatedScheduler]:
 def measure(rounds: int) -> list[Record]:
     """Median times of one step's counting, of one online token's, and of a whole picture."""
     engine, scheduler = busy_engine()
-    meter = scheduler.steering.meter
+    meter = scheduler.daemon_link.meter
     output = scheduler.schedule()
     assert len(output.num_scheduled_tokens) == NUM_RUNNING
-    view = next(view for view in scheduler._views.values() if view.request_class is ONLINE)
-    picture = partial(scheduler.steering.telemetry, engine.now_s)
+    view = next(view for view in scheduler.state.views.values() if view.request_class is ONLINE)
+    picture = partial(scheduler.daemon_link.telemetry, engine.now_s)
     parts: dict[str, Callable[[], object]] = {
-        "step": partial(meter.scheduled, output, scheduler._views),
-        "orders, none": scheduler.steering.obey,
+        "step": partial(meter.scheduled, output, scheduler.state.views),
+        "orders, none": scheduler.obey,
         "online token": partial(meter.token, view, engine.now_s),
         "picture": picture,
         "encoding": partial(encode, picture()),

@@ -180,8 +180,8 @@ class Engines:
         if engine.now_s < self._renew_at_s[index]:
             return
         self._renew_at_s[index] = engine.now_s + RENEW_S
-        if isinstance(scheduler, ColocatedScheduler) and scheduler._kv is not None:
-            scheduler._kv.renew(EPOCH, self._feed.running_jobs, engine.now_s)
+        if isinstance(scheduler, ColocatedScheduler) and scheduler.state.kv is not None:
+            scheduler.state.kv.renew(EPOCH, self._feed.running_jobs, engine.now_s)
 
     def _num_running(self, index: int) -> int:
         records = self.engines[index].records

@@ -307,7 +307,7 @@ class _Sampler:
         scheduler = engine.scheduler
         forecast = None
         if isinstance(scheduler, ColocatedScheduler):
-            forecast = scheduler._estimates.forecast.forecast_blocks
+            forecast = scheduler.state.estimates.forecast.forecast_blocks
         cached: tuple[int | None, int | None] = (None, None)
         if engine.now_s >= self._look_s:
             self._look_s = self._next_s - 1 + CACHED_EVERY_S

@@ -1,6 +1,7 @@
-"""Which KV blocks vLLM evicts first: our tiers in place of its free queue.
+"""The KV blocks of one engine: which vLLM evicts first, and how many online requests hold.
 
-The KV blocks that online requests hold: those that several share count once.
+`KvTiers` puts our tiers in the place of vLLM's free queue and keeps them true to what hints and
+online hits say; `OnlineBlocks` counts the blocks of online requests, those that several share once.
 """
 
 from __future__ import annotations

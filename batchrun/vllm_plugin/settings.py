@@ -1,6 +1,7 @@
-"""The plug-in's settings: `--additional-config '{"batchrun": {...}}'` and the environment.
+"""What an engine is started with: the plug-in's own settings, and features of vLLM it refuses.
 
-What the plug-in cannot be combined with, refused by name when an engine starts.
+The settings stand in `--additional-config '{"batchrun": {...}}'` and in the environment. What the
+plug-in cannot be combined with is refused by name when the engine starts.
 """
 
 from __future__ import annotations

@@ -129,8 +129,7 @@ class Phase:
         self._scheduler = scheduler
         self._sources = sources
         self._began_s = time.monotonic()
-        scheduler.clock = lambda: self.now_s
-        scheduler.wall_offset_s = 0.0
+        scheduler.use_clock(lambda: self.now_s)
         scheduler.on_step = self._on_step
 
     @property

@@ -103,6 +103,6 @@ def check_served(engine: VirtualEngine, requests: list[Drawn]) -> None:
     pool = scheduler.kv_cache_manager.block_pool
     free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
     assert sorted(free) == list(range(1, pool.num_gpu_blocks))
-    assert not scheduler.requests and not scheduler._views and not scheduler.lookout.hits
-    assert scheduler.planner.num_errors == scheduler.hints.num_malformed == 0
+    assert not scheduler.requests and not scheduler.state.views and not scheduler.view_builder.hits
+    assert scheduler.state.num_policy_errors == scheduler.state.num_malformed_hints == 0
     assert scheduler.reset_prefix_cache()

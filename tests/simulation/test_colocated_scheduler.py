@@ -68,7 +68,7 @@ def test_plans_keep_budget_and_slots_and_everybody_finishes(policy: str) -> None
     auditor = scheduler.planner.policy = Auditor(scheduler.planner.policy)
     engine.run_until(math.inf)
 
-    assert scheduler.planner.num_errors == 0
+    assert scheduler.state.num_policy_errors == 0
     assert auditor.num_preempted > 0
     assert auditor.num_admitted >= len(engine.records) > len(job.rows) + 20
     assert_all_served(engine)
@@ -112,7 +112,7 @@ def test_a_policy_that_raises_leaves_online_work_running(*, is_broken: bool) -> 
     online = [record for record in engine.records.values() if record.is_online]
     assert len(online) > 20
     assert {record.finish_reason for record in online} == {"length"}
-    assert scheduler.planner.num_errors == failing.num_failures > 100
+    assert scheduler.state.num_policy_errors == failing.num_failures > 100
     failing.is_broken = False
     engine.run_until(math.inf)
     assert_all_served(engine)
@@ -150,9 +150,9 @@ def test_a_malformed_hint_makes_an_online_request(text: str, num_malformed: int)
     engine.add(arrival("row", 40, 3, hint()))
     scheduler = ours(engine)
 
-    assert [view.request_id for view in scheduler._pool.online] == ["odd"]
-    assert [view.request_id for view in scheduler._pool.offline] == ["row"]
-    assert scheduler.hints.num_malformed == num_malformed
+    assert [view.request_id for view in scheduler.state.queue.online] == ["odd"]
+    assert [view.request_id for view in scheduler.state.queue.offline] == ["row"]
+    assert scheduler.state.num_malformed_hints == num_malformed
     engine.run_until(math.inf)
     assert_all_served(engine)
 
@@ -203,7 +203,7 @@ def test_no_block_is_wanted_when_the_rows_that_share_it_have_ended() -> None:
     """Not even one computed twice, which vLLM keeps two blocks for."""
     engine = engine_of(ColocatedScheduler, num_blocks=100)
     scheduler = ours(engine)
-    kv, manager = scheduler._kv, scheduler.kv_cache_manager
+    kv, manager = scheduler.state.kv, scheduler.kv_cache_manager
     assert kv is not None
     prompt = list(range(5, 165))
     rows, wanted = [], []

@@ -154,8 +154,7 @@ class Trial:
         worker = self._worker(depth, runner)
         self.engine = ShadowEngine(self.scheduler, worker, depth)
         self.engine.before_update = self._maybe_abort
-        self.scheduler.clock = lambda: self.engine.now_s
-        self.scheduler.wall_offset_s = 0.0
+        self.scheduler.use_clock(lambda: self.engine.now_s)
         self.is_erratic = (
             seed // len(POLICIES) % 2 == 1 and self.scheduler.planner.policy is not None
         )
@@ -261,9 +260,9 @@ class Trial:
         assert not scheduler.requests and not scheduler.running
         assert len(scheduler.waiting) == 0 and not scheduler.deferred_waiting
         assert not scheduler._inflight_prefills
-        assert not scheduler._views and not scheduler.lookout.hits
-        assert scheduler.planner.num_errors == 0 and scheduler.hints.num_malformed == 0
-        scheduler._pool.check()
+        assert not scheduler.state.views and not scheduler.view_builder.hits
+        assert scheduler.state.num_policy_errors == 0 and scheduler.state.num_malformed_hints == 0
+        scheduler.state.queue.check()
         assert scheduler.reset_prefix_cache()
 
 

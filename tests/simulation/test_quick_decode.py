@@ -107,9 +107,9 @@ def test_a_quick_scheduler_learns_what_the_other_learns() -> None:
         engine.run_until(40.0)
     theirs, mine = ours(whole), ours(short)
 
-    assert mine._estimates.model == theirs._estimates.model
-    assert mine._estimates.error_share == theirs._estimates.error_share
-    mine_told, theirs_told = mine.steering.telemetry(40.0), theirs.steering.telemetry(40.0)
+    assert mine.state.estimates.model == theirs.state.estimates.model
+    assert mine.state.estimates.error_share == theirs.state.estimates.error_share
+    mine_told, theirs_told = mine.daemon_link.telemetry(40.0), theirs.daemon_link.telemetry(40.0)
     assert mine_told.online == theirs_told.online
     assert mine_told.slo == theirs_told.slo
 

@@ -73,4 +73,4 @@ def test_answers_that_outgrow_all_room_cost_rows_and_never_calls() -> None:
     assert {row.finish_reason for row in rows} == {"stop"}
     figures = summarize(engine, Slo(1.0, 0.05))
     assert (figures["slo_ttft"], figures["slo_tpot"]) == (1.0, 1.0)
-    assert ours(engine).planner.num_errors == 0
+    assert ours(engine).state.num_policy_errors == 0

@@ -62,7 +62,7 @@ def test_calls_that_share_a_system_prompt_keep_their_promise_beside_documents() 
 
     figures = summarize(engine, Slo(1.0, 0.05))
     assert figures["slo_ttft"] == 1.0
-    assert planner.num_errors == 0
+    assert ours(engine).state.num_policy_errors == 0
     assert recount.num_shared > recount.num_plans / 2
 
 

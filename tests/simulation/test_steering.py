@@ -54,10 +54,10 @@ class Rig:
 
     def order(self, **changes: object) -> Answer:
         orders = Orders(NONCE, 1, next(self._numbers), **changes)  # type: ignore[arg-type]
-        return read_answer(self.scheduler.steering.control.receive(encode(orders)))
+        return read_answer(self.scheduler.daemon_link.control.receive(encode(orders)))
 
     def telemetry(self) -> Telemetry:
-        told = self.scheduler.steering.telemetry(self.engine.now_s)
+        told = self.scheduler.daemon_link.telemetry(self.engine.now_s)
         return read_telemetry(encode(told))
 
     def run_until(self, at_s: float) -> None:
@@ -88,11 +88,11 @@ class Rig:
             first = record.num_prompt_tokens
             wanted = [token_id(record, first + i) for i in range(len(record.output_token_ids))]
             assert record.output_token_ids == wanted
-        assert not self.scheduler.requests and not self.scheduler._views
+        assert not self.scheduler.requests and not self.scheduler.state.views
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
         if isinstance(pool.free_block_queue, TieredFreeQueue):
             pool.free_block_queue.check()
-        assert self.scheduler.planner.num_errors == 0
+        assert self.scheduler.state.num_policy_errors == 0
 
 
 POLICIES = ["bs", "bs+e", "bs+e+s", "echo"]
@@ -107,8 +107,8 @@ def test_a_policy_changes_under_way_and_everybody_finishes(started_as: str) -> N
         answer = rig.order(policy=policy)
         assert (answer.error, answer.policy) == (None, policy)
         rig.engine.step()
-        assert (rig.scheduler.waiting is rig.scheduler._pool) == (policy != "bs")
-        rig.scheduler._pool.check()
+        assert (rig.scheduler.waiting is rig.scheduler.state.queue) == (policy != "bs")
+        rig.scheduler.state.queue.check()
 
     rig.assert_all_served_with_their_own_tokens()
 
@@ -119,7 +119,7 @@ def test_a_switch_keeps_all_that_waits() -> None:
     for policy in ("bs", "echo", "bs"):
         before = sorted(request.request_id for request in rig.scheduler.waiting)
         rig.order(policy=policy)
-        rig.scheduler.steering.obey()
+        rig.scheduler.obey()
         assert sorted(request.request_id for request in rig.scheduler.waiting) == before
         assert len(before) > 5
 
@@ -147,7 +147,7 @@ def test_a_budget_out_of_reach_is_refused_and_changes_nothing(budget: int) -> No
 
     assert answer.error == f"the token budget can be 64 to 512 here, not {budget}"
     assert (answer.policy, answer.token_budget) == ("echo", 512)
-    assert rig.scheduler.steering.control.take() is None
+    assert rig.scheduler.daemon_link.control.take() is None
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -209,8 +209,8 @@ def test_a_lease_is_renewed_and_a_forgotten_job_counts_no_more() -> None:
 
 def _num_wanted(rig: Rig) -> int:
     """Blocks that planned rows will read, as the hints that count now have it."""
-    assert rig.scheduler._kv is not None
-    return len(rig.scheduler._kv._reuse.blocks)
+    assert rig.scheduler.state.kv is not None
+    return len(rig.scheduler.state.kv._reuse.blocks)
 
 
 def _num_cached_twice(rig: Rig) -> int:
@@ -284,7 +284,7 @@ def test_step_times_are_summed_beside_their_predictions() -> None:
 def test_malformed_orders_are_counted_and_hurt_nobody(message: bytes) -> None:
     rig = Rig("echo")
     rig.run_until(1.0)
-    answer = read_answer(rig.scheduler.steering.control.receive(message))
+    answer = read_answer(rig.scheduler.daemon_link.control.receive(message))
     rig.run_until(2.0)
 
     assert answer.error is not None and "\n" not in answer.error

@@ -104,7 +104,7 @@ def test_an_engine_predicts_its_first_step_by_its_profile(
     scheduler = scheduler_with(path)
 
     load, step_s = recording.observations[0]
-    assert scheduler._estimates.predict_s(load) == pytest.approx(step_s, rel=1e-3)
+    assert scheduler.state.estimates.predict_s(load) == pytest.approx(step_s, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_profile_of_another_engine_is_ignored_with_one_line(
     with caplog.at_level(logging.WARNING, logger="batchrun"):
         scheduler = scheduler_with(path)
 
-    assert scheduler._estimates.model == COLD_START
+    assert scheduler.state.estimates.model == COLD_START
     (line,) = [message for message in caplog.messages if "profile" in message]
     assert complaint in line
     assert "\n" not in line
@@ -141,7 +141,7 @@ def test_a_profile_of_another_kv_size_holds(profile: CalibrationProfile, tmp_pat
     path = tmp_path / "profile.json"
     path.write_text(replace(profile, kv_blocks=99).to_json())
 
-    assert scheduler_with(path)._estimates.model == profile.models[0]
+    assert scheduler_with(path).state.estimates.model == profile.models[0]
 
 
 def test_a_record_is_bounded_and_its_owners_alone(

@@ -9,8 +9,8 @@ from msgspec import UNSET, UnsetType
 from batchrun.hints import FlexHint, RowHint
 from batchrun.scheduling.view import RequestView
 from batchrun.types import RequestClass
-from batchrun.vllm_plugin.planner import make_view
 from batchrun.vllm_plugin.settings import OnlineSlo
+from batchrun.vllm_plugin.state import make_view
 
 
 def view_of(hint: RowHint | FlexHint, max_tokens: int = 30_000) -> RequestView:

@@ -226,10 +226,10 @@ class TrafficSource(Protocol):
 
 @runtime_checkable
 class ClockReader(Protocol):
-    """A scheduler with a clock of its own: `arrival_time - wall_offset_s` is on `clock`'s scale."""
+    """A scheduler that reads a clock."""
 
-    clock: Callable[[], float]
-    wall_offset_s: float
+    def use_clock(self, clock: Callable[[], float]) -> None:
+        """Take the time from here; arrivals are on the same scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,8 +292,7 @@ class VirtualEngine:
         self._worker_free_at_s = 0.0
         self._num_before = 0
         if isinstance(self.scheduler, ClockReader):
-            self.scheduler.clock = lambda: self.now_s
-            self.scheduler.wall_offset_s = 0.0
+            self.scheduler.use_clock(lambda: self.now_s)
 
     def run_until(self, end_s: float) -> None:
         """Run until the clock reaches `end_s` (infinity: until all work is done).
