@@ -180,11 +180,11 @@ def test_prefix_hits_are_those_of_a_plain_walk(trace: Trace) -> None:
     assert prefix_hit_rate(trace) == hits / trace.num_prompt_tokens.sum()
 
 
-@given(traces, st.integers(1, 30), st.floats(0.5, 60), st.none() | seeds)
+@given(traces, st.integers(1, 30), st.floats(0.5, 60))
 def test_windows_do_not_overlap_and_weigh_the_whole(
-    trace: Trace, num: int, window_s: float, seed: int | None
+    trace: Trace, num: int, window_s: float
 ) -> None:
-    windows = stratified_windows(trace, num, window_s, seed=seed)
+    windows = stratified_windows(trace, num, window_s)
     assert len(windows) == num
     assert sum(window.weight_s for window in windows) == pytest.approx(trace.duration_s)
     for one, other in itertools.pairwise(windows):

@@ -349,20 +349,15 @@ def find_peak(trace: Trace, window_s: float) -> Window:
     return Window(start_s, start_s + window_s, window_s)
 
 
-def stratified_windows(
-    trace: Trace, num: int, window_s: float, *, seed: int | None = None
-) -> Sequence[Window]:
-    """`num` windows of `window_s`, one in each of `num` equal parts of the trace, its weight.
+def stratified_windows(trace: Trace, num: int, window_s: float) -> Sequence[Window]:
+    """`num` windows of `window_s`, one in the middle of each of `num` equal parts, its weight.
 
-    In the middle of its part, or with a seed at a place drawn within it. Parts shorter than a
-    window are whole windows. Sums over the trace are estimated by the windows' sums, each times
-    `weight_s` over its length. Raises InputError.
+    Parts shorter than a window are whole windows. Sums over the trace are estimated by the windows'
+    sums, each times `weight_s` over its length. Raises InputError.
     """
     if num < 1 or not window_s > 0 or not trace.duration_s:
         raise InputError(f"no {num} windows of {window_s:g} s in {trace.duration_s:g} s")
     part_s = trace.duration_s / num
     length_s = min(window_s, part_s)
-    rng = None if seed is None else np.random.default_rng(seed)
-    places = [0.5] * num if rng is None else rng.random(num)
-    starts_s = [i * part_s + place * (part_s - length_s) for i, place in enumerate(places)]
+    starts_s = [i * part_s + 0.5 * (part_s - length_s) for i in range(num)]
     return [Window(start_s, start_s + length_s, part_s) for start_s in starts_s]
