@@ -64,7 +64,7 @@ class Column:
         text = pl.col(name).str.strip_chars()
         number = text.cast(pl.Float64, strict=False)
         is_right = number.is_finite() & (number >= 0 if above is None else number > above)
-        value = pl.when(is_right).then(number)
+        value: pl.Expr = pl.when(is_right).then(number)
         if default is not None:
             value = pl.when(text.is_null() | (text == "")).then(default).otherwise(value)
         return cls(value, "a number, " + ("0 or more" if above is None else f"above {above:g}"))
