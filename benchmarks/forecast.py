@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from batchrun.estimator.forecast import ForecastRule, KvForecast
-from batchrun.simulator.traces.rates import splice_day
+from batchrun.simulator.traces.rates import RateSeries, draw_trace
 from batchrun.simulator.traces.reading import Drawing, read_trace
 from batchrun.simulator.traces.trace import Trace, scale_rate
 from batchrun.simulator.virtual.scenarios import draw_calls, kv_pressure_tide
@@ -51,7 +51,8 @@ def traces(folder: Path) -> Iterator[tuple[str, Trace]]:
     azure = read_trace(folder / AZURE)
     yield "azure", azure
     yield "azure / 5", scale_rate(azure, 0.2, seed=0)
-    yield "tide", splice_day(azure, echo_tide(), seed=0)
+    day = RateSeries.steady(np.arange(1440) * 60, DAY_S, echo_tide())
+    yield "tide", draw_trace([day], seed=0, like=azure, source=azure.source)
     if (folder / SERVEGEN).is_file():
         drawing = Drawing(seed=0, rate=0.002, from_s=DAY_S, to_s=3 * DAY_S, like=azure)
         yield "servegen", read_trace(folder / SERVEGEN, drawing=drawing)

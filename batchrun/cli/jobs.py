@@ -135,9 +135,9 @@ def _dry_run(
     *,
     as_json: bool,
 ) -> None:
-    from batchrun.cli.dry_run import Assumed, foretell, rendered
+    from batchrun.cli.dry_run import Assumed, predict, rendered
 
-    found = foretell(file, home, Assumed(trace, profile, price))
+    found = predict(file, home, Assumed(trace, profile, price))
     if as_json:
         print_json(found.record())
     else:

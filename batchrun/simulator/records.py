@@ -1,6 +1,6 @@
 """What a simulation notes: each request, each step, each second.
 
-The records of a simulation as Parquet files, written in row groups as they come.
+The records go into Parquet files, in row groups as they come: memory does not grow with them.
 """
 
 from __future__ import annotations
@@ -8,11 +8,9 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -46,7 +44,7 @@ REQUESTS = {
 }
 """One row per request, in the order in which they ended; those that had not come last. `number` is
 the call's place in the trace, or the row of `job` (null for online calls). Instants are null where
-they did not happen. Late tokens came after arrival + TTFT + i * TPOT of the promises."""
+they did not happen. Late tokens came after arrival + TTFT + i * TPOT of the SLOs."""
 
 STEPS = {
     "engine": pa.int16(),
@@ -118,29 +116,20 @@ class Table:
             self._rows = []
 
 
-class Tables(AbstractContextManager["Tables"]):
+class Tables(ExitStack):
     """The three files of a simulation in `folder`; closed at the end of the context."""
 
     def __init__(self, folder: Path) -> None:
         """Makes the folder. Raises DataError when that cannot be done."""
+        super().__init__()
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise DataError(f"{folder}: cannot be made: {error.strerror}") from error
-        made = {name: Table(folder / f"{name}.parquet", cols) for name, cols in TABLES.items()}
-        self.requests, self.steps, self.seconds = made["requests"], made["steps"], made["seconds"]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for table in (self.requests, self.steps, self.seconds):
-            table.close()
+        self.requests, self.steps, self.seconds = (
+            self.enter_context(closing(Table(folder / f"{name}.parquet", columns)))
+            for name, columns in TABLES.items()
+        )
 
 
 CACHED_EVERY_S = 10
@@ -149,7 +138,7 @@ CACHED_EVERY_S = 10
 
 @dataclass(slots=True)
 class OnlineTotals:
-    """The calls that ended or whose promise ran out: latencies in seconds, and promises kept."""
+    """The calls that ended or whose TTFT bound has passed: latencies in seconds, and SLOs kept."""
 
     num_calls: int = 0
     num_ended: int = 0
@@ -241,7 +230,7 @@ class Watch:
             )
 
     def _note_online(self, record: RequestRecord, now_s: float) -> int:
-        """The number of tokens that came after their promise, one that is overdue included.
+        """The number of tokens that came after they were due, one that is overdue included.
 
         A call that has not ended counts once its first token is due.
         """

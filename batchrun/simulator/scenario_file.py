@@ -1,6 +1,6 @@
-"""What a scenario file says: strict YAML, every problem with file, line and key.
+"""A scenario file: strict YAML, every problem with file, line and key, and what it means.
 
-From a scenario file to what is simulated: traces, jobs and profiles are read here.
+The traces, jobs and profiles that it names are read here.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class EnginesSpec(_Strict):
 
 
 class SloSpec(_Strict):
-    """What online users were promised."""
+    """The SLOs of online calls."""
 
     ttft: Seconds = 1.0
     tpot: Seconds = 0.05
