@@ -21,6 +21,8 @@ from batchrun.hints import RowHint, nodes_to_tell, put_hint
 from batchrun.pool.fair_share import JobTurns, Turn
 from batchrun.pool.radix_tree import rows_with_prefix
 from batchrun.pool.row_queue import RowQueue
+from batchrun.routing.router import Router
+from batchrun.routing.routers import make_router
 from batchrun.types import EngineState, Outcome
 
 URGENT_LEAD = 1 << 20
@@ -169,6 +171,7 @@ class Assigner:
     slots: Sequence[Slot]
     jobs: dict[str, ActiveJob] = field(default_factory=dict)
     turns: JobTurns = field(default_factory=JobTurns)
+    router: Router = field(default_factory=make_router)
     trial_engine: TrialEngine = field(init=False)
     _is_saturated: bool = False
 
@@ -263,7 +266,7 @@ class Assigner:
         tokens = job.plan.estimate_tokens(row)
         limit = job.trials.limits.get(row)
         place = Place(int(job.group_of[row]), tokens, limit, turn.is_urgent)
-        slot = choose_slot(self.slots, place, now_s)
+        slot = choose_slot(self.slots, place, self.router, now_s)
         if slot is None:
             self._is_saturated = limit is None and any(slot.is_usable for slot in self.slots)
             return None, None

@@ -13,6 +13,7 @@ from batchrun.daemon.job import ActiveJob
 from batchrun.engine.client import KvConfig
 from batchrun.engine.engine import Engine
 from batchrun.pool.window import Window
+from batchrun.routing.router import Call, Load, Router
 from batchrun.types import EngineState
 from batchrun.wire import RowKey, read_last_steps
 
@@ -183,17 +184,19 @@ class Place:
     is_urgent: bool = False
 
 
-def choose_slot(slots: Sequence[Slot], place: Place, now_s: float) -> Slot | None:
-    """The engine that this prefix group goes to, or the least loaded when that one is full and
+def choose_slot(slots: Sequence[Slot], place: Place, router: Router, now_s: float) -> Slot | None:
+    """The engine that the router ranks first, or the best of the others when that one is full and
     this one has little to do.
 
     None when no engine has room. `now_s` is monotonic.
     """
-    usable = [slot for slot in slots if slot.is_usable and not slot.is_set_apart]
-    if not usable:
-        return None
-    preferred = usable[place.group % len(usable)]
-    if preferred.has_room_for(place, now_s):
-        return preferred
-    others = sorted(usable, key=lambda slot: slot.window.num_tokens)
-    return next((slot for slot in others if slot.has_room_to_lend(place, now_s)), None)
+    loads = {
+        index: Load(slot.window.num_rows, slot.window.num_tokens)
+        for index, slot in enumerate(slots)
+        if slot.is_usable and not slot.is_set_apart
+    }
+    call = Call(place.tokens, is_offline=True, group=place.group)
+    ranked = [slots[index] for index in router.rank(call, loads, now_s)]
+    if ranked and ranked[0].has_room_for(place, now_s):
+        return ranked[0]
+    return next((slot for slot in ranked if slot.has_room_to_lend(place, now_s)), None)

@@ -6,6 +6,7 @@ from batchrun.daemon.slots import Place, Slot, choose_slot
 from batchrun.engine.command import AttachedSettings
 from batchrun.engine.engine import AttachedEngine
 from batchrun.pool.window import Window
+from batchrun.routing.routers import make_router
 from batchrun.types import EngineState
 
 ROWS = 8
@@ -27,21 +28,21 @@ def test_a_group_waits_for_its_engine_while_the_other_has_enough_to_choose_from(
     fill(own, ROWS)
     fill(other, 2)
     place = Place(group=0, tokens=10)
-    assert choose_slot(slots, place, 9.0) is None
-    assert choose_slot(slots, Place(group=1, tokens=10), 9.0) is other
-    assert choose_slot(slots, Place(group=0, tokens=10, is_urgent=True), 9.0) is own
+    assert choose_slot(slots, place, make_router(), 9.0) is None
+    assert choose_slot(slots, Place(group=1, tokens=10), make_router(), 9.0) is other
+    assert choose_slot(slots, Place(group=0, tokens=10, is_urgent=True), make_router(), 9.0) is own
     other.window.remove(10)
-    assert choose_slot(slots, place, 9.0) is other
+    assert choose_slot(slots, place, make_router(), 9.0) is other
 
 
 def test_an_engine_that_runs_what_it_gets_takes_every_groups_rows() -> None:
     own, other = slots = [slot("own", None), slot("other", None)]
     fill(own, ROWS)
     fill(other, ROWS - 1)
-    assert choose_slot(slots, Place(group=0, tokens=10), 9.0) is other
+    assert choose_slot(slots, Place(group=0, tokens=10), make_router(), 9.0) is other
 
 
 def test_a_row_larger_than_the_window_goes_where_nothing_is() -> None:
     own, other = slots = [slot("own"), slot("other")]
     fill(own, 1)
-    assert choose_slot(slots, Place(group=0, tokens=10**7), 9.0) is other
+    assert choose_slot(slots, Place(group=0, tokens=10**7), make_router(), 9.0) is other
