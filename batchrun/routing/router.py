@@ -24,8 +24,19 @@ class Load:
     tokens_in_flight: int = 0
     num_sent: int = 0
 
+    def add(self, tokens: int = 0) -> None:
+        """A call goes to the engine."""
+        self.num_in_flight += 1
+        self.tokens_in_flight += tokens
+        self.num_sent += 1
 
-@dataclass(frozen=True, slots=True)
+    def remove(self, tokens: int = 0) -> None:
+        """A call has left it."""
+        self.num_in_flight -= 1
+        self.tokens_in_flight -= tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Call:
     """An online call, or a row of a job (`is_offline`).
 

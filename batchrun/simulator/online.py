@@ -117,15 +117,13 @@ class OnlineRouter:
             at_s = self.next_due_s
             index = self._router.rank(CALL, self._loads, at_s)[0]
             self._router.sent(CALL, index, at_s)
-            load = self._loads[index]
-            load.num_in_flight += 1
-            load.num_sent += 1
+            self._loads[index].add()
             self.ports[index].waiting.append(self._arrival(self.num_arrived))
             self.num_arrived += 1
 
     def ended(self, engine: int, now_s: float) -> None:
         """A call on the engine has ended."""
-        self._loads[engine].num_in_flight -= 1
+        self._loads[engine].remove()
         self._router.ended(CALL, engine, now_s)
 
     def _arrival(self, index: int) -> Arrival:

@@ -99,14 +99,12 @@ class Balancer:
     def sending(self, upstream: Upstream, call: RoutedCall) -> Iterator[None]:
         """Count a call as in flight while the block runs; the engine may have left the list."""
         engine = self._engines.get(upstream) or _Engine(next(self._numbers))
-        load = engine.load
-        load.num_in_flight += 1
-        load.num_sent += 1
+        engine.load.add()
         self._router.sent(call, engine.number, time.monotonic())
         try:
             yield
         finally:
-            load.num_in_flight -= 1
+            engine.load.remove()
             self._router.ended(call, engine.number, time.monotonic())
 
 
