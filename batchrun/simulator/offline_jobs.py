@@ -115,6 +115,10 @@ class OfflineJob:
         """Rows that can run."""
         return len(self.order.rows)
 
+    def estimate_tokens(self, row: int) -> int:
+        """Prompt tokens of a row: the simulator knows them."""
+        return int(self.num_prompt_tokens[row])
+
     def group_of(self) -> IntArray:
         """The prefix group of each row; rows of a group share at least their first chunk."""
         groups = np.zeros(len(self.num_prompt_tokens), dtype=np.int64)

@@ -207,7 +207,7 @@ class Watch:
         else:
             self._note_offline(record)
             sent = self._feed.sent[record.request_id]
-            name, number = sent.job.job.name, sent.row
+            name, number = sent.job.plan.name, sent.row
             if self._samplers and record.finished_at_s is not None:
                 self._samplers[index].row_ended(record)
         if self._tables is not None:

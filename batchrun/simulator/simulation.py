@@ -207,7 +207,7 @@ def _online(totals: OnlineTotals, num_arrived: int) -> OnlineFigures:
 
 def _offline(watch: Watch, feed: RowFeed, num_computed: int, end_s: float) -> OfflineFigures:
     totals = watch.offline
-    num_rows = sum(each.job.num_rows for each in feed.jobs)
+    num_rows = sum(each.plan.num_rows for each in feed.jobs)
     return OfflineFigures(
         num_rows,
         totals.num_ended,
@@ -221,7 +221,7 @@ def _offline(watch: Watch, feed: RowFeed, num_computed: int, end_s: float) -> Of
 
 
 def _job(active: ActiveRows, end_s: float) -> JobFigures:
-    job, done_s = active.job, active.finished_at_s
+    job, done_s = active.plan, active.finished_at_s
     is_kept: bool | None = None
     if job.deadline_s != math.inf:
         is_late = (end_s if done_s is None else done_s) > job.deadline_s

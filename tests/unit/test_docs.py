@@ -25,7 +25,7 @@ from batchrun.config import (
     SloConfig,
     WindowConfig,
 )
-from batchrun.daemon import assigning as trial_engine
+from batchrun.daemon import dispatch as trial_engine
 from batchrun.daemon import faults as backoff
 from batchrun.daemon import faults as breaker
 from batchrun.daemon import faults as trials

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from job_builders import make_active_job
 
-from batchrun.daemon.assigning import Hinter
+from batchrun.daemon.dispatcher import Hinter
 from batchrun.daemon.job import ActiveJob
 from batchrun.hints import HINT_KEY, MAX_NODES_WRITTEN, RowHint, read_hint
 from batchrun.store.jobs import Counts

@@ -9,7 +9,7 @@ import pytest
 from job_builders import make_active_job
 from msgspec import UNSET
 
-from batchrun.daemon.assigning import Hinter
+from batchrun.daemon.dispatcher import Hinter
 from batchrun.hints import (
     MAX_HINT_CHARS,
     FlexHint,
