@@ -207,14 +207,16 @@ class RowFeed:
         request_id = f"{PREFIX}{rank:09d}-{job.number}"
         prompt = job.plan.prompt(row, job.seed)
         self.sent[request_id] = sent
+        limit_tokens, num_output_tokens = job.plan.answer_tokens(row)
         return Arrival(
             request_id,
             False,
             now_s,
             prompt.tolist(),
-            int(job.plan.num_output_tokens[row]),
+            limit_tokens,
             _hint(job, row, rank),
             self._hashes(job, row, prompt.tobytes()),
+            num_output_tokens,
         )
 
     def _hashes(self, job: ActiveRows, row: int, prompt: bytes) -> BlockHashes:
