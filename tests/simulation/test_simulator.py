@@ -90,7 +90,7 @@ def test_online_calls_alone_are_a_virtual_engines_run_to_the_last_figure() -> No
     assert set(tpot) <= set(mine.watch.online.tpot_s)
 
 
-def stock_plan(duration_s: float, step_s: float, calls: Calls, **shape: int) -> SimulationPlan:
+def stock_plan(duration_s: float, step_s: float, calls: Calls, **shape: Any) -> SimulationPlan:
     """vLLM with one step in flight, and steps that all take the same time."""
     timing = Timing(1, planning_s=0.0)
     engine = EnginePlan(
