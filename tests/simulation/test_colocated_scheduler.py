@@ -10,7 +10,7 @@ import pytest
 from engine_pairs import engine_of, online_source, ours, record, until_step
 
 from batchrun.hints import HINT_VERSION, RowHint, read_hint
-from batchrun.scheduling.policies import Policy
+from batchrun.scheduling.policies import POLICIES, Policy
 from batchrun.scheduling.view import EngineView, Plan, RequestView
 from batchrun.simulator.virtual.engine import Arrival, TrafficSource, VirtualEngine, begin
 from batchrun.simulator.virtual.feeder import JobFeeder
@@ -19,6 +19,9 @@ from batchrun.simulator.virtual.setup import NONCE
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 
 SMALL_JOB_SHAPE = JobShape(8, (300, 1_500), (3, 6), (15, 60), (4, 32))
+
+
+PLANNED = [name for name in POLICIES if name != "bs"]
 
 
 class Auditor:
@@ -57,7 +60,7 @@ def planned_tokens(plan: Plan, request: RequestView) -> int:
     return plan.caps.get(request.request_id, request.work_left_tokens)
 
 
-@pytest.mark.parametrize("policy", ["bs+e", "bs+e+s", "echo"])
+@pytest.mark.parametrize("policy", PLANNED)
 def test_plans_keep_budget_and_slots_and_everybody_finishes(policy: str) -> None:
     job = draw_job(SMALL_JOB_SHAPE, 2, Order.SHUFFLED)
     sources: list[TrafficSource] = [online_source(25.0, 2), JobFeeder(job, window=None)]
@@ -157,7 +160,7 @@ def test_a_malformed_hint_makes_an_online_request(text: str, num_malformed: int)
     assert_all_served(engine)
 
 
-@pytest.mark.parametrize("policy", ["bs+e", "bs+e+s", "echo"])
+@pytest.mark.parametrize("policy", PLANNED)
 @pytest.mark.parametrize("shape", [{"num_blocks": 80}, {"num_blocks": 2_000, "max_num_seqs": 4}])
 def test_offline_work_gives_way_in_the_step_after_an_arrival(
     policy: str, shape: dict[str, Any]
@@ -178,7 +181,7 @@ def test_offline_work_gives_way_in_the_step_after_an_arrival(
     assert_all_served(engine)
 
 
-@pytest.mark.parametrize("policy", ["bs+e", "bs+e+s", "echo"])
+@pytest.mark.parametrize("policy", PLANNED)
 def test_rows_of_one_document_do_not_keep_a_call_out(policy: str) -> None:
     """No single row's preemption frees the document's blocks; all of them together do."""
     settings = {"reserve": 0.0}
@@ -225,7 +228,7 @@ def test_no_block_is_wanted_when_the_rows_that_share_it_have_ended() -> None:
     assert wanted == [10, 0]
 
 
-@pytest.mark.parametrize("policy", ["bs+e", "bs+e+s", "echo"])
+@pytest.mark.parametrize("policy", PLANNED)
 def test_a_candidate_larger_than_free_less_reserve_runs_alone(policy: str) -> None:
     engine = engine_of(ColocatedScheduler, policy=policy, settings={"reserve": 0.9}, num_blocks=100)
     engine.add(arrival("row", 600, 20, hint()))
