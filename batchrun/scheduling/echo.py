@@ -14,6 +14,7 @@ from batchrun.scheduling.draft import MIN_CHUNK_TOKENS, Draft
 from batchrun.scheduling.fill import (
     fits,
     go_on,
+    keep_alive,
     let_followers_in,
     let_in_order,
     need_blocks,
@@ -79,7 +80,7 @@ class Generator:
         go_on(draft, limits.offline_s)
         drafts = self._let_offline_in(draft, limits.offline_s) if has_room else [draft]
         if len(drafts) == 1 and drafts[0].tokens_left == view.token_budget:
-            _keep_alive(drafts[0])
+            keep_alive(drafts[0])
         return drafts
 
     def _let_offline_in(self, draft: Draft, limit_s: float) -> list[Draft]:
@@ -147,20 +148,3 @@ class Generator:
         led = draft.copy()
         led.lead(request, hit, chunk, need)
         return led
-
-
-def _keep_alive(draft: Draft) -> None:
-    """Something must move: a step without any work lets the first in line go, whatever else."""
-    view = draft.view
-    for request in view.offline_running:
-        if request.work_left_tokens and request not in draft.preempt:
-            draft.prefill(request, min(request.work_left_tokens, draft.tokens_left))
-            return
-    if view.online_running or view.online_waiting or view.offline_running:
-        return
-    for request in view.offline_waiting:
-        if view.is_ready(request):
-            hit = view.look_up(request)
-            left = request.num_tokens - hit.num_tokens
-            draft.let_in(request, hit, min(left, draft.tokens_left), 0)
-            return

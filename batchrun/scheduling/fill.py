@@ -154,3 +154,20 @@ def _admit(draft: Draft, request: RequestView, hit: PrefixHit, need: int, limit_
         return False
     draft.let_in(request, hit, chunk, need)
     return True
+
+
+def keep_alive(draft: Draft) -> None:
+    """Something must move: a step without any work lets the first in line go, whatever else."""
+    view = draft.view
+    for request in view.offline_running:
+        if request.work_left_tokens and request not in draft.preempt:
+            draft.prefill(request, min(request.work_left_tokens, draft.tokens_left))
+            return
+    if view.online_running or view.online_waiting or view.offline_running:
+        return
+    for request in view.offline_waiting:
+        if view.is_ready(request):
+            hit = view.look_up(request)
+            left = request.num_tokens - hit.num_tokens
+            draft.let_in(request, hit, min(left, draft.tokens_left), 0)
+            return

@@ -33,7 +33,7 @@ def written(folder: Path, text: str) -> Path:
         (HEAD + RATE + "engines:\n  cuont: 2\n", ":5: engines.cuont: unknown key (did you mean"),
         (
             HEAD + RATE + "engines: {policy: ecko}\n",
-            ":4: engines.policy: must be one of vllm, bs, bs+e, bs+e+s, echo, not 'ecko' (did you",
+            ":4: engines.policy: must be one of vllm, bs, ",
         ),
         (HEAD, ":1: nothing to simulate"),
         (HEAD + "online: {}\n", ":3: online: needs one of 'trace' and 'generator'"),

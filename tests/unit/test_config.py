@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from batchrun.cache.eviction import EVICTIONS
 from batchrun.cli.deployment import read_deployment
 from batchrun.config import Deployment, SloConfig, load_deployment, load_home
 from batchrun.errors import ConfigError
-from batchrun.scheduling.policies import POLICIES
+from batchrun.scheduling.policies import POLICIES, QUEUES
 
 
 @pytest.fixture(autouse=True)
@@ -140,12 +141,15 @@ def test_a_mistake_is_one_line_with_its_place(text: str, problem: str) -> None:
     [
         (
             "model: tiny\npolicy: ecko\n",
-            ":2: policy: must be one of bs, bs+e, bs+e+s, echo, vllm, not 'ecko' "
+            f":2: policy: must be one of {', '.join(POLICIES)}, vllm, not 'ecko' "
             "(did you mean 'echo'?)",
         ),
         ("policy: 5\n", ":1: policy: must be text (got 5)"),
-        ("eviction: mru\n", ":1: eviction: must be one of lru, echo-rc, next-use, not 'mru'"),
-        ("online_queue: lifo\n", ":1: online_queue: must be one of arrival, not 'lifo'"),
+        ("eviction: mru\n", f":1: eviction: must be one of {', '.join(EVICTIONS)}, not 'mru'"),
+        (
+            "online_queue: lifo\n",
+            f":1: online_queue: must be one of {', '.join(QUEUES)}, not 'lifo'",
+        ),
         ("forecast_rule: mean\n", ":1: forecast_rule: must be one of mean-sigma, quantile,"),
         ("reserve: 1\n", ":1: reserve: input should be less than 1 (got 1)"),
         ("reserve: most\n", ":1: reserve: input should be 'forecast' (got 'most')"),
