@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any, cast
 
 import pytest
 from engine_pairs import engine_of, online_source, ours, record, until_step
 
 from batchrun.hints import HINT_VERSION, RowHint, read_hint
-from batchrun.scheduling.policies import POLICIES, Policy
+from batchrun.scheduling.online_queue import ArrivalOrder
+from batchrun.scheduling.policies import POLICIES, QUEUES, Policy
 from batchrun.scheduling.view import EngineView, Plan, RequestView
 from batchrun.simulator.virtual.engine import Arrival, TrafficSource, VirtualEngine, begin
 from batchrun.simulator.virtual.feeder import JobFeeder
@@ -238,3 +241,26 @@ def test_a_candidate_larger_than_free_less_reserve_runs_alone(policy: str) -> No
     assert dict(steps[0][0]) == {"row": 600}
     engine.run_until(math.inf)
     assert_all_served(engine)
+
+
+class LongestFirst(ArrivalOrder):
+    """The longest call first."""
+
+    def order(self, view: EngineView) -> Sequence[RequestView]:
+        """By falling length."""
+        return sorted(view.online_waiting, key=attrgetter("num_tokens"), reverse=True)
+
+
+@pytest.mark.parametrize("order", ["arrival", "longest-first"])
+def test_an_order_of_calls_rules_without_offline_work_too(
+    order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(cast(dict[str, object], QUEUES), "longest-first", LongestFirst)
+    engine = engine_of(ColocatedScheduler, settings={"online_queue": order}, max_num_seqs=1)
+    for name, num_tokens in (("a", 20), ("b", 10), ("c", 30)):
+        engine.add(Arrival(name, True, 0.0, [7] * num_tokens, 3))
+    engine.run_until(math.inf)
+
+    served = sorted(engine.records, key=lambda name: engine.records[name].finished_at_s or 0.0)
+    assert served == (["a", "b", "c"] if order == "arrival" else ["c", "a", "b"])
+    assert ours(engine).planner.num_errors == 0
