@@ -335,7 +335,7 @@ def load_home(flag: Path | None) -> Home:
 
 
 def load_deployment(
-    config: Path | None, names: Names | None = None, **flags: str | None
+    config: Path | None, names: Names | None = None, /, **flags: str | None
 ) -> Deployment:
     """Flags over BATCHRUN_* over the file (`config`, or ./batchrun.yaml when it exists).
 
