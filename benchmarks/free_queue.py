@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from batchrun.cache.eviction import EVICTION_ORDERS, EvictionOrder
+from batchrun.cache.eviction import EVICTIONS, EvictionOrder
 from batchrun.cache.free_queue import TieredFreeQueue
 from batchrun.cache.reuse import ReuseIndex
 from batchrun.cache.tiers import BlockTiers, OnlinePrefixes
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=500)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    orders = list(EVICTION_ORDERS.values())
+    orders = list(EVICTIONS.values())
     records = [measure_queue(order, arguments.rounds) for order in orders]
     records += [measure_reuse(order, max(1, arguments.rounds // 100)) for order in orders]
     for record in records:

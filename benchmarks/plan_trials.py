@@ -29,7 +29,8 @@ from pathlib import Path
 
 import numpy as np
 
-from batchrun.simulator.cluster import STOCK_POLICY, EnginePlan
+from batchrun.config import STOCK_POLICY
+from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.planner.fleet import Fleet, size_fleet
 from batchrun.simulator.planner.kinds import EngineKind
 from batchrun.simulator.planner.peak import SloTarget, peak_load

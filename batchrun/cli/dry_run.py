@@ -16,8 +16,9 @@ from rich.text import Text
 
 from batchrun.cli.client import DaemonClient
 from batchrun.cli.console import LateProgress, vllm_needed
+from batchrun.cli.deployment import read_deployment
 from batchrun.cli.inspect import find_kv_size
-from batchrun.config import Deployment, load_deployment
+from batchrun.config import Deployment
 from batchrun.daemon.plugin import existing_profile
 from batchrun.errors import DaemonUnavailableError, EngineError, InputError
 from batchrun.home import Home
@@ -105,7 +106,7 @@ def predict(file: Path, home: Home, assumed: Assumed) -> Prediction:
     with LateProgress() as progress:
         spec = load_job_file(file, cwd=Path.cwd())
         home.check()
-        deployment = load_deployment(None)
+        deployment = read_deployment(None)
         asked = _asked_simulation(assumed, deployment, home)
         price = _price(assumed, asked)
         if asked is None or assumed.profile is None:

@@ -26,8 +26,9 @@ from rich.text import Text
 
 from batchrun.cli.client import DaemonClient
 from batchrun.cli.console import HomeOption, JsonOption, LateProgress, note, out, print_json
+from batchrun.cli.deployment import read_deployment
 from batchrun.cli.results import stored_job
-from batchrun.config import Deployment, EngineConfig, load_deployment, load_home
+from batchrun.config import Deployment, EngineConfig, load_home
 from batchrun.daemon.plugin import existing_profile
 from batchrun.errors import ConfigError, DaemonUnavailableError, InputError
 from batchrun.estimator.profile import CalibrationProfile, profile_from_json
@@ -402,7 +403,7 @@ def _inspected(
     template = RequestTemplate(spec, data.columns, model=spec.model)
     check_columns(spec, data)
     check_ids(data, progress=progress)
-    deployment = load_deployment(None)
+    deployment = read_deployment(None)
     kv = find_kv_size(kv_tokens, deployment, home)
     prompts = read_prompts(deployment.model_folder(home), now=datetime.now().astimezone())
     job = study_job(spec, data, template, prompts, progress)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
+from batchrun.config import STOCK_POLICY
 from batchrun.daemon.engine_link import RENEW_S
 from batchrun.estimator.step_time import AnyModel
 from batchrun.hints import HINT_KEY
@@ -75,10 +76,6 @@ class FrontEnd:
         """The sources want to know."""
         for source in self._sources:
             source.on_finished(request_id)
-
-
-STOCK_POLICY = "vllm"
-"""vLLM's own scheduler, as in batchrun.yaml."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,18 +8,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+)
 
-from batchrun.errors import ConfigError, DataError
+from batchrun.config import STOCK_POLICY
+from batchrun.errors import ConfigError, DataError, known_name
 from batchrun.estimator.profile import CalibrationProfile, profile_from_json
 from batchrun.jobs.spec import Weight
 from batchrun.pool.prefix_keys import IntArray
 from batchrun.quantities import parse_duration_s
-from batchrun.simulator.cluster import EnginePlan
+from batchrun.scheduling.policies import POLICIES
+from batchrun.simulator.cluster import EnginePlan, ModelLaw
 from batchrun.simulator.offline_jobs import (
     JobShape,
     JobTerms,
@@ -40,6 +50,7 @@ from batchrun.strict_yaml import read_document, validate_document
 REFERENCE = "a100-8b"
 """Llama-3.1-8B in bf16 on an A100-40GB, by its data sheet: steps without a profile."""
 
+PolicyName = Annotated[str, AfterValidator(partial(known_name, known=(STOCK_POLICY, *POLICIES)))]
 Text = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 Seconds = Annotated[float, BeforeValidator(parse_duration_s)]
 Count = Annotated[int, Field(ge=1, strict=True)]
@@ -60,7 +71,7 @@ class EnginesSpec(_Strict):
 
     count: Annotated[Count, Field(le=1024)] = 1
     steps: Text = REFERENCE
-    policy: Literal["vllm", "bs", "bs+e", "bs+e+s", "echo"] = "echo"
+    policy: PolicyName = "echo"
     kv_blocks: Annotated[int, Field(ge=2, le=100_000_000, strict=True)] | None = None
     block_tokens: Annotated[Count, Field(le=4096)] | None = None
     token_budget: Annotated[Count, Field(le=1_000_000)] = 2048

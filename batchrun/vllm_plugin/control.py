@@ -23,7 +23,9 @@ import zmq
 from msgspec import UNSET, UnsetType
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from batchrun.errors import known_name
 from batchrun.hints import Hint, RowHint
+from batchrun.scheduling.policies import POLICIES
 from batchrun.scheduling.view import RequestView
 from batchrun.types import RequestClass
 from batchrun.vllm_plugin.state import EngineState
@@ -118,6 +120,10 @@ class Control:
             orders.token_budget or self._started.token_budget,
             orders.is_offline_on,
         )
+        try:
+            known_name(wanted.policy, POLICIES)
+        except ValueError as error:
+            return f"policy {error}"
         if not self._least_tokens <= wanted.token_budget <= self._started.token_budget:
             return (
                 f"the token budget can be {self._least_tokens} to {self._started.token_budget} "

@@ -13,7 +13,7 @@ from typing import Any
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.request import Request
 
-from batchrun.cache.eviction import EVICTION_ORDERS
+from batchrun.cache.eviction import EVICTIONS
 from batchrun.cache.free_queue import TieredFreeQueue
 from batchrun.cache.reuse import ReuseIndex
 from batchrun.cache.segments import Segment
@@ -34,7 +34,7 @@ class KvTiers:
     """
 
     def __init__(self, manager: KVCacheManager, eviction: str) -> None:
-        order = EVICTION_ORDERS[eviction]
+        order = EVICTIONS[eviction]
         self._pool = manager.block_pool
         self._num_tiers = order.num_tiers
         self._reuse = ReuseIndex(order, KEY_SUFFIX)

@@ -45,7 +45,7 @@ class ColocatedScheduler(AsyncScheduler):
         self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, **kwargs: Any
     ) -> None:
         settings = read_settings(vllm_config.additional_config)
-        policy = make_policy(settings.policy)
+        policy = make_policy(settings.policy, settings.online_queue)
         has_channel = settings.channel and names_channel()
         refusal: str | None = None
         if policy is not None or has_channel:
@@ -214,7 +214,7 @@ class ColocatedScheduler(AsyncScheduler):
             self.state.is_offline_on = now.is_offline_on
             if now.planned_as != self._planned_as:
                 self._planned_as = now.planned_as
-                policy = make_policy(now.planned_as)
+                policy = make_policy(now.planned_as, self.state.settings.online_queue)
                 if policy is None:
                     self.hand_back()
                 else:
@@ -222,16 +222,17 @@ class ColocatedScheduler(AsyncScheduler):
             self.state.count_jobs(orders)
 
     def _begin_step(self) -> None:
-        """Plan the step that vLLM schedules next. Without offline work there is nothing to plan:
-        vLLM does what it always does."""
+        """Plan the step that vLLM schedules next. Where there is nothing to plan, as without
+        offline work, vLLM does what it always does."""
         state, policy = self.state, self.planner.policy
         self.plan = NO_PLAN
         if policy is None:
             state.expire(state.clock())
             return
         if self.pause_state == PauseState.UNPAUSED:
-            self._set_order(is_planned=state.num_offline > 0)
-            if state.num_offline:
+            is_planned = state.num_offline > 0 or state.settings.orders_calls
+            self._set_order(is_planned=is_planned)
+            if is_planned:
                 seen = self.view_builder.view(self.running, self._limits())
                 self._apply(self.planner.plan(policy, seen), seen)
             else:

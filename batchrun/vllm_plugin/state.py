@@ -147,6 +147,7 @@ def make_view(
         arrival_at_s=arrival_at_s,
         num_prompt_tokens=request.num_prompt_tokens,
         max_output_tokens=request.max_tokens,
+        priority=request.priority,
         lora_id=0 if lora is None else lora.lora_int_id,
         num_tokens=request.num_tokens,
         handle=request,

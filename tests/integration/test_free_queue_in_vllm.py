@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from batchrun.cache.eviction import ECHO_RC, EVICTION_ORDERS, NEXT_USE, EvictionOrder
+from batchrun.cache.eviction import ECHO_RC, EVICTIONS, NEXT_USE, EvictionOrder
 from batchrun.cache.free_queue import TieredFreeQueue
 from batchrun.cache.reuse import ReuseIndex
 from batchrun.cache.tiers import BlockTiers, OnlinePrefixes
@@ -191,7 +191,7 @@ class Load:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_lru_in_a_block_pool_gives_the_blocks_that_vllm_gives(seed: int) -> None:
-    stock, ours, load = make_manager(), Cache(EVICTION_ORDERS["lru"]), Load(seed)
+    stock, ours, load = make_manager(), Cache(EVICTIONS["lru"]), Load(seed)
     for _ in range(5):
         for _ in range(120):
             load.step([stock, ours.manager], [stock.free, ours.finish])
@@ -259,7 +259,7 @@ def hits_after_pressure(order: EvictionOrder) -> tuple[int, int]:
 def test_the_document_that_is_read_soon_survives_only_under_next_use() -> None:
     soon, late = hits_after_pressure(NEXT_USE)
     assert soon == 320 > late
-    soon, late = hits_after_pressure(EVICTION_ORDERS["lru"])
+    soon, late = hits_after_pressure(EVICTIONS["lru"])
     assert soon < 320 == late
 
 

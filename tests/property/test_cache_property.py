@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from batchrun.cache.eviction import EVICTION_ORDERS
+from batchrun.cache.eviction import EVICTIONS
 from batchrun.cache.free_queue import TieredFreeQueue
 from batchrun.cache.reuse import LEASE_S
 from batchrun.hints import NodeHint, RowHint
@@ -120,9 +120,9 @@ OFFLINE_ROWS = [
 class CacheMachine(RuleBasedStateMachine):
     """One engine's cache, driven as the plug-in drives it."""
 
-    @initialize(name=st.sampled_from(sorted(EVICTION_ORDERS)), num_blocks=st.integers(6, 16))
+    @initialize(name=st.sampled_from(sorted(EVICTIONS)), num_blocks=st.integers(6, 16))
     def start(self, name: str, num_blocks: int) -> None:
-        self.cache = SmallCache(EVICTION_ORDERS[name], num_blocks)
+        self.cache = SmallCache(EVICTIONS[name], num_blocks)
         self.now_s = 0.0
         self.epoch = 1
         self.unsent = list(range(len(OFFLINE_ROWS)))
@@ -229,7 +229,7 @@ def test_counts_and_ranks_are_those_of_the_rows_without_a_result(
     sent: list[str], num_sent: int, data: st.DataObject
 ) -> None:
     """Exact wherever two rows in the engine, or all that are left, tell how far a node reaches."""
-    cache = SmallCache(EVICTION_ORDERS["next-use"], 4)
+    cache = SmallCache(EVICTIONS["next-use"], 4)
     for i in range(num_sent):
         hint = row_hint(i, i, tuple(_nodes_of(sent, i)))
         cache.reuse.announce(f"{i}", hint, chain_of(sent[i]), 0.0)

@@ -9,7 +9,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchrun.cache.eviction import EVICTIONS
 from batchrun.hints import HINT_VERSION
+from batchrun.scheduling.policies import POLICIES
 from batchrun.simulator.virtual.engine import Arrival, VirtualEngine
 from batchrun.simulator.virtual.laws import A100Law
 from batchrun.simulator.virtual.setup import NONCE, EngineShape
@@ -42,8 +44,8 @@ drawn = st.builds(
     output_tokens=st.integers(1, 60),
 )
 plug_in = st.fixed_dictionaries({
-    "policy": st.sampled_from(["bs", "bs+e", "bs+e+s", "echo"]),
-    "eviction": st.sampled_from(["lru", "echo-rc", "next-use"]),
+    "policy": st.sampled_from(list(POLICIES)),
+    "eviction": st.sampled_from(list(EVICTIONS)),
     "reserve": st.sampled_from([0.0, 0.3, 0.9]),
     "slo": st.sampled_from([{"ttft_s": 1.0, "tpot_s": 0.05}, {"ttft_s": 0.05, "tpot_s": 0.005}]),
 })

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any, cast
 
 import pytest
 from engine_pairs import engine_of, online_source, ours, record, until_step
 
 from batchrun.hints import HINT_VERSION, RowHint, read_hint
-from batchrun.scheduling.policies import Policy
+from batchrun.scheduling.online_queue import ArrivalOrder
+from batchrun.scheduling.policies import POLICIES, QUEUES, Policy
 from batchrun.scheduling.view import EngineView, Plan, RequestView
 from batchrun.simulator.offline_jobs import JobShape
 from batchrun.simulator.virtual.engine import Arrival, TrafficSource, VirtualEngine, begin
@@ -20,6 +23,9 @@ from benchmarks.row_feeds import RowSource
 from benchmarks.scenarios import Order, draw_job
 
 SMALL_JOB_SHAPE = JobShape(8, (300, 1_500), (3, 6), (15, 60), (4, 32))
+
+
+PLANNED = [name for name in POLICIES if name != "bs"]
 
 
 class Auditor:
@@ -58,7 +64,7 @@ def planned_tokens(plan: Plan, request: RequestView) -> int:
     return plan.caps.get(request.request_id, request.work_left_tokens)
 
 
-@pytest.mark.parametrize("policy", ["bs+e", "bs+e+s", "echo"])
+@pytest.mark.parametrize("policy", PLANNED)
 def test_plans_keep_budget_and_slots_and_everybody_finishes(policy: str) -> None:
     job = draw_job(SMALL_JOB_SHAPE, 2, Order.SHUFFLED)
     sources: list[TrafficSource] = [online_source(25.0, 2), RowSource(job)]
@@ -158,7 +164,7 @@ def test_a_malformed_hint_makes_an_online_request(text: str, num_malformed: int)
     assert_all_served(engine)
 
 
-@pytest.mark.parametrize("policy", ["bs+e", "bs+e+s", "echo"])
+@pytest.mark.parametrize("policy", PLANNED)
 @pytest.mark.parametrize("shape", [{"num_blocks": 80}, {"num_blocks": 2_000, "max_num_seqs": 4}])
 def test_offline_work_gives_way_in_the_step_after_an_arrival(
     policy: str, shape: dict[str, Any]
@@ -179,7 +185,7 @@ def test_offline_work_gives_way_in_the_step_after_an_arrival(
     assert_all_served(engine)
 
 
-@pytest.mark.parametrize("policy", ["bs+e", "bs+e+s", "echo"])
+@pytest.mark.parametrize("policy", PLANNED)
 def test_rows_of_one_document_do_not_keep_a_call_out(policy: str) -> None:
     """No single row's preemption frees the document's blocks; all of them together do."""
     settings = {"reserve": 0.0}
@@ -226,7 +232,7 @@ def test_no_block_is_wanted_when_the_rows_that_share_it_have_ended() -> None:
     assert wanted == [10, 0]
 
 
-@pytest.mark.parametrize("policy", ["bs+e", "bs+e+s", "echo"])
+@pytest.mark.parametrize("policy", PLANNED)
 def test_a_candidate_larger_than_free_less_reserve_runs_alone(policy: str) -> None:
     engine = engine_of(ColocatedScheduler, policy=policy, settings={"reserve": 0.9}, num_blocks=100)
     engine.add(arrival("row", 600, 20, hint()))
@@ -236,3 +242,26 @@ def test_a_candidate_larger_than_free_less_reserve_runs_alone(policy: str) -> No
     assert dict(steps[0][0]) == {"row": 600}
     engine.run_until(math.inf)
     assert_all_served(engine)
+
+
+class LongestFirst(ArrivalOrder):
+    """The longest call first."""
+
+    def order(self, view: EngineView) -> Sequence[RequestView]:
+        """By falling length."""
+        return sorted(view.online_waiting, key=attrgetter("num_tokens"), reverse=True)
+
+
+@pytest.mark.parametrize("order", ["arrival", "longest-first"])
+def test_an_order_of_calls_rules_without_offline_work_too(
+    order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(cast(dict[str, object], QUEUES), "longest-first", LongestFirst)
+    engine = engine_of(ColocatedScheduler, settings={"online_queue": order}, max_num_seqs=1)
+    for name, num_tokens in (("a", 20), ("b", 10), ("c", 30)):
+        engine.add(Arrival(name, True, 0.0, [7] * num_tokens, 3))
+    engine.run_until(math.inf)
+
+    served = sorted(engine.records, key=lambda name: engine.records[name].finished_at_s or 0.0)
+    assert served == (["a", "b", "c"] if order == "arrival" else ["c", "a", "b"])
+    assert ours(engine).planner.num_errors == 0

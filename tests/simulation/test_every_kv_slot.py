@@ -18,8 +18,9 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
+from batchrun.cache.eviction import EVICTIONS
 from batchrun.hints import HINT_KEY, HINT_VERSION
-from batchrun.scheduling.policies import Policy
+from batchrun.scheduling.policies import POLICIES, Policy
 from batchrun.scheduling.view import EngineView, Plan
 from batchrun.simulator.virtual.engine import OFFLINE_PRIORITY, ONLINE_PRIORITY, BlockHasher
 from batchrun.simulator.virtual.setup import NONCE, EngineShape, build_scheduler
@@ -30,8 +31,8 @@ MAX_TURNS = 5_000
 MAX_DRAIN_TURNS = 400
 """16 requests of at most 560 prompt and 90 output tokens, 64 tokens a step: 230 steps."""
 MAX_IDLE_STEPS = 3
-POLICIES = ("echo", "bs+e+s", "bs+e", "bs")
-EVICTIONS = ("next-use", "echo-rc", "lru")
+POLICY_NAMES = tuple(POLICIES)[::-1]
+EVICTION_NAMES = tuple(EVICTIONS)[::-1]
 
 # vLLM gives runner V1 at most two steps in flight.
 RUNNERS = [(1, "V1"), (1, "V2"), (2, "V1"), (2, "V2"), (3, "V2")]
@@ -146,7 +147,7 @@ class Trial:
 
     def __init__(self, seed: int, depth: int, runner: str) -> None:
         self.rng = random.Random(seed)
-        self.policy = POLICIES[seed % len(POLICIES)]
+        self.policy = POLICY_NAMES[seed % len(POLICY_NAMES)]
         self.shape = self._draw_shape()
         self.scheduler = build_scheduler(ColocatedScheduler, self.shape, is_async=depth > 1)
         assert isinstance(self.scheduler, ColocatedScheduler)
@@ -156,7 +157,7 @@ class Trial:
         self.engine.before_update = self._maybe_abort
         self.scheduler.use_clock(lambda: self.engine.now_s)
         self.is_erratic = (
-            seed // len(POLICIES) % 2 == 1 and self.scheduler.planner.policy is not None
+            seed // len(POLICY_NAMES) % 2 == 1 and self.scheduler.planner.policy is not None
         )
         if self.scheduler.planner.policy is not None and self.is_erratic:
             self.scheduler.planner.policy = ErraticPolicy(self.scheduler.planner.policy, self.rng)
@@ -167,7 +168,7 @@ class Trial:
         rng = self.rng
         settings: dict[str, Any] = {
             "policy": self.policy,
-            "eviction": rng.choice(EVICTIONS),
+            "eviction": rng.choice(EVICTION_NAMES),
             "reserve": rng.choice(["forecast", 0.0, 0.3, 0.8]),
             "slo": {"ttft_s": rng.choice([0.05, 1.0]), "tpot_s": rng.choice([0.005, 0.05])},
         }

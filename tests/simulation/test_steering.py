@@ -10,6 +10,7 @@ import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from batchrun.cache.free_queue import TieredFreeQueue
+from batchrun.scheduling.policies import POLICIES
 from batchrun.simulator.offline_jobs import JobShape
 from batchrun.simulator.virtual.engine import (
     Arrival,
@@ -89,9 +90,6 @@ class Rig:
         assert self.scheduler.state.num_policy_errors == 0
 
 
-POLICIES = ["bs", "bs+e", "bs+e+s", "echo"]
-
-
 @pytest.mark.parametrize("started_as", ["bs", "echo"])
 def test_a_policy_changes_under_way_and_everybody_finishes(started_as: str) -> None:
     rig = Rig(started_as)
@@ -132,6 +130,16 @@ def test_a_lower_budget_holds_from_the_next_step_on(policy: str) -> None:
 
     assert 60 < lowered <= 80 < 100 < max(sizes) <= 512
     rig.assert_all_served_with_their_own_tokens()
+
+
+def test_a_policy_that_this_engine_lacks_is_refused_and_changes_nothing() -> None:
+    rig = Rig("echo")
+    answer = rig.order(policy="ecko", token_budget=80)
+
+    names = ", ".join(POLICIES)
+    assert answer.error == f"policy must be one of {names}, not 'ecko' (did you mean 'echo'?)"
+    assert (answer.policy, answer.token_budget) == ("echo", 512)
+    assert rig.scheduler.daemon_link.take() is None
 
 
 @pytest.mark.parametrize("budget", [-1, 63, 513])

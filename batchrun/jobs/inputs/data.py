@@ -18,14 +18,13 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from batchrun.errors import DataError, JobSpecError
+from batchrun.errors import DataError, JobSpecError, suggestion
 from batchrun.jobs.inputs.parquet import ParquetInput
 from batchrun.jobs.inputs.rows import BATCH_BYTES, InputFile, Row, Undecodable
 from batchrun.jobs.inputs.text_files import CsvInput, JsonlInput
 from batchrun.jobs.job_file import input_files
 from batchrun.jobs.pin import InputPin, PinnedFile, hash_blocks, pinned_path
 from batchrun.jobs.spec import InputSpec, JobSpec
-from batchrun.strict_yaml import suggestion
 from batchrun.types import ProgressSink
 
 

@@ -38,7 +38,6 @@ from batchrun.server.api.metrics import MetricsPage
 from batchrun.server.api.status import Status
 from batchrun.store.api_keys import MAX_COUNT, MAX_TOKENS, KeyLimits, NewApiKey, Role
 from batchrun.store.jobs import JobRecord, NewJob
-from batchrun.wire import PolicyName
 
 
 class _Limits(BaseModel):
@@ -147,7 +146,7 @@ class EngineChange(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    policy: PolicyName | None = None
+    policy: Annotated[str | None, Field(max_length=64)] = None
     token_budget: Annotated[int | None, Field(gt=0)] = None
 
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from batchrun.simulator.cluster import STOCK_POLICY, EnginePlan
+from batchrun.config import STOCK_POLICY
+from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.online import Calls
 from batchrun.simulator.planner.kinds import EngineKind
 from batchrun.simulator.planner.peak import Attainment, PeakLoad, SloTarget, attainment

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from batchrun.simulator.cluster import STOCK_POLICY, EnginePlan
+from batchrun.config import STOCK_POLICY
+from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.records import Slo
 from batchrun.simulator.simulation import SimulationPlan, simulate
 from batchrun.simulator.traces.trace import Trace, Window, find_peak
