@@ -13,12 +13,7 @@ from numpy.typing import NDArray
 from batchrun.hints import RowHint, nodes_to_tell, read_hint, write_hint
 from batchrun.pool.fair_share import JobTurns
 from batchrun.pool.prefix_keys import ChainBuilder, IntArray
-from batchrun.pool.radix_tree import (
-    PrefixOrder,
-    bucket_of_groups,
-    find_prefix_nodes,
-    order_by_prefix,
-)
+from batchrun.pool.radix_tree import PrefixOrder, find_prefix_nodes, order_by_prefix
 from batchrun.pool.row_queue import RowQueue
 from batchrun.simulator.virtual.engine import Arrival
 from batchrun.simulator.virtual.feeder import DAEMON_WINDOW, JobFeeder
@@ -43,6 +38,7 @@ def planned(jobs: Sequence[Job], num_buckets: int = 1) -> PlannedJobs:
     """batchrun's order: each job's pool walks its prefix tree, and the jobs, of equal weight, take
     turns as in the daemon.
 
+    With several buckets, which the product does not have, groups of like lengths run together.
     Rows are charged what they compute where the walk wastes nothing, so that no later settlement
     changes a turn.
     """
@@ -112,8 +108,10 @@ class PoolFeeder(JobFeeder):
 
 
 def row_bucketed(job: Job, num_buckets: int) -> Job:
-    """What the pool's buckets are not: every row in the bucket of its own length, so that bounds
-    split prefix groups. In a bucket the rows keep the order of the pool."""
+    """Every row in the bucket of its own length, so that bounds split prefix groups.
+
+    In a bucket the rows keep the order of the pool.
+    """
     order = _prefix_order(job).rows
     buckets = row_buckets(job, num_buckets)
     return picked(job, order[np.argsort(buckets[order], kind="stable")])
@@ -129,7 +127,7 @@ def num_split_groups(job: Job, num_buckets: int) -> int:
 def row_buckets(job: Job, num_buckets: int) -> IntArray:
     """The bucket of each row, were every row a prefix group of its own."""
     lengths = np.array([job.num_prompt_tokens(row) for row in job.rows], dtype=np.int64)
-    return bucket_of_groups(np.arange(len(lengths)), lengths, num_buckets)
+    return _bucket_of_groups(np.arange(len(lengths)), lengths, num_buckets)
 
 
 def _charges(job: Job, order: PrefixOrder) -> IntArray:
@@ -143,7 +141,25 @@ def _prefix_order(job: Job, num_buckets: int = 1) -> PrefixOrder:
     """What the pool makes of the job: a token id of four bytes stands for a token's text."""
     chains = ChainBuilder(0)
     chains.add(prompt.astype("<u4").tobytes() for prompt in prompts_of(job))
-    return order_by_prefix(chains.build(), num_buckets=num_buckets)
+    table = chains.build()
+    order = order_by_prefix(table)
+    buckets = _bucket_of_groups(order.groups, table.lengths[order.rows], num_buckets)
+    places = np.argsort(buckets[order.groups], kind="stable")
+    return PrefixOrder(order.rows[places], order.shared_chunks[places], order.by_chain)
+
+
+def _bucket_of_groups(groups: IntArray, lengths: IntArray, num_buckets: int) -> IntArray:
+    """For each group, numbered from 0 without gaps, its bucket by the median of its rows' lengths:
+    geometric between the smallest and the largest median."""
+    sizes = np.bincount(groups)
+    ordered = lengths[np.lexsort((lengths, groups))]
+    medians = ordered[np.cumsum(sizes) - sizes + sizes // 2] + 1.0
+    span = np.log(medians.max() / medians.min())
+    if span == 0:
+        return np.zeros(len(sizes), dtype=np.int64)
+    place = np.log(medians / medians.min()) / span
+    buckets: IntArray = np.minimum((place * num_buckets).astype(np.int64), num_buckets - 1)
+    return buckets
 
 
 def _uncached_tokens(job: Job, order: PrefixOrder) -> IntArray:

@@ -3,9 +3,9 @@
     python -m benchmarks.length_buckets [--documents N] [--seed N] [--json FILE]
 
 Echo divides the offline pool into buckets of similar length, so that batches are regular (sections
-4.1 and 6). The pool's buckets hold whole prefix groups, by their median length. Here the questions
-about one document are so unlike in length that buckets of single rows would split most groups:
-`rows` measures that, `groups` is the pool. What regular batches are worth depends on the law of the
+4.1 and 6). batchrun has one bucket. `groups` has buckets of whole prefix groups, by their median
+length. Here the questions about one document are so unlike in length that buckets of single rows
+split most groups: `rows` measures that. What regular batches are worth depends on the law of the
 step time: the roofline law adds contexts up, Eq. 7 charges a batch for its longest context and for
 the mean.
 """

@@ -30,6 +30,7 @@ from batchrun.simulator.virtual.run import observe
 from batchrun.simulator.virtual.scenarios import Scenario, a100_8b, kv_pressure
 from batchrun.simulator.virtual.setup import EngineShape
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
+from benchmarks.forecast import judge
 from benchmarks.ports import free_port
 from benchmarks.records import write_records
 
@@ -135,9 +136,7 @@ def measure_forecast(scenario: Scenario, num_blocks: int, minutes: int) -> Itera
     _say(f"{scenario.name}, {num_blocks:,} blocks: online KV peaks at {max(blocks):,}")
     for rule, sigmas, quantile in _rules():
         forecast = KvForecast(rule=rule, sigmas=sigmas, quantile=quantile)
-        for at_s, use in watched.kv_samples:
-            forecast.sample(at_s, use)
-        coverage = forecast.coverage
+        coverage = judge(forecast, watched.kv_samples)
         yield {
             "part": "forecast",
             "scenario": scenario.name,

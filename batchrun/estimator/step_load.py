@@ -66,26 +66,6 @@ class StepLoad:
             return 0
         return 1 if self.num_decodes == self.num_requests else 2
 
-    @property
-    def num_prefills(self) -> int:
-        """Requests that are not decodes."""
-        return self.num_requests - self.num_decodes
-
-    @property
-    def prefill_tokens(self) -> int:
-        """New tokens of the requests that are not decodes."""
-        return self.num_tokens - self.num_decodes
-
-    @property
-    def prefill_pairs(self) -> float:
-        """`attention_pairs` without the decodes' share."""
-        return self.attention_pairs - self.decode_context_tokens + 0.5 * self.num_decodes
-
-    @property
-    def mean_decode_context_tokens(self) -> float:
-        """0 when the step has no decode."""
-        return self.decode_context_tokens / self.num_decodes if self.num_decodes else 0.0
-
     def add(self, new_tokens: int, context_tokens: int, *, is_decode: bool = False) -> None:
         """Add a request that computes `new_tokens` and then holds `context_tokens` in all.
 

@@ -1,6 +1,4 @@
-"""The chunk chains of many rows, end to end in one array.
-
-Prefix keys without tokenising.
+"""Prefix keys without tokenising: the chunk chains of many rows, end to end in one array.
 
 Equal leading text gives equal leading tokens up to the last few, so a chain of hashes over chunks
 of the text stands in for the engine's chain of hashes over blocks of tokens.
@@ -25,30 +23,15 @@ def salt_of(*parts: str) -> int:
     return xxhash.xxh3_64_intdigest("\x00".join(parts).encode())
 
 
-def chunk_chain(text: bytes, salt: int) -> npt.NDArray[np.uint64]:
-    """Hashes of the full chunks of `text`, each chained to the one before.
-
-    Two texts with equal element i share at least their first (i + 1) * CHUNK_BYTES bytes. A last
-    chunk shorter than CHUNK_BYTES has no element, as a partly filled KV block has no hash.
-    """
-    num_chunks = len(text) // CHUNK_BYTES
-    chain = np.empty(num_chunks, dtype=np.uint64)
-    view = memoryview(text)
-    key = salt
-    for i in range(num_chunks):
-        key = xxhash.xxh3_64_intdigest(view[i * CHUNK_BYTES : (i + 1) * CHUNK_BYTES], key)
-        chain[i] = key
-    return chain
-
-
 IntArray = npt.NDArray[np.int64]
 KeyArray = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
 class ChainTable:
-    """Row r's chain is `keys[starts[r] : starts[r + 1]]` (`prefix_key.chunk_chain`).
+    """Row r's chain, a key for each full chunk of its text, is `keys[starts[r] : starts[r + 1]]`.
 
+    A last chunk shorter than `CHUNK_BYTES` has no key, as a partly filled KV block has no hash.
     Chained hashes make shared prefixes cheap to find: two rows share their first n chunks if and
     only if their n-th keys are equal.
     """
@@ -103,11 +86,6 @@ class ChainTable:
         shared = np.zeros(len(rows), dtype=np.int64)
         shared[1:] = self.shared(rows[1:], rows[:-1])
         return shared
-
-    def joined(self, more: ChainTable) -> ChainTable:
-        """These rows, then those of `more`."""
-        starts = np.concatenate((self.starts, self.starts[-1] + more.starts[1:]))
-        return ChainTable(np.concatenate((self.keys, more.keys)), starts)
 
     def _length(self, rows: IntArray) -> IntArray:
         lengths: IntArray = self.starts[rows + 1] - self.starts[rows]

@@ -138,22 +138,6 @@ FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class PromptStatistics:
-    """Means over the rows, in the terms of the Preble paper's table 1; shares are 0-1.
-
-    `shared_share` is the part of a prompt that an earlier row had already (what an unbounded
-    prefix cache would hit); `key_share` is the part that only the row's group shares.
-    """
-
-    num_rows: int
-    prompt_tokens: float
-    prompt_tokens_deviation: float
-    shared_share: float
-    key_share: float
-    rows_per_group: float
-
-
-@dataclass(frozen=True, slots=True)
 class PlannedRow:
     """One row to write: the `index`-th of its group."""
 
@@ -188,23 +172,6 @@ class SamplePlan:
             for (group, index), tail_tokens in zip(window, tails, strict=True):
                 yield PlannedRow(group, index, tail_tokens)
             first_row += len(window)
-
-    def statistics(self) -> PromptStatistics:
-        """What the sample's prompts look like on average."""
-        shared = np.repeat(self.shared_tokens, self.group_rows)
-        prompt = self.system_tokens + shared + self.tail_tokens
-        is_first = np.zeros(len(prompt), bool)
-        is_first[np.cumsum(self.group_rows) - self.group_rows] = True
-        has_peers = np.repeat(self.group_rows > 1, self.group_rows)
-        hit = np.where(is_first, self.system_tokens, self.system_tokens + shared)
-        return PromptStatistics(
-            num_rows=len(prompt),
-            prompt_tokens=float(prompt.mean()),
-            prompt_tokens_deviation=float(prompt.std()),
-            shared_share=float((hit / prompt).mean()),
-            key_share=float((shared * has_peers / prompt).mean()),
-            rows_per_group=float(self.group_rows.mean()),
-        )
 
 
 def plan_sample(shape: Shape, *, num_rows: int, seed: int) -> SamplePlan:

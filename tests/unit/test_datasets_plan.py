@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from batchrun.samples.dataset import SamplePlan, Shape, Spread, plan_sample
@@ -27,20 +28,28 @@ def small_plan(num_rows: int, *, seed: int = 1) -> SamplePlan:
 def test_full_scale_is_within_five_percent_of_the_table(
     name: str, rows: int, tokens: int, shared: float, key: float, peers: float, seed: int
 ) -> None:
-    statistics = sample_plan(name, scale="full", rows=None, seed=seed).statistics()
-    assert statistics.num_rows == rows
-    assert statistics.prompt_tokens == pytest.approx(tokens, rel=0.05)
-    assert statistics.shared_share == pytest.approx(shared, rel=0.05)
-    assert statistics.key_share == pytest.approx(key, rel=0.05)
-    assert statistics.rows_per_group == pytest.approx(peers, rel=0.05)
+    plan = sample_plan(name, scale="full", rows=None, seed=seed)
+    by_row = np.repeat(plan.shared_tokens, plan.group_rows)
+    prompts = plan.system_tokens + by_row + plan.tail_tokens
+    is_first = np.zeros(len(prompts), bool)
+    is_first[np.cumsum(plan.group_rows) - plan.group_rows] = True
+    has_peers = np.repeat(plan.group_rows > 1, plan.group_rows)
+
+    assert len(prompts) == rows
+    assert prompts.mean() == pytest.approx(tokens, rel=0.05)
+    hits = (plan.system_tokens + by_row * ~is_first) / prompts
+    assert hits.mean() == pytest.approx(shared, rel=0.05)
+    assert (by_row * has_peers / prompts).mean() == pytest.approx(key, rel=0.05)
+    assert plan.group_rows.mean() == pytest.approx(peers, rel=0.05)
 
 
 @pytest.mark.parametrize(
     ("name", "deviation"), [("toolbench", 742), ("nextqa", 5_976), ("loogle", 6_105)]
 )
 def test_full_scale_prompts_vary_as_in_the_table(name: str, deviation: int) -> None:
-    statistics = sample_plan(name, scale="full", rows=None, seed=1).statistics()
-    assert statistics.prompt_tokens_deviation == pytest.approx(deviation, rel=0.1)
+    plan = sample_plan(name, scale="full", rows=None, seed=1)
+    prompts = np.repeat(plan.shared_tokens, plan.group_rows) + plan.tail_tokens
+    assert prompts.std() == pytest.approx(deviation, rel=0.1)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 500, 3_000])
