@@ -7,7 +7,7 @@ of the text stands in for the engine's chain of hashes over blocks of tokens.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -92,11 +92,20 @@ class ChainTable:
         return lengths
 
 
-class ChainBuilder:
-    """Collects the chains of rows in their order; 8 bytes for each chunk and each row."""
+def whole_chunks(num_bytes: int) -> range:
+    """Where the chunks of a text of so many bytes end."""
+    return range(CHUNK_BYTES, num_bytes + 1, CHUNK_BYTES)
 
-    def __init__(self, salt: int) -> None:
+
+class ChainBuilder:
+    """Collects the chains of rows in their order; 8 bytes for each chunk and each row.
+
+    `ends` gives where the chunks of a text of some length end: in the same places for all texts.
+    """
+
+    def __init__(self, salt: int, ends: Callable[[int], Iterable[int]] = whole_chunks) -> None:
         self._salt = salt
+        self._ends = ends
         self._keys = array("Q")
         self._starts = array("q", [0])
 
@@ -104,11 +113,11 @@ class ChainBuilder:
         """The next rows' prompt texts."""
         digest, keys, starts = xxhash.xxh3_64_intdigest, self._keys, self._starts
         for text in texts:
-            key = self._salt
-            view = memoryview(text)
-            for end in range(CHUNK_BYTES, len(text) + 1, CHUNK_BYTES):
-                key = digest(view[end - CHUNK_BYTES : end], key)
+            key, start, view = self._salt, 0, memoryview(text)
+            for end in self._ends(len(text)):
+                key = digest(view[start:end], key)
                 keys.append(key)
+                start = end
             starts.append(len(keys))
 
     def build(self) -> ChainTable:
