@@ -1,6 +1,6 @@
-"""How much KV the online requests will hold soon (Echo, section 5.3).
+"""How much KV the online requests will hold soon (Echo, section 5.3), from the recent past.
 
-The highest use within any minute of the recent past, and its spread.
+Which statistic of it is taken, `ForecastRule` says.
 """
 
 from __future__ import annotations

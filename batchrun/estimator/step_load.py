@@ -1,17 +1,12 @@
-"""What one engine step has to compute, added up request by request.
-
-The time between two steps in which an engine without steps in flight computes nothing.
+"""What one engine step has to compute, added up request by request, and observed steps as columns.
 
 Where vLLM has one step in flight, as on a CPU, it takes a step's tokens in, lets new requests in
-and schedules the next step while the device waits.
+and schedules the next step while the device waits: that time is a load of its own.
 
-Observed steps as columns, for the fits.
-
-A bounded memory of observed steps that does not forget rare kinds of step.
-
-Steps are filed by kind (prefill, decode, mixed), by size and by context; each cell keeps its
-latest. So an hour of decodes cannot push out what prefills cost, and what the prior says about a
-kind of step is overwritten by the first steps of that kind, not averaged with them.
+The memory of observed steps is bounded and does not forget rare kinds. Steps are filed by kind
+(prefill, decode, mixed), by size and by context; each cell keeps its latest. So an hour of decodes
+cannot push out what prefills cost, and what the prior says about a kind of step is overwritten by
+the first steps of that kind, not averaged with them.
 """
 
 from __future__ import annotations
