@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from batchrun.simulator.cluster import STOCK_POLICY, EnginePlan
+from batchrun.config import STOCK_POLICY
+from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.feeding import RowFeed
 from batchrun.simulator.online import Calls
 from batchrun.simulator.records import OnlineTotals, Tables

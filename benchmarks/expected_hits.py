@@ -17,7 +17,7 @@ import numpy as np
 
 from batchrun.pool.expected_hits import RowWalk, expected_hits
 from batchrun.pool.prefix_keys import ChainBuilder
-from batchrun.pool.prompt_study import PieceCoder, PromptTree, servable_tokens
+from batchrun.pool.prompt_study import Cuts, PromptTree, servable_tokens
 from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.virtual.laws import A100Law
 from batchrun.simulator.virtual.setup import EngineShape
@@ -67,11 +67,11 @@ def compare(name: str, num_blocks: int, setting: Setting, seed: int) -> dict[str
 def expected_rate(job: Job, num_blocks: int, *, drops_used: bool) -> float:
     """What `inspect` says of these rows in this order."""
     texts = _texts(job)
-    builder, coder = ChainBuilder(0), PieceCoder()
+    cuts = Cuts()
+    builder = ChainBuilder(0, cuts)
     builder.add(texts)
-    coder.add(texts)
     lengths = np.array([len(text) for text in texts], dtype=np.int64)
-    tree = PromptTree.of(builder.build(), coder.build(), lengths, np.arange(len(texts)))
+    tree = PromptTree.of(builder.build(), cuts, lengths, np.arange(len(texts)))
     outputs = np.array([row.num_output_tokens for row in job.rows])
     order = np.argsort(tree.rows)
     own = tree.leaf_bytes / TOKEN_BYTES + outputs[tree.rows]

@@ -11,10 +11,7 @@ from numpy.typing import NDArray
 
 from batchrun.pool.fair_share import JobTurns
 from batchrun.pool.prefix_keys import ChainBuilder, IntArray
-from batchrun.pool.radix_tree import (
-    PrefixOrder,
-    bucket_of_groups,
-)
+from batchrun.pool.radix_tree import PrefixOrder
 from benchmarks.job_shapes import joined, picked, prompts_of
 from benchmarks.row_feeds import TOKENS_PER_CHUNK, DrawnJob, drawn_job
 from benchmarks.scenarios import Job
@@ -31,14 +28,14 @@ class PlannedJobs:
     owners: Sequence[int]
 
 
-def planned(jobs: Sequence[Job], num_buckets: int = 1) -> PlannedJobs:
+def planned(jobs: Sequence[Job]) -> PlannedJobs:
     """batchrun's order: each job's pool walks its prefix tree, and the jobs, of equal weight, take
     turns as in the daemon.
 
     Rows are charged what they compute where the walk wastes nothing, so that no later settlement
     changes a turn.
     """
-    orders = [pool_job(job, num_buckets).order for job in jobs]
+    orders = [pool_job(job).order for job in jobs]
     merged = joined([picked(job, order.rows) for job, order in zip(jobs, orders, strict=True)])
     charges = [_charges(job, order) for job, order in zip(jobs, orders, strict=True)]
     owners = _turns(charges, [np.append(np.diff(order.groups) != 0, True) for order in orders])
@@ -74,32 +71,11 @@ def _interleaved(owners: Sequence[int], jobs: Sequence[Job]) -> list[int]:
     return order
 
 
-def pool_job(job: Job, num_buckets: int = 1) -> DrawnJob:
+def pool_job(job: Job) -> DrawnJob:
     """What the pool makes of the job: a token id of four bytes stands for a token's text."""
     chains = ChainBuilder(0)
     chains.add(prompt.astype("<u4").tobytes() for prompt in prompts_of(job))
-    return drawn_job(job, chains.build(), num_buckets=num_buckets)
-
-
-def row_bucketed(job: Job, num_buckets: int) -> Job:
-    """What the pool's buckets are not: every row in the bucket of its own length, so that bounds
-    split prefix groups. In a bucket the rows keep the order of the pool."""
-    order = pool_job(job).order.rows
-    buckets = row_buckets(job, num_buckets)
-    return picked(job, order[np.argsort(buckets[order], kind="stable")])
-
-
-def num_split_groups(job: Job, num_buckets: int) -> int:
-    """Prefix groups whose rows lie in more than one bucket by their own lengths."""
-    order = pool_job(job).order
-    pairs = np.stack((order.groups, row_buckets(job, num_buckets)[order.rows]))
-    return len(np.unique(pairs, axis=1).T) - len(np.unique(order.groups))
-
-
-def row_buckets(job: Job, num_buckets: int) -> IntArray:
-    """The bucket of each row, were every row a prefix group of its own."""
-    lengths = np.array([job.num_prompt_tokens(row) for row in job.rows], dtype=np.int64)
-    return bucket_of_groups(np.arange(len(lengths)), lengths, num_buckets)
+    return drawn_job(job, chains.build())
 
 
 def _charges(job: Job, order: PrefixOrder) -> IntArray:

@@ -36,7 +36,7 @@ class DrawnJob(OfflineJob):
         return prompt_of(self.drawn, self.drawn.rows[row])
 
 
-def drawn_job(job: Job, chains: ChainTable | None = None, *, num_buckets: int = 1) -> DrawnJob:
+def drawn_job(job: Job, chains: ChainTable | None = None) -> DrawnJob:
     """The job as the daemon plans it, its rows in the order of the pool.
 
     Without `chains`, of `TOKENS_PER_CHUNK` tokens a chunk, rows share their whole document or
@@ -51,7 +51,7 @@ def drawn_job(job: Job, chains: ChainTable | None = None, *, num_buckets: int = 
         "job",
         chains,
         sizes,
-        order_by_prefix(chains, num_buckets=num_buckets),
+        order_by_prefix(chains),
         np.array([job.num_prompt_tokens(row) for row in job.rows], np.int64),
         np.array([row.num_output_tokens for row in job.rows], np.int64),
         USUAL_OUTPUT_TOKENS,

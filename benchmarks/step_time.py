@@ -26,6 +26,7 @@ from batchrun.estimator.profile import CalibrationProfile, calibrate
 from batchrun.estimator.profile import profile_from_json as read_profile
 from batchrun.simulator.virtual.laws import A100Law, StepLaw
 from batchrun.simulator.virtual.setup import EngineShape
+from benchmarks.forecast import judge
 from benchmarks.laws import NoisyLaw, PoolingLaw
 from benchmarks.ports import free_port
 from benchmarks.probing import record_probes
@@ -135,9 +136,7 @@ def measure_forecast(scenario: Scenario, num_blocks: int, minutes: int) -> Itera
     _say(f"{scenario.name}, {num_blocks:,} blocks: online KV peaks at {max(blocks):,}")
     for rule, sigmas, quantile in _rules():
         forecast = KvForecast(rule=rule, sigmas=sigmas, quantile=quantile)
-        for at_s, use in watched.kv_samples:
-            forecast.sample(at_s, use)
-        coverage = forecast.coverage
+        coverage = judge(forecast, watched.kv_samples)
         yield {
             "part": "forecast",
             "scenario": scenario.name,

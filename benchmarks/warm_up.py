@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from batchrun.config import STOCK_POLICY
 from batchrun.estimator.step_load import StepLoad
-from batchrun.simulator.cluster import STOCK_POLICY, EnginePlan
+from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.offline_jobs import OfflineJob
 from batchrun.simulator.online import Calls
 from batchrun.simulator.simulation import Simulation, SimulationPlan

@@ -1,7 +1,4 @@
-"""The `store` commands: check it, back it up.
-
-The `gc` command: removes the results of jobs that ended long ago.
-"""
+"""The `store` commands: check it, back it up; and `gc`, which removes results of old jobs."""
 
 from __future__ import annotations
 

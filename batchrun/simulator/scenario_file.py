@@ -29,7 +29,7 @@ from batchrun.jobs.spec import Weight
 from batchrun.pool.prefix_keys import IntArray
 from batchrun.quantities import parse_duration_s
 from batchrun.scheduling.policies import POLICIES
-from batchrun.simulator.cluster import EnginePlan, ModelLaw
+from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.offline_jobs import (
     JobShape,
     JobTerms,

@@ -116,7 +116,7 @@ class Estimates:
         """`calibrated` are the models of a profile, the best first."""
         self._fit = OnlineFit(calibrated)
         given = settings.reserve
-        constant = OnlineReserve("constant", given) if isinstance(given, float) else None
+        constant = OnlineReserve(given) if isinstance(given, float) else None
         self._reserve = constant or FORECAST_RESERVE
         self._total_blocks = total_blocks
         self.forecast = KvForecast(

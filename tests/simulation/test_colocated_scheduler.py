@@ -264,4 +264,4 @@ def test_an_order_of_calls_rules_without_offline_work_too(
 
     served = sorted(engine.records, key=lambda name: engine.records[name].finished_at_s or 0.0)
     assert served == (["a", "b", "c"] if order == "arrival" else ["c", "a", "b"])
-    assert ours(engine).planner.num_errors == 0
+    assert ours(engine).state.num_policy_errors == 0

@@ -78,14 +78,13 @@ def test_the_document_that_is_needed_last_is_evicted_first() -> None:
     assert {b"x", b"xy", b"p", b"pq"} <= set(cache.cached)
 
 
-def test_wanted_free_blocks_are_counted_both_ways() -> None:
+def test_wanted_free_blocks_are_counted_by_tier() -> None:
     cache = SmallCache(NEXT_USE, 6)
     cache.reuse.announce("1", row_hint(1, 1), chain_of("abc"), 0.0)
     for text in ("ab", "xy"):
         cache.admit(text, chain_of(text))
         cache.free(text, is_online=False)
     assert cache.tiers.num_wanted_free(cache.queue.free_by_tier()) == 2
-    assert cache.tiers.num_wanted(cache.queue.get_all_free_blocks()) == 2
 
 
 def test_blocks_that_are_read_late_do_not_keep_new_work_out() -> None:
@@ -95,4 +94,3 @@ def test_blocks_that_are_read_late_do_not_keep_new_work_out() -> None:
         cache.admit(text, chain_of(text))
         cache.free(text, is_online=False)
     assert cache.tiers.num_wanted_free(cache.queue.free_by_tier()) == 2
-    assert cache.tiers.num_wanted(cache.queue.get_all_free_blocks()) == 5

@@ -1,8 +1,7 @@
-"""All files of a job's input as one numbered sequence of rows.
+"""Input paths -> `InputData`: all files of a job's input as one numbered sequence of rows.
 
-Ids must be unique: checked over all rows with eight bytes of memory per row.
-
-Input paths -> `InputData`: globs, formats, and every way a path can disappoint.
+Handles globs, formats, and every way a path can disappoint. Ids must be unique: checked over all
+rows with eight bytes of memory per row.
 """
 
 from __future__ import annotations

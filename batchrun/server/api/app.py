@@ -1,10 +1,6 @@
-"""The daemon's routes: OpenAI's API for the gateway, control routes for the CLI. All are thin.
+"""The daemon's routes, all thin: OpenAI's API for the gateway, control routes for the command line.
 
-The control routes of `batchrun keys`. The text of a key never comes here, only its hash.
-
-The control route that tells when a job would be done, were it submitted now.
-
-The route that `batchrun trace record` asks for the online calls that have ended.
+The text of an API key never comes here, only its hash.
 """
 
 from __future__ import annotations
