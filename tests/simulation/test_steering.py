@@ -139,7 +139,7 @@ def test_a_policy_that_this_engine_lacks_is_refused_and_changes_nothing() -> Non
     names = ", ".join(POLICIES)
     assert answer.error == f"policy must be one of {names}, not 'ecko' (did you mean 'echo'?)"
     assert (answer.policy, answer.token_budget) == ("echo", 512)
-    assert rig.scheduler.daemon_link.take() is None
+    assert rig.scheduler.daemon_link.control.take() is None
 
 
 @pytest.mark.parametrize("budget", [-1, 63, 513])
