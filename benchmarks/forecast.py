@@ -113,7 +113,8 @@ def judge(forecast: KvForecast, samples: Iterable[tuple[float, int]]) -> Coverag
     """
     forecasts: list[int | None] = []
     tops: list[int] = []
-    held, first_s = 0, None
+    held = 0
+    first_s: int | None = None
     for at_s, blocks in samples:
         first_s = int(at_s) if first_s is None else first_s
         forecast.sample(at_s, blocks)
