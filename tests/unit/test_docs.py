@@ -254,6 +254,20 @@ def test_no_main_way_crosses_too_many_files(way: str, most: int) -> None:
     assert 0 < len(files) <= most
 
 
+def test_every_path_on_the_architecture_page_exists() -> None:
+    page = (DOCS / "architecture.md").read_text()
+
+    assert [path for path in SOURCE_PATH.findall(page) if not (ROOT / path).exists()] == []
+
+
+def test_every_benchmark_in_the_table_of_measurements_is_there() -> None:
+    named = [name for cell in table("performance.md", "Module") for name in cell.split("`, `")]
+    there = [ROOT / "benchmarks" / name for name in named]
+
+    assert named
+    assert [p.name for p in there if not (p.is_dir() or p.with_suffix(".py").exists())] == []
+
+
 def test_the_readme_opens_with_the_two_commands_of_a_fresh_machine() -> None:
     first = blocks(ROOT / "README.md", "console", "sh", "text", "")[0]
 
