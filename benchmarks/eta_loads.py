@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from batchrun.simulator.offline_jobs import JobTerms, OfflineJob, job_of_shape
+from batchrun.simulator.offline_jobs import JobShape, JobTerms, OfflineJob, job_of_shape
 from batchrun.simulator.traces.rates import RateSeries, draw_trace
 from batchrun.simulator.traces.trace import Trace
-from batchrun.simulator.virtual.scenarios import JobShape
 
 KINDS = ("tide", "walk", "steps", "bursts")
 LONGEST_S = 3 * 3600.0

@@ -16,18 +16,18 @@ from typing import Any
 import numpy as np
 
 from batchrun.pool.expected_hits import RowWalk, expected_hits
-from batchrun.pool.prefix_keys import ChainBuilder, IntArray
+from batchrun.pool.prefix_keys import ChainBuilder
 from batchrun.pool.prompt_study import PieceCoder, PromptTree, servable_tokens
-from batchrun.pool.radix_tree import order_by_prefix
-from batchrun.simulator.virtual.engine import RequestRecord, VirtualEngine
-from batchrun.simulator.virtual.feeder import DAEMON_WINDOW, JobFeeder
+from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.virtual.laws import A100Law
-from batchrun.simulator.virtual.run import observe
-from batchrun.simulator.virtual.scenarios import Job, Order, a100_8b, draw_job
 from batchrun.simulator.virtual.setup import EngineShape
-from batchrun.vllm_plugin.scheduler import ColocatedScheduler
-from benchmarks.job_shapes import ShapedJob, loogle, nextqa, prompts_of, toolbench
+from benchmarks.hit_cases import WARM_UP_S, fed, run_to_end
+from benchmarks.hit_plans import pool_job
+from benchmarks.job_shapes import ShapedJob, loogle, nextqa, picked, prompts_of, toolbench
 from benchmarks.records import write_records
+from benchmarks.row_feeds import daemon_in_order
+from benchmarks.scenarios import Job, Order, a100_8b, draw_job
+from benchmarks.warm_up import observe
 
 JOBS: dict[str, Callable[[], ShapedJob]] = {
     "toolbench": toolbench,
@@ -41,7 +41,6 @@ Setting = tuple[str, str, str]
 KV_BLOCKS = (8600, 4300)
 BLOCK_TOKENS = 16
 TOKEN_BYTES = 4
-WARM_UP_S, CHECK_S, LONGEST_S = 300.0, 5.0, 7_200.0
 
 
 def compare(name: str, num_blocks: int, setting: Setting, seed: int) -> dict[str, Any]:
@@ -49,8 +48,7 @@ def compare(name: str, num_blocks: int, setting: Setting, seed: int) -> dict[str
     order, policy, eviction = setting
     job = draw_job(JOBS[name](), seed, Order.SHUFFLED)
     if order == "ours":
-        rows = _planned(job)
-        job = Job(job.documents, [job.rows[row] for row in rows.tolist()])
+        job = picked(job, pool_job(job).order.rows)
     expected = expected_rate(job, num_blocks, drops_used=eviction != "lru")
     measured = measured_rate(job, num_blocks, setting, seed)
     return {
@@ -88,27 +86,15 @@ def expected_rate(job: Job, num_blocks: int, *, drops_used: bool) -> float:
 def measured_rate(job: Job, num_blocks: int, setting: Setting, seed: int) -> float:
     """Hits of first admissions by prompt tokens, on an engine with nothing else to do."""
     _, policy, eviction = setting
-    settings = {"batchrun": {"policy": policy, "eviction": eviction}}
-    shape = EngineShape(num_blocks=num_blocks, additional_config=settings)
-    engine = VirtualEngine(
-        ColocatedScheduler, shape, A100Law(), [JobFeeder(job, window=DAEMON_WINDOW)]
-    )
-    assert isinstance(engine.scheduler, ColocatedScheduler)
-    alone = EngineShape(num_blocks=num_blocks)
-    warm_up = observe(a100_8b(), seed, alone, A100Law(), online_s=WARM_UP_S).without_online_use()
-    engine.scheduler.warm_up(warm_up.kv_samples, warm_up.steps)
-    ended: list[RequestRecord] = []
-    engine.end_listeners.append(ended.append)
-    while len(ended) < len(job.rows) and engine.now_s < LONGEST_S:
-        engine.run_until(engine.now_s + CHECK_S)
-    hits = sum(record.num_hit_tokens for record in engine.records.values())
-    return hits / sum(job.num_prompt_tokens(row) for row in job.rows)
-
-
-def _planned(job: Job) -> IntArray:
-    builder = ChainBuilder(0)
-    builder.add(_texts(job))
-    return order_by_prefix(builder.build()).rows
+    shape = EngineShape(num_blocks)
+    plan = EnginePlan(shape, policy, {"eviction": eviction})
+    simulation = fed(plan, daemon_in_order(job))
+    warm_up = observe(a100_8b(), seed, shape, A100Law(), online_s=WARM_UP_S)
+    warm_up.without_online_use().tell(simulation.engines.engines[0].scheduler)
+    run_to_end(simulation, len(job.rows))
+    hit_rate = simulation.figures().offline.hit_rate
+    assert hit_rate is not None
+    return hit_rate
 
 
 def _texts(job: Job) -> list[bytes]:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from batchrun.simulator.virtual.engine import RequestRecord, TrafficSource, VirtualEngine
-from batchrun.simulator.virtual.feeder import DAEMON_WINDOW, JobFeeder, OnlineSource
+from batchrun.simulator.cluster import EnginePlan
+from batchrun.simulator.feeding import RowFeed
+from batchrun.simulator.online import Calls, OnlineCall
+from batchrun.simulator.simulation import Simulation, SimulationPlan
+from batchrun.simulator.virtual.engine import RequestRecord
 from batchrun.simulator.virtual.laws import A100Law
-from batchrun.simulator.virtual.run import Slo, WarmUp, observe, summarize
-from batchrun.simulator.virtual.scenarios import Job, Order, a100_8b, draw_calls, draw_job
 from batchrun.simulator.virtual.setup import EngineShape
-from benchmarks.hit_engine import build_engine
+from benchmarks.ablation_runs import figures_of
 from benchmarks.hit_jobs import JOBS
 from benchmarks.hit_lru import hit_blocks_in_turn
-from benchmarks.hit_plans import PoolFeeder, planned
+from benchmarks.hit_plans import planned, pool_job
 from benchmarks.job_shapes import joined
 from benchmarks.optimal_hits import RowBlocks, most_hit_blocks
 from benchmarks.orders import BASELINES, BLOCK_TOKENS, OURS, Setting, row_blocks, shuffled
+from benchmarks.row_feeds import daemon_in_order, daemon_of
+from benchmarks.scenarios import Job, Order, a100_8b, draw_calls, draw_job
+from benchmarks.warm_up import WarmUp, observe
 
 Record = dict[str, Any]
 
@@ -69,12 +74,13 @@ def measure(case: Case) -> Record:
     `job_s` is when the last row ended; a run that stalls has fewer `offline_rows` than `rows`.
     """
     jobs = _jobs(case.job, case.seed)
-    job, feeder = _ordered(case, jobs)
-    engine, job_s = _run(case, feeder, len(job.rows))
+    job, feed = _ordered(case, jobs)
+    simulation, job_s = _run(case, feed, len(job.rows))
+    figures = figures_of(simulation)
     prompt_tokens = sum(job.num_prompt_tokens(row) for row in job.rows)
     best_tokens = most_hit_blocks(_row_blocks(case.job, case.seed), case.blocks) * BLOCK_TOKENS
     in_turn_tokens = hit_blocks_in_turn(row_blocks(job), case.blocks) * BLOCK_TOKENS
-    hit_tokens = sum(r.num_hit_tokens for r in engine.records.values() if not r.is_online)
+    hit_tokens = simulation.watch.offline.hit_tokens
     return {
         "job": case.job,
         "blocks": case.blocks,
@@ -89,7 +95,7 @@ def measure(case: Case) -> Record:
         "share_of_optimum": hit_tokens / best_tokens,
         "in_turn_share_of_optimum": in_turn_tokens / best_tokens,
         "job_s": job_s,
-        **summarize(engine, Slo()),
+        **figures,
         "prefix_hit_rate": hit_tokens / prompt_tokens,
     }
 
@@ -110,28 +116,41 @@ def _warm_up(blocks: int, seed: int) -> WarmUp:
     return observe(a100_8b(), seed, EngineShape(num_blocks=blocks), A100Law(), online_s=WARM_UP_S)
 
 
-def _ordered(case: Case, jobs: Sequence[Job]) -> tuple[Job, JobFeeder]:
-    """The rows in the order of the case, and who sends them so."""
+def _ordered(case: Case, jobs: Sequence[Job]) -> tuple[Job, RowFeed]:
+    """The rows in the order of the case, and the daemon that sends them so."""
     if case.order == OURS:
-        plan = planned(jobs)
-        return plan.job, PoolFeeder(plan)
+        return planned(jobs).job, daemon_of([pool_job(job) for job in jobs])
     setting = Setting(case.seed, case.blocks)
     job = BASELINES[case.order](shuffled(joined(jobs), setting), setting)
-    return job, JobFeeder(job, window=DAEMON_WINDOW)
+    return job, daemon_in_order(job)
 
 
-def _run(case: Case, feeder: JobFeeder, num_rows: int) -> tuple[VirtualEngine, float]:
-    """The engine after the last row, and when that ended."""
-    sources: list[TrafficSource] = [feeder]
+def _run(case: Case, feed: RowFeed, num_rows: int) -> tuple[Simulation, float]:
+    """The simulation after the last row, and when that ended."""
     warm_up = _warm_up(case.blocks, case.seed)
+    calls: Sequence[OnlineCall] = []
     if case.is_online:
         calls = draw_calls(replace(a100_8b(), duration_s=LONGEST_S), case.seed)
-        sources.append(OnlineSource(calls, case.seed))
     else:
         warm_up = warm_up.without_online_use()
-    settings = {"eviction": case.eviction}
-    engine, scheduler = build_engine(case.blocks, settings, A100Law(), sources)
-    scheduler.warm_up(warm_up.kv_samples, warm_up.steps)
+    engine = EnginePlan(EngineShape(case.blocks), settings={"eviction": case.eviction})
+    simulation = fed(engine, feed, calls, case.seed)
+    warm_up.tell(simulation.engines.engines[0].scheduler)
+    return simulation, run_to_end(simulation, num_rows)
+
+
+def fed(
+    engine: EnginePlan, feed: RowFeed, calls: Sequence[OnlineCall] = (), seed: int = 0
+) -> Simulation:
+    """One engine with the rows of `feed`, before its first step."""
+    plan = SimulationPlan(math.inf, Calls.of(calls), engine=engine, seed=seed)
+    return Simulation(plan, feed=feed)
+
+
+def run_to_end(simulation: Simulation, num_rows: int) -> float:
+    """Run until so many rows have ended, or the run stalls; the instant of the last end."""
+    engines = simulation.engines
+    (engine,) = engines.engines
     ends_s: list[float] = [0.0]
 
     def note(record: RequestRecord) -> None:
@@ -140,5 +159,5 @@ def _run(case: Case, feeder: JobFeeder, num_rows: int) -> tuple[VirtualEngine, f
 
     engine.end_listeners.append(note)
     while len(ends_s) <= num_rows and engine.now_s < min(ends_s[-1] + STALLED_S, LONGEST_S):
-        engine.run_until(engine.now_s + CHECK_S)
-    return engine, ends_s[-1]
+        engines.run_until(engine.now_s + CHECK_S)
+    return ends_s[-1]

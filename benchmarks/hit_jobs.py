@@ -6,15 +6,9 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from batchrun.simulator.virtual.scenarios import (
-    Job,
-    JobShape,
-    LogNormalTokens,
-    Order,
-    draw_job,
-    draw_token_ids,
-)
+from batchrun.simulator.offline_jobs import JobShape, LogNormalTokens
 from benchmarks.job_shapes import ShapedJob, loogle, nextqa, qmsum, toolbench
+from benchmarks.scenarios import Job, Order, draw_job, draw_token_ids
 
 STRADDLING_QUESTION_TOKENS = (15, 2_000)
 ALL_FOUR = "all four"

@@ -1,42 +1,34 @@
-"""batchrun's own order of several jobs' rows, and who sends them as the daemon does."""
+"""batchrun's own order of rows: of one job, and of several that run together."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from batchrun.hints import RowHint, nodes_to_tell, read_hint, write_hint
 from batchrun.pool.fair_share import JobTurns
 from batchrun.pool.prefix_keys import ChainBuilder, IntArray
 from batchrun.pool.radix_tree import (
     PrefixOrder,
     bucket_of_groups,
-    find_prefix_nodes,
-    order_by_prefix,
 )
-from batchrun.pool.row_queue import RowQueue
-from batchrun.simulator.virtual.engine import Arrival
-from batchrun.simulator.virtual.feeder import DAEMON_WINDOW, JobFeeder
-from batchrun.simulator.virtual.scenarios import TOKENS_PER_CHUNK, Job
-from batchrun.simulator.virtual.setup import NONCE
 from benchmarks.job_shapes import joined, picked, prompts_of
+from benchmarks.row_feeds import TOKENS_PER_CHUNK, DrawnJob, drawn_job
+from benchmarks.scenarios import Job
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedJobs:
     """Rows of several jobs in the order in which the daemon sends them.
 
-    `owners[rank]` is the number of the row's job, `orders` are those of the jobs' pools.
+    `owners[rank]` is the number of the row's job.
     """
 
     job: Job
     owners: Sequence[int]
-    orders: Sequence[PrefixOrder]
 
 
 def planned(jobs: Sequence[Job], num_buckets: int = 1) -> PlannedJobs:
@@ -46,11 +38,11 @@ def planned(jobs: Sequence[Job], num_buckets: int = 1) -> PlannedJobs:
     Rows are charged what they compute where the walk wastes nothing, so that no later settlement
     changes a turn.
     """
-    orders = [_prefix_order(job, num_buckets) for job in jobs]
+    orders = [pool_job(job, num_buckets).order for job in jobs]
     merged = joined([picked(job, order.rows) for job, order in zip(jobs, orders, strict=True)])
     charges = [_charges(job, order) for job, order in zip(jobs, orders, strict=True)]
     owners = _turns(charges, [np.append(np.diff(order.groups) != 0, True) for order in orders])
-    return PlannedJobs(picked(merged, _interleaved(owners, jobs)), owners, orders)
+    return PlannedJobs(picked(merged, _interleaved(owners, jobs)), owners)
 
 
 def _turns(charges: Sequence[IntArray], ends_group: Sequence[NDArray[np.bool_]]) -> list[int]:
@@ -82,46 +74,24 @@ def _interleaved(owners: Sequence[int], jobs: Sequence[Job]) -> list[int]:
     return order
 
 
-class PoolFeeder(JobFeeder):
-    """A feeder whose hints say what the daemon's say: all prefix nodes above a row, from the pool
-    of its own job, and the next rank as the next use of whatever has rows to come."""
-
-    def __init__(self, planned_jobs: PlannedJobs) -> None:
-        super().__init__(planned_jobs.job, window=DAEMON_WINDOW)
-        self._owners = planned_jobs.owners
-        self._queues = [
-            RowQueue(np.arange(len(order.rows)), find_prefix_nodes(order.shared_chunks))
-            for order in planned_jobs.orders
-        ]
-
-    def take_due(self, now_s: float) -> list[Arrival]:
-        """The rows sent by now."""
-        return [self._with_nodes(arrival) for arrival in super().take_due(now_s)]
-
-    def _with_nodes(self, arrival: Arrival) -> Arrival:
-        hint = read_hint(arrival.hint, NONCE)
-        assert isinstance(hint, RowHint)
-        owner = self._owners[hint.rank]
-        queue = self._queues[owner]
-        row = queue.peek(0.0)
-        assert row is not None
-        queue.take(row)
-        nodes = nodes_to_tell(queue.path_of(row), queue.num_to_come, hint.rank)
-        told = msgspec.structs.replace(hint, job=f"job-{owner}", nodes=nodes)
-        return replace(arrival, hint=write_hint(told, NONCE))
+def pool_job(job: Job, num_buckets: int = 1) -> DrawnJob:
+    """What the pool makes of the job: a token id of four bytes stands for a token's text."""
+    chains = ChainBuilder(0)
+    chains.add(prompt.astype("<u4").tobytes() for prompt in prompts_of(job))
+    return drawn_job(job, chains.build(), num_buckets=num_buckets)
 
 
 def row_bucketed(job: Job, num_buckets: int) -> Job:
     """What the pool's buckets are not: every row in the bucket of its own length, so that bounds
     split prefix groups. In a bucket the rows keep the order of the pool."""
-    order = _prefix_order(job).rows
+    order = pool_job(job).order.rows
     buckets = row_buckets(job, num_buckets)
     return picked(job, order[np.argsort(buckets[order], kind="stable")])
 
 
 def num_split_groups(job: Job, num_buckets: int) -> int:
     """Prefix groups whose rows lie in more than one bucket by their own lengths."""
-    order = _prefix_order(job)
+    order = pool_job(job).order
     pairs = np.stack((order.groups, row_buckets(job, num_buckets)[order.rows]))
     return len(np.unique(pairs, axis=1).T) - len(np.unique(order.groups))
 
@@ -137,13 +107,6 @@ def _charges(job: Job, order: PrefixOrder) -> IntArray:
     outputs = np.array([row.num_output_tokens for row in job.rows], dtype=np.int64)
     charges: IntArray = (_uncached_tokens(job, order) + outputs)[order.rows]
     return charges
-
-
-def _prefix_order(job: Job, num_buckets: int = 1) -> PrefixOrder:
-    """What the pool makes of the job: a token id of four bytes stands for a token's text."""
-    chains = ChainBuilder(0)
-    chains.add(prompt.astype("<u4").tobytes() for prompt in prompts_of(job))
-    return order_by_prefix(chains.build(), num_buckets=num_buckets)
 
 
 def _uncached_tokens(job: Job, order: PrefixOrder) -> IntArray:

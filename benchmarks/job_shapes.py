@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from batchrun.pool.prefix_keys import IntArray
-from batchrun.simulator.virtual.scenarios import Job, JobRow, Order, TokenIds, draw_token_ids
 from benchmarks.data import DOCUMENTS
 from benchmarks.data.derive_prefixes import TOOLS, VIDEOS
+from benchmarks.scenarios import Job, JobRow, Order, TokenIds, draw_token_ids
 
 MAX_PREFIX_TOKENS = 32_000
 """A few meetings and videos are longer than the engine's context allows; they are left out."""

@@ -19,18 +19,21 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 
-from batchrun.simulator.virtual.feeder import DAEMON_WINDOW, JobFeeder
-from batchrun.simulator.virtual.run import Slo, summarize
-from batchrun.simulator.virtual.scenarios import Job
-from benchmarks.ablation_runs import LAWS
-from benchmarks.hit_cases import KV_BLOCKS, Record
-from benchmarks.hit_engine import build_engine
+from batchrun.simulator.cluster import EnginePlan
+from batchrun.simulator.feeding import RowFeed
+from batchrun.simulator.virtual.setup import EngineShape
+from benchmarks.ablation_runs import figures_of
+from benchmarks.hit_cases import KV_BLOCKS, Record, fed
 from benchmarks.hit_jobs import straddling_job
 from benchmarks.hit_lru import hit_blocks_in_turn
-from benchmarks.hit_plans import PoolFeeder, num_split_groups, planned, row_bucketed
+from benchmarks.hit_plans import num_split_groups, pool_job, row_bucketed
+from benchmarks.job_shapes import picked
+from benchmarks.laws import LAWS
 from benchmarks.optimal_hits import most_hit_blocks
 from benchmarks.orders import BLOCK_TOKENS, row_blocks
 from benchmarks.records import write_records
+from benchmarks.row_feeds import daemon_in_order, daemon_of
+from benchmarks.scenarios import Job
 
 GROUPS, ROWS = "groups", "rows"
 BUCKETS = ((GROUPS, 1), (GROUPS, 4), (GROUPS, 8), (ROWS, 4), (ROWS, 8))
@@ -39,11 +42,13 @@ LAW_NAMES = ("a100", "pooling")
 
 def measure(job: Job, law_name: str, blocks: int, of: str, num_buckets: int) -> Record:
     """The whole job under `echo`, without online calls."""
-    ordered, feeder = _ordered(job, of, num_buckets)
-    engine, _ = build_engine(blocks, {"reserve": 0.0}, LAWS[law_name](0), [feeder])
-    engine.run_until(math.inf)
+    ordered, feed = _ordered(job, of, num_buckets)
+    engine = EnginePlan(EngineShape(blocks), settings={"reserve": 0.0}, law=LAWS[law_name](0))
+    simulation = fed(engine, feed)
+    simulation.engines.run_until(math.inf)
+    figures = figures_of(simulation)
     rows = row_blocks(ordered)
-    hit_tokens = sum(record.num_hit_tokens for record in engine.records.values())
+    hit_tokens = simulation.watch.offline.hit_tokens
     is_split = of == ROWS
     return {
         "law": law_name,
@@ -55,16 +60,16 @@ def measure(job: Job, law_name: str, blocks: int, of: str, num_buckets: int) -> 
         "hit_tokens": hit_tokens,
         "share_of_optimum": hit_tokens / BLOCK_TOKENS / most_hit_blocks(rows, blocks),
         "in_turn_hit_tokens": hit_blocks_in_turn(rows, blocks) * BLOCK_TOKENS,
-        **summarize(engine, Slo()),
+        **figures,
     }
 
 
-def _ordered(job: Job, of: str, num_buckets: int) -> tuple[Job, JobFeeder]:
+def _ordered(job: Job, of: str, num_buckets: int) -> tuple[Job, RowFeed]:
     if of == ROWS:
         ordered = row_bucketed(job, num_buckets)
-        return ordered, JobFeeder(ordered, window=DAEMON_WINDOW)
-    plan = planned([job], num_buckets)
-    return plan.job, PoolFeeder(plan)
+        return ordered, daemon_in_order(ordered)
+    pooled = pool_job(job, num_buckets)
+    return picked(job, pooled.order.rows), daemon_of([pooled])
 
 
 def tables(records: Sequence[Record]) -> Iterator[str]:

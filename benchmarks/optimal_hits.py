@@ -30,7 +30,7 @@ import numpy as np
 import xxhash
 
 from batchrun.pool.prefix_keys import ChainTable, IntArray, KeyArray
-from batchrun.simulator.virtual.scenarios import TokenIds
+from benchmarks.scenarios import TokenIds
 
 Blocks = frozenset[int]
 Numbers = tuple[int, ...]

@@ -14,10 +14,10 @@ from itertools import islice
 
 import numpy as np
 
-from batchrun.simulator.virtual.scenarios import Job
 from benchmarks.hit_lru import LruBlocks
 from benchmarks.job_shapes import picked, prompts_of
 from benchmarks.optimal_hits import RowBlocks
+from benchmarks.scenarios import Job
 
 BLOCK_TOKENS = 16
 LPM_WINDOW = 128

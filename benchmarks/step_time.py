@@ -24,14 +24,14 @@ from typing import Any
 from batchrun.estimator.forecast import ForecastRule, KvForecast
 from batchrun.estimator.profile import CalibrationProfile, calibrate
 from batchrun.estimator.profile import profile_from_json as read_profile
-from batchrun.simulator.virtual.laws import A100Law, NoisyLaw, PoolingLaw, StepLaw
-from batchrun.simulator.virtual.probing import record_probes
-from batchrun.simulator.virtual.run import observe
-from batchrun.simulator.virtual.scenarios import Scenario, a100_8b, kv_pressure
+from batchrun.simulator.virtual.laws import A100Law, StepLaw
 from batchrun.simulator.virtual.setup import EngineShape
-from batchrun.vllm_plugin.scheduler import ColocatedScheduler
+from benchmarks.laws import NoisyLaw, PoolingLaw
 from benchmarks.ports import free_port
+from benchmarks.probing import record_probes
 from benchmarks.records import write_records
+from benchmarks.scenarios import Scenario, a100_8b, kv_pressure
+from benchmarks.warm_up import observe
 
 Record = dict[str, object]
 
@@ -107,8 +107,8 @@ def measure_law(name: str, law: StepLaw) -> list[Record]:
     with tempfile.TemporaryDirectory(prefix="batchrun-step-time-") as folder:
         path = Path(folder) / "steps"
         noisy = NoisyLaw(law, random.Random(0))
-        seen = record_probes(ColocatedScheduler, SHAPE, noisy, path, num_rounds=NUM_ROUNDS)
-        exact = record_probes(ColocatedScheduler, SHAPE, law, path, num_rounds=1)
+        seen = record_probes(SHAPE, noisy, path, num_rounds=NUM_ROUNDS)
+        exact = record_probes(SHAPE, law, path, num_rounds=1)
     profile = calibrate(seen, measured_at=0.0)
     _say(
         f"{name} law with noise, {len(seen.observations):,} steps; identical steps spread by "

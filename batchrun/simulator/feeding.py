@@ -206,14 +206,16 @@ class RowFeed:
         tokens = len(prompt)
         self.sent[request_id] = SentRow(job, row, engine, tokens)
         self._windows[engine].add(tokens, now_s)
+        limit_tokens, num_output_tokens = job.job.answer_tokens(row)
         return Arrival(
             request_id,
             False,
             now_s,
             prompt.tolist(),
-            int(job.job.num_output_tokens[row]),
+            limit_tokens,
             _hint(job, row, rank),
             self._hashes(job, row, prompt.tobytes()),
+            num_output_tokens,
         )
 
     def _hashes(self, job: ActiveRows, row: int, prompt: bytes) -> BlockHashes:

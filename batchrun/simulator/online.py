@@ -1,8 +1,9 @@
-"""Online calls of a simulation, and the gateway that spreads them over the engines."""
+"""Online calls of a simulation, recorded or drawn, and the gateway that spreads them."""
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,15 +11,61 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from batchrun.simulator.offline_jobs import Keys, key_of, mixed, prompt_of
+from batchrun.simulator.offline_jobs import Keys, LogNormalTokens, key_of, mixed, prompt_of
 from batchrun.simulator.virtual.engine import Arrival
-from batchrun.simulator.virtual.scenarios import OnlineCall
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 NO_KEYS: Keys = np.empty(0, np.uint64)
 PREFIX = "online-"
+MIN_RATE_PER_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineCall:
+    """One online request: `num_system_tokens` that all begin with, and a prompt of its own."""
+
+    arrival_at_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_system_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineTraffic:
+    """Poisson arrivals at rate_per_s * (1 + swing * sin(t / swing_s)), times `burst_factor`
+    in the first `burst_length_s` of every `burst_period_s`.
+
+    Every prompt begins with the same `system_tokens` tokens, beside its own.
+    """
+
+    rate_per_s: float
+    burst_factor: float
+    burst_length_s: float
+    burst_period_s: float
+    prompt: LogNormalTokens
+    output: LogNormalTokens
+    swing: float = 0.0
+    swing_s: float = 60.0
+    system_tokens: int = 0
+
+    def rate_at(self, t_s: float) -> float:
+        """Arrivals per second at an instant; never quite 0."""
+        is_burst = t_s % self.burst_period_s < self.burst_length_s
+        tide = 1 + self.swing * math.sin(t_s / self.swing_s)
+        return max(self.rate_per_s * tide * (self.burst_factor if is_burst else 1), MIN_RATE_PER_S)
+
+    def draw(self, duration_s: float, seed: int) -> list[OnlineCall]:
+        """The calls of the first `duration_s` seconds, by arrival."""
+        rng, t_s = random.Random(1000 + seed), 0.0
+        calls: list[OnlineCall] = []
+        while True:
+            t_s += rng.expovariate(self.rate_at(t_s))
+            if t_s >= duration_s:
+                return calls
+            prompt, output = self.prompt.draw(rng), self.output.draw(rng)
+            calls.append(OnlineCall(t_s, prompt, output, self.system_tokens))
 
 
 class SharedPrompts(Protocol):
@@ -70,11 +117,27 @@ class Calls:
     @classmethod
     def of(cls, calls: Sequence[OnlineCall]) -> Calls:
         """From the calls of a generator, by arrival."""
+        system = np.array([call.num_system_tokens for call in calls], np.int64)
         return cls(
             np.array([call.arrival_at_s for call in calls], np.float64),
-            np.array([call.num_prompt_tokens for call in calls], np.int64),
+            system + np.array([call.num_prompt_tokens for call in calls], np.int64),
             np.array([call.num_output_tokens for call in calls], np.int64),
+            _SystemPrompt(system) if system.any() else None,
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _SystemPrompt:
+    """One text, of which each call has so many tokens before its own."""
+
+    num_tokens: Ints
+
+    @property
+    def block_tokens(self) -> int:
+        return 1
+
+    def of_request(self, index: int) -> Ints:
+        return np.ones(self.num_tokens[index], np.int64)
 
 
 def first_too_long(calls: CallTrace, max_model_len: int) -> int | None:

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.typing import RcKeyType
 
-from batchrun.simulator.virtual.run import Slo
+from batchrun.simulator.records import Slo
 
 ONLINE, OFFLINE = "#c0504d", "#2e7d4f"
 MEMORY = {

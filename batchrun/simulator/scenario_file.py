@@ -1,6 +1,6 @@
-"""What a scenario file says: strict YAML, every problem with file, line and key.
+"""Scenario files: strict YAML in which every problem has file, line and key, and what they mean.
 
-From a scenario file to what is simulated: traces, jobs and profiles are read here.
+The traces, jobs and profiles that they name are read here.
 """
 
 from __future__ import annotations
@@ -19,14 +19,21 @@ from batchrun.estimator.profile import CalibrationProfile, profile_from_json
 from batchrun.jobs.spec import Weight
 from batchrun.pool.prefix_keys import IntArray
 from batchrun.quantities import parse_duration_s
-from batchrun.simulator.cluster import EnginePlan, ModelLaw
-from batchrun.simulator.offline_jobs import JobTerms, OfflineJob, job_of_file, job_of_shape
-from batchrun.simulator.online import Calls, CallTrace, windows_of
+from batchrun.simulator.cluster import EnginePlan
+from batchrun.simulator.offline_jobs import (
+    JobShape,
+    JobTerms,
+    LogNormalTokens,
+    OfflineJob,
+    job_of_file,
+    job_of_shape,
+)
+from batchrun.simulator.online import Calls, CallTrace, OnlineTraffic, windows_of
+from batchrun.simulator.records import Slo
 from batchrun.simulator.simulation import SimulationPlan
 from batchrun.simulator.traces.reading import read_trace
 from batchrun.simulator.virtual.engine import Timing
-from batchrun.simulator.virtual.run import Slo
-from batchrun.simulator.virtual.scenarios import JobShape, LogNormalTokens, OnlineTraffic
+from batchrun.simulator.virtual.laws import ModelLaw
 from batchrun.simulator.virtual.setup import EngineShape
 from batchrun.strict_yaml import read_document, validate_document
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from batchrun.estimator.probes import PROBING_SETTINGS, PromptMaker, make_round
 from batchrun.estimator.profile import CalibrationProfile, calibrate, read_recording
-from batchrun.simulator.virtual.probing import ProbeSource
 from benchmarks.gpu.engine import LoadedModel, Phase
+from benchmarks.probing import ProbeSource
 
 PROBE_LIMIT_S = 20.0
 MAX_ROUNDS = 3

@@ -12,11 +12,12 @@ from engine_pairs import engine_of, online_source, ours, record, until_step
 from batchrun.hints import HINT_VERSION, RowHint, read_hint
 from batchrun.scheduling.policies import Policy
 from batchrun.scheduling.view import EngineView, Plan, RequestView
+from batchrun.simulator.offline_jobs import JobShape
 from batchrun.simulator.virtual.engine import Arrival, TrafficSource, VirtualEngine, begin
-from batchrun.simulator.virtual.feeder import JobFeeder
-from batchrun.simulator.virtual.scenarios import JobShape, Order, draw_job
 from batchrun.simulator.virtual.setup import NONCE
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
+from benchmarks.row_feeds import RowSource
+from benchmarks.scenarios import Order, draw_job
 
 SMALL_JOB_SHAPE = JobShape(8, (300, 1_500), (3, 6), (15, 60), (4, 32))
 
@@ -60,7 +61,7 @@ def planned_tokens(plan: Plan, request: RequestView) -> int:
 @pytest.mark.parametrize("policy", ["bs+e", "bs+e+s", "echo"])
 def test_plans_keep_budget_and_slots_and_everybody_finishes(policy: str) -> None:
     job = draw_job(SMALL_JOB_SHAPE, 2, Order.SHUFFLED)
-    sources: list[TrafficSource] = [online_source(25.0, 2), JobFeeder(job, window=None)]
+    sources: list[TrafficSource] = [online_source(25.0, 2), RowSource(job)]
     shape: dict[str, Any] = {"num_blocks": 260, "token_budget": 256, "max_num_seqs": 12}
     engine = engine_of(ColocatedScheduler, sources, policy=policy, **shape)
     scheduler = ours(engine)
@@ -100,7 +101,7 @@ class FailingPolicy:
 @pytest.mark.parametrize("is_broken", [False, True])
 def test_a_policy_that_raises_leaves_online_work_running(*, is_broken: bool) -> None:
     job = draw_job(SMALL_JOB_SHAPE, 4, Order.SHUFFLED)
-    sources: list[TrafficSource] = [online_source(10.0, 4), JobFeeder(job, window=None)]
+    sources: list[TrafficSource] = [online_source(10.0, 4), RowSource(job)]
     engine = engine_of(ColocatedScheduler, sources, num_blocks=400)
     scheduler = ours(engine)
     assert scheduler.planner.policy is not None

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from batchrun.simulator.offline_jobs import JobTerms, OfflineJob, job_of_shape
+from batchrun.simulator.offline_jobs import JobShape, JobTerms, OfflineJob, job_of_shape
 from batchrun.simulator.online import Calls
 from batchrun.simulator.planner.colocation import (
     alone_s,
@@ -23,7 +23,6 @@ from batchrun.simulator.planner.kinds import parse_kind
 from batchrun.simulator.planner.peak import Promise
 from batchrun.simulator.simulation import SimulationPlan, simulate
 from batchrun.simulator.traces.rates import RateSeries, draw_trace
-from batchrun.simulator.virtual.scenarios import JobShape
 
 PROMISE = Promise(1.0, 0.05)
 SHAPE = JobShape(100, (4_000, 12_000), (2, 18), (15, 60), (4, 16))

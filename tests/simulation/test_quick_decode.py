@@ -9,11 +9,12 @@ from engine_pairs import engine_of, online_source, ours
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from batchrun.simulator.offline_jobs import JobShape
 from batchrun.simulator.virtual.engine import TrafficSource, VirtualEngine
-from batchrun.simulator.virtual.feeder import DAEMON_WINDOW, JobFeeder
 from batchrun.simulator.virtual.quick_decode import QuickDecode, quick
-from batchrun.simulator.virtual.scenarios import JobShape, Order, draw_job
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
+from benchmarks.row_feeds import RowSource
+from benchmarks.scenarios import Order, draw_job
 
 JOB = JobShape(20, (300, 3_000), (3, 8), (15, 60), (4, 32))
 LONG_S = 90.0
@@ -27,7 +28,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def sources(*, has_job: bool) -> list[TrafficSource]:
     online = online_source(LONG_S, 3, num_systems=3)
-    job = JobFeeder(draw_job(JOB, 3, Order.SHUFFLED), window=DAEMON_WINDOW)
+    job = RowSource(draw_job(JOB, 3, Order.SHUFFLED), 256)
     return [online, job] if has_job else [online]
 
 

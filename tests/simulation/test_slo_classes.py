@@ -9,12 +9,13 @@ import pytest
 from engine_pairs import engine_of, ours
 
 from batchrun.hints import HINT_VERSION
+from batchrun.simulator.offline_jobs import JobShape
 from batchrun.simulator.virtual.engine import Arrival, RequestRecord, VirtualEngine
-from batchrun.simulator.virtual.feeder import DAEMON_WINDOW, JobFeeder
-from batchrun.simulator.virtual.scenarios import JobShape, Order, draw_job
 from batchrun.simulator.virtual.setup import NONCE
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 from batchrun.wire import Orders, encode
+from benchmarks.row_feeds import RowSource
+from benchmarks.scenarios import Order, draw_job
 
 JOB_SHAPE = JobShape(250, (3_000, 6_000), (3, 6), (15, 60), (4, 16))
 OUTPUT_TOKENS = 60
@@ -32,7 +33,7 @@ def flex_hint() -> str:
 
 def busy_engine() -> VirtualEngine:
     """An engine that has more offline work than it can do, and has learned how long steps take."""
-    feeder = JobFeeder(draw_job(JOB_SHAPE, 1, Order.GROUPED), window=DAEMON_WINDOW)
+    feeder = RowSource(draw_job(JOB_SHAPE, 1, Order.GROUPED), 256)
     engine = engine_of(ColocatedScheduler, [feeder], num_blocks=4_000, token_budget=2_048)
     engine.run_until(5.0)
     return engine

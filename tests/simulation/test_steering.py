@@ -10,6 +10,7 @@ import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from batchrun.cache.free_queue import TieredFreeQueue
+from batchrun.simulator.offline_jobs import JobShape
 from batchrun.simulator.virtual.engine import (
     Arrival,
     Timing,
@@ -17,19 +18,12 @@ from batchrun.simulator.virtual.engine import (
     VirtualEngine,
     token_id,
 )
-from batchrun.simulator.virtual.feeder import JobFeeder, OnlineSource
 from batchrun.simulator.virtual.laws import A100Law
-from batchrun.simulator.virtual.scenarios import (
-    JobShape,
-    Order,
-    Scenario,
-    a100_8b,
-    draw_calls,
-    draw_job,
-)
 from batchrun.simulator.virtual.setup import NONCE, EngineShape
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 from batchrun.wire import Answer, Orders, Telemetry, encode, read_answer, read_telemetry
+from benchmarks.row_feeds import RowSource, callers
+from benchmarks.scenarios import Order, Scenario, a100_8b, draw_calls, draw_job
 
 JOB_SHAPE = JobShape(12, (300, 2_500), (3, 6), (15, 60), (4, 32))
 SMALL_ENGINE = {"num_blocks": 600, "token_budget": 512, "max_num_seqs": 64}
@@ -42,7 +36,7 @@ class Rig:
         additional = {"batchrun": {"policy": policy}}
         calls = draw_calls(Scenario("online", online_s, a100_8b().online), seed)
         self.job = draw_job(JOB_SHAPE, seed, Order.SHUFFLED)
-        sources: list[TrafficSource] = [OnlineSource(calls, seed), JobFeeder(self.job, window=None)]
+        sources: list[TrafficSource] = [callers(calls, seed), RowSource(self.job)]
         shape = {**SMALL_ENGINE, **shape}
         engine_shape = EngineShape(additional_config=additional, **shape)  # type: ignore[arg-type]
         # Empty steps are many here; a millisecond each, as in vLLM, would take long to simulate.

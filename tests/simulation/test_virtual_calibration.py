@@ -16,18 +16,19 @@ from batchrun.estimator.step_time import EchoBaseModel, RooflineModel
 from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.scenario_file import calibrated
 from batchrun.simulator.virtual.engine import Timing, VirtualEngine
-from batchrun.simulator.virtual.laws import A100Law, NoisyLaw, PoolingLaw, StepLaw
-from batchrun.simulator.virtual.probing import record_probes
+from batchrun.simulator.virtual.laws import A100Law, StepLaw
 from batchrun.simulator.virtual.setup import EngineShape
 from batchrun.vllm_plugin import estimates as calibration
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
+from benchmarks.laws import NoisyLaw, PoolingLaw
+from benchmarks.probing import record_probes
 
 SHAPE = EngineShape(num_blocks=1200, token_budget=1024, max_num_seqs=16, max_model_len=4096)
 
 
 def record(law: StepLaw, folder: Path, num_rounds: int = 1) -> Recording:
     path = folder / "steps"
-    return record_probes(ColocatedScheduler, SHAPE, law, path, num_rounds=num_rounds)
+    return record_probes(SHAPE, law, path, num_rounds=num_rounds)
 
 
 @pytest.fixture(scope="module")
@@ -158,9 +159,7 @@ def test_a_record_is_bounded_and_its_owners_alone(
 @pytest.fixture
 def profile_without_steps_ahead(tmp_path: Path) -> CalibrationProfile:
     timing = Timing(1, planning_s=0.0005, request_s=2e-5)
-    probed = record_probes(
-        ColocatedScheduler, SHAPE, A100Law(), tmp_path / "steps", num_rounds=1, timing=timing
-    )
+    probed = record_probes(SHAPE, A100Law(), tmp_path / "steps", num_rounds=1, timing=timing)
     return calibrate(probed, measured_at=1.0)
 
 

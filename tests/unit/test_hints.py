@@ -9,7 +9,7 @@ import pytest
 from job_builders import make_active_job
 from msgspec import UNSET
 
-from batchrun.daemon.assigning import Hinter
+from batchrun.daemon.assigning import URGENT_LEAD, Hinter
 from batchrun.hints import (
     MAX_HINT_CHARS,
     FlexHint,
@@ -23,9 +23,10 @@ from batchrun.hints import (
 )
 from batchrun.server.gateway.bodies import read_call_body
 from batchrun.server.gateway.upstreams import Upstream
-from batchrun.simulator.virtual.feeder import JobFeeder
-from batchrun.simulator.virtual.scenarios import JobShape, Order, draw_job
+from batchrun.simulator.offline_jobs import JobShape
 from batchrun.vllm_plugin import self_test
+from benchmarks.row_feeds import daemon_of, drawn_job
+from benchmarks.scenarios import Order, draw_job
 
 CHAT = "/v1/chat/completions"
 
@@ -91,13 +92,17 @@ def test_the_gateway_sends_bounds_and_the_flex_tier(
 
 
 def test_a_virtual_daemon_sends_what_the_daemon_sends() -> None:
-    job = draw_job(JobShape(1, (64, 64), questions=(2, 2)), 4, Order.GROUPED)
+    job = drawn_job(draw_job(JobShape(1, (64, 64), questions=(2, 2)), 4, Order.GROUPED))
 
-    first, last = (arrival.hint for arrival in JobFeeder(job, window=None).take_due(0.0))
+    first, last = (row.hint for row in daemon_of([job]).ports[0].take_due(0.0))
 
-    start = '{"v":1,"nonce":"virtual-engine","epoch":1,"job":"job","row":'
-    assert first == start + '0,"class":"offline","rank":0,"nodes":[[1,1,1]],"output":128}'
-    assert last == start + '1,"class":"offline","rank":1,"nodes":[[1,0,1]],"output":128}'
+    start = '{"v":1,"nonce":"virtual-engine","epoch":1,"job":"job-0","row":'
+    rank = URGENT_LEAD
+    nodes, last_nodes = f"[[0,1,{rank + 1}]]", f"[[0,0,{rank + 1}]]"
+    assert first == start + f'0,"class":"offline","rank":{rank},"nodes":{nodes},"output":128}}'
+    assert last == start + (
+        f'1,"class":"offline","rank":{rank + 1},"nodes":{last_nodes},"output":128}}'
+    )
 
 
 def test_the_self_test_sends_a_row() -> None:

@@ -27,9 +27,9 @@ from batchrun.simulator.online import Calls
 from batchrun.simulator.planner.fleet import Fleet, context_tokens
 from batchrun.simulator.planner.kinds import EngineKind
 from batchrun.simulator.planner.peak import Promise
+from batchrun.simulator.records import Slo
 from batchrun.simulator.simulation import JobFigures, Simulated, SimulationPlan, simulate
 from batchrun.simulator.traces.trace import Trace, Window, stratified_windows
-from batchrun.simulator.virtual.run import Slo
 from batchrun.types import ProgressSink
 
 Floats = NDArray[np.float64]

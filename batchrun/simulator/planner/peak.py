@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from batchrun.simulator.cluster import STOCK_POLICY, EnginePlan
+from batchrun.simulator.records import Slo
 from batchrun.simulator.simulation import SimulationPlan, simulate
 from batchrun.simulator.traces.trace import Trace, Window, find_peak
-from batchrun.simulator.virtual.run import Slo
 from batchrun.types import ProgressSink
 
 DEFAULT_TARGET = 0.99

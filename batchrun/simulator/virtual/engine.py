@@ -4,10 +4,6 @@ As `EngineCore.step_with_batch_queue` with two steps in flight (vLLM 0.32): arri
 step N+1 is scheduled while step N runs, then the loop waits for the end of N and processes its
 output. An arrival during N therefore enters step N+2. One step in flight is `EngineCore.step`.
 Steps run one after the other; the same inputs give the same run to the last token.
-
-One request of the virtual engine: what arrives, what becomes of it, and vLLM's form of it.
-
-Running sums over the steps of a virtual engine.
 """
 
 from __future__ import annotations
@@ -173,7 +169,6 @@ class StepTotals:
     `online_share_sum` adds, per step, the share of its time that its online tokens cost: by the
     law without noise, [T(step) - T(step without them)] / T(step); 1 when nothing else ran.
     Under Eq. 7 it can be negative: short online decodes lower the mean context of the batch.
-    `planning_wall_s` is the measured time of each `schedule()`.
     """
 
     num_steps: int = 0
@@ -182,7 +177,6 @@ class StepTotals:
     online_share_sum: float = 0.0
     num_online_computed_tokens: int = 0
     num_offline_computed_tokens: int = 0
-    planning_wall_s: list[float] = field(default_factory=list)
 
     def charge(self, law: StepLaw, online: list[StepItem], offline: list[StepItem]) -> float:
         """Count one step and return its duration in seconds."""
@@ -366,8 +360,6 @@ class VirtualEngine:
             return False
         for new in output.scheduled_new_reqs:
             self._admit(self.records[new.req_id], new.num_computed_tokens)
-        if not self._forgets_ended:
-            self.totals.planning_wall_s.append(wall_s)
         result, duration_s = self._execute(output, start_s)
         self._worker_free_at_s = start_s + duration_s
         self._in_flight.append(_Launched(output, result, self._worker_free_at_s))
