@@ -98,7 +98,7 @@ def test_a_virtual_daemon_sends_what_the_daemon_sends() -> None:
 
     start = '{"v":1,"nonce":"virtual-engine","epoch":1,"job":"job-0","row":'
     rank = URGENT_LEAD
-    nodes, last_nodes = f"[[0,1,{rank + 1}]]", f"[[0,0,{rank + 1}]]"
+    nodes, last_nodes = f"[[0,0,{rank}]]", f"[[0,0,{rank + 1}]]"
     assert first == start + f'0,"class":"offline","rank":{rank},"nodes":{nodes},"output":128}}'
     assert last == start + (
         f'1,"class":"offline","rank":{rank + 1},"nodes":{last_nodes},"output":128}}'

@@ -186,12 +186,12 @@ def test_jobs_share_the_computed_tokens_to_within_a_turn() -> None:
     )
 
 
-def test_hints_name_every_prefix_node_with_the_rows_to_come() -> None:
+def test_hints_name_every_prefix_node_and_rows_that_go_out_together_are_not_to_come() -> None:
     hints = hints_of([ShapedJob("tree", TREE).draw(0, Order.GROUPED)])
     root = [hint.nodes[0].num_rows_to_come for hint in hints if len(hint.nodes) == 2]
 
     assert sorted(len(hint.nodes) for hint in hints) == [0, 2, 2, 2, 2]
-    assert root == [3, 2, 1, 0]
+    assert root == [0, 0, 0, 0]
     assert [hint.rank - hints[0].rank for hint in hints] == [0, 1, 2, 3, 4]
 
 
@@ -202,7 +202,7 @@ def test_hints_of_jobs_that_run_together_count_apart() -> None:
     assert {hint.job for hint in hints} == {"job-0", "job-1"}
     for name in ("job-0", "job-1"):
         root = [h.nodes[0].num_rows_to_come for h in hints if h.job == name and h.nodes]
-        assert root == [3, 2, 1, 0]
+        assert root == [0, 0, 0, 0]
 
 
 def test_the_tables_have_the_rows_of_the_data_sets() -> None:
