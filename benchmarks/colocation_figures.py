@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from batchrun.simulator.replay.client import OnlineResult, summarize
+from batchrun.simulator.replay import OnlineResult
+from benchmarks.replay import summarize
 
 Figures = dict[str, object]
 

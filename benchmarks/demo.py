@@ -20,16 +20,10 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from batchrun.simulator.replay.client import (
-    ReplayTarget,
-    TokenRange,
-    TraceShape,
-    generate_trace,
-    replay,
-    summarize,
-)
+from batchrun.simulator.replay import ReplayTarget, TokenRange, replay
 from benchmarks.ports import free_port
 from benchmarks.records import write_records
+from benchmarks.replay import TraceShape, generate_trace, summarize
 
 FOLDER = Path("demo")
 JOB_FILE = Path("jobs/loogle.yaml")

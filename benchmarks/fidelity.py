@@ -28,7 +28,7 @@ import numpy as np
 from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.offline_jobs import JobTerms, job_of_file
 from batchrun.simulator.online import Calls
-from batchrun.simulator.replay.client import Arrival
+from batchrun.simulator.replay import Arrival
 from batchrun.simulator.scenario_file import calibrated
 from batchrun.simulator.simulation import Simulated, SimulationPlan, simulate
 from batchrun.simulator.virtual.engine import Timing

@@ -9,7 +9,7 @@ import psutil
 
 from batchrun.samples.generators import TextSource
 from batchrun.simulator.cluster import FrontEndTimes
-from batchrun.simulator.replay.client import Arrival, ReplayTarget, replay
+from batchrun.simulator.replay import Arrival, ReplayTarget, replay
 
 NUM_CALLS = 40
 TOKENS_SHORT, TOKENS_LONG = 20, 3_000

@@ -16,7 +16,7 @@ from typing import Any
 from batchrun.estimator.profile import CalibrationProfile, profile_from_json
 from batchrun.jobs.prompts.tokens import read_prompts
 from batchrun.simulator.cluster import FrontEndTimes
-from batchrun.simulator.replay.client import OnlineResult, ReplayTarget, percentile, replay
+from batchrun.simulator.replay import OnlineResult, ReplayTarget, percentile, replay
 from batchrun.simulator.virtual.run import Slo
 from benchmarks.cpu_shares import CpuShares, find_process
 from benchmarks.fidelity_front_end import measure_front_end

@@ -12,7 +12,7 @@ from conftest import FakeEngineFactory
 
 from batchrun.engine.client import EngineClient
 from batchrun.errors import EngineError
-from batchrun.simulator.replay.client import OnlineResult
+from batchrun.simulator.replay import OnlineResult
 from batchrun.store.database import open_store
 from benchmarks.colocation_figures import Promise, keeps_deadlines, online_figures
 from benchmarks.cpu_colocation import Session

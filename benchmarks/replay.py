@@ -1,29 +1,123 @@
-"""`python -m batchrun.simulator.replay --base-url http://127.0.0.1:8000/v1 --model MODEL`."""
+"""Online traffic to measure with: a bursty or a recorded trace, sent to any OpenAI chat endpoint.
+
+python -m benchmarks.replay --base-url http://127.0.0.1:8000/v1 --model MODEL
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import json
+import math
+import random
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from batchrun.errors import BatchrunError, ConfigError
-from batchrun.simulator.replay.client import (
+from batchrun.simulator.replay import (
+    CHAT_ANSWER,
+    CHAT_PROMPT,
     Arrival,
     OnlineResult,
     ReplayTarget,
-    Summary,
-    TraceShape,
-    arrivals_of,
-    generate_trace,
+    TokenRange,
+    make_prompt,
+    percentile,
     replay,
-    summarize,
 )
 from batchrun.simulator.traces.reading import Drawing, read_trace
-from batchrun.simulator.traces.trace import scale_lengths, scale_rate
+from batchrun.simulator.traces.trace import Trace, scale_lengths, scale_rate
+
+Summary = dict[str, float | int | None]
+
+
+def summarize(results: Sequence[OnlineResult], *, slo_ttft_s: float, slo_tpot_s: float) -> Summary:
+    """Percentiles and the shares of ALL arrived calls that met the bounds.
+
+    A call without a first token counts as an endless TTFT; a percentile that falls on one is
+    None. Shares are None when no call arrived.
+    """
+    ttfts_s = [math.inf if r.ttft_s is None else r.ttft_s for r in results]
+    tpots_s = [r.tpot_s for r in results if r.tpot_s is not None]
+    itls_s = [gap_s for r in results for gap_s in r.itl_s]
+    ttft_met = [r.ttft_s is not None and r.ttft_s <= slo_ttft_s for r in results]
+    tpot_met = [r.error is None and (r.tpot_s is None or r.tpot_s <= slo_tpot_s) for r in results]
+    num_answered = sum(r.error is None for r in results)
+    return {
+        "arrived": len(results),
+        "answered": num_answered,
+        "failed": len(results) - num_answered,
+        "ttft_p50_s": percentile(ttfts_s, 0.50),
+        "ttft_p99_s": percentile(ttfts_s, 0.99),
+        "tpot_p50_s": percentile(tpots_s, 0.50),
+        "tpot_p99_s": percentile(tpots_s, 0.99),
+        "itl_p50_s": percentile(itls_s, 0.50),
+        "itl_p99_s": percentile(itls_s, 0.99),
+        "slo_ttft": _share(ttft_met),
+        "slo_tpot": _share(tpot_met),
+        "slo_attainment": _share([a and b for a, b in zip(ttft_met, tpot_met, strict=True)]),
+    }
+
+
+def _share(met: Sequence[bool]) -> float | None:
+    return sum(met) / len(met) if met else None
+
+
+@dataclass(frozen=True, slots=True)
+class TraceShape:
+    """Poisson arrivals at `rate_per_s`, times `burst_factor` in the first `burst_length_s` of
+    every `burst_period_s`.
+
+    Prompt lengths are aimed at with one common word per token; a tokenizer may count more.
+    """
+
+    duration_s: float
+    rate_per_s: float
+    burst_factor: float = 4.0
+    burst_period_s: float = 30.0
+    burst_length_s: float = 5.0
+    prompt: TokenRange = CHAT_PROMPT
+    output: TokenRange = CHAT_ANSWER
+
+    def rate_at(self, at_s: float) -> float:
+        """Arrivals per second at an instant of the trace."""
+        is_burst = at_s % self.burst_period_s < self.burst_length_s
+        return self.rate_per_s * (self.burst_factor if is_burst else 1.0)
+
+
+def generate_trace(shape: TraceShape, *, seed: int) -> list[Arrival]:
+    """The arrivals of `shape` in order of time; the same seed gives the same trace."""
+    rng = random.Random(seed)
+    top_rate_per_s = shape.rate_per_s * max(1.0, shape.burst_factor)
+    arrivals: list[Arrival] = []
+    at_s = 0.0
+    while top_rate_per_s > 0:
+        at_s += rng.expovariate(top_rate_per_s)
+        if at_s >= shape.duration_s:
+            break
+        # Thinning: candidates come at the highest rate, each is kept with its instant's share.
+        if rng.random() * top_rate_per_s < shape.rate_at(at_s):
+            num_words = shape.prompt.draw(rng)
+            max_tokens = shape.output.draw(rng)
+            arrivals.append(Arrival(at_s, make_prompt(num_words, rng=rng), max_tokens))
+    return arrivals
+
+
+def arrivals_of(trace: Trace, *, seed: int) -> list[Arrival]:
+    """The calls of a trace; prompts share nothing, whatever its prefix blocks say."""
+    rng = random.Random(seed)
+    calls = zip(
+        trace.arrival_s.tolist(),
+        trace.num_prompt_tokens.tolist(),
+        trace.num_output_tokens.tolist(),
+        strict=True,
+    )
+    return [
+        Arrival(at_s, make_prompt(num_words, rng=rng), max_tokens)
+        for at_s, num_words, max_tokens in calls
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,23 +137,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.json is not None:
             _write_json(options.json, summary, results)
     except BatchrunError as error:
-        sys.stderr.write(f"batchrun replay: {error}\n")
+        sys.stderr.write(f"replay: {error}\n")
         return error.exit_code
     except KeyboardInterrupt:
-        sys.stderr.write("batchrun replay: interrupted\n")
+        sys.stderr.write("replay: interrupted\n")
         return 130
     sys.stdout.write(table(summary))
     if not summary["answered"]:
         reason = results[0].error if results else "the trace is empty"
-        sys.stderr.write(f"batchrun replay: no call was answered; the first: {reason}\n")
+        sys.stderr.write(f"replay: no call was answered; the first: {reason}\n")
         return 4
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m batchrun.simulator.replay", description=__doc__
-    )
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--base-url", required=True, help="the endpoint's address, ending in /v1")
     add("--model", required=True)

@@ -1,11 +1,4 @@
-"""Send a trace to an OpenAI chat endpoint, each call at its time whatever became of the others.
-
-What came of online calls, and the figures made of it.
-
-Arrivals of online calls, made from a seed: Poisson with bursts, log-normal lengths.
-
-Arrivals from a recorded trace: real times and lengths, made-up text.
-"""
+"""Chat calls sent to an OpenAI endpoint, each at its time whatever became of the others."""
 
 from __future__ import annotations
 
@@ -19,83 +12,6 @@ from itertools import pairwise
 from typing import Any
 
 import aiohttp
-
-from batchrun.simulator.traces.trace import Trace
-
-
-@dataclass(frozen=True, slots=True)
-class OnlineResult:
-    """One call. Instants are seconds from the trace's start, durations from the planned arrival.
-
-    `ttft_s` is None when no token came; `e2e_s` and the counts cover what came before an `error`.
-    """
-
-    arrived_at_s: float
-    ttft_s: float | None
-    e2e_s: float
-    itl_s: tuple[float, ...]
-    num_output_tokens: int
-    error: str | None = None
-
-    @property
-    def tpot_s(self) -> float | None:
-        """(end-to-end - TTFT) / (output tokens - 1); None under two tokens or after an error."""
-        if self.error is not None or self.ttft_s is None or self.num_output_tokens < 2:
-            return None
-        return (self.e2e_s - self.ttft_s) / (self.num_output_tokens - 1)
-
-    def meets_ttft(self, bound_s: float) -> bool:
-        """Whether the first token came within the bound."""
-        return self.ttft_s is not None and self.ttft_s <= bound_s
-
-    def meets_tpot(self, bound_s: float) -> bool:
-        """Whether the call was answered and its mean gap held; one token has no gap to miss."""
-        return self.error is None and (self.tpot_s is None or self.tpot_s <= bound_s)
-
-
-Summary = dict[str, float | int | None]
-
-
-def summarize(results: Sequence[OnlineResult], *, slo_ttft_s: float, slo_tpot_s: float) -> Summary:
-    """Percentiles and the shares of ALL arrived calls that met the bounds.
-
-    A call without a first token counts as an endless TTFT; a percentile that falls on one is
-    None. Shares are None when no call arrived.
-    """
-    ttfts_s = [math.inf if r.ttft_s is None else r.ttft_s for r in results]
-    tpots_s = [r.tpot_s for r in results if r.tpot_s is not None]
-    itls_s = [gap_s for r in results for gap_s in r.itl_s]
-    ttft_met = [r.meets_ttft(slo_ttft_s) for r in results]
-    tpot_met = [r.meets_tpot(slo_tpot_s) for r in results]
-    num_answered = sum(r.error is None for r in results)
-    return {
-        "arrived": len(results),
-        "answered": num_answered,
-        "failed": len(results) - num_answered,
-        "ttft_p50_s": percentile(ttfts_s, 0.50),
-        "ttft_p99_s": percentile(ttfts_s, 0.99),
-        "tpot_p50_s": percentile(tpots_s, 0.50),
-        "tpot_p99_s": percentile(tpots_s, 0.99),
-        "itl_p50_s": percentile(itls_s, 0.50),
-        "itl_p99_s": percentile(itls_s, 0.99),
-        "slo_ttft": _share(ttft_met),
-        "slo_tpot": _share(tpot_met),
-        "slo_attainment": _share([a and b for a, b in zip(ttft_met, tpot_met, strict=True)]),
-    }
-
-
-def percentile(values: Sequence[float], share: float) -> float | None:
-    """The smallest value that at least `share` of the values do not exceed (nearest rank)."""
-    if not values:
-        return None
-    rank = max(1, math.ceil(share * len(values)))
-    value = sorted(values)[rank - 1]
-    return None if math.isinf(value) else value
-
-
-def _share(met: Sequence[bool]) -> float | None:
-    return sum(met) / len(met) if met else None
-
 
 _COMMON = """
 a about after all also and any are as at back be because but by can come could day do even
@@ -134,49 +50,44 @@ class TokenRange:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class TraceShape:
-    """Poisson arrivals at `rate_per_s`, times `burst_factor` in the first `burst_length_s` of
-    every `burst_period_s`.
-
-    Prompt lengths are aimed at with one common word per token; a tokenizer may count more.
-    """
-
-    duration_s: float
-    rate_per_s: float
-    burst_factor: float = 4.0
-    burst_period_s: float = 30.0
-    burst_length_s: float = 5.0
-    prompt: TokenRange = TokenRange(mu=4.0, sigma=0.8, min_tokens=8, max_tokens=400)
-    output: TokenRange = TokenRange(mu=3.0, sigma=0.6, min_tokens=4, max_tokens=100)
-
-    def rate_at(self, at_s: float) -> float:
-        """Arrivals per second at an instant of the trace."""
-        is_burst = at_s % self.burst_period_s < self.burst_length_s
-        return self.rate_per_s * (self.burst_factor if is_burst else 1.0)
-
-
-def generate_trace(shape: TraceShape, *, seed: int) -> list[Arrival]:
-    """The arrivals of `shape` in order of time; the same seed gives the same trace."""
-    rng = random.Random(seed)
-    top_rate_per_s = shape.rate_per_s * max(1.0, shape.burst_factor)
-    arrivals: list[Arrival] = []
-    at_s = 0.0
-    while top_rate_per_s > 0:
-        at_s += rng.expovariate(top_rate_per_s)
-        if at_s >= shape.duration_s:
-            break
-        # Thinning: candidates come at the highest rate, each is kept with its instant's share.
-        if rng.random() * top_rate_per_s < shape.rate_at(at_s):
-            num_words = shape.prompt.draw(rng)
-            max_tokens = shape.output.draw(rng)
-            arrivals.append(Arrival(at_s, make_prompt(num_words, rng=rng), max_tokens))
-    return arrivals
+CHAT_PROMPT = TokenRange(mu=4.0, sigma=0.8, min_tokens=8, max_tokens=400)
+CHAT_ANSWER = TokenRange(mu=3.0, sigma=0.6, min_tokens=4, max_tokens=100)
 
 
 def make_prompt(num_words: int, *, rng: random.Random) -> str:
     """Text of common words; no two prompts share more than a few leading words."""
     return " ".join(rng.choices(WORDS, k=num_words))
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineResult:
+    """One call. Instants are seconds from the trace's start, durations from the planned arrival.
+
+    `ttft_s` is None when no token came; `e2e_s` and the counts cover what came before an `error`.
+    """
+
+    arrived_at_s: float
+    ttft_s: float | None
+    e2e_s: float
+    itl_s: tuple[float, ...]
+    num_output_tokens: int
+    error: str | None = None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """(end-to-end - TTFT) / (output tokens - 1); None under two tokens or after an error."""
+        if self.error is not None or self.ttft_s is None or self.num_output_tokens < 2:
+            return None
+        return (self.e2e_s - self.ttft_s) / (self.num_output_tokens - 1)
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """The smallest value that at least `share` of the values do not exceed (nearest rank)."""
+    if not values:
+        return None
+    rank = max(1, math.ceil(share * len(values)))
+    value = sorted(values)[rank - 1]
+    return None if math.isinf(value) else value
 
 
 MAX_LINE_BYTES = 2**20
@@ -299,18 +210,3 @@ def _carries_token(choice: Mapping[str, Any]) -> bool:
     if delta.get("role") is None and "content" in delta:
         return True
     return any(delta.get(key) for key in _TEXT_KEYS)
-
-
-def arrivals_of(trace: Trace, *, seed: int) -> list[Arrival]:
-    """The calls of a trace; prompts share nothing, whatever its prefix blocks say."""
-    rng = random.Random(seed)
-    calls = zip(
-        trace.arrival_s.tolist(),
-        trace.num_prompt_tokens.tolist(),
-        trace.num_output_tokens.tolist(),
-        strict=True,
-    )
-    return [
-        Arrival(at_s, make_prompt(num_words, rng=rng), max_tokens)
-        for at_s, num_words, max_tokens in calls
-    ]
