@@ -15,7 +15,7 @@ from benchmarks.ablation_configs import (
     cell_name,
     grid,
 )
-from benchmarks.bars import Bar
+from benchmarks.records import Bar
 from benchmarks.stock_baseline import GROUPED_BUDGETS, ONLINE_BUDGETS, SHUFFLED_BUDGET
 
 Means = Mapping[str, Mapping[str, float]]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from benchmarks.bars import Bar
+from benchmarks.records import Bar
 
 Window = Mapping[str, object]
 

@@ -21,7 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.bars import Bar
 from benchmarks.crash_engine_faults import ENGINE_FAULTS
 from benchmarks.crash_job_faults import JOB_FAULTS
 from benchmarks.crash_kills import KillEpisode
@@ -30,7 +29,7 @@ from benchmarks.crash_rig import FAILURES
 from benchmarks.crash_store_faults import STORE_FAULTS
 from benchmarks.crash_trial import Fault, SkippedFaultError
 from benchmarks.crash_vllm import TARGETS, VllmEpisode
-from benchmarks.records import write_records
+from benchmarks.records import Bar, write_records
 
 FAULTS = (*STORE_FAULTS, *ENGINE_FAULTS, *JOB_FAULTS)
 PARTS = ("kills", "vllm", "faults")

@@ -26,9 +26,8 @@ import pyarrow.parquet as pq
 
 from batchrun.cli.client import DaemonClient
 from batchrun.home import Home
-from benchmarks.bars import Bar
 from benchmarks.ports import free_port
-from benchmarks.records import write_records
+from benchmarks.records import Bar, write_records
 
 ROWS_PER_S = 2_000
 WINDOW_ROWS = 256

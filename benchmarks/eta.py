@@ -19,9 +19,8 @@ import numpy as np
 from batchrun.simulator.cluster import EnginePlan, Engines
 from batchrun.simulator.feeding import RowFeed
 from batchrun.simulator.online import OnlineRouter
-from benchmarks.bars import Bar
 from benchmarks.eta_loads import LONGEST_S, EtaTrial, draw_trial
-from benchmarks.records import write_records
+from benchmarks.records import Bar, write_records
 
 ASK_EVERY_S = 10.0
 LEAST_COVERAGE, MOST_WIDTH = 0.85, 0.4

@@ -20,7 +20,6 @@ from pathlib import Path
 from statistics import fmean
 
 from batchrun.pool.deadlines import DEFAULT_MARGINS, Margins
-from benchmarks.bars import Bar
 from benchmarks.fair_share_trials import (
     FEASIBLE,
     INFEASIBLE,
@@ -33,7 +32,7 @@ from benchmarks.fair_share_trials import (
     several_trial,
     urgent_run,
 )
-from benchmarks.records import write_records
+from benchmarks.records import Bar, write_records
 
 NUM_RUNS = 12
 TIGHT = (0.6, 0.8)

@@ -33,7 +33,6 @@ from batchrun.simulator.scenario_file import calibrated
 from batchrun.simulator.simulation import Simulated, SimulationPlan, simulate
 from batchrun.simulator.virtual.engine import Timing
 from batchrun.simulator.virtual.setup import EngineShape
-from benchmarks.bars import Bar
 from benchmarks.fidelity_jobs import PROBE, WORKLOADS, Workload
 from benchmarks.fidelity_real import (
     FOLDER,
@@ -50,7 +49,7 @@ from benchmarks.fidelity_real import (
     read_calibrated,
     run_for_real,
 )
-from benchmarks.records import write_records
+from benchmarks.records import Bar, write_records
 
 BARS = {
     "offline_tokens_per_s": 0.10,

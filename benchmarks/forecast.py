@@ -19,9 +19,8 @@ from batchrun.simulator.traces.rates import splice_day
 from batchrun.simulator.traces.reading import Drawing, read_trace
 from batchrun.simulator.traces.trace import Trace, scale_rate
 from batchrun.simulator.virtual.scenarios import draw_calls, kv_pressure_tide
-from benchmarks.bars import Bar
 from benchmarks.kv_demand import Ints, Occupancy
-from benchmarks.records import write_records
+from benchmarks.records import Bar, write_records
 
 DATA = Path(__file__).parents[2] / "shared" / "datasets"
 AZURE = "azure_llm_2023/AzureLLMInferenceTrace_conv.csv.gz"

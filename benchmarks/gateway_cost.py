@@ -23,7 +23,6 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.bars import Bar
 from benchmarks.gateway_engine import measure_on_engine
 from benchmarks.gateway_phases import (
     Record,
@@ -36,7 +35,7 @@ from benchmarks.gateway_phases import (
 )
 from benchmarks.gateway_rig import GatewayRig, Window
 from benchmarks.paced_client import GATEWAY_STREAMS, Floats, load
-from benchmarks.records import describe, in_own_process, write_records
+from benchmarks.records import Bar, describe, in_own_process, write_records
 
 FULL_ROWS = 1_000_000
 IDLE_S = 30.0

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
 
-from benchmarks.bars import Bar
 from benchmarks.hit_cases import SHIPPED, Record
 from benchmarks.orders import BASELINES, OURS
+from benchmarks.records import Bar
 
 ALONE_BAR, ONLINE_BAR = 0.97, 0.95
 """Shares of the optimum."""

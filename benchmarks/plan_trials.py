@@ -36,8 +36,7 @@ from batchrun.simulator.planner.peak import Promise, peak_load
 from batchrun.simulator.traces.trace import Trace
 from batchrun.simulator.virtual.engine import Arrival, RequestRecord, VirtualEngine
 from batchrun.simulator.virtual.setup import stock_scheduler
-from benchmarks.bars import Bar
-from benchmarks.records import Record, write_records
+from benchmarks.records import Bar, Record, write_records
 
 RESULTS = Path(__file__).parent / "results" / "plan-trials.json"
 MOST_ENGINES, MOST_HELD = 9, 7

@@ -27,8 +27,7 @@ from batchrun.pool.prefix_keys import ChainBuilder
 from batchrun.pool.radix_tree import add_rows, find_prefix_nodes, order_by_prefix
 from batchrun.pool.row_queue import RowQueue
 from batchrun.pool.window import TICK_S, Window
-from benchmarks.bars import Bar
-from benchmarks.records import describe, in_own_process, write_records
+from benchmarks.records import Bar, describe, in_own_process, write_records
 
 Record = dict[str, object]
 Result = TypeVar("Result")

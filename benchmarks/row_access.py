@@ -31,8 +31,7 @@ from batchrun.jobs.inputs.spool import PlannedRows
 from batchrun.jobs.spec import InputSpec
 from batchrun.pool.prefix_keys import IntArray
 from batchrun.samples.prose import sentence
-from benchmarks.bars import Bar
-from benchmarks.records import describe, in_own_process, write_records
+from benchmarks.records import Bar, describe, in_own_process, write_records
 
 Record = dict[str, object]
 Read = Callable[[Sequence[int]], object]

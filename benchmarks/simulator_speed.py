@@ -32,8 +32,7 @@ from batchrun.simulator.virtual.scenarios import (
     a100_8b,
     draw_calls,
 )
-from benchmarks.bars import Bar
-from benchmarks.records import write_records
+from benchmarks.records import Bar, write_records
 
 DAY_S = 86_400.0
 HOURS = 24

@@ -27,11 +27,10 @@ import psutil
 from batchrun.cli.client import DaemonClient
 from batchrun.errors import BatchrunError
 from batchrun.types import JobState
-from benchmarks.bars import Bar
 from benchmarks.crash_account import check_home, check_leftovers, check_output, read_output, select
 from benchmarks.crash_rig import FAILURES, MODEL, CrashRig, wait_until
 from benchmarks.crash_watch import StatusWatcher
-from benchmarks.records import write_records
+from benchmarks.records import Bar, write_records
 
 RULES = (
     {"match": {"every": 37}, "action": {"garbage": True}},

@@ -36,8 +36,7 @@ from batchrun.store.database import Store, open_store, open_to_read
 from batchrun.store.jobs import JobRecord
 from batchrun.store.upkeep import write_snapshot
 from batchrun.types import JobState
-from benchmarks.bars import Bar
-from benchmarks.records import describe, in_own_process, write_records
+from benchmarks.records import Bar, describe, in_own_process, write_records
 from benchmarks.store_workload import Workload, outcomes, write_workload
 
 Record = dict[str, object]
