@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 from batchrun.errors import EngineError
 from batchrun.simulator.replay import OnlineResult, ReplayTarget, TokenRange, replay
-from benchmarks.colocation_figures import Figures, Promise, online_figures
-from benchmarks.cpu_colocation_feeder import Feeder
-from benchmarks.cpu_colocation_job import RowStream
+from benchmarks.cpu_colocation_job import Feeder, RowStream
 from benchmarks.cpu_colocation_servers import MODEL, Server, Usage, off_worker_core
+from benchmarks.gpu.record import Figures, Promise, online_figures
 from benchmarks.replay import TraceShape, generate_trace, summarize
 
 CALL_LIMIT_S = 20.0

@@ -23,9 +23,10 @@ from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.submit import prepare_job
 from batchrun.store import jobs, results
 from batchrun.store.database import open_store
+from benchmarks.deployment import answer_of
 from benchmarks.gateway_rig import GatewayRig, Window
-from benchmarks.paced_upstream import CHAT, MODEL
-from benchmarks.store_workload import outcomes, write_workload
+from benchmarks.paced import CHAT, MODEL
+from benchmarks.store import outcomes, write_workload
 
 Record = dict[str, object]
 
@@ -89,7 +90,7 @@ def submit(rig: GatewayRig) -> Iterator[tuple[Window, Record]]:
 def transfer_and_validate(rig: GatewayRig) -> Iterator[tuple[Window, Record]]:
     """200 MiB and 50,000 lines up, validated several times, and down again."""
     lines = _lines()
-    memory = _PeakMemory(rig.daemon_pid())
+    memory = _PeakMemory(rig.daemon_pid)
     up, validation, down = Window("upload"), Window("validate"), Window("download")
     with rig.watched(up):
         file_id, digest = _upload(rig.port, lines)
@@ -115,11 +116,11 @@ def export(rig: GatewayRig, job_id: str) -> Iterator[tuple[Window, Record]]:
     window = Window("export")
     rig.batchrun("resume", job_id)
     rig.wait_for_job(job_id, "finalizing")
-    with rig.watched(window), rig.start_batchrun("results", job_id, "-o", "copy.parquet") as copy:
+    with rig.watched(window), rig.start("results", job_id, "-o", "copy.parquet") as copy:
         began_s = time.monotonic()
         rig.wait_for_job(job_id, "completed")
         daemon_s = time.monotonic() - began_s
-        rig.answer_of(copy)
+        answer_of(copy)
         command_s = time.monotonic() - began_s
     num_rows = pq.read_metadata(rig.folder / "out.parquet").num_rows
     assert pq.read_metadata(rig.folder / "copy.parquet").num_rows == num_rows
@@ -128,7 +129,7 @@ def export(rig: GatewayRig, job_id: str) -> Iterator[tuple[Window, Record]]:
 
 def kill_daemon(rig: GatewayRig) -> float:
     """`kill -9` of the daemon; the instant, of CLOCK_MONOTONIC."""
-    os.kill(rig.daemon_pid(), signal.SIGKILL)
+    os.kill(rig.daemon_pid, signal.SIGKILL)
     killed_s = time.monotonic()
     time.sleep(SETTLE_S)
     return killed_s

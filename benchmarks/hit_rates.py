@@ -15,11 +15,241 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
-from benchmarks.hit_cases import Record, cases, measure
-from benchmarks.hit_tables import bars, tables
-from benchmarks.records import write_records
+from batchrun.daemon.engine_link import RENEW_S
+from batchrun.simulator.virtual.engine import RequestRecord, TrafficSource, VirtualEngine
+from batchrun.simulator.virtual.feeder import DAEMON_WINDOW, JobFeeder, OnlineSource
+from batchrun.simulator.virtual.laws import A100Law, StepLaw
+from batchrun.simulator.virtual.run import Slo, WarmUp, observe, summarize
+from batchrun.simulator.virtual.scenarios import Job, Order, a100_8b, draw_calls, draw_job
+from batchrun.simulator.virtual.setup import NONCE, EngineShape
+from batchrun.vllm_plugin.scheduler import ColocatedScheduler
+from batchrun.wire import Orders, encode
+from benchmarks.hit_orders import (
+    BASELINES,
+    BLOCK_TOKENS,
+    OURS,
+    PoolFeeder,
+    Setting,
+    hit_blocks_in_turn,
+    planned,
+    row_blocks,
+    shuffled,
+)
+from benchmarks.job_shapes import JOBS, joined
+from benchmarks.optimal_hits import RowBlocks, most_hit_blocks
+from benchmarks.records import Bar, write_records
+
+ALONE_BAR, ONLINE_BAR = 0.97, 0.95
+"""Shares of the optimum."""
+
+
+def tables(records: Sequence[Record]) -> Iterator[str]:
+    """For each eviction and load: hits as shares of the optimum, then how long the jobs took."""
+    by_setting = sorted(records, key=itemgetter("online", "eviction"))
+    for (online, eviction), group in groupby(by_setting, key=itemgetter("online", "eviction")):
+        found = list(group)
+        where = f"eviction {eviction}{', beside online calls' if online else ''}"
+        yield f"\nShare of the optimum, {where}\n"
+        yield from _table(found, "share_of_optimum", ".4f")
+        yield f"\nSeconds until the last row ended, {where}\n"
+        yield from _table(found, "job_s", ".1f")
+
+
+def _table(records: Sequence[Record], key: str, form: str) -> Iterator[str]:
+    """A line for each job and KV size. A run that stalled has a star."""
+    orders = list(dict.fromkeys(record["order"] for record in records))
+    yield f"| job | blocks | optimum | {' | '.join(orders)} |"
+    yield f"|---|---:|---:|{'---:|' * len(orders)}"
+    by_job = sorted(records, key=itemgetter("job", "blocks"))
+    for (job, blocks), group in groupby(by_job, key=itemgetter("job", "blocks")):
+        rows = {record["order"]: record for record in group}
+        cells = [
+            f"{row[key]:{form}}{'' if row['offline_rows'] == row['rows'] else '*'}"
+            for row in (rows[order] for order in orders)
+        ]
+        optimum = rows[OURS]["prefix_hit_optimum"]
+        yield f"| {job} | {blocks:,} | {optimum:.4f} | {' | '.join(cells)} |"
+
+
+def bars(records: Sequence[Record]) -> Iterator[Bar]:
+    """What our order must reach, alone and beside online calls."""
+    for record in records:
+        if record["order"] == OURS and record["eviction"] == SHIPPED:
+            yield from _bars_of(record, records)
+
+
+def _bars_of(ours: Record, records: Sequence[Record]) -> Iterator[Bar]:
+    """Its share of the optimum, and how far its hit rate is above that of every other order."""
+    where = f"{ours['job']}, {ours['blocks']} blocks{', online' if ours['online'] else ''}"
+    bound = ONLINE_BAR if ours["online"] else ALONE_BAR
+    yield Bar(f"{where}, by the optimum", ours["share_of_optimum"], bound)
+    same = ("job", "blocks", "online", "seed")
+    for other in records:
+        if other["order"] in BASELINES and all(other[key] == ours[key] for key in same):
+            name = f"{other['order']}, {other['eviction']}"
+            points = 100 * (ours["prefix_hit_rate"] - other["prefix_hit_rate"])
+            yield Bar(f"{where}, percentage points above {name}", points, 0.0)
+
+
+Record = dict[str, Any]
+
+KV_BLOCKS = (8600, 4300)
+QUICK_JOBS = ("toolbench", "nextqa")
+RIVALS = ("submission", "lexicographic", "lpm")
+"""These also run with vLLM's own eviction, all but the first beside online calls."""
+SHIPPED, LRU = "next-use", "lru"
+LONGEST_S, STALLED_S, CHECK_S = 7_200.0, 60.0, 5.0
+"""The clock ends a run there, or when no row has ended for so long; it looks every `CHECK_S`."""
+WARM_UP_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One run. `job` is a name of `JOBS`."""
+
+    job: str
+    blocks: int
+    order: str
+    eviction: str = SHIPPED
+    is_online: bool = False
+    seed: int = 0
+
+
+def cases(seed: int, *, is_quick: bool) -> list[Case]:
+    """What a run of `benchmarks.hit_rates` measures."""
+    sizes = KV_BLOCKS[1:] if is_quick else KV_BLOCKS
+    settings = [
+        (SHIPPED, False, (OURS, *(RIVALS if is_quick else BASELINES))),
+        (LRU, False, (OURS, *RIVALS)),
+        (SHIPPED, True, (OURS, *RIVALS[1:])),
+    ]
+    return [
+        Case(job, blocks, order, eviction, is_online, seed)
+        for blocks in sizes
+        for job in (QUICK_JOBS if is_quick else JOBS)
+        for eviction, is_online, orders in settings
+        for order in orders
+    ]
+
+
+def measure(case: Case) -> Record:
+    """A flat record: what was run, the hit rate, the optimum, and the engine's other figures.
+
+    `in_turn_share_of_optimum` is the order's with rows one at a time (`benchmarks.hit_orders`).
+    `job_s` is when the last row ended; a run that stalls has fewer `offline_rows` than `rows`.
+    """
+    jobs = _jobs(case.job, case.seed)
+    job, feeder = _ordered(case, jobs)
+    engine, job_s = _run(case, feeder, len(job.rows))
+    prompt_tokens = sum(job.num_prompt_tokens(row) for row in job.rows)
+    best_tokens = most_hit_blocks(_row_blocks(case.job, case.seed), case.blocks) * BLOCK_TOKENS
+    in_turn_tokens = hit_blocks_in_turn(row_blocks(job), case.blocks) * BLOCK_TOKENS
+    hit_tokens = sum(r.num_hit_tokens for r in engine.records.values() if not r.is_online)
+    return {
+        "job": case.job,
+        "blocks": case.blocks,
+        "order": case.order,
+        "eviction": case.eviction,
+        "online": case.is_online,
+        "seed": case.seed,
+        "rows": len(job.rows),
+        "prompt_tokens": prompt_tokens,
+        "hit_tokens": hit_tokens,
+        "prefix_hit_optimum": best_tokens / prompt_tokens,
+        "share_of_optimum": hit_tokens / best_tokens,
+        "in_turn_share_of_optimum": in_turn_tokens / best_tokens,
+        "job_s": job_s,
+        **summarize(engine, Slo()),
+        "prefix_hit_rate": hit_tokens / prompt_tokens,
+    }
+
+
+@lru_cache(maxsize=2)
+def _jobs(name: str, seed: int) -> list[Job]:
+    """The jobs that run together, their rows as they arrive."""
+    return [draw_job(source, seed, Order.SHUFFLED) for source in JOBS[name]()]
+
+
+@lru_cache(maxsize=2)
+def _row_blocks(name: str, seed: int) -> RowBlocks:
+    return row_blocks(joined(_jobs(name, seed)))
+
+
+@lru_cache(maxsize=1)
+def _warm_up(blocks: int, seed: int) -> WarmUp:
+    return observe(a100_8b(), seed, EngineShape(num_blocks=blocks), A100Law(), online_s=WARM_UP_S)
+
+
+def _ordered(case: Case, jobs: Sequence[Job]) -> tuple[Job, JobFeeder]:
+    """The rows in the order of the case, and who sends them so."""
+    if case.order == OURS:
+        plan = planned(jobs)
+        return plan.job, PoolFeeder(plan)
+    setting = Setting(case.seed, case.blocks)
+    job = BASELINES[case.order](shuffled(joined(jobs), setting), setting)
+    return job, JobFeeder(job, window=DAEMON_WINDOW)
+
+
+def _run(case: Case, feeder: JobFeeder, num_rows: int) -> tuple[VirtualEngine, float]:
+    """The engine after the last row, and when that ended."""
+    sources: list[TrafficSource] = [feeder]
+    warm_up = _warm_up(case.blocks, case.seed)
+    if case.is_online:
+        calls = draw_calls(replace(a100_8b(), duration_s=LONGEST_S), case.seed)
+        sources.append(OnlineSource(calls, case.seed))
+    else:
+        warm_up = warm_up.without_online_use()
+    settings = {"eviction": case.eviction}
+    engine, scheduler = build_engine(case.blocks, settings, A100Law(), sources)
+    scheduler.warm_up(warm_up.kv_samples, warm_up.steps)
+    ends_s: list[float] = [0.0]
+
+    def note(record: RequestRecord) -> None:
+        if not record.is_online:
+            ends_s.append(engine.now_s)
+
+    engine.end_listeners.append(note)
+    while len(ends_s) <= num_rows and engine.now_s < min(ends_s[-1] + STALLED_S, LONGEST_S):
+        engine.run_until(engine.now_s + CHECK_S)
+    return engine, ends_s[-1]
+
+
+JOB_NAMES = ("job", *(f"job-{number}" for number in range(4)))
+"""What a `JobFeeder` and a `PoolFeeder` call their jobs."""
+
+
+def build_engine(
+    blocks: int, settings: Mapping[str, object], law: StepLaw, sources: Sequence[TrafficSource]
+) -> tuple[VirtualEngine, ColocatedScheduler]:
+    """An engine under `echo` with these settings, and its scheduler.
+
+    A feeder says nothing once its last row is sent; the daemon goes on renewing leases, here at
+    the first end of a row after `RENEW_S`.
+    """
+    config = {"batchrun": {"policy": "echo", **settings}}
+    shape = EngineShape(num_blocks=blocks, additional_config=config)
+    engine = VirtualEngine(ColocatedScheduler, shape, law, sources)
+    scheduler = engine.scheduler
+    assert isinstance(scheduler, ColocatedScheduler)
+    num_orders = 0
+
+    def renew(record: RequestRecord) -> None:
+        nonlocal num_orders
+        if not record.is_online and engine.now_s >= num_orders * RENEW_S:
+            num_orders = int(engine.now_s / RENEW_S) + 1
+            orders = Orders(nonce=NONCE, epoch=1, number=num_orders, renew=JOB_NAMES)
+            scheduler.steering.control.receive(encode(orders))
+
+    engine.end_listeners.append(renew)
+    return engine, scheduler
 
 
 def main() -> int:

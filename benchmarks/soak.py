@@ -28,8 +28,7 @@ from batchrun.cli.client import DaemonClient
 from batchrun.errors import BatchrunError
 from batchrun.types import JobState
 from benchmarks.crash_account import check_home, check_leftovers, check_output, read_output, select
-from benchmarks.crash_rig import FAILURES, MODEL, CrashRig, wait_until
-from benchmarks.crash_watch import StatusWatcher
+from benchmarks.crash_rig import FAILURES, MODEL, CrashRig, StatusWatcher, wait_until
 from benchmarks.records import Bar, write_records
 
 RULES = (

@@ -19,8 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from batchrun.errors import BatchrunError
-from benchmarks.colocation_figures import Figures
-from benchmarks.gpu.clock import Share, process_age_s
+from benchmarks.gpu.phases import Share, process_age_s
+from benchmarks.gpu.record import Figures
 from benchmarks.gpu.shape import LLAMA_8B, SHAPES, Shape
 from benchmarks.records import write_records
 
@@ -71,8 +71,7 @@ def run(shape: Shape, folder: Path, end_s: float, share: Share) -> Iterator[Figu
 
     Phases that would get less than `share.least_s` are skipped, the last ones first, and say so.
     """
-    from benchmarks.gpu.calibration import calibrate_model
-    from benchmarks.gpu.engine import LoadedModel
+    from benchmarks.gpu.engine import LoadedModel, calibrate_model
     from benchmarks.gpu.phases import phase_plans, run_phase
 
     whole_s = end_s - time.monotonic()

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from batchrun.simulator.virtual.scenarios import CallTable, DocumentLengths, Job, JobTable, Order
-from benchmarks.colocation_figures import Promise
 from benchmarks.data import ARRIVALS, DOCUMENTS
+from benchmarks.gpu.record import Promise
 
 Settings = Mapping[str, Any]
 

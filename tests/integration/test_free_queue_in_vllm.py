@@ -14,7 +14,7 @@ from batchrun.cache.eviction import ECHO_RC, EVICTION_ORDERS, NEXT_USE, Eviction
 from batchrun.cache.free_queue import TieredFreeQueue
 from batchrun.cache.reuse import ReuseIndex
 from batchrun.cache.tiers import BlockTiers, OnlinePrefixes
-from benchmarks.cache_blocks import Node, RowHint
+from benchmarks.part_costs import Node, RowHint
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 with warnings.catch_warnings():

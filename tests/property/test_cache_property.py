@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 from batchrun.cache.eviction import EVICTION_ORDERS
 from batchrun.cache.free_queue import TieredFreeQueue
 from batchrun.cache.reuse import LEASE_S
-from benchmarks.cache_blocks import Block, Node, RowHint
+from benchmarks.part_costs import Block, Node, RowHint
 
 NUM_BLOCKS = 9
 NUM_TIERS = 4

@@ -21,7 +21,7 @@ from batchrun.simulator.virtual.setup import EngineShape
 from benchmarks.ablation import series_path
 from benchmarks.ablation_configs import LADDER, configs
 from benchmarks.ablation_runs import Trial, measure_watched
-from benchmarks.paired_scheduler import PairedEngine
+from benchmarks.planning_cost import PairedEngine
 from benchmarks.plots import FIGURES, Results, ResultsMissingError, save, windowed_hit_ratio
 from benchmarks.records import write_records
 

@@ -7,7 +7,7 @@ from cache_builders import chain_of
 
 from batchrun.cache.eviction import ECHO_RC
 from batchrun.cache.reuse import LEASE_S, ReuseIndex
-from benchmarks.cache_blocks import Node, RowHint
+from benchmarks.part_costs import Node, RowHint
 
 
 def announce(

@@ -15,7 +15,7 @@ from batchrun.simulator.virtual.laws import A100Law
 from batchrun.simulator.virtual.scenarios import JobShape, Order, draw_job
 from batchrun.simulator.virtual.setup import EngineShape
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
-from benchmarks.hit_plans import PoolFeeder, planned
+from benchmarks.hit_orders import PoolFeeder, planned
 from benchmarks.job_shapes import prompts_of
 from benchmarks.optimal_hits import RowBlocks, most_hit_blocks, searched_hit_blocks
 

@@ -13,23 +13,33 @@ from batchrun.pool.fair_share import QUANTUM_TOKENS
 from batchrun.simulator.virtual.scenarios import Job, JobRow, Order, TokenIds
 from batchrun.simulator.virtual.setup import NONCE
 from batchrun.vllm_plugin.hints import Hint, parse_hint
-from benchmarks.data.derive_prefixes import TOOLS, VIDEOS, nextqa, toolbench
-from benchmarks.hit_jobs import straddling_job
-from benchmarks.hit_lru import hit_blocks_in_turn
-from benchmarks.hit_plans import PlannedJobs, PoolFeeder, num_split_groups, planned, row_bucketed
-from benchmarks.job_shapes import MAX_PREFIX_TOKENS, SegmentTable, ShapedJob, prompt_of
-from benchmarks.job_shapes import nextqa as nextqa_job
-from benchmarks.job_shapes import toolbench as toolbench_job
-from benchmarks.orders import (
+from benchmarks.data import TOOLS, VIDEOS
+from benchmarks.data.derive import nextqa, toolbench
+from benchmarks.hit_orders import (
     BASELINES,
     LPM_WINDOW,
+    PlannedJobs,
+    PoolFeeder,
     Setting,
     blend,
+    hit_blocks_in_turn,
     lexicographic,
     longest_prefix_match,
+    num_split_groups,
+    planned,
     row_blocks,
+    row_bucketed,
     submission,
 )
+from benchmarks.job_shapes import (
+    MAX_PREFIX_TOKENS,
+    SegmentTable,
+    ShapedJob,
+    prompt_of,
+    straddling_job,
+)
+from benchmarks.job_shapes import nextqa as nextqa_job
+from benchmarks.job_shapes import toolbench as toolbench_job
 
 SETTING = Setting(seed=1, cache_blocks=1_000)
 REAL_DATA = Path(__file__).parents[3] / "shared" / "datasets"

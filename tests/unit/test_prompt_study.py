@@ -20,7 +20,7 @@ from batchrun.pool.prompt_study import (
     study_prompts,
 )
 from batchrun.pool.radix_tree import NO_NODE, PrefixNodes
-from benchmarks.direct_study import direct_figures
+from benchmarks.inspect_agreement import direct_figures
 
 
 def text(seed: int, num_bytes: int) -> bytes:

@@ -8,11 +8,7 @@ import time
 from contextlib import closing, suppress
 from pathlib import Path
 
-from batchrun.errors import BatchrunError
-from batchrun.types import JobState
-from benchmarks.crash_account import check_output, read_output, select
-from benchmarks.crash_rig import wait_until
-from benchmarks.crash_trial import (
+from fault_trial import (
     Fault,
     Trial,
     expect,
@@ -22,6 +18,11 @@ from benchmarks.crash_trial import (
     small_disk,
     trial,
 )
+
+from batchrun.errors import BatchrunError
+from batchrun.types import JobState
+from benchmarks.crash_account import check_output, read_output, select
+from benchmarks.crash_rig import wait_until
 
 STALL_WAIT_S = 60.0
 """SQLite itself waits for a lock, for 10 s."""

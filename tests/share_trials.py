@@ -9,10 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-from batchrun.pool.deadlines import DEFAULT_MARGINS, Margins
-from batchrun.pool.fair_share import QUANTUM_TOKENS, JobTurns
-from benchmarks.fair_share_runs import (
+from share_runs import (
     Capacity,
     SimJob,
     Simulation,
@@ -20,6 +17,9 @@ from benchmarks.fair_share_runs import (
     draw_rows,
     log_uniform,
 )
+
+from batchrun.pool.deadlines import DEFAULT_MARGINS, Margins
+from batchrun.pool.fair_share import QUANTUM_TOKENS, JobTurns
 
 Record = Mapping[str, Any]
 FloatArray = npt.NDArray[np.float64]

@@ -11,10 +11,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from fault_trial import LATENCY_S, Fault, expect, trial
+
 from batchrun.types import JobState
 from benchmarks.crash_account import read_executions
 from benchmarks.crash_rig import MODEL, wait_until
-from benchmarks.crash_trial import LATENCY_S, Fault, expect, trial
 
 NUM_BROKEN = 12
 STOPPED_WAIT_S = 240.0

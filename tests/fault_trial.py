@@ -25,8 +25,7 @@ from benchmarks.crash_account import (
     read_executions,
     select,
 )
-from benchmarks.crash_rig import BrokenPromiseError, CrashRig, wait_until
-from benchmarks.crash_watch import StatusWatcher
+from benchmarks.crash_rig import BrokenPromiseError, CrashRig, StatusWatcher, wait_until
 
 LATENCY_S = 0.1
 NUM_ROWS = 400

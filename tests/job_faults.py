@@ -7,12 +7,12 @@ import signal
 import subprocess
 from pathlib import Path
 
+from fault_trial import Fault, expect, trial
+
 from batchrun.failpoints import NAMES, VARIABLE
 from batchrun.types import JobState
 from benchmarks.crash_account import check_command, check_output, select
-from benchmarks.crash_points import FailpointServer
-from benchmarks.crash_rig import CrashRig, wait_until
-from benchmarks.crash_trial import Fault, expect, trial
+from benchmarks.crash_rig import CrashRig, FailpointServer, wait_until
 
 NUM_SMALL_ROWS = 40
 DEATH_WAIT_S = 60.0

@@ -1,10 +1,14 @@
-"""Callers of `benchmarks.paced_upstream`, directly and through a gateway at the same time.
+"""An engine that streams at a fixed pace, and callers of it, directly and through a gateway.
 
-    python -m benchmarks.paced_client --gateway PORT --direct PORT --out FILE
+    python -m benchmarks.paced --serve PORT
+    python -m benchmarks.paced --gateway PORT --direct PORT --out FILE
 
-Each of the streams makes one call after the other on its connection, until SIGTERM; then every call
-and every chunk goes to FILE (see `Calls`). Chunks are taken apart after the end of their call, so
-that the clock is read as soon as bytes arrive.
+The engine: `POST /v1/chat/completions` with `max_tokens` N sends N chunks, one each `INTERVAL_S`,
+the first at once. Every chunk has its number (`seq`) and the instant of its sending (`sent_ns`,
+CLOCK_MONOTONIC, which all processes of a machine share). The callers: each stream makes one call
+after the other on its connection, until SIGTERM; then every call and every chunk goes to FILE (see
+`Calls`). Chunks are taken apart after the end of their call, so that the clock is read as soon as
+bytes arrive.
 """
 
 from __future__ import annotations
@@ -26,8 +30,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 import uvloop
-
-from benchmarks.paced_upstream import CHAT, INTERVAL_S
+from aiohttp import web
 
 GATEWAY_STREAMS = 32
 DIRECT_STREAMS = 16
@@ -174,7 +177,7 @@ def _note(found: Calls, connection: _Connection, began_s: float, *, is_gateway: 
         connection.close()
 
 
-async def _run(gateway_port: int, direct_port: int, out: Path) -> None:
+async def _call(gateway_port: int, direct_port: int, out: Path) -> None:
     found, stop, rng = Calls(), asyncio.Event(), Random(0)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     call_s = CALL_CHUNKS * INTERVAL_S
@@ -187,15 +190,70 @@ async def _run(gateway_port: int, direct_port: int, out: Path) -> None:
     found.save(out)
 
 
+MODEL = "paced"
+INTERVAL_S = 0.02
+CHAT = "/v1/chat/completions"
+
+
+async def generate(request: web.Request) -> web.StreamResponse:
+    """A stream of `max_tokens` chunks."""
+    num_chunks = int((await request.json())["max_tokens"])
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    for seq in range(num_chunks):
+        await asyncio.sleep(began_s + seq * INTERVAL_S - loop.time())
+        await response.write(_event(seq, time.monotonic_ns()))
+    await response.write(b"data: [DONE]\n\n")
+    return response
+
+
+def _event(seq: int, sent_ns: int) -> bytes:
+    return (
+        b'data: {"id":"chatcmpl-paced","object":"chat.completion.chunk","created":1,'
+        b'"model":"paced","choices":[{"index":0,"delta":{"content":" word"},"logprobs":null,'
+        b'"finish_reason":null}],"seq":%d,"sent_ns":%d}\n\n' % (seq, sent_ns)
+    )
+
+
+async def models(_request: web.Request) -> web.Response:
+    """The one model."""
+    model = {"id": MODEL, "object": "model", "created": 1, "owned_by": "benchmarks"}
+    return web.Response(
+        body=json.dumps({"object": "list", "data": [model]}), content_type="application/json"
+    )
+
+
+async def health(_request: web.Request) -> web.Response:
+    """Always well."""
+    return web.Response()
+
+
+async def _serve(port: int) -> None:
+    app = web.Application()
+    app.router.add_post(CHAT, generate)
+    app.router.add_get("/v1/models", models)
+    app.router.add_get("/health", health)
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port, backlog=1024).start()
+    await asyncio.Event().wait()
+
+
 def main() -> None:
-    """Call until SIGTERM."""
+    """Serve until killed, or call until SIGTERM."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--gateway", type=int, required=True, metavar="PORT")
-    parser.add_argument("--direct", type=int, required=True, metavar="PORT")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--serve", type=int, metavar="PORT")
+    parser.add_argument("--gateway", type=int, metavar="PORT")
+    parser.add_argument("--direct", type=int, metavar="PORT")
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     gc.freeze()
-    uvloop.run(_run(options.gateway, options.direct, options.out))
+    if options.serve is not None:
+        uvloop.run(_serve(options.serve))
+    else:
+        uvloop.run(_call(options.gateway, options.direct, options.out))
 
 
 if __name__ == "__main__":
