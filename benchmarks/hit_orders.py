@@ -21,7 +21,6 @@ from batchrun.pool.fair_share import JobTurns
 from batchrun.pool.prefix_keys import ChainBuilder, IntArray
 from batchrun.pool.radix_tree import (
     PrefixOrder,
-    bucket_of_groups,
     find_prefix_nodes,
     order_by_prefix,
 )
@@ -184,14 +183,14 @@ class PlannedJobs:
     orders: Sequence[PrefixOrder]
 
 
-def planned(jobs: Sequence[Job], num_buckets: int = 1) -> PlannedJobs:
+def planned(jobs: Sequence[Job]) -> PlannedJobs:
     """batchrun's order: each job's pool walks its prefix tree, and the jobs, of equal weight, take
     turns as in the daemon.
 
     Rows are charged what they compute where the walk wastes nothing, so that no later settlement
     changes a turn.
     """
-    orders = [_prefix_order(job, num_buckets) for job in jobs]
+    orders = [_prefix_order(job) for job in jobs]
     merged = joined([picked(job, order.rows) for job, order in zip(jobs, orders, strict=True)])
     charges = [_charges(job, order) for job, order in zip(jobs, orders, strict=True)]
     owners = _turns(charges, [np.append(np.diff(order.groups) != 0, True) for order in orders])
@@ -259,27 +258,6 @@ class PoolFeeder(JobFeeder):
         return replace(arrival, hint=json.dumps({**hint, "job": f"job-{owner}", "nodes": nodes}))
 
 
-def row_bucketed(job: Job, num_buckets: int) -> Job:
-    """What the pool's buckets are not: every row in the bucket of its own length, so that bounds
-    split prefix groups. In a bucket the rows keep the order of the pool."""
-    order = _prefix_order(job).rows
-    buckets = row_buckets(job, num_buckets)
-    return picked(job, order[np.argsort(buckets[order], kind="stable")])
-
-
-def num_split_groups(job: Job, num_buckets: int) -> int:
-    """Prefix groups whose rows lie in more than one bucket by their own lengths."""
-    order = _prefix_order(job)
-    pairs = np.stack((order.groups, row_buckets(job, num_buckets)[order.rows]))
-    return len(np.unique(pairs, axis=1).T) - len(np.unique(order.groups))
-
-
-def row_buckets(job: Job, num_buckets: int) -> IntArray:
-    """The bucket of each row, were every row a prefix group of its own."""
-    lengths = np.array([job.num_prompt_tokens(row) for row in job.rows], dtype=np.int64)
-    return bucket_of_groups(np.arange(len(lengths)), lengths, num_buckets)
-
-
 def _charges(job: Job, order: PrefixOrder) -> IntArray:
     """The tokens that each row computes, in the order of the walk."""
     outputs = np.array([row.num_output_tokens for row in job.rows], dtype=np.int64)
@@ -287,11 +265,11 @@ def _charges(job: Job, order: PrefixOrder) -> IntArray:
     return charges
 
 
-def _prefix_order(job: Job, num_buckets: int = 1) -> PrefixOrder:
+def _prefix_order(job: Job) -> PrefixOrder:
     """What the pool makes of the job: a token id of four bytes stands for a token's text."""
     chains = ChainBuilder(0)
     chains.add(prompt.astype("<u4").tobytes() for prompt in prompts_of(job))
-    return order_by_prefix(chains.build(), num_buckets=num_buckets)
+    return order_by_prefix(chains.build())
 
 
 def _uncached_tokens(job: Job, order: PrefixOrder) -> IntArray:

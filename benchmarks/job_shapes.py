@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,12 @@ from batchrun.pool.prefix_keys import IntArray
 from batchrun.simulator.virtual.scenarios import (
     Job,
     JobRow,
-    JobShape,
-    LogNormalTokens,
     Order,
     TokenIds,
-    draw_job,
     draw_token_ids,
 )
 from benchmarks.data import DOCUMENTS, TOOLS, VIDEOS
 
-STRADDLING_QUESTION_TOKENS = (15, 2_000)
 ALL_FOUR = "all four"
 
 JOBS: Mapping[str, Callable[[], Sequence[ShapedJob]]] = {
@@ -43,29 +39,6 @@ JOBS: Mapping[str, Callable[[], Sequence[ShapedJob]]] = {
 }
 """What runs at the same time, by name; more rows than the daemon's window holds, and so few that
 one core runs them on the virtual engine in under a minute."""
-
-
-def mixed_job(num_documents: int, seed: int = 0) -> Job:
-    """Documents of 500 to 28,000 tokens, most of them short, with answers of 50 to 200 tokens."""
-    shape = JobShape(
-        num_documents=num_documents,
-        document_tokens=LogNormalTokens(8.3, 1.1, (500, 28_000)),
-        questions=(4, 12),
-        output_tokens=(50, 200),
-    )
-    return draw_job(shape, seed, Order.SHUFFLED)
-
-
-def straddling_job(seed: int, num_documents: int = 60) -> Job:
-    """A mixed job with questions of up to 2,000 tokens: rows about one document differ so much in
-    length that bounds of buckets fall between them."""
-    rng = random.Random(seed)
-    job = mixed_job(num_documents, seed)
-    rows = [
-        replace(row, question=draw_token_ids(rng, rng.randint(*STRADDLING_QUESTION_TOKENS)))
-        for row in job.rows
-    ]
-    return Job(job.documents, rows)
 
 
 MAX_PREFIX_TOKENS = 32_000

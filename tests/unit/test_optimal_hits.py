@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from searched_hits import searched_hit_blocks
 
 from batchrun.simulator.virtual.engine import VirtualEngine
 from batchrun.simulator.virtual.laws import A100Law
@@ -17,7 +18,7 @@ from batchrun.simulator.virtual.setup import EngineShape
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 from benchmarks.hit_orders import PoolFeeder, planned
 from benchmarks.job_shapes import prompts_of
-from benchmarks.optimal_hits import RowBlocks, most_hit_blocks, searched_hit_blocks
+from benchmarks.optimal_hits import RowBlocks, most_hit_blocks
 
 BLOCK_TOKENS = 2
 ONE_TOKEN_OUT = 1

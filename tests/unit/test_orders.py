@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -25,10 +24,8 @@ from benchmarks.hit_orders import (
     hit_blocks_in_turn,
     lexicographic,
     longest_prefix_match,
-    num_split_groups,
     planned,
     row_blocks,
-    row_bucketed,
     submission,
 )
 from benchmarks.job_shapes import (
@@ -36,7 +33,6 @@ from benchmarks.job_shapes import (
     SegmentTable,
     ShapedJob,
     prompt_of,
-    straddling_job,
 )
 from benchmarks.job_shapes import nextqa as nextqa_job
 from benchmarks.job_shapes import toolbench as toolbench_job
@@ -219,16 +215,6 @@ def test_hints_of_jobs_that_run_together_count_apart() -> None:
     for name in ("job-0", "job-1"):
         root = [h.nodes[0].num_rows_to_come for h in hints if h.job == name and h.nodes]
         assert root == [3, 2, 1, 0]
-
-
-def test_buckets_of_groups_keep_documents_whole_where_buckets_of_rows_split_them() -> None:
-    job = straddling_job(seed=0, num_documents=20)
-    whole = [row.document for row in planned([job], num_buckets=8).job.rows]
-    split = [row.document for row in row_bucketed(job, num_buckets=8).rows]
-
-    assert num_split_groups(job, 8) > 5
-    assert sum(a != b for a, b in pairwise(whole)) == 19
-    assert sum(a != b for a, b in pairwise(split)) > 24
 
 
 def test_the_tables_have_the_rows_of_the_data_sets() -> None:
