@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import shutil
 import signal
@@ -30,7 +29,7 @@ from benchmarks.cpu_colocation_job import RowOrder, RowStream, SetShape, SetWrit
 from benchmarks.cpu_colocation_servers import MODEL, Server, ServerPlan, start_all
 from benchmarks.cpu_colocation_window import Record, Timing, run_window
 from benchmarks.gpu.record import Promise
-from benchmarks.records import Bar, write_records
+from benchmarks.records import Bar, cell, parser, read_records, write_records
 
 Window = Mapping[str, object]
 
@@ -185,7 +184,7 @@ class Session:
         """Keep a window: print its line, write the file."""
         entry: Record = {"kind": "window", "scenario": SCENARIO, "server": server}
         self.windows.append({**entry, "blocks": NUM_BLOCKS, **window})
-        shown = "  ".join(f"{title} {_text(window.get(key))}" for key, title in COLUMNS.items())
+        shown = "  ".join(f"{title} {cell(window.get(key))}" for key, title in COLUMNS.items())
         print(f"seed {window['seed']:<5}{server:<12}{shown}", flush=True)
         self.write()
 
@@ -198,7 +197,13 @@ class Session:
 
 def main() -> int:
     """Run what is missing, print the bars. Exit code 4 and one line when a server is lost."""
-    options = _parser().parse_args()
+    made = parser(__doc__)
+    made.add_argument("--resume", action="store_true", help="measure only what FILE lacks")
+    made.add_argument("--pairs", type=int, default=5)
+    made.add_argument("--grouped", type=int, default=3, help="seeds that also run grouped rows")
+    made.add_argument("--warm-up-s", type=float, default=15.0)
+    made.add_argument("--window-s", type=float, default=60.0)
+    options = made.parse_args()
     # Ended by `kill` or `timeout` it must not leave servers behind either.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     folder = Path(tempfile.mkdtemp(prefix="batchrun-colocation-"))
@@ -214,17 +219,6 @@ def main() -> int:
     shutil.rmtree(folder, ignore_errors=True)
     _report(session.windows)
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--resume", action="store_true", help="measure only what FILE lacks")
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--grouped", type=int, default=3, help="seeds that also run grouped rows")
-    parser.add_argument("--warm-up-s", type=float, default=15.0)
-    parser.add_argument("--window-s", type=float, default=60.0)
-    return parser
 
 
 async def _run(options: argparse.Namespace, session: Session, folder: Path) -> None:
@@ -269,7 +263,7 @@ def _earlier(path: Path | None) -> list[Record]:
     if path is None:
         raise ConfigError("--resume needs --json FILE, the file to go on from")
     try:
-        records = json.loads(path.read_text())["records"] if path.exists() else []
+        records = read_records(path) if path.exists() else []
         return [record for record in records if record["kind"] == "window"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path}: is not a file of this benchmark ({error!r})") from error
@@ -289,12 +283,6 @@ def _report(windows: Sequence[Window]) -> None:
             )
     found = bars(windows)
     print("\n".join(map(str, found)) or "no pair counts")
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, int | float):
-        return "-"
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3f}"
 
 
 if __name__ == "__main__":

@@ -385,11 +385,11 @@ class VllmEpisode:
 
     def _finish(self, job: str, watcher: StatusWatcher) -> None:
         def has_ended() -> bool:
-            return JobState(self._rig.view(job)["state"]).is_terminal
+            return JobState(self._rig.job(job)["state"]).is_terminal
 
         wait_until(has_ended, "the job to end", START_WAIT_S)
         watcher.stop()
-        view = self._rig.view(job)
+        view = self._rig.job(job)
         if (view["state"], view["num_failed"]) != ("completed", 0):
             self._problems.append(f"{job}: {view['state']}, {view['num_failed']} failed")
         rows = read_output(self._rig.folder / "real.out.parquet")

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,11 +30,10 @@ from batchrun.cli.client import DaemonClient
 from batchrun.engine.process import NONCE_VARIABLE, read_record
 from batchrun.errors import BatchrunError
 from batchrun.failpoints import VARIABLE
-from batchrun.home import Home
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.submit import prepare_job
 from batchrun.types import JobState
-from benchmarks.ports import free_port
+from benchmarks.deployment import Deployment
 
 INSIDE_COMMIT = ("store.results.between", "store.commit.before")
 INSIDE_RENAME = ("output.rename.before", "output.rename.after")
@@ -212,15 +211,12 @@ FAILURES = (BrokenPromiseError, BatchrunError, OSError, sqlite3.Error, KeyError)
 """What comes of a broken promise, at one place or another."""
 
 
-class CrashRig:
-    """A folder with batchrun.yaml and a home; `close` ends all that runs for it."""
+class CrashRig(Deployment):
+    """A deployment whose processes can be killed; `close` ends all that runs for it."""
 
     def __init__(self, folder: Path, *, home: Path | None = None) -> None:
+        super().__init__(folder, home=home)
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
-        self.home = Home(home or folder / "home")
-        self.port = free_port()
-        self.engine_port = free_port()
         self.executions_path = folder / "executions.jsonl"
         self.failpoints = ""
         self._daemon: subprocess.Popen[bytes] | None = None
@@ -231,15 +227,8 @@ class CrashRig:
         """Write batchrun.yaml for one managed fake engine; `more` are its other keys."""
         script = self.folder / "script.json"
         script.write_text(json.dumps(list(rules)))
-        command = [*(sys.executable, "-m", "batchrun.engine.fake", f"--model={MODEL}")]
-        command += [f"--port={self.engine_port}", f"--executions={self.executions_path}"]
-        command += [f"--latency-s={latency_s}", f"--script={script}"]
-        self.configure({"command": command, "port": self.engine_port}, **more)
-
-    def configure(self, engine: Mapping[str, object], **more: object) -> None:
-        """Write batchrun.yaml with one engine."""
-        document = {"listen": f"127.0.0.1:{self.port}", "engines": [engine], **more}
-        (self.folder / "batchrun.yaml").write_text(json.dumps(document))
+        files = (f"--executions={self.executions_path}", f"--script={script}")
+        self.configure(self.fake_engine(latency_s, f"--model={MODEL}", *files), **more)
 
     def start_detached(self) -> None:
         """`batchrun up -d`."""
@@ -302,10 +291,6 @@ class CrashRig:
                 if time.monotonic() > deadline_s:
                     raise BrokenPromiseError(f"{job} was not taken: {error}") from error
                 time.sleep(0.1)
-
-    def view(self, job_id: str) -> dict[str, Any]:
-        """A job as `batchrun status` shows it, from the daemon."""
-        return DaemonClient(self.home).get(f"/jobs/{job_id}")
 
     def engines(self) -> list[dict[str, Any]]:
         """The engines as `batchrun status` shows them."""

@@ -10,9 +10,7 @@ trials 0 to 39.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +22,7 @@ from batchrun.simulator.online import OnlineRouter
 from batchrun.simulator.traces.rates import RateSeries, draw_trace
 from batchrun.simulator.traces.trace import Trace
 from batchrun.simulator.virtual.scenarios import JobShape
-from benchmarks.records import Bar, write_records
+from benchmarks.records import Bar, describe, finish, parser
 
 KINDS = ("tide", "walk", "steps", "bursts")
 LONGEST_S = 3 * 3600.0
@@ -123,7 +121,10 @@ class Answer:
 
 def main() -> int:
     """Run the trials, print, save."""
-    options = _parser().parse_args()
+    made = parser(__doc__)
+    made.add_argument("--trials", type=int, default=40)
+    made.add_argument("--first", type=int, default=100)
+    options = made.parse_args()
     records: list[dict[str, object]] = []
     everything: list[Answer] = []
     for number in range(options.first, options.first + options.trials):
@@ -131,13 +132,10 @@ def main() -> int:
         answers = answers_of(trial)
         everything += answers
         records.append(_record(trial, answers))
-        print(", ".join(f"{key} {_shown(value)}" for key, value in records[-1].items()), flush=True)
+        print(describe(records[-1]), flush=True)
     records += _phases(everything)
-    for bar in _bars(everything):
-        print(f"- {bar}")
-    if options.json is not None:
-        write_records(options.json, records)
-    return 0
+    print(*map(describe, records[-len(PHASES) - 1 :]), sep="\n")
+    return finish(options.json, records, _bars(everything))
 
 
 def answers_of(trial: EtaTrial) -> list[Answer]:
@@ -156,31 +154,16 @@ def answers_of(trial: EtaTrial) -> list[Answer]:
     return [Answer(*each, left_s=end - each[1]) for each in asked if (end := ends_s[each[0]])]
 
 
-def _coverage(answers: list[Answer]) -> float:
-    return float(np.mean([each.low_s <= each.left_s <= each.high_s for each in answers]))
-
-
-def _width(answers: list[Answer]) -> float:
-    return float(np.median([(each.high_s - each.low_s) / each.left_s for each in answers]))
-
-
-def _error(answers: list[Answer]) -> float:
-    return float(np.median([abs(each.expected_s / each.left_s - 1) for each in answers]))
-
-
-def _bias(answers: list[Answer]) -> float:
-    return float(np.median([each.expected_s / each.left_s - 1 for each in answers]))
-
-
 def _figures(answers: list[Answer]) -> dict[str, object]:
     if not answers:
         return {"answers": 0}
+    errors = [each.expected_s / each.left_s - 1 for each in answers]
     return {
         "answers": len(answers),
-        "coverage": _coverage(answers),
-        "median_width": _width(answers),
-        "median_error": _error(answers),
-        "median_bias": _bias(answers),
+        "coverage": float(np.mean([each.low_s <= each.left_s <= each.high_s for each in answers])),
+        "median_width": float(np.median([(a.high_s - a.low_s) / a.left_s for a in answers])),
+        "median_error": float(np.median(np.abs(errors))),
+        "median_bias": float(np.median(errors)),
     }
 
 
@@ -196,27 +179,15 @@ def _phases(answers: list[Answer]) -> list[dict[str, object]]:
     for begin, end in (*PHASES, (0.0, 1.0)):
         part = [each for each in answers if begin <= each.done_share < end]
         found.append({"phase": f"{begin:.0%} to {end:.0%}", **_figures(part)})
-        print(", ".join(f"{key} {_shown(value)}" for key, value in found[-1].items()))
     return found
 
 
 def _bars(answers: list[Answer]) -> list[Bar]:
+    found = {key: float(str(value)) for key, value in _figures(answers).items()}
     return [
-        Bar("ranges that hold the truth", _coverage(answers), LEAST_COVERAGE),
-        Bar("median width / what remains", _width(answers), MOST_WIDTH, is_most=True),
+        Bar("ranges that hold the truth", found["coverage"], LEAST_COVERAGE),
+        Bar("median width / what remains", found["median_width"], MOST_WIDTH, is_most=True),
     ]
-
-
-def _shown(value: object) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--trials", type=int, default=40)
-    parser.add_argument("--first", type=int, default=100)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    return parser
 
 
 if __name__ == "__main__":

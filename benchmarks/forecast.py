@@ -8,8 +8,7 @@ the public traces; those that are not there are left out.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from batchrun.simulator.traces.rates import splice_day
 from batchrun.simulator.traces.reading import Drawing, read_trace
 from batchrun.simulator.traces.trace import Trace, scale_rate
 from batchrun.simulator.virtual.scenarios import draw_calls, kv_pressure_tide
-from benchmarks.records import Bar, write_records
+from benchmarks.records import Bar, cell, finish, markdown, parser
 
 Ints = NDArray[np.int64]
 
@@ -142,22 +141,14 @@ def equal_constant(tops: Ints, covered: float) -> int:
     return int(np.sort(tops)[num - 1]) if num else 0
 
 
-def table(records: Sequence[Record]) -> Iterator[str]:
-    """A row for each trace, two columns for each rule."""
+def table(records: Sequence[Record]) -> str:
+    """A row for each trace, a column for each rule: minutes covered, and reserve by constant."""
     rules = list(dict.fromkeys(str(record["rule"]) for record in records))
-    yield f"| Trace | Minutes | {' | '.join(rules)} |"
-    yield "|---|---:|" + "---:|" * len(rules)
-    by_trace: dict[str, list[Record]] = {}
+    rows: dict[str, list[object]] = {}
     for record in records:
-        by_trace.setdefault(str(record["trace"]), []).append(record)
-    for name, rows in by_trace.items():
-        cells = " | ".join(_cell(row) for row in rows)
-        yield f"| {name} | {rows[0]['num_minutes']} | {cells} |"
-
-
-def _cell(record: Mapping[str, object]) -> str:
-    share = record["of_constant"]
-    return f"{record['covered']:.1%}, {'-' if share is None else f'{share:.2f}'}"
+        row = rows.setdefault(str(record["trace"]), [str(record["trace"]), record["num_minutes"]])
+        row.append(f"{record['covered']:.1%}, {cell(record['of_constant'])}")
+    return markdown(["Trace", "Minutes", *rules], rows.values())
 
 
 def bars(records: Sequence[Record]) -> Iterator[Bar]:
@@ -176,11 +167,10 @@ def bars(records: Sequence[Record]) -> Iterator[Bar]:
 
 def main() -> int:
     """Measure, print, save; 1 when a bar is missed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--data", type=Path, default=DATA, metavar="FOLDER")
-    parser.add_argument("--tpot-s", type=float, default=Occupancy().tpot_s)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--data", type=Path, default=DATA, metavar="FOLDER")
+    made.add_argument("--tpot-s", type=float, default=Occupancy().tpot_s)
+    options = made.parse_args()
     occupancy = Occupancy(tpot_s=options.tpot_s)
     records = [
         measure(name, blocks, rule)
@@ -188,12 +178,8 @@ def main() -> int:
         for blocks in [occupancy.by_second(trace)]
         for rule in ForecastRule
     ]
-    print("\n".join(table(records)))
-    found = list(bars(records))
-    print("\n".join(map(str, found)))
-    if options.json is not None:
-        write_records(options.json, records)
-    return 0 if all(bar.is_met for bar in found) else 1
+    print(table(records))
+    return finish(options.json, records, bars(records))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ cache (`benchmarks.optimal_hits`). Online calls, where there are some, are those
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,10 +19,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from batchrun.daemon.engine_link import RENEW_S
+from batchrun.pool.expected_hits import RowWalk, expected_hits
+from batchrun.pool.prefix_keys import ChainBuilder
+from batchrun.pool.prompt_study import PieceCoder, PromptTree, servable_tokens
 from batchrun.simulator.virtual.engine import RequestRecord, TrafficSource, VirtualEngine
 from batchrun.simulator.virtual.feeder import DAEMON_WINDOW, JobFeeder, OnlineSource
 from batchrun.simulator.virtual.laws import A100Law, StepLaw
@@ -43,46 +46,68 @@ from benchmarks.hit_orders import (
     row_blocks,
     shuffled,
 )
-from benchmarks.job_shapes import JOBS, joined
+from benchmarks.job_shapes import JOBS, joined, prompts_of
 from benchmarks.optimal_hits import RowBlocks, most_hit_blocks
-from benchmarks.records import Bar, write_records
+from benchmarks.records import Bar, finish, markdown, parser
+
+Record = dict[str, Any]
 
 ALONE_BAR, ONLINE_BAR = 0.97, 0.95
 """Shares of the optimum."""
 
 
+def main() -> int:
+    """Measure, print, save."""
+    made = parser(__doc__)
+    made.add_argument("--quick", action="store_true", help="two jobs, one KV size")
+    made.add_argument("--jobs", nargs="+", choices=JOBS, help="only these")
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--processes", type=int, choices=(1, 2), default=1)
+    options = made.parse_args()
+    chosen = options.jobs or (QUICK_JOBS if options.quick else tuple(JOBS))
+    wanted = cases(chosen, options.seed, is_quick=options.quick)
+    records: list[Record] = []
+    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
+        for number, record in enumerate(pool.imap(measure, wanted), start=1):
+            records.append(record)
+            name = ", ".join(str(record[key]) for key in ("job", "blocks", "order", "eviction"))
+            note = f"{name}: {record['share_of_optimum']:.4f} of the optimum"
+            print(f"{number} of {len(wanted)}: {note}", file=sys.stderr, flush=True)
+    print(*tables(records), sep="\n")
+    return finish(options.json, records, bars(records))
+
+
 def tables(records: Sequence[Record]) -> Iterator[str]:
-    """For each eviction and load: hits as shares of the optimum, then how long the jobs took."""
-    by_setting = sorted(records, key=itemgetter("online", "eviction"))
-    for (online, eviction), group in groupby(by_setting, key=itemgetter("online", "eviction")):
+    """For each load, eviction and policy: hits as shares of the optimum, and how long jobs took."""
+    setting = itemgetter("online", "eviction", "policy")
+    for (online, eviction, policy), group in groupby(sorted(records, key=setting), key=setting):
         found = list(group)
-        where = f"eviction {eviction}{', beside online calls' if online else ''}"
-        yield f"\nShare of the optimum, {where}\n"
-        yield from _table(found, "share_of_optimum", ".4f")
-        yield f"\nSeconds until the last row ended, {where}\n"
-        yield from _table(found, "job_s", ".1f")
+        where = f"{policy}, eviction {eviction}{', beside online calls' if online else ''}"
+        yield f"\nShare of the optimum, {where}\n\n{_table(found, 'share_of_optimum', '.4f')}"
+        yield f"\nSeconds until the last row ended, {where}\n\n{_table(found, 'job_s', '.1f')}"
 
 
-def _table(records: Sequence[Record], key: str, form: str) -> Iterator[str]:
+def _table(records: Sequence[Record], key: str, form: str) -> str:
     """A line for each job and KV size. A run that stalled has a star."""
     orders = list(dict.fromkeys(record["order"] for record in records))
-    yield f"| job | blocks | optimum | {' | '.join(orders)} |"
-    yield f"|---|---:|---:|{'---:|' * len(orders)}"
-    by_job = sorted(records, key=itemgetter("job", "blocks"))
-    for (job, blocks), group in groupby(by_job, key=itemgetter("job", "blocks")):
-        rows = {record["order"]: record for record in group}
+    by_job: dict[tuple[str, int], dict[str, Record]] = {}
+    for record in sorted(records, key=itemgetter("job", "blocks")):
+        by_job.setdefault((record["job"], record["blocks"]), {})[record["order"]] = record
+    rows = []
+    for (job, blocks), found in by_job.items():
+        optimum = next(iter(found.values()))["prefix_hit_optimum"]
         cells = [
             f"{row[key]:{form}}{'' if row['offline_rows'] == row['rows'] else '*'}"
-            for row in (rows[order] for order in orders)
+            for row in (found[order] for order in orders)
         ]
-        optimum = rows[OURS]["prefix_hit_optimum"]
-        yield f"| {job} | {blocks:,} | {optimum:.4f} | {' | '.join(cells)} |"
+        rows.append([job, blocks, f"{optimum:.4f}", *cells])
+    return markdown(["job", "blocks", "optimum", *orders], rows)
 
 
 def bars(records: Sequence[Record]) -> Iterator[Bar]:
     """What our order must reach, alone and beside online calls."""
     for record in records:
-        if record["order"] == OURS and record["eviction"] == SHIPPED:
+        if (record["order"], record["eviction"]) == (OURS, SHIPPED):
             yield from _bars_of(record, records)
 
 
@@ -99,8 +124,6 @@ def _bars_of(ours: Record, records: Sequence[Record]) -> Iterator[Bar]:
             yield Bar(f"{where}, percentage points above {name}", points, 0.0)
 
 
-Record = dict[str, Any]
-
 KV_BLOCKS = (8600, 4300)
 QUICK_JOBS = ("toolbench", "nextqa")
 RIVALS = ("submission", "lexicographic", "lpm")
@@ -113,7 +136,7 @@ WARM_UP_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One run. `job` is a name of `JOBS`."""
+    """One run. `job` is a name of `JOBS`; `bs` takes rows as they come, as vLLM itself does."""
 
     job: str
     blocks: int
@@ -121,9 +144,10 @@ class Case:
     eviction: str = SHIPPED
     is_online: bool = False
     seed: int = 0
+    policy: str = "echo"
 
 
-def cases(seed: int, *, is_quick: bool) -> list[Case]:
+def cases(jobs: Sequence[str], seed: int, *, is_quick: bool) -> list[Case]:
     """What a run of `benchmarks.hit_rates` measures."""
     sizes = KV_BLOCKS[1:] if is_quick else KV_BLOCKS
     settings = [
@@ -134,15 +158,21 @@ def cases(seed: int, *, is_quick: bool) -> list[Case]:
     return [
         Case(job, blocks, order, eviction, is_online, seed)
         for blocks in sizes
-        for job in (QUICK_JOBS if is_quick else JOBS)
+        for job in jobs
         for eviction, is_online, orders in settings
         for order in orders
+    ] + [
+        Case(job, blocks, "shuffled", LRU, seed=seed, policy="bs")
+        for blocks in sizes
+        for job in jobs
     ]
 
 
 def measure(case: Case) -> Record:
     """A flat record: what was run, the hit rate, the optimum, and the engine's other figures.
 
+    `expected_hit_rate` is what `batchrun inspect` says of the order; a policy that chooses among
+    waiting rows may exceed it.
     `in_turn_share_of_optimum` is the order's with rows one at a time (`benchmarks.hit_orders`).
     `job_s` is when the last row ended; a run that stalls has fewer `offline_rows` than `rows`.
     """
@@ -158,6 +188,7 @@ def measure(case: Case) -> Record:
         "blocks": case.blocks,
         "order": case.order,
         "eviction": case.eviction,
+        "policy": case.policy,
         "online": case.is_online,
         "seed": case.seed,
         "rows": len(job.rows),
@@ -166,10 +197,29 @@ def measure(case: Case) -> Record:
         "prefix_hit_optimum": best_tokens / prompt_tokens,
         "share_of_optimum": hit_tokens / best_tokens,
         "in_turn_share_of_optimum": in_turn_tokens / best_tokens,
+        "expected_hit_rate": None if case.is_online else expected_rate(case, job),
         "job_s": job_s,
         **summarize(engine, Slo()),
         "prefix_hit_rate": hit_tokens / prompt_tokens,
     }
+
+
+def expected_rate(case: Case, job: Job) -> float:
+    """What `inspect` says of these rows in this order; both know the same tokens."""
+    # A token id of four bytes stands for a token's text.
+    texts = [prompt.astype("<u4").tobytes() for prompt in prompts_of(job)]
+    chains, coder = ChainBuilder(0), PieceCoder()
+    chains.add(texts)
+    coder.add(texts)
+    lengths = np.array([len(text) for text in texts], dtype=np.int64)
+    tree = PromptTree.of(chains.build(), coder.build(), lengths, np.arange(len(texts)))
+    outputs = np.array([row.num_output_tokens for row in job.rows])
+    order = np.argsort(tree.rows)
+    own = tree.leaf_bytes / 4 + outputs[tree.rows]
+    walk = RowWalk(tree.innermost[order], own[order], tree.nodes.parents, tree.node_bytes / 4)
+    found = expected_hits(walk, case.blocks * BLOCK_TOKENS, drops_used=case.eviction != LRU)
+    hits = servable_tokens(np.nan_to_num(found), lengths / 4, BLOCK_TOKENS)
+    return float(hits.sum() / (lengths / 4).sum())
 
 
 @lru_cache(maxsize=2)
@@ -207,7 +257,7 @@ def _run(case: Case, feeder: JobFeeder, num_rows: int) -> tuple[VirtualEngine, f
         sources.append(OnlineSource(calls, case.seed))
     else:
         warm_up = warm_up.without_online_use()
-    settings = {"eviction": case.eviction}
+    settings = {"policy": case.policy, "eviction": case.eviction}
     engine, scheduler = build_engine(case.blocks, settings, A100Law(), sources)
     scheduler.warm_up(warm_up.kv_samples, warm_up.steps)
     ends_s: list[float] = [0.0]
@@ -229,13 +279,12 @@ JOB_NAMES = ("job", *(f"job-{number}" for number in range(4)))
 def build_engine(
     blocks: int, settings: Mapping[str, object], law: StepLaw, sources: Sequence[TrafficSource]
 ) -> tuple[VirtualEngine, ColocatedScheduler]:
-    """An engine under `echo` with these settings, and its scheduler.
+    """An engine with these settings, and its scheduler.
 
     A feeder says nothing once its last row is sent; the daemon goes on renewing leases, here at
     the first end of a row after `RENEW_S`.
     """
-    config = {"batchrun": {"policy": "echo", **settings}}
-    shape = EngineShape(num_blocks=blocks, additional_config=config)
+    shape = EngineShape(num_blocks=blocks, additional_config={"batchrun": dict(settings)})
     engine = VirtualEngine(ColocatedScheduler, shape, law, sources)
     scheduler = engine.scheduler
     assert isinstance(scheduler, ColocatedScheduler)
@@ -250,30 +299,6 @@ def build_engine(
 
     engine.end_listeners.append(renew)
     return engine, scheduler
-
-
-def main() -> int:
-    """Measure, print, save."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="two jobs, one KV size")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, choices=(1, 2), default=1)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    options = parser.parse_args()
-    wanted = cases(options.seed, is_quick=options.quick)
-    records: list[Record] = []
-    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-        for number, record in enumerate(pool.imap(measure, wanted), start=1):
-            records.append(record)
-            name = ", ".join(str(record[key]) for key in ("job", "blocks", "order", "eviction"))
-            note = f"{name}: {record['share_of_optimum']:.4f} of the optimum"
-            print(f"{number} of {len(wanted)}: {note}", file=sys.stderr, flush=True)
-    print("\n".join(tables(records)) + "\n")
-    for bar in bars(records):
-        print(f"- {bar}")
-    if options.json is not None:
-        write_records(options.json, records)
-    return 0
 
 
 if __name__ == "__main__":

@@ -10,12 +10,10 @@ is the planning. Times do not repeat exactly; what is planned does.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, cast
 
@@ -36,7 +34,7 @@ from batchrun.simulator.virtual.scenarios import (
 )
 from batchrun.simulator.virtual.setup import EngineShape, build_scheduler, stock_scheduler
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
-from benchmarks.records import write_records
+from benchmarks.records import describe, finish, parser
 from benchmarks.stock_baseline import Record
 
 
@@ -297,20 +295,15 @@ def figures(pairs: Sequence[Pair], steps_s: Sequence[float]) -> Record:
 
 def main() -> int:
     """Measure, print, save."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=1_500)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--steps", type=int, default=1_500)
+    options = made.parse_args()
     records = []
     for load in loads():
         record = measure(load, options.steps)
         records.append(record)
-        print(
-            {k: round(v, 3) if isinstance(v, float) else v for k, v in record.items()}, flush=True
-        )
-    if options.json is not None:
-        write_records(options.json, records)
-    return 0
+        print(describe(record), flush=True)
+    return finish(options.json, records)
 
 
 if __name__ == "__main__":

@@ -103,6 +103,12 @@ SECTIONS: dict[str, Section] = {
             "added_chunk_p99_ms",
         ),
     ),
+    "gpu": Section(
+        "Co-location on a GPU",
+        ("scenario", "policy", "order", "budget", "online"),
+        ("offline_tokens_per_s", "computed_tokens_per_s", "prefix_hit_rate", *ONLINE, "plan_ms"),
+        {"kind": "phase"},
+    ),
     "hit_rates": Section(
         "Hits of batchrun's order and of others",
         ("job", "blocks", "online", "eviction", "order"),

@@ -11,7 +11,6 @@ the job (`resume_s`), writes its Parquet output (`export_s`), and backs the stor
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -41,7 +40,7 @@ from batchrun.store.database import Store, open_store, open_to_read
 from batchrun.store.jobs import JobRecord
 from batchrun.store.upkeep import write_snapshot
 from batchrun.types import JobState, Outcome, OutcomeKind, Usage
-from benchmarks.records import Bar, describe, in_own_process, write_records
+from benchmarks.records import Bar, describe, finish, in_own_process, parser
 
 BODY_BYTES = 1_024
 POOL_SENTENCES = 20_000
@@ -164,21 +163,20 @@ ORDERS = ("shuffled", "input")
 
 def main() -> int:
     """Measure each order in a process of its own, print and save. Exits 1 when a bar is missed."""
-    options = _parser().parse_args()
+    made = parser(__doc__)
+    made.add_argument("--rows", type=int, default=FULL_ROWS)
+    made.add_argument("--order", nargs="+", choices=ORDERS, default=list(ORDERS))
+    made.add_argument("--folder", type=Path, help="where to put the store; a disk, not memory")
+    options = made.parse_args()
     records: list[Record] = []
-    is_met = True
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
         workload = in_own_process(write_workload, Path(scratch), options.rows)
         for order in options.order:
             record = in_own_process(measure, workload, order)
             records.append(record)
-            print(describe(record))
-            for bar in bars(record) if options.rows == FULL_ROWS else ():
-                is_met &= bar.is_met
-                print(f"- {bar}", flush=True)
-    if options.json is not None:
-        write_records(options.json, records)
-    return 0 if is_met else 1
+            print(describe(record), flush=True)
+    judged = records if options.rows == FULL_ROWS else []
+    return finish(options.json, records, [bar for record in judged for bar in bars(record)])
 
 
 def bars(record: Record) -> Iterator[Bar]:
@@ -311,15 +309,6 @@ def _check(path: Path) -> None:
 
 def _peak_rss_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rows", type=int, default=FULL_ROWS)
-    parser.add_argument("--order", nargs="+", choices=ORDERS, default=list(ORDERS))
-    parser.add_argument("--folder", type=Path, help="where to put the store; a disk, not memory")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    return parser
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def never_answer(folder: Path) -> None:
         here.rig.use_fake_engine(LATENCY_S, rules=rules, window={"requests": 24})
         here.begin()
         here.wait_for_rows(here.num_rows - 1)
-        view = here.rig.view(here.job)
+        view = here.rig.job(here.job)
         expect(view["state"] == "running" and view["num_in_flight"] == 1, f"{view}")
         for command in ("pause", "resume"):
             expect(here.rig.call(command, here.job).returncode == 0, f"{command} was refused")
@@ -84,7 +84,7 @@ def refuse_connections(folder: Path) -> None:
             engine.kill()
             engine.wait()
             wait_until(lambda: here.rig.engines()[0]["state"] == "unreachable", "it to be missed")
-            expect(here.rig.view(here.job)["state"] == JobState.RUNNING, "the job did not wait")
+            expect(here.rig.job(here.job)["state"] == JobState.RUNNING, "the job did not wait")
             engine = subprocess.Popen(command)
             here.finish(explains_reruns=False)
         finally:

@@ -87,8 +87,8 @@ class Trial:
     def wait_for_state(self, *states: JobState, wait_s: float = 120) -> dict[str, Any]:
         """Wait until the job is in one of these states."""
         names = " or ".join(states)
-        wait_until(lambda: self.rig.view(self.job)["state"] in states, f"a job {names}", wait_s)
-        return self.rig.view(self.job)
+        wait_until(lambda: self.rig.job(self.job)["state"] in states, f"a job {names}", wait_s)
+        return self.rig.job(self.job)
 
     def job_id(self, name: str) -> str:
         """The id of the job with this name."""
@@ -97,7 +97,7 @@ class Trial:
 
     def wait_for_completion(self, job: str) -> None:
         """Wait until this job, beside the one called `job`, is completed."""
-        wait_until(lambda: str(self.rig.view(job)["state"]) == "completed", f"{job} to end")
+        wait_until(lambda: str(self.rig.job(job)["state"]) == "completed", f"{job} to end")
 
     def kill_daemon(self, number: int = signal.SIGKILL) -> None:
         """Kill it; `resume` starts it again."""

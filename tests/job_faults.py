@@ -123,7 +123,7 @@ def kill_gc(folder: Path) -> None:
         here.check(check_command(here.rig))
         second = here.rig.call(*collect, **{VARIABLE: later})
         expect(second.returncode == 0 and here.num_done() == 0, f"gc left rows: {second.stderr}")
-        expect(here.rig.view(here.job)["num_completed"] == here.num_rows, "the counts are gone")
+        expect(here.rig.job(here.job)["num_completed"] == here.num_rows, "the counts are gone")
         here.check(check_output(here.output, "job", here.num_rows))
         here.close(is_clock_true=False)
 

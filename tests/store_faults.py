@@ -160,7 +160,7 @@ def step_over_deadline(folder: Path) -> None:
 
 def _stalled(here: Trial) -> str | None:
     with suppress(BatchrunError):
-        stalled: str | None = here.rig.view(here.job)["stalled"]
+        stalled: str | None = here.rig.job(here.job)["stalled"]
         return stalled
     time.sleep(0.05)
     return None

@@ -44,8 +44,8 @@ def test_a_commit_that_is_said_to_be_in_the_repository_is_there(path: Path) -> N
         assert is_there or not run.meta["commit_in_repository"], commit
 
 
-def test_every_file_has_a_section_and_every_section_a_file() -> None:
-    assert {path.stem for path in FILES} == SECTIONS.keys() | SERIES
+def test_every_file_stands_on_the_page() -> None:
+    assert {path.stem for path in FILES} <= SECTIONS.keys() | SERIES
 
 
 def test_the_page_of_results_is_what_the_command_makes() -> None:
