@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -77,10 +78,18 @@ def finish(path: Path | None, records: Sequence[Record], bars: Iterable[Bar] = (
 
 
 def write_records(path: Path, records: Iterable[Record]) -> None:
-    """Write the records of this run, with what is needed to repeat it, over what was in `path`."""
+    """Write this run with what is needed to repeat it, in the place of one like it.
+
+    Runs by other commands or on other machines stay. Raises ValueError when `path` is a file of another form.
+    """
+    meta = _meta()
+    kept = [] if not path.exists() else read_runs(path)
+    same = ("command", "machine")
+    runs = [run for run in kept if any(run.meta[key] != meta[key] for key in same)]
+    runs.append(Run(meta, [dict(record) for record in records]))
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = (json.dumps(line, separators=(",", ":")) for line in (_meta(), *records))
-    path.write_text("\n".join(lines) + "\n")
+    lines = [line for run in runs for line in (run.meta, *run.records)]
+    path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
 
 
 def read_runs(path: Path) -> list[Run]:
@@ -133,11 +142,11 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _meta() -> dict[str, object]:
+def _meta() -> dict[str, Any]:
     commit = _git("rev-parse", "HEAD")
     changes = _git("status", "--porcelain", "--untracked-files=no", "--", "batchrun", "benchmarks")
     return {
-        "command": " ".join(["python -m", *_module_and_arguments()]),
+        "command": _command(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit or None,
         "commit_in_repository": bool(commit) and not changes,
@@ -150,10 +159,12 @@ def _meta() -> dict[str, object]:
     }
 
 
-def _module_and_arguments() -> list[str]:
+def _command() -> str:
+    """How this program was started, but for the file that it writes."""
     started = Path(sys.argv[0])
     module = started.parent.name if started.stem == "__main__" else started.stem
-    return [f"benchmarks.{module}", *sys.argv[1:]]
+    arguments = re.sub(r" --json[ =]\S+", "", " ".join(["", *sys.argv[1:]]))
+    return f"python -m benchmarks.{module}{arguments}"
 
 
 def _git(*arguments: str) -> str:

@@ -61,6 +61,23 @@ def test_what_is_written_reads_back_as_one_run(tmp_path: Path) -> None:
     assert run.records == [{"rows": 1, "rate_per_s": None}, {"rows": 2}]
 
 
+def test_a_run_replaces_one_by_the_same_command_and_keeps_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "pool.jsonl"
+    for rows in ("10", "20", "10"):
+        monkeypatch.setattr("sys.argv", ["pool.py", "--rows", rows, "--json", str(path)])
+        write_records(path, [{"rows": int(rows)}])
+
+    runs = read_runs(path)
+
+    assert [run.meta["command"] for run in runs] == [
+        "python -m benchmarks.pool --rows 20",
+        "python -m benchmarks.pool --rows 10",
+    ]
+    assert [run.records for run in runs] == [[{"rows": 20}], [{"rows": 10}]]
+
+
 def test_a_file_of_another_form_is_refused_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "old.json").write_text('{"records": []}\n')
 
