@@ -1,11 +1,7 @@
-"""The faults of the manual, and a short run of the kills of `python -m benchmarks.crash`.
-
-With BATCHRUN_ALL_FAULTS in the environment, the faults that other tests make too.
-"""
+"""The faults of the manual, and a short run of the kills of `python -m benchmarks.crash`."""
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 
@@ -33,7 +29,7 @@ TRIED_FAULTS = (
     "killed after a submission",
     "gc killed",
 )
-"""Those that no other test makes."""
+"""Those that no other test makes; the others are made at night."""
 
 pytestmark = pytest.mark.slow
 
@@ -66,8 +62,14 @@ def test_every_failpoint_is_reached(kill_run: KillRun) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "fault",
-    [each for each in FAULTS if "BATCHRUN_ALL_FAULTS" in os.environ or each.name in TRIED_FAULTS],
-    ids=lambda fault: fault.name.replace(" ", "-"),
+    [
+        pytest.param(
+            fault,
+            id=fault.name.replace(" ", "-"),
+            marks=() if fault.name in TRIED_FAULTS else pytest.mark.nightly,
+        )
+        for fault in FAULTS
+    ],
 )
 def test_a_fault_has_the_outcome_that_the_manual_says(fault: Fault, tmp_path: Path) -> None:
     try:
