@@ -28,8 +28,8 @@ from batchrun.store.database import open_store
 from benchmarks.cpu_colocation_job import RowOrder, RowStream, SetShape, SetWriter
 from benchmarks.cpu_colocation_servers import MODEL, Server, ServerPlan, start_all
 from benchmarks.cpu_colocation_window import Record, Timing, run_window
-from benchmarks.gpu.record import Promise
 from benchmarks.records import Bar, cell, parser, read_records, write_records
+from benchmarks.replay import Promise
 
 Window = Mapping[str, object]
 

@@ -12,8 +12,14 @@ from batchrun.errors import EngineError
 from batchrun.simulator.replay import OnlineResult, ReplayTarget, TokenRange, replay
 from benchmarks.cpu_colocation_job import Feeder, RowStream
 from benchmarks.cpu_colocation_servers import MODEL, Server, Usage, off_worker_core
-from benchmarks.gpu.record import Figures, Promise, online_figures
-from benchmarks.replay import TraceShape, generate_trace, summarize
+from benchmarks.replay import (
+    Figures,
+    Promise,
+    TraceShape,
+    generate_trace,
+    online_figures,
+    summarize,
+)
 
 CALL_LIMIT_S = 20.0
 """A call that takes longer has failed; any so slow broke its promise long before."""

@@ -164,29 +164,17 @@ def _lines() -> list[bytes]:
 
 def _upload(port: int, lines: list[bytes]) -> tuple[str, str]:
     """The file's id and hash."""
-    digest = hashlib.sha256()
+    content = b"".join(lines)
     disposition = "Content-Disposition: form-data; name="
     head = (
         f'--{BOUNDARY}\r\n{disposition}"purpose"\r\n\r\nbatch\r\n'
         f'--{BOUNDARY}\r\n{disposition}"file"; filename="large.jsonl"\r\n\r\n'
-    ).encode()
-    tail = f"\r\n--{BOUNDARY}--\r\n".encode()
-
-    def pieces() -> Iterator[bytes]:
-        yield head
-        for start in range(0, len(lines), 250):
-            piece = b"".join(lines[start : start + 250])
-            digest.update(piece)
-            yield piece
-        yield tail
-
-    headers = {
-        "Content-Type": f"multipart/form-data; boundary={BOUNDARY}",
-        "Content-Length": str(len(head) + FILE_BYTES + len(tail)),
-    }
-    document = _ask(port, "POST", "/v1/files", pieces(), headers)
+    )
+    body = b"".join([head.encode(), content, f"\r\n--{BOUNDARY}--\r\n".encode()])
+    headers = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}
+    document = _ask(port, "POST", "/v1/files", body, headers)
     assert document["bytes"] == FILE_BYTES, document
-    return str(document["id"]), digest.hexdigest()
+    return str(document["id"]), hashlib.sha256(content).hexdigest()
 
 
 def _download(port: int, file_id: str) -> str:
@@ -216,7 +204,7 @@ def _ask(
     port: int,
     method: str,
     path: str,
-    body: bytes | Iterator[bytes] | None = None,
+    body: bytes | None = None,
     headers: dict[str, str] | None = None,
 ) -> Record:
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=120)) as connection:

@@ -80,7 +80,8 @@ def finish(path: Path | None, records: Sequence[Record], bars: Iterable[Bar] = (
 def write_records(path: Path, records: Iterable[Record]) -> None:
     """Write this run with what is needed to repeat it, in the place of one like it.
 
-    Runs by other commands or on other machines stay. Raises ValueError when `path` is a file of another form.
+    Runs by other commands or on other machines stay. Raises ValueError when `path` is a file of
+    another form.
     """
     meta = _meta()
     kept = [] if not path.exists() else read_runs(path)

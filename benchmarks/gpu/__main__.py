@@ -19,9 +19,9 @@ from pathlib import Path
 
 from batchrun.errors import BatchrunError
 from benchmarks.gpu.phases import Share, process_age_s
-from benchmarks.gpu.record import Figures
 from benchmarks.gpu.shape import LLAMA_8B, SHAPES, Shape
 from benchmarks.records import RESULTS, cell, parser, write_records
+from benchmarks.replay import Figures
 
 CLOSING_S = 5.0
 """Kept for the end of the process."""

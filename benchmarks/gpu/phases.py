@@ -14,8 +14,9 @@ from batchrun.simulator.virtual.engine import TrafficSource
 from batchrun.simulator.virtual.feeder import DAEMON_WINDOW, JobFeeder, OnlineSource
 from batchrun.simulator.virtual.scenarios import Order, planned_order
 from benchmarks.gpu.engine import LoadedModel, Phase
-from benchmarks.gpu.record import Figures, Span, figures
+from benchmarks.gpu.record import Span, figures
 from benchmarks.gpu.shape import Shape
+from benchmarks.replay import Figures
 
 PHASE_OVERHEAD_S = 1.5
 """A new scheduler, drawing the load, the steps that end a phase."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from batchrun.simulator.virtual.scenarios import CallTable, DocumentLengths, Job, JobTable, Order
 from benchmarks.data import ARRIVALS, DOCUMENTS
-from benchmarks.gpu.record import Promise
+from benchmarks.replay import Promise
 
 Settings = Mapping[str, Any]
 

@@ -17,7 +17,7 @@ from batchrun.store.database import open_store
 from benchmarks.cpu_colocation import Session, bars, pairs_of
 from benchmarks.cpu_colocation_job import Feeder, RowOrder, RowStream, SetShape, SetWriter, Trickle
 from benchmarks.cpu_colocation_window import Record, fix_promise
-from benchmarks.gpu.record import Promise, keeps_deadlines, online_figures
+from benchmarks.replay import Promise, keeps_deadlines, online_figures
 
 SHAPE = SetShape(num_documents=3, document_tokens=(300, 600), num_questions=4, output_tokens=2)
 PROMISE = Promise(ttft_s=0.5, tpot_s=0.1)
