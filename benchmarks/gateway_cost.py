@@ -116,7 +116,7 @@ def _idle(rig: GatewayRig) -> Iterator[tuple[Window, Record]]:
 
 
 def _record(window: Window, calls: Floats, chunks: Floats) -> Record:
-    """Columns of `calls` and `chunks`: see `paced_client.Calls`."""
+    """Columns of `calls` and `chunks`: see `paced.Calls`."""
     calls = calls[_within(window, calls[:, 1])]
     chunks = chunks[_within(window, chunks[:, 1])]
     through, direct = calls[calls[:, 0] == 1], calls[calls[:, 0] == 0]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -226,34 +224,4 @@ def grain_run(*, is_per_row: bool) -> Record:
         "question": "grain",
         "turn": "row" if is_per_row else "subtree",
         "rows_per_s": sum(job.num_done for job in jobs) / 600,
-    }
-
-
-def decision_cost(num_jobs: int = 16, num_rows: int = 20_000) -> Record:
-    """CPU time to choose a job and charge it, half of the jobs with a deadline. Every 20th decision
-    brings a review of the deadlines, as at 20 rows in a second."""
-    turns = JobTurns()
-    for number in range(num_jobs):
-        due_at = 600.0 + 100 * number if number < num_jobs // 2 else None
-        turns.join(f"{number}", 1 + number % 4, 600_000, due_at=due_at)
-    ready = {f"{number}" for number in range(num_jobs)}
-    costs_ns: list[int] = []
-    in_flight: list[tuple[str, int]] = []
-    for row, now_s in zip(range(num_rows), count(step=0.05), strict=False):
-        began_ns = time.thread_time_ns()
-        turn = turns.choose(ready, now_s)
-        assert turn is not None
-        turns.charge(turn, row, 500, ends_subtree=row % 20 == 19)
-        costs_ns.append(time.thread_time_ns() - began_ns)
-        in_flight.append((turn.job_id, row))
-        if row >= 64:
-            turns.settle(*in_flight[row - 64], 500)
-        turns.observe(now_s, is_saturated=row >= 64)
-    steady_us = np.array(costs_ns[1000:]) / 1000
-    return {
-        "question": "decision",
-        "jobs": num_jobs,
-        "mean_us": float(steady_us.mean()),
-        "p50_us": float(np.percentile(steady_us, 50)),
-        "p99_us": float(np.percentile(steady_us, 99)),
     }
