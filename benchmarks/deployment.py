@@ -52,10 +52,10 @@ class Deployment:
 
         Raises SystemExit with one line when it fails.
         """
-        with self.start(*arguments) as process:
+        with self.start_command(*arguments) as process:
             return answer_of(process)
 
-    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+    def start_command(self, *arguments: str) -> subprocess.Popen[bytes]:
         """Start the command; `answer_of` waits for what it says."""
         command = [sys.executable, "-m", "batchrun", *arguments, "--json"]
         environment = {**os.environ, "BATCHRUN_HOME": str(self.home.path)}

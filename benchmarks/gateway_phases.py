@@ -116,7 +116,7 @@ def export(rig: GatewayRig, job_id: str) -> Iterator[tuple[Window, Record]]:
     window = Window("export")
     rig.batchrun("resume", job_id)
     rig.wait_for_job(job_id, "finalizing")
-    with rig.watched(window), rig.start("results", job_id, "-o", "copy.parquet") as copy:
+    with rig.watched(window), rig.start_command("results", job_id, "-o", "copy.parquet") as copy:
         began_s = time.monotonic()
         rig.wait_for_job(job_id, "completed")
         daemon_s = time.monotonic() - began_s

@@ -32,6 +32,9 @@ import numpy.typing as npt
 import uvloop
 from aiohttp import web
 
+MODEL = "paced"
+INTERVAL_S = 0.02
+CHAT = "/v1/chat/completions"
 GATEWAY_STREAMS = 32
 DIRECT_STREAMS = 16
 """Fewer than through the gateway: they only show what upstream and client take by themselves."""
@@ -188,11 +191,6 @@ async def _call(gateway_port: int, direct_port: int, out: Path) -> None:
             for index in range(num_streams):
                 group.create_task(caller.run(call_s * index / num_streams))
     found.save(out)
-
-
-MODEL = "paced"
-INTERVAL_S = 0.02
-CHAT = "/v1/chat/completions"
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
