@@ -17,7 +17,7 @@ $(STAMP): locks/cpu.txt pyproject.toml
 demo: setup
 	$(BIN)/python -m benchmarks.demo
 
-# Every policy against stock vLLM on a virtual A100: the tables of docs/scheduler.md, for one seed.
+# Every policy against stock vLLM on a virtual A100: the ablation of docs/performance.md, for one seed.
 ablation: setup
 	$(BIN)/python -m benchmarks.ablation --seeds 0
 

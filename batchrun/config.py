@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -23,11 +24,12 @@ from pydantic import (
     SecretStr,
     Tag,
     ValidationError,
+    ValidationInfo,
     model_validator,
 )
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from batchrun.errors import ConfigError
+from batchrun.errors import ConfigError, known_name
 from batchrun.home import Home, check_store_url
 from batchrun.quantities import parse_age_s, parse_duration_s
 from batchrun.strict_yaml import load_strict
@@ -92,6 +94,18 @@ def _checked_class_name(name: str) -> str:
     return name
 
 
+Names = Mapping[str, Collection[str]]
+"""The names that the value of a key may be, by key."""
+
+
+def _checked_choice(name: str, info: ValidationInfo) -> str:
+    """Whoever loads the file knows the names: this module sees no policy and no eviction order."""
+    names: Names = info.context or {}
+    key = info.field_name or ""
+    return known_name(name, names[key]) if key in names else name
+
+
+Choice = Annotated[str, AfterValidator(_checked_choice)]
 Listen = Annotated[str, BeforeValidator(_checked_listen)]
 Name = Annotated[str, BeforeValidator(_number_as_text), AfterValidator(checked_name)]
 ClassName = Annotated[Name, AfterValidator(_checked_class_name)]
@@ -104,6 +118,8 @@ Url = Annotated[str, AfterValidator(_checked_url)]
 
 
 TINY_MODEL = "tiny"
+STOCK_POLICY = "vllm"
+"""The policy of engines that run vLLM's own scheduler."""
 
 
 class _Strict(BaseModel):
@@ -191,6 +207,11 @@ Slo = Annotated[
     Annotated[SloConfig, Tag("bounds")] | Annotated[Literal["auto"], Tag("auto")],
     Discriminator(lambda value: "auto" if isinstance(value, str) else "bounds"),
 ]
+Reserve = Annotated[
+    Annotated[float, Field(ge=0, lt=1), Tag("share")]
+    | Annotated[Literal["forecast"], Tag("forecast")],
+    Discriminator(lambda value: "forecast" if isinstance(value, str) else "share"),
+]
 AUTO_SLO_FACTOR = 1.3
 """`slo: auto` promises so many times what online calls saw when the engine was calibrated."""
 
@@ -210,7 +231,8 @@ class DeploymentFile(_Strict):
 
     `model` is a folder, a hub id, or `tiny`: a random model that batchrun builds, for trying out.
     `policy` is that of batchrun's own scheduler in the engines that it starts; `vllm`: they run
-    vLLM's scheduler, with its priorities.
+    vLLM's scheduler, with its priorities. `online_queue`, `eviction`, `reserve` and `forecast_rule`
+    are settings of that scheduler: `docs/scheduler.md` has their names.
     """
 
     model: str = TINY_MODEL
@@ -219,7 +241,11 @@ class DeploymentFile(_Strict):
     gateway_workers: Annotated[int, Field(ge=1, le=64)] = 1
     engines: Annotated[tuple[EngineConfig, ...], AfterValidator(at_least_one)] = (EngineConfig(),)
     window: WindowConfig = WindowConfig()
-    policy: Literal["bs", "bs+e", "bs+e+s", "echo", "vllm"] = "echo"
+    policy: Choice = "echo"
+    online_queue: Choice = "arrival"
+    eviction: Choice = "next-use"
+    reserve: Reserve = "forecast"
+    forecast_rule: Choice = "growth"
     slo: Slo = SloConfig()
     slo_classes: dict[ClassName, SloClassConfig] = {}
     store: StoreUrl | None = None
@@ -292,7 +318,7 @@ class Deployment(DeploymentFile):
     @property
     def runs_scheduler(self) -> bool:
         """Whether engines that batchrun starts run its own scheduler."""
-        return self.policy != "vllm"
+        return self.policy != STOCK_POLICY
 
     @property
     def model_name(self) -> str:
@@ -308,10 +334,13 @@ def load_home(flag: Path | None) -> Home:
     return Home(chosen or Path("~/.local/state/batchrun"))
 
 
-def load_deployment(config: Path | None, **flags: str | None) -> Deployment:
+def load_deployment(
+    config: Path | None, names: Names | None = None, /, **flags: str | None
+) -> Deployment:
     """Flags over BATCHRUN_* over the file (`config`, or ./batchrun.yaml when it exists).
 
-    Raises ConfigError with file, line and key.
+    `names` are those that policies and the like may have; without them any are taken. Raises
+    ConfigError with file, line and key.
     """
     environment = _environment(**{key: value for key, value in flags.items() if value is not None})
     path = config or environment.config
@@ -319,7 +348,8 @@ def load_deployment(config: Path | None, **flags: str | None) -> Deployment:
         path = Path(DEFAULT_FILE)
     values: dict[str, Any] = {"base": Path.cwd() if path is None else path.absolute().parent}
     if path is not None:
-        values |= load_strict(path, DeploymentFile, ConfigError).model_dump(exclude_unset=True)
+        file = load_strict(path, DeploymentFile, ConfigError, context=names)
+        values |= file.model_dump(exclude_unset=True)
     for key in ("model", "listen"):
         if getattr(environment, key) is not None:
             values[key] = getattr(environment, key)

@@ -25,6 +25,9 @@ The message is one line for the user: what, where, and what to do about it.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class BatchrunError(Exception):
     """Something went wrong that the user can act on. The message is one line."""
@@ -129,3 +132,17 @@ class EngineError(BatchrunError):
 
 class JobFailedError(BatchrunError):
     """A job ended, or paused itself, without finishing."""
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """` (did you mean 'x'?)` when one of `known` is close to `word`, else nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" (did you mean '{close[0]}'?)" if close else ""
+
+
+def known_name(name: str, known: Iterable[str]) -> str:
+    """The name. Raises ValueError, one line that lists all, when it is none of `known`."""
+    names = list(known)
+    if name in names:
+        return name
+    raise ValueError(f"must be one of {', '.join(names)}, not {name!r}{suggestion(name, names)}")

@@ -6,8 +6,7 @@ by a pydantic model, and pydantic's complaints are led back to the lines they co
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, get_args
@@ -17,7 +16,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from batchrun.errors import InputError
+from batchrun.errors import InputError, suggestion
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -69,12 +68,15 @@ class Document:
         return f"{prefix}: {key}" if key else prefix
 
 
-def load_strict(path: Path, model: type[M], error: type[InputError]) -> M:
+def load_strict(
+    path: Path, model: type[M], error: type[InputError], *, context: object = None
+) -> M:
     """Reads `path` as YAML and checks it against `model` (which should forbid extra keys).
 
-    Raises `error` with one line, `FILE:LINE: KEY: what is wrong`, for the first problem.
+    Raises `error` with one line, `FILE:LINE: KEY: what is wrong`, for the first problem. The
+    validators of `model` find `context` in their `info`.
     """
-    return validate_document(read_document(path, error), model, error)
+    return validate_document(read_document(path, error), model, error, context=context)
 
 
 def read_document(path: Path, error: type[InputError]) -> Document:
@@ -99,13 +101,15 @@ def read_document(path: Path, error: type[InputError]) -> Document:
     return Document(path, values, {"": 1, **lines})
 
 
-def validate_document(document: Document, model: type[M], error: type[InputError]) -> M:
+def validate_document(
+    document: Document, model: type[M], error: type[InputError], *, context: object = None
+) -> M:
     """The document as `model`; raises `error` for the first of its problems in file order.
 
     Keys that are missing altogether come last.
     """
     try:
-        return model.model_validate(document.values)
+        return model.model_validate(document.values, context=context)
     except ValidationError as failure:
         problems = failure.errors(include_url=False)
         located = [(_key_of(problem, document), problem) for problem in problems]
@@ -115,12 +119,6 @@ def validate_document(document: Document, model: type[M], error: type[InputError
         more = f" (and {len(located) - 1} more)" if len(located) > 1 else ""
         text = _describe(problem, model)
         raise error(f"{document.where(key)}: {text}{more}") from None
-
-
-def suggestion(word: str, known: Iterable[str]) -> str:
-    """` (did you mean 'x'?)` when one of `known` is close to `word`, else nothing."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f" (did you mean '{close[0]}'?)" if close else ""
 
 
 def _read_text(path: Path, error: type[InputError]) -> str:

@@ -12,12 +12,6 @@ from typing import Protocol
 
 JsonObject = Mapping[str, object]
 
-HINT_KEY = "batchrun"
-"""Where the daemon's hint stands in `vllm_xargs`, and the scheduler's settings in vLLM's config."""
-HINT_VERSION = 1
-HINT_NONCE_VARIABLE = "BATCHRUN_HINT_NONCE"
-"""The environment variable through which an engine learns which hints to believe."""
-
 USUAL_OUTPUT_TOKENS = 128
 """A first guess of an answer's length, while none of the same job is known."""
 

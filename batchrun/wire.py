@@ -21,7 +21,7 @@ import os
 import struct
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -35,7 +35,7 @@ MAX_MESSAGE_BYTES = 65_536
 MAX_JOBS = 1_024
 MAX_CALLS_SENT = 1_000
 
-PolicyName = Literal["bs", "bs+e", "bs+e+s", "echo"]
+PolicyName = Annotated[str, Meta(max_length=64)]
 JobName = Annotated[str, Meta(max_length=128)]
 JobNames = Annotated[tuple[JobName, ...], Meta(max_length=MAX_JOBS)]
 
@@ -141,9 +141,10 @@ class Orders(Struct, frozen=True):
     """All that the daemon wants of an engine, every time: the newest orders alone count.
 
     `nonce` is the hints' secret. `epoch` is the start of the daemon and `number` counts its
-    orders. `policy` and `token_budget` None: as the engine was started. `renew` and `forget` name
-    the jobs whose hints count for another lease, or no longer. `is_recording`: keep arrival and
-    lengths of online calls; with `calls_from` the answer has those from this number on.
+    orders. `policy` and `token_budget` None: as the engine was started; a policy that it does not
+    have, it refuses. `renew` and `forget` name the jobs whose hints count for another lease, or no
+    longer. `is_recording`: keep arrival and lengths of online calls; with `calls_from` the answer
+    has those from this number on.
     """
 
     nonce: Annotated[str, Meta(max_length=256)]

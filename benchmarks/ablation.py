@@ -8,8 +8,10 @@ steps of Echo's ladder are watched in the first seed: NAME.jsonl gets the record
 what `benchmarks.plots` draws.
 
 "stock" rows run two steps ahead, as on a GPU, with rows in their true order; "trial" rows repeat
-the form of the design's printed figures (`benchmarks.stock_baseline`). `bs` to `echo` are our
-scheduler class.
+the trial behind the design's printed figures, which stand beside theirs: one step in flight, no
+planning time, and rows that all arrive at once, in the order of their numbers as text, row-0,
+row-1, row-10, row-100, ... `bs` to `echo` are our scheduler class. Whoever schedules, the daemon of
+`batchrun.simulator` sends the rows and keeps at most 256 of them waiting.
 Policies that learn start from 20 observed minutes of other traffic of the same generator and from
 one of offline work, never from the step law. All figures but `plan_ms` repeat exactly.
 """
@@ -26,10 +28,10 @@ from pathlib import Path
 
 from benchmarks.ablation_bars import judge, means_of
 from benchmarks.ablation_configs import LADDER, Config, configs
-from benchmarks.ablation_runs import LAWS, Trial, measure, measure_watched
-from benchmarks.ablation_scenarios import SCENARIOS
+from benchmarks.ablation_runs import Record, Trial, measure, measure_watched
+from benchmarks.laws import LAWS
 from benchmarks.records import write_records
-from benchmarks.stock_baseline import Record
+from benchmarks.scenarios import SCENARIOS
 
 NUM_PROCESSES = 2
 

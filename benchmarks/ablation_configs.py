@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from batchrun.simulator.virtual.scenarios import Order
-from benchmarks.stock_baseline import GROUPED_BUDGETS, ONLINE_BUDGETS, SHUFFLED_BUDGET
+from benchmarks.scenarios import Order
 
+ONLINE_BUDGETS = (512, 768, 1024, 2048)
+GROUPED_BUDGETS = (256, 512, 1024, 2048)
+SHUFFLED_BUDGET = 2048
 STOCK = "stock"
 SHIPPED_EVICTION = "next-use"
 EVICTIONS = ("lru", "echo-rc", SHIPPED_EVICTION)
@@ -28,10 +30,9 @@ class Config:
 
     `policy` is `stock` (vLLM's own scheduler classes) or one of ours. `order` is how the rows
     stand in the input; None: no offline work. With `is_planned` the pool orders them before they
-    are sent, through the daemon's window: stock vLLM does with it what it does with all rows there
-    at once, to the last figure. `is_trial` is the form behind the design's printed figures: one
-    step in flight, no planning time, all rows at once under ids that sort as text. `reserve` is a
-    share, the forecast, or the name of another forecast rule.
+    are sent. `is_trial` is the form behind the design's printed figures: one step in flight, no
+    planning time, rows in the order of their numbers as text. `reserve` is a share, the forecast,
+    or the name of another forecast rule.
     """
 
     name: str

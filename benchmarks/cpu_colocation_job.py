@@ -19,8 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
-from batchrun.daemon.assigning import Hinter
-from batchrun.daemon.dispatcher import OFFLINE_PRIORITY
+from batchrun.daemon.dispatcher import OFFLINE_PRIORITY, Hinter
 from batchrun.daemon.job import ActiveJob
 from batchrun.daemon.opening import open_job
 from batchrun.engine.client import EngineClient

@@ -18,7 +18,7 @@ from batchrun.engine import process
 from batchrun.engine.command import ManagedSettings
 from batchrun.engine.engine import ManagedEngine
 from batchrun.errors import EngineError
-from batchrun.types import HINT_NONCE_VARIABLE
+from batchrun.hints import HINT_NONCE_VARIABLE
 from benchmarks.ports import free_port
 
 MODEL = "tiny"

@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 
 from batchrun.simulator.cluster import EnginePlan, Engines
 from batchrun.simulator.feeding import RowFeed
-from batchrun.simulator.offline_jobs import JobTerms, OfflineJob, job_of_shape
+from batchrun.simulator.offline_jobs import JobShape, JobTerms, OfflineJob, job_of_shape
 from batchrun.simulator.online import OnlineRouter
 from batchrun.simulator.traces.rates import RateSeries, draw_trace
 from batchrun.simulator.traces.trace import Trace
-from batchrun.simulator.virtual.scenarios import JobShape
 from benchmarks.records import Bar, describe, finish, parser
 
 KINDS = ("tide", "walk", "steps", "bursts")

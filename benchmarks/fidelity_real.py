@@ -20,8 +20,8 @@ from batchrun.estimator.profile import CalibrationProfile, profile_from_json
 from batchrun.jobs.prompts.tokens import read_prompts
 from batchrun.samples.generators import TextSource
 from batchrun.simulator.cluster import FrontEndTimes
+from batchrun.simulator.records import Slo
 from batchrun.simulator.replay import Arrival, OnlineResult, ReplayTarget, percentile, replay
-from batchrun.simulator.virtual.run import Slo
 from benchmarks.deployment import Deployment
 from benchmarks.fidelity_jobs import Workload
 

@@ -8,7 +8,7 @@ the public traces; those that are not there are left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchrun.estimator.forecast import ForecastRule, KvForecast
-from batchrun.simulator.traces.rates import splice_day
+from batchrun.simulator.traces.rates import RateSeries, draw_trace
 from batchrun.simulator.traces.reading import Drawing, read_trace
 from batchrun.simulator.traces.trace import Trace, scale_rate
-from batchrun.simulator.virtual.scenarios import draw_calls, kv_pressure_tide
 from benchmarks.records import Bar, cell, finish, markdown, parser
+from benchmarks.scenarios import draw_calls, kv_pressure_tide
 
 Ints = NDArray[np.int64]
 
@@ -96,7 +96,8 @@ def traces(folder: Path) -> Iterator[tuple[str, Trace]]:
     azure = read_trace(folder / AZURE)
     yield "azure", azure
     yield "azure / 5", scale_rate(azure, 0.2, seed=0)
-    yield "tide", splice_day(azure, echo_tide(), seed=0)
+    day = RateSeries.steady(np.arange(1440) * 60, DAY_S, echo_tide())
+    yield "tide", draw_trace([day], seed=0, like=azure, source=azure.source)
     if (folder / SERVEGEN).is_file():
         drawing = Drawing(seed=0, rate=0.002, from_s=DAY_S, to_s=3 * DAY_S, like=azure)
         yield "servegen", read_trace(folder / SERVEGEN, drawing=drawing)
@@ -111,19 +112,10 @@ def echo_tide() -> np.ndarray[tuple[int], np.dtype[np.float64]]:
 
 def measure(name: str, blocks: Ints, rule: ForecastRule) -> Record:
     """How a rule fared on the highest use of each second."""
-    forecast = KvForecast(rule=rule)
-    judged: list[int] = []
-    for second, top in enumerate([*blocks.tolist(), 0]):
-        # A sample ends the seconds before it; the value would hold, so each second ends with 0.
-        forecast.sample(second, top)
-        if second % 60 == 0 and forecast.forecast_blocks is not None:
-            judged.append(second)
-        forecast.sample(second + 0.9, 0)
-    judged = [second for second in judged if second + 60 <= len(blocks)]
-    coverage = forecast.coverage
-    assert len(judged) == coverage.num_minutes
-    tops = np.array([blocks[second : second + 60].max() for second in judged])
-    constant = equal_constant(tops, coverage.covered)
+    # A value holds until the next one, so each second ends with 0.
+    samples = [each for s, top in enumerate([*blocks, 0]) for each in ((s, top), (s + 0.9, 0))]
+    coverage = judge(KvForecast(rule=rule), samples)
+    constant = equal_constant(coverage.tops, coverage.covered)
     return {
         "trace": name,
         "rule": str(rule),
@@ -133,6 +125,50 @@ def measure(name: str, blocks: Ints, rule: ForecastRule) -> Record:
         "constant_blocks": constant,
         "of_constant": coverage.mean_forecast_blocks / constant if constant else None,
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """The forecasts made at the start of whole minutes, and the highest use in each minute."""
+
+    forecasts: Ints
+    tops: Ints
+
+    @property
+    def num_minutes(self) -> int:
+        """Minutes with a forecast."""
+        return len(self.tops)
+
+    @property
+    def covered(self) -> float:
+        """Share of minutes whose highest use stayed within the forecast."""
+        return float((self.tops <= self.forecasts).mean()) if len(self.tops) else 0.0
+
+    @property
+    def mean_forecast_blocks(self) -> float:
+        """What that cost."""
+        return float(self.forecasts.mean()) if len(self.tops) else 0.0
+
+
+def judge(forecast: KvForecast, samples: Iterable[tuple[float, int]]) -> Coverage:
+    """Feed samples `(at_s, blocks)`, and hold each forecast against the minute after it.
+
+    Minutes count from the first sample's second; the last, unfinished one is not judged.
+    """
+    forecasts: list[int | None] = []
+    tops: list[int] = []
+    held, first_s = 0, None
+    for at_s, blocks in samples:
+        first_s = int(at_s) if first_s is None else first_s
+        forecast.sample(at_s, blocks)
+        while len(tops) <= (int(at_s) - first_s) // 60:
+            forecasts.append(forecast.forecast_blocks)
+            tops.append(held)
+        tops[-1] = max(tops[-1], blocks)
+        held = blocks
+    pairs = zip(forecasts[:-1], tops[:-1], strict=True)
+    judged = [(made, top) for made, top in pairs if made is not None]
+    return Coverage(*np.array(judged, dtype=np.int64).reshape(-1, 2).T)
 
 
 def equal_constant(tops: Ints, covered: float) -> int:

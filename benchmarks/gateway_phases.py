@@ -115,7 +115,7 @@ def export(rig: GatewayRig, job_id: str) -> Iterator[tuple[Window, Record]]:
     """A million results, written by the daemon at the job's end and by `batchrun results` too."""
     window = Window("export")
     rig.batchrun("resume", job_id)
-    rig.wait_for_job(job_id, "finalizing")
+    rig.wait_for_job(job_id, "finalizing", "completed")
     with rig.watched(window), rig.start_command("results", job_id, "-o", "copy.parquet") as copy:
         began_s = time.monotonic()
         rig.wait_for_job(job_id, "completed")

@@ -80,9 +80,9 @@ class GatewayRig(Deployment):
         client.send_signal(signal.SIGTERM)
         client.wait(timeout=WAIT_S)
 
-    def wait_for_job(self, job_id: str, state: str) -> None:
-        """Until the job is in this state."""
-        wait_until(lambda: bool(self.job(job_id)["state"] == state), f"{job_id}, {state}", WAIT_S)
+    def wait_for_job(self, job_id: str, *states: str) -> None:
+        """Until the job is in one of these states."""
+        wait_until(lambda: self.job(job_id)["state"] in states, f"{job_id}: {states}", WAIT_S)
 
     @contextmanager
     def watched(self, window: Window) -> Iterator[None]:

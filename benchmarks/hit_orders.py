@@ -6,30 +6,22 @@ is in `benchmarks.hit_orders`.
 
 from __future__ import annotations
 
-import json
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, islice
 
 import numpy as np
 from numpy.typing import NDArray
 
-from batchrun.daemon.assigning import MAX_NODES
 from batchrun.pool.fair_share import JobTurns
 from batchrun.pool.prefix_keys import ChainBuilder, IntArray
-from batchrun.pool.radix_tree import (
-    PrefixOrder,
-    find_prefix_nodes,
-    order_by_prefix,
-)
-from batchrun.pool.row_queue import RowQueue
-from batchrun.simulator.virtual.engine import Arrival
-from batchrun.simulator.virtual.feeder import DAEMON_WINDOW, JobFeeder
-from batchrun.simulator.virtual.scenarios import TOKENS_PER_CHUNK, Job
+from batchrun.pool.radix_tree import PrefixOrder
 from benchmarks.job_shapes import joined, picked, prompts_of
 from benchmarks.optimal_hits import RowBlocks
+from benchmarks.row_feeds import TOKENS_PER_CHUNK, DrawnJob, drawn_job
+from benchmarks.scenarios import Job
 
 BLOCK_TOKENS = 16
 LPM_WINDOW = 128
@@ -175,12 +167,11 @@ def hit_blocks_in_turn(rows: RowBlocks, cache_blocks: int) -> int:
 class PlannedJobs:
     """Rows of several jobs in the order in which the daemon sends them.
 
-    `owners[rank]` is the number of the row's job, `orders` are those of the jobs' pools.
+    `owners[rank]` is the number of the row's job.
     """
 
     job: Job
     owners: Sequence[int]
-    orders: Sequence[PrefixOrder]
 
 
 def planned(jobs: Sequence[Job]) -> PlannedJobs:
@@ -190,11 +181,11 @@ def planned(jobs: Sequence[Job]) -> PlannedJobs:
     Rows are charged what they compute where the walk wastes nothing, so that no later settlement
     changes a turn.
     """
-    orders = [_prefix_order(job) for job in jobs]
+    orders = [pool_job(job).order for job in jobs]
     merged = joined([picked(job, order.rows) for job, order in zip(jobs, orders, strict=True)])
     charges = [_charges(job, order) for job, order in zip(jobs, orders, strict=True)]
     owners = _turns(charges, [np.append(np.diff(order.groups) != 0, True) for order in orders])
-    return PlannedJobs(picked(merged, _interleaved(owners, jobs)), owners, orders)
+    return PlannedJobs(picked(merged, _interleaved(owners, jobs)), owners)
 
 
 def _turns(charges: Sequence[IntArray], ends_group: Sequence[NDArray[np.bool_]]) -> list[int]:
@@ -226,36 +217,11 @@ def _interleaved(owners: Sequence[int], jobs: Sequence[Job]) -> list[int]:
     return order
 
 
-class PoolFeeder(JobFeeder):
-    """A feeder whose hints say what the daemon's say: all prefix nodes above a row, from the pool
-    of its own job, and the next rank as the next use of whatever has rows to come."""
-
-    def __init__(self, planned_jobs: PlannedJobs) -> None:
-        super().__init__(planned_jobs.job, window=DAEMON_WINDOW)
-        self._owners = planned_jobs.owners
-        self._queues = [
-            RowQueue(np.arange(len(order.rows)), find_prefix_nodes(order.shared_chunks))
-            for order in planned_jobs.orders
-        ]
-
-    def take_due(self, now_s: float) -> list[Arrival]:
-        """The rows sent by now."""
-        return [self._with_nodes(arrival) for arrival in super().take_due(now_s)]
-
-    def _with_nodes(self, arrival: Arrival) -> Arrival:
-        assert arrival.hint is not None
-        hint = json.loads(arrival.hint)
-        rank, owner = hint["rank"], self._owners[hint["rank"]]
-        queue = self._queues[owner]
-        row = queue.peek(0.0)
-        assert row is not None
-        queue.take(row)
-        path = queue.path_of(row)
-        if len(path) > MAX_NODES:
-            path = [path[0], *path[1 - MAX_NODES :]]
-        to_come = [(node, queue.num_to_come(node)) for node in path]
-        nodes = [[node, num, rank + 1 if num else rank] for node, num in to_come]
-        return replace(arrival, hint=json.dumps({**hint, "job": f"job-{owner}", "nodes": nodes}))
+def pool_job(job: Job) -> DrawnJob:
+    """What the pool makes of the job: a token id of four bytes stands for a token's text."""
+    chains = ChainBuilder(0)
+    chains.add(prompt.astype("<u4").tobytes() for prompt in prompts_of(job))
+    return drawn_job(job, chains.build())
 
 
 def _charges(job: Job, order: PrefixOrder) -> IntArray:
@@ -263,13 +229,6 @@ def _charges(job: Job, order: PrefixOrder) -> IntArray:
     outputs = np.array([row.num_output_tokens for row in job.rows], dtype=np.int64)
     charges: IntArray = (_uncached_tokens(job, order) + outputs)[order.rows]
     return charges
-
-
-def _prefix_order(job: Job) -> PrefixOrder:
-    """What the pool makes of the job: a token id of four bytes stands for a token's text."""
-    chains = ChainBuilder(0)
-    chains.add(prompt.astype("<u4").tobytes() for prompt in prompts_of(job))
-    return order_by_prefix(chains.build())
 
 
 def _uncached_tokens(job: Job, order: PrefixOrder) -> IntArray:

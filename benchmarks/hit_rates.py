@@ -12,9 +12,10 @@ cache (`benchmarks.optimal_hits`). Online calls, where there are some, are those
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
@@ -23,32 +24,34 @@ from typing import Any
 
 import numpy as np
 
-from batchrun.daemon.engine_link import RENEW_S
 from batchrun.pool.expected_hits import RowWalk, expected_hits
 from batchrun.pool.prefix_keys import ChainBuilder
-from batchrun.pool.prompt_study import PieceCoder, PromptTree, servable_tokens
-from batchrun.simulator.virtual.engine import RequestRecord, TrafficSource, VirtualEngine
-from batchrun.simulator.virtual.feeder import DAEMON_WINDOW, JobFeeder, OnlineSource
-from batchrun.simulator.virtual.laws import A100Law, StepLaw
-from batchrun.simulator.virtual.run import Slo, WarmUp, observe, summarize
-from batchrun.simulator.virtual.scenarios import Job, Order, a100_8b, draw_calls, draw_job
-from batchrun.simulator.virtual.setup import NONCE, EngineShape
-from batchrun.vllm_plugin.scheduler import ColocatedScheduler
-from batchrun.wire import Orders, encode
+from batchrun.pool.prompt_study import Cuts, PromptTree, servable_tokens
+from batchrun.simulator.cluster import EnginePlan
+from batchrun.simulator.feeding import RowFeed
+from batchrun.simulator.online import Calls, OnlineCall
+from batchrun.simulator.simulation import Simulation, SimulationPlan
+from batchrun.simulator.virtual.engine import RequestRecord
+from batchrun.simulator.virtual.laws import A100Law
+from batchrun.simulator.virtual.setup import EngineShape
+from benchmarks.ablation_runs import figures_of
 from benchmarks.hit_orders import (
     BASELINES,
     BLOCK_TOKENS,
     OURS,
-    PoolFeeder,
     Setting,
     hit_blocks_in_turn,
     planned,
+    pool_job,
     row_blocks,
     shuffled,
 )
 from benchmarks.job_shapes import JOBS, joined, prompts_of
 from benchmarks.optimal_hits import RowBlocks, most_hit_blocks
 from benchmarks.records import Bar, finish, markdown, parser
+from benchmarks.row_feeds import daemon_in_order, daemon_of
+from benchmarks.scenarios import Job, Order, a100_8b, draw_calls, draw_job
+from benchmarks.warm_up import WarmUp, observe
 
 Record = dict[str, Any]
 
@@ -177,12 +180,12 @@ def measure(case: Case) -> Record:
     `job_s` is when the last row ended; a run that stalls has fewer `offline_rows` than `rows`.
     """
     jobs = _jobs(case.job, case.seed)
-    job, feeder = _ordered(case, jobs)
-    engine, job_s = _run(case, feeder, len(job.rows))
+    job, feed = _ordered(case, jobs)
+    simulation, job_s = _run(case, feed, len(job.rows))
     prompt_tokens = sum(job.num_prompt_tokens(row) for row in job.rows)
     best_tokens = most_hit_blocks(_row_blocks(case.job, case.seed), case.blocks) * BLOCK_TOKENS
     in_turn_tokens = hit_blocks_in_turn(row_blocks(job), case.blocks) * BLOCK_TOKENS
-    hit_tokens = sum(r.num_hit_tokens for r in engine.records.values() if not r.is_online)
+    hit_tokens = simulation.watch.offline.hit_tokens
     return {
         "job": case.job,
         "blocks": case.blocks,
@@ -199,7 +202,7 @@ def measure(case: Case) -> Record:
         "in_turn_share_of_optimum": in_turn_tokens / best_tokens,
         "expected_hit_rate": None if case.is_online else expected_rate(case, job),
         "job_s": job_s,
-        **summarize(engine, Slo()),
+        **figures_of(simulation),
         "prefix_hit_rate": hit_tokens / prompt_tokens,
     }
 
@@ -208,11 +211,11 @@ def expected_rate(case: Case, job: Job) -> float:
     """What `inspect` says of these rows in this order; both know the same tokens."""
     # A token id of four bytes stands for a token's text.
     texts = [prompt.astype("<u4").tobytes() for prompt in prompts_of(job)]
-    chains, coder = ChainBuilder(0), PieceCoder()
+    cuts = Cuts()
+    chains = ChainBuilder(0, cuts)
     chains.add(texts)
-    coder.add(texts)
     lengths = np.array([len(text) for text in texts], dtype=np.int64)
-    tree = PromptTree.of(chains.build(), coder.build(), lengths, np.arange(len(texts)))
+    tree = PromptTree.of(chains.build(), cuts, lengths, np.arange(len(texts)))
     outputs = np.array([row.num_output_tokens for row in job.rows])
     order = np.argsort(tree.rows)
     own = tree.leaf_bytes / 4 + outputs[tree.rows]
@@ -238,28 +241,41 @@ def _warm_up(blocks: int, seed: int) -> WarmUp:
     return observe(a100_8b(), seed, EngineShape(num_blocks=blocks), A100Law(), online_s=WARM_UP_S)
 
 
-def _ordered(case: Case, jobs: Sequence[Job]) -> tuple[Job, JobFeeder]:
-    """The rows in the order of the case, and who sends them so."""
+def _ordered(case: Case, jobs: Sequence[Job]) -> tuple[Job, RowFeed]:
+    """The rows in the order of the case, and the daemon that sends them so."""
     if case.order == OURS:
-        plan = planned(jobs)
-        return plan.job, PoolFeeder(plan)
+        return planned(jobs).job, daemon_of([pool_job(job) for job in jobs])
     setting = Setting(case.seed, case.blocks)
     job = BASELINES[case.order](shuffled(joined(jobs), setting), setting)
-    return job, JobFeeder(job, window=DAEMON_WINDOW)
+    return job, daemon_in_order(job)
 
 
-def _run(case: Case, feeder: JobFeeder, num_rows: int) -> tuple[VirtualEngine, float]:
-    """The engine after the last row, and when that ended."""
-    sources: list[TrafficSource] = [feeder]
+def _run(case: Case, feed: RowFeed, num_rows: int) -> tuple[Simulation, float]:
+    """The simulation after the last row, and when that ended."""
     warm_up = _warm_up(case.blocks, case.seed)
+    calls: Sequence[OnlineCall] = []
     if case.is_online:
         calls = draw_calls(replace(a100_8b(), duration_s=LONGEST_S), case.seed)
-        sources.append(OnlineSource(calls, case.seed))
     else:
         warm_up = warm_up.without_online_use()
-    settings = {"policy": case.policy, "eviction": case.eviction}
-    engine, scheduler = build_engine(case.blocks, settings, A100Law(), sources)
-    scheduler.warm_up(warm_up.kv_samples, warm_up.steps)
+    engine = EnginePlan(EngineShape(case.blocks), case.policy, settings={"eviction": case.eviction})
+    simulation = fed(engine, feed, calls, case.seed)
+    warm_up.tell(simulation.engines.engines[0].scheduler)
+    return simulation, run_to_end(simulation, num_rows)
+
+
+def fed(
+    engine: EnginePlan, feed: RowFeed, calls: Sequence[OnlineCall] = (), seed: int = 0
+) -> Simulation:
+    """One engine with the rows of `feed`, before its first step."""
+    plan = SimulationPlan(math.inf, Calls.of(calls), engine=engine, seed=seed)
+    return Simulation(plan, feed=feed)
+
+
+def run_to_end(simulation: Simulation, num_rows: int) -> float:
+    """Run until so many rows have ended, or the run stalls; the instant of the last end."""
+    engines = simulation.engines
+    (engine,) = engines.engines
     ends_s: list[float] = [0.0]
 
     def note(record: RequestRecord) -> None:
@@ -268,37 +284,8 @@ def _run(case: Case, feeder: JobFeeder, num_rows: int) -> tuple[VirtualEngine, f
 
     engine.end_listeners.append(note)
     while len(ends_s) <= num_rows and engine.now_s < min(ends_s[-1] + STALLED_S, LONGEST_S):
-        engine.run_until(engine.now_s + CHECK_S)
-    return engine, ends_s[-1]
-
-
-JOB_NAMES = ("job", *(f"job-{number}" for number in range(4)))
-"""What a `JobFeeder` and a `PoolFeeder` call their jobs."""
-
-
-def build_engine(
-    blocks: int, settings: Mapping[str, object], law: StepLaw, sources: Sequence[TrafficSource]
-) -> tuple[VirtualEngine, ColocatedScheduler]:
-    """An engine with these settings, and its scheduler.
-
-    A feeder says nothing once its last row is sent; the daemon goes on renewing leases, here at
-    the first end of a row after `RENEW_S`.
-    """
-    shape = EngineShape(num_blocks=blocks, additional_config={"batchrun": dict(settings)})
-    engine = VirtualEngine(ColocatedScheduler, shape, law, sources)
-    scheduler = engine.scheduler
-    assert isinstance(scheduler, ColocatedScheduler)
-    num_orders = 0
-
-    def renew(record: RequestRecord) -> None:
-        nonlocal num_orders
-        if not record.is_online and engine.now_s >= num_orders * RENEW_S:
-            num_orders = int(engine.now_s / RENEW_S) + 1
-            orders = Orders(nonce=NONCE, epoch=1, number=num_orders, renew=JOB_NAMES)
-            scheduler.steering.control.receive(encode(orders))
-
-    engine.end_listeners.append(renew)
-    return engine, scheduler
+        engines.run_until(engine.now_s + CHECK_S)
+    return ends_s[-1]
 
 
 if __name__ == "__main__":

@@ -19,14 +19,8 @@ from typing import Any
 import numpy as np
 
 from batchrun.pool.prefix_keys import IntArray
-from batchrun.simulator.virtual.scenarios import (
-    Job,
-    JobRow,
-    Order,
-    TokenIds,
-    draw_token_ids,
-)
 from benchmarks.data import DOCUMENTS, TOOLS, VIDEOS
+from benchmarks.scenarios import Job, JobRow, Order, TokenIds, draw_token_ids
 
 ALL_FOUR = "all four"
 

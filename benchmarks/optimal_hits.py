@@ -29,7 +29,7 @@ import numpy as np
 import xxhash
 
 from batchrun.pool.prefix_keys import ChainTable, IntArray, KeyArray
-from batchrun.simulator.virtual.scenarios import TokenIds
+from benchmarks.scenarios import TokenIds
 
 
 @dataclass(frozen=True, slots=True, eq=False)

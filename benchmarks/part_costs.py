@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from batchrun.cache.eviction import EVICTION_ORDERS, EvictionOrder
+from batchrun.cache.eviction import EVICTIONS, EvictionOrder
 from batchrun.cache.free_queue import TieredFreeQueue
 from batchrun.cache.reuse import ReuseIndex
 from batchrun.cache.tiers import BlockTiers, OnlinePrefixes
+from batchrun.hints import NodeHint, RowHint
 from batchrun.simulator.virtual.engine import Arrival, VirtualEngine
 from batchrun.simulator.virtual.laws import A100Law
 from batchrun.simulator.virtual.setup import EngineShape
@@ -50,24 +51,11 @@ class Block:
         return self.hash_key
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
-    """A prefix node in a hint."""
-
-    node: int
-    num_rows_to_come: int
-    next_rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class RowHint:
+def row_hint(
+    row: int, rank: int, nodes: tuple[NodeHint, ...] = (), epoch: int = 1, job: str = "job"
+) -> RowHint:
     """A row's hint."""
-
-    row: int
-    rank: int
-    nodes: tuple[Node, ...] = ()
-    epoch: int = 1
-    job: str = "job"
+    return RowHint(epoch=epoch, job=job, row=row, rank=rank, nodes=nodes)
 
 
 def main() -> int:
@@ -76,7 +64,7 @@ def main() -> int:
     made.add_argument("--rounds", type=int, default=500)
     options = made.parse_args()
     records: list[Record] = []
-    for order in EVICTION_ORDERS.values():
+    for order in EVICTIONS.values():
         records += [queue_cost(order, options.rounds), reuse_cost(order, options.rounds // 100)]
     records += step_costs(options.rounds)
     print(*map(describe, records), sep="\n")
@@ -115,14 +103,14 @@ def reuse_cost(order: EvictionOrder, rounds: int) -> Record:
 def step_costs(rounds: int) -> Iterator[Record]:
     """Counting one step, one online token's, and a whole picture of the engine."""
     engine, scheduler = _busy_engine()
-    meter = scheduler.steering.meter
+    meter = scheduler.daemon_link.meter
     output = scheduler.schedule()
     assert len(output.num_scheduled_tokens) == NUM_RUNNING
-    view = next(view for view in scheduler._views.values() if view.request_class is ONLINE)
-    picture = partial(scheduler.steering.telemetry, engine.now_s)
+    view = next(view for view in scheduler.state.views.values() if view.request_class is ONLINE)
+    picture = partial(scheduler.daemon_link.telemetry, engine.now_s)
     parts: dict[str, Callable[[], object]] = {
-        "step": partial(meter.scheduled, output, scheduler._views),
-        "orders, none": scheduler.steering.obey,
+        "step": partial(meter.scheduled, output, scheduler.state.views),
+        "orders, none": scheduler.obey,
         "online token": partial(meter.token, view, engine.now_s),
         "picture": picture,
         "encoding": partial(encode, picture()),
@@ -158,7 +146,8 @@ def _chain(document: int, row: int) -> list[bytes]:
 def _hint(document: int, row: int) -> RowHint:
     rank = document * ROWS_OF_DOCUMENT + row
     left = ROWS_OF_DOCUMENT - row - 1
-    return RowHint(rank, rank, (Node(0, 1_000, rank + 1), Node(document + 1, left, rank + 1)))
+    nodes = (NodeHint(0, 1_000, rank + 1), NodeHint(document + 1, left, rank + 1))
+    return row_hint(rank, rank, nodes)
 
 
 def _busy_engine() -> tuple[VirtualEngine, ColocatedScheduler]:

@@ -27,10 +27,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from batchrun.simulator.cluster import STOCK_POLICY, EnginePlan
+from batchrun.config import STOCK_POLICY
+from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.planner.fleet import Fleet, size_fleet
 from batchrun.simulator.planner.kinds import EngineKind
-from batchrun.simulator.planner.peak import Promise, peak_load
+from batchrun.simulator.planner.peak import SloTarget, peak_load
 from batchrun.simulator.traces.trace import Trace
 from batchrun.simulator.virtual.engine import Arrival, RequestRecord, VirtualEngine
 from batchrun.simulator.virtual.setup import stock_scheduler
@@ -44,13 +45,13 @@ ENGINE = EnginePlan(policy=STOCK_POLICY)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`num_calls` at once, of these lengths; an engine holds `held` of them within `promise`."""
+    """`num_calls` at once, of these lengths; an engine holds `held` of them within `slo`."""
 
     num_prompt_tokens: int
     num_output_tokens: int
     held: int
     num_calls: int
-    promise: Promise
+    slo: SloTarget
     alone_s: float
     period_s: float
     bound: str
@@ -84,11 +85,11 @@ def trial(seed: int) -> Record:
     found = planned(case)
     larger = replace(case, num_calls=min(99, case.num_calls + rng.randint(1, 2 * case.held)))
     larger_found = planned(larger)
-    looser = planned(replace(case, promise=_scaled(case, rng.uniform(1.05, 2.0)))).num_engines
+    looser = planned(replace(case, slo=_scaled(case, rng.uniform(1.05, 2.0)))).num_engines
     least = case.alone_s / _bound_s(case)
     factor = max(rng.uniform(0.6, 0.98), 1.001 * least)
-    tighter = planned(replace(case, promise=_scaled(case, min(factor, 1.0)))).num_engines
-    hopeless = planned(replace(case, promise=_scaled(case, 0.95 * least)))
+    tighter = planned(replace(case, slo=_scaled(case, min(factor, 1.0)))).num_engines
+    infeasible = planned(replace(case, slo=_scaled(case, 0.95 * least)))
     num = found.num_engines or 0
     return {
         "seed": seed,
@@ -106,15 +107,15 @@ def trial(seed: int) -> Record:
         "is_found": found.num_engines == case.known,
         "is_larger_found": larger_found.num_engines == larger.known >= num,
         "is_monotone_in_slo": (looser or 10**9) <= num <= (tighter or 10**9),
-        "is_impossible_told": hopeless.is_impossible and hopeless.num_engines is None,
+        "is_impossible_told": infeasible.is_impossible and infeasible.num_engines is None,
         "cpu_s": time.process_time() - begin_s,
     }
 
 
 def planned(case: Case) -> Fleet:
     """Step 1 on the case's trace."""
-    load = peak_load(trace_of(case), (HEAVY_BURSTS - 0.5) * case.period_s, case.promise)
-    return size_fleet(load, EngineKind("a100-8b", ENGINE), case.promise, 128)
+    load = peak_load(trace_of(case), (HEAVY_BURSTS - 0.5) * case.period_s, case.slo)
+    return size_fleet(load, EngineKind("a100-8b", ENGINE), case.slo, 128)
 
 
 def trace_of(case: Case) -> Trace:
@@ -141,11 +142,9 @@ def draw_case(seed: int) -> Case:
     if not held:
         raise AssertionError(f"seed {seed}: two calls are as quick as one")
     bound_s = (max(values[:held]) + min(values[held:])) / 2
-    promise = Promise(NO_BOUND_S, NO_BOUND_S)
-    case = Case(
-        *lengths, held, min(num_calls, 99), promise, values[0], 2 * worst[-1][2] + 1.0, bound
-    )
-    return replace(case, promise=_with_bound(case, bound_s))
+    slo = SloTarget(NO_BOUND_S, NO_BOUND_S)
+    case = Case(*lengths, held, min(num_calls, 99), slo, values[0], 2 * worst[-1][2] + 1.0, bound)
+    return replace(case, slo=_with_bound(case, bound_s))
 
 
 def slowest(num_calls: int, num_prompt_tokens: int, num_output_tokens: int) -> tuple[float, ...]:
@@ -168,15 +167,15 @@ def _tpot_s(record: RequestRecord) -> float:
 
 
 def _bound_s(case: Case) -> float:
-    return case.promise.ttft_s if case.bound == "TTFT" else case.promise.tpot_s
+    return case.slo.ttft_s if case.bound == "TTFT" else case.slo.tpot_s
 
 
-def _with_bound(case: Case, bound_s: float) -> Promise:
+def _with_bound(case: Case, bound_s: float) -> SloTarget:
     name = "ttft_s" if case.bound == "TTFT" else "tpot_s"
-    return replace(case.promise, **{name: bound_s})
+    return replace(case.slo, **{name: bound_s})
 
 
-def _scaled(case: Case, factor: float) -> Promise:
+def _scaled(case: Case, factor: float) -> SloTarget:
     return _with_bound(case, factor * _bound_s(case))
 
 

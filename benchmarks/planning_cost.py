@@ -17,25 +17,17 @@ from dataclasses import dataclass, replace
 from statistics import median, quantiles
 from typing import Any, cast
 
+from batchrun.simulator.offline_jobs import JobShape, LogNormalTokens
+from batchrun.simulator.online import OnlineTraffic
 from batchrun.simulator.virtual.engine import Arrival, TrafficSource, VirtualEngine, begin
-from batchrun.simulator.virtual.feeder import DAEMON_WINDOW, JobFeeder, OnlineSource, Window
 from batchrun.simulator.virtual.laws import A100Law, StepLaw
-from batchrun.simulator.virtual.run import observe
-from batchrun.simulator.virtual.scenarios import (
-    JobShape,
-    LogNormalTokens,
-    OnlineTraffic,
-    Order,
-    Scenario,
-    a100_8b,
-    draw_calls,
-    draw_job,
-    planned_order,
-)
 from batchrun.simulator.virtual.setup import EngineShape, build_scheduler, stock_scheduler
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
+from benchmarks.ablation_runs import Record
 from benchmarks.records import describe, finish, parser
-from benchmarks.stock_baseline import Record
+from benchmarks.row_feeds import RowSource, callers, planned_order
+from benchmarks.scenarios import Order, Scenario, a100_8b, draw_calls, draw_job
+from benchmarks.warm_up import observe
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,13 +189,10 @@ class PairedEngine(VirtualEngine):
         super().add(arrival)
 
 
-NUM_RUNNING, NUM_CANDIDATES = 256, 512
-FULL_WINDOW = Window(
-    max_requests=NUM_RUNNING + NUM_CANDIDATES,
-    max_tokens=100_000_000,
-    tick_tokens=1_000_000,
-    tick_long_rows=64,
-)
+NUM_ROWS = 256 + 512
+"""Running and waiting."""
+WINDOW = 256
+"""Rows in the engine of the reference scenario."""
 WARM_UP_S = 300.0
 FULL_RUNNING, FULL_CANDIDATES = 240, 480
 """Steps with fewer running or waiting requests than these do not count as full."""
@@ -211,11 +200,11 @@ FULL_RUNNING, FULL_CANDIDATES = 240, 480
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A scenario with the window and the engine that it is measured in."""
+    """A scenario with the rows that are in the engine at once, and the engine."""
 
     name: str
     scenario: Scenario
-    window: Window
+    num_rows: int
     shape: EngineShape
     is_full: bool
 
@@ -236,11 +225,9 @@ def loads() -> Iterator[Load]:
     settings = {"batchrun": {"slo": {"ttft_s": 60.0, "tpot_s": 2.0}}}
     shape = EngineShape(num_blocks=40_000, additional_config={"batchrun": {}})
     loose = EngineShape(num_blocks=120_000, additional_config=settings)
-    yield Load("full-short", Scenario("full-short", 600.0, online, short), FULL_WINDOW, shape, True)
-    yield Load("full-long", Scenario("full-long", 600.0, online, long), FULL_WINDOW, loose, True)
-    yield Load(
-        "a100-8b", a100_8b(), DAEMON_WINDOW, EngineShape(additional_config={"batchrun": {}}), False
-    )
+    yield Load("full-short", Scenario("full-short", 600.0, online, short), NUM_ROWS, shape, True)
+    yield Load("full-long", Scenario("full-long", 600.0, online, long), NUM_ROWS, loose, True)
+    yield Load("a100-8b", a100_8b(), WINDOW, EngineShape(additional_config={"batchrun": {}}), False)
 
 
 def measure(load: Load, num_steps: int) -> Record:
@@ -249,12 +236,12 @@ def measure(load: Load, num_steps: int) -> Record:
     law = A100Law()
     job = planned_order(draw_job(scenario.job, 0, Order.SHUFFLED))
     sources: list[TrafficSource] = [
-        OnlineSource(draw_calls(scenario, 0), 0),
-        JobFeeder(job, window=load.window),
+        callers(draw_calls(scenario, 0), 0),
+        RowSource(job, load.num_rows),
     ]
     engine = PairedEngine(load.shape, law, sources)
     warm_up = observe(scenario, 0, load.shape, law, online_s=WARM_UP_S)
-    engine.ours.warm_up(warm_up.kv_samples, warm_up.steps)
+    warm_up.tell(engine.ours)
     pairs: list[Pair] = []
     steps_s: list[float] = []
     while len(pairs) < num_steps and engine.now_s < scenario.duration_s:

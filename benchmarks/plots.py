@@ -173,7 +173,7 @@ def activity(results: Results) -> Figure:
 
 
 def hit_ratio(results: Results) -> Figure:
-    """Figure 9: prefix hits of the offline rows admitted in the last ten seconds."""
+    """Figure 9: prefix hits of the offline rows that ended in the last ten seconds."""
     figure, axes = _over_time()
     for config in ("bs+e+s", "echo"):
         series = results.series(PEAK, AMPLE_BLOCKS, config)
@@ -186,8 +186,8 @@ def hit_ratio(results: Results) -> Figure:
 
 
 def windowed_hit_ratio(series: Mapping[str, Sequence[float]]) -> tuple[list[float], list[float]]:
-    """Hit tokens by prompt tokens of the rows first admitted in each window; windows without
-    any are left out."""
+    """Hit tokens by prompt tokens of the rows that ended in each window; windows without any are
+    left out."""
     at_s, ratios = [], []
     columns = ("at_s", "offline_hit_tokens", "offline_prompt_tokens")
     samples = list(zip(*(series[name] for name in columns), strict=True))
@@ -200,15 +200,15 @@ def windowed_hit_ratio(series: Mapping[str, Sequence[float]]) -> tuple[list[floa
 
 
 def memory(results: Results) -> Figure:
-    """Figure 10: KV blocks by class; what is left is empty."""
+    """Figure 10: KV blocks by class, whenever the cached ones were counted; the rest is empty."""
     figure, axes = _over_time()
     series = results.series(SHORT, AMPLE_BLOCKS, "echo")
+    seen = [i for i, blocks in enumerate(series["online_cached_blocks"]) if blocks is not None]
     shares = [
-        [100 * blocks / series["total_blocks"] for blocks in series[name]]
-        for name in MEMORY_CLASSES
+        [100 * series[name][i] / series["total_blocks"] for i in seen] for name in MEMORY_CLASSES
     ]
     labels, colors = zip(*MEMORY_CLASSES.values(), strict=True)
-    axes.stackplot(series["at_s"], shares, labels=labels, colors=colors)
+    axes.stackplot([series["at_s"][i] for i in seen], shares, labels=labels, colors=colors)
     axes.set_ylim(0, 100)
     axes.set_ylabel("% of the KV blocks")
     figure.legend(loc="outside upper center", ncols=4)

@@ -5,8 +5,7 @@
 Each size runs in a process of its own. "key" hashes the prompts' chunks, "sort" orders the rows by
 prefix, "nodes" finds the prefix tree, "queue" makes ready to hand out; "texts" is the benchmark's
 own work of making the prompts, which counts nowhere. Then rows are handed out and get results:
-a turn, a place in a window, and what the daemon's hint tells. One row in a hundred more joins the
-trees.
+a turn, a place in a window, and what the daemon's hint tells.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import numpy as np
 
 from batchrun.pool.fair_share import JobTurns
 from batchrun.pool.prefix_keys import ChainBuilder
-from batchrun.pool.radix_tree import add_rows, find_prefix_nodes, order_by_prefix
+from batchrun.pool.radix_tree import find_prefix_nodes, order_by_prefix
 from batchrun.pool.row_queue import RowQueue
 from batchrun.pool.window import TICK_S, Window
 from benchmarks.records import Bar, describe, finish, in_own_process, parser
@@ -32,7 +31,6 @@ Result = TypeVar("Result")
 
 BATCH_ROWS = 2_000
 MAX_DISPATCHED = 200_000
-ADDED_SHARE = 0.01
 ROW_TOKENS = 400
 
 
@@ -95,7 +93,6 @@ def measure(shape: Shape, num_rows: int) -> Record:
     """All stages at one size."""
     clock = _Clock()
     builder = ChainBuilder(salt=1)
-    num_added = int(num_rows * ADDED_SHARE)
     _add_texts(builder, shape, range(num_rows), clock)
     table = builder.build()
     order = clock.run("sort", lambda: order_by_prefix(table))
@@ -104,9 +101,6 @@ def measure(shape: Shape, num_rows: int) -> Record:
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     num_dispatched = min(num_rows, MAX_DISPATCHED)
     dispatch_s, result_s = _hand_out(queue, num_dispatched)
-    more = ChainBuilder(salt=1)
-    _add_texts(more, shape, range(num_rows, num_rows + num_added), _Clock())
-    clock.run("join", lambda: add_rows(order, table.joined(more.build())))
     return {
         "shape": shape.name,
         "rows": num_rows,

@@ -20,18 +20,12 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from batchrun.simulator.offline_jobs import JobTerms, OfflineJob, job_of_shape
-from batchrun.simulator.online import Calls, windows_of
+from batchrun.simulator.offline_jobs import JobShape, JobTerms, OfflineJob, job_of_shape
+from batchrun.simulator.online import Calls, OnlineTraffic, windows_of
 from batchrun.simulator.records import Tables
 from batchrun.simulator.simulation import Simulated, SimulationPlan, simulate
-from batchrun.simulator.virtual.scenarios import (
-    JobShape,
-    OnlineTraffic,
-    Scenario,
-    a100_8b,
-    draw_calls,
-)
 from benchmarks.records import Bar, describe, finish, parser
+from benchmarks.scenarios import Scenario, a100_8b, draw_calls
 
 DAY_S = 86_400.0
 HOURS = 24

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 from engine_builders import REAL_MODEL
 
-from batchrun.types import HINT_KEY, HINT_VERSION
+from batchrun.hints import HINT_KEY, HINT_VERSION
 
 NONCE = "combinations"
 NUM_ROWS = 6

@@ -21,9 +21,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheS
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
+from batchrun.hints import HINT_KEY, HINT_VERSION
 from batchrun.simulator.virtual.engine import BlockHasher
 from batchrun.simulator.virtual.setup import NONCE, EngineShape, build_scheduler
-from batchrun.types import HINT_KEY, HINT_VERSION
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 
 BLOCK_TOKENS = 16

@@ -105,6 +105,9 @@ LRU = EvictionOrder("lru", 1, lru_tier)
 ECHO_RC = EvictionOrder("echo-rc", FIRST_WANTED_TIER + _NUM_COUNT_TIERS + 1, echo_rc_tier)
 NEXT_USE = EvictionOrder("next-use", FIRST_WANTED_TIER + _NUM_USE_TIERS + 1, next_use_tier, _SOON)
 
-EVICTION_ORDERS: Mapping[str, EvictionOrder] = {
-    order.name: order for order in (LRU, ECHO_RC, NEXT_USE)
+EVICTIONS: Mapping[str, EvictionOrder] = {
+    LRU.name: LRU,
+    ECHO_RC.name: ECHO_RC,
+    NEXT_USE.name: NEXT_USE,
 }
+"""Every order by name. A new one is a function and an entry here."""

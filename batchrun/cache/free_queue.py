@@ -9,32 +9,16 @@ A block's tier is looked up when it is freed, and again when it is about to be h
 tier has risen meanwhile moves up instead. One whose tier has fallen stays too high until `retier`
 is told. Blocks that rose go before those that were freed into the tier: a parent is freed no sooner
 than its child, so a child that rises meets its parents there, and is still evicted before them.
+
+Blocks are vLLM's `KVCacheBlock`: `block_id` is small and indexes an array, the links belong to the
+queue alone, and blocks are compared with `is`, as their equality walks along the links.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import add
-from typing import Any, Protocol
-
-
-class FreeBlock(Protocol):
-    """What the queue needs of a block; vLLM's `KVCacheBlock` has it.
-
-    `block_id` is unique and small (it indexes an array); the links belong to the queue alone.
-    Blocks are compared with `is`: equality of vLLM's blocks walks along the links.
-    """
-
-    block_id: int
-    ref_cnt: int
-    prev_free_block: Any
-    next_free_block: Any
-
-    @property
-    def block_hash(self) -> bytes | None:
-        """The key under which the content is cached; None when nothing can hit it."""
-        ...
-
+from typing import Any
 
 TierOf = Callable[[Any], int]
 
@@ -224,10 +208,6 @@ class TieredFreeQueue:
         tail.prev_free_block = block
         self._lists[block.block_id] = index
         self._counts[index] += 1
-
-    def num_free_below(self, tier: int) -> int:
-        """Free blocks filed under a tier lower than this one. O(number of tiers)."""
-        return sum(self.free_by_tier()[:tier])
 
     def free_by_tier(self) -> list[int]:
         """Free blocks of each tier, as filed: one whose tier rose since counts where it was."""

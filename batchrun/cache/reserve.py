@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 COLD_START_SHARE = 0.15
@@ -38,7 +37,6 @@ class OnlineReserve:
     `share` is a constant share of all blocks (0-1), or None to follow the forecast.
     """
 
-    name: str
     share: float | None
 
     def blocks(self, total_blocks: int, online_blocks: int, forecast_blocks: float | None) -> int:
@@ -53,23 +51,5 @@ class OnlineReserve:
             expected = COLD_START_SHARE * total_blocks
         return min(total_blocks, max(online_blocks, round(expected)))
 
-    def fits(
-        self, use: KvUse, forecast_blocks: float | None, *, is_engine_idle: bool = False
-    ) -> bool:
-        """Whether the candidate may be admitted.
 
-        `is_engine_idle`: nothing runs and no online request waits; then one candidate is let in
-        whatever the reserve says, if it fits the cache at all, so that none waits for ever.
-        """
-        if is_engine_idle:
-            return use.subtree_blocks <= use.total_blocks
-        return use.fits_beside(self.blocks(use.total_blocks, use.online_blocks, forecast_blocks))
-
-
-FORECAST_RESERVE = OnlineReserve("forecast", None)
-
-ONLINE_RESERVES: Mapping[str, OnlineReserve] = {
-    "forecast": FORECAST_RESERVE,
-    **{f"{percent}%": OnlineReserve(f"{percent}%", percent / 100) for percent in range(0, 60, 10)},
-}
-"""The reserves by name: `forecast`, `0%`, `10%` and so on up to `50%`."""
+FORECAST_RESERVE = OnlineReserve(None)

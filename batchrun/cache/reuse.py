@@ -1,71 +1,20 @@
-"""What the daemon's hints say about the KV cache: which blocks planned offline rows will read.
+"""What hints say about the KV cache: which blocks planned offline rows will read.
 
-A hint names a row, its rank in the planned order and the prefix nodes above it, each with the rows
-that are still to come: rows of the node behind this one in the planned order, not sent yet, and the
-rank of the first of them. Depth is not sent: rows that announce the same node share exactly their
-common block hashes. What each row and each node stands for is put together here.
+A hint names a row, its rank in the planned order and the prefix nodes above it, each with its rows
+that are still to come. Depth is not told: rows that announce the same node share exactly their
+common block hashes. What each row and each node stands for, in blocks, is put together here.
 
 Counts belong to an epoch (a start of the daemon) and, per job, to a lease: a newer epoch voids
 older ones, and when a job's lease ends its counts fall to 0 until it is renewed.
-
-A row's hint as the cache reads it, and what rows and prefix nodes stand for in blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
 
 from batchrun.cache.eviction import NEXT_USE, EvictionOrder
 from batchrun.cache.segments import Segment, SegmentTree, common_blocks
-
-
-class NodeUse(Protocol):
-    """One prefix node in a hint."""
-
-    @property
-    def node(self) -> int:
-        """Its id, unique within the job and epoch."""
-        ...
-
-    @property
-    def num_rows_to_come(self) -> int:
-        """Rows of the node that come after this row and have not been sent."""
-        ...
-
-    @property
-    def next_rank(self) -> int:
-        """The rank of the first of them; without meaning when there are none."""
-        ...
-
-
-class RowUse(Protocol):
-    """A row's hint."""
-
-    @property
-    def epoch(self) -> int:
-        """The start of the daemon that sent it; starts count upwards."""
-        ...
-
-    @property
-    def job(self) -> str:
-        """The job's id."""
-        ...
-
-    @property
-    def row(self) -> int:
-        """The row's number in its job."""
-        ...
-
-    @property
-    def rank(self) -> int:
-        """Its place in the order planned for this engine, over all jobs."""
-        ...
-
-    @property
-    def nodes(self) -> Sequence[NodeUse]:
-        """Its prefix nodes, the outermost first."""
-        ...
+from batchrun.hints import NodeHint, RowHint
 
 
 class AnnouncedRow:
@@ -73,7 +22,7 @@ class AnnouncedRow:
 
     __slots__ = ("chain", "job", "rank", "requests", "row")
 
-    def __init__(self, job: HintedJob, hint: RowUse, chain: Sequence[bytes]) -> None:
+    def __init__(self, job: HintedJob, hint: RowHint, chain: Sequence[bytes]) -> None:
         self.job, self.row, self.rank = job, hint.row, hint.rank
         self.chain = tuple(chain)
         self.requests: set[str] = set()
@@ -140,7 +89,7 @@ class ReuseIndex:
         self.keys_of = self._tree.keys_of
 
     def announce(
-        self, request_id: str, hint: RowUse, chain: Sequence[bytes], now_s: float
+        self, request_id: str, hint: RowHint, chain: Sequence[bytes], now_s: float
     ) -> list[Segment]:
         """A request of this row has come in; `chain`: the hashes of its prompt's full blocks.
 
@@ -258,7 +207,7 @@ class ReuseIndex:
         if row.chain:
             self._tree.drop_row(row.chain, (row.job.name, row.row))
 
-    def _learn_nodes(self, job: HintedJob, hint: RowUse, chain: Sequence[bytes]) -> None:
+    def _learn_nodes(self, job: HintedJob, hint: RowHint, chain: Sequence[bytes]) -> None:
         for i, said in enumerate(hint.nodes):
             is_innermost = i + 1 == len(hint.nodes)
             branch = ("row", hint.row) if is_innermost else ("node", hint.nodes[i + 1].node)
@@ -269,7 +218,9 @@ class ReuseIndex:
                 node = job.nodes[said.node] = PrefixNode(branch, chain)
                 self._place_node(job, said, node, len(chain) if is_innermost else 0)
 
-    def _place_node(self, job: HintedJob, said: NodeUse, node: PrefixNode, num_blocks: int) -> None:
+    def _place_node(
+        self, job: HintedJob, said: NodeHint, node: PrefixNode, num_blocks: int
+    ) -> None:
         """Let the node's rows to come count for its first `num_blocks` blocks, and no others."""
         old_end = node.num_blocks
         if said.num_rows_to_come <= 0:

@@ -114,13 +114,6 @@ class BlockTiers:
             return self._online_tier
         return UNNEEDED_TIER
 
-    def num_wanted(self, blocks: Iterable[Any]) -> int:
-        """How many of these blocks a planned row will hit. O(blocks).
-
-        With more than one tier, `num_wanted_free` of the queue's counts is the cheap way.
-        """
-        return sum(block.block_hash in self._blocks for block in blocks)
-
     def num_wanted_free(self, free_by_tier: list[int]) -> int:
         """Free blocks that planned rows will hit soon, from a queue's counts by tier. O(tiers).
 

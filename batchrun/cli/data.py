@@ -1,9 +1,4 @@
-"""The `trace` commands: record, show and convert traces of online calls.
-
-The `datasets` commands: generated samples and importers.
-
-Online calls of a running deployment, asked for again and again until the recording ends.
-"""
+"""The `trace` commands (record, show, convert) and the `datasets` commands (samples, importers)."""
 
 from __future__ import annotations
 

@@ -31,13 +31,28 @@ from batchrun.cli.console import (
     progress_bar,
     say,
 )
-from batchrun.config import Deployment, load_deployment, load_home
+from batchrun.config import STOCK_POLICY, Deployment, load_deployment, load_home
 from batchrun.engine import process
 from batchrun.errors import BatchrunError, DaemonUnavailableError, InputError, StateError
 from batchrun.home import Home
 
 POLL_INTERVAL_S = 0.2
 STOP_WAIT_S = 15.0
+
+
+def read_deployment(config: Path | None, **flags: str | None) -> Deployment:
+    """The deployment, as `load_deployment` has it, with every name in it known to this batchrun."""
+    from batchrun.cache.eviction import EVICTIONS
+    from batchrun.estimator.forecast import ForecastRule
+    from batchrun.scheduling.policies import POLICIES, QUEUES
+
+    names = {
+        "policy": (*POLICIES, STOCK_POLICY),
+        "online_queue": QUEUES,
+        "eviction": EVICTIONS,
+        "forecast_rule": list(ForecastRule),
+    }
+    return load_deployment(config, names, **flags)
 
 
 def up(
@@ -53,7 +68,7 @@ def up(
 ) -> None:
     """Start the daemon, the gateway and the engines (adopting those that still run)."""
     home = load_home(home_path)
-    deployment = load_deployment(config, model=model, listen=listen)
+    deployment = read_deployment(config, model=model, listen=listen)
     if detach:
         picture = start_in_background(deployment, home, _passed_on(model, listen, config))
         if as_json:

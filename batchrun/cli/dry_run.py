@@ -1,9 +1,4 @@
-"""`submit --dry-run`: a submission's checks and what would come of it; nothing is left behind.
-
-What the running daemon foretells of a job that was not submitted.
-
-What `submit --dry-run` prints for people.
-"""
+"""`submit --dry-run`: a submission's checks and what would come of it; nothing is left behind."""
 
 from __future__ import annotations
 
@@ -21,8 +16,9 @@ from rich.text import Text
 
 from batchrun.cli.client import DaemonClient
 from batchrun.cli.console import LateProgress, vllm_needed
+from batchrun.cli.deployment import read_deployment
 from batchrun.cli.inspect import find_kv_size
-from batchrun.config import Deployment, load_deployment
+from batchrun.config import Deployment
 from batchrun.daemon.plugin import existing_profile
 from batchrun.errors import DaemonUnavailableError, EngineError, InputError
 from batchrun.home import Home
@@ -33,13 +29,13 @@ from batchrun.jobs.prompts.tokens import read_prompts
 from batchrun.jobs.spec import JobSpec
 from batchrun.jobs.study import KvSize, OutputEstimate, answers_in_data, output_limit, study_job
 from batchrun.jobs.submit import checked_job
-from batchrun.quantities import duration
+from batchrun.quantities import count, duration
 from batchrun.simulator.planner.job_forecast import (
     HOUR_S,
     EngineTime,
     Eta,
     Forecast,
-    Foretold,
+    Prediction,
     Price,
     study_figures,
 )
@@ -61,7 +57,7 @@ NO_COST = "--profile PROFILE simulates it on an engine of its own"
 
 
 def measured(home: Home, computed_tokens: int, weight: float) -> Forecast:
-    """What the daemon foretells of so much work, by the pace that it has measured; unknown where
+    """What the daemon predicts for so much work, by the pace that it has measured; unknown where
     no daemon runs, or has run nothing yet."""
     work = {"computed_tokens": computed_tokens, "weight": weight}
     daemon = DaemonClient(home)
@@ -76,8 +72,8 @@ def measured(home: Home, computed_tokens: int, weight: float) -> Forecast:
     num_engines = answer["num_engines"]
     rests_on = (
         f"{tokens_per_s:,.0f} computed tokens/s, measured over the last "
-        f"{duration(answer['seen_s'])} on {_count(num_engines, 'engine')}; "
-        f"{_count(answer['num_running_jobs'], 'job')} running now"
+        f"{duration(answer['seen_s'])} on {count(num_engines, 'engine')}; "
+        f"{count(answer['num_running_jobs'], 'job')} running now"
     )
     if not is_offline_on:
         rests_on += "; offline work is switched off, and waits until it is on again"
@@ -86,10 +82,6 @@ def measured(home: Home, computed_tokens: int, weight: float) -> Forecast:
         Eta(eta["expected_s"], eta["low_s"], eta["high_s"], "daemon", rests_on),
         EngineTime(hours, "daemon", "at the pace measured beside the calls"),
     )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 EMBEDDINGS = "/v1/embeddings"
@@ -105,7 +97,7 @@ class Assumed:
     price: str | None = None
 
 
-def foretell(file: Path, home: Home, assumed: Assumed) -> Foretold:
+def predict(file: Path, home: Home, assumed: Assumed) -> Prediction:
     """What would become of a job file. Makes no file, folder or store.
 
     Raises what `submit` raises for the same file; InputError, ConfigError and EngineError where
@@ -114,7 +106,7 @@ def foretell(file: Path, home: Home, assumed: Assumed) -> Foretold:
     with LateProgress() as progress:
         spec = load_job_file(file, cwd=Path.cwd())
         home.check()
-        deployment = load_deployment(None)
+        deployment = read_deployment(None)
         asked = _asked_simulation(assumed, deployment, home)
         price = _price(assumed, asked)
         if asked is None or assumed.profile is None:
@@ -128,7 +120,7 @@ def foretell(file: Path, home: Home, assumed: Assumed) -> Foretold:
             simulation = _own_simulation(deployment, home)
         computed_tokens = figures["computed_tokens"]
         forecast = _forecast(simulation, inspected, computed_tokens, known, progress)
-    return Foretold(figures, spec.deadline_s, forecast, price)
+    return Prediction(figures, spec.deadline_s, forecast, price)
 
 
 def _asked_simulation(assumed: Assumed, deployment: Deployment, home: Home) -> Simulation | None:
@@ -223,7 +215,7 @@ def _forecast(
     return simulation.forecast(job, computed_tokens, known.eta, progress)
 
 
-def rendered(found: Foretold) -> Table:
+def rendered(found: Prediction) -> Table:
     """The whole answer."""
     table = Table(box=None, show_header=False)
     for key, value in _lines(found):
@@ -231,7 +223,7 @@ def rendered(found: Foretold) -> Table:
     return table
 
 
-def _lines(found: Foretold) -> Iterator[tuple[str, str]]:
+def _lines(found: Prediction) -> Iterator[tuple[str, str]]:
     study, forecast = found.study, found.forecast
     yield "job", f"{study['name']}, {study['endpoint']}; it was not submitted"
     yield "rows", f"{study['rows']:,}; prefix groups: {study['prefix_groups']:,}"

@@ -32,22 +32,23 @@ from batchrun.cli.console import (
     print_json,
     say,
 )
-from batchrun.config import TINY_MODEL, Deployment, EngineConfig, load_deployment, load_home
+from batchrun.cli.deployment import read_deployment
+from batchrun.config import TINY_MODEL, Deployment, EngineConfig, load_home
 from batchrun.daemon.plugin import profile_path
 from batchrun.daemon.supervisor import check_gateway_port, default_port, engine_python
 from batchrun.engine.install import check_model, check_port_free, find_vllm, has_gpu, install_engine
 from batchrun.engine.tiny_model import build_tiny_model
-from batchrun.errors import BatchrunError, EngineError, InputError, StateError
+from batchrun.errors import BatchrunError, EngineError, InputError, StateError, known_name
 from batchrun.estimator.profile import CalibrationProfile
 from batchrun.files import write_atomically
 from batchrun.home import Home
+from batchrun.scheduling.policies import POLICIES
 from batchrun.simulator.calibrate import (
     Measured,
     calibrate_engine,
     check_nothing_runs,
     choose_engine,
 )
-from batchrun.wire import PolicyName
 
 engine_app = typer.Typer(
     help="The engine's own environment, and how running engines schedule.",
@@ -91,11 +92,23 @@ def install(
         say(f"engine installed: {python}")
 
 
+def _known_policy(name: str | None) -> str | None:
+    try:
+        return name and known_name(name, POLICIES)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
 @engine_app.command(name="set")
 def set_engines(
     *,
     policy: Annotated[
-        PolicyName | None, typer.Option(help="Scheduling policy, from the next step on.")
+        str | None,
+        typer.Option(
+            metavar=f"<{'|'.join(POLICIES)}>",
+            callback=_known_policy,
+            help="Scheduling policy, from the next step on.",
+        ),
     ] = None,
     budget: Annotated[
         int | None, typer.Option(min=1, help="Most tokens a step; less than vLLM was started with.")
@@ -156,7 +169,7 @@ def calibrate(
     Starts the engine and ends it again. Under three minutes beside the engine's start.
     """
     home = load_home(home_path)
-    deployment = load_deployment(config, model=model)
+    deployment = read_deployment(config, model=model)
     if DaemonClient(home).is_running():
         raise StateError(
             "a daemon runs, and its engines hold the machine; stop it with `batchrun down` first"
@@ -252,7 +265,7 @@ def doctor(
 ) -> None:
     """Look for what is missing on this machine. Exits 4 when something is."""
     home = load_home(home_path)
-    deployment = load_deployment(config)
+    deployment = read_deployment(config)
     findings = list(_findings(deployment, home))
     missing = [finding for finding in findings if not finding.ok]
     if as_json:

@@ -32,8 +32,8 @@ from batchrun.cli.console import (
     print_json,
     say,
 )
-from batchrun.cli.deployment import start_in_background, stop_everything
-from batchrun.config import load_deployment, load_home
+from batchrun.cli.deployment import read_deployment, start_in_background, stop_everything
+from batchrun.config import load_home
 from batchrun.errors import DaemonUnavailableError, InputError, UnknownJobError
 from batchrun.home import Home
 from batchrun.store import jobs
@@ -135,9 +135,9 @@ def _dry_run(
     *,
     as_json: bool,
 ) -> None:
-    from batchrun.cli.dry_run import Assumed, foretell, rendered
+    from batchrun.cli.dry_run import Assumed, predict, rendered
 
-    found = foretell(file, home, Assumed(trace, profile, price))
+    found = predict(file, home, Assumed(trace, profile, price))
     if as_json:
         print_json(found.record())
     else:
@@ -227,7 +227,7 @@ def _add_to_store(job: NewJob, home: Home) -> str:
         if home.has_store:
             store = open_store(home.store_location)
         else:
-            store = open_for(home, load_deployment(None).store_url)
+            store = open_for(home, read_deployment(None).store_url)
         with closing(store), DaemonLock(store, wait_s=LOCK_WAIT_S):
             return jobs.create(store, job, now_s=time.time()).id
 
@@ -257,7 +257,7 @@ def run(
     Interrupted or killed, the same command goes on where it was.
     """
     home = load_home(home_path)
-    deployment = load_deployment(config, model=model, listen=listen)
+    deployment = read_deployment(config, model=model, listen=listen)
     job = prepare(file, home)
     client = DaemonClient(home)
     started = not client.is_running()

@@ -15,7 +15,8 @@ from rich.table import Table
 
 from batchrun.cli.client import DaemonClient
 from batchrun.cli.console import ConfigOption, HomeOption, JsonOption, note, out, print_json, say
-from batchrun.config import checked_name, load_deployment, load_home
+from batchrun.cli.deployment import read_deployment
+from batchrun.config import checked_name, load_home
 from batchrun.daemon.upkeep import KeyList
 from batchrun.errors import DaemonUnavailableError, InputError
 from batchrun.home import Home
@@ -89,7 +90,7 @@ def create(
         checked_name(name)
     except ValueError as error:
         raise InputError(f"NAME {error}") from None
-    classes = load_deployment(config).slo_classes
+    classes = read_deployment(config).slo_classes
     if slo_class is not None and slo_class not in classes:
         known = f"it has {', '.join(classes)}" if classes else "it has none"
         raise InputError(f"--class {slo_class}: not under `slo_classes` in batchrun.yaml; {known}")
@@ -163,7 +164,7 @@ def _change(
     try:
         done = DaemonClient(home).post(path, document)
     except DaemonUnavailableError:
-        deployment = load_deployment(config)
+        deployment = read_deployment(config)
         home.create()
         with (
             StoreLock(home.store_lock, wait_s=LOCK_WAIT_S),

@@ -15,8 +15,7 @@ from typer.core import TyperGroup
 
 from batchrun import __version__
 from batchrun.cli.console import note, say
-from batchrun.errors import BatchrunError
-from batchrun.strict_yaml import suggestion
+from batchrun.errors import BatchrunError, suggestion
 
 INTERRUPTED = 130
 

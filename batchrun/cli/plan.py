@@ -1,9 +1,4 @@
-"""The `plan` command: how many engines, and what jobs cost beside the calls.
-
-What `plan` prints: the kinds of engines, and the jobs.
-
-The `simulate` command: what engines would do with a load, before anybody pays for them.
-"""
+"""What to expect before anybody pays: `plan` sizes engines, `simulate` runs a scenario."""
 
 from __future__ import annotations
 
@@ -21,7 +16,7 @@ from batchrun.quantities import count, duration, parse_duration_s, share
 from batchrun.simulator.traces.reading import read_trace
 
 if TYPE_CHECKING:
-    from batchrun.simulator.planner.capacity import CapacityPlan, JobPlan, PlanRequest
+    from batchrun.simulator.planner.capacity import CapacityPlan, JobPlan
     from batchrun.simulator.planner.fleet import Fleet
     from batchrun.simulator.simulation import Simulated, SimulationPlan
 
@@ -85,16 +80,16 @@ def plan(
     """
     with vllm_needed("plan"):
         from batchrun.simulator.offline_jobs import JobTerms, job_of_file
-        from batchrun.simulator.planner.capacity import PlanRequest as Request
+        from batchrun.simulator.planner.capacity import PlanRequest, plan_capacity
         from batchrun.simulator.planner.kinds import check_kinds, parse_kind
-        from batchrun.simulator.planner.peak import Promise
-        from batchrun.simulator.planner.report import record_of
+        from batchrun.simulator.planner.peak import SloTarget
+        from batchrun.simulator.planner.report import paragraph, record_of
 
     if not 0 < target <= 1:
         raise InputError(f"--target: must be above 0 and at most 1, not {target:g}")
-    promise = Promise(_seconds("--ttft", ttft), _seconds("--tpot", tpot), target)
+    slo = SloTarget(_seconds("--ttft", ttft), _seconds("--tpot", tpot), target)
     kinds = [
-        parse_kind(each, promise, Path.cwd()).with_context(max_model_len)
+        parse_kind(each, slo, Path.cwd()).with_context(max_model_len)
         for each in profile or [REFERENCE]
     ]
     check_kinds(kinds)
@@ -102,10 +97,10 @@ def plan(
     if not len(calls):
         raise InputError(f"{trace}: has no calls")
     jobs = [job_of_file(path, JobTerms()) for path in job or []]
-    request = Request(
+    request = PlanRequest(
         calls,
         kinds,
-        promise,
+        slo,
         jobs,
         _seconds("--peak", peak),
         max_engines,
@@ -113,30 +108,18 @@ def plan(
         None if window is None else _seconds("--window", window),
         0.0 if submit_at is None else _seconds("--submit-at", submit_at),
     )
-    found = _run(request)
+    with LateProgress() as progress:
+        found = plan_capacity(request, progress)
     if as_json:
         print_json(record_of(found))
     else:
-        _show(found)
+        say(peak_line(found))
+        out.print(engines_table(found))
+        if found.jobs:
+            out.print(jobs_table(found))
+        say(paragraph(found))
     if found.chosen is None:
         raise typer.Exit(NO_PLAN)
-
-
-def _run(request: PlanRequest) -> CapacityPlan:
-    from batchrun.simulator.planner.capacity import plan_capacity
-
-    with LateProgress() as progress:
-        return plan_capacity(request, progress)
-
-
-def _show(found: CapacityPlan) -> None:
-    from batchrun.simulator.planner.report import paragraph
-
-    say(peak_line(found))
-    out.print(engines_table(found))
-    if found.jobs:
-        out.print(jobs_table(found))
-    say(paragraph(found))
 
 
 def engines_table(plan: CapacityPlan) -> Table:
@@ -150,7 +133,7 @@ def engines_table(plan: CapacityPlan) -> Table:
                 f"{each.num_engines * fleet.kind.gpus:,}",
                 share(each.ttft_share),
                 share(each.tpot_share),
-                _verdict(plan, fleet, each.num_engines, holds=each.holds(plan.request.promise)),
+                _verdict(plan, fleet, each.num_engines, holds=each.holds(plan.request.slo)),
                 _money(fleet.kind.price_per_hour(each.num_engines)),
             )
         if not fleet.tried:
@@ -247,7 +230,7 @@ def _draw(folder: Path, plan: SimulationPlan) -> None:
 
 def _lines(figures: Simulated) -> Iterator[str]:
     online, offline = figures.online, figures.offline
-    engines = f"{figures.num_engines} engine{'s' if figures.num_engines > 1 else ''}"
+    engines = count(figures.num_engines, "engine")
     yield (
         f"time       {figures.duration_s:,.0f} s on {engines}, {figures.num_steps:,} steps, "
         f"busy {figures.busy_share:.0%}"
@@ -260,7 +243,7 @@ def _lines(figures: Simulated) -> Iterator[str]:
         yield f"TTFT       {_latency(online.ttft_p50_s, online.ttft_p90_s, online.ttft_p99_s)}"
         yield f"TPOT       {_latency(online.tpot_p50_s, online.tpot_p90_s, online.tpot_p99_s)}"
         yield (
-            f"promises   TTFT kept by {_share(online.ttft_kept)}, TPOT by "
+            f"SLOs       TTFT kept by {_share(online.ttft_kept)}, TPOT by "
             f"{_share(online.tpot_kept)}, every token in time for {_share(online.deadline_kept)}"
         )
     if offline.num_rows:
@@ -295,5 +278,5 @@ def _latency(p50_s: float | None, p90_s: float | None, p99_s: float | None) -> s
     return ", ".join(f"{name} {1e3 * value:,.1f} ms" for name, value in shown if value is not None)
 
 
-def _share(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"
+def _share(value: float | None) -> str:
+    return "-" if value is None else share(value)

@@ -1,7 +1,4 @@
-"""The `status` command.
-
-What `status` prints of an engine that runs batchrun's scheduler.
-"""
+"""The `status` command: engines, with what their schedulers report, and jobs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The `store` commands: check it, back it up.
-
-The `gc` command: removes the results of jobs that ended long ago.
-"""
+"""The `store` commands: check it, back it up; and `gc`, which removes results of old jobs."""
 
 from __future__ import annotations
 
@@ -29,7 +26,8 @@ from batchrun.cli.console import (
     print_json,
     say,
 )
-from batchrun.config import load_deployment, load_home
+from batchrun.cli.deployment import read_deployment
+from batchrun.config import load_home
 from batchrun.errors import InputError, StoreLockedError
 from batchrun.files import atomic_file, remove_left_scratch
 from batchrun.home import Home
@@ -224,7 +222,7 @@ def _age_s(older_than: str | None, config: Path | None) -> float:
             return parse_age_s(older_than)
         except ValueError as error:
             raise InputError(f"--older-than: {error}") from None
-    retention = load_deployment(config).retention
+    retention = read_deployment(config).retention
     if retention is None:
         raise InputError(
             "results are kept for ever; say --older-than 30d, or set `retention` in batchrun.yaml"

@@ -1,4 +1,7 @@
-"""Feeds the engines: takes rows in planned order, keeps a bounded window in flight on each."""
+"""Feeds the engines: renders the rows that the dispatch hands out, sends them, settles them.
+
+What the daemon tells the scheduler inside an engine about a row (design section 2).
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from batchrun.daemon.assigning import Assigner, Hinter, seconds_left
+from batchrun.daemon.dispatch import Assigner, Assignment
 from batchrun.daemon.faults import FIRST_DELAY_S, MAX_SOLO_DEATHS, retry_delay_s
-from batchrun.daemon.job import ActiveJob
-from batchrun.daemon.slots import Assignment, Slot
+from batchrun.daemon.job import ActiveJob, expected_output_tokens
+from batchrun.daemon.slots import Slot
 from batchrun.daemon.writer import ResultWriter
 from batchrun.errors import BatchrunError, EngineError, StoreError
+from batchrun.hints import RowHint, nodes_to_tell, put_hint
 from batchrun.store import results
 from batchrun.store.database import Store
 from batchrun.types import EngineState, Outcome, OutcomeKind, Request, RowError
 
 log = logging.getLogger(__name__)
+
+SentRow = Assignment[ActiveJob, Slot]
 
 POLL_INTERVAL_S = 0.25
 GATHER_S = 0.01
@@ -30,6 +36,41 @@ OFFLINE_PRIORITY = 1
 DEFAULT_MODEL = "default"
 RETRY_SHARE = 0.5
 """A row never waits for longer than this part of the time until its job's deadline."""
+URGENT_LEAD = 1 << 20
+"""An urgent row's rank lies so far ahead: before every row that waits in an engine."""
+HINTED_ENDPOINTS = frozenset({"/v1/chat/completions", "/v1/completions"})
+
+
+class Hinter:
+    """Writes hints. Ranks count all rows sent by this daemon, so they compare over jobs."""
+
+    def __init__(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._next_rank = URGENT_LEAD
+
+    def add_hint(
+        self,
+        body: dict[str, object],
+        job: ActiveJob,
+        row: int,
+        nonce: str,
+        *,
+        is_urgent: bool = False,
+    ) -> None:
+        """Put the row's hint into its body, where the endpoint has a place for it."""
+        if job.spec.endpoint not in HINTED_ENDPOINTS:
+            return
+        rank = self._next_rank - (URGENT_LEAD if is_urgent else 0)
+        self._next_rank += 1
+        hint = RowHint(
+            epoch=self._epoch,
+            job=job.record.id,
+            row=row,
+            rank=rank,
+            nodes=nodes_to_tell(job.queue.path_of(row), job.queue.num_to_come, rank),
+            output_tokens=expected_output_tokens(job.spec, job.counts),
+        )
+        put_hint(body, hint, nonce)
 
 
 @dataclass(slots=True)
@@ -48,7 +89,7 @@ class Dispatcher:
     is_offline_on: bool = True
     rng: random.Random = field(default_factory=random.Random)
     hinter: Hinter = field(init=False)
-    assigner: Assigner = field(init=False)
+    assigner: Assigner[ActiveJob, Slot] = field(init=False)
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -121,14 +162,14 @@ class Dispatcher:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _assign(self, now_s: float) -> tuple[list[Assignment], float | None]:
+    def _assign(self, now_s: float) -> tuple[list[SentRow], float | None]:
         if not self.is_offline_on or self.writer.stalled is not None:
             self.assigner.idle(now_s)
             return [], None
         return self.assigner.assign(now_s)
 
-    async def _send(self, assignments: Sequence[Assignment]) -> None:
-        by_job: dict[str, list[Assignment]] = {}
+    async def _send(self, assignments: Sequence[SentRow]) -> None:
+        by_job: dict[str, list[SentRow]] = {}
         for assignment in assignments:
             by_job.setdefault(assignment.job.record.id, []).append(assignment)
         for group in by_job.values():
@@ -138,7 +179,7 @@ class Dispatcher:
             for assignment, body in zip(group, rendered, strict=False):
                 self._begin(assignment, body)
 
-    async def _render(self, group: Sequence[Assignment]) -> list[dict[str, object] | RowError]:
+    async def _render(self, group: Sequence[SentRow]) -> list[dict[str, object] | RowError]:
         """The bodies of one job's rows; none where it left meanwhile or cannot be read."""
         job = group[0].job
         problem = None
@@ -150,26 +191,28 @@ class Dispatcher:
                 problem = str(error)
         for assignment in group:
             self._release(assignment)
-            self.assigner.give_back(job, assignment.row)
+            self._give_back(assignment)
         if problem is not None:
             self.pause_job(job, problem)
         return []
 
-    def _begin(self, assignment: Assignment, body: dict[str, object] | RowError) -> None:
+    def _begin(self, assignment: SentRow, body: dict[str, object] | RowError) -> None:
         job, row = assignment.job, assignment.row
         if self.jobs.get(job.record.id) is not job or not self.is_offline_on:
             self._release(assignment)
-            self.assigner.give_back(job, row)
+            self._give_back(assignment)
             return
         if isinstance(body, RowError):
             self._release(assignment)
-            self._conclude(job, Outcome(job.record.id, row, 0, OutcomeKind.ROW_ERROR, error=body))
+            self._conclude(
+                assignment, Outcome(job.record.id, row, 0, OutcomeKind.ROW_ERROR, error=body)
+            )
             return
         task = asyncio.create_task(self._execute(assignment, body))
         job.tasks[row] = task
         task.add_done_callback(lambda task: self._ended(assignment, task))
 
-    async def _execute(self, assignment: Assignment, body: dict[str, object]) -> None:
+    async def _execute(self, assignment: SentRow, body: dict[str, object]) -> None:
         job, row, slot = assignment.job, assignment.row, assignment.slot
         attempt = job.attempts.get(row, 0) + 1
         try:
@@ -188,18 +231,18 @@ class Dispatcher:
         except EngineError as error:
             slot.is_down = True
             log.warning("engine %s: %s", slot.engine.name, error)
-            self.assigner.give_back(job, row)
+            self._give_back(assignment)
 
-    async def _settle(self, assignment: Assignment, outcome: Outcome) -> None:
+    async def _settle(self, assignment: SentRow, outcome: Outcome) -> None:
         """Decide what an outcome means for its row."""
         job, slot = assignment.job, assignment.slot
         if outcome.kind in {OutcomeKind.OK, OutcomeKind.ROW_ERROR}:
             slot.pressure.taken(slot.window.max_waiting)
             job.refusals.forget(outcome.row)
             job.cache.see(outcome.row, outcome.usage, slot.block_tokens)
-            self._conclude(job, outcome)
+            self._conclude(assignment, outcome)
         elif outcome.kind is OutcomeKind.JOB_ERROR:
-            self.assigner.give_back(job, outcome.row)
+            self._give_back(assignment)
             assert outcome.error is not None
             self.pause_job(job, f"every row would fail: {outcome.error.message}")
         elif slot.is_down or not await slot.engine.client.is_healthy():
@@ -208,9 +251,9 @@ class Dispatcher:
         elif outcome.kind is OutcomeKind.BUSY:
             self._wait(assignment, outcome)
         else:
-            await self._retry(job, outcome)
+            await self._retry(assignment, outcome)
 
-    def _wait(self, assignment: Assignment, outcome: Outcome) -> None:
+    def _wait(self, assignment: SentRow, outcome: Outcome) -> None:
         """The engine takes no more now. The row's retries are kept for what fails; it goes again
         a little after the rest, so that a row that is always refused holds up no other."""
         job, slot = assignment.job, assignment.slot
@@ -218,49 +261,55 @@ class Dispatcher:
         num_rows = slot.window.num_rows
         slot.pressure.refused(num_rows, outcome.retry_after_s, now_s, self.rng)
         if job.refusals.are_enough(outcome.row, slot.pressure.num_taken):
-            self._conclude(job, outcome)
+            self._conclude(assignment, outcome)
         else:
             ready_at_s = slot.pressure.rests_until_s + FIRST_DELAY_S
-            self.assigner.give_back(job, outcome.row, ready_at_s=ready_at_s)
+            self._give_back(assignment, ready_at_s=ready_at_s)
 
-    def _conclude(self, job: ActiveJob, outcome: Outcome) -> None:
+    def _give_back(self, assignment: SentRow, *, ready_at_s: float = 0.0) -> None:
+        """The row has not ended: it is pending again."""
+        self.assigner.give_back(assignment, time.monotonic(), ready_at_s=ready_at_s)
+
+    def _conclude(self, assignment: SentRow, outcome: Outcome) -> None:
         """The row has ended: its result goes to the store."""
-        self.assigner.settle(job, outcome)
+        job = assignment.job
+        self.assigner.settle(assignment, outcome.usage, time.monotonic())
         job.trials.clear(outcome.row)
         self.writer.put(job.record.seq, outcome)
         reason = job.breaker.see(outcome)
         if reason is not None:
             self.pause_job(job, reason)
 
-    async def _blame(self, assignment: Assignment, outcome: Outcome) -> None:
+    async def _blame(self, assignment: SentRow, outcome: Outcome) -> None:
         """An engine went down with this row in flight. That does not use up the row's retries."""
         job, row, slot = assignment.job, assignment.row, assignment.slot
         if slot.accused is None:
             await self._record_suspects(slot.accuse())
         if not job.trials.is_guilty(row):
-            self.assigner.give_back(job, row)
+            self._give_back(assignment)
             return
         message = f"{MAX_SOLO_DEATHS} engines died while this row ran alone"
         error = RowError("engine_died", message)
-        self._conclude(job, replace(outcome, kind=OutcomeKind.ROW_ERROR, error=error))
+        self._conclude(assignment, replace(outcome, kind=OutcomeKind.ROW_ERROR, error=error))
 
-    async def _record_suspects(self, accused: Iterable[Assignment]) -> None:
+    async def _record_suspects(self, accused: Iterable[SentRow]) -> None:
         rows: dict[int, list[int]] = {}
         for sent in accused:
             rows.setdefault(sent.job.record.seq, []).append(sent.row)
         for job_seq, of_job in rows.items():
             await self._remember(results.record_engine_death, job_seq, of_job)
 
-    async def _retry(self, job: ActiveJob, outcome: Outcome) -> None:
+    async def _retry(self, assignment: SentRow, outcome: Outcome) -> None:
+        job = assignment.job
         if outcome.attempt > job.spec.retries:
-            self._conclude(job, outcome)
+            self._conclude(assignment, outcome)
             return
         job.attempts[outcome.row] = outcome.attempt
         await self._remember(results.record_attempt, job.record.seq, outcome.row, outcome.attempt)
         left_s = seconds_left(job.record.expires_at)
         delay_s = retry_delay_s(outcome.attempt, outcome.retry_after_s, self.rng)
         delay_s = min(delay_s, left_s * RETRY_SHARE)
-        self.assigner.give_back(job, outcome.row, ready_at_s=time.monotonic() + delay_s)
+        self._give_back(assignment, ready_at_s=time.monotonic() + delay_s)
 
     async def _remember(self, record: Callable[..., None], *values: object) -> None:
         """Write a count that outlives the daemon; without it a restart counts anew."""
@@ -269,18 +318,18 @@ class Dispatcher:
         except StoreError as error:
             log.error("the store cannot be written: %s", error)
 
-    def _ended(self, assignment: Assignment, task: asyncio.Task[None]) -> None:
+    def _ended(self, assignment: SentRow, task: asyncio.Task[None]) -> None:
         """The only place that sees every cancelled task: one may end before its first step."""
         job = assignment.job
         job.tasks.pop(assignment.row, None)
         self._release(assignment)
         if task.cancelled():
-            self.assigner.give_back(job, assignment.row)
+            self._give_back(assignment)
         elif (error := task.exception()) is not None:
             log.critical("row %d of %s failed", assignment.row, job.record.id, exc_info=error)
             self.pause_job(job, f"internal error: {error!r}; see daemon.log")
 
-    def _release(self, assignment: Assignment) -> None:
+    def _release(self, assignment: SentRow) -> None:
         assignment.slot.release(assignment)
         self.wake()
 
@@ -291,3 +340,8 @@ class Dispatcher:
                 raise EngineError(f"{slot.engine.client.base_url} serves no model")
             slot.default_model = models[0]
         return slot.default_model
+
+
+def seconds_left(expires_at: float | None) -> float:
+    """Until a deadline in Unix time; infinite without one."""
+    return math.inf if expires_at is None else max(expires_at - time.time(), 0.0)

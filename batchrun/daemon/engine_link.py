@@ -29,7 +29,6 @@ from batchrun.wire import (
     TELEMETRY_SUFFIX,
     Answer,
     Orders,
-    PolicyName,
     Recording,
     Telemetry,
     encode,
@@ -199,7 +198,7 @@ class Steering:
     epoch: int
     running_jobs: Callable[[], Collection[str]]
     is_offline_on: bool = True
-    policy: PolicyName | None = None
+    policy: str | None = None
     token_budget: int | None = None
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _ended_at_s: dict[str, float] = field(default_factory=dict)
@@ -219,7 +218,7 @@ class Steering:
         self._wake.set()
 
     async def change(
-        self, policy: PolicyName | None, token_budget: int | None
+        self, policy: str | None, token_budget: int | None
     ) -> dict[str, Answer | None]:
         """Give all engines another policy and budget; returns the answers by engine.
 

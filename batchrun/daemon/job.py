@@ -158,9 +158,24 @@ class ActiveJob:
     current_node: int | None = None
     pace: Pace = field(default_factory=Pace)
 
-    def is_ready(self, now_s: float) -> bool:
-        """Whether a row could be handed out at `now_s` (monotonic)."""
-        return self.queue.peek(now_s) is not None
+    @property
+    def id(self) -> str:
+        """That of the store's record."""
+        return self.record.id
+
+    @property
+    def weight(self) -> float:
+        """That of the job file."""
+        return self.spec.weight
+
+    @property
+    def left_tokens(self) -> int:
+        """What the rows without a result are expected to compute, when the job is opened."""
+        return self.costs.left_tokens
+
+    def cost_tokens(self, row: int) -> int:
+        """What a row is expected to compute."""
+        return self.costs.tokens_of(row)
 
     def committed(self, outcome: Outcome, now_s: float) -> None:
         """Take note of a committed outcome at `now_s` (monotonic)."""

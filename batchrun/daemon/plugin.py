@@ -17,8 +17,8 @@ from batchrun.config import AUTO_SLO_FACTOR, Deployment, EngineConfig, SloConfig
 from batchrun.errors import ConfigError
 from batchrun.estimator.profile import OnlineLatency, profile_from_json
 from batchrun.files import write_atomically
+from batchrun.hints import HINT_NONCE_VARIABLE
 from batchrun.home import Home
-from batchrun.types import HINT_NONCE_VARIABLE
 from batchrun.wire import CHANNEL_VARIABLE, SUFFIX
 
 
@@ -99,6 +99,11 @@ def _online_latency(deployment: Deployment, config: EngineConfig, home: Home) ->
     return online
 
 
+OTHER_SETTINGS = {"online_queue", "eviction", "reserve", "forecast_rule"}
+"""Keys that reach the scheduler as they are, and only where they are set: so engines that an older
+batchrun started keep their command line, and are adopted."""
+
+
 def scheduler_settings(
     deployment: Deployment, config: EngineConfig, home: Home
 ) -> dict[str, object] | None:
@@ -111,6 +116,7 @@ def scheduler_settings(
     profile = existing_profile(deployment, config, home)
     return {
         "policy": deployment.policy,
+        **deployment.model_dump(include=OTHER_SETTINGS, exclude_unset=True),
         "slo": online_slo(deployment, home).model_dump(exclude_none=True),
         **({} if profile is None else {"profile": str(profile)}),
     }

@@ -75,7 +75,7 @@ class Supervisor:
         slot = Slot(
             make_engine(deployment, home, index, nonce),
             config.uses_priority,
-            window_of(deployment.window, runs_scheduler=runs_scheduler),
+            window=window_of(deployment.window, runs_scheduler=runs_scheduler),
         )
         if runs_scheduler:
             slot.hint_nonce = nonce

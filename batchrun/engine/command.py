@@ -15,7 +15,7 @@ from pathlib import Path
 
 from batchrun.engine.install import VllmBuild, check_model, find_vllm, has_gpu
 from batchrun.errors import ConfigError, EngineError
-from batchrun.types import HINT_KEY
+from batchrun.hints import HINT_KEY
 from batchrun.vllm_waiting import NAPPING, WAIT_VARIABLE
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

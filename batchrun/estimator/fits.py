@@ -1,21 +1,15 @@
-"""Fit of Echo's model with a constant: all coefficients at once, and lambda in between.
-
-Once it is known for each step whether its prefill is at the floor, and which of prefill and decode
-takes longer, the law is linear in everything but lambda.
-
-Fit of Echo's model in three stages, as the paper's micro-benchmarks separate them.
-
-Eq. 7 on the steps without prefills; Eq. 6 on those without decodes, alternating between steps at
-the floor and above it; then the lambda of Eq. 8 on the mixed steps with both parts fixed.
-
-A search over one share between 0 and 1, for laws that are linear in everything else.
-
-Fit of the roofline: alternate between the sides of the roof, search what overlap hides.
-
-Fits of all step-time models to one set of observed steps, judged on held-out ones.
+"""Fits of all step-time models to one set of observed steps, judged on held-out ones.
 
 Every fit minimises relative errors with non-negative coefficients and bounded outliers
 (`least_squares`); the laws with branches alternate between the branches and that.
+
+- Echo's model, in three stages as the paper's micro-benchmarks separate them: Eq. 7 on the steps
+  without prefills, Eq. 6 on those without decodes, then the lambda of Eq. 8 on the mixed steps.
+- Echo's model with a base starts from that and improves all coefficients at once. Where it is known
+  which steps are at the floor, and which of prefill and decode takes longer, the law is linear in
+  everything but lambda.
+- The roofline is linear in all but the share that overlap does not hide, once each step's side of
+  the roof is known.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How much KV the online requests will hold soon (Echo, section 5.3).
+"""How much KV the online requests will hold soon (Echo, section 5.3), from the recent past.
 
-The highest use within any minute of the recent past, and its spread.
+Which statistic of it is taken, `ForecastRule` says.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from dataclasses import dataclass
 from enum import StrEnum
 
 MINUTE_S = 60
@@ -89,19 +88,6 @@ DEFAULT_QUANTILES = {ForecastRule.QUANTILE: 0.98, ForecastRule.GROWTH: 0.9}
 DEFAULT_SIGMAS = {ForecastRule.MEAN_SIGMA: 2.0, ForecastRule.MINUTE_MAX: 3.0}
 
 
-@dataclass(frozen=True, slots=True)
-class ForecastCoverage:
-    """How the forecasts made at the start of each minute fared in that minute.
-
-    `covered` is the share of minutes whose highest use stayed within the forecast,
-    `mean_forecast_blocks` what that cost; both are 0 while no minute has ended.
-    """
-
-    num_minutes: int
-    covered: float
-    mean_forecast_blocks: float
-
-
 class KvForecast:
     """The forecast over a sliding window of the highest use in each second.
 
@@ -145,7 +131,6 @@ class KvForecast:
         self._latest_blocks = 0
         self._second_max_blocks = 0
         self._forecast_blocks: int | None = None
-        self._minute = _MinuteCheck()
 
     @property
     def num_seconds(self) -> int:
@@ -156,11 +141,6 @@ class KvForecast:
     def forecast_blocks(self) -> int | None:
         """Blocks that online requests may want soon, rounded up; None: not enough data yet."""
         return self._forecast_blocks
-
-    @property
-    def coverage(self) -> ForecastCoverage:
-        """How earlier forecasts fared."""
-        return self._minute.coverage()
 
     def sample(self, now_s: float, online_blocks: int) -> None:
         """Online requests hold `online_blocks` from `now_s` on. A clock that steps back counts as
@@ -177,7 +157,6 @@ class KvForecast:
 
     def _end_seconds(self, num_seconds: int) -> None:
         if num_seconds > self._window_s:
-            self._minute.abandon()
             num_seconds = self._window_s + 1
         self._end_second(self._second_max_blocks)
         for _ in range(num_seconds - 1):
@@ -199,7 +178,6 @@ class KvForecast:
             oldest = self._maxima.popleft()
             self._total -= oldest
             self._total_squares -= oldest * oldest
-        self._minute.end_second(max_blocks, self._forecast_blocks)
         if len(self._maxima) >= self._least_data_s:
             self._forecast_blocks = math.ceil(self._forecast() - 1e-9)
 
@@ -228,47 +206,3 @@ class KvForecast:
         below = self._sorted[int(place)]
         above = self._sorted[min(int(place) + 1, last)]
         return below + (above - below) * (place - int(place))
-
-
-class _MinuteCheck:
-    """Compares the forecast at the start of each minute with the highest use in it."""
-
-    __slots__ = (
-        "_covered_minutes",
-        "_forecast_blocks",
-        "_minutes",
-        "_seconds",
-        "_top_blocks",
-        "_total_blocks",
-    )
-
-    def __init__(self) -> None:
-        self._minutes = 0
-        self._covered_minutes = 0
-        self._total_blocks = 0
-        self.abandon()
-
-    def abandon(self) -> None:
-        """Start a new minute without judging this one."""
-        self._seconds = 0
-        self._top_blocks = 0
-        self._forecast_blocks: int | None = None
-
-    def end_second(self, max_blocks: int, forecast_blocks: int | None) -> None:
-        """`forecast_blocks` is what stood during this second."""
-        if self._seconds == 0:
-            self._forecast_blocks = forecast_blocks
-        self._seconds += 1
-        self._top_blocks = max(self._top_blocks, max_blocks)
-        if self._seconds == MINUTE_S:
-            if self._forecast_blocks is not None:
-                self._minutes += 1
-                self._covered_minutes += self._top_blocks <= self._forecast_blocks
-                self._total_blocks += self._forecast_blocks
-            self.abandon()
-
-    def coverage(self) -> ForecastCoverage:
-        if not self._minutes:
-            return ForecastCoverage(0, 0.0, 0.0)
-        covered = self._covered_minutes / self._minutes
-        return ForecastCoverage(self._minutes, covered, self._total_blocks / self._minutes)

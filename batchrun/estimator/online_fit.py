@@ -1,12 +1,12 @@
 """The step-time models kept current while the engine runs: one observation per step.
 
-How well a model predicts steps before it learns from them.
+Each step is predicted by every model before it learns from it, which tells which one to trust.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -37,15 +37,6 @@ WORST_APE = 2.0
 
 KIND_WINDOW_STEPS = 64
 """Few, so that what a model got wrong while it was new is soon forgotten in rare kinds too."""
-
-
-@dataclass(frozen=True, slots=True)
-class HeldOutError:
-    """Errors over the latest steps, each |predicted - measured| / measured, a share."""
-
-    mape: float
-    p95_ape: float
-    num_steps: int
 
 
 class HeldOutErrors:
@@ -84,12 +75,6 @@ class HeldOutErrors:
         """
         num_steps = sum(len(window.errors) for window in self._by_kind)
         return sum(window.total for window in self._by_kind) / num_steps if num_steps else 0.0
-
-    def summary(self) -> HeldOutError:
-        """Over the latest steps as they came. For reports, not for every step."""
-        errors = self._latest.errors
-        p95 = float(np.quantile(errors, 0.95)) if errors else 0.0
-        return HeldOutError(self.mape, p95, len(errors))
 
 
 class _Window:
@@ -165,11 +150,6 @@ class OnlineFit:
             self._memory.add_prior(load, believed.predict_s(load), weight)
 
     @property
-    def num_observed(self) -> int:
-        """Steps observed so far."""
-        return self._memory.num_seen
-
-    @property
     def models(self) -> dict[str, AnyModel]:
         """The models by name as they stand; a name not fitted yet holds what is believed."""
         return dict(self._current)
@@ -185,10 +165,6 @@ class OnlineFit:
     def error_share(self) -> float:
         """The mean absolute percentage error (0.1: 10 %) of the best model's latest predictions."""
         return self._errors[self._best_name].mape
-
-    def held_out_errors(self) -> dict[str, HeldOutError]:
-        """By name, over the latest steps. For reports, not for every step."""
-        return {name: window.summary() for name, window in self._errors.items()}
 
     def observe(self, load: StepLoad, step_s: float) -> None:
         """Learn that a step with this load took `step_s`; ignored unless both are positive.

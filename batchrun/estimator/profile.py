@@ -1,14 +1,8 @@
 """What `batchrun calibrate` learned about one engine, as a JSON file.
 
-The caller reads and writes the file; nothing here touches the disk or a clock.
-
-What an engine says of itself: what its step times hold for, and its limits.
-
-How much steps differ that computed the very same: what no model of the load can predict.
-
-The text in which an engine records its steps: facts about itself, then one line a step.
-
-From an engine's recorded steps to its profile.
+An engine records facts about itself and a line for each step. From these follow the models of step
+times, and how much steps differ that computed the very same, which no model can predict. The caller
+reads and writes the files; nothing here touches the disk or a clock.
 """
 
 from __future__ import annotations

@@ -1,17 +1,12 @@
-"""What one engine step has to compute, added up request by request.
-
-The time between two steps in which an engine without steps in flight computes nothing.
+"""What one engine step has to compute, added up request by request, and observed steps as columns.
 
 Where vLLM has one step in flight, as on a CPU, it takes a step's tokens in, lets new requests in
-and schedules the next step while the device waits.
+and schedules the next step while the device waits: that time is a load of its own.
 
-Observed steps as columns, for the fits.
-
-A bounded memory of observed steps that does not forget rare kinds of step.
-
-Steps are filed by kind (prefill, decode, mixed), by size and by context; each cell keeps its
-latest. So an hour of decodes cannot push out what prefills cost, and what the prior says about a
-kind of step is overwritten by the first steps of that kind, not averaged with them.
+The memory of observed steps is bounded and does not forget rare kinds. Steps are filed by kind
+(prefill, decode, mixed), by size and by context; each cell keeps its latest. So an hour of decodes
+cannot push out what prefills cost, and what the prior says about a kind of step is overwritten by
+the first steps of that kind, not averaged with them.
 """
 
 from __future__ import annotations
@@ -65,26 +60,6 @@ class StepLoad:
         if not self.num_decodes:
             return 0
         return 1 if self.num_decodes == self.num_requests else 2
-
-    @property
-    def num_prefills(self) -> int:
-        """Requests that are not decodes."""
-        return self.num_requests - self.num_decodes
-
-    @property
-    def prefill_tokens(self) -> int:
-        """New tokens of the requests that are not decodes."""
-        return self.num_tokens - self.num_decodes
-
-    @property
-    def prefill_pairs(self) -> float:
-        """`attention_pairs` without the decodes' share."""
-        return self.attention_pairs - self.decode_context_tokens + 0.5 * self.num_decodes
-
-    @property
-    def mean_decode_context_tokens(self) -> float:
-        """0 when the step has no decode."""
-        return self.decode_context_tokens / self.num_decodes if self.num_decodes else 0.0
 
     def add(self, new_tokens: int, context_tokens: int, *, is_decode: bool = False) -> None:
         """Add a request that computes `new_tokens` and then holds `context_tokens` in all.

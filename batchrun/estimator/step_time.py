@@ -1,9 +1,7 @@
-"""How long a step takes: models of the same `StepLoad`.
+"""How long a step takes: models of the same `StepLoad`, and the sizes of chunks that follow.
 
 All coefficients are non-negative, so a longer chunk never has a shorter prediction. A step
 without requests does not run: every model predicts 0 for it.
-
-Sizes of prefill chunks: the largest that fits a time, and where throughput saturates.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ class EchoModel:
 
     Eq. 6 is printed for one prompt of l tokens computed at once, max(alpha l^2 + beta l, c).
     Chunks with cached context make l^2 the sum over prefills of context^2 - computed^2, which is
-    twice `StepLoad.prefill_pairs`: it is l^2 for a whole prompt and adds up to l^2 over its
+    twice the prefills' attention pairs: it is l^2 for a whole prompt and adds up to l^2 over its
     chunks; l is the sum of new tokens, and c is paid once a step. Eq. 7 pools the decodes'
     contexts and has neither a constant nor a batch size. Eq. 8 is printed as a weighted mean of
     both, so it lies between the two, although the text beside it says above the larger;
@@ -59,7 +57,6 @@ class EchoModel:
         num_decodes = load.num_decodes
         if load.num_requests == num_decodes:
             return self._decode_s(load) if num_decodes else 0.0
-        # `load.prefill_pairs` and `load.prefill_tokens` written out: two property calls less.
         prefill_pairs = load.attention_pairs - load.decode_context_tokens + 0.5 * num_decodes
         prefill_s = 2.0 * self.prefill_square_s * prefill_pairs + self.prefill_token_s * (
             load.num_tokens - num_decodes

@@ -1,8 +1,7 @@
-"""Whether a file is a valid input of OpenAI's batch API: every line, and the file as a whole.
+"""From a batch of OpenAI's API to a job: its input file is checked, then the job can run.
 
-All or nothing. Each faulty line gives one error, the first that is found in it, in OpenAI's words.
-
-From a batch of OpenAI's API to a job that the store can take, and on to one that can run.
+The check is all or nothing. Each faulty line gives one error, the first that is found in it, in
+OpenAI's words.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Job file -> `JobSpec`: strict YAML, absolute paths, an OpenAI batch input recognised.
 
-What pydantic cannot see in a job file: how its keys must fit together.
+Also how keys must fit together, which pydantic cannot see.
 """
 
 from __future__ import annotations

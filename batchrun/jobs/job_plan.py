@@ -68,10 +68,6 @@ class JobPlan:
         """Estimated prompt tokens of a row."""
         return self.tokens.estimate_tokens(int(self.text_bytes[row]))
 
-    def estimate_new_tokens(self, row: int) -> int:
-        """Those of them that no row before it in the order has."""
-        return self.tokens.estimate_tokens(int(self.new_bytes[row]))
-
 
 def plan_job(
     spec: JobSpec,

@@ -1,13 +1,9 @@
 """Objects behind URLs: found, read, fetched, put and removed, all through fsspec.
 
-Everything here blocks: call it in threads. Nothing is cached, for an object may change at any
-time. Credentials, region and endpoint are those of the environment (`AWS_*` and the like), and are
-neither kept nor shown. Every function raises what `failures.explained` says.
-
-What object storage and its client libraries raise, as the errors of `batchrun.errors`.
-
-Threads for calls to object storage, which may hang for a while: apart from all others, so that
-nothing else waits for them.
+Everything here blocks, and may hang for a while: call it in threads, which stand apart from all
+others here. Nothing is cached, for an object may change at any time. Credentials, region and
+endpoint are those of the environment (`AWS_*` and the like), and are neither kept nor shown. What
+storage and its client libraries raise becomes an error of `batchrun.errors`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""A pin: what the input files were at submit, so that a change is noticed and named.
+"""A pin: what the input files were at submit, by hashes of blocks, so that a change is noticed.
 
-Hashes of the blocks of a file: what a pin holds about its bytes.
-
-Inputs in object storage: fetched when a job is submitted, kept while it needs them.
+Inputs in object storage are fetched when a job is submitted, and kept while it needs them.
 """
 
 from __future__ import annotations

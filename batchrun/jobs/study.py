@@ -1,8 +1,7 @@
 """A job looked at as a whole: Preble's prompt study, hit rates, and the order of a run.
 
-How long a job's answers are: what came back, else what the data says, else the limit.
-
-Tokens of a prompt tree: counted on a sample of its rows, estimated from bytes for the rest.
+Tokens of the prompt tree are counted on a sample of its rows and estimated from bytes for the rest.
+How long answers are: what came back, else what the data says, else the limit.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from batchrun.jobs.prompts.template import RequestTemplate
 from batchrun.jobs.prompts.tokens import DEFAULT_BYTES_PER_TOKEN, PromptReader, TokenCounter
 from batchrun.jobs.spec import JobSpec
 from batchrun.pool.expected_hits import RowWalk, expected_hits
-from batchrun.pool.prefix_keys import IntArray
+from batchrun.pool.prefix_keys import ChainBuilder, IntArray
 from batchrun.pool.prompt_study import (
+    Cuts,
     FloatArray,
-    PieceCoder,
     PromptStudy,
     PromptTree,
     TreeTokens,
@@ -379,12 +378,13 @@ def study_job(
 
     Raises DataError when the input cannot be read.
     """
-    coder = PieceCoder()
-    plan = plan_job(spec, data, template, prompts=prompts, progress=progress, watch=coder.add)
+    cuts = Cuts()
+    chains = ChainBuilder(0, cuts)
+    plan = plan_job(spec, data, template, prompts=prompts, progress=progress, watch=chains.add)
     is_sound = np.ones(plan.num_rows, dtype=bool)
     is_sound[list(plan.errors)] = False
     sound = np.flatnonzero(is_sound)
-    tree = PromptTree.of(plan.chains, coder.build(), plan.text_bytes, sound)
+    tree = PromptTree.of(chains.build(), cuts, plan.text_bytes, sound)
     read_texts = _reader(data, template, prompts)
     counted = count_tree(tree, read_texts, prompts.count, np.random.default_rng(0))
     study = study_prompts(tree, counted.tokens)
@@ -407,7 +407,7 @@ def _reader(data: InputData, template: RequestTemplate, prompts: PromptReader) -
 
 
 def _excerpt(text: bytes, start: int) -> str:
-    """Some words from about there on; where they part is known to half a piece only."""
+    """Some words from about there on; where they part is known to half a chunk only."""
     before = text[max(start - MOST_BACK_BYTES, 0) : start].split()
     if start and before and not text[start - 1 : start].isspace():
         start -= len(before[-1])

@@ -1,13 +1,9 @@
 """Deadlines of jobs: which are kept, what share of the capacity that takes, and which are missed.
 
 Fair shares are enough while every job would finish by them in time, with a margin. Otherwise each
-job claims the least share that keeps its deadline, and the rest stays fair.
-
-When work will be done, and at what rate it must be: the arithmetic of deadlines between jobs.
-
-Work is in computed tokens, rates are computed tokens per second of all engines together.
-
-Turns beside the fair share: a part of all tokens goes to a job because its deadline needs it.
+job claims the least share that keeps its deadline: a part of all tokens goes to it in turns beside
+the fair share, and the rest stays fair. Work is in computed tokens, rates are computed tokens per
+second of all engines together.
 """
 
 from __future__ import annotations

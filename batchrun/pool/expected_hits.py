@@ -72,7 +72,7 @@ class _NodeCache:
     """The nodes used last, with tokens that no other row can use among them."""
 
     def __init__(self, walk: RowWalk, kv_tokens: float) -> None:
-        self._parents: list[int] = walk.parents.tolist()
+        self.parents: list[int] = walk.parents.tolist()
         self._tokens: list[float] = walk.node_tokens.tolist()
         self._room = kv_tokens
         self._cached: OrderedDict[int, float] = OrderedDict()
@@ -84,7 +84,7 @@ class _NodeCache:
         path: list[int] = []
         while node != NO_NODE:
             path.append(node)
-            node = self._parents[node]
+            node = self.parents[node]
         return path
 
     def use(self, node: int, own_tokens: float, left: list[int] | None) -> float:
@@ -138,7 +138,7 @@ class _NodeCache:
 
 def _runs_below(nodes: list[int], cache: _NodeCache) -> list[int]:
     """How many of the runs lie below each node."""
-    left = [0] * len(cache._parents)
+    left = [0] * len(cache.parents)
     for node in nodes:
         for each in cache.path(node):
             left[each] += 1

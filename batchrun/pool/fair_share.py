@@ -1,12 +1,9 @@
-"""Weighted fair share between jobs, in computed tokens, one prefix subtree at a time.
+"""Which job hands out the next row: weighted fair shares in computed tokens, one subtree at a time.
 
 Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996): the next turn is that of the job at
 the lowest level, its charged tokens by its weight. A turn is a subtree, so that the KV of its
-prefix stays in use, or a quantum where a subtree is longer.
-
-What a job still has to compute: its estimate, corrected by what came back.
-
-Which job hands out the next row: fair shares by weight, and what deadlines need on top.
+prefix stays in use, or a quantum where a subtree is longer. What a job still has to compute is its
+estimate, corrected by what came back; what deadlines need comes on top.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""How fast offline work went, stretch by stretch, and how far that says what is to come.
+"""When jobs will be done: a best guess, and a range that is to hold nine times of ten.
 
-When jobs will be done: a best guess, and a range that is to hold nine times of ten.
-
-How many tokens the engines compute for offline work in a second: the recent past, weighed.
+From how fast offline work went, stretch by stretch: the tokens that all engines compute for it in a
+second, the recent past weighing most.
 """
 
 from __future__ import annotations

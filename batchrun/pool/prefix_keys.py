@@ -1,6 +1,4 @@
-"""The chunk chains of many rows, end to end in one array.
-
-Prefix keys without tokenising.
+"""Prefix keys without tokenising: the chunk chains of many rows, end to end in one array.
 
 Equal leading text gives equal leading tokens up to the last few, so a chain of hashes over chunks
 of the text stands in for the engine's chain of hashes over blocks of tokens.
@@ -9,7 +7,7 @@ of the text stands in for the engine's chain of hashes over blocks of tokens.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -25,30 +23,15 @@ def salt_of(*parts: str) -> int:
     return xxhash.xxh3_64_intdigest("\x00".join(parts).encode())
 
 
-def chunk_chain(text: bytes, salt: int) -> npt.NDArray[np.uint64]:
-    """Hashes of the full chunks of `text`, each chained to the one before.
-
-    Two texts with equal element i share at least their first (i + 1) * CHUNK_BYTES bytes. A last
-    chunk shorter than CHUNK_BYTES has no element, as a partly filled KV block has no hash.
-    """
-    num_chunks = len(text) // CHUNK_BYTES
-    chain = np.empty(num_chunks, dtype=np.uint64)
-    view = memoryview(text)
-    key = salt
-    for i in range(num_chunks):
-        key = xxhash.xxh3_64_intdigest(view[i * CHUNK_BYTES : (i + 1) * CHUNK_BYTES], key)
-        chain[i] = key
-    return chain
-
-
 IntArray = npt.NDArray[np.int64]
 KeyArray = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
 class ChainTable:
-    """Row r's chain is `keys[starts[r] : starts[r + 1]]` (`prefix_key.chunk_chain`).
+    """Row r's chain, a key for each full chunk of its text, is `keys[starts[r] : starts[r + 1]]`.
 
+    A last chunk shorter than `CHUNK_BYTES` has no key, as a partly filled KV block has no hash.
     Chained hashes make shared prefixes cheap to find: two rows share their first n chunks if and
     only if their n-th keys are equal.
     """
@@ -104,21 +87,25 @@ class ChainTable:
         shared[1:] = self.shared(rows[1:], rows[:-1])
         return shared
 
-    def joined(self, more: ChainTable) -> ChainTable:
-        """These rows, then those of `more`."""
-        starts = np.concatenate((self.starts, self.starts[-1] + more.starts[1:]))
-        return ChainTable(np.concatenate((self.keys, more.keys)), starts)
-
     def _length(self, rows: IntArray) -> IntArray:
         lengths: IntArray = self.starts[rows + 1] - self.starts[rows]
         return lengths
 
 
-class ChainBuilder:
-    """Collects the chains of rows in their order; 8 bytes for each chunk and each row."""
+def whole_chunks(num_bytes: int) -> range:
+    """Where the chunks of a text of so many bytes end."""
+    return range(CHUNK_BYTES, num_bytes + 1, CHUNK_BYTES)
 
-    def __init__(self, salt: int) -> None:
+
+class ChainBuilder:
+    """Collects the chains of rows in their order; 8 bytes for each chunk and each row.
+
+    `ends` gives where the chunks of a text of some length end: in the same places for all texts.
+    """
+
+    def __init__(self, salt: int, ends: Callable[[int], Iterable[int]] = whole_chunks) -> None:
         self._salt = salt
+        self._ends = ends
         self._keys = array("Q")
         self._starts = array("q", [0])
 
@@ -126,11 +113,11 @@ class ChainBuilder:
         """The next rows' prompt texts."""
         digest, keys, starts = xxhash.xxh3_64_intdigest, self._keys, self._starts
         for text in texts:
-            key = self._salt
-            view = memoryview(text)
-            for end in range(CHUNK_BYTES, len(text) + 1, CHUNK_BYTES):
-                key = digest(view[end - CHUNK_BYTES : end], key)
+            key, start, view = self._salt, 0, memoryview(text)
+            for end in self._ends(len(text)):
+                key = digest(view[start:end], key)
                 keys.append(key)
+                start = end
             starts.append(len(keys))
 
     def build(self) -> ChainTable:

@@ -1,21 +1,12 @@
 """The order in which rows that share a prefix stand together: a radix tree, walked depth first.
 
-Rows sorted by their chains are the tree. Among siblings the subtree that serves the most chunks
-for the work it takes goes first (Echo's objective, Eq. 3: benefit per second; for waiting times,
-Smith's rule). Within 9 % of each other they keep the order of their first row in the input, and a
-job without shared prefixes runs as it was written.
+Rows sorted by their chains of chunk hashes are the tree: every subtree is an interval of the order,
+and it follows from the chunks that neighbours share (the LCP intervals of a suffix array).
 
-Rows sorted by their chains: every subtree of the prefix tree becomes an interval.
-
-Length buckets of prefix groups (Echo, section 6): batches of prompts of like length.
-
-A group, not a row, belongs to a bucket, by its median length: a bound would otherwise split the
-rows of one document over two trees, and each would compute the document.
-
-The prefix tree of an order: which rows share a prefix.
-
-Where rows that share a prefix stand together, every subtree is an interval of positions, so the
-tree follows from the chunks that neighbours share (the LCP intervals of a suffix array).
+Among siblings the subtree that serves the most chunks for the work it takes goes first (Echo's
+objective, Eq. 3: benefit per second; for waiting times, Smith's rule). Within 9 % of each other
+they keep the order of their first row in the input, and a job without shared prefixes runs as it
+was written. Echo's length buckets (section 6) are one bucket here: more do not pay.
 """
 
 from __future__ import annotations
@@ -79,23 +70,6 @@ def _next_groups(
     return places, np.repeat(np.arange(sizes.size), sizes), np.repeat(depth, sizes)
 
 
-def merge_sorted(table: ChainTable, rows: IntArray, more: IntArray) -> IntArray:
-    """One sorted order of two: those of `more` go to their places among `rows`, behind equals.
-
-    O(more x log rows x log chunks), and one copy of the order.
-    """
-    low = np.zeros(len(more), dtype=np.int64)
-    high = np.full(len(more), len(rows), dtype=np.int64)
-    open_ = np.flatnonzero(low < high)
-    while open_.size:
-        middle = (low[open_] + high[open_]) >> 1
-        is_before = _is_before(table, more[open_], rows[middle])
-        high[open_] = np.where(is_before, middle, high[open_])
-        low[open_] = np.where(is_before, low[open_], middle + 1)
-        open_ = open_[low[open_] < high[open_]]
-    return np.insert(rows, low, more)
-
-
 def rows_with_prefix(
     table: ChainTable, rows: IntArray, prefix: KeyArray, most: int | None = None
 ) -> IntArray:
@@ -115,37 +89,6 @@ def rows_with_prefix(
     if first == last or beginning(rows[first]) != wanted:
         return rows[:0]
     return rows[first : bisect_right(rows, wanted, lo=first, hi=last, key=beginning)]
-
-
-def _is_before(table: ChainTable, rows: IntArray, others: IntArray) -> BoolArray:
-    """Whether each row sorts before the other beside it; False for equal chains."""
-    shared = table.shared(rows, others)
-    ends = table.starts[rows + 1] - table.starts[rows] == shared
-    other_ends = table.starts[others + 1] - table.starts[others] == shared
-    is_before: BoolArray = ends & ~other_ends
-    both = np.flatnonzero(~ends & ~other_ends)
-    mine = table.key_at(rows[both], shared[both])
-    is_before[both] = mine < table.key_at(others[both], shared[both])
-    return is_before
-
-
-def bucket_of_groups(groups: IntArray, lengths: IntArray, num_buckets: int) -> IntArray:
-    """For each group, numbered from 0 without gaps, its bucket: 0 to `num_buckets` - 1.
-
-    `groups[i]` and `lengths[i]` are of row i. Buckets are half-open and geometric between the
-    smallest and the largest median.
-    """
-    if not len(groups):
-        return np.empty(0, dtype=np.int64)
-    sizes = np.bincount(groups)
-    ordered = lengths[np.lexsort((lengths, groups))]
-    medians = ordered[np.cumsum(sizes) - sizes + sizes // 2] + 1.0
-    span = np.log(medians.max() / medians.min())
-    if num_buckets == 1 or span == 0:
-        return np.zeros(len(sizes), dtype=np.int64)
-    place = np.log(medians / medians.min()) / span
-    buckets: IntArray = np.minimum((place * num_buckets).astype(np.int64), num_buckets - 1)
-    return buckets
 
 
 NO_NODE = -1
@@ -245,7 +188,7 @@ class PrefixOrder:
 
     `rows[i]` is the i-th row to run; `shared_chunks[i]` is how many leading chunks it shares with
     `rows[i - 1]` (0 for the first), which is also the most it shares with any row before it.
-    `by_chain` holds the same rows sorted by chain, to which more rows can be added.
+    `by_chain` holds the same rows sorted by chain, where `rows_with_prefix` finds them.
     """
 
     rows: IntArray
@@ -258,32 +201,13 @@ class PrefixOrder:
         return np.cumsum(self.shared_chunks == 0) - 1
 
 
-def order_by_prefix(table: ChainTable, *, num_buckets: int = 1) -> PrefixOrder:
-    """Order all rows of the table. O(rows x log rows) for each branching on a path.
-
-    With several `num_buckets`, whole groups of like lengths run together, short ones first.
-    """
+def order_by_prefix(table: ChainTable) -> PrefixOrder:
+    """Order all rows of the table. O(rows x log rows) for each branching on a path."""
     by_chain = sort_by_chain(table, np.arange(table.num_rows))
-    return _planned(table, by_chain, num_buckets)
-
-
-def add_rows(order: PrefixOrder, table: ChainTable, *, num_buckets: int = 1) -> PrefixOrder:
-    """The order with the rows that `table` has more than it: they join the trees that are there.
-
-    The chains of old rows are neither made nor sorted again. The rows' places may all change.
-    """
-    more = sort_by_chain(table, np.arange(len(order.by_chain), table.num_rows))
-    return _planned(table, merge_sorted(table, order.by_chain, more), num_buckets)
-
-
-def _planned(table: ChainTable, by_chain: IntArray, num_buckets: int) -> PrefixOrder:
     shared = table.shared_with_previous(by_chain)
     lengths = table.lengths[by_chain]
-    nodes = find_prefix_nodes(shared)
-    items = _Items.of(nodes, by_chain)
-    worth = _worth(items, lengths, shared)
-    bucket = _buckets(items, lengths, num_buckets)
-    order = np.lexsort((items.first_rows, -worth, bucket, items.parents))
+    items = _Items.of(find_prefix_nodes(shared), by_chain)
+    order = np.lexsort((items.first_rows, -_worth(items, lengths, shared), items.parents))
     rows = np.empty_like(by_chain)
     rows[_new_positions(items, order)] = by_chain
     return PrefixOrder(rows, table.shared_with_previous(rows), by_chain)
@@ -358,16 +282,6 @@ def _work(lengths: IntArray, cached: IntArray) -> FloatArray:
     total, known = lengths.astype(np.float64), cached.astype(np.float64)
     work: FloatArray = 1 + total - known + (total**2 - known**2) / ATTENTION_CHUNKS
     return work
-
-
-def _buckets(items: _Items, lengths: IntArray, num_buckets: int) -> IntArray:
-    """The bucket of each group of rows; 0 for items within a group."""
-    bucket = np.zeros(len(items.starts), dtype=np.int64)
-    roots = np.flatnonzero(items.parents == NO_NODE)
-    roots = roots[np.argsort(items.starts[roots])]
-    groups = np.repeat(np.arange(roots.size), items.ends[roots] - items.starts[roots])
-    bucket[roots] = bucket_of_groups(groups, lengths, num_buckets)
-    return bucket
 
 
 def _new_positions(items: _Items, order: IntArray) -> IntArray:

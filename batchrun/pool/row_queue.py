@@ -122,23 +122,6 @@ class RowQueue:
         for position in pending.tolist():
             heapq.heappush(self._first, position)
 
-    def grown(self, rows: IntArray, nodes: PrefixNodes) -> RowQueue:
-        """This queue for an order with more rows, which are pending. This one is void then."""
-        queue = RowQueue(rows, nodes, self._rows[self._state == _DONE])
-        for position in np.flatnonzero(self._state == _IN_FLIGHT).tolist():
-            queue._take(int(queue._position[self._rows[position]]))
-        waiting = {position: 0.0 for position in self._first}
-        waiting.update((position, ready_at_s) for ready_at_s, position in self._delayed)
-        for position, ready_at_s in waiting.items():
-            place = int(queue._position[self._rows[position]])
-            queue._states[place] = _QUEUED
-            heapq.heappush(queue._delayed, (ready_at_s, place))
-        return queue
-
-    def next_ready_at_s(self) -> float | None:
-        """When the first delayed row becomes ready, or None when none is delayed."""
-        return self._delayed[0][0] if self._delayed else None
-
     def check(self) -> None:
         """Recount everything; raises AssertionError when an account does not balance."""
         state = self._state

@@ -1,18 +1,13 @@
-"""Plan a sample before any text is made: which rows share what, and how long each part is.
+"""The data sets: their columns, the sizes of a sample, and the Parquet file that rows go into.
 
-The columns of each data set: the same for generated samples and imported real files.
+A sample is planned before any text is made: which rows share what, and how long each part is. The
+full scale has the sizes of table 1 of the Preble paper (number of requests, mean prompt length,
+share of the prompt that earlier requests had already). The small scale has the same form, cut down
+so that a CPU finishes a job in well under two minutes.
 
-How long the prompts of a sample are and how much of them is shared.
-
-The full scale has the sizes of table 1 of the Preble paper (number of requests, mean prompt
-length, share of the prompt that earlier requests had already). The small scale has the same
-form, cut down so that a CPU finishes a job in well under two minutes.
-
-How tokens are counted: generated prose has 4.28 bytes to a token, half-way between the tiny
-model's tokenizer (4.19) and the rule of 1.3 tokens to a word (4.38); generated tool documentation
-has 3.5 bytes to a token, as the tiny model's tokenizer has it.
-
-Write rows of text to one Parquet file: bounded memory, and whole or not at all.
+Generated prose has 4.28 bytes to a token, half-way between the tiny model's tokenizer (4.19) and
+the rule of 1.3 tokens to a word (4.38); generated tool documentation has 3.5, as the tiny model's
+tokenizer has it.
 """
 
 from __future__ import annotations
@@ -138,22 +133,6 @@ FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class PromptStatistics:
-    """Means over the rows, in the terms of the Preble paper's table 1; shares are 0-1.
-
-    `shared_share` is the part of a prompt that an earlier row had already (what an unbounded
-    prefix cache would hit); `key_share` is the part that only the row's group shares.
-    """
-
-    num_rows: int
-    prompt_tokens: float
-    prompt_tokens_deviation: float
-    shared_share: float
-    key_share: float
-    rows_per_group: float
-
-
-@dataclass(frozen=True, slots=True)
 class PlannedRow:
     """One row to write: the `index`-th of its group."""
 
@@ -188,23 +167,6 @@ class SamplePlan:
             for (group, index), tail_tokens in zip(window, tails, strict=True):
                 yield PlannedRow(group, index, tail_tokens)
             first_row += len(window)
-
-    def statistics(self) -> PromptStatistics:
-        """What the sample's prompts look like on average."""
-        shared = np.repeat(self.shared_tokens, self.group_rows)
-        prompt = self.system_tokens + shared + self.tail_tokens
-        is_first = np.zeros(len(prompt), bool)
-        is_first[np.cumsum(self.group_rows) - self.group_rows] = True
-        has_peers = np.repeat(self.group_rows > 1, self.group_rows)
-        hit = np.where(is_first, self.system_tokens, self.system_tokens + shared)
-        return PromptStatistics(
-            num_rows=len(prompt),
-            prompt_tokens=float(prompt.mean()),
-            prompt_tokens_deviation=float(prompt.std()),
-            shared_share=float((hit / prompt).mean()),
-            key_share=float((shared * has_peers / prompt).mean()),
-            rows_per_group=float(self.group_rows.mean()),
-        )
 
 
 def plan_sample(shape: Shape, *, num_rows: int, seed: int) -> SamplePlan:

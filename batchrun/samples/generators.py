@@ -1,14 +1,8 @@
-"""Write a generated data set: text of our own in the shape of the real one.
+"""Generated data sets: text of our own in the shape of the real ones.
 
-Long texts of a wanted length, quickly, out of sentences made once.
-
-Generated LooGLE: several questions on one long document.
-
-Generated NExT-QA: multiple-choice questions on one video.
-
-The text of a video is generated prose that stands in for the video's tokens.
-
-Generated ToolBench: one system prompt, tool documentation, a query.
+Long texts are drawn from sentences made once. LooGLE is several questions on one long document,
+NExT-QA multiple-choice questions on one video (prose stands in for the video's tokens), ToolBench
+one system prompt, tool documentation and a query.
 """
 
 from __future__ import annotations

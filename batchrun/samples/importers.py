@@ -1,20 +1,14 @@
-"""Read files of other projects, plain or gzip-compressed, with errors that name file and line.
+"""The files of the real data sets, plain or gzip-compressed, as rows of the generated ones' schema.
 
-The real LooGLE files: `{task}.jsonl`, one document with all its questions a line.
+- LooGLE: `{task}.jsonl`, one document with all its questions a line; `qa_pairs` is a string that
+  holds a Python literal, not JSON; the answer to a cloze is a map.
+- NExT-QA: the multiple-choice questions of the validation set. It has annotations only: the text of
+  a video is generated, and its length goes with the video's number of frames.
+- ToolBench: StableToolBench's solvable queries (lists, with `api_list`) and ToolBench's evaluation
+  set (maps from a number to a record with `available_tools` and an answer). A query that occurs
+  again is left out.
 
-`qa_pairs` is a string that holds a Python literal, not JSON; the answer to a cloze is a map.
-
-The real NExT-QA multiple-choice questions (the validation set), with stand-ins for videos.
-
-The data set has annotations only. The text of a video is generated, and its length goes with
-the video's number of frames.
-
-The real ToolBench queries: StableToolBench's solvable ones, and ToolBench's evaluation set.
-
-The first are lists of queries with `api_list`; the second are maps from a query's number to its
-record with `available_tools` and a recorded answer. A query that occurs again is left out.
-
-Turn the files of the real data sets into the schema of the generated samples.
+Errors name file and line.
 """
 
 from __future__ import annotations

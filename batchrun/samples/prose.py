@@ -1,17 +1,15 @@
 """Plausible English out of word lists: the same seed gives the same text, on every machine.
 
-Nothing here comes from a third party. A `random.Random` is handed in; its stream is stable
-between Python versions.
-
-Made-up documentation of web tools, in the JSON form that function-calling prompts carry.
-
-The text on which the tiny model's tokenizer is trained: 4 MB, the same each time.
+Sentences, made-up documentation of web tools in the JSON form of function-calling prompts, and the
+4 MB of text on which the tiny model's tokenizer is trained. Nothing here comes from a third party.
+A `random.Random` is handed in; its stream is stable between Python versions.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from random import Random
 from typing import TypeVar
@@ -87,53 +85,37 @@ def place_name(rng: Random) -> str:
     return start + skewed(rng, words.PLACE_ENDS)
 
 
-class _Slots:
-    """Fills the slots of a template: every look-up draws a fresh word."""
+SLOTS: dict[str, Callable[[Random], str]] = {
+    "noun": lambda rng: skewed(rng, words.NOUNS),
+    "nouns": lambda rng: plural(skewed(rng, words.NOUNS)),
+    "adj": lambda rng: skewed(rng, words.ADJECTIVES),
+    "verb": lambda rng: skewed(rng, words.VERBS),
+    "past": lambda rng: past_tense(skewed(rng, words.VERBS)),
+    "ing": lambda rng: ing_form(skewed(rng, words.VERBS)),
+    "adverb": lambda rng: skewed(rng, words.ADVERBS),
+    "prep": lambda rng: rng.choice(words.PREPOSITIONS),
+    "person": person_name,
+    "place": place_name,
+    "counted": lambda rng: rng.choice(words.COUNTED),
+    "year": lambda rng: str(rng.randint(1620, 2020)),
+    "number": lambda rng: str(rng.randint(2, 900)),
+}
+"""What fills a slot of a template."""
 
-    def __init__(self, rng: Random) -> None:
-        self._rng = rng
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """Every look-up draws a fresh word."""
+
+    rng: Random
 
     def __getitem__(self, slot: str) -> str:
-        rng = self._rng
-        match slot:
-            case "noun":
-                return skewed(rng, words.NOUNS)
-            case "nouns":
-                return plural(skewed(rng, words.NOUNS))
-            case "adj":
-                return skewed(rng, words.ADJECTIVES)
-            case "verb":
-                return skewed(rng, words.VERBS)
-            case "past":
-                return past_tense(skewed(rng, words.VERBS))
-            case "ing":
-                return ing_form(skewed(rng, words.VERBS))
-            case _:
-                return self._rarer(slot)
-
-    def _rarer(self, slot: str) -> str:
-        rng = self._rng
-        match slot:
-            case "adverb":
-                return skewed(rng, words.ADVERBS)
-            case "prep":
-                return rng.choice(words.PREPOSITIONS)
-            case "person":
-                return person_name(rng)
-            case "place":
-                return place_name(rng)
-            case "counted":
-                return rng.choice(words.COUNTED)
-            case "year":
-                return str(rng.randint(1620, 2020))
-            case "number":
-                return str(rng.randint(2, 900))
-        raise KeyError(slot)
+        return SLOTS[slot](self.rng)
 
 
 def fill(template: str, rng: Random) -> str:
     """`template` with a fresh word in every `{slot}`; an unknown slot is a KeyError."""
-    return template.format_map(_Slots(rng))
+    return template.format_map(_Drawn(rng))
 
 
 def sentence(rng: Random) -> str:

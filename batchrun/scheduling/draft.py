@@ -14,6 +14,8 @@ LONG_PREFILL_TOKENS = 512
 """A prefill with more left than this is long: one at a time (Echo, section 4.1)."""
 CLOSING_TOKENS = 32
 """A row with so few tokens left to generate ends before a long prefix is computed."""
+MIN_CHUNK_TOKENS = 32
+"""A smaller chunk of a longer prefill is not worth its place in the step."""
 
 
 @dataclass(slots=True)

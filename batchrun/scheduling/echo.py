@@ -1,53 +1,29 @@
 """Echo's scheduler (arXiv 2504.03651, sections 4 and 5), as this project builds it.
 
-Each step starts from the last batch and makes minor changes: let online requests in (first come,
-first served), preempt offline ones where online demand needs their blocks or slots, then fill the
+Each step starts from the last batch and makes minor changes: let online requests in, in the order
+of their queue, preempt offline ones where online demand needs their blocks or slots, then fill the
 time that is left with offline work, the KV already cached first. A generator drafts the steps that
 come into question and a selector takes the one with the most benefit per second.
-
-Which of Echo's parts are on: the ablations of the paper's figure 6.
-
-The plan generator: a step's drafts, each a minor change of the last batch (Echo, section 4).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from batchrun.scheduling.draft import Draft
+from batchrun.scheduling.draft import MIN_CHUNK_TOKENS, Draft
 from batchrun.scheduling.fill import (
-    MIN_CHUNK_TOKENS,
     fits,
     go_on,
+    keep_alive,
     let_followers_in,
     let_in_order,
     need_blocks,
-    place_online,
     soon_free_blocks,
 )
-from batchrun.scheduling.slack import StepLimits, step_limits
+from batchrun.scheduling.online_queue import OnlineQueue, place_online
+from batchrun.scheduling.slack import StepLimits
 from batchrun.scheduling.view import EngineView, Plan, PrefixHit, RequestView
 from batchrun.scheduling.worth import select
-
-
-@dataclass(frozen=True, slots=True)
-class EchoOptions:
-    """`is_kv_aware`: choose among offline candidates by cached KV, else first come, first served.
-    `keeps_reserve`: the threshold of section 4.2.
-    """
-
-    is_kv_aware: bool = True
-    keeps_reserve: bool = True
-
-
-PRESETS: Mapping[str, EchoOptions] = {
-    "bs+e": EchoOptions(is_kv_aware=False, keeps_reserve=False),
-    "bs+e+s": EchoOptions(is_kv_aware=True, keeps_reserve=False),
-    "echo": EchoOptions(),
-}
-
 
 MAX_DRAFTS = 4
 """Long prefixes that one step chooses from."""
@@ -57,11 +33,38 @@ PATIENCE_S = 10.0
 Candidate = tuple[RequestView, PrefixHit]
 
 
+@dataclass(frozen=True, slots=True)
+class EchoOptions:
+    """Which of Echo's parts are on: the ablations of the paper's figure 6 leave some out.
+
+    `is_kv_aware`: choose among offline candidates by cached KV, else first come, first served.
+    `keeps_reserve`: the threshold of section 4.2.
+    """
+
+    is_kv_aware: bool = True
+    keeps_reserve: bool = True
+
+
+class EchoPolicy:
+    """Plans the steps of one engine."""
+
+    def __init__(self, options: EchoOptions, queue: OnlineQueue) -> None:
+        self._queue = queue
+        self._generator = Generator(options, queue)
+
+    def plan(self, view: EngineView) -> Plan:
+        """The step to run after those in flight."""
+        limits = self._queue.limits(view)
+        drafts = self._generator.generate(view, limits)
+        return select(drafts).finish()
+
+
 class Generator:
     """Drafts of one engine's steps. Remembers who stands first, and since when."""
 
-    def __init__(self, options: EchoOptions) -> None:
+    def __init__(self, options: EchoOptions, queue: OnlineQueue) -> None:
         self._options = options
+        self._queue = queue
         self._head: RequestView | None = None
         self._head_since_s = 0.0
 
@@ -69,7 +72,7 @@ class Generator:
         """At least one draft. All share online work, running rows and rows with a cached prefix;
         they differ in the long prefix that they begin, of which one at a time is computed."""
         draft = Draft.begin(view)
-        has_room = place_online(draft, limits.online_s)
+        has_room = place_online(draft, self._queue, limits.online_s)
         if not view.is_offline_on:
             for request in view.offline_running:
                 draft.sit_out(request)
@@ -77,7 +80,7 @@ class Generator:
         go_on(draft, limits.offline_s)
         drafts = self._let_offline_in(draft, limits.offline_s) if has_room else [draft]
         if len(drafts) == 1 and drafts[0].tokens_left == view.token_budget:
-            _keep_alive(drafts[0])
+            keep_alive(drafts[0])
         return drafts
 
     def _let_offline_in(self, draft: Draft, limit_s: float) -> list[Draft]:
@@ -145,55 +148,3 @@ class Generator:
         led = draft.copy()
         led.lead(request, hit, chunk, need)
         return led
-
-
-def _keep_alive(draft: Draft) -> None:
-    """Something must move: a step without any work lets the first in line go, whatever else."""
-    view = draft.view
-    for request in view.offline_running:
-        if request.work_left_tokens and request not in draft.preempt:
-            draft.prefill(request, min(request.work_left_tokens, draft.tokens_left))
-            return
-    if view.online_running or view.online_waiting or view.offline_running:
-        return
-    for request in view.offline_waiting:
-        if view.is_ready(request):
-            hit = view.look_up(request)
-            left = request.num_tokens - hit.num_tokens
-            draft.let_in(request, hit, min(left, draft.tokens_left), 0)
-            return
-
-
-ONLINE_MEMORY_S = 60.0
-"""So long after the last online request an arrival is still expected at any moment."""
-
-
-class EchoPolicy:
-    """Plans the steps of one engine."""
-
-    def __init__(self, options: EchoOptions) -> None:
-        self._generator = Generator(options)
-        self._ttft_seen_at_s: dict[float, float] = {}
-
-    def plan(self, view: EngineView) -> Plan:
-        """The step to run after those in flight."""
-        bounds_s = self._ttft_bounds_of_late(view)
-        limits = step_limits(
-            view,
-            was_online_lately=bool(bounds_s),
-            least_ttft_s=min(bounds_s, default=math.inf),
-        )
-        return select(self._generator.generate(view, limits)).finish()
-
-    def _ttft_bounds_of_late(self, view: EngineView) -> Collection[float]:
-        """The TTFT bounds of all online requests of the last minute: few, one for each class."""
-        bounds_s = {request.slo_ttft_s for request in view.online_running}
-        bounds_s.update(request.slo_ttft_s for request in view.online_waiting)
-        for ttft_s in bounds_s:
-            self._ttft_seen_at_s[ttft_s] = view.now_s
-        self._ttft_seen_at_s = {
-            ttft_s: seen_at_s
-            for ttft_s, seen_at_s in self._ttft_seen_at_s.items()
-            if view.now_s - seen_at_s < ONLINE_MEMORY_S
-        }
-        return self._ttft_seen_at_s

@@ -1,14 +1,15 @@
-"""What a policy sees of an engine before a step. Policies read; only the plug-in writes.
+"""What a policy sees of an engine before a step, and the plan that it makes of it.
 
-What a policy decides about a step.
+Policies read the view; only the plug-in writes it.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from batchrun.estimator.step_load import StepLoad
@@ -28,7 +29,8 @@ class RequestView:
 
     `work_left_tokens` is what vLLM could still schedule now: the rest of the prompt, or 1 for a
     decode, 0 when its output in flight may be the last. `num_computed_tokens` and
-    `num_output_tokens` count steps in flight as done. `slo_jct_s` bounds the time from arrival to
+    `num_output_tokens` count steps in flight as done. `priority` is vLLM's: the lower goes first.
+    `slo_jct_s` bounds the time from arrival to
     the last token (online only, as the other bounds). `expected_output_tokens` is what an offline
     answer is likely to stay within, `max_output_tokens` what it never exceeds. `rank` is the row's
     place in the planned order of all rows that the daemon of this `epoch` sends, `group` the job
@@ -40,6 +42,7 @@ class RequestView:
     request_class: RequestClass
     arrival_at_s: float
     num_prompt_tokens: int
+    priority: int = 0
     max_output_tokens: int = 0
     expected_output_tokens: int = sys.maxsize
     slo_ttft_s: float = 0.0
@@ -84,6 +87,21 @@ class RequestView:
         return self.num_prompt_tokens + min(self.max_output_tokens, expected)
 
 
+BY_ARRIVAL = attrgetter("priority", "arrival_at_s", "request_id")
+"""The order in which online calls wait: by priority, first come, first served."""
+
+
+def by_kind(requests: Iterable[RequestView]) -> tuple[list[RequestView], list[RequestView]]:
+    """Running requests with work left: those that decode, and the others."""
+    decodes: list[RequestView] = []
+    prefills: list[RequestView] = []
+    for request in requests:
+        left = request.work_left_tokens
+        if left:
+            (decodes if left == 1 and request.num_output_tokens else prefills).append(request)
+    return decodes, prefills
+
+
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
     """What a waiting request finds in the KV cache.
@@ -106,6 +124,7 @@ class EngineView:
     in the KV cache (costly: once per decision).
     `private_blocks(request)` counts the blocks that preempting it would free; `is_ready(request)`
     says whether a waiting one may be admitted at all (its grammar is there, no output in flight).
+    `online_waiting` is in order of `BY_ARRIVAL`, `offline_waiting` in planned order.
     `error_share` is the mean error of the latest predictions of `model` (0.1: 10 %).
     `online_slo_ttft_s` and `online_slo_tpot_s` are the bounds of online requests without a class.
     """

@@ -1,6 +1,7 @@
-"""Whom online demand pushes out: offline requests, by the score that also chooses plans.
+"""What offline work is worth: which draft becomes the step, and whom online demand pushes out.
 
-The plan selector: benefit less punishment, per second (Echo, Eq. 3 and 4).
+The plan selector takes the draft with the most benefit less punishment, per second (Echo, Eq. 3
+and 4); the same worth of KV chooses the victims of a preemption.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The engines of a simulation: each on its own clock, none ahead of another by over a step.
+"""The engines of a simulation, each behind its API server, which takes one request after another.
 
-What stands before a simulated engine: its API server, which takes one request after another.
+Every engine has a clock of its own, and none is ahead of another by more than a step.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
+from batchrun.config import STOCK_POLICY
 from batchrun.daemon.engine_link import RENEW_S
-from batchrun.estimator.step_load import StepLoad
-from batchrun.estimator.step_time import AnyModel, StepTimeModel
+from batchrun.estimator.step_time import AnyModel
+from batchrun.hints import HINT_KEY
 from batchrun.simulator.feeding import EPOCH, RowFeed
 from batchrun.simulator.online import OnlineRouter
 from batchrun.simulator.virtual.engine import (
@@ -23,10 +24,9 @@ from batchrun.simulator.virtual.engine import (
     TrafficSource,
     VirtualEngine,
 )
-from batchrun.simulator.virtual.laws import A100Law, StepItem, StepLaw
+from batchrun.simulator.virtual.laws import A100Law, StepLaw
 from batchrun.simulator.virtual.quick_decode import QuickDecode, quick
 from batchrun.simulator.virtual.setup import EngineShape, stock_scheduler
-from batchrun.types import HINT_KEY
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 
 
@@ -76,26 +76,6 @@ class FrontEnd:
         """The sources want to know."""
         for source in self._sources:
             source.on_finished(request_id)
-
-
-STOCK_POLICY = "vllm"
-"""vLLM's own scheduler, as in batchrun.yaml."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelLaw:
-    """Steps take as long as a fitted model says."""
-
-    model: StepTimeModel
-
-    @property
-    def expected(self) -> StepLaw:
-        """Itself: a model has no noise."""
-        return self
-
-    def step_s(self, items: Sequence[StepItem]) -> float:
-        """The model's prediction."""
-        return self.model.predict_s(StepLoad.of(items))
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +160,8 @@ class Engines:
         if engine.now_s < self._renew_at_s[index]:
             return
         self._renew_at_s[index] = engine.now_s + RENEW_S
-        if isinstance(scheduler, ColocatedScheduler) and scheduler._kv is not None:
-            scheduler._kv.renew(EPOCH, self._feed.running_jobs, engine.now_s)
+        if isinstance(scheduler, ColocatedScheduler) and scheduler.state.kv is not None:
+            scheduler.state.kv.renew(EPOCH, self._feed.running_jobs, engine.now_s)
 
     def _num_running(self, index: int) -> int:
         records = self.engines[index].records

@@ -1,8 +1,7 @@
-"""The daemon of a simulation: its turns between jobs, planned order, windows and hints."""
+"""The daemon of a simulation: its own dispatch (`daemon.dispatch`) on the virtual clock."""
 
 from __future__ import annotations
 
-import json
 import math
 from array import array
 from collections.abc import Callable, Sequence
@@ -10,45 +9,41 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from batchrun.daemon.assigning import MAX_NODES, URGENT_LEAD
-from batchrun.daemon.dispatcher import POLL_INTERVAL_S
+from batchrun.daemon.dispatch import Assigner, Assignment, EngineSlot
+from batchrun.daemon.dispatcher import POLL_INTERVAL_S, URGENT_LEAD
+from batchrun.daemon.faults import Trials
 from batchrun.daemon.slots import SCHEDULER_WINDOW
-from batchrun.pool.fair_share import JobTurns, Turn
+from batchrun.hints import RowHint, nodes_to_tell, write_hint
+from batchrun.pool.fair_share import JobTurns
+from batchrun.pool.prefix_keys import IntArray
 from batchrun.pool.radix_tree import find_prefix_nodes
 from batchrun.pool.row_queue import RowQueue
 from batchrun.pool.window import Window
+from batchrun.routing.router import Router
 from batchrun.simulator.offline_jobs import Keys, OfflineJob, key_of, shared_tokens
 from batchrun.simulator.virtual.engine import Arrival, BlockHashes, RequestRecord, hash_blocks
 from batchrun.simulator.virtual.setup import NONCE
-from batchrun.types import HINT_VERSION
+from batchrun.types import Usage
 
 EPOCH = 1
 PREFIX = "row-"
 
 
-@dataclass(frozen=True, slots=True)
-class SentRow:
-    """A row in an engine; `tokens` count in the engine's window."""
-
-    job: ActiveRows
-    row: int
-    engine: int
-    tokens: int
-
-
 @dataclass(slots=True, eq=False)
 class ActiveRows:
-    """One job that has come, and how far it is. `number` tells it from other jobs.
+    """One job that has come, and how far it is: a `RunningJob`. `number` tells it from others.
 
     `finished_at_s` is when its last row ended; None: it has not.
     """
 
-    job: OfflineJob
+    plan: OfflineJob
     number: int
     seed: int
     queue: RowQueue = field(init=False)
-    groups: list[int] = field(init=False)
+    group_of: IntArray = field(init=False)
     costs: list[int] = field(init=False)
+    trials: Trials = field(default_factory=Trials)
+    current_node: int | None = None
     num_done: int = 0
     served_tokens: int = 0
     computed_tokens: int = 0
@@ -58,21 +53,50 @@ class ActiveRows:
     latest: _Latest | None = None
 
     def __post_init__(self) -> None:
-        nodes = find_prefix_nodes(self.job.order.shared_chunks)
-        self.queue = RowQueue(self.job.order.rows, nodes)
-        self.groups = self.job.group_of().tolist()
-        self.costs = self.job.expected_tokens().tolist()
-
-    def output_tokens_to_expect(self) -> int:
-        """What the daemon tells of an answer: the mean of those so far, or its first guess."""
-        if not self.num_done:
-            return self.job.expected_output_tokens
-        return round(self.output_tokens / self.num_done)
+        nodes = find_prefix_nodes(self.plan.order.shared_chunks)
+        self.queue = RowQueue(self.plan.order.rows, nodes)
+        self.group_of = self.plan.group_of()
+        self.costs = self.plan.expected_tokens().tolist()
 
     @property
     def id(self) -> str:
         """What hints and turns call the job."""
         return f"job-{self.number}"
+
+    @property
+    def weight(self) -> float:
+        """That of its terms."""
+        return self.plan.weight
+
+    @property
+    def left_tokens(self) -> int:
+        """What all its rows are expected to compute."""
+        return sum(self.costs[row] for row in self.plan.order.rows.tolist())
+
+    def cost_tokens(self, row: int) -> int:
+        """What a row is expected to compute."""
+        return self.costs[row]
+
+    def output_tokens_to_expect(self) -> int:
+        """What the daemon tells of an answer: the mean of those so far, or its first guess."""
+        if not self.num_done:
+            return self.plan.expected_output_tokens
+        return round(self.output_tokens / self.num_done)
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedSlot(EngineSlot):
+    """A virtual engine, which always answers. `count_running` tells how many rows it runs."""
+
+    count_running: Callable[[], int]
+
+    @property
+    def num_running(self) -> int:
+        """Rows that the engine runs now."""
+        return self.count_running()
+
+
+SentRow = Assignment[ActiveRows, SimulatedSlot]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,28 +109,36 @@ class _Latest:
 
 
 class RowFeed:
-    """Sends the rows of all jobs to the engines, as the daemon does (`daemon.assigning`).
+    """Sends the rows of all jobs to the engines when the daemon would, and counts what came back.
 
-    A prefix group goes to one engine while that has room, else to the least loaded. `num_running`
-    tells how many rows an engine runs.
+    `num_running` tells how many rows an engine runs.
     """
 
     def __init__(
-        self, jobs: Sequence[OfflineJob], num_engines: int, seed: int, block_tokens: int
+        self,
+        jobs: Sequence[OfflineJob],
+        num_engines: int,
+        seed: int,
+        block_tokens: int,
+        router: Router | None = None,
     ) -> None:
         by_time = sorted(jobs, key=lambda job: job.submit_s)
         self.jobs = [ActiveRows(job, i, key_of(seed, i)) for i, job in enumerate(by_time)]
         self.sent: dict[str, SentRow] = {}
         self.num_running: Callable[[int], int] = lambda engine: 0
         self.ports = [OfflinePort(self, index) for index in range(num_engines)]
-        self._windows = [Window(*SCHEDULER_WINDOW) for _ in range(num_engines)]
+        self.assigner: Assigner[ActiveRows, SimulatedSlot] = Assigner(
+            [self._slot(index) for index in range(num_engines)], router
+        )
         self._block_tokens = block_tokens
-        self.turns = JobTurns()
-        self._joined: dict[str, ActiveRows] = {}
         self._num_joined = 0
         self._next_rank = URGENT_LEAD
         self._ask_at_s = 0.0
-        self._is_saturated = False
+
+    @property
+    def turns(self) -> JobTurns:
+        """Whose row is next, and what is known of each job's end."""
+        return self.assigner.turns
 
     @property
     def next_due_s(self) -> float:
@@ -116,110 +148,80 @@ class RowFeed:
     @property
     def running_jobs(self) -> list[str]:
         """The ids of the jobs whose rows go."""
-        return list(self._joined)
+        return list(self.assigner.jobs)
 
     def send(self, now_s: float) -> None:
         """Hand out all rows that may go now."""
         if now_s < self.next_due_s:
             return
         self._join_due(now_s)
-        self._ask_at_s = math.inf
-        while True:
-            ready = {
-                name for name, job in self._joined.items() if job.queue.peek(now_s) is not None
-            }
-            turn = self.turns.choose(ready, now_s)
-            if turn is None:
-                self._is_saturated = False
-                break
-            job = self._joined[turn.job_id]
-            engine, opens_at_s = self._place(job, turn, now_s)
-            if engine is None or opens_at_s > now_s:
-                self._is_saturated |= engine is None
-                self._ask_at_s = min(opens_at_s, now_s + POLL_INTERVAL_S)
-                break
-            self.ports[engine].waiting.append(self._take(job, turn, engine, now_s))
-        self.turns.observe(now_s, is_saturated=self._is_saturated)
+        assignments, opens_at_s = self.assigner.assign(now_s)
+        while assignments:
+            for assignment in assignments:
+                arrival = self._arrival(assignment, now_s)
+                self.ports[assignment.engine].waiting.append(arrival)
+            assignments, opens_at_s = self.assigner.assign(now_s)
+        has_more = any(job.queue.num_pending for job in self.assigner.jobs.values())
+        again_s = now_s + POLL_INTERVAL_S if has_more else math.inf
+        self._ask_at_s = again_s if opens_at_s is None else min(opens_at_s, again_s)
 
     def ended(self, record: RequestRecord, now_s: float) -> None:
-        """A row has ended: its account is settled, and its place is free."""
+        """A row has ended: its account is settled, and its room is free."""
         sent = self.sent.pop(record.request_id)
         job, num_output_tokens = sent.job, len(record.output_token_ids)
-        computed = record.num_prompt_tokens - record.num_hit_tokens + num_output_tokens
+        usage = Usage(record.num_prompt_tokens, num_output_tokens, record.num_hit_tokens)
         job.queue.finish(sent.row)
         job.num_done += 1
-        job.served_tokens += record.num_prompt_tokens + num_output_tokens
-        job.computed_tokens += computed
+        job.served_tokens += usage.num_prompt_tokens + num_output_tokens
+        job.computed_tokens += usage.num_prompt_tokens - usage.num_cached_tokens + num_output_tokens
         job.output_tokens += num_output_tokens
         job.expected_tokens += job.costs[sent.row]
-        self._windows[sent.engine].remove(sent.tokens)
-        self.turns.settle(job.id, sent.row, computed)
+        sent.slot.release(sent)
+        self.assigner.settle(sent, usage, now_s)
         self._ask_at_s = min(self._ask_at_s, now_s)
         if job.queue.is_finished:
             job.finished_at_s = now_s
-            self.turns.leave(job.id)
-            del self._joined[job.id]
+            self.assigner.leave(job)
+
+    def _slot(self, index: int) -> SimulatedSlot:
+        return SimulatedSlot(lambda: self.num_running(index), window=Window(*SCHEDULER_WINDOW))
 
     def _next_submit_s(self) -> float:
         has_more = self._num_joined < len(self.jobs)
-        return self.jobs[self._num_joined].job.submit_s if has_more else math.inf
+        return self.jobs[self._num_joined].plan.submit_s if has_more else math.inf
 
     def _join_due(self, now_s: float) -> None:
         while self._next_submit_s() <= now_s:
-            active = self.jobs[self._num_joined]
+            job = self.jobs[self._num_joined]
             self._num_joined += 1
-            job = active.job
-            if not job.num_rows:
-                active.finished_at_s = now_s
+            if not job.plan.num_rows:
+                job.finished_at_s = now_s
                 continue
-            self._joined[active.id] = active
-            due_at = None if job.deadline_s == math.inf else job.deadline_s
-            work = sum(active.costs[row] for row in job.order.rows.tolist())
-            self.turns.join(active.id, job.weight, work, due_at=due_at)
+            due_at = None if job.plan.deadline_s == math.inf else job.plan.deadline_s
+            self.assigner.join(job, due_at=due_at)
 
-    def _place(self, job: ActiveRows, turn: Turn, now_s: float) -> tuple[int | None, float]:
-        """The engine for the job's next row, and when its window opens."""
-        row = job.queue.peek(now_s)
-        assert row is not None
-        tokens = int(job.job.num_prompt_tokens[row])
-        preferred = job.groups[row] % len(self._windows)
-        by_load = sorted(range(len(self._windows)), key=lambda i: self._windows[i].num_tokens)
-        for engine in (preferred, *by_load):
-            window, num_running = self._windows[engine], self.num_running(engine)
-            is_bound = engine != preferred and not turn.is_urgent
-            if not window.has_room(tokens, num_running, is_urgent=turn.is_urgent):
-                continue
-            if not is_bound or window.has_room_to_lend(tokens, num_running):
-                return engine, window.opens_at_s(tokens, now_s)
-        return None, math.inf
-
-    def _take(self, job: ActiveRows, turn: Turn, engine: int, now_s: float) -> Arrival:
-        row = job.queue.peek(now_s)
-        assert row is not None
-        job.queue.take(row)
-        following = job.queue.peek(now_s)
-        ends_group = following is None or job.groups[following] != job.groups[row]
-        self.turns.charge(turn, row, job.costs[row], ends_subtree=ends_group)
-        rank = self._next_rank - (URGENT_LEAD if turn.is_urgent else 0)
+    def _arrival(self, sent: SentRow, now_s: float) -> Arrival:
+        job, row = sent.job, sent.row
+        rank = self._next_rank - (URGENT_LEAD if sent.is_urgent else 0)
         self._next_rank += 1
         request_id = f"{PREFIX}{rank:09d}-{job.number}"
-        prompt = job.job.prompt(row, job.seed)
-        tokens = len(prompt)
-        self.sent[request_id] = SentRow(job, row, engine, tokens)
-        self._windows[engine].add(tokens, now_s)
+        prompt = job.plan.prompt(row, job.seed)
+        self.sent[request_id] = sent
+        limit_tokens, num_output_tokens = job.plan.answer_tokens(row)
         return Arrival(
             request_id,
             False,
             now_s,
             prompt.tolist(),
-            int(job.job.num_output_tokens[row]),
+            limit_tokens,
             _hint(job, row, rank),
             self._hashes(job, row, prompt.tobytes()),
+            num_output_tokens,
         )
 
     def _hashes(self, job: ActiveRows, row: int, prompt: bytes) -> BlockHashes:
         """The prompt's block hashes; those that it shares with the row before are not made anew."""
-        size, chains = self._block_tokens, job.job.chains
+        size, chains = self._block_tokens, job.plan.chains
         keys = chains.keys[chains.starts[row] : chains.starts[row + 1]]
         content = array("I", prompt)
         known: BlockHashes = []
@@ -228,7 +230,7 @@ class RowFeed:
             differ = np.flatnonzero(keys[:length] != job.latest.keys[:length])
             num_chunks = int(differ[0]) if differ.size else length
             both = min(len(content), job.latest.num_tokens)
-            tokens = min(shared_tokens(num_chunks, float(job.job.chunk_tokens[row])), both)
+            tokens = min(shared_tokens(num_chunks, float(job.plan.chunk_tokens[row])), both)
             known = job.latest.hashes[: tokens // size]
         rest = content[len(known) * size :]
         hashes = [*known, *hash_blocks(rest, size, known[-1] if known else b"")]
@@ -263,21 +265,13 @@ class OfflinePort:
 
 
 def _hint(job: ActiveRows, row: int, rank: int) -> str:
-    """What travels with the row (`daemon.hinting`)."""
-    path = job.queue.path_of(row)
-    if len(path) > MAX_NODES:
-        path = [path[0], *path[1 - MAX_NODES :]]
-    to_come = [job.queue.num_to_come(node) for node in path]
-    return json.dumps({
-        "v": HINT_VERSION,
-        "nonce": NONCE,
-        "epoch": EPOCH,
-        "job": job.id,
-        "row": row,
-        "class": "offline",
-        "rank": rank,
-        "nodes": [
-            [n, num, rank + 1 if num else rank] for n, num in zip(path, to_come, strict=True)
-        ],
-        "output": job.output_tokens_to_expect(),
-    })
+    """What travels with the row."""
+    hint = RowHint(
+        epoch=EPOCH,
+        job=job.id,
+        row=row,
+        rank=rank,
+        nodes=nodes_to_tell(job.queue.path_of(row), job.queue.num_to_come, rank),
+        output_tokens=job.output_tokens_to_expect(),
+    )
+    return write_hint(hint, NONCE)

@@ -25,15 +25,15 @@ from batchrun.jobs.prompts.tokens import read_prompts
 from batchrun.jobs.spec import JobSpec
 from batchrun.pool.prefix_keys import CHUNK_BYTES, ChainTable, IntArray
 from batchrun.pool.radix_tree import PrefixOrder, order_by_prefix
-from batchrun.simulator.virtual.scenarios import JobShape, draw_tokens
+from batchrun.simulator.virtual.engine import FIRST_TOKEN_ID, LAST_TOKEN_ID
 from batchrun.store.jobs import Counts
 
 Keys = NDArray[np.uint64]
 TokenIds = NDArray[np.uint32]
 
-FIRST_TOKEN_ID, NUM_TOKEN_IDS = 5, 1_996
-"""Token ids of prompts: no special token among them."""
+Bounds = tuple[int, int]
 
+NUM_TOKEN_IDS = LAST_TOKEN_ID - FIRST_TOKEN_ID + 1
 ROUNDING = 1e-6
 
 _STEP = np.uint64(0x9E37_79B9_7F4A_7C15)
@@ -95,8 +95,9 @@ class OfflineJob:
     `chains` holds the keys of each row's leading chunks, of `chunk_tokens[row]` tokens; rows that
     share a chunk have it in one size. `order` is the planned order of the rows that can run.
     Lengths are those that the engine sees; the daemon charges `expected_output_tokens` for every
-    answer. `submit_s` and `deadline_s` are seconds from the simulation's start; infinity: no
-    deadline.
+    answer. Rows ask for as many tokens as they get, or with `context_tokens` for no number: the
+    limit is then what the prompt leaves of that context. `submit_s` and `deadline_s` are seconds
+    from the simulation's start; infinity: no deadline.
     """
 
     name: str
@@ -109,11 +110,16 @@ class OfflineJob:
     weight: float = 1.0
     submit_s: float = 0.0
     deadline_s: float = math.inf
+    context_tokens: int | None = None
 
     @property
     def num_rows(self) -> int:
         """Rows that can run."""
         return len(self.order.rows)
+
+    def estimate_tokens(self, row: int) -> int:
+        """Prompt tokens of a row: the simulator knows them."""
+        return int(self.num_prompt_tokens[row])
 
     def group_of(self) -> IntArray:
         """The prefix group of each row; rows of a group share at least their first chunk."""
@@ -134,6 +140,43 @@ class OfflineJob:
         keys = self.chains.keys[self.chains.starts[row] : self.chains.starts[row + 1]]
         num_tokens = int(self.num_prompt_tokens[row])
         return prompt_of(keys, float(self.chunk_tokens[row]), num_tokens, key_of(seed, row))
+
+    def answer_tokens(self, row: int) -> tuple[int, int | None]:
+        """The most tokens that the row's answer may have, and what it has where that is less."""
+        num_tokens = int(self.num_output_tokens[row])
+        if self.context_tokens is None:
+            return num_tokens, None
+        return self.context_tokens - int(self.num_prompt_tokens[row]), num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class LogNormalTokens:
+    """A number of tokens: log-normal(mu, sigma), clipped to `bounds`."""
+
+    mu: float
+    sigma: float
+    bounds: Bounds
+
+    def draw(self, rng: random.Random) -> int:
+        """One number."""
+        least, most = self.bounds
+        return int(min(most, max(least, rng.lognormvariate(self.mu, self.sigma))))
+
+
+@dataclass(frozen=True, slots=True)
+class JobShape:
+    """Questions about documents; every pair is the bounds of a uniform draw."""
+
+    num_documents: int = 120
+    document_tokens: Bounds | LogNormalTokens = (8_000, 28_000)
+    questions: Bounds = (6, 18)
+    question_tokens: Bounds = (15, 60)
+    output_tokens: Bounds | LogNormalTokens = (4, 32)
+
+
+def draw_tokens(rng: random.Random, count: Bounds | LogNormalTokens) -> int:
+    """A number of tokens, uniform within bounds where no other law is given."""
+    return count.draw(rng) if isinstance(count, LogNormalTokens) else rng.randint(*count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +268,13 @@ def job_of_plan(
         terms.submit_s,
         deadline_s,
     )
+
+
+def in_order(job: OfflineJob, rows: IntArray) -> OfflineJob:
+    """The job with its rows in this order instead of the planned one: what a client without a pool
+    sends. A group is then rows that share a beginning and follow one another."""
+    order = PrefixOrder(rows, job.chains.shared_with_previous(rows), job.order.by_chain)
+    return replace(job, order=order)
 
 
 def without_rows(job: OfflineJob, rows: IntArray) -> OfflineJob:

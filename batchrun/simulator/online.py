@@ -1,8 +1,9 @@
-"""Online calls of a simulation, and the gateway that spreads them over the engines."""
+"""Online calls of a simulation, recorded or drawn, and the gateway that spreads them."""
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,15 +11,65 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from batchrun.simulator.offline_jobs import Keys, key_of, mixed, prompt_of
+from batchrun.routing.router import Call, Load, Router
+from batchrun.routing.routers import make_router
+from batchrun.simulator.offline_jobs import Keys, LogNormalTokens, key_of, mixed, prompt_of
 from batchrun.simulator.virtual.engine import Arrival
-from batchrun.simulator.virtual.scenarios import OnlineCall
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 NO_KEYS: Keys = np.empty(0, np.uint64)
 PREFIX = "online-"
+CALL = Call()
+"""All that the gateway tells its router of a call that is not offline work."""
+MIN_RATE_PER_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineCall:
+    """One online request: `num_system_tokens` that all begin with, and a prompt of its own."""
+
+    arrival_at_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_system_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineTraffic:
+    """Poisson arrivals at rate_per_s * (1 + swing * sin(t / swing_s)), times `burst_factor`
+    in the first `burst_length_s` of every `burst_period_s`.
+
+    Every prompt begins with the same `system_tokens` tokens, beside its own.
+    """
+
+    rate_per_s: float
+    burst_factor: float
+    burst_length_s: float
+    burst_period_s: float
+    prompt: LogNormalTokens
+    output: LogNormalTokens
+    swing: float = 0.0
+    swing_s: float = 60.0
+    system_tokens: int = 0
+
+    def rate_at(self, t_s: float) -> float:
+        """Arrivals per second at an instant; never quite 0."""
+        is_burst = t_s % self.burst_period_s < self.burst_length_s
+        tide = 1 + self.swing * math.sin(t_s / self.swing_s)
+        return max(self.rate_per_s * tide * (self.burst_factor if is_burst else 1), MIN_RATE_PER_S)
+
+    def draw(self, duration_s: float, seed: int) -> list[OnlineCall]:
+        """The calls of the first `duration_s` seconds, by arrival."""
+        rng, t_s = random.Random(1000 + seed), 0.0
+        calls: list[OnlineCall] = []
+        while True:
+            t_s += rng.expovariate(self.rate_at(t_s))
+            if t_s >= duration_s:
+                return calls
+            prompt, output = self.prompt.draw(rng), self.output.draw(rng)
+            calls.append(OnlineCall(t_s, prompt, output, self.system_tokens))
 
 
 class SharedPrompts(Protocol):
@@ -70,11 +121,27 @@ class Calls:
     @classmethod
     def of(cls, calls: Sequence[OnlineCall]) -> Calls:
         """From the calls of a generator, by arrival."""
+        system = np.array([call.num_system_tokens for call in calls], np.int64)
         return cls(
             np.array([call.arrival_at_s for call in calls], np.float64),
-            np.array([call.num_prompt_tokens for call in calls], np.int64),
+            system + np.array([call.num_prompt_tokens for call in calls], np.int64),
             np.array([call.num_output_tokens for call in calls], np.int64),
+            _SystemPrompt(system) if system.any() else None,
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _SystemPrompt:
+    """One text, of which each call has so many tokens before its own."""
+
+    num_tokens: Ints
+
+    @property
+    def block_tokens(self) -> int:
+        return 1
+
+    def of_request(self, index: int) -> Ints:
+        return np.ones(self.num_tokens[index], np.int64)
 
 
 def first_too_long(calls: CallTrace, max_model_len: int) -> int | None:
@@ -83,25 +150,21 @@ def first_too_long(calls: CallTrace, max_model_len: int) -> int | None:
     return int(too_long[0]) if too_long.size else None
 
 
-@dataclass(slots=True)
-class _Load:
-    num_in_flight: int = 0
-    num_calls: int = 0
-
-
 class OnlineRouter:
-    """The gateway: each call goes to the engine with the fewest in flight, of those to the one
-    that had the fewest calls (`gateway.balancer`).
+    """The gateway: each call goes to the engine that the router ranks first.
 
     The calls on an engine are counted as of the clock of the engine that is behind; another one may
     be a step ahead. `num_arrived` counts the calls made so far.
     """
 
-    def __init__(self, calls: CallTrace, num_engines: int, seed: int) -> None:
+    def __init__(
+        self, calls: CallTrace, num_engines: int, seed: int, router: Router | None = None
+    ) -> None:
         self._calls = calls
+        self._router = router or make_router()
         self._arrival_s: list[float] = calls.arrival_s.tolist()
         self._seed_key = key_of(seed, 1)
-        self._loads = [_Load() for _ in range(num_engines)]
+        self._loads = {index: Load() for index in range(num_engines)}
         self.ports = [OnlinePort(self, index) for index in range(num_engines)]
         self.num_arrived = 0
 
@@ -114,20 +177,17 @@ class OnlineRouter:
     def route(self, now_s: float) -> None:
         """Give all calls made by now to engines."""
         while self.next_due_s <= now_s:
-            index = min(range(len(self._loads)), key=self._load_of)
-            load = self._loads[index]
-            load.num_in_flight += 1
-            load.num_calls += 1
+            at_s = self.next_due_s
+            index = self._router.rank(CALL, self._loads, at_s)[0]
+            self._router.sent(CALL, index, at_s)
+            self._loads[index].add()
             self.ports[index].waiting.append(self._arrival(self.num_arrived))
             self.num_arrived += 1
 
-    def ended(self, engine: int) -> None:
+    def ended(self, engine: int, now_s: float) -> None:
         """A call on the engine has ended."""
-        self._loads[engine].num_in_flight -= 1
-
-    def _load_of(self, engine: int) -> tuple[int, int]:
-        load = self._loads[engine]
-        return load.num_in_flight, load.num_calls
+        self._loads[engine].remove()
+        self._router.ended(CALL, engine, now_s)
 
     def _arrival(self, index: int) -> Arrival:
         calls, shared = self._calls, self._calls.prefix
@@ -156,6 +216,7 @@ class OnlinePort:
         self.waiting: list[Arrival] = []
         self._router = router
         self._engine = engine
+        self._looked_at_s = 0.0
 
     @property
     def next_due_s(self) -> float:
@@ -165,6 +226,7 @@ class OnlinePort:
 
     def take_due(self, now_s: float) -> list[Arrival]:
         """The calls made by now."""
+        self._looked_at_s = now_s
         self._router.route(now_s)
         num_due = sum(arrival.arrival_at_s <= now_s for arrival in self.waiting)
         due = self.waiting[:num_due]
@@ -174,7 +236,7 @@ class OnlinePort:
     def on_finished(self, request_id: str) -> None:
         """The gateway counts the call no more."""
         if request_id.startswith(PREFIX):
-            self._router.ended(self._engine)
+            self._router.ended(self._engine, self._looked_at_s)
 
 
 def windows_of(calls: CallTrace, duration_s: float, num: int, window_s: float, seed: int) -> Calls:

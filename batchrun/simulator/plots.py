@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
+import polars as pl
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.typing import RcKeyType
 
-from batchrun.simulator.virtual.run import Slo
+from batchrun.simulator.records import Slo
 
 ONLINE, OFFLINE = "#c0504d", "#2e7d4f"
 MEMORY = {
@@ -40,8 +38,8 @@ def draw_all(folder: Path, slo: Slo, total_blocks: int) -> list[Path]:
 
     `total_blocks` is what all engines have together.
     """
-    requests = pq.read_table(folder / "requests.parquet", filters=[("is_online", "==", True)])
-    seconds = pq.read_table(folder / "seconds.parquet")
+    requests = pl.scan_parquet(folder / "requests.parquet").filter("is_online").collect()
+    seconds = pl.read_parquet(folder / "seconds.parquet")
     figures: dict[str, Callable[[], Figure | None]] = {
         "02-tide": lambda: _tide(seconds),
         "07-latencies": lambda: _latencies(requests, slo),
@@ -61,50 +59,41 @@ def draw_all(folder: Path, slo: Slo, total_blocks: int) -> list[Path]:
     return written
 
 
-def binned(seconds: pa.Table, names: Sequence[str]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Bins of whole seconds, at most `MAX_POINTS`: their starts, and per bin and column the sum
-    over the engines of each engine's mean (NaN where there is no value)."""
-    at_s = seconds["at_s"].to_numpy()
-    width_s = max(1.0, np.ceil((at_s.max(initial=0.0) + 1) / MAX_POINTS))
-    num = int(at_s.max(initial=0.0) // width_s) + 1
-    bins = (at_s // width_s).astype(np.int64)
-    engines = seconds["engine"].to_numpy().astype(np.int64)
-    columns: dict[str, np.ndarray] = {}
-    for name in names:
-        values = seconds[name].to_numpy(zero_copy_only=False).astype(np.float64)
-        known = ~np.isnan(values)
-        cells = bins[known] + num * engines[known]
-        size = num * (int(engines.max(initial=0)) + 1)
-        counts = np.bincount(cells, minlength=size)
-        sums = np.bincount(cells, values[known], minlength=size)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            columns[name] = (sums / counts).reshape(-1, num).sum(axis=0)
-    return np.arange(num) * width_s, columns
+def binned(seconds: pl.DataFrame, names: Sequence[str]) -> dict[str, np.ndarray]:
+    """Bins of whole seconds, at most `MAX_POINTS`: their starts `at_s`, and per bin and column the
+    sum over the engines of each engine's mean (NaN where an engine has no value)."""
+    last_s = float(seconds.select(pl.col("at_s").max().fill_null(0.0)).item())
+    width_s = max(1.0, np.ceil((last_s + 1) / MAX_POINTS))
+    bins = pl.DataFrame({"bin": np.arange(int(last_s // width_s) + 1)})
+    engines = seconds.select(pl.col("engine").unique())
+    means = seconds.group_by("engine", (pl.col("at_s") // width_s).cast(pl.Int64).alias("bin")).agg(
+        pl.col(names).cast(pl.Float64).mean()
+    )
+    # An engine without a value makes the whole bin NaN: part of a sum would be drawn as all of it.
+    every = bins.join(engines, how="cross").join(means, on=["bin", "engine"], how="left")
+    sums = every.group_by("bin").agg(pl.col(names).fill_null(float("nan")).sum()).sort("bin")
+    return {"at_s": sums["bin"].to_numpy() * width_s, **{n: sums[n].to_numpy() for n in names}}
 
 
-def _tide(seconds: pa.Table) -> Figure | None:
+def _tide(seconds: pl.DataFrame) -> Figure | None:
     """Figure 2: online calls a second."""
-    if not pc.sum(seconds["online_arrivals"]).as_py():
+    if not seconds["online_arrivals"].sum():
         return None
     figure, axes = _over_time()
-    first = seconds.filter(pc.equal(seconds["engine"], 0))
-    at_s, columns = binned(first, ["online_arrivals"])
-    axes.plot(at_s, columns["online_arrivals"], color=ONLINE, linewidth=1)
+    columns = binned(seconds.filter(engine=0), ["online_arrivals"])
+    axes.plot(columns["at_s"], columns["online_arrivals"], color=ONLINE, linewidth=1)
     axes.set_ylabel("online calls a second")
     axes.set_ylim(bottom=0)
     return figure
 
 
-def _latencies(requests: pa.Table, slo: Slo) -> Figure | None:
+def _latencies(requests: pl.DataFrame, slo: Slo) -> Figure | None:
     """Figure 7: how TTFT and TPOT of the online calls are distributed."""
-    arrival, first, last = (
-        requests[name].to_numpy(zero_copy_only=False)
-        for name in ("arrival_s", "first_token_s", "last_token_s")
-    )
-    num_tokens = requests["num_output_tokens"].to_numpy()
-    ttft = (first - arrival)[num_tokens > 0]
-    several = num_tokens > 1
-    tpot = (last - first)[several] / (num_tokens[several] - 1)
+    calls = requests.filter(pl.col("num_output_tokens") > 0)
+    ttft = (calls["first_token_s"] - calls["arrival_s"]).to_numpy()
+    calls = calls.filter(pl.col("num_output_tokens") > 1)
+    spans_s = calls["last_token_s"] - calls["first_token_s"]
+    tpot = (spans_s / (calls["num_output_tokens"] - 1)).to_numpy()
     if not ttft.size or not tpot.size:
         return None
     figure = Figure(figsize=(8, 3), layout="constrained")
@@ -119,55 +108,55 @@ def _latencies(requests: pa.Table, slo: Slo) -> Figure | None:
     return figure
 
 
-def _activity(seconds: pa.Table) -> Figure | None:
+def _activity(seconds: pl.DataFrame) -> Figure | None:
     """Figure 8: online and offline requests that run."""
     figure, axes = _over_time()
-    at_s, columns = binned(seconds, ["online_active", "offline_active"])
-    axes.plot(at_s, columns["offline_active"], color=OFFLINE, label="offline")
-    axes.plot(at_s, columns["online_active"], color=ONLINE, label="online")
+    columns = binned(seconds, ["online_active", "offline_active"])
+    for name, color in (("offline", OFFLINE), ("online", ONLINE)):
+        axes.plot(columns["at_s"], columns[f"{name}_active"], color=color, label=name)
     axes.set_ylabel("running requests")
     axes.legend()
     return figure
 
 
-def _hit_rate(seconds: pa.Table) -> Figure | None:
+def _hit_rate(seconds: pl.DataFrame) -> Figure | None:
     """Figure 9: prefix hits of the offline rows that ended."""
-    if not pc.sum(seconds["offline_prompt_tokens"]).as_py():
+    if not seconds["offline_prompt_tokens"].sum():
         return None
     figure, axes = _over_time()
-    at_s, columns = binned(seconds, ["offline_prompt_tokens", "offline_hit_tokens"])
+    columns = binned(seconds, ["offline_prompt_tokens", "offline_hit_tokens"])
     with np.errstate(invalid="ignore"):
         rate = columns["offline_hit_tokens"] / columns["offline_prompt_tokens"]
     known = ~np.isnan(rate)
-    axes.plot(at_s[known], rate[known], color=OFFLINE, linewidth=1)
+    axes.plot(columns["at_s"][known], rate[known], color=OFFLINE, linewidth=1)
     axes.set_ylim(0, 1)
     axes.set_ylabel("prefix hit rate")
     return figure
 
 
-def _memory(seconds: pa.Table, total_blocks: int) -> Figure | None:
+def _memory(seconds: pl.DataFrame, total_blocks: int) -> Figure | None:
     """Figure 10: KV blocks by class; what is left is empty."""
-    looked = seconds.filter(pc.is_valid(seconds["online_cached_blocks"]))
-    at_s, columns = binned(looked, list(MEMORY))
+    columns = binned(seconds.drop_nulls("online_cached_blocks"), list(MEMORY))
     known = ~np.isnan(columns["online_cached_blocks"])
     figure, axes = _over_time()
     shares = [100 * columns[name][known] / total_blocks for name in MEMORY]
     labels, colors = zip(*MEMORY.values(), strict=True)
-    axes.stackplot(at_s[known], shares, labels=labels, colors=colors)
+    axes.stackplot(columns["at_s"][known], shares, labels=labels, colors=colors)
     axes.set_ylim(0, 100)
     axes.set_ylabel("% of the KV blocks")
     figure.legend(loc="outside upper center", ncols=4)
     return figure
 
 
-def _forecast(seconds: pa.Table) -> Figure | None:
+def _forecast(seconds: pl.DataFrame) -> Figure | None:
     """Figure 11: what online calls hold, and what the scheduler expected of them."""
-    if pc.all(pc.is_null(seconds["forecast_blocks"])).as_py():
+    if seconds["forecast_blocks"].is_null().all():
         return None
     figure, axes = _over_time()
-    at_s, columns = binned(seconds, ["forecast_blocks", "online_running_blocks"])
+    columns = binned(seconds, ["forecast_blocks", "online_running_blocks"])
+    at_s, held = columns["at_s"], columns["online_running_blocks"]
     axes.plot(at_s, columns["forecast_blocks"], color="black", linestyle="--", label="forecast")
-    axes.plot(at_s, columns["online_running_blocks"], color=ONLINE, label="held")
+    axes.plot(at_s, held, color=ONLINE, label="held")
     axes.set_ylim(bottom=0)
     axes.set_ylabel("KV blocks of online calls")
     axes.legend()

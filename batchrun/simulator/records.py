@@ -1,18 +1,16 @@
 """What a simulation notes: each request, each step, each second.
 
-The records of a simulation as Parquet files, written in row groups as they come.
+The records go into Parquet files, in row groups as they come: memory does not grow with them.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,7 +21,6 @@ from batchrun.simulator.feeding import RowFeed
 from batchrun.simulator.online import PREFIX, OnlineRouter
 from batchrun.simulator.virtual.engine import RequestRecord, VirtualEngine
 from batchrun.simulator.virtual.laws import StepItem
-from batchrun.simulator.virtual.run import BlocksByClass, Slo
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 
 ROWS_PER_GROUP = 65_536
@@ -46,7 +43,7 @@ REQUESTS = {
 }
 """One row per request, in the order in which they ended; those that had not come last. `number` is
 the call's place in the trace, or the row of `job` (null for online calls). Instants are null where
-they did not happen. Late tokens came after arrival + TTFT + i * TPOT of the promises."""
+they did not happen. Late tokens came after arrival + TTFT + i * TPOT of the SLOs."""
 
 STEPS = {
     "engine": pa.int16(),
@@ -118,57 +115,63 @@ class Table:
             self._rows = []
 
 
-class Tables(AbstractContextManager["Tables"]):
+class Tables(ExitStack):
     """The three files of a simulation in `folder`; closed at the end of the context."""
 
     def __init__(self, folder: Path) -> None:
         """Makes the folder. Raises DataError when that cannot be done."""
+        super().__init__()
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise DataError(f"{folder}: cannot be made: {error.strerror}") from error
-        made = {name: Table(folder / f"{name}.parquet", cols) for name, cols in TABLES.items()}
-        self.requests, self.steps, self.seconds = made["requests"], made["steps"], made["seconds"]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for table in (self.requests, self.steps, self.seconds):
-            table.close()
+        self.requests, self.steps, self.seconds = (
+            self.enter_context(closing(Table(folder / f"{name}.parquet", columns)))
+            for name, columns in TABLES.items()
+        )
 
 
 CACHED_EVERY_S = 10
 """Counting cached blocks is what takes longest in a second without offline work."""
 
 
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What online users were promised, in seconds."""
+
+    ttft_s: float = 1.0
+    tpot_s: float = 0.05
+
+
 @dataclass(slots=True)
 class OnlineTotals:
-    """The calls that ended or whose promise ran out: latencies in seconds, and promises kept."""
+    """The calls that ended or whose TTFT bound has passed: latencies in seconds, and SLOs kept.
+
+    `longest_wait_s` is the longest that any call waited for its first admission, or still does.
+    """
 
     num_calls: int = 0
     num_ended: int = 0
     num_ttft_kept: int = 0
     num_tpot_kept: int = 0
     num_all_kept: int = 0
+    num_preemptions: int = 0
+    longest_wait_s: float = 0.0
     ttft_s: array[float] = field(default_factory=lambda: array("d"))
     tpot_s: array[float] = field(default_factory=lambda: array("d"))
 
 
 @dataclass(slots=True)
 class OfflineTotals:
-    """What became of the rows. Hits count at the first admission of a row."""
+    """What became of the rows. Hits count at the first admission of a row; `longest_wait_s` is for
+    that, or until now."""
 
     num_ended: int = 0
     served_tokens: int = 0
     prompt_tokens: int = 0
     hit_tokens: int = 0
     num_preemptions: int = 0
+    longest_wait_s: float = 0.0
 
 
 class Watch:
@@ -211,6 +214,11 @@ class Watch:
     def _note(self, index: int, record: RequestRecord, now_s: float) -> None:
         """`now_s` is infinity for a request that has ended."""
         num_late = 0
+        totals = self.online if record.is_online else self.offline
+        totals.num_preemptions += record.num_preemptions
+        admitted_s = now_s if record.admitted_at_s is None else record.admitted_at_s
+        if admitted_s != math.inf:
+            totals.longest_wait_s = max(totals.longest_wait_s, admitted_s - record.arrival_at_s)
         if record.is_online:
             num_late = self._note_online(record, now_s)
             name: str | None = None
@@ -218,7 +226,7 @@ class Watch:
         else:
             self._note_offline(record)
             sent = self._feed.sent[record.request_id]
-            name, number = sent.job.job.name, sent.row
+            name, number = sent.job.plan.name, sent.row
             if self._samplers and record.finished_at_s is not None:
                 self._samplers[index].row_ended(record)
         if self._tables is not None:
@@ -241,7 +249,7 @@ class Watch:
             )
 
     def _note_online(self, record: RequestRecord, now_s: float) -> int:
-        """The number of tokens that came after their promise, one that is overdue included.
+        """The number of tokens that came after they were due, one that is overdue included.
 
         A call that has not ended counts once its first token is due.
         """
@@ -267,7 +275,6 @@ class Watch:
 
     def _note_offline(self, record: RequestRecord) -> None:
         totals = self.offline
-        totals.num_preemptions += record.num_preemptions
         if record.admitted_at_s is not None:
             totals.prompt_tokens += record.num_prompt_tokens
             totals.hit_tokens += record.num_hit_tokens
@@ -307,7 +314,7 @@ class _Sampler:
         scheduler = engine.scheduler
         forecast = None
         if isinstance(scheduler, ColocatedScheduler):
-            forecast = scheduler._estimates.forecast.forecast_blocks
+            forecast = scheduler.state.estimates.forecast.forecast_blocks
         cached: tuple[int | None, int | None] = (None, None)
         if engine.now_s >= self._look_s:
             self._look_s = self._next_s - 1 + CACHED_EVERY_S
@@ -336,6 +343,67 @@ class _Sampler:
         yield len(running) - num_online
         yield num_live - num_online
         yield len(records) - num_live - (len(running) - num_online)
+
+
+GROUP_SUFFIX = b"\0\0\0\0"
+"""vLLM keys a cached block by its hash and its KV group's number; here there is one group."""
+
+
+class BlocksByClass:
+    """Counts the KV blocks of one engine by class. Make it before the first request comes."""
+
+    def __init__(self, engine: VirtualEngine) -> None:
+        self._engine = engine
+        self._online_keys: set[bytes] = set()
+        engine.end_listeners.append(self._note_online_keys)
+
+    def running(self) -> tuple[int, int]:
+        """Distinct blocks that online requests hold, and that only offline ones hold."""
+        pool = self._engine.scheduler.kv_cache_manager.block_pool
+        held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+        num_online = self._blocks_of(self._online_running())
+        return num_online, held - num_online
+
+    def cached(self) -> tuple[int, int]:
+        """Free blocks with content of online requests that can be hit, and of offline ones.
+
+        Walks over the free blocks: about 1 ms for 8,600.
+        """
+        pool = self._engine.scheduler.kv_cache_manager.block_pool
+        online = self._online_running()
+        for record in online:
+            self._note_online_keys(record)
+        free = pool.free_block_queue.get_all_free_blocks()
+        keys = [key for block in free if (key := block.block_hash)]
+        num_online = sum([key in self._online_keys for key in keys])
+        if len(self._online_keys) > 2 * pool.num_gpu_blocks:
+            self._forget_evicted(online, keys)
+        return num_online, len(keys) - num_online
+
+    def _online_running(self) -> list[RequestRecord]:
+        records = self._engine.records
+        running = [records[request.request_id] for request in self._engine.scheduler.running]
+        return [record for record in running if record.is_online]
+
+    def _note_online_keys(self, record: RequestRecord) -> None:
+        if record.is_online and record.request is not None:
+            self._online_keys.update(
+                block_hash + GROUP_SUFFIX for block_hash in record.request.block_hashes
+            )
+
+    def _forget_evicted(self, running: Sequence[RequestRecord], cached: Sequence[bytes]) -> None:
+        self._online_keys.intersection_update(cached)
+        for record in running:
+            self._note_online_keys(record)
+
+    def _blocks_of(self, records: Sequence[RequestRecord]) -> int:
+        """Distinct blocks that these requests hold."""
+        manager = self._engine.scheduler.kv_cache_manager
+        held: set[int] = set()
+        for record in records:
+            for group in manager.get_blocks(record.request_id).blocks:
+                held.update(block.block_id for block in group)
+        return len(held)
 
 
 class _StepWriter:

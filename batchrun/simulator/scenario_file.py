@@ -1,6 +1,6 @@
-"""What a scenario file says: strict YAML, every problem with file, line and key.
+"""A scenario file: strict YAML, every problem with file, line and key, and what it means.
 
-From a scenario file to what is simulated: traces, jobs and profiles are read here.
+The traces, jobs and profiles that it names are read here.
 """
 
 from __future__ import annotations
@@ -8,31 +8,49 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+)
 
-from batchrun.errors import ConfigError, DataError
+from batchrun.config import STOCK_POLICY
+from batchrun.errors import ConfigError, DataError, known_name
 from batchrun.estimator.profile import CalibrationProfile, profile_from_json
 from batchrun.jobs.spec import Weight
 from batchrun.pool.prefix_keys import IntArray
 from batchrun.quantities import parse_duration_s
-from batchrun.simulator.cluster import EnginePlan, ModelLaw
-from batchrun.simulator.offline_jobs import JobTerms, OfflineJob, job_of_file, job_of_shape
-from batchrun.simulator.online import Calls, CallTrace, windows_of
+from batchrun.scheduling.policies import POLICIES
+from batchrun.simulator.cluster import EnginePlan
+from batchrun.simulator.offline_jobs import (
+    JobShape,
+    JobTerms,
+    LogNormalTokens,
+    OfflineJob,
+    job_of_file,
+    job_of_shape,
+)
+from batchrun.simulator.online import Calls, CallTrace, OnlineTraffic, windows_of
+from batchrun.simulator.records import Slo
 from batchrun.simulator.simulation import SimulationPlan
 from batchrun.simulator.traces.reading import read_trace
 from batchrun.simulator.virtual.engine import Timing
-from batchrun.simulator.virtual.run import Slo
-from batchrun.simulator.virtual.scenarios import JobShape, LogNormalTokens, OnlineTraffic
+from batchrun.simulator.virtual.laws import ModelLaw
 from batchrun.simulator.virtual.setup import EngineShape
 from batchrun.strict_yaml import read_document, validate_document
 
 REFERENCE = "a100-8b"
 """Llama-3.1-8B in bf16 on an A100-40GB, by its data sheet: steps without a profile."""
 
+PolicyName = Annotated[str, AfterValidator(partial(known_name, known=(STOCK_POLICY, *POLICIES)))]
 Text = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 Seconds = Annotated[float, BeforeValidator(parse_duration_s)]
 Count = Annotated[int, Field(ge=1, strict=True)]
@@ -53,7 +71,7 @@ class EnginesSpec(_Strict):
 
     count: Annotated[Count, Field(le=1024)] = 1
     steps: Text = REFERENCE
-    policy: Literal["vllm", "bs", "bs+e", "bs+e+s", "echo"] = "echo"
+    policy: PolicyName = "echo"
     kv_blocks: Annotated[int, Field(ge=2, le=100_000_000, strict=True)] | None = None
     block_tokens: Annotated[Count, Field(le=4096)] | None = None
     token_budget: Annotated[Count, Field(le=1_000_000)] = 2048
@@ -63,7 +81,7 @@ class EnginesSpec(_Strict):
 
 
 class SloSpec(_Strict):
-    """What online users were promised."""
+    """The SLOs of online calls."""
 
     ttft: Seconds = 1.0
     tpot: Seconds = 0.05

@@ -15,8 +15,7 @@ from batchrun.simulator.cluster import EnginePlan, Engines
 from batchrun.simulator.feeding import ActiveRows, RowFeed
 from batchrun.simulator.offline_jobs import OfflineJob
 from batchrun.simulator.online import CallTrace, OnlineRouter, first_too_long
-from batchrun.simulator.records import OnlineTotals, Tables, Watch
-from batchrun.simulator.virtual.run import Slo
+from batchrun.simulator.records import OnlineTotals, Slo, Tables, Watch
 from batchrun.types import ProgressSink
 
 COLLECT_EVERY = 50_000
@@ -122,32 +121,55 @@ def simulate(
 ) -> Simulated:
     """Run the plan; records go to `tables`. Raises DataError when a request fits no engine."""
     _check(plan)
-    with _own_heap():
+    with own_heap():
         return _simulated(plan, tables, progress)
+
+
+class Simulation:
+    """A plan before it runs, and what its figures are read from.
+
+    Whoever wants the engines to know something before the first step tells them here; `simulate`
+    does the rest. `feed` takes the place of the daemon that the plan's jobs would get.
+    """
+
+    def __init__(
+        self, plan: SimulationPlan, tables: Tables | None = None, feed: RowFeed | None = None
+    ) -> None:
+        num = plan.num_engines
+        block_tokens = plan.engine.shape.block_tokens
+        self.feed = RowFeed(plan.jobs, num, plan.seed, block_tokens) if feed is None else feed
+        self.router = OnlineRouter(plan.calls, num, plan.seed)
+        self.engines = Engines(plan.engine, self.router, self.feed)
+        self.watch = Watch(
+            self.engines, self.router, self.feed, tables, slo=plan.slo, judged_s=plan.judged_s
+        )
+
+    def figures(self) -> Simulated:
+        """The figures, once the clock stands. Ends the records: call it once."""
+        self.watch.close()
+        engines = self.engines.engines
+        end_s = min(engine.now_s for engine in engines)
+        totals = [engine.totals for engine in engines]
+        num_computed = sum(each.num_offline_computed_tokens for each in totals)
+        return Simulated(
+            end_s,
+            len(engines),
+            sum(each.num_steps for each in totals),
+            self.engines.num_quick_steps,
+            sum(each.busy_s for each in totals) / (len(engines) * end_s),
+            _online(self.watch.online, self.router.num_arrived),
+            _offline(self.watch, self.feed, num_computed, end_s),
+            tuple(_job(job, end_s) for job in self.feed.jobs),
+        )
 
 
 def _simulated(
     plan: SimulationPlan, tables: Tables | None, progress: ProgressSink | None
 ) -> Simulated:
-    num = plan.num_engines
-    router = OnlineRouter(plan.calls, num, plan.seed)
-    feed = RowFeed(plan.jobs, num, plan.seed, plan.engine.shape.block_tokens)
-    engines = Engines(plan.engine, router, feed)
-    watch = Watch(engines, router, feed, tables, slo=plan.slo, judged_s=plan.judged_s)
-    _run(engines, plan.duration_s, progress)
-    watch.close()
-    end_s = min(engine.now_s for engine in engines.engines)
-    totals = [engine.totals for engine in engines.engines]
-    return Simulated(
-        end_s,
-        num,
-        sum(each.num_steps for each in totals),
-        engines.num_quick_steps,
-        sum(each.busy_s for each in totals) / (num * end_s),
-        _online(watch.online, router.num_arrived),
-        _offline(watch, feed, sum(each.num_offline_computed_tokens for each in totals), end_s),
-        tuple(_job(job, end_s) for job in feed.jobs),
-    )
+    """A call of its own, so that nobody holds the engines once it returns."""
+    simulation = Simulation(plan, tables)
+    _run(simulation.engines, plan.duration_s, progress)
+    return simulation.figures()
 
 
 def _check(plan: SimulationPlan) -> None:
@@ -175,7 +197,7 @@ def _run(engines: Engines, duration_s: float, progress: ProgressSink | None) -> 
 
 
 @contextmanager
-def _own_heap() -> Iterator[None]:
+def own_heap() -> Iterator[None]:
     """Long prompts are lists that every full collection would walk, and few of them are garbage
     before the end; then engines, which hold each other in circles, go at once."""
     before = gc.get_threshold()
@@ -207,7 +229,7 @@ def _online(totals: OnlineTotals, num_arrived: int) -> OnlineFigures:
 
 def _offline(watch: Watch, feed: RowFeed, num_computed: int, end_s: float) -> OfflineFigures:
     totals = watch.offline
-    num_rows = sum(each.job.num_rows for each in feed.jobs)
+    num_rows = sum(each.plan.num_rows for each in feed.jobs)
     return OfflineFigures(
         num_rows,
         totals.num_ended,
@@ -221,7 +243,7 @@ def _offline(watch: Watch, feed: RowFeed, num_computed: int, end_s: float) -> Of
 
 
 def _job(active: ActiveRows, end_s: float) -> JobFigures:
-    job, done_s = active.job, active.finished_at_s
+    job, done_s = active.plan, active.finished_at_s
     is_kept: bool | None = None
     if job.deadline_s != math.inf:
         is_late = (end_s if done_s is None else done_s) > job.deadline_s

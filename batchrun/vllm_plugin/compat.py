@@ -10,6 +10,7 @@ ones, and a plan never exceeds `max_loras` over the running and the admitted tog
 from __future__ import annotations
 
 import inspect
+import time
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
@@ -160,6 +161,12 @@ def has_plain_blocks(manager: KVCacheManager) -> bool:
 def _num_idle(blocks: Sequence[KVCacheBlock]) -> int:
     """How many of a prefix's blocks no request holds: all behind the first such one."""
     return len(blocks) - bisect_left(blocks, True, key=lambda block: block.ref_cnt == 0)
+
+
+def preempt(scheduler: Scheduler, request: Request) -> None:
+    """Take a running request out of the batch, as vLLM does with a victim of its own."""
+    scheduler.running.remove(request)
+    scheduler._preempt_request(request, time.monotonic())
 
 
 def cached_block_ids(pool: BlockPool, key: BlockHashWithGroupId) -> Iterable[int]:

@@ -1,11 +1,10 @@
-"""What the daemon may change in a running engine: policy, token budget, the offline switch.
+"""The engine's end of its link to the daemon: orders in, telemetry out.
 
-The engine's end of the wire: telemetry out, orders in, on a thread of its own.
-
-The scheduler never waits for it: it leaves its newest telemetry in a variable and finds checked
-orders in a queue. So an engine that sleeps answers too, and the orders hold from its next step on.
-
-The daemon's hand inside the engine: its orders are obeyed, and it is told how things stand.
+`EngineChannel` holds the two sockets, on a thread of its own that the scheduler never waits for:
+the scheduler leaves its newest telemetry in a variable and finds checked orders in a queue. So an
+engine that sleeps answers too, and the orders hold from its next step on. `Control` checks orders:
+policy, token budget, the offline switch, which jobs' hints count. The scheduler calls `DaemonLink`
+around each step: it hands out accepted orders and tells the daemon how things stand.
 """
 
 from __future__ import annotations
@@ -19,16 +18,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import zmq
 from msgspec import UNSET, UnsetType
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from batchrun.scheduling.policies import make_policy
+from batchrun.errors import known_name
+from batchrun.hints import Hint, RowHint
+from batchrun.scheduling.policies import POLICIES
 from batchrun.scheduling.view import RequestView
 from batchrun.types import RequestClass
-from batchrun.vllm_plugin.hints import AnyHint, Hint
+from batchrun.vllm_plugin.state import EngineState
 from batchrun.vllm_plugin.telemetry import CallRecorder, Meter, Reporter
 from batchrun.wire import (
     CHANNEL_VARIABLE,
@@ -48,9 +48,7 @@ from batchrun.wire import (
     read_orders,
 )
 
-if TYPE_CHECKING:
-    from batchrun.vllm_plugin.scheduler import ColocatedScheduler
-
+log = logging.getLogger(__name__)
 
 MAX_WAITING = 256
 """Orders that wait for the next step."""
@@ -63,6 +61,11 @@ class InForce:
     policy: str
     token_budget: int
     is_offline_on: bool = True
+
+    @property
+    def planned_as(self) -> str:
+        """The policy that makes the plans: vLLM's own order knows no way to hold rows back."""
+        return "bs+e" if self.policy == "bs" and not self.is_offline_on else self.policy
 
 
 class Control:
@@ -117,6 +120,10 @@ class Control:
             orders.token_budget or self._started.token_budget,
             orders.is_offline_on,
         )
+        try:
+            known_name(wanted.policy, POLICIES)
+        except ValueError as error:
+            return f"policy {error}"
         if not self._least_tokens <= wanted.token_budget <= self._started.token_budget:
             return (
                 f"the token budget can be {self._least_tokens} to {self._started.token_budget} "
@@ -136,8 +143,6 @@ class Control:
         answer = Answer(number, now.policy, now.token_budget, now.is_offline_on, error, recording)
         return encode(answer)
 
-
-log = logging.getLogger(__name__)
 
 INTERVAL_S = 0.25
 """Telemetry goes out at most so often."""
@@ -236,26 +241,28 @@ def open_channel(receive: Callable[[bytes], bytes]) -> EngineChannel | None:
         return None
 
 
-class Steering:
-    """What the daemon sees and changes of one scheduler, which calls it around each step."""
+class DaemonLink:
+    """What the daemon sees and changes of one engine, whose scheduler calls it around each step."""
 
-    def __init__(self, scheduler: ColocatedScheduler, nonce: str, refusal: str | None) -> None:
-        """`refusal`: why this engine cannot be planned, if it cannot."""
-        self._scheduler = scheduler
-        self._planned_as: str = scheduler.batchrun.policy
+    def __init__(
+        self, state: EngineState, started: InForce, max_running: int, refusal: str | None
+    ) -> None:
+        """`max_running`: the most requests that run; `refusal`: why this engine cannot be planned,
+        if it cannot."""
+        self._state = state
+        self._max_running = max_running
         self._channel: EngineChannel | None = None
         self._last_steps: LastSteps | None = None
         self._labels: dict[str, bytes] = {}
         self._report_at_s = float("-inf")
-        started = InForce(scheduler.batchrun.policy, scheduler.max_num_scheduled_tokens)
-        self.control = Control(started, scheduler.max_num_running_reqs, nonce, refusal)
+        self.control = Control(started, max_running, state.nonce, refusal)
         self.meter = Meter()
 
     def open(self) -> None:
         """Listen to the daemon from now on, and be heard by it."""
         self._channel = open_channel(self.control.receive)
-        self._last_steps = _open_last_steps(self._scheduler.max_num_running_reqs)
-        self._report(self._scheduler.clock())
+        self._last_steps = _open_last_steps(self._max_running)
+        self._report(self._state.clock())
 
     def close(self) -> None:
         """Nothing comes in or goes out any more."""
@@ -266,13 +273,13 @@ class Steering:
             self._last_steps.close()
             self._last_steps = None
 
-    def arrived(self, view: RequestView, hint: AnyHint | None) -> None:
+    def arrived(self, view: RequestView, hint: Hint | None) -> None:
         """A request has come in. Only rows of jobs can become suspects when the engine dies."""
         self.meter.arrived(view)
-        if isinstance(hint, Hint):
+        if isinstance(hint, RowHint):
             self._labels[view.request_id] = make_label(hint.job, hint.row)
         elif self.control.calls.is_on and view.request_class is RequestClass.ONLINE:
-            arrived_at = view.arrival_at_s + self._scheduler.wall_offset_s
+            arrived_at = view.arrival_at_s + self._state.wall_offset_s
             self.control.calls.arrived(view.request_id, arrived_at)
 
     def left(self, view: RequestView) -> None:
@@ -283,66 +290,45 @@ class Steering:
             lengths = view.num_prompt_tokens, view.handle.num_output_tokens
             self.control.calls.ended(view.request_id, *lengths)
 
-    def obey(self) -> None:
-        """Work by the orders that have come in since the last step. O(1) without any."""
-        while (orders := self.control.take()) is not None:
-            self._obey(*orders)
+    def take(self) -> tuple[InForce, Orders] | None:
+        """The next orders to obey, once each; None while there are none. O(1)."""
+        return self.control.take()
 
     def note(self, output: SchedulerOutput, now_s: float) -> None:
         """A step was scheduled: count it, and report if it is time or nothing is left to do."""
-        scheduler = self._scheduler
         if self._last_steps is not None and output.total_num_scheduled_tokens:
             labels, scheduled = self._labels, output.num_scheduled_tokens
             self._last_steps.note(labels[name] for name in scheduled if name in labels)
-        self.meter.scheduled(output, scheduler._views)
+        views = self._state.views
+        self.meter.scheduled(output, views)
         self.meter.settle(now_s)
-        if self._channel is not None and (now_s >= self._report_at_s or not scheduler.requests):
+        if self._channel is not None and (now_s >= self._report_at_s or not views):
             self._report(now_s)
 
     def telemetry(self, now_s: float) -> Telemetry:
         """How things stand. O(requests)."""
-        scheduler, in_force = self._scheduler, self.control.in_force
+        state, in_force = self._state, self.control.in_force
         known = Telemetry(
             start_id=self.meter.start_id,
-            sent_at=now_s + scheduler.wall_offset_s,
+            sent_at=now_s + state.wall_offset_s,
             policy=in_force.policy,
             token_budget=in_force.token_budget,
             is_offline_on=in_force.is_offline_on,
             kv=KvTelemetry(
-                reserve_blocks=scheduler._estimates.reserve_blocks(0),
-                forecast_blocks=scheduler._estimates.forecast.forecast_blocks,
+                reserve_blocks=state.estimates.reserve_blocks(0),
+                forecast_blocks=state.estimates.forecast.forecast_blocks,
             ),
-            num_malformed_hints=scheduler.hints.num_malformed,
-            num_policy_errors=scheduler.planner.num_errors,
+            num_malformed_hints=state.num_malformed_hints,
+            num_policy_errors=state.num_policy_errors,
             num_malformed_orders=self.control.num_malformed,
         )
-        reporter = Reporter(
-            self.meter, scheduler._views, scheduler.kv_cache_manager, scheduler.block_size
-        )
+        reporter = Reporter(self.meter, state.views, state.manager, state.block_tokens)
         return reporter.fill_in(known, now_s)
 
     def _report(self, now_s: float) -> None:
         if self._channel is not None:
             self._report_at_s = now_s + INTERVAL_S
             self._channel.publish(self.telemetry(now_s))
-
-    def _obey(self, now: InForce, orders: Orders) -> None:
-        scheduler = self._scheduler
-        scheduler.max_num_scheduled_tokens = now.token_budget
-        scheduler.planner.is_offline_on = now.is_offline_on
-        # vLLM's own order knows no way to hold rows back.
-        planned_as = "bs+e" if now.policy == "bs" and not now.is_offline_on else now.policy
-        if planned_as != self._planned_as:
-            self._planned_as = planned_as
-            policy = make_policy(planned_as)
-            if policy is None:
-                scheduler.hand_back()
-            else:
-                scheduler.take_over(policy)
-        if scheduler._kv is not None:
-            scheduler._kv.renew(orders.epoch, orders.renew, scheduler.clock())
-            for job in orders.forget:
-                scheduler._kv.forget(job)
 
 
 def _open_last_steps(max_rows: int) -> LastSteps | None:

@@ -1,10 +1,8 @@
-"""The engine's side of a calibration: its steps recorded to a file, its profile read at start.
+"""How long an engine's steps take, and how much KV its online work needs: measured and predicted.
 
-What the plug-in believes of its engine: how long a step takes, how much KV online work needs.
-
-Step times: what is in flight, how long it should take, and how long it took.
-
-What a step computes, read off vLLM's output.
+A step's load is read off vLLM's output (`scheduled_load`), its time taken by `StepClock`. Both go
+to `Estimates`, which start from the profile of a calibration and learn from every step, or, while
+an engine is calibrated, to the file of a `StepRecorder`.
 """
 
 from __future__ import annotations
@@ -118,7 +116,7 @@ class Estimates:
         """`calibrated` are the models of a profile, the best first."""
         self._fit = OnlineFit(calibrated)
         given = settings.reserve
-        constant = OnlineReserve("constant", given) if isinstance(given, float) else None
+        constant = OnlineReserve(given) if isinstance(given, float) else None
         self._reserve = constant or FORECAST_RESERVE
         self._total_blocks = total_blocks
         self.forecast = KvForecast(

@@ -1,6 +1,7 @@
-"""Which KV blocks vLLM evicts first: our tiers in place of its free queue.
+"""The KV blocks of one engine: which vLLM evicts first, and how many online requests hold.
 
-The KV blocks that online requests hold: those that several share count once.
+`KvTiers` puts our tiers in the place of vLLM's free queue and keeps them true to what hints and
+online hits say; `OnlineBlocks` counts the blocks of online requests, those that several share once.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from typing import Any
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.request import Request
 
-from batchrun.cache.eviction import EVICTION_ORDERS
+from batchrun.cache.eviction import EVICTIONS
 from batchrun.cache.free_queue import TieredFreeQueue
 from batchrun.cache.reuse import ReuseIndex
 from batchrun.cache.segments import Segment
 from batchrun.cache.tiers import BlockTiers, OnlinePrefixes
+from batchrun.hints import RowHint
 from batchrun.vllm_plugin.compat import cached_block_ids, has_plain_blocks
-from batchrun.vllm_plugin.hints import Hint
 
 KEY_SUFFIX = b"\0\0\0\0"
 """vLLM keys a cached block by its hash and its KV group's number, 0 where there is one group."""
@@ -33,7 +34,7 @@ class KvTiers:
     """
 
     def __init__(self, manager: KVCacheManager, eviction: str) -> None:
-        order = EVICTION_ORDERS[eviction]
+        order = EVICTIONS[eviction]
         self._pool = manager.block_pool
         self._num_tiers = order.num_tiers
         self._reuse = ReuseIndex(order, KEY_SUFFIX)
@@ -53,7 +54,7 @@ class KvTiers:
                 free, self._num_tiers, self._tiers.tier_of, in_use
             )
 
-    def announce(self, request: Request, hint: Hint, now_s: float) -> None:
+    def announce(self, request: Request, hint: RowHint, now_s: float) -> None:
         """An offline request has come in."""
         if self.is_active:
             self._refile(self._reuse.announce(

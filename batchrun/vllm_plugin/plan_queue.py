@@ -9,10 +9,9 @@ from operator import attrgetter
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request
 
-from batchrun.scheduling.view import RequestView
+from batchrun.scheduling.view import BY_ARRIVAL, RequestView
 from batchrun.types import RequestClass
 
-_BY_ARRIVAL = attrgetter("handle.priority", "arrival_at_s", "request_id")
 _BY_RANK = attrgetter("epoch", "rank", "arrival_at_s", "request_id")
 
 
@@ -41,7 +40,7 @@ class PlanQueue(RequestQueue):
         view = self._views[request.request_id]
         self._waiting[request.request_id] = view
         if view.request_class is RequestClass.ONLINE:
-            insort(self.online, view, key=_BY_ARRIVAL)
+            insort(self.online, view, key=BY_ARRIVAL)
         else:
             insort(self.offline, view, key=_BY_RANK)
 
@@ -81,13 +80,13 @@ class PlanQueue(RequestQueue):
         """Recount; raises AssertionError when the two orders and the whole disagree."""
         listed = [view.request_id for view in (*self.online, *self.offline)]
         assert sorted(listed) == sorted(self._waiting)
-        assert self.online == sorted(self.online, key=_BY_ARRIVAL)
+        assert self.online == sorted(self.online, key=BY_ARRIVAL)
         assert self.offline == sorted(self.offline, key=_BY_RANK)
 
     def _take_out(self, request: Request) -> None:
         view = self._waiting.pop(request.request_id)
         if view.request_class is RequestClass.ONLINE:
-            del self.online[bisect_left(self.online, _BY_ARRIVAL(view), key=_BY_ARRIVAL)]
+            del self.online[bisect_left(self.online, BY_ARRIVAL(view), key=BY_ARRIVAL)]
         else:
             del self.offline[bisect_left(self.offline, _BY_RANK(view), key=_BY_RANK)]
 

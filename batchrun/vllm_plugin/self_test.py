@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 from vllm import SamplingParams
 from vllm.config import VllmConfig
@@ -16,22 +15,16 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from batchrun.errors import BatchrunError
+from batchrun.hints import HINT_KEY, RowHint, write_hint
+from batchrun.scheduling.policies import Policy
 from batchrun.scheduling.view import EngineView, Plan, RequestView
-from batchrun.types import HINT_KEY, HINT_VERSION
-from batchrun.vllm_plugin.compat import missing_hook, refusal
-
-if TYPE_CHECKING:
-    from batchrun.vllm_plugin.scheduler import ColocatedScheduler
-
+from batchrun.vllm_plugin.compat import missing_hook, preempt, refusal
 
 UNIT_TOKENS = 16
 NUM_UNITS = 4
 BLOCKS_PER_GROUP = 64
 NONCE = "self-test"
-HINT = json.dumps({
-    "v": HINT_VERSION, "nonce": NONCE, "epoch": 0, "job": NONCE, "row": 0, "class": "offline",
-    "rank": 0,
-})  # fmt: skip
+HINT = write_hint(RowHint(epoch=0, job=NONCE, row=0, rank=0), NONCE)
 
 
 class _Scripted:
@@ -45,8 +38,14 @@ class _Scripted:
         return Plan(admit=tuple(waiting), caps=dict(self.caps))
 
 
+SchedulerT = TypeVar("SchedulerT", bound=Scheduler)
+Rehearse = Callable[[SchedulerT, Policy, str], None]
+"""Lets a scheduler plan with a policy, and believe hints with a nonce."""
+
+
 def check_plans_are_obeyed(
-    scheduler_cls: type[ColocatedScheduler],
+    scheduler_cls: type[SchedulerT],
+    rehearse: Rehearse[SchedulerT],
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
     arguments: Mapping[str, Any],
@@ -59,7 +58,7 @@ def check_plans_are_obeyed(
     """
     scheduler = _throw_away(scheduler_cls, vllm_config, kv_cache_config, arguments)
     try:
-        _check(scheduler)
+        _check(scheduler, rehearse)
     except BatchrunError:
         raise
     except Exception as error:
@@ -69,11 +68,11 @@ def check_plans_are_obeyed(
 
 
 def _throw_away(
-    scheduler_cls: type[ColocatedScheduler],
+    scheduler_cls: type[SchedulerT],
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
     arguments: Mapping[str, Any],
-) -> ColocatedScheduler:
+) -> SchedulerT:
     """A scheduler of the same class and settings, of few blocks, that publishes nothing."""
     num_blocks = min(
         kv_cache_config.num_blocks, BLOCKS_PER_GROUP * len(kv_cache_config.kv_cache_groups)
@@ -91,7 +90,7 @@ def _throw_away(
     return scheduler_cls(small, kv_cache, **{**arguments, "log_stats": False})
 
 
-def _check(scheduler: ColocatedScheduler) -> None:
+def _check(scheduler: SchedulerT, rehearse: Rehearse[SchedulerT]) -> None:
     unit = scheduler.block_size if scheduler.need_mamba_block_aligned_split else UNIT_TOKENS
     prompt = NUM_UNITS * unit
     first = _request("self-test-1", prompt, scheduler.hash_block_size)
@@ -100,8 +99,7 @@ def _check(scheduler: ColocatedScheduler) -> None:
     if missing is not None:
         raise refusal(missing)
     script = _Scripted()
-    scheduler.take_over(script)
-    scheduler.hints.nonce = NONCE
+    rehearse(scheduler, script, NONCE)
 
     script.caps = {first.request_id: unit}
     scheduler.add_request(first)
@@ -112,8 +110,7 @@ def _check(scheduler: ColocatedScheduler) -> None:
     _expect(scheduler, {second.request_id: unit}, "that a running request sits a step out")
 
     free_blocks = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-    scheduler.running.remove(first)
-    scheduler._preempt_request(first, 0.0)
+    preempt(scheduler, first)
     if scheduler.kv_cache_manager.block_pool.get_num_free_blocks() <= free_blocks:
         raise refusal("a preemption frees no blocks")
     if list(scheduler.waiting) != [first]:

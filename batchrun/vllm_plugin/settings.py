@@ -1,6 +1,7 @@
-"""The plug-in's settings: `--additional-config '{"batchrun": {...}}'` and the environment.
+"""What an engine is started with: the plug-in's own settings, and features of vLLM it refuses.
 
-What the plug-in cannot be combined with, refused by name when an engine starts.
+The settings stand in `--additional-config '{"batchrun": {...}}'` and in the environment. What the
+plug-in cannot be combined with is refused by name when the engine starts.
 """
 
 from __future__ import annotations
@@ -8,18 +9,22 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from vllm.config import VllmConfig
 
-from batchrun.errors import ConfigError
+from batchrun.cache.eviction import EVICTIONS
+from batchrun.errors import ConfigError, known_name
 from batchrun.estimator.forecast import ForecastRule
-from batchrun.types import HINT_KEY, HINT_NONCE_VARIABLE
+from batchrun.hints import HINT_KEY, HINT_NONCE_VARIABLE
+from batchrun.scheduling.policies import POLICIES, QUEUES
 
 Seconds = Annotated[float, Field(gt=0)]
-PolicyName = Literal["bs", "bs+e", "bs+e+s", "echo"]
-EvictionName = Literal["lru", "echo-rc", "next-use"]
+PolicyName = Annotated[str, AfterValidator(partial(known_name, known=POLICIES))]
+QueueName = Annotated[str, AfterValidator(partial(known_name, known=QUEUES))]
+EvictionName = Annotated[str, AfterValidator(partial(known_name, known=EVICTIONS))]
 
 
 class _Strict(BaseModel):
@@ -37,6 +42,7 @@ class OnlineSlo(_Strict):
 class PluginSettings(_Strict):
     """What an operator may set.
 
+    `online_queue`: the order in which waiting calls come in, under every policy but `bs`.
     `reserve`: share (0 to 1) of all KV blocks kept for online bursts, or `forecast`.
     `forecast_rule`, `forecast_window_s`, `forecast_sigmas`: what the forecast is made of, the
     window that it looks back on, and the k of mean + k * sigma (None: the rule's own).
@@ -46,6 +52,7 @@ class PluginSettings(_Strict):
     """
 
     policy: PolicyName = "echo"
+    online_queue: QueueName = "arrival"
     eviction: EvictionName = "next-use"
     slo: OnlineSlo = OnlineSlo()
     reserve: Annotated[float, Field(ge=0, lt=1)] | Literal["forecast"] = "forecast"
@@ -55,6 +62,11 @@ class PluginSettings(_Strict):
     profile: str | None = None
     channel: bool = True
     record_steps: str | None = None
+
+    @property
+    def orders_calls(self) -> bool:
+        """Whether calls come in otherwise than in vLLM's own steps, which then are planned too."""
+        return self.online_queue != "arrival"
 
 
 def read_settings(additional_config: object) -> PluginSettings:
@@ -66,7 +78,8 @@ def read_settings(additional_config: object) -> PluginSettings:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(["batchrun", *(str(part) for part in first["loc"])])
-        raise ConfigError(f"--additional-config {key}: {first['msg']}") from error
+        problem = first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"--additional-config {key}: {problem}") from error
 
 
 def read_nonce() -> str:

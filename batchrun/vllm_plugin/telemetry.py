@@ -1,8 +1,7 @@
-"""The picture of an engine that goes to the daemon a few times a second.
+"""What an engine tells the daemon of itself.
 
-Arrival and lengths of online calls, kept for the daemon while it asks for them; never text.
-
-What an engine counts of itself since its start.
+`Meter` counts since the engine's start, `Reporter` makes the picture that goes out a few times a
+second, `CallRecorder` keeps arrival and lengths of online calls, never text, while it is asked to.
 """
 
 from __future__ import annotations

@@ -27,18 +27,18 @@ from vllm.v1.request import Request
 
 from batchrun.estimator.probes import PROBING_SETTINGS, PromptMaker, make_round
 from batchrun.estimator.profile import CalibrationProfile, calibrate, read_recording
+from batchrun.hints import HINT_KEY, HINT_NONCE_VARIABLE
 from batchrun.simulator.virtual.engine import (
     OFFLINE_PRIORITY,
     ONLINE_PRIORITY,
     Arrival,
     TrafficSource,
 )
-from batchrun.simulator.virtual.probing import ProbeSource
 from batchrun.simulator.virtual.setup import NONCE
-from batchrun.types import HINT_KEY, HINT_NONCE_VARIABLE
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 from benchmarks.gpu.record import RequestLife, StepTotals
 from benchmarks.gpu.shape import Shape
+from benchmarks.probing import ProbeSource
 
 PROBE_LIMIT_S = 20.0
 MAX_ROUNDS = 3
@@ -162,8 +162,7 @@ class Phase:
         self._scheduler = scheduler
         self._sources = sources
         self._began_s = time.monotonic()
-        scheduler.clock = lambda: self.now_s
-        scheduler.wall_offset_s = 0.0
+        scheduler.use_clock(lambda: self.now_s)
         scheduler.on_step = self._on_step
 
     @property

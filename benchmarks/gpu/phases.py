@@ -11,12 +11,12 @@ from pathlib import Path
 import psutil
 
 from batchrun.simulator.virtual.engine import TrafficSource
-from batchrun.simulator.virtual.feeder import DAEMON_WINDOW, JobFeeder, OnlineSource
-from batchrun.simulator.virtual.scenarios import Order, planned_order
 from benchmarks.gpu.engine import LoadedModel, Phase
 from benchmarks.gpu.record import Span, figures
 from benchmarks.gpu.shape import Shape
 from benchmarks.replay import Figures
+from benchmarks.row_feeds import RowSource, callers, planned_order
+from benchmarks.scenarios import Order
 
 PHASE_OVERHEAD_S = 1.5
 """A new scheduler, drawing the load, the steps that end a phase."""
@@ -47,6 +47,8 @@ class Share:
 
 PLANNED = "planned"
 """Shuffled rows in the order in which batchrun's pool sends them."""
+NUM_ROWS = 256
+"""Rows in the engine at once."""
 WARM_UP_SHARE = 0.2
 SEED = 1
 """Begins four minutes into the recorded trace: its first seconds hold hardly a call."""
@@ -123,12 +125,12 @@ def _sources(shape: Shape, plan: PhasePlan, duration_s: float) -> tuple[list[Tra
     sources: list[TrafficSource] = []
     num_rows = 0
     if plan.is_online:
-        sources.append(OnlineSource(shape.online().draw(duration_s, SEED), SEED))
+        sources.append(callers(shape.online().draw(duration_s, SEED), SEED))
     if plan.order is not None:
         order = Order.GROUPED if plan.order == "grouped" else Order.SHUFFLED
         job = shape.job(order, SEED)
         if plan.order == PLANNED:
             job = planned_order(job)
         num_rows = len(job.rows)
-        sources.append(JobFeeder(job, window=DAEMON_WINDOW, block_tokens=shape.block_tokens))
+        sources.append(RowSource(job, NUM_ROWS))
     return sources, num_rows

@@ -9,9 +9,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from batchrun.simulator.virtual.scenarios import CallTable, DocumentLengths, Job, JobTable, Order
 from benchmarks.data import ARRIVALS, DOCUMENTS
 from benchmarks.replay import Promise
+from benchmarks.scenarios import CallTable, DocumentLengths, Job, JobTable, Order
 
 Settings = Mapping[str, Any]
 

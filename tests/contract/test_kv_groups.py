@@ -51,11 +51,11 @@ def mixed(specs: list[KVCacheSpec], **more: object) -> ColocatedScheduler:
 def test_several_kv_groups_keep_vllms_free_queue_and_everybody_finishes() -> None:
     scheduler = mixed([FULL, SLIDING])
     pool = scheduler.kv_cache_manager.block_pool
-    assert scheduler._kv is not None and not scheduler._kv.is_active
+    assert scheduler.state.kv is not None and not scheduler.state.kv.is_active
     assert type(pool.free_block_queue) is FreeKVCacheBlockQueue
     run(scheduler)
     assert pool.get_num_free_blocks() == 199
-    assert scheduler.planner.num_errors == 0
+    assert scheduler.state.num_policy_errors == 0
 
 
 def test_chunks_of_a_mamba_model_end_on_block_boundaries_however_small_the_caps() -> None:
@@ -76,8 +76,8 @@ def test_chunks_of_a_mamba_model_end_on_block_boundaries_however_small_the_caps(
 
 def test_children_of_n_choices_count_their_row_once() -> None:
     scheduler = build()
-    assert isinstance(scheduler, ColocatedScheduler) and scheduler._kv is not None
-    uses = scheduler._kv._reuse
+    assert isinstance(scheduler, ColocatedScheduler) and scheduler.state.kv is not None
+    uses = scheduler.state.kv._reuse
     children = [make_request("row", row=4, max_tokens=length) for length in (2, 6)]
     for number, child in enumerate(children):
         child.request_id = f"{number}_row"

@@ -57,15 +57,15 @@ def test_a_streaming_session_is_online_and_goes_on_after_its_first_turn() -> Non
     session = make_request("session", row=3, max_tokens=2, resumable=True)
     scheduler.add_request(session)
     scheduler.add_request(make_request("row", row=1, max_tokens=30))
-    assert [view.request_id for view in scheduler._pool.online] == ["session"]
+    assert [view.request_id for view in scheduler.state.queue.online] == ["session"]
     for _ in range(4):
         step(scheduler)
     assert session.status == RequestStatus.WAITING_FOR_STREAMING_REQ
     turn = make_request("session", 10, max_tokens=2, resumable=True)
     turn.arrival_time = 77.0
     scheduler.add_request(turn)
-    (view,) = (view for view in scheduler._views.values() if view.request_id == "session")
-    assert view.arrival_at_s == 77.0 - scheduler.wall_offset_s
+    (view,) = (view for view in scheduler.state.views.values() if view.request_id == "session")
+    assert view.arrival_at_s == 77.0 - scheduler.state.wall_offset_s
     assert view.num_prompt_tokens == session.num_prompt_tokens == 51
     assert view.first_token_at_s is None
     assert step(scheduler)["session"] == 10
@@ -73,7 +73,7 @@ def test_a_streaming_session_is_online_and_goes_on_after_its_first_turn() -> Non
     step(scheduler)
     scheduler.add_request(make_request("session", max_tokens=2))
     run(scheduler)
-    assert not scheduler.requests and not scheduler._views
+    assert not scheduler.requests and not scheduler.state.views
 
 
 def test_without_prefix_caching_everybody_finishes() -> None:
@@ -81,12 +81,12 @@ def test_without_prefix_caching_everybody_finishes() -> None:
         config.cache_config.enable_prefix_caching = False
 
     scheduler = ours(build(change=uncached))
-    assert scheduler._kv is None
+    assert scheduler.state.kv is None
     for row in range(8):
         scheduler.add_request(make_request(f"row-{row}", 200 + row, row=row, max_tokens=20))
     scheduler.add_request(make_request("call"))
     run(scheduler)
-    assert scheduler.planner.num_errors == 0
+    assert scheduler.state.num_policy_errors == 0
     assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 99
 
 

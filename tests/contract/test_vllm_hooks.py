@@ -160,7 +160,7 @@ def test_every_end_goes_through_free_request() -> None:
     scheduler.finish_requests("running", ABORTED)
     run(scheduler)
     assert ended == ["waiting", "running", "finished"]
-    assert not scheduler._views
+    assert not scheduler.state.views
 
 
 def test_the_hit_that_is_looked_up_is_the_hit_that_is_given() -> None:

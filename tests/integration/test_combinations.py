@@ -23,7 +23,7 @@ from batchrun.engine.command import ManagedSettings, build_argv
 from batchrun.engine.engine import ManagedEngine
 from batchrun.engine.install import find_vllm
 from batchrun.errors import EngineError
-from batchrun.types import HINT_NONCE_VARIABLE
+from batchrun.hints import HINT_NONCE_VARIABLE
 from batchrun.vllm_waiting import NAPPING, WAIT_VARIABLE
 
 pytestmark = [pytest.mark.nightly, pytest.mark.engine]

@@ -14,7 +14,7 @@ import engine_trial
 import pytest
 from engine_trial import NONCE, Answer, Call, Result, Trial
 
-from batchrun.types import HINT_VERSION
+from batchrun.hints import HINT_VERSION
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 

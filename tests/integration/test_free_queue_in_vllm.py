@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from batchrun.cache.eviction import ECHO_RC, EVICTION_ORDERS, NEXT_USE, EvictionOrder
+from batchrun.cache.eviction import ECHO_RC, EVICTIONS, NEXT_USE, EvictionOrder
 from batchrun.cache.free_queue import TieredFreeQueue
 from batchrun.cache.reuse import ReuseIndex
 from batchrun.cache.tiers import BlockTiers, OnlinePrefixes
-from benchmarks.part_costs import Node, RowHint
+from batchrun.hints import NodeHint, RowHint
+from benchmarks.part_costs import row_hint
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 with warnings.catch_warnings():
@@ -190,7 +191,7 @@ class Load:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_lru_in_a_block_pool_gives_the_blocks_that_vllm_gives(seed: int) -> None:
-    stock, ours, load = make_manager(), Cache(EVICTION_ORDERS["lru"]), Load(seed)
+    stock, ours, load = make_manager(), Cache(EVICTIONS["lru"]), Load(seed)
     for _ in range(5):
         for _ in range(120):
             load.step([stock, ours.manager], [stock.free, ours.finish])
@@ -206,7 +207,7 @@ def test_lru_in_a_block_pool_gives_the_blocks_that_vllm_gives(seed: int) -> None
 
 
 def hint_of(row: int, document: int, rng: random.Random) -> RowHint:
-    return RowHint(row, row, (Node(document, rng.randint(0, 9), row + rng.randint(1, 50)),))
+    return row_hint(row, row, (NodeHint(document, rng.randint(0, 9), row + rng.randint(1, 50)),))
 
 
 @pytest.mark.parametrize("order", [ECHO_RC, NEXT_USE], ids=lambda order: order.name)
@@ -246,8 +247,8 @@ def hits_after_pressure(order: EvictionOrder) -> tuple[int, int]:
     soon, late = load.tokens(3)[:96] + [1] * 224, load.tokens(4)[:96] + [2] * 224
     for rank, (name, tokens) in enumerate([("soon", soon), ("late", late)]):
         request = make_request(name, [*tokens, 7])
-        nodes = (Node(rank, 3, 10 + 500 * rank),)
-        cache.reuse.announce(name, RowHint(rank, rank, nodes), request.block_hashes, 0.0)
+        nodes = (NodeHint(rank, 3, 10 + 500 * rank),)
+        cache.reuse.announce(name, row_hint(rank, rank, nodes), request.block_hashes, 0.0)
         assert admit(cache.manager, request) == 0
         cache.finish(request)
     assert admit(cache.manager, make_request("online", list(range(500)))) == 0
@@ -258,14 +259,14 @@ def hits_after_pressure(order: EvictionOrder) -> tuple[int, int]:
 def test_the_document_that_is_read_soon_survives_only_under_next_use() -> None:
     soon, late = hits_after_pressure(NEXT_USE)
     assert soon == 320 > late
-    soon, late = hits_after_pressure(EVICTION_ORDERS["lru"])
+    soon, late = hits_after_pressure(EVICTIONS["lru"])
     assert soon < 320 == late
 
 
 def test_keys_are_vllms_block_keys() -> None:
     request = make_request("one", list(range(40)))
     index = ReuseIndex(key_suffix=GROUP_0)
-    index.announce("one", RowHint(0, 0), request.block_hashes, 0.0)
+    index.announce("one", row_hint(0, 0), request.block_hashes, 0.0)
     assert set(index.blocks) == {
         make_block_hash_with_group_id(block_hash, 0) for block_hash in request.block_hashes
     }

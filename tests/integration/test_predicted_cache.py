@@ -17,38 +17,29 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from engine_builders import CHAT, REAL_MODEL, real_settings, start_and_let_go, stop
 
-from batchrun.engine.command import ManagedSettings
 from batchrun.errors import EngineError
 from batchrun.jobs.inputs.data import open_input
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.prompts.chat_template import ChatTemplate
-from batchrun.jobs.prompts.prompt_text import (
-    Layout,
-    Place,
-    engine_rendering,
-    find_layout,
-    prefix_text,
-)
+from batchrun.jobs.prompts.prompt_text import prefix_text
 from batchrun.jobs.prompts.template import RequestTemplate
 from batchrun.jobs.prompts.tokens import (
     TokenCounter,
     TokenRatio,
-    predict_cached_tokens,
+    predict_cached_in_row,
     sample_rows,
     token_counter,
 )
-from batchrun.pool.prefix_keys import CHUNK_BYTES, ChainTable, chunk_chain
-from batchrun.pool.radix_tree import order_by_prefix
+from batchrun.pool.prefix_keys import CHUNK_BYTES, ChainBuilder
+from batchrun.pool.radix_tree import PrefixOrder, order_by_prefix
 
 pytestmark = [pytest.mark.nightly, pytest.mark.engine]
 
 CHECKOUT = Path(__file__).parents[2]
 TEMPLATES = CHECKOUT / "tests" / "chat_templates"
-RENDER = "/v1/chat/completions/render"
 NUM_ROWS = 60
 BLOCK_TOKENS = 32
 TOLERANCE = 0.03
@@ -58,12 +49,7 @@ ENGINE_ARGS = (
     "--max-num-seqs=4",
     f"--block-size={BLOCK_TOKENS}",
 )
-RENDERING_ARGS = ("--enable-scale-out", "--enable-auto-tool-choice", "--tool-call-parser=hermes")
-LAYOUTS = {
-    "qwen": Layout(),
-    "llama": Layout(tools=Place.FIRST_USER),
-    "mistral": Layout(Place.LAST_USER, Place.LAST_USER, system_first=False),
-}
+TEMPLATE_NAMES = ("qwen", "llama", "mistral")
 
 Body = dict[str, Any]
 
@@ -121,7 +107,7 @@ def model_with(template: str, tiny_model: Path, folder: Path) -> Path:
     return model
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(scope="module", params=TEMPLATE_NAMES)
 def served(
     request: pytest.FixtureRequest,
     tiny_model: Path,
@@ -134,10 +120,10 @@ def served(
     template = ChatTemplate.load(model, now=datetime.now())
     count = token_counter(model / "tokenizer.json")
     assert template is not None and count is not None
-    settings = engine_settings(folder, model, renders=request.param == "qwen")
+    settings = replace(real_settings(folder, model), vllm_args=ENGINE_ARGS)
     start_and_let_go(settings)
     try:
-        order = order_by_prefix(chains([template.prefix_text(body) for body in bodies]))
+        order = order_of([template.prefix_text(body) for body in bodies])
         send = partial(post, settings.base_url + CHAT)
         usages = [send(bodies[row])["usage"] for row in order.rows.tolist()]
         yield Served(
@@ -152,13 +138,10 @@ def served(
         stop(settings)
 
 
-def engine_settings(folder: Path, model: Path, *, renders: bool) -> ManagedSettings:
-    args = (*ENGINE_ARGS, *(RENDERING_ARGS if renders else ()))
-    return replace(real_settings(folder, model), vllm_args=args)
-
-
-def chains(texts: Sequence[bytes]) -> ChainTable:
-    return ChainTable.of([chunk_chain(text, 0) for text in texts])
+def order_of(texts: Sequence[bytes]) -> PrefixOrder:
+    builder = ChainBuilder(0)
+    builder.add(texts)
+    return order_by_prefix(builder.build())
 
 
 def counted(served: Served, bodies: Sequence[Body]) -> TokenRatio:
@@ -174,19 +157,15 @@ def predicted_tokens(
 ) -> int:
     """The sum over all rows, planned by this key. `ratio_of` sees what rows share of their text."""
     texts = [key(body) for body in bodies]
-    order = order_by_prefix(chains(texts))
+    order = order_of(texts)
     planned = [texts[row] for row in order.rows.tolist()]
     sample = sample_rows(len(planned)).tolist()
     shared_bytes = (order.shared_chunks * CHUNK_BYTES).tolist()
-    tokens = predict_cached_tokens(
-        order.shared_chunks,
-        np.array([len(text) for text in planned]),
-        bytes_per_token=ratio_of(
-            planned[row][: shared_bytes[row]] for row in sample
-        ).bytes_per_token,
-        block_tokens=BLOCK_TOKENS,
+    ratio = ratio_of(planned[row][: shared_bytes[row]] for row in sample)
+    return sum(
+        predict_cached_in_row(chunks, len(text), ratio.estimate_tokens(len(text)), BLOCK_TOKENS)
+        for chunks, text in zip(order.shared_chunks.tolist(), planned, strict=True)
     )
-    return int(tokens.sum())
 
 
 def test_the_cached_tokens_that_come_back_were_foretold(
@@ -223,17 +202,3 @@ def test_the_template_renders_what_the_engine_does(served: Served, bodies: list[
         tokens = served.ask("/tokenize", body)["tokens"]
         rendering = served.ask("/detokenize", {"model": REAL_MODEL, "tokens": tokens})["prompt"]
         assert served.template.render(body) == rendering
-
-
-def test_the_layout_is_learned_from_the_engine(served: Served) -> None:
-    answered: list[str] = []
-
-    def ask(path: str, body: Body) -> Body:
-        answer = served.ask(path, body)
-        answered.append(path)
-        return answer
-
-    rendering = engine_rendering(ask, REAL_MODEL)
-    assert rendering is not None and find_layout(rendering) == LAYOUTS[served.name]
-    assert served.template.matches(rendering)
-    assert answered == [RENDER if served.name == "qwen" else "/tokenize", "/detokenize"]

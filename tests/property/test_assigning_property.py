@@ -16,14 +16,15 @@ from hypothesis.stateful import (
 )
 from job_builders import make_tree_job
 
-from batchrun.daemon.assigning import Assigner
+from batchrun.daemon.dispatch import Assigner
+from batchrun.daemon.dispatcher import SentRow
 from batchrun.daemon.faults import SOLO
 from batchrun.daemon.job import ActiveJob
-from batchrun.daemon.slots import Assignment, Slot
+from batchrun.daemon.slots import Slot
 from batchrun.engine.command import AttachedSettings
 from batchrun.engine.engine import AttachedEngine
 from batchrun.pool.window import Window
-from batchrun.types import EngineState, Outcome, OutcomeKind, Usage
+from batchrun.types import EngineState, Usage
 
 words = st.lists(st.sampled_from("abc"), max_size=4).map("".join)
 trees = st.lists(words, min_size=1, max_size=12)
@@ -55,9 +56,9 @@ class AssignMachine(RuleBasedStateMachine):
         slots = [
             Slot(e, uses_priority=False, window=Window(max_waiting, 3_000)) for e in self.engines
         ]
-        self.assigner = Assigner(slots)
+        self.assigner = Assigner[ActiveJob, Slot](slots)
         self.jobs: dict[str, Submitted] = {}
-        self.in_flight: list[Assignment] = []
+        self.in_flight: list[SentRow] = []
 
     @rule(texts=trees, weight=st.sampled_from([0.5, 1.0, 4.0]), left_s=st.sampled_from([None, 9.0]))
     def submit(self, texts: list[str], weight: float, left_s: float | None) -> None:
@@ -111,8 +112,7 @@ class AssignMachine(RuleBasedStateMachine):
         job, row = assignment.job, assignment.row
         usage = Usage(50, 8, cached)
         assignment.slot.release(assignment)
-        outcome = Outcome(job.record.id, row, 1, OutcomeKind.OK, usage=usage)
-        self.assigner.settle(job, outcome)
+        self.assigner.settle(assignment, usage, self.now_s)
         job.trials.clear(row)
         job.queue.finish(row)
         told = self.jobs[job.record.id]
@@ -185,11 +185,11 @@ class AssignMachine(RuleBasedStateMachine):
     def name(self, pick: int) -> str:
         return f"job-{pick % max(len(self.jobs), 1)}"
 
-    def come_back(self, assignment: Assignment, delay_s: float) -> None:
+    def come_back(self, assignment: SentRow, delay_s: float) -> None:
         self.in_flight.remove(assignment)
         assignment.slot.release(assignment)
         ready_at_s = self.now_s + delay_s
-        self.assigner.give_back(assignment.job, assignment.row, ready_at_s=ready_at_s)
+        self.assigner.give_back(assignment, self.now_s, ready_at_s=ready_at_s)
 
 
 def test_no_row_is_lost_doubled_or_left_behind() -> None:

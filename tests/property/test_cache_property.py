@@ -16,10 +16,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from batchrun.cache.eviction import EVICTION_ORDERS
+from batchrun.cache.eviction import EVICTIONS
 from batchrun.cache.free_queue import TieredFreeQueue
 from batchrun.cache.reuse import LEASE_S
-from benchmarks.part_costs import Block, Node, RowHint
+from batchrun.hints import NodeHint, RowHint
+from benchmarks.part_costs import Block, row_hint
 
 NUM_BLOCKS = 9
 NUM_TIERS = 4
@@ -119,9 +120,9 @@ OFFLINE_ROWS = [
 class CacheMachine(RuleBasedStateMachine):
     """One engine's cache, driven as the plug-in drives it."""
 
-    @initialize(name=st.sampled_from(sorted(EVICTION_ORDERS)), num_blocks=st.integers(6, 16))
+    @initialize(name=st.sampled_from(sorted(EVICTIONS)), num_blocks=st.integers(6, 16))
     def start(self, name: str, num_blocks: int) -> None:
-        self.cache = SmallCache(EVICTION_ORDERS[name], num_blocks)
+        self.cache = SmallCache(EVICTIONS[name], num_blocks)
         self.now_s = 0.0
         self.epoch = 1
         self.unsent = list(range(len(OFFLINE_ROWS)))
@@ -137,8 +138,8 @@ class CacheMachine(RuleBasedStateMachine):
         for depth in range(1, len(text)):
             later = [r for r in self.unsent if OFFLINE_ROWS[r].startswith(text[:depth])]
             node_id = int.from_bytes(text[:depth].encode())
-            nodes.append(Node(node_id, len(later), min(later, default=0)))
-        return RowHint(row, row, tuple(nodes), self.epoch)
+            nodes.append(NodeHint(node_id, len(later), min(later, default=0)))
+        return row_hint(row, row, tuple(nodes), self.epoch)
 
     @precondition(lambda self: self.unsent)
     @rule(data=st.data())
@@ -228,9 +229,9 @@ def test_counts_and_ranks_are_those_of_the_rows_without_a_result(
     sent: list[str], num_sent: int, data: st.DataObject
 ) -> None:
     """Exact wherever two rows in the engine, or all that are left, tell how far a node reaches."""
-    cache = SmallCache(EVICTION_ORDERS["next-use"], 4)
+    cache = SmallCache(EVICTIONS["next-use"], 4)
     for i in range(num_sent):
-        hint = RowHint(i, i, tuple(_nodes_of(sent, i)))
+        hint = row_hint(i, i, tuple(_nodes_of(sent, i)))
         cache.reuse.announce(f"{i}", hint, chain_of(sent[i]), 0.0)
     ended = data.draw(st.sets(st.integers(0, max(0, num_sent - 1)))) if num_sent else set()
     for i in ended:
@@ -255,12 +256,12 @@ def _under(texts: list[str], key: bytes) -> list[str]:
     return [t for t in texts if t.startswith(key.decode()) and len(t) > len(key)]
 
 
-def _nodes_of(order: list[str], sent_now: int) -> list[Node]:
+def _nodes_of(order: list[str], sent_now: int) -> list[NodeHint]:
     """Nodes of the row at a place of the planned order, when all before it have been sent."""
     text = order[sent_now]
     nodes = []
     for depth in range(1, len(text)):
         later = [i for i in range(sent_now + 1, len(order)) if order[i].startswith(text[:depth])]
         node_id = int.from_bytes(text[:depth].encode())
-        nodes.append(Node(node_id, len(later), min(later, default=0)))
+        nodes.append(NodeHint(node_id, len(later), min(later, default=0)))
     return nodes

@@ -57,15 +57,12 @@ def test_removing_what_was_added_equals_never_adding_it(
 def test_totals_equal_recomputation(items: list[tuple[int, int, bool]]) -> None:
     load = StepLoad.of(items)
     contexts = [context for _, context, is_decode in items if is_decode]
-    chunks = [(new, context) for new, context, is_decode in items if not is_decode]
 
     assert load.attention_pairs == sum(new * (context - new / 2) for new, context, _ in items)
-    assert load.prefill_pairs == sum(new * (context - new / 2) for new, context in chunks)
-    assert load.prefill_tokens == sum(new for new, _ in chunks)
     assert load.context_tokens == sum(context for _, context, _ in items)
     assert load.max_decode_context_tokens == max(contexts, default=0)
     assert load.decode_context_tokens == sum(contexts)
-    assert (load.num_decodes, load.num_prefills) == (len(contexts), len(chunks))
+    assert (load.num_decodes, load.num_requests) == (len(contexts), len(items))
 
 
 @given(requests, requests)

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from plan_builders import Engine, blocks_for, engines
 
 from batchrun.estimator.step_load import StepLoad
-from batchrun.scheduling.policies import make_policy
+from batchrun.scheduling.policies import POLICIES, make_policy
 from batchrun.scheduling.slack import step_limits
 from batchrun.scheduling.view import Plan, RequestView
 from batchrun.types import RequestClass
 
-policies = st.sampled_from(["bs+e", "bs+e+s", "echo"])
+policies = st.sampled_from([name for name in POLICIES if name != "bs"])
 many = settings(max_examples=300, deadline=None)
 
 

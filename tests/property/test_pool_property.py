@@ -12,9 +12,10 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from xxhash import xxh3_64_intdigest
 
-from batchrun.pool.prefix_keys import CHUNK_BYTES, ChainBuilder, ChainTable, chunk_chain
-from batchrun.pool.radix_tree import add_rows, find_prefix_nodes, order_by_prefix
+from batchrun.pool.prefix_keys import CHUNK_BYTES, ChainBuilder, ChainTable
+from batchrun.pool.radix_tree import find_prefix_nodes, order_by_prefix
 from batchrun.pool.row_queue import RowQueue
 
 words = st.lists(st.sampled_from("abc"), max_size=5).map("".join)
@@ -36,13 +37,19 @@ def shared_letters(one: str, other: str) -> int:
 
 
 @given(st.lists(st.binary(max_size=3 * CHUNK_BYTES), max_size=5))
-def test_the_builder_makes_the_chains_of_single_texts(texts: list[bytes]) -> None:
+def test_each_chunk_has_the_hash_of_its_bytes_under_that_of_the_chunk_before(
+    texts: list[bytes],
+) -> None:
     builder = ChainBuilder(SALT)
     builder.add(texts)
-    table, chains = builder.build(), [chunk_chain(text, SALT) for text in texts]
+    table = builder.build()
 
-    assert table.lengths.tolist() == [len(chain) for chain in chains]
-    assert table.keys.tolist() == ChainTable.of(chains).keys.tolist()
+    assert table.lengths.tolist() == [len(text) // CHUNK_BYTES for text in texts]
+    for row, text in enumerate(texts):
+        key = SALT
+        for place, number in enumerate(table.keys[table.starts[row] : table.starts[row + 1]]):
+            key = xxh3_64_intdigest(text[place * CHUNK_BYTES : (place + 1) * CHUNK_BYTES], key)
+            assert number == key
 
 
 @given(st.lists(words, max_size=40))
@@ -74,36 +81,15 @@ def test_rows_that_share_nothing_keep_their_order(num_rows: int) -> None:
     assert list(order_by_prefix(builder.build()).rows) == list(range(num_rows))
 
 
-@given(st.lists(words, max_size=30), st.lists(words, max_size=10))
-def test_rows_that_come_later_join_the_trees_as_if_they_had_been_there(
-    texts: list[str], more: list[str]
-) -> None:
-    table = table_of(texts)
-    whole = order_by_prefix(table_of([*texts, *more]))
-
-    grown = add_rows(order_by_prefix(table), table.joined(table_of(more)))
-
-    assert grown.rows.tolist() == whole.rows.tolist()
-    assert grown.by_chain.tolist() == whole.by_chain.tolist()
-    assert grown.shared_chunks.tolist() == whole.shared_chunks.tolist()
-
-
-@given(st.lists(words, min_size=1, max_size=40), st.integers(2, 5))
-def test_no_bound_of_a_length_bucket_splits_a_group(texts: list[str], num_buckets: int) -> None:
-    order = order_by_prefix(table_of(texts), num_buckets=num_buckets)
-    plain = order_by_prefix(table_of(texts))
-
-    assert sorted(order.shared_chunks) == sorted(plain.shared_chunks)
-    assert len(set(order.groups.tolist())) == len(set(plain.groups.tolist()))
-
-
 def test_a_salt_separates_equal_texts() -> None:
-    text = b"x" * (3 * CHUNK_BYTES)
-    assert not set(chunk_chain(text, 1)) & set(chunk_chain(text, 2))
+    one, other = ChainBuilder(1), ChainBuilder(2)
+    for builder in (one, other):
+        builder.add([b"x" * (3 * CHUNK_BYTES)])
+    assert not set(one.build().keys.tolist()) & set(other.build().keys.tolist())
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Hand out, give back, finish and add rows at random against a plain model."""
+    """Hand out, give back and finish rows at random against a plain model."""
 
     @initialize(texts=st.lists(words, min_size=1, max_size=12), num_done=st.integers(0, 3))
     def begin(self, texts: list[str], num_done: int) -> None:
@@ -150,16 +136,6 @@ class QueueMachine(RuleBasedStateMachine):
         rows = [row for row in picks if row < self.table.num_rows]
         self.queue.prefer(np.array(rows, dtype=np.int64))
         self.preferred |= self.pending.keys() & set(rows)
-
-    @precondition(lambda self: self.table.num_rows < 24)
-    @rule(texts=st.lists(words, min_size=1, max_size=4))
-    def grow(self, texts: list[str]) -> None:
-        old = self.table.num_rows
-        self.table = self.table.joined(table_of(texts))
-        self.order = add_rows(self.order, self.table)
-        nodes = find_prefix_nodes(self.order.shared_chunks)
-        self.queue = self.queue.grown(self.order.rows, nodes)
-        self.pending.update(dict.fromkeys(range(old, self.table.num_rows), 0.0))
 
     @rule(seconds=st.sampled_from([0.5, 3.0]))
     def wait(self, seconds: float) -> None:

@@ -9,10 +9,12 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchrun.cache.eviction import EVICTIONS
+from batchrun.hints import HINT_VERSION
+from batchrun.scheduling.policies import POLICIES
 from batchrun.simulator.virtual.engine import Arrival, VirtualEngine
 from batchrun.simulator.virtual.laws import A100Law
 from batchrun.simulator.virtual.setup import NONCE, EngineShape
-from batchrun.types import HINT_VERSION
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 
 MAX_TURNS = 20_000
@@ -42,8 +44,8 @@ drawn = st.builds(
     output_tokens=st.integers(1, 60),
 )
 plug_in = st.fixed_dictionaries({
-    "policy": st.sampled_from(["bs", "bs+e", "bs+e+s", "echo"]),
-    "eviction": st.sampled_from(["lru", "echo-rc", "next-use"]),
+    "policy": st.sampled_from(list(POLICIES)),
+    "eviction": st.sampled_from(list(EVICTIONS)),
     "reserve": st.sampled_from([0.0, 0.3, 0.9]),
     "slo": st.sampled_from([{"ttft_s": 1.0, "tpot_s": 0.05}, {"ttft_s": 0.05, "tpot_s": 0.005}]),
 })
@@ -103,6 +105,6 @@ def check_served(engine: VirtualEngine, requests: list[Drawn]) -> None:
     pool = scheduler.kv_cache_manager.block_pool
     free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
     assert sorted(free) == list(range(1, pool.num_gpu_blocks))
-    assert not scheduler.requests and not scheduler._views and not scheduler.lookout.hits
-    assert scheduler.planner.num_errors == scheduler.hints.num_malformed == 0
+    assert not scheduler.requests and not scheduler.state.views and not scheduler.view_builder.hits
+    assert scheduler.state.num_policy_errors == scheduler.state.num_malformed_hints == 0
     assert scheduler.reset_prefix_cache()

@@ -17,9 +17,8 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from batchrun.errors import InputError
+from batchrun.hints import HINT_KEY, HINT_VERSION, read_hint
 from batchrun.server.gateway.bodies import strip_hints
-from batchrun.types import HINT_KEY, HINT_VERSION
-from batchrun.vllm_plugin.hints import parse_hint
 
 NONCE = "the engine's secret"
 HINT = json.dumps({
@@ -83,7 +82,7 @@ def is_steered(passed: bytes, kind: type[ChatCompletionRequest] | type[Completio
         extra = request.to_sampling_params(8, {}).extra_args
     except (ValueError, ValidationError, RecursionError):
         return False
-    return request.priority != 0 or parse_hint(extra, NONCE) is not None
+    return request.priority != 0 or read_hint((extra or {}).get(HINT_KEY), NONCE) is not None
 
 
 def check_nothing_steers(

@@ -17,10 +17,8 @@ from batchrun.simulator.traces.rates import RateSeries, draw_trace
 from batchrun.simulator.traces.reading import load_parquet, read_trace, save_trace
 from batchrun.simulator.traces.summary import prefix_hit_rate
 from batchrun.simulator.traces.trace import (
-    Load,
     PrefixBlocks,
     Trace,
-    counts_by_window,
     find_peak,
     scale_rate,
     scale_time,
@@ -99,17 +97,17 @@ def test_the_public_layouts_give_back_the_same_calls(rows: list[Call]) -> None:
             assert read.num_output_tokens.tolist() == expected.num_output_tokens.tolist()
 
 
-@given(traces, st.integers(1, 90), st.sampled_from(Load))
-def test_the_peak_is_that_of_brute_force(trace: Trace, window_s: int, load: Load) -> None:
-    weights = load.weights(trace)
+@given(traces, st.integers(1, 90))
+def test_the_peak_is_that_of_brute_force(trace: Trace, window_s: int) -> None:
+    tokens = trace.num_tokens
     times_s = trace.arrival_s
     largest = max(
-        weights[(times_s >= start) & (times_s < start + window_s)].sum() for start in times_s
+        tokens[(times_s >= start) & (times_s < start + window_s)].sum() for start in times_s
     )
 
-    window = find_peak(trace, window_s, load)
+    window = find_peak(trace, window_s)
 
-    assert load.weights(window.of(trace)).sum() == largest
+    assert window.of(trace).num_tokens.sum() == largest
     assert window.start_s >= 0
     assert window.end_s <= max(trace.duration_s, window_s) * (1 + 1e-12)
 
@@ -162,13 +160,10 @@ def test_rate_scaling_is_right_in_expectation(factor: float, seed: int) -> None:
 
 
 @given(st.lists(traces, min_size=1, max_size=4))
-def test_superposed_counts_add_up(parts: list[Trace]) -> None:
+def test_superposed_are_all_calls_of_all(parts: list[Trace]) -> None:
     both = superpose(parts)
-    counts = counts_by_window(both, 7.0)
-    for part in parts:
-        own = counts_by_window(part, 7.0)
-        counts[: len(own)] -= own
-    assert not counts.any()
+    times_s = np.concatenate([part.arrival_s for part in parts])
+    assert both.arrival_s.tolist() == np.sort(times_s).tolist()
     assert both.duration_s == max(part.duration_s for part in parts)
 
 
@@ -185,11 +180,11 @@ def test_prefix_hits_are_those_of_a_plain_walk(trace: Trace) -> None:
     assert prefix_hit_rate(trace) == hits / trace.num_prompt_tokens.sum()
 
 
-@given(traces, st.integers(1, 30), st.floats(0.5, 60), st.none() | seeds)
+@given(traces, st.integers(1, 30), st.floats(0.5, 60))
 def test_windows_do_not_overlap_and_weigh_the_whole(
-    trace: Trace, num: int, window_s: float, seed: int | None
+    trace: Trace, num: int, window_s: float
 ) -> None:
-    windows = stratified_windows(trace, num, window_s, seed=seed)
+    windows = stratified_windows(trace, num, window_s)
     assert len(windows) == num
     assert sum(window.weight_s for window in windows) == pytest.approx(trace.duration_s)
     for one, other in itertools.pairwise(windows):
@@ -208,5 +203,5 @@ def test_drawn_calls_follow_their_rates(rates: list[float], cv: float, seed: int
     assert trace.duration_s == len(rates) * 50
     # The variance of a renewal process' count is about cv ** 2 times its mean.
     assert abs(len(trace) - expected) <= 6 * cv * math.sqrt(expected) + 12
-    counts = counts_by_window(trace, 50.0)
+    counts = np.bincount((trace.arrival_s // 50).astype(int), minlength=len(rates))
     assert all(count == 0 for count, rate in zip(counts, rates, strict=True) if rate == 0)

@@ -11,12 +11,13 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from batchrun.simulator.online import Calls, OnlinePort, OnlineRouter
 from batchrun.simulator.virtual.engine import Timing, TrafficSource, VirtualEngine
-from batchrun.simulator.virtual.feeder import OnlineSource
 from batchrun.simulator.virtual.laws import A100Law
-from batchrun.simulator.virtual.scenarios import Scenario, a100_8b, draw_calls
 from batchrun.simulator.virtual.setup import EngineShape
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
+from benchmarks.row_feeds import callers
+from benchmarks.scenarios import Scenario, a100_8b, draw_calls
 
 Signature = tuple[Any, ...]
 
@@ -108,17 +109,19 @@ def first_difference(
 
 def online_source(
     duration_s: float, seed: int, scenario: Scenario | None = None, *, num_systems: int = 0
-) -> OnlineSource:
+) -> OnlinePort:
     """The calls of a scenario (default: a100-8b); `num_systems` system prompts before most."""
     calls = draw_calls(replace(scenario or a100_8b(), duration_s=duration_s), seed)
-    return _Users(calls, seed, num_systems) if num_systems else OnlineSource(calls, seed)
+    return _Users(calls, seed, num_systems) if num_systems else callers(calls, seed)
 
 
-class _Users(OnlineSource):
+class _Users(OnlinePort):
     """Users behind a few applications, each with its system prompt; some call with none."""
 
     def __init__(self, calls: Sequence[Any], seed: int, num_systems: int) -> None:
-        super().__init__(calls, seed)
+        router = OnlineRouter(Calls.of(calls), 1, seed)
+        super().__init__(router, 0)
+        router.ports = [self]
         self._choice = random.Random(seed)
         self._systems: list[list[int]] = [[]]
         for i in range(num_systems):

@@ -7,16 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from batchrun.simulator.virtual.feeder import JobFeeder, OnlineSource, Window
+from batchrun.simulator.offline_jobs import JobShape
 from batchrun.simulator.virtual.laws import A100Law
-from batchrun.simulator.virtual.scenarios import (
-    JobShape,
-    Order,
-    a100_8b,
-    draw_calls,
-    draw_job,
-    planned_order,
-)
 from batchrun.simulator.virtual.setup import EngineShape
 from benchmarks.ablation import series_path
 from benchmarks.ablation_configs import LADDER, configs
@@ -24,6 +16,8 @@ from benchmarks.ablation_runs import Trial, measure_watched
 from benchmarks.planning_cost import PairedEngine
 from benchmarks.plots import FIGURES, Results, ResultsMissingError, save, windowed_hit_ratio
 from benchmarks.records import write_records
+from benchmarks.row_feeds import RowSource, callers, planned_order
+from benchmarks.scenarios import Order, a100_8b, draw_calls, draw_job
 
 DRAWN_SCENARIOS = (
     "echo-sharegpt",
@@ -89,10 +83,9 @@ def test_the_hit_ratio_is_that_of_each_window() -> None:
 def test_vllm_schedules_the_same_steps_when_it_is_told_our_plan() -> None:
     scenario = replace(a100_8b(), duration_s=8.0, job=JobShape(40, (500, 2_000), (3, 8)))
     job = planned_order(draw_job(scenario.job, 0, Order.SHUFFLED))
-    window = Window(max_requests=120, tick_tokens=500_000)
-    calls = OnlineSource(draw_calls(scenario, 0), 0)
+    calls = callers(draw_calls(scenario, 0), 0)
     shape = EngineShape(num_blocks=20_000, max_num_seqs=48, additional_config={"batchrun": {}})
-    engine = PairedEngine(shape, A100Law(), [calls, JobFeeder(job, window=window)])
+    engine = PairedEngine(shape, A100Law(), [calls, RowSource(job, 120)])
     engine.run_until(scenario.duration_s)
     pairs = engine.ours.take_pairs()
 

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any, cast
 
 import pytest
 from engine_pairs import engine_of, online_source, ours, record, until_step
 
-from batchrun.scheduling.policies import Policy
+from batchrun.hints import HINT_VERSION, RowHint, read_hint
+from batchrun.scheduling.online_queue import ArrivalOrder
+from batchrun.scheduling.policies import POLICIES, QUEUES, Policy
 from batchrun.scheduling.view import EngineView, Plan, RequestView
+from batchrun.simulator.offline_jobs import JobShape
 from batchrun.simulator.virtual.engine import Arrival, TrafficSource, VirtualEngine, begin
-from batchrun.simulator.virtual.feeder import JobFeeder
-from batchrun.simulator.virtual.scenarios import JobShape, Order, draw_job
 from batchrun.simulator.virtual.setup import NONCE
-from batchrun.types import HINT_KEY, HINT_VERSION
-from batchrun.vllm_plugin.hints import Hint, parse_hint
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
+from benchmarks.row_feeds import RowSource
+from benchmarks.scenarios import Order, draw_job
 
 SMALL_JOB_SHAPE = JobShape(8, (300, 1_500), (3, 6), (15, 60), (4, 32))
+
+
+PLANNED = [name for name in POLICIES if name != "bs"]
 
 
 class Auditor:
@@ -58,10 +64,10 @@ def planned_tokens(plan: Plan, request: RequestView) -> int:
     return plan.caps.get(request.request_id, request.work_left_tokens)
 
 
-@pytest.mark.parametrize("policy", ["bs+e", "bs+e+s", "echo"])
+@pytest.mark.parametrize("policy", PLANNED)
 def test_plans_keep_budget_and_slots_and_everybody_finishes(policy: str) -> None:
     job = draw_job(SMALL_JOB_SHAPE, 2, Order.SHUFFLED)
-    sources: list[TrafficSource] = [online_source(25.0, 2), JobFeeder(job, window=None)]
+    sources: list[TrafficSource] = [online_source(25.0, 2), RowSource(job)]
     shape: dict[str, Any] = {"num_blocks": 260, "token_budget": 256, "max_num_seqs": 12}
     engine = engine_of(ColocatedScheduler, sources, policy=policy, **shape)
     scheduler = ours(engine)
@@ -69,7 +75,7 @@ def test_plans_keep_budget_and_slots_and_everybody_finishes(policy: str) -> None
     auditor = scheduler.planner.policy = Auditor(scheduler.planner.policy)
     engine.run_until(math.inf)
 
-    assert scheduler.planner.num_errors == 0
+    assert scheduler.state.num_policy_errors == 0
     assert auditor.num_preempted > 0
     assert auditor.num_admitted >= len(engine.records) > len(job.rows) + 20
     assert_all_served(engine)
@@ -101,7 +107,7 @@ class FailingPolicy:
 @pytest.mark.parametrize("is_broken", [False, True])
 def test_a_policy_that_raises_leaves_online_work_running(*, is_broken: bool) -> None:
     job = draw_job(SMALL_JOB_SHAPE, 4, Order.SHUFFLED)
-    sources: list[TrafficSource] = [online_source(10.0, 4), JobFeeder(job, window=None)]
+    sources: list[TrafficSource] = [online_source(10.0, 4), RowSource(job)]
     engine = engine_of(ColocatedScheduler, sources, num_blocks=400)
     scheduler = ours(engine)
     assert scheduler.planner.policy is not None
@@ -113,7 +119,7 @@ def test_a_policy_that_raises_leaves_online_work_running(*, is_broken: bool) -> 
     online = [record for record in engine.records.values() if record.is_online]
     assert len(online) > 20
     assert {record.finish_reason for record in online} == {"length"}
-    assert scheduler.planner.num_errors == failing.num_failures > 100
+    assert scheduler.state.num_policy_errors == failing.num_failures > 100
     failing.is_broken = False
     engine.run_until(math.inf)
     assert_all_served(engine)
@@ -151,14 +157,14 @@ def test_a_malformed_hint_makes_an_online_request(text: str, num_malformed: int)
     engine.add(arrival("row", 40, 3, hint()))
     scheduler = ours(engine)
 
-    assert [view.request_id for view in scheduler._pool.online] == ["odd"]
-    assert [view.request_id for view in scheduler._pool.offline] == ["row"]
-    assert scheduler.hints.num_malformed == num_malformed
+    assert [view.request_id for view in scheduler.state.queue.online] == ["odd"]
+    assert [view.request_id for view in scheduler.state.queue.offline] == ["row"]
+    assert scheduler.state.num_malformed_hints == num_malformed
     engine.run_until(math.inf)
     assert_all_served(engine)
 
 
-@pytest.mark.parametrize("policy", ["bs+e", "bs+e+s", "echo"])
+@pytest.mark.parametrize("policy", PLANNED)
 @pytest.mark.parametrize("shape", [{"num_blocks": 80}, {"num_blocks": 2_000, "max_num_seqs": 4}])
 def test_offline_work_gives_way_in_the_step_after_an_arrival(
     policy: str, shape: dict[str, Any]
@@ -179,7 +185,7 @@ def test_offline_work_gives_way_in_the_step_after_an_arrival(
     assert_all_served(engine)
 
 
-@pytest.mark.parametrize("policy", ["bs+e", "bs+e+s", "echo"])
+@pytest.mark.parametrize("policy", PLANNED)
 def test_rows_of_one_document_do_not_keep_a_call_out(policy: str) -> None:
     """No single row's preemption frees the document's blocks; all of them together do."""
     settings = {"reserve": 0.0}
@@ -204,7 +210,7 @@ def test_no_block_is_wanted_when_the_rows_that_share_it_have_ended() -> None:
     """Not even one computed twice, which vLLM keeps two blocks for."""
     engine = engine_of(ColocatedScheduler, num_blocks=100)
     scheduler = ours(engine)
-    kv, manager = scheduler._kv, scheduler.kv_cache_manager
+    kv, manager = scheduler.state.kv, scheduler.kv_cache_manager
     assert kv is not None
     prompt = list(range(5, 165))
     rows, wanted = [], []
@@ -212,8 +218,8 @@ def test_no_block_is_wanted_when_the_rows_that_share_it_have_ended() -> None:
         text = hint(row=row, rank=row, nodes=[[1, 1 - row, 1]])
         request = begin(Arrival(f"row-{row}", False, 0.0, prompt, 9, text), 16).request
         assert request is not None
-        parsed = parse_hint({HINT_KEY: text}, NONCE)
-        assert isinstance(parsed, Hint)
+        parsed = read_hint(text, NONCE)
+        assert isinstance(parsed, RowHint)
         kv.announce(request, parsed, 0.0)
         assert manager.allocate_slots(request, len(prompt)) is not None
         request.num_computed_tokens = len(prompt)
@@ -226,7 +232,7 @@ def test_no_block_is_wanted_when_the_rows_that_share_it_have_ended() -> None:
     assert wanted == [10, 0]
 
 
-@pytest.mark.parametrize("policy", ["bs+e", "bs+e+s", "echo"])
+@pytest.mark.parametrize("policy", PLANNED)
 def test_a_candidate_larger_than_free_less_reserve_runs_alone(policy: str) -> None:
     engine = engine_of(ColocatedScheduler, policy=policy, settings={"reserve": 0.9}, num_blocks=100)
     engine.add(arrival("row", 600, 20, hint()))
@@ -236,3 +242,26 @@ def test_a_candidate_larger_than_free_less_reserve_runs_alone(policy: str) -> No
     assert dict(steps[0][0]) == {"row": 600}
     engine.run_until(math.inf)
     assert_all_served(engine)
+
+
+class LongestFirst(ArrivalOrder):
+    """The longest call first."""
+
+    def order(self, view: EngineView) -> Sequence[RequestView]:
+        """By falling length."""
+        return sorted(view.online_waiting, key=attrgetter("num_tokens"), reverse=True)
+
+
+@pytest.mark.parametrize("order", ["arrival", "longest-first"])
+def test_an_order_of_calls_rules_without_offline_work_too(
+    order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(cast(dict[str, object], QUEUES), "longest-first", LongestFirst)
+    engine = engine_of(ColocatedScheduler, settings={"online_queue": order}, max_num_seqs=1)
+    for name, num_tokens in (("a", 20), ("b", 10), ("c", 30)):
+        engine.add(Arrival(name, True, 0.0, [7] * num_tokens, 3))
+    engine.run_until(math.inf)
+
+    served = sorted(engine.records, key=lambda name: engine.records[name].finished_at_s or 0.0)
+    assert served == (["a", "b", "c"] if order == "arrival" else ["c", "a", "b"])
+    assert ours(engine).state.num_policy_errors == 0

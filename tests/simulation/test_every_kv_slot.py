@@ -18,11 +18,12 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
-from batchrun.scheduling.policies import Policy
+from batchrun.cache.eviction import EVICTIONS
+from batchrun.hints import HINT_KEY, HINT_VERSION
+from batchrun.scheduling.policies import POLICIES, Policy
 from batchrun.scheduling.view import EngineView, Plan
 from batchrun.simulator.virtual.engine import OFFLINE_PRIORITY, ONLINE_PRIORITY, BlockHasher
 from batchrun.simulator.virtual.setup import NONCE, EngineShape, build_scheduler
-from batchrun.types import HINT_KEY, HINT_VERSION
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 
 BLOCK_TOKENS = 16
@@ -30,8 +31,8 @@ MAX_TURNS = 5_000
 MAX_DRAIN_TURNS = 400
 """16 requests of at most 560 prompt and 90 output tokens, 64 tokens a step: 230 steps."""
 MAX_IDLE_STEPS = 3
-POLICIES = ("echo", "bs+e+s", "bs+e", "bs")
-EVICTIONS = ("next-use", "echo-rc", "lru")
+POLICY_NAMES = tuple(POLICIES)[::-1]
+EVICTION_NAMES = tuple(EVICTIONS)[::-1]
 
 # vLLM gives runner V1 at most two steps in flight.
 RUNNERS = [(1, "V1"), (1, "V2"), (2, "V1"), (2, "V2"), (3, "V2")]
@@ -146,7 +147,7 @@ class Trial:
 
     def __init__(self, seed: int, depth: int, runner: str) -> None:
         self.rng = random.Random(seed)
-        self.policy = POLICIES[seed % len(POLICIES)]
+        self.policy = POLICY_NAMES[seed % len(POLICY_NAMES)]
         self.shape = self._draw_shape()
         self.scheduler = build_scheduler(ColocatedScheduler, self.shape, is_async=depth > 1)
         assert isinstance(self.scheduler, ColocatedScheduler)
@@ -154,10 +155,9 @@ class Trial:
         worker = self._worker(depth, runner)
         self.engine = ShadowEngine(self.scheduler, worker, depth)
         self.engine.before_update = self._maybe_abort
-        self.scheduler.clock = lambda: self.engine.now_s
-        self.scheduler.wall_offset_s = 0.0
+        self.scheduler.use_clock(lambda: self.engine.now_s)
         self.is_erratic = (
-            seed // len(POLICIES) % 2 == 1 and self.scheduler.planner.policy is not None
+            seed // len(POLICY_NAMES) % 2 == 1 and self.scheduler.planner.policy is not None
         )
         if self.scheduler.planner.policy is not None and self.is_erratic:
             self.scheduler.planner.policy = ErraticPolicy(self.scheduler.planner.policy, self.rng)
@@ -168,7 +168,7 @@ class Trial:
         rng = self.rng
         settings: dict[str, Any] = {
             "policy": self.policy,
-            "eviction": rng.choice(EVICTIONS),
+            "eviction": rng.choice(EVICTION_NAMES),
             "reserve": rng.choice(["forecast", 0.0, 0.3, 0.8]),
             "slo": {"ttft_s": rng.choice([0.05, 1.0]), "tpot_s": rng.choice([0.005, 0.05])},
         }
@@ -261,9 +261,9 @@ class Trial:
         assert not scheduler.requests and not scheduler.running
         assert len(scheduler.waiting) == 0 and not scheduler.deferred_waiting
         assert not scheduler._inflight_prefills
-        assert not scheduler._views and not scheduler.lookout.hits
-        assert scheduler.planner.num_errors == 0 and scheduler.hints.num_malformed == 0
-        scheduler._pool.check()
+        assert not scheduler.state.views and not scheduler.view_builder.hits
+        assert scheduler.state.num_policy_errors == 0 and scheduler.state.num_malformed_hints == 0
+        scheduler.state.queue.check()
         assert scheduler.reset_prefix_cache()
 
 

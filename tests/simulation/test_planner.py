@@ -11,20 +11,19 @@ import pytest
 from cli_call import Cli, cli_in
 
 from batchrun.simulator.cluster import EnginePlan
-from batchrun.simulator.offline_jobs import JobTerms, OfflineJob, job_of_shape
+from batchrun.simulator.offline_jobs import JobShape, JobTerms, OfflineJob, job_of_shape
 from batchrun.simulator.planner.capacity import JobPlan, PlanRequest, plan_capacity
 from batchrun.simulator.planner.fleet import Fleet, alone, context_tokens, size_fleet
 from batchrun.simulator.planner.kinds import EngineKind, parse_kind
-from batchrun.simulator.planner.peak import Promise, peak_load
+from batchrun.simulator.planner.peak import SloTarget, peak_load
 from batchrun.simulator.planner.report import no_answer, paragraph, record_of
 from batchrun.simulator.traces.reading import save_trace
 from batchrun.simulator.traces.trace import PrefixBlocks, Trace
 from batchrun.simulator.virtual.laws import A100Law
-from batchrun.simulator.virtual.scenarios import JobShape
 from batchrun.simulator.virtual.setup import EngineShape
 from benchmarks.plan_trials import trial
 
-LAX = Promise(1_000.0, 1_000.0)
+LAX = SloTarget(1_000.0, 1_000.0)
 KIND = EngineKind("a100", EnginePlan(), 2.0)
 
 
@@ -43,8 +42,8 @@ def steady(*, num: int = 40, gap_s: float = 0.5, prompt_tokens: int = 300) -> Tr
     return Trace.of(np.arange(num) * gap_s, prompt_tokens * ones, 12 * ones, source="steady")
 
 
-def sized(trace: Trace, promise: Promise, kind: EngineKind = KIND, most: int = 8) -> Fleet:
-    return size_fleet(peak_load(trace, 10.0, promise), kind, promise, most)
+def sized(trace: Trace, slo: SloTarget, kind: EngineKind = KIND, most: int = 8) -> Fleet:
+    return size_fleet(peak_load(trace, 10.0, slo), kind, slo, most)
 
 
 def with_call(trace: Trace, index: int, prompt_tokens: int) -> Trace:
@@ -56,30 +55,35 @@ def with_call(trace: Trace, index: int, prompt_tokens: int) -> Trace:
 def test_a_prompt_too_long_for_the_bound_is_impossible_and_named() -> None:
     trace = with_call(steady(), 17, 20_000)
     took_s = alone(KIND.engine, 20_000, 1)[0]
-    fleet = sized(trace, Promise(took_s / 2, 1.0))
+    fleet = sized(trace, SloTarget(took_s / 2, 1.0))
 
     assert fleet.is_impossible and fleet.num_engines is None and fleet.tried == ()
-    (hopeless,) = fleet.hopeless
-    assert (hopeless.bound, hopeless.number, hopeless.num_prompt_tokens) == ("TTFT", 18, 20_000)
-    assert hopeless.num_calls == 1 and hopeless.took_s == pytest.approx(took_s)
-    assert "Impossible on a100, however many engines: Call 18 of the trace" in no_answer(fleet)
+    (infeasible,) = fleet.infeasible
+    assert (infeasible.bound, infeasible.number, infeasible.num_prompt_tokens) == (
+        "TTFT",
+        18,
+        20_000,
+    )
+    assert infeasible.num_calls == 1 and infeasible.took_s == pytest.approx(took_s)
+    assert "Impossible on a100, however many engines: 1 of " in no_answer(fleet)
+    assert "such as call 18 of the trace with 20,000 prompt" in no_answer(fleet)
     # With time enough for it, one engine serves it; another spares the others its prefill.
-    assert sized(trace, Promise(took_s * 1.01, 1.0)).num_engines == 2
+    assert sized(trace, SloTarget(took_s * 1.01, 1.0)).num_engines == 2
 
 
-def test_a_hopeless_call_within_the_target_is_told_and_others_are_served() -> None:
+def test_an_infeasible_call_within_the_target_is_told_and_others_are_served() -> None:
     trace = with_call(steady(), 17, 20_000)
-    fleet = sized(trace, Promise(1.0, 1.0, target=0.6))
+    fleet = sized(trace, SloTarget(1.0, 1.0, target=0.6))
 
     assert fleet.num_engines == 1
-    assert [each.is_too_many for each in fleet.hopeless] == [False]
+    assert [each.is_too_many for each in fleet.infeasible] == [False]
 
 
 def test_a_tpot_below_that_of_an_idle_engine_is_impossible() -> None:
-    fleet = sized(steady(), Promise(1.0, 0.9 * alone(KIND.engine, 300, 12)[1]))
+    fleet = sized(steady(), SloTarget(1.0, 0.9 * alone(KIND.engine, 300, 12)[1]))
 
     assert fleet.is_impossible
-    assert [(each.bound, each.num_calls) for each in fleet.hopeless] == [("TPOT", 20)]
+    assert [(each.bound, each.num_calls) for each in fleet.infeasible] == [("TPOT", 20)]
 
 
 def test_a_call_longer_than_the_context_is_impossible() -> None:
@@ -87,28 +91,28 @@ def test_a_call_longer_than_the_context_is_impossible() -> None:
     assert context_tokens(engine) == 1_600
     fleet = sized(with_call(steady(), 3, 1_590), LAX, EngineKind("small", engine))
 
-    assert [(each.bound, each.number) for each in fleet.hopeless] == [("context", 4)]
-    assert "more than the context of 1,600" in no_answer(fleet)
+    assert [(each.bound, each.number) for each in fleet.infeasible] == [("context", 4)]
+    assert "longer than the context of 1,600, such as call 4 of" in no_answer(fleet)
 
 
-def test_blocks_that_may_be_cached_make_no_call_hopeless() -> None:
+def test_blocks_that_may_be_cached_make_no_call_infeasible() -> None:
     trace = steady(num=10, gap_s=3.0, prompt_tokens=20_000)
     blocks = PrefixBlocks.of([[*range(39)]] * len(trace), 512)
     shared = replace(trace, prefix=blocks)
-    promise = Promise(alone(KIND.engine, 20_000, 1)[0] / 2, 1.0, target=0.6)
+    slo = SloTarget(alone(KIND.engine, 20_000, 1)[0] / 2, 1.0, target=0.6)
 
-    assert sized(trace, promise).is_impossible
-    assert sized(shared, promise).num_engines == 1
+    assert sized(trace, slo).is_impossible
+    assert sized(shared, slo).num_engines == 1
 
 
 def test_the_cap_is_told_when_it_does_not_hold() -> None:
     burst = Trace.of(np.repeat([0.0, 5.0], 20), np.full(40, 3_000), np.full(40, 8))
-    promise = Promise(2 * alone(KIND.engine, 3_000, 1)[0], 1.0)
-    fleet = sized(burst, promise, most=3)
+    slo = SloTarget(2 * alone(KIND.engine, 3_000, 1)[0], 1.0)
+    fleet = sized(burst, slo, most=3)
 
     assert (fleet.num_engines, fleet.is_impossible) == (None, False)
     assert [each.num_engines for each in fleet.tried] == [1, 2, 3]
-    assert "Up to 3 engines of a100 were tried" in no_answer(fleet)
+    assert "3 engines of a100 do not hold" in no_answer(fleet)
 
 
 def docs(name: str, seed: int, deadline_s: float) -> OfflineJob:
@@ -121,7 +125,7 @@ def test_the_cheapest_kind_runs_the_jobs_and_their_figures_agree() -> None:
     kinds = [EngineKind("dear", EnginePlan(), 9.0), EngineKind("cheap", slow, 1.0, gpus=2)]
     jobs = [docs("first", 1, 3_600.0), docs("late", 2, 1.0)]
     request = PlanRequest(
-        steady(num=120), kinds, Promise(2.0, 0.1), jobs, peak_s=10.0, num_windows=2, window_s=8.0
+        steady(num=120), kinds, SloTarget(2.0, 0.1), jobs, peak_s=10.0, num_windows=2, window_s=8.0
     )
     plan = plan_capacity(request)
     text = paragraph(plan)
@@ -135,8 +139,8 @@ def test_the_cheapest_kind_runs_the_jobs_and_their_figures_agree() -> None:
         check_job(job, plan.day.pace.tokens_per_s)
     work = sum(job.computed_tokens for job in plan.jobs)
     assert late.takes_s == pytest.approx(work / plan.day.pace.tokens_per_s, rel=0.1)
-    assert "1 engine of cheap (2 GPUs) keeps the promise" in text
-    assert "before its deadline" in text and "after its deadline" in text
+    assert "1 engine of cheap (2 GPUs) keeps a TTFT of 2 s" in text
+    assert "late misses its deadline by" in text and "first misses" not in text
     assert json.loads(json.dumps(record_of(plan)))["jobs"][0]["name"] == "first"
 
 
@@ -171,7 +175,7 @@ def test_the_command_ends_in_a_paragraph_and_has_json(cli: Cli, tmp_path: Path) 
 
     assert (code, err) == (0, "")
     assert out.splitlines()[-1] == found["paragraph"]
-    assert out.splitlines()[-1].startswith("1 engine of a100-8b (1 GPU) keeps the promise")
+    assert out.splitlines()[-1].startswith("1 engine of a100-8b (1 GPU) keeps a TTFT")
     assert found["chosen"] == {
         "name": "a100-8b", "num_engines": 1, "num_gpus": 1, "price_per_hour": 1.5
     }  # fmt: skip
@@ -183,7 +187,7 @@ def test_a_load_that_nothing_serves_ends_with_its_own_code(cli: Cli) -> None:
     code, out, err = cli("plan", "--trace", "calls.parquet", "--peak", "10s", "--ttft", "0.001")
 
     assert (code, err) == (1, "")
-    assert "Impossible on a100-8b, however many engines: Call" in out
+    assert "Impossible on a100-8b, however many engines: 20 of 20 calls (100.0 %, more" in out
 
 
 @pytest.mark.parametrize(
@@ -202,7 +206,7 @@ def test_a_wrong_option_is_one_line(cli: Cli, arguments: tuple[str, ...], proble
     assert problem in err and len(err.splitlines()) == 1
 
 
-def test_the_reference_is_a_kind_with_the_promise_as_its_slo() -> None:
-    kind = parse_kind("a100-8b", Promise(2.0, 0.1), Path())
+def test_the_reference_is_a_kind_with_the_target_as_its_slo() -> None:
+    kind = parse_kind("a100-8b", SloTarget(2.0, 0.1), Path())
 
     assert kind.engine.settings == {"slo": {"ttft_s": 2.0, "tpot_s": 0.1}}

@@ -9,11 +9,12 @@ from engine_pairs import engine_of, online_source, ours
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from batchrun.simulator.offline_jobs import JobShape
 from batchrun.simulator.virtual.engine import TrafficSource, VirtualEngine
-from batchrun.simulator.virtual.feeder import DAEMON_WINDOW, JobFeeder
 from batchrun.simulator.virtual.quick_decode import QuickDecode, quick
-from batchrun.simulator.virtual.scenarios import JobShape, Order, draw_job
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
+from benchmarks.row_feeds import RowSource
+from benchmarks.scenarios import Order, draw_job
 
 JOB = JobShape(20, (300, 3_000), (3, 8), (15, 60), (4, 32))
 LONG_S = 90.0
@@ -27,7 +28,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def sources(*, has_job: bool) -> list[TrafficSource]:
     online = online_source(LONG_S, 3, num_systems=3)
-    job = JobFeeder(draw_job(JOB, 3, Order.SHUFFLED), window=DAEMON_WINDOW)
+    job = RowSource(draw_job(JOB, 3, Order.SHUFFLED), 256)
     return [online, job] if has_job else [online]
 
 
@@ -107,9 +108,9 @@ def test_a_quick_scheduler_learns_what_the_other_learns() -> None:
         engine.run_until(40.0)
     theirs, mine = ours(whole), ours(short)
 
-    assert mine._estimates.model == theirs._estimates.model
-    assert mine._estimates.error_share == theirs._estimates.error_share
-    mine_told, theirs_told = mine.steering.telemetry(40.0), theirs.steering.telemetry(40.0)
+    assert mine.state.estimates.model == theirs.state.estimates.model
+    assert mine.state.estimates.error_share == theirs.state.estimates.error_share
+    mine_told, theirs_told = mine.daemon_link.telemetry(40.0), theirs.daemon_link.telemetry(40.0)
     assert mine_told.online == theirs_told.online
     assert mine_told.slo == theirs_told.slo
 

@@ -6,43 +6,38 @@ import math
 from dataclasses import replace
 
 import pytest
-from engine_pairs import engine_of, online_source, ours
+from engine_pairs import ours
 
-from batchrun.simulator.virtual.engine import TrafficSource
-from batchrun.simulator.virtual.feeder import DAEMON_WINDOW, JobFeeder, OnlineSource
-from batchrun.simulator.virtual.run import Slo, summarize
-from batchrun.simulator.virtual.scenarios import (
-    JobShape,
-    Order,
-    Scenario,
-    a100_8b,
-    draw_calls,
-    draw_job,
-    echo_sharegpt,
-    planned_order,
-)
-from batchrun.vllm_plugin.scheduler import ColocatedScheduler
+from batchrun.simulator.cluster import EnginePlan
+from batchrun.simulator.offline_jobs import JobShape, OfflineJob
+from batchrun.simulator.online import Calls
+from batchrun.simulator.simulation import Simulation, SimulationPlan, simulate
+from batchrun.simulator.virtual.engine import RequestRecord
+from batchrun.simulator.virtual.setup import EngineShape
+from benchmarks.row_feeds import drawn_job
+from benchmarks.scenarios import Order, Scenario, a100_8b, draw_calls, draw_job, echo_sharegpt
 
 ANSWERS = (16, 200)
 
 
+def calls(scenario: Scenario, duration_s: float, seed: int) -> Calls:
+    return Calls.of(draw_calls(replace(scenario, duration_s=duration_s), seed))
+
+
 def served_tokens_per_s(scenario: Scenario, context_tokens: int, *, has_limits: bool) -> float:
-    """What a job with these answers is served in 15 s, all promises kept."""
+    """What a job with these answers is served in 15 s by a cold engine, all promises kept to within
+    a thousandth: the last to learn is how long a step takes."""
     assert isinstance(scenario.job, JobShape)
     shape = replace(scenario.job, output_tokens=ANSWERS)
-    scenario = replace(scenario, duration_s=15.0)
-    job = planned_order(draw_job(shape, 0, Order.SHUFFLED))
-    unlimited = None if has_limits else context_tokens
-    feeder = JobFeeder(job, window=DAEMON_WINDOW, context_tokens=unlimited)
-    sources: list[TrafficSource] = [OnlineSource(draw_calls(scenario, 0), 0), feeder]
-    engine = engine_of(ColocatedScheduler, sources, max_model_len=context_tokens)
-    engine.run_until(scenario.duration_s)
+    job: OfflineJob = drawn_job(draw_job(shape, 0, Order.SHUFFLED))
+    if not has_limits:
+        job = replace(job, context_tokens=context_tokens)
+    engine = EnginePlan(EngineShape(max_model_len=context_tokens))
+    figures = simulate(SimulationPlan(15.0, calls(scenario, 15.0, 0), [job], engine=engine))
 
-    figures = summarize(engine, Slo(1.0, 0.05))
-    assert (figures["slo_ttft"], figures["slo_tpot"]) == (1.0, 1.0)
-    served = figures["offline_tokens_per_s"]
-    assert isinstance(served, float)
-    return served
+    assert figures.online.ttft_kept == 1.0
+    assert figures.online.tpot_p99_s is not None and figures.online.tpot_p99_s < 0.05005
+    return figures.offline.served_tokens_per_s
 
 
 @pytest.mark.parametrize("context_tokens", [32_768, 131_072])
@@ -56,21 +51,22 @@ def test_rows_without_max_tokens_are_served_as_those_with_exact_ones(
 
 
 def test_answers_that_outgrow_all_room_cost_rows_and_never_calls() -> None:
-    job = draw_job(JobShape(40, (40, 200), (1, 1), (1, 1), (700, 1_400)), 0, Order.GROUPED)
-    feeder = JobFeeder(job, window=None, context_tokens=4_096)
-    engine = engine_of(
-        ColocatedScheduler, [online_source(20.0, 3), feeder], num_blocks=500, max_model_len=4_096
-    )
-    engine.run_until(math.inf)
+    drawn = draw_job(JobShape(40, (40, 200), (1, 1), (1, 1), (700, 1_400)), 0, Order.GROUPED)
+    job = replace(drawn_job(drawn), context_tokens=4_096)
+    engine = EnginePlan(EngineShape(num_blocks=500, max_model_len=4_096))
+    traffic = calls(a100_8b(), 20.0, 3)
+    simulation = Simulation(SimulationPlan(math.inf, traffic, [job], engine=engine))
+    (virtual,) = simulation.engines.engines
+    ended: list[RequestRecord] = []
+    virtual.end_listeners.append(ended.append)
+    simulation.engines.run_until(math.inf)
 
-    records = engine.records.values()
-    rows = [record for record in records if not record.is_online]
-    calls = [record for record in records if record.is_online]
+    rows = [record for record in ended if not record.is_online]
     assert sum(row.num_preemptions for row in rows) > 0
-    assert sum(call.num_preemptions for call in calls) == 0
+    assert sum(record.num_preemptions for record in ended if record.is_online) == 0
     answers = [len(row.output_token_ids) for row in rows]
-    assert sorted(answers) == sorted(row.num_output_tokens for row in job.rows)
+    assert sorted(answers) == sorted(row.num_output_tokens for row in drawn.rows)
     assert {row.finish_reason for row in rows} == {"stop"}
-    figures = summarize(engine, Slo(1.0, 0.05))
-    assert (figures["slo_ttft"], figures["slo_tpot"]) == (1.0, 1.0)
-    assert ours(engine).planner.num_errors == 0
+    online = simulation.figures().online
+    assert (online.ttft_kept, online.tpot_kept) == (1.0, 1.0)
+    assert ours(virtual).state.num_policy_errors == 0

@@ -31,6 +31,10 @@ def written(folder: Path, text: str) -> Path:
     [
         (HEAD + "engine: {}\n" + RATE, ":3: engine: unknown key (did you mean 'engines'?)"),
         (HEAD + RATE + "engines:\n  cuont: 2\n", ":5: engines.cuont: unknown key (did you mean"),
+        (
+            HEAD + RATE + "engines: {policy: ecko}\n",
+            ":4: engines.policy: must be one of vllm, bs, ",
+        ),
         (HEAD, ":1: nothing to simulate"),
         (HEAD + "online: {}\n", ":3: online: needs one of 'trace' and 'generator'"),
         (HEAD + RATE + "windows: {count: 3, length: 10s}\n", ":4: windows: its windows are longer"),

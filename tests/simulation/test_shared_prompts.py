@@ -5,22 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import scheduler_rig as rig
-from engine_pairs import engine_of, ours
+from engine_pairs import ours
 
 from batchrun.scheduling.policies import Policy
 from batchrun.scheduling.view import EngineView, Plan
-from batchrun.simulator.virtual.engine import TrafficSource, VirtualEngine
-from batchrun.simulator.virtual.feeder import DAEMON_WINDOW, JobFeeder, OnlineSource
-from batchrun.simulator.virtual.run import Slo, summarize
-from batchrun.simulator.virtual.scenarios import (
-    OnlineTraffic,
-    Order,
-    a100_8b,
-    draw_calls,
-    draw_job,
-    planned_order,
-)
-from batchrun.vllm_plugin.scheduler import ColocatedScheduler
+from batchrun.simulator.online import Calls, OnlineTraffic
+from batchrun.simulator.simulation import Simulation, SimulationPlan
+from batchrun.simulator.virtual.engine import RequestRecord, VirtualEngine
+from benchmarks.row_feeds import drawn_job
+from benchmarks.scenarios import Order, a100_8b, draw_calls, draw_job
 
 DURATION_S = 24.0
 
@@ -43,27 +36,37 @@ class Recount:
         return self._inner.plan(view)
 
 
-def engine_with_system_prompt(num_blocks: int = 8_600) -> VirtualEngine:
+def calls_with_a_system_prompt() -> Calls:
     scenario = a100_8b()
     assert isinstance(scenario.online, OnlineTraffic)
     online = replace(scenario.online, rate_per_s=3.0, system_tokens=2_000)
-    calls = draw_calls(replace(scenario, duration_s=DURATION_S, online=online), seed=0)
-    job = planned_order(draw_job(scenario.job, 0, Order.SHUFFLED))
-    sources: list[TrafficSource] = [OnlineSource(calls, 0), JobFeeder(job, window=DAEMON_WINDOW)]
-    return engine_of(ColocatedScheduler, sources, num_blocks=num_blocks)
+    return Calls.of(draw_calls(replace(scenario, duration_s=DURATION_S, online=online), seed=0))
 
 
 def test_calls_that_share_a_system_prompt_keep_their_promise_beside_documents() -> None:
-    engine = engine_with_system_prompt()
+    job = drawn_job(draw_job(a100_8b().job, 0, Order.SHUFFLED))
+    simulation = Simulation(SimulationPlan(DURATION_S, calls_with_a_system_prompt(), [job]))
+    (engine,) = simulation.engines.engines
     planner = ours(engine).planner
     assert planner.policy is not None
     recount = planner.policy = Recount(planner.policy, engine)
-    engine.run_until(DURATION_S)
+    simulation.engines.run_until(DURATION_S)
 
-    figures = summarize(engine, Slo(1.0, 0.05))
-    assert figures["slo_ttft"] == 1.0
-    assert planner.num_errors == 0
+    assert simulation.figures().online.ttft_kept == 1.0
+    assert ours(engine).state.num_policy_errors == 0
     assert recount.num_shared > recount.num_plans / 2
+
+
+def test_calls_find_their_system_prompt_and_nothing_more_in_the_cache() -> None:
+    simulation = Simulation(SimulationPlan(DURATION_S, calls_with_a_system_prompt()))
+    ended: list[RequestRecord] = []
+    simulation.engines.engines[0].end_listeners.append(ended.append)
+    simulation.engines.run_until(DURATION_S)
+    ended.sort(key=lambda record: record.arrival_at_s)
+
+    assert ended[0].num_hit_tokens == 0
+    assert {record.num_hit_tokens for record in ended[8:]} == {2_000}
+    assert min(record.num_prompt_tokens for record in ended) > 2_000
 
 
 def test_a_call_takes_no_room_for_what_another_call_holds_already() -> None:

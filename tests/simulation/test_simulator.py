@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +13,38 @@ import pytest
 
 from batchrun.errors import DataError
 from batchrun.simulator.cluster import EnginePlan
-from batchrun.simulator.offline_jobs import JobTerms, OfflineJob, job_of_file, job_of_shape
-from batchrun.simulator.online import Calls, windows_of
-from batchrun.simulator.records import Tables
-from batchrun.simulator.simulation import Simulated, SimulationPlan, simulate
-from batchrun.simulator.virtual.engine import TrafficSource
-from batchrun.simulator.virtual.feeder import DAEMON_WINDOW, JobFeeder, OnlineSource
-from batchrun.simulator.virtual.run import Run, run
-from batchrun.simulator.virtual.scenarios import (
+from batchrun.simulator.offline_jobs import (
     JobShape,
-    Order,
-    a100_8b,
-    draw_calls,
-    draw_job,
-    planned_order,
+    JobTerms,
+    OfflineJob,
+    in_order,
+    job_of_file,
+    job_of_shape,
 )
+from batchrun.simulator.online import Calls, OnlineCall, windows_of
+from batchrun.simulator.records import Slo, Tables
+from batchrun.simulator.simulation import Simulated, Simulation, SimulationPlan, simulate
+from batchrun.simulator.virtual.engine import Timing, VirtualEngine
+from batchrun.simulator.virtual.laws import A100Law, StepItem
 from batchrun.simulator.virtual.setup import EngineShape
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
+from benchmarks.row_feeds import callers
+from benchmarks.scenarios import a100_8b, draw_calls
+
+
+@dataclass(frozen=True, slots=True)
+class EvenLaw:
+    """Every step takes the same time."""
+
+    seconds: float
+
+    @property
+    def expected(self) -> EvenLaw:
+        return self
+
+    def step_s(self, items: Sequence[StepItem]) -> float:
+        return self.seconds
+
 
 SHORT = replace(a100_8b(), duration_s=20.0)
 SMALL_JOB = JobShape(12, (1_000, 6_000), (4, 9), (15, 60), (4, 32))
@@ -49,44 +65,82 @@ def recorded(plan: SimulationPlan, folder: Path) -> tuple[Simulated, dict[str, A
     return figures, {name: pq.read_table(folder / f"{name}.parquet") for name in names}
 
 
-def test_online_calls_alone_are_the_virtual_engines_run_to_the_last_figure() -> None:
+def test_online_calls_alone_are_a_virtual_engines_run_to_the_last_figure() -> None:
     shape = EngineShape(num_blocks=2_000)
-    mine = simulate(SimulationPlan(20.0, calls(), engine=EnginePlan(shape)))
+    mine = Simulation(SimulationPlan(20.0, calls(), engine=EnginePlan(shape)))
+    mine.engines.run_until(20.0)
     settings = {"batchrun": {"policy": "echo"}}
-    theirs = run(
-        Run(
-            ColocatedScheduler,
-            SHORT,
-            replace(shape, additional_config=settings),
-            [OnlineSource(draw_calls(SHORT, 0), 0)],
-        )
+    theirs = VirtualEngine(
+        ColocatedScheduler,
+        replace(shape, additional_config=settings),
+        A100Law(),
+        [callers(draw_calls(SHORT, 0), 0)],
     )
+    theirs.run_until(20.0)
+    ended = [record for record in theirs.records.values() if record.finished_at_s is not None]
+    times = [record.token_times_s for record in ended if len(record.token_times_s) > 1]
+    tpot = [(each[-1] - each[0]) / (len(each) - 1) for each in times]
+    figures = mine.figures()
 
-    assert mine.duration_s == theirs["duration_s"]
-    assert mine.num_steps == theirs["steps"]
-    assert mine.online.num_judged == theirs["online_requests"]
-    assert mine.online.num_judged > 40
-    for key in ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s"):
-        assert getattr(mine.online, key) == theirs[key]
-    assert mine.online.deadline_kept == theirs["slo_deadline"]
+    assert figures.duration_s == theirs.now_s
+    assert figures.num_steps == theirs.totals.num_steps
+    assert figures.num_quick_steps > 100
+    assert figures.online.num_arrived == len(theirs.records)
+    assert figures.online.num_ended == len(ended) > 20
+    assert set(tpot) <= set(mine.watch.online.tpot_s)
 
 
-@pytest.mark.nightly
-def test_a_job_beside_calls_goes_as_in_the_ablation() -> None:
-    scenario = replace(a100_8b(), duration_s=40.0)
-    settings = {"batchrun": {"policy": "echo"}}
-    drawn = planned_order(draw_job(scenario.job, 0, Order.SHUFFLED))
-    feeder = JobFeeder(drawn, window=DAEMON_WINDOW)
-    sources: list[TrafficSource] = [OnlineSource(draw_calls(scenario, 0), 0), feeder]
-    shape = EngineShape(additional_config=settings)
-    theirs: dict[str, Any] = run(Run(ColocatedScheduler, scenario, shape, sources))
-    job = job_of_shape("docs", JobShape(), 0, JobTerms())
-    mine = simulate(SimulationPlan(40.0, Calls.of(draw_calls(scenario, 0)), [job]))
+def stock_plan(duration_s: float, step_s: float, calls: Calls, **shape: Any) -> SimulationPlan:
+    """vLLM with one step in flight, and steps that all take the same time."""
+    timing = Timing(1, planning_s=0.0)
+    engine = EnginePlan(
+        EngineShape(num_blocks=200, **shape), "vllm", law=EvenLaw(step_s), timing=timing
+    )
+    return SimulationPlan(duration_s, calls, engine=engine, slo=Slo(ttft_s=1.0, tpot_s=0.6))
 
-    computed = theirs["offline_computed_tokens_per_s"]
-    assert mine.offline.computed_tokens_per_s == pytest.approx(computed, rel=0.1)
-    assert mine.offline.hit_rate == pytest.approx(theirs["prefix_hit_rate"], abs=0.03)
-    assert mine.online.ttft_p50_s == pytest.approx(theirs["ttft_p50_s"], rel=0.15)
+
+def test_figures_count_every_call_and_judge_each_token() -> None:
+    prompt, slow, unheard = OnlineCall(0.0, 20, 3), OnlineCall(0.1, 30, 2), OnlineCall(1.3, 10, 1)
+    simulation = Simulation(stock_plan(1.7, 0.6, Calls.of([prompt, slow, unheard])))
+    simulation.engines.run_until(1.7)
+    figures = simulation.figures()
+
+    # Tokens of "prompt" at 0.6, 1.2, 1.8; of "slow" at 1.2 (1.1 s after it came) and 1.8.
+    assert figures.online.num_judged == 2
+    assert figures.online.ttft_kept == 0.5
+    assert figures.online.tpot_kept == 1.0
+    assert figures.online.deadline_kept == 0.5
+    assert figures.online.ttft_p50_s == pytest.approx(0.85)
+    assert simulation.watch.online.longest_wait_s == pytest.approx(0.5)
+    assert figures.num_steps == 3
+
+
+def test_a_call_without_its_first_token_is_a_miss() -> None:
+    served, starved = OnlineCall(0.0, 20, 50), OnlineCall(0.0, 20, 1)
+    plan = stock_plan(2.0, 0.1, Calls.of([served, starved]), max_num_seqs=1)
+    simulation = Simulation(plan)
+    simulation.engines.run_until(2.0)
+
+    assert simulation.figures().online.ttft_kept == 0.5
+    assert simulation.watch.online.longest_wait_s == pytest.approx(2.0)
+
+
+def test_rows_in_a_given_order_are_admitted_in_it(tmp_path: Path) -> None:
+    job = docs()
+    order = np.random.default_rng(1).permutation(job.num_rows)
+    given = in_order(job, order)
+    engine = EnginePlan(EngineShape(num_blocks=800), "vllm")
+    plan = SimulationPlan(float("inf"), Calls.of([]), [given], engine=engine)
+    figures, tables = recorded(plan, tmp_path)
+    planned = simulate(replace(plan, jobs=[job]))
+
+    admitted_s = {row["number"]: row["admitted_s"] for row in tables["requests"].to_pylist()}
+    assert figures.jobs[0].num_done == job.num_rows
+    assert (np.diff([admitted_s[row] for row in order.tolist()]) >= 0).all()
+    assert len(set(admitted_s.values())) > 20
+    assert figures.offline.hit_rate is not None
+    assert planned.offline.hit_rate is not None
+    assert figures.offline.hit_rate < planned.offline.hit_rate / 2
 
 
 def test_the_same_plan_gives_the_same_figures_and_the_same_bytes(tmp_path: Path) -> None:

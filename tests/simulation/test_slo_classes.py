@@ -8,13 +8,14 @@ import math
 import pytest
 from engine_pairs import engine_of, ours
 
+from batchrun.hints import HINT_VERSION
+from batchrun.simulator.offline_jobs import JobShape
 from batchrun.simulator.virtual.engine import Arrival, RequestRecord, VirtualEngine
-from batchrun.simulator.virtual.feeder import DAEMON_WINDOW, JobFeeder
-from batchrun.simulator.virtual.scenarios import JobShape, Order, draw_job
 from batchrun.simulator.virtual.setup import NONCE
-from batchrun.types import HINT_VERSION
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 from batchrun.wire import Orders, encode
+from benchmarks.row_feeds import RowSource
+from benchmarks.scenarios import Order, draw_job
 
 JOB_SHAPE = JobShape(250, (3_000, 6_000), (3, 6), (15, 60), (4, 16))
 OUTPUT_TOKENS = 60
@@ -32,7 +33,7 @@ def flex_hint() -> str:
 
 def busy_engine() -> VirtualEngine:
     """An engine that has more offline work than it can do, and has learned how long steps take."""
-    feeder = JobFeeder(draw_job(JOB_SHAPE, 1, Order.GROUPED), window=DAEMON_WINDOW)
+    feeder = RowSource(draw_job(JOB_SHAPE, 1, Order.GROUPED), 256)
     engine = engine_of(ColocatedScheduler, [feeder], num_blocks=4_000, token_budget=2_048)
     engine.run_until(5.0)
     return engine
@@ -82,8 +83,8 @@ def calls() -> dict[str, list[RequestRecord]]:
         by_class[name] = made
     engine.run_until(engine.now_s + 4)
     scheduler = ours(engine)
-    assert len(scheduler.waiting) > 20 and scheduler.planner.num_errors == 0
-    assert scheduler.hints.num_malformed == 0
+    assert len(scheduler.waiting) > 20 and scheduler.state.num_policy_errors == 0
+    assert scheduler.state.num_malformed_hints == 0
     return by_class
 
 
@@ -109,7 +110,7 @@ def test_each_request_is_judged_by_its_own_bounds() -> None:
     call(engine, "ending", slo_hint(jct_s=0.2), at_s=0.0)
     engine.run_until(math.inf)
 
-    slo = ours(engine).steering.telemetry(engine.now_s).slo
+    slo = ours(engine).daemon_link.telemetry(engine.now_s).slo
     ending = engine.records["ending"]
     late = [t for t in ending.token_times_s if t > ending.arrival_at_s + 0.2]
     assert slo.num_tokens == 3 * OUTPUT_TOKENS
@@ -121,14 +122,14 @@ def test_each_request_is_judged_by_its_own_bounds() -> None:
 def test_a_flex_call_is_offline_work_that_waits_while_that_is_off() -> None:
     engine = busy_engine()
     scheduler = ours(engine)
-    online = scheduler.steering.telemetry(engine.now_s).online
+    online = scheduler.daemon_link.telemetry(engine.now_s).online
     flex = call(engine, "flex", flex_hint(), at_s=5.0)
-    scheduler.steering.control.receive(encode(Orders(NONCE, 1, 0, is_offline_on=False)))
+    scheduler.daemon_link.control.receive(encode(Orders(NONCE, 1, 0, is_offline_on=False)))
     engine.run_until(12.0)
-    told = scheduler.steering.telemetry(engine.now_s)
-    num_rows = len(scheduler.steering._labels)
+    told = scheduler.daemon_link.telemetry(engine.now_s)
+    num_rows = len(scheduler.daemon_link._labels)
     waits = flex.finished_at_s is None and not flex.token_times_s
-    scheduler.steering.control.receive(encode(Orders(NONCE, 1, 1)))
+    scheduler.daemon_link.control.receive(encode(Orders(NONCE, 1, 1)))
     engine.run_until(40.0)
 
     assert waits
@@ -136,7 +137,7 @@ def test_a_flex_call_is_offline_work_that_waits_while_that_is_off() -> None:
     offline = told.offline.num_running + told.offline.num_waiting
     assert offline == num_rows + 1
     assert flex.finish_reason == "length"
-    assert len(scheduler.waiting) and scheduler.planner.num_errors == 0
+    assert len(scheduler.waiting) and scheduler.state.num_policy_errors == 0
 
 
 def test_neither_rows_nor_flex_calls_wait_for_ever_behind_the_others() -> None:
@@ -144,13 +145,13 @@ def test_neither_rows_nor_flex_calls_wait_for_ever_behind_the_others() -> None:
     scheduler = ours(engine)
     flex = [call(engine, f"flex-{i}", flex_hint(), at_s=5.0) for i in range(2)]
     here = {name for name in engine.records if name.startswith("row")}
-    waiting = [view.request_id for view in scheduler._pool.offline]
+    waiting = [view.request_id for view in scheduler.state.queue.offline]
     engine.run_until(8.0)
-    behind = [view.request_id for view in scheduler._pool.offline if view.request_id not in here]
+    behind = [v.request_id for v in scheduler.state.queue.offline if v.request_id not in here]
 
     assert waiting[-2:] == ["flex-0", "flex-1"]
     assert behind and all(name.startswith("row") for name in behind)
-    places = {view.request_id: i for i, view in enumerate(scheduler._pool.offline)}
+    places = {view.request_id: i for i, view in enumerate(scheduler.state.queue.offline)}
     present = [place for name, place in places.items() if name in here or name.startswith("flex")]
     assert not present or max(present) < min(places[name] for name in behind)
     engine.run_until(60.0)
@@ -168,7 +169,7 @@ def test_flex_calls_of_before_a_new_daemon_go_before_its_rows() -> None:
     ):
         call(engine, name, text, at_s=engine.now_s + 0.001)
 
-    waiting = [view.request_id for view in scheduler._pool.offline]
+    waiting = [view.request_id for view in scheduler.state.queue.offline]
     assert waiting == ["flex-b", "flex-a", "new-row"]
 
 

@@ -12,10 +12,10 @@ import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from batchrun.cache.reuse import LEASE_S
+from batchrun.hints import HINT_VERSION
 from batchrun.simulator.virtual.engine import Arrival, VirtualEngine
 from batchrun.simulator.virtual.laws import A100Law
 from batchrun.simulator.virtual.setup import NONCE, EngineShape
-from batchrun.types import HINT_VERSION
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 
 DURATION_S = 7_200.0
@@ -161,12 +161,12 @@ class Soak:
         """Every block is free or held, every request waits or runs, and time was well spent."""
         scheduler = self.scheduler
         self._check_blocks()
-        scheduler._pool.check()
+        scheduler.state.queue.check()
         waiting = {request.request_id for request in scheduler.waiting}
         running = {request.request_id for request in scheduler.running}
         assert not waiting & running
-        assert waiting | running == set(scheduler.requests) == set(scheduler._views)
-        assert set(scheduler.lookout.hits) <= set(scheduler.requests)
+        assert waiting | running == set(scheduler.requests) == set(scheduler.state.views)
+        assert set(scheduler.view_builder.hits) <= set(scheduler.requests)
         self._check_progress()
 
     def _check_blocks(self) -> None:
@@ -178,7 +178,7 @@ class Soak:
                 holders[block_id] += 1
         free = pool.free_block_queue.get_all_free_blocks()
         pool.free_block_queue.check()
-        self.scheduler._kv._reuse.check()
+        self.scheduler.state.kv._reuse.check()
         assert all(block.ref_cnt == holders[block.block_id] for block in pool.blocks[1:])
         free_ids = [block.block_id for block in free]
         assert sorted([*free_ids, *holders]) == list(range(1, pool.num_gpu_blocks))
@@ -225,9 +225,9 @@ def test_two_hours_leave_no_block_request_or_count_behind(
     soak.check()
     soak.check_service()
     scheduler: Any = soak.scheduler
-    assert not scheduler.requests and not scheduler._views and not scheduler.lookout.hits
-    assert scheduler.planner.num_errors == scheduler.hints.num_malformed == 0
+    assert not scheduler.requests and not scheduler.state.views and not scheduler.view_builder.hits
+    assert scheduler.state.num_policy_errors == scheduler.state.num_malformed_hints == 0
     assert soak.counts["preempted rows"] > 100
-    scheduler._kv.expire(soak.engine.now_s + LEASE_S)
-    assert not scheduler._kv._reuse.blocks
+    scheduler.state.kv.expire(soak.engine.now_s + LEASE_S)
+    assert not scheduler.state.kv._reuse.blocks
     assert scheduler.reset_prefix_cache()

@@ -10,6 +10,8 @@ import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from batchrun.cache.free_queue import TieredFreeQueue
+from batchrun.scheduling.policies import POLICIES
+from batchrun.simulator.offline_jobs import JobShape
 from batchrun.simulator.virtual.engine import (
     Arrival,
     Timing,
@@ -17,19 +19,12 @@ from batchrun.simulator.virtual.engine import (
     VirtualEngine,
     token_id,
 )
-from batchrun.simulator.virtual.feeder import JobFeeder, OnlineSource
 from batchrun.simulator.virtual.laws import A100Law
-from batchrun.simulator.virtual.scenarios import (
-    JobShape,
-    Order,
-    Scenario,
-    a100_8b,
-    draw_calls,
-    draw_job,
-)
 from batchrun.simulator.virtual.setup import NONCE, EngineShape
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 from batchrun.wire import Answer, Orders, Telemetry, encode, read_answer, read_telemetry
+from benchmarks.row_feeds import RowSource, callers
+from benchmarks.scenarios import Order, Scenario, a100_8b, draw_calls, draw_job
 
 JOB_SHAPE = JobShape(12, (300, 2_500), (3, 6), (15, 60), (4, 32))
 SMALL_ENGINE = {"num_blocks": 600, "token_budget": 512, "max_num_seqs": 64}
@@ -42,7 +37,7 @@ class Rig:
         additional = {"batchrun": {"policy": policy}}
         calls = draw_calls(Scenario("online", online_s, a100_8b().online), seed)
         self.job = draw_job(JOB_SHAPE, seed, Order.SHUFFLED)
-        sources: list[TrafficSource] = [OnlineSource(calls, seed), JobFeeder(self.job, window=None)]
+        sources: list[TrafficSource] = [callers(calls, seed), RowSource(self.job)]
         shape = {**SMALL_ENGINE, **shape}
         engine_shape = EngineShape(additional_config=additional, **shape)  # type: ignore[arg-type]
         # Empty steps are many here; a millisecond each, as in vLLM, would take long to simulate.
@@ -54,10 +49,10 @@ class Rig:
 
     def order(self, **changes: object) -> Answer:
         orders = Orders(NONCE, 1, next(self._numbers), **changes)  # type: ignore[arg-type]
-        return read_answer(self.scheduler.steering.control.receive(encode(orders)))
+        return read_answer(self.scheduler.daemon_link.control.receive(encode(orders)))
 
     def telemetry(self) -> Telemetry:
-        told = self.scheduler.steering.telemetry(self.engine.now_s)
+        told = self.scheduler.daemon_link.telemetry(self.engine.now_s)
         return read_telemetry(encode(told))
 
     def run_until(self, at_s: float) -> None:
@@ -88,14 +83,11 @@ class Rig:
             first = record.num_prompt_tokens
             wanted = [token_id(record, first + i) for i in range(len(record.output_token_ids))]
             assert record.output_token_ids == wanted
-        assert not self.scheduler.requests and not self.scheduler._views
+        assert not self.scheduler.requests and not self.scheduler.state.views
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
         if isinstance(pool.free_block_queue, TieredFreeQueue):
             pool.free_block_queue.check()
-        assert self.scheduler.planner.num_errors == 0
-
-
-POLICIES = ["bs", "bs+e", "bs+e+s", "echo"]
+        assert self.scheduler.state.num_policy_errors == 0
 
 
 @pytest.mark.parametrize("started_as", ["bs", "echo"])
@@ -107,8 +99,8 @@ def test_a_policy_changes_under_way_and_everybody_finishes(started_as: str) -> N
         answer = rig.order(policy=policy)
         assert (answer.error, answer.policy) == (None, policy)
         rig.engine.step()
-        assert (rig.scheduler.waiting is rig.scheduler._pool) == (policy != "bs")
-        rig.scheduler._pool.check()
+        assert (rig.scheduler.waiting is rig.scheduler.state.queue) == (policy != "bs")
+        rig.scheduler.state.queue.check()
 
     rig.assert_all_served_with_their_own_tokens()
 
@@ -119,7 +111,7 @@ def test_a_switch_keeps_all_that_waits() -> None:
     for policy in ("bs", "echo", "bs"):
         before = sorted(request.request_id for request in rig.scheduler.waiting)
         rig.order(policy=policy)
-        rig.scheduler.steering.obey()
+        rig.scheduler.obey()
         assert sorted(request.request_id for request in rig.scheduler.waiting) == before
         assert len(before) > 5
 
@@ -140,6 +132,16 @@ def test_a_lower_budget_holds_from_the_next_step_on(policy: str) -> None:
     rig.assert_all_served_with_their_own_tokens()
 
 
+def test_a_policy_that_this_engine_lacks_is_refused_and_changes_nothing() -> None:
+    rig = Rig("echo")
+    answer = rig.order(policy="ecko", token_budget=80)
+
+    names = ", ".join(POLICIES)
+    assert answer.error == f"policy must be one of {names}, not 'ecko' (did you mean 'echo'?)"
+    assert (answer.policy, answer.token_budget) == ("echo", 512)
+    assert rig.scheduler.daemon_link.take() is None
+
+
 @pytest.mark.parametrize("budget", [-1, 63, 513])
 def test_a_budget_out_of_reach_is_refused_and_changes_nothing(budget: int) -> None:
     rig = Rig("echo")
@@ -147,7 +149,7 @@ def test_a_budget_out_of_reach_is_refused_and_changes_nothing(budget: int) -> No
 
     assert answer.error == f"the token budget can be 64 to 512 here, not {budget}"
     assert (answer.policy, answer.token_budget) == ("echo", 512)
-    assert rig.scheduler.steering.control.take() is None
+    assert rig.scheduler.daemon_link.control.take() is None
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -209,8 +211,8 @@ def test_a_lease_is_renewed_and_a_forgotten_job_counts_no_more() -> None:
 
 def _num_wanted(rig: Rig) -> int:
     """Blocks that planned rows will read, as the hints that count now have it."""
-    assert rig.scheduler._kv is not None
-    return len(rig.scheduler._kv._reuse.blocks)
+    assert rig.scheduler.state.kv is not None
+    return len(rig.scheduler.state.kv._reuse.blocks)
 
 
 def _num_cached_twice(rig: Rig) -> int:
@@ -284,7 +286,7 @@ def test_step_times_are_summed_beside_their_predictions() -> None:
 def test_malformed_orders_are_counted_and_hurt_nobody(message: bytes) -> None:
     rig = Rig("echo")
     rig.run_until(1.0)
-    answer = read_answer(rig.scheduler.steering.control.receive(message))
+    answer = read_answer(rig.scheduler.daemon_link.control.receive(message))
     rig.run_until(2.0)
 
     assert answer.error is not None and "\n" not in answer.error

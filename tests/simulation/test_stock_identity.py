@@ -11,18 +11,12 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
+from batchrun.simulator.offline_jobs import JobShape
 from batchrun.simulator.virtual.engine import TrafficSource, VirtualEngine
-from batchrun.simulator.virtual.feeder import JobFeeder
-from batchrun.simulator.virtual.scenarios import (
-    JobShape,
-    Order,
-    Scenario,
-    a100_8b,
-    draw_job,
-    kv_pressure,
-)
 from batchrun.simulator.virtual.setup import stock_scheduler
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
+from benchmarks.row_feeds import RowSource
+from benchmarks.scenarios import Order, Scenario, a100_8b, draw_job, kv_pressure
 
 FEW_STEPS, MANY_STEPS = 3_000, 10_000
 LONG_ENOUGH_S = 2_000.0
@@ -42,7 +36,7 @@ slow = pytest.mark.slow
 
 def mixed_sources(seed: int) -> list[TrafficSource]:
     job = draw_job(JOB_SHAPE, seed, Order.SHUFFLED)
-    return [online_source(LONG_ENOUGH_S, seed, num_systems=3), JobFeeder(job, window=None)]
+    return [online_source(LONG_ENOUGH_S, seed, num_systems=3), RowSource(job)]
 
 
 @pytest.mark.parametrize(

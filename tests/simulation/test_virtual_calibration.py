@@ -16,18 +16,19 @@ from batchrun.estimator.step_time import EchoBaseModel, RooflineModel
 from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.scenario_file import calibrated
 from batchrun.simulator.virtual.engine import Timing, VirtualEngine
-from batchrun.simulator.virtual.laws import A100Law, NoisyLaw, PoolingLaw, StepLaw
-from batchrun.simulator.virtual.probing import record_probes
+from batchrun.simulator.virtual.laws import A100Law, StepLaw
 from batchrun.simulator.virtual.setup import EngineShape
 from batchrun.vllm_plugin import estimates as calibration
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
+from benchmarks.laws import NoisyLaw, PoolingLaw
+from benchmarks.probing import record_probes
 
 SHAPE = EngineShape(num_blocks=1200, token_budget=1024, max_num_seqs=16, max_model_len=4096)
 
 
 def record(law: StepLaw, folder: Path, num_rounds: int = 1) -> Recording:
     path = folder / "steps"
-    return record_probes(ColocatedScheduler, SHAPE, law, path, num_rounds=num_rounds)
+    return record_probes(SHAPE, law, path, num_rounds=num_rounds)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +105,7 @@ def test_an_engine_predicts_its_first_step_by_its_profile(
     scheduler = scheduler_with(path)
 
     load, step_s = recording.observations[0]
-    assert scheduler._estimates.predict_s(load) == pytest.approx(step_s, rel=1e-3)
+    assert scheduler.state.estimates.predict_s(load) == pytest.approx(step_s, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +132,7 @@ def test_a_profile_of_another_engine_is_ignored_with_one_line(
     with caplog.at_level(logging.WARNING, logger="batchrun"):
         scheduler = scheduler_with(path)
 
-    assert scheduler._estimates.model == COLD_START
+    assert scheduler.state.estimates.model == COLD_START
     (line,) = [message for message in caplog.messages if "profile" in message]
     assert complaint in line
     assert "\n" not in line
@@ -141,7 +142,7 @@ def test_a_profile_of_another_kv_size_holds(profile: CalibrationProfile, tmp_pat
     path = tmp_path / "profile.json"
     path.write_text(replace(profile, kv_blocks=99).to_json())
 
-    assert scheduler_with(path)._estimates.model == profile.models[0]
+    assert scheduler_with(path).state.estimates.model == profile.models[0]
 
 
 def test_a_record_is_bounded_and_its_owners_alone(
@@ -158,9 +159,7 @@ def test_a_record_is_bounded_and_its_owners_alone(
 @pytest.fixture
 def profile_without_steps_ahead(tmp_path: Path) -> CalibrationProfile:
     timing = Timing(1, planning_s=0.0005, request_s=2e-5)
-    probed = record_probes(
-        ColocatedScheduler, SHAPE, A100Law(), tmp_path / "steps", num_rounds=1, timing=timing
-    )
+    probed = record_probes(SHAPE, A100Law(), tmp_path / "steps", num_rounds=1, timing=timing)
     return calibrate(probed, measured_at=1.0)
 
 

@@ -11,27 +11,21 @@ import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 
+from batchrun.simulator.offline_jobs import JobShape
 from batchrun.simulator.virtual.engine import (
     Arrival,
     RequestRecord,
+    StepTotals,
     Timing,
     TrafficSource,
     VirtualEngine,
     begin,
 )
-from batchrun.simulator.virtual.feeder import DAEMON_WINDOW, JobFeeder, OnlineSource
-from batchrun.simulator.virtual.laws import A100Law, NoisyLaw, StepItem
-from batchrun.simulator.virtual.run import Run, Slo, run, summarize
-from batchrun.simulator.virtual.scenarios import (
-    Job,
-    JobShape,
-    Order,
-    Scenario,
-    a100_8b,
-    draw_calls,
-    draw_job,
-)
+from batchrun.simulator.virtual.laws import A100Law, StepItem
 from batchrun.simulator.virtual.setup import EngineShape, build_scheduler, stock_scheduler
+from benchmarks.laws import NoisyLaw
+from benchmarks.row_feeds import RowSource, callers
+from benchmarks.scenarios import Job, Order, Scenario, a100_8b, draw_calls, draw_job
 
 SMALL_JOB = JobShape(12, (1000, 3000), (3, 6), (15, 60), (4, 32))
 SMALL = Scenario("small", 15.0, a100_8b().online, SMALL_JOB)
@@ -84,7 +78,7 @@ def engine_for(
 
 
 def small_traffic(job: Job) -> list[TrafficSource]:
-    return [OnlineSource(draw_calls(SMALL, 3), 3), JobFeeder(job, window=DAEMON_WINDOW)]
+    return [callers(draw_calls(SMALL, 3), 3), RowSource(job, 256)]
 
 
 def small_engine(depth: int, num_blocks: int, job: Job) -> VirtualEngine:
@@ -132,7 +126,7 @@ def test_planning_is_hidden_behind_a_step_in_flight_and_shows_without_one() -> N
 
 def test_one_step_in_flight_is_the_plain_loop_around_vllm() -> None:
     job = draw_job(SMALL_JOB, 3, Order.SHUFFLED)
-    arrivals = JobFeeder(job, window=None).take_due(0.0)
+    arrivals = RowSource(job).take_due(0.0)
     engine = small_engine(1, 700, Job(job.documents, []))
     for row in arrivals:
         engine.add(row)
@@ -148,7 +142,7 @@ def plain_loop(rows: Sequence[Arrival], num_blocks: int, end_s: float) -> dict[s
     """When each output token appears: schedule, wait, update, with nothing of our engine."""
     shape = EngineShape(num_blocks=num_blocks, token_budget=512)
     scheduler = build_scheduler(Scheduler, shape, is_async=False)
-    calls = OnlineSource(draw_calls(SMALL, 3), 3)
+    calls = callers(draw_calls(SMALL, 3), 3)
     prompt_tokens: dict[str, int] = {}
     times: dict[str, list[float]] = {}
     now_s = 0.0
@@ -176,21 +170,20 @@ def plain_loop(rows: Sequence[Arrival], num_blocks: int, end_s: float) -> dict[s
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_run_repeats_to_the_last_token(depth: int) -> None:
-    def figures() -> tuple[dict[str, object], list[tuple[str, list[int], list[float]]]]:
+    def figures() -> tuple[StepTotals, list[tuple[str, list[int], list[float]]]]:
         job = draw_job(SMALL_JOB, 3, Order.SHUFFLED)
         law = NoisyLaw(A100Law(), random.Random(9))
         shape = EngineShape(num_blocks=500, token_budget=512)
         engine = VirtualEngine(stock_scheduler(depth), shape, law, small_traffic(job))
         engine.run_until(SMALL.duration_s)
-        record = summarize(engine, Slo())
-        del record["plan_ms"]
         lives = engine.records.values()
-        return record, [(r.request_id, r.output_token_ids, r.token_times_s) for r in lives]
+        return engine.totals, [
+            (r.request_id, r.output_token_ids, r.token_times_s) for r in lives if r.finished_at_s
+        ]
 
-    record, tokens = figures()
-    assert (record, tokens) == figures()
-    assert record["online_requests"]
-    assert record["offline_rows"]
+    totals, tokens = figures()
+    assert (totals, tokens) == figures()
+    assert len({name.split("-")[0] for name, _, _ in tokens}) == 2
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -233,33 +226,6 @@ def tokens_of(engine: VirtualEngine) -> dict[str, list[int]]:
     return {name: record.output_token_ids for name, record in engine.records.items()}
 
 
-def test_figures_count_every_call_and_judge_each_token() -> None:
-    prompt, slow = arrival("prompt", 0.0, 20, 3), arrival("slow", 0.1, 30, 2)
-    engine = engine_for(1, EvenLaw(0.6), prompt, slow, arrival("unheard", 1.3, 10, 1))
-    engine.run_until(1.7)
-    record = summarize(engine, Slo(ttft_s=1.0, tpot_s=0.6))
-
-    # Tokens of "prompt" at 0.6, 1.2, 1.8; of "slow" at 1.2 (1.1 s after it came) and 1.8.
-    assert record["online_requests"] == 2
-    assert record["slo_ttft"] == 0.5
-    assert record["slo_tpot"] == 1.0
-    assert record["slo_deadline"] == 0.5
-    assert record["ttft_p50_s"] == pytest.approx(0.85)
-    assert record["online_longest_wait_s"] == pytest.approx(0.5)
-    assert record["steps"] == 3
-
-
-def test_a_call_without_its_first_token_is_a_miss() -> None:
-    blocked = EngineShape(num_blocks=200, max_num_seqs=1)
-    calls = arrival("served", 0.0, 20, 50), arrival("starved", 0.0, 20, 1)
-    engine = engine_for(1, EvenLaw(0.1), *calls, shape=blocked)
-    engine.run_until(2.0)
-    record = summarize(engine, Slo())
-
-    assert record["slo_ttft"] == 0.5
-    assert record["online_longest_wait_s"] == pytest.approx(2.0)
-
-
 def test_hits_are_counted_at_the_first_admission() -> None:
     rows = [Arrival(f"row-{i}", False, 0.0, [9] * 160 + [i] * 16, 1, hint="{}") for i in range(3)]
     engine = engine_for(1, EvenLaw(0.1), shape=EngineShape(num_blocks=200, max_num_seqs=1))
@@ -268,7 +234,6 @@ def test_hits_are_counted_at_the_first_admission() -> None:
     engine.run_until(math.inf)
 
     assert [hits(engine.records[row.request_id]) for row in rows] == [0, 160, 160]
-    assert summarize(engine, Slo())["prefix_hit_rate"] == pytest.approx(320 / 528)
 
 
 def hits(record: RequestRecord) -> int:
@@ -276,10 +241,11 @@ def hits(record: RequestRecord) -> int:
 
 
 def test_offline_work_costs_online_calls_their_share_of_the_steps() -> None:
-    scenario = Scenario("alone", 5.0, SMALL.online, SMALL_JOB)
-    sources = [OnlineSource(draw_calls(scenario, 1), 1)]
-    record = run(Run(stock_scheduler(2), scenario, EngineShape(), sources))
+    job = draw_job(SMALL_JOB, 3, Order.SHUFFLED)
+    alone = VirtualEngine(stock_scheduler(2), EngineShape(), A100Law(), small_traffic(job)[:1])
+    both = VirtualEngine(stock_scheduler(2), EngineShape(), A100Law(), small_traffic(job))
+    for engine in (alone, both):
+        engine.run_until(5.0)
 
-    assert record["online_step_share"] == 1.0
-    assert record["offline_tokens_per_s"] == 0.0
-    assert record["slo_ttft"] == record["slo_deadline"] == 1.0
+    assert alone.totals.online_share_sum == alone.totals.num_steps > 0
+    assert 0 < both.totals.online_share_sum < 0.9 * both.totals.num_steps

@@ -9,16 +9,18 @@ from statistics import fmean, median
 
 import pytest
 
-from batchrun.simulator.virtual.feeder import DAEMON_WINDOW, JobFeeder, Window
-from batchrun.simulator.virtual.laws import A100Law, NoisyLaw, PoolingLaw
-from batchrun.simulator.virtual.scenarios import (
+from batchrun.hints import RowHint, read_hint
+from batchrun.simulator.offline_jobs import JobShape
+from batchrun.simulator.online import OnlineCall, OnlineTraffic
+from batchrun.simulator.virtual.laws import A100Law
+from batchrun.simulator.virtual.setup import NONCE
+from benchmarks.laws import NoisyLaw, PoolingLaw
+from benchmarks.row_feeds import RowSource, daemon_in_order, planned_order
+from benchmarks.scenarios import (
     CallTable,
     DocumentLengths,
     Job,
-    JobShape,
     JobTable,
-    OnlineCall,
-    OnlineTraffic,
     Order,
     a100_8b,
     draw_calls,
@@ -30,10 +32,7 @@ from batchrun.simulator.virtual.scenarios import (
     hit_optimum,
     kv_pressure,
     kv_pressure_tide,
-    planned_order,
 )
-from batchrun.simulator.virtual.setup import NONCE
-from batchrun.vllm_plugin.hints import Hint, parse_hint
 
 SMALL_JOB = JobShape(num_documents=6, document_tokens=(200, 400), questions=(2, 5))
 
@@ -135,17 +134,6 @@ def test_the_planned_order_groups_shuffled_rows_and_loses_none() -> None:
     )
 
 
-def test_length_buckets_keep_documents_whole_and_put_short_ones_first() -> None:
-    job = draw_job(JobShape(12, (200, 3_000), (2, 4)), 1, Order.SHUFFLED)
-    rows = planned_order(job, bucket_ratio=2.0).rows
-    buckets = [int(math.log2(len(job.documents[row.document]))) for row in rows]
-
-    assert len(set(buckets)) > 2
-    assert buckets == sorted(buckets)
-    assert sum(a.document != b.document for a, b in pairwise(rows)) == 11
-    assert sorted(row.number for row in rows) == list(range(len(job.rows)))
-
-
 def test_a_trace_is_slowed_and_read_in_a_circle() -> None:
     table = CallTable([0.0, 1.0, 4.0], [10, 20, 30], [1, 2, 3], 5.0, time_scale=2.0, window_s=3.0)
 
@@ -199,51 +187,33 @@ def test_echos_jobs_have_the_sizes_of_its_table_1() -> None:
     assert fmean([hit_optimum(short), hit_optimum(long)]) == pytest.approx(0.91, abs=0.02)
 
 
-def test_every_hint_points_at_the_next_row_of_its_document() -> None:
+@pytest.mark.parametrize("sender", ["daemon", "no daemon"])
+def test_every_hint_points_at_the_next_row_of_its_document(sender: str) -> None:
     job = draw_job(SMALL_JOB, 2, Order.SHUFFLED)
-    hints = _hints(job)
+    source = daemon_in_order(job).ports[0] if sender == "daemon" else RowSource(job)
+    sent = [read_hint(row.hint, NONCE) for row in source.take_due(0.0)]
+    hints = [hint for hint in sent if isinstance(hint, RowHint)]
+    first_rank = hints[0].rank
 
-    for rank, hint in enumerate(hints):
-        later = [r for r in range(rank + 1, len(hints)) if _node(hints[r]) == _node(hint)]
-        assert hint.rank == rank
-        assert hint.row == job.rows[rank].number
+    assert len(hints) == len(job.rows)
+    for place, hint in enumerate(hints):
+        later = [r for r in range(place + 1, len(hints)) if _node(hints[r]) == _node(hint)]
+        assert hint.rank == first_rank + place
+        assert _node(hint) == job.rows[place].document + 1
         assert hint.nodes[0].num_rows_to_come == len(later)
-        assert hint.nodes[0].next_rank == (later[0] if later else rank)
+        assert hint.nodes[0].next_rank == first_rank + (later[0] if later else place)
 
 
-def test_the_feeder_keeps_to_its_window_and_its_pace() -> None:
-    window = Window(max_requests=5, max_tokens=1500, tick_tokens=700, long_row_tokens=100)
+def test_without_a_daemon_rows_come_as_others_end() -> None:
     job = draw_job(SMALL_JOB, 3, Order.GROUPED)
-    feeder = JobFeeder(job, window=window)
-    inside: dict[str, int] = {}
-    num_sent, now_s = 0, 0.0
-    while num_sent < len(job.rows):
-        sent = feeder.take_due(now_s)
-        tokens = [len(arrival.prompt_token_ids) for arrival in sent]
-        assert len(tokens) <= 1 or sum(tokens) <= window.tick_tokens
-        inside |= {arrival.request_id: len(arrival.prompt_token_ids) for arrival in sent}
-        assert len(inside) <= window.max_requests
-        assert sum(inside.values()) <= window.max_tokens
-        num_sent += len(sent)
-        now_s += window.tick_s
-        if not sent:
-            done = min(inside)
-            del inside[done]
-            feeder.on_finished(done)
+    source = RowSource(job, 5)
+    first = [row.request_id for row in source.take_due(0.0)]
+
+    assert len(first) == 5
+    assert source.next_due_s == math.inf
+    source.on_finished(first[2])
+    assert [row.request_id for row in source.take_due(1.0)] == ["row-0000005"]
 
 
-def test_long_rows_trickle_four_at_a_time() -> None:
-    job = draw_job(JobShape(2, (5000, 5000), (8, 8)), 4, Order.GROUPED)
-    feeder = JobFeeder(job, window=DAEMON_WINDOW)
-
-    assert [len(feeder.take_due(tick * 0.1)) for tick in range(5)] == [4, 4, 4, 4, 0]
-
-
-def _hints(job: Job) -> list[Hint]:
-    arrivals = JobFeeder(job, window=None).take_due(0.0)
-    hints = [parse_hint({"batchrun": arrival.hint}, NONCE) for arrival in arrivals]
-    return [hint for hint in hints if isinstance(hint, Hint)]
-
-
-def _node(hint: Hint) -> int:
+def _node(hint: RowHint) -> int:
     return hint.nodes[0].node

@@ -15,6 +15,7 @@ from fastapi.routing import APIRoute
 
 from batchrun.daemon.daemon import Daemon
 from batchrun.jobs.results.file_bytes import FolderBytes
+from batchrun.routing.routers import make_router
 from batchrun.server.api.batches import ENDPOINTS, KEYS, Batches, batches_router
 from batchrun.server.api.files import Files, files_router
 from batchrun.server.api.upload import FILE_FIELD, PURPOSES, TEXT_FIELDS
@@ -158,7 +159,7 @@ async def test_the_document_has_the_routes_that_are_there_and_no_others(
 ) -> None:
     settings = GatewaySettings("127.0.0.1", 0, tmp_path / "upstreams.json")
     async with open_session() as session:
-        gateway = Gateway(settings, Forwarder(Balancer(), session), Door(KeyRing()))
+        gateway = Gateway(settings, Forwarder(Balancer(make_router()), session), Door(KeyRing()))
     served = {(method, path) for path, method in gateway.own_routes.items()}
     served |= daemon_routes(files_router(Files(store, FolderBytes(tmp_path)), []))
     # Of the daemon nothing is asked here.

@@ -7,46 +7,48 @@ from dataclasses import replace
 import pytest
 from job_builders import make_tree_job
 
-from batchrun.daemon.assigning import Assigner
-from batchrun.daemon.slots import Assignment, Slot
+from batchrun.daemon.dispatch import Assigner
+from batchrun.daemon.dispatcher import SentRow
+from batchrun.daemon.job import ActiveJob
+from batchrun.daemon.slots import Slot
 from batchrun.engine.command import AttachedSettings
 from batchrun.engine.engine import AttachedEngine
 from batchrun.pool.window import Window
-from batchrun.types import EngineState, Outcome, OutcomeKind, Usage
+from batchrun.types import EngineState, Usage
 
+Rows = Assigner[ActiveJob, Slot]
 WINDOW_ROWS = 16
 ROW_TOKENS = 256 // 4 + 128
 """What a row computes: a prompt of one letter, and its answer."""
 
 
 @pytest.fixture
-def assigner() -> Assigner:
+def assigner() -> Rows:
     """One engine that answers, with a small window."""
     engine = AttachedEngine(AttachedSettings(name="one", url="http://127.0.0.1:9000"))
     engine.state = EngineState.READY
     return Assigner([Slot(engine, uses_priority=False, window=Window(WINDOW_ROWS, 10**6))])
 
 
-def fill(assigner: Assigner, now_s: float) -> list[Assignment]:
+def fill(assigner: Rows, now_s: float) -> list[SentRow]:
     """All that the window takes now."""
-    assigned: list[Assignment] = []
+    assigned: list[SentRow] = []
     while new := assigner.assign(now_s)[0]:
         assigned += new
     return assigned
 
 
-def end(assigner: Assigner, assignment: Assignment) -> None:
+def end(assigner: Rows, assignment: SentRow) -> None:
     """The row is done, at the cost that was expected."""
     job, row = assignment.job, assignment.row
     assignment.slot.release(assignment)
-    usage = Usage(ROW_TOKENS - 128, 128, 0)
-    assigner.settle(job, Outcome(job.record.id, row, 1, OutcomeKind.OK, usage=usage))
+    assigner.settle(assignment, Usage(ROW_TOKENS - 128, 128, 0), 0.0)
     job.queue.finish(row)
 
 
-def run(assigner: Assigner, seconds: float, rows_per_s: int, now_s: float = 0.0) -> list[str]:
+def run(assigner: Rows, seconds: float, rows_per_s: int, now_s: float = 0.0) -> list[str]:
     """The engine ends so many rows a second, the oldest first; the jobs of these rows."""
-    in_flight: list[Assignment] = []
+    in_flight: list[SentRow] = []
     ended: list[str] = []
     for number in range(round(seconds * rows_per_s)):
         in_flight += fill(assigner, now_s + number / rows_per_s)
@@ -55,7 +57,7 @@ def run(assigner: Assigner, seconds: float, rows_per_s: int, now_s: float = 0.0)
         ended.append(first.job.record.id)
     for assignment in in_flight:
         assignment.slot.release(assignment)
-        assigner.give_back(assignment.job, assignment.row)
+        assigner.give_back(assignment, now_s)
     return ended
 
 
@@ -63,7 +65,7 @@ def letters(num_rows: int, letter: str = "a") -> list[str]:
     return [letter] * num_rows
 
 
-def test_rows_of_equal_cost_end_by_weight(assigner: Assigner) -> None:
+def test_rows_of_equal_cost_end_by_weight(assigner: Rows) -> None:
     for name, weight in (("light", 1.0), ("heavy", 3.0)):
         job = make_tree_job(name, letters(6_000, name[0].replace("l", "b").replace("h", "c")))
         job = replace(job, spec=job.spec.model_copy(update={"weight": weight}))
@@ -75,7 +77,7 @@ def test_rows_of_equal_cost_end_by_weight(assigner: Assigner) -> None:
     assert ended.count("light") == pytest.approx(1_500, abs=quantum_rows)
 
 
-def test_a_job_that_is_due_soon_gets_into_a_full_window(assigner: Assigner) -> None:
+def test_a_job_that_is_due_soon_gets_into_a_full_window(assigner: Rows) -> None:
     assigner.join(make_tree_job("patient", letters(20_000)), due_at=None)
     run(assigner, seconds=120, rows_per_s=100)
     in_flight = fill(assigner, 120.0)
@@ -87,7 +89,7 @@ def test_a_job_that_is_due_soon_gets_into_a_full_window(assigner: Assigner) -> N
     assert [(a.job.record.id, a.is_urgent) for a in first] == [("urgent", True)] * 2
 
 
-def test_a_job_whose_deadline_is_too_soon_is_told_at_once(assigner: Assigner) -> None:
+def test_a_job_whose_deadline_is_too_soon_is_told_at_once(assigner: Rows) -> None:
     assigner.join(make_tree_job("patient", letters(20_000)), due_at=None)
     run(assigner, seconds=120, rows_per_s=100)
 
@@ -100,14 +102,14 @@ def test_a_job_whose_deadline_is_too_soon_is_told_at_once(assigner: Assigner) ->
     assert [news.job_id for news in assigner.turns.take_news()] == ["late"]
 
 
-def test_rows_of_a_job_that_left_are_nobodys(assigner: Assigner) -> None:
+def test_rows_of_a_job_that_left_are_nobodys(assigner: Rows) -> None:
     job = make_tree_job("paused", letters(8))
     assigner.join(job, due_at=None)
     first, second, *_ = fill(assigner, 0.0)
 
     assigner.leave(job)
     end(assigner, first)
-    assigner.give_back(second.job, second.row)
+    assigner.give_back(second, 0.0)
 
     assert assigner.assign(0.0) == ([], None)
     assert assigner.turns.num_in_flight == 0
@@ -115,7 +117,7 @@ def test_rows_of_a_job_that_left_are_nobodys(assigner: Assigner) -> None:
     assigner.turns.check()
 
 
-def test_a_turn_lasts_until_its_prefix_group_is_handed_out(assigner: Assigner) -> None:
+def test_a_turn_lasts_until_its_prefix_group_is_handed_out(assigner: Rows) -> None:
     for name in ("one", "two"):
         texts = [letter * 2 + tail for letter in "abcd" for tail in "xyz"]
         assigner.join(make_tree_job(name, texts), due_at=None)

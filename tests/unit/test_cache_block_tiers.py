@@ -6,7 +6,7 @@ from cache_builders import SmallCache, chain_of
 
 from batchrun.cache.eviction import ECHO_RC, NEXT_USE
 from batchrun.cache.tiers import OnlinePrefixes
-from benchmarks.part_costs import RowHint
+from benchmarks.part_costs import row_hint
 
 
 def test_a_prefix_that_online_requests_share_has_a_floor_for_a_while() -> None:
@@ -40,7 +40,7 @@ def test_the_system_prompt_outlives_a_document_with_rows_to_come() -> None:
         hits = cache.admit(request, chain_of("sy" + request[0]))
         cache.online.hit(chain_of("sy")[:hits], 0.0)
         cache.free(request, is_online=True)
-    cache.reuse.announce("row", RowHint(0, 0), chain_of("abc"), 0.0)
+    cache.reuse.announce("row", row_hint(0, 0), chain_of("abc"), 0.0)
     cache.admit("row", chain_of("abc"))
     cache.free("row", is_online=False)
     cache.admit("big", chain_of("WXYZ"))
@@ -70,7 +70,7 @@ def test_online_content_stays_marked_when_an_offline_row_hits_its_prefix() -> No
 def test_the_document_that_is_needed_last_is_evicted_first() -> None:
     cache = SmallCache(NEXT_USE, 6)
     for row, text in ((40, "ab"), (7, "xy"), (20, "pq")):
-        cache.reuse.announce(f"{row}", RowHint(row, row), chain_of(text), 0.0)
+        cache.reuse.announce(f"{row}", row_hint(row, row), chain_of(text), 0.0)
         cache.admit(text, chain_of(text))
         cache.free(text, is_online=False)
     cache.reuse.advance(5)
@@ -78,21 +78,19 @@ def test_the_document_that_is_needed_last_is_evicted_first() -> None:
     assert {b"x", b"xy", b"p", b"pq"} <= set(cache.cached)
 
 
-def test_wanted_free_blocks_are_counted_both_ways() -> None:
+def test_wanted_free_blocks_are_counted_by_tier() -> None:
     cache = SmallCache(NEXT_USE, 6)
-    cache.reuse.announce("1", RowHint(1, 1), chain_of("abc"), 0.0)
+    cache.reuse.announce("1", row_hint(1, 1), chain_of("abc"), 0.0)
     for text in ("ab", "xy"):
         cache.admit(text, chain_of(text))
         cache.free(text, is_online=False)
     assert cache.tiers.num_wanted_free(cache.queue.free_by_tier()) == 2
-    assert cache.tiers.num_wanted(cache.queue.get_all_free_blocks()) == 2
 
 
 def test_blocks_that_are_read_late_do_not_keep_new_work_out() -> None:
     cache = SmallCache(NEXT_USE, 6)
     for row, text in ((20, "ab"), (900, "xyz")):
-        cache.reuse.announce(f"{row}", RowHint(row, row), chain_of(text), 0.0)
+        cache.reuse.announce(f"{row}", row_hint(row, row), chain_of(text), 0.0)
         cache.admit(text, chain_of(text))
         cache.free(text, is_online=False)
     assert cache.tiers.num_wanted_free(cache.queue.free_by_tier()) == 2
-    assert cache.tiers.num_wanted(cache.queue.get_all_free_blocks()) == 5

@@ -6,7 +6,7 @@ import pytest
 
 from batchrun.cache.eviction import (
     ECHO_RC,
-    EVICTION_ORDERS,
+    EVICTIONS,
     FINISHED_ONLINE_TIER,
     LRU,
     NEXT_USE,
@@ -14,11 +14,11 @@ from batchrun.cache.eviction import (
     EvictionOrder,
 )
 
-ORDERS = list(EVICTION_ORDERS.values())
+ORDERS = list(EVICTIONS.values())
 
 
-def test_the_three_orders_have_their_names() -> None:
-    assert set(EVICTION_ORDERS) == {"lru", "echo-rc", "next-use"}
+def test_every_order_stands_under_its_own_name() -> None:
+    assert all(EVICTIONS[order.name] is order for order in (LRU, ECHO_RC, NEXT_USE))
 
 
 def test_lru_has_one_tier_for_everything() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchrun.cache.reserve import FORECAST_RESERVE, ONLINE_RESERVES, KvUse
+from batchrun.cache.reserve import KvUse, OnlineReserve
 
 
 def kv_use(
@@ -14,34 +14,27 @@ def kv_use(
 
 
 @pytest.mark.parametrize(
-    ("name", "forecast_blocks", "expected"),
+    ("share", "forecast_blocks", "expected"),
     [
-        ("forecast", 250.4, 250),
-        ("forecast", 40.0, 100),
-        ("forecast", None, 150),
-        ("forecast", 5_000.0, 1_000),
-        ("0%", 250.0, 100),
-        ("30%", 250.0, 300),
+        (None, 250.4, 250),
+        (None, 40.0, 100),
+        (None, None, 150),
+        (None, 5_000.0, 1_000),
+        (0.0, 250.0, 100),
+        (0.3, 250.0, 300),
     ],
 )
 def test_the_reserve_is_the_forecast_or_what_online_holds_now(
-    name: str, forecast_blocks: float | None, expected: int
+    share: float | None, forecast_blocks: float | None, expected: int
 ) -> None:
-    assert ONLINE_RESERVES[name].blocks(1_000, 100, forecast_blocks) == expected
+    assert OnlineReserve(share).blocks(1_000, 100, forecast_blocks) == expected
 
 
 def test_a_candidate_fits_up_to_the_threshold_and_no_further() -> None:
-    assert FORECAST_RESERVE.fits(kv_use(subtree=100), 400.0)
-    assert not FORECAST_RESERVE.fits(kv_use(subtree=101), 400.0)
+    assert kv_use(subtree=100).fits_beside(400)
+    assert not kv_use(subtree=101).fits_beside(400)
 
 
 def test_blocks_that_planned_rows_will_hit_count_against_a_new_subtree() -> None:
-    assert FORECAST_RESERVE.fits(kv_use(wanted=0, subtree=300), 400.0)
-    assert not FORECAST_RESERVE.fits(kv_use(wanted=1, subtree=300), 400.0)
-
-
-def test_an_idle_engine_admits_a_candidate_that_never_fits_beside_the_reserve() -> None:
-    use = kv_use(running=0, wanted=200, subtree=900)
-    assert not FORECAST_RESERVE.fits(use, 400.0)
-    assert FORECAST_RESERVE.fits(use, 400.0, is_engine_idle=True)
-    assert not FORECAST_RESERVE.fits(kv_use(subtree=1_001), 0.0, is_engine_idle=True)
+    assert kv_use(wanted=0, subtree=300).fits_beside(400)
+    assert not kv_use(wanted=1, subtree=300).fits_beside(400)

@@ -7,14 +7,15 @@ from cache_builders import chain_of
 
 from batchrun.cache.eviction import ECHO_RC
 from batchrun.cache.reuse import LEASE_S, ReuseIndex
-from benchmarks.part_costs import Node, RowHint
+from batchrun.hints import NodeHint
+from benchmarks.part_costs import row_hint
 
 
 def announce(
     index: ReuseIndex, text: str, row: int, *nodes: tuple[int, int, int], epoch: int = 1
 ) -> list[bytes]:
     """Announce a row (rank = row) with one block per letter; returns the keys that fell."""
-    hint = RowHint(row, row, tuple(Node(*node) for node in nodes), epoch)
+    hint = row_hint(row, row, tuple(NodeHint(*node) for node in nodes), epoch)
     return keys(index, index.announce(f"{row}", hint, chain_of(text), 0.0))
 
 
@@ -90,7 +91,7 @@ def test_an_outer_node_ends_where_its_documents_part() -> None:
 def test_jobs_with_a_common_prefix_add_up() -> None:
     index = ReuseIndex()
     for job in ("one", "two"):
-        hint = RowHint(0, 0, (Node(1, 3, 1),), job=job)
+        hint = row_hint(0, 0, (NodeHint(1, 3, 1),), job=job)
         index.announce(job, hint, chain_of("ab" + job), 0.0)
     assert counts(index, "ab") == [8, 8]
     index.forget("one")
@@ -100,7 +101,7 @@ def test_jobs_with_a_common_prefix_add_up() -> None:
 
 def test_children_of_n_greater_than_one_are_one_row() -> None:
     index = ReuseIndex()
-    hint = RowHint(4, 4, (Node(1, 2, 5),))
+    hint = row_hint(4, 4, (NodeHint(1, 2, 5),))
     for child in range(3):
         index.announce(f"{child}_4", hint, chain_of("ab"), 0.0)
     assert counts(index, "ab") == [3, 3]
@@ -146,7 +147,7 @@ def test_counts_fall_to_nothing_when_the_lease_ends_and_return_with_it() -> None
 def test_a_renewed_lease_holds_for_the_jobs_that_are_named() -> None:
     index = ReuseIndex()
     for job in ("kept", "paused"):
-        index.announce(job, RowHint(0, 0, job=job), chain_of(job), 0.0)
+        index.announce(job, row_hint(0, 0, job=job), chain_of(job), 0.0)
     index.renew(1, 20.0, ["kept"])
     index.expire(LEASE_S)
     assert counts(index, "kept") == [1] * 4
@@ -165,7 +166,7 @@ def test_what_falls_is_reported_when_a_waiting_row_is_aborted() -> None:
 
 def test_keys_carry_the_suffix_of_the_kv_group() -> None:
     index = ReuseIndex(key_suffix=b"-0")
-    index.announce("1", RowHint(1, 1), chain_of("ab"), 0.0)
+    index.announce("1", row_hint(1, 1), chain_of("ab"), 0.0)
     assert set(index.blocks) == {b"a-0", b"ab-0"}
     assert list(index.keys_of(index.blocks[b"a-0"])) == [b"ab-0", b"a-0"]
 

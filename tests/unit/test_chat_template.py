@@ -1,4 +1,4 @@
-"""Chats as the model's template renders them, and the layout learned where there is no template."""
+"""Chats as the model's template renders them, and in the common order where there is none."""
 
 from __future__ import annotations
 
@@ -9,20 +9,10 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from batchrun.errors import ConfigError, EngineError
-from batchrun.jobs.prompts.chat_template import ChatOptions, ChatTemplate
-from batchrun.jobs.prompts.prompt_text import (
-    COMMON_LAYOUT,
-    Layout,
-    Place,
-    engine_rendering,
-    find_layout,
-    prefix_text,
-    probe_body,
-)
+from batchrun.errors import ConfigError
+from batchrun.jobs.prompts.chat_template import ChatTemplate
+from batchrun.jobs.prompts.prompt_text import prefix_text
 
 FOLDER = Path(__file__).parents[1] / "chat_templates"
 NOW = datetime(2026, 3, 9, 12)
@@ -31,11 +21,6 @@ SYSTEM = {"role": "system", "content": "You help."}
 USER = {"role": "user", "content": "Why?"}
 REPLY = {"role": "assistant", "content": "Because."}
 TOOL = {"type": "function", "function": {"parameters": {"type": "object"}, "name": "find"}}
-LAYOUTS = {
-    "qwen": Layout(Place.START, Place.START),
-    "llama": Layout(Place.FIRST_USER, Place.START),
-    "mistral": Layout(Place.LAST_USER, Place.LAST_USER, system_first=False),
-}
 
 
 def template_of(name: str) -> ChatTemplate:
@@ -46,8 +31,8 @@ def template_of(name: str) -> ChatTemplate:
     )
 
 
-def template(text: str, **options: object) -> ChatTemplate:
-    return ChatTemplate({"default": text}, {}, now=NOW, options=ChatOptions(**options))  # type: ignore[arg-type]
+def template(text: str) -> ChatTemplate:
+    return ChatTemplate({"default": text}, {}, now=NOW)
 
 
 def chat(*messages: Mapping[str, object], **fields: object) -> dict[str, object]:
@@ -73,9 +58,25 @@ FOUR_TURNS = chat(SYSTEM, USER, REPLY, {"role": "user", "content": "Then?"}, too
 def test_texts_stand_where_the_template_puts_them(name: str, parts: list[str]) -> None:
     text = template_of(name).render(FOUR_TURNS)
     assert sorted(parts, key=text.index) == parts
-    laid_out = prefix_text(FOUR_TURNS, LAYOUTS[name]).decode()
-    common = [part for part in parts if part in laid_out]
-    assert len(common) >= 5 and sorted(common, key=laid_out.index) == common
+
+
+def test_without_a_template_tools_stand_between_the_system_text_and_the_messages() -> None:
+    text = prefix_text(FOUR_TURNS).decode()
+    parts = [
+        "<|system|>",
+        "You help.",
+        "<|tools|>",
+        "find",
+        "<|user|>",
+        "Why?",
+        "Because.",
+        "Then?",
+    ]
+    assert sorted(parts, key=text.index) == parts
+
+
+def test_without_a_system_text_the_tools_stand_first() -> None:
+    assert prefix_text(chat(USER, tools=[TOOL])).startswith(b"<|tools|>")
 
 
 @pytest.mark.parametrize(("name", "shares_system"), [("qwen", True), ("mistral", False)])
@@ -151,25 +152,19 @@ def test_a_continued_message_has_no_end(trimmed: str) -> None:
     assert template(text).render(body) == "<Why?><So" + ("" if trimmed else " ")
 
 
-def test_options_of_the_request_go_before_those_of_the_engine() -> None:
-    text = "{{ thinking }} {{ depth }} {{ add_generation_prompt }} {{ enable_thinking }}"
-    made = template(text, template_kwargs={"thinking": True, "depth": 1})
+def test_options_of_the_request_reach_the_template() -> None:
+    text = "{{ depth }} {{ add_generation_prompt }} {{ enable_thinking }}"
     body = chat(USER, chat_template_kwargs={"depth": 2}, reasoning_effort="none")
-    assert made.render(body) == "True 2 True False"
+    assert template(text).render(body) == "2 True False"
 
 
-def test_unused_tools_are_dropped_where_the_engine_drops_them() -> None:
-    body = chat(USER, tools=[TOOL], tool_choice="none")
-    texts = [
-        template("{{ tools }}", drops_unused_tools=drops).render(body) for drops in (False, True)
-    ]
-    assert "find" in texts[0] and texts[1] == "None"
+def test_tools_are_shown_even_where_none_may_be_called() -> None:
+    assert "find" in template("{{ tools }}").render(chat(USER, tools=[TOOL], tool_choice="none"))
 
 
-def test_a_template_in_a_request_counts_only_where_the_engine_takes_it() -> None:
+def test_a_template_in_a_request_counts_nothing_as_the_engine_refuses_it() -> None:
     body = chat(USER, chat_template="own {{ messages[0].content }}")
     assert template(PLAIN).prefix_text(body) == prefix_text(body)
-    assert template(PLAIN, trusts_templates=True).prefix_text(body) == b"own Why?"
 
 
 @pytest.mark.parametrize(
@@ -183,9 +178,7 @@ def test_a_template_in_a_request_counts_only_where_the_engine_takes_it() -> None
     ],
 )
 def test_a_chat_that_the_template_refuses_is_laid_out_in_the_common_order(text: str) -> None:
-    made = template(text)
-    assert made.prefix_text(chat(SYSTEM, USER)) == b"<|system|>You help.<|user|>Why?"
-    assert made.num_fallbacks == 1
+    assert template(text).prefix_text(chat(SYSTEM, USER)) == b"<|system|>You help.<|user|>Why?"
 
 
 @pytest.mark.parametrize("messages", [None, [], [{"content": "x"}], [7], "text"])
@@ -250,50 +243,3 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, name: str, text: st
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=f"{tmp_path}.* chat template"):
         ChatTemplate.load(tmp_path, now=NOW)
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_the_layout_shows_in_the_rendering_of_the_probe(name: str) -> None:
-    assert find_layout(template_of(name).render(probe_body("m"))) == LAYOUTS[name]
-
-
-def test_layouts_that_leave_something_out() -> None:
-    probe = probe_body("m")
-    assert find_layout(template(PLAIN).render(probe)) == Layout(tools=Place.NOWHERE)
-    tools_first = "{{ tools | tojson }}" + PLAIN
-    assert find_layout(template(tools_first).render(probe)) == Layout(system_first=False)
-    assert find_layout("nothing of it") == COMMON_LAYOUT
-
-
-@pytest.mark.parametrize("refused", ["nothing", "/render", "/"])
-def test_an_engine_is_asked_by_one_path_or_the_other(refused: str) -> None:
-    def ask(path: str, body: dict[str, object]) -> Mapping[str, object]:
-        if refused in path:
-            raise EngineError("disabled")
-        if path == "/detokenize":
-            return {"prompt": bytes(body["tokens"]).decode()}  # type: ignore[call-overload]
-        tokens = list(template_of("mistral").render(body).encode())
-        return {"token_ids" if path.endswith("render") else "tokens": tokens}
-
-    rendering = engine_rendering(ask, "m")
-    assert (rendering is None) == (refused == "/")
-    if rendering is not None:
-        assert find_layout(rendering) == LAYOUTS["mistral"]
-
-
-def test_a_template_matches_its_own_rendering_at_any_time() -> None:
-    text = template_of("llama").render(probe_body("m"))
-    assert template_of("llama").matches(text.replace("09 Mar", "10 Mar").replace("\n", ""))
-    assert not template_of("qwen").matches(text)
-    assert not template("{{ raise_exception('no') }}").matches("")
-
-
-ROLES = st.sampled_from(["system", "user", "assistant"])
-MESSAGES = st.lists(st.fixed_dictionaries({"role": ROLES, "content": st.text()}), max_size=6)
-PLACES = st.sampled_from([Place.START, Place.FIRST_USER, Place.LAST_USER])
-
-
-@given(MESSAGES, st.builds(Layout, PLACES, PLACES, st.booleans()))
-def test_every_layout_holds_all_of_a_chat(messages: list[object], layout: Layout) -> None:
-    body: dict[str, object] = {"messages": messages, "tools": [TOOL]}
-    assert sorted(prefix_text(body, layout)) == sorted(prefix_text(body))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from batchrun.daemon.slots import Place, Slot, choose_slot
+from batchrun.daemon.dispatch import Demand, choose_engine
+from batchrun.daemon.slots import Slot
 from batchrun.engine.command import AttachedSettings
 from batchrun.engine.engine import AttachedEngine
 from batchrun.pool.window import Window
+from batchrun.routing.router import Call
+from batchrun.routing.routers import make_router
 from batchrun.types import EngineState
 
 ROWS = 8
@@ -20,28 +23,37 @@ def slot(name: str, nonce: str | None = "secret") -> Slot:
 def fill(slot: Slot, num_rows: int) -> None:
     for _ in range(num_rows):
         slot.window.add(10, 0.0)
+        slot.load.add(10)
+
+
+def choose(
+    slots: list[Slot], group: int, tokens: int = 10, *, is_urgent: bool = False
+) -> Slot | None:
+    call = Call(tokens, is_offline=True, group=group)
+    demand = Demand(call, is_urgent=is_urgent)
+    engine = choose_engine(dict(enumerate(slots)), demand, make_router(), 9.0)
+    return None if engine is None else slots[engine]
 
 
 def test_a_group_waits_for_its_engine_while_the_other_has_enough_to_choose_from() -> None:
     own, other = slots = [slot("own"), slot("other")]
     fill(own, ROWS)
     fill(other, 2)
-    place = Place(group=0, tokens=10)
-    assert choose_slot(slots, place, 9.0) is None
-    assert choose_slot(slots, Place(group=1, tokens=10), 9.0) is other
-    assert choose_slot(slots, Place(group=0, tokens=10, is_urgent=True), 9.0) is own
+    assert choose(slots, group=0) is None
+    assert choose(slots, group=1) is other
+    assert choose(slots, group=0, is_urgent=True) is own
     other.window.remove(10)
-    assert choose_slot(slots, place, 9.0) is other
+    assert choose(slots, group=0) is other
 
 
 def test_an_engine_that_runs_what_it_gets_takes_every_groups_rows() -> None:
     own, other = slots = [slot("own", None), slot("other", None)]
     fill(own, ROWS)
     fill(other, ROWS - 1)
-    assert choose_slot(slots, Place(group=0, tokens=10), 9.0) is other
+    assert choose(slots, group=0) is other
 
 
 def test_a_row_larger_than_the_window_goes_where_nothing_is() -> None:
     own, other = slots = [slot("own"), slot("other")]
     fill(own, 1)
-    assert choose_slot(slots, Place(group=0, tokens=10**7), 9.0) is other
+    assert choose(slots, group=0, tokens=10**7) is other

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from batchrun.cache.eviction import EVICTIONS
+from batchrun.cli.deployment import read_deployment
 from batchrun.config import Deployment, SloConfig, load_deployment, load_home
 from batchrun.errors import ConfigError
+from batchrun.scheduling.policies import POLICIES, QUEUES
 
 
 @pytest.fixture(autouse=True)
@@ -131,6 +134,44 @@ def test_a_mistake_is_one_line_with_its_place(text: str, problem: str) -> None:
 
     assert str(caught.value).startswith(f"batchrun.yaml{problem}")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (
+            "model: tiny\npolicy: ecko\n",
+            f":2: policy: must be one of {', '.join(POLICIES)}, vllm, not 'ecko' "
+            "(did you mean 'echo'?)",
+        ),
+        ("policy: 5\n", ":1: policy: must be text (got 5)"),
+        ("eviction: mru\n", f":1: eviction: must be one of {', '.join(EVICTIONS)}, not 'mru'"),
+        (
+            "online_queue: lifo\n",
+            f":1: online_queue: must be one of {', '.join(QUEUES)}, not 'lifo'",
+        ),
+        ("forecast_rule: mean\n", ":1: forecast_rule: must be one of mean-sigma, quantile,"),
+        ("reserve: 1\n", ":1: reserve: input should be less than 1 (got 1)"),
+        ("reserve: most\n", ":1: reserve: input should be 'forecast' (got 'most')"),
+    ],
+)
+def test_a_name_that_the_scheduler_lacks_is_one_line_with_its_place(
+    text: str, problem: str
+) -> None:
+    Path("batchrun.yaml").write_text(text)
+
+    with pytest.raises(ConfigError) as caught:
+        read_deployment(None)
+
+    assert str(caught.value).startswith(f"batchrun.yaml{problem}")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "vllm"])
+def test_every_policy_may_stand_in_the_file(policy: str) -> None:
+    Path("batchrun.yaml").write_text(f"policy: {policy}\n")
+
+    assert read_deployment(None).policy == policy
 
 
 def test_a_wrong_flag_is_named() -> None:

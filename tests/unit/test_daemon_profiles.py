@@ -61,6 +61,16 @@ def test_an_engine_is_told_of_the_profile_that_is_there(home: Home) -> None:
     assert after is not None and after["profile"] == str(profile_path(plan, config, home))
 
 
+def test_an_engine_is_told_of_the_settings_that_are_set_and_of_no_other(home: Home) -> None:
+    plain = scheduler_settings(deployment(home.path), EngineConfig(), home)
+    changed = deployment(home.path, eviction="lru", reserve=0.2, forecast_rule="mean-sigma")
+
+    told = scheduler_settings(changed, EngineConfig(), home)
+
+    assert plain is not None and plain.keys() == {"policy", "slo"}
+    assert told == plain | {"eviction": "lru", "reserve": 0.2, "forecast_rule": "mean-sigma"}
+
+
 def test_a_named_profile_that_is_missing_is_one_line(home: Home) -> None:
     plan = deployment(home.path, EngineConfig(profile="absent.json"), policy="echo")
 

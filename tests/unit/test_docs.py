@@ -25,7 +25,7 @@ from batchrun.config import (
     SloConfig,
     WindowConfig,
 )
-from batchrun.daemon import assigning as trial_engine
+from batchrun.daemon import dispatch as trial_engine
 from batchrun.daemon import faults as backoff
 from batchrun.daemon import faults as breaker
 from batchrun.daemon import faults as trials
@@ -47,7 +47,11 @@ DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md")])
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ERROR_NAME = re.compile(r"\w+Error")
+SOURCE_PATH = re.compile(r"`(batchrun/[\w/.]*)`")
 FOREIGN_ASSET = re.compile(r"<(?:link|script|img)\b[^>]*(?:href|src)=[\"']?(?:https?:)?//[^>]*>")
+
+MAX_FILES_OF_WAYS = {"a row": 40, "a chat call": 10, "an engine step": 22, "a batch": 24}
+"""The most of our files that each main way of the data may cross."""
 
 MAX_FAILED_STARTS = ManagedSettings.__dataclass_fields__["max_failed_starts"].default
 
@@ -78,7 +82,7 @@ FIGURES = [
     ("reliability.md", f"fails to start {MAX_FAILED_STARTS} times in a row"),
     ("engines.md", f"--kv-cache-memory-bytes={vllm_command.CPU_KV_CACHE_BYTES}"),
     ("gateway.md", f"`--max-body-bytes` ({MAX_BODY_BYTES >> 20} MiB)"),
-    ("architecture.md", f"pieces of {CHUNK_BYTES} bytes"),
+    ("pool.md", f"pieces of {CHUNK_BYTES} bytes"),
 ]
 
 
@@ -239,6 +243,15 @@ def test_every_module_stands_in_the_table_of_layers() -> None:
     names = [path.name for path in inside if path.is_dir() or path.suffix == ".py"]
 
     assert [name for name in names if f"`batchrun/{name}`" not in page] == []
+
+
+@pytest.mark.parametrize(("way", "most"), MAX_FILES_OF_WAYS.items())
+def test_no_main_way_crosses_too_many_files(way: str, most: int) -> None:
+    _, _, rest = (DOCS / "architecture.md").read_text().partition(f"\n## The way of {way}\n")
+    files = SOURCE_PATH.findall(rest.partition("\n## ")[0])
+
+    assert len(set(files)) == len(files)
+    assert 0 < len(files) <= most
 
 
 def test_the_readme_opens_with_the_two_commands_of_a_fresh_machine() -> None:

@@ -13,7 +13,7 @@ from batchrun.simulator.planner.job_forecast import (
     EngineTime,
     Eta,
     Forecast,
-    Foretold,
+    Prediction,
     Price,
     study_figures,
 )
@@ -42,7 +42,7 @@ def shown(
 ) -> str:
     time = EngineTime(hours, "daemon", "measured")
     study = study_figures(INSPECTED, 1_000.0, 80.0)
-    found = Foretold(study, deadline_s, Forecast(eta, time), price or Price())
+    found = Prediction(study, deadline_s, Forecast(eta, time), price or Price())
     text = io.StringIO()
     Console(file=text, width=1_000).print(rendered(found))
     return text.getvalue()
@@ -74,7 +74,7 @@ def test_a_deadline_is_compared_with_the_whole_range(
 
 def test_a_job_that_never_ends_misses_every_deadline_and_has_no_figure() -> None:
     never = Eta(math.inf, math.inf, math.inf, "simulation", "no time left")
-    found = Foretold({}, 60.0, Forecast(never, EngineTime(None, None, "")), Price()).record()
+    found = Prediction({}, 60.0, Forecast(never, EngineTime(None, None, "")), Price()).record()
 
     assert "never: no time left" in shown(never, 60.0)
     assert "1 min: missed" in shown(never, 60.0)

@@ -21,6 +21,7 @@ from echo_views import (
 )
 
 from batchrun.scheduling.echo import EchoOptions, EchoPolicy
+from batchrun.scheduling.online_queue import ArrivalOrder
 from batchrun.scheduling.view import Plan
 
 
@@ -224,7 +225,10 @@ def test_a_row_that_is_not_ready_is_passed_over() -> None:
 
 
 def test_a_document_that_stood_first_for_ten_seconds_is_begun_before_a_better_one() -> None:
-    policy, head = EchoPolicy(EchoOptions()), row("row 1", prompt=2_000, document="A")
+    policy, head = (
+        EchoPolicy(EchoOptions(), ArrivalOrder()),
+        row("row 1", prompt=2_000, document="A"),
+    )
     better = row("row 2", prompt=2_000, document="B", num_followers=9)
 
     def admitted_at(now_s: float) -> list[str]:
@@ -236,7 +240,7 @@ def test_a_document_that_stood_first_for_ten_seconds_is_begun_before_a_better_on
 
 
 def test_an_overdue_document_that_waits_for_running_rows_holds_the_others_back() -> None:
-    policy, running = EchoPolicy(EchoOptions()), decoding_row("row 0", output=200)
+    policy, running = EchoPolicy(EchoOptions(), ArrivalOrder()), decoding_row("row 0", output=200)
     head = row("row 1", prompt=2_000, document="A")
     smaller = row("row 2", prompt=600, document="B")
 

@@ -17,6 +17,7 @@ from echo_views import (
 )
 
 from batchrun.scheduling.echo import EchoOptions, EchoPolicy
+from batchrun.scheduling.online_queue import ArrivalOrder
 from batchrun.scheduling.view import PrefixHit, RequestView
 
 
@@ -118,7 +119,7 @@ def test_what_running_rows_will_still_generate_is_not_given_to_others() -> None:
 
 
 def test_a_document_that_stood_first_for_ten_seconds_may_use_the_reserve() -> None:
-    policy, head = EchoPolicy(EchoOptions()), row("row 1", prompt=990, document="A")
+    policy, head = EchoPolicy(EchoOptions(), ArrivalOrder()), row("row 1", prompt=990, document="A")
 
     def admitted_at(now_s: float) -> list[str]:
         engine = view(running=[decoding_call()], waiting=[head], free_blocks=100, now_s=now_s)

@@ -9,6 +9,7 @@ import pytest
 from echo_views import NOW_S, call, decoding_call, plan_of, prefilling_call, row, view
 
 from batchrun.scheduling.echo import EchoOptions, EchoPolicy
+from batchrun.scheduling.online_queue import ArrivalOrder
 from batchrun.scheduling.slack import (
     IDLE_SHARE,
     LATE_SHARE,
@@ -115,7 +116,7 @@ def test_without_calls_steps_are_short_enough_for_an_arrival_and_longer_after_a_
 
 
 def test_an_arrival_is_expected_for_a_minute_after_the_last_call() -> None:
-    policy, document = EchoPolicy(EchoOptions()), row(prompt=9_000)
+    policy, document = EchoPolicy(EchoOptions(), ArrivalOrder()), row(prompt=9_000)
     policy.plan(view(running=[decoding_call()]))
 
     def chunk_after(pause_s: float) -> int:

@@ -84,7 +84,7 @@ def test_one_wild_step_moves_the_fit_by_little() -> None:
 
 def test_echo_keeps_what_it_knew_of_a_kind_of_step_it_did_not_see() -> None:
     law = replace(ECHO_LAW, decode_mean_s=5e-6)
-    decodes = [load for load in random_loads(2, 200) if not load.num_prefills]
+    decodes = [load for load in random_loads(2, 200) if load.kind == 1]
 
     found = fit_echo(StepTable.of(observed(law, decodes)), start=ECHO_LAW)
 

@@ -44,12 +44,12 @@ def test_before_the_first_step_the_best_is_what_is_believed() -> None:
 
 
 def test_a_calibrated_fit_does_not_forget_prefills_while_only_decodes_run() -> None:
-    decodes = [load for load in random_loads(3, 4000) if not load.num_prefills]
+    decodes = [load for load in random_loads(3, 4000) if load.kind == 1]
     prefills = [StepLoad.of([(n, n + c, False)]) for n in (256, 1024) for c in (0, 4000)]
 
     fit = learned(observed_with_noise(A100_LAW, decodes, seed=3), A100_LAW, LINEAR_LAW)
 
-    assert fit.num_observed == len(decodes) >= 500
+    assert len(decodes) >= 500
     assert mape(fit.best(), A100_LAW, prefills) <= 0.1
 
 
@@ -70,8 +70,7 @@ def test_errors_are_those_of_predictions_made_before_learning() -> None:
 
     fit.observe(load, took_s)
 
-    assert fit.held_out_errors()["linear"].mape == pytest.approx(0.5)
-    assert fit.held_out_errors()["linear"].num_steps == 1
+    assert fit.error_share == pytest.approx(0.5)
 
 
 def test_the_error_window_forgets_the_oldest_steps() -> None:
@@ -82,8 +81,7 @@ def test_the_error_window_forgets_the_oldest_steps() -> None:
     for took_s in (2 * right_s, right_s, right_s, right_s, right_s):
         fit.observe(load, took_s)
 
-    assert fit.held_out_errors()["linear"].mape == pytest.approx(0.0, abs=1e-9)
-    assert fit.held_out_errors()["linear"].num_steps == 4
+    assert fit.error_share == pytest.approx(0.0, abs=1e-9)
 
 
 def test_steps_without_work_or_without_time_are_ignored() -> None:
@@ -92,7 +90,8 @@ def test_steps_without_work_or_without_time_are_ignored() -> None:
     fit.observe(StepLoad(), 0.01)
     fit.observe(StepLoad.of([(5, 5, False)]), 0.0)
 
-    assert fit.num_observed == 0
+    assert fit.models == OnlineFit().models
+    assert fit.error_share == 0.0
 
 
 def test_an_observed_load_may_be_changed_afterwards() -> None:

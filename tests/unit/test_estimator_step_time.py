@@ -29,16 +29,16 @@ def test_a_load_counts_what_it_was_given() -> None:
     load = StepLoad.of([(1, 100, True), (1, 300, True), (50, 50, False), (1, 20, False)])
 
     assert (load.num_requests, load.num_tokens, load.context_tokens) == (4, 53, 470)
-    assert (load.num_decodes, load.num_prefills, load.prefill_tokens) == (2, 2, 51)
-    assert (load.max_decode_context_tokens, load.mean_decode_context_tokens) == (300, 200.0)
-    assert load.prefill_pairs == 50 * 25 + 1 * 19.5
-    assert load.attention_pairs == load.prefill_pairs + 99.5 + 299.5
+    assert (load.num_decodes, load.decode_context_tokens) == (2, 400)
+    assert load.max_decode_context_tokens == 300
+    assert load.attention_pairs == 50 * 25 + 1 * 19.5 + 99.5 + 299.5
 
 
 def test_the_chunks_of_a_prompt_have_the_pairs_of_the_whole() -> None:
     chunks = StepLoad.of([(100, 100, False), (7, 107, False), (893, 1000, False)])
+    whole = StepLoad.of([(1000, 1000, False)])
 
-    assert chunks.prefill_pairs == StepLoad.of([(1000, 1000, False)]).prefill_pairs == 1000**2 / 2
+    assert chunks.attention_pairs == whole.attention_pairs == 1000**2 / 2
 
 
 def test_removing_the_longest_decode_leaves_the_next() -> None:

@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import pytest
 import scheduler_rig as rig
+from msgspec import UNSET, UnsetType
 
+from batchrun.hints import FlexHint, RowHint
 from batchrun.scheduling.view import RequestView
 from batchrun.types import RequestClass
-from batchrun.vllm_plugin.hints import FlexHint, Hint
-from batchrun.vllm_plugin.planner import make_view
 from batchrun.vllm_plugin.settings import OnlineSlo
+from batchrun.vllm_plugin.state import make_view
 
 
-def view_of(hint: Hint | FlexHint, max_tokens: int = 30_000) -> RequestView:
+def view_of(hint: RowHint | FlexHint, max_tokens: int = 30_000) -> RequestView:
     request = rig.make_request("row", 40, max_tokens=max_tokens)
     return make_view(request, hint, OnlineSlo(), 0.0)
 
 
-def row_hint(output_tokens: int | None) -> Hint:
-    return Hint(1, "job", 0, 0, (), output_tokens)
+def row_hint(output_tokens: int | UnsetType) -> RowHint:
+    return RowHint(epoch=1, job="job", row=0, rank=0, output_tokens=output_tokens)
 
 
 @pytest.mark.parametrize(
     ("hint", "answer_tokens"),
-    [(row_hint(200), 250), (row_hint(None), 160), (FlexHint(), 160), (row_hint(0), 64)],
+    [(row_hint(200), 250), (row_hint(UNSET), 160), (FlexHint(), 160), (row_hint(0), 64)],
 )
 def test_an_answer_is_expected_to_end_a_margin_behind_what_the_hint_says(
-    hint: Hint | FlexHint, answer_tokens: int
+    hint: RowHint | FlexHint, answer_tokens: int
 ) -> None:
     assert view_of(hint).end_tokens == 40 + answer_tokens
 

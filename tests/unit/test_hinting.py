@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from job_builders import make_active_job
 
-from batchrun.daemon.assigning import MAX_NODES, Hinter
+from batchrun.daemon.dispatcher import Hinter
 from batchrun.daemon.job import ActiveJob
+from batchrun.hints import HINT_KEY, MAX_NODES_WRITTEN, RowHint, read_hint
 from batchrun.store.jobs import Counts
-from batchrun.vllm_plugin.hints import Hint, parse_hint
 
 JobMaker = Callable[..., ActiveJob]
 
@@ -23,14 +23,14 @@ def make_job(tmp_path: Path) -> JobMaker:
     return partial(make_active_job, tmp_path)
 
 
-def hint_of(hinter: Hinter, job: ActiveJob, row: int, *, is_urgent: bool = False) -> Hint:
+def hint_of(hinter: Hinter, job: ActiveJob, row: int, *, is_urgent: bool = False) -> RowHint:
     body: dict[str, object] = {"vllm_xargs": {"mine": 1}}
     hinter.add_hint(body, job, row, "secret", is_urgent=is_urgent)
     extra = body["vllm_xargs"]
     assert isinstance(extra, dict)
     assert extra["mine"] == 1
-    hint = parse_hint(extra, "secret")
-    assert isinstance(hint, Hint)
+    hint = read_hint(extra[HINT_KEY], "secret")
+    assert isinstance(hint, RowHint)
     return hint
 
 
@@ -77,9 +77,9 @@ def test_of_a_long_path_the_ends_are_told(make_job: JobMaker) -> None:
 
     told = [node.node for node in hint_of(Hinter(1), job, deepest).nodes]
 
-    assert len(path) > MAX_NODES == len(told)
+    assert len(path) > MAX_NODES_WRITTEN == len(told)
     assert told[0] == path[0]
-    assert told[1:] == path[1 - MAX_NODES :]
+    assert told[1:] == path[1 - MAX_NODES_WRITTEN :]
 
 
 def test_the_mean_of_the_answers_so_far_is_told(make_job: JobMaker) -> None:

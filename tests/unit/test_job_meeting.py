@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from job_builders import make_active_job
 
-from batchrun.daemon.assigning import bring_together
+from batchrun.daemon.dispatch import bring_together
 from batchrun.daemon.job import ActiveJob
 
 DOCUMENTS = [letter * 600 for letter in "abc"]
@@ -42,7 +42,7 @@ def test_a_later_job_goes_on_with_the_document_that_is_at_work(
 def test_a_document_that_every_row_shares_changes_no_order(
     first: ActiveJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("batchrun.daemon.assigning.MAX_ROWS", 2)
+    monkeypatch.setattr("batchrun.daemon.dispatch.MAX_ROWS", 2)
     texts = [f"{i}" * 600 for i in range(2)] + [DOCUMENTS[0] + f"{i}" * 300 for i in range(3)]
     later = make_active_job(tmp_path / "later", texts)
     alone = later.queue.peek(0.0)

@@ -11,14 +11,15 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from searched_hits import searched_hit_blocks
 
-from batchrun.simulator.virtual.engine import VirtualEngine
-from batchrun.simulator.virtual.laws import A100Law
-from batchrun.simulator.virtual.scenarios import JobShape, Order, draw_job
+from batchrun.simulator.cluster import EnginePlan
+from batchrun.simulator.offline_jobs import JobShape
 from batchrun.simulator.virtual.setup import EngineShape
-from batchrun.vllm_plugin.scheduler import ColocatedScheduler
-from benchmarks.hit_orders import PoolFeeder, planned
+from benchmarks.hit_orders import pool_job
+from benchmarks.hit_rates import fed
 from benchmarks.job_shapes import prompts_of
 from benchmarks.optimal_hits import RowBlocks, most_hit_blocks
+from benchmarks.row_feeds import daemon_of
+from benchmarks.scenarios import Order, draw_job
 
 BLOCK_TOKENS = 2
 ONE_TOKEN_OUT = 1
@@ -112,10 +113,10 @@ def test_the_virtual_engine_reaches_the_bound_and_never_exceeds_it(num_blocks: i
     job = draw_job(JobShape(8, (200, 400), (2, 5)), 3, Order.SHUFFLED)
     rows = RowBlocks.of(prompts_of(job), [row.num_output_tokens for row in job.rows])
     shape = EngineShape(num_blocks=num_blocks)
-    engine = VirtualEngine(ColocatedScheduler, shape, A100Law(), [PoolFeeder(planned([job]))])
-    engine.run_until(math.inf)
-    hit_tokens = sum(record.num_hit_tokens for record in engine.records.values())
+    simulation = fed(EnginePlan(shape), daemon_of([pool_job(job)]))
+    simulation.engines.run_until(math.inf)
+    offline = simulation.watch.offline
 
     bound = most_hit_blocks(rows, num_blocks)
-    assert len(engine.records) == rows.num_rows
-    assert 0.95 * bound <= hit_tokens / shape.block_tokens <= bound
+    assert offline.num_ended == rows.num_rows
+    assert 0.95 * bound <= offline.hit_tokens / shape.block_tokens <= bound

@@ -3,39 +3,35 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from batchrun.hints import RowHint, read_hint
 from batchrun.pool.fair_share import QUANTUM_TOKENS
-from batchrun.simulator.virtual.scenarios import Job, JobRow, Order, TokenIds
 from batchrun.simulator.virtual.setup import NONCE
-from batchrun.vllm_plugin.hints import Hint, parse_hint
 from benchmarks.data import TOOLS, VIDEOS
 from benchmarks.data.derive import nextqa, toolbench
 from benchmarks.hit_orders import (
     BASELINES,
     LPM_WINDOW,
-    PlannedJobs,
-    PoolFeeder,
     Setting,
     blend,
     hit_blocks_in_turn,
     lexicographic,
     longest_prefix_match,
     planned,
+    pool_job,
     row_blocks,
     submission,
 )
-from benchmarks.job_shapes import (
-    MAX_PREFIX_TOKENS,
-    SegmentTable,
-    ShapedJob,
-    prompt_of,
-)
+from benchmarks.job_shapes import MAX_PREFIX_TOKENS, SegmentTable, ShapedJob, prompt_of
 from benchmarks.job_shapes import nextqa as nextqa_job
 from benchmarks.job_shapes import toolbench as toolbench_job
+from benchmarks.row_feeds import daemon_of
+from benchmarks.scenarios import Job, JobRow, Order, TokenIds
 
 SETTING = Setting(seed=1, cache_blocks=1_000)
 REAL_DATA = Path(__file__).parents[3] / "shared" / "datasets"
@@ -68,17 +64,11 @@ def shared_tokens(one: TokenIds, other: TokenIds) -> int:
     return int(differs[0]) if differs.size else size
 
 
-def hints_of(plan: PlannedJobs) -> list[Hint]:
+def hints_of(jobs: Sequence[Job]) -> list[RowHint]:
     """The hints of all rows, as the scheduler reads them."""
-    feeder = PoolFeeder(plan)
-    hints: list[Hint] = []
-    while (due_s := feeder.next_due_s) < float("inf"):
-        for arrival in feeder.take_due(due_s):
-            hint = parse_hint({"batchrun": arrival.hint}, NONCE)
-            assert isinstance(hint, Hint)
-            hints.append(hint)
-            feeder.on_finished(arrival.request_id)
-    return hints
+    arrivals = daemon_of([pool_job(job) for job in jobs]).ports[0].take_due(0.0)
+    hints = [read_hint(arrival.hint, NONCE) for arrival in arrivals]
+    return [hint for hint in hints if isinstance(hint, RowHint)]
 
 
 @pytest.mark.parametrize("name", BASELINES)
@@ -199,17 +189,17 @@ def test_jobs_share_the_computed_tokens_to_within_a_turn() -> None:
 
 
 def test_hints_name_every_prefix_node_with_the_rows_to_come() -> None:
-    hints = hints_of(planned([ShapedJob("tree", TREE).draw(0, Order.GROUPED)]))
+    hints = hints_of([ShapedJob("tree", TREE).draw(0, Order.GROUPED)])
     root = [hint.nodes[0].num_rows_to_come for hint in hints if len(hint.nodes) == 2]
 
     assert sorted(len(hint.nodes) for hint in hints) == [0, 2, 2, 2, 2]
     assert root == [3, 2, 1, 0]
-    assert [hint.rank for hint in hints] == [0, 1, 2, 3, 4]
+    assert [hint.rank - hints[0].rank for hint in hints] == [0, 1, 2, 3, 4]
 
 
 def test_hints_of_jobs_that_run_together_count_apart() -> None:
     jobs = [ShapedJob("tree", TREE).draw(seed, Order.SHUFFLED) for seed in (0, 1)]
-    hints = hints_of(planned(jobs))
+    hints = hints_of(jobs)
 
     assert {hint.job for hint in hints} == {"job-0", "job-1"}
     for name in ("job-0", "job-1"):

@@ -15,9 +15,9 @@ from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.planner.colocation import JobWork, Pace, ends_s
 from batchrun.simulator.planner.fleet import context_tokens, smallest
 from batchrun.simulator.planner.kinds import EngineKind, check_kinds, parse_kind
-from batchrun.simulator.planner.peak import Attainment, Promise
+from batchrun.simulator.planner.peak import Attainment, SloTarget
 
-PROMISE = Promise()
+SLO = SloTarget()
 
 
 @given(st.integers(1, 1_100), st.integers(1, 1_024))
@@ -71,13 +71,13 @@ def test_jobs_share_the_pace_by_weight_and_the_rest_when_one_has_ended() -> None
 
 
 def test_a_promise_holds_up_to_the_calls_that_may_miss() -> None:
-    promise = Promise(target=0.9)
+    slo = SloTarget(target=0.9)
 
-    assert promise.may_miss(100) == 10
-    assert attained(10, 0).holds(promise) and attained(0, 10).holds(promise)
-    assert not attained(11, 0).holds(promise) and not attained(0, 11).holds(promise)
-    assert attained(0, 0).holds(Promise(target=1.0))
-    assert not attained(1, 0).holds(Promise(target=1.0))
+    assert slo.may_miss(100) == 10
+    assert attained(10, 0).holds(slo) and attained(0, 10).holds(slo)
+    assert not attained(11, 0).holds(slo) and not attained(0, 11).holds(slo)
+    assert attained(0, 0).holds(SloTarget(target=1.0))
+    assert not attained(1, 0).holds(SloTarget(target=1.0))
 
 
 def attained(num_ttft_missed: int, num_tpot_missed: int) -> Attainment:
@@ -93,7 +93,7 @@ def attained(num_ttft_missed: int, num_tpot_missed: int) -> Attainment:
     ],
 )
 def test_a_kind_is_read(text: str, name: str, price: float | None, gpus: int) -> None:
-    kind = parse_kind(text, PROMISE, Path())
+    kind = parse_kind(text, SLO, Path())
 
     assert (kind.name, kind.price, kind.gpus) == (name, price, gpus)
     assert kind.price_per_hour(3) == (None if price is None else 3 * gpus * price)
@@ -102,15 +102,15 @@ def test_a_kind_is_read(text: str, name: str, price: float | None, gpus: int) ->
 @pytest.mark.parametrize("text", ["", "a100-8b@", "a100-8b@1x0", "a=b@@1", "a100-8b@-1"])
 def test_a_kind_that_cannot_be_read_says_what_it_must_be(text: str) -> None:
     with pytest.raises(InputError, match=r"--profile '.*': must be PROFILE, PROFILE@PRICE"):
-        parse_kind(text, PROMISE, Path())
+        parse_kind(text, SLO, Path())
 
 
 def test_a_profile_that_is_missing_or_none_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"absent\.json: the profile cannot be read"):
-        parse_kind("absent.json@1", PROMISE, tmp_path)
+        parse_kind("absent.json@1", SLO, tmp_path)
     (tmp_path / "wrong.json").write_text("{")
     with pytest.raises(ConfigError, match=r"wrong\.json: not JSON"):
-        parse_kind("wrong.json", PROMISE, tmp_path)
+        parse_kind("wrong.json", SLO, tmp_path)
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
@@ -119,14 +119,14 @@ ROOFLINE = PAGE.read_text().split("```text\nflop_per_s")[1].split("```")[0]
 
 def test_a_kind_may_be_the_manuals_roofline(tmp_path: Path) -> None:
     (tmp_path / "h100.yaml").write_text(f"flop_per_s{ROOFLINE}")
-    kind = parse_kind("h100.yaml@3", PROMISE, tmp_path)
+    kind = parse_kind("h100.yaml@3", SLO, tmp_path)
 
     assert (kind.name, kind.engine.shape.num_blocks) == ("h100", 25_000)
     items = [(500, 500, False)]
     assert kind.engine.law.step_s(items) < 0.7 * EnginePlan().law.step_s(items)
     (tmp_path / "h100.yaml").write_text(f"flop_per_s{ROOFLINE}kv_block: 3\n")
     with pytest.raises(ConfigError, match=r"h100\.yaml:8: kv_block: unknown key"):
-        parse_kind("h100.yaml@3", PROMISE, tmp_path)
+        parse_kind("h100.yaml@3", SLO, tmp_path)
 
 
 def test_kinds_need_names_of_their_own_and_prices_to_compare() -> None:
@@ -140,7 +140,7 @@ def test_kinds_need_names_of_their_own_and_prices_to_compare() -> None:
 
 
 def test_a_context_may_be_longer_than_the_default() -> None:
-    kind = parse_kind("a100-8b@1.80", PROMISE, Path())
+    kind = parse_kind("a100-8b@1.80", SLO, Path())
 
     longer = kind.with_context(65_536)
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchrun.jobs.study import count_tree
-from batchrun.pool.prefix_keys import ChainBuilder, IntArray
+from batchrun.pool.prefix_keys import CHUNK_BYTES, ChainBuilder, IntArray
 from batchrun.pool.prompt_study import (
-    PIECE_BYTES,
-    PieceCoder,
+    LEAST_BYTES,
+    Cuts,
     PromptTree,
     TreeTokens,
     servable_tokens,
@@ -28,13 +28,13 @@ def text(seed: int, num_bytes: int) -> bytes:
 
 
 def tree_of(texts: Sequence[bytes], rows: Sequence[int] | None = None) -> PromptTree:
-    builder, coder = ChainBuilder(0), PieceCoder()
-    builder.add(texts)
-    coder.add(texts[:2])
-    coder.add(texts[2:])
+    cuts = Cuts()
+    builder = ChainBuilder(0, cuts)
+    builder.add(texts[:2])
+    builder.add(texts[2:])
     lengths = np.array([len(each) for each in texts], dtype=np.int64)
     chosen = np.arange(len(texts)) if rows is None else np.array(rows, dtype=np.int64)
-    return PromptTree.of(builder.build(), coder.build(), lengths, chosen)
+    return PromptTree.of(builder.build(), cuts, lengths, chosen)
 
 
 def in_bytes(tree: PromptTree) -> TreeTokens:
@@ -47,13 +47,26 @@ def common_bytes(tree: PromptTree) -> dict[int, int]:
     return dict(zip(tree.rows.tolist(), depths.tolist(), strict=True))
 
 
-@pytest.mark.parametrize("num_shared", [0, 20, 250, 256, 300, 1_000, 4_096])
-def test_a_shared_beginning_is_known_to_half_a_piece(num_shared: int) -> None:
+@pytest.mark.parametrize("num_shared", [8, 20, 100, 250, 256, 300, 512])
+def test_a_shared_beginning_is_known_to_half_a_short_chunk(num_shared: int) -> None:
     shared = text(0, num_shared)
     tree = tree_of([shared + text(seed, 700) for seed in (1, 2, 3)])
 
     for found in common_bytes(tree).values():
-        assert abs(found - num_shared) <= PIECE_BYTES // 2
+        assert abs(found - num_shared) <= LEAST_BYTES // 2
+
+
+@pytest.mark.parametrize("num_shared", [1_000, 4_096, 5_000, 40_000])
+def test_a_long_shared_beginning_is_known_to_a_64th_and_to_half_a_chunk(num_shared: int) -> None:
+    shared = text(0, num_shared)
+    tree = tree_of([shared + text(seed, 700) for seed in (1, 2, 3)])
+
+    for found in common_bytes(tree).values():
+        assert abs(found - num_shared) <= min(num_shared // 64 + 1, CHUNK_BYTES // 2)
+
+
+def test_texts_that_begin_alike_by_less_than_the_first_cut_share_nothing() -> None:
+    assert tree_of([b"same " + text(seed, 300) for seed in (1, 2)]).nodes.num_nodes == 0
 
 
 def test_equal_rows_share_all_of_their_text() -> None:
@@ -61,10 +74,10 @@ def test_equal_rows_share_all_of_their_text() -> None:
     assert common_bytes(tree_of(texts)) == {0: 301, 1: 90, 2: 301, 3: 90}
 
 
-def test_a_row_that_is_the_beginning_of_another_is_shared_but_for_part_of_a_piece() -> None:
+def test_a_row_that_is_the_beginning_of_another_is_shared_but_for_part_of_a_chunk() -> None:
     whole = text(1, 1_000)
     found = common_bytes(tree_of([whole[:600], whole, text(2, 500)]))
-    assert found == {0: pytest.approx(600, abs=PIECE_BYTES // 2), 1: found[0], 2: 0}
+    assert found == {0: pytest.approx(600, abs=LEAST_BYTES // 2), 1: found[0], 2: 0}
 
 
 def test_unrelated_rows_share_nothing_however_many_they_are() -> None:

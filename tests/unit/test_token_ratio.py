@@ -19,11 +19,9 @@ from batchrun.jobs.prompts.tokens import (
     CacheAgreement,
     TokenRatio,
     predict_cached_in_row,
-    predict_cached_tokens,
     sample_rows,
     token_counter,
 )
-from batchrun.pool.prefix_keys import CHUNK_BYTES
 
 
 @pytest.fixture
@@ -106,37 +104,18 @@ def test_sample_rows_spread_over_the_job(num_rows: int) -> None:
         assert rows[0] == 0 and gaps.max() - gaps.min() <= 1
 
 
-def test_whole_blocks_of_the_shared_text_are_foretold() -> None:
-    shared_chunks = np.array([0, 1, 4])
-    text_bytes = np.full(3, 2_000)
-    tokens = predict_cached_tokens(shared_chunks, text_bytes, bytes_per_token=4.0, block_tokens=32)
-    half_a_chunk = CHUNK_BYTES / 4 / 2
-    assert tokens.tolist() == [0, 96, 288]
-    assert 288 <= 4 * CHUNK_BYTES / 4 + half_a_chunk < 288 + 32
-
-
-def test_the_last_token_of_a_prompt_is_never_cached() -> None:
-    tokens = predict_cached_tokens(
-        np.array([4, 4]), np.array([1_024, 1_028]), bytes_per_token=4.0, block_tokens=16
-    )
-    assert tokens.tolist() == [240, 256]
-
-
-@given(st.integers(0, 40), st.integers(1, 20_000), st.integers(1, 8), st.sampled_from([16, 128]))
-def test_one_row_is_foretold_as_all_of_them_are(
-    shared_chunks: int, text_bytes: int, bytes_per_token: int, block_tokens: int
+@pytest.mark.parametrize(("shared_chunks", "cached_tokens"), [(0, 0), (1, 96), (4, 288)])
+def test_whole_blocks_of_the_shared_text_are_predicted(
+    shared_chunks: int, cached_tokens: int
 ) -> None:
-    text_bytes = max(text_bytes, shared_chunks * CHUNK_BYTES, bytes_per_token)
-    text_bytes -= text_bytes % bytes_per_token
-    (whole,) = predict_cached_tokens(
-        np.array([shared_chunks]),
-        np.array([text_bytes]),
-        bytes_per_token=bytes_per_token,
-        block_tokens=block_tokens,
-    )
-    num_tokens = text_bytes // bytes_per_token
-    row = predict_cached_in_row(shared_chunks, text_bytes, num_tokens, block_tokens)
-    assert row == whole
+    # Four bytes to a token: a chunk has 64 tokens, and half of the next one is assumed.
+    assert predict_cached_in_row(shared_chunks, 2_000, 500, block_tokens=32) == cached_tokens
+
+
+@pytest.mark.parametrize(("num_tokens", "cached_tokens"), [(256, 240), (257, 256)])
+def test_the_last_token_of_a_prompt_is_never_cached(num_tokens: int, cached_tokens: int) -> None:
+    found = predict_cached_in_row(4, 4 * num_tokens, num_tokens, block_tokens=16)
+    assert found == cached_tokens
 
 
 def test_agreement_is_the_smaller_sum_over_the_larger() -> None:

@@ -7,16 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from batchrun.errors import DataError, InputError
-from batchrun.simulator.traces.rates import RateSeries, draw_trace, splice_day
+from batchrun.simulator.traces.rates import RateSeries, draw_trace
 from batchrun.simulator.traces.reading import load_parquet, save_trace
-from batchrun.simulator.traces.summary import RateSearch, fit_rate, prefix_hit_rate, summarize_trace
+from batchrun.simulator.traces.summary import prefix_hit_rate, summarize_trace
 from batchrun.simulator.traces.trace import (
-    Load,
     PrefixBlocks,
     Trace,
     find_peak,
@@ -114,9 +114,9 @@ def write_with(path: Path, metadata: dict[bytes, bytes]) -> None:
 def test_a_changed_file_of_ours_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.parquet"
     save_trace(poisson(3), path)
-    table = pq.read_table(path)
-    zeros = pa.array([0, 0, 0], pa.int64())
-    pq.write_table(table.set_column(1, "num_prompt_tokens", zeros), path)
+    about = pl.read_parquet_metadata(path)
+    frame = pl.read_parquet(path).with_columns(num_prompt_tokens=pl.lit(0, pl.Int64))
+    frame.write_parquet(path, metadata={"batchrun.trace": about["batchrun.trace"]})
     with pytest.raises(DataError, match="request 1 has no prompt token"):
         load_parquet(path)
 
@@ -125,9 +125,8 @@ def test_the_peak_lies_where_the_tokens_are() -> None:
     times_s = [0, 1, 2, 3, 50, 51, 99]
     trace = Trace.of(times_s, [10, 10, 10, 10, 500, 500, 1], [1] * 7)
 
-    assert find_peak(trace, 10, Load.TOKENS).start_s == 50
-    assert find_peak(trace, 10, Load.REQUESTS).start_s == 0
-    assert len(find_peak(trace, 10, Load.REQUESTS).of(trace)) == 4
+    assert find_peak(trace, 10).start_s == 50
+    assert len(find_peak(trace, 10).of(trace)) == 2
     with pytest.raises(InputError, match="no peak of 0 s"):
         find_peak(trace, 0)
 
@@ -140,14 +139,13 @@ def test_a_window_does_not_hold_its_own_end() -> None:
 
 def test_stratified_windows_stand_for_the_whole_trace() -> None:
     trace = poisson(20_000)
-    for seed in (None, 1):
-        windows = stratified_windows(trace, 24, 200.0, seed=seed)
-        estimate = sum(len(w.of(trace)) * w.weight_s / 200.0 for w in windows)
+    windows = stratified_windows(trace, 24, 200.0)
+    estimate = sum(len(w.of(trace)) * w.weight_s / 200.0 for w in windows)
 
-        assert [w.end_s - w.start_s for w in windows] == pytest.approx([200.0] * 24)
-        assert sum(w.weight_s for w in windows) == pytest.approx(trace.duration_s)
-        assert all(b.start_s >= a.end_s for a, b in itertools.pairwise(windows))
-        assert estimate == pytest.approx(len(trace), rel=0.05)
+    assert [w.end_s - w.start_s for w in windows] == pytest.approx([200.0] * 24)
+    assert sum(w.weight_s for w in windows) == pytest.approx(trace.duration_s)
+    assert all(b.start_s >= a.end_s for a, b in itertools.pairwise(windows))
+    assert estimate == pytest.approx(len(trace), rel=0.05)
 
 
 def test_windows_longer_than_their_parts_are_the_whole_trace() -> None:
@@ -200,11 +198,12 @@ def test_traces_with_and_without_prefixes_superpose_without() -> None:
     assert superpose([one, one]).prefix is not None
 
 
-def test_a_day_is_spliced_from_rates_and_the_calls_of_a_trace() -> None:
+def test_a_day_is_drawn_from_rates_and_the_calls_of_a_trace() -> None:
     trace = Trace.of([0, 1, 2], [10, 20, 30], [1, 2, 3], source="t")
     tide = 2 + np.sin(np.arange(1_440) / 1_440 * 2 * np.pi)
 
-    day = splice_day(trace, tide, seed=3)
+    rates = RateSeries.steady(np.arange(1_440) * 60, 86_400, tide)
+    day = draw_trace([rates], seed=3, like=trace)
 
     assert day.duration_s == 86_400
     counts = np.histogram(day.arrival_s, 24, (0, 86_400))[0]
@@ -213,31 +212,12 @@ def test_a_day_is_spliced_from_rates_and_the_calls_of_a_trace() -> None:
     assert set(zip(day.num_prompt_tokens, day.num_output_tokens, strict=True)) == {
         (10, 1), (20, 2), (30, 3)
     }  # fmt: skip
-    assert splice_day(trace, tide, seed=3).arrival_s.tolist() == day.arrival_s.tolist()
+    assert draw_trace([rates], seed=3, like=trace).arrival_s.tolist() == day.arrival_s.tolist()
 
 
 def test_what_is_left_of_a_gap_is_waited_for_in_the_next_window() -> None:
     series = RateSeries.steady(np.arange(4_000), 4_000, np.full(4_000, 0.1))
     assert len(draw_trace([series], seed=1)) == pytest.approx(400, rel=0.15)
-
-
-@pytest.mark.parametrize("border", [0.03, 0.7, 1.0, 5.3])
-def test_the_largest_rate_that_holds_is_found(border: float) -> None:
-    trace = poisson(4_000)
-    most = border * len(trace)
-    fitted = fit_rate(trace, lambda scaled: len(scaled) <= most, seed=1)
-
-    assert len(fitted.trace) <= most
-    assert fitted.factor == pytest.approx(border, rel=0.1)
-    assert fitted.too_much is not None and fitted.factor < fitted.too_much <= 1.02 * fitted.factor
-    assert fitted.num_tries < 20
-
-
-def test_a_search_has_ends() -> None:
-    trace = poisson(50)
-    assert fit_rate(trace, lambda _: True, seed=1, search=RateSearch(most=4)).factor == 4
-    with pytest.raises(InputError, match=r"broken even at 0\.25 times"):
-        fit_rate(trace, lambda _: False, seed=1, search=RateSearch(least=0.25))
 
 
 def test_the_summary_tells_poisson_arrivals_from_bursts() -> None:

@@ -11,14 +11,15 @@ import pytest
 from job_builders import make_tree_job
 from msgspec.structs import replace
 
-from batchrun.daemon.assigning import Assigner
+from batchrun.daemon.dispatch import Assigner
 from batchrun.daemon.engine_link import EngineLink
 from batchrun.daemon.faults import SOLO, Trials, accuse_rows
+from batchrun.daemon.job import ActiveJob
 from batchrun.daemon.slots import Slot
 from batchrun.engine.command import AttachedSettings
 from batchrun.engine.engine import AttachedEngine
 from batchrun.pool.window import Window
-from batchrun.types import EngineState, Outcome, OutcomeKind, Usage
+from batchrun.types import EngineState, Usage
 from batchrun.wire import ClassTelemetry, RowKey, Telemetry
 
 JOB = "job_a"
@@ -39,7 +40,7 @@ def run(room: int, kills: Kills, num_rows: int) -> tuple[list[int], list[int], i
     engine = AttachedEngine(AttachedSettings(name="one", url="http://127.0.0.1:9000"))
     engine.state = EngineState.READY
     slot = Slot(engine, uses_priority=False, window=Window(room, 10**9))
-    assigner = Assigner([slot])
+    assigner = Assigner[ActiveJob, Slot]([slot])
     job = make_tree_job(JOB, ["a"] * num_rows)
     assigner.join(job, due_at=None)
     answered: list[int] = []
@@ -57,11 +58,10 @@ def run(room: int, kills: Kills, num_rows: int) -> tuple[list[int], list[int], i
             slot.release(assignment)
             row = assignment.row
             if last is not None and not job.trials.is_guilty(row):
-                assigner.give_back(job, row)
+                assigner.give_back(assignment, float(now_s))
                 continue
             (answered if last is None else guilty).append(row)
-            outcome = Outcome(JOB, row, 1, OutcomeKind.OK, usage=Usage(64, 8, 0))
-            assigner.settle(job, outcome)
+            assigner.settle(assignment, Usage(64, 8, 0), float(now_s))
             job.trials.clear(row)
             job.queue.finish(row)
     assert job.queue.is_finished

@@ -1,8 +1,7 @@
-"""All files of a job's input as one numbered sequence of rows.
+"""Input paths -> `InputData`: all files of a job's input as one numbered sequence of rows.
 
-Ids must be unique: checked over all rows with eight bytes of memory per row.
-
-Input paths -> `InputData`: globs, formats, and every way a path can disappoint.
+Handles globs, formats, and every way a path can disappoint. Ids must be unique: checked over all
+rows with eight bytes of memory per row.
 """
 
 from __future__ import annotations
@@ -18,14 +17,13 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from batchrun.errors import DataError, JobSpecError
+from batchrun.errors import DataError, JobSpecError, suggestion
 from batchrun.jobs.inputs.parquet import ParquetInput
 from batchrun.jobs.inputs.rows import BATCH_BYTES, InputFile, Row, Undecodable
 from batchrun.jobs.inputs.text_files import CsvInput, JsonlInput
 from batchrun.jobs.job_file import input_files
 from batchrun.jobs.pin import InputPin, PinnedFile, hash_blocks, pinned_path
 from batchrun.jobs.spec import InputSpec, JobSpec
-from batchrun.strict_yaml import suggestion
 from batchrun.types import ProgressSink
 
 

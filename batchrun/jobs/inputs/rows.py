@@ -1,8 +1,7 @@
-"""Arrow batches as the native Python values that templates and JSON writers see.
+"""What every input file offers, whatever its format: Arrow batches, native rows, random access.
 
-What every input file offers, whatever its format.
-
-Random access to rows that lie in chunks, with a small cache of decoded chunks.
+Native values are those that templates and JSON writers see. Rows that lie in chunks are read
+through a small cache of decoded chunks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rows read back in the order in which a job was planned, whatever the order of its files.
 
-Rows of a stream, kept on disk in another order: buckets that are read back one at a time.
+Where reading in place would be slow, rows are copied to disk in buckets, read back one at a time.
 """
 
 from __future__ import annotations

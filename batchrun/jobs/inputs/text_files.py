@@ -1,8 +1,6 @@
-"""JSON Lines: one object per line, random access through an index of line offsets.
+"""JSON Lines and CSV (RFC 4180, UTF-8, comma, a header line), with random access to their rows.
 
-Where each record of a text file begins and ends, found without parsing the records.
-
-CSV (RFC 4180, UTF-8, comma, a header line): all columns are text.
+Where each record begins and ends is found without parsing the records. All columns of CSV are text.
 """
 
 from __future__ import annotations

@@ -7,9 +7,7 @@ Hugging Face's transformers, without importing either.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +20,6 @@ from jinja2.parser import Parser
 from batchrun.errors import ConfigError
 from batchrun.jobs.prompts.prompt_text import (
     prefix_text,
-    probe_body,
     template_messages,
     until_open_end,
     with_open_end,
@@ -37,20 +34,6 @@ REFUSALS = (
 )  # fmt: skip
 """What rendering one chat can raise."""
 _MAX_COMPILED = 16
-_UNEVEN = re.compile(r"[\s\d]+")
-
-
-@dataclass(frozen=True, slots=True)
-class ChatOptions:
-    """What vLLM was told about chats: `--default-chat-template-kwargs`,
-    `--trust-request-chat-template` and `--exclude-tools-when-tool-choice-none`."""
-
-    template_kwargs: Mapping[str, object] = field(default_factory=dict)
-    trusts_templates: bool = False
-    drops_unused_tools: bool = False
-
-
-NO_OPTIONS = ChatOptions()
 
 
 class _Compiled(NamedTuple):
@@ -64,7 +47,7 @@ class ChatTemplate:
 
     `templates` maps names to texts: `default`, and `tool_use` for chats with tools where the
     model has one. `now` is the time that they are told: one for a whole job, or a date in the
-    prompt would part its rows. `num_fallbacks` counts the chats that could not be rendered.
+    prompt would part its rows.
     Raises ConfigError when a template is not well-formed.
     """
 
@@ -74,14 +57,11 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         *,
         now: datetime,
-        options: ChatOptions = NO_OPTIONS,
     ) -> None:
         environment = _make_environment(now)
         self._compile = lru_cache(_MAX_COMPILED)(lambda text: _compile(environment, text))
         self._templates = dict(templates)
         self._special_tokens = dict(special_tokens)
-        self._options = options
-        self.num_fallbacks = 0
         for name, text in templates.items():
             try:
                 self._compile(text)
@@ -89,7 +69,7 @@ class ChatTemplate:
                 raise ConfigError(f"chat template {name!r}: {failure}") from None
 
     @classmethod
-    def load(cls, folder: Path, *, now: datetime, options: ChatOptions = NO_OPTIONS) -> Self | None:
+    def load(cls, folder: Path, *, now: datetime) -> Self | None:
         """The template of the model in `folder`; None when there is none, or vLLM does not use it.
 
         `chat_template.jinja` goes before the one in `tokenizer_config.json`. Raises ConfigError
@@ -104,7 +84,7 @@ class ChatTemplate:
         except (OSError, ValueError, LookupError, TypeError) as failure:
             raise ConfigError(f"{folder}: its chat template cannot be read: {failure}") from None
         try:
-            return cls(templates, special, now=now, options=options) if templates else None
+            return cls(templates, special, now=now) if templates else None
         except ConfigError as failure:
             raise ConfigError(f"{folder}: {failure}") from None
 
@@ -117,23 +97,12 @@ class ChatTemplate:
             try:
                 return self.render(body).encode("utf-8", "surrogatepass")
             except REFUSALS:
-                self.num_fallbacks += 1
+                pass
         return prefix_text(body)
-
-    def matches(self, rendering: str) -> bool:
-        """Whether this template makes of `probe_body` what the engine made of it.
-
-        White space, which decoding may change, and digits, as in dates, do not count.
-        """
-        try:
-            mine = self.render(probe_body(""))
-        except REFUSALS:
-            return False
-        return bool(_UNEVEN.sub("", mine) == _UNEVEN.sub("", rendering))
 
     def render(self, body: Mapping[str, object]) -> str:
         """The prompt text of a chat. Raises one of `REFUSALS` when the engine has none either."""
-        tools = self._tools(body)
+        tools = _tools(body)
         template, takes_parts, takes_developer = self._choose(body, has_tools=tools is not None)
         messages = template_messages(
             body["messages"], in_parts=takes_parts, keep_developer=takes_developer
@@ -142,7 +111,6 @@ class ChatTemplate:
             **self._special_tokens,
             "documents": None,
             "tools": tools,
-            **self._options.template_kwargs,
             **_template_kwargs(body),
             "messages": messages,
         }
@@ -154,21 +122,19 @@ class ChatTemplate:
         return until_open_end(render_text(template, values))
 
     def _choose(self, body: Mapping[str, object], *, has_tools: bool) -> _Compiled:
-        own = body.get("chat_template")
-        if own is None:
-            name = "tool_use" if has_tools and "tool_use" in self._templates else "default"
-            return self._compile(self._templates[name])
-        if not self._options.trusts_templates:
+        if body.get("chat_template") is not None:
             raise ValueError("the engine takes no template from a request")
-        return self._compile(self._templates.get(str(own), str(own)))
+        name = "tool_use" if has_tools and "tool_use" in self._templates else "default"
+        return self._compile(self._templates[name])
 
-    def _tools(self, body: Mapping[str, object]) -> list[dict[str, object]] | None:
-        tools = body.get("tools")
-        if not tools or (self._options.drops_unused_tools and body.get("tool_choice") == "none"):
-            return None
-        if not isinstance(tools, list):
-            raise TypeError("'tools' must be a list")
-        return [_tool(tool) for tool in tools]
+
+def _tools(body: Mapping[str, object]) -> list[dict[str, object]] | None:
+    tools = body.get("tools")
+    if not tools:
+        return None
+    if not isinstance(tools, list):
+        raise TypeError("'tools' must be a list")
+    return [_tool(tool) for tool in tools]
 
 
 def _tool(tool: Mapping[str, Mapping[str, object]]) -> dict[str, object]:

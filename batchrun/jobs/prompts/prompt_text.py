@@ -1,22 +1,15 @@
 """A request's text in the order in which chat templates place it, for prefix keys.
 
-Where a model's own template is at hand, `chat_template` renders it instead. Where it is not, the
-engine is asked once how it lays a chat out, and every body follows that layout.
+Where a model's own template is at hand, `chat_template` renders it instead. Where it is not, all
+chats are laid out in the most common order: system text, tools, messages.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Iterator, Mapping
 
 import xxhash
-
-from batchrun.errors import EngineError
-
-Ask = Callable[[str, dict[str, object]], Mapping[str, object]]
-"""POSTs a JSON body to a path of an engine; gives the reply, or raises EngineError."""
 
 Part = tuple[str, str]
 """(kind, text): `text`, or `image`, `audio`, `video` with a mark for the text."""
@@ -26,52 +19,20 @@ SYSTEM_ROLES = frozenset({"system", "developer"})
 _MEDIA = ("image", "audio", "video")
 _TEXT_KINDS = frozenset({"refusal", "thinking"})
 _KEPT_FIELDS = ("name", "reasoning", "tool_call_id")
-_SYSTEM, _TOOLS, _FIRST, _REPLY, _LAST = (
-    "qzsystemqz",
-    "qztoolqz",
-    "qzfirstqz",
-    "qzreplyqz",
-    "qzlastqz",
-)
 
 
-class Place(StrEnum):
-    """Where a template puts a part of the prompt."""
-
-    START = "start"
-    FIRST_USER = "first_user"
-    LAST_USER = "last_user"
-    NOWHERE = "nowhere"
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How a chat template orders a prompt; the default is the most common order.
-
-    `system` and `tools` say where those texts stand: before all messages, with the first or the
-    last user message, or not at all. `system_first`: the system text stands before the tools.
-    """
-
-    tools: Place = Place.START
-    system: Place = Place.START
-    system_first: bool = True
-
-
-COMMON_LAYOUT = Layout()
-
-
-def prefix_text(body: Mapping[str, object], layout: Layout = COMMON_LAYOUT) -> bytes:
+def prefix_text(body: Mapping[str, object]) -> bytes:
     """The prompt as bytes: equal leading bytes mean equal leading tokens, up to the last few.
 
-    Chats follow `layout`, messages with their roles; images count as a hash of their URL.
-    Completions give their prompt, embeddings their input.
+    Chats give their messages with roles; images count as a hash of their URL. Completions give
+    their prompt, embeddings their input.
     """
     if "messages" in body:
-        parts = _chat(body["messages"], body, layout)
+        parts = _chat(body["messages"], body)
     elif "prompt" in body:
         parts = iter([_text(body["prompt"])])
     else:
-        parts = _responses(body, layout)
+        parts = _responses(body)
     return "".join(parts).encode("utf-8", "surrogatepass")
 
 
@@ -122,96 +83,22 @@ def until_open_end(text: str) -> str:
     return text[:end].rstrip() if is_stripped else text[:end]
 
 
-def probe_body(model: str) -> dict[str, object]:
-    """A small chat from whose rendering `find_layout` learns a layout."""
-    turns = (("system", _SYSTEM), ("user", _FIRST), ("assistant", _REPLY), ("user", _LAST))
-    tool = {"name": _TOOLS, "description": "d", "parameters": {"type": "object", "properties": {}}}
-    return {
-        "model": model,
-        "messages": [{"role": role, "content": text} for role, text in turns],
-        "tools": [{"type": "function", "function": tool}],
-    }
-
-
-def engine_rendering(ask: Ask, model: str) -> str | None:
-    """What the engine's template makes of `probe_body`; None when the engine does not tell.
-
-    vLLM's `/v1/chat/completions/render` gives token ids; an engine started without
-    `--enable-scale-out` refuses it, but `/tokenize` renders in the same way. `/detokenize` makes
-    text of the ids.
-    """
-    body = probe_body(model)
-    for path, key in (("/v1/chat/completions/render", "token_ids"), ("/tokenize", "tokens")):
-        try:
-            tokens = ask(path, body).get(key)
-            text = ask("/detokenize", {"model": model, "tokens": tokens}).get("prompt")
-        except EngineError:
-            continue
-        if isinstance(text, str):
-            return text
-    return None
-
-
-def find_layout(rendering: str) -> Layout:
-    """The layout that the rendering of `probe_body` shows.
-
-    `COMMON_LAYOUT` for a rendering that lacks the user's messages, from which nothing follows.
-    """
-    system, tools, first, last = (
-        rendering.find(marker) for marker in (_SYSTEM, _TOOLS, _FIRST, _LAST)
-    )
-    if not 0 <= first < last:
-        return COMMON_LAYOUT
-    place_of_tools = _place(tools, first)
-    if place_of_tools is Place.START and 0 <= system < tools:
-        reply_end = rendering.find(_REPLY) + len(_REPLY)
-        user_turn = rendering[reply_end:last].strip()
-        between = rendering[system:tools]
-        if user_turn and user_turn in between:
-            place_of_tools = Place.FIRST_USER
-    return Layout(place_of_tools, _place(system, first), not 0 <= tools < system)
-
-
-def _place(position: int, first_user: int) -> Place:
-    if position < 0:
-        return Place.NOWHERE
-    return Place.START if position < first_user else Place.LAST_USER
-
-
-def _chat(messages: object, body: Mapping[str, object], layout: Layout) -> Iterator[str]:
+def _chat(messages: object, body: Mapping[str, object]) -> Iterator[str]:
     items = messages if isinstance(messages, list) else []
-    num_system = 0
-    while num_system < len(items) and _role(items[num_system]) in SYSTEM_ROLES:
-        num_system += 1
-    system = "".join(text for item in items[:num_system] for text in _message(item))
-    tools = f"<|tools|>{_json(body['tools'])}" if body.get("tools") else ""
-    pieces = [(layout.system, system), (layout.tools, tools)]
-    if not layout.system_first:
-        pieces.reverse()
-    rest = items[num_system:]
-    places = _user_turns(rest)
-    yield from (text for place, text in pieces if place in places[-1])
-    for index, message in enumerate(rest):
-        yield from (text for place, text in pieces if place in places.get(index, ()))
-        yield from _message(message)
+    is_system = [_role(item) in SYSTEM_ROLES for item in items]
+    num_system = [*is_system, False].index(False)
+    yield from (text for item in items[:num_system] for text in _message(item))
+    if body.get("tools"):
+        yield f"<|tools|>{_json(body['tools'])}"
+    yield from (text for item in items[num_system:] for text in _message(item))
 
 
-def _user_turns(messages: Sequence[object]) -> dict[int, tuple[Place, ...]]:
-    """The places that stand before messages, by index; -1 is before all of them."""
-    users = [index for index, message in enumerate(messages) if _role(message) == "user"]
-    if not users:
-        return {-1: (Place.START, Place.FIRST_USER, Place.LAST_USER)}
-    places: dict[int, tuple[Place, ...]] = {-1: (Place.START,), users[0]: (Place.FIRST_USER,)}
-    places[users[-1]] = (*places.get(users[-1], ()), Place.LAST_USER)
-    return places
-
-
-def _responses(body: Mapping[str, object], layout: Layout) -> Iterator[str]:
+def _responses(body: Mapping[str, object]) -> Iterator[str]:
     content = body.get("input")
     if body.get("instructions"):
         yield f"<|system|>{body['instructions']}"
     if isinstance(content, list) and content and isinstance(content[0], dict):
-        yield from _chat(content, body, layout)
+        yield from _chat(content, body)
     else:
         yield _text(content)
 

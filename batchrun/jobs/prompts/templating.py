@@ -1,10 +1,8 @@
 """Templates compiled once per job: nested values in which strings are Jinja2.
 
-A string that is one `{{ expression }}` keeps its native value where `native` is allowed.
-
-Image columns -> data URLs. Paths stay within the folder of the input file.
-
-The Jinja2 environment of job files: sandboxed, strict, without loader or globals of ours.
+The environment is sandboxed and strict, without loader or globals of ours. A string that is one
+`{{ expression }}` keeps its native value where `native` is allowed. Image columns become data URLs;
+their paths stay within the folder of the input file.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Tokens estimated from bytes, and how well cached tokens are foretold.
+"""How a model reads requests: the text of a prompt, and how many tokens a text makes.
 
-How a model reads requests: the text of a prompt, and how many tokens a text makes.
+Tokens are estimated from bytes. From what rows share follows how many of them are cached.
 """
 
 from __future__ import annotations
@@ -113,27 +113,15 @@ class TokenRatio:
         self._num_tokens += num_prompt_tokens
 
 
-def predict_cached_tokens(
-    shared_chunks: IntArray, text_bytes: IntArray, *, bytes_per_token: float, block_tokens: int
-) -> IntArray:
-    """Tokens of each row that a cache which forgets nothing would hold, as vLLM counts them.
-
-    `shared_chunks` is what a row shares with one before it (`pool.PrefixOrder`), `text_bytes` its
-    length, `bytes_per_token` best the ratio of the shared parts. Where within the next chunk two
-    rows part is not known: half of it is assumed. Whole blocks count, and never the last token of
-    a prompt, which is computed for its logits.
-    """
-    shared_bytes = np.where(shared_chunks > 0, (shared_chunks + 0.5) * CHUNK_BYTES, 0.0)
-    tokens = np.minimum(shared_bytes, text_bytes) / bytes_per_token
-    most = np.maximum(text_bytes / bytes_per_token - 1, 0.0)
-    blocks: IntArray = np.minimum(tokens, most).astype(np.int64) // block_tokens
-    return blocks * block_tokens
-
-
 def predict_cached_in_row(
     shared_chunks: int, text_bytes: int, num_prompt_tokens: int, block_tokens: int
 ) -> int:
-    """`predict_cached_tokens` for one row whose prompt tokens are known by now."""
+    """Tokens of a row that a cache which forgets nothing would hold, as vLLM counts them.
+
+    `shared_chunks` is what the row shares with one before it (`PrefixOrder`). Where within the next
+    chunk two rows part is not known: half of it is assumed. Whole blocks count, and never the last
+    token of a prompt, which is computed for its logits.
+    """
     if not shared_chunks or not text_bytes:
         return 0
     shared_bytes = min((shared_chunks + 0.5) * CHUNK_BYTES, text_bytes)

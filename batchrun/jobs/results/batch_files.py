@@ -14,7 +14,7 @@ from pydantic_core import from_json
 from batchrun.errors import DataError
 from batchrun.files import HashedFile, atomic_file
 from batchrun.jobs.inputs.data import InputData
-from batchrun.jobs.results.output_file import ResultRow
+from batchrun.jobs.results.output_file import ResultRow, every_row
 from batchrun.store.batches import BatchRecord, ResultFiles
 from batchrun.store.files import NewFile, new_file_id
 from batchrun.types import ProgressSink, RowError
@@ -81,7 +81,10 @@ def write_batch_files(
     with contextlib.ExitStack() as exits:
         output = _Kind(f"{batch_id}_output.jsonl", folder, batch.owner, exits)
         errors = _Kind(f"{batch_id}_error.jsonl", folder, batch.owner, exits)
-        for custom_id, row in _joined(custom_ids, results, missing):
+        every = every_row(results, missing)
+        for custom_id, row in zip(custom_ids, every, strict=False):
+            if row is None:
+                continue
             line = _line(batch_id, custom_id, row)
             if row.response_body is None:
                 errors.write(line)
@@ -111,20 +114,6 @@ def salvage_custom_ids(data: InputData | None, num_rows: int) -> Iterator[str | 
         except (DataError, IndexError):
             values = {}
         yield str(values["custom_id"]) if "custom_id" in values else None
-
-
-def _joined(
-    custom_ids: Iterable[str | None], results: Iterator[ResultRow], missing: RowError | None
-) -> Iterator[tuple[str | None, ResultRow]]:
-    """Every row of the input with its custom id."""
-    following = next(results, None)
-    for number, custom_id in enumerate(custom_ids):
-        while following is not None and following.row < number:
-            following = next(results, None)
-        if following is not None and following.row == number:
-            yield custom_id, following
-        elif missing is not None:
-            yield custom_id, ResultRow(row=number, error=missing, attempts=0)
 
 
 def _line(batch_id: str, custom_id: str | None, row: ResultRow) -> bytes:

@@ -5,9 +5,6 @@ New bytes are spooled: written to `spool / ID` on the local disk, whole and sync
 `remove`. Whoever dies between two of these leaves something in `spool` by which `recover` knows at
 the next start what to finish. So nothing is listed that has no bytes, and no bytes stay that nobody
 lists; and that takes no look at the rest of a bucket, where others may keep files of their own.
-
-The bytes of the files of OpenAI's API: where a home has them, whether the store says the same,
-and which may go.
 """
 
 from __future__ import annotations

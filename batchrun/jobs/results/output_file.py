@@ -1,17 +1,13 @@
-"""Results and kept input columns -> one output file, in input order.
-
-One row of a result on its way into the output file.
-
-The two output formats, each written as a stream.
-"""
+"""Results and kept input columns -> one output file, in input order, written as a stream."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count, islice
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -34,6 +30,19 @@ class ResultRow:
     finish_reason: str | None = None
     usage: Usage = field(default_factory=Usage)
     attempts: int = 1
+
+
+def every_row(results: Iterator[ResultRow], missing: RowError | None) -> Iterator[ResultRow | None]:
+    """For every row, without end, its result, out of `results` in row order; else one with the
+    error `missing`, or None without such an error."""
+    following = next(results, None)
+    for row in count():
+        while following is not None and following.row < row:
+            following = next(results, None)
+        if following is not None and following.row == row:
+            yield following
+        else:
+            yield None if missing is None else ResultRow(row=row, error=missing, attempts=0)
 
 
 def response_text(endpoint: str, body: bytes) -> str | None:
@@ -121,18 +130,6 @@ RESULT_TYPES: Mapping[str, pa.DataType] = {
 }
 
 
-class Sink(Protocol):
-    """Takes the output's rows in order."""
-
-    def write(self, results: Sequence[Row], kept: pa.RecordBatch | Sequence[Row]) -> None:
-        """Adds rows; `kept` holds the kept input columns of the same rows."""
-        ...
-
-    def close(self) -> None:
-        """Writes what is left and the format's own ending; the file stays open."""
-        ...
-
-
 class JsonlSink:
     """One JSON object per line; `error` and `body` are objects, times ISO text, bytes base64."""
 
@@ -200,6 +197,8 @@ class ParquetSink:
             self._waiting_bytes = self._waiting_rows = 0
 
 
+Sink = JsonlSink | ParquetSink
+
 _SLICE_ROWS = 256
 """Rows whose replies are held at a time."""
 
@@ -223,10 +222,16 @@ def write_output(
     check_columns(spec, data)
     num_written = 0
     with atomic_file(path) as file:
-        merged = _Merged(results, missing, spec)
+        every = every_row(results, missing)
         sink = _make_sink(file, path, spec, data)
         for first_row, kept, ids in _kept_slices(spec, data, native=isinstance(sink, JsonlSink)):
-            rows, present = merged.take(first_row, ids)
+            found = list(islice(every, len(ids)))
+            present = [index for index, result in enumerate(found) if result is not None]
+            rows = [
+                _output_row(row_id, result, spec)
+                for row_id, result in zip(ids, found, strict=True)
+                if result is not None
+            ]
             if len(present) < len(ids):
                 kept = _selected(kept, present)
             if rows:
@@ -236,38 +241,6 @@ def write_output(
                 progress("writing the results", first_row + len(ids), data.num_rows)
         sink.close()
     return num_written
-
-
-class _Merged:
-    """Walks the results beside the rows of the input."""
-
-    def __init__(
-        self, results: Iterator[ResultRow], missing: RowError | None, spec: JobSpec
-    ) -> None:
-        self._results = results
-        self._next = next(results, None)
-        self._missing = missing
-        self._spec = spec
-
-    def take(self, first_row: int, ids: Sequence[str]) -> tuple[list[Row], list[int]]:
-        """The output rows of the input rows from `first_row` on, and which of them they are."""
-        rows: list[Row] = []
-        present: list[int] = []
-        for index, row_id in enumerate(ids):
-            result = self._result_of(first_row + index)
-            if result is not None:
-                rows.append(_output_row(row_id, result, self._spec))
-                present.append(index)
-        return rows, present
-
-    def _result_of(self, row: int) -> ResultRow | None:
-        while self._next is not None and self._next.row < row:
-            self._next = next(self._results, None)
-        if self._next is not None and self._next.row == row:
-            return self._next
-        if self._missing is None:
-            return None
-        return ResultRow(row=row, error=self._missing, attempts=0)
 
 
 def _output_row(row_id: str, result: ResultRow, spec: JobSpec) -> Row:

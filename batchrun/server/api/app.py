@@ -1,10 +1,6 @@
-"""The daemon's routes: OpenAI's API for the gateway, control routes for the CLI. All are thin.
+"""The daemon's routes, all thin: OpenAI's API for the gateway, control routes for the command line.
 
-The control routes of `batchrun keys`. The text of a key never comes here, only its hash.
-
-The control route that tells when a job would be done, were it submitted now.
-
-The route that `batchrun trace record` asks for the online calls that have ended.
+The text of an API key never comes here, only its hash.
 """
 
 from __future__ import annotations
@@ -38,7 +34,6 @@ from batchrun.server.api.metrics import MetricsPage
 from batchrun.server.api.status import Status
 from batchrun.store.api_keys import MAX_COUNT, MAX_TOKENS, KeyLimits, NewApiKey, Role
 from batchrun.store.jobs import JobRecord, NewJob
-from batchrun.wire import PolicyName
 
 
 class _Limits(BaseModel):
@@ -147,7 +142,7 @@ class EngineChange(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    policy: PolicyName | None = None
+    policy: Annotated[str | None, Field(max_length=64)] = None
     token_budget: Annotated[int | None, Field(gt=0)] = None
 
 

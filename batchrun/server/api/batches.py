@@ -1,7 +1,4 @@
-"""What `POST /v1/batches` asks for, checked key by key as OpenAI does.
-
-`/v1/batches`: create, list, retrieve, cancel.
-"""
+"""`/v1/batches`: create, list, retrieve, cancel; what callers ask for is checked as OpenAI does."""
 
 from __future__ import annotations
 
@@ -29,6 +26,8 @@ from batchrun.server.api.errors import (
     check_expiry,
     check_range,
     limit_in,
+    object_of,
+    refuse_unknown,
     required_text,
     wrong_type,
 )
@@ -79,9 +78,7 @@ def read_batch_request(
 
     Raises ApiError.
     """
-    unknown = next((key for key in document if key not in KEYS), None)
-    if unknown is not None:
-        raise _unknown_parameter(unknown)
+    refuse_unknown(document, KEYS)
     input_file_id = required_text(document, "input_file_id")
     if "\0" in input_file_id or not 0 < len(input_file_id) <= MAX_FILE_ID_CHARS:
         message = f"Invalid 'input_file_id': expected the id of a file, got '{input_file_id[:64]}'."
@@ -104,10 +101,6 @@ def read_batch_request(
         owner=caller.owner,
     )
     return BatchRequest(batch, min(deadline_s, parse_duration_s(window)), weight)
-
-
-def _unknown_parameter(param: str) -> ApiError:
-    return ApiError(400, f"Unknown parameter: '{param}'.", code="unknown_parameter", param=param)
 
 
 def _digest(document: Mapping[str, object]) -> str:
@@ -161,31 +154,19 @@ def _check_pair(key: str, text: object) -> None:
 
 def _output_expiry(value: object) -> int | None:
     name = "output_expires_after"
-    if value is None:
-        return None
-    if not isinstance(value, dict):
-        raise wrong_type(name, "an object", value)
-    unknown = next((key for key in value if key not in {"anchor", "seconds"}), None)
-    if unknown is not None:
-        raise _unknown_parameter(f"{name}.{unknown}")
-    return check_expiry(name, value.get("anchor"), value.get("seconds"))
+    given = object_of(value, {"anchor", "seconds"}, name)
+    return None if given is None else check_expiry(name, given.get("anchor"), given.get("seconds"))
 
 
 def _extension(value: object) -> tuple[float, float]:
     """(weight, deadline in seconds from now; infinity without one)."""
-    if value is None:
-        return 1.0, float("inf")
-    if not isinstance(value, dict):
-        raise wrong_type(EXTENSION, "an object", value)
-    unknown = next((key for key in value if key not in {"weight", "deadline"}), None)
-    if unknown is not None:
-        raise _unknown_parameter(f"{EXTENSION}.{unknown}")
-    weight = value.get("weight", 1.0)
+    given = object_of(value, {"weight", "deadline"}, EXTENSION) or {}
+    weight = given.get("weight", 1.0)
     if not isinstance(weight, int | float) or isinstance(weight, bool):
         raise wrong_type(f"{EXTENSION}.weight", "a number", weight)
     if not MIN_WEIGHT <= weight <= MAX_WEIGHT:
         raise _bad_extension("weight", f"must be from {MIN_WEIGHT:f} to {MAX_WEIGHT}")
-    return float(weight), _deadline_s(value.get("deadline"))
+    return float(weight), _deadline_s(given.get("deadline"))
 
 
 def _check_user_bounds(weight: float, deadline_s: float, windows: Sequence[str]) -> None:

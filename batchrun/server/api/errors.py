@@ -1,8 +1,7 @@
 """Every failure leaves in OpenAI's error envelope: `{"error": {message, type, param, code}}`.
 
-Every reply carries `x-request-id`, also one that a bug cut short.
-
-Values that callers send, checked one by one; what is wrong is said in OpenAI's words.
+Values that callers send are checked one by one, and what is wrong is said in OpenAI's words. Every
+reply carries `x-request-id`, also one that a bug cut short.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import json
 import logging
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -195,13 +194,35 @@ def wrong_type(param: str, expected: str, value: object) -> ApiError:
     return ApiError(400, message, code="invalid_type", param=param)
 
 
+def object_of(value: object, keys: Container[str], param: str) -> dict[str, object] | None:
+    """An object that has none but these keys, as JSON; None for null."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise wrong_type(param, "an object", value)
+    refuse_unknown(value, keys, f"{param}.")
+    return value
+
+
+def refuse_unknown(document: Mapping[str, object], keys: Container[str], prefix: str = "") -> None:
+    """Refuse an object that has other keys than these."""
+    for key in document:
+        if key not in keys:
+            name = prefix + key
+            message = f"Unknown parameter: '{name}'."
+            raise ApiError(400, message, code="unknown_parameter", param=name)
+
+
 def required_text(document: Mapping[str, object], key: str) -> str:
     """The text under a key that must be there."""
     if key not in document:
         raise missing_parameter(key)
-    value = document[key]
+    return _text(key, document[key])
+
+
+def _text(param: str, value: object) -> str:
     if not isinstance(value, str):
-        raise wrong_type(key, "a string", value)
+        raise wrong_type(param, "a string", value)
     return value
 
 
@@ -235,9 +256,7 @@ def check_expiry(param: str, anchor: object, seconds: object) -> int:
     """The seconds of an `expires_after`, whose parts were given as they are."""
     if anchor is None:
         raise missing_parameter(f"{param}.anchor")
-    if not isinstance(anchor, str):
-        raise wrong_type(f"{param}.anchor", "a string", anchor)
-    check_choice(f"{param}.anchor", anchor, ["created_at"])
+    check_choice(f"{param}.anchor", _text(f"{param}.anchor", anchor), ["created_at"])
     if seconds is None:
         raise missing_parameter(f"{param}.seconds")
     if not isinstance(seconds, int) or isinstance(seconds, bool):

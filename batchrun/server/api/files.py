@@ -1,6 +1,6 @@
 """`/v1/files`: create, list, retrieve, content, delete.
 
-The content of a file that lies in object storage, passed on piece by piece.
+The content of a file that lies in object storage is passed on piece by piece.
 """
 
 from __future__ import annotations

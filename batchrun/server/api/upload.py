@@ -1,6 +1,6 @@
 """`POST /v1/files`: the body goes to the disk as it comes, and counts once it is there whole.
 
-A multipart form with one file, parsed as it comes in: bounded fields, and the file in pieces.
+A multipart form with one file is parsed as it comes in: bounded fields, and the file in pieces.
 """
 
 from __future__ import annotations

@@ -35,10 +35,11 @@ from aiohttp import web
 from multidict import CIMultiDictProxy
 
 from batchrun.errors import ConfigError
+from batchrun.hints import SloBounds
 from batchrun.keys import UsageFile, digest, id_in
 from batchrun.server.gateway.envelope import CLASS_HEADER, RefusalError
 from batchrun.server.gateway.replies import CallMeter
-from batchrun.server.gateway.upstreams import SloBounds, SloClasses, read_bounded
+from batchrun.server.gateway.upstreams import SloClasses, read_bounded
 from batchrun.types import DEFAULT_CLASS
 
 MAX_FILE_BYTES = 64 << 20

@@ -31,7 +31,13 @@ from batchrun.server.gateway.envelope import (
     error_response,
     without_key,
 )
-from batchrun.server.gateway.forward import Call, DaemonCalls, Forwarder, is_daemon_route, relay
+from batchrun.server.gateway.forward import (
+    DaemonCalls,
+    ForwardedCall,
+    Forwarder,
+    is_daemon_route,
+    relay,
+)
 from batchrun.server.gateway.upstreams import SloClasses, Upstreams, find_daemon
 
 TIMEOUT_S = 5.0
@@ -204,7 +210,7 @@ class Gateway:
         key_class = None if key is None else key.slo_class
         bounds = choose_class(request.headers, key_class, self._slo_classes)
         body = await read_body(request, max_bytes=limits.max_body_bytes, idle_s=limits.body_idle_s)
-        call = Call(
+        call = ForwardedCall(
             method="POST",
             target=request.rel_url.raw_path_qs,
             headers=_headers_for_engine(request),
@@ -255,9 +261,9 @@ class Gateway:
         )
 
 
-def _list_call(request: web.BaseRequest, request_id: str) -> Call:
+def _list_call(request: web.BaseRequest, request_id: str) -> ForwardedCall:
     headers = _headers_for_engine(request)
-    return Call(method="GET", target=LIST_TARGET, headers=headers, request_id=request_id)
+    return ForwardedCall(method="GET", target=LIST_TARGET, headers=headers, request_id=request_id)
 
 
 def _headers_for_engine(request: web.BaseRequest) -> CIMultiDictProxy[str]:

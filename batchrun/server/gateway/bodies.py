@@ -14,15 +14,23 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
 
 from batchrun.errors import InputError
+from batchrun.hints import (
+    HINT_ARGUMENTS,
+    FlexHint,
+    Hint,
+    SloBounds,
+    SloHint,
+    drop_hint,
+    put_hint,
+)
 from batchrun.server.gateway.envelope import RefusalError
-from batchrun.server.gateway.upstreams import SloBounds, Upstream
-from batchrun.types import HINT_KEY, HINT_VERSION
+from batchrun.server.gateway.upstreams import Upstream
 
 MIN_BYTES_PER_S = 1_024
 
@@ -120,7 +128,7 @@ def _too_large(max_bytes: int, actual_bytes: int) -> web.HTTPRequestEntityTooLar
     return web.HTTPRequestEntityTooLarge(max_bytes, actual_bytes, text=message)
 
 
-HINT_KEYS = (b"vllm_xargs", b"priority")
+HINT_KEYS = (HINT_ARGUMENTS.encode(), b"priority")
 MAX_VALUES = 1_000_000
 """Parsing more would hold up all other calls of a worker for long."""
 _ESCAPED_LETTER = re.compile(rb"\\u00(?:5[fF]|[67][0-9a-fA-F])")
@@ -135,7 +143,7 @@ def strip_hints(body: bytes) -> bytes:
     if not may_hold(body, *HINT_KEYS):
         return body
     document = _parse(body)
-    if "vllm_xargs" not in document and "priority" not in document:
+    if HINT_ARGUMENTS not in document and "priority" not in document:
         return body if b"\0" not in body else json.dumps(document).encode()
     _strip(document)
     return json.dumps(document).encode()
@@ -167,11 +175,7 @@ def is_too_much(body: bytes) -> bool:
 
 def _strip(document: dict[str, Any]) -> None:
     document.pop("priority", None)
-    extra = document.get("vllm_xargs")
-    if isinstance(extra, dict):
-        extra.pop(HINT_KEY, None)
-        if not extra:
-            del document["vllm_xargs"]
+    drop_hint(document)
 
 
 def _parse(body: bytes) -> dict[str, Any]:
@@ -217,10 +221,9 @@ class SteeredBody:
         body = dict(self.document)
         if self.is_flex:
             self._write_tier(body, upstream)
-        others = body.get("vllm_xargs")
+        others = body.get(HINT_ARGUMENTS)
         if upstream.hint_nonce is not None and (others is None or isinstance(others, dict)):
-            hint = {"v": HINT_VERSION, "nonce": upstream.hint_nonce, **self._asked()}
-            body["vllm_xargs"] = {**(others or {}), HINT_KEY: json.dumps(hint)}
+            put_hint(body, self._hint(), upstream.hint_nonce)
         return json.dumps(body).encode()
 
     def _write_tier(self, body: dict[str, Any], upstream: Upstream) -> None:
@@ -232,11 +235,11 @@ class SteeredBody:
         if upstream.offline_priority is not None:
             body["priority"] = upstream.offline_priority
 
-    def _asked(self) -> dict[str, object]:
+    def _hint(self) -> Hint:
         if self.is_flex:
-            return {"class": "offline", "job": None}
+            return FlexHint()
         assert self.bounds is not None
-        return {"class": "online", "slo": asdict(self.bounds)}
+        return SloHint(slo=self.bounds)
 
 
 def read_call_body(route: str, body: bytes, bounds: SloBounds | None) -> bytes | SteeredBody:

@@ -1,6 +1,6 @@
 """One call to an engine: choose it, open the exchange, close it whatever happens.
 
-Which engine takes the next call: the one with the fewest in flight in this worker.
+Which engine takes the next call: a router ranks them by what this worker has in flight.
 
 Hand an engine's reply to the caller, each piece as it comes.
 
@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
@@ -25,6 +27,8 @@ from yarl import URL
 
 from batchrun.errors import DaemonUnavailableError, EngineError
 from batchrun.home import CALLER_HEADER, GATEWAY_HEADER
+from batchrun.routing.router import Call as RoutedCall
+from batchrun.routing.router import Load, Router
 from batchrun.server.gateway.admission import ABOUT_CALLER
 from batchrun.server.gateway.bodies import BodyStream, SteeredBody
 from batchrun.server.gateway.envelope import (
@@ -41,55 +45,67 @@ COOLDOWN_S = 5.0
 
 
 @dataclass(slots=True)
-class _Load:
-    num_in_flight: int = 0
-    num_calls: int = 0
-    down_until_s: float = 0.0
+class _Engine:
+    """One upstream as the router knows it, and what this worker has on it."""
+
+    number: int
+    load: Load = field(default_factory=Load)
+    down_until_s: float = -math.inf
 
 
 class Balancer:
     """Counts calls per engine. `now_s` is any monotonic clock, the same one in all calls."""
 
-    def __init__(self) -> None:
-        self._loads: dict[Upstream, _Load] = {}
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._engines: dict[Upstream, _Engine] = {}
+        self._numbers = itertools.count()
 
     @property
     def upstreams(self) -> tuple[Upstream, ...]:
         """The engines known now."""
-        return tuple(self._loads)
+        return tuple(self._engines)
 
     def replace(self, upstreams: Sequence[Upstream]) -> None:
         """Take over a new list; counts of engines that stay are kept, running calls go on."""
-        self._loads = {upstream: self._loads.get(upstream, _Load()) for upstream in upstreams}
+        before = self._engines
+        self._engines = {
+            upstream: before.get(upstream) or _Engine(next(self._numbers)) for upstream in upstreams
+        }
+        for upstream in before.keys() - self._engines.keys():
+            self._router.left(before[upstream].number)
 
-    def candidates(self, *, now_s: float, is_offline: bool = False) -> list[Upstream]:
+    def candidates(self, call: RoutedCall, *, now_s: float) -> list[Upstream]:
         """All engines, best first; those that are the last choice come late, and those that lately
         refused a connection last. An offline call goes first where it can give way to others."""
+        by_number = {engine.number: upstream for upstream, engine in self._engines.items()}
+        loads = {engine.number: engine.load for engine in self._engines.values()}
 
-        def key(upstream: Upstream) -> tuple[bool, bool, bool, int, int]:
-            load = self._loads[upstream]
-            is_down = load.down_until_s > now_s
-            is_unfit = is_offline and not upstream.runs_offline_calls
-            calls = load.num_in_flight, load.num_calls
-            return (is_down, upstream.is_last_choice, is_unfit, *calls)
+        def lateness(upstream: Upstream) -> tuple[bool, bool, bool]:
+            is_down = self._engines[upstream].down_until_s > now_s
+            is_unfit = call.is_offline and not upstream.runs_offline_calls
+            return is_down, upstream.is_last_choice, is_unfit
 
-        return sorted(self._loads, key=key)
+        ranked = [by_number[number] for number in self._router.rank(call, loads, now_s)]
+        return sorted(ranked, key=lateness)
 
     def mark_down(self, upstream: Upstream, *, now_s: float) -> None:
         """Try others first for a while, because this engine could not be reached."""
-        if upstream in self._loads:
-            self._loads[upstream].down_until_s = now_s + COOLDOWN_S
+        if upstream in self._engines:
+            self._engines[upstream].down_until_s = now_s + COOLDOWN_S
+            self._router.left(self._engines[upstream].number)
 
     @contextmanager
-    def call(self, upstream: Upstream) -> Iterator[None]:
-        """Count a call as in flight while the block runs."""
-        load = self._loads.get(upstream, _Load())
-        load.num_in_flight += 1
-        load.num_calls += 1
+    def sending(self, upstream: Upstream, call: RoutedCall) -> Iterator[None]:
+        """Count a call as in flight while the block runs; the engine may have left the list."""
+        engine = self._engines.get(upstream) or _Engine(next(self._numbers))
+        engine.load.add()
+        self._router.sent(call, engine.number, time.monotonic())
         try:
             yield
         finally:
-            load.num_in_flight -= 1
+            engine.load.remove()
+            self._router.ended(call, engine.number, time.monotonic())
 
 
 log = logging.getLogger(__name__)
@@ -103,7 +119,7 @@ _LIBRARY_HEADERS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ForwardedCall:
     """What goes to an engine: `target` is path and query exactly as the caller spelled them.
 
     A steered body is written for the engine that is tried.
@@ -135,7 +151,7 @@ def open_session() -> aiohttp.ClientSession:
     )
 
 
-def _rewriting(call: Call, upstream: Upstream) -> Rewriting | None:
+def _rewriting(call: ForwardedCall, upstream: Upstream) -> Rewriting | None:
     if not isinstance(call.body, SteeredBody):
         return None
     return Rewriting(call.body.tier_at(upstream), upstream.hint_nonce)
@@ -149,15 +165,16 @@ class Forwarder:
         self.session = session
 
     @asynccontextmanager
-    async def exchange(self, call: Call) -> AsyncIterator[Exchange]:
+    async def exchange(self, call: ForwardedCall) -> AsyncIterator[Exchange]:
         """The engine's reply, its headers read. Leaving the block early cancels it at the engine.
 
         An engine that cannot be connected to is passed over; once bytes were sent no other one
         is tried. Raises EngineError.
         """
         is_offline = isinstance(call.body, SteeredBody) and call.body.is_flex
-        for upstream in self.balancer.candidates(now_s=time.monotonic(), is_offline=is_offline):
-            with self.balancer.call(upstream):
+        routed = RoutedCall(is_offline=is_offline)
+        for upstream in self.balancer.candidates(routed, now_s=time.monotonic()):
+            with self.balancer.sending(upstream, routed):
                 reply = await self._connect(upstream, call)
                 if reply is None:
                     continue
@@ -168,7 +185,9 @@ class Forwarder:
                 return
         raise EngineError("no engine can be reached; try again shortly")
 
-    async def _connect(self, upstream: Upstream, call: Call) -> aiohttp.ClientResponse | None:
+    async def _connect(
+        self, upstream: Upstream, call: ForwardedCall
+    ) -> aiohttp.ClientResponse | None:
         headers = request_headers(call.headers, request_id=call.request_id, upstream=upstream)
         body = call.body
         if isinstance(body, SteeredBody):

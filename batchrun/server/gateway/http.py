@@ -20,6 +20,7 @@ from aiohttp import web
 from batchrun.errors import ConfigError
 from batchrun.files import allow_many_open_files
 from batchrun.keys import UsageFile
+from batchrun.routing.routers import make_router
 from batchrun.server.gateway.admission import Door, KeyRing, RequestRates, read_keys
 from batchrun.server.gateway.app import Gateway, GatewaySettings
 from batchrun.server.gateway.envelope import REQUEST_ID, error_body, error_response, new_request_id
@@ -186,7 +187,7 @@ async def serve(
     async with AsyncExitStack() as exits:
         session = await exits.enter_async_context(open_session())
         door = await _make_door(settings.keys_path, exits)
-        gateway = Gateway(settings, Forwarder(Balancer(), session), door)
+        gateway = Gateway(settings, Forwarder(Balancer(make_router()), session), door)
         upstreams = FollowedFile(settings.upstreams_path, read_upstreams, gateway.take_over)
         await _follow(upstreams, exits)
         server = GatewayServer(gateway, head_s=settings.body_idle_s)

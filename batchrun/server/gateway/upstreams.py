@@ -25,6 +25,7 @@ from typing import Any, Generic, TypeGuard, TypeVar
 from urllib.parse import urlsplit
 
 from batchrun.errors import ConfigError
+from batchrun.hints import SloBounds
 
 log = logging.getLogger(__name__)
 
@@ -90,15 +91,6 @@ class FollowedFile(Generic[T]):
         content = self._read(self._path)
         self._seen = seen
         return [content]
-
-
-@dataclass(frozen=True, slots=True)
-class SloBounds:
-    """The bounds of one class, in seconds: first token, each token after it, and the last one."""
-
-    ttft_s: float
-    tpot_s: float
-    jct_s: float | None = None
 
 
 SloClasses = Mapping[str, SloBounds]

@@ -1,1 +1,1 @@
-"""The capacity planner: engines for the peak, and what jobs cost beside the calls."""
+"""The capacity planner: engines for the peak, and what jobs get co-located with the calls."""

@@ -1,4 +1,4 @@
-"""The plan: how many engines of which kind, and what jobs cost beside the calls."""
+"""The plan: how many engines of which kind, and what jobs get co-located with the calls."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from batchrun.simulator.planner.colocation import (
     ends_s,
     offline_day,
     served_tokens,
-    windows_of_day,
 )
 from batchrun.simulator.planner.fleet import MAX_ENGINES, Fleet, cheapest, size_fleet
 from batchrun.simulator.planner.kinds import EngineKind
-from batchrun.simulator.planner.peak import PEAK_S, PeakLoad, Promise, peak_load
-from batchrun.simulator.traces.trace import Trace
+from batchrun.simulator.planner.peak import PEAK_S, PeakLoad, SloTarget, peak_load
+from batchrun.simulator.traces.trace import Trace, stratified_windows
 from batchrun.types import ProgressSink
 
 HOUR_S = 3600.0
@@ -33,7 +32,7 @@ class PlanRequest:
 
     trace: Trace
     kinds: Sequence[EngineKind]
-    promise: Promise
+    slo: SloTarget
     jobs: Sequence[OfflineJob] = ()
     peak_s: float = PEAK_S
     most_engines: int = MAX_ENGINES
@@ -44,11 +43,11 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class JobPlan:
-    """One job beside the calls, and alone. Seconds are from when it is submitted.
+    """One job co-located with the calls, and alone. Seconds are from when it is submitted.
 
     `takes_s` is None for a job that never ends; `is_deadline_kept` is None without a deadline.
     `gpu_hours_alone` are those of engines that run nothing else, and `cost_alone` their price;
-    beside the calls it takes no GPU-hour more than the calls do.
+    co-located it takes no GPU-hour more than the calls do.
     """
 
     name: str
@@ -87,9 +86,9 @@ class CapacityPlan:
 
 def plan_capacity(request: PlanRequest, progress: ProgressSink | None = None) -> CapacityPlan:
     """Both steps. Raises DataError when a row fits no engine, InputError for an empty trace."""
-    load = peak_load(request.trace, request.peak_s, request.promise)
+    load = peak_load(request.trace, request.peak_s, request.slo)
     fleets = tuple(
-        size_fleet(load, kind, request.promise, request.most_engines, progress)
+        size_fleet(load, kind, request.slo, request.most_engines, progress)
         for kind in request.kinds
     )
     chosen = cheapest(fleets)
@@ -97,8 +96,8 @@ def plan_capacity(request: PlanRequest, progress: ProgressSink | None = None) ->
         return CapacityPlan(request, load, fleets, chosen, None, ())
     assert chosen.num_engines is not None
     window_s = request.window_s or default_window_s(chosen.num_engines)
-    windows = windows_of_day(request.trace, request.num_windows, window_s)
-    day = offline_day(request.trace, request.jobs, chosen, request.promise, windows, progress)
+    windows = stratified_windows(request.trace, request.num_windows, window_s)
+    day = offline_day(request.trace, request.jobs, chosen, request.slo, windows, progress)
     jobs = _jobs(request, chosen.kind, day, progress)
     return CapacityPlan(request, load, fleets, chosen, day, jobs)
 

@@ -1,14 +1,7 @@
-"""Step 2: what a fleet serves offline beside a day of calls, and what jobs take alone.
+"""Step 2: what jobs get co-located with a day of calls, when they end, and what they take alone.
 
-A pace that changes over a day and repeats, and how far one gets at it.
-
-When jobs that share a fleet end: weighted fair shares of a pace.
-
-Where in their order jobs begin in the windows that stand for all of their time.
-
-The order begins with what serves most for its work, so its beginning is not like the rest.
-
-One job by itself beside a trace's calls, whenever it comes.
+Windows stand for the whole day. In each of them jobs begin at another offset of their order, since
+the order begins with what serves most for its work, and its beginning is not like the rest.
 """
 
 from __future__ import annotations
@@ -26,10 +19,10 @@ from batchrun.simulator.offline_jobs import OfflineJob, without_rows
 from batchrun.simulator.online import Calls
 from batchrun.simulator.planner.fleet import Fleet, context_tokens
 from batchrun.simulator.planner.kinds import EngineKind
-from batchrun.simulator.planner.peak import Promise
+from batchrun.simulator.planner.peak import SloTarget
+from batchrun.simulator.records import Slo
 from batchrun.simulator.simulation import JobFigures, Simulated, SimulationPlan, simulate
 from batchrun.simulator.traces.trace import Trace, Window, stratified_windows
-from batchrun.simulator.virtual.run import Slo
 from batchrun.types import ProgressSink
 
 Floats = NDArray[np.float64]
@@ -39,7 +32,7 @@ Floats = NDArray[np.float64]
 class Pace:
     """Tokens done by each of `at_s`, which run from 0 to the length of the day; linear between.
 
-    After the day it begins anew.
+    After the day it begins again.
     """
 
     at_s: Floats
@@ -86,7 +79,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class JobWork:
-    """Tokens that a job has to compute, and its share beside others."""
+    """Tokens that a job has to compute, and its weight among others."""
 
     computed_tokens: float
     weight: float = 1.0
@@ -117,24 +110,24 @@ def ends_s(work: Sequence[JobWork], pace: Pace, submit_s: float = 0.0) -> list[f
 GOLDEN = (math.sqrt(5) - 1) / 2
 
 
-def place_of(number: int, num: int) -> float:
+def sample_offset(number: int, num: int) -> float:
     """A share of the order for each of `num` windows: evenly spread, and no neighbours for
-    neighbours, since hours and places must not be confounded."""
+    neighbours, since hours and offsets must not be confounded."""
     step = max(1, round(GOLDEN * num))
     while math.gcd(step, num) != 1:
         step += 1
     return number * step % num / num
 
 
-def begun_at(job: OfflineJob, place: float, reach: float) -> OfflineJob:
-    """The job as if it began at the share `place` of its order, and what was before came last.
+def begun_at(job: OfflineJob, offset: float, reach: float) -> OfflineJob:
+    """The job as if it began at the share `offset` of its order, and what was before came last.
 
     It begins with the row within `reach` of the order that shares least with the one before it.
     Nothing presses it, and it is there from the start.
     """
     shared, num = job.order.shared_chunks, job.num_rows
-    start = int(place * num)
-    end = min(num, max(start + 1, int((place + reach) * num)))
+    start = int(offset * num)
+    end = min(num, max(start + 1, int((offset + reach) * num)))
     first = start + int(np.argmin(shared[start:end])) if num else 0
     now_shared = np.roll(shared, -first)
     now_shared[:1] = 0
@@ -147,12 +140,12 @@ DAY_WINDOW_S = 300.0
 LEAST_DAY_WINDOW_S = 60.0
 NUM_ALONE, ALONE_S = 6, 60.0
 REACH = 0.5
-"""How far from a window's place a job may begin, as a share of the way to the next place."""
+"""How far from a window's offset a job may begin, as a share of the way to the next offset."""
 
 
 @dataclass(frozen=True, slots=True)
 class OfflineWindow:
-    """What jobs got in one window. Shares are of its calls, beside the jobs; None without calls."""
+    """What jobs got in one window. Shares are of the calls beside them; None without calls."""
 
     start_s: float
     end_s: float
@@ -180,12 +173,11 @@ def offline_day(
     trace: Trace,
     jobs: Sequence[OfflineJob],
     fleet: Fleet,
-    promise: Promise,
+    slo: SloTarget,
     windows: Sequence[Window],
     progress: ProgressSink | None = None,
 ) -> OfflineDay:
-    """Run every window on the fleet with the jobs beside its calls, each from another place of
-    their order.
+    """Run every window on the fleet with the jobs, each from another offset of their order.
 
     Calls that fit no engine are left out. Where all rows end within a window, the time until then
     counts.
@@ -201,10 +193,10 @@ def offline_day(
         plan = SimulationPlan(
             window.end_s - window.start_s,
             window.of(fits),
-            [begun_at(job, place_of(number, num), REACH / num) for job in jobs],
+            [begun_at(job, sample_offset(number, num), REACH / num) for job in jobs],
             num_engines,
             engine,
-            Slo(promise.ttft_s, promise.tpot_s),
+            Slo(slo.ttft_s, slo.tpot_s),
             seed=number,
         )
         runs.append(simulate(plan))
@@ -216,11 +208,6 @@ def offline_day(
     middles_s = [(each.start_s + each.end_s) / 2 for each in found]
     rates = [each.computed_tokens_per_s for each in found]
     return OfflineDay(found, Pace.through(middles_s, rates, trace.duration_s), shares)
-
-
-def windows_of_day(trace: Trace, num: int, window_s: float) -> Sequence[Window]:
-    """One in the middle of each of `num` equal parts; at most a part long."""
-    return stratified_windows(trace, num, window_s)
 
 
 def alone_s(
@@ -235,7 +222,7 @@ def alone_s(
     for number in range(NUM_ALONE):
         if progress is not None:
             progress("the job alone", number, NUM_ALONE)
-        begun = begun_at(job, place_of(number, NUM_ALONE), REACH / NUM_ALONE)
+        begun = begun_at(job, sample_offset(number, NUM_ALONE), REACH / NUM_ALONE)
         figures = simulate(SimulationPlan(ALONE_S, Calls.of([]), [begun], engine=kind.engine))
         done_s = figures.jobs[0].finished_at_s
         if done_s is not None:
@@ -281,7 +268,7 @@ NUM_STARTS = 48
 
 
 @dataclass(frozen=True, slots=True)
-class TimesBeside:
+class ColocatedTimes:
     """Seconds from a job's submission to its end: the median, the least and the most over
     `NUM_STARTS` times of the trace, evenly spread. Infinity where it never ends.
 
@@ -300,24 +287,24 @@ def fitting(job: OfflineJob, kind: EngineKind) -> OfflineJob:
     return without_rows(job, np.flatnonzero(tokens > context_tokens(kind.engine)))
 
 
-def times_beside(
+def colocated_times(
     trace: Trace,
     job: OfflineJob,
     computed_tokens: float,
     fleet: Fleet,
-    promise: Promise,
+    slo: SloTarget,
     progress: ProgressSink,
-) -> TimesBeside:
-    """Simulate a few short windows of the trace with the job beside its calls, and nothing else.
+) -> ColocatedTimes:
+    """Simulate a few short windows of the trace with the job co-located, and no other.
 
     `computed_tokens` is the work of the whole job. Raises InputError for a trace without a length.
     """
     window_s = max(LEAST_WINDOW_S, WINDOW_S / (fleet.num_engines or 1))
-    windows = windows_of_day(trace, NUM_WINDOWS, window_s)
-    pace = offline_day(trace, [job], fleet, promise, windows, progress).pace
+    windows = stratified_windows(trace, NUM_WINDOWS, window_s)
+    pace = offline_day(trace, [job], fleet, slo, windows, progress).pace
     work = JobWork(computed_tokens, job.weight)
     takes_s = [
         ends_s([work], pace, start_s)[0] - start_s
         for start_s in np.linspace(0.0, trace.duration_s, NUM_STARTS, endpoint=False).tolist()
     ]
-    return TimesBeside(median(takes_s), min(takes_s), max(takes_s), pace.tokens_per_s)
+    return ColocatedTimes(median(takes_s), min(takes_s), max(takes_s), pace.tokens_per_s)

@@ -17,11 +17,11 @@ from batchrun.jobs.spec import JobSpec
 from batchrun.jobs.study import KvSize, OutputEstimate
 from batchrun.quantities import count, duration
 from batchrun.simulator.offline_jobs import JobTerms, OfflineJob, job_of_plan
-from batchrun.simulator.planner.colocation import alone_s, fitting, times_beside
+from batchrun.simulator.planner.colocation import alone_s, colocated_times, fitting
 from batchrun.simulator.planner.fleet import Fleet
 from batchrun.simulator.planner.job_forecast import HOUR_S, EngineTime, Eta, Forecast, Price
 from batchrun.simulator.planner.kinds import EngineKind, kind_of_profile, parse_kind
-from batchrun.simulator.planner.peak import Promise
+from batchrun.simulator.planner.peak import SloTarget
 from batchrun.simulator.traces.reading import read_trace
 from batchrun.simulator.traces.trace import Trace
 from batchrun.types import ProgressSink
@@ -36,7 +36,7 @@ class Simulation:
 
     kind: EngineKind
     num_engines: int
-    promise: Promise
+    slo: SloTarget
     trace: Trace | None
     trace_name: str
 
@@ -74,7 +74,7 @@ class Simulation:
         self, job: OfflineJob, computed_tokens: int, trace: Trace, progress: ProgressSink
     ) -> Eta:
         fleet = Fleet(self.kind, self.num_engines, (), ())
-        found = times_beside(trace, job, computed_tokens, fleet, self.promise, progress)
+        found = colocated_times(trace, job, computed_tokens, fleet, self.slo, progress)
         engines = f"{count(self.num_engines, 'engine')} of {self.kind.name}"
         if not math.isfinite(found.median_s):
             why = f"beside the calls of {self.trace_name} {engines} have no time left for it"
@@ -98,23 +98,23 @@ def simulation_of(
     Raises InputError and ConfigError, one line, where something cannot be used.
     """
     if profile is not None:
-        promise = _promise(deployment, home)
-        kind = parse_kind(profile, promise, Path.cwd())
+        slo = _slo_target(deployment, home)
+        kind = parse_kind(profile, slo, Path.cwd())
     else:
         path = existing_profile(deployment, deployment.engines[0], home)
         if path is None:
             return None
-        promise = _promise(deployment, home)
-        kind = kind_of_profile(path, promise)
+        slo = _slo_target(deployment, home)
+        kind = kind_of_profile(path, slo)
     calls = None if trace is None else _calls(trace)
     name = "" if trace is None else trace.name
     kind = kind.with_context(CONTEXT_TOKENS)
-    return Simulation(kind, len(deployment.engines), promise, calls, name)
+    return Simulation(kind, len(deployment.engines), slo, calls, name)
 
 
-def _promise(deployment: Deployment, home: Home) -> Promise:
+def _slo_target(deployment: Deployment, home: Home) -> SloTarget:
     slo = online_slo(deployment, home)
-    return Promise(slo.ttft_s, slo.tpot_s)
+    return SloTarget(slo.ttft_s, slo.tpot_s)
 
 
 def _calls(path: Path) -> Trace:

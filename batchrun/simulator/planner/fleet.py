@@ -1,23 +1,23 @@
-"""Calls that miss their bounds on an idle engine: no number of engines helps them.
+"""Step 1: the smallest number of engines of each kind that reaches the SLO target in the peak.
 
-The smallest number that holds: doubling, then bisection.
-
-Step 1: the smallest number of engines that keeps the promise in the peak; the cheapest kind.
+Calls that miss a bound on an idle engine are found first: no number of engines helps them.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from batchrun.simulator.cluster import STOCK_POLICY, EnginePlan
+from batchrun.config import STOCK_POLICY
+from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.online import Calls
 from batchrun.simulator.planner.kinds import EngineKind
-from batchrun.simulator.planner.peak import Attainment, PeakLoad, Promise, attainment
+from batchrun.simulator.planner.peak import Attainment, PeakLoad, SloTarget, attainment
 from batchrun.simulator.simulation import SimulationPlan, simulate
 from batchrun.simulator.traces.trace import Trace
 from batchrun.types import ProgressSink
@@ -26,12 +26,12 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class HopelessCalls:
+class InfeasibleCalls:
     """Judged calls that miss `bound` on an engine of their own; `number` is the heaviest of them.
 
     `number` counts the trace's calls from 1. `took_s` is None for a call that engines refuse, since
     it is longer than the context; `bound_s` is then None too, and `context_tokens` says how long
-    that is. `is_too_many`: more than the promise lets miss.
+    that is. `is_too_many`: more than the target lets miss.
     """
 
     bound: str
@@ -52,62 +52,74 @@ def context_tokens(engine: EnginePlan) -> int:
     return min(shape.max_model_len, (shape.num_blocks - 1) * shape.block_tokens)
 
 
-def hopeless_calls(load: PeakLoad, engine: EnginePlan, promise: Promise) -> list[HopelessCalls]:
+def infeasible_calls(load: PeakLoad, engine: EnginePlan, slo: SloTarget) -> list[InfeasibleCalls]:
     """The judged calls that miss a bound alone: TTFT by the prompt, TPOT by the mean context, and
     those that fit no engine. At most one entry for each reason."""
     fitting = load.within(context_tokens(engine))
     calls = fitting.calls
-    places = np.flatnonzero(fitting.is_judged())
-    timed = places[calls.num_output_tokens[places] > 1]
+    judged = np.flatnonzero(fitting.is_judged())
+    timed = judged[calls.num_output_tokens[judged] > 1]
     prompts = least_computed(calls)
     contexts = calls.num_prompt_tokens + calls.num_output_tokens / 2
 
-    def ttft_s(place: int) -> float:
-        return alone(engine, int(prompts[place]), 1)[0]
+    def ttft_s(index: int) -> float:
+        return alone(engine, int(prompts[index]), 1)[0]
 
-    def tpot_s(place: int) -> float:
-        tokens = calls.num_prompt_tokens[place], calls.num_output_tokens[place]
+    def tpot_s(index: int) -> float:
+        tokens = calls.num_prompt_tokens[index], calls.num_output_tokens[index]
         return alone(engine, int(tokens[0]), int(tokens[1]))[1]
 
-    by_prompt = places[np.argsort(prompts[places], kind="stable")]
+    by_prompt = judged[np.argsort(prompts[judged], kind="stable")]
     by_context = timed[np.argsort(contexts[timed], kind="stable")]
-    found = [
-        _refused(load, engine, promise) if fitting.num_refused else None,
-        _late(_Bound("TTFT", promise.ttft_s, ttft_s), by_prompt, fitting, engine, promise),
-        _late(_Bound("TPOT", promise.tpot_s, tpot_s), by_context, fitting, engine, promise),
-    ]
-    return [each for each in found if each is not None]
+    found = []
+    if fitting.num_refused:
+        tokens = np.where(load.is_judged(), load.calls.num_tokens, 0)
+        longest = load, int(np.argmax(tokens)), (fitting.num_refused, load.num_judged)
+        found.append(_infeasible("context", *longest, engine, slo))
+    for name, bound_s, alone_s, ranked in (
+        ("TTFT", slo.ttft_s, ttft_s, by_prompt),
+        ("TPOT", slo.tpot_s, tpot_s, by_context),
+    ):
+        if num_late := _num_above(alone_s, ranked, bound_s):
+            heaviest = fitting, int(ranked[-1]), (num_late, len(ranked))
+            late = _infeasible(name, *heaviest, engine, slo)
+            found.append(replace(late, took_s=alone_s(int(ranked[-1])), bound_s=bound_s))
+    return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Bound:
-    """A bound, and how long the call at a place of the load takes alone."""
+def _num_above(alone_s: Callable[[int], float], ranked: Ints, bound_s: float) -> int:
+    """How many of the calls `ranked`, the quickest first, take longer than the bound alone."""
+    num = len(ranked)
 
-    name: str
-    bound_s: float
-    alone_s: Callable[[int], float]
+    def is_late(rank: int) -> bool:
+        return alone_s(int(ranked[rank])) > bound_s
+
+    if not num or not is_late(num - 1):
+        return 0
+    return num - bisect_left(range(num - 1), True, key=is_late)
 
 
-def _late(
-    bound: _Bound, ranked: Ints, load: PeakLoad, engine: EnginePlan, promise: Promise
-) -> HopelessCalls | None:
-    """Those of the places `ranked`, the quickest first, that miss the bound alone."""
-    first = _first(lambda rank: bound.alone_s(int(ranked[rank])) > bound.bound_s, len(ranked))
-    num = len(ranked) - first
-    if not num:
-        return None
-    place = int(ranked[-1])
-    return HopelessCalls(
-        bound.name,
-        int(load.numbers[place]) + 1,
-        int(load.calls.num_prompt_tokens[place]),
-        int(load.calls.num_output_tokens[place]),
-        bound.alone_s(place),
-        bound.bound_s,
+def _infeasible(
+    bound: str,
+    load: PeakLoad,
+    heaviest: int,
+    parts: tuple[int, int],
+    engine: EnginePlan,
+    slo: SloTarget,
+) -> InfeasibleCalls:
+    """`parts` are the calls that miss the bound and all that could."""
+    num, num_judged = parts
+    return InfeasibleCalls(
+        bound,
+        int(load.numbers[heaviest]) + 1,
+        int(load.calls.num_prompt_tokens[heaviest]),
+        int(load.calls.num_output_tokens[heaviest]),
+        None,
+        None,
         context_tokens(engine),
         num,
-        len(ranked),
-        num > promise.may_miss(len(ranked)),
+        num_judged,
+        num > slo.may_miss(num_judged),
     )
 
 
@@ -137,38 +149,6 @@ def least_computed(calls: Trace) -> Ints:
     return least
 
 
-def _refused(load: PeakLoad, engine: EnginePlan, promise: Promise) -> HopelessCalls:
-    context = context_tokens(engine)
-    tokens = np.where(load.is_judged(), load.calls.num_tokens, 0)
-    place, num = int(np.argmax(tokens)), int((tokens > context).sum())
-    return HopelessCalls(
-        "context",
-        int(load.numbers[place]) + 1,
-        int(load.calls.num_prompt_tokens[place]),
-        int(load.calls.num_output_tokens[place]),
-        None,
-        None,
-        context,
-        num,
-        load.num_judged,
-        num > promise.may_miss(load.num_judged),
-    )
-
-
-def _first(is_late: Callable[[int], bool], num: int) -> int:
-    """The first of `num` ranks that is late; `num` when none is. Late ones stand at the end."""
-    if not num or not is_late(num - 1):
-        return num
-    low, high = -1, num - 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        if is_late(middle):
-            high = middle
-        else:
-            low = middle
-    return high
-
-
 def smallest(holds: Callable[[int], bool], most: int) -> int | None:
     """A number up to `most` that holds while the one below it does not; None: `most` does not.
 
@@ -182,13 +162,7 @@ def smallest(holds: Callable[[int], bool], most: int) -> int | None:
         if high >= most:
             return None
         low, high = high, min(2 * high, most)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if holds(middle):
-            high = middle
-        else:
-            low = middle
-    return high
+    return bisect_left(range(high), True, low + 1, key=holds)
 
 
 MAX_ENGINES = 1024
@@ -198,19 +172,19 @@ MAX_ENGINES = 1024
 class Fleet:
     """What the search found for one kind. `num_engines` is None where nothing holds.
 
-    `tried` are the simulated numbers, the smallest first; none when `hopeless` rules all out.
+    `tried` are the simulated numbers, the smallest first; none when `infeasible` rules all out.
     """
 
     kind: EngineKind
     num_engines: int | None
     tried: tuple[Attainment, ...]
-    hopeless: tuple[HopelessCalls, ...]
+    infeasible: tuple[InfeasibleCalls, ...]
     most_engines: int = MAX_ENGINES
 
     @property
     def is_impossible(self) -> bool:
         """Too many calls miss their bounds alone: no number of engines helps."""
-        return any(each.is_too_many for each in self.hopeless)
+        return any(each.is_too_many for each in self.infeasible)
 
     @property
     def price_per_hour(self) -> float | None:
@@ -225,14 +199,14 @@ class Fleet:
 def size_fleet(
     load: PeakLoad,
     kind: EngineKind,
-    promise: Promise,
+    slo: SloTarget,
     most_engines: int = MAX_ENGINES,
     progress: ProgressSink | None = None,
 ) -> Fleet:
     """The smallest number of engines of the kind up to `most_engines`."""
-    hopeless = tuple(hopeless_calls(load, kind.engine, promise))
-    if any(each.is_too_many for each in hopeless):
-        return Fleet(kind, None, (), hopeless, most_engines)
+    infeasible = tuple(infeasible_calls(load, kind.engine, slo))
+    if any(each.is_too_many for each in infeasible):
+        return Fleet(kind, None, (), infeasible, most_engines)
     fitting = load.within(context_tokens(kind.engine))
     tried: dict[int, Attainment] = {}
 
@@ -241,11 +215,11 @@ def size_fleet(
             if progress is not None:
                 progress(f"{stage} the peak on {num_engines:,} of {kind.name}", done, total)
 
-        tried[num_engines] = attainment(fitting, kind.engine, num_engines, promise, report)
-        return tried[num_engines].holds(promise)
+        tried[num_engines] = attainment(fitting, kind.engine, num_engines, slo, report)
+        return tried[num_engines].holds(slo)
 
     found = smallest(holds, most_engines)
-    return Fleet(kind, found, tuple(tried[num] for num in sorted(tried)), hopeless, most_engines)
+    return Fleet(kind, found, tuple(tried[num] for num in sorted(tried)), infeasible, most_engines)
 
 
 def cheapest(fleets: Sequence[Fleet]) -> Fleet | None:

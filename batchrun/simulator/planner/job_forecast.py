@@ -91,7 +91,7 @@ class Forecast:
 
 
 @dataclass(frozen=True, slots=True)
-class Foretold:
+class Prediction:
     """All that a dry run says: `study` are figures of `inspect`, and the tokens that follow."""
 
     study: Mapping[str, Any]

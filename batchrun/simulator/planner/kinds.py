@@ -1,6 +1,6 @@
 """Kinds of engines to choose from: how long their steps take, their GPUs, their price.
 
-Engines that nobody measured yet: the constants of a roofline, from data sheets.
+An engine that nobody measured yet is a roofline, with constants from data sheets.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from batchrun.errors import ConfigError, InputError
 from batchrun.simulator.cluster import EnginePlan
-from batchrun.simulator.planner.peak import Promise
+from batchrun.simulator.planner.peak import SloTarget
 from batchrun.simulator.scenario_file import EnginesSpec, SloSpec, engine_of
 from batchrun.simulator.virtual.laws import A100Law
 from batchrun.strict_yaml import read_document, validate_document
@@ -78,7 +78,7 @@ class EngineKind:
         return replace(self, engine=replace(self.engine, shape=shape))
 
 
-def parse_kind(text: str, promise: Promise, base: Path) -> EngineKind:
+def parse_kind(text: str, slo: SloTarget, base: Path) -> EngineKind:
     """A kind from `[NAME=]PROFILE[@PRICE[xGPUS]]`.
 
     PROFILE is a file of `batchrun calibrate`, relative to `base`; a YAML file of a roofline's
@@ -91,15 +91,15 @@ def parse_kind(text: str, promise: Promise, base: Path) -> EngineKind:
             f"--profile {text!r}: must be PROFILE, PROFILE@PRICE or NAME=PROFILE@PRICExGPUS, such "
             "as h100=h100.json@2.50x2"
         )
-    engine = _engine(match["steps"], promise, base)
+    engine = _engine(match["steps"], slo, base)
     price = None if match["price"] is None else float(match["price"])
     name = match["name"] or Path(match["steps"]).stem
     return EngineKind(name, engine, price, int(match["gpus"] or 1))
 
 
-def kind_of_profile(path: Path, promise: Promise) -> EngineKind:
+def kind_of_profile(path: Path, slo: SloTarget) -> EngineKind:
     """The kind that a file of `batchrun calibrate` describes; no price. Raises InputError."""
-    return EngineKind(path.stem, _engine(str(path.absolute()), promise, Path()))
+    return EngineKind(path.stem, _engine(str(path.absolute()), slo, Path()))
 
 
 def check_kinds(kinds: list[EngineKind]) -> None:
@@ -116,9 +116,9 @@ def check_kinds(kinds: list[EngineKind]) -> None:
         )
 
 
-def _engine(steps: str, promise: Promise, base: Path) -> EnginePlan:
-    slo = SloSpec(ttft=promise.ttft_s, tpot=promise.tpot_s)
+def _engine(steps: str, slo: SloTarget, base: Path) -> EnginePlan:
+    spec = SloSpec(ttft=slo.ttft_s, tpot=slo.tpot_s)
     path = base / Path(steps).expanduser()
     if path.suffix in SUFFIXES:
-        return with_roofline(engine_of(EnginesSpec(), slo, base), path)
-    return engine_of(EnginesSpec(steps=steps), slo, base)
+        return with_roofline(engine_of(EnginesSpec(), spec, base), path)
+    return engine_of(EnginesSpec(steps=steps), spec, base)

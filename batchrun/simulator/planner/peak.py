@@ -1,7 +1,4 @@
-"""The busiest window of a trace, as engines meet it: with the calls before and after it.
-
-What was promised to online users, and how many of a window's calls got it.
-"""
+"""The busiest window of a trace, and how many of its calls get the SLOs on so many engines."""
 
 from __future__ import annotations
 
@@ -9,19 +6,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from batchrun.simulator.cluster import STOCK_POLICY, EnginePlan
+from batchrun.config import STOCK_POLICY
+from batchrun.simulator.cluster import EnginePlan
+from batchrun.simulator.records import Slo
 from batchrun.simulator.simulation import SimulationPlan, simulate
 from batchrun.simulator.traces.trace import Trace, Window, find_peak
-from batchrun.simulator.virtual.run import Slo
 from batchrun.types import ProgressSink
 
 DEFAULT_TARGET = 0.99
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
-    """Of a window's calls the share `target` is to have its first token `ttft_s` after it arrived,
-    and the same share a mean time of `tpot_s` between its tokens."""
+class SloTarget:
+    """The share `target` of a window's calls is to have a TTFT of at most `ttft_s`, and the same
+    share a TPOT, the mean time between tokens, of at most `tpot_s`."""
 
     ttft_s: float = 1.0
     tpot_s: float = 0.05
@@ -57,17 +55,17 @@ class Attainment:
         """The share of calls within the TPOT bound, of those that have one."""
         return 1 - self.num_tpot_missed / self.num_timed if self.num_timed else 1.0
 
-    def holds(self, promise: Promise) -> bool:
-        """Whether both bounds hold for the promised share of calls."""
-        return self.num_ttft_missed <= promise.may_miss(
+    def holds(self, slo: SloTarget) -> bool:
+        """Whether both bounds hold for the target share of calls."""
+        return self.num_ttft_missed <= slo.may_miss(
             self.num_calls
-        ) and self.num_tpot_missed <= promise.may_miss(self.num_timed)
+        ) and self.num_tpot_missed <= slo.may_miss(self.num_timed)
 
-    def record(self, promise: Promise) -> dict[str, object]:
+    def record(self, slo: SloTarget) -> dict[str, object]:
         """As plain values."""
         return {
             "num_engines": self.num_engines,
-            "holds": self.holds(promise),
+            "holds": self.holds(slo),
             "num_calls": self.num_calls,
             "ttft_kept": self.ttft_share,
             "tpot_kept": self.tpot_share,
@@ -101,10 +99,7 @@ class PeakLoad:
     def is_judged(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """For each call."""
         at_s = self.calls.arrival_s
-        judged: np.ndarray[tuple[int], np.dtype[np.bool_]] = (at_s >= self.judged_s[0]) & (
-            at_s < self.judged_s[1]
-        )
-        return judged
+        return np.asarray((at_s >= self.judged_s[0]) & (at_s < self.judged_s[1]))
 
     @property
     def num_judged(self) -> int:
@@ -119,14 +114,14 @@ class PeakLoad:
         return replace(self, calls=kept, numbers=self.numbers[fits], num_refused=num_refused)
 
 
-def peak_load(trace: Trace, window_s: float, promise: Promise) -> PeakLoad:
+def peak_load(trace: Trace, window_s: float, slo: SloTarget) -> PeakLoad:
     """The window of `window_s` with the most tokens, `WARMUP_S` before and `TAIL_S` after it.
 
-    What is simulated does not depend on the promise, unless the TTFT bound is above `TAIL_S`.
+    What is simulated does not depend on the SLOs, unless the TTFT bound is above `TAIL_S`.
     """
     window = find_peak(trace, window_s)
     from_s = max(0.0, window.start_s - WARMUP_S)
-    to_s = window.end_s + max(TAIL_S, promise.ttft_s)
+    to_s = window.end_s + max(TAIL_S, slo.ttft_s)
     first, after = np.searchsorted(trace.arrival_s, (from_s, to_s), side="left")
     judged_s = (window.start_s - from_s, window.end_s - from_s)
     return PeakLoad(window, trace.between(from_s, to_s), judged_s, np.arange(first, after))
@@ -136,7 +131,7 @@ def attainment(
     load: PeakLoad,
     engine: EnginePlan,
     num_engines: int,
-    promise: Promise,
+    slo: SloTarget,
     progress: ProgressSink | None = None,
 ) -> Attainment:
     """Simulate the load alone on so many engines.
@@ -145,11 +140,11 @@ def attainment(
     so nothing that happens depends on the bounds.
     """
     plan = SimulationPlan(
-        load.judged_s[1] + max(TAIL_S, promise.ttft_s),
+        load.judged_s[1] + max(TAIL_S, slo.ttft_s),
         load.calls,
         num_engines=num_engines,
         engine=replace(engine, policy=STOCK_POLICY, believed=()),
-        slo=Slo(promise.ttft_s, promise.tpot_s),
+        slo=Slo(slo.ttft_s, slo.tpot_s),
         judged_s=load.judged_s,
     )
     online = simulate(plan, progress=progress).online

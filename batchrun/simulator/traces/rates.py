@@ -5,21 +5,19 @@ Files of rates: ServeGen's, one csv for each client and tars of them, and our ow
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
+import polars as pl
 from numpy.typing import ArrayLike
 
 from batchrun.errors import DataError
-from batchrun.simulator.traces.tables import lines_of, opened
+from batchrun.simulator.traces.tables import Column, CsvText, opened
 from batchrun.simulator.traces.trace import Floats, Ints, Trace, beyond
 
 MAX_CALLS = 50_000_000
@@ -183,22 +181,10 @@ def draw_trace(
     if like is not None:
         return _like(at_s[order], end_s, like, rng, source)
     lengths = [
-        _draw_lengths(s, places, rng) for s, (_, places) in zip(series, arrivals, strict=True)
+        _draw_lengths(s, windows, rng) for s, (_, windows) in zip(series, arrivals, strict=True)
     ]
     prompts, outputs = (np.concatenate([each[i] for each in lengths])[order] for i in (0, 1))
     return Trace(at_s[order], prompts, outputs, end_s, source=source)
-
-
-def splice_day(
-    trace: Trace, rate_per_s: Floats, *, seed: int, window_s: float = 60.0, cv: float = 1.0
-) -> Trace:
-    """A day, or as many windows as there are rates, of calls drawn from `trace`.
-
-    `rate_per_s` is that of each window of `window_s`, `cv` the coefficient of variation of gaps.
-    """
-    num = len(rate_per_s)
-    series = RateSeries.steady(np.arange(num) * window_s, num * window_s, rate_per_s, cv=cv)
-    return draw_trace([series], seed=seed, like=trace, source=trace.source)
 
 
 def _like(at_s: Floats, end_s: float, like: Trace, rng: np.random.Generator, source: str) -> Trace:
@@ -215,9 +201,10 @@ def _like(at_s: Floats, end_s: float, like: Trace, rng: np.random.Generator, sou
     )
 
 
-def _draw_lengths(series: RateSeries, places: Ints, rng: np.random.Generator) -> tuple[Ints, Ints]:
-    prompts, outputs = np.empty(len(places), np.int64), np.empty(len(places), np.int64)
-    counts = np.bincount(places, minlength=len(series.lengths))
+def _draw_lengths(series: RateSeries, windows: Ints, rng: np.random.Generator) -> tuple[Ints, Ints]:
+    """Prompt and output tokens of calls that arrive in `windows`, which rise."""
+    prompts, outputs = np.empty(len(windows), np.int64), np.empty(len(windows), np.int64)
+    counts = np.bincount(windows, minlength=len(series.lengths))
     after = np.cumsum(counts)
     for window, lengths in enumerate(series.lengths):
         part = slice(after[window] - counts[window], after[window])
@@ -227,17 +214,37 @@ def _draw_lengths(series: RateSeries, places: Ints, rng: np.random.Generator) ->
 
 
 REQUIRED = ("time_s", "rate_per_s")
-OPTIONAL = (
-    "cv",
-    "prompt_median_tokens",
-    "prompt_sigma",
-    "output_median_tokens",
-    "output_sigma",
-)
+_CHAT = CallLengths()
+OPTIONAL = {
+    "cv": 1.0,
+    "prompt_median_tokens": _CHAT.prompt.median,
+    "prompt_sigma": _CHAT.prompt.sigma,
+    "output_median_tokens": _CHAT.output.median,
+    "output_sigma": _CHAT.output.sigma,
+}
+"""Columns of our own layout that may be missing or empty, and what is then taken."""
+_ABOVE_0 = frozenset({"cv", "prompt_median_tokens", "output_median_tokens"})
+
+_FAMILY = pl.col("family").str.strip_chars().str.to_lowercase()
+_RATE, _SHAPE = Column.number("rate"), Column.number("shape", above=0)
+_IS_IDLE = (_RATE.value == 0) | _FAMILY.is_null() | (_FAMILY == "")
+_SERVEGEN = {
+    "start": Column.number("start"),
+    "rate": _RATE,
+    "family": Column(
+        pl
+        .when(_IS_IDLE)
+        .then(pl.lit(GapFamily.GAMMA.value))
+        .otherwise(pl.when(_FAMILY.is_in(list(GapFamily))).then(_FAMILY)),
+        "Gamma or Weibull",
+    ),
+    "shape": Column(pl.when(_IS_IDLE).then(1.0).otherwise(_SHAPE.value), _SHAPE.what),
+}
+"""A window without calls has neither family nor shape."""
+_SERVEGEN_NAMES = ("start", "rate", "cv", "family", "shape", "scale")
+
 MAX_MEMBERS = 10_000
 MAX_MEMBER_BYTES = 16 << 20
-_Row = tuple[float, float, float, GapFamily, CallLengths]
-"""Start in seconds, rate per second, shape of the gaps, their family, lengths."""
 
 
 def read_rates_csv(path: Path) -> list[RateSeries]:
@@ -245,22 +252,34 @@ def read_rates_csv(path: Path) -> list[RateSeries]:
 
     The last window is as long as the one before it.
     """
-    with opened(path) as file:
-        lines = lines_of(file, path)
-        _, header = next(lines, (1, b""))
-        columns = [name.strip() for name in header.decode(errors="replace").split(",")]
-        _check_columns(path, columns)
-
-        def read(values: Sequence[str]) -> _Row:
-            return _own_row(dict(zip(columns, values, strict=True)))
-
-        return [_series(path.name, list(_rows(path.name, lines, len(columns), read)))]
+    text = CsvText.with_header(path)
+    known = [*REQUIRED, *OPTIONAL]
+    for name in text.names:
+        if name not in known or text.names.count(name) > 1:
+            raise DataError(
+                f"{path}: line {text.num_skipped}: column {name!r}; each of {', '.join(known)} may "
+                "stand once"
+            )
+    columns = {
+        name: Column.number(name, above=0 if name in _ABOVE_0 else None, default=OPTIONAL.get(name))
+        for name in (*REQUIRED, *text.names)
+    }
+    usual = {name: pl.lit(value) for name, value in OPTIONAL.items() if name not in text.names}
+    rows = text.read(columns).with_columns(**usual)
+    lengths = [
+        CallLengths(LogNormalTokens(*prompt_output[:2]), LogNormalTokens(*prompt_output[2:]))
+        for prompt_output in rows.select(list(OPTIONAL)[1:]).iter_rows()
+    ]
+    windows = rows.select(
+        "time_s", "rate_per_s", family=pl.lit(GapFamily.GAMMA.value), shape=1 / pl.col("cv") ** 2
+    )
+    return [_series(path, windows, lengths)]
 
 
 def read_servegen_csv(path: Path) -> list[RateSeries]:
     """One client of ServeGen: start, rate, cv, family, shape, scale, no header."""
     with opened(path) as file:
-        return [_client(path.name, file, path)]
+        return [_client(path, file.read())]
 
 
 def read_servegen_tar(path: Path) -> list[RateSeries]:
@@ -279,7 +298,7 @@ def read_servegen_tar(path: Path) -> list[RateSeries]:
                         raise DataError(
                             f"{path}: {member.name} has more than {MAX_MEMBER_BYTES} bytes"
                         )
-                    series.append(_client(member.name, io.BytesIO(text), path / member.name))
+                    series.append(_client(path / member.name, text))
     except tarfile.TarError as error:
         raise DataError(f"{path}: cannot read the tar: {error}") from error
     if not series:
@@ -287,91 +306,19 @@ def read_servegen_tar(path: Path) -> list[RateSeries]:
     return series
 
 
-def _client(name: str, file: BinaryIO, path: Path) -> RateSeries:
-    return _series(name, list(_rows(name, lines_of(file, path), 6, _servegen_row)))
+def _client(path: Path, content: bytes) -> RateSeries:
+    windows = CsvText(path, content, _SERVEGEN_NAMES).read(_SERVEGEN)
+    return _series(path, windows, [CallLengths()] * len(windows))
 
 
-def _check_columns(path: Path, columns: Sequence[str]) -> None:
-    for name in REQUIRED:
-        if name not in columns:
-            raise DataError(f"{path}: line 1: no column {name}")
-    for name in columns:
-        if name not in REQUIRED + OPTIONAL or columns.count(name) > 1:
-            known = ", ".join(REQUIRED + OPTIONAL)
-            raise DataError(f"{path}: line 1: column {name!r}; each of {known} may stand once")
-
-
-def _rows(
-    name: str,
-    lines: Iterator[tuple[int, bytes]],
-    num_columns: int,
-    read: Callable[[Sequence[str]], _Row],
-) -> Iterator[_Row]:
-    for number, line in lines:
-        (values,) = csv.reader([line.decode(errors="replace")])
-        if len(values) != num_columns:
-            raise DataError(
-                f"{name}: line {number}: {len(values)} values where {num_columns} belong"
-            )
-        try:
-            yield read([value.strip() for value in values])
-        except ValueError as error:
-            raise DataError(f"{name}: line {number}: {error}") from error
-
-
-def _number(text: str, what: str, *, least: float = 0.0, above: float | None = None) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not (least <= value < float("inf")) or (above is not None and value <= above):
-        bound = f"{least:g} or more" if above is None else f"above {above:g}"
-        raise ValueError(f"{what} must be a number, {bound}, not {text!r:.40}")
-    return value
-
-
-def _own_row(values: dict[str, str]) -> _Row:
-    chat = CallLengths()
-    cv = _number(values.get("cv") or "1", "cv", above=0)
-
-    def lengths(kind: str, usual: LogNormalTokens) -> LogNormalTokens:
-        median = values.get(f"{kind}_median_tokens") or str(usual.median)
-        sigma = values.get(f"{kind}_sigma") or str(usual.sigma)
-        return LogNormalTokens(
-            _number(median, f"{kind}_median_tokens", above=0), _number(sigma, f"{kind}_sigma")
-        )
-
-    return (
-        _number(values["time_s"], "time_s"),
-        _number(values["rate_per_s"], "rate_per_s"),
-        1 / cv**2,
-        GapFamily.GAMMA,
-        CallLengths(lengths("prompt", chat.prompt), lengths("output", chat.output)),
-    )
-
-
-def _servegen_row(values: Sequence[str]) -> _Row:
-    start, rate, _, family, shape, _ = values
-    rate_per_s = _number(rate, "the rate")
-    if not rate_per_s or not family:
-        return _number(start, "the start"), rate_per_s, 1.0, GapFamily.GAMMA, CallLengths()
-    if family.lower() not in list(GapFamily):
-        raise ValueError(f"the family must be Gamma or Weibull, not {family!r:.40}")
-    return (
-        _number(start, "the start"),
-        rate_per_s,
-        _number(shape, "the shape", above=0),
-        GapFamily(family.lower()),
-        CallLengths(),
-    )
-
-
-def _series(name: str, rows: Sequence[_Row]) -> RateSeries:
-    if len(rows) < 2:
-        raise DataError(f"{name}: at least two windows are needed to know how long one is")
-    starts, rates, shapes, families, lengths = zip(*rows, strict=True)
-    start_s = np.array(starts)
+def _series(path: Path, windows: pl.DataFrame, lengths: Sequence[CallLengths]) -> RateSeries:
+    """`windows` has start, rate, family and shape of each, in this order."""
+    if len(windows) < 2:
+        raise DataError(f"{path}: at least two windows are needed to know how long one is")
+    start_s, rates, families, shapes = (column.to_numpy() for column in windows)
     for place in np.flatnonzero(np.diff(start_s) <= 0)[:1]:
-        raise DataError(f"{name}: the window at {starts[place + 1]:g} s does not follow the others")
+        raise DataError(
+            f"{path}: the window at {start_s[place + 1]:g} s does not follow the others"
+        )
     end_s = float(2 * start_s[-1] - start_s[-2])
-    return RateSeries(start_s, end_s, np.array(rates), np.array(shapes), families, lengths)
+    return RateSeries(start_s, end_s, rates, shapes, [GapFamily(f) for f in families], lengths)

@@ -1,16 +1,15 @@
-"""Read a trace or a series of rates, whatever format it has.
+"""Read a trace or a series of rates, whatever format it has (`docs/traces.md`), and save one.
 
-Public traces with a line of csv for each call: Azure's and BurstGPT's.
-
-Mooncake's traces: a JSON object for each call, with the hashes of its prompt's blocks.
-
-Our own trace files: Parquet with a version, so that a later batchrun can tell them apart.
+Public traces are csv with a line for each call (Azure's, BurstGPT's) or JSON with the hashes of
+prompt blocks (Mooncake's). Ours are Parquet with a version, so that a later batchrun can tell them
+apart.
 """
 
 from __future__ import annotations
 
 import io
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -18,8 +17,7 @@ from typing import Annotated
 
 import msgspec
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
+import polars as pl
 from msgspec import Meta, Struct
 
 from batchrun.errors import DataError
@@ -32,37 +30,56 @@ from batchrun.simulator.traces.rates import (
     read_servegen_csv,
     read_servegen_tar,
 )
-from batchrun.simulator.traces.tables import (
-    CsvLayout,
-    instants,
-    lines_of,
-    opened,
-    read_calls,
-    seconds,
-)
+from batchrun.simulator.traces.tables import Column, CsvText, lines_of, opened
 from batchrun.simulator.traces.trace import PrefixBlocks, Trace
 
-AZURE = CsvLayout("TIMESTAMP", ("ContextTokens", "GeneratedTokens"), instants)
+EPOCH_NS = 1_577_836_800 * 10**9
+"""The beginning of 2020: instants since then are exact to 0.03 us, since 1970 to 0.24 us."""
+
+
+def _instant(name: str) -> Column:
+    """An instant from an ISO 8601 text; one without a zone counts as UTC."""
+    text = pl.col(name).str.replace(r"(Z|[+-]00:?00)$", "")
+    plain = text.str.replace("T", " ", literal=True)
+    instant = plain.str.to_datetime("%Y-%m-%d %H:%M:%S%.f", time_unit="ns", strict=False)
+    return Column(instant, "a time")
+
+
+def _count(name: str) -> Column:
+    number = pl.col(name).cast(pl.Int64, strict=False)
+    return Column(pl.when(number >= 0).then(number), "a token count")
+
+
+AZURE = {
+    "TIMESTAMP": _instant("TIMESTAMP"),
+    "ContextTokens": _count("ContextTokens"),
+    "GeneratedTokens": _count("GeneratedTokens"),
+}
 """Azure LLM inference traces of 2023 and 2024: the later ones write a zone behind the time."""
-BURSTGPT = CsvLayout("Timestamp", ("Request tokens", "Response tokens"), seconds)
+BURSTGPT = {
+    "Timestamp": Column.number("Timestamp"),
+    "Request tokens": _count("Request tokens"),
+    "Response tokens": _count("Response tokens"),
+}
 """BurstGPT, all releases; the later ones have columns more, which are ignored."""
 
 
-def read_calls_csv(path: Path, layout: CsvLayout) -> Trace:
-    """The trace. Raises DataError.
+def read_calls_csv(path: Path, layout: Mapping[str, Column]) -> Trace:
+    """The trace, from columns of time, prompt tokens and output tokens. Raises DataError.
 
     Calls that failed stand there with 0 tokens; no engine worked on them, so they are left out.
     """
-    calls = read_calls(path, layout)
-    is_whole = np.minimum(calls.num_prompt_tokens, calls.num_output_tokens) > 0
-    if not is_whole.any():
+    calls = CsvText.with_header(path).read(layout)
+    if not len(calls):
+        raise DataError(f"{path}: has no calls")
+    time, *lengths = layout
+    calls = calls.filter(pl.min_horizontal(lengths) > 0)
+    if not len(calls):
         raise DataError(f"{path}: no call in it has prompt and output tokens")
-    return Trace.of(
-        calls.at_s[is_whole],
-        calls.num_prompt_tokens[is_whole],
-        calls.num_output_tokens[is_whole],
-        source=path.name,
-    )
+    at_s = calls[time].to_numpy()
+    if calls.schema[time] == pl.Datetime:
+        at_s = (at_s.astype(np.int64) - EPOCH_NS) / 1e9
+    return Trace.of(at_s, *(calls[name] for name in lengths), source=path.name)
 
 
 BLOCK_TOKENS = 512
@@ -110,12 +127,12 @@ def read_mooncake(path: Path) -> Trace:
 
 
 FORMAT_VERSION = 1
-METADATA_KEY = b"batchrun.trace"
+METADATA_KEY = "batchrun.trace"
 BLOCKS = "prefix_blocks"
 COLUMNS = {
-    "arrival_s": pa.float64(),
-    "num_prompt_tokens": pa.int64(),
-    "num_output_tokens": pa.int64(),
+    "arrival_s": pl.Float64(),
+    "num_prompt_tokens": pl.Int64(),
+    "num_output_tokens": pl.Int64(),
 }
 
 
@@ -126,15 +143,13 @@ def save_trace(trace: Trace, path: Path) -> None:
         "duration_s": trace.duration_s,
         "source": trace.source,
     }
-    columns = {name: pa.array(getattr(trace, name), kind) for name, kind in COLUMNS.items()}
+    frame = pl.DataFrame({name: getattr(trace, name) for name in COLUMNS}, schema=COLUMNS)
     if trace.prefix is not None:
         about["block_tokens"] = trace.prefix.block_tokens
-        columns[BLOCKS] = pa.LargeListArray.from_arrays(
-            pa.array(trace.prefix.offsets), pa.array(trace.prefix.hashes)
-        )
-    table = pa.table(columns).replace_schema_metadata({METADATA_KEY: json.dumps(about)})
+        blocks = [trace.prefix.of_request(index).tolist() for index in range(len(trace))]
+        frame = frame.with_columns(pl.Series(BLOCKS, blocks, pl.List(pl.Int64)))
     content = io.BytesIO()
-    pq.write_table(table, content, compression="zstd")
+    frame.write_parquet(content, metadata={METADATA_KEY: json.dumps(about)})
     try:
         write_atomically(path, content.getvalue())
     except OSError as error:
@@ -144,31 +159,30 @@ def save_trace(trace: Trace, path: Path) -> None:
 def load_parquet(path: Path) -> Trace:
     """A trace that `save_trace` wrote. Raises DataError."""
     try:
-        table = pq.read_table(path)
-    except (OSError, pa.ArrowException) as error:
+        content = path.read_bytes()
+        about = _about(path, pl.read_parquet_metadata(io.BytesIO(content)))
+        frame = pl.read_parquet(io.BytesIO(content))
+    except (OSError, pl.exceptions.PolarsError) as error:
         raise DataError(f"{path}: cannot read the trace: {_first_line(error)}") from error
-    about = _about(path, table.schema.metadata or {})
     for name, kind in COLUMNS.items():
-        if name not in table.column_names or table.schema.field(name).type != kind:
+        if frame.schema.get(name) != kind:
             raise DataError(f"{path}: no column {name} of type {kind}")
-        if table[name].null_count:
+        if frame[name].null_count():
             raise DataError(f"{path}: column {name} has empty values")
-    # Copies, because the table's memory is read only and a trace owns its arrays.
-    values = {name: np.array(table[name].to_numpy()) for name in COLUMNS}
     try:
         return Trace(
-            **values,
+            **{name: frame[name].to_numpy(writable=True) for name in COLUMNS},
             duration_s=float(str(about["duration_s"])),
-            prefix=_prefix(table, about),
+            prefix=_prefix(frame, about),
             source=str(about["source"]),
         )
-    except (KeyError, TypeError, ValueError, pa.ArrowException) as error:
+    except (KeyError, TypeError, ValueError, pl.exceptions.PolarsError) as error:
         raise DataError(f"{path}: not a whole trace of batchrun: {_first_line(error)}") from error
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
 
 
-def _about(path: Path, metadata: dict[bytes, bytes]) -> dict[str, object]:
+def _about(path: Path, metadata: Mapping[str, str]) -> dict[str, object]:
     if METADATA_KEY not in metadata:
         raise DataError(
             f"{path}: Parquet, but no trace of batchrun; `batchrun trace convert` makes one from "
@@ -183,13 +197,13 @@ def _about(path: Path, metadata: dict[bytes, bytes]) -> dict[str, object]:
     return about
 
 
-def _prefix(table: pa.Table, about: dict[str, object]) -> PrefixBlocks | None:
-    if BLOCKS not in table.column_names:
+def _prefix(frame: pl.DataFrame, about: Mapping[str, object]) -> PrefixBlocks | None:
+    if BLOCKS not in frame.columns:
         return None
-    blocks = table[BLOCKS].combine_chunks()
+    blocks = frame[BLOCKS]
     offsets = np.zeros(len(blocks) + 1, np.int64)
-    np.cumsum(blocks.value_lengths().to_numpy(zero_copy_only=False), out=offsets[1:])
-    hashes = np.array(blocks.flatten().to_numpy(), np.int64)
+    np.cumsum(blocks.list.len(), out=offsets[1:])
+    hashes = blocks.explode(empty_as_null=False).cast(pl.Int64).to_numpy()
     return PrefixBlocks(hashes, offsets, int(str(about["block_tokens"])))
 
 
@@ -243,7 +257,7 @@ def detect_format(path: Path) -> TraceFormat:
         return TraceFormat.MOONCAKE
     cells = [cell.strip() for cell in first.decode(errors="replace").split(",")]
     for layout, kind in ((AZURE, TraceFormat.AZURE), (BURSTGPT, TraceFormat.BURSTGPT)):
-        if {layout.time, *layout.lengths} <= set(cells):
+        if set(layout) <= set(cells):
             return kind
     if set(REQUIRED) <= set(cells):
         return TraceFormat.RATES

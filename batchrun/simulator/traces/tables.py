@@ -1,30 +1,22 @@
-"""Columns of text files, plain or gzip-compressed, with errors that name file and line."""
+"""Columns of csv text, plain or gzip-compressed, with errors that name the file and the line."""
 
 from __future__ import annotations
 
+import csv
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from gzip import GzipFile
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.csv as pa_csv
+import polars as pl
 
 from batchrun.errors import DataError
-from batchrun.simulator.traces.trace import Floats, Ints
 
 MAX_LINE_BYTES = 16 << 20
-BLOCK_BYTES = 8 << 20
-EPOCH_NS = 1_577_836_800 * 10**9
-"""The beginning of 2020."""
 GZIP_MAGIC = b"\x1f\x8b"
-
-Column = TypeVar("Column", Floats, Ints)
 
 
 @contextmanager
@@ -58,138 +50,101 @@ def lines_of(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 @dataclass(frozen=True, slots=True)
-class CsvLayout:
-    """The columns that are read: `time` by `read_times`, both `lengths` as whole numbers."""
+class Column:
+    """What is read of a column: `value`, null where its text is not `what` it must be."""
 
-    time: str
-    lengths: tuple[str, str]
-    read_times: Callable[[pa.Array], Floats]
+    value: pl.Expr
+    what: str
+
+    @classmethod
+    def number(
+        cls, name: str, *, above: float | None = None, default: float | None = None
+    ) -> Column:
+        """A finite number, 0 or more, or more than `above`; `default` where the text is empty."""
+        text = pl.col(name).str.strip_chars()
+        number = text.cast(pl.Float64, strict=False)
+        is_right = number.is_finite() & (number >= 0 if above is None else number > above)
+        value: pl.Expr = pl.when(is_right).then(number)
+        if default is not None:
+            value = pl.when(text.is_null() | (text == "")).then(default).otherwise(value)
+        return cls(value, "a number, " + ("0 or more" if above is None else f"above {above:g}"))
 
 
 @dataclass(frozen=True, slots=True)
-class Calls:
-    """What a csv file says of its calls, in the file's order."""
+class CsvText:
+    """Text of a csv file. `names` are its columns; rows begin after its first `num_skipped` lines.
 
-    at_s: Floats
-    num_prompt_tokens: Ints
-    num_output_tokens: Ints
-
-
-def read_calls(path: Path, layout: CsvLayout) -> Calls:
-    """All calls of a csv file with a header; other columns are ignored. Raises DataError."""
-    names = [layout.time, *layout.lengths]
-    parts: list[tuple[Floats, Ints, Ints]] = []
-    num_rows = 0
-    with opened(path) as file:
-        for batch in _batches(file, path, names):
-            at_s = _converted(path, num_rows, batch.column(0), layout.read_times, "a time")
-            prompts, outputs = (
-                _converted(path, num_rows, batch.column(i), whole_numbers, "a token count")
-                for i in (1, 2)
-            )
-            parts.append((at_s, prompts, outputs))
-            num_rows += batch.num_rows
-    if not num_rows:
-        raise DataError(f"{path}: has no calls")
-    return Calls(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-
-
-def whole_numbers(texts: pa.Array) -> Ints:
-    """Token counts. Raises ValueError or ArrowInvalid for anything else."""
-    values: Ints = texts.cast(pa.int64()).to_numpy()
-    if (values < 0).any():
-        raise ValueError("below 0")
-    return values
-
-
-def seconds(texts: pa.Array) -> Floats:
-    """Finite numbers. Raises ValueError or ArrowInvalid for anything else."""
-    values: Floats = texts.cast(pa.float64()).to_numpy()
-    if not np.isfinite(values).all():
-        raise ValueError("not a number")
-    return values
-
-
-def instants(texts: pa.Array) -> Floats:
-    """Seconds since `EPOCH_NS` from ISO 8601 texts; those without a zone count as UTC.
-
-    Recent instants are exact to 0.03 us so, where seconds since 1970 would be to 0.24 us.
+    `path` stands in messages: the file, or a file in an archive.
     """
-    plain = pc.replace_substring_regex(texts, r"(Z|[+-]00:?00)$", "")
-    nanoseconds: Ints = plain.cast(pa.timestamp("ns")).cast(pa.int64()).to_numpy()
-    return (nanoseconds - EPOCH_NS) / 1e9
 
+    path: Path
+    content: bytes
+    names: Sequence[str]
+    num_skipped: int = 0
 
-def _batches(file: BinaryIO, path: Path, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    bad: list[pa_csv.InvalidRow] = []
+    @classmethod
+    def with_header(cls, path: Path) -> CsvText:
+        """The first line that is not blank names the columns. Raises DataError."""
+        with opened(path) as file:
+            content = file.read()
+        lead = len(content) - len(content.lstrip())
+        end = content.find(b"\n", lead) + 1 or len(content)
+        header = content[lead:end].decode(errors="replace")
+        names = [name.strip() for name in header.split(",")]
+        return cls(path, content, names, content[:lead].count(b"\n") + 1)
 
-    def on_bad_row(row: pa_csv.InvalidRow) -> str:
-        bad.append(row)
-        return "error"
-
-    try:
-        yield from pa_csv.open_csv(
-            file,
-            pa_csv.ReadOptions(use_threads=False, block_size=BLOCK_BYTES),
-            pa_csv.ParseOptions(invalid_row_handler=on_bad_row),
-            pa_csv.ConvertOptions(
-                include_columns=list(names),
-                column_types=dict.fromkeys(names, pa.string()),
-                strings_can_be_null=False,
-                check_utf8=True,
-            ),
-        )
-    except (pa.ArrowException, KeyError) as error:
-        if bad:
-            # The parser counts the rows of its own block: the place is sought in the file.
-            raise DataError(_bad_row_line(path, bad[0])) from error
-        raise DataError(_csv_problem(path, names, error)) from error
-
-
-def _bad_row_line(path: Path, row: pa_csv.InvalidRow) -> str:
-    wanted = row.text.encode()
-    with opened(path) as file:
-        for number, line in lines_of(file, path):
-            if line.rstrip(b"\r\n") == wanted:
-                return (
-                    f"{path}: line {number}: {row.actual_columns} values where "
-                    f"{row.expected_columns} belong"
-                )
-    return f"{path}: a line has {row.actual_columns} values where {row.expected_columns} belong"
-
-
-def _csv_problem(path: Path, names: Sequence[str], error: Exception) -> str:
-    with opened(path) as file:
-        first = next((line for _, line in lines_of(file, path)), b"")
-    header = first.decode(errors="replace").strip().split(",")
-    for name in names:
-        if name not in header:
-            return f"{path}: line 1: no column {name}"
-    reason = str(error).partition("\n")[0]
-    return f"{path}: cannot read the trace: {reason}"
-
-
-def _converted(
-    path: Path, row: int, texts: pa.Array, convert: Callable[[pa.Array], Column], what: str
-) -> Column:
-    try:
-        return convert(texts)
-    except (pa.ArrowException, ValueError):
-        pass
-    for place in range(len(texts)):
+    def read(self, columns: Mapping[str, Column]) -> pl.DataFrame:
+        """The columns of all rows; blank lines are none. Raises DataError for the first bad one."""
+        missing = [name for name in columns if name not in self.names]
+        if missing:
+            raise DataError(f"{self.path}: line {self.num_skipped}: no column {missing[0]}")
+        # Only the first column of a name is read.
+        unique = [n if n not in self.names[:i] else f"{i}" for i, n in enumerate(self.names)]
         try:
-            convert(texts.slice(place, 1))
-        except (pa.ArrowException, ValueError) as error:
-            text = texts[place].as_py()
-            line = _line_of_row(path, row + place)
-            raise DataError(f"{path}: line {line}: not {what}: {text!r:.60}") from error
-    raise AssertionError("a column fails as a whole and not in any row")
+            found = (
+                pl
+                .scan_csv(
+                    self.content,
+                    has_header=False,
+                    skip_lines=self.num_skipped,
+                    schema=dict.fromkeys(unique, pl.String),
+                    missing_columns="insert",
+                    encoding="utf8-lossy",
+                )
+                .select(**{name: column.value for name, column in columns.items()})
+                .collect()
+            )
+        except pl.exceptions.NoDataError:
+            return pl.DataFrame(schema=dict.fromkeys(columns, pl.Float64))
+        except pl.exceptions.PolarsError as error:
+            raise DataError(self._too_long(str(error).partition("\n")[0])) from error
+        is_wrong = pl.any_horizontal(pl.all().is_null())
+        if wrong := found.select(is_wrong.arg_true()).to_series().to_list():
+            self._refuse(wrong, found, columns)
+            found = found.filter(~is_wrong)
+        return found
 
+    def _refuse(
+        self, rows: Sequence[int], found: pl.DataFrame, columns: Mapping[str, Column]
+    ) -> None:
+        """Raise DataError for the first of the rows that is not a blank line."""
+        lines = self.content.split(b"\n")
+        for row in rows:
+            number = self.num_skipped + row + 1
+            line = lines[number - 1] if number <= len(lines) else b"?"
+            if not line.strip():
+                continue
+            where = f"{self.path}: line {number}: "
+            values = next(csv.reader([line.decode(errors="replace").rstrip("\r")]))
+            if len(values) < len(self.names):
+                raise DataError(f"{where}{len(values)} values where {len(self.names)} belong")
+            name = next(name for name in columns if found[name][row] is None)
+            text = values[self.names.index(name)]
+            raise DataError(f"{where}{name} must be {columns[name].what}, not {text!r:.60}")
 
-def _line_of_row(path: Path, row: int) -> int:
-    """The line of a row below the header; rows count from 0 and blank lines are none."""
-    with opened(path) as file:
-        for place, (number, _) in enumerate(lines_of(file, path)):
-            if place == row + 1:
-                return number
-    raise AssertionError("the row was read before")
+    def _too_long(self, reason: str) -> str:
+        """Which line has more values than there are columns."""
+        for number, line in enumerate(self.content.split(b"\n"), 1):
+            if number > self.num_skipped and (num := line.count(b",") + 1) > len(self.names):
+                return f"{self.path}: line {number}: {num} values where {len(self.names)} belong"
+        return f"{self.path}: cannot read the trace: {reason}"

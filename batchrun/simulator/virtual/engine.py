@@ -4,10 +4,6 @@ As `EngineCore.step_with_batch_queue` with two steps in flight (vLLM 0.32): arri
 step N+1 is scheduled while step N runs, then the loop waits for the end of N and processes its
 output. An arrival during N therefore enters step N+2. One step in flight is `EngineCore.step`.
 Steps run one after the other; the same inputs give the same run to the last token.
-
-One request of the virtual engine: what arrives, what becomes of it, and vLLM's form of it.
-
-Running sums over the steps of a virtual engine.
 """
 
 from __future__ import annotations
@@ -30,9 +26,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from xxhash import xxh3_128_digest
 
+from batchrun.hints import HINT_KEY
 from batchrun.simulator.virtual.laws import StepItem, StepLaw
 from batchrun.simulator.virtual.setup import EngineShape, build_scheduler
-from batchrun.types import HINT_KEY
 
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 5, 2000
 """Token ids of prompts and outputs: no special token among them."""
@@ -173,7 +169,6 @@ class StepTotals:
     `online_share_sum` adds, per step, the share of its time that its online tokens cost: by the
     law without noise, [T(step) - T(step without them)] / T(step); 1 when nothing else ran.
     Under Eq. 7 it can be negative: short online decodes lower the mean context of the batch.
-    `planning_wall_s` is the measured time of each `schedule()`.
     """
 
     num_steps: int = 0
@@ -182,7 +177,6 @@ class StepTotals:
     online_share_sum: float = 0.0
     num_online_computed_tokens: int = 0
     num_offline_computed_tokens: int = 0
-    planning_wall_s: list[float] = field(default_factory=list)
 
     def charge(self, law: StepLaw, online: list[StepItem], offline: list[StepItem]) -> float:
         """Count one step and return its duration in seconds."""
@@ -226,10 +220,10 @@ class TrafficSource(Protocol):
 
 @runtime_checkable
 class ClockReader(Protocol):
-    """A scheduler with a clock of its own: `arrival_time - wall_offset_s` is on `clock`'s scale."""
+    """A scheduler that reads a clock."""
 
-    clock: Callable[[], float]
-    wall_offset_s: float
+    def use_clock(self, clock: Callable[[], float]) -> None:
+        """Take the time from here; arrivals are on the same scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,8 +286,7 @@ class VirtualEngine:
         self._worker_free_at_s = 0.0
         self._num_before = 0
         if isinstance(self.scheduler, ClockReader):
-            self.scheduler.clock = lambda: self.now_s
-            self.scheduler.wall_offset_s = 0.0
+            self.scheduler.use_clock(lambda: self.now_s)
 
     def run_until(self, end_s: float) -> None:
         """Run until the clock reaches `end_s` (infinity: until all work is done).
@@ -367,8 +360,6 @@ class VirtualEngine:
             return False
         for new in output.scheduled_new_reqs:
             self._admit(self.records[new.req_id], new.num_computed_tokens)
-        if not self._forgets_ended:
-            self.totals.planning_wall_s.append(wall_s)
         result, duration_s = self._execute(output, start_s)
         self._worker_free_at_s = start_s + duration_s
         self._in_flight.append(_Launched(output, result, self._worker_free_at_s))

@@ -19,7 +19,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.structured_output import StructuredOutputManager
 
-from batchrun.types import HINT_NONCE_VARIABLE
+from batchrun.hints import HINT_NONCE_VARIABLE
 
 NONCE = "virtual-engine"
 

@@ -8,18 +8,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from vllm.v1.core.sched.scheduler import Scheduler
-
 from batchrun.estimator.probes import PROBING_SETTINGS, Probe, ProbeCall, PromptMaker, make_round
 from batchrun.estimator.profile import Recording, read_recording
+from batchrun.hints import HINT_KEY
 from batchrun.simulator.virtual.engine import DEFAULT_TIMING, Arrival, Timing, VirtualEngine
 from batchrun.simulator.virtual.laws import StepLaw
 from batchrun.simulator.virtual.setup import EngineShape
-from batchrun.types import HINT_KEY
+from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 
 
 def record_probes(
-    scheduler_cls: type[Scheduler],
     shape: EngineShape,
     law: StepLaw,
     path: Path,
@@ -27,12 +25,11 @@ def record_probes(
     num_rounds: int,
     timing: Timing = DEFAULT_TIMING,
 ) -> Recording:
-    """Send all probes to an engine with this scheduler, which records its steps to `path`."""
+    """Send all probes to an engine of ours, which records its steps to `path`."""
     settings = {**PROBING_SETTINGS, "record_steps": str(path)}
+    recorded = replace(shape, additional_config={HINT_KEY: settings})
     source = ProbeSource()
-    engine = VirtualEngine(
-        scheduler_cls, replace(shape, additional_config={HINT_KEY: settings}), law, [source], timing
-    )
+    engine = VirtualEngine(ColocatedScheduler, recorded, law, [source], timing)
     facts = read_recording(path.read_text()).facts
     prompts = PromptMaker(facts.vocabulary)
     for _ in range(num_rounds):

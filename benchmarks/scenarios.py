@@ -1,51 +1,33 @@
-"""Online calls and an offline job, drawn from a seed.
+"""What benchmarks run on virtual engines: online calls and offline jobs, drawn from a seed.
 
-The draws are those of the trial that made the design's figures, in its order, so that a seed means
-the same requests.
-
-The scenarios of design 6.4 and of Echo's evaluation (section 7.1, table 1).
-
-The draws of the first three are those of the trial that made the design's figures, in its order, so
-that a seed means the same requests.
-
-Calls and jobs whose lengths were counted in real data, in place of a generator's.
+The scenarios are those of design 6.4 and of Echo's evaluation (section 7.1, table 1). The draws of
+the first three are those of the trial that made the design's figures, in its order, so that a seed
+means the same requests. Others have lengths that were counted in real data.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from batchrun.pool.prefix_keys import ChainTable
-from batchrun.pool.radix_tree import order_by_prefix
+from batchrun.simulator.offline_jobs import JobShape, LogNormalTokens, draw_tokens
+from batchrun.simulator.online import OnlineCall, OnlineTraffic
 from batchrun.simulator.virtual.engine import FIRST_TOKEN_ID, LAST_TOKEN_ID
+from benchmarks.data import ARRIVALS, DOCUMENTS
 
 Bounds = tuple[int, int]
 TokenIds = NDArray[np.uint32]
-
-MIN_RATE_PER_S = 0.05
-TOKENS_PER_CHUNK = 64
-
-
-@dataclass(frozen=True, slots=True)
-class LogNormalTokens:
-    """A number of tokens: log-normal(mu, sigma), clipped to `bounds`."""
-
-    mu: float
-    sigma: float
-    bounds: Bounds
-
-    def draw(self, rng: random.Random) -> int:
-        """One number."""
-        least, most = self.bounds
-        return int(min(most, max(least, rng.lognormvariate(self.mu, self.sigma))))
 
 
 class OnlineLoad(Protocol):
@@ -65,92 +47,13 @@ class JobSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class OnlineTraffic:
-    """Poisson arrivals at rate_per_s * (1 + swing * sin(t / swing_s)), times `burst_factor`
-    in the first `burst_length_s` of every `burst_period_s`.
-
-    Every prompt begins with the same `system_tokens` tokens, beside its own.
-    """
-
-    rate_per_s: float
-    burst_factor: float
-    burst_length_s: float
-    burst_period_s: float
-    prompt: LogNormalTokens
-    output: LogNormalTokens
-    swing: float = 0.0
-    swing_s: float = 60.0
-    system_tokens: int = 0
-
-    def rate_at(self, t_s: float) -> float:
-        """Arrivals per second at an instant; never quite 0."""
-        is_burst = t_s % self.burst_period_s < self.burst_length_s
-        tide = 1 + self.swing * math.sin(t_s / self.swing_s)
-        return max(self.rate_per_s * tide * (self.burst_factor if is_burst else 1), MIN_RATE_PER_S)
-
-    def draw(self, duration_s: float, seed: int) -> list[OnlineCall]:
-        """The calls of the first `duration_s` seconds, by arrival."""
-        rng, t_s = random.Random(1000 + seed), 0.0
-        calls: list[OnlineCall] = []
-        while True:
-            t_s += rng.expovariate(self.rate_at(t_s))
-            if t_s >= duration_s:
-                return calls
-            prompt, output = self.prompt.draw(rng), self.output.draw(rng)
-            calls.append(OnlineCall(t_s, prompt, output, self.system_tokens))
-
-
-@dataclass(frozen=True, slots=True)
-class JobShape:
-    """Questions about documents; every pair is the bounds of a uniform draw."""
-
-    num_documents: int = 120
-    document_tokens: Bounds | LogNormalTokens = (8_000, 28_000)
-    questions: Bounds = (6, 18)
-    question_tokens: Bounds = (15, 60)
-    output_tokens: Bounds | LogNormalTokens = (4, 32)
-
-    def draw(self, seed: int, order: Order) -> Job:
-        """The job of a run. About 20 ms per 100 documents."""
-        rng = random.Random(seed)
-        documents: list[TokenIds] = []
-        rows: list[JobRow] = []
-        for document in range(self.num_documents):
-            documents.append(draw_token_ids(rng, draw_tokens(rng, self.document_tokens)))
-            for _ in range(rng.randint(*self.questions)):
-                question = draw_token_ids(rng, rng.randint(*self.question_tokens))
-                num_output_tokens = draw_tokens(rng, self.output_tokens)
-                rows.append(JobRow(len(rows), document, question, num_output_tokens))
-        if order is Order.SHUFFLED:
-            rng.shuffle(rows)
-        return Job(documents, rows)
-
-
-def draw_tokens(rng: random.Random, count: Bounds | LogNormalTokens) -> int:
-    """A number of tokens, uniform within bounds where no other law is given."""
-    return count.draw(rng) if isinstance(count, LogNormalTokens) else rng.randint(*count)
-
-
-@dataclass(frozen=True, slots=True)
 class Scenario:
-    """What happens, for how long, and what online users were promised."""
+    """What happens, and for how long."""
 
     name: str
     duration_s: float
     online: OnlineLoad
-    job: JobSource = JobShape()
-    slo_ttft_s: float = 1.0
-    slo_tpot_s: float = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class OnlineCall:
-    """One online request: `num_system_tokens` that all begin with, and a prompt of its own."""
-
-    arrival_at_s: float
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_system_tokens: int = 0
+    job: JobShape | JobSource = field(default_factory=JobShape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -187,9 +90,23 @@ def draw_calls(scenario: Scenario, seed: int) -> list[OnlineCall]:
     return scenario.online.draw(scenario.duration_s, seed)
 
 
-def draw_job(source: JobSource, seed: int, order: Order) -> Job:
-    """The job of a run."""
-    return source.draw(seed, order)
+def draw_job(source: JobShape | JobSource, seed: int, order: Order) -> Job:
+    """The job of a run. About 20 ms per 100 documents of a shape."""
+    if not isinstance(source, JobShape):
+        return source.draw(seed, order)
+    rng = random.Random(seed)
+    documents: list[TokenIds] = []
+    rows: list[JobRow] = []
+    for document in range(source.num_documents):
+        documents.append(draw_token_ids(rng, draw_tokens(rng, source.document_tokens)))
+        for _ in range(rng.randint(*source.questions)):
+            question = draw_token_ids(rng, rng.randint(*source.question_tokens))
+            rows.append(
+                JobRow(len(rows), document, question, draw_tokens(rng, source.output_tokens))
+            )
+    if order is Order.SHUFFLED:
+        rng.shuffle(rows)
+    return Job(documents, rows)
 
 
 def draw_token_ids(rng: random.Random, num_tokens: int) -> TokenIds:
@@ -207,28 +124,6 @@ def draw_token_ids(rng: random.Random, num_tokens: int) -> TokenIds:
         parts.append(drawn[drawn < span] + np.uint32(FIRST_TOKEN_ID))
         num_tokens -= len(parts[-1])
     return np.concatenate(parts) if parts else np.empty(0, np.uint32)
-
-
-def _chain_of(job: Job, row: JobRow) -> NDArray[np.uint64]:
-    """What the pool's chain of chunk hashes would be: the document's chunks, then the question."""
-    num_chunks = max(1, len(job.documents[row.document]) // TOKENS_PER_CHUNK)
-    document = np.arange(num_chunks, dtype=np.uint64) + (row.document << 32)
-    return np.append(document, np.uint64(row.number + (1 << 63)))
-
-
-def planned_order(job: Job, bucket_ratio: float | None = None) -> Job:
-    """The job with its rows in the order in which the daemon's pool sends them.
-
-    With a `bucket_ratio` documents of one length bucket follow each other, short ones first; a
-    bucket's upper bound is `bucket_ratio` times its lower one.
-    """
-    chains = [_chain_of(job, row) for row in job.rows]
-    rows = [job.rows[i] for i in order_by_prefix(ChainTable.of(chains)).rows]
-    if bucket_ratio is not None:
-        lengths = [max(1, len(document)) for document in job.documents]
-        buckets = [math.floor(math.log(length, bucket_ratio)) for length in lengths]
-        rows.sort(key=lambda row: buckets[row.document])
-    return Job(job.documents, rows)
 
 
 def hit_optimum(job: Job, block_tokens: int = 16) -> float:
@@ -404,3 +299,51 @@ class JobTable:
         if order is Order.SHUFFLED:
             rng.shuffle(rows)
         return Job([draw_token_ids(rng, d.num_tokens) for d in self.documents], rows)
+
+
+AZURE_TIME_SCALE = 2.0
+"""2.6 calls a second instead of 5.2: no queue without offline work, as Echo scales its trace."""
+AZURE_WINDOW_S = 200.0
+"""In a circle of 2,400 s seeds 0 to 4 read other calls than one another and than their warm-ups."""
+MAX_DOCUMENT_TOKENS = 32_000
+"""Two meetings of QMSum are longer than the engine's context allows."""
+
+
+@cache
+def loogle_azure() -> Scenario:
+    """All documents of LooGLE's sample and of QMSum beside conversations of the Azure trace."""
+    documents, trace = _table(DOCUMENTS), _table(ARRIVALS)
+    job = JobTable([
+        DocumentLengths(tokens, [(question, answer) for question, answer in questions])
+        for name in ("loogle", "qmsum")
+        for tokens, questions in documents[name]
+        if tokens <= MAX_DOCUMENT_TOKENS
+    ])
+    calls = CallTable(
+        arrivals_s=[at_ms / 1e3 for at_ms in accumulate(trace["gap_ms"])],
+        prompt_tokens=trace["prompt_tokens"],
+        output_tokens=trace["output_tokens"],
+        span_s=trace["span_s"],
+        time_scale=AZURE_TIME_SCALE,
+        window_s=AZURE_WINDOW_S,
+    )
+    return Scenario("loogle-azure", 180.0, calls, job)
+
+
+def _table(path: Path) -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(path.read_text())
+    return table
+
+
+SCENARIOS: dict[str, tuple[Callable[[], Scenario], tuple[int, ...]]] = {
+    "a100-8b": (a100_8b, (8600, 4300)),
+    "a100-8b-stress": (lambda: a100_8b(burst_factor=6.0), (8600, 4300, 2600)),
+    "kv-pressure": (kv_pressure, (4300, 3200)),
+    "kv-pressure-tide": (kv_pressure_tide, (4300, 3200)),
+    "loogle-azure": (loogle_azure, (8600, 4300)),
+    "echo-sharegpt": (echo_sharegpt, (8600, 4300)),
+    "echo-qa-short": (echo_qa_short, (8600, 4300)),
+    "echo-qa-long": (echo_qa_long, (8600, 4300)),
+    "echo-hit-rate": (echo_hit_rate, (8600,)),
+}
+"""By name: what happens, and the KV sizes in blocks that it is run with."""

@@ -1,0 +1,1 @@
+"""Routers: which engine a call or a row goes to, best first."""

@@ -1,0 +1,128 @@
+"""The online part of a step: decodes, prefills, then the calls that wait, in a queue's order.
+
+An order of the queue is a class like `ArrivalOrder`, and most need no more than an `order` of their
+own; `policies.QUEUES` names them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+from batchrun.scheduling.draft import MIN_CHUNK_TOKENS, Draft
+from batchrun.scheduling.slack import StepLimits, step_limits
+from batchrun.scheduling.view import EngineView, RequestView, by_kind
+from batchrun.scheduling.worth import Victims
+
+ONLINE_MEMORY_S = 60.0
+"""So long after the last online request an arrival is still expected at any moment."""
+
+
+class OnlineQueue(Protocol):
+    """How the online calls of one engine are served. May remember what it saw in earlier steps."""
+
+    def order(self, view: EngineView) -> Sequence[RequestView]:
+        """The waiting calls of the view, in the order in which they are looked at."""
+        ...
+
+    def limits(self, view: EngineView) -> StepLimits:
+        """How long the step after those in flight may take. Called once a step, first."""
+        ...
+
+    def fill(
+        self, draft: Draft, waiting: Sequence[RequestView], limit_s: float, victims: Victims
+    ) -> bool:
+        """Admit calls to the step within `limit_s`, at the cost of offline work.
+
+        False when one has to wait: offline work then takes nothing new.
+        """
+        ...
+
+
+class ArrivalOrder:
+    """First come, first served, by vLLM's priority first: nobody overtakes who waits for room."""
+
+    def __init__(self) -> None:
+        self._ttft_seen_at_s: dict[float, float] = {}
+
+    def order(self, view: EngineView) -> Sequence[RequestView]:
+        """As the engine shows them."""
+        return view.online_waiting
+
+    def limits(self, view: EngineView) -> StepLimits:
+        """What the bounds of all calls of the last minute leave."""
+        bounds_s = self._ttft_bounds_of_late(view)
+        return step_limits(
+            view,
+            was_online_lately=bool(bounds_s),
+            least_ttft_s=min(bounds_s, default=math.inf),
+        )
+
+    def fill(
+        self, draft: Draft, waiting: Sequence[RequestView], limit_s: float, victims: Victims
+    ) -> bool:
+        """One after the other, until one has to wait."""
+        return all(let_call_in(draft, victims, request, limit_s) for request in waiting)
+
+    def _ttft_bounds_of_late(self, view: EngineView) -> Collection[float]:
+        """The TTFT bounds of all online requests of the last minute: few, one for each class."""
+        bounds_s = {request.slo_ttft_s for request in view.online_running}
+        bounds_s.update(request.slo_ttft_s for request in view.online_waiting)
+        for ttft_s in bounds_s:
+            self._ttft_seen_at_s[ttft_s] = view.now_s
+        self._ttft_seen_at_s = {
+            ttft_s: seen_at_s
+            for ttft_s, seen_at_s in self._ttft_seen_at_s.items()
+            if view.now_s - seen_at_s < ONLINE_MEMORY_S
+        }
+        return self._ttft_seen_at_s
+
+
+def place_online(draft: Draft, queue: OnlineQueue, limit_s: float) -> bool:
+    """Give online requests all they want within `limit_s`, at the cost of offline ones.
+
+    False when one has to wait: offline work then takes nothing new.
+    """
+    decodes, prefills = by_kind(draft.view.online_running)
+    draft.decode(decodes)
+    for request in prefills:
+        left = request.prefill_left_tokens
+        chunk = draft.chunk(request.num_computed_tokens, left, limit_s)
+        draft.prefill(request, _at_least(chunk, left, draft))
+    victims = Victims(draft)
+    victims.make_room(0)
+    return queue.fill(draft, queue.order(draft.view), limit_s, victims)
+
+
+def let_call_in(draft: Draft, victims: Victims, request: RequestView, limit_s: float) -> bool:
+    """Admit an online request, preempting offline ones; False when it must wait for room.
+
+    One whose adapter must wait for other online requests does not hold up those behind it.
+    """
+    view = draft.view
+    if draft.tokens_left <= 0:
+        return False
+    has_adapter = draft.fits_lora(request)
+    if not has_adapter and not victims.can_free_adapter():
+        return True
+    hit = view.look_up(request)
+    left = request.num_tokens - hit.num_tokens
+    chunk = _at_least(draft.chunk(hit.num_tokens, left, limit_s), left, draft)
+    if chunk == 0:
+        return False
+    need = view.free_blocks_for(request.num_tokens + 1, hit)
+    if need > draft.free_blocks + draft.offline_blocks:
+        return False
+    if not has_adapter:
+        victims.free_adapter()
+    victims.make_room(need, slots=1)
+    if draft.free_blocks < need or draft.slots_left <= 0:
+        return False
+    draft.let_in(request, hit, chunk, need)
+    return True
+
+
+def _at_least(chunk: int, left: int, draft: Draft) -> int:
+    """Online prefills always move, if by little: a limit of zero would starve them."""
+    return max(chunk, min(left, MIN_CHUNK_TOKENS, draft.tokens_left))

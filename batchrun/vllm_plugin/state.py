@@ -1,0 +1,190 @@
+"""What the plug-in knows of one engine, and a `RequestView` of each of its live requests.
+
+`EngineState` is what planner, view builder and the link to the daemon share. None of them holds the
+scheduler, which alone keeps the state true to vLLM and works by it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from msgspec import UNSET, UnsetType
+from vllm.config import VllmConfig
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.request import Request
+
+from batchrun.estimator.step_time import AnyModel
+from batchrun.hints import HINT_KEY, FlexHint, Hint, HintError, RowHint, SloHint, read_hint
+from batchrun.scheduling.view import RequestView
+from batchrun.types import USUAL_OUTPUT_TOKENS, RequestClass
+from batchrun.vllm_plugin.estimates import Estimates, StepClock, engine_facts, read_models
+from batchrun.vllm_plugin.kv_cache import KvTiers
+from batchrun.vllm_plugin.plan_queue import PlanQueue
+from batchrun.vllm_plugin.settings import OnlineSlo, PluginSettings, read_nonce
+from batchrun.wire import Orders
+
+MARGIN_SHARE = 0.25
+"""Room for an answer that is longer than expected, as a share of what is."""
+
+
+class EngineState:
+    """The live requests of an engine, and what is known of its KV and its steps.
+
+    `views` has a view of every live request and `queue` the order in which waiting ones are planned
+    (it is vLLM's waiting queue only while steps are planned). `kv` is None while vLLM's own free
+    queue is in place. `estimates` and `steps` say how long steps take and how much KV online
+    requests will need. `clock` returns monotonic seconds; less `wall_offset_s`, vLLM's wall-clock
+    arrivals are on its scale. A hint counts if it carries the `nonce`.
+    """
+
+    def __init__(
+        self,
+        settings: PluginSettings,
+        config: VllmConfig,
+        manager: KVCacheManager,
+        block_tokens: int,
+    ) -> None:
+        """`manager` is the scheduler's, with blocks of `block_tokens`."""
+        self.settings = settings
+        self.manager = manager
+        self.block_tokens = block_tokens
+        self.total_blocks = manager.block_pool.num_gpu_blocks
+        self.max_loras = config.lora_config.max_loras if config.lora_config else 0
+        self.clock: Callable[[], float] = time.monotonic
+        self.wall_offset_s = time.time() - time.monotonic()
+        self.nonce = read_nonce()
+        self.views: dict[str, RequestView] = {}
+        self.queue = PlanQueue(self.views)
+        self.kv: KvTiers | None = None
+        self.facts = engine_facts(config, self.total_blocks)
+        self.steps = StepClock()
+        self.believe(read_models(settings.profile, self.facts.engine))
+        self.is_offline_on = True
+        self.num_offline = 0
+        self.num_malformed_hints = 0
+        self.num_policy_errors = 0
+        self._is_caching = bool(config.cache_config.enable_prefix_caching)
+
+    def believe(self, models: Sequence[AnyModel]) -> None:
+        """Start from these step-time models, the best first, as from those of a profile."""
+        self.estimates = Estimates(self.settings, self.total_blocks, models)
+
+    def read_hint(self, request: Request) -> Hint | None:
+        """The request's hint; None without one, and for one that makes no sense (counted)."""
+        params = request.sampling_params
+        if params is None or request.resumable or not params.extra_args:
+            return None
+        try:
+            return read_hint(params.extra_args.get(HINT_KEY), self.nonce)
+        except HintError:
+            self.num_malformed_hints += 1
+            return None
+
+    def enter(self, request: Request) -> tuple[RequestView, Hint | None]:
+        """Keep a view of a request that has come in: online work unless its hint says otherwise."""
+        hint = self.read_hint(request)
+        arrival_at_s = request.arrival_time - self.wall_offset_s
+        view = make_view(request, hint, self.settings.slo, arrival_at_s)
+        if isinstance(hint, FlexHint):
+            stand_behind(view, self.views.values())
+        self.views[request.request_id] = view
+        self.num_offline += view.is_offline
+        self._announce(request, hint)
+        return view, hint
+
+    def leave(self, request: Request) -> RequestView | None:
+        """Forget a request that ends, before its blocks are freed; None for one never seen."""
+        view = self.views.pop(request.request_id, None)
+        if view is not None:
+            self.num_offline -= view.is_offline
+        if self.kv is not None:
+            self.kv.finished(request)
+        return view
+
+    def freeing(self, view: RequestView | None) -> AbstractContextManager[None]:
+        """Blocks freed within are this request's; a request without a view is an online one."""
+        if self.kv is None:
+            return nullcontext()
+        return self.kv.freeing(is_online=view is None or not view.is_offline)
+
+    def keep_by_use(self) -> None:
+        """From now on blocks are evicted by what rows and calls will read, where KV is cached."""
+        if self.kv is None and self._is_caching:
+            self.kv = KvTiers(self.manager, self.settings.eviction)
+            for view in self.views.values():
+                if view.is_offline:
+                    self._announce(view.handle, self.read_hint(view.handle))
+
+    def expire(self, now_s: float) -> None:
+        """Void what hints and online hits said too long ago."""
+        if self.kv is not None:
+            self.kv.expire(now_s)
+
+    def count_jobs(self, orders: Orders) -> None:
+        """The hints of these jobs count for another lease, or no longer."""
+        if self.kv is not None:
+            self.kv.renew(orders.epoch, orders.renew, self.clock())
+            for job in orders.forget:
+                self.kv.forget(job)
+
+    def _announce(self, request: Request, hint: Hint | None) -> None:
+        if isinstance(hint, RowHint) and self.kv is not None:
+            self.kv.announce(request, hint, self.clock())
+
+
+def make_view(
+    request: Request, hint: Hint | None, slo: OnlineSlo, arrival_at_s: float
+) -> RequestView:
+    """The view of a request that has just come in; without a hint it is online."""
+    lora = request.lora_request
+    is_offline = isinstance(hint, RowHint | FlexHint)
+    view = RequestView(
+        request_id=request.request_id,
+        request_class=RequestClass.OFFLINE if is_offline else RequestClass.ONLINE,
+        arrival_at_s=arrival_at_s,
+        num_prompt_tokens=request.num_prompt_tokens,
+        max_output_tokens=request.max_tokens,
+        priority=request.priority,
+        lora_id=0 if lora is None else lora.lora_int_id,
+        num_tokens=request.num_tokens,
+        handle=request,
+    )
+    if isinstance(hint, RowHint):
+        view.is_row, view.epoch, view.rank = True, hint.epoch, hint.rank
+        view.expected_output_tokens = _with_margin(hint.output_tokens)
+        if hint.nodes:
+            view.group = hint.job, hint.nodes[-1].node
+            view.num_followers = hint.nodes[-1].num_rows_to_come
+    elif is_offline:
+        view.expected_output_tokens = _with_margin(UNSET)
+    else:
+        bounds = hint.slo if isinstance(hint, SloHint) else slo
+        view.slo_ttft_s, view.slo_tpot_s = bounds.ttft_s, bounds.tpot_s
+        view.slo_jct_s = math.inf if bounds.jct_s is None else bounds.jct_s
+    return view
+
+
+def _with_margin(output_tokens: int | UnsetType) -> int:
+    """What to set aside for an answer of about this length, or of one that nobody knows."""
+    tokens = USUAL_OUTPUT_TOKENS if output_tokens is UNSET else output_tokens
+    return math.ceil((1 + MARGIN_SHARE) * tokens)
+
+
+def stand_behind(view: RequestView, others: Iterable[RequestView]) -> None:
+    """Give an offline call its place: behind all offline requests that are here, and before those
+    that come later. So neither a long job nor a stream of calls keeps the other waiting for ever.
+    """
+    places = ((other.epoch, other.rank) for other in others if other.is_offline)
+    view.epoch, view.rank = max(places, default=(0, 0))
+
+
+def begin_turn(view: RequestView, request: Request, wall_offset_s: float) -> None:
+    """The next turn of a streaming session begins; what came before it is its prompt now."""
+    view.arrival_at_s = request.arrival_time - wall_offset_s
+    view.first_token_at_s = None
+    view.num_prompt_tokens = request.num_prompt_tokens
+    view.num_tokens = request.num_tokens
+    view.max_output_tokens = request.max_tokens

@@ -1,0 +1,104 @@
+"""Laws of the step time beside the reference one: another form, and noise."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from batchrun.simulator.virtual.laws import A100Law, StepItem, StepLaw
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingLaw:
+    """A law of the form of Echo's Eq. 6 to 8, with gamma > 0.
+
+    prefill = max(alpha * l^2 + beta * l, c); decode = gamma * max(L) + delta * mean(L);
+    step = overhead + lambda * max(prefill, decode) + (1 - lambda) * min(prefill, decode), without
+    the second line when only one of them is there. For chunks l^2 is the sum of
+    new * (2 * context - new) and l that of new tokens: for one whole prompt that is Eq. 6.
+
+    The overhead stands for reading the weights; Eq. 7 has no constant, so without it a decode of
+    short contexts would take no time. Constants are of the A100 law's size: beta and alpha are its
+    arithmetic per token and per pair; a 28,000-token row beside short ones decodes in 12 + 8 ms
+    plus 0.8 us per token of mean context.
+    """
+
+    overhead_s: float = 0.012
+    alpha_s: float = 1.2e-9
+    beta_s: float = 7.3e-5
+    floor_s: float = 0.003
+    gamma_s: float = 3e-7
+    delta_s: float = 8e-7
+    lambda_share: float = 0.8
+
+    @property
+    def expected(self) -> StepLaw:
+        """Itself: this law has no noise."""
+        return self
+
+    def step_s(self, items: Sequence[StepItem]) -> float:
+        """See the class; a step without requests takes the overhead."""
+        prefill_s = self._prefill_s([item for item in items if not item[2]])
+        decode_s = self._decode_s([context for _, context, is_decode in items if is_decode])
+        if not prefill_s or not decode_s:
+            return self.overhead_s + prefill_s + decode_s
+        shorter_s, longer_s = sorted((prefill_s, decode_s))
+        share = self.lambda_share
+        return self.overhead_s + share * longer_s + (1 - share) * shorter_s
+
+    def _prefill_s(self, chunks: Sequence[StepItem]) -> float:
+        if not chunks:
+            return 0.0
+        squares = sum(new * (2 * context - new) for new, context, _ in chunks)
+        tokens = sum(new for new, _, _ in chunks)
+        return max(self.alpha_s * squares + self.beta_s * tokens, self.floor_s)
+
+    def _decode_s(self, contexts: Sequence[int]) -> float:
+        if not contexts:
+            return 0.0
+        return self.gamma_s * max(contexts) + self.delta_s * sum(contexts) / len(contexts)
+
+
+class NoisyLaw:
+    """Another law with multiplied noise: log-normal, and now and then a step that takes thrice.
+
+    The noise is drawn from `rng`, twice per step. `sigma` 0.1 is the design's "10 %".
+    """
+
+    __slots__ = ("_law", "_rng", "_sigma", "_stall_factor", "_stall_share")
+
+    def __init__(
+        self,
+        law: StepLaw,
+        rng: random.Random,
+        *,
+        sigma: float = 0.1,
+        stall_share: float = 0.01,
+        stall_factor: float = 3.0,
+    ) -> None:
+        self._law = law
+        self._rng = rng
+        self._sigma = sigma
+        self._stall_share = stall_share
+        self._stall_factor = stall_factor
+
+    @property
+    def expected(self) -> StepLaw:
+        """The law before noise."""
+        return self._law.expected
+
+    def step_s(self, items: Sequence[StepItem]) -> float:
+        """The law's duration times the next noise."""
+        factor = self._rng.lognormvariate(0.0, self._sigma)
+        if self._rng.random() < self._stall_share:
+            factor *= self._stall_factor
+        return self._law.step_s(items) * factor
+
+
+LAWS: Mapping[str, Callable[[int], StepLaw]] = {
+    "a100": lambda seed: A100Law(),
+    "pooling": lambda seed: PoolingLaw(),
+    "noisy": lambda seed: NoisyLaw(A100Law(), random.Random(seed)),
+}
+"""By name, from the seed of the noise."""
