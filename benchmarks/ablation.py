@@ -4,7 +4,7 @@
                                   [--only PATTERN ...] [--json FILE]
 
 Prints the means over the seeds as a table, and below it each bar: met or missed. With `--json` the
-steps of Echo's ladder are watched in the first seed: NAME.json gets the records, NAME-series.json
+steps of Echo's ladder are watched in the first seed: NAME.jsonl gets the records, NAME-series.jsonl
 what `benchmarks.plots` draws.
 
 "stock" rows run two steps ahead, as on a GPU, with rows in their true order; "trial" rows repeat
@@ -86,7 +86,7 @@ def main() -> int:
     records, series = _run_all(cells)
     if options.json is not None:
         write_records(options.json, records)
-        write_records(series_path(options.json), series, indent=None)
+        write_records(series_path(options.json), series)
     for blocks in sizes:
         of_size = [record for record in records if record["blocks"] == blocks]
         _print_size(options.scenario, options.law, blocks, of_size)
@@ -95,7 +95,7 @@ def main() -> int:
 
 def series_path(path: Path) -> Path:
     """Where the series beside a file of records stand."""
-    return path.with_name(f"{path.stem}-series.json")
+    return path.with_name(f"{path.stem}-series.jsonl")
 
 
 def run_cell(cell: Cell) -> tuple[list[Record], list[Record]]:

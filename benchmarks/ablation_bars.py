@@ -18,7 +18,7 @@ from benchmarks.ablation_configs import (
     cell_name,
     grid,
 )
-from benchmarks.bars import Bar
+from benchmarks.records import Bar
 
 Means = Mapping[str, Mapping[str, float]]
 """By configuration, then by figure: the mean over the seeds that have it."""

@@ -10,7 +10,6 @@ has the same examples. Exit code 1 if anything was wrong.
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import sys
 import tempfile
@@ -18,7 +17,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,8 +41,8 @@ from benchmarks.api_calls import (
     odd_bodies,
     odd_calls,
 )
-from benchmarks.crash_rig import CrashRig
-from benchmarks.records import Record, describe, write_records
+from benchmarks.deployment import Deployment
+from benchmarks.records import Record, describe, finish, parser
 
 TIMEOUT_S = 60.0
 PROBLEMS = (AssertionError, BaseExceptionGroup, OSError, http.client.HTTPException)
@@ -198,17 +197,6 @@ def _first_problem(
     return None
 
 
-@contextmanager
-def deployment(folder: Path) -> Iterator[str]:
-    """A deployment with the fake engine; its URL."""
-    rig = CrashRig(folder)
-    rig.use_fake_engine(0.0)
-    with ExitStack() as exits:
-        exits.callback(rig.call, "down")
-        rig.start_detached()
-        yield f"http://127.0.0.1:{rig.port}"
-
-
 def fuzz(url: str, num_examples: int) -> Iterator[Tally]:
     """All operations of a server, one after the other."""
     with closing(Fuzzer(url)) as fuzzer:
@@ -220,22 +208,22 @@ def fuzz(url: str, num_examples: int) -> Iterator[Tally]:
 
 def main() -> int:
     """Print a line for each operation; write the records where `--json` says."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--examples", type=int, default=200, metavar="N")
-    parser.add_argument("--url", help="a running server, without /v1")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--examples", type=int, default=200, metavar="N")
+    made.add_argument("--url", help="a running server, without /v1")
+    options = made.parse_args()
     records = []
     with ExitStack() as exits:
         url = options.url
         if url is None:
             folder = exits.enter_context(tempfile.TemporaryDirectory(prefix="batchrun-fuzz-"))
-            url = exits.enter_context(deployment(Path(folder)))
+            deployment = Deployment(Path(folder))
+            deployment.configure(deployment.fake_engine(0.0))
+            url = exits.enter_context(deployment.running())
         for tally in fuzz(url, options.examples):
             records.append(tally.record())
             print(describe(records[-1]), flush=True)
-    if options.json is not None:
-        write_records(options.json, records)
+    finish(options.json, records)
     return int(any(record["problem"] for record in records))
 
 

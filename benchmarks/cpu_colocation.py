@@ -12,25 +12,129 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from batchrun.engine.tiny_model import build_tiny_model
 from batchrun.errors import BatchrunError, ConfigError
 from batchrun.store.database import open_store
-from benchmarks.colocation_figures import Promise
 from benchmarks.cpu_colocation_job import RowOrder, RowStream, SetShape, SetWriter
-from benchmarks.cpu_colocation_pairs import Window, bars, number, pair_records, pairs_of
 from benchmarks.cpu_colocation_servers import MODEL, Server, ServerPlan, start_all
 from benchmarks.cpu_colocation_window import Record, Timing, run_window
-from benchmarks.records import write_records
+from benchmarks.records import Bar, cell, parser, read_records, write_records
+from benchmarks.replay import Promise
+
+Window = Mapping[str, object]
+
+LEAST_WORKER_SHARE = 0.85
+"""A worker that got less of its core was disturbed: its pair does not count."""
+BROKEN_ATTAINMENT = 0.4
+"""Hand-grouped vLLM is held against where it keeps its promises to fewer calls than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two windows of one seed: `echo` and what it is held against."""
+
+    seed: int
+    echo: Window
+    other: Window
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether both workers got their core; decided by that alone."""
+        shares = (number(w, "worker_cpu_share") for w in (self.echo, self.other))
+        return all(share >= LEAST_WORKER_SHARE for share in shares)
+
+    @property
+    def ratio(self) -> float:
+        """Offline tokens/s of `echo` by the other's."""
+        return _by(number(self.echo, SERVED), number(self.other, SERVED))
+
+    @property
+    def ratio_per_cpu_s(self) -> float:
+        """The same for each second of worker CPU."""
+        return _by(_served_per_cpu_s(self.echo), _served_per_cpu_s(self.other))
+
+
+SERVED = "offline_tokens_per_s"
+
+
+def pairs_of(windows: Sequence[Window], other: str) -> list[Pair]:
+    """`echo` beside each window of server `other` (`bs` or `grouped`) with the same seed."""
+    by_key = {(window["server"], window["seed"]): window for window in windows}
+    pairs = []
+    for (server, seed), window in by_key.items():
+        if server == other and ("echo", seed) in by_key:
+            assert isinstance(seed, int)
+            pairs.append(Pair(seed, by_key["echo", seed], window))
+    return sorted(pairs, key=lambda pair: pair.seed)
+
+
+def pair_records(pairs: Sequence[Pair], other: str) -> list[dict[str, object]]:
+    """One flat record a pair, the dropped ones included."""
+    return [
+        {
+            "kind": "pair",
+            "against": other,
+            "seed": pair.seed,
+            "is_kept": pair.is_kept,
+            "ratio": pair.ratio,
+            "ratio_per_cpu_s": pair.ratio_per_cpu_s,
+        }
+        for pair in pairs
+    ]
+
+
+def bars(windows: Sequence[Window]) -> list[Bar]:
+    """The figures that must hold, over the pairs that count; none when none does."""
+    kept = [pair for pair in pairs_of(windows, "bs") if pair.is_kept]
+    if not kept:
+        return []
+    echo = [pair.echo for pair in kept]
+    found = [
+        Bar("pairs that count", len(kept)),
+        Bar("echo / bs, median", median(pair.ratio for pair in kept), 2.0),
+        Bar("the same per second of worker CPU", median(p.ratio_per_cpu_s for p in kept), 2.5),
+        Bar("the lowest pair", min(pair.ratio for pair in kept), 1.5),
+        Bar("attainment of echo", median(number(w, "slo_attainment") for w in echo), 0.95),
+        Bar("hit rate of echo", median(number(w, "prefix_hit_rate") for w in echo), 0.80),
+    ]
+    return found + list(_grouped_bars(windows))
+
+
+def _grouped_bars(windows: Sequence[Window]) -> list[Bar]:
+    kept = [pair for pair in pairs_of(windows, "grouped") if pair.is_kept]
+    if not kept:
+        return []
+    attainment = median(number(pair.other, "slo_attainment") for pair in kept)
+    bound = 0.75 if attainment < BROKEN_ATTAINMENT else None
+    return [
+        Bar("attainment of bs on grouped rows", attainment),
+        Bar("echo / bs on grouped rows", median(pair.ratio for pair in kept), bound),
+    ]
+
+
+def number(window: Window, key: str) -> float:
+    """A figure of a window; 0 where it has none."""
+    value = window.get(key)
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _served_per_cpu_s(window: Window) -> float:
+    return _by(number(window, SERVED), number(window, "worker_cpu_share"))
+
+
+def _by(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
 
 SCENARIO = f"cpu-{len(os.sched_getaffinity(0))}-cores"
 NUM_BLOCKS = 400
@@ -80,7 +184,7 @@ class Session:
         """Keep a window: print its line, write the file."""
         entry: Record = {"kind": "window", "scenario": SCENARIO, "server": server}
         self.windows.append({**entry, "blocks": NUM_BLOCKS, **window})
-        shown = "  ".join(f"{title} {_text(window.get(key))}" for key, title in COLUMNS.items())
+        shown = "  ".join(f"{title} {cell(window.get(key))}" for key, title in COLUMNS.items())
         print(f"seed {window['seed']:<5}{server:<12}{shown}", flush=True)
         self.write()
 
@@ -93,7 +197,13 @@ class Session:
 
 def main() -> int:
     """Run what is missing, print the bars. Exit code 4 and one line when a server is lost."""
-    options = _parser().parse_args()
+    made = parser(__doc__)
+    made.add_argument("--resume", action="store_true", help="measure only what FILE lacks")
+    made.add_argument("--pairs", type=int, default=5)
+    made.add_argument("--grouped", type=int, default=3, help="seeds that also run grouped rows")
+    made.add_argument("--warm-up-s", type=float, default=15.0)
+    made.add_argument("--window-s", type=float, default=60.0)
+    options = made.parse_args()
     # Ended by `kill` or `timeout` it must not leave servers behind either.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     folder = Path(tempfile.mkdtemp(prefix="batchrun-colocation-"))
@@ -109,17 +219,6 @@ def main() -> int:
     shutil.rmtree(folder, ignore_errors=True)
     _report(session.windows)
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--resume", action="store_true", help="measure only what FILE lacks")
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--grouped", type=int, default=3, help="seeds that also run grouped rows")
-    parser.add_argument("--warm-up-s", type=float, default=15.0)
-    parser.add_argument("--window-s", type=float, default=60.0)
-    return parser
 
 
 async def _run(options: argparse.Namespace, session: Session, folder: Path) -> None:
@@ -164,7 +263,7 @@ def _earlier(path: Path | None) -> list[Record]:
     if path is None:
         raise ConfigError("--resume needs --json FILE, the file to go on from")
     try:
-        records = json.loads(path.read_text())["records"] if path.exists() else []
+        records = read_records(path) if path.exists() else []
         return [record for record in records if record["kind"] == "window"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path}: is not a file of this benchmark ({error!r})") from error
@@ -184,12 +283,6 @@ def _report(windows: Sequence[Window]) -> None:
             )
     found = bars(windows)
     print("\n".join(map(str, found)) or "no pair counts")
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, int | float):
-        return "-"
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3f}"
 
 
 if __name__ == "__main__":

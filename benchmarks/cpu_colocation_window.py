@@ -9,19 +9,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from batchrun.errors import EngineError
-from batchrun.simulator.replay.client import (
-    OnlineResult,
-    ReplayTarget,
-    TokenRange,
+from batchrun.simulator.replay import OnlineResult, ReplayTarget, TokenRange, replay
+from benchmarks.cpu_colocation_job import Feeder, RowStream
+from benchmarks.cpu_colocation_servers import MODEL, Server, Usage, off_worker_core
+from benchmarks.replay import (
+    Figures,
+    Promise,
     TraceShape,
     generate_trace,
-    replay,
+    online_figures,
     summarize,
 )
-from benchmarks.colocation_figures import Figures, Promise, online_figures
-from benchmarks.cpu_colocation_feeder import Feeder
-from benchmarks.cpu_colocation_job import RowStream
-from benchmarks.cpu_colocation_servers import MODEL, Server, Usage, off_worker_core
 
 CALL_LIMIT_S = 20.0
 """A call that takes longer has failed; any so slow broke its promise long before."""

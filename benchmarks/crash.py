@@ -1,39 +1,29 @@
-"""Kill everything, break everything, and count: nothing lost, nothing doubled, nothing stuck.
+"""Kill everything and count: nothing lost, nothing doubled, nothing stuck.
 
     python -m benchmarks.crash [--seed N] [--kills N] [--lanes N] [--only PART ...] [--json FILE]
 
 Real daemons, gateways, engines and commands are killed at random instants and inside commits and
-renames (`kills`), a real vLLM too (`vllm`), and every fault of `docs/faults.md` is made once
-(`faults`, or one by its name). After each, every promise of `docs/reliability.md` is checked.
-Exits 1 when one was broken, and then keeps the folder.
+renames (`kills`), a real vLLM too (`vllm`). After each, every promise of `docs/reliability.md` is
+checked. Exits 1 when one was broken, and then keeps the folder. The faults of `docs/faults.md` are
+tests: `tests/integration/test_crash.py`.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.bars import Bar
-from benchmarks.crash_engine_faults import ENGINE_FAULTS
-from benchmarks.crash_job_faults import JOB_FAULTS
-from benchmarks.crash_kills import KillEpisode
-from benchmarks.crash_plan import KillRun, plan_targets
-from benchmarks.crash_rig import FAILURES
-from benchmarks.crash_store_faults import STORE_FAULTS
-from benchmarks.crash_trial import Fault, SkippedFaultError
-from benchmarks.crash_vllm import TARGETS, VllmEpisode
-from benchmarks.records import write_records
+from benchmarks.crash_kills import KillEpisode, KillRun, VllmEpisode, plan_targets
+from benchmarks.records import Bar, finish, parser
 
-FAULTS = (*STORE_FAULTS, *ENGINE_FAULTS, *JOB_FAULTS)
-PARTS = ("kills", "vllm", "faults")
+PARTS = ("kills", "vllm")
+VLLM_TARGETS = ("engine", "daemon", "engine", "all", "engine", "engine")
 KILLS_PER_DEPLOYMENT = 30
 MIN_VLLM_KILLS = 5
 MIN_FOR_SHARES = 40
@@ -42,111 +32,75 @@ MIN_FOR_SHARES = 40
 Record = dict[str, object]
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
-    """Something that is done in a folder of its own; returns its records."""
-
-    name: str
-    run: Callable[[Path], list[Record]]
-
-
 def main() -> int:
     """Run what was asked for, print and save. Exits 1 when a promise was broken or a bar missed."""
-    options = _parser().parse_args()
+    made = parser(__doc__)
+    made.add_argument("--seed", type=int, default=1)
+    made.add_argument("--kills", type=int, default=300)
+    made.add_argument("--lanes", type=int, default=2, help="deployments at once")
+    made.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART")
+    made.add_argument("--folder", type=Path, help="where to work; a disk, not memory")
+    options = made.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="crash-", dir=options.folder))
-    tasks = list(_tasks(options.only or PARTS, options.kills, options.seed))
     began_s = time.monotonic()
+    plans = list(_plans(options.only, options.kills, options.seed))
     with ThreadPoolExecutor(options.lanes) as pool:
-        done = pool.map(lambda pair: _run(pair[1], folder / f"{pair[0]:02}"), enumerate(tasks))
+        done = pool.map(lambda plan: _run(folder, *plan), plans)
         records = [record for found in done for record in found]
-    if options.json is not None:
-        write_records(options.json, records)
-    is_met = True
-    for bar in bars(records):
-        is_met &= bar.is_met
-        print(f"- {bar}")
+    code = finish(options.json, records, bars(records))
     print(f"{time.monotonic() - began_s:,.0f} s")
-    if is_met:
+    if code:
+        print(f"seed {options.seed}; kept for study: {folder}")
+    else:
         shutil.rmtree(folder)
-        return 0
-    print(f"seed {options.seed}; kept for study: {folder}")
-    return 1
+    return code
 
 
 def bars(records: Sequence[Record]) -> Iterator[Bar]:
-    """What the kills and the faults must keep."""
+    """What the kills must keep."""
     kills = [record for record in records if record["kind"] == "kill"]
-    deployments = [record for record in records if record["kind"] == "deployment"]
-    faults = [record for record in records if record["kind"] == "fault"]
-    if kills:
-        yield Bar("kills", len(kills))
-        is_enough = sum(not kill["is_vllm"] for kill in kills) >= MIN_FOR_SHARES
-        flight = sum(int(str(kill["num_in_flight"])) > 0 for kill in kills) / len(kills)
-        yield Bar("share of kills with rows in flight", flight, 0.8 if is_enough else None)
-        inside = sum(bool(kill["is_inside"]) for kill in kills) / len(kills)
-        bound = 0.3 if is_enough else None
-        yield Bar("share of kills inside a commit or a rename", inside, bound)
-        yield from _deployment_bars(deployments)
+    if not kills:
+        return
+    yield Bar("kills", len(kills))
+    is_enough = sum(not kill["is_vllm"] for kill in kills) >= MIN_FOR_SHARES
+    flight = sum(int(str(kill["num_in_flight"])) > 0 for kill in kills) / len(kills)
+    yield Bar("share of kills with rows in flight", flight, 0.8 if is_enough else None)
+    inside = sum(bool(kill["is_inside"]) for kill in kills) / len(kills)
+    yield Bar("share of kills inside a commit or a rename", inside, 0.3 if is_enough else None)
+    totals = {
+        name: sum(int(str(r[name])) for r in records if r["kind"] == "deployment")
+        for name in ("num_rows", "num_executions", "num_explained", "num_problems")
+    }
+    yield Bar("rows", totals["num_rows"])
+    again = totals["num_executions"] - totals["num_rows"]
+    yield Bar("executions beyond one a row", again, totals["num_explained"], is_most=True)
+    yield Bar("broken promises", totals["num_problems"], 0, is_most=True)
     if any(kill["is_vllm"] for kill in kills):
         real = sum(bool(kill["is_vllm"]) and kill["target"] != "daemon" for kill in kills)
         yield Bar("kills of a real vLLM", real, MIN_VLLM_KILLS)
-    if faults:
-        skipped = sum(record["outcome"] == "skipped" for record in faults)
-        yield Bar("faults made", len(faults) - skipped)
-        yield Bar("faults skipped", skipped)
-        broken = sum(record["outcome"] == "broken" for record in faults)
-        yield Bar("faults with a broken promise", broken, 0, is_most=True)
 
 
-def _deployment_bars(deployments: Sequence[Record]) -> Iterator[Bar]:
-    def total(name: str) -> int:
-        return sum(int(str(record[name])) for record in deployments)
-
-    yield Bar("rows", total("num_rows"))
-    again = total("num_executions") - total("num_rows")
-    yield Bar("executions beyond one a row", again, total("num_explained"), is_most=True)
-    yield Bar("broken promises", total("num_problems"), 0, is_most=True)
-
-
-def _tasks(only: Sequence[str], num_kills: int, seed: int) -> Iterator[Task]:
+def _plans(only: Sequence[str], num_kills: int, seed: int) -> Iterator[tuple[int, int, int | None]]:
+    """(number, kills, seed) of each deployment; no seed: of the real engine."""
     if "vllm" in only:
-        yield Task("vllm", lambda folder: _records(VllmEpisode(folder).run(), "vllm"))
-        num_kills -= len(TARGETS)
-    for fault in FAULTS:
-        if "faults" in only or fault.name in only:
-            yield _fault_task(fault)
+        yield 0, len(VLLM_TARGETS), None
+        num_kills -= len(VLLM_TARGETS)
     if "kills" in only:
         num_deployments = max(1, round(num_kills / KILLS_PER_DEPLOYMENT))
         for index in range(num_deployments):
             share = num_kills // num_deployments + (index < num_kills % num_deployments)
-            yield _kill_task(index, share, seed)
+            yield index + 1, share, seed
 
 
-def _kill_task(index: int, num_kills: int, seed: int) -> Task:
-    name = f"deployment {index}"
-
-    def run(folder: Path) -> list[Record]:
-        rng = random.Random(f"{seed}/{index}")
-        return _records(KillEpisode(folder, rng).run(plan_targets(rng, num_kills)), name)
-
-    return Task(name, run)
-
-
-def _fault_task(fault: Fault) -> Task:
-    def run(folder: Path) -> list[Record]:
-        began_s = time.monotonic()
-        outcome, detail = "as promised", ""
-        try:
-            fault.run(folder)
-        except SkippedFaultError as error:
-            outcome, detail = "skipped", str(error)
-        except FAILURES as error:
-            outcome, detail = "broken", f"{type(error).__name__}: {error}"
-        took_s = round(time.monotonic() - began_s, 1)
-        names: Record = {"kind": "fault", "fault": fault.name, "made": fault.made}
-        return [names | {"outcome": outcome, "detail": detail, "took_s": took_s}]
-
-    return Task(fault.name, run)
+def _run(folder: Path, number: int, num_kills: int, seed: int | None) -> list[Record]:
+    place = folder / f"{number:02}"
+    if seed is None:
+        name, run = "vllm", VllmEpisode(place).run(VLLM_TARGETS)
+    else:
+        name, rng = f"deployment {number - 1}", random.Random(f"{seed}/{number - 1}")
+        run = KillEpisode(place, rng).run(plan_targets(rng, num_kills))
+    print(f"{name}: {len(run.kills)} kills, {run.num_rows} rows", *run.problems[:5], flush=True)
+    return _records(run, name)
 
 
 def _records(run: KillRun, name: str) -> list[Record]:
@@ -166,7 +120,6 @@ def _records(run: KillRun, name: str) -> list[Record]:
         for kill, reach in zip(run.kills, run.reaches, strict=True)
     ]
     pairs = zip(run.kills, run.reaches, strict=True)
-    explained = sum(reach.num_uncommitted for kill, reach in pairs if kill.cuts)
     deployment: Record = {
         "kind": "deployment",
         "deployment": name,
@@ -174,33 +127,12 @@ def _records(run: KillRun, name: str) -> list[Record]:
         "num_jobs": run.num_jobs,
         "num_rows": run.num_rows,
         "num_executions": run.num_executions,
-        "num_explained": explained,
+        "num_explained": sum(reach.num_uncommitted for kill, reach in pairs if kill.cuts),
         "num_status_looks": run.num_looks,
         "num_problems": len(run.problems),
         "problems": "; ".join(run.problems[:5]),
     }
     return [*kills, deployment]
-
-
-def _run(task: Task, folder: Path) -> list[Record]:
-    records = task.run(folder)
-    last = records[-1]
-    detail = last.get("problems") or last.get("detail")
-    outcome = last.get("outcome", f"{last.get('num_kills')} kills, {last.get('num_rows')} rows")
-    print(f"{task.name}: {outcome}{f': {detail}' if detail else ''}", flush=True)
-    return records
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--kills", type=int, default=300)
-    parser.add_argument("--lanes", type=int, default=2, help="deployments at once")
-    names = [*PARTS, *(fault.name for fault in FAULTS)]
-    parser.add_argument("--only", nargs="+", choices=names, metavar="PART")
-    parser.add_argument("--folder", type=Path, help="where to work; a disk, not memory")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    return parser
 
 
 if __name__ == "__main__":

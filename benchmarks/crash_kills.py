@@ -6,15 +6,19 @@ import json
 import random
 import signal
 import subprocess
+import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
 from batchrun.types import JobState
 from benchmarks.crash_account import (
     Kill,
+    Reach,
     check_command,
     check_executions,
     check_home,
@@ -23,18 +27,22 @@ from benchmarks.crash_account import (
     measure_reach,
     read_commits,
     read_executions,
+    read_output,
     select,
 )
-from benchmarks.crash_plan import KillRun
-from benchmarks.crash_points import (
+from benchmarks.crash_rig import (
     AROUND,
     DURING_COMMIT,
+    FAILURES,
     INSIDE_COMMIT,
     INSIDE_RENAME,
+    BrokenPromiseError,
+    CrashRig,
     FailpointServer,
+    StatusWatcher,
+    wait_until,
 )
-from benchmarks.crash_rig import FAILURES, BrokenPromiseError, CrashRig, wait_until
-from benchmarks.crash_watch import StatusWatcher
+from benchmarks.ports import free_port
 
 LATENCY_S = 0.35
 RULES = tuple(
@@ -49,6 +57,67 @@ NUM_WARM_ROWS = 4
 PAUSE_S = 0.4
 TRAP_WAIT_S = 15.0
 PARTS = {"gateway worker": "worker"}
+PROXY = Path(__file__).parents[1] / "tests" / "counting_proxy.py"
+VLLM_ARGS = ("--kv-cache-memory-bytes=268435456", "--max-model-len=4096", "--max-num-seqs=16")
+VLLM_REQUEST = "request: {max_tokens: 96, temperature: 0, ignore_eos: true}\n"
+ROWS_BETWEEN = 40
+VLLM_ROWS = 480
+VLLM_ROW_S = 0.2
+"""A row takes longer than this: 96 steps of the tiny model."""
+START_WAIT_S = 240.0
+
+TARGETS = {
+    "daemon": 8,
+    "daemon in a commit": 22,
+    "daemon in a rename": 12,
+    "writer": 10,
+    "engine": 17,
+    "gateway": 8,
+    "gateway worker": 4,
+    "submit": 3,
+    "results": 8,
+    "all": 8,
+}
+"""What is killed, in so many of a hundred kills."""
+
+
+@dataclass(frozen=True, slots=True)
+class KillRun:
+    """What came of a deployment's kills; no problem: every promise was kept."""
+
+    kills: tuple[Kill, ...]
+    reaches: tuple[Reach, ...]
+    problems: tuple[str, ...]
+    num_rows: int
+    num_executions: int
+    num_jobs: int
+    num_looks: int = 0
+    passes: dict[str, int] = field(default_factory=dict)
+
+
+def plan_targets(rng: random.Random, num_kills: int) -> list[str]:
+    """What each kill hits: the shares of `TARGETS`, in a random order."""
+    names = [name for name, weight in TARGETS.items() for _ in range(weight)]
+    step = len(names) / num_kills
+    offset = rng.random() * step
+    plan = [names[int(offset + index * step) % len(names)] for index in range(num_kills)]
+    rng.shuffle(plan)
+    return plan
+
+
+def account(rig: CrashRig, kills: list[Kill], problems: list[str], row_s: float) -> KillRun:
+    """What came of the kills of a deployment that is down; rows took `row_s` at least."""
+    executions, commits = read_executions(rig.executions_path), read_commits(rig.home.store)
+    if not problems:
+        problems += check_executions(kills, executions, commits, row_s)
+    return KillRun(
+        tuple(kills),
+        tuple(measure_reach(kills, executions, commits, row_s)),
+        tuple(problems),
+        num_rows=len(commits),
+        num_executions=len(executions),
+        num_jobs=len(select(rig.home.store, "SELECT id FROM jobs")),
+    )
 
 
 class KillEpisode:
@@ -86,7 +155,9 @@ class KillEpisode:
             self._rig.close()
             self._points.close()
         self._problems += check_leftovers(self._rig)
-        return self._account(watcher.num_looks)
+        passes = dict(self._points.num_passes)
+        run = account(self._rig, self._kills, self._problems, LATENCY_S)
+        return replace(run, num_looks=watcher.num_looks, passes=passes)
 
     def _feed(self) -> None:
         """There is always a long job that runs, and a short one."""
@@ -220,22 +291,6 @@ class KillEpisode:
                 yield f"{name}: {found}"
             yield from check_output(self._rig.folder / output, name, num_rows)
 
-    def _account(self, num_looks: int) -> KillRun:
-        executions = read_executions(self._rig.executions_path)
-        commits = read_commits(self._rig.home.store)
-        if not self._problems:
-            self._problems += check_executions(self._kills, executions, commits, LATENCY_S)
-        return KillRun(
-            tuple(self._kills),
-            tuple(measure_reach(self._kills, executions, commits, LATENCY_S)),
-            tuple(self._problems),
-            num_rows=len(commits),
-            num_executions=len(executions),
-            num_jobs=len(self._states()),
-            num_looks=num_looks,
-            passes=dict(self._points.num_passes),
-        )
-
 
 def _answers(rig: CrashRig) -> bool:
     try:
@@ -253,3 +308,93 @@ def _last_lines(path: Path, num_lines: int) -> list[str]:
         file.seek(0, 2)
         file.seek(max(file.tell() - num_lines * 160, 0))
         return [line.decode() for line in file.read().split(b"\n")[1:-1]][-num_lines:]
+
+
+class VllmEpisode:
+    """One deployment of the real engine in `folder`, and one job that lives through every kill."""
+
+    def __init__(self, folder: Path) -> None:
+        self._rig = CrashRig(folder)
+        self._kills: list[Kill] = []
+        self._problems: list[str] = []
+
+    def run(self, targets: Sequence[str]) -> KillRun:
+        """Kill these, one after the other, each once more rows are done than before."""
+        watcher = None
+        try:
+            with self._counted():
+                self._rig.start_detached()
+                job = self._submit()
+                watcher = StatusWatcher(self._rig)
+                for target in targets:
+                    self._wait_for_rows(len(read_commits(self._rig.home.store)) + ROWS_BETWEEN)
+                    self._kills.append(self._kill(target))
+                    self._problems += [*check_home(self._rig), *watcher.problems]
+                self._finish(job, watcher)
+        except FAILURES as error:
+            self._problems.append(f"{type(error).__name__}: {error}")
+        finally:
+            self._rig.close()
+        self._problems += check_leftovers(self._rig)
+        run = account(self._rig, self._kills, self._problems, VLLM_ROW_S)
+        return run if watcher is None else replace(run, num_looks=watcher.num_looks)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        port = free_port()
+        engine: dict[str, object] = {"port": self._rig.engine_port, "vllm_args": list(VLLM_ARGS)}
+        window = {"requests": WINDOW_ROWS}
+        engine["url"] = f"http://127.0.0.1:{port}"
+        self._rig.configure(engine, model="tiny", window=window)
+        command = [
+            *(sys.executable, str(PROXY), f"--port={port}"),
+            f"--target=http://127.0.0.1:{self._rig.engine_port}",
+            f"--executions={self._rig.executions_path}",
+        ]
+        with subprocess.Popen(command) as proxy:
+            try:
+                yield
+            finally:
+                proxy.terminate()
+
+    def _submit(self) -> str:
+        file = self._rig.write_job("real", VLLM_ROWS)
+        lines = [line for line in file.read_text().splitlines() if "request:" not in line]
+        file.write_text("\n".join(lines) + f"\n{VLLM_REQUEST}")
+        return self._rig.submit(file)
+
+    def _wait_for_rows(self, num_rows: int) -> None:
+        store = self._rig.home.store
+        wait_until(lambda: len(read_commits(store)) >= num_rows, "rows to end", START_WAIT_S)
+
+    def _kill(self, target: str) -> Kill:
+        at = time.time()
+        for part in ("daemon", "gateway", "engine") if target == "all" else (target,):
+            self._rig.kill(part)
+        if target == "engine":
+            # Its children hold its port for a moment, and rows that were on their way still seem to
+            # reach it: the outage lasts until the next one answers.
+            wait_until(lambda: not self._is_engine_ready(), "the engine to be missed")
+            wait_until(self._is_engine_ready, "the engine to come back", START_WAIT_S)
+        else:
+            self._rig.start_detached()
+        return Kill(target, "", is_inside=False, cuts=True, at=at, ended_at=time.time())
+
+    def _is_engine_ready(self) -> bool:
+        return str(self._rig.engines()[0]["state"]) == "ready"
+
+    def _finish(self, job: str, watcher: StatusWatcher) -> None:
+        def has_ended() -> bool:
+            return JobState(self._rig.job(job)["state"]).is_terminal
+
+        wait_until(has_ended, "the job to end", START_WAIT_S)
+        watcher.stop()
+        view = self._rig.job(job)
+        if (view["state"], view["num_failed"]) != ("completed", 0):
+            self._problems.append(f"{job}: {view['state']}, {view['num_failed']} failed")
+        rows = read_output(self._rig.folder / "real.out.parquet")
+        if [row["id"] for row in rows] != [f"real-{row}" for row in range(VLLM_ROWS)]:
+            self._problems.append(f"{job}: not every row once and in order")
+        if any(row["error"] or not row["response"] for row in rows):
+            self._problems.append(f"{job}: rows without an answer")
+        self._problems += [*watcher.problems, *check_command(self._rig)]

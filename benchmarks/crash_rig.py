@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +30,173 @@ from batchrun.cli.client import DaemonClient
 from batchrun.engine.process import NONCE_VARIABLE, read_record
 from batchrun.errors import BatchrunError
 from batchrun.failpoints import VARIABLE
-from batchrun.home import Home
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.submit import prepare_job
-from benchmarks.ports import free_port
+from batchrun.types import JobState
+from benchmarks.deployment import Deployment
+
+INSIDE_COMMIT = ("store.results.between", "store.commit.before")
+INSIDE_RENAME = ("output.rename.before", "output.rename.after")
+AROUND = ("store.commit.after", "writer.commit.before", "writer.commit.after", "output.sync.before")
+DURING_COMMIT = "store.commit"
+"""Not a failpoint: some instant between `store.commit.before` and `store.commit.after`."""
+MAX_COMMIT_S = 0.004
+
+
+@dataclass(slots=True)
+class Trap:
+    """Kill process `pid` where it passes `place`; `died_at` (UTC epoch seconds) once it is sprung.
+
+    `is_inside` says whether it died with a transaction open, or while a rename was not yet durable.
+    """
+
+    pid: int
+    place: str
+    died_at: float | None = None
+    is_inside: bool = False
+    sprung: threading.Event = field(default_factory=threading.Event)
+
+
+class FailpointServer:
+    """Answers every failpoint of the processes whose `BATCHRUN_FAILPOINTS` is `spec`."""
+
+    def __init__(self, folder: Path, rng: random.Random) -> None:
+        self.num_passes: Counter[str] = Counter()
+        self._rng = rng
+        self._trap: Trap | None = None
+        self._left: set[int] = set()
+        path = folder / "failpoints"
+        self.spec = f"*=ask:{path}"
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen(64)
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def set_trap(self, pid: int, place: str) -> Trap:
+        """From now on this process dies at `place` (a failpoint, or `DURING_COMMIT`)."""
+        self._left.clear()
+        self._trap = Trap(pid, place)
+        return self._trap
+
+    def clear(self) -> None:
+        """No trap any more."""
+        self._trap = None
+
+    def close(self) -> None:
+        """Answer no more; whoever asks goes on."""
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection = self._listener.accept()[0]
+            except OSError:
+                return
+            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        with suppress(OSError, ValueError), connection:
+            name, pid = connection.recv(256).decode().split()
+            self.num_passes[name] += 1
+            if name == "store.commit.after":
+                self._left.add(int(pid))
+            trap = self._trap
+            if trap is None or trap.pid != int(pid) or trap.sprung.is_set():
+                connection.sendall(b"go\n")
+            elif trap.place == name:
+                self._spring(trap, is_inside=name in {*INSIDE_COMMIT, *INSIDE_RENAME})
+            elif trap.place == DURING_COMMIT and name == "store.commit.before":
+                self._left.clear()
+                connection.sendall(b"go\n")
+                time.sleep(self._rng.uniform(0, MAX_COMMIT_S))
+                self._spring(trap, is_inside=True)
+            else:
+                connection.sendall(b"go\n")
+
+    def _spring(self, trap: Trap, *, is_inside: bool) -> None:
+        self._trap = None
+        trap.died_at = time.time()
+        os.kill(trap.pid, signal.SIGKILL)
+        if trap.place == DURING_COMMIT:
+            time.sleep(0.05)
+            is_inside = trap.pid not in self._left
+        trap.is_inside = is_inside
+        trap.sprung.set()
+
+
+POLL_INTERVAL_S = 0.2
+FINAL_KEYS = (
+    "state",
+    "reason",
+    "num_rows",
+    "num_completed",
+    "num_failed",
+    "num_prompt_tokens",
+    "num_output_tokens",
+    "num_cached_tokens",
+    "finished_at",
+)
+
+
+class StatusWatcher:
+    """Asks the daemon again and again, in a thread; `problems` holds what must not be.
+
+    A job's done rows never become fewer, and with those in flight they are at most all its rows.
+    A job that has ended never changes, nor does its output file.
+    """
+
+    def __init__(self, rig: CrashRig) -> None:
+        self.problems: list[str] = []
+        self.num_looks = 0
+        self._rig = rig
+        self._num_done: dict[str, int] = {}
+        self._final: dict[str, tuple[object, ...]] = {}
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look a last time, and no more."""
+        self._stopped.set()
+        self._thread.join()
+
+    def forgive(self) -> None:
+        """Results may have been lost on purpose; ended jobs still may not change."""
+        self._num_done.clear()
+
+    def _run(self) -> None:
+        while True:
+            is_last = self._stopped.is_set()
+            try:
+                for view in DaemonClient(self._rig.home).get("/status")["jobs"]:
+                    self._look(view)
+                self.num_looks += 1
+            except BatchrunError:
+                time.sleep(POLL_INTERVAL_S)
+            if is_last:
+                return
+            self._stopped.wait(POLL_INTERVAL_S)
+
+    def _look(self, view: dict[str, Any]) -> None:
+        job = str(view["id"])
+        num_done = int(view["num_completed"]) + int(view["num_failed"])
+        if num_done + int(view["num_in_flight"]) > int(view["num_rows"]):
+            self.problems.append(f"{job}: {num_done} done and {view['num_in_flight']} in flight")
+        if num_done < self._num_done.get(job, 0):
+            self.problems.append(f"{job}: {self._num_done[job]} rows were done, now {num_done}")
+        self._num_done[job] = num_done
+        if JobState(view["state"]).is_terminal:
+            final = (*(view[key] for key in FINAL_KEYS), self._output(str(view["output_path"])))
+            if self._final.setdefault(job, final) != final:
+                self.problems.append(f"{job}: ended as {self._final[job]}, now {final}")
+
+    def _output(self, path: str) -> tuple[int, int] | None:
+        try:
+            status = (self._rig.folder / path).stat()
+        except OSError:
+            return None
+        return status.st_size, status.st_mtime_ns
+
 
 WAIT_S = 120.0
 MAX_TOKENS = 8
@@ -44,15 +211,12 @@ FAILURES = (BrokenPromiseError, BatchrunError, OSError, sqlite3.Error, KeyError)
 """What comes of a broken promise, at one place or another."""
 
 
-class CrashRig:
-    """A folder with batchrun.yaml and a home; `close` ends all that runs for it."""
+class CrashRig(Deployment):
+    """A deployment whose processes can be killed; `close` ends all that runs for it."""
 
     def __init__(self, folder: Path, *, home: Path | None = None) -> None:
+        super().__init__(folder, home=home)
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
-        self.home = Home(home or folder / "home")
-        self.port = free_port()
-        self.engine_port = free_port()
         self.executions_path = folder / "executions.jsonl"
         self.failpoints = ""
         self._daemon: subprocess.Popen[bytes] | None = None
@@ -63,15 +227,8 @@ class CrashRig:
         """Write batchrun.yaml for one managed fake engine; `more` are its other keys."""
         script = self.folder / "script.json"
         script.write_text(json.dumps(list(rules)))
-        command = [*(sys.executable, "-m", "batchrun.engine.fake", f"--model={MODEL}")]
-        command += [f"--port={self.engine_port}", f"--executions={self.executions_path}"]
-        command += [f"--latency-s={latency_s}", f"--script={script}"]
-        self.configure({"command": command, "port": self.engine_port}, **more)
-
-    def configure(self, engine: Mapping[str, object], **more: object) -> None:
-        """Write batchrun.yaml with one engine."""
-        document = {"listen": f"127.0.0.1:{self.port}", "engines": [engine], **more}
-        (self.folder / "batchrun.yaml").write_text(json.dumps(document))
+        files = (f"--executions={self.executions_path}", f"--script={script}")
+        self.configure(self.fake_engine(latency_s, f"--model={MODEL}", *files), **more)
 
     def start_detached(self) -> None:
         """`batchrun up -d`."""
@@ -134,10 +291,6 @@ class CrashRig:
                 if time.monotonic() > deadline_s:
                     raise BrokenPromiseError(f"{job} was not taken: {error}") from error
                 time.sleep(0.1)
-
-    def view(self, job_id: str) -> dict[str, Any]:
-        """A job as `batchrun status` shows it, from the daemon."""
-        return DaemonClient(self.home).get(f"/jobs/{job_id}")
 
     def engines(self) -> list[dict[str, Any]]:
         """The engines as `batchrun status` shows them."""

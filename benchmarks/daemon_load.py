@@ -10,14 +10,9 @@ core at 2,000 rows/s.
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -25,13 +20,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchrun.cli.client import DaemonClient
-from batchrun.home import Home
-from benchmarks.bars import Bar
-from benchmarks.ports import free_port
-from benchmarks.records import write_records
+from benchmarks.deployment import Deployment
+from benchmarks.records import Bar, finish, parser
 
 ROWS_PER_S = 2_000
-WINDOW_ROWS = 256
+WINDOW = {"requests": 256, "tokens": 2_000_000}
 LATENCY_S = 0.1
 """With the time that a row spends outside the engine, a full window makes about 2,000 rows/s."""
 GROUP_ROWS = 20
@@ -47,16 +40,12 @@ output: {path: out.parquet}
 
 def main() -> int:
     """Run the job, print the bars."""
-    options = _parser().parse_args()
+    made = parser(__doc__)
+    made.add_argument("--rows", type=int, default=200_000)
+    options = made.parse_args()
     with tempfile.TemporaryDirectory(prefix="batchrun-load-") as folder:
-        record = measure(Path(folder), options.rows)
-    missed = False
-    for bar in bars(record):
-        print(f"- {bar}")
-        missed |= not bar.is_met
-    if options.json is not None:
-        write_records(options.json, [record])
-    return int(missed)
+        record = measure(Deployment(Path(folder)), options.rows)
+    return finish(options.json, [record], bars(record))
 
 
 def bars(record: dict[str, float]) -> Iterator[Bar]:
@@ -69,13 +58,20 @@ def bars(record: dict[str, float]) -> Iterator[Bar]:
     yield Bar("daemon, resident MB", record["resident_mb"])
 
 
-def measure(folder: Path, num_rows: int) -> dict[str, float]:
-    """One job from start to end in `folder`."""
-    _write_inputs(folder, num_rows)
-    with _deployment(folder) as client:
-        daemon = psutil.Process(int((folder / "home" / "store.lock").read_text()))
-        _batchrun(folder, "submit", "job.yaml")
-        samples = list(_watch(client, daemon, num_rows))
+def measure(deployment: Deployment, num_rows: int) -> dict[str, float]:
+    """One job from start to end."""
+    texts = [
+        f"document {row // GROUP_ROWS} ".ljust(400, "d") + f"question {row} ".ljust(400, "q")
+        for row in range(num_rows)
+    ]
+    table = pa.table({"id": [f"row-{row}" for row in range(num_rows)], "text": texts})
+    pq.write_table(table, deployment.folder / "rows.parquet")
+    (deployment.folder / "job.yaml").write_text(JOB)
+    deployment.configure(deployment.fake_engine(LATENCY_S), window=WINDOW)
+    with deployment.running():
+        daemon = psutil.Process(deployment.daemon_pid)
+        deployment.batchrun("submit", "job.yaml")
+        samples = list(_watch(DaemonClient(deployment.home), daemon, num_rows))
     first = next(s for s in samples if s[1] >= WARM_SHARE * num_rows)
     last = next(s for s in reversed(samples) if s[1] < num_rows)
     rows, cpu_s, span_s = (last[i] - first[i] for i in (1, 2, 0))
@@ -105,48 +101,6 @@ def _watch(
         if view["state"] not in {"validating", "running", "finalizing"} or done >= num_rows:
             return
         time.sleep(POLL_S)
-
-
-def _write_inputs(folder: Path, num_rows: int) -> None:
-    texts = [
-        f"document {row // GROUP_ROWS} ".ljust(400, "d") + f"question {row} ".ljust(400, "q")
-        for row in range(num_rows)
-    ]
-    table = pa.table({"id": [f"row-{row}" for row in range(num_rows)], "text": texts})
-    pq.write_table(table, folder / "rows.parquet")
-    (folder / "job.yaml").write_text(JOB)
-    port = free_port()
-    command = [
-        *(sys.executable, "-m", "batchrun.engine.fake"),
-        *(f"--port={port}", f"--latency-s={LATENCY_S}"),
-    ]
-    document = {
-        "listen": f"127.0.0.1:{free_port()}",
-        "engines": [{"command": command, "port": port}],
-        "window": {"requests": WINDOW_ROWS, "tokens": 2_000_000},
-    }
-    (folder / "batchrun.yaml").write_text(json.dumps(document))
-
-
-@contextmanager
-def _deployment(folder: Path) -> Iterator[DaemonClient]:
-    _batchrun(folder, "up", "-d")
-    try:
-        yield DaemonClient(Home(folder / "home"))
-    finally:
-        _batchrun(folder, "down")
-
-
-def _batchrun(folder: Path, *arguments: str) -> None:
-    home = f"--home={folder / 'home'}"
-    subprocess.run([sys.executable, "-m", "batchrun", *arguments, home], cwd=folder, check=True)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rows", type=int, default=200_000)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    return parser
 
 
 if __name__ == "__main__":

@@ -8,11 +8,8 @@ output stay in the folder `demo/`.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,16 +17,10 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from batchrun.simulator.replay.client import (
-    ReplayTarget,
-    TokenRange,
-    TraceShape,
-    generate_trace,
-    replay,
-    summarize,
-)
-from benchmarks.ports import free_port
-from benchmarks.records import write_records
+from batchrun.simulator.replay import ReplayTarget, TokenRange, replay
+from benchmarks.deployment import Deployment
+from benchmarks.records import finish, parser
+from benchmarks.replay import TraceShape, generate_trace, summarize
 
 FOLDER = Path("demo")
 JOB_FILE = Path("jobs/loogle.yaml")
@@ -49,55 +40,46 @@ TRACE = TraceShape(
 
 def main() -> int:
     """Run the demo; 0 when every row is in the output and enough online calls were answered."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--rows", type=int, default=96, help="rows of the LooGLE sample")
-    parser.add_argument("--policy", default="echo", help="the engine's; vllm: its own scheduler")
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--rows", type=int, default=96, help="rows of the LooGLE sample")
+    made.add_argument("--policy", default="echo", help="the engine's; vllm: its own scheduler")
+    options = made.parse_args()
     start_s = time.monotonic()
-    _prepare(options.rows, options.policy)
-    try:
-        _say("starting the gateway, the daemon and one CPU engine (about half a minute)")
-        gateway = _batchrun("up", "-d")["gateway"]
-        record = asyncio.run(_measure(gateway)) | {"policy": options.policy}
-    finally:
-        _batchrun("down")
+    deployment = Deployment(FOLDER)
+    _prepare(deployment, options.rows, options.policy)
+    _say("starting the gateway, the daemon and one CPU engine (about half a minute)")
+    with deployment.running() as gateway:
+        record = asyncio.run(_measure(deployment, gateway)) | {"policy": options.policy}
     record["demo_s"] = time.monotonic() - start_s
-    if options.json is not None:
-        write_records(options.json, [record])
+    finish(options.json, [record])
     return _report(record, options.rows)
 
 
-def _prepare(num_rows: int, policy: str) -> None:
+def _prepare(deployment: Deployment, num_rows: int, policy: str) -> None:
     """A fresh folder with the job file, its data, and a deployment on free ports."""
     if FOLDER.exists():
-        _batchrun("down")
+        deployment.batchrun("down")
         shutil.rmtree(FOLDER)
     (FOLDER / "jobs").mkdir(parents=True)
     shutil.copy(JOB_FILE, FOLDER / "jobs" / JOB_FILE.name)
-    deployment = {
-        "model": "tiny",
-        "listen": f"127.0.0.1:{free_port()}",
-        "engines": [{"port": free_port(), "vllm_args": ["--max-num-batched-tokens", "512"]}],
-        "policy": policy,
-        "slo": {"ttft_s": SLO_TTFT_S, "tpot_s": SLO_TPOT_S},
-    }
-    (FOLDER / "batchrun.yaml").write_text(json.dumps(deployment))
+    engine = {"port": deployment.engine_port, "vllm_args": ["--max-num-batched-tokens", "512"]}
+    slo = {"ttft_s": SLO_TTFT_S, "tpot_s": SLO_TPOT_S}
+    deployment.configure(engine, model="tiny", policy=policy, slo=slo)
     _say(f"writing {num_rows} LooGLE-shaped rows and building the tiny model")
     (FOLDER / "datasets").mkdir()
     data = "datasets/loogle.parquet"
-    _batchrun("datasets", "sample", "loogle", "--rows", str(num_rows), "-o", data)
-    _batchrun("models", "tiny", "home/models/tiny")
+    deployment.batchrun("datasets", "sample", "loogle", "--rows", str(num_rows), "-o", data)
+    deployment.batchrun("models", "tiny", "home/models/tiny")
 
 
-async def _measure(gateway: str) -> dict[str, Any]:
+async def _measure(deployment: Deployment, gateway: str) -> dict[str, Any]:
     """Submit the job, replay online traffic until both are through, and put figures together."""
     start_s = time.monotonic()
-    job_id = _batchrun("submit", "jobs/loogle.yaml")["id"]
+    job_id = deployment.batchrun("submit", "jobs/loogle.yaml")["id"]
     _say(f"{job_id} is running; replaying bursty chat traffic against {gateway}/v1 beside it")
     target = ReplayTarget(base_url=f"{gateway}/v1", model="tiny", extra_body={"ignore_eos": True})
     online = asyncio.create_task(replay(generate_trace(TRACE, seed=1), target))
-    view = await _until_ended(job_id)
+    view = await _until_ended(deployment, job_id)
     job_s = time.monotonic() - start_s
     summary = summarize(await online, slo_ttft_s=SLO_TTFT_S, slo_tpot_s=SLO_TPOT_S)
     prompt, output = view["num_prompt_tokens"], view["num_output_tokens"]
@@ -116,11 +98,11 @@ async def _measure(gateway: str) -> dict[str, Any]:
     }
 
 
-async def _until_ended(job_id: str) -> dict[str, Any]:
+async def _until_ended(deployment: Deployment, job_id: str) -> dict[str, Any]:
     while True:
-        (view,) = (await asyncio.to_thread(_batchrun, "status", job_id))["jobs"]
+        view = await asyncio.to_thread(deployment.job, job_id)
         if view["state"] in {"completed", "failed", "paused", "cancelled", "expired"}:
-            return dict(view)
+            return view
         await asyncio.sleep(0.5)
 
 
@@ -157,22 +139,6 @@ def _seconds(record: dict[str, Any], name: str) -> str:
 def _share(record: dict[str, Any]) -> str:
     share = record["slo_attainment"]
     return "-" if share is None else f"{share:.1%}"
-
-
-def _batchrun(*arguments: str) -> dict[str, Any]:
-    """Call the command in the demo's folder; its progress and errors go to this terminal."""
-    where = [] if arguments[0] in {"datasets", "models"} else ["--home", "home"]
-    done = subprocess.run(
-        [sys.executable, "-m", "batchrun", *arguments, *where, "--json"],
-        cwd=FOLDER,
-        stdout=subprocess.PIPE,
-        check=False,
-        text=True,
-    )
-    if done.returncode != 0:
-        sys.exit(done.returncode)
-    document: dict[str, Any] = json.loads(done.stdout)
-    return document
 
 
 def _say(line: str) -> None:

@@ -10,18 +10,90 @@ trials 0 to 39.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from batchrun.simulator.cluster import EnginePlan, Engines
 from batchrun.simulator.feeding import RowFeed
+from batchrun.simulator.offline_jobs import JobShape, JobTerms, OfflineJob, job_of_shape
 from batchrun.simulator.online import OnlineRouter
-from benchmarks.bars import Bar
-from benchmarks.eta_loads import LONGEST_S, EtaTrial, draw_trial
-from benchmarks.records import write_records
+from batchrun.simulator.traces.rates import RateSeries, draw_trace
+from batchrun.simulator.traces.trace import Trace
+from benchmarks.records import Bar, describe, finish, parser
+
+KINDS = ("tide", "walk", "steps", "bursts")
+LONGEST_S = 3 * 3600.0
+WINDOW_S = 10.0
+MEAN_CALLS_PER_S = (0.8, 3.5)
+
+Rates = NDArray[np.floating]
+
+
+@dataclass(frozen=True, slots=True)
+class EtaTrial:
+    """One job beside one load; the same number gives the same trial."""
+
+    number: int
+    kind: str
+    calls: Trace
+    jobs: list[OfflineJob]
+
+
+def draw_trial(number: int) -> EtaTrial:
+    """Kinds of load take turns; every third trial has a second job beside the first."""
+    rng = np.random.default_rng([17, number])
+    kind = KINDS[number % len(KINDS)]
+    starts_s = np.arange(0.0, LONGEST_S, WINDOW_S, dtype=np.float64)
+    course = _course(kind, starts_s, rng)
+    rates = np.clip(course / course.mean() * rng.uniform(*MEAN_CALLS_PER_S), 0.0, 9.0)
+    series = RateSeries.steady(starts_s, LONGEST_S, rates)
+    jobs = [_job("first", number, rng, JobTerms())]
+    if number % 3 == 2:
+        jobs.append(_job("second", number + 1_000, rng, JobTerms(weight=float(rng.integers(1, 4)))))
+    return EtaTrial(number, kind, draw_trace([series], seed=number), jobs)
+
+
+def _job(name: str, seed: int, rng: np.random.Generator, terms: JobTerms) -> OfflineJob:
+    """Long documents or short ones, some minutes to an hour of work."""
+    if rng.random() < 0.5:
+        shape = JobShape(int(np.exp(rng.uniform(np.log(80), np.log(900)))))
+    else:
+        num_documents = int(np.exp(rng.uniform(np.log(300), np.log(3_000))))
+        shape = JobShape(num_documents, (800, 4_000), (3, 9), (15, 60), (20, 160))
+    return job_of_shape(name, shape, seed, terms)
+
+
+def _course(kind: str, starts_s: Rates, rng: np.random.Generator) -> Rates:
+    """Calls per second over time, up to a factor."""
+    num = len(starts_s)
+    if kind == "tide":
+        period_s = np.exp(rng.uniform(np.log(180), np.log(3_600)))
+        phase = rng.uniform(0, 2 * np.pi)
+        swing = rng.uniform(0.4, 0.9)
+        return np.asarray(1 + swing * np.sin(2 * np.pi * starts_s / period_s + phase), np.float64)
+    if kind == "walk":
+        correlation_s = np.exp(rng.uniform(np.log(60), np.log(1_200)))
+        walk = _autoregressive(num, WINDOW_S / correlation_s, rng)
+        return np.asarray(np.exp(walk * 0.5), np.float64)
+    if kind == "steps":
+        each = int(np.exp(rng.uniform(np.log(12), np.log(120))))
+        return np.repeat(rng.uniform(0.2, 2.0, num // each + 1), each)[:num]
+    is_burst = rng.random(num) < rng.uniform(0.05, 0.2)
+    return np.asarray(1 + is_burst * rng.uniform(1.0, 4.0), np.float64)
+
+
+def _autoregressive(num: int, rate: float, rng: np.random.Generator) -> Rates:
+    """A series of variance 1 that forgets with `rate` per step."""
+    keep = np.exp(-rate)
+    values = np.empty(num, np.float64)
+    value = rng.standard_normal()
+    for i, noise in enumerate(rng.standard_normal(num) * np.sqrt(1 - keep**2)):
+        value = keep * value + noise
+        values[i] = value
+    return values
+
 
 ASK_EVERY_S = 10.0
 LEAST_COVERAGE, MOST_WIDTH = 0.85, 0.4
@@ -48,7 +120,10 @@ class Answer:
 
 def main() -> int:
     """Run the trials, print, save."""
-    options = _parser().parse_args()
+    made = parser(__doc__)
+    made.add_argument("--trials", type=int, default=40)
+    made.add_argument("--first", type=int, default=100)
+    options = made.parse_args()
     records: list[dict[str, object]] = []
     everything: list[Answer] = []
     for number in range(options.first, options.first + options.trials):
@@ -56,13 +131,10 @@ def main() -> int:
         answers = answers_of(trial)
         everything += answers
         records.append(_record(trial, answers))
-        print(", ".join(f"{key} {_shown(value)}" for key, value in records[-1].items()), flush=True)
+        print(describe(records[-1]), flush=True)
     records += _phases(everything)
-    for bar in _bars(everything):
-        print(f"- {bar}")
-    if options.json is not None:
-        write_records(options.json, records)
-    return 0
+    print(*map(describe, records[-len(PHASES) - 1 :]), sep="\n")
+    return finish(options.json, records, _bars(everything))
 
 
 def answers_of(trial: EtaTrial) -> list[Answer]:
@@ -81,31 +153,16 @@ def answers_of(trial: EtaTrial) -> list[Answer]:
     return [Answer(*each, left_s=end - each[1]) for each in asked if (end := ends_s[each[0]])]
 
 
-def _coverage(answers: list[Answer]) -> float:
-    return float(np.mean([each.low_s <= each.left_s <= each.high_s for each in answers]))
-
-
-def _width(answers: list[Answer]) -> float:
-    return float(np.median([(each.high_s - each.low_s) / each.left_s for each in answers]))
-
-
-def _error(answers: list[Answer]) -> float:
-    return float(np.median([abs(each.expected_s / each.left_s - 1) for each in answers]))
-
-
-def _bias(answers: list[Answer]) -> float:
-    return float(np.median([each.expected_s / each.left_s - 1 for each in answers]))
-
-
 def _figures(answers: list[Answer]) -> dict[str, object]:
     if not answers:
         return {"answers": 0}
+    errors = [each.expected_s / each.left_s - 1 for each in answers]
     return {
         "answers": len(answers),
-        "coverage": _coverage(answers),
-        "median_width": _width(answers),
-        "median_error": _error(answers),
-        "median_bias": _bias(answers),
+        "coverage": float(np.mean([each.low_s <= each.left_s <= each.high_s for each in answers])),
+        "median_width": float(np.median([(a.high_s - a.low_s) / a.left_s for a in answers])),
+        "median_error": float(np.median(np.abs(errors))),
+        "median_bias": float(np.median(errors)),
     }
 
 
@@ -121,27 +178,15 @@ def _phases(answers: list[Answer]) -> list[dict[str, object]]:
     for begin, end in (*PHASES, (0.0, 1.0)):
         part = [each for each in answers if begin <= each.done_share < end]
         found.append({"phase": f"{begin:.0%} to {end:.0%}", **_figures(part)})
-        print(", ".join(f"{key} {_shown(value)}" for key, value in found[-1].items()))
     return found
 
 
 def _bars(answers: list[Answer]) -> list[Bar]:
+    found = {key: float(str(value)) for key, value in _figures(answers).items()}
     return [
-        Bar("ranges that hold the truth", _coverage(answers), LEAST_COVERAGE),
-        Bar("median width / what remains", _width(answers), MOST_WIDTH, is_most=True),
+        Bar("ranges that hold the truth", found["coverage"], LEAST_COVERAGE),
+        Bar("median width / what remains", found["median_width"], MOST_WIDTH, is_most=True),
     ]
-
-
-def _shown(value: object) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--trials", type=int, default=40)
-    parser.add_argument("--first", type=int, default=100)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    return parser
 
 
 if __name__ == "__main__":

@@ -18,9 +18,7 @@ machine: the record has the cores that each process took, and what other process
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean
 
 import numpy as np
@@ -28,12 +26,11 @@ import numpy as np
 from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.offline_jobs import JobTerms, job_of_file
 from batchrun.simulator.online import Calls
-from batchrun.simulator.replay.client import Arrival
+from batchrun.simulator.replay import Arrival
 from batchrun.simulator.scenario_file import calibrated
 from batchrun.simulator.simulation import Simulated, SimulationPlan, simulate
 from batchrun.simulator.virtual.engine import Timing
 from batchrun.simulator.virtual.setup import EngineShape
-from benchmarks.bars import Bar
 from benchmarks.fidelity_jobs import PROBE, WORKLOADS, Workload
 from benchmarks.fidelity_real import (
     FOLDER,
@@ -50,7 +47,7 @@ from benchmarks.fidelity_real import (
     read_calibrated,
     run_for_real,
 )
-from benchmarks.records import write_records
+from benchmarks.records import Bar, parser, write_records
 
 BARS = {
     "offline_tokens_per_s": 0.10,
@@ -77,7 +74,11 @@ class Run:
 
 def main() -> int:
     """Measure, simulate, compare."""
-    options = _parser().parse_args()
+    made = parser(__doc__)
+    made.add_argument("--seconds", type=float, default=300.0)
+    made.add_argument("--repeats", type=int, default=3)
+    made.add_argument("--only", nargs="+", choices=[workload.name for workload in WORKLOADS])
+    options = made.parse_args()
     chosen = [w for w in WORKLOADS if not options.only or w.name in options.only]
     prepare()
     calibrations = [read_calibrated()]
@@ -213,15 +214,6 @@ def _compared(workload: Workload, runs: list[Run]) -> list[dict[str, object]]:
     }
     records.append({"workload": workload.name, "figure": "conditions", **means})
     return records
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=300.0)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", nargs="+", choices=[workload.name for workload in WORKLOADS])
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    return parser
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchrun.samples.generators import TextSource, paragraphs
-from batchrun.simulator.replay.client import Arrival, TokenRange, TraceShape, generate_trace
+from batchrun.simulator.replay import Arrival, TokenRange
+from benchmarks.replay import TraceShape, generate_trace
 
 CHAT = TokenRange(mu=4.0, sigma=0.8, min_tokens=8, max_tokens=300)
 ANSWER = TokenRange(mu=2.8, sigma=0.5, min_tokens=4, max_tokens=40)

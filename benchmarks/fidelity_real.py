@@ -4,26 +4,119 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from random import Random
 from typing import Any
+
+import psutil
 
 from batchrun.estimator.profile import CalibrationProfile, profile_from_json
 from batchrun.jobs.prompts.tokens import read_prompts
+from batchrun.samples.generators import TextSource
 from batchrun.simulator.cluster import FrontEndTimes
 from batchrun.simulator.records import Slo
-from batchrun.simulator.replay.client import OnlineResult, ReplayTarget, percentile, replay
-from benchmarks.cpu_shares import CpuShares, find_process
-from benchmarks.fidelity_front_end import measure_front_end
+from batchrun.simulator.replay import Arrival, OnlineResult, ReplayTarget, percentile, replay
+from benchmarks.deployment import Deployment
 from benchmarks.fidelity_jobs import Workload
-from benchmarks.ports import free_port
+
+NUM_CALLS = 40
+TOKENS_SHORT, TOKENS_LONG = 20, 3_000
+SPACING_S = 0.2
+
+CountTokens = Callable[[str], int]
+
+
+async def measure_front_end(
+    target: ReplayTarget, server: psutil.Process, count_tokens: CountTokens
+) -> FrontEndTimes:
+    """A line through short and long calls, each sent alone and answered with one token.
+
+    The prompts of a length are one text, so that the engine finds the KV of all but the first call.
+    """
+    idle_s = await _cpu_s(target, server, [])
+    costs_s, lengths = [], []
+    source = TextSource(1)
+    for num_tokens in (TOKENS_SHORT, TOKENS_LONG):
+        prompt = " ".join(source.sentences(Random(num_tokens), num_tokens))
+        await replay([Arrival(0.0, prompt, 1)], target)
+        calls = [Arrival(SPACING_S * i, prompt, 1) for i in range(NUM_CALLS)]
+        costs_s.append((await _cpu_s(target, server, calls) - idle_s) / NUM_CALLS)
+        lengths.append(count_tokens(prompt))
+    token_s = max(0.0, (costs_s[1] - costs_s[0]) / (lengths[1] - lengths[0]))
+    return FrontEndTimes(max(0.0, costs_s[0] - token_s * lengths[0]), token_s)
+
+
+async def _cpu_s(target: ReplayTarget, server: psutil.Process, calls: list[Arrival]) -> float:
+    """Processor time of the server in the time of all calls; without calls: of as long a wait."""
+    before_s = _spent_s(server)
+    await replay([*calls, Arrival(SPACING_S * NUM_CALLS, "end", 1)], target)
+    return _spent_s(server) - before_s
+
+
+def _spent_s(server: psutil.Process) -> float:
+    times = server.cpu_times()
+    return times.user + times.system
+
+
+KINDS = (
+    ("worker", "VLLM::Worker"),
+    ("engine_core", "VLLM::EngineC"),
+    ("api_server", "vllm.entrypoints"),
+    ("gateway", "batchrun.server.gateway"),
+    ("daemon", "batchrun up"),
+)
+"""The first whose text stands in the command line."""
+
+
+class CpuShares:
+    """Counts from when it is made."""
+
+    def __init__(self) -> None:
+        self._begin_s = time.monotonic()
+        self._before = _cpu_by_process()
+
+    def since(self) -> dict[str, float]:
+        """Cores taken by each kind since then; `client` is this process, `other` all others."""
+        wall_s = time.monotonic() - self._begin_s
+        shares = dict.fromkeys([*(name for name, _ in KINDS), "client", "other"], 0.0)
+        for (pid, kind), cpu_s in _cpu_by_process().items():
+            shares[kind] += (cpu_s - self._before.get((pid, kind), 0.0)) / wall_s
+        return shares
+
+
+def find_process(kind: str) -> psutil.Process:
+    """The process of one of the KINDS; ends the program when there is more than one."""
+    text = dict(KINDS)[kind]
+    found = [p for p in psutil.process_iter() if text in " ".join(p.cmdline())]
+    if len(found) != 1:
+        pids = ", ".join(str(process.pid) for process in found) or "none"
+        raise SystemExit(f"one {kind} is to run on this machine, but there are: {pids}")
+    return found[0]
+
+
+def _cpu_by_process() -> dict[tuple[int, str], float]:
+    seconds: dict[tuple[int, str], float] = {}
+    for process in psutil.process_iter():
+        try:
+            times, command = process.cpu_times(), " ".join(process.cmdline())
+        except psutil.Error:
+            continue
+        if process.pid == os.getpid():
+            kind = "client"
+        else:
+            kind = next((name for name, text in KINDS if text in command), "other")
+        seconds[process.pid, kind] = times.user + times.system
+    return seconds
+
 
 FOLDER = Path("fidelity")
+DEPLOYMENT = Deployment(FOLDER)
 TOKEN_BUDGET, MAX_NUM_SEQS, MAX_MODEL_LEN = 512, 64, 32_768
 SLO = Slo(1.0, 0.1)
 WARM_UP_S = 10.0
@@ -50,28 +143,22 @@ def prepare() -> None:
         "--max-model-len": MAX_MODEL_LEN,
     }
     arguments = [str(part) for pair in limits.items() for part in pair]
-    deployment = {
-        "model": "tiny",
-        "listen": f"127.0.0.1:{free_port()}",
-        "engines": [{"port": free_port(), "vllm_args": arguments, "profile": "profile.json"}],
-        "slo": {"ttft_s": SLO.ttft_s, "tpot_s": SLO.tpot_s},
-    }
-    (FOLDER / "batchrun.yaml").write_text(json.dumps(deployment))
-    _batchrun("models", "tiny", "home/models/tiny")
+    port = DEPLOYMENT.engine_port
+    engine = {"port": port, "vllm_args": arguments, "profile": "profile.json"}
+    slo = {"ttft_s": SLO.ttft_s, "tpot_s": SLO.tpot_s}
+    DEPLOYMENT.configure(engine, model="tiny", slo=slo)
+    DEPLOYMENT.batchrun("models", "tiny", "home/models/tiny")
     calibrate()
-    gateway = _batchrun("up", "-d")["gateway"]
-    try:
+    with DEPLOYMENT.running() as gateway:
         server = find_process("api_server")
         target = _target(f"{gateway}/v1")
         times = asyncio.run(measure_front_end(target, server, num_chat_tokens))
-    finally:
-        _batchrun("down")
     (FOLDER / "front-end.json").write_text(json.dumps(asdict(times)))
 
 
 def calibrate() -> None:
     """Measure the engine's steps, which the next run's engine knows at its start."""
-    _batchrun("calibrate", "-o", "profile.json")
+    DEPLOYMENT.batchrun("calibrate", "-o", "profile.json")
 
 
 def read_calibrated() -> Calibrated:
@@ -91,11 +178,8 @@ def num_chat_tokens(text: str) -> int:
 def run_for_real(workload: Workload, seconds: float) -> Figures:
     """One run on an engine with an empty cache; its job is cancelled, so nothing goes on later."""
     job_file = workload.write(FOLDER)
-    gateway = _batchrun("up", "-d")["gateway"]
-    try:
+    with DEPLOYMENT.running() as gateway:
         figures = asyncio.run(_measure(workload, job_file, f"{gateway}/v1", seconds))
-    finally:
-        _batchrun("down")
     print(f"{workload.name}: {_shown(figures)}", flush=True)
     return figures
 
@@ -103,7 +187,7 @@ def run_for_real(workload: Workload, seconds: float) -> Figures:
 async def _measure(workload: Workload, job_file: Path, base_url: str, seconds: float) -> Figures:
     target = _target(base_url)
     _check_nothing_runs()
-    job_id = _batchrun("submit", job_file.name)["id"]
+    job_id = DEPLOYMENT.batchrun("submit", job_file.name)["id"]
     await _until_running(job_id)
     await asyncio.sleep(WARM_UP_S)
     before, begin_s = _job(job_id)
@@ -114,7 +198,7 @@ async def _measure(workload: Workload, job_file: Path, base_url: str, seconds: f
     cpu = shares.since()
     view, end_s = _job(job_id)
     telemetry = _step_telemetry()
-    _batchrun("cancel", job_id)
+    DEPLOYMENT.batchrun("cancel", job_id)
     _check_run(workload, view, results)
     return {
         "offline_tokens_per_s": (_served(view) - _served(before)) / (end_s - begin_s),
@@ -131,7 +215,7 @@ def _target(base_url: str) -> ReplayTarget:
 
 
 def _check_nothing_runs() -> None:
-    jobs = _batchrun("status")["jobs"]
+    jobs = DEPLOYMENT.batchrun("status")["jobs"]
     left = [job["id"] for job in jobs if job["finished_at"] is None]
     if left:
         raise SystemExit(f"jobs {', '.join(left)} are left from an earlier run")
@@ -156,7 +240,7 @@ async def _until_running(job_id: str) -> None:
 
 def _job(job_id: str) -> tuple[dict[str, Any], float]:
     """Its figures, and when they were told; what the command takes is alike each time."""
-    (view,) = _batchrun("status", job_id)["jobs"]
+    (view,) = DEPLOYMENT.batchrun("status", job_id)["jobs"]
     return dict(view), time.monotonic()
 
 
@@ -166,7 +250,7 @@ def _served(view: dict[str, Any]) -> int:
 
 def _step_telemetry() -> Figures:
     """What the engine's steps took, and what its model said of them, in seconds."""
-    telemetry = _batchrun("status")["engines"][0]["telemetry"]["step"]
+    telemetry = DEPLOYMENT.batchrun("status")["engines"][0]["telemetry"]["step"]
     return {f"step_{name}": telemetry[name] for name in ("predicted_s", "measured_s")}
 
 
@@ -183,14 +267,3 @@ def _latencies(results: list[OnlineResult]) -> Figures:
 
 def _shown(figures: Figures) -> str:
     return ", ".join(f"{name} {value:,.4f}" for name, value in figures.items())
-
-
-def _batchrun(*arguments: str) -> dict[str, Any]:
-    """Call the command in the folder; a failure ends the benchmark with the command's message."""
-    where = [] if arguments[0] in {"datasets", "models"} else ["--home", "home"]
-    command = [sys.executable, "-m", "batchrun", *arguments, *where, "--json"]
-    done = subprocess.run(command, cwd=FOLDER, stdout=subprocess.PIPE, check=False, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(arguments)}: exit code {done.returncode}")
-    document: dict[str, Any] = json.loads(done.stdout)
-    return document

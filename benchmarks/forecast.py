@@ -8,21 +8,65 @@ the public traces; those that are not there are left out.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from batchrun.estimator.forecast import ForecastRule, KvForecast
 from batchrun.simulator.traces.rates import RateSeries, draw_trace
 from batchrun.simulator.traces.reading import Drawing, read_trace
 from batchrun.simulator.traces.trace import Trace, scale_rate
-from benchmarks.bars import Bar
-from benchmarks.kv_demand import Ints, Occupancy
-from benchmarks.records import write_records
+from benchmarks.records import Bar, cell, finish, markdown, parser
 from benchmarks.scenarios import draw_calls, kv_pressure_tide
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """How long calls hold blocks: no call waits, none shares a block, all run at one pace.
+
+    A call takes the blocks of its prompt when it arrives, reads the prompt at
+    `prompt_tokens_per_s`, then makes a token every `tpot_s` and takes another block when the last
+    is full; at its end it gives all of them back.
+    """
+
+    prompt_tokens_per_s: float = 10_000.0
+    tpot_s: float = 0.03
+    block_tokens: int = 16
+
+    def by_second(self, trace: Trace) -> Ints:
+        """The highest number of blocks held in each second of the trace."""
+        times_s, changes = self._changes(trace)
+        # Of changes at one instant, blocks are given back first.
+        order = np.lexsort((changes, times_s))
+        times_s, held = times_s[order], np.cumsum(changes[order])
+        num = max(1, int(np.ceil(trace.duration_s)))
+        edges = np.searchsorted(times_s, np.arange(num + 1))
+        tops = np.concatenate([[0], held])[edges[:-1]]
+        is_changed = edges[1:] > edges[:-1]
+        if is_changed.any():
+            highest = np.maximum.reduceat(held[: edges[-1]], edges[:-1][is_changed])
+            tops[is_changed] = np.maximum(tops[is_changed], highest)
+        return tops
+
+    def _changes(self, trace: Trace) -> tuple[NDArray[np.float64], Ints]:
+        size = self.block_tokens
+        prompt_blocks = -(-trace.num_prompt_tokens // size)
+        all_blocks = -(-trace.num_tokens // size)
+        num_more = all_blocks - prompt_blocks
+        decodes_at_s = trace.arrival_s + trace.num_prompt_tokens / self.prompt_tokens_per_s
+        ends_at_s = decodes_at_s + trace.num_output_tokens * self.tpot_s
+        call = np.repeat(np.arange(len(trace)), num_more)
+        nth = np.arange(len(call)) - np.repeat(np.cumsum(num_more) - num_more, num_more)
+        full_after = (prompt_blocks[call] + nth) * size - trace.num_prompt_tokens[call]
+        times_s = [trace.arrival_s, decodes_at_s[call] + full_after * self.tpot_s, ends_at_s]
+        changes = [prompt_blocks, np.ones(len(call), np.int64), -all_blocks]
+        return np.concatenate(times_s), np.concatenate(changes)
+
 
 DATA = Path(__file__).parents[2] / "shared" / "datasets"
 AZURE = "azure_llm_2023/AzureLLMInferenceTrace_conv.csv.gz"
@@ -134,22 +178,14 @@ def equal_constant(tops: Ints, covered: float) -> int:
     return int(np.sort(tops)[num - 1]) if num else 0
 
 
-def table(records: Sequence[Record]) -> Iterator[str]:
-    """A row for each trace, two columns for each rule."""
+def table(records: Sequence[Record]) -> str:
+    """A row for each trace, a column for each rule: minutes covered, and reserve by constant."""
     rules = list(dict.fromkeys(str(record["rule"]) for record in records))
-    yield f"| Trace | Minutes | {' | '.join(rules)} |"
-    yield "|---|---:|" + "---:|" * len(rules)
-    by_trace: dict[str, list[Record]] = {}
+    rows: dict[str, list[object]] = {}
     for record in records:
-        by_trace.setdefault(str(record["trace"]), []).append(record)
-    for name, rows in by_trace.items():
-        cells = " | ".join(_cell(row) for row in rows)
-        yield f"| {name} | {rows[0]['num_minutes']} | {cells} |"
-
-
-def _cell(record: Mapping[str, object]) -> str:
-    share = record["of_constant"]
-    return f"{record['covered']:.1%}, {'-' if share is None else f'{share:.2f}'}"
+        row = rows.setdefault(str(record["trace"]), [str(record["trace"]), record["num_minutes"]])
+        row.append(f"{record['covered']:.1%}, {cell(record['of_constant'])}")
+    return markdown(["Trace", "Minutes", *rules], rows.values())
 
 
 def bars(records: Sequence[Record]) -> Iterator[Bar]:
@@ -168,11 +204,10 @@ def bars(records: Sequence[Record]) -> Iterator[Bar]:
 
 def main() -> int:
     """Measure, print, save; 1 when a bar is missed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--data", type=Path, default=DATA, metavar="FOLDER")
-    parser.add_argument("--tpot-s", type=float, default=Occupancy().tpot_s)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--data", type=Path, default=DATA, metavar="FOLDER")
+    made.add_argument("--tpot-s", type=float, default=Occupancy().tpot_s)
+    options = made.parse_args()
     occupancy = Occupancy(tpot_s=options.tpot_s)
     records = [
         measure(name, blocks, rule)
@@ -180,12 +215,8 @@ def main() -> int:
         for blocks in [occupancy.by_second(trace)]
         for rule in ForecastRule
     ]
-    print("\n".join(table(records)))
-    found = list(bars(records))
-    print("\n".join(map(str, found)))
-    if options.json is not None:
-        write_records(options.json, records)
-    return 0 if all(bar.is_met for bar in found) else 1
+    print(table(records))
+    return finish(options.json, records, bars(records))
 
 
 if __name__ == "__main__":

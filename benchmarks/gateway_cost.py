@@ -3,8 +3,8 @@
     python -m benchmarks.gateway_cost [--rows N] [--engine] [--folder PATH] [--json FILE]
 
 32 streams go through the gateway of a whole deployment to an engine in a process of its own that
-sends a chunk each 20 ms (`benchmarks.paced_upstream`), and 16 go to that engine directly at the
-same time, from one process of callers (`benchmarks.paced_client`). A call's added TTFT is its TTFT
+sends a chunk each 20 ms (`benchmarks.paced`), and 16 go to that engine directly at the
+same time, from one process of callers (`benchmarks.paced`). A call's added TTFT is its TTFT
 less the median of the direct ones in the same phase, and a chunk's added delay is the same with the
 time from its sending to its arrival: what callers, engine and machine take beyond their median is
 counted against the gateway. Phases: an idle daemon; the submission of a million rows; a file of
@@ -15,7 +15,6 @@ engine has no other calls. A phase's figures are of calls and chunks that began 
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections.abc import Iterator
@@ -23,8 +22,6 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.bars import Bar
-from benchmarks.gateway_engine import measure_on_engine
 from benchmarks.gateway_phases import (
     Record,
     export,
@@ -34,9 +31,9 @@ from benchmarks.gateway_phases import (
     write_finished_rows,
     write_short_rows,
 )
-from benchmarks.gateway_rig import GatewayRig, Window
-from benchmarks.paced_client import GATEWAY_STREAMS, Floats, load
-from benchmarks.records import describe, in_own_process, write_records
+from benchmarks.gateway_rig import GatewayRig, Window, measure_on_engine
+from benchmarks.paced import GATEWAY_STREAMS, Floats, load
+from benchmarks.records import Bar, describe, finish, in_own_process, parser
 
 FULL_ROWS = 1_000_000
 IDLE_S = 30.0
@@ -51,21 +48,18 @@ JUDGED = frozenset({"idle", "submit", "validate", "export"})
 
 def main() -> int:
     """Measure every phase, print and save. Exits 1 when a bar is missed."""
-    options = _parser().parse_args()
+    made = parser(__doc__)
+    made.add_argument("--rows", type=int, default=FULL_ROWS)
+    made.add_argument("--folder", type=Path, help="where to put all files; a disk, not memory")
+    made.add_argument("--engine", action="store_true", help="only the row of a real vLLM")
+    options = made.parse_args()
     with tempfile.TemporaryDirectory(prefix="batchrun-gateway-", dir=options.folder) as scratch:
         if options.engine:
             records = [in_own_process(measure_on_engine, Path(scratch))]
         else:
             records = measure(Path(scratch), options.rows)
-    is_met = True
-    for record in records:
-        print(describe(record))
-        for bar in bars(record):
-            is_met &= bar.is_met
-            print(f"- {bar}", flush=True)
-    if options.json is not None:
-        write_records(options.json, records)
-    return 0 if is_met else 1
+    print(*map(describe, records), sep="\n")
+    return finish(options.json, records, [bar for record in records for bar in bars(record)])
 
 
 def bars(record: Record) -> Iterator[Bar]:
@@ -93,9 +87,8 @@ def measure(folder: Path, num_rows: int) -> list[Record]:
     in_own_process(write_short_rows, folder, num_rows)
     finished = in_own_process(write_finished_rows, folder, num_rows)
     measured: list[tuple[Window, Record]] = []
-    with GatewayRig(folder) as rig:
-        rig.batchrun("offline", "off")
-        rig.call_all_the_time()
+    rig = GatewayRig(folder)
+    with rig.calling():
         time.sleep(IDLE_S / 10)
         for phases in (_idle(rig), submit(rig), transfer_and_validate(rig), export(rig, finished)):
             for window, more in phases:
@@ -123,7 +116,7 @@ def _idle(rig: GatewayRig) -> Iterator[tuple[Window, Record]]:
 
 
 def _record(window: Window, calls: Floats, chunks: Floats) -> Record:
-    """Columns of `calls` and `chunks`: see `paced_client.Calls`."""
+    """Columns of `calls` and `chunks`: see `paced.Calls`."""
     calls = calls[_within(window, calls[:, 1])]
     chunks = chunks[_within(window, chunks[:, 1])]
     through, direct = calls[calls[:, 0] == 1], calls[calls[:, 0] == 0]
@@ -173,15 +166,6 @@ def _met_by_kill(calls: Floats, killed_s: float) -> Record:
 
 def _say(text: str) -> None:
     print(f"gateway_cost: {text}", flush=True)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rows", type=int, default=FULL_ROWS)
-    parser.add_argument("--folder", type=Path, help="where to put all files; a disk, not memory")
-    parser.add_argument("--engine", action="store_true", help="only the row of a real vLLM")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    return parser
 
 
 if __name__ == "__main__":

@@ -23,9 +23,10 @@ from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.submit import prepare_job
 from batchrun.store import jobs, results
 from batchrun.store.database import open_store
+from benchmarks.deployment import answer_of
 from benchmarks.gateway_rig import GatewayRig, Window
-from benchmarks.paced_upstream import CHAT, MODEL
-from benchmarks.store_workload import outcomes, write_workload
+from benchmarks.paced import CHAT, MODEL
+from benchmarks.store import outcomes, write_workload
 
 Record = dict[str, object]
 
@@ -89,7 +90,7 @@ def submit(rig: GatewayRig) -> Iterator[tuple[Window, Record]]:
 def transfer_and_validate(rig: GatewayRig) -> Iterator[tuple[Window, Record]]:
     """200 MiB and 50,000 lines up, validated several times, and down again."""
     lines = _lines()
-    memory = _PeakMemory(rig.daemon_pid())
+    memory = _PeakMemory(rig.daemon_pid)
     up, validation, down = Window("upload"), Window("validate"), Window("download")
     with rig.watched(up):
         file_id, digest = _upload(rig.port, lines)
@@ -114,12 +115,12 @@ def export(rig: GatewayRig, job_id: str) -> Iterator[tuple[Window, Record]]:
     """A million results, written by the daemon at the job's end and by `batchrun results` too."""
     window = Window("export")
     rig.batchrun("resume", job_id)
-    rig.wait_for_job(job_id, "finalizing")
-    with rig.watched(window), rig.start_batchrun("results", job_id, "-o", "copy.parquet") as copy:
+    rig.wait_for_job(job_id, "finalizing", "completed")
+    with rig.watched(window), rig.start_command("results", job_id, "-o", "copy.parquet") as copy:
         began_s = time.monotonic()
         rig.wait_for_job(job_id, "completed")
         daemon_s = time.monotonic() - began_s
-        rig.answer_of(copy)
+        answer_of(copy)
         command_s = time.monotonic() - began_s
     num_rows = pq.read_metadata(rig.folder / "out.parquet").num_rows
     assert pq.read_metadata(rig.folder / "copy.parquet").num_rows == num_rows
@@ -128,7 +129,7 @@ def export(rig: GatewayRig, job_id: str) -> Iterator[tuple[Window, Record]]:
 
 def kill_daemon(rig: GatewayRig) -> float:
     """`kill -9` of the daemon; the instant, of CLOCK_MONOTONIC."""
-    os.kill(rig.daemon_pid(), signal.SIGKILL)
+    os.kill(rig.daemon_pid, signal.SIGKILL)
     killed_s = time.monotonic()
     time.sleep(SETTLE_S)
     return killed_s
@@ -163,29 +164,17 @@ def _lines() -> list[bytes]:
 
 def _upload(port: int, lines: list[bytes]) -> tuple[str, str]:
     """The file's id and hash."""
-    digest = hashlib.sha256()
+    content = b"".join(lines)
     disposition = "Content-Disposition: form-data; name="
     head = (
         f'--{BOUNDARY}\r\n{disposition}"purpose"\r\n\r\nbatch\r\n'
         f'--{BOUNDARY}\r\n{disposition}"file"; filename="large.jsonl"\r\n\r\n'
-    ).encode()
-    tail = f"\r\n--{BOUNDARY}--\r\n".encode()
-
-    def pieces() -> Iterator[bytes]:
-        yield head
-        for start in range(0, len(lines), 250):
-            piece = b"".join(lines[start : start + 250])
-            digest.update(piece)
-            yield piece
-        yield tail
-
-    headers = {
-        "Content-Type": f"multipart/form-data; boundary={BOUNDARY}",
-        "Content-Length": str(len(head) + FILE_BYTES + len(tail)),
-    }
-    document = _ask(port, "POST", "/v1/files", pieces(), headers)
+    )
+    body = b"".join([head.encode(), content, f"\r\n--{BOUNDARY}--\r\n".encode()])
+    headers = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}
+    document = _ask(port, "POST", "/v1/files", body, headers)
     assert document["bytes"] == FILE_BYTES, document
-    return str(document["id"]), digest.hexdigest()
+    return str(document["id"]), hashlib.sha256(content).hexdigest()
 
 
 def _download(port: int, file_id: str) -> str:
@@ -215,7 +204,7 @@ def _ask(
     port: int,
     method: str,
     path: str,
-    body: bytes | Iterator[bytes] | None = None,
+    body: bytes | None = None,
     headers: dict[str, str] | None = None,
 ) -> Record:
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=120)) as connection:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import resource
@@ -10,23 +11,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
-from urllib.error import URLError
-from urllib.request import urlopen
 
+import numpy as np
 import psutil
 
-from batchrun.cli.client import DaemonClient
-from batchrun.home import Home
-from benchmarks.ports import free_port
+from benchmarks.deployment import Deployment, wait_until
+from benchmarks.paced import CHAT
 
-START_S = 30.0
-WAIT_S = 600.0
-POLL_S = 0.02
+START_S, WAIT_S = 30.0, 600.0
+NUM_PAIRS, WARM_PAIRS = 100, 5
 
 
 @dataclass(slots=True)
@@ -53,40 +49,30 @@ class Window:
         return {name: busy_s / self.seconds for name, busy_s in self.busy_s.items()}
 
 
-class GatewayRig:
-    """`batchrun up` on an attached engine, with callers beside it. Leaving ends all of it."""
+class GatewayRig(Deployment):
+    """`batchrun up` on an attached engine, with callers beside it, within `calling`."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.home = Home(folder / "home")
-        self.port, self.engine_port = free_port(), free_port()
+        super().__init__(folder)
         self.calls_path = folder / "calls.npz"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def __enter__(self) -> Self:
-        engine = {"name": "paced", "attach": f"http://127.0.0.1:{self.engine_port}"}
-        document = {"listen": f"127.0.0.1:{self.port}", "engines": [engine]}
-        (self.folder / "batchrun.yaml").write_text(json.dumps(document))
-        self._start("upstream", "paced_upstream", f"--port={self.engine_port}")
-        _wait_for(f"http://127.0.0.1:{self.engine_port}/health")
-        self.batchrun("up", "-d")
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for process in self._processes.values():
-            process.kill()
-            process.wait()
-        self.batchrun("down")
-
-    def call_all_the_time(self) -> None:
-        """Start the callers, on the gateway and on the engine itself."""
-        ports = (f"--gateway={self.port}", f"--direct={self.engine_port}")
-        self._start("client", "paced_client", *ports, f"--out={self.calls_path}")
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Calls all the time, on the gateway and on the engine itself; offline work is off."""
+        self.configure({"name": "paced", "attach": f"http://127.0.0.1:{self.engine_port}"})
+        self._start("upstream", f"--serve={self.engine_port}")
+        try:
+            wait_until(self._serves, "the paced engine", START_S)
+            with self.running():
+                self.batchrun("offline", "off")
+                ports = (f"--gateway={self.port}", f"--direct={self.engine_port}")
+                self._start("client", *ports, f"--out={self.calls_path}")
+                yield
+        finally:
+            for process in self._processes.values():
+                process.kill()
+                process.wait()
 
     def stop_calling(self) -> None:
         """Let calls end; what became of all is in `calls_path` then."""
@@ -94,36 +80,9 @@ class GatewayRig:
         client.send_signal(signal.SIGTERM)
         client.wait(timeout=WAIT_S)
 
-    def batchrun(self, *arguments: str) -> dict[str, Any]:
-        """Run the command; its answer."""
-        with self.start_batchrun(*arguments) as process:
-            return self.answer_of(process)
-
-    def start_batchrun(self, *arguments: str) -> subprocess.Popen[bytes]:
-        """Start the command."""
-        command = [sys.executable, "-m", "batchrun", *arguments, "--json"]
-        environment = {**os.environ, "BATCHRUN_HOME": str(self.home.path)}
-        return subprocess.Popen(command, cwd=self.folder, env=environment, stdout=subprocess.PIPE)
-
-    def answer_of(self, process: subprocess.Popen[bytes]) -> dict[str, Any]:
-        """What a started command says; it must succeed."""
-        output, _ = process.communicate()
-        if process.returncode:
-            raise RuntimeError(f"{process.args!r} ended with {process.returncode}")
-        document: dict[str, Any] = json.loads(output) if output else {}
-        return document
-
     def wait_for_job(self, job_id: str, *states: str) -> None:
-        """Until the job is in one of these states and nothing of it is being opened or written."""
-        daemon = DaemonClient(self.home)
-        for _ in _polls(f"{job_id} to be {' or '.join(states)}"):
-            (view,) = (job for job in daemon.get("/status")["jobs"] if job["id"] == job_id)
-            if view["state"] in states:
-                return
-
-    def daemon_pid(self) -> int:
-        """Of the daemon."""
-        return int(self.home.store_lock.read_text())
+        """Until the job is in one of these states."""
+        wait_until(lambda: self.job(job_id)["state"] in states, f"{job_id}: {states}", WAIT_S)
 
     @contextmanager
     def watched(self, window: Window) -> Iterator[None]:
@@ -138,39 +97,79 @@ class GatewayRig:
     def _busy_s(self) -> dict[str, float]:
         """Processor seconds so far; `others` is all that is not ours."""
         pids = {name: process.pid for name, process in self._processes.items()}
-        pids["daemon"] = self.daemon_pid()
-        record = json.loads(self.home.gateway_process.read_text())
-        pids["gateway"] = int(record["pid"])
-        found = {name: _cpu_s(pid) for name, pid in pids.items()}
+        pids["daemon"] = self.daemon_pid
+        pids["gateway"] = int(json.loads(self.home.gateway_process.read_text())["pid"])
+        found = {}
+        for name, pid in pids.items():
+            times = psutil.Process(pid).cpu_times()
+            found[name] = times.user + times.system
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
         found["commands"] = ended.ru_utime + ended.ru_stime
-        own = psutil.cpu_times()
-        mine = time.process_time() + sum(found.values())
-        found["others"] = (
-            own.user + own.nice + own.system + own.irq + own.softirq + own.steal - mine
+        all_of = psutil.cpu_times()
+        busy_s = sum(
+            getattr(all_of, k) for k in ("user", "nice", "system", "irq", "softirq", "steal")
         )
+        found["others"] = busy_s - time.process_time() - sum(found.values())
         return found
 
-    def _start(self, name: str, module: str, *arguments: str) -> None:
-        command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
+    def _serves(self) -> bool:
+        try:
+            return bool(_ttft_s(self.engine_port, "paced", "Are you there?", max_tokens=1))
+        except OSError:
+            return False
+
+    def _start(self, name: str, *arguments: str) -> None:
+        command = [sys.executable, "-m", "benchmarks.paced", *arguments]
         # As engines and callers are: a session is what Linux shares processor time out among.
         self._processes[name] = subprocess.Popen(command, start_new_session=True)
 
 
-def _cpu_s(pid: int) -> float:
-    times = psutil.Process(pid).cpu_times()
-    return times.user + times.system
+def measure_on_engine(folder: Path) -> dict[str, object]:
+    """What the gateway adds to the TTFT of a real vLLM with the tiny model, for the record.
+
+    Calls in pairs, one at a time, through the gateway and directly; who goes first alternates.
+    """
+    deployment = Deployment(folder)
+    engine = {"port": deployment.engine_port, "vllm_args": ["--max-num-batched-tokens", "512"]}
+    deployment.configure(engine, model="tiny")
+    ports = (deployment.port, deployment.engine_port)
+    pairs_ms = np.zeros((WARM_PAIRS + NUM_PAIRS, 2))
+    with deployment.running():
+        for index in range(len(pairs_ms)):
+            for place in (0, 1) if index % 2 else (1, 0):
+                text = f"Call number {index}: tell me something."
+                pairs_ms[index, place] = 1e3 * _ttft_s(ports[place], "tiny", text, max_tokens=16)
+    through_ms, direct_ms = pairs_ms[WARM_PAIRS:].T
+    return {
+        "phase": "real engine",
+        "calls": NUM_PAIRS,
+        "direct_calls": NUM_PAIRS,
+        "broken": 0,
+        "direct_ttft_p50_ms": float(np.quantile(direct_ms, 0.5)),
+        "direct_ttft_p99_ms": float(np.quantile(direct_ms, 0.99)),
+        "added_ttft_p50_ms": float(np.quantile(through_ms - direct_ms, 0.5)),
+        "added_ttft_p99_ms": float(np.quantile(through_ms - direct_ms, 0.99)),
+    }
 
 
-def _wait_for(url: str) -> None:
-    for _ in _polls(url, limit_s=START_S):
-        with suppress(URLError, ConnectionError), urlopen(url):
-            return
-
-
-def _polls(what: str, limit_s: float = WAIT_S) -> Iterator[None]:
-    deadline_s = time.monotonic() + limit_s
-    while time.monotonic() < deadline_s:
-        yield
-        time.sleep(POLL_S)
-    raise RuntimeError(f"waited in vain for {what}")
+def _ttft_s(port: int, model: str, text: str, *, max_tokens: int) -> float:
+    """Seconds from a connection's first byte to the first token. Raises RuntimeError."""
+    document = {
+        "model": model,
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    body, headers = json.dumps(document).encode(), {"Content-Type": "application/json"}
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+        connection.connect()
+        began_s = time.monotonic()
+        connection.request("POST", CHAT, body, headers)
+        reply = connection.getresponse()
+        line = reply.readline()
+        ttft_s = time.monotonic() - began_s
+        rest = reply.read()
+    if reply.status != 200 or not line.startswith(b"data: ") or b"[DONE]" not in rest:
+        raise RuntimeError(f"no whole stream: {reply.status} {line!r} {rest[-200:]!r}")
+    return ttft_s

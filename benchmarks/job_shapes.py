@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,21 @@ from typing import Any
 import numpy as np
 
 from batchrun.pool.prefix_keys import IntArray
-from benchmarks.data import DOCUMENTS
-from benchmarks.data.derive_prefixes import TOOLS, VIDEOS
+from benchmarks.data import DOCUMENTS, TOOLS, VIDEOS
 from benchmarks.scenarios import Job, JobRow, Order, TokenIds, draw_token_ids
+
+ALL_FOUR = "all four"
+
+JOBS: Mapping[str, Callable[[], Sequence[ShapedJob]]] = {
+    "loogle": lambda: [loogle()],
+    "toolbench": lambda: [toolbench()],
+    "nextqa": lambda: [nextqa(60)],
+    "qmsum": lambda: [qmsum(40)],
+    ALL_FOUR: lambda: [loogle(), toolbench(), nextqa(30), qmsum(20)],
+}
+"""What runs at the same time, by name; more rows than the daemon's window holds, and so few that
+one core runs them on the virtual engine in under a minute."""
+
 
 MAX_PREFIX_TOKENS = 32_000
 """A few meetings and videos are longer than the engine's context allows; they are left out."""

@@ -20,12 +20,10 @@ call alone misses: the answers must be the known one, no larger, no smaller, and
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -37,10 +35,8 @@ from batchrun.simulator.planner.peak import SloTarget, peak_load
 from batchrun.simulator.traces.trace import Trace
 from batchrun.simulator.virtual.engine import Arrival, RequestRecord, VirtualEngine
 from batchrun.simulator.virtual.setup import stock_scheduler
-from benchmarks.bars import Bar
-from benchmarks.records import Record, write_records
+from benchmarks.records import Bar, Record, describe, finish, parser
 
-RESULTS = Path(__file__).parent / "results" / "plan-trials.json"
 MOST_ENGINES, MOST_HELD = 9, 7
 NO_BOUND_S = 1_000.0
 HEAVY_BURSTS = 3
@@ -68,19 +64,18 @@ class Case:
 
 def main() -> int:
     """Run the trials, print and save them; exit code 1 when one of them fails."""
-    options = _parser().parse_args()
+    made = parser(__doc__)
+    made.add_argument("--trials", type=int, default=50)
+    options = made.parse_args()
     records: list[Record] = []
     for seed in range(options.trials):
         records.append(trial(seed))
-        print(f"trial {seed}: {records[-1]}", flush=True)
+        print(describe(records[-1]), flush=True)
     bars = [
         Bar(f"{name}, share of trials", sum(bool(r[name]) for r in records) / len(records), 1.0)
         for name in ("is_found", "is_larger_found", "is_monotone_in_slo", "is_impossible_told")
     ]
-    for bar in bars:
-        print(f"- {bar}")
-    write_records(options.json, records)
-    return 0 if all(bar.is_met for bar in bars) else 1
+    return finish(options.json, records, bars)
 
 
 def trial(seed: int) -> Record:
@@ -182,13 +177,6 @@ def _with_bound(case: Case, bound_s: float) -> SloTarget:
 
 def _scaled(case: Case, factor: float) -> SloTarget:
     return _with_bound(case, factor * _bound_s(case))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--trials", type=int, default=50)
-    parser.add_argument("--json", type=Path, default=RESULTS, metavar="FILE")
-    return parser
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
-"""Figures in the manner of Echo's 6 to 11, from the results of `benchmarks.ablation`.
+"""The manual's figures, from results: Echo's 6 to 11 of the ablation, and the growth of the pool.
 
     python -m benchmarks.plots [--results FOLDER] [--out FOLDER]
 
-Reads `ablation-SCENARIO.json` and `ablation-SCENARIO-series.json`; a figure whose results are not
+Reads `ablation.jsonl`, `ablation-series.jsonl` and `pool.jsonl`; a figure whose results are not
 there is left out, and said so. `docs/figures.md` says what each one shows.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -20,8 +19,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.typing import RcKeyType
 
+from benchmarks.ablation_bars import Means, means_of
 from benchmarks.ablation_configs import LADDER
-from benchmarks.results_files import Results, ResultsMissingError
+from benchmarks.records import RESULTS, parser, read_records
 
 COLORS = {"bs": "#8c8c8c", "bs+e": "#d98c3f", "bs+e+s": "#5b9bd5", "echo": "#2e7d4f"}
 FIGURE_6_JOBS = {
@@ -41,6 +41,11 @@ AMPLE_BLOCKS, SCARCE_BLOCKS = 8600, 4300
 HIT_WINDOW_S = 10
 WIDTHS = {"bs": 1.5, "bs+e": 4.5, "bs+e+s": 3.0, "echo": 1.5}
 """Curves often coincide: the ones drawn first are wider."""
+POOL_STAGES = {"key_s": "hash the prompts", "sort_s": "sort", "nodes_s": "find the tree"}
+POOL_SHAPES = {
+    "toolbench": ("2,000 tokens a row", "#2e7d4f"),
+    "short": ("200 tokens a row", "#5b9bd5"),
+}
 STYLE: dict[RcKeyType, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "batchrun",
@@ -51,9 +56,54 @@ STYLE: dict[RcKeyType, Any] = {
 }
 
 
+class ResultsMissingError(Exception):
+    """No file, or no such record in it; the text says what to run."""
+
+
+class Results:
+    """The results in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def means(self, scenario: str, blocks: int) -> Means:
+        """Means over the seeds, by configuration. Raises ResultsMissingError."""
+        records = [r for r in self._of("ablation", scenario) if r["blocks"] == blocks]
+        if not records:
+            raise self._missing("ablation", scenario, f"nothing at {blocks} blocks")
+        return means_of(records)
+
+    def series(self, scenario: str, blocks: int, config: str) -> dict[str, Any]:
+        """The columns of the watched run of a configuration. Raises ResultsMissingError."""
+        for record in self._of("ablation-series", scenario):
+            if record["blocks"] == blocks and record["config"] == config:
+                return record
+        raise self._missing("ablation-series", scenario, f"no {config} at {blocks} blocks")
+
+    def pool(self) -> list[dict[str, Any]]:
+        """The records of `benchmarks.pool`. Raises ResultsMissingError."""
+        path = self._folder / "pool.jsonl"
+        if not path.exists():
+            raise ResultsMissingError(f"no such file; run python -m benchmarks.pool --json {path}")
+        return read_records(path)
+
+    def _of(self, name: str, scenario: str) -> list[dict[str, Any]]:
+        path = self._folder / f"{name}.jsonl"
+        if not path.exists():
+            raise self._missing(name, scenario, "no such file")
+        return [record for record in read_records(path) if record["scenario"] == scenario]
+
+    def _missing(self, name: str, scenario: str, what: str) -> ResultsMissingError:
+        command = f"python -m benchmarks.ablation --scenario {scenario} --json FILE"
+        return ResultsMissingError(f"{self._folder / name}.jsonl: {what} of {scenario}; {command}")
+
+
 def main() -> int:
     """Draw what can be drawn."""
-    options = _parser().parse_args()
+    made = parser(__doc__)
+    made.add_argument("--results", type=Path, default=RESULTS)
+    made.add_argument("--out", type=Path, default=Path("docs/figures"))
+    options = made.parse_args()
     results = Results(options.results)
     options.out.mkdir(parents=True, exist_ok=True)
     for name, draw in FIGURES.items():
@@ -180,6 +230,26 @@ def forecast(results: Results) -> Figure:
     return figure
 
 
+def pool_growth(results: Results) -> Figure:
+    """How the pool's time and memory grow with a job."""
+    figure = Figure(figsize=(8.2, 3.4), layout="constrained")
+    times, memory = figure.subplots(1, 2)
+    for shape, (name, color) in POOL_SHAPES.items():
+        records = [record for record in results.pool() if record["shape"] == shape]
+        rows = [record["rows"] for record in records]
+        style: dict[str, Any] = {"color": color, "markersize": 4}
+        for (stage, title), marker in zip(POOL_STAGES.items(), ("o", "s", "^"), strict=True):
+            seconds = [max(record[stage], 1e-3) for record in records]
+            times.plot(rows, seconds, marker=marker, label=f"{title}, {name}", **style)
+        peak_mib = [record["peak_bytes"] / 2**20 for record in records]
+        memory.plot(rows, peak_mib, marker="o", label=name, **style)
+    for axes, title in ((times, "seconds"), (memory, "peak resident memory, MiB")):
+        axes.set(xscale="log", yscale="log", xlabel="rows", ylabel=title)
+        axes.legend(fontsize=7)
+    times.set_ylim(5e-4, 1e4)  # room for the legend
+    return figure
+
+
 def _curve(config: str) -> dict[str, Any]:
     return {"color": COLORS[config], "linewidth": WIDTHS[config], "label": config}
 
@@ -192,13 +262,6 @@ def _over_time() -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--out", type=Path, default=Path("docs/figures"))
-    return parser
-
-
 FIGURES: dict[str, Callable[[Results], Figure]] = {
     "06-ladder": ladder,
     "07-latencies": latencies,
@@ -206,6 +269,7 @@ FIGURES: dict[str, Callable[[Results], Figure]] = {
     "09-hit-ratio": hit_ratio,
     "10-memory": memory,
     "11-forecast": forecast,
+    "pool-growth": pool_growth,
 }
 
 

@@ -10,13 +10,11 @@ a turn, a place in a window, and what the daemon's hint tells.
 
 from __future__ import annotations
 
-import argparse
 import resource
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -26,8 +24,7 @@ from batchrun.pool.prefix_keys import ChainBuilder
 from batchrun.pool.radix_tree import find_prefix_nodes, order_by_prefix
 from batchrun.pool.row_queue import RowQueue
 from batchrun.pool.window import TICK_S, Window
-from benchmarks.bars import Bar
-from benchmarks.records import describe, in_own_process, write_records
+from benchmarks.records import Bar, describe, finish, in_own_process, parser
 
 Record = dict[str, object]
 Result = TypeVar("Result")
@@ -63,7 +60,11 @@ SHAPES = {
 
 def main() -> int:
     """Run every size, print and save."""
-    options = _parser().parse_args()
+    made = parser(__doc__)
+    made.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
+    made.add_argument("--rows", type=int, nargs="+", help="in the place of the shape's sizes")
+    options = made.parse_args()
+    found: list[Bar] = []
     records: list[Record] = []
     for name in options.shape:
         shape = SHAPES[name]
@@ -72,11 +73,8 @@ def main() -> int:
             print(describe(record), flush=True)
             records.append(record)
             if num_rows == shape.sizes[-1]:
-                for bar in bars(shape, record):
-                    print(f"- {bar}")
-    if options.json is not None:
-        write_records(options.json, records)
-    return 0
+                found += bars(shape, record)
+    return finish(options.json, records, found)
 
 
 def bars(shape: Shape, record: Record) -> Iterator[Bar]:
@@ -173,14 +171,6 @@ def _hand_out(queue: RowQueue, num_rows: int) -> tuple[float, float]:
         turns.settle("job", row, ROW_TOKENS)
         window.remove(ROW_TOKENS)
     return handed_out_s - began_s, time.perf_counter() - handed_out_s
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--rows", type=int, nargs="+", help="in the place of the shape's sizes")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    return parser
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ rates per second of CPU time are those of a core with nothing else to do.
 
 from __future__ import annotations
 
-import argparse
 import resource
 import tempfile
 import time
@@ -31,8 +30,7 @@ from batchrun.jobs.inputs.spool import PlannedRows
 from batchrun.jobs.spec import InputSpec
 from batchrun.pool.prefix_keys import IntArray
 from batchrun.samples.prose import sentence
-from benchmarks.bars import Bar
-from benchmarks.records import describe, in_own_process, write_records
+from benchmarks.records import Bar, describe, finish, in_own_process, parser
 
 Record = dict[str, object]
 Read = Callable[[Sequence[int]], object]
@@ -58,7 +56,13 @@ class Case:
 
 def main() -> int:
     """Run every case, print and save."""
-    options = _parser().parse_args()
+    made = parser(__doc__)
+    made.add_argument("--rows", type=int, nargs="+", default=[10_000, 100_000, 500_000])
+    made.add_argument("--row-bytes", type=int, nargs="+", default=[8192])
+    made.add_argument("--group-rows", type=int, nargs="+", default=[2_000, 100_000])
+    made.add_argument("--folder", type=Path)
+    options = made.parse_args()
+    found: list[Bar] = []
     records: list[Record] = []
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
@@ -69,12 +73,9 @@ def main() -> int:
                 record = {**in_own_process(measure, case, folder), **written}
                 print(describe(record), flush=True)
                 records.append(record)
-            for bar in bars(records[-1]):
-                print(f"- {bar}")
+            found += bars(records[-1])
             case.path_in(folder).unlink()
-    if options.json is not None:
-        write_records(options.json, records)
-    return 0
+    return finish(options.json, records, found)
 
 
 def bars(record: Record) -> Iterator[Bar]:
@@ -175,16 +176,6 @@ def _read_all(read: Read, order: IntArray, limit_s: float) -> Record:
         "rows_per_cpu_s": num_read / spent["read_cpu_s"],
         "longest_read_s": longest_s,
     }
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 100_000, 500_000])
-    parser.add_argument("--row-bytes", type=int, nargs="+", default=[8192])
-    parser.add_argument("--group-rows", type=int, nargs="+", default=[2_000, 100_000])
-    parser.add_argument("--folder", type=Path)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    return parser
 
 
 if __name__ == "__main__":

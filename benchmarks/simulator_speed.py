@@ -13,7 +13,6 @@ with its share of the windows.
 
 from __future__ import annotations
 
-import argparse
 import math
 import resource
 import tempfile
@@ -25,8 +24,7 @@ from batchrun.simulator.offline_jobs import JobShape, JobTerms, OfflineJob, job_
 from batchrun.simulator.online import Calls, OnlineTraffic, windows_of
 from batchrun.simulator.records import Tables
 from batchrun.simulator.simulation import Simulated, SimulationPlan, simulate
-from benchmarks.bars import Bar
-from benchmarks.records import write_records
+from benchmarks.records import Bar, describe, finish, parser
 from benchmarks.scenarios import Scenario, a100_8b, draw_calls
 
 DAY_S = 86_400.0
@@ -41,16 +39,17 @@ Record = dict[str, object]
 
 def main() -> int:
     """Run, print and save."""
-    options = _parser().parse_args()
+    made = parser(__doc__)
+    made.add_argument("--seconds", type=float, default=600.0)
+    made.add_argument("--windows", type=int)
+    made.add_argument("--hours", type=float, default=24.0)
+    made.add_argument("--stepped", action="store_true")
+    options = made.parse_args()
     if options.windows is None:
         records, bars = speeds(options.seconds)
     else:
         records, bars = day(options.hours, options.windows, is_stepped=options.stepped)
-    for bar in bars:
-        print(f"- {bar}")
-    if options.json is not None:
-        write_records(options.json, records)
-    return 0
+    return finish(options.json, records, bars)
 
 
 def speeds(seconds: float) -> tuple[list[Record], list[Bar]]:
@@ -116,8 +115,7 @@ def measured(name: str, plan: SimulationPlan, *, grows: bool = False) -> Record:
         "tpot_p50_s": figures.online.tpot_p50_s,
         "tpot_p99_s": figures.online.tpot_p99_s,
     }
-    shown = {key: f"{value:,.3f}" for key, value in record.items() if isinstance(value, float)}
-    print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in shown.items()), flush=True)
+    print(describe(record), flush=True)
     return {key: None if value is math.nan else value for key, value in record.items()}
 
 
@@ -146,16 +144,6 @@ def _number(record: Record, name: str) -> float:
     value = record[name]
     assert isinstance(value, float)
     return value
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--windows", type=int)
-    parser.add_argument("--hours", type=float, default=24.0)
-    parser.add_argument("--stepped", action="store_true")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    return parser
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ row once in its output. Exits 1 when a promise is broken or a bar is missed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import tempfile
@@ -27,11 +26,9 @@ import psutil
 from batchrun.cli.client import DaemonClient
 from batchrun.errors import BatchrunError
 from batchrun.types import JobState
-from benchmarks.bars import Bar
 from benchmarks.crash_account import check_home, check_leftovers, check_output, read_output, select
-from benchmarks.crash_rig import FAILURES, MODEL, CrashRig, wait_until
-from benchmarks.crash_watch import StatusWatcher
-from benchmarks.records import write_records
+from benchmarks.crash_rig import FAILURES, MODEL, CrashRig, StatusWatcher, wait_until
+from benchmarks.records import Bar, Record, finish, parser
 
 RULES = (
     {"match": {"every": 37}, "action": {"garbage": True}},
@@ -179,36 +176,29 @@ def bars(samples: Sequence[Sample]) -> Iterator[Bar]:
         files = [float(number) for _, name, _, number in samples if name == part]
         yield Bar(f"{part}: memory, MB", memory[-1] / 1e6)
         yield Bar(f"{part}: memory, growth", growth(memory), MAX_MEMORY_GROWTH, is_most=True)
-        yield Bar(f"{part}: open files", files[-1])
+        yield Bar(f"{part}: open files, fewest", min(files))
+        yield Bar(f"{part}: open files, most", max(files))
         yield Bar(f"{part}: open files, growth", growth(files), MAX_HANDLE_GROWTH, is_most=True)
 
 
 def main() -> int:
     """Run, print and save. Exits 1 when a promise was broken or a bar missed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--folder", type=Path, help="where to work; a disk, not memory")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--minutes", type=float, default=30.0)
+    made.add_argument("--seed", type=int, default=1)
+    made.add_argument("--folder", type=Path, help="where to work; a disk, not memory")
+    options = made.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="soak-", dir=options.folder))
     soak = Soak(folder, random.Random(options.seed))
     problems = soak.run(options.minutes * 60)
     found = [*bars(soak.samples), Bar("broken promises", len(problems), 0, is_most=True)]
     states = soak.count_states()
     print(f"jobs: {states}; the engine was killed {soak.num_engine_kills} times")
-    for line in (*found, *problems[:20]):
-        print(f"- {line}")
-    if options.json is not None:
-        names = ("at_s", "process", "rss_bytes", "num_files")
-        records: list[dict[str, object]] = [
-            {"kind": "sample", **dict(zip(names, sample, strict=True))} for sample in soak.samples
-        ]
-        kills = soak.num_engine_kills
-        records += [{"kind": "bar", "name": bar.name, "value": bar.value} for bar in found]
-        write_records(options.json, [*records, {"kind": "jobs", "engine_kills": kills, **states}])
+    print(*problems[:20], sep="\n")
+    records: list[Record] = [{"kind": "bar", "name": b.name, "value": b.value} for b in found]
+    records.append({"kind": "jobs", "engine_kills": soak.num_engine_kills, **states})
     print(f"seed {options.seed}, folder {folder}")
-    return 0 if all(bar.is_met for bar in found) else 1
+    return finish(options.json, records, found)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from batchrun.cache.free_queue import TieredFreeQueue
 from batchrun.cache.reuse import ReuseIndex
 from batchrun.cache.segments import Segment
 from batchrun.cache.tiers import BlockTiers, OnlinePrefixes
-from benchmarks.cache_blocks import Block
+from benchmarks.part_costs import Block
 
 
 def chain_of(text: str) -> list[bytes]:

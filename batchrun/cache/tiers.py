@@ -77,7 +77,7 @@ class BlockTiers:
     if an offline row hits and frees it later; with the maximum of monotone parts this keeps a
     parent block's tier at or above its child's.
 
-    Measured: about 0.2 us per block (benchmarks/free_queue.py).
+    Measured: about 0.2 us per block (benchmarks/part_costs.py).
     """
 
     __slots__ = (

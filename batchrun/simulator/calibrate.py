@@ -10,6 +10,7 @@ A calibration from the start of the engine to its profile.
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass, replace
@@ -34,13 +35,14 @@ from batchrun.estimator.profile import (
 from batchrun.estimator.step_load import StepLoad
 from batchrun.estimator.step_time import StepTimeModel
 from batchrun.home import Home
-from batchrun.simulator.replay.client import (
+from batchrun.simulator.replay import (
+    CHAT_ANSWER,
+    CHAT_PROMPT,
+    Arrival,
     ReplayTarget,
-    TokenRange,
-    TraceShape,
-    generate_trace,
+    make_prompt,
+    percentile,
     replay,
-    summarize,
 )
 from batchrun.types import OutcomeKind, ProgressSink, Request
 
@@ -171,8 +173,6 @@ BUSY_SHARE = 0.5
 """How busy the online calls alone keep the engine, by its model."""
 MOST_CALLS_PER_S = 20.0
 
-_PROMPT = TokenRange(mu=4.0, sigma=0.8, min_tokens=8, max_tokens=400)
-_OUTPUT = TokenRange(mu=3.0, sigma=0.6, min_tokens=4, max_tokens=100)
 _TYPICAL_PROMPT_TOKENS = 80
 _TYPICAL_OUTPUT_TOKENS = 24
 _TYPICAL_BATCH = 4
@@ -186,24 +186,31 @@ async def observe_online(
     That is so with a model that has no chat template.
     """
     rate_per_s = calls_per_s(model)
-    longest_tokens = facts.longest_tokens // 8
-    shape = TraceShape(
-        duration_s=DURATION_S,
-        rate_per_s=rate_per_s,
-        burst_factor=1.0,
-        prompt=TokenRange(_PROMPT.mu, _PROMPT.sigma, _PROMPT.min_tokens, min(400, longest_tokens)),
-        output=TokenRange(_OUTPUT.mu, _OUTPUT.sigma, _OUTPUT.min_tokens, min(100, longest_tokens)),
-    )
+    calls = _poisson_calls(rate_per_s, facts.longest_tokens // 8)
     target = ReplayTarget(f"{base_url}/v1", served_model, extra_body={"ignore_eos": True})
-    results = await replay(generate_trace(shape, seed=0), target)
-    figures = summarize(results, slo_ttft_s=1.0, slo_tpot_s=1.0)
-    latencies = [figures[f"{what}_{share}_s"] for what in ("ttft", "tpot") for share in _SHARES]
-    if figures["failed"] or None in latencies:
+    results = await replay(calls, target)
+    ttfts_s = [each.ttft_s for each in results if each.ttft_s is not None]
+    tpots_s = [each.tpot_s for each in results if each.tpot_s is not None]
+    if any(each.error is not None for each in results) or not ttfts_s or not tpots_s:
         return None
-    return OnlineLatency(len(results), rate_per_s, *[float(each or 0.0) for each in latencies])
+    p50, p99 = 0.50, 0.99
+    shares = [(ttfts_s, p50), (ttfts_s, p99), (tpots_s, p50), (tpots_s, p99)]
+    latencies_s = [percentile(values_s, share) or 0.0 for values_s, share in shares]
+    return OnlineLatency(len(results), rate_per_s, *latencies_s)
 
 
-_SHARES = ("p50", "p99")
+def _poisson_calls(rate_per_s: float, longest_tokens: int) -> list[Arrival]:
+    """The same calls at every calibration of an engine of this speed."""
+    rng = random.Random(0)
+    calls: list[Arrival] = []
+    at_s = rng.expovariate(rate_per_s)
+    while at_s < DURATION_S:
+        num_words, max_tokens = (
+            min(lengths.draw(rng), longest_tokens) for lengths in (CHAT_PROMPT, CHAT_ANSWER)
+        )
+        calls.append(Arrival(at_s, make_prompt(num_words, rng=rng), max_tokens))
+        at_s += rng.expovariate(rate_per_s)
+    return calls
 
 
 def calls_per_s(model: StepTimeModel) -> float:

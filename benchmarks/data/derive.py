@@ -1,10 +1,13 @@
-"""Derive the committed length tables from the real data sets.
+"""Derive the committed tables from the real data sets.
 
     python -m benchmarks.data.derive FOLDER
 
-FOLDER holds `loogle/`, `qmsum/` and `azure_llm_2023/` with the upstream files, gzip-compressed. No
-text is kept, only lengths. Tokens are characters / 4: the LooGLE documents then have 22,602 on
-average; table 1 of Echo has prompts of 23,474.
+FOLDER holds `loogle/`, `qmsum/` and `azure_llm_2023/` with the upstream files, gzip-compressed, and
+`toolbench/` and `nextqa/`, compressed or not. No text is kept: only how long each piece is and
+which rows share it. A token is four characters, or for the two tables of shared prefixes four bytes
+of UTF-8, the pool's first guess: the LooGLE documents then have 22,602 on average; table 1 of Echo
+has prompts of 23,474. Rows stand in the order of the files, texts are put together as
+`jobs/toolbench.yaml` and `jobs/nextqa.yaml` do.
 """
 
 from __future__ import annotations
@@ -19,37 +22,87 @@ from typing import Any
 
 import numpy as np
 
+from batchrun.jobs.prompts.tokens import DEFAULT_BYTES_PER_TOKEN as PER_TOKEN
+from batchrun.samples.generators import SYSTEM_PROMPT
+from batchrun.samples.importers import csv_records, find_file, read_toolbench, require_file
 from batchrun.simulator.traces.reading import read_trace
-from benchmarks.data import ARRIVALS, DOCUMENTS
+from benchmarks.data import ARRIVALS, DOCUMENTS, TOOLS, VIDEOS
 
-CHARACTERS_PER_TOKEN = 4
 FROM_S, UNTIL_S = 120.0, 1320.0
 """The part of the trace that is kept; it begins with two slow minutes."""
 LOOGLE_FILES = ("shortdep_qa", "longdep_qa", "shortdep_cloze")
 QMSUM_FILES = ("qmsum_train", "qmsum_val", "qmsum_test")
-
-LOOGLE_SOURCE = "LooGLE test sample, github.com/bigai-nlco/LooGLE at 6734382, MIT"
-QMSUM_SOURCE = "QMSum, github.com/Yale-LILY/QMSum at 83d7768, MIT"
-AZURE_SOURCE = (
-    "AzureLLMInferenceTrace_conv, github.com/Azure/AzurePublicDataset at b469a11, CC BY 4.0: "
-    f"seconds {FROM_S:g} to {UNTIL_S:g}"
-)
+VIDEO_COLUMNS = ("video", "frame_count", "question", "a0", "a1", "a2", "a3", "a4")
+VIDEO_FOLDERS = ("", "dataset/nextqa", "nextqa")
+SOURCES: dict[Path, object] = {
+    DOCUMENTS: [
+        "LooGLE test sample, github.com/bigai-nlco/LooGLE at 6734382, MIT",
+        "QMSum, github.com/Yale-LILY/QMSum at 83d7768, MIT",
+    ],
+    ARRIVALS: "AzureLLMInferenceTrace_conv, github.com/Azure/AzurePublicDataset at b469a11, "
+    f"CC BY 4.0: seconds {FROM_S:g} to {UNTIL_S:g}",
+    TOOLS: [
+        "StableToolBench solvable queries, github.com/THUNLP-MT/StableToolBench at aa4ed9f, "
+        "Apache-2.0",
+        "ToolBench evaluation set, github.com/OpenBMB/ToolBench at d56fdd8, Apache-2.0",
+    ],
+    VIDEOS: ["NExT-QA multiple choice, validation set, github.com/doc-doc/NExT-QA at 6b92588, MIT"],
+}
 
 Document = list[object]
 """[document tokens, [[question tokens, answer tokens], ...]]"""
+Table = dict[str, Any]
 
 
 def main() -> int:
-    """Write both tables."""
+    """Write all tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
     loogle = _loogle([folder / f"loogle/{name}.jsonl.gz" for name in LOOGLE_FILES])
     qmsum = [d for name in QMSUM_FILES for d in _qmsum(folder / f"qmsum/{name}.jsonl.gz")]
-    _write(DOCUMENTS, {"source": [LOOGLE_SOURCE, QMSUM_SOURCE], "loogle": loogle, "qmsum": qmsum})
+    _write(DOCUMENTS, {"loogle": loogle, "qmsum": qmsum})
     trace = folder / "azure_llm_2023/AzureLLMInferenceTrace_conv.csv.gz"
-    _write(ARRIVALS, {"source": AZURE_SOURCE, "span_s": UNTIL_S - FROM_S, **_arrivals(trace)})
+    _write(ARRIVALS, {"span_s": UNTIL_S - FROM_S, **_arrivals(trace)})
+    _write(TOOLS, toolbench(folder / "toolbench"))
+    _write(VIDEOS, nextqa(folder))
     return 0
+
+
+def toolbench(folder: Path) -> Table:
+    """The tokens of the system prompt and of each distinct tool document, and per row those of the
+    query followed by the numbers of its documents in the order of the prompt."""
+    documents: dict[str, int] = {}
+    rows: list[list[int]] = []
+    for _, _, tools, query, _ in read_toolbench(folder):
+        texts = [json.dumps(tool, ensure_ascii=False) for tool in json.loads(str(tools))]
+        numbers = [documents.setdefault(text, len(documents)) for text in texts]
+        rows.append([_tokens(str(query).encode()), *numbers])
+    return {
+        "system_tokens": _tokens(SYSTEM_PROMPT.encode()),
+        "document_tokens": [_tokens(text.encode()) for text in documents],
+        "rows": rows,
+    }
+
+
+def nextqa(folder: Path) -> Table:
+    """The frames of each video, and per row its video and the tokens of question and options."""
+    path = find_file(folder, VIDEO_FOLDERS, "mc_val.csv") or require_file(
+        folder, VIDEO_FOLDERS, "val.csv"
+    )
+    videos: dict[str, int] = {}
+    frames: list[int] = []
+    rows: list[list[int]] = []
+    for _, record in csv_records(path, VIDEO_COLUMNS):
+        number = videos.setdefault(record["video"], len(videos))
+        if number == len(frames):
+            frames.append(int(record["frame_count"]))
+        options = "\n".join(
+            f"{letter.upper()}. {record[f'a{i}']}" for i, letter in enumerate("abcde")
+        )
+        question = f"Question: {record['question']}?\n{options}\nAnswer with one letter:"
+        rows.append([number, _tokens(question.encode())])
+    return {"frames": frames, "rows": rows}
 
 
 def _loogle(paths: Sequence[Path]) -> list[Document]:
@@ -101,13 +154,14 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
         yield from map(json.loads, lines)
 
 
-def _tokens(text: str) -> int:
-    return max(1, round(len(text) / CHARACTERS_PER_TOKEN))
+def _tokens(text: str | bytes) -> int:
+    return max(1, round(len(text) / PER_TOKEN))
 
 
-def _write(path: Path, table: dict[str, object]) -> None:
-    fields = (f" {json.dumps(key)}: {json.dumps(value)}" for key, value in table.items())
-    path.write_text("{\n" + ",\n".join(fields) + "\n}\n")
+def _write(path: Path, table: Table) -> None:
+    fields = {"source": SOURCES[path], **table}
+    lines = (f" {json.dumps(k)}: {json.dumps(v, separators=(',', ':'))}" for k, v in fields.items())
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 if __name__ == "__main__":

@@ -9,20 +9,19 @@ trace as online calls. Works on a machine without a network.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from batchrun.errors import BatchrunError
-from benchmarks.colocation_figures import Figures
-from benchmarks.gpu.clock import Share, process_age_s
+from benchmarks.gpu.phases import Share, process_age_s
 from benchmarks.gpu.shape import LLAMA_8B, SHAPES, Shape
-from benchmarks.records import write_records
+from benchmarks.records import RESULTS, cell, parser, write_records
+from benchmarks.replay import Figures
 
 CLOSING_S = 5.0
 """Kept for the end of the process."""
@@ -45,12 +44,18 @@ COLUMNS = {
 def main() -> int:
     """Run all phases that fit the limit. 0 when all did, 4 with one line when the engine failed."""
     begin_s = time.monotonic() - process_age_s()
-    options = _parser().parse_args()
+    made = parser(__doc__)
+    made.add_argument("--limit-s", type=float, default=480.0, help="for everything, loading too")
+    made.add_argument("--model-shape", choices=SHAPES, default=LLAMA_8B.name)
+    made.add_argument("--min-phase-s", type=float, default=10.0, help="shorter ones are skipped")
+    made.add_argument("--max-phase-s", type=float, default=60.0)
+    made.add_argument("--enforce-eager", action="store_true", help="vLLM without compilation")
+    options = made.parse_args()
     shape = SHAPES[options.model_shape]
     if options.enforce_eager:
         shape = replace(shape, engine={**shape.engine, "enforce_eager": True})
     os.environ["VLLM_LOGGING_LEVEL"] = os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")
-    path: Path | None = options.json
+    path: Path = options.json or RESULTS / "gpu.jsonl"
     records: list[Figures] = []
     with tempfile.TemporaryDirectory(prefix="batchrun-gpu-") as folder:
         try:
@@ -58,11 +63,11 @@ def main() -> int:
             share = Share(options.min_phase_s, options.max_phase_s)
             for record in run(shape, Path(folder), end_s, share):
                 records.append(record)
-                write_records(path or _default_path(records), records)
+                write_records(path, records)
         except BatchrunError as error:
             sys.stderr.write(f"benchmarks.gpu: {error}\n")
             return error.exit_code
-    _say(f"{time.monotonic() - begin_s:.0f} s in all; figures in {path or _default_path(records)}")
+    _say(f"{time.monotonic() - begin_s:.0f} s in all; figures in {path}")
     return 0
 
 
@@ -71,8 +76,7 @@ def run(shape: Shape, folder: Path, end_s: float, share: Share) -> Iterator[Figu
 
     Phases that would get less than `share.least_s` are skipped, the last ones first, and say so.
     """
-    from benchmarks.gpu.calibration import calibrate_model
-    from benchmarks.gpu.engine import LoadedModel
+    from benchmarks.gpu.engine import LoadedModel, calibrate_model
     from benchmarks.gpu.phases import phase_plans, run_phase
 
     whole_s = end_s - time.monotonic()
@@ -128,30 +132,9 @@ def _calibration_figures(profile: object) -> Figures:
     }
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="default: benchmarks/results/")
-    parser.add_argument("--limit-s", type=float, default=480.0, help="for everything, loading too")
-    parser.add_argument("--model-shape", choices=SHAPES, default=LLAMA_8B.name)
-    parser.add_argument("--min-phase-s", type=float, default=10.0, help="shorter ones are skipped")
-    parser.add_argument("--max-phase-s", type=float, default=60.0)
-    parser.add_argument("--enforce-eager", action="store_true", help="vLLM without compilation")
-    return parser
-
-
-def _default_path(records: Sequence[Figures]) -> Path:
-    return Path("benchmarks/results") / f"{records[0]['scenario']}.json"
-
-
 def _row(title: str, found: Figures) -> str:
-    cells = (f"{name} {_text(found.get(key))}" for key, name in COLUMNS.items())
+    cells = (f"{name} {cell(found.get(key))}" for key, name in COLUMNS.items())
     return f"{title:<44}" + "  ".join(cells)
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, int | float):
-        return "-"
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3f}"
 
 
 def _say(line: str) -> None:

@@ -9,6 +9,7 @@ clock that starts with the phase.
 from __future__ import annotations
 
 import copy
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,8 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.request import Request
 
+from batchrun.estimator.probes import PROBING_SETTINGS, PromptMaker, make_round
+from batchrun.estimator.profile import CalibrationProfile, calibrate, read_recording
 from batchrun.hints import HINT_KEY, HINT_NONCE_VARIABLE
 from batchrun.simulator.virtual.engine import (
     OFFLINE_PRIORITY,
@@ -35,6 +38,36 @@ from batchrun.simulator.virtual.setup import NONCE
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 from benchmarks.gpu.record import RequestLife, StepTotals
 from benchmarks.gpu.shape import Shape
+from benchmarks.probing import ProbeSource
+
+PROBE_LIMIT_S = 20.0
+MAX_ROUNDS = 3
+
+
+def calibrate_model(
+    model: LoadedModel, budget: int, folder: Path, *, limit_s: float
+) -> tuple[CalibrationProfile, Path]:
+    """Probe the loaded model for at most about `limit_s` and write its profile to `folder`.
+
+    Raises EngineError when the model computed too few steps in that time.
+    """
+    steps_path, profile_path = folder / "steps.jsonl", folder / "profile.json"
+    scheduler = model.renew_scheduler(budget, {**PROBING_SETTINGS, "record_steps": str(steps_path)})
+    facts = read_recording(steps_path.read_text()).facts
+    prompts = PromptMaker(facts.vocabulary)
+    callers = ProbeSource()
+    phase = Phase(model, scheduler, [callers])
+    for _ in range(MAX_ROUNDS):
+        prompts.next_round()
+        for probe in make_round(facts):
+            if phase.now_s < limit_s:
+                callers.begin(probe, prompts)
+                phase.run_until(math.inf, until_idle=True)
+    phase.finish()
+    profile = calibrate(read_recording(steps_path.read_text()), measured_at=time.time())
+    profile_path.write_text(profile.to_json())
+    return profile, profile_path
+
 
 IDLE_POLL_S = 0.001
 """vLLM's own sleep after a step that computed nothing."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 
-from batchrun.simulator.replay.client import OnlineResult
-from benchmarks.colocation_figures import Figures, Promise, online_figures
+from batchrun.simulator.replay import OnlineResult
+from benchmarks.replay import Figures, Promise, online_figures
 
 
 @dataclass(slots=True)

@@ -9,8 +9,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from benchmarks.colocation_figures import Promise
 from benchmarks.data import ARRIVALS, DOCUMENTS
+from benchmarks.replay import Promise
 from benchmarks.scenarios import CallTable, DocumentLengths, Job, JobTable, Order
 
 Settings = Mapping[str, Any]

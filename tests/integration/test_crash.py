@@ -1,4 +1,4 @@
-"""A short run of the fault harness: `python -m benchmarks.crash` runs the long one."""
+"""The faults of the manual, and a short run of the kills of `python -m benchmarks.crash`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import random
 from pathlib import Path
 
 import pytest
+from engine_faults import ENGINE_FAULTS
+from fault_trial import Fault, SkippedFaultError
+from job_faults import JOB_FAULTS
+from store_faults import STORE_FAULTS
 
 from batchrun.failpoints import NAMES
-from benchmarks.crash import FAULTS
-from benchmarks.crash_kills import KillEpisode
-from benchmarks.crash_plan import KillRun, plan_targets
-from benchmarks.crash_trial import Fault, SkippedFaultError
+from benchmarks.crash_kills import KillEpisode, KillRun, plan_targets
 
+FAULTS = (*STORE_FAULTS, *ENGINE_FAULTS, *JOB_FAULTS)
 NUM_KILLS = 42
 SEED = 20
 TRIED_FAULTS = (
@@ -27,7 +29,7 @@ TRIED_FAULTS = (
     "killed after a submission",
     "gc killed",
 )
-"""Those that no other test makes; the long run makes all."""
+"""Those that no other test makes; the others are made at night."""
 
 pytestmark = pytest.mark.slow
 
@@ -60,8 +62,14 @@ def test_every_failpoint_is_reached(kill_run: KillRun) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "fault",
-    [fault for fault in FAULTS if fault.name in TRIED_FAULTS],
-    ids=lambda fault: fault.name.replace(" ", "-"),
+    [
+        pytest.param(
+            fault,
+            id=fault.name.replace(" ", "-"),
+            marks=() if fault.name in TRIED_FAULTS else pytest.mark.nightly,
+        )
+        for fault in FAULTS
+    ],
 )
 def test_a_fault_has_the_outcome_that_the_manual_says(fault: Fault, tmp_path: Path) -> None:
     try:

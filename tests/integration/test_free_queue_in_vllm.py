@@ -15,7 +15,7 @@ from batchrun.cache.free_queue import TieredFreeQueue
 from batchrun.cache.reuse import ReuseIndex
 from batchrun.cache.tiers import BlockTiers, OnlinePrefixes
 from batchrun.hints import NodeHint, RowHint
-from benchmarks.cache_blocks import row_hint
+from benchmarks.part_costs import row_hint
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 with warnings.catch_warnings():

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from gateway_rig import rig
 
-from batchrun.simulator.replay.client import Arrival, ReplayTarget, replay
+from batchrun.simulator.replay import Arrival, ReplayTarget, replay
 
 ARRIVALS = [Arrival(at_s=0.01 * index, prompt=f"word {index}", max_tokens=5) for index in range(8)]
 
@@ -66,7 +66,7 @@ async def test_refused_connections_are_failed_calls() -> None:
 
 async def run_command(*arguments: str) -> tuple[int | None, str, str]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "batchrun.simulator.replay", *arguments),
+        *(sys.executable, "-m", "benchmarks.replay", *arguments),
         stdout=PIPE,
         stderr=PIPE,
         env=dict(os.environ),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from benchmarks.records import read_records
 
 OPTIONS = ("--model-shape=tiny", "--limit-s=120", "--min-phase-s=0.5", "--max-phase-s=2")
 FIGURES = ("offline_tokens_per_s", "ttft_p50_s", "tpot_p50_s", "slo_ttft", "slo_tpot", "plan_ms")
@@ -16,7 +17,7 @@ FIGURES = ("offline_tokens_per_s", "ttft_p50_s", "tpot_p50_s", "slo_ttft", "slo_
 @pytest.mark.engine
 @pytest.mark.slow
 def test_every_policy_runs_on_one_loaded_model(tmp_path: Path) -> None:
-    path = tmp_path / "gpu.json"
+    path = tmp_path / "gpu.jsonl"
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu", *OPTIONS, f"--json={path}"],
         capture_output=True,
@@ -26,7 +27,7 @@ def test_every_policy_runs_on_one_loaded_model(tmp_path: Path) -> None:
     )
 
     assert done.returncode == 0, done.stderr
-    calibration, *phases = json.loads(path.read_text())["records"]
+    calibration, *phases = read_records(path)
     assert calibration["num_held_out"] > 10
     alone, *others = phases
     assert (alone["order"], alone["offline_rows"]) == (None, 0)

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from direct_study import direct_figures
+from tokenizers import Tokenizer
 
+from batchrun.engine.tiny_model import build_tiny_model
+from batchrun.jobs.figures import Inspected
 from batchrun.jobs.inputs.data import check_ids, open_input
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.prompts.template import RequestTemplate
+from batchrun.jobs.prompts.tokens import read_prompts
+from batchrun.jobs.study import KvSize, estimate_outputs, study_job
 from batchrun.samples.importers import import_dataset
 from batchrun.simulator.traces.reading import Drawing, read_rates, read_trace
 from batchrun.simulator.traces.summary import summarize_trace
@@ -51,6 +58,45 @@ def test_nextqa_has_4996_questions_on_570_videos(tmp_path: Path) -> None:
     assert len(rows) == 4996
     assert len({row["video_id"] for row in rows}) == len({row["video"] for row in rows}) == 570
     assert max(len(row["video"].split()) for row in rows) < 512
+
+
+STUDIED = (
+    "prompt_tokens_mean",
+    "shared_share_mean",
+    "common_share_mean",
+    "key_portion_share_mean",
+    "rows_per_key_portion_mean",
+    "shared_share_of_tokens",
+)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["loogle", "toolbench", "nextqa"])
+def test_inspect_tells_every_mean_to_3_percent_of_a_direct_count(name: str, tmp_path: Path) -> None:
+    more = {"video_tokens": 512} if name == "nextqa" else {}
+    path = import_dataset(name, REAL_DATA / name, tmp_path / f"{name}.parquet", **more).path
+    build_tiny_model(tmp_path / "tiny")
+    prompts = read_prompts(tmp_path / "tiny", now=datetime.now(UTC))
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tiny" / "tokenizer.json"))
+    tokenizer.no_truncation()
+    spec = load_job_file(CHECKOUT / "jobs" / f"{name}.yaml", cwd=tmp_path)
+    with open_input(spec.input.model_copy(update={"path": (str(path),)})) as data:
+        template = RequestTemplate(spec, data.columns, model=spec.model)
+        job = study_job(spec, data, template, prompts)
+        outputs = estimate_outputs(spec, data, None, job.counted.bytes_per_token)
+        kv = KvSize(None, "unknown", 16, "vLLM's default")
+        told = Inspected(spec, job, outputs, kv).figures()
+        texts = [
+            prompts.text(template.render(row, row_number=first + offset)).decode()
+            for first, rows in data.iter_rows(template.columns_used)
+            for offset, row in enumerate(rows)
+        ]
+    encoded = (tokenizer.encode(text, add_special_tokens=False).ids for text in texts)
+    counted = direct_figures([np.array(ids, dtype=np.uint32) for ids in encoded])
+
+    assert {key: told[key] for key in STUDIED} == {
+        key: pytest.approx(counted[key], rel=0.03) for key in STUDIED
+    }
 
 
 @pytest.mark.parametrize("name", ["loogle", "toolbench", "nextqa"])

@@ -20,7 +20,7 @@ from batchrun.cache.eviction import EVICTIONS
 from batchrun.cache.free_queue import TieredFreeQueue
 from batchrun.cache.reuse import LEASE_S
 from batchrun.hints import NodeHint, RowHint
-from benchmarks.cache_blocks import Block, row_hint
+from benchmarks.part_costs import Block, row_hint
 
 NUM_BLOCKS = 9
 NUM_TIERS = 4

@@ -13,10 +13,9 @@ from batchrun.simulator.virtual.setup import EngineShape
 from benchmarks.ablation import series_path
 from benchmarks.ablation_configs import LADDER, configs
 from benchmarks.ablation_runs import Trial, measure_watched
-from benchmarks.paired_scheduler import PairedEngine
-from benchmarks.plots import FIGURES, save, windowed_hit_ratio
+from benchmarks.planning_cost import PairedEngine
+from benchmarks.plots import FIGURES, Results, ResultsMissingError, save, windowed_hit_ratio
 from benchmarks.records import write_records
-from benchmarks.results_files import Results, ResultsMissingError
 from benchmarks.row_feeds import RowSource, callers, planned_order
 from benchmarks.scenarios import Order, a100_8b, draw_calls, draw_job
 
@@ -27,6 +26,11 @@ DRAWN_SCENARIOS = (
     "loogle-azure",
     "echo-hit-rate",
 )
+POOL_RECORDS = [
+    {"shape": shape, "rows": rows, "key_s": 1.0, "sort_s": 2.0, "nodes_s": 0.1, "peak_bytes": 2**28}
+    for shape in ("toolbench", "short")
+    for rows in (10_000, 1_000_000)
+]
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +44,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
             figures, columns = measure_watched(Trial(scenario, "a100", config, 0, 8600, 30.0))
             records += [figures, {**figures, "blocks": 4300}]
             series.append(columns)
-    for name in DRAWN_SCENARIOS:
-        path = folder / f"ablation-{name}.json"
-        write_records(path, records)
-        write_records(series_path(path), series, indent=None)
+    path = folder / "ablation.jsonl"
+    for file, drawn in ((path, records), (series_path(path), series)):
+        write_records(
+            file, [{**each, "scenario": name} for name in DRAWN_SCENARIOS for each in drawn]
+        )
+    write_records(folder / "pool.jsonl", POOL_RECORDS)
     return Results(folder)
 
 

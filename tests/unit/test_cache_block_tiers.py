@@ -6,7 +6,7 @@ from cache_builders import SmallCache, chain_of
 
 from batchrun.cache.eviction import ECHO_RC, NEXT_USE
 from batchrun.cache.tiers import OnlinePrefixes
-from benchmarks.cache_blocks import row_hint
+from benchmarks.part_costs import row_hint
 
 
 def test_a_prefix_that_online_requests_share_has_a_floor_for_a_while() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from batchrun.cache.free_queue import TieredFreeQueue
-from benchmarks.cache_blocks import Block
+from benchmarks.part_costs import Block
 
 
 def ids(blocks: list[Block]) -> list[int]:

@@ -8,7 +8,7 @@ from cache_builders import chain_of
 from batchrun.cache.eviction import ECHO_RC
 from batchrun.cache.reuse import LEASE_S, ReuseIndex
 from batchrun.hints import NodeHint
-from benchmarks.cache_blocks import row_hint
+from benchmarks.part_costs import row_hint
 
 
 def announce(

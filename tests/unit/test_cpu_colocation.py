@@ -12,14 +12,12 @@ from conftest import FakeEngineFactory
 
 from batchrun.engine.client import EngineClient
 from batchrun.errors import EngineError
-from batchrun.simulator.replay.client import OnlineResult
+from batchrun.simulator.replay import OnlineResult
 from batchrun.store.database import open_store
-from benchmarks.colocation_figures import Promise, keeps_deadlines, online_figures
-from benchmarks.cpu_colocation import Session
-from benchmarks.cpu_colocation_feeder import Feeder, Trickle
-from benchmarks.cpu_colocation_job import RowOrder, RowStream, SetShape, SetWriter
-from benchmarks.cpu_colocation_pairs import bars, pairs_of
+from benchmarks.cpu_colocation import Session, bars, pairs_of
+from benchmarks.cpu_colocation_job import Feeder, RowOrder, RowStream, SetShape, SetWriter, Trickle
 from benchmarks.cpu_colocation_window import Record, fix_promise
+from benchmarks.replay import Promise, keeps_deadlines, online_figures
 
 SHAPE = SetShape(num_documents=3, document_tokens=(300, 600), num_questions=4, output_tokens=2)
 PROMISE = Promise(ttft_s=0.5, tpot_s=0.1)

@@ -9,9 +9,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from engine_faults import ENGINE_FAULTS
+from job_faults import JOB_FAULTS
+from store_faults import STORE_FAULTS
 
 from batchrun.failpoints import NAMES
-from benchmarks.crash import FAULTS
 from benchmarks.crash_account import (
     Execution,
     Kill,
@@ -21,9 +23,10 @@ from benchmarks.crash_account import (
     expected_answer,
     measure_reach,
 )
-from benchmarks.crash_plan import TARGETS, plan_targets
+from benchmarks.crash_kills import TARGETS, plan_targets
 from benchmarks.crash_rig import prompt
 
+FAULTS = (*STORE_FAULTS, *ENGINE_FAULTS, *JOB_FAULTS)
 DOCS = Path(__file__).parents[2] / "docs"
 LATENCY_S = 1.0
 

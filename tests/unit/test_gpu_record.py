@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.colocation_figures import Promise
-from benchmarks.gpu.clock import PHASE_OVERHEAD_S, Share, process_age_s
+from benchmarks.gpu.phases import PHASE_OVERHEAD_S, Share, process_age_s
 from benchmarks.gpu.record import RequestLife, Span, StepTotals, figures
+from benchmarks.replay import Promise
 
 PROMISE = Promise(ttft_s=1.0, tpot_s=0.1)
 SPAN = Span(10.0, 20.0)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from share_trials import fair_run, grain_run, pause_run
 
 from batchrun.pool.fair_share import DOUBT, JobShares, WorkLeft
-from benchmarks.fair_share_trials import fair_run, grain_run, pause_run
 
 ALL = frozenset({"a", "b", "c"})
 

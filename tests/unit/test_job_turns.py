@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pytest
-
-from batchrun.pool.deadlines import Claim, Margins, UrgentTurns
-from batchrun.pool.fair_share import JobTurns, Turn
-from benchmarks.fair_share_trials import (
+from share_trials import (
     INFEASIBLE,
     deadline_trial,
     several_trial,
     urgent_run,
 )
+
+from batchrun.pool.deadlines import Claim, Margins, UrgentTurns
+from batchrun.pool.fair_share import JobTurns, Turn
 
 READY = frozenset({"due", "later", "other"})
 

@@ -9,8 +9,7 @@ import pytest
 
 from batchrun.estimator.forecast import ForecastRule
 from batchrun.simulator.traces.trace import Trace
-from benchmarks.forecast import equal_constant, measure
-from benchmarks.kv_demand import Occupancy
+from benchmarks.forecast import Occupancy, equal_constant, measure
 
 
 def held_by_one(at_s: float, prompt: int, output: int, occupancy: Occupancy, now_s: float) -> int:

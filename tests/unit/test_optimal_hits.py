@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from searched_hits import searched_hit_blocks
 
 from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.offline_jobs import JobShape
 from batchrun.simulator.virtual.setup import EngineShape
-from benchmarks.hit_cases import fed
-from benchmarks.hit_plans import pool_job
+from benchmarks.hit_orders import pool_job
+from benchmarks.hit_rates import fed
 from benchmarks.job_shapes import prompts_of
-from benchmarks.optimal_hits import RowBlocks, most_hit_blocks, searched_hit_blocks
+from benchmarks.optimal_hits import RowBlocks, most_hit_blocks
 from benchmarks.row_feeds import daemon_of
 from benchmarks.scenarios import Order, draw_job
 

@@ -12,22 +12,24 @@ import pytest
 from batchrun.hints import RowHint, read_hint
 from batchrun.pool.fair_share import QUANTUM_TOKENS
 from batchrun.simulator.virtual.setup import NONCE
-from benchmarks.data.derive_prefixes import TOOLS, VIDEOS, nextqa, toolbench
-from benchmarks.hit_lru import hit_blocks_in_turn
-from benchmarks.hit_plans import planned, pool_job
-from benchmarks.job_shapes import MAX_PREFIX_TOKENS, SegmentTable, ShapedJob, prompt_of
-from benchmarks.job_shapes import nextqa as nextqa_job
-from benchmarks.job_shapes import toolbench as toolbench_job
-from benchmarks.orders import (
+from benchmarks.data import TOOLS, VIDEOS
+from benchmarks.data.derive import nextqa, toolbench
+from benchmarks.hit_orders import (
     BASELINES,
     LPM_WINDOW,
     Setting,
     blend,
+    hit_blocks_in_turn,
     lexicographic,
     longest_prefix_match,
+    planned,
+    pool_job,
     row_blocks,
     submission,
 )
+from benchmarks.job_shapes import MAX_PREFIX_TOKENS, SegmentTable, ShapedJob, prompt_of
+from benchmarks.job_shapes import nextqa as nextqa_job
+from benchmarks.job_shapes import toolbench as toolbench_job
 from benchmarks.row_feeds import daemon_of
 from benchmarks.scenarios import Job, JobRow, Order, TokenIds
 

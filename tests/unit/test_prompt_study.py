@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from direct_study import direct_figures
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,6 @@ from batchrun.pool.prompt_study import (
     study_prompts,
 )
 from batchrun.pool.radix_tree import NO_NODE, PrefixNodes
-from benchmarks.direct_study import direct_figures
 
 
 def text(seed: int, num_bytes: int) -> bytes:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from batchrun.simulator.replay.__main__ import table
-from batchrun.simulator.replay.client import OnlineResult, percentile, summarize
+from batchrun.simulator.replay import OnlineResult, percentile
+from benchmarks.replay import summarize, table
 
 
 def result(

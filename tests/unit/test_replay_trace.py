@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from batchrun.simulator.replay.client import TokenRange, TraceShape, arrivals_of, generate_trace
+from batchrun.simulator.replay import TokenRange
 from batchrun.simulator.traces.trace import Trace
+from benchmarks.replay import TraceShape, arrivals_of, generate_trace
 
 SHAPE = TraceShape(duration_s=900, rate_per_s=2, burst_period_s=90, burst_length_s=9)
 

@@ -1,0 +1,212 @@
+"""Chat calls sent to an OpenAI endpoint, each at its time whatever became of the others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import aiohttp
+
+_COMMON = """
+a about after all also and any are as at back be because but by can come could day do even
+find first for from get give go good great hand have he her here him his how I if in into it
+its just know last life like line long look make man many may me more most much my name new
+no not now of off old on one only or other our out over own part people place point right
+same say see she short show side small so some still take tell than that the their them then
+there these they thing think this time to two under up us use very want water way we well
+what when where which who will with word work world would write year you your
+"""
+WORDS = tuple(_COMMON.split())
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One online call: `at_s` after the start of the trace; `max_tokens` caps its answer."""
+
+    at_s: float
+    prompt: str
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRange:
+    """Log-normal token counts: `mu` and `sigma` of the logarithm, clipped to the two bounds."""
+
+    mu: float
+    sigma: float
+    min_tokens: int
+    max_tokens: int
+
+    def draw(self, rng: random.Random) -> int:
+        """One token count."""
+        return max(
+            self.min_tokens, min(self.max_tokens, round(rng.lognormvariate(self.mu, self.sigma)))
+        )
+
+
+CHAT_PROMPT = TokenRange(mu=4.0, sigma=0.8, min_tokens=8, max_tokens=400)
+CHAT_ANSWER = TokenRange(mu=3.0, sigma=0.6, min_tokens=4, max_tokens=100)
+
+
+def make_prompt(num_words: int, *, rng: random.Random) -> str:
+    """Text of common words; no two prompts share more than a few leading words."""
+    return " ".join(rng.choices(WORDS, k=num_words))
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineResult:
+    """One call. Instants are seconds from the trace's start, durations from the planned arrival.
+
+    `ttft_s` is None when no token came; `e2e_s` and the counts cover what came before an `error`.
+    """
+
+    arrived_at_s: float
+    ttft_s: float | None
+    e2e_s: float
+    itl_s: tuple[float, ...]
+    num_output_tokens: int
+    error: str | None = None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """(end-to-end - TTFT) / (output tokens - 1); None under two tokens or after an error."""
+        if self.error is not None or self.ttft_s is None or self.num_output_tokens < 2:
+            return None
+        return (self.e2e_s - self.ttft_s) / (self.num_output_tokens - 1)
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """The smallest value that at least `share` of the values do not exceed (nearest rank)."""
+    if not values:
+        return None
+    rank = max(1, math.ceil(share * len(values)))
+    value = sorted(values)[rank - 1]
+    return None if math.isinf(value) else value
+
+
+MAX_LINE_BYTES = 2**20
+_TEXT_KEYS = ("content", "reasoning_content", "reasoning", "tool_calls")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayTarget:
+    """Where the calls go: `base_url` ends in `/v1`; `timeout_s` bounds one call.
+
+    `extra_body` is added to each body, for example `{"ignore_eos": True}` for vLLM.
+    """
+
+    base_url: str
+    model: str
+    api_key: str | None = field(default=None, repr=False)
+    timeout_s: float = 120.0
+    extra_body: Mapping[str, object] = field(default_factory=dict)
+
+
+async def replay(arrivals: Sequence[Arrival], target: ReplayTarget) -> list[OnlineResult]:
+    """Results in the order of `arrivals`; a failed call is a result with its error, no exception.
+
+    Time counts from the planned arrival, so a late start of ours is not hidden.
+    """
+    headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=None),
+        headers=headers,
+        read_bufsize=MAX_LINE_BYTES,
+    ) as session:
+        started_at_s = asyncio.get_running_loop().time()
+        calls = [
+            _Call(arrival, planned_at_s=started_at_s + arrival.at_s).run(session, target)
+            for arrival in arrivals
+        ]
+        return list(await asyncio.gather(*calls))
+
+
+class _Call:
+    """One streaming call and what was seen of it."""
+
+    def __init__(self, arrival: Arrival, *, planned_at_s: float) -> None:
+        self._arrival = arrival
+        self._planned_at_s = planned_at_s
+        self._token_times_s: list[float] = []
+        self._num_output_tokens = 0
+        self._is_done = False
+
+    async def run(self, session: aiohttp.ClientSession, target: ReplayTarget) -> OnlineResult:
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(self._planned_at_s - loop.time())
+        error: str | None = None
+        try:
+            async with asyncio.timeout_at(self._planned_at_s + target.timeout_s):
+                error = await self._stream(session, target)
+        except TimeoutError:
+            error = f"no complete answer within {target.timeout_s:g} s"
+        except (aiohttp.ClientError, OSError, ValueError) as cause:
+            error = f"{type(cause).__name__}: {cause}"
+        return self._result(ended_s=self._elapsed_s(), error=error)
+
+    async def _stream(self, session: aiohttp.ClientSession, target: ReplayTarget) -> str | None:
+        url = target.base_url.rstrip("/") + "/chat/completions"
+        async with session.post(url, json=self._body(target)) as reply:
+            if reply.status != 200:
+                text = (await reply.content.read(2_000)).decode(errors="replace")
+                return f"HTTP {reply.status}: {text.strip()}"
+            async for line in reply.content:
+                if line.startswith(b"data:"):
+                    error = self._event(line[5:].strip())
+                    if error is not None:
+                        return error
+        return None if self._is_done else "the stream ended early"
+
+    def _body(self, target: ReplayTarget) -> dict[str, object]:
+        return {
+            "model": target.model,
+            "messages": [{"role": "user", "content": self._arrival.prompt}],
+            "max_tokens": self._arrival.max_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **target.extra_body,
+        }
+
+    def _event(self, data: bytes) -> str | None:
+        if data == b"[DONE]":
+            self._is_done = True
+            return None
+        event: dict[str, Any] = json.loads(data)
+        if "error" in event:
+            return f"error in the stream: {event['error']}"
+        if any(_carries_token(choice) for choice in event.get("choices") or ()):
+            self._token_times_s.append(self._elapsed_s())
+        usage = event.get("usage")
+        if usage:
+            self._num_output_tokens = usage.get("completion_tokens", 0)
+        return None
+
+    def _elapsed_s(self) -> float:
+        return asyncio.get_running_loop().time() - self._planned_at_s
+
+    def _result(self, *, ended_s: float, error: str | None) -> OnlineResult:
+        times_s = self._token_times_s
+        return OnlineResult(
+            arrived_at_s=self._arrival.at_s,
+            ttft_s=times_s[0] if times_s else None,
+            e2e_s=times_s[-1] if times_s else ended_s,
+            itl_s=tuple(b - a for a, b in pairwise(times_s)),
+            num_output_tokens=self._num_output_tokens or len(times_s),
+            error=error,
+        )
+
+
+def _carries_token(choice: Mapping[str, Any]) -> bool:
+    # Bytes of half a character are a token with empty text; the first event, which only names
+    # the role, is none.
+    delta = choice.get("delta") or {}
+    if delta.get("role") is None and "content" in delta:
+        return True
+    return any(delta.get(key) for key in _TEXT_KEYS)

@@ -1,1 +1,0 @@
-"""Online traffic to measure with: a trace of arrivals, sent to a chat endpoint on time."""

@@ -1,0 +1,261 @@
+"""Online traffic to measure with: a bursty or a recorded trace, sent to any OpenAI chat endpoint.
+
+python -m benchmarks.replay --base-url http://127.0.0.1:8000/v1 --model MODEL
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from pathlib import Path
+
+from batchrun.errors import BatchrunError, ConfigError
+from batchrun.simulator.replay import (
+    CHAT_ANSWER,
+    CHAT_PROMPT,
+    Arrival,
+    OnlineResult,
+    ReplayTarget,
+    TokenRange,
+    make_prompt,
+    percentile,
+    replay,
+)
+from batchrun.simulator.traces.reading import Drawing, read_trace
+from batchrun.simulator.traces.trace import Trace, scale_lengths, scale_rate
+
+Summary = dict[str, float | int | None]
+
+
+def summarize(results: Sequence[OnlineResult], *, slo_ttft_s: float, slo_tpot_s: float) -> Summary:
+    """Percentiles and the shares of ALL arrived calls that met the bounds.
+
+    A call without a first token counts as an endless TTFT; a percentile that falls on one is
+    None. Shares are None when no call arrived.
+    """
+    ttfts_s = [math.inf if r.ttft_s is None else r.ttft_s for r in results]
+    tpots_s = [r.tpot_s for r in results if r.tpot_s is not None]
+    itls_s = [gap_s for r in results for gap_s in r.itl_s]
+    ttft_met = [r.ttft_s is not None and r.ttft_s <= slo_ttft_s for r in results]
+    tpot_met = [r.error is None and (r.tpot_s is None or r.tpot_s <= slo_tpot_s) for r in results]
+    num_answered = sum(r.error is None for r in results)
+    return {
+        "arrived": len(results),
+        "answered": num_answered,
+        "failed": len(results) - num_answered,
+        "ttft_p50_s": percentile(ttfts_s, 0.50),
+        "ttft_p99_s": percentile(ttfts_s, 0.99),
+        "tpot_p50_s": percentile(tpots_s, 0.50),
+        "tpot_p99_s": percentile(tpots_s, 0.99),
+        "itl_p50_s": percentile(itls_s, 0.50),
+        "itl_p99_s": percentile(itls_s, 0.99),
+        "slo_ttft": _share(ttft_met),
+        "slo_tpot": _share(tpot_met),
+        "slo_attainment": _share([a and b for a, b in zip(ttft_met, tpot_met, strict=True)]),
+    }
+
+
+def _share(met: Sequence[bool]) -> float | None:
+    return sum(met) / len(met) if met else None
+
+
+Figures = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What online callers were promised, in seconds."""
+
+    ttft_s: float
+    tpot_s: float
+
+
+def online_figures(results: Sequence[OnlineResult], promise: Promise) -> Figures:
+    """Figures over ALL arrived calls; one without its first token missed every bound.
+
+    `slo_attainment` is the share that kept both bounds, `slo_deadline` the share that kept Echo's:
+    token i by arrival + TTFT + i * TPOT. Shares and percentiles of nothing are None.
+    """
+    summary = summarize(results, slo_ttft_s=promise.ttft_s, slo_tpot_s=promise.tpot_s)
+    met = [keeps_deadlines(result, promise) for result in results]
+    waits_s = [result.e2e_s if result.ttft_s is None else result.ttft_s for result in results]
+    return {
+        **summary,
+        "slo_deadline": sum(met) / len(met) if met else None,
+        "online_longest_wait_s": max(waits_s, default=None),
+        "slo_ttft_bound_s": promise.ttft_s,
+        "slo_tpot_bound_s": promise.tpot_s,
+    }
+
+
+def keeps_deadlines(result: OnlineResult, promise: Promise) -> bool:
+    """Whether the call was answered and each token came by Echo's deadline."""
+    if result.error is not None or result.ttft_s is None:
+        return False
+    times_s = accumulate(result.itl_s, initial=result.ttft_s)
+    return all(at_s <= promise.ttft_s + i * promise.tpot_s for i, at_s in enumerate(times_s))
+
+
+@dataclass(frozen=True, slots=True)
+class TraceShape:
+    """Poisson arrivals at `rate_per_s`, times `burst_factor` in the first `burst_length_s` of
+    every `burst_period_s`.
+
+    Prompt lengths are aimed at with one common word per token; a tokenizer may count more.
+    """
+
+    duration_s: float
+    rate_per_s: float
+    burst_factor: float = 4.0
+    burst_period_s: float = 30.0
+    burst_length_s: float = 5.0
+    prompt: TokenRange = CHAT_PROMPT
+    output: TokenRange = CHAT_ANSWER
+
+    def rate_at(self, at_s: float) -> float:
+        """Arrivals per second at an instant of the trace."""
+        is_burst = at_s % self.burst_period_s < self.burst_length_s
+        return self.rate_per_s * (self.burst_factor if is_burst else 1.0)
+
+
+def generate_trace(shape: TraceShape, *, seed: int) -> list[Arrival]:
+    """The arrivals of `shape` in order of time; the same seed gives the same trace."""
+    rng = random.Random(seed)
+    top_rate_per_s = shape.rate_per_s * max(1.0, shape.burst_factor)
+    arrivals: list[Arrival] = []
+    at_s = 0.0
+    while top_rate_per_s > 0:
+        at_s += rng.expovariate(top_rate_per_s)
+        if at_s >= shape.duration_s:
+            break
+        # Thinning: candidates come at the highest rate, each is kept with its instant's share.
+        if rng.random() * top_rate_per_s < shape.rate_at(at_s):
+            num_words = shape.prompt.draw(rng)
+            max_tokens = shape.output.draw(rng)
+            arrivals.append(Arrival(at_s, make_prompt(num_words, rng=rng), max_tokens))
+    return arrivals
+
+
+def arrivals_of(trace: Trace, *, seed: int) -> list[Arrival]:
+    """The calls of a trace; prompts share nothing, whatever its prefix blocks say."""
+    rng = random.Random(seed)
+    calls = zip(
+        trace.arrival_s.tolist(),
+        trace.num_prompt_tokens.tolist(),
+        trace.num_output_tokens.tolist(),
+        strict=True,
+    )
+    return [
+        Arrival(at_s, make_prompt(num_words, rng=rng), max_tokens)
+        for at_s, num_words, max_tokens in calls
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Replay a trace and print its figures. Exit code 4 if no call was answered."""
+    options = _parser().parse_args(argv)
+    target = ReplayTarget(
+        base_url=options.base_url,
+        model=options.model,
+        api_key=options.api_key,
+        timeout_s=options.timeout_s,
+        extra_body={"ignore_eos": True} if options.ignore_eos else {},
+    )
+    try:
+        arrivals = _arrivals(options)
+        results = asyncio.run(replay(arrivals, target))
+        summary = summarize(results, slo_ttft_s=options.slo_ttft_s, slo_tpot_s=options.slo_tpot_s)
+        if options.json is not None:
+            _write_json(options.json, summary, results)
+    except BatchrunError as error:
+        sys.stderr.write(f"replay: {error}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("replay: interrupted\n")
+        return 130
+    sys.stdout.write(table(summary))
+    if not summary["answered"]:
+        reason = results[0].error if results else "the trace is empty"
+        sys.stderr.write(f"replay: no call was answered; the first: {reason}\n")
+        return 4
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--base-url", required=True, help="the endpoint's address, ending in /v1")
+    add("--model", required=True)
+    add("--api-key")
+    add("--json", type=Path, metavar="FILE", help="write the figures and every call as JSON")
+    add("--duration-s", type=float, default=60.0)
+    add("--rate-per-s", type=float, default=2.0)
+    add("--burst-factor", type=float, default=4.0, help="rate within a burst, as a multiple")
+    add("--burst-period-s", type=float, default=30.0)
+    add("--burst-length-s", type=float, default=5.0)
+    add("--seed", type=int, default=0)
+    add("--trace", type=Path, metavar="FILE", help="take times and lengths from a recorded trace")
+    add("--trace-start-s", type=float, default=0.0)
+    add("--trace-scale-rate", type=float, default=1.0, help="send so many times the calls")
+    add("--trace-scale-tokens", type=float, default=1.0, help="multiply both lengths by this")
+    add("--timeout-s", type=float, default=120.0, help="a call longer than this has failed")
+    add("--slo-ttft-s", type=float, default=1.0)
+    add("--slo-tpot-s", type=float, default=0.05)
+    add("--ignore-eos", action="store_true", help="vLLM: generate up to max_tokens always")
+    return parser
+
+
+def _arrivals(options: argparse.Namespace) -> list[Arrival]:
+    for flag in ("duration_s", "burst_period_s", "timeout_s"):
+        if getattr(options, flag) <= 0:
+            raise ConfigError(f"--{flag.replace('_', '-')} must be above 0")
+    if options.trace is not None:
+        return _recorded(options)
+    shape = TraceShape(
+        duration_s=options.duration_s,
+        rate_per_s=options.rate_per_s,
+        burst_factor=options.burst_factor,
+        burst_period_s=options.burst_period_s,
+        burst_length_s=options.burst_length_s,
+    )
+    return generate_trace(shape, seed=options.seed)
+
+
+def _recorded(options: argparse.Namespace) -> list[Arrival]:
+    drawing = Drawing(seed=options.seed)
+    start_s, seed = options.trace_start_s, options.seed
+    trace = read_trace(options.trace, drawing=drawing)
+    trace = trace.between(start_s, start_s + options.duration_s)
+    trace = scale_rate(trace, options.trace_scale_rate, seed=seed)
+    return arrivals_of(scale_lengths(trace, options.trace_scale_tokens), seed=seed)
+
+
+def _write_json(path: Path, summary: Summary, results: Sequence[OnlineResult]) -> None:
+    calls = [asdict(result) | {"tpot_s": result.tpot_s} for result in results]
+    try:
+        path.write_text(json.dumps({"summary": summary, "calls": calls}) + "\n")
+    except OSError as error:
+        raise ConfigError(f"--json: cannot write {path}: {error.strerror}") from error
+
+
+def table(summary: Summary) -> str:
+    """The figures for people, one a line."""
+    width = max(map(len, summary))
+    return "".join(f"{key:<{width}}  {_shown(value):>10}\n" for key, value in summary.items())
+
+
+def _shown(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return str(value) if isinstance(value, int) else f"{value:.4f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
