@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -73,7 +74,7 @@ STUDIED = (
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["loogle", "toolbench", "nextqa"])
 def test_inspect_tells_every_mean_to_3_percent_of_a_direct_count(name: str, tmp_path: Path) -> None:
-    more = {"video_tokens": 512} if name == "nextqa" else {}
+    more: dict[str, Any] = {"video_tokens": 512} if name == "nextqa" else {}
     path = import_dataset(name, REAL_DATA / name, tmp_path / f"{name}.parquet", **more).path
     build_tiny_model(tmp_path / "tiny")
     prompts = read_prompts(tmp_path / "tiny", now=datetime.now(UTC))
