@@ -16,7 +16,7 @@ def paragraph(plan: CapacityPlan) -> str:
     if plan.chosen is None:
         return " ".join(no_answer(fleet) for fleet in plan.fleets)
     infeasible = [infeasible_line(each) for each in plan.chosen.infeasible]
-    return " ".join([*_engines(plan, plan.chosen), *_jobs(plan), *infeasible])
+    return " ".join([*_engines(plan, plan.chosen), *_job_sentences(plan), *infeasible])
 
 
 def no_answer(fleet: Fleet) -> str:
@@ -79,7 +79,7 @@ def _engines(plan: CapacityPlan, fleet: Fleet) -> Iterator[str]:
         yield f"Dearer or impossible: {'; '.join(others)}."
 
 
-def _jobs(plan: CapacityPlan) -> Iterator[str]:
+def _job_sentences(plan: CapacityPlan) -> Iterator[str]:
     if plan.day is None:
         return
     served = [each.served_tokens_per_s for each in plan.day.windows]
