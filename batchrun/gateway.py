@@ -1,5 +1,7 @@
 """`python -m batchrun.gateway`: gateways that an older batchrun started begin their workers so."""
 
+from __future__ import annotations
+
 import sys
 
 from batchrun.server.gateway.__main__ import main

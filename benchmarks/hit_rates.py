@@ -32,8 +32,7 @@ from batchrun.simulator.feeding import RowFeed
 from batchrun.simulator.online import Calls, OnlineCall
 from batchrun.simulator.simulation import Simulation, SimulationPlan
 from batchrun.simulator.virtual.engine import RequestRecord
-from batchrun.simulator.virtual.laws import A100Law
-from batchrun.simulator.virtual.setup import EngineShape
+from batchrun.simulator.virtual.setup import A100Law, EngineShape
 from benchmarks.ablation_runs import figures_of
 from benchmarks.hit_orders import (
     BASELINES,

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from batchrun.simulator.virtual.laws import A100Law, StepItem, StepLaw
+from batchrun.simulator.virtual.setup import A100Law, StepItem, StepLaw
 
 
 @dataclass(frozen=True, slots=True)

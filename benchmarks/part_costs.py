@@ -22,8 +22,7 @@ from batchrun.cache.reuse import ReuseIndex
 from batchrun.cache.tiers import BlockTiers, OnlinePrefixes
 from batchrun.hints import NodeHint, RowHint
 from batchrun.simulator.virtual.engine import Arrival, VirtualEngine
-from batchrun.simulator.virtual.laws import A100Law
-from batchrun.simulator.virtual.setup import EngineShape
+from batchrun.simulator.virtual.setup import A100Law, EngineShape
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 from batchrun.vllm_plugin.telemetry import ONLINE
 from batchrun.wire import encode

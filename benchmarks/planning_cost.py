@@ -20,8 +20,13 @@ from typing import Any, cast
 from batchrun.simulator.offline_jobs import JobShape, LogNormalTokens
 from batchrun.simulator.online import OnlineTraffic
 from batchrun.simulator.virtual.engine import Arrival, TrafficSource, VirtualEngine, begin
-from batchrun.simulator.virtual.laws import A100Law, StepLaw
-from batchrun.simulator.virtual.setup import EngineShape, build_scheduler, stock_scheduler
+from batchrun.simulator.virtual.setup import (
+    A100Law,
+    EngineShape,
+    StepLaw,
+    build_scheduler,
+    stock_scheduler,
+)
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 from benchmarks.ablation_runs import Record
 from benchmarks.records import describe, finish, parser

@@ -22,8 +22,7 @@ import numpy as np
 from batchrun.pool.fair_share import JobTurns
 from batchrun.pool.prefix_keys import ChainBuilder
 from batchrun.pool.radix_tree import find_prefix_nodes, order_by_prefix
-from batchrun.pool.row_queue import RowQueue
-from batchrun.pool.window import TICK_S, Window
+from batchrun.pool.row_queue import TICK_S, RowQueue, Window
 from benchmarks.records import Bar, describe, finish, in_own_process, parser
 
 Record = dict[str, object]

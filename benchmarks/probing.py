@@ -12,8 +12,7 @@ from batchrun.estimator.probes import PROBING_SETTINGS, Probe, ProbeCall, Prompt
 from batchrun.estimator.profile import Recording, read_recording
 from batchrun.hints import HINT_KEY
 from batchrun.simulator.virtual.engine import DEFAULT_TIMING, Arrival, Timing, VirtualEngine
-from batchrun.simulator.virtual.laws import StepLaw
-from batchrun.simulator.virtual.setup import EngineShape
+from batchrun.simulator.virtual.setup import EngineShape, StepLaw
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 
 

@@ -12,8 +12,7 @@ from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.offline_jobs import OfflineJob
 from batchrun.simulator.online import Calls
 from batchrun.simulator.simulation import Simulation, SimulationPlan
-from batchrun.simulator.virtual.laws import StepItem, StepLaw
-from batchrun.simulator.virtual.setup import EngineShape
+from batchrun.simulator.virtual.setup import EngineShape, StepItem, StepLaw
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 from benchmarks.row_feeds import drawn_job
 from benchmarks.scenarios import Order, Scenario, draw_calls, draw_job

@@ -16,9 +16,8 @@ from batchrun.daemon.faults import Trials
 from batchrun.daemon.job import ActiveJob, CacheWatch, estimate_costs
 from batchrun.daemon.opening import open_job
 from batchrun.jobs.job_file import load_job_file
-from batchrun.jobs.job_plan import JobPlan
 from batchrun.jobs.prompts.tokens import TokenRatio
-from batchrun.jobs.submit import prepare_job
+from batchrun.jobs.submit import JobPlan, prepare_job
 from batchrun.pool.prefix_keys import CHUNK_BYTES, ChainBuilder
 from batchrun.pool.radix_tree import find_prefix_nodes, order_by_prefix
 from batchrun.pool.row_queue import RowQueue

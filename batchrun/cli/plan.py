@@ -80,10 +80,14 @@ def plan(
     """
     with vllm_needed("plan"):
         from batchrun.simulator.offline_jobs import JobTerms, job_of_file
-        from batchrun.simulator.planner.capacity import PlanRequest, plan_capacity
+        from batchrun.simulator.planner.capacity import (
+            PlanRequest,
+            paragraph,
+            plan_capacity,
+            record_of,
+        )
         from batchrun.simulator.planner.kinds import check_kinds, parse_kind
         from batchrun.simulator.planner.peak import SloTarget
-        from batchrun.simulator.planner.report import paragraph, record_of
 
     if not 0 < target <= 1:
         raise InputError(f"--target: must be above 0 and at most 1, not {target:g}")

@@ -19,8 +19,7 @@ from batchrun.daemon.faults import SOLO, Backpressure, Trials
 from batchrun.pool.fair_share import JobTurns, Turn
 from batchrun.pool.prefix_keys import ChainTable, IntArray
 from batchrun.pool.radix_tree import PrefixOrder, rows_with_prefix
-from batchrun.pool.row_queue import RowQueue
-from batchrun.pool.window import Window
+from batchrun.pool.row_queue import RowQueue, Window
 from batchrun.routing.router import Call, Load, Router
 from batchrun.routing.routers import make_router
 from batchrun.types import Usage

@@ -19,10 +19,10 @@ import numpy as np
 from batchrun.daemon.faults import CircuitBreaker, Refusals, Trials
 from batchrun.jobs.inputs.data import InputData
 from batchrun.jobs.inputs.spool import PlannedRows
-from batchrun.jobs.job_plan import JobPlan
 from batchrun.jobs.prompts.template import RequestTemplate, RowRenderError
 from batchrun.jobs.prompts.tokens import CacheAgreement, predict_cached_in_row
 from batchrun.jobs.spec import JobSpec
+from batchrun.jobs.submit import JobPlan
 from batchrun.pool.prefix_keys import IntArray
 from batchrun.pool.row_queue import RowQueue
 from batchrun.store.jobs import Counts, JobRecord

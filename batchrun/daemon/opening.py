@@ -32,13 +32,12 @@ from batchrun.errors import EngineError, QuotaError, StateError, StorageUnreacha
 from batchrun.jobs.batch import check_input, validate_input
 from batchrun.jobs.inputs.data import InputData
 from batchrun.jobs.inputs.spool import PlannedRows
-from batchrun.jobs.job_plan import plan_job
 from batchrun.jobs.objects import in_thread
 from batchrun.jobs.prompts.template import RequestTemplate, RowRenderError
 from batchrun.jobs.prompts.tokens import PLAIN_PROMPTS, PromptReader, read_prompts
 from batchrun.jobs.results.file_bytes import FileBytes
 from batchrun.jobs.spec import JobSpec
-from batchrun.jobs.submit import open_submitted
+from batchrun.jobs.submit import open_submitted, plan_job
 from batchrun.pool.radix_tree import find_prefix_nodes
 from batchrun.pool.row_queue import RowQueue
 from batchrun.store import api_keys, batches, files, jobs, results

@@ -13,7 +13,7 @@ from batchrun.daemon.engine_link import EngineLink
 from batchrun.daemon.faults import accuse_rows
 from batchrun.engine.client import KvConfig
 from batchrun.engine.engine import Engine
-from batchrun.pool.window import Window
+from batchrun.pool.row_queue import Window
 from batchrun.types import EngineState
 from batchrun.wire import Telemetry, read_last_steps
 

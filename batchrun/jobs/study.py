@@ -14,10 +14,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchrun.jobs.inputs.data import InputData
-from batchrun.jobs.job_plan import JobPlan, plan_job
 from batchrun.jobs.prompts.template import RequestTemplate
 from batchrun.jobs.prompts.tokens import DEFAULT_BYTES_PER_TOKEN, PromptReader, TokenCounter
 from batchrun.jobs.spec import JobSpec
+from batchrun.jobs.submit import JobPlan, plan_job
 from batchrun.pool.expected_hits import RowWalk, expected_hits
 from batchrun.pool.prefix_keys import ChainBuilder, IntArray
 from batchrun.pool.prompt_study import (

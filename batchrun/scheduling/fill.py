@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from batchrun.cache.reserve import KvUse
+from batchrun.cache.eviction import KvUse
 from batchrun.scheduling.draft import CLOSING_TOKENS, MIN_CHUNK_TOKENS, Draft
 from batchrun.scheduling.draft import LONG_PREFILL_TOKENS as LONG
 from batchrun.scheduling.view import EngineView, Group, PrefixHit, RequestView, by_kind

@@ -24,9 +24,8 @@ from batchrun.simulator.virtual.engine import (
     TrafficSource,
     VirtualEngine,
 )
-from batchrun.simulator.virtual.laws import A100Law, StepLaw
 from batchrun.simulator.virtual.quick_decode import QuickDecode, quick
-from batchrun.simulator.virtual.setup import EngineShape, stock_scheduler
+from batchrun.simulator.virtual.setup import A100Law, EngineShape, StepLaw, stock_scheduler
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 
 

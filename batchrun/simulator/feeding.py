@@ -17,8 +17,7 @@ from batchrun.hints import RowHint, nodes_to_tell, write_hint
 from batchrun.pool.fair_share import JobTurns
 from batchrun.pool.prefix_keys import IntArray
 from batchrun.pool.radix_tree import find_prefix_nodes
-from batchrun.pool.row_queue import RowQueue
-from batchrun.pool.window import Window
+from batchrun.pool.row_queue import RowQueue, Window
 from batchrun.routing.router import Router
 from batchrun.simulator.offline_jobs import Keys, OfflineJob, key_of, shared_tokens
 from batchrun.simulator.virtual.engine import Arrival, BlockHashes, RequestRecord, hash_blocks

@@ -19,10 +19,10 @@ from numpy.typing import ArrayLike, NDArray
 from batchrun.daemon.job import estimate_costs
 from batchrun.jobs.inputs.data import check_columns, open_input
 from batchrun.jobs.job_file import load_job_file
-from batchrun.jobs.job_plan import JobPlan, plan_job
 from batchrun.jobs.prompts.template import RequestTemplate
 from batchrun.jobs.prompts.tokens import read_prompts
 from batchrun.jobs.spec import JobSpec
+from batchrun.jobs.submit import JobPlan, plan_job
 from batchrun.pool.prefix_keys import CHUNK_BYTES, ChainTable, IntArray
 from batchrun.pool.radix_tree import PrefixOrder, order_by_prefix
 from batchrun.simulator.virtual.engine import FIRST_TOKEN_ID, LAST_TOKEN_ID

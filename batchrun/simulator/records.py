@@ -20,7 +20,7 @@ from batchrun.simulator.cluster import Engines
 from batchrun.simulator.feeding import RowFeed
 from batchrun.simulator.online import PREFIX, OnlineRouter
 from batchrun.simulator.virtual.engine import RequestRecord, VirtualEngine
-from batchrun.simulator.virtual.laws import StepItem
+from batchrun.simulator.virtual.setup import StepItem
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 
 ROWS_PER_GROUP = 65_536

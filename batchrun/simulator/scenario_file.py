@@ -43,8 +43,7 @@ from batchrun.simulator.records import Slo
 from batchrun.simulator.simulation import SimulationPlan
 from batchrun.simulator.traces.reading import read_trace
 from batchrun.simulator.virtual.engine import Timing
-from batchrun.simulator.virtual.laws import ModelLaw
-from batchrun.simulator.virtual.setup import EngineShape
+from batchrun.simulator.virtual.setup import EngineShape, ModelLaw
 from batchrun.strict_yaml import read_document, validate_document
 
 REFERENCE = "a100-8b"

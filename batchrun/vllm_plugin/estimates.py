@@ -21,7 +21,7 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from batchrun.cache.reserve import FORECAST_RESERVE, OnlineReserve
+from batchrun.cache.eviction import FORECAST_RESERVE, OnlineReserve
 from batchrun.errors import ConfigError
 from batchrun.estimator.forecast import KvForecast
 from batchrun.estimator.online_fit import OnlineFit

@@ -17,7 +17,7 @@ from batchrun.engine.command import AttachedSettings, ManagedSettings
 from batchrun.engine.engine import AttachedEngine
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.submit import prepare_job
-from batchrun.pool.window import Window
+from batchrun.pool.row_queue import Window
 from batchrun.store.database import open_store
 from batchrun.store.jobs import JobRecord
 

@@ -23,7 +23,7 @@ from batchrun.daemon.job import ActiveJob
 from batchrun.daemon.slots import Slot
 from batchrun.engine.command import AttachedSettings
 from batchrun.engine.engine import AttachedEngine
-from batchrun.pool.window import Window
+from batchrun.pool.row_queue import Window
 from batchrun.types import EngineState, Usage
 
 words = st.lists(st.sampled_from("abc"), max_size=4).map("".join)

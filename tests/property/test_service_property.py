@@ -13,8 +13,7 @@ from batchrun.cache.eviction import EVICTIONS
 from batchrun.hints import HINT_VERSION
 from batchrun.scheduling.policies import POLICIES
 from batchrun.simulator.virtual.engine import Arrival, VirtualEngine
-from batchrun.simulator.virtual.laws import A100Law
-from batchrun.simulator.virtual.setup import NONCE, EngineShape
+from batchrun.simulator.virtual.setup import NONCE, A100Law, EngineShape
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 
 MAX_TURNS = 20_000

@@ -13,8 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from batchrun.simulator.online import Calls, OnlinePort, OnlineRouter
 from batchrun.simulator.virtual.engine import Timing, TrafficSource, VirtualEngine
-from batchrun.simulator.virtual.laws import A100Law
-from batchrun.simulator.virtual.setup import EngineShape
+from batchrun.simulator.virtual.setup import A100Law, EngineShape
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 from benchmarks.row_feeds import callers
 from benchmarks.scenarios import Scenario, a100_8b, draw_calls

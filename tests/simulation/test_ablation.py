@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from batchrun.simulator.offline_jobs import JobShape
-from batchrun.simulator.virtual.laws import StepItem
-from batchrun.simulator.virtual.setup import EngineShape
+from batchrun.simulator.virtual.setup import EngineShape, StepItem
 from benchmarks.ablation_bars import judge, means_of
 from benchmarks.ablation_configs import Config, cell_name, configs
 from benchmarks.ablation_runs import Trial, measure, measure_watched

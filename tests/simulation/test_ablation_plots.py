@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from batchrun.simulator.offline_jobs import JobShape
-from batchrun.simulator.virtual.laws import A100Law
-from batchrun.simulator.virtual.setup import EngineShape
+from batchrun.simulator.virtual.setup import A100Law, EngineShape
 from benchmarks.ablation import series_path
 from benchmarks.ablation_configs import LADDER, configs
 from benchmarks.ablation_runs import Trial, measure_watched

@@ -22,7 +22,7 @@ from batchrun.daemon.job import ActiveJob
 from batchrun.daemon.slots import Slot
 from batchrun.engine.command import AttachedSettings
 from batchrun.engine.engine import AttachedEngine
-from batchrun.pool.window import Window
+from batchrun.pool.row_queue import Window
 from batchrun.simulator.feeding import RowFeed
 from batchrun.simulator.offline_jobs import JobTerms, OfflineJob, job_of_plan
 from batchrun.simulator.virtual.engine import RequestRecord

@@ -12,15 +12,20 @@ from cli_call import Cli, cli_in
 
 from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.offline_jobs import JobShape, JobTerms, OfflineJob, job_of_shape
-from batchrun.simulator.planner.capacity import JobPlan, PlanRequest, plan_capacity
+from batchrun.simulator.planner.capacity import (
+    JobPlan,
+    PlanRequest,
+    no_answer,
+    paragraph,
+    plan_capacity,
+    record_of,
+)
 from batchrun.simulator.planner.fleet import Fleet, alone, context_tokens, size_fleet
 from batchrun.simulator.planner.kinds import EngineKind, parse_kind
 from batchrun.simulator.planner.peak import SloTarget, peak_load
-from batchrun.simulator.planner.report import no_answer, paragraph, record_of
 from batchrun.simulator.traces.reading import save_trace
 from batchrun.simulator.traces.trace import PrefixBlocks, Trace
-from batchrun.simulator.virtual.laws import A100Law
-from batchrun.simulator.virtual.setup import EngineShape
+from batchrun.simulator.virtual.setup import A100Law, EngineShape
 from benchmarks.plan_trials import trial
 
 LAX = SloTarget(1_000.0, 1_000.0)

@@ -25,8 +25,7 @@ from batchrun.simulator.online import Calls, OnlineCall, windows_of
 from batchrun.simulator.records import Slo, Tables
 from batchrun.simulator.simulation import Simulated, Simulation, SimulationPlan, simulate
 from batchrun.simulator.virtual.engine import Timing, VirtualEngine
-from batchrun.simulator.virtual.laws import A100Law, StepItem
-from batchrun.simulator.virtual.setup import EngineShape
+from batchrun.simulator.virtual.setup import A100Law, EngineShape, StepItem
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 from benchmarks.row_feeds import callers
 from benchmarks.scenarios import a100_8b, draw_calls

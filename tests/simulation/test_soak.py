@@ -14,8 +14,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from batchrun.cache.reuse import LEASE_S
 from batchrun.hints import HINT_VERSION
 from batchrun.simulator.virtual.engine import Arrival, VirtualEngine
-from batchrun.simulator.virtual.laws import A100Law
-from batchrun.simulator.virtual.setup import NONCE, EngineShape
+from batchrun.simulator.virtual.setup import NONCE, A100Law, EngineShape
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 
 DURATION_S = 7_200.0

@@ -19,8 +19,7 @@ from batchrun.simulator.virtual.engine import (
     VirtualEngine,
     token_id,
 )
-from batchrun.simulator.virtual.laws import A100Law
-from batchrun.simulator.virtual.setup import NONCE, EngineShape
+from batchrun.simulator.virtual.setup import NONCE, A100Law, EngineShape
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 from batchrun.wire import Answer, Orders, Telemetry, encode, read_answer, read_telemetry
 from benchmarks.row_feeds import RowSource, callers

@@ -16,8 +16,7 @@ from batchrun.estimator.step_time import EchoBaseModel, RooflineModel
 from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.scenario_file import calibrated
 from batchrun.simulator.virtual.engine import Timing, VirtualEngine
-from batchrun.simulator.virtual.laws import A100Law, StepLaw
-from batchrun.simulator.virtual.setup import EngineShape
+from batchrun.simulator.virtual.setup import A100Law, EngineShape, StepLaw
 from batchrun.vllm_plugin import estimates as calibration
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 from benchmarks.laws import NoisyLaw, PoolingLaw

@@ -21,8 +21,13 @@ from batchrun.simulator.virtual.engine import (
     VirtualEngine,
     begin,
 )
-from batchrun.simulator.virtual.laws import A100Law, StepItem
-from batchrun.simulator.virtual.setup import EngineShape, build_scheduler, stock_scheduler
+from batchrun.simulator.virtual.setup import (
+    A100Law,
+    EngineShape,
+    StepItem,
+    build_scheduler,
+    stock_scheduler,
+)
 from benchmarks.laws import NoisyLaw
 from benchmarks.row_feeds import RowSource, callers
 from benchmarks.scenarios import Job, Order, Scenario, a100_8b, draw_calls, draw_job

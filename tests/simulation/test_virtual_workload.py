@@ -12,8 +12,7 @@ import pytest
 from batchrun.hints import RowHint, read_hint
 from batchrun.simulator.offline_jobs import JobShape
 from batchrun.simulator.online import OnlineCall, OnlineTraffic
-from batchrun.simulator.virtual.laws import A100Law
-from batchrun.simulator.virtual.setup import NONCE
+from batchrun.simulator.virtual.setup import NONCE, A100Law
 from benchmarks.laws import NoisyLaw, PoolingLaw
 from benchmarks.row_feeds import RowSource, daemon_in_order, planned_order
 from benchmarks.scenarios import (

@@ -13,7 +13,7 @@ from batchrun.daemon.job import ActiveJob
 from batchrun.daemon.slots import Slot
 from batchrun.engine.command import AttachedSettings
 from batchrun.engine.engine import AttachedEngine
-from batchrun.pool.window import Window
+from batchrun.pool.row_queue import Window
 from batchrun.types import EngineState, Usage
 
 Rows = Assigner[ActiveJob, Slot]

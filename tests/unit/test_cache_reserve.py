@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchrun.cache.reserve import KvUse, OnlineReserve
+from batchrun.cache.eviction import KvUse, OnlineReserve
 
 
 def kv_use(

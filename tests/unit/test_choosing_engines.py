@@ -6,7 +6,7 @@ from batchrun.daemon.dispatch import Demand, choose_engine
 from batchrun.daemon.slots import Slot
 from batchrun.engine.command import AttachedSettings
 from batchrun.engine.engine import AttachedEngine
-from batchrun.pool.window import Window
+from batchrun.pool.row_queue import Window
 from batchrun.routing.router import Call
 from batchrun.routing.routers import make_router
 from batchrun.types import EngineState

@@ -21,12 +21,7 @@ from batchrun.server.gateway.envelope import as_envelope
 from batchrun.server.gateway.forward import COOLDOWN_S, Balancer
 from batchrun.server.gateway.http import STALLED_READER_S, bind
 from batchrun.server.gateway.replies import Rewriting
-from batchrun.server.gateway.upstreams import (
-    FollowedFile,
-    Upstream,
-    Upstreams,
-    read_upstreams,
-)
+from batchrun.server.gateway.upstreams import FollowedFile, Upstream, Upstreams, read_upstreams
 
 CALL = Call()
 ONE, TWO = Upstream("one", "http://h:1"), Upstream("two", "http://h:2")

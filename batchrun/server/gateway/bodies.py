@@ -20,15 +20,7 @@ from typing import Any
 from aiohttp import web
 
 from batchrun.errors import InputError
-from batchrun.hints import (
-    HINT_ARGUMENTS,
-    FlexHint,
-    Hint,
-    SloBounds,
-    SloHint,
-    drop_hint,
-    put_hint,
-)
+from batchrun.hints import HINT_ARGUMENTS, FlexHint, Hint, SloBounds, SloHint, drop_hint, put_hint
 from batchrun.server.gateway.envelope import RefusalError
 from batchrun.server.gateway.upstreams import Upstream
 

@@ -1,11 +1,15 @@
-"""The plan: how many engines of which kind, and what jobs get co-located with the calls."""
+"""The plan: how many engines of which kind, and what jobs get co-located with the calls.
+
+The plan in a few sentences for people, and as plain values for machines.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 
+from batchrun.quantities import count, duration, seconds, share
 from batchrun.simulator.offline_jobs import OfflineJob
 from batchrun.simulator.planner.colocation import (
     NUM_DAY_WINDOWS,
@@ -17,9 +21,15 @@ from batchrun.simulator.planner.colocation import (
     offline_day,
     served_tokens,
 )
-from batchrun.simulator.planner.fleet import MAX_ENGINES, Fleet, cheapest, size_fleet
+from batchrun.simulator.planner.fleet import (
+    MAX_ENGINES,
+    Fleet,
+    InfeasibleCalls,
+    cheapest,
+    size_fleet,
+)
 from batchrun.simulator.planner.kinds import EngineKind
-from batchrun.simulator.planner.peak import PEAK_S, PeakLoad, SloTarget, peak_load
+from batchrun.simulator.planner.peak import PEAK_S, Attainment, PeakLoad, SloTarget, peak_load
 from batchrun.simulator.traces.trace import Trace, stratified_windows
 from batchrun.types import ProgressSink
 
@@ -131,3 +141,136 @@ def _jobs(
             )
         )
     return tuple(plans)
+
+
+def paragraph(plan: CapacityPlan) -> str:
+    """The plan in a few sentences; why there is none, where there is none."""
+    if plan.chosen is None:
+        return " ".join(no_answer(fleet) for fleet in plan.fleets)
+    infeasible = [infeasible_line(each) for each in plan.chosen.infeasible]
+    return " ".join([*_engines(plan, plan.chosen), *_job_sentences(plan), *infeasible])
+
+
+def no_answer(fleet: Fleet) -> str:
+    """Why a kind of engine has no answer."""
+    name = fleet.kind.name
+    if fleet.is_impossible:
+        reasons = " ".join(infeasible_line(each) for each in fleet.infeasible if each.is_too_many)
+        return f"Impossible on {name}, however many engines: {reasons}"
+    last = fleet.tried[-1]
+    return (
+        f"{last.num_engines:,} engines of {name} do not hold ({_shares(last)}), and no more were "
+        "tried; --max-engines sets how many are."
+    )
+
+
+def infeasible_line(calls: InfeasibleCalls) -> str:
+    """Which calls no engine serves in time, and the heaviest of them."""
+    tokens = f"{calls.num_prompt_tokens:,} prompt and {calls.num_output_tokens:,} answer tokens"
+    part = share(calls.num_calls / calls.num_judged)
+    allowed = "more than" if calls.is_too_many else "which"
+    many = (
+        f"{calls.num_calls:,} of {calls.num_judged:,} calls ({part}, {allowed} the target allows)"
+    )
+    if calls.took_s is None or calls.bound_s is None:
+        return (
+            f"{many} are longer than the context of {calls.context_tokens:,}, such as call "
+            f"{calls.number:,} of the trace with {tokens}."
+        )
+    return (
+        f"{many} miss the {calls.bound} of {seconds(calls.bound_s)} on an idle engine, such as "
+        f"call {calls.number:,} of the trace with {tokens}, which takes {seconds(calls.took_s)}."
+    )
+
+
+def _engines(plan: CapacityPlan, fleet: Fleet) -> Iterator[str]:
+    slo, window, num = plan.request.slo, plan.load.window, fleet.num_engines
+    assert num is not None
+    found, fewer = fleet.of(num), fleet.of(num - 1)
+    assert found is not None
+    length_s = window.end_s - window.start_s
+    yield (
+        f"{count(num, 'engine')} of {fleet.kind.name} ({count(num * fleet.kind.gpus, 'GPU')}) "
+        f"{'keeps' if num == 1 else 'keep'} a TTFT of {seconds(slo.ttft_s)} and a TPOT of "
+        f"{seconds(slo.tpot_s)} for {slo.target * 100:g} % of the calls in the busiest "
+        f"{duration(length_s)} of the trace, from {duration(window.start_s)} on, with "
+        f"{found.num_calls / length_s:,.3g} calls/s ({_shares(found)})."
+    )
+    if fewer is not None:
+        yield f"One engine fewer does not ({_shares(fewer)})."
+    if (price := fleet.price_per_hour) is not None:
+        yield f"Cost: {price:,.2f} an hour, {price * 24:,.2f} a day, with or without jobs."
+    others = [
+        f"{each.kind.name} ({'impossible' if each.is_impossible else 'not held'})"
+        if each.num_engines is None
+        else f"{each.num_engines:,} of {each.kind.name} for {each.price_per_hour or 0:,.2f} an hour"
+        for each in plan.fleets
+        if each is not fleet
+    ]
+    if others:
+        yield f"Dearer or impossible: {'; '.join(others)}."
+
+
+def _job_sentences(plan: CapacityPlan) -> Iterator[str]:
+    if plan.day is None:
+        return
+    served = [each.served_tokens_per_s for each in plan.day.windows]
+    cost = "" if plan.cost_alone is None else f", which cost {plan.cost_alone:,.2f}"
+    yield (
+        f"Co-located jobs get {sum(served) / len(served):,.0f} tokens/s on average over the trace, "
+        f"{min(served):,.0f} in its busiest part, on the same GPUs; on engines of their own they "
+        f"would take {plan.gpu_hours_alone:,.2f} GPU-hours{cost}."
+    )
+    for job in plan.jobs:
+        if job.takes_s is None:
+            yield f"{job.name} never ends: the engines have no time left for it."
+        elif job.is_deadline_kept is False:
+            late = duration(job.takes_s - (job.deadline_s or 0.0))
+            yield f"{job.name} misses its deadline by {late}."
+
+
+def _shares(each: Attainment) -> str:
+    return f"TTFT kept for {share(each.ttft_share)}, TPOT for {share(each.tpot_share)}"
+
+
+def record_of(plan: CapacityPlan) -> dict[str, object]:
+    """One JSON object: seconds, tokens, shares from 0 to 1."""
+    slo, day = plan.request.slo, plan.day
+    return {
+        "promise": asdict(slo),
+        "peak": {
+            "start_s": plan.load.window.start_s,
+            "end_s": plan.load.window.end_s,
+            "num_calls": plan.load.num_judged,
+        },
+        "kinds": [_fleet(fleet, slo) for fleet in plan.fleets],
+        "chosen": None if plan.chosen is None else _chosen(plan.chosen),
+        "windows": [] if day is None else [asdict(each) for each in day.windows],
+        "jobs": [asdict(job) for job in plan.jobs],
+        "gpu_hours_alone": plan.gpu_hours_alone if plan.jobs else None,
+        "cost_alone": plan.cost_alone,
+        "paragraph": paragraph(plan),
+    }
+
+
+def _fleet(fleet: Fleet, slo: SloTarget) -> dict[str, object]:
+    return {
+        "name": fleet.kind.name,
+        "price_per_gpu_hour": fleet.kind.price,
+        "gpus_per_engine": fleet.kind.gpus,
+        "num_engines": fleet.num_engines,
+        "price_per_hour": fleet.price_per_hour,
+        "is_impossible": fleet.is_impossible,
+        "why_not": None if fleet.num_engines is not None else no_answer(fleet),
+        "tried": [each.record(slo) for each in fleet.tried],
+        "hopeless_calls": [asdict(each) for each in fleet.infeasible],
+    }
+
+
+def _chosen(fleet: Fleet) -> dict[str, object]:
+    return {
+        "name": fleet.kind.name,
+        "num_engines": fleet.num_engines,
+        "num_gpus": (fleet.num_engines or 0) * fleet.kind.gpus,
+        "price_per_hour": fleet.price_per_hour,
+    }

@@ -12,9 +12,9 @@ from batchrun.config import Deployment
 from batchrun.daemon.plugin import existing_profile, online_slo
 from batchrun.errors import InputError
 from batchrun.home import Home
-from batchrun.jobs.job_plan import JobPlan
 from batchrun.jobs.spec import JobSpec
 from batchrun.jobs.study import KvSize, OutputEstimate
+from batchrun.jobs.submit import JobPlan
 from batchrun.quantities import count, duration
 from batchrun.simulator.offline_jobs import JobTerms, OfflineJob, job_of_plan
 from batchrun.simulator.planner.colocation import alone_s, colocated_times, fitting

@@ -16,7 +16,7 @@ from batchrun.errors import ConfigError, InputError
 from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.planner.peak import SloTarget
 from batchrun.simulator.scenario_file import EnginesSpec, SloSpec, engine_of
-from batchrun.simulator.virtual.laws import A100Law
+from batchrun.simulator.virtual.setup import A100Law
 from batchrun.strict_yaml import read_document, validate_document
 
 SUFFIXES = frozenset({".yaml", ".yml"})

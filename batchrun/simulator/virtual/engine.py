@@ -27,8 +27,7 @@ from vllm.v1.request import Request, RequestStatus
 from xxhash import xxh3_128_digest
 
 from batchrun.hints import HINT_KEY
-from batchrun.simulator.virtual.laws import StepItem, StepLaw
-from batchrun.simulator.virtual.setup import EngineShape, build_scheduler
+from batchrun.simulator.virtual.setup import EngineShape, StepItem, StepLaw, build_scheduler
 
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 5, 2000
 """Token ids of prompts and outputs: no special token among them."""
