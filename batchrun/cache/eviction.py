@@ -1,4 +1,6 @@
-"""Eviction orders by name: which tier of the free queue a block belongs to.
+"""Which KV stays: eviction orders by name, and the reserve.
+
+An order says which tier of the free queue a block belongs to.
 
 A tier is a small whole number; free blocks of the lowest tier are evicted first, and inside a tier
 the least recently used goes first. Three things are common to every order with more than one tier:
@@ -11,7 +13,7 @@ Between them stand the blocks that planned offline rows will read. Everything is
 to come, or a sooner use, never gives a lower tier. Since every row that reads a block also reads
 the blocks before it, a parent block's tier is never below its child's.
 
-The threshold on offline KV (Echo, section 4.2): room is kept for a burst of online requests.
+The reserve is the threshold on offline KV (Echo, section 4.2): room kept for a burst of calls.
 """
 
 from __future__ import annotations

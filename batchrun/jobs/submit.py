@@ -1,6 +1,6 @@
-"""From a job file to a job that the store can take: checked, pinned, nothing started yet.
+"""From a job file to a job that the store can take, and from its input to the order of its rows.
 
-From a job's input to the order in which its rows run, and what they are expected to cost.
+Checking and pinning start nothing; planning reads every row once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The rows of one job that still have to run, handed out in the planned order.
-
-How much offline work may be in an engine, and how fast it may come (design 6.1).
-"""
+"""The rows of one job that still have to run, in the planned order, and how many may be in an engine."""
 
 from __future__ import annotations
 

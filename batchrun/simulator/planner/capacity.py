@@ -1,7 +1,4 @@
-"""The plan: how many engines of which kind, and what jobs get co-located with the calls.
-
-The plan in a few sentences for people, and as plain values for machines.
-"""
+"""The plan: how many engines of which kind, what jobs get co-located with the calls, and how it reads."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
-"""Build a vLLM scheduler as an engine core would, for a model that is only a config file.
-
-How long a step takes in the virtual engine. Hidden from policies and estimators.
-
-A law gets one `(new_tokens, context_tokens, is_decode)` per request of the step; context_tokens
-counts the request's tokens whose KV exists after the step.
+"""A vLLM scheduler as an engine core builds it, for a model that is only a config file, and the law of
+its step times, which policies and estimators never see.
 """
 
 from __future__ import annotations
