@@ -1,4 +1,4 @@
-"""The rows of one job that still have to run, in the planned order, and how many may be in an engine."""
+"""The rows of a job that still have to run, in planned order, and how many an engine may have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan: how many engines of which kind, what jobs get co-located with the calls, and how it reads."""
+"""The plan: how many engines of which kind, what jobs get beside the calls, and how it reads."""
 
 from __future__ import annotations
 

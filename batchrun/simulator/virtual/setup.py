@@ -1,5 +1,6 @@
-"""A vLLM scheduler as an engine core builds it, for a model that is only a config file, and the law of
-its step times, which policies and estimators never see.
+"""A vLLM scheduler as an engine core builds it, for a model that is only a config file.
+
+And the law of its step times, which policies and estimators never see.
 """
 
 from __future__ import annotations
