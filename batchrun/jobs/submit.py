@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from batchrun.errors import DataError, JobSpecError, MissingObjectError
+from batchrun.files import is_url
 from batchrun.jobs import objects
 from batchrun.jobs.inputs.data import InputData, check_columns, check_ids, open_input, open_pinned
 from batchrun.jobs.pin import InputPin, fetched_input, keep_input, verify_pin
@@ -15,7 +16,6 @@ from batchrun.jobs.prompts.template import RequestTemplate, RowRenderError
 from batchrun.jobs.spec import JobSpec
 from batchrun.store.jobs import JobRecord, NewJob
 from batchrun.types import ProgressSink
-from batchrun.urls import is_url
 
 FIRST_ROWS = 16
 FIRST_BYTES = 1 << 20
