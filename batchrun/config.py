@@ -1,9 +1,4 @@
-"""The keys of batchrun.yaml: checked, frozen.
-
-The types of single values in batchrun.yaml, each checked on its own.
-
-The deployment: batchrun.yaml, BATCHRUN_* and flags, read once.
-"""
+"""The deployment: batchrun.yaml, BATCHRUN_* and flags, read once, checked and frozen."""
 
 from __future__ import annotations
 
@@ -30,11 +25,11 @@ from pydantic import (
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from batchrun.errors import ConfigError, known_name
+from batchrun.files import check_prefix
 from batchrun.home import Home, check_store_url
 from batchrun.quantities import parse_age_s, parse_duration_s
 from batchrun.strict_yaml import load_strict
 from batchrun.types import DEFAULT_CLASS
-from batchrun.urls import check_prefix
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 

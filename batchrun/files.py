@@ -1,10 +1,5 @@
-"""Files that are either wholly there or not there at all, and how many may be open at once.
-
-A file that appears whole or not at all.
-
-Bytes on their way to a file, counted and hashed.
-
-Folders for copies that nobody needs once their maker has ended, however it ends.
+"""Files: written whole or not at all, counted and hashed, locked, how many may be open at once;
+scratch folders that vanish with their maker; and URLs of objects, where a place is no path.
 """
 
 from __future__ import annotations
@@ -15,18 +10,28 @@ import fcntl
 import glob
 import hashlib
 import os
+import re
 import resource
 import secrets
 import shutil
 import sys
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Self
 
 import psutil
 
-from batchrun.errors import BatchrunError, InputError, OverloadedError, StoreError, StoreFullError
+from batchrun.errors import (
+    BatchrunError,
+    InputError,
+    OverloadedError,
+    StoreError,
+    StoreFullError,
+    StoreLockedError,
+)
 from batchrun.failpoints import failpoint
 
 
@@ -211,3 +216,149 @@ def _locked_folder(parent: Path) -> tuple[Path, int]:
         if os.fstat(lock).st_nlink:
             return folder, lock
         os.close(lock)
+
+
+POLL_INTERVAL_S = 0.05
+
+
+class HeldLock(ABC):
+    """A lock that is held while its `with` block runs. Not reentrant."""
+
+    @abstractmethod
+    def acquire(self) -> None:
+        """Take the lock."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give the lock back; does nothing when it is not held."""
+
+    def __enter__(self) -> Self:
+        self.acquire()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class StoreLock(HeldLock):
+    """An exclusive `flock` on `path`; the holder's pid is written into the file for messages."""
+
+    def __init__(self, path: Path, *, wait_s: float = 0.0) -> None:
+        self._path = path
+        self._wait_s = wait_s
+        self._fd: int | None = None
+
+    def acquire(self) -> None:
+        """Take the lock, waiting up to `wait_s`; raises StoreLockedError naming the holder."""
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        deadline_s = time.monotonic() + self._wait_s
+        while not _try_lock(fd):
+            if time.monotonic() >= deadline_s:
+                holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
+                os.close(fd)
+                raise StoreLockedError(
+                    f"{self._path.parent}: in use by process {holder or 'unknown'}; "
+                    "use another --home, or stop it with `batchrun down`"
+                )
+            time.sleep(POLL_INTERVAL_S)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, str(os.getpid()).encode(), 0)
+        self._fd = fd
+
+    def find_holder(self) -> int | None:
+        """The process that holds the lock: None for nobody, 0 when its pid is not written yet.
+
+        Writes nothing, so it answers on a full or read-only disk too.
+        """
+        try:
+            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        try:
+            if _try_lock(fd):
+                return None
+            holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
+            return int(holder) if holder.isdecimal() else 0
+        finally:
+            os.close(fd)
+
+    def release(self) -> None:
+        """Give the lock back; does nothing when it is not held."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+LIBRARIES = {
+    "s3": "s3fs: pip install 'batchrun[s3]'",
+    "gs": "gcsfs: pip install gcsfs",
+    "az": "adlfs: pip install adlfs",
+    "abfs": "adlfs: pip install adlfs",
+}
+"""What serves each scheme, and how to install it. No other scheme is ever handed to fsspec."""
+MAX_NAME_BYTES = 128
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+
+
+def is_url(place: str) -> bool:
+    """Whether this names an object, or tries to; else it is a path."""
+    return _URL.match(place) is not None
+
+
+def scheme_of(url: str) -> str:
+    """`s3` and so on."""
+    return url.partition("://")[0].lower()
+
+
+def name_of(url: str) -> str:
+    """The last part of an object's key, or the end of a long one: what a copy of it is called."""
+    name = url.rpartition("/")[2].encode("utf-8", "replace")
+    return name[-MAX_NAME_BYTES:].decode("utf-8", "ignore")
+
+
+def check_place(place: str) -> str:
+    """The place of one input or output: any path, or the URL of an object. Raises ValueError."""
+    if is_url(place):
+        check_url(place)
+        if not _key_of(place) or place.endswith("/"):
+            raise ValueError(f"{place}: names no object; write {scheme_of(place)}://BUCKET/KEY")
+    return place
+
+
+def check_prefix(url: str) -> str:
+    """The URL of a bucket, or of a part of one, without a slash at its end. Raises ValueError."""
+    if not is_url(url):
+        raise ValueError(f"must be a URL such as s3://BUCKET/PREFIX (got {url!r})")
+    check_url(url)
+    return url.rstrip("/")
+
+
+def check_url(url: str) -> None:
+    """Raises ValueError for a URL that is not served; the message repeats no credentials."""
+    scheme, rest = scheme_of(url), url.partition("://")[2]
+    if scheme not in LIBRARIES:
+        known = ", ".join(f"{name}://" for name in LIBRARIES)
+        raise ValueError(f"{scheme}:// is not served; use {known}, or a path")
+    bucket = rest.partition("/")[0]
+    if not bucket:
+        raise ValueError(f"{url}: names no bucket")
+    if "@" in bucket and (":" in bucket or scheme in {"s3", "gs"}):
+        raise ValueError(
+            f"{scheme}://: credentials do not belong in a URL; set them in the environment"
+        )
+    if "::" in url or any(ord(char) < 32 for char in url):
+        raise ValueError(f"{url!r}: '::' and control characters cannot be part of a URL")
+    if {".", ".."} & set(rest.split("/")):
+        raise ValueError(f"{url}: '.' and '..' cannot be part of a URL")
+
+
+def _key_of(url: str) -> str:
+    return url.partition("://")[2].partition("/")[2]

@@ -1,10 +1,7 @@
-"""What online calls of each API key have used: counted by gateways, read by `batchrun keys list`.
+"""API keys as text, `sk-br-ID-SECRET`, and what online calls of each have used.
 
-A file with 24 bytes for each key, by its number: calls, prompt tokens, output tokens.
-
-Who can reach an address.
-
-API keys as text: `sk-br-ID-SECRET`. Who holds the text is the key; batchrun keeps its hash.
+Who holds the text is the key; batchrun keeps its hash. Gateways count into a file with 24 bytes for
+each key, by its number: calls, prompt tokens, output tokens.
 """
 
 from __future__ import annotations

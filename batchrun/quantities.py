@@ -1,7 +1,4 @@
-"""Durations as people write them: in a job file, in batchrun.yaml, on the command line.
-
-Failure limits as people write them in a job file.
-"""
+"""Durations and failure limits as people write them."""
 
 from __future__ import annotations
 

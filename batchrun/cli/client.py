@@ -1,7 +1,4 @@
-"""Watching one job until it ends.
-
-Asking the running daemon, over HTTP on loopback.
-"""
+"""Asking the running daemon, over HTTP on loopback; watching one job until it ends."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""What the user sees: results on stdout, progress and one-line errors on stderr.
-
-Files that a command writes after long work.
-
-Options that many commands share.
-
-Commands that simulate need a Python in which vLLM can be imported.
-"""
+"""What commands share: results on stdout, progress and errors on stderr, common options."""
 
 from __future__ import annotations
 

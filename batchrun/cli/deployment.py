@@ -1,7 +1,4 @@
-"""The `up` and `down` commands, and the daemon as a background process.
-
-The `init` command, a folder in which `batchrun run` works at once, and `version`.
-"""
+"""The `up`, `down`, `init` and `version` commands, and the daemon as a background process."""
 
 from __future__ import annotations
 
@@ -150,7 +147,7 @@ def _run_here(deployment: Deployment, home: Home) -> None:
 
 def _stop_daemon(home: Home) -> bool:
     """SIGTERM to the holder of the store's lock, SIGKILL after `STOP_WAIT_S`."""
-    from batchrun.store.lock import StoreLock
+    from batchrun.files import StoreLock
 
     lock = StoreLock(home.store_lock)
     deadline_s = time.monotonic() + STOP_WAIT_S

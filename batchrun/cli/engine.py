@@ -1,9 +1,4 @@
-"""The `engine` and `models` commands.
-
-The `calibrate` command: measure an engine of the deployment and write its profile.
-
-The `doctor` command: what is missing on this machine, and the one command that mends it.
-"""
+"""The `engine`, `models`, `calibrate` and `doctor` commands."""
 
 from __future__ import annotations
 

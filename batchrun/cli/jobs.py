@@ -1,7 +1,4 @@
-"""Commands that change jobs: submit, cancel, pause, resume, offline.
-
-The `run` command: one job from nothing to its output file.
-"""
+"""Commands that change jobs: submit, cancel, pause, resume, offline, and `run` for all at once."""
 
 from __future__ import annotations
 
@@ -217,9 +214,9 @@ def hand_over(job: NewJob, home: Home) -> tuple[str, bool]:
 
 
 def _add_to_store(job: NewJob, home: Home) -> str:
+    from batchrun.files import StoreLock
     from batchrun.store import jobs
     from batchrun.store.database import open_store
-    from batchrun.store.lock import StoreLock
     from batchrun.store.place import DaemonLock, open_for
 
     home.create()

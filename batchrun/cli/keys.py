@@ -19,6 +19,7 @@ from batchrun.cli.deployment import read_deployment
 from batchrun.config import checked_name, load_home
 from batchrun.daemon.upkeep import KeyList
 from batchrun.errors import DaemonUnavailableError, InputError
+from batchrun.files import StoreLock
 from batchrun.home import Home
 from batchrun.keys import OnlineUsage, UsageFile, digest, new_key
 from batchrun.store import api_keys
@@ -32,7 +33,6 @@ from batchrun.store.api_keys import (
 )
 from batchrun.store.database import open_store
 from batchrun.store.jobs import Counts
-from batchrun.store.lock import StoreLock
 from batchrun.store.place import open_for
 
 LOCK_WAIT_S = 5.0

@@ -1,6 +1,6 @@
-"""The entry point. What it imports first is little, so that Ctrl-C is never a traceback.
+"""The `batchrun` command: its subcommands, and how errors leave it.
 
-The `batchrun` command: its subcommands, and how errors leave it.
+What it imports first is little, so that Ctrl-C is never a traceback.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from batchrun.config import load_home
 from batchrun.daemon.ending import export
 from batchrun.daemon.view import output_path, spec_of
 from batchrun.errors import InputError, StateError, UnknownJobError
-from batchrun.files import scratch_folder
+from batchrun.files import check_place, is_url, name_of, scratch_folder
 from batchrun.home import Home
 from batchrun.jobs import objects
 from batchrun.store import jobs as job_records
@@ -33,7 +33,6 @@ from batchrun.store import results as result_records
 from batchrun.store.database import Store, open_store
 from batchrun.store.jobs import JobRecord
 from batchrun.types import JobState
-from batchrun.urls import check_place, is_url, name_of
 
 OUTPUT_SUFFIXES = (".parquet", ".jsonl")
 

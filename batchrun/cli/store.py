@@ -29,7 +29,7 @@ from batchrun.cli.console import (
 from batchrun.cli.deployment import read_deployment
 from batchrun.config import load_home
 from batchrun.errors import InputError, StoreLockedError
-from batchrun.files import atomic_file, remove_left_scratch
+from batchrun.files import StoreLock, atomic_file, remove_left_scratch
 from batchrun.home import Home
 from batchrun.jobs.results.file_bytes import check_contents, file_bytes_of, remove_expired
 from batchrun.jobs.results.keeping import UnusedLink, check_files, find_unused_links
@@ -39,7 +39,6 @@ from batchrun.store.check import Violation, check_store, readable_jobs
 from batchrun.store.database import Store, name_of, open_store, open_to_read
 from batchrun.store.files import FileRecord
 from batchrun.store.jobs import JobRecord
-from batchrun.store.lock import StoreLock
 from batchrun.store.upkeep import (
     body_bytes,
     find_removable,

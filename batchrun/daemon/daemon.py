@@ -17,10 +17,9 @@ from pathlib import Path
 
 from batchrun.daemon.dispatcher import Dispatcher
 from batchrun.daemon.ending import JobEnd
-from batchrun.daemon.engine_link import Steering
+from batchrun.daemon.engine_link import Slot, Steering
 from batchrun.daemon.job import ActiveJob
 from batchrun.daemon.opening import Opener
-from batchrun.daemon.slots import Slot
 from batchrun.daemon.upkeep import OfflineSwitch, remove_expired_files, remove_old_results
 from batchrun.daemon.writer import (
     RETRY_INTERVAL_S,

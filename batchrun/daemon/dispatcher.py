@@ -15,9 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from batchrun.daemon.dispatch import Assigner, Assignment
+from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.faults import FIRST_DELAY_S, MAX_SOLO_DEATHS, retry_delay_s
 from batchrun.daemon.job import ActiveJob, expected_output_tokens
-from batchrun.daemon.slots import Slot
 from batchrun.daemon.writer import ResultWriter
 from batchrun.errors import BatchrunError, EngineError, StoreError
 from batchrun.hints import RowHint, nodes_to_tell, put_hint

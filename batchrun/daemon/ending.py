@@ -1,10 +1,7 @@
-"""The end of a batch of OpenAI's API: its files of results, then the store says so.
+"""The end of a job, also of a batch of OpenAI's API: its files are written, then the store says so.
 
-The end of a job: every row in the output file, exactly once, in input order.
-
-The end of a job in object storage: tried until the storage takes it.
-
-The end of a job, seen from the daemon: its output file is written, then the store says so.
+Every row is in the output file exactly once, in input order. Object storage is tried until it takes
+the file.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from pathlib import Path
 from batchrun.daemon.view import output_path
 from batchrun.daemon.writer import ResultWriter, Stage, until_reached, until_stored
 from batchrun.errors import BatchrunError, DataError, StateError, StorageUnreachableError
-from batchrun.files import scratch_folder
+from batchrun.files import is_url, name_of, scratch_folder
 from batchrun.jobs import objects
 from batchrun.jobs.objects import in_thread
 from batchrun.jobs.results.batch_files import read_custom_ids, salvage_custom_ids, write_batch_files
@@ -34,7 +31,6 @@ from batchrun.store.batches import ResultFiles
 from batchrun.store.database import Store
 from batchrun.store.jobs import JobRecord
 from batchrun.types import JobState, ProgressSink, RowError
-from batchrun.urls import is_url, name_of
 
 NEVER_RAN = {
     JobState.CANCELLED: RowError("job_cancelled", "the job was cancelled before this row ran"),

@@ -1,10 +1,6 @@
-"""A job that is running: what the daemon keeps of it in memory. All of it is derived.
+"""A job that is running, as the daemon keeps it in memory: all of it is derived.
 
-Cached tokens that the plan foretells for a job's rows, beside those that engines return.
-
-How fast a job goes: rows and tokens per second over the last half minute.
-
-What each row of a job is expected to compute; the engines' usage corrects it afterwards.
+With it goes what its rows are expected to compute and to find cached, and how fast it goes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """From a job in the store to a job in memory: open its input, check it, plan it.
 
-A job that continues another: finished rows whose requests are the same are taken over.
-
-From a job in the store to a job in memory; a batch of OpenAI's API is validated on the way.
+A batch of OpenAI's API is validated on the way. A job that continues another takes over finished
+rows whose requests are the same.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.faults import IDENTICAL_ERRORS_LIMIT, SOLO, CircuitBreaker, Trials
 from batchrun.daemon.job import ActiveJob, CacheWatch, estimate_costs
-from batchrun.daemon.slots import Slot
 from batchrun.daemon.view import spec_of
 from batchrun.daemon.writer import until_reached, until_stored
 from batchrun.errors import EngineError, QuotaError, StateError, StorageUnreachableError

@@ -1,7 +1,4 @@
-"""Where an engine's calibration profile lies, and the promises that `slo: auto` makes of it.
-
-What an engine needs to run batchrun's scheduler: the package on its path, and a secret.
-"""
+"""What an engine needs to run batchrun's scheduler: package on its path, secret, profile."""
 
 from __future__ import annotations
 

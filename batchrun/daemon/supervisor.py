@@ -15,7 +15,7 @@ from pathlib import Path
 
 from batchrun.config import TINY_MODEL, Deployment, EngineConfig
 from batchrun.daemon.dispatcher import OFFLINE_PRIORITY
-from batchrun.daemon.engine_link import EngineLink
+from batchrun.daemon.engine_link import EngineLink, Slot, window_of
 from batchrun.daemon.plugin import (
     channel_path,
     last_steps_path,
@@ -24,7 +24,6 @@ from batchrun.daemon.plugin import (
     scheduler_settings,
     slo_classes,
 )
-from batchrun.daemon.slots import Slot, window_of
 from batchrun.engine import process
 from batchrun.engine.command import AttachedSettings, ManagedSettings
 from batchrun.engine.engine import AttachedEngine, Engine, ManagedEngine

@@ -1,9 +1,4 @@
-"""The API keys of a deployment: in the store, and in the file that the gateways follow.
-
-The switch for all offline work: durable, and obeyed by engines from their next step on.
-
-What goes when its time is over, removed by the daemon from time to time.
-"""
+"""The API keys of a deployment, its switch for offline work, and removal of what is outdated."""
 
 from __future__ import annotations
 
@@ -17,9 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from batchrun.daemon.dispatcher import Dispatcher
-from batchrun.daemon.engine_link import Steering
+from batchrun.daemon.engine_link import Slot, Steering
 from batchrun.daemon.job import ActiveJob
-from batchrun.daemon.slots import Slot
 from batchrun.errors import ConfigError, StorageError, StoreError
 from batchrun.files import write_atomically
 from batchrun.jobs.objects import in_thread

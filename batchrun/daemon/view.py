@@ -1,7 +1,4 @@
-"""What `status` shows of a job: the same whether a daemon runs it or the store is all there is.
-
-What `status` shows of an engine that runs batchrun's scheduler.
-"""
+"""What `status` shows of a job, whether a daemon runs it or not, and of an engine's scheduler."""
 
 from __future__ import annotations
 

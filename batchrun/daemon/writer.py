@@ -1,8 +1,6 @@
 """The one writer of results: commits in batches, acknowledges only what is committed.
 
-Work with the store that waits until the store is there.
-
-What the daemon has going on beside its loop: tasks that must not fail unseen, and stages.
+Also the daemon's tasks beside its loop, and work that waits until the store is there.
 """
 
 from __future__ import annotations

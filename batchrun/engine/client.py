@@ -1,9 +1,4 @@
-"""The HTTP client of an engine: one class for managed, attached and fake ones.
-
-What an engine says of its KV cache: `vllm:cache_config_info` among its metrics.
-
-What an engine's HTTP reply means for the row that asked. Pure: bytes in, `Outcome` out.
-"""
+"""The HTTP client of all engines, what a reply means for its row, and how much KV an engine has."""
 
 from __future__ import annotations
 

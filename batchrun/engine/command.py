@@ -1,7 +1,4 @@
-"""The command line that starts vLLM's OpenAI server, for the CPU and the GPU build.
-
-What an engine is told at its making. Frozen; `batchrun/config` fills it in.
-"""
+"""The command line that starts vLLM's OpenAI server, for the CPU and the GPU build."""
 
 from __future__ import annotations
 

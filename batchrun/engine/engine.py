@@ -1,8 +1,6 @@
-"""An engine that batchrun starts, watches, restarts and ends. It outlives the daemon.
+"""The one interface of all engines: those that batchrun starts and watches, and attached ones.
 
-An engine that somebody else runs: batchrun only calls it.
-
-The one interface of all engines.
+An engine that batchrun started outlives the daemon.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Building the engine's own environment: vLLM apart from batchrun, from our lock.
-
-What stands on this machine for an engine: its Python, its vLLM build, a GPU, a free port.
-"""
+"""What stands on this machine for an engine, and building its own environment from our lock."""
 
 from __future__ import annotations
 

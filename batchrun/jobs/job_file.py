@@ -18,11 +18,11 @@ from pydantic import JsonValue
 from pydantic_core import from_json
 
 from batchrun.errors import DataError, JobSpecError
+from batchrun.files import is_url
 from batchrun.jobs import objects
 from batchrun.jobs.prompts.templating import is_template, syntax_problem
 from batchrun.jobs.spec import InputFormat, JobFile, JobSpec, Source
 from batchrun.strict_yaml import Document, read_document, validate_document
-from batchrun.urls import is_url
 
 CONTENT_KEYS = {
     "/v1/chat/completions": "messages",

@@ -33,8 +33,8 @@ from batchrun.errors import (
     StoreError,
     StoreFullError,
 )
+from batchrun.files import LIBRARIES, check_url, scheme_of
 from batchrun.types import ProgressSink
-from batchrun.urls import LIBRARIES, check_url, scheme_of
 
 _PASSING_STATUSES = frozenset({408, 425, 429})
 _PASSING_KINDS = frozenset({

@@ -15,11 +15,10 @@ import xxhash
 from pydantic import BaseModel, ConfigDict
 
 from batchrun.errors import DataError, StoreError
-from batchrun.files import scratch_folder, sync_folder
+from batchrun.files import is_url, name_of, scratch_folder, sync_folder
 from batchrun.jobs import objects
 from batchrun.jobs.spec import InputSpec
 from batchrun.types import ProgressSink
-from batchrun.urls import is_url, name_of
 
 BLOCK_BYTES = 64 << 20
 _READ_BYTES = 1 << 20

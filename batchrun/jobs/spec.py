@@ -18,8 +18,8 @@ from pydantic import (
     field_validator,
 )
 
+from batchrun.files import check_place
 from batchrun.quantities import FailureLimit, parse_duration_s
-from batchrun.urls import check_place
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
 InputFormat = Literal["auto", "parquet", "jsonl", "csv", "openai-batch"]

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from batchrun.errors import DataError, JobSpecError, MissingObjectError
+from batchrun.files import is_url
 from batchrun.jobs import objects
 from batchrun.jobs.inputs.data import InputData, check_columns, check_ids, open_input, open_pinned
 from batchrun.jobs.pin import InputPin, fetched_input, keep_input, verify_pin
@@ -24,7 +25,6 @@ from batchrun.pool.prefix_keys import CHUNK_BYTES, ChainBuilder, ChainTable, Int
 from batchrun.pool.radix_tree import PrefixOrder, order_by_prefix
 from batchrun.store.jobs import JobRecord, NewJob
 from batchrun.types import ProgressSink, RowError
-from batchrun.urls import is_url
 
 FIRST_ROWS = 16
 FIRST_BYTES = 1 << 20

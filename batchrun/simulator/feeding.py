@@ -11,8 +11,8 @@ import numpy as np
 
 from batchrun.daemon.dispatch import Assigner, Assignment, EngineSlot
 from batchrun.daemon.dispatcher import POLL_INTERVAL_S, URGENT_LEAD
+from batchrun.daemon.engine_link import SCHEDULER_WINDOW
 from batchrun.daemon.faults import Trials
-from batchrun.daemon.slots import SCHEDULER_WINDOW
 from batchrun.hints import RowHint, nodes_to_tell, write_hint
 from batchrun.pool.fair_share import JobTurns
 from batchrun.pool.prefix_keys import IntArray

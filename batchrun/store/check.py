@@ -1,8 +1,6 @@
-"""Whether a store keeps every promise about itself. Reads only, and repairs nothing.
+"""Whether a store keeps every promise about itself, its batches and the rows of its jobs.
 
-Whether each batch of OpenAI's API fits the job that it is.
-
-Whether the rows of one job are what they should be: in range, once, whole and readable.
+Reads only, and repairs nothing.
 """
 
 from __future__ import annotations
@@ -25,14 +23,15 @@ from batchrun.store.jobs import (
     counts_of,
     record_of,
 )
-from batchrun.store.migrate import HEAD, find_revision
 from batchrun.store.schema import (
+    HEAD,
     api_keys,
     attempts,
     batches,
     bodies,
     epochs,
     files,
+    find_revision,
     jobs,
     results,
     suspects,

@@ -1,7 +1,4 @@
-"""Opening the store: to use it, or only to read it; SQL errors turned into our own.
-
-Many new rows in few statements.
-"""
+"""Opening the store, to use it or only to read it; many rows in few statements; SQL errors."""
 
 from __future__ import annotations
 
@@ -17,9 +14,9 @@ from sqlalchemy.dialects import sqlite as sqlite_dialect
 
 from batchrun.errors import StoreError, StoreLockedError
 from batchrun.failpoints import failpoint
+from batchrun.files import StoreLock
 from batchrun.store import postgresql, sqlite
-from batchrun.store.lock import StoreLock
-from batchrun.store.migrate import find_revision, migrate
+from batchrun.store.schema import find_revision, migrate
 
 MIGRATION_WAIT_S = 10.0
 

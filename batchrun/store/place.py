@@ -1,7 +1,4 @@
-"""The lock that keeps two daemons off one database, whatever their homes.
-
-Which store a home has: its SQLite file, or the database that its batchrun.yaml names.
-"""
+"""Which store a home has, an SQLite file or a database, and the lock against two daemons."""
 
 from __future__ import annotations
 
@@ -12,13 +9,12 @@ from typing import Any
 from sqlalchemy import Connection
 
 from batchrun.errors import ConfigError, StoreError, StoreLockedError, StoreUnreachableError
-from batchrun.files import write_atomically
+from batchrun.files import HeldLock, write_atomically
 from batchrun.home import Home
 from batchrun.store.database import Store, name_of, open_store, open_to_read
 from batchrun.store.jobs import list_jobs
-from batchrun.store.lock import HeldLock
-from batchrun.store.migrate import find_revision
 from batchrun.store.postgresql import DAEMON_LOCK, session_engine
+from batchrun.store.schema import find_revision
 
 LOCK_POLL_S = 0.1
 NOBODY = 0

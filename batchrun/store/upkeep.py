@@ -1,9 +1,7 @@
-"""Removing the results of jobs that ended long ago. The jobs themselves, and their counts, stay.
+"""Removing the results of jobs that ended long ago, copying a store, giving unused space back.
 
-A removal begins with a mark on the job: from then on its results can no longer be read, and what is
-left of a removal that a kill broke off is known for what it is and found again.
-
-A copy of the store as one moment has it, and unused space given back to the disk.
+Jobs and their counts stay. A removal begins with a mark on the job: from then on its results can no
+longer be read, and what is left of a removal that a kill broke off is found again.
 """
 
 from __future__ import annotations

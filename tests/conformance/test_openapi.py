@@ -14,7 +14,7 @@ from batch_rig import MODEL, chat_lines, connect, jsonl, offline_work_held
 from deployment_rig import DeploymentRig
 from schemathesis.core.transport import Response
 
-from batchrun.server.gateway.api_document import load_document
+from batchrun.server.gateway.app import load_document
 from benchmarks.api_calls import Example, check_call
 from benchmarks.api_fuzz import Fuzzer
 

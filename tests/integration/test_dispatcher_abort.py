@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchrun.daemon.daemon import Daemon
-from batchrun.daemon.slots import Slot
+from batchrun.daemon.engine_link import Slot
 from batchrun.engine.command import AttachedSettings, ManagedSettings
 from batchrun.engine.engine import AttachedEngine
 from batchrun.jobs.job_file import load_job_file

@@ -12,9 +12,9 @@ from postgres_server import END_LOCK_SESSION, PASSWORD, QUOTED_PASSWORD, Postgre
 from store_builders import select
 
 from batchrun.errors import StoreLockedError
+from batchrun.files import StoreLock
 from batchrun.home import Home
 from batchrun.store.database import open_store
-from batchrun.store.lock import StoreLock
 from batchrun.store.place import DaemonLock
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ import pytest
 from deployment_rig import DeploymentRig
 from store_builders import execute, grow_dump, load_dump, read_tables
 
-from batchrun.store.migrate import HEAD
+from batchrun.store.schema import HEAD
 
 pytestmark = pytest.mark.sqlite_file
 

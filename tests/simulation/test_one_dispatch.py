@@ -17,9 +17,9 @@ import pytest
 from job_builders import make_tree_job
 
 from batchrun.daemon.dispatch import Assigner, Assignment, EngineSlot
+from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.faults import accuse_rows
 from batchrun.daemon.job import ActiveJob
-from batchrun.daemon.slots import Slot
 from batchrun.engine.command import AttachedSettings
 from batchrun.engine.engine import AttachedEngine
 from batchrun.pool.row_queue import Window

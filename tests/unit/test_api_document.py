@@ -20,8 +20,7 @@ from batchrun.server.api.batches import ENDPOINTS, KEYS, Batches, batches_router
 from batchrun.server.api.files import Files, files_router
 from batchrun.server.api.upload import FILE_FIELD, PURPOSES, TEXT_FIELDS
 from batchrun.server.gateway.admission import Door, KeyRing
-from batchrun.server.gateway.api_document import document_json, load_document
-from batchrun.server.gateway.app import Gateway, GatewaySettings
+from batchrun.server.gateway.app import Gateway, GatewaySettings, document_json, load_document
 from batchrun.server.gateway.forward import Balancer, Forwarder, open_session
 from batchrun.store.database import Store
 

@@ -9,8 +9,8 @@ from job_builders import make_tree_job
 
 from batchrun.daemon.dispatch import Assigner
 from batchrun.daemon.dispatcher import SentRow
+from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.job import ActiveJob
-from batchrun.daemon.slots import Slot
 from batchrun.engine.command import AttachedSettings
 from batchrun.engine.engine import AttachedEngine
 from batchrun.pool.row_queue import Window

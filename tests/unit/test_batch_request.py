@@ -8,8 +8,7 @@ import pytest
 
 from batchrun.pool.fair_share import JobTurns, Turn
 from batchrun.server.api.batches import read_batch_request
-from batchrun.server.api.callers import Caller
-from batchrun.server.api.errors import ApiError
+from batchrun.server.api.errors import ApiError, Caller
 
 SOUND = {
     "input_file_id": "file-1",

@@ -10,14 +10,14 @@ from store_builders import answered, execute, load_dump, refused
 
 from batchrun.errors import StateError
 from batchrun.jobs.batch import new_batch_job
-from batchrun.server.api.objects import batch_object
+from batchrun.server.api.batches import batch_object
 from batchrun.store import batches, files, jobs, results
 from batchrun.store.batches import BatchError, BatchRecord, NewBatch, ResultFiles, ValidInput
 from batchrun.store.check import check_store
 from batchrun.store.database import Store
 from batchrun.store.files import FilePage, NewFile
 from batchrun.store.jobs import Counts, JobRecord
-from batchrun.store.migrate import HEAD
+from batchrun.store.schema import HEAD
 from batchrun.types import JobState
 
 ENDPOINT = "/v1/chat/completions"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batchrun.daemon.dispatch import Demand, choose_engine
-from batchrun.daemon.slots import Slot
+from batchrun.daemon.engine_link import Slot
 from batchrun.engine.command import AttachedSettings
 from batchrun.engine.engine import AttachedEngine
 from batchrun.pool.row_queue import Window

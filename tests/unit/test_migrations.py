@@ -13,12 +13,12 @@ import pytest
 from store_builders import DUMPS, load_dump, read_tables
 
 from batchrun.errors import StoreError, StoreLockedError
+from batchrun.files import StoreLock
 from batchrun.store import database, jobs, results
 from batchrun.store.check import check_store
 from batchrun.store.database import open_store, open_to_read
 from batchrun.store.jobs import Counts
-from batchrun.store.lock import StoreLock
-from batchrun.store.migrate import HEAD, REVISIONS
+from batchrun.store.schema import HEAD, REVISIONS
 
 KILLED_AT = """
 import os, signal, sys
@@ -39,7 +39,7 @@ open_store(sys.argv[1])
 HOLDS_LOCK = """
 import sys
 from pathlib import Path
-from batchrun.store.lock import StoreLock
+from batchrun.files import StoreLock
 
 with StoreLock(Path(sys.argv[1])):
     print("held", flush=True)

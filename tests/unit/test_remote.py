@@ -21,8 +21,8 @@ from batchrun.errors import (
     StorageError,
     StorageUnreachableError,
 )
+from batchrun.files import check_place, check_prefix, is_url, name_of
 from batchrun.jobs import objects
-from batchrun.urls import check_place, check_prefix, is_url, name_of
 from benchmarks.ports import free_port
 
 DENIED = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"

@@ -9,10 +9,10 @@ import pytest
 from store_builders import answered, execute, refused
 
 from batchrun.errors import StateError, StoreError, StoreLockedError, UnknownJobError
+from batchrun.files import StoreLock
 from batchrun.store import jobs, results
 from batchrun.store.database import Store, open_store
 from batchrun.store.jobs import Counts, NewJob
-from batchrun.store.lock import StoreLock
 from batchrun.store.sqlite import refuse_network_file_system
 from batchrun.types import JobState, RowError
 

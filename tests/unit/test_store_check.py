@@ -17,7 +17,7 @@ from batchrun.store import jobs, results
 from batchrun.store.check import check_store
 from batchrun.store.database import Store, open_to_read
 from batchrun.store.jobs import NewJob
-from batchrun.store.migrate import HEAD
+from batchrun.store.schema import HEAD
 from batchrun.types import JobState
 
 NOBODY = 65_534

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from batchrun.store.lock import StoreLock
+from batchrun.files import StoreLock
 
 
 def test_a_held_lock_names_its_holder(tmp_path: Path) -> None:

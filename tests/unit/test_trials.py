@@ -12,10 +12,9 @@ from job_builders import make_tree_job
 from msgspec.structs import replace
 
 from batchrun.daemon.dispatch import Assigner
-from batchrun.daemon.engine_link import EngineLink
+from batchrun.daemon.engine_link import EngineLink, Slot
 from batchrun.daemon.faults import SOLO, Trials, accuse_rows
 from batchrun.daemon.job import ActiveJob
-from batchrun.daemon.slots import Slot
 from batchrun.engine.command import AttachedSettings
 from batchrun.engine.engine import AttachedEngine
 from batchrun.pool.row_queue import Window

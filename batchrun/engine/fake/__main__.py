@@ -1,7 +1,4 @@
-"""`python -m batchrun.engine.fake --port PORT`: the fake engine as a process of its own.
-
-The HTTP side of the fake engine.
-"""
+"""`python -m batchrun.engine.fake --port PORT`: the fake engine's process and its HTTP side."""
 
 from __future__ import annotations
 

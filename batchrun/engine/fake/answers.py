@@ -1,8 +1,6 @@
-"""The OpenAI replies of the fake engine: whole and streamed.
+"""The fake engine's OpenAI calls and replies, and the deterministic tokens and cache behind them.
 
-Deterministic tokens: the fake engine's tokenizer, its prefix cache and its prose.
-
-Reading the OpenAI bodies the fake engine is sent; refusals are worded as vLLM words them.
+Refusals are worded as vLLM words them.
 """
 
 from __future__ import annotations

@@ -14,12 +14,12 @@ import pyarrow.parquet as pq
 from pydantic import ValidationError
 
 from batchrun.errors import BatchrunError
+from batchrun.files import is_url
 from batchrun.jobs import objects
 from batchrun.jobs.pin import InputPin, PinnedFile, hash_blocks, link_name, pinned_path
 from batchrun.store.check import Violation
 from batchrun.store.jobs import JobRecord
 from batchrun.types import JobState
-from batchrun.urls import is_url
 
 WITH_OUTPUT = frozenset({JobState.COMPLETED, JobState.CANCELLED, JobState.EXPIRED})
 ORPHAN_AGE_S = 86_400.0

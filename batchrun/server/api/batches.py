@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import get_args
 
@@ -18,10 +18,12 @@ from batchrun.errors import StateError
 from batchrun.jobs.batch import new_batch_job
 from batchrun.jobs.spec import MAX_WEIGHT, MIN_WEIGHT, Endpoint
 from batchrun.quantities import parse_duration_s
-from batchrun.server.api.callers import ANYBODY, Caller, caller_of
 from batchrun.server.api.errors import (
+    ANYBODY,
     ApiError,
     AsciiJson,
+    Caller,
+    caller_of,
     check_choice,
     check_expiry,
     check_range,
@@ -31,10 +33,11 @@ from batchrun.server.api.errors import (
     required_text,
     wrong_type,
 )
-from batchrun.server.api.objects import JsonObject, batch_object, list_object, status_of
+from batchrun.server.api.files import JsonObject, instant_of, list_object
 from batchrun.store import batches, results
 from batchrun.store.batches import BatchRecord, NewBatch
 from batchrun.store.jobs import Counts
+from batchrun.types import JobState
 
 ENDPOINTS: Sequence[str] = get_args(Endpoint)
 KEYS = frozenset({
@@ -53,6 +56,17 @@ MAX_USER_WEIGHT = 1
 """The weight of a batch that names none: no user key takes from the share of another."""
 MAX_IDEMPOTENCY_KEY_CHARS = 255
 EXTENSION = "batchrun"
+BATCH_STATUSES = {
+    JobState.VALIDATING: "validating",
+    JobState.RUNNING: "in_progress",
+    JobState.PAUSED: "in_progress",
+    JobState.FINALIZING: "finalizing",
+    JobState.COMPLETED: "completed",
+    JobState.FAILED: "failed",
+    JobState.CANCELLING: "cancelling",
+    JobState.CANCELLED: "cancelled",
+    JobState.EXPIRED: "expired",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,3 +336,72 @@ async def _read_json(request: Request) -> dict[str, object]:
 
 def _no_such_batch(batch_id: str, param: str | None = None) -> ApiError:
     return ApiError(404, f"No batch found with id '{batch_id}'.", param=param)
+
+
+def status_of(batch: BatchRecord) -> str:
+    """OpenAI's word for the job's state. What it has no word for looks as if nothing happened: a
+    pause, and the time it takes to write what an expired batch has."""
+    job = batch.job
+    is_expiring = job.state is JobState.FINALIZING and job.ends_as is JobState.EXPIRED
+    if is_expiring or job.state is JobState.PAUSED:
+        return "validating" if job.started_at is None else "in_progress"
+    return BATCH_STATUSES[job.state]
+
+
+def batch_object(batch: BatchRecord, counts: Counts) -> JsonObject:
+    """A batch; `counts` are those of its job now."""
+    job = batch.job
+
+    def ended(state: JobState) -> int | None:
+        return instant_of(job.finished_at) if job.state is state else None
+
+    return {
+        "id": job.id,
+        "object": "batch",
+        "endpoint": batch.endpoint,
+        "model": batch.model,
+        "errors": _errors(batch),
+        "input_file_id": batch.input_file_id,
+        "completion_window": batch.completion_window,
+        "status": status_of(batch),
+        "output_file_id": batch.output_file_id,
+        "error_file_id": batch.error_file_id,
+        "created_at": int(job.created_at),
+        "in_progress_at": instant_of(job.started_at),
+        "expires_at": instant_of(job.expires_at),
+        "finalizing_at": instant_of(job.finalizing_at),
+        **_endings(ended),
+        "cancelling_at": instant_of(job.cancelling_at),
+        "request_counts": {
+            "total": job.num_rows,
+            "completed": counts.num_completed,
+            "failed": counts.num_failed,
+        },
+        "usage": _usage(batch, counts),
+        "metadata": None if batch.metadata is None else dict(batch.metadata),
+    }
+
+
+def _endings(ended: Callable[[JobState], int | None]) -> JsonObject:
+    return {
+        "completed_at": ended(JobState.COMPLETED),
+        "failed_at": ended(JobState.FAILED),
+        "expired_at": ended(JobState.EXPIRED),
+        "cancelled_at": ended(JobState.CANCELLED),
+    }
+
+
+def _errors(batch: BatchRecord) -> JsonObject | None:
+    if batch.errors is None:
+        return None
+    return {"object": "list", "data": [asdict(error) for error in batch.errors]}
+
+
+def _usage(batch: BatchRecord, counts: Counts) -> JsonObject:
+    return {
+        "input_tokens": counts.num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": counts.num_cached_tokens},
+        "output_tokens": counts.num_output_tokens,
+        "output_tokens_details": {"reasoning_tokens": batch.num_reasoning_tokens or 0},
+        "total_tokens": counts.num_prompt_tokens + counts.num_output_tokens,
+    }

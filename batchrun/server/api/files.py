@@ -19,15 +19,14 @@ from batchrun.jobs import objects
 from batchrun.jobs.objects import in_thread
 from batchrun.jobs.results.batch_files import RESULT_PURPOSE
 from batchrun.jobs.results.file_bytes import FileBytes, remove_file
-from batchrun.server.api.callers import caller_of
-from batchrun.server.api.errors import ApiError, AsciiJson, check_choice, limit_in
-from batchrun.server.api.objects import file_object, list_object
+from batchrun.server.api.errors import ApiError, AsciiJson, caller_of, check_choice, limit_in
 from batchrun.server.api.upload import UploadSlots, receive_file
 from batchrun.store import files
 from batchrun.store.database import Store
 from batchrun.store.files import FilePage, FileRecord
 
 MEDIA_TYPE = "application/octet-stream"
+JsonObject = dict[str, object]
 
 
 async def stream_object(url: str, size_bytes: int, filename: str) -> StreamingResponse:
@@ -182,3 +181,34 @@ def files_router(made: Files, guards: Sequence[params.Depends]) -> APIRouter:
 
 def _unknown(file_id: str, param: str = "id") -> ApiError:
     return ApiError(404, f"No such File object: {file_id}", param=param)
+
+
+def list_object(items: Sequence[JsonObject], *, has_more: bool) -> JsonObject:
+    """A page of a list."""
+    return {
+        "object": "list",
+        "data": list(items),
+        "first_id": items[0]["id"] if items else None,
+        "last_id": items[-1]["id"] if items else None,
+        "has_more": has_more,
+    }
+
+
+def file_object(file: FileRecord) -> JsonObject:
+    """A file."""
+    return {
+        "id": file.id,
+        "object": "file",
+        "bytes": file.size_bytes,
+        "created_at": int(file.created_at),
+        "expires_at": instant_of(file.expires_at),
+        "filename": file.filename,
+        "purpose": file.purpose,
+        "status": "processed",
+        "status_details": None,
+    }
+
+
+def instant_of(at_s: float | None) -> int | None:
+    """Whole Unix seconds, as OpenAI's objects have them."""
+    return None if at_s is None else int(at_s)

@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from batchrun.daemon.daemon import Daemon
-from batchrun.daemon.slots import Slot
+from batchrun.daemon.engine_link import Slot
 from batchrun.types import EngineState
 from batchrun.wire import Telemetry
 

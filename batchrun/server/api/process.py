@@ -26,14 +26,12 @@ from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.supervisor import DaemonUpstream, Supervisor, split_listen
 from batchrun.daemon.upkeep import KeyList
 from batchrun.errors import BatchrunError, EngineError, StoreUnreachableError
-from batchrun.files import allow_many_open_files, remove_left_scratch, write_atomically
+from batchrun.files import StoreLock, allow_many_open_files, remove_left_scratch, write_atomically
 from batchrun.home import DaemonAddress, Home
 from batchrun.jobs.results.file_bytes import FileBytes, open_file_bytes, recover_files
 from batchrun.quantities import parse_age_s
-from batchrun.server.api.app import Edge, make_app
-from batchrun.server.api.status import Status
+from batchrun.server.api.app import Edge, Status, make_app
 from batchrun.store.database import Store
-from batchrun.store.lock import StoreLock
 from batchrun.store.place import DaemonLock, open_for
 
 log = logging.getLogger(__name__)

@@ -1,9 +1,4 @@
-"""Which headers cross the gateway, and request ids.
-
-OpenAI's error envelope: `{"error": {"message", "type", "param", "code"}}`.
-
-A call that the gateway answers itself, with what the envelope and the headers say.
-"""
+"""What the gateway answers itself: OpenAI's error envelope, headers that may cross, request ids."""
 
 from __future__ import annotations
 

@@ -1,10 +1,6 @@
-"""One call to an engine: choose it, open the exchange, close it whatever happens.
+"""One call to an engine: choose it, open the exchange, pass the reply on, close it in any case.
 
-Which engine takes the next call: a router ranks them by what this worker has in flight.
-
-Hand an engine's reply to the caller, each piece as it comes.
-
-Files and batches: passed on to the daemon, bodies streamed both ways and held nowhere.
+Files and batches go to the daemon in the same way, held nowhere.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The HTTP server below the routes: its own errors wear the envelope too.
-
-Run one gateway worker: bind, serve, drain.
-"""
+"""One gateway worker: bind, serve, drain. Errors below the routes wear OpenAI's envelope too."""
 
 from __future__ import annotations
 

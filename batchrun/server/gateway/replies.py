@@ -1,12 +1,7 @@
-"""Writes `service_tier` into an engine's reply: vLLM leaves it empty.
+"""What is changed in the reply to a steered call, and what a call has used: as the bytes pass.
 
-Only what it belongs to is touched, and of that only this key: every other value keeps its bytes.
-
-Counts what one call has used, from what its reply says as it passes: nothing is parsed.
-
-Keep an engine's secret out of its replies: vLLM repeats parts of a body that it cannot read.
-
-What is changed in the reply to a steered call: its tier is said, a secret of ours is not.
+vLLM leaves `service_tier` empty: only that key is written. vLLM repeats parts of a body that it
+cannot read: an engine's secret is kept out.
 """
 
 from __future__ import annotations
