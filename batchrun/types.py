@@ -53,7 +53,7 @@ class RequestClass(StrEnum):
     OFFLINE = "offline"
 
 
-class EngineState(StrEnum):
+class EnginePhase(StrEnum):
     """The life of one engine as the daemon sees it."""
 
     STARTING = "starting"

@@ -167,7 +167,7 @@ class RecordedCall(Struct, frozen=True, array_like=True):
     num_output_tokens: int
 
 
-class Recording(Struct, frozen=True):
+class RecordedCalls(Struct, frozen=True):
     """Online calls in the order of their ends, numbered from 0; the first here is `first_number`.
 
     `id` differs with every start of the engine and of recording: numbers begin anew with it.
@@ -193,7 +193,7 @@ class Answer(Struct, frozen=True):
     token_budget: int
     is_offline_on: bool
     error: str | None = None
-    recording: Recording | UnsetType = UNSET
+    recording: RecordedCalls | UnsetType = UNSET
 
 
 class OrdersError(ValueError):

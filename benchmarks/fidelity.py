@@ -26,7 +26,7 @@ import numpy as np
 from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.offline_jobs import JobTerms, job_of_file
 from batchrun.simulator.online import Calls
-from batchrun.simulator.replay import Arrival
+from batchrun.simulator.replay import CallArrival
 from batchrun.simulator.scenario_file import calibrated
 from batchrun.simulator.simulation import Simulated, SimulationPlan, simulate
 from batchrun.simulator.virtual.engine import Timing
@@ -133,7 +133,7 @@ def _engine(known: Calibrated) -> EnginePlan:
     return calibrated(plan, profile)
 
 
-def _calls(arrivals: list[Arrival], after_s: float = 0.0) -> Calls:
+def _calls(arrivals: list[CallArrival], after_s: float = 0.0) -> Calls:
     """The chats with the prompt tokens that the model's template makes of them."""
     return Calls(
         np.array([after_s + call.at_s for call in arrivals]),

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchrun.samples.generators import TextSource, paragraphs
-from batchrun.simulator.replay import Arrival, TokenRange
+from batchrun.simulator.replay import CallArrival, TokenRange
 from benchmarks.replay import TraceShape, generate_trace
 
 CHAT = TokenRange(mu=4.0, sigma=0.8, min_tokens=8, max_tokens=300)
@@ -35,7 +35,7 @@ class Workload:
     rate_per_s: float
     burst_factor: float
 
-    def arrivals(self, duration_s: float) -> list[Arrival]:
+    def arrivals(self, duration_s: float) -> list[CallArrival]:
         """The chats; the same in every repeat."""
         shape = TraceShape(
             duration_s=duration_s,

@@ -21,7 +21,7 @@ from batchrun.jobs.prompts.tokens import read_prompts
 from batchrun.samples.generators import TextSource
 from batchrun.simulator.cluster import FrontEndTimes
 from batchrun.simulator.records import Slo
-from batchrun.simulator.replay import Arrival, OnlineResult, ReplayTarget, percentile, replay
+from batchrun.simulator.replay import CallArrival, OnlineResult, ReplayTarget, percentile, replay
 from benchmarks.deployment import Deployment
 from benchmarks.fidelity_jobs import Workload
 
@@ -44,18 +44,18 @@ async def measure_front_end(
     source = TextSource(1)
     for num_tokens in (TOKENS_SHORT, TOKENS_LONG):
         prompt = " ".join(source.sentences(Random(num_tokens), num_tokens))
-        await replay([Arrival(0.0, prompt, 1)], target)
-        calls = [Arrival(SPACING_S * i, prompt, 1) for i in range(NUM_CALLS)]
+        await replay([CallArrival(0.0, prompt, 1)], target)
+        calls = [CallArrival(SPACING_S * i, prompt, 1) for i in range(NUM_CALLS)]
         costs_s.append((await _cpu_s(target, server, calls) - idle_s) / NUM_CALLS)
         lengths.append(count_tokens(prompt))
     token_s = max(0.0, (costs_s[1] - costs_s[0]) / (lengths[1] - lengths[0]))
     return FrontEndTimes(max(0.0, costs_s[0] - token_s * lengths[0]), token_s)
 
 
-async def _cpu_s(target: ReplayTarget, server: psutil.Process, calls: list[Arrival]) -> float:
+async def _cpu_s(target: ReplayTarget, server: psutil.Process, calls: list[CallArrival]) -> float:
     """Processor time of the server in the time of all calls; without calls: of as long a wait."""
     before_s = _spent_s(server)
-    await replay([*calls, Arrival(SPACING_S * NUM_CALLS, "end", 1)], target)
+    await replay([*calls, CallArrival(SPACING_S * NUM_CALLS, "end", 1)], target)
     return _spent_s(server) - before_s
 
 

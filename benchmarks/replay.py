@@ -20,7 +20,7 @@ from batchrun.errors import BatchrunError, ConfigError
 from batchrun.simulator.replay import (
     CHAT_ANSWER,
     CHAT_PROMPT,
-    Arrival,
+    CallArrival,
     OnlineResult,
     ReplayTarget,
     TokenRange,
@@ -125,11 +125,11 @@ class TraceShape:
         return self.rate_per_s * (self.burst_factor if is_burst else 1.0)
 
 
-def generate_trace(shape: TraceShape, *, seed: int) -> list[Arrival]:
+def generate_trace(shape: TraceShape, *, seed: int) -> list[CallArrival]:
     """The arrivals of `shape` in order of time; the same seed gives the same trace."""
     rng = random.Random(seed)
     top_rate_per_s = shape.rate_per_s * max(1.0, shape.burst_factor)
-    arrivals: list[Arrival] = []
+    arrivals: list[CallArrival] = []
     at_s = 0.0
     while top_rate_per_s > 0:
         at_s += rng.expovariate(top_rate_per_s)
@@ -139,11 +139,11 @@ def generate_trace(shape: TraceShape, *, seed: int) -> list[Arrival]:
         if rng.random() * top_rate_per_s < shape.rate_at(at_s):
             num_words = shape.prompt.draw(rng)
             max_tokens = shape.output.draw(rng)
-            arrivals.append(Arrival(at_s, make_prompt(num_words, rng=rng), max_tokens))
+            arrivals.append(CallArrival(at_s, make_prompt(num_words, rng=rng), max_tokens))
     return arrivals
 
 
-def arrivals_of(trace: Trace, *, seed: int) -> list[Arrival]:
+def arrivals_of(trace: Trace, *, seed: int) -> list[CallArrival]:
     """The calls of a trace; prompts share nothing, whatever its prefix blocks say."""
     rng = random.Random(seed)
     calls = zip(
@@ -153,7 +153,7 @@ def arrivals_of(trace: Trace, *, seed: int) -> list[Arrival]:
         strict=True,
     )
     return [
-        Arrival(at_s, make_prompt(num_words, rng=rng), max_tokens)
+        CallArrival(at_s, make_prompt(num_words, rng=rng), max_tokens)
         for at_s, num_words, max_tokens in calls
     ]
 
@@ -212,7 +212,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _arrivals(options: argparse.Namespace) -> list[Arrival]:
+def _arrivals(options: argparse.Namespace) -> list[CallArrival]:
     for flag in ("duration_s", "burst_period_s", "timeout_s"):
         if getattr(options, flag) <= 0:
             raise ConfigError(f"--{flag.replace('_', '-')} must be above 0")
@@ -228,7 +228,7 @@ def _arrivals(options: argparse.Namespace) -> list[Arrival]:
     return generate_trace(shape, seed=options.seed)
 
 
-def _recorded(options: argparse.Namespace) -> list[Arrival]:
+def _recorded(options: argparse.Namespace) -> list[CallArrival]:
     drawing = Drawing(seed=options.seed)
     start_s, seed = options.trace_start_s, options.seed
     trace = read_trace(options.trace, drawing=drawing)

@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchrun.jobs.inputs.data import InputData, open_input
+from batchrun.jobs.inputs.input_data import InputData, open_input
 from batchrun.jobs.inputs.spool import PlannedRows
 from batchrun.jobs.spec import InputSpec
 from batchrun.pool.prefix_keys import IntArray

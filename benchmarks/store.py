@@ -38,7 +38,7 @@ from batchrun.store import jobs, results
 from batchrun.store.check import check_store
 from batchrun.store.database import Store, open_store, open_to_read
 from batchrun.store.jobs import JobRecord
-from batchrun.store.upkeep import write_snapshot
+from batchrun.store.retention import write_snapshot
 from batchrun.types import JobState, Outcome, OutcomeKind, Usage
 from benchmarks.records import Bar, describe, finish, in_own_process, parser
 

@@ -36,9 +36,9 @@ from batchrun.simulator.traces.reading import (
     read_trace,
     save_trace,
 )
-from batchrun.simulator.traces.summary import Spread, TraceSummary, summarize_trace
+from batchrun.simulator.traces.summary import Quantiles, TraceSummary, summarize_trace
 from batchrun.simulator.traces.trace import Trace, scale_rate, scale_time
-from batchrun.wire import MAX_CALLS_SENT, RecordedCall, Recording
+from batchrun.wire import MAX_CALLS_SENT, RecordedCall, RecordedCalls
 
 app = typer.Typer(
     help="Generate sample data sets, or import the real ones.",
@@ -136,7 +136,7 @@ DRAIN_S = 60.0
 class _Told(msgspec.Struct):
     """The daemon's answer: what each engine recorded, and which engines cannot."""
 
-    engines: dict[str, Recording | None]
+    engines: dict[str, RecordedCalls | None]
     unrecorded: list[str]
 
 
@@ -234,7 +234,7 @@ class CallRecording:
     def _ask(self) -> _Told:
         return msgspec.convert(self.client.post("/calls", {"numbers": self.wanted}), _Told)
 
-    def take(self, told: Mapping[str, Recording | None]) -> bool:
+    def take(self, told: Mapping[str, RecordedCalls | None]) -> bool:
         """Keep what is new of each engine's answer; whether one has more to tell at once."""
         has_more = False
         for name, recording in told.items():
@@ -432,7 +432,7 @@ def _lines(summary: TraceSummary) -> Iterator[str]:
         yield f"prefixes   {summary.prefix_hit_rate:.1%} of the prompt tokens were seen before"
 
 
-def _spread(tokens: Spread) -> str:
+def _spread(tokens: Quantiles) -> str:
     return (
         f"{tokens.mean:,.0f} tokens on average, p50 {tokens.p50:,.0f}, p95 {tokens.p95:,.0f}, "
         f"p99 {tokens.p99:,.0f}, most {tokens.largest:,.0f}"

@@ -23,7 +23,7 @@ from batchrun.daemon.plugin import existing_profile
 from batchrun.errors import DaemonUnavailableError, EngineError, InputError
 from batchrun.home import Home
 from batchrun.jobs.figures import Inspected
-from batchrun.jobs.inputs.data import InputData
+from batchrun.jobs.inputs.input_data import InputData
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.prompts.tokens import read_prompts
 from batchrun.jobs.spec import JobSpec
@@ -42,7 +42,7 @@ from batchrun.simulator.planner.job_forecast import (
 from batchrun.types import USUAL_OUTPUT_TOKENS, ProgressSink
 
 if TYPE_CHECKING:
-    from batchrun.simulator.planner.dry_run import Simulation
+    from batchrun.simulator.planner.simulated_fleet import SimulatedFleet
 
 
 NO_DAEMON = (
@@ -123,11 +123,13 @@ def predict(file: Path, home: Home, assumed: Assumed) -> Prediction:
     return Prediction(figures, spec.deadline_s, forecast, price)
 
 
-def _asked_simulation(assumed: Assumed, deployment: Deployment, home: Home) -> Simulation | None:
+def _asked_simulation(
+    assumed: Assumed, deployment: Deployment, home: Home
+) -> SimulatedFleet | None:
     if assumed.trace is None and assumed.profile is None:
         return None
     with vllm_needed("submit --dry-run with --trace or --profile"):
-        from batchrun.simulator.planner.dry_run import simulation_of
+        from batchrun.simulator.planner.simulated_fleet import simulation_of
     found = simulation_of(assumed.trace, assumed.profile, deployment, home)
     if found is None:
         raise InputError(
@@ -137,19 +139,19 @@ def _asked_simulation(assumed: Assumed, deployment: Deployment, home: Home) -> S
     return found
 
 
-def _own_simulation(deployment: Deployment, home: Home) -> Simulation | None:
+def _own_simulation(deployment: Deployment, home: Home) -> SimulatedFleet | None:
     """Of the profile of the deployment's first engine, where there is one and vLLM is here."""
     if existing_profile(deployment, deployment.engines[0], home) is None:
         return None
     try:
         with vllm_needed("submit --dry-run"):
-            from batchrun.simulator.planner.dry_run import simulation_of
+            from batchrun.simulator.planner.simulated_fleet import simulation_of
     except EngineError:
         return None
     return simulation_of(None, None, deployment, home)
 
 
-def _price(assumed: Assumed, simulation: Simulation | None) -> Price:
+def _price(assumed: Assumed, simulation: SimulatedFleet | None) -> Price:
     given = Price() if simulation is None else simulation.price
     if assumed.price is None:
         return given
@@ -200,7 +202,7 @@ def _measured(home: Home, spec: JobSpec, figures: dict[str, Any], assumed: Assum
 
 
 def _forecast(
-    simulation: Simulation | None,
+    simulation: SimulatedFleet | None,
     inspected: Inspected,
     computed_tokens: int,
     known: Forecast,

@@ -33,7 +33,7 @@ from batchrun.estimator.profile import CalibrationProfile, profile_from_json
 from batchrun.files import write_atomically
 from batchrun.home import Home
 from batchrun.jobs.figures import PERCENTILES, Distribution, Inspected, Values
-from batchrun.jobs.inputs.data import InputData, check_columns, check_ids, open_input
+from batchrun.jobs.inputs.input_data import InputData, check_columns, check_ids, open_input
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.pin import fetched_input
 from batchrun.jobs.prompts.template import RequestTemplate

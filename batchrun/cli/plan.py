@@ -16,7 +16,7 @@ from batchrun.quantities import count, duration, parse_duration_s, share
 from batchrun.simulator.traces.reading import read_trace
 
 if TYPE_CHECKING:
-    from batchrun.simulator.planner.capacity import CapacityPlan, JobPlan
+    from batchrun.simulator.planner.capacity import CapacityPlan, PlannedJob
     from batchrun.simulator.planner.fleet import Fleet
     from batchrun.simulator.simulation import Simulated, SimulationPlan
 
@@ -171,7 +171,7 @@ def _verdict(plan: CapacityPlan, fleet: Fleet, num_engines: int, *, holds: bool)
     return "chosen" if fleet is plan.chosen else "smallest"
 
 
-def _deadline(job: JobPlan) -> str:
+def _deadline(job: PlannedJob) -> str:
     if job.deadline_s is None:
         return ""
     return f"{duration(job.deadline_s)}, {'kept' if job.is_deadline_kept else 'missed'}"

@@ -39,7 +39,7 @@ from batchrun.store.check import Violation, check_store, readable_jobs
 from batchrun.store.database import Store, name_of, open_store, open_to_read
 from batchrun.store.files import FileRecord
 from batchrun.store.jobs import JobRecord
-from batchrun.store.upkeep import (
+from batchrun.store.retention import (
     body_bytes,
     find_removable,
     give_disk_back,

@@ -23,7 +23,7 @@ from batchrun.errors import BatchrunError, EngineError, StoreError
 from batchrun.hints import RowHint, nodes_to_tell, put_hint
 from batchrun.store import results
 from batchrun.store.database import Store
-from batchrun.types import EngineState, Outcome, OutcomeKind, Request, RowError
+from batchrun.types import EnginePhase, Outcome, OutcomeKind, Request, RowError
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class Dispatcher:
         while True:
             await asyncio.sleep(POLL_INTERVAL_S)
             for slot in self.slots:
-                if slot.engine.state is not EngineState.READY:
+                if slot.engine.state is not EnginePhase.READY:
                     continue
                 if slot.is_down:
                     if await slot.engine.client.is_healthy():

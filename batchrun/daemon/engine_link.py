@@ -30,7 +30,7 @@ from batchrun.engine.client import KvConfig
 from batchrun.engine.engine import Engine
 from batchrun.errors import StateError
 from batchrun.pool.row_queue import Window
-from batchrun.types import EngineState
+from batchrun.types import EnginePhase
 from batchrun.wire import (
     MAX_JOBS,
     MAX_MESSAGE_BYTES,
@@ -38,7 +38,7 @@ from batchrun.wire import (
     TELEMETRY_SUFFIX,
     Answer,
     Orders,
-    Recording,
+    RecordedCalls,
     Telemetry,
     encode,
     read_answer,
@@ -252,7 +252,7 @@ class Steering:
         answers = await self.tell_all()
         return {name for name, answer in answers.items() if answer and answer.error is None}
 
-    async def collect_calls(self, numbers: Mapping[str, int]) -> dict[str, Recording | None]:
+    async def collect_calls(self, numbers: Mapping[str, int]) -> dict[str, RecordedCalls | None]:
         """Online calls that have ended, by engine, from the given number or 0 on.
 
         Engines record from the first question on until `RECORDING_LEASE_S` after the last. None:
@@ -354,12 +354,12 @@ class Slot(EngineSlot):
     @property
     def is_usable(self) -> bool:
         """Whether rows may be sent."""
-        return self.engine.state is EngineState.READY and not self.is_down
+        return self.engine.state is EnginePhase.READY and not self.is_down
 
     @property
     def is_lost(self) -> bool:
         """Whether it was given up or stopped."""
-        return self.engine.state in {EngineState.FAILED, EngineState.STOPPED}
+        return self.engine.state in {EnginePhase.FAILED, EnginePhase.STOPPED}
 
     @property
     def runs_scheduler(self) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from batchrun.daemon.faults import CircuitBreaker, Refusals, Trials
-from batchrun.jobs.inputs.data import InputData
+from batchrun.jobs.inputs.input_data import InputData
 from batchrun.jobs.inputs.spool import PlannedRows
 from batchrun.jobs.prompts.template import RequestTemplate, RowRenderError
 from batchrun.jobs.prompts.tokens import CacheAgreement, predict_cached_in_row
@@ -60,7 +60,7 @@ class _Second:
 
 
 @dataclass(slots=True)
-class Pace:
+class RowRate:
     """Sums by the second, so that asking costs the same at any speed. Instants are monotonic."""
 
     _seconds: deque[_Second] = field(default_factory=deque)
@@ -152,7 +152,7 @@ class ActiveJob:
     reading: asyncio.Lock = field(default_factory=asyncio.Lock)
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     current_node: int | None = None
-    pace: Pace = field(default_factory=Pace)
+    pace: RowRate = field(default_factory=RowRate)
 
     @property
     def id(self) -> str:

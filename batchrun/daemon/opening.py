@@ -29,7 +29,7 @@ from batchrun.daemon.view import spec_of
 from batchrun.daemon.writer import until_reached, until_stored
 from batchrun.errors import EngineError, QuotaError, StateError, StorageUnreachableError
 from batchrun.jobs.batch import check_input, validate_input
-from batchrun.jobs.inputs.data import InputData
+from batchrun.jobs.inputs.input_data import InputData
 from batchrun.jobs.inputs.spool import PlannedRows
 from batchrun.jobs.objects import in_thread
 from batchrun.jobs.prompts.template import RequestTemplate, RowRenderError

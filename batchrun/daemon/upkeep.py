@@ -23,7 +23,7 @@ from batchrun.keys import is_loopback
 from batchrun.store import api_keys, jobs
 from batchrun.store.api_keys import ApiKeyRecord, NewApiKey
 from batchrun.store.database import Store
-from batchrun.store.upkeep import find_removable, remove_results
+from batchrun.store.retention import find_removable, remove_results
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from batchrun.engine.process import (
     is_out_of_memory,
 )
 from batchrun.errors import EngineError
-from batchrun.types import EngineState
+from batchrun.types import EnginePhase
 
 _READY_POLL_S = 0.2
 _NUM_FAILED_CHECKS = 3
@@ -40,7 +40,7 @@ class ManagedEngine:
         """Starts nothing yet. Raises ConfigError when the address is not one."""
         self.name = settings.name
         self.client = EngineClient(settings.base_url)
-        self.state = EngineState.STARTING
+        self.state = EnginePhase.STARTING
         self.stage = "not started"
         self.settings = settings
         self._follower = LogFollower(settings.log_path)
@@ -54,11 +54,11 @@ class ManagedEngine:
 
         Raises EngineError with one line when it cannot start. Cancelling leaves it starting.
         """
-        self.state = EngineState.STARTING
+        self.state = EnginePhase.STARTING
         try:
             await self._launch()
         except EngineError as error:
-            self.state = EngineState.FAILED
+            self.state = EnginePhase.FAILED
             self.stage = str(error)
             raise
 
@@ -77,7 +77,7 @@ class ManagedEngine:
             self.stage = "stopping"
             await asyncio.to_thread(process.terminate, record, self.settings.stop_grace_s)
             process.remove(self.settings.record_path)
-        self.state = EngineState.STOPPED
+        self.state = EnginePhase.STOPPED
         self.stage = "stopped"
         await self.client.close()
 
@@ -91,7 +91,7 @@ class ManagedEngine:
             await asyncio.to_thread(check_port_free, self.settings.host, self.settings.port)
             self._record = await self._spawn(command)
         await self._wait_ready(self._record)
-        self.state = EngineState.READY
+        self.state = EnginePhase.READY
         self.stage = "ready"
         self._num_failed_starts = 0
 
@@ -166,7 +166,7 @@ class ManagedEngine:
                 self._mark_answering()
             elif num_failed_checks >= _NUM_FAILED_CHECKS:
                 ready_since_s = now_s
-                self.state = EngineState.UNREACHABLE
+                self.state = EnginePhase.UNREACHABLE
                 self.stage = f"no answer for {now_s - answered_s:.0f} s"
             if now_s - ready_since_s > self.settings.healthy_reset_s:
                 self._num_restarts = 0
@@ -175,7 +175,7 @@ class ManagedEngine:
             await asyncio.sleep(self.settings.check_interval_s)
 
     def _mark_answering(self) -> None:
-        self.state = EngineState.READY
+        self.state = EnginePhase.READY
         self.stage = "ready"
 
     async def _restart(self) -> None:
@@ -183,7 +183,7 @@ class ManagedEngine:
         reason = await self._last_words()
         while self._num_failed_starts < self.settings.max_failed_starts:
             pause_s = self._next_pause_s()
-            self.state = EngineState.RESTARTING
+            self.state = EnginePhase.RESTARTING
             self.stage = f"restarting in {pause_s:g} s; it ended: {reason}"
             await asyncio.sleep(pause_s)
             try:
@@ -193,7 +193,7 @@ class ManagedEngine:
             except EngineError as error:
                 self._num_failed_starts += 1
                 reason = str(error)
-        self.state = EngineState.FAILED
+        self.state = EnginePhase.FAILED
         self.stage = f"{self._num_failed_starts} starts failed in a row; the last: {reason}"
         await asyncio.Event().wait()
 
@@ -217,7 +217,7 @@ class AttachedEngine:
         """Opens nothing yet. Raises ConfigError when the URL is not one."""
         self.name = settings.name
         self.client = EngineClient(settings.url, api_key=settings.api_key)
-        self.state = EngineState.STARTING
+        self.state = EnginePhase.STARTING
         self.stage = "connecting"
         self._settings = settings
 
@@ -242,12 +242,12 @@ class AttachedEngine:
 
     async def stop(self) -> None:
         """Close the connections; the engine itself is not ours to end."""
-        self.state = EngineState.STOPPED
+        self.state = EnginePhase.STOPPED
         self.stage = "stopped"
         await self.client.close()
 
     def _mark(self, *, is_healthy: bool) -> None:
-        self.state = EngineState.READY if is_healthy else EngineState.UNREACHABLE
+        self.state = EnginePhase.READY if is_healthy else EnginePhase.UNREACHABLE
         self.stage = "ready" if is_healthy else f"no answer from {self.client.base_url}"
 
 
@@ -269,7 +269,7 @@ class Engine(Protocol):
         ...
 
     @property
-    def state(self) -> EngineState:
+    def state(self) -> EnginePhase:
         """The present state."""
         ...
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic_core import from_json
 
 from batchrun.errors import DataError
-from batchrun.jobs.inputs.data import open_input
+from batchrun.jobs.inputs.input_data import open_input
 from batchrun.jobs.inputs.rows import ROW_LIMIT_BYTES, is_blank
 from batchrun.jobs.pin import InputPin, keep_input
 from batchrun.jobs.results.file_bytes import FileBytes, local_file

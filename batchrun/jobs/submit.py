@@ -16,7 +16,13 @@ import numpy as np
 from batchrun.errors import DataError, JobSpecError, MissingObjectError
 from batchrun.files import is_url
 from batchrun.jobs import objects
-from batchrun.jobs.inputs.data import InputData, check_columns, check_ids, open_input, open_pinned
+from batchrun.jobs.inputs.input_data import (
+    InputData,
+    check_columns,
+    check_ids,
+    open_input,
+    open_pinned,
+)
 from batchrun.jobs.pin import InputPin, fetched_input, keep_input, verify_pin
 from batchrun.jobs.prompts.template import RequestTemplate, RowRenderError
 from batchrun.jobs.prompts.tokens import PLAIN_PROMPTS, PromptReader, TokenRatio, sample_rows

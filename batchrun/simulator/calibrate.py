@@ -38,7 +38,7 @@ from batchrun.home import Home
 from batchrun.simulator.replay import (
     CHAT_ANSWER,
     CHAT_PROMPT,
-    Arrival,
+    CallArrival,
     ReplayTarget,
     make_prompt,
     percentile,
@@ -199,16 +199,16 @@ async def observe_online(
     return OnlineLatency(len(results), rate_per_s, *latencies_s)
 
 
-def _poisson_calls(rate_per_s: float, longest_tokens: int) -> list[Arrival]:
+def _poisson_calls(rate_per_s: float, longest_tokens: int) -> list[CallArrival]:
     """The same calls at every calibration of an engine of this speed."""
     rng = random.Random(0)
-    calls: list[Arrival] = []
+    calls: list[CallArrival] = []
     at_s = rng.expovariate(rate_per_s)
     while at_s < DURATION_S:
         num_words, max_tokens = (
             min(lengths.draw(rng), longest_tokens) for lengths in (CHAT_PROMPT, CHAT_ANSWER)
         )
-        calls.append(Arrival(at_s, make_prompt(num_words, rng=rng), max_tokens))
+        calls.append(CallArrival(at_s, make_prompt(num_words, rng=rng), max_tokens))
         at_s += rng.expovariate(rate_per_s)
     return calls
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from batchrun.daemon.job import estimate_costs
-from batchrun.jobs.inputs.data import check_columns, open_input
+from batchrun.jobs.inputs.input_data import check_columns, open_input
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.prompts.template import RequestTemplate
 from batchrun.jobs.prompts.tokens import read_prompts

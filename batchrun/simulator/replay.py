@@ -26,7 +26,7 @@ WORDS = tuple(_COMMON.split())
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class CallArrival:
     """One online call: `at_s` after the start of the trace; `max_tokens` caps its answer."""
 
     at_s: float
@@ -108,7 +108,7 @@ class ReplayTarget:
     extra_body: Mapping[str, object] = field(default_factory=dict)
 
 
-async def replay(arrivals: Sequence[Arrival], target: ReplayTarget) -> list[OnlineResult]:
+async def replay(arrivals: Sequence[CallArrival], target: ReplayTarget) -> list[OnlineResult]:
     """Results in the order of `arrivals`; a failed call is a result with its error, no exception.
 
     Time counts from the planned arrival, so a late start of ours is not hidden.
@@ -131,7 +131,7 @@ async def replay(arrivals: Sequence[Arrival], target: ReplayTarget) -> list[Onli
 class _Call:
     """One streaming call and what was seen of it."""
 
-    def __init__(self, arrival: Arrival, *, planned_at_s: float) -> None:
+    def __init__(self, arrival: CallArrival, *, planned_at_s: float) -> None:
         self._arrival = arrival
         self._planned_at_s = planned_at_s
         self._token_times_s: list[float] = []

@@ -41,7 +41,7 @@ from batchrun.wire import (
     LastSteps,
     Orders,
     OrdersError,
-    Recording,
+    RecordedCalls,
     Telemetry,
     encode,
     make_label,
@@ -137,7 +137,7 @@ class Control:
         return None
 
     def _answer(
-        self, number: int, error: str | None, recording: Recording | UnsetType = UNSET
+        self, number: int, error: str | None, recording: RecordedCalls | UnsetType = UNSET
     ) -> bytes:
         now = self.in_force
         answer = Answer(number, now.policy, now.token_budget, now.is_offline_on, error, recording)

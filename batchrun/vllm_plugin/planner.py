@@ -79,7 +79,7 @@ def refresh(view: RequestView, request: Request) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class StepLimits:
+class VllmLimits:
     """What vLLM allows in the step that comes: tokens, and requests that run.
 
     `number` is that of the last step: it tells how old a look-up is.
@@ -119,7 +119,7 @@ class ViewBuilder:
         self._state.expire(now_s)
         return num_blocks
 
-    def view(self, running: Iterable[Request], limits: StepLimits) -> EngineView:
+    def view(self, running: Iterable[Request], limits: VllmLimits) -> EngineView:
         """The engine before the next step, with these requests running."""
         state = self._state
         self._step = limits.number

@@ -25,7 +25,7 @@ from batchrun.types import RequestClass
 from batchrun.vllm_plugin.compat import preempt
 from batchrun.vllm_plugin.control import DaemonLink, InForce, names_channel
 from batchrun.vllm_plugin.estimates import StepRecorder, scheduled_load
-from batchrun.vllm_plugin.planner import Planner, StepLimits, ViewBuilder, running_order
+from batchrun.vllm_plugin.planner import Planner, ViewBuilder, VllmLimits, running_order
 from batchrun.vllm_plugin.self_test import check_plans_are_obeyed
 from batchrun.vllm_plugin.settings import check_combinations, read_settings
 from batchrun.vllm_plugin.state import EngineState, begin_turn
@@ -240,9 +240,9 @@ class ColocatedScheduler(AsyncScheduler):
                 state.queue.expose([view.handle for view in state.queue.online])
         self.need_mamba_block_aligned_split = self._is_mamba or bool(self.plan.caps)
 
-    def _limits(self) -> StepLimits:
+    def _limits(self) -> VllmLimits:
         places = self.max_num_active_reqs - self.num_waiting_for_streaming_input
-        return StepLimits(self.current_step, self.max_num_scheduled_tokens, places)
+        return VllmLimits(self.current_step, self.max_num_scheduled_tokens, places)
 
     def _set_order(self, *, is_planned: bool) -> None:
         """Which of its own rules vLLM follows in this step.

@@ -30,7 +30,7 @@ from batchrun.wire import (
     KvTelemetry,
     LatencyTelemetry,
     RecordedCall,
-    Recording,
+    RecordedCalls,
     SloTelemetry,
     StepTelemetry,
     Telemetry,
@@ -81,13 +81,13 @@ class CallRecorder:
                 self._first_number += 1
             self._ended.append(RecordedCall(arrived_at, num_prompt_tokens, num_output_tokens))
 
-    def collect(self, from_number: int) -> Recording:
+    def collect(self, from_number: int) -> RecordedCalls:
         """The calls from this number on, as many as a message takes. They stay, so that an answer
         that is lost loses nothing."""
         with self._lock:
             first = max(from_number, self._first_number)
             start = first - self._first_number
-            return Recording(
+            return RecordedCalls(
                 self._id,
                 first,
                 tuple(islice(self._ended, start, start + MAX_CALLS_SENT)),

@@ -13,7 +13,7 @@ from engine_builders import fake_settings, with_program
 from batchrun.engine.command import ManagedSettings
 from batchrun.engine.engine import ManagedEngine
 from batchrun.errors import EngineError
-from batchrun.types import EngineState
+from batchrun.types import EnginePhase
 
 
 async def start_error(settings: ManagedSettings) -> str:
@@ -21,7 +21,7 @@ async def start_error(settings: ManagedSettings) -> str:
     engine = ManagedEngine(settings)
     with pytest.raises(EngineError) as caught:
         await engine.start()
-    assert engine.state is EngineState.FAILED
+    assert engine.state is EnginePhase.FAILED
     await engine.stop()
     line = str(caught.value)
     assert "\n" not in line

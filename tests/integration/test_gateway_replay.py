@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 from gateway_rig import rig
 
-from batchrun.simulator.replay import Arrival, ReplayTarget, replay
+from batchrun.simulator.replay import CallArrival, ReplayTarget, replay
 
-ARRIVALS = [Arrival(at_s=0.01 * index, prompt=f"word {index}", max_tokens=5) for index in range(8)]
+ARRIVALS = [
+    CallArrival(at_s=0.01 * index, prompt=f"word {index}", max_tokens=5) for index in range(8)
+]
 
 
 async def test_all_calls_are_answered_in_order_with_their_tokens_counted(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from batchrun.engine.engine import AttachedEngine, Engine, ManagedEngine
 from batchrun.engine.process import ProcessRecord, find_family, is_alive, read_record
 from batchrun.errors import EngineError
 from batchrun.files import write_atomically
-from batchrun.types import EngineState, OutcomeKind
+from batchrun.types import EnginePhase, OutcomeKind
 from benchmarks.ports import free_port
 
 
@@ -69,10 +69,10 @@ async def test_a_started_engine_answers_and_a_stopped_one_is_gone(tmp_path: Path
     engine = ManagedEngine(settings)
     await engine.start()
     record = record_of(settings)
-    assert (engine.state, engine.stage) == (EngineState.READY, "ready")
+    assert (engine.state, engine.stage) == (EnginePhase.READY, "ready")
     assert (await engine.client.execute(make_request())).kind is OutcomeKind.OK
     await engine.stop()
-    assert engine.state is EngineState.STOPPED
+    assert engine.state is EnginePhase.STOPPED
     assert not is_alive(record)
     assert not settings.record_path.exists()
 
@@ -82,7 +82,7 @@ async def test_a_second_daemon_adopts_the_same_process(fake_engine: FakeEngineFa
     before = record_of(settings)
     again = ManagedEngine(settings)
     await again.start()
-    assert again.state is EngineState.READY
+    assert again.state is EnginePhase.READY
     assert record_of(settings) == before
     await again.client.close()
 
@@ -190,8 +190,8 @@ async def test_a_killed_engine_is_started_again(tmp_path: Path) -> None:
     async with watched(engine):
         before = record_of(settings)
         os.kill(before.pid, signal.SIGKILL)
-        await wait_for(lambda: engine.state is EngineState.RESTARTING)
-        await wait_for(lambda: engine.state is EngineState.READY)
+        await wait_for(lambda: engine.state is EnginePhase.RESTARTING)
+        await wait_for(lambda: engine.state is EnginePhase.READY)
         assert record_of(settings).pid != before.pid
         assert (await engine.client.execute(make_request())).kind is OutcomeKind.OK
 
@@ -204,7 +204,7 @@ async def test_a_row_that_killed_the_engine_is_lost_and_may_be_tried_again(tmp_p
         before = record_of(settings)
         assert (await engine.client.execute(make_request(row=3))).kind is OutcomeKind.RETRY
         await wait_for(lambda: read_record(settings.record_path) not in {before, None})
-        await wait_for(lambda: engine.state is EngineState.READY)
+        await wait_for(lambda: engine.state is EnginePhase.READY)
         assert (await engine.client.execute(make_request(row=3))).kind is OutcomeKind.OK
 
 
@@ -215,7 +215,7 @@ async def test_an_engine_that_keeps_failing_to_start_is_given_up(tmp_path: Path)
     async with watched(engine):
         spoil(option)
         os.kill(record_of(settings).pid, signal.SIGKILL)
-        await wait_for(lambda: engine.state is EngineState.FAILED)
+        await wait_for(lambda: engine.state is EnginePhase.FAILED)
         assert "2 starts failed in a row" in engine.stage
         assert "script.json" in engine.stage
 
@@ -226,9 +226,9 @@ async def test_an_engine_that_lives_without_answering_is_unreachable(tmp_path: P
     engine = ManagedEngine(settings)
     async with watched(engine):
         os.kill(record_of(settings).pid, signal.SIGSTOP)
-        await wait_for(lambda: engine.state is EngineState.UNREACHABLE)
+        await wait_for(lambda: engine.state is EnginePhase.UNREACHABLE)
         os.kill(record_of(settings).pid, signal.SIGCONT)
-        await wait_for(lambda: engine.state is EngineState.READY)
+        await wait_for(lambda: engine.state is EnginePhase.READY)
 
 
 @pytest.mark.slow
@@ -239,7 +239,7 @@ async def test_an_engine_that_hangs_for_too_long_is_started_again(tmp_path: Path
         before = record_of(settings)
         os.kill(before.pid, signal.SIGSTOP)
         await wait_for(lambda: read_record(settings.record_path) not in {before, None})
-        await wait_for(lambda: engine.state is EngineState.READY)
+        await wait_for(lambda: engine.state is EnginePhase.READY)
         assert not is_alive(before)
 
 
@@ -251,11 +251,11 @@ async def test_an_attached_engine_is_followed_but_never_ended(
         AttachedSettings(name="far", url=settings.base_url, check_interval_s=0.05)
     )
     async with watched(attached):
-        assert attached.state is EngineState.READY
+        assert attached.state is EnginePhase.READY
         os.kill(record_of(settings).pid, signal.SIGSTOP)
-        await wait_for(lambda: attached.state is EngineState.UNREACHABLE)
+        await wait_for(lambda: attached.state is EnginePhase.UNREACHABLE)
         os.kill(record_of(settings).pid, signal.SIGCONT)
-        await wait_for(lambda: attached.state is EngineState.READY)
+        await wait_for(lambda: attached.state is EnginePhase.READY)
     assert is_alive(record_of(settings))
 
 
@@ -285,8 +285,8 @@ async def test_the_real_engine_comes_back_after_kill_9(vllm_engine: ManagedSetti
     watch = asyncio.create_task(engine.watch())
     assert len(find_family(before)) > 1
     os.kill(before.pid, signal.SIGKILL)
-    await wait_for(lambda: engine.state is EngineState.RESTARTING)
-    await wait_for(lambda: engine.state is EngineState.READY)
+    await wait_for(lambda: engine.state is EnginePhase.RESTARTING)
+    await wait_for(lambda: engine.state is EnginePhase.READY)
     watch.cancel()
     await asyncio.wait([watch])
     await engine.client.close()

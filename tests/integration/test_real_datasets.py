@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from batchrun.engine.tiny_model import build_tiny_model
 from batchrun.jobs.figures import Inspected
-from batchrun.jobs.inputs.data import check_ids, open_input
+from batchrun.jobs.inputs.input_data import check_ids, open_input
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.prompts.template import RequestTemplate
 from batchrun.jobs.prompts.tokens import read_prompts

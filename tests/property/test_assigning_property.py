@@ -24,7 +24,7 @@ from batchrun.daemon.job import ActiveJob
 from batchrun.engine.command import AttachedSettings
 from batchrun.engine.engine import AttachedEngine
 from batchrun.pool.row_queue import Window
-from batchrun.types import EngineState, Usage
+from batchrun.types import EnginePhase, Usage
 
 words = st.lists(st.sampled_from("abc"), max_size=4).map("".join)
 trees = st.lists(words, min_size=1, max_size=12)
@@ -52,7 +52,7 @@ class AssignMachine(RuleBasedStateMachine):
             for i in range(num_engines)
         ]
         for engine in self.engines:
-            engine.state = EngineState.READY
+            engine.state = EnginePhase.READY
         slots = [
             Slot(e, uses_priority=False, window=Window(max_waiting, 3_000)) for e in self.engines
         ]
@@ -102,7 +102,7 @@ class AssignMachine(RuleBasedStateMachine):
             assert not is_suspect or assignment.slot.is_set_apart or len(usable) == 1
             mine = {a.row for a in self.in_flight if a.job is assignment.job}
             assert assignment.row not in mine
-            assert assignment.slot.engine.state is EngineState.READY
+            assert assignment.slot.engine.state is EnginePhase.READY
             self.in_flight.append(assignment)
 
     @precondition(lambda self: self.in_flight)
@@ -129,7 +129,7 @@ class AssignMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 2))
     def engine_dies(self, pick: int) -> None:
         engine = self.engines[pick % len(self.engines)]
-        engine.state = EngineState.UNREACHABLE
+        engine.state = EnginePhase.UNREACHABLE
         mine = [a for a in self.in_flight if a.slot.engine is engine]
         for slot in {id(a.slot): a.slot for a in mine}.values():
             slot.accuse()
@@ -139,7 +139,7 @@ class AssignMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 2))
     def engine_is_back(self, pick: int) -> None:
         engine = self.engines[pick % len(self.engines)]
-        engine.state = EngineState.READY
+        engine.state = EnginePhase.READY
         for slot in self.assigner.slots:
             if slot.engine is engine:
                 slot.came_back()
@@ -169,7 +169,7 @@ class AssignMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Once everything is well, every row of every job ends."""
         for engine in self.engines:
-            engine.state = EngineState.READY
+            engine.state = EnginePhase.READY
         for name in self.jobs:
             if len(self.jobs[name].done) < len(self.jobs[name].texts):
                 self.take_up(name)

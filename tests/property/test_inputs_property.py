@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from batchrun.errors import DataError
 from batchrun.jobs.batch import BatchLines
-from batchrun.jobs.inputs.data import check_ids, open_input
+from batchrun.jobs.inputs.input_data import check_ids, open_input
 from batchrun.jobs.inputs.rows import Row
 from batchrun.jobs.spec import InputSpec
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from batchrun.jobs.inputs.data import open_input
+from batchrun.jobs.inputs.input_data import open_input
 from batchrun.jobs.inputs.rows import Row
 from batchrun.jobs.inputs.spool import PlannedRows, SpoolSizes, count_loads
 from batchrun.jobs.spec import InputSpec

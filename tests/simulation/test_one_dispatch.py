@@ -26,7 +26,7 @@ from batchrun.pool.row_queue import Window
 from batchrun.simulator.feeding import RowFeed
 from batchrun.simulator.offline_jobs import JobTerms, OfflineJob, job_of_plan
 from batchrun.simulator.virtual.engine import RequestRecord
-from batchrun.types import EngineState, Usage
+from batchrun.types import EnginePhase, Usage
 
 NUM_ENGINES = 3
 HOUR_S = 3_600
@@ -95,7 +95,7 @@ class DaemonSide:
 
     def _slot(self, index: int) -> Slot:
         engine = AttachedEngine(AttachedSettings(name=f"e{index}", url="http://127.0.0.1:9"))
-        engine.state = EngineState.READY
+        engine.state = EnginePhase.READY
         window = Window(*WINDOW)
         return Slot(engine, uses_priority=False, window=window, hint_nonce="secret")
 

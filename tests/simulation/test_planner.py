@@ -13,7 +13,7 @@ from cli_call import Cli, cli_in
 from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.offline_jobs import JobShape, JobTerms, OfflineJob, job_of_shape
 from batchrun.simulator.planner.capacity import (
-    JobPlan,
+    PlannedJob,
     PlanRequest,
     no_answer,
     paragraph,
@@ -149,7 +149,7 @@ def test_the_cheapest_kind_runs_the_jobs_and_their_figures_agree() -> None:
     assert json.loads(json.dumps(record_of(plan)))["jobs"][0]["name"] == "first"
 
 
-def check_job(job: JobPlan, tokens_per_s: float) -> None:
+def check_job(job: PlannedJob, tokens_per_s: float) -> None:
     """Beside calls a job takes at least as long as alone, and pays for both GPUs of its engine."""
     assert job.takes_s is not None and job.cost_alone is not None
     assert 0 < job.computed_tokens <= job.served_tokens

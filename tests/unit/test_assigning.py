@@ -14,7 +14,7 @@ from batchrun.daemon.job import ActiveJob
 from batchrun.engine.command import AttachedSettings
 from batchrun.engine.engine import AttachedEngine
 from batchrun.pool.row_queue import Window
-from batchrun.types import EngineState, Usage
+from batchrun.types import EnginePhase, Usage
 
 Rows = Assigner[ActiveJob, Slot]
 WINDOW_ROWS = 16
@@ -26,7 +26,7 @@ ROW_TOKENS = 256 // 4 + 128
 def assigner() -> Rows:
     """One engine that answers, with a small window."""
     engine = AttachedEngine(AttachedSettings(name="one", url="http://127.0.0.1:9000"))
-    engine.state = EngineState.READY
+    engine.state = EnginePhase.READY
     return Assigner([Slot(engine, uses_priority=False, window=Window(WINDOW_ROWS, 10**6))])
 
 

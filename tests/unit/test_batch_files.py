@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from batchrun.jobs.batch import new_batch_job
-from batchrun.jobs.inputs.data import open_input
+from batchrun.jobs.inputs.input_data import open_input
 from batchrun.jobs.results.batch_files import read_custom_ids, write_batch_files
 from batchrun.jobs.results.file_bytes import (
     FolderBytes,

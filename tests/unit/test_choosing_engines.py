@@ -9,14 +9,14 @@ from batchrun.engine.engine import AttachedEngine
 from batchrun.pool.row_queue import Window
 from batchrun.routing.router import Call
 from batchrun.routing.routers import make_router
-from batchrun.types import EngineState
+from batchrun.types import EnginePhase
 
 ROWS = 8
 
 
 def slot(name: str, nonce: str | None = "secret") -> Slot:
     engine = AttachedEngine(AttachedSettings(name=name, url="http://127.0.0.1:9"))
-    engine.state = EngineState.READY
+    engine.state = EnginePhase.READY
     return Slot(engine, uses_priority=False, window=Window(ROWS, 10**6), hint_nonce=nonce)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from batchrun.jobs.inputs.data import check_columns, check_ids, open_input
+from batchrun.jobs.inputs.input_data import check_columns, check_ids, open_input
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.prompts.prompt_text import prefix_text
 from batchrun.jobs.prompts.template import RequestTemplate

@@ -8,7 +8,7 @@ import pytest
 
 from batchrun.engine.fake.answers import (
     BLOCK_TOKENS,
-    Call,
+    FakeCall,
     PrefixCache,
     RefusedError,
     generate,
@@ -24,7 +24,7 @@ def make_book(**match: object) -> RuleBook:
     return RuleBook([rule])
 
 
-def make_call(**body: object) -> Call:
+def make_call(**body: object) -> FakeCall:
     return parse_call({"prompt": "a b c", **body}, is_chat=False, max_model_tokens=100)
 
 
@@ -112,7 +112,7 @@ def test_answers_depend_on_prompt_seed_and_choice() -> None:
     assert len(set(choices)) == 4
 
 
-def tokens_of(call: Call) -> list[tuple[str, ...]]:
+def tokens_of(call: FakeCall) -> list[tuple[str, ...]]:
     return [choice.tokens for choice in generate(call, max_model_tokens=100, finish_reason=None)]
 
 

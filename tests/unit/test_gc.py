@@ -20,12 +20,11 @@ from batchrun.jobs.pin import InputPin, link_name
 from batchrun.jobs.results.keeping import ORPHAN_AGE_S, find_unused_links
 from batchrun.jobs.submit import prepare_job
 from batchrun.quantities import parse_age_s
-from batchrun.store import jobs, results
-from batchrun.store import upkeep as retention
+from batchrun.store import jobs, results, retention
 from batchrun.store.check import check_store
 from batchrun.store.database import Store, open_store
 from batchrun.store.jobs import Counts, JobRecord, NewJob
-from batchrun.store.upkeep import (
+from batchrun.store.retention import (
     body_bytes,
     find_removable,
     give_disk_back,
@@ -44,7 +43,7 @@ output: {path: out.parquet}
 """
 KILLED_IN_PIECE = """
 import os, signal, sys
-from batchrun.store import jobs, upkeep as retention; from batchrun.store.database import open_store
+from batchrun.store import jobs, retention; from batchrun.store.database import open_store
 retention.ROWS_AT_ONCE = 10
 store = open_store(sys.argv[1])
 job = jobs.get(store, sys.argv[2])

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchrun.errors import DataError, JobSpecError
-from batchrun.jobs.inputs.data import InputData, check_columns, open_input
+from batchrun.jobs.inputs.input_data import InputData, check_columns, open_input
 from batchrun.jobs.spec import InputSpec, JobSpec
 
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchrun.errors import DataError
-from batchrun.jobs.inputs.data import InputData, check_ids, open_input, open_pinned
+from batchrun.jobs.inputs.input_data import InputData, check_ids, open_input, open_pinned
 from batchrun.jobs.pin import InputPin, hard_link_inputs, verify_pin
 from batchrun.jobs.spec import InputSpec
 

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from batchrun.jobs.inputs.data import InputData, open_input
+from batchrun.jobs.inputs.input_data import InputData, open_input
 from batchrun.jobs.inputs.rows import Row
 from batchrun.jobs.spec import InputSpec
 

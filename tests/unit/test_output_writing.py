@@ -14,7 +14,7 @@ import pytest
 
 from batchrun.errors import BatchrunError, InputError, JobSpecError, StoreFullError
 from batchrun.files import atomic_file
-from batchrun.jobs.inputs.data import open_input
+from batchrun.jobs.inputs.input_data import open_input
 from batchrun.jobs.results.output_file import ResultRow, write_output
 from batchrun.jobs.spec import JobSpec
 from batchrun.types import RowError, Usage

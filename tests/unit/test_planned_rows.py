@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchrun.errors import DataError
-from batchrun.jobs.inputs.data import InputData, open_input
+from batchrun.jobs.inputs.input_data import InputData, open_input
 from batchrun.jobs.inputs.rows import Row
 from batchrun.jobs.inputs.spool import PLACE_FIELD, PlannedRows, RowSpool, SpoolSizes, count_loads
 from batchrun.jobs.spec import InputSpec

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from batchrun.errors import ConfigError, DataError, InputError
 from batchrun.simulator.cluster import EnginePlan
-from batchrun.simulator.planner.colocation import JobWork, Pace, ends_s
+from batchrun.simulator.planner.colocation import JobTokens, TokenCurve, ends_s
 from batchrun.simulator.planner.fleet import context_tokens, smallest
 from batchrun.simulator.planner.kinds import EngineKind, check_kinds, parse_kind
 from batchrun.simulator.planner.peak import Attainment, SloTarget
@@ -49,7 +49,7 @@ def within(numbers: set[int]) -> Callable[[int], bool]:
 
 
 def test_a_pace_is_followed_over_days() -> None:
-    pace = Pace.through([6.0, 18.0], [10.0, 30.0], 24.0)
+    pace = TokenCurve.through([6.0, 18.0], [10.0, 30.0], 24.0)
 
     assert pace.tokens_per_s == pytest.approx(20.0)
     assert pace.done_by(24.0) == pytest.approx(480.0)
@@ -57,17 +57,17 @@ def test_a_pace_is_followed_over_days() -> None:
     for tokens in (1.0, 100.0, 480.0, 5_000.0):
         end_s = pace.reached_at_s(9.0, tokens)
         assert pace.done_by(end_s) - pace.done_by(9.0) == pytest.approx(tokens)
-    assert Pace.through([1.0], [0.0], 24.0).reached_at_s(3.0, 1.0) == math.inf
+    assert TokenCurve.through([1.0], [0.0], 24.0).reached_at_s(3.0, 1.0) == math.inf
 
 
 def test_jobs_share_the_pace_by_weight_and_the_rest_when_one_has_ended() -> None:
-    pace = Pace.through([50.0], [10.0], 100.0)
-    heavy, light = JobWork(300.0, weight=3.0), JobWork(300.0)
+    pace = TokenCurve.through([50.0], [10.0], 100.0)
+    heavy, light = JobTokens(300.0, weight=3.0), JobTokens(300.0)
 
     ends = ends_s([light, heavy], pace, submit_s=7.0)
 
     assert ends == pytest.approx([67.0, 47.0])
-    assert ends_s([JobWork(0.0), light], pace) == pytest.approx([0.0, 30.0])
+    assert ends_s([JobTokens(0.0), light], pace) == pytest.approx([0.0, 30.0])
 
 
 def test_a_promise_holds_up_to_the_calls_that_may_miss() -> None:

@@ -21,7 +21,7 @@ from batchrun.store.check import check_store
 from batchrun.store.database import Store, open_store, open_to_read
 from batchrun.store.jobs import NewJob
 from batchrun.store.place import DaemonLock
-from batchrun.store.upkeep import is_shrinkable, unused_bytes, write_snapshot
+from batchrun.store.retention import is_shrinkable, unused_bytes, write_snapshot
 from batchrun.types import JobState, Usage
 
 JOB = NewJob("name", "{}", "{}", "hash", 3)

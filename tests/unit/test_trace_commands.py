@@ -14,7 +14,7 @@ from batchrun.errors import StateError
 from batchrun.home import Home
 from batchrun.simulator.traces.reading import load_parquet, save_trace
 from batchrun.simulator.traces.trace import Trace
-from batchrun.wire import MAX_CALLS_SENT, RecordedCall, Recording
+from batchrun.wire import MAX_CALLS_SENT, RecordedCall, RecordedCalls
 
 
 @pytest.fixture
@@ -90,8 +90,8 @@ def test_record_needs_a_daemon(cli: Cli) -> None:
 def test_what_engines_told_becomes_a_trace(tmp_path: Path) -> None:
     recording = CallRecording(DaemonClient(Home(tmp_path)), started_at=100.0)
     calls = [RecordedCall(*call) for call in ((99.0, 1, 1), (101.0, 5, 6), (102.0, 7, 0))]
-    first = Recording("a", 0, tuple(calls), oldest_open_at=103.0)
-    later = Recording("a", 5, (RecordedCall(130.0, 1, 1), RecordedCall(100.5, 3, 4)))
+    first = RecordedCalls("a", 0, tuple(calls), oldest_open_at=103.0)
+    later = RecordedCalls("a", 5, (RecordedCall(130.0, 1, 1), RecordedCall(100.5, 3, 4)))
 
     assert not recording.take({"0": first, "1": None})
     assert recording.is_waiting_for(120.0) and not recording.is_waiting_for(103.0)
@@ -108,10 +108,10 @@ def test_an_engine_that_started_anew_is_asked_from_its_first_call_on(tmp_path: P
     recording = CallRecording(DaemonClient(Home(tmp_path)), started_at=0.0)
     full = tuple(RecordedCall(1.0 + i, 1, 1) for i in range(MAX_CALLS_SENT))
 
-    assert recording.take({"0": Recording("a", 0, full)})
-    assert recording.take({"0": Recording("b", MAX_CALLS_SENT, ())})
+    assert recording.take({"0": RecordedCalls("a", 0, full)})
+    assert recording.take({"0": RecordedCalls("b", MAX_CALLS_SENT, ())})
     assert recording.wanted == {"0": 0}
-    assert not recording.take({"0": Recording("b", 0, full[:3])})
+    assert not recording.take({"0": RecordedCalls("b", 0, full[:3])})
     assert (len(recording.trace(1e6)[0]), recording.num_lost) == (MAX_CALLS_SENT + 3, 0)
 
 

@@ -18,7 +18,7 @@ from batchrun.daemon.job import ActiveJob
 from batchrun.engine.command import AttachedSettings
 from batchrun.engine.engine import AttachedEngine
 from batchrun.pool.row_queue import Window
-from batchrun.types import EngineState, Usage
+from batchrun.types import EnginePhase, Usage
 from batchrun.wire import ClassTelemetry, RowKey, Telemetry
 
 JOB = "job_a"
@@ -37,7 +37,7 @@ def run(room: int, kills: Kills, num_rows: int) -> tuple[list[int], list[int], i
     """A job on an engine for `room` rows, which some rows kill: the rows that were answered, those
     that were found guilty, and how often the engine died."""
     engine = AttachedEngine(AttachedSettings(name="one", url="http://127.0.0.1:9000"))
-    engine.state = EngineState.READY
+    engine.state = EnginePhase.READY
     slot = Slot(engine, uses_priority=False, window=Window(room, 10**9))
     assigner = Assigner[ActiveJob, Slot]([slot])
     job = make_tree_job(JOB, ["a"] * num_rows)

@@ -17,8 +17,8 @@ from aiohttp import web
 
 from batchrun.engine.fake.answers import (
     BLOCK_TOKENS,
-    Answer,
-    Call,
+    FakeAnswer,
+    FakeCall,
     PrefixCache,
     RefusedError,
     check_model,
@@ -147,10 +147,10 @@ class _FakeServer:
         finally:
             self._num_running -= 1
 
-    def _answer(self, call: Call, request_id: str, action: Action) -> Answer:
+    def _answer(self, call: FakeCall, request_id: str, action: Action) -> FakeAnswer:
         prefix = "chatcmpl" if call.is_chat else "cmpl"
         limit = self._settings.max_model_tokens
-        return Answer(
+        return FakeAnswer(
             reply_id=f"{prefix}-{request_id}",
             model=self._settings.model,
             created_at=int(time.time()),
@@ -161,11 +161,11 @@ class _FakeServer:
             num_cached_tokens=sum(self._cache.admit(prompt) for prompt in call.prompts),
         )
 
-    async def _whole(self, answer: Answer) -> web.StreamResponse:
+    async def _whole(self, answer: FakeAnswer) -> web.StreamResponse:
         await self._decode(answer.num_output_tokens)
         return web.json_response(whole_reply(answer))
 
-    async def _stream(self, request: web.Request, answer: Answer) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, answer: FakeAnswer) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
         for chunk in chunks(answer):

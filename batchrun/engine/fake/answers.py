@@ -93,7 +93,7 @@ class RefusedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class FakeCall:
     """One generation call, checked. `max_tokens` is None when only the model's length bounds it."""
 
     is_chat: bool
@@ -129,7 +129,7 @@ def check_model(body: Mapping[str, object], model: str) -> None:
         raise RefusedError(f"The model `{asked}` does not exist.", status=404, param="model")
 
 
-def parse_call(body: Mapping[str, object], *, is_chat: bool, max_model_tokens: int) -> Call:
+def parse_call(body: Mapping[str, object], *, is_chat: bool, max_model_tokens: int) -> FakeCall:
     """A chat or completion body. Raises RefusedError."""
     prompts = (_chat_prompt(body),) if is_chat else _completion_prompts(body.get("prompt"))
     for prompt in prompts:
@@ -139,7 +139,7 @@ def parse_call(body: Mapping[str, object], *, is_chat: bool, max_model_tokens: i
         raise RefusedError(f"n must be 1 when using greedy sampling, got {num_choices}.")
     default_tokens = None if is_chat else _DEFAULT_COMPLETION_TOKENS
     options = body.get("stream_options")
-    return Call(
+    return FakeCall(
         is_chat=is_chat,
         prompts=prompts,
         max_tokens=_positive(body, "max_completion_tokens")
@@ -226,13 +226,13 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class FakeAnswer:
     """Everything about one call that its reply needs."""
 
     reply_id: str
     model: str
     created_at: int
-    call: Call
+    call: FakeCall
     choices: tuple[Choice, ...]
     num_cached_tokens: int
 
@@ -242,7 +242,7 @@ class Answer:
         return sum(len(choice.tokens) for choice in self.choices)
 
 
-def generate(call: Call, *, max_model_tokens: int, finish_reason: str | None) -> list[Choice]:
+def generate(call: FakeCall, *, max_model_tokens: int, finish_reason: str | None) -> list[Choice]:
     """All choices of a call, prompt by prompt; `finish_reason` replaces the true one."""
     choices: list[Choice] = []
     for prompt in range(len(call.prompts)):
@@ -253,7 +253,9 @@ def generate(call: Call, *, max_model_tokens: int, finish_reason: str | None) ->
     return choices
 
 
-def _generate_one(call: Call, prompt: int, number: int, room: int) -> tuple[tuple[str, ...], str]:
+def _generate_one(
+    call: FakeCall, prompt: int, number: int, room: int
+) -> tuple[tuple[str, ...], str]:
     prompt_hash = call.prompt_hash(prompt)
     limit = min(call.max_tokens or room, room)
     natural = limit if call.ignore_eos else natural_length_tokens(prompt_hash)
@@ -262,14 +264,14 @@ def _generate_one(call: Call, prompt: int, number: int, room: int) -> tuple[tupl
     return tuple(write_tokens(prompt_hash, number, num_tokens)), reason
 
 
-def whole_reply(answer: Answer) -> JsonDict:
+def whole_reply(answer: FakeAnswer) -> JsonDict:
     """The body of a reply that is not streamed."""
     kind = "chat.completion" if answer.call.is_chat else "text_completion"
     choices = [_whole_choice(answer.call, choice) for choice in answer.choices]
     return {**_head(answer, kind), "choices": choices, "usage": usage(answer)}
 
 
-def chunks(answer: Answer) -> Iterator[JsonDict]:
+def chunks(answer: FakeAnswer) -> Iterator[JsonDict]:
     """The events of a streamed reply, one per token, in order."""
     kind = "chat.completion.chunk" if answer.call.is_chat else "text_completion"
     head = _head(answer, kind)
@@ -286,7 +288,7 @@ def chunks(answer: Answer) -> Iterator[JsonDict]:
         yield {**head, "choices": [], "usage": usage(answer)}
 
 
-def usage(answer: Answer) -> JsonDict:
+def usage(answer: FakeAnswer) -> JsonDict:
     """Token counts of the whole call."""
     num_prompt_tokens = sum(len(prompt) for prompt in answer.call.prompts)
     return {
@@ -308,7 +310,7 @@ def embeddings_reply(inputs: Sequence[Sequence[str]], *, reply_id: str, model: s
     return {"id": reply_id, "object": "list", "model": model, "data": data, "usage": counts}
 
 
-def _head(answer: Answer, kind: str) -> JsonDict:
+def _head(answer: FakeAnswer, kind: str) -> JsonDict:
     return {
         "id": answer.reply_id,
         "object": kind,
@@ -317,7 +319,7 @@ def _head(answer: Answer, kind: str) -> JsonDict:
     }
 
 
-def _whole_choice(call: Call, choice: Choice) -> JsonDict:
+def _whole_choice(call: FakeCall, choice: Choice) -> JsonDict:
     text = "".join(choice.tokens)
     content = (
         {"message": {"role": "assistant", "content": text}} if call.is_chat else {"text": text}
@@ -331,7 +333,7 @@ def _chunk_choice(index: int, key: str, value: object, reason: str | None) -> Js
     return {"index": index, key: value, "logprobs": None, "finish_reason": reason}
 
 
-def _logprobs(call: Call, choice: Choice) -> JsonDict:
+def _logprobs(call: FakeCall, choice: Choice) -> JsonDict:
     if call.is_chat:
         entries = [
             {"token": token, "logprob": -0.5, "bytes": list(token.encode()), "top_logprobs": []}

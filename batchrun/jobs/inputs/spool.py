@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batchrun.errors import DataError
-from batchrun.jobs.inputs.data import InputData
+from batchrun.jobs.inputs.input_data import InputData
 from batchrun.jobs.inputs.parquet import ParquetInput
 from batchrun.jobs.inputs.rows import BATCH_BYTES, CACHE_BYTES, Row, native_rows
 from batchrun.pool.prefix_keys import IntArray

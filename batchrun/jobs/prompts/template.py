@@ -10,7 +10,7 @@ from jinja2 import TemplateError
 
 from batchrun.errors import JobSpecError
 from batchrun.files import is_url
-from batchrun.jobs.inputs.data import BATCH_COLUMNS, no_column
+from batchrun.jobs.inputs.input_data import BATCH_COLUMNS, no_column
 from batchrun.jobs.inputs.rows import Row
 from batchrun.jobs.job_file import CONTENT_KEYS, content_template, find_problems
 from batchrun.jobs.prompts.templating import Compiler, Renderer, make_environment

@@ -13,7 +13,7 @@ from pydantic_core import from_json
 
 from batchrun.errors import DataError
 from batchrun.files import HashedFile, atomic_file
-from batchrun.jobs.inputs.data import InputData
+from batchrun.jobs.inputs.input_data import InputData
 from batchrun.jobs.results.output_file import ResultRow, every_row
 from batchrun.store.batches import BatchRecord, ResultFiles
 from batchrun.store.files import NewFile, new_file_id

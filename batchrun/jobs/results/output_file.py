@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from pydantic_core import from_json
 
 from batchrun.files import atomic_file
-from batchrun.jobs.inputs.data import InputData, check_columns
+from batchrun.jobs.inputs.input_data import InputData, check_columns
 from batchrun.jobs.inputs.rows import Row, plain_json
 from batchrun.jobs.spec import OUTPUT_COLUMNS, JobSpec
 from batchrun.types import ProgressSink, RowError, Usage

@@ -39,7 +39,7 @@ from batchrun.server.api.metrics import MetricsPage
 from batchrun.store import jobs, results
 from batchrun.store.api_keys import MAX_COUNT, MAX_TOKENS, KeyLimits, NewApiKey, Role
 from batchrun.store.jobs import Counts, JobRecord, NewJob
-from batchrun.types import EngineState
+from batchrun.types import EnginePhase
 
 
 class _Limits(BaseModel):
@@ -152,7 +152,7 @@ class EngineChange(BaseModel):
     token_budget: Annotated[int | None, Field(gt=0)] = None
 
 
-class OfflineSwitch(BaseModel):
+class OfflineSetting(BaseModel):
     """Whether offline work runs at all."""
 
     model_config = ConfigDict(extra="forbid")
@@ -245,7 +245,7 @@ def _install_switches(app: FastAPI, daemon: Daemon, guarded: Sequence[params.Dep
     """The routes that change how all engines work."""
 
     @app.post(f"{PREFIX}/offline", dependencies=guarded)
-    async def switch_offline(switch: OfflineSwitch) -> dict[str, object]:
+    async def switch_offline(switch: OfflineSetting) -> dict[str, object]:
         await daemon.switch.set(on=switch.on)
         return {"on": switch.on}
 
@@ -304,7 +304,7 @@ class Status:
                 raise
             view, stalled = self._jobs[job_id], str(error)
         slots = self._daemon.slots
-        are_gone = all(slot.engine.state is EngineState.FAILED for slot in slots)
+        are_gone = all(slot.engine.state is EnginePhase.FAILED for slot in slots)
         return view | {
             "stalled": stalled,
             "engine_failure": slots[0].engine.stage if are_gone else None,

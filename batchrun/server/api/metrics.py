@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.engine_link import Slot
-from batchrun.types import EngineState
+from batchrun.types import EnginePhase
 from batchrun.wire import Telemetry
 
 PREFIX = "batchrun_"
@@ -115,7 +115,7 @@ def _of_slots(slots: Sequence[Slot]) -> Iterator[Metric]:
         PREFIX + "engine_rows", "Offline rows that the engine has.", labels=["engine"]
     )
     for slot in slots:
-        _add(up, [slot.engine.name], slot.engine.state is EngineState.READY)
+        _add(up, [slot.engine.name], slot.engine.state is EnginePhase.READY)
         _add(rows, [slot.engine.name], slot.window.num_rows)
     yield up
     yield rows

@@ -10,7 +10,7 @@ from batchrun.quantities import count, duration, seconds, share
 from batchrun.simulator.offline_jobs import OfflineJob
 from batchrun.simulator.planner.colocation import (
     NUM_DAY_WINDOWS,
-    JobWork,
+    JobTokens,
     OfflineDay,
     alone_s,
     default_window_s,
@@ -49,7 +49,7 @@ class PlanRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class JobPlan:
+class PlannedJob:
     """One job co-located with the calls, and alone. Seconds are from when it is submitted.
 
     `takes_s` is None for a job that never ends; `is_deadline_kept` is None without a deadline.
@@ -77,7 +77,7 @@ class CapacityPlan:
     fleets: tuple[Fleet, ...]
     chosen: Fleet | None
     day: OfflineDay | None
-    jobs: tuple[JobPlan, ...]
+    jobs: tuple[PlannedJob, ...]
 
     @property
     def gpu_hours_alone(self) -> float:
@@ -111,9 +111,9 @@ def plan_capacity(request: PlanRequest, progress: ProgressSink | None = None) ->
 
 def _jobs(
     request: PlanRequest, kind: EngineKind, day: OfflineDay, progress: ProgressSink | None
-) -> tuple[JobPlan, ...]:
+) -> tuple[PlannedJob, ...]:
     work = [
-        JobWork(served_tokens(job) * share, job.weight)
+        JobTokens(served_tokens(job) * share, job.weight)
         for job, share in zip(request.jobs, day.computed_share, strict=True)
     ]
     plans = []
@@ -125,7 +125,7 @@ def _jobs(
         gpu_hours = alone_s(job, each.computed_tokens, kind) / HOUR_S * kind.gpus
         has_deadline = job.deadline_s != math.inf
         plans.append(
-            JobPlan(
+            PlannedJob(
                 job.name,
                 job.num_rows,
                 served_tokens(job),

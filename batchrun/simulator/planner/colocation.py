@@ -22,14 +22,14 @@ from batchrun.simulator.planner.kinds import EngineKind
 from batchrun.simulator.planner.peak import SloTarget
 from batchrun.simulator.records import Slo
 from batchrun.simulator.simulation import JobFigures, Simulated, SimulationPlan, simulate
-from batchrun.simulator.traces.trace import Trace, Window, stratified_windows
+from batchrun.simulator.traces.trace import Trace, TraceWindow, stratified_windows
 from batchrun.types import ProgressSink
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pace:
+class TokenCurve:
     """Tokens done by each of `at_s`, which run from 0 to the length of the day; linear between.
 
     After the day it begins again.
@@ -41,7 +41,7 @@ class Pace:
     @classmethod
     def through(
         cls, middles_s: Sequence[float], tokens_per_s: Sequence[float], day_s: float
-    ) -> Pace:
+    ) -> TokenCurve:
         """Straight lines through the rates at the middles of windows, the last joined to the first.
 
         `middles_s` rise within [0, `day_s`].
@@ -78,14 +78,14 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
-class JobWork:
+class JobTokens:
     """Tokens that a job has to compute, and its weight among others."""
 
     computed_tokens: float
     weight: float = 1.0
 
 
-def ends_s(work: Sequence[JobWork], pace: Pace, submit_s: float = 0.0) -> list[float]:
+def ends_s(work: Sequence[JobTokens], pace: TokenCurve, submit_s: float = 0.0) -> list[float]:
     """When each job ends, on the pace's clock; all are submitted at `submit_s`.
 
     Jobs that run get the pace by their weights, as the daemon's turns give it in computed tokens;
@@ -160,7 +160,7 @@ class OfflineDay:
     """The windows, the pace they make, and the computed tokens per served one of each job."""
 
     windows: tuple[OfflineWindow, ...]
-    pace: Pace
+    pace: TokenCurve
     computed_share: tuple[float, ...]
 
 
@@ -174,7 +174,7 @@ def offline_day(
     jobs: Sequence[OfflineJob],
     fleet: Fleet,
     slo: SloTarget,
-    windows: Sequence[Window],
+    windows: Sequence[TraceWindow],
     progress: ProgressSink | None = None,
 ) -> OfflineDay:
     """Run every window on the fleet with the jobs, each from another offset of their order.
@@ -207,7 +207,7 @@ def offline_day(
     found = tuple(_window(w, run, pooled) for w, run in zip(windows, runs, strict=True))
     middles_s = [(each.start_s + each.end_s) / 2 for each in found]
     rates = [each.computed_tokens_per_s for each in found]
-    return OfflineDay(found, Pace.through(middles_s, rates, trace.duration_s), shares)
+    return OfflineDay(found, TokenCurve.through(middles_s, rates, trace.duration_s), shares)
 
 
 def alone_s(
@@ -245,7 +245,7 @@ def _computed_share(jobs: Sequence[OfflineJob], done: Sequence[JobFigures]) -> f
     return share * sum(each.computed_tokens for each in done) / expected if expected else share
 
 
-def _window(window: Window, run: Simulated, computed_share: float) -> OfflineWindow:
+def _window(window: TraceWindow, run: Simulated, computed_share: float) -> OfflineWindow:
     ends = [job.finished_at_s for job in run.jobs]
     all_done_s = max((end for end in ends if end is not None), default=math.inf)
     busy_s = min(run.duration_s, all_done_s) if None not in ends else run.duration_s
@@ -302,7 +302,7 @@ def colocated_times(
     window_s = max(LEAST_WINDOW_S, WINDOW_S / (fleet.num_engines or 1))
     windows = stratified_windows(trace, NUM_WINDOWS, window_s)
     pace = offline_day(trace, [job], fleet, slo, windows, progress).pace
-    work = JobWork(computed_tokens, job.weight)
+    work = JobTokens(computed_tokens, job.weight)
     takes_s = [
         ends_s([work], pace, start_s)[0] - start_s
         for start_s in np.linspace(0.0, trace.duration_s, NUM_STARTS, endpoint=False).tolist()

@@ -10,7 +10,7 @@ from batchrun.config import STOCK_POLICY
 from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.records import Slo
 from batchrun.simulator.simulation import SimulationPlan, simulate
-from batchrun.simulator.traces.trace import Trace, Window, find_peak
+from batchrun.simulator.traces.trace import Trace, TraceWindow, find_peak
 from batchrun.types import ProgressSink
 
 DEFAULT_TARGET = 0.99
@@ -90,7 +90,7 @@ class PeakLoad:
     them, however many there are.
     """
 
-    window: Window
+    window: TraceWindow
     calls: Trace
     judged_s: tuple[float, float]
     numbers: np.ndarray[tuple[int], np.dtype[np.int64]]

@@ -32,7 +32,7 @@ class GapFamily(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class LogNormalTokens:
+class MedianTokens:
     """Numbers of tokens: log-normal, with the median and the sigma of the logarithm, 1 or more."""
 
     median: float
@@ -48,8 +48,8 @@ class LogNormalTokens:
 class CallLengths:
     """What prompts and answers are drawn from; the default is a chat's (scenario a100-8b)."""
 
-    prompt: LogNormalTokens = LogNormalTokens(200.0, 1.0)
-    output: LogNormalTokens = LogNormalTokens(148.0, 0.8)
+    prompt: MedianTokens = MedianTokens(200.0, 1.0)
+    output: MedianTokens = MedianTokens(148.0, 0.8)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -267,7 +267,7 @@ def read_rates_csv(path: Path) -> list[RateSeries]:
     usual = {name: pl.lit(value) for name, value in OPTIONAL.items() if name not in text.names}
     rows = text.read(columns).with_columns(**usual)
     lengths = [
-        CallLengths(LogNormalTokens(*prompt_output[:2]), LogNormalTokens(*prompt_output[2:]))
+        CallLengths(MedianTokens(*prompt_output[:2]), MedianTokens(*prompt_output[2:]))
         for prompt_output in rows.select(list(OPTIONAL)[1:]).iter_rows()
     ]
     windows = rows.select(

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from batchrun.simulator.traces.trace import Floats, Ints, Trace, Window, find_peak
+from batchrun.simulator.traces.trace import Floats, Ints, Trace, TraceWindow, find_peak
 
 PEAK_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class Quantiles:
     """A distribution: mean, median, 95th and 99th percentile, largest."""
 
     mean: float
@@ -23,7 +23,7 @@ class Spread:
     largest: float
 
     @classmethod
-    def of(cls, values: Floats | Ints) -> Spread:
+    def of(cls, values: Floats | Ints) -> Quantiles:
         """Of one value or more."""
         p50, p95, p99 = np.quantile(values, (0.5, 0.95, 0.99))
         return cls(float(np.mean(values)), float(p50), float(p95), float(p99), float(values.max()))
@@ -33,7 +33,7 @@ class Spread:
 class Peak:
     """The heaviest window by tokens, and its rates over the trace's means."""
 
-    window: Window
+    window: TraceWindow
     rate_per_s: float
     tokens_per_s: float
     rate_over_mean: float
@@ -53,9 +53,9 @@ class TraceSummary:
     num_requests: int
     duration_s: float
     rate_per_s: float
-    prompt_tokens: Spread
-    output_tokens: Spread
-    gap_s: Spread | None
+    prompt_tokens: Quantiles
+    output_tokens: Quantiles
+    gap_s: Quantiles | None
     gap_cv: float | None
     peak: Peak
     prefix_hit_rate: float | None
@@ -70,9 +70,9 @@ def summarize_trace(trace: Trace, *, peak_s: float = PEAK_S) -> TraceSummary:
         num_requests=len(trace),
         duration_s=trace.duration_s,
         rate_per_s=trace.rate_per_s,
-        prompt_tokens=Spread.of(trace.num_prompt_tokens),
-        output_tokens=Spread.of(trace.num_output_tokens),
-        gap_s=Spread.of(gaps_s) if len(gaps_s) else None,
+        prompt_tokens=Quantiles.of(trace.num_prompt_tokens),
+        output_tokens=Quantiles.of(trace.num_output_tokens),
+        gap_s=Quantiles.of(gaps_s) if len(gaps_s) else None,
         gap_cv=float(gaps_s.std()) / mean_s if mean_s else None,
         peak=_peak(trace, min(peak_s, trace.duration_s)),
         prefix_hit_rate=None if trace.prefix is None else prefix_hit_rate(trace),

@@ -321,7 +321,7 @@ def _joined(prefixes: Sequence[PrefixBlocks | None], order: Ints) -> PrefixBlock
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class TraceWindow:
     """Seconds [start_s, end_s) of a trace; it stands for `weight_s` seconds of it."""
 
     start_s: float
@@ -333,7 +333,7 @@ class Window:
         return trace.between(self.start_s, self.end_s)
 
 
-def find_peak(trace: Trace, window_s: float) -> Window:
+def find_peak(trace: Trace, window_s: float) -> TraceWindow:
     """The window of `window_s` with the most tokens, the earliest of equals; it stands for itself.
 
     It lies within the trace where that is long enough. O(n log n): a heaviest window can begin at
@@ -346,10 +346,10 @@ def find_peak(trace: Trace, window_s: float) -> Window:
     after = np.searchsorted(times_s, times_s + window_s, side="left")
     heaviest = int(np.argmax(sums[after] - sums[:-1]))
     start_s = min(float(times_s[heaviest]), max(0.0, trace.duration_s - window_s))
-    return Window(start_s, start_s + window_s, window_s)
+    return TraceWindow(start_s, start_s + window_s, window_s)
 
 
-def stratified_windows(trace: Trace, num: int, window_s: float) -> Sequence[Window]:
+def stratified_windows(trace: Trace, num: int, window_s: float) -> Sequence[TraceWindow]:
     """`num` windows of `window_s`, one in the middle of each of `num` equal parts, its weight.
 
     Parts shorter than a window are whole windows. Sums over the trace are estimated by the windows'
@@ -360,4 +360,4 @@ def stratified_windows(trace: Trace, num: int, window_s: float) -> Sequence[Wind
     part_s = trace.duration_s / num
     length_s = min(window_s, part_s)
     starts_s = [i * part_s + 0.5 * (part_s - length_s) for i in range(num)]
-    return [Window(start_s, start_s + length_s, part_s) for start_s in starts_s]
+    return [TraceWindow(start_s, start_s + length_s, part_s) for start_s in starts_s]

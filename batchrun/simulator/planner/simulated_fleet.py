@@ -31,7 +31,7 @@ CONTEXT_TOKENS = 131_072
 
 
 @dataclass(frozen=True, slots=True)
-class Simulation:
+class SimulatedFleet:
     """Engines of the deployment as they are simulated, and the calls beside a job, if any."""
 
     kind: EngineKind
@@ -91,7 +91,7 @@ class Simulation:
 
 def simulation_of(
     trace: Path | None, profile: str | None, deployment: Deployment, home: Home
-) -> Simulation | None:
+) -> SimulatedFleet | None:
     """What `--trace` and `--profile` ask for; the profile of the deployment's first engine where
     none is named, None where that has none.
 
@@ -109,7 +109,7 @@ def simulation_of(
     calls = None if trace is None else _calls(trace)
     name = "" if trace is None else trace.name
     kind = kind.with_context(CONTEXT_TOKENS)
-    return Simulation(kind, len(deployment.engines), slo, calls, name)
+    return SimulatedFleet(kind, len(deployment.engines), slo, calls, name)
 
 
 def _slo_target(deployment: Deployment, home: Home) -> SloTarget:

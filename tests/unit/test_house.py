@@ -1,0 +1,110 @@
+"""The rules of the house that import-linter and ruff do not hold: sizes, names, ways of the data.
+
+A limit goes down with the figure; it may be raised by a change that adds a capability, with a
+sentence that says what for. The aim: 190 files and 38,500 lines, 8,000 lines of benchmarks.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "batchrun"
+
+MAX_FILES = 200
+MAX_LINES = 41_200
+MAX_SHORT_FILES = 25
+SHORT_LINES = 80
+LONGEST_LINES = 500
+MAX_FILES_IN_FOLDER = 15
+MAX_BENCHMARK_LINES = 10_750
+MAX_FILES_ON_WAY = {"row": 40, "call": 10, "step": 22, "batch": 24}
+
+SHARED_FILE_NAMES = frozenset(
+    {"app", "batches", "client", "engine", "errors", "files", "jobs", "keys", "objects", "results"}
+    | {"process", "status", "view"}
+)
+"""One noun in several rooms: kept by the store, shown by the API, printed by a command."""
+SHARED_CLASS_NAMES: frozenset[str] = frozenset()
+
+
+def modules() -> dict[Path, str]:
+    """All modules of the package, with their text."""
+    return {path: path.read_text("utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def is_ordinary(path: Path) -> bool:
+    """Whether a module is neither a folder's face, a program's door nor a migration."""
+    return not path.name.startswith("__") and "migrations" not in path.parts
+
+
+def num_lines(text: str) -> int:
+    return text.count("\n")
+
+
+def test_the_package_has_few_files_and_lines() -> None:
+    found = modules()
+
+    assert len(found) <= MAX_FILES
+    assert sum(map(num_lines, found.values())) <= MAX_LINES
+
+
+def test_few_files_are_short_and_none_is_long() -> None:
+    sizes = {str(path.relative_to(ROOT)): num_lines(text) for path, text in modules().items()}
+    short = [name for name, size in sizes.items() if size < SHORT_LINES]
+
+    assert len([name for name in short if is_ordinary(Path(name))]) <= MAX_SHORT_FILES
+    assert [name for name, size in sizes.items() if size > LONGEST_LINES] == []
+
+
+def test_a_folder_can_be_taken_in_at_a_glance() -> None:
+    folders = Counter(path.parent for path in modules())
+
+    assert [str(each) for each, num in folders.items() if num > MAX_FILES_IN_FOLDER] == []
+
+
+def test_the_benchmarks_stay_small() -> None:
+    texts = [path.read_text("utf-8") for path in (ROOT / "benchmarks").rglob("*.py")]
+
+    assert sum(map(num_lines, texts)) <= MAX_BENCHMARK_LINES
+
+
+def test_a_file_name_means_one_thing() -> None:
+    names = Counter(path.stem for path in modules() if is_ordinary(path))
+
+    assert {name for name, num in names.items() if num > 1} - SHARED_FILE_NAMES == set()
+
+
+def test_a_class_name_means_one_thing() -> None:
+    places = defaultdict(list)
+    for path, text in modules().items():
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(str(path.relative_to(PACKAGE)))
+
+    twice = {name: where for name, where in places.items() if len(where) > 1}
+    assert {name: twice[name] for name in twice.keys() - SHARED_CLASS_NAMES} == {}
+
+
+@pytest.mark.parametrize(("way", "most"), MAX_FILES_ON_WAY.items())
+def test_a_way_crosses_few_files_and_each_is_there(way: str, most: int) -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    heading = re.search(rf"^#+ The way of an? (?:\w+ )*{way}\b.*$", page, re.MULTILINE)
+    assert heading is not None
+    section = re.split(r"^#", page[heading.end() :], maxsplit=1, flags=re.MULTILINE)[0]
+    files = set(re.findall(r"`(batchrun/[\w/]+\.py)`", section))
+
+    assert 5 <= len(files) <= most
+    assert [name for name in files if not (ROOT / name).is_file()] == []
+
+
+def test_every_file_that_the_architecture_names_is_there() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    named = set(re.findall(r"`(batchrun/[\w/]+(?:\.py)?)`", page))
+
+    assert [name for name in named if not (ROOT / name).exists()] == []
