@@ -116,7 +116,7 @@ class StepTelemetry(Struct, frozen=True):
 class Telemetry(Struct, frozen=True):
     """What an engine says of itself, a few times a second. Instants are UTC epoch seconds.
 
-    `start_id` differs with every start: counts begin anew with it.
+    `start_id` differs with every start: counts begin again with it.
     """
 
     start_id: str
@@ -170,7 +170,7 @@ class RecordedCall(Struct, frozen=True, array_like=True):
 class RecordedCalls(Struct, frozen=True):
     """Online calls in the order of their ends, numbered from 0; the first here is `first_number`.
 
-    `id` differs with every start of the engine and of recording: numbers begin anew with it.
+    `id` differs with every start of the engine and of recording: numbers begin again with it.
     There may be more than the `MAX_CALLS_SENT` of one answer. `oldest_open_at` is the arrival of
     the first of the calls that are recorded and have not ended, None without any.
     """

@@ -176,7 +176,7 @@ def prompts_of(job: Job) -> Iterator[TokenIds]:
 
 def joined(jobs: Sequence[Job]) -> Job:
     """One job of several, the rows of one after those of the other, documents and rows numbered
-    anew: what an engine sees of jobs that run at the same time."""
+    again: what an engine sees of jobs that run at the same time."""
     documents: list[TokenIds] = []
     rows: list[JobRow] = []
     for job in jobs:

@@ -1,6 +1,6 @@
 """The second half of docs/cli.md: what `--help` prints of every command.
 
-`python tests/cli_page.py` writes it anew; a test compares.
+`python tests/cli_page.py` writes it again; a test compares.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from benchmarks.crash_rig import MODEL, wait_until
 
 NUM_BROKEN = 12
 STOPPED_WAIT_S = 240.0
-"""The daemon gives an engine that does not answer two minutes before it starts it anew."""
+"""The daemon gives an engine that does not answer two minutes before it starts it again."""
 
 
 def answer_garbage(folder: Path) -> None:
@@ -38,7 +38,7 @@ def answer_busy(folder: Path) -> None:
 
 
 def stop_engine(folder: Path) -> None:
-    """The engine's process stops without closing anything: it is ended and started anew."""
+    """The engine's process stops without closing anything: it is ended and started again."""
     with trial(folder) as here:
         here.begin()
         pid = here.rig.pid_of("engine")
@@ -133,7 +133,7 @@ ENGINE_FAULTS = (
     Fault(
         "engine stops without closing",
         "SIGSTOP to the engine's process",
-        "`status` shows the engine `unreachable`; after 2 minutes it is ended and started anew",
+        "`status` shows the engine `unreachable`; after 2 minutes it is ended and started again",
         stop_engine,
     ),
     Fault(

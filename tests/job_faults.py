@@ -58,7 +58,7 @@ def terminate_daemon(folder: Path) -> None:
 
 
 def terminate_finalizing(folder: Path) -> None:
-    """SIGTERM while the output file is written: it is written anew."""
+    """SIGTERM while the output file is written: it is written again."""
     _end_while_writing(folder, signal.SIGTERM)
 
 

@@ -91,7 +91,7 @@ def submit(
 ) -> None:
     """Add a job. Without a daemon it waits in the store until one runs."""
     home = load_home(home_path)
-    foretelling = {"--trace": trace, "--profile": profile, "--price": price}
+    prediction = {"--trace": trace, "--profile": profile, "--price": price}
     if dry_run:
         waiting = {"--wait": wait, "--strict": strict}
         _refuse_given(waiting, "--dry-run submits nothing to wait for; leave out {}")
@@ -99,7 +99,7 @@ def submit(
         _refuse_given({"--continue-from": continue_from}, line)
         _dry_run(file, home, trace, profile, price, as_json=as_json)
         return
-    _refuse_given(foretelling, "{} says what --dry-run is to assume; give --dry-run too")
+    _refuse_given(prediction, "{} says what --dry-run is to assume; give --dry-run too")
     job = prepare(file, home, continue_from)
     if wait and not DaemonClient(home).is_running():
         raise DaemonUnavailableError(

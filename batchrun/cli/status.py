@@ -234,7 +234,7 @@ def _estimates(error: float | None) -> str | None:
 def _cached(view: dict[str, Any]) -> str | None:
     if view["cache_agreement"] is None:
         return None
-    line = f"foretold and returned agree to {view['cache_agreement']:.0%}"
+    line = f"predicted and returned agree to {view['cache_agreement']:.0%}"
     if view["is_cached_less_than_planned"]:
         line += (
             "; the engine caches less than was planned: its prefix caching may be off, its KV "

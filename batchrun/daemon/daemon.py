@@ -179,7 +179,7 @@ class Daemon:
         await self.end.close(record)
 
     async def _open(self, record: JobRecord) -> None:
-        """Bring a job into memory and let its rows go, unless it was taken up anew meanwhile."""
+        """Bring a job into memory and let its rows go, unless it was taken up again meanwhile."""
         await self.writer.flush()
         stage = self.stages.setdefault(record.id, Stage())
         try:
@@ -201,7 +201,7 @@ class Daemon:
         self._finish_if_done(job)
 
     async def _start(self, record: JobRecord, job: ActiveJob) -> bool:
-        """Let the rows of an opened job go, unless it was taken up anew or is not to run."""
+        """Let the rows of an opened job go, unless it was taken up again or is not to run."""
         if self._opening.get(record.seq) is not record:
             return False
         del self._opening[record.seq]

@@ -312,7 +312,7 @@ class Dispatcher:
         self._give_back(assignment, ready_at_s=time.monotonic() + delay_s)
 
     async def _remember(self, record: Callable[..., None], *values: object) -> None:
-        """Write a count that outlives the daemon; without it a restart counts anew."""
+        """Write a count that outlives the daemon; without it a restart counts again."""
         try:
             await asyncio.to_thread(record, self.store, *values)
         except StoreError as error:

@@ -59,7 +59,7 @@ MAX_QUEUED = 16
 class EngineLink:
     """One engine's sockets, at `path` with two endings; it may not be there, or come and go.
 
-    Orders that nobody is there to take are lost: the next ones say everything anew. Call `run` to
+    Orders that nobody is there to take are lost: the next ones say everything again. Call `run` to
     hear anything. `on_start` is called when an engine is heard for the first time.
     """
 

@@ -213,6 +213,6 @@ class ActiveJob:
         """How good the plan was, in a line for people."""
         cached = self.cache.agreement
         return (
-            f"prompt tokens were estimated to {self.plan.tokens.mape:.1%}, cached tokens foretold "
+            f"prompt tokens were estimated to {self.plan.tokens.mape:.1%}, cached tokens predicted "
             f"and returned agree to {cached.share:.0%} over {cached.num_rows:,} rows"
         )

@@ -25,7 +25,7 @@ class JobView:
     returned; both are None while unknown, as are the seconds to the job's end: `eta_s` is the best
     guess, and `eta_low_s` to `eta_high_s` holds nine times of ten. `cache_agreement` compares the
     cached
-    tokens that were foretold for the rows done with those that came back. `is_deadline_kept` and
+    tokens that were predicted for the rows done with those that came back. `is_deadline_kept` and
     `deadline_outlook` are None without a deadline, or before there is a forecast.
     """
 
@@ -70,14 +70,14 @@ class JobView:
 
 
 @dataclass(frozen=True, slots=True)
-class Foretold:
+class JobPrediction:
     """What a running daemon expects of a job, as far as it knows."""
 
     outlook: Outlook | None = None
     completion: Completion | None = None
 
 
-NOTHING = Foretold()
+NOTHING = JobPrediction()
 
 
 def view_job(
@@ -85,15 +85,15 @@ def view_job(
     counts: Counts,
     *,
     active: ActiveJob | None = None,
-    foretold: Foretold = NOTHING,
+    predicted: JobPrediction = NOTHING,
     stage: str | None = None,
     now_s: float = 0.0,
 ) -> JobView:
-    """The view of a job; `active`, `foretold` and `now_s` (monotonic) where a daemon runs it.
+    """The view of a job; `active`, `predicted` and `now_s` (monotonic) where a daemon runs it.
 
-    Until its end can be foretold, `eta_s` goes by the rows of the last half minute.
+    Until its end can be predicted, `eta_s` goes by the rows of the last half minute.
     """
-    outlook, completion = foretold.outlook, foretold.completion
+    outlook, completion = predicted.outlook, predicted.completion
     agreement = active.cache.agreement if active else None
     rows_per_s, served, computed = active.pace.rates(now_s) if active else (0.0, 0.0, 0.0)
     left = record.num_rows - counts.num_done

@@ -88,7 +88,7 @@ class EchoBaseModel(EchoModel):
 
     def predict_s(self, load: StepLoad) -> float:
         """Seconds."""
-        # No super(): a dataclass with slots is made anew, and the call would look for the old one.
+        # No super(): a dataclass with slots is made again, and the call would look for the old one.
         return self.base_s + EchoModel.predict_s(self, load) if load.num_requests else 0.0
 
 

@@ -359,12 +359,12 @@ class JobTurns:
 
     def completions(self) -> dict[str, Completion]:
         """When the running jobs will be done; empty while the pace is not known."""
-        return self._capacity.completions.foretell(self._works(), self._claims)
+        return self._capacity.completions.predict(self._works(), self._claims)
 
-    def foretell(self, weight: float, work_tokens: int) -> Completion | None:
+    def predict(self, weight: float, work_tokens: int) -> Completion | None:
         """When a job would be done that joined now; None while the pace is not known."""
         works = self._works() | {NEW_JOB: JobWork(weight, work_tokens, DOUBT)}
-        return self._capacity.completions.foretell(works, self._claims).get(NEW_JOB)
+        return self._capacity.completions.predict(works, self._claims).get(NEW_JOB)
 
     def take_news(self) -> list[Outlook]:
         """Outlooks to announce: those that changed since the last call."""

@@ -116,7 +116,7 @@ FINE_S, NUM_FINE = 5.0, 720
 COARSE_S, NUM_COARSE = 300.0, 2_016
 """An hour in stretches of 5 s, a week in stretches of 5 minutes."""
 FINE_HORIZON_S = 1_200.0
-"""What is done sooner is foretold from the fine history."""
+"""What is done sooner is predicted from the fine history."""
 
 
 class Completion(NamedTuple):
@@ -150,7 +150,7 @@ class Completions:
         self.fine.add(elapsed_s, computed_tokens)
         self.coarse.add(elapsed_s, computed_tokens)
 
-    def foretell(
+    def predict(
         self, works: Mapping[str, JobWork], claims: Mapping[str, float]
     ) -> dict[str, Completion]:
         """Of all jobs in `works`, which run beside each other; none while the pace is not known.

@@ -219,7 +219,7 @@ class RowFeed:
         )
 
     def _hashes(self, job: ActiveRows, row: int, prompt: bytes) -> BlockHashes:
-        """The prompt's block hashes; those that it shares with the row before are not made anew."""
+        """The prompt's block hashes; those shared with the row before are kept."""
         size, chains = self._block_tokens, job.plan.chains
         keys = chains.keys[chains.starts[row] : chains.starts[row + 1]]
         content = array("I", prompt)

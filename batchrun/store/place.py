@@ -50,7 +50,7 @@ class DaemonLock(HeldLock):
             time.sleep(LOCK_POLL_S)
 
     def check(self) -> None:
-        """See that the lock is still held, and take it anew where its connection was lost.
+        """See that the lock is still held, and take it again where its connection was lost.
 
         Raises StoreLockedError when another daemon has it, StoreUnreachableError while the
         database does not answer or still counts the lost connection as alive.

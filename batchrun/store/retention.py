@@ -133,7 +133,7 @@ def is_shrinkable(store: Store) -> bool:
 
 
 def rewrite(store: Store) -> None:
-    """Write the store's file anew without unused space; `is_shrinkable` from then on.
+    """Write the store's file again without unused space; `is_shrinkable` from then on.
 
     The caller holds the store's lock. Raises StoreError; StoreFullError when the disk cannot hold
     the file twice.

@@ -165,7 +165,7 @@ def gives_disk_back(engine: Engine) -> bool:
 
 
 def rewrite(engine: Engine) -> None:
-    """Write the whole file anew without unused space; from then on it `gives_disk_back`.
+    """Write the whole file again without unused space; from then on it `gives_disk_back`.
 
     Nobody else may use the store, and the disk must hold it twice.
     """

@@ -36,7 +36,7 @@ def test_rows_that_share_a_prefix_run_together(rig: DeploymentRig) -> None:
 
 
 @pytest.mark.slow
-def test_status_compares_cached_tokens_with_those_foretold(rig: DeploymentRig) -> None:
+def test_status_compares_cached_tokens_with_those_predicted(rig: DeploymentRig) -> None:
     documents = [f"the {d}. document goes on and on " * 200 for d in "abcdefgh"]
     rig.use_fake_engine("--latency-s=0.05", window={"requests": 1})
     job = rig.submit_rows(*(documents[i % 8] + f" question {i}" for i in range(160)))
@@ -47,7 +47,7 @@ def test_status_compares_cached_tokens_with_those_foretold(rig: DeploymentRig) -
     assert view["cache_agreement"] > 0.9
     assert not view["is_cached_less_than_planned"]
     log = (rig.home / "log" / "daemon.log").read_text()
-    assert re.search(r"cached tokens foretold and returned agree to (9\d|100)%", log)
+    assert re.search(r"cached tokens predicted and returned agree to (9\d|100)%", log)
 
 
 def test_pause_stops_the_rows_and_resume_goes_on(rig: DeploymentRig) -> None:

@@ -1,4 +1,4 @@
-"""Cached tokens that are foretold from text alone, and those that the real vLLM then reports.
+"""Cached tokens that are predicted from text alone, and those that the real vLLM then reports.
 
 One engine after the other, each with another chat template, serves the same rows with tools.
 """
@@ -168,22 +168,23 @@ def predicted_tokens(
     )
 
 
-def test_the_cached_tokens_that_come_back_were_foretold(
+def test_the_cached_tokens_that_come_back_were_predicted(
     served: Served, bodies: list[Body], capsys: pytest.CaptureFixture[str]
 ) -> None:
     sampled = partial(TokenRatio.sampled, count=served.count)
-    foretold = predicted_tokens(served.template.prefix_text, bodies, sampled)
+    predicted = predicted_tokens(served.template.prefix_text, bodies, sampled)
     in_common_order = predicted_tokens(prefix_text, bodies, lambda _: counted(served, bodies))
     returned = sum(served.num_cached_tokens)
     with capsys.disabled():
         sys.stdout.write(
-            f"\n{served.name}: {foretold} cached tokens foretold ({foretold / returned - 1:+.1%}), "
+            f"\n{served.name}: {predicted} cached tokens predicted "
+            f"({predicted / returned - 1:+.1%}), "
             f"in the common order {in_common_order} ({in_common_order / returned - 1:+.1%}), "
             f"{returned} returned\n"
         )
     assert returned > sum(served.num_prompt_tokens) / 2
-    assert foretold == pytest.approx(returned, rel=TOLERANCE)
-    assert abs(foretold - returned) < abs(in_common_order - returned)
+    assert predicted == pytest.approx(returned, rel=TOLERANCE)
+    assert abs(predicted - returned) < abs(in_common_order - returned)
     if served.name == "mistral":
         assert in_common_order > returned * (1 + TOLERANCE)
 

@@ -56,7 +56,7 @@ def test_a_job_that_begins_elsewhere_keeps_all_its_rows(job: OfflineJob, offset:
     assert begun.order.shared_chunks[0] == 0
     assert begun.deadline_s == math.inf
     assert served_tokens(begun) == served_tokens(job)
-    # It begins with a document, so no more than the first row of the order is computed anew.
+    # It begins with a document, so no more than the first row of the order is computed again.
     most = job.expected_tokens().sum() + begun.num_prompt_tokens[begun.order.rows[0]]
     assert begun.expected_tokens().sum() <= most
 

@@ -19,7 +19,7 @@ DURATION_S = 24.0
 
 
 class Recount:
-    """A policy that counts anew, block by block, what online requests hold before each plan."""
+    """A policy that counts again, block by block, what online requests hold before each plan."""
 
     def __init__(self, inner: Policy, engine: VirtualEngine) -> None:
         self._inner = inner

@@ -1,4 +1,4 @@
-"""Tokens estimated from bytes, and the cached tokens that are foretold."""
+"""Tokens estimated from bytes, and the cached tokens that are predicted."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def predict_cached_in_row(
 
 @dataclass(slots=True)
 class CacheAgreement:
-    """Cached tokens that were foretold for a job's rows, and those that came back."""
+    """Cached tokens that were predicted for a job's rows, and those that came back."""
 
     num_rows: int = 0
     num_predicted_tokens: int = 0

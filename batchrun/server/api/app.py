@@ -25,7 +25,7 @@ from starlette.types import ASGIApp
 from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.upkeep import KeyList
-from batchrun.daemon.view import Foretold, view_engine, view_job
+from batchrun.daemon.view import JobPrediction, view_engine, view_job
 from batchrun.errors import StoreUnreachableError
 from batchrun.home import CONTROL_PREFIX as PREFIX
 from batchrun.home import Home
@@ -90,14 +90,14 @@ class NewWork(BaseModel):
     weight: Weight = 1.0
 
 
-def install_foretelling(app: FastAPI, daemon: Daemon, guarded: Sequence[params.Depends]) -> None:
+def install_prediction(app: FastAPI, daemon: Daemon, guarded: Sequence[params.Depends]) -> None:
     """Add the route to the daemon's."""
 
     @app.post(f"{PREFIX}/foretell", dependencies=guarded)
-    async def foretell(work: NewWork) -> dict[str, object]:
+    async def predict(work: NewWork) -> dict[str, object]:
         turns = daemon.dispatcher.assigner.turns
         tokens_per_s, seen_s = turns.pace
-        completion = turns.foretell(work.weight, work.computed_tokens)
+        completion = turns.predict(work.weight, work.computed_tokens)
         return {
             "eta": None if completion is None else completion._asdict(),
             "computed_tokens_per_s": tokens_per_s,
@@ -238,7 +238,7 @@ def _install_control(app: FastAPI, daemon: Daemon, status: Status, edge: Edge) -
     _install_switches(app, daemon, guarded)
     install_key_routes(app, KeyList(daemon.store, api_keys), guarded)
     install_recording(app, daemon, guarded)
-    install_foretelling(app, daemon, guarded)
+    install_prediction(app, daemon, guarded)
 
 
 def _install_switches(app: FastAPI, daemon: Daemon, guarded: Sequence[params.Depends]) -> None:
@@ -276,7 +276,7 @@ class Status:
         last seen.
         """
         stalled = self._daemon.writer.stalled
-        self._foretell()
+        self._predict()
         try:
             records = await asyncio.to_thread(jobs.list_jobs, self._daemon.store)
             self._jobs = {record.id: await self._view(record) for record in records}
@@ -294,7 +294,7 @@ class Status:
     async def job(self, job_id: str) -> dict[str, object]:
         """One job by id, prefix or name, with what holds it up: a stall, or no engine left."""
         stalled = self._daemon.writer.stalled
-        self._foretell()
+        self._predict()
         try:
             record = await asyncio.to_thread(jobs.get, self._daemon.store, job_id)
             view = self._jobs[record.id] = await self._view(record)
@@ -310,7 +310,7 @@ class Status:
             "engine_failure": slots[0].engine.stage if are_gone else None,
         }
 
-    def _foretell(self) -> None:
+    def _predict(self) -> None:
         """When the running jobs will be done; nobody knows while offline work is switched off."""
         dispatcher = self._daemon.dispatcher
         is_on = dispatcher.is_offline_on
@@ -336,7 +336,7 @@ class Status:
             record,
             counts,
             active=active,
-            foretold=Foretold(
+            predicted=JobPrediction(
                 self._daemon.dispatcher.assigner.turns.outlook(record.id),
                 self._completions.get(record.id),
             ),

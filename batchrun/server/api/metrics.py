@@ -1,4 +1,4 @@
-"""`GET /metrics`: the deployment in Prometheus' text form. Counters begin anew with an engine."""
+"""`GET /metrics`: the deployment in Prometheus' text form. Counters begin again with an engine."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ Told = Sequence[tuple[str, Telemetry]]
 
 
 class MetricsPage(Collector):
-    """Reads the daemon anew for every page; it keeps nothing."""
+    """Reads the daemon again for every page; it keeps nothing."""
 
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon

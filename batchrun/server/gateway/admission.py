@@ -183,7 +183,7 @@ class RequestRates:
         try:
             kept = os.pread(self._fd, _BUCKET.size, offset).ljust(_BUCKET.size, b"\0")
             held, since_s = _BUCKET.unpack(kept)
-            # Nothing was written yet, or it was before the machine started anew.
+            # Nothing was written yet, or it was before the machine started again.
             is_known = 0.0 < since_s <= now_s
             grown = held + (now_s - since_s) * limit / _MINUTE_S
             level = min(grown, limit) if is_known else float(limit)

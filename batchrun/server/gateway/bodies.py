@@ -5,7 +5,7 @@ Callers from outside cannot send the daemon's hints: `vllm_xargs.batchrun` and `
 Calls that ask for more than the default: bounds of a class, or to run as offline work.
 
 What they ask for reaches an engine's scheduler as a hint in `vllm_xargs`, with the secret of that
-engine, so that such a body is written anew for the engine that gets it.
+engine, so that such a body is written again for the engine that gets it.
 """
 
 from __future__ import annotations
