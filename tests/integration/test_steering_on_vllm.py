@@ -21,7 +21,7 @@ from batchrun.simulator.traces.reading import load_parquet
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-NUM_ROWS = 48
+NUM_ROWS = 192
 OUTPUT_TOKENS = 400
 LASTING_TOKENS = 3000
 SMALL_ARGS = [
