@@ -22,10 +22,11 @@ from pydantic import (
     ValidationInfo,
     model_validator,
 )
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from batchrun.errors import ConfigError, known_name
 from batchrun.files import check_prefix
+from batchrun.hints import MAX_BOUND_S
 from batchrun.home import Home, check_store_url
 from batchrun.quantities import parse_age_s, parse_duration_s
 from batchrun.strict_yaml import load_strict
@@ -161,7 +162,7 @@ class EngineConfig(_Strict):
         return self.attach is None if self.priority is None else self.priority
 
 
-Bound = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Bound = Annotated[float, Field(gt=0, le=MAX_BOUND_S, allow_inf_nan=False)]
 
 
 class SloConfig(_Strict):
@@ -280,18 +281,6 @@ class Environment(BaseSettings):
     model: str | None = None
     listen: str | None = None
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags, then the environment; nothing else."""
-        return (init_settings, env_settings)
-
 
 class Deployment(DeploymentFile):
     """A resolved deployment. `base` is the folder that relative paths in the file start from."""
@@ -345,9 +334,7 @@ def load_deployment(
     if path is not None:
         file = load_strict(path, DeploymentFile, ConfigError, context=names)
         values |= file.model_dump(exclude_unset=True)
-    for key in ("model", "listen"):
-        if getattr(environment, key) is not None:
-            values[key] = getattr(environment, key)
+    values |= environment.model_dump(include={"model", "listen"}, exclude_none=True)
     try:
         deployment = Deployment.model_validate(values)
     except ValidationError as error:

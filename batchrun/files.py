@@ -4,7 +4,6 @@ scratch folders that vanish with their maker; and URLs of objects, where a place
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import glob
@@ -19,10 +18,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Self
-
-import psutil
 
 from batchrun.errors import (
     BatchrunError,
@@ -40,19 +38,8 @@ def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:
 
     Raises OSError, leaving the old content (or no file) in place.
     """
-    _remove_leftovers(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.{os.getpid()}.tmp")
-    try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-        with os.fdopen(fd, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        failpoint("file.rename.before")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    with _replacing(path, mode, "file.rename.before") as file:
+        file.write(content)
 
 
 def allow_many_open_files() -> None:
@@ -77,19 +64,35 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def _remove_leftovers(path: Path) -> None:
-    """Temporary files of writers of `path` that were killed."""
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        pid = left.name.split(".")[-2]
-        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
-            left.unlink(missing_ok=True)
+@contextmanager
+def _replacing(path: Path, mode: int, before_rename: str) -> Iterator[BinaryIO]:
+    """A new file that takes the name `path` on success; on any failure an older one stays.
+
+    What writers of `path` left that were killed goes first: nobody holds its lock.
+    """
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+        with suppress(BlockingIOError, FileNotFoundError), left.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            left.unlink()
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+    try:
+        with _locked(temporary, mode) as new:
+            yield new
+            new.flush()
+            os.fsync(new.fileno())
+            failpoint(before_rename)
+            temporary.replace(path)
+        sync_folder(path.parent)
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _TOO_MANY = frozenset({errno.EMFILE, errno.ENFILE})
 
 
-@contextlib.contextmanager
+@contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """A writable file that takes the name `path` on success, fsynced, its folder too.
 
@@ -98,40 +101,23 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     file at `path` stays. Raises StoreFullError when there is no room, InputError when the
     folder cannot be written to, OverloadedError when too many files are open.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     try:
-        _prepare(path)
-        with _locked(temporary) as file:
+        if path.is_dir():
+            raise InputError(f"{path}: is a folder; name a file for the output")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _replacing(path, 0o666, "output.rename.before") as file:
             yield file
             failpoint("output.sync.before")
-            file.flush()
-            os.fsync(file.fileno())
-        failpoint("output.rename.before")
-        temporary.replace(path)
         failpoint("output.rename.after")
-        sync_folder(path.parent)
     except OSError as failure:
         raise _explained(path, failure) from None
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
-def _prepare(path: Path) -> None:
-    if path.is_dir():
-        raise InputError(f"{path}: is a folder; name a file for the output")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
-        with contextlib.suppress(BlockingIOError, FileNotFoundError), left.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            left.unlink()
-
-
-def _locked(path: Path) -> BinaryIO:
+def _locked(path: Path, mode: int) -> BinaryIO:
     """A new file, locked for as long as it is open: whoever gets the lock knows that its writer is
     dead, whatever became of the writer's pid."""
     while True:
-        file = path.open("wb")
+        file = open(path, "wb", opener=partial(os.open, mode=mode))  # noqa: SIM115
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError:

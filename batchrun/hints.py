@@ -33,6 +33,8 @@ MAX_NODES_READ = 64
 MAX_NODES_WRITTEN = 8
 MAX_BOUND_S = 1e9
 
+RowsToCome = Sequence[tuple[int, int]]
+"""Prefix nodes, each with the rows of it that have not been sent."""
 Seconds = Annotated[float, Meta(gt=0, le=MAX_BOUND_S)]
 
 
@@ -157,13 +159,14 @@ def drop_hint(body: MutableMapping[str, object]) -> None:
             del body[HINT_ARGUMENTS]
 
 
-def nodes_to_tell(
-    path: Sequence[int], num_to_come: Callable[[int], int], rank: int
-) -> tuple[NodeHint, ...]:
-    """The nodes on a row's path, root first, for its hint; of a long path the outermost node and
-    the innermost ones. `rank` is the row's own: the next row is expected right behind it."""
-    told = path
+def rows_to_come(path: Sequence[int], num_to_come: Callable[[int], int]) -> RowsToCome:
+    """The nodes on a row's path, root first, each with its rows to come; of a long path the
+    outermost node and the innermost ones."""
     if len(path) > MAX_NODES_WRITTEN:
-        told = [path[0], *path[1 - MAX_NODES_WRITTEN :]]
-    nodes = [(node, num_to_come(node)) for node in told]
+        path = [path[0], *path[1 - MAX_NODES_WRITTEN :]]
+    return [(node, num_to_come(node)) for node in path]
+
+
+def node_hints(nodes: RowsToCome, rank: int) -> tuple[NodeHint, ...]:
+    """The nodes for the hint of a row of this rank: the next row is expected right behind it."""
     return tuple([NodeHint(node, num, rank + 1 if num else rank) for node, num in nodes])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import suppress
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
@@ -88,27 +89,19 @@ class FailureLimit(BaseModel):
     def _parse(cls, value: object) -> object:
         if isinstance(value, dict | FailureLimit):
             return value
-        if isinstance(value, str) and value.strip().endswith("%"):
-            return {"share": _checked_share(_number(value.strip()[:-1], value) / 100, value)}
-        if isinstance(value, float):
-            return {"share": _checked_share(value, value)}
         if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
             return {"num_rows": value}
-        raise ValueError(_failure_limit_message(value))
+        share = value if isinstance(value, float) else _percentage(value)
+        if share is None or not 0 <= share <= 1:
+            raise ValueError(
+                f"must be a percentage (5%), a share (0.05) or a number of rows (got {value!r})"
+            )
+        return {"share": share}
 
 
-def _number(text: str, value: object) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(_failure_limit_message(value)) from None
-
-
-def _checked_share(share: float, value: object) -> float:
-    if not 0 <= share <= 1:
-        raise ValueError(_failure_limit_message(value))
-    return share
-
-
-def _failure_limit_message(value: object) -> str:
-    return f"must be a percentage (5%), a share (0.05) or a number of rows (got {value!r})"
+def _percentage(value: object) -> float | None:
+    """The share that `"5%"` stands for; None for anything else."""
+    if isinstance(value, str) and value.strip().endswith("%"):
+        with suppress(ValueError):
+            return float(value.strip()[:-1]) / 100
+    return None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
+from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
@@ -82,13 +83,14 @@ def load_strict(
 def read_document(path: Path, error: type[InputError]) -> Document:
     """Reads a YAML mapping with its line numbers; raises `error` with one line."""
     text = _read_text(path, error)
-    if (tab := _tab_line(text)) is not None:
-        raise error(f"{path}:{tab}: a tab indents this line; YAML wants spaces")
     try:
         values = YAML(typ="safe", pure=True).load(text)
         node = YAML(typ="safe", pure=True).compose(text)
         lines = dict(_walk(node)) if isinstance(node, MappingNode) else {}
     except YAMLError as failure:
+        is_double = isinstance(failure, DuplicateKeyError)
+        if not is_double and (tab := _tab_line(text)) is not None:
+            raise error(f"{path}:{tab}: a tab indents this line; YAML wants spaces") from None
         raise error(_syntax_message(path, failure)) from None
     except (RecursionError, _TooManyNodesError):
         raise error(f"{path}: nested too deeply or expanded by aliases; write it out") from None
@@ -114,7 +116,9 @@ def validate_document(
         problems = failure.errors(include_url=False)
         located = [(_key_of(problem, document), problem) for problem in problems]
         # A misspelt key also makes the right one missing: name the word that stands there.
-        located.sort(key=lambda item: (item[1]["type"] == "missing", _line_of(item[0], document)))
+        located.sort(
+            key=lambda item: (item[1]["type"] == "missing", document.lines.get(item[0], 1))
+        )
         key, problem = located[0]
         more = f" (and {len(located) - 1} more)" if len(located) > 1 else ""
         text = _describe(problem, model)
@@ -139,17 +143,10 @@ def _read_text(path: Path, error: type[InputError]) -> str:
 
 
 def _tab_line(text: str) -> int | None:
-    """The first line indented with a tab outside a block of literal text, if YAML fails on it."""
-    if "\t" not in text:
-        return None
-    try:
-        YAML(typ="safe", pure=True).compose(text)
-    except YAMLError:
-        for number, line in enumerate(text.splitlines(), start=1):
-            if "\t" in line[: len(line) - len(line.lstrip())]:
-                return number
-    except RecursionError:
-        return None
+    """The first line indented with a tab."""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if "\t" in line[: len(line) - len(line.lstrip())]:
+            return number
     return None
 
 
@@ -203,15 +200,12 @@ def _key_of(problem: ErrorDetails, document: Document) -> str:
     return key
 
 
-def _line_of(key: str, document: Document) -> int:
-    return document.lines.get(key, 1)
-
-
 def _describe(problem: ErrorDetails, model: type[BaseModel]) -> str:
     if problem["type"] == "extra_forbidden":
         known = _fields_at(model, problem["loc"][:-1])
         hint = suggestion(str(problem["loc"][-1]), known)
-        return f"unknown key{hint or _listed(known)}"
+        listed = f"; the keys here are {', '.join(known)}" if known else ""
+        return f"unknown key{hint or listed}"
     if problem["type"] == "missing":
         return "is required"
     text = _PLAIN_WORDS.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
@@ -220,10 +214,6 @@ def _describe(problem: ErrorDetails, model: type[BaseModel]) -> str:
     got = repr(problem["input"])
     shown = f" (got {got})" if len(got) <= 60 else ""
     return text[:1].lower() + text[1:] + shown
-
-
-def _listed(known: list[str]) -> str:
-    return f"; the keys here are {', '.join(known)}" if known else ""
 
 
 def _fields_at(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:

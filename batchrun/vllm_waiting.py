@@ -2,15 +2,10 @@
 
 vLLM's engine and its workers pass messages through shared memory. A reader looks again and again,
 with `sched_yield` between two looks (`SpinCondition` in `shm_broadcast.py`), until a second has
-passed since its last message; while an engine works that never happens. The spinning process takes
-half a core or more that a CPU engine, its API server and their callers need. Under Linux 6.18 on 2
-cores it also kept other processes off the cores for up to 100 s, probably because the scheduler
-loses count of the time of processes that yield to each other: with naps in place of the yields
-that ended.
-
-So the CPU engines that batchrun starts nap between two looks. It costs about 0.4 ms a step
-(`docs/engines.md`). GPU engines have cores to spare, and steps so short that a nap would show; they
-are left alone.
+passed since its last message, so it takes half a core or more that a CPU engine, its API server and
+their callers need. Under Linux 6.18 on 2 cores it also kept other processes off them for up to
+100 s. So the CPU engines that batchrun starts nap between two looks, at a cost of about 0.4 ms a
+step (`docs/engines.md`). GPU engines have cores to spare, and steps so short that a nap would show.
 """
 
 from __future__ import annotations

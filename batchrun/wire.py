@@ -2,15 +2,7 @@
 
 MessagePack over ZeroMQ, on two unix sockets of the engine in a folder that only their owner can
 enter. Fields may be added; unknown ones are ignored, since an engine may outlive the batchrun that
-started it.
-
-Which rows an engine scheduled in its last steps, in a file that outlives the engine.
-
-The scheduler writes to memory that is mapped to the file, so every death but the machine's leaves
-what was written last. `NUM_SLOTS` slots are used in turn, one for each step that had work; each is
-a header (number of the step, bytes of text) and one line per row, `JOB ROW`. The header is written
-last: a slot that was being written at the death counts as empty, and the `NUM_STEPS` steps before
-it are whole.
+started it. `LastSteps` is what an engine leaves to the daemon when it dies.
 """
 
 from __future__ import annotations
@@ -24,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 CHANNEL_VARIABLE = "BATCHRUN_CHANNEL"
 """The environment variable that tells an engine the path of its sockets, without their endings."""
@@ -40,7 +32,7 @@ JobName = Annotated[str, Meta(max_length=128)]
 JobNames = Annotated[tuple[JobName, ...], Meta(max_length=MAX_JOBS)]
 
 
-class ClassTelemetry(Struct, frozen=True):
+class ClassTelemetry(Struct):
     """One class of requests: `num_running`, `num_waiting` and `longest_wait_s` are of now, the
     rest counts since the engine's start.
 
@@ -57,7 +49,7 @@ class ClassTelemetry(Struct, frozen=True):
     num_computed_tokens: int = 0
 
 
-class LatencyTelemetry(Struct, frozen=True):
+class LatencyTelemetry(Struct):
     """Online first tokens and gaps between tokens: counts, and sums of their seconds."""
 
     num_first_tokens: int = 0
@@ -66,7 +58,7 @@ class LatencyTelemetry(Struct, frozen=True):
     gaps_s: float = 0.0
 
 
-class SloTelemetry(Struct, frozen=True):
+class SloTelemetry(Struct):
     """How online requests fare against their bounds.
 
     `slack_s` is the least time that was left when an online token came (negative: it came too
@@ -104,7 +96,7 @@ class KvTelemetry(Struct, frozen=True):
     forecast_blocks: int | None = None
 
 
-class StepTelemetry(Struct, frozen=True):
+class StepTelemetry(Struct):
     """Steps since the engine's start; the seconds are sums over the `num_timed_steps`."""
 
     num_steps: int = 0
@@ -124,13 +116,13 @@ class Telemetry(Struct, frozen=True):
     policy: str
     token_budget: int
     is_offline_on: bool
-    online: ClassTelemetry = ClassTelemetry()
-    offline: ClassTelemetry = ClassTelemetry()
-    shared: LatencyTelemetry = LatencyTelemetry()
+    online: ClassTelemetry = field(default_factory=ClassTelemetry)
+    offline: ClassTelemetry = field(default_factory=ClassTelemetry)
+    shared: LatencyTelemetry = field(default_factory=LatencyTelemetry)
     """Online tokens of steps that held offline work too."""
-    alone: LatencyTelemetry = LatencyTelemetry()
-    slo: SloTelemetry = SloTelemetry()
-    step: StepTelemetry = StepTelemetry()
+    alone: LatencyTelemetry = field(default_factory=LatencyTelemetry)
+    slo: SloTelemetry = field(default_factory=SloTelemetry)
+    step: StepTelemetry = field(default_factory=StepTelemetry)
     kv: KvTelemetry = KvTelemetry()
     num_malformed_hints: int = 0
     num_policy_errors: int = 0
@@ -218,20 +210,11 @@ def read_orders(message: bytes, nonce: str) -> Orders:
     return orders
 
 
-def read_telemetry(message: bytes) -> Telemetry:
-    """Telemetry from the wire. Raises ValueError when it is malformed or too long."""
-    return _read(message, Telemetry)
-
-
-def read_answer(message: bytes) -> Answer:
-    """An answer from the wire. Raises ValueError when it is malformed or too long."""
-    return _read(message, Answer)
-
-
 Message = TypeVar("Message", Telemetry, Answer)
 
 
-def _read(message: bytes, kind: type[Message]) -> Message:
+def read_message(message: bytes, kind: type[Message]) -> Message:
+    """Telemetry or an answer from the wire. Raises ValueError when malformed or too long."""
     if len(message) > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {len(message)} bytes")
     try:
@@ -244,7 +227,7 @@ RowKey = tuple[str, int]
 """Job id and row."""
 
 NUM_STEPS = 3
-"""Two steps may be under way at once, and the output of a third one be read (design section 4)."""
+"""Two steps may be under way at once, and the output of a third one be read."""
 NUM_SLOTS = NUM_STEPS + 1
 MAX_LABEL_BYTES = 128
 SUFFIX = ".steps"
@@ -258,13 +241,18 @@ def make_label(job: str, row: int) -> bytes:
 
 
 class LastSteps:
-    """The file of a living engine, with room for `max_rows` rows a step.
+    """Which rows an engine scheduled in its last steps, in a file that outlives the engine.
 
-    Raises OSError when it cannot be made at `path`. One that is there is replaced: an engine that
-    still has it may write on without harm.
+    The scheduler writes to memory that is mapped to the file, so every death but the machine's
+    leaves what was written last. `NUM_SLOTS` slots are used in turn, one for each step that had
+    work; each is a header (number of the step, bytes of text) and one line per row, `JOB ROW`. The
+    header is written last: a slot that was being written at the death counts as empty, and the
+    `NUM_STEPS` steps before it are whole. Raises OSError when the file cannot be made at `path`;
+    one that is there is replaced: an engine that still has it may write on without harm.
     """
 
     def __init__(self, path: Path, max_rows: int) -> None:
+        """With room for `max_rows` rows a step."""
         self._slot_bytes = _HEADER.size + max_rows * MAX_LABEL_BYTES
         self._num_steps = 0
         path.unlink(missing_ok=True)

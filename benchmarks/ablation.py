@@ -7,11 +7,8 @@ Prints the means over the seeds as a table, and below it each bar: met or missed
 steps of Echo's ladder are watched in the first seed: NAME.jsonl gets the records, NAME-series.jsonl
 what `benchmarks.plots` draws.
 
-"stock" rows run two steps ahead, as on a GPU, with rows in their true order; "trial" rows repeat
-the trial behind the design's printed figures, which stand beside theirs: one step in flight, no
-planning time, and rows that all arrive at once, in the order of their numbers as text, row-0,
-row-1, row-10, row-100, ... `bs` to `echo` are our scheduler class. Whoever schedules, the daemon of
-`batchrun.simulator` sends the rows and keeps at most 256 of them waiting.
+All run two steps ahead, as on a GPU; `bs` to `echo` are our scheduler class. Whoever schedules, the
+daemon of `batchrun.simulator` sends the rows and keeps at most 256 of them waiting.
 Policies that learn start from 20 observed minutes of other traffic of the same generator and from
 one of offline work, never from the step law. All figures but `plan_ms` repeat exactly.
 """
@@ -21,69 +18,102 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache, partial
 from pathlib import Path
+from statistics import fmean, median
+from tempfile import TemporaryDirectory
+from typing import Any
 
-from benchmarks.ablation_bars import judge, means_of
-from benchmarks.ablation_configs import LADDER, Config, configs
-from benchmarks.ablation_runs import Record, Trial, measure, measure_watched
+import numpy as np
+import pyarrow.parquet as pq
+
+from batchrun.config import STOCK_POLICY
+from batchrun.simulator.cluster import EnginePlan
+from batchrun.simulator.online import Calls
+from batchrun.simulator.records import OnlineTotals, Tables
+from batchrun.simulator.simulation import Simulation, SimulationPlan, own_heap
+from batchrun.simulator.virtual.setup import EngineShape
+from benchmarks.ablation_configs import (
+    FORECAST,
+    LADDER,
+    OTHER_RULES,
+    STOCK,
+    Config,
+    configs,
+    judge,
+    means_of,
+)
 from benchmarks.laws import LAWS
-from benchmarks.records import write_records
-from benchmarks.scenarios import SCENARIOS
+from benchmarks.records import Record, markdown, parser, write_records
+from benchmarks.row_feeds import BLOCK_TOKENS, daemon_in_order, daemon_of, drawn_job
+from benchmarks.scenarios import SCENARIOS, Scenario, draw_calls, draw_job, hit_optimum
+from benchmarks.warm_up import SEED_OFFSET, WarmUp, observe
 
 NUM_PROCESSES = 2
 
-COLUMNS = {
-    "offline_tokens_per_s": ("served/s", ",.0f"),
-    "offline_computed_tokens_per_s": ("computed/s", ",.0f"),
-    "offline_rows_per_s": ("rows/s", ".2f"),
-    "prefix_hit_rate": ("hit rate", ".3f"),
-    "ttft_p50_s": ("TTFT p50 s", ".3f"),
-    "ttft_p99_s": ("TTFT p99 s", ".3f"),
-    "slo_ttft": ("TTFT met", ".4f"),
-    "slo_tpot": ("TPOT met", ".4f"),
-    "slo_deadline": ("deadline met", ".4f"),
-    "online_longest_wait_s": ("longest wait online s", ".2f"),
-    "offline_longest_wait_s": ("offline s", ".0f"),
-    "plan_ms": ("schedule() ms", ".2f"),
-}
+COLUMNS = (
+    *("offline_tokens_per_s", "offline_computed_tokens_per_s", "prefix_hit_rate"),
+    *("ttft_p50_s", "ttft_p99_s", "slo_ttft", "slo_tpot", "slo_deadline"),
+    *("online_longest_wait_s", "offline_longest_wait_s", "plan_ms"),
+)
+WARM_UP_S = 1200.0
+SERIES = (
+    "at_s",
+    "online_active",
+    "offline_active",
+    "online_running_blocks",
+    "offline_running_blocks",
+    "online_cached_blocks",
+    "offline_cached_blocks",
+    "forecast_blocks",
+)
+SUMMED = ("offline_prompt_tokens", "offline_hit_tokens")
+"""Columns of the simulator's records, by second, that `benchmarks.plots` draws."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """The runs of one process: every configuration of one seed and KV size.
+class Trial:
+    """One run. Policies that learn watched `warm_up_s` seconds of online traffic before."""
 
-    If `is_watched`, the steps of the ladder record their series.
-    """
-
-    scenario_name: str
-    law: str
-    blocks: int
+    scenario: Scenario
+    law_name: str
+    config: Config
     seed: int
-    configs: Sequence[Config]
-    is_watched: bool = False
+    blocks: int
+    warm_up_s: float = WARM_UP_S
 
 
 def main() -> int:
     """Run, print and save."""
     options = _parser().parse_args()
-    chosen = [c for c in configs(options.scenario) if _is_wanted(c.name, options.only)]
-    sizes = options.blocks or SCENARIOS[options.scenario][1]
-    cells = [
-        Cell(
-            options.scenario,
-            options.law,
-            blocks,
-            seed,
-            chosen,
-            is_watched=options.json is not None and seed == options.seeds[0],
-        )
+    scenario = SCENARIOS[options.scenario]
+    sizes = options.blocks or scenario.blocks
+    chosen = [
+        config
+        for config in configs(options.scenario)
+        if any(fnmatchcase(config.name, pattern) for pattern in options.only)
+    ]
+    trials = [
+        Trial(scenario, options.law, config, seed, blocks)
         for seed in options.seeds
         for blocks in sizes
+        for config in chosen
     ]
-    records, series = _run_all(cells)
+    run = partial(_run, watched_seed=None if options.json is None else options.seeds[0])
+    records: list[Record] = []
+    series: list[Record] = []
+    with multiprocessing.get_context("spawn").Pool(NUM_PROCESSES) as pool:
+        # The trials of a chunk start from one warm-up.
+        for record, columns in pool.imap(run, trials, chunksize=len(chosen) or 1):
+            print(
+                *(record[key] for key in ("seed", "blocks", "config")), file=sys.stderr, flush=True
+            )
+            records.append(record)
+            series += [] if columns is None else [columns]
     if options.json is not None:
         write_records(options.json, records)
         write_records(series_path(options.json), series)
@@ -98,70 +128,181 @@ def series_path(path: Path) -> Path:
     return path.with_name(f"{path.stem}-series.jsonl")
 
 
-def run_cell(cell: Cell) -> tuple[list[Record], list[Record]]:
-    """The records of one cell, in the order of its configurations, and those of its series."""
-    scenario = SCENARIOS[cell.scenario_name][0]()
-    records: list[Record] = []
-    series: list[Record] = []
-    for config in cell.configs:
-        trial = Trial(scenario, cell.law, config, cell.seed, cell.blocks)
-        if cell.is_watched and config.name in LADDER:
-            record, columns = measure_watched(trial)
-            series.append(columns)
-        else:
-            record = measure(trial)
-        records.append(record)
-    return records, series
-
-
-def _run_all(cells: Sequence[Cell]) -> tuple[list[Record], list[Record]]:
-    """In two processes; a cell's records come together, cells in their order."""
-    records: list[Record] = []
-    series: list[Record] = []
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(min(NUM_PROCESSES, len(cells))) as pool:
-        for cell, done in zip(cells, pool.imap(run_cell, cells), strict=True):
-            print(f"seed {cell.seed}, {cell.blocks} blocks: done", file=sys.stderr, flush=True)
-            records += done[0]
-            series += done[1]
-    return records, series
-
-
-def _is_wanted(name: str, patterns: Sequence[str] | None) -> bool:
-    return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
+def _run(trial: Trial, watched_seed: int | None) -> tuple[Record, Record | None]:
+    """The record, and the series of a step of the ladder in the seed that is watched."""
+    if trial.seed == watched_seed and trial.config.name in LADDER:
+        return measure_watched(trial)
+    return measure(trial), None
 
 
 def _print_size(scenario_name: str, law: str, blocks: int, records: Sequence[Record]) -> None:
     means = means_of(records)
     num_seeds = len({record["seed"] for record in records})
     print(f"\n{scenario_name}, law {law}, {blocks:,} blocks, means of {num_seeds} seeds\n")
-    for line in _table(means):
-        print(line)
-    print()
+    rows = [[name, *map(figures.get, COLUMNS)] for name, figures in means.items()]
+    print(markdown(["config", *COLUMNS], rows), end="\n\n")
     for bar in judge(scenario_name, law, blocks, means):
         print(f"- {bar}")
 
 
-def _table(means: dict[str, dict[str, float]]) -> Iterator[str]:
-    yield f"| | {' | '.join(title for title, _ in COLUMNS.values())} |"
-    yield f"|---|{'---:|' * len(COLUMNS)}"
-    for name, figures in means.items():
-        texts = [
-            format(figures[key], form) if key in figures else "-"
-            for key, (_, form) in COLUMNS.items()
-        ]
-        yield f"| {name} | {' | '.join(texts)} |"
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--scenario", choices=SCENARIOS, default="a100-8b")
-    parser.add_argument("--law", choices=LAWS, default="a100")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--blocks", type=int, nargs="+", help="KV sizes; by default the scenario's")
-    parser.add_argument("--only", nargs="+", metavar="PATTERN", help="configurations, by name")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    return parser
+    made = parser(__doc__, seeds=(0, 1, 2, 3, 4))
+    made.add_argument("--scenario", choices=SCENARIOS, default="a100-8b")
+    made.add_argument("--law", choices=LAWS, default="a100")
+    made.add_argument("--blocks", type=int, nargs="+", help="KV sizes; by default the scenario's")
+    made.add_argument("--only", nargs="+", metavar="PATTERN", default=["*"], help="configurations")
+    return made
+
+
+def measure(trial: Trial) -> Record:
+    """A flat record: one configuration, figures with units in their names."""
+    return _measured(trial, None)[0]
+
+
+def measure_watched(trial: Trial) -> tuple[Record, Record]:
+    """The same, and the series of the run as a record of columns: those of `SERIES`, tokens summed
+    up, and the percentiles 0 to 100 of TTFT and TPOT."""
+    config = trial.config
+    with TemporaryDirectory() as folder:
+        with Tables(Path(folder)) as tables:
+            record, latencies = _measured(trial, tables)
+        seconds = pq.read_table(Path(folder) / "seconds.parquet", columns=[*SERIES, *SUMMED])
+    series = {
+        "scenario": trial.scenario.name,
+        "config": config.name,
+        "law": trial.law_name,
+        "seed": trial.seed,
+        "blocks": trial.blocks,
+        "total_blocks": trial.blocks - 1,
+        **seconds.to_pydict(),
+        **{name: np.cumsum(seconds[name].to_numpy()).tolist() for name in SUMMED},
+        "ttft_percentiles_s": _percentiles(latencies.ttft_s),
+        "tpot_percentiles_s": _percentiles(latencies.tpot_s),
+    }
+    return record, series
+
+
+def figures_of(simulation: Simulation) -> Record:
+    """The figures of one engine's run, with units in their names. Call it once."""
+    found = simulation.figures()
+    online, offline, watch = found.online, found.offline, simulation.watch
+    (engine,) = simulation.engines.engines
+    totals = engine.totals
+    computed = totals.num_online_computed_tokens + totals.num_offline_computed_tokens
+    return {
+        "duration_s": found.duration_s,
+        "offline_tokens_per_s": offline.served_tokens_per_s,
+        "offline_rows_per_s": offline.num_ended / found.duration_s,
+        "offline_rows": offline.num_ended,
+        "online_requests": online.num_judged,
+        "ttft_p50_s": online.ttft_p50_s,
+        "ttft_p99_s": online.ttft_p99_s,
+        "tpot_p50_s": online.tpot_p50_s,
+        "tpot_p99_s": online.tpot_p99_s,
+        "slo_ttft": online.ttft_kept,
+        "slo_tpot": online.tpot_kept,
+        "slo_deadline": online.deadline_kept,
+        "computed_tokens_per_s": computed / found.duration_s,
+        "offline_computed_tokens_per_s": offline.computed_tokens_per_s,
+        "prefix_hit_rate": offline.hit_rate,
+        "online_longest_wait_s": watch.online.longest_wait_s if online.num_arrived else None,
+        "offline_longest_wait_s": watch.offline.longest_wait_s if offline.num_rows else None,
+        "online_preemptions": watch.online.num_preemptions,
+        "offline_preemptions": offline.num_preemptions,
+        "steps": found.num_steps,
+        "empty_steps": totals.num_empty_steps,
+        "busy_share": found.busy_share,
+        "online_step_share": totals.online_share_sum / found.num_steps,
+    }
+
+
+def _measured(trial: Trial, tables: Tables | None) -> tuple[Record, OnlineTotals]:
+    config, scenario = trial.config, trial.scenario
+    is_stock = config.policy == STOCK
+    job = None if config.order is None else draw_job(scenario.job, trial.seed, config.order)
+    if job is None or config.is_planned:
+        feed = daemon_of([] if job is None else [drawn_job(job)])
+    else:
+        feed = daemon_in_order(job)
+    plan = _plan(trial)
+    simulation = Simulation(plan, tables, feed)
+    scheduler = simulation.engines.engines[0].scheduler
+    if config.policy not in {STOCK, "bs"}:
+        seen = _observed(scenario, trial.law_name, trial.seed, trial.blocks, trial.warm_up_s)
+        (seen if config.is_online else seen.without_online_use()).tell(scheduler)
+    planning_s = timed(scheduler)
+    with own_heap():
+        simulation.engines.run_until(scenario.duration_s)
+    record = {
+        "config": config.name,
+        "law": trial.law_name,
+        "policy": config.policy,
+        "order": config.order,
+        "planned": config.is_planned,
+        "seed": trial.seed,
+        "online": config.is_online,
+        "reserve": None if is_stock else config.reserve,
+        "eviction": None if is_stock else config.eviction,
+        "scenario": scenario.name,
+        "blocks": trial.blocks,
+        "budget": config.budget,
+        "steps_in_flight": plan.engine.timing.steps_in_flight,
+        **figures_of(simulation),
+        "plan_ms": 1e3 * median(planning_s),
+    }
+    if job is not None:
+        mean_tokens = fmean(len(document) for document in job.documents)
+        record["prefix_hit_optimum"] = hit_optimum(job, BLOCK_TOKENS)
+        record["documents_that_fit"] = trial.blocks * BLOCK_TOKENS / mean_tokens
+    return record, simulation.watch.online
+
+
+def timed(scheduler: Any) -> list[float]:
+    """The seconds that each `schedule()` which computes anything will have taken."""
+    schedule, planning_s = scheduler.schedule, []
+
+    def timed_schedule(*args: object) -> Any:
+        begin_s = time.perf_counter()
+        output = schedule(*args)
+        if output.total_num_scheduled_tokens:
+            planning_s.append(time.perf_counter() - begin_s)
+        return output
+
+    scheduler.schedule = timed_schedule
+    return planning_s
+
+
+def _plan(trial: Trial) -> SimulationPlan:
+    """Every step is vLLM's own, so that `plan_ms` is what it would take."""
+    config = trial.config
+    calls = draw_calls(trial.scenario, trial.seed) if config.is_online else []
+    settings: dict[str, object] = {"reserve": config.reserve, "eviction": config.eviction}
+    if config.reserve in OTHER_RULES:
+        settings |= {"reserve": FORECAST, "forecast_rule": config.reserve}
+    is_stock = config.policy == STOCK
+    engine = EnginePlan(
+        EngineShape(trial.blocks, config.budget),
+        STOCK_POLICY if is_stock else config.policy,
+        {} if is_stock else settings,
+        LAWS[trial.law_name](trial.seed),
+        steps_one_by_one=True,
+    )
+    return SimulationPlan(
+        trial.scenario.duration_s, Calls.of(calls), engine=engine, seed=trial.seed
+    )
+
+
+@lru_cache(maxsize=1)
+def _observed(
+    scenario: Scenario, law_name: str, seed: int, blocks: int, warm_up_s: float
+) -> WarmUp:
+    """The noise of the warm-up is not that of the run."""
+    law = LAWS[law_name](seed + SEED_OFFSET)
+    return observe(scenario, seed, EngineShape(blocks), law, online_s=warm_up_s)
+
+
+def _percentiles(values: Sequence[float]) -> list[float]:
+    return np.percentile(values, np.arange(101)).tolist() if len(values) else []
 
 
 if __name__ == "__main__":

@@ -9,20 +9,21 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
+import jsonschema_rs
 from hypothesis import strategies as st
 from schemathesis import APIOperation, Case, GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.core.transport import Response
 from schemathesis.specs.openapi import checks
 
+from batchrun.server.gateway.app import load_document
+
 Operation = APIOperation[Any, Any, Any, Any]
 AnyCase = Case[Any]
-ENVELOPE = {"message", "type", "param", "code"}
 CHECKS = [
     not_a_server_error,
     checks.status_code_conformance,
@@ -30,6 +31,11 @@ CHECKS = [
     checks.response_headers_conformance,
     checks.response_schema_conformance,
 ]
+PARTS = (
+    *("path_parameters", "query", "headers", "cookies", "body"),
+    *("media_type", "multipart_content_types"),
+)
+ERROR = load_document()["components"]["schemas"]["Error"]
 CHECKED_ROUTES = ("/v1/files", "/v1/batches")
 """Their calls are checked against the document; engines check less, or more."""
 HEADERS = (
@@ -58,12 +64,7 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", 
 ODD_BODIES = (None, b"", b"{", b"null", b"[]", b"{}", b"\xff", b"[" * 50_000, b"a=b", b"\0")
 
 
-class BadReplyError(AssertionError):
-    """A reply that no caller may get."""
-
-
-@dataclass(frozen=True, slots=True)
-class Things:
+class Things(NamedTuple):
     """What is there on the server: ids to name, and the input of a batch."""
 
     model: str
@@ -71,16 +72,7 @@ class Things:
     batch_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Example:
-    """A call of an operation; one that `is_plain` is as the document made it."""
-
-    case: AnyCase
-    is_plain: bool
-
-
-@dataclass(frozen=True, slots=True)
-class OddCall:
+class OddCall(NamedTuple):
     """A call that the document does not know. `target` is path and query."""
 
     method: str
@@ -110,10 +102,10 @@ def odd_headers() -> st.SearchStrategy[dict[str, str]]:
     return st.dictionaries(name, value, max_size=3)
 
 
-def calls(operation: Operation, things: Things) -> st.SearchStrategy[Example]:
-    """Calls of one operation, good and bad ones."""
+def calls(operation: Operation, things: Things) -> st.SearchStrategy[AnyCase]:
+    """Calls of one operation, good and bad ones: as the document made them, and copies changed."""
     kinds = [operation.as_strategy(GenerationMode.POSITIVE)]
-    if _can_be_broken(operation):
+    if [*operation.iter_parameters(), *operation.body]:
         kinds.append(operation.as_strategy(GenerationMode.NEGATIVE))
     plain = st.one_of(kinds)
     copied = plain.map(_copy)
@@ -126,43 +118,25 @@ def calls(operation: Operation, things: Things) -> st.SearchStrategy[Example]:
         return case
 
     dressed = st.builds(dress, copied | named, st.just({}) | odd_headers(), st.just({}) | queries)
-    changed = named | dressed
-    return st.builds(Example, plain, st.just(True)) | st.builds(Example, changed, st.just(False))
-
-
-def _can_be_broken(operation: Operation) -> bool:
-    """Whether it takes anything that can be wrong."""
-    return bool(list(operation.iter_parameters()) or list(operation.body))
+    return plain | named | dressed
 
 
 def _copy(case: AnyCase) -> AnyCase:
-    """The same call, to be changed: schemathesis does not look at it again before it is sent."""
-    parts = {"path_parameters": case.path_parameters, "query": case.query, "cookies": case.cookies}
-    made: AnyCase = case.operation.Case(
-        **{name: dict(part or {}) for name, part in parts.items()},
-        headers=case.headers,
-        body=copy.deepcopy(case.body) if isinstance(case.body, dict | list) else case.body,
-        media_type=case.media_type,
-        multipart_content_types=case.multipart_content_types,
-    )
+    """The same call, to be changed. Without `meta` schemathesis does not know how it was made."""
+    derived = case.derive()
+    made: AnyCase = case.operation.Case(**{part: getattr(derived, part) for part in PARTS})
     return made
 
 
 def _name_what_is_there(case: AnyCase, things: Things) -> AnyCase:
     """Put things that exist in the place of made-up ones."""
-    known = {"file_id": things.file_id, "batch_id": things.batch_id, "model": things.model}
-    for key in known.keys() & case.path_parameters.keys():
-        case.path_parameters[key] = known[key]
+    known = things._asdict()
+    case.path_parameters.update({key: known[key] for key in known.keys() & case.path_parameters})
     if "after" in case.query:
-        is_files = case.path == "/v1/files"
-        case.query["after"] = things.file_id if is_files else things.batch_id
+        case.query["after"] = known["file_id" if case.path == "/v1/files" else "batch_id"]
     if isinstance(case.body, dict):
-        named = {
-            "model": things.model,
-            "input_file_id": things.file_id,
-            "completion_window": "24h",
-        }
-        case.body = {key: named.get(key, value) for key, value in case.body.items()}
+        known |= {"input_file_id": things.file_id, "completion_window": "24h"}
+        case.body.update({key: known[key] for key in known.keys() & case.body})
     return case
 
 
@@ -179,47 +153,37 @@ def odd_bodies(body: Any) -> Iterator[Any]:
 
 def _ways(value: Any) -> Iterator[tuple[Any, ...]]:
     """The keys and indexes that lead to each place within a value."""
-    inside: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, dict | list):
-        inside = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, inner in inside:
+    if not isinstance(value, dict | list):
+        return
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
         yield (key,)
         yield from ((key, *way) for way in _ways(inner))
 
 
 def check_reply(status: int, headers: Mapping[str, str], body: bytes, *, is_head: bool) -> None:
-    """What holds for the reply to any request. Raises BadReplyError."""
+    """What holds for the reply to any request. Raises AssertionError."""
     if not headers.get("x-request-id"):
-        raise BadReplyError(f"{status} without x-request-id")
+        raise AssertionError(f"{status} without x-request-id")
     if status >= 500 or status == 422:
-        raise BadReplyError(f"{status}: {body[:2_000]!r}")
+        raise AssertionError(f"{status}: {body[:2_000]!r}")
     if status < 400 or is_head:
         return
     kind = headers.get("content-type", "")
     if not kind.startswith("application/json"):
-        raise BadReplyError(f"{status} with content-type {kind!r}")
-    _check_envelope(body)
+        raise AssertionError(f"{status} with content-type {kind!r}")
+    try:
+        jsonschema_rs.validate(ERROR, json.loads(body))
+    except ValueError as error:
+        raise AssertionError(f"not the four keys of an error: {body[:2_000]!r}") from error
 
 
-def _check_envelope(body: bytes) -> None:
-    document = json.loads(body)
-    error = document["error"] if isinstance(document, dict) and set(document) == {"error"} else None
-    if not isinstance(error, dict) or set(error) != ENVELOPE:
-        raise BadReplyError(f"not the four keys of an error: {body[:2_000]!r}")
-    if not all(isinstance(error[key], str) and error[key] for key in ("message", "type")):
-        raise BadReplyError(f"an error without message or type: {body[:2_000]!r}")
-    if not all(isinstance(error[key], str | None) for key in ("param", "code")):
-        raise BadReplyError(f"param or code is no text: {body[:2_000]!r}")
-
-
-def check_call(example: Example, response: Response) -> None:
+def check_call(case: AnyCase, response: Response) -> None:
     """A reply to a call of an operation fits the document, too."""
-    case = example.case
     headers = {name: ", ".join(values) for name, values in response.headers.items()}
     check_reply(response.status_code, headers, response.content, is_head=False)
     case.validate_response(response, checks=CHECKS)
     is_checked = case.path.startswith(CHECKED_ROUTES)
-    if example.is_plain and is_checked and not _depends_on_more(response):
+    if case.meta is not None and is_checked and not _depends_on_more(response):
         case.validate_response(response, checks=[checks.positive_data_acceptance])
         if case.media_type != "multipart/form-data":  # Whatever breaks a file makes another file.
             case.validate_response(response, checks=[checks.negative_data_rejection])

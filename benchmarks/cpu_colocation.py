@@ -17,142 +17,100 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
+import polars as pl
+
+from batchrun.config import SloConfig
 from batchrun.engine.tiny_model import build_tiny_model
-from batchrun.errors import BatchrunError, ConfigError
+from batchrun.errors import BatchrunError
 from batchrun.store.database import open_store
-from benchmarks.cpu_colocation_job import RowOrder, RowStream, SetShape, SetWriter
-from benchmarks.cpu_colocation_servers import MODEL, Server, ServerPlan, start_all
-from benchmarks.cpu_colocation_window import Record, Timing, run_window
-from benchmarks.records import Bar, cell, parser, read_records, write_records
-from benchmarks.replay import Promise
-
-Window = Mapping[str, object]
+from benchmarks.cpu_colocation_rows import RowStream
+from benchmarks.cpu_colocation_servers import NUM_BLOCKS, Server, run_window
+from benchmarks.records import (
+    Bar,
+    Record,
+    describe,
+    parser,
+    read_records,
+    shown,
+    write_records,
+)
+from benchmarks.text_jobs import MODEL
 
 LEAST_WORKER_SHARE = 0.85
 """A worker that got less of its core was disturbed: its pair does not count."""
 BROKEN_ATTAINMENT = 0.4
-"""Hand-grouped vLLM is held against where it keeps its promises to fewer calls than this."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """Two windows of one seed: `echo` and what it is held against."""
-
-    seed: int
-    echo: Window
-    other: Window
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether both workers got their core; decided by that alone."""
-        shares = (number(w, "worker_cpu_share") for w in (self.echo, self.other))
-        return all(share >= LEAST_WORKER_SHARE for share in shares)
-
-    @property
-    def ratio(self) -> float:
-        """Offline tokens/s of `echo` by the other's."""
-        return _by(number(self.echo, SERVED), number(self.other, SERVED))
-
-    @property
-    def ratio_per_cpu_s(self) -> float:
-        """The same for each second of worker CPU."""
-        return _by(_served_per_cpu_s(self.echo), _served_per_cpu_s(self.other))
-
-
-SERVED = "offline_tokens_per_s"
-
-
-def pairs_of(windows: Sequence[Window], other: str) -> list[Pair]:
-    """`echo` beside each window of server `other` (`bs` or `grouped`) with the same seed."""
-    by_key = {(window["server"], window["seed"]): window for window in windows}
-    pairs = []
-    for (server, seed), window in by_key.items():
-        if server == other and ("echo", seed) in by_key:
-            assert isinstance(seed, int)
-            pairs.append(Pair(seed, by_key["echo", seed], window))
-    return sorted(pairs, key=lambda pair: pair.seed)
-
-
-def pair_records(pairs: Sequence[Pair], other: str) -> list[dict[str, object]]:
-    """One flat record a pair, the dropped ones included."""
-    return [
-        {
-            "kind": "pair",
-            "against": other,
-            "seed": pair.seed,
-            "is_kept": pair.is_kept,
-            "ratio": pair.ratio,
-            "ratio_per_cpu_s": pair.ratio_per_cpu_s,
-        }
-        for pair in pairs
-    ]
-
-
-def bars(windows: Sequence[Window]) -> list[Bar]:
-    """The figures that must hold, over the pairs that count; none when none does."""
-    kept = [pair for pair in pairs_of(windows, "bs") if pair.is_kept]
-    if not kept:
-        return []
-    echo = [pair.echo for pair in kept]
-    found = [
-        Bar("pairs that count", len(kept)),
-        Bar("echo / bs, median", median(pair.ratio for pair in kept), 2.0),
-        Bar("the same per second of worker CPU", median(p.ratio_per_cpu_s for p in kept), 2.5),
-        Bar("the lowest pair", min(pair.ratio for pair in kept), 1.5),
-        Bar("attainment of echo", median(number(w, "slo_attainment") for w in echo), 0.95),
-        Bar("hit rate of echo", median(number(w, "prefix_hit_rate") for w in echo), 0.80),
-    ]
-    return found + list(_grouped_bars(windows))
-
-
-def _grouped_bars(windows: Sequence[Window]) -> list[Bar]:
-    kept = [pair for pair in pairs_of(windows, "grouped") if pair.is_kept]
-    if not kept:
-        return []
-    attainment = median(number(pair.other, "slo_attainment") for pair in kept)
-    bound = 0.75 if attainment < BROKEN_ATTAINMENT else None
-    return [
-        Bar("attainment of bs on grouped rows", attainment),
-        Bar("echo / bs on grouped rows", median(pair.ratio for pair in kept), bound),
-    ]
-
-
-def number(window: Window, key: str) -> float:
-    """A figure of a window; 0 where it has none."""
-    value = window.get(key)
-    return float(value) if isinstance(value, int | float) else 0.0
-
-
-def _served_per_cpu_s(window: Window) -> float:
-    return _by(number(window, SERVED), number(window, "worker_cpu_share"))
-
-
-def _by(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
-
-
+"""Hand-grouped vLLM is held against where it keeps its SLO for fewer calls than this."""
 SCENARIO = f"cpu-{len(os.sched_getaffinity(0))}-cores"
-NUM_BLOCKS = 400
-"""5.7 of the trial's documents, in blocks of 128 tokens."""
 GROUPED_BUDGET = 128
 ONLINE_ONLY_SEED = 1_000
-ORDERS = {"bs": RowOrder.SHUFFLED, "echo": RowOrder.PLANNED, "grouped": RowOrder.GROUPED}
-COLUMNS = {
-    "offline_tokens_per_s": "served/s",
-    "computed_tokens_per_s": "computed/s",
-    "prefix_hit_rate": "hits",
-    "ttft_p50_s": "ttft p50",
-    "ttft_p99_s": "p99",
-    "tpot_p50_s": "tpot p50",
-    "slo_attainment": "both met",
-    "slo_attainment_tight": "at 3 x",
-    "worker_cpu_share": "core",
-}
+ORDERS = {"bs": "shuffled", "echo": "planned", "grouped": "grouped"}
+RIVALS = ("bs", "grouped")
+PRINTED = (
+    *("server", "seed", "offline_tokens_per_s", "computed_tokens_per_s", "prefix_hit_rate"),
+    *("ttft_p50_s", "ttft_p99_s", "slo_attainment", "worker_cpu_share"),
+)
+
+
+def pairs_of(windows: Sequence[Record], rival: str) -> pl.DataFrame:
+    """`echo` beside each window of the server `rival` with the same seed.
+
+    `ratio` is of offline tokens/s, `ratio_per_cpu_s` of those for each second of worker CPU. Pairs
+    in which a worker did not get its core are not `is_kept`. The rival's columns end in `_rival`.
+    """
+    figures = ("offline_tokens_per_s", "worker_cpu_share", "slo_attainment", "prefix_hit_rate")
+    schema = {"server": pl.String, "seed": pl.Int64, **dict.fromkeys(figures, pl.Float64)}
+    frame = pl.DataFrame([{key: window.get(key) for key in schema} for window in windows], schema)
+    echo, other = (frame.filter(pl.col("server") == name) for name in ("echo", rival))
+    pairs = echo.join(other, on="seed", suffix="_rival").sort("seed")
+    served, core = (pl.col(figure) / pl.col(f"{figure}_rival") for figure in figures[:2])
+    least_core = pl.min_horizontal("worker_cpu_share", "worker_cpu_share_rival")
+    return pairs.with_columns(
+        is_kept=least_core >= LEAST_WORKER_SHARE, ratio=served, ratio_per_cpu_s=served / core
+    )
+
+
+def pair_records(windows: Sequence[Record]) -> list[Record]:
+    """One flat record a pair, the dropped ones included."""
+    figures = ("seed", "is_kept", "ratio", "ratio_per_cpu_s")
+    return [
+        {"kind": "pair", "against": rival, **{key: pair[key] for key in figures}}
+        for rival in RIVALS
+        for pair in pairs_of(windows, rival).iter_rows(named=True)
+    ]
+
+
+def bars(windows: Sequence[Record]) -> list[Bar]:
+    """The figures that must hold, over the pairs that count; none when none does."""
+
+    def medians(rival: str) -> dict[str, float]:
+        kept = pairs_of(windows, rival).filter("is_kept")
+        if kept.is_empty():
+            return {}
+        lowest = {"lowest": kept["ratio"].min(), "num_pairs": len(kept)}
+        return kept.select(pl.selectors.numeric().median()).row(0, named=True) | lowest
+
+    found: list[Bar] = []
+    if bs := medians("bs"):
+        found += [
+            Bar("pairs that count", bs["num_pairs"]),
+            Bar("echo / bs, median", bs["ratio"], 2.0),
+            Bar("the same per second of worker CPU", bs["ratio_per_cpu_s"], 2.5),
+            Bar("the lowest pair", bs["lowest"], 1.5),
+            Bar("attainment of echo", bs["slo_attainment"], 0.95),
+            Bar("hit rate of echo", bs["prefix_hit_rate"], 0.80),
+        ]
+    if bs and (grouped := medians("grouped")):
+        attainment = grouped["slo_attainment_rival"]
+        bound = 0.75 if attainment < BROKEN_ATTAINMENT else None
+        found += [
+            Bar("attainment of bs on grouped rows", attainment),
+            Bar("echo / bs on grouped rows", grouped["ratio"], bound),
+        ]
+    return found
 
 
 @dataclass(slots=True)
@@ -162,12 +120,13 @@ class Session:
     path: Path | None
     windows: list[Record]
 
-    def promise(self) -> Promise | None:
+    def slo(self) -> SloConfig | None:
         """The bounds that the online-only window fixed; None before it."""
-        alone = next((w for w in self.windows if w["server"] == "online-only"), None)
-        if alone is None:
-            return None
-        return Promise(number(alone, "slo_ttft_bound_s"), number(alone, "slo_tpot_bound_s"))
+        for window in self.windows:
+            if window["server"] == "online-only":
+                bounds = {name: window[f"slo_{name}_bound_s"] for name in ("ttft", "tpot")}
+                return SloConfig.model_validate({f"{k}_s": bound for k, bound in bounds.items()})
+        return None
 
     def missing(self, num_pairs: int, num_grouped: int) -> list[tuple[str, int]]:
         """(server, seed) of the windows to measure, in order: A B A B, with C for the first."""
@@ -175,40 +134,35 @@ class Session:
         wanted = [
             (server, seed)
             for seed in range(num_pairs)
-            for server in ("bs", "echo", "grouped")
+            for server in ORDERS
             if server != "grouped" or seed < num_grouped
         ]
         return [window for window in wanted if window not in measured]
 
     def add(self, server: str, window: Record) -> None:
-        """Keep a window: print its line, write the file."""
+        """Keep a window: print its line, write the file with every pair so far."""
         entry: Record = {"kind": "window", "scenario": SCENARIO, "server": server}
         self.windows.append({**entry, "blocks": NUM_BLOCKS, **window})
-        shown = "  ".join(f"{title} {cell(window.get(key))}" for key, title in COLUMNS.items())
-        print(f"seed {window['seed']:<5}{server:<12}{shown}", flush=True)
-        self.write()
-
-    def write(self) -> None:
-        """Write every window and every pair, the dropped ones included."""
+        print(describe({key: self.windows[-1][key] for key in PRINTED}), flush=True)
         if self.path is not None:
-            pairs = [r for other in ("bs", "grouped") for r in _pair_records(self.windows, other)]
-            write_records(self.path, [*self.windows, *pairs])
+            write_records(self.path, [*self.windows, *pair_records(self.windows)])
 
 
 def main() -> int:
     """Run what is missing, print the bars. Exit code 4 and one line when a server is lost."""
-    made = parser(__doc__)
-    made.add_argument("--resume", action="store_true", help="measure only what FILE lacks")
-    made.add_argument("--pairs", type=int, default=5)
-    made.add_argument("--grouped", type=int, default=3, help="seeds that also run grouped rows")
-    made.add_argument("--warm-up-s", type=float, default=15.0)
-    made.add_argument("--window-s", type=float, default=60.0)
+    made = parser(__doc__, pairs=5, grouped=3, warm_up_s=15.0, window_s=60.0, resume=False)
     options = made.parse_args()
+    windows: list[Record] = []
+    if options.resume:
+        if options.json is None:
+            made.error("--resume needs --json FILE, the file to go on from")
+        earlier = read_records(options.json) if options.json.exists() else []
+        windows += [record for record in earlier if record["kind"] == "window"]
+    session = Session(options.json, windows)
     # Ended by `kill` or `timeout` it must not leave servers behind either.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     folder = Path(tempfile.mkdtemp(prefix="batchrun-colocation-"))
     try:
-        session = Session(options.json, _earlier(options.json) if options.resume else [])
         asyncio.run(_run(options, session, folder))
     except BatchrunError as error:
         sys.stderr.write(f"cpu_colocation: {error}\n")
@@ -217,72 +171,38 @@ def main() -> int:
         sys.stderr.write("cpu_colocation: interrupted; --resume goes on from the file\n")
         return 130
     shutil.rmtree(folder, ignore_errors=True)
-    _report(session.windows)
+    shown(pair_records(session.windows))
+    print("\n".join(map(str, bars(session.windows))) or "no pair counts")
     return 0
 
 
 async def _run(options: argparse.Namespace, session: Session, folder: Path) -> None:
-    """`bs` fixes the promise alone, then `echo` and `grouped` start, then the pairs A B A B."""
+    """`bs` fixes the SLO alone, then `echo` and `grouped` start, then the pairs A B A B."""
     missing = session.missing(options.pairs, options.grouped)
     if not missing:
         return
-    timing = Timing(options.warm_up_s, options.window_s)
-    model = folder / "tiny"
-    await asyncio.to_thread(build_tiny_model, model)
+    spans_s = options.warm_up_s, options.window_s
+    await asyncio.to_thread(build_tiny_model, folder / MODEL)
+    (folder / "sets").mkdir()
     store = open_store(folder / "store.db")
-    writer = SetWriter(folder / "sets", store, model / "tokenizer.json", SetShape())
-    servers = {"bs": Server(ServerPlan("bs", "bs"), folder, model, NUM_BLOCKS)}
+    servers = {"bs": Server("bs", folder)}
     try:
-        await start_all([servers["bs"]])
-        if session.promise() is None:
-            window = await run_window(servers["bs"], timing, ONLINE_ONLY_SEED, None, None)
+        await servers["bs"].start()
+        if session.slo() is None:
+            window = await run_window(servers["bs"], spans_s, ONLINE_ONLY_SEED)
             session.add("online-only", {"order": None, **window})
-        promise = session.promise()
-        assert promise is not None
-        for plan in _later_plans(promise, {server for server, _ in missing}):
-            servers[plan.name] = Server(plan, folder, model, NUM_BLOCKS)
-        await start_all([server for name, server in servers.items() if name != "bs"])
+        slo = session.slo()
+        servers["echo"] = Server("echo", folder, policy="echo", slo=slo)
+        if ("grouped", 0) in missing:
+            servers["grouped"] = Server("grouped", folder, budget=GROUPED_BUDGET)
+        await asyncio.gather(*(servers[name].start() for name in servers if name != "bs"))
         for name, seed in missing:
-            server, order = servers[name], ORDERS[name]
-            nonce = server.nonce if order is RowOrder.PLANNED else None
-            rows = RowStream(writer, seed, order, MODEL, nonce)
-            window = await run_window(server, timing, seed, promise, rows)
-            session.add(name, {"order": str(order), **window})
+            nonce = servers[name].nonce if name == "echo" else None
+            rows = RowStream(folder / "sets", store, seed, name == "bs", nonce)
+            window = await run_window(servers[name], spans_s, seed, slo, rows)
+            session.add(name, {"order": ORDERS[name], **window})
     finally:
-        await asyncio.gather(*(server.stop() for server in servers.values()))
-
-
-def _later_plans(promise: Promise, names: set[str]) -> Iterator[ServerPlan]:
-    """The servers that start once the promise is known."""
-    slo = {"ttft_s": promise.ttft_s, "tpot_s": promise.tpot_s}
-    plans = (ServerPlan("echo", "echo", slo=slo), ServerPlan("grouped", "bs", GROUPED_BUDGET))
-    return (plan for plan in plans if plan.name in names)
-
-
-def _earlier(path: Path | None) -> list[Record]:
-    if path is None:
-        raise ConfigError("--resume needs --json FILE, the file to go on from")
-    try:
-        records = read_records(path) if path.exists() else []
-        return [record for record in records if record["kind"] == "window"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: is not a file of this benchmark ({error!r})") from error
-
-
-def _pair_records(windows: Sequence[Window], other: str) -> list[Record]:
-    return pair_records(pairs_of(windows, other), other)
-
-
-def _report(windows: Sequence[Window]) -> None:
-    for other in ("bs", "grouped"):
-        for pair in pairs_of(windows, other):
-            note = "" if pair.is_kept else "  dropped: a worker got too little of its core"
-            print(
-                f"seed {pair.seed}: echo / {other} {pair.ratio:.2f}, "
-                f"per second of worker CPU {pair.ratio_per_cpu_s:.2f}{note}"
-            )
-    found = bars(windows)
-    print("\n".join(map(str, found)) or "no pair counts")
+        await asyncio.gather(*(server.engine.stop() for server in servers.values()))
 
 
 if __name__ == "__main__":

@@ -3,24 +3,50 @@
     python -m benchmarks.crash [--seed N] [--kills N] [--lanes N] [--only PART ...] [--json FILE]
 
 Real daemons, gateways, engines and commands are killed at random instants and inside commits and
-renames (`kills`), a real vLLM too (`vllm`). After each, every promise of `docs/reliability.md` is
-checked. Exits 1 when one was broken, and then keeps the folder. The faults of `docs/faults.md` are
-tests: `tests/integration/test_crash.py`.
+renames (`kills`), a real vLLM too (`vllm`), in `--lanes` deployments at once. After each, every
+promise of `docs/reliability.md` is checked. Exits 1 when one was broken, and then keeps the folder,
+which is in TMPDIR: a disk, not memory. The faults of the same page: tests/integration/test_crash.py
 """
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
+import signal
+import socket
+import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
+from functools import partial
+from itertools import chain
 from pathlib import Path
+from socketserver import BaseRequestHandler, ThreadingUnixStreamServer
+from typing import NamedTuple
 
-from benchmarks.crash_kills import KillEpisode, KillRun, VllmEpisode, plan_targets
-from benchmarks.records import Bar, finish, parser
+import polars as pl
+
+from batchrun.types import JobState
+from benchmarks.crash_account import (
+    Kill,
+    check_executions,
+    check_home,
+    count_explained,
+    measure_reach,
+    read_commits,
+    read_executions,
+    read_jobs,
+)
+from benchmarks.crash_rig import END_WAIT_S, POLL_S, Episode, StatusWatcher
+from benchmarks.deployment import answers, free_port, wait_until
+from benchmarks.records import Bar, Record, finish, parser
 
 PARTS = ("kills", "vllm")
 VLLM_TARGETS = ("engine", "daemon", "engine", "all", "engine", "engine")
@@ -28,25 +54,293 @@ KILLS_PER_DEPLOYMENT = 30
 MIN_VLLM_KILLS = 5
 MIN_FOR_SHARES = 40
 """Of fewer kills than this, the shares say nothing."""
+INSIDE_COMMIT = ("store.results.between", "store.commit.before")
+INSIDE_RENAME = ("output.rename.before", "output.rename.after")
+AROUND = ("store.commit.after", "writer.commit.before", "writer.commit.after", "output.sync.before")
+DURING_COMMIT = "store.commit"
+"""Not a failpoint: some instant between `store.commit.before` and `store.commit.after`."""
+MAX_COMMIT_S = 0.004
+LATENCY_S = 0.35
+RULES = tuple(
+    {"match": {"every": every}, "action": {"delay_s": delay_s}}
+    for every, delay_s in ((5, 0.2), (3, 0.1), (2, 0.25))
+)
+"""So that rows do not end in step: there are always some that run."""
+WINDOW_ROWS = 24
+SHORT_ROWS = 16
+MIN_IN_FLIGHT = 4
+PAUSE_S = 0.4
+TRAP_WAIT_S = 15.0
+PROXY = Path(__file__).parents[1] / "tests" / "counting_proxy.py"
+VLLM_ARGS = ("--kv-cache-memory-bytes=268435456", "--max-model-len=4096", "--max-num-seqs=16")
+VLLM_REQUEST = "max_tokens: 96, temperature: 0, ignore_eos: true"
+VLLM_ROW_S = 0.2
+"""A row takes longer than this: 96 steps of the tiny model."""
 
-Record = dict[str, object]
+Plan = tuple[str, random.Random, Sequence[str]]
+"""The name of a deployment, and what is killed in it one after the other."""
+
+
+class Target(NamedTuple):
+    """What is killed in `share` of a hundred kills: parts of the deployment, or a command.
+
+    At one of `places` in its code; without, at any instant.
+    """
+
+    share: int
+    who: tuple[str, ...]
+    places: tuple[str, ...] = ()
+
+
+TARGETS = {
+    "daemon": Target(8, ("daemon",)),
+    "daemon in a commit": Target(22, ("daemon",), (*INSIDE_COMMIT, DURING_COMMIT)),
+    "daemon in a rename": Target(12, ("daemon",), INSIDE_RENAME),
+    "writer": Target(10, ("daemon",), AROUND),
+    "engine": Target(17, ("engine",)),
+    "gateway": Target(8, ("gateway",)),
+    "gateway worker": Target(4, ("worker",)),
+    "submit": Target(3, ("submit",)),
+    "results": Target(8, ("results",), ("output.sync.before", *INSIDE_RENAME, *INSIDE_RENAME)),
+    "all": Target(8, ("daemon", "gateway", "engine")),
+}
+
+
+def plan_targets(rng: random.Random, num_kills: int) -> list[str]:
+    """What each kill hits: the shares of `TARGETS`, in a random order."""
+    names = [name for name, target in TARGETS.items() for _ in range(target.share)]
+    step = len(names) / num_kills
+    offset = rng.random() * step
+    plan = [names[int(offset + index * step) % len(names)] for index in range(num_kills)]
+    rng.shuffle(plan)
+    return plan
+
+
+class FailpointServer:
+    """Answers every failpoint of the processes whose `BATCHRUN_FAILPOINTS` is `spec`."""
+
+    def __init__(self, folder: Path, rng: random.Random) -> None:
+        self.num_passes: Counter[str] = Counter()
+        self._rng = rng
+        self._trap: tuple[int, Kill, threading.Event] | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+        self.spec = f"*=ask:{folder / 'failpoints'}"
+        answer = self._answer
+
+        class Handler(BaseRequestHandler):
+            def handle(self) -> None:
+                with suppress(OSError, ValueError):
+                    answer(self.request)
+
+        self._server = ThreadingUnixStreamServer(str(folder / "failpoints"), Handler)
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def set_trap(self, pid: int, kill: Kill) -> threading.Event:
+        """From now on this process dies at the kill's place (a failpoint, or `DURING_COMMIT`).
+
+        Once the event is set, the kill has its instant and knows whether it was inside.
+        """
+        sprung = threading.Event()
+        self._trap = (pid, kill, sprung)
+        return sprung
+
+    def clear(self) -> None:
+        """No trap any more."""
+        self._trap = None
+
+    def close(self) -> None:
+        """Answer no more; whoever asks goes on."""
+        self.clear()
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _answer(self, connection: socket.socket) -> None:
+        """Who is told nothing goes on as soon as the connection is closed."""
+        name, asker = connection.recv(256).decode().split()
+        self.num_passes[name] += 1
+        pid, kill, sprung = self._trap or (0, None, None)
+        if kill is None or sprung is None or pid != int(asker):
+            return
+        if name == "store.commit.after":
+            kill.is_inside = False
+        is_during = kill.place == DURING_COMMIT and name == "store.commit.before"
+        if name != kill.place and not is_during:
+            return
+        kill.is_inside = name in {*INSIDE_COMMIT, *INSIDE_RENAME}
+        if is_during:
+            connection.close()
+            time.sleep(self._rng.uniform(0, MAX_COMMIT_S))
+        kill.at = time.time()
+        os.kill(pid, signal.SIGKILL)
+        if is_during:
+            time.sleep(0.05)  # It may have said, just before, that the commit was over.
+        self._trap = None
+        sprung.set()
+
+
+class KillEpisode(Episode):
+    """Kills of `targets`, one after the other; ends early when a promise is broken.
+
+    After `run` also: its kills and what each met, and what ran and was committed.
+    """
+
+    row_s = LATENCY_S
+    """A row runs for so long at least."""
+    long_rows = 700
+    rows_between = 4
+    """So many results are committed before the next kill."""
+
+    def __init__(self, folder: Path, rng: random.Random, targets: Sequence[str]) -> None:
+        super().__init__(folder, rng)
+        self.points = FailpointServer(folder, rng)
+        self.kills: list[Kill] = []
+        self.executions = self.commits = pl.DataFrame()
+        self._targets = targets
+
+    def run(self) -> None:
+        """As every episode; and what ran must be what the kills explain."""
+        super().run()
+        self.points.close()
+        self.executions = read_executions(self.deployment.executions_path)
+        self.commits = read_commits(self.deployment)
+        measure_reach(self.kills, self.executions, self.commits, self.row_s)
+        if not self.problems:
+            self.problems += check_executions(self.kills, self.executions, self.commits)
+
+    def _start(self, exits: ExitStack) -> None:
+        self.deployment.failpoints = self.points.spec
+        window = {"requests": WINDOW_ROWS}
+        self.deployment.use_fake_engine(LATENCY_S, rules=RULES, window=window, gateway_workers=2)
+        self.deployment.start()
+
+    def _work(self, watcher: StatusWatcher) -> None:
+        for name in self._targets:
+            self._wait_for_rows()
+            kill = self._kill(name)
+            kill.ended_at = time.time()
+            self._bring_back(TARGETS[name].who)
+            kill.down_s = time.time() - kill.at
+            self.kills.append(kill)
+            self.problems += check_home(self.deployment)
+            if self.problems or watcher.problems:
+                break
+
+    def _wait_for_rows(self) -> None:
+        """There is always a long job that runs, and a short one."""
+        num_rows = len(read_commits(self.deployment)) + self.rows_between
+
+        def are_running() -> bool:
+            live = [job.num_rows for job in self._live()]
+            if self.long_rows not in live:
+                self.deployment.submit(self._write(self.long_rows))
+            if len(live) < 2:
+                self.deployment.submit(self._write(SHORT_ROWS))
+            views = self.deployment.client.get("/status")["jobs"]
+            num_in_flight = sum(view["num_in_flight"] for view in views)
+            are_enough = len(read_commits(self.deployment)) >= num_rows
+            return are_enough and num_in_flight >= MIN_IN_FLIGHT
+
+        wait_until(are_running, "rows to run again: the jobs are stuck", END_WAIT_S, POLL_S)
+        time.sleep(self._rng.uniform(0, PAUSE_S))
+
+    def _kill(self, name: str) -> Kill:
+        who, places = TARGETS[name].who, TARGETS[name].places
+        if places == INSIDE_RENAME:
+            self.deployment.submit(self._write(SHORT_ROWS))
+        command = self._start_command(name)
+        pid = self.deployment.pid_of(who[0]) if command is None else command.pid
+        kill = Kill(name)
+        if places:
+            kill.place = self._rng.choice(places)
+            self.points.set_trap(pid, kill).wait(TRAP_WAIT_S)
+            self.points.clear()
+        if not kill.at:
+            kill.at, kill.place = time.time(), "random"
+            if command is not None:
+                command.kill()
+            for part in who if command is None else ():
+                self.deployment.kill(part)
+        if command is None:
+            wait_until(lambda: not self.deployment.lives(pid), f"the {who[0]} to end")
+        elif command.wait() != -signal.SIGKILL:
+            if name == "submit":
+                return self._kill(name)
+            self.problems.append(f"{name}: exit {command.returncode} before it was killed")
+        return kill
+
+    def _start_command(self, name: str) -> subprocess.Popen[bytes] | None:
+        """`submit`, at any instant of its life; or `results -o`, which puts a copy in place."""
+        if name == "submit":
+            command = self.deployment.popen("submit", self._write(SHORT_ROWS).name)
+            time.sleep(self._rng.uniform(0.2, 2.0))
+            return command
+        if name == "results":
+            jobs = read_jobs(self.deployment)
+            done = [job.name for job in jobs if job.state == JobState.COMPLETED]
+            wanted = (done[0],) if done else (jobs[0].name, "--partial")
+            return self.deployment.popen("results", *wanted, "-o", "copy.parquet")
+        return None
+
+    def _bring_back(self, who: Sequence[str]) -> None:
+        if "daemon" in who:
+            self.deployment.start()
+        elif who[0] in {"gateway", "worker"}:
+            models = f"{self.deployment.url}/v1/models"
+            wait_until(lambda: answers(models), "the gateway to answer again")
+
+    def _finish(self) -> None:
+        # What a killed `results` left is cleared away by the next that writes there.
+        super()._finish()
+        self.deployment.batchrun("results", self.jobs[0].name, "-o", "copy.parquet")
+        states = [(job.name, job.state) for job in self.jobs]
+        self.problems += [f"{name}: {s}" for name, s in states if s != JobState.COMPLETED]
+
+
+class VllmEpisode(KillEpisode):
+    """The same with the real engine, behind a proxy that notes every execution."""
+
+    has_known_answers = False
+    row_s = VLLM_ROW_S
+    long_rows = 480
+    rows_between = 40
+
+    def _start(self, exits: ExitStack) -> None:
+        here, port = self.deployment, free_port()
+        here.request = VLLM_REQUEST
+        engine = {"port": here.engine_port, "vllm_args": list(VLLM_ARGS)}
+        engine["url"] = f"http://127.0.0.1:{port}"
+        here.configure(engine, model="tiny", window={"requests": WINDOW_ROWS})
+        target = f"--target=http://127.0.0.1:{here.engine_port}"
+        command = [sys.executable, str(PROXY), f"--port={port}", target]
+        proxy = subprocess.Popen([*command, f"--executions={here.executions_path}"])
+        exits.callback(proxy.wait)
+        exits.callback(proxy.terminate)
+        here.start()
+
+    def _kill(self, name: str) -> Kill:
+        """Children of an engine hold its port for a moment, and rows that were on their way still
+        seem to reach it: the outage lasts until the next one answers."""
+        kill = super()._kill(name)
+        if name == "engine":
+            wait_until(lambda: not self._is_ready(), "the engine to be missed", END_WAIT_S)
+            wait_until(self._is_ready, "the engine again", END_WAIT_S)
+        return kill
+
+    def _is_ready(self) -> bool:
+        return bool(self.deployment.client.get("/status")["engines"][0]["state"] == "ready")
 
 
 def main() -> int:
     """Run what was asked for, print and save. Exits 1 when a promise was broken or a bar missed."""
-    made = parser(__doc__)
-    made.add_argument("--seed", type=int, default=1)
-    made.add_argument("--kills", type=int, default=300)
-    made.add_argument("--lanes", type=int, default=2, help="deployments at once")
+    made = parser(__doc__, seed=1, kills=300, lanes=2)
     made.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART")
-    made.add_argument("--folder", type=Path, help="where to work; a disk, not memory")
     options = made.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="crash-", dir=options.folder))
+    folder = Path(tempfile.mkdtemp(prefix="crash-"))
     began_s = time.monotonic()
     plans = list(_plans(options.only, options.kills, options.seed))
     with ThreadPoolExecutor(options.lanes) as pool:
-        done = pool.map(lambda plan: _run(folder, *plan), plans)
-        records = [record for found in done for record in found]
+        records = [*chain.from_iterable(pool.map(partial(_run, folder), plans))]
     code = finish(options.json, records, bars(records))
     print(f"{time.monotonic() - began_s:,.0f} s")
     if code:
@@ -58,79 +352,61 @@ def main() -> int:
 
 def bars(records: Sequence[Record]) -> Iterator[Bar]:
     """What the kills must keep."""
-    kills = [record for record in records if record["kind"] == "kill"]
-    if not kills:
+    table = pl.DataFrame(records, infer_schema_length=None)
+    kills = table.filter(kind="kill")
+    if kills.is_empty():
         return
     yield Bar("kills", len(kills))
-    is_enough = sum(not kill["is_vllm"] for kill in kills) >= MIN_FOR_SHARES
-    flight = sum(int(str(kill["num_in_flight"])) > 0 for kill in kills) / len(kills)
+    is_enough = len(kills.filter(is_vllm=False)) >= MIN_FOR_SHARES
+    flight = len(kills.filter(pl.col("num_in_flight") > 0)) / len(kills)
     yield Bar("share of kills with rows in flight", flight, 0.8 if is_enough else None)
-    inside = sum(bool(kill["is_inside"]) for kill in kills) / len(kills)
+    inside = len(kills.filter(is_inside=True)) / len(kills)
     yield Bar("share of kills inside a commit or a rename", inside, 0.3 if is_enough else None)
-    totals = {
-        name: sum(int(str(r[name])) for r in records if r["kind"] == "deployment")
-        for name in ("num_rows", "num_executions", "num_explained", "num_problems")
-    }
-    yield Bar("rows", totals["num_rows"])
-    again = totals["num_executions"] - totals["num_rows"]
-    yield Bar("executions beyond one a row", again, totals["num_explained"], is_most=True)
-    yield Bar("broken promises", totals["num_problems"], 0, is_most=True)
-    if any(kill["is_vllm"] for kill in kills):
-        real = sum(bool(kill["is_vllm"]) and kill["target"] != "daemon" for kill in kills)
+    totals = table.select(pl.col("num_rows", "num_executions", "num_explained", "num_problems"))
+    num_rows, num_executions, num_explained, num_problems = totals.sum().row(0)
+    yield Bar("rows", num_rows)
+    again = num_executions - num_rows
+    yield Bar("executions beyond one a row", again, num_explained, is_most=True)
+    yield Bar("broken promises", num_problems, 0, is_most=True)
+    vllm = kills.filter(is_vllm=True)
+    if len(vllm):
+        real = len(vllm.filter(pl.col("target") != "daemon"))
         yield Bar("kills of a real vLLM", real, MIN_VLLM_KILLS)
 
 
-def _plans(only: Sequence[str], num_kills: int, seed: int) -> Iterator[tuple[int, int, int | None]]:
-    """(number, kills, seed) of each deployment; no seed: of the real engine."""
+def _plans(only: Sequence[str], num_kills: int, seed: int) -> Iterator[Plan]:
     if "vllm" in only:
-        yield 0, len(VLLM_TARGETS), None
-        num_kills -= len(VLLM_TARGETS)
+        yield "vllm", random.Random(seed), VLLM_TARGETS
+        num_kills = max(1, num_kills - len(VLLM_TARGETS))
     if "kills" in only:
+        targets = plan_targets(random.Random(seed), num_kills)
         num_deployments = max(1, round(num_kills / KILLS_PER_DEPLOYMENT))
         for index in range(num_deployments):
-            share = num_kills // num_deployments + (index < num_kills % num_deployments)
-            yield index + 1, share, seed
+            rng = random.Random(f"{seed}/{index}")
+            yield f"deployment {index}", rng, targets[index::num_deployments]
 
 
-def _run(folder: Path, number: int, num_kills: int, seed: int | None) -> list[Record]:
-    place = folder / f"{number:02}"
-    if seed is None:
-        name, run = "vllm", VllmEpisode(place).run(VLLM_TARGETS)
-    else:
-        name, rng = f"deployment {number - 1}", random.Random(f"{seed}/{number - 1}")
-        run = KillEpisode(place, rng).run(plan_targets(rng, num_kills))
-    print(f"{name}: {len(run.kills)} kills, {run.num_rows} rows", *run.problems[:5], flush=True)
-    return _records(run, name)
-
-
-def _records(run: KillRun, name: str) -> list[Record]:
+def _run(folder: Path, plan: Plan) -> list[Record]:
     """A record for each kill, and one for the deployment that lived through them."""
-    kills: list[Record] = [
-        {
-            "kind": "kill",
-            "deployment": name,
-            "is_vllm": name == "vllm",
-            "target": kill.target,
-            "place": kill.place or "random",
-            "is_inside": kill.is_inside,
-            "num_in_flight": reach.num_in_flight,
-            "num_uncommitted": reach.num_uncommitted,
-            "down_s": round(kill.ended_at - kill.at, 3),
-        }
-        for kill, reach in zip(run.kills, run.reaches, strict=True)
-    ]
-    pairs = zip(run.kills, run.reaches, strict=True)
+    name, rng, targets = plan
+    kind = VllmEpisode if name == "vllm" else KillEpisode
+    episode = kind(folder / name.replace(" ", "-"), rng, targets)
+    episode.run()
+    problems, num_rows = episode.problems, len(episode.commits)
+    print(f"{name}: {len(episode.kills)} kills, {num_rows} rows", *problems[:5], flush=True)
+    which = {"deployment": name, "is_vllm": name == "vllm"}
+    kills: list[Record] = [{"kind": "kill", **which, **asdict(kill)} for kill in episode.kills]
     deployment: Record = {
         "kind": "deployment",
         "deployment": name,
         "num_kills": len(kills),
-        "num_jobs": run.num_jobs,
-        "num_rows": run.num_rows,
-        "num_executions": run.num_executions,
-        "num_explained": sum(reach.num_uncommitted for kill, reach in pairs if kill.cuts),
-        "num_status_looks": run.num_looks,
-        "num_problems": len(run.problems),
-        "problems": "; ".join(run.problems[:5]),
+        "num_jobs": len(episode.jobs),
+        "num_rows": num_rows,
+        "num_executions": len(episode.executions),
+        "num_explained": count_explained(episode.kills),
+        "num_status_looks": episode.num_looks,
+        "num_problems": len(problems),
+        "problems": "; ".join(problems[:5]),
     }
     return [*kills, deployment]
 

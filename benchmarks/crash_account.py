@@ -1,175 +1,167 @@
 """The account of jobs that lived through kills: what ran, was committed, and is in the output.
 
-Every function returns the promises that were broken, one line each; none means that all hold.
+Every `check_*` yields the promises that were broken, one line each; none means that all hold.
 """
 
 from __future__ import annotations
 
 import json
-import re
-import sqlite3
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pyarrow.parquet as pq
 
 from batchrun.engine.fake.answers import generate, parse_call
 from batchrun.jobs.results.keeping import check_files
 from batchrun.store.check import check_store, readable_jobs
 from batchrun.store.database import open_to_read
-from benchmarks.crash_rig import MAX_TOKENS, CrashRig, prompt
+from batchrun.store.jobs import JobRecord, list_jobs
+from benchmarks.deployment import MAX_TOKENS, Deployment, prompt
 
 MAX_MODEL_TOKENS = 8_192
-REQUEST_ID = re.compile(r"batchrun-(\d+)-(job_\w+)-(\d+)-\d+")
+REQUEST_ID = r"^batchrun-(?<epoch>\d+)-(?<job>job_\w+)-(?<row>\d+)-\d+$"
+COMMITS = (
+    "SELECT jobs.id AS job, row, committed_at FROM results JOIN jobs ON jobs.seq = results.job_seq"
+)
+COMMIT_TYPES = {"job": pl.String, "row": pl.Int64, "committed_at": pl.Float64}
+ROW = ["job", "row"]
 LEFTOVERS = ("*.part", "*.tmp")
-
-RowKey = tuple[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Execution:
-    """One execution that the engine began: of a row, for a start (`epoch`) of the daemon."""
-
-    key: RowKey
-    epoch: int
-    at: float
+UNCUT = frozenset({"gateway", "gateway worker", "submit", "results"})
+"""Kills that end no execution, nor its reply."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Kill:
-    """A kill of `target`; `place` says where in its code, "" for a random instant.
+    """A kill of `target`; `place` says where in its code, if not at a random instant.
 
-    `is_inside`: in an open transaction, or between the syncing of a file and that of its rename.
-    `cuts`: it ends executions, or their replies. From `at` until the deployment was told to go on
-    at `ended_at`; UTC epoch seconds.
+    From `at` until the deployment was told to go on at `ended_at`, or until its engine answered
+    again; UTC epoch seconds. `is_inside`: in an open transaction, or between the syncing of a file
+    and that of its rename. `down_s`: until all was ready again. What it met (`measure_reach`): rows
+    that ran at that instant, and rows sent whose result was not there.
     """
 
     target: str
-    place: str
-    is_inside: bool
-    cuts: bool
-    at: float
-    ended_at: float
+    at: float = 0.0
+    ended_at: float = 0.0
+    place: str = "random"
+    is_inside: bool = False
+    down_s: float = 0.0
+    num_in_flight: int = 0
+    num_uncommitted: int = 0
+
+    @property
+    def cuts(self) -> bool:
+        """Whether it ends executions, or their replies."""
+        return self.target not in UNCUT
 
 
-@dataclass(frozen=True, slots=True)
-class Reach:
-    """What a kill met: rows that ran at that instant, and rows sent whose result was not there."""
-
-    num_in_flight: int
-    num_uncommitted: int
+def read_jobs(deployment: Deployment) -> list[JobRecord]:
+    """Every job in the store, in the order of submission."""
+    with closing(open_to_read(deployment.home.store)) as store:
+        return list_jobs(store)
 
 
-def read_executions(path: Path) -> list[Execution]:
-    """Every execution that an engine began, in order; those of offline rows alone."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    found = []
-    for entry in map(json.loads, lines):
-        match = REQUEST_ID.fullmatch(str(entry["request_id"]))
-        if match is not None:
-            key = (match[2], int(match[3]))
-            found.append(Execution(key, int(match[1]), float(entry["at"])))
-    return found
+def read_executions(path: Path) -> pl.DataFrame:
+    """Every execution of an offline row that an engine began, in order.
+
+    `job`, `row`, the start of the daemon that sent it (`epoch`), and when it began (`at`).
+    """
+    types = {"request_id": pl.String, "at": pl.Float64}
+    noted = pl.read_ndjson(path, schema=types) if path.exists() else pl.DataFrame(schema=types)
+    parts = pl.col("request_id").str.extract_groups(REQUEST_ID)
+    offline = noted.select(parts, "at").unnest("request_id").drop_nulls()
+    return offline.cast({"epoch": pl.Int64, "row": pl.Int64})
 
 
-def read_commits(store: Path) -> dict[RowKey, float]:
-    """When each result was committed: the instant just before its transaction."""
-    query = "SELECT jobs.id, row, committed_at FROM results JOIN jobs ON jobs.seq = results.job_seq"
-    return {(job, row): at for job, row, at in select(store, query)}
-
-
-def select(store: Path, query: str) -> list[tuple[Any, ...]]:
-    """What the store's file tells, beside a daemon too."""
-    with closing(sqlite3.connect(f"file:{store}?mode=ro", uri=True, timeout=30)) as connection:
-        return connection.execute(query).fetchall()
+def read_commits(deployment: Deployment) -> pl.DataFrame:
+    """When each result (`job`, `row`) was committed: the instant just before its transaction."""
+    with closing(open_to_read(deployment.home.store)) as store, store.read() as connection:
+        return pl.read_database(COMMITS, connection, schema_overrides=COMMIT_TYPES)
 
 
 def measure_reach(
-    kills: Sequence[Kill],
-    executions: Sequence[Execution],
-    commits: Mapping[RowKey, float],
-    latency_s: float,
-) -> list[Reach]:
-    """What each kill met. An execution runs for `latency_s`, unless an earlier kill cut it.
+    kills: Sequence[Kill], executions: pl.DataFrame, commits: pl.DataFrame, latency_s: float
+) -> None:
+    """Note what each kill met. An execution runs for `latency_s`, unless an earlier kill cut it.
 
     A request that is on its way when the daemon dies begins a little later: it is counted by the
     epoch that sent it. So is one that goes to a dead engine before the daemon knows.
     """
-    found = []
+    at = pl.col("at")
+    begun = executions.join(commits, on=ROW, how="left")
     cut_at = 0.0
     for kill in kills:
-        epoch = max((e.epoch for e in executions if e.at <= kill.at), default=0)
-        sent = [
-            e
-            for e in executions
-            if e.epoch == epoch and e.at > cut_at and commits.get(e.key, kill.at) >= kill.at
-        ]
-        if not kill.cuts:
-            sent = [e for e in sent if e.at <= kill.at]
-        elif kill.target == "engine":
-            sent = [e for e in sent if e.at <= kill.ended_at]
-        running = {e.key for e in sent if e.at <= kill.at < e.at + latency_s}
-        found.append(Reach(len(running), len({e.key for e in sent})))
+        until = kill.at if not kill.cuts else kill.ended_at if kill.target == "engine" else None
+        epoch = begun.filter(at <= kill.at)["epoch"].max()
+        sent = begun.filter(
+            pl.col("epoch") == (epoch or 0),
+            at > cut_at,
+            pl.col("committed_at").fill_null(kill.at) >= kill.at,
+            at <= until if until else True,
+        )
+        running = sent.filter(at <= kill.at, at + latency_s > kill.at)
+        kill.num_in_flight = running.n_unique(ROW)
+        kill.num_uncommitted = sent.n_unique(ROW)
         cut_at = kill.at if kill.cuts else cut_at
-    return found
-
-
-def check_ends(executions: Sequence[Execution], commits: Mapping[RowKey, float]) -> Iterator[str]:
-    """Rows that ran and were lost, and rows that ran when they were done."""
-    for key, instants in _instants(executions).items():
-        committed_at = commits.get(key)
-        if committed_at is None:
-            yield f"{key[0]}, row {key[1]}: ran and has no result"
-        elif max(instants) > committed_at:
-            yield f"{key[0]}, row {key[1]}: an execution began after its result was committed"
 
 
 def check_executions(
-    kills: Sequence[Kill],
-    executions: Sequence[Execution],
-    commits: Mapping[RowKey, float],
-    latency_s: float,
+    kills: Sequence[Kill] | None, executions: pl.DataFrame, commits: pl.DataFrame
 ) -> Iterator[str]:
-    """As `check_ends`; and rows that ran again without a kill that explains it."""
-    yield from check_ends(executions, commits)
-    begun = _instants(executions)
-    cutting = [kill for kill in kills if kill.cuts]
-    for key, instants in begun.items():
-        end = commits.get(key, 0.0)
-        cuts = [kill for kill in cutting if min(instants) <= kill.ended_at and end >= kill.at]
-        if len(instants) - 1 > len(cuts):
-            yield f"{key[0]}, row {key[1]}: ran {len(instants)} times, cut {len(cuts)} times"
-    reaches = measure_reach(kills, executions, commits, latency_s)
-    pairs = zip(kills, reaches, strict=True)
-    allowed = sum(reach.num_uncommitted for kill, reach in pairs if kill.cuts)
-    num_extra = len(executions) - len(begun)
-    if num_extra > allowed:
-        yield f"{num_extra} executions too many, and the kills explain {allowed}"
+    """Rows that ran and were lost, rows that ran when they were done, and rows that ran again
+    without one of `kills`, whose reach is known; None: rows may run again for other reasons."""
+    at, epoch = pl.col("at"), pl.col("epoch")
+    facts = (pl.len(), epoch.n_unique(), at.min().alias("first"), at.max().alias("last"))
+    runs = executions.group_by(ROW).agg(*facts).join(commits, on=ROW, how="left").sort(ROW)
+    for job, row, num_runs, num_epochs, first, last, committed_at in runs.iter_rows():
+        if committed_at is None:
+            yield f"{job}, row {row}: ran and has no result"
+        elif last > committed_at:
+            yield f"{job}, row {row}: an execution began after its result was committed"
+        if kills is not None:
+            end = committed_at or 0.0
+            again = last if num_epochs > 1 else first
+            cuts = [k.target for k in kills if k.cuts and _reaches(k, first, again, end)]
+            if num_runs - 1 > len(cuts) or num_runs - num_epochs > cuts.count("engine"):
+                yield f"{job}, row {row}: ran {num_runs} times, cut {len(cuts)} times"
+    num_extra = len(executions) - len(runs)
+    if kills is not None and num_extra > count_explained(kills):
+        yield f"{num_extra} executions too many, and the kills explain {count_explained(kills)}"
 
 
-def _instants(executions: Sequence[Execution]) -> dict[RowKey, list[float]]:
-    begun: dict[RowKey, list[float]] = defaultdict(list)
-    for execution in executions:
-        begun[execution.key].append(execution.at)
-    return begun
+def _reaches(kill: Kill, first: float, again: float, end: float) -> bool:
+    """Whether a kill may have cut what ran from `first` to `end`. What a dead daemon had sent may
+    begin after its successor was started: then that one sent it `again` after the kill."""
+    began = first <= kill.ended_at or (kill.target != "engine" and first != again >= kill.at)
+    return began and kill.at <= end
 
 
-def check_output(path: Path, name: str, num_rows: int) -> Iterator[str]:
-    """Whether a file holds every row once, in order, each with the answer to its own prompt."""
-    if not path.exists():
-        yield f"{path.name}: is not there"
-        return
-    rows = read_output(path)
+def count_explained(kills: Sequence[Kill]) -> int:
+    """The executions beyond one a row that the kills explain."""
+    return sum(kill.num_uncommitted for kill in kills if kill.cuts)
+
+
+def check_output(
+    path: Path,
+    name: str,
+    num_rows: int,
+    *,
+    is_completed: bool = True,
+    has_known_answers: bool = True,
+) -> Iterator[str]:
+    """Whether a file holds every row once, in order; where the job was completed, each with the
+    answer to its own prompt."""
+    rows = read_output(path) if path.exists() else []
     if [row["id"] for row in rows] != [f"{name}-{row}" for row in range(num_rows)]:
         yield f"{path.name}: not every row once and in order ({len(rows)} of {num_rows})"
         return
-    for number, row in enumerate(rows):
-        wanted = (None, expected_answer(prompt(name, number)))
-        if (row["error"], row["response"]) != wanted:
+    for number, row in enumerate(rows if is_completed else ()):
+        wanted = expected_answer(prompt(name, number)) if has_known_answers else row["response"]
+        if row["error"] or not wanted or row["response"] != wanted:
             yield f"{path.name}, row {number}: error {row['error']}, answer {row['response']!r}"
 
 
@@ -189,29 +181,19 @@ def expected_answer(text: str) -> str:
     return "".join(choice.tokens)
 
 
-def check_home(rig: CrashRig) -> Iterator[str]:
+def check_home(deployment: Deployment) -> Iterator[str]:
     """What `batchrun store check` finds, read here in one process: inside, and the jobs' files."""
-    if not rig.home.store.exists():
-        return
-    store = open_to_read(rig.home.store)
-    try:
-        yield from map(str, check_store(store))
-        yield from map(str, check_files(readable_jobs(store), links=rig.home.inputs))
-    finally:
-        store.close()
+    home = deployment.home
+    if home.store.exists():
+        with closing(open_to_read(home.store)) as store:
+            yield from map(str, check_store(store))
+            yield from map(str, check_files(readable_jobs(store), links=home.inputs))
 
 
-def check_command(rig: CrashRig) -> Iterator[str]:
-    """What the command itself says of the store."""
-    done = rig.call("store", "check")
-    if done.returncode != 0:
-        yield f"store check: exit {done.returncode}: {done.stdout.strip()} {done.stderr.strip()}"
-
-
-def check_leftovers(rig: CrashRig) -> Iterator[str]:
+def check_leftovers(deployment: Deployment) -> Iterator[str]:
     """Temporary files and processes that outlived a deployment which was ended."""
-    for pattern in LEFTOVERS:
-        for path in rig.folder.rglob(pattern):
-            yield f"{path.relative_to(rig.folder)}: a temporary file was left"
-    for pid in rig.find_orphans():
+    folder = deployment.folder
+    for path in (path for pattern in LEFTOVERS for path in folder.rglob(pattern)):
+        yield f"{path.relative_to(folder)}: a temporary file was left"
+    for pid in deployment.find_orphans():
         yield f"process {pid}: runs on after `batchrun down`"

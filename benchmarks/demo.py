@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
+from batchrun.errors import BatchrunError
 from batchrun.simulator.replay import ReplayTarget, TokenRange, replay
 from benchmarks.deployment import Deployment
-from benchmarks.records import finish, parser
-from benchmarks.replay import TraceShape, generate_trace, summarize
+from benchmarks.records import Bar, finish, parser
+from benchmarks.replay import TraceShape, generate_trace, summarize, table
+
+say = partial(print, flush=True)
 
 FOLDER = Path("demo")
 JOB_FILE = Path("jobs/loogle.yaml")
@@ -40,19 +43,27 @@ TRACE = TraceShape(
 
 def main() -> int:
     """Run the demo; 0 when every row is in the output and enough online calls were answered."""
-    made = parser(__doc__)
-    made.add_argument("--rows", type=int, default=96, help="rows of the LooGLE sample")
-    made.add_argument("--policy", default="echo", help="the engine's; vllm: its own scheduler")
-    options = made.parse_args()
+    options = parser(__doc__, rows=96, policy="echo").parse_args()
     start_s = time.monotonic()
     deployment = Deployment(FOLDER)
     _prepare(deployment, options.rows, options.policy)
-    _say("starting the gateway, the daemon and one CPU engine (about half a minute)")
+    say("starting the gateway, the daemon and one CPU engine (about half a minute)")
     with deployment.running() as gateway:
-        record = asyncio.run(_measure(deployment, gateway)) | {"policy": options.policy}
+        try:
+            record = asyncio.run(_measure(deployment, gateway)) | {"policy": options.policy}
+        except BatchrunError as error:
+            say(f"demo failed: {error}")
+            return 1
     record["demo_s"] = time.monotonic() - start_s
-    finish(options.json, [record])
-    return _report(record, options.rows)
+    say(table(record))
+    wrong_rows = max(abs(record[key] - options.rows) for key in ("rows", "rows_in_output"))
+    bars = [
+        Bar("rows too few or too many in the output", wrong_rows, 0, is_most=True),
+        Bar("online calls answered", record["answered"], MIN_ONLINE_CALLS),
+    ]
+    code = finish(options.json, [record], bars)
+    say("demo failed" if code else "demo ok")
+    return code
 
 
 def _prepare(deployment: Deployment, num_rows: int, policy: str) -> None:
@@ -65,7 +76,7 @@ def _prepare(deployment: Deployment, num_rows: int, policy: str) -> None:
     engine = {"port": deployment.engine_port, "vllm_args": ["--max-num-batched-tokens", "512"]}
     slo = {"ttft_s": SLO_TTFT_S, "tpot_s": SLO_TPOT_S}
     deployment.configure(engine, model="tiny", policy=policy, slo=slo)
-    _say(f"writing {num_rows} LooGLE-shaped rows and building the tiny model")
+    say(f"writing {num_rows} LooGLE-shaped rows and building the tiny model")
     (FOLDER / "datasets").mkdir()
     data = "datasets/loogle.parquet"
     deployment.batchrun("datasets", "sample", "loogle", "--rows", str(num_rows), "-o", data)
@@ -75,11 +86,10 @@ def _prepare(deployment: Deployment, num_rows: int, policy: str) -> None:
 async def _measure(deployment: Deployment, gateway: str) -> dict[str, Any]:
     """Submit the job, replay online traffic until both are through, and put figures together."""
     start_s = time.monotonic()
-    job_id = deployment.batchrun("submit", "jobs/loogle.yaml")["id"]
-    _say(f"{job_id} is running; replaying bursty chat traffic against {gateway}/v1 beside it")
+    say(f"submitting the job; replaying bursty chat traffic against {gateway}/v1 beside it")
     target = ReplayTarget(base_url=f"{gateway}/v1", model="tiny", extra_body={"ignore_eos": True})
     online = asyncio.create_task(replay(generate_trace(TRACE, seed=1), target))
-    view = await _until_ended(deployment, job_id)
+    view = await asyncio.to_thread(deployment.batchrun, "submit", "jobs/loogle.yaml", "--wait")
     job_s = time.monotonic() - start_s
     summary = summarize(await online, slo_ttft_s=SLO_TTFT_S, slo_tpot_s=SLO_TPOT_S)
     prompt, output = view["num_prompt_tokens"], view["num_output_tokens"]
@@ -98,52 +108,5 @@ async def _measure(deployment: Deployment, gateway: str) -> dict[str, Any]:
     }
 
 
-async def _until_ended(deployment: Deployment, job_id: str) -> dict[str, Any]:
-    while True:
-        view = await asyncio.to_thread(deployment.job, job_id)
-        if view["state"] in {"completed", "failed", "paused", "cancelled", "expired"}:
-            return view
-        await asyncio.sleep(0.5)
-
-
-def _report(record: dict[str, Any], num_rows: int) -> int:
-    lines = {
-        "rows done / failed": f"{record['rows'] - record['rows_failed']} / {record['rows_failed']}",
-        "rows/s": f"{record['rows_per_s']:.2f}",
-        "computed tokens/s": f"{record['computed_tokens_per_s']:,.0f}",
-        "served tokens/s": f"{record['offline_tokens_per_s']:,.0f}",
-        "prefix hit rate": f"{record['prefix_hit_rate']:.1%}",
-        "online calls answered / failed": f"{record['answered']} / {record['failed']}",
-        "online TTFT p50 / p99": _seconds(record, "ttft"),
-        "online TPOT p50 / p99": _seconds(record, "tpot"),
-        f"online within TTFT {SLO_TTFT_S:g} s, TPOT {SLO_TPOT_S:g} s": _share(record),
-        "whole demo": f"{record['demo_s']:.0f} s",
-    }
-    _say("")
-    for key, value in lines.items():
-        _say(f"  {key:<40} {value:>18}")
-    _say(f"\noutput: {record['output_path']}")
-    is_whole = record["rows_in_output"] == record["rows"] == num_rows
-    if not is_whole or record["answered"] < MIN_ONLINE_CALLS:
-        _say(f"demo failed: {record['rows_in_output']} rows in the output")
-        return 1
-    _say(f"demo ok: {record['rows']} rows, {record['rows_failed']} failed")
-    return 0
-
-
-def _seconds(record: dict[str, Any], name: str) -> str:
-    values = (record[f"{name}_p50_s"], record[f"{name}_p99_s"])
-    return " / ".join("-" if value is None else f"{value:.3f}" for value in values) + " s"
-
-
-def _share(record: dict[str, Any]) -> str:
-    share = record["slo_attainment"]
-    return "-" if share is None else f"{share:.1%}"
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,39 +1,84 @@
-"""A whole deployment in a folder, driven through the `batchrun` command as a user would."""
+"""A whole deployment in a folder: driven through the `batchrun` command, and killed in parts."""
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
+import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import requests
+
 from batchrun.cli.client import DaemonClient
+from batchrun.engine.process import NONCE_VARIABLE
+from batchrun.errors import BatchrunError
+from batchrun.failpoints import VARIABLE
 from batchrun.home import Home
-from benchmarks.ports import free_port
+from batchrun.jobs.job_file import load_job_file
+from batchrun.jobs.submit import prepare_job
+
+MODEL = "fake"
+MAX_TOKENS = 8
+WAIT_S = 120.0
+COMMAND_WAIT_S = 1_800.0
+ROW_GROUP_ROWS = 100_000
+
+
+def free_port() -> int:
+    """A port that nothing listens on now, and that no outgoing connection will be given."""
+    while True:
+        port = 10_000 + secrets.randbelow(20_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
+def answers(url: str) -> bool:
+    """Whether a GET of it succeeds."""
+    with suppress(requests.RequestException):
+        return requests.get(url, timeout=5).ok
+    return False
+
+
+def prompt(name: str, row: int) -> str:
+    """The text of one row; no two are alike."""
+    return f"Job {name} asks question {row}: what comes after {row * 7919 % 104729}?"
+
+
+def wait_until(
+    condition: Callable[[], object], what: str, wait_s: float = WAIT_S, poll_s: float = 0.01
+) -> None:
+    """Wait for something that gives no notice. Raises TimeoutError after `wait_s`."""
+    deadline_s = time.monotonic() + wait_s
+    while not condition():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"waited {wait_s:g} s in vain for {what}")
+        time.sleep(poll_s)
 
 
 class Deployment:
-    """A folder with batchrun.yaml and a home, on free ports. Nothing runs before `running`."""
+    """A folder with batchrun.yaml and a home, on free ports. Nothing runs before it is started."""
 
     def __init__(self, folder: Path, *, home: Path | None = None) -> None:
         self.folder = folder
-        self.home = Home((home or folder / "home").absolute())
+        self.home = Home(home or folder / "home")
+        self.client = DaemonClient(self.home)
         self.port, self.engine_port = free_port(), free_port()
-
-    @property
-    def url(self) -> str:
-        """The gateway's, without `/v1`."""
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def daemon_pid(self) -> int:
-        """The daemon's process; it has to run."""
-        return int(self.home.store_lock.read_text())
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.executions_path = folder / "executions.jsonl"
+        self.request = f"max_tokens: {MAX_TOKENS}, temperature: 0"
+        self.failpoints = ""
 
     def configure(self, engine: Mapping[str, object], **more: object) -> None:
         """Write batchrun.yaml with one engine; `more` are its other keys."""
@@ -41,53 +86,131 @@ class Deployment:
         document = {"listen": f"127.0.0.1:{self.port}", "engines": [engine], **more}
         (self.folder / "batchrun.yaml").write_text(json.dumps(document))
 
-    def fake_engine(self, latency_s: float, *arguments: str) -> dict[str, object]:
-        """A managed fake engine, for `configure`."""
+    def use_fake_engine(
+        self, latency_s: float, *, rules: Sequence[object] = (), **more: object
+    ) -> None:
+        """As `configure`, for a managed fake engine that notes every execution."""
+        script = self.folder / "script.json"
         command = [sys.executable, "-m", "batchrun.engine.fake", f"--port={self.engine_port}"]
-        command += [f"--latency-s={latency_s}", *arguments]
-        return {"command": command, "port": self.engine_port}
+        command += [f"--latency-s={latency_s}", f"--script={script}"]
+        command += [f"--executions={self.executions_path}"]
+        self.configure({"command": command, "port": self.engine_port}, **more)
+        script.write_text(json.dumps(list(rules)))
+
+    def write_job(
+        self,
+        name: str,
+        num_rows: int,
+        more: str = "",
+        suffix: str = "parquet",
+        text: Callable[[str, int], str] = prompt,
+    ) -> Path:
+        """An input of so many prompts, and the job file for it; the output is NAME.out.SUFFIX."""
+        ids = [f"{name}-{row}" for row in range(num_rows)]
+        table = pa.table({"id": ids, "text": [text(name, row) for row in range(num_rows)]})
+        pq.write_table(table, self.folder / f"{name}.in.parquet", row_group_size=ROW_GROUP_ROWS)
+        job = self.folder / f"{name}.yaml"
+        job.write_text(
+            f"name: {name}\n"
+            f"input: {{path: {name}.in.parquet, id: id, "
+            'messages: [{role: user, content: "{{ text }}"}]}\n'
+            f"request: {{{self.request}}}\n"
+            f"output: {{path: {name}.out.{suffix}, keep: [text]}}\n{more}"
+        )
+        return job
+
+    def submit(self, job: Path) -> str:
+        """Hand a job to the daemon as `batchrun submit` does; its id."""
+        new = prepare_job(load_job_file(job, cwd=self.folder), links=self.home.inputs)
+        return str(self.client.post("/jobs", asdict(new))["id"])
+
+    def call(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+        """Run the command in the folder."""
+        return subprocess.run(
+            [sys.executable, "-m", "batchrun", *arguments],
+            cwd=self.folder,
+            env=self._env() | env,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=COMMAND_WAIT_S,
+        )
 
     def batchrun(self, *arguments: str) -> dict[str, Any]:
-        """The command's answer; its progress and errors go to this terminal.
+        """The command's answer. Raises BatchrunError with its errors when it fails."""
+        done = self.call(*arguments, "--json")
+        if done.returncode:
+            raise BatchrunError(f"batchrun {' '.join(arguments)}: {done.stderr.strip()}")
+        document: dict[str, Any] = json.loads(done.stdout or "{}")
+        return document
 
-        Raises SystemExit with one line when it fails.
-        """
-        with self.start_command(*arguments) as process:
-            return answer_of(process)
-
-    def start_command(self, *arguments: str) -> subprocess.Popen[bytes]:
-        """Start the command; `answer_of` waits for what it says."""
-        command = [sys.executable, "-m", "batchrun", *arguments, "--json"]
-        environment = {**os.environ, "BATCHRUN_HOME": str(self.home.path)}
-        return subprocess.Popen(command, cwd=self.folder, env=environment, stdout=subprocess.PIPE)
+    def popen(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start the command in the folder without waiting; what it says goes to `commands.log`."""
+        command = [sys.executable, "-m", "batchrun", *arguments]
+        with (self.folder / "commands.log").open("ab") as log:
+            return subprocess.Popen(
+                command, cwd=self.folder, env=self._env(), stdout=log, stderr=log
+            )
 
     @contextmanager
     def running(self) -> Iterator[str]:
-        """`up -d`, and `down` at the end; the gateway's URL."""
-        gateway = str(self.batchrun("up", "-d")["gateway"])
+        """`start`, and `close` at the end; the gateway's URL."""
+        gateway = str(self.start()["gateway"])
         try:
             yield gateway
         finally:
-            self.batchrun("down")
+            self.close()
+
+    def start(self) -> dict[str, Any]:
+        """`batchrun up -d`: returns when an engine is ready."""
+        return self.batchrun("up", "-d")
+
+    def close(self) -> None:
+        """`batchrun down`, whatever runs."""
+        self.failpoints = ""
+        self.batchrun("down")
 
     def job(self, job_id: str) -> dict[str, Any]:
-        """A job as `batchrun status` shows it, from the daemon itself."""
-        return DaemonClient(self.home).get(f"/jobs/{job_id}")
+        """A job as `batchrun status` shows it."""
+        return self.client.get(f"/jobs/{job_id}")
 
+    def pid_of(self, part: str) -> int:
+        """The process of `daemon`, `gateway`, `worker` (one of the gateway's) or `engine`; or 0."""
+        records = {"daemon": self.home.daemon_record, "engine": self.home.run / "engine-0.json"}
+        with suppress(OSError, ValueError, psutil.NoSuchProcess, IndexError):
+            if part == "worker":
+                return psutil.Process(self.pid_of("gateway")).children()[0].pid
+            record = records.get(part, self.home.gateway_process)
+            return int(json.loads(record.read_text())["pid"])
+        return 0
 
-def answer_of(process: subprocess.Popen[bytes]) -> dict[str, Any]:
-    """What a started command says. Raises SystemExit when it fails."""
-    output, _ = process.communicate()
-    if process.returncode:
-        raise SystemExit(f"{process.args!r} ended with {process.returncode}")
-    document: dict[str, Any] = json.loads(output) if output else {}
-    return document
+    def kill(self, part: str, number: int = signal.SIGKILL) -> None:
+        """Signal a part of the deployment once it runs, and see it gone."""
+        wait_until(lambda: psutil.pid_exists(self.pid_of(part) or -1), f"the {part} to run")
+        pid = self.pid_of(part)
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+        wait_until(lambda: not self.lives(pid), f"the {part} to end")
 
+    def lives(self, pid: int) -> bool:
+        """Whether a process runs; a zombie does not, once all of its threads have ended: until
+        then it keeps its files and locks."""
+        try:
+            is_zombie = psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+            return not is_zombie or len(list(Path(f"/proc/{pid}/task").iterdir())) > 1
+        except (psutil.NoSuchProcess, OSError):
+            return False
 
-def wait_until(is_so: Callable[[], bool], what: str, limit_s: float, poll_s: float = 0.02) -> None:
-    """Wait for something that gives no notice. Raises TimeoutError."""
-    deadline_s = time.monotonic() + limit_s
-    while not is_so():
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"waited {limit_s:g} s in vain for {what}")
-        time.sleep(poll_s)
+    def find_orphans(self) -> list[int]:
+        """Processes that batchrun started for this home and that still run."""
+        found = []
+        for process in psutil.process_iter(["environ"]):
+            environ = process.info["environ"] or {}
+            is_ours = environ.get("BATCHRUN_HOME") == str(self.home.path)
+            if is_ours and NONCE_VARIABLE in environ and self.lives(process.pid):
+                found.append(process.pid)
+        return found
+
+    def _env(self) -> dict[str, str]:
+        env = {**os.environ, "BATCHRUN_HOME": str(self.home.path)}
+        return env | {VARIABLE: self.failpoints} if self.failpoints else env

@@ -2,17 +2,17 @@
 
     python -m benchmarks.eta [--trials 40] [--first 100] [--json FILE]
 
-Simulates jobs beside online load that varies (`eta_loads`) with the shipped scheduler on one
-virtual A100, and asks every ten seconds, as `batchrun status` does, when each job will be done. A
-range holds if the job's end lies in it. The constants of `pool.completion` were chosen on the
-trials 0 to 39.
+Simulates jobs beside online load that varies, with the shipped scheduler on one virtual A100, and
+asks every ten seconds, as `batchrun status` does, when each job will be done. A range holds if the
+job's end lies in it. The constants of `pool.completion` were chosen on the trials 0 to 39.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 
 from batchrun.simulator.cluster import EnginePlan, Engines
@@ -21,7 +21,7 @@ from batchrun.simulator.offline_jobs import JobShape, JobTerms, OfflineJob, job_
 from batchrun.simulator.online import OnlineRouter
 from batchrun.simulator.traces.rates import RateSeries, draw_trace
 from batchrun.simulator.traces.trace import Trace
-from benchmarks.records import Bar, describe, finish, parser
+from benchmarks.records import Bar, Record, finish, parser, shown
 
 KINDS = ("tide", "walk", "steps", "bursts")
 LONGEST_S = 3 * 3600.0
@@ -31,18 +31,11 @@ MEAN_CALLS_PER_S = (0.8, 3.5)
 Rates = NDArray[np.floating]
 
 
-@dataclass(frozen=True, slots=True)
-class EtaTrial:
-    """One job beside one load; the same number gives the same trial."""
+def draw_trial(number: int) -> tuple[str, Trace, list[OfflineJob]]:
+    """The kind of load, its calls, and jobs; the same number gives the same trial.
 
-    number: int
-    kind: str
-    calls: Trace
-    jobs: list[OfflineJob]
-
-
-def draw_trial(number: int) -> EtaTrial:
-    """Kinds of load take turns; every third trial has a second job beside the first."""
+    Kinds of load take turns; every third trial has a second job beside the first.
+    """
     rng = np.random.default_rng([17, number])
     kind = KINDS[number % len(KINDS)]
     starts_s = np.arange(0.0, LONGEST_S, WINDOW_S, dtype=np.float64)
@@ -52,7 +45,7 @@ def draw_trial(number: int) -> EtaTrial:
     jobs = [_job("first", number, rng, JobTerms())]
     if number % 3 == 2:
         jobs.append(_job("second", number + 1_000, rng, JobTerms(weight=float(rng.integers(1, 4)))))
-    return EtaTrial(number, kind, draw_trace([series], seed=number), jobs)
+    return kind, draw_trace([series], seed=number), jobs
 
 
 def _job(name: str, seed: int, rng: np.random.Generator, terms: JobTerms) -> OfflineJob:
@@ -75,7 +68,11 @@ def _course(kind: str, starts_s: Rates, rng: np.random.Generator) -> Rates:
         return np.asarray(1 + swing * np.sin(2 * np.pi * starts_s / period_s + phase), np.float64)
     if kind == "walk":
         correlation_s = np.exp(rng.uniform(np.log(60), np.log(1_200)))
-        walk = _autoregressive(num, WINDOW_S / correlation_s, rng)
+        forgets = 1 - np.exp(-WINDOW_S / correlation_s)
+        # Each step keeps the rest of the one before it; the variance is 1.
+        noise = rng.standard_normal(num + 1)
+        noise[1:] *= np.sqrt((2 - forgets) / forgets)
+        walk = pl.Series(noise).ewm_mean(alpha=forgets, adjust=False)[1:].to_numpy()
         return np.asarray(np.exp(walk * 0.5), np.float64)
     if kind == "steps":
         each = int(np.exp(rng.uniform(np.log(12), np.log(120))))
@@ -84,64 +81,51 @@ def _course(kind: str, starts_s: Rates, rng: np.random.Generator) -> Rates:
     return np.asarray(1 + is_burst * rng.uniform(1.0, 4.0), np.float64)
 
 
-def _autoregressive(num: int, rate: float, rng: np.random.Generator) -> Rates:
-    """A series of variance 1 that forgets with `rate` per step."""
-    keep = np.exp(-rate)
-    values = np.empty(num, np.float64)
-    value = rng.standard_normal()
-    for i, noise in enumerate(rng.standard_normal(num) * np.sqrt(1 - keep**2)):
-        value = keep * value + noise
-        values[i] = value
-    return values
-
-
 ASK_EVERY_S = 10.0
 LEAST_COVERAGE, MOST_WIDTH = 0.85, 0.4
 PHASES = ((0.0, 0.1), (0.1, 0.3), (0.3, 0.6), (0.6, 0.9), (0.9, 1.0))
 """Parts of a job's time, for the table."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What was said of a job at one instant, and what was left in truth, in seconds."""
-
-    job: str
-    asked_at_s: float
-    expected_s: float
-    low_s: float
-    high_s: float
-    left_s: float
-
-    @property
-    def done_share(self) -> float:
-        """How much of the job's time had passed."""
-        return self.asked_at_s / (self.asked_at_s + self.left_s)
+SECONDS = ("asked_at_s", "expected_s", "low_s", "high_s", "left_s")
+ANSWER = {"job": pl.String, **dict.fromkeys(SECONDS, pl.Float64)}
+"""What was said of a job at one instant, and what was left in truth."""
 
 
 def main() -> int:
     """Run the trials, print, save."""
-    made = parser(__doc__)
-    made.add_argument("--trials", type=int, default=40)
-    made.add_argument("--first", type=int, default=100)
-    options = made.parse_args()
-    records: list[dict[str, object]] = []
-    everything: list[Answer] = []
-    for number in range(options.first, options.first + options.trials):
-        trial = draw_trial(number)
-        answers = answers_of(trial)
-        everything += answers
-        records.append(_record(trial, answers))
-        print(describe(records[-1]), flush=True)
-    records += _phases(everything)
-    print(*map(describe, records[-len(PHASES) - 1 :]), sep="\n")
-    return finish(options.json, records, _bars(everything))
+    options = parser(__doc__, trials=40, first=100).parse_args()
+    answers: list[pl.DataFrame] = []
+    records = shown(_record(options.first + nth, answers) for nth in range(options.trials))
+    everything = pl.concat(answers)
+    done = pl.col("asked_at_s") / (pl.col("asked_at_s") + pl.col("left_s"))
+    records += shown(
+        {
+            "phase": f"{begin:.0%} to {end:.0%}",
+            **_figures(everything.filter(done >= begin, done < end)),
+        }
+        for begin, end in (*PHASES, (0.0, 1.0))
+    )
+    found = _figures(everything)
+    bars = [
+        Bar("ranges that hold the truth", found["coverage"], LEAST_COVERAGE),
+        Bar("median width / what remains", found["median_width"], MOST_WIDTH, is_most=True),
+    ]
+    return finish(options.json, records, bars)
 
 
-def answers_of(trial: EtaTrial) -> list[Answer]:
-    """Run the trial until its jobs are done."""
+def _record(number: int, answers: list[pl.DataFrame]) -> Record:
+    kind, calls, jobs = draw_trial(number)
+    found = answers_of(number, calls, jobs)
+    answers.append(found)
+    end_s = found.select(pl.sum_horizontal("asked_at_s", "left_s").max()).item()
+    shape = {"trial": number, "load": kind, "jobs": len(jobs), "end_s": end_s}
+    return {**shape, **_figures(found)}
+
+
+def answers_of(number: int, calls: Trace, jobs: list[OfflineJob]) -> pl.DataFrame:
+    """Run the trial until its jobs are done; a row of `ANSWER` for each time that one was asked."""
     plan = EnginePlan()
-    feed = RowFeed(trial.jobs, 1, trial.number, plan.shape.block_tokens)
-    engines = Engines(plan, OnlineRouter(trial.calls, 1, trial.number), feed)
+    feed = RowFeed(jobs, 1, number, plan.shape.block_tokens)
+    engines = Engines(plan, OnlineRouter(calls, 1, number), feed)
     asked: list[tuple[str, float, float, float, float]] = []
     now_s = 0.0
     while any(job.finished_at_s is None for job in feed.jobs) and now_s < LONGEST_S:
@@ -150,43 +134,20 @@ def answers_of(trial: EtaTrial) -> list[Answer]:
         at_s = engines.engines[0].now_s
         asked += [(job, at_s, *said) for job, said in feed.turns.completions().items()]
     ends_s = {job.id: job.finished_at_s for job in feed.jobs}
-    return [Answer(*each, left_s=end - each[1]) for each in asked if (end := ends_s[each[0]])]
+    rows = [(*each, end - each[1]) for each in asked if (end := ends_s[each[0]])]
+    return pl.DataFrame(rows, ANSWER, orient="row")
 
 
-def _figures(answers: list[Answer]) -> dict[str, object]:
-    if not answers:
-        return {"answers": 0}
-    errors = [each.expected_s / each.left_s - 1 for each in answers]
-    return {
-        "answers": len(answers),
-        "coverage": float(np.mean([each.low_s <= each.left_s <= each.high_s for each in answers])),
-        "median_width": float(np.median([(a.high_s - a.low_s) / a.left_s for a in answers])),
-        "median_error": float(np.median(np.abs(errors))),
-        "median_bias": float(np.median(errors)),
-    }
-
-
-def _record(trial: EtaTrial, answers: list[Answer]) -> dict[str, object]:
-    end_s = max((each.asked_at_s + each.left_s for each in answers), default=0.0)
-    shape = {"trial": trial.number, "load": trial.kind, "jobs": len(trial.jobs), "end_s": end_s}
-    return {**shape, **_figures(answers)}
-
-
-def _phases(answers: list[Answer]) -> list[dict[str, object]]:
-    """The same figures for parts of the jobs' time, and for all of it."""
-    found: list[dict[str, object]] = []
-    for begin, end in (*PHASES, (0.0, 1.0)):
-        part = [each for each in answers if begin <= each.done_share < end]
-        found.append({"phase": f"{begin:.0%} to {end:.0%}", **_figures(part)})
-    return found
-
-
-def _bars(answers: list[Answer]) -> list[Bar]:
-    found = {key: float(str(value)) for key, value in _figures(answers).items()}
-    return [
-        Bar("ranges that hold the truth", found["coverage"], LEAST_COVERAGE),
-        Bar("median width / what remains", found["median_width"], MOST_WIDTH, is_most=True),
-    ]
+def _figures(answers: pl.DataFrame) -> dict[str, Any]:
+    left = pl.col("left_s")
+    error = pl.col("expected_s") / left - 1
+    figures = answers.select(
+        coverage=left.is_between("low_s", "high_s").mean(),
+        median_width=((pl.col("high_s") - pl.col("low_s")) / left).median(),
+        median_error=error.abs().median(),
+        median_bias=error.median(),
+    )
+    return {"answers": len(answers), **(figures.row(0, named=True) if len(answers) else {})}
 
 
 if __name__ == "__main__":

@@ -2,52 +2,50 @@
 
     python -m benchmarks.fidelity [--seconds 300] [--repeats 3] [--json FILE]
 
-Runs each of three workloads (`fidelity_jobs`) for real, through the `batchrun` command and the
-OpenAI endpoint, and in the simulator, with the engine calibrated before each run and after it: a
-machine's speed drifts by several percent within minutes, so a run's prediction is the mean of what
-is simulated with both. Prints the means of predictions and measurements, their spread, and whether
-the bars hold: served offline tokens/s within 10 %, online TTFT p50 and p90 and TPOT p50 within
-15 %, hit rate within 3 points.
+Runs each of three workloads for real, through the `batchrun` command and the OpenAI endpoint, and
+in the simulator, with the engine calibrated before each run and after it: a machine's speed drifts
+by several percent within minutes, so a run's prediction is the mean of what is simulated with both.
 
-The simulator knows no HTTP, and processes that share cores and a lock wait for each other: what
-the calls take longer for real than simulated beside a fourth workload, `PROBE`, is measured once at
-the beginning, at the median and at the 90th percentile, and added to those of the three. The record
-says how much that was. State and output stay in the folder `fidelity/`. Nothing else may run on the
-machine: the record has the cores that each process took, and what other processes took.
+The simulator knows no HTTP, and processes that share cores wait for each other: what the calls take
+longer for real than simulated beside a fourth workload, `PROBE`, is measured once, at the median
+and at the 90th percentile, and added to the others. The record says how much that was. State and
+output stay in the folder `fidelity/`. Nothing else may run on the machine: the record has the cores
+that each process took, and what other processes took.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import asyncio
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from random import Random
 from statistics import fmean
+from typing import Any
 
 import numpy as np
+import psutil
 
-from batchrun.simulator.cluster import EnginePlan
+from batchrun.estimator.profile import CalibrationProfile, profile_from_json
+from batchrun.jobs.prompts.tokens import read_prompts
+from batchrun.samples.generators import TextSource
+from batchrun.simulator.cluster import EnginePlan, FrontEndTimes
 from batchrun.simulator.offline_jobs import JobTerms, job_of_file
 from batchrun.simulator.online import Calls
-from batchrun.simulator.replay import CallArrival
+from batchrun.simulator.records import Slo
+from batchrun.simulator.replay import CallArrival, ReplayTarget, TokenRange, percentile, replay
 from batchrun.simulator.scenario_file import calibrated
-from batchrun.simulator.simulation import Simulated, SimulationPlan, simulate
+from batchrun.simulator.simulation import SimulationPlan, simulate
 from batchrun.simulator.virtual.engine import Timing
 from batchrun.simulator.virtual.setup import EngineShape
-from benchmarks.fidelity_jobs import PROBE, WORKLOADS, Workload
-from benchmarks.fidelity_real import (
-    FOLDER,
-    MAX_MODEL_LEN,
-    MAX_NUM_SEQS,
-    SLO,
-    TOKEN_BUDGET,
-    WARM_UP_S,
-    Calibrated,
-    Figures,
-    calibrate,
-    num_chat_tokens,
-    prepare,
-    read_calibrated,
-    run_for_real,
-)
-from benchmarks.records import Bar, parser, write_records
+from benchmarks.cpu_meter import CpuMeter
+from benchmarks.deployment import Deployment, wait_until
+from benchmarks.records import Bar, Record, describe, parser, write_records
+from benchmarks.replay import Figures, TraceShape, generate_trace
+from benchmarks.text_jobs import MODEL, TextJob, documents, reviews, texts
 
 BARS = {
     "offline_tokens_per_s": 0.10,
@@ -57,53 +55,94 @@ BARS = {
     "hit_rate": 0.03,
 }
 """Relative errors, but for the hit rate."""
-PROBE_S = 120.0
+FOLDER = Path("fidelity")
+MODEL_FOLDER = FOLDER / f"home/models/{MODEL}"
+DEPLOYMENT = Deployment(FOLDER)
+TOKEN_BUDGET, MAX_NUM_SEQS, MAX_MODEL_LEN = 512, 64, 32_768
+SLO = Slo(1.0, 0.1)
+WARM_UP_S = 10.0
+"""The job runs alone before chats come and tokens are counted."""
+START_S = 300.0
+"""Reading and planning the job take less."""
+NUM_CALLS, SPACING_S = 40, 0.2
+TOKENS_SHORT, TOKENS_LONG = 20, 3_000
+"""Calls that show what the API server takes, and the lengths of their prompts."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """One run, and what is simulated of it with the calibrations before and after it."""
+class Workload:
+    """A job beside chats."""
 
-    measured: Figures
-    predicted: tuple[Figures, Figures]
+    job: TextJob
+    rate_per_s: float
+    burst_factor: float
 
-    def mean(self, name: str) -> float:
-        """The prediction of a figure."""
-        return fmean(figures[name] for figures in self.predicted)
+    def arrivals(self, duration_s: float) -> list[CallArrival]:
+        """The chats; the same in every repeat."""
+        shape = TraceShape(
+            duration_s=duration_s,
+            rate_per_s=self.rate_per_s,
+            burst_factor=self.burst_factor,
+            prompt=TokenRange(mu=4.0, sigma=0.8, min_tokens=8, max_tokens=300),
+            output=TokenRange(mu=2.8, sigma=0.5, min_tokens=4, max_tokens=40),
+        )
+        return generate_trace(shape, seed=1)
+
+
+WORKLOADS = (
+    Workload(
+        TextJob("documents", documents, "{{ document }}\n\n{{ question }}", 10_000, 32), 0.8, 4.0
+    ),
+    Workload(TextJob("reviews", reviews, "{{ instruction }}\n\n{{ text }}", 10_000, 32), 0.5, 2.0),
+    Workload(
+        TextJob(
+            "letters", texts("letter", 600, 1_400), "{{ letter }}\n\nWrite an answer.", 14_000, 100
+        ),
+        1.0,
+        3.0,
+    ),
+)
+PROBE = Workload(
+    TextJob("notes", texts("note", 1_000, 2_000), "{{ note }}\n\nSum it up.", 6_000, 64), 2.0, 2.0
+)
+"""Beside it is measured what calls take longer for real than simulated."""
+PROBE_S = 120.0
+
+Compared = tuple[Figures, Figures, Figures]
+"""A run, and what is simulated of it with the calibrations before and after it."""
 
 
 def main() -> int:
     """Measure, simulate, compare."""
-    made = parser(__doc__)
-    made.add_argument("--seconds", type=float, default=300.0)
-    made.add_argument("--repeats", type=int, default=3)
-    made.add_argument("--only", nargs="+", choices=[workload.name for workload in WORKLOADS])
+    made = parser(__doc__, seconds=300.0, repeats=3)
+    made.add_argument("--only", nargs="+", choices=[workload.job.name for workload in WORKLOADS])
     options = made.parse_args()
-    chosen = [w for w in WORKLOADS if not options.only or w.name in options.only]
-    prepare()
-    calibrations = [read_calibrated()]
-    overheads = _overheads(calibrations[0])
-    runs: dict[str, list[Run]] = {workload.name: [] for workload in chosen}
-    for _ in range(options.repeats):
-        for workload in chosen:
-            measured = run_for_real(workload, options.seconds)
-            calibrate()
-            calibrations.append(read_calibrated())
-            before, after = (
-                _with(overheads, _simulated(workload, known, options.seconds))
-                for known in calibrations[-2:]
-            )
-            runs[workload.name].append(Run(measured, (before, after)))
-            records = [*(_calibration(known) for known in calibrations), _record(overheads)]
-            for each in chosen:
-                records += _compared(each, runs[each.name]) if runs[each.name] else []
-            if options.json is not None:
-                write_records(options.json, records)
+    chosen = [w for w in WORKLOADS if not options.only or w.job.name in options.only]
+    profile, front_end = prepare()
+    engines = [_engine(profile, front_end)]
+    measured, simulated = run_for_real(PROBE, PROBE_S), _simulated(PROBE, engines[0], PROBE_S, {})
+    overheads = {
+        name: max(0.0, measured[name] - simulated[name]) for name in ("ttft_p50_s", "ttft_p90_s")
+    }
+    records = [_calibration(profile, front_end)]
+    overhead: Record = {"figure": "overhead", "probe": PROBE.job.name, **overheads}
+    runs: dict[str, list[Compared]] = {}
+    for workload in chosen * options.repeats:
+        measured = run_for_real(workload, options.seconds)
+        profile = calibrate()
+        engines.append(_engine(profile, front_end))
+        records.append(_calibration(profile, front_end))
+        before, after = (
+            _simulated(workload, engine, options.seconds, overheads) for engine in engines[-2:]
+        )
+        runs.setdefault(workload.job.name, []).append((measured, before, after))
+        compared = [record for name in runs for record in _compared(name, runs[name])]
+        if options.json is not None:
+            write_records(options.json, [*records, overhead, *compared])
     return 0
 
 
-def _calibration(known: Calibrated) -> dict[str, object]:
-    profile, front = known.profile, known.front_end
+def _calibration(profile: CalibrationProfile, front_end: FrontEndTimes) -> Record:
     best, gap = profile.fitted[0], profile.gap
     return {
         "figure": "calibration",
@@ -112,13 +151,13 @@ def _calibration(known: Calibrated) -> dict[str, object]:
         "identical_steps_mape": profile.spread.mean_ape,
         "gap_base_s": gap and gap.base_s,
         "gap_request_s": gap and gap.request_s,
-        "front_end_request_s": front.request_s,
-        "front_end_token_s": front.token_s,
+        "front_end_request_s": front_end.request_s,
+        "front_end_token_s": front_end.token_s,
     }
 
 
-def _engine(known: Calibrated) -> EnginePlan:
-    profile = known.profile
+def _engine(profile: CalibrationProfile, front_end: FrontEndTimes) -> EnginePlan:
+    """The real engine as the simulator knows it."""
     shape = EngineShape(
         num_blocks=profile.kv_blocks,
         token_budget=TOKEN_BUDGET,
@@ -126,94 +165,180 @@ def _engine(known: Calibrated) -> EnginePlan:
         block_tokens=profile.engine.block_tokens,
         max_model_len=MAX_MODEL_LEN,
     )
-    slo = {"ttft_s": SLO.ttft_s, "tpot_s": SLO.tpot_s}
     # vLLM schedules no step ahead on a CPU.
     timing = Timing(steps_in_flight=1)
-    plan = EnginePlan(shape, settings={"slo": slo}, timing=timing, front_end=known.front_end)
+    plan = EnginePlan(shape, settings={"slo": asdict(SLO)}, timing=timing, front_end=front_end)
     return calibrated(plan, profile)
 
 
-def _calls(arrivals: list[CallArrival], after_s: float = 0.0) -> Calls:
-    """The chats with the prompt tokens that the model's template makes of them."""
-    return Calls(
-        np.array([after_s + call.at_s for call in arrivals]),
+def _simulated(
+    workload: Workload, engine: EnginePlan, seconds: float, overheads: Figures
+) -> Figures:
+    """The run in the simulator, and what is to be added."""
+    job = job_of_file(
+        workload.job.write(FOLDER),
+        JobTerms(),
+        model_folder=MODEL_FOLDER,
+        draw_output_tokens=lambda num_rows: np.full(num_rows, workload.job.output_tokens),
+    )
+    arrivals = workload.arrivals(seconds)
+    calls = Calls(
+        np.array([WARM_UP_S + call.at_s for call in arrivals]),
         np.array([num_chat_tokens(call.prompt) for call in arrivals], np.int64),
         np.array([call.max_tokens for call in arrivals], np.int64),
     )
-
-
-def _overheads(known: Calibrated) -> Figures:
-    """What is to be added to the TTFTs of a simulation, in seconds, at each percentile."""
-    measured, simulated = run_for_real(PROBE, PROBE_S), _simulated(PROBE, known, PROBE_S)
-    names = [name for name in simulated if name.startswith("ttft_")]
-    return {name: max(0.0, measured[name] - simulated[name]) for name in names}
-
-
-def _with(overheads: Figures, simulated: Figures) -> Figures:
-    return {name: value + overheads.get(name, 0.0) for name, value in simulated.items()}
-
-
-def _record(overheads: Figures) -> dict[str, object]:
-    return {"figure": "overhead", "probe": PROBE.name, **overheads}
-
-
-def _simulated(workload: Workload, known: Calibrated, seconds: float) -> Figures:
-    """The run in the simulator."""
-    job = job_of_file(
-        workload.write(FOLDER),
-        JobTerms(),
-        model_folder=FOLDER / "home/models/tiny",
-        draw_output_tokens=lambda num_rows: np.full(num_rows, workload.output_tokens),
-    )
-    calls = _calls(workload.arrivals(seconds), WARM_UP_S)
-    whole = SimulationPlan(
-        WARM_UP_S + seconds, calls, [job], engine=_engine(known), slo=SLO, seed=1
-    )
+    whole = SimulationPlan(WARM_UP_S + seconds, calls, [job], engine=engine, slo=SLO, seed=1)
     begun, figures = simulate(replace(whole, duration_s=WARM_UP_S)), simulate(whole)
-    served = _served(figures) - _served(begun)
-    online, offline = figures.online, figures.offline
-    return {
-        "offline_tokens_per_s": served / (figures.duration_s - begun.duration_s),
-        "hit_rate": offline.hit_rate or 0.0,
-        "ttft_p50_s": online.ttft_p50_s or 0.0,
-        "ttft_p90_s": online.ttft_p90_s or 0.0,
-        "tpot_p50_s": online.tpot_p50_s or 0.0,
+    served = [each.offline.served_tokens_per_s * each.duration_s for each in (begun, figures)]
+    found = {
+        "offline_tokens_per_s": (served[1] - served[0]) / (figures.duration_s - begun.duration_s),
+        "hit_rate": figures.offline.hit_rate,
+        **{name: getattr(figures.online, name) for name in BARS if name.startswith("t")},
     }
+    return {name: (value or 0.0) + overheads.get(name, 0.0) for name, value in found.items()}
 
 
-def _served(figures: Simulated) -> float:
-    return figures.offline.served_tokens_per_s * figures.duration_s
-
-
-def _compared(workload: Workload, runs: list[Run]) -> list[dict[str, object]]:
+def _compared(workload: str, runs: Sequence[Compared]) -> list[Record]:
     """A record for each figure, printed."""
-    records: list[dict[str, object]] = []
+    records: list[Record] = []
     for name, bound in BARS.items():
-        measured = [run.measured[name] for run in runs]
-        mean, predicted = fmean(measured), fmean(run.mean(name) for run in runs)
-        whole = 1.0 if name == "hit_rate" else mean
-        error = abs(predicted - mean) / whole if whole else float("inf")
-        spread = (max(measured) - min(measured)) / whole if whole else float("inf")
-        bar = Bar(f"{workload.name}, error of {name}", error, bound, is_most=True)
+        measured, before, after = (
+            [each[name] for each in side] for side in zip(*runs, strict=True)
+        )
+        mean, predicted = fmean(measured), fmean([*before, *after])
+        whole = 1.0 if name == "hit_rate" else mean or float("nan")
+        error, spread = abs(predicted - mean) / whole, (max(measured) - min(measured)) / whole
+        bar = Bar(f"{workload}, error of {name}", error, bound, is_most=True)
         print(f"- {bar}; {predicted:,.4f} for {mean:,.4f}, repeats spread by {spread:.3f}")
         records.append({
-            "workload": workload.name,
+            "workload": workload,
             "figure": name,
             "predicted": predicted,
             "measured": mean,
             "error": error,
             "spread": spread,
             "runs": measured,
-            "predicted_before": [run.predicted[0][name] for run in runs],
-            "predicted_after": [run.predicted[1][name] for run in runs],
+            "predicted_before": before,
+            "predicted_after": after,
         })
-    means = {
-        key: fmean(run.measured[key] for run in runs)
-        for key in runs[0].measured
-        if key.startswith(("cpu_", "step_"))
+    conditions = [key for key in runs[0][0] if key.startswith(("cpu_", "step_"))]
+    means = {key: fmean(measured[key] for measured, _, _ in runs) for key in conditions}
+    return [*records, {"workload": workload, "figure": "conditions", **means}]
+
+
+def prepare() -> tuple[CalibrationProfile, FrontEndTimes]:
+    """A fresh folder and a deployment on free ports, calibrated."""
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    FOLDER.mkdir()
+    arguments = [
+        f"--max-num-batched-tokens={TOKEN_BUDGET}",
+        f"--max-num-seqs={MAX_NUM_SEQS}",
+        f"--max-model-len={MAX_MODEL_LEN}",
+    ]
+    port = DEPLOYMENT.engine_port
+    engine = {"port": port, "vllm_args": arguments, "profile": "profile.json"}
+    DEPLOYMENT.configure(engine, model=MODEL, slo=asdict(SLO))
+    DEPLOYMENT.batchrun("models", MODEL, str(MODEL_FOLDER.relative_to(FOLDER)))
+    profile = calibrate()
+    with DEPLOYMENT.running() as gateway:
+        processes = psutil.process_iter(["cmdline"])
+        server = next(p for p in processes if f"--port={port}" in (p.info["cmdline"] or ()))
+        return profile, asyncio.run(_measure_front_end(_target(gateway), server))
+
+
+def calibrate() -> CalibrationProfile:
+    """Measure the engine's steps, which the next run's engine knows at its start."""
+    DEPLOYMENT.batchrun("calibrate", "-o", "profile.json")
+    path = FOLDER / "profile.json"
+    return profile_from_json(path.read_text(), str(path))
+
+
+async def _measure_front_end(target: ReplayTarget, server: psutil.Process) -> FrontEndTimes:
+    """A line through short and long calls, each sent alone and answered with one token.
+
+    The prompts of a length are one text, so that the engine finds the KV of all but the first call.
+    """
+
+    async def cpu_s(calls: Sequence[CallArrival]) -> float:
+        """Of the server, in the time that all calls take; without calls: in as long a wait."""
+        before = server.cpu_times()
+        await replay([*calls, CallArrival(SPACING_S * NUM_CALLS, "end", 1)], target)
+        after = server.cpu_times()
+        return after.user + after.system - before.user - before.system
+
+    idle_s = await cpu_s([])
+    costs_s, lengths = [], []
+    source = TextSource(1)
+    for num_tokens in (TOKENS_SHORT, TOKENS_LONG):
+        prompt = " ".join(source.sentences(Random(num_tokens), num_tokens))
+        await replay([CallArrival(0.0, prompt, 1)], target)
+        calls = [CallArrival(SPACING_S * i, prompt, 1) for i in range(NUM_CALLS)]
+        costs_s.append((await cpu_s(calls) - idle_s) / NUM_CALLS)
+        lengths.append(num_chat_tokens(prompt))
+    token_s = max(0.0, (costs_s[1] - costs_s[0]) / (lengths[1] - lengths[0]))
+    return FrontEndTimes(max(0.0, costs_s[0] - token_s * lengths[0]), token_s)
+
+
+def num_chat_tokens(text: str) -> int:
+    """Prompt tokens of a chat call with this one message, by the model's template."""
+    prompts = read_prompts(MODEL_FOLDER, now=datetime.now(UTC))
+    assert prompts.count is not None
+    return max(1, prompts.count(prompts.text({"messages": [{"role": "user", "content": text}]})))
+
+
+def run_for_real(workload: Workload, seconds: float) -> Figures:
+    """One run on an engine with an empty cache; its job is cancelled, so nothing goes on later."""
+    job_file = workload.job.write(FOLDER)
+    with DEPLOYMENT.running() as gateway:
+        job_id = DEPLOYMENT.batchrun("submit", job_file.name)["id"]
+        wait_until(lambda: _job(job_id)[0]["num_in_flight"] > 0, "the first rows", START_S)
+        time.sleep(WARM_UP_S)
+        figures = asyncio.run(_measure(workload, job_id, gateway, seconds))
+    print(f"{workload.job.name}: {describe(figures)}", flush=True)
+    return figures
+
+
+async def _measure(workload: Workload, job_id: str, gateway: str, seconds: float) -> Figures:
+    """Chats for so long beside the job, which then is cancelled. Raises SystemExit."""
+    before, begin_s = _job(job_id)
+    meter = CpuMeter()
+    results, _ = await asyncio.gather(
+        replay(workload.arrivals(seconds), _target(gateway)), asyncio.sleep(seconds)
+    )
+    cores = meter.cores()
+    view, end_s = _job(job_id)
+    step = DEPLOYMENT.batchrun("status")["engines"][0]["telemetry"]["step"]
+    DEPLOYMENT.batchrun("cancel", job_id)
+    errors = [result.error for result in results if result.error]
+    if errors:
+        raise SystemExit(f"{workload.job.name}: {len(errors)} calls failed, the first: {errors[0]}")
+    if view["state"] != "running":
+        raise SystemExit(
+            f"{workload.job.name}: the job was {view['state']} before the time was over"
+        )
+    ttfts_s = [result.ttft_s for result in results if result.ttft_s is not None]
+    tpots_s = [result.tpot_s for result in results if result.tpot_s is not None]
+    served = [each["num_prompt_tokens"] + each["num_output_tokens"] for each in (before, view)]
+    return {
+        "offline_tokens_per_s": (served[1] - served[0]) / (end_s - begin_s),
+        "hit_rate": view["num_cached_tokens"] / max(1, view["num_prompt_tokens"]),
+        "prompt_tokens": view["num_prompt_tokens"] / max(1, view["num_completed"]),
+        "ttft_p50_s": percentile(ttfts_s, 0.5) or 0.0,
+        "ttft_p90_s": percentile(ttfts_s, 0.9) or 0.0,
+        "tpot_p50_s": percentile(tpots_s, 0.5) or 0.0,
+        **{f"step_{name}": step[name] for name in ("predicted_s", "measured_s")},
+        **{f"cpu_{name}": share for name, share in cores.items()},
     }
-    records.append({"workload": workload.name, "figure": "conditions", **means})
-    return records
+
+
+def _target(gateway: str) -> ReplayTarget:
+    return ReplayTarget(f"{gateway}/v1", MODEL, extra_body={"ignore_eos": True})
+
+
+def _job(job_id: str) -> tuple[dict[str, Any], float]:
+    """Its figures, and when they were read; what the command takes is alike each time."""
+    (view,) = DEPLOYMENT.batchrun("status", job_id)["jobs"]
+    return dict(view), time.monotonic()
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from batchrun.estimator.forecast import ForecastRule, KvForecast
 from batchrun.simulator.traces.rates import RateSeries, draw_trace
 from batchrun.simulator.traces.reading import Drawing, read_trace
 from batchrun.simulator.traces.trace import Trace, scale_rate
-from benchmarks.records import Bar, cell, finish, markdown, parser
-from benchmarks.scenarios import draw_calls, kv_pressure_tide
+from benchmarks.records import Bar, Record, finish, parser, shown
+from benchmarks.scenarios import KV_PRESSURE_TIDE, draw_calls
 
 Ints = NDArray[np.int64]
 
@@ -76,26 +76,21 @@ DAY_S = 86_400.0
 BEST = ForecastRule.MINUTE_MAX
 LEAST_COVERAGE, MOST_OF_CONSTANT = 0.95, 1.5
 
-Record = dict[str, object]
-
 
 def traces(folder: Path) -> Iterator[tuple[str, Trace]]:
     """The arrivals that are looked at, by name."""
-    scenario = kv_pressure_tide()
+    scenario = KV_PRESSURE_TIDE
     calls = draw_calls(scenario, seed=0)
-    at_s, prompts, outputs = zip(
-        *((c.arrival_at_s, c.num_prompt_tokens, c.num_output_tokens) for c in calls), strict=True
-    )
-    yield "kv-pressure-tide", Trace.of(at_s, prompts, outputs, source=scenario.name)
-    if (folder / MOONCAKE).is_file():
-        mooncake = read_trace(folder / MOONCAKE)
-        yield "mooncake", mooncake
-        yield "mooncake / 5", scale_rate(mooncake, 0.2, seed=0)
+    columns = [(c.arrival_at_s, c.num_prompt_tokens, c.num_output_tokens) for c in calls]
+    yield "kv-pressure-tide", Trace.of(*zip(*columns, strict=True), source=scenario.name)
+    for name, path in (("mooncake", folder / MOONCAKE), ("azure", folder / AZURE)):
+        if path.is_file():
+            trace = read_trace(path)
+            yield name, trace
+            yield f"{name} / 5", scale_rate(trace, 0.2, seed=0)
     if not (folder / AZURE).is_file():
         return
     azure = read_trace(folder / AZURE)
-    yield "azure", azure
-    yield "azure / 5", scale_rate(azure, 0.2, seed=0)
     day = RateSeries.steady(np.arange(1440) * 60, DAY_S, echo_tide())
     yield "tide", draw_trace([day], seed=0, like=azure, source=azure.source)
     if (folder / SERVEGEN).is_file():
@@ -114,62 +109,41 @@ def measure(name: str, blocks: Ints, rule: ForecastRule) -> Record:
     """How a rule fared on the highest use of each second."""
     # A value holds until the next one, so each second ends with 0.
     samples = [each for s, top in enumerate([*blocks, 0]) for each in ((s, top), (s + 0.9, 0))]
-    coverage = judge(KvForecast(rule=rule), samples)
-    constant = equal_constant(coverage.tops, coverage.covered)
+    forecasts, tops = judge(KvForecast(rule=rule), samples)
+    covered = float((tops <= forecasts).mean()) if len(tops) else 0.0
+    mean_blocks = float(forecasts.mean()) if len(tops) else 0.0
+    constant = equal_constant(tops, covered)
     return {
         "trace": name,
         "rule": str(rule),
-        "num_minutes": coverage.num_minutes,
-        "covered": coverage.covered,
-        "mean_forecast_blocks": coverage.mean_forecast_blocks,
+        "num_minutes": len(tops),
+        "covered": covered,
+        "mean_forecast_blocks": mean_blocks,
         "constant_blocks": constant,
-        "of_constant": coverage.mean_forecast_blocks / constant if constant else None,
+        "of_constant": mean_blocks / constant if constant else None,
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Coverage:
-    """The forecasts made at the start of whole minutes, and the highest use in each minute."""
-
-    forecasts: Ints
-    tops: Ints
-
-    @property
-    def num_minutes(self) -> int:
-        """Minutes with a forecast."""
-        return len(self.tops)
-
-    @property
-    def covered(self) -> float:
-        """Share of minutes whose highest use stayed within the forecast."""
-        return float((self.tops <= self.forecasts).mean()) if len(self.tops) else 0.0
-
-    @property
-    def mean_forecast_blocks(self) -> float:
-        """What that cost."""
-        return float(self.forecasts.mean()) if len(self.tops) else 0.0
-
-
-def judge(forecast: KvForecast, samples: Iterable[tuple[float, int]]) -> Coverage:
-    """Feed samples `(at_s, blocks)`, and hold each forecast against the minute after it.
+def judge(forecast: KvForecast, samples: Iterable[tuple[float, int]]) -> tuple[Ints, Ints]:
+    """Feed samples `(at_s, blocks)`: the forecasts made at the start of whole minutes, and the
+    highest use in each of these minutes.
 
     Minutes count from the first sample's second; the last, unfinished one is not judged.
     """
-    forecasts: list[int | None] = []
-    tops: list[int] = []
+    minutes: list[tuple[int | None, int]] = []
     held = 0
     first_s: int | None = None
     for at_s, blocks in samples:
         first_s = int(at_s) if first_s is None else first_s
         forecast.sample(at_s, blocks)
-        while len(tops) <= (int(at_s) - first_s) // 60:
-            forecasts.append(forecast.forecast_blocks)
-            tops.append(held)
-        tops[-1] = max(tops[-1], blocks)
+        while len(minutes) <= (int(at_s) - first_s) // 60:
+            minutes.append((forecast.forecast_blocks, held))
+        made, top = minutes[-1]
+        minutes[-1] = made, max(top, blocks)
         held = blocks
-    pairs = zip(forecasts[:-1], tops[:-1], strict=True)
-    judged = [(made, top) for made, top in pairs if made is not None]
-    return Coverage(*np.array(judged, dtype=np.int64).reshape(-1, 2).T)
+    judged = [(made, top) for made, top in minutes[:-1] if made is not None]
+    forecasts, tops = np.array(judged, dtype=np.int64).reshape(-1, 2).T
+    return forecasts, tops
 
 
 def equal_constant(tops: Ints, covered: float) -> int:
@@ -178,44 +152,25 @@ def equal_constant(tops: Ints, covered: float) -> int:
     return int(np.sort(tops)[num - 1]) if num else 0
 
 
-def table(records: Sequence[Record]) -> str:
-    """A row for each trace, a column for each rule: minutes covered, and reserve by constant."""
-    rules = list(dict.fromkeys(str(record["rule"]) for record in records))
-    rows: dict[str, list[object]] = {}
-    for record in records:
-        row = rows.setdefault(str(record["trace"]), [str(record["trace"]), record["num_minutes"]])
-        row.append(f"{record['covered']:.1%}, {cell(record['of_constant'])}")
-    return markdown(["Trace", "Minutes", *rules], rows.values())
-
-
 def bars(records: Sequence[Record]) -> Iterator[Bar]:
     """What the best rule has to reach on every trace."""
     for record in records:
         if record["rule"] == BEST:
             name = record["trace"]
-            yield Bar(f"{name}: minutes covered", float(str(record["covered"])), LEAST_COVERAGE)
-            yield Bar(
-                f"{name}: reserve over the best constant",
-                float(str(record["of_constant"])),
-                MOST_OF_CONSTANT,
-                is_most=True,
-            )
+            yield Bar(f"{name}: minutes covered", record["covered"], LEAST_COVERAGE)
+            reserve, most = record["of_constant"], MOST_OF_CONSTANT
+            yield Bar(f"{name}: reserve over the best constant", reserve, most, is_most=True)
 
 
 def main() -> int:
     """Measure, print, save; 1 when a bar is missed."""
-    made = parser(__doc__)
-    made.add_argument("--data", type=Path, default=DATA, metavar="FOLDER")
-    made.add_argument("--tpot-s", type=float, default=Occupancy().tpot_s)
-    options = made.parse_args()
-    occupancy = Occupancy(tpot_s=options.tpot_s)
-    records = [
+    options = parser(__doc__, data=DATA).parse_args()
+    records = shown(
         measure(name, blocks, rule)
         for name, trace in traces(options.data)
-        for blocks in [occupancy.by_second(trace)]
+        for blocks in [Occupancy().by_second(trace)]
         for rule in ForecastRule
-    ]
-    print(table(records))
+    )
     return finish(options.json, records, bars(records))
 
 

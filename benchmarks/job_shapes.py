@@ -2,34 +2,34 @@
 
 A row is a path of segments: a document and a question; a system prompt, tool documents and a query;
 a video and a question. Rows whose paths begin with the same segments share that prefix token by
-token, and no more. The virtual engine's `Job` knows a document and a question: all shared segments
-of a row are its document, and documents that begin alike begin with the same tokens, so their
-blocks have the same hashes.
+token, and no more. In a `Job` all shared segments of a row are its document.
 """
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from batchrun.pool.prefix_keys import IntArray
 from benchmarks.data import DOCUMENTS, TOOLS, VIDEOS
-from benchmarks.scenarios import Job, JobRow, Order, TokenIds, draw_token_ids
+from benchmarks.scenarios import Job, JobRow, Order, TokenIds, draw_token_ids, read_table
 
 ALL_FOUR = "all four"
 
 JOBS: Mapping[str, Callable[[], Sequence[ShapedJob]]] = {
-    "loogle": lambda: [loogle()],
+    "loogle": lambda: [document_job("loogle")],
     "toolbench": lambda: [toolbench()],
     "nextqa": lambda: [nextqa(60)],
-    "qmsum": lambda: [qmsum(40)],
-    ALL_FOUR: lambda: [loogle(), toolbench(), nextqa(30), qmsum(20)],
+    "qmsum": lambda: [document_job("qmsum", 40)],
+    ALL_FOUR: lambda: [
+        document_job("loogle"),
+        toolbench(),
+        nextqa(30),
+        document_job("qmsum", 20),
+    ],
 }
 """What runs at the same time, by name; more rows than the daemon's window holds, and so few that
 one core runs them on the virtual engine in under a minute."""
@@ -44,124 +44,81 @@ VIDEO_OUTPUT_TOKENS = 8
 TOOL_OUTPUT_TOKENS = 64
 """`max_tokens` of jobs/toolbench.yaml."""
 
-SegmentRow = tuple[Sequence[int], int, int]
-"""(numbers of the shared segments, own tokens, output tokens)."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SegmentTable:
-    """The rows of a data set.
-
-    Row i shares the segments `paths[starts[i] : starts[i + 1]]`, outermost first; `tokens[s]` is
-    the length of segment s. `own_tokens[i]` follow, and `output_tokens[i]` are generated.
-    """
-
-    tokens: IntArray
-    paths: IntArray
-    starts: IntArray
-    own_tokens: IntArray
-    output_tokens: IntArray
-
-    @classmethod
-    def of(cls, tokens: Sequence[int], rows: Iterable[SegmentRow]) -> SegmentTable:
-        """The table of these rows; none whose shared segments exceed `MAX_PREFIX_TOKENS`."""
-        kept = [row for row in rows if sum(tokens[s] for s in row[0]) <= MAX_PREFIX_TOKENS]
-        paths = [segment for path, _, _ in kept for segment in path]
-        ends = np.cumsum([len(path) for path, _, _ in kept])
-        own, output = (np.array([row[i] for row in kept], dtype=np.int64) for i in (1, 2))
-        starts = np.concatenate(([0], ends))
-        return cls(np.array(tokens), np.array(paths), starts, own, output)
-
-    def path(self, row: int) -> tuple[int, ...]:
-        """The shared segments of a row."""
-        return tuple(self.paths[self.starts[row] : self.starts[row + 1]].tolist())
-
-    @property
-    def roots(self) -> IntArray:
-        """The outermost segment of each row."""
-        roots: IntArray = self.paths[self.starts[:-1]]
-        return roots
+SegmentRow = tuple[tuple[int, ...], int, int]
+"""(numbers of the shared segments, outermost first; own tokens that follow; output tokens)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShapedJob:
-    """A `JobSource`: all rows of a table, or those of `num_roots` outermost segments drawn from it.
+    """The rows of a data set, or those of `num_roots` outermost segments drawn from it.
 
-    The rows stand in the order of the data set, or shuffled by the seed. `num_copies` data sets of
-    these lengths follow each other, each with texts of its own. Jobs of different names share no
-    text.
+    `tokens[s]` is the length of segment s. The rows stand in the order of the data set, or shuffled
+    by the seed. Jobs of different names share no text.
     """
 
     name: str
-    table: SegmentTable
+    tokens: Sequence[int]
+    rows: Sequence[SegmentRow]
     num_roots: int | None = None
-    num_copies: int = 1
 
     def draw(self, seed: int, order: Order) -> Job:
-        """The job of a run."""
+        """The job of a run; no rows whose shared segments exceed `MAX_PREFIX_TOKENS`."""
         rng = random.Random(f"{self.name} {seed}")
-        drawn = self._drawn_rows(rng)
-        job = joined([self._draw_copy(drawn, rng) for _ in range(self.num_copies)])
-        rows = list(job.rows)
-        if order is Order.SHUFFLED:
-            rng.shuffle(rows)
-        return Job(job.documents, rows)
-
-    def _draw_copy(self, drawn: Sequence[int], rng: random.Random) -> Job:
-        texts: dict[int, TokenIds] = {}
         documents: dict[tuple[int, ...], int] = {}
+        texts: dict[int, TokenIds] = {}
         contents: list[TokenIds] = []
         rows: list[JobRow] = []
-        for row in drawn:
-            path = self.table.path(row)
+        for path, own_tokens, output_tokens in self._drawn_rows(rng):
             document = documents.setdefault(path, len(documents))
             if document == len(contents):
-                contents.append(np.concatenate([self._text(s, texts, rng) for s in path]))
-            question = draw_token_ids(rng, int(self.table.own_tokens[row]))
-            num_output_tokens = int(self.table.output_tokens[row])
-            rows.append(JobRow(len(rows), document, question, num_output_tokens))
+                for segment in path:
+                    if segment not in texts:
+                        texts[segment] = draw_token_ids(rng, self.tokens[segment])
+                contents.append(np.concatenate([texts[segment] for segment in path]))
+            question = draw_token_ids(rng, own_tokens)
+            rows.append(JobRow(len(rows), document, question, output_tokens))
+        if order is Order.SHUFFLED:
+            rng.shuffle(rows)
         return Job(contents, rows)
 
-    def _drawn_rows(self, rng: random.Random) -> list[int]:
-        roots = self.table.roots
-        every = np.unique(roots).tolist()
-        drawn = every if self.num_roots is None else rng.sample(every, self.num_roots)
-        rows: list[int] = np.flatnonzero(np.isin(roots, drawn)).tolist()
-        return rows
-
-    def _text(self, segment: int, texts: dict[int, TokenIds], rng: random.Random) -> TokenIds:
-        if segment not in texts:
-            texts[segment] = draw_token_ids(rng, int(self.table.tokens[segment]))
-        return texts[segment]
-
-
-def loogle(num_copies: int = 1) -> ShapedJob:
-    """14 documents of 22,600 tokens on average, 217 questions."""
-    return ShapedJob("loogle", _document_table("loogle"), num_copies=num_copies)
-
-
-def qmsum(num_meetings: int | None = None) -> ShapedJob:
-    """230 meetings of 13,300 tokens on average, with about 8 questions each."""
-    return ShapedJob("qmsum", _document_table("qmsum"), num_meetings)
+    def _drawn_rows(self, rng: random.Random) -> list[SegmentRow]:
+        tokens = self.tokens
+        rows = [row for row in self.rows if sum(tokens[s] for s in row[0]) <= MAX_PREFIX_TOKENS]
+        if self.num_roots is None:
+            return rows
+        roots = rng.sample(sorted({path[0] for path, _, _ in rows}), self.num_roots)
+        return [row for row in rows if row[0][0] in roots]
 
 
 def toolbench() -> ShapedJob:
     """1,358 queries below one system prompt; 1,111 lists of the documents of 4,596 tools."""
-    table = _read(TOOLS)
+    table = read_table(TOOLS)
     tokens = [table["system_tokens"], *table["document_tokens"]]
     rows = [
-        ([0, *(document + 1 for document in documents)], query, TOOL_OUTPUT_TOKENS)
+        ((0, *(document + 1 for document in documents)), query, TOOL_OUTPUT_TOKENS)
         for query, *documents in table["rows"]
     ]
-    return ShapedJob("toolbench", SegmentTable.of(tokens, rows))
+    return ShapedJob("toolbench", tokens, rows)
 
 
 def nextqa(num_videos: int | None = None) -> ShapedJob:
     """570 videos with about 9 questions each, whose rows lie apart in the file."""
-    table = _read(VIDEOS)
+    table = read_table(VIDEOS)
     tokens = [TOKENS_PER_FRAME * frames for frames in table["frames"]]
-    rows = [([video], question, VIDEO_OUTPUT_TOKENS) for video, question in table["rows"]]
-    return ShapedJob("nextqa", SegmentTable.of(tokens, rows), num_videos)
+    rows = [((video,), question, VIDEO_OUTPUT_TOKENS) for video, question in table["rows"]]
+    return ShapedJob("nextqa", tokens, rows, num_videos)
+
+
+def document_job(name: str, num_roots: int | None = None) -> ShapedJob:
+    """`loogle`: 14 documents of 22,600 tokens on average, 217 questions; `qmsum`: 230 meetings of
+    13,300 tokens on average, with about 8 questions each."""
+    documents = read_table(DOCUMENTS)[name]
+    rows = [
+        ((number,), question, output)
+        for number, (_, questions) in enumerate(documents)
+        for question, output in questions
+    ]
+    return ShapedJob(name, [tokens for tokens, _ in documents], rows, num_roots)
 
 
 def prompt_of(job: Job, row: JobRow) -> TokenIds:
@@ -180,15 +137,10 @@ def joined(jobs: Sequence[Job]) -> Job:
     documents: list[TokenIds] = []
     rows: list[JobRow] = []
     for job in jobs:
-        first_document, first_row = len(documents), len(rows)
+        first, first_row = len(documents), len(rows)
         documents += job.documents
         rows += [
-            JobRow(
-                first_row + row.number,
-                first_document + row.document,
-                row.question,
-                row.num_output_tokens,
-            )
+            replace(row, number=first_row + row.number, document=first + row.document)
             for row in job.rows
         ]
     return Job(documents, rows)
@@ -197,18 +149,3 @@ def joined(jobs: Sequence[Job]) -> Job:
 def picked(job: Job, order: Sequence[int] | IntArray) -> Job:
     """The job with its rows in this order."""
     return Job(job.documents, [job.rows[i] for i in order])
-
-
-def _document_table(name: str) -> SegmentTable:
-    documents = _read(DOCUMENTS)[name]
-    rows = [
-        ([number], question, output)
-        for number, (_, questions) in enumerate(documents)
-        for question, output in questions
-    ]
-    return SegmentTable.of([tokens for tokens, _ in documents], rows)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    table: dict[str, Any] = json.loads(path.read_text())
-    return table

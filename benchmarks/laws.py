@@ -60,40 +60,30 @@ class PoolingLaw:
         return self.gamma_s * max(contexts) + self.delta_s * sum(contexts) / len(contexts)
 
 
+@dataclass(frozen=True, slots=True)
 class NoisyLaw:
     """Another law with multiplied noise: log-normal, and now and then a step that takes thrice.
 
-    The noise is drawn from `rng`, twice per step. `sigma` 0.1 is the design's "10 %".
+    The noise is drawn from `rng`, twice per step.
     """
 
-    __slots__ = ("_law", "_rng", "_sigma", "_stall_factor", "_stall_share")
-
-    def __init__(
-        self,
-        law: StepLaw,
-        rng: random.Random,
-        *,
-        sigma: float = 0.1,
-        stall_share: float = 0.01,
-        stall_factor: float = 3.0,
-    ) -> None:
-        self._law = law
-        self._rng = rng
-        self._sigma = sigma
-        self._stall_share = stall_share
-        self._stall_factor = stall_factor
+    law: StepLaw
+    rng: random.Random
+    sigma: float = 0.1
+    stall_share: float = 0.01
+    stall_factor: float = 3.0
 
     @property
     def expected(self) -> StepLaw:
         """The law before noise."""
-        return self._law.expected
+        return self.law.expected
 
     def step_s(self, items: Sequence[StepItem]) -> float:
         """The law's duration times the next noise."""
-        factor = self._rng.lognormvariate(0.0, self._sigma)
-        if self._rng.random() < self._stall_share:
-            factor *= self._stall_factor
-        return self._law.step_s(items) * factor
+        factor = self.rng.lognormvariate(0.0, self.sigma)
+        if self.rng.random() < self.stall_share:
+            factor *= self.stall_factor
+        return self.law.step_s(items) * factor
 
 
 LAWS: Mapping[str, Callable[[int], StepLaw]] = {

@@ -16,17 +16,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import json
 import re
 import signal
 import time
 from bisect import bisect_left
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from random import Random
-from typing import cast
 
+import aiohttp
 import numpy as np
 import numpy.typing as npt
 import uvloop
@@ -43,7 +43,12 @@ CALL_LIMIT_S = 60.0
 RETRY_S = 0.05
 _EVENT = re.compile(rb"data: (\{[^\n]*\}|\[DONE\])\n\n")
 _STAMP = re.compile(rb'"seq":(\d+),"sent_ns":(\d+)\}$')
-_END = b"\r\n0\r\n\r\n"
+REQUEST = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "A question of about the usual length. " * 20}],
+    "max_tokens": CALL_CHUNKS,
+    "stream": True,
+}
 
 Floats = npt.NDArray[np.float64]
 
@@ -71,57 +76,6 @@ def load(path: Path) -> tuple[Floats, Floats]:
         return tables["calls"], tables["chunks"]
 
 
-class _Connection(asyncio.Protocol):
-    """One connection; a call at a time."""
-
-    def __init__(self) -> None:
-        self.received = bytearray()
-        self.ends: list[int] = []
-        self.arrived_s: list[float] = []
-        self.is_open = False
-        self._transport: asyncio.Transport | None = None
-        self._over = asyncio.Event()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport, self.is_open = cast(asyncio.Transport, transport), True
-
-    def data_received(self, data: bytes) -> None:
-        self.arrived_s.append(time.monotonic())
-        self.received += data
-        self.ends.append(len(self.received))
-        if self.received.endswith(_END):
-            self._over.set()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.is_open = False
-        self._over.set()
-
-    async def exchange(self, request: bytes) -> None:
-        """Send a request, wait for the end of its answer or of the connection."""
-        assert self._transport is not None
-        self.received.clear()
-        self.ends.clear()
-        self.arrived_s.clear()
-        self._over.clear()
-        self._transport.write(request)
-        await self._over.wait()
-
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
-
-
-def _request() -> bytes:
-    messages = [{"role": "user", "content": "A question of about the usual length. " * 20}]
-    document = {"model": "paced", "messages": messages, "max_tokens": CALL_CHUNKS, "stream": True}
-    body = json.dumps(document).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
-
-
-REQUEST = _request()
-
-
 @dataclass(frozen=True, slots=True)
 class _Caller:
     """One stream after the other on one connection to `port`, until `stop`."""
@@ -134,50 +88,35 @@ class _Caller:
 
     async def run(self, wait_s: float) -> None:
         await asyncio.sleep(wait_s)
-        connection: _Connection | None = None
-        while not self.stop.is_set():
-            if connection is None or not connection.is_open:
-                connection = await self._connect()
-            began_s = time.monotonic()
-            if connection is None:
-                self.found.calls.append((self.is_gateway, began_s, np.nan, began_s, False))
-                await asyncio.sleep(RETRY_S)
+        url, limit = f"http://127.0.0.1:{self.port}{CHAT}", aiohttp.ClientTimeout(CALL_LIMIT_S)
+        async with aiohttp.ClientSession(timeout=limit) as session:
+            while not self.stop.is_set():
+                began_s = time.monotonic()
+                parts: list[tuple[float, bytes]] = []
+                with suppress(aiohttp.ClientError, TimeoutError, OSError):
+                    async with session.post(url, json=REQUEST) as reply:
+                        async for data in reply.content.iter_any():
+                            parts.append((time.monotonic(), data))
+                self._note(began_s, time.monotonic(), parts)
+                await asyncio.sleep(self.rng.uniform(0, INTERVAL_S) if parts else RETRY_S)
+
+    def _note(self, began_s: float, ended_s: float, parts: list[tuple[float, bytes]]) -> None:
+        """A call whose answer came in `parts`, each with the instant of its arrival."""
+        ends = list(accumulate(len(data) for _, data in parts))
+        seqs: list[int] = []
+        first_s = np.nan
+        events = list(_EVENT.finditer(b"".join(data for _, data in parts)))
+        for event in events:
+            stamp = _STAMP.search(event[1])
+            if stamp is None:
                 continue
-            with suppress(TimeoutError):
-                async with asyncio.timeout(CALL_LIMIT_S):
-                    await connection.exchange(REQUEST)
-            _note(self.found, connection, began_s, is_gateway=self.is_gateway)
-            await asyncio.sleep(self.rng.uniform(0, INTERVAL_S))
-        if connection is not None:
-            connection.close()
-
-    async def _connect(self) -> _Connection | None:
-        loop = asyncio.get_running_loop()
-        with suppress(OSError):
-            _, made = await loop.create_connection(_Connection, "127.0.0.1", self.port)
-            return made
-        return None
-
-
-def _note(found: Calls, connection: _Connection, began_s: float, *, is_gateway: bool) -> None:
-    ended_s = time.monotonic()
-    seqs: list[int] = []
-    first_s = np.nan
-    events = list(_EVENT.finditer(connection.received))
-    for event in events:
-        stamp = _STAMP.search(event[1])
-        if stamp is None:
-            continue
-        arrived_s = connection.arrived_s[bisect_left(connection.ends, event.end())]
-        if not seqs:
-            first_s = arrived_s - began_s
-        seqs.append(int(stamp[1]))
-        sent_s = int(stamp[2]) / 1e9
-        found.chunks.append((is_gateway, sent_s, arrived_s - sent_s))
-    is_whole = seqs == list(range(CALL_CHUNKS)) and events[-1][1] == b"[DONE]"
-    found.calls.append((is_gateway, began_s, first_s, ended_s, is_whole))
-    if not connection.received.endswith(_END):
-        connection.close()
+            arrived_s, sent_s = parts[bisect_left(ends, event.end())][0], int(stamp[2]) / 1e9
+            if not seqs:
+                first_s = arrived_s - began_s
+            seqs.append(int(stamp[1]))
+            self.found.chunks.append((self.is_gateway, sent_s, arrived_s - sent_s))
+        is_whole = seqs == list(range(CALL_CHUNKS)) and events[-1][1] == b"[DONE]"
+        self.found.calls.append((self.is_gateway, began_s, first_s, ended_s, is_whole))
 
 
 async def _call(gateway_port: int, direct_port: int, out: Path) -> None:
@@ -217,10 +156,7 @@ def _event(seq: int, sent_ns: int) -> bytes:
 
 async def models(_request: web.Request) -> web.Response:
     """The one model."""
-    model = {"id": MODEL, "object": "model", "created": 1, "owned_by": "benchmarks"}
-    return web.Response(
-        body=json.dumps({"object": "list", "data": [model]}), content_type="application/json"
-    )
+    return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
 
 
 async def health(_request: web.Request) -> web.Response:
@@ -228,15 +164,21 @@ async def health(_request: web.Request) -> web.Response:
     return web.Response()
 
 
-async def _serve(port: int) -> None:
+def _serve(port: int) -> None:
     app = web.Application()
     app.router.add_post(CHAT, generate)
     app.router.add_get("/v1/models", models)
     app.router.add_get("/health", health)
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", port, backlog=1024).start()
-    await asyncio.Event().wait()
+    web.run_app(
+        app,
+        host="127.0.0.1",
+        port=port,
+        backlog=1024,
+        access_log=None,
+        handler_cancellation=True,
+        print=None,
+        loop=uvloop.new_event_loop(),
+    )
 
 
 def main() -> None:
@@ -249,7 +191,7 @@ def main() -> None:
     options = parser.parse_args()
     gc.freeze()
     if options.serve is not None:
-        uvloop.run(_serve(options.serve))
+        _serve(options.serve)
     else:
         uvloop.run(_call(options.gateway, options.direct, options.out))
 

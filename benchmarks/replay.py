@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 from batchrun.errors import BatchrunError, ConfigError
 from batchrun.simulator.replay import (
@@ -29,22 +30,25 @@ from batchrun.simulator.replay import (
     replay,
 )
 from batchrun.simulator.traces.reading import Drawing, read_trace
-from batchrun.simulator.traces.trace import Trace, scale_lengths, scale_rate
+from batchrun.simulator.traces.trace import Trace
+from benchmarks.records import cell, parser
 
-Summary = dict[str, float | int | None]
+Figures = dict[str, Any]
 
 
-def summarize(results: Sequence[OnlineResult], *, slo_ttft_s: float, slo_tpot_s: float) -> Summary:
-    """Percentiles and the shares of ALL arrived calls that met the bounds.
+def summarize(results: Sequence[OnlineResult], *, slo_ttft_s: float, slo_tpot_s: float) -> Figures:
+    """Percentiles and the shares of ALL arrived calls that met the bounds, `slo_attainment` both.
 
-    A call without a first token counts as an endless TTFT; a percentile that falls on one is
-    None. Shares are None when no call arrived.
+    `slo_deadline` is the share whose every token i came by arrival + TTFT + i * TPOT (Echo, section
+    5.1). A call without a first token counts as an endless TTFT; a percentile that falls on one is
+    None, and so are shares and percentiles of no calls.
     """
     ttfts_s = [math.inf if r.ttft_s is None else r.ttft_s for r in results]
     tpots_s = [r.tpot_s for r in results if r.tpot_s is not None]
     itls_s = [gap_s for r in results for gap_s in r.itl_s]
-    ttft_met = [r.ttft_s is not None and r.ttft_s <= slo_ttft_s for r in results]
+    ttft_met = [ttft_s <= slo_ttft_s for ttft_s in ttfts_s]
     tpot_met = [r.error is None and (r.tpot_s is None or r.tpot_s <= slo_tpot_s) for r in results]
+    waits_s = [r.e2e_s if r.ttft_s is None else r.ttft_s for r in results]
     num_answered = sum(r.error is None for r in results)
     return {
         "arrived": len(results),
@@ -59,48 +63,23 @@ def summarize(results: Sequence[OnlineResult], *, slo_ttft_s: float, slo_tpot_s:
         "slo_ttft": _share(ttft_met),
         "slo_tpot": _share(tpot_met),
         "slo_attainment": _share([a and b for a, b in zip(ttft_met, tpot_met, strict=True)]),
-    }
-
-
-def _share(met: Sequence[bool]) -> float | None:
-    return sum(met) / len(met) if met else None
-
-
-Figures = dict[str, object]
-
-
-@dataclass(frozen=True, slots=True)
-class Promise:
-    """What online callers were promised, in seconds."""
-
-    ttft_s: float
-    tpot_s: float
-
-
-def online_figures(results: Sequence[OnlineResult], promise: Promise) -> Figures:
-    """Figures over ALL arrived calls; one without its first token missed every bound.
-
-    `slo_attainment` is the share that kept both bounds, `slo_deadline` the share that kept Echo's:
-    token i by arrival + TTFT + i * TPOT. Shares and percentiles of nothing are None.
-    """
-    summary = summarize(results, slo_ttft_s=promise.ttft_s, slo_tpot_s=promise.tpot_s)
-    met = [keeps_deadlines(result, promise) for result in results]
-    waits_s = [result.e2e_s if result.ttft_s is None else result.ttft_s for result in results]
-    return {
-        **summary,
-        "slo_deadline": sum(met) / len(met) if met else None,
+        "slo_deadline": _share([keeps_deadlines(r, slo_ttft_s, slo_tpot_s) for r in results]),
         "online_longest_wait_s": max(waits_s, default=None),
-        "slo_ttft_bound_s": promise.ttft_s,
-        "slo_tpot_bound_s": promise.tpot_s,
+        "slo_ttft_bound_s": slo_ttft_s,
+        "slo_tpot_bound_s": slo_tpot_s,
     }
 
 
-def keeps_deadlines(result: OnlineResult, promise: Promise) -> bool:
+def keeps_deadlines(result: OnlineResult, slo_ttft_s: float, slo_tpot_s: float) -> bool:
     """Whether the call was answered and each token came by Echo's deadline."""
     if result.error is not None or result.ttft_s is None:
         return False
     times_s = accumulate(result.itl_s, initial=result.ttft_s)
-    return all(at_s <= promise.ttft_s + i * promise.tpot_s for i, at_s in enumerate(times_s))
+    return all(at_s <= slo_ttft_s + i * slo_tpot_s for i, at_s in enumerate(times_s))
+
+
+def _share(met: Sequence[bool]) -> float | None:
+    return sum(met) / len(met) if met else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,15 +125,10 @@ def generate_trace(shape: TraceShape, *, seed: int) -> list[CallArrival]:
 def arrivals_of(trace: Trace, *, seed: int) -> list[CallArrival]:
     """The calls of a trace; prompts share nothing, whatever its prefix blocks say."""
     rng = random.Random(seed)
-    calls = zip(
-        trace.arrival_s.tolist(),
-        trace.num_prompt_tokens.tolist(),
-        trace.num_output_tokens.tolist(),
-        strict=True,
-    )
+    lengths = zip(trace.num_prompt_tokens.tolist(), trace.num_output_tokens.tolist(), strict=True)
     return [
         CallArrival(at_s, make_prompt(num_words, rng=rng), max_tokens)
-        for at_s, num_words, max_tokens in calls
+        for at_s, (num_words, max_tokens) in zip(trace.arrival_s.tolist(), lengths, strict=True)
     ]
 
 
@@ -169,17 +143,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         extra_body={"ignore_eos": True} if options.ignore_eos else {},
     )
     try:
-        arrivals = _arrivals(options)
-        results = asyncio.run(replay(arrivals, target))
+        results = asyncio.run(replay(_arrivals(options), target))
         summary = summarize(results, slo_ttft_s=options.slo_ttft_s, slo_tpot_s=options.slo_tpot_s)
-        if options.json is not None:
-            _write_json(options.json, summary, results)
     except BatchrunError as error:
         sys.stderr.write(f"replay: {error}\n")
         return error.exit_code
-    except KeyboardInterrupt:
-        sys.stderr.write("replay: interrupted\n")
-        return 130
+    if options.json is not None:
+        calls = [asdict(result) | {"tpot_s": result.tpot_s} for result in results]
+        options.json.write_text(json.dumps({"summary": summary, "calls": calls}) + "\n")
     sys.stdout.write(table(summary))
     if not summary["answered"]:
         reason = results[0].error if results else "the trace is empty"
@@ -189,72 +160,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add = parser.add_argument
+    bursts = {"burst_factor": 4.0, "burst_period_s": 30.0, "burst_length_s": 5.0}
+    limits = {"timeout_s": 120.0, "slo_ttft_s": 1.0, "slo_tpot_s": 0.05}
+    made = parser(__doc__, duration_s=60.0, rate_per_s=2.0, **bursts, seed=0, **limits)
+    add = made.add_argument
     add("--base-url", required=True, help="the endpoint's address, ending in /v1")
     add("--model", required=True)
     add("--api-key")
-    add("--json", type=Path, metavar="FILE", help="write the figures and every call as JSON")
-    add("--duration-s", type=float, default=60.0)
-    add("--rate-per-s", type=float, default=2.0)
-    add("--burst-factor", type=float, default=4.0, help="rate within a burst, as a multiple")
-    add("--burst-period-s", type=float, default=30.0)
-    add("--burst-length-s", type=float, default=5.0)
-    add("--seed", type=int, default=0)
     add("--trace", type=Path, metavar="FILE", help="take times and lengths from a recorded trace")
-    add("--trace-start-s", type=float, default=0.0)
-    add("--trace-scale-rate", type=float, default=1.0, help="send so many times the calls")
-    add("--trace-scale-tokens", type=float, default=1.0, help="multiply both lengths by this")
-    add("--timeout-s", type=float, default=120.0, help="a call longer than this has failed")
-    add("--slo-ttft-s", type=float, default=1.0)
-    add("--slo-tpot-s", type=float, default=0.05)
     add("--ignore-eos", action="store_true", help="vLLM: generate up to max_tokens always")
-    return parser
+    return made
 
 
 def _arrivals(options: argparse.Namespace) -> list[CallArrival]:
     for flag in ("duration_s", "burst_period_s", "timeout_s"):
         if getattr(options, flag) <= 0:
             raise ConfigError(f"--{flag.replace('_', '-')} must be above 0")
+    seed = options.seed
     if options.trace is not None:
-        return _recorded(options)
-    shape = TraceShape(
-        duration_s=options.duration_s,
-        rate_per_s=options.rate_per_s,
-        burst_factor=options.burst_factor,
-        burst_period_s=options.burst_period_s,
-        burst_length_s=options.burst_length_s,
-    )
-    return generate_trace(shape, seed=options.seed)
+        trace = read_trace(options.trace, drawing=Drawing(seed=seed))
+        return arrivals_of(trace.between(0.0, options.duration_s), seed=seed)
+    names = ("duration_s", "rate_per_s", "burst_factor", "burst_period_s", "burst_length_s")
+    return generate_trace(TraceShape(**{name: getattr(options, name) for name in names}), seed=seed)
 
 
-def _recorded(options: argparse.Namespace) -> list[CallArrival]:
-    drawing = Drawing(seed=options.seed)
-    start_s, seed = options.trace_start_s, options.seed
-    trace = read_trace(options.trace, drawing=drawing)
-    trace = trace.between(start_s, start_s + options.duration_s)
-    trace = scale_rate(trace, options.trace_scale_rate, seed=seed)
-    return arrivals_of(scale_lengths(trace, options.trace_scale_tokens), seed=seed)
-
-
-def _write_json(path: Path, summary: Summary, results: Sequence[OnlineResult]) -> None:
-    calls = [asdict(result) | {"tpot_s": result.tpot_s} for result in results]
-    try:
-        path.write_text(json.dumps({"summary": summary, "calls": calls}) + "\n")
-    except OSError as error:
-        raise ConfigError(f"--json: cannot write {path}: {error.strerror}") from error
-
-
-def table(summary: Summary) -> str:
+def table(summary: Figures) -> str:
     """The figures for people, one a line."""
     width = max(map(len, summary))
-    return "".join(f"{key:<{width}}  {_shown(value):>10}\n" for key, value in summary.items())
-
-
-def _shown(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return str(value) if isinstance(value, int) else f"{value:.4f}"
+    return "".join(f"{key:<{width}}  {cell(value):>10}\n" for key, value in summary.items())
 
 
 if __name__ == "__main__":

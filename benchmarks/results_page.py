@@ -1,17 +1,14 @@
-"""Write docs/results.md: every recorded result, with its machine, date and commit.
-
-python -m benchmarks.results_page [--results FOLDER] [--out FILE]
-"""
+"""Write docs/results.md: every recorded result, with its machine, date and commit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
-from typing import Any
 
-from benchmarks.records import RESULTS, Run, markdown, parser, read_runs
+import polars as pl
+
+from benchmarks.records import RESULTS, Run, markdown, read_runs
 
 PAGE = Path(__file__).parents[1] / "docs" / "results.md"
 HEAD = """\
@@ -26,18 +23,19 @@ the letter. The pages of the manual say what the figures mean.
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """What is shown of a benchmark: records that are alike in `by` are one row of means.
+    """What is shown of a benchmark: records that are alike in `by` are one row of means of
+    `figures`; both are keys with blanks between.
 
-    `where` names the values that a record must have; a tuple allows each of its values.
+    `where` names the values of which a record must have one.
     """
 
     title: str
-    by: tuple[str, ...]
-    figures: tuple[str, ...]
-    where: Mapping[str, object] = field(default_factory=dict)
+    by: str
+    figures: str
+    where: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
-ONLINE = ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "slo_ttft", "slo_tpot", "slo_deadline")
+ONLINE = "ttft_p50_s ttft_p99_s tpot_p50_s slo_ttft slo_tpot slo_deadline"
 CONFIGS = (
     *("online-only-512", "stock-shuffled-2048", "stock-grouped-1024", "stock-in-our-order-1024"),
     *("bs", "bs+e", "bs+e+s", "echo", "echo unsorted"),
@@ -45,116 +43,95 @@ CONFIGS = (
 SECTIONS: dict[str, Section] = {
     "ablation": Section(
         "Policies on the virtual engine, means over seeds",
-        ("scenario", "law", "blocks", "config"),
-        ("offline_tokens_per_s", "prefix_hit_rate", *ONLINE),
+        "scenario law blocks config",
+        f"offline_tokens_per_s prefix_hit_rate {ONLINE}",
         {"config": CONFIGS},
     ),
-    "api_fuzz": Section(
-        "Random calls of the API", ("operation",), ("calls", "mean_ms", "slowest_ms", "problem")
-    ),
+    "api_fuzz": Section("Random calls of the API", "operation", "calls mean_ms slowest_ms problem"),
     "cpu_colocation": Section(
         "Co-location on real CPU engines, means of the windows",
-        ("server",),
-        (
-            "offline_tokens_per_s",
-            "computed_tokens_per_s",
-            "prefix_hit_rate",
-            *ONLINE,
-            "slo_attainment",
-        ),
-        {"kind": "window"},
+        "server",
+        f"offline_tokens_per_s computed_tokens_per_s prefix_hit_rate {ONLINE} slo_attainment",
+        {"kind": ("window",)},
     ),
     "crash": Section(
         "Kills",
-        ("deployment",),
-        ("num_kills", "num_jobs", "num_rows", "num_executions", "num_explained", "num_problems"),
-        {"kind": "deployment"},
+        "deployment",
+        "num_kills num_jobs num_rows num_executions num_explained num_problems",
+        {"kind": ("deployment",)},
     ),
     "daemon_load": Section(
         "What a row costs the daemon",
-        ("rows",),
-        ("rows_per_s", "cpu_us_per_row", "core_share", "status_max_s", "resident_mb"),
+        "rows",
+        "rows_per_s cpu_us_per_row core_share status_max_s resident_mb",
     ),
     "eta": Section(
         "Ranges of an ETA, by the part of a job's time that has passed",
-        ("phase",),
-        ("answers", "coverage", "median_width", "median_error", "median_bias"),
+        "phase",
+        "answers coverage median_width median_error median_bias",
     ),
     "fidelity": Section(
         "The simulator against the real CPU engine",
-        ("workload", "figure"),
-        ("predicted", "measured", "error", "spread"),
+        "workload figure",
+        "predicted measured error spread",
     ),
     "forecast": Section(
         "Forecasts of online KV",
-        ("trace", "rule"),
-        ("num_minutes", "covered", "mean_forecast_blocks", "of_constant"),
+        "trace rule",
+        "num_minutes covered mean_forecast_blocks of_constant",
     ),
     "gateway_cost": Section(
         "What the gateway adds",
-        ("phase",),
-        (
-            "calls",
-            "broken",
-            "direct_ttft_p50_ms",
-            "added_ttft_p50_ms",
-            "added_ttft_p99_ms",
-            "added_chunk_p50_ms",
-            "added_chunk_p99_ms",
-        ),
+        "phase",
+        "calls broken direct_ttft_p50_ms added_ttft_p50_ms added_ttft_p99_ms "
+        "added_chunk_p50_ms added_chunk_p99_ms",
     ),
     "gpu": Section(
         "Co-location on a GPU",
-        ("scenario", "policy", "order", "budget", "online"),
-        ("offline_tokens_per_s", "computed_tokens_per_s", "prefix_hit_rate", *ONLINE, "plan_ms"),
-        {"kind": "phase"},
+        "scenario policy order budget online",
+        f"offline_tokens_per_s computed_tokens_per_s prefix_hit_rate {ONLINE} plan_ms",
+        {"kind": ("phase",)},
     ),
     "hit_rates": Section(
         "Hits of batchrun's order and of others",
-        ("job", "blocks", "online", "eviction", "order"),
-        ("prefix_hit_rate", "prefix_hit_optimum", "share_of_optimum", "job_s"),
+        "job blocks online eviction order",
+        "prefix_hit_rate prefix_hit_optimum share_of_optimum job_s",
     ),
     "plan_trials": Section(
         "The planner against known answers",
-        ("bound",),
-        ("is_found", "is_larger_found", "is_monotone_in_slo", "is_impossible_told", "cpu_s"),
+        "bound",
+        "is_found is_larger_found is_monotone_in_slo is_impossible_told cpu_s",
     ),
     "planning_cost": Section(
-        "What a plan costs",
-        ("load",),
-        ("running", "candidates", "step_ms", "planning_ms", "planning_cpu_ms"),
+        "What a plan costs", "load", "running candidates step_ms planning_ms planning_cpu_ms"
     ),
     "pool": Section(
         "What it costs to know a job",
-        ("shape", "rows"),
-        ("key_s", "sort_s", "nodes_s", "peak_bytes", "dispatched_per_s", "result_us"),
+        "shape rows",
+        "key_s sort_s nodes_s peak_bytes dispatched_per_s result_us",
     ),
     "row_access": Section(
         "Rows in planned order",
-        ("num_rows", "row_bytes", "group_rows", "access"),
-        ("prepare_cpu_s", "rows_per_cpu_s", "prepare_peak_bytes", "longest_read_s"),
+        "num_rows row_bytes group_rows access",
+        "prepare_cpu_s rows_per_cpu_s prepare_peak_bytes longest_read_s",
     ),
     "simulator_speed": Section(
         "How fast the simulator is",
-        ("name",),
-        ("virtual_s", "cpu_s", "times_real_time", "peak_mib", "served_tokens_per_s", "ttft_p99_s"),
+        "name",
+        "virtual_s cpu_s times_real_time peak_mib served_tokens_per_s ttft_p99_s",
     ),
-    "soak": Section("Half an hour of faults", ("name",), ("value",), {"kind": "bar"}),
+    "soak": Section("Half an hour of faults", "name", "value", {"kind": ("bar",)}),
     "store": Section(
         "What the store costs",
-        ("rows", "order"),
-        ("commits_per_s", "ack_p99_s", "peak_rss_bytes", "resume_s", "export_s"),
+        "rows order",
+        "commits_per_s ack_p99_s peak_rss_bytes resume_s export_s",
     ),
 }
 
 
 def main() -> int:
     """Write the page."""
-    made = parser(__doc__)
-    made.add_argument("--results", type=Path, default=RESULTS)
-    made.add_argument("--out", type=Path, default=PAGE)
-    options = made.parse_args()
-    options.out.write_text(page(options.results))
+    PAGE.write_text(page(RESULTS))
     return 0
 
 
@@ -171,39 +148,29 @@ def page(results: Path) -> str:
 
 def _shown(run: Run, section: Section) -> Iterator[str]:
     """A table and where it comes from; nothing of a run without such records."""
-    rows = list(_rows(run.records, section))
-    if not rows:
+    by, figures = section.by.split(), section.figures.split()
+    records = pl.DataFrame(run.records, infer_schema_length=None, strict=False)
+    if not set(by) <= set(records.columns):
+        return
+    wanted = [pl.col(key).is_in(values) for key, values in section.where.items()]
+    means = [
+        pl.col(name).drop_nulls().first() if dtype == pl.String else pl.col(name).mean()
+        for name in figures
+        if (dtype := records.schema.get(name)) is not None
+    ]
+    table = records.filter(*wanted).drop_nulls(by).group_by(by, maintain_order=True).agg(means)
+    if table.is_empty():
         return
     meta = run.meta
     commit = f"`{meta['commit'][:10]}`" if meta["commit"] else "no commit"
     where = "" if meta["commit_in_repository"] else ", not in the repository"
     machine = f"{meta['machine']['cpus']} cores, {meta['machine']['processor']}"
     yield f"{meta['date'][:10]}, {machine}, commit {commit}{where}:\n"
-    header = [key.replace("_", " ") for key in (*section.by, *section.figures)]
-    yield markdown(header, rows) + "\n"
-
-
-def _rows(records: Sequence[Mapping[str, Any]], section: Section) -> Iterator[list[object]]:
-    groups: dict[tuple[object, ...], list[Mapping[str, Any]]] = {}
-    for record in records:
-        if all(key in record for key in section.by) and _is_wanted(record, section.where):
-            groups.setdefault(tuple(record[key] for key in section.by), []).append(record)
-    for key, group in groups.items():
-        yield [*map(str, key), *(_mean(group, name) for name in section.figures)]
-
-
-def _is_wanted(record: Mapping[str, object], where: Mapping[str, object]) -> bool:
-    return all(
-        record.get(key) in value if isinstance(value, tuple) else record.get(key) == value
-        for key, value in where.items()
-    )
-
-
-def _mean(group: Sequence[Mapping[str, Any]], name: str) -> object:
-    values = [value for record in group if (value := record.get(name)) is not None]
-    if not values or isinstance(values[0], str):
-        return values[0] if values else None
-    return values[0] if len(values) == 1 else fmean(values)
+    rows = [
+        [*(str(row[key]) for key in by), *map(row.get, figures)]
+        for row in table.iter_rows(named=True)
+    ]
+    yield markdown([key.replace("_", " ") for key in (*by, *figures)], rows) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,20 +1,22 @@
-"""Drawn jobs on the simulator: sent by its daemon, or in an order of one's own without one."""
+"""Who sends requests to a virtual engine: its daemon with drawn jobs, a job alone, or probes."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
 
+from batchrun.estimator.probes import Probe, ProbeCall, PromptMaker
 from batchrun.hints import NodeHint, RowHint, read_hint, write_hint
 from batchrun.pool.prefix_keys import ChainTable
 from batchrun.pool.radix_tree import order_by_prefix
-from batchrun.simulator.feeding import EPOCH, OfflinePort, RowFeed
+from batchrun.simulator.feeding import EPOCH, RowFeed
 from batchrun.simulator.offline_jobs import OfflineJob, in_order
-from batchrun.simulator.online import Calls, OnlineCall, OnlinePort, OnlineRouter
+from batchrun.simulator.online import Calls, EnginePort, OnlineCall, OnlinePort, OnlineRouter
 from batchrun.simulator.virtual.engine import Arrival
 from batchrun.simulator.virtual.setup import NONCE, EngineShape
 from batchrun.types import USUAL_OUTPUT_TOKENS
@@ -44,9 +46,9 @@ def drawn_job(job: Job, chains: ChainTable | None = None) -> DrawnJob:
     """
     sizes = np.full(len(job.rows), float(TOKENS_PER_CHUNK))
     if chains is None:
-        documents = [len(job.documents[row.document]) for row in job.rows]
-        sizes = np.array([tokens / _num_chunks(tokens) for tokens in documents])
         chains = _chains_of_documents(job)
+        documents = [len(job.documents[row.document]) for row in job.rows]
+        sizes = np.array(documents) / (chains.lengths - 1)
     return DrawnJob(
         "job",
         chains,
@@ -74,24 +76,22 @@ def daemon_of(jobs: Sequence[OfflineJob]) -> RowFeed:
     return RowFeed(jobs, 1, 0, BLOCK_TOKENS)
 
 
-def daemon_in_order(job: Job, *, is_all_at_once: bool = False) -> RowFeed:
+def daemon_in_order(job: Job) -> RowFeed:
     """The daemon of one engine, sending the rows as they stand.
 
     Its hints know all rows to come about a document, as if the pool had planned this order; by
-    itself it would look for them beside one another only. With `is_all_at_once` the engine takes
-    all rows for arrivals of the first instant, and vLLM preempts the first of them, not the last.
+    itself it would look for them beside one another only.
     """
     feed = daemon_of([in_order(drawn_job(job), np.arange(len(job.rows)))])
-    feed.ports = [_HintedPort(feed, job, is_all_at_once=is_all_at_once)]
+    feed.ports = [_HintedPort(feed, job)]
     return feed
 
 
-class _HintedPort(OfflinePort):
+class _HintedPort(EnginePort):
     """The rows of the first engine, with hints by document."""
 
-    def __init__(self, feed: RowFeed, job: Job, *, is_all_at_once: bool) -> None:
-        super().__init__(feed, 0)
-        self._is_all_at_once = is_all_at_once
+    def __init__(self, feed: RowFeed, job: Job) -> None:
+        super().__init__(feed)
         self._uses = iter(_next_uses(job))
 
     def take_due(self, now_s: float) -> list[Arrival]:
@@ -103,9 +103,8 @@ class _HintedPort(OfflinePort):
         assert isinstance(hint, RowHint)
         node, num_to_come, distance = next(self._uses)
         nodes = (NodeHint(node, num_to_come, hint.rank + distance),)
-        told = write_hint(msgspec.structs.replace(hint, nodes=nodes), NONCE)
-        at_s = 0.0 if self._is_all_at_once else arrival.arrival_at_s
-        return replace(arrival, hint=told, arrival_at_s=at_s)
+        text = write_hint(msgspec.structs.replace(hint, nodes=nodes), NONCE)
+        return replace(arrival, hint=text)
 
 
 class RowSource:
@@ -149,8 +148,48 @@ class RowSource:
             output_tokens=USUAL_OUTPUT_TOKENS,
         )
         prompt = prompt_of(self._job, row).tolist()
-        told = write_hint(hint, NONCE)
-        return Arrival(f"row-{rank:07d}", False, now_s, prompt, row.num_output_tokens, told)
+        text = write_hint(hint, NONCE)
+        return Arrival(f"row-{rank:07d}", False, now_s, prompt, row.num_output_tokens, text)
+
+
+class ProbeSource:
+    """The callers of one probe: each sends its next call when the one before has ended."""
+
+    def __init__(self) -> None:
+        self._num_sent = 0
+        self._due: list[Sequence[ProbeCall]] = []
+        self._rest_of: dict[str, deque[ProbeCall]] = {}
+        self._prompts = PromptMaker(0)
+
+    def begin(self, probe: Probe, prompts: PromptMaker) -> None:
+        """Let the callers of `probe` begin."""
+        self._prompts = prompts
+        self._due = list(probe.callers)
+
+    @property
+    def next_due_s(self) -> float:
+        """At once, for a caller that waits for nothing."""
+        return 0.0 if self._due else math.inf
+
+    def take_due(self, now_s: float) -> list[Arrival]:
+        """The next call of each caller that waits for nothing."""
+        arrivals = [self._send(deque(calls), now_s) for calls in self._due]
+        self._due = []
+        return arrivals
+
+    def on_finished(self, request_id: str) -> None:
+        """The caller goes on."""
+        rest = self._rest_of.pop(request_id)
+        if rest:
+            self._due.append(rest)
+
+    def _send(self, calls: deque[ProbeCall], now_s: float) -> Arrival:
+        call = calls.popleft()
+        request_id = f"probe-{self._num_sent}"
+        self._num_sent += 1
+        self._rest_of[request_id] = calls
+        prompt = self._prompts.prompt(call)
+        return Arrival(request_id, True, now_s, prompt, call.output_tokens)
 
 
 def _next_uses(job: Job) -> list[tuple[int, int, int]]:
@@ -165,15 +204,11 @@ def _next_uses(job: Job) -> list[tuple[int, int, int]]:
     return uses
 
 
-def _num_chunks(num_tokens: int) -> int:
-    return max(1, num_tokens // TOKENS_PER_CHUNK)
-
-
 def _chains_of_documents(job: Job) -> ChainTable:
     """The chunks of each row's document, then one for its question."""
     chains = []
     for row in job.rows:
-        num_chunks = _num_chunks(len(job.documents[row.document]))
+        num_chunks = max(1, len(job.documents[row.document]) // TOKENS_PER_CHUNK)
         document = np.arange(num_chunks, dtype=np.uint64) + (row.document << 32)
         chains.append(np.append(document, np.uint64(row.number + (1 << 63))))
     return ChainTable.of(chains)

@@ -1,8 +1,8 @@
 """What benchmarks run on virtual engines: online calls and offline jobs, drawn from a seed.
 
-The scenarios are those of design 6.4 and of Echo's evaluation (section 7.1, table 1). The draws of
-the first three are those of the trial that made the design's figures, in its order, so that a seed
-means the same requests. Others have lengths that were counted in real data.
+The scenarios are the reference scenario and those of Echo's evaluation (section 7.1, table 1). The
+order of the draws is part of a scenario: a seed means the same requests. Some have lengths that
+were counted in real data.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,30 +29,15 @@ Bounds = tuple[int, int]
 TokenIds = NDArray[np.uint32]
 
 
-class OnlineLoad(Protocol):
-    """Where online calls come from."""
-
-    def draw(self, duration_s: float, seed: int) -> list[OnlineCall]:
-        """The calls of the first `duration_s` seconds, by arrival."""
-        ...
-
-
-class JobSource(Protocol):
-    """Where a job comes from."""
-
-    def draw(self, seed: int, order: Order) -> Job:
-        """The job of a run."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What happens, and for how long."""
+    """What happens, for how long, and the KV sizes in blocks that the ablation runs it with."""
 
     name: str
     duration_s: float
-    online: OnlineLoad
-    job: JobShape | JobSource = field(default_factory=JobShape)
+    online: OnlineTraffic | CallTable
+    job: JobShape | JobTable = field(default_factory=JobShape)
+    blocks: tuple[int, ...] = (8600, 4300)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,7 +74,7 @@ def draw_calls(scenario: Scenario, seed: int) -> list[OnlineCall]:
     return scenario.online.draw(scenario.duration_s, seed)
 
 
-def draw_job(source: JobShape | JobSource, seed: int, order: Order) -> Job:
+def draw_job(source: JobShape | JobTable, seed: int, order: Order) -> Job:
     """The job of a run. About 20 ms per 100 documents of a shape."""
     if not isinstance(source, JobShape):
         return source.draw(seed, order)
@@ -142,108 +126,6 @@ def hit_optimum(job: Job, block_tokens: int = 16) -> float:
     return hits / prompts
 
 
-CHAT_PROMPT = LogNormalTokens(5.3, 1.0, (8, 2000))
-CHAT_OUTPUT = LogNormalTokens(5.0, 0.8, (4, 800))
-ECHO_SWING = 5 / 7
-
-
-def a100_8b(*, burst_factor: float = 4.0) -> Scenario:
-    """The reference scenario, 180 s. The stress row has a burst factor of 6."""
-    online = OnlineTraffic(
-        rate_per_s=2.0,
-        burst_factor=burst_factor,
-        burst_length_s=8.0,
-        burst_period_s=90.0,
-        prompt=CHAT_PROMPT,
-        output=CHAT_OUTPUT,
-        swing=0.8,
-    )
-    name = "a100-8b" if burst_factor == 4.0 else f"a100-8b-burst-{burst_factor:g}"
-    return Scenario(name, 180.0, online)
-
-
-def kv_pressure() -> Scenario:
-    """Long prompts in long bursts, 240 s: where the reserve and eviction matter."""
-    return Scenario("kv-pressure", 240.0, _pressing_traffic())
-
-
-def kv_pressure_tide() -> Scenario:
-    """Two hours of `kv-pressure` under one tide: its rate swings by half, once up, once down."""
-    duration_s = 7200.0
-    online = _pressing_traffic(swing=0.5, swing_s=duration_s / math.tau)
-    return Scenario("kv-pressure-tide", duration_s, online, JobShape(num_documents=3_000))
-
-
-def echo_sharegpt() -> Scenario:
-    """Echo's job of conversations: short prompts (308 tokens on average in its table 1), of which
-    under 5 % are shared; here none are."""
-    job = JobShape(
-        num_documents=6_000,
-        document_tokens=CHAT_PROMPT,
-        questions=(1, 1),
-        question_tokens=(1, 1),
-        output_tokens=CHAT_OUTPUT,
-    )
-    return Scenario("echo-sharegpt", 180.0, _echo_traffic(), job)
-
-
-def echo_qa_short() -> Scenario:
-    """Echo's LooGLE QA_Short: prompts of 23,474 tokens on average (its table 1), whose answers
-    stand in one place. Numbers of questions and their lengths are LooGLE's."""
-    return Scenario("echo-qa-short", 180.0, _echo_traffic(), _loogle_job((12, 25), (8, 34)))
-
-
-def echo_qa_long() -> Scenario:
-    """Echo's LooGLE QA_Long: the same documents with fewer and longer questions."""
-    return Scenario("echo-qa-long", 180.0, _echo_traffic(), _loogle_job((6, 11), (15, 101)))
-
-
-def echo_hit_rate() -> Scenario:
-    """`echo_qa_short` with the online load at its peak all the time: the run behind Echo's 78.6 %
-    (section 1, figure 9)."""
-    online = _echo_traffic(rate_per_s=2.0 * (1 + ECHO_SWING), swing=0.0)
-    return Scenario("echo-hit-rate", 180.0, online, echo_qa_short().job)
-
-
-def _loogle_job(questions: Bounds, question_tokens: Bounds) -> JobShape:
-    """76 documents of 23,440 tokens on average, as many as fit a context of 32,768."""
-    return JobShape(
-        num_documents=76,
-        document_tokens=(15_000, 31_880),
-        questions=questions,
-        question_tokens=question_tokens,
-        output_tokens=(4, 64),
-    )
-
-
-def _echo_traffic(*, rate_per_s: float = 2.0, swing: float = ECHO_SWING) -> OnlineTraffic:
-    """ShareGPT lengths under a tide whose peak is six times its ebb (Echo, section 2.2), once up
-    and down in 180 s, with the bursts of the reference scenario."""
-    return OnlineTraffic(
-        rate_per_s=rate_per_s,
-        burst_factor=4.0,
-        burst_length_s=8.0,
-        burst_period_s=90.0,
-        prompt=CHAT_PROMPT,
-        output=CHAT_OUTPUT,
-        swing=swing,
-        swing_s=180.0 / math.tau,
-    )
-
-
-def _pressing_traffic(*, swing: float = 0.0, swing_s: float = 60.0) -> OnlineTraffic:
-    return OnlineTraffic(
-        rate_per_s=1.0,
-        burst_factor=6.0,
-        burst_length_s=20.0,
-        burst_period_s=60.0,
-        prompt=LogNormalTokens(6.6, 0.9, (8, 4096)),
-        output=LogNormalTokens(4.8, 0.8, (4, 600)),
-        swing=swing,
-        swing_s=swing_s,
-    )
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class CallTable:
     """Online calls of a recorded trace, read in a circle.
@@ -251,7 +133,7 @@ class CallTable:
     `arrivals_s` rise from 0 to less than `span_s`, in recorded seconds. The clock runs
     `time_scale` times slower than the record, which thins the load and keeps its form (as Echo
     scales its trace, section 7.1). Seed s begins s windows of `window_s` slowed seconds into the
-    circle.
+    circle, so that seeds 0 to 4 read other calls than one another and than their warm-ups.
     """
 
     arrivals_s: Sequence[float]
@@ -274,76 +156,138 @@ class CallTable:
         return calls
 
 
-@dataclass(frozen=True, slots=True)
-class DocumentLengths:
-    """One document: its tokens, and those of each question and answer about it."""
-
-    num_tokens: int
-    questions: Sequence[tuple[int, int]]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class JobTable:
-    """A job with one row per question of the given documents."""
+    """A job with one row per question of the given documents.
 
-    documents: Sequence[DocumentLengths]
+    A document is its tokens, and for each question the tokens of question and answer.
+    """
+
+    documents: Sequence[tuple[int, Sequence[tuple[int, int]]]]
 
     def draw(self, seed: int, order: Order) -> Job:
         """The job with token ids and, if shuffled, an order of its seed."""
         rng = random.Random(seed)
         rows: list[JobRow] = []
-        for number, document in enumerate(self.documents):
-            for num_question_tokens, num_output_tokens in document.questions:
+        for number, (_, questions) in enumerate(self.documents):
+            for num_question_tokens, num_output_tokens in questions:
                 question = draw_token_ids(rng, num_question_tokens)
                 rows.append(JobRow(len(rows), number, question, num_output_tokens))
         if order is Order.SHUFFLED:
             rng.shuffle(rows)
-        return Job([draw_token_ids(rng, d.num_tokens) for d in self.documents], rows)
+        return Job([draw_token_ids(rng, num_tokens) for num_tokens, _ in self.documents], rows)
 
 
-AZURE_TIME_SCALE = 2.0
-"""2.6 calls a second instead of 5.2: no queue without offline work, as Echo scales its trace."""
-AZURE_WINDOW_S = 200.0
-"""In a circle of 2,400 s seeds 0 to 4 read other calls than one another and than their warm-ups."""
-MAX_DOCUMENT_TOKENS = 32_000
-"""Two meetings of QMSum are longer than the engine's context allows."""
-
-
-@cache
-def loogle_azure() -> Scenario:
-    """All documents of LooGLE's sample and of QMSum beside conversations of the Azure trace."""
-    documents, trace = _table(DOCUMENTS), _table(ARRIVALS)
-    job = JobTable([
-        DocumentLengths(tokens, [(question, answer) for question, answer in questions])
-        for name in ("loogle", "qmsum")
-        for tokens, questions in documents[name]
-        if tokens <= MAX_DOCUMENT_TOKENS
-    ])
-    calls = CallTable(
-        arrivals_s=[at_ms / 1e3 for at_ms in accumulate(trace["gap_ms"])],
-        prompt_tokens=trace["prompt_tokens"],
-        output_tokens=trace["output_tokens"],
-        span_s=trace["span_s"],
-        time_scale=AZURE_TIME_SCALE,
-        window_s=AZURE_WINDOW_S,
+def azure_calls(time_scale: float, token_scale: float = 1.0) -> CallTable:
+    """The Azure conversation trace, its gaps and lengths multiplied."""
+    trace = read_table(ARRIVALS)
+    return CallTable(
+        [at_ms / 1e3 for at_ms in accumulate(trace["gap_ms"])],
+        [scaled(tokens, token_scale) for tokens in trace["prompt_tokens"]],
+        [scaled(tokens, token_scale) for tokens in trace["output_tokens"]],
+        trace["span_s"],
+        time_scale,
     )
-    return Scenario("loogle-azure", 180.0, calls, job)
 
 
-def _table(path: Path) -> dict[str, Any]:
+def scaled(num_tokens: int, scale: float) -> int:
+    """So many times the tokens; as many with a scale of 1, else at least two."""
+    return num_tokens if scale == 1 else max(2, round(num_tokens * scale))
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """A table of `benchmarks.data`."""
     table: dict[str, Any] = json.loads(path.read_text())
     return table
 
 
-SCENARIOS: dict[str, tuple[Callable[[], Scenario], tuple[int, ...]]] = {
-    "a100-8b": (a100_8b, (8600, 4300)),
-    "a100-8b-stress": (lambda: a100_8b(burst_factor=6.0), (8600, 4300, 2600)),
-    "kv-pressure": (kv_pressure, (4300, 3200)),
-    "kv-pressure-tide": (kv_pressure_tide, (4300, 3200)),
-    "loogle-azure": (loogle_azure, (8600, 4300)),
-    "echo-sharegpt": (echo_sharegpt, (8600, 4300)),
-    "echo-qa-short": (echo_qa_short, (8600, 4300)),
-    "echo-qa-long": (echo_qa_long, (8600, 4300)),
-    "echo-hit-rate": (echo_hit_rate, (8600,)),
+CHAT_PROMPT = LogNormalTokens(5.3, 1.0, (8, 2000))
+CHAT_OUTPUT = LogNormalTokens(5.0, 0.8, (4, 800))
+CHATS = OnlineTraffic(
+    rate_per_s=2.0,
+    burst_factor=4.0,
+    burst_length_s=8.0,
+    burst_period_s=90.0,
+    prompt=CHAT_PROMPT,
+    output=CHAT_OUTPUT,
+    swing=0.8,
+)
+ECHO_SWING = 5 / 7
+ECHO_CHATS = replace(CHATS, swing=ECHO_SWING, swing_s=180.0 / math.tau)
+"""ShareGPT lengths under a tide whose peak is six times its ebb (Echo, section 2.2), once up and
+down in 180 s, with the bursts of the reference scenario."""
+LONG_BURSTS = OnlineTraffic(
+    rate_per_s=1.0,
+    burst_factor=6.0,
+    burst_length_s=20.0,
+    burst_period_s=60.0,
+    prompt=LogNormalTokens(6.6, 0.9, (8, 4096)),
+    output=LogNormalTokens(4.8, 0.8, (4, 600)),
+)
+
+
+def a100_8b(*, burst_factor: float = 4.0) -> Scenario:
+    """The reference scenario, 180 s. The stress row has a burst factor of 6."""
+    name = "a100-8b" if burst_factor == 4.0 else f"a100-8b-burst-{burst_factor:g}"
+    return Scenario(name, 180.0, replace(CHATS, burst_factor=burst_factor))
+
+
+KV_PRESSURE = Scenario("kv-pressure", 240.0, LONG_BURSTS, blocks=(4300, 3200))
+"""Long prompts in long bursts: where the reserve and eviction matter."""
+KV_PRESSURE_TIDE = Scenario(
+    "kv-pressure-tide",
+    7200.0,
+    replace(LONG_BURSTS, swing=0.5, swing_s=7200.0 / math.tau),
+    JobShape(num_documents=3_000),
+    (4300, 3200),
+)
+"""Two hours of it under one tide: its rate swings by half, once up, once down."""
+CONVERSATIONS = JobShape(
+    num_documents=6_000,
+    document_tokens=CHAT_PROMPT,
+    questions=(1, 1),
+    question_tokens=(1, 1),
+    output_tokens=CHAT_OUTPUT,
+)
+"""Echo's job of conversations: short prompts (308 tokens on average in its table 1), of which under
+5 % are shared; here none are."""
+QA_SHORT = JobShape(
+    num_documents=76,
+    document_tokens=(15_000, 31_880),
+    questions=(12, 25),
+    question_tokens=(8, 34),
+    output_tokens=(4, 64),
+)
+"""Echo's LooGLE QA_Short: prompts of 23,474 tokens on average (its table 1), whose answers stand in
+one place: as many documents as fit a context of 32,768. Numbers of questions and their lengths are
+LooGLE's."""
+QA_LONG = replace(QA_SHORT, questions=(6, 11), question_tokens=(15, 101))
+"""The same documents with fewer and longer questions."""
+PEAK_CHATS = replace(ECHO_CHATS, rate_per_s=2.0 * (1 + ECHO_SWING), swing=0.0)
+"""The peak of the tide all the time: the run behind Echo's 78.6 % (section 1, figure 9)."""
+AZURE_TIME_SCALE = 2.0
+"""2.6 calls a second instead of 5.2: no queue without offline work, as Echo scales its trace."""
+MAX_DOCUMENT_TOKENS = 32_000
+"""Two meetings of QMSum are longer than the engine's context allows."""
+
+
+def real_documents() -> JobTable:
+    """All documents of LooGLE's sample and of QMSum."""
+    tables = read_table(DOCUMENTS)
+    documents = [*tables["loogle"], *tables["qmsum"]]
+    return JobTable([each for each in documents if each[0] <= MAX_DOCUMENT_TOKENS])
+
+
+SCENARIOS = {
+    "a100-8b": a100_8b(),
+    "a100-8b-stress": replace(a100_8b(burst_factor=6.0), blocks=(8600, 4300, 2600)),
+    "kv-pressure": KV_PRESSURE,
+    "kv-pressure-tide": KV_PRESSURE_TIDE,
+    "loogle-azure": Scenario(
+        "loogle-azure", 180.0, azure_calls(AZURE_TIME_SCALE), real_documents()
+    ),
+    "echo-sharegpt": Scenario("echo-sharegpt", 180.0, ECHO_CHATS, CONVERSATIONS),
+    "echo-qa-short": Scenario("echo-qa-short", 180.0, ECHO_CHATS, QA_SHORT),
+    "echo-qa-long": Scenario("echo-qa-long", 180.0, ECHO_CHATS, QA_LONG),
+    "echo-hit-rate": Scenario("echo-hit-rate", 180.0, PEAK_CHATS, QA_SHORT, (8600,)),
 }
-"""By name: what happens, and the KV sizes in blocks that it is run with."""

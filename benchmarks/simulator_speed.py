@@ -1,110 +1,99 @@
 """How fast the simulator is, and what a day in short says of the whole day.
 
     python -m benchmarks.simulator_speed [--seconds N] [--json FILE]
-    python -m benchmarks.simulator_speed --windows 24 [--hours 24] [--json FILE]
-    python -m benchmarks.simulator_speed --windows 24 --stepped [--hours H] [--json FILE]
+    python -m benchmarks.simulator_speed --windows 24 [--stepped] [--json FILE]
 
 Scenario a100-8b with the shipped scheduler class, on one core, in CPU seconds of this process. The
 first form runs it with and without offline work. `--windows` runs a day, in which the load swings
-once up and down, as that many windows of 5 minutes, and `--stepped` steps through the same hours
-wholly (a day takes hours) and compares. `--hours` of the day from its beginning: so much of it,
-with its share of the windows.
+once up and down, as that many windows of 5 minutes, and `--stepped` steps through the whole day
+too, which takes hours, and compares.
 """
 
 from __future__ import annotations
 
 import math
-import resource
 import tempfile
-import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from batchrun.simulator.offline_jobs import JobShape, JobTerms, OfflineJob, job_of_shape
-from batchrun.simulator.online import Calls, OnlineTraffic, windows_of
+from batchrun.simulator.online import Calls, windows_of
 from batchrun.simulator.records import Tables
 from batchrun.simulator.simulation import Simulated, SimulationPlan, simulate
-from benchmarks.records import Bar, describe, finish, parser
-from benchmarks.scenarios import Scenario, a100_8b, draw_calls
+from benchmarks.records import Bar, Record, Spent, finish, parser, peak_bytes, shown
+from benchmarks.scenarios import CHATS
 
 DAY_S = 86_400.0
-HOURS = 24
 WINDOW_S = 300.0
 DOCUMENTS_PER_S = 0.8
 """More than an engine can read."""
 SEED = 0
-
-Record = dict[str, object]
+ONE_TIDE = replace(CHATS, swing_s=DAY_S / math.tau)
+"""Once up and down a day, in the place of every six minutes."""
 
 
 def main() -> int:
     """Run, print and save."""
-    made = parser(__doc__)
-    made.add_argument("--seconds", type=float, default=600.0)
-    made.add_argument("--windows", type=int)
-    made.add_argument("--hours", type=float, default=24.0)
-    made.add_argument("--stepped", action="store_true")
-    options = made.parse_args()
-    if options.windows is None:
-        records, bars = speeds(options.seconds)
+    options = parser(__doc__, seconds=600.0, windows=0, stepped=False).parse_args()
+    if options.windows:
+        records = shown(day(options.windows, is_stepped=options.stepped))
     else:
-        records, bars = day(options.hours, options.windows, is_stepped=options.stepped)
-    return finish(options.json, records, bars)
+        records = shown(speeds(options.seconds))
+    return finish(options.json, records, bars({record["name"]: record for record in records}))
 
 
-def speeds(seconds: float) -> tuple[list[Record], list[Bar]]:
+def speeds(seconds: float) -> Iterator[Record]:
     """With offline work, and without."""
-    scenario = replace(a100_8b(), duration_s=seconds)
-    calls = Calls.of(draw_calls(scenario, SEED))
-    mixed = measured("mixed", SimulationPlan(seconds, calls, [_job(seconds)]))
-    alone = measured("online-only", SimulationPlan(seconds, calls))
-    bars = [
-        Bar("times real time, with offline work", _number(mixed, "times_real_time"), 12),
-        Bar("times real time, online only", _number(alone, "times_real_time"), 60),
-    ]
-    return [mixed, alone], bars
+    calls = Calls.of(CHATS.draw(seconds, SEED))
+    yield measured("mixed", SimulationPlan(seconds, calls, [_job(seconds)]))
+    yield measured("online-only", SimulationPlan(seconds, calls))
 
 
-def day(hours: float, num_windows: int, *, is_stepped: bool) -> tuple[list[Record], list[Bar]]:
-    """The first hours of the day in windows, and wholly if asked."""
-    duration_s = hours * DAY_S / HOURS
-    calls = Calls.of(draw_calls(replace(_tide(), duration_s=duration_s), SEED))
-    num = max(1, round(num_windows * hours / HOURS))
-    short_s = num * WINDOW_S
-    parts = windows_of(calls, duration_s, num, WINDOW_S, SEED)
-    short = measured("windows", SimulationPlan(short_s, parts, [_job(short_s)]), grows=True)
-    records = [short]
-    limit_s = 900 * hours / HOURS
-    bars = [
-        Bar("seconds for the windows", _number(short, "wall_s"), limit_s, is_most=True),
-        Bar("memory at the end / at half time", _number(short, "memory_growth"), 1.1, is_most=True),
-    ]
+def day(num_windows: int, *, is_stepped: bool) -> Iterator[Record]:
+    """The day in windows, and wholly if asked."""
+    calls = Calls.of(ONE_TIDE.draw(DAY_S, SEED))
+    short_s = num_windows * WINDOW_S
+    parts = windows_of(calls, DAY_S, num_windows, WINDOW_S, SEED)
+    yield measured("windows", SimulationPlan(short_s, parts, [_job(short_s)]), grows=True)
     if is_stepped:
-        whole = measured("stepped", SimulationPlan(duration_s, calls, [_job(duration_s)]))
-        records.append(whole)
-        for name, bound in (("served_tokens_per_s", 0.05), ("ttft_p99_s", 0.15)):
-            error = abs(_number(short, name) / _number(whole, name) - 1)
-            bars.append(Bar(f"error of {name}", error, bound, is_most=True))
-    return records, bars
+        yield measured("stepped", SimulationPlan(DAY_S, calls, [_job(DAY_S)]))
+
+
+def bars(records: dict[str, Record]) -> Iterator[Bar]:
+    """What the runs, by name, must reach."""
+    for name, title, bound in (
+        ("mixed", "with offline work", 12),
+        ("online-only", "online only", 60),
+    ):
+        if name in records:
+            yield Bar(f"times real time, {title}", records[name]["times_real_time"], bound)
+    if short := records.get("windows"):
+        yield Bar("seconds for the windows", short["wall_s"], 900, is_most=True)
+        growth = short["memory_growth"]
+        yield Bar("memory at the end / at half time", growth, 1.1, is_most=True)
+        if whole := records.get("stepped"):
+            for name, most in (("served_tokens_per_s", 0.05), ("ttft_p99_s", 0.15)):
+                error = abs(short[name] / whole[name] - 1)
+                yield Bar(f"error of {name}", error, most, is_most=True)
 
 
 def measured(name: str, plan: SimulationPlan, *, grows: bool = False) -> Record:
     """The figures of the plan, and what they took. With `grows` half of it is run before."""
-    half_kib = 0
+    half_bytes = 0
     if grows:
         _run(replace(plan, duration_s=plan.duration_s / 2))
-        half_kib = _peak_kib()
-    begin_s, begin_wall_s = time.process_time(), time.perf_counter()
-    figures = _run(plan)
-    cpu_s, wall_s = time.process_time() - begin_s, time.perf_counter() - begin_wall_s
-    record: Record = {
+        half_bytes = peak_bytes()
+    with Spent() as spent:
+        figures = _run(plan)
+    return {
         "name": name,
         "virtual_s": plan.duration_s,
-        "cpu_s": cpu_s,
-        "wall_s": wall_s,
-        "times_real_time": plan.duration_s / cpu_s,
-        "peak_mib": _peak_kib() / 1024,
-        "memory_growth": _peak_kib() / half_kib if grows else math.nan,
+        "cpu_s": spent.cpu_s,
+        "wall_s": spent.wall_s,
+        "times_real_time": plan.duration_s / spent.cpu_s,
+        "peak_mib": peak_bytes() / 2**20,
+        "memory_growth": peak_bytes() / half_bytes if grows else None,
         "steps": figures.num_steps,
         "quick_steps": figures.num_quick_steps,
         "served_tokens_per_s": figures.offline.served_tokens_per_s,
@@ -115,8 +104,6 @@ def measured(name: str, plan: SimulationPlan, *, grows: bool = False) -> Record:
         "tpot_p50_s": figures.online.tpot_p50_s,
         "tpot_p99_s": figures.online.tpot_p99_s,
     }
-    print(describe(record), flush=True)
-    return {key: None if value is math.nan else value for key, value in record.items()}
 
 
 def _run(plan: SimulationPlan) -> Simulated:
@@ -127,23 +114,6 @@ def _run(plan: SimulationPlan) -> Simulated:
 def _job(seconds: float) -> OfflineJob:
     num_documents = max(120, round(seconds * DOCUMENTS_PER_S))
     return job_of_shape("docs", replace(JobShape(), num_documents=num_documents), SEED, JobTerms())
-
-
-def _tide() -> Scenario:
-    """The reference scenario with one tide a day in the place of one every six minutes."""
-    scenario = a100_8b()
-    assert isinstance(scenario.online, OnlineTraffic)
-    return replace(scenario, online=replace(scenario.online, swing_s=DAY_S / math.tau))
-
-
-def _peak_kib() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def _number(record: Record, name: str) -> float:
-    value = record[name]
-    assert isinstance(value, float)
-    return value
 
 
 if __name__ == "__main__":

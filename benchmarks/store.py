@@ -1,28 +1,25 @@
 """What the store costs: results committed per second, memory, resuming, and the output file.
 
-    python -m benchmarks.store [--rows N] [--order NAME ...] [--folder PATH] [--json FILE]
+    python -m benchmarks.store [--rows N] [--folder PATH] [--json FILE]
 
 Results of about one kilobyte go through the daemon's writer into a store on disk, in a process of
 its own, as fast as it takes them; at most `OUTSTANDING_ROWS` are not committed yet, as in a daemon
 whose engines' windows are full. `shuffled`: rows end in a random order, the worst for an index;
 `input`: in the order of the input. Then the same process reads what a daemon needs to go on with
-the job (`resume_s`), writes its Parquet output (`export_s`), and backs the store up and checks it.
+the job (`resume_s`) and writes its Parquet output (`export_s`). `--folder` should be on a disk.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from random import Random
-from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,17 +32,29 @@ from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.submit import prepare_job
 from batchrun.samples.prose import sentence_pool
 from batchrun.store import jobs, results
-from batchrun.store.check import check_store
-from batchrun.store.database import Store, open_store, open_to_read
+from batchrun.store.database import Store, open_store
 from batchrun.store.jobs import JobRecord
-from batchrun.store.retention import write_snapshot
 from batchrun.types import JobState, Outcome, OutcomeKind, Usage
-from benchmarks.records import Bar, describe, finish, in_own_process, parser
+from benchmarks.records import Bar, Record, Spent, finish, in_own_process, parser, peak_bytes, shown
 
-BODY_BYTES = 1_024
+FULL_ROWS = 1_000_000
+NUM_RETRIED = 1_000
+OUTSTANDING_ROWS = 8_192
+ORDERS = ("shuffled", "input")
 POOL_SENTENCES = 20_000
-BATCH_ROWS = 10_000
-PROMPT_TOKENS, OUTPUT_TOKENS, CACHED_TOKENS = 220, 130, 160
+SENTENCES_A_BODY = 24
+GROUP_ROWS = 10_000
+BODY_BYTES = 1_024
+BODY = (
+    '{"id":"chatcmpl-%032x","object":"chat.completion","created":1790000000,"model":"default",'
+    '"choices":[{"index":0,"message":{"role":"assistant","content":"%s","refusal":null,'
+    '"annotations":null,"audio":null,"function_call":null,"tool_calls":[],"reasoning":null},'
+    '"logprobs":null,"finish_reason":"stop","stop_reason":null}],"usage":{"prompt_tokens":220,'
+    '"total_tokens":350,"completion_tokens":130,"prompt_tokens_details":{"cached_tokens":160}}}'
+)
+"""A chat completion as vLLM writes one."""
+CONTENT_BYTES = BODY_BYTES - len(BODY % (0, ""))
+USAGE = Usage(220, 130, 160)
 
 JOB_FILE = """\
 name: store
@@ -58,206 +67,106 @@ output: {path: out.parquet, keep: [question]}
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """What `write_workload` left in `folder`."""
-
-    folder: Path
-    num_rows: int
-
-    @property
-    def job_file(self) -> Path:
-        """The job file."""
-        return self.folder / "job.yaml"
-
-    @property
-    def bodies(self) -> Path:
-        """The bodies, end to end."""
-        return self.folder / "bodies.bin"
-
-    @property
-    def ends(self) -> Path:
-        """Where each body ends."""
-        return self.folder / "ends.npy"
-
-
-def write_workload(folder: Path, num_rows: int) -> Workload:
-    """Write the job file, its input and a body of about `BODY_BYTES` for every row."""
-    workload = Workload(folder, num_rows)
+def write_workload(folder: Path, num_rows: int) -> None:
+    """Write `JOB_FILE` as job.yaml, its input, and a body of `BODY_BYTES` for every row, end to end
+    as bodies.bin."""
     rng = Random(0)
-    sentences = [json.dumps(text)[1:-1] for text in sentence_pool(rng, POOL_SENTENCES)]
-    workload.job_file.write_text(JOB_FILE)
-    ends = np.zeros(num_rows, dtype=np.int64)
-    schema = pa.schema([("id", pa.string()), ("question", pa.string())])
-    written_bytes = 0
-    with (
-        workload.bodies.open("wb") as file,
-        pq.ParquetWriter(folder / "rows.parquet", schema) as questions,
-    ):
-        for start in range(0, num_rows, BATCH_ROWS):
-            rows = range(start, min(start + BATCH_ROWS, num_rows))
-            asked = [rng.choice(sentences) for _ in rows]
-            questions.write_table(pa.table([[f"row-{row}" for row in rows], asked], schema=schema))
-            for row in rows:
-                written_bytes += file.write(_body(row, sentences, rng))
-                ends[row] = written_bytes
-    np.save(workload.ends, ends)
-    return workload
+    # None that JSON escapes, so that they can be cut anywhere.
+    drawn = sentence_pool(rng, POOL_SENTENCES)
+    sentences = [text for text in drawn if text.isascii() and '"' not in text]
+    ids = [f"row-{row}" for row in range(num_rows)]
+    table = pa.table({"id": ids, "question": rng.choices(sentences, k=num_rows)})
+    pq.write_table(table, folder / "rows.parquet", row_group_size=GROUP_ROWS)
+    (folder / "job.yaml").write_text(JOB_FILE)
+    with (folder / "bodies.bin").open("wb") as file:
+        for _ in range(num_rows):
+            text = " ".join(rng.choices(sentences, k=SENTENCES_A_BODY))[:CONTENT_BYTES]
+            body = BODY % (rng.getrandbits(128), text.ljust(CONTENT_BYTES))
+            file.write(body.encode())
 
 
-def outcomes(workload: Workload, order: npt.NDArray[np.int64]) -> Iterator[Outcome]:
+def outcomes(folder: Path, order: npt.NDArray[np.int64]) -> Iterator[Outcome]:
     """Every row's outcome, in `order`; body i goes to the row that comes i-th."""
-    ends = np.load(workload.ends, mmap_mode="r")
-    begins = 0
-    with workload.bodies.open("rb") as file:
-        for start in range(0, len(order), BATCH_ROWS):
-            piece = slice(start, start + BATCH_ROWS)
-            for row, end in zip(order[piece].tolist(), ends[piece].tolist(), strict=True):
-                yield _outcome(row, file.read(end - begins))
-                begins = end
-
-
-def _outcome(row: int, body: bytes) -> Outcome:
-    return Outcome(
-        job_id="job_store",
-        row=row,
-        attempt=1,
-        kind=OutcomeKind.OK,
-        body=body,
-        finish_reason="stop",
-        usage=Usage(PROMPT_TOKENS, OUTPUT_TOKENS, CACHED_TOKENS),
-        duration_s=1.25,
-    )
-
-
-def _body(row: int, sentences: list[str], rng: Random) -> bytes:
-    """A chat completion as vLLM writes one."""
-    head = (
-        f'{{"id":"chatcmpl-{rng.getrandbits(128):032x}","object":"chat.completion","created":'
-        f'{1_790_000_000 + row // 50},"model":"default","choices":[{{"index":0,"message":'
-        '{"role":"assistant","content":"'
-    )
-    tail = (
-        '","refusal":null,"annotations":null,"audio":null,"function_call":null,"tool_calls":[],'
-        '"reasoning":null},"logprobs":null,"finish_reason":"stop","stop_reason":null}],'
-        f'"usage":{{"prompt_tokens":{PROMPT_TOKENS},"total_tokens":'
-        f'{PROMPT_TOKENS + OUTPUT_TOKENS},"completion_tokens":{OUTPUT_TOKENS},'
-        f'"prompt_tokens_details":{{"cached_tokens":{CACHED_TOKENS}}}}}}}'
-    )
-    length = len(head) + len(tail)
-    parts: list[str] = []
-    while length < BODY_BYTES:
-        parts.append(sentences[int(rng.random() * len(sentences))])
-        length += len(parts[-1]) + 1
-    return f"{head}{' '.join(parts)}{tail}".encode()
-
-
-Record = dict[str, object]
-Result = TypeVar("Result")
-
-FULL_ROWS = 1_000_000
-NUM_RETRIED = 1_000
-OUTSTANDING_ROWS = 8_192
-ORDERS = ("shuffled", "input")
+    with (folder / "bodies.bin").open("rb") as file:
+        for row in order:
+            yield Outcome(
+                job_id="job_store",
+                row=int(row),
+                attempt=1,
+                kind=OutcomeKind.OK,
+                body=file.read(BODY_BYTES),
+                finish_reason="stop",
+                usage=USAGE,
+                duration_s=1.25,
+            )
 
 
 def main() -> int:
     """Measure each order in a process of its own, print and save. Exits 1 when a bar is missed."""
-    made = parser(__doc__)
-    made.add_argument("--rows", type=int, default=FULL_ROWS)
-    made.add_argument("--order", nargs="+", choices=ORDERS, default=list(ORDERS))
-    made.add_argument("--folder", type=Path, help="where to put the store; a disk, not memory")
-    options = made.parse_args()
-    records: list[Record] = []
+    options = parser(__doc__, rows=FULL_ROWS, folder=Path(tempfile.gettempdir())).parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
-        workload = in_own_process(write_workload, Path(scratch), options.rows)
-        for order in options.order:
-            record = in_own_process(measure, workload, order)
-            records.append(record)
-            print(describe(record), flush=True)
+        folder = Path(scratch)
+        in_own_process(write_workload, folder, options.rows)
+        records = shown(in_own_process(measure, folder, options.rows, order) for order in ORDERS)
     judged = records if options.rows == FULL_ROWS else []
     return finish(options.json, records, [bar for record in judged for bar in bars(record)])
 
 
 def bars(record: Record) -> Iterator[Bar]:
     """What a million results must keep."""
-    values = {key: float(str(value)) for key, value in record.items() if key != "order"}
-    yield Bar("committed results per s", values["commits_per_s"], 10_000)
-    yield Bar("resident, MB", values["peak_rss_bytes"] / 1e6, 400, is_most=True)
-    yield Bar("resume, s", values["resume_s"], 5, is_most=True)
-    yield Bar("export, s", values["export_s"], 60, is_most=True)
+    yield Bar("committed results per s", record["commits_per_s"], 10_000)
+    yield Bar("resident, MB", record["peak_rss_bytes"] / 1e6, 400, is_most=True)
+    yield Bar("resume, s", record["resume_s"], 5, is_most=True)
+    yield Bar("export, s", record["export_s"], 60, is_most=True)
 
 
-def measure(workload: Workload, order: str) -> Record:
-    """Write all results, resume, export, back up and check; the store is removed again."""
-    home = workload.folder / order
+def measure(folder: Path, num_rows: int, order: str) -> Record:
+    """Write all results, resume and export; the store is removed again."""
+    home = folder / order
     home.mkdir()
-    store = open_store(home / "store.db")
-    job = _submitted(store, workload, home)
-    written = _clocked(lambda: asyncio.run(_write(store, job, workload, order)))
-    write_rss_bytes = _peak_rss_bytes()
-    store.close()
-    resumed = _clocked(lambda: _resume(home / "store.db", job, workload.num_rows))
-    store = resumed.result
-    finalizing = jobs.begin_finalizing(store, job.id, JobState.COMPLETED, now_s=time.time())
-    exported = _clocked(lambda: export(store, finalizing, links=home / "inputs"))
-    assert exported.result == workload.num_rows
-    peak_rss_bytes = _peak_rss_bytes()
-    copied = _clocked(lambda: _back_up(store, home / "backup.db"))
-    checked = _clocked(lambda: _check(home / "backup.db"))
-    store.close()
+    with closing(open_store(home / "store.db")) as store:
+        job = start_job(store, folder, cwd=home, links=home / "inputs")
+        for row in range(0, num_rows, -(-num_rows // NUM_RETRIED)):
+            results.record_attempt(store, job.seq, row, 1)
+        rows = np.arange(num_rows)
+        if order == "shuffled":
+            np.random.default_rng(0).shuffle(rows)
+        with Spent() as writing:
+            acks_s = asyncio.run(_write(store, job, outcomes(folder, rows), num_rows))
+    with Spent() as resuming:
+        store = _resume(home / "store.db", job, num_rows)
+    with closing(store):
+        finalizing = jobs.begin_finalizing(store, job.id, JobState.COMPLETED, now_s=time.time())
+        with Spent() as exporting:
+            assert export(store, finalizing, links=home / "inputs") == num_rows
     store_bytes = sum(path.stat().st_size for path in home.glob("store.db*"))
     shutil.rmtree(home)
     return {
-        "rows": workload.num_rows,
+        "rows": num_rows,
         "order": order,
-        "body_bytes": workload.bodies.stat().st_size / workload.num_rows,
         "store_bytes": store_bytes,
-        "commits_per_s": workload.num_rows / written.wall_s,
-        "commits_per_cpu_s": workload.num_rows / written.cpu_s,
-        "ack_p50_s": float(np.quantile(written.result, 0.5)),
-        "ack_p99_s": float(np.quantile(written.result, 0.99)),
-        "write_rss_bytes": write_rss_bytes,
-        "peak_rss_bytes": peak_rss_bytes,
-        "resume_s": resumed.wall_s,
-        "resume_cpu_s": resumed.cpu_s,
-        "export_s": exported.wall_s,
-        "export_cpu_s": exported.cpu_s,
-        "backup_s": copied.wall_s,
-        "check_s": checked.wall_s,
+        "commits_per_s": num_rows / writing.wall_s,
+        "commits_per_cpu_s": num_rows / writing.cpu_s,
+        "ack_p99_s": float(np.quantile(acks_s, 0.99)),
+        "peak_rss_bytes": peak_bytes(),
+        "resume_s": resuming.wall_s,
+        "export_s": exporting.wall_s,
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Clocked(Generic[Result]):
-    """What some work gave, and what it took; CPU time is that of all threads."""
-
-    result: Result
-    wall_s: float
-    cpu_s: float
-
-
-def _clocked(work: Callable[[], Result]) -> Clocked[Result]:
-    began_s, began_cpu_s = time.perf_counter(), time.process_time()
-    result = work()
-    return Clocked(result, time.perf_counter() - began_s, time.process_time() - began_cpu_s)
-
-
-def _submitted(store: Store, workload: Workload, home: Path) -> JobRecord:
-    """The job, running, with a few rows that were retried."""
-    spec = load_job_file(workload.job_file, cwd=home)
-    job = jobs.create(store, prepare_job(spec, links=home / "inputs"), now_s=time.time())
-    for row in range(0, workload.num_rows, -(-workload.num_rows // NUM_RETRIED)):
-        results.record_attempt(store, job.seq, row, 1)
+def start_job(store: Store, folder: Path, *, cwd: Path, links: Path) -> JobRecord:
+    """The job of `write_workload`, running; its output goes into `cwd`."""
+    spec = load_job_file(folder / "job.yaml", cwd=cwd)
+    job = jobs.create(store, prepare_job(spec, links=links), now_s=time.time())
     return jobs.start(store, job.id, now_s=time.time())
 
 
 async def _write(
-    store: Store, job: JobRecord, workload: Workload, order: str
+    store: Store, job: JobRecord, ended: Iterator[Outcome], num_rows: int
 ) -> npt.NDArray[np.float64]:
     """Each row's seconds from being handed over to its commit, in the order of both."""
-    handed_over_s = np.zeros(workload.num_rows)
-    acknowledged_s = np.zeros(workload.num_rows)
+    handed_over_s = np.zeros(num_rows)
+    acknowledged_s = np.zeros(num_rows)
     num_acknowledged = 0
     room = asyncio.Event()
 
@@ -267,12 +176,9 @@ async def _write(
         num_acknowledged += len(batch)
         room.set()
 
-    rows = np.arange(workload.num_rows)
-    if order == "shuffled":
-        np.random.default_rng(0).shuffle(rows)
     writer = ResultWriter(store, on_committed)
     running = asyncio.create_task(writer.run())
-    for index, outcome in enumerate(outcomes(workload, rows)):
+    for index, outcome in enumerate(ended):
         while index - num_acknowledged >= OUTSTANDING_ROWS:
             room.clear()
             await room.wait()
@@ -294,21 +200,6 @@ def _resume(path: Path, job: JobRecord, num_rows: int) -> Store:
     assert (counts.num_done, len(done), len(deaths)) == (num_rows, num_rows, 0)
     assert len(attempts) == min(num_rows, NUM_RETRIED)
     return store
-
-
-def _back_up(store: Store, path: Path) -> None:
-    path.touch()
-    write_snapshot(store, path)
-
-
-def _check(path: Path) -> None:
-    store = open_to_read(path)
-    assert list(check_store(store)) == []
-    store.close()
-
-
-def _peak_rss_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 if __name__ == "__main__":

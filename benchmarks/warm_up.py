@@ -41,7 +41,11 @@ class WarmUp:
     def tell(self, scheduler: object) -> None:
         """Let a scheduler start from it; stock vLLM has no use for it."""
         if isinstance(scheduler, ColocatedScheduler):
-            scheduler.warm_up(self.kv_samples, self.steps)
+            estimates = scheduler.state.estimates
+            for at_s, blocks in self.kv_samples:
+                estimates.sample(at_s, blocks)
+            for load, step_s in self.steps:
+                estimates.observe(load, step_s)
 
 
 def observe(
@@ -53,9 +57,10 @@ def observe(
     """
     seed += SEED_OFFSET
     job = drawn_job(draw_job(scenario.job, seed, Order.SHUFFLED))
-    offline = _Watch(shape, law, Calls.of([]), [job], OFFLINE_S)
+    engine = EnginePlan(shape, STOCK_POLICY, law=law)
+    offline = _Watch(engine, Calls.of([]), [job], OFFLINE_S)
     calls = Calls.of(draw_calls(replace(scenario, duration_s=online_s), seed))
-    online = _Watch(shape, law, calls, [], online_s)
+    online = _Watch(engine, calls, [], online_s)
     return WarmUp(
         [(second - online_s, blocks) for second, blocks in enumerate(online.max_blocks)],
         [*offline.steps, *online.steps],
@@ -66,46 +71,28 @@ class _Watch:
     """Runs stock vLLM and notes its steps, and the most blocks held in each second."""
 
     def __init__(
-        self,
-        shape: EngineShape,
-        law: StepLaw,
-        calls: Calls,
-        jobs: Sequence[OfflineJob],
-        end_s: float,
+        self, engine: EnginePlan, calls: Calls, jobs: Sequence[OfflineJob], end_s: float
     ) -> None:
-        watched = _WatchedLaw(law)
-        self.steps = watched.steps
+        self.steps: deque[tuple[StepLoad, float]] = deque(maxlen=KEPT_STEPS)
         self.max_blocks: list[int] = []
         self._end_s = end_s
-        self._block_tokens = shape.block_tokens
-        plan = EnginePlan(shape, STOCK_POLICY, law=watched)
-        engines = Simulation(SimulationPlan(end_s, calls, jobs, engine=plan)).engines
+        self._block_tokens = engine.shape.block_tokens
+        engines = Simulation(SimulationPlan(end_s, calls, jobs, engine=engine)).engines
         self._engine = engines.engines[0]
+        self._engine.step_listener = self._note
         engines.after_step = self._sample
         engines.run_until(end_s)
 
+    def _note(
+        self, start_s: float, duration_s: float, online: list[StepItem], offline: list[StepItem]
+    ) -> None:
+        self.steps.append((StepLoad.of(online + offline), duration_s))
+
     def _sample(self, index: int) -> None:
         second = int(min(self._engine.now_s, self._end_s - 1))
-        blocks, size = 0, self._block_tokens
-        for request in self._engine.scheduler.running:
-            blocks += -(-request.num_computed_tokens // size)
+        size = self._block_tokens
+        running = self._engine.scheduler.running
+        blocks = sum(-(-request.num_computed_tokens // size) for request in running)
         while len(self.max_blocks) <= second:
             self.max_blocks.append(blocks)
         self.max_blocks[second] = max(self.max_blocks[second], blocks)
-
-
-class _WatchedLaw:
-    """A law whose durations are noted, as an engine measures them."""
-
-    def __init__(self, law: StepLaw) -> None:
-        self._law = law
-        self.steps: deque[tuple[StepLoad, float]] = deque(maxlen=KEPT_STEPS)
-
-    @property
-    def expected(self) -> StepLaw:
-        return self._law.expected
-
-    def step_s(self, items: Sequence[StepItem]) -> float:
-        seconds = self._law.step_s(items)
-        self.steps.append((StepLoad.of(items), seconds))
-        return seconds

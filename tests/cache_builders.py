@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
+from batchrun.cache.block_tree import RadixNode
 from batchrun.cache.eviction import EvictionOrder
-from batchrun.cache.free_queue import TieredFreeQueue
+from batchrun.cache.free_queue import BlockTiers, OnlinePrefixes, TieredFreeQueue
 from batchrun.cache.reuse import ReuseIndex
-from batchrun.cache.segments import Segment
-from batchrun.cache.tiers import BlockTiers, OnlinePrefixes
-from benchmarks.part_costs import Block
+from batchrun.hints import NodeHint, RowHint
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A block as vLLM's: the hash stands behind a property; `==` is identity."""
+
+    block_id: int
+    ref_cnt: int = 0
+    prev_free_block: Any = None
+    next_free_block: Any = None
+    hash_key: bytes | None = None
+
+    @property
+    def block_hash(self) -> bytes | None:
+        """The key of the cached content."""
+        return self.hash_key
+
+
+def row_hint(
+    row: int, rank: int, nodes: tuple[NodeHint, ...] = (), epoch: int = 1, job: str = "job"
+) -> RowHint:
+    """A row's hint."""
+    return RowHint(epoch=epoch, job=job, row=row, rank=rank, nodes=nodes)
 
 
 def chain_of(text: str) -> list[bytes]:
@@ -74,9 +99,9 @@ class SmallCache:
         self.queue.append_n(unused)
         self.tiers.is_freeing_online = False
 
-    def refile(self, fallen: list[Segment]) -> None:
+    def refile(self, fallen: list[RadixNode]) -> None:
         """File blocks whose tier fell again."""
-        self.refile_keys([key for segment in fallen for key in self.reuse.keys_of(segment)])
+        self.refile_keys([key for node in fallen for key in self.reuse.keys_of(node)])
 
     def refile_keys(self, keys: list[bytes]) -> None:
         self.queue.retier(self.cached[key].block_id for key in keys if key in self.cached)

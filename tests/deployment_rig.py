@@ -22,7 +22,7 @@ from batchrun.cli.client import DaemonClient
 from batchrun.cli.deployment import stop_everything
 from batchrun.errors import DaemonUnavailableError
 from batchrun.home import Home
-from benchmarks.ports import free_port
+from benchmarks.deployment import free_port
 
 WAIT_S = 90.0
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from batchrun.engine.command import ManagedSettings
 from batchrun.engine.engine import ManagedEngine
 from batchrun.types import Request
-from benchmarks.ports import free_port
+from benchmarks.deployment import free_port
 
 FAKE_MODEL = "fake"
 REAL_MODEL = "tiny"

@@ -15,7 +15,7 @@ from fault_trial import LATENCY_S, Fault, expect, trial
 
 from batchrun.types import JobState
 from benchmarks.crash_account import read_executions
-from benchmarks.crash_rig import MODEL, wait_until
+from benchmarks.deployment import MODEL, wait_until
 
 NUM_BROKEN = 12
 STOPPED_WAIT_S = 240.0
@@ -47,7 +47,9 @@ def stop_engine(folder: Path) -> None:
 
         def is_replaced() -> bool:
             time.sleep(0.5)
-            states.update(str(engine["state"]) for engine in here.rig.engines())
+            states.update(
+                str(engine["state"]) for engine in here.rig.client.get("/status")["engines"]
+            )
             return here.rig.pid_of("engine") not in {0, pid} and not here.rig.lives(pid)
 
         wait_until(is_replaced, "the engine to be replaced", STOPPED_WAIT_S)
@@ -83,7 +85,10 @@ def refuse_connections(folder: Path) -> None:
             here.begin()
             engine.kill()
             engine.wait()
-            wait_until(lambda: here.rig.engines()[0]["state"] == "unreachable", "it to be missed")
+            wait_until(
+                lambda: here.rig.client.get("/status")["engines"][0]["state"] == "unreachable",
+                "it to be missed",
+            )
             expect(here.rig.job(here.job)["state"] == JobState.RUNNING, "the job did not wait")
             engine = subprocess.Popen(command)
             here.finish(explains_reruns=False)

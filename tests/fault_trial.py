@@ -15,22 +15,26 @@ from typing import Any
 from batchrun.types import JobState
 from benchmarks.crash_account import (
     Kill,
-    check_command,
-    check_ends,
     check_executions,
     check_home,
     check_leftovers,
     check_output,
+    measure_reach,
     read_commits,
     read_executions,
-    select,
+    read_jobs,
 )
-from benchmarks.crash_rig import BrokenPromiseError, CrashRig, StatusWatcher, wait_until
+from benchmarks.crash_rig import StatusWatcher
+from benchmarks.deployment import Deployment, wait_until
 
 LATENCY_S = 0.1
 NUM_ROWS = 400
 DISK_BYTES = 16 << 20
 REMOUNT_WAIT_S = 20.0
+
+
+class BrokenPromiseError(Exception):
+    """An invariant does not hold."""
 
 
 class SkippedFaultError(Exception):
@@ -55,7 +59,7 @@ class Trial:
     """A deployment with a job called `job`, and the promises that are checked when it ends."""
 
     def __init__(self, folder: Path, *, home: Path | None = None) -> None:
-        self.rig = CrashRig(folder, home=home)
+        self.rig = Deployment(folder, home=home)
         self.rig.use_fake_engine(LATENCY_S, window={"requests": 24})
         self.kills: list[Kill] = []
         self.watcher: StatusWatcher | None = None
@@ -78,7 +82,7 @@ class Trial:
 
     def num_done(self) -> int:
         """Rows with a result."""
-        return len(read_commits(self.rig.home.store))
+        return len(read_commits(self.rig))
 
     def wait_for_rows(self, num_rows: int) -> None:
         """Wait until so many rows have a result."""
@@ -92,8 +96,12 @@ class Trial:
 
     def job_id(self, name: str) -> str:
         """The id of the job with this name."""
-        found = dict(select(self.rig.home.store, "SELECT name, id FROM jobs"))
-        return str(found[name])
+        (found,) = (job.id for job in read_jobs(self.rig) if job.name == name)
+        return found
+
+    def job_names(self) -> list[str]:
+        """The names of all jobs, in the order of submission."""
+        return [job.name for job in read_jobs(self.rig)]
 
     def wait_for_completion(self, job: str) -> None:
         """Wait until this job, beside the one called `job`, is completed."""
@@ -101,21 +109,13 @@ class Trial:
 
     def kill_daemon(self, number: int = signal.SIGKILL) -> None:
         """Kill it; `resume` starts it again."""
-        at = time.time()
+        self.kills.append(Kill("daemon", time.time()))
         self.rig.kill("daemon", number)
-        self.note_kill(at)
-
-    def note_kill(self, at: float) -> None:
-        """The daemon was killed then."""
-        self.kills.append(Kill("daemon", "", is_inside=False, cuts=True, at=at, ended_at=at))
 
     def resume(self) -> None:
         """Start the daemon again."""
+        self.kills[-1].ended_at = time.time()
         self.rig.start()
-        last = self.kills.pop()
-        self.kills.append(
-            Kill(last.target, "", is_inside=False, cuts=True, at=last.at, ended_at=time.time())
-        )
 
     def finish(self, *, explains_reruns: bool = True) -> None:
         """Wait for the job's end, end the deployment, and check every promise.
@@ -133,11 +133,11 @@ class Trial:
         self.watcher.stop()
         self.check([*self.watcher.problems, *check_home(self.rig), *check_command(self.rig)])
         executions = read_executions(self.rig.executions_path)
-        commits = read_commits(self.rig.home.store)
-        if is_clock_true and explains_reruns:
-            self.check(check_executions(self.kills, executions, commits, LATENCY_S))
-        elif is_clock_true:
-            self.check(check_ends(executions, commits))
+        commits = read_commits(self.rig)
+        measure_reach(self.kills, executions, commits, LATENCY_S)
+        if is_clock_true:
+            kills = self.kills if explains_reruns else None
+            self.check(check_executions(kills, executions, commits))
         self.rig.close()
         self.check(check_leftovers(self.rig))
 
@@ -145,6 +145,13 @@ class Trial:
         """Raise BrokenPromiseError with the first problem, if there is one."""
         for problem in problems:
             raise BrokenPromiseError(problem)
+
+
+def check_command(deployment: Deployment) -> Iterator[str]:
+    """What the command itself says of the store."""
+    done = deployment.call("store", "check")
+    if done.returncode != 0:
+        yield f"store check: exit {done.returncode}: {done.stdout.strip()} {done.stderr.strip()}"
 
 
 @contextmanager

@@ -13,13 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchrun.daemon.faults import Trials
-from batchrun.daemon.job import ActiveJob, CacheWatch, estimate_costs
+from batchrun.daemon.job import ActiveJob, estimate_costs
 from batchrun.daemon.opening import open_job
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.prompts.tokens import TokenRatio
 from batchrun.jobs.submit import JobPlan, prepare_job
 from batchrun.pool.prefix_keys import CHUNK_BYTES, ChainBuilder
-from batchrun.pool.radix_tree import find_prefix_nodes, order_by_prefix
+from batchrun.pool.radix_tree import build_radix_tree, order_by_prefix
 from batchrun.pool.row_queue import RowQueue
 from batchrun.store import jobs
 from batchrun.store.database import open_store
@@ -73,7 +73,7 @@ def make_tree_job(
     job = _pattern()
     spec = job.spec.model_copy(update={"weight": weight})
     rows_done = np.array(sorted(done), dtype=np.int64)
-    queue = RowQueue(order.rows, find_prefix_nodes(order.shared_chunks), rows_done)
+    queue = RowQueue(order.rows, build_radix_tree(order.shared_chunks), rows_done)
     return replace(
         job,
         record=replace(job.record, id=name),
@@ -82,7 +82,6 @@ def make_tree_job(
         queue=queue,
         group_of=plan.group_of(),
         costs=estimate_costs(spec, plan, job.counts, rows_done),
-        cache=CacheWatch(plan, queue),
         trials=Trials(),
         current_node=None,
     )

@@ -7,12 +7,13 @@ import signal
 import subprocess
 from pathlib import Path
 
-from fault_trial import Fault, expect, trial
+from fault_trial import Fault, check_command, expect, trial
 
 from batchrun.failpoints import NAMES, VARIABLE
 from batchrun.types import JobState
-from benchmarks.crash_account import check_command, check_output, select
-from benchmarks.crash_rig import CrashRig, FailpointServer, wait_until
+from benchmarks.crash import FailpointServer
+from benchmarks.crash_account import Kill, check_output
+from benchmarks.deployment import Deployment, wait_until
 
 NUM_SMALL_ROWS = 40
 DEATH_WAIT_S = 60.0
@@ -73,17 +74,17 @@ def kill_after_submit(folder: Path) -> None:
         points = FailpointServer(folder, random.Random(0))
         here.rig.failpoints = points.spec
         here.begin()
-        trap = points.set_trap(here.rig.pid_of("daemon"), "store.commit.after")
+        pid, kill = here.rig.pid_of("daemon"), Kill("daemon", place="store.commit.after")
+        sprung = points.set_trap(pid, kill)
         job = here.rig.write_job("late", NUM_SMALL_ROWS)
         done = here.rig.call("submit", job.name)
         points.close()
         expect(done.returncode == 0 and done.stdout.startswith("job_"), done.stderr)
-        expect(trap.sprung.is_set(), "the daemon was not killed")
-        wait_until(lambda: not here.rig.lives(trap.pid), "the daemon to end")
-        here.note_kill(trap.died_at or 0.0)
+        expect(sprung.is_set(), "the daemon was not killed")
+        wait_until(lambda: not here.rig.lives(pid), "the daemon to end")
+        here.kills.append(kill)
         here.resume()
-        names = [name for (name,) in select(here.rig.home.store, "SELECT name FROM jobs")]
-        expect(sorted(names) == ["job", "late"], f"{names}")
+        expect(here.job_names() == ["job", "late"], f"{here.job_names()}")
         late = here.job_id("late")
         here.wait_for_completion(late)
         here.check(check_output(folder / "late.out.parquet", "late", NUM_SMALL_ROWS))
@@ -143,7 +144,7 @@ def kill_backup(folder: Path) -> None:
         here.finish()
 
 
-def _see_it_die(rig: CrashRig, name: str) -> None:
+def _see_it_die(rig: Deployment, name: str) -> None:
     daemon = rig.popen("up")
     try:
         code = daemon.wait(DEATH_WAIT_S)

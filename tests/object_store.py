@@ -11,7 +11,7 @@ import boto3
 from moto.server import ThreadedMotoServer
 
 from batchrun.jobs import objects
-from benchmarks.ports import free_port
+from benchmarks.deployment import free_port
 
 BUCKET, OTHER = "bucket", "other"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psycopg
 
 from batchrun.store.database import open_store
-from benchmarks.ports import free_port
+from benchmarks.deployment import free_port
 
 USER = "batchrun"
 PASSWORD = "quite-%-secret/word"

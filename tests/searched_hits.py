@@ -7,7 +7,7 @@ from itertools import combinations
 
 import numpy as np
 
-from benchmarks.optimal_hits import RowBlocks
+from benchmarks.hit_orders import RowBlocks
 
 Blocks = frozenset[int]
 Numbers = tuple[int, ...]
@@ -25,7 +25,7 @@ def searched_hit_blocks(
     the `num_running` - 1 before it still hold their blocks. None when no order lets the rows that
     fit the cache do so.
     """
-    rank = range(rows.num_rows) if order is None else order
+    rank = range(rows.chains.num_rows) if order is None else order
     fitting = tuple(row for row in rank if rows.held[row] <= cache_blocks)
     search = _Search(rows, cache_blocks, num_running, is_ordered=order is not None)
     return search.best(fitting, (), frozenset())

@@ -119,7 +119,7 @@ class SimJob:
     job_id: str
     weight: float
     rows: Rows
-    due_at: float | None = None
+    deadline_at: float | None = None
     num_sent: int = 0
     num_done: int = 0
     sent_at: list[float] = field(default_factory=list)
@@ -169,7 +169,7 @@ class Simulation:
         self.jobs[job.job_id] = job
         self._ready.add(job.job_id)
         left = int(job.rows.estimates[job.num_sent :].sum())
-        self.turns.join(job.job_id, job.weight, left, due_at=job.due_at)
+        self.turns.join(job.job_id, job.weight, left, deadline_at=job.deadline_at)
 
     def remove(self, job_id: str) -> None:
         """The job is paused: its rows in flight are aborted and will run again."""

@@ -59,7 +59,7 @@ def warm(
     for job_id in ("other", "another"):
         simulation.submit(draw_job(rng, job_id, tokens * rng.uniform(0.2, 2)))
     simulation.run_until(WARM_S)
-    forecast = turns.capacity_tokens_per_s
+    forecast = turns._capacity.tokens_per_s
     assert forecast is not None
     return simulation, forecast
 
@@ -115,9 +115,9 @@ def deadline_trial(
     simulation, forecast = warm(rng, duration_s, turns, roughness)
     need = rng.uniform(*needs)
     job = draw_job(rng, "due", need * forecast * duration_s)
-    job.due_at = simulation.now_s + duration_s
+    job.deadline_at = simulation.now_s + duration_s
     simulation.submit(job)
-    simulation.run_until(job.due_at)
+    simulation.run_until(job.deadline_at)
     return {
         "question": "deadline",
         "seed": seed,
@@ -128,14 +128,14 @@ def deadline_trial(
 
 def verdict(job: SimJob, duration_s: float) -> dict[str, float | None]:
     """Whether a job kept its deadline, and what was announced; instants as shares of its time."""
-    assert job.due_at is not None
-    start_s = job.due_at - duration_s
+    assert job.deadline_at is not None
+    start_s = job.deadline_at - duration_s
     missed_s = 0.0
-    ends = [*(at for at, _ in job.news[1:]), min(job.finished_at, job.due_at)]
+    ends = [*(at for at, _ in job.news[1:]), min(job.finished_at, job.deadline_at)]
     for (at, outlook), end in zip(job.news, ends, strict=False):
         missed_s += 0.0 if outlook.is_kept else end - at
     return {
-        "is_met": float(job.finished_at <= job.due_at),
+        "is_met": float(job.finished_at <= job.deadline_at),
         "finished_at_share": min((job.finished_at - start_s) / duration_s, 1.0),
         "num_news": len(job.news),
         "announced_at_share": (job.news[0][0] - start_s) / duration_s if job.news else None,
@@ -158,7 +158,7 @@ def several_trial(seed: int) -> list[Record]:
     lost_s = rng.uniform(180, 900)
     jobs.append((draw_job(rng, "lost", rng.uniform(*INFEASIBLE) * forecast * lost_s), lost_s))
     for job, duration_s in jobs:
-        job.due_at = simulation.now_s + duration_s
+        job.deadline_at = simulation.now_s + duration_s
         simulation.submit(job)
     simulation.run_until(WARM_S + max(duration_s for _, duration_s in jobs))
     return [
@@ -176,7 +176,7 @@ def urgent_run(seed: int) -> Record:
         simulation.submit(other)
     start_s = WARM_S + rng.uniform(0, 60)
     simulation.run_until(start_s)
-    job = SimJob("due", 0.01, draw_rows(rng, 8000 * 90, bias=0.0), due_at=start_s + 180)
+    job = SimJob("due", 0.01, draw_rows(rng, 8000 * 90, bias=0.0), deadline_at=start_s + 180)
     simulation.submit(job)
     simulation.run_until(start_s + 180)
     first_at = job.sent_at[0]

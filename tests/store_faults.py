@@ -21,8 +21,8 @@ from fault_trial import (
 
 from batchrun.errors import BatchrunError
 from batchrun.types import JobState
-from benchmarks.crash_account import check_output, read_output, select
-from benchmarks.crash_rig import wait_until
+from benchmarks.crash_account import check_output, read_output
+from benchmarks.deployment import wait_until
 
 STALL_WAIT_S = 60.0
 """SQLite itself waits for a lock, for 10 s."""
@@ -42,8 +42,7 @@ def fill_store_disk(folder: Path) -> None:
             expect_line(here.rig.call("submit", "late.yaml"), 4, "no space left on the disk")
         wait_until(lambda: _stalled(here) is None, "the daemon to go on")
         expect(num_done < here.num_rows, "the disk filled too late")
-        names = [name for (name,) in select(here.rig.home.store, "SELECT name FROM jobs")]
-        expect(names == ["job"], f"a refused submission left {names}")
+        expect(here.job_names() == ["job"], f"a refused submission left {here.job_names()}")
         here.finish()
 
 

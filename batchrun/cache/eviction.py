@@ -1,6 +1,6 @@
 """Which KV stays: eviction orders by name, and the reserve.
 
-An order says which tier of the free queue a block belongs to.
+An order's eviction key is the tier of the free queue that a wanted block belongs to.
 
 A tier is a small whole number; free blocks of the lowest tier are evicted first, and inside a tier
 the least recently used goes first. Three things are common to every order with more than one tier:
@@ -39,7 +39,7 @@ full of prefixes that wait for a turn which never comes."""
 
 @dataclass(frozen=True, slots=True)
 class EvictionOrder:
-    """A named order. `wanted_tier(reuse_count, next_rank, front_rank)` is pure.
+    """A named order. `eviction_key(reuse_count, next_rank, front_rank)` is pure.
 
     Its arguments: offline rows that will read the block (> 0), the rank of the first of them in
     the planned order, and the rank at which the engine is working now (never falls). Uses at most
@@ -48,14 +48,14 @@ class EvictionOrder:
 
     name: str
     num_tiers: int
-    wanted_tier: Callable[[int, int, int], int]
+    eviction_key: Callable[[int, int, int], int]
     soon_ranks: int | None = None
 
     def soon_tier(self, front_rank: int) -> int:
         """The lowest tier of blocks that are used soon."""
         if self.soon_ranks is None:
             return min(FIRST_WANTED_TIER, self.num_tiers - 1)
-        return self.wanted_tier(1, front_rank + self.soon_ranks, front_rank)
+        return self.eviction_key(1, front_rank + self.soon_ranks, front_rank)
 
     @property
     def finished_online_tier(self) -> int:
@@ -68,12 +68,12 @@ class EvictionOrder:
         return self.num_tiers - 1
 
 
-def lru_tier(reuse_count: int, next_rank: int, front_rank: int) -> int:
+def lru_key(reuse_count: int, next_rank: int, front_rank: int) -> int:
     """vLLM's own order: one tier."""
     return UNNEEDED_TIER
 
 
-def echo_rc_tier(reuse_count: int, next_rank: int, front_rank: int) -> int:
+def echo_rc_key(reuse_count: int, next_rank: int, front_rank: int) -> int:
     """Echo, section 4.2: the more rows to come, the longer a block stays (priority rc).
 
     Exact up to 16 rows, then four tiers per doubling, up to 31 tiers.
@@ -86,7 +86,7 @@ def echo_rc_tier(reuse_count: int, next_rank: int, front_rank: int) -> int:
     return FIRST_WANTED_TIER + min(step, _NUM_COUNT_TIERS - 1)
 
 
-def next_use_tier(reuse_count: int, next_rank: int, front_rank: int) -> int:
+def next_use_key(reuse_count: int, next_rank: int, front_rank: int) -> int:
     """Belady's rule over the planned order: the block whose next use is latest goes first.
 
     Ranks are bucketed as in a radix heap with base-4 digits: the highest digit in which the rank
@@ -105,15 +105,11 @@ def next_use_tier(reuse_count: int, next_rank: int, front_rank: int) -> int:
     return FIRST_WANTED_TIER + _NUM_USE_TIERS - 1 - (3 * level + digit)
 
 
-LRU = EvictionOrder("lru", 1, lru_tier)
-ECHO_RC = EvictionOrder("echo-rc", FIRST_WANTED_TIER + _NUM_COUNT_TIERS + 1, echo_rc_tier)
-NEXT_USE = EvictionOrder("next-use", FIRST_WANTED_TIER + _NUM_USE_TIERS + 1, next_use_tier, _SOON)
+LRU = EvictionOrder("lru", 1, lru_key)
+ECHO_RC = EvictionOrder("echo-rc", FIRST_WANTED_TIER + _NUM_COUNT_TIERS + 1, echo_rc_key)
+NEXT_USE = EvictionOrder("next-use", FIRST_WANTED_TIER + _NUM_USE_TIERS + 1, next_use_key, _SOON)
 
-EVICTIONS: Mapping[str, EvictionOrder] = {
-    LRU.name: LRU,
-    ECHO_RC.name: ECHO_RC,
-    NEXT_USE.name: NEXT_USE,
-}
+EVICTIONS: Mapping[str, EvictionOrder] = {each.name: each for each in (LRU, ECHO_RC, NEXT_USE)}
 """Every order by name. A new one is a function and an entry here."""
 
 
@@ -121,48 +117,15 @@ COLD_START_SHARE = 0.15
 """Share of all blocks kept until the forecast has enough data."""
 
 
-@dataclass(frozen=True, slots=True)
-class KvUse:
-    """Who holds an engine's blocks, and what a candidate would add; all counts in blocks.
+def reserve_blocks(
+    share: float | None, total_blocks: int, online_blocks: int, forecast_blocks: float | None
+) -> int:
+    """Blocks kept from offline work, beside the `online_blocks` that online requests hold now.
 
-    `wanted_blocks` are free blocks whose content a planned row will hit; the ones that running
-    offline rows hold are in `offline_running_blocks` alone. `subtree_blocks` are the blocks that
-    the rows to admit need and that neither of the two counts holds.
+    `share` is a constant share of all blocks (0-1), None to follow `forecast_blocks`, which is None
+    while there is not enough data for a forecast.
     """
-
-    total_blocks: int
-    online_blocks: int
-    offline_running_blocks: int
-    wanted_blocks: int
-    subtree_blocks: int
-
-    def fits_beside(self, reserved_blocks: int) -> bool:
-        """Whether the candidate leaves `reserved_blocks` to online requests, those they hold
-        included."""
-        offline_blocks = self.offline_running_blocks + self.wanted_blocks + self.subtree_blocks
-        return offline_blocks <= self.total_blocks - reserved_blocks
-
-
-@dataclass(frozen=True, slots=True)
-class OnlineReserve:
-    """How much of the KV cache offline work leaves alone.
-
-    `share` is a constant share of all blocks (0-1), or None to follow the forecast.
-    """
-
-    share: float | None
-
-    def blocks(self, total_blocks: int, online_blocks: int, forecast_blocks: float | None) -> int:
-        """Blocks kept for online requests: never less than they hold now.
-
-        `forecast_blocks` is None while there is not enough data for one.
-        """
-        expected = forecast_blocks
-        if self.share is not None:
-            expected = self.share * total_blocks
-        elif expected is None:
-            expected = COLD_START_SHARE * total_blocks
-        return min(total_blocks, max(online_blocks, round(expected)))
-
-
-FORECAST_RESERVE = OnlineReserve(None)
+    expected = forecast_blocks
+    if share is not None or expected is None:
+        expected = (COLD_START_SHARE if share is None else share) * total_blocks
+    return max(0, min(total_blocks, round(expected)) - online_blocks)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchrun import errors
-from batchrun.cli.console import note, print_json, progress_bar, say
+from batchrun.cli.console import ProgressBar, answer, note
 from batchrun.errors import (
     BatchrunError,
     DaemonUnavailableError,
@@ -49,9 +49,12 @@ class DaemonClient:
         return True
 
     def _call(self, method: str, path: str, document: Mapping[str, object] | None) -> JsonDocument:
+        missing = DaemonUnavailableError(
+            f"no daemon runs for {self._home.path}; start one with `batchrun up -d`"
+        )
         address = self._home.read_daemon_address()
         if address is None:
-            raise _no_daemon(self._home)
+            raise missing
         request = urllib.request.Request(
             address.url + CONTROL_PREFIX + path,
             method=method,
@@ -68,13 +71,7 @@ class DaemonClient:
         except urllib.error.HTTPError as error:
             raise _as_our_error(error) from error
         except (OSError, ValueError, http.client.HTTPException) as error:
-            raise _no_daemon(self._home) from error
-
-
-def _no_daemon(home: Home) -> DaemonUnavailableError:
-    return DaemonUnavailableError(
-        f"no daemon runs for {home.path}; start one with `batchrun up -d`"
-    )
+            raise missing from error
 
 
 def _as_our_error(error: urllib.error.HTTPError) -> BatchrunError:
@@ -99,17 +96,17 @@ class RowsFailedError(JobFailedError):
 
 def follow(
     client: DaemonClient, job_id: str, *, strict: bool, as_json: bool, go_on: str | None = None
-) -> dict[str, Any]:
-    """Show a job's progress until it ends, then its summary; returns its last view.
+) -> None:
+    """Show a job's progress until it ends, then its summary.
 
     `go_on` is the command that takes up a paused job again (default: `resume`).
     Raises JobFailedError when it paused, failed, was cancelled or expired, RowsFailedError under
     `strict`, StoreFullError when its results cannot be written.
     """
     view = _watch(client, job_id, go_on)
-    if as_json:
-        print_json(view)
     state = JobState(view["state"])
+    done = _summary(view) if state is JobState.COMPLETED else ()
+    answer(view, *done, as_json=as_json)
     if state is JobState.PAUSED:
         raise JobFailedError(
             f"{job_id} paused after {_done(view):,} of {view['num_rows']:,} rows: "
@@ -118,32 +115,23 @@ def follow(
         )
     if state is not JobState.COMPLETED:
         raise JobFailedError(f"{job_id} {state}: {view['reason'] or view['output_path']}")
-    if not as_json:
-        _print_summary(view)
-        if view["num_failed"] and not strict:
-            note(f"why rows failed: batchrun errors {job_id}")
-    if strict and view["num_failed"]:
+    if view["num_failed"] and strict:
         raise RowsFailedError(
             f"rows failed: {view['num_failed']:,}; see `batchrun errors {job_id}`"
         )
-    return view
+    if view["num_failed"] and not as_json:
+        note(f"why rows failed: batchrun errors {job_id}")
 
 
 def _watch(client: DaemonClient, job_id: str, go_on: str | None) -> dict[str, Any]:
     stalled_since_s: float | None = None
-    with progress_bar() as progress:
-        task = progress.add_task(job_id, total=None)
+    with ProgressBar(after_s=0) as progress:
         while True:
             view = client.get(f"/jobs/{job_id}")
             state = JobState(view["state"])
             if state.is_terminal or state is JobState.PAUSED:
                 return view
-            progress.update(
-                task,
-                description=_describe(view),
-                completed=_done(view),
-                total=view["num_rows"],
-            )
+            progress(_describe(view), _done(view), view["num_rows"])
             if view["engine_failure"] is not None:
                 raise EngineError(f"no engine is left to run {job_id}: {view['engine_failure']}")
             if view["stalled"] is None:
@@ -159,24 +147,21 @@ def _watch(client: DaemonClient, job_id: str, go_on: str | None) -> dict[str, An
 
 
 def _describe(view: dict[str, Any]) -> str:
-    if view["stalled"]:
-        return f"{view['name']}: {view['stalled']}"
-    if view["stage"]:
-        return f"{view['name']}: {view['stage']}"
     late = f", {view['deadline_outlook']}" if view["is_deadline_kept"] is False else ""
-    return f"{view['name']}: {view['rows_per_s']:.1f} rows/s{late}"
+    doing = view["stalled"] or view["stage"] or f"{view['rows_per_s']:.1f} rows/s{late}"
+    return f"{view['name']}: {doing}"
 
 
 def _done(view: dict[str, Any]) -> int:
     return int(view["num_completed"]) + int(view["num_failed"])
 
 
-def _print_summary(view: dict[str, Any]) -> None:
-    hit_rate = view["hit_rate"]
-    tokens = view["num_prompt_tokens"] + view["num_output_tokens"]
-    parts = [f"{view['num_completed']:,} rows done", f"{view['num_failed']:,} failed"]
-    parts.append(f"{tokens:,} tokens")
-    if hit_rate is not None:
-        parts.append(f"{hit_rate:.0%} of prompt tokens from the prefix cache")
-    say(f"{view['id']}  {view['name']}: {', '.join(parts)}")
-    say(view["output_path"])
+def _summary(view: dict[str, Any]) -> tuple[str, str]:
+    line = (
+        f"{view['id']}  {view['name']}: {view['num_completed']:,} rows done, "
+        f"{view['num_failed']:,} failed, "
+        f"{view['num_prompt_tokens'] + view['num_output_tokens']:,} tokens"
+    )
+    if view["hit_rate"] is not None:
+        line += f", {view['hit_rate']:.0%} of prompt tokens from the prefix cache"
+    return line, view["output_path"]

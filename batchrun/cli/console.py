@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated, Self, TextIO
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -20,77 +20,90 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
+from rich.table import Table
 
 from batchrun.errors import EngineError, InputError
 from batchrun.files import write_atomically
+from batchrun.home import Home
 
-SHOW_PROGRESS_AFTER_S = 2.0
 FILE_WIDTH_CHARS = 10_000
 """Nothing is folded or cut in a file or a pipe."""
 
 
 def _console(stream: TextIO, *, is_err: bool = False) -> Console:
     width = None if stream.isatty() else FILE_WIDTH_CHARS
-    return Console(stderr=is_err, highlight=False, soft_wrap=True, width=width)
+    return Console(
+        stderr=is_err, soft_wrap=True, width=width, highlight=False, markup=False, emoji=False
+    )
 
 
 out = _console(sys.stdout)
 err = _console(sys.stderr, is_err=True)
 
 
-def say(line: str) -> None:
-    """A line on stdout, as it is."""
-    out.print(line, markup=False)
-
-
 def note(line: str) -> None:
     """A line on stderr: not part of the result."""
-    err.print(line, markup=False)
+    err.print(line)
 
 
-def print_json(document: Mapping[str, object]) -> None:
-    """One JSON object on stdout."""
-    out.print(json.dumps(document, ensure_ascii=False), markup=False)
+def answer(document: Mapping[str, object], *shown: RenderableType, as_json: bool) -> None:
+    """What a command found, on stdout: one JSON object, or what is `shown` to people."""
+    for each in (json.dumps(document, ensure_ascii=False),) if as_json else shown:
+        out.print(each)
 
 
-@contextmanager
-def progress_bar() -> Iterator[Progress]:
-    """A progress display on stderr that disappears when it ends; none where nobody watches."""
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=30),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
-        yield progress
+def figure(value: float | None, template: str = "{:,}") -> str:
+    """A number in words; a dash where it is unknown."""
+    return "-" if value is None else template.format(value)
 
 
-class LateProgress:
-    """A `ProgressSink` that shows a bar once the work has taken over two seconds."""
+def columns(*headings: str, rows: Iterable[Iterable[str]]) -> Table:
+    """A table with a heading above each column."""
+    table = Table(*headings, box=None)
+    for row in rows:
+        table.add_row(*row)
+    return table
 
-    def __init__(self) -> None:
-        self._start_s = time.monotonic()
-        self._progress: Progress | None = None
-        self._stage = ""
+
+def named_lines(lines: Iterable[tuple[str, str]], title: str | None = None) -> Table:
+    """Names on the left, what is said of each on the right, folded where the terminal ends."""
+    table = Table(box=None, show_header=False, title=title, title_justify="left")
+    table.add_column()
+    table.add_column(overflow="fold")
+    for line in lines:
+        table.add_row(*line)
+    return table
+
+
+class ProgressBar:
+    """A `ProgressSink` that draws on stderr once the work has taken `after_s`, and is gone when it
+    ends; it draws nothing where nobody watches."""
+
+    def __init__(self, after_s: float = 2.0) -> None:
+        self._shown_from_s = time.monotonic() + after_s
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=err,
+            transient=True,
+            disable=not err.is_interactive,
+        )
+        self._task = self._progress.add_task("", total=None)
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        if not err.is_terminal or time.monotonic() - self._start_s < SHOW_PROGRESS_AFTER_S:
+        if self._progress.disable or time.monotonic() < self._shown_from_s:
             return
-        if self._progress is None:
-            self._progress = Progress(console=err, transient=True)
-            self._progress.start()
-            self._progress.add_task(stage, total=None)
-        task = self._progress.task_ids[0]
-        self._progress.update(task, description=stage, completed=done, total=total or None)
+        self._progress.start()
+        self._progress.update(self._task, description=stage, completed=done, total=total or None)
 
-    def __enter__(self) -> LateProgress:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+        self._progress.stop()
 
 
 def prepare_file(path: Path) -> None:
@@ -105,17 +118,38 @@ def prepare_file(path: Path) -> None:
         raise InputError(f"{path}: cannot be written: {error.strerror}") from error
 
 
+def _home(folder: str) -> Home:
+    from batchrun.config import load_home
+
+    return load_home(Path(folder) if folder else None)
+
+
+def command_group(words: str) -> typer.Typer:
+    """A command that has commands of its own."""
+    group = typer.Typer(
+        help=words, no_args_is_help=True, add_completion=False, rich_markup_mode=None
+    )
+    group.callback()(lambda: None)
+    return group
+
+
 HomeOption = Annotated[
-    Path | None,
-    typer.Option("--home", help="Folder of the state. [default: ~/.local/state/batchrun]"),
+    Home,
+    typer.Option(
+        "--home",
+        parser=_home,
+        default_factory=str,
+        show_default=False,
+        metavar="<path>",
+        help="Folder of the state. [default: ~/.local/state/batchrun]",
+    ),
 ]
 ConfigOption = Annotated[
     Path | None,
     typer.Option("--config", help="Deployment file. [default: ./batchrun.yaml when there is one]"),
 ]
 ModelOption = Annotated[
-    str | None,
-    typer.Option("--model", help="Folder or hub id of the model to serve, or `tiny`."),
+    str | None, typer.Option("--model", help="Folder or hub id of the model to serve, or `tiny`.")
 ]
 ListenOption = Annotated[
     str | None, typer.Option("--listen", help="HOST:PORT of the online endpoint.")

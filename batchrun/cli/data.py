@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -18,15 +17,14 @@ from batchrun.cli.client import DaemonClient
 from batchrun.cli.console import (
     HomeOption,
     JsonOption,
-    LateProgress,
+    ProgressBar,
+    answer,
+    command_group,
     note,
     prepare_file,
-    print_json,
-    say,
 )
-from batchrun.config import load_home
 from batchrun.errors import DaemonUnavailableError, InputError, StateError
-from batchrun.samples.dataset import WrittenDataset
+from batchrun.samples.dataset import DatasetName, Scale, WrittenDataset
 from batchrun.samples.generators import write_sample
 from batchrun.samples.importers import import_dataset
 from batchrun.simulator.traces.reading import (
@@ -36,108 +34,73 @@ from batchrun.simulator.traces.reading import (
     read_trace,
     save_trace,
 )
-from batchrun.simulator.traces.summary import Quantiles, TraceSummary, summarize_trace
-from batchrun.simulator.traces.trace import Trace, scale_rate, scale_time
+from batchrun.simulator.traces.trace import (
+    Quantiles,
+    Trace,
+    TraceSummary,
+    scale_rate,
+    scale_time,
+    summarize_trace,
+)
 from batchrun.wire import MAX_CALLS_SENT, RecordedCall, RecordedCalls
 
-app = typer.Typer(
-    help="Generate sample data sets, or import the real ones.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-)
-
-
-class DatasetName(StrEnum):
-    """The data sets there are."""
-
-    LOOGLE = "loogle"
-    TOOLBENCH = "toolbench"
-    NEXTQA = "nextqa"
-
+datasets_app = command_group("Generate sample data sets, or import the real ones.")
 
 NameArgument = Annotated[DatasetName, typer.Argument(help="Which data set.")]
+DatasetOption = Annotated[
+    Path | None, typer.Option("--output", "-o", help="File to write. [default: NAME.parquet]")
+]
 
 
-class SampleScale(StrEnum):
-    """How large a sample is."""
-
-    SMALL = "small"
-    FULL = "full"
-
-
-@app.command()
+@datasets_app.command()
 def sample(
     name: NameArgument,
     *,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File to write. [default: NAME.parquet]")
-    ] = None,
+    output: DatasetOption = None,
     scale: Annotated[
-        SampleScale, typer.Option("--scale", help="small: for a CPU; full: the published sizes.")
-    ] = SampleScale.SMALL,
-    rows: Annotated[int | None, typer.Option("--rows", help="Number of rows.")] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Equal seeds give equal rows.")] = 1,
+        Scale, typer.Option(help="small: for a CPU; full: the published sizes.")
+    ] = "small",
+    rows: Annotated[int | None, typer.Option(help="Number of rows.")] = None,
+    seed: Annotated[int, typer.Option(help="Equal seeds give equal rows.")] = 1,
     as_json: JsonOption = False,
 ) -> None:
     """Write a sample of our own text in the shape of the real data set."""
-    with LateProgress() as progress:
-        written = write_sample(
-            name.value,
-            output or Path(f"{name.value}.parquet"),
-            scale=scale.value,
-            rows=rows,
-            seed=seed,
-            progress=progress,
-        )
+    path = output or Path(f"{name}.parquet")
+    with ProgressBar() as progress:
+        written = write_sample(name, path, scale=scale, rows=rows, seed=seed, progress=progress)
     _report(written, as_json=as_json)
 
 
-@app.command("import")
+@datasets_app.command("import")
 def import_(
     name: NameArgument,
     source: Annotated[Path, typer.Argument(help="Folder with the data set's own files.")],
     *,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File to write. [default: NAME.parquet]")
-    ] = None,
-    limit: Annotated[int | None, typer.Option("--limit", help="Keep only the first rows.")] = None,
+    output: DatasetOption = None,
+    limit: Annotated[int | None, typer.Option(help="Keep only the first rows.")] = None,
     video_tokens: Annotated[
-        int, typer.Option("--video-tokens", help="nextqa: length of a long video's stand-in.")
+        int, typer.Option(help="nextqa: length of a long video's stand-in.")
     ] = 512,
     as_json: JsonOption = False,
 ) -> None:
     """Turn the real data set's files into one Parquet file that the job files read."""
-    with LateProgress() as progress:
+    path = output or Path(f"{name}.parquet")
+    with ProgressBar() as progress:
         written = import_dataset(
-            name.value,
-            source,
-            output or Path(f"{name.value}.parquet"),
-            limit=limit,
-            video_tokens=video_tokens,
-            progress=progress,
+            name, source, path, limit=limit, video_tokens=video_tokens, progress=progress
         )
     _report(written, as_json=as_json)
 
 
 def _report(written: WrittenDataset, *, as_json: bool) -> None:
-    if as_json:
-        document = {"path": str(written.path), "rows": written.num_rows}
-        print_json({**document, "size_bytes": written.size_bytes})
-    else:
-        say(f"{written.path}: {written.num_rows:,} rows, {written.size_bytes / 1e6:.1f} MB")
+    path, num_rows, size_bytes = str(written.path), written.num_rows, written.size_bytes
+    document = {"path": path, "rows": num_rows, "size_bytes": size_bytes}
+    answer(document, f"{path}: {num_rows:,} rows, {size_bytes / 1e6:.1f} MB", as_json=as_json)
 
 
 POLL_S = 1.0
 DRAIN_S = 60.0
 """After the time is up, calls that still run are waited for so long."""
-
-
-class _Told(msgspec.Struct):
-    """The daemon's answer: what each engine recorded, and which engines cannot."""
-
-    engines: dict[str, RecordedCalls | None]
-    unrecorded: list[str]
 
 
 @dataclass(slots=True)
@@ -152,45 +115,48 @@ class CallRecording:
     num_lost: int = 0
     """Calls that an engine had to forget before they were fetched."""
     silent: set[str] = field(default_factory=set)
-    """Engines that have not told any recording yet."""
+    """Engines that have not sent any recording yet."""
     unrecorded: list[str] = field(default_factory=list)
+    """Engines that cannot record."""
     trouble: DaemonUnavailableError | None = None
     """Why the recording ended before its time."""
+    wanted: dict[str, int] = field(default_factory=dict)
+    """The number of the next call of each engine that has sent any."""
     _calls: list[RecordedCall] = field(default_factory=list)
-    _places: dict[str, tuple[str, int]] = field(default_factory=dict)
-    _oldest_open_at: dict[str, float | None] = field(default_factory=dict)
+    _last: dict[str, RecordedCalls] = field(default_factory=dict)
 
     def begin(self) -> None:
         """Make the engines record. Raises DaemonUnavailableError, and StateError if none can."""
-        told = self._ask()
-        self.unrecorded, self.silent = told.unrecorded, set(told.engines)
+        reply = self.client.post("/calls", {"numbers": {}})
+        self.unrecorded, self.silent = reply["unrecorded"], set(reply["engines"])
         self.started_at = time.time()
-        self.take(told.engines)
+        self.take(_recordings(reply))
 
     def poll(self) -> None:
         """Fetch what has ended since. Raises DaemonUnavailableError."""
-        while self.take(self._ask().engines):
+        while self.take(_recordings(self.client.post("/calls", {"numbers": self.wanted}))):
             pass
-
-    @property
-    def wanted(self) -> dict[str, int]:
-        """The number of the next call of each engine that has told any."""
-        return {name: number for name, (_, number) in self._places.items()}
 
     def is_waiting_for(self, ended_at: float) -> bool:
         """Whether a call that arrived before `ended_at` still runs."""
-        return any(at is not None and at < ended_at for at in self._oldest_open_at.values())
+        oldest = (recording.oldest_open_at for recording in self._last.values())
+        return any(at is not None and at < ended_at for at in oldest)
 
     def run(self, seconds: float | None, report: Callable[[int], None]) -> float:
         """Record for so long, or until interrupted; returns when it ended.
 
         Calls that run at the end are waited for, up to `DRAIN_S`; an interrupt ends that as well.
-        A daemon that goes away ends it too, and is the `trouble`. `report` is told the number of
+        A daemon that goes away ends it too, and is the `trouble`. `report` gets the number of
         calls.
         """
         ended_at = float("inf") if seconds is None else self.started_at + seconds
         try:
-            self._watch(ended_at, report)
+            while (left_s := ended_at - time.time()) > 0 or (
+                left_s > -DRAIN_S and self.is_waiting_for(ended_at)
+            ):
+                time.sleep(min(POLL_S, left_s) if left_s > 0 else POLL_S)
+                self.poll()
+                report(len(self._calls))
         except KeyboardInterrupt:
             ended_at = min(ended_at, time.time())
             with suppress(DaemonUnavailableError):
@@ -199,15 +165,6 @@ class CallRecording:
             ended_at = min(ended_at, time.time())
             self.trouble = error
         return ended_at
-
-    def _watch(self, ended_at: float, report: Callable[[int], None]) -> None:
-        while (left_s := ended_at - time.time()) > 0:
-            time.sleep(min(POLL_S, left_s))
-            self.poll()
-            report(len(self._calls))
-        while self.is_waiting_for(ended_at) and time.time() < ended_at + DRAIN_S:
-            time.sleep(POLL_S)
-            self.poll()
 
     def trace(self, ended_at: float) -> tuple[Trace, int]:
         """The calls that arrived from the start to `ended_at`, and how many of them got no token
@@ -231,37 +188,31 @@ class CallRecording:
         moved = trace.shifted(begins_s, ended_at - self.started_at)
         return moved, len(arrived) - len(calls)
 
-    def _ask(self) -> _Told:
-        return msgspec.convert(self.client.post("/calls", {"numbers": self.wanted}), _Told)
-
-    def take(self, told: Mapping[str, RecordedCalls | None]) -> bool:
-        """Keep what is new of each engine's answer; whether one has more to tell at once."""
+    def take(self, sent: Mapping[str, RecordedCalls | None]) -> bool:
+        """Keep what is new of each engine's answer; whether one has more to send at once."""
         has_more = False
-        for name, recording in told.items():
+        for name, recording in sent.items():
             if recording is None:
                 continue
             self.silent.discard(name)
-            self._oldest_open_at[name] = recording.oldest_open_at
-            known = self._places.get(name)
-            if known is not None and known[0] != recording.id:
+            before, self._last[name] = self._last.get(name), recording
+            if before is not None and before.id != recording.id:
                 # Another start of the engine: its numbers begin at 0, what it ran is gone.
-                self._places[name] = recording.id, 0
+                self.wanted[name] = 0
                 has_more = True
                 continue
-            self.num_lost += recording.first_number - (known[1] if known else 0)
+            self.num_lost += recording.first_number - self.wanted.get(name, 0)
             self._calls += recording.calls
-            after = recording.first_number + len(recording.calls)
-            self._places[name] = recording.id, after
+            self.wanted[name] = recording.first_number + len(recording.calls)
             has_more = has_more or len(recording.calls) == MAX_CALLS_SENT
         return has_more
 
 
-trace_app = typer.Typer(
-    help="Traces of online calls: times and lengths, never text.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-)
+def _recordings(reply: dict[str, Any]) -> dict[str, RecordedCalls | None]:
+    return msgspec.convert(reply["engines"], dict[str, RecordedCalls | None])
+
+
+trace_app = command_group("Traces of online calls: times and lengths, never text.")
 
 TraceArgument = Annotated[Path, typer.Argument(help="Trace file, of any format that is read.")]
 FormatOption = Annotated[
@@ -279,10 +230,9 @@ def record(
     *,
     output: OutputOption,
     seconds: Annotated[
-        float | None,
-        typer.Option("--seconds", help="How long to record. [default: until Ctrl-C]"),
+        float | None, typer.Option(help="How long to record. [default: until Ctrl-C]")
     ] = None,
-    home_path: HomeOption = None,
+    home: HomeOption,
     as_json: JsonOption = False,
 ) -> None:
     """Record arrival and lengths of the online calls that the engines get; never text.
@@ -292,23 +242,19 @@ def record(
     """
     if seconds is not None and not seconds > 0:
         raise InputError(f"--seconds must be above 0, not {seconds:g}")
-    recording = CallRecording(DaemonClient(load_home(home_path)))
+    recording = CallRecording(DaemonClient(home))
     prepare_file(output)
     recording.begin()
     note("recording online calls; Ctrl-C ends it")
-    with LateProgress() as progress:
+    with ProgressBar() as progress:
         ended_at = recording.run(seconds, lambda num: progress("online calls", num, 0))
     trace, num_without_token = recording.trace(ended_at)
     save_trace(trace, output)
     is_open = recording.is_waiting_for(ended_at)
     for line in _left_out(recording, num_without_token, is_open=is_open):
         note(line)
-    more: dict[str, object] = {
-        "num_lost": recording.num_lost,
-        "num_without_token": num_without_token,
-        "has_unended_calls": is_open,
-    }
-    _say_written(output, trace, more if as_json else None)
+    more = {"num_lost": recording.num_lost, "num_without_token": num_without_token}
+    _say_written(output, trace, **more, has_unended_calls=is_open, as_json=as_json)
     if recording.trouble is not None:
         raise recording.trouble
 
@@ -319,7 +265,7 @@ def show(
     *,
     kind: FormatOption = None,
     peak: Annotated[
-        float, typer.Option("--peak", help="Seconds of the peak window that is looked for.")
+        float, typer.Option(help="Seconds of the peak window that is looked for.")
     ] = 300.0,
     seed: SeedOption = 0,
     as_json: JsonOption = False,
@@ -331,11 +277,7 @@ def show(
     if not len(trace):
         raise InputError(f"{path}: has no calls")
     summary = summarize_trace(trace, peak_s=peak)
-    if as_json:
-        print_json(asdict(summary))
-        return
-    for line in _lines(summary):
-        say(line)
+    answer(asdict(summary), *_lines(summary), as_json=as_json)
 
 
 @trace_app.command()
@@ -355,8 +297,7 @@ def convert(
         float | None, typer.Option("--to", help="Second of the file to end before.")
     ] = None,
     lengths_from: Annotated[
-        Path | None,
-        typer.Option("--lengths-from", help="For rates: a trace to draw calls from."),
+        Path | None, typer.Option(help="For rates: a trace to draw calls from.")
     ] = None,
     seed: SeedOption = 0,
     as_json: JsonOption = False,
@@ -374,29 +315,21 @@ def convert(
     like = None if lengths_from is None else read_trace(lengths_from)
     trace = read_trace(path, kind, Drawing(seed, scale_rate_by, from_s, end_s, like))
     if not kind.has_rates:
-        trace = _cut(trace, from_s, to_s)
+        if from_s or to_s is not None:
+            trace = trace.between(from_s, trace.duration_s if to_s is None else to_s)
         trace = scale_rate(trace, scale_rate_by, seed=seed)
     trace = scale_time(trace, scale_time_by)
     if not len(trace):
         raise InputError(f"{path}: no call is left; nothing was written")
     prepare_file(output)
     save_trace(trace, output)
-    _say_written(output, trace, {} if as_json else None)
+    _say_written(output, trace, as_json=as_json)
 
 
-def _say_written(path: Path, trace: Trace, more: Mapping[str, object] | None) -> None:
-    """What was written; as JSON, with `more`, unless that is None."""
-    if more is None:
-        say(f"{path}: {len(trace):,} calls in {trace.duration_s:,.0f} s")
-        return
+def _say_written(path: Path, trace: Trace, *, as_json: bool, **more: Any) -> None:
     written = {"path": str(path), "num_requests": len(trace), "duration_s": trace.duration_s}
-    print_json({**written, **more})
-
-
-def _cut(trace: Trace, from_s: float, to_s: float | None) -> Trace:
-    if not from_s and to_s is None:
-        return trace
-    return trace.between(from_s, trace.duration_s if to_s is None else to_s)
+    shown = f"{path}: {len(trace):,} calls in {trace.duration_s:,.0f} s"
+    answer(written | more, shown, as_json=as_json)
 
 
 def _left_out(recording: CallRecording, num_without_token: int, *, is_open: bool) -> Iterator[str]:

@@ -8,7 +8,6 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,12 +22,11 @@ from batchrun.cli.console import (
     JsonOption,
     ListenOption,
     ModelOption,
+    ProgressBar,
+    answer,
     note,
-    print_json,
-    progress_bar,
-    say,
 )
-from batchrun.config import STOCK_POLICY, Deployment, load_deployment, load_home
+from batchrun.config import STOCK_POLICY, Deployment, load_deployment
 from batchrun.engine import process
 from batchrun.errors import BatchrunError, DaemonUnavailableError, InputError, StateError
 from batchrun.home import Home
@@ -60,32 +58,26 @@ def up(
     model: ModelOption = None,
     listen: ListenOption = None,
     config: ConfigOption = None,
-    home_path: HomeOption = None,
+    home: HomeOption,
     as_json: JsonOption = False,
 ) -> None:
     """Start the daemon, the gateway and the engines (adopting those that still run)."""
-    home = load_home(home_path)
     deployment = read_deployment(config, model=model, listen=listen)
     if detach:
-        picture = start_in_background(deployment, home, _passed_on(model, listen, config))
-        if as_json:
-            print_json(picture)
-        else:
-            say(f"online endpoint {picture['gateway']}/v1")
-        return
-    _run_here(deployment, home)
-
-
-def down(*, home_path: HomeOption = None, as_json: JsonOption = False) -> None:
-    """Stop the daemon, the gateway and the engines. Jobs stay, and go on with the next `up`."""
-    stopped = stop_everything(load_home(home_path))
-    if as_json:
-        print_json({"stopped": stopped})
+        picture = start_in_background(home, flags_of(config, model, listen))
+        answer(picture, f"online endpoint {picture['gateway']}/v1", as_json=as_json)
     else:
-        say(f"stopped: {', '.join(stopped)}" if stopped else "nothing was running")
+        _run_here(deployment, home)
 
 
-def start_in_background(deployment: Deployment, home: Home, flags: list[str]) -> dict[str, Any]:
+def down(*, home: HomeOption, as_json: JsonOption = False) -> None:
+    """Stop the daemon, the gateway and the engines. Jobs stay, and go on with the next `up`."""
+    stopped = stop_everything(home)
+    shown = f"stopped: {', '.join(stopped)}" if stopped else "nothing was running"
+    answer({"stopped": stopped}, shown, as_json=as_json)
+
+
+def start_in_background(home: Home, flags: list[str]) -> dict[str, Any]:
     """Start a detached daemon and wait until an engine is ready; returns its status.
 
     Raises what made the daemon give up, as one line.
@@ -101,12 +93,18 @@ def start_in_background(deployment: Deployment, home: Home, flags: list[str]) ->
         log_path=log_path,
         record_path=home.daemon_process,
     )
-
-    def check() -> None:
-        if not process.is_alive(record):
-            raise BatchrunError(_last_words(log_path, log_size))
-
-    return _wait_until_ready(home, deployment, check)
+    stages = "starting"
+    with ProgressBar(after_s=0) as progress:
+        while process.is_alive(record):
+            progress(stages, 0, 0)
+            with suppress(DaemonUnavailableError):
+                picture = DaemonClient(home).get("/status")
+                engines = picture["engines"]
+                if any(engine["state"] == "ready" for engine in engines):
+                    return picture
+                stages = "; ".join(f"engine {each['name']}: {each['stage']}" for each in engines)
+            time.sleep(POLL_INTERVAL_S)
+    raise BatchrunError(_last_words(log_path, log_size))
 
 
 def stop_everything(home: Home) -> list[str]:
@@ -131,11 +129,9 @@ def _run_here(deployment: Deployment, home: Home) -> None:
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
     )
 
-    def on_ready() -> None:
-        note(f"online endpoint http://{deployment.listen}/v1")
-
+    ready = f"online endpoint http://{deployment.listen}/v1"
     try:
-        ended_by = serve(deployment, home, on_ready=on_ready)
+        ended_by = serve(deployment, home, on_ready=lambda: note(ready))
     except BatchrunError:
         if sys.stdin.isatty():
             stop_everything(home)
@@ -163,27 +159,6 @@ def _stop_daemon(home: Home) -> bool:
     return signalled is not None
 
 
-def _wait_until_ready(
-    home: Home, deployment: Deployment, check: Callable[[], None]
-) -> dict[str, Any]:
-    with progress_bar() as progress:
-        task = progress.add_task("starting", total=None)
-        while True:
-            check()
-            try:
-                picture = DaemonClient(home).get("/status")
-            except DaemonUnavailableError:
-                time.sleep(POLL_INTERVAL_S)
-                continue
-            states = [engine["state"] for engine in picture["engines"]]
-            if "ready" in states:
-                return picture
-            stages = {engine["name"]: engine["stage"] for engine in picture["engines"]}
-            described = "; ".join(f"engine {name}: {stage}" for name, stage in stages.items())
-            progress.update(task, description=described)
-            time.sleep(POLL_INTERVAL_S)
-
-
 def _last_words(log_path: Path, start: int) -> str:
     """The daemon's own error line, from what it has logged since `start`."""
     with log_path.open("rb") as log:
@@ -193,12 +168,10 @@ def _last_words(log_path: Path, start: int) -> str:
     return said[-1].removeprefix("batchrun: ") if said else f"the daemon ended; log: {log_path}"
 
 
-def _passed_on(model: str | None, listen: str | None, config: Path | None) -> list[str]:
-    flags: list[str] = []
-    for flag, value in (("--model", model), ("--listen", listen), ("--config", config)):
-        if value is not None:
-            flags += [flag, str(value)]
-    return flags
+def flags_of(config: Path | None, model: str | None, listen: str | None) -> list[str]:
+    """What was said of the deployment, for another `batchrun up`."""
+    said = {"--config": config, "--model": model, "--listen": listen}
+    return [word for flag, value in said.items() if value for word in (flag, str(value))]
 
 
 SAMPLE_ROWS = 16
@@ -254,29 +227,22 @@ def init(
         if path.exists():
             raise InputError(f"{path} exists already; init overwrites nothing")
     try:
-        for name, text in texts.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(text, encoding="utf-8")
+        for path, text in zip(paths, texts.values(), strict=False):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
         write_sample("loogle", data, rows=SAMPLE_ROWS)
-    except (OSError, InputError) as error:
+    except (OSError, BatchrunError) as error:
         with suppress(OSError):
             for path in paths:
                 path.unlink(missing_ok=True)
         reason = error.strerror if isinstance(error, OSError) else error
         raise InputError(f"{folder}: cannot be written: {reason}") from error
-    names = [*texts, "data/sample.parquet"]
-    if as_json:
-        print_json({"written": [str(folder / name) for name in names]})
-        return
-    for name in names:
-        say(str(folder / name))
     enter = "" if folder.absolute() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
-    say(f"next: {enter}batchrun run jobs/sample.yaml")
+    written = [str(path) for path in paths]
+    following = f"next: {enter}batchrun run jobs/sample.yaml"
+    answer({"written": written}, *written, following, as_json=as_json)
 
 
 def version(*, as_json: JsonOption = False) -> None:
     """Print the version."""
-    if as_json:
-        print_json({"version": __version__})
-    else:
-        say(f"batchrun {__version__}")
+    answer({"version": __version__}, f"batchrun {__version__}", as_json=as_json)

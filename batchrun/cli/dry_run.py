@@ -5,29 +5,25 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from rich.table import Table
-from rich.text import Text
 
 from batchrun.cli.client import DaemonClient
-from batchrun.cli.console import LateProgress, vllm_needed
+from batchrun.cli.console import ProgressBar, named_lines, vllm_needed
 from batchrun.cli.deployment import read_deployment
-from batchrun.cli.inspect import find_kv_size
+from batchrun.cli.inspect import error_lines, find_kv_size, hit_rates
 from batchrun.config import Deployment
 from batchrun.daemon.plugin import existing_profile
 from batchrun.errors import DaemonUnavailableError, EngineError, InputError
 from batchrun.home import Home
-from batchrun.jobs.figures import Inspected
-from batchrun.jobs.inputs.input_data import InputData
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.prompts.tokens import read_prompts
 from batchrun.jobs.spec import JobSpec
-from batchrun.jobs.study import KvSize, OutputEstimate, answers_in_data, output_limit, study_job
+from batchrun.jobs.study import JobStudy, KvSize, OutputEstimate, estimate_outputs, study_job
 from batchrun.jobs.submit import checked_job
 from batchrun.quantities import count, duration
 from batchrun.simulator.planner.job_forecast import (
@@ -39,10 +35,10 @@ from batchrun.simulator.planner.job_forecast import (
     Price,
     study_figures,
 )
-from batchrun.types import USUAL_OUTPUT_TOKENS, ProgressSink
+from batchrun.types import ProgressSink
 
 if TYPE_CHECKING:
-    from batchrun.simulator.planner.simulated_fleet import SimulatedFleet
+    from batchrun.simulator.planner.colocation import SimulatedFleet
 
 
 NO_DAEMON = (
@@ -84,53 +80,67 @@ def measured(home: Home, computed_tokens: int, weight: float) -> Forecast:
     )
 
 
-EMBEDDINGS = "/v1/embeddings"
+UNKNOWN = Forecast.unknown("", "")
 NOTHING_TO_RUN = Forecast.unknown("no row can run", "no row can run")
 
 
-@dataclass(frozen=True, slots=True)
-class Assumed:
-    """What the user says of the load and the engines: `--trace`, `--profile` and `--price`."""
-
-    trace: Path | None = None
-    profile: str | None = None
-    price: str | None = None
-
-
-def predict(file: Path, home: Home, assumed: Assumed) -> Prediction:
+def predict(
+    file: Path, home: Home, trace: Path | None, profile: str | None, price: str | None
+) -> Prediction:
     """What would become of a job file. Makes no file, folder or store.
 
-    Raises what `submit` raises for the same file; InputError, ConfigError and EngineError where
-    what is assumed cannot be used.
+    `trace`, `profile` and `price` are what the user assumes of the load and the engines. Raises
+    what `submit` raises for the same file; InputError, ConfigError and EngineError where what is
+    assumed cannot be used.
     """
-    with LateProgress() as progress:
+    with ProgressBar() as progress:
         spec = load_job_file(file, cwd=Path.cwd())
         home.check()
         deployment = read_deployment(None)
-        asked = _asked_simulation(assumed, deployment, home)
-        price = _price(assumed, asked)
-        if asked is None or assumed.profile is None:
+        simulation: SimulatedFleet | None = None
+        if trace is not None or profile is not None:
+            simulation = _simulation(trace, profile, deployment, home)
+        cost = _price(price, simulation)
+        if simulation is None or profile is None:
             kv = find_kv_size(None, deployment, home)
         else:
-            kv = asked.kv
-        inspected, figures = _studied(spec, kv, deployment.model_folder(home), progress)
-        known = _measured(home, spec, figures, assumed)
-        simulation = asked
-        if asked is None and known.eta.source is None:
+            kv = simulation.kv
+        job, outputs, figures = _studied(spec, kv, deployment.model_folder(home), progress)
+        if figures["rows_that_cannot_run"] == figures["rows"]:
+            return Prediction(figures, spec.deadline_s, NOTHING_TO_RUN, cost)
+        tokens = figures["computed_tokens"]
+        # A trace stands in for what a daemon has measured.
+        forecast = UNKNOWN if trace is not None else measured(home, tokens, spec.weight)
+        if simulation is None and forecast.eta.source is None:
             simulation = _own_simulation(deployment, home)
-        computed_tokens = figures["computed_tokens"]
-        forecast = _forecast(simulation, inspected, computed_tokens, known, progress)
-    return Prediction(figures, spec.deadline_s, forecast, price)
+        if simulation is not None:
+            rows = simulation.job(spec, job.plan, outputs)
+            if not rows.num_rows:
+                return Prediction(figures, spec.deadline_s, NOTHING_TO_RUN, cost)
+            forecast = simulation.forecast(rows, tokens, forecast.eta, progress)
+    return Prediction(figures, spec.deadline_s, forecast, cost)
 
 
-def _asked_simulation(
-    assumed: Assumed, deployment: Deployment, home: Home
-) -> SimulatedFleet | None:
-    if assumed.trace is None and assumed.profile is None:
-        return None
+def _studied(
+    spec: JobSpec, kv: KvSize, model_folder: Path | None, progress: ProgressSink
+) -> tuple[JobStudy, OutputEstimate, dict[str, Any]]:
+    """The study, and the figures that are printed. Checks all that a submission checks."""
+    with checked_job(spec, scratch=Path(tempfile.gettempdir()), progress=progress) as given:
+        data, template = given
+        prompts = read_prompts(model_folder, now=datetime.now().astimezone())
+        job = study_job(spec, data, template, prompts, progress)
+        outputs = estimate_outputs(spec, data, job.counted.bytes_per_token, guesses=True)
+        inspected = job.figures(outputs, kv)
+    output_tokens = float(outputs.filled[job.tree.rows].sum())
+    return job, outputs, study_figures(inspected, inspected["prompt_tokens_total"], output_tokens)
+
+
+def _simulation(
+    trace: Path | None, profile: str | None, deployment: Deployment, home: Home
+) -> SimulatedFleet:
     with vllm_needed("submit --dry-run with --trace or --profile"):
-        from batchrun.simulator.planner.simulated_fleet import simulation_of
-    found = simulation_of(assumed.trace, assumed.profile, deployment, home)
+        from batchrun.simulator.planner.colocation import simulation_of
+    found = simulation_of(trace, profile, deployment, home)
     if found is None:
         raise InputError(
             f"--trace: engine {deployment.engines[0].name} has no profile yet; run `batchrun "
@@ -141,99 +151,34 @@ def _asked_simulation(
 
 def _own_simulation(deployment: Deployment, home: Home) -> SimulatedFleet | None:
     """Of the profile of the deployment's first engine, where there is one and vLLM is here."""
-    if existing_profile(deployment, deployment.engines[0], home) is None:
-        return None
-    try:
-        with vllm_needed("submit --dry-run"):
-            from batchrun.simulator.planner.simulated_fleet import simulation_of
-    except EngineError:
-        return None
-    return simulation_of(None, None, deployment, home)
+    if existing_profile(deployment, deployment.engines[0], home) is not None:
+        with suppress(EngineError):
+            return _simulation(None, None, deployment, home)
+    return None
 
 
-def _price(assumed: Assumed, simulation: SimulatedFleet | None) -> Price:
+def _price(price: str | None, simulation: SimulatedFleet | None) -> Price:
     given = Price() if simulation is None else simulation.price
-    if assumed.price is None:
+    if price is None:
         return given
     if given.per_gpu_hour is not None:
-        raise InputError(f"--price {assumed.price}: --profile has a price already")
-    return Price.parse(assumed.price)
-
-
-def _studied(
-    spec: JobSpec, kv: KvSize, model_folder: Path | None, progress: ProgressSink
-) -> tuple[Inspected, dict[str, Any]]:
-    """The job's study, and the figures that are printed. Checks all that a submission checks."""
-    with checked_job(spec, scratch=Path(tempfile.gettempdir()), progress=progress) as given:
-        data, template = given
-        prompts = read_prompts(model_folder, now=datetime.now().astimezone())
-        job = study_job(spec, data, template, prompts, progress)
-        outputs = expected_outputs(spec, data, job.counted.bytes_per_token)
-        inspected = Inspected(spec, job, outputs, kv)
-        figures = inspected.figures()
-    output_tokens = float(outputs.filled[job.tree.rows].sum())
-    return inspected, study_figures(figures, figures["prompt_tokens_total"], output_tokens)
-
-
-def expected_outputs(spec: JobSpec, data: InputData, bytes_per_token: float) -> OutputEstimate:
-    """What the data says of the answers, else what the daemon expects of a job that has not begun.
-
-    Raises DataError when the input cannot be read.
-    """
-    in_data = answers_in_data(spec, data, bytes_per_token)
-    if in_data is not None:
-        return in_data
-    limit, mean = output_limit(spec), float(USUAL_OUTPUT_TOKENS)
-    source = "a guess, as nothing says how long they are"
-    if spec.endpoint == EMBEDDINGS:
-        mean, source = 0.0, "the endpoint"
-    elif limit is not None and limit <= USUAL_OUTPUT_TOKENS:
-        mean, source = float(limit), "the limit in the job file"
-    return OutputEstimate(np.full(data.num_rows, mean), mean, source)
-
-
-def _measured(home: Home, spec: JobSpec, figures: dict[str, Any], assumed: Assumed) -> Forecast:
-    """By the daemon's pace, which a trace stands in for."""
-    if figures["rows_that_cannot_run"] == figures["rows"]:
-        return NOTHING_TO_RUN
-    if assumed.trace is not None:
-        return Forecast.unknown("", "")
-    return measured(home, figures["computed_tokens"], spec.weight)
-
-
-def _forecast(
-    simulation: SimulatedFleet | None,
-    inspected: Inspected,
-    computed_tokens: int,
-    known: Forecast,
-    progress: ProgressSink,
-) -> Forecast:
-    """The simulated one where there is a simulation, else what is known without."""
-    if simulation is None or known is NOTHING_TO_RUN:
-        return known
-    job = simulation.job(inspected.spec, inspected.job.plan, inspected.outputs)
-    if not job.num_rows:
-        return NOTHING_TO_RUN
-    return simulation.forecast(job, computed_tokens, known.eta, progress)
+        raise InputError(f"--price {price}: --profile has a price already")
+    return Price.parse(price)
 
 
 def rendered(found: Prediction) -> Table:
     """The whole answer."""
-    table = Table(box=None, show_header=False)
-    for key, value in _lines(found):
-        table.add_row(key, Text(value, overflow="fold"))
-    return table
+    return named_lines(_lines(found))
 
 
 def _lines(found: Prediction) -> Iterator[tuple[str, str]]:
     study, forecast = found.study, found.forecast
     yield "job", f"{study['name']}, {study['endpoint']}; it was not submitted"
     yield "rows", f"{study['rows']:,}; prefix groups: {study['prefix_groups']:,}"
-    if num_errors := study["rows_that_cannot_run"]:
-        failing = f"rows that cannot be rendered and will fail: {num_errors:,}"
-        yield "errors", f"{failing}; first: {study['first_error']}"
+    yield from error_lines(study["rows_that_cannot_run"], study["first_error"])
     yield "tokens", _tokens(study)
-    yield "hit rate", _hit_rates(study)
+    unknown = "the KV size is not known before an engine runs or was calibrated"
+    yield "hit rate", hit_rates(study, unknown)
     yield "ETA", _eta(forecast.eta)
     if found.deadline_s is not None:
         yield "deadline", _deadline(forecast.eta, found.deadline_s)
@@ -249,19 +194,6 @@ def _tokens(study: Mapping[str, Any]) -> str:
         f"({mean:,.3g} a row, from {study['output_tokens_source']}{bound}); "
         f"{study['computed_tokens']:,} to compute"
     )
-
-
-def _hit_rates(study: Mapping[str, Any]) -> str:
-    best = f"{study['best_hit_rate']:.1%} at best"
-    if study["kv_tokens"] is None:
-        return f"{best}; the KV size is not known before an engine runs or was calibrated"
-    kv = f"{study['kv_tokens']:,} KV tokens ({study['kv_tokens_source']})"
-    if study["expected_hit_rate"] is None:
-        return f"{best}; no row fits {kv}"
-    expected = f"{study['expected_hit_rate']:.1%} expected with {kv}, {best}"
-    if study["rows_larger_than_kv"]:
-        expected += f"; {study['rows_larger_than_kv']:,} rows need more KV than there is"
-    return expected
 
 
 def _eta(eta: Eta) -> str:

@@ -21,20 +21,19 @@ from batchrun.cli.console import (
     ConfigOption,
     HomeOption,
     JsonOption,
-    LateProgress,
     ModelOption,
+    ProgressBar,
+    answer,
+    command_group,
     prepare_file,
-    print_json,
-    say,
 )
 from batchrun.cli.deployment import read_deployment
-from batchrun.config import TINY_MODEL, Deployment, EngineConfig, load_home
+from batchrun.config import TINY_MODEL, Deployment, EngineConfig
 from batchrun.daemon.plugin import profile_path
 from batchrun.daemon.supervisor import check_gateway_port, default_port, engine_python
-from batchrun.engine.install import check_model, check_port_free, find_vllm, has_gpu, install_engine
+from batchrun.engine.command import check_model, check_port_free, find_vllm, has_gpu, install_engine
 from batchrun.engine.tiny_model import build_tiny_model
 from batchrun.errors import BatchrunError, EngineError, InputError, StateError, known_name
-from batchrun.estimator.profile import CalibrationProfile
 from batchrun.files import write_atomically
 from batchrun.home import Home
 from batchrun.scheduling.policies import POLICIES
@@ -45,46 +44,22 @@ from batchrun.simulator.calibrate import (
     choose_engine,
 )
 
-engine_app = typer.Typer(
-    help="The engine's own environment, and how running engines schedule.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-)
-models_app = typer.Typer(
-    help="Models for trying things out.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-)
-
-
-@engine_app.callback()
-def _engine() -> None:
-    """The engine's own environment, and how running engines schedule."""
-
-
-@models_app.callback()
-def _models() -> None:
-    """Models for trying things out."""
+engine_app = command_group("The engine's own environment, and how running engines schedule.")
+models_app = command_group("Models for trying things out.")
 
 
 @engine_app.command()
 def install(
     *,
     cpu: Annotated[bool, typer.Option("--cpu", help="vLLM built for CPU.")] = False,
-    home_path: HomeOption = None,
+    home: HomeOption,
     as_json: JsonOption = False,
 ) -> None:
     """Install vLLM into an environment of its own: the GPU build, or the locked CPU one."""
-    home = load_home(home_path)
     home.create()
-    with LateProgress() as progress:
+    with ProgressBar() as progress:
         python = install_engine(home.engine_environment, cpu=cpu, progress=progress)
-    if as_json:
-        print_json({"python": str(python)})
-    else:
-        say(f"engine installed: {python}")
+    answer({"python": str(python)}, f"engine installed: {python}", as_json=as_json)
 
 
 def _known_policy(name: str | None) -> str | None:
@@ -111,7 +86,7 @@ def set_engines(
     reset: Annotated[
         bool, typer.Option("--reset", help="First go back to what the engines were started with.")
     ] = False,
-    home_path: HomeOption = None,
+    home: HomeOption,
     as_json: JsonOption = False,
 ) -> None:
     """Change how running engines schedule, until the daemon ends."""
@@ -122,15 +97,14 @@ def set_engines(
         change["token_budget"] = budget
     if not change:
         raise InputError("nothing to change: give --policy, --budget or --reset")
-    answer = DaemonClient(load_home(home_path)).post("/engines", change)
-    if as_json:
-        print_json(answer)
-        return
-    for name, now in answer["engines"].items():
-        if now is None:
-            say(f"engine {name}: does not listen now; it will be told when it does")
-        else:
-            say(f"engine {name}: policy {now['policy']}, {now['token_budget']:,} tokens a step")
+    done = DaemonClient(home).post("/engines", change)
+    shown = [
+        f"engine {name}: does not listen now; it will get the change when it does"
+        if now is None
+        else f"engine {name}: policy {now['policy']}, {now['token_budget']:,} tokens a step"
+        for name, now in done["engines"].items()
+    ]
+    answer(done, *shown, as_json=as_json)
 
 
 @models_app.command()
@@ -139,10 +113,8 @@ def tiny(
 ) -> None:
     """Build a small model with random weights, the same bytes every time."""
     build_tiny_model(path)
-    if as_json:
-        print_json({"path": str(path)})
-    else:
-        say(f"{path}: a random Llama of 4 layers; its answers are noise")
+    shown = f"{path}: a random Llama of 4 layers; its answers are noise"
+    answer({"path": str(path)}, shown, as_json=as_json)
 
 
 def calibrate(
@@ -152,18 +124,17 @@ def calibrate(
         typer.Option("--output", "-o", help="Profile to write. [default: a file in the home]"),
     ] = None,
     engine: Annotated[
-        str | None, typer.Option("--engine", help="Name of the engine. [default: the first]")
+        str | None, typer.Option(help="Name of the engine. [default: the first]")
     ] = None,
     model: ModelOption = None,
     config: ConfigOption = None,
-    home_path: HomeOption = None,
+    home: HomeOption,
     as_json: JsonOption = False,
 ) -> None:
     """Measure the steps of an engine, and write the profile that its scheduler starts from.
 
     Starts the engine and ends it again. Under three minutes beside the engine's start.
     """
-    home = load_home(home_path)
     deployment = read_deployment(config, model=model)
     if DaemonClient(home).is_running():
         raise StateError(
@@ -174,24 +145,17 @@ def calibrate(
     path = output or profile_path(deployment, deployment.engines[index], home)
     home.create()
     prepare_file(path)
-    with LateProgress() as progress:
+    with ProgressBar() as progress:
         measured = asyncio.run(calibrate_engine(deployment, home, index, progress))
     write_atomically(path, measured.profile.to_json().encode())
-    if as_json:
-        print_json(_document(measured, path))
-        return
-    for line in _lines(measured, path):
-        say(line)
-
-
-def _document(measured: Measured, path: Path) -> dict[str, object]:
-    return {
+    document = {
         "path": str(path),
         "num_steps": measured.num_steps,
         "engine_start_s": measured.engine_start_s,
         "measuring_s": measured.measuring_s,
         "profile": json.loads(measured.profile.to_json()),
     }
+    answer(document, *_lines(measured, path), as_json=as_json)
 
 
 def _lines(measured: Measured, path: Path) -> Iterator[str]:
@@ -206,7 +170,8 @@ def _lines(measured: Measured, path: Path) -> Iterator[str]:
         f"{measured.engine_start_s:.0f} s of starting; {best.num_held_out:,} held out of the fits"
     )
     for fitted in profile.fitted:
-        mark = ", chosen" if fitted is best else ", the paper's" if _is_papers(fitted.model) else ""
+        is_papers = getattr(fitted.model, "name", None) == "echo"
+        mark = ", chosen" if fitted is best else ", the paper's" if is_papers else ""
         yield (
             f"model      {fitted.model.name}: held-out error {fitted.held_out_mape:.1%} "
             f"(p95 {fitted.held_out_p95_ape:.0%}){mark}"
@@ -221,23 +186,15 @@ def _lines(measured: Measured, path: Path) -> Iterator[str]:
             f"gap        {1e3 * profile.gap.predict_s(1):.1f} ms between two steps of one request, "
             f"{1e3 * profile.gap.predict_s(64):.1f} ms of 64"
         )
-    yield f"online     {_online(profile)}"
+    online = "no figures: the model did not answer chat calls"
+    if (seen := profile.online) is not None:
+        online = (
+            f"TTFT p50 {seen.ttft_p50_s:.3f} s, p99 {seen.ttft_p99_s:.3f} s; TPOT p50 "
+            f"{1e3 * seen.tpot_p50_s:.1f} ms, p99 {1e3 * seen.tpot_p99_s:.1f} ms "
+            f"({seen.num_calls} calls alone, {seen.calls_per_s:.1f} a second)"
+        )
+    yield f"online     {online}"
     yield f"profile    {path}"
-
-
-def _is_papers(model: object) -> bool:
-    return getattr(model, "name", None) == "echo"
-
-
-def _online(profile: CalibrationProfile) -> str:
-    shown = profile.online
-    if shown is None:
-        return "no figures: the model did not answer chat calls"
-    return (
-        f"TTFT p50 {shown.ttft_p50_s:.3f} s, p99 {shown.ttft_p99_s:.3f} s; TPOT p50 "
-        f"{1e3 * shown.tpot_p50_s:.1f} ms, p99 {1e3 * shown.tpot_p99_s:.1f} ms "
-        f"({shown.num_calls} calls alone, {shown.calls_per_s:.1f} a second)"
-    )
 
 
 MIN_FREE_BYTES = 2 << 30
@@ -255,22 +212,19 @@ class Finding:
     mend: str | None = None
 
 
-def doctor(
-    *, config: ConfigOption = None, home_path: HomeOption = None, as_json: JsonOption = False
-) -> None:
+def doctor(*, config: ConfigOption = None, home: HomeOption, as_json: JsonOption = False) -> None:
     """Look for what is missing on this machine. Exits 4 when something is."""
-    home = load_home(home_path)
     deployment = read_deployment(config)
     findings = list(_findings(deployment, home))
-    missing = [finding for finding in findings if not finding.ok]
-    if as_json:
-        print_json({"ok": not missing, "findings": [asdict(finding) for finding in findings]})
-    else:
-        for finding in findings:
-            say(f"{'ok     ' if finding.ok else 'MISSING'} {finding.name}: {finding.detail}")
-            if not finding.ok and finding.mend:
-                say(f"        mend it: {finding.mend}")
-    if missing:
+    is_complete = all(finding.ok for finding in findings)
+    shown = []
+    for finding in findings:
+        shown.append(f"{'ok     ' if finding.ok else 'MISSING'} {finding.name}: {finding.detail}")
+        if not finding.ok and finding.mend:
+            shown.append(f"        mend it: {finding.mend}")
+    document = {"ok": is_complete, "findings": [asdict(finding) for finding in findings]}
+    answer(document, *shown, as_json=as_json)
+    if not is_complete:
         sys.exit(BatchrunError.exit_code)
 
 
@@ -278,7 +232,7 @@ def _findings(deployment: Deployment, home: Home) -> Iterator[Finding]:
     version = sys.version.split()[0]
     is_known = (3, 11) <= sys.version_info[:2] <= (3, 13)
     yield Finding("Python", is_known, version, "use Python 3.11, 3.12 or 3.13")
-    yield _home(home)
+    yield _home_finding(home)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     yield Finding(
         "memory", memory >= MIN_MEMORY_BYTES, f"{memory / 2**30:.0f} GiB", "use a larger machine"
@@ -302,7 +256,7 @@ def _findings(deployment: Deployment, home: Home) -> Iterator[Finding]:
         yield _checked("port of the gateway", deployment.listen, check, mend)
 
 
-def _home(home: Home) -> Finding:
+def _home_finding(home: Home) -> Finding:
     try:
         home.create()
         free = shutil.disk_usage(home.path).free

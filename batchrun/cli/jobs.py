@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Literal
 from urllib.parse import quote
 
 import typer
@@ -21,16 +19,13 @@ from batchrun.cli.console import (
     JobArgument,
     JobFileArgument,
     JsonOption,
-    LateProgress,
     ListenOption,
     ModelOption,
+    ProgressBar,
+    answer,
     note,
-    out,
-    print_json,
-    say,
 )
-from batchrun.cli.deployment import read_deployment, start_in_background, stop_everything
-from batchrun.config import load_home
+from batchrun.cli.deployment import flags_of, read_deployment, start_in_background, stop_everything
 from batchrun.errors import DaemonUnavailableError, InputError, UnknownJobError
 from batchrun.home import Home
 from batchrun.store import jobs
@@ -41,21 +36,11 @@ from batchrun.types import JobState
 LOCK_WAIT_S = 2.0
 
 
-class Switch(StrEnum):
-    """Whether offline work runs."""
-
-    ON = "on"
-    OFF = "off"
-
-
 def submit(
     file: JobFileArgument,
     *,
     continue_from: Annotated[
-        str | None,
-        typer.Option(
-            "--continue-from", metavar="JOB", help="Take over finished rows that are the same."
-        ),
+        str | None, typer.Option(metavar="JOB", help="Take over finished rows that are the same.")
     ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until the job has ended.")] = False,
     strict: Annotated[
@@ -66,13 +51,11 @@ def submit(
         typer.Option("--dry-run", help="Submit nothing: check it; tell its tokens, ETA and cost."),
     ] = False,
     trace: Annotated[
-        Path | None,
-        typer.Option("--trace", help="With --dry-run: simulate beside these online calls."),
+        Path | None, typer.Option(help="With --dry-run: simulate beside these online calls.")
     ] = None,
     profile: Annotated[
         str | None,
         typer.Option(
-            "--profile",
             metavar="PROFILE",
             help="With --dry-run: engine to simulate, as in `batchrun plan`. [default: the "
             "deployment's first, if calibrated]",
@@ -81,25 +64,31 @@ def submit(
     price: Annotated[
         str | None,
         typer.Option(
-            "--price",
             metavar="PRICE[xGPUS]",
             help="With --dry-run: price of a GPU-hour, GPUs of an engine.",
         ),
     ] = None,
-    home_path: HomeOption = None,
+    home: HomeOption,
     as_json: JsonOption = False,
 ) -> None:
     """Add a job. Without a daemon it waits in the store until one runs."""
-    home = load_home(home_path)
-    prediction = {"--trace": trace, "--profile": profile, "--price": price}
     if dry_run:
-        waiting = {"--wait": wait, "--strict": strict}
-        _refuse_given(waiting, "--dry-run submits nothing to wait for; leave out {}")
-        line = "--dry-run does not tell what {} would take over; leave out one of the two"
-        _refuse_given({"--continue-from": continue_from}, line)
-        _dry_run(file, home, trace, profile, price, as_json=as_json)
+        if wait or strict:
+            option = "--wait" if wait else "--strict"
+            raise InputError(f"--dry-run submits nothing to wait for; leave out {option}")
+        if continue_from:
+            raise InputError(
+                "--dry-run does not tell what --continue-from would take over; leave out one of "
+                "the two"
+            )
+        from batchrun.cli.dry_run import predict, rendered
+
+        found = predict(file, home, trace, profile, price)
+        answer(found.record(), rendered(found), as_json=as_json)
         return
-    _refuse_given(prediction, "{} says what --dry-run is to assume; give --dry-run too")
+    for option, value in {"--trace": trace, "--profile": profile, "--price": price}.items():
+        if value:
+            raise InputError(f"{option} says what --dry-run is to assume; give --dry-run too")
     job = prepare(file, home, continue_from)
     if wait and not DaemonClient(home).is_running():
         raise DaemonUnavailableError(
@@ -109,46 +98,21 @@ def submit(
     job_id, is_waiting = hand_over(job, home)
     if wait:
         follow(DaemonClient(home), job_id, strict=strict, as_json=as_json)
-    elif as_json:
-        print_json({"id": job_id, "rows": job.num_rows, "waits_for_daemon": is_waiting})
-    else:
-        say(f"{job_id}  {job.name}: {job.num_rows:,} rows")
-        if is_waiting:
-            note("no daemon runs; the job waits for `batchrun up -d`")
+        return
+    document = {"id": job_id, "rows": job.num_rows, "waits_for_daemon": is_waiting}
+    answer(document, f"{job_id}  {job.name}: {job.num_rows:,} rows", as_json=as_json)
+    if is_waiting and not as_json:
+        note("no daemon runs; the job waits for `batchrun up -d`")
 
 
-def _refuse_given(options: Mapping[str, object], line: str) -> None:
-    for name, value in options.items():
-        if value:
-            raise InputError(line.format(name))
-
-
-def _dry_run(
-    file: Path,
-    home: Home,
-    trace: Path | None,
-    profile: str | None,
-    price: str | None,
-    *,
-    as_json: bool,
-) -> None:
-    from batchrun.cli.dry_run import Assumed, predict, rendered
-
-    found = predict(file, home, Assumed(trace, profile, price))
-    if as_json:
-        print_json(found.record())
-    else:
-        out.print(rendered(found))
-
-
-def cancel(job: JobArgument, *, home_path: HomeOption = None, as_json: JsonOption = False) -> None:
+def cancel(job: JobArgument, *, home: HomeOption, as_json: JsonOption = False) -> None:
     """End a job now; what is done is kept in its output."""
-    _change(job, "cancel", home_path, as_json=as_json)
+    _change(job, "cancel", home, as_json=as_json)
 
 
-def pause(job: JobArgument, *, home_path: HomeOption = None, as_json: JsonOption = False) -> None:
+def pause(job: JobArgument, *, home: HomeOption, as_json: JsonOption = False) -> None:
     """Stop running a job's rows until `resume`."""
-    _change(job, "pause", home_path, as_json=as_json)
+    _change(job, "pause", home, as_json=as_json)
 
 
 def resume(
@@ -157,7 +121,7 @@ def resume(
     accept_input: Annotated[
         bool, typer.Option("--accept-input", help="Go on with the input as it is now.")
     ] = False,
-    home_path: HomeOption = None,
+    home: HomeOption,
     as_json: JsonOption = False,
 ) -> None:
     """Go on with a paused job.
@@ -165,21 +129,18 @@ def resume(
     With --accept-input rows keep their numbers, and those that are done keep their results.
     """
     action = "resume-accepting-input" if accept_input else "resume"
-    _change(job, action, home_path, as_json=as_json)
+    _change(job, action, home, as_json=as_json)
 
 
 def offline(
-    switch: Annotated[Switch, typer.Argument(help="on or off")],
+    switch: Annotated[Literal["on", "off"], typer.Argument(help="on or off")],
     *,
-    home_path: HomeOption = None,
+    home: HomeOption,
     as_json: JsonOption = False,
 ) -> None:
     """Turn all offline work on or off at once; online traffic goes on."""
-    answer = DaemonClient(load_home(home_path)).post("/offline", {"on": switch is Switch.ON})
-    if as_json:
-        print_json(answer)
-    else:
-        say(f"offline work is {switch}")
+    done = DaemonClient(home).post("/offline", {"on": switch == "on"})
+    answer(done, f"offline work is {switch}", as_json=as_json)
 
 
 def prepare(file: Path, home: Home, continue_from: str | None = None) -> NewJob:
@@ -193,7 +154,7 @@ def prepare(file: Path, home: Home, continue_from: str | None = None) -> NewJob:
     from batchrun.jobs.spec import JobSpec
     from batchrun.jobs.submit import open_submitted, prepare_job
 
-    with LateProgress() as progress:
+    with ProgressBar() as progress:
         spec = load_job_file(file, cwd=Path.cwd())
         if continue_from is not None:
             with stored_job(continue_from, home) as (_, record):
@@ -207,16 +168,13 @@ def prepare(file: Path, home: Home, continue_from: str | None = None) -> NewJob:
 def hand_over(job: NewJob, home: Home) -> tuple[str, bool]:
     """Give a job to the daemon, or to the store when none runs; returns (id, it waits)."""
     try:
-        answer = DaemonClient(home).post("/jobs", asdict(job))
-        return str(answer["id"]), False
+        return str(DaemonClient(home).post("/jobs", asdict(job))["id"]), False
     except DaemonUnavailableError:
         return _add_to_store(job, home), True
 
 
 def _add_to_store(job: NewJob, home: Home) -> str:
     from batchrun.files import StoreLock
-    from batchrun.store import jobs
-    from batchrun.store.database import open_store
     from batchrun.store.place import DaemonLock, open_for
 
     home.create()
@@ -229,14 +187,11 @@ def _add_to_store(job: NewJob, home: Home) -> str:
             return jobs.create(store, job, now_s=time.time()).id
 
 
-def _change(job: str, action: str, home_path: Path | None, *, as_json: bool) -> None:
+def _change(job: str, action: str, home: Home, *, as_json: bool) -> None:
     if not job or "/" in job:
         raise UnknownJobError(f"{job!r}: no such job; `batchrun status` lists the jobs")
-    answer = DaemonClient(load_home(home_path)).post(f"/jobs/{quote(job, safe='')}/{action}")
-    if as_json:
-        print_json(answer)
-    else:
-        say(f"{answer['id']}  {answer['state']}")
+    done = DaemonClient(home).post(f"/jobs/{quote(job, safe='')}/{action}")
+    answer(done, f"{done['id']}  {done['state']}", as_json=as_json)
 
 
 def run(
@@ -246,27 +201,22 @@ def run(
     model: ModelOption = None,
     listen: ListenOption = None,
     config: ConfigOption = None,
-    home_path: HomeOption = None,
+    home: HomeOption,
     as_json: JsonOption = False,
 ) -> None:
     """Run a job file to its end: start what is needed, write the results, stop it again.
 
     Interrupted or killed, the same command goes on where it was.
     """
-    home = load_home(home_path)
-    deployment = read_deployment(config, model=model, listen=listen)
+    read_deployment(config, model=model, listen=listen)  # A mistake in it shows here, in a line.
     job = prepare(file, home)
     client = DaemonClient(home)
     started = not client.is_running()
     if not started and (model or listen or config):
         note("a daemon runs already; --model, --listen and --config have no effect on it")
-    job_id = None
     try:
         if started:
-            flags = [] if config is None else ["--config", str(config)]
-            flags += ["--model", model] if model else []
-            flags += ["--listen", listen] if listen else []
-            start_in_background(deployment, home, flags)
+            start_in_background(home, flags_of(config, model, listen))
         job_id = _take_up(job, home, client)
         follow(client, job_id, strict=strict, as_json=as_json, go_on=f"run {file}")
     except KeyboardInterrupt:
@@ -286,24 +236,15 @@ def run(
 
 def _take_up(job: NewJob, home: Home, client: DaemonClient) -> str:
     """The id of the unfinished job with this very content, resumed, or of a new one."""
-    unfinished = _find_unfinished(job, home)
-    if unfinished is None:
+    with closing(open_store(home.store_location)) as store:
+        found = jobs.find_unfinished(store, job.content_hash)
+    if found is None or found.pin != job.pin:
         return hand_over(job, home)[0]
-    view: dict[str, Any] = client.get(f"/jobs/{unfinished}")
+    view = client.get(f"/jobs/{found.id}")
     note(
-        f"going on with {unfinished}: {view['num_completed'] + view['num_failed']:,} of "
+        f"going on with {found.id}: {view['num_completed'] + view['num_failed']:,} of "
         f"{view['num_rows']:,} rows are done"
     )
     if JobState(view["state"]) is JobState.PAUSED:
-        client.post(f"/jobs/{unfinished}/resume")
-    return unfinished
-
-
-def _find_unfinished(job: NewJob, home: Home) -> str | None:
-    store = open_store(home.store_location)
-    try:
-        found = jobs.find_unfinished(store, job.content_hash)
-    finally:
-        store.close()
-    same_input = found is not None and found.pin == job.pin
-    return found.id if found is not None and same_input else None
+        client.post(f"/jobs/{found.id}/resume")
+    return found.id

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from batchrun import __version__
-from batchrun.cli.console import note, say
+from batchrun.cli.console import note, out
 from batchrun.errors import BatchrunError, suggestion
 
 INTERRUPTED = 130
@@ -51,7 +51,7 @@ COMMANDS = {
     "store": "store:store_app",
     "gc": "store:gc",
     "doctor": "engine:doctor",
-    "datasets": "data:app",
+    "datasets": "data:datasets_app",
     "models": "engine:models_app",
     "engine": "engine:engine_app",
     "version": "deployment:version",
@@ -98,7 +98,7 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:  # noqa: FBT001 - typer calls it so
     if wanted:
-        say(f"batchrun {__version__}")
+        out.print(f"batchrun {__version__}")
         raise typer.Exit
 
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
+from rich.console import RenderableType
 
-from batchrun.cli.console import JsonOption, LateProgress, note, out, print_json, say, vllm_needed
+from batchrun.cli.console import (
+    JsonOption,
+    ProgressBar,
+    answer,
+    columns,
+    figure,
+    note,
+    vllm_needed,
+)
 from batchrun.errors import InputError
 from batchrun.quantities import count, duration, parse_duration_s, share
 from batchrun.simulator.traces.reading import read_trace
@@ -35,39 +43,35 @@ def _seconds(option: str, text: str) -> float:
 
 def plan(
     *,
-    trace: Annotated[Path, typer.Option("--trace", help="Trace of the online calls, any format.")],
+    trace: Annotated[Path, typer.Option(help="Trace of the online calls, any format.")],
     job: Annotated[
-        list[Path] | None, typer.Option("--job", help="Job file; as often as there are jobs.")
+        list[Path] | None, typer.Option(help="Job file; as often as there are jobs.")
     ] = None,
     profile: Annotated[
         list[str] | None,
         typer.Option(
-            "--profile",
             help="[NAME=]PROFILE[@PRICE[xGPUS]]: a profile of `batchrun calibrate`, a YAML file "
             "of constants or `a100-8b`; price of a GPU-hour, GPUs of an engine; give several and "
             "the cheapest is chosen. [default: a100-8b]",
         ),
     ] = None,
     max_model_len: Annotated[
-        int,
-        typer.Option("--max-model-len", min=2, max=131_072, help="vLLM's option of this name."),
+        int, typer.Option(min=2, max=131_072, help="vLLM's option of this name.")
     ] = 32_768,
-    ttft: Annotated[str, typer.Option("--ttft", help="Bound of the TTFT.")] = "1s",
-    tpot: Annotated[str, typer.Option("--tpot", help="Bound of the TPOT, in seconds.")] = "0.05",
+    ttft: Annotated[str, typer.Option(help="Bound of the TTFT.")] = "1s",
+    tpot: Annotated[str, typer.Option(help="Bound of the TPOT, in seconds.")] = "0.05",
     target: Annotated[
-        float, typer.Option("--target", help="Share of the calls that is to be within each bound.")
+        float, typer.Option(help="Share of the calls that is to be within each bound.")
     ] = 0.99,
-    peak: Annotated[str, typer.Option("--peak", help="Length of the busiest window.")] = "5m",
+    peak: Annotated[str, typer.Option(help="Length of the busiest window.")] = "5m",
     windows: Annotated[
         int, typer.Option(min=1, max=10_000, help="Windows that stand for the day.")
     ] = 24,
     window: Annotated[
-        str | None,
-        typer.Option("--window", help="Length of each. [default: 5m / engines, at least 1m]"),
+        str | None, typer.Option(help="Length of each. [default: 5m / engines, at least 1m]")
     ] = None,
     submit_at: Annotated[
-        str | None,
-        typer.Option("--submit-at", help="When jobs are submitted. [default: the trace's start]"),
+        str | None, typer.Option(help="When jobs are submitted. [default: the trace's start]")
     ] = None,
     max_engines: Annotated[
         int, typer.Option(min=1, max=65_536, help="The most engines that are tried.")
@@ -86,8 +90,7 @@ def plan(
             plan_capacity,
             record_of,
         )
-        from batchrun.simulator.planner.kinds import check_kinds, parse_kind
-        from batchrun.simulator.planner.peak import SloTarget
+        from batchrun.simulator.planner.kinds import SloTarget, check_kinds, parse_kind
 
     if not 0 < target <= 1:
         raise InputError(f"--target: must be above 0 and at most 1, not {target:g}")
@@ -112,55 +115,62 @@ def plan(
         None if window is None else _seconds("--window", window),
         0.0 if submit_at is None else _seconds("--submit-at", submit_at),
     )
-    with LateProgress() as progress:
+    with ProgressBar() as progress:
         found = plan_capacity(request, progress)
-    if as_json:
-        print_json(record_of(found))
-    else:
-        say(peak_line(found))
-        out.print(engines_table(found))
-        if found.jobs:
-            out.print(jobs_table(found))
-        say(paragraph(found))
+    shown = [*_plan_shown(found), paragraph(found)]
+    answer(record_of(found), *shown, as_json=as_json)
     if found.chosen is None:
         raise typer.Exit(NO_PLAN)
 
 
-def engines_table(plan: CapacityPlan) -> Table:
-    """One row for each number of engines that was simulated; the smallest that holds is marked."""
-    table = Table("engines", "count", "GPUs", "TTFT kept", "TPOT kept", "holds", "an hour")
+def _plan_shown(plan: CapacityPlan) -> Iterator[RenderableType]:
+    """Where the peak is, the numbers of engines that were simulated, and the jobs."""
+    window = plan.load.window
+    yield (
+        f"peak       seconds {window.start_s:,.0f} to {window.end_s:,.0f} of "
+        f"{plan.request.trace.duration_s:,.0f}, {count(plan.load.num_judged, 'call')}"
+    )
+    headings = "engines", "count", "GPUs", "TTFT kept", "TPOT kept", "holds", "an hour"
+    yield columns(*headings, rows=_engine_rows(plan))
+    if plan.jobs:
+        yield columns(
+            "job", "rows", "tokens", "done after", "deadline", "GPU-hours alone", "cost alone",
+            rows=map(_job_row, plan.jobs),
+        )  # fmt: skip
+
+
+def _engine_rows(plan: CapacityPlan) -> Iterator[Sequence[str]]:
+    """One for each number of engines that was simulated; the smallest that holds is marked."""
     for fleet in plan.fleets:
         for each in fleet.tried:
-            table.add_row(
+            yield (
                 fleet.kind.name,
                 f"{each.num_engines:,}",
                 f"{each.num_engines * fleet.kind.gpus:,}",
                 share(each.ttft_share),
                 share(each.tpot_share),
                 _verdict(plan, fleet, each.num_engines, holds=each.holds(plan.request.slo)),
-                _money(fleet.kind.price_per_hour(each.num_engines)),
+                figure(fleet.kind.price_per_hour(each.num_engines), "{:,.2f}"),
             )
         if not fleet.tried:
-            table.add_row(fleet.kind.name, "any", "", "", "", "impossible", "")
-    return table
+            yield fleet.kind.name, "any", "", "", "", "impossible", ""
 
 
-def jobs_table(plan: CapacityPlan) -> Table:
-    """One row for each job: beside the calls, and on engines of its own."""
-    table = Table(
-        "job", "rows", "tokens", "done after", "deadline", "GPU-hours alone", "cost alone"
+def _job_row(job: PlannedJob) -> Sequence[str]:
+    """Beside the calls, and on engines of its own."""
+    deadline = "-"
+    if job.deadline_s is not None:
+        kept = "kept" if job.is_deadline_kept else "missed"
+        deadline = f"{duration(job.deadline_s)}, {kept}"
+    return (
+        job.name,
+        f"{job.num_rows:,}",
+        f"{job.served_tokens:,}",
+        "never" if job.takes_s is None else duration(job.takes_s),
+        deadline,
+        f"{job.gpu_hours_alone:,.2f}",
+        figure(job.cost_alone, "{:,.2f}"),
     )
-    for job in plan.jobs:
-        table.add_row(
-            job.name,
-            f"{job.num_rows:,}",
-            f"{job.served_tokens:,}",
-            "never" if job.takes_s is None else duration(job.takes_s),
-            _deadline(job),
-            f"{job.gpu_hours_alone:,.2f}",
-            _money(job.cost_alone),
-        )
-    return table
 
 
 def _verdict(plan: CapacityPlan, fleet: Fleet, num_engines: int, *, holds: bool) -> str:
@@ -169,25 +179,6 @@ def _verdict(plan: CapacityPlan, fleet: Fleet, num_engines: int, *, holds: bool)
     if num_engines != fleet.num_engines:
         return "yes"
     return "chosen" if fleet is plan.chosen else "smallest"
-
-
-def _deadline(job: PlannedJob) -> str:
-    if job.deadline_s is None:
-        return ""
-    return f"{duration(job.deadline_s)}, {'kept' if job.is_deadline_kept else 'missed'}"
-
-
-def _money(value: float | None) -> str:
-    return "" if value is None else f"{value:,.2f}"
-
-
-def peak_line(plan: CapacityPlan) -> str:
-    """Where the peak is."""
-    window = plan.load.window
-    return (
-        f"peak       seconds {window.start_s:,.0f} to {window.end_s:,.0f} of "
-        f"{plan.request.trace.duration_s:,.0f}, {count(plan.load.num_judged, 'call')}"
-    )
 
 
 def simulate(
@@ -206,18 +197,12 @@ def simulate(
         from batchrun.simulator.simulation import simulate as run_simulation
     plan = plan_of(load_scenario(scenario), scenario.absolute().parent)
     with ExitStack() as stack:
-        progress = stack.enter_context(LateProgress())
+        progress = stack.enter_context(ProgressBar())
         tables = None if output is None else stack.enter_context(Tables(output))
         figures = run_simulation(plan, tables, progress)
     if output is not None:
         _draw(output, plan)
-    if as_json:
-        print_json(figures.record())
-        return
-    for line in _lines(figures):
-        say(line)
-    if figures.jobs:
-        out.print(_jobs(figures))
+    answer(figures.record(), *_simulation_shown(figures), as_json=as_json)
 
 
 def _draw(folder: Path, plan: SimulationPlan) -> None:
@@ -232,7 +217,7 @@ def _draw(folder: Path, plan: SimulationPlan) -> None:
     note(f"records and {len(drawn)} figures in {folder}")
 
 
-def _lines(figures: Simulated) -> Iterator[str]:
+def _simulation_shown(figures: Simulated) -> Iterator[RenderableType]:
     online, offline = figures.online, figures.offline
     engines = count(figures.num_engines, "engine")
     yield (
@@ -260,21 +245,23 @@ def _lines(figures: Simulated) -> Iterator[str]:
             f"{offline.num_in_engines:,} in the engines, {offline.num_preemptions:,} preemptions"
         )
 
-
-def _jobs(figures: Simulated) -> Table:
-    table = Table("job", "rows done", "served tokens", "computed tokens", "finished", "deadline")
-    kept = {None: "", True: "kept", False: "missed"}
-    for job in figures.jobs:
-        finished = "" if job.finished_at_s is None else f"{job.finished_at_s:,.0f} s"
-        table.add_row(
-            job.name,
-            f"{job.num_done:,} / {job.num_rows:,}",
-            f"{job.served_tokens:,}",
-            f"{job.computed_tokens:,}",
-            finished,
-            kept[job.is_deadline_kept],
+    if figures.jobs:
+        kept = {None: "-", True: "kept", False: "missed"}
+        headings = "job", "rows done", "served tokens", "computed tokens", "finished", "deadline"
+        yield columns(
+            *headings,
+            rows=(
+                (
+                    job.name,
+                    f"{job.num_done:,} / {job.num_rows:,}",
+                    f"{job.served_tokens:,}",
+                    f"{job.computed_tokens:,}",
+                    figure(job.finished_at_s, "{:,.0f} s"),
+                    kept[job.is_deadline_kept],
+                )
+                for job in figures.jobs
+            ),
         )
-    return table
 
 
 def _latency(p50_s: float | None, p90_s: float | None, p99_s: float | None) -> str:

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
+from rich.console import RenderableType
 
 from batchrun.cli.console import (
     HomeOption,
     JobArgument,
     JsonOption,
-    LateProgress,
+    ProgressBar,
+    answer,
+    columns,
     note,
-    out,
-    print_json,
-    say,
 )
-from batchrun.config import load_home
 from batchrun.daemon.ending import export
-from batchrun.daemon.view import output_path, spec_of
+from batchrun.daemon.view import output_path
 from batchrun.errors import InputError, StateError, UnknownJobError
 from batchrun.files import check_place, is_url, name_of, scratch_folder
 from batchrun.home import Home
 from batchrun.jobs import objects
+from batchrun.jobs.spec import JobSpec
 from batchrun.store import jobs as job_records
 from batchrun.store import results as result_records
 from batchrun.store.database import Store, open_store
@@ -49,11 +47,10 @@ def results(
     partial: Annotated[
         bool, typer.Option("--partial", help="Write the rows done so far of an unfinished job.")
     ] = False,
-    home_path: HomeOption = None,
+    home: HomeOption,
     as_json: JsonOption = False,
 ) -> None:
     """Print where a job's output is, or write it to another file."""
-    home = load_home(home_path)
     with stored_job(job, home) as (store, record):
         if not partial:
             _check_finished(store, record, is_copy=output is not None)
@@ -62,31 +59,27 @@ def results(
         place = output_path(record) if output is None else _checked_output(output, record)
         num_rows = record.num_rows
         if output is not None or not _exists(place):
-            with LateProgress() as progress:
-                write = functools.partial(
-                    export,
+            with ProgressBar() as progress, _path_to_write(place, home) as path:
+                num_rows = export(
                     store,
                     record,
+                    path=path,
                     links=home.inputs,
                     is_partial=partial,
                     progress=progress,
                 )
-                num_rows = _written(place, write, home)
-    if as_json:
-        print_json({"id": record.id, "path": place, "rows": num_rows})
-    else:
-        say(place)
+    answer({"id": record.id, "path": place, "rows": num_rows}, place, as_json=as_json)
 
 
 def errors(
     job: JobArgument,
     *,
-    limit: Annotated[int, typer.Option("--limit", min=1, help="Most rows to show.")] = 20,
-    home_path: HomeOption = None,
+    limit: Annotated[int, typer.Option(min=1, help="Most rows to show.")] = 20,
+    home: HomeOption,
     as_json: JsonOption = False,
 ) -> None:
     """Show which rows of a job failed, and why."""
-    with stored_job(job, load_home(home_path)) as (store, record):
+    with stored_job(job, home) as (store, record):
         counts = result_records.count(store, record.seq)
         failed = list(result_records.read(store, record.seq, failed_only=True, limit=limit))
     rows = [
@@ -100,19 +93,17 @@ def errors(
         for result in failed
         if result.error is not None
     ]
-    if as_json:
-        print_json({"id": record.id, "num_failed": counts.num_failed, "errors": rows})
-        return
+    shown: list[RenderableType] = []
     if record.reason is not None:
-        say(f"{record.id} {record.state}: {record.reason}")
-    if not rows:
-        say(f"{record.id}: no row has failed")
-        return
-    table = Table("row", "attempts", "code", "message", box=None)
-    for entry in rows:
-        table.add_row(*(str(entry[key]) for key in ("row", "attempts", "code", "message")))
-    out.print(table, markup=False)
-    if counts.num_failed > len(rows):
+        shown.append(f"{record.id} {record.state}: {record.reason}")
+    if rows:
+        keys = ("row", "attempts", "code", "message")
+        shown.append(columns(*keys, rows=([str(row[key]) for key in keys] for row in rows)))
+    else:
+        shown.append(f"{record.id}: no row has failed")
+    document = {"id": record.id, "num_failed": counts.num_failed, "errors": rows}
+    answer(document, *shown, as_json=as_json)
+    if counts.num_failed > len(rows) and not as_json:
         note(f"{counts.num_failed - len(rows):,} more; --limit shows them")
 
 
@@ -121,11 +112,8 @@ def stored_job(job: str, home: Home) -> Iterator[tuple[Store, JobRecord]]:
     """A job as it stands in the store, beside a daemon or without one."""
     if not home.has_store:
         raise UnknownJobError(f"{job}: no such job; {home.path} holds no jobs yet")
-    store = open_store(home.store_location)
-    try:
+    with closing(open_store(home.store_location)) as store:
         yield store, job_records.get(store, job)
-    finally:
-        store.close()
 
 
 def _checked_output(output: str, record: JobRecord) -> str:
@@ -136,7 +124,7 @@ def _checked_output(output: str, record: JobRecord) -> str:
         place = check_place(output) if is_url(output) else str(Path(output).absolute())
     except ValueError as error:
         raise InputError(f"-o {error}") from None
-    if place in spec_of(record).input.path:
+    if place in JobSpec.model_validate_json(record.spec).input.path:
         raise InputError(f"-o {output}: would overwrite the job's input file")
     return place
 
@@ -145,15 +133,16 @@ def _exists(place: str) -> bool:
     return objects.exists(place) if is_url(place) else Path(place).exists()
 
 
-def _written(place: str, write: Callable[..., int], home: Home) -> int:
-    """Write a file, or an object through one; returns its number of rows."""
+@contextmanager
+def _path_to_write(place: str, home: Home) -> Iterator[Path]:
+    """Where to write a file: the place itself, or a scratch file that becomes the object there."""
     if not is_url(place):
-        return write(path=Path(place))
+        yield Path(place)
+        return
     with scratch_folder(home.inputs) as folder:
         copy = folder / name_of(place)
-        num_rows = write(path=copy)
+        yield copy
         objects.put(copy, place)
-        return num_rows
 
 
 def _check_finished(store: Store, record: JobRecord, *, is_copy: bool) -> None:

@@ -3,97 +3,80 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import closing
 from typing import Annotated, Any
 
 import typer
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
-from rich.text import Text
 
 from batchrun.cli.client import DaemonClient
-from batchrun.cli.console import HomeOption, JsonOption, out, print_json
-from batchrun.config import load_home
+from batchrun.cli.console import HomeOption, JsonOption, answer, figure, named_lines, out
 from batchrun.errors import DaemonUnavailableError, UnknownJobError
 from batchrun.home import Home
 
 
-def engine_table(name: str, telemetry: dict[str, Any]) -> Table:
-    """One compact block: hit rate, tokens/s, latency, slack, queues, KV, steps, in this order."""
-    table = Table(box=None, show_header=False, title=f"engine {name}", title_justify="left")
-    for key, value in _lines(telemetry).items():
-        table.add_row(key, Text(value, overflow="fold"))
-    return table
-
-
-def _lines(told: dict[str, Any]) -> dict[str, str]:
-    online, offline = told["online"], told["offline"]
-    shared, alone, slo = told["shared"], told["alone"], told["slo"]
-    return {
-        "hit rate": f"offline {_pct(offline['hit_rate'])}, online {_pct(online['hit_rate'])}",
-        "computed tokens/s": f"offline {_number(offline['computed_tokens_per_s'])}, "
-        f"online {_number(online['computed_tokens_per_s'])}",
-        "online TTFT": f"{_seconds(shared['mean_ttft_s'])} with offline work, "
-        f"{_seconds(alone['mean_ttft_s'])} without",
-        "online TPOT": f"{_seconds(shared['mean_tpot_s'])} with offline work, "
-        f"{_seconds(alone['mean_tpot_s'])} without",
-        "slack": f"{_seconds(slo['slack_s'])}; first tokens in time "
-        f"{_pct(slo['ttft_attainment'])}, all tokens {_pct(slo['token_attainment'])}",
+def _telemetry_lines(seen: dict[str, Any]) -> dict[str, str]:
+    """Hit rate, tokens/s, latency, slack, queues, KV, steps, in this order."""
+    online, offline, slo, step = seen["online"], seen["offline"], seen["slo"], seen["step"]
+    shares, tokens, seconds = "{:.1%}", "{:,.0f}", "{:.3f} s"
+    lines = {
+        "hit rate": f"offline {figure(offline['hit_rate'], shares)}, "
+        f"online {figure(online['hit_rate'], shares)}",
+        "computed tokens/s": f"offline {figure(offline['computed_tokens_per_s'], tokens)}, "
+        f"online {figure(online['computed_tokens_per_s'], tokens)}",
+        "online TTFT": _with_and_without(seen, "mean_ttft_s"),
+        "online TPOT": _with_and_without(seen, "mean_tpot_s"),
+        "slack": f"{figure(slo['slack_s'], seconds)}; first tokens in time "
+        f"{figure(slo['ttft_attainment'], shares)}, all tokens "
+        f"{figure(slo['token_attainment'], shares)}",
         "online": _queue(online),
         "offline": _queue(offline),
-        "KV blocks": _kv(told["kv"]),
-        "steps": f"{told['step']['num_steps']:,}; predicted time "
-        f"{_pct(told['step']['predicted_over_measured'])} of measured",
-        "in force": f"policy {told['policy']}, {told['token_budget']:,} tokens a step, "
-        f"offline work {'on' if told['is_offline_on'] else 'off'}",
-        **_faults(told),
+        "KV blocks": _kv(seen["kv"]),
+        "steps": f"{step['num_steps']:,}; predicted time "
+        f"{figure(step['predicted_over_measured'], shares)} of measured",
+        "in force": f"policy {seen['policy']}, {seen['token_budget']:,} tokens a step, "
+        f"offline work {'on' if seen['is_offline_on'] else 'off'}",
     }
+    faults = {
+        "malformed hints": seen["num_malformed_hints"],
+        "failed plans": seen["num_policy_errors"],
+        "malformed orders": seen["num_malformed_orders"],
+    }
+    if any(faults.values()):
+        lines["faults"] = ", ".join(f"{num:,} {name}" for name, num in faults.items() if num)
+    return lines
 
 
-def _queue(told: dict[str, Any]) -> str:
+def _with_and_without(seen: dict[str, Any], latency: str) -> str:
+    shared, alone = (figure(seen[part][latency], "{:.3f} s") for part in ("shared", "alone"))
+    return f"{shared} with offline work, {alone} without"
+
+
+def _queue(queue: dict[str, Any]) -> str:
     return (
-        f"{told['num_running']:,} running, {told['num_waiting']:,} waiting "
-        f"(longest {told['longest_wait_s']:.1f} s), {told['num_preemptions']:,} preempted so far"
+        f"{queue['num_running']:,} running, {queue['num_waiting']:,} waiting "
+        f"(longest {queue['longest_wait_s']:.1f} s), {queue['num_preemptions']:,} preempted so far"
     )
 
 
 def _kv(kv: dict[str, Any]) -> str:
     free = f"{kv['free_blocks']:,} free"
     if kv["wanted_blocks"] is not None:
-        parts = {
-            "wanted": kv["wanted_blocks"],
-            "online prefixes": kv["online_prefix_blocks"],
-            "finished online": kv["finished_online_blocks"],
-            "unneeded": kv["unneeded_blocks"],
-            "empty": kv["empty_blocks"],
+        tiers = {
+            "wanted": "wanted_blocks",
+            "online prefixes": "online_prefix_blocks",
+            "finished online": "finished_online_blocks",
+            "unneeded": "unneeded_blocks",
+            "empty": "empty_blocks",
         }
-        free += f" ({', '.join(f'{name} {number:,}' for name, number in parts.items())})"
+        free += f" ({', '.join(f'{name} {kv[key]:,}' for name, key in tiers.items())})"
     return (
         f"{kv['total_blocks']:,}: online {kv['online_blocks']:,}, offline "
         f"{kv['offline_blocks']:,}, {free}; {kv['reserve_blocks']:,} meant for online"
     )
-
-
-def _faults(told: dict[str, Any]) -> dict[str, str]:
-    counts = {
-        "malformed hints": told["num_malformed_hints"],
-        "failed plans": told["num_policy_errors"],
-        "malformed orders": told["num_malformed_orders"],
-    }
-    found = ", ".join(f"{number:,} {name}" for name, number in counts.items() if number)
-    return {"faults": found} if found else {}
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f}"
-
-
-def _pct(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"
-
-
-def _seconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds:.3f} s"
 
 
 WATCH_INTERVAL_S = 1.0
@@ -103,20 +86,18 @@ def status(
     job: Annotated[str | None, typer.Argument(help="Show this job alone, in detail.")] = None,
     *,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until Ctrl-C.")] = False,
-    home_path: HomeOption = None,
+    home: HomeOption,
     as_json: JsonOption = False,
 ) -> None:
     """Show engines and jobs."""
-    home = load_home(home_path)
-    if as_json:
-        print_json(_picture(home, job))
-    elif not watch:
-        out.print(_render(_picture(home, job), job))
-    else:
-        with Live(console=out, refresh_per_second=4) as live:
-            while True:
-                live.update(_render(_picture(home, job), job))
-                time.sleep(WATCH_INTERVAL_S)
+    if as_json or not watch:
+        picture = _picture(home, job)
+        answer(picture, _render(picture, job), as_json=as_json)
+        return
+    with Live(console=out, refresh_per_second=4) as live:
+        while True:
+            live.update(_render(_picture(home, job), job))
+            time.sleep(WATCH_INTERVAL_S)
 
 
 def _picture(home: Home, job: str | None) -> dict[str, Any]:
@@ -126,7 +107,15 @@ def _picture(home: Home, job: str | None) -> dict[str, Any]:
     except DaemonUnavailableError:
         picture = {"gateway": None, "offline": None, "stalled": None, "engines": [], "jobs": []}
         if home.has_store:
-            picture["jobs"] = _stored_jobs(home)
+            from batchrun.daemon.view import view_job
+            from batchrun.store import jobs, results
+            from batchrun.store.database import open_store
+
+            with closing(open_store(home.store_location)) as store:
+                picture["jobs"] = [
+                    view_job(record, results.count(store, record.seq))
+                    for record in jobs.list_jobs(store)
+                ]
     if job is not None:
         wanted = [v for v in picture["jobs"] if v["id"].startswith(job) or v["name"] == job]
         if not wanted:
@@ -135,45 +124,30 @@ def _picture(home: Home, job: str | None) -> dict[str, Any]:
     return picture
 
 
-def _stored_jobs(home: Home) -> list[dict[str, object]]:
-    from batchrun.daemon.view import view_job
-    from batchrun.store import jobs, results
-    from batchrun.store.database import open_store
-
-    store = open_store(home.store_location)
-    try:
-        records = jobs.list_jobs(store)
-        return [view_job(r, results.count(store, r.seq)).to_json() for r in records]
-    finally:
-        store.close()
-
-
 def _render(picture: dict[str, Any], job: str | None) -> RenderableType:
-    parts: list[RenderableType] = []
-    if picture["gateway"] is None:
-        parts.append(Text("no daemon runs; start one with `batchrun up -d`"))
-    else:
-        switch = "on" if picture["offline"] else "off"
-        parts.append(Text(f"online endpoint {picture['gateway']}/v1, offline work {switch}"))
+    switch = "on" if picture["offline"] else "off"
+    parts: list[RenderableType] = [
+        "no daemon runs; start one with `batchrun up -d`"
+        if picture["gateway"] is None
+        else f"online endpoint {picture['gateway']}/v1, offline work {switch}"
+    ]
     if picture["stalled"]:
-        parts.append(Text(f"stalled: {picture['stalled']}"))
-    parts += [_engine_line(engine) for engine in picture["engines"]]
+        parts.append(f"stalled: {picture['stalled']}")
+    for engine in picture["engines"]:
+        busy = f", {engine['in_flight']} offline rows in flight" if engine["in_flight"] else ""
+        stage = "" if engine["stage"] == engine["state"] else f" ({engine['stage']})"
+        parts.append(f"engine {engine['name']} {engine['url']}: {engine['state']}{stage}{busy}")
     if job is not None:
-        parts += [_detail(view) for view in picture["jobs"]]
+        parts += [named_lines(_details(view)) for view in picture["jobs"]]
     elif picture["jobs"]:
         parts.append(_job_table(picture["jobs"]))
     else:
-        parts.append(Text("no jobs yet; add one with `batchrun submit FILE`"))
+        parts.append("no jobs yet; add one with `batchrun submit FILE`")
     for engine in picture["engines"]:
         if engine["telemetry"] is not None:
-            parts += [Text(""), engine_table(engine["name"], engine["telemetry"])]
+            lines = _telemetry_lines(engine["telemetry"]).items()
+            parts += ["", named_lines(lines, f"engine {engine['name']}")]
     return Group(*parts)
-
-
-def _engine_line(engine: dict[str, Any]) -> Text:
-    busy = f", {engine['in_flight']} offline rows in flight" if engine["in_flight"] else ""
-    stage = "" if engine["stage"] == engine["state"] else f" ({engine['stage']})"
-    return Text(f"engine {engine['name']} {engine['url']}: {engine['state']}{stage}{busy}")
 
 
 def _job_table(views: list[dict[str, Any]]) -> Table:
@@ -193,7 +167,7 @@ def _job_table(views: list[dict[str, Any]]) -> Table:
             f"{view['num_rows']:,}",
             f"{view['rows_per_s']:.1f}" if view["rows_per_s"] else "-",
             _eta(view),
-            _whole_pct(view["hit_rate"]),
+            figure(view["hit_rate"], "{:.0%}"),
         )
     return table
 
@@ -203,7 +177,8 @@ def _state(view: dict[str, Any]) -> str:
     return f"{state}, late" if view["is_deadline_kept"] is False else state
 
 
-def _detail(view: dict[str, Any]) -> Table:
+def _details(view: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    error = view["estimate_error"]
     lines = {
         "job": f"{view['id']}  {view['name']}",
         "state": view["stage"] or view["state"],
@@ -213,22 +188,14 @@ def _detail(view: dict[str, Any]) -> Table:
         "speed": f"{view['rows_per_s']:.1f} rows/s, {view['computed_tokens_per_s']:,.0f} computed "
         f"and {view['served_tokens_per_s']:,.0f} served tokens/s",
         "ETA": _eta(view),
-        "hit rate": f"{_whole_pct(view['hit_rate'])} "
-        f"(best possible {_whole_pct(view['best_hit_rate'])})",
-        "estimates": _estimates(view["estimate_error"]),
+        "hit rate": f"{figure(view['hit_rate'], '{:.0%}')} "
+        f"(best possible {figure(view['best_hit_rate'], '{:.0%}')})",
+        "estimates": f"prompt tokens were off by {error:.1%} on average" if error else None,
         "cached tokens": _cached(view),
         "deadline": view["deadline_outlook"],
         "output": view["output_path"],
     }
-    table = Table(box=None, show_header=False)
-    for key, value in lines.items():
-        if value is not None:
-            table.add_row(key, Text(str(value), overflow="fold"))
-    return table
-
-
-def _estimates(error: float | None) -> str | None:
-    return None if not error else f"prompt tokens were off by {error:.1%} on average"
+    return ((name, str(said)) for name, said in lines.items() if said is not None)
 
 
 def _cached(view: dict[str, Any]) -> str | None:
@@ -241,10 +208,6 @@ def _cached(view: dict[str, Any]) -> str | None:
             "small, or its chat template another than the model's"
         )
     return line
-
-
-def _whole_pct(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}"
 
 
 def _eta(view: dict[str, Any]) -> str:

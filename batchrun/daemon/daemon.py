@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -16,11 +17,10 @@ from functools import partial
 from pathlib import Path
 
 from batchrun.daemon.dispatcher import Dispatcher
-from batchrun.daemon.ending import JobEnd
+from batchrun.daemon.ending import JobEnd, remove_expired_files, remove_old_results
 from batchrun.daemon.engine_link import Slot, Steering
 from batchrun.daemon.job import ActiveJob
 from batchrun.daemon.opening import Opener
-from batchrun.daemon.upkeep import OfflineSwitch, remove_expired_files, remove_old_results
 from batchrun.daemon.writer import (
     RETRY_INTERVAL_S,
     Entry,
@@ -33,7 +33,7 @@ from batchrun.daemon.writer import (
 from batchrun.errors import BatchrunError, StateError, StoreError
 from batchrun.jobs.objects import in_thread
 from batchrun.jobs.results.file_bytes import FileBytes
-from batchrun.jobs.submit import pin_anew
+from batchrun.jobs.submit import pin_again
 from batchrun.store import batches, jobs
 from batchrun.store.batches import BatchRecord, NewBatch
 from batchrun.store.database import Store
@@ -44,6 +44,9 @@ log = logging.getLogger(__name__)
 
 DEADLINE_CHECK_S = 1.0
 CLEAN_STOP_S = 8.0
+SWITCH_SETTING = "offline"
+SIT_OUT_S = 30.0
+"""So long rows may sit in an engine while offline work is off; then they are taken back."""
 LIVE_STATES = (JobState.VALIDATING, JobState.RUNNING, JobState.FINALIZING, JobState.CANCELLING)
 
 
@@ -68,11 +71,12 @@ class Daemon:
     writer: ResultWriter = field(init=False)
     dispatcher: Dispatcher = field(init=False)
     steering: Steering = field(init=False)
-    switch: OfflineSwitch = field(init=False)
     opener: Opener = field(init=False)
     end: JobEnd = field(init=False)
     _commands: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _sit_out_until_s: float = math.inf
     _opening: dict[int, JobRecord] = field(default_factory=dict)
+    _left_over: Sequence[JobRecord] = field(init=False)
     _tasks: TaskSet = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,13 +90,12 @@ class Daemon:
         self.dispatcher = Dispatcher(self.store, self.writer, self.slots, epoch, self._pause_soon)
         links = {s.engine.name: (s.link, s.hint_nonce or "") for s in self.slots if s.link}
         self.steering = Steering(links, epoch, self.dispatcher.jobs.keys)
-        self.switch = OfflineSwitch(
-            self.store, self.slots, self.dispatcher, self.steering, self.active
-        )
-        self.switch.restore()
+        is_on = bool(jobs.read_setting(self.store, SWITCH_SETTING, True))
+        self.dispatcher.is_offline_on = self.steering.is_offline_on = is_on
+        self._left_over = jobs.list_jobs(self.store, only=LIVE_STATES)
 
     async def run(self) -> None:
-        """Take up every unfinished job and work until cancelled; then stop cleanly.
+        """Take up every job that an earlier daemon left, and work until cancelled; then stop.
 
         A clean stop gives the rows in flight back and commits what has come in, within 10 s.
         """
@@ -102,12 +105,12 @@ class Daemon:
         self._tasks.spawn(self.steering.run())
         self._tasks.spawn(remove_old_results(self.store, self.links, age_s=self.retention_s))
         self._tasks.spawn(remove_expired_files(self.store, self.files))
-        for record in await until_reached(jobs.list_jobs, self.store, only=LIVE_STATES):
+        for record in self._left_over:
             self._take_up(record)
         try:
             while True:
                 await self._expire_overdue()
-                await self.switch.take_back_rows()
+                await self._take_back_rows()
                 for outlook in self.dispatcher.assigner.turns.take_news():
                     log.warning("%s %s", outlook.job_id, outlook)
                 await asyncio.sleep(DEADLINE_CHECK_S)
@@ -142,7 +145,7 @@ class Daemon:
         Raises DataError, JobSpecError and StorageError when that cannot be the job's input.
         """
         record = await asyncio.to_thread(jobs.get, self.store, job_id)
-        pin = await in_thread(pin_anew, record, links=self.links) if accept_input else None
+        pin = await in_thread(pin_again, record, links=self.links) if accept_input else None
         async with self._commands:
             resumed = await asyncio.to_thread(jobs.resume, self.store, record.id, pin=pin)
             self._take_up(resumed)
@@ -162,6 +165,28 @@ class Daemon:
                 self.dispatcher.hold(self.active[record.seq])
         self._tasks.spawn(self._end_cancelled(cancelling, settle_s), record.id)
         return cancelling
+
+    async def switch_offline(self, *, on: bool) -> None:
+        """Turn all offline work on or off, durably.
+
+        Off: rows in engines with batchrun's scheduler sit out from the next step on and go on with
+        `on`; after `SIT_OUT_S`, and in other engines at once, they are aborted and pending again.
+        """
+        await asyncio.to_thread(jobs.write_setting, self.store, SWITCH_SETTING, on)
+        self.dispatcher.is_offline_on = on
+        obeying = await self.steering.switch(on=on)
+        busy = {slot.engine.name for slot in self.slots if slot.window.num_rows}
+        wait_s = SIT_OUT_S if busy <= obeying else 0.0
+        self._sit_out_until_s = math.inf if on else time.monotonic() + wait_s
+        await self._take_back_rows()
+        self.dispatcher.wake()
+
+    async def _take_back_rows(self) -> None:
+        """Abort what has sat out for long enough."""
+        if time.monotonic() >= self._sit_out_until_s:
+            self._sit_out_until_s = math.inf
+            for job in list(self.active.values()):
+                await self.dispatcher.abort(job)
 
     def _take_up(self, record: JobRecord) -> None:
         if record.state in {JobState.VALIDATING, JobState.RUNNING}:

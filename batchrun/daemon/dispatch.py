@@ -6,7 +6,7 @@ clock, a store or a socket. Instants are monotonic.
 Jobs that share prefixes meet: their rows run while a prefix that one of them began is hot.
 
 Where there are several engines, suspects run on one that is set apart for them: neither online
-calls nor other rows suffer when it dies again (design section 4).
+calls nor other rows suffer when it dies again.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from batchrun.daemon.faults import SOLO, Backpressure, Trials
+from batchrun.hints import RowsToCome, rows_to_come
 from batchrun.pool.fair_share import JobTurns, Turn
 from batchrun.pool.prefix_keys import ChainTable, IntArray
 from batchrun.pool.radix_tree import PrefixOrder, rows_with_prefix
@@ -41,56 +42,50 @@ ROWS_PER_READ = 16
 
 
 class RowPlan(Protocol):
-    """All rows of a job as they are known before any of them ran."""
+    """All rows of a job as they are known before any of them ran: the keys of each row's prompt,
+    the planned order, and prompt tokens."""
 
     @property
-    def chains(self) -> ChainTable:
-        """The keys of each row's prompt."""
+    def chains(self) -> ChainTable: ...
 
     @property
-    def order(self) -> PrefixOrder:
-        """The planned order."""
+    def order(self) -> PrefixOrder: ...
 
-    def estimate_tokens(self, row: int) -> int:
-        """Prompt tokens of a row."""
+    def estimate_tokens(self, row: int) -> int: ...
 
 
 class RunningJob(Protocol):
-    """A job whose rows go to engines. `current_node` is kept by the dispatch: the prefix node of
-    the row that was handed out last."""
+    """A job whose rows go to engines.
+
+    `queue` holds the rows that still have to run, `trials` the suspects among them. `left_tokens`
+    is what those without a result are expected to compute when it joins, `cost_tokens` what one
+    is. `current_node` is kept by the dispatch: the prefix node of the row that was handed out last.
+    """
 
     current_node: int | None
 
     @property
-    def id(self) -> str:
-        """Tells it from all others."""
+    def id(self) -> str: ...
 
     @property
-    def weight(self) -> float:
-        """Its share beside other jobs."""
+    def weight(self) -> float: ...
 
     @property
-    def left_tokens(self) -> int:
-        """What the rows without a result are expected to compute, when it joins."""
+    def left_tokens(self) -> int: ...
 
     @property
-    def plan(self) -> RowPlan:
-        """Its rows."""
+    def plan(self) -> RowPlan: ...
 
     @property
-    def queue(self) -> RowQueue:
-        """Those that still have to run."""
+    def queue(self) -> RowQueue: ...
 
     @property
-    def group_of(self) -> IntArray:
-        """The prefix group of each row."""
+    def group_of(self) -> IntArray: ...
 
     @property
-    def trials(self) -> Trials:
-        """The suspects among them."""
+    def trials(self) -> Trials: ...
 
-    def cost_tokens(self, row: int) -> int:
-        """What a row is expected to compute."""
+    def cost_tokens(self, row: int) -> int: ...
 
 
 JobT = TypeVar("JobT", bound=RunningJob)
@@ -109,13 +104,18 @@ class Demand:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Assignment(Generic[JobT, SlotT]):
-    """A row that was taken from its job's queue for an engine, which routers know by number."""
+    """A row that was taken from its job's queue for an engine, which routers know by number.
+
+    `nodes` are its prefix nodes for its hint, counted when it was taken: rows that were taken with
+    it, a moment later, are rows to come.
+    """
 
     job: JobT
     row: int
     slot: SlotT
     engine: int
     demand: Demand
+    nodes: RowsToCome
 
     @property
     def key(self) -> RowKey:
@@ -134,7 +134,6 @@ class Assignment(Generic[JobT, SlotT]):
 
     @property
     def trials(self) -> Trials:
-        """The suspects of its job."""
         return self.job.trials
 
 
@@ -177,7 +176,7 @@ class EngineSlot:
 
     @property
     def num_other_calls(self) -> int:
-        """Calls that the engine has beside our rows, as far as it tells: online ones, and those
+        """Calls that the engine has besides our rows, as far as it tells: online ones, and those
         that run as offline work."""
         return 0
 
@@ -223,7 +222,7 @@ class EngineSlot:
             return False
         is_bound = self.runs_scheduler and demand.limit is None and not demand.is_urgent
         tokens = demand.call.prompt_tokens
-        return not is_bound or self.window.has_room_to_lend(tokens, self.num_running)
+        return not is_bound or self.window.has_room(tokens, self.num_running, is_lent=True)
 
     def _lets_in(self, limit: int | None) -> bool:
         """Whether the suspects among the rows in flight allow another row, of this limit."""
@@ -341,10 +340,10 @@ class Assigner(Generic[JobT, SlotT]):
         self._is_saturated = False
         self._were_usable: set[int] = set()
 
-    def join(self, job: JobT, *, due_at: float | None) -> None:
-        """A job takes its turns from now on; `due_at` is its deadline."""
+    def join(self, job: JobT, *, deadline_at: float | None) -> None:
+        """A job takes its turns from now on; `deadline_at` is its deadline."""
         self.jobs[job.id] = job
-        self.turns.join(job.id, job.weight, job.left_tokens, due_at=due_at)
+        self.turns.join(job.id, job.weight, job.left_tokens, deadline_at=deadline_at)
 
     def leave(self, job: JobT) -> None:
         """No row of the job goes any more. Does nothing when it has left already."""
@@ -434,11 +433,12 @@ class Assigner(Generic[JobT, SlotT]):
     ) -> Assignment[JobT, SlotT]:
         job, slot = self.jobs[turn.job_id], self.slots[engine]
         job.queue.take(row)
+        nodes = rows_to_come(job.queue.path_of(row), job.queue.num_to_come)
         bring_together(job, row, self.jobs.values())
         following = job.queue.peek(now_s)
         ends_group = following is None or job.group_of[following] != job.group_of[row]
         self.turns.charge(turn, row, job.cost_tokens(row), ends_subtree=ends_group)
-        assignment = Assignment(job, row, slot, engine, demand)
+        assignment = Assignment(job, row, slot, engine, demand, nodes)
         slot.take(assignment, now_s)
         self.router.sent(demand.call, engine, now_s)
         return assignment

@@ -1,7 +1,4 @@
-"""Feeds the engines: renders the rows that the dispatch hands out, sends them, settles them.
-
-What the daemon tells the scheduler inside an engine about a row (design section 2).
-"""
+"""Feeds the engines: renders the rows that the dispatch hands out, sends them, settles them."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from batchrun.daemon.faults import FIRST_DELAY_S, MAX_SOLO_DEATHS, retry_delay_s
 from batchrun.daemon.job import ActiveJob, expected_output_tokens
 from batchrun.daemon.writer import ResultWriter
 from batchrun.errors import BatchrunError, EngineError, StoreError
-from batchrun.hints import RowHint, nodes_to_tell, put_hint
+from batchrun.hints import RowHint, RowsToCome, node_hints, put_hint
 from batchrun.store import results
 from batchrun.store.database import Store
 from batchrun.types import EnginePhase, Outcome, OutcomeKind, Request, RowError
@@ -48,29 +45,22 @@ class Hinter:
         self._epoch = epoch
         self._next_rank = URGENT_LEAD
 
-    def add_hint(
-        self,
-        body: dict[str, object],
-        job: ActiveJob,
-        row: int,
-        nonce: str,
-        *,
-        is_urgent: bool = False,
-    ) -> None:
-        """Put the row's hint into its body, where the endpoint has a place for it."""
+    def hint(
+        self, job: ActiveJob, row: int, nodes: RowsToCome, *, is_urgent: bool = False
+    ) -> RowHint | None:
+        """What travels with a row that goes now; None where its endpoint has no place for it."""
         if job.spec.endpoint not in HINTED_ENDPOINTS:
-            return
+            return None
         rank = self._next_rank - (URGENT_LEAD if is_urgent else 0)
         self._next_rank += 1
-        hint = RowHint(
+        return RowHint(
             epoch=self._epoch,
             job=job.record.id,
             row=row,
             rank=rank,
-            nodes=nodes_to_tell(job.queue.path_of(row), job.queue.num_to_come, rank),
+            nodes=node_hints(nodes, rank),
             output_tokens=expected_output_tokens(job.spec, job.counts),
         )
-        put_hint(body, hint, nonce)
 
 
 @dataclass(slots=True)
@@ -108,7 +98,9 @@ class Dispatcher:
     def add(self, job: ActiveJob) -> None:
         """Let a job's rows go, from now on with its fair share."""
         left_s = seconds_left(job.record.expires_at)
-        self.assigner.join(job, due_at=None if left_s == math.inf else time.monotonic() + left_s)
+        self.assigner.join(
+            job, deadline_at=None if left_s == math.inf else time.monotonic() + left_s
+        )
         self.wake()
 
     def hold(self, job: ActiveJob) -> None:
@@ -203,10 +195,9 @@ class Dispatcher:
             self._give_back(assignment)
             return
         if isinstance(body, RowError):
+            failed = Outcome(job.record.id, row, 0, OutcomeKind.ROW_ERROR, error=body)
             self._release(assignment)
-            self._conclude(
-                assignment, Outcome(job.record.id, row, 0, OutcomeKind.ROW_ERROR, error=body)
-            )
+            self._conclude(assignment, failed)
             return
         task = asyncio.create_task(self._execute(assignment, body))
         job.tasks[row] = task
@@ -223,7 +214,9 @@ class Dispatcher:
                 body["priority"] = OFFLINE_PRIORITY
             if slot.hint_nonce is not None:
                 is_urgent = assignment.is_urgent
-                self.hinter.add_hint(body, job, row, slot.hint_nonce, is_urgent=is_urgent)
+                hint = self.hinter.hint(job, row, assignment.nodes, is_urgent=is_urgent)
+                if hint is not None:
+                    put_hint(body, hint, slot.hint_nonce)
             request = Request(job.record.id, row, attempt, self.epoch, job.spec.endpoint, body)
             timeout_s = job.spec.row_timeout
             outcome = await slot.engine.client.execute(request, timeout_s=timeout_s)
@@ -239,7 +232,7 @@ class Dispatcher:
         if outcome.kind in {OutcomeKind.OK, OutcomeKind.ROW_ERROR}:
             slot.pressure.taken(slot.window.max_waiting)
             job.refusals.forget(outcome.row)
-            job.cache.see(outcome.row, outcome.usage, slot.block_tokens)
+            job.compare_cached(outcome.row, outcome.usage, slot.block_tokens)
             self._conclude(assignment, outcome)
         elif outcome.kind is OutcomeKind.JOB_ERROR:
             self._give_back(assignment)

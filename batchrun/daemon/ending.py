@@ -1,7 +1,7 @@
 """The end of a job, also of a batch of OpenAI's API: its files are written, then the store says so.
 
 Every row is in the output file exactly once, in input order. Object storage is tried until it takes
-the file.
+the file. What is outdated is removed later.
 """
 
 from __future__ import annotations
@@ -17,19 +17,28 @@ from pathlib import Path
 
 from batchrun.daemon.view import output_path
 from batchrun.daemon.writer import ResultWriter, Stage, until_reached, until_stored
-from batchrun.errors import BatchrunError, DataError, StateError, StorageUnreachableError
+from batchrun.errors import (
+    BatchrunError,
+    DataError,
+    StateError,
+    StorageError,
+    StorageUnreachableError,
+    StoreError,
+)
 from batchrun.files import is_url, name_of, scratch_folder
 from batchrun.jobs import objects
 from batchrun.jobs.objects import in_thread
 from batchrun.jobs.results.batch_files import read_custom_ids, salvage_custom_ids, write_batch_files
-from batchrun.jobs.results.file_bytes import FileBytes
-from batchrun.jobs.results.output_file import ResultRow, write_output
+from batchrun.jobs.results.file_bytes import FileBytes, remove_expired, sweep_files
+from batchrun.jobs.results.keeping import find_unused_links
+from batchrun.jobs.results.output_file import write_output
 from batchrun.jobs.spec import JobSpec
 from batchrun.jobs.submit import open_submitted
 from batchrun.store import batches, jobs, results
 from batchrun.store.batches import ResultFiles
 from batchrun.store.database import Store
 from batchrun.store.jobs import JobRecord
+from batchrun.store.retention import find_removable, remove_results
 from batchrun.types import JobState, ProgressSink, RowError
 
 NEVER_RAN = {
@@ -62,7 +71,7 @@ def export(
     try:
         return write_output(
             Path(spec.output.path) if path is None else path,
-            stored_rows(store, record.seq),
+            results.read(store, record.seq),
             spec=spec,
             data=data,
             missing=None if is_partial else NEVER_RAN.get(ends_as),
@@ -70,19 +79,6 @@ def export(
         )
     finally:
         data.close()
-
-
-def stored_rows(store: Store, job_seq: int) -> Iterator[ResultRow]:
-    """What the store holds of the finished rows of a job, in row order."""
-    for result in results.read(store, job_seq):
-        yield ResultRow(
-            row=result.row,
-            response_body=result.body,
-            error=result.error,
-            finish_reason=result.finish_reason,
-            usage=result.usage,
-            attempts=result.attempts,
-        )
 
 
 log = logging.getLogger(__name__)
@@ -118,7 +114,6 @@ async def until_uploaded(
 RETRY_INTERVAL_S = 30.0
 INPUT_TRIES = 3
 """How often the input of a batch that has to end is read in vain, before the batch ends without."""
-NOTHING = ResultFiles(None, None, 0)
 NEVER_RAN_IN_BATCH = {
     JobState.CANCELLED: RowError(
         "batch_cancelled", "This request could not be executed before the batch was cancelled."
@@ -212,14 +207,14 @@ def _write(
     is_input_lost: bool,
 ) -> ResultFiles:
     if record.num_rows == 0:
-        return NOTHING
+        return ResultFiles(None, None, 0)
     batch = batches.find(store, record.id)
     assert batch is not None and record.ends_as is not None
     with _custom_ids(record, links, is_input_lost=is_input_lost) as custom_ids:
         return write_batch_files(
             folder,
             batch,
-            stored_rows(store, record.seq),
+            results.read(store, record.seq),
             custom_ids=custom_ids,
             missing=NEVER_RAN_IN_BATCH.get(record.ends_as),
             progress=progress,
@@ -274,21 +269,22 @@ class JobEnd:
         await self.writer.flush()
         async with self._closing.setdefault(record.seq, asyncio.Lock()):
             now = await until_reached(jobs.get, self.store, record.id)
-            if now.state in {JobState.FINALIZING, JobState.CANCELLING}:
-                await (self._end_batch(now) if now.is_batch else self._export(now))
+            if now.state not in {JobState.FINALIZING, JobState.CANCELLING}:
+                return
+            stage = self.stages.setdefault(record.id, Stage())
+            try:
+                await (self._end_batch if now.is_batch else self._export)(now, stage)
+            finally:
+                self.stages.pop(record.id, None)
 
     def may_try(self, job_seq: int) -> bool:
         """Whether the output file was not found to be unwritable a moment ago."""
         now_s = time.monotonic()
         return self._retry_at_s.get(job_seq, now_s) <= now_s
 
-    async def _end_batch(self, record: JobRecord) -> None:
+    async def _end_batch(self, record: JobRecord, stage: Stage) -> None:
         assert self.files is not None
-        stage = self.stages.setdefault(record.id, Stage())
-        try:
-            await end_batch(self.store, record, links=self.links, place=self.files, progress=stage)
-        finally:
-            self.stages.pop(record.id, None)
+        await end_batch(self.store, record, links=self.links, place=self.files, progress=stage)
 
     async def _write(self, record: JobRecord, stage: Stage) -> None:
         """The output file, or the object that is made of it. Who cancels a job does not wait for
@@ -311,15 +307,12 @@ class JobEnd:
         finally:
             await in_thread(exits.close)
 
-    async def _export(self, record: JobRecord) -> None:
-        stage = self.stages.setdefault(record.id, Stage())
+    async def _export(self, record: JobRecord, stage: Stage) -> None:
         reason = None
         try:
             await self._write(record, stage)
         except BatchrunError as error:
             reason = f"output not written: {error}"
-        finally:
-            self.stages.pop(record.id, None)
         if reason is not None and record.state is JobState.FINALIZING:
             self._retry_at_s[record.seq] = time.monotonic() + OUTPUT_RETRY_S
             await self.pause(record.id, reason)
@@ -328,3 +321,43 @@ class JobEnd:
             await until_stored(jobs.finish, self.store, record.id, now_s=time.time(), reason=reason)
         except StateError as error:
             log.info("%s", error)
+
+
+INTERVAL_S = 3600.0
+EXPIRY_INTERVAL_S = 60.0
+
+
+async def remove_old_results(store: Store, links: Path, *, age_s: float | None) -> None:
+    """Remove, now and every hour, the results of jobs that ended `age_s` ago, and the links of
+    inputs that nothing needs; cancel to end. None keeps everything."""
+    while age_s is not None:
+        try:
+            await asyncio.to_thread(_remove, store, links, age_s)
+        except (StoreError, OSError) as error:
+            log.error("old results could not be removed: %s", error)
+        await asyncio.sleep(INTERVAL_S)
+
+
+async def remove_expired_files(store: Store, place: FileBytes | None) -> None:
+    """Remove, now and every minute, the files of OpenAI's API that have expired, and finish what
+    object storage did not take at once; cancel to end."""
+    while place is not None:
+        try:
+            removed = await in_thread(remove_expired, store, place, now_s=time.time())
+            for file in removed:
+                log.info("%s expired", file.id)
+            await in_thread(sweep_files, store, place)
+        except (StoreError, StorageError, OSError) as error:
+            log.error("files are not where they should be: %s", error)
+        await asyncio.sleep(EXPIRY_INTERVAL_S)
+
+
+def _remove(store: Store, links: Path, age_s: float) -> None:
+    """Rows first, files after: what a kill leaves is found again by the next call."""
+    now_s = time.time()
+    for record in find_removable(store, ended_before_s=now_s - age_s):
+        for _ in remove_results(store, record, now_s=now_s):
+            pass
+        log.info("%s: its results were removed", record.id)
+    for link in find_unused_links(jobs.list_jobs(store), links=links, now_s=now_s):
+        link.path.unlink(missing_ok=True)

@@ -1,7 +1,6 @@
 """One engine as the daemon sees it: its slot in the dispatch, and the wire to its scheduler.
 
-The wire brings the newest telemetry, and takes orders; what the daemon wants while the engines run
-is told again and again.
+The wire brings the newest telemetry, and takes orders, which repeat all that the daemon wants.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,9 +40,8 @@ from batchrun.wire import (
     RecordedCalls,
     Telemetry,
     encode,
-    read_answer,
     read_last_steps,
-    read_telemetry,
+    read_message,
 )
 
 log = logging.getLogger(__name__)
@@ -101,25 +99,20 @@ class EngineLink:
 
     async def run(self, on_start: Callable[[], None]) -> None:
         """Listen until cancelled."""
-        # A unix socket's path has room for about 100 characters, a home may be longer.
-        folder_fd = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            with zmq.asyncio.Context() as context:
-                context.linger = 0
-                base = f"ipc:///proc/self/fd/{folder_fd}/{self._path.name}"
-                self._orders = _socket(context, zmq.DEALER, base + ORDERS_SUFFIX)
-                telemetry = _socket(context, zmq.SUB, base + TELEMETRY_SUFFIX)
-                telemetry.subscribe(b"")
-                try:
-                    async with asyncio.TaskGroup() as group:
-                        group.create_task(self._hear_answers(self._orders))
-                        group.create_task(self._hear_telemetry(telemetry, on_start))
-                finally:
-                    self._orders.close(linger=0)
-                    telemetry.close(linger=0)
-                    self._orders = None
-        finally:
-            os.close(folder_fd)
+        with ExitStack() as exits:
+            # A unix socket's path has room for about 100 characters, a home may be longer.
+            folder_fd = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
+            exits.callback(os.close, folder_fd)
+            context = exits.enter_context(zmq.asyncio.Context())
+            base = f"ipc:///proc/self/fd/{folder_fd}/{self._path.name}"
+            orders = exits.enter_context(_socket(context, zmq.DEALER, base + ORDERS_SUFFIX))
+            telemetry = exits.enter_context(_socket(context, zmq.SUB, base + TELEMETRY_SUFFIX))
+            telemetry.subscribe(b"")
+            self._orders = orders
+            exits.callback(setattr, self, "_orders", None)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._hear_answers(orders))
+                group.create_task(self._hear_telemetry(telemetry, on_start))
 
     async def order(self, orders: Orders) -> Answer | None:
         """Send orders; returns the engine's answer, None when there is none in `ANSWER_WAIT_S`."""
@@ -142,7 +135,7 @@ class EngineLink:
         while True:
             message = await socket.recv()
             with suppress(ValueError):
-                answer = read_answer(message)
+                answer = read_message(message, Answer)
                 answered = self._awaited.get(answer.number)
                 if answered is not None and not answered.done():
                     answered.set_result(answer)
@@ -153,7 +146,7 @@ class EngineLink:
         while True:
             message = await socket.recv()
             try:
-                telemetry = read_telemetry(message)
+                telemetry = read_message(message, Telemetry)
             except ValueError as error:
                 log.warning("engine %s sent telemetry that cannot be read: %s", self.name, error)
                 continue
@@ -189,7 +182,7 @@ def _socket(context: zmq.asyncio.Context, kind: int, address: str) -> zmq.asynci
 RENEW_S = 10.0
 """A third of the lease for which an engine believes the hints of a job."""
 RETRY_S = 1.0
-"""An engine that is heard but gave no answer is told again after so long."""
+"""An engine that is heard but gave no answer gets its orders again after so long."""
 RECORDING_LEASE_S = 15.0
 """Engines record online calls for so long after they were asked for last."""
 FORGET_S = 60.0
@@ -238,18 +231,18 @@ class Steering:
         self._check_links()
         before = self.policy, self.token_budget
         self.policy, self.token_budget = policy, token_budget
-        answers = await self.tell_all()
+        answers = await self.order_all()
         refusal = _refusal(answers)
         if refusal is not None:
             self.policy, self.token_budget = before
-            await self.tell_all()
+            await self.order_all()
             raise StateError(refusal)
         return answers
 
     async def switch(self, *, on: bool) -> set[str]:
         """Turn offline work on or off in the engines; returns the names of those that obey."""
         self.is_offline_on = on
-        answers = await self.tell_all()
+        answers = await self.order_all()
         return {name for name, answer in answers.items() if answer and answer.error is None}
 
     async def collect_calls(self, numbers: Mapping[str, int]) -> dict[str, RecordedCalls | None]:
@@ -260,13 +253,13 @@ class Steering:
         """
         self._check_links()
         self._recording_until_s = time.monotonic() + RECORDING_LEASE_S
-        answers = await self.tell_all(numbers)
+        answers = await self.order_all(numbers)
         return {
             name: None if answer is None or answer.recording is UNSET else answer.recording
             for name, answer in answers.items()
         }
 
-    async def tell_all(self, numbers: Mapping[str, int] | None = None) -> dict[str, Answer | None]:
+    async def order_all(self, numbers: Mapping[str, int] | None = None) -> dict[str, Answer | None]:
         """Send every engine what is wanted of it; returns the answers by engine.
 
         With `numbers` they are asked for recorded calls, from these numbers on.
@@ -287,7 +280,7 @@ class Steering:
     async def _renew(self) -> None:
         while True:
             self._wake.clear()
-            answers = await self.tell_all()
+            answers = await self.order_all()
             for name, answer in answers.items():
                 if answer is not None and answer.error is not None:
                     log.warning("engine %s: %s", name, answer.error)
@@ -338,7 +331,7 @@ class Slot(EngineSlot):
 
     `hint_nonce`, `link` and `last_steps` are set where batchrun's scheduler runs inside it: rows
     then carry hints, the engine can be watched and steered, and a dead one leaves a file that says
-    what it ran. `kv` is None until the engine has told it. `accused` are the rows that it may have
+    what it ran. `kv` is None until the engine has answered. `accused` are the rows that it may have
     died of, None until that was looked into.
     """
 
@@ -353,17 +346,14 @@ class Slot(EngineSlot):
 
     @property
     def is_usable(self) -> bool:
-        """Whether rows may be sent."""
         return self.engine.state is EnginePhase.READY and not self.is_down
 
     @property
     def is_lost(self) -> bool:
-        """Whether it was given up or stopped."""
         return self.engine.state in {EnginePhase.FAILED, EnginePhase.STOPPED}
 
     @property
     def runs_scheduler(self) -> bool:
-        """Whether batchrun's scheduler runs in it."""
         return self.hint_nonce is not None
 
     @property
@@ -373,13 +363,11 @@ class Slot(EngineSlot):
 
     @property
     def num_running(self) -> int:
-        """By its telemetry; 0 without."""
         telemetry = self._telemetry
         return 0 if telemetry is None else telemetry.offline.num_running
 
     @property
     def num_other_calls(self) -> int:
-        """By its telemetry; 0 without."""
         telemetry = self._telemetry
         if telemetry is None:
             return 0
@@ -394,18 +382,15 @@ class Slot(EngineSlot):
     def accuse(self) -> Sequence[Assignment[Any, Any]]:
         """The engine died: find the rows that it may have died of, all of them suspects now."""
         last = frozenset() if self.last_steps is None else read_last_steps(self.last_steps)
-        self.accused = [self.in_flight[key] for key in accuse_rows(self.in_flight, last)]
+        trials = {key: assignment.trials for key, assignment in self.in_flight.items()}
+        self.accused = [self.in_flight[key] for key in accuse_rows(trials, last)]
         return self.accused
 
     def came_back(self) -> None:
-        """The engine answers: rows may go to it."""
         self.is_down, self.accused = False, None
 
 
 def window_of(config: WindowConfig, *, runs_scheduler: bool) -> Window:
-    """The window of one engine.
-
-    batchrun's scheduler chooses among many candidates; vLLM's own runs them as they come.
-    """
+    """batchrun's scheduler chooses among many candidates; vLLM's own runs them as they come."""
     requests, tokens = SCHEDULER_WINDOW if runs_scheduler else PLAIN_WINDOW
     return Window(config.requests or requests, config.tokens or tokens)

@@ -1,15 +1,9 @@
-"""Rows that may have killed an engine: who is a suspect, and how suspects run until they end.
+"""What goes wrong with rows: suspects of an engine's death, retries, refusals, a bad setting.
 
 A death costs the loading of a model, so the guilty row is to be found in few of them. Of n suspects
-only about sqrt(n) run at once, beside rows that are none; when the engine dies again, these alone
-stay suspects. A few are run one by one, with no other row on their engine. Design section 4 halves
-the suspects: that takes 8 deaths for 256 rows where this takes 4.
-
-How long to wait before a row is tried again.
-
-An engine that answers 429 or 503 gets fewer rows, and later: none of them is at fault.
-
-The circuit breaker: one bad setting never burns a million rows.
+only about sqrt(n) run at once, among rows that are none; when the engine dies again, these alone
+stay suspects: 4 deaths for 256 rows, where halving would take 8. A few are run one by one, with no
+other row on their engine.
 """
 
 from __future__ import annotations
@@ -18,7 +12,6 @@ import math
 import random
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from batchrun.types import Outcome, OutcomeKind
 from batchrun.wire import RowKey
@@ -65,25 +58,21 @@ class Trials:
             known.pop(row, None)
 
 
-class InFlight(Protocol):
-    """A row that was sent to an engine; `trials` are those of its job."""
-
-    @property
-    def trials(self) -> Trials: ...
-
-
 def accuse_rows(
-    in_flight: Mapping[RowKey, InFlight], last_steps: Collection[RowKey]
+    in_flight: Mapping[RowKey, Trials], last_steps: Collection[RowKey]
 ) -> frozenset[RowKey]:
     """An engine died: make suspects of the rows in flight that its last steps held, or of all when
-    they held none. Where these were suspects before, those alone stay it. Returns all accused."""
-    haunting = {key for key, sent in in_flight.items() if sent.trials.was_there(key[1])}
+    they held none. Where these were suspects before, those alone stay it. Returns all accused.
+
+    `in_flight` has the trials of each row's job.
+    """
+    haunting = {key for key, trials in in_flight.items() if trials.was_there(key[1])}
     held = {key for key in in_flight if key in last_steps} or set(in_flight)
-    tried = {key for key in held if key[1] in in_flight[key].trials.limits}
+    tried = {key for key in held if key[1] in in_flight[key].limits}
     accused = frozenset((tried or held) | haunting)
     limit = SOLO if len(accused) <= MAX_SOLO_ROWS else math.isqrt(len(accused))
     for key in accused:
-        in_flight[key].trials.accuse(key[1], limit)
+        in_flight[key].accuse(key[1], limit)
     return accused
 
 
@@ -168,7 +157,8 @@ IDENTICAL_ERRORS_LIMIT = 20
 
 
 class CircuitBreaker:
-    """Watches the final outcomes of one job and says when the job should pause.
+    """Watches the final outcomes of one job and says when the job should pause: one bad setting
+    never burns a million rows.
 
     `max_failed_rows` is the most failed rows that the job bears (None: any number);
     `num_failed_rows` is how many have failed already; `max_identical` is how many may fail alike in

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from batchrun.daemon.faults import CircuitBreaker, Refusals, Trials
 from batchrun.jobs.inputs.input_data import InputData
@@ -24,70 +25,35 @@ from batchrun.pool.row_queue import RowQueue
 from batchrun.store.jobs import Counts, JobRecord
 from batchrun.types import USUAL_OUTPUT_TOKENS, Outcome, OutcomeKind, RowError, Usage
 
-
-@dataclass(slots=True)
-class CacheWatch:
-    """The agreement of both, over the rows that have ended since the daemon took up the job."""
-
-    plan: JobPlan
-    queue: RowQueue
-    agreement: CacheAgreement = field(default_factory=CacheAgreement)
-
-    def see(self, row: int, usage: Usage, block_tokens: int | None) -> None:
-        """A row has ended on an engine with such blocks; None: it does not tell, nothing counts."""
-        if block_tokens is None or not usage.num_prompt_tokens:
-            return
-        predicted_tokens = predict_cached_in_row(
-            int(self.plan.order.shared_chunks[self.queue.position_of(row)]),
-            int(self.plan.text_bytes[row]),
-            usage.num_prompt_tokens,
-            block_tokens,
-        )
-        self.agreement.add(predicted_tokens, usage.num_cached_tokens)
-
-
 RATE_WINDOW_S = 30.0
 
-
-@dataclass(slots=True)
-class _Second:
-    """What ended in one second."""
-
-    began_s: float
-    num_rows: int = 0
-    served_tokens: int = 0
-    computed_tokens: int = 0
+FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(slots=True)
 class RowRate:
     """Sums by the second, so that asking costs the same at any speed. Instants are monotonic."""
 
-    _seconds: deque[_Second] = field(default_factory=deque)
+    _seconds: deque[tuple[float, FloatArray]] = field(default_factory=deque)
 
     def add(self, now_s: float, served_tokens: int, computed_tokens: int) -> None:
         """A row has ended."""
-        if not self._seconds or now_s >= self._seconds[-1].began_s + 1:
+        if not self._seconds or now_s >= self._seconds[-1][0] + 1:
             self._forget(now_s)
-            self._seconds.append(_Second(now_s))
-        second = self._seconds[-1]
-        second.num_rows += 1
-        second.served_tokens += served_tokens
-        second.computed_tokens += computed_tokens
+            self._seconds.append((now_s, np.zeros(3)))
+        self._seconds[-1][1][:] += (1, served_tokens, computed_tokens)
 
     def rates(self, now_s: float) -> tuple[float, float, float]:
         """(rows, served tokens, computed tokens) per second over the last `RATE_WINDOW_S`."""
         self._forget(now_s)
         if not self._seconds:
             return 0.0, 0.0, 0.0
-        span_s = max(now_s - self._seconds[0].began_s, 1.0)
-        rows = sum(second.num_rows for second in self._seconds)
-        served = sum(second.served_tokens for second in self._seconds)
-        computed = sum(second.computed_tokens for second in self._seconds)
-        return rows / span_s, served / span_s, computed / span_s
+        span_s = max(now_s - self._seconds[0][0], 1.0)
+        rows, served, computed = np.sum([sums for _, sums in self._seconds], axis=0) / span_s
+        return float(rows), float(served), float(computed)
 
     def _forget(self, now_s: float) -> None:
-        while self._seconds and self._seconds[0].began_s < now_s - RATE_WINDOW_S:
+        while self._seconds and self._seconds[0][0] < now_s - RATE_WINDOW_S:
             self._seconds.popleft()
 
 
@@ -105,7 +71,6 @@ class RowCosts:
     left_tokens: int
 
     def tokens_of(self, row: int) -> int:
-        """Those of one row."""
         return round(float(self.new_bytes[row]) / self.bytes_per_token) + self.output_tokens
 
 
@@ -128,7 +93,7 @@ def expected_output_tokens(spec: JobSpec, counts: Counts) -> int:
 
 @dataclass(slots=True)
 class ActiveJob:
-    """One running job: its rows still to come, its tasks in flight, its progress.
+    """One running job: its rows still to come, its tasks in flight, its progress; a `RunningJob`.
 
     `current_node` is the prefix node of the row that was handed out last. Rows are read, and the
     input is closed, under the lock `reading`.
@@ -146,31 +111,27 @@ class ActiveJob:
     trials: Trials
     group_of: IntArray
     costs: RowCosts
-    cache: CacheWatch
     breaker: CircuitBreaker
     refusals: Refusals = field(default_factory=Refusals)
     reading: asyncio.Lock = field(default_factory=asyncio.Lock)
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     current_node: int | None = None
     pace: RowRate = field(default_factory=RowRate)
+    cache_agreement: CacheAgreement = field(default_factory=CacheAgreement)
 
     @property
     def id(self) -> str:
-        """That of the store's record."""
         return self.record.id
 
     @property
     def weight(self) -> float:
-        """That of the job file."""
         return self.spec.weight
 
     @property
     def left_tokens(self) -> int:
-        """What the rows without a result are expected to compute, when the job is opened."""
         return self.costs.left_tokens
 
     def cost_tokens(self, row: int) -> int:
-        """What a row is expected to compute."""
         return self.costs.tokens_of(row)
 
     def committed(self, outcome: Outcome, now_s: float) -> None:
@@ -188,6 +149,19 @@ class ActiveJob:
         served = usage.num_prompt_tokens + usage.num_output_tokens
         self.plan.tokens.correct(int(self.plan.text_bytes[outcome.row]), usage.num_prompt_tokens)
         self.pace.add(now_s, served, served - usage.num_cached_tokens)
+
+    def compare_cached(self, row: int, usage: Usage, block_tokens: int | None) -> None:
+        """A row has ended on an engine with such blocks: see how well its cached tokens were
+        predicted. None: the engine does not tell, nothing counts."""
+        if block_tokens is None or not usage.num_prompt_tokens:
+            return
+        predicted_tokens = predict_cached_in_row(
+            int(self.plan.order.shared_chunks[self.queue.position_of(row)]),
+            int(self.plan.text_bytes[row]),
+            usage.num_prompt_tokens,
+            block_tokens,
+        )
+        self.cache_agreement.add(predicted_tokens, usage.num_cached_tokens)
 
     async def settle(self, limit_s: float) -> None:
         """Wait until no row is in flight any more, at most so long."""
@@ -211,7 +185,7 @@ class ActiveJob:
 
     def accuracy(self) -> str:
         """How good the plan was, in a line for people."""
-        cached = self.cache.agreement
+        cached = self.cache_agreement
         return (
             f"prompt tokens were estimated to {self.plan.tokens.mape:.1%}, cached tokens predicted "
             f"and returned agree to {cached.share:.0%} over {cached.num_rows:,} rows"

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -24,8 +24,7 @@ import xxhash
 
 from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.faults import IDENTICAL_ERRORS_LIMIT, SOLO, CircuitBreaker, Trials
-from batchrun.daemon.job import ActiveJob, CacheWatch, estimate_costs
-from batchrun.daemon.view import spec_of
+from batchrun.daemon.job import ActiveJob, estimate_costs
 from batchrun.daemon.writer import until_reached, until_stored
 from batchrun.errors import EngineError, QuotaError, StateError, StorageUnreachableError
 from batchrun.jobs.batch import check_input, validate_input
@@ -37,7 +36,7 @@ from batchrun.jobs.prompts.tokens import PLAIN_PROMPTS, PromptReader, read_promp
 from batchrun.jobs.results.file_bytes import FileBytes
 from batchrun.jobs.spec import JobSpec
 from batchrun.jobs.submit import open_submitted, plan_job
-from batchrun.pool.radix_tree import find_prefix_nodes
+from batchrun.pool.radix_tree import build_radix_tree
 from batchrun.pool.row_queue import RowQueue
 from batchrun.store import api_keys, batches, files, jobs, results
 from batchrun.store.api_keys import ApiKeyRecord
@@ -145,12 +144,36 @@ def open_job(
     Raises DataError when the input is gone, unreadable, or not what was submitted.
     """
     spec = JobSpec.model_validate_json(record.spec)
-    data = open_submitted(record, spec, links=links)
-    try:
-        return _plan(store, record, spec, data, (links, prompts, progress))
-    except BaseException:
-        data.close()
-        raise
+    with ExitStack() as exits:
+        data = open_submitted(record, spec, links=links)
+        exits.callback(data.close)
+        template = RequestTemplate(spec, data.columns, model=spec.model)
+        plan = plan_job(spec, data, template, prompts=prompts, progress=progress)
+        counts = results.count(store, record.seq)
+        done = np.asarray(results.done_rows(store, record.seq), dtype=np.int64)
+        failing = spec.max_failed
+        limit = None if failing is None else failing.max_failed_rows(record.num_rows)
+        # A batch of OpenAI's API completes, however many of its rows fail.
+        max_identical = math.inf if record.is_batch else IDENTICAL_ERRORS_LIMIT
+        job = ActiveJob(
+            record=record,
+            spec=spec,
+            data=data,
+            rows=PlannedRows(
+                data, template.columns_used, plan.order.rows, scratch=links, progress=progress
+            ),
+            template=template,
+            plan=plan,
+            queue=RowQueue(plan.order.rows, build_radix_tree(plan.order.shared_chunks), done),
+            counts=counts,
+            attempts=results.attempts_so_far(store, record.seq),
+            trials=Trials(dict.fromkeys(results.engine_deaths(store, record.seq), SOLO)),
+            group_of=plan.group_of(),
+            costs=estimate_costs(spec, plan, counts, done),
+            breaker=CircuitBreaker(limit, counts.num_failed, max_identical=max_identical),
+        )
+        exits.pop_all()
+        return job
 
 
 def take_up_job(
@@ -166,50 +189,13 @@ def take_up_job(
 
     Blocking. Raises what `continue_job` and `open_job` raise.
     """
-    if record.state is JobState.VALIDATING and spec_of(record).continue_from is not None:
+    spec = JobSpec.model_validate_json(record.spec)
+    if record.state is JobState.VALIDATING and spec.continue_from is not None:
         num_rows = continue_job(store, record, links=links, progress=progress)
         log.info("%s: %d rows taken over", record.id, num_rows)
     created_at = datetime.fromtimestamp(record.created_at).astimezone()
     prompts = read_prompts(model_folder, now=created_at)
     return open_job(store, record, links=links, prompts=prompts, progress=progress)
-
-
-def _plan(
-    store: Store,
-    record: JobRecord,
-    spec: JobSpec,
-    data: InputData,
-    how: tuple[Path, PromptReader, ProgressSink | None],
-) -> ActiveJob:
-    links, prompts, progress = how
-    template = RequestTemplate(spec, data.columns, model=spec.model)
-    plan = plan_job(spec, data, template, prompts=prompts, progress=progress)
-    counts = results.count(store, record.seq)
-    rows = PlannedRows(
-        data, template.columns_used, plan.order.rows, scratch=links, progress=progress
-    )
-    nodes = find_prefix_nodes(plan.order.shared_chunks)
-    done = np.asarray(results.done_rows(store, record.seq), dtype=np.int64)
-    queue = RowQueue(plan.order.rows, nodes, done)
-    limit = None if spec.max_failed is None else spec.max_failed.max_failed_rows(record.num_rows)
-    # A batch of OpenAI's API completes, however many of its rows fail.
-    max_identical = math.inf if record.is_batch else IDENTICAL_ERRORS_LIMIT
-    return ActiveJob(
-        record=record,
-        spec=spec,
-        data=data,
-        rows=rows,
-        template=template,
-        plan=plan,
-        queue=queue,
-        counts=counts,
-        attempts=results.attempts_so_far(store, record.seq),
-        trials=Trials(dict.fromkeys(results.engine_deaths(store, record.seq), SOLO)),
-        group_of=plan.group_of(),
-        costs=estimate_costs(spec, plan, counts, done),
-        cache=CacheWatch(plan, queue),
-        breaker=CircuitBreaker(limit, counts.num_failed, max_identical=max_identical),
-    )
 
 
 ENGINE_INTERVAL_S = 0.5

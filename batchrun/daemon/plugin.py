@@ -12,7 +12,7 @@ from pathlib import Path
 import batchrun
 from batchrun.config import AUTO_SLO_FACTOR, Deployment, EngineConfig, SloConfig
 from batchrun.errors import ConfigError
-from batchrun.estimator.profile import OnlineLatency, profile_from_json
+from batchrun.estimator.profile import CalibrationProfile, OnlineLatency, profile_from_json
 from batchrun.files import write_atomically
 from batchrun.hints import HINT_NONCE_VARIABLE
 from batchrun.home import Home
@@ -44,7 +44,7 @@ def existing_profile(deployment: Deployment, config: EngineConfig, home: Home) -
 
 
 def online_slo(deployment: Deployment, home: Home) -> SloConfig:
-    """The promises of the deployment; `auto` is AUTO_SLO_FACTOR times the slowest engine's p99.
+    """The SLO of online calls; `auto` is AUTO_SLO_FACTOR times the slowest engine's p99.
 
     Raises ConfigError when `auto` has no profile to go by.
     """
@@ -62,7 +62,7 @@ def online_slo(deployment: Deployment, home: Home) -> SloConfig:
 
 
 def slo_classes(deployment: Deployment, home: Home) -> dict[str, SloConfig]:
-    """The promises of each class by its name. Raises ConfigError as `online_slo` does, and where
+    """The bounds of each SLO class by its name. Raises ConfigError as `online_slo` does, and where
     the bounds of a class contradict each other."""
     runs_scheduler = deployment.runs_scheduler and any(e.is_vllm for e in deployment.engines)
     default = SloConfig() if isinstance(deployment.slo, str) else deployment.slo
@@ -77,6 +77,20 @@ def slo_classes(deployment: Deployment, home: Home) -> dict[str, SloConfig]:
     return classes
 
 
+MAX_PROFILE_BYTES = 1 << 20
+
+
+def read_profile(path: Path) -> CalibrationProfile:
+    """A file of `batchrun calibrate`. Raises ConfigError, one line."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_PROFILE_BYTES)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path}: the profile cannot be read: {reason}") from error
+    return profile_from_json(text, str(path))
+
+
 def _online_latency(deployment: Deployment, config: EngineConfig, home: Home) -> OnlineLatency:
     path = existing_profile(deployment, config, home)
     if path is None:
@@ -84,10 +98,7 @@ def _online_latency(deployment: Deployment, config: EngineConfig, home: Home) ->
             f"slo: auto needs a profile of engine {config.name}: run `batchrun calibrate "
             f"--engine {config.name}`, or give ttft_s and tpot_s"
         )
-    try:
-        online = profile_from_json(path.read_text(encoding="utf-8"), str(path)).online
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    online = read_profile(path).online
     if online is None:
         raise ConfigError(
             f"slo: auto: {path} has no online figures, since the model answered no chat calls; "

@@ -1,4 +1,7 @@
-"""Starts and watches what outlives the daemon: the gateway and the managed engines."""
+"""Starts and watches what outlives the daemon: the gateway and the managed engines.
+
+The gateway reads two files: the engines, and the API keys.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ import logging
 import os
 import shutil
 import sys
+import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from batchrun.config import TINY_MODEL, Deployment, EngineConfig
@@ -25,13 +29,16 @@ from batchrun.daemon.plugin import (
     slo_classes,
 )
 from batchrun.engine import process
-from batchrun.engine.command import AttachedSettings, ManagedSettings
+from batchrun.engine.command import AttachedSettings, ManagedSettings, check_port_free
 from batchrun.engine.engine import AttachedEngine, Engine, ManagedEngine
-from batchrun.engine.install import check_port_free
 from batchrun.engine.tiny_model import build_tiny_model
-from batchrun.errors import EngineError, InputError
+from batchrun.errors import ConfigError, EngineError, InputError
 from batchrun.files import write_atomically
 from batchrun.home import Home
+from batchrun.keys import is_loopback
+from batchrun.store import api_keys
+from batchrun.store.api_keys import ApiKeyRecord, NewApiKey
+from batchrun.store.database import Store
 
 log = logging.getLogger(__name__)
 
@@ -41,18 +48,14 @@ FIRST_ENGINE_PORT_OFFSET = 100
 LAST_PORT = 65_535
 
 
-@dataclass(frozen=True, slots=True)
-class DaemonUpstream:
-    """Where the gateway finds the daemon, and what it shows there to be let in."""
-
-    url: str
-    gateway_key: str
-
-
 class Supervisor:
-    """The engines and the gateway of one deployment."""
+    """The engines and the gateway of one deployment.
 
-    def __init__(self, deployment: Deployment, home: Home, daemon: DaemonUpstream) -> None:
+    `daemon` is where the gateway finds the daemon (`url`), and what it shows there to be let in
+    (`gateway_key`).
+    """
+
+    def __init__(self, deployment: Deployment, home: Home, daemon: Mapping[str, str]) -> None:
         self._deployment = deployment
         self._home = home
         self._daemon = daemon
@@ -71,16 +74,15 @@ class Supervisor:
         deployment, home = self._deployment, self._home
         config = deployment.engines[index]
         runs_scheduler = nonce is not None
-        slot = Slot(
+        channel = channel_path(home, config.name)
+        return Slot(
             make_engine(deployment, home, index, nonce),
             config.uses_priority,
+            hint_nonce=nonce,
+            link=EngineLink(channel, config.name) if runs_scheduler else None,
+            last_steps=last_steps_path(home, config.name) if runs_scheduler else None,
             window=window_of(deployment.window, runs_scheduler=runs_scheduler),
         )
-        if runs_scheduler:
-            slot.hint_nonce = nonce
-            slot.link = make_link(home, config)
-            slot.last_steps = last_steps_path(home, config.name)
-        return slot
 
     async def start(self) -> None:
         """Bring up the gateway, then all engines at once; returns when one of them is ready.
@@ -161,17 +163,11 @@ class Supervisor:
 
     def _gateway_argv(self) -> list[str]:
         return [
-            sys.executable,
-            "-m",
-            "batchrun.server.gateway",
-            "--listen",
-            self._deployment.listen,
-            "--upstreams",
-            str(self._home.upstreams),
-            "--keys",
-            str(self._home.api_keys),
-            "--workers",
-            str(self._deployment.gateway_workers),
+            *(sys.executable, "-m", "batchrun.server.gateway"),
+            *("--listen", self._deployment.listen),
+            *("--upstreams", str(self._home.upstreams)),
+            *("--keys", str(self._home.api_keys)),
+            *("--workers", str(self._deployment.gateway_workers)),
         ]
 
     def _write_upstreams(self) -> None:
@@ -188,7 +184,7 @@ class Supervisor:
         ]
         document = {
             "engines": engines,
-            "daemon": asdict(self._daemon),
+            "daemon": self._daemon,
             "slo_classes": self._slo_classes,
         }
         write_atomically(self._home.upstreams, json.dumps(document).encode(), mode=0o600)
@@ -254,11 +250,6 @@ def make_engine(
     )
 
 
-def make_link(home: Home, config: EngineConfig) -> EngineLink:
-    """The daemon's end of the wire to an engine that runs batchrun's scheduler."""
-    return EngineLink(channel_path(home, config.name), config.name)
-
-
 def engine_python(config: EngineConfig, home: Home) -> Path:
     """The interpreter whose environment holds vLLM: named, installed by us, or this one."""
     if config.python is not None:
@@ -284,3 +275,60 @@ def split_listen(listen: str) -> tuple[str, int]:
     """Host (an IPv6 one without its brackets) and port of HOST:PORT."""
     host, port = listen.rsplit(":", 1)
     return host.strip("[]"), int(port)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyList:
+    """Changes the keys of `store`, and publishes those that count in the file at `path`.
+
+    One change at a time, so that the file never lags behind the store.
+    """
+
+    store: Store
+    path: Path
+    _changing: threading.Lock = field(default_factory=threading.Lock)
+
+    def check(self, host: str) -> None:
+        """Raises ConfigError when callers from outside could reach `host` without a key."""
+        if not is_loopback(host) and not api_keys.list_all(self.store):
+            raise ConfigError(
+                f"listen: {host} can be reached from other machines, and there is no API key yet; "
+                "make one with `batchrun keys create NAME`, or listen on 127.0.0.1"
+            )
+
+    def add(self, key: NewApiKey) -> ApiKeyRecord:
+        """Add a key; gateways know it within a second. Raises InputError. Blocking."""
+        with self._changing:
+            added = api_keys.add(self.store, key, now_s=time.time())
+            self.publish()
+            return added
+
+    def revoke(self, key: str) -> ApiKeyRecord:
+        """Revoke a key; gateways know it within a second. Raises InputError and StateError.
+
+        One that is revoked already is published again: whoever revoked it may have been killed.
+        Blocking.
+        """
+        with self._changing:
+            try:
+                return api_keys.revoke(self.store, key, now_s=time.time())
+            finally:
+                self.publish()
+
+    def publish(self) -> None:
+        """Write the file as the store has it. A deployment that never had a key asks for none."""
+        keys = api_keys.list_all(self.store)
+        listed = [_for_gateways(key) for key in keys if key.revoked_at is None]
+        document = json.dumps({"keys": listed if keys else None})
+        write_atomically(self.path, document.encode(), mode=0o600)
+
+
+def _for_gateways(key: ApiKeyRecord) -> dict[str, object]:
+    return {
+        "id": key.id,
+        "sha256": key.sha256,
+        "role": key.role,
+        "slo_class": key.slo_class,
+        "requests_per_minute": key.limits.requests_per_minute,
+        "seq": key.seq,
+    }

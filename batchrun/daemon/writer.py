@@ -1,6 +1,6 @@
 """The one writer of results: commits in batches, acknowledges only what is committed.
 
-Also the daemon's tasks beside its loop, and work that waits until the store is there.
+Also the daemon's background tasks, and work that waits until the store is there.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -89,11 +90,9 @@ class ResultWriter:
         if not self._flushes and len(self._waiting) < MAX_BATCH:
             self._is_pressed.clear()
             left_s = max(self._first_at_s + MAX_DELAY_S - time.monotonic(), 0)
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
                     await self._is_pressed.wait()
-            except TimeoutError:
-                pass
         batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
         if not self._waiting:
             self._has_work.clear()
@@ -148,13 +147,12 @@ class TaskSet:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def spawn(self, work: Coroutine[None, None, None], job_id: str | None = None) -> None:
-        """Run `work` beside everything else, on behalf of a job or of the daemon itself."""
+        """Run `work` in the background, on behalf of a job or of the daemon itself."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(lambda task: self._ended(task, job_id))
 
     async def cancel_all(self) -> None:
-        """Cancel every task and wait for them."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -30,7 +30,6 @@ class KvConfig:
 
     @property
     def num_tokens(self) -> int | None:
-        """Tokens that it holds."""
         return None if self.num_blocks is None else self.num_blocks * self.block_tokens
 
 
@@ -40,13 +39,8 @@ def parse_kv_config(metrics: str) -> KvConfig | None:
     Raises ValueError when the page is no such text.
     """
     lines = [line for line in metrics.splitlines() if line.startswith(METRIC)]
-    for family in text_string_to_metric_families("\n".join([*lines, ""])):
-        for sample in family.samples:
-            return _read(sample.labels)
-    return None
-
-
-def _read(labels: dict[str, str]) -> KvConfig | None:
+    families = text_string_to_metric_families("\n".join([*lines, ""]))
+    labels = next((sample.labels for family in families for sample in family.samples), {})
     block_tokens = labels.get("block_size", "")
     num_blocks = labels.get("num_gpu_blocks", "")
     if not block_tokens.isdecimal() or not int(block_tokens):
@@ -132,14 +126,13 @@ def parse_retry_after(value: str | None, *, now_s: float) -> float | None:
 def _classify_success(request: Request, reply: Reply) -> Outcome:
     document = _parse_object(reply.body)
     key = _RESULT_KEYS.get(request.endpoint)
-    problem = _find_problem(document, key)
-    if document is None or problem:
-        error = RowError("invalid_response", problem, reply.status_code)
-        return failure(request, OutcomeKind.RETRY, error, duration_s=reply.duration_s)
-    finish_reason = _finish_reason(document) if key == "choices" else None
+    code, problem, finish_reason = "invalid_response", _find_problem(document, key), None
+    if document is not None and not problem and key == "choices":
+        finish_reason = _finish_reason(document)
     if finish_reason in _UNFINISHED_REASONS:
-        message = f"the engine gave the row up (finish_reason {finish_reason})"
-        error = RowError("aborted", message, reply.status_code)
+        code, problem = "aborted", f"the engine gave the row up (finish_reason {finish_reason})"
+    if document is None or problem:
+        error = RowError(code, problem, reply.status_code)
         return failure(request, OutcomeKind.RETRY, error, duration_s=reply.duration_s)
     return Outcome(
         job_id=request.job_id,
@@ -253,7 +246,7 @@ def _one_line(message: object) -> str:
 
 MAX_RESPONSE_BYTES = 64 * 1024 * 1024
 _CONNECT_TIMEOUT_S = 5.0
-_CHECK_TIMEOUT_S = 2.0
+_CHECK_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 # Below the 5 s after which uvicorn closes an idle connection: a POST that meets the closing fails.
 _KEEP_ALIVE_S = 2.0
 _CHUNK_BYTES = 256 * 1024
@@ -284,62 +277,64 @@ class EngineClient:
             async with asyncio.timeout(timeout_s) as limit:
                 reply = await self._post(request, start_s)
         except ResponseTooLargeError as error:
-            row_error = RowError("response_too_large", str(error))
-            return _failed(request, OutcomeKind.ROW_ERROR, row_error, start_s)
+            kind, row_error = OutcomeKind.ROW_ERROR, RowError("response_too_large", str(error))
         except (TypeError, ValueError, RecursionError) as error:
-            row_error = RowError("invalid_request", f"the request is not valid JSON: {error}")
-            return _failed(request, OutcomeKind.ROW_ERROR, row_error, start_s)
+            message = f"the request is not valid JSON: {error}"
+            kind, row_error = OutcomeKind.ROW_ERROR, RowError("invalid_request", message)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            row_error = RowError("connection_error", self._explain(error))
+            kind, row_error = OutcomeKind.RETRY, RowError("connection_error", self._explain(error))
             if limit.expired():
                 row_error = RowError("timeout", f"no answer within {timeout_s:g} s")
-            return _failed(request, OutcomeKind.RETRY, row_error, start_s)
-        return classify(request, reply, now_s=time.time())
+        else:
+            return classify(request, reply, now_s=time.time())
+        return failure(request, kind, row_error, duration_s=time.monotonic() - start_s)
 
     async def models(self) -> tuple[str, ...]:
         """The ids that the engine serves. Raises EngineError when it does not tell."""
-        url = f"{self.base_url}/v1/models"
+        status_code, body = await self._get("/v1/models")
+        if status_code >= 400:
+            raise EngineError(f"the engine at {self.base_url} answered HTTP {status_code}")
         try:
-            async with self._open().get(url, timeout=_check_timeout()) as response:
-                response.raise_for_status()
-                document = await response.json(content_type=None)
-            return tuple(str(model["id"]) for model in document["data"])
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineError(self._explain(error)) from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise EngineError(f"{url} does not list models as an OpenAI server does") from error
+            return tuple(str(model["id"]) for model in json.loads(body)["data"])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise EngineError(
+                f"{self.base_url}/v1/models does not list models as an OpenAI server does"
+            ) from error
 
     async def kv_config(self) -> KvConfig | None:
         """What the engine says of its KV cache; None where it says nothing.
 
         Raises EngineError when it does not answer.
         """
-        url = f"{self.base_url}/metrics"
+        status_code, page = await self._get("/metrics")
+        if status_code >= 400:
+            return None
         try:
-            async with self._open().get(url, timeout=_check_timeout()) as response:
-                if not response.ok:
-                    return None
-                page = await _read_bounded(response)
             return parse_kv_config(page.decode("utf-8", "replace"))
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineError(self._explain(error)) from error
         except ValueError:
             return None
 
     async def is_healthy(self) -> bool:
         """Whether `GET /health` answers 2xx within 2 s."""
         try:
-            url = f"{self.base_url}/health"
-            async with self._open().get(url, timeout=_check_timeout()) as response:
-                return response.ok
-        except (aiohttp.ClientError, TimeoutError, OSError):
+            status_code, _ = await self._get("/health")
+        except EngineError:
             return False
+        return status_code < 400
 
     async def close(self) -> None:
         """Close all connections; requests in flight end as lost connections."""
         session, self._session = self._session, None
         if session is not None:
             await session.close()
+
+    async def _get(self, path: str) -> tuple[int, bytes]:
+        """(status code, body) within 2 s. Raises EngineError when there is no answer."""
+        try:
+            async with self._open().get(self.base_url + path, timeout=_CHECK_TIMEOUT) as response:
+                return response.status, await _read_bounded(response)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise EngineError(self._explain(error)) from error
 
     async def _post(self, request: Request, start_s: float) -> Reply:
         data = _ENCODER.encode(dict(request.body)).encode()
@@ -366,8 +361,6 @@ class EngineClient:
         return self._session
 
     def _explain(self, error: BaseException) -> str:
-        if isinstance(error, aiohttp.ClientResponseError):
-            return f"the engine at {self.base_url} answered HTTP {error.status}"
         detail = " ".join(str(error).split()) or type(error).__name__
         return f"no answer from the engine at {self.base_url}: {detail}"
 
@@ -379,14 +372,6 @@ async def _read_bounded(response: aiohttp.ClientResponse) -> bytes:
         if len(body) > MAX_RESPONSE_BYTES:
             raise ResponseTooLargeError(f"the reply is over {MAX_RESPONSE_BYTES} bytes")
     return bytes(body)
-
-
-def _failed(request: Request, kind: OutcomeKind, error: RowError, start_s: float) -> Outcome:
-    return failure(request, kind, error, duration_s=time.monotonic() - start_s)
-
-
-def _check_timeout() -> aiohttp.ClientTimeout:
-    return aiohttp.ClientTimeout(total=_CHECK_TIMEOUT_S)
 
 
 def _normalise_url(base_url: str) -> str:

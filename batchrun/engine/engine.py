@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Protocol
 
 from batchrun.engine import process
 from batchrun.engine.client import EngineClient
-from batchrun.engine.command import AttachedSettings, Command, ManagedSettings, prepare_command
-from batchrun.engine.install import check_port_free
+from batchrun.engine.command import (
+    AttachedSettings,
+    Command,
+    ManagedSettings,
+    check_port_free,
+    prepare_command,
+)
 from batchrun.engine.process import (
     LogFollower,
     ProcessRecord,
@@ -23,7 +27,7 @@ from batchrun.engine.process import (
 from batchrun.errors import EngineError
 from batchrun.types import EnginePhase
 
-_READY_POLL_S = 0.2
+_POLL_S = 0.2
 _NUM_FAILED_CHECKS = 3
 
 
@@ -58,8 +62,7 @@ class ManagedEngine:
         try:
             await self._launch()
         except EngineError as error:
-            self.state = EnginePhase.FAILED
-            self.stage = str(error)
+            self.state, self.stage = EnginePhase.FAILED, str(error)
             raise
 
     async def watch(self) -> None:
@@ -72,13 +75,8 @@ class ManagedEngine:
         """End the engine with its children. Cancel `watch` first."""
         if self._spawning is not None and not self._spawning.done():
             await asyncio.wait([self._spawning])
-        record = await asyncio.to_thread(process.read_record, self.settings.record_path)
-        if record is not None:
-            self.stage = "stopping"
-            await asyncio.to_thread(process.terminate, record, self.settings.stop_grace_s)
-            process.remove(self.settings.record_path)
-        self.state = EnginePhase.STOPPED
-        self.stage = "stopped"
+        await self._end_process("stopping")
+        self.state, self.stage = EnginePhase.STOPPED, "stopped"
         await self.client.close()
 
     async def _launch(self) -> None:
@@ -87,40 +85,37 @@ class ManagedEngine:
         record_path = self.settings.record_path
         self._record = await asyncio.to_thread(process.adopt, record_path, command.argv)
         if self._record is None:
-            await self._end_leftovers()
+            await self._end_process("ending the engine that ran before")
             await asyncio.to_thread(check_port_free, self.settings.host, self.settings.port)
             self._record = await self._spawn(command)
         await self._wait_ready(self._record)
-        self.state = EnginePhase.READY
-        self.stage = "ready"
+        self.state, self.stage = EnginePhase.READY, "ready"
         self._num_failed_starts = 0
 
-    async def _end_leftovers(self) -> None:
-        """End an engine of other arguments, and children of one that was killed."""
-        record = await asyncio.to_thread(process.read_record, self.settings.record_path)
-        if record is not None:
-            self.stage = "ending the engine that ran before"
-            await asyncio.to_thread(process.terminate, record, self.settings.stop_grace_s)
-            process.remove(self.settings.record_path)
+    async def _end_process(self, stage: str) -> None:
+        """End what the record names: also an engine of other arguments, and children of one that
+        was killed."""
+        self.stage = stage
+        path, grace_s = self.settings.record_path, self.settings.stop_grace_s
+        await asyncio.to_thread(process.stop_recorded, path, grace_s)
 
     async def _spawn(self, command: Command) -> ProcessRecord:
         """Shielded, so that a cancelled start still leaves a record for `stop` to find."""
         self.stage = "starting the process"
         self._follower = LogFollower(self.settings.log_path)
-        self._spawning = asyncio.create_task(asyncio.to_thread(self._spawn_now, command))
-        try:
-            return await asyncio.shield(self._spawning)
-        except OSError as error:
-            line = f"engine {self.name}: {command.argv[0]} cannot be started: {error.strerror}"
-            raise EngineError(line) from error
-
-    def _spawn_now(self, command: Command) -> ProcessRecord:
-        return process.spawn(
+        spawning = asyncio.to_thread(
+            process.spawn,
             command.argv,
             env=command.env,
             log_path=self.settings.log_path,
             record_path=self.settings.record_path,
         )
+        self._spawning = asyncio.create_task(spawning)
+        try:
+            return await asyncio.shield(self._spawning)
+        except OSError as error:
+            line = f"engine {self.name}: {command.argv[0]} cannot be started: {error.strerror}"
+            raise EngineError(line) from error
 
     async def _wait_ready(self, record: ProcessRecord) -> None:
         deadline_s = time.monotonic() + self.settings.start_timeout_s
@@ -134,7 +129,7 @@ class ManagedEngine:
                     f"engine {self.name} was not ready after {self.settings.start_timeout_s:g} s "
                     f"(it was {self.stage}); log: {self.settings.log_path}"
                 )
-            await asyncio.sleep(_READY_POLL_S)
+            await asyncio.sleep(_POLL_S)
 
     async def _follow_log(self) -> None:
         for line in await asyncio.to_thread(self._follower.read_new_lines):
@@ -163,7 +158,7 @@ class ManagedEngine:
             num_failed_checks = 0 if is_healthy else num_failed_checks + 1
             if is_healthy:
                 answered_s = now_s
-                self._mark_answering()
+                self.state, self.stage = EnginePhase.READY, "ready"
             elif num_failed_checks >= _NUM_FAILED_CHECKS:
                 ready_since_s = now_s
                 self.state = EnginePhase.UNREACHABLE
@@ -174,10 +169,6 @@ class ManagedEngine:
                 return
             await asyncio.sleep(self.settings.check_interval_s)
 
-    def _mark_answering(self) -> None:
-        self.state = EnginePhase.READY
-        self.stage = "ready"
-
     async def _restart(self) -> None:
         """Start again with growing pauses; after too many failed starts, FAILED for ever."""
         reason = await self._last_words()
@@ -187,7 +178,7 @@ class ManagedEngine:
             self.stage = f"restarting in {pause_s:g} s; it ended: {reason}"
             await asyncio.sleep(pause_s)
             try:
-                await self._end_leftovers()
+                await self._end_process("ending the engine that ran before")
                 await self._launch()
                 return
             except EngineError as error:
@@ -205,9 +196,6 @@ class ManagedEngine:
     async def _last_words(self) -> str:
         tail = await asyncio.to_thread(self._follower.read_tail)
         return find_last_useful_line(tail) or "without a word"
-
-
-_POLL_S = 0.2
 
 
 class AttachedEngine:
@@ -242,8 +230,7 @@ class AttachedEngine:
 
     async def stop(self) -> None:
         """Close the connections; the engine itself is not ours to end."""
-        self.state = EnginePhase.STOPPED
-        self.stage = "stopped"
+        self.state, self.stage = EnginePhase.STOPPED, "stopped"
         await self.client.close()
 
     def _mark(self, *, is_healthy: bool) -> None:
@@ -251,41 +238,9 @@ class AttachedEngine:
         self.stage = "ready" if is_healthy else f"no answer from {self.client.base_url}"
 
 
-class Engine(Protocol):
-    """An engine as the daemon sees it.
+Engine = ManagedEngine | AttachedEngine
+"""An engine as the daemon sees it.
 
-    `state` says whether requests may be sent (only READY); `stage` is a few words for people,
-    such as "loading weights" or why the engine is down.
-    """
-
-    @property
-    def name(self) -> str:
-        """The name in the deployment file."""
-        ...
-
-    @property
-    def client(self) -> EngineClient:
-        """Where requests go."""
-        ...
-
-    @property
-    def state(self) -> EnginePhase:
-        """The present state."""
-        ...
-
-    @property
-    def stage(self) -> str:
-        """The present stage, for people."""
-        ...
-
-    async def start(self) -> None:
-        """Return when the engine answers. Raises EngineError with one line when it cannot."""
-        ...
-
-    async def watch(self) -> None:
-        """Keep `state` true, for ever; cancel it to end. Call after `start`."""
-        ...
-
-    async def stop(self) -> None:
-        """End the engine if batchrun started it, and close the client."""
-        ...
+`state` says whether requests may be sent (only READY); `stage` is a few words for people, such as
+"loading weights" or why the engine is down. `watch` keeps both true, after `start`.
+"""

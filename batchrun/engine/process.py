@@ -20,7 +20,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import psutil
 
 from batchrun.files import write_atomically
@@ -39,7 +41,7 @@ _MAX_LOG_BYTES = 64 * 1024 * 1024
 class ProcessRecord:
     """What is needed to know a child again. `started_at` is the kernel's start time, UTC epoch."""
 
-    pid: int
+    pid: Annotated[int, msgspec.Meta(ge=_NO_PID)]
     started_at: float
     nonce: str
     argv_hash: str
@@ -59,14 +61,15 @@ def spawn(
     child_env = {**env, NONCE_VARIABLE: nonce, "SPT_NOENV": "1"}
     record_path.parent.mkdir(parents=True, exist_ok=True)
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    _rotate(log_path)
+    if log_path.exists() and log_path.stat().st_size > _MAX_LOG_BYTES:
+        log_path.replace(log_path.with_name(f"{log_path.name}.1"))
     # Written before the start too: should we be killed in between, the nonce still finds the child.
     record = ProcessRecord(_NO_PID, 0.0, nonce, hash_argv(argv))
     _write_record(record, record_path)
     try:
         pid = _spawn_detached(argv, child_env, log_path)
     except OSError:
-        remove(record_path)
+        record_path.unlink(missing_ok=True)
         raise
     record = replace(record, pid=pid, started_at=psutil.Process(pid).create_time())
     _wait_for_nonce(record)
@@ -85,14 +88,8 @@ def adopt(record_path: Path, argv: Sequence[str]) -> ProcessRecord | None:
 def read_record(record_path: Path) -> ProcessRecord | None:
     """The record in a file; None when there is no file or it is not a record."""
     try:
-        fields = json.loads(record_path.read_text())
-        return ProcessRecord(
-            max(_NO_PID, int(fields["pid"])),
-            float(fields["started_at"]),
-            str(fields["nonce"]),
-            str(fields["argv_hash"]),
-        )
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return msgspec.json.decode(record_path.read_bytes(), type=ProcessRecord)
+    except (FileNotFoundError, UnicodeDecodeError, msgspec.DecodeError):
         return None
 
 
@@ -103,7 +100,8 @@ def is_alive(record: ProcessRecord) -> bool:
     _reap(record.pid)
     try:
         process = psutil.Process(record.pid)
-        return _runs(process) and _is_leader(process, record)
+        is_same = abs(process.create_time() - record.started_at) <= _CLOCK_TOLERANCE_S
+        return is_same and _belongs(process, record)
     except psutil.Error:
         return False
 
@@ -128,13 +126,8 @@ def stop_recorded(record_path: Path, grace_s: float = 10.0) -> bool:
         return False
     was_running = bool(find_family(record))
     terminate(record, grace_s)
-    remove(record_path)
-    return was_running
-
-
-def remove(record_path: Path) -> None:
-    """Forget the record. The process, if any, is left alone."""
     record_path.unlink(missing_ok=True)
+    return was_running
 
 
 def find_family(record: ProcessRecord) -> list[psutil.Process]:
@@ -187,12 +180,6 @@ def _belongs(process: psutil.Process, record: ProcessRecord) -> bool:
         return False
 
 
-def _is_leader(process: psutil.Process, record: ProcessRecord) -> bool:
-    if abs(process.create_time() - record.started_at) > _CLOCK_TOLERANCE_S:
-        return False
-    return process.environ().get(NONCE_VARIABLE) == record.nonce
-
-
 def _runs(process: psutil.Process) -> bool:
     return process.status() not in {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}
 
@@ -221,11 +208,6 @@ def _reap(pid: int) -> None:
         os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
         return
-
-
-def _rotate(log_path: Path) -> None:
-    if log_path.exists() and log_path.stat().st_size > _MAX_LOG_BYTES:
-        log_path.replace(log_path.with_name(f"{log_path.name}.1"))
 
 
 def _write_record(record: ProcessRecord, record_path: Path) -> None:
@@ -307,7 +289,6 @@ class LogFollower:
         self._rest = ""
 
     def read_new_lines(self) -> list[str]:
-        """Whole lines appended since the last call."""
         if not self.path.exists():
             return []
         with self.path.open("rb") as file:

@@ -7,9 +7,8 @@ out every time, without torch and without a network.
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,19 +84,15 @@ def build_tiny_model(path: Path) -> None:
         )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-    except (FileExistsError, NotADirectoryError) as error:
-        raise InputError(f"{path}: cannot be written: {path.parent} is not a folder") from error
+        with TemporaryDirectory(
+            prefix=f".{path.name}-", dir=path.parent, ignore_cleanup_errors=True
+        ) as unfinished:
+            _write_files(Path(unfinished))
+            _move(Path(unfinished), path)
     except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror}") from error
-    try:
-        _write_files(unfinished)
-        unfinished.chmod(0o755)
-        _move(unfinished, path)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror}") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        is_no_folder = isinstance(error, FileExistsError | NotADirectoryError)
+        why = f"{path.parent} is not a folder" if is_no_folder else error.strerror
+        raise InputError(f"{path}: cannot be written: {why}") from error
 
 
 def _is_built(path: Path) -> bool:
@@ -108,6 +103,7 @@ def _is_built(path: Path) -> bool:
 
 def _move(source: Path, target: Path) -> None:
     """Rename; another process that was quicker has built the same bytes."""
+    source.chmod(0o755)
     try:
         source.replace(target)
     except OSError:

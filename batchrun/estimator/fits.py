@@ -1,25 +1,19 @@
 """Fits of all step-time models to one set of observed steps, judged on held-out ones.
 
 Every fit minimises relative errors with non-negative coefficients and bounded outliers
-(`least_squares`); the laws with branches alternate between the branches and that.
-
-- Echo's model, in three stages as the paper's micro-benchmarks separate them: Eq. 7 on the steps
-  without prefills, Eq. 6 on those without decodes, then the lambda of Eq. 8 on the mixed steps.
-- Echo's model with a base starts from that and improves all coefficients at once. Where it is known
-  which steps are at the floor, and which of prefill and decode takes longer, the law is linear in
-  everything but lambda.
-- The roofline is linear in all but the share that overlap does not hide, once each step's side of
-  the roof is known.
+(`least_squares`). A law with branches is linear, but for one share, once each step's branch is
+known: its fit alternates between branches and coefficients, and searches the share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, dataclass, replace
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta, Struct
+from msgspec.structs import astuple, replace
 
 from batchrun.estimator.least_squares import ROUNDS, FloatArray, first_guess, fit_piecewise
 from batchrun.estimator.step_load import Observation, StepTable
@@ -37,6 +31,9 @@ _NOTHING_KNOWN = EchoModel(0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
 
 def fit_echo(table: StepTable, start: EchoModel | None = None, rounds: int = ROUNDS) -> EchoModel:
     """Improve on `start` in at most `rounds` rounds a stage, or fit from scratch without one.
+
+    In three stages, as the paper's micro-benchmarks separate them: Eq. 6 on the steps without
+    decodes, Eq. 7 on those without prefills, then the lambda of Eq. 8 on the mixed steps.
 
     A stage without steps of its kind keeps the coefficients of `start` (0, and a lambda of 1).
     """
@@ -317,17 +314,16 @@ LEAST_OBSERVATIONS = 10
 _HELD_OUT_EVERY = 5
 
 
-@dataclass(frozen=True, slots=True)
-class FittedModel:
+class FittedModel(Struct, frozen=True, forbid_unknown_fields=True):
     """A model, with its errors on steps that the coefficients had not seen.
 
     An error is |predicted - measured| / measured, a share.
     """
 
     model: AnyModel
-    held_out_mape: float
-    held_out_p95_ape: float
-    num_held_out: int
+    held_out_mape: Annotated[float, Meta(ge=0)]
+    held_out_p95_ape: Annotated[float, Meta(ge=0)]
+    num_held_out: Annotated[int, Meta(ge=1)]
 
 
 def fit_linear(

@@ -13,6 +13,35 @@ from enum import StrEnum
 MINUTE_S = 60
 
 
+class RecentValues:
+    """The latest `num_kept` numbers, with their mean and spread in O(1); exact, being whole."""
+
+    __slots__ = ("_num_kept", "_squares", "_total", "values")
+
+    def __init__(self, num_kept: int) -> None:
+        self._num_kept = num_kept
+        self._total = self._squares = 0
+        self.values: deque[int] = deque()
+
+    def add(self, value: int) -> None:
+        """Keep a number, and drop what is too old."""
+        self.values.append(value)
+        self._total += value
+        self._squares += value * value
+        if len(self.values) > self._num_kept:
+            oldest = self.values.popleft()
+            self._total -= oldest
+            self._squares -= oldest * oldest
+
+    def mean_plus(self, sigmas: float) -> float:
+        """Mean + `sigmas` standard deviations; 0 without numbers."""
+        num = len(self.values)
+        if not num:
+            return 0.0
+        variance = (num * self._squares - self._total * self._total) / (num * num)
+        return self._total / num + sigmas * math.sqrt(variance)
+
+
 class MinuteTops:
     """The tops of all minutes of the last `window_s` seconds, one minute beginning each second.
 
@@ -20,13 +49,10 @@ class MinuteTops:
     """
 
     def __init__(self, window_s: int) -> None:
-        self._num_kept = max(1, window_s - MINUTE_S + 1)
+        self.tops = RecentValues(max(1, window_s - MINUTE_S + 1))
         self._second = 0
         # Falling values with their seconds: the first is the top of the minute that ends now.
         self._candidates: deque[tuple[int, int]] = deque()
-        self._tops: deque[int] = deque()
-        self._total = 0
-        self._total_squares = 0
 
     def end_second(self, max_blocks: int) -> None:
         """A second with this highest use has ended."""
@@ -38,24 +64,7 @@ class MinuteTops:
         if candidates[0][0] < self._second - MINUTE_S:
             candidates.popleft()
         if self._second >= MINUTE_S:
-            self._add(candidates[0][1])
-
-    def mean_plus(self, sigmas: float) -> float:
-        """Mean + `sigmas` standard deviations; 0 before the first minute has ended."""
-        num = len(self._tops)
-        if not num:
-            return 0.0
-        variance = (num * self._total_squares - self._total * self._total) / (num * num)
-        return self._total / num + sigmas * math.sqrt(variance)
-
-    def _add(self, top: int) -> None:
-        self._tops.append(top)
-        self._total += top
-        self._total_squares += top * top
-        if len(self._tops) > self._num_kept:
-            oldest = self._tops.popleft()
-            self._total -= oldest
-            self._total_squares -= oldest * oldest
+            self.tops.add(candidates[0][1])
 
 
 DEFAULT_WINDOW_S = 900
@@ -71,11 +80,8 @@ class ForecastRule(StrEnum):
     QUANTILE = "quantile"
     """The empirical quantile, interpolated linearly."""
     GROWTH = "growth"
-    """What they hold now, and the quantile of how much they grew within `GROWTH_HORIZON_S`.
-
-    The work that the reserve decides on ends within seconds, so it need not make room for a burst
-    that comes in a minute.
-    """
+    """What they hold now, and the quantile of how much they grew within `GROWTH_HORIZON_S`: the
+    work that the reserve decides on ends within seconds."""
     MINUTE_MAX = "minute-max"
     """mean + k * sigma of the highest use within each minute, a minute beginning every second.
 
@@ -121,12 +127,10 @@ class KvForecast:
         self._rule = rule
         self._sigmas = sigmas
         self._quantile = quantile
-        self._maxima: deque[int] = deque()
+        self._maxima = RecentValues(window_s)
         self._measures: deque[int] = deque()
         self._sorted: list[int] = []
         self._tops = MinuteTops(window_s)
-        self._total = 0
-        self._total_squares = 0
         self._second: int | None = None
         self._latest_blocks = 0
         self._second_max_blocks = 0
@@ -135,7 +139,7 @@ class KvForecast:
     @property
     def num_seconds(self) -> int:
         """Ended seconds in the window."""
-        return len(self._maxima)
+        return len(self._maxima.values)
 
     @property
     def forecast_blocks(self) -> int | None:
@@ -164,21 +168,16 @@ class KvForecast:
         self._second_max_blocks = self._latest_blocks
 
     def _end_second(self, max_blocks: int) -> None:
-        self._maxima.append(max_blocks)
-        self._total += max_blocks
-        self._total_squares += max_blocks * max_blocks
+        self._maxima.add(max_blocks)
+        seconds = self._maxima.values
         if self._rule is ForecastRule.QUANTILE:
             self._measure(max_blocks)
-        elif self._rule is ForecastRule.GROWTH and len(self._maxima) > GROWTH_HORIZON_S:
-            latest = [self._maxima[-i] for i in range(1, GROWTH_HORIZON_S + 2)]
+        elif self._rule is ForecastRule.GROWTH and len(seconds) > GROWTH_HORIZON_S:
+            latest = [seconds[-i] for i in range(1, GROWTH_HORIZON_S + 2)]
             self._measure(max(latest) - latest[-1])
         elif self._rule is ForecastRule.MINUTE_MAX:
             self._tops.end_second(max_blocks)
-        if len(self._maxima) > self._window_s:
-            oldest = self._maxima.popleft()
-            self._total -= oldest
-            self._total_squares -= oldest * oldest
-        if len(self._maxima) >= self._least_data_s:
+        if len(seconds) >= self._least_data_s:
             self._forecast_blocks = math.ceil(self._forecast() - 1e-9)
 
     def _measure(self, blocks: int) -> None:
@@ -189,13 +188,11 @@ class KvForecast:
             del self._sorted[bisect_left(self._sorted, self._measures.popleft())]
 
     def _forecast(self) -> float:
-        num = len(self._maxima)
         if self._rule is ForecastRule.MEAN_SIGMA:
-            variance = (num * self._total_squares - self._total * self._total) / (num * num)
-            return self._total / num + self._sigmas * math.sqrt(variance)
+            return self._maxima.mean_plus(self._sigmas)
         if self._rule is ForecastRule.MINUTE_MAX:
-            return self._tops.mean_plus(self._sigmas)
-        base = self._maxima[-1] if self._rule is ForecastRule.GROWTH else 0
+            return self._tops.tops.mean_plus(self._sigmas)
+        base = self._maxima.values[-1] if self._rule is ForecastRule.GROWTH else 0
         return base + self._quantile_blocks()
 
     def _quantile_blocks(self) -> float:

@@ -5,10 +5,11 @@ Each step is predicted by every model before it learns from it, which tells whic
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
+from msgspec.structs import replace
 
 from batchrun.estimator.fits import (
     START_QUANTILES,
@@ -80,22 +81,16 @@ class HeldOutErrors:
 class _Window:
     """The latest errors and their sum."""
 
-    __slots__ = ("_next", "_window_steps", "errors", "total")
+    __slots__ = ("errors", "total")
 
     def __init__(self, window_steps: int) -> None:
-        self._window_steps = window_steps
-        self._next = 0
         self.total = 0.0
-        self.errors: list[float] = []
+        self.errors: deque[float] = deque(maxlen=window_steps)
 
     def add(self, error: float) -> None:
-        if len(self.errors) < self._window_steps:
-            self.errors.append(error)
-            self.total += error
-            return
-        self.total += error - self.errors[self._next]
-        self.errors[self._next] = error
-        self._next = (self._next + 1) % self._window_steps
+        is_full = len(self.errors) == self.errors.maxlen
+        self.total += error - self.errors[0] if is_full else error
+        self.errors.append(error)
 
 
 COLD_START = LinearModel(
@@ -199,18 +194,16 @@ class OnlineFit:
         self._best = self._current[self._best_name]
 
     def _refitted(self, name: str, table: StepTable) -> AnyModel:
-        current = self._current[name]
-        turn = self._num_refits // len(self._current)
+        known, turn = self._current[name], self._num_refits // len(self._current)
         if name == LinearModel.name:
-            known = current if isinstance(current, LinearModel) else None
-            return fit_linear(table, known, _ROUNDS)
+            return fit_linear(table, known if isinstance(known, LinearModel) else None, _ROUNDS)
         if name == EchoModel.name:
-            return fit_echo(table, current if isinstance(current, EchoModel) else None, _ROUNDS)
+            return fit_echo(table, known if isinstance(known, EchoModel) else None, _ROUNDS)
         if name == EchoBaseModel.name:
-            known_base = current if isinstance(current, EchoBaseModel) else None
-            return _refitted_echo_base(table, known_base, self._current[EchoModel.name], turn)
-        known_roofline = current if isinstance(current, RooflineModel) else None
-        return _refitted_roofline(table, known_roofline, turn)
+            base = known if isinstance(known, EchoBaseModel) else None
+            return _refitted_echo_base(table, base, self._current[EchoModel.name], turn)
+        roofline = known if isinstance(known, RooflineModel) else None
+        return _refitted_roofline(table, roofline, turn)
 
 
 def _refitted_echo_base(

@@ -32,7 +32,7 @@ _BATCHES = (1, 4, 16, 64, 256)
 _MIXED_CALLERS = (4, 12)
 _MIXED_SIZES = (32, 128, 512)
 _MIXED_CALLS = 3
-_LONG_BESIDE = 6
+_LONG_WITH = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def make_round(facts: EngineFacts) -> list[Probe]:
         *_cached_prefills(longest_tokens),
         *_decodes(facts, longest_tokens),
         *_mixes(facts, longest_tokens),
-        *_long_beside_decodes(facts, longest_tokens),
+        *_long_with_decodes(facts, longest_tokens),
     ]
 
 
@@ -133,11 +133,11 @@ def _mixes(facts: EngineFacts, longest_tokens: int) -> Iterator[Probe]:
                 yield Probe("prefills beside decodes", callers)
 
 
-def _long_beside_decodes(facts: EngineFacts, longest_tokens: int) -> Iterator[Probe]:
+def _long_with_decodes(facts: EngineFacts, longest_tokens: int) -> Iterator[Probe]:
     long = ProbeCall(min(3 * facts.token_budget, longest_tokens // 2))
     short = ProbeCall(_QUESTION_TOKENS, 2 * _OUTPUT_TOKENS)
-    if facts.max_running > _LONG_BESIDE and _fits(facts, short, 2 * _LONG_BESIDE):
-        yield Probe("prefills beside decodes", ((long,), *(((short,),) * _LONG_BESIDE)))
+    if facts.max_running > _LONG_WITH and _fits(facts, short, 2 * _LONG_WITH):
+        yield Probe("prefills beside decodes", ((long,), *(((short,),) * _LONG_WITH)))
 
 
 def _contexts(longest_tokens: int) -> list[int]:

@@ -1,20 +1,19 @@
 """What `batchrun calibrate` learned about one engine, as a JSON file.
 
-An engine records facts about itself and a line for each step. From these follow the models of step
-times, and how much steps differ that computed the very same, which no model can predict. The caller
-reads and writes the files; nothing here touches the disk or a clock.
+An engine records facts about itself and a line for each step; from these follow the models of step
+times. The caller reads and writes the files.
 """
 
 from __future__ import annotations
 
-import json
-import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Annotated
 
+import msgspec
 import numpy as np
+from msgspec import Meta, Struct
 
 from batchrun.errors import ConfigError, EngineError
 from batchrun.estimator.fits import LEAST_OBSERVATIONS, FittedModel, fit_all
@@ -26,36 +25,39 @@ from batchrun.estimator.step_load import (
     fit_gap,
     load_row,
 )
-from batchrun.estimator.step_time import AnyModel, model_from_record, model_to_record, pivot_tokens
+from batchrun.estimator.step_time import AnyModel, pivot_tokens
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+Text = Annotated[str, Meta(min_length=1)]
+Count = Annotated[int, Meta(ge=1)]
+Number = Annotated[float, Meta(ge=0)]
 
 
-@dataclass(frozen=True, slots=True)
-class EngineIdentity:
+class _Record(Struct, frozen=True, forbid_unknown_fields=True):
+    """An object in a file; what it may hold is checked when it is read."""
+
+
+class EngineIdentity(_Record, frozen=True):
     """What a profile holds for: any other value makes the fitted times wrong."""
 
-    model: str
-    vllm_version: str
-    device: str
-    dtype: str
-    block_tokens: int
+    model: Text
+    vllm_version: Text
+    device: Text
+    dtype: Text
+    block_tokens: Count
 
 
-@dataclass(frozen=True, slots=True)
-class EngineFacts:
+class EngineFacts(_Record, frozen=True):
     """An engine's identity and its limits: of the KV cache, of one request, of one step."""
 
     engine: EngineIdentity
-    kv_blocks: int
-    longest_tokens: int
+    kv_blocks: Count
+    longest_tokens: Count
     """Prompt and output of one request."""
-    token_budget: int
+    token_budget: Count
     """New tokens in one step."""
-    max_running: int
+    max_running: Count
     """Requests in one step."""
-    vocabulary: int
+    vocabulary: Count
     """Token ids run from 0 to this number, exclusive."""
 
     @property
@@ -69,8 +71,7 @@ LEAST_IDENTICAL = 5
 than it is (by a sixth at 5 steps, by a tenth at 10)."""
 
 
-@dataclass(frozen=True, slots=True)
-class IdenticalSpread:
+class IdenticalSpread(_Record, frozen=True):
     """Steps with equal loads, against the median of their group.
 
     `mean_ape` is the mean of |median - measured| / measured, a share: the error of a model that
@@ -78,9 +79,9 @@ class IdenticalSpread:
     0 without such steps.
     """
 
-    mean_ape: float
-    num_steps: int
-    num_groups: int
+    mean_ape: Number
+    num_steps: Annotated[int, Meta(ge=0)]
+    num_groups: Annotated[int, Meta(ge=0)]
 
 
 def identical_spread(observations: Sequence[Observation]) -> IdenticalSpread:
@@ -99,35 +100,37 @@ def identical_spread(observations: Sequence[Observation]) -> IdenticalSpread:
 FORMAT_VERSION = 1
 
 
-@dataclass(frozen=True, slots=True)
-class OnlineLatency:
+class OnlineLatency(_Record, frozen=True):
     """What online calls saw while the engine had nothing else to do. Percentiles over the calls."""
 
-    num_calls: int
-    calls_per_s: float
-    ttft_p50_s: float
-    ttft_p99_s: float
-    tpot_p50_s: float
-    tpot_p99_s: float
+    num_calls: Count
+    calls_per_s: Number
+    ttft_p50_s: Number
+    ttft_p99_s: Number
+    tpot_p50_s: Number
+    tpot_p99_s: Number
 
 
-@dataclass(frozen=True, slots=True)
-class CalibrationProfile:
+class CalibrationProfile(_Record, frozen=True, tag_field="version", tag=FORMAT_VERSION):
     """Fitted step-time models of one engine, the best first."""
 
     engine: EngineIdentity
-    kv_blocks: int
+    kv_blocks: Count
     """Of the engine that was measured. Step times do not depend on it."""
-    fitted: tuple[FittedModel, ...]
+    fitted: Annotated[tuple[FittedModel, ...], Meta(min_length=1)]
     spread: IdenticalSpread
-    pivot_tokens: int
+    pivot_tokens: Count
     """Tokens per step at which throughput saturates."""
     online: OnlineLatency | None
     """None when the engine could not answer chat calls."""
-    measured_at: float
+    measured_at: Number
     """UTC epoch seconds."""
     gap: StepGap | None = None
     """Between two steps; None where steps are scheduled ahead, and in profiles from before."""
+
+    def __post_init__(self) -> None:
+        if len({model.name for model in self.models}) != len(self.fitted):
+            raise ValueError("fitted names a model twice")
 
     @property
     def models(self) -> tuple[AnyModel, ...]:
@@ -137,138 +140,25 @@ class CalibrationProfile:
     def mismatch(self, engine: EngineIdentity) -> str | None:
         """One line that names what differs from `engine`; None when the profile holds for it."""
         differing = [
-            f"{each.name} {getattr(self.engine, each.name)!r} (here {getattr(engine, each.name)!r})"
-            for each in fields(EngineIdentity)
-            if getattr(self.engine, each.name) != getattr(engine, each.name)
+            f"{name} {getattr(self.engine, name)!r} (here {getattr(engine, name)!r})"
+            for name in EngineIdentity.__struct_fields__
+            if getattr(self.engine, name) != getattr(engine, name)
         ]
         return f"measured with another {', '.join(differing)}" if differing else None
 
     def to_json(self) -> str:
         """The file's content; `profile_from_json` gives an equal profile back."""
-        record = {
-            "version": FORMAT_VERSION,
-            "engine": asdict(self.engine),
-            "kv_blocks": self.kv_blocks,
-            "fitted": [_fitted_record(each) for each in self.fitted],
-            "spread": asdict(self.spread),
-            "pivot_tokens": self.pivot_tokens,
-            "online": None if self.online is None else asdict(self.online),
-            "measured_at": self.measured_at,
-            "gap": None if self.gap is None else asdict(self.gap),
-        }
-        return json.dumps(record, indent=2) + "\n"
+        return msgspec.json.format(msgspec.json.encode(self), indent=2).decode() + "\n"
 
 
 def profile_from_json(text: str, source: str) -> CalibrationProfile:
     """Read a profile; `source` names it in errors. Raises ConfigError, one line, strict."""
     try:
-        return _profile(json.loads(text))
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{source}: not JSON (line {error.lineno}: {error.msg})") from error
-    except ConfigError as error:
+        return msgspec.json.decode(text, type=CalibrationProfile)
+    except msgspec.ValidationError as error:
         raise ConfigError(f"{source}: {error}; run `batchrun calibrate` again") from error
-
-
-def _profile(value: object) -> CalibrationProfile:
-    if isinstance(value, dict):
-        value = {"gap": None, **value}
-    record = _object(value, "profile", ("version", *_keys(CalibrationProfile)))
-    if record["version"] != FORMAT_VERSION:
-        raise ConfigError(f"profile version {record['version']!r}, expected {FORMAT_VERSION}")
-    fitted = record["fitted"]
-    if not isinstance(fitted, list) or not fitted:
-        raise ConfigError("fitted must be a list of at least one model")
-    models = tuple(_fitted(each) for each in fitted)
-    if len({each.model.name for each in models}) != len(models):
-        raise ConfigError("fitted names a model twice")
-    return CalibrationProfile(
-        _engine(record["engine"]),
-        _count(record, "kv_blocks"),
-        models,
-        _spread(record["spread"]),
-        _count(record, "pivot_tokens"),
-        None if record["online"] is None else _online(record["online"]),
-        _number(record, "measured_at"),
-        None if record["gap"] is None else _gap(record["gap"]),
-    )
-
-
-def _engine(value: object) -> EngineIdentity:
-    record = _object(value, "engine", _keys(EngineIdentity))
-    return EngineIdentity(
-        _text(record, "model"),
-        _text(record, "vllm_version"),
-        _text(record, "device"),
-        _text(record, "dtype"),
-        _count(record, "block_tokens"),
-    )
-
-
-def _spread(value: object) -> IdenticalSpread:
-    record = _object(value, "spread", _keys(IdenticalSpread))
-    return IdenticalSpread(
-        _number(record, "mean_ape"),
-        _count(record, "num_steps", least=0),
-        _count(record, "num_groups", least=0),
-    )
-
-
-def _online(value: object) -> OnlineLatency:
-    names = _keys(OnlineLatency)
-    record = _object(value, "online", names)
-    return OnlineLatency(
-        _count(record, "num_calls"), *[_number(record, name) for name in names[1:]]
-    )
-
-
-def _gap(value: object) -> StepGap:
-    record = _object(value, "gap", _keys(StepGap))
-    return StepGap(_number(record, "base_s"), _number(record, "request_s"))
-
-
-def _fitted_record(fitted: FittedModel) -> dict[str, object]:
-    return {**asdict(fitted), "model": model_to_record(fitted.model)}
-
-
-def _fitted(value: object) -> FittedModel:
-    record = _object(value, "fitted", _keys(FittedModel))
-    return FittedModel(
-        model_from_record(record["model"]),
-        _number(record, "held_out_mape"),
-        _number(record, "held_out_p95_ape"),
-        _count(record, "num_held_out"),
-    )
-
-
-def _object(value: object, name: str, keys: tuple[str, ...]) -> dict[str, object]:
-    if not isinstance(value, dict) or set(value) != set(keys):
-        raise ConfigError(f"{name}: expected an object with the keys {', '.join(keys)}")
-    return value
-
-
-def _keys(of: type[DataclassInstance]) -> tuple[str, ...]:
-    return tuple(each.name for each in fields(of))
-
-
-def _text(record: dict[str, object], key: str) -> str:
-    value = record[key]
-    if not isinstance(value, str) or not value:
-        raise ConfigError(f"{key} must be a text that is not empty")
-    return value
-
-
-def _count(record: dict[str, object], key: str, *, least: int = 1) -> int:
-    value = record[key]
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{key} must be a whole number of at least {least}")
-    return value
-
-
-def _number(record: dict[str, object], key: str) -> float:
-    value = record[key]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise ConfigError(f"{key} must be a number of at least 0")
-    return float(value)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{source}: not JSON ({error})") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +181,7 @@ class Recording:
 
 def facts_line(facts: EngineFacts) -> str:
     """The first line."""
-    return json.dumps(asdict(facts)) + "\n"
+    return msgspec.json.encode(facts).decode() + "\n"
 
 
 def step_line(load: StepLoad, step_s: float, gap: ObservedGap | None = None) -> str:
@@ -308,17 +198,16 @@ def read_recording(text: str) -> Recording:
     """Read what an engine has recorded so far. Raises EngineError when that is something else."""
     first, *lines = text.splitlines() or [""]
     try:
-        record = json.loads(first)
-        facts = EngineFacts(engine=EngineIdentity(**record.pop("engine")), **record)
+        facts = msgspec.json.decode(first, type=EngineFacts)
         observations: list[Observation] = []
         gaps: list[ObservedGap] = []
         for line in lines:
-            *totals, step_s, num_before, gap_s = json.loads(line)
+            *totals, step_s, num_before, gap_s = msgspec.json.decode(line)
             if gap_s is not None:
                 gaps.append((num_before, gap_s))
             if step_s > 0.0:
                 observations.append((StepLoad(*totals), step_s))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError) as error:
         raise EngineError(f"the engine's record of its steps cannot be read: {error}") from error
     return Recording(facts, observations, gaps)
 

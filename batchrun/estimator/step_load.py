@@ -1,21 +1,14 @@
-"""What one engine step has to compute, added up request by request, and observed steps as columns.
-
-Where vLLM has one step in flight, as on a CPU, it takes a step's tokens in, lets new requests in
-and schedules the next step while the device waits: that time is a load of its own.
-
-The memory of observed steps is bounded and does not forget rare kinds. Steps are filed by kind
-(prefill, decode, mixed), by size and by context; each cell keeps its latest. So an hour of decodes
-cannot push out what prefills cost, and what the prior says about a kind of step is overwritten by
-the first steps of that kind, not averaged with them.
-"""
+"""What one engine step has to compute, added up by request, and observed steps as columns."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta, Struct
 
 from batchrun.estimator.least_squares import FloatArray, first_guess
 
@@ -126,12 +119,13 @@ ObservedGap = tuple[int, float]
 """Requests in the step before, and the seconds until the next one began."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepGap:
-    """`base_s`, and `request_s` for each request in the step before."""
+class StepGap(Struct, frozen=True, forbid_unknown_fields=True):
+    """Where vLLM has one step in flight, as on a CPU, the device waits while vLLM takes a step's
+    tokens in and schedules the next: `base_s`, and `request_s` for each request in the step before.
+    """
 
-    base_s: float
-    request_s: float
+    base_s: Annotated[float, Meta(ge=0)]
+    request_s: Annotated[float, Meta(ge=0)]
 
     def predict_s(self, num_requests: int) -> float:
         """The gap after a step with so many requests."""
@@ -230,7 +224,11 @@ _NUM_CELLS = NUM_KINDS * _SIZES * _CONTEXTS
 
 
 class StepMemory:
-    """At most STEPS_PER_CELL steps in each of 576 cells: 1 MB."""
+    """The latest STEPS_PER_CELL steps in each of 576 cells, by kind, size and context: 1 MB.
+
+    An hour of decodes cannot push out what prefills cost, and the first steps of a kind overwrite
+    what was believed of it.
+    """
 
     def __init__(self, half_life_steps: float) -> None:
         """A step's weight halves with every `half_life_steps` observed after it."""

@@ -6,12 +6,15 @@ without requests does not run: every model predicts 0 for it.
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass, fields
-from typing import ClassVar, Protocol
+from bisect import bisect_left
+from typing import Annotated, ClassVar, Protocol
 
-from batchrun.errors import ConfigError
+from msgspec import Meta, Struct
+
 from batchrun.estimator.step_load import StepLoad
+
+Coefficient = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class StepTimeModel(Protocol):
@@ -21,11 +24,13 @@ class StepTimeModel(Protocol):
 
     def predict_s(self, load: StepLoad) -> float:
         """Seconds that the engine needs for a step with this load."""
-        ...
 
 
-@dataclass(frozen=True, slots=True)
-class EchoModel:
+class _Coefficients(Struct, frozen=True, forbid_unknown_fields=True, tag_field="model"):
+    """A JSON object of the model's name and its coefficients."""
+
+
+class EchoModel(_Coefficients, frozen=True, tag="echo"):
     """The model of Echo, section 5.2, equations 6 to 8.
 
     Eq. 6 is printed for one prompt of l tokens computed at once, max(alpha l^2 + beta l, c).
@@ -39,17 +44,17 @@ class EchoModel:
 
     name: ClassVar[str] = "echo"
 
-    prefill_square_s: float
+    prefill_square_s: Coefficient
     """alpha, seconds per token^2."""
-    prefill_token_s: float
+    prefill_token_s: Coefficient
     """beta, seconds per token."""
-    prefill_floor_s: float
+    prefill_floor_s: Coefficient
     """c, seconds."""
-    decode_max_s: float
+    decode_max_s: Coefficient
     """gamma, seconds per token of the longest decode context."""
-    decode_mean_s: float
+    decode_mean_s: Coefficient
     """delta, seconds per token of the mean decode context."""
-    mix: float
+    mix: Share
     """lambda, the weight of the larger of both times."""
 
     def predict_s(self, load: StepLoad) -> float:
@@ -75,8 +80,7 @@ class EchoModel:
         return self.decode_max_s * load.max_decode_context_tokens + self.decode_mean_s * mean_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class EchoBaseModel(EchoModel):
+class EchoBaseModel(EchoModel, frozen=True, tag="echo-base"):
     """Echo's model plus what every step costs, however small: base + Eq. 8.
 
     Eq. 7 has no constant, so it lets a decode of short contexts take no time at all.
@@ -84,25 +88,23 @@ class EchoBaseModel(EchoModel):
 
     name: ClassVar[str] = "echo-base"
 
-    base_s: float
+    base_s: Coefficient
 
     def predict_s(self, load: StepLoad) -> float:
         """Seconds."""
-        # No super(): a dataclass with slots is made again, and the call would look for the old one.
-        return self.base_s + EchoModel.predict_s(self, load) if load.num_requests else 0.0
+        return self.base_s + super().predict_s(load) if load.num_requests else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class LinearModel:
+class LinearModel(_Coefficients, frozen=True, tag="linear"):
     """Linear in 1, tokens, attention pairs, decode contexts and requests."""
 
     name: ClassVar[str] = "linear"
 
-    base_s: float
-    token_s: float
-    pair_s: float
-    decode_context_s: float
-    request_s: float
+    base_s: Coefficient
+    token_s: Coefficient
+    pair_s: Coefficient
+    decode_context_s: Coefficient
+    request_s: Coefficient
 
     def predict_s(self, load: StepLoad) -> float:
         """Seconds."""
@@ -117,8 +119,7 @@ class LinearModel:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class RooflineModel:
+class RooflineModel(_Coefficients, frozen=True, tag="roofline"):
     """Compute and memory time overlap in part: base + max(c, m) + unhidden * min(c, m).
 
     c = token_s * tokens + pair_s * attention pairs; m = weights_s + context_s * contexts read.
@@ -126,12 +127,12 @@ class RooflineModel:
 
     name: ClassVar[str] = "roofline"
 
-    base_s: float
-    token_s: float
-    pair_s: float
-    weights_s: float
-    context_s: float
-    unhidden: float
+    base_s: Coefficient
+    token_s: Coefficient
+    pair_s: Coefficient
+    weights_s: Coefficient
+    context_s: Coefficient
+    unhidden: Share
     """Share of the smaller of both times that the larger does not hide, 0 to 1."""
 
     def predict_s(self, load: StepLoad) -> float:
@@ -152,33 +153,6 @@ MODELS: dict[str, type[AnyModel]] = {
     LinearModel.name: LinearModel,
     RooflineModel.name: RooflineModel,
 }
-_SHARES = frozenset({"mix", "unhidden"})
-
-
-def model_to_record(model: AnyModel) -> dict[str, object]:
-    """The model as a JSON object; `model_from_record` gives an equal model back."""
-    return {"model": model.name, **asdict(model)}
-
-
-def model_from_record(record: object) -> AnyModel:
-    """Read what `model_to_record` made. Raises ConfigError naming what is wrong."""
-    name = record.get("model") if isinstance(record, dict) else None
-    if not isinstance(record, dict) or not isinstance(name, str) or name not in MODELS:
-        raise ConfigError(f"step-time model: expected an object whose model is one of {[*MODELS]}")
-    names = [each.name for each in fields(MODELS[name])]
-    if set(record) != {"model", *names}:
-        raise ConfigError(f"step-time model {name}: expected the keys {names}")
-    return MODELS[name](*[_coefficient(name, key, record[key]) for key in names])
-
-
-def _coefficient(model: str, key: str, value: object) -> float:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not 0 <= float(value) < math.inf:  # type: ignore[arg-type]
-        raise ConfigError(f"step-time model {model}: {key} must be a number of at least 0")
-    if key in _SHARES and float(value) > 1:  # type: ignore[arg-type]
-        raise ConfigError(f"step-time model {model}: {key} must be at most 1")
-    return float(value)  # type: ignore[arg-type]
-
 
 SATURATION = 0.9
 
@@ -202,24 +176,17 @@ def largest_chunk(
         trial.attention_pairs,
     )
 
-    def fits(chunk_tokens: int) -> bool:
+    def exceeds(chunk_tokens: int) -> bool:
         trial.num_tokens = num_tokens + chunk_tokens
         trial.context_tokens = context_tokens + chunk_tokens
         trial.attention_pairs = pairs + chunk_tokens * (computed_tokens + 0.5 * chunk_tokens)
-        return model.predict_s(trial) <= limit_s
+        return model.predict_s(trial) > limit_s
 
-    if most_tokens <= 0 or not fits(1):
+    if most_tokens <= 0 or exceeds(1):
         return 0
-    if fits(most_tokens):
+    if not exceeds(most_tokens):
         return most_tokens
-    fitting, too_long = 1, most_tokens
-    while too_long - fitting > 1:
-        middle = (fitting + too_long) // 2
-        if fits(middle):
-            fitting = middle
-        else:
-            too_long = middle
-    return fitting
+    return bisect_left(range(most_tokens), True, 2, key=exceeds) - 1
 
 
 def pivot_tokens(model: StepTimeModel, most_tokens: int, saturation: float = SATURATION) -> int:
@@ -230,17 +197,14 @@ def pivot_tokens(model: StepTimeModel, most_tokens: int, saturation: float = SAT
     """
     sizes = sorted({*(1 << bit for bit in range(most_tokens.bit_length())), most_tokens})
     wanted = saturation * max(_tokens_per_s(model, size) for size in sizes)
-    reaching = next(i for i, size in enumerate(sizes) if _tokens_per_s(model, size) >= wanted)
-    if reaching == 0:
+
+    def reaches(size: int) -> bool:
+        return _tokens_per_s(model, size) >= wanted
+
+    first = next(i for i, size in enumerate(sizes) if reaches(size))
+    if first == 0:
         return sizes[0]
-    below, enough = sizes[reaching - 1], sizes[reaching]
-    while enough - below > 1:
-        middle = (below + enough) // 2
-        if _tokens_per_s(model, middle) >= wanted:
-            enough = middle
-        else:
-            below = middle
-    return enough
+    return bisect_left(range(sizes[first]), True, sizes[first - 1] + 1, key=reaches)
 
 
 def _tokens_per_s(model: StepTimeModel, new_tokens: int) -> float:

@@ -7,14 +7,14 @@ OpenAI's words.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pydantic_core import from_json
 
 from batchrun.errors import DataError
 from batchrun.jobs.inputs.input_data import open_input
-from batchrun.jobs.inputs.rows import ROW_LIMIT_BYTES, is_blank
+from batchrun.jobs.inputs.rows import ROW_LIMIT_BYTES, is_blank, type_name
 from batchrun.jobs.pin import InputPin, keep_input
 from batchrun.jobs.results.file_bytes import FileBytes, local_file
 from batchrun.jobs.spec import InputSpec, JobSpec, OutputSpec
@@ -36,14 +36,6 @@ _ENDPOINT_NAMES = {
     "/v1/embeddings": "Embeddings",
     "/v1/responses": "Responses",
 }
-_TYPE_NAMES: Mapping[type, str] = {
-    str: "a string",
-    bool: "a boolean",
-    int: "an integer",
-    float: "a number",
-    list: "an array",
-    dict: "an object",
-}
 
 
 class _FaultError(Exception):
@@ -51,9 +43,7 @@ class _FaultError(Exception):
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
-        self.code = code
-        self.message = message
-        self.param = param
+        self.error = BatchError(code, message, param)
 
 
 @dataclass(slots=True)
@@ -98,7 +88,7 @@ class BatchLines:
         try:
             self._check(_request_in(line))
         except _FaultError as fault:
-            self.errors.append(BatchError(fault.code, fault.message, fault.param, number))
+            self.errors.append(replace(fault.error, line=number))
 
     def _check_whole(self) -> None:
         if self.num_requests == 0:
@@ -166,11 +156,6 @@ class BatchLines:
         if model not in self.models:
             message = f"The provided model '{model}' is not supported by the Batch API."
             raise _FaultError("model_not_found", message, "body.model")
-
-
-def type_name(value: object) -> str:
-    """What JSON calls a value of this type, with its article; null alone."""
-    return _TYPE_NAMES.get(type(value), "null")
 
 
 def _request_in(line: bytes) -> Mapping[str, object]:

@@ -6,20 +6,18 @@ Also how keys must fit together, which pydantic cannot see.
 from __future__ import annotations
 
 import glob
-import gzip
-import io
 import os
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO
 
-import zstandard
 from pydantic import JsonValue
 from pydantic_core import from_json
 
 from batchrun.errors import DataError, JobSpecError
 from batchrun.files import is_url
 from batchrun.jobs import objects
+from batchrun.jobs.inputs.text_files import unpacked
 from batchrun.jobs.prompts.templating import is_template, syntax_problem
 from batchrun.jobs.spec import InputFormat, JobFile, JobSpec, Source
 from batchrun.strict_yaml import Document, read_document, validate_document
@@ -57,16 +55,11 @@ def find_problems(job: JobFile) -> Iterator[Problem]:
 
 
 def _content_problems(job: JobFile, key: str, content: JsonValue) -> Iterator[Problem]:
-    if content_key_is_messages(job) and not isinstance(content, str):
+    if job.endpoint == "/v1/chat/completions" and not isinstance(content, str):
         yield from _message_problems(key, content)
     elif not isinstance(content, str | list):
         yield key, "must be text or a list"
     yield from _template_problems(key, content)
-
-
-def content_key_is_messages(job: JobFile) -> bool:
-    """Whether the prompt is a list of chat messages."""
-    return job.endpoint == "/v1/chat/completions"
 
 
 def _message_problems(key: str, messages: JsonValue) -> Iterator[Problem]:
@@ -111,10 +104,9 @@ def _template_problems(key: str, value: JsonValue) -> Iterator[Problem]:
 
 
 def _image_problems(key: str, image: JsonValue) -> Iterator[Problem]:
-    known = {"column", "detail"}
     if not isinstance(image, dict) or not isinstance(image.get("column"), str):
         yield key, "must name a column: image: {column: NAME}"
-    elif image.keys() - known:
+    elif image.keys() - {"column", "detail"}:
         yield key, "knows the keys column and detail only"
 
 
@@ -170,8 +162,9 @@ def is_openai_batch_file(place: str) -> bool:
     Raises DataError when a file is unreadable, StorageError when an object is.
     """
     try:
-        line = _first_line_of(place)
-    except (OSError, EOFError, zstandard.ZstdError) as failure:
+        with objects.open_to_read(place) as raw, unpacked(place, raw) as file:
+            line = file.readline(FIRST_LINE_LIMIT_BYTES)
+    except (OSError, EOFError, zlib.error) as failure:
         reason = getattr(failure, "strerror", None) or str(failure)
         raise DataError(f"{place}: cannot be read: {reason}") from None
     try:
@@ -179,23 +172,6 @@ def is_openai_batch_file(place: str) -> bool:
     except ValueError:
         return False
     return isinstance(first, dict) and first.keys() >= BATCH_KEYS
-
-
-def _first_line_of(place: str) -> bytes:
-    if not is_url(place):
-        with Path(place).open("rb") as file:
-            return _first_line(place, file)
-    with objects.open_to_read(place) as remote:
-        return _first_line(place, remote)
-
-
-def _first_line(place: str, raw: IO[bytes]) -> bytes:
-    if place.endswith(".gz"):
-        return gzip.open(raw).readline(FIRST_LINE_LIMIT_BYTES)
-    if place.endswith(".zst"):
-        reader = zstandard.ZstdDecompressor().stream_reader(raw)
-        return io.BufferedReader(reader).readline(FIRST_LINE_LIMIT_BYTES)
-    return raw.readline(FIRST_LINE_LIMIT_BYTES)
 
 
 def _raise_first(document: Document, problems: Iterable[tuple[str, str]]) -> None:
@@ -213,7 +189,7 @@ def _absolute(folder: Path, path: str) -> str:
 def _format(document: Document, job: JobFile, inputs: tuple[str, ...]) -> InputFormat:
     if content_template(job) is not None or job.input.format == "openai-batch":
         return job.input.format
-    if _may_be_openai_batch(job, inputs) and is_openai_batch_file(_first_of(inputs)):
+    if _is_openai_batch(job, inputs[0]):
         if job.request:
             text = "an OpenAI batch file already holds whole requests"
             raise JobSpecError(f"{document.where('request')}: {text}")
@@ -223,15 +199,16 @@ def _format(document: Document, job: JobFile, inputs: tuple[str, ...]) -> InputF
     raise JobSpecError(f"{document.where(key)}: {text}")
 
 
-def _first_of(inputs: tuple[str, ...]) -> str:
-    first = inputs[0]
-    if not is_url(first):
-        return str(input_files(inputs[:1])[0])
-    return objects.expand(first)[0]
-
-
-def _may_be_openai_batch(job: JobFile, inputs: tuple[str, ...]) -> bool:
-    tabular = (".parquet", ".pq", ".csv", ".csv.gz", ".csv.zst")
-    return job.input.format == "jsonl" or (
-        job.input.format == "auto" and not inputs[0].endswith(tabular)
-    )
+def _is_openai_batch(job: JobFile, place: str) -> bool:
+    if job.input.format not in {"auto", "jsonl"}:
+        return False
+    if job.input.format == "auto" and place.endswith((
+        ".parquet",
+        ".pq",
+        ".csv",
+        ".csv.gz",
+        ".csv.zst",
+    )):
+        return False
+    first = objects.expand(place)[0] if is_url(place) else str(input_files([place])[0])
+    return is_openai_batch_file(first)

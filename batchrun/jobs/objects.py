@@ -33,7 +33,7 @@ from batchrun.errors import (
     StoreError,
     StoreFullError,
 )
-from batchrun.files import LIBRARIES, check_url, scheme_of
+from batchrun.files import LIBRARIES, check_url, is_url, scheme_of
 from batchrun.types import ProgressSink
 
 _PASSING_STATUSES = frozenset({408, 425, 429})
@@ -57,7 +57,6 @@ _DENIED_KINDS = frozenset({
 })
 """Names of classes of botocore, aiohttp, Google's and Azure's clients: none of them need be
 installed."""
-_MISSING_CODES = frozenset({"NoSuchBucket"})
 
 
 @contextmanager
@@ -78,7 +77,7 @@ def _explain(url: str, failure: Exception) -> BatchrunError:
     kinds = {kind.__name__ for kind in (*type(failure).__mro__, *type(cause).__mro__)}
     said = f" ({code})" if code else ""
     if isinstance(failure, FileNotFoundError) or status == 404:
-        if code in _MISSING_CODES:
+        if code == "NoSuchBucket":
             return MissingObjectError(f"{url}: there is no such bucket")
         return MissingObjectError(f"{url}: there is no such object")
     if kinds & _DENIED_KINDS or status in {401, 403}:
@@ -95,7 +94,9 @@ def _explain(url: str, failure: Exception) -> BatchrunError:
 
 
 def _code_of(cause: BaseException) -> str | None:
-    code = _error_of(cause).get("Code")
+    response = getattr(cause, "response", None)
+    error = response.get("Error") if isinstance(response, dict) else None
+    code = error.get("Code") if isinstance(error, dict) else None
     return code if isinstance(code, str) and not code.isdecimal() else None
 
 
@@ -110,12 +111,6 @@ def _status_of(cause: BaseException) -> int | None:
         if isinstance(status, int):
             return status
     return None
-
-
-def _error_of(cause: BaseException) -> dict[str, object]:
-    response = getattr(cause, "response", None)
-    found = response.get("Error", {}) if isinstance(response, dict) else {}
-    return found if isinstance(found, dict) else {}
 
 
 log = logging.getLogger(__name__)
@@ -197,7 +192,9 @@ def _match(pattern: str) -> list[str]:
         found = {}
     keys = sorted(key for key, about in found.items() if about["type"] == "file")
     if not keys:
-        _check_listing(pattern, storage, path)
+        # Nothing is found also where the bucket cannot be listed, which is another trouble.
+        with suppress(MissingObjectError), explained(pattern):
+            storage.ls(path.partition("/")[0])
         raise DataError(f"{pattern}: no object matches this pattern")
     urls = [f"{scheme_of(pattern)}://{key}" for key in keys]
     for url in urls:
@@ -238,9 +235,6 @@ class _ObjectFile(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._position
-
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size_bytes}
         self._position = max(start[whence] + offset, 0)
@@ -256,9 +250,11 @@ class _ObjectFile(io.RawIOBase):
         return len(content)
 
 
-def open_to_read(url: str) -> io.BufferedReader:
-    """An object as a file, read by ranges as it is asked for."""
-    return io.BufferedReader(_ObjectFile(url), RANGE_BYTES)
+def open_to_read(place: str) -> io.BufferedReader:
+    """A file, or an object as a file that is read by ranges as it is asked for."""
+    if is_url(place):
+        return io.BufferedReader(_ObjectFile(place), RANGE_BYTES)
+    return Path(place).open("rb")
 
 
 def fetch(url: str, path: Path, progress: ProgressSink | None = None) -> ObjectInfo:
@@ -315,12 +311,6 @@ def remove(url: str) -> None:
             storage.rm_file(path)
     except MissingObjectError:
         return
-
-
-def _check_listing(pattern: str, storage: Any, path: str) -> None:
-    """Raises where nothing was found because the bucket cannot be listed."""
-    with suppress(MissingObjectError), explained(pattern):
-        storage.ls(path.partition("/")[0])
 
 
 def _abort_uploads(storage: Any, path: str) -> None:

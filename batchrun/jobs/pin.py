@@ -75,20 +75,10 @@ def verify_pin(pin: InputPin, *, links: Path | None = None) -> None:
     """Raises DataError, naming file and hashes, when a file is not what it was at submit.
 
     Size and time are compared first; the bytes are read only when these differ. With `links`
-    (the folder given to `hard_link_inputs`) a kept link stands in for a replaced file.
+    (the folder given to `keep_input`) a kept link stands in for a replaced file.
     """
     for file in pin.files:
         _verify(file, pinned_path(file, links))
-
-
-def hard_link_inputs(pin: InputPin, folder: Path) -> None:
-    """Links the files into `folder`, as far as the file system allows, so that they outlive a
-    deletion or a replacement. Links nothing across file systems, and no objects."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in pin.files:
-        if not is_url(file.path):
-            with contextlib.suppress(OSError):
-                os.link(file.path, folder / link_name(file))
 
 
 def pinned_path(file: PinnedFile, links: Path | None) -> Path:
@@ -169,15 +159,18 @@ def fetched_input(
         try:
             yield spec.model_copy(update={"path": tuple(paths)}), origins
         except DataError as error:
-            raise type(error)(_told_of_objects(str(error), origins)) from None
+            text = str(error)
+            for copy, url in origins.items():
+                text = text.replace(copy, url)
+            raise type(error)(text) from None
 
 
 def keep_input(pin: InputPin, origins: Origins, links: Path) -> InputPin:
     """Keep the pinned files in `links` so that they outlive a deletion or a replacement, and say
     of copies where they come from.
 
-    A file is linked where the file system allows it; a copy is moved there, for good once this
-    returns. Raises StoreError.
+    A file is linked where the file system allows it, which is not across file systems; a copy is
+    moved there, for good once this returns. Raises StoreError.
     """
     links.mkdir(parents=True, exist_ok=True)
     files = []
@@ -185,10 +178,11 @@ def keep_input(pin: InputPin, origins: Origins, links: Path) -> InputPin:
         if file.path in origins:
             copy, file = Path(file.path), file.model_copy(update={"path": origins[file.path]})
             _move(copy, links / link_name(file))
+        else:
+            with contextlib.suppress(OSError):
+                os.link(file.path, links / link_name(file))
         files.append(file)
-    kept = pin.model_copy(update={"files": tuple(files)})
-    hard_link_inputs(kept, links)
-    return kept
+    return pin.model_copy(update={"files": tuple(files)})
 
 
 def _local(
@@ -212,9 +206,3 @@ def _move(copy: Path, link: Path) -> None:
         sync_folder(link.parent)
     except OSError as failure:
         raise StoreError(f"{link}: cannot be written: {failure.strerror}") from None
-
-
-def _told_of_objects(text: str, origins: Origins) -> str:
-    for copy, url in origins.items():
-        text = text.replace(copy, url)
-    return text

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -34,9 +35,10 @@ from batchrun.pool.radix_tree import NO_NODE
 from batchrun.store import results as result_records
 from batchrun.store.database import Store
 from batchrun.store.jobs import JobRecord
-from batchrun.types import ProgressSink
+from batchrun.types import USUAL_OUTPUT_TOKENS, ProgressSink
 
 LIMIT_KEYS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+EMBEDDINGS = "/v1/embeddings"
 ANSWER_COLUMNS = ("answer", "answers", "reference", "expected", "completion", "output")
 """A column of such a name that the job keeps holds what a good answer would be."""
 MAX_RESULTS = 2_000
@@ -70,34 +72,50 @@ def output_limit(spec: JobSpec) -> int | None:
 
 
 def estimate_outputs(
-    spec: JobSpec, data: InputData, stored: tuple[Store, JobRecord] | None, bytes_per_token: float
+    spec: JobSpec,
+    data: InputData,
+    bytes_per_token: float,
+    stored: tuple[Store, JobRecord] | None = None,
+    *,
+    guesses: bool = False,
 ) -> OutputEstimate:
-    """The best estimate there is. Raises DataError when the input cannot be read."""
-    if stored is not None:
-        returned = _returned(*stored)
-        if returned is not None:
-            return returned
-    in_data = answers_in_data(spec, data, bytes_per_token)
-    if in_data is not None:
-        return in_data
+    """The best estimate there is. With `guesses` it never is unknown: in place of a limit it is
+    what the daemon expects of a job that has not begun. Raises DataError when the input cannot be
+    read."""
+    known = None if stored is None else _returned(*stored)
+    known = known or _answers_in_data(spec, data, bytes_per_token)
+    if known is not None:
+        return known
     limit = output_limit(spec)
-    tokens = np.full(data.num_rows, np.nan if limit is None else float(limit))
-    if limit is None:
-        return OutputEstimate(tokens, None, "unknown")
-    return OutputEstimate(tokens, float(limit), "the limit in the job file")
+    mean, source = limit, "unknown" if limit is None else "the limit in the job file"
+    if guesses and spec.endpoint == EMBEDDINGS:
+        mean, source = 0, "the endpoint"
+    elif guesses and (limit is None or limit > USUAL_OUTPUT_TOKENS):
+        mean, source = USUAL_OUTPUT_TOKENS, "a guess, as nothing says how long they are"
+    tokens = np.full(data.num_rows, np.nan if mean is None else float(mean))
+    return OutputEstimate(tokens, None if mean is None else float(mean), source)
 
 
-def answers_in_data(
+def _answers_in_data(
     spec: JobSpec, data: InputData, bytes_per_token: float
 ) -> OutputEstimate | None:
-    """What a column of good answers says, where the job keeps one. Raises DataError."""
+    """What a column of good answers says, where the job keeps one: the tokens of its texts, and one
+    for the end of each; NaN where a text is empty. Raises DataError."""
     column = next((name for name in ANSWER_COLUMNS if name in spec.output.keep), None)
     if column is None or column not in data.columns:
         return None
-    answers = _answers(data, column, bytes_per_token, output_limit(spec))
-    if np.isnan(answers).all():
+    parts = [np.empty(0)]
+    for _, batch in data.iter_batches([column]):
+        values = batch.column(0)
+        if not (pa.types.is_string(values.type) or pa.types.is_large_string(values.type)):
+            return None
+        parts.append(pc.binary_length(values).fill_null(0).to_numpy(zero_copy_only=False))
+    num_bytes = np.concatenate(parts).astype(np.float64)
+    if not num_bytes.any():
         return None
-    return OutputEstimate(answers, float(np.nanmean(answers)), f"the column {column!r}")
+    tokens = np.where(num_bytes > 0, num_bytes / bytes_per_token + 1, np.nan)
+    tokens = np.minimum(tokens, output_limit(spec) or np.inf)
+    return OutputEstimate(tokens, float(np.nanmean(tokens)), f"the column {column!r}")
 
 
 def _returned(store: Store, record: JobRecord) -> OutputEstimate | None:
@@ -113,20 +131,6 @@ def _returned(store: Store, record: JobRecord) -> OutputEstimate | None:
     return OutputEstimate(tokens, mean, f"the {counts.num_completed:,} rows that are done")
 
 
-def _answers(data: InputData, column: str, bytes_per_token: float, limit: int | None) -> FloatArray:
-    """Tokens of the texts in a column, and one for the end of the answer; NaN where empty."""
-    parts = [np.empty(0)]
-    for _, batch in data.iter_batches([column]):
-        values = batch.column(0)
-        if not (pa.types.is_string(values.type) or pa.types.is_large_string(values.type)):
-            return np.full(data.num_rows, np.nan)
-        parts.append(pc.binary_length(values).fill_null(0).to_numpy(zero_copy_only=False))
-    num_bytes = np.concatenate(parts).astype(np.float64)
-    tokens = np.where(num_bytes > 0, num_bytes / bytes_per_token + 1, np.nan)
-    capped: FloatArray = tokens if limit is None else np.minimum(tokens, limit)
-    return capped
-
-
 SAMPLE_ROWS = 2_048
 SAMPLE_BYTES = 6 << 20
 """Most text that is tokenised; a few seconds."""
@@ -134,10 +138,11 @@ SEGMENT_BYTES = 256 << 10
 """Of a longer segment only the beginning is tokenised."""
 CONTEXT_BYTES = 128
 """Text before a segment that is tokenised with it: a cut within a token counts on both sides."""
-ROWS_PER_READ = 16
+ROWS_PER_READ = 128
 MAX_LEVEL = 4
 """Nodes this deep or deeper are taken to be alike in bytes per token; leaves are level 0."""
 
+Values = FloatArray | IntArray
 ReadTexts = Callable[[IntArray], list[bytes]]
 """The prompt texts of some rows."""
 
@@ -160,95 +165,66 @@ def count_tree(
 ) -> CountedTree:
     """Tokens of every node and leaf. What no sampled row has gets the bytes per token of what is
     as deep in the tree. Without `count`, `DEFAULT_BYTES_PER_TOKEN` holds for all."""
-    sample = _Sample(tree, count)
-    if count is not None:
-        spread = np.linspace(0, tree.num_rows - 1, min(SAMPLE_ROWS, tree.num_rows))
-        positions = rng.permutation(np.unique(spread.round().astype(np.int64)))
-        for start in range(0, len(positions), ROWS_PER_READ):
-            if sample.num_bytes >= SAMPLE_BYTES:
-                break
-            part = positions[start : start + ROWS_PER_READ]
-            for position, text in zip(part.tolist(), read_texts(tree.rows[part]), strict=True):
-                sample.add(position, text)
-    return sample.result()
-
-
-class _Sample:
-    """What was counted of a tree so far: a node once, however many sampled rows have it."""
-
-    def __init__(self, tree: PromptTree, count: TokenCounter | None) -> None:
-        self._tree = tree
-        self._count = count
-        self._levels = path_sums(tree.nodes.parents, np.ones(tree.nodes.num_nodes))
-        self._node_tokens = np.full(tree.nodes.num_nodes, np.nan)
-        self._leaf_tokens = np.full(tree.num_rows, np.nan)
-        self._sums = np.zeros((MAX_LEVEL + 1, 2))
-        self._num_rows = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes tokenised."""
-        return int(self._sums[:, 0].sum())
-
-    def add(self, position: int, text: bytes) -> None:
-        """Count what is new in a row."""
-        if self.num_bytes >= SAMPLE_BYTES:
-            return
-        self._num_rows += 1
-        for node, start, end in self._segments(position, len(text)):
-            if node is None:
-                self._leaf_tokens[position] = self._tokens(text, start, end, 0)
-            elif np.isnan(self._node_tokens[node]):
-                level = min(int(self._levels[node]), MAX_LEVEL)
-                self._node_tokens[node] = self._tokens(text, start, end, level)
-
-    def result(self) -> CountedTree:
-        """All nodes and leaves, counted or estimated."""
-        levels = np.minimum(self._levels, MAX_LEVEL).astype(np.int64)
-        ratios = self._bytes_per_token()
-        nodes = _filled(self._node_tokens, self._tree.node_bytes / ratios[levels])
-        leaves = _filled(self._leaf_tokens, self._tree.leaf_bytes / ratios[0])
-        num_tokens = (path_sums(self._tree.nodes.parents, nodes), leaves)
-        total = float(np.append(num_tokens[0], 0.0)[self._tree.innermost].sum() + leaves.sum())
-        mean = float(self._tree.text_bytes.sum()) / total if total else DEFAULT_BYTES_PER_TOKEN
-        return CountedTree(TreeTokens(nodes, leaves), mean, self._num_rows, self.num_bytes)
-
-    def _segments(self, position: int, num_bytes: int) -> Iterator[tuple[int | None, int, int]]:
-        """(node or None for the leaf, first byte, end) along a row."""
+    num_nodes, parents = tree.nodes.num_nodes, tree.nodes.parents
+    depths = np.minimum(path_sums(parents, np.ones(num_nodes)), MAX_LEVEL).astype(np.int64)
+    # Nodes first, then the leaf of each position; a leaf is of level 0.
+    levels = np.concatenate((depths, np.zeros(len(tree.rows), dtype=np.int64)))
+    tokens = np.full(len(levels), np.nan)
+    sums, num_sampled = np.zeros((MAX_LEVEL + 1, 2)), 0
+    for position, text in () if count is None else _sampled_texts(tree, read_texts, rng):
+        if sums[:, 0].sum() >= SAMPLE_BYTES:
+            break
+        num_sampled += 1
         start = 0
-        for node in self._tree.nodes.path(position):
-            end = int(self._tree.depth_bytes[node])
-            yield node, start, end
+        for part in (*tree.nodes.path(position), num_nodes + position):
+            end = int(tree.depth_bytes[part]) if part < num_nodes else len(text)
+            if np.isnan(tokens[part]):
+                num_bytes, num_tokens = _counted(text, start, end, count)
+                sums[levels[part]] += num_bytes, num_tokens
+                tokens[part] = num_tokens * (end - start) / max(num_bytes, 1)
             start = end
-        yield None, start, num_bytes
-
-    def _tokens(self, text: bytes, start: int, end: int, level: int) -> float:
-        """Tokens of a segment, which join the sums of its level."""
-        assert self._count is not None
-        stop = min(end, start + SEGMENT_BYTES)
-        if stop <= start:
-            return 0.0
-        before = max(start - CONTEXT_BYTES, 0)
-        tokens = self._count(text[before:stop]) - self._count(text[before:start])
-        self._sums[level] += (stop - start, tokens)
-        return tokens * (end - start) / (stop - start)
-
-    def _bytes_per_token(self) -> FloatArray:
-        """By level; where nothing was counted, that of all levels together."""
-        num_bytes, num_tokens = self._sums.sum(axis=0)
-        overall = num_bytes / num_tokens if num_tokens else DEFAULT_BYTES_PER_TOKEN
-        ratios = np.full(MAX_LEVEL + 1, overall)
-        known = self._sums[:, 1] > 0
-        ratios[known] = self._sums[known, 0] / self._sums[known, 1]
-        return ratios
+    sizes = np.concatenate((tree.node_bytes, tree.leaf_bytes))
+    tokens = np.where(np.isnan(tokens), sizes / _bytes_per_token(sums)[levels], tokens)
+    nodes, leaves = np.split(tokens, [num_nodes])
+    total = float(np.append(path_sums(parents, nodes), 0.0)[tree.innermost].sum() + leaves.sum())
+    mean = float(tree.text_bytes.sum()) / total if total else DEFAULT_BYTES_PER_TOKEN
+    return CountedTree(TreeTokens(nodes, leaves), mean, num_sampled, int(sums[:, 0].sum()))
 
 
-def _filled(counted: FloatArray, estimated: FloatArray) -> FloatArray:
-    return np.where(np.isnan(counted), estimated, counted)
+def _sampled_texts(
+    tree: PromptTree, read_texts: ReadTexts, rng: np.random.Generator
+) -> Iterator[tuple[int, bytes]]:
+    """(position, text) of rows spread over the tree, in random order."""
+    num_rows = len(tree.rows)
+    spread = np.linspace(0, num_rows - 1, min(SAMPLE_ROWS, num_rows))
+    positions = rng.permutation(np.unique(spread.round().astype(np.int64)))
+    for start in range(0, len(positions), ROWS_PER_READ):
+        part = positions[start : start + ROWS_PER_READ]
+        yield from zip(part.tolist(), read_texts(tree.rows[part]), strict=True)
+
+
+def _counted(text: bytes, start: int, end: int, count: TokenCounter | None) -> tuple[int, int]:
+    """(bytes tokenised, their tokens) of a segment of a text."""
+    stop = min(end, start + SEGMENT_BYTES)
+    if count is None or stop <= start:
+        return 0, 0
+    before = max(start - CONTEXT_BYTES, 0)
+    return stop - start, count(text[before:stop]) - count(text[before:start])
+
+
+def _bytes_per_token(sums: FloatArray) -> FloatArray:
+    """By level, from its bytes and tokens; where nothing was counted, that of all together."""
+    num_bytes, num_tokens = sums.sum(axis=0)
+    overall = num_bytes / num_tokens if num_tokens else DEFAULT_BYTES_PER_TOKEN
+    ratios = np.full(len(sums), overall)
+    np.divide(sums[:, 0], sums[:, 1], out=ratios, where=sums[:, 1] > 0)
+    return ratios
 
 
 EXCERPT_CHARS = 60
 MOST_BACK_BYTES = 24
+MAX_STRETCHES = 20
+PERCENTILES = tuple(range(101))
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,34 +241,17 @@ class KvSize:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HitRates:
-    """Shares (0 to 1) of the prompt tokens that the prefix cache serves.
+class Distribution:
+    """One of Preble's figure 4: `values` of all rows, or of all key portions. Shares are 0 to 1."""
 
-    `best`: no cache could forget. `expected` and `as_written`: one of the given size, rows in the
-    order of a run with batchrun's eviction, and as the input has them with LRU; None where the
-    size is unknown, or no row fits. `num_too_large` rows need more than the whole cache.
-    """
+    title: str
+    values: Values
+    is_share: bool = False
 
-    best: float
-    expected: float | None
-    as_written: float | None
-    num_too_large: int
-
-
-@dataclass(frozen=True, slots=True)
-class OrderStretch:
-    """Rows that run one after the other and have the same key portion; `begins` is how its text
-    begins. Rows that have theirs for themselves stand together too.
-
-    `shared_tokens` of the `prompt_tokens` are those of prefixes that a row before has.
-    """
-
-    begins: str
-    is_shared: bool
-    first_row: int
-    num_rows: int
-    prompt_tokens: float
-    shared_tokens: float
+    @property
+    def percentiles(self) -> list[float]:
+        """The values below which 0, 1, ... 100 per cent lie."""
+        return [float(value) for value in np.percentile(self.values, PERCENTILES)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -303,6 +262,7 @@ class JobStudy:
     of them shares with a row before it.
     """
 
+    spec: JobSpec
     plan: JobPlan
     tree: PromptTree
     counted: CountedTree
@@ -311,49 +271,96 @@ class JobStudy:
     planned_shared: FloatArray
     read_texts: ReadTexts
 
-    def hit_rates(self, kv: KvSize, outputs: OutputEstimate) -> HitRates:
-        """What a prefix cache can serve of this job."""
+    def distributions(self, outputs: OutputEstimate) -> dict[str, Distribution]:
+        """Preble's figure 4 (section 3), and the lengths of table 1; outputs where known by row."""
+        study = self.study
+        shared, keys = study.shares(study.shared), study.shares(study.key_portions)
+        found = {
+            "prompt_tokens": Distribution("prompt tokens", study.prompts),
+            "shared_share": Distribution("shared share of a prompt", shared, True),
+            "key_portion_share": Distribution("key portion of a prompt", keys, True),
+            "rows_per_key_portion": Distribution("rows per key portion", study.rows_per_key),
+        }
+        tokens = outputs.tokens[self.tree.rows]
+        known = ~np.isnan(tokens) & (tokens > 0)
+        if known.any():
+            ratios = study.prompts[known] / tokens[known]
+            found["output_tokens"] = Distribution("output tokens", tokens[known])
+            found["prompt_to_output_ratio"] = Distribution("prompt tokens per output token", ratios)
+        return {name: each for name, each in found.items() if len(each.values)}
+
+    def figures(self, outputs: OutputEstimate, kv: KvSize) -> dict[str, Any]:
+        """All figures by the names of `inspect --json`, flat but for the order and the
+        distributions. Shares and hit rates are 0 to 1."""
+        errors = self.plan.errors
+        distributions = self.distributions(outputs)
+        ratio = distributions.get("prompt_to_output_ratio")
+        return {
+            "name": self.spec.name,
+            "endpoint": self.spec.endpoint,
+            "rows": self.plan.num_rows,
+            "rows_with_template_errors": len(errors),
+            "first_error": next((f"row {row}: {e.message}" for row, e in errors.items()), None),
+            **self._study_figures(),
+            "output_tokens_mean": outputs.mean,
+            "output_tokens_std": outputs.std,
+            "output_tokens_source": outputs.source,
+            "max_output_tokens": output_limit(self.spec),
+            "prompt_to_output_ratio_mean": None if ratio is None else float(ratio.values.mean()),
+            **self._hit_figures(outputs, kv),
+            "prefix_groups": self.plan.num_groups,
+            "length_buckets": 1,
+            "order": list(self._stretches()),
+            "distributions": {name: each.percentiles for name, each in distributions.items()},
+            "output_path": self.spec.output.path,
+        }
+
+    def _study_figures(self) -> dict[str, Any]:
+        study, counted = self.study, self.counted
+        total, shared = float(study.prompts.sum()), float(study.shared.sum())
+        return {
+            "prompt_tokens_total": total,
+            "prompt_tokens_computed": total - float(self.planned_shared.sum()),
+            **_mean_and_std("prompt_tokens", study.prompts),
+            "bytes_per_token": counted.bytes_per_token,
+            "rows_tokenised": counted.num_rows,
+            "bytes_tokenised": counted.num_bytes,
+            **_mean_and_std("shared_share", study.shares(study.shared)),
+            "shared_share_of_tokens": shared / total if total else 0.0,
+            **_mean_and_std("common_share", study.shares(study.common)),
+            **_mean_and_std("key_portion_share", study.shares(study.key_portions)),
+            **_mean_and_std("rows_per_key_portion", study.rows_per_key),
+            "key_portions": len(study.rows_per_key),
+        }
+
+    def _hit_figures(self, outputs: OutputEstimate, kv: KvSize) -> dict[str, Any]:
+        """What a prefix cache serves: one that never forgets; one of `kv`, rows in the order of a
+        run with batchrun's eviction; and that one, rows as the input has them with LRU."""
         prompts = self.study.prompts[self.planned]
         best = servable_tokens(self.planned_shared, prompts, kv.block_tokens)
-        best_rate = float(best.sum() / prompts.sum()) if len(prompts) else 0.0
-        if kv.tokens is None:
-            return HitRates(best_rate, None, None, 0)
-        as_written = np.argsort(self.tree.rows)
-        planned, num_too_large = self._rate(self.planned, kv, outputs, drops_used=True)
-        written, _ = self._rate(as_written, kv, outputs, drops_used=False)
-        return HitRates(best_rate, planned, written, num_too_large)
-
-    def stretches(self, limit: int) -> Iterator[OrderStretch]:
-        """The first `limit` stretches of the order. Reads a row of each."""
-        keys = self.study.key_nodes[self.planned]
-        bounds = np.append(np.flatnonzero(np.diff(keys, prepend=-2)), len(keys))
-        num_shown = min(limit, len(bounds) - 1)
-        firsts = self.planned[bounds[:num_shown]]
-        texts = self.read_texts(self.tree.rows[firsts]) if num_shown else []
-        for index, (position, text) in enumerate(zip(firsts.tolist(), texts, strict=True)):
-            places = slice(bounds[index], bounds[index + 1])
-            node = int(self.study.key_nodes[position])
-            yield OrderStretch(
-                begins=self._beginning(position, node, text),
-                is_shared=node != NO_NODE,
-                first_row=int(self.tree.rows[position]),
-                num_rows=int(bounds[index + 1] - bounds[index]),
-                prompt_tokens=float(self.study.prompts[self.planned[places]].sum()),
-                shared_tokens=float(self.planned_shared[places].sum()),
-            )
+        expected, num_too_large = self._rate(self.planned, outputs, kv, drops_used=True)
+        as_written, _ = self._rate(np.argsort(self.tree.rows), outputs, kv, drops_used=False)
+        return {
+            "best_hit_rate": float(best.sum() / prompts.sum()) if len(prompts) else 0.0,
+            "block_tokens": kv.block_tokens,
+            "block_tokens_source": kv.block_source,
+            "kv_tokens": kv.tokens,
+            "kv_tokens_source": kv.source,
+            "expected_hit_rate": expected,
+            "expected_hit_rate_as_written": as_written,
+            "rows_larger_than_kv": num_too_large,
+        }
 
     def _rate(
-        self, order: IntArray, kv: KvSize, outputs: OutputEstimate, *, drops_used: bool
+        self, order: IntArray, outputs: OutputEstimate, kv: KvSize, *, drops_used: bool
     ) -> tuple[float | None, int]:
-        """(share of the prompt tokens of the rows that fit the cache, rows that do not)."""
-        assert kv.tokens is not None
-        own = self.counted.tokens.leaves + outputs.filled[self.tree.rows]
-        walk = RowWalk(
-            self.tree.innermost[order],
-            own[order],
-            self.tree.nodes.parents,
-            self.counted.tokens.nodes,
-        )
+        """(share of the prompt tokens of the rows that fit the cache, rows that do not); None where
+        the size is unknown, or no row fits."""
+        if kv.tokens is None:
+            return None, 0
+        tree, tokens = self.tree, self.counted.tokens
+        own = tokens.leaves + outputs.filled[tree.rows]
+        walk = RowWalk(tree.innermost[order], own[order], tree.nodes.parents, tokens.nodes)
         found = expected_hits(walk, kv.tokens, drops_used=drops_used)
         fits = ~np.isnan(found)
         prompts = self.study.prompts[order][fits]
@@ -361,10 +368,36 @@ class JobStudy:
         rate = float(hits.sum() / prompts.sum()) if prompts.size else None
         return rate, int(np.count_nonzero(~fits))
 
-    def _beginning(self, position: int, node: int, text: bytes) -> str:
-        above = self.tree.innermost[position] if node == NO_NODE else self.tree.nodes.parents[node]
-        start = 0 if above == NO_NODE else int(self.tree.depth_bytes[above])
-        return _excerpt(text, start)
+    def _stretches(self) -> Iterator[dict[str, Any]]:
+        """The first stretches of the order: rows that run one after the other and have the same
+        key portion, whose text `begins` so. Rows that have theirs for themselves stand together.
+
+        `shared_tokens` of the `prompt_tokens` are those of prefixes that a row before has. Reads a
+        row of each.
+        """
+        tree, keys = self.tree, self.study.key_nodes[self.planned]
+        bounds = np.append(np.flatnonzero(np.diff(keys, prepend=-2)), len(keys))
+        bounds = bounds[: MAX_STRETCHES + 1]
+        firsts = self.planned[bounds[:-1]]
+        texts = self.read_texts(tree.rows[firsts]) if len(firsts) else []
+        for index, (position, text) in enumerate(zip(firsts.tolist(), texts, strict=True)):
+            places = slice(bounds[index], bounds[index + 1])
+            node = int(self.study.key_nodes[position])
+            above = tree.nodes.parents[node] if node != NO_NODE else tree.innermost[position]
+            start = 0 if above == NO_NODE else int(tree.depth_bytes[above])
+            yield {
+                "begins": _excerpt(text, start),
+                "is_shared": node != NO_NODE,
+                "first_row": int(tree.rows[position]),
+                "num_rows": int(bounds[index + 1] - bounds[index]),
+                "prompt_tokens": float(self.study.prompts[self.planned[places]].sum()),
+                "shared_tokens": float(self.planned_shared[places].sum()),
+            }
+
+
+def _mean_and_std(name: str, values: Values) -> dict[str, float]:
+    mean, std = (float(values.mean()), float(values.std())) if len(values) else (0.0, 0.0)
+    return {f"{name}_mean": mean, f"{name}_std": std}
 
 
 def study_job(
@@ -385,17 +418,7 @@ def study_job(
     is_sound[list(plan.errors)] = False
     sound = np.flatnonzero(is_sound)
     tree = PromptTree.of(chains.build(), cuts, plan.text_bytes, sound)
-    read_texts = _reader(data, template, prompts)
-    counted = count_tree(tree, read_texts, prompts.count, np.random.default_rng(0))
-    study = study_prompts(tree, counted.tokens)
-    planned = tree.positions_of(plan.order.rows[is_sound[plan.order.rows]])
-    ranks = np.empty(len(planned), dtype=np.int64)
-    ranks[planned] = np.arange(len(planned))
-    shared = np.append(study.depths, 0.0)[tree.shared_with_earlier(ranks)][planned]
-    return JobStudy(plan, tree, counted, study, planned, shared, read_texts)
 
-
-def _reader(data: InputData, template: RequestTemplate, prompts: PromptReader) -> ReadTexts:
     def read_texts(rows: IntArray) -> list[bytes]:
         values = data.read_rows(rows.tolist(), template.columns_used)
         return [
@@ -403,7 +426,13 @@ def _reader(data: InputData, template: RequestTemplate, prompts: PromptReader) -
             for number, row in zip(rows.tolist(), values, strict=True)
         ]
 
-    return read_texts
+    counted = count_tree(tree, read_texts, prompts.count, np.random.default_rng(0))
+    study = study_prompts(tree, counted.tokens)
+    planned = tree.positions_of(plan.order.rows[is_sound[plan.order.rows]])
+    ranks = np.empty(len(planned), dtype=np.int64)
+    ranks[planned] = np.arange(len(planned))
+    shared = np.append(study.depths, 0.0)[tree.shared_with_earlier(ranks)][planned]
+    return JobStudy(spec, plan, tree, counted, study, planned, shared, read_texts)
 
 
 def _excerpt(text: bytes, start: int) -> str:

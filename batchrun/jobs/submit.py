@@ -57,7 +57,7 @@ def prepare_job(spec: JobSpec, *, links: Path, progress: ProgressSink | None = N
     )
 
 
-def pin_anew(record: JobRecord, *, links: Path) -> str:
+def pin_again(record: JobRecord, *, links: Path) -> str:
     """The pin of a job's input as it is now, checked as at submission.
 
     Rows keep their numbers, and those with a result keep it. Raises JobSpecError and DataError, the

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
+from batchrun.quantities import duration
+
 MOST_SHARE = 0.95
 """Deadlines never take more than this of the capacity: every job goes on."""
 LEAST_LEFT_S = 1.0
@@ -127,7 +129,7 @@ CLEARLY = 0.25
 """When it is over by this share, the answer changes at once."""
 NEWS_RATIO = 2.0
 NEWS_S = 60.0
-"""A delay is told again when it has grown by such a factor, to more than that of a minute."""
+"""A delay is announced again when it has grown by such a factor, to more than that of a minute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +166,7 @@ class Outlook:
         if self.is_kept:
             return "will meet its deadline"
         return (
-            f"will miss its deadline by about {_about(-self.laxity_s)}; needs "
+            f"will miss its deadline by about {duration(max(-self.laxity_s, 1.0))}; needs "
             f"{self.needed_tokens_per_s:,.0f} tokens/s, the forecast is "
             f"{self.forecast_tokens_per_s:,.0f}"
         )
@@ -174,12 +176,12 @@ class Outlook:
 class Deadline:
     """One job's deadline, and what was said of it last."""
 
-    due_at: float
+    deadline_at: float
     reserve_s: float | None = None
     is_kept: bool = True
     contrary_since: float | None = None
     outlook: Outlook | None = None
-    told: Outlook | None = None
+    announced: Outlook | None = None
 
     def answer(self, fill: float, now_s: float) -> bool:
         """Whether the deadline is kept, when the job's work takes `fill` of the room for it."""
@@ -190,7 +192,7 @@ class Deadline:
         if self.contrary_since is None:
             self.contrary_since = now_s
         lasted_s = now_s - self.contrary_since
-        if over > CLEARLY or lasted_s >= PERSISTENCE * (self.due_at - now_s):
+        if over > CLEARLY or lasted_s >= PERSISTENCE * (self.deadline_at - now_s):
             self.is_kept = not self.is_kept
             self.contrary_since = None
         return self.is_kept
@@ -208,9 +210,9 @@ class Deadlines:
     _deadlines: dict[str, Deadline] = field(default_factory=dict, init=False)
     _news: list[Outlook] = field(default_factory=list, init=False)
 
-    def join(self, job_id: str, due_at: float) -> None:
-        """A job must be done at `due_at`."""
-        self._deadlines[job_id] = Deadline(due_at)
+    def join(self, job_id: str, deadline_at: float) -> None:
+        """A job must be done at `deadline_at`."""
+        self._deadlines[job_id] = Deadline(deadline_at)
 
     def leave(self, job_id: str) -> None:
         """The job has ended or is paused."""
@@ -251,7 +253,7 @@ class Deadlines:
         """The deadlines that fit beside each other, by time; what is said of the rest."""
         kept: list[Kept] = []
         for job_id, deadline in self._deadlines.items():
-            left_s = max(deadline.due_at - now_s, LEAST_LEFT_S)
+            left_s = max(deadline.deadline_at - now_s, LEAST_LEFT_S)
             if deadline.reserve_s is None:
                 deadline.reserve_s = self.margins.reserve * left_s
             work = works[job_id]
@@ -267,27 +269,19 @@ class Deadlines:
                 needed_tokens_per_s=work.tokens / left_s,
                 forecast_tokens_per_s=max(rate - before / left_s, 0.0),
             )
-            self._tell(deadline, deadline.outlook)
+            self._announce(deadline, deadline.outlook)
             if is_kept:
                 insort(kept, Kept(left_s, job_id, work.tokens))
         return kept
 
-    def _tell(self, deadline: Deadline, outlook: Outlook) -> None:
-        told = deadline.told
-        if outlook.is_kept == (told is None or told.is_kept):
-            told_late_s = NEWS_S if told is None else max(-told.laxity_s, NEWS_S)
-            if outlook.is_kept or -outlook.laxity_s < NEWS_RATIO * told_late_s:
+    def _announce(self, deadline: Deadline, outlook: Outlook) -> None:
+        last = deadline.announced
+        if outlook.is_kept == (last is None or last.is_kept):
+            last_late_s = NEWS_S if last is None else max(-last.laxity_s, NEWS_S)
+            if outlook.is_kept or -outlook.laxity_s < NEWS_RATIO * last_late_s:
                 return
-        deadline.told = outlook
+        deadline.announced = outlook
         self._news.append(outlook)
-
-
-def _about(duration_s: float) -> str:
-    if duration_s < 90:
-        return f"{max(duration_s, 1):.0f} s"
-    if duration_s < 5400:
-        return f"{duration_s / 60:.0f} min"
-    return f"{duration_s / 3600:.1f} h"
 
 
 PATIENCE = 0.5

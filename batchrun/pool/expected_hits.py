@@ -33,13 +33,6 @@ class RowWalk:
     parents: IntArray
     node_tokens: FloatArray
 
-    @property
-    def needed_tokens(self) -> FloatArray:
-        """What each row holds at its end."""
-        depths = np.append(path_sums(self.parents, self.node_tokens), 0.0)
-        needed: FloatArray = depths[self.innermost] + self.own_tokens
-        return needed
-
 
 def expected_hits(walk: RowWalk, kv_tokens: float, *, drops_used: bool) -> FloatArray:
     """Tokens that each row finds; NaN for a row that needs more than `kv_tokens` and never runs.
@@ -47,12 +40,12 @@ def expected_hits(walk: RowWalk, kv_tokens: float, *, drops_used: bool) -> Float
     `drops_used`: what no row will use again goes first (batchrun's eviction), else plain LRU, as
     in stock vLLM. O(runs of rows with one innermost node x nodes above them).
     """
-    fits = np.flatnonzero(walk.needed_tokens <= kv_tokens)
+    depths = np.append(path_sums(walk.parents, walk.node_tokens), 0.0)
+    fits = np.flatnonzero(depths[walk.innermost] + walk.own_tokens <= kv_tokens)
     found = np.full(len(walk.innermost), np.nan)
     if not fits.size:
         return found
     innermost = walk.innermost[fits]
-    depths = np.append(path_sums(walk.parents, walk.node_tokens), 0.0)
     hits = depths[innermost]
     starts = np.flatnonzero(np.diff(innermost, prepend=-2))
     gather = np.maximum if drops_used else np.add

@@ -33,6 +33,7 @@ HALF_LIFE_ROWS = 256
 _DECAY = 0.5 ** (1 / HALF_LIFE_ROWS)
 
 
+@dataclass(slots=True)
 class WorkLeft:
     """The computed tokens that a job's unfinished rows will take.
 
@@ -40,14 +41,11 @@ class WorkLeft:
     back corrects what is left, and the estimates of rows to come. Rows in flight count as left.
     """
 
-    __slots__ = ("_seen_computed", "_seen_estimated", "_seen_rows", "estimated_tokens", "ratio")
-
-    def __init__(self, estimated_tokens: int) -> None:
-        self.estimated_tokens = estimated_tokens
-        self.ratio = 1.0
-        self._seen_rows = 0.0
-        self._seen_estimated = 0.0
-        self._seen_computed = 0.0
+    estimated_tokens: int
+    ratio: float = 1.0
+    _seen_rows: float = 0.0
+    _seen_estimated: float = 0.0
+    _seen_computed: float = 0.0
 
     @property
     def tokens(self) -> float:
@@ -118,7 +116,7 @@ class JobAccount:
 
 
 class JobShares:
-    """The accounts of all jobs, and whose turn it is.
+    """The `accounts` of all jobs, in the order in which they joined, and whose turn it is.
 
     `ready` is always the set of jobs that have a row to hand out now. A job that was not in it the
     last time, because it is new, was paused or waited, starts at the level of the least served.
@@ -126,25 +124,20 @@ class JobShares:
 
     def __init__(self, quantum_tokens: int = QUANTUM_TOKENS) -> None:
         self._quantum_tokens = quantum_tokens
-        self._accounts: dict[str, JobAccount] = {}
+        self.accounts: dict[str, JobAccount] = {}
         self._level = 0.0
         self._turn: str | None = None
         self.num_in_flight = 0
         self.in_flight_tokens = 0
 
-    @property
-    def accounts(self) -> dict[str, JobAccount]:
-        """By job, in the order in which they joined; to read only."""
-        return self._accounts
-
     def join(self, job_id: str, weight: float, work: WorkLeft) -> None:
         """A job takes part from now on; `weight` is above 0."""
-        assert job_id not in self._accounts
-        self._accounts[job_id] = JobAccount(weight, work)
+        assert job_id not in self.accounts
+        self.accounts[job_id] = JobAccount(weight, work)
 
     def leave(self, job_id: str) -> None:
         """A job has ended or is paused; its rows in flight are nobody's any more."""
-        account = self._accounts.pop(job_id)
+        account = self.accounts.pop(job_id)
         self.num_in_flight -= len(account.in_flight)
         self.in_flight_tokens -= sum(c.charged_tokens for c in account.in_flight.values())
         self.end_turn(job_id)
@@ -154,7 +147,7 @@ class JobShares:
         self._wake(ready)
         if self._turn is None or self._turn not in ready:
             return None
-        account = self._accounts[self._turn]
+        account = self.accounts[self._turn]
         ahead_tokens = (account.level - self._level) * account.weight
         return self._turn if ahead_tokens < self._quantum_tokens else None
 
@@ -163,7 +156,7 @@ class JobShares:
 
         Call `holder` with the same jobs first. Among equals, who joined first goes first.
         """
-        awake = [(job_id, a) for job_id, a in self._accounts.items() if job_id in ready]
+        awake = [(job_id, a) for job_id, a in self.accounts.items() if job_id in ready]
         self._turn = min(awake, key=lambda item: item[1].level)[0] if awake else None
         return self._turn
 
@@ -177,7 +170,7 @@ class JobShares:
 
         An urgent row leaves the level where it is.
         """
-        account = self._accounts[job_id]
+        account = self.accounts[job_id]
         assert row not in account.in_flight
         tokens = account.work.corrected(estimated_tokens)
         account.in_flight[row] = Charge(estimated_tokens, tokens, is_urgent)
@@ -189,7 +182,7 @@ class JobShares:
 
     def settle(self, job_id: str, row: int, computed_tokens: int) -> None:
         """A row has ended: its charge becomes what it computed. Free where its job has left."""
-        account = self._accounts.get(job_id)
+        account = self.accounts.get(job_id)
         if account is None:
             return
         charge = self._take_back(account, row)
@@ -202,7 +195,7 @@ class JobShares:
 
     def refund(self, job_id: str, row: int) -> None:
         """A row came back unfinished and will run again. Free where its job has left."""
-        account = self._accounts.get(job_id)
+        account = self.accounts.get(job_id)
         if account is None:
             return
         charge = self._take_back(account, row)
@@ -211,21 +204,21 @@ class JobShares:
 
     def check(self) -> None:
         """Recount every account; raises AssertionError when one does not balance."""
-        charges = [c for a in self._accounts.values() for c in a.in_flight.values()]
+        charges = [c for a in self.accounts.values() for c in a.in_flight.values()]
         assert self.num_in_flight == len(charges)
         assert self.in_flight_tokens == sum(c.charged_tokens for c in charges)
-        for account in self._accounts.values():
+        for account in self.accounts.values():
             fair = [c for c in account.in_flight.values() if not c.is_urgent]
             in_flight_tokens = sum(charge.charged_tokens for charge in fair)
             assert account.fair_tokens == account.num_fair_tokens + in_flight_tokens
             assert account.level == account.start_level + account.fair_tokens / account.weight
-        assert self._turn is None or self._turn in self._accounts
+        assert self._turn is None or self._turn in self.accounts
 
     def _wake(self, ready: AbstractSet[str]) -> None:
         """Find the level of the least served job; who was not ready before starts there."""
         lowest = float("inf")
         waking: list[JobAccount] = []
-        for job_id, account in self._accounts.items():
+        for job_id, account in self.accounts.items():
             if job_id not in ready:
                 account.is_awake = False
             elif not account.is_awake:
@@ -275,39 +268,22 @@ class JobTurns:
         self._review_at = float("-inf")
 
     @property
-    def capacity_tokens_per_s(self) -> float | None:
-        """The forecast of what the engines compute for offline work; None while unknown."""
-        return self._capacity.tokens_per_s
-
-    @property
     def pace(self) -> tuple[float | None, float]:
         """Computed tokens per second of the last minute in which the engines were full (None while
         not known), and how many such seconds were seen."""
         completions = self._capacity.completions
         return completions.tokens_per_s, completions.seen_s
 
-    @property
-    def num_in_flight(self) -> int:
-        """Rows that were handed out and are neither settled nor refunded."""
-        return self._shares.num_in_flight
-
-    def computed_tokens(self) -> dict[str, int]:
-        """What the rows of each job have computed since it joined."""
-        return {
-            job_id: account.num_fair_tokens + account.num_urgent_tokens
-            for job_id, account in self._shares.accounts.items()
-        }
-
     def join(
-        self, job_id: str, weight: float, work_tokens: int, *, due_at: float | None = None
+        self, job_id: str, weight: float, work_tokens: int, *, deadline_at: float | None = None
     ) -> None:
         """A job runs from now on, or again after a pause.
 
         `work_tokens` is the sum of the estimates of its rows that have no result yet.
         """
         self._shares.join(job_id, weight, WorkLeft(work_tokens))
-        if due_at is not None:
-            self._deadlines.join(job_id, due_at)
+        if deadline_at is not None:
+            self._deadlines.join(job_id, deadline_at)
         self._review_at = float("-inf")
 
     def leave(self, job_id: str) -> None:
@@ -377,7 +353,7 @@ class JobTurns:
 
     def _review(self, now_s: float) -> None:
         self._review_at = now_s + REVIEW_INTERVAL_S
-        capacity = self.capacity_tokens_per_s
+        capacity = self._capacity.tokens_per_s
         if capacity is None:
             self._urgent.claim({})
             self._claims = {}

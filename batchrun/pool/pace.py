@@ -190,6 +190,7 @@ MOST_EARLY_S = 30.0
 """How long to wait for the first rows of a full window, which say nothing of the rate."""
 
 
+@dataclass(slots=True)
 class CapacityForecast:
     """The offline capacity of all engines together, in computed tokens per second.
 
@@ -199,26 +200,14 @@ class CapacityForecast:
     what it could do, nor does one that has just been filled.
     """
 
-    __slots__ = (
-        "_at",
-        "_early_until_s",
-        "_is_saturated",
-        "_new_tokens",
-        "_num_early_rows",
-        "_seen_s",
-        "_tokens",
-        "completions",
-    )
-
-    def __init__(self) -> None:
-        self._at = 0.0
-        self._early_until_s = 0.0
-        self._is_saturated = False
-        self._num_early_rows = 0
-        self._new_tokens = 0
-        self._tokens = 0.0
-        self._seen_s = 0.0
-        self.completions = Completions()
+    completions: Completions = field(default_factory=Completions)
+    _at: float = 0.0
+    _early_until_s: float = 0.0
+    _is_saturated: bool = False
+    _num_early_rows: int = 0
+    _new_tokens: int = 0
+    _tokens: float = 0.0
+    _seen_s: float = 0.0
 
     @property
     def tokens_per_s(self) -> float | None:

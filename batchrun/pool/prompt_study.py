@@ -5,14 +5,11 @@ prompt, key portion size in a prompt, and number of requests sharing a key porti
 'key portion' of a request as the deepest node in a path that has more tokens than the sum of its
 predecessors." The tree stands for "an infinite prefix cache" (first paragraph).
 
-What table 1 calls "shared prefix in prompt" is what that cache holds when a request comes: its
-VideoQA has 8.6 requests to a video and (88 %, 32 %), which is 1 - 1/8.6 with its deviation. A path
-ends with what the request has for itself: VideoQA's key portions take (99 %, 0.2 %) of a prompt,
-those of videos with one request too.
+What table 1 calls "shared prefix in prompt" is what that cache holds when a request comes. A path
+ends with what the request has for itself, which may be its key portion.
 
-The order of a job needs chunks of 256 bytes. Of a prompt with 1,400 bytes, half of one is a tenth:
-the study cuts texts into finer chunks where they begin (`Cuts`). Where within a chunk rows part is
-not known, and half of it is assumed.
+Texts are cut into finer chunks where they begin (`Cuts`) than the order of a job needs. Where
+within a chunk rows part is not known, and half of it is assumed.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchrun.pool.prefix_keys import CHUNK_BYTES, ChainTable, IntArray
-from batchrun.pool.radix_tree import NO_NODE, PrefixNodes, find_prefix_nodes, sort_by_chain
+from batchrun.pool.radix_tree import NO_NODE, RadixTree, build_radix_tree, sort_by_chain
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -68,22 +65,17 @@ class PromptTree:
 
     rows: IntArray
     text_bytes: IntArray
-    nodes: PrefixNodes
+    nodes: RadixTree
     depth_bytes: IntArray
 
     @classmethod
     def of(cls, chains: ChainTable, cuts: Cuts, text_bytes: IntArray, rows: IntArray) -> PromptTree:
         """The tree of these rows; `chains`, cut by `cuts`, and `text_bytes` are of all rows."""
         order = sort_by_chain(chains, rows)
-        nodes = find_prefix_nodes(chains.shared_with_previous(order))
+        nodes = build_radix_tree(chains.shared_with_previous(order))
         lengths = text_bytes[order]
         depth_bytes = np.minimum(cuts.middles()[nodes.depths], least_of(nodes, lengths))
         return cls(order, lengths, nodes, depth_bytes)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the tree."""
-        return len(self.rows)
 
     @property
     def innermost(self) -> IntArray:
@@ -119,7 +111,7 @@ class PromptTree:
         return found
 
 
-def least_of(nodes: PrefixNodes, values: IntArray) -> IntArray:
+def least_of(nodes: RadixTree, values: IntArray) -> IntArray:
     """The smallest value of each node's positions. O(values x levels of the tree)."""
     if not nodes.num_nodes:
         return np.empty(0, dtype=np.int64)
@@ -172,20 +164,10 @@ class PromptStudy:
     rows_per_key: IntArray
     depths: FloatArray
 
-    @property
-    def shared_shares(self) -> FloatArray:
-        """Share of each prompt (0 to 1) that an earlier row has."""
-        return _shares(self.shared, self.prompts)
-
-    @property
-    def common_shares(self) -> FloatArray:
-        """Share of each prompt (0 to 1) that any other row has."""
-        return _shares(self.common, self.prompts)
-
-    @property
-    def key_shares(self) -> FloatArray:
-        """Share of each prompt (0 to 1) that is its key portion."""
-        return _shares(self.key_portions, self.prompts)
+    def shares(self, tokens: FloatArray) -> FloatArray:
+        """What share (0 to 1) of its prompt some tokens of each position are."""
+        shares: FloatArray = tokens / np.maximum(self.prompts, 1e-9)
+        return shares
 
 
 def study_prompts(tree: PromptTree, tokens: TreeTokens) -> PromptStudy:
@@ -226,8 +208,3 @@ def _key_portions(
     keys = np.where(is_leaf, NO_NODE, key_of_node[tree.innermost])
     portions = np.where(keys == NO_NODE, tokens.leaves, np.append(tokens.nodes, 0.0)[keys])
     return keys, portions
-
-
-def _shares(part: FloatArray, whole: FloatArray) -> FloatArray:
-    shares: FloatArray = part / np.maximum(whole, 1e-9)
-    return shares

@@ -95,8 +95,9 @@ NO_NODE = -1
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixNodes:
-    """Nodes by number, the root of a subtree before its children.
+class RadixTree:
+    """A radix tree over sorted rows, as arrays: nodes by number, the root of a subtree before its
+    children.
 
     Node k holds the positions `starts[k]` to `ends[k]` (exclusive, two or more) of the order, whose
     rows share exactly `depths[k]` leading chunks; `parents[k]` is the node around it or NO_NODE.
@@ -125,7 +126,7 @@ class PrefixNodes:
         return len(self.starts)
 
 
-def find_prefix_nodes(shared_chunks: IntArray) -> PrefixNodes:
+def build_radix_tree(shared_chunks: IntArray) -> RadixTree:
     """The nodes of an order, from how many chunks each position shares with the one before.
 
     One pass for each depth that occurs, over the positions that go as deep: O(shared chunks) in
@@ -143,7 +144,7 @@ def find_prefix_nodes(shared_chunks: IntArray) -> PrefixNodes:
         innermost[spread(starts[nodes], ends[nodes])] = np.repeat(
             nodes, ends[nodes] - starts[nodes]
         )
-    return PrefixNodes(starts, ends, depths, parents, innermost)
+    return RadixTree(starts, ends, depths, parents, innermost)
 
 
 def spread(starts: IntArray, ends: IntArray) -> IntArray:
@@ -206,7 +207,7 @@ def order_by_prefix(table: ChainTable) -> PrefixOrder:
     by_chain = sort_by_chain(table, np.arange(table.num_rows))
     shared = table.shared_with_previous(by_chain)
     lengths = table.lengths[by_chain]
-    items = _Items.of(find_prefix_nodes(shared), by_chain)
+    items = _Items.of(build_radix_tree(shared), by_chain)
     order = np.lexsort((items.first_rows, -_worth(items, lengths, shared), items.parents))
     rows = np.empty_like(by_chain)
     rows[_new_positions(items, order)] = by_chain
@@ -229,7 +230,7 @@ class _Items:
     levels: list[IntArray]
 
     @classmethod
-    def of(cls, nodes: PrefixNodes, by_chain: IntArray) -> _Items:
+    def of(cls, nodes: RadixTree, by_chain: IntArray) -> _Items:
         positions = np.arange(len(by_chain))
         parents = np.concatenate((nodes.parents, nodes.innermost))
         levels = _levels(nodes.parents)
@@ -255,7 +256,7 @@ def _levels(parents: IntArray) -> list[IntArray]:
     return np.split(by_level, bounds) if len(parents) else []
 
 
-def _first_rows(nodes: PrefixNodes, levels: list[IntArray], by_chain: IntArray) -> IntArray:
+def _first_rows(nodes: RadixTree, levels: list[IntArray], by_chain: IntArray) -> IntArray:
     """The smallest row number of each node."""
     smallest = np.full(nodes.num_nodes, np.iinfo(np.int64).max)
     inside = np.flatnonzero(nodes.innermost != NO_NODE)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchrun.pool.prefix_keys import IntArray
-from batchrun.pool.radix_tree import NO_NODE, PrefixNodes
+from batchrun.pool.radix_tree import NO_NODE, RadixTree
 
 _PENDING, _QUEUED, _IN_FLIGHT, _DONE = range(4)
 """States of a row. Queued ones are in one of the heaps, and not found by going on in order."""
@@ -22,14 +22,16 @@ class RowQueue:
 
     Every row is in exactly one place: pending, delayed, in flight, or done. Positions in the
     planned order decide what comes next, so a row that comes back after a lost engine runs again
-    beside its prefix group. Memory: 17 bytes a row.
+    beside its prefix group. `num_in_flight` rows are handed out and neither done nor given back.
+    Memory: 17 bytes a row.
     """
 
-    def __init__(self, rows: IntArray, nodes: PrefixNodes, done: Sequence[int] | IntArray = ()):
+    def __init__(self, rows: IntArray, nodes: RadixTree, done: Sequence[int] | IntArray = ()):
         """`rows` in planned order, whose tree is `nodes`; those of `done` have a result."""
         self._rows = rows
         self._nodes = nodes
-        self._position = _inverse(rows)
+        self._position = np.empty(len(rows), dtype=np.int64)
+        self._position[rows] = np.arange(len(rows))
         self._states = bytearray(len(rows))
         self._state = np.frombuffer(self._states, dtype=np.uint8)
         self._state[self._position[np.asarray(done, dtype=np.int64)]] = _DONE
@@ -37,20 +39,15 @@ class RowQueue:
         self._next = 0
         self._first: list[int] = []
         self._delayed: list[tuple[float, int]] = []
-        self._num_in_flight = 0
+        self.num_in_flight = 0
         self._num_done = int(np.count_nonzero(self._state == _DONE))
         self._num_left = self._count_by_node(self._state != _DONE)
         self._num_to_come = list(self._num_left)
 
     @property
-    def num_in_flight(self) -> int:
-        """Rows handed out and not yet done or given back."""
-        return self._num_in_flight
-
-    @property
     def num_pending(self) -> int:
         """Rows that are neither done nor in flight, the delayed ones included."""
-        return len(self._rows) - self._num_done - self._num_in_flight
+        return len(self._rows) - self._num_done - self.num_in_flight
 
     @property
     def is_finished(self) -> bool:
@@ -93,14 +90,17 @@ class RowQueue:
             heapq.heappop(self._first)
         else:
             self._next = position + 1
-        self._take(position)
+        self._states[position] = _IN_FLIGHT
+        self.num_in_flight += 1
+        for node in self._path(position):
+            self._num_to_come[node] -= 1
 
     def give_back(self, row: int, *, ready_at_s: float = 0.0) -> None:
         """Put an in-flight row back; it is handed out again no sooner than `ready_at_s`."""
         position = int(self._position[row])
         assert self._states[position] == _IN_FLIGHT
         self._states[position] = _QUEUED
-        self._num_in_flight -= 1
+        self.num_in_flight -= 1
         heapq.heappush(self._delayed, (ready_at_s, position))
         for node in self._path(position):
             self._num_to_come[node] += 1
@@ -110,7 +110,7 @@ class RowQueue:
         position = int(self._position[row])
         assert self._states[position] == _IN_FLIGHT
         self._states[position] = _DONE
-        self._num_in_flight -= 1
+        self.num_in_flight -= 1
         self._num_done += 1
         for node in self._path(position):
             self._num_left[node] -= 1
@@ -128,7 +128,7 @@ class RowQueue:
         """Recount everything; raises AssertionError when an account does not balance."""
         state = self._state
         assert np.count_nonzero(state == _DONE) == self._num_done
-        assert np.count_nonzero(state == _IN_FLIGHT) == self._num_in_flight
+        assert np.count_nonzero(state == _IN_FLIGHT) == self.num_in_flight
         waiting = [*self._first, *(position for _, position in self._delayed)]
         assert len(set(waiting)) == len(waiting)
         assert sorted(waiting) == np.flatnonzero(state == _QUEUED).tolist()
@@ -136,12 +136,6 @@ class RowQueue:
         assert set(behind.tolist()) <= set(waiting)
         assert self._num_left == self._count_by_node(state != _DONE)
         assert self._num_to_come == self._count_by_node(state <= _QUEUED)
-
-    def _take(self, position: int) -> None:
-        self._states[position] = _IN_FLIGHT
-        self._num_in_flight += 1
-        for node in self._path(position):
-            self._num_to_come[node] -= 1
 
     def _path(self, position: int) -> list[int]:
         """The nodes above a position, from the leaf upwards."""
@@ -169,12 +163,6 @@ class RowQueue:
         return None if position < 0 else position
 
 
-def _inverse(rows: IntArray) -> IntArray:
-    positions = np.empty(len(rows), dtype=np.int64)
-    positions[rows] = np.arange(len(rows))
-    return positions
-
-
 TICK_S = 0.1
 TICK_TOKENS = 50_000
 TICK_LONG_ROWS = 4
@@ -199,24 +187,22 @@ class Window:
     _tick_tokens: int = 0
     _tick_long_rows: int = 0
 
-    def has_room(self, tokens: int, num_running: int, *, is_urgent: bool = False) -> bool:
+    def has_room(
+        self, tokens: int, num_running: int, *, is_urgent: bool = False, is_lent: bool = False
+    ) -> bool:
         """Whether a row of so many tokens fits beside the others, of which the engine runs
-        `num_running`. A row larger than the window fits alone."""
+        `num_running`. A row larger than the window fits alone.
+
+        `is_lent`: its prefix group belongs to another engine. It comes only while there is little
+        to choose from; else groups would be computed on every engine, and each would keep KV for
+        rows that go elsewhere.
+        """
         if not self.num_rows:
             return True
-        share = 1 + URGENT_SHARE if is_urgent else 1
+        share = LENT_SHARE if is_lent else 1 + URGENT_SHARE if is_urgent else 1
         num_waiting = self.num_rows - min(num_running, self.num_rows)
         has_place = num_waiting < self.max_waiting * share
         return has_place and self.num_tokens + tokens <= self.max_tokens * share
-
-    def has_room_to_lend(self, tokens: int, num_running: int) -> bool:
-        """Whether a row may come whose prefix group belongs to another engine: only while there is
-        little to choose from. Else groups would be computed on every engine, and each would keep
-        KV for rows that go elsewhere."""
-        num_waiting = self.num_rows - min(num_running, self.num_rows)
-        has_place = num_waiting < self.max_waiting * LENT_SHARE
-        has_tokens = self.num_tokens + tokens <= self.max_tokens * LENT_SHARE
-        return not self.num_rows or (has_place and has_tokens)
 
     def opens_at_s(self, tokens: int, now_s: float) -> float:
         """When the row may come: `now_s`, or the next tick if this one has brought enough."""

@@ -2,23 +2,17 @@
 
 A sample is planned before any text is made: which rows share what, and how long each part is. The
 full scale has the sizes of table 1 of the Preble paper (number of requests, mean prompt length,
-share of the prompt that earlier requests had already). The small scale has the same form, cut down
-so that a CPU finishes a job in well under two minutes.
-
-Generated prose has 4.28 bytes to a token, half-way between the tiny model's tokenizer (4.19) and
-the rule of 1.3 tokens to a word (4.38); generated tool documentation has 3.5, as the tiny model's
-tokenizer has it.
+share of the prompt that earlier requests had already); the small one is cut down for a CPU.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from statistics import NormalDist
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -26,32 +20,27 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from batchrun.errors import InputError
+from batchrun.files import atomic_file
 from batchrun.types import ProgressSink
+
+DatasetName = Literal["loogle", "toolbench", "nextqa"]
+Scale = Literal["small", "full"]
 
 
 def _texts(*names: str) -> pa.Schema:
     return pa.schema([pa.field(name, pa.string(), nullable=False) for name in names])
 
 
-SCHEMAS = {
+SCHEMAS: dict[DatasetName, pa.Schema] = {
     "loogle": _texts("id", "document_id", "title", "document", "question", "answer", "task"),
     "toolbench": _texts("id", "system", "tools", "query", "answer"),
     "nextqa": _texts("id", "video_id", "video", "question", "a0", "a1", "a2", "a3", "a4", "answer"),
 }
-DATASET_NAMES = tuple(SCHEMAS)
-
-
-def schema_of(name: str) -> pa.Schema:
-    """The schema of the data set `name`; InputError for a name that is not in DATASET_NAMES."""
-    if name not in SCHEMAS:
-        raise InputError(f"unknown data set {name!r}: choose one of {', '.join(DATASET_NAMES)}")
-    return SCHEMAS[name]
-
 
 PROSE_BYTES_PER_TOKEN = 4.28
+"""Between the tiny model's tokenizer (4.19) and the rule of 1.3 tokens to a word (4.38)."""
 TOOL_BYTES_PER_TOKEN = 3.5
-
-Scale = Literal["small", "full"]
+"""As the tiny model's tokenizer has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,50 +69,21 @@ class Shape:
     single_share: float = 0.0
 
 
-SHAPES: dict[tuple[str, Scale], Shape] = {
-    ("loogle", "full"): Shape(
-        num_rows=1951,
-        rows_per_group=Spread(18, 8.6),
-        shared_tokens=Spread(23_320, 6_105),
-        tail_tokens=Spread(140),
-        system_tokens=13,
-        single_share=0.2,
-    ),
-    ("loogle", "small"): Shape(
-        num_rows=32,
-        rows_per_group=Spread(8),
-        shared_tokens=Spread(5_500, 1_000),
-        tail_tokens=Spread(140),
-        system_tokens=13,
-    ),
-    ("toolbench", "full"): Shape(
-        num_rows=210_415,
-        rows_per_group=Spread(39, 64, long_tail=True),
-        shared_tokens=Spread(1_395, 740, long_tail=True),
-        tail_tokens=Spread(200, 50),
-        system_tokens=240,
-    ),
-    ("toolbench", "small"): Shape(
-        num_rows=200,
-        rows_per_group=Spread(8, 6, long_tail=True),
-        shared_tokens=Spread(900, 400, long_tail=True),
-        tail_tokens=Spread(120, 30),
-        system_tokens=240,
-    ),
-    ("nextqa", "full"): Shape(
-        num_rows=8564,
-        rows_per_group=Spread(8.564, 2),
-        shared_tokens=Spread(9_790, 5_976, long_tail=True),
-        tail_tokens=Spread(75),
-    ),
-    ("nextqa", "small"): Shape(
-        num_rows=200,
-        rows_per_group=Spread(8, 2),
-        shared_tokens=Spread(900, 400, long_tail=True),
-        tail_tokens=Spread(75),
-    ),
-}
+def _tailed(mean: float, deviation: float) -> Spread:
+    return Spread(mean, deviation, long_tail=True)
 
+
+SHAPES: dict[tuple[DatasetName, Scale], Shape] = {
+    ("loogle", "full"): Shape(1951, Spread(18, 8.6), Spread(23_320, 6_105), Spread(140), 13, 0.2),
+    ("loogle", "small"): Shape(32, Spread(8), Spread(5_500, 1_000), Spread(140), 13),
+    ("toolbench", "full"): Shape(
+        210_415, _tailed(39, 64), _tailed(1_395, 740), Spread(200, 50), 240
+    ),
+    ("toolbench", "small"): Shape(200, _tailed(8, 6), _tailed(900, 400), Spread(120, 30), 240),
+    ("nextqa", "full"): Shape(8564, Spread(8.564, 2), _tailed(9_790, 5_976), Spread(75)),
+    ("nextqa", "small"): Shape(200, Spread(8, 2), _tailed(900, 400), Spread(75)),
+}
+"""Rows, rows of a group, shared tokens, tail tokens, system tokens, share of groups of one row."""
 
 SHUFFLED_GROUPS = 128
 """Rows are shuffled within so many groups: few enough to keep the shared texts in memory."""
@@ -132,12 +92,11 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedRow:
-    """One row to write: the `index`-th of its group."""
+class PlannedRow(NamedTuple):
+    """One row to write: `number` within its group."""
 
     group: int
-    index: int
+    number: int
     tail_tokens: int
 
 
@@ -225,49 +184,31 @@ class WrittenDataset:
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class ProgressReport:
-    """Whom to tell of written rows, and how many there will be (0 when unknown)."""
-
-    sink: ProgressSink | None = None
-    total_rows: int = 0
-
-    def tell(self, num_rows: int) -> None:
-        """Report that `num_rows` rows are written."""
-        if self.sink is not None:
-            self.sink("writing rows", num_rows, self.total_rows)
-
-
 def write_rows(
-    path: Path, schema: pa.Schema, rows: Iterator[Row], *, report: ProgressReport
+    path: Path,
+    schema: pa.Schema,
+    rows: Iterator[Row],
+    *,
+    total_rows: int = 0,
+    progress: ProgressSink | None = None,
 ) -> WrittenDataset:
     """Write `rows`, in the order of the schema's columns, to the Parquet file `path`.
 
-    Holds one row group (8 MiB of text) in memory. The file gets its name when it is complete;
-    what was there before is replaced then. Raises InputError when it cannot be written.
+    `progress` is shown `total_rows`, 0 where it is unknown. Holds one row group (8 MiB of text) in
+    memory. The file gets its name when it is complete; what was there before is replaced then.
+    Raises InputError when it cannot be written, StoreFullError when there is no room.
     """
     if path.suffix != ".parquet":
         raise InputError(f"{path}: the name of the file to write must end in .parquet")
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            num_rows = _write_file(unfinished, schema, rows, report)
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise InputError(f"{path}: cannot be written: {path.parent} is not a folder") from error
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error
-    return WrittenDataset(path, num_rows, path.stat().st_size)
-
-
-def _write_file(path: Path, schema: pa.Schema, rows: Iterator[Row], report: ProgressReport) -> int:
+    if path.parent.exists() and not path.parent.is_dir():
+        raise InputError(f"{path}: cannot be written: {path.parent} is not a folder")
     num_rows = 0
     # Texts that many rows share are stored once per row group, hence the large dictionary.
     options = {"compression": "zstd", "dictionary_pagesize_limit": ROW_GROUP_BYTES}
-    with pq.ParquetWriter(path, schema, store_schema=False, **options) as writer:
+    with (
+        atomic_file(path) as file,
+        pq.ParquetWriter(file, schema, store_schema=False, **options) as writer,
+    ):
         while group := list(_take_group(rows)):
             columns = [
                 pa.array(texts, field.type)
@@ -275,8 +216,9 @@ def _write_file(path: Path, schema: pa.Schema, rows: Iterator[Row], report: Prog
             ]
             writer.write_table(pa.table(columns, schema=schema))
             num_rows += len(group)
-            report.tell(num_rows)
-    return num_rows
+            if progress is not None:
+                progress("writing rows", num_rows, total_rows)
+    return WrittenDataset(path, num_rows, path.stat().st_size)
 
 
 def _take_group(rows: Iterator[Row]) -> Iterator[Row]:

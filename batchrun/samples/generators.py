@@ -10,29 +10,28 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 from batchrun.errors import InputError
 from batchrun.samples.dataset import (
     PROSE_BYTES_PER_TOKEN,
+    SCHEMAS,
     SHAPES,
     SHUFFLED_GROUPS,
     TOOL_BYTES_PER_TOKEN,
-    PlannedRow,
-    ProgressReport,
+    DatasetName,
     Row,
     SamplePlan,
     Scale,
     WrittenDataset,
     plan_sample,
-    schema_of,
     write_rows,
 )
-from batchrun.samples.prose import fill, person_name, place_name, sentence_pool, tool_pool
+from batchrun.samples.prose import fill, person_name, place_name, sentence_pool, tool_json
 from batchrun.types import ProgressSink
 
 NUM_SENTENCES = 8_192
@@ -45,7 +44,8 @@ class TextSource:
 
     def __init__(self, seed: int) -> None:
         self._sentences = sentence_pool(Random(f"{seed} sentences"), NUM_SENTENCES)
-        self._tools = tool_pool(Random(f"{seed} tools"), NUM_TOOLS)
+        rng = Random(f"{seed} tools")
+        self._tools = [tool_json(rng) for _ in range(NUM_TOOLS)]
 
     def sentences(self, rng: Random, num_tokens: float) -> list[str]:
         """Sentences of `num_tokens` tokens in all, to the nearest sentence; at least one."""
@@ -89,55 +89,44 @@ FACTS = (
 """A statement that is put into the document, and the question that it answers."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Question:
+class _Question(NamedTuple):
     evidence: str
     question: str
     answer: str
     task: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Document:
-    title: str
-    text: str
-    questions: list[_Question]
+SUMMARY = _Question("", "Write a short summary of the text.", "", "longdep_summarization")
 
 
 def loogle_rows(plan: SamplePlan, source: TextSource) -> Iterator[Row]:
     """Rows in the order of the plan; a document is made once per window of the plan."""
 
     @lru_cache(maxsize=SHUFFLED_GROUPS)
-    def document(group: int) -> _Document:
+    def document(group: int) -> tuple[str, str, list[_Question]]:
         return _document(plan, source, group)
 
-    for row in plan.rows():
-        found = document(row.group)
-        asked = found.questions[row.index]
-        yield (
-            f"loogle-{row.group:05}-{row.index:03}",
-            f"document-{row.group:05}",
-            found.title,
-            found.text,
-            asked.question,
-            asked.answer,
-            asked.task,
-        )
+    for group, number, _ in plan.rows():
+        title, text, questions = document(group)
+        row_id, document_id = f"loogle-{group:05}-{number:03}", f"document-{group:05}"
+        _, question, answer, task = questions[number]
+        yield row_id, document_id, title, text, question, answer, task
 
 
-def _document(plan: SamplePlan, source: TextSource, group: int) -> _Document:
+def _document(plan: SamplePlan, source: TextSource, group: int) -> tuple[str, str, list[_Question]]:
+    """(title, text, questions) of a document."""
     rng = Random(f"{plan.seed} document {group}")
     place = f"{place_name(rng)} {group + 1}"
     title = fill(rng.choice(TITLES), rng).format(place=place)
     title = title[0].upper() + title[1:]
     questions = [_question(rng, source) for _ in range(int(plan.group_rows[group]))]
     if len(questions) == 1:
-        questions = [_summary()]
+        questions = [SUMMARY]
     sentences = source.sentences(rng, float(plan.shared_tokens[group]))
     for question in questions:
         if question.evidence:
             sentences[rng.randrange(len(sentences))] = question.evidence
-    return _Document(title, f"{title}\n\n{paragraphs(sentences)}", questions)
+    return title, f"{title}\n\n{paragraphs(sentences)}", questions
 
 
 def _question(rng: Random, source: TextSource) -> _Question:
@@ -160,10 +149,6 @@ def _cloze(rng: Random, source: TextSource) -> _Question:
     return _Question(evidence, question, json.dumps(people), "shortdep_cloze")
 
 
-def _summary() -> _Question:
-    return _Question("", "Write a short summary of the text.", "", "longdep_summarization")
-
-
 QUESTIONS = (
     "why did the {adj} {noun} {verb} the {noun} {prep} the {noun}",
     "what does the {noun} do after the {noun} has {past} the {adj} {noun}",
@@ -181,12 +166,12 @@ def nextqa_rows(plan: SamplePlan, source: TextSource) -> Iterator[Row]:
         rng = Random(f"{plan.seed} video {group}")
         return video_text(f"{group:05}", float(plan.shared_tokens[group]), rng, source)
 
-    for row in plan.rows():
-        rng = Random(f"{plan.seed} question {row.group} {row.index}")
+    for group, number, _ in plan.rows():
+        rng = Random(f"{plan.seed} question {group} {number}")
         yield (
-            f"nextqa-{row.group:05}-{row.index:03}",
-            f"video-{row.group:05}",
-            video(row.group),
+            f"nextqa-{group:05}-{number:03}",
+            f"video-{group:05}",
+            video(group),
             fill(rng.choice(QUESTIONS), rng),
             *(fill(OPTION, rng) for _ in LETTERS),
             rng.choice(LETTERS),
@@ -229,34 +214,24 @@ def toolbench_rows(plan: SamplePlan, source: TextSource) -> Iterator[Row]:
         rng = Random(f"{plan.seed} tools {group}")
         return source.tool_list(rng, float(plan.shared_tokens[group]))
 
-    for row in plan.rows():
-        rng = Random(f"{plan.seed} query {row.group} {row.index}")
-        yield (
-            f"toolbench-{row.group:06}-{row.index:04}",
-            SYSTEM_PROMPT,
-            tools(row.group),
-            _query(rng, source, row),
-            "",
-        )
-
-
-def _query(rng: Random, source: TextSource, row: PlannedRow) -> str:
-    opening, request = fill(rng.choice(OPENINGS), rng), fill(rng.choice(REQUESTS), rng)
-    context = source.sentences(rng, row.tail_tokens - 35)
-    return " ".join((opening, *context, request))
+    for group, number, tail_tokens in plan.rows():
+        rng = Random(f"{plan.seed} query {group} {number}")
+        opening, request = fill(rng.choice(OPENINGS), rng), fill(rng.choice(REQUESTS), rng)
+        context = source.sentences(rng, tail_tokens - 35)
+        query = " ".join((opening, *context, request))
+        yield f"toolbench-{group:06}-{number:04}", SYSTEM_PROMPT, tools(group), query, ""
 
 
 ROW_MAKERS = {"loogle": loogle_rows, "toolbench": toolbench_rows, "nextqa": nextqa_rows}
-DEFAULT_SEED = 1
 
 
 def write_sample(
-    name: str,
+    name: DatasetName,
     path: Path,
     *,
     scale: Scale = "small",
     rows: int | None = None,
-    seed: int = DEFAULT_SEED,
+    seed: int = 1,
     progress: ProgressSink | None = None,
 ) -> WrittenDataset:
     """Write a generated sample of the data set `name` to the Parquet file `path`.
@@ -265,18 +240,15 @@ def write_sample(
     number of rows and leaves their lengths. The same arguments give the same rows. Memory does
     not grow with the size of the file. Raises InputError.
     """
-    schema = schema_of(name)
     plan = sample_plan(name, scale=scale, rows=rows, seed=seed)
     made = ROW_MAKERS[name](plan, TextSource(seed))
-    report = ProgressReport(progress, len(plan.tail_tokens))
-    return write_rows(path, schema, made, report=report)
+    return write_rows(
+        path, SCHEMAS[name], made, total_rows=len(plan.tail_tokens), progress=progress
+    )
 
 
-def sample_plan(name: str, *, scale: Scale, rows: int | None, seed: int) -> SamplePlan:
+def sample_plan(name: DatasetName, *, scale: Scale, rows: int | None, seed: int) -> SamplePlan:
     """The sizes of the rows that `write_sample` with the same arguments writes."""
-    schema_of(name)
-    if (name, scale) not in SHAPES:
-        raise InputError(f"unknown scale {scale!r}: choose small or full")
     if rows is not None and rows < 1:
         raise InputError(f"rows: {rows} is not a number of rows; give 1 or more")
     shape = SHAPES[name, scale]

@@ -18,16 +18,16 @@ import csv
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import TextIO
 
 from batchrun.errors import DataError, InputError
-from batchrun.samples.dataset import ProgressReport, Row, WrittenDataset, schema_of, write_rows
+from batchrun.samples.dataset import SCHEMAS, DatasetName, Row, WrittenDataset, write_rows
 from batchrun.samples.generators import LETTERS, SYSTEM_PROMPT, TextSource, video_text
 from batchrun.types import ProgressSink
 
@@ -39,11 +39,8 @@ Record = dict[str, object]
 
 def find_file(source: Path, folders: Sequence[str], name: str) -> Path | None:
     """`name` or `name`.gz in the first of `folders` below `source` that has it."""
-    for folder in folders:
-        for candidate in (source / folder / name, source / folder / f"{name}.gz"):
-            if candidate.is_file():
-                return candidate
-    return None
+    places = (source / folder / file for folder in folders for file in (name, f"{name}.gz"))
+    return next((place for place in places if place.is_file()), None)
 
 
 def require_file(source: Path, folders: Sequence[str], name: str) -> Path:
@@ -60,9 +57,7 @@ def require_file(source: Path, folders: Sequence[str], name: str) -> Path:
 def json_lines(path: Path) -> Iterator[tuple[int, Record]]:
     """Line number (from 1) and object of every line of a JSON Lines file."""
     with _opened(path) as file:
-        number = 0
-        while line := file.readline(MAX_LINE_CHARACTERS):
-            number += 1
+        for number, line in enumerate(iter(partial(file.readline, MAX_LINE_CHARACTERS), ""), 1):
             if line.strip():
                 yield number, as_record(_parsed(line, path, number), f"{path}:{number}")
 
@@ -152,7 +147,13 @@ def read_loogle(source: Path) -> Iterator[Row]:
             number = numbers.setdefault(document, len(numbers))
             pairs = _pairs(text_field(record, "qa_pairs", where), where)
             for index, pair in enumerate(pairs):
-                question, answer = _question(pair, task, where), _loogle_answer(pair, where)
+                question, answer = text_field(pair, "Q", where), pair.get("A")
+                if task == "shortdep_cloze":
+                    question = f"{question} {CLOZE_QUESTION}"
+                if isinstance(answer, dict):
+                    answer = json.dumps(answer, ensure_ascii=False)
+                else:
+                    answer = text_field(pair, "A", where)
                 row_id, document_id = f"{task}-{line:03}-{index:03}", f"document-{number:03}"
                 yield row_id, document_id, title, document, question, answer, task
 
@@ -160,23 +161,11 @@ def read_loogle(source: Path) -> Iterator[Row]:
 def _pairs(text: str, where: str) -> list[Record]:
     try:
         pairs = ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
-        raise DataError(f"{where}: qa_pairs is not a Python list of questions") from error
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        pairs = None
     if not isinstance(pairs, list):
         raise DataError(f"{where}: qa_pairs is not a Python list of questions")
     return [as_record(pair, f"{where}: a question in qa_pairs") for pair in pairs]
-
-
-def _question(pair: Record, task: str, where: str) -> str:
-    question = text_field(pair, "Q", where)
-    return f"{question} {CLOZE_QUESTION}" if task == "shortdep_cloze" else question
-
-
-def _loogle_answer(pair: Record, where: str) -> str:
-    answer = pair.get("A")
-    if isinstance(answer, dict):
-        return json.dumps(answer, ensure_ascii=False)
-    return text_field(pair, "A", where)
 
 
 COLUMNS = ("video", "frame_count", "question", "answer", "qid", "a0", "a1", "a2", "a3", "a4")
@@ -255,23 +244,24 @@ def read_toolbench(source: Path) -> Iterator[Row]:
             tools = record.get(tools_key)
             if not isinstance(tools, list):
                 raise DataError(f"{where}: has no list {tools_key!r}")
-            part = path.name.partition(".")[0]
-            row_id = f"{prefix}-{part}-{number}"
+            row_id = f"{prefix}-{path.name.partition('.')[0]}-{number}"
             documentation = json.dumps(tools, ensure_ascii=False)
-            yield row_id, SYSTEM_PROMPT, documentation, query, _answer(record)
+            answer = record.get("answer")
+            final = answer.get("final_answer") if isinstance(answer, dict) else None
+            answered = final if isinstance(final, str) else ""
+            yield row_id, SYSTEM_PROMPT, documentation, query, answered
 
 
 def _files(source: Path) -> Iterator[tuple[Path, str, str]]:
     """Path, prefix of ids, key of the tools; a collection of which the first part is there."""
-    has_evaluation = find_file(source, EVALUATION_FOLDERS, f"{PARTS[0]}.json") is not None
-    has_solvable = find_file(source, SOLVABLE_FOLDERS, f"{PARTS[0]}.json") is not None
-    if has_solvable or not has_evaluation:
+    evaluation = EVALUATION_FOLDERS, "evaluation", "available_tools"
+    solvable = SOLVABLE_FOLDERS, "solvable", "api_list"
+    there = [
+        each for each in (solvable, evaluation) if find_file(source, each[0], f"{PARTS[0]}.json")
+    ]
+    for folders, prefix, tools_key in there or [solvable]:
         for part in PARTS:
-            yield require_file(source, SOLVABLE_FOLDERS, f"{part}.json"), "solvable", "api_list"
-    if has_evaluation:
-        for part in PARTS:
-            path = require_file(source, EVALUATION_FOLDERS, f"{part}.json")
-            yield path, "evaluation", "available_tools"
+            yield require_file(source, folders, f"{part}.json"), prefix, tools_key
 
 
 def _records(path: Path) -> Iterator[tuple[str, Record]]:
@@ -288,23 +278,13 @@ def _records(path: Path) -> Iterator[tuple[str, Record]]:
         yield number, as_record(value, f"{path}: query {number}")
 
 
-def _answer(record: Record) -> str:
-    """The recorded final answer; empty where there is none."""
-    answer = record.get("answer")
-    final = answer.get("final_answer") if isinstance(answer, dict) else None
-    return final if isinstance(final, str) else ""
-
-
-DEFAULT_VIDEO_TOKENS = 512
-
-
 def import_dataset(
-    name: str,
+    name: DatasetName,
     source: Path,
     target: Path,
     *,
     limit: int | None = None,
-    video_tokens: int = DEFAULT_VIDEO_TOKENS,
+    video_tokens: int = 512,
     progress: ProgressSink | None = None,
 ) -> WrittenDataset:
     """Write the real data set `name`, found in the folder `source`, to the Parquet file `target`.
@@ -314,18 +294,15 @@ def import_dataset(
     video's stand-in (NExT-QA only). Raises DataError, with file and line, for a folder or record
     that is not as expected, and InputError for other bad arguments.
     """
-    schema = schema_of(name)
     if limit is not None and limit < 1:
         raise InputError(f"limit: {limit} is not a number of rows; give 1 or more")
     if video_tokens < 1:
         raise InputError(f"video_tokens: {video_tokens} is not a length; give 1 or more")
-    rows = islice(_rows(name, source, video_tokens), limit)
-    return write_rows(target, schema, rows, report=ProgressReport(progress))
-
-
-def _rows(name: str, source: Path, video_tokens: int) -> Iterator[Row]:
-    if name == "loogle":
-        return read_loogle(source)
-    if name == "toolbench":
-        return read_toolbench(source)
-    return read_nextqa(source, video_tokens=video_tokens)
+    readers: dict[DatasetName, Callable[[Path], Iterator[Row]]] = {
+        "loogle": read_loogle,
+        "toolbench": read_toolbench,
+        "nextqa": partial(read_nextqa, video_tokens=video_tokens),
+    }
+    return write_rows(
+        target, SCHEMAS[name], islice(readers[name](source), limit), progress=progress
+    )

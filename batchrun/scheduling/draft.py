@@ -37,9 +37,9 @@ class Draft:
     promised_blocks: int = 0
     closing_blocks: int = 0
     num_offline_decodes: int = 0
-    admit: list[RequestView] = field(default_factory=list)
+    admitted: list[RequestView] = field(default_factory=list)
     caps: dict[str, int] = field(default_factory=dict)
-    preempt: list[RequestView] = field(default_factory=list)
+    preempted: list[RequestView] = field(default_factory=list)
     loras: set[int] = field(default_factory=set)
     has_long_prefill: bool = False
     leader: RequestView | None = None
@@ -65,9 +65,9 @@ class Draft:
         return replace(
             self,
             load=self.load.copy(),
-            admit=self.admit.copy(),
+            admitted=self.admitted.copy(),
             caps=self.caps.copy(),
-            preempt=self.preempt.copy(),
+            preempted=self.preempted.copy(),
             loras=self.loras.copy(),
         )
 
@@ -115,9 +115,9 @@ class Draft:
         self.caps[request.request_id] = 0
         self._take_blocks(request, 0)
 
-    def let_in(self, request: RequestView, hit: PrefixHit, num_tokens: int, blocks: int) -> None:
+    def admit(self, request: RequestView, hit: PrefixHit, num_tokens: int, blocks: int) -> None:
         """Admit a waiting request with a first chunk of `num_tokens`; `blocks` are set aside."""
-        self.admit.append(request)
+        self.admitted.append(request)
         self.caps[request.request_id] = num_tokens
         self._compute(hit.num_tokens, num_tokens)
         self.free_blocks -= blocks
@@ -126,15 +126,9 @@ class Draft:
         if request.lora_id:
             self.loras.add(request.lora_id)
 
-    def lead(self, request: RequestView, hit: PrefixHit, num_tokens: int, blocks: int) -> None:
-        """As `let_in`, for a request whose long prefix others wait for."""
-        self.let_in(request, hit, num_tokens, blocks)
-        self.leader = request
-        self.leader_left_tokens = request.num_tokens - hit.num_tokens
-
-    def push_out(self, request: RequestView, freed_blocks: int) -> None:
+    def preempt(self, request: RequestView, freed_blocks: int) -> None:
         """Preempt a running offline request; it may not come back in this step."""
-        self.preempt.append(request)
+        self.preempted.append(request)
         self.free_blocks += freed_blocks
         self.offline_blocks -= freed_blocks
         self.slots_left += 1
@@ -163,14 +157,11 @@ class Draft:
             return True
         return len(self.loras) < self.view.max_loras
 
-    def predicted_s(self) -> float:
-        """How long the step is expected to take as drafted."""
-        return self.view.model.predict_s(self.load)
-
     def finish(self) -> Plan:
         """The plan."""
-        predicted_s = self.predicted_s() if self.tokens_left < self.view.token_budget else 0.0
-        return Plan(tuple(self.admit), self.caps, tuple(self.preempt), predicted_s, self.load)
+        has_work = self.tokens_left < self.view.token_budget
+        predicted_s = self.view.model.predict_s(self.load) if has_work else 0.0
+        return Plan(tuple(self.admitted), self.caps, tuple(self.preempted), predicted_s, self.load)
 
     def _compute(self, computed_tokens: int, num_tokens: int) -> None:
         self.load.add(num_tokens, computed_tokens + num_tokens)

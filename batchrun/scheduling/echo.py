@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from batchrun.scheduling.draft import MIN_CHUNK_TOKENS, Draft
 from batchrun.scheduling.fill import (
+    admit_followers,
+    admit_in_order,
+    continue_running,
     fits,
-    go_on,
     keep_alive,
-    let_followers_in,
-    let_in_order,
     need_blocks,
     soon_free_blocks,
 )
@@ -46,27 +46,17 @@ class EchoOptions:
 
 
 class EchoPolicy:
-    """Plans the steps of one engine."""
-
-    def __init__(self, options: EchoOptions, queue: OnlineQueue) -> None:
-        self._queue = queue
-        self._generator = Generator(options, queue)
-
-    def plan(self, view: EngineView) -> Plan:
-        """The step to run after those in flight."""
-        limits = self._queue.limits(view)
-        drafts = self._generator.generate(view, limits)
-        return select(drafts).finish()
-
-
-class Generator:
-    """Drafts of one engine's steps. Remembers who stands first, and since when."""
+    """Plans the steps of one engine. Remembers which row stands first, and since when."""
 
     def __init__(self, options: EchoOptions, queue: OnlineQueue) -> None:
         self._options = options
         self._queue = queue
         self._head: RequestView | None = None
         self._head_since_s = 0.0
+
+    def plan(self, view: EngineView) -> Plan:
+        """The step to run after those in flight."""
+        return select(self.generate(view, self._queue.limits(view))).finish()
 
     def generate(self, view: EngineView, limits: StepLimits) -> list[Draft]:
         """At least one draft. All share online work, running rows and rows with a cached prefix;
@@ -77,18 +67,18 @@ class Generator:
             for request in view.offline_running:
                 draft.sit_out(request)
             return [draft]
-        go_on(draft, limits.offline_s)
-        drafts = self._let_offline_in(draft, limits.offline_s) if has_room else [draft]
+        continue_running(draft, limits.offline_s)
+        drafts = self._admit_offline(draft, limits.offline_s) if has_room else [draft]
         if len(drafts) == 1 and drafts[0].tokens_left == view.token_budget:
             keep_alive(drafts[0])
         return drafts
 
-    def _let_offline_in(self, draft: Draft, limit_s: float) -> list[Draft]:
+    def _admit_offline(self, draft: Draft, limit_s: float) -> list[Draft]:
         keeps_reserve = self._options.keeps_reserve
         if not self._options.is_kv_aware:
-            let_in_order(draft, limit_s, keeps_reserve=keeps_reserve)
+            admit_in_order(draft, limit_s, keeps_reserve=keeps_reserve)
             return [draft]
-        leaders = let_followers_in(draft, limit_s, keeps_reserve=keeps_reserve)
+        leaders = admit_followers(draft, limit_s, keeps_reserve=keeps_reserve)
         if draft.has_long_prefill or not leaders:
             return [draft]
         view = draft.view
@@ -146,5 +136,6 @@ class Generator:
         if chunk < MIN_CHUNK_TOKENS:
             return None
         led = draft.copy()
-        led.lead(request, hit, chunk, need)
+        led.admit(request, hit, chunk, need)
+        led.leader, led.leader_left_tokens = request, request.num_tokens - hit.num_tokens
         return led

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from batchrun.cache.eviction import KvUse
 from batchrun.scheduling.draft import CLOSING_TOKENS, MIN_CHUNK_TOKENS, Draft
 from batchrun.scheduling.draft import LONG_PREFILL_TOKENS as LONG
 from batchrun.scheduling.view import EngineView, Group, PrefixHit, RequestView, by_kind
@@ -13,11 +12,11 @@ MAX_TRIED = 64
 """Candidates whose prefix one step looks up."""
 
 
-def go_on(draft: Draft, limit_s: float) -> None:
+def continue_running(draft: Draft, limit_s: float) -> None:
     """Offline requests that run already: decodes first, then prefills in order."""
     running = draft.view.offline_running
-    if draft.preempt:
-        gone = set(map(id, draft.preempt))
+    if draft.preempted:
+        gone = set(map(id, draft.preempted))
         running = [request for request in running if id(request) not in gone]
     decodes, prefills = by_kind(running)
     for request in decodes[_decode_most(draft, decodes, limit_s) :]:
@@ -39,7 +38,7 @@ def _decode_most(draft: Draft, requests: Sequence[RequestView], limit_s: float) 
     return num
 
 
-def let_in_order(draft: Draft, limit_s: float, *, keeps_reserve: bool) -> None:
+def admit_in_order(draft: Draft, limit_s: float, *, keeps_reserve: bool) -> None:
     """Admit candidates first come, first served: nobody overtakes."""
     for request in candidates(draft):
         hit = draft.view.look_up(request)
@@ -53,7 +52,7 @@ def let_in_order(draft: Draft, limit_s: float, *, keeps_reserve: bool) -> None:
             return
 
 
-def let_followers_in(
+def admit_followers(
     draft: Draft, limit_s: float, *, keeps_reserve: bool
 ) -> list[tuple[RequestView, PrefixHit]]:
     """Admit the candidates whose prefix is cached, or short.
@@ -109,7 +108,7 @@ def soon_free_blocks(draft: Draft) -> int:
     """
     view = draft.view
     waiting = {request.group for request in view.offline_waiting}
-    gone = set(map(id, draft.preempt))
+    gone = set(map(id, draft.preempted))
     blocks: dict[Group, int] = {}
     staying: set[Group] = set()
     closing: set[Group] = set()
@@ -131,19 +130,12 @@ def soon_free_blocks(draft: Draft) -> int:
 def fits(
     draft: Draft, need: int, hit: PrefixHit, *, keeps_reserve: bool, soon_free: int = 0
 ) -> bool:
-    """The threshold of section 4.2: room for the request beside what is wanted and reserved."""
-    view = draft.view
-    free_blocks = draft.free_blocks - draft.promised_blocks + soon_free
-    if not keeps_reserve:
-        return need <= free_blocks
-    use = KvUse(
-        view.total_blocks,
-        view.online_blocks,
-        offline_running_blocks=view.total_blocks - view.online_blocks - free_blocks,
-        wanted_blocks=max(0, view.wanted_blocks - hit.idle_blocks),
-        subtree_blocks=need,
-    )
-    return use.fits_beside(view.online_blocks + view.reserve_blocks)
+    """Whether there is room beside what is wanted and reserved: the threshold of Echo, 4.2."""
+    room = draft.free_blocks - draft.promised_blocks + soon_free
+    if keeps_reserve:
+        wanted_by_others = max(0, draft.view.wanted_blocks - hit.idle_blocks)
+        room -= wanted_by_others + draft.view.reserve_blocks
+    return need <= room
 
 
 def _admit(draft: Draft, request: RequestView, hit: PrefixHit, need: int, limit_s: float) -> bool:
@@ -152,7 +144,7 @@ def _admit(draft: Draft, request: RequestView, hit: PrefixHit, need: int, limit_
     chunk = draft.chunk(hit.num_tokens, left, limit_s)
     if chunk < min(left, MIN_CHUNK_TOKENS):
         return False
-    draft.let_in(request, hit, chunk, need)
+    draft.admit(request, hit, chunk, need)
     return True
 
 
@@ -160,7 +152,7 @@ def keep_alive(draft: Draft) -> None:
     """Something must move: a step without any work lets the first in line go, whatever else."""
     view = draft.view
     for request in view.offline_running:
-        if request.work_left_tokens and request not in draft.preempt:
+        if request.work_left_tokens and request not in draft.preempted:
             draft.prefill(request, min(request.work_left_tokens, draft.tokens_left))
             return
     if view.online_running or view.online_waiting or view.offline_running:
@@ -169,5 +161,5 @@ def keep_alive(draft: Draft) -> None:
         if view.is_ready(request):
             hit = view.look_up(request)
             left = request.num_tokens - hit.num_tokens
-            draft.let_in(request, hit, min(left, draft.tokens_left), 0)
+            draft.admit(request, hit, min(left, draft.tokens_left), 0)
             return

@@ -63,7 +63,7 @@ class ArrivalOrder:
         self, draft: Draft, waiting: Sequence[RequestView], limit_s: float, victims: Victims
     ) -> bool:
         """One after the other, until one has to wait."""
-        return all(let_call_in(draft, victims, request, limit_s) for request in waiting)
+        return all(admit_call(draft, victims, request, limit_s) for request in waiting)
 
     def _ttft_bounds_of_late(self, view: EngineView) -> Collection[float]:
         """The TTFT bounds of all online requests of the last minute: few, one for each class."""
@@ -95,7 +95,7 @@ def place_online(draft: Draft, queue: OnlineQueue, limit_s: float) -> bool:
     return queue.fill(draft, queue.order(draft.view), limit_s, victims)
 
 
-def let_call_in(draft: Draft, victims: Victims, request: RequestView, limit_s: float) -> bool:
+def admit_call(draft: Draft, victims: Victims, request: RequestView, limit_s: float) -> bool:
     """Admit an online request, preempting offline ones; False when it must wait for room.
 
     One whose adapter must wait for other online requests does not hold up those behind it.
@@ -119,7 +119,7 @@ def let_call_in(draft: Draft, victims: Victims, request: RequestView, limit_s: f
     victims.make_room(need, slots=1)
     if draft.free_blocks < need or draft.slots_left <= 0:
         return False
-    draft.let_in(request, hit, chunk, need)
+    draft.admit(request, hit, chunk, need)
     return True
 
 

@@ -1,4 +1,4 @@
-"""How long a step may take before an online promise breaks (Echo, section 5.1; design 6.2)."""
+"""How long a step may take before an online SLO breaks (Echo, arXiv 2504.03651, section 5.1)."""
 
 from __future__ import annotations
 
@@ -82,11 +82,13 @@ def step_limits(
             slack_s = min(slack_s, deadline_s(request, pace_s) - start_s)
             tpot_s = min(tpot_s, request.slo_tpot_s, pace_s)
     if math.isinf(tpot_s):
-        share = _share_without_decodes(view, was_online_lately=was_online_lately)
+        share = IDLE_SHARE if was_online_lately else UNUSED_SHARE
+        if view.online_running or view.online_waiting:
+            share = PREFILL_SHARE
         return StepLimits(math.inf, share * ttft_s)
     least_s = LATE_SHARE * tpot_s
     margin_s = min(ERROR_MARGIN * view.error_share, MAX_MARGIN_SHARE) * tpot_s
-    most_s = min(TARGET_SHARE * tpot_s, _most_beside_decodes_s(view, ttft_s))
+    most_s = min(TARGET_SHARE * tpot_s, _most_with_decodes_s(view, ttft_s))
     return StepLimits(max(slack_s, least_s), min(max(slack_s - margin_s, least_s), most_s))
 
 
@@ -97,7 +99,7 @@ def _first_at_s(request: RequestView) -> float:
     return request.arrival_at_s + min(request.slo_ttft_s, request.slo_jct_s)
 
 
-def _most_beside_decodes_s(view: EngineView, ttft_s: float) -> float:
+def _most_with_decodes_s(view: EngineView, ttft_s: float) -> float:
     """What an arrival can wait for while others decode: those of a class with a loose TPOT bound
     would allow longer steps than a call without a class, or one with a tight TTFT bound, survives.
     """
@@ -105,10 +107,3 @@ def _most_beside_decodes_s(view: EngineView, ttft_s: float) -> float:
     if ttft_s < view.online_slo_ttft_s:
         return arrival_s
     return max(arrival_s, TARGET_SHARE * view.online_slo_tpot_s)
-
-
-def _share_without_decodes(view: EngineView, *, was_online_lately: bool) -> float:
-    """The share of the TTFT bound."""
-    if view.online_running or view.online_waiting:
-        return PREFILL_SHARE
-    return IDLE_SHARE if was_online_lately else UNUSED_SHARE

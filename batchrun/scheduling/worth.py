@@ -80,9 +80,9 @@ class Victims:
             short = blocks - draft.free_blocks
             enough = [choice for choice in choices if choice.freed_blocks >= short]
             if enough:
-                self._push_out(min(enough, key=lambda choice: choice.loss_tokens))
+                self._preempt(min(enough, key=lambda choice: choice.loss_tokens))
             else:
-                self._push_out(max(choices, key=lambda choice: choice.freed_blocks))
+                self._preempt(max(choices, key=lambda choice: choice.freed_blocks))
 
     def can_free_adapter(self) -> bool:
         """Whether offline requests hold an adapter that no online request uses."""
@@ -93,12 +93,12 @@ class Victims:
         rows = self._by_adapter()
         adapter = min(rows, key=lambda lora_id: sum(row.loss_tokens for row in rows[lora_id]))
         for row in rows[adapter]:
-            self._push_out(row)
+            self._preempt(row)
         self._draft.loras.discard(adapter)
 
     def _by_adapter(self) -> dict[int, list[_Choice]]:
         draft = self._draft
-        in_use = {r.lora_id for r in (*draft.view.online_running, *draft.admit)}
+        in_use = {r.lora_id for r in (*draft.view.online_running, *draft.admitted)}
         rows: dict[int, list[_Choice]] = {}
         for row in self._left():
             lora_id = row.requests[0].lora_id
@@ -124,10 +124,10 @@ class Victims:
             if len(rows) > 1 or group in self._broken_groups:
                 yield _together(self._draft.view, rows)
 
-    def _push_out(self, victims: _Choice) -> None:
+    def _preempt(self, victims: _Choice) -> None:
         freed_blocks = victims.freed_blocks
         for request in victims.requests:
-            self._draft.push_out(request, freed_blocks)
+            self._draft.preempt(request, freed_blocks)
             freed_blocks = 0
         gone = set(map(id, victims.requests))
         self._rows = [row for row in self._left() if id(row.requests[0]) not in gone]

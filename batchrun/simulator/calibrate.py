@@ -1,20 +1,17 @@
-"""The probes of a calibration, sent to a running engine over HTTP.
-
-The engine that is measured: as the deployment starts it, but recording its steps.
-
-What online calls see of an engine that has nothing else to do.
-
-A calibration from the start of the engine to its profile.
-"""
+"""A calibration, from the start of an engine to its profile: probes, then online calls alone."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import random
 import time
 from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from msgspec import structs
 
 from batchrun.config import Deployment, SloConfig
 from batchrun.daemon.plugin import read_or_make_nonce
@@ -23,7 +20,7 @@ from batchrun.engine import process
 from batchrun.engine.client import EngineClient
 from batchrun.engine.engine import ManagedEngine
 from batchrun.errors import ConfigError, EngineError, StateError
-from batchrun.estimator.probes import PROBING_SETTINGS, Probe, ProbeCall, PromptMaker, make_round
+from batchrun.estimator.probes import PROBING_SETTINGS, ProbeCall, PromptMaker, make_round
 from batchrun.estimator.profile import (
     CalibrationProfile,
     EngineFacts,
@@ -52,68 +49,55 @@ LONGEST_S = 120.0
 """With the online calls after it, everything is done in under three minutes."""
 
 
-class Prober:
-    """Sends probes to one engine that records its steps to `steps_path`."""
+async def probe(
+    client: EngineClient, model: str, steps_path: Path, progress: ProgressSink
+) -> Recording:
+    """Send all rounds of probes, or those that LONGEST_S allows; what was recorded after the first.
 
-    def __init__(self, client: EngineClient, model: str, steps_path: Path) -> None:
-        self._client = client
-        self._model = model
-        self._steps_path = steps_path
-        self._epoch = int(time.time())
-        self._num_sent = 0
+    The engine records its steps to `steps_path`. Raises EngineError when it is too small, answers
+    with an error or records nothing.
+    """
+    facts = _read(steps_path).facts
+    probes = make_round(facts)
+    prompts = PromptMaker(facts.vocabulary)
+    epoch, numbers = int(time.time()), itertools.count(1)
+    warm_up: Recording | None = None
 
-    async def run(self, progress: ProgressSink) -> Recording:
-        """All rounds, or those that LONGEST_S allows; what was recorded after the first.
-
-        Raises EngineError when the engine is too small, answers with an error or records nothing.
-        """
-        facts = self._read().facts
-        probes = make_round(facts)
-        prompts = PromptMaker(facts.vocabulary)
-        warm_up: Recording | None = None
-        try:
-            async with asyncio.timeout(LONGEST_S):
-                for turn in range(NUM_ROUNDS):
-                    prompts.next_round()
-                    for i, probe in enumerate(probes):
-                        done, total = turn * len(probes) + i, NUM_ROUNDS * len(probes)
-                        progress(f"measuring {probe.stage}", done, total)
-                        await self._send(probe, prompts)
-                    warm_up = warm_up or self._read()
-        except TimeoutError:
-            pass
-        recording = self._read()
-        return recording if warm_up is None else recording.after(warm_up)
-
-    async def _send(self, probe: Probe, prompts: PromptMaker) -> None:
-        await asyncio.gather(*[self._call(calls, prompts) for calls in probe.callers])
-
-    async def _call(self, calls: Iterable[ProbeCall], prompts: PromptMaker) -> None:
+    async def send(calls: Iterable[ProbeCall]) -> None:
         for call in calls:
-            outcome = await self._client.execute(self._request(call, prompts.prompt(call)))
+            body = {
+                "model": model,
+                "prompt": prompts.prompt(call),
+                "max_tokens": call.output_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+            }
+            request = Request("calibrate", next(numbers), 1, epoch, "/v1/completions", body)
+            outcome = await client.execute(request)
             if outcome.kind is not OutcomeKind.OK:
                 reason = outcome.error.message if outcome.error else outcome.kind
                 raise EngineError(f"the engine did not answer a call of the calibration: {reason}")
 
-    def _request(self, call: ProbeCall, prompt: list[int]) -> Request:
-        body = {
-            "model": self._model,
-            "prompt": prompt,
-            "max_tokens": call.output_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-        }
-        self._num_sent += 1
-        return Request("calibrate", self._num_sent, 1, self._epoch, "/v1/completions", body)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LONGEST_S):
+            for turn in range(NUM_ROUNDS):
+                prompts.next_round()
+                for i, each in enumerate(probes, turn * len(probes)):
+                    progress(f"measuring {each.stage}", i, NUM_ROUNDS * len(probes))
+                    await asyncio.gather(*[send(calls) for calls in each.callers])
+                warm_up = warm_up or _read(steps_path)
+    recording = _read(steps_path)
+    return recording if warm_up is None else recording.after(warm_up)
 
-    def _read(self) -> Recording:
-        try:
-            return read_recording(self._steps_path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise EngineError(
-                "the engine recorded no steps; are there --scheduler-cls or --additional-config "
-                "among its `vllm_args`?"
-            ) from error
+
+def _read(steps_path: Path) -> Recording:
+    try:
+        return read_recording(steps_path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise EngineError(
+            "the engine recorded no steps; are there --scheduler-cls or --additional-config "
+            "among its `vllm_args`?"
+        ) from error
 
 
 ENGINE_NAME = "calibrate"
@@ -193,8 +177,7 @@ async def observe_online(
     tpots_s = [each.tpot_s for each in results if each.tpot_s is not None]
     if any(each.error is not None for each in results) or not ttfts_s or not tpots_s:
         return None
-    p50, p99 = 0.50, 0.99
-    shares = [(ttfts_s, p50), (ttfts_s, p99), (tpots_s, p50), (tpots_s, p99)]
+    shares = itertools.product((ttfts_s, tpots_s), (0.5, 0.99))
     latencies_s = [percentile(values_s, share) or 0.0 for values_s, share in shares]
     return OnlineLatency(len(results), rate_per_s, *latencies_s)
 
@@ -251,7 +234,7 @@ async def calibrate_engine(
         begin_s = time.monotonic()
         await _with_stages(engine, engine.start(), progress)
         ready_s = time.monotonic()
-        recording = await Prober(engine.client, deployment.model_name, steps_path).run(progress)
+        recording = await probe(engine.client, deployment.model_name, steps_path, progress)
         progress("fitting", 0, 0)
         profile = await asyncio.to_thread(calibrate, recording, measured_at=time.time())
         progress("measuring online calls", 0, 0)
@@ -264,7 +247,9 @@ async def calibrate_engine(
         await engine.stop()
         steps_path.unlink(missing_ok=True)
     num_steps = len(recording.observations)
-    return Measured(replace(profile, online=online), num_steps, ready_s - begin_s, done_s - ready_s)
+    return Measured(
+        structs.replace(profile, online=online), num_steps, ready_s - begin_s, done_s - ready_s
+    )
 
 
 async def _with_stages(

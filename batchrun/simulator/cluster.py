@@ -9,6 +9,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import attrgetter
 
 from batchrun.config import STOCK_POLICY
@@ -117,7 +118,7 @@ class Engines:
         self._is_idle = [False] * num
         feed.num_running = self._num_running
         for index, engine in enumerate(self.engines):
-            engine.end_listeners.append(self._end_of(index))
+            engine.end_listeners.append(partial(self._ended, index))
 
     @property
     def num_quick_steps(self) -> int:
@@ -167,13 +168,10 @@ class Engines:
         running = self.engines[index].scheduler.running
         return sum(not records[request.request_id].is_online for request in running)
 
-    def _end_of(self, index: int) -> Callable[[RequestRecord], None]:
-        def ended(record: RequestRecord) -> None:
-            self.at_end(index, record)
-            if not record.is_online:
-                self._feed.ended(record, self.engines[index].now_s)
-
-        return ended
+    def _ended(self, index: int, record: RequestRecord) -> None:
+        self.at_end(index, record)
+        if not record.is_online:
+            self._feed.ended(record, self.engines[index].now_s)
 
 
 def _engine(plan: EnginePlan, sources: Sequence[TrafficSource]) -> VirtualEngine:
@@ -192,5 +190,5 @@ def _engine(plan: EnginePlan, sources: Sequence[TrafficSource]) -> VirtualEngine
         forgets_ended=True,
     )
     if plan.believed and isinstance(engine.scheduler, ColocatedScheduler):
-        engine.scheduler.believe(plan.believed)
+        engine.scheduler.state.believe(plan.believed)
     return engine

@@ -13,13 +13,14 @@ from batchrun.daemon.dispatch import Assigner, Assignment, EngineSlot
 from batchrun.daemon.dispatcher import POLL_INTERVAL_S, URGENT_LEAD
 from batchrun.daemon.engine_link import SCHEDULER_WINDOW
 from batchrun.daemon.faults import Trials
-from batchrun.hints import RowHint, nodes_to_tell, write_hint
+from batchrun.hints import RowHint, node_hints, write_hint
 from batchrun.pool.fair_share import JobTurns
 from batchrun.pool.prefix_keys import IntArray
-from batchrun.pool.radix_tree import find_prefix_nodes
+from batchrun.pool.radix_tree import build_radix_tree
 from batchrun.pool.row_queue import RowQueue, Window
 from batchrun.routing.router import Router
 from batchrun.simulator.offline_jobs import Keys, OfflineJob, key_of, shared_tokens
+from batchrun.simulator.online import EnginePort
 from batchrun.simulator.virtual.engine import Arrival, BlockHashes, RequestRecord, hash_blocks
 from batchrun.simulator.virtual.setup import NONCE
 from batchrun.types import Usage
@@ -49,10 +50,11 @@ class ActiveRows:
     output_tokens: int = 0
     expected_tokens: int = 0
     finished_at_s: float | None = None
-    latest: _Latest | None = None
+    latest: tuple[Keys, int, BlockHashes] | None = None
+    """Keys, tokens and block hashes of the row sent last: the next one mostly begins as it does."""
 
     def __post_init__(self) -> None:
-        nodes = find_prefix_nodes(self.plan.order.shared_chunks)
+        nodes = build_radix_tree(self.plan.order.shared_chunks)
         self.queue = RowQueue(self.plan.order.rows, nodes)
         self.group_of = self.plan.group_of()
         self.costs = self.plan.expected_tokens().tolist()
@@ -98,15 +100,6 @@ class SimulatedSlot(EngineSlot):
 SentRow = Assignment[ActiveRows, SimulatedSlot]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Latest:
-    """The row that was sent last: the next one mostly begins as it does."""
-
-    keys: Keys
-    num_tokens: int
-    hashes: BlockHashes
-
-
 class RowFeed:
     """Sends the rows of all jobs to the engines when the daemon would, and counts what came back.
 
@@ -125,7 +118,7 @@ class RowFeed:
         self.jobs = [ActiveRows(job, i, key_of(seed, i)) for i, job in enumerate(by_time)]
         self.sent: dict[str, SentRow] = {}
         self.num_running: Callable[[int], int] = lambda engine: 0
-        self.ports = [OfflinePort(self, index) for index in range(num_engines)]
+        self.ports = [EnginePort(self) for _ in range(num_engines)]
         self.assigner: Assigner[ActiveRows, SimulatedSlot] = Assigner(
             [self._slot(index) for index in range(num_engines)], router
         )
@@ -196,8 +189,8 @@ class RowFeed:
             if not job.plan.num_rows:
                 job.finished_at_s = now_s
                 continue
-            due_at = None if job.plan.deadline_s == math.inf else job.plan.deadline_s
-            self.assigner.join(job, due_at=due_at)
+            deadline_at = None if job.plan.deadline_s == math.inf else job.plan.deadline_s
+            self.assigner.join(job, deadline_at=deadline_at)
 
     def _arrival(self, sent: SentRow, now_s: float) -> Arrival:
         job, row = sent.job, sent.row
@@ -207,13 +200,21 @@ class RowFeed:
         prompt = job.plan.prompt(row, job.seed)
         self.sent[request_id] = sent
         limit_tokens, num_output_tokens = job.plan.answer_tokens(row)
+        hint = RowHint(
+            epoch=EPOCH,
+            job=job.id,
+            row=row,
+            rank=rank,
+            nodes=node_hints(sent.nodes, rank),
+            output_tokens=job.output_tokens_to_expect(),
+        )
         return Arrival(
             request_id,
             False,
             now_s,
             prompt.tolist(),
             limit_tokens,
-            _hint(job, row, rank),
+            write_hint(hint, NONCE),
             self._hashes(job, row, prompt.tobytes()),
             num_output_tokens,
         )
@@ -225,52 +226,13 @@ class RowFeed:
         content = array("I", prompt)
         known: BlockHashes = []
         if job.latest is not None:
-            length = min(len(keys), len(job.latest.keys))
-            differ = np.flatnonzero(keys[:length] != job.latest.keys[:length])
+            latest_keys, num_tokens, hashes = job.latest
+            length = min(len(keys), len(latest_keys))
+            differ = np.flatnonzero(keys[:length] != latest_keys[:length])
             num_chunks = int(differ[0]) if differ.size else length
-            both = min(len(content), job.latest.num_tokens)
-            tokens = min(shared_tokens(num_chunks, float(job.plan.chunk_tokens[row])), both)
-            known = job.latest.hashes[: tokens // size]
+            shared = shared_tokens(num_chunks, float(job.plan.chunk_tokens[row]))
+            known = hashes[: min(shared, len(content), num_tokens) // size]
         rest = content[len(known) * size :]
         hashes = [*known, *hash_blocks(rest, size, known[-1] if known else b"")]
-        job.latest = _Latest(keys, len(content), hashes)
+        job.latest = keys, len(content), hashes
         return hashes
-
-
-class OfflinePort:
-    """The rows of one engine: a `TrafficSource`."""
-
-    def __init__(self, feed: RowFeed, engine: int) -> None:
-        self.waiting: list[Arrival] = []
-        self._feed = feed
-        self._engine = engine
-
-    @property
-    def next_due_s(self) -> float:
-        """The next row that may be for this engine."""
-        waiting = self.waiting
-        return waiting[0].arrival_at_s if waiting else self._feed.next_due_s
-
-    def take_due(self, now_s: float) -> list[Arrival]:
-        """The rows sent by now."""
-        self._feed.send(now_s)
-        num_due = sum(arrival.arrival_at_s <= now_s for arrival in self.waiting)
-        due = self.waiting[:num_due]
-        del self.waiting[:num_due]
-        return due
-
-    def on_finished(self, request_id: str) -> None:
-        """The cluster tells the feed, with the request's record."""
-
-
-def _hint(job: ActiveRows, row: int, rank: int) -> str:
-    """What travels with the row."""
-    hint = RowHint(
-        epoch=EPOCH,
-        job=job.id,
-        row=row,
-        rank=rank,
-        nodes=nodes_to_tell(job.queue.path_of(row), job.queue.num_to_come, rank),
-        output_tokens=job.output_tokens_to_expect(),
-    )
-    return write_hint(hint, NONCE)

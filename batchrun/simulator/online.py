@@ -9,15 +9,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from batchrun.routing.router import Call, Load, Router
 from batchrun.routing.routers import make_router
 from batchrun.simulator.offline_jobs import Keys, LogNormalTokens, key_of, mixed, prompt_of
+from batchrun.simulator.traces.trace import Floats, Ints, PrefixBlocks, Trace
 from batchrun.simulator.virtual.engine import Arrival
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 NO_KEYS: Keys = np.empty(0, np.uint64)
 PREFIX = "online-"
@@ -72,82 +69,52 @@ class OnlineTraffic:
             calls.append(OnlineCall(t_s, prompt, output, self.system_tokens))
 
 
-class SharedPrompts(Protocol):
-    """The leading blocks of the calls' prompts, by hash: equal ones are the same text."""
-
-    @property
-    def block_tokens(self) -> int:
-        """Tokens in a block."""
-        ...
-
-    def of_request(self, index: int) -> Ints:
-        """The hashes of one call, from its first block on."""
-        ...
-
-
-class CallTrace(Protocol):
-    """What a simulation reads of a trace: `arrival_s` rises from 0, lengths are 1 or more."""
-
-    @property
-    def arrival_s(self) -> Floats:
-        """Seconds from the start."""
-        ...
-
-    @property
-    def num_prompt_tokens(self) -> Ints:
-        """Per call."""
-        ...
-
-    @property
-    def num_output_tokens(self) -> Ints:
-        """Per call."""
-        ...
-
-    @property
-    def prefix(self) -> SharedPrompts | None:
-        """None where no two calls share a prompt's beginning."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Calls:
-    """A trace in memory."""
+    """Calls in memory: `arrival_s` rises from 0, lengths are 1 or more.
+
+    `prefix` is None where no two calls share a prompt's beginning.
+    """
 
     arrival_s: Floats
     num_prompt_tokens: Ints
     num_output_tokens: Ints
-    prefix: SharedPrompts | None = None
+    prefix: PrefixBlocks | None = None
 
     @classmethod
     def of(cls, calls: Sequence[OnlineCall]) -> Calls:
         """From the calls of a generator, by arrival."""
         system = np.array([call.num_system_tokens for call in calls], np.int64)
+        prefix = None
+        if block_tokens := int(np.gcd.reduce(system)):
+            blocks = [[1] * (num_tokens // block_tokens) for num_tokens in system]
+            prefix = PrefixBlocks.of(blocks, block_tokens)
         return cls(
             np.array([call.arrival_at_s for call in calls], np.float64),
             system + np.array([call.num_prompt_tokens for call in calls], np.int64),
             np.array([call.num_output_tokens for call in calls], np.int64),
-            _SystemPrompt(system) if system.any() else None,
+            prefix,
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _SystemPrompt:
-    """One text, of which each call has so many tokens before its own."""
-
-    num_tokens: Ints
-
-    @property
-    def block_tokens(self) -> int:
-        return 1
-
-    def of_request(self, index: int) -> Ints:
-        return np.ones(self.num_tokens[index], np.int64)
+CallTrace = Calls | Trace
 
 
 def first_too_long(calls: CallTrace, max_model_len: int) -> int | None:
     """The first call that an engine with such a context refuses; None when all of them fit."""
     too_long = np.flatnonzero(calls.num_prompt_tokens + calls.num_output_tokens > max_model_len)
     return int(too_long[0]) if too_long.size else None
+
+
+class Sender(Protocol):
+    """Who spreads requests over engines."""
+
+    @property
+    def next_due_s(self) -> float:
+        """When a request may be sent next; infinity while none is to come."""
+
+    def send(self, now_s: float) -> None:
+        """Hand all requests that are due to the engines' ports."""
 
 
 class OnlineRouter:
@@ -174,7 +141,7 @@ class OnlineRouter:
         has_more = self.num_arrived < len(self._arrival_s)
         return self._arrival_s[self.num_arrived] if has_more else math.inf
 
-    def route(self, now_s: float) -> None:
+    def send(self, now_s: float) -> None:
         """Give all calls made by now to engines."""
         while self.next_due_s <= now_s:
             at_s = self.next_due_s
@@ -209,29 +176,47 @@ class OnlineRouter:
         )
 
 
-class OnlinePort:
-    """The calls of one engine: a `TrafficSource`."""
+class EnginePort:
+    """The requests of one engine that have been sent: a `TrafficSource`.
 
-    def __init__(self, router: OnlineRouter, engine: int) -> None:
+    `sender` spreads requests over the `ports` of all engines.
+    """
+
+    def __init__(self, sender: Sender) -> None:
         self.waiting: list[Arrival] = []
-        self._router = router
-        self._engine = engine
-        self._looked_at_s = 0.0
+        self._sender = sender
 
     @property
     def next_due_s(self) -> float:
-        """The next call that may be for this engine."""
+        """The next request that may be for this engine."""
         waiting = self.waiting
-        return waiting[0].arrival_at_s if waiting else self._router.next_due_s
+        return waiting[0].arrival_at_s if waiting else self._sender.next_due_s
 
     def take_due(self, now_s: float) -> list[Arrival]:
-        """The calls made by now."""
-        self._looked_at_s = now_s
-        self._router.route(now_s)
+        """The requests sent by now."""
+        self._sender.send(now_s)
         num_due = sum(arrival.arrival_at_s <= now_s for arrival in self.waiting)
         due = self.waiting[:num_due]
         del self.waiting[:num_due]
         return due
+
+    def on_finished(self, request_id: str) -> None:
+        """Told of the end of every request of the engine."""
+
+
+class OnlinePort(EnginePort):
+    """The calls of one engine."""
+
+    def __init__(self, router: OnlineRouter, engine: int) -> None:
+        super().__init__(router)
+        self._router = router
+        self._engine = engine
+        self._looked_at_s = 0.0
+
+    def take_due(self, now_s: float) -> list[Arrival]:
+        """The calls made by now."""
+        self._looked_at_s = now_s
+        return super().take_due(now_s)
 
     def on_finished(self, request_id: str) -> None:
         """The gateway counts the call no more."""
@@ -250,30 +235,12 @@ def windows_of(calls: CallTrace, duration_s: float, num: int, window_s: float, s
         raise ValueError(f"{num} windows of {window_s:g} s do not fit into {duration_s:g} s")
     rng = np.random.default_rng(seed)
     starts_s = part_s * np.arange(num) + rng.uniform(0, part_s - window_s, num)
-    places, arrivals_s = [], []
-    for number, start_s in enumerate(starts_s):
-        first, after = np.searchsorted(calls.arrival_s, (start_s, start_s + window_s))
-        places.append(np.arange(first, after))
-        arrivals_s.append(calls.arrival_s[first:after] - start_s + number * window_s)
-    chosen = np.concatenate(places)
+    edges = np.searchsorted(calls.arrival_s, (starts_s, starts_s + window_s)).T
+    chosen = np.concatenate([np.arange(first, after) for first, after in edges])
+    number = np.repeat(np.arange(num), edges[:, 1] - edges[:, 0])
     return Calls(
-        np.concatenate(arrivals_s),
+        calls.arrival_s[chosen] - starts_s[number] + number * window_s,
         calls.num_prompt_tokens[chosen],
         calls.num_output_tokens[chosen],
-        None if calls.prefix is None else _Chosen(calls.prefix, chosen),
+        None if calls.prefix is None else calls.prefix.take(chosen),
     )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Chosen:
-    """The shared prompts of some calls."""
-
-    whole: SharedPrompts
-    places: Ints
-
-    @property
-    def block_tokens(self) -> int:
-        return self.whole.block_tokens
-
-    def of_request(self, index: int) -> Ints:
-        return self.whole.of_request(int(self.places[index]))

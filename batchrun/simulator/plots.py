@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +40,17 @@ def draw_all(folder: Path, slo: Slo, total_blocks: int) -> list[Path]:
     """
     requests = pl.scan_parquet(folder / "requests.parquet").filter("is_online").collect()
     seconds = pl.read_parquet(folder / "seconds.parquet")
-    figures: dict[str, Callable[[], Figure | None]] = {
-        "02-tide": lambda: _tide(seconds),
-        "07-latencies": lambda: _latencies(requests, slo),
-        "08-activity": lambda: _activity(seconds),
-        "09-hit-rate": lambda: _hit_rate(seconds),
-        "10-memory": lambda: _memory(seconds, total_blocks),
-        "11-forecast": lambda: _forecast(seconds),
-    }
     written: list[Path] = []
     with rc_context(STYLE):
-        for name, draw in figures.items():
-            figure = draw()
+        figures: dict[str, Figure | None] = {
+            "02-tide": _tide(seconds),
+            "07-latencies": _latencies(requests, slo),
+            "08-activity": activity(seconds),
+            "09-hit-rate": _hit_rate(seconds),
+            "10-memory": memory(seconds, total_blocks),
+            "11-forecast": forecast(seconds) if seconds["forecast_blocks"].count() else None,
+        }
+        for name, figure in figures.items():
             if figure is not None:
                 path = folder / f"{name}.svg"
                 figure.savefig(path, format="svg", metadata={"Date": None}, facecolor="white")
@@ -79,10 +78,9 @@ def _tide(seconds: pl.DataFrame) -> Figure | None:
     """Figure 2: online calls a second."""
     if not seconds["online_arrivals"].sum():
         return None
-    figure, axes = _over_time()
+    figure, axes = over_time("online calls a second")
     columns = binned(seconds.filter(engine=0), ["online_arrivals"])
     axes.plot(columns["at_s"], columns["online_arrivals"], color=ONLINE, linewidth=1)
-    axes.set_ylabel("online calls a second")
     axes.set_ylim(bottom=0)
     return figure
 
@@ -108,13 +106,12 @@ def _latencies(requests: pl.DataFrame, slo: Slo) -> Figure | None:
     return figure
 
 
-def _activity(seconds: pl.DataFrame) -> Figure | None:
+def activity(seconds: pl.DataFrame) -> Figure:
     """Figure 8: online and offline requests that run."""
-    figure, axes = _over_time()
+    figure, axes = over_time("running requests")
     columns = binned(seconds, ["online_active", "offline_active"])
     for name, color in (("offline", OFFLINE), ("online", ONLINE)):
         axes.plot(columns["at_s"], columns[f"{name}_active"], color=color, label=name)
-    axes.set_ylabel("running requests")
     axes.legend()
     return figure
 
@@ -123,49 +120,46 @@ def _hit_rate(seconds: pl.DataFrame) -> Figure | None:
     """Figure 9: prefix hits of the offline rows that ended."""
     if not seconds["offline_prompt_tokens"].sum():
         return None
-    figure, axes = _over_time()
+    figure, axes = over_time("prefix hit rate")
     columns = binned(seconds, ["offline_prompt_tokens", "offline_hit_tokens"])
     with np.errstate(invalid="ignore"):
         rate = columns["offline_hit_tokens"] / columns["offline_prompt_tokens"]
     known = ~np.isnan(rate)
     axes.plot(columns["at_s"][known], rate[known], color=OFFLINE, linewidth=1)
     axes.set_ylim(0, 1)
-    axes.set_ylabel("prefix hit rate")
     return figure
 
 
-def _memory(seconds: pl.DataFrame, total_blocks: int) -> Figure | None:
+def memory(seconds: pl.DataFrame, total_blocks: int) -> Figure:
     """Figure 10: KV blocks by class; what is left is empty."""
     columns = binned(seconds.drop_nulls("online_cached_blocks"), list(MEMORY))
     known = ~np.isnan(columns["online_cached_blocks"])
-    figure, axes = _over_time()
+    figure, axes = over_time("% of the KV blocks")
     shares = [100 * columns[name][known] / total_blocks for name in MEMORY]
     labels, colors = zip(*MEMORY.values(), strict=True)
     axes.stackplot(columns["at_s"][known], shares, labels=labels, colors=colors)
     axes.set_ylim(0, 100)
-    axes.set_ylabel("% of the KV blocks")
     figure.legend(loc="outside upper center", ncols=4)
     return figure
 
 
-def _forecast(seconds: pl.DataFrame) -> Figure | None:
+def forecast(seconds: pl.DataFrame) -> Figure:
     """Figure 11: what online calls hold, and what the scheduler expected of them."""
-    if seconds["forecast_blocks"].is_null().all():
-        return None
-    figure, axes = _over_time()
+    figure, axes = over_time("KV blocks of online calls")
     columns = binned(seconds, ["forecast_blocks", "online_running_blocks"])
     at_s, held = columns["at_s"], columns["online_running_blocks"]
     axes.plot(at_s, columns["forecast_blocks"], color="black", linestyle="--", label="forecast")
     axes.plot(at_s, held, color=ONLINE, label="held")
     axes.set_ylim(bottom=0)
-    axes.set_ylabel("KV blocks of online calls")
     axes.legend()
     return figure
 
 
-def _over_time() -> tuple[Figure, Axes]:
+def over_time(what: str) -> tuple[Figure, Axes]:
+    """An empty figure of `what` over virtual seconds."""
     figure = Figure(figsize=(8, 3), layout="constrained")
     axes: Axes = figure.subplots()
     axes.set_xlabel("virtual s")
+    axes.set_ylabel(what)
     axes.margins(x=0)
     return figure, axes

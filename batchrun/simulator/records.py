@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -85,13 +86,10 @@ class Table:
     """One file that grows; at most `ROWS_PER_GROUP` rows are held in memory."""
 
     def __init__(self, path: Path, columns: Mapping[str, pa.DataType]) -> None:
-        """Raises DataError when the file cannot be made."""
+        """Raises OSError when the file cannot be made."""
         self._schema = pa.schema(list(columns.items()))
         self._rows: list[tuple[object, ...]] = []
-        try:
-            self._writer = pq.ParquetWriter(path, self._schema, compression="zstd")
-        except OSError as error:
-            raise DataError(f"{path}: cannot be written: {error.strerror or error}") from error
+        self._writer = pq.ParquetWriter(path, self._schema, compression="zstd")
 
     def add(self, *row: object) -> None:
         """One row, its values in the order of the columns."""
@@ -123,12 +121,12 @@ class Tables(ExitStack):
         super().__init__()
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            self.requests, self.steps, self.seconds = (
+                self.enter_context(closing(Table(folder / f"{name}.parquet", columns)))
+                for name, columns in TABLES.items()
+            )
         except OSError as error:
-            raise DataError(f"{folder}: cannot be made: {error.strerror}") from error
-        self.requests, self.steps, self.seconds = (
-            self.enter_context(closing(Table(folder / f"{name}.parquet", columns)))
-            for name, columns in TABLES.items()
-        )
+            raise DataError(f"{folder}: cannot be written: {error.strerror or error}") from error
 
 
 CACHED_EVERY_S = 10
@@ -166,8 +164,6 @@ class OfflineTotals:
     """What became of the rows. Hits count at the first admission of a row; `longest_wait_s` is for
     that, or until now."""
 
-    num_ended: int = 0
-    served_tokens: int = 0
     prompt_tokens: int = 0
     hit_tokens: int = 0
     num_preemptions: int = 0
@@ -191,25 +187,19 @@ class Watch:
         self.online, self.offline = OnlineTotals(), OfflineTotals()
         self._engines, self._router, self._feed = engines, router, feed
         self._slo, self._judged_s, self._tables = slo, judged_s, tables
-        engines.at_end = self._ended
+        engines.at_end = partial(self._note, now_s=math.inf)
         self._samplers: list[_Sampler] = []
         if tables is not None:
-            engines.after_step = self._sample
+            engines.after_step = lambda index: self._samplers[index].sample()
             for index, engine in enumerate(engines.engines):
                 self._samplers.append(_Sampler(index, engine, router, tables))
-                engine.step_listener = _StepWriter(index, self._samplers[-1], tables)
+                engine.step_listener = self._samplers[-1].note_step
 
     def close(self) -> None:
         """The clock stands: note what has not ended."""
         for index, engine in enumerate(self._engines.engines):
             for record in engine.records.values():
                 self._note(index, record, engine.now_s)
-
-    def _ended(self, index: int, record: RequestRecord) -> None:
-        self._note(index, record, math.inf)
-
-    def _sample(self, index: int) -> None:
-        self._samplers[index].sample()
 
     def _note(self, index: int, record: RequestRecord, now_s: float) -> None:
         """`now_s` is infinity for a request that has ended."""
@@ -224,7 +214,9 @@ class Watch:
             name: str | None = None
             number = int(record.request_id.removeprefix(PREFIX))
         else:
-            self._note_offline(record)
+            if record.admitted_at_s is not None:
+                self.offline.prompt_tokens += record.num_prompt_tokens
+                self.offline.hit_tokens += record.num_hit_tokens
             sent = self._feed.sent[record.request_id]
             name, number = sent.job.plan.name, sent.row
             if self._samplers and record.finished_at_s is not None:
@@ -273,24 +265,15 @@ class Watch:
             totals.num_tpot_kept += tpot_s <= slo.tpot_s
         return late
 
-    def _note_offline(self, record: RequestRecord) -> None:
-        totals = self.offline
-        if record.admitted_at_s is not None:
-            totals.prompt_tokens += record.num_prompt_tokens
-            totals.hit_tokens += record.num_hit_tokens
-        if record.finished_at_s is not None:
-            totals.num_ended += 1
-            totals.served_tokens += record.num_prompt_tokens + len(record.output_token_ids)
-
 
 class _Sampler:
-    """One engine once a second."""
+    """One engine: each step, and once a second."""
 
     def __init__(
         self, index: int, engine: VirtualEngine, router: OnlineRouter, tables: Tables
     ) -> None:
         self._index, self._engine = index, engine
-        self._router, self._table = router, tables.seconds
+        self._router, self._seconds, self._steps = router, tables.seconds, tables.steps
         self._blocks = BlocksByClass(engine)
         self._next_s = self._look_s = 0.0
         self._num_arrived = 0
@@ -301,9 +284,14 @@ class _Sampler:
         self._sums[0] += record.num_prompt_tokens
         self._sums[1] += record.num_hit_tokens
 
-    def computed(self, num_tokens: int) -> None:
-        """A step computed so many tokens of offline rows."""
-        self._sums[2] += num_tokens
+    def note_step(
+        self, start_s: float, duration_s: float, online: list[StepItem], offline: list[StepItem]
+    ) -> None:
+        """The engine's step listener."""
+        num_online, num_offline = (sum([item[0] for item in each]) for each in (online, offline))
+        self._sums[2] += num_offline
+        row = self._index, start_s, duration_s, len(online), len(offline), num_online, num_offline
+        self._steps.add(*row)
 
     def sample(self) -> None:
         """Note the second, if one has begun since the last."""
@@ -319,7 +307,7 @@ class _Sampler:
         if engine.now_s >= self._look_s:
             self._look_s = self._next_s - 1 + CACHED_EVERY_S
             cached = self._blocks.cached()
-        self._table.add(
+        self._seconds.add(
             self._index, engine.now_s, self._arrivals(), *self._requests(),
             *self._blocks.running(), *cached, forecast,
             *self._sums,
@@ -359,10 +347,16 @@ class BlocksByClass:
 
     def running(self) -> tuple[int, int]:
         """Distinct blocks that online requests hold, and that only offline ones hold."""
-        pool = self._engine.scheduler.kv_cache_manager.block_pool
-        held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
-        num_online = self._blocks_of(self._online_running())
-        return num_online, held - num_online
+        manager = self._engine.scheduler.kv_cache_manager
+        pool = manager.block_pool
+        num_held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+        online = {
+            block.block_id
+            for record in self._online_running()
+            for group in manager.get_blocks(record.request_id).blocks
+            for block in group
+        }
+        return len(online), num_held - len(online)
 
     def cached(self) -> tuple[int, int]:
         """Free blocks with content of online requests that can be hit, and of offline ones.
@@ -377,7 +371,9 @@ class BlocksByClass:
         keys = [key for block in free if (key := block.block_hash)]
         num_online = sum([key in self._online_keys for key in keys])
         if len(self._online_keys) > 2 * pool.num_gpu_blocks:
-            self._forget_evicted(online, keys)
+            self._online_keys.intersection_update(keys)
+            for record in online:
+                self._note_online_keys(record)
         return num_online, len(keys) - num_online
 
     def _online_running(self) -> list[RequestRecord]:
@@ -390,34 +386,3 @@ class BlocksByClass:
             self._online_keys.update(
                 block_hash + GROUP_SUFFIX for block_hash in record.request.block_hashes
             )
-
-    def _forget_evicted(self, running: Sequence[RequestRecord], cached: Sequence[bytes]) -> None:
-        self._online_keys.intersection_update(cached)
-        for record in running:
-            self._note_online_keys(record)
-
-    def _blocks_of(self, records: Sequence[RequestRecord]) -> int:
-        """Distinct blocks that these requests hold."""
-        manager = self._engine.scheduler.kv_cache_manager
-        held: set[int] = set()
-        for record in records:
-            for group in manager.get_blocks(record.request_id).blocks:
-                held.update(block.block_id for block in group)
-        return len(held)
-
-
-class _StepWriter:
-    """The step listener of one engine."""
-
-    def __init__(self, index: int, sampler: _Sampler, tables: Tables) -> None:
-        self._index, self._sampler, self._table = index, sampler, tables.steps
-
-    def __call__(
-        self, start_s: float, duration_s: float, online: list[StepItem], offline: list[StepItem]
-    ) -> None:
-        num_online = sum([item[0] for item in online])
-        num_offline = sum([item[0] for item in offline])
-        self._sampler.computed(num_offline)
-        self._table.add(
-            self._index, start_s, duration_s, len(online), len(offline), num_online, num_offline
-        )

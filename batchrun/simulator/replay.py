@@ -6,12 +6,14 @@ import asyncio
 import json
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import aiohttp
+
+from batchrun.errors import EngineError
 
 _COMMON = """
 a about after all also and any are as at back be because but by can come could day do even
@@ -121,86 +123,70 @@ async def replay(arrivals: Sequence[CallArrival], target: ReplayTarget) -> list[
         read_bufsize=MAX_LINE_BYTES,
     ) as session:
         started_at_s = asyncio.get_running_loop().time()
-        calls = [
-            _Call(arrival, planned_at_s=started_at_s + arrival.at_s).run(session, target)
-            for arrival in arrivals
-        ]
+        calls = [_call(session, target, arrival, started_at_s) for arrival in arrivals]
         return list(await asyncio.gather(*calls))
 
 
-class _Call:
-    """One streaming call and what was seen of it."""
+async def _call(
+    session: aiohttp.ClientSession, target: ReplayTarget, arrival: CallArrival, started_at_s: float
+) -> OnlineResult:
+    """One call, and what was seen of it."""
+    clock, planned_at_s = asyncio.get_running_loop().time, started_at_s + arrival.at_s
+    times_s: list[float] = []
+    num_output_tokens, error = 0, None
+    await asyncio.sleep(planned_at_s - clock())
+    try:
+        async with asyncio.timeout_at(planned_at_s + target.timeout_s):
+            async for event in _events(session, target, arrival):
+                if any(_carries_token(choice) for choice in event.get("choices") or ()):
+                    times_s.append(clock() - planned_at_s)
+                if usage := event.get("usage"):
+                    num_output_tokens = usage.get("completion_tokens", 0)
+    except TimeoutError:
+        error = f"no complete answer within {target.timeout_s:g} s"
+    except EngineError as cause:
+        error = str(cause)
+    except (aiohttp.ClientError, OSError, ValueError) as cause:
+        error = f"{type(cause).__name__}: {cause}"
+    return OnlineResult(
+        arrived_at_s=arrival.at_s,
+        ttft_s=times_s[0] if times_s else None,
+        e2e_s=times_s[-1] if times_s else clock() - planned_at_s,
+        itl_s=tuple(b - a for a, b in pairwise(times_s)),
+        num_output_tokens=num_output_tokens or len(times_s),
+        error=error,
+    )
 
-    def __init__(self, arrival: CallArrival, *, planned_at_s: float) -> None:
-        self._arrival = arrival
-        self._planned_at_s = planned_at_s
-        self._token_times_s: list[float] = []
-        self._num_output_tokens = 0
-        self._is_done = False
 
-    async def run(self, session: aiohttp.ClientSession, target: ReplayTarget) -> OnlineResult:
-        loop = asyncio.get_running_loop()
-        await asyncio.sleep(self._planned_at_s - loop.time())
-        error: str | None = None
-        try:
-            async with asyncio.timeout_at(self._planned_at_s + target.timeout_s):
-                error = await self._stream(session, target)
-        except TimeoutError:
-            error = f"no complete answer within {target.timeout_s:g} s"
-        except (aiohttp.ClientError, OSError, ValueError) as cause:
-            error = f"{type(cause).__name__}: {cause}"
-        return self._result(ended_s=self._elapsed_s(), error=error)
-
-    async def _stream(self, session: aiohttp.ClientSession, target: ReplayTarget) -> str | None:
-        url = target.base_url.rstrip("/") + "/chat/completions"
-        async with session.post(url, json=self._body(target)) as reply:
-            if reply.status != 200:
-                text = (await reply.content.read(2_000)).decode(errors="replace")
-                return f"HTTP {reply.status}: {text.strip()}"
-            async for line in reply.content:
-                if line.startswith(b"data:"):
-                    error = self._event(line[5:].strip())
-                    if error is not None:
-                        return error
-        return None if self._is_done else "the stream ended early"
-
-    def _body(self, target: ReplayTarget) -> dict[str, object]:
-        return {
-            "model": target.model,
-            "messages": [{"role": "user", "content": self._arrival.prompt}],
-            "max_tokens": self._arrival.max_tokens,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **target.extra_body,
-        }
-
-    def _event(self, data: bytes) -> str | None:
-        if data == b"[DONE]":
-            self._is_done = True
-            return None
-        event: dict[str, Any] = json.loads(data)
-        if "error" in event:
-            return f"error in the stream: {event['error']}"
-        if any(_carries_token(choice) for choice in event.get("choices") or ()):
-            self._token_times_s.append(self._elapsed_s())
-        usage = event.get("usage")
-        if usage:
-            self._num_output_tokens = usage.get("completion_tokens", 0)
-        return None
-
-    def _elapsed_s(self) -> float:
-        return asyncio.get_running_loop().time() - self._planned_at_s
-
-    def _result(self, *, ended_s: float, error: str | None) -> OnlineResult:
-        times_s = self._token_times_s
-        return OnlineResult(
-            arrived_at_s=self._arrival.at_s,
-            ttft_s=times_s[0] if times_s else None,
-            e2e_s=times_s[-1] if times_s else ended_s,
-            itl_s=tuple(b - a for a, b in pairwise(times_s)),
-            num_output_tokens=self._num_output_tokens or len(times_s),
-            error=error,
-        )
+async def _events(
+    session: aiohttp.ClientSession, target: ReplayTarget, arrival: CallArrival
+) -> AsyncIterator[dict[str, Any]]:
+    """The events of the streamed answer. Raises EngineError when it is none, or not a whole one."""
+    body = {
+        "model": target.model,
+        "messages": [{"role": "user", "content": arrival.prompt}],
+        "max_tokens": arrival.max_tokens,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **target.extra_body,
+    }
+    is_done = False
+    url = target.base_url.rstrip("/") + "/chat/completions"
+    async with session.post(url, json=body) as reply:
+        if reply.status != 200:
+            text = (await reply.content.read(2_000)).decode(errors="replace")
+            raise EngineError(f"HTTP {reply.status}: {text.strip()}")
+        async for line in reply.content:
+            data = line.removeprefix(b"data:").strip()
+            if data == b"[DONE]":
+                is_done = True
+            elif line.startswith(b"data:"):
+                event: dict[str, Any] = json.loads(data)
+                if "error" in event:
+                    raise EngineError(f"error in the stream: {event['error']}")
+                yield event
+    if not is_done:
+        raise EngineError("the stream ended early")
 
 
 def _carries_token(choice: Mapping[str, Any]) -> bool:

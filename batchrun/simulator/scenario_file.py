@@ -23,8 +23,9 @@ from pydantic import (
 )
 
 from batchrun.config import STOCK_POLICY
-from batchrun.errors import ConfigError, DataError, known_name
-from batchrun.estimator.profile import CalibrationProfile, profile_from_json
+from batchrun.daemon.plugin import read_profile
+from batchrun.errors import ConfigError, known_name
+from batchrun.estimator.profile import CalibrationProfile
 from batchrun.jobs.spec import Weight
 from batchrun.pool.prefix_keys import IntArray
 from batchrun.quantities import parse_duration_s
@@ -54,7 +55,15 @@ Text = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 Seconds = Annotated[float, BeforeValidator(parse_duration_s)]
 Count = Annotated[int, Field(ge=1, strict=True)]
 Share = Annotated[float, Field(ge=0, lt=1)]
-Pair = Annotated[tuple[Count, Count], Field()]
+
+
+def _ordered(pair: tuple[int, int]) -> tuple[int, int]:
+    if pair[0] > pair[1]:
+        raise ValueError(f"the first bound is above the second ({pair[0]} > {pair[1]})")
+    return pair
+
+
+Pair = Annotated[tuple[Count, Count], AfterValidator(_ordered)]
 
 
 class _Strict(BaseModel):
@@ -186,20 +195,6 @@ def _problems(scenario: ScenarioFile) -> Iterator[tuple[str, str]]:
             yield key, "needs one of 'file' and 'shape'"
         if job.shape is not None and job.output_tokens is not None:
             yield f"{key}.output_tokens", "is for a job file; a shape has its own"
-        yield from _pairs(job, key)
-
-
-def _pairs(job: SimulatedJob, key: str) -> Iterator[tuple[str, str]]:
-    bounds = {f"{key}.output_tokens": job.output_tokens}
-    if job.shape is not None:
-        names = ("document_tokens", "questions", "question_tokens", "output_tokens")
-        bounds |= {f"{key}.shape.{name}": getattr(job.shape, name) for name in names}
-    for name, pair in bounds.items():
-        if pair is not None and pair[0] > pair[1]:
-            yield name, f"the first bound is above the second ({pair[0]} > {pair[1]})"
-
-
-MAX_PROFILE_BYTES = 1 << 20
 
 
 def plan_of(scenario: ScenarioFile, base: Path) -> SimulationPlan:
@@ -255,12 +250,13 @@ def _lengths(spec: LengthSpec) -> LogNormalTokens:
 def _job(spec: SimulatedJob, index: int, seed: int, base: Path) -> OfflineJob:
     deadline_s = math.inf if spec.deadline is None else spec.after + spec.deadline
     if spec.shape is not None:
+        given = spec.shape
         shape = JobShape(
-            spec.shape.documents,
-            spec.shape.document_tokens,
-            spec.shape.questions,
-            spec.shape.question_tokens,
-            spec.shape.output_tokens,
+            given.documents,
+            given.document_tokens,
+            given.questions,
+            given.question_tokens,
+            given.output_tokens,
         )
         terms = JobTerms(spec.weight or 1.0, spec.after, deadline_s)
         return job_of_shape(spec.name or f"job {index + 1}", shape, seed + index, terms)
@@ -285,7 +281,9 @@ def engine_of(spec: EnginesSpec, slo: SloSpec, base: Path) -> EnginePlan:
 
     Raises DataError or ConfigError, one line, when the profile cannot be used.
     """
-    profile = None if spec.steps == REFERENCE else _profile(base / Path(spec.steps).expanduser())
+    profile = (
+        None if spec.steps == REFERENCE else read_profile(base / Path(spec.steps).expanduser())
+    )
     defaults = EngineShape()
     blocks, tokens = defaults.num_blocks, defaults.block_tokens
     if profile is not None:
@@ -317,13 +315,3 @@ def calibrated(plan: EnginePlan, profile: CalibrationProfile) -> EnginePlan:
     if gap is not None and timing.steps_in_flight == 1:
         timing = replace(timing, planning_s=gap.base_s, request_s=gap.request_s)
     return replace(plan, law=ModelLaw(profile.models[0]), believed=profile.models, timing=timing)
-
-
-def _profile(path: Path) -> CalibrationProfile:
-    try:
-        with path.open(encoding="utf-8") as file:
-            text = file.read(MAX_PROFILE_BYTES)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{path}: the profile cannot be read: {reason}") from error
-    return profile_from_json(text, str(path))

@@ -230,12 +230,13 @@ def _online(totals: OnlineTotals, num_arrived: int) -> OnlineFigures:
 def _offline(watch: Watch, feed: RowFeed, num_computed: int, end_s: float) -> OfflineFigures:
     totals = watch.offline
     num_rows = sum(each.plan.num_rows for each in feed.jobs)
+    num_ended = sum(each.num_done for each in feed.jobs)
     return OfflineFigures(
         num_rows,
-        totals.num_ended,
+        num_ended,
         len(feed.sent),
-        num_rows - totals.num_ended - len(feed.sent),
-        totals.served_tokens / end_s,
+        num_rows - num_ended - len(feed.sent),
+        sum(each.served_tokens for each in feed.jobs) / end_s,
         num_computed / end_s,
         _share(totals.hit_tokens, totals.prompt_tokens),
         totals.num_preemptions,

@@ -51,17 +51,11 @@ class NewApiKey:
     limits: KeyLimits = NO_LIMITS
 
 
-@dataclass(frozen=True, slots=True)
-class ApiKeyRecord:
-    """A key as it stands in the store. Instants are UTC epoch seconds; see `NewApiKey`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiKeyRecord(NewApiKey):
+    """A key as it stands in the store. Instants are UTC epoch seconds."""
 
     seq: int
-    id: str
-    name: str
-    role: Role
-    sha256: str
-    slo_class: str | None
-    limits: KeyLimits
     created_at: float
     revoked_at: float | None
 

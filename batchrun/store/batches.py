@@ -19,6 +19,7 @@ from batchrun.store.database import Store
 from batchrun.store.files import NewFile, insert_file
 from batchrun.store.jobs import (
     BATCH_PREFIX,
+    ENDED,
     JobRecord,
     NewJob,
     insert_job,
@@ -27,9 +28,7 @@ from batchrun.store.jobs import (
     record_of,
 )
 from batchrun.store.schema import batches, jobs
-from batchrun.types import TERMINAL_JOB_STATES, JobState
-
-ENDED = [str(state) for state in TERMINAL_JOB_STATES]
+from batchrun.types import JobState
 
 
 def new_batch_id() -> str:
@@ -153,7 +152,13 @@ def start(
         connection.execute(update(batches).where(batches.c.job_seq == job.seq).values(**known))
         batch = _read(connection, batch_id)
         if max_enqueued_tokens is not None:
-            _check_tokens(_open_ones(connection, batch.owner), max_enqueued_tokens, valid.model)
+            enqueued_tokens = sum(_open_ones(connection, batch.owner))
+            if enqueued_tokens > max_enqueued_tokens:
+                raise QuotaError(
+                    f"Enqueued token limit reached for {valid.model} in organization batchrun. "
+                    f"Limit: {max_enqueued_tokens} enqueued tokens. Please try again once some "
+                    "in_progress batches have been completed."
+                )
         return batch
 
 
@@ -202,8 +207,7 @@ def find(store: Store, batch_id: str, *, scope: str | None = None) -> BatchRecor
     if "\0" in batch_id:
         return None
     with store.read() as connection:
-        query = _within(scope).where(jobs.c.id == batch_id)
-        row = connection.execute(query).first()
+        row = connection.execute(_within(scope).where(jobs.c.id == batch_id)).first()
     return None if row is None else _record(row)
 
 
@@ -226,14 +230,6 @@ def _open_ones(connection: Connection, owner: str | None) -> Sequence[int]:
         .where(batches.c.owner == owner, jobs.c.state.not_in(ENDED))
     )
     return connection.execute(query).scalars().all()
-
-
-def _check_tokens(enqueued_tokens: Sequence[int], limit: int, model: str) -> None:
-    if sum(enqueued_tokens) > limit:
-        raise QuotaError(
-            f"Enqueued token limit reached for {model} in organization batchrun. Limit: {limit} "
-            "enqueued tokens. Please try again once some in_progress batches have been completed."
-        )
 
 
 def _within(scope: str | None) -> Select[Any]:

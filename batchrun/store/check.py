@@ -25,6 +25,7 @@ from batchrun.store.jobs import (
 )
 from batchrun.store.schema import (
     HEAD,
+    SAME_ROW,
     api_keys,
     attempts,
     batches,
@@ -39,22 +40,48 @@ from batchrun.store.schema import (
 from batchrun.store.sqlite import integrity_problems, last_given_key
 from batchrun.types import TERMINAL_JOB_STATES, JobState, ProgressSink, RowError
 
+ROWS_PER_READ = 5_000
+MAX_BODY_BYTES = 1 << 30
+ENDS_AS = {
+    JobState.FINALIZING: {JobState.COMPLETED, JobState.EXPIRED},
+    JobState.CANCELLING: {JobState.CANCELLED},
+    JobState.COMPLETED: {JobState.COMPLETED},
+    JobState.CANCELLED: {JobState.CANCELLED},
+    JobState.EXPIRED: {JobState.EXPIRED},
+}
+"""What `ends_as` holds in each state; null in every other."""
+STARTED = {JobState.RUNNING, JobState.COMPLETED}
 WITHOUT_FILES = {str(state) for state in JobState} - {
     str(state) for state in TERMINAL_JOB_STATES - {JobState.FAILED}
 }
 
 
-def check_batches(connection: Connection) -> Iterator[tuple[str | None, str]]:
-    """(job id, what is wrong) for every fault; the id is None where there is no such job."""
-    has_batch = batches.c.job_seq == jobs.c.seq
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """Something that must not be; `job_id` and `row` say where, so far as it has a place.
+
+    After one that `hides_more` nothing else was looked at.
+    """
+
+    what: str
+    job_id: str | None = None
+    row: int | None = None
+    hides_more: bool = False
+
+    def __str__(self) -> str:
+        place = [] if self.job_id is None else [self.job_id]
+        place += [] if self.row is None else [f"row {self.row}"]
+        return f"{', '.join(place)}: {self.what}" if place else self.what
+
+
+def _check_batches(connection: Connection) -> Iterator[Violation]:
     alone = select(batches.c.job_seq).where(batches.c.job_seq.not_in(select(jobs.c.seq)))
     for seq in connection.execute(alone).scalars():
-        yield None, f"batches: one of job number {seq}, which does not exist"
-    query = select(jobs.c.id, jobs.c.state, jobs.c.started_at, batches).outerjoin(
-        batches, has_batch
-    )
-    for row in connection.execute(query.order_by(jobs.c.seq)).all():
-        yield from ((row.id, what) for what in _batch_faults(row))
+        yield Violation(f"batches: one of job number {seq}, which does not exist")
+    query = select(jobs.c.id, jobs.c.state, jobs.c.started_at, batches)
+    query = query.outerjoin(batches, batches.c.job_seq == jobs.c.seq).order_by(jobs.c.seq)
+    for row in connection.execute(query).all():
+        yield from (Violation(what, row.id) for what in _batch_faults(row))
 
 
 def _batch_faults(row: Row[Any]) -> Iterator[str]:
@@ -76,40 +103,20 @@ def _batch_faults(row: Row[Any]) -> Iterator[str]:
             yield f"its {name} cannot be read"
 
 
-ROWS_PER_READ = 5_000
-MAX_BODY_BYTES = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class RowFinding:
-    """What is wrong with a row."""
-
-    row: int
-    what: str
-
-
-def check_rows(
-    connection: Connection,
-    job: Row[Any],
-    *,
-    is_complete: bool,
-    progress: ProgressSink | None = None,
-) -> Iterator[RowFinding]:
-    """What is wrong with the rows of a job (a row of `jobs`); `is_complete`: each needs a result.
-
-    Decompresses every reply.
-    """
+def _check_rows(
+    connection: Connection, job: Row[Any], progress: ProgressSink | None
+) -> Iterator[tuple[int, str]]:
+    """(row, what is wrong with it) for the rows of a job. Decompresses every reply."""
     decompressor = zstandard.ZstdDecompressor()
+    num_needed = job.num_rows if job.state == JobState.COMPLETED else 0
     expected = 0
     for entry in _entries(connection, job.seq):
-        if is_complete:
-            yield from _missing(expected, min(entry.row, job.num_rows))
+        yield from _missing(expected, min(entry.row, num_needed))
         expected = max(expected, entry.row + 1)
-        yield from (RowFinding(entry.row, what) for what in _faults(entry, job, decompressor))
+        yield from ((entry.row, what) for what in _faults(entry, job, decompressor))
         if progress is not None and entry.row % ROWS_PER_READ == 0:
             progress(f"checking {job.id}", entry.row, job.num_rows)
-    if is_complete:
-        yield from _missing(expected, job.num_rows)
+    yield from _missing(expected, num_needed)
     yield from _bodies_alone(connection, job.seq)
     yield from _odd_counters(connection, job, attempts, "num_attempts")
     yield from _odd_counters(connection, job, suspects, "num_engine_deaths")
@@ -117,8 +124,7 @@ def check_rows(
 
 def _entries(connection: Connection, job_seq: int) -> Iterator[Row[Any]]:
     """Every result with its reply, in row order, read in bounded pieces."""
-    same_row = (results.c.job_seq == bodies.c.job_seq) & (results.c.row == bodies.c.row)
-    query = select(results, bodies.c.content).outerjoin(bodies, same_row)
+    query = select(results, bodies.c.content).outerjoin(bodies, SAME_ROW)
     query = query.where(results.c.job_seq == job_seq).order_by(results.c.row).limit(ROWS_PER_READ)
     page = connection.execute(query).all()
     while page:
@@ -126,9 +132,9 @@ def _entries(connection: Connection, job_seq: int) -> Iterator[Row[Any]]:
         page = connection.execute(query.where(results.c.row > page[-1].row)).all()
 
 
-def _missing(start: int, end: int) -> Iterator[RowFinding]:
-    for row in range(max(start, 0), end):
-        yield RowFinding(row, "has no result, and the job is completed")
+def _missing(start: int, end: int) -> Iterator[tuple[int, str]]:
+    for row in range(start, end):
+        yield row, "has no result, and the job is completed"
 
 
 def _faults(
@@ -153,52 +159,22 @@ def _faults(
         yield f"its reply cannot be read: {error}"
 
 
-def _bodies_alone(connection: Connection, job_seq: int) -> Iterator[RowFinding]:
-    same_row = (results.c.job_seq == bodies.c.job_seq) & (results.c.row == bodies.c.row)
-    query = select(bodies.c.row).outerjoin(results, same_row).order_by(bodies.c.row)
+def _bodies_alone(connection: Connection, job_seq: int) -> Iterator[tuple[int, str]]:
+    query = select(bodies.c.row).outerjoin(results, SAME_ROW).order_by(bodies.c.row)
     query = query.where(bodies.c.job_seq == job_seq, results.c.row.is_(None))
     for row in connection.execute(query).scalars():
-        yield RowFinding(row, "has a reply without a result")
+        yield row, "has a reply without a result"
 
 
 def _odd_counters(
     connection: Connection, job: Row[Any], table: Table, name: str
-) -> Iterator[RowFinding]:
+) -> Iterator[tuple[int, str]]:
     query = select(table.c.row, table.c[name]).where(table.c.job_seq == job.seq)
     for row, number in connection.execute(query):
         if number < 1:
-            yield RowFinding(row, f"{name} is {number}")
+            yield row, f"{name} is {number}"
         if not 0 <= row < job.num_rows:
-            yield RowFinding(row, f"has {name}, and the job has {job.num_rows} rows")
-
-
-ENDS_AS = {
-    JobState.FINALIZING: {JobState.COMPLETED, JobState.EXPIRED},
-    JobState.CANCELLING: {JobState.CANCELLED},
-    JobState.COMPLETED: {JobState.COMPLETED},
-    JobState.CANCELLED: {JobState.CANCELLED},
-    JobState.EXPIRED: {JobState.EXPIRED},
-}
-"""What `ends_as` holds in each state; null in every other."""
-STARTED = {JobState.RUNNING, JobState.COMPLETED}
-
-
-@dataclass(frozen=True, slots=True)
-class Violation:
-    """Something that must not be; `job_id` and `row` say where, so far as it has a place.
-
-    After one that `hides_more` nothing else was looked at.
-    """
-
-    what: str
-    job_id: str | None = None
-    row: int | None = None
-    hides_more: bool = False
-
-    def __str__(self) -> str:
-        place = [] if self.job_id is None else [self.job_id]
-        place += [] if self.row is None else [f"row {self.row}"]
-        return f"{', '.join(place)}: {self.what}" if place else self.what
+            yield row, f"has {name}, and the job has {job.num_rows} rows"
 
 
 def check_store(store: Store, *, progress: ProgressSink | None = None) -> Iterator[Violation]:
@@ -222,7 +198,7 @@ def check_store(store: Store, *, progress: ProgressSink | None = None) -> Iterat
             return
         yield from _check_keys(connection, is_sqlite=store.is_sqlite)
         yield from _check_owners(connection)
-        yield from (Violation(what, job_id) for job_id, what in check_batches(connection))
+        yield from _check_batches(connection)
         for job in connection.execute(select(jobs).order_by(jobs.c.seq)).all():
             yield from (Violation(what, job.id) for what in _check_job(job))
             if job.results_removed_at is None:
@@ -291,9 +267,8 @@ def _check_job(job: Row[Any]) -> Iterator[str]:
 def _check_results(
     connection: Connection, job: Row[Any], progress: ProgressSink | None
 ) -> Iterator[Violation]:
-    is_complete = job.state == JobState.COMPLETED
-    for finding in check_rows(connection, job, is_complete=is_complete, progress=progress):
-        yield Violation(finding.what, job.id, finding.row)
+    for row, what in _check_rows(connection, job, progress):
+        yield Violation(what, job.id, row)
     kept, counted = counts_of(job), count_results(connection, job.seq)
     if kept is not None and kept != counted:
         yield Violation(f"it kept {_listed(kept)}, and its results make {_listed(counted)}", job.id)

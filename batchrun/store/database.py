@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 
-from sqlalchemy import URL, Connection, Engine, Table, exc, make_url
+from sqlalchemy import URL, Connection, Engine, Table, exc, insert, make_url, update
 from sqlalchemy.dialects import postgresql as postgresql_dialect
 from sqlalchemy.dialects import sqlite as sqlite_dialect
 
@@ -97,12 +97,12 @@ def open_store(location: str | Path) -> Store:
     """
     url = _url_of(location)
     if not _is_sqlite(url):
-        return _checked(Store(postgresql.writing_engine(url), url))
+        return _checked(Store(postgresql.writing_engine(url), url), migrate)
     path = Path(url.database or "")
     sqlite.refuse_network_file_system(path.parent)
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = StoreLock(path.with_suffix(".lock"), wait_s=MIGRATION_WAIT_S)
-    return _checked(Store(sqlite.writing_engine(url), url), lock)
+    return _checked(Store(sqlite.writing_engine(url), url), partial(migrate, lock=lock))
 
 
 def open_to_read(location: str | Path) -> Store:
@@ -117,14 +117,7 @@ def open_to_read(location: str | Path) -> Store:
     if is_file and not path.is_file():
         raise StoreError(f"{path}: no such store")
     engine = sqlite.reading_engine(path) if is_file else postgresql.reading_engine(url)
-    store = Store(engine, url)
-    try:
-        with store.translated():
-            find_revision(store.engine, store.name)
-    except StoreError:
-        store.close()
-        raise
-    return store
+    return _checked(Store(engine, url), find_revision)
 
 
 def name_of(location: str | Path) -> str:
@@ -132,11 +125,11 @@ def name_of(location: str | Path) -> str:
     return _name_of(_url_of(location))
 
 
-def _checked(store: Store, lock: StoreLock | None = None) -> Store:
-    """The store, brought to this schema; closed when it cannot be."""
+def _checked(store: Store, check: Callable[[Engine, str], object]) -> Store:
+    """The store, closed when `check` of its engine and name raises."""
     try:
         with store.translated():
-            migrate(store.engine, store.name, lock=lock)
+            check(store.engine, store.name)
     except StoreError:
         store.close()
         raise
@@ -174,6 +167,21 @@ def insert_new(connection: Connection, table: Table, rows: Sequence[Sequence[obj
             num_new += _insert(connection, table, rows[start : start + size])
             start += size
     return num_new
+
+
+def upsert(
+    connection: Connection,
+    table: Table,
+    key: Mapping[str, object],
+    values: Mapping[str, object],
+    *,
+    changes: Mapping[str, object] | None = None,
+) -> None:
+    """Set `values` (`changes`, where there are any) in the row with this key; add it if need be."""
+    same_key = [table.c[name] == value for name, value in key.items()]
+    changed = connection.execute(update(table).where(*same_key).values(**(changes or values)))
+    if changed.rowcount == 0:
+        connection.execute(insert(table).values(**key, **values))
 
 
 def _insert(connection: Connection, table: Table, rows: Sequence[Sequence[object]]) -> int:

@@ -12,12 +12,6 @@
 
 A job finalizes `ends_as` completed, or expired when its deadline passes (also while it is
 validating or paused). A terminal job never changes.
-
-How many rows of a job have ended, and the tokens they took.
-
-A job as callers know it, and as it comes out of the store.
-
-One row of `jobs` within a transaction: added, read, moved to another state.
 """
 
 from __future__ import annotations
@@ -31,7 +25,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, func, insert, select, update
 
 from batchrun.errors import StateError, UnknownJobError
-from batchrun.store.database import Store
+from batchrun.store.database import Store, upsert
 from batchrun.store.schema import epochs, jobs, results, settings
 from batchrun.types import TERMINAL_JOB_STATES, JobState
 
@@ -58,18 +52,10 @@ COUNT_NAMES = tuple(Counts.__dataclass_fields__)
 
 def count_results(connection: Connection, job_seq: int) -> Counts:
     """What the results of a job add up to now."""
-    columns = (
-        results.c.num_prompt_tokens,
-        results.c.num_output_tokens,
-        results.c.num_cached_tokens,
-    )
-    query = select(
-        func.count(),
-        func.coalesce(func.sum(results.c.ok), 0),
-        *(func.coalesce(func.sum(column), 0) for column in columns),
-    ).where(results.c.job_seq == job_seq)
-    total, completed, prompt, output, cached = connection.execute(query).one()
-    return Counts(completed, total - completed, prompt, output, cached)
+    completed = func.coalesce(func.sum(results.c.ok), 0)
+    tokens = (func.coalesce(func.sum(results.c[name]), 0) for name in COUNT_NAMES[2:])
+    query = select(completed, func.count() - completed, *tokens)
+    return Counts(*connection.execute(query.where(results.c.job_seq == job_seq)).one())
 
 
 def kept_counts(connection: Connection, job_seq: int) -> Counts | None:
@@ -85,6 +71,7 @@ def counts_of(job: Row[Any]) -> Counts | None:
     return Counts(**kept) if len(kept) == len(COUNT_NAMES) else None
 
 
+ENDED = [str(state) for state in TERMINAL_JOB_STATES]
 ID_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 ID_LENGTH = 10
 BATCH_PREFIX = "batch_"
@@ -159,19 +146,10 @@ def record_of(row: Row[Any]) -> JobRecord:
 
 def insert_job(connection: Connection, job: NewJob, *, now_s: float) -> JobRecord:
     """Add a job in state validating."""
-    connection.execute(
-        insert(jobs).values(
-            id=job.id,
-            name=job.name,
-            state=JobState.VALIDATING,
-            spec=job.spec,
-            pin=job.pin,
-            content_hash=job.content_hash,
-            num_rows=job.num_rows,
-            created_at=now_s,
-            expires_at=None if job.deadline_s is None else now_s + job.deadline_s,
-        )
-    )
+    values = asdict(job)
+    deadline_s = values.pop("deadline_s")
+    values["expires_at"] = None if deadline_s is None else now_s + deadline_s
+    connection.execute(insert(jobs).values(**values, state=JobState.VALIDATING, created_at=now_s))
     return read_job(connection, job.id)
 
 
@@ -191,10 +169,7 @@ def move_job(
     changed = connection.execute(
         update(jobs)
         .where(jobs.c.id == job_id, jobs.c.state.in_([str(state) for state in allowed]))
-        .values(
-            state=str(to),
-            **{name: _plain(value) for name, value in values.items()},
-        )
+        .values(state=str(to), **{name: _plain(value) for name, value in values.items()})
     )
     record = read_job(connection, job_id)
     if changed.rowcount != 1:
@@ -236,9 +211,8 @@ def start(store: Store, job_id: str, *, now_s: float) -> JobRecord:
 
 def fail(store: Store, job_id: str, reason: str, *, now_s: float) -> JobRecord:
     """validating -> failed: the input cannot be used; nothing ran."""
-    return _move(
-        store, job_id, (JobState.VALIDATING,), JobState.FAILED, reason=reason, finished_at=now_s
-    )
+    allowed = (JobState.VALIDATING,)
+    return _move(store, job_id, allowed, JobState.FAILED, reason=reason, finished_at=now_s)
 
 
 def pause(store: Store, job_id: str, reason: str) -> JobRecord:
@@ -322,7 +296,7 @@ def find_unfinished(store: Store, content_hash: str) -> JobRecord | None:
     query = (
         select(jobs)
         .where(jobs.c.content_hash == content_hash)
-        .where(jobs.c.state.not_in([str(state) for state in TERMINAL_JOB_STATES]))
+        .where(jobs.c.state.not_in(ENDED))
         .order_by(jobs.c.seq.desc())
         .limit(1)
     )
@@ -350,11 +324,7 @@ def read_setting(store: Store, key: str, default: object) -> object:
 def write_setting(store: Store, key: str, value: object) -> None:
     """Set a durable setting to a JSON value."""
     with store.write() as connection:
-        changed = connection.execute(
-            update(settings).where(settings.c.key == key).values(value=json.dumps(value))
-        )
-        if changed.rowcount == 0:
-            connection.execute(insert(settings).values(key=key, value=json.dumps(value)))
+        upsert(connection, settings, {"key": key}, {"value": json.dumps(value)})
 
 
 def _move(

@@ -1,9 +1,9 @@
-"""Which store a home has, an SQLite file or a database, and the lock against two daemons."""
+"""Which store a home has, a SQLite file or a database, and the lock that keeps two daemons off."""
 
 from __future__ import annotations
 
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 from sqlalchemy import Connection
@@ -132,8 +132,5 @@ def _refuse_other(home: Home, url: str | None) -> None:
 
 
 def _has_jobs(home: Home) -> bool:
-    store = open_to_read(home.store)
-    try:
+    with closing(open_to_read(home.store)) as store:
         return find_revision(store.engine, store.name) is not None and bool(list_jobs(store))
-    finally:
-        store.close()

@@ -78,7 +78,7 @@ def as_store_error(error: BaseException | None, url: URL) -> StoreError:
     return StoreError(f"{name}: {text}")
 
 
-def refuse_beside_daemon(connection: Connection, name: str) -> None:
+def refuse_while_daemon_runs(connection: Connection, name: str) -> None:
     """Keep every daemon off until the transaction ends; StoreLockedError when one is there."""
     taken = connection.exec_driver_sql(f"SELECT pg_try_advisory_xact_lock({DAEMON_LOCK})")
     if not taken.scalar():

@@ -6,22 +6,22 @@ What is not here is pending, so resuming is a set difference and a crash leaves 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import zstandard
-from sqlalchemy import Connection, Row, Table, insert, select, update
+from sqlalchemy import Connection, Row, select
 
 from batchrun.errors import StateError
 from batchrun.failpoints import failpoint
-from batchrun.store.database import Store, insert_new
-from batchrun.store.jobs import Counts, count_results, kept_counts
-from batchrun.store.schema import attempts, bodies, jobs, results, suspects
-from batchrun.types import TERMINAL_JOB_STATES, Outcome, OutcomeKind, RowError, Usage
+from batchrun.store.database import Store, insert_new, upsert
+from batchrun.store.jobs import ENDED, Counts, count_results, kept_counts
+from batchrun.store.schema import SAME_ROW, attempts, bodies, jobs, results, suspects
+from batchrun.types import Outcome, OutcomeKind, RowError, Usage
 
 COMPRESSION_LEVEL = 3
 ROWS_PER_READ = 2_000
@@ -32,14 +32,14 @@ MAX_REASON_CHARS = 32
 
 @dataclass(frozen=True, slots=True)
 class StoredResult:
-    """One row's end, as committed. `body` is the engine's reply, or None with `error` set."""
+    """One row's end, as committed. `body` is the engine's JSON reply, or None with `error` set."""
 
     row: int
-    attempts: int
-    body: bytes | None
-    error: RowError | None
-    finish_reason: str | None
-    usage: Usage
+    body: bytes | None = None
+    error: RowError | None = None
+    finish_reason: str | None = None
+    usage: Usage = field(default_factory=Usage)
+    attempts: int = 1
 
 
 def commit(store: Store, outcomes: Sequence[tuple[int, Outcome]], *, now_s: float) -> int:
@@ -93,27 +93,27 @@ def read(
     while left is None or left > 0:
         size = ROWS_PER_READ if left is None else min(ROWS_PER_READ, left)
         page = _page(store, job_seq, after, size, failed_only=failed_only)
-        for row, num_attempts, reason, prompt, output, cached, ok, content in page:
-            plain = decompressor.decompress(content, max_output_size=MAX_BODY_BYTES)
+        for entry in page:
+            plain = decompressor.decompress(entry.content, max_output_size=MAX_BODY_BYTES)
             yield StoredResult(
-                row=row,
-                attempts=num_attempts,
-                body=plain if ok else None,
-                error=None if ok else RowError(**json.loads(plain)),
-                finish_reason=reason,
-                usage=Usage(prompt, output, cached),
+                entry.row,
+                plain if entry.ok else None,
+                None if entry.ok else RowError(**json.loads(plain)),
+                entry.finish_reason,
+                Usage(entry.num_prompt_tokens, entry.num_output_tokens, entry.num_cached_tokens),
+                entry.attempts,
             )
         if len(page) < size:
             return
-        after = page[-1][0]
+        after = page[-1].row
         left = None if left is None else left - len(page)
 
 
 def record_attempt(store: Store, job_seq: int, row: int, num_attempts: int) -> None:
     """Remember durably how often a row was tried, so that a restart does not start over."""
-    values = {"job_seq": job_seq, "row": row, "num_attempts": num_attempts}
+    key = {"job_seq": job_seq, "row": row}
     with store.write() as connection:
-        _upsert(connection, attempts, values, {"num_attempts": num_attempts})
+        upsert(connection, attempts, key, {"num_attempts": num_attempts})
 
 
 def attempts_so_far(store: Store, job_seq: int) -> dict[int, int]:
@@ -129,9 +129,9 @@ def record_engine_death(store: Store, job_seq: int, rows: Sequence[int]) -> None
         return
     with store.write() as connection:
         for row in rows:
-            values = {"job_seq": job_seq, "row": row, "num_engine_deaths": 1}
+            key, first = {"job_seq": job_seq, "row": row}, {"num_engine_deaths": 1}
             more = {"num_engine_deaths": suspects.c.num_engine_deaths + 1}
-            _upsert(connection, suspects, values, more)
+            upsert(connection, suspects, key, first, changes=more)
 
 
 def engine_deaths(store: Store, job_seq: int) -> dict[int, int]:
@@ -171,8 +171,7 @@ def _content(outcome: Outcome) -> bytes:
 
 
 def _terminal_seqs(connection: Connection, seqs: set[int]) -> set[int]:
-    terminal = [str(state) for state in TERMINAL_JOB_STATES]
-    query = select(jobs.c.seq).where(jobs.c.seq.in_(seqs), jobs.c.state.in_(terminal))
+    query = select(jobs.c.seq).where(jobs.c.seq.in_(seqs), jobs.c.state.in_(ENDED))
     return set(connection.execute(query).scalars())
 
 
@@ -186,41 +185,11 @@ def refuse_removed(store: Store, job_seq: int) -> None:
         raise StateError(f"{found.id}: its results were removed on {day} by `batchrun gc`")
 
 
-def _upsert(
-    connection: Connection,
-    table: Table,
-    values: Mapping[str, object],
-    changes: Mapping[str, object],
-) -> None:
-    changed = connection.execute(
-        update(table)
-        .where(table.c.job_seq == values["job_seq"], table.c.row == values["row"])
-        .values(**changes)
-    )
-    if changed.rowcount == 0:
-        connection.execute(insert(table).values(**values))
-
-
 def _page(
-    store: Store,
-    job_seq: int,
-    after: int,
-    size: int,
-    *,
-    failed_only: bool,
-) -> Sequence[Row[Any, Any, Any, Any, Any, Any, Any, Any]]:
-    columns = (
-        results.c.row,
-        results.c.attempts,
-        results.c.finish_reason,
-        results.c.num_prompt_tokens,
-        results.c.num_output_tokens,
-        results.c.num_cached_tokens,
-        results.c.ok,
-        bodies.c.content,
-    )
-    same_row = (results.c.job_seq == bodies.c.job_seq) & (results.c.row == bodies.c.row)
-    query = select(*columns).join(bodies, same_row).where(results.c.job_seq == job_seq)
+    store: Store, job_seq: int, after: int, size: int, *, failed_only: bool
+) -> Sequence[Row[Any]]:
+    query = select(results, bodies.c.content).join(bodies, SAME_ROW)
+    query = query.where(results.c.job_seq == job_seq)
     query = query.where(results.c.row > after).order_by(results.c.row).limit(size)
     if failed_only:
         query = query.where(results.c.ok == 0)

@@ -12,23 +12,23 @@ from pathlib import Path
 from sqlalchemy import delete, exists, func, or_, select, update
 
 from batchrun.errors import StateError, StoreError, StoreFullError
-from batchrun.store import sqlite
 from batchrun.store.database import Store
-from batchrun.store.jobs import JobRecord, record_of
+from batchrun.store.jobs import ENDED, JobRecord, record_of
 from batchrun.store.schema import attempts, bodies, jobs, results, suspects
-from batchrun.types import TERMINAL_JOB_STATES
+from batchrun.store.sqlite import open_cursor, read_pragma, run_to_end
 
 ROWS_AT_ONCE = 5_000
 """Rows of one transaction: a daemon's own results wait for no more than that."""
+PAGES_AT_ONCE = 2_000
+"""Pages of one step of giving disk back: others may write in between."""
 ROW_TABLES = (bodies, results, attempts, suspects)
-_TERMINAL = [str(state) for state in TERMINAL_JOB_STATES]
 
 
 def find_removable(store: Store, *, ended_before_s: float) -> list[JobRecord]:
     """Jobs that ended before this instant and still have their results, and jobs whose removal was
     broken off; oldest first."""
     is_old = (
-        jobs.c.state.in_(_TERMINAL)
+        jobs.c.state.in_(ENDED)
         & (jobs.c.finished_at < ended_before_s)
         & jobs.c.results_removed_at.is_(None)
     )
@@ -63,7 +63,7 @@ def remove_results(store: Store, record: JobRecord, *, now_s: float) -> Iterator
 def _mark(store: Store, record: JobRecord, now_s: float) -> None:
     with store.write() as connection:
         state = connection.execute(select(jobs.c.state).where(jobs.c.seq == record.seq)).scalar()
-        if state not in _TERMINAL:
+        if state not in ENDED:
             raise StateError(f"{record.id} is {state}; only the results of ended jobs are removed")
         is_unmarked = jobs.c.results_removed_at.is_(None)
         connection.execute(
@@ -94,8 +94,8 @@ def write_snapshot(store: Store, path: Path) -> None:
     if not store.is_sqlite:
         raise StoreError(f"{store.name}: is a PostgreSQL database; copy it with `pg_dump`")
     try:
-        with store.translated():
-            sqlite.write_snapshot(store.engine, path)
+        with store.translated(), open_cursor(store.engine) as cursor:
+            cursor.execute("VACUUM INTO ?", (str(path),))
     except StoreFullError as error:
         raise StoreFullError(f"{path.parent}: no room for a copy of the store") from error
     finally:
@@ -112,24 +112,34 @@ def unused_bytes(store: Store) -> int:
     """Room inside the store's file that holds nothing."""
     if not store.is_sqlite:
         return 0
-    with store.translated():
-        return sqlite.unused_bytes(store.engine)
+    with store.translated(), open_cursor(store.engine) as cursor:
+        return read_pragma(cursor, "freelist_count") * read_pragma(cursor, "page_size")
 
 
 def give_disk_back(store: Store) -> Iterator[int]:
-    """Shorten the store's file by what it does not use; yields how many pages are left.
+    """Shorten the store's file by the pages it does not use; yields how many are left.
 
     A daemon can write in between. Does nothing where that is not possible: see `is_shrinkable`.
     """
-    if store.is_sqlite:
-        with store.translated():
-            yield from sqlite.give_disk_back(store.engine)
+    if not store.is_sqlite:
+        return
+    with store.translated(), open_cursor(store.engine) as cursor:
+        left = read_pragma(cursor, "freelist_count")
+        while left:
+            run_to_end(cursor, f"PRAGMA incremental_vacuum({PAGES_AT_ONCE})")
+            before, left = left, read_pragma(cursor, "freelist_count")
+            if left >= before:
+                break
+            yield left
+        run_to_end(cursor, "PRAGMA wal_checkpoint(TRUNCATE)")
 
 
 def is_shrinkable(store: Store) -> bool:
     """Whether `give_disk_back` works: not for a store that the first schema began."""
-    with store.translated():
-        return store.is_sqlite and sqlite.gives_disk_back(store.engine)
+    if not store.is_sqlite:
+        return False
+    with store.translated(), open_cursor(store.engine) as cursor:
+        return read_pragma(cursor, "auto_vacuum") == 2
 
 
 def rewrite(store: Store) -> None:
@@ -138,6 +148,9 @@ def rewrite(store: Store) -> None:
     The caller holds the store's lock. Raises StoreError; StoreFullError when the disk cannot hold
     the file twice.
     """
-    if store.is_sqlite:
-        with store.translated():
-            sqlite.rewrite(store.engine)
+    if not store.is_sqlite:
+        return
+    with store.translated(), open_cursor(store.engine) as cursor:
+        cursor.execute("PRAGMA auto_vacuum=INCREMENTAL")
+        cursor.execute("VACUUM")
+        run_to_end(cursor, "PRAGMA wal_checkpoint(TRUNCATE)")

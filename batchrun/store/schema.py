@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
-from pathlib import Path
+from typing import Any
 
 from sqlalchemy import (
     BigInteger,
@@ -37,6 +37,15 @@ from batchrun.files import StoreLock
 from batchrun.store import postgresql
 
 metadata = MetaData()
+
+
+def _row_table(name: str, *columns: Column[Any], **options: Any) -> Table:
+    """A table of the rows of jobs, by job and row."""
+    keys = (
+        Column(key, Integer, primary_key=True, autoincrement=False) for key in ("job_seq", "row")
+    )
+    return Table(name, metadata, *keys, *columns, **options)
+
 
 jobs = Table(
     "jobs",
@@ -66,11 +75,8 @@ jobs = Table(
     sqlite_autoincrement=True,
 )
 
-results = Table(
+results = _row_table(
     "results",
-    metadata,
-    Column("job_seq", Integer, primary_key=True, autoincrement=False),
-    Column("row", Integer, primary_key=True, autoincrement=False),
     Column("ok", Integer, nullable=False),
     Column("attempts", Integer, nullable=False),
     Column("finish_reason", String(32)),
@@ -82,30 +88,10 @@ results = Table(
     sqlite_with_rowid=False,
 )
 
-bodies = Table(
-    "bodies",
-    metadata,
-    Column("job_seq", Integer, primary_key=True, autoincrement=False),
-    Column("row", Integer, primary_key=True, autoincrement=False),
-    Column("content", LargeBinary, nullable=False),
-)
-
-attempts = Table(
-    "attempts",
-    metadata,
-    Column("job_seq", Integer, primary_key=True, autoincrement=False),
-    Column("row", Integer, primary_key=True, autoincrement=False),
-    Column("num_attempts", Integer, nullable=False),
-)
-
-suspects = Table(
-    "suspects",
-    metadata,
-    Column("job_seq", Integer, primary_key=True, autoincrement=False),
-    Column("row", Integer, primary_key=True, autoincrement=False),
-    Column("num_engine_deaths", Integer, nullable=False),
-)
-
+bodies = _row_table("bodies", Column("content", LargeBinary, nullable=False))
+SAME_ROW = (results.c.job_seq == bodies.c.job_seq) & (results.c.row == bodies.c.row)
+attempts = _row_table("attempts", Column("num_attempts", Integer, nullable=False))
+suspects = _row_table("suspects", Column("num_engine_deaths", Integer, nullable=False))
 epochs = Table(
     "epochs",
     metadata,
@@ -178,7 +164,6 @@ api_keys = Table(
 REVISIONS = ("0001", "0002", "0003", "0004")
 """Every schema that a released batchrun wrote, oldest first."""
 HEAD = REVISIONS[-1]
-SCRIPTS = Path(__file__).parent / "migrations"
 
 
 def migrate(engine: Engine, name: str, *, lock: StoreLock | None = None) -> None:
@@ -220,16 +205,12 @@ def _revision(connection: Connection, name: str) -> str | None:
 
 def _upgrade(engine: Engine, name: str) -> None:
     # Imported late: alembic takes longer to import than most commands run, and few need it.
-    from alembic import command
-    from alembic.config import Config
+    from batchrun.store.migrations import upgrade
 
-    config = Config()
-    config.set_main_option("script_location", str(SCRIPTS))
-    config.set_main_option("path_separator", "os")
     with engine.execution_options(batchrun_write=True).begin() as connection:
-        if _revision(connection, name) != HEAD:
+        revision = _revision(connection, name)
+        if revision != HEAD:
             if engine.dialect.name == "postgresql":
-                postgresql.refuse_beside_daemon(connection, name)
-            config.attributes["connection"] = connection
-            command.upgrade(config, "head")
+                postgresql.refuse_while_daemon_runs(connection, name)
+            upgrade(connection, revision)
         failpoint("store.migrate.before")

@@ -1,6 +1,7 @@
-"""What only SQLite has: its settings, read-only access, its own check, snapshots, disk given back.
+"""What only SQLite has: its settings, read-only access, its own check.
 
-No other module of the store holds a statement that PostgreSQL would not take.
+But for `retention`, which shortens and copies the file, no other module of the store holds a
+statement that PostgreSQL would not take.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
@@ -112,80 +114,24 @@ def last_given_key(connection: Connection, table: str) -> int:
     return connection.exec_driver_sql(query, (table,)).scalar() or 0
 
 
-def write_snapshot(engine: Engine, path: Path) -> None:
-    """Write the store as one moment has it into an empty file, without unused space.
-
-    Others may go on writing to the store meanwhile.
-    """
+@contextmanager
+def open_cursor(engine: Engine) -> Iterator[DBAPICursor]:
+    """A cursor outside any transaction, for what SQLite does to its whole file."""
     connection = engine.raw_connection()
     try:
-        connection.cursor().execute("VACUUM INTO ?", (str(path),))
+        yield connection.cursor()
     finally:
         connection.close()
 
 
-def unused_bytes(engine: Engine) -> int:
-    """Room inside the file that holds nothing."""
-    connection = engine.raw_connection()
-    try:
-        cursor = connection.cursor()
-        return _pragma(cursor, "freelist_count") * _pragma(cursor, "page_size")
-    finally:
-        connection.close()
-
-
-def give_disk_back(engine: Engine, *, pages_at_once: int = 2_000) -> Iterator[int]:
-    """Shorten the file by its unused pages, a few thousand at a time; yields how many are left.
-
-    Others may go on writing in between. Nothing to do for a store without incremental vacuum: see
-    `gives_disk_back`.
-    """
-    connection = engine.raw_connection()
-    try:
-        cursor = connection.cursor()
-        left = _pragma(cursor, "freelist_count")
-        while left:
-            _run(cursor, f"PRAGMA incremental_vacuum({pages_at_once})")
-            before, left = left, _pragma(cursor, "freelist_count")
-            if left >= before:
-                break
-            yield left
-        _run(cursor, "PRAGMA wal_checkpoint(TRUNCATE)")
-    finally:
-        connection.close()
-
-
-def gives_disk_back(engine: Engine) -> bool:
-    """Whether the file can be shortened while others use it; a store of the first schema cannot."""
-    connection = engine.raw_connection()
-    try:
-        return _pragma(connection.cursor(), "auto_vacuum") == 2
-    finally:
-        connection.close()
-
-
-def rewrite(engine: Engine) -> None:
-    """Write the whole file again without unused space; from then on it `gives_disk_back`.
-
-    Nobody else may use the store, and the disk must hold it twice.
-    """
-    connection = engine.raw_connection()
-    try:
-        cursor = connection.cursor()
-        cursor.execute("PRAGMA auto_vacuum=INCREMENTAL")
-        cursor.execute("VACUUM")
-        _run(cursor, "PRAGMA wal_checkpoint(TRUNCATE)")
-    finally:
-        connection.close()
-
-
-def _pragma(cursor: DBAPICursor, name: str) -> int:
+def read_pragma(cursor: DBAPICursor, name: str) -> int:
+    """The present value of a setting or a count."""
     cursor.execute(f"PRAGMA {name}")
     ((value,),) = cursor.fetchall()
     return int(value)
 
 
-def _run(cursor: DBAPICursor, statement: str) -> None:
+def run_to_end(cursor: DBAPICursor, statement: str) -> None:
     """Execute to the end: SQLite does a part of the work with every row that is asked for."""
     cursor.execute(statement)
     cursor.fetchall()

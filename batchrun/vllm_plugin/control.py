@@ -29,7 +29,7 @@ from batchrun.scheduling.policies import POLICIES
 from batchrun.scheduling.view import RequestView
 from batchrun.types import RequestClass
 from batchrun.vllm_plugin.state import EngineState
-from batchrun.vllm_plugin.telemetry import CallRecorder, Meter, Reporter
+from batchrun.vllm_plugin.telemetry import CallRecorder, Meter, fill_in
 from batchrun.wire import (
     CHANNEL_VARIABLE,
     MAX_MESSAGE_BYTES,
@@ -227,20 +227,6 @@ class EngineChannel:
         os.close(self._folder_fd)
 
 
-def names_channel() -> bool:
-    """Whether the environment names a path for a channel."""
-    return bool(os.environ.get(CHANNEL_VARIABLE))
-
-
-def open_channel(receive: Callable[[bytes], bytes]) -> EngineChannel | None:
-    """The channel at the path that the environment names; None when it cannot be opened there."""
-    try:
-        return EngineChannel(Path(os.environ[CHANNEL_VARIABLE]), receive)
-    except OSError as error:
-        log.warning("batchrun: no telemetry and no orders: %s", error)
-        return None
-
-
 class DaemonLink:
     """What the daemon sees and changes of one engine, whose scheduler calls it around each step."""
 
@@ -260,8 +246,15 @@ class DaemonLink:
 
     def open(self) -> None:
         """Listen to the daemon from now on, and be heard by it."""
-        self._channel = open_channel(self.control.receive)
-        self._last_steps = _open_last_steps(self._max_running)
+        path = os.environ[CHANNEL_VARIABLE]
+        try:
+            self._channel = EngineChannel(Path(path), self.control.receive)
+        except OSError as error:
+            log.warning("batchrun: no telemetry and no orders: %s", error)
+        try:
+            self._last_steps = LastSteps(Path(path + SUFFIX), self._max_running)
+        except OSError as error:
+            log.warning("batchrun: what runs is not written down for the daemon: %s", error)
         self._report(self._state.clock())
 
     def close(self) -> None:
@@ -289,10 +282,6 @@ class DaemonLink:
         if self.control.calls.is_on:
             lengths = view.num_prompt_tokens, view.handle.num_output_tokens
             self.control.calls.ended(view.request_id, *lengths)
-
-    def take(self) -> tuple[InForce, Orders] | None:
-        """The next orders to obey, once each; None while there are none. O(1)."""
-        return self.control.take()
 
     def note(self, output: SchedulerOutput, now_s: float) -> None:
         """A step was scheduled: count it, and report if it is time or nothing is left to do."""
@@ -322,19 +311,9 @@ class DaemonLink:
             num_policy_errors=state.num_policy_errors,
             num_malformed_orders=self.control.num_malformed,
         )
-        reporter = Reporter(self.meter, state.views, state.manager, state.block_tokens)
-        return reporter.fill_in(known, now_s)
+        return fill_in(known, self.meter, state.views, state.manager, state.block_tokens, now_s)
 
     def _report(self, now_s: float) -> None:
         if self._channel is not None:
             self._report_at_s = now_s + INTERVAL_S
             self._channel.publish(self.telemetry(now_s))
-
-
-def _open_last_steps(max_rows: int) -> LastSteps | None:
-    """The file beside the channel's sockets; None when it cannot be made there."""
-    try:
-        return LastSteps(Path(os.environ[CHANNEL_VARIABLE] + SUFFIX), max_rows)
-    except OSError as error:
-        log.warning("batchrun: what runs is not written down for the daemon: %s", error)
-        return None

@@ -11,7 +11,7 @@ import logging
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from batchrun.cache.eviction import FORECAST_RESERVE, OnlineReserve
+from batchrun.cache.eviction import reserve_blocks
 from batchrun.errors import ConfigError
 from batchrun.estimator.forecast import KvForecast
 from batchrun.estimator.online_fit import OnlineFit
@@ -115,9 +115,7 @@ class Estimates:
     ) -> None:
         """`calibrated` are the models of a profile, the best first."""
         self._fit = OnlineFit(calibrated)
-        given = settings.reserve
-        constant = OnlineReserve(given) if isinstance(given, float) else None
-        self._reserve = constant or FORECAST_RESERVE
+        self._reserve_share = settings.reserve if isinstance(settings.reserve, float) else None
         self._total_blocks = total_blocks
         self.forecast = KvForecast(
             window_s=settings.forecast_window_s,
@@ -144,20 +142,12 @@ class Estimates:
         """Online requests hold so many blocks now."""
         self.forecast.sample(now_s, online_blocks)
 
-    def warm_up(
-        self, kv_samples: Iterable[tuple[float, int]], steps: Iterable[tuple[StepLoad, float]]
-    ) -> None:
-        """Earlier observations, oldest first: (now_s, online blocks), and steps with seconds."""
-        for at_s, blocks in kv_samples:
-            self.sample(at_s, blocks)
-        for load, step_s in steps:
-            self.observe(load, step_s)
-
     def reserve_blocks(self, online_blocks: int) -> int:
         """Blocks to keep free for online requests that have not come yet."""
         forecast_blocks = self.forecast.forecast_blocks
-        kept = self._reserve.blocks(self._total_blocks, online_blocks, forecast_blocks)
-        return max(0, kept - online_blocks)
+        return reserve_blocks(
+            self._reserve_share, self._total_blocks, online_blocks, forecast_blocks
+        )
 
 
 @dataclass(slots=True)

@@ -6,18 +6,16 @@ online hits say; `OnlineBlocks` counts the blocks of online requests, those that
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.request import Request
 
+from batchrun.cache.block_tree import RadixNode
 from batchrun.cache.eviction import EVICTIONS
-from batchrun.cache.free_queue import TieredFreeQueue
+from batchrun.cache.free_queue import BlockTiers, OnlinePrefixes, TieredFreeQueue
 from batchrun.cache.reuse import ReuseIndex
-from batchrun.cache.segments import Segment
-from batchrun.cache.tiers import BlockTiers, OnlinePrefixes
 from batchrun.hints import RowHint
 from batchrun.vllm_plugin.compat import cached_block_ids, has_plain_blocks
 
@@ -27,11 +25,7 @@ EXPIRE_INTERVAL_S = 1.0
 
 
 class KvTiers:
-    """The tiered free queue of one engine, with what the hints say of its blocks.
-
-    Models with several KV groups keep vLLM's own queue (`is_active` is False): there, every call
-    does nothing and no block counts as wanted.
-    """
+    """The tiered free queue of one engine, with what the hints say of its blocks."""
 
     def __init__(self, manager: KVCacheManager, eviction: str) -> None:
         order = EVICTIONS[eviction]
@@ -39,80 +33,62 @@ class KvTiers:
         self._num_tiers = order.num_tiers
         self._reuse = ReuseIndex(order, KEY_SUFFIX)
         self._online = OnlinePrefixes()
-        self._tiers = BlockTiers(order, self._reuse, self._online, self._pool.num_gpu_blocks)
+        self.tiers = BlockTiers(order, self._reuse, self._online, self._pool.num_gpu_blocks)
         self._expired_at_s = float("-inf")
-        self.is_active = len(manager.kv_cache_config.kv_cache_groups) == 1
-        if self.is_active:
-            self.rebuild()
+        self.rebuild()
 
     def rebuild(self) -> None:
         """Take all free blocks over: at the start, and after every hash was forgotten."""
-        if self.is_active:
-            free = self._pool.free_block_queue.get_all_free_blocks()
-            in_use = [block for block in self._pool.blocks if block.ref_cnt]
-            self._pool.free_block_queue = TieredFreeQueue(  # type: ignore[assignment]  # duck-typed
-                free, self._num_tiers, self._tiers.tier_of, in_use
-            )
+        free = self._pool.free_block_queue.get_all_free_blocks()
+        in_use = [block for block in self._pool.blocks if block.ref_cnt]
+        self._pool.free_block_queue = TieredFreeQueue(  # type: ignore[assignment]  # duck-typed
+            free, self._num_tiers, self.tiers.tier_of, in_use
+        )
 
     def announce(self, request: Request, hint: RowHint, now_s: float) -> None:
         """An offline request has come in."""
-        if self.is_active:
-            self._refile(self._reuse.announce(
-                request.request_id, hint, request.block_hashes, now_s
-            ))  # fmt: skip
+        self._refile(self._reuse.announce(request.request_id, hint, request.block_hashes, now_s))
 
     def finished(self, request: Request) -> None:
         """A request ends; call it before its blocks are freed."""
-        if self.is_active:
-            self._refile(self._reuse.finished(request.request_id))
+        self._refile(self._reuse.finished(request.request_id))
 
     def renew(self, epoch: int, jobs: Collection[str], now_s: float) -> None:
         """The daemon lives and runs these jobs: their hints count for another lease."""
-        if self.is_active:
-            self._refile(self._reuse.renew(epoch, now_s, jobs))
+        self._refile(self._reuse.renew(epoch, now_s, jobs))
 
     def forget(self, job: str) -> None:
         """The daemon no longer runs this job: its hints count no more."""
-        if self.is_active:
-            self._refile(self._reuse.forget(job))
+        self._refile(self._reuse.forget(job))
 
     def advance(self, rank: int) -> None:
         """The engine works at this rank of the planned order now."""
         self._reuse.advance(rank)
 
-    @contextmanager
-    def freeing(self, *, is_online: bool) -> Iterator[None]:
-        """Blocks freed within are an online request's, or are not."""
-        self._tiers.is_freeing_online = is_online
-        try:
-            yield
-        finally:
-            self._tiers.is_freeing_online = False
-
     def online_hit(self, request: Request, hit_blocks: int, now_s: float) -> None:
         """An online request is admitted with a prefix hit: its prefix gets a floor."""
-        if self.is_active and hit_blocks:
+        if hit_blocks:
             keys = (block_hash + KEY_SUFFIX for block_hash in request.block_hashes[:hit_blocks])
             self._retier(self._online.hit(keys, now_s))
 
     def expire(self, now_s: float) -> None:
         """Void what has run out; works about once a second."""
-        if self.is_active and now_s - self._expired_at_s >= EXPIRE_INTERVAL_S:
+        if now_s - self._expired_at_s >= EXPIRE_INTERVAL_S:
             self._expired_at_s = now_s
             self._refile(self._reuse.expire(now_s))
             self._retier(self._online.expire(now_s))
 
     def num_wanted_blocks(self) -> int:
         """Free blocks whose KV a planned row will hit. 0 under `lru`, which has no tiers."""
-        if not self.is_active or self._num_tiers == 1:
+        if self._num_tiers == 1:
             return 0
         queue = self._pool.free_block_queue
         assert isinstance(queue, TieredFreeQueue)
-        return self._tiers.num_wanted_free(queue.free_by_tier())
+        return self.tiers.num_wanted_free(queue.free_by_tier())
 
-    def _refile(self, fallen: Iterable[Segment]) -> None:
-        for segment in fallen:
-            self._retier(self._reuse.keys_of(segment))
+    def _refile(self, fallen: Iterable[RadixNode]) -> None:
+        for node in fallen:
+            self._retier(self._reuse.keys_of(node))
 
     def _retier(self, keys: Iterable[Any]) -> None:
         blocks = [block_id for key in keys for block_id in cached_block_ids(self._pool, key)]

@@ -1,7 +1,7 @@
 """The plan of each step: what a policy gets to see of the engine, and what it is asked for.
 
 `ViewBuilder` makes the `EngineView` of a step from the state and from vLLM's running requests,
-`Planner` asks its policy for the `Plan`. The scheduler says the plan in vLLM's own terms.
+`plan_step` asks a policy for the `Plan`. The scheduler says the plan in vLLM's own terms.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
 from batchrun.scheduling.policies import Policy
@@ -29,23 +27,16 @@ LOOK_STEPS = 8
 the same step, since its promise hangs on the room that it asks for."""
 
 
-class Planner:
-    """Asks a `policy` for the plan of each step; without one vLLM's own order rules."""
-
-    def __init__(self, state: EngineState) -> None:
-        self._state = state
-        self.policy: Policy | None = None
-
-    def plan(self, policy: Policy, view: EngineView) -> Plan:
-        """The policy's plan; where it fails, online work only for this step."""
-        try:
-            return policy.plan(view)
-        except Exception:
-            self._state.num_policy_errors += 1
-            if self._state.num_policy_errors == 1:
-                log.exception("batchrun: the policy failed; online work only for this step")
-            caps = {request.request_id: 0 for request in view.offline_running}
-            return Plan(admit=tuple(view.online_waiting), caps=caps)
+def plan_step(policy: Policy, view: EngineView, state: EngineState) -> Plan:
+    """The policy's plan; where it fails, online work only for this step."""
+    try:
+        return policy.plan(view)
+    except Exception:
+        state.num_policy_errors += 1
+        if state.num_policy_errors == 1:
+            log.exception("batchrun: the policy failed; online work only for this step")
+        caps = {request.request_id: 0 for request in view.offline_running}
+        return Plan(admit=tuple(view.online_waiting), caps=caps)
 
 
 def running_order(plan: Plan, seen: EngineView) -> list[Request]:
@@ -78,18 +69,6 @@ def refresh(view: RequestView, request: Request) -> None:
     view.num_tokens = num_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class VllmLimits:
-    """What vLLM allows in the step that comes: tokens, and requests that run.
-
-    `number` is that of the last step: it tells how old a look-up is.
-    """
-
-    number: int
-    token_budget: int
-    max_running: int
-
-
 class ViewBuilder:
     """Looks at an engine for its policy. Remembers for a few steps what it took long to look up:
     the cached prefixes of waiting requests and the private blocks of running ones."""
@@ -107,10 +86,6 @@ class ViewBuilder:
         self._private.pop(request_id, None)
         self._online_blocks.forget(request_id)
 
-    def forget_hits(self) -> None:
-        """Nothing is cached any more."""
-        self.hits.clear()
-
     def sample(self, running: Iterable[Request], now_s: float) -> int:
         """Note how much KV online requests hold, these and those seen before, and let what has run
         out expire; returns the blocks."""
@@ -119,10 +94,13 @@ class ViewBuilder:
         self._state.expire(now_s)
         return num_blocks
 
-    def view(self, running: Iterable[Request], limits: VllmLimits) -> EngineView:
-        """The engine before the next step, with these requests running."""
+    def view(
+        self, running: Iterable[Request], last_step: int, token_budget: int, max_running: int
+    ) -> EngineView:
+        """The engine before the next step, with these requests running. vLLM allows the step so
+        many tokens and running requests; `last_step` tells how old a look-up is."""
         state = self._state
-        self._step = limits.number
+        self._step = last_step
         online, offline = self._by_class(running)
         now_s = state.clock()
         used = self.sample([view.handle for view in online], now_s)
@@ -141,8 +119,8 @@ class ViewBuilder:
             reserve_blocks=state.estimates.reserve_blocks(used),
             online_blocks=used,
             block_tokens=state.block_tokens,
-            token_budget=limits.token_budget,
-            max_running=limits.max_running,
+            token_budget=token_budget,
+            max_running=max_running,
             max_loras=state.max_loras,
             look_up=self.look_up,
             private_blocks=self._private_blocks,
@@ -201,7 +179,8 @@ class ViewBuilder:
         if known is not None and self._step - known[1] < LOOK_STEPS:
             return known[0]
         groups = self._state.manager.get_blocks(view.request_id).blocks
-        num = sum([len(group) - bisect_left(group, True, key=_is_private) for group in groups])
+        num_shared = [bisect_left(group, True, key=lambda b: b.ref_cnt == 1) for group in groups]
+        num = sum(map(len, groups)) - sum(num_shared)
         self._private[view.request_id] = (num, self._step)
         return num
 
@@ -212,7 +191,3 @@ class ViewBuilder:
             return False
         structured = request.structured_output_request
         return structured is None or structured.grammar is not None
-
-
-def _is_private(block: KVCacheBlock) -> bool:
-    return block.ref_cnt == 1

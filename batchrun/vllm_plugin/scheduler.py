@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -17,24 +18,22 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from batchrun.errors import BatchrunError
-from batchrun.estimator.step_load import StepLoad
-from batchrun.estimator.step_time import AnyModel
 from batchrun.scheduling.policies import Policy, make_policy
 from batchrun.scheduling.view import EngineView, Plan
 from batchrun.types import RequestClass
-from batchrun.vllm_plugin.compat import preempt
-from batchrun.vllm_plugin.control import DaemonLink, InForce, names_channel
+from batchrun.vllm_plugin.compat import check_plans_are_obeyed, preempt
+from batchrun.vllm_plugin.control import DaemonLink, InForce
 from batchrun.vllm_plugin.estimates import StepRecorder, scheduled_load
-from batchrun.vllm_plugin.planner import Planner, ViewBuilder, VllmLimits, running_order
-from batchrun.vllm_plugin.self_test import check_plans_are_obeyed
+from batchrun.vllm_plugin.planner import ViewBuilder, plan_step, running_order
 from batchrun.vllm_plugin.settings import check_combinations, read_settings
 from batchrun.vllm_plugin.state import EngineState, begin_turn
+from batchrun.wire import CHANNEL_VARIABLE
 
 NO_PLAN = Plan()
 
 
 class ColocatedScheduler(AsyncScheduler):
-    """vLLM's scheduler with a plan for each step (design 6.1).
+    """vLLM's scheduler with a plan for each step (Echo, arXiv 2504.03651, section 4.1).
 
     Online and offline requests share the engine: a policy decides who is admitted, preempted and
     how many tokens each may get; vLLM's own `schedule` stays the mechanism. `state` is what is
@@ -46,7 +45,7 @@ class ColocatedScheduler(AsyncScheduler):
     ) -> None:
         settings = read_settings(vllm_config.additional_config)
         policy = make_policy(settings.policy, settings.online_queue)
-        has_channel = settings.channel and names_channel()
+        has_channel = settings.channel and bool(os.environ.get(CHANNEL_VARIABLE))
         refusal: str | None = None
         if policy is not None or has_channel:
             try:
@@ -59,7 +58,7 @@ class ColocatedScheduler(AsyncScheduler):
                 refusal = str(error)
         super().__init__(vllm_config, kv_cache_config, **kwargs)
         self.state = EngineState(settings, self.vllm_config, self.kv_cache_manager, self.block_size)
-        self.planner = Planner(self.state)
+        self.step_policy: Policy | None = None
         self.view_builder = ViewBuilder(self.state)
         self.plan = NO_PLAN
         started = InForce(settings.policy, self.max_num_scheduled_tokens)
@@ -86,7 +85,7 @@ class ColocatedScheduler(AsyncScheduler):
 
     def take_over(self, policy: Policy) -> None:
         """Plan with `policy`, in our queue, with our cap hook and tiers. Between two steps."""
-        self.planner.policy = policy
+        self.step_policy = policy
         queue = self.state.queue
         if self.waiting is not queue:
             waiting = list(self.waiting)
@@ -99,7 +98,7 @@ class ColocatedScheduler(AsyncScheduler):
 
     def hand_back(self) -> None:
         """Let vLLM's own order rule again, in its own queue. The tiers stay. Between two steps."""
-        self.planner.policy = None
+        self.step_policy = None
         self.plan = NO_PLAN
         self.need_mamba_block_aligned_split = self._is_mamba
         self._set_order(is_planned=False)
@@ -114,16 +113,6 @@ class ColocatedScheduler(AsyncScheduler):
         """Close the channel, then what vLLM has."""
         self.daemon_link.close()
         super().shutdown()
-
-    def warm_up(
-        self, kv_samples: Iterable[tuple[float, int]], steps: Iterable[tuple[StepLoad, float]]
-    ) -> None:
-        """Take in what was observed of this engine before: see `Estimates.warm_up`."""
-        self.state.estimates.warm_up(kv_samples, steps)
-
-    def believe(self, models: Sequence[AnyModel]) -> None:
-        """Start from these models, the best first, as from those of a profile. Before any step."""
-        self.state.believe(models)
 
     def add_request(self, request: Request) -> None:
         """Take a request in, as online work unless a hint says otherwise."""
@@ -166,7 +155,7 @@ class ColocatedScheduler(AsyncScheduler):
 
     def _defer(self, request: Request) -> None:
         """Count a waiting offline request as deferred: no gauge takes it for missing capacity."""
-        if self.planner.policy is None or request.status == RequestStatus.RUNNING:
+        if self.step_policy is None or request.status == RequestStatus.RUNNING:
             return
         view = self.state.views.get(request.request_id)
         if view is not None and view.request_class is RequestClass.OFFLINE:
@@ -175,7 +164,7 @@ class ColocatedScheduler(AsyncScheduler):
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """After a reset no block has a hash: the tiers start again."""
         is_reset = super().reset_prefix_cache(*args, **kwargs)
-        self.view_builder.forget_hits()
+        self.view_builder.hits.clear()
         if is_reset and self.state.kv is not None:
             self.state.kv.rebuild()
         return is_reset
@@ -208,7 +197,7 @@ class ColocatedScheduler(AsyncScheduler):
 
     def obey(self) -> None:
         """Work by the orders that have come in since the last step. O(1) without any."""
-        while (taken := self.daemon_link.take()) is not None:
+        while (taken := self.daemon_link.control.take()) is not None:
             now, orders = taken
             self.max_num_scheduled_tokens = now.token_budget
             self.state.is_offline_on = now.is_offline_on
@@ -224,7 +213,7 @@ class ColocatedScheduler(AsyncScheduler):
     def _begin_step(self) -> None:
         """Plan the step that vLLM schedules next. Where there is nothing to plan, as without
         offline work, vLLM does what it always does."""
-        state, policy = self.state, self.planner.policy
+        state, policy = self.state, self.step_policy
         self.plan = NO_PLAN
         if policy is None:
             state.expire(state.clock())
@@ -233,16 +222,15 @@ class ColocatedScheduler(AsyncScheduler):
             is_planned = state.num_offline > 0 or state.settings.orders_calls
             self._set_order(is_planned=is_planned)
             if is_planned:
-                seen = self.view_builder.view(self.running, self._limits())
-                self._apply(self.planner.plan(policy, seen), seen)
+                places = self.max_num_active_reqs - self.num_waiting_for_streaming_input
+                seen = self.view_builder.view(
+                    self.running, self.current_step, self.max_num_scheduled_tokens, places
+                )
+                self._apply(plan_step(policy, seen, state), seen)
             else:
                 self.view_builder.sample(self.running, state.clock())
                 state.queue.expose([view.handle for view in state.queue.online])
         self.need_mamba_block_aligned_split = self._is_mamba or bool(self.plan.caps)
-
-    def _limits(self) -> VllmLimits:
-        places = self.max_num_active_reqs - self.num_waiting_for_streaming_input
-        return VllmLimits(self.current_step, self.max_num_scheduled_tokens, places)
 
     def _set_order(self, *, is_planned: bool) -> None:
         """Which of its own rules vLLM follows in this step.

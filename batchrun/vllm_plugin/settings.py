@@ -1,16 +1,14 @@
 """What an engine is started with: the plug-in's own settings, and features of vLLM it refuses.
 
-The settings stand in `--additional-config '{"batchrun": {...}}'` and in the environment. What the
-plug-in cannot be combined with is refused by name when the engine starts.
+The settings stand in `--additional-config '{"batchrun": {...}}'`. What the plug-in cannot be
+combined with is refused by name when the engine starts.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from vllm.config import VllmConfig
@@ -18,28 +16,29 @@ from vllm.config import VllmConfig
 from batchrun.cache.eviction import EVICTIONS
 from batchrun.errors import ConfigError, known_name
 from batchrun.estimator.forecast import ForecastRule
-from batchrun.hints import HINT_KEY, HINT_NONCE_VARIABLE
+from batchrun.hints import HINT_KEY, MAX_BOUND_S
 from batchrun.scheduling.policies import POLICIES, QUEUES
 
-Seconds = Annotated[float, Field(gt=0)]
 PolicyName = Annotated[str, AfterValidator(partial(known_name, known=POLICIES))]
 QueueName = Annotated[str, AfterValidator(partial(known_name, known=QUEUES))]
 EvictionName = Annotated[str, AfterValidator(partial(known_name, known=EVICTIONS))]
 
 
-class _Strict(BaseModel):
+Bound = Annotated[float, Field(gt=0, le=MAX_BOUND_S, allow_inf_nan=False)]
+
+
+class OnlineSlo(BaseModel):
+    """The bounds of online calls, in seconds; `jct_s` is for the last token. What batchrun.yaml may
+    say of them is checked there, with libraries that an engine's own environment lacks."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-
-class OnlineSlo(_Strict):
-    """The bounds of an online class, in seconds; `jct_s` is for the last token."""
-
-    ttft_s: Seconds = 1.0
-    tpot_s: Seconds = 0.05
-    jct_s: Seconds | None = None
+    ttft_s: Bound = 1.0
+    tpot_s: Bound = 0.05
+    jct_s: Bound | None = None
 
 
-class PluginSettings(_Strict):
+class PluginSettings(BaseModel):
     """What an operator may set.
 
     `online_queue`: the order in which waiting calls come in, under every policy but `bs`.
@@ -50,6 +49,8 @@ class PluginSettings(_Strict):
     `channel`: whether to open the channel to the daemon that the environment names.
     `record_steps`: a file to record every step to, in the place of learning from it.
     """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     policy: PolicyName = "echo"
     online_queue: QueueName = "arrival"
@@ -82,93 +83,70 @@ def read_settings(additional_config: object) -> PluginSettings:
         raise ConfigError(f"--additional-config {key}: {problem}") from error
 
 
-def read_nonce() -> str:
-    """The secret that a hint must carry; empty when the engine was started without one."""
-    return os.environ.get(HINT_NONCE_VARIABLE, "")
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A feature of vLLM that is refused; `option` is how an operator turned it on."""
+class Refusal(NamedTuple):
+    """A feature of vLLM that is refused; `option` is how an operator turns it on."""
 
     feature: str
     option: str
-    is_on: Callable[[VllmConfig], bool]
+    is_on: bool
 
 
-REFUSALS = (
-    Refusal(
-        "pipeline parallelism",
-        "--pipeline-parallel-size",
-        lambda config: config.parallel_config.pipeline_parallel_size > 1,
-    ),
-    Refusal(
-        "data-parallel ranks",
-        "--data-parallel-size",
+def refusals(config: VllmConfig) -> tuple[Refusal, ...]:
+    """Everything that is refused, and whether it is on in this configuration."""
+    parallel, model = config.parallel_config, config.model_config
+    scheduler = config.scheduler_config
+    return (
+        Refusal(
+            "pipeline parallelism",
+            "--pipeline-parallel-size",
+            parallel.pipeline_parallel_size > 1,
+        ),
         # vLLM sets the size to 1 for the ranks of a dense model, but not their index.
-        lambda config: (
-            config.parallel_config.data_parallel_size > 1
-            or config.parallel_config.data_parallel_index > 0
+        Refusal(
+            "data-parallel ranks",
+            "--data-parallel-size",
+            parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0,
         ),
-    ),
-    Refusal(
-        "context parallelism",
-        "--decode-context-parallel-size, --prefill-context-parallel-size",
-        lambda config: (
-            config.parallel_config.decode_context_parallel_size > 1
-            or config.parallel_config.prefill_context_parallel_size > 1
+        Refusal(
+            "context parallelism",
+            "--decode-context-parallel-size, --prefill-context-parallel-size",
+            max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1,
         ),
-    ),
-    Refusal(
-        "a KV connector",
-        "--kv-transfer-config, --kv-offloading-size",
-        lambda config: config.kv_transfer_config is not None,
-    ),
-    Refusal(
-        "an encoder-cache connector",
-        "--ec-transfer-config",
-        lambda config: config.ec_transfer_config is not None,
-    ),
-    Refusal(
-        "speculative decoding",
-        "--speculative-config",
-        lambda config: config.speculative_config is not None,
-    ),
-    Refusal(
-        "a pooling model",
-        "--runner pooling",
-        lambda config: config.model_config.runner_type == "pooling",
-    ),
-    Refusal(
-        "a diffusion model",
-        "--model",
-        lambda config: bool(config.model_config.is_diffusion),
-    ),
-    Refusal(
-        "an encoder-decoder model",
-        "--model",
-        lambda config: bool(config.model_config.is_encoder_decoder),
-    ),
-    Refusal(
-        "prefills in one piece",
-        "--no-enable-chunked-prefill",
-        lambda config: not config.scheduler_config.enable_chunked_prefill,
-    ),
-    Refusal(
-        "a limit on queued requests, which would turn online calls away while offline rows wait",
-        "--max-num-queued-reqs, --max-num-queued-tokens",
-        lambda config: any(
-            getattr(config.scheduler_config, name, None) is not None
-            for name in ("max_num_queued_reqs", "max_num_queued_tokens")
+        Refusal(
+            "a KV connector",
+            "--kv-transfer-config, --kv-offloading-size",
+            config.kv_transfer_config is not None,
         ),
-    ),
-)
+        Refusal(
+            "an encoder-cache connector",
+            "--ec-transfer-config",
+            config.ec_transfer_config is not None,
+        ),
+        Refusal(
+            "speculative decoding", "--speculative-config", config.speculative_config is not None
+        ),
+        Refusal("a pooling model", "--runner pooling", model.runner_type == "pooling"),
+        Refusal("a diffusion model", "--model", bool(model.is_diffusion)),
+        Refusal("an encoder-decoder model", "--model", bool(model.is_encoder_decoder)),
+        Refusal(
+            "prefills in one piece",
+            "--no-enable-chunked-prefill",
+            not scheduler.enable_chunked_prefill,
+        ),
+        Refusal(
+            "a limit on queued requests, which would turn online calls away while offline rows "
+            "wait",
+            "--max-num-queued-reqs, --max-num-queued-tokens",
+            getattr(scheduler, "max_num_queued_reqs", None) is not None
+            or getattr(scheduler, "max_num_queued_tokens", None) is not None,
+        ),
+    )
 
 
 def check_combinations(config: VllmConfig) -> None:
     """Raises ConfigError, one line, for the first feature that is on and refused."""
-    for refusal in REFUSALS:
-        if refusal.is_on(config):
+    for refusal in refusals(config):
+        if refusal.is_on:
             raise ConfigError(
                 f"batchrun's scheduler cannot be combined with {refusal.feature} "
                 f"({refusal.option}): leave that out, or set `policy: vllm` in batchrun.yaml to "

@@ -7,27 +7,126 @@ scheduler, which alone keeps the state true to vLLM and works by it.
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
 
 from msgspec import UNSET, UnsetType
 from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request
 
 from batchrun.estimator.step_time import AnyModel
-from batchrun.hints import HINT_KEY, FlexHint, Hint, HintError, RowHint, SloHint, read_hint
-from batchrun.scheduling.view import RequestView
+from batchrun.hints import (
+    HINT_KEY,
+    HINT_NONCE_VARIABLE,
+    FlexHint,
+    Hint,
+    HintError,
+    RowHint,
+    SloHint,
+    read_hint,
+)
+from batchrun.scheduling.view import BY_ARRIVAL, RequestView
 from batchrun.types import USUAL_OUTPUT_TOKENS, RequestClass
 from batchrun.vllm_plugin.estimates import Estimates, StepClock, engine_facts, read_models
 from batchrun.vllm_plugin.kv_cache import KvTiers
-from batchrun.vllm_plugin.plan_queue import PlanQueue
-from batchrun.vllm_plugin.settings import OnlineSlo, PluginSettings, read_nonce
+from batchrun.vllm_plugin.settings import OnlineSlo, PluginSettings
 from batchrun.wire import Orders
 
 MARGIN_SHARE = 0.25
 """Room for an answer that is longer than expected, as a share of what is."""
+
+
+_BY_RANK = attrgetter("epoch", "rank", "arrival_at_s", "request_id")
+
+
+class PlanQueue(RequestQueue):
+    """All waiting and preempted requests, by class.
+
+    `len`, iteration and removal see everything, so that aborts, counts and pauses work as in
+    vLLM; truth, `peek_request` and `pop_request` see only what `expose` named. `online` is in
+    order of priority, then arrival, and `offline` in planned order. `views` holds a view of every
+    live request; a preempted request that ends is freed, view and all, before vLLM takes it out.
+    """
+
+    def __init__(self, views: Mapping[str, RequestView]) -> None:
+        self._views = views
+        self._waiting: dict[str, RequestView] = {}
+        self._exposed: list[Request] = []
+        self.online: list[RequestView] = []
+        self.offline: list[RequestView] = []
+
+    def expose(self, requests: Sequence[Request]) -> None:
+        """Let vLLM's waiting loop see these, in this order, until the next call."""
+        self._exposed = list(reversed(requests))
+
+    def add_request(self, request: Request) -> None:
+        """Add a request at the place of its class's order."""
+        view = self._views[request.request_id]
+        self._waiting[request.request_id] = view
+        if view.request_class is RequestClass.ONLINE:
+            insort(self.online, view, key=BY_ARRIVAL)
+        else:
+            insort(self.offline, view, key=_BY_RANK)
+
+    def prepend_request(self, request: Request) -> None:
+        """Add a request; the plan, not the queue, decides who goes first."""
+        if request.request_id not in self._waiting:
+            self.add_request(request)
+
+    def prepend_requests(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            self.prepend_request(request)
+
+    def peek_request(self) -> Request:
+        """The next exposed request. Raises IndexError when there is none."""
+        return self._exposed[-1]
+
+    def pop_request(self) -> Request:
+        """Take the next exposed request out. Raises IndexError when there is none."""
+        request = self._exposed.pop()
+        self._take_out(request)
+        return request
+
+    def remove_request(self, request: Request) -> None:
+        """Take a request out. Raises ValueError when it is not there, as a deque does."""
+        if request.request_id not in self._waiting:
+            raise ValueError(f"{request.request_id} is not waiting")
+        self._take_out(request)
+
+    def remove_requests(self, requests: Iterable[Request]) -> None:
+        """Take out those of the requests that are there."""
+        for request in requests:
+            if request.request_id in self._waiting:
+                self._take_out(request)
+
+    def check(self) -> None:
+        """Recount; raises AssertionError when the two orders and the whole disagree."""
+        listed = [view.request_id for view in (*self.online, *self.offline)]
+        assert sorted(listed) == sorted(self._waiting)
+        assert self.online == sorted(self.online, key=BY_ARRIVAL)
+        assert self.offline == sorted(self.offline, key=_BY_RANK)
+
+    def _take_out(self, request: Request) -> None:
+        view = self._waiting.pop(request.request_id)
+        if view.request_class is RequestClass.ONLINE:
+            del self.online[bisect_left(self.online, BY_ARRIVAL(view), key=BY_ARRIVAL)]
+        else:
+            del self.offline[bisect_left(self.offline, _BY_RANK(view), key=_BY_RANK)]
+
+    def __bool__(self) -> bool:
+        return bool(self._exposed)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter([view.handle for view in self._waiting.values()])
 
 
 class EngineState:
@@ -37,7 +136,7 @@ class EngineState:
     (it is vLLM's waiting queue only while steps are planned). `kv` is None while vLLM's own free
     queue is in place. `estimates` and `steps` say how long steps take and how much KV online
     requests will need. `clock` returns monotonic seconds; less `wall_offset_s`, vLLM's wall-clock
-    arrivals are on its scale. A hint counts if it carries the `nonce`.
+    arrivals are on its scale. A hint counts if it carries the `nonce`; without a nonce none does.
     """
 
     def __init__(
@@ -55,7 +154,7 @@ class EngineState:
         self.max_loras = config.lora_config.max_loras if config.lora_config else 0
         self.clock: Callable[[], float] = time.monotonic
         self.wall_offset_s = time.time() - time.monotonic()
-        self.nonce = read_nonce()
+        self.nonce = os.environ.get(HINT_NONCE_VARIABLE, "")
         self.views: dict[str, RequestView] = {}
         self.queue = PlanQueue(self.views)
         self.kv: KvTiers | None = None
@@ -66,7 +165,8 @@ class EngineState:
         self.num_offline = 0
         self.num_malformed_hints = 0
         self.num_policy_errors = 0
-        self._is_caching = bool(config.cache_config.enable_prefix_caching)
+        num_groups = len(manager.kv_cache_config.kv_cache_groups)
+        self._can_tier = bool(config.cache_config.enable_prefix_caching) and num_groups == 1
 
     def believe(self, models: Sequence[AnyModel]) -> None:
         """Start from these step-time models, the best first, as from those of a profile."""
@@ -104,15 +204,22 @@ class EngineState:
             self.kv.finished(request)
         return view
 
-    def freeing(self, view: RequestView | None) -> AbstractContextManager[None]:
+    @contextmanager
+    def freeing(self, view: RequestView | None) -> Iterator[None]:
         """Blocks freed within are this request's; a request without a view is an online one."""
-        if self.kv is None:
-            return nullcontext()
-        return self.kv.freeing(is_online=view is None or not view.is_offline)
+        tiers = None if self.kv is None else self.kv.tiers
+        if tiers is not None:
+            tiers.is_freeing_online = view is None or not view.is_offline
+        try:
+            yield
+        finally:
+            if tiers is not None:
+                tiers.is_freeing_online = False
 
     def keep_by_use(self) -> None:
-        """From now on blocks are evicted by what rows and calls will read, where KV is cached."""
-        if self.kv is None and self._is_caching:
+        """From now on blocks are evicted by what rows and calls will read, where KV is cached and
+        the model has one KV group; others keep vLLM's own queue."""
+        if self.kv is None and self._can_tier:
             self.kv = KvTiers(self.manager, self.settings.eviction)
             for view in self.views.values():
                 if view.is_offline:

@@ -14,17 +14,24 @@ from __future__ import annotations
 
 import argparse
 import ast
-import gzip
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 
 from batchrun.jobs.prompts.tokens import DEFAULT_BYTES_PER_TOKEN as PER_TOKEN
 from batchrun.samples.generators import SYSTEM_PROMPT
-from batchrun.samples.importers import csv_records, find_file, read_toolbench, require_file
+from batchrun.samples.importers import (
+    COLUMNS,
+    NEXTQA,
+    csv_records,
+    find_file,
+    read_toolbench,
+    require_file,
+)
 from batchrun.simulator.traces.reading import read_trace
 from benchmarks.data import ARRIVALS, DOCUMENTS, TOOLS, VIDEOS
 
@@ -32,8 +39,6 @@ FROM_S, UNTIL_S = 120.0, 1320.0
 """The part of the trace that is kept; it begins with two slow minutes."""
 LOOGLE_FILES = ("shortdep_qa", "longdep_qa", "shortdep_cloze")
 QMSUM_FILES = ("qmsum_train", "qmsum_val", "qmsum_test")
-VIDEO_COLUMNS = ("video", "frame_count", "question", "a0", "a1", "a2", "a3", "a4")
-VIDEO_FOLDERS = ("", "dataset/nextqa", "nextqa")
 SOURCES: dict[Path, object] = {
     DOCUMENTS: [
         "LooGLE test sample, github.com/bigai-nlco/LooGLE at 6734382, MIT",
@@ -49,8 +54,8 @@ SOURCES: dict[Path, object] = {
     VIDEOS: ["NExT-QA multiple choice, validation set, github.com/doc-doc/NExT-QA at 6b92588, MIT"],
 }
 
-Document = list[object]
-"""[document tokens, [[question tokens, answer tokens], ...]]"""
+Document = tuple[int, list[list[int]]]
+"""(document tokens, [[question tokens, answer tokens], ...])"""
 Table = dict[str, Any]
 
 
@@ -87,22 +92,15 @@ def toolbench(folder: Path) -> Table:
 
 def nextqa(folder: Path) -> Table:
     """The frames of each video, and per row its video and the tokens of question and options."""
-    path = find_file(folder, VIDEO_FOLDERS, "mc_val.csv") or require_file(
-        folder, VIDEO_FOLDERS, "val.csv"
-    )
-    videos: dict[str, int] = {}
-    frames: list[int] = []
+    path = find_file(folder, NEXTQA, "mc_val.csv") or require_file(folder, NEXTQA, "val.csv")
+    frames: dict[str, int] = {}
     rows: list[list[int]] = []
-    for _, record in csv_records(path, VIDEO_COLUMNS):
-        number = videos.setdefault(record["video"], len(videos))
-        if number == len(frames):
-            frames.append(int(record["frame_count"]))
-        options = "\n".join(
-            f"{letter.upper()}. {record[f'a{i}']}" for i, letter in enumerate("abcde")
-        )
+    for _, record in csv_records(path, COLUMNS):
+        frames.setdefault(record["video"], int(record["frame_count"]))
+        options = "\n".join(f"{letter}. {record[f'a{i}']}" for i, letter in enumerate("ABCDE"))
         question = f"Question: {record['question']}?\n{options}\nAnswer with one letter:"
-        rows.append([number, _tokens(question.encode())])
-    return {"frames": frames, "rows": rows}
+        rows.append([list(frames).index(record["video"]), _tokens(question.encode())])
+    return {"frames": list(frames.values()), "rows": rows}
 
 
 def _loogle(paths: Sequence[Path]) -> list[Document]:
@@ -110,31 +108,23 @@ def _loogle(paths: Sequence[Path]) -> list[Document]:
 
     `qa_pairs` is the text of a Python literal.
     """
-    tokens: dict[str, int] = {}
-    questions: dict[str, list[list[int]]] = {}
+    documents: dict[str, Document] = {}
     for path in paths:
-        for record in _records(path):
-            title = record["title"]
-            tokens[title] = _tokens(record["input"])
-            questions.setdefault(title, []).extend(
-                [_tokens(pair["Q"]), _tokens(_answer(pair["A"]))]
-                for pair in ast.literal_eval(record["qa_pairs"])
-            )
-    return [[tokens[title], questions[title]] for title in tokens]
-
-
-def _answer(answer: object) -> str:
-    return ", ".join(map(str, answer.values())) if isinstance(answer, dict) else str(answer)
+        for record in pl.read_ndjson(path, infer_schema_length=None).iter_rows(named=True):
+            document = documents.setdefault(record["title"], (_tokens(record["input"]), []))
+            for pair in ast.literal_eval(record["qa_pairs"]):
+                answer = pair["A"]
+                parts = answer.values() if isinstance(answer, dict) else [answer]
+                document[1].append([_tokens(pair["Q"]), _tokens(", ".join(map(str, parts)))])
+    return list(documents.values())
 
 
 def _qmsum(path: Path) -> Iterator[Document]:
-    for record in _records(path):
+    for record in pl.read_ndjson(path, infer_schema_length=None).iter_rows(named=True):
         turns = (f"{t['speaker']}: {t['content']}" for t in record["meeting_transcripts"])
         queries = record["general_query_list"] + record["specific_query_list"]
-        yield [
-            _tokens("\n".join(turns)),
-            [[_tokens(query["query"]), _tokens(query["answer"])] for query in queries],
-        ]
+        lengths = [[_tokens(query["query"]), _tokens(query["answer"])] for query in queries]
+        yield _tokens("\n".join(turns)), lengths
 
 
 def _arrivals(path: Path) -> dict[str, list[int]]:
@@ -147,11 +137,6 @@ def _arrivals(path: Path) -> dict[str, list[int]]:
         "prompt_tokens": trace.num_prompt_tokens.tolist(),
         "output_tokens": trace.num_output_tokens.tolist(),
     }
-
-
-def _records(path: Path) -> Iterator[dict[str, Any]]:
-    with gzip.open(path, "rt") as lines:
-        yield from map(json.loads, lines)
 
 
 def _tokens(text: str | bytes) -> int:

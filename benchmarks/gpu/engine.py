@@ -9,14 +9,15 @@ clock that starts with the phase.
 from __future__ import annotations
 
 import copy
+import json
 import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from vllm import SamplingParams
-from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -32,13 +33,13 @@ from batchrun.simulator.virtual.engine import (
     OFFLINE_PRIORITY,
     ONLINE_PRIORITY,
     Arrival,
+    RequestRecord,
     TrafficSource,
 )
 from batchrun.simulator.virtual.setup import NONCE
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
-from benchmarks.gpu.record import RequestLife, StepTotals
 from benchmarks.gpu.shape import Shape
-from benchmarks.probing import ProbeSource
+from benchmarks.row_feeds import ProbeSource
 
 PROBE_LIMIT_S = 20.0
 MAX_ROUNDS = 3
@@ -90,13 +91,16 @@ class WatchedScheduler(ColocatedScheduler):
 
 
 class LoadedModel:
-    """A model on the device, ready for phases. Close it at the end."""
+    """A model on the device, ready for phases. Shut its core down at the end."""
 
     def __init__(self, shape: Shape, folder: Path) -> None:
         """Load random weights and allocate the KV cache: 30 to 90 s on a GPU."""
         os.environ[HINT_NONCE_VARIABLE] = NONCE
+        # The config alone: weights are random, prompts are token ids.
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(shape.config))
         arguments = EngineArgs(
-            model=str(shape.write_model(folder)),
+            model=str(folder),
             load_format="dummy",
             skip_tokenizer_init=True,
             block_size=shape.block_tokens,
@@ -112,22 +116,17 @@ class LoadedModel:
         config = arguments.create_engine_config()
         self.core = EngineCore(config, Executor.get_class(config), log_stats=False)
 
-    @property
-    def is_async(self) -> bool:
-        """Whether steps are scheduled ahead, as on a GPU."""
-        return self.core.batch_queue is not None
-
-    def close(self) -> None:
-        """Let the device go."""
-        self.core.shutdown()  # type: ignore[no-untyped-call]
-
     def renew_scheduler(self, budget: int, settings: Mapping[str, object]) -> WatchedScheduler:
         """A new scheduler on the idle core, with an empty KV cache."""
         core = self.core
         old = core.scheduler
         assert isinstance(old, WatchedScheduler)
         assert not old.has_requests()
-        config = _with_scheduling(core.vllm_config, budget, settings)
+        config = copy.copy(core.vllm_config)
+        config.scheduler_config = copy.copy(config.scheduler_config)
+        config.scheduler_config.max_num_batched_tokens = budget
+        config.scheduler_config.max_num_scheduled_tokens = budget
+        config.additional_config = {HINT_KEY: dict(settings)}
         block_tokens, hash_block_tokens = resolve_kv_cache_block_sizes(old.kv_cache_config, config)
         core.scheduler = WatchedScheduler(
             config,
@@ -141,13 +140,13 @@ class LoadedModel:
         return core.scheduler
 
 
-def _with_scheduling(config: VllmConfig, budget: int, settings: Mapping[str, object]) -> VllmConfig:
-    changed = copy.copy(config)
-    changed.scheduler_config = copy.copy(config.scheduler_config)
-    changed.scheduler_config.max_num_batched_tokens = budget
-    changed.scheduler_config.max_num_scheduled_tokens = budget
-    changed.additional_config = {HINT_KEY: dict(settings)}
-    return changed
+class Step(NamedTuple):
+    """A step that computed something: when it was scheduled, its tokens, the planning time."""
+
+    at_s: float
+    num_tokens: int
+    num_offline_tokens: int
+    planning_s: float
 
 
 class Phase:
@@ -156,8 +155,8 @@ class Phase:
     def __init__(
         self, model: LoadedModel, scheduler: WatchedScheduler, sources: Sequence[TrafficSource]
     ) -> None:
-        self.requests: dict[str, RequestLife] = {}
-        self.totals = StepTotals()
+        self.requests: dict[str, RequestRecord] = {}
+        self.steps: list[Step] = []
         self._core = model.core
         self._scheduler = scheduler
         self._sources = sources
@@ -173,53 +172,51 @@ class Phase:
     def run_until(self, end_s: float, *, until_idle: bool = False) -> None:
         """Run until the clock reaches `end_s`, or with `until_idle` until all work is done."""
         while self.now_s < end_s:
-            self._take_arrivals()
-            if not self._step() and until_idle and not self._is_due():
+            for source in self._sources:
+                if source.next_due_s <= self.now_s:
+                    for arrival in source.take_due(self.now_s):
+                        self._add(arrival)
+            if not self._step() and until_idle:
                 return
 
     def finish(self) -> None:
         """Abort what is left and run until the core is idle. Raises TimeoutError."""
-        for request_id, life in self.requests.items():
-            if life.finished_at_s is None:
-                self._core.abort_requests([request_id])
+        self._core.abort_requests([
+            request_id
+            for request_id, record in self.requests.items()
+            if record.finished_at_s is None
+        ])
         deadline_s = self.now_s + DRAIN_LIMIT_S
         while self._step():
             if self.now_s > deadline_s:
                 raise TimeoutError(f"the engine is not idle after {DRAIN_LIMIT_S:g} s")
         self._scheduler.on_step = None
 
-    def _is_due(self) -> bool:
-        return any(source.next_due_s <= self.now_s for source in self._sources)
-
-    def _take_arrivals(self) -> None:
-        for source in self._sources:
-            if source.next_due_s <= self.now_s:
-                for arrival in source.take_due(self.now_s):
-                    self._add(arrival)
-
     def _add(self, arrival: Arrival) -> None:
-        prompt = arrival.prompt_token_ids
-        self.requests[arrival.request_id] = RequestLife(
-            arrival.is_online, arrival.arrival_at_s, len(prompt)
+        request = Request(
+            request_id=arrival.request_id,
+            prompt_token_ids=arrival.prompt_token_ids,
+            sampling_params=SamplingParams(
+                max_tokens=arrival.max_output_tokens,
+                temperature=0,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args=None if arrival.hint is None else {HINT_KEY: arrival.hint},
+            ),
+            pooling_params=None,
+            arrival_time=arrival.arrival_at_s,
+            priority=ONLINE_PRIORITY if arrival.is_online else OFFLINE_PRIORITY,
+            block_hasher=self._core.request_block_hasher,
         )
-        extra_args = None if arrival.hint is None else {HINT_KEY: arrival.hint}
-        self._core.add_request(
-            Request(
-                request_id=arrival.request_id,
-                prompt_token_ids=prompt,
-                sampling_params=SamplingParams(
-                    max_tokens=arrival.max_output_tokens,
-                    temperature=0,
-                    ignore_eos=True,
-                    detokenize=False,
-                    extra_args=extra_args,
-                ),
-                pooling_params=None,
-                arrival_time=arrival.arrival_at_s,
-                priority=ONLINE_PRIORITY if arrival.is_online else OFFLINE_PRIORITY,
-                block_hasher=self._core.request_block_hasher,
-            )
+        self.requests[arrival.request_id] = RequestRecord(
+            arrival.request_id,
+            arrival.is_online,
+            arrival.arrival_at_s,
+            len(arrival.prompt_token_ids),
+            token_seed=0,
+            request=None,
         )
+        self._core.add_request(request)
 
     def _step(self) -> bool:
         """One turn of vLLM's loop; False when it has nothing to do."""
@@ -237,22 +234,22 @@ class Phase:
         return True
 
     def _deliver(self, output: EngineCoreOutput) -> None:
-        life = self.requests[output.request_id]
-        life.token_times_s += [self.now_s] * len(output.new_token_ids)
+        record = self.requests[output.request_id]
+        record.token_times_s += [self.now_s] * len(output.new_token_ids)
         if output.finish_reason is not None:
-            life.finished_at_s = self.now_s
-            life.is_done = str(output.finish_reason) != "abort"
+            record.finished_at_s = self.now_s
+            record.finish_reason = str(output.finish_reason)
             for source in self._sources:
                 source.on_finished(output.request_id)
 
     def _on_step(self, output: SchedulerOutput, planning_s: float) -> None:
-        if not output.total_num_scheduled_tokens:
+        num_tokens = output.num_scheduled_tokens
+        if not num_tokens:
             return
+        now_s, requests = self.now_s, self.requests
         for new in output.scheduled_new_reqs:
-            self.requests[new.req_id].admit(self.now_s, new.num_computed_tokens)
-        offline = sum(
-            num_tokens
-            for request_id, num_tokens in output.num_scheduled_tokens.items()
-            if not self.requests[request_id].is_online
-        )
-        self.totals.add(self.now_s, output.total_num_scheduled_tokens, offline, planning_s)
+            record = requests[new.req_id]
+            if record.admitted_at_s is None:
+                record.admitted_at_s, record.num_hit_tokens = now_s, new.num_computed_tokens
+        offline = sum(num for name, num in num_tokens.items() if not requests[name].is_online)
+        self.steps.append(Step(now_s, output.total_num_scheduled_tokens, offline, planning_s))

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
-from benchmarks.data import ARRIVALS, DOCUMENTS
-from benchmarks.replay import Promise
-from benchmarks.scenarios import CallTable, DocumentLengths, Job, JobTable, Order
-
-Settings = Mapping[str, Any]
+from batchrun.config import SloConfig
+from benchmarks.data import DOCUMENTS
+from benchmarks.scenarios import Job, JobTable, Order, read_table, scaled
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +22,8 @@ class Shape:
     """
 
     name: str
-    config: Settings
-    engine: Settings
+    config: dict[str, Any]
+    engine: dict[str, Any]
     num_blocks: int
     block_tokens: int
     budget: int
@@ -37,38 +31,16 @@ class Shape:
     job_copies: int
     token_scale: float = 1.0
     time_scale: float = 1.0
-    promise: Promise = field(default_factory=lambda: Promise(ttft_s=1.0, tpot_s=0.05))
-
-    def write_model(self, folder: Path) -> Path:
-        """A folder with the config alone: weights are random, prompts are token ids."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(dict(self.config)))
-        return folder
-
-    def online(self) -> CallTable:
-        """The Azure conversation trace, scaled."""
-        trace = json.loads(ARRIVALS.read_text())
-        return CallTable(
-            arrivals_s=[at_ms / 1e3 for at_ms in accumulate(trace["gap_ms"])],
-            prompt_tokens=[self._scaled(n) for n in trace["prompt_tokens"]],
-            output_tokens=[self._scaled(n) for n in trace["output_tokens"]],
-            span_s=trace["span_s"],
-            time_scale=self.time_scale,
-        )
+    slo: SloConfig = field(default_factory=SloConfig)
 
     def job(self, order: Order, seed: int) -> Job:
         """Questions about documents of LooGLE's lengths."""
+        scale = self.token_scale
         documents = [
-            DocumentLengths(
-                self._scaled(tokens),
-                [(question, self._scaled(answer)) for question, answer in questions],
-            )
-            for tokens, questions in json.loads(DOCUMENTS.read_text())["loogle"]
+            (scaled(tokens, scale), [(question, scaled(answer, scale)) for question, answer in qas])
+            for tokens, qas in read_table(DOCUMENTS)["loogle"]
         ]
         return JobTable(documents * self.job_copies).draw(seed, order)
-
-    def _scaled(self, num_tokens: int) -> int:
-        return max(2, round(num_tokens * self.token_scale))
 
 
 def _llama(**changes: object) -> dict[str, object]:
@@ -134,6 +106,6 @@ TINY = Shape(
     job_copies=4,
     token_scale=0.04,
     time_scale=0.2,
-    promise=Promise(ttft_s=0.5, tpot_s=0.05),
+    slo=SloConfig(ttft_s=0.5),
 )
 SHAPES = {shape.name: shape for shape in (LLAMA_8B, TINY)}

@@ -11,7 +11,6 @@ from batchrun.errors import MissingObjectError, StorageUnreachableError
 from batchrun.jobs import objects
 from batchrun.jobs.results.file_bytes import (
     FileBytes,
-    FolderBytes,
     ObjectBytes,
     local_file,
     pieces_of,
@@ -36,7 +35,7 @@ def in_bucket(spool: Path, bucket: ObjectStore) -> ObjectBytes:
 @pytest.fixture(params=["folder", "objects"])
 def place(request: pytest.FixtureRequest, spool: Path) -> FileBytes:
     if request.param == "folder":
-        return FolderBytes(spool)
+        return FileBytes(spool)
     remote: ObjectBytes = request.getfixturevalue("in_bucket")
     return remote
 

@@ -51,7 +51,7 @@ def mixed(specs: list[KVCacheSpec], **more: object) -> ColocatedScheduler:
 def test_several_kv_groups_keep_vllms_free_queue_and_everybody_finishes() -> None:
     scheduler = mixed([FULL, SLIDING])
     pool = scheduler.kv_cache_manager.block_pool
-    assert scheduler.state.kv is not None and not scheduler.state.kv.is_active
+    assert scheduler.state.kv is None
     assert type(pool.free_block_queue) is FreeKVCacheBlockQueue
     run(scheduler)
     assert pool.get_num_free_blocks() == 199
@@ -60,7 +60,7 @@ def test_several_kv_groups_keep_vllms_free_queue_and_everybody_finishes() -> Non
 
 def test_chunks_of_a_mamba_model_end_on_block_boundaries_however_small_the_caps() -> None:
     scheduler = mixed([FULL, MAMBA], change=aligned, block_tokens=BLOCK_TOKENS)
-    scheduler.planner.policy = Sparing()
+    scheduler.step_policy = Sparing()
     num_chunks = 0
     while scheduler.has_unfinished_requests():
         output = scheduler.schedule()
@@ -82,10 +82,10 @@ def test_children_of_n_choices_count_their_row_once() -> None:
     for number, child in enumerate(children):
         child.request_id = f"{number}_row"
         scheduler.add_request(child)
-    (key, *_) = uses.blocks
-    assert uses.reuse_count(key) == 1
+    (node,) = set(uses.blocks.values())
+    assert node.reuse_count == 1
     while "0_row" in scheduler.requests:
         answer(scheduler, scheduler.schedule())
-    assert uses.reuse_count(key) == 1
+    assert node.reuse_count == 1
     run(scheduler)
-    assert uses.reuse_count(key) == 0
+    assert not uses.blocks

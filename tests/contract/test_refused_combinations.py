@@ -11,7 +11,7 @@ from scheduler_rig import build
 from vllm.config import ECTransferConfig, KVTransferConfig, SpeculativeConfig, VllmConfig
 
 from batchrun.errors import ConfigError
-from batchrun.vllm_plugin.settings import REFUSALS
+from batchrun.vllm_plugin.settings import refusals
 
 Change = Callable[[VllmConfig], None]
 
@@ -77,7 +77,7 @@ def test_a_combination_is_refused_by_name(change: Change, feature: str) -> None:
 
 def test_every_refusal_has_a_case_and_a_row_in_the_manual() -> None:
     page = (Path(__file__).parents[2] / "docs" / "combinations.md").read_text("utf-8")
-    for refusal in REFUSALS:
+    for refusal in refusals(build().vllm_config):
         assert any(refusal.feature.startswith(feature) for _, feature in CASES), refusal.feature
         for option in refusal.option.split(", "):
             assert f"`{option}`" in page, option

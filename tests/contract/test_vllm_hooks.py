@@ -64,25 +64,25 @@ def test_a_request_that_is_not_exposed_is_not_admitted_and_not_lost() -> None:
         def plan(self, view: EngineView) -> Plan:
             return Plan()
 
-    policy, scheduler.planner.policy = scheduler.planner.policy, Nobody()
+    policy, scheduler.step_policy = scheduler.step_policy, Nobody()
     scheduler.add_request(make_request("row", row=1))
     assert step(scheduler) == step(scheduler) == {}
     assert scheduler.has_requests()
-    scheduler.planner.policy = policy
+    scheduler.step_policy = policy
     assert step(scheduler) == {"row": 40}
 
 
 def test_caps_bind_waiting_and_running_requests_and_a_cap_of_0_skips_only_its_own() -> None:
     scheduler = ours(build())
-    scheduler.planner.policy = Capped(a=20)
+    scheduler.step_policy = Capped(a=20)
     scheduler.add_request(make_request("a", row=1))
     assert step(scheduler) == {"a": 20}
     scheduler.add_request(make_request("b", row=2))
-    scheduler.planner.policy = Capped(a=0, b=25)
+    scheduler.step_policy = Capped(a=0, b=25)
     assert step(scheduler) == {"b": 25}
-    scheduler.planner.policy = Capped(a=5)
+    scheduler.step_policy = Capped(a=5)
     assert step(scheduler) == {"a": 5, "b": 15}
-    scheduler.planner.policy = Capped()
+    scheduler.step_policy = Capped()
     assert step(scheduler) == {"a": 15, "b": 1}
 
 
@@ -102,7 +102,7 @@ def test_the_cap_hook_runs_before_the_encoder_is_scheduled() -> None:
             return [], num_new_tokens, encoder_compute_budget, [], []
 
     scheduler = ours(build(Watched))
-    scheduler.planner.policy = Capped(image=10)
+    scheduler.step_policy = Capped(image=10)
     place = PlaceholderRange(offset=4, length=30)
     feature = MultiModalFeatureSpec(None, "image", "item", place, "hash")
     scheduler.add_request(make_request("image", row=1, features=[feature]))

@@ -16,7 +16,7 @@ from batchrun.errors import EngineError
 from batchrun.estimator.probes import make_round
 from batchrun.estimator.profile import EngineFacts, EngineIdentity, Recording, facts_line, step_line
 from batchrun.simulator import calibrate as online
-from batchrun.simulator.calibrate import NUM_ROUNDS, Prober
+from batchrun.simulator.calibrate import NUM_ROUNDS
 
 FACTS = EngineFacts(
     EngineIdentity(FAKE_MODEL, "0.32.0", "cpu", "float32", 16),
@@ -43,8 +43,11 @@ def probe(settings: ManagedSettings, steps_path: Path) -> tuple[Recording, list[
     async def run() -> Recording:
         client = EngineClient(settings.base_url)
         try:
-            return await Prober(client, FAKE_MODEL, steps_path).run(
-                lambda stage, done, total: told.append((stage, done))
+            return await online.probe(
+                client,
+                FAKE_MODEL,
+                steps_path,
+                lambda stage, done, total: told.append((stage, done)),
             )
         finally:
             await client.close()

@@ -19,9 +19,8 @@ from combination_models import LORA_RANK, build_hybrid, build_lora
 from engine_builders import real_settings, start_and_let_go, stop
 from engine_calls import DOCUMENT, NONCE, NUM_ROWS, ROW_TOKENS, EngineCalls
 
-from batchrun.engine.command import ManagedSettings, build_argv
+from batchrun.engine.command import ManagedSettings, build_argv, find_vllm
 from batchrun.engine.engine import ManagedEngine
-from batchrun.engine.install import find_vllm
 from batchrun.errors import EngineError
 from batchrun.hints import HINT_NONCE_VARIABLE
 from batchrun.vllm_waiting import NAPPING, WAIT_VARIABLE

@@ -12,10 +12,10 @@ from job_faults import JOB_FAULTS
 from store_faults import STORE_FAULTS
 
 from batchrun.failpoints import NAMES
-from benchmarks.crash_kills import KillEpisode, KillRun, plan_targets
+from benchmarks.crash import KillEpisode, plan_targets
 
 FAULTS = (*STORE_FAULTS, *ENGINE_FAULTS, *JOB_FAULTS)
-NUM_KILLS = 42
+NUM_KILLS = 24
 SEED = 20
 TRIED_FAULTS = (
     "disk full (store)",
@@ -35,28 +35,31 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def kill_run(tmp_path_factory: pytest.TempPathFactory) -> KillRun:
+def kill_run(tmp_path_factory: pytest.TempPathFactory) -> KillEpisode:
     """Random kills of one deployment whose jobs come and go."""
     rng = random.Random(SEED)
-    return KillEpisode(tmp_path_factory.mktemp("k"), rng).run(plan_targets(rng, NUM_KILLS))
+    targets = plan_targets(rng, NUM_KILLS)
+    episode = KillEpisode(tmp_path_factory.mktemp("k"), rng, targets)
+    episode.run()
+    return episode
 
 
 @pytest.mark.timeout(900)
-def test_random_kills_lose_double_and_repeat_nothing(kill_run: KillRun) -> None:
-    assert kill_run.problems == ()
+def test_random_kills_lose_double_and_repeat_nothing(kill_run: KillEpisode) -> None:
+    assert kill_run.problems == []
     assert len(kill_run.kills) == NUM_KILLS
 
 
-def test_kills_hit_rows_in_flight_and_open_transactions(kill_run: KillRun) -> None:
-    num_in_flight = sum(reach.num_in_flight > 0 for reach in kill_run.reaches)
+def test_kills_hit_rows_in_flight_and_open_transactions(kill_run: KillEpisode) -> None:
+    num_in_flight = sum(kill.num_in_flight > 0 for kill in kill_run.kills)
     num_inside = sum(kill.is_inside for kill in kill_run.kills)
 
     assert num_in_flight >= 0.8 * NUM_KILLS
     assert num_inside >= 0.3 * NUM_KILLS
 
 
-def test_every_failpoint_is_reached(kill_run: KillRun) -> None:
-    assert set(kill_run.passes) == set(NAMES)
+def test_every_failpoint_is_reached(kill_run: KillEpisode) -> None:
+    assert set(kill_run.points.num_passes) == set(NAMES)
 
 
 @pytest.mark.timeout(600)

@@ -1,4 +1,4 @@
-"""Aborting a job's rows at any moment gives every one of them back."""
+"""A daemon in this process: a job is taken up once, and aborting its rows gives each one back."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,8 +17,10 @@ from batchrun.engine.engine import AttachedEngine
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.submit import prepare_job
 from batchrun.pool.row_queue import Window
-from batchrun.store.database import open_store
+from batchrun.store import jobs
+from batchrun.store.database import Store, open_store
 from batchrun.store.jobs import JobRecord
+from batchrun.types import JobState
 
 JOB = """\
 name: sample
@@ -30,25 +31,30 @@ output: {path: out.parquet}
 
 
 @asynccontextmanager
-async def running_daemon(
-    folder: Path, engine_url: str, **slot_options: Any
-) -> AsyncIterator[Daemon]:
-    """A daemon in this process, on a store of its own, attached to an engine."""
+async def slot_of(folder: Path, engine_url: str) -> AsyncIterator[tuple[Store, Slot]]:
+    """A store of its own, and a slot attached to an engine."""
     store = open_store(folder / "store.db")
     engine = AttachedEngine(AttachedSettings(name="fake", url=engine_url))
     await engine.start()
-    links = folder / "inputs"
-    links.mkdir()
-    slot = Slot(engine, uses_priority=False, window=Window(32, 400_000), **slot_options)
-    daemon = Daemon(store, [slot], links)
-    running = asyncio.create_task(daemon.run())
+    (folder / "inputs").mkdir()
     try:
-        yield daemon
+        yield store, Slot(engine, uses_priority=False, window=Window(32, 400_000))
     finally:
-        running.cancel()
-        await asyncio.wait([running])
         await engine.stop()
         store.close()
+
+
+@asynccontextmanager
+async def running_daemon(folder: Path, engine_url: str) -> AsyncIterator[Daemon]:
+    """A daemon in this process."""
+    async with slot_of(folder, engine_url) as (store, slot):
+        daemon = Daemon(store, [slot], folder / "inputs")
+        running = asyncio.create_task(daemon.run())
+        try:
+            yield daemon
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
 
 
 async def submit_rows(daemon: Daemon, folder: Path, num_rows: int) -> JobRecord:
@@ -66,8 +72,9 @@ async def test_rows_aborted_before_their_first_step_run_again(
 ) -> None:
     async with running_daemon(tmp_path, shared_fake_engine.base_url) as daemon:
         record = await submit_rows(daemon, tmp_path, 16)
-        while not (record.seq in daemon.active and daemon.active[record.seq].tasks):
-            await asyncio.sleep(0)
+        async with asyncio.timeout(60):
+            while not (record.seq in daemon.active and daemon.active[record.seq].tasks):
+                await asyncio.sleep(0)
         job = daemon.active[record.seq]
 
         await daemon.dispatcher.abort(job)
@@ -76,3 +83,24 @@ async def test_rows_aborted_before_their_first_step_run_again(
         async with asyncio.timeout(60):
             while not job.queue.is_finished:
                 await asyncio.sleep(0.01)
+
+
+async def test_a_job_submitted_before_the_daemon_runs_is_taken_up_once(
+    tmp_path: Path, shared_fake_engine: ManagedSettings
+) -> None:
+    async with slot_of(tmp_path, shared_fake_engine.base_url) as (store, slot):
+        daemon = Daemon(store, [slot], tmp_path / "inputs")
+        writing = asyncio.create_task(daemon.writer.run())
+        record = await submit_rows(daemon, tmp_path, 16)
+        async with asyncio.timeout(60):
+            while record.seq not in daemon.active:
+                await asyncio.sleep(0.01)
+        writing.cancel()
+
+        running = asyncio.create_task(daemon.run())
+        async with asyncio.timeout(60):
+            while jobs.get(store, record.id).state is not JobState.COMPLETED:
+                assert jobs.get(store, record.id).state is not JobState.PAUSED
+                await asyncio.sleep(0.05)
+        running.cancel()
+        await asyncio.wait([running])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import pytest
 from deployment_rig import DeploymentRig
 
-from benchmarks.ports import free_port
+from benchmarks.deployment import free_port
 
 GUILTY = 30
 NUM_ROWS = 60

@@ -207,7 +207,7 @@ async def test_rows_in_an_engine_that_obeys_stay_there_for_a_while(
     monkeypatch: pytest.MonkeyPatch,
     sit_out_s: float,
 ) -> None:
-    monkeypatch.setattr("batchrun.daemon.upkeep.SIT_OUT_S", sit_out_s)
+    monkeypatch.setattr("batchrun.daemon.daemon.SIT_OUT_S", sit_out_s)
     served = await fake_engine("--latency-s=4")
     link = EngineLink(path, "fake")
     slot_options = {"hint_nonce": NONCE, "link": link}
@@ -219,7 +219,7 @@ async def test_rows_in_an_engine_that_obeys_stay_there_for_a_while(
         job = daemon.active[record.seq]
         await until(lambda: job.queue.num_in_flight == 8)
 
-        await daemon.switch.set(on=False)
+        await daemon.switch_offline(on=False)
         assert engine.control.in_force.is_offline_on is False
         assert job.queue.num_in_flight == 8
         if sit_out_s < 1:

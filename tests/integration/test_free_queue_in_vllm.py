@@ -9,13 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from cache_builders import row_hint
 
 from batchrun.cache.eviction import ECHO_RC, EVICTIONS, NEXT_USE, EvictionOrder
-from batchrun.cache.free_queue import TieredFreeQueue
+from batchrun.cache.free_queue import BlockTiers, OnlinePrefixes, TieredFreeQueue
 from batchrun.cache.reuse import ReuseIndex
-from batchrun.cache.tiers import BlockTiers, OnlinePrefixes
 from batchrun.hints import NodeHint, RowHint
-from benchmarks.part_costs import row_hint
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 with warnings.catch_warnings():

@@ -20,7 +20,7 @@ from gateway_rig import (
     write_upstreams,
 )
 
-from benchmarks.ports import free_port
+from benchmarks.deployment import free_port
 
 HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 

@@ -15,7 +15,7 @@ FIGURES = ("offline_tokens_per_s", "ttft_p50_s", "tpot_p50_s", "slo_ttft", "slo_
 
 
 @pytest.mark.engine
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_policy_runs_on_one_loaded_model(tmp_path: Path) -> None:
     path = tmp_path / "gpu.jsonl"
     done = subprocess.run(

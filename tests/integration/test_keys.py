@@ -23,7 +23,7 @@ from batch_rig import (
 from deployment_rig import DeploymentRig
 from raw_http import RawHttp, Reply
 
-from benchmarks.ports import free_port
+from benchmarks.deployment import free_port
 
 PER_MINUTE = 5
 

@@ -18,7 +18,7 @@ from deployment_rig import JOB_FILE, DeploymentRig
 from engine_builders import REAL_ARGS
 from kill_rig import Outage, answers, check_account, kill, wait_for_rows, wait_until
 
-from benchmarks.ports import free_port
+from benchmarks.deployment import free_port
 
 NUM_ROWS = 600
 JOB = JOB_FILE.replace("max_tokens: 8", "max_tokens: 128, ignore_eos: true")

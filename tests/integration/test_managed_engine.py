@@ -28,7 +28,7 @@ from batchrun.engine.process import ProcessRecord, find_family, is_alive, read_r
 from batchrun.errors import EngineError
 from batchrun.files import write_atomically
 from batchrun.types import EnginePhase, OutcomeKind
-from benchmarks.ports import free_port
+from benchmarks.deployment import free_port
 
 
 @asynccontextmanager

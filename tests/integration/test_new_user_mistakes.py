@@ -13,7 +13,7 @@ import pytest
 from cli_call import Cli, cli_in, line_of
 from deployment_rig import JOB_FILE
 
-from benchmarks.ports import free_port
+from benchmarks.deployment import free_port
 
 
 @pytest.fixture

@@ -23,8 +23,7 @@ from engine_builders import CHAT, REAL_MODEL, real_settings, start_and_let_go, s
 from batchrun.errors import EngineError
 from batchrun.jobs.inputs.input_data import open_input
 from batchrun.jobs.job_file import load_job_file
-from batchrun.jobs.prompts.chat_template import ChatTemplate
-from batchrun.jobs.prompts.prompt_text import prefix_text
+from batchrun.jobs.prompts.prompt_text import ChatTemplate, prefix_text
 from batchrun.jobs.prompts.template import RequestTemplate
 from batchrun.jobs.prompts.tokens import (
     TokenCounter,

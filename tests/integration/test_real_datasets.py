@@ -14,15 +14,15 @@ from direct_study import direct_figures
 from tokenizers import Tokenizer
 
 from batchrun.engine.tiny_model import build_tiny_model
-from batchrun.jobs.figures import Inspected
 from batchrun.jobs.inputs.input_data import check_ids, open_input
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.prompts.template import RequestTemplate
 from batchrun.jobs.prompts.tokens import read_prompts
 from batchrun.jobs.study import KvSize, estimate_outputs, study_job
+from batchrun.samples.dataset import DatasetName
 from batchrun.samples.importers import import_dataset
 from batchrun.simulator.traces.reading import Drawing, read_rates, read_trace
-from batchrun.simulator.traces.summary import summarize_trace
+from batchrun.simulator.traces.trace import summarize_trace
 
 CHECKOUT = Path(__file__).parents[2]
 REAL_DATA = CHECKOUT.parent / "shared" / "datasets"
@@ -33,7 +33,7 @@ pytestmark = [
 ]
 
 
-def imported(name: str, tmp_path: Path) -> list[dict[str, str]]:
+def imported(name: DatasetName, tmp_path: Path) -> list[dict[str, str]]:
     written = import_dataset(name, REAL_DATA / name, tmp_path / f"{name}.parquet")
     rows: list[dict[str, str]] = pq.read_table(written.path).to_pylist()
     assert len(rows) == written.num_rows
@@ -73,7 +73,9 @@ STUDIED = (
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["loogle", "toolbench", "nextqa"])
-def test_inspect_tells_every_mean_to_3_percent_of_a_direct_count(name: str, tmp_path: Path) -> None:
+def test_inspect_tells_every_mean_to_3_percent_of_a_direct_count(
+    name: DatasetName, tmp_path: Path
+) -> None:
     more: dict[str, Any] = {"video_tokens": 512} if name == "nextqa" else {}
     path = import_dataset(name, REAL_DATA / name, tmp_path / f"{name}.parquet", **more).path
     build_tiny_model(tmp_path / "tiny")
@@ -84,9 +86,9 @@ def test_inspect_tells_every_mean_to_3_percent_of_a_direct_count(name: str, tmp_
     with open_input(spec.input.model_copy(update={"path": (str(path),)})) as data:
         template = RequestTemplate(spec, data.columns, model=spec.model)
         job = study_job(spec, data, template, prompts)
-        outputs = estimate_outputs(spec, data, None, job.counted.bytes_per_token)
+        outputs = estimate_outputs(spec, data, job.counted.bytes_per_token)
         kv = KvSize(None, "unknown", 16, "vLLM's default")
-        told = Inspected(spec, job, outputs, kv).figures()
+        told = job.figures(outputs, kv)
         texts = [
             prompts.text(template.render(row, row_number=first + offset)).decode()
             for first, rows in data.iter_rows(template.columns_used)
@@ -101,7 +103,7 @@ def test_inspect_tells_every_mean_to_3_percent_of_a_direct_count(name: str, tmp_
 
 
 @pytest.mark.parametrize("name", ["loogle", "toolbench", "nextqa"])
-def test_the_shipped_job_renders_every_real_row(name: str, tmp_path: Path) -> None:
+def test_the_shipped_job_renders_every_real_row(name: DatasetName, tmp_path: Path) -> None:
     path = import_dataset(name, REAL_DATA / name, tmp_path / f"{name}.parquet").path
     spec = load_job_file(CHECKOUT / "jobs" / f"{name}.yaml", cwd=tmp_path)
     data = open_input(spec.input.model_copy(update={"path": (str(path),)}))

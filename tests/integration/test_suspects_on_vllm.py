@@ -30,7 +30,7 @@ output: {path: out.parquet}
 """
 ARGS = ("--kv-cache-memory-bytes=268435456", "--max-model-len=8192", f"--max-num-seqs={NUM_SEQS}")
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 
 @pytest.mark.timeout(600)

@@ -36,7 +36,7 @@ class Submitted:
 
     texts: list[str]
     weight: float
-    due_at: float | None
+    deadline_at: float | None
     active: ActiveJob | None
     done: frozenset[int] = frozenset()
 
@@ -62,9 +62,9 @@ class AssignMachine(RuleBasedStateMachine):
 
     @rule(texts=trees, weight=st.sampled_from([0.5, 1.0, 4.0]), left_s=st.sampled_from([None, 9.0]))
     def submit(self, texts: list[str], weight: float, left_s: float | None) -> None:
-        due_at = None if left_s is None else self.now_s + left_s
+        deadline_at = None if left_s is None else self.now_s + left_s
         name = f"job-{len(self.jobs)}"
-        self.jobs[name] = Submitted(texts, weight, due_at, None)
+        self.jobs[name] = Submitted(texts, weight, deadline_at, None)
         self.take_up(name)
 
     @rule(pick=st.integers(0, 9))
@@ -74,7 +74,7 @@ class AssignMachine(RuleBasedStateMachine):
         told = self.jobs.get(name)
         if told is not None and told.active is None:
             told.active = make_tree_job(name, told.texts, told.weight, told.done)
-            self.assigner.join(told.active, due_at=told.due_at)
+            self.assigner.join(told.active, deadline_at=told.deadline_at)
 
     @rule(pick=st.integers(0, 9))
     def pause(self, pick: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from cache_builders import SmallCache, chain_of
+from cache_builders import Block, SmallCache, chain_of, row_hint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -20,7 +20,6 @@ from batchrun.cache.eviction import EVICTIONS
 from batchrun.cache.free_queue import TieredFreeQueue
 from batchrun.cache.reuse import LEASE_S
 from batchrun.hints import NodeHint, RowHint
-from benchmarks.part_costs import Block, row_hint
 
 NUM_BLOCKS = 9
 NUM_TIERS = 4
@@ -245,11 +244,12 @@ def test_counts_and_ranks_are_those_of_the_rows_without_a_result(
     }
     for key in forks:
         rows = [i for i in left if sent[i].startswith(key.decode())]
-        assert cache.reuse.reuse_count(key) == len(rows)
-        assert cache.reuse.next_rank(key) == (min(rows) if rows else None)
+        node = cache.reuse.blocks.get(key)
+        assert (node.reuse_count if node else 0) == len(rows)
+        assert (node.next_rank if node else None) == (min(rows) if rows else None)
     for i in range(num_sent):
         if i not in ended:
-            assert all(cache.reuse.reuse_count(key) >= 1 for key in chain_of(sent[i]))
+            assert all(cache.reuse.blocks[key].reuse_count for key in chain_of(sent[i]))
 
 
 def _under(texts: list[str], key: bytes) -> list[str]:

@@ -32,10 +32,10 @@ class TurnsMachine(RuleBasedStateMachine):
         self.num_rows = 0
         self.now_s = 0.0
 
-    @rule(job_id=job_ids, weight=weights, due_at=due_ats)
-    def join(self, job_id: str, weight: float, due_at: float | None) -> None:
+    @rule(job_id=job_ids, weight=weights, deadline_at=due_ats)
+    def join(self, job_id: str, weight: float, deadline_at: float | None) -> None:
         if job_id not in self.computed:
-            self.turns.join(job_id, weight, 10_000, due_at=due_at)
+            self.turns.join(job_id, weight, 10_000, deadline_at=deadline_at)
             self.computed[job_id] = 0
 
     @precondition(lambda self: self.computed)
@@ -89,8 +89,12 @@ class TurnsMachine(RuleBasedStateMachine):
     @invariant()
     def accounts_balance(self) -> None:
         self.turns.check()
-        assert self.turns.num_in_flight == len(self.in_flight)
-        assert self.turns.computed_tokens() == self.computed
+        assert self.turns._shares.num_in_flight == len(self.in_flight)
+        accounts = self.turns._shares.accounts
+        assert self.computed == {
+            job: account.num_fair_tokens + account.num_urgent_tokens
+            for job, account in accounts.items()
+        }
 
 
 TestTurns = TurnsMachine.TestCase
@@ -107,8 +111,8 @@ def test_no_job_starves_while_it_has_rows(
 ) -> None:
     turns = JobTurns(QUANTUM_TOKENS)
     waits = dict.fromkeys(JOB_IDS[: len(jobs)], 0)
-    for job_id, (weight, due_at) in zip(waits, jobs, strict=True):
-        turns.join(job_id, weight, 200_000, due_at=due_at)
+    for job_id, (weight, deadline_at) in zip(waits, jobs, strict=True):
+        turns.join(job_id, weight, 200_000, deadline_at=deadline_at)
     for row in range(1500):
         tokens, ends_subtree = rows[row % len(rows)]
         turn = turns.choose(waits.keys(), row * 0.1)

@@ -120,7 +120,9 @@ def test_offline_work_gives_way_where_that_helps_and_only_there(engine: Engine, 
     if left_out:
         assert not any(map(is_offline, plan.admit))
     if plan.preempt and not plan.admit:
-        least = min((blocks_for(r.num_tokens + 1) for r in view.online_waiting), default=math.inf)
+        waiting = view.online_waiting
+        needs = [view.free_blocks_for(r.num_tokens + 1, view.look_up(r)) for r in waiting]
+        least = min(needs, default=math.inf)
         growth = sum(
             blocks_for(r.num_computed_tokens + engine.granted_tokens(plan, r))
             - blocks_for(r.num_computed_tokens)

@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 from xxhash import xxh3_64_intdigest
 
 from batchrun.pool.prefix_keys import CHUNK_BYTES, ChainBuilder, ChainTable
-from batchrun.pool.radix_tree import find_prefix_nodes, order_by_prefix
+from batchrun.pool.radix_tree import build_radix_tree, order_by_prefix
 from batchrun.pool.row_queue import RowQueue
 
 words = st.lists(st.sampled_from("abc"), max_size=5).map("".join)
@@ -97,7 +97,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.table = table_of(texts)
         self.order = order_by_prefix(self.table)
         done = range(min(num_done, len(texts)))
-        nodes = find_prefix_nodes(self.order.shared_chunks)
+        nodes = build_radix_tree(self.order.shared_chunks)
         self.queue = RowQueue(self.order.rows, nodes, done)
         self.pending = {row: 0.0 for row in range(len(texts)) if row not in done}
         self.in_flight: set[int] = set()

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrun.pool.radix_tree import NO_NODE, find_prefix_nodes
+from batchrun.pool.radix_tree import NO_NODE, build_radix_tree
 
 words = st.lists(st.lists(st.sampled_from("ab"), max_size=5).map("".join), max_size=30)
 
@@ -25,7 +25,7 @@ def shared_with_previous(ordered: list[str]) -> list[int]:
 @given(words)
 def test_nodes_are_the_branching_prefixes_with_all_their_rows(texts: list[str]) -> None:
     ordered = sorted(texts)
-    nodes = find_prefix_nodes(np.array(shared_with_previous(ordered), dtype=np.int64))
+    nodes = build_radix_tree(np.array(shared_with_previous(ordered), dtype=np.int64))
 
     found = {
         (int(start), int(end), int(depth))
@@ -45,7 +45,7 @@ def test_nodes_are_the_branching_prefixes_with_all_their_rows(texts: list[str]) 
 @given(words)
 def test_a_path_leads_from_the_widest_to_the_deepest_node(texts: list[str]) -> None:
     ordered = sorted(texts)
-    nodes = find_prefix_nodes(np.array(shared_with_previous(ordered), dtype=np.int64))
+    nodes = build_radix_tree(np.array(shared_with_previous(ordered), dtype=np.int64))
 
     for position in range(len(ordered)):
         path = nodes.path(position)

@@ -15,15 +15,14 @@ from hypothesis import strategies as st
 
 from batchrun.simulator.traces.rates import RateSeries, draw_trace
 from batchrun.simulator.traces.reading import load_parquet, read_trace, save_trace
-from batchrun.simulator.traces.summary import prefix_hit_rate
 from batchrun.simulator.traces.trace import (
     PrefixBlocks,
     Trace,
     find_peak,
+    prefix_hit_rate,
     scale_rate,
     scale_time,
     stratified_windows,
-    superpose,
 )
 
 BLOCK_TOKENS = 512
@@ -157,14 +156,6 @@ def test_rate_scaling_is_right_in_expectation(factor: float, seed: int) -> None:
     rest = factor % 1
     sigma = math.sqrt(num * rest * (1 - rest))
     assert abs(len(scaled) - factor * num) < 6 * sigma + 1
-
-
-@given(st.lists(traces, min_size=1, max_size=4))
-def test_superposed_are_all_calls_of_all(parts: list[Trace]) -> None:
-    both = superpose(parts)
-    times_s = np.concatenate([part.arrival_s for part in parts])
-    assert both.arrival_s.tolist() == np.sort(times_s).tolist()
-    assert both.duration_s == max(part.duration_s for part in parts)
 
 
 @given(traces)

@@ -10,9 +10,8 @@ import pytest
 
 from batchrun.simulator.offline_jobs import JobShape
 from batchrun.simulator.virtual.setup import EngineShape, StepItem
-from benchmarks.ablation_bars import judge, means_of
-from benchmarks.ablation_configs import Config, cell_name, configs
-from benchmarks.ablation_runs import Trial, measure, measure_watched
+from benchmarks.ablation import Trial, measure, measure_watched
+from benchmarks.ablation_configs import Config, cell_name, configs, judge, means_of
 from benchmarks.scenarios import SCENARIOS, Scenario, a100_8b, draw_calls
 from benchmarks.warm_up import SEED_OFFSET, observe
 
@@ -41,7 +40,7 @@ def config_of(name: str) -> Config:
 
 def figures(scenario: Scenario, name: str) -> dict[str, Any]:
     trial = Trial(scenario, "a100", config_of(name), 0, 4300, FIVE_MINUTES_S)
-    record: dict[str, Any] = measure(trial)
+    record = dict(measure(trial))
     del record["plan_ms"]
     return record
 
@@ -93,7 +92,7 @@ def test_a_warm_up_never_shows_the_calls_of_a_run(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_warm_up_from_a_table_never_shows_the_calls_of_its_run(seed: int) -> None:
-    scenario = SCENARIOS["loogle-azure"][0]()
+    scenario = SCENARIOS["loogle-azure"]
 
     def lengths(seed: int, duration_s: float) -> str:
         calls = draw_calls(replace(scenario, duration_s=duration_s), seed)
@@ -107,7 +106,7 @@ def test_a_warm_up_from_a_table_never_shows_the_calls_of_its_run(seed: int) -> N
 
 
 def test_watching_a_run_changes_nothing_and_accounts_for_every_block() -> None:
-    scenario = replace(SCENARIOS["echo-hit-rate"][0](), duration_s=15.0)
+    scenario = replace(SCENARIOS["echo-hit-rate"], duration_s=15.0)
     trial = Trial(scenario, "a100", config_of("bs"), 0, 4300)
     alone = measure(trial)
     watched, series = measure_watched(trial)
@@ -115,14 +114,14 @@ def test_watching_a_run_changes_nothing_and_accounts_for_every_block() -> None:
     classes = [columns[f"{who}_{state}_blocks"] for who, state in CLASSES]
 
     assert {**watched, "plan_ms": 0} == {**alone, "plan_ms": 0}
-    assert [int(at_s) for at_s in series["at_s"]] == list(range(16))  # type: ignore[attr-defined]
+    assert [int(at_s) for at_s in series["at_s"]] == list(range(16))
     assert all(
         0 <= sum(held) <= columns["total_blocks"] == 4299
         for held in zip(*classes, strict=True)
         if None not in held
     )
     assert all(max(held for held in blocks if held is not None) > 0 for blocks in classes)
-    assert watched["ttft_p50_s"] == pytest.approx(series["ttft_percentiles_s"][50])  # type: ignore[index]
+    assert watched["ttft_p50_s"] == pytest.approx(series["ttft_percentiles_s"][50])
 
 
 @pytest.mark.parametrize("scenario_name", SCENARIOS)

@@ -1,4 +1,4 @@
-"""The figures drawn from results, and the pairing behind the planning cost."""
+"""The figures drawn from results, and the cost of planning."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from pathlib import Path
 import pytest
 
 from batchrun.simulator.offline_jobs import JobShape
-from batchrun.simulator.virtual.setup import A100Law, EngineShape
-from benchmarks.ablation import series_path
+from batchrun.simulator.virtual.setup import EngineShape
+from benchmarks.ablation import Trial, measure_watched, series_path
 from benchmarks.ablation_configs import LADDER, configs
-from benchmarks.ablation_runs import Trial, measure_watched
-from benchmarks.planning_cost import PairedEngine
-from benchmarks.plots import FIGURES, Results, ResultsMissingError, save, windowed_hit_ratio
+from benchmarks.planning_cost import measure
+from benchmarks.plots import FIGURES, ResultsMissingError, save, windowed_hit_ratio
 from benchmarks.records import write_records
-from benchmarks.row_feeds import RowSource, callers, planned_order
-from benchmarks.scenarios import Order, a100_8b, draw_calls, draw_job
+from benchmarks.scenarios import a100_8b
 
 DRAWN_SCENARIOS = (
     "echo-sharegpt",
@@ -33,7 +31,7 @@ POOL_RECORDS = [
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Files as the ablation writes them, all from one short run of a small job."""
     folder = tmp_path_factory.mktemp("results")
     scenario = replace(a100_8b(), duration_s=12.0, job=JobShape(30, (300, 900), (2, 6)))
@@ -49,12 +47,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
             file, [{**each, "scenario": name} for name in DRAWN_SCENARIOS for each in drawn]
         )
     write_records(folder / "pool.jsonl", POOL_RECORDS)
-    return Results(folder)
+    return folder
 
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_every_figure_is_drawn_small_and_repeatable(
-    name: str, results: Results, tmp_path: Path
+    name: str, results: Path, tmp_path: Path
 ) -> None:
     for path in (tmp_path / "one.svg", tmp_path / "two.svg"):
         save(FIGURES[name], results, path)
@@ -65,9 +63,9 @@ def test_every_figure_is_drawn_small_and_repeatable(
     assert 5_000 < len(drawn) < 100_000
 
 
-def test_missing_results_name_the_command_that_makes_them(tmp_path: Path) -> None:
-    with pytest.raises(ResultsMissingError, match=r"--scenario echo-sharegpt --json"):
-        FIGURES["06-ladder"](Results(tmp_path))
+def test_missing_results_are_named_with_the_command_that_makes_them(tmp_path: Path) -> None:
+    with pytest.raises(ResultsMissingError, match=r"'echo-sharegpt'.*benchmarks\.ablation --json"):
+        FIGURES["06-ladder"](tmp_path)
 
 
 def test_the_hit_ratio_is_that_of_each_window() -> None:
@@ -79,15 +77,12 @@ def test_the_hit_ratio_is_that_of_each_window() -> None:
     assert windowed_hit_ratio(series) == ([10.0, 20.0], [0.0, 0.5])
 
 
-def test_vllm_schedules_the_same_steps_when_it_is_told_our_plan() -> None:
+def test_planning_is_what_our_schedule_takes_beside_vllms() -> None:
     scenario = replace(a100_8b(), duration_s=8.0, job=JobShape(40, (500, 2_000), (3, 8)))
-    job = planned_order(draw_job(scenario.job, 0, Order.SHUFFLED))
-    calls = callers(draw_calls(scenario, 0), 0)
     shape = EngineShape(num_blocks=20_000, max_num_seqs=48, additional_config={"batchrun": {}})
-    engine = PairedEngine(shape, A100Law(), [calls, RowSource(job, 120)])
-    engine.run_until(scenario.duration_s)
-    pairs = engine.ours.take_pairs()
+    record = measure(scenario, 120, shape, 100)
 
-    assert len(pairs) == engine.totals.num_steps > 100
-    assert max(pair.num_running for pair in pairs) == 48
-    assert all(pair.ours.wall_s > 0 and pair.stock.wall_s > 0 for pair in pairs)
+    assert record["steps"] == 100
+    assert 1 < record["running"] <= 48 < record["candidates"]
+    assert 0 < record["stock_ms"] < record["ours_ms"]
+    assert record["planning_cpu_ms"] > 0

@@ -71,8 +71,8 @@ def test_plans_keep_budget_and_slots_and_everybody_finishes(policy: str) -> None
     shape: dict[str, Any] = {"num_blocks": 260, "token_budget": 256, "max_num_seqs": 12}
     engine = engine_of(ColocatedScheduler, sources, policy=policy, **shape)
     scheduler = ours(engine)
-    assert scheduler.planner.policy is not None
-    auditor = scheduler.planner.policy = Auditor(scheduler.planner.policy)
+    assert scheduler.step_policy is not None
+    auditor = scheduler.step_policy = Auditor(scheduler.step_policy)
     engine.run_until(math.inf)
 
     assert scheduler.state.num_policy_errors == 0
@@ -110,10 +110,8 @@ def test_a_policy_that_raises_leaves_online_work_running(*, is_broken: bool) -> 
     sources: list[TrafficSource] = [online_source(10.0, 4), RowSource(job)]
     engine = engine_of(ColocatedScheduler, sources, num_blocks=400)
     scheduler = ours(engine)
-    assert scheduler.planner.policy is not None
-    failing = scheduler.planner.policy = FailingPolicy(
-        scheduler.planner.policy, is_broken=is_broken
-    )
+    assert scheduler.step_policy is not None
+    failing = scheduler.step_policy = FailingPolicy(scheduler.step_policy, is_broken=is_broken)
     engine.run_until(40.0)
 
     online = [record for record in engine.records.values() if record.is_online]

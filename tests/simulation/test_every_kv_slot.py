@@ -157,10 +157,10 @@ class Trial:
         self.engine.before_update = self._maybe_abort
         self.scheduler.use_clock(lambda: self.engine.now_s)
         self.is_erratic = (
-            seed // len(POLICY_NAMES) % 2 == 1 and self.scheduler.planner.policy is not None
+            seed // len(POLICY_NAMES) % 2 == 1 and self.scheduler.step_policy is not None
         )
-        if self.scheduler.planner.policy is not None and self.is_erratic:
-            self.scheduler.planner.policy = ErraticPolicy(self.scheduler.planner.policy, self.rng)
+        if self.scheduler.step_policy is not None and self.is_erratic:
+            self.scheduler.step_policy = ErraticPolicy(self.scheduler.step_policy, self.rng)
         self.calls = {call.name: call for call in Chaos(self.rng).calls}
         self.to_come = list(self.calls.values())
 

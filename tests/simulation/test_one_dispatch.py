@@ -46,15 +46,15 @@ class Comes:
     rows_per_document: int
     weight: float = 1.0
     submit_s: float = 0.0
-    due_at: float | None = None
+    deadline_at: float | None = None
 
 
 JOBS = [
     Comes("abcdefghijklmnop", 120),
     Comes("ponmlkqrstu", 160, weight=3.0, submit_s=300.0),
-    Comes("vwx", 120, submit_s=900.0, due_at=1_020.0),
+    Comes("vwx", 120, submit_s=900.0, deadline_at=1_020.0),
     Comes("abcdefgh", 220, weight=0.5, submit_s=1_500.0),
-    Comes("yzab", 90, submit_s=2_400.0, due_at=3_500.0),
+    Comes("yzab", 90, submit_s=2_400.0, deadline_at=3_500.0),
 ]
 
 
@@ -102,7 +102,7 @@ class DaemonSide:
     def handed_out(self, now_s: float) -> Iterator[Row]:
         while self.to_come and self.to_come[0][1].submit_s <= now_s:
             active, job = self.to_come.pop(0)
-            self.assigner.join(active, due_at=job.due_at)
+            self.assigner.join(active, deadline_at=job.deadline_at)
         while rows := self.assigner.assign(now_s)[0]:
             yield from rows
 
@@ -153,7 +153,7 @@ class SimulatorSide:
 def offline_job(job: Comes) -> OfflineJob:
     """The same rows for the simulator."""
     active = make_tree_job("", texts(job), job.weight)
-    terms = JobTerms(submit_s=job.submit_s, deadline_s=job.due_at or float("inf"))
+    terms = JobTerms(submit_s=job.submit_s, deadline_s=job.deadline_at or float("inf"))
     return job_of_plan(active.spec, active.plan, terms)
 
 
@@ -203,7 +203,8 @@ class Hour:
         if now_s == 600.0:
             self.die(1, now_s)
         if now_s in {1_200.0, 1_260.0}:
-            accuse_rows(self.slots[2].in_flight, frozenset())
+            trials = {key: row.trials for key, row in self.slots[2].in_flight.items()}
+            accuse_rows(trials, frozenset())
             self.die(2, now_s)
         for index, up_s in ((1, 690.0), (2, 1_240.0), (2, 1_330.0)):
             if now_s == up_s:

@@ -20,9 +20,8 @@ from batchrun.simulator.planner.capacity import (
     plan_capacity,
     record_of,
 )
-from batchrun.simulator.planner.fleet import Fleet, alone, context_tokens, size_fleet
-from batchrun.simulator.planner.kinds import EngineKind, parse_kind
-from batchrun.simulator.planner.peak import SloTarget, peak_load
+from batchrun.simulator.planner.fleet import Fleet, alone, context_tokens, peak_load, size_fleet
+from batchrun.simulator.planner.kinds import EngineKind, SloTarget, parse_kind
 from batchrun.simulator.traces.reading import save_trace
 from batchrun.simulator.traces.trace import PrefixBlocks, Trace
 from batchrun.simulator.virtual.setup import A100Law, EngineShape

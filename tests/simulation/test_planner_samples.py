@@ -18,8 +18,7 @@ from batchrun.simulator.planner.colocation import (
     served_tokens,
 )
 from batchrun.simulator.planner.fleet import Fleet
-from batchrun.simulator.planner.kinds import parse_kind
-from batchrun.simulator.planner.peak import SloTarget
+from batchrun.simulator.planner.kinds import SloTarget, parse_kind
 from batchrun.simulator.simulation import SimulationPlan, simulate
 from batchrun.simulator.traces.rates import RateSeries, draw_trace
 from batchrun.simulator.traces.trace import stratified_windows

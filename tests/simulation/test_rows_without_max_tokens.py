@@ -15,7 +15,7 @@ from batchrun.simulator.simulation import Simulation, SimulationPlan, simulate
 from batchrun.simulator.virtual.engine import RequestRecord
 from batchrun.simulator.virtual.setup import EngineShape
 from benchmarks.row_feeds import drawn_job
-from benchmarks.scenarios import Order, Scenario, a100_8b, draw_calls, draw_job, echo_sharegpt
+from benchmarks.scenarios import SCENARIOS, Order, Scenario, a100_8b, draw_calls, draw_job
 
 ANSWERS = (16, 200)
 
@@ -25,8 +25,8 @@ def calls(scenario: Scenario, duration_s: float, seed: int) -> Calls:
 
 
 def served_tokens_per_s(scenario: Scenario, context_tokens: int, *, has_limits: bool) -> float:
-    """What a job with these answers is served in 15 s by a cold engine, all promises kept to within
-    a thousandth: the last to learn is how long a step takes."""
+    """What a job with these answers is served in 15 s by a cold engine, TTFT of all calls and TPOT
+    of 99 % of them within their bounds."""
     assert isinstance(scenario.job, JobShape)
     shape = replace(scenario.job, output_tokens=ANSWERS)
     job: OfflineJob = drawn_job(draw_job(shape, 0, Order.SHUFFLED))
@@ -36,12 +36,14 @@ def served_tokens_per_s(scenario: Scenario, context_tokens: int, *, has_limits: 
     figures = simulate(SimulationPlan(15.0, calls(scenario, 15.0, 0), [job], engine=engine))
 
     assert figures.online.ttft_kept == 1.0
-    assert figures.online.tpot_p99_s is not None and figures.online.tpot_p99_s < 0.05005
+    assert figures.online.tpot_p99_s is not None and figures.online.tpot_p99_s <= 0.05
     return figures.offline.served_tokens_per_s
 
 
 @pytest.mark.parametrize("context_tokens", [32_768, 131_072])
-@pytest.mark.parametrize("scenario", [echo_sharegpt(), a100_8b()], ids=lambda s: str(s.name))
+@pytest.mark.parametrize(
+    "scenario", [SCENARIOS["echo-sharegpt"], a100_8b()], ids=lambda s: str(s.name)
+)
 def test_rows_without_max_tokens_are_served_as_those_with_exact_ones(
     scenario: Scenario, context_tokens: int
 ) -> None:

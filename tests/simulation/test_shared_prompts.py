@@ -47,9 +47,9 @@ def test_calls_that_share_a_system_prompt_keep_their_promise_beside_documents() 
     job = drawn_job(draw_job(a100_8b().job, 0, Order.SHUFFLED))
     simulation = Simulation(SimulationPlan(DURATION_S, calls_with_a_system_prompt(), [job]))
     (engine,) = simulation.engines.engines
-    planner = ours(engine).planner
-    assert planner.policy is not None
-    recount = planner.policy = Recount(planner.policy, engine)
+    scheduler = ours(engine)
+    assert scheduler.step_policy is not None
+    recount = scheduler.step_policy = Recount(scheduler.step_policy, engine)
     simulation.engines.run_until(DURATION_S)
 
     assert simulation.figures().online.ttft_kept == 1.0

@@ -21,7 +21,7 @@ from batchrun.simulator.virtual.engine import (
 )
 from batchrun.simulator.virtual.setup import NONCE, A100Law, EngineShape
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
-from batchrun.wire import Answer, Orders, Telemetry, encode, read_answer, read_telemetry
+from batchrun.wire import Answer, Orders, Telemetry, encode, read_message
 from benchmarks.row_feeds import RowSource, callers
 from benchmarks.scenarios import Order, Scenario, a100_8b, draw_calls, draw_job
 
@@ -48,11 +48,11 @@ class Rig:
 
     def order(self, **changes: object) -> Answer:
         orders = Orders(NONCE, 1, next(self._numbers), **changes)  # type: ignore[arg-type]
-        return read_answer(self.scheduler.daemon_link.control.receive(encode(orders)))
+        return read_message(self.scheduler.daemon_link.control.receive(encode(orders)), Answer)
 
     def telemetry(self) -> Telemetry:
         told = self.scheduler.daemon_link.telemetry(self.engine.now_s)
-        return read_telemetry(encode(told))
+        return read_message(encode(told), Telemetry)
 
     def run_until(self, at_s: float) -> None:
         self.engine.run_until(at_s)
@@ -285,7 +285,7 @@ def test_step_times_are_summed_beside_their_predictions() -> None:
 def test_malformed_orders_are_counted_and_hurt_nobody(message: bytes) -> None:
     rig = Rig("echo")
     rig.run_until(1.0)
-    answer = read_answer(rig.scheduler.daemon_link.control.receive(message))
+    answer = read_message(rig.scheduler.daemon_link.control.receive(message), Answer)
     rig.run_until(2.0)
 
     assert answer.error is not None and "\n" not in answer.error

@@ -16,7 +16,7 @@ from batchrun.simulator.virtual.engine import TrafficSource, VirtualEngine
 from batchrun.simulator.virtual.setup import stock_scheduler
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 from benchmarks.row_feeds import RowSource
-from benchmarks.scenarios import Order, Scenario, a100_8b, draw_job, kv_pressure
+from benchmarks.scenarios import KV_PRESSURE, Order, Scenario, a100_8b, draw_job
 
 FEW_STEPS, MANY_STEPS = 3_000, 10_000
 LONG_ENOUGH_S = 2_000.0
@@ -26,7 +26,7 @@ TIGHT = {"num_blocks": 260, "token_budget": 256, "max_num_seqs": 12}
 ONLINE_ONLY: dict[str, tuple[dict[str, Any], Scenario]] = {
     "roomy": ({}, a100_8b()),
     "tight": (TIGHT, a100_8b()),
-    "long-prompts": ({"num_blocks": 900}, kv_pressure()),
+    "long-prompts": ({"num_blocks": 900}, KV_PRESSURE),
     "one-step-in-flight": ({**TIGHT, "steps_in_flight": 1}, a100_8b()),
     "first-come": ({**TIGHT, "order": "fcfs"}, a100_8b()),
 }

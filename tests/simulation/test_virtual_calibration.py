@@ -4,30 +4,47 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace as struct_replace
 
 from batchrun.estimator.online_fit import COLD_START
-from batchrun.estimator.profile import CalibrationProfile, Recording, calibrate
+from batchrun.estimator.probes import PROBING_SETTINGS, PromptMaker, make_round
+from batchrun.estimator.profile import CalibrationProfile, Recording, calibrate, read_recording
 from batchrun.estimator.step_time import EchoBaseModel, RooflineModel
+from batchrun.hints import HINT_KEY
 from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.scenario_file import calibrated
-from batchrun.simulator.virtual.engine import Timing, VirtualEngine
+from batchrun.simulator.virtual.engine import DEFAULT_TIMING, Timing, VirtualEngine
 from batchrun.simulator.virtual.setup import A100Law, EngineShape, StepLaw
 from batchrun.vllm_plugin import estimates as calibration
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 from benchmarks.laws import NoisyLaw, PoolingLaw
-from benchmarks.probing import record_probes
+from benchmarks.row_feeds import ProbeSource
 
 SHAPE = EngineShape(num_blocks=1200, token_budget=1024, max_num_seqs=16, max_model_len=4096)
 
 
-def record(law: StepLaw, folder: Path, num_rounds: int = 1) -> Recording:
-    path = folder / "steps"
-    return record_probes(SHAPE, law, path, num_rounds=num_rounds)
+def record(
+    law: StepLaw, folder: Path, num_rounds: int = 1, timing: Timing = DEFAULT_TIMING
+) -> Recording:
+    """All probes, sent to a virtual engine which records its steps."""
+    path, source = folder / "steps", ProbeSource()
+    settings = {**PROBING_SETTINGS, "record_steps": str(path)}
+    shape = replace(SHAPE, additional_config={HINT_KEY: settings})
+    engine = VirtualEngine(ColocatedScheduler, shape, law, [source], timing)
+    facts = read_recording(path.read_text()).facts
+    prompts = PromptMaker(facts.vocabulary)
+    for _ in range(num_rounds):
+        prompts.next_round()
+        for probe in make_round(facts):
+            source.begin(probe, prompts)
+            engine.run_until(math.inf)
+    return read_recording(path.read_text())
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +130,7 @@ def test_an_engine_predicts_its_first_step_by_its_profile(
         ({"model": "another"}, "measured with another model 'another'"),
         ({"vllm_version": "0.1"}, "measured with another vllm_version '0.1'"),
         ({"block_tokens": 128}, "measured with another block_tokens 128 (here 16)"),
-        ({"block_tokens": None}, "block_tokens must be a whole number"),
+        ({"block_tokens": None}, "Expected `int`, got `null` - at `$.engine.block_tokens`"),
     ],
 )
 def test_a_profile_of_another_engine_is_ignored_with_one_line(
@@ -139,7 +156,7 @@ def test_a_profile_of_another_engine_is_ignored_with_one_line(
 
 def test_a_profile_of_another_kv_size_holds(profile: CalibrationProfile, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    path.write_text(replace(profile, kv_blocks=99).to_json())
+    path.write_text(struct_replace(profile, kv_blocks=99).to_json())
 
     assert scheduler_with(path).state.estimates.model == profile.models[0]
 
@@ -158,8 +175,7 @@ def test_a_record_is_bounded_and_its_owners_alone(
 @pytest.fixture
 def profile_without_steps_ahead(tmp_path: Path) -> CalibrationProfile:
     timing = Timing(1, planning_s=0.0005, request_s=2e-5)
-    probed = record_probes(SHAPE, A100Law(), tmp_path / "steps", num_rounds=1, timing=timing)
-    return calibrate(probed, measured_at=1.0)
+    return calibrate(record(A100Law(), tmp_path, timing=timing), measured_at=1.0)
 
 
 def test_the_gaps_of_an_engine_with_one_step_in_flight_are_found(

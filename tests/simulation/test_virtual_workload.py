@@ -16,8 +16,12 @@ from batchrun.simulator.virtual.setup import NONCE, A100Law
 from benchmarks.laws import NoisyLaw, PoolingLaw
 from benchmarks.row_feeds import RowSource, daemon_in_order, planned_order
 from benchmarks.scenarios import (
+    CONVERSATIONS,
+    KV_PRESSURE,
+    KV_PRESSURE_TIDE,
+    QA_LONG,
+    QA_SHORT,
     CallTable,
-    DocumentLengths,
     Job,
     JobTable,
     Order,
@@ -25,12 +29,7 @@ from benchmarks.scenarios import (
     draw_calls,
     draw_job,
     draw_token_ids,
-    echo_qa_long,
-    echo_qa_short,
-    echo_sharegpt,
     hit_optimum,
-    kv_pressure,
-    kv_pressure_tide,
 )
 
 SMALL_JOB = JobShape(num_documents=6, document_tokens=(200, 400), questions=(2, 5))
@@ -112,11 +111,11 @@ def test_bursts_multiply_the_rate_of_the_reference_scenario(burst_factor: float)
 
 
 def test_the_tide_repeats_the_pressure_for_two_hours() -> None:
-    tide, pressure = kv_pressure_tide().online, kv_pressure().online
+    tide, pressure = KV_PRESSURE_TIDE.online, KV_PRESSURE.online
 
     assert isinstance(tide, OnlineTraffic)
     assert isinstance(pressure, OnlineTraffic)
-    assert kv_pressure_tide().duration_s == 7200
+    assert KV_PRESSURE_TIDE.duration_s == 7200
     assert tide.prompt == pressure.prompt
     assert tide.rate_at(1830) == pytest.approx(1.5, abs=0.01)
     assert tide.rate_at(5430) == pytest.approx(0.5, abs=0.01)
@@ -150,7 +149,7 @@ def test_a_trace_is_slowed_and_read_in_a_circle() -> None:
 
 
 def test_a_job_table_has_a_row_for_every_question() -> None:
-    table = JobTable([DocumentLengths(40, [(5, 1), (6, 2)]), DocumentLengths(70, [(7, 3)])])
+    table = JobTable([(40, [(5, 1), (6, 2)]), (70, [(7, 3)])])
     job = draw_job(table, 0, Order.GROUPED)
     shuffled = draw_job(table, 0, Order.SHUFFLED)
 
@@ -164,7 +163,7 @@ def test_a_job_table_has_a_row_for_every_question() -> None:
 
 
 def test_the_optimum_computes_each_document_once() -> None:
-    table = JobTable([DocumentLengths(40, [(8, 1), (24, 1)]), DocumentLengths(70, [(2, 1)])])
+    table = JobTable([(40, [(8, 1), (24, 1)]), (70, [(2, 1)])])
 
     # The second row of the first document hits 2 of its blocks of 16.
     assert hit_optimum(draw_job(table, 0, Order.SHUFFLED)) == pytest.approx(32 / (48 + 64 + 72))
@@ -174,10 +173,8 @@ def test_echos_jobs_have_the_sizes_of_its_table_1() -> None:
     def mean_prompt(job: Job) -> float:
         return fmean(job.num_prompt_tokens(row) for row in job.rows)
 
-    chat = draw_job(echo_sharegpt().job, 0, Order.SHUFFLED)
-    short, long = (
-        draw_job(scenario.job, 0, Order.SHUFFLED) for scenario in (echo_qa_short(), echo_qa_long())
-    )
+    chat = draw_job(CONVERSATIONS, 0, Order.SHUFFLED)
+    short, long = (draw_job(shape, 0, Order.SHUFFLED) for shape in (QA_SHORT, QA_LONG))
 
     assert mean_prompt(chat) == pytest.approx(308, rel=0.05)
     assert hit_optimum(chat) == 0.0

@@ -14,7 +14,7 @@ from fastapi import APIRouter
 from fastapi.routing import APIRoute
 
 from batchrun.daemon.daemon import Daemon
-from batchrun.jobs.results.file_bytes import FolderBytes
+from batchrun.jobs.results.file_bytes import FileBytes
 from batchrun.routing.routers import make_router
 from batchrun.server.api.batches import ENDPOINTS, KEYS, Batches, batches_router
 from batchrun.server.api.files import Files, files_router
@@ -159,8 +159,8 @@ async def test_the_document_has_the_routes_that_are_there_and_no_others(
     settings = GatewaySettings("127.0.0.1", 0, tmp_path / "upstreams.json")
     async with open_session() as session:
         gateway = Gateway(settings, Forwarder(Balancer(make_router()), session), Door(KeyRing()))
-    served = {(method, path) for path, method in gateway.own_routes.items()}
-    served |= daemon_routes(files_router(Files(store, FolderBytes(tmp_path)), []))
+    served = {(method, path) for path, (method, _) in gateway._own.items()}
+    served |= daemon_routes(files_router(Files(store, FileBytes(tmp_path)), []))
     # Of the daemon nothing is asked here.
     batches = Batches(cast(Daemon, None), tmp_path, ["24h"])
     served |= daemon_routes(batches_router(batches, []))

@@ -69,7 +69,7 @@ def test_rows_of_equal_cost_end_by_weight(assigner: Rows) -> None:
     for name, weight in (("light", 1.0), ("heavy", 3.0)):
         job = make_tree_job(name, letters(6_000, name[0].replace("l", "b").replace("h", "c")))
         job = replace(job, spec=job.spec.model_copy(update={"weight": weight}))
-        assigner.join(job, due_at=None)
+        assigner.join(job, deadline_at=None)
 
     ended = run(assigner, seconds=60, rows_per_s=100)
 
@@ -78,22 +78,22 @@ def test_rows_of_equal_cost_end_by_weight(assigner: Rows) -> None:
 
 
 def test_a_job_that_is_due_soon_gets_into_a_full_window(assigner: Rows) -> None:
-    assigner.join(make_tree_job("patient", letters(20_000)), due_at=None)
+    assigner.join(make_tree_job("patient", letters(20_000)), deadline_at=None)
     run(assigner, seconds=120, rows_per_s=100)
     in_flight = fill(assigner, 120.0)
     assert len(in_flight) == WINDOW_ROWS
 
-    assigner.join(make_tree_job("urgent", letters(400, "b")), due_at=128.0)
+    assigner.join(make_tree_job("urgent", letters(400, "b")), deadline_at=128.0)
     first = assigner.assign(120.1)[0]
 
     assert [(a.job.record.id, a.is_urgent) for a in first] == [("urgent", True)] * 2
 
 
 def test_a_job_whose_deadline_is_too_soon_is_told_at_once(assigner: Rows) -> None:
-    assigner.join(make_tree_job("patient", letters(20_000)), due_at=None)
+    assigner.join(make_tree_job("patient", letters(20_000)), deadline_at=None)
     run(assigner, seconds=120, rows_per_s=100)
 
-    assigner.join(make_tree_job("late", letters(4_000, "b")), due_at=130.0)
+    assigner.join(make_tree_job("late", letters(4_000, "b")), deadline_at=130.0)
     assigner.assign(120.1)
 
     outlook = assigner.turns.outlook("late")
@@ -104,7 +104,7 @@ def test_a_job_whose_deadline_is_too_soon_is_told_at_once(assigner: Rows) -> Non
 
 def test_rows_of_a_job_that_left_are_nobodys(assigner: Rows) -> None:
     job = make_tree_job("paused", letters(8))
-    assigner.join(job, due_at=None)
+    assigner.join(job, deadline_at=None)
     first, second, *_ = fill(assigner, 0.0)
 
     assigner.leave(job)
@@ -112,7 +112,7 @@ def test_rows_of_a_job_that_left_are_nobodys(assigner: Rows) -> None:
     assigner.give_back(second, 0.0)
 
     assert assigner.assign(0.0) == ([], None)
-    assert assigner.turns.num_in_flight == 0
+    assert assigner.turns._shares.num_in_flight == 0
     job.queue.check()
     assigner.turns.check()
 
@@ -120,7 +120,7 @@ def test_rows_of_a_job_that_left_are_nobodys(assigner: Rows) -> None:
 def test_a_turn_lasts_until_its_prefix_group_is_handed_out(assigner: Rows) -> None:
     for name in ("one", "two"):
         texts = [letter * 2 + tail for letter in "abcd" for tail in "xyz"]
-        assigner.join(make_tree_job(name, texts), due_at=None)
+        assigner.join(make_tree_job(name, texts), deadline_at=None)
 
     jobs = [a.job.record.id for a in fill(assigner, 0.0)]
 

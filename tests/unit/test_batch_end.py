@@ -14,7 +14,7 @@ from store_builders import answered
 
 from batchrun.daemon.ending import INPUT_TRIES, end_batch
 from batchrun.jobs.batch import new_batch_job, validate_input
-from batchrun.jobs.results.file_bytes import FolderBytes
+from batchrun.jobs.results.file_bytes import FileBytes
 from batchrun.store import batches, files, jobs, results
 from batchrun.store.batches import BatchRecord, NewBatch, ValidInput
 from batchrun.store.check import check_store
@@ -35,7 +35,7 @@ class Home:
     def __init__(self, folder: Path) -> None:
         self.store: Store = open_store(folder / "store.db")
         self.links = folder / "inputs"
-        self.place = FolderBytes(folder / "files")
+        self.place = FileBytes(folder / "files")
         (folder / "files").mkdir()
         body = {"model": "m", "messages": []}
         lines = [{"custom_id": i, "method": "POST", "url": CHAT, "body": body} for i in IDS]

@@ -12,17 +12,17 @@ from batchrun.jobs.batch import new_batch_job
 from batchrun.jobs.inputs.input_data import open_input
 from batchrun.jobs.results.batch_files import read_custom_ids, write_batch_files
 from batchrun.jobs.results.file_bytes import (
-    FolderBytes,
+    FileBytes,
     check_contents,
     recover_files,
     remove_expired,
 )
-from batchrun.jobs.results.output_file import ResultRow
 from batchrun.jobs.spec import InputSpec
 from batchrun.store import batches, files
 from batchrun.store.batches import BatchRecord, NewBatch, ResultFiles
 from batchrun.store.database import Store, open_store
 from batchrun.store.files import NewFile
+from batchrun.store.results import StoredResult
 from batchrun.types import RowError
 
 MISSING = RowError("batch_expired", "too late")
@@ -35,7 +35,7 @@ def make_batch(store: Store, expires_after_s: int | None = None) -> BatchRecord:
     return batches.create(store, asked, job, now_s=1.0)
 
 
-def write(tmp_path: Path, *rows: ResultRow, expires_after_s: int | None = None) -> ResultFiles:
+def write(tmp_path: Path, *rows: StoredResult, expires_after_s: int | None = None) -> ResultFiles:
     """The files of a batch of four requests."""
     lines = [{"custom_id": i, "method": "POST", "url": "/", "body": {}} for i in IDS]
     path = tmp_path / "in.jsonl"
@@ -65,7 +65,7 @@ def lines_of(tmp_path: Path, file: NewFile | None) -> list[dict[str, Any]]:
 
 def test_answers_and_errors_go_to_their_files(tmp_path: Path) -> None:
     refusal = RowError("BadRequestError", "too long", 400, "BadRequestError", "messages")
-    found = write(tmp_path, ResultRow(0, b'{"id": "r"}'), ResultRow(2, error=refusal))
+    found = write(tmp_path, StoredResult(0, b'{"id": "r"}'), StoredResult(2, error=refusal))
 
     (answer,) = lines_of(tmp_path, found.output)
     never, failed, never_either = lines_of(tmp_path, found.error)
@@ -98,7 +98,7 @@ def test_answers_and_errors_go_to_their_files(tmp_path: Path) -> None:
 def test_a_failure_without_an_http_error_has_no_response(
     tmp_path: Path, error: RowError, code: str
 ) -> None:
-    line = lines_of(tmp_path, write(tmp_path, ResultRow(0, error=error)).error)[0]
+    line = lines_of(tmp_path, write(tmp_path, StoredResult(0, error=error)).error)[0]
 
     assert (line["response"], line["error"]["code"]) == (None, code)
 
@@ -114,7 +114,7 @@ def test_a_failure_without_an_http_error_has_no_response(
 def test_the_body_of_an_http_error_has_openais_keys(
     tmp_path: Path, error: RowError, kind: str, code: str | None
 ) -> None:
-    line = lines_of(tmp_path, write(tmp_path, ResultRow(0, error=error)).error)[0]
+    line = lines_of(tmp_path, write(tmp_path, StoredResult(0, error=error)).error)[0]
 
     body = line["response"]["body"]["error"]
     assert (body["type"], body["code"], body["param"]) == (kind, code, None)
@@ -122,7 +122,7 @@ def test_the_body_of_an_http_error_has_openais_keys(
 
 def test_a_reply_of_several_lines_becomes_one(tmp_path: Path) -> None:
     usage = b'{"completion_tokens_details": {\n"reasoning_tokens": 7}}'
-    rows = [ResultRow(row, b'{"usage":\r\n' + usage + b"}") for row in range(4)]
+    rows = [StoredResult(row, b'{"usage":\r\n' + usage + b"}") for row in range(4)]
 
     found = write(tmp_path, *rows, expires_after_s=3600)
 
@@ -133,7 +133,7 @@ def test_a_reply_of_several_lines_becomes_one(tmp_path: Path) -> None:
 
 def test_bytes_that_changed_are_found_and_strays_go(tmp_path: Path) -> None:
     folder = tmp_path / "files"
-    place = FolderBytes(folder)
+    place = FileBytes(folder)
     store = open_store(tmp_path / "store.db")
     folder.mkdir()
     digest = "2d711642b726b04401627ca9fbac32f5c8530fb1903cc4db02258717921a4881"

@@ -203,9 +203,9 @@ def test_no_user_key_takes_from_the_share_of_another(name: str, values: list[obj
         turns.settle("before", second, 1000)
         turns.observe(second + 1, is_saturated=True)
     turns.leave("before")
-    turns.join("victim", 1, 700_000, due_at=60 + day_s)
+    turns.join("victim", 1, 700_000, deadline_at=60 + day_s)
     weight, deadline_s = most_that_is_taken(name, values)
-    turns.join("greedy", weight, 700_000, due_at=60 + deadline_s)
+    turns.join("greedy", weight, 700_000, deadline_at=60 + deadline_s)
 
     for second in range(60, 360):
         turn = turns.choose({"victim", "greedy"}, second)
@@ -214,4 +214,5 @@ def test_no_user_key_takes_from_the_share_of_another(name: str, values: list[obj
         turns.settle(turn.job_id, second, 1000)
         turns.observe(second + 1, is_saturated=True)
 
-    assert turns.computed_tokens() == {"victim": 150_000, "greedy": 150_000}
+    accounts = turns._shares.accounts
+    assert accounts["victim"].num_fair_tokens == accounts["greedy"].num_fair_tokens == 150_000

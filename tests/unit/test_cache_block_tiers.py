@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from cache_builders import SmallCache, chain_of
+from cache_builders import SmallCache, chain_of, row_hint
 
 from batchrun.cache.eviction import ECHO_RC, NEXT_USE
-from batchrun.cache.tiers import OnlinePrefixes
-from benchmarks.part_costs import row_hint
+from batchrun.cache.free_queue import OnlinePrefixes
 
 
 def test_a_prefix_that_online_requests_share_has_a_floor_for_a_while() -> None:

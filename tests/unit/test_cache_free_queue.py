@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from cache_builders import Block
 
 from batchrun.cache.free_queue import TieredFreeQueue
-from benchmarks.part_costs import Block
 
 
 def ids(blocks: list[Block]) -> list[int]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from cache_builders import chain_of
+from cache_builders import chain_of, row_hint
 
 from batchrun.cache.eviction import ECHO_RC
 from batchrun.cache.reuse import LEASE_S, ReuseIndex
 from batchrun.hints import NodeHint
-from benchmarks.part_costs import row_hint
 
 
 def announce(
@@ -20,15 +19,17 @@ def announce(
 
 
 def keys(index: ReuseIndex, fallen: list) -> list[bytes]:  # type: ignore[type-arg]
-    return [key for segment in fallen for key in index.keys_of(segment)]
+    return [key for node in fallen for key in index.keys_of(node)]
 
 
 def counts(index: ReuseIndex, text: str) -> list[int]:
-    return [index.reuse_count(key) for key in chain_of(text)]
+    nodes = [index.blocks.get(key) for key in chain_of(text)]
+    return [node.reuse_count if node else 0 for node in nodes]
 
 
 def ranks(index: ReuseIndex, text: str) -> list[int | None]:
-    return [index.next_rank(key) for key in chain_of(text)]
+    nodes = [index.blocks.get(key) for key in chain_of(text)]
+    return [node.next_rank if node else None for node in nodes]
 
 
 def test_announced_rows_count_where_their_chains_agree() -> None:

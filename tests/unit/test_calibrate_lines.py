@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from estimator_builders import A100_LAW, observed, random_loads
+from msgspec.structs import replace
 
 from batchrun.cli.engine import _lines
 from batchrun.estimator.profile import (

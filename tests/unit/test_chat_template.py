@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from batchrun.errors import ConfigError
-from batchrun.jobs.prompts.chat_template import ChatTemplate
-from batchrun.jobs.prompts.prompt_text import prefix_text
+from batchrun.jobs.prompts.prompt_text import ChatTemplate, prefix_text
 
 FOLDER = Path(__file__).parents[1] / "chat_templates"
 NOW = datetime(2026, 3, 9, 12)

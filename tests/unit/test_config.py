@@ -111,6 +111,7 @@ def test_promises_are_bounds_or_left_to_the_calibration(text: str, slo: object) 
         ("window: {requests: 0}\n", ":1: window.requests: input should be greater than"),
         ("slo: fast\n", ":1: slo: input should be 'auto' (got 'fast')"),
         ("slo:\n  ttft_s: -1\n", ":2: slo.ttft_s: input should be greater than 0"),
+        ("slo: {ttft_s: 1e12}\n", ":1: slo.ttft_s: "),
         ("slo: {jct_s: 1}\n", ":1: slo: jct_s must be more than ttft_s, which is 1"),
         ("slo_classes: {a b: {}}\n", ":1: slo_classes.a b: must be 1 to 64 letters"),
         ("slo_classes:\n  default: {}\n", ":2: slo_classes.default: 'default' is the class of all"),

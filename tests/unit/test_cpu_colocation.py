@@ -12,26 +12,36 @@ from conftest import FakeEngineFactory
 
 from batchrun.engine.client import EngineClient
 from batchrun.errors import EngineError
+from batchrun.pool.row_queue import Window
 from batchrun.simulator.replay import OnlineResult
-from batchrun.store.database import open_store
+from batchrun.store.database import Store, open_store
 from benchmarks.cpu_colocation import Session, bars, pairs_of
-from benchmarks.cpu_colocation_job import Feeder, RowOrder, RowStream, SetShape, SetWriter, Trickle
-from benchmarks.cpu_colocation_window import Record, fix_promise
-from benchmarks.replay import Promise, keeps_deadlines, online_figures
+from benchmarks.cpu_colocation_rows import Feeder, RowStream
+from benchmarks.cpu_colocation_servers import slo_of
+from benchmarks.records import Record
+from benchmarks.replay import keeps_deadlines, summarize
+from benchmarks.text_jobs import DocumentSet
 
-SHAPE = SetShape(num_documents=3, document_tokens=(300, 600), num_questions=4, output_tokens=2)
-PROMISE = Promise(ttft_s=0.5, tpot_s=0.1)
+SETS = DocumentSet(num_documents=3, document_tokens=(300, 600), num_questions=4, output_tokens=2)
+TTFT_S, TPOT_S = 0.5, 0.1
 
 
 @pytest.fixture
-def writer(tmp_path: Path, tiny_model: Path) -> SetWriter:
+def store(tmp_path: Path) -> Store:
+    return open_store(tmp_path / "store.db")
+
+
+def stream(
+    store: Store, folder: Path, *, is_shuffled: bool = False, nonce: str | None = None
+) -> RowStream:
     """Sets of three small documents."""
-    store = open_store(tmp_path / "store.db")
-    return SetWriter(tmp_path / "sets", store, tiny_model / "tokenizer.json", SHAPE)
+    return RowStream(folder, store, 0, is_shuffled, nonce, SETS)
 
 
-async def test_planned_rows_come_document_by_document_with_hints(writer: SetWriter) -> None:
-    rows = [row for row in await take(RowStream(writer, 0, RowOrder.PLANNED, "tiny", "secret"), 12)]
+async def test_planned_rows_come_document_by_document_with_hints(
+    store: Store, tmp_path: Path
+) -> None:
+    rows = await take(stream(store, tmp_path, nonce="secret"), 12)
 
     hints = [json.loads(body["vllm_xargs"]["batchrun"]) for body in rows]
 
@@ -40,41 +50,41 @@ async def test_planned_rows_come_document_by_document_with_hints(writer: SetWrit
     assert all(hint["nonce"] == "secret" for hint in hints)
 
 
-async def test_shuffled_rows_carry_a_priority_and_no_hint(writer: SetWriter) -> None:
-    shuffled = await take(RowStream(writer, 0, RowOrder.SHUFFLED, "tiny"), 12)
-    planned = await take(RowStream(writer, 0, RowOrder.PLANNED, "tiny"), 12)
+async def test_shuffled_rows_carry_a_priority_and_no_hint(store: Store, tmp_path: Path) -> None:
+    shuffled = await take(stream(store, tmp_path, is_shuffled=True), 12)
+    planned = await take(stream(store, tmp_path), 12)
 
     assert all("vllm_xargs" not in body and body["priority"] == 1 for body in shuffled)
     assert texts(shuffled) != texts(planned)
     assert sorted(texts(shuffled)) == sorted(texts(planned))
 
 
-async def test_the_stream_goes_on_with_fresh_documents(writer: SetWriter) -> None:
-    rows = await take(RowStream(writer, 0, RowOrder.GROUPED, "tiny"), 24)
+async def test_the_stream_goes_on_with_fresh_documents(store: Store, tmp_path: Path) -> None:
+    rows = await take(stream(store, tmp_path), 24)
 
     assert len(set(texts(rows))) == 24
 
 
 async def test_the_feeder_keeps_its_window_full_and_aborts_at_the_end(
-    writer: SetWriter, fake_engine: FakeEngineFactory
+    store: Store, tmp_path: Path, fake_engine: FakeEngineFactory
 ) -> None:
-    settings = await fake_engine("--latency-s=60")
+    settings = await fake_engine("--latency-s=60", "--model=tiny")
     client = EngineClient(settings.base_url)
-    stream = RowStream(writer, 0, RowOrder.SHUFFLED, "fake")
-    feeder = Feeder(client, stream, Trickle(max_requests=5, tick_s=0.01, long_row_tokens=100))
+    rows = stream(store, tmp_path, is_shuffled=True).rows()
+    feeder = Feeder(client, rows, Window(max_waiting=5, max_tokens=100_000))
 
     task = asyncio.create_task(feeder.run())
-    while len(feeder.in_flight_since_s) < 5:
+    while len(feeder.sent_s) < 5:
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.1)
-    in_flight = len(feeder.in_flight_since_s)
+    in_flight = len(feeder.sent_s)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await client.close()
 
     assert in_flight == 5
-    assert not feeder.in_flight_since_s
-    assert feeder.in_flight_tokens == 0
+    assert not feeder.sent_s
+    assert (feeder.window.num_rows, feeder.window.num_tokens) == (0, 0)
 
 
 def test_a_pair_with_a_disturbed_worker_is_dropped_whatever_its_ratio() -> None:
@@ -87,11 +97,11 @@ def test_a_pair_with_a_disturbed_worker_is_dropped_whatever_its_ratio() -> None:
 
     pairs = pairs_of(windows, "bs")
 
-    assert [(pair.ratio, pair.is_kept) for pair in pairs] == [(3.0, True), (9.0, False)]
+    assert pairs.select("ratio", "is_kept").rows() == [(3.0, True), (9.0, False)]
     assert {bar.name: bar.value for bar in bars(windows)}["echo / bs, median"] == 3.0
 
 
-def test_grouped_rows_are_a_bar_only_where_they_break_their_promises() -> None:
+def test_grouped_rows_are_a_bar_only_where_they_break_their_slo() -> None:
     echo = window("echo", 0, served=80.0)
     paired = [window("bs", 0, served=10.0), echo]
     broken = [*paired, window("grouped", 0, served=100.0, attainment=0.3)]
@@ -106,20 +116,20 @@ def test_a_resumed_run_measures_what_is_missing_in_order() -> None:
     session = Session(None, [window("bs", 0, served=1.0), window("grouped", 0, served=1.0)])
 
     assert session.missing(2, 1) == [("echo", 0), ("bs", 1), ("echo", 1)]
-    assert session.promise() is None
+    assert session.slo() is None
 
 
 def test_ratio_per_second_of_worker_cpu_forgives_a_slower_core() -> None:
     windows = [window("bs", 0, served=10.0, core=1.0), window("echo", 0, served=27.0, core=0.9)]
 
-    assert pairs_of(windows, "bs")[0].ratio_per_cpu_s == pytest.approx(3.0)
+    assert pairs_of(windows, "bs")["ratio_per_cpu_s"][0] == pytest.approx(3.0)
 
 
-def test_a_call_without_a_first_token_missed_every_promise() -> None:
+def test_a_call_without_a_first_token_missed_every_bound() -> None:
     lost = OnlineResult(0.0, None, 20.0, (), 0, error="no complete answer within 20 s")
     good = OnlineResult(0.0, 0.4, 0.6, (0.1, 0.1), 3)
 
-    figures = online_figures([lost, good], PROMISE)
+    figures = summarize([lost, good], slo_ttft_s=TTFT_S, slo_tpot_s=TPOT_S)
 
     assert (figures["slo_attainment"], figures["slo_deadline"]) == (0.5, 0.5)
     assert figures["online_longest_wait_s"] == 20.0
@@ -129,29 +139,26 @@ def test_the_deadline_lets_an_early_first_token_pay_for_a_late_one() -> None:
     late_second = OnlineResult(0.0, 0.1, 0.55, (0.45,), 2)
     too_late = OnlineResult(0.0, 0.1, 0.75, (0.65,), 2)
 
-    assert keeps_deadlines(late_second, PROMISE)
-    assert not keeps_deadlines(too_late, PROMISE)
+    assert keeps_deadlines(late_second, TTFT_S, TPOT_S)
+    assert not keeps_deadlines(too_late, TTFT_S, TPOT_S)
 
 
-def test_the_promise_is_twelve_times_the_tpot_of_calls_alone() -> None:
+def test_the_slo_is_twelve_times_the_tpot_of_calls_alone() -> None:
     alone = [OnlineResult(0.0, 0.1, 0.1 + gap_s, (gap_s,), 2) for gap_s in (0.004, 0.005, 0.006)]
 
-    assert fix_promise(alone).tpot_s == pytest.approx(0.06)
+    assert slo_of(alone).tpot_s == pytest.approx(0.06)
 
 
-def test_no_promise_is_made_of_tokens_that_came_in_clumps() -> None:
+def test_no_slo_is_made_of_tokens_that_came_in_clumps() -> None:
     clumped = OnlineResult(0.0, 0.1, 0.1001, (0.0001,), 20)
 
     with pytest.raises(EngineError, match="quiet machine"):
-        fix_promise([clumped])
+        slo_of([clumped])
 
 
 async def take(stream: RowStream, num_rows: int) -> list[dict[str, Any]]:
-    bodies = []
-    for _ in range(num_rows):
-        await stream.peek()
-        bodies.append(dict(stream.take().request.body))
-    return bodies
+    rows = stream.rows()
+    return [dict((await anext(rows))[0].body) for _ in range(num_rows)]
 
 
 def texts(bodies: list[dict[str, Any]]) -> list[str]:

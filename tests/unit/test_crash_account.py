@@ -6,6 +6,7 @@ import random
 import re
 from pathlib import Path
 
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -14,41 +15,50 @@ from job_faults import JOB_FAULTS
 from store_faults import STORE_FAULTS
 
 from batchrun.failpoints import NAMES
+from benchmarks.crash import TARGETS, plan_targets
 from benchmarks.crash_account import (
-    Execution,
+    COMMIT_TYPES,
     Kill,
-    Reach,
     check_executions,
     check_output,
     expected_answer,
     measure_reach,
 )
-from benchmarks.crash_kills import TARGETS, plan_targets
-from benchmarks.crash_rig import prompt
+from benchmarks.deployment import prompt
 
 FAULTS = (*STORE_FAULTS, *ENGINE_FAULTS, *JOB_FAULTS)
 DOCS = Path(__file__).parents[2] / "docs"
 LATENCY_S = 1.0
 
+Run = dict[str, object]
 
-def run_of(row: int, at: float, epoch: int = 1) -> Execution:
+
+def run_of(row: int, at: float, epoch: int = 1) -> Run:
     """An execution of a row of job j."""
-    return Execution(("j", row), epoch, at)
+    return {"job": "j", "row": row, "epoch": epoch, "at": float(at)}
 
 
 def daemon_kill(at: float) -> Kill:
     """The daemon dies, and is told to go on a second later."""
-    return Kill("daemon", "", is_inside=False, cuts=True, at=at, ended_at=at + 1)
+    return Kill("daemon", at, ended_at=at + 1)
 
 
-def problems(executions: list[Execution], commits: dict[int, float], *kills: Kill) -> list[str]:
-    """What the account finds wrong."""
-    by_key = {("j", row): at for row, at in commits.items()}
-    return list(check_executions(kills, executions, by_key, LATENCY_S))
+def problems(executions: list[Run], commits: dict[int, float], *kills: Kill) -> list[str]:
+    """What the account finds wrong; notes what the kills met."""
+    done = [{"job": "j", "row": row, "committed_at": float(at)} for row, at in commits.items()]
+    runs, results = pl.DataFrame(executions), pl.DataFrame(done, schema=COMMIT_TYPES)
+    measure_reach(kills, runs, results, LATENCY_S)
+    return list(check_executions(kills, runs, results))
 
 
 def test_a_row_that_runs_again_because_of_a_kill_is_in_order() -> None:
     assert problems([run_of(0, 1), run_of(0, 3, epoch=2)], {0: 4}, daemon_kill(1.5)) == []
+
+
+def test_what_a_dead_daemon_sent_may_begin_after_the_next_one_was_started() -> None:
+    runs = [run_of(1, 1), run_of(0, 2.8), run_of(0, 3, epoch=2)]
+
+    assert problems(runs, {0: 4, 1: 1.4}, daemon_kill(1.5)) == []
 
 
 def test_a_row_that_runs_after_its_commit_is_found() -> None:
@@ -71,11 +81,17 @@ def test_a_kill_before_a_row_began_does_not_explain_its_second_run() -> None:
     assert "ran 2 times, cut 0 times" in found[0]
 
 
-def test_a_kill_meets_the_rows_that_run_and_those_not_yet_committed() -> None:
-    executions = [run_of(0, 1), run_of(1, 2.5), run_of(2, 2.5)]
-    commits = {("j", 0): 3.1, ("j", 1): 3.6, ("j", 2): 2.9}
+def test_a_row_that_runs_twice_for_one_daemon_is_found_where_another_daemon_was_killed() -> None:
+    found = problems([run_of(0, 1), run_of(0, 1.2)], {0: 4}, daemon_kill(1.5))
 
-    assert measure_reach([daemon_kill(3)], executions, commits, LATENCY_S) == [Reach(1, 2)]
+    assert "ran 2 times, cut 1 times" in found[0]
+
+
+def test_a_kill_meets_the_rows_that_run_and_those_not_yet_committed() -> None:
+    kill = daemon_kill(3)
+    problems([run_of(0, 1), run_of(1, 2.5), run_of(2, 2.5)], {0: 3.1, 1: 3.6, 2: 2.9}, kill)
+
+    assert (kill.num_in_flight, kill.num_uncommitted) == (1, 2)
 
 
 def write_output(path: Path, rows: list[int]) -> None:
@@ -115,7 +131,7 @@ def test_an_answer_to_another_prompt_is_found(tmp_path: Path) -> None:
 def test_a_plan_has_the_shares_that_are_asked_for() -> None:
     plan = plan_targets(random.Random(3), 100)
 
-    assert {name: plan.count(name) for name in TARGETS} == TARGETS
+    assert all(plan.count(name) == target.share for name, target in TARGETS.items())
 
 
 def test_the_manual_lists_every_fault_and_every_failpoint() -> None:

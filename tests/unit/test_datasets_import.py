@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchrun.errors import DataError, InputError
-from batchrun.samples.dataset import SCHEMAS
+from batchrun.samples.dataset import SCHEMAS, DatasetName
 from batchrun.samples.importers import PARTS, import_dataset
 
 QA = [{"Q": "Who?", "A": "Mara's son", "S": "It was Mara's son."}]
@@ -56,7 +56,7 @@ def put_evaluation(folder: Path, suffix: str = "") -> None:
         put(folder / f"{part}.json{suffix}", json.dumps({str(number): query}))
 
 
-def imported(name: str, source: Path, *, limit: int | None = None) -> list[Record]:
+def imported(name: DatasetName, source: Path, *, limit: int | None = None) -> list[Record]:
     target = source.parent / f"{name}-imported.parquet"
     import_dataset(name, source, target, limit=limit)
     assert pq.read_schema(target).equals(SCHEMAS[name])
@@ -154,7 +154,7 @@ def test_a_limit_keeps_the_first_rows(source: Path) -> None:
     ],
 )
 def test_a_bad_record_is_one_line_with_file_and_place(
-    source: Path, name: str, file: str, text: str, message: str
+    source: Path, name: DatasetName, file: str, text: str, message: str
 ) -> None:
     put_loogle(source)
     put_solvable(source / "stabletoolbench")
@@ -166,7 +166,7 @@ def test_a_bad_record_is_one_line_with_file_and_place(
 
 
 @pytest.mark.parametrize("name", ["loogle", "toolbench", "nextqa"])
-def test_a_wrong_folder_is_named_with_what_it_lacks(source: Path, name: str) -> None:
+def test_a_wrong_folder_is_named_with_what_it_lacks(source: Path, name: DatasetName) -> None:
     with pytest.raises(DataError, match="is it the right folder"):
         imported(name, source)
     with pytest.raises(DataError, match="is not a folder"):

@@ -11,19 +11,19 @@ from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.prompts.prompt_text import prefix_text
 from batchrun.jobs.prompts.template import RequestTemplate
 from batchrun.jobs.spec import JobSpec
-from batchrun.samples.dataset import DATASET_NAMES, SCHEMAS
+from batchrun.samples.dataset import SCHEMAS, DatasetName
 
 CHECKOUT = Path(__file__).parents[2]
 GROUP_COLUMN = {"loogle": "document_id", "toolbench": "tools", "nextqa": "video_id"}
 SHARED_COLUMN = {"loogle": "document", "toolbench": "tools", "nextqa": "video"}
 
 
-def job(name: str) -> JobSpec:
+def job(name: DatasetName) -> JobSpec:
     return load_job_file(CHECKOUT / "jobs" / f"{name}.yaml", cwd=CHECKOUT)
 
 
-@pytest.mark.parametrize("name", DATASET_NAMES)
-def test_a_job_names_only_columns_of_its_data_set(name: str) -> None:
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_job_names_only_columns_of_its_data_set(name: DatasetName) -> None:
     spec = job(name)
     template = RequestTemplate(spec, SCHEMAS[name].names, model="default")
     assert set(template.columns_used) < set(SCHEMAS[name].names)
@@ -31,8 +31,8 @@ def test_a_job_names_only_columns_of_its_data_set(name: str) -> None:
     assert set(spec.output.keep) <= set(SCHEMAS[name].names)
 
 
-@pytest.mark.parametrize("name", DATASET_NAMES)
-def test_a_job_runs_on_the_committed_sample(name: str) -> None:
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_job_runs_on_the_committed_sample(name: DatasetName) -> None:
     spec = job(name)
     data = open_input(spec.input)
     check_columns(spec, data)
@@ -40,8 +40,10 @@ def test_a_job_runs_on_the_committed_sample(name: str) -> None:
     assert data.num_rows in {32, 200}
 
 
-@pytest.mark.parametrize("name", DATASET_NAMES)
-def test_rows_of_a_group_share_the_prompt_up_to_the_end_of_the_shared_text(name: str) -> None:
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_rows_of_a_group_share_the_prompt_up_to_the_end_of_the_shared_text(
+    name: DatasetName,
+) -> None:
     data = open_input(job(name).input)
     template = RequestTemplate(job(name), data.columns, model="default")
     rows = data.read_rows(range(data.num_rows), data.columns)

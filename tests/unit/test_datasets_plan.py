@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from batchrun.samples.dataset import SamplePlan, Shape, Spread, plan_sample
+from batchrun.samples.dataset import DatasetName, SamplePlan, Shape, Spread, plan_sample
 from batchrun.samples.generators import sample_plan
 
 TABLE_1 = [
@@ -51,7 +51,7 @@ def small_plan(num_rows: int, *, seed: int = 1) -> SamplePlan:
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize(("name", "rows", "tokens", "shared", "key", "peers"), TABLE_1)
 def test_full_scale_is_within_five_percent_of_the_table(
-    name: str, rows: int, tokens: int, shared: float, key: float, peers: float, seed: int
+    name: DatasetName, rows: int, tokens: int, shared: float, key: float, peers: float, seed: int
 ) -> None:
     plan = sample_plan(name, scale="full", rows=None, seed=seed)
     statistics = statistics_of(plan)
@@ -65,7 +65,7 @@ def test_full_scale_is_within_five_percent_of_the_table(
 @pytest.mark.parametrize(
     ("name", "deviation"), [("toolbench", 742), ("nextqa", 5_976), ("loogle", 6_105)]
 )
-def test_full_scale_prompts_vary_as_in_the_table(name: str, deviation: int) -> None:
+def test_full_scale_prompts_vary_as_in_the_table(name: DatasetName, deviation: int) -> None:
     statistics = statistics_of(sample_plan(name, scale="full", rows=None, seed=1))
     assert statistics.prompt_tokens.std() == pytest.approx(deviation, rel=0.1)
 
@@ -73,7 +73,7 @@ def test_full_scale_prompts_vary_as_in_the_table(name: str, deviation: int) -> N
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 500, 3_000])
 def test_every_row_of_every_group_is_planned_once(num_rows: int) -> None:
     plan = small_plan(num_rows)
-    planned = [(row.group, row.index) for row in plan.rows()]
+    planned = [(row.group, row.number) for row in plan.rows()]
     expected = [(g, i) for g, count in enumerate(plan.group_rows.tolist()) for i in range(count)]
     assert sorted(planned) == expected
     assert len(planned) == num_rows

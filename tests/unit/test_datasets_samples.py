@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from batchrun.errors import InputError
-from batchrun.samples.dataset import DATASET_NAMES, SCHEMAS, Scale
+from batchrun.samples.dataset import SCHEMAS, DatasetName, Scale
 from batchrun.samples.generators import sample_plan, write_sample
 
 CHECKOUT = Path(__file__).parents[2]
@@ -31,22 +31,24 @@ def records(path: Path) -> list[Record]:
     return rows
 
 
-def sample(tmp_path: Path, name: str, *, rows: int | None = None, seed: int = 1) -> list[Record]:
+def sample(
+    tmp_path: Path, name: DatasetName, *, rows: int | None = None, seed: int = 1
+) -> list[Record]:
     path = tmp_path / f"{name}-{rows}-{seed}.parquet"
     write_sample(name, path, rows=rows, seed=seed)
     return records(path)
 
 
-@pytest.mark.parametrize("name", DATASET_NAMES)
-def test_a_sample_has_the_schema_and_unique_ids(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_sample_has_the_schema_and_unique_ids(tmp_path: Path, name: DatasetName) -> None:
     written = write_sample(name, tmp_path / "a.parquet")
     assert pq.read_schema(written.path).equals(SCHEMAS[name])
     rows = records(written.path)
     assert len({row["id"] for row in rows}) == len(rows) == written.num_rows
 
 
-@pytest.mark.parametrize("name", DATASET_NAMES)
-def test_the_same_seed_gives_the_same_file(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_the_same_seed_gives_the_same_file(tmp_path: Path, name: DatasetName) -> None:
     first = write_sample(name, tmp_path / "a.parquet", rows=40, seed=5).path
     again = write_sample(name, tmp_path / "b.parquet", rows=40, seed=5).path
     other = write_sample(name, tmp_path / "c.parquet", rows=40, seed=6).path
@@ -54,9 +56,9 @@ def test_the_same_seed_gives_the_same_file(tmp_path: Path, name: str) -> None:
     assert first.read_bytes() != other.read_bytes()
 
 
-@pytest.mark.parametrize("name", DATASET_NAMES)
+@pytest.mark.parametrize("name", SCHEMAS)
 def test_the_committed_sample_is_small_and_what_the_generator_writes(
-    tmp_path: Path, name: str
+    tmp_path: Path, name: DatasetName
 ) -> None:
     committed = CHECKOUT / "datasets" / f"{name}.parquet"
     assert committed.stat().st_size < 2_000_000
@@ -66,7 +68,7 @@ def test_the_committed_sample_is_small_and_what_the_generator_writes(
 @pytest.mark.parametrize("scale", ["small", "full"])
 @pytest.mark.parametrize(("name", "rows"), [("loogle", 90), ("toolbench", 400), ("nextqa", 90)])
 def test_texts_have_the_planned_lengths_in_tokens(
-    tmp_path: Path, tokenizer: Tokenizer, name: str, rows: int, scale: Scale
+    tmp_path: Path, tokenizer: Tokenizer, name: DatasetName, rows: int, scale: Scale
 ) -> None:
     path = write_sample(name, tmp_path / "a.parquet", scale=scale, rows=rows).path
     plan = sample_plan(name, scale=scale, rows=rows, seed=1)
@@ -77,7 +79,7 @@ def test_texts_have_the_planned_lengths_in_tokens(
 
 @pytest.mark.parametrize("name", ["loogle", "nextqa"])
 def test_prose_has_about_one_and_a_third_tokens_to_a_word(
-    tmp_path: Path, tokenizer: Tokenizer, name: str
+    tmp_path: Path, tokenizer: Tokenizer, name: DatasetName
 ) -> None:
     text = sample(tmp_path, name, rows=1)[0][SHARED_COLUMN[name]]
     assert len(tokenizer.encode(text).ids) / len(text.split()) == pytest.approx(1.33, rel=0.05)
@@ -127,8 +129,6 @@ def test_rows_are_written_in_groups_of_bounded_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"name": "imdb"}, "choose one of loogle, toolbench, nextqa"),
-        ({"scale": "huge"}, "choose small or full"),
         ({"rows": 0}, "give 1 or more"),
         ({"file": "a.csv"}, r"must end in \.parquet"),
         ({"file": "taken/a.parquet"}, "is not a folder"),
@@ -138,10 +138,10 @@ def test_bad_arguments_are_one_clear_line(
     tmp_path: Path, arguments: dict[str, object], message: str
 ) -> None:
     (tmp_path / "taken").write_text("a file, not a folder")
-    values = {"name": "loogle", "file": "a.parquet", **arguments}
-    name, path = str(values.pop("name")), tmp_path / str(values.pop("file"))
+    values = {"file": "a.parquet", **arguments}
+    path = tmp_path / str(values.pop("file"))
     with pytest.raises(InputError, match=message) as caught:
-        write_sample(name, path, **values)  # type: ignore[arg-type]
+        write_sample("loogle", path, **values)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
 
 

@@ -9,6 +9,7 @@ from batchrun.pool.deadlines import (
     Deadlines,
     JobWork,
     Kept,
+    Outlook,
     fair_finishes_s,
     needed_shares,
 )
@@ -21,9 +22,9 @@ def make_work(tokens: float, *, weight: float = 1, doubt: float = 0.0) -> JobWor
     return JobWork(weight, tokens, doubt)
 
 
-def make_deadlines(**due_at: float) -> Deadlines:
+def make_deadlines(**deadline_at: float) -> Deadlines:
     deadlines = Deadlines()
-    for job_id, instant in due_at.items():
+    for job_id, instant in deadline_at.items():
         deadlines.join(job_id, instant)
     return deadlines
 
@@ -226,3 +227,9 @@ def test_news_of_a_job_that_left_are_not_told() -> None:
     deadlines.leave("due")
 
     assert deadlines.take_news() == []
+
+
+def test_what_is_short_of_a_second_late_reads_as_a_second() -> None:
+    outlook = Outlook("job", False, 1_559.0, 100.0, 90.0)
+
+    assert "by about 1 s;" in str(outlook)

@@ -10,7 +10,7 @@ from echo_views import decoding_row, held, names, plan_of, row, view
 
 from batchrun.estimator.step_time import LinearModel
 from batchrun.scheduling.draft import Draft
-from batchrun.scheduling.echo import EchoOptions, Generator
+from batchrun.scheduling.echo import EchoOptions, EchoPolicy
 from batchrun.scheduling.online_queue import ArrivalOrder
 from batchrun.scheduling.slack import StepLimits
 from batchrun.scheduling.view import RequestView
@@ -24,7 +24,9 @@ WITH_BASE = LinearModel(0.01, 1e-4, 0.0, 0.0, 0.0)
 
 def drafts_of(*waiting: RequestView, free_blocks: int = 1_000, **fields: Any) -> list[Draft]:
     engine = view(waiting=waiting, free_blocks=free_blocks, **fields)
-    return Generator(EchoOptions(), ArrivalOrder()).generate(engine, StepLimits(math.inf, math.inf))
+    return EchoPolicy(EchoOptions(), ArrivalOrder()).generate(
+        engine, StepLimits(math.inf, math.inf)
+    )
 
 
 def test_the_benefit_of_a_prefix_is_its_tokens_once_for_every_row_that_reads_it() -> None:
@@ -99,7 +101,7 @@ def test_a_document_that_pushes_out_wanted_kv_is_punished_for_its_tokens() -> No
     document = row(prompt=1_500, document="A", num_followers=1)
     engine = view(waiting=[document], free_blocks=200, wanted_blocks=149)
 
-    (draft,) = Generator(EchoOptions(keeps_reserve=False), ArrivalOrder()).generate(
+    (draft,) = EchoPolicy(EchoOptions(keeps_reserve=False), ArrivalOrder()).generate(
         engine, StepLimits(math.inf, math.inf)
     )
 
@@ -132,11 +134,11 @@ def test_drafts_differ_in_the_document_that_they_begin_and_in_nothing_else() -> 
     short = row("row 3", document="C")
     engine = view(running=[decoding_row("row 0")], waiting=[*documents, short])
 
-    drafts = Generator(EchoOptions(), ArrivalOrder()).generate(
+    drafts = EchoPolicy(EchoOptions(), ArrivalOrder()).generate(
         engine, StepLimits(math.inf, math.inf)
     )
 
-    assert [names(draft.admit) for draft in drafts] == [
+    assert [names(draft.admitted) for draft in drafts] == [
         ["row 3", "first of A"],
         ["row 3", "first of B"],
     ]

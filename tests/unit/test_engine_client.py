@@ -19,7 +19,7 @@ from batchrun.engine.client import EngineClient
 from batchrun.engine.fake.script import load_rules
 from batchrun.errors import ConfigError, EngineError
 from batchrun.types import OutcomeKind
-from benchmarks.ports import free_port
+from benchmarks.deployment import free_port
 
 FAULTS = [
     (1, {"status": 429, "retry_after": "7"}, OutcomeKind.BUSY, "FakeError"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from batchrun.engine.install import count_requirements, install_engine
+from batchrun.engine.command import count_requirements, install_engine
 from batchrun.errors import EngineError
 
 

@@ -9,8 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from batchrun.engine.command import ManagedSettings, build_argv, build_env, prepare_command
-from batchrun.engine.install import VllmBuild, check_model, check_port_free, find_vllm
+from batchrun.engine.command import (
+    ManagedSettings,
+    VllmBuild,
+    build_argv,
+    build_env,
+    check_model,
+    check_port_free,
+    find_vllm,
+    prepare_command,
+)
 from batchrun.errors import ConfigError, EngineError
 from batchrun.vllm_waiting import NAPPING, WAIT_VARIABLE
 

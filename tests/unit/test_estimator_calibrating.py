@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 from estimator_builders import LINEAR_LAW, observed, random_loads
+from msgspec.structs import replace
 
 from batchrun.errors import EngineError
 from batchrun.estimator.probes import Probe, ProbeCall, PromptMaker, make_round

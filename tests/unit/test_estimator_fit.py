@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from estimator_builders import (
     observed_with_noise,
     random_loads,
 )
+from msgspec.structs import astuple, replace
 
 from batchrun.estimator.fits import fit_all, fit_echo, fit_echo_base, fit_linear, fit_roofline
 from batchrun.estimator.least_squares import nonnegative_least_squares

@@ -97,21 +97,21 @@ def test_a_clock_that_steps_back_ends_no_second() -> None:
     assert forecast.forecast_blocks == 40
 
 
-def test_coverage_is_the_share_of_minutes_that_stayed_within_their_forecast() -> None:
+def test_a_forecast_is_held_against_the_highest_use_of_the_minute_after_it() -> None:
     quiet, burst = [100] * 60, [100] * 59 + [5000]
     by_second = quiet * 6 + burst + quiet
     samples = [each for s, top in enumerate([*by_second, 0]) for each in ((s, top), (s + 0.9, 0))]
 
-    coverage = judge(KvForecast(sigmas=0.0), samples)
+    forecasts, tops = judge(KvForecast(sigmas=0.0), samples)
 
     # After 5 minutes at 100 the forecast is 100; the burst raises it to 112 for the last minute.
-    assert coverage.forecasts.tolist() == [100, 100, 112]
-    assert (coverage.num_minutes, coverage.covered) == (3, 2 / 3)
+    assert forecasts.tolist() == [100, 100, 112]
+    assert tops.tolist() == [100, 5000, 100]
 
 
-def test_no_coverage_is_claimed_before_a_forecast_was_made() -> None:
-    coverage = judge(KvForecast(), [(float(second), 100) for second in range(330)])
-    assert (coverage.num_minutes, coverage.covered, coverage.mean_forecast_blocks) == (0, 0.0, 0.0)
+def test_no_minute_is_judged_before_a_forecast_was_made() -> None:
+    forecasts, tops = judge(KvForecast(), [(float(second), 100) for second in range(330)])
+    assert (forecasts.tolist(), tops.tolist()) == ([], [])
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from estimator_builders import A100_LAW, observed_with_noise, random_loads
+from msgspec.structs import replace
 
 from batchrun.errors import ConfigError
 from batchrun.estimator.fits import fit_all
@@ -92,25 +92,26 @@ def broken(change: Callable[[dict[str, Any]], object]) -> Callable[[str], str]:
     ("damage", "complaint"),
     [
         (lambda text: text[:-20], "engine.json: not JSON"),
-        (lambda _: "[]", "profile: expected an object with the keys version, engine"),
-        (broken(lambda r: r.update(version=2)), "profile version 2, expected 1"),
-        (broken(lambda r: r.update(note="x")), "profile: expected an object with the keys"),
-        (broken(lambda r: r.pop("engine")), "profile: expected an object with the keys"),
-        (broken(lambda r: r["engine"].pop("device")), "engine: expected an object with the keys"),
-        (broken(lambda r: r["engine"].update(model="")), "model must be a text"),
-        (broken(lambda r: r["engine"].update(block_tokens=0)), "block_tokens must be a whole"),
-        (broken(lambda r: r.update(pivot_tokens=1.5)), "pivot_tokens must be a whole number"),
-        (broken(lambda r: r.update(measured_at="now")), "measured_at must be a number"),
-        (broken(lambda r: r.update(kv_blocks=0)), "kv_blocks must be a whole"),
-        (broken(lambda r: r["spread"].update(num_steps=-1)), "num_steps must be a whole"),
-        (broken(lambda r: r["online"].pop("ttft_p99_s")), "online: expected an object with"),
-        (broken(lambda r: r["online"].update(ttft_p99_s=None)), "ttft_p99_s must be a number"),
-        (broken(lambda r: r.update(gap={"base_s": 0.1})), "gap: expected an object with"),
-        (broken(lambda r: r.update(gap={"base_s": -1, "request_s": 0})), "base_s must be a number"),
-        (broken(lambda r: r.update(fitted=[])), "fitted must be a list of at least one"),
+        (lambda _: "[]", "Expected `object`, got `array`"),
+        (broken(lambda r: r.update(version=2)), r"Invalid value 2 - at `\$\.version`"),
+        (broken(lambda r: r.update(note="x")), "contains unknown field `note`"),
+        (broken(lambda r: r.pop("engine")), "missing required field `engine`"),
+        (broken(lambda r: r["engine"].pop("device")), r"field `device` - at `\$\.engine`"),
+        (broken(lambda r: r["engine"].update(model="")), r"length >= 1 - at `\$\.engine\.model`"),
+        (broken(lambda r: r["engine"].update(block_tokens=0)), r"`int` >= 1 - at .*block_tokens"),
+        (broken(lambda r: r.update(pivot_tokens=1.5)), "Expected `int`, got `float` - at .*pivot"),
+        (broken(lambda r: r.update(measured_at="now")), "Expected `float`, got `str` - at"),
+        (broken(lambda r: r.update(kv_blocks=0)), r"`int` >= 1 - at `\$\.kv_blocks`"),
+        (broken(lambda r: r["spread"].update(num_steps=-1)), r"`int` >= 0 - at .*num_steps"),
+        (broken(lambda r: r["online"].pop("ttft_p99_s")), r"field `ttft_p99_s` - at `\$\.online`"),
+        (broken(lambda r: r["online"].update(ttft_p99_s=None)), r"`float`, got `null` - at"),
+        (broken(lambda r: r.update(gap={"base_s": 0.1})), r"field `request_s` - at `\$\.gap`"),
+        (broken(lambda r: r.update(gap={"base_s": -1, "request_s": 0})), r">= 0.* - at .*base_s"),
+        (broken(lambda r: r.update(fitted=[])), r"length >= 1 - at `\$\.fitted`"),
         (broken(lambda r: r["fitted"].append(r["fitted"][0])), "fitted names a model twice"),
-        (broken(lambda r: r["fitted"][0]["model"].update(model="x")), "step-time model"),
-        (broken(lambda r: r["fitted"][0].update(held_out_mape=-1)), "held_out_mape must be"),
+        (broken(lambda r: r["fitted"][0]["model"].update(model="x")), "Invalid value 'x' - at"),
+        (broken(lambda r: r["fitted"][0]["model"].update(bias=1)), "unknown field `bias` - at"),
+        (broken(lambda r: r["fitted"][0].update(held_out_mape=-1)), r">= 0.* - at .*held_out_mape"),
     ],
 )
 def test_a_damaged_profile_is_refused_in_one_line(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -36,13 +37,11 @@ def test_a_writer_killed_before_the_rename_leaves_the_old_content(tmp_path: Path
 
 def test_the_next_write_removes_what_a_killed_writer_left(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
-    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
-        ended.wait()
-    (tmp_path / f".record.json.{ended.pid}.tmp").write_bytes(b"half")
-    running = tmp_path / f".record.json.{os.getppid()}.tmp"
-    running.write_bytes(b"of a writer that runs")
-
-    write_atomically(path, b"new", mode=0o600)
+    (tmp_path / ".record.json.1a2b.part").write_bytes(b"half")
+    running = tmp_path / ".record.json.3c4d.part"
+    with running.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        write_atomically(path, b"new", mode=0o600)
 
     assert path.read_bytes() == b"new"
     assert path.stat().st_mode & 0o777 == 0o600

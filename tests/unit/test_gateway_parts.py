@@ -69,19 +69,20 @@ async def test_classes_follow_the_file_and_a_broken_one_changes_nothing(tmp_path
         write(path, {"engines": [{"name": "one", "url": "http://h:1"}], "slo_classes": classes})
         await file.refresh()
 
-    assert lists == [Upstreams((ONE,), {"fast": SloBounds(0.1, 0.02)})]
+    assert lists == [Upstreams((ONE,), slo_classes={"fast": SloBounds(0.1, 0.02)})]
 
 
 @pytest.mark.parametrize(
     ("document", "complaint"),
     [
-        ("{", "not JSON"),
-        ("[" * 100_000, "not JSON"),
-        ([], "`engines` must be a list"),
-        ({"engines": [1]}, r"engines\[0\] must be an object"),
-        ({"engines": [{"name": "a", "url": "file:///etc"}]}, r"engines\[0\]: .*http"),
-        ({"engines": [{"name": "a", "url": "http://[::1"}]}, r"engines\[0\]: .*http"),
-        ({"engines": [{"name": "a", "url": "http://h", "api_key": 1}]}, "`api_key` must be text"),
+        ("{", "not a list of engines: Input data was truncated"),
+        ("[" * 100_000, "not a list of engines"),
+        ([], "Expected `object`, got `array`"),
+        ({}, "missing required field `engines`"),
+        ({"engines": [1]}, r"Expected `object`, got `int` - at `\$.engines\[0\]`"),
+        ({"engines": [{"name": "a", "url": "file:///etc"}]}, r"http.* at `\$.engines\[0\]`"),
+        ({"engines": [{"name": "a", "url": "http://[::1"}]}, r"URL - at `\$.engines\[0\]`"),
+        ({"engines": [{"name": "a", "url": "http://h", "api_key": 1}]}, r"`\$.*\.api_key`"),
     ],
 )
 def test_a_wrong_list_is_one_line_that_names_the_place(
@@ -106,7 +107,7 @@ async def test_a_broken_or_missing_file_keeps_the_last_good_list(tmp_path: Path)
     await file.refresh()
     write(path, {"engines": []})
     await file.refresh()
-    assert lists == [Upstreams((ONE,)), Upstreams()]
+    assert lists == [Upstreams((ONE,)), Upstreams(())]
 
 
 def test_the_engine_with_the_fewest_calls_in_flight_comes_first() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,9 +9,12 @@ from pathlib import Path
 import pytest
 from job_builders import make_active_job
 
+from batchrun.daemon.dispatch import Assigner, EngineSlot
 from batchrun.daemon.dispatcher import Hinter
+from batchrun.daemon.engine_link import SCHEDULER_WINDOW
 from batchrun.daemon.job import ActiveJob
-from batchrun.hints import HINT_KEY, MAX_NODES_WRITTEN, RowHint, read_hint
+from batchrun.hints import HINT_KEY, MAX_NODES_WRITTEN, RowHint, put_hint, read_hint, rows_to_come
+from batchrun.pool.row_queue import Window
 from batchrun.store.jobs import Counts
 
 JobMaker = Callable[..., ActiveJob]
@@ -25,13 +27,16 @@ def make_job(tmp_path: Path) -> JobMaker:
 
 def hint_of(hinter: Hinter, job: ActiveJob, row: int, *, is_urgent: bool = False) -> RowHint:
     body: dict[str, object] = {"vllm_xargs": {"mine": 1}}
-    hinter.add_hint(body, job, row, "secret", is_urgent=is_urgent)
+    nodes = rows_to_come(job.queue.path_of(row), job.queue.num_to_come)
+    sent = hinter.hint(job, row, nodes, is_urgent=is_urgent)
+    assert sent is not None
+    put_hint(body, sent, "secret")
     extra = body["vllm_xargs"]
     assert isinstance(extra, dict)
     assert extra["mine"] == 1
-    hint = read_hint(extra[HINT_KEY], "secret")
-    assert isinstance(hint, RowHint)
-    return hint
+    read = read_hint(extra[HINT_KEY], "secret")
+    assert isinstance(read, RowHint)
+    return read
 
 
 def test_rows_to_come_count_down_along_the_planned_order(make_job: JobMaker) -> None:
@@ -91,9 +96,15 @@ def test_the_mean_of_the_answers_so_far_is_told(make_job: JobMaker) -> None:
 
 
 def test_endpoints_without_a_place_for_it_get_no_hint(make_job: JobMaker) -> None:
-    job = make_job(["x", "y"], "/v1/embeddings")
-    body: dict[str, object] = {}
+    assert Hinter(1).hint(make_job(["x", "y"], "/v1/embeddings"), 0, ()) is None
 
-    Hinter(1).add_hint(body, job, 0, "secret")
 
-    assert json.dumps(body) == "{}"
+def test_rows_that_are_taken_together_count_as_rows_to_come(make_job: JobMaker) -> None:
+    job = make_job(["a" * 600 + str(i) * 300 for i in range(4)])
+    slot = EngineSlot(window=Window(*SCHEDULER_WINDOW))
+    assigner: Assigner[ActiveJob, EngineSlot] = Assigner([slot])
+    assigner.join(job, deadline_at=None)
+
+    together, _ = assigner.assign(now_s=0.0)
+
+    assert [sent.nodes[0][1] for sent in together] == [3, 2, 1, 0]

@@ -18,13 +18,15 @@ from batchrun.hints import (
     RowHint,
     SloBounds,
     SloHint,
+    put_hint,
     read_hint,
+    rows_to_come,
     write_hint,
 )
 from batchrun.server.gateway.bodies import read_call_body
 from batchrun.server.gateway.upstreams import Upstream
 from batchrun.simulator.offline_jobs import JobShape
-from batchrun.vllm_plugin import self_test
+from batchrun.vllm_plugin import compat
 from benchmarks.row_feeds import daemon_of, drawn_job
 from benchmarks.scenarios import Order, draw_job
 
@@ -43,9 +45,12 @@ def test_the_daemon_sends_a_row_with_its_nodes(tmp_path: Path) -> None:
     job.queue.take(first)
     body: dict[str, object] = {"vllm_xargs": {"mine": 1}}
 
-    Hinter(epoch=4).add_hint(body, job, first, "secret")
+    nodes = rows_to_come(job.queue.path_of(first), job.queue.num_to_come)
+    hint = Hinter(epoch=4).hint(job, first, nodes)
+    assert hint is not None
+    put_hint(body, hint, "secret")
 
-    node = job.queue.path_of(first)[0]
+    node = nodes[0][0]
     assert in_body(body) == (
         f'{{"v":1,"nonce":"secret","epoch":4,"job":"{job.record.id}","row":{first},'
         f'"class":"offline","rank":1048576,"nodes":[[{node},2,1048577]],"output":128}}'
@@ -56,7 +61,9 @@ def test_the_daemon_says_that_a_row_has_no_nodes(tmp_path: Path) -> None:
     job = make_active_job(tmp_path, ["x" * 600, "y" * 600])
     body: dict[str, object] = {}
 
-    Hinter(epoch=1).add_hint(body, job, 0, "secret", is_urgent=True)
+    hint = Hinter(epoch=1).hint(job, 0, (), is_urgent=True)
+    assert hint is not None
+    put_hint(body, hint, "secret")
 
     assert in_body(body) == (
         f'{{"v":1,"nonce":"secret","epoch":1,"job":"{job.record.id}","row":0,'
@@ -98,7 +105,7 @@ def test_a_virtual_daemon_sends_what_the_daemon_sends() -> None:
 
     start = '{"v":1,"nonce":"virtual-engine","epoch":1,"job":"job-0","row":'
     rank = URGENT_LEAD
-    nodes, last_nodes = f"[[0,0,{rank}]]", f"[[0,0,{rank + 1}]]"
+    nodes, last_nodes = f"[[0,1,{rank + 1}]]", f"[[0,0,{rank + 1}]]"
     assert first == start + f'0,"class":"offline","rank":{rank},"nodes":{nodes},"output":128}}'
     assert last == start + (
         f'1,"class":"offline","rank":{rank + 1},"nodes":{last_nodes},"output":128}}'
@@ -106,7 +113,7 @@ def test_a_virtual_daemon_sends_what_the_daemon_sends() -> None:
 
 
 def test_the_self_test_sends_a_row() -> None:
-    assert self_test.HINT == (
+    assert compat.SELF_TEST_HINT == (
         '{"v":1,"nonce":"self-test","epoch":0,"job":"self-test","row":0,"class":"offline",'
         '"rank":0,"nodes":[]}'
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import zstandard
 
 from batchrun.errors import DataError, JobSpecError
 from batchrun.jobs.inputs.input_data import InputData, check_columns, open_input
@@ -43,12 +44,17 @@ def read_all(path: Path | str) -> None:
         ("a.parquet", b"PAR1 cut off in the middle", "a.parquet: the Parquet file is cut short"),
         ("a.parquet", b"PAR1" + b"\x99" * 50 + b"PAR1", "a.parquet: damaged"),
         ("a.parquet", b"", "a.parquet: not a Parquet file"),
-        ("a.jsonl", b'{"a": 1}\n\n[1]\n', "a.jsonl:3: must be a JSON object, not a list"),
+        ("a.jsonl", b'{"a": 1}\n\n[1]\n', "a.jsonl:3: must be a JSON object, not an array"),
         ("a.jsonl", b'{"a": 1}\n{"a": \n', "a.jsonl:2: not valid JSON: EOF while parsing"),
         ("a.jsonl", b'{"a": NaN}\n', "a.jsonl:1: not valid JSON"),
         ("a.jsonl", b'{"a": "\xff"}\n', "a.jsonl:1: not valid JSON: invalid unicode"),
         ("a.jsonl.gz", b"not gzip", "a.jsonl.gz: cannot be read: Not a gzipped file"),
-        ("a.jsonl.zst", b"not zstd", "a.jsonl.zst: cannot be read: zstd"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b"{}")[:10] + bytes(99),
+            "a.jsonl.gz: cannot be read: Error -3",
+        ),
+        ("a.jsonl.zst", b"not zstd", "a.jsonl.zst: cannot be read: ZSTD"),
         ("a.csv", b"a,b\n1,2\n3\n", "a.csv:3: 1 fields where the header has 2"),
         ("a.csv", b'a,b\n"x\ny",2\n3,4,5\n', "a.csv:4: 3 fields where the header has 2"),
         ("a.csv", b'a,b\n1,"2\n', "a.csv: a quoted field is never closed"),
@@ -60,6 +66,15 @@ def read_all(path: Path | str) -> None:
 def test_a_bad_file_is_one_line(tmp_path: Path, name: str, content: bytes, problem: str) -> None:
     (tmp_path / name).write_bytes(content)
     assert problem in problem_of(lambda: read_all(tmp_path / name))
+
+
+def test_a_cut_off_zstd_file_is_refused_also_where_a_record_ends(tmp_path: Path) -> None:
+    packing = zstandard.ZstdCompressor().compressobj()
+    start = packing.compress(b'{"a": 1}\n' * 1000)
+    start += packing.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+    (tmp_path / "a.jsonl.zst").write_bytes(start)
+
+    assert "cannot be read: Truncated" in problem_of(lambda: read_all(tmp_path / "a.jsonl.zst"))
 
 
 def test_a_cut_off_gzip_file_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from batchrun.errors import DataError
 from batchrun.jobs.inputs.input_data import InputData, check_ids, open_input, open_pinned
-from batchrun.jobs.pin import InputPin, hard_link_inputs, verify_pin
+from batchrun.jobs.pin import InputPin, keep_input, verify_pin
 from batchrun.jobs.spec import InputSpec
 
 
@@ -32,9 +32,13 @@ def open_ids(path: Path, ids: list[object]) -> InputData:
     return open_input(InputSpec(path=(str(path),), id="id"))
 
 
-def test_a_pin_has_a_hash_per_row_group_and_survives_json(tmp_path: Path) -> None:
-    pin = pin_of(write_parquet(tmp_path / "a.parquet"))
-    assert len(pin.files[0].block_hashes) == 11
+def test_a_pin_has_a_hash_per_block_and_survives_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchrun.jobs.pin.BLOCK_BYTES", 1_000)
+    path = write_parquet(tmp_path / "a.parquet")
+    pin = pin_of(path)
+    assert len(pin.files[0].block_hashes) == -(-path.stat().st_size // 1_000)
     assert pin.num_rows == 1000
     assert InputPin.model_validate_json(pin.model_dump_json()) == pin
 
@@ -85,7 +89,7 @@ def test_a_longer_shorter_or_deleted_file_is_refused(tmp_path: Path, change: str
 def test_a_hard_link_outlives_deletion_and_replacement(tmp_path: Path, *, replaced: bool) -> None:
     path = write_parquet(tmp_path / "a.parquet")
     pin, links = pin_of(path), tmp_path / "links"
-    hard_link_inputs(pin, links)
+    keep_input(pin, {}, links)
     path.unlink()
     if replaced:
         write_parquet(path, first=5000)

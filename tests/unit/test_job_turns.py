@@ -100,7 +100,7 @@ def test_an_earlier_deadline_interrupts_a_later_one() -> None:
 def test_without_a_forecast_shares_are_fair() -> None:
     turns = JobTurns()
     turns.join("other", 1, 1_000_000)
-    turns.join("due", 1, 1_000_000, due_at=10.0)
+    turns.join("due", 1, 1_000_000, deadline_at=10.0)
     chosen: list[Turn | None] = []
     for row in range(10):
         turn = turns.choose(READY, 0.0)
@@ -120,7 +120,7 @@ def make_busy_turns() -> JobTurns:
         turns.charge(Turn("other", False), second, 1000, ends_subtree=True)
         turns.settle("other", second, 1000)
         turns.observe(second + 1, is_saturated=True)
-    turns.join("due", 0.01, 44_625, due_at=160.0)
+    turns.join("due", 0.01, 44_625, deadline_at=160.0)
     return turns
 
 

@@ -65,3 +65,8 @@ def test_the_constant_covers_as_many_minutes(covered: float, constant: int) -> N
 def test_a_steady_load_is_covered_at_the_cost_of_a_constant() -> None:
     record = measure("steady", np.full(1_200, 50), ForecastRule.MINUTE_MAX)
     assert (record["num_minutes"], record["covered"], record["of_constant"]) == (15, 1.0, 1.0)
+
+
+def test_no_coverage_is_claimed_before_a_forecast_was_made() -> None:
+    record = measure("short", np.full(330, 50), ForecastRule.MINUTE_MAX)
+    assert (record["num_minutes"], record["covered"], record["of_constant"]) == (0, 0.0, None)

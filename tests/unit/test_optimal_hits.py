@@ -13,11 +13,10 @@ from searched_hits import searched_hit_blocks
 
 from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.offline_jobs import JobShape
+from batchrun.simulator.online import Calls
+from batchrun.simulator.simulation import Simulation, SimulationPlan
 from batchrun.simulator.virtual.setup import EngineShape
-from benchmarks.hit_orders import pool_job
-from benchmarks.hit_rates import fed
-from benchmarks.job_shapes import prompts_of
-from benchmarks.optimal_hits import RowBlocks, most_hit_blocks
+from benchmarks.hit_orders import RowBlocks, most_hit_blocks, pool_job
 from benchmarks.row_feeds import daemon_of
 from benchmarks.scenarios import Order, draw_job
 
@@ -111,12 +110,13 @@ def test_rows_that_must_overlap_need_room_for_both() -> None:
 @pytest.mark.parametrize("num_blocks", [60, 400])
 def test_the_virtual_engine_reaches_the_bound_and_never_exceeds_it(num_blocks: int) -> None:
     job = draw_job(JobShape(8, (200, 400), (2, 5)), 3, Order.SHUFFLED)
-    rows = RowBlocks.of(prompts_of(job), [row.num_output_tokens for row in job.rows])
+    rows = RowBlocks.of_job(job)
     shape = EngineShape(num_blocks=num_blocks)
-    simulation = fed(EnginePlan(shape), daemon_of([pool_job(job)]))
+    plan = SimulationPlan(math.inf, Calls.of([]), engine=EnginePlan(shape))
+    simulation = Simulation(plan, feed=daemon_of([pool_job(job)]))
     simulation.engines.run_until(math.inf)
     offline = simulation.watch.offline
 
     bound = most_hit_blocks(rows, num_blocks)
-    assert offline.num_ended == rows.num_rows
+    assert sum(job.num_done for job in simulation.feed.jobs) == rows.chains.num_rows
     assert 0.95 * bound <= offline.hit_tokens / shape.block_tokens <= bound

@@ -10,35 +10,31 @@ import numpy as np
 import pytest
 
 from batchrun.hints import RowHint, read_hint
-from batchrun.pool.fair_share import QUANTUM_TOKENS
 from batchrun.simulator.virtual.setup import NONCE
 from benchmarks.data import TOOLS, VIDEOS
 from benchmarks.data.derive import nextqa, toolbench
 from benchmarks.hit_orders import (
     BASELINES,
     LPM_WINDOW,
-    Setting,
     blend,
-    hit_blocks_in_turn,
     lexicographic,
     longest_prefix_match,
-    planned,
     pool_job,
-    row_blocks,
     submission,
 )
-from benchmarks.job_shapes import MAX_PREFIX_TOKENS, SegmentTable, ShapedJob, prompt_of
+from benchmarks.job_shapes import ShapedJob, joined, prompt_of
 from benchmarks.job_shapes import nextqa as nextqa_job
 from benchmarks.job_shapes import toolbench as toolbench_job
 from benchmarks.row_feeds import daemon_of
 from benchmarks.scenarios import Job, JobRow, Order, TokenIds
 
-SETTING = Setting(seed=1, cache_blocks=1_000)
+SETTING = (1, 1_000)
+"""A seed, and the blocks of the cache."""
 REAL_DATA = Path(__file__).parents[3] / "shared" / "datasets"
 
-TREE = SegmentTable.of(
+TREE = (
     [64, 128, 192, 256],
-    [([0, 1], 20, 4), ([0, 2], 30, 5), ([0, 1], 40, 6), ([3], 50, 7), ([0, 2], 60, 8)],
+    [((0, 1), 20, 4), ((0, 2), 30, 5), ((0, 1), 40, 6), ((3,), 50, 7), ((0, 2), 60, 8)],
 )
 """Two lists below one system prompt, and a row with a prefix of its own."""
 
@@ -73,14 +69,14 @@ def hints_of(jobs: Sequence[Job]) -> list[RowHint]:
 
 @pytest.mark.parametrize("name", BASELINES)
 def test_an_order_loses_and_doubles_no_row(name: str) -> None:
-    job = ShapedJob("tree", TREE, num_copies=3).draw(0, Order.SHUFFLED)
-    numbers = [row.number for row in BASELINES[name](job, SETTING).rows]
+    job = joined([ShapedJob("tree", *TREE).draw(seed, Order.SHUFFLED) for seed in range(3)])
+    numbers = [row.number for row in BASELINES[name](job, *SETTING).rows]
 
     assert sorted(numbers) == list(range(15))
 
 
 def test_rows_share_exactly_the_segments_that_their_paths_share() -> None:
-    rows = ShapedJob("tree", TREE).draw(0, Order.GROUPED)
+    rows = ShapedJob("tree", *TREE).draw(0, Order.GROUPED)
     prompts = [prompt_of(rows, row) for row in rows.rows]
 
     assert [len(prompt) for prompt in prompts] == [212, 286, 232, 306, 316]
@@ -90,38 +86,30 @@ def test_rows_share_exactly_the_segments_that_their_paths_share() -> None:
     assert shared_tokens(prompts[0], prompts[3]) == 0
 
 
-def test_copies_of_a_data_set_have_texts_of_their_own() -> None:
-    job = ShapedJob("tree", TREE, num_copies=2).draw(0, Order.GROUPED)
-    first, second = (prompt_of(job, job.rows[i]) for i in (0, 5))
-
-    assert len(first) == len(second)
-    assert shared_tokens(first, second) < 16
-
-
 def test_jobs_of_different_names_share_no_text() -> None:
-    one, other = (ShapedJob(name, TREE).draw(0, Order.GROUPED) for name in ("one", "other"))
+    one, other = (ShapedJob(name, *TREE).draw(0, Order.GROUPED) for name in ("one", "other"))
     prompts = [prompt_of(job, job.rows[0]) for job in (one, other)]
 
     assert shared_tokens(*prompts) < 16
 
 
 def test_submission_undoes_the_shuffle() -> None:
-    shuffled = ShapedJob("tree", TREE).draw(0, Order.SHUFFLED)
+    shuffled = ShapedJob("tree", *TREE).draw(0, Order.SHUFFLED)
 
-    assert [row.number for row in submission(shuffled, SETTING).rows] == [0, 1, 2, 3, 4]
+    assert [row.number for row in submission(shuffled, *SETTING).rows] == [0, 1, 2, 3, 4]
 
 
 def test_lexicographic_sorts_by_tokens() -> None:
-    assert documents_of(lexicographic(job_of("cabcab"), SETTING)) == "aabbcc"
+    assert documents_of(lexicographic(job_of("cabcab"), *SETTING)) == "aabbcc"
 
 
 def test_the_longest_prefix_in_the_cache_goes_next() -> None:
-    assert documents_of(longest_prefix_match(job_of("abcabc"), SETTING)) == "aabbcc"
+    assert documents_of(longest_prefix_match(job_of("abcabc"), *SETTING)) == "aabbcc"
 
 
 def test_a_row_beyond_the_window_is_not_seen() -> None:
     others = "".join(chr(200 + i) for i in range(LPM_WINDOW))
-    order = documents_of(longest_prefix_match(job_of(f"a{others}a"), SETTING))
+    order = documents_of(longest_prefix_match(job_of(f"a{others}a"), *SETTING))
 
     assert order == f"a{others[0]}a{others[1:]}"
 
@@ -130,7 +118,7 @@ def test_what_the_cache_cannot_hold_is_not_matched() -> None:
     # Each prompt has ten full blocks: once another row has run, `a` is gone.
     others = "".join(chr(200 + i) for i in range(LPM_WINDOW))
     job = job_of(f"a{others}a")
-    order = documents_of(longest_prefix_match(job, Setting(seed=0, cache_blocks=10)))
+    order = documents_of(longest_prefix_match(job, 0, 10))
 
     assert order == f"a{others}a"
 
@@ -139,82 +127,35 @@ def test_the_blend_takes_whole_documents_from_both_ends_of_the_density() -> None
     # The fewer rows share a document, the more of its work is compute.
     job = job_of("abccccdddddd")
 
-    assert documents_of(blend(job, SETTING)) == "bddddddacccc"
+    assert documents_of(blend(job, *SETTING)) == "bddddddacccc"
 
 
-def test_an_order_hits_what_its_neighbours_left_in_the_cache() -> None:
-    # A prompt has 160 + 8 tokens, ten full blocks, and ends in its eleventh with the output.
-    assert hit_blocks_in_turn(row_blocks(job_of("aabb")), 11) == 20
-    assert hit_blocks_in_turn(row_blocks(job_of("abab")), 11) == 0
-    assert hit_blocks_in_turn(row_blocks(job_of("abab")), 21) == 20
-
-
-def test_each_job_keeps_the_order_of_its_pool_beside_others() -> None:
-    jobs = [ShapedJob("tree", TREE).draw(seed, Order.SHUFFLED) for seed in (0, 1)]
-    both = planned(jobs)
-
-    for number, job in enumerate(jobs):
-        mine = [
-            row for row, owner in zip(both.job.rows, both.owners, strict=True) if owner == number
-        ]
-        alone = planned([job]).job.rows
-        assert [row.question.tolist() for row in mine] == [r.question.tolist() for r in alone]
-
-
-def test_a_job_keeps_its_turn_until_its_document_is_done() -> None:
-    both = planned([job_of("ababab"), job_of("cdcdcd")])
-
-    assert documents_of(both.job) == "aaacccbbbddd"
-    assert list(both.owners) == [0, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 1]
-
-
-def test_jobs_share_the_computed_tokens_to_within_a_turn() -> None:
-    jobs = [nextqa_job(12).draw(seed, Order.SHUFFLED) for seed in (0, 1)]
-    both = planned(jobs)
-    computed = np.zeros(2)
-    seen: set[int] = set()
-    gaps: list[float] = []
-    for row, owner in zip(both.job.rows, both.owners, strict=True):
-        prefix = 0 if row.document in seen else len(both.job.documents[row.document])
-        seen.add(row.document)
-        computed[owner] += prefix + len(row.question) + row.num_output_tokens
-        gaps.append(abs(float(computed[0] - computed[1])))
-
-    largest = max(both.job.num_prompt_tokens(row) for row in both.job.rows)
-    is_both = [len(set(both.owners[i:])) == 2 for i in range(len(gaps))]
-    assert (
-        max(gap for gap, open_ in zip(gaps, is_both, strict=True) if open_)
-        < QUANTUM_TOKENS + largest
-    )
-
-
-def test_hints_name_every_prefix_node_and_rows_that_go_out_together_are_not_to_come() -> None:
-    hints = hints_of([ShapedJob("tree", TREE).draw(0, Order.GROUPED)])
+def test_hints_name_every_prefix_node_and_count_the_rows_to_come() -> None:
+    hints = hints_of([ShapedJob("tree", *TREE).draw(0, Order.GROUPED)])
     root = [hint.nodes[0].num_rows_to_come for hint in hints if len(hint.nodes) == 2]
 
     assert sorted(len(hint.nodes) for hint in hints) == [0, 2, 2, 2, 2]
-    assert root == [0, 0, 0, 0]
+    assert root == [3, 2, 1, 0]
     assert [hint.rank - hints[0].rank for hint in hints] == [0, 1, 2, 3, 4]
 
 
 def test_hints_of_jobs_that_run_together_count_apart() -> None:
-    jobs = [ShapedJob("tree", TREE).draw(seed, Order.SHUFFLED) for seed in (0, 1)]
+    jobs = [ShapedJob("tree", *TREE).draw(seed, Order.SHUFFLED) for seed in (0, 1)]
     hints = hints_of(jobs)
 
     assert {hint.job for hint in hints} == {"job-0", "job-1"}
     for name in ("job-0", "job-1"):
         root = [h.nodes[0].num_rows_to_come for h in hints if h.job == name and h.nodes]
-        assert root == [0, 0, 0, 0]
+        assert root == [3, 2, 1, 0]
 
 
 def test_the_tables_have_the_rows_of_the_data_sets() -> None:
-    tools, videos = toolbench_job().table, nextqa_job().table
-    lists = {tools.path(row) for row in range(len(tools.own_tokens))}
+    tools, videos = toolbench_job(), nextqa_job()
+    lists = {path for path, _, _ in tools.rows}
 
-    assert (len(tools.own_tokens), len(lists), len(tools.tokens)) == (1_358, 1_111, 4_597)
-    assert len(set(tools.roots.tolist())) == 1
-    assert max(videos.tokens[videos.paths]) <= MAX_PREFIX_TOKENS
-    assert len(videos.own_tokens) > 4_900
+    assert (len(tools.rows), len(lists), len(tools.tokens)) == (1_358, 1_111, 4_597)
+    assert len({path[0] for path in lists}) == 1
+    assert len(videos.draw(0, Order.GROUPED).rows) > 4_900
 
 
 @pytest.mark.skipif(not REAL_DATA.is_dir(), reason="the real data sets are not on this machine")

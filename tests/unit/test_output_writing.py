@@ -15,8 +15,9 @@ import pytest
 from batchrun.errors import BatchrunError, InputError, JobSpecError, StoreFullError
 from batchrun.files import atomic_file
 from batchrun.jobs.inputs.input_data import open_input
-from batchrun.jobs.results.output_file import ResultRow, write_output
+from batchrun.jobs.results.output_file import write_output
 from batchrun.jobs.spec import JobSpec
+from batchrun.store.results import StoredResult
 from batchrun.types import RowError, Usage
 
 CANCELLED = RowError("cancelled", "the job was cancelled")
@@ -37,13 +38,13 @@ def make_spec(folder: Path, num_rows: int = 600, **output: object) -> JobSpec:
     return JobSpec.model_validate(values)
 
 
-def result(row: int, *, error: RowError | None = None) -> ResultRow:
+def result(row: int, *, error: RowError | None = None) -> StoredResult:
     reply = {"choices": [{"message": {"content": f"answer {row}"}}]}
     body = None if error else json.dumps(reply).encode()
-    return ResultRow(row, body, error, None if error else "stop", Usage(10, 5, 3), attempts=2)
+    return StoredResult(row, body, error, None if error else "stop", Usage(10, 5, 3), attempts=2)
 
 
-def write(spec: JobSpec, path: Path, results: Iterator[ResultRow], **options: object) -> int:
+def write(spec: JobSpec, path: Path, results: Iterator[StoredResult], **options: object) -> int:
     missing = options.get("missing", CANCELLED)
     assert missing is None or isinstance(missing, RowError)
     with open_input(spec.input) as data:
@@ -125,7 +126,7 @@ def test_row_numbers_are_ids_when_no_column_is(tmp_path: Path) -> None:
     assert [row["id"] for row in read(tmp_path / "out.parquet")] == ["0", "1", "2"]
 
 
-def broken_results() -> Iterator[ResultRow]:
+def broken_results() -> Iterator[StoredResult]:
     yield result(0)
     raise BatchrunError("the store went away")
 

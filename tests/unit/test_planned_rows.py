@@ -6,7 +6,7 @@ import datetime
 import decimal
 import resource
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +17,11 @@ import pytest
 from batchrun.errors import DataError
 from batchrun.jobs.inputs.input_data import InputData, open_input
 from batchrun.jobs.inputs.rows import Row
-from batchrun.jobs.inputs.spool import PLACE_FIELD, PlannedRows, RowSpool, SpoolSizes, count_loads
+from batchrun.jobs.inputs.spool import PlannedRows, RowSpool, SpoolSizes, count_loads
 from batchrun.jobs.spec import InputSpec
 from batchrun.pool.prefix_keys import IntArray
 
-TINY = SpoolSizes(
-    bucket_bytes=4_000, buffer_bytes=20_000, max_buckets=8, num_cached=2, cache_bytes=4_000
-)
+TINY = SpoolSizes(buffer_bytes=20_000, piece_bytes=1_000, cache_bytes=4_000)
 
 
 def write_parquet(path: Path, num_rows: int = 400) -> Path:
@@ -42,7 +40,7 @@ def shuffled(num_rows: int) -> IntArray:
 
 def read_planned(data: InputData, order: IntArray, rows: Sequence[int], folder: Path) -> list[Row]:
     """The rows, 16 at a time, through a copy."""
-    with PlannedRows(data, data.columns, order, scratch=folder, sizes=TINY) as planned:
+    with closing(PlannedRows(data, data.columns, order, scratch=folder, sizes=TINY)) as planned:
         assert planned.spool_bytes
         parts = [planned.read_rows(rows[i : i + 16]) for i in range(0, len(rows), 16)]
     return [row for part in parts for row in part]
@@ -72,15 +70,15 @@ def test_a_shuffled_order_is_read_from_a_copy(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("order", "sizes"),
-    [(np.arange(400), TINY), (shuffled(400), SpoolSizes()), (shuffled(400)[:40], TINY)],
-    ids=["in the order of the file", "fits into the cache", "few rows"],
+    [(np.arange(400), TINY), (shuffled(400), SpoolSizes())],
+    ids=["in the order of the file", "fits into the cache"],
 )
 def test_what_the_cache_serves_well_is_read_from_the_input(
     tmp_path: Path, order: IntArray, sizes: SpoolSizes
 ) -> None:
     with (
         open_path(write_parquet(tmp_path / "a.parquet")) as data,
-        PlannedRows(data, ["n"], order, scratch=tmp_path / "gone", sizes=sizes) as planned,
+        closing(PlannedRows(data, ["n"], order, scratch=tmp_path / "gone", sizes=sizes)) as planned,
     ):
         assert planned.read_rows([17, 3, 399]) == [{"n": 17}, {"n": 3}, {"n": 399}]
         assert planned.spool_bytes is None
@@ -90,7 +88,7 @@ def test_text_files_are_read_line_by_line(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(f'{{"n": [{row}]}}\n' for row in range(400)))
     with (
         open_path(tmp_path / "a.jsonl") as data,
-        PlannedRows(data, ["n"], shuffled(400), scratch=None, sizes=TINY) as planned,
+        closing(PlannedRows(data, ["n"], shuffled(400), scratch=None, sizes=TINY)) as planned,
     ):
         assert planned.read_rows([7, 3]) == [{"n": [7]}, {"n": [3]}]
         assert planned.spool_bytes is None
@@ -102,12 +100,6 @@ def test_many_files_are_copied_in_any_order_as_each_would_keep_a_cache(tmp_path:
     with open_path(tmp_path / "*.parquet") as data:
         found = read_planned(data, np.arange(450), range(450), tmp_path)
         assert found == data.read_rows(range(450))
-
-
-def test_rows_outside_the_order_are_read_too(tmp_path: Path) -> None:
-    with open_path(write_parquet(tmp_path / "a.parquet")) as data:
-        found = read_planned(data, shuffled(400)[:300], range(400), tmp_path)
-    assert [row["n"] for row in found] == list(range(400))
 
 
 @pytest.mark.parametrize("row", [-1, 400])
@@ -169,7 +161,9 @@ def test_the_copy_has_no_name_on_disk(tmp_path: Path) -> None:
     scratch.mkdir()
     with open_path(write_parquet(tmp_path / "a.parquet")) as data:
         num_before = num_open_files()
-        with PlannedRows(data, ["text"], shuffled(400), scratch=scratch, sizes=TINY) as planned:
+        with closing(
+            PlannedRows(data, ["text"], shuffled(400), scratch=scratch, sizes=TINY)
+        ) as planned:
             planned.read_rows(range(400))
             assert planned.spool_bytes
             assert list(scratch.iterdir()) == []
@@ -179,7 +173,7 @@ def test_the_copy_has_no_name_on_disk(tmp_path: Path) -> None:
 def test_no_room_for_the_copy_is_one_line_and_leaves_nothing_open(tmp_path: Path) -> None:
     with open_path(write_parquet(tmp_path / "a.parquet")) as data:
         num_before = num_open_files()
-        with largest_file_bytes(5_000), pytest.raises(DataError) as caught:
+        with largest_file_bytes(1_000), pytest.raises(DataError) as caught:
             PlannedRows(data, ["text"], shuffled(400), scratch=tmp_path, sizes=TINY)
         assert num_open_files() == num_before
     place = f"{tmp_path / 'a.parquet'}: no copy of its rows in {tmp_path}"
@@ -220,19 +214,17 @@ def test_progress_runs_to_the_last_row(tmp_path: Path) -> None:
     assert [done for _, done, _ in calls] == sorted({done for _, done, _ in calls})
 
 
-def test_a_bucket_that_came_out_too_large_is_divided(tmp_path: Path) -> None:
-    sizes = [10] * 300 + [2_000] * 100
-    schema = pa.schema([PLACE_FIELD, ("1", pa.string())])
-    columns = [pa.array(range(400)), pa.array(["x" * size for size in sizes])]
-    batch = pa.RecordBatch.from_arrays(columns, schema=schema).take(pa.array(shuffled(400)))
-    spool = RowSpool(
-        [batch], schema, num_places=400, num_bytes=batch.nbytes, sizes=TINY, folder=tmp_path
-    )
-    buckets = [(indexes.tolist(), part) for indexes, part in spool.read(np.arange(400))]
+@pytest.mark.parametrize("order", [np.arange(400), shuffled(400)], ids=["in order", "shuffled"])
+def test_no_more_stays_in_memory_than_was_allowed(tmp_path: Path, order: IntArray) -> None:
+    texts = ["x" * (10 if place < 300 else 2_000) for place in range(400)]
+    rows = ((place, (texts[place],)) for place in shuffled(400).tolist())
+    spool = RowSpool(rows, 400, sizes=TINY, folder=tmp_path)
+    most = 0
+    for part in np.array_split(order, 25):
+        assert spool.read(part) == [(texts[place],) for place in part.tolist()]
+        most = max(most, spool.cached_bytes)
     spool.close()
-    assert [index for indexes, _ in buckets for index in indexes] == list(range(400))
-    assert [len(text) for _, part in buckets for text in part[0].to_pylist()] == sizes
-    assert max(part.nbytes for _, part in buckets) <= 2 * TINY.bucket_bytes
+    assert TINY.cache_bytes / 2 < most <= TINY.cache_bytes
 
 
 @pytest.mark.parametrize(

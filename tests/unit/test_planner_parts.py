@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrun.errors import ConfigError, DataError, InputError
+from batchrun.errors import ConfigError, InputError
 from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.planner.colocation import JobTokens, TokenCurve, ends_s
-from batchrun.simulator.planner.fleet import context_tokens, smallest
-from batchrun.simulator.planner.kinds import EngineKind, check_kinds, parse_kind
-from batchrun.simulator.planner.peak import Attainment, SloTarget
+from batchrun.simulator.planner.fleet import Attainment, context_tokens, smallest
+from batchrun.simulator.planner.kinds import EngineKind, SloTarget, check_kinds, parse_kind
 
 SLO = SloTarget()
 
@@ -106,7 +105,7 @@ def test_a_kind_that_cannot_be_read_says_what_it_must_be(text: str) -> None:
 
 
 def test_a_profile_that_is_missing_or_none_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"absent\.json: the profile cannot be read"):
+    with pytest.raises(ConfigError, match=r"absent\.json: the profile cannot be read"):
         parse_kind("absent.json@1", SLO, tmp_path)
     (tmp_path / "wrong.json").write_text("{")
     with pytest.raises(ConfigError, match=r"wrong\.json: not JSON"):

@@ -20,7 +20,7 @@ from batchrun.pool.prompt_study import (
     servable_tokens,
     study_prompts,
 )
-from batchrun.pool.radix_tree import NO_NODE, PrefixNodes
+from batchrun.pool.radix_tree import NO_NODE, RadixTree
 
 
 def text(seed: int, num_bytes: int) -> bytes:
@@ -94,7 +94,7 @@ def test_rows_that_cannot_run_do_not_count_and_there_may_be_no_other() -> None:
 
 def nested_tree(first: int, second: int, leaves: Sequence[int]) -> tuple[PromptTree, TreeTokens]:
     """Three rows below one node, two of them below another within it."""
-    nodes = PrefixNodes(
+    nodes = RadixTree(
         starts=np.array([0, 0]),
         ends=np.array([3, 2]),
         depths=np.array([1, 2]),
@@ -153,9 +153,15 @@ def test_the_study_agrees_with_a_direct_count(paths: list[tuple[int, int, int]])
     ])
 
     assert study.prompts.mean() == counted["prompt_tokens_mean"]
-    assert study.shared_shares.mean() == pytest.approx(counted["shared_share_mean"], abs=0.02)
-    assert study.common_shares.mean() == pytest.approx(counted["common_share_mean"], abs=0.02)
-    assert study.key_shares.mean() == pytest.approx(counted["key_portion_share_mean"], abs=0.02)
+    assert study.shares(study.shared).mean() == pytest.approx(
+        counted["shared_share_mean"], abs=0.02
+    )
+    assert study.shares(study.common).mean() == pytest.approx(
+        counted["common_share_mean"], abs=0.02
+    )
+    assert study.shares(study.key_portions).mean() == pytest.approx(
+        counted["key_portion_share_mean"], abs=0.02
+    )
     assert study.rows_per_key.mean() == counted["rows_per_key_portion_mean"]
 
 

@@ -23,7 +23,7 @@ from batchrun.errors import (
 )
 from batchrun.files import check_place, check_prefix, is_url, name_of
 from batchrun.jobs import objects
-from benchmarks.ports import free_port
+from benchmarks.deployment import free_port
 
 DENIED = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
 

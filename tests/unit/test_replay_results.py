@@ -68,5 +68,5 @@ def test_an_empty_trace_has_no_shares() -> None:
 def test_the_table_has_a_line_for_each_figure() -> None:
     summary = summarize([result()], slo_ttft_s=1.0, slo_tpot_s=1.0)
     lines = dict(line.split() for line in table(summary).splitlines())
-    assert lines["ttft_p50_s"] == "0.1000"
+    assert lines["ttft_p50_s"] == "0.1"
     assert set(lines) == set(summary)

@@ -179,11 +179,12 @@ WRONG = {
     "nothing": ("", "line 1: not the beginning of a trace"),
     "other text": ("hello\n", "line 1: not the beginning of a trace"),
     "a time": (AZURE_HEADER + "\n\nyesterday,1,2\n", "line 4: TIMESTAMP must be .*'yesterday'"),
-    "too few values": (AZURE_2024 + "2024-05-10 0\n", "line 5: 1 values where 3 belong"),
+    "too few values": (AZURE_2024 + "2024-05-10 0\n", "line 5: TIMESTAMP must be a time"),
     "no number": (BURSTGPT + "9,m,x,1,1,log\n", "line 5: Request tokens must be .* count, not 'x'"),
     "below 0": (BURSTGPT + "9,m,1,-1,1,log\n", "line 5: Response tokens must be .*, not '-1'"),
     "an endless time": (BURSTGPT + "inf,m,1,1,1,log\n", "line 5: Timestamp must .*, not 'inf'"),
-    "a decimal comma": ("time_s,rate_per_s\n0,1\n60,0,5\n", "line 3: 3 values where 2 belong"),
+    "three too many": ("time_s,rate_per_s\n0,1,2,3,4\n60,5\n", "line 2: more values than the 2"),
+    "a decimal comma": ("time_s,rate_per_s\n0,1\n60,0,5\n", "line 3: more values than the 2 col"),
     "an empty value": (BURSTGPT + "\n,m,,,,log\n", "line 6: Timestamp must be a number"),
     "no calls": (AZURE_HEADER, "has no calls"),
     "only failed calls": (BURST_HEADER + "5,m,0,0,0,log\n", "no call in it has prompt and output"),
@@ -192,7 +193,7 @@ WRONG = {
     "empty prompt": (
         '{"timestamp": 1, "input_length": 0, "output_length": 1}', "line 1: .*input_length"
     ),
-    "blocks": (MOONCAKE.replace("600", "512"), "line 1: 2 blocks of 512 tokens for a prompt of 5"),
+    "blocks": (MOONCAKE.replace("600", "512"), "request 1 has more prefix blocks"),
     "a rate": ("time_s,rate_per_s\n0,1\n60,-1\n", "line 3: rate_per_s must be a number, 0 or"),
     "a cv": ("time_s,rate_per_s,cv\n0,1,0\n60,1,1\n", "line 2: cv must be a number, above 0"),
     "a column": ("time_s,rate_per_s,colour\n0,1,2\n", "line 1: column 'colour'"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -26,13 +25,6 @@ Kills = Callable[[set[int]], set[int] | None]
 """The rows of the last steps when these rows kill the engine, None when they do not."""
 
 
-@dataclass
-class Sent:
-    """A row in flight."""
-
-    trials: Trials
-
-
 def run(room: int, kills: Kills, num_rows: int) -> tuple[list[int], list[int], int]:
     """A job on an engine for `room` rows, which some rows kill: the rows that were answered, those
     that were found guilty, and how often the engine died."""
@@ -41,7 +33,7 @@ def run(room: int, kills: Kills, num_rows: int) -> tuple[list[int], list[int], i
     slot = Slot(engine, uses_priority=False, window=Window(room, 10**9))
     assigner = Assigner[ActiveJob, Slot]([slot])
     job = make_tree_job(JOB, ["a"] * num_rows)
-    assigner.join(job, due_at=None)
+    assigner.join(job, deadline_at=None)
     answered: list[int] = []
     guilty: list[int] = []
     num_deaths = 0
@@ -52,7 +44,7 @@ def run(room: int, kills: Kills, num_rows: int) -> tuple[list[int], list[int], i
         last = kills({assignment.row for assignment in sent})
         if last is not None:
             num_deaths += 1
-            accuse_rows(slot.in_flight, {(JOB, row) for row in last})
+            accuse_rows(dict.fromkeys(slot.in_flight, job.trials), {(JOB, row) for row in last})
         for assignment in sent:
             slot.release(assignment)
             row = assignment.row
@@ -91,7 +83,7 @@ def test_several_guilty_rows_are_all_found_and_nobody_else(guilty: tuple[int, ..
 
 def test_only_rows_of_the_last_steps_are_suspects() -> None:
     trials = Trials()
-    in_flight: dict[RowKey, Sent] = {(JOB, row): Sent(trials) for row in range(100)}
+    in_flight: dict[RowKey, Trials] = {(JOB, row): trials for row in range(100)}
     accused = accuse_rows(in_flight, {(JOB, 3), (JOB, 4), ("another", 5), (JOB, 400)})
     assert accused == {(JOB, 3), (JOB, 4)}
     assert trials.limits == {3: SOLO, 4: SOLO}
@@ -99,11 +91,11 @@ def test_only_rows_of_the_last_steps_are_suspects() -> None:
 
 def test_new_rows_beside_a_suspect_stay_free() -> None:
     trials = Trials()
-    in_flight: dict[RowKey, Sent] = {(JOB, row): Sent(trials) for row in range(100)}
+    in_flight: dict[RowKey, Trials] = {(JOB, row): trials for row in range(100)}
     accuse_rows(in_flight, set(in_flight))
     for row in range(95):
         trials.clear(row)
-    beside: dict[RowKey, Sent] = {(JOB, row): Sent(trials) for row in range(95, 300)}
+    beside: dict[RowKey, Trials] = {(JOB, row): trials for row in range(95, 300)}
     assert accuse_rows(beside, set(beside)) == {(JOB, row) for row in range(95, 100)}
 
 
@@ -119,9 +111,9 @@ def test_a_row_that_kills_what_parses_it_is_found_though_no_step_held_it() -> No
 
 def test_one_death_of_a_lone_row_proves_nothing() -> None:
     trials = Trials({0: SOLO})
-    accuse_rows({(JOB, 0): Sent(trials)}, {(JOB, 0)})
+    accuse_rows({(JOB, 0): trials}, {(JOB, 0)})
     assert not trials.is_guilty(0)
-    accuse_rows({(JOB, 0): Sent(trials)}, {(JOB, 0)})
+    accuse_rows({(JOB, 0): trials}, {(JOB, 0)})
     assert trials.is_guilty(0)
 
 

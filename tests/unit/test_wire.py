@@ -14,9 +14,8 @@ from batchrun.wire import (
     OrdersError,
     Telemetry,
     encode,
-    read_answer,
+    read_message,
     read_orders,
-    read_telemetry,
 )
 
 NONCE = "secret"
@@ -35,8 +34,8 @@ def test_every_message_is_read_as_it_was_sent() -> None:
     answer = Answer(7, "bs", 512, is_offline_on=True, error="no")
 
     assert read_orders(encode(ORDERS), NONCE) == ORDERS
-    assert read_telemetry(encode(telemetry)) == telemetry
-    assert read_answer(encode(answer)) == answer
+    assert read_message(encode(telemetry), Telemetry) == telemetry
+    assert read_message(encode(answer), Answer) == answer
 
 
 def test_fields_of_a_later_version_are_ignored() -> None:
@@ -76,4 +75,4 @@ def test_an_engine_without_a_nonce_takes_no_orders() -> None:
 @pytest.mark.parametrize("message", [b"", b"\xc0", encode(ORDERS), b"x" * (MAX_MESSAGE_BYTES + 1)])
 def test_a_malformed_report_is_an_error_and_no_more(message: bytes) -> None:
     with pytest.raises(ValueError):
-        read_telemetry(message)
+        read_message(message, Telemetry)

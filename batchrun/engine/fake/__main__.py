@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from aiohttp import web
@@ -21,13 +22,12 @@ from batchrun.engine.fake.answers import (
     FakeCall,
     PrefixCache,
     RefusedError,
-    check_model,
     chunks,
     embeddings_reply,
     generate,
+    parse_body,
     parse_call,
-    parse_inputs,
-    parse_json,
+    parse_prompts,
     whole_reply,
 )
 from batchrun.engine.fake.script import Action, RuleBook, append_line, load_rules
@@ -40,11 +40,12 @@ _CACHE_BLOCKS = 65_536
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeSettings:
-    """How the fake engine behaves. `latency_s` comes before the first token."""
+    """How the fake engine behaves: `executions` is a file that notes what begins, `latency_s` comes
+    before the first token."""
 
     model: str = "fake"
     rules: RuleBook = field(default_factory=lambda: RuleBook(()))
-    executions_path: Path | None = None
+    executions: Path | None = None
     latency_s: float = 0.0
     tokens_per_s: float | None = None
     max_model_tokens: int = 8_192
@@ -58,8 +59,8 @@ def build_app(settings: FakeSettings) -> web.Application:
     app.router.add_get("/metrics", engine.metrics)
     app.router.add_get("/v1/models", engine.models)
     app.router.add_get("/fake/executions", engine.executions)
-    app.router.add_post("/v1/chat/completions", engine.chat)
-    app.router.add_post("/v1/completions", engine.completion)
+    app.router.add_post("/v1/chat/completions", partial(engine.generate, is_chat=True))
+    app.router.add_post("/v1/completions", partial(engine.generate, is_chat=False))
     app.router.add_post("/v1/embeddings", engine.embeddings)
     return app
 
@@ -83,87 +84,69 @@ class _FakeServer:
         )
 
     async def models(self, _request: web.Request) -> web.Response:
-        limit = self._settings.max_model_tokens
         model = {
             "id": self._settings.model,
             "object": "model",
             "created": int(time.time()),
             "owned_by": "batchrun",
-            "max_model_len": limit,
+            "max_model_len": self._settings.max_model_tokens,
         }
         return web.json_response({"object": "list", "data": [model]})
 
     async def executions(self, _request: web.Request) -> web.Response:
         return web.json_response({"count": len(self._executions), "executions": self._executions})
 
-    async def chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, is_chat=True)
-
-    async def completion(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, is_chat=False)
-
     async def embeddings(self, request: web.Request) -> web.StreamResponse:
-        raw = await request.read()
-        body = parse_json(raw)
-        check_model(body, self._settings.model)
-        inputs = parse_inputs(body)
+        model = self._settings.model
+        inputs = parse_prompts(parse_body(await request.read(), model), "input")
 
         async def answer(_action: Action) -> web.StreamResponse:
-            await asyncio.sleep(self._settings.latency_s)
             reply_id = f"embd-{_request_id(request)}"
-            return web.json_response(
-                embeddings_reply(inputs, reply_id=reply_id, model=self._settings.model)
-            )
+            return web.json_response(embeddings_reply(inputs, reply_id=reply_id, model=model))
 
-        return await self._execute(request, raw, answer)
+        return await self._execute(request, answer)
 
-    async def _generate(self, request: web.Request, *, is_chat: bool) -> web.StreamResponse:
-        raw = await request.read()
-        body = parse_json(raw)
-        check_model(body, self._settings.model)
+    async def generate(self, request: web.Request, *, is_chat: bool) -> web.StreamResponse:
+        body = parse_body(await request.read(), self._settings.model)
         limit = self._settings.max_model_tokens
         call = parse_call(body, is_chat=is_chat, max_model_tokens=limit)
 
         async def answer(action: Action) -> web.StreamResponse:
             made = self._answer(call, _request_id(request), action)
-            await asyncio.sleep(self._settings.latency_s)
-            return await (self._stream(request, made) if call.stream else self._whole(made))
+            if call.stream:
+                return await self._stream(request, made)
+            await self._decode(made.num_output_tokens)
+            return web.json_response(whole_reply(made))
 
-        return await self._execute(request, raw, answer)
+        return await self._execute(request, answer)
 
     async def _execute(
-        self,
-        request: web.Request,
-        raw: bytes,
-        answer: Callable[[Action], Awaitable[web.StreamResponse]],
+        self, request: web.Request, answer: Callable[[Action], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        action = self._settings.rules.choose(request_id=_request_id(request), body=raw)
+        request_id, body = _request_id(request), await request.read()
+        action = self._settings.rules.choose(request_id=request_id, body=body)
         if action.status is None:
             self._note_execution(request)
         self._num_running += 1
         try:
             await asyncio.sleep(action.delay_s)
-            return await _fault(request, action) or await answer(action)
+            fault = await _fault(request, action)
+            if fault is not None:
+                return fault
+            await asyncio.sleep(self._settings.latency_s)
+            return await answer(action)
         finally:
             self._num_running -= 1
 
     def _answer(self, call: FakeCall, request_id: str, action: Action) -> FakeAnswer:
         prefix = "chatcmpl" if call.is_chat else "cmpl"
-        limit = self._settings.max_model_tokens
+        model, limit = self._settings.model, self._settings.max_model_tokens
         return FakeAnswer(
-            reply_id=f"{prefix}-{request_id}",
-            model=self._settings.model,
-            created_at=int(time.time()),
+            head={"id": f"{prefix}-{request_id}", "created": int(time.time()), "model": model},
             call=call,
-            choices=tuple(
-                generate(call, max_model_tokens=limit, finish_reason=action.finish_reason)
-            ),
+            choices=generate(call, max_model_tokens=limit, finish_reason=action.finish_reason),
             num_cached_tokens=sum(self._cache.admit(prompt) for prompt in call.prompts),
         )
-
-    async def _whole(self, answer: FakeAnswer) -> web.StreamResponse:
-        await self._decode(answer.num_output_tokens)
-        return web.json_response(whole_reply(answer))
 
     async def _stream(self, request: web.Request, answer: FakeAnswer) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
@@ -181,8 +164,8 @@ class _FakeServer:
     def _note_execution(self, request: web.Request) -> None:
         entry = {"request_id": _request_id(request), "path": request.path, "at": time.time()}
         self._executions.append(entry)
-        if self._settings.executions_path is not None:
-            append_line(self._settings.executions_path, json.dumps(entry))
+        if self._settings.executions is not None:
+            append_line(self._settings.executions, json.dumps(entry))
 
 
 async def _fault(request: web.Request, action: Action) -> web.StreamResponse | None:
@@ -236,14 +219,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InputError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
-    settings = FakeSettings(
-        model=options.model,
-        rules=rules,
-        executions_path=options.executions,
-        latency_s=options.latency_s,
-        tokens_per_s=options.tokens_per_s,
-        max_model_tokens=options.max_model_tokens,
-    )
+    names = ("model", "executions", "latency_s", "tokens_per_s", "max_model_tokens")
+    settings = FakeSettings(rules=rules, **{name: getattr(options, name) for name in names})
     web.run_app(
         build_app(settings),
         host=options.host,

@@ -29,26 +29,18 @@ def hash_prompt(tokens: Sequence[str], seed: object = None) -> str:
     return hashlib.sha256(repr((list(tokens), seed)).encode("utf-8", "replace")).hexdigest()[:16]
 
 
-def natural_length_tokens(prompt_hash: str) -> int:
-    """How many tokens the answer to a prompt has when nothing cuts it short."""
-    return _MIN_ANSWER_TOKENS + int(prompt_hash[:8], 16) % _ANSWER_SPREAD_TOKENS
-
-
 def write_tokens(prompt_hash: str, choice: int, num_tokens: int) -> list[str]:
     """The first `num_tokens` tokens of the answer; a longer answer starts with a shorter one."""
-    words = [_word(f"{prompt_hash}/{choice}/{position}") for position in range(num_tokens)]
-    return [word if position == 0 else f" {word}" for position, word in enumerate(words)]
-
-
-def _word(key: str) -> str:
-    return _WORDS[hashlib.sha256(key.encode()).digest()[0] % len(_WORDS)]
+    keys = (f"{prompt_hash}/{choice}/{position}" for position in range(num_tokens))
+    draws = (hashlib.sha256(key.encode()).digest()[0] for key in keys)
+    words = [f" {_WORDS[draw % len(_WORDS)]}" for draw in draws]
+    return [words[0].lstrip(), *words[1:]] if words else []
 
 
 class PrefixCache:
     """Whole blocks of prompts seen before, found by chained hash; the oldest goes first."""
 
     def __init__(self, capacity_blocks: int) -> None:
-        """`capacity_blocks` blocks of `BLOCK_TOKENS` tokens are kept."""
         self._capacity_blocks = capacity_blocks
         self._blocks: OrderedDict[bytes, None] = OrderedDict()
 
@@ -106,34 +98,31 @@ class FakeCall:
     stream: bool
     include_usage: bool
 
-    def prompt_hash(self, prompt: int) -> str:
-        """The hash from which the answer to one of the prompts derives."""
-        return hash_prompt(self.prompts[prompt], self.seed)
 
-
-def parse_json(raw: bytes) -> dict[str, object]:
-    """The body as an object. Raises RefusedError."""
+def parse_body(raw: bytes, model: str) -> dict[str, object]:
+    """The body as an object. Raises RefusedError, with 404 where it asks for another model."""
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise RefusedError(f"1 validation error:\n  JSON decode error: {error}") from error
     if not isinstance(body, dict):
         raise RefusedError("1 validation error:\n  Input should be a valid dictionary")
-    return body
-
-
-def check_model(body: Mapping[str, object], model: str) -> None:
-    """Raises RefusedError (404) when the body asks for another model."""
     asked = body.get("model", model)
     if asked != model:
         raise RefusedError(f"The model `{asked}` does not exist.", status=404, param="model")
+    return body
 
 
 def parse_call(body: Mapping[str, object], *, is_chat: bool, max_model_tokens: int) -> FakeCall:
     """A chat or completion body. Raises RefusedError."""
-    prompts = (_chat_prompt(body),) if is_chat else _completion_prompts(body.get("prompt"))
-    for prompt in prompts:
-        _check_length(prompt, max_model_tokens)
+    prompts = (_chat_prompt(body),) if is_chat else parse_prompts(body, "prompt")
+    longest = max(map(len, prompts))
+    if longest >= max_model_tokens:
+        raise RefusedError(
+            f"This model's maximum context length is {max_model_tokens} tokens. However, your "
+            f"prompt contains {longest} tokens. Please reduce the length of the input prompt.",
+            param="input_tokens",
+        )
     num_choices = _positive(body, "n") or 1
     if num_choices > 1 and body.get("temperature") == 0:
         raise RefusedError(f"n must be 1 when using greedy sampling, got {num_choices}.")
@@ -154,9 +143,16 @@ def parse_call(body: Mapping[str, object], *, is_chat: bool, max_model_tokens: i
     )
 
 
-def parse_inputs(body: Mapping[str, object]) -> tuple[tuple[str, ...], ...]:
-    """The inputs of an embeddings body, as tokens. Raises RefusedError."""
-    return _completion_prompts(body.get("input"), param="input")
+def parse_prompts(body: Mapping[str, object], key: str) -> tuple[tuple[str, ...], ...]:
+    """The texts under a key, or lists of numbers of tokens, as tokens. Raises RefusedError."""
+    prompt = body.get(key)
+    if isinstance(prompt, str) and prompt:
+        return (tuple(tokenize(prompt)),)
+    if isinstance(prompt, list) and prompt:
+        if all(type(token) is int for token in prompt):
+            return (tuple(str(token) for token in prompt),)
+        return tuple(tokens for item in prompt for tokens in parse_prompts({key: item}, key))
+    raise RefusedError(f"Either {key} must be provided and non-empty.", param=key)
 
 
 def _chat_prompt(body: Mapping[str, object]) -> tuple[str, ...]:
@@ -184,25 +180,6 @@ def _content_text(content: object) -> str:
     raise RefusedError("1 validation error:\n  'content': Input should be a string or a list")
 
 
-def _completion_prompts(prompt: object, param: str = "prompt") -> tuple[tuple[str, ...], ...]:
-    if isinstance(prompt, str) and prompt:
-        return (tuple(tokenize(prompt)),)
-    if isinstance(prompt, list) and prompt:
-        if all(type(token) is int for token in prompt):
-            return (tuple(str(token) for token in prompt),)
-        return tuple(tokens for item in prompt for tokens in _completion_prompts(item, param))
-    raise RefusedError(f"Either {param} must be provided and non-empty.", param=param)
-
-
-def _check_length(prompt: tuple[str, ...], max_model_tokens: int) -> None:
-    if len(prompt) >= max_model_tokens:
-        raise RefusedError(
-            f"This model's maximum context length is {max_model_tokens} tokens. However, your "
-            f"prompt contains {len(prompt)} tokens. Please reduce the length of the input prompt.",
-            param="input_tokens",
-        )
-
-
 def _positive(body: Mapping[str, object], key: str) -> int | None:
     value = body.get(key)
     if value is None:
@@ -227,69 +204,59 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class FakeAnswer:
-    """Everything about one call that its reply needs."""
+    """Everything about one call that its reply needs; `head` is what each of its parts repeats."""
 
-    reply_id: str
-    model: str
-    created_at: int
+    head: JsonDict
     call: FakeCall
-    choices: tuple[Choice, ...]
+    choices: Sequence[Choice]
     num_cached_tokens: int
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens of all choices."""
         return sum(len(choice.tokens) for choice in self.choices)
 
 
 def generate(call: FakeCall, *, max_model_tokens: int, finish_reason: str | None) -> list[Choice]:
     """All choices of a call, prompt by prompt; `finish_reason` replaces the true one."""
     choices: list[Choice] = []
-    for prompt in range(len(call.prompts)):
-        room = max_model_tokens - len(call.prompts[prompt])
+    for prompt in call.prompts:
+        prompt_hash = hash_prompt(prompt, call.seed)
+        room = max_model_tokens - len(prompt)
+        limit = min(call.max_tokens or room, room)
+        natural = _MIN_ANSWER_TOKENS + int(prompt_hash[:8], 16) % _ANSWER_SPREAD_TOKENS
+        num_tokens = limit if call.ignore_eos else min(natural, limit)
+        reason = finish_reason or ("stop" if num_tokens < limit else "length")
         for number in range(call.num_choices):
-            tokens, reason = _generate_one(call, prompt, number, room)
-            choices.append(Choice(len(choices), tokens, finish_reason or reason))
+            tokens = tuple(write_tokens(prompt_hash, number, num_tokens))
+            choices.append(Choice(len(choices), tokens, reason))
     return choices
-
-
-def _generate_one(
-    call: FakeCall, prompt: int, number: int, room: int
-) -> tuple[tuple[str, ...], str]:
-    prompt_hash = call.prompt_hash(prompt)
-    limit = min(call.max_tokens or room, room)
-    natural = limit if call.ignore_eos else natural_length_tokens(prompt_hash)
-    num_tokens = min(natural, limit)
-    reason = "stop" if natural < limit else "length"
-    return tuple(write_tokens(prompt_hash, number, num_tokens)), reason
 
 
 def whole_reply(answer: FakeAnswer) -> JsonDict:
     """The body of a reply that is not streamed."""
     kind = "chat.completion" if answer.call.is_chat else "text_completion"
     choices = [_whole_choice(answer.call, choice) for choice in answer.choices]
-    return {**_head(answer, kind), "choices": choices, "usage": usage(answer)}
+    return {**answer.head, "object": kind, "choices": choices, "usage": usage(answer)}
 
 
 def chunks(answer: FakeAnswer) -> Iterator[JsonDict]:
     """The events of a streamed reply, one per token, in order."""
     kind = "chat.completion.chunk" if answer.call.is_chat else "text_completion"
-    head = _head(answer, kind)
+    head = {**answer.head, "object": kind}
     for choice in answer.choices:
         if answer.call.is_chat:
-            first = {"role": "assistant", "content": ""}
-            yield {**head, "choices": [_chunk_choice(choice.index, "delta", first, None)]}
+            delta = {"delta": {"role": "assistant", "content": ""}}
+            yield {**head, "choices": [_choice_object(choice.index, delta, None, None)]}
         for position, token in enumerate(choice.tokens):
             is_last = position == len(choice.tokens) - 1
             reason = choice.finish_reason if is_last else None
-            key, value = ("delta", {"content": token}) if answer.call.is_chat else ("text", token)
-            yield {**head, "choices": [_chunk_choice(choice.index, key, value, reason)]}
+            text = {"delta": {"content": token}} if answer.call.is_chat else {"text": token}
+            yield {**head, "choices": [_choice_object(choice.index, text, None, reason)]}
     if answer.call.include_usage:
         yield {**head, "choices": [], "usage": usage(answer)}
 
 
 def usage(answer: FakeAnswer) -> JsonDict:
-    """Token counts of the whole call."""
     num_prompt_tokens = sum(len(prompt) for prompt in answer.call.prompts)
     return {
         "prompt_tokens": num_prompt_tokens,
@@ -310,27 +277,18 @@ def embeddings_reply(inputs: Sequence[Sequence[str]], *, reply_id: str, model: s
     return {"id": reply_id, "object": "list", "model": model, "data": data, "usage": counts}
 
 
-def _head(answer: FakeAnswer, kind: str) -> JsonDict:
-    return {
-        "id": answer.reply_id,
-        "object": kind,
-        "created": answer.created_at,
-        "model": answer.model,
-    }
-
-
 def _whole_choice(call: FakeCall, choice: Choice) -> JsonDict:
     text = "".join(choice.tokens)
-    content = (
-        {"message": {"role": "assistant", "content": text}} if call.is_chat else {"text": text}
-    )
+    message = {"message": {"role": "assistant", "content": text}}
     logprobs = _logprobs(call, choice) if call.wants_logprobs else None
-    ending = {"logprobs": logprobs, "finish_reason": choice.finish_reason}
-    return {"index": choice.index, **content, **ending}
+    content = message if call.is_chat else {"text": text}
+    return _choice_object(choice.index, content, logprobs, choice.finish_reason)
 
 
-def _chunk_choice(index: int, key: str, value: object, reason: str | None) -> JsonDict:
-    return {"index": index, key: value, "logprobs": None, "finish_reason": reason}
+def _choice_object(
+    index: int, content: Mapping[str, object], logprobs: JsonDict | None, reason: str | None
+) -> JsonDict:
+    return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
 
 def _logprobs(call: FakeCall, choice: Choice) -> JsonDict:

@@ -1,7 +1,7 @@
 """Input paths -> `InputData`: all files of a job's input as one numbered sequence of rows.
 
 Handles globs, formats, and every way a path can disappoint. Ids must be unique: checked over all
-rows with eight bytes of memory per row.
+rows by their hashes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from batchrun.jobs.inputs.parquet import ParquetInput
 from batchrun.jobs.inputs.rows import BATCH_BYTES, InputFile, Row, Undecodable
 from batchrun.jobs.inputs.text_files import CsvInput, JsonlInput
 from batchrun.jobs.job_file import input_files
-from batchrun.jobs.pin import InputPin, PinnedFile, hash_blocks, pinned_path
+from batchrun.jobs.pin import InputPin, PinnedFile, even_block_ends, hash_blocks, pinned_path
 from batchrun.jobs.spec import InputSpec, JobSpec
 from batchrun.types import ProgressSink
 
@@ -102,10 +102,9 @@ class InputData:
         bounds = pairwise(self._starts.tolist())
         return [(file.path, *pair) for file, pair in zip(self._files, bounds, strict=True)]
 
-    def chunked_files(self) -> list[tuple[int, ParquetInput]]:
-        """(first row, file) of the files that `read_rows` decodes in chunks of many rows."""
-        files = zip(self._starts.tolist(), self._files, strict=False)
-        return [(start, file) for start, file in files if isinstance(file, ParquetInput)]
+    def chunk_sizes(self, columns: Sequence[str]) -> list[list[tuple[int, int]]]:
+        """(rows, about how many bytes) of what `read_rows` decodes at once, for each file."""
+        return [file.chunk_sizes(columns) for file in self._files]
 
     def __enter__(self) -> Self:
         return self
@@ -136,7 +135,7 @@ def _pin_file(file: InputFile, done: int, total: int, progress: ProgressSink | N
     path = file.path.absolute()
     try:
         before = path.stat()
-        ends = file.block_ends()
+        ends = even_block_ends(before.st_size)
         hashes = hash_blocks(path, ends, on_bytes=report)
         after = path.stat()
     except OSError as failure:
@@ -152,40 +151,28 @@ def _pin_file(file: InputFile, done: int, total: int, progress: ProgressSink | N
     )
 
 
-_CHECKED_AT_ONCE = 10_000
-
-
 def check_ids(data: InputData, *, progress: ProgressSink | None = None) -> None:
     """Raises DataError for a null id, an id that is not text or a whole number, or one that two
     rows share (naming the id and both rows). Row numbers as ids are always unique."""
-    if data.id_column is None:
+    column = data.id_column
+    if column is None:
         return
     hashes = np.empty(data.num_rows, dtype=np.uint64)
-    for row, row_id in _iter_ids(data, data.id_column):
+    for row, row_id in _iter_ids(data, column):
         hashes[row] = xxhash.xxh3_64_intdigest(row_id.encode("utf-8", "surrogatepass"))
         if progress is not None and row % 100_000 == 0:
             progress("checking ids", row, data.num_rows)
-    ordered = np.sort(hashes)
-    shared = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
-    candidates = np.flatnonzero(np.isin(hashes, shared))
-    while len(candidates):
-        checked = np.flatnonzero(np.isin(hashes, hashes[candidates[:_CHECKED_AT_ONCE]]))
-        _refuse_duplicates(data, data.id_column, set(checked.tolist()))
-        candidates = np.setdiff1d(candidates, checked)
-
-
-def _refuse_duplicates(data: InputData, column: str, candidates: set[int]) -> None:
-    """Equal hashes are likely, not surely, equal ids: the ids themselves decide."""
-    seen: dict[str, int] = {}
-    for row, row_id in _iter_ids(data, column):
-        if row not in candidates:
-            continue
-        if row_id in seen:
+    order = np.argsort(hashes, kind="stable")
+    same = np.flatnonzero(np.diff(hashes[order]) == 0)
+    # Equal hashes are likely, not surely, equal ids: the ids themselves decide.
+    for place in same[np.argsort(order[same + 1])]:
+        first, second = order[place : place + 2].tolist()
+        values = [str(row[column]) for row in data.read_rows([first, second], [column])]
+        if values[0] == values[1]:
             raise DataError(
-                f"{_place(data, row)}: id {row_id!r} (column {column!r}) is also the id of row "
-                f"{seen[row_id]}; ids must be unique"
+                f"{_place(data, second)}: id {values[0]!r} (column {column!r}) is also the id of "
+                f"row {first}; ids must be unique"
             )
-        seen[row_id] = row
 
 
 def _iter_ids(data: InputData, column: str) -> Iterator[tuple[int, str]]:
@@ -207,13 +194,11 @@ def _describe(value: object) -> str:
 
 
 def _place(data: InputData, row: int) -> str:
-    for path, first, last in data.places():
-        if first <= row < last:
-            return f"{path}: row {row}"
-    return f"row {row}"
+    path = next(path for path, first, last in data.places() if first <= row < last)
+    return f"{path}: row {row}"
 
 
-_FORMATS: dict[str, Callable[..., InputFile]] = {
+_FORMATS: dict[str, Callable[[Path], InputFile]] = {
     "parquet": ParquetInput,
     "jsonl": JsonlInput,
     "openai-batch": JsonlInput,
@@ -229,21 +214,18 @@ _SUFFIXES = {
 BATCH_COLUMNS = ("custom_id", "method", "url", "body")
 
 
-def open_input(spec: InputSpec, *, scratch: Path | None = None) -> InputData:
-    """Opens all files of an input. `scratch`: a folder for unpacked copies, for example the
-    store's (default: the system's temporary folder).
+def open_input(spec: InputSpec) -> InputData:
+    """Opens all files of an input.
 
     Raises DataError, one line, when a path is missing or not a readable file of its format,
     when there are no rows, or when `spec.id` is not a column.
     """
-    return _open_all(spec, input_files(spec.path), scratch)
+    return _open_all(spec, input_files(spec.path))
 
 
-def open_pinned(
-    spec: InputSpec, pin: InputPin, *, links: Path | None = None, scratch: Path | None = None
-) -> InputData:
+def open_pinned(spec: InputSpec, pin: InputPin, *, links: Path | None = None) -> InputData:
     """Opens exactly the pinned files, through their links in `links` where the path changed."""
-    return _open_all(spec, [pinned_path(file, links) for file in pin.files], scratch)
+    return _open_all(spec, [pinned_path(file, links) for file in pin.files])
 
 
 def check_columns(spec: JobSpec, data: InputData) -> None:
@@ -261,11 +243,11 @@ def no_column(column: str, columns: Sequence[str]) -> str:
     return f"the input has no column {column!r}{hint}; its columns are {shown}"
 
 
-def _open_all(spec: InputSpec, paths: Sequence[Path], scratch: Path | None) -> InputData:
+def _open_all(spec: InputSpec, paths: Sequence[Path]) -> InputData:
     opened: list[InputFile] = []
     try:
         for path in paths:
-            opened.append(_open_one(spec, path, scratch))
+            opened.append(_open_one(spec, path))
             _check_same_columns(opened[0], opened[-1])
         id_column = "custom_id" if spec.format == "openai-batch" else spec.id
         data = InputData(opened, id_column=id_column)
@@ -277,14 +259,14 @@ def _open_all(spec: InputSpec, paths: Sequence[Path], scratch: Path | None) -> I
     return data
 
 
-def _open_one(spec: InputSpec, path: Path, scratch: Path | None) -> InputFile:
+def _open_one(spec: InputSpec, path: Path) -> InputFile:
     if path.is_dir():
         raise DataError(f"{path}: is a folder; name a file, or a glob such as {path}/*.parquet")
     try:
         if not os.path.isfile(path):  # noqa: PTH113 - Path.is_file raises on a name too long
             path.stat()
             raise DataError(f"{path}: is not a regular file")
-        return _FORMATS[_format_of(spec, path)](path, scratch=scratch)
+        return _FORMATS[_format_of(spec, path)](path)
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None
     except OSError as failure:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -13,34 +15,36 @@ import pyarrow.parquet as pq
 from batchrun.errors import DataError
 from batchrun.jobs.inputs.rows import (
     BATCH_BYTES,
+    CACHE_BYTES,
     ROW_LIMIT_BYTES,
-    ChunkReader,
+    InputFile,
     Row,
     empty_batches,
     native_rows,
-    scratch_chunks,
 )
 
 _MAGIC = b"PAR1"
 _BUFFER_BYTES = 1 << 20
 _MAX_BATCH_ROWS = 8192
 _SAMPLE_ROWS = 16
-_SMALL_GROUP_BYTES = 4 * BATCH_BYTES
-"""Row groups up to this size are read whole; files with larger ones get a scratch copy."""
+SMALL_GROUP_BYTES = 4 * BATCH_BYTES
+"""Row groups up to this size are decoded whole for random access; larger ones are searched."""
 
 
-class ParquetInput:
+class ParquetInput(InputFile):
     """One Parquet file. Memory does not grow with the file or with its row groups."""
 
-    def __init__(self, path: Path, *, scratch: Path | None) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._scratch = scratch
         self._file = _open(path)
         schema: pa.Schema = self._file.schema_arrow
         self.columns: tuple[str, ...] = tuple(schema.names)
         self.num_rows: int = self._file.metadata.num_rows
-        self._readers: dict[tuple[str, ...], ChunkReader] = {}
-        self._known_row_bytes: dict[tuple[int, tuple[str, ...]], float] = {}
+        groups = range(self._file.num_row_groups)
+        self._group_rows = [self._file.metadata.row_group(group).num_rows for group in groups]
+        self._ends = np.cumsum(self._group_rows)
+        self._cache: OrderedDict[tuple[int, tuple[str, ...]], pa.RecordBatch] = OrderedDict()
+        self._row_bytes = cache(self._measure_row_bytes)
 
     def schema(self, columns: Sequence[str]) -> pa.Schema:
         """The file's own types of `columns`; DataError for a type that cannot be used."""
@@ -64,47 +68,37 @@ class ParquetInput:
                 yield first_row, self._fitted(batch, schema)
                 first_row += batch.num_rows
 
-    def iter_rows(self, columns: Sequence[str], max_bytes: int) -> Iterator[tuple[int, list[Row]]]:
-        """Like `iter_batches`, as native values."""
-        for first_row, batch in self.iter_batches(columns, self.schema(columns), max_bytes):
-            yield first_row, native_rows(batch)
-
     def read_rows(self, rows: Sequence[int], columns: Sequence[str]) -> list[Row]:
-        """The given rows; the first call may copy a file of huge row groups to scratch."""
+        """The given rows in the given order; slow where they lie in large row groups."""
         if not columns:
             return [{} for _ in rows]
-        key = tuple(columns)
-        if key not in self._readers:
-            self._readers[key] = self._chunk_reader(key)
-        reader = self._readers[key]
-        with _readable(self.path):
-            return reader.read(rows)
+        self.schema(columns)
+        wanted = np.unique(np.asarray(rows, dtype=np.int64))
+        owners = np.searchsorted(self._ends, wanted, side="right")
+        found: dict[int, Row] = {}
+        for group in np.unique(owners).tolist():
+            first = int(self._ends[group]) - self._group_rows[group]
+            here = wanted[owners == group]
+            for batch in self._chunks(group, tuple(columns)):
+                inside = here[(here >= first) & (here < first + batch.num_rows)]
+                if len(inside):
+                    with _readable(self.path):
+                        picked = native_rows(batch.take(pa.array(inside - first)))
+                    found.update(zip(inside.tolist(), picked, strict=True))
+                first += batch.num_rows
+        return [found[row] for row in rows]
 
     def chunk_sizes(self, columns: Sequence[str]) -> list[tuple[int, int]]:
-        """(rows, about how many decoded bytes) of each chunk that `read_rows` decodes at once."""
-        is_copied = self._has_large_group(columns)
-        sizes: list[tuple[int, int]] = []
-        for group in range(self._file.num_row_groups):
-            num_rows = self._file.metadata.row_group(group).num_rows
-            row_bytes = self._row_bytes(group, columns)
-            step = self._batch_rows(group, columns, BATCH_BYTES) if is_copied else num_rows
-            for first in range(0, num_rows, max(step, 1)):
-                length = min(step, num_rows - first)
-                sizes.append((length, int(length * row_bytes)))
-        return sizes
-
-    def block_ends(self) -> list[int]:
-        """The end of each row group, then of the footer."""
-        metadata = self._file.metadata
-        ends = [_group_end(metadata.row_group(index)) for index in range(metadata.num_row_groups)]
-        return [*sorted(ends), self.path.stat().st_size]
+        """(rows, about how many decoded bytes) of each row group."""
+        return [
+            (num_rows, int(num_rows * self._row_bytes(group, tuple(columns))))
+            for group, num_rows in enumerate(self._group_rows)
+        ]
 
     def close(self) -> None:
-        """Closes the file and drops scratch copies."""
+        """Closes the file."""
         self._file.close()
-        for reader in self._readers.values():
-            reader.close()
-        self._readers.clear()
+        self._cache.clear()
 
     def _fitted(self, batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
         """The batch in the types that all files of the input have in common."""
@@ -120,7 +114,7 @@ class ParquetInput:
         self, group: int, columns: Sequence[str], max_bytes: int
     ) -> Iterator[pa.RecordBatch]:
         if not columns:
-            yield from empty_batches(self._file.metadata.row_group(group).num_rows)
+            yield from empty_batches(self._group_rows[group])
             return
         batch_rows = self._batch_rows(group, columns, max_bytes)
         with _readable(self.path):
@@ -130,18 +124,12 @@ class ParquetInput:
 
     def _batch_rows(self, group: int, columns: Sequence[str], max_bytes: int) -> int:
         """Rows per batch so that one decodes to about `max_bytes`."""
-        row_bytes = self._row_bytes(group, columns)
+        row_bytes = self._row_bytes(group, tuple(columns))
         return int(np.clip(max_bytes / max(row_bytes, 1), 1, _MAX_BATCH_ROWS))
 
-    def _row_bytes(self, group: int, columns: Sequence[str]) -> float:
-        """Decoded bytes of a row of the group, on the average."""
-        key = (group, tuple(columns))
-        if key not in self._known_row_bytes:
-            self._known_row_bytes[key] = self._measured_row_bytes(group, columns)
-        return self._known_row_bytes[key]
-
-    def _measured_row_bytes(self, group: int, columns: Sequence[str]) -> float:
-        """As the footer has it, or as a few decoded rows have it if that is more.
+    def _measure_row_bytes(self, group: int, columns: tuple[str, ...]) -> float:
+        """Decoded bytes of a row of the group, on the average: as the footer has it, or as a few
+        decoded rows have it if that is more.
 
         The footer's size counts a repeated value once.
         """
@@ -171,26 +159,18 @@ class ParquetInput:
             if part.path_in_schema.split(".")[0] in wanted
         )
 
-    def _chunk_reader(self, columns: tuple[str, ...]) -> ChunkReader:
-        schema = self.schema(columns)
-        if self._has_large_group(columns):
-            batches = (batch for _, batch in self.iter_batches(columns, schema, BATCH_BYTES))
-            return scratch_chunks(batches, schema, folder=self._scratch, label=str(self.path))
-        metadata = self._file.metadata
-        sizes = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
-
-        def read_group(group: int) -> pa.RecordBatch:
-            table = self._file.read_row_group(group, columns=list(columns), use_threads=False)
-            return table.combine_chunks().to_batches()[0]
-
-        return ChunkReader(sizes, read_group, close=lambda: None)
-
-    def _has_large_group(self, columns: Sequence[str]) -> bool:
-        for group in range(self._file.num_row_groups):
-            num_rows = self._file.metadata.row_group(group).num_rows
-            if num_rows > self._batch_rows(group, columns, _SMALL_GROUP_BYTES):
-                return True
-        return False
+    def _chunks(self, group: int, columns: tuple[str, ...]) -> Iterable[pa.RecordBatch]:
+        """The rows of a group: as one batch, out of a small cache, unless they are many."""
+        if self._group_rows[group] * self._row_bytes(group, tuple(columns)) > SMALL_GROUP_BYTES:
+            return self._group_batches(group, columns, BATCH_BYTES)
+        if (group, columns) not in self._cache:
+            with _readable(self.path):
+                table = self._file.read_row_group(group, columns=list(columns), use_threads=False)
+            self._cache[group, columns] = table.combine_chunks().to_batches()[0]
+        self._cache.move_to_end((group, columns))
+        while len(self._cache) > 1 and sum(b.nbytes for b in self._cache.values()) > CACHE_BYTES:
+            self._cache.popitem(last=False)
+        return [self._cache[group, columns]]
 
 
 def _open(path: Path) -> pq.ParquetFile:
@@ -215,17 +195,6 @@ def _readable(path: Path) -> Iterator[None]:
         raise DataError(f"{path}: damaged or not readable as Parquet: {reason}") from None
 
 
-def _group_end(group: pq.RowGroupMetaData) -> int:
-    ends = []
-    for index in range(group.num_columns):
-        column = group.column(index)
-        starts = [column.data_page_offset]
-        if column.has_dictionary_page and column.dictionary_page_offset is not None:
-            starts.append(column.dictionary_page_offset)
-        ends.append(min(starts) + column.total_compressed_size)
-    return int(max(ends, default=0))
-
-
 def _refuse_huge_rows(path: Path, first_row: int, batch: pa.RecordBatch) -> None:
     if batch.nbytes <= ROW_LIMIT_BYTES:
         return
@@ -247,16 +216,10 @@ def _is_usable(kind: pa.DataType) -> bool:
     simple = (
         types.is_string,
         types.is_large_string,
-        types.is_integer,
-        types.is_floating,
-        types.is_boolean,
+        types.is_primitive,
         types.is_null,
         types.is_binary,
         types.is_large_binary,
         types.is_decimal,
-        types.is_date,
-        types.is_timestamp,
-        types.is_time,
-        types.is_duration,
     )
     return any(check(kind) for check in simple)

@@ -1,7 +1,6 @@
 """What every input file offers, whatever its format: Arrow batches, native rows, random access.
 
-Native values are those that templates and JSON writers see. Rows that lie in chunks are read
-through a small cache of decoded chunks.
+Native values are those that templates and JSON writers see.
 """
 
 from __future__ import annotations
@@ -10,16 +9,11 @@ import base64
 import datetime
 import decimal
 import math
-import tempfile
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
-import numpy as np
 import pyarrow as pa
-
-from batchrun.errors import DataError
 
 Row = dict[str, object]
 """Column -> native Python value."""
@@ -32,6 +26,9 @@ _BLANK = b" \t\r\n"
 BATCH_BYTES = 8 << 20
 """About how much decoded data a reader holds at a time."""
 
+CACHE_BYTES = 64 << 20
+"""How much of what was read last stays in memory for random access."""
+
 
 def is_blank(line: bytes) -> bool:
     """Whether a line of a text file is no row: it holds nothing but what JSON calls white space,
@@ -39,7 +36,7 @@ def is_blank(line: bytes) -> bool:
     return not line.strip(_BLANK)
 
 
-class InputFile(Protocol):
+class InputFile(ABC):
     """One file of rows, numbered from 0. Used by one thread at a time.
 
     Every method raises DataError, one line that names the file, when it cannot be read.
@@ -49,31 +46,33 @@ class InputFile(Protocol):
     num_rows: int
     columns: tuple[str, ...]
 
+    @abstractmethod
     def schema(self, columns: Sequence[str]) -> pa.Schema:
         """The Arrow types of `columns`, the same for every batch; may read the whole file."""
-        ...
 
+    @abstractmethod
     def iter_batches(
         self, columns: Sequence[str], schema: pa.Schema, max_bytes: int
     ) -> Iterator[tuple[int, pa.RecordBatch]]:
         """(first row, batch) in file order; a batch holds about `max_bytes` decoded bytes."""
-        ...
 
     def iter_rows(self, columns: Sequence[str], max_bytes: int) -> Iterator[tuple[int, list[Row]]]:
         """Like `iter_batches`, as native values: what a template sees."""
-        ...
+        for first_row, batch in self.iter_batches(columns, self.schema(columns), max_bytes):
+            yield first_row, native_rows(batch)
 
+    @abstractmethod
     def read_rows(self, rows: Sequence[int], columns: Sequence[str]) -> list[Row]:
         """The given rows in the given order."""
-        ...
 
-    def block_ends(self) -> list[int]:
-        """Byte offsets at which the pinned blocks of the file end; the last is its size."""
-        ...
+    def chunk_sizes(self, columns: Sequence[str]) -> list[tuple[int, int]]:
+        """(rows, about how many decoded bytes) of each chunk that `read_rows` decodes at once."""
+        del columns
+        return [(self.num_rows, 0)]
 
+    @abstractmethod
     def close(self) -> None:
         """Gives the file back."""
-        ...
 
 
 _EMPTY_BATCH_ROWS = 8192
@@ -126,6 +125,21 @@ def empty_batches(num_rows: int) -> Iterator[pa.RecordBatch]:
         yield pa.RecordBatch.from_arrays([marks], names=["row"]).select([])
 
 
+_TYPE_NAMES: Mapping[type, str] = {
+    str: "a string",
+    bool: "a boolean",
+    int: "an integer",
+    float: "a number",
+    list: "an array",
+    dict: "an object",
+}
+
+
+def type_name(value: object) -> str:
+    """What JSON calls a value of this type, with its article; null alone."""
+    return _TYPE_NAMES.get(type(value), "null")
+
+
 def plain_json(value: object) -> object:
     """`value` with only JSON's types in it: times as ISO text, bytes as base64, NaN as null."""
     if isinstance(value, float):
@@ -153,67 +167,3 @@ def _without_nanoseconds(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_time64(kind) and kind.unit == "ns":
         return pa.time64("us")
     return kind
-
-
-CACHE_BYTES = 64 << 20
-
-
-class ChunkReader:
-    """Rows by number out of chunks of known sizes; `read_chunk` decodes one of them."""
-
-    def __init__(
-        self,
-        chunk_rows: Sequence[int],
-        read_chunk: Callable[[int], pa.RecordBatch],
-        *,
-        close: Callable[[], None],
-    ) -> None:
-        self._starts = np.concatenate([[0], np.cumsum(chunk_rows, dtype=np.int64)])
-        self._read_chunk = read_chunk
-        self._cache: OrderedDict[int, pa.RecordBatch] = OrderedDict()
-        self.close = close
-
-    def read(self, rows: Sequence[int]) -> list[Row]:
-        """The rows in the order asked for; each chunk is decoded once."""
-        wanted = np.asarray(rows, dtype=np.int64)
-        chunks = np.searchsorted(self._starts, wanted, side="right") - 1
-        found: dict[int, Row] = {}
-        for position in np.argsort(chunks, kind="stable").tolist():
-            chunk = int(chunks[position])
-            offset = int(wanted[position] - self._starts[chunk])
-            found[position] = native_rows(self._chunk(chunk).slice(offset, 1))[0]
-        return [found[position] for position in range(len(rows))]
-
-    def _chunk(self, chunk: int) -> pa.RecordBatch:
-        if chunk in self._cache:
-            self._cache.move_to_end(chunk)
-            return self._cache[chunk]
-        batch = self._read_chunk(chunk)
-        self._cache[chunk] = batch
-        while len(self._cache) > 1 and sum(b.nbytes for b in self._cache.values()) > CACHE_BYTES:
-            self._cache.popitem(last=False)
-        return batch
-
-
-def scratch_chunks(
-    batches: Iterable[pa.RecordBatch], schema: pa.Schema, *, folder: Path | None, label: str
-) -> ChunkReader:
-    """A reader over a compressed scratch copy of `batches`, in an unlinked file in `folder`.
-
-    Raises DataError naming `label` when there is no room for it.
-    """
-    file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - open as long as its reader
-    sizes: list[int] = []
-    try:
-        options = pa.ipc.IpcWriteOptions(compression="zstd")
-        with pa.ipc.new_file(file, schema, options=options) as writer:
-            for batch in batches:
-                writer.write_batch(batch)
-                sizes.append(batch.num_rows)
-    except OSError as failure:
-        file.close()
-        reason = failure.strerror or str(failure)
-        raise DataError(f"{label}: no scratch copy for random access: {reason}") from None
-    file.seek(0)
-    reader = pa.ipc.open_file(file)
-    return ChunkReader(sizes, reader.get_batch, close=file.close)

@@ -17,8 +17,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from batchrun.errors import ConfigError
-from batchrun.jobs.prompts.chat_template import ChatTemplate
-from batchrun.jobs.prompts.prompt_text import prefix_text
+from batchrun.jobs.prompts.prompt_text import ChatTemplate, prefix_text
 from batchrun.pool.prefix_keys import CHUNK_BYTES
 
 IntArray = npt.NDArray[np.int64]

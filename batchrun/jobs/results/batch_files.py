@@ -14,9 +14,10 @@ from pydantic_core import from_json
 from batchrun.errors import DataError
 from batchrun.files import HashedFile, atomic_file
 from batchrun.jobs.inputs.input_data import InputData
-from batchrun.jobs.results.output_file import ResultRow, every_row
+from batchrun.jobs.results.output_file import every_row
 from batchrun.store.batches import BatchRecord, ResultFiles
 from batchrun.store.files import NewFile, new_file_id
+from batchrun.store.results import StoredResult
 from batchrun.types import ProgressSink, RowError
 
 EXPIRES_AFTER_S = 30 * 86_400
@@ -47,22 +48,14 @@ class _Kind:
     def as_new_file(self, expires_after_s: int) -> NewFile | None:
         if self.file is None or self.id is None:
             return None
-        size_bytes, sha256 = self.file.size_bytes, self.file.sha256
-        return NewFile(
-            self.filename,
-            RESULT_PURPOSE,
-            size_bytes,
-            sha256,
-            expires_after_s,
-            owner=self.owner,
-            id=self.id,
-        )
+        what = (self.filename, RESULT_PURPOSE, self.file.size_bytes, self.file.sha256)
+        return NewFile(*what, expires_after_s, owner=self.owner, id=self.id)
 
 
 def write_batch_files(
     folder: Path,
     batch: BatchRecord,
-    results: Iterator[ResultRow],
+    results: Iterator[StoredResult],
     *,
     custom_ids: Iterable[str | None],
     missing: RowError | None,
@@ -86,11 +79,11 @@ def write_batch_files(
             if row is None:
                 continue
             line = _line(batch_id, custom_id, row)
-            if row.response_body is None:
+            if row.body is None:
                 errors.write(line)
             else:
                 output.write(line)
-                num_reasoning_tokens += _reasoning_tokens(row.response_body)
+                num_reasoning_tokens += _reasoning_tokens(row.body)
             if progress is not None and row.row % ROWS_PER_REPORT == 0:
                 progress("writing the results", row.row, batch.job.num_rows)
     return ResultFiles(
@@ -116,7 +109,7 @@ def salvage_custom_ids(data: InputData | None, num_rows: int) -> Iterator[str | 
         yield str(values["custom_id"]) if "custom_id" in values else None
 
 
-def _line(batch_id: str, custom_id: str | None, row: ResultRow) -> bytes:
+def _line(batch_id: str, custom_id: str | None, row: StoredResult) -> bytes:
     """The same row of the same batch always gives the same line."""
     line_id = _hex(f"{batch_id}/{row.row}")
     request_id = _hex(f"{batch_id}/{row.row}/request")
@@ -124,13 +117,13 @@ def _line(batch_id: str, custom_id: str | None, row: ResultRow) -> bytes:
     head = (
         f'{{"id": "batch_req_{line_id}", "custom_id": {json.dumps(custom_id)}, {place}"response": '
     )
-    if row.response_body is None:
+    if row.body is None:
         assert row.error is not None
         return f"{head}{_failure(row.error, request_id)}}}\n".encode()
     about = f'{{"status_code": 200, "request_id": "{request_id}", "body": '
     return b"".join((
         f"{head}{about}".encode(),
-        _one_line(row.response_body),
+        _one_line(row.body),
         b'}, "error": null}\n',
     ))
 

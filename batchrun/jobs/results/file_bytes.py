@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Protocol
 
 from batchrun.errors import BatchrunError, ConfigError, MissingObjectError, StorageError, StoreError
 from batchrun.files import scratch_folder, sync_folder, write_atomically
@@ -35,78 +34,49 @@ READ_BYTES = 1 << 20
 _ID = re.compile(rf"{ID_PREFIX}[A-Za-z0-9]+")
 
 
-class FileBytes(Protocol):
-    """The bytes of files, each under its file's id. Everything may block."""
+class FileBytes:
+    """The bytes of files, each under its file's id, in a folder of the home: the spool itself.
 
-    spool: Path
+    Everything may block.
+    """
+
+    def __init__(self, spool: Path) -> None:
+        self.spool = spool
 
     def place_of(self, file_id: str) -> str:
         """The path or URL of a file's bytes."""
-        ...
+        return str(self.spool / file_id)
 
     def keep(self, file_id: str) -> None:
         """Put what was spooled where it belongs, for good once this returns.
 
         Raises StorageError; the bytes are then in the spool, and perhaps also where they belong.
         """
-        ...
 
     def settle(self, file_id: str) -> None:
         """The store lists the file: give back what was only needed until then."""
-        ...
 
     def locate(self, file_id: str) -> Path | str:
         """The path, or the URL, at which the bytes are. Raises MissingObjectError, StorageError."""
-        ...
+        path = self.spool / file_id
+        if not path.is_file():
+            raise MissingObjectError(f"{path}: no such file")
+        return path
 
     def mark(self, file_id: str) -> None:
-        """Note that the bytes are to go, if the store does not list the file. Raises StoreError."""
-        ...
+        """Note that the bytes are to go, if the store does not list the file. Raises StoreError.
+
+        In a folder no note is needed: what nobody lists goes at the next start.
+        """
 
     def remove(self, file_id: str) -> None:
         """Remove the bytes of a marked file that the store does not list (any more). What cannot
         be removed stays marked."""
-        ...
+        (self.spool / file_id).unlink(missing_ok=True)
 
     def recover(self, is_known: IsKnown) -> int:
         """At the start, while nobody reads or writes files: set right what a kill left; how many
         files that nobody lists are to go."""
-        ...
-
-    def sweep(self, is_known: IsKnown) -> None:
-        """From time to time: finish what was put off. Raises StorageError."""
-        ...
-
-
-class FolderBytes:
-    """Bytes in a folder of the home: the spool itself is where they belong."""
-
-    def __init__(self, folder: Path) -> None:
-        self.spool = folder
-
-    def place_of(self, file_id: str) -> str:
-        """The path."""
-        return str(self.spool / file_id)
-
-    def keep(self, file_id: str) -> None:
-        """They are there already."""
-
-    def settle(self, file_id: str) -> None:
-        """Nothing is given back."""
-
-    def locate(self, file_id: str) -> Path | str:
-        """The path. Raises MissingObjectError."""
-        return _existing(self.spool / file_id)
-
-    def mark(self, file_id: str) -> None:
-        """No mark is needed: what nobody lists goes at the next start."""
-
-    def remove(self, file_id: str) -> None:
-        """Remove the file."""
-        (self.spool / file_id).unlink(missing_ok=True)
-
-    def recover(self, is_known: IsKnown) -> int:
-        """Remove what nobody lists."""
         strays = [path for path in self.spool.iterdir() if path.is_file()]
         strays = [path for path in strays if not is_known(path.name)]
         for path in strays:
@@ -114,10 +84,10 @@ class FolderBytes:
         return len(strays)
 
     def sweep(self, is_known: IsKnown) -> None:
-        """Nothing is put off."""
+        """From time to time: finish what was put off. Raises StorageError."""
 
 
-class ObjectBytes:
+class ObjectBytes(FileBytes):
     """Bytes in object storage below a URL. The spool holds files on their way in, and an empty
     `ID.gone` for each on its way out.
 
@@ -125,10 +95,10 @@ class ObjectBytes:
     object storage, or was just added: `sweep` moves it.
     """
 
-    MARK: ClassVar[str] = ".gone"
+    MARK = ".gone"
 
     def __init__(self, spool: Path, url: str) -> None:
-        self.spool = spool
+        super().__init__(spool)
         self._url = url
 
     def place_of(self, file_id: str) -> str:
@@ -141,7 +111,7 @@ class ObjectBytes:
 
     def settle(self, file_id: str) -> None:
         """Remove the local copy."""
-        (self.spool / file_id).unlink(missing_ok=True)
+        super().remove(file_id)
 
     def locate(self, file_id: str) -> Path | str:
         """The URL, or the path of bytes that are yet to be moved."""
@@ -149,7 +119,7 @@ class ObjectBytes:
         if objects.exists(url):
             return url
         # What lies in the spool may be moved meanwhile.
-        return url if not path.is_file() and objects.exists(url) else _existing(path)
+        return url if not path.is_file() and objects.exists(url) else super().locate(file_id)
 
     def mark(self, file_id: str) -> None:
         """Leave a mark, synced. Raises StoreError."""
@@ -161,7 +131,7 @@ class ObjectBytes:
 
     def remove(self, file_id: str) -> None:
         """Remove the object, its copy and its mark."""
-        (self.spool / file_id).unlink(missing_ok=True)
+        super().remove(file_id)
         try:
             objects.remove(self.place_of(file_id))
         except StorageError as error:
@@ -174,14 +144,13 @@ class ObjectBytes:
         num_strays = 0
         for path in list(self.spool.iterdir()):
             file_id = path.name.removesuffix(self.MARK)
-            if not path.is_file() or (path.name == file_id and is_known(file_id)):
+            is_mark = path.name != file_id
+            if not path.is_file() or is_mark is not is_known(file_id):
                 continue
-            if path.name != file_id and not is_known(file_id):
-                continue
-            if path.name == file_id and _ID.fullmatch(file_id):
+            if not is_mark and _ID.fullmatch(file_id):
                 self.mark(file_id)
             path.unlink(missing_ok=True)
-            num_strays += path.name == file_id
+            num_strays += not is_mark
         return num_strays
 
     def sweep(self, is_known: IsKnown) -> None:
@@ -230,8 +199,8 @@ def pieces_of(place: FileBytes, file_id: str) -> Iterator[bytes]:
 def local_file(place: FileBytes, file_id: str, *, scratch: Path) -> Iterator[Path]:
     """The bytes as a file on the local disk: the very file, or a link or copy in the folder
     `scratch` that goes afterwards. Raises MissingObjectError, StorageError, StoreError."""
-    if isinstance(place, FolderBytes):
-        yield Path(_existing(place.spool / file_id))
+    if not isinstance(place, ObjectBytes):
+        yield Path(place.locate(file_id))
         return
     with scratch_folder(scratch) as folder:
         copy = folder / file_id
@@ -242,16 +211,10 @@ def local_file(place: FileBytes, file_id: str, *, scratch: Path) -> Iterator[Pat
         yield copy
 
 
-def _existing(path: Path) -> Path:
-    if not path.is_file():
-        raise MissingObjectError(f"{path}: no such file")
-    return path
-
-
 def file_bytes_of(home: Home) -> FileBytes:
     """Where a home's files are, as its daemon recorded it."""
     url = home.files_url
-    return FolderBytes(home.files) if url is None else ObjectBytes(home.files, url)
+    return FileBytes(home.files) if url is None else ObjectBytes(home.files, url)
 
 
 def open_file_bytes(home: Home, url: str | None, store: Store) -> FileBytes:

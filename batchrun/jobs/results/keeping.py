@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -130,14 +129,7 @@ def _output_faults(path: str, record: JobRecord) -> Iterator[str]:
 
 
 def _num_rows_of(place: str) -> int:
-    if not is_url(place):
-        with Path(place).open("rb") as file:
-            return _num_rows(place, file)
-    with objects.open_to_read(place) as remote:
-        return _num_rows(place, remote)
-
-
-def _num_rows(place: str, file: IO[bytes]) -> int:
-    if place.endswith(".parquet"):
-        return int(pq.read_metadata(file).num_rows)
-    return sum(piece.count(b"\n") for piece in iter(lambda: file.read(_READ_BYTES), b""))
+    with objects.open_to_read(place) as file:
+        if place.endswith(".parquet"):
+            return int(pq.read_metadata(file).num_rows)
+        return sum(piece.count(b"\n") for piece in iter(lambda: file.read(_READ_BYTES), b""))

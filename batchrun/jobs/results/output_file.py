@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count, islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,24 +14,15 @@ from pydantic_core import from_json
 
 from batchrun.files import atomic_file
 from batchrun.jobs.inputs.input_data import InputData, check_columns
-from batchrun.jobs.inputs.rows import Row, plain_json
+from batchrun.jobs.inputs.rows import Row, native_rows, plain_json
 from batchrun.jobs.spec import OUTPUT_COLUMNS, JobSpec
-from batchrun.types import ProgressSink, RowError, Usage
+from batchrun.store.results import StoredResult
+from batchrun.types import ProgressSink, RowError
 
 
-@dataclass(frozen=True, slots=True)
-class ResultRow:
-    """What the store holds of one finished row; `response_body` is the engine's JSON reply."""
-
-    row: int
-    response_body: bytes | None = None
-    error: RowError | None = None
-    finish_reason: str | None = None
-    usage: Usage = field(default_factory=Usage)
-    attempts: int = 1
-
-
-def every_row(results: Iterator[ResultRow], missing: RowError | None) -> Iterator[ResultRow | None]:
+def every_row(
+    results: Iterator[StoredResult], missing: RowError | None
+) -> Iterator[StoredResult | None]:
     """For every row, without end, its result, out of `results` in row order; else one with the
     error `missing`, or None without such an error."""
     following = next(results, None)
@@ -42,7 +32,7 @@ def every_row(results: Iterator[ResultRow], missing: RowError | None) -> Iterato
         if following is not None and following.row == row:
             yield following
         else:
-            yield None if missing is None else ResultRow(row=row, error=missing, attempts=0)
+            yield None if missing is None else StoredResult(row, error=missing, attempts=0)
 
 
 def response_text(endpoint: str, body: bytes) -> str | None:
@@ -117,17 +107,8 @@ def _text(value: object) -> str | None:
 _GROUP_BYTES = 32 << 20
 _GROUP_ROWS = 65_536
 
-RESULT_TYPES: Mapping[str, pa.DataType] = {
-    "id": pa.string(),
-    "response": pa.string(),
-    "finish_reason": pa.string(),
-    "prompt_tokens": pa.int64(),
-    "output_tokens": pa.int64(),
-    "cached_tokens": pa.int64(),
-    "attempts": pa.int64(),
-    "error": pa.string(),
-    "body": pa.string(),
-}
+_NUMBERS = frozenset({"prompt_tokens", "output_tokens", "cached_tokens", "attempts"})
+"""The columns that hold whole numbers; all others that batchrun writes hold text."""
 
 
 class JsonlSink:
@@ -160,7 +141,8 @@ class ParquetSink:
     """zstd Parquet in row groups of about 32 MiB; kept columns have their input types."""
 
     def __init__(self, file: BinaryIO, *, kept: pa.Schema, result_columns: Sequence[str]) -> None:
-        results = [pa.field(name, RESULT_TYPES[name]) for name in result_columns]
+        types = (pa.int64() if name in _NUMBERS else pa.string() for name in result_columns)
+        results = list(map(pa.field, result_columns, types))
         self._schema = pa.schema([results[0], *kept, *results[1:]])
         self._kept = kept.names
         self._writer = pq.ParquetWriter(file, self._schema, compression="zstd")
@@ -205,7 +187,7 @@ _SLICE_ROWS = 256
 
 def write_output(
     path: Path,
-    results: Iterator[ResultRow],
+    results: Iterator[StoredResult],
     *,
     spec: JobSpec,
     data: InputData,
@@ -243,8 +225,8 @@ def write_output(
     return num_written
 
 
-def _output_row(row_id: str, result: ResultRow, spec: JobSpec) -> Row:
-    reply = result.response_body
+def _output_row(row_id: str, result: StoredResult, spec: JobSpec) -> Row:
+    reply = result.body
     row: Row = {
         "id": row_id,
         "response": None if reply is None else response_text(spec.endpoint, reply),
@@ -268,32 +250,24 @@ def _make_sink(file: BinaryIO, path: Path, spec: JobSpec, data: InputData) -> Si
     return ParquetSink(file, kept=kept, result_columns=columns)
 
 
+def _selected(kept: pa.RecordBatch | list[Row], present: Sequence[int]) -> object:
+    if isinstance(kept, list):
+        return [kept[index] for index in present]
+    return kept.take(pa.array(present, type=pa.int64()))
+
+
 def _kept_slices(
     spec: JobSpec, data: InputData, *, native: bool
 ) -> Iterator[tuple[int, pa.RecordBatch | list[Row], list[str]]]:
     """(first row, kept columns, ids) for a few rows at a time."""
     keep = list(spec.output.keep)
-    id_columns = [data.id_column] if data.id_column and data.id_column not in keep else []
-    if native:
-        for first_row, rows in data.iter_rows([*keep, *id_columns]):
-            for start in range(0, len(rows), _SLICE_ROWS):
-                part = rows[start : start + _SLICE_ROWS]
-                ids = _ids(data, part, first_row + start)
-                yield first_row + start, [{name: row[name] for name in keep} for row in part], ids
-        return
-    for first_row, batch in data.iter_batches([*keep, *id_columns]):
-        for start in range(0, batch.num_rows, _SLICE_ROWS):
-            piece = batch.slice(start, _SLICE_ROWS)
-            id_rows = piece.select([data.id_column] if data.id_column else []).to_pylist()
-            ids = _ids(data, id_rows or [{}] * piece.num_rows, first_row + start)
-            yield first_row + start, piece.select(keep), ids
-
-
-def _ids(data: InputData, rows: Sequence[Row], first_row: int) -> list[str]:
-    return [data.row_id(row, first_row + index) for index, row in enumerate(rows)]
-
-
-def _selected(kept: pa.RecordBatch | list[Row], present: Sequence[int]) -> object:
-    if isinstance(kept, list):
-        return [kept[index] for index in present]
-    return kept.take(pa.array(present, type=pa.int64()))
+    id_columns = [data.id_column] if data.id_column else []
+    columns = list(dict.fromkeys([*keep, *id_columns]))
+    batches: Iterable[tuple[int, Any]] = (data.iter_rows if native else data.iter_batches)(columns)
+    for first_row, rows in batches:
+        for start in range(0, len(rows), _SLICE_ROWS):
+            part = rows[start : start + _SLICE_ROWS]
+            kept = part.select(keep) if not native else [{n: row[n] for n in keep} for row in part]
+            id_rows = part if native else native_rows(part.select(id_columns))
+            numbered = enumerate(id_rows, first_row + start)
+            yield first_row + start, kept, [data.row_id(row, number) for number, row in numbered]

@@ -14,26 +14,24 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
-from fastapi import Depends, FastAPI, Request, params
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import Response
 from msgspec import to_builtins
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp
 
 from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.engine_link import Slot
-from batchrun.daemon.upkeep import KeyList
-from batchrun.daemon.view import JobPrediction, view_engine, view_job
+from batchrun.daemon.supervisor import KeyList
+from batchrun.daemon.view import view_engine, view_job
 from batchrun.errors import StoreUnreachableError
-from batchrun.home import CONTROL_PREFIX as PREFIX
-from batchrun.home import Home
+from batchrun.home import CONTROL_PREFIX, Home
 from batchrun.jobs.results.file_bytes import FileBytes
 from batchrun.jobs.spec import Weight
 from batchrun.pool.pace import Completion
 from batchrun.server.api.batches import Batches, batches_router
-from batchrun.server.api.errors import Callers, RequestIds, install_error_handlers
+from batchrun.server.api.errors import Callers, install_error_handlers
 from batchrun.server.api.files import Files, files_router
 from batchrun.server.api.metrics import MetricsPage
 from batchrun.store import jobs, results
@@ -42,20 +40,22 @@ from batchrun.store.jobs import Counts, JobRecord, NewJob
 from batchrun.types import EnginePhase
 
 
-class _Limits(BaseModel):
-    """See `KeyLimits`."""
+class _Strict(BaseModel):
+    """What the command line sends; other keys are refused."""
 
     model_config = ConfigDict(extra="forbid")
+
+
+class _Limits(_Strict):
+    """See `KeyLimits`."""
 
     requests_per_minute: Annotated[int | None, Field(gt=0, le=MAX_COUNT)]
     enqueued_tokens: Annotated[int | None, Field(gt=0, le=MAX_TOKENS)]
     concurrent_batches: Annotated[int | None, Field(gt=0, le=MAX_COUNT)]
 
 
-class KeySubmission(BaseModel):
+class KeySubmission(_Strict):
     """See `NewApiKey`."""
-
-    model_config = ConfigDict(extra="forbid")
 
     id: Annotated[str, Field(pattern=r"^key_[0-9a-z]{12}$")]
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
@@ -65,35 +65,126 @@ class KeySubmission(BaseModel):
     limits: _Limits
 
 
-def install_key_routes(app: FastAPI, keys: KeyList, guarded: Sequence[params.Depends]) -> None:
-    """Create and revoke API keys."""
-
-    @app.post(f"{PREFIX}/keys", dependencies=guarded)
-    async def create(given: KeySubmission) -> dict[str, object]:
-        values = given.model_dump()
-        limits = KeyLimits(**values.pop("limits"))
-        added = await asyncio.to_thread(keys.add, NewApiKey(**values, limits=limits))
-        return {"id": added.id}
-
-    @app.post(PREFIX + "/keys/{key}/revoke", dependencies=guarded)
-    async def revoke(key: str) -> dict[str, object]:
-        revoked = await asyncio.to_thread(keys.revoke, key)
-        return {"id": revoked.id, "name": revoked.name}
-
-
-class NewWork(BaseModel):
-    """What a job would compute, and its share beside others."""
-
-    model_config = ConfigDict(extra="forbid")
+class NewWork(_Strict):
+    """What a job would compute, and its share among others."""
 
     computed_tokens: Annotated[int, Field(ge=0, le=1 << 60)]
     weight: Weight = 1.0
 
 
-def install_prediction(app: FastAPI, daemon: Daemon, guarded: Sequence[params.Depends]) -> None:
-    """Add the route to the daemon's."""
+class CallsWanted(_Strict):
+    """The number from which calls are wanted, by engine; 0 for engines left out."""
 
-    @app.post(f"{PREFIX}/foretell", dependencies=guarded)
+    numbers: dict[str, Annotated[int, Field(ge=0)]] = {}
+
+
+class Submission(_Strict):
+    """A checked and pinned job. `spec` and `pin` are JSON texts."""
+
+    id: Annotated[str, Field(pattern=r"^job_[0-9a-z]{10}$")]
+    name: str
+    spec: Annotated[str, Field(max_length=4 << 20)]
+    pin: Annotated[str, Field(max_length=64 << 20)]
+    content_hash: str
+    num_rows: Annotated[int, Field(gt=0)]
+    deadline_s: Annotated[float | None, Field(gt=0)] = None
+
+
+class EngineChange(_Strict):
+    """A policy and a token budget for all engines; null: as they were started, left out: as now."""
+
+    policy: Annotated[str | None, Field(max_length=64)] = None
+    token_budget: Annotated[int | None, Field(gt=0)] = None
+
+
+class OfflineSetting(_Strict):
+    """Whether offline work runs at all."""
+
+    on: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """What the routes need besides the daemon.
+
+    `token` opens the control routes, `gateway_key` those of OpenAI's API and no other. `files` is
+    where bytes lie; `windows` are the completion windows that batches may have.
+    """
+
+    home: Home
+    files: FileBytes
+    token: str
+    gateway_key: str
+    windows: Sequence[str]
+
+
+def make_app(daemon: Daemon, status: Status, edge: Edge) -> FastAPI:
+    """The daemon's routes; all but `/healthz` and `/metrics` need one of the two secrets."""
+    app = FastAPI(
+        title="batchrun", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
+    )
+    install_error_handlers(app)
+    page = MetricsPage(daemon)
+
+    @app.get("/healthz")
+    async def healthz() -> dict[str, object]:
+        return {"status": "ok"}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(page.render(), media_type=CONTENT_TYPE_LATEST)
+
+    app.include_router(_control_router(daemon, status, edge))
+    guards = [Depends(Callers(daemon.store, edge.gateway_key).check)]
+    app.include_router(files_router(Files(daemon.store, edge.files), guards))
+    batches = Batches(daemon, edge.home.results, edge.windows)
+    app.include_router(batches_router(batches, guards))
+    return app
+
+
+def _control_router(daemon: Daemon, status: Status, edge: Edge) -> APIRouter:
+    """What the CLI asks of a running daemon."""
+
+    def check_token(request: Request) -> None:
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), edge.token.encode()):
+            raise HTTPException(401, "wrong or missing token")
+
+    control = APIRouter(prefix=CONTROL_PREFIX, dependencies=[Depends(check_token)])
+    _add_jobs(control, daemon, status)
+    _add_engines(control, daemon)
+    _add_keys(control, KeyList(daemon.store, edge.home.api_keys))
+    return control
+
+
+def _add_jobs(control: APIRouter, daemon: Daemon, status: Status) -> None:
+    @control.get("/status")
+    async def get_status() -> dict[str, object]:
+        return await status.snapshot()
+
+    @control.post("/jobs")
+    async def submit(submission: Submission) -> dict[str, object]:
+        record = await daemon.submit(NewJob(**submission.model_dump()))
+        return {"id": record.id}
+
+    @control.get("/jobs/{job_id}")
+    async def get_job(job_id: str) -> dict[str, object]:
+        return await status.job(job_id)
+
+    @control.post("/jobs/{job_id}/{action}")
+    async def change_job(job_id: str, action: str) -> dict[str, object]:
+        commands: dict[str, Callable[[str], Awaitable[JobRecord]]] = {
+            "pause": daemon.pause,
+            "resume": daemon.resume,
+            "resume-accepting-input": partial(daemon.resume, accept_input=True),
+            "cancel": daemon.cancel,
+        }
+        if action not in commands:
+            raise HTTPException(404, f"no such action: {action}")
+        record = await commands[action](job_id)
+        return {"id": record.id, "state": str(record.state)}
+
+    @control.post("/foretell")
     async def predict(work: NewWork) -> dict[str, object]:
         turns = daemon.dispatcher.assigner.turns
         tokens_per_s, seen_s = turns.pace
@@ -107,19 +198,24 @@ def install_prediction(app: FastAPI, daemon: Daemon, guarded: Sequence[params.De
         }
 
 
-class CallsWanted(BaseModel):
-    """The number from which calls are wanted, by engine; 0 for engines left out."""
+def _add_engines(control: APIRouter, daemon: Daemon) -> None:
+    @control.post("/offline")
+    async def switch_offline(switch: OfflineSetting) -> dict[str, object]:
+        await daemon.switch_offline(on=switch.on)
+        return {"on": switch.on}
 
-    model_config = ConfigDict(extra="forbid")
+    @control.post("/engines")
+    async def change_engines(change: EngineChange) -> dict[str, object]:
+        given, now = change.model_fields_set, daemon.steering
+        answers = await now.change(
+            change.policy if "policy" in given else now.policy,
+            change.token_budget if "token_budget" in given else now.token_budget,
+        )
+        return {"engines": to_builtins(answers)}
 
-    numbers: dict[str, Annotated[int, Field(ge=0)]] = {}
-
-
-def install_recording(app: FastAPI, daemon: Daemon, guarded: Sequence[params.Depends]) -> None:
-    """Add the route. To ask is to record: engines stop some seconds after the last question."""
-
-    @app.post(f"{PREFIX}/calls", dependencies=guarded)
+    @control.post("/calls")
     async def collect_calls(wanted: CallsWanted) -> dict[str, object]:
+        """To ask is to record: engines stop some seconds after the last question."""
         steering = daemon.steering
         recordings = await steering.collect_calls(wanted.numbers)
         names = (slot.engine.name for slot in daemon.slots)
@@ -129,134 +225,18 @@ def install_recording(app: FastAPI, daemon: Daemon, guarded: Sequence[params.Dep
         }
 
 
-class Submission(BaseModel):
-    """A checked and pinned job. `spec` and `pin` are JSON texts."""
+def _add_keys(control: APIRouter, keys: KeyList) -> None:
+    @control.post("/keys")
+    async def create(given: KeySubmission) -> dict[str, object]:
+        values = given.model_dump()
+        limits = KeyLimits(**values.pop("limits"))
+        added = await asyncio.to_thread(keys.add, NewApiKey(**values, limits=limits))
+        return {"id": added.id}
 
-    model_config = ConfigDict(extra="forbid")
-
-    id: Annotated[str, Field(pattern=r"^job_[0-9a-z]{10}$")]
-    name: str
-    spec: Annotated[str, Field(max_length=4 << 20)]
-    pin: Annotated[str, Field(max_length=64 << 20)]
-    content_hash: str
-    num_rows: Annotated[int, Field(gt=0)]
-    deadline_s: Annotated[float | None, Field(gt=0)] = None
-
-
-class EngineChange(BaseModel):
-    """A policy and a token budget for all engines; null: as they were started, left out: as now."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    policy: Annotated[str | None, Field(max_length=64)] = None
-    token_budget: Annotated[int | None, Field(gt=0)] = None
-
-
-class OfflineSetting(BaseModel):
-    """Whether offline work runs at all."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    on: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Edge:
-    """What the routes need beside the daemon.
-
-    `token` opens the control routes, `gateway_key` those of OpenAI's API and no other. `files` is
-    where bytes lie; `windows` are the completion windows that batches may have.
-    """
-
-    home: Home
-    files: FileBytes
-    token: str
-    gateway_key: str
-    windows: Sequence[str]
-
-
-def make_app(daemon: Daemon, status: Status, edge: Edge) -> ASGIApp:
-    """The daemon's routes; all but `/healthz` and `/metrics` need one of the two secrets."""
-    app = FastAPI(
-        title="batchrun", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
-    )
-    install_error_handlers(app)
-    _install_control(app, daemon, status, edge)
-    guards = [Depends(Callers(daemon.store, edge.gateway_key).check)]
-    app.include_router(files_router(Files(daemon.store, edge.files), guards))
-    batches = Batches(daemon, edge.home.results, edge.windows)
-    app.include_router(batches_router(batches, guards))
-    return RequestIds(app)
-
-
-def _install_control(app: FastAPI, daemon: Daemon, status: Status, edge: Edge) -> None:
-    """What the CLI asks of a running daemon."""
-    token, api_keys = edge.token, edge.home.api_keys
-
-    def check_token(request: Request) -> None:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), token.encode()):
-            raise HTTPException(401, "wrong or missing token")
-
-    guarded = [Depends(check_token)]
-    page = MetricsPage(daemon)
-
-    @app.get("/healthz")
-    async def healthz() -> dict[str, object]:
-        return {"status": "ok"}
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(page.render(), media_type=CONTENT_TYPE_LATEST)
-
-    @app.get(f"{PREFIX}/status", dependencies=guarded)
-    async def get_status() -> dict[str, object]:
-        return await status.snapshot()
-
-    @app.post(f"{PREFIX}/jobs", dependencies=guarded)
-    async def submit(submission: Submission) -> dict[str, object]:
-        record = await daemon.submit(NewJob(**submission.model_dump()))
-        return {"id": record.id}
-
-    @app.get(PREFIX + "/jobs/{job_id}", dependencies=guarded)
-    async def get_job(job_id: str) -> dict[str, object]:
-        return await status.job(job_id)
-
-    @app.post(PREFIX + "/jobs/{job_id}/{action}", dependencies=guarded)
-    async def change_job(job_id: str, action: str) -> dict[str, object]:
-        commands: dict[str, Callable[[str], Awaitable[JobRecord]]] = {
-            "pause": daemon.pause,
-            "resume": daemon.resume,
-            "resume-accepting-input": partial(daemon.resume, accept_input=True),
-            "cancel": daemon.cancel,
-        }
-        if action not in commands:
-            raise HTTPException(404, f"no such action: {action}")
-        record = await commands[action](job_id)
-        return {"id": record.id, "state": str(record.state)}
-
-    _install_switches(app, daemon, guarded)
-    install_key_routes(app, KeyList(daemon.store, api_keys), guarded)
-    install_recording(app, daemon, guarded)
-    install_prediction(app, daemon, guarded)
-
-
-def _install_switches(app: FastAPI, daemon: Daemon, guarded: Sequence[params.Depends]) -> None:
-    """The routes that change how all engines work."""
-
-    @app.post(f"{PREFIX}/offline", dependencies=guarded)
-    async def switch_offline(switch: OfflineSetting) -> dict[str, object]:
-        await daemon.switch.set(on=switch.on)
-        return {"on": switch.on}
-
-    @app.post(f"{PREFIX}/engines", dependencies=guarded)
-    async def change_engines(change: EngineChange) -> dict[str, object]:
-        given, now = change.model_fields_set, daemon.steering
-        answers = await now.change(
-            change.policy if "policy" in given else now.policy,
-            change.token_budget if "token_budget" in given else now.token_budget,
-        )
-        return {"engines": to_builtins(answers)}
+    @control.post("/keys/{key}/revoke")
+    async def revoke(key: str) -> dict[str, object]:
+        revoked = await asyncio.to_thread(keys.revoke, key)
+        return {"id": revoked.id, "name": revoked.name}
 
 
 class Status:
@@ -332,18 +312,17 @@ class Status:
             if record.state.is_terminal:
                 self._ended[record.seq] = counts
         stage = self._daemon.stages.get(record.id)
-        view = view_job(
+        return view_job(
             record,
             counts,
             active=active,
-            predicted=JobPrediction(
+            predicted=(
                 self._daemon.dispatcher.assigner.turns.outlook(record.id),
                 self._completions.get(record.id),
             ),
             stage=None if stage is None else stage.describe(),
             now_s=time.monotonic(),
         )
-        return view.to_json()
 
 
 def _engines(slots: Sequence[Slot]) -> list[dict[str, object]]:

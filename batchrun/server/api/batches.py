@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import get_args
@@ -56,17 +56,7 @@ MAX_USER_WEIGHT = 1
 """The weight of a batch that names none: no user key takes from the share of another."""
 MAX_IDEMPOTENCY_KEY_CHARS = 255
 EXTENSION = "batchrun"
-BATCH_STATUSES = {
-    JobState.VALIDATING: "validating",
-    JobState.RUNNING: "in_progress",
-    JobState.PAUSED: "in_progress",
-    JobState.FINALIZING: "finalizing",
-    JobState.COMPLETED: "completed",
-    JobState.FAILED: "failed",
-    JobState.CANCELLING: "cancelling",
-    JobState.CANCELLED: "cancelled",
-    JobState.EXPIRED: "expired",
-}
+ENDINGS = (JobState.COMPLETED, JobState.FAILED, JobState.EXPIRED, JobState.CANCELLED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +100,15 @@ def read_batch_request(
         completion_window=window,
         metadata=_metadata(document.get("metadata")),
         output_expires_after_s=_output_expiry(document.get("output_expires_after")),
-        request_hash=_digest(document),
+        request_hash=_sha256(json.dumps(document, sort_keys=True)),
         idempotency_hash=_idempotency_hash(idempotency_key, caller.owner),
         owner=caller.owner,
     )
     return BatchRequest(batch, min(deadline_s, parse_duration_s(window)), weight)
 
 
-def _digest(document: Mapping[str, object]) -> str:
-    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _idempotency_hash(key: str | None, owner: str | None) -> str | None:
@@ -127,8 +117,7 @@ def _idempotency_hash(key: str | None, owner: str | None) -> str | None:
     if not 0 < len(key) <= MAX_IDEMPOTENCY_KEY_CHARS:
         message = f"Idempotency-Key must have 1 to {MAX_IDEMPOTENCY_KEY_CHARS} characters."
         raise ApiError(400, message, code="invalid_value")
-    whose = key if owner is None else f"{owner}\n{key}"
-    return hashlib.sha256(whose.encode()).hexdigest()
+    return _sha256(key if owner is None else f"{owner}\n{key}")
 
 
 def _metadata(value: object) -> Mapping[str, str] | None:
@@ -249,18 +238,13 @@ class Batches:
 
     async def list(self, request: Request) -> AsciiJson:
         """`GET /v1/batches`: newest first."""
-        query, scope = request.query_params, caller_of(request).scope
+        query = request.query_params
         limit = limit_in(query, DEFAULT_LIMIT)
         if limit is None:
             raise wrong_type("limit", "an integer", query["limit"])
         check_range("limit", limit, 1, MAX_LIMIT)
-        after = None
-        if "after" in query:
-            after = await asyncio.to_thread(
-                batches.find, self._daemon.store, query["after"], scope=scope
-            )
-            if after is None:
-                raise _no_such_batch(query["after"], param="after")
+        after = await self._find(request, query["after"], "after") if "after" in query else None
+        scope = caller_of(request).scope
         found = await asyncio.to_thread(
             batches.list_page, self._daemon.store, limit=limit + 1, after=after, scope=scope
         )
@@ -286,14 +270,14 @@ class Batches:
                     raise ApiError(409, message) from None
         return AsciiJson(await self._view(batch))
 
-    async def _find(self, request: Request, batch_id: str) -> BatchRecord:
-        if not batch_id.startswith("batch"):
+    async def _find(self, request: Request, batch_id: str, param: str | None = None) -> BatchRecord:
+        if param is None and not batch_id.startswith("batch"):
             message = f"Invalid 'batch_id': '{batch_id}'. Expected an ID that begins with 'batch'."
             raise ApiError(400, message, code="invalid_value", param="batch_id")
         scope = caller_of(request).scope
         batch = await asyncio.to_thread(batches.find, self._daemon.store, batch_id, scope=scope)
         if batch is None:
-            raise _no_such_batch(batch_id)
+            raise ApiError(404, f"No batch found with id '{batch_id}'.", param=param)
         return batch
 
     async def _view(self, batch: BatchRecord) -> JsonObject:
@@ -310,7 +294,6 @@ class Batches:
 
 
 def batches_router(made: Batches, guards: Sequence[params.Depends]) -> APIRouter:
-    """The routes of `/v1/batches`."""
     router = APIRouter(prefix="/v1/batches", dependencies=list(guards), redirect_slashes=False)
     router.add_api_route("", made.create, methods=["POST"])
     router.add_api_route("", made.list, methods=["GET"])
@@ -334,10 +317,6 @@ async def _read_json(request: Request) -> dict[str, object]:
     return document
 
 
-def _no_such_batch(batch_id: str, param: str | None = None) -> ApiError:
-    return ApiError(404, f"No batch found with id '{batch_id}'.", param=param)
-
-
 def status_of(batch: BatchRecord) -> str:
     """OpenAI's word for the job's state. What it has no word for looks as if nothing happened: a
     pause, and the time it takes to write what an expired batch has."""
@@ -345,16 +324,13 @@ def status_of(batch: BatchRecord) -> str:
     is_expiring = job.state is JobState.FINALIZING and job.ends_as is JobState.EXPIRED
     if is_expiring or job.state is JobState.PAUSED:
         return "validating" if job.started_at is None else "in_progress"
-    return BATCH_STATUSES[job.state]
+    return "in_progress" if job.state is JobState.RUNNING else str(job.state)
 
 
 def batch_object(batch: BatchRecord, counts: Counts) -> JsonObject:
     """A batch; `counts` are those of its job now."""
     job = batch.job
-
-    def ended(state: JobState) -> int | None:
-        return instant_of(job.finished_at) if job.state is state else None
-
+    ended_at = instant_of(job.finished_at)
     return {
         "id": job.id,
         "object": "batch",
@@ -370,7 +346,7 @@ def batch_object(batch: BatchRecord, counts: Counts) -> JsonObject:
         "in_progress_at": instant_of(job.started_at),
         "expires_at": instant_of(job.expires_at),
         "finalizing_at": instant_of(job.finalizing_at),
-        **_endings(ended),
+        **{f"{state}_at": ended_at if job.state is state else None for state in ENDINGS},
         "cancelling_at": instant_of(job.cancelling_at),
         "request_counts": {
             "total": job.num_rows,
@@ -379,15 +355,6 @@ def batch_object(batch: BatchRecord, counts: Counts) -> JsonObject:
         },
         "usage": _usage(batch, counts),
         "metadata": None if batch.metadata is None else dict(batch.metadata),
-    }
-
-
-def _endings(ended: Callable[[JobState], int | None]) -> JsonObject:
-    return {
-        "completed_at": ended(JobState.COMPLETED),
-        "failed_at": ended(JobState.FAILED),
-        "expired_at": ended(JobState.EXPIRED),
-        "cancelled_at": ended(JobState.CANCELLED),
     }
 
 

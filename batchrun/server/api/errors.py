@@ -1,8 +1,7 @@
-"""What all routes of OpenAI's API share: who calls, request ids, values checked one by one.
+"""What all routes of OpenAI's API share: who calls, errors, values checked one by one.
 
-Every failure leaves in OpenAI's error envelope: `{"error": {message, type, param, code}}`. Every
-reply carries `x-request-id`, also one that a bug cut short. Who calls, the gateway says: it shows a
-key of its own.
+Every failure leaves in OpenAI's error envelope: `{"error": {message, type, param, code}}`. Who
+calls, the gateway says: it shows a key of its own. It also gives every reply an `x-request-id`.
 """
 
 from __future__ import annotations
@@ -11,18 +10,15 @@ import asyncio
 import hmac
 import json
 import logging
-import re
-import uuid
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from starlette.datastructures import Headers, MutableHeaders, QueryParams
+from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from batchrun.errors import (
     BatchrunError,
@@ -35,7 +31,7 @@ from batchrun.errors import (
     StoreUnreachableError,
 )
 from batchrun.home import CALLER_HEADER, CONTROL_PREFIX, GATEWAY_HEADER
-from batchrun.jobs.batch import type_name
+from batchrun.jobs.inputs.rows import type_name
 from batchrun.store import api_keys
 from batchrun.store.api_keys import NO_LIMITS, KeyLimits
 from batchrun.store.database import Store
@@ -72,15 +68,20 @@ class AsciiJson(JSONResponse):
     """JSON without a byte above 127: text that UTF-8 cannot hold passes, too."""
 
     def render(self, content: object) -> bytes:
-        """The body."""
         return json.dumps(content, separators=(",", ":")).encode()
 
 
 def envelope(
-    status_code: int, message: str, *, code: str | None = None, param: str | None = None
+    status_code: int,
+    message: str,
+    *,
+    code: str | None = None,
+    param: str | None = None,
+    kind: str | None = None,
 ) -> AsciiJson:
-    """A whole error reply, with what tells a client whether to try again."""
-    kind = "server_error" if status_code >= 500 else "invalid_request_error"
+    """A whole error reply, with what tells a client whether to try again; `kind` is the error's
+    type, by default that of its status."""
+    kind = kind or ("server_error" if status_code >= 500 else "invalid_request_error")
     error = {"message": message, "type": kind, "param": param, "code": code}
     headers = {}
     if status_code == 503:
@@ -91,7 +92,6 @@ def envelope(
 
 
 def missing_parameter(name: str) -> ApiError:
-    """A required parameter was not given."""
     message = f"Missing required parameter: '{name}'."
     return ApiError(400, message, code="missing_required_parameter", param=name)
 
@@ -137,23 +137,13 @@ def _answer(request: Request, error: BatchrunError) -> JSONResponse:
     if request.url.path.startswith(CONTROL_PREFIX):
         return envelope(error.http_status, str(error), code=type(error).__name__)
     if isinstance(error, QuotaError):
-        return _quota_reached(error)
+        # It passes when a batch ends, and so not in the seconds in which a client tries again.
+        reply = envelope(429, str(error), code="rate_limit_exceeded", kind="requests")
+        reply.headers["X-Should-Retry"] = "false"
+        return reply
     if error.http_status >= 500:
         log.error("%s %s: %s", request.method, request.url.path, error)
     return envelope(error.http_status, _for_strangers(error))
-
-
-def _quota_reached(error: QuotaError) -> JSONResponse:
-    """It passes when a batch ends, and so not in the seconds in which a client tries again."""
-    content = {
-        "message": str(error),
-        "type": "requests",
-        "param": None,
-        "code": "rate_limit_exceeded",
-    }
-    reply = AsciiJson({"error": content}, status_code=error.http_status)
-    reply.headers["X-Should-Retry"] = "false"
-    return reply
 
 
 def _for_strangers(error: BatchrunError) -> str:
@@ -162,31 +152,6 @@ def _for_strangers(error: BatchrunError) -> str:
         return str(error)
     known = (words for kind, words in _PLAIN_WORDS if isinstance(error, kind))
     return next(known, "internal error; the server's log has more")
-
-
-HEADER = "X-Request-Id"
-_USABLE = re.compile(r"[!-~]{1,128}")
-
-
-class RequestIds:
-    """Wraps an application: the caller's id where it is usable, else a new one."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = Headers(scope=scope).get(HEADER, "")
-        request_id = given if _USABLE.fullmatch(given) else f"req_{uuid.uuid4().hex}"
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[HEADER] = request_id
-            await send(message)
-
-        await self._app(scope, receive, send_with_id)
 
 
 MIN_EXPIRY_S = 3_600
@@ -245,7 +210,6 @@ def check_choice(param: str, value: str, choices: Sequence[str]) -> None:
 
 
 def check_range(param: str, value: int, low: int, high: int) -> None:
-    """Refuse a number out of bounds."""
     if value < low:
         word, bound, code = "below minimum", f">= {low}", "integer_below_min_value"
     elif value > high:
@@ -330,6 +294,5 @@ class Callers:
 
 
 def caller_of(request: Request) -> Caller:
-    """Whose call a request is."""
     caller: Caller = request.state.caller
     return caller

@@ -20,7 +20,7 @@ from batchrun.jobs.objects import in_thread
 from batchrun.jobs.results.batch_files import RESULT_PURPOSE
 from batchrun.jobs.results.file_bytes import FileBytes, remove_file
 from batchrun.server.api.errors import ApiError, AsciiJson, caller_of, check_choice, limit_in
-from batchrun.server.api.upload import UploadSlots, receive_file
+from batchrun.server.api.upload import receive_file, refuse_too_many
 from batchrun.store import files
 from batchrun.store.database import Store
 from batchrun.store.files import FilePage, FileRecord
@@ -79,12 +79,16 @@ class Files:
     def __init__(self, store: Store, place: FileBytes) -> None:
         self._store = store
         self._place = place
-        self._uploads = UploadSlots()
+        self._num_uploads = 0
 
     async def create(self, request: Request) -> AsciiJson:
         """`POST /v1/files`. What was answered with 200 survives any crash."""
-        with self._uploads.take():
+        refuse_too_many(self._num_uploads)
+        self._num_uploads += 1
+        try:
             return await self._create(request)
+        finally:
+            self._num_uploads -= 1
 
     async def _create(self, request: Request) -> AsciiJson:
         received = await receive_file(request, self._place.spool)
@@ -112,16 +116,10 @@ class Files:
             raise ApiError(400, f"limit must be between 1 and {MAX_LIMIT}.")
         order = query.get("order", "desc")
         check_choice("order", order, ORDERS)
-        now_s, scope = time.time(), caller_of(request).scope
-        after = None
-        if "after" in query:
-            after = await asyncio.to_thread(
-                files.find, self._store, query["after"], now_s=now_s, scope=scope
-            )
-            if after is None:
-                raise _unknown(query["after"], param="after")
-        wanted = FilePage(limit + 1, after, query.get("purpose"), order == "desc", scope)
-        found = await asyncio.to_thread(files.list_page, self._store, wanted, now_s=now_s)
+        after = await self._find(request, query["after"], "after") if "after" in query else None
+        scope, purpose = caller_of(request).scope, query.get("purpose")
+        wanted = FilePage(limit + 1, after, purpose, order == "desc", scope)
+        found = await asyncio.to_thread(files.list_page, self._store, wanted, now_s=time.time())
         page = [file_object(file) for file in found[:limit]]
         return AsciiJson(list_object(page, has_more=len(found) > limit))
 
@@ -152,13 +150,13 @@ class Files:
             where, media_type=MEDIA_TYPE, filename=_download_name(file), stat_result=status
         )
 
-    async def _find(self, request: Request, file_id: str) -> FileRecord:
+    async def _find(self, request: Request, file_id: str, param: str = "id") -> FileRecord:
         scope = caller_of(request).scope
         file = await asyncio.to_thread(
             files.find, self._store, file_id, now_s=time.time(), scope=scope
         )
         if file is None:
-            raise _unknown(file_id)
+            raise _unknown(file_id, param)
         return file
 
 
@@ -184,7 +182,6 @@ def _unknown(file_id: str, param: str = "id") -> ApiError:
 
 
 def list_object(items: Sequence[JsonObject], *, has_more: bool) -> JsonObject:
-    """A page of a list."""
     return {
         "object": "list",
         "data": list(items),
@@ -195,7 +192,6 @@ def list_object(items: Sequence[JsonObject], *, has_more: bool) -> JsonObject:
 
 
 def file_object(file: FileRecord) -> JsonObject:
-    """A file."""
     return {
         "id": file.id,
         "object": "file",

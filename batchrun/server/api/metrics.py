@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -57,7 +57,7 @@ KV_STATES = (
 )  # fmt: skip
 """A KV block is in one of these states."""
 
-Told = Sequence[tuple[str, Telemetry]]
+Heard = Sequence[tuple[str, Telemetry]]
 
 
 class MetricsPage(Collector):
@@ -75,74 +75,56 @@ class MetricsPage(Collector):
     def collect(self) -> Iterator[Metric]:
         """Every metric. A value that is not known has no sample."""
         dispatcher, slots = self._daemon.dispatcher, self._daemon.slots
-        told = [
+        heard = [
             (slot.engine.name, telemetry)
             for slot in slots
             if slot.link is not None and (telemetry := slot.link.telemetry) is not None
         ]
-        yield _gauge("offline_enabled", "1 while offline work is on.", dispatcher.is_offline_on)
-        yield _gauge("jobs_running", "Jobs whose rows run.", len(dispatcher.jobs))
+        is_on, num_jobs = dispatcher.is_offline_on, len(dispatcher.jobs)
+        yield _family(GAUGE, "offline_enabled", "1 while offline work is on.", "", [([], is_on)])
+        yield _family(GAUGE, "jobs_running", "Jobs whose rows run.", "", [([], num_jobs)])
         yield from _of_slots(slots)
         for kind, name, where, text in BY_ENGINE:
-            family = kind(PREFIX + name, text, labels=["engine"])
-            for engine, telemetry in told:
-                _add(family, [engine], attrgetter(where)(telemetry))
-            yield family
+            values = (([engine], attrgetter(where)(telemetry)) for engine, telemetry in heard)
+            yield _family(kind, name, text, "engine", values)
         for kind, name, where, text in BY_CLASS:
-            family = kind(PREFIX + name, text, labels=["engine", "class"])
-            for engine, telemetry in told:
-                for request_class in ("online", "offline"):
-                    value = attrgetter(f"{request_class}.{where}")(telemetry)
-                    _add(family, [engine, request_class], value)
-            yield family
-        yield _of_kv(told)
-        yield _of_policies(told)
-        yield from _of_latency(told)
+            values = (
+                ([engine, each], attrgetter(f"{each}.{where}")(telemetry))
+                for engine, telemetry in heard
+                for each in ("online", "offline")
+            )
+            yield _family(kind, name, text, "engine class", values)
+        blocks = (
+            ([engine, state], getattr(telemetry.kv, f"{state}_blocks"))
+            for engine, telemetry in heard
+            for state in KV_STATES
+        )
+        text = "KV blocks by state: held by a class of requests, or free and last used so."
+        yield _family(GAUGE, "kv_blocks", text, "engine state", blocks)
+        policies = (([engine, telemetry.policy], 1) for engine, telemetry in heard)
+        yield _family(GAUGE, "policy", "1 for the policy in force.", "engine policy", policies)
+        yield from _of_latency(heard)
 
 
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(PREFIX + name, text, value=float(value))
-
-
-def _add(family: GaugeMetricFamily | CounterMetricFamily, labels: list[str], value: object) -> None:
-    if isinstance(value, int | float):
-        family.add_metric(labels, float(value))
+def _family(
+    kind: Family, name: str, text: str, labels: str, values: Iterable[tuple[list[str], object]]
+) -> Metric:
+    """A metric with a sample for each value that is a number; `labels` are words."""
+    family = kind(PREFIX + name, text, labels=labels.split())
+    for label_values, value in values:
+        if isinstance(value, int | float):
+            family.add_metric(label_values, float(value))
+    return family
 
 
 def _of_slots(slots: Sequence[Slot]) -> Iterator[Metric]:
-    up = GaugeMetricFamily(PREFIX + "engine_up", "1 while the engine answers.", labels=["engine"])
-    rows = GaugeMetricFamily(
-        PREFIX + "engine_rows", "Offline rows that the engine has.", labels=["engine"]
-    )
-    for slot in slots:
-        _add(up, [slot.engine.name], slot.engine.state is EnginePhase.READY)
-        _add(rows, [slot.engine.name], slot.window.num_rows)
-    yield up
-    yield rows
+    up = (([slot.engine.name], slot.engine.state is EnginePhase.READY) for slot in slots)
+    yield _family(GAUGE, "engine_up", "1 while the engine answers.", "engine", up)
+    rows = (([slot.engine.name], slot.window.num_rows) for slot in slots)
+    yield _family(GAUGE, "engine_rows", "Offline rows that the engine has.", "engine", rows)
 
 
-def _of_kv(told: Told) -> Metric:
-    family = GaugeMetricFamily(
-        PREFIX + "kv_blocks",
-        "KV blocks by state: held by a class of requests, or free and last used so.",
-        labels=["engine", "state"],
-    )
-    for engine, telemetry in told:
-        for state in KV_STATES:
-            _add(family, [engine, state], getattr(telemetry.kv, f"{state}_blocks"))
-    return family
-
-
-def _of_policies(told: Told) -> Metric:
-    family = GaugeMetricFamily(
-        PREFIX + "policy", "1 for the policy in force.", labels=["engine", "policy"]
-    )
-    for engine, telemetry in told:
-        _add(family, [engine, telemetry.policy], 1)
-    return family
-
-
-def _of_latency(told: Told) -> Iterator[Metric]:
+def _of_latency(heard: Heard) -> Iterator[Metric]:
     labels = ["engine", "offline"]
     ttft = SummaryMetricFamily(
         PREFIX + "online_ttft_seconds",
@@ -154,7 +136,7 @@ def _of_latency(told: Told) -> Iterator[Metric]:
         "Time from each online token to the next, by whether the step held offline work.",
         labels=labels,
     )
-    for engine, telemetry in told:
+    for engine, telemetry in heard:
         for is_shared, latency in (("true", telemetry.shared), ("false", telemetry.alone)):
             ttft.add_metric([engine, is_shared], latency.num_first_tokens, latency.ttft_s)
             gaps.add_metric([engine, is_shared], latency.num_gaps, latency.gaps_s)

@@ -19,12 +19,10 @@ from typing import Any
 
 import uvicorn
 import uvloop
-from starlette.types import ASGIApp
 
 from batchrun.config import Deployment
 from batchrun.daemon.daemon import Daemon
-from batchrun.daemon.supervisor import DaemonUpstream, Supervisor, split_listen
-from batchrun.daemon.upkeep import KeyList
+from batchrun.daemon.supervisor import KeyList, Supervisor, split_listen
 from batchrun.errors import BatchrunError, EngineError, StoreUnreachableError
 from batchrun.files import StoreLock, allow_many_open_files, remove_left_scratch, write_atomically
 from batchrun.home import DaemonAddress, Home
@@ -97,14 +95,17 @@ async def _run(
         os.getpid(), f"http://127.0.0.1:{listener.getsockname()[1]}", secrets.token_urlsafe(32)
     )
     gateway_key = secrets.token_urlsafe(32)
-    supervisor = Supervisor(deployment, home, DaemonUpstream(address.url, gateway_key))
+    upstream = {"url": address.url, "gateway_key": gateway_key}
+    supervisor = Supervisor(deployment, home, upstream)
     age_s = None if deployment.retention is None else parse_age_s(deployment.retention)
     daemon = Daemon(
         store, supervisor.slots, home.inputs, deployment.model_folder(home), age_s, place
     )
     status = Status(daemon, supervisor.gateway_url)
     routes = Edge(home, place, address.token, gateway_key, deployment.completion_windows)
-    server = _make_server(make_app(daemon, status, routes))
+    # httptools reads on after an early answer, so that a refused upload hears why.
+    app = make_app(daemon, status, routes)
+    server = _Server(uvicorn.Config(app, http="httptools", log_level="warning", access_log=False))
     write_atomically(home.daemon_record, json.dumps(asdict(address)).encode(), mode=0o600)
     ended = _catch_signals()
     edge = asyncio.create_task(server.serve(sockets=[listener]))
@@ -141,12 +142,6 @@ def _innermost(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return str(error) if isinstance(error, BatchrunError) else repr(error)
-
-
-def _make_server(app: ASGIApp) -> _Server:
-    # httptools reads on after an early answer, so that a refused upload hears why.
-    config = uvicorn.Config(app, http="httptools", log_level="warning", access_log=False)
-    return _Server(config)
 
 
 async def _supervise(supervisor: Supervisor, on_ready: Callable[[], None]) -> None:

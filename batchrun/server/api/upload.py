@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from pathlib import Path
 
 from python_multipart.exceptions import FormParserError
@@ -132,7 +132,7 @@ BATCH_PURPOSE = "batch"
 BATCH_EXPIRY_S = 2_592_000
 MAX_FILE_BYTES = 512 << 20
 MAX_FORM_BYTES = 65_536
-"""What a form may hold beside its file."""
+"""What a form may hold besides its file."""
 MAX_FILENAME_CHARS = 512
 WRITE_BYTES = 1 << 20
 MAX_UPLOADS = 64
@@ -141,23 +141,10 @@ OPEN_FILES_PER_UPLOAD = 8
 """Where a process may have few files open, uploads take a quarter of them, at two each."""
 
 
-class UploadSlots:
-    """Places for `MAX_UPLOADS` uploads at once, for fewer where few files may be open."""
-
-    def __init__(self) -> None:
-        self._num_taken = 0
-
-    @contextmanager
-    def take(self) -> Iterator[None]:
-        """One of the places, for as long as the block runs. Raises ApiError when all are taken."""
-        most = max(1, min(MAX_UPLOADS, max_open_files() // OPEN_FILES_PER_UPLOAD))
-        if self._num_taken >= most:
-            raise ApiError(503, f"{self._num_taken} uploads are on their way; try again shortly")
-        self._num_taken += 1
-        try:
-            yield
-        finally:
-            self._num_taken -= 1
+def refuse_too_many(num_uploads: int) -> None:
+    """Raises ApiError where no other upload may begin: fewer may where few files may be open."""
+    if num_uploads >= max(1, min(MAX_UPLOADS, max_open_files() // OPEN_FILES_PER_UPLOAD)):
+        raise ApiError(503, f"{num_uploads} uploads are on their way; try again shortly")
 
 
 class _Spool:
@@ -203,7 +190,8 @@ async def receive_file(request: Request, folder: Path) -> NewFile:
     When this returns, the file is on the disk, whole and synced; when it raises, nothing is left of
     it. Raises ApiError, StoreFullError, OverloadedError and InputError.
     """
-    _refuse_encoded(request)
+    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise ApiError(415, "Content-Encoding is not supported; send the file as it is")
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > MAX_FILE_BYTES + MAX_FORM_BYTES:
         raise _too_large(MAX_FILE_BYTES)
@@ -242,13 +230,8 @@ async def _receive(body: AsyncIterator[bytes], form: UploadForm, spool: _Spool) 
         if spool.size_bytes > limit:
             raise _too_large(limit)
         if num_bytes - spool.size_bytes > MAX_FORM_BYTES:
-            raise ApiError(400, "The multipart form holds too much beside its file.")
+            raise ApiError(400, "The multipart form holds too much besides its file.")
     form.finish()
-
-
-def _refuse_encoded(request: Request) -> None:
-    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
-        raise ApiError(415, "Content-Encoding is not supported; send the file as it is")
 
 
 def _check_fields(form: UploadForm, *, is_over: bool = False) -> None:
@@ -283,11 +266,10 @@ def _check_batch_file(spool: _Spool, filename: str) -> None:
         line = b"\n"
         while line and is_blank(line):
             line = file.readline(ROW_LIMIT_BYTES)
+    refusal = ApiError(400, "Invalid file format for Batch API. Must be .jsonl")
     try:
         json.loads(line.decode("utf-8-sig", "replace"))
     except (ValueError, RecursionError):
-        is_json = False
-    else:
-        is_json = True
-    if suffix.lower() not in {"", ".jsonl"} or not is_json:
-        raise ApiError(400, "Invalid file format for Batch API. Must be .jsonl")
+        raise refusal from None
+    if suffix.lower() not in {"", ".jsonl"}:
+        raise refusal

@@ -36,14 +36,25 @@ KILL_AFTER_S = 5.0
 
 
 async def supervise(
-    settings: GatewaySettings, *, stop: asyncio.Event, on_ready: Callable[[], None]
+    argv: Sequence[str],
+    settings: GatewaySettings,
+    *,
+    stop: asyncio.Event,
+    on_ready: Callable[[], None],
 ) -> None:
     """Keep `num_workers` workers running until `stop` is set, then end them gently.
 
-    `settings.port` must be a number that the workers can share.
+    They have the arguments `argv`, and share `settings.port`, which must not be 0.
     """
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    listen = f"--listen={host}:{settings.port}"
+    command = [sys.executable, "-m", "batchrun.server.gateway", *argv]
+    command += ["--worker", "--workers=1", listen]
     ready = [asyncio.Event() for _ in range(settings.num_workers)]
-    keepers = [asyncio.create_task(_keep_one(settings, stop=stop, ready=event)) for event in ready]
+    keepers = [
+        asyncio.create_task(_keep_one(command, settings.drain_s, stop=stop, ready=event))
+        for event in ready
+    ]
     announcing = asyncio.create_task(_announce(ready, on_ready))
     await stop.wait()
     announcing.cancel()
@@ -57,13 +68,11 @@ async def _announce(ready: Sequence[asyncio.Event], on_ready: Callable[[], None]
 
 
 async def _keep_one(
-    settings: GatewaySettings, *, stop: asyncio.Event, ready: asyncio.Event
+    command: Sequence[str], drain_s: float, *, stop: asyncio.Event, ready: asyncio.Event
 ) -> None:
     while not stop.is_set():
-        worker = await asyncio.create_subprocess_exec(
-            sys.executable, *worker_arguments(settings), stdin=PIPE, stdout=PIPE
-        )
-        stopper = asyncio.create_task(_end_on_stop(worker, settings.drain_s, stop=stop))
+        worker = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
+        stopper = asyncio.create_task(_end_on_stop(worker, drain_s, stop=stop))
         if worker.stdout is not None and await worker.stdout.readline():
             ready.set()
         exit_code = await worker.wait()
@@ -86,22 +95,9 @@ async def _end_on_stop(worker: Process, drain_s: float, *, stop: asyncio.Event) 
         worker.kill()
 
 
-def worker_arguments(settings: GatewaySettings) -> Sequence[str]:
-    """The command line of one worker, after the interpreter."""
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    return (
-        *("-m", "batchrun.server.gateway", "--worker"),
-        *("--listen", f"{host}:{settings.port}"),
-        *("--upstreams", str(settings.upstreams_path)),
-        *(() if settings.keys_path is None else ("--keys", str(settings.keys_path))),
-        *("--drain-s", str(settings.drain_s)),
-        *("--body-idle-s", str(settings.body_idle_s)),
-        *("--max-body-bytes", str(settings.max_body_bytes)),
-    )
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until SIGTERM or SIGINT; returns the exit code, 2 for a wrong setting."""
+    argv = sys.argv[1:] if argv is None else argv
     options = _parser().parse_args(argv)
     logging.basicConfig(format="%(asctime)s gateway[%(process)d] %(levelname)s %(message)s")
     try:
@@ -113,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # What is imported stays: to look through it again and again would hold up every stream.
     gc.freeze()
     with sock:
-        uvloop.run(_run(settings, sock, is_worker=options.worker))
+        uvloop.run(_run(argv, settings, sock, is_worker=options.worker))
     return 0
 
 
@@ -169,7 +165,9 @@ def _listen(settings: GatewaySettings, *, is_worker: bool) -> socket.socket:
     return bind(settings.host, port, shared=True)
 
 
-async def _run(settings: GatewaySettings, sock: socket.socket, *, is_worker: bool) -> None:
+async def _run(
+    argv: Sequence[str], settings: GatewaySettings, sock: socket.socket, *, is_worker: bool
+) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -183,7 +181,7 @@ async def _run(settings: GatewaySettings, sock: socket.socket, *, is_worker: boo
     if is_worker:
         _stop_at_end_of_input(stop)
     if bound.num_workers > 1:
-        await supervise(bound, stop=stop, on_ready=announce)
+        await supervise(argv, bound, stop=stop, on_ready=announce)
     else:
         await serve(bound, sock, stop=stop, on_ready=announce)
 

@@ -1,19 +1,10 @@
-"""Who calls: the API keys that the daemon lists in a file, and the key that a call shows.
+"""Whether a call may come in: its API key, how often that key may call, and its SLO class.
 
     {"keys": [{"id": "key_...", "sha256": "...", "role": "user", "slo_class": null,
                "requests_per_minute": 60, "seq": 1}] | null}
 
 Null: none is asked for. Fields may be added; unknown ones are ignored. The writer may die at any
 time: the last good list stays in use.
-
-Which SLO class a call has: by its header, by its key, or by default.
-
-Requests per minute of each API key, counted by all workers of a gateway together.
-
-A bucket of as many requests as a minute allows, filled evenly. The workers share a file with 16
-bytes for each key: what its bucket holds, and since when (monotonic, one clock for a machine).
-
-Whether a call may come in: its API key, and how often that key may call.
 """
 
 from __future__ import annotations
@@ -34,15 +25,13 @@ import msgspec
 from aiohttp import web
 from multidict import CIMultiDictProxy
 
-from batchrun.errors import ConfigError
 from batchrun.hints import SloBounds
 from batchrun.keys import UsageFile, digest, id_in
 from batchrun.server.gateway.envelope import CLASS_HEADER, RefusalError
 from batchrun.server.gateway.replies import CallMeter
-from batchrun.server.gateway.upstreams import SloClasses, read_bounded
+from batchrun.server.gateway.upstreams import SloClasses, read_document
 from batchrun.types import DEFAULT_CLASS
 
-MAX_FILE_BYTES = 64 << 20
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
 """What everybody may ask, also where keys are demanded."""
 ADMIN_PATHS = frozenset({"/metrics"})
@@ -73,7 +62,6 @@ class KeyRing:
     _keys: Mapping[str, ApiKey] = field(default_factory=dict)
 
     def replace(self, keys: tuple[ApiKey, ...] | None) -> None:
-        """Take over a new list."""
         self.is_asked_for = keys is not None
         self._keys = {key.id: key for key in keys or ()}
 
@@ -100,11 +88,7 @@ class KeyRing:
 
 def read_keys(path: Path) -> tuple[ApiKey, ...] | None:
     """The keys that `path` lists. Raises ConfigError with one line."""
-    text = read_bounded(path, MAX_FILE_BYTES, "list of API keys")
-    try:
-        return msgspec.json.decode(text, type=_Document).keys
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ConfigError(f"{path}: not a list of API keys: {error}") from error
+    return read_document(path, _Document, "list of API keys").keys
 
 
 def _masked(text: str) -> str:
@@ -116,7 +100,7 @@ def _masked(text: str) -> str:
 def choose_class(
     headers: CIMultiDictProxy[str], key_class: str | None, classes: SloClasses
 ) -> SloBounds | None:
-    """What a call is promised: its header decides, then the class of its key (None: it has none),
+    """The bounds of a call: its header decides, then the class of its key (None: it has none),
     then the default, which is None since the engines know it.
 
     Raises RefusalError when the header names no class. A class of a key that is not there any
@@ -155,25 +139,29 @@ class Rate:
     @property
     def headers(self) -> dict[str, str]:
         """What OpenAI's replies say of it."""
-        told = {
+        headers = {
             "x-ratelimit-limit-requests": str(self.limit),
             "x-ratelimit-remaining-requests": str(self.num_left),
             "x-ratelimit-reset-requests": f"{math.ceil(self.full_after_s * 1e3)}ms",
         }
         if self.retry_after_s is not None:
-            told["Retry-After"] = str(math.ceil(self.retry_after_s))
-            told["Retry-After-Ms"] = str(math.ceil(self.retry_after_s * 1e3))
-        return told
+            headers["Retry-After"] = str(math.ceil(self.retry_after_s))
+            headers["Retry-After-Ms"] = str(math.ceil(self.retry_after_s * 1e3))
+        return headers
 
 
 class RequestRates:
-    """The buckets of all keys."""
+    """Requests per minute of each API key, counted by all workers of a gateway together.
+
+    A bucket of as many requests as a minute allows, filled evenly. The workers share a file with
+    16 bytes for each key: what its bucket holds, and since when (monotonic, one clock for a
+    machine).
+    """
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def close(self) -> None:
-        """Let go of the file."""
         os.close(self._fd)
 
     def take(self, seq: int, limit: int, *, now_s: float) -> Rate:
@@ -248,6 +236,6 @@ class Door:
                 f"Rate limit reached for requests of this API key. Limit: {rate.limit} a minute. "
                 f"Please try again in {rate.retry_after_s:.3g}s."
             )
-            refusal = RefusalError(429, message, code="rate_limit_exceeded", kind="requests")
-            raise refusal.with_headers(rate.headers)
+            code = "rate_limit_exceeded"
+            raise RefusalError(429, message, code=code, kind="requests", headers=rate.headers)
         return AboutCaller(key, rate.headers, meter)

@@ -10,7 +10,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,18 +18,17 @@ from urllib.parse import unquote
 
 import aiohttp
 from aiohttp import web
-from multidict import CIMultiDictProxy
 from ruamel.yaml import YAML
 
-from batchrun.errors import BatchrunError, ConfigError, DaemonUnavailableError, EngineError
+from batchrun.errors import BatchrunError, ConfigError, EngineError
 from batchrun.server.gateway.admission import ABOUT_CALLER, Door, choose_class
-from batchrun.server.gateway.bodies import read_body, read_call_body
+from batchrun.server.gateway.bodies import SteeredBody, read_body, read_call_body
 from batchrun.server.gateway.envelope import (
+    NO_HEADERS,
     REQUEST_ID,
     RefusalError,
     choose_request_id,
-    error_response,
-    without_key,
+    forwarded_headers,
 )
 from batchrun.server.gateway.forward import (
     DaemonCalls,
@@ -38,36 +37,12 @@ from batchrun.server.gateway.forward import (
     is_daemon_route,
     relay,
 )
-from batchrun.server.gateway.upstreams import SloClasses, Upstreams, find_daemon
-
-TIMEOUT_S = 5.0
-MAX_PAGE_BYTES = 4 * 2**20
-
-
-async def metrics_response(
-    session: aiohttp.ClientSession, upstreams_path: Path, *, request_id: str
-) -> web.Response:
-    """The page. Raises DaemonUnavailableError while no daemon gives one."""
-    daemon = await asyncio.to_thread(find_daemon, upstreams_path)
-    if daemon is None:
-        raise DaemonUnavailableError("no daemon gives metrics; start one with `batchrun up -d`")
-    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-    try:
-        async with session.get(daemon.url + "/metrics", timeout=timeout) as reply:
-            reply.raise_for_status()
-            page = await reply.content.read(MAX_PAGE_BYTES)
-            while not reply.content.at_eof() and len(page) < MAX_PAGE_BYTES:
-                page += await reply.content.read(MAX_PAGE_BYTES - len(page))
-            kind = reply.headers.get("Content-Type", "text/plain")
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise DaemonUnavailableError(
-            "the daemon gives no metrics; start it with `batchrun up -d`"
-        ) from error
-    return web.Response(body=page, headers={"Content-Type": kind, REQUEST_ID: request_id})
-
+from batchrun.server.gateway.upstreams import SloClasses, Upstreams
 
 LIST_TARGET = "/v1/models"
 MAX_LIST_BYTES = 4 * 2**20
+METRICS_S = 5.0
+"""A daemon that gives nothing for so long gives no metrics."""
 
 
 def model_id_in(raw_path: str) -> str | None:
@@ -79,7 +54,7 @@ def model_id_in(raw_path: str) -> str | None:
 async def model_response(
     reply: aiohttp.ClientResponse, *, model_id: str, request_id: str
 ) -> web.Response:
-    """The one model out of an engine's list, or a 404 envelope. Raises EngineError."""
+    """The one model out of an engine's list. Raises EngineError, and RefusalError with 404."""
     try:
         text = await reply.content.read(MAX_LIST_BYTES)
         while not reply.content.at_eof() and len(text) < MAX_LIST_BYTES:
@@ -89,8 +64,7 @@ async def model_response(
     except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
         raise EngineError("the engine did not list its models") from error
     if not found:
-        message = f"The model '{model_id}' does not exist"
-        return error_response(404, message, request_id=request_id, code="model_not_found")
+        raise RefusalError(404, f"The model '{model_id}' does not exist", code="model_not_found")
     return web.json_response(found[0], headers={REQUEST_ID: request_id})
 
 
@@ -147,17 +121,12 @@ class Gateway:
         )
         self._own: Mapping[str, tuple[str, Handler]] = {
             **{path: ("POST", self._generate) for path in ENGINE_ROUTES},
-            LIST_TARGET: ("GET", self._list_models),
+            LIST_TARGET: ("GET", self._models),
             "/healthz": ("GET", self._healthz),
             "/readyz": ("GET", self._readyz),
-            "/metrics": ("GET", self._metrics),
+            "/metrics": ("GET", partial(self._daemon.pass_on, read_s=METRICS_S)),
             "/openapi.json": ("GET", self._openapi),
         }
-
-    @property
-    def own_routes(self) -> Mapping[str, str]:
-        """The paths that are answered here or by an engine, each with its method; models apart."""
-        return {path: method for path, (method, _) in self._own.items()}
 
     def take_over(self, upstreams: Upstreams) -> None:
         """Go on with a new list of engines and classes."""
@@ -167,42 +136,35 @@ class Gateway:
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """The entry point of the HTTP server."""
         request_id = choose_request_id(request.headers)
+        reply_headers = NO_HEADERS
         try:
-            caller = self._door.admit(request)
+            caller = request[ABOUT_CALLER] = self._door.admit(request)
+            reply_headers = caller.reply_headers
+            response = await self._route(request)(request, request_id)
         except RefusalError as refusal:
-            return refusal.response(request_id)
-        request[ABOUT_CALLER] = caller
-        response = await self._answer(request, request_id)
+            response = refusal.response(request_id)
+        except BatchrunError as error:
+            response = RefusalError(error.http_status, str(error)).response(request_id)
         if not response.prepared:
-            response.headers.update(caller.reply_headers)
+            response.headers.update(reply_headers)
         return response
 
-    async def _answer(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
+    def _route(self, request: web.BaseRequest) -> Handler:
+        """Who answers. Raises RefusalError with 404 or 405."""
         path = request.rel_url.raw_path
-        method, handler = self._route(path)
-        if handler is None:
-            message = f"Invalid URL ({request.method} {path})"
-            return error_response(404, message, request_id=request_id)
-        if method is not None and request.method != method:
-            return _wrong_method(request, allowed=method, request_id=request_id)
-        try:
-            return await handler(request, request_id)
-        except RefusalError as refusal:
-            return refusal.response(request_id)
-        except web.HTTPException as refusal:
-            return error_response(refusal.status, refusal.text or "", request_id=request_id)
-        except BatchrunError as error:
-            return error_response(error.http_status, str(error), request_id=request_id)
-
-    def _route(self, path: str) -> tuple[str | None, Handler | None]:
-        """The method that a path wants (None: whoever answers says that), and who answers."""
-        if path in self._own:
-            return self._own[path]
-        if model_id_in(path) is not None:
-            return "GET", self._retrieve_model
         if is_daemon_route(path):
-            return None, self._daemon.pass_on
-        return None, None
+            return self._daemon.pass_on
+        if path in self._own:
+            method, handler = self._own[path]
+        elif model_id_in(path) is not None:
+            method, handler = "GET", self._models
+        else:
+            raise RefusalError(404, f"Invalid URL ({request.method} {path})")
+        if request.method != method:
+            message = f"{request.method} is not allowed on {path}; use {method}"
+            code, headers = "method_not_supported", {"Allow": method}
+            raise RefusalError(405, message, code=code, headers=headers)
+        return handler
 
     async def _generate(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
         limits = self._settings
@@ -210,33 +172,25 @@ class Gateway:
         key_class = None if key is None else key.slo_class
         bounds = choose_class(request.headers, key_class, self._slo_classes)
         body = await read_body(request, max_bytes=limits.max_body_bytes, idle_s=limits.body_idle_s)
-        call = ForwardedCall(
-            method="POST",
+        call = _call(
+            request,
+            request_id,
             target=request.rel_url.raw_path_qs,
-            headers=_headers_for_engine(request),
-            request_id=request_id,
             body=read_call_body(request.rel_url.raw_path, body, bounds),
         )
-        async with self._forwarder.exchange(call) as exchange:
+        async with self._forwarder.exchange(call) as (reply, rewriting):
             return await relay(
                 request,
-                exchange.reply,
+                reply,
                 request_id=request_id,
-                rewriting=exchange.rewriting,
+                rewriting=rewriting,
                 meter=request[ABOUT_CALLER].meter,
             )
 
-    async def _list_models(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
-        async with self._forwarder.exchange(_list_call(request, request_id)) as exchange:
-            return await relay(request, exchange.reply, request_id=request_id)
-
-    async def _retrieve_model(
-        self, request: web.BaseRequest, request_id: str
-    ) -> web.StreamResponse:
-        model_id = model_id_in(request.rel_url.raw_path) or ""
-        async with self._forwarder.exchange(_list_call(request, request_id)) as exchange:
-            reply = exchange.reply
-            if reply.status != 200:
+    async def _models(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
+        model_id = model_id_in(request.rel_url.raw_path)
+        async with self._forwarder.exchange(_call(request, request_id)) as (reply, _):
+            if model_id is None or reply.status != 200:
                 return await relay(request, reply, request_id=request_id)
             return await model_response(reply, model_id=model_id, request_id=request_id)
 
@@ -246,12 +200,7 @@ class Gateway:
     async def _readyz(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
         if await self._forwarder.is_any_healthy():
             return web.json_response({"status": "ready"}, headers={REQUEST_ID: request_id})
-        return error_response(503, "no engine is ready", request_id=request_id)
-
-    async def _metrics(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
-        return await metrics_response(
-            self._forwarder.session, self._settings.upstreams_path, request_id=request_id
-        )
+        raise RefusalError(503, "no engine is ready")
 
     async def _openapi(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
         return web.Response(
@@ -261,22 +210,17 @@ class Gateway:
         )
 
 
-def _list_call(request: web.BaseRequest, request_id: str) -> ForwardedCall:
-    headers = _headers_for_engine(request)
-    return ForwardedCall(method="GET", target=LIST_TARGET, headers=headers, request_id=request_id)
-
-
-def _headers_for_engine(request: web.BaseRequest) -> CIMultiDictProxy[str]:
+def _call(
+    request: web.BaseRequest,
+    request_id: str,
+    *,
+    target: str = LIST_TARGET,
+    body: bytes | SteeredBody | None = None,
+) -> ForwardedCall:
     """An engine may ask for a key of its own; ours is not for it."""
-    is_known = request[ABOUT_CALLER].key is not None
-    return without_key(request.headers) if is_known else request.headers
-
-
-def _wrong_method(request: web.BaseRequest, *, allowed: str, request_id: str) -> web.Response:
-    message = f"{request.method} is not allowed on {request.rel_url.raw_path}; use {allowed}"
-    response = error_response(405, message, request_id=request_id, code="method_not_supported")
-    response.headers["Allow"] = allowed
-    return response
+    keeps_key = request[ABOUT_CALLER].key is None
+    headers = forwarded_headers(request, request_id, keeps_key=keeps_key)
+    return ForwardedCall(request.method, target, headers, body)
 
 
 FRAME = "document.yaml"
@@ -290,20 +234,15 @@ def document_json() -> bytes:
 
 def load_document() -> dict[str, Any]:
     """The frame with the paths and components of all other files."""
+    folder, yaml = files("batchrun.server.gateway") / "api_document", YAML(typ="safe")
     parts = {
-        file.name: file for file in (files("batchrun.server.gateway") / "api_document").iterdir()
+        file.name: yaml.load(file.read_text("utf-8"))
+        for file in folder.iterdir()
+        if file.name.endswith(".yaml")
     }
-    document = _read(parts.pop(FRAME).read_text("utf-8"))
-    document["paths"] = {}
-    for name, file in sorted(parts.items()):
-        if name.endswith(".yaml"):
-            part = _read(file.read_text("utf-8"))
-            document["paths"] |= part.get("paths", {})
-            for kind, named in part.get("components", {}).items():
-                document["components"].setdefault(kind, {}).update(named)
-    return document
-
-
-def _read(text: str) -> dict[str, Any]:
-    document: dict[str, Any] = YAML(typ="safe").load(text)
+    document: dict[str, Any] = parts.pop(FRAME) | {"paths": {}}
+    for _, part in sorted(parts.items()):
+        document["paths"] |= part.get("paths", {})
+        for kind, named in part.get("components", {}).items():
+            document["components"].setdefault(kind, {}).update(named)
     return document

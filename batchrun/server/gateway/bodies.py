@@ -1,11 +1,8 @@
-"""Reading a request body within bounds of size and time.
+"""Request bodies: read within bounds of size and time, and what they may say to an engine.
 
-Callers from outside cannot send the daemon's hints: `vllm_xargs.batchrun` and `priority` go.
-
-Calls that ask for more than the default: bounds of a class, or to run as offline work.
-
-What they ask for reaches an engine's scheduler as a hint in `vllm_xargs`, with the secret of that
-engine, so that such a body is written again for the engine that gets it.
+Callers from outside cannot send the daemon's hints: `vllm_xargs.batchrun` and `priority` go. What a
+call with a class or a tier asks for reaches an engine's scheduler as a hint in `vllm_xargs`, with
+the secret of that engine, so that such a body is written again for the engine that gets it.
 """
 
 from __future__ import annotations
@@ -28,96 +25,68 @@ MIN_BYTES_PER_S = 1_024
 
 
 async def read_body(request: web.BaseRequest, *, max_bytes: int, idle_s: float) -> bytes:
-    """The whole body. Raises a web.HTTPException whose text is the message for the caller.
-
-    Compressed bodies are refused: they would hide what the gateway must look for, and bombs.
-    """
-    _refuse_compressed(request)
+    """The whole body. Raises RefusalError."""
+    pieces = BodyStream(request, idle_s=idle_s)
     if (request.content_length or 0) > max_bytes:
-        raise _too_large(max_bytes, request.content_length or 0)
-    await _invite(request)
+        raise _too_large(max_bytes)
     body = bytearray()
-    pieces = _Pieces(request, idle_s=idle_s)
-    while chunk := await pieces.next():
-        body += chunk
+    async for piece in pieces:
+        body += piece
         if len(body) > max_bytes:
-            raise _too_large(max_bytes, len(body))
+            raise _too_large(max_bytes)
     return bytes(body)
+
+
+def _too_large(max_bytes: int) -> RefusalError:
+    return RefusalError(413, f"the request body is larger than the limit of {max_bytes} bytes")
 
 
 class BodyStream:
     """A body piece by piece, of any size: `refusal` is why it ended early, where it did.
 
-    Raises a web.HTTPException when it is made, and the refusal when it is read.
+    A caller who sends nothing for `idle_s`, or too little all in all, is refused; only the time
+    that is spent waiting for the caller counts. So are compressed bodies: they would hide what the
+    gateway must look for, and bombs. Raises RefusalError when it is made, and when it is read.
     """
 
     def __init__(self, request: web.BaseRequest, *, idle_s: float) -> None:
-        _refuse_compressed(request)
+        codings = {
+            coding.strip().lower()
+            for name in ("Content-Encoding", "Transfer-Encoding")
+            for value in request.headers.getall(name, [])
+            for coding in value.split(",")
+        }
+        if request.body_exists and not codings <= {"identity", "chunked"}:
+            raise RefusalError(415, "Content-Encoding is not supported; send it plain")
         self._request = request
-        self._idle_s = idle_s
-        self.refusal: web.HTTPException | None = None
+        self._idle_s = self._left_s = idle_s
+        self.refusal: RefusalError | None = None
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        await _invite(self._request)
-        pieces = _Pieces(self._request, idle_s=self._idle_s)
-        try:
-            while chunk := await pieces.next():
-                yield chunk
-        except web.HTTPException as refusal:
-            self.refusal = refusal
-            raise
-
-
-def _refuse_compressed(request: web.BaseRequest) -> None:
-    codings = {
-        coding.strip().lower()
-        for name in ("Content-Encoding", "Transfer-Encoding")
-        for value in request.headers.getall(name, [])
-        for coding in value.split(",")
-    }
-    if request.body_exists and not codings <= {"identity", "chunked"}:
-        raise web.HTTPUnsupportedMediaType(text="Content-Encoding is not supported; send it plain")
-
-
-async def _invite(request: web.BaseRequest) -> None:
-    """Tell a caller that waits for it to go on with the body."""
-    if request.headers.get("Expect", "").lower() == "100-continue":
-        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0
-
-
-class _Pieces:
-    """The pieces of a body; a caller who sends none for `idle_s`, or too little all in all, is
-    refused. Only the time that is spent waiting for the caller counts."""
-
-    def __init__(self, request: web.BaseRequest, *, idle_s: float) -> None:
-        self._request = request
-        self._idle_s = idle_s
-        self._left_s = idle_s
-
-    async def next(self) -> bytes:
-        """The next piece; none at the end."""
+        if self._request.headers.get("Expect", "").lower() == "100-continue":
+            await self._request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._request.writer.output_size = 0
         loop = asyncio.get_running_loop()
-        began_s = loop.time()
-        try:
-            async with asyncio.timeout(min(self._idle_s, self._left_s)):
-                piece = await self._request.content.readany()
-        except TimeoutError as error:
-            raise web.HTTPRequestTimeout(text=self._why_late()) from error
-        except web.RequestPayloadError as error:
-            raise web.HTTPBadRequest(text="the request body is not valid HTTP") from error
-        self._left_s += len(piece) / MIN_BYTES_PER_S - (loop.time() - began_s)
-        return piece
+        while True:
+            began_s = loop.time()
+            try:
+                async with asyncio.timeout(min(self._idle_s, self._left_s)):
+                    piece = await self._request.content.readany()
+            except (TimeoutError, web.RequestPayloadError) as error:
+                self.refusal = self._refusal_of(error)
+                raise self.refusal from error
+            if not piece:
+                return
+            self._left_s += len(piece) / MIN_BYTES_PER_S - (loop.time() - began_s)
+            yield piece
 
-    def _why_late(self) -> str:
+    def _refusal_of(self, error: Exception) -> RefusalError:
+        if not isinstance(error, TimeoutError):
+            return RefusalError(400, "the request body is not valid HTTP")
         if self._left_s < self._idle_s:
-            return f"the request body comes with less than {MIN_BYTES_PER_S} bytes a second"
-        return f"no byte of the request body came for {self._idle_s:g} s"
-
-
-def _too_large(max_bytes: int, actual_bytes: int) -> web.HTTPRequestEntityTooLarge:
-    message = f"the request body is larger than the limit of {max_bytes} bytes"
-    return web.HTTPRequestEntityTooLarge(max_bytes, actual_bytes, text=message)
+            slow = f"the request body comes with less than {MIN_BYTES_PER_S} bytes a second"
+            return RefusalError(408, slow)
+        return RefusalError(408, f"no byte of the request body came for {self._idle_s:g} s")
 
 
 HINT_KEYS = (HINT_ARGUMENTS.encode(), b"priority")
@@ -139,13 +108,6 @@ def strip_hints(body: bytes) -> bytes:
         return body if b"\0" not in body else json.dumps(document).encode()
     _strip(document)
     return json.dumps(document).encode()
-
-
-def parse_without_hints(body: bytes) -> dict[str, Any]:
-    """The body's object without those keys. Raises InputError if it is none."""
-    document = _parse(body)
-    _strip(document)
-    return document
 
 
 def may_hold(body: bytes, *keys: bytes) -> bool:
@@ -195,12 +157,15 @@ FLEX = "flex"
 
 @dataclass(frozen=True, slots=True)
 class SteeredBody:
-    """The body of such a call. `bounds` None: those that the engines have by default."""
+    """The body of such a call, and what it asks for."""
 
     route: str
     document: Mapping[str, Any]
-    bounds: SloBounds | None
-    is_flex: bool
+    hint: Hint
+
+    @property
+    def is_flex(self) -> bool:
+        return isinstance(self.hint, FlexHint)
 
     def tier_at(self, upstream: Upstream) -> str | None:
         """What the reply of this engine says of the tier; None where nothing was asked."""
@@ -215,7 +180,7 @@ class SteeredBody:
             self._write_tier(body, upstream)
         others = body.get(HINT_ARGUMENTS)
         if upstream.hint_nonce is not None and (others is None or isinstance(others, dict)):
-            put_hint(body, self._hint(), upstream.hint_nonce)
+            put_hint(body, self.hint, upstream.hint_nonce)
         return json.dumps(body).encode()
 
     def _write_tier(self, body: dict[str, Any], upstream: Upstream) -> None:
@@ -226,12 +191,6 @@ class SteeredBody:
             body.pop(TIER)
         if upstream.offline_priority is not None:
             body["priority"] = upstream.offline_priority
-
-    def _hint(self) -> Hint:
-        if self.is_flex:
-            return FlexHint()
-        assert self.bounds is not None
-        return SloHint(slo=self.bounds)
 
 
 def read_call_body(route: str, body: bytes, bounds: SloBounds | None) -> bytes | SteeredBody:
@@ -246,8 +205,10 @@ def read_call_body(route: str, body: bytes, bounds: SloBounds | None) -> bytes |
         return body
     if route not in STEERED_ROUTES or (bounds is None and not may_hold(body, TIER.encode())):
         return strip_hints(body)
-    document = parse_without_hints(body)
-    is_flex = document.get(TIER) == FLEX
-    if bounds is None and not is_flex:
-        return strip_hints(body)
-    return SteeredBody(route, document, bounds, is_flex)
+    document = _parse(body)
+    _strip(document)
+    if document.get(TIER) == FLEX:
+        return SteeredBody(route, document, FlexHint())
+    return (
+        strip_hints(body) if bounds is None else SteeredBody(route, document, SloHint(slo=bounds))
+    )

@@ -7,11 +7,10 @@ import re
 import uuid
 from collections.abc import Mapping
 from http.client import responses
+from types import MappingProxyType
 
 from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
-
-from batchrun.server.gateway.upstreams import Upstream
 
 REQUEST_ID = "X-Request-Id"
 CLASS_HEADER = "X-Batchrun-Class"
@@ -33,6 +32,7 @@ SET_BY_CLIENT_LIBRARY = frozenset({"host", "content-length", "expect"})
 _USABLE_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _OWN_PREFIX = "batchrun"
 _OWN_HEADERS = "x-batchrun-"
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 def end_to_end(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
@@ -51,27 +51,20 @@ def end_to_end(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
     )
 
 
-def without_key(headers: CIMultiDictProxy[str]) -> CIMultiDictProxy[str]:
-    """A caller's headers without his API key, which is for the gateway alone."""
-    rest = CIMultiDict(headers)
-    rest.popall("Authorization", None)
-    return CIMultiDictProxy(rest)
-
-
-def request_headers(
-    headers: CIMultiDictProxy[str], *, request_id: str, upstream: Upstream
+def forwarded_headers(
+    request: web.BaseRequest, request_id: str, *, keeps_key: bool
 ) -> CIMultiDict[str]:
-    """What the engine sees of a caller's headers.
+    """What an engine or the daemon sees of a caller's headers; without `keeps_key` no API key.
 
-    The request id is always set: the engine would otherwise take one from the body, where a
+    The request id is always set: an engine would otherwise take one from the body, where a
     caller could write an id of the daemon's.
     """
-    sent = end_to_end(headers)
-    for key in (*SET_BY_CLIENT_LIBRARY, STEERING):
-        sent.popall(key, None)
+    sent = end_to_end(request.headers)
+    for name in (*SET_BY_CLIENT_LIBRARY, STEERING):
+        sent.popall(name, None)
+    if not keeps_key:
+        sent.popall("Authorization", None)
     sent[REQUEST_ID] = request_id
-    if upstream.api_key is not None:
-        sent["Authorization"] = f"Bearer {upstream.api_key}"
     return sent
 
 
@@ -88,40 +81,42 @@ def choose_request_id(headers: CIMultiDictProxy[str]) -> str:
 
 
 def new_request_id() -> str:
-    """An id of the gateway's own."""
     return f"req_{uuid.uuid4().hex}"
 
 
 RETRY_AFTER_S = 2
 
 
-def error_body(
-    status: int,
-    message: str,
-    *,
-    code: str | None = None,
-    kind: str | None = None,
-    param: str | None = None,
-) -> bytes:
-    """The envelope as JSON; `kind` is the error's type, by default that of its status."""
-    kind = kind or ("invalid_request_error" if status < 500 else "server_error")
-    error = {"message": message, "type": kind, "param": param, "code": code}
-    return json.dumps({"error": error}).encode()
+class RefusalError(Exception):
+    """A call that is answered with an error; `kind` is the error's type, by default that of its
+    status. A 503 carries `Retry-After`."""
 
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        kind: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] = NO_HEADERS,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        kind = kind or ("invalid_request_error" if status < 500 else "server_error")
+        error = {"message": message, "type": kind, "param": param, "code": code}
+        self.body = json.dumps({"error": error}).encode()
+        self._headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else headers
 
-def error_response(
-    status: int, message: str, *, request_id: str, code: str | None = None
-) -> web.Response:
-    """A whole reply; a 503 carries `Retry-After`."""
-    response = web.Response(
-        status=status,
-        body=error_body(status, message, code=code),
-        content_type="application/json",
-        headers={REQUEST_ID: request_id},
-    )
-    if status == 503:
-        response.headers["Retry-After"] = str(RETRY_AFTER_S)
-    return response
+    def response(self, request_id: str) -> web.Response:
+        return web.Response(
+            status=self.status,
+            body=self.body,
+            content_type="application/json",
+            headers={**self._headers, REQUEST_ID: request_id},
+        )
 
 
 def as_envelope(status: int, body: bytes) -> bytes:
@@ -133,11 +128,11 @@ def as_envelope(status: int, body: bytes) -> bytes:
         document = json.loads(body)
     except (ValueError, RecursionError):
         text = body.decode(errors="replace").strip()
-        return error_body(status, text or _unexplained(status))
+        return RefusalError(status, text or _unexplained(status)).body
     if isinstance(document, dict) and isinstance(document.get("error"), dict):
         error = _with_four_keys(document["error"], status)
         return body if document == {"error": error} else json.dumps({"error": error}).encode()
-    return error_body(status, _message_in(document) or _unexplained(status))
+    return RefusalError(status, _message_in(document) or _unexplained(status)).body
 
 
 def _with_four_keys(error: dict[str, object], status: int) -> dict[str, object]:
@@ -163,37 +158,3 @@ def _message_in(document: object) -> str:
             value = document[key]
             return value if isinstance(value, str) else json.dumps(value)
     return ""
-
-
-class RefusalError(Exception):
-    """Raised for a call that goes nowhere; `kind` is the error's type in the envelope."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        code: str | None = None,
-        kind: str | None = None,
-        param: str | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.code = code
-        self._body = error_body(status, message, code=code, kind=kind, param=param)
-        self._headers: Mapping[str, str] = {}
-
-    def with_headers(self, headers: Mapping[str, str]) -> RefusalError:
-        """The same refusal, whose reply carries these headers too."""
-        self._headers = headers
-        return self
-
-    def response(self, request_id: str) -> web.Response:
-        """The whole reply."""
-        return web.Response(
-            status=self.status,
-            body=self._body,
-            content_type="application/json",
-            headers={**self._headers, REQUEST_ID: request_id},
-        )

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import aiohttp
 from aiohttp import web
-from multidict import CIMultiDict, CIMultiDictProxy
+from multidict import CIMultiDict
 from yarl import URL
 
 from batchrun.errors import DaemonUnavailableError, EngineError
@@ -29,10 +29,9 @@ from batchrun.server.gateway.admission import ABOUT_CALLER
 from batchrun.server.gateway.bodies import BodyStream, SteeredBody
 from batchrun.server.gateway.envelope import (
     REQUEST_ID,
-    SET_BY_CLIENT_LIBRARY,
     as_envelope,
     end_to_end,
-    request_headers,
+    forwarded_headers,
 )
 from batchrun.server.gateway.replies import CallMeter, Rewriting, end_all, feed_all
 from batchrun.server.gateway.upstreams import DaemonAt, Upstream, find_daemon
@@ -59,7 +58,6 @@ class Balancer:
 
     @property
     def upstreams(self) -> tuple[Upstream, ...]:
-        """The engines known now."""
         return tuple(self._engines)
 
     def replace(self, upstreams: Sequence[Upstream]) -> None:
@@ -72,7 +70,7 @@ class Balancer:
             self._router.left(before[upstream].number)
 
     def candidates(self, call: RoutedCall, *, now_s: float) -> list[Upstream]:
-        """All engines, best first; those that are the last choice come late, and those that lately
+        """All engines, best first; those that are the last choice come late, and those that just
         refused a connection last. An offline call goes first where it can give way to others."""
         by_number = {engine.number: upstream for upstream, engine in self._engines.items()}
         loads = {engine.number: engine.load for engine in self._engines.values()}
@@ -123,17 +121,12 @@ class ForwardedCall:
 
     method: str
     target: str
-    headers: CIMultiDictProxy[str]
-    request_id: str
+    headers: CIMultiDict[str]
     body: bytes | SteeredBody | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """An engine's reply, and what is to be changed in it."""
-
-    reply: aiohttp.ClientResponse
-    rewriting: Rewriting | None
+Exchange = tuple[aiohttp.ClientResponse, Rewriting | None]
+"""An engine's reply, and what is to be changed in it."""
 
 
 def open_session() -> aiohttp.ClientSession:
@@ -145,12 +138,6 @@ def open_session() -> aiohttp.ClientSession:
         auto_decompress=False,
         skip_auto_headers=_LIBRARY_HEADERS,
     )
-
-
-def _rewriting(call: ForwardedCall, upstream: Upstream) -> Rewriting | None:
-    if not isinstance(call.body, SteeredBody):
-        return None
-    return Rewriting(call.body.tier_at(upstream), upstream.hint_nonce)
 
 
 class Forwarder:
@@ -167,15 +154,18 @@ class Forwarder:
         An engine that cannot be connected to is passed over; once bytes were sent no other one
         is tried. Raises EngineError.
         """
-        is_offline = isinstance(call.body, SteeredBody) and call.body.is_flex
-        routed = RoutedCall(is_offline=is_offline)
+        steered = call.body if isinstance(call.body, SteeredBody) else None
+        routed = RoutedCall(is_offline=steered is not None and steered.is_flex)
         for upstream in self.balancer.candidates(routed, now_s=time.monotonic()):
             with self.balancer.sending(upstream, routed):
                 reply = await self._connect(upstream, call)
                 if reply is None:
                     continue
+                rewriting = None
+                if steered is not None:
+                    rewriting = Rewriting(steered.tier_at(upstream), upstream.hint_nonce)
                 try:
-                    yield Exchange(reply, _rewriting(call, upstream))
+                    yield reply, rewriting
                 finally:
                     reply.close()
                 return
@@ -184,8 +174,9 @@ class Forwarder:
     async def _connect(
         self, upstream: Upstream, call: ForwardedCall
     ) -> aiohttp.ClientResponse | None:
-        headers = request_headers(call.headers, request_id=call.request_id, upstream=upstream)
-        body = call.body
+        headers, body = call.headers.copy(), call.body
+        if upstream.api_key is not None:
+            headers["Authorization"] = f"Bearer {upstream.api_key}"
         if isinstance(body, SteeredBody):
             body = body.written_for(upstream)
             headers["Accept-Encoding"] = "identity"
@@ -281,7 +272,7 @@ def _is_short_error(reply: aiohttp.ClientResponse) -> bool:
 
 
 DAEMON_ROUTES = ("/v1/files", "/v1/batches")
-AWAY = "files and batches are not served at the moment; try again shortly"
+AWAY = "batchrun's daemon does not answer at the moment; try again shortly"
 
 
 def is_daemon_route(raw_path: str) -> bool:
@@ -299,10 +290,12 @@ class DaemonCalls:
         self._upstreams_path = upstreams_path
         self._body_idle_s = body_idle_s
 
-    async def pass_on(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
-        """Answer with what the daemon answers.
+    async def pass_on(
+        self, request: web.BaseRequest, request_id: str, *, read_s: float | None = None
+    ) -> web.StreamResponse:
+        """Answer with what the daemon answers, which sends something at least every `read_s`.
 
-        Raises DaemonUnavailableError, and a web.HTTPException for a body that does not come.
+        Raises DaemonUnavailableError, and RefusalError for a body that does not come.
         """
         daemon = await asyncio.to_thread(find_daemon, self._upstreams_path)
         if daemon is None:
@@ -315,6 +308,7 @@ class DaemonCalls:
                 headers=_headers(request, request_id, daemon),
                 data=aiter(body) if request.body_exists else None,
                 allow_redirects=False,
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=read_s),
             )
         except (aiohttp.ClientError, OSError) as error:
             if body.refusal is not None:
@@ -328,15 +322,14 @@ class DaemonCalls:
 def _headers(request: web.BaseRequest, request_id: str, daemon: DaemonAt) -> CIMultiDict[str]:
     """What the daemon sees of a caller's headers: nobody else can say that he is the gateway, nor
     whose key this is."""
-    sent = end_to_end(request.headers)
-    for name in (*SET_BY_CLIENT_LIBRARY, GATEWAY_HEADER, CALLER_HEADER, "Authorization"):
+    sent = forwarded_headers(request, request_id, keeps_key=False)
+    for name in (GATEWAY_HEADER, CALLER_HEADER):
         sent.popall(name, None)
     key = request[ABOUT_CALLER].key
     if key is not None:
         sent[CALLER_HEADER] = key.id
     if request.body_exists and request.content_length is not None:
         sent["Content-Length"] = str(request.content_length)
-    sent[REQUEST_ID] = request_id
     if daemon.gateway_key is not None:
         sent[GATEWAY_HEADER] = daemon.gateway_key
     return sent

@@ -20,7 +20,7 @@ from batchrun.keys import UsageFile
 from batchrun.routing.routers import make_router
 from batchrun.server.gateway.admission import Door, KeyRing, RequestRates, read_keys
 from batchrun.server.gateway.app import Gateway, GatewaySettings
-from batchrun.server.gateway.envelope import REQUEST_ID, error_body, error_response, new_request_id
+from batchrun.server.gateway.envelope import REQUEST_ID, RefusalError, new_request_id
 from batchrun.server.gateway.forward import Balancer, Forwarder, open_session
 from batchrun.server.gateway.upstreams import FollowedFile, read_upstreams
 
@@ -59,7 +59,6 @@ class GatewayProtocol(web.RequestHandler):
             self._head_timer = loop.call_later(self._head_s, self._end_slow_head)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """The caller is gone."""
         super().connection_lost(exc)
         self._stop_head_timer()
 
@@ -83,7 +82,7 @@ class GatewayProtocol(web.RequestHandler):
         if self.transport is None:
             return
         message = f"the headers of the request did not end within {self._head_s:g} s"
-        body = error_body(408, message)
+        body = RefusalError(408, message).body
         head = (
             "HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\n{REQUEST_ID}: {new_request_id()}\r\n"
@@ -107,7 +106,7 @@ class GatewayProtocol(web.RequestHandler):
             text = "internal error in the gateway"
         if request.writer.output_size > 0:
             raise ConnectionError("the reply has begun already")
-        response = error_response(status, text, request_id=request_id)
+        response = RefusalError(status, text).response(request_id)
         response.force_close()
         return response
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+import string
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -56,71 +57,52 @@ def _fields_of(text: bytes) -> dict[str, Raw] | None:
         return None
 
 
-class TierInEvents:
-    """A stream of server-sent events with the tier in each, however it is cut into chunks."""
+class TierInReply:
+    """The tier in each event of a stream, or in a whole body, which is handed on when it has ended,
+    however it is cut into chunks. What is too long to be kept passes unread."""
 
-    def __init__(self, tier: str) -> None:
+    def __init__(self, tier: str, *, is_stream: bool) -> None:
         self._tier = tier
-        self._line = bytearray()
+        self._is_stream = is_stream
+        self._most_bytes = MAX_LINE_BYTES if is_stream else MAX_REPLY_BYTES
+        self._kept = bytearray()
         self._is_too_long = False
 
     def feed(self, chunk: bytes) -> bytes:
-        """The lines that are whole by now."""
+        """The lines of a stream that are whole by now; nothing of a body, as long as it is kept."""
+        if not self._is_stream:
+            return self._keep(chunk)
         out = bytearray()
         *ends, rest = chunk.split(b"\n")
         for end in ends:
-            out += self._add(end)
-            out += self._end_line()
+            out += self._keep(end)
+            out += self.end()
             out += b"\n"
-        out += self._add(rest)
+        out += self._keep(rest)
         return bytes(out)
 
     def end(self) -> bytes:
-        """The last line, where nothing ended it."""
-        return self._end_line()
-
-    def _add(self, piece: bytes) -> bytes:
-        """Add to the line; returns what of it need not be kept."""
-        self._line += piece
-        if len(self._line) <= MAX_LINE_BYTES and not self._is_too_long:
-            return b""
-        self._is_too_long = True
-        passed = bytes(self._line)
-        self._line.clear()
-        return passed
-
-    def _end_line(self) -> bytes:
-        line = bytes(self._line)
-        self._line.clear()
+        """What was kept: the body, or the last line where nothing ended it."""
+        kept = bytes(self._kept)
+        self._kept.clear()
         self._is_too_long = False
-        if not line.startswith(_DATA):
-            return line
-        payload = line[len(_DATA) :].strip()
+        if not self._is_stream:
+            return with_tier(kept, self._tier)
+        if not kept.startswith(_DATA):
+            return kept
+        payload = kept[len(_DATA) :].strip()
         written = with_tier(payload, self._tier)
-        return line if written is payload else line.replace(payload, written, 1)
+        return kept if written is payload else kept.replace(payload, written, 1)
 
-
-class TierInBody:
-    """A whole reply with the tier in it; handed on when it has ended."""
-
-    def __init__(self, tier: str) -> None:
-        self._tier = tier
-        self._body = bytearray()
-        self._is_too_long = False
-
-    def feed(self, chunk: bytes) -> bytes:
-        """Nothing, as long as the reply can be kept."""
-        self._body += chunk
-        if len(self._body) <= MAX_REPLY_BYTES and not self._is_too_long:
+    def _keep(self, piece: bytes) -> bytes:
+        """Keep a piece; returns what of it need not be kept."""
+        self._kept += piece
+        if len(self._kept) <= self._most_bytes and not self._is_too_long:
             return b""
         self._is_too_long = True
-        passed = bytes(self._body)
-        self._body.clear()
+        passed = bytes(self._kept)
+        self._kept.clear()
         return passed
-
-    def end(self) -> bytes:
-        """The reply."""
-        return with_tier(bytes(self._body), self._tier)
 
 
 log = logging.getLogger(__name__)
@@ -170,6 +152,7 @@ def _last(pattern: re.Pattern[bytes], text: bytes, before: int) -> int:
 MIN_SECRET_CHARS = 8
 """A piece of the secret is as good as the whole if it is long; this much of it is worth nothing."""
 INSTEAD = b"..."
+_LETTERS = (string.ascii_letters + string.digits + "-_").encode()
 
 
 class Redaction:
@@ -179,29 +162,32 @@ class Redaction:
     """
 
     def __init__(self, secret: str) -> None:
-        self._secret = secret.encode()
-        start = re.escape(self._secret[:MIN_SECRET_CHARS])
-        self._pattern = re.compile(start + rb"[A-Za-z0-9_-]*")
+        self._start = secret.encode()[:MIN_SECRET_CHARS]
+        self._pattern = re.compile(re.escape(self._start) + rb"[A-Za-z0-9_-]*")
         self._held = b""
+        self._is_inside = False
 
     def feed(self, chunk: bytes) -> bytes:
         """What may be handed on. An end that the secret may begin with is held back."""
         text = self._held + chunk
-        num_held = self._num_held(text)
-        self._held = text[len(text) - num_held :]
-        return self._pattern.sub(INSTEAD, text[: len(text) - num_held])
+        if self._is_inside:
+            text = text.lstrip(_LETTERS)
+            if not text:
+                return b""
+        self._is_inside = any(each.end() == len(text) for each in self._pattern.finditer(text))
+        passed = text if self._is_inside else text[: len(text) - self._num_held(text)]
+        self._held = text[len(passed) :]
+        return self._pattern.sub(INSTEAD, passed)
 
     def end(self) -> bytes:
-        """What was held back."""
+        """What was held back: too little of the secret to be worth anything."""
         held, self._held = self._held, b""
-        return self._pattern.sub(INSTEAD, held)
+        return held
 
     def _num_held(self, text: bytes) -> int:
-        longest = min(len(self._secret) - 1, len(text))
-        for num in range(longest, 0, -1):
-            if self._secret.startswith(text[-num:]):
-                return num
-        return 0
+        longest = min(len(self._start) - 1, len(text))
+        lengths = range(longest, 0, -1)
+        return next((num for num in lengths if self._start.startswith(text[-num:])), 0)
 
 
 class Filter(Protocol):
@@ -230,7 +216,7 @@ class Rewriting:
         filters: list[Filter] = []
         if self.tier is not None and reply.status == 200:
             is_stream = reply.content_type == "text/event-stream"
-            filters.append(TierInEvents(self.tier) if is_stream else TierInBody(self.tier))
+            filters.append(TierInReply(self.tier, is_stream=is_stream))
         if self.secret is not None:
             filters.append(Redaction(self.secret))
         return filters

@@ -1,4 +1,4 @@
-"""The list of engines, as the daemon writes it to a file.
+"""The list of engines, as the daemon writes it to a file that every worker of the gateway follows.
 
     {"engines": [{"name": "engine-0", "url": "http://127.0.0.1:8001", "api_key": "...",
                   "is_last_choice": false, "hint_nonce": "..." | null,
@@ -6,23 +6,20 @@
      "daemon": {"url": "http://127.0.0.1:9999", "gateway_key": "..."} | null,
      "slo_classes": {"fast": {"ttft_s": 0.2, "tpot_s": 0.03, "jct_s": null}}}
 
-The writer may die at any time: the last good list stays in use.
-
-A file that the daemon writes and every worker of the gateway follows.
-
-SLO classes as the upstreams file names them.
+The writer may die at any time: the last good list stays in use. Unknown fields are ignored.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeGuard, TypeVar
+from typing import Generic, TypeVar
 from urllib.parse import urlsplit
+
+import msgspec
 
 from batchrun.errors import ConfigError
 from batchrun.hints import SloBounds
@@ -31,18 +28,22 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 POLL_S = 0.25
+MAX_FILE_BYTES = 64 << 20
 
 
-def read_bounded(path: Path, max_bytes: int, what: str) -> bytes:
-    """The content of a file that holds `what`. Raises ConfigError."""
+def read_document(path: Path, kind: type[T], what: str) -> T:
+    """The JSON document in a file that holds `what`. Raises ConfigError with one line."""
     try:
         with path.open("rb") as file:
-            text = file.read(max_bytes + 1)
+            text = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{path}: cannot read the {what}: {error.strerror}") from error
-    if len(text) > max_bytes:
-        raise ConfigError(f"{path}: larger than {max_bytes} bytes; not a {what}")
-    return text
+    if len(text) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes; not a {what}")
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path}: not a {what}: {error}") from error
 
 
 class FollowedFile(Generic[T]):
@@ -93,33 +94,6 @@ class FollowedFile(Generic[T]):
         return [content]
 
 
-SloClasses = Mapping[str, SloBounds]
-
-
-def read_classes(document: object, where: str) -> SloClasses:
-    """The classes of the upstreams file. Raises ConfigError."""
-    if document is None:
-        return {}
-    if not isinstance(document, dict):
-        raise ConfigError(f"{where} must be an object")
-    return {name: _bounds(entry, f"{where}.{name}") for name, entry in document.items()}
-
-
-def _bounds(entry: object, where: str) -> SloBounds:
-    values = entry if isinstance(entry, dict) else {}
-    ttft_s, tpot_s, jct_s = (values.get(key) for key in ("ttft_s", "tpot_s", "jct_s"))
-    if _is_bound(ttft_s) and _is_bound(tpot_s) and (jct_s is None or _is_bound(jct_s)):
-        return SloBounds(ttft_s, tpot_s, jct_s)
-    raise ConfigError(f"{where}: `ttft_s` and `tpot_s` must be seconds, `jct_s` seconds or null")
-
-
-def _is_bound(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-
-
-MAX_FILE_BYTES = 2**20
-
-
 @dataclass(frozen=True, slots=True)
 class Upstream:
     """One engine: the base address of its HTTP server, without `/v1`.
@@ -136,6 +110,14 @@ class Upstream:
     hint_nonce: str | None = field(default=None, compare=False, repr=False)
     offline_priority: int | None = field(default=None, compare=False)
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for what is no address."""
+        parts = urlsplit(self.url)
+        if parts.scheme not in {"http", "https"} or not parts.hostname:
+            raise ValueError("`url` must be an http(s) address")
+        object.__setattr__(self, "url", self.url.rstrip("/"))
+        object.__setattr__(self, "hint_nonce", self.hint_nonce or None)
+
     @property
     def runs_offline_calls(self) -> bool:
         """Whether a call can give way to online ones there."""
@@ -150,76 +132,26 @@ class DaemonAt:
     gateway_key: str | None = field(default=None, repr=False)
 
 
+SloClasses = Mapping[str, SloBounds]
+
+
 @dataclass(frozen=True, slots=True)
 class Upstreams:
-    """What the file says but for the daemon: the engines in file order, and the SLO classes."""
+    """What the file says: the engines in file order, the daemon, and the SLO classes."""
 
-    engines: tuple[Upstream, ...] = ()
+    engines: tuple[Upstream, ...]
+    daemon: DaemonAt | None = None
     slo_classes: SloClasses = field(default_factory=dict)
 
 
 def read_upstreams(path: Path) -> Upstreams:
     """What `path` says. Raises ConfigError with one line."""
-    document = _read_document(path)
-    engines = document.get("engines")
-    if not isinstance(engines, list):
-        raise ConfigError(f"{path}: key `engines` must be a list")
-    return Upstreams(
-        tuple(
-            _upstream(entry, where=f"{path}: engines[{index}]")
-            for index, entry in enumerate(engines)
-        ),
-        read_classes(document.get("slo_classes"), f"{path}: slo_classes"),
-    )
+    return read_document(path, Upstreams, "list of engines")
 
 
 def find_daemon(path: Path) -> DaemonAt | None:
     """Where the daemon answers; None when `path` names none or cannot be read."""
     try:
-        daemon = _read_document(path).get("daemon")
+        return read_upstreams(path).daemon
     except ConfigError:
         return None
-    if not isinstance(daemon, dict):
-        return None
-    url, key = daemon.get("url"), daemon.get("gateway_key")
-    if not isinstance(url, str) or not _is_http_url(url):
-        return None
-    return DaemonAt(url.rstrip("/"), key if isinstance(key, str) else None)
-
-
-def _read_document(path: Path) -> dict[str, Any]:
-    text = read_bounded(path, MAX_FILE_BYTES, "list of engines")
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise ConfigError(f"{path}: key `engines` must be a list")
-    return document
-
-
-def _upstream(entry: object, *, where: str) -> Upstream:
-    if not isinstance(entry, dict):
-        raise ConfigError(f"{where} must be an object with `name` and `url`")
-    name, url, api_key = entry.get("name"), entry.get("url"), entry.get("api_key")
-    if not isinstance(name, str) or not isinstance(url, str) or not _is_http_url(url):
-        raise ConfigError(f"{where}: `name` must be text and `url` an http(s) address")
-    if api_key is not None and not isinstance(api_key, str):
-        raise ConfigError(f"{where}: `api_key` must be text or null")
-    nonce, priority = entry.get("hint_nonce"), entry.get("offline_priority")
-    return Upstream(
-        name,
-        url.rstrip("/"),
-        api_key,
-        is_last_choice=entry.get("is_last_choice") is True,
-        hint_nonce=nonce if isinstance(nonce, str) and nonce else None,
-        offline_priority=priority if isinstance(priority, int) else None,
-    )
-
-
-def _is_http_url(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        return False
-    return parts.scheme in {"http", "https"} and bool(parts.hostname)

@@ -20,17 +20,18 @@ from batchrun.simulator.planner.colocation import (
 )
 from batchrun.simulator.planner.fleet import (
     MAX_ENGINES,
+    PEAK_S,
+    Attainment,
     Fleet,
     InfeasibleCalls,
-    cheapest,
+    PeakLoad,
+    peak_load,
     size_fleet,
 )
-from batchrun.simulator.planner.kinds import EngineKind
-from batchrun.simulator.planner.peak import PEAK_S, Attainment, PeakLoad, SloTarget, peak_load
+from batchrun.simulator.planner.job_forecast import HOUR_S
+from batchrun.simulator.planner.kinds import EngineKind, SloTarget
 from batchrun.simulator.traces.trace import Trace, stratified_windows
 from batchrun.types import ProgressSink
-
-HOUR_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +80,6 @@ class CapacityPlan:
     day: OfflineDay | None
     jobs: tuple[PlannedJob, ...]
 
-    @property
-    def gpu_hours_alone(self) -> float:
-        """Of all jobs on engines of their own."""
-        return sum(job.gpu_hours_alone for job in self.jobs)
-
-    @property
-    def cost_alone(self) -> float | None:
-        """Of all jobs on engines of their own."""
-        costs = [job.cost_alone for job in self.jobs if job.cost_alone is not None]
-        return sum(costs) if self.jobs and len(costs) == len(self.jobs) else None
-
 
 def plan_capacity(request: PlanRequest, progress: ProgressSink | None = None) -> CapacityPlan:
     """Both steps. Raises DataError when a row fits no engine, InputError for an empty trace."""
@@ -98,7 +88,8 @@ def plan_capacity(request: PlanRequest, progress: ProgressSink | None = None) ->
         size_fleet(load, kind, request.slo, request.most_engines, progress)
         for kind in request.kinds
     )
-    chosen = cheapest(fleets)
+    able = [fleet for fleet in fleets if fleet.num_engines is not None]
+    chosen = min(able, key=lambda each: (each.price_per_hour or 0, each.num_engines), default=None)
     if chosen is None or not request.jobs:
         return CapacityPlan(request, load, fleets, chosen, None, ())
     assert chosen.num_engines is not None
@@ -141,11 +132,11 @@ def _jobs(
 
 
 def paragraph(plan: CapacityPlan) -> str:
-    """The plan in a few sentences; why there is none, where there is none."""
+    """What the tables do not say, in a few sentences; why there is no plan, where there is none."""
     if plan.chosen is None:
         return " ".join(no_answer(fleet) for fleet in plan.fleets)
     infeasible = [infeasible_line(each) for each in plan.chosen.infeasible]
-    return " ".join([*_engines(plan, plan.chosen), *_job_sentences(plan), *infeasible])
+    return " ".join([_bounds_kept(plan, plan.chosen), *_job_sentences(plan), *infeasible])
 
 
 def no_answer(fleet: Fleet) -> str:
@@ -154,69 +145,43 @@ def no_answer(fleet: Fleet) -> str:
     if fleet.is_impossible:
         reasons = " ".join(infeasible_line(each) for each in fleet.infeasible if each.is_too_many)
         return f"Impossible on {name}, however many engines: {reasons}"
-    last = fleet.tried[-1]
-    return (
-        f"{last.num_engines:,} engines of {name} do not hold ({_shares(last)}), and no more were "
-        "tried; --max-engines sets how many are."
-    )
+    last = fleet.tried[-1].num_engines
+    return f"{last:,} engines of {name} do not hold; --max-engines sets how many are tried."
 
 
 def infeasible_line(calls: InfeasibleCalls) -> str:
     """Which calls no engine serves in time, and the heaviest of them."""
-    tokens = f"{calls.num_prompt_tokens:,} prompt and {calls.num_output_tokens:,} answer tokens"
     part = share(calls.num_calls / calls.num_judged)
     allowed = "more than" if calls.is_too_many else "which"
-    many = (
-        f"{calls.num_calls:,} of {calls.num_judged:,} calls ({part}, {allowed} the target allows)"
-    )
-    if calls.took_s is None or calls.bound_s is None:
-        return (
-            f"{many} are longer than the context of {calls.context_tokens:,}, such as call "
-            f"{calls.number:,} of the trace with {tokens}."
-        )
+    why, took = f"are longer than the context of {calls.context_tokens:,}", ""
+    if calls.took_s is not None and calls.bound_s is not None:
+        why = f"miss the {calls.bound} of {seconds(calls.bound_s)} on an idle engine"
+        took = f", which takes {seconds(calls.took_s)}"
     return (
-        f"{many} miss the {calls.bound} of {seconds(calls.bound_s)} on an idle engine, such as "
-        f"call {calls.number:,} of the trace with {tokens}, which takes {seconds(calls.took_s)}."
+        f"{calls.num_calls:,} of {calls.num_judged:,} calls ({part}, {allowed} the target allows) "
+        f"{why}, such as call {calls.number:,} of the trace with {calls.num_prompt_tokens:,} "
+        f"prompt and {calls.num_output_tokens:,} answer tokens{took}."
     )
 
 
-def _engines(plan: CapacityPlan, fleet: Fleet) -> Iterator[str]:
+def _bounds_kept(plan: CapacityPlan, fleet: Fleet) -> str:
     slo, window, num = plan.request.slo, plan.load.window, fleet.num_engines
     assert num is not None
-    found, fewer = fleet.of(num), fleet.of(num - 1)
-    assert found is not None
-    length_s = window.end_s - window.start_s
-    yield (
+    return (
         f"{count(num, 'engine')} of {fleet.kind.name} ({count(num * fleet.kind.gpus, 'GPU')}) "
         f"{'keeps' if num == 1 else 'keep'} a TTFT of {seconds(slo.ttft_s)} and a TPOT of "
         f"{seconds(slo.tpot_s)} for {slo.target * 100:g} % of the calls in the busiest "
-        f"{duration(length_s)} of the trace, from {duration(window.start_s)} on, with "
-        f"{found.num_calls / length_s:,.3g} calls/s ({_shares(found)})."
+        f"{duration(window.end_s - window.start_s)} of the trace."
     )
-    if fewer is not None:
-        yield f"One engine fewer does not ({_shares(fewer)})."
-    if (price := fleet.price_per_hour) is not None:
-        yield f"Cost: {price:,.2f} an hour, {price * 24:,.2f} a day, with or without jobs."
-    others = [
-        f"{each.kind.name} ({'impossible' if each.is_impossible else 'not held'})"
-        if each.num_engines is None
-        else f"{each.num_engines:,} of {each.kind.name} for {each.price_per_hour or 0:,.2f} an hour"
-        for each in plan.fleets
-        if each is not fleet
-    ]
-    if others:
-        yield f"Dearer or impossible: {'; '.join(others)}."
 
 
 def _job_sentences(plan: CapacityPlan) -> Iterator[str]:
     if plan.day is None:
         return
     served = [each.served_tokens_per_s for each in plan.day.windows]
-    cost = "" if plan.cost_alone is None else f", which cost {plan.cost_alone:,.2f}"
     yield (
         f"Co-located jobs get {sum(served) / len(served):,.0f} tokens/s on average over the trace, "
-        f"{min(served):,.0f} in its busiest part, on the same GPUs; on engines of their own they "
-        f"would take {plan.gpu_hours_alone:,.2f} GPU-hours{cost}."
+        f"{min(served):,.0f} in its busiest part."
     )
     for job in plan.jobs:
         if job.takes_s is None:
@@ -226,13 +191,10 @@ def _job_sentences(plan: CapacityPlan) -> Iterator[str]:
             yield f"{job.name} misses its deadline by {late}."
 
 
-def _shares(each: Attainment) -> str:
-    return f"TTFT kept for {share(each.ttft_share)}, TPOT for {share(each.tpot_share)}"
-
-
 def record_of(plan: CapacityPlan) -> dict[str, object]:
     """One JSON object: seconds, tokens, shares from 0 to 1."""
-    slo, day = plan.request.slo, plan.day
+    slo, day, chosen = plan.request.slo, plan.day, plan.chosen
+    costs = [job.cost_alone for job in plan.jobs if job.cost_alone is not None]
     return {
         "promise": asdict(slo),
         "peak": {
@@ -241,11 +203,18 @@ def record_of(plan: CapacityPlan) -> dict[str, object]:
             "num_calls": plan.load.num_judged,
         },
         "kinds": [_fleet(fleet, slo) for fleet in plan.fleets],
-        "chosen": None if plan.chosen is None else _chosen(plan.chosen),
+        "chosen": None
+        if chosen is None
+        else {
+            "name": chosen.kind.name,
+            "num_engines": chosen.num_engines,
+            "num_gpus": (chosen.num_engines or 0) * chosen.kind.gpus,
+            "price_per_hour": chosen.price_per_hour,
+        },
         "windows": [] if day is None else [asdict(each) for each in day.windows],
         "jobs": [asdict(job) for job in plan.jobs],
-        "gpu_hours_alone": plan.gpu_hours_alone if plan.jobs else None,
-        "cost_alone": plan.cost_alone,
+        "gpu_hours_alone": sum(job.gpu_hours_alone for job in plan.jobs) if plan.jobs else None,
+        "cost_alone": sum(costs) if costs else None,
         "paragraph": paragraph(plan),
     }
 
@@ -259,15 +228,18 @@ def _fleet(fleet: Fleet, slo: SloTarget) -> dict[str, object]:
         "price_per_hour": fleet.price_per_hour,
         "is_impossible": fleet.is_impossible,
         "why_not": None if fleet.num_engines is not None else no_answer(fleet),
-        "tried": [each.record(slo) for each in fleet.tried],
+        "tried": [_tried(each, slo) for each in fleet.tried],
         "hopeless_calls": [asdict(each) for each in fleet.infeasible],
     }
 
 
-def _chosen(fleet: Fleet) -> dict[str, object]:
+def _tried(each: Attainment, slo: SloTarget) -> dict[str, object]:
     return {
-        "name": fleet.kind.name,
-        "num_engines": fleet.num_engines,
-        "num_gpus": (fleet.num_engines or 0) * fleet.kind.gpus,
-        "price_per_hour": fleet.price_per_hour,
+        "num_engines": each.num_engines,
+        "holds": each.holds(slo),
+        "num_calls": each.num_calls,
+        "ttft_kept": each.ttft_share,
+        "tpot_kept": each.tpot_share,
+        "ttft_p99_s": each.ttft_p99_s,
+        "tpot_p99_s": each.tpot_p99_s,
     }

@@ -9,23 +9,30 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 
 import numpy as np
-from numpy.typing import NDArray
 
+from batchrun.config import Deployment
+from batchrun.daemon.plugin import existing_profile, online_slo
+from batchrun.errors import InputError
+from batchrun.home import Home
+from batchrun.jobs.spec import JobSpec
+from batchrun.jobs.study import KvSize, OutputEstimate
+from batchrun.jobs.submit import JobPlan
 from batchrun.pool.radix_tree import PrefixOrder
-from batchrun.simulator.offline_jobs import OfflineJob, without_rows
+from batchrun.quantities import count, duration
+from batchrun.simulator.offline_jobs import JobTerms, OfflineJob, job_of_plan, without_rows
 from batchrun.simulator.online import Calls
 from batchrun.simulator.planner.fleet import Fleet, context_tokens
-from batchrun.simulator.planner.kinds import EngineKind
-from batchrun.simulator.planner.peak import SloTarget
+from batchrun.simulator.planner.job_forecast import HOUR_S, EngineTime, Eta, Forecast, Price
+from batchrun.simulator.planner.kinds import EngineKind, SloTarget, kind_of_profile, parse_kind
 from batchrun.simulator.records import Slo
 from batchrun.simulator.simulation import JobFigures, Simulated, SimulationPlan, simulate
-from batchrun.simulator.traces.trace import Trace, TraceWindow, stratified_windows
+from batchrun.simulator.traces.reading import read_trace
+from batchrun.simulator.traces.trace import Floats, Trace, TraceWindow, stratified_windows
 from batchrun.types import ProgressSink
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -260,51 +267,108 @@ def _window(window: TraceWindow, run: Simulated, computed_share: float) -> Offli
     )
 
 
+CONTEXT_TOKENS = 131_072
+"""Of a simulated engine: so long that rows are left out for their KV and nothing else."""
 NUM_WINDOWS = 6
 WINDOW_S = 60.0
-"""Of one engine, shared by all as in `default_window_s`; half a minute of computing in all."""
+"""Of one engine, shared by all: half a minute of computing for all windows."""
 LEAST_WINDOW_S = 20.0
 NUM_STARTS = 48
+"""Times of the trace, evenly spread, at which the job is taken to be submitted."""
 
 
 @dataclass(frozen=True, slots=True)
-class ColocatedTimes:
-    """Seconds from a job's submission to its end: the median, the least and the most over
-    `NUM_STARTS` times of the trace, evenly spread. Infinity where it never ends.
+class SimulatedFleet:
+    """Engines of the deployment as they are simulated, and the calls beside a job, if any."""
 
-    The range is that of the load over the trace; the simulation's own error is not in it.
+    kind: EngineKind
+    num_engines: int
+    slo: SloTarget
+    trace: Trace | None
+    trace_name: str
+
+    @property
+    def price(self) -> Price:
+        """As `--profile` names it."""
+        return Price(self.kind.price, self.kind.gpus)
+
+    @property
+    def kv(self) -> KvSize:
+        """The KV of one simulated engine."""
+        shape, source = self.kind.engine.shape, f"--profile {self.kind.name}"
+        return KvSize(shape.num_blocks * shape.block_tokens, source, shape.block_tokens, source)
+
+    def job(self, spec: JobSpec, plan: JobPlan, outputs: OutputEstimate) -> OfflineJob:
+        """The rows that a simulated engine can run: it refuses those longer than its context."""
+        tokens = np.maximum(1, np.rint(outputs.filled)).astype(np.int64)
+        job = job_of_plan(spec, plan, JobTerms(), num_output_tokens=tokens)
+        most_tokens = context_tokens(self.kind.engine)
+        num_tokens = job.num_prompt_tokens + job.num_output_tokens
+        return without_rows(job, np.flatnonzero(num_tokens > most_tokens))
+
+    def forecast(
+        self, job: OfflineJob, computed_tokens: int, measured: Eta, progress: ProgressSink
+    ) -> Forecast:
+        """The ETA beside the trace's calls, or the measured one without a trace; and the time on
+        one engine of its own."""
+        eta = measured
+        if self.trace is not None:
+            eta = self._eta(job, computed_tokens, self.trace, progress)
+        hours = alone_s(job, computed_tokens, self.kind, progress) / HOUR_S
+        source = f"simulated on one engine of {self.kind.name}"
+        if num_left_out := len(job.num_prompt_tokens) - job.num_rows:
+            source += f", without {count(num_left_out, 'row')} that it cannot run"
+        return Forecast(eta, EngineTime(hours, "simulation", source))
+
+    def _eta(
+        self, job: OfflineJob, computed_tokens: int, trace: Trace, progress: ProgressSink
+    ) -> Eta:
+        """By a few short windows of the trace with the job co-located, and no other.
+
+        The median, the least and the most over `NUM_STARTS`: the range is that of the load over the
+        trace; the simulation's own error is not in it.
+        """
+        fleet = Fleet(self.kind, self.num_engines, (), ())
+        window_s = max(LEAST_WINDOW_S, WINDOW_S / self.num_engines)
+        windows = stratified_windows(trace, NUM_WINDOWS, window_s)
+        pace = offline_day(trace, [job], fleet, self.slo, windows, progress).pace
+        work = JobTokens(computed_tokens, job.weight)
+        starts_s = np.linspace(0.0, trace.duration_s, NUM_STARTS, endpoint=False).tolist()
+        takes_s = [ends_s([work], pace, start_s)[0] - start_s for start_s in starts_s]
+        engines = f"{count(self.num_engines, 'engine')} of {self.kind.name}"
+        rests_on = f"beside the calls of {self.trace_name} {engines} have no time left for it"
+        if math.isfinite(median(takes_s)):
+            rests_on = (
+                f"{pace.tokens_per_s:,.0f} computed tokens/s, simulated beside the "
+                f"{duration(trace.duration_s)} of {self.trace_name} on {engines}, with no other job"
+            )
+        return Eta(median(takes_s), min(takes_s), max(takes_s), "simulation", rests_on)
+
+
+def simulation_of(
+    trace: Path | None, profile: str | None, deployment: Deployment, home: Home
+) -> SimulatedFleet | None:
+    """What `--trace` and `--profile` ask for; the profile of the deployment's first engine where
+    none is named, None where that has none.
+
+    Raises InputError and ConfigError, one line, where something cannot be used.
     """
-
-    median_s: float
-    least_s: float
-    most_s: float
-    computed_tokens_per_s: float
-
-
-def fitting(job: OfflineJob, kind: EngineKind) -> OfflineJob:
-    """The job without the rows that are longer than an engine's context: engines refuse them."""
-    tokens = job.num_prompt_tokens + job.num_output_tokens
-    return without_rows(job, np.flatnonzero(tokens > context_tokens(kind.engine)))
-
-
-def colocated_times(
-    trace: Trace,
-    job: OfflineJob,
-    computed_tokens: float,
-    fleet: Fleet,
-    slo: SloTarget,
-    progress: ProgressSink,
-) -> ColocatedTimes:
-    """Simulate a few short windows of the trace with the job co-located, and no other.
-
-    `computed_tokens` is the work of the whole job. Raises InputError for a trace without a length.
-    """
-    window_s = max(LEAST_WINDOW_S, WINDOW_S / (fleet.num_engines or 1))
-    windows = stratified_windows(trace, NUM_WINDOWS, window_s)
-    pace = offline_day(trace, [job], fleet, slo, windows, progress).pace
-    work = JobTokens(computed_tokens, job.weight)
-    takes_s = [
-        ends_s([work], pace, start_s)[0] - start_s
-        for start_s in np.linspace(0.0, trace.duration_s, NUM_STARTS, endpoint=False).tolist()
-    ]
-    return ColocatedTimes(median(takes_s), min(takes_s), max(takes_s), pace.tokens_per_s)
+    path = None
+    if profile is None:
+        path = existing_profile(deployment, deployment.engines[0], home)
+        if path is None:
+            return None
+    online = online_slo(deployment, home)
+    slo = SloTarget(online.ttft_s, online.tpot_s)
+    if path is not None:
+        kind = kind_of_profile(path, slo)
+    else:
+        assert profile is not None
+        kind = parse_kind(profile, slo, Path.cwd())
+    calls = None if trace is None else read_trace(trace)
+    if calls is not None and not calls.duration_s:
+        raise InputError(f"--trace {trace}: has no calls")
+    kind = kind.with_context(CONTEXT_TOKENS)
+    return SimulatedFleet(
+        kind, len(deployment.engines), slo, calls, "" if trace is None else trace.name
+    )

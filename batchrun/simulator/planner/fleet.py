@@ -7,22 +7,140 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from batchrun.config import STOCK_POLICY
 from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.online import Calls
-from batchrun.simulator.planner.kinds import EngineKind
-from batchrun.simulator.planner.peak import Attainment, PeakLoad, SloTarget, attainment
+from batchrun.simulator.planner.kinds import EngineKind, SloTarget
+from batchrun.simulator.records import Slo
 from batchrun.simulator.simulation import SimulationPlan, simulate
-from batchrun.simulator.traces.trace import Trace
+from batchrun.simulator.traces.trace import Ints, Trace, TraceWindow, cached_tokens, find_peak
 from batchrun.types import ProgressSink
 
-Ints = NDArray[np.int64]
+PEAK_S = 300.0
+WARMUP_S = 60.0
+"""Calls that come so long before the window run when it begins."""
+TAIL_S = 30.0
+"""Simulated after the window, at least; the calls go on."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PeakLoad:
+    """The calls around the busiest window, timed from the warm-up's start.
+
+    Calls of [judged_s[0], judged_s[1]) are judged. `numbers` are the calls' places in the trace,
+    from 0. `num_refused` of the judged calls are longer than an engine's context: engines refuse
+    them, however many there are.
+    """
+
+    window: TraceWindow
+    calls: Trace
+    judged_s: tuple[float, float]
+    numbers: Ints
+    num_refused: int = 0
+
+    def is_judged(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """For each call."""
+        at_s = self.calls.arrival_s
+        return np.asarray((at_s >= self.judged_s[0]) & (at_s < self.judged_s[1]))
+
+    @property
+    def num_judged(self) -> int:
+        """Judged calls, the refused ones among them."""
+        return int(self.is_judged().sum()) + self.num_refused
+
+    def within(self, most_tokens: int) -> PeakLoad:
+        """Without the calls that an engine with so long a context refuses."""
+        fits = self.calls.num_tokens <= most_tokens
+        num_refused = int((self.is_judged() & ~fits).sum())
+        kept = self.calls.take(np.flatnonzero(fits))
+        return replace(self, calls=kept, numbers=self.numbers[fits], num_refused=num_refused)
+
+
+def peak_load(trace: Trace, window_s: float, slo: SloTarget) -> PeakLoad:
+    """The window of `window_s` with the most tokens, `WARMUP_S` before and `TAIL_S` after it.
+
+    What is simulated does not depend on the SLOs, unless the TTFT bound is above `TAIL_S`.
+    """
+    window = find_peak(trace, window_s)
+    from_s = max(0.0, window.start_s - WARMUP_S)
+    to_s = window.end_s + max(TAIL_S, slo.ttft_s)
+    first, after = np.searchsorted(trace.arrival_s, (from_s, to_s), side="left")
+    judged_s = (window.start_s - from_s, window.end_s - from_s)
+    return PeakLoad(window, trace.between(from_s, to_s), judged_s, np.arange(first, after))
+
+
+@dataclass(frozen=True, slots=True)
+class Attainment:
+    """What a window's calls got on `num_engines`.
+
+    `num_timed` calls had two tokens or more by the end, and so a TPOT.
+    """
+
+    num_engines: int
+    num_calls: int
+    num_ttft_missed: int
+    num_timed: int
+    num_tpot_missed: int
+    ttft_p99_s: float | None
+    tpot_p99_s: float | None
+
+    @property
+    def ttft_share(self) -> float:
+        """The share of calls within the TTFT bound."""
+        return 1 - self.num_ttft_missed / self.num_calls
+
+    @property
+    def tpot_share(self) -> float:
+        """The share of calls within the TPOT bound, of those that have one."""
+        return 1 - self.num_tpot_missed / self.num_timed if self.num_timed else 1.0
+
+    def holds(self, slo: SloTarget) -> bool:
+        """Whether both bounds hold for the target share of calls."""
+        return self.num_ttft_missed <= slo.may_miss(
+            self.num_calls
+        ) and self.num_tpot_missed <= slo.may_miss(self.num_timed)
+
+
+def attainment(
+    load: PeakLoad,
+    engine: EnginePlan,
+    num_engines: int,
+    slo: SloTarget,
+    progress: ProgressSink | None = None,
+) -> Attainment:
+    """Simulate the load alone on so many engines."""
+    plan = SimulationPlan(
+        load.judged_s[1] + max(TAIL_S, slo.ttft_s),
+        load.calls,
+        num_engines=num_engines,
+        engine=_stock(engine),
+        slo=Slo(slo.ttft_s, slo.tpot_s),
+        judged_s=load.judged_s,
+    )
+    online = simulate(plan, progress=progress).online
+    # Shares are whole numbers of calls over the judged ones.
+    num_kept = round((online.ttft_kept or 0.0) * online.num_judged)
+    num_tpot_missed = round((1 - (online.tpot_kept or 0.0)) * online.num_timed)
+    return Attainment(
+        num_engines,
+        load.num_judged,
+        load.num_judged - num_kept,
+        online.num_timed,
+        num_tpot_missed,
+        online.ttft_p99_s,
+        online.tpot_p99_s,
+    )
+
+
+def _stock(engine: EnginePlan) -> EnginePlan:
+    """Under vLLM's own scheduler: without offline rows batchrun's does the same, step for step, and
+    so nothing that happens depends on the bounds."""
+    return replace(engine, policy=STOCK_POLICY, believed=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +177,8 @@ def infeasible_calls(load: PeakLoad, engine: EnginePlan, slo: SloTarget) -> list
     calls = fitting.calls
     judged = np.flatnonzero(fitting.is_judged())
     timed = judged[calls.num_output_tokens[judged] > 1]
-    prompts = least_computed(calls)
+    # Blocks of a call before may still be in the cache.
+    prompts = np.maximum(1, calls.num_prompt_tokens - cached_tokens(calls))
     contexts = calls.num_prompt_tokens + calls.num_output_tokens / 2
 
     def ttft_s(index: int) -> float:
@@ -69,46 +188,32 @@ def infeasible_calls(load: PeakLoad, engine: EnginePlan, slo: SloTarget) -> list
         tokens = calls.num_prompt_tokens[index], calls.num_output_tokens[index]
         return alone(engine, int(tokens[0]), int(tokens[1]))[1]
 
-    by_prompt = judged[np.argsort(prompts[judged], kind="stable")]
-    by_context = timed[np.argsort(contexts[timed], kind="stable")]
     found = []
-    if fitting.num_refused:
-        tokens = np.where(load.is_judged(), load.calls.num_tokens, 0)
-        longest = load, int(np.argmax(tokens)), (fitting.num_refused, load.num_judged)
-        found.append(_infeasible("context", *longest, engine, slo))
+    if num_refused := fitting.num_refused:
+        longest = int(np.argmax(np.where(load.is_judged(), load.calls.num_tokens, 0)))
+        counts = num_refused, load.num_judged
+        found.append(_infeasible("context", load, longest, counts, engine, slo))
     for name, bound_s, alone_s, ranked in (
-        ("TTFT", slo.ttft_s, ttft_s, by_prompt),
-        ("TPOT", slo.tpot_s, tpot_s, by_context),
+        ("TTFT", slo.ttft_s, ttft_s, judged[np.argsort(prompts[judged], kind="stable")]),
+        ("TPOT", slo.tpot_s, tpot_s, timed[np.argsort(contexts[timed], kind="stable")]),
     ):
         if num_late := _num_above(alone_s, ranked, bound_s):
-            heaviest = fitting, int(ranked[-1]), (num_late, len(ranked))
-            late = _infeasible(name, *heaviest, engine, slo)
-            found.append(replace(late, took_s=alone_s(int(ranked[-1])), bound_s=bound_s))
+            heaviest, counts = int(ranked[-1]), (num_late, len(ranked))
+            late = _infeasible(name, fitting, heaviest, counts, engine, slo)
+            found.append(replace(late, took_s=alone_s(heaviest), bound_s=bound_s))
     return found
-
-
-def _num_above(alone_s: Callable[[int], float], ranked: Ints, bound_s: float) -> int:
-    """How many of the calls `ranked`, the quickest first, take longer than the bound alone."""
-    num = len(ranked)
-
-    def is_late(rank: int) -> bool:
-        return alone_s(int(ranked[rank])) > bound_s
-
-    if not num or not is_late(num - 1):
-        return 0
-    return num - bisect_left(range(num - 1), True, key=is_late)
 
 
 def _infeasible(
     bound: str,
     load: PeakLoad,
     heaviest: int,
-    parts: tuple[int, int],
+    counts: tuple[int, int],
     engine: EnginePlan,
     slo: SloTarget,
 ) -> InfeasibleCalls:
-    """`parts` are the calls that miss the bound and all that could."""
-    num, num_judged = parts
+    """`counts` are the calls that miss the bound and all that could."""
+    num, num_judged = counts
     return InfeasibleCalls(
         bound,
         int(load.numbers[heaviest]) + 1,
@@ -123,39 +228,32 @@ def _infeasible(
     )
 
 
+def _num_above(alone_s: Callable[[int], float], ranked: Ints, bound_s: float) -> int:
+    """How many of the calls `ranked`, the quickest first, take longer than the bound alone."""
+    num = len(ranked)
+
+    def is_late(rank: int) -> bool:
+        return alone_s(int(ranked[rank])) > bound_s
+
+    if not num or not is_late(num - 1):
+        return 0
+    return num - bisect_left(range(num - 1), True, key=is_late)
+
+
 def alone(
     engine: EnginePlan, num_prompt_tokens: int, num_output_tokens: int
 ) -> tuple[float, float]:
     """TTFT and TPOT in seconds of one call on an idle engine; a TPOT of 0 for one token."""
     one = Calls(np.zeros(1), np.array([num_prompt_tokens]), np.array([num_output_tokens]))
-    stock = replace(engine, policy=STOCK_POLICY, believed=())
-    online = simulate(SimulationPlan(math.inf, one, engine=stock)).online
+    online = simulate(SimulationPlan(math.inf, one, engine=_stock(engine))).online
     assert online.ttft_p50_s is not None
     return online.ttft_p50_s, online.tpot_p50_s or 0.0
 
 
-def least_computed(calls: Trace) -> Ints:
-    """The prompt tokens of each call that no cache can have: blocks of a call before may stay."""
-    prefix = calls.prefix
-    if prefix is None:
-        return calls.num_prompt_tokens
-    seen: set[int] = set()
-    least = calls.num_prompt_tokens.copy()
-    for index in range(len(calls)):
-        blocks = prefix.of_request(index).tolist()
-        known = next((i for i, block in enumerate(blocks) if block not in seen), len(blocks))
-        least[index] = max(1, int(least[index]) - known * prefix.block_tokens)
-        seen.update(blocks)
-    return least
-
-
 def smallest(holds: Callable[[int], bool], most: int) -> int | None:
-    """A number up to `most` that holds while the one below it does not; None: `most` does not.
-
-    1 needs no number below it. `holds` is asked at most about 2 log2(most) times. Where two
-    questions differ so that the second holds wherever the first does, the second's answer is never
-    larger: both are asked along one path, until the second holds where the first does not, and
-    from there it looks below, the first above.
+    """A number up to `most` that holds while the one below it, if any, does not; None: `most` does
+    not. By doubling, then bisection: a question that holds wherever another does is asked along the
+    same path until they differ, so its answer is never larger, whatever gaps the answers have.
     """
     low, high = 0, 1
     while not holds(high):
@@ -179,7 +277,6 @@ class Fleet:
     num_engines: int | None
     tried: tuple[Attainment, ...]
     infeasible: tuple[InfeasibleCalls, ...]
-    most_engines: int = MAX_ENGINES
 
     @property
     def is_impossible(self) -> bool:
@@ -190,10 +287,6 @@ class Fleet:
     def price_per_hour(self) -> float | None:
         """Of the engines found; None without a price or an answer."""
         return None if self.num_engines is None else self.kind.price_per_hour(self.num_engines)
-
-    def of(self, num_engines: int) -> Attainment | None:
-        """What so many engines attain, if that was simulated."""
-        return next((each for each in self.tried if each.num_engines == num_engines), None)
 
 
 def size_fleet(
@@ -206,7 +299,7 @@ def size_fleet(
     """The smallest number of engines of the kind up to `most_engines`."""
     infeasible = tuple(infeasible_calls(load, kind.engine, slo))
     if any(each.is_too_many for each in infeasible):
-        return Fleet(kind, None, (), infeasible, most_engines)
+        return Fleet(kind, None, (), infeasible)
     fitting = load.within(context_tokens(kind.engine))
     tried: dict[int, Attainment] = {}
 
@@ -219,10 +312,4 @@ def size_fleet(
         return tried[num_engines].holds(slo)
 
     found = smallest(holds, most_engines)
-    return Fleet(kind, found, tuple(tried[num] for num in sorted(tried)), infeasible, most_engines)
-
-
-def cheapest(fleets: Sequence[Fleet]) -> Fleet | None:
-    """The fleet with the lowest price, of equals the one with the fewest engines."""
-    able = [fleet for fleet in fleets if fleet.num_engines is not None]
-    return min(able, key=lambda each: (each.price_per_hour or 0.0, each.num_engines), default=None)
+    return Fleet(kind, found, tuple(tried[num] for num in sorted(tried)), infeasible)

@@ -1,4 +1,4 @@
-"""Kinds of engines to choose from: how long their steps take, their GPUs, their price.
+"""What a plan is asked for: the SLOs, and kinds of engines to choose from, with GPUs and prices.
 
 An engine that nobody measured yet is a roofline, with constants from data sheets.
 """
@@ -14,12 +14,24 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from batchrun.errors import ConfigError, InputError
 from batchrun.simulator.cluster import EnginePlan
-from batchrun.simulator.planner.peak import SloTarget
 from batchrun.simulator.scenario_file import EnginesSpec, SloSpec, engine_of
 from batchrun.simulator.virtual.setup import A100Law
 from batchrun.strict_yaml import read_document, validate_document
 
-SUFFIXES = frozenset({".yaml", ".yml"})
+
+@dataclass(frozen=True, slots=True)
+class SloTarget:
+    """The share `target` of a window's calls is to have a TTFT of at most `ttft_s`, and the same
+    share a TPOT, the mean time between tokens, of at most `tpot_s`."""
+
+    ttft_s: float = 1.0
+    tpot_s: float = 0.05
+    target: float = 0.99
+
+    def may_miss(self, num_calls: int) -> int:
+        """How many of so many calls may miss a bound."""
+        return int((1 - self.target) * num_calls + 1e-9)
+
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -42,14 +54,6 @@ class RooflineFile(BaseModel):
     kv_blocks: Annotated[int, Field(ge=2, le=100_000_000, strict=True)]
     overhead_s: Annotated[float, Field(ge=0)] = 0.003
     overlap_loss: Annotated[float, Field(ge=0, le=1)] = 0.25
-
-
-def with_roofline(engine: EnginePlan, path: Path) -> EnginePlan:
-    """The engine with the steps and the KV cache of a file. Raises ConfigError, one line."""
-    document = read_document(path, ConfigError)
-    constants = validate_document(document, RooflineFile, ConfigError)
-    law = A100Law(**constants.model_dump(exclude={"kv_blocks"}))
-    return replace(engine, law=law, shape=replace(engine.shape, num_blocks=constants.kv_blocks))
 
 
 _KIND = re.compile(
@@ -117,8 +121,12 @@ def check_kinds(kinds: list[EngineKind]) -> None:
 
 
 def _engine(steps: str, slo: SloTarget, base: Path) -> EnginePlan:
+    """Raises ConfigError and DataError, one line."""
     spec = SloSpec(ttft=slo.ttft_s, tpot=slo.tpot_s)
     path = base / Path(steps).expanduser()
-    if path.suffix in SUFFIXES:
-        return with_roofline(engine_of(EnginesSpec(), spec, base), path)
-    return engine_of(EnginesSpec(steps=steps), spec, base)
+    if path.suffix not in {".yaml", ".yml"}:
+        return engine_of(EnginesSpec(steps=steps), spec, base)
+    constants = validate_document(read_document(path, ConfigError), RooflineFile, ConfigError)
+    engine = engine_of(EnginesSpec(), spec, base)
+    law = A100Law(**constants.model_dump(exclude={"kv_blocks"}))
+    return replace(engine, law=law, shape=replace(engine.shape, num_blocks=constants.kv_blocks))

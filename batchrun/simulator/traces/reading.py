@@ -1,19 +1,22 @@
 """Read a trace or a series of rates, whatever format it has (`docs/traces.md`), and save one.
 
-Public traces are csv with a line for each call (Azure's, BurstGPT's) or JSON with the hashes of
-prompt blocks (Mooncake's). Ours are Parquet with a version, so that a later batchrun can tell them
-apart.
+Public traces are csv (Azure's, BurstGPT's) or JSON (Mooncake's), a line for each call; files of
+rates are csv, one for each client in ServeGen's tars. Our traces are Parquet with a version.
 """
 
 from __future__ import annotations
 
 import io
-import json
-from collections.abc import Mapping
+import re
+import tarfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from gzip import GzipFile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, BinaryIO
 
 import msgspec
 import numpy as np
@@ -22,44 +25,140 @@ from msgspec import Meta, Struct
 
 from batchrun.errors import DataError
 from batchrun.files import write_atomically
-from batchrun.simulator.traces.rates import (
-    REQUIRED,
-    RateSeries,
-    draw_trace,
-    read_rates_csv,
-    read_servegen_csv,
-    read_servegen_tar,
-)
-from batchrun.simulator.traces.tables import Column, CsvText, lines_of, opened
+from batchrun.simulator.traces.rates import CHAT_LENGTHS, GapFamily, RateSeries, draw_trace
 from batchrun.simulator.traces.trace import PrefixBlocks, Trace
 
+GZIP_MAGIC = b"\x1f\x8b"
+TAR_MAGIC = slice(257, 262)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """The file's bytes, unpacked when it is gzip-compressed. What cannot be read is a DataError."""
+    try:
+        with path.open("rb") as raw:
+            is_packed = raw.read(2) == GZIP_MAGIC
+            raw.seek(0)
+            yield GzipFile(fileobj=raw) if is_packed else raw  # type: ignore[misc]  # typeshed
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{path}: cannot read the trace: {reason}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """What is read of a column: `value`, null where its text is not `what` it must be."""
+
+    value: pl.Expr
+    what: str
+
+    @classmethod
+    def number(
+        cls, name: str, *, above: float | None = None, default: float | None = None
+    ) -> Column:
+        """A finite number, 0 or more, or more than `above`; `default` where the text is empty."""
+        text = pl.col(name).str.strip_chars()
+        number = text.cast(pl.Float64, strict=False)
+        is_right = number.is_finite() & (number >= 0 if above is None else number > above)
+        value: pl.Expr = pl.when(is_right).then(number)
+        if default is not None:
+            value = pl.when(text.is_null() | (text == "")).then(default).otherwise(value)
+        return cls(value, "a number, " + ("0 or more" if above is None else f"above {above:g}"))
+
+    @classmethod
+    def instant(cls, name: str) -> Column:
+        """Seconds since 2020 from an ISO 8601 text; one without a zone counts as UTC.
+
+        Since 2020 they are exact to 0.03 us, since 1970 to 0.24 us.
+        """
+        text = pl.col(name).str.replace(r"(Z|[+-]00:?00)$", "").str.replace("T", " ", literal=True)
+        instant = text.str.to_datetime("%Y-%m-%d %H:%M:%S%.f", time_unit="ns", strict=False)
+        return cls((instant.dt.epoch("ns") - EPOCH_NS) / 1e9, "a time")
+
+    @classmethod
+    def count(cls, name: str) -> Column:
+        """A whole number, 0 or more."""
+        number = pl.col(name).cast(pl.Int64, strict=False)
+        return cls(pl.when(number >= 0).then(number), "a token count")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
 EPOCH_NS = 1_577_836_800 * 10**9
-"""The beginning of 2020: instants since then are exact to 0.03 us, since 1970 to 0.24 us."""
+"""The beginning of 2020."""
+_MORE = "values behind the last column"
 
 
-def _instant(name: str) -> Column:
-    """An instant from an ISO 8601 text; one without a zone counts as UTC."""
-    text = pl.col(name).str.replace(r"(Z|[+-]00:?00)$", "")
-    plain = text.str.replace("T", " ", literal=True)
-    instant = plain.str.to_datetime("%Y-%m-%d %H:%M:%S%.f", time_unit="ns", strict=False)
-    return Column(instant, "a time")
+@dataclass(frozen=True, slots=True)
+class CsvText:
+    """Text of a csv file. `names` are its columns; rows begin after its first `num_skipped` lines.
 
+    `path` stands in messages: the file, or a file in an archive.
+    """
 
-def _count(name: str) -> Column:
-    number = pl.col(name).cast(pl.Int64, strict=False)
-    return Column(pl.when(number >= 0).then(number), "a token count")
+    path: Path
+    content: bytes
+    names: Sequence[str]
+    num_skipped: int = 0
+
+    @classmethod
+    def with_header(cls, path: Path) -> CsvText:
+        """The first line that is not blank names the columns. Raises DataError."""
+        with opened(path) as file:
+            content = file.read()
+        lead = len(content) - len(content.lstrip())
+        end = content.find(b"\n", lead) + 1 or len(content)
+        header = content[lead:end].decode(errors="replace")
+        names = [name.strip() for name in header.split(",")]
+        return cls(path, content, names, content[:lead].count(b"\n") + 1)
+
+    def read(self, columns: Mapping[str, Column]) -> pl.DataFrame:
+        """The columns of all rows; blank lines are none. Raises DataError for the first bad one."""
+        missing = [name for name in columns if name not in self.names]
+        if missing:
+            raise DataError(f"{self.path}: line {self.num_skipped}: no column {missing[0]}")
+        # Only the first column of a name is read.
+        unique = [n if n not in self.names[:i] else f"{i}" for i, n in enumerate(self.names)]
+        try:
+            texts = pl.scan_csv(
+                self.content,
+                has_header=False,
+                skip_lines=self.num_skipped,
+                schema=dict.fromkeys([*unique, _MORE], pl.String),
+                missing_columns="insert",
+                truncate_ragged_lines=True,
+                extra_columns="ignore",
+                encoding="utf8-lossy",
+                raise_if_empty=False,
+            ).collect()
+        except pl.exceptions.PolarsError as error:
+            raise DataError(f"{self.path}: cannot read the trace: {_first_line(error)}") from error
+        is_blank = pl.all_horizontal(pl.col(pl.String).str.strip_chars().fill_null("") == "")
+        texts = texts.with_row_index("line", self.num_skipped + 1).filter(~is_blank)
+        values = texts.select(**{name: column.value for name, column in columns.items()})
+        is_wrong = values.select(pl.any_horizontal(pl.all().is_null())).to_series()
+        for row in (is_wrong | texts[_MORE].is_not_null()).arg_true().head(1):
+            where = f"{self.path}: line {texts['line'][row]}: "
+            if texts[_MORE][row] is not None:
+                raise DataError(f"{where}more values than the {len(self.names)} columns")
+            name = next(name for name in columns if values[name][row] is None)
+            text = texts[name][row] or ""
+            raise DataError(f"{where}{name} must be {columns[name].what}, not {text!r:.60}")
+        return values
 
 
 AZURE = {
-    "TIMESTAMP": _instant("TIMESTAMP"),
-    "ContextTokens": _count("ContextTokens"),
-    "GeneratedTokens": _count("GeneratedTokens"),
+    "TIMESTAMP": Column.instant("TIMESTAMP"),
+    "ContextTokens": Column.count("ContextTokens"),
+    "GeneratedTokens": Column.count("GeneratedTokens"),
 }
 """Azure LLM inference traces of 2023 and 2024: the later ones write a zone behind the time."""
 BURSTGPT = {
     "Timestamp": Column.number("Timestamp"),
-    "Request tokens": _count("Request tokens"),
-    "Response tokens": _count("Response tokens"),
+    "Request tokens": Column.count("Request tokens"),
+    "Response tokens": Column.count("Response tokens"),
 }
 """BurstGPT, all releases; the later ones have columns more, which are ignored."""
 
@@ -72,30 +171,23 @@ def read_calls_csv(path: Path, layout: Mapping[str, Column]) -> Trace:
     calls = CsvText.with_header(path).read(layout)
     if not len(calls):
         raise DataError(f"{path}: has no calls")
-    time, *lengths = layout
-    calls = calls.filter(pl.min_horizontal(lengths) > 0)
+    calls = calls.filter(pl.min_horizontal(list(layout)[1:]) > 0)
     if not len(calls):
         raise DataError(f"{path}: no call in it has prompt and output tokens")
-    at_s = calls[time].to_numpy()
-    if calls.schema[time] == pl.Datetime:
-        at_s = (at_s.astype(np.int64) - EPOCH_NS) / 1e9
-    return Trace.of(at_s, *(calls[name] for name in lengths), source=path.name)
+    return Trace.of(*calls.get_columns(), source=path.name)
 
 
 BLOCK_TOKENS = 512
-"""Tokens in a block of the published traces."""
-
-Tokens = Annotated[int, Meta(ge=1)]
-Hash = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+"""Tokens in a block of Mooncake's traces."""
 
 
 class _Call(Struct):
     """`timestamp` is in milliseconds."""
 
     timestamp: Annotated[float, Meta(ge=0)]
-    input_length: Tokens
-    output_length: Tokens
-    hash_ids: list[Hash] | None = None
+    input_length: Annotated[int, Meta(ge=1)]
+    output_length: Annotated[int, Meta(ge=1)]
+    hash_ids: list[Annotated[int, Meta(ge=0, le=2**63 - 1)]] | None = None
 
 
 def read_mooncake(path: Path) -> Trace:
@@ -103,17 +195,13 @@ def read_mooncake(path: Path) -> Trace:
     decoder = msgspec.json.Decoder(_Call)
     calls: list[_Call] = []
     with opened(path) as file:
-        for number, line in lines_of(file, path):
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
             try:
                 calls.append(decoder.decode(line))
             except (msgspec.DecodeError, RecursionError) as error:
                 raise DataError(f"{path}: line {number}: not a call: {error}") from error
-            hashes = calls[-1].hash_ids or ()
-            if len(hashes) > -(-calls[-1].input_length // BLOCK_TOKENS):
-                raise DataError(
-                    f"{path}: line {number}: {len(hashes)} blocks of {BLOCK_TOKENS} tokens for a "
-                    f"prompt of {calls[-1].input_length}"
-                )
     if not calls:
         raise DataError(f"{path}: has no calls")
     blocks = [call.hash_ids for call in calls if call.hash_ids is not None]
@@ -126,6 +214,107 @@ def read_mooncake(path: Path) -> Trace:
     )
 
 
+RATES = {
+    "time_s": Column.number("time_s"),
+    "rate_per_s": Column.number("rate_per_s"),
+}
+"""Our own layout of rates."""
+OPTIONAL = {"cv": 1.0, **CHAT_LENGTHS}
+"""Columns of our own layout that may be missing or empty, and what is then taken."""
+
+_FAMILY = pl.col("family").str.strip_chars().str.to_lowercase()
+_RATE, _SHAPE = Column.number("rate"), Column.number("shape", above=0)
+_IS_IDLE = (_RATE.value == 0) | _FAMILY.is_null() | (_FAMILY == "")
+_SERVEGEN = {
+    "start": Column.number("start"),
+    "rate": _RATE,
+    "family": Column(
+        pl
+        .when(_IS_IDLE)
+        .then(pl.lit(GapFamily.GAMMA.value))
+        .otherwise(pl.when(_FAMILY.is_in(list(GapFamily))).then(_FAMILY)),
+        "Gamma or Weibull",
+    ),
+    "shape": Column(pl.when(_IS_IDLE).then(1.0).otherwise(_SHAPE.value), _SHAPE.what),
+}
+"""A window without calls has neither family nor shape."""
+_SERVEGEN_NAMES = ("start", "rate", "cv", "family", "shape", "scale")
+
+MAX_MEMBERS = 10_000
+MAX_MEMBER_BYTES = 16 << 20
+
+
+def read_rates_csv(path: Path) -> list[RateSeries]:
+    """Our own layout: a header with `RATES` and any of `OPTIONAL`. Raises DataError.
+
+    The last window is as long as the one before it.
+    """
+    text = CsvText.with_header(path)
+    known = [*RATES, *OPTIONAL]
+    for name in text.names:
+        if name not in known or text.names.count(name) > 1:
+            raise DataError(
+                f"{path}: line {text.num_skipped}: column {name!r}; each of {', '.join(known)} may "
+                "stand once"
+            )
+    given = {
+        name: Column.number(name, above=None if "sigma" in name else 0, default=default)
+        for name, default in OPTIONAL.items()
+        if name in text.names
+    }
+    usual = {name: pl.lit(value) for name, value in OPTIONAL.items() if name not in given}
+    rows = text.read(RATES | given).with_columns(**usual)
+    gaps = {"family": pl.lit(GapFamily.GAMMA.value), "shape": 1 / pl.col("cv") ** 2}
+    return [_series(path, rows.rename({"time_s": "start_s"}).with_columns(**gaps))]
+
+
+def read_servegen(path: Path) -> list[RateSeries]:
+    """A client of ServeGen (start, rate, cv, family, shape, scale; no header), or all `*-trace.csv`
+    of a tar, each a client. Nothing is unpacked to the disk."""
+    with opened(path) as file:
+        is_tar = file.read(TAR_MAGIC.stop)[TAR_MAGIC] == b"ustar"
+    try:
+        with opened(path) as file:
+            return _clients(path, file) if is_tar else [_client(path, file.read())]
+    except tarfile.TarError as error:
+        raise DataError(f"{path}: cannot read the tar: {error}") from error
+
+
+def _clients(path: Path, file: BinaryIO) -> list[RateSeries]:
+    series = []
+    with tarfile.open(fileobj=file, mode="r|") as archive:
+        for number, member in enumerate(archive):
+            if number >= MAX_MEMBERS:
+                raise DataError(f"{path}: more than {MAX_MEMBERS} files in it")
+            if member.isfile() and member.name.endswith("-trace.csv"):
+                content = archive.extractfile(member)
+                assert content is not None
+                if member.size > MAX_MEMBER_BYTES:
+                    raise DataError(f"{path}: {member.name} has more than {MAX_MEMBER_BYTES} bytes")
+                series.append(_client(path / member.name, content.read()))
+    if not series:
+        raise DataError(f"{path}: no *-trace.csv in it")
+    return series
+
+
+def _client(path: Path, content: bytes) -> RateSeries:
+    windows = CsvText(path, content, _SERVEGEN_NAMES).read(_SERVEGEN)
+    usual = {name: pl.lit(value) for name, value in CHAT_LENGTHS.items()}
+    names = {"start": "start_s", "rate": "rate_per_s"}
+    return _series(path, windows.rename(names).with_columns(**usual))
+
+
+def _series(path: Path, windows: pl.DataFrame) -> RateSeries:
+    if len(windows) < 2:
+        raise DataError(f"{path}: at least two windows are needed to know how long one is")
+    start_s = windows["start_s"].to_numpy()
+    for place in np.flatnonzero(np.diff(start_s) <= 0)[:1]:
+        raise DataError(
+            f"{path}: the window at {start_s[place + 1]:g} s does not follow the others"
+        )
+    return RateSeries(windows, float(2 * start_s[-1] - start_s[-2]))
+
+
 FORMAT_VERSION = 1
 METADATA_KEY = "batchrun.trace"
 BLOCKS = "prefix_blocks"
@@ -136,20 +325,25 @@ COLUMNS = {
 }
 
 
+class _About(Struct, omit_defaults=True):
+    """What the metadata of a trace's file say. `block_tokens` where it has prefix blocks."""
+
+    version: int
+    duration_s: float
+    source: str
+    block_tokens: int | None = None
+
+
 def save_trace(trace: Trace, path: Path) -> None:
     """Write the trace; the file is wholly there or not at all. Raises DataError."""
-    about: dict[str, object] = {
-        "version": FORMAT_VERSION,
-        "duration_s": trace.duration_s,
-        "source": trace.source,
-    }
+    about = _About(FORMAT_VERSION, trace.duration_s, trace.source)
     frame = pl.DataFrame({name: getattr(trace, name) for name in COLUMNS}, schema=COLUMNS)
     if trace.prefix is not None:
-        about["block_tokens"] = trace.prefix.block_tokens
+        about.block_tokens = trace.prefix.block_tokens
         blocks = [trace.prefix.of_request(index).tolist() for index in range(len(trace))]
         frame = frame.with_columns(pl.Series(BLOCKS, blocks, pl.List(pl.Int64)))
     content = io.BytesIO()
-    frame.write_parquet(content, metadata={METADATA_KEY: json.dumps(about)})
+    frame.write_parquet(content, metadata={METADATA_KEY: msgspec.json.encode(about).decode()})
     try:
         write_atomically(path, content.getvalue())
     except OSError as error:
@@ -159,61 +353,37 @@ def save_trace(trace: Trace, path: Path) -> None:
 def load_parquet(path: Path) -> Trace:
     """A trace that `save_trace` wrote. Raises DataError."""
     try:
-        content = path.read_bytes()
-        about = _about(path, pl.read_parquet_metadata(io.BytesIO(content)))
-        frame = pl.read_parquet(io.BytesIO(content))
-    except (OSError, pl.exceptions.PolarsError) as error:
+        content = io.BytesIO(path.read_bytes())
+        metadata = pl.read_parquet_metadata(content)
+        if METADATA_KEY not in metadata:
+            raise DataError(
+                "Parquet, but no trace of batchrun; `batchrun trace convert` makes one from the "
+                "formats that docs/traces.md names"
+            )
+        about = msgspec.json.decode(metadata[METADATA_KEY], type=_About)
+        if about.version != FORMAT_VERSION:
+            raise DataError(
+                f"a trace of version {about.version}; this batchrun reads version {FORMAT_VERSION}"
+            )
+        frame = pl.read_parquet(content)
+        calls = frame.select(list(COLUMNS)).cast(pl.Schema(COLUMNS))
+        for name in calls.columns:
+            if calls[name].null_count():
+                raise DataError(f"column {name} has empty values")
+        arrays = {name: calls[name].to_numpy(writable=True) for name in COLUMNS}
+        prefix = None
+        if about.block_tokens is not None:
+            prefix = PrefixBlocks.of(frame[BLOCKS].to_list(), about.block_tokens)
+        return Trace(**arrays, duration_s=about.duration_s, prefix=prefix, source=about.source)
+    except (OSError, TypeError, ValueError, pl.exceptions.PolarsError) as error:
         raise DataError(f"{path}: cannot read the trace: {_first_line(error)}") from error
-    for name, kind in COLUMNS.items():
-        if frame.schema.get(name) != kind:
-            raise DataError(f"{path}: no column {name} of type {kind}")
-        if frame[name].null_count():
-            raise DataError(f"{path}: column {name} has empty values")
-    try:
-        return Trace(
-            **{name: frame[name].to_numpy(writable=True) for name in COLUMNS},
-            duration_s=float(str(about["duration_s"])),
-            prefix=_prefix(frame, about),
-            source=str(about["source"]),
-        )
-    except (KeyError, TypeError, ValueError, pl.exceptions.PolarsError) as error:
-        raise DataError(f"{path}: not a whole trace of batchrun: {_first_line(error)}") from error
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
 
 
-def _about(path: Path, metadata: Mapping[str, str]) -> dict[str, object]:
-    if METADATA_KEY not in metadata:
-        raise DataError(
-            f"{path}: Parquet, but no trace of batchrun; `batchrun trace convert` makes one from "
-            "the formats that docs/traces.md names"
-        )
-    about: dict[str, object] = json.loads(metadata[METADATA_KEY])
-    if about.get("version") != FORMAT_VERSION:
-        raise DataError(
-            f"{path}: a trace of version {about.get('version')}; this batchrun reads version "
-            f"{FORMAT_VERSION}"
-        )
-    return about
-
-
-def _prefix(frame: pl.DataFrame, about: Mapping[str, object]) -> PrefixBlocks | None:
-    if BLOCKS not in frame.columns:
-        return None
-    blocks = frame[BLOCKS]
-    offsets = np.zeros(len(blocks) + 1, np.int64)
-    np.cumsum(blocks.list.len(), out=offsets[1:])
-    hashes = blocks.explode(empty_as_null=False).cast(pl.Int64).to_numpy()
-    return PrefixBlocks(hashes, offsets, int(str(about["block_tokens"])))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
-
-
 HEAD_BYTES = 4096
 PARQUET_MAGIC = b"PAR1"
-TAR_MAGIC = slice(257, 262)
+_NUMBER = re.compile(r"[-+]?\d*\.?\d+([eE][-+]?\d+)?")
 
 
 class TraceFormat(StrEnum):
@@ -230,6 +400,9 @@ class TraceFormat(StrEnum):
     def has_rates(self) -> bool:
         """Whether it tells rates, of which calls have to be drawn."""
         return self in {TraceFormat.SERVEGEN, TraceFormat.RATES}
+
+
+_CALLS = {TraceFormat.AZURE: AZURE, TraceFormat.BURSTGPT: BURSTGPT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,12 +429,11 @@ def detect_format(path: Path) -> TraceFormat:
     if first.startswith(b"{"):
         return TraceFormat.MOONCAKE
     cells = [cell.strip() for cell in first.decode(errors="replace").split(",")]
-    for layout, kind in ((AZURE, TraceFormat.AZURE), (BURSTGPT, TraceFormat.BURSTGPT)):
+    layouts = {**_CALLS, TraceFormat.RATES: RATES}
+    for kind, layout in layouts.items():
         if set(layout) <= set(cells):
             return kind
-    if set(REQUIRED) <= set(cells):
-        return TraceFormat.RATES
-    if len(cells) == 6 and _is_number(cells[0]) and _is_number(cells[1]):
+    if len(cells) == len(_SERVEGEN_NAMES) and _NUMBER.fullmatch(cells[0]):
         return TraceFormat.SERVEGEN
     raise DataError(
         f"{path}: line 1: not the beginning of a trace; known are "
@@ -275,11 +447,14 @@ def read_trace(
     """The calls of a file; `kind` None: of the format that it looks like. Raises DataError."""
     kind = kind or detect_format(path)
     if kind.has_rates:
-        return _drawn(path, kind, drawing or Drawing())
-    if kind is TraceFormat.AZURE:
-        return read_calls_csv(path, AZURE)
-    if kind is TraceFormat.BURSTGPT:
-        return read_calls_csv(path, BURSTGPT)
+        drawing = drawing or Drawing()
+        series = [
+            each.between(drawing.from_s, drawing.to_s).scaled(drawing.rate)
+            for each in read_rates(path, kind)
+        ]
+        return draw_trace(series, seed=drawing.seed, like=drawing.like, source=path.name)
+    if kind in _CALLS:
+        return read_calls_csv(path, _CALLS[kind])
     return read_mooncake(path) if kind is TraceFormat.MOONCAKE else load_parquet(path)
 
 
@@ -288,24 +463,4 @@ def read_rates(path: Path, kind: TraceFormat | None = None) -> list[RateSeries]:
     kind = kind or detect_format(path)
     if not kind.has_rates:
         raise DataError(f"{path}: tells calls, not rates")
-    if kind is TraceFormat.RATES:
-        return read_rates_csv(path)
-    with opened(path) as file:
-        is_tar = file.read(TAR_MAGIC.stop)[TAR_MAGIC] == b"ustar"
-    return read_servegen_tar(path) if is_tar else read_servegen_csv(path)
-
-
-def _drawn(path: Path, kind: TraceFormat, drawing: Drawing) -> Trace:
-    series = [
-        each.between(drawing.from_s, drawing.to_s).scaled(drawing.rate)
-        for each in read_rates(path, kind)
-    ]
-    return draw_trace(series, seed=drawing.seed, like=drawing.like, source=path.name)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+    return read_rates_csv(path) if kind is TraceFormat.RATES else read_servegen(path)

@@ -1,7 +1,7 @@
 """`Trace`: when online calls arrived, and how long their prompts and answers were.
 
-Traces are scaled in time, in rate with the bursts kept, and in length; a peak or windows that stand
-for the whole are cut out of them.
+Traces are summed up in figures, scaled in time, in rate with the bursts kept, and in length; a peak
+or windows that stand for the whole are cut out of them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -177,20 +178,20 @@ def _problem_of(trace: Trace) -> str | None:
         return f"the duration is {trace.duration_s} s"
     if num and not (times_s[0] >= 0 and times_s[-1] < trace.duration_s):
         return "arrivals must lie in [0, duration)"
-    for array, wrong, what in (
-        (times_s[1:], ~(np.diff(times_s) >= 0), "arrives before the one above it"),
-        (trace.num_prompt_tokens, trace.num_prompt_tokens < 1, "has no prompt token"),
-        (trace.num_output_tokens, trace.num_output_tokens < 1, "has no output token"),
-    ):
-        if wrong.any():
-            return f"request {int(np.argmax(wrong)) + 1 + num - len(array)} {what}"
-    if prefix is not None and (len(prefix) != num or prefix.block_tokens < 1):
-        return "as many lists of prefix blocks as arrivals are needed, and a block size"
+    checks = [
+        (~(np.diff(times_s, prepend=0.0) >= 0), "arrives before the one above it"),
+        (trace.num_prompt_tokens < 1, "has no prompt token"),
+        (trace.num_output_tokens < 1, "has no output token"),
+    ]
     if prefix is not None:
+        if len(prefix) != num or prefix.block_tokens < 1:
+            return "as many lists of prefix blocks as arrivals are needed, and a block size"
         full = -(-trace.num_prompt_tokens // prefix.block_tokens)
-        if (np.diff(prefix.offsets) > full).any():
-            index = int(np.argmax(np.diff(prefix.offsets) > full))
-            return f"request {index + 1} has more prefix blocks than its prompt has room for"
+        is_over = np.diff(prefix.offsets) > full
+        checks.append((is_over, "has more prefix blocks than its prompt has room for"))
+    for is_wrong, what in checks:
+        if is_wrong.any():
+            return f"request {int(np.argmax(is_wrong)) + 1} {what}"
     return None
 
 
@@ -214,56 +215,39 @@ def scale_time(trace: Trace, factor: float) -> Trace:
 def scale_rate(trace: Trace, factor: float, *, seed: int) -> Trace:
     """`factor` times the calls in the same time. Raises InputError unless it is above 0.
 
-    Below 1 each call stays with that chance. Above 1 each call comes floor(factor) times, and once
-    more with the chance of the rest; copies arrive within `JITTER_S` of the call. So the rate's
-    course is multiplied at every scale above a second: bursts and the tide keep their place, their
-    length and their height over the mean. Thinned, counts get the noise of fewer independent
-    callers; copied, their coefficient of variation stays. The copies are other callers: only the
-    `COMMON_SHARE` blocks are shared with them.
+    Each call comes floor(factor) times, and once more with the chance of the rest. Copies arrive
+    within `JITTER_S` of the call, so bursts and the tide keep their place, their length and their
+    height over the mean. They are other callers: only the `COMMON_SHARE` blocks are shared.
     """
     _check("rate", factor)
-    rng = np.random.default_rng(seed)
-    parts = [_copy(trace, number, rng) for number in range(1, math.floor(factor))]
-    if factor >= 1:
-        parts.insert(0, trace)
-    rest = factor - math.floor(factor)
-    if rest:
-        kept = trace.take(np.flatnonzero(rng.random(len(trace)) < rest))
-        parts.append(_copy(kept, len(parts), rng, whole=trace) if parts else kept)
-    return superpose(parts) if len(parts) > 1 else parts[0]
-
-
-def superpose(traces: Sequence[Trace]) -> Trace:
-    """All calls on one clock; it lasts as long as the longest.
-
-    Prefix blocks stay where all traces have them, of one size; equal hashes are then equal blocks.
-    """
-    times_s = np.concatenate([trace.arrival_s for trace in traces])
-    order = np.argsort(times_s, kind="stable")
-    return Trace(
-        times_s[order],
-        np.concatenate([trace.num_prompt_tokens for trace in traces])[order],
-        np.concatenate([trace.num_output_tokens for trace in traces])[order],
-        max(trace.duration_s for trace in traces),
-        _joined([trace.prefix for trace in traces], order),
-        ", ".join(dict.fromkeys(trace.source for trace in traces if trace.source)),
+    rng, num, num_whole = np.random.default_rng(seed), len(trace), math.floor(factor)
+    places = [np.arange(num)] * num_whole
+    times_s = [trace.arrival_s] * min(num_whole, 1)
+    times_s += [_jittered(trace.arrival_s, trace.duration_s, rng) for _ in places[1:]]
+    if rest := factor - num_whole:
+        kept = np.flatnonzero(rng.random(num) < rest)
+        kept_s = trace.arrival_s[kept]
+        times_s.append(_jittered(kept_s, trace.duration_s, rng) if places else kept_s)
+        places.append(kept)
+    order = np.argsort(np.concatenate(times_s), kind="stable")
+    chosen = np.concatenate(places)[order]
+    return replace(
+        trace,
+        arrival_s=np.concatenate(times_s)[order],
+        num_prompt_tokens=trace.num_prompt_tokens[chosen],
+        num_output_tokens=trace.num_output_tokens[chosen],
+        prefix=None if trace.prefix is None else _copied(trace.prefix, places).take(order),
     )
 
 
 def scale_lengths(trace: Trace, factor: float) -> Trace:
     """Both lengths of each call times `factor`, at least 1; what prompts share is not kept."""
     _check("lengths", factor)
-
-    def scaled(lengths: Ints) -> Ints:
-        tokens: Ints = np.clip(np.rint(lengths * factor), 1, 2**62).astype(np.int64, copy=False)
-        return tokens
-
-    return replace(
-        trace,
-        num_prompt_tokens=scaled(trace.num_prompt_tokens),
-        num_output_tokens=scaled(trace.num_output_tokens),
-        prefix=None,
+    prompts, outputs = (
+        np.clip(np.rint(each * factor), 1, 2**62).astype(np.int64)
+        for each in (trace.num_prompt_tokens, trace.num_output_tokens)
     )
+    return replace(trace, num_prompt_tokens=prompts, num_output_tokens=outputs, prefix=None)
 
 
 def _check(what: str, factor: float) -> None:
@@ -271,53 +255,28 @@ def _check(what: str, factor: float) -> None:
         raise InputError(f"the factor of the {what} must be above 0, not {factor:g}")
 
 
-def _copy(
-    calls: Trace, number: int, rng: np.random.Generator, *, whole: Trace | None = None
-) -> Trace:
-    """The calls again, a little earlier or later, of other callers."""
-    whole = whole or calls
-    moved_s = calls.arrival_s + rng.uniform(-JITTER_S, JITTER_S, len(calls))
-    times_s = _reflected(moved_s, calls.duration_s)
-    order = np.argsort(times_s, kind="stable")
-    prefix = None
-    if calls.prefix is not None and whole.prefix is not None:
-        prefix = _of_others(calls.prefix, whole.prefix, number).take(order)
-    return replace(
-        calls,
-        arrival_s=times_s[order],
-        num_prompt_tokens=calls.num_prompt_tokens[order],
-        num_output_tokens=calls.num_output_tokens[order],
-        prefix=prefix,
-    )
-
-
-def _reflected(times_s: Floats, duration_s: float) -> Floats:
-    """Within [0, duration): what is outside comes back by as much."""
+def _jittered(times_s: Floats, duration_s: float, rng: np.random.Generator) -> Floats:
+    """A little earlier or later; what is then outside [0, duration) comes back by as much."""
     last_s = math.nextafter(duration_s, 0)
-    inside: Floats = np.abs(times_s)
+    inside: Floats = np.abs(times_s + rng.uniform(-JITTER_S, JITTER_S, len(times_s)))
     return np.clip(np.where(inside > last_s, 2 * last_s - inside, inside), 0, last_s)
 
 
-def _of_others(prefix: PrefixBlocks, whole: PrefixBlocks, number: int) -> PrefixBlocks:
-    """The blocks renumbered, but for those that are common in the whole trace."""
-    known, counts = np.unique(whole.hashes, return_counts=True)
-    own = known[counts < COMMON_SHARE * len(whole)]
+def _copied(prefix: PrefixBlocks, places: Sequence[Ints]) -> PrefixBlocks:
+    """The blocks of the calls at `places`, one array after the other.
+
+    All but the first are of other callers: their blocks are renumbered, a stretch above the trace's
+    own numbers for each copy, but for those that are common in the whole trace.
+    """
+    known, counts = np.unique(prefix.hashes, return_counts=True)
+    own = known[counts < COMMON_SHARE * len(prefix)]
     top = int(known[-1]) + 1 if len(known) else 0
-    # Numbers above those of the trace, a stretch for each copy.
-    is_own = np.isin(prefix.hashes, own)
-    places = np.searchsorted(known, prefix.hashes)
-    hashes = np.where(is_own, top + (number - 1) * len(known) + places, prefix.hashes)
-    return replace(prefix, hashes=hashes)
-
-
-def _joined(prefixes: Sequence[PrefixBlocks | None], order: Ints) -> PrefixBlocks | None:
-    given = [prefix for prefix in prefixes if prefix is not None]
-    if len(given) < len(prefixes) or len({prefix.block_tokens for prefix in given}) != 1:
-        return None
-    counts = np.concatenate([np.diff(prefix.offsets) for prefix in given])
-    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    hashes = np.concatenate([prefix.hashes for prefix in given])
-    return PrefixBlocks(hashes, offsets, given[0].block_tokens).take(order)
+    copies = prefix.take(np.concatenate(places))
+    numbers = np.repeat(np.arange(len(places)), [len(each) for each in places])
+    numbers = np.repeat(numbers, np.diff(copies.offsets))
+    renumbered = top + (numbers - 1) * len(known) + np.searchsorted(known, copies.hashes)
+    is_other = (numbers > 0) & np.isin(copies.hashes, own)
+    return replace(copies, hashes=np.where(is_other, renumbered, copies.hashes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,3 +320,95 @@ def stratified_windows(trace: Trace, num: int, window_s: float) -> Sequence[Trac
     length_s = min(window_s, part_s)
     starts_s = [i * part_s + 0.5 * (part_s - length_s) for i in range(num)]
     return [TraceWindow(start_s, start_s + length_s, part_s) for start_s in starts_s]
+
+
+def cached_tokens(trace: Trace) -> Ints:
+    """Prompt tokens of each call that a cache without bound would find: leading blocks seen before.
+
+    0 where the trace tells nothing of prefixes.
+    """
+    found = np.zeros(len(trace), np.int64)
+    if trace.prefix is None:
+        return found
+    seen: set[int] = set()
+    for index in range(len(trace)):
+        blocks = trace.prefix.of_request(index).tolist()
+        found[index] = sum(1 for _ in takewhile(seen.__contains__, blocks))
+        seen.update(blocks)
+    return np.minimum(found * trace.prefix.block_tokens, trace.num_prompt_tokens)
+
+
+def prefix_hit_rate(trace: Trace) -> float:
+    """The share of prompt tokens that a cache without bound would find."""
+    return int(cached_tokens(trace).sum()) / int(trace.num_prompt_tokens.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """A distribution: mean, median, 95th and 99th percentile, largest."""
+
+    mean: float
+    p50: float
+    p95: float
+    p99: float
+    largest: float
+
+    @classmethod
+    def of(cls, values: Floats | Ints) -> Quantiles:
+        """Of one value or more."""
+        return cls(float(values.mean()), *np.quantile(values, (0.5, 0.95, 0.99, 1.0)).tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The heaviest window by tokens, and its rates over the trace's means."""
+
+    window: TraceWindow
+    rate_per_s: float
+    tokens_per_s: float
+    rate_over_mean: float
+    tokens_over_mean: float
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSummary:
+    """`gap_s` and `gap_cv` are of the times between arrivals, None with fewer than two.
+
+    `gap_cv` is the coefficient of variation: 1 for Poisson arrivals, more where they are bursty.
+    `prefix_hit_rate` is None where the trace tells nothing of prefixes.
+    """
+
+    source: str
+    num_requests: int
+    duration_s: float
+    rate_per_s: float
+    prompt_tokens: Quantiles
+    output_tokens: Quantiles
+    gap_s: Quantiles | None
+    gap_cv: float | None
+    peak: Peak
+    prefix_hit_rate: float | None
+
+
+def summarize_trace(trace: Trace, *, peak_s: float = 300.0) -> TraceSummary:
+    """Figures of a trace with one call or more; its peak is over `peak_s`, or all it lasts."""
+    gaps_s = np.diff(trace.arrival_s)
+    mean_s = float(gaps_s.mean()) if len(gaps_s) else 0.0
+    window_s = min(peak_s, trace.duration_s)
+    window = find_peak(trace, window_s)
+    part = window.of(trace)
+    rate_per_s, tokens_per_s = len(part) / window_s, float(part.num_tokens.sum()) / window_s
+    mean_tokens_per_s = float(trace.num_tokens.sum()) / trace.duration_s
+    rates_over_mean = rate_per_s / trace.rate_per_s, tokens_per_s / mean_tokens_per_s
+    return TraceSummary(
+        source=trace.source,
+        num_requests=len(trace),
+        duration_s=trace.duration_s,
+        rate_per_s=trace.rate_per_s,
+        prompt_tokens=Quantiles.of(trace.num_prompt_tokens),
+        output_tokens=Quantiles.of(trace.num_output_tokens),
+        gap_s=Quantiles.of(gaps_s) if len(gaps_s) else None,
+        gap_cv=float(gaps_s.std()) / mean_s if mean_s else None,
+        peak=Peak(window, rate_per_s, tokens_per_s, *rates_over_mean),
+        prefix_hit_rate=None if trace.prefix is None else prefix_hit_rate(trace),
+    )

@@ -9,7 +9,6 @@ Steps run one after the other; the same inputs give the same run to the last tok
 from __future__ import annotations
 
 import math
-import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -206,15 +205,12 @@ class TrafficSource(Protocol):
     @property
     def next_due_s(self) -> float:
         """When the next request arrives; infinity while none is to come."""
-        ...
 
     def take_due(self, now_s: float) -> Sequence[Arrival]:
         """Hand over all requests that have arrived by now, once."""
-        ...
 
     def on_finished(self, request_id: str) -> None:
         """Told of the end of every request, its own or not."""
-        ...
 
 
 @runtime_checkable
@@ -229,15 +225,14 @@ class ClockReader(Protocol):
 class Timing:
     """How the engine's own work takes time.
 
-    `planning_s` is charged per `schedule()`, and has passed when the scheduler reads the clock;
-    None charges the measured wall time afterwards, which makes a run unrepeatable. Stock vLLM
-    takes 0.2 to 2 ms for 10 to 250 requests. `request_s` is charged beside it for each request in
-    the step before: the gap that a calibration measures (`StepGap`). `idle_poll_s` is vLLM's sleep
-    after an empty step.
+    `planning_s` is charged per `schedule()`, and has passed when the scheduler reads the clock:
+    stock vLLM takes 0.2 to 2 ms for 10 to 250 requests. `request_s` is charged as well for each
+    request in the step before: the gap that a calibration measures (`StepGap`). `idle_poll_s` is
+    vLLM's sleep after an empty step.
     """
 
     steps_in_flight: int = 2
-    planning_s: float | None = 0.0005
+    planning_s: float = 0.0005
     idle_poll_s: float = 0.001
     request_s: float = 0.0
 
@@ -343,13 +338,8 @@ class VirtualEngine:
 
     def _launch(self) -> bool:
         """Schedule a step and put it behind those in flight; False when it computes nothing."""
-        planning_s = self._timing.planning_s
-        self.now_s += (planning_s or 0.0) + self._timing.request_s * self._num_before
-        begin_wall_s = time.perf_counter()
+        self.now_s += self._timing.planning_s + self._timing.request_s * self._num_before
         output = self.scheduler.schedule()
-        wall_s = time.perf_counter() - begin_wall_s
-        if planning_s is None:
-            self.now_s += wall_s
         start_s = max(self.now_s, self._worker_free_at_s)
         self._num_before = len(output.num_scheduled_tokens)
         if output.total_num_scheduled_tokens == 0:

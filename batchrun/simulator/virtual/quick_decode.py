@@ -27,6 +27,7 @@ KNOWN_VERSIONS = ("0.32.",)
 
 RUNNING = RequestStatus.RUNNING
 STOP = [STOP_TOKEN_ID]
+NOTHING_CACHED = CachedRequestData.make_empty()
 
 
 class QuickOutput(SchedulerOutput):
@@ -109,7 +110,7 @@ class QuickDecode(AsyncScheduler):
         self.prev_step_scheduled_req_ids.update(tokens)
         output = QuickOutput(
             scheduled_new_reqs=[],
-            scheduled_cached_reqs=_nothing_cached(),
+            scheduled_cached_reqs=NOTHING_CACHED,
             num_scheduled_tokens=tokens,
             total_num_scheduled_tokens=len(tokens),
             scheduled_spec_decode_tokens={},
@@ -167,11 +168,6 @@ def quick(scheduler_cls: type[Scheduler]) -> type[Scheduler]:
     if scheduler_cls is AsyncScheduler:
         return QuickDecode
     return type(f"Quick{scheduler_cls.__name__}", (scheduler_cls, QuickDecode), {})
-
-
-@cache
-def _nothing_cached() -> CachedRequestData:
-    return CachedRequestData.make_empty()
 
 
 def _is_plain(scheduler: AsyncScheduler) -> bool:

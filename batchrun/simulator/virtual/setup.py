@@ -157,16 +157,14 @@ class StepLaw(Protocol):
     @property
     def expected(self) -> StepLaw:
         """The law without its noise; asking it changes nothing."""
-        ...
 
     def step_s(self, items: Sequence[StepItem]) -> float:
         """The duration of one step. A noisy law draws: call it once per step."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class A100Law:
-    """Llama-3.1-8B in bf16 on an A100-40GB: the roofline of the reference scenario (design 6.4).
+    """Llama-3.1-8B in bf16 on an A100-40GB, as in Echo's evaluation (section 7.1): a roofline.
 
     step = overhead + max(c, m) + overlap_loss * min(c, m), where c is the time of the arithmetic
     and m that of reading the weights and every KV entry of the step's requests.
