@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -31,23 +32,27 @@ output: {path: out.parquet}
 
 
 @asynccontextmanager
-async def slot_of(folder: Path, engine_url: str) -> AsyncIterator[tuple[Store, Slot]]:
+async def slot_of(
+    folder: Path, engine_url: str, **slot_options: Any
+) -> AsyncIterator[tuple[Store, Slot]]:
     """A store of its own, and a slot attached to an engine."""
     store = open_store(folder / "store.db")
     engine = AttachedEngine(AttachedSettings(name="fake", url=engine_url))
     await engine.start()
     (folder / "inputs").mkdir()
     try:
-        yield store, Slot(engine, uses_priority=False, window=Window(32, 400_000))
+        yield store, Slot(engine, uses_priority=False, window=Window(32, 400_000), **slot_options)
     finally:
         await engine.stop()
         store.close()
 
 
 @asynccontextmanager
-async def running_daemon(folder: Path, engine_url: str) -> AsyncIterator[Daemon]:
+async def running_daemon(
+    folder: Path, engine_url: str, **slot_options: Any
+) -> AsyncIterator[Daemon]:
     """A daemon in this process."""
-    async with slot_of(folder, engine_url) as (store, slot):
+    async with slot_of(folder, engine_url, **slot_options) as (store, slot):
         daemon = Daemon(store, [slot], folder / "inputs")
         running = asyncio.create_task(daemon.run())
         try:
