@@ -227,7 +227,7 @@ def _measured(trial: Trial, tables: Tables | None) -> tuple[Record, OnlineTotals
     plan = _plan(trial)
     simulation = Simulation(plan, tables, feed)
     scheduler = simulation.engines.engines[0].scheduler
-    if config.policy not in {STOCK, "bs"}:
+    if trial.warm_up_s and config.policy not in {STOCK, "bs"}:
         seen = _observed(scenario, trial.law_name, trial.seed, trial.blocks, trial.warm_up_s)
         (seen if config.is_online else seen.without_online_use()).tell(scheduler)
     planning_s = timed(scheduler)
