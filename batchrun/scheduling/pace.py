@@ -11,7 +11,7 @@ import math
 from batchrun.estimator.step_load import StepLoad
 from batchrun.scheduling.view import EngineView
 
-KV_SHARE = 0.4
+KV_SHARE = 0.43
 """Share of all blocks that calls may hold before steps beside them become shorter."""
 KV_MEMORY_S = 10.0
 """So far back the mean step looks: answers are longer than that, so the pace settles."""
