@@ -1,7 +1,7 @@
 """Every policy against stock vLLM on the virtual engine, with the bars it must clear.
 
     python -m benchmarks.ablation [--scenario NAME] [--seeds N ...] [--blocks N ...] [--law NAME]
-                                  [--only PATTERN ...] [--json FILE]
+                                  [--only PATTERN ...] [--cold] [--json FILE]
 
 Prints the means over the seeds as a table, and below it each bar: met or missed. With `--json` the
 steps of Echo's ladder are watched in the first seed: NAME.jsonl gets the records, NAME-series.jsonl
@@ -10,7 +10,8 @@ what `benchmarks.plots` draws.
 All run two steps ahead, as on a GPU; `bs` to `echo` are our scheduler class. Whoever schedules, the
 daemon of `batchrun.simulator` sends the rows and keeps at most 256 of them waiting.
 Policies that learn start from 20 observed minutes of other traffic of the same generator and from
-one of offline work, never from the step law. All figures but `plan_ms` repeat exactly.
+one of offline work, never from the step law; with `--cold` they know nothing. All figures but
+`plan_ms` repeat exactly.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ SUMMED = ("offline_prompt_tokens", "offline_hit_tokens")
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One run. Policies that learn watched `warm_up_s` seconds of online traffic before."""
+    """One run. Policies that learn watched `warm_up_s` seconds of online traffic before; 0: nothing
+    at all."""
 
     scenario: Scenario
     law_name: str
@@ -98,7 +100,7 @@ def main() -> int:
         if any(fnmatchcase(config.name, pattern) for pattern in options.only)
     ]
     trials = [
-        Trial(scenario, options.law, config, seed, blocks)
+        Trial(scenario, options.law, config, seed, blocks, 0.0 if options.cold else WARM_UP_S)
         for seed in options.seeds
         for blocks in sizes
         for config in chosen
@@ -150,6 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--scenario", choices=SCENARIOS, default="a100-8b")
     made.add_argument("--law", choices=LAWS, default="a100")
     made.add_argument("--blocks", type=int, nargs="+", help="KV sizes; by default the scenario's")
+    made.add_argument("--cold", action="store_true", help="policies have learnt nothing before")
     made.add_argument("--only", nargs="+", metavar="PATTERN", default=["*"], help="configurations")
     return made
 
@@ -197,6 +200,8 @@ def figures_of(simulation: Simulation) -> Record:
         "online_requests": online.num_judged,
         "ttft_p50_s": online.ttft_p50_s,
         "ttft_p99_s": online.ttft_p99_s,
+        "ttft_max_s": max(watch.online.ttft_s, default=None),
+        "longest_gap_s": watch.online.longest_gap_s if online.num_judged else None,
         "tpot_p50_s": online.tpot_p50_s,
         "tpot_p99_s": online.tpot_p99_s,
         "slo_ttft": online.ttft_kept,
@@ -227,7 +232,7 @@ def _measured(trial: Trial, tables: Tables | None) -> tuple[Record, OnlineTotals
     plan = _plan(trial)
     simulation = Simulation(plan, tables, feed)
     scheduler = simulation.engines.engines[0].scheduler
-    if config.policy not in {STOCK, "bs"}:
+    if trial.warm_up_s and config.policy not in {STOCK, "bs"}:
         seen = _observed(scenario, trial.law_name, trial.seed, trial.blocks, trial.warm_up_s)
         (seen if config.is_online else seen.without_online_use()).tell(scheduler)
     planning_s = timed(scheduler)
@@ -240,6 +245,7 @@ def _measured(trial: Trial, tables: Tables | None) -> tuple[Record, OnlineTotals
         "order": config.order,
         "planned": config.is_planned,
         "seed": trial.seed,
+        "warm": trial.warm_up_s > 0,
         "online": config.is_online,
         "reserve": None if is_stock else config.reserve,
         "eviction": None if is_stock else config.eviction,

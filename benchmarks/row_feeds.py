@@ -68,7 +68,7 @@ def planned_order(job: Job) -> Job:
 
 def callers(calls: Sequence[OnlineCall], seed: int) -> OnlinePort:
     """The users of one engine, as its source."""
-    return OnlineRouter(Calls.of(calls), 1, seed).ports[0]
+    return OnlineRouter(Calls.of(calls), 1, seed, EngineShape().max_model_len).ports[0]
 
 
 def daemon_of(jobs: Sequence[OfflineJob]) -> RowFeed:

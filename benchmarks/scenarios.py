@@ -232,6 +232,43 @@ def a100_8b(*, burst_factor: float = 4.0) -> Scenario:
     return Scenario(name, 180.0, replace(CHATS, burst_factor=burst_factor))
 
 
+def shared_prompts(system_tokens: int) -> Scenario:
+    """The reference scenario with one system prompt in front of every call."""
+    online = replace(CHATS, system_tokens=system_tokens)
+    return Scenario(f"shared-prompts-{system_tokens}", 180.0, online)
+
+
+def onset(burst_factor: float) -> Scenario:
+    """Steady chats, and so many times as many for 10 s out of 60, on an engine full of rows."""
+    online = replace(
+        CHATS, burst_factor=burst_factor, burst_length_s=10.0, burst_period_s=60.0, swing=0.0
+    )
+    return Scenario(f"onset-{burst_factor:g}", 180.0, replace(online, burst_at_s=30.0))
+
+
+def heavy_tail(rate_per_s: float) -> Scenario:
+    """Chats in clusters: gaps between calls with a coefficient of variation of 10."""
+    online = replace(CHATS, rate_per_s=rate_per_s, burst_factor=1.0, swing=0.0, gap_cv=10.0)
+    return Scenario(f"heavy-tail-{rate_per_s:g}", 180.0, online)
+
+
+REASONING = Scenario(
+    "reasoning",
+    180.0,
+    replace(
+        CHATS,
+        rate_per_s=1.0,
+        burst_factor=1.0,
+        swing=0.0,
+        output=LogNormalTokens(math.log(2000), 0.5, (100, 8000)),
+    ),
+    blocks=(8600,),
+)
+"""A call a second with answers of 2,000 tokens (median): alone, calls hold a third of the KV."""
+SPARSE = Scenario(
+    "sparse", 300.0, replace(CHATS, rate_per_s=0.2, burst_factor=1.0, swing=0.0), blocks=(8600,)
+)
+"""A call every five seconds: nearly every one finds an engine with rows alone."""
 KV_PRESSURE = Scenario("kv-pressure", 240.0, LONG_BURSTS, blocks=(4300, 3200))
 """Long prompts in long bursts: where the reserve and eviction matter."""
 KV_PRESSURE_TIDE = Scenario(
@@ -281,6 +318,11 @@ def real_documents() -> JobTable:
 SCENARIOS = {
     "a100-8b": a100_8b(),
     "a100-8b-stress": replace(a100_8b(burst_factor=6.0), blocks=(8600, 4300, 2600)),
+    **{f"shared-prompts-{tokens}": shared_prompts(tokens) for tokens in (400, 2000)},
+    **{f"onset-{factor:g}": onset(factor) for factor in (5.0, 10.0)},
+    **{f"heavy-tail-{rate:g}": heavy_tail(rate) for rate in (1.0, 3.0)},
+    "reasoning": REASONING,
+    "sparse": SPARSE,
     "kv-pressure": KV_PRESSURE,
     "kv-pressure-tide": KV_PRESSURE_TIDE,
     "loogle-azure": Scenario(

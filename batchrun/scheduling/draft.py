@@ -25,7 +25,8 @@ class Draft:
     `free_blocks` are free now; `promised_blocks` of them are still to be taken by the prompts of
     running requests and the outputs of running offline ones, `closing_blocks` of these by the next
     `CLOSING_TOKENS` tokens of decodes. Offline requests hold at most `offline_blocks`: one of all
-    blocks is vLLM's own. `leader` is the request whose long prefix the draft begins.
+    blocks is vLLM's own. `backlog_s` is what the prompts of all waiting calls
+    take. `leader` is the request whose long prefix the draft begins.
     """
 
     view: EngineView
@@ -37,6 +38,7 @@ class Draft:
     promised_blocks: int = 0
     closing_blocks: int = 0
     num_offline_decodes: int = 0
+    backlog_s: float = 0.0
     admitted: list[RequestView] = field(default_factory=list)
     caps: dict[str, int] = field(default_factory=dict)
     preempted: list[RequestView] = field(default_factory=list)

@@ -19,6 +19,7 @@ from batchrun.scheduling.fill import (
     keep_alive,
     need_blocks,
     soon_free_blocks,
+    still_running,
 )
 from batchrun.scheduling.online_queue import OnlineQueue, place_online
 from batchrun.scheduling.slack import StepLimits
@@ -63,8 +64,8 @@ class EchoPolicy:
         they differ in the long prefix that they begin, of which one at a time is computed."""
         draft = Draft.begin(view)
         has_room = place_online(draft, self._queue, limits.online_s)
-        if not view.is_offline_on:
-            for request in view.offline_running:
+        if not view.is_offline_on or _must_wait(view, limits, has_room=has_room):
+            for request in still_running(draft):
                 draft.sit_out(request)
             return [draft]
         continue_running(draft, limits.offline_s)
@@ -139,3 +140,14 @@ class EchoPolicy:
         led.admit(request, hit, chunk, need)
         led.leader, led.leader_left_tokens = request, request.num_tokens - hit.num_tokens
         return led
+
+
+def _must_wait(view: EngineView, limits: StepLimits, *, has_room: bool) -> bool:
+    """Whether rows sit the step out.
+
+    While a call waits for the room of others: the shorter the steps, the sooner those end. And
+    while a step is in flight, where the next call is to find one step before it at most.
+    """
+    if limits.is_one_in_flight and view.rest_s > 0:
+        return True
+    return not has_room and any(request.work_left_tokens for request in view.online_running)

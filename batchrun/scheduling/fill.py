@@ -14,11 +14,7 @@ MAX_TRIED = 64
 
 def continue_running(draft: Draft, limit_s: float) -> None:
     """Offline requests that run already: decodes first, then prefills in order."""
-    running = draft.view.offline_running
-    if draft.preempted:
-        gone = set(map(id, draft.preempted))
-        running = [request for request in running if id(request) not in gone]
-    decodes, prefills = by_kind(running)
+    decodes, prefills = by_kind(still_running(draft))
     for request in decodes[_decode_most(draft, decodes, limit_s) :]:
         draft.sit_out(request)
     for request in prefills:
@@ -26,6 +22,15 @@ def continue_running(draft: Draft, limit_s: float) -> None:
         left = min(request.prefill_left_tokens, draft.room_tokens(computed))
         chunk = draft.chunk(computed, left, limit_s)
         draft.prefill(request, chunk if chunk >= min(left, MIN_CHUNK_TOKENS) else 0)
+
+
+def still_running(draft: Draft) -> Sequence[RequestView]:
+    """Offline requests that run and that the draft has not preempted."""
+    running = draft.view.offline_running
+    if not draft.preempted:
+        return running
+    gone = set(map(id, draft.preempted))
+    return [request for request in running if id(request) not in gone]
 
 
 def _decode_most(draft: Draft, requests: Sequence[RequestView], limit_s: float) -> int:

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Protocol
 
+from batchrun.estimator.step_load import StepLoad
 from batchrun.scheduling.draft import MIN_CHUNK_TOKENS, Draft
+from batchrun.scheduling.pace import KvPace, Practice
 from batchrun.scheduling.slack import StepLimits, step_limits
 from batchrun.scheduling.view import EngineView, RequestView, by_kind
 from batchrun.scheduling.worth import Victims
 
+RISK_SHARE = 0.5
+"""A first token is at risk when more of its TTFT bound than this will have gone by."""
 ONLINE_MEMORY_S = 60.0
 """So long after the last online request an arrival is still expected at any moment."""
 
@@ -45,19 +50,24 @@ class ArrivalOrder:
 
     def __init__(self) -> None:
         self._ttft_seen_at_s: dict[float, float] = {}
+        self._kv_pace = KvPace()
+        self._practice = Practice()
 
     def order(self, view: EngineView) -> Sequence[RequestView]:
         """As the engine shows them."""
         return view.online_waiting
 
     def limits(self, view: EngineView) -> StepLimits:
-        """What the bounds of all calls of the last minute leave."""
+        """What the bounds of all calls of the last minute leave, and their KV."""
         bounds_s = self._ttft_bounds_of_late(view)
-        return step_limits(
+        limits = step_limits(
             view,
             was_online_lately=bool(bounds_s),
             least_ttft_s=min(bounds_s, default=math.inf),
         )
+        is_idle = not view.online_running and not view.online_waiting
+        most_s = self._practice.most_s(view) if is_idle else self._kv_pace.most_s(view)
+        return replace(limits, offline_s=min(limits.offline_s, most_s))
 
     def fill(
         self, draft: Draft, waiting: Sequence[RequestView], limit_s: float, victims: Victims
@@ -86,10 +96,12 @@ def place_online(draft: Draft, queue: OnlineQueue, limit_s: float) -> bool:
     """
     decodes, prefills = by_kind(draft.view.online_running)
     draft.decode(decodes)
+    if draft.view.online_waiting:
+        draft.backlog_s = _backlog_s(draft.view)
     for request in prefills:
         left = request.prefill_left_tokens
         chunk = draft.chunk(request.num_computed_tokens, left, limit_s)
-        draft.prefill(request, _at_least(chunk, left, draft))
+        draft.prefill(request, _at_least(chunk, left, draft, request))
     victims = Victims(draft)
     victims.make_room(0)
     return queue.fill(draft, queue.order(draft.view), limit_s, victims)
@@ -108,7 +120,7 @@ def admit_call(draft: Draft, victims: Victims, request: RequestView, limit_s: fl
         return True
     hit = view.look_up(request)
     left = request.num_tokens - hit.num_tokens
-    chunk = _at_least(draft.chunk(hit.num_tokens, left, limit_s), left, draft)
+    chunk = _at_least(draft.chunk(hit.num_tokens, left, limit_s), left, draft, request)
     if chunk == 0:
         return False
     need = view.free_blocks_for(request.num_tokens + 1, hit)
@@ -123,6 +135,30 @@ def admit_call(draft: Draft, victims: Victims, request: RequestView, limit_s: fl
     return True
 
 
-def _at_least(chunk: int, left: int, draft: Draft) -> int:
-    """Online prefills always move, if by little: a limit of zero would starve them."""
-    return max(chunk, min(left, MIN_CHUNK_TOKENS, draft.tokens_left))
+def _at_least(chunk: int, left: int, draft: Draft, request: RequestView) -> int:
+    """The chunk of an online prefill, or a small one past the limit.
+
+    A prefill moves where it is the first of the step, as a limit of zero would starve it, and where
+    its first token is at risk. Others wait for a step with time: in a burst a small chunk for each
+    would break the TPOT of the calls that decode.
+    """
+    least = min(left, MIN_CHUNK_TOKENS, draft.tokens_left)
+    if chunk >= least:
+        return chunk
+    is_first = draft.load.num_tokens == draft.load.num_decodes
+    return least if is_first or _is_at_risk(request, draft) else chunk
+
+
+def _is_at_risk(request: RequestView, draft: Draft) -> bool:
+    """Whether the line takes much of the time until a first token is due. What is late is lost."""
+    waited_s = draft.view.now_s - request.arrival_at_s
+    ttft_s = request.slo_ttft_s
+    return waited_s < ttft_s < (waited_s + draft.backlog_s) / RISK_SHARE
+
+
+def _backlog_s(view: EngineView) -> float:
+    """How long the prompts of all waiting calls take in full steps."""
+    budget = view.token_budget
+    tokens = sum([request.num_tokens for request in view.online_waiting])
+    full_step_s = view.model.predict_s(StepLoad.of([(budget, budget, False)]))
+    return tokens / budget * full_step_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from batchrun.scheduling.pace import alone_s
 from batchrun.scheduling.view import EngineView, RequestView
 
 TARGET_SHARE = 0.985
@@ -15,22 +16,30 @@ MAX_MARGIN_SHARE = 0.4
 of predictions, at most by this share of TPOT: the last steps of a request cannot be made up for."""
 LATE_SHARE = 0.5
 """Share of TPOT granted to a step when a request is late already, so that it catches up."""
-IDLE_SHARE = 0.18
-"""Share of the TTFT for a step without online work: an arrival waits for the rest of a step, a
-whole one more, and its own prefill."""
+IDLE_SHARE = 0.1
+"""Share of the TTFT for a step without online work: an arrival waits for the rest of it, and its
+own prefill. No second step is in flight then."""
 UNUSED_SHARE = 0.4
 """The same where no online request came lately. On a GPU a full step is shorter: it costs nothing
 there, and on a slow engine the first call after a pause finds no step of a second before it."""
 PREFILL_SHARE = 0.12
 """Share of the TTFT for a step that holds online prefills but no online decode."""
+PREFILL_COST = 1.3
+"""Such a step takes at most so many times as long as without offline work: their first tokens come
+at its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The longest a step may take, in seconds: for online work, and with offline work in it."""
+    """The longest a step may take, in seconds: for online work, and with offline work in it.
+
+    With `is_one_in_flight` offline work waits until no step is in flight: the next call then finds
+    one step before it, not two.
+    """
 
     online_s: float
     offline_s: float
+    is_one_in_flight: bool = False
 
 
 def completion_pace_s(request: RequestView, now_s: float) -> float:
@@ -82,10 +91,11 @@ def step_limits(
             slack_s = min(slack_s, deadline_s(request, pace_s) - start_s)
             tpot_s = min(tpot_s, request.slo_tpot_s, pace_s)
     if math.isinf(tpot_s):
-        share = IDLE_SHARE if was_online_lately else UNUSED_SHARE
         if view.online_running or view.online_waiting:
-            share = PREFILL_SHARE
-        return StepLimits(math.inf, share * ttft_s)
+            most_s = min(PREFILL_SHARE * ttft_s, PREFILL_COST * alone_s(view))
+            return StepLimits(math.inf, most_s)
+        share = IDLE_SHARE if was_online_lately else UNUSED_SHARE
+        return StepLimits(math.inf, share * ttft_s, is_one_in_flight=was_online_lately)
     least_s = LATE_SHARE * tpot_s
     margin_s = min(ERROR_MARGIN * view.error_share, MAX_MARGIN_SHARE) * tpot_s
     most_s = min(TARGET_SHARE * tpot_s, _most_with_decodes_s(view, ttft_s))

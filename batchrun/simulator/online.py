@@ -35,10 +35,12 @@ class OnlineCall:
 
 @dataclass(frozen=True, slots=True)
 class OnlineTraffic:
-    """Poisson arrivals at rate_per_s * (1 + swing * sin(t / swing_s)), times `burst_factor`
-    in the first `burst_length_s` of every `burst_period_s`.
+    """Arrivals at rate_per_s * (1 + swing * sin(t / swing_s)), times `burst_factor` for the first
+    `burst_length_s` of every `burst_period_s` that begins at `burst_at_s`.
 
-    Every prompt begins with the same `system_tokens` tokens, beside its own.
+    Gaps have the coefficient of variation `gap_cv`: 1 is Poisson, more is a gamma distribution
+    whose calls come in clusters. Every prompt begins with the same `system_tokens` tokens, beside
+    its own.
     """
 
     rate_per_s: float
@@ -50,10 +52,12 @@ class OnlineTraffic:
     swing: float = 0.0
     swing_s: float = 60.0
     system_tokens: int = 0
+    burst_at_s: float = 0.0
+    gap_cv: float = 1.0
 
     def rate_at(self, t_s: float) -> float:
         """Arrivals per second at an instant; never quite 0."""
-        is_burst = t_s % self.burst_period_s < self.burst_length_s
+        is_burst = (t_s - self.burst_at_s) % self.burst_period_s < self.burst_length_s
         tide = 1 + self.swing * math.sin(t_s / self.swing_s)
         return max(self.rate_per_s * tide * (self.burst_factor if is_burst else 1), MIN_RATE_PER_S)
 
@@ -62,11 +66,16 @@ class OnlineTraffic:
         rng, t_s = random.Random(1000 + seed), 0.0
         calls: list[OnlineCall] = []
         while True:
-            t_s += rng.expovariate(self.rate_at(t_s))
+            t_s += self._gap_s(rng, self.rate_at(t_s))
             if t_s >= duration_s:
                 return calls
             prompt, output = self.prompt.draw(rng), self.output.draw(rng)
             calls.append(OnlineCall(t_s, prompt, output, self.system_tokens))
+
+    def _gap_s(self, rng: random.Random, rate_per_s: float) -> float:
+        if self.gap_cv == 1.0:
+            return rng.expovariate(rate_per_s)
+        return rng.gammavariate(self.gap_cv**-2, self.gap_cv**2 / rate_per_s)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,14 +129,21 @@ class Sender(Protocol):
 class OnlineRouter:
     """The gateway: each call goes to the engine that the router ranks first.
 
-    The calls on an engine are counted as of the clock of the engine that is behind; another one may
-    be a step ahead. `num_arrived` counts the calls made so far.
+    No call limits its answer: engines with a context of `max_model_len` learn of an answer's length
+    by its end. The calls on an engine are counted as of the clock of the engine that is behind;
+    another one may be a step ahead. `num_arrived` counts the calls made so far.
     """
 
     def __init__(
-        self, calls: CallTrace, num_engines: int, seed: int, router: Router | None = None
+        self,
+        calls: CallTrace,
+        num_engines: int,
+        seed: int,
+        max_model_len: int,
+        router: Router | None = None,
     ) -> None:
         self._calls = calls
+        self._max_model_len = max_model_len
         self._router = router or make_router()
         self._arrival_s: list[float] = calls.arrival_s.tolist()
         self._seed_key = key_of(seed, 1)
@@ -172,7 +188,8 @@ class OnlineRouter:
             True,
             self._arrival_s[index],
             prompt.tolist(),
-            int(calls.num_output_tokens[index]),
+            self._max_model_len - num_tokens,
+            num_output_tokens=int(calls.num_output_tokens[index]),
         )
 
 

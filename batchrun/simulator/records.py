@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
+from operator import sub
 from pathlib import Path
 
 import pyarrow as pa
@@ -145,7 +146,8 @@ class Slo:
 class OnlineTotals:
     """The calls that ended or whose TTFT bound has passed: latencies in seconds, and SLOs kept.
 
-    `longest_wait_s` is the longest that any call waited for its first admission, or still does.
+    `longest_wait_s` is the longest that any call waited for its first admission, or still does, and
+    `longest_gap_s` the longest between two of its tokens.
     """
 
     num_calls: int = 0
@@ -155,6 +157,7 @@ class OnlineTotals:
     num_all_kept: int = 0
     num_preemptions: int = 0
     longest_wait_s: float = 0.0
+    longest_gap_s: float = 0.0
     ttft_s: array[float] = field(default_factory=lambda: array("d"))
     tpot_s: array[float] = field(default_factory=lambda: array("d"))
 
@@ -260,6 +263,7 @@ class Watch:
         totals.num_ttft_kept += bool(times) and ttft_s <= slo.ttft_s
         totals.num_all_kept += not late
         if len(times) > 1:
+            totals.longest_gap_s = max(totals.longest_gap_s, *map(sub, times[1:], times))
             tpot_s = (times[-1] - times[0]) / (len(times) - 1)
             totals.tpot_s.append(tpot_s)
             totals.num_tpot_kept += tpot_s <= slo.tpot_s

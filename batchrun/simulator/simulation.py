@@ -138,7 +138,7 @@ class Simulation:
         num = plan.num_engines
         block_tokens = plan.engine.shape.block_tokens
         self.feed = RowFeed(plan.jobs, num, plan.seed, block_tokens) if feed is None else feed
-        self.router = OnlineRouter(plan.calls, num, plan.seed)
+        self.router = OnlineRouter(plan.calls, num, plan.seed, plan.engine.shape.max_model_len)
         self.engines = Engines(plan.engine, self.router, self.feed)
         self.watch = Watch(
             self.engines, self.router, self.feed, tables, slo=plan.slo, judged_s=plan.judged_s

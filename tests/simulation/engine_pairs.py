@@ -118,7 +118,7 @@ class _Users(OnlinePort):
     """Users behind a few applications, each with its system prompt; some call with none."""
 
     def __init__(self, calls: Sequence[Any], seed: int, num_systems: int) -> None:
-        router = OnlineRouter(Calls.of(calls), 1, seed)
+        router = OnlineRouter(Calls.of(calls), 1, seed, EngineShape().max_model_len)
         super().__init__(router, 0)
         router.ports = [self]
         self._choice = random.Random(seed)

@@ -186,6 +186,22 @@ def test_under_stress_stock_vllm_without_offline_work_sets_the_bar() -> None:
     assert not judged(0.879)
 
 
+def test_the_price_of_rows_is_judged_against_calls_alone() -> None:
+    alone = {**row(0.0), "ttft_max_s": 0.4, "longest_gap_s": 0.1, "online_preemptions": 0}
+    echo = {**row(9.0, 0.985, 0.6), "ttft_max_s": 0.71, "longest_gap_s": 0.4}
+    means = {"echo": {**echo, "online_preemptions": 1}, "online-only-2048": alone}
+
+    def missed(scenario: str) -> set[str]:
+        bars = judge(scenario, "a100", 8600, means)
+        return {bar.name.removeprefix("echo ") for bar in bars if bar.is_met is False}
+
+    assert missed("onset-10") == {"ttft_max_s"}
+    assert missed("sparse") == {"ttft_p99_s"}
+    assert missed("reasoning") == {"slo_ttft", "online_preemptions"}
+    assert missed("heavy-tail-1") == {"slo_ttft"}
+    assert missed("shared-prompts-400") == {"slo_ttft", "ttft_p99_s"}
+
+
 def test_the_grid_is_judged_column_by_column() -> None:
     means = {config.name: row(100.0) for config in configs("kv-pressure-tide")}
     means[cell_name("forecast", "next-use")] = row(150.0)

@@ -14,6 +14,7 @@ from batchrun.scheduling.slack import (
     IDLE_SHARE,
     LATE_SHARE,
     MAX_MARGIN_SHARE,
+    PREFILL_COST,
     PREFILL_SHARE,
     TARGET_SHARE,
     UNUSED_SHARE,
@@ -98,13 +99,19 @@ def test_a_call_whose_last_token_is_in_flight_still_counts() -> None:
     assert limits.offline_s == pytest.approx(0.03)
 
 
-def test_without_online_decodes_ttft_bounds_offline_work() -> None:
-    waiting = step_limits(view(waiting=[call()]), was_online_lately=True)
-    prefilling = limits_beside(prefilling_call(left=50))
+def test_beside_first_tokens_to_come_a_step_is_little_longer_than_alone() -> None:
+    waiting = step_limits(view(waiting=[call(prompt=300)]), was_online_lately=True)
+    prefilling = limits_beside(prefilling_call(prompt=300, left=300))
 
     assert waiting == prefilling
     assert waiting.online_s == math.inf
-    assert waiting.offline_s == pytest.approx(PREFILL_SHARE * 1.0)
+    assert waiting.offline_s == pytest.approx(PREFILL_COST * 0.03, rel=1e-3)
+
+
+def test_without_online_decodes_ttft_bounds_offline_work() -> None:
+    limits = step_limits(view(waiting=[call(prompt=5_000)]), was_online_lately=True)
+
+    assert limits.offline_s == pytest.approx(PREFILL_SHARE * 1.0)
 
 
 def test_without_calls_steps_are_short_enough_for_an_arrival_and_longer_after_a_pause() -> None:
@@ -122,8 +129,8 @@ def test_an_arrival_is_expected_for_a_minute_after_the_last_call() -> None:
     def chunk_after(pause_s: float) -> int:
         return policy.plan(view(waiting=[document], now_s=NOW_S + pause_s)).caps["row"]
 
-    assert chunk_after(59.5) == 1_800
-    assert chunk_after(60.5) == 4_000
+    assert chunk_after(59.5) == 1_000
+    assert chunk_after(60.5) < chunk_after(60.6) == 4_000
 
 
 def test_a_tight_class_of_late_shortens_steps() -> None:
@@ -178,8 +185,8 @@ def test_a_completion_bound_that_is_broken_presses_nobody() -> None:
 
 
 def test_the_tightest_ttft_bound_of_the_calls_that_wait_shortens_the_step() -> None:
-    tight = call(slo_ttft_s=0.5)
+    tight = call(prompt=499, slo_ttft_s=0.5)
 
     plan = plan_of(view(waiting=[tight, row(prompt=2_000)]))
 
-    assert plan.caps == {"call": 99, "row": 600 - 99}
+    assert plan.caps == {"call": 499, "row": 600 - 499}
