@@ -127,10 +127,10 @@ def _studied(
     """The study, and the figures that are printed. Checks all that a submission checks."""
     with checked_job(spec, scratch=Path(tempfile.gettempdir()), progress=progress) as given:
         data, template = given
-        prompts = read_prompts(model_folder, now=datetime.now().astimezone())
-        job = study_job(spec, data, template, prompts, progress)
-        outputs = estimate_outputs(spec, data, job.counted.bytes_per_token, guesses=True)
-        inspected = job.figures(outputs, kv)
+        with read_prompts(model_folder, now=datetime.now().astimezone()) as prompts:
+            job = study_job(spec, data, template, prompts, progress)
+            outputs = estimate_outputs(spec, data, job.counted.bytes_per_token, guesses=True)
+            inspected = job.figures(outputs, kv)
     output_tokens = float(outputs.filled[job.tree.rows].sum())
     return job, outputs, study_figures(inspected, inspected["prompt_tokens_total"], output_tokens)
 

@@ -299,10 +299,11 @@ def inspect(
         check_ids(data, progress=progress)
         deployment = read_deployment(None)
         kv = find_kv_size(kv_tokens, deployment, home)
-        prompts = read_prompts(deployment.model_folder(home), now=datetime.now().astimezone())
-        job = study_job(spec, data, template, prompts, progress)
-        outputs = estimate_outputs(spec, data, job.counted.bytes_per_token, stored)
-        figures = job.figures(outputs, kv)
+        folder, now = deployment.model_folder(home), datetime.now().astimezone()
+        with read_prompts(folder, now=now) as prompts:
+            job = study_job(spec, data, template, prompts, progress)
+            outputs = estimate_outputs(spec, data, job.counted.bytes_per_token, stored)
+            figures = job.figures(outputs, kv)
     distributions = job.distributions(outputs)
     if html is not None:
         write_page(html, figures, distributions)

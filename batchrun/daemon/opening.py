@@ -194,8 +194,8 @@ def take_up_job(
         num_rows = continue_job(store, record, links=links, progress=progress)
         log.info("%s: %d rows taken over", record.id, num_rows)
     created_at = datetime.fromtimestamp(record.created_at).astimezone()
-    prompts = read_prompts(model_folder, now=created_at)
-    return open_job(store, record, links=links, prompts=prompts, progress=progress)
+    with read_prompts(model_folder, now=created_at) as prompts:
+        return open_job(store, record, links=links, prompts=prompts, progress=progress)
 
 
 ENGINE_INTERVAL_S = 0.5

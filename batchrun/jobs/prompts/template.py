@@ -15,6 +15,7 @@ from batchrun.jobs.inputs.rows import Row
 from batchrun.jobs.job_file import CONTENT_KEYS, content_template, find_problems
 from batchrun.jobs.prompts.templating import Compiler, Renderer, make_environment
 from batchrun.jobs.spec import JobSpec
+from batchrun.media.images import IMAGE_CODE, ImageError, check_media
 from batchrun.types import RowError
 
 _SHOWN_CHARS = 300
@@ -27,9 +28,9 @@ class RowRenderError(Exception):
     all rows share can be seen to be one.
     """
 
-    def __init__(self, row_number: int, reason: str) -> None:
+    def __init__(self, row_number: int, reason: str, *, code: str = "template_error") -> None:
         super().__init__(f"row {row_number}: {reason}")
-        self.row_error = RowError("template_error", reason)
+        self.row_error = RowError(code, reason)
 
 
 class RequestTemplate:
@@ -68,6 +69,9 @@ class RequestTemplate:
         """
         try:
             body = self._batch_body(row) if not self._fields else self._templated_body(row)
+            check_media(body)
+        except ImageError as problem:
+            raise RowRenderError(row_number, str(problem), code=IMAGE_CODE) from None
         except (TemplateError, ValueError, TypeError, LookupError, ArithmeticError) as failure:
             reason = " ".join(str(failure).split())[:_SHOWN_CHARS] or type(failure).__name__
             raise RowRenderError(row_number, reason) from None
