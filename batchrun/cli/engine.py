@@ -118,7 +118,7 @@ def tiny(
     """Build a small model with random weights, the same bytes every time."""
     build = build_tiny_vision_model if vision else build_tiny_model
     build(path)
-    kind = "LLaVA-NeXT" if vision else "Llama"
+    kind = "Idefics3" if vision else "Llama"
     shown = f"{path}: a random {kind} of 4 layers; its answers are noise"
     answer({"path": str(path)}, shown, as_json=as_json)
 

@@ -1,4 +1,4 @@
-"""A random-weight LLaVA-NeXT, built locally: the tiny model's language side, and eyes.
+"""A random-weight Idefics3, built locally: the tiny model's language side, and eyes.
 
 How many tokens an image takes depends on its size, as in large models. It sees nothing, but what
 it says depends on what it is shown. The same bytes come out every time, without torch and without
@@ -14,10 +14,12 @@ from safetensors.numpy import save
 
 from batchrun.engine.tiny_model import (
     CHAT_TEMPLATE,
+    END_OF_TEXT_ID,
     FILES,
     HIDDEN,
     SEED,
     SPECIAL_TOKENS,
+    TURN_END_ID,
     Weights,
     build_folder,
     json_bytes,
@@ -29,22 +31,33 @@ from batchrun.engine.tiny_model import (
 )
 
 IMAGE_TOKEN = "<image>"
-SEEN_TOKENS = [*SPECIAL_TOKENS, IMAGE_TOKEN]
+MOST_TILES = 6
+"""Along a side, of those that the processor has tokens for."""
+SEEN_TOKENS = [
+    *SPECIAL_TOKENS,
+    IMAGE_TOKEN,
+    "<fake_token_around_image>",
+    "<global-img>",
+    "<end_of_utterance>",
+    *(f"<row_{row + 1}_col_{column + 1}>" for row, column in np.ndindex(MOST_TILES, MOST_TILES)),
+]
 VISION_HIDDEN = 64
 VISION_FEED_FORWARD = 128
 NUM_VISION_LAYERS = 1
 NUM_VISION_HEADS = 2
-TILE_PIXELS, PATCH_PIXELS = 32, 8
-GRIDS = [[32, 64], [64, 32], [64, 64], [96, 32], [32, 96]]
-"""(height, width) in pixels of the grids of tiles, one of which an image is scaled to."""
+IMAGE_PIXELS, TILE_PIXELS, PATCH_PIXELS = 64, 32, 4
+"""An image is scaled to so many pixels along its longer side, and cut into tiles, and these into
+patches; the tiles and the whole image are what the model sees."""
+MERGED_PATCHES = 2
+"""So many patches along each side make a token."""
 VISION_FILES = (*FILES, "preprocessor_config.json", "processor_config.json")
 
 _PARTS = """
 {%- macro show(content) -%}
 {%- if content is string -%}
 {{ content }}
-{%- else -%}
-{%- for part in content or [] -%}
+{%- elif content -%}
+{%- for part in content -%}
 {%- if part.type == 'image' -%}<image>{%- else -%}{{ part.text }}{%- endif -%}
 {%- endfor -%}
 {%- endif -%}
@@ -66,24 +79,22 @@ def build_tiny_vision_model(path: Path) -> None:
 def vision_config() -> dict[str, object]:
     """The configuration of the whole model."""
     return {
-        "architectures": ["LlavaNextForConditionalGeneration"],
-        "model_type": "llava_next",
+        "architectures": ["Idefics3ForConditionalGeneration"],
+        "model_type": "idefics3",
         "text_config": model_config(),
         "vision_config": {
-            "model_type": "clip_vision_model",
+            "model_type": "idefics3_vision",
             "hidden_size": VISION_HIDDEN,
             "intermediate_size": VISION_FEED_FORWARD,
-            "projection_dim": VISION_HIDDEN,
             "num_hidden_layers": NUM_VISION_LAYERS,
             "num_attention_heads": NUM_VISION_HEADS,
             "image_size": TILE_PIXELS,
             "patch_size": PATCH_PIXELS,
         },
-        "image_token_index": SEEN_TOKENS.index(IMAGE_TOKEN),
-        "image_grid_pinpoints": GRIDS,
-        "projector_hidden_act": "gelu",
-        "vision_feature_layer": -1,
-        "vision_feature_select_strategy": "default",
+        "scale_factor": MERGED_PATCHES,
+        "image_token_id": SEEN_TOKENS.index(IMAGE_TOKEN),
+        "eos_token_id": TURN_END_ID,
+        "pad_token_id": END_OF_TEXT_ID,
         "tie_word_embeddings": False,
         "dtype": "float32",
     }
@@ -92,23 +103,19 @@ def vision_config() -> dict[str, object]:
 def _contents() -> dict[str, bytes]:
     tokenizer = train_tokenizer(SEEN_TOKENS)
     language = language_weights(tokenizer, len(SEEN_TOKENS))
-    weights = {f"language_model.{name}": values for name, values in language.items()}
+    weights = {name.replace("model.", "model.text_model."): w for name, w in language.items()}
     weights |= _vision_weights()
     return {
         "config.json": json_bytes(vision_config()),
         "model.safetensors": save(weights, {"format": "pt"}),
         "preprocessor_config.json": json_bytes({
-            "image_processor_type": "LlavaNextImageProcessor",
-            "size": {"shortest_edge": TILE_PIXELS},
-            "crop_size": {"height": TILE_PIXELS, "width": TILE_PIXELS},
-            "image_grid_pinpoints": GRIDS,
+            "image_processor_type": "Idefics3ImageProcessor",
+            "size": {"longest_edge": IMAGE_PIXELS},
+            "max_image_size": {"longest_edge": TILE_PIXELS},
         }),
         "processor_config.json": json_bytes({
-            "processor_class": "LlavaNextProcessor",
-            "image_token": IMAGE_TOKEN,
-            "patch_size": PATCH_PIXELS,
-            "num_additional_image_tokens": 1,
-            "vision_feature_select_strategy": "default",
+            "processor_class": "Idefics3Processor",
+            "image_seq_len": (TILE_PIXELS // PATCH_PIXELS // MERGED_PATCHES) ** 2,
         }),
         **tokenizer_files(tokenizer, SEEN_TOKENS, VISION_TEMPLATE),
     }
@@ -116,19 +123,17 @@ def _contents() -> dict[str, bytes]:
 
 def _vision_weights() -> Weights:
     rng = np.random.RandomState(SEED + 1)
-    tower = "vision_tower.vision_model"
-    num_places = (TILE_PIXELS // PATCH_PIXELS) ** 2 + 1
+    tower, places = "model.vision_model", (TILE_PIXELS // PATCH_PIXELS) ** 2
     patch = (VISION_HIDDEN, 3, PATCH_PIXELS, PATCH_PIXELS)
+    merged = VISION_HIDDEN * MERGED_PATCHES**2
+    projection = normal(rng, HIDDEN, merged, scale=merged**-0.5)
     weights = {
-        f"{tower}.embeddings.class_embedding": normal(rng, VISION_HIDDEN, scale=1.0),
         f"{tower}.embeddings.patch_embedding.weight": normal(rng, *patch, scale=0.1),
+        f"{tower}.embeddings.patch_embedding.bias": np.zeros(VISION_HIDDEN, np.float32),
         f"{tower}.embeddings.position_embedding.weight": normal(
-            rng, num_places, VISION_HIDDEN, scale=1.0
+            rng, places, VISION_HIDDEN, scale=1.0
         ),
-        "image_newline": normal(rng, HIDDEN, scale=1.0),
-        **_linear(rng, "multi_modal_projector.linear_1", HIDDEN, VISION_HIDDEN),
-        **_linear(rng, "multi_modal_projector.linear_2", HIDDEN, HIDDEN),
-        **_norm(f"{tower}.pre_layrnorm"),
+        "model.connector.modality_projection.proj.weight": projection,
         **_norm(f"{tower}.post_layernorm"),
     }
     for layer in range(NUM_VISION_LAYERS):

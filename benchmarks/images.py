@@ -1,0 +1,147 @@
+"""Jobs with images on the real vLLM: all rows done, and hits as `inspect` predicts them.
+
+    python -m benchmarks.images --annotations FOLDER [--rows N] [--json FILE]
+
+FOLDER holds NExT-QA's `mc_val.csv`. The first rows, each with eight frames, run once as a job with
+image files and once, with other frames, as a batch of OpenAI's API with data URLs, on the tiny
+vision model. Then addresses that must be refused are tried, in calls and in a batch.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import requests
+from openai import OpenAI
+
+from benchmarks.deployment import Deployment
+from benchmarks.hostile_urls import HOSTILE_URLS, HOSTS
+from benchmarks.records import Bar, Record, finish, parser, shown
+from benchmarks.video_rows import ENDPOINT, MODEL, VideoRows, batch_line
+
+FOLDER = Path("build/images")
+POINTS = 3.0
+"""Percentage points by which the hit rate may differ from what `inspect` predicts."""
+VLLM_ARGS = ("--kv-cache-memory-bytes=67108864", "--max-model-len=8192", "--max-num-seqs=32")
+POLL_S = 1.0
+
+
+def main() -> int:
+    """Measure, print, save."""
+    made = parser(__doc__, rows=400)
+    made.add_argument("--annotations", type=Path, required=True, metavar="FOLDER")
+    options = made.parse_args()
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    deployment = Deployment(FOLDER)
+    engine = {"port": deployment.engine_port, "vllm_args": VLLM_ARGS}
+    deployment.configure(engine, model=MODEL, image_hosts=HOSTS)
+    with deployment.running() as gateway:
+        records = shown(measure(deployment, gateway, options.annotations, options.rows))
+    return finish(options.json, records, bars(records))
+
+
+def measure(
+    deployment: Deployment, gateway: str, annotations: Path, num_rows: int
+) -> Iterator[Record]:
+    """A record of the job, of the batch, and of the refusals."""
+    yield run_job(deployment, VideoRows(annotations, num_rows))
+    yield run_batch(deployment, gateway, VideoRows(annotations, num_rows, seed=1))
+    yield try_hostile_urls(gateway)
+
+
+def bars(records: list[Record]) -> Iterator[Bar]:
+    """What must hold for each way, and for hostile addresses."""
+    for record in records[:2]:
+        way, points = record["way"], 100 * abs(record["hit_rate"] - record["expected_hit_rate"])
+        yield Bar(f"{way}: rows that are not done", record["rows"] - record["done"], 0, True)
+        yield Bar(f"{way}: points between the hit rate and inspect's", points, POINTS, True)
+    refusals = records[2]
+    for kind in ("calls", "rows"):
+        missed = refusals["urls"] - refusals[f"refused_{kind}"]
+        yield Bar(f"hostile addresses that {kind} were not refused for", missed, 0, True)
+
+
+def run_job(deployment: Deployment, video_rows: VideoRows) -> Record:
+    """The rows as a job with files, from `inspect` to the output."""
+    job = video_rows.write(deployment.folder, "videos").name
+    inspected = deployment.batchrun("inspect", job)
+    start_s = time.monotonic()
+    view = deployment.batchrun("submit", job, "--wait")
+    answers = pq.read_table(deployment.folder / "videos-answers.parquet").to_pylist()
+    usages = [(row["prompt_tokens"], row["cached_tokens"]) for row in answers if not row["error"]]
+    record = _record("job with files", inspected, usages, time.monotonic() - start_s)
+    return record | {"accuracy": view.get("accuracy")}
+
+
+def run_batch(deployment: Deployment, gateway: str, video_rows: VideoRows) -> Record:
+    """The rows as a batch with data URLs, through OpenAI's client."""
+    name = video_rows.write(deployment.folder, "inspected").name
+    inspected = deployment.batchrun("inspect", name)
+    start_s = time.monotonic()
+    with OpenAI(base_url=f"{gateway}/v1", api_key="unused") as client:
+        lines = _answers(client, video_rows.batch_lines())
+    usages = []
+    for line in lines:
+        usage = line["response"]["body"].get("usage", {})
+        if line["response"]["status_code"] == 200:
+            usages.append((usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]))
+    return _record("batch with data URLs", inspected, usages, time.monotonic() - start_s)
+
+
+def try_hostile_urls(gateway: str) -> Record:
+    """Each address in a call of its own, and all of them in a batch."""
+    contents = [[{"type": "image_url", "image_url": {"url": url}}] for url in HOSTILE_URLS]
+    statuses = []
+    for content in contents:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": content}]}
+        statuses.append(requests.post(gateway + ENDPOINT, json=body, timeout=60).status_code)
+    with OpenAI(base_url=f"{gateway}/v1", api_key="unused") as client:
+        rows = (batch_line(str(row), content, 1) for row, content in enumerate(contents))
+        lines = _answers(client, b"".join(rows))
+    refused = [line["error"] for line in lines if line["error"] is not None]
+    return {
+        "way": "hostile addresses",
+        "urls": len(HOSTILE_URLS),
+        "refused_calls": statuses.count(400),
+        "refused_rows": sum(error["code"] == "invalid_image" for error in refused),
+    }
+
+
+def _answers(client: OpenAI, lines: bytes) -> list[dict[str, Any]]:
+    """The lines of both result files of a batch, once it has ended."""
+    file = client.files.create(file=("rows.jsonl", lines), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint=ENDPOINT, completion_window="24h")
+    while batch.status not in {"completed", "failed", "expired", "cancelled"}:
+        time.sleep(POLL_S)
+        batch = client.batches.retrieve(batch.id)
+    found = (file_id for file_id in (batch.output_file_id, batch.error_file_id) if file_id)
+    texts = [client.files.content(file_id).text for file_id in found]
+    return [json.loads(line) for text in texts for line in text.splitlines()]
+
+
+def _record(
+    way: str, inspected: dict[str, Any], usages: list[tuple[int, int]], duration_s: float
+) -> dict[str, Any]:
+    num_prompt_tokens = sum(prompt for prompt, _ in usages)
+    return {
+        "way": way,
+        "rows": inspected["rows"],
+        "done": len(usages),
+        "prompt_tokens": num_prompt_tokens,
+        "inspected_prompt_tokens": round(inspected["prompt_tokens_total"]),
+        "hit_rate": sum(cached for _, cached in usages) / max(num_prompt_tokens, 1),
+        "expected_hit_rate": inspected["expected_hit_rate"],
+        "best_hit_rate": inspected["best_hit_rate"],
+        "kv_tokens": inspected["kv_tokens"],
+        "duration_s": round(duration_s, 1),
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
