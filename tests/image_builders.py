@@ -23,9 +23,11 @@ def picture(seed: int = 0, size: tuple[int, int] = (32, 24), kind: str = "PNG") 
 def bomb(width: int, height: int) -> bytes:
     """A PNG of a few bytes that says it has so many pixels."""
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    chunk = b"IHDR" + header
-    length, check = struct.pack(">I", len(header)), struct.pack(">I", zlib.crc32(chunk))
-    return b"\x89PNG\r\n\x1a\n" + length + chunk + check + bytes(64)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(bytes(64))), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks
+    )
 
 
 def data_url_of(raw: bytes, media_type: str = "image/png") -> str:

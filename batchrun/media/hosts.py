@@ -54,7 +54,7 @@ class ImageHosts:
             raise ImageError(f"the image's address {shown!r} is no URL")
         try:
             parsed = URL(url)
-            host, port, scheme = parsed.host, parsed.port, parsed.scheme
+            host, port, scheme = parsed.raw_host, parsed.port, parsed.scheme
         except ValueError:
             raise ImageError(f"the image's address {shown!r} is no URL") from None
         if scheme not in _PORTS or not host:
@@ -67,7 +67,7 @@ class ImageHosts:
                 f"images may not come from {named[:SHOWN_CHARS]!r}, which is not among the "
                 "`image_hosts` of batchrun.yaml"
             )
-        return parsed
+        return parsed.with_host(named)
 
     def allows(self, address: str) -> bool:
         """Whether a connection may go to this IP address."""
@@ -87,9 +87,10 @@ def _host_and_port(entry: str) -> tuple[str, int | None]:
     parsed = URL(
         f"http://[{entry}]" if bare is not None and bare.version == 6 else f"http://{entry}"
     )
-    if not parsed.host or parsed.path not in {"", "/"} or parsed.user or parsed.query_string:
+    host, others = parsed.raw_host, (parsed.user, parsed.query_string, parsed.path.strip("/"))
+    if not host or any(others) or len(entry.split()) != 1:
         raise ValueError(f"{entry!r} is not HOST or HOST:PORT")
-    return parsed.host.rstrip(".").lower(), parsed.explicit_port
+    return host.rstrip(".").lower(), parsed.explicit_port
 
 
 def _address_in(text: str) -> Address | None:

@@ -59,8 +59,10 @@ def read_image(raw: bytes) -> Image:
     try:
         with pillow.open(io.BytesIO(raw), formats=FORMATS) as image:
             width, height = image.size
-            media_type = pillow.MIME[str(image.format)]
-            is_lying = image.getexif().get(_ORIENTATION) in _LYING
+            # A picture in several parts, as some cameras write it, begins with a JPEG.
+            kind = "JPEG" if image.format == "MPO" else str(image.format)
+            # For the EXIF tags of a PNG the library would unpack it whole.
+            is_lying = kind == "JPEG" and image.getexif().get(_ORIENTATION) in _LYING
     except (pillow.DecompressionBombError, pillow.DecompressionBombWarning):
         raise ImageError(too_large) from None
     except Exception:  # noqa: BLE001 - what a broken file makes its decoder raise is without bound
@@ -69,7 +71,7 @@ def read_image(raw: bytes) -> Image:
     if width * height > MAX_PIXELS:
         raise ImageError(too_large)
     size = (height, width) if is_lying else (width, height)
-    return Image(xxhash.xxh3_128_hexdigest(raw), media_type, *size)
+    return Image(xxhash.xxh3_128_hexdigest(raw), pillow.MIME[kind], *size)
 
 
 def is_data_url(url: str) -> bool:

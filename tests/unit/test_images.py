@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from image_builders import bomb, data_url_of, image_body, picture
-from job_builders import make_spec
 from PIL import Image
 
 from batchrun.jobs.prompts.image_tokens import (
@@ -19,6 +18,7 @@ from batchrun.jobs.prompts.image_tokens import (
 from batchrun.jobs.prompts.prompt_text import prefix_text
 from batchrun.jobs.prompts.template import RequestTemplate, RowRenderError
 from batchrun.jobs.prompts.tokens import PromptReader
+from batchrun.jobs.spec import JobSpec
 from batchrun.media.images import (
     IMAGE_LIMIT_BYTES,
     ImageError,
@@ -27,6 +27,16 @@ from batchrun.media.images import (
     read_image,
     with_urls,
 )
+
+
+def template_of(path: Path, messages: object, column: str) -> RequestTemplate:
+    """The template of a job with this input, of which one column is used."""
+    document = {
+        "name": "x",
+        "input": {"path": str(path), "messages": messages},
+        "output": {"path": "/out.jsonl"},
+    }
+    return RequestTemplate(JobSpec.model_validate(document), [column], model="m")
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF"])
@@ -104,8 +114,7 @@ def test_images_are_found_wherever_an_engine_would_look(
     ],
 )
 def test_a_row_with_a_faulty_image_ends_with_a_line_that_says_so(url: str, problem: str) -> None:
-    spec = make_spec(input={"path": "rows.jsonl", "messages": "{{ messages }}"})
-    template = RequestTemplate(spec, ["messages"], model="m")
+    template = template_of(Path("/rows.jsonl"), "{{ messages }}", "messages")
     with pytest.raises(RowRenderError, match=problem) as caught:
         template.render({"messages": image_body(url)["messages"]}, row_number=3)
     assert caught.value.row_error.code == "invalid_image"
@@ -128,8 +137,7 @@ def test_equal_images_are_equal_keys_however_they_come(tmp_path: Path) -> None:
     (tmp_path / "copy.png").write_bytes(raw)
     content = [{"image": {"column": "image"}}, {"type": "text", "text": "what?"}]
     messages = [{"role": "user", "content": content}]
-    spec = make_spec(input={"path": f"{tmp_path}/*.parquet", "messages": messages})
-    template = RequestTemplate(spec, ["image"], model="m")
+    template = template_of(tmp_path / "a.parquet", messages, "image")
     bodies = [template.render({"image": v}, row_number=0) for v in ("a.png", "copy.png", raw)]
     keys = {PromptReader().text(body) for body in bodies}
     keys |= {keys_of(data_url_of(raw)), keys_of(data_url_of(raw, "IMAGE/x;name=a"))}

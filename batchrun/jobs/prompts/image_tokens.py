@@ -32,7 +32,7 @@ IMAGE_BYTES = bytes(range(0xF8, 0x100))
 """No text in UTF-8 holds these."""
 _IMAGES = re.compile(rb"[\xf8-\xff]+")
 PIXELS_PER_TOKEN = 28 * 28
-MOST_TOKENS = 16_384
+LEAST_TOKENS, MOST_TOKENS = 6, 16_384
 MAX_SIZES = 65_536
 START_S = 120.0
 ANSWER_S = 30.0
@@ -184,10 +184,12 @@ class ImageTokens:
         return min(max(1, width * height // PIXELS_PER_TOKEN), MOST_TOKENS)
 
     def _image_bytes(self, image: Image) -> bytes:
-        """One token less than the image has: the placeholder of the template counts as one."""
+        """One token less than the image has: the placeholder of the template counts as one. As
+        many at least as tell images apart."""
         number = xxhash.xxh3_64_intdigest(image.digest.encode())
         pattern = bytes(0xF8 | (number >> 3 * place) & 7 for place in range(_PATTERN_BYTES))
-        num_bytes = (self.count(image.width, image.height) - 1) * IMAGE_TOKEN_BYTES
+        num_tokens = max(self.count(image.width, image.height) - 1, LEAST_TOKENS)
+        num_bytes = num_tokens * IMAGE_TOKEN_BYTES
         return (pattern * (num_bytes // _PATTERN_BYTES + 1))[:num_bytes]
 
 
