@@ -23,7 +23,12 @@ from batchrun.jobs.prompts.image_tokens import ImageTokens
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 MODEL = "tiny-vision"
-VLLM_ARGS = ("--kv-cache-memory-bytes=33554432", "--max-model-len=4096", "--max-num-seqs=8")
+VLLM_ARGS = (
+    "--kv-cache-memory-bytes=33554432",
+    "--max-model-len=4096",
+    "--max-num-seqs=8",
+    "--block-size=32",
+)
 SIZE = (320, 240)
 FRAMES = [picture(seed, SIZE) for seed in range(4)]
 NUM_ROWS = 8
