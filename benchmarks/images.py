@@ -99,7 +99,7 @@ def try_hostile_urls(gateway: str) -> Record:
     contents = [[{"type": "image_url", "image_url": {"url": url}}] for url in HOSTILE_URLS]
     statuses = []
     for content in contents:
-        body = {"model": MODEL, "messages": [{"role": "user", "content": content}]}
+        body: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": content}]}
         statuses.append(requests.post(gateway + ENDPOINT, json=body, timeout=60).status_code)
     with OpenAI(base_url=f"{gateway}/v1", api_key="unused") as client:
         rows = (batch_line(str(row), content, 1) for row, content in enumerate(contents))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +20,7 @@ from PIL import Image
 from batchrun.samples.importers import read_nextqa
 
 MODEL = "tiny-vision"
-ENDPOINT = "/v1/chat/completions"
+ENDPOINT: Final = "/v1/chat/completions"
 SIZES = ((320, 240), (240, 320), (400, 120))
 """(width, height) of frames, by turns."""
 QUESTION = (

@@ -57,8 +57,8 @@ class Daemon:
 
     `model_folder` holds the files of the engines' model, where they are on this machine. Results
     are removed `retention_s` after their job's end; None keeps them. `files` is where the files of
-    OpenAI's API lie; None: there are no batches. `images` fetches what rows name. Commands raise
-    UnknownJobError, StateError or StoreError.
+    OpenAI's API lie; None: there are no batches. `images` fetches what rows name. `python` is
+    an interpreter with vLLM. Commands raise UnknownJobError, StateError or StoreError.
     """
 
     store: Store
@@ -68,6 +68,7 @@ class Daemon:
     retention_s: float | None = None
     files: FileBytes | None = None
     images: ImageFetcher = field(default_factory=ImageFetcher)
+    python: Path | None = None
     active: dict[int, ActiveJob] = field(default_factory=dict)
     stages: dict[str, Stage] = field(default_factory=dict)
     writer: ResultWriter = field(init=False)
@@ -84,7 +85,9 @@ class Daemon:
     def __post_init__(self) -> None:
         self._tasks = TaskSet(self._on_bug)
         self.writer = ResultWriter(self.store, self._on_committed)
-        self.opener = Opener(self.store, self.slots, self.links, self.model_folder, self.files)
+        self.opener = Opener(
+            self.store, self.slots, self.links, self.model_folder, self.files, self.python
+        )
         self.end = JobEnd(
             self.store, self.writer, self.links, self.stages, self._pause_for, self.files
         )

@@ -30,6 +30,8 @@ MEDIA_KEYS = {
     "file_url": "file",
 }
 """The keys by which a part of a message names what is not text, and what that is."""
+_KEYS, _NESTED = frozenset(MEDIA_KEYS), frozenset({dict, list})
+_PLACES = ("messages", "input")
 _ORIENTATION, _LYING = 0x0112, frozenset({5, 6, 7, 8})
 """The EXIF tag of how a camera was held, and the values that swap width and height."""
 
@@ -101,17 +103,24 @@ def data_url(raw: bytes) -> str:
 def media_urls(body: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """(kind, address) of all that a chat or a response names besides its text: `image`, `audio`,
     `video`, `file`."""
-    waiting = [body[key] for key in ("messages", "input") if key in body]
+    waiting = [body[key] for key in _PLACES if key in body]
     while waiting:
         value = waiting.pop()
-        if isinstance(value, list):
-            waiting += [item for item in reversed(value) if isinstance(item, dict | list)]
-        elif isinstance(value, dict):
-            for key, kind in MEDIA_KEYS.items():
-                url = _url_in(value.get(key))
-                if url is not None:
-                    yield kind, url
-            waiting += [item for item in value.values() if isinstance(item, dict | list)]
+        if value.__class__ is dict:
+            if not _KEYS.isdisjoint(value):
+                yield from _named_in(value)
+            value = value.values()
+        elif value.__class__ is not list:
+            continue
+        nested = [item for item in value if item.__class__ in _NESTED]
+        waiting += reversed(nested)
+
+
+def _named_in(part: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    for key, kind in MEDIA_KEYS.items():
+        url = _url_in(part.get(key))
+        if url is not None:
+            yield kind, url
 
 
 def with_urls(body: Mapping[str, Any], change: Callable[[str, str], str]) -> dict[str, Any]:
@@ -119,7 +128,7 @@ def with_urls(body: Mapping[str, Any], change: Callable[[str, str], str]) -> dic
 
     What has none is shared with `body`, which stays as it is.
     """
-    changed = {key: _with_urls(body[key], change) for key in ("messages", "input") if key in body}
+    changed = {key: _with_urls(body[key], change) for key in _PLACES if key in body}
     return {**body, **changed}
 
 

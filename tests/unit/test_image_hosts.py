@@ -96,7 +96,7 @@ class Host:
     def url(self, path: str) -> str:
         return f"http://127.0.0.1:{self.port}/{path}"
 
-    async def answer(self, request: web.Request) -> web.Response:
+    async def answer(self, request: web.BaseRequest) -> web.Response:
         self.asked.append(request.path)
         replies = {
             "/a.png": web.Response(body=PICTURE),

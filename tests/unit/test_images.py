@@ -121,6 +121,25 @@ def test_a_row_with_a_faulty_image_ends_with_a_line_that_says_so(url: str, probl
     assert "\n" not in caught.value.row_error.message
 
 
+@pytest.mark.parametrize(
+    ("content", "may"),
+    [
+        ("{{ column }}", False),
+        ([{"type": "text", "text": "{{ column }}"}], False),
+        ([{"image": {"column": "column"}}], True),
+        ([{"type": "image_url", "image_url": {"url": "http://a/{{ column }}"}}], True),
+        ([{"type": "image_url", "image_url": {"url": "{{ column }}"}}], True),
+        ([{"type": "input_image", "more": "{{ column }}"}], True),
+    ],
+)
+def test_only_a_template_that_may_name_images_is_searched_for_them(
+    content: object, *, may: bool
+) -> None:
+    messages = [{"role": "user", "content": content}]
+    template = template_of(Path("/rows.jsonl"), messages, "column")
+    assert template.may_name_media == may
+
+
 def test_a_video_on_the_web_is_refused() -> None:
     part = {"type": "video_url", "video_url": {"url": "http://host/a.mp4"}}
     with pytest.raises(ImageError, match="video must come as a data URL"):

@@ -23,7 +23,15 @@ from pathlib import Path
 import xxhash
 
 from batchrun.jobs.prompts.prompt_text import media_mark
-from batchrun.media.images import Image, data_of, is_data_url, media_urls, read_image, with_urls
+from batchrun.media.images import (
+    Image,
+    ImageError,
+    data_of,
+    is_data_url,
+    media_urls,
+    read_image,
+    with_urls,
+)
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +81,8 @@ class Processor:
     """The image processor of the model in `folder`, in a process that starts with the first
     question; `close` it."""
 
-    def __init__(self, folder: Path) -> None:
-        self._command = [sys.executable, "-c", PROGRAM, str(folder)]
+    def __init__(self, folder: Path, python: Path) -> None:
+        self._command = [str(python), "-c", PROGRAM, str(folder)]
         self._child: subprocess.Popen[str] | None = None
 
     def count(self, width: int, height: int) -> int:
@@ -127,12 +135,14 @@ def _read_line(child: subprocess.Popen[str], limit_s: float) -> str:
 class ImageTokens:
     """Counts the tokens of images for one model, and puts images into its prompts' texts.
 
-    `folder` None: there are no files to ask. Blocking; `close` it.
+    `folder` None: there are no files to ask. `python` is an interpreter that has `transformers`, as
+    that of an engine; None: this one. Blocking; `close` it.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None = None, python: Path | None = None) -> None:
         self._sizes = {} if folder is None else _known_sizes(folder, _age_of(folder))
-        self._processor = None if folder is None else Processor(folder)
+        program = python or Path(sys.executable)
+        self._processor = None if folder is None else Processor(folder, program)
 
     def count(self, width: int, height: int) -> int:
         """Tokens of an image of so many pixels, at least 1."""
@@ -181,7 +191,7 @@ class ImageTokens:
                 log.warning("the model's processor: %s; the tokens of images are guessed", problem)
                 self._processor.close()
                 self._processor = None
-        return min(max(1, width * height // PIXELS_PER_TOKEN), MOST_TOKENS)
+        return _guessed(width, height)
 
     def _image_bytes(self, image: Image) -> bytes:
         """One token less than the image has: the placeholder of the template counts as one. As
@@ -191,6 +201,19 @@ class ImageTokens:
         num_tokens = max(self.count(image.width, image.height) - 1, LEAST_TOKENS)
         num_bytes = num_tokens * IMAGE_TOKEN_BYTES
         return (pattern * (num_bytes // _PATTERN_BYTES + 1))[:num_bytes]
+
+
+def guess_image_tokens(url: str) -> int:
+    """Tokens of the image in a data URL, for whatever model; 0 where there is none."""
+    try:
+        image = read_image(data_of(url))
+    except ImageError:
+        return 0
+    return _guessed(image.width, image.height)
+
+
+def _guessed(width: int, height: int) -> int:
+    return min(max(1, width * height // PIXELS_PER_TOKEN), MOST_TOKENS)
 
 
 def num_image_tokens(text: bytes) -> int:

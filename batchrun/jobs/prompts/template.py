@@ -36,14 +36,16 @@ class RowRenderError(Exception):
 class RequestTemplate:
     """A job's templates, compiled. Stateless once built.
 
-    `columns` are those the input has; `model` is the engine's id for the job's model. Raises
-    JobSpecError when a template is malformed or names a column that is not there.
+    `columns` are those the input has; `model` is the engine's id for the job's model. Without
+    `may_name_media` all prompts are text. Raises JobSpecError when a template is malformed or names
+    a column that is not there.
     """
 
     def __init__(self, spec: JobSpec, columns: Sequence[str], *, model: str) -> None:
         self._model = model
         self._endpoint = spec.endpoint
         self._fields: dict[str, Renderer] = {}
+        self.may_name_media = True
         if spec.is_openai_batch:
             self.columns_used: tuple[str, ...] = BATCH_COLUMNS
             return
@@ -56,6 +58,7 @@ class RequestTemplate:
             raise JobSpecError(f"{spec.where(f'input.{content_key}')}: is required")
         native = isinstance(content, str) and spec.endpoint != "/v1/completions"
         self._fields[content_key] = compiler.compile(f"input.{content_key}", content, native=native)
+        self.may_name_media = compiler.may_name_media
         for name, value in spec.request.items():
             self._fields[name] = compiler.compile(f"request.{name}", value, native=True)
         _check_columns(spec, compiler, columns)
@@ -69,7 +72,8 @@ class RequestTemplate:
         """
         try:
             body = self._batch_body(row) if not self._fields else self._templated_body(row)
-            check_media(body)
+            if self.may_name_media:
+                check_media(body)
         except ImageError as problem:
             raise RowRenderError(row_number, str(problem), code=IMAGE_CODE) from None
         except (TemplateError, ValueError, TypeError, LookupError, ArithmeticError) as failure:

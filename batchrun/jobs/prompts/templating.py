@@ -20,7 +20,7 @@ from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import JsonValue
 
-from batchrun.media.images import IMAGE_LIMIT_BYTES, ImageError, data_url
+from batchrun.media.images import IMAGE_LIMIT_BYTES, MEDIA_KEYS, ImageError, data_url
 
 
 def image_url(value: object, folders: Sequence[Path]) -> str:
@@ -154,7 +154,8 @@ _TEXT_KEYS = frozenset({"content", "text", "role", "name", "refusal"})
 
 
 class Compiler:
-    """Turns template values into renderers and notes which columns each key uses."""
+    """Turns template values into renderers and notes which columns each key uses, and whether
+    what was compiled so far may name images: text alone cannot."""
 
     def __init__(
         self, environment: JobEnvironment, columns: Iterable[str], folders: Sequence[Path]
@@ -163,6 +164,7 @@ class Compiler:
         self._builtins = environment.globals.keys() - set(columns)
         self._folders = tuple(folders)
         self.columns_by_key: dict[str, frozenset[str]] = {}
+        self.may_name_media = False
 
     def compile(self, key: str, value: JsonValue, *, native: bool) -> Renderer:
         """A function from a row to the value that `value` stands for.
@@ -182,7 +184,9 @@ class Compiler:
         return lambda row: value
 
     def _mapping(self, key: str, value: dict[str, JsonValue], *, native: bool) -> Renderer:
+        self.may_name_media |= not MEDIA_KEYS.keys().isdisjoint(value)
         if isinstance(value.get("image"), dict):
+            self.may_name_media = True
             return self._image_part(f"{key}.image", value["image"])
         fields = {
             name: self.compile(f"{key}.{name}", item, native=native or name not in _TEXT_KEYS)
@@ -196,6 +200,7 @@ class Compiler:
         undeclared = meta.find_undeclared_variables(self._environment.parse(text))
         self.columns_by_key[key] = frozenset(undeclared - self._builtins)
         if native and (expression := single_expression(self._environment, text)) is not None:
+            self.may_name_media = True
             evaluate = self._environment.compile_expression(expression, undefined_to_none=False)
             return lambda row: plain_value(evaluate(**row))
         template = self._environment.from_string(text)

@@ -186,10 +186,11 @@ PLAIN_PROMPTS = PromptReader()
 """For a model of which no files are here: a common layout, four bytes to a token."""
 
 
-def read_prompts(folder: Path | None, *, now: datetime) -> PromptReader:
+def read_prompts(folder: Path | None, *, now: datetime, python: Path | None = None) -> PromptReader:
     """The reader for the model in `folder`; the plain one where nothing there can be used.
 
-    `now` is what a template's date shows. Takes a second where the vocabulary is large.
+    `now` is what a template's date shows, `python` the engine's interpreter, for images. Takes a
+    second where the vocabulary is large.
     """
     if folder is None or not folder.is_dir():
         return PLAIN_PROMPTS
@@ -200,4 +201,4 @@ def read_prompts(folder: Path | None, *, now: datetime) -> PromptReader:
         log.warning("%s; prompts are laid out in a common form", problem)
         return PLAIN_PROMPTS
     layout = prefix_text if template is None else template.prefix_text
-    return PromptReader(layout, count, ImageTokens(folder))
+    return PromptReader(layout, count, ImageTokens(folder, python))

@@ -22,7 +22,7 @@ import uvloop
 
 from batchrun.config import Deployment
 from batchrun.daemon.daemon import Daemon
-from batchrun.daemon.supervisor import KeyList, Supervisor, split_listen
+from batchrun.daemon.supervisor import KeyList, Supervisor, engine_python, split_listen
 from batchrun.errors import BatchrunError, EngineError, StoreUnreachableError
 from batchrun.files import StoreLock, allow_many_open_files, remove_left_scratch, write_atomically
 from batchrun.home import DaemonAddress, Home
@@ -102,7 +102,8 @@ async def _run(
     age_s = None if deployment.retention is None else parse_age_s(deployment.retention)
     folder = deployment.model_folder(home)
     images = ImageFetcher(ImageHosts(deployment.image_hosts))
-    daemon = Daemon(store, supervisor.slots, home.inputs, folder, age_s, place, images)
+    python = engine_python(deployment.engines[0], home)
+    daemon = Daemon(store, supervisor.slots, home.inputs, folder, age_s, place, images, python)
     status = Status(daemon, supervisor.gateway_url)
     routes = Edge(home, place, address.token, gateway_key, deployment.completion_windows)
     # httptools reads on after an early answer, so that a refused upload hears why.
