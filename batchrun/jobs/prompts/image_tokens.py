@@ -52,7 +52,7 @@ PROGRAM = """
 import sys
 from transformers import AutoProcessor
 answers, sys.stdout = sys.stdout, sys.stderr
-processor = AutoProcessor.from_pretrained(sys.argv[1])
+processor = AutoProcessor.from_pretrained(sys.argv[1], trust_remote_code=False)
 
 def count(height, width):
     try:
