@@ -2,17 +2,23 @@
 
     python -m benchmarks.images --annotations FOLDER [--rows N] [--json FILE]
 
-FOLDER holds NExT-QA's `mc_val.csv`. The first rows, each with eight frames, run once as a job with
-image files and once, with other frames, as a batch of OpenAI's API with data URLs, on the tiny
-vision model. Then addresses that must be refused are tried, in calls and in a batch.
+FOLDER holds NExT-QA's `mc_val.csv`. The first rows, each with eight frames, run as a job with image
+files, as one with addresses on a listed host, and as a batch of OpenAI's API with data URLs, each
+time with other frames, on the tiny vision model. Then addresses that must be refused are tried, in
+calls and in a batch.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import threading
 import time
+from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -40,42 +46,64 @@ def main() -> int:
     shutil.rmtree(FOLDER, ignore_errors=True)
     deployment = Deployment(FOLDER)
     engine = {"port": deployment.engine_port, "vllm_args": VLLM_ARGS}
-    deployment.configure(engine, model=MODEL, image_hosts=HOSTS)
-    with deployment.running() as gateway:
-        records = shown(measure(deployment, gateway, options.annotations, options.rows))
+    with serving(FOLDER) as address:
+        deployment.configure(engine, model=MODEL, image_hosts=[*HOSTS, address])
+        with deployment.running() as gateway:
+            records = shown(measure(deployment, (gateway, address), options))
     return finish(options.json, records, bars(records))
 
 
 def measure(
-    deployment: Deployment, gateway: str, annotations: Path, num_rows: int
+    deployment: Deployment, addresses: tuple[str, str], options: Namespace
 ) -> Iterator[Record]:
-    """A record of the job, of the batch, and of the refusals."""
-    yield run_job(deployment, VideoRows(annotations, num_rows))
-    yield run_batch(deployment, gateway, VideoRows(annotations, num_rows, seed=1))
+    """A record of each way, and of the refusals. `addresses` are those of the gateway and of the
+    host of images."""
+    gateway, host = addresses
+    files, web, data = (
+        VideoRows(options.annotations, options.rows, seed=seed) for seed in range(3)
+    )
+    yield run_job(deployment, files, "files")
+    yield run_job(deployment, web, "addresses", f"http://{host}/")
+    yield run_batch(deployment, gateway, data)
     yield try_hostile_urls(gateway)
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[str]:
+    """A web server of a folder that may be yet to come; its HOST:PORT."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Files, directory=str(folder)))
+    threading.Thread(target=server.serve_forever).start()
+    yield f"127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+class _Files(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Says nothing."""
 
 
 def bars(records: list[Record]) -> Iterator[Bar]:
     """What must hold for each way, and for hostile addresses."""
-    for record in records[:2]:
+    for record in records[:-1]:
         way, points = record["way"], 100 * abs(record["hit_rate"] - record["expected_hit_rate"])
         yield Bar(f"{way}: rows that are not done", record["rows"] - record["done"], 0, True)
         yield Bar(f"{way}: points between the hit rate and inspect's", points, POINTS, True)
-    refusals = records[2]
+    refusals = records[-1]
     for kind in ("calls", "rows"):
         missed = refusals["urls"] - refusals[f"refused_{kind}"]
         yield Bar(f"hostile addresses that {kind} were not refused for", missed, 0, True)
 
 
-def run_job(deployment: Deployment, video_rows: VideoRows) -> Record:
-    """The rows as a job with files, from `inspect` to the output."""
-    job = video_rows.write(deployment.folder, "videos").name
+def run_job(deployment: Deployment, video_rows: VideoRows, name: str, base_url: str = "") -> Record:
+    """The rows as a job, from `inspect` to the output."""
+    job = video_rows.write(deployment.folder, name, base_url).name
     inspected = deployment.batchrun("inspect", job)
     start_s = time.monotonic()
     deployment.batchrun("submit", job, "--wait")
-    answers = pq.read_table(deployment.folder / "videos-answers.parquet").to_pylist()
+    answers = pq.read_table(deployment.folder / f"{name}-answers.parquet").to_pylist()
     usages = [(row["prompt_tokens"], row["cached_tokens"]) for row in answers if not row["error"]]
-    return _record("job with files", inspected, usages, time.monotonic() - start_s)
+    return _record(f"job with {name}", inspected, usages, time.monotonic() - start_s)
 
 
 def run_batch(deployment: Deployment, gateway: str, video_rows: VideoRows) -> Record:

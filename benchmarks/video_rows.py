@@ -42,8 +42,9 @@ class VideoRows:
     seed: int = 0
     max_tokens: int = 4
 
-    def write(self, folder: Path, name: str) -> Path:
-        """The job file NAME.yaml in `folder`, and beside it its rows and a folder of frames."""
+    def write(self, folder: Path, name: str, base_url: str = "") -> Path:
+        """The job file NAME.yaml in `folder`, and beside it its rows and a folder of frames, which
+        they name by path, or by an address below `base_url`."""
         rows = self.rows()
         for video_id in {row["video_id"] for row in rows}:
             for frame, raw in enumerate(self.frames(video_id)):
@@ -52,7 +53,7 @@ class VideoRows:
                 path.write_bytes(raw)
         for row in rows:
             names = (_frame_name(name, row["video_id"], frame) for frame in range(self.num_frames))
-            row |= {f"frame{frame}": name for frame, name in enumerate(names)}
+            row |= {f"frame{frame}": base_url + name for frame, name in enumerate(names)}
         pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}.parquet")
         content: list[Any] = [
             {"image": {"column": f"frame{frame}"}} for frame in range(self.num_frames)

@@ -45,7 +45,7 @@ class ImageUnreachableError(ImageError):
 class _CheckedResolver(AbstractResolver):
     """Looks names up as the system does, and lets none lead to an address that is not allowed."""
 
-    def __init__(self, is_allowed: Callable[[str], bool]) -> None:
+    def __init__(self, is_allowed: Callable[[str, int], bool]) -> None:
         self._is_allowed = is_allowed
         self._system = ThreadedResolver()
 
@@ -54,7 +54,7 @@ class _CheckedResolver(AbstractResolver):
     ) -> list[ResolveResult]:
         found = await self._system.resolve(host, port, family)
         for each in found:
-            if not self._is_allowed(each["host"].partition("%")[0]):
+            if not self._is_allowed(each["host"].partition("%")[0], port):
                 message = f"images may not come from {host!r}: it leads to a private address"
                 raise ImageError(message)
         return found
@@ -136,7 +136,7 @@ class ImageFetcher:
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
-            resolver = _CheckedResolver(lambda address: self.hosts.allows(address))
+            resolver = _CheckedResolver(lambda address, port: self.hosts.allows(address, port))
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(resolver=resolver, use_dns_cache=False),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),

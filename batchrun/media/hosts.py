@@ -39,13 +39,13 @@ _IPV4_PREFIXES = frozenset(
 class ImageHosts:
     """The hosts that images may come from: `HOST` or `HOST:PORT` each; none by default.
 
-    A name leads to public addresses only. An address that is on the list itself may be any, and
-    names on the list may lead there.
+    A name leads to public addresses only, or to an address and port that are on the list
+    themselves.
     """
 
     def __init__(self, entries: Iterable[str] = ()) -> None:
         self._places = {_host_and_port(entry) for entry in entries}
-        self._addresses = {_address_in(host) for host, _ in self._places} - {None}
+        self._addresses = {(_address_in(host), port) for host, port in self._places}
 
     def check(self, url: str) -> URL:
         """The address, if it is allowed. Raises ImageError."""
@@ -69,10 +69,13 @@ class ImageHosts:
             )
         return parsed.with_host(named)
 
-    def allows(self, address: str) -> bool:
-        """Whether a connection may go to this IP address."""
+    def allows(self, address: str, port: int) -> bool:
+        """Whether a connection may go to this port of an IP address."""
         parsed = _address_in(address)
-        return parsed is not None and (parsed in self._addresses or is_public(parsed))
+        if parsed is None:
+            return False
+        ports = {port, None} if port in _PORTS.values() else {port}
+        return is_public(parsed) or any((parsed, each) in self._addresses for each in ports)
 
 
 def checked_host(entry: str) -> str:

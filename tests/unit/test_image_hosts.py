@@ -81,9 +81,15 @@ def test_what_is_no_host_is_refused(entry: str) -> None:
 def test_a_listed_host_is_allowed(entry: str, url: str) -> None:
     hosts = ImageHosts([entry])
     assert hosts.check(url)
-    assert not ImageHosts().allows("10.0.0.1")
     with pytest.raises(ImageError):
         ImageHosts().check(url)
+
+
+def test_a_name_may_lead_to_a_listed_address_and_port() -> None:
+    hosts = ImageHosts(["images.corp", "10.0.0.1", "10.0.0.2:9000"])
+    assert hosts.allows("10.0.0.1", 443) and hosts.allows("10.0.0.2", 9000)
+    assert not hosts.allows("10.0.0.1", 9000) and not hosts.allows("10.0.0.2", 80)
+    assert not hosts.allows("10.0.0.3", 80) and not hosts.allows("localhost", 80)
 
 
 class Host:
