@@ -28,6 +28,7 @@ from batchrun.errors import ConfigError, known_name
 from batchrun.files import check_prefix
 from batchrun.hints import MAX_BOUND_S
 from batchrun.home import Home, check_store_url
+from batchrun.media.hosts import checked_host
 from batchrun.quantities import parse_age_s, parse_duration_s
 from batchrun.strict_yaml import load_strict
 from batchrun.types import DEFAULT_CLASS
@@ -110,10 +111,12 @@ CompletionWindow = Annotated[str, AfterValidator(_checked_window)]
 Argument = Annotated[str, BeforeValidator(_number_as_text)]
 FilesUrl = Annotated[str, AfterValidator(check_prefix)]
 StoreUrl = Annotated[SecretStr, AfterValidator(_checked_store)]
+ImageHost = Annotated[str, AfterValidator(checked_host)]
 Url = Annotated[str, AfterValidator(_checked_url)]
 
 
 TINY_MODEL = "tiny"
+TINY_MODELS = (TINY_MODEL, "tiny-vision")
 STOCK_POLICY = "vllm"
 """The policy of engines that run vLLM's own scheduler."""
 
@@ -225,7 +228,8 @@ class WindowConfig(_Strict):
 class DeploymentFile(_Strict):
     """The keys of batchrun.yaml.
 
-    `model` is a folder, a hub id, or `tiny`: a random model that batchrun builds, for trying out.
+    `model` is a folder, a hub id, or `tiny` or `tiny-vision`: random models that batchrun builds,
+    for trying out. `image_hosts` are those from which images are fetched for rows and calls.
     `policy` is that of batchrun's own scheduler in the engines that it starts; `vllm`: they run
     vLLM's scheduler, with its priorities. `online_queue`, `eviction`, `reserve` and `forecast_rule`
     are settings of that scheduler: `docs/scheduler.md` has their names.
@@ -247,6 +251,7 @@ class DeploymentFile(_Strict):
     store: StoreUrl | None = None
     files: FilesUrl | None = None
     retention: Age | None = None
+    image_hosts: tuple[ImageHost, ...] = ()
     completion_windows: Annotated[tuple[CompletionWindow, ...], Field(min_length=1)] = ("24h",)
 
     @model_validator(mode="after")
@@ -289,8 +294,8 @@ class Deployment(DeploymentFile):
 
     def model_folder(self, home: Home) -> Path | None:
         """The folder with the model's files, if they are on this machine; it may be yet to come."""
-        if self.model == TINY_MODEL:
-            return home.tiny_model
+        if self.model in TINY_MODELS:
+            return home.models / self.model
         folder = self.base / Path(self.model).expanduser()
         return folder if folder.is_dir() else None
 
@@ -353,7 +358,7 @@ def _with_model_path(deployment: Deployment) -> Deployment:
     """A model that is a folder beside the file becomes an absolute path."""
     folder = deployment.base / Path(deployment.model).expanduser()
     looks_like_path = deployment.model.startswith((".", "/", "~"))
-    if deployment.model != TINY_MODEL and (folder.is_dir() or looks_like_path):
+    if deployment.model not in TINY_MODELS and (folder.is_dir() or looks_like_path):
         return deployment.model_copy(update={"model": os.path.normpath(folder)})
     return deployment
 

@@ -46,7 +46,7 @@ class Home:
         self.results = self.path / "results"
         self.engine_environment = self.path / "engine-env"
         self.profiles = self.path / "profiles"
-        self.tiny_model = self.path / "models" / "tiny"
+        self.models = self.path / "models"
         self.daemon_record = self.run / "daemon.json"
         self.daemon_process = self.run / "daemon-process.json"
         self.gateway_process = self.run / "gateway-process.json"

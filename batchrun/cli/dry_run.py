@@ -18,6 +18,7 @@ from batchrun.cli.deployment import read_deployment
 from batchrun.cli.inspect import error_lines, find_kv_size, hit_rates
 from batchrun.config import Deployment
 from batchrun.daemon.plugin import existing_profile
+from batchrun.daemon.supervisor import engine_python
 from batchrun.errors import DaemonUnavailableError, EngineError, InputError
 from batchrun.home import Home
 from batchrun.jobs.job_file import load_job_file
@@ -105,7 +106,7 @@ def predict(
             kv = find_kv_size(None, deployment, home)
         else:
             kv = simulation.kv
-        job, outputs, figures = _studied(spec, kv, deployment.model_folder(home), progress)
+        job, outputs, figures = _studied(spec, kv, (deployment, home), progress)
         if figures["rows_that_cannot_run"] == figures["rows"]:
             return Prediction(figures, spec.deadline_s, NOTHING_TO_RUN, cost)
         tokens = figures["computed_tokens"]
@@ -122,15 +123,18 @@ def predict(
 
 
 def _studied(
-    spec: JobSpec, kv: KvSize, model_folder: Path | None, progress: ProgressSink
+    spec: JobSpec, kv: KvSize, served: tuple[Deployment, Home], progress: ProgressSink
 ) -> tuple[JobStudy, OutputEstimate, dict[str, Any]]:
     """The study, and the figures that are printed. Checks all that a submission checks."""
     with checked_job(spec, scratch=Path(tempfile.gettempdir()), progress=progress) as given:
         data, template = given
-        prompts = read_prompts(model_folder, now=datetime.now().astimezone())
-        job = study_job(spec, data, template, prompts, progress)
-        outputs = estimate_outputs(spec, data, job.counted.bytes_per_token, guesses=True)
-        inspected = job.figures(outputs, kv)
+        deployment, home = served
+        folder, now = deployment.model_folder(home), datetime.now().astimezone()
+        python = engine_python(deployment.engines[0], home)
+        with read_prompts(folder, now=now, python=python) as prompts:
+            job = study_job(spec, data, template, prompts, progress)
+            outputs = estimate_outputs(spec, data, job.counted.bytes_per_token, guesses=True)
+            inspected = job.figures(outputs, kv)
     output_tokens = float(outputs.filled[job.tree.rows].sum())
     return job, outputs, study_figures(inspected, inspected["prompt_tokens_total"], output_tokens)
 

@@ -33,6 +33,7 @@ from batchrun.daemon.plugin import profile_path
 from batchrun.daemon.supervisor import check_gateway_port, default_port, engine_python
 from batchrun.engine.command import check_model, check_port_free, find_vllm, has_gpu, install_engine
 from batchrun.engine.tiny_model import build_tiny_model
+from batchrun.engine.tiny_vision_model import build_tiny_vision_model
 from batchrun.errors import BatchrunError, EngineError, InputError, StateError, known_name
 from batchrun.files import write_atomically
 from batchrun.home import Home
@@ -109,11 +110,16 @@ def set_engines(
 
 @models_app.command()
 def tiny(
-    path: Annotated[Path, typer.Argument(help="Folder to write.")], *, as_json: JsonOption = False
+    path: Annotated[Path, typer.Argument(help="Folder to write.")],
+    *,
+    vision: Annotated[bool, typer.Option("--vision", help="One that takes images too.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Build a small model with random weights, the same bytes every time."""
-    build_tiny_model(path)
-    shown = f"{path}: a random Llama of 4 layers; its answers are noise"
+    build = build_tiny_vision_model if vision else build_tiny_model
+    build(path)
+    kind = "Idefics3" if vision else "Llama"
+    shown = f"{path}: a random {kind} of 4 layers; its answers are noise"
     answer({"path": str(path)}, shown, as_json=as_json)
 
 

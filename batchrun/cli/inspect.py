@@ -34,6 +34,7 @@ from batchrun.cli.deployment import read_deployment
 from batchrun.cli.results import stored_job
 from batchrun.config import Deployment, EngineConfig
 from batchrun.daemon.plugin import existing_profile, read_profile
+from batchrun.daemon.supervisor import engine_python
 from batchrun.errors import DaemonUnavailableError, InputError
 from batchrun.estimator.profile import CalibrationProfile
 from batchrun.files import write_atomically
@@ -299,10 +300,12 @@ def inspect(
         check_ids(data, progress=progress)
         deployment = read_deployment(None)
         kv = find_kv_size(kv_tokens, deployment, home)
-        prompts = read_prompts(deployment.model_folder(home), now=datetime.now().astimezone())
-        job = study_job(spec, data, template, prompts, progress)
-        outputs = estimate_outputs(spec, data, job.counted.bytes_per_token, stored)
-        figures = job.figures(outputs, kv)
+        folder, now = deployment.model_folder(home), datetime.now().astimezone()
+        python = engine_python(deployment.engines[0], home)
+        with read_prompts(folder, now=now, python=python) as prompts:
+            job = study_job(spec, data, template, prompts, progress)
+            outputs = estimate_outputs(spec, data, job.counted.bytes_per_token, stored)
+            figures = job.figures(outputs, kv)
     distributions = job.distributions(outputs)
     if html is not None:
         write_page(html, figures, distributions)

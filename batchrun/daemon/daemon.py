@@ -34,6 +34,7 @@ from batchrun.errors import BatchrunError, StateError, StoreError
 from batchrun.jobs.objects import in_thread
 from batchrun.jobs.results.file_bytes import FileBytes
 from batchrun.jobs.submit import pin_again
+from batchrun.media.fetching import ImageFetcher
 from batchrun.store import batches, jobs
 from batchrun.store.batches import BatchRecord, NewBatch
 from batchrun.store.database import Store
@@ -56,8 +57,8 @@ class Daemon:
 
     `model_folder` holds the files of the engines' model, where they are on this machine. Results
     are removed `retention_s` after their job's end; None keeps them. `files` is where the files of
-    OpenAI's API lie; None: there are no batches. Commands raise UnknownJobError, StateError or
-    StoreError.
+    OpenAI's API lie; None: there are no batches. `images` fetches what rows name. `python` is
+    an interpreter with vLLM. Commands raise UnknownJobError, StateError or StoreError.
     """
 
     store: Store
@@ -66,6 +67,8 @@ class Daemon:
     model_folder: Path | None = None
     retention_s: float | None = None
     files: FileBytes | None = None
+    images: ImageFetcher = field(default_factory=ImageFetcher)
+    python: Path | None = None
     active: dict[int, ActiveJob] = field(default_factory=dict)
     stages: dict[str, Stage] = field(default_factory=dict)
     writer: ResultWriter = field(init=False)
@@ -82,12 +85,16 @@ class Daemon:
     def __post_init__(self) -> None:
         self._tasks = TaskSet(self._on_bug)
         self.writer = ResultWriter(self.store, self._on_committed)
-        self.opener = Opener(self.store, self.slots, self.links, self.model_folder, self.files)
+        self.opener = Opener(
+            self.store, self.slots, self.links, self.model_folder, self.files, self.python
+        )
         self.end = JobEnd(
             self.store, self.writer, self.links, self.stages, self._pause_for, self.files
         )
         epoch = jobs.begin_epoch(self.store, pid=os.getpid(), now_s=time.time())
-        self.dispatcher = Dispatcher(self.store, self.writer, self.slots, epoch, self._pause_soon)
+        self.dispatcher = Dispatcher(
+            self.store, self.writer, self.slots, epoch, self._pause_soon, self.images
+        )
         links = {s.engine.name: (s.link, s.hint_nonce or "") for s in self.slots if s.link}
         self.steering = Steering(links, epoch, self.dispatcher.jobs.keys)
         is_on = bool(jobs.read_setting(self.store, SWITCH_SETTING, True))
@@ -325,6 +332,7 @@ class Daemon:
         except TimeoutError:
             log.error("stopped with results that could not be written: %s", self.writer.stalled)
         await self._tasks.cancel_all()
+        await self.images.close()
 
     def _on_bug(self, job_id: str, error: BaseException) -> None:
         reason = f"internal error: {error!r}; see daemon.log"

@@ -18,6 +18,8 @@ from batchrun.daemon.job import ActiveJob, expected_output_tokens
 from batchrun.daemon.writer import ResultWriter
 from batchrun.errors import BatchrunError, EngineError, StoreError
 from batchrun.hints import RowHint, RowsToCome, node_hints, put_hint
+from batchrun.media.fetching import ImageFetcher, ImageUnreachableError
+from batchrun.media.images import IMAGE_CODE, ImageError
 from batchrun.store import results
 from batchrun.store.database import Store
 from batchrun.types import EnginePhase, Outcome, OutcomeKind, Request, RowError
@@ -76,6 +78,7 @@ class Dispatcher:
     slots: Sequence[Slot]
     epoch: int
     pause_job: Callable[[ActiveJob, str], None]
+    images: ImageFetcher = field(default_factory=ImageFetcher)
     is_offline_on: bool = True
     rng: random.Random = field(default_factory=random.Random)
     hinter: Hinter = field(init=False)
@@ -209,6 +212,7 @@ class Dispatcher:
         try:
             if body.get("model") == DEFAULT_MODEL:
                 body["model"] = await self._default_model(slot)
+            body = await self.images.filled(body)
             body.pop("priority", None)
             if slot.uses_priority:
                 body["priority"] = OFFLINE_PRIORITY
@@ -221,6 +225,11 @@ class Dispatcher:
             timeout_s = job.spec.row_timeout
             outcome = await slot.engine.client.execute(request, timeout_s=timeout_s)
             await self._settle(assignment, outcome)
+        except ImageError as problem:
+            error = RowError(IMAGE_CODE, str(problem))
+            is_passing = isinstance(problem, ImageUnreachableError)
+            kind = OutcomeKind.RETRY if is_passing else OutcomeKind.ROW_ERROR
+            await self._settle(assignment, Outcome(job.id, row, attempt, kind, error=error))
         except EngineError as error:
             slot.is_down = True
             log.warning("engine %s: %s", slot.engine.name, error)

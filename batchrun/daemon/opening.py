@@ -182,6 +182,7 @@ def take_up_job(
     *,
     links: Path,
     model_folder: Path | None,
+    python: Path | None = None,
     progress: ProgressSink | None = None,
 ) -> ActiveJob:
     """Open a job as the files of its model let its prompts be read; a job that continues another
@@ -194,8 +195,8 @@ def take_up_job(
         num_rows = continue_job(store, record, links=links, progress=progress)
         log.info("%s: %d rows taken over", record.id, num_rows)
     created_at = datetime.fromtimestamp(record.created_at).astimezone()
-    prompts = read_prompts(model_folder, now=created_at)
-    return open_job(store, record, links=links, prompts=prompts, progress=progress)
+    with read_prompts(model_folder, now=created_at, python=python) as prompts:
+        return open_job(store, record, links=links, prompts=prompts, progress=progress)
 
 
 ENGINE_INTERVAL_S = 0.5
@@ -205,13 +206,15 @@ STORAGE_INTERVAL_S = 5.0
 @dataclass(slots=True)
 class Opener:
     """Brings jobs into memory. `links` is the folder of pinned inputs, `files` where the files of
-    OpenAI's API lie, `model_folder` that of the engines' model; see `Daemon`."""
+    OpenAI's API lie, `model_folder` that of the engines' model, `python` their
+    interpreter; see `Daemon`."""
 
     store: Store
     slots: Sequence[Slot]
     links: Path
     model_folder: Path | None
     files: FileBytes | None
+    python: Path | None = None
 
     async def open(self, record: JobRecord, progress: ProgressSink) -> ActiveJob | None:
         """The job in memory; None for a batch that is not to run. Waits for the store.
@@ -223,7 +226,9 @@ class Opener:
             started = await self._validate(record, progress)
         if started is None:
             return None
-        take_up = partial(take_up_job, links=self.links, model_folder=self.model_folder)
+        take_up = partial(
+            take_up_job, links=self.links, model_folder=self.model_folder, python=self.python
+        )
         return await until_reached(take_up, self.store, started, progress=progress)
 
     async def _validate(self, record: JobRecord, progress: ProgressSink) -> JobRecord | None:

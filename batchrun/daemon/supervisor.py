@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from batchrun.config import TINY_MODEL, Deployment, EngineConfig
+from batchrun.config import TINY_MODELS, Deployment, EngineConfig
 from batchrun.daemon.dispatcher import OFFLINE_PRIORITY
 from batchrun.daemon.engine_link import EngineLink, Slot, window_of
 from batchrun.daemon.plugin import (
@@ -32,6 +32,7 @@ from batchrun.engine import process
 from batchrun.engine.command import AttachedSettings, ManagedSettings, check_port_free
 from batchrun.engine.engine import AttachedEngine, Engine, ManagedEngine
 from batchrun.engine.tiny_model import build_tiny_model
+from batchrun.engine.tiny_vision_model import build_tiny_vision_model
 from batchrun.errors import ConfigError, EngineError, InputError
 from batchrun.files import write_atomically
 from batchrun.home import Home
@@ -46,6 +47,7 @@ GATEWAY_CHECK_S = 0.5
 GATEWAY_START_S = 15.0
 FIRST_ENGINE_PORT_OFFSET = 100
 LAST_PORT = 65_535
+TINY_BUILDERS = dict(zip(TINY_MODELS, (build_tiny_model, build_tiny_vision_model), strict=True))
 
 
 class Supervisor:
@@ -186,6 +188,7 @@ class Supervisor:
             "engines": engines,
             "daemon": self._daemon,
             "slo_classes": self._slo_classes,
+            "image_hosts": self._deployment.image_hosts,
         }
         write_atomically(self._home.upstreams, json.dumps(document).encode(), mode=0o600)
         self._apart = {slot.engine.name for slot in self.slots if slot.is_set_apart}
@@ -208,15 +211,17 @@ async def _watch_on(what: str, watch: Callable[[], Awaitable[None]]) -> None:
 
 
 def build_model(deployment: Deployment, home: Home) -> None:
-    """Build the tiny model in the home, if that is what the engines serve."""
-    if deployment.model != TINY_MODEL:
+    """Build a tiny model in the home, if that is what the engines serve."""
+    build = TINY_BUILDERS.get(deployment.model)
+    if build is None:
         return
+    folder = home.models / deployment.model
     try:
-        build_tiny_model(home.tiny_model)
+        build(folder)
     except InputError:
         # The folder is ours: an older batchrun built another tiny model there.
-        shutil.rmtree(home.tiny_model)
-        build_tiny_model(home.tiny_model)
+        shutil.rmtree(folder)
+        build(folder)
 
 
 def make_engine(
@@ -229,11 +234,11 @@ def make_engine(
         return AttachedEngine(
             AttachedSettings(name=config.name, url=config.attach, api_key=config.api_key)
         )
-    tiny = deployment.model == TINY_MODEL
+    is_tiny = deployment.model in TINY_MODELS
     return ManagedEngine(
         ManagedSettings(
             name=config.name,
-            model=str(home.tiny_model) if tiny else deployment.model,
+            model=str(home.models / deployment.model) if is_tiny else deployment.model,
             served_model_name=deployment.model_name,
             port=config.port or default_port(deployment.listen, index),
             run_dir=home.run,

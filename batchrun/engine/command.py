@@ -16,6 +16,7 @@ from pathlib import Path
 
 from batchrun.errors import ConfigError, EngineError
 from batchrun.hints import HINT_KEY
+from batchrun.media.images import MAX_PIXELS
 from batchrun.types import ProgressSink
 from batchrun.vllm_waiting import NAPPING, WAIT_VARIABLE
 
@@ -90,16 +91,24 @@ class AttachedSettings:
 
 SCHEDULER_CLASS = "batchrun.vllm_plugin.ColocatedScheduler"
 CPU_KV_CACHE_BYTES = 2 * 1024**3
+NO_HOST = "nowhere.invalid"
+"""The only host that an engine may fetch from: batchrun fetches images itself."""
 _COMMON_ARGS = (
     "--scheduling-policy=priority",
     "--enable-prefix-caching",
     "--enable-prompt-tokens-details",
     "--disable-uvicorn-access-log",
     "--max-model-len=auto",
+    f"--allowed-media-domains={NO_HOST}",
 )
 _CPU_ARGS = ("--enforce-eager", "--dtype=float32")
 _KV_SIZE_ARGS = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
-_DEFAULT_ENV = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+_DEFAULT_ENV = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
+    "VLLM_MAX_IMAGE_PIXELS": str(MAX_PIXELS),
+}
 _CPU_ENV = {WAIT_VARIABLE: NAPPING}
 
 

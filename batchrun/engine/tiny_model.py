@@ -7,6 +7,7 @@ out every time, without torch and without a network.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -76,7 +77,18 @@ def build_tiny_model(path: Path) -> None:
     Takes a few seconds. A folder that holds the model already is left alone; one that holds
     anything else is refused. The folder appears whole or not at all. Raises InputError.
     """
-    if _is_built(path):
+    build_folder(path, FILES, model_config(), _contents)
+
+
+def build_folder(
+    path: Path,
+    names: Sequence[str],
+    config: Mapping[str, object],
+    make: Callable[[], Mapping[str, bytes]],
+) -> None:
+    """Write a model's files to the folder `path`, as `build_tiny_model` does its own: `config` is
+    that of `config.json`, by which a folder is known, and `make` gives all of the named files."""
+    if _is_built(path, names, config):
         return
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise InputError(
@@ -87,49 +99,70 @@ def build_tiny_model(path: Path) -> None:
         with TemporaryDirectory(
             prefix=f".{path.name}-", dir=path.parent, ignore_cleanup_errors=True
         ) as unfinished:
-            _write_files(Path(unfinished))
-            _move(Path(unfinished), path)
+            for name, content in make().items():
+                (Path(unfinished) / name).write_bytes(content)
+            _move(Path(unfinished), path, lambda: _is_built(path, names, config))
     except OSError as error:
         is_no_folder = isinstance(error, FileExistsError | NotADirectoryError)
         why = f"{path.parent} is not a folder" if is_no_folder else error.strerror
         raise InputError(f"{path}: cannot be written: {why}") from error
 
 
-def _is_built(path: Path) -> bool:
-    if not all((path / name).is_file() for name in FILES):
+def _is_built(path: Path, names: Sequence[str], config: Mapping[str, object]) -> bool:
+    if not all((path / name).is_file() for name in names):
         return False
-    return (path / "config.json").read_bytes() == _json_bytes(_model_config())
+    return (path / "config.json").read_bytes() == json_bytes(config)
 
 
-def _move(source: Path, target: Path) -> None:
+def _move(source: Path, target: Path, is_built: Callable[[], bool]) -> None:
     """Rename; another process that was quicker has built the same bytes."""
     source.chmod(0o755)
     try:
         source.replace(target)
     except OSError:
-        if not _is_built(target):
+        if not is_built():
             raise
 
 
-def _write_files(folder: Path) -> None:
-    generation = {"eos_token_id": [TURN_END_ID, END_OF_TEXT_ID], "pad_token_id": END_OF_TEXT_ID}
-    tokenizer = _train_tokenizer()
-    contents = {
-        "config.json": _json_bytes(_model_config()),
-        "generation_config.json": _json_bytes(generation),
-        "model.safetensors": save(_weights(tokenizer), {"format": "pt"}),
-        "tokenizer.json": tokenizer.to_str(pretty=True).encode(),
-        "tokenizer_config.json": _json_bytes(_tokenizer_config()),
+def _contents() -> dict[str, bytes]:
+    tokenizer = train_tokenizer(SPECIAL_TOKENS)
+    weights = language_weights(tokenizer, len(SPECIAL_TOKENS))
+    return {
+        "config.json": json_bytes(model_config()),
+        "model.safetensors": save(weights, {"format": "pt"}),
+        **tokenizer_files(tokenizer, SPECIAL_TOKENS, CHAT_TEMPLATE),
     }
-    for name in FILES:
-        (folder / name).write_bytes(contents[name])
 
 
-def _json_bytes(value: object) -> bytes:
+def tokenizer_files(
+    tokenizer: Tokenizer, special_tokens: Sequence[str], chat_template: str
+) -> dict[str, bytes]:
+    """The tokenizer, what there is to know of it, and with which tokens an answer ends."""
+    generation = {"eos_token_id": [TURN_END_ID, END_OF_TEXT_ID], "pad_token_id": END_OF_TEXT_ID}
+    others = [token for token in special_tokens if token not in {TURN_END, END_OF_TEXT}]
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": MAX_TOKENS,
+        "eos_token": TURN_END,
+        "pad_token": END_OF_TEXT,
+        "additional_special_tokens": others,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": chat_template,
+    }
+    return {
+        "generation_config.json": json_bytes(generation),
+        "tokenizer.json": tokenizer.to_str(pretty=True).encode(),
+        "tokenizer_config.json": json_bytes(config),
+    }
+
+
+def json_bytes(value: object) -> bytes:
+    """`value` as a file of a model."""
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
-def _model_config() -> dict[str, object]:
+def model_config() -> dict[str, object]:
+    """The language model: a Llama."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -154,19 +187,8 @@ def _model_config() -> dict[str, object]:
     }
 
 
-def _tokenizer_config() -> dict[str, object]:
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": MAX_TOKENS,
-        "eos_token": TURN_END,
-        "pad_token": END_OF_TEXT,
-        "additional_special_tokens": [TURN_START],
-        "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
-    }
-
-
-def _train_tokenizer() -> Tokenizer:
+def train_tokenizer(special_tokens: Sequence[str]) -> Tokenizer:
+    """A tokenizer with `VOCABULARY` tokens, of which these are the first."""
     tokenizer = Tokenizer(models.BPE())
     # Digits stand alone, so that a number costs the same wherever it occurs.
     digits = pre_tokenizers.Split(Regex(r"\d"), "isolated")
@@ -175,7 +197,7 @@ def _train_tokenizer() -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
-        special_tokens=SPECIAL_TOKENS,
+        special_tokens=list(special_tokens),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -183,15 +205,16 @@ def _train_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def _weights(tokenizer: Tokenizer) -> Weights:
+def language_weights(tokenizer: Tokenizer, num_special: int) -> Weights:
+    """The Llama's weights. Of the first `num_special` tokens it says the turn's end only."""
     # RandomState, not default_rng: numpy promises that its stream never changes.
     rng = np.random.RandomState(SEED)
-    weights = {"model.embed_tokens.weight": _normal(rng, VOCABULARY, HIDDEN, scale=1.0)}
+    weights = {"model.embed_tokens.weight": normal(rng, VOCABULARY, HIDDEN, scale=1.0)}
     for layer in range(NUM_LAYERS):
         weights |= _layer_weights(rng, f"model.layers.{layer}")
     weights["model.norm.weight"] = np.ones(HIDDEN, np.float32)
-    head = _normal(rng, VOCABULARY, HIDDEN, scale=3.0 / HIDDEN**0.5)
-    head[_unsayable(tokenizer)] = 0.0
+    head = normal(rng, VOCABULARY, HIDDEN, scale=3.0 / HIDDEN**0.5)
+    head[_unsayable(tokenizer, num_special)] = 0.0
     weights["lm_head.weight"] = head
     return weights
 
@@ -207,7 +230,7 @@ def _layer_weights(rng: np.random.RandomState, prefix: str) -> Weights:
         "mlp.down_proj": (HIDDEN, FEED_FORWARD),
     }
     weights = {
-        f"{prefix}.{name}.weight": _normal(rng, rows, columns, scale=columns**-0.5)
+        f"{prefix}.{name}.weight": normal(rng, rows, columns, scale=columns**-0.5)
         for name, (rows, columns) in shapes.items()
     }
     for norm in ("input_layernorm", "post_attention_layernorm"):
@@ -215,16 +238,15 @@ def _layer_weights(rng: np.random.RandomState, prefix: str) -> Weights:
     return weights
 
 
-def _normal(
-    rng: np.random.RandomState, rows: int, columns: int, *, scale: float
-) -> NDArray[np.float32]:
-    return (rng.standard_normal((rows, columns)) * scale).astype(np.float32)
+def normal(rng: np.random.RandomState, *shape: int, scale: float) -> NDArray[np.float32]:
+    """Random weights."""
+    return (rng.standard_normal(shape) * scale).astype(np.float32)
 
 
-def _unsayable(tokenizer: Tokenizer) -> list[int]:
+def _unsayable(tokenizer: Tokenizer, num_special: int) -> list[int]:
     """Tokens that greedy decoding must not pick: half characters, control bytes, markers."""
     tokens = ((tokenizer.decode([number]), number) for number in range(VOCABULARY))
-    special = set(range(len(SPECIAL_TOKENS))) - {TURN_END_ID}
+    special = set(range(num_special)) - {TURN_END_ID}
     unprintable = {
         number for text, number in tokens if not (text.isascii() and text.strip().isprintable())
     }

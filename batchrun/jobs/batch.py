@@ -16,8 +16,10 @@ from batchrun.errors import DataError
 from batchrun.jobs.inputs.input_data import open_input
 from batchrun.jobs.inputs.rows import ROW_LIMIT_BYTES, is_blank, type_name
 from batchrun.jobs.pin import InputPin, keep_input
+from batchrun.jobs.prompts.image_tokens import guess_image_tokens
 from batchrun.jobs.results.file_bytes import FileBytes, local_file
 from batchrun.jobs.spec import InputSpec, JobSpec, OutputSpec
+from batchrun.media.images import is_data_url, media_urls
 from batchrun.store.batches import BatchError, BatchRecord, ValidInput, new_batch_id
 from batchrun.store.files import FileRecord
 from batchrun.store.jobs import JobRecord, NewJob
@@ -51,7 +53,8 @@ class BatchLines:
     """What a file holds, and what is wrong with it: nothing, when `errors` is empty.
 
     `models` are those that the engines serve; `model` is the one that all lines ask for.
-    `num_tokens` is a guess at what the prompts hold, from the length of the lines.
+    `num_tokens` is a guess at what the prompts hold, from the length of the lines and the size of
+    the images in them.
     """
 
     endpoint: str
@@ -141,6 +144,9 @@ class BatchLines:
             message = f"{name}: Streaming is not supported in the Batch API."
             raise _FaultError("streaming_unsupported", message, "body.stream")
         self._check_model(model)
+        for kind, url in media_urls(body):
+            if kind == "image" and is_data_url(url):
+                self.num_tokens += guess_image_tokens(url) - len(url) // BYTES_PER_TOKEN
         if self.endpoint == "/v1/embeddings":
             self._num_inputs += _num_embedding_inputs(body.get("input"))
 

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchrun.jobs.inputs.input_data import InputData
+from batchrun.jobs.prompts.image_tokens import show_images
 from batchrun.jobs.prompts.template import RequestTemplate
 from batchrun.jobs.prompts.tokens import DEFAULT_BYTES_PER_TOKEN, PromptReader, TokenCounter
 from batchrun.jobs.spec import JobSpec
@@ -440,6 +441,6 @@ def _excerpt(text: bytes, start: int) -> str:
     before = text[max(start - MOST_BACK_BYTES, 0) : start].split()
     if start and before and not text[start - 1 : start].isspace():
         start -= len(before[-1])
-    shown = text[start : start + 8 * EXCERPT_CHARS].decode("utf-8", "ignore")
+    shown = show_images(text[start:])[: 8 * EXCERPT_CHARS].decode("utf-8", "ignore")
     words = " ".join(shown.split())
     return words if len(words) <= EXCERPT_CHARS else words[: EXCERPT_CHARS - 1] + "…"

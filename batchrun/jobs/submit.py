@@ -223,13 +223,14 @@ def plan_job(
     builder = ChainBuilder(salt)
     text_bytes = np.zeros(data.num_rows, dtype=np.int64)
     errors: dict[int, RowError] = {}
+    text_of = prompts.text if template.may_name_media else prompts.layout
     sampled = set(sample_rows(data.num_rows).tolist())
     sample: list[bytes] = []
     for first_row, rows in data.iter_rows(template.columns_used):
         texts: list[bytes] = []
         for row, values in enumerate(rows, start=first_row):
             try:
-                texts.append(prompts.text(template.render(values, row_number=row)))
+                texts.append(text_of(template.render(values, row_number=row)))
             except RowRenderError as problem:
                 errors[row] = problem.row_error
                 texts.append(b"")

@@ -236,8 +236,8 @@ def job_of_file(
     with closing(open_input(spec.input)) as data:
         template = RequestTemplate(spec, data.columns, model=spec.model)
         check_columns(spec, data)
-        prompts = read_prompts(model_folder, now=datetime.fromtimestamp(0, UTC))
-        plan = plan_job(spec, data, template, prompts=prompts)
+        with read_prompts(model_folder, now=datetime.fromtimestamp(0, UTC)) as prompts:
+            plan = plan_job(spec, data, template, prompts=prompts)
     drawn = None if draw_output_tokens is None else draw_output_tokens(plan.num_rows)
     job = job_of_plan(spec, plan, terms, num_output_tokens=drawn)
     return replace(job, name=name or job.name)

@@ -215,3 +215,30 @@ async def test_models_are_listed_and_found_under_either_spelling(tmp_path: Path)
         async with gateway.session.get(gateway.url + "/v1/models/none") as reply:
             assert reply.status == 404
             assert (await reply.json())["error"]["code"] == "model_not_found"
+
+
+IMAGE = '{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "%s"}}]}'
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "escaped"])
+@pytest.mark.parametrize("path", [CHAT, "/v1/embeddings"])
+async def test_an_image_from_inside_is_refused_in_every_spelling(
+    tmp_path: Path, path: str, encoding: str
+) -> None:
+    async with rig(tmp_path) as (engine, gateway):
+        for url in ("file:///etc/passwd", gateway.url + "/v1/models"):
+            text = f'{{"model": "tiny", "messages": [{IMAGE % url}]}}'
+            escaped = text.replace("image_url", "im\\u0061ge\\u005f\\u0075rl").encode()
+            body = escaped if encoding == "escaped" else text.encode(encoding)
+            async with gateway.post(body, path=path) as reply:
+                answer = await reply.json()
+                assert (reply.status, answer["error"]["code"]) == (400, "invalid_image")
+        assert engine.seen == []
+
+
+async def test_an_image_in_the_body_reaches_the_engine_byte_for_byte(tmp_path: Path) -> None:
+    body = f'{{ "messages":[{IMAGE % "data:image/png;base64,AAAA"}] }}'.encode()
+    async with rig(tmp_path) as (engine, gateway):
+        async with gateway.post(body) as reply:
+            assert reply.status == 200
+        assert engine.seen[0].body == body

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 from deployment_rig import JOB_FILE, DeploymentRig
+from image_builders import data_url_of, picture
+
+from benchmarks.deployment import free_port
 
 
 def test_a_row_with_a_bad_template_value_fails_and_the_job_goes_on(rig: DeploymentRig) -> None:
@@ -116,3 +119,21 @@ def test_an_error_that_stays_ends_the_row_after_its_retries(rig: DeploymentRig) 
 
     assert (view["state"], view["num_failed"]) == ("completed", 1)
     assert rig.output()[1]["attempts"] == 2
+
+
+def test_an_image_on_the_web_is_tried_again_where_its_host_does_not_answer(
+    rig: DeploymentRig,
+) -> None:
+    port = free_port()
+    rig.use_fake_engine(image_hosts=[f"127.0.0.1:{port}"])
+    content = '[{image: {column: text}}, {type: text, text: "what?"}]'
+    text = JOB_FILE.replace('"{{ text }}"', content) + "retries: 1\n"
+    urls = (f"http://127.0.0.1:{port}/a.png", "http://127.0.0.1:1/a.png", data_url_of(picture()))
+
+    view = rig.wait_until_ended(rig.submit_rows(*urls, job=text))
+
+    assert (view["state"], view["num_completed"], view["num_failed"]) == ("completed", 1, 2)
+    unreachable, unlisted, _ = rig.output()
+    assert unreachable["attempts"] == 2 and "cannot be had" in unreachable["error"]
+    assert unlisted["attempts"] == 1 and "`image_hosts`" in unlisted["error"]
+    assert len(rig.executions()) == 1

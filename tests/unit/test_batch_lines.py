@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from image_builders import data_url_of, image_body, picture
 
 from batchrun.jobs.batch import MAX_ERRORS, BatchLines
 from batchrun.store.batches import BatchError
@@ -141,3 +142,11 @@ def test_the_inputs_of_embeddings_are_counted(
     found = check(tmp_path, jsonl(request), endpoint=url)
 
     assert [error.code for error in found.errors] == codes
+
+
+def test_an_image_counts_with_its_size_and_not_with_its_bytes(tmp_path: Path) -> None:
+    raw = picture(size=(280, 280))
+    content = image_body(data_url_of(raw))["messages"]
+    lines = check(tmp_path, jsonl(body(messages=content)))
+    assert len(raw) / 4 > 10_000
+    assert 100 < lines.num_tokens < 200

@@ -99,6 +99,8 @@ def test_the_environment_leaves_our_own_variables_out(tmp_path: Path) -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "0",
         "OMP_NUM_THREADS": "2",
+        "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
+        "VLLM_MAX_IMAGE_PIXELS": "64000000",
     }
 
 

@@ -6,13 +6,14 @@ import base64
 from pathlib import Path
 
 import pytest
+from image_builders import picture
 
 from batchrun.errors import JobSpecError
 from batchrun.jobs.prompts.template import RequestTemplate, RowRenderError
 from batchrun.jobs.spec import JobSpec
 
 COLUMNS = ["q", "n", "tags", "text", "image", "messages", "range"]
-PNG = b"\x89PNG\r\n\x1a\n" + b"\x00" * 20
+PNG = picture()
 
 
 def make_spec(**changes: object) -> JobSpec:

@@ -14,6 +14,11 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 from batchrun.engine.tiny_model import FILES, build_tiny_model
+from batchrun.engine.tiny_vision_model import (
+    SEEN_TOKENS,
+    VISION_FILES,
+    build_tiny_vision_model,
+)
 from batchrun.errors import InputError
 
 Message = dict[str, object]
@@ -147,3 +152,20 @@ def test_a_tool_call_of_the_assistant_is_rendered(tiny_model: Path) -> None:
     message: Message = {"role": "assistant", "content": None, "tool_calls": [call]}
     text = render(tiny_model, [{"role": "user", "content": "U"}, message])
     assert '<tool_call>{"arguments": "{}", "name": "find"}</tool_call><|im_end|>' in text
+
+
+def test_the_vision_model_has_the_same_bytes_each_time(tmp_path: Path) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    for folder in (first, second):
+        build_tiny_vision_model(folder)
+    assert digests(first) == digests(second)
+    assert sorted(digests(first)) == sorted(VISION_FILES)
+
+
+def test_images_stand_in_a_conversation_where_they_were_put(tmp_path: Path) -> None:
+    build_tiny_vision_model(tmp_path / "model")
+    content = [{"type": "text", "text": "Is "}, {"type": "image"}, {"type": "text", "text": " A?"}]
+    text = render(tmp_path / "model", [{"role": "user", "content": content}])
+    assert text == "<|im_start|>user\nIs <image> A?<|im_end|>\n"
+    tokenizer = Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))
+    assert tokenizer.encode("<image><row_6_col_6>").ids == [3, len(SEEN_TOKENS) - 1]

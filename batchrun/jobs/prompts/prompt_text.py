@@ -56,6 +56,11 @@ def prefix_text(body: Mapping[str, object]) -> bytes:
     return "".join(parts).encode("utf-8", "surrogatepass")
 
 
+def media_mark(url: str) -> str:
+    """What stands in a prompt for what is not text; equal for equal addresses."""
+    return f"<|{xxhash.xxh3_64_hexdigest(url.encode('utf-8', 'surrogatepass'))}|>"
+
+
 def _content_parts(content: object) -> list[Part]:
     """The parts of a message's content, or of a prompt: text as it is, and for all else its kind
     with a mark that is equal for equal URLs."""
@@ -150,7 +155,7 @@ def _part(part: Mapping[str, object]) -> Part:
     source = part.get(f"{media}_url", part)
     url = source.get("url", source) if isinstance(source, Mapping) else source
     data = url if isinstance(url, str) else _json(url)
-    return media, f"<|{xxhash.xxh3_64_hexdigest(data.encode('utf-8', 'surrogatepass'))}|>"
+    return media, media_mark(data)
 
 
 def _template_message(message: Mapping[str, object], *, in_parts: bool) -> dict[str, object]:

@@ -15,6 +15,7 @@ from batchrun.jobs.inputs.rows import Row
 from batchrun.jobs.job_file import CONTENT_KEYS, content_template, find_problems
 from batchrun.jobs.prompts.templating import Compiler, Renderer, make_environment
 from batchrun.jobs.spec import JobSpec
+from batchrun.media.images import IMAGE_CODE, ImageError, check_media
 from batchrun.types import RowError
 
 _SHOWN_CHARS = 300
@@ -27,22 +28,24 @@ class RowRenderError(Exception):
     all rows share can be seen to be one.
     """
 
-    def __init__(self, row_number: int, reason: str) -> None:
+    def __init__(self, row_number: int, reason: str, *, code: str = "template_error") -> None:
         super().__init__(f"row {row_number}: {reason}")
-        self.row_error = RowError("template_error", reason)
+        self.row_error = RowError(code, reason)
 
 
 class RequestTemplate:
     """A job's templates, compiled. Stateless once built.
 
-    `columns` are those the input has; `model` is the engine's id for the job's model. Raises
-    JobSpecError when a template is malformed or names a column that is not there.
+    `columns` are those the input has; `model` is the engine's id for the job's model. Without
+    `may_name_media` all prompts are text. Raises JobSpecError when a template is malformed or names
+    a column that is not there.
     """
 
     def __init__(self, spec: JobSpec, columns: Sequence[str], *, model: str) -> None:
         self._model = model
         self._endpoint = spec.endpoint
         self._fields: dict[str, Renderer] = {}
+        self.may_name_media = True
         if spec.is_openai_batch:
             self.columns_used: tuple[str, ...] = BATCH_COLUMNS
             return
@@ -55,6 +58,7 @@ class RequestTemplate:
             raise JobSpecError(f"{spec.where(f'input.{content_key}')}: is required")
         native = isinstance(content, str) and spec.endpoint != "/v1/completions"
         self._fields[content_key] = compiler.compile(f"input.{content_key}", content, native=native)
+        self.may_name_media = compiler.may_name_media
         for name, value in spec.request.items():
             self._fields[name] = compiler.compile(f"request.{name}", value, native=True)
         _check_columns(spec, compiler, columns)
@@ -68,6 +72,10 @@ class RequestTemplate:
         """
         try:
             body = self._batch_body(row) if not self._fields else self._templated_body(row)
+            if self.may_name_media:
+                check_media(body)
+        except ImageError as problem:
+            raise RowRenderError(row_number, str(problem), code=IMAGE_CODE) from None
         except (TemplateError, ValueError, TypeError, LookupError, ArithmeticError) as failure:
             reason = " ".join(str(failure).split())[:_SHOWN_CHARS] or type(failure).__name__
             raise RowRenderError(row_number, reason) from None

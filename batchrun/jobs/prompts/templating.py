@@ -7,12 +7,10 @@ their paths stay within the folder of the input file.
 
 from __future__ import annotations
 
-import base64
 import datetime
 import decimal
 import json
 import math
-import mimetypes
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,38 +20,31 @@ from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import JsonValue
 
-IMAGE_LIMIT_BYTES = 32 << 20
-
-_MAGIC = (
-    (b"\x89PNG\r\n\x1a\n", "image/png"),
-    (b"\xff\xd8\xff", "image/jpeg"),
-    (b"GIF8", "image/gif"),
-    (b"BM", "image/bmp"),
-    (b"II*\x00", "image/tiff"),
-    (b"MM\x00*", "image/tiff"),
-)
+from batchrun.media.images import IMAGE_LIMIT_BYTES, MEDIA_KEYS, ImageError, data_url
 
 
 def image_url(value: object, folders: Sequence[Path]) -> str:
     """The URL for a column's value: a path below one of `folders`, bytes, a URL, or a struct
     with `bytes` or `path` as Hugging Face writes them.
 
-    Raises ValueError with the reason when it is none of these, or over 32 MiB.
+    Raises ImageError with the reason when it is none of these, or no image, or too large a one.
     """
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, bytes):
-        return _data_url(value, name="")
+        return data_url(value)
     if not isinstance(value, str) or not value:
-        raise ValueError("the image column holds neither a path nor bytes")
+        raise ImageError("the image column holds neither a path nor bytes")
     if value.startswith(("data:", "http://", "https://")):
         return value
     path = _confined(value, folders)
     try:
         with path.open("rb") as file:
-            return _data_url(file.read(IMAGE_LIMIT_BYTES + 1), name=path.name)
+            return data_url(file.read(IMAGE_LIMIT_BYTES + 1))
     except OSError as failure:
-        raise ValueError(f"image {value!r} cannot be read: {failure.strerror}") from None
+        raise ImageError(f"image {value!r} cannot be read: {failure.strerror}") from None
+    except ImageError as problem:
+        raise ImageError(f"image {value!r}: {problem}") from None
 
 
 def _confined(name: str, folders: Sequence[Path]) -> Path:
@@ -66,27 +57,8 @@ def _confined(name: str, folders: Sequence[Path]) -> Path:
             if path.is_file():
                 return path
     if outside:
-        raise ValueError(f"image {name!r} lies outside the folder of the input file")
-    raise ValueError(f"image {name!r}: no such file beside the input file")
-
-
-def _data_url(raw: bytes, *, name: str) -> str:
-    if len(raw) > IMAGE_LIMIT_BYTES:
-        raise ValueError(f"the image is over {IMAGE_LIMIT_BYTES >> 20} MiB")
-    kind = _media_type(raw, name)
-    return f"data:{kind};base64,{base64.b64encode(raw).decode('ascii')}"
-
-
-def _media_type(raw: bytes, name: str) -> str:
-    for magic, kind in _MAGIC:
-        if raw.startswith(magic):
-            return kind
-    if raw[:4] == b"RIFF" and raw[8:12] == b"WEBP":
-        return "image/webp"
-    guess = mimetypes.guess_type(name)[0] or ""
-    if not guess.startswith("image/"):
-        raise ValueError("the image is of no known format (PNG, JPEG, GIF, WebP, BMP, TIFF)")
-    return guess
+        raise ImageError(f"image {name!r} lies outside the folder of the input file")
+    raise ImageError(f"image {name!r}: no such file beside the input file")
 
 
 TEXT_LIMIT_CHARS = 64 << 20
@@ -182,7 +154,8 @@ _TEXT_KEYS = frozenset({"content", "text", "role", "name", "refusal"})
 
 
 class Compiler:
-    """Turns template values into renderers and notes which columns each key uses."""
+    """Turns template values into renderers and notes which columns each key uses, and whether
+    what was compiled so far may name images: text alone cannot."""
 
     def __init__(
         self, environment: JobEnvironment, columns: Iterable[str], folders: Sequence[Path]
@@ -191,6 +164,7 @@ class Compiler:
         self._builtins = environment.globals.keys() - set(columns)
         self._folders = tuple(folders)
         self.columns_by_key: dict[str, frozenset[str]] = {}
+        self.may_name_media = False
 
     def compile(self, key: str, value: JsonValue, *, native: bool) -> Renderer:
         """A function from a row to the value that `value` stands for.
@@ -210,7 +184,9 @@ class Compiler:
         return lambda row: value
 
     def _mapping(self, key: str, value: dict[str, JsonValue], *, native: bool) -> Renderer:
+        self.may_name_media |= not MEDIA_KEYS.keys().isdisjoint(value)
         if isinstance(value.get("image"), dict):
+            self.may_name_media = True
             return self._image_part(f"{key}.image", value["image"])
         fields = {
             name: self.compile(f"{key}.{name}", item, native=native or name not in _TEXT_KEYS)
@@ -224,6 +200,7 @@ class Compiler:
         undeclared = meta.find_undeclared_variables(self._environment.parse(text))
         self.columns_by_key[key] = frozenset(undeclared - self._builtins)
         if native and (expression := single_expression(self._environment, text)) is not None:
+            self.may_name_media = True
             evaluate = self._environment.compile_expression(expression, undefined_to_none=False)
             return lambda row: plain_value(evaluate(**row))
         template = self._environment.from_string(text)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Self
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from batchrun.errors import ConfigError
+from batchrun.jobs.prompts.image_tokens import ImageTokens, num_image_tokens
 from batchrun.jobs.prompts.prompt_text import ChatTemplate, prefix_text
 from batchrun.pool.prefix_keys import CHUNK_BYTES
 
@@ -54,7 +55,9 @@ def token_counter(tokenizer_file: Path) -> TokenCounter | None:
     tokenizer.no_truncation()
 
     def count(text: bytes) -> int:
-        return len(tokenizer.encode(text.decode("utf-8", "ignore"), add_special_tokens=False))
+        # The bytes of images are no characters: decoding drops them.
+        words = tokenizer.encode(text.decode("utf-8", "ignore"), add_special_tokens=False)
+        return len(words) + num_image_tokens(text)
 
     return count
 
@@ -160,21 +163,34 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PromptReader:
-    """`text` lays a request's body out as the model gets it, so that equal leading bytes mean
-    equal leading tokens; `count` counts tokens, where the model's tokenizer is at hand."""
+    """`layout` lays a request's body out as the model gets it, but for its images; `count` counts
+    tokens, where the model's tokenizer is at hand. Ends the processor of images as a context."""
 
-    text: Callable[[Mapping[str, object]], bytes] = prefix_text
+    layout: Callable[[Mapping[str, object]], bytes] = prefix_text
     count: TokenCounter | None = None
+    images: ImageTokens = field(default_factory=ImageTokens)
+
+    def text(self, body: Mapping[str, object]) -> bytes:
+        """The body as the model gets it: equal leading bytes mean equal leading tokens. Raises
+        ImageError."""
+        return self.images.text(body, self.layout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.images.close()
 
 
 PLAIN_PROMPTS = PromptReader()
 """For a model of which no files are here: a common layout, four bytes to a token."""
 
 
-def read_prompts(folder: Path | None, *, now: datetime) -> PromptReader:
+def read_prompts(folder: Path | None, *, now: datetime, python: Path | None = None) -> PromptReader:
     """The reader for the model in `folder`; the plain one where nothing there can be used.
 
-    `now` is what a template's date shows. Takes a second where the vocabulary is large.
+    `now` is what a template's date shows, `python` the engine's interpreter, for images. Takes a
+    second where the vocabulary is large.
     """
     if folder is None or not folder.is_dir():
         return PLAIN_PROMPTS
@@ -184,4 +200,5 @@ def read_prompts(folder: Path | None, *, now: datetime) -> PromptReader:
     except ConfigError as problem:
         log.warning("%s; prompts are laid out in a common form", problem)
         return PLAIN_PROMPTS
-    return PromptReader(prefix_text if template is None else template.prefix_text, count)
+    layout = prefix_text if template is None else template.prefix_text
+    return PromptReader(layout, count, ImageTokens(folder, python))

@@ -22,11 +22,13 @@ import uvloop
 
 from batchrun.config import Deployment
 from batchrun.daemon.daemon import Daemon
-from batchrun.daemon.supervisor import KeyList, Supervisor, split_listen
+from batchrun.daemon.supervisor import KeyList, Supervisor, engine_python, split_listen
 from batchrun.errors import BatchrunError, EngineError, StoreUnreachableError
 from batchrun.files import StoreLock, allow_many_open_files, remove_left_scratch, write_atomically
 from batchrun.home import DaemonAddress, Home
 from batchrun.jobs.results.file_bytes import FileBytes, open_file_bytes, recover_files
+from batchrun.media.fetching import ImageFetcher
+from batchrun.media.hosts import ImageHosts
 from batchrun.quantities import parse_age_s
 from batchrun.server.api.app import Edge, Status, make_app
 from batchrun.store.database import Store
@@ -98,9 +100,10 @@ async def _run(
     upstream = {"url": address.url, "gateway_key": gateway_key}
     supervisor = Supervisor(deployment, home, upstream)
     age_s = None if deployment.retention is None else parse_age_s(deployment.retention)
-    daemon = Daemon(
-        store, supervisor.slots, home.inputs, deployment.model_folder(home), age_s, place
-    )
+    folder = deployment.model_folder(home)
+    images = ImageFetcher(ImageHosts(deployment.image_hosts))
+    python = engine_python(deployment.engines[0], home)
+    daemon = Daemon(store, supervisor.slots, home.inputs, folder, age_s, place, images, python)
     status = Status(daemon, supervisor.gateway_url)
     routes = Edge(home, place, address.token, gateway_key, deployment.completion_windows)
     # httptools reads on after an early answer, so that a refused upload hears why.

@@ -21,8 +21,10 @@ from aiohttp import web
 from ruamel.yaml import YAML
 
 from batchrun.errors import BatchrunError, ConfigError, EngineError
+from batchrun.media.fetching import ImageFetcher
+from batchrun.media.hosts import ImageHosts
 from batchrun.server.gateway.admission import ABOUT_CALLER, Door, choose_class
-from batchrun.server.gateway.bodies import SteeredBody, read_body, read_call_body
+from batchrun.server.gateway.bodies import SteeredBody, fill_images, read_body, read_call_body
 from batchrun.server.gateway.envelope import (
     NO_HEADERS,
     REQUEST_ID,
@@ -114,6 +116,7 @@ class Gateway:
     def __init__(self, settings: GatewaySettings, forwarder: Forwarder, door: Door) -> None:
         self._settings = settings
         self._door = door
+        self._images = ImageFetcher()
         self._forwarder = forwarder
         self._slo_classes: SloClasses = {}
         self._daemon = DaemonCalls(
@@ -132,6 +135,11 @@ class Gateway:
         """Go on with a new list of engines and classes."""
         self._forwarder.balancer.replace(upstreams.engines)
         self._slo_classes = upstreams.slo_classes
+        self._images.hosts = ImageHosts(upstreams.image_hosts)
+
+    async def close(self) -> None:
+        """Close the connections to the hosts of images."""
+        await self._images.close()
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """The entry point of the HTTP server."""
@@ -172,6 +180,7 @@ class Gateway:
         key_class = None if key is None else key.slo_class
         bounds = choose_class(request.headers, key_class, self._slo_classes)
         body = await read_body(request, max_bytes=limits.max_body_bytes, idle_s=limits.body_idle_s)
+        body = await fill_images(body, self._images)
         call = _call(
             request,
             request_id,

@@ -18,6 +18,8 @@ from aiohttp import web
 
 from batchrun.errors import InputError
 from batchrun.hints import HINT_ARGUMENTS, FlexHint, Hint, SloBounds, SloHint, drop_hint, put_hint
+from batchrun.media.fetching import ImageFetcher
+from batchrun.media.images import IMAGE_CODE, ImageError
 from batchrun.server.gateway.envelope import RefusalError
 from batchrun.server.gateway.upstreams import Upstream
 
@@ -136,7 +138,8 @@ def _parse(body: bytes) -> dict[str, Any]:
     if is_too_much(body):
         raise RefusalError(
             413,
-            f"a body with a class, a tier or a priority may hold {MAX_VALUES} values at most",
+            f"a body with a class, a tier, a priority or an image may hold {MAX_VALUES} values "
+            "at most",
         )
     try:
         document = json.loads(body)
@@ -146,6 +149,25 @@ def _parse(body: bytes) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise InputError("the request body must be a JSON object")
     return document
+
+
+_MEDIA_KEY = b"_url"
+"""All keys by which a request names an image, a sound or a video end so."""
+
+
+async def fill_images(body: bytes, images: ImageFetcher) -> bytes:
+    """The body with what its images' addresses lead to; itself where it has none.
+
+    Raises InputError and RefusalError.
+    """
+    if not may_hold(body, _MEDIA_KEY):
+        return body
+    document = _parse(body)
+    try:
+        filled = await images.filled(document)
+    except ImageError as problem:
+        raise RefusalError(problem.http_status, str(problem), code=IMAGE_CODE) from problem
+    return body if filled is document else json.dumps(filled).encode()
 
 
 RESPONSES = "/v1/responses"

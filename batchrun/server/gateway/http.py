@@ -184,6 +184,7 @@ async def serve(
         session = await exits.enter_async_context(open_session())
         door = await _make_door(settings.keys_path, exits)
         gateway = Gateway(settings, Forwarder(Balancer(make_router()), session), door)
+        exits.push_async_callback(gateway.close)
         upstreams = FollowedFile(settings.upstreams_path, read_upstreams, gateway.take_over)
         await _follow(upstreams, exits)
         server = GatewayServer(gateway, head_s=settings.body_idle_s)

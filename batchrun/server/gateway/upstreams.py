@@ -4,7 +4,8 @@
                   "is_last_choice": false, "hint_nonce": "..." | null,
                   "offline_priority": 1 | null}],
      "daemon": {"url": "http://127.0.0.1:9999", "gateway_key": "..."} | null,
-     "slo_classes": {"fast": {"ttft_s": 0.2, "tpot_s": 0.03, "jct_s": null}}}
+     "slo_classes": {"fast": {"ttft_s": 0.2, "tpot_s": 0.03, "jct_s": null}},
+     "image_hosts": ["images.example.com"]}
 
 The writer may die at any time: the last good list stays in use. Unknown fields are ignored.
 """
@@ -137,11 +138,13 @@ SloClasses = Mapping[str, SloBounds]
 
 @dataclass(frozen=True, slots=True)
 class Upstreams:
-    """What the file says: the engines in file order, the daemon, and the SLO classes."""
+    """What the file says: the engines in file order, the daemon, the SLO classes, and the hosts
+    that images may come from."""
 
     engines: tuple[Upstream, ...]
     daemon: DaemonAt | None = None
     slo_classes: SloClasses = field(default_factory=dict)
+    image_hosts: tuple[str, ...] = ()
 
 
 def read_upstreams(path: Path) -> Upstreams:

@@ -1,0 +1,169 @@
+"""Images from the web, for callers who are not trusted: only from named hosts, within bounds.
+
+An engine never fetches anything: it is given what came, as a data URL. So what was checked is what
+is used, and a host name cannot lead elsewhere the second time it is looked up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
+from aiohttp.resolver import ThreadedResolver
+from yarl import URL
+
+from batchrun.media.hosts import SHOWN_CHARS, ImageHosts
+from batchrun.media.images import (
+    IMAGE_LIMIT_BYTES,
+    ImageError,
+    check_scheme,
+    data_url,
+    is_data_url,
+    media_urls,
+    with_urls,
+)
+
+FETCH_TIMEOUT_S = 20.0
+CONNECT_TIMEOUT_S = 5.0
+MAX_URLS = 64
+"""Addresses of one request."""
+MAX_REQUEST_BYTES = 64 << 20
+"""What all images that are fetched for one request have together."""
+MAX_AT_ONCE = 16
+_CHUNK_BYTES = 64 << 10
+_LATER_STATUSES = frozenset({408, 425, 429})
+
+
+class ImageUnreachableError(ImageError):
+    """The host of an image does not answer, or not now: another time it may."""
+
+
+class _CheckedResolver(AbstractResolver):
+    """Looks names up as the system does, and lets none lead to an address that is not allowed."""
+
+    def __init__(self, is_allowed: Callable[[str, int], bool]) -> None:
+        self._is_allowed = is_allowed
+        self._system = ThreadedResolver()
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        found = await self._system.resolve(host, port, family)
+        for each in found:
+            if not self._is_allowed(each["host"].partition("%")[0], port):
+                message = f"images may not come from {host!r}: it leads to a private address"
+                raise ImageError(message)
+        return found
+
+    async def close(self) -> None:
+        await self._system.close()
+
+
+class _Room:
+    """What is left of `MAX_REQUEST_BYTES` for one request."""
+
+    def __init__(self) -> None:
+        self._left_bytes = MAX_REQUEST_BYTES
+
+    def take(self, num_bytes: int) -> None:
+        """Raises ImageError when it is used up."""
+        self._left_bytes -= num_bytes
+        if self._left_bytes < 0:
+            limit = MAX_REQUEST_BYTES >> 20
+            raise ImageError(f"the images of the request are over {limit} MiB together")
+
+
+class ImageFetcher:
+    """Puts what addresses of images lead to into requests. Used within one event loop; `close` it.
+
+    `hosts` may be replaced at any time.
+    """
+
+    def __init__(self, hosts: ImageHosts | None = None) -> None:
+        self.hosts = hosts or ImageHosts()
+        self._session: aiohttp.ClientSession | None = None
+        self._turns = asyncio.Semaphore(MAX_AT_ONCE)
+
+    async def filled(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The body with every image in it; itself where nothing is to be fetched.
+
+        Raises ImageError for an image that may not be had or is none, and ImageUnreachableError
+        where it may be had another time.
+        """
+        urls = {url: kind for kind, url in media_urls(body) if not is_data_url(url)}
+        if not urls:
+            return body
+        for url, kind in urls.items():
+            check_scheme(kind, url)
+        if len(urls) > MAX_URLS:
+            raise ImageError(f"a request may name {MAX_URLS} images on the web (got {len(urls)})")
+        places = [self.hosts.check(url) for url in urls]
+        room = _Room()
+        tasks = [asyncio.ensure_future(self._fetch(place, room)) for place in places]
+        try:
+            images = dict(zip(urls, await asyncio.gather(*tasks), strict=True))
+        finally:
+            for task in tasks:
+                task.cancel()
+        return with_urls(body, lambda _, url: images.get(url, url))
+
+    async def close(self) -> None:
+        """Close all connections."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def _fetch(self, place: URL, room: _Room) -> str:
+        shown = str(place)[:SHOWN_CHARS]
+        try:
+            async with (
+                self._turns,
+                asyncio.timeout(FETCH_TIMEOUT_S),
+                self._open().get(place, allow_redirects=False) as response,
+            ):
+                _check_reply(response, shown)
+                return data_url(await _read(response, room, shown))
+        except TimeoutError:
+            message = f"the image at {shown} did not come within {FETCH_TIMEOUT_S:g} s"
+            raise ImageUnreachableError(message) from None
+        except (aiohttp.ClientError, OSError) as error:
+            detail = " ".join(str(error).split()) or type(error).__name__
+            raise ImageUnreachableError(f"the image at {shown} cannot be had: {detail}") from None
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            resolver = _CheckedResolver(lambda address, port: self.hosts.allows(address, port))
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(resolver=resolver, use_dns_cache=False),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                headers={"Accept": "image/*", "Accept-Encoding": "identity"},
+                auto_decompress=False,
+            )
+        return self._session
+
+
+def _check_reply(response: aiohttp.ClientResponse, shown: str) -> None:
+    status, coding = response.status, response.headers.get("Content-Encoding", "identity")
+    if status in _LATER_STATUSES or status >= 500:
+        raise ImageUnreachableError(f"the image at {shown} cannot be had now: HTTP {status}")
+    if 300 <= status < 400:
+        raise ImageError(f"the image at {shown} is elsewhere, and redirects are not followed")
+    if status != 200:
+        raise ImageError(f"the image at {shown} cannot be had: HTTP {status}")
+    if coding.lower() != "identity":
+        raise ImageError(f"the image at {shown} comes compressed, which was not asked for")
+
+
+async def _read(response: aiohttp.ClientResponse, room: _Room, shown: str) -> bytes:
+    raw = bytearray()
+    async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
+        raw += chunk
+        room.take(len(chunk))
+        if len(raw) > IMAGE_LIMIT_BYTES:
+            raise ImageError(f"the image at {shown} is over {IMAGE_LIMIT_BYTES >> 20} MiB")
+    return bytes(raw)

@@ -1,0 +1,190 @@
+"""Which addresses images may come from, and what is done to fetch one."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator
+from ipaddress import ip_address
+
+import pytest
+import pytest_asyncio
+from aiohttp import web
+from image_builders import bomb, data_url_of, image_body, picture
+
+from batchrun.media.fetching import MAX_URLS, ImageFetcher, ImageUnreachableError
+from batchrun.media.hosts import ImageHosts, checked_host, is_public
+from batchrun.media.images import IMAGE_LIMIT_BYTES, ImageError, media_urls
+from benchmarks.hostile_urls import HOSTILE_URLS, HOSTS
+
+PICTURE = picture()
+
+
+@pytest.mark.parametrize("url", HOSTILE_URLS)
+async def test_a_hostile_address_is_refused(url: str) -> None:
+    fetcher = ImageFetcher(ImageHosts(HOSTS))
+    with pytest.raises(ImageError) as caught:
+        await fetcher.filled(image_body(url))
+    await fetcher.close()
+    assert not isinstance(caught.value, ImageUnreachableError)
+    assert "\n" not in str(caught.value)
+
+
+def test_there_are_forty_of_them() -> None:
+    assert len(set(HOSTILE_URLS)) >= 40
+
+
+@pytest.mark.parametrize(
+    ("address", "public"),
+    [
+        ("93.184.216.34", True),
+        ("2606:4700::1111", True),
+        ("::ffff:93.184.216.34", True),
+        ("64:ff9b::5db8:d822", True),
+        ("127.0.0.1", False),
+        ("10.1.2.3", False),
+        ("100.64.0.1", False),
+        ("169.254.169.254", False),
+        ("192.0.2.1", False),
+        ("224.0.0.1", False),
+        ("0.0.0.0", False),
+        ("::1", False),
+        ("::", False),
+        ("fe80::1", False),
+        ("fd00::1", False),
+        ("ff02::1", False),
+        ("::ffff:127.0.0.1", False),
+        ("::127.0.0.1", False),
+        ("64:ff9b::7f00:1", False),
+        ("2002:7f00:1::", False),
+    ],
+)
+def test_an_address_is_public_with_all_that_it_holds(address: str, public: bool) -> None:  # noqa: FBT001
+    assert is_public(ip_address(address)) is public
+
+
+@pytest.mark.parametrize("entry", ["", "http://a", "a/b", "user@a", "a:x", "a?b", "a b"])
+def test_what_is_no_host_is_refused(entry: str) -> None:
+    with pytest.raises(ValueError):
+        checked_host(entry)
+
+
+@pytest.mark.parametrize(
+    ("entry", "url"),
+    [
+        ("images.example.com", "https://images.example.com/a.png"),
+        ("Images.Example.com", "http://IMAGES.example.com./a.png"),
+        ("images.example.com:8080", "http://images.example.com:8080/a.png"),
+        ("10.0.0.1", "http://10.0.0.1/a.png"),
+        ("::1", "http://[0:0::1]/a.png"),
+    ],
+)
+def test_a_listed_host_is_allowed(entry: str, url: str) -> None:
+    hosts = ImageHosts([entry])
+    assert hosts.check(url)
+    with pytest.raises(ImageError):
+        ImageHosts().check(url)
+
+
+def test_a_name_may_lead_to_a_listed_address_and_port() -> None:
+    hosts = ImageHosts(["images.corp", "10.0.0.1", "10.0.0.2:9000"])
+    assert hosts.allows("10.0.0.1", 443) and hosts.allows("10.0.0.2", 9000)
+    assert not hosts.allows("10.0.0.1", 9000) and not hosts.allows("10.0.0.2", 80)
+    assert not hosts.allows("10.0.0.3", 80) and not hosts.allows("localhost", 80)
+
+
+class Host:
+    """A web server of images on this machine that notes what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.port = 0
+
+    def url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.port}/{path}"
+
+    async def answer(self, request: web.BaseRequest) -> web.Response:
+        self.asked.append(request.path)
+        replies = {
+            "/a.png": web.Response(body=PICTURE),
+            "/moved.png": web.Response(status=302, headers={"Location": self.url("a.png")}),
+            "/large.png": web.Response(body=bytes(IMAGE_LIMIT_BYTES + 1)),
+            "/packed.png": web.Response(body=PICTURE, headers={"Content-Encoding": "gzip"}),
+            "/bomb.png": web.Response(body=bomb(9_000, 9_000)),
+            "/page.png": web.Response(text="<html>"),
+            "/busy.png": web.Response(status=503),
+        }
+        return replies.get(request.path, web.Response(status=404))
+
+
+@pytest_asyncio.fixture
+async def host() -> AsyncIterator[Host]:
+    made = Host()
+    runner = web.ServerRunner(web.Server(made.answer))
+    await runner.setup()
+    listener = socket.create_server(("127.0.0.1", 0))
+    await web.SockSite(runner, listener).start()
+    made.port = listener.getsockname()[1]
+    yield made
+    await runner.cleanup()
+
+
+async def fill(urls: list[str], hosts: list[str]) -> list[str]:
+    """The addresses in the body that the engine gets."""
+    fetcher = ImageFetcher(ImageHosts(hosts))
+    try:
+        return [url for _, url in media_urls(await fetcher.filled(image_body(*urls)))]
+    finally:
+        await fetcher.close()
+
+
+async def test_an_image_of_a_listed_host_comes_with_the_request(host: Host) -> None:
+    urls = [host.url("a.png"), data_url_of(picture(1)), host.url("a.png")]
+    filled = await fill(urls, [f"127.0.0.1:{host.port}"])
+    assert filled == [data_url_of(PICTURE), urls[1], data_url_of(PICTURE)]
+    assert host.asked == ["/a.png"]
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("moved.png", "redirects are not followed"),
+        ("large.png", "over 32 MiB"),
+        ("packed.png", "compressed"),
+        ("bomb.png", "million pixels"),
+        ("page.png", "of no known format"),
+        ("absent.png", "HTTP 404"),
+        ("busy.png", "HTTP 503"),
+    ],
+)
+async def test_what_is_not_an_image_to_be_had_is_refused(
+    host: Host, path: str, problem: str
+) -> None:
+    with pytest.raises(ImageError, match=problem) as caught:
+        await fill([host.url(path)], [f"127.0.0.1:{host.port}"])
+    assert isinstance(caught.value, ImageUnreachableError) == (path == "busy.png")
+    assert host.asked == [f"/{path}"]
+
+
+async def test_a_listed_name_that_leads_to_this_machine_is_not_asked(host: Host) -> None:
+    with pytest.raises(ImageError, match="leads to a private address"):
+        await fill([f"http://localhost:{host.port}/a.png"], [f"localhost:{host.port}"])
+    assert host.asked == []
+
+
+async def test_a_host_that_does_not_answer_may_answer_later(host: Host) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+    with pytest.raises(ImageUnreachableError, match="cannot be had"):
+        await fill([f"http://127.0.0.1:{port}/a.png"], [f"127.0.0.1:{port}"])
+
+
+async def test_a_request_may_name_so_many_images(host: Host) -> None:
+    urls = [host.url(f"{number}.png") for number in range(MAX_URLS + 1)]
+    with pytest.raises(ImageError, match="64 images"):
+        await fill(urls, [f"127.0.0.1:{host.port}"])
+    assert host.asked == []
+
+
+async def test_a_text_is_passed_on_as_it_is() -> None:
+    body = {"messages": [{"role": "user", "content": "http://127.0.0.1/a.png"}]}
+    assert await ImageFetcher().filled(body) is body

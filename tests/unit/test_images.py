@@ -1,0 +1,199 @@
+"""What an image is, where a request names it, and what it counts in a prompt."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from image_builders import bomb, data_url_of, image_body, picture
+from PIL import Image
+
+from batchrun.jobs.prompts.image_tokens import (
+    IMAGE_TOKEN_BYTES,
+    ImageTokens,
+    num_image_tokens,
+    show_images,
+)
+from batchrun.jobs.prompts.prompt_text import prefix_text
+from batchrun.jobs.prompts.template import RequestTemplate, RowRenderError
+from batchrun.jobs.prompts.tokens import PromptReader
+from batchrun.jobs.spec import JobSpec
+from batchrun.media.images import (
+    IMAGE_LIMIT_BYTES,
+    ImageError,
+    check_media,
+    media_urls,
+    read_image,
+    with_urls,
+)
+
+
+def template_of(path: Path, messages: object, column: str) -> RequestTemplate:
+    """The template of a job with this input, of which one column is used."""
+    document = {
+        "name": "x",
+        "input": {"path": str(path), "messages": messages},
+        "output": {"path": "/out.jsonl"},
+    }
+    return RequestTemplate(JobSpec.model_validate(document), [column], model="m")
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF"])
+def test_an_image_of_a_known_format_is_read(kind: str) -> None:
+    image = read_image(picture(kind=kind, size=(40, 30)))
+    assert (image.width, image.height) == (40, 30)
+    assert image.media_type == f"image/{kind.lower()}"
+
+
+def test_a_picture_taken_upright_has_its_sides_swapped() -> None:
+    file, exif = io.BytesIO(), Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (40, 30)).save(file, "JPEG", exif=exif)
+    image = read_image(file.getvalue())
+    assert (image.width, image.height) == (30, 40)
+
+
+@pytest.mark.parametrize(
+    ("raw", "problem"),
+    [
+        (b"", "broken"),
+        (b"no image", "of no known format"),
+        (picture()[:20], "broken"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "of no known format"),
+        (bomb(20_000, 20_000), "64 million pixels"),
+        (bomb(9_000, 9_000), "64 million pixels"),
+        (bytes(IMAGE_LIMIT_BYTES + 1), "over 32 MiB"),
+    ],
+)
+def test_what_is_no_image_or_too_large_a_one_is_refused(raw: bytes, problem: str) -> None:
+    with pytest.raises(ImageError, match=problem):
+        read_image(raw)
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        (image_body("data:a", "http://b"), [("image", "data:a"), ("image", "http://b")]),
+        ({"messages": [{"content": [{"image_url": "file:///c"}]}]}, [("image", "file:///c")]),
+        (
+            {"input": [{"content": [{"type": "input_image", "image_url": "http://d"}]}]},
+            [("image", "http://d")],
+        ),
+        (
+            {"input": [{"type": "computer_call_output", "output": {"image_url": "http://e"}}]},
+            [("image", "http://e")],
+        ),
+        (
+            {"messages": [{"content": [{"video_url": {"url": "http://f"}}]}]},
+            [("video", "http://f")],
+        ),
+        ({"messages": [{"role": "user", "content": '{"image_url": "http://g"}'}]}, []),
+        ({"messages": [], "tools": [{"image_url": {"url": "a parameter"}}]}, []),
+        ({"prompt": "image_url", "input": ["image_url", "http://h"]}, []),
+    ],
+)
+def test_images_are_found_wherever_an_engine_would_look(
+    body: dict[str, object], found: list[tuple[str, str]]
+) -> None:
+    assert list(media_urls(body)) == found
+    changed = with_urls(body, lambda kind, url: f"{kind} {url}")
+    assert list(media_urls(changed)) == [(kind, f"{kind} {url}") for kind, url in found]
+    assert list(media_urls(body)) == found
+
+
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("data:image/png;base64,????", "not valid base64"),
+        ("data:image/png,abc", "must be written as"),
+        (data_url_of(b"no image"), "of no known format"),
+        (data_url_of(bomb(9_000, 9_000)), "million pixels"),
+        ("file:///etc/passwd", "http://"),
+        ("ftp://host/a.png", "http://"),
+    ],
+)
+def test_a_row_with_a_faulty_image_ends_with_a_line_that_says_so(url: str, problem: str) -> None:
+    template = template_of(Path("/rows.jsonl"), "{{ messages }}", "messages")
+    with pytest.raises(RowRenderError, match=problem) as caught:
+        template.render({"messages": image_body(url)["messages"]}, row_number=3)
+    assert caught.value.row_error.code == "invalid_image"
+    assert "\n" not in caught.value.row_error.message
+
+
+@pytest.mark.parametrize(
+    ("content", "may"),
+    [
+        ("{{ column }}", False),
+        ([{"type": "text", "text": "{{ column }}"}], False),
+        ([{"image": {"column": "column"}}], True),
+        ([{"type": "image_url", "image_url": {"url": "http://a/{{ column }}"}}], True),
+        ([{"type": "image_url", "image_url": {"url": "{{ column }}"}}], True),
+        ([{"type": "input_image", "more": "{{ column }}"}], True),
+    ],
+)
+def test_only_a_template_that_may_name_images_is_searched_for_them(
+    content: object, *, may: bool
+) -> None:
+    messages = [{"role": "user", "content": content}]
+    template = template_of(Path("/rows.jsonl"), messages, "column")
+    assert template.may_name_media == may
+
+
+def test_a_video_on_the_web_is_refused() -> None:
+    part = {"type": "video_url", "video_url": {"url": "http://host/a.mp4"}}
+    with pytest.raises(ImageError, match="video must come as a data URL"):
+        check_media({"messages": [{"role": "user", "content": [part]}]})
+
+
+def keys_of(*urls: str, text: str = "what?") -> bytes:
+    return PromptReader().text(image_body(*urls, text=text))
+
+
+def test_equal_images_are_equal_keys_however_they_come(tmp_path: Path) -> None:
+    raw = picture()
+    (tmp_path / "a.png").write_bytes(raw)
+    (tmp_path / "copy.png").write_bytes(raw)
+    content = [{"image": {"column": "image"}}, {"type": "text", "text": "what?"}]
+    messages = [{"role": "user", "content": content}]
+    template = template_of(tmp_path / "a.parquet", messages, "image")
+    bodies = [template.render({"image": v}, row_number=0) for v in ("a.png", "copy.png", raw)]
+    keys = {PromptReader().text(body) for body in bodies}
+    keys |= {keys_of(data_url_of(raw)), keys_of(data_url_of(raw, "IMAGE/x;name=a"))}
+    assert len(keys) == 1
+    assert keys_of(data_url_of(picture(1))) not in keys
+
+
+def test_other_images_end_what_rows_share() -> None:
+    first, second, third = (data_url_of(picture(seed, (280, 280))) for seed in range(3))
+    one, other = keys_of(first, second), keys_of(first, third)
+    shared = next(at for at, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
+    assert num_image_tokens(one[:shared]) == ImageTokens().count(280, 280) - 1
+
+
+def test_an_image_counts_its_tokens_in_the_text() -> None:
+    text = keys_of(data_url_of(picture(size=(280, 560))), text="hi")
+    num_tokens = 280 * 560 // 28**2
+    assert num_image_tokens(text) == num_tokens - 1  # and one for the template's placeholder
+    assert len(text) == len(prefix_text(image_body(text="hi"))) + (num_tokens - 1) * 4
+    assert IMAGE_TOKEN_BYTES == 4
+    assert show_images(text).endswith(b"[image]hi")
+
+
+def test_a_text_that_imitates_an_image_counts_no_more_often_than_there_are_images() -> None:
+    url = data_url_of(picture(size=(560, 560)))
+    image = read_image(picture(size=(560, 560)))
+    mark = prefix_text(image_body(image.digest, text="")).decode().removeprefix("<|user|>")
+    once = num_image_tokens(keys_of(url))
+    assert mark.startswith("<|")
+    assert num_image_tokens(keys_of(url, text=mark * 1_000)) == once
+
+
+@pytest.mark.slow
+def test_a_model_without_a_processor_has_its_images_guessed(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    images = ImageTokens(tiny_model)
+    assert images.count(280, 280) == images.count(280, 280) == 100
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    images.close()
