@@ -121,13 +121,20 @@ class OnlineRouter:
     """The gateway: each call goes to the engine that the router ranks first.
 
     The calls on an engine are counted as of the clock of the engine that is behind; another one may
-    be a step ahead. `num_arrived` counts the calls made so far.
+    be a step ahead. `num_arrived` counts the calls made so far. Calls ask for as many tokens as
+    they get, or with `context_tokens` for no number.
     """
 
     def __init__(
-        self, calls: CallTrace, num_engines: int, seed: int, router: Router | None = None
+        self,
+        calls: CallTrace,
+        num_engines: int,
+        seed: int,
+        router: Router | None = None,
+        context_tokens: int | None = None,
     ) -> None:
         self._calls = calls
+        self._context_tokens = context_tokens
         self._router = router or make_router()
         self._arrival_s: list[float] = calls.arrival_s.tolist()
         self._seed_key = key_of(seed, 1)
@@ -167,13 +174,11 @@ class OnlineRouter:
             # Two blocks of one text in different places have different KV.
             chain = np.bitwise_xor.accumulate(mixed(hashes, np.arange(len(hashes))))
             prompt = prompt_of(chain, shared.block_tokens, num_tokens, own_key)
-        return Arrival(
-            f"{PREFIX}{index}",
-            True,
-            self._arrival_s[index],
-            prompt.tolist(),
-            int(calls.num_output_tokens[index]),
-        )
+        num_output, context = int(calls.num_output_tokens[index]), self._context_tokens
+        most = num_output if context is None else context - num_tokens
+        name, at_s = f"{PREFIX}{index}", self._arrival_s[index]
+        stops_after = None if context is None else num_output
+        return Arrival(name, True, at_s, prompt.tolist(), most, num_output_tokens=stops_after)
 
 
 class EnginePort:

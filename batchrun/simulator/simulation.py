@@ -28,7 +28,9 @@ class SimulationPlan:
     """What to simulate: `duration_s` of online `calls` and offline `jobs` on `num_engines`.
 
     The same plan gives the same figures and the same records to the last bit. Only calls that
-    arrive in the seconds [from, to) of `judged_s` are judged; those around them are the load.
+    arrive in the seconds [from, to) of `judged_s` are judged; those around them are the load. Calls
+    ask for as many tokens as they get, or with `context_tokens` for no number: the limit is then
+    what the prompt leaves of that context.
     """
 
     duration_s: float
@@ -39,6 +41,7 @@ class SimulationPlan:
     slo: Slo = field(default_factory=Slo)
     seed: int = 0
     judged_s: tuple[float, float] = (0.0, math.inf)
+    context_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +141,7 @@ class Simulation:
         num = plan.num_engines
         block_tokens = plan.engine.shape.block_tokens
         self.feed = RowFeed(plan.jobs, num, plan.seed, block_tokens) if feed is None else feed
-        self.router = OnlineRouter(plan.calls, num, plan.seed)
+        self.router = OnlineRouter(plan.calls, num, plan.seed, context_tokens=plan.context_tokens)
         self.engines = Engines(plan.engine, self.router, self.feed)
         self.watch = Watch(
             self.engines, self.router, self.feed, tables, slo=plan.slo, judged_s=plan.judged_s

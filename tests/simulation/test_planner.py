@@ -20,25 +20,22 @@ from batchrun.simulator.planner.capacity import (
     plan_capacity,
     record_of,
 )
-from batchrun.simulator.planner.fleet import Fleet, alone, context_tokens, peak_load, size_fleet
+from batchrun.simulator.planner.fleet import (
+    Fleet,
+    alone,
+    beside_jobs,
+    context_tokens,
+    peak_load,
+    size_fleet,
+    smallest,
+)
 from batchrun.simulator.planner.kinds import EngineKind, SloTarget, parse_kind
 from batchrun.simulator.traces.reading import save_trace
 from batchrun.simulator.traces.trace import PrefixBlocks, Trace
 from batchrun.simulator.virtual.setup import A100Law, EngineShape
-from benchmarks.plan_trials import trial
 
 LAX = SloTarget(1_000.0, 1_000.0)
 KIND = EngineKind("a100", EnginePlan(), 2.0)
-
-
-@pytest.mark.parametrize("seed", [1, 2])
-def test_the_smallest_number_is_the_one_known_by_construction(seed: int) -> None:
-    record = trial(seed)
-
-    assert record["found"] == record["known"]
-    assert record["found_larger"] == record["known_larger"]
-    assert record["is_monotone_in_slo"]
-    assert record["is_impossible_told"]
 
 
 def steady(*, num: int = 40, gap_s: float = 0.5, prompt_tokens: int = 300) -> Trace:
@@ -47,7 +44,7 @@ def steady(*, num: int = 40, gap_s: float = 0.5, prompt_tokens: int = 300) -> Tr
 
 
 def sized(trace: Trace, slo: SloTarget, kind: EngineKind = KIND, most: int = 8) -> Fleet:
-    return size_fleet(peak_load(trace, 10.0, slo), kind, slo, most)
+    return size_fleet([peak_load(trace, 10.0, slo)], kind, slo, most)
 
 
 def with_call(trace: Trace, index: int, prompt_tokens: int) -> Trace:
@@ -117,6 +114,53 @@ def test_the_cap_is_told_when_it_does_not_hold() -> None:
     assert (fleet.num_engines, fleet.is_impossible) == (None, False)
     assert [each.num_engines for each in fleet.tried] == [1, 2, 3]
     assert "3 engines of a100 do not hold" in no_answer(fleet)
+
+
+def bursts(num_calls: int) -> Trace:
+    """The same burst three times, engines idle in between."""
+    ones = np.ones(3 * num_calls, np.int64)
+    return Trace.of(np.repeat([0.0, 5.0, 10.0], num_calls), 2_000 * ones, 8 * ones)
+
+
+def held_at_once(slo: SloTarget) -> int:
+    """How large a burst one engine serves within the bounds, all of it."""
+    most = smallest(lambda num: sized(bursts(num), slo, most=1).num_engines is None, 64)
+    assert most is not None
+    return most - 1
+
+
+def test_engines_share_a_burst_as_one_engine_tells() -> None:
+    slo = SloTarget(3.5 * alone(KIND.engine, 2_000, 1)[0], 1.0)
+    held = held_at_once(slo)
+
+    assert held > 1
+    for num_calls in (2 * held, 2 * held + 1, 4 * held):
+        assert sized(bursts(num_calls), slo).num_engines == -(-num_calls // held)
+
+
+def test_engines_are_added_until_every_draw_holds() -> None:
+    slo = SloTarget(3.5 * alone(KIND.engine, 2_000, 1)[0], 1.0)
+    held = held_at_once(slo)
+    loads = [
+        peak_load(bursts(num_calls), 10.0, slo, draw)
+        for draw, num_calls in enumerate([held, 1, 3 * held, 2 * held])
+    ]
+    fleet = size_fleet(loads, KIND, slo)
+
+    assert (fleet.num_as_given, fleet.num_for_calls, fleet.num_engines) == (1, 3, 3)
+    assert fleet.num_draws == 4
+    assert [each.draw for each in fleet.tried_on(3)] == [0, 1, 2, 3]
+    assert all(each.holds(slo) for each in fleet.tried_on(3))
+    assert not all(each.holds(slo) for each in fleet.tried_on(2))
+
+
+def test_a_draw_that_no_number_serves_is_left_out_and_counted() -> None:
+    trace = steady()
+    slo = SloTarget(2 * alone(KIND.engine, 300, 1)[0], 1.0)
+    loads = [peak_load(trace, 10.0, slo), peak_load(with_call(trace, 17, 20_000), 10.0, slo, 1)]
+    fleet = size_fleet(loads, KIND, slo)
+
+    assert (fleet.num_engines, fleet.num_draws) == (1, 1)
 
 
 def docs(name: str, seed: int, deadline_s: float) -> OfflineJob:
