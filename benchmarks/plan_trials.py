@@ -7,10 +7,11 @@ The planner sees the first of two draws only, as a trace. The number that it fin
 peak of the second: alone, and beside the job. What the trace as given needs, which a planner with
 one draw would have said, is judged too.
 
-`azure` deals the minutes of the recorded hour, half of its calls: of each two neighbours one goes
-to each draw, by lot. `servegen` draws an hour of ServeGen's clients twice, with their gaps (Gamma and Weibull) and
-log-normal lengths. Engines are a card with a quarter of an A100's bytes and flops a second, so that
-several are needed.
+`azure` deals the minutes of the recorded hour, three of ten calls: of each two neighbours one goes
+to each draw, by lot. `servegen` draws an hour of ServeGen's clients twice, with their gaps (Gamma
+and Weibull) and log-normal lengths. Engines are a card with a quarter of an A100's bytes and flops
+a second, so that several are needed. To be done in half an hour the peak is a minute, of about 150
+calls, and 95 % are to keep the bounds: as many calls may miss as of five minutes with 99 %.
 """
 
 from __future__ import annotations
@@ -40,19 +41,20 @@ from batchrun.simulator.virtual.setup import A100Law, EngineShape
 from benchmarks.forecast import AZURE, DATA, DAY_S, SERVEGEN
 from benchmarks.records import Bar, Record, finish, parser, shown
 
-SLO = SloTarget(ttft_s=3.0, tpot_s=0.15)
+SLO = SloTarget(ttft_s=3.0, tpot_s=0.15, target=0.95)
 PEAK_S = 60.0
 MINUTE_S = 60.0
 SETTINGS = {"slo": {"ttft_s": SLO.ttft_s, "tpot_s": SLO.tpot_s}}
 LAW = A100Law(flop_per_s=55e12, bytes_per_s=0.35e12)
-KIND = EngineKind("small", EnginePlan(EngineShape(num_blocks=2_700), settings=SETTINGS, law=LAW))
-JOB = JobShape(1_500, (1_000, 4_000), (2, 8), (15, 60), (16, 128))
+SHAPE = EngineShape(num_blocks=2_700, max_num_seqs=32)
+KIND = EngineKind("small", EnginePlan(SHAPE, settings=SETTINGS, law=LAW))
+JOB = JobShape(1_000, (1_000, 4_000), (2, 8), (15, 60), (16, 128))
 EVENING_S, HOUR_S, SERVEGEN_RATE = DAY_S + 70_000.0, 3_600.0, 0.003
 
 
 def main() -> int:
     """Run the pairs, print and save them; exit code 1 when too few numbers hold."""
-    defaults = {"seeds": tuple(range(100, 110)), "traffic": ("azure", "servegen"), "data": DATA}
+    defaults = {"seeds": tuple(range(100, 120)), "traffic": ("azure", "servegen"), "data": DATA}
     options = parser(__doc__, **defaults).parse_args()
     records = shown(
         trial(name, seed, options.data) for name in options.traffic for seed in options.seeds
@@ -101,7 +103,7 @@ def judged(load: PeakLoad, num_engines: int, jobs: Sequence[OfflineJob]) -> Atta
 
 def dealt(data: Path, seed: int) -> tuple[Trace, Trace]:
     """Azure's minutes, dealt to two traces of half an hour."""
-    trace = scale_rate(read_trace(data / AZURE), 0.5, seed=0)
+    trace = scale_rate(read_trace(data / AZURE), 0.3, seed=0)
     minute = (trace.arrival_s // MINUTE_S).astype(np.int64)
     num = int(minute[-1]) // 2
     is_second = np.random.default_rng(seed).integers(2, size=num + 1)

@@ -23,7 +23,6 @@ from batchrun.simulator.planner.capacity import (
 from batchrun.simulator.planner.fleet import (
     Fleet,
     alone,
-    beside_jobs,
     context_tokens,
     peak_load,
     size_fleet,

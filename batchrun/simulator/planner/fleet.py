@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -275,18 +275,16 @@ def alone(
     return online.ttft_p50_s, online.tpot_p50_s or 0.0
 
 
-def smallest(holds: Callable[[int], bool], most: int, least: int = 1) -> int | None:
-    """A number from `least` to `most` that holds while the one below it, if any, does not; None:
-    `most` does not.
-
-    By doubling steps, then bisection: a question that holds wherever another does is asked along
-    the same path until they differ, so its answer is never larger, whatever gaps the answers have.
+def smallest(holds: Callable[[int], bool], most: int) -> int | None:
+    """A number up to `most` that holds while the one below it, if any, does not; None: `most` does
+    not. By doubling, then bisection: a question that holds wherever another does is asked along the
+    same path until they differ, so its answer is never larger, whatever gaps the answers have.
     """
-    low, high = least - 1, least
+    low, high = 0, 1
     while not holds(high):
         if high >= most:
             return None
-        low, high = high, min(2 * high - least + 1, most)
+        low, high = high, min(2 * high, most)
     return bisect_left(range(high), True, low + 1, key=holds)
 
 
@@ -351,6 +349,20 @@ class _Trials:
             self.done[key] = attainment(fitting, engine, num_engines, self.slo, jobs, report)
         return self.done[key].holds(self.slo)
 
+    def first_to_hold(
+        self, nums: Iterable[int], loads: Sequence[PeakLoad], jobs: Sequence[OfflineJob] = ()
+    ) -> int | None:
+        """The first of the numbers that holds on all loads, which are asked in their order but for
+        one that has failed: it goes first."""
+        asked = list(loads)
+        for num in nums:
+            failing = next((load for load in asked if not self.holds(load, num, jobs)), None)
+            if failing is None:
+                return num
+            asked.remove(failing)
+            asked.insert(0, failing)
+        return None
+
     def attainments(self) -> tuple[Attainment, ...]:
         """The smallest number first, the trace as given before other draws."""
         return tuple(self.done[key] for key in sorted(self.done))
@@ -378,15 +390,8 @@ def size_fleet(
             asked.append(load)
     trials = _Trials(kind, slo, progress)
     given = smallest(lambda num: trials.holds(loads[0], num), most_engines)
-    num, num_draws = given, len(asked)
-    while num is not None:
-        failing = next((load for load in asked if not trials.holds(load, num)), None)
-        if failing is None:
-            break
-        asked.remove(failing)
-        asked.insert(0, failing)
-        num = num + 1 if num < most_engines else None
-    return Fleet(kind, num, trials.attainments(), infeasible, given, num, num_draws)
+    num = given and trials.first_to_hold(range(given, most_engines + 1), asked)
+    return Fleet(kind, num, trials.attainments(), infeasible, given, num, len(asked))
 
 
 def beside_jobs(
@@ -398,15 +403,15 @@ def beside_jobs(
 ) -> Fleet:
     """The fleet with as many engines as hold beside the jobs too, under the policy that runs them.
 
-    Calls come first, so the number rises where jobs cost them their bounds; up to half as many
-    engines more are tried, by the draw that has the least to spare. Where those do not hold either,
-    the number stays: the jobs have to pause in the peak.
+    Calls come first, so the number rises where jobs cost them their bounds, a tenth of it at a time
+    and up to half as many again. Where those do not hold either, the number stays: the jobs have to
+    pause in the peak. The draw that has the least to spare without jobs is asked first.
     """
-    num = fleet.num_engines
+    num, trials = fleet.num_engines, _Trials(fleet.kind, slo, progress)
     assert num is not None
-    tightest = min(fleet.tried_on(num), key=lambda each: each.spare_share(slo)).draw
-    load = next(load for load in loads if load.draw == tightest)
-    trials = _Trials(fleet.kind, slo, progress)
-    found = smallest(lambda n: trials.holds(load, n, jobs), math.ceil(1.5 * num), num)
+    asked = sorted(fleet.tried_on(num), key=lambda each: each.spare_share(slo))
+    by_draw = {load.draw: load for load in loads}
+    nums = range(num, math.ceil(1.5 * num) + 1, max(1, num // 10))
+    found = trials.first_to_hold(nums, [by_draw[each.draw] for each in asked], jobs)
     tried = (*fleet.tried, *trials.attainments())
     return replace(fleet, num_engines=found or num, tried=tried, is_beside_kept=found is not None)
