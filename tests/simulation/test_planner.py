@@ -23,6 +23,7 @@ from batchrun.simulator.planner.capacity import (
 from batchrun.simulator.planner.fleet import (
     Fleet,
     alone,
+    beside_jobs,
     context_tokens,
     peak_load,
     size_fleet,
@@ -191,6 +192,50 @@ def test_the_cheapest_kind_runs_the_jobs_and_their_figures_agree() -> None:
     assert json.loads(json.dumps(record_of(plan)))["jobs"][0]["name"] == "first"
 
 
+SMALL = EngineShape(num_blocks=1_200, max_num_seqs=24)
+
+
+BESIDE = SloTarget(1.0, 0.05, target=0.9)
+
+
+def beside(policy: str, *gaps_s: float, begin_with: int | None = None) -> tuple[Fleet, Fleet]:
+    """A fleet for prompts of 1,500 tokens, a draw for each gap, before and after it is simulated
+    beside a job; `begin_with` so many engines instead of those that the calls need."""
+    settings = {"slo": {"ttft_s": BESIDE.ttft_s, "tpot_s": BESIDE.tpot_s}}
+    kind = EngineKind("small", EnginePlan(SMALL, policy, settings))
+    loads = [
+        peak_load(steady(num=80, gap_s=gap_s, prompt_tokens=1_500), 8.0, BESIDE, draw)
+        for draw, gap_s in enumerate(gaps_s)
+    ]
+    fleet = size_fleet(loads, kind, BESIDE, 8)
+    begun = replace(fleet, num_engines=begin_with or fleet.num_engines)
+    return fleet, beside_jobs(begun, loads, [docs("docs", 1, 3_600.0)], BESIDE)
+
+
+def test_a_policy_that_keeps_the_bounds_beside_jobs_needs_no_engine_more() -> None:
+    before, after = beside("echo", 0.3, 0.25)
+
+    assert before.num_engines is not None and before.is_beside_kept is None
+    assert (after.num_engines, after.is_beside_kept) == (before.num_engines, True)
+    assert [each.draw for each in after.tried_on(before.num_engines, has_jobs=True)] == [0, 1]
+
+
+def test_jobs_that_cost_calls_their_bounds_are_told_and_never_paid_for_in_vain() -> None:
+    before, after = beside("vllm", 0.3)
+
+    assert (after.num_engines, after.is_beside_kept) == (before.num_engines, False)
+    assert any(each.has_jobs for each in after.tried)
+    assert not any(each.holds(BESIDE) for each in after.tried if each.has_jobs)
+
+
+def test_engines_are_added_until_calls_keep_their_bounds_beside_jobs() -> None:
+    before, after = beside("echo", 0.08, begin_with=1)
+
+    assert before.num_engines == 2
+    assert (after.num_engines, after.is_beside_kept, after.num_for_calls) == (2, True, 2)
+    assert not after.tried_on(1, has_jobs=True)[0].holds(BESIDE)
+
+
 def check_job(job: PlannedJob, tokens_per_s: float) -> None:
     """Beside calls a job takes at least as long as alone, and pays for both GPUs of its engine."""
     assert job.takes_s is not None and job.cost_alone is not None
@@ -224,8 +269,12 @@ def test_the_command_ends_in_a_paragraph_and_has_json(cli: Cli, tmp_path: Path) 
     assert out.splitlines()[-1] == found["paragraph"]
     assert out.splitlines()[-1].startswith("1 engine of a100-8b (1 GPU) keeps a TTFT")
     assert found["chosen"] == {
-        "name": "a100-8b", "num_engines": 1, "num_gpus": 1, "price_per_hour": 1.5
+        "name": "a100-8b", "num_engines": 1, "num_engines_for_calls": 1, "num_engines_as_given": 1,
+        "num_draws": 5, "is_kept_beside_jobs": True, "num_gpus": 1, "price_per_hour": 1.5,
     }  # fmt: skip
+    assert len(found["draws"]) == 5 and found["draws"][0] == found["peak"]
+    assert "% of the calls beside the jobs in the busiest 10 s on 5 draws of the trace" in out
+    assert "That costs 1.50 an hour, 36.00 a day." in out
     assert [job["is_deadline_kept"] for job in found["jobs"]] == [True]
     assert len(found["windows"]) == 2
 
