@@ -98,9 +98,10 @@ SECTIONS: dict[str, Section] = {
         "prefix_hit_rate prefix_hit_optimum share_of_optimum job_s",
     ),
     "plan_trials": Section(
-        "The planner against known answers",
-        "bound",
-        "is_found is_larger_found is_monotone_in_slo is_impossible_told cpu_s",
+        "The planner's number on another draw of the traffic, shares of pairs",
+        "traffic",
+        "as_given found as_given_holds holds is_kept_beside_jobs holds_beside_jobs ttft_kept "
+        "tpot_kept ttft_kept_beside_jobs tpot_kept_beside_jobs cpu_s",
     ),
     "planning_cost": Section(
         "What a plan costs", "load", "running candidates step_ms planning_ms planning_cpu_ms"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,7 +22,8 @@ from batchrun.cli.console import (
 )
 from batchrun.errors import InputError
 from batchrun.quantities import count, duration, parse_duration_s, share
-from batchrun.simulator.traces.reading import read_trace
+from batchrun.simulator.traces.reading import Drawing, detect_format, read_trace
+from batchrun.simulator.traces.trace import Trace
 
 if TYPE_CHECKING:
     from batchrun.simulator.planner.capacity import CapacityPlan, PlannedJob
@@ -76,11 +78,16 @@ def plan(
     max_engines: Annotated[
         int, typer.Option(min=1, max=65_536, help="The most engines that are tried.")
     ] = 1024,
+    draws: Annotated[
+        int, typer.Option(min=1, max=1_000, help="Draws of the trace's traffic that are to hold.")
+    ] = 5,
+    seed: Annotated[int, typer.Option(min=0, help="Of the draws.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """How many engines hold the SLOs at the peak, and what jobs cost beside the calls.
 
-    Simulates the busiest window of the trace, then a day with the jobs. Exit code 1: nothing holds.
+    Simulates the busiest window of the trace and of draws like it, alone and beside the jobs, then
+    a day with the jobs. Exit code 1: nothing holds.
     """
     with vllm_needed("plan"):
         from batchrun.simulator.offline_jobs import JobTerms, job_of_file
@@ -100,7 +107,11 @@ def plan(
         for each in profile or [REFERENCE]
     ]
     check_kinds(kinds)
-    calls = read_trace(trace)
+
+    def drawn(seed: int) -> Trace:
+        return read_trace(trace, drawing=Drawing(seed))
+
+    calls = drawn(seed)
     if not len(calls):
         raise InputError(f"{trace}: has no calls")
     jobs = [job_of_file(path, JobTerms()) for path in job or []]
@@ -114,6 +125,9 @@ def plan(
         windows,
         None if window is None else _seconds("--window", window),
         0.0 if submit_at is None else _seconds("--submit-at", submit_at),
+        draws,
+        seed,
+        drawn if detect_format(trace).has_rates else None,
     )
     with ProgressBar() as progress:
         found = plan_capacity(request, progress)
@@ -125,13 +139,20 @@ def plan(
 
 def _plan_shown(plan: CapacityPlan) -> Iterator[RenderableType]:
     """Where the peak is, the numbers of engines that were simulated, and the jobs."""
-    window = plan.load.window
+    load, window = plan.loads[0], plan.loads[0].window
+    rate_per_s = load.num_judged / (window.end_s - window.start_s)
     yield (
         f"peak       seconds {window.start_s:,.0f} to {window.end_s:,.0f} of "
-        f"{plan.request.trace.duration_s:,.0f}, {count(plan.load.num_judged, 'call')}"
+        f"{plan.request.trace.duration_s:,.0f}, {count(load.num_judged, 'call')}, "
+        f"{rate_per_s:,.2f} a second"
     )
-    headings = "engines", "count", "GPUs", "TTFT kept", "TPOT kept", "holds", "an hour"
-    yield columns(*headings, rows=_engine_rows(plan))
+    if plan.loads[1:]:
+        nums = [each.num_judged for each in plan.loads[1:]]
+        yield (
+            f"           {count(len(nums), 'more draw')} of {min(nums):,} to {max(nums):,} calls"
+        )
+    headings = "engines", "count", "GPUs", "beside", "draws", "TTFT kept", "TPOT kept", "holds"
+    yield columns(*headings, "an hour", rows=_engine_rows(plan))
     if plan.jobs:
         yield columns(
             "job", "rows", "tokens", "done after", "deadline", "GPU-hours alone", "cost alone",
@@ -140,20 +161,25 @@ def _plan_shown(plan: CapacityPlan) -> Iterator[RenderableType]:
 
 
 def _engine_rows(plan: CapacityPlan) -> Iterator[Sequence[str]]:
-    """One for each number of engines that was simulated; the smallest that holds is marked."""
+    """One for each number of engines that was simulated, with the least of the draws; the smallest
+    that holds on all of them is marked."""
     for fleet in plan.fleets:
-        for each in fleet.tried:
+        for (num, has_jobs), group in groupby(fleet.tried, lambda e: (e.num_engines, e.has_jobs)):
+            tried = list(group)
+            held = sum(each.holds(plan.request.slo) for each in tried)
             yield (
                 fleet.kind.name,
-                f"{each.num_engines:,}",
-                f"{each.num_engines * fleet.kind.gpus:,}",
-                share(each.ttft_share),
-                share(each.tpot_share),
-                _verdict(plan, fleet, each.num_engines, holds=each.holds(plan.request.slo)),
-                figure(fleet.kind.price_per_hour(each.num_engines), "{:,.2f}"),
+                f"{num:,}",
+                f"{num * fleet.kind.gpus:,}",
+                "jobs" if has_jobs else "-",
+                f"{held} of {len(tried)}",
+                share(min(each.ttft_share for each in tried)),
+                share(min(each.tpot_share for each in tried)),
+                _verdict(plan, fleet, num, holds=held == len(tried)),
+                figure(fleet.kind.price_per_hour(num), "{:,.2f}"),
             )
         if not fleet.tried:
-            yield fleet.kind.name, "any", "", "", "", "impossible", ""
+            yield fleet.kind.name, "any", *[""] * 5, "impossible", ""
 
 
 def _job_row(job: PlannedJob) -> Sequence[str]:

@@ -20,25 +20,22 @@ from batchrun.simulator.planner.capacity import (
     plan_capacity,
     record_of,
 )
-from batchrun.simulator.planner.fleet import Fleet, alone, context_tokens, peak_load, size_fleet
+from batchrun.simulator.planner.fleet import (
+    Fleet,
+    alone,
+    beside_jobs,
+    context_tokens,
+    peak_load,
+    size_fleet,
+    smallest,
+)
 from batchrun.simulator.planner.kinds import EngineKind, SloTarget, parse_kind
 from batchrun.simulator.traces.reading import save_trace
 from batchrun.simulator.traces.trace import PrefixBlocks, Trace
 from batchrun.simulator.virtual.setup import A100Law, EngineShape
-from benchmarks.plan_trials import trial
 
 LAX = SloTarget(1_000.0, 1_000.0)
 KIND = EngineKind("a100", EnginePlan(), 2.0)
-
-
-@pytest.mark.parametrize("seed", [1, 2])
-def test_the_smallest_number_is_the_one_known_by_construction(seed: int) -> None:
-    record = trial(seed)
-
-    assert record["found"] == record["known"]
-    assert record["found_larger"] == record["known_larger"]
-    assert record["is_monotone_in_slo"]
-    assert record["is_impossible_told"]
 
 
 def steady(*, num: int = 40, gap_s: float = 0.5, prompt_tokens: int = 300) -> Trace:
@@ -47,7 +44,7 @@ def steady(*, num: int = 40, gap_s: float = 0.5, prompt_tokens: int = 300) -> Tr
 
 
 def sized(trace: Trace, slo: SloTarget, kind: EngineKind = KIND, most: int = 8) -> Fleet:
-    return size_fleet(peak_load(trace, 10.0, slo), kind, slo, most)
+    return size_fleet([peak_load(trace, 10.0, slo)], kind, slo, most)
 
 
 def with_call(trace: Trace, index: int, prompt_tokens: int) -> Trace:
@@ -119,6 +116,53 @@ def test_the_cap_is_told_when_it_does_not_hold() -> None:
     assert "3 engines of a100 do not hold" in no_answer(fleet)
 
 
+def bursts(num_calls: int) -> Trace:
+    """The same burst three times, engines idle in between."""
+    ones = np.ones(3 * num_calls, np.int64)
+    return Trace.of(np.repeat([0.0, 5.0, 10.0], num_calls), 2_000 * ones, 8 * ones)
+
+
+def held_at_once(slo: SloTarget) -> int:
+    """How large a burst one engine serves within the bounds, all of it."""
+    most = smallest(lambda num: sized(bursts(num), slo, most=1).num_engines is None, 64)
+    assert most is not None
+    return most - 1
+
+
+def test_engines_share_a_burst_as_one_engine_tells() -> None:
+    slo = SloTarget(3.5 * alone(KIND.engine, 2_000, 1)[0], 1.0)
+    held = held_at_once(slo)
+
+    assert held > 1
+    for num_calls in (2 * held, 2 * held + 1, 4 * held):
+        assert sized(bursts(num_calls), slo).num_engines == -(-num_calls // held)
+
+
+def test_engines_are_added_until_every_draw_holds() -> None:
+    slo = SloTarget(3.5 * alone(KIND.engine, 2_000, 1)[0], 1.0)
+    held = held_at_once(slo)
+    loads = [
+        peak_load(bursts(num_calls), 10.0, slo, draw)
+        for draw, num_calls in enumerate([held, 1, 3 * held, 2 * held])
+    ]
+    fleet = size_fleet(loads, KIND, slo)
+
+    assert (fleet.num_as_given, fleet.num_for_calls, fleet.num_engines) == (1, 3, 3)
+    assert fleet.num_draws == 4
+    assert [each.draw for each in fleet.tried_on(3)] == [0, 1, 2, 3]
+    assert all(each.holds(slo) for each in fleet.tried_on(3))
+    assert not all(each.holds(slo) for each in fleet.tried_on(2))
+
+
+def test_a_draw_that_no_number_serves_is_left_out_and_counted() -> None:
+    trace = steady()
+    slo = SloTarget(2 * alone(KIND.engine, 300, 1)[0], 1.0)
+    loads = [peak_load(trace, 10.0, slo), peak_load(with_call(trace, 17, 20_000), 10.0, slo, 1)]
+    fleet = size_fleet(loads, KIND, slo)
+
+    assert (fleet.num_engines, fleet.num_draws) == (1, 1)
+
+
 def docs(name: str, seed: int, deadline_s: float) -> OfflineJob:
     shape = JobShape(200, (1_000, 2_000), (2, 3), (15, 60), (4, 16))
     return job_of_shape(name, shape, seed, JobTerms(deadline_s=deadline_s))
@@ -146,6 +190,50 @@ def test_the_cheapest_kind_runs_the_jobs_and_their_figures_agree() -> None:
     assert "1 engine of cheap (2 GPUs) keeps a TTFT of 2 s" in text
     assert "late misses its deadline by" in text and "first misses" not in text
     assert json.loads(json.dumps(record_of(plan)))["jobs"][0]["name"] == "first"
+
+
+SMALL = EngineShape(num_blocks=1_200, max_num_seqs=24)
+
+
+BESIDE = SloTarget(1.0, 0.05, target=0.9)
+
+
+def beside(policy: str, *gaps_s: float, begin_with: int | None = None) -> tuple[Fleet, Fleet]:
+    """A fleet for prompts of 1,500 tokens, a draw for each gap, before and after it is simulated
+    beside a job; `begin_with` so many engines instead of those that the calls need."""
+    settings = {"slo": {"ttft_s": BESIDE.ttft_s, "tpot_s": BESIDE.tpot_s}}
+    kind = EngineKind("small", EnginePlan(SMALL, policy, settings))
+    loads = [
+        peak_load(steady(num=80, gap_s=gap_s, prompt_tokens=1_500), 8.0, BESIDE, draw)
+        for draw, gap_s in enumerate(gaps_s)
+    ]
+    fleet = size_fleet(loads, kind, BESIDE, 8)
+    begun = replace(fleet, num_engines=begin_with or fleet.num_engines)
+    return fleet, beside_jobs(begun, loads, [docs("docs", 1, 3_600.0)], BESIDE)
+
+
+def test_a_policy_that_keeps_the_bounds_beside_jobs_needs_no_engine_more() -> None:
+    before, after = beside("echo", 0.3, 0.25)
+
+    assert before.num_engines is not None and before.is_beside_kept is None
+    assert (after.num_engines, after.is_beside_kept) == (before.num_engines, True)
+    assert [each.draw for each in after.tried_on(before.num_engines, has_jobs=True)] == [0, 1]
+
+
+def test_jobs_that_cost_calls_their_bounds_are_told_and_never_paid_for_in_vain() -> None:
+    before, after = beside("vllm", 0.3)
+
+    assert (after.num_engines, after.is_beside_kept) == (before.num_engines, False)
+    assert any(each.has_jobs for each in after.tried)
+    assert not any(each.holds(BESIDE) for each in after.tried if each.has_jobs)
+
+
+def test_engines_are_added_until_calls_keep_their_bounds_beside_jobs() -> None:
+    before, after = beside("echo", 0.08, begin_with=1)
+
+    assert before.num_engines == 2
+    assert (after.num_engines, after.is_beside_kept, after.num_for_calls) == (2, True, 2)
+    assert not after.tried_on(1, has_jobs=True)[0].holds(BESIDE)
 
 
 def check_job(job: PlannedJob, tokens_per_s: float) -> None:
@@ -181,8 +269,12 @@ def test_the_command_ends_in_a_paragraph_and_has_json(cli: Cli, tmp_path: Path) 
     assert out.splitlines()[-1] == found["paragraph"]
     assert out.splitlines()[-1].startswith("1 engine of a100-8b (1 GPU) keeps a TTFT")
     assert found["chosen"] == {
-        "name": "a100-8b", "num_engines": 1, "num_gpus": 1, "price_per_hour": 1.5
+        "name": "a100-8b", "num_engines": 1, "num_engines_for_calls": 1, "num_engines_as_given": 1,
+        "num_draws": 5, "is_kept_beside_jobs": True, "num_gpus": 1, "price_per_hour": 1.5,
     }  # fmt: skip
+    assert len(found["draws"]) == 5 and found["draws"][0] == found["peak"]
+    assert "% of the calls beside the jobs in the busiest 10 s on 5 draws of the trace" in out
+    assert "That costs 1.50 an hour, 36.00 a day." in out
     assert [job["is_deadline_kept"] for job in found["jobs"]] == [True]
     assert len(found["windows"]) == 2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -122,6 +123,36 @@ def test_a_call_without_its_first_token_is_a_miss() -> None:
 
     assert simulation.figures().online.ttft_kept == 0.5
     assert simulation.watch.online.longest_wait_s == pytest.approx(2.0)
+
+
+def test_calls_without_max_tokens_end_as_long_as_others_and_nobody_knows_before() -> None:
+    plan = replace(stock_plan(math.inf, 0.1, Calls.of([OnlineCall(0.0, 20, 7)])), context_tokens=90)
+    simulation = Simulation(plan)
+    (engine,) = simulation.engines.engines
+    simulation.engines.run_until(0.15)
+    (record,) = engine.records.values()
+    assert record.request is not None
+    assert record.request.max_tokens == 70
+    simulation.engines.run_until(math.inf)
+
+    assert len(record.output_token_ids) == 7
+    assert simulation.figures().online.num_ended == 1
+
+
+def test_a_prompt_that_leaves_one_token_behind_a_full_step_is_answered() -> None:
+    whole, short = (
+        simulate(
+            SimulationPlan(
+                math.inf,
+                Calls.of([OnlineCall(0.0, 2_049, 5)]),
+                engine=EnginePlan(policy="vllm", steps_one_by_one=is_slow),
+            )
+        )
+        for is_slow in (True, False)
+    )
+
+    assert short.online == whole.online
+    assert (short.online.num_ended, short.num_steps) == (1, whole.num_steps)
 
 
 def test_rows_in_a_given_order_are_admitted_in_it(tmp_path: Path) -> None:

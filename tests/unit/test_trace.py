@@ -21,6 +21,7 @@ from batchrun.simulator.traces.trace import (
     Trace,
     find_peak,
     prefix_hit_rate,
+    redrawn,
     scale_lengths,
     scale_rate,
     stratified_windows,
@@ -182,6 +183,55 @@ def test_copies_are_other_callers_but_share_the_system_prompt() -> None:
     # The first block is new once, each second block three times half as often as it comes.
     assert prefix_hit_rate(scaled) == pytest.approx((299 + 150) / 600)
     assert prefix_hit_rate(trace) == pytest.approx((99 + 50) / 200)
+
+
+def bursty(*, num_bursts: int = 400) -> Trace:
+    """Three calls at once every ten seconds, in the second half of the time every five."""
+    at_s = np.arange(num_bursts) * 10.0
+    at_s = np.sort(np.concatenate([at_s, at_s[num_bursts // 2 :] + 5.0]))
+    number = np.arange(3 * len(at_s))
+    return Trace.of(np.repeat(at_s, 3), 1 + number, 2 + number, source="bursty")
+
+
+def test_another_draw_keeps_the_tide_the_bursts_and_pairs_of_lengths() -> None:
+    trace = bursty()
+    drawn = redrawn(trace, 3)
+    half_s = trace.duration_s / 2
+
+    assert drawn.duration_s == trace.duration_s
+    assert (drawn.num_output_tokens - drawn.num_prompt_tokens).tolist() == [1] * len(drawn)
+    for start_s in (0.0, half_s):
+        had, has = (len(each.between(start_s, start_s + half_s)) for each in (trace, drawn))
+        assert has == pytest.approx(had, rel=0.1)
+    # Nearly all calls come three at a time, though stretches may cut a burst from its rest.
+    is_with_others = np.diff(drawn.arrival_s) < 1e-6
+    assert is_with_others.mean() == pytest.approx(2 / 3, abs=0.02)
+
+
+def test_draws_differ_by_their_seed_and_nothing_else() -> None:
+    first, again, other = (redrawn(poisson(), seed) for seed in (1, 1, 2))
+
+    assert first.arrival_s.tolist() == again.arrival_s.tolist()
+    assert first.num_prompt_tokens.tolist() == again.num_prompt_tokens.tolist()
+    assert first.arrival_s.tolist() != other.arrival_s.tolist()
+
+
+@pytest.mark.parametrize("num", [1, 2, 5])
+def test_a_trace_shorter_than_a_stretch_keeps_its_calls(num: int) -> None:
+    trace = Trace.of(np.arange(num) * 0.5, np.arange(1, num + 1), np.ones(num))
+
+    assert sorted(redrawn(trace, 0).num_prompt_tokens) == trace.num_prompt_tokens.tolist()
+
+
+def test_a_call_that_is_drawn_twice_is_another_caller_with_the_same_system_prompt() -> None:
+    num = 600
+    blocks = PrefixBlocks.of([[7, 1_000 + i] for i in range(num)], 16)
+    drawn = redrawn(Trace.of(np.arange(num), np.full(num, 40), np.ones(num), prefix=blocks), 0)
+
+    assert drawn.prefix is not None
+    pairs = [tuple(drawn.prefix.of_request(i).tolist()) for i in range(len(drawn))]
+    assert len({second for _, second in pairs}) == len(drawn) == len(drawn.prefix)
+    assert {first for first, _ in pairs} == {7}
 
 
 def test_lengths_are_scaled_and_never_empty() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from batchrun.quantities import count, duration, seconds, share
@@ -15,6 +15,7 @@ from batchrun.simulator.planner.colocation import (
     alone_s,
     default_window_s,
     ends_s,
+    in_window,
     offline_day,
     served_tokens,
 )
@@ -25,18 +26,25 @@ from batchrun.simulator.planner.fleet import (
     Fleet,
     InfeasibleCalls,
     PeakLoad,
+    beside_jobs,
     peak_load,
     size_fleet,
 )
 from batchrun.simulator.planner.job_forecast import HOUR_S
 from batchrun.simulator.planner.kinds import EngineKind, SloTarget
-from batchrun.simulator.traces.trace import Trace, stratified_windows
+from batchrun.simulator.traces.trace import Trace, redrawn, stratified_windows
 from batchrun.types import ProgressSink
+
+NUM_DRAWS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What to plan for. `window_s` None: by the number of engines (`default_window_s`)."""
+    """What to plan for. `window_s` None: by the number of engines (`default_window_s`).
+
+    The trace is one draw of its traffic, `redraw` makes the `num_draws` - 1 others, each from a
+    seed of its own; None: `redrawn` from the trace.
+    """
 
     trace: Trace
     kinds: Sequence[EngineKind]
@@ -47,6 +55,9 @@ class PlanRequest:
     num_windows: int = NUM_DAY_WINDOWS
     window_s: float | None = None
     submit_s: float = 0.0
+    num_draws: int = NUM_DRAWS
+    seed: int = 0
+    redraw: Callable[[int], Trace] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +82,13 @@ class PlannedJob:
 
 @dataclass(frozen=True, slots=True)
 class CapacityPlan:
-    """Step 1 for each kind, and step 2 on `chosen`. `chosen` is None where nothing holds."""
+    """Step 1 for each kind, and step 2 on `chosen`. `chosen` is None where nothing holds.
+
+    `loads` are the peaks of all draws, the trace's first.
+    """
 
     request: PlanRequest
-    load: PeakLoad
+    loads: tuple[PeakLoad, ...]
     fleets: tuple[Fleet, ...]
     chosen: Fleet | None
     day: OfflineDay | None
@@ -83,21 +97,40 @@ class CapacityPlan:
 
 def plan_capacity(request: PlanRequest, progress: ProgressSink | None = None) -> CapacityPlan:
     """Both steps. Raises DataError when a row fits no engine, InputError for an empty trace."""
-    load = peak_load(request.trace, request.peak_s, request.slo)
-    fleets = tuple(
-        size_fleet(load, kind, request.slo, request.most_engines, progress)
+    loads = tuple(peak_loads(request))
+    fleets = [
+        size_fleet(loads, kind, request.slo, request.most_engines, progress)
         for kind in request.kinds
-    )
-    able = [fleet for fleet in fleets if fleet.num_engines is not None]
-    chosen = min(able, key=lambda each: (each.price_per_hour or 0, each.num_engines), default=None)
+    ]
+    chosen = _cheapest(fleets)
+    while chosen is not None and request.jobs and chosen.is_beside_kept is None:
+        jobs = [in_window(job, 1, 2, chosen.kind.engine) for job in request.jobs]
+        checked = beside_jobs(chosen, loads, jobs, request.slo, progress)
+        fleets = [checked if fleet is chosen else fleet for fleet in fleets]
+        chosen = _cheapest(fleets)
     if chosen is None or not request.jobs:
-        return CapacityPlan(request, load, fleets, chosen, None, ())
+        return CapacityPlan(request, loads, tuple(fleets), chosen, None, ())
     assert chosen.num_engines is not None
     window_s = request.window_s or default_window_s(chosen.num_engines)
     windows = stratified_windows(request.trace, request.num_windows, window_s)
     day = offline_day(request.trace, request.jobs, chosen, request.slo, windows, progress)
-    jobs = _jobs(request, chosen.kind, day, progress)
-    return CapacityPlan(request, load, fleets, chosen, day, jobs)
+    planned = _jobs(request, chosen.kind, day, progress)
+    return CapacityPlan(request, loads, tuple(fleets), chosen, day, planned)
+
+
+def peak_loads(request: PlanRequest) -> Iterator[PeakLoad]:
+    """The peak of each draw of the traffic that has calls at all, the trace's first."""
+    yield peak_load(request.trace, request.peak_s, request.slo)
+    for draw in range(1, request.num_draws):
+        seed = request.seed + draw
+        drawn = request.redraw(seed) if request.redraw else redrawn(request.trace, seed)
+        if len(drawn):
+            yield peak_load(drawn, request.peak_s, request.slo, draw)
+
+
+def _cheapest(fleets: Sequence[Fleet]) -> Fleet | None:
+    able = [fleet for fleet in fleets if fleet.num_engines is not None]
+    return min(able, key=lambda each: (each.price_per_hour or 0, each.num_engines), default=None)
 
 
 def _jobs(
@@ -136,7 +169,8 @@ def paragraph(plan: CapacityPlan) -> str:
     if plan.chosen is None:
         return " ".join(no_answer(fleet) for fleet in plan.fleets)
     infeasible = [infeasible_line(each) for each in plan.chosen.infeasible]
-    return " ".join([_bounds_kept(plan, plan.chosen), *_job_sentences(plan), *infeasible])
+    sentences = *_bounds_kept(plan, plan.chosen), *_job_sentences(plan), *infeasible
+    return " ".join(sentences)
 
 
 def no_answer(fleet: Fleet) -> str:
@@ -145,8 +179,12 @@ def no_answer(fleet: Fleet) -> str:
     if fleet.is_impossible:
         reasons = " ".join(infeasible_line(each) for each in fleet.infeasible if each.is_too_many)
         return f"Impossible on {name}, however many engines: {reasons}"
-    last = fleet.tried[-1].num_engines
-    return f"{last:,} engines of {name} do not hold; --max-engines sets how many are tried."
+    last = fleet.tried[-1]
+    where = "" if fleet.num_as_given is None else f" on draw {last.draw}"
+    return (
+        f"{last.num_engines:,} engines of {name} do not hold{where}; --max-engines sets how many "
+        "are tried."
+    )
 
 
 def infeasible_line(calls: InfeasibleCalls) -> str:
@@ -164,15 +202,35 @@ def infeasible_line(calls: InfeasibleCalls) -> str:
     )
 
 
-def _bounds_kept(plan: CapacityPlan, fleet: Fleet) -> str:
-    slo, window, num = plan.request.slo, plan.load.window, fleet.num_engines
-    assert num is not None
-    return (
+def _bounds_kept(plan: CapacityPlan, fleet: Fleet) -> Iterator[str]:
+    """What the number keeps, on how many draws, beside the jobs or not; and what it costs."""
+    slo, window, num = plan.request.slo, plan.loads[0].window, fleet.num_engines
+    assert num is not None and fleet.num_for_calls is not None and fleet.num_as_given is not None
+    beside = " beside the jobs" if fleet.is_beside_kept else ""
+    draws = count(fleet.num_draws, "draw")
+    given = fleet.num_as_given
+    needs = "" if given == num else f"; as given the trace needs {given:,}"
+    yield (
         f"{count(num, 'engine')} of {fleet.kind.name} ({count(num * fleet.kind.gpus, 'GPU')}) "
         f"{'keeps' if num == 1 else 'keep'} a TTFT of {seconds(slo.ttft_s)} and a TPOT of "
-        f"{seconds(slo.tpot_s)} for {slo.target * 100:g} % of the calls in the busiest "
-        f"{duration(window.end_s - window.start_s)} of the trace."
+        f"{seconds(slo.tpot_s)} for {slo.target * 100:g} % of the calls{beside} in the busiest "
+        f"{duration(window.end_s - window.start_s)} on {draws} of the trace's traffic{needs}."
     )
+    if num_hopeless := len(plan.loads) - fleet.num_draws:
+        yield (
+            f"On {count(num_hopeless, 'more draw')} too many calls miss a bound on an idle engine."
+        )
+    if num > fleet.num_for_calls:
+        yield f"Without the jobs {count(fleet.num_for_calls, 'engine')} would do."
+    if fleet.is_beside_kept is False:
+        most = fleet.tried[-1].num_engines
+        yield (
+            f"Beside the jobs they do not, nor do {most:,}: switch offline work off for the peak "
+            "(`batchrun offline off`)."
+        )
+    if fleet.price_per_hour is not None:
+        price = fleet.price_per_hour
+        yield f"That costs {price:,.2f} an hour, {24 * price:,.2f} a day."
 
 
 def _job_sentences(plan: CapacityPlan) -> Iterator[str]:
@@ -189,33 +247,55 @@ def _job_sentences(plan: CapacityPlan) -> Iterator[str]:
         elif job.is_deadline_kept is False:
             late = duration(job.takes_s - (job.deadline_s or 0.0))
             yield f"{job.name} misses its deadline by {late}."
+    if len(plan.jobs) > 1:
+        gpu_hours, cost = _totals(plan)
+        paid = "" if cost is None else f", which cost {cost:,.2f}"
+        yield f"Alone the {len(plan.jobs)} jobs would take {gpu_hours:,.2f} GPU-hours{paid}."
+
+
+def _totals(plan: CapacityPlan) -> tuple[float, float | None]:
+    """GPU-hours of all jobs alone, and their price."""
+    costs = [job.cost_alone for job in plan.jobs if job.cost_alone is not None]
+    return sum(job.gpu_hours_alone for job in plan.jobs), sum(costs) if costs else None
 
 
 def record_of(plan: CapacityPlan) -> dict[str, object]:
     """One JSON object: seconds, tokens, shares from 0 to 1."""
     slo, day, chosen = plan.request.slo, plan.day, plan.chosen
-    costs = [job.cost_alone for job in plan.jobs if job.cost_alone is not None]
+    gpu_hours, cost = _totals(plan) if plan.jobs else (None, None)
     return {
         "promise": asdict(slo),
-        "peak": {
-            "start_s": plan.load.window.start_s,
-            "end_s": plan.load.window.end_s,
-            "num_calls": plan.load.num_judged,
-        },
+        "peak": _peak(plan.loads[0]),
+        "seed": plan.request.seed,
+        "draws": [_peak(load) for load in plan.loads],
         "kinds": [_fleet(fleet, slo) for fleet in plan.fleets],
         "chosen": None
         if chosen is None
         else {
             "name": chosen.kind.name,
             "num_engines": chosen.num_engines,
+            "num_engines_for_calls": chosen.num_for_calls,
+            "num_engines_as_given": chosen.num_as_given,
+            "num_draws": chosen.num_draws,
+            "is_kept_beside_jobs": chosen.is_beside_kept,
             "num_gpus": (chosen.num_engines or 0) * chosen.kind.gpus,
             "price_per_hour": chosen.price_per_hour,
         },
         "windows": [] if day is None else [asdict(each) for each in day.windows],
         "jobs": [asdict(job) for job in plan.jobs],
-        "gpu_hours_alone": sum(job.gpu_hours_alone for job in plan.jobs) if plan.jobs else None,
-        "cost_alone": sum(costs) if costs else None,
+        "gpu_hours_alone": gpu_hours,
+        "cost_alone": cost,
         "paragraph": paragraph(plan),
+    }
+
+
+def _peak(load: PeakLoad) -> dict[str, object]:
+    start_s, end_s = load.window.start_s, load.window.end_s
+    return {
+        "start_s": start_s,
+        "end_s": end_s,
+        "num_calls": load.num_judged,
+        "calls_per_s": load.num_judged / (end_s - start_s),
     }
 
 
@@ -236,6 +316,8 @@ def _fleet(fleet: Fleet, slo: SloTarget) -> dict[str, object]:
 def _tried(each: Attainment, slo: SloTarget) -> dict[str, object]:
     return {
         "num_engines": each.num_engines,
+        "draw": each.draw,
+        "has_jobs": each.has_jobs,
         "holds": each.holds(slo),
         "num_calls": each.num_calls,
         "ttft_kept": each.ttft_share,

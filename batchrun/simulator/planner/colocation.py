@@ -23,6 +23,7 @@ from batchrun.jobs.study import KvSize, OutputEstimate
 from batchrun.jobs.submit import JobPlan
 from batchrun.pool.radix_tree import PrefixOrder
 from batchrun.quantities import count, duration
+from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.offline_jobs import JobTerms, OfflineJob, job_of_plan, without_rows
 from batchrun.simulator.online import Calls
 from batchrun.simulator.planner.fleet import Fleet, context_tokens
@@ -142,6 +143,12 @@ def begun_at(job: OfflineJob, offset: float, reach: float) -> OfflineJob:
     return replace(job, order=order, submit_s=0.0, deadline_s=math.inf)
 
 
+def in_window(job: OfflineJob, number: int, num: int, engine: EnginePlan) -> OfflineJob:
+    """The job as it runs in window `number` of `num`; rows name no `max_tokens`."""
+    begun = begun_at(job, sample_offset(number, num), REACH / num)
+    return replace(begun, context_tokens=engine.shape.max_model_len)
+
+
 NUM_DAY_WINDOWS = 24
 DAY_WINDOW_S = 300.0
 LEAST_DAY_WINDOW_S = 60.0
@@ -200,7 +207,7 @@ def offline_day(
         plan = SimulationPlan(
             window.end_s - window.start_s,
             window.of(fits),
-            [begun_at(job, sample_offset(number, num), REACH / num) for job in jobs],
+            [in_window(job, number, num, engine) for job in jobs],
             num_engines,
             engine,
             Slo(slo.ttft_s, slo.tpot_s),
@@ -229,7 +236,7 @@ def alone_s(
     for number in range(NUM_ALONE):
         if progress is not None:
             progress("the job alone", number, NUM_ALONE)
-        begun = begun_at(job, sample_offset(number, NUM_ALONE), REACH / NUM_ALONE)
+        begun = in_window(job, number, NUM_ALONE, kind.engine)
         figures = simulate(SimulationPlan(ALONE_S, Calls.of([]), [begun], engine=kind.engine))
         done_s = figures.jobs[0].finished_at_s
         if done_s is not None:
@@ -328,7 +335,7 @@ class SimulatedFleet:
         The median, the least and the most over `NUM_STARTS`: the range is that of the load over the
         trace; the simulation's own error is not in it.
         """
-        fleet = Fleet(self.kind, self.num_engines, (), ())
+        fleet = Fleet(self.kind, self.num_engines)
         window_s = max(LEAST_WINDOW_S, WINDOW_S / self.num_engines)
         windows = stratified_windows(trace, NUM_WINDOWS, window_s)
         pace = offline_day(trace, [job], fleet, self.slo, windows, progress).pace

@@ -1,4 +1,5 @@
-"""Step 1: the smallest number of engines of each kind that reaches the SLO target in the peak.
+"""Step 1: the smallest number of engines of each kind that reaches the SLO target in the peak, on
+every draw of the traffic.
 
 Calls that miss a bound on an idle engine are found first: no number of engines helps them.
 """
@@ -7,13 +8,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from batchrun.config import STOCK_POLICY
 from batchrun.simulator.cluster import EnginePlan
+from batchrun.simulator.offline_jobs import OfflineJob
 from batchrun.simulator.online import Calls
 from batchrun.simulator.planner.kinds import EngineKind, SloTarget
 from batchrun.simulator.records import Slo
@@ -34,7 +36,7 @@ class PeakLoad:
 
     Calls of [judged_s[0], judged_s[1]) are judged. `numbers` are the calls' places in the trace,
     from 0. `num_refused` of the judged calls are longer than an engine's context: engines refuse
-    them, however many there are.
+    them, however many there are. `draw` is 0 for the trace as given.
     """
 
     window: TraceWindow
@@ -42,6 +44,7 @@ class PeakLoad:
     judged_s: tuple[float, float]
     numbers: Ints
     num_refused: int = 0
+    draw: int = 0
 
     def is_judged(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """For each call."""
@@ -53,6 +56,11 @@ class PeakLoad:
         """Judged calls, the refused ones among them."""
         return int(self.is_judged().sum()) + self.num_refused
 
+    @property
+    def num_judged_tokens(self) -> int:
+        """Prompt and answer tokens of the judged calls."""
+        return int(self.calls.num_tokens[self.is_judged()].sum())
+
     def within(self, most_tokens: int) -> PeakLoad:
         """Without the calls that an engine with so long a context refuses."""
         fits = self.calls.num_tokens <= most_tokens
@@ -61,7 +69,7 @@ class PeakLoad:
         return replace(self, calls=kept, numbers=self.numbers[fits], num_refused=num_refused)
 
 
-def peak_load(trace: Trace, window_s: float, slo: SloTarget) -> PeakLoad:
+def peak_load(trace: Trace, window_s: float, slo: SloTarget, draw: int = 0) -> PeakLoad:
     """The window of `window_s` with the most tokens, `WARMUP_S` before and `TAIL_S` after it.
 
     What is simulated does not depend on the SLOs, unless the TTFT bound is above `TAIL_S`.
@@ -71,14 +79,15 @@ def peak_load(trace: Trace, window_s: float, slo: SloTarget) -> PeakLoad:
     to_s = window.end_s + max(TAIL_S, slo.ttft_s)
     first, after = np.searchsorted(trace.arrival_s, (from_s, to_s), side="left")
     judged_s = (window.start_s - from_s, window.end_s - from_s)
-    return PeakLoad(window, trace.between(from_s, to_s), judged_s, np.arange(first, after))
+    numbers = np.arange(first, after)
+    return PeakLoad(window, trace.between(from_s, to_s), judged_s, numbers, draw=draw)
 
 
 @dataclass(frozen=True, slots=True)
 class Attainment:
-    """What a window's calls got on `num_engines`.
+    """What the calls of the peak of one draw got on `num_engines`; draw 0 is the trace as given.
 
-    `num_timed` calls had two tokens or more by the end, and so a TPOT.
+    `num_timed` calls had two tokens or more by the end, and so a TPOT. `has_jobs`: beside the jobs.
     """
 
     num_engines: int
@@ -88,6 +97,8 @@ class Attainment:
     num_tpot_missed: int
     ttft_p99_s: float | None
     tpot_p99_s: float | None
+    draw: int = 0
+    has_jobs: bool = False
 
     @property
     def ttft_share(self) -> float:
@@ -105,21 +116,32 @@ class Attainment:
             self.num_calls
         ) and self.num_tpot_missed <= slo.may_miss(self.num_timed)
 
+    def spare_share(self, slo: SloTarget) -> float:
+        """How much of what may miss did not, by the tighter bound; below 0 where it does not
+        hold."""
+        bounds = (self.num_ttft_missed, self.num_calls), (self.num_tpot_missed, self.num_timed)
+        return min(slo.may_miss(num) - missed for missed, num in bounds) / max(1, self.num_calls)
+
 
 def attainment(
     load: PeakLoad,
     engine: EnginePlan,
     num_engines: int,
     slo: SloTarget,
+    jobs: Sequence[OfflineJob] = (),
     progress: ProgressSink | None = None,
 ) -> Attainment:
-    """Simulate the load alone on so many engines."""
+    """Simulate the load on so many engines: alone, or under the engine's policy beside jobs.
+
+    Nobody is told how long an answer will be.
+    """
     plan = SimulationPlan(
         load.judged_s[1] + max(TAIL_S, slo.ttft_s),
         load.calls,
-        num_engines=num_engines,
-        engine=_stock(engine),
-        slo=Slo(slo.ttft_s, slo.tpot_s),
+        jobs,
+        num_engines,
+        engine if jobs else _stock(engine),
+        Slo(slo.ttft_s, slo.tpot_s),
         judged_s=load.judged_s,
     )
     online = simulate(plan, progress=progress).online
@@ -134,6 +156,8 @@ def attainment(
         num_tpot_missed,
         online.ttft_p99_s,
         online.tpot_p99_s,
+        load.draw,
+        bool(jobs),
     )
 
 
@@ -270,13 +294,20 @@ MAX_ENGINES = 1024
 class Fleet:
     """What the search found for one kind. `num_engines` is None where nothing holds.
 
-    `tried` are the simulated numbers, the smallest first; none when `infeasible` rules all out.
+    `tried` are the simulated numbers, the smallest first, those beside jobs last; none when
+    `infeasible` rules all out. The calls alone need `num_for_calls`, those of the trace as given
+    `num_as_given`; that holds on `num_draws` draws: on others too many calls miss their bounds
+    alone. `is_beside_kept`: whether the bounds are kept beside the jobs too; None without jobs.
     """
 
     kind: EngineKind
     num_engines: int | None
-    tried: tuple[Attainment, ...]
-    infeasible: tuple[InfeasibleCalls, ...]
+    tried: tuple[Attainment, ...] = ()
+    infeasible: tuple[InfeasibleCalls, ...] = ()
+    num_as_given: int | None = None
+    num_for_calls: int | None = None
+    num_draws: int = 1
+    is_beside_kept: bool | None = None
 
     @property
     def is_impossible(self) -> bool:
@@ -288,28 +319,98 @@ class Fleet:
         """Of the engines found; None without a price or an answer."""
         return None if self.num_engines is None else self.kind.price_per_hour(self.num_engines)
 
+    def tried_on(self, num_engines: int, *, has_jobs: bool = False) -> list[Attainment]:
+        """What was simulated with so many engines, a draw after the other."""
+        return [e for e in self.tried if (e.num_engines, e.has_jobs) == (num_engines, has_jobs)]
+
+
+@dataclass(slots=True)
+class _Trials:
+    """Simulates numbers of engines of a kind, each on each load once."""
+
+    kind: EngineKind
+    slo: SloTarget
+    progress: ProgressSink | None
+    done: dict[tuple[int, int], Attainment] = field(default_factory=dict)
+
+    def holds(self, load: PeakLoad, num_engines: int, jobs: Sequence[OfflineJob] = ()) -> bool:
+        """Whether so many hold on the load."""
+
+        def report(stage: str, done: int, total: int) -> None:
+            if self.progress is not None:
+                what = f"draw {load.draw}, {num_engines:,} of {self.kind.name}"
+                self.progress(f"{stage} the peak of {what}", done, total)
+
+        key = num_engines, load.draw
+        if key not in self.done:
+            fitting = load.within(context_tokens(self.kind.engine))
+            engine = self.kind.engine
+            self.done[key] = attainment(fitting, engine, num_engines, self.slo, jobs, report)
+        return self.done[key].holds(self.slo)
+
+    def first_to_hold(
+        self, nums: Iterable[int], loads: Sequence[PeakLoad], jobs: Sequence[OfflineJob] = ()
+    ) -> int | None:
+        """The first of the numbers that holds on all loads, which are asked in their order but for
+        one that has failed: it goes first."""
+        asked = list(loads)
+        for num in nums:
+            failing = next((load for load in asked if not self.holds(load, num, jobs)), None)
+            if failing is None:
+                return num
+            asked.remove(failing)
+            asked.insert(0, failing)
+        return None
+
+    def attainments(self) -> tuple[Attainment, ...]:
+        """The smallest number first, the trace as given before other draws."""
+        return tuple(self.done[key] for key in sorted(self.done))
+
 
 def size_fleet(
-    load: PeakLoad,
+    loads: Sequence[PeakLoad],
     kind: EngineKind,
     slo: SloTarget,
     most_engines: int = MAX_ENGINES,
     progress: ProgressSink | None = None,
 ) -> Fleet:
-    """The smallest number of engines of the kind up to `most_engines`."""
-    infeasible = tuple(infeasible_calls(load, kind.engine, slo))
+    """The smallest number of engines of the kind, up to `most_engines`, that holds on every load.
+
+    The first load is the trace's: its number is searched for. Then engines are added, one at a
+    time, until all other loads hold too. Those with the most tokens are asked first, and before
+    them one that did not hold with fewer engines.
+    """
+    infeasible = tuple(infeasible_calls(loads[0], kind.engine, slo))
     if any(each.is_too_many for each in infeasible):
-        return Fleet(kind, None, (), infeasible)
-    fitting = load.within(context_tokens(kind.engine))
-    tried: dict[int, Attainment] = {}
+        return Fleet(kind, None, infeasible=infeasible)
+    asked = [loads[0]]
+    for load in sorted(loads[1:], key=lambda load: -load.num_judged_tokens):
+        if not any(each.is_too_many for each in infeasible_calls(load, kind.engine, slo)):
+            asked.append(load)
+    trials = _Trials(kind, slo, progress)
+    given = smallest(lambda num: trials.holds(loads[0], num), most_engines)
+    num = given and trials.first_to_hold(range(given, most_engines + 1), asked)
+    return Fleet(kind, num, trials.attainments(), infeasible, given, num, len(asked))
 
-    def holds(num_engines: int) -> bool:
-        def report(stage: str, done: int, total: int) -> None:
-            if progress is not None:
-                progress(f"{stage} the peak on {num_engines:,} of {kind.name}", done, total)
 
-        tried[num_engines] = attainment(fitting, kind.engine, num_engines, slo, report)
-        return tried[num_engines].holds(slo)
+def beside_jobs(
+    fleet: Fleet,
+    loads: Sequence[PeakLoad],
+    jobs: Sequence[OfflineJob],
+    slo: SloTarget,
+    progress: ProgressSink | None = None,
+) -> Fleet:
+    """The fleet with as many engines as hold beside the jobs too, under the policy that runs them.
 
-    found = smallest(holds, most_engines)
-    return Fleet(kind, found, tuple(tried[num] for num in sorted(tried)), infeasible)
+    Calls come first, so the number rises where jobs cost them their bounds, a tenth of it at a time
+    and up to half as many again. Where those do not hold either, the number stays: the jobs have to
+    pause in the peak. The draw that has the least to spare without jobs is asked first.
+    """
+    num, trials = fleet.num_engines, _Trials(fleet.kind, slo, progress)
+    assert num is not None
+    asked = sorted(fleet.tried_on(num), key=lambda each: each.spare_share(slo))
+    by_draw = {load.draw: load for load in loads}
+    nums = range(num, math.ceil(1.5 * num) + 1, max(1, num // 10))
+    found = trials.first_to_hold(nums, [by_draw[each.draw] for each in asked], jobs)
+    tried = (*fleet.tried, *trials.attainments())
+    return replace(fleet, num_engines=found or num, tried=tried, is_beside_kept=found is not None)

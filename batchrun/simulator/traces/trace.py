@@ -1,7 +1,7 @@
 """`Trace`: when online calls arrived, and how long their prompts and answers were.
 
-Traces are summed up in figures, scaled in time, in rate with the bursts kept, and in length; a peak
-or windows that stand for the whole are cut out of them.
+Traces are summed up in figures, scaled in time, in rate with the bursts kept, and in length, and
+drawn again; a peak or windows that stand for the whole are cut out of them.
 """
 
 from __future__ import annotations
@@ -248,6 +248,51 @@ def scale_lengths(trace: Trace, factor: float) -> Trace:
         for each in (trace.num_prompt_tokens, trace.num_output_tokens)
     )
     return replace(trace, num_prompt_tokens=prompts, num_output_tokens=outputs, prefix=None)
+
+
+STRETCH_S = 30.0
+"""So long a stretch of a trace is drawn again as it was: longer than a burst."""
+TIDE_S = 600.0
+"""It comes from up to so much earlier or later, where the tide is about the same."""
+
+
+def redrawn(trace: Trace, seed: int) -> Trace:
+    """Another draw of the same traffic: a moving block bootstrap (Kunsch, 1989) within the tide.
+
+    Each stretch of `STRETCH_S` is one from within `TIDE_S` of it, gaps, lengths and prefixes of
+    its calls as they were. So the rate's course, the bursts and the pairs of lengths stay, and
+    which bursts meet is new. A call that comes twice is another caller's the second time.
+    """
+    rng, length_s = np.random.default_rng(seed), min(STRETCH_S, trace.duration_s)
+    if not length_s:
+        return trace
+    to_s = np.arange(-rng.uniform(0, length_s), trace.duration_s, length_s)
+    nearby_s = np.clip([to_s - TIDE_S, to_s + TIDE_S], 0, trace.duration_s - length_s)
+    from_s = rng.uniform(*nearby_s)
+    first, after = np.searchsorted(trace.arrival_s, [from_s, from_s + length_s])
+    chosen = np.concatenate([np.arange(*each) for each in zip(first, after, strict=True)])
+    at_s = trace.arrival_s[chosen] + np.repeat(to_s - from_s, after - first)
+    inside = (at_s >= 0) & (at_s < trace.duration_s)
+    chosen, at_s = chosen[inside], at_s[inside]
+    order = np.argsort(at_s, kind="stable")
+    chosen = chosen[order]
+    return replace(
+        trace,
+        arrival_s=at_s[order],
+        num_prompt_tokens=trace.num_prompt_tokens[chosen],
+        num_output_tokens=trace.num_output_tokens[chosen],
+        prefix=None if trace.prefix is None else _drawn_blocks(trace.prefix, chosen),
+    )
+
+
+def _drawn_blocks(prefix: PrefixBlocks, chosen: Ints) -> PrefixBlocks:
+    """The blocks of the calls `chosen`, some more than once: each time by another caller."""
+    by_call = np.argsort(chosen, kind="stable")
+    num_before = np.empty_like(chosen)
+    num_before[by_call] = np.arange(len(chosen)) - np.searchsorted(chosen[by_call], chosen[by_call])
+    by_caller = np.argsort(num_before, kind="stable")
+    places = np.split(chosen[by_caller], np.cumsum(np.bincount(num_before))[:-1])
+    return _copied(prefix, places).take(np.argsort(by_caller))
 
 
 def _check(what: str, factor: float) -> None:
