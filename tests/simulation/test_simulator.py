@@ -125,8 +125,8 @@ def test_a_call_without_its_first_token_is_a_miss() -> None:
     assert simulation.watch.online.longest_wait_s == pytest.approx(2.0)
 
 
-def test_calls_without_max_tokens_end_as_long_as_others_and_nobody_knows_before() -> None:
-    plan = replace(stock_plan(math.inf, 0.1, Calls.of([OnlineCall(0.0, 20, 7)])), context_tokens=90)
+def test_calls_end_after_their_tokens_and_nobody_knows_before() -> None:
+    plan = stock_plan(math.inf, 0.1, Calls.of([OnlineCall(0.0, 20, 7)]), max_model_len=90)
     simulation = Simulation(plan)
     (engine,) = simulation.engines.engines
     simulation.engines.run_until(0.15)
