@@ -279,6 +279,19 @@ def test_the_command_ends_in_a_paragraph_and_has_json(cli: Cli, tmp_path: Path) 
     assert len(found["windows"]) == 2
 
 
+def test_rates_are_drawn_with_a_seed_for_each_draw(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "rates.csv").write_text("time_s,rate_per_s\n0,3\n20,3\n")
+    arguments = "plan", "--trace", "rates.csv", "--peak", "10s", "--draws", "3", "--json"
+    draws, again, others = (
+        json.loads(cli(*arguments, "--seed", seed)[1])["draws"] for seed in ("4", "4", "5")
+    )
+
+    assert draws == again
+    # Draw 1 of a seed is draw 0 of the next.
+    assert len({json.dumps(each) for each in draws}) == 3
+    assert draws[1:] == others[:2]
+
+
 def test_a_load_that_nothing_serves_ends_with_its_own_code(cli: Cli) -> None:
     code, out, err = cli("plan", "--trace", "calls.parquet", "--peak", "10s", "--ttft", "0.001")
 
