@@ -141,6 +141,7 @@ class _Drawing:
             max_loras=self._max_loras,
             online_blocks=sum(blocks_for(r.num_computed_tokens) for r in online),
             look_up=engine.look_up,
+            num_followers=lambda r: r.announced_followers,
             private_blocks=lambda r: engine.private_blocks[r.request_id],
             is_ready=lambda r: r.request_id not in engine.unready,
         )

@@ -24,8 +24,9 @@ class Draft:
 
     `free_blocks` are free now; `promised_blocks` of them are still to be taken by the prompts of
     running requests and the outputs of running offline ones, `closing_blocks` of these by the next
-    `CLOSING_TOKENS` tokens of decodes. Offline requests hold at most `offline_blocks`: one of all
-    blocks is vLLM's own. `leader` is the request whose long prefix the draft begins.
+    `CLOSING_TOKENS` tokens of decodes. `wanted_blocks` of the free ones hold what planned rows will
+    hit, without those that admitted requests hit. Offline requests hold at most `offline_blocks`:
+    one of all blocks is vLLM's own. `leader` is the request whose long prefix the draft begins.
     """
 
     view: EngineView
@@ -34,6 +35,7 @@ class Draft:
     slots_left: int
     free_blocks: int
     offline_blocks: int
+    wanted_blocks: int
     promised_blocks: int = 0
     closing_blocks: int = 0
     num_offline_decodes: int = 0
@@ -57,6 +59,7 @@ class Draft:
             slots_left=view.max_running - num_running,
             free_blocks=view.free_blocks,
             offline_blocks=view.total_blocks - 1 - view.free_blocks - view.online_blocks,
+            wanted_blocks=view.wanted_blocks,
             loras={r.lora_id for r in running if r.lora_id} if view.max_loras else set(),
         )
 
@@ -121,6 +124,7 @@ class Draft:
         self.caps[request.request_id] = num_tokens
         self._compute(hit.num_tokens, num_tokens)
         self.free_blocks -= blocks
+        self.wanted_blocks = max(0, self.wanted_blocks - hit.idle_blocks)
         self.slots_left -= 1
         self.has_long_prefill |= request.num_tokens - hit.num_tokens > LONG_PREFILL_TOKENS
         if request.lora_id:
@@ -148,7 +152,7 @@ class Draft:
         """
         block_tokens, free_blocks = self.view.block_tokens, self.free_blocks
         if self.num_offline_decodes:
-            free_blocks -= self.closing_blocks + self.view.wanted_blocks
+            free_blocks -= self.closing_blocks + self.wanted_blocks
         return max(0, free_blocks) * block_tokens + -computed_tokens % block_tokens
 
     def fits_lora(self, request: RequestView) -> bool:

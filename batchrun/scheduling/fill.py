@@ -101,8 +101,8 @@ def need_blocks(view: EngineView, request: RequestView, hit: PrefixHit) -> int:
 
 
 def soon_free_blocks(draft: Draft) -> int:
-    """Blocks of prefix groups that are about to end: no row of theirs waits or is to come, and
-    those that run have at most `CLOSING_TOKENS` left to generate.
+    """Blocks of prefix groups that are about to end: all rows that they have left run, and have at
+    most `CLOSING_TOKENS` left to generate.
 
     A long prefix may begin on them: it needs its blocks one chunk after the other.
     """
@@ -111,7 +111,7 @@ def soon_free_blocks(draft: Draft) -> int:
     gone = set(map(id, draft.preempted))
     blocks: dict[Group, int] = {}
     staying: set[Group] = set()
-    closing: set[Group] = set()
+    num_to_run: dict[Group, int] = {}
     for request in view.offline_running:
         group = request.group
         if group is None or group in waiting or id(request) in gone:
@@ -119,12 +119,12 @@ def soon_free_blocks(draft: Draft) -> int:
         left = request.end_tokens - request.num_prompt_tokens - request.num_output_tokens
         if not request.is_decode or left > CLOSING_TOKENS:
             staying.add(group)
-        elif not request.num_followers:
-            closing.add(group)
+        num_to_run[group] = num_to_run.get(group, 1 + view.num_followers(request)) - 1
         held = view.blocks_for(request.num_computed_tokens)
         is_alone = group not in blocks
         blocks[group] = view.private_blocks(request) if is_alone else max(held, blocks[group])
-    return sum(blocks[group] for group in closing - staying)
+    closing = [group for group, num in num_to_run.items() if num <= 0 and group not in staying]
+    return sum(blocks[group] for group in closing)
 
 
 def fits(
@@ -133,7 +133,7 @@ def fits(
     """Whether there is room beside what is wanted and reserved: the threshold of Echo, 4.2."""
     room = draft.free_blocks - draft.promised_blocks + soon_free
     if keeps_reserve:
-        wanted_by_others = max(0, draft.view.wanted_blocks - hit.idle_blocks)
+        wanted_by_others = max(0, draft.wanted_blocks - hit.idle_blocks)
         room -= wanted_by_others + draft.view.reserve_blocks
     return need <= room
 

@@ -33,9 +33,9 @@ class RequestView:
     `slo_jct_s` bounds the time from arrival to the last token (online only, as the other bounds).
     `expected_output_tokens` is what an offline answer is likely to stay within,
     `max_output_tokens` what it never exceeds. `rank` is the row's place in the planned order of all
-    rows that the daemon of this `epoch` sends, `group` the job and the node of its deepest shared
-    prefix, `num_followers` the rows of that node that stand behind it (offline only). An offline
-    request that `is_row` belongs to a job; others are calls.
+    rows that the daemon of this `epoch` sends, `group` the job and the node of its key portion,
+    `announced_followers` the rows of that node that stood behind it when it was sent (offline
+    only). An offline request that `is_row` belongs to a job; others are calls.
     """
 
     request_id: str
@@ -52,7 +52,7 @@ class RequestView:
     epoch: int = 0
     rank: int = 0
     group: Group | None = None
-    num_followers: int = 0
+    announced_followers: int = 0
     lora_id: int = 0
     num_tokens: int = 0
     work_left_tokens: int = 0
@@ -122,6 +122,7 @@ class EngineView:
     KV a planned row will hit; `reserve_blocks` are kept for online bursts, beside the
     `online_blocks` that online requests hold. `look_up(request)` finds a waiting request's prefix
     in the KV cache (costly: once per decision).
+    `num_followers(request)` counts the rows of its group that have not ended, besides itself;
     `private_blocks(request)` counts the blocks that preempting it would free; `is_ready(request)`
     says whether a waiting one may be admitted at all (its grammar is there, no output in flight).
     `online_waiting` is in order of `BY_ARRIVAL`, `offline_waiting` in planned order.
@@ -146,6 +147,7 @@ class EngineView:
     max_running: int
     max_loras: int
     look_up: Callable[[RequestView], PrefixHit]
+    num_followers: Callable[[RequestView], int]
     private_blocks: Callable[[RequestView], int]
     is_ready: Callable[[RequestView], bool]
     is_offline_on: bool = True

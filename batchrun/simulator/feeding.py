@@ -13,7 +13,7 @@ from batchrun.daemon.dispatch import Assigner, Assignment, EngineSlot
 from batchrun.daemon.dispatcher import POLL_INTERVAL_S, URGENT_LEAD
 from batchrun.daemon.engine_link import SCHEDULER_WINDOW
 from batchrun.daemon.faults import Trials
-from batchrun.hints import RowHint, node_hints, write_hint
+from batchrun.hints import RowHint, write_hint
 from batchrun.pool.fair_share import JobTurns
 from batchrun.pool.prefix_keys import IntArray
 from batchrun.pool.radix_tree import build_radix_tree, group_rows
@@ -205,7 +205,8 @@ class RowFeed:
             job=job.id,
             row=row,
             rank=rank,
-            nodes=node_hints(sent.nodes, rank),
+            nodes=sent.prefixes.node_hints(rank),
+            key_node=sent.prefixes.key_node,
             output_tokens=job.output_tokens_to_expect(),
         )
         return Arrival(

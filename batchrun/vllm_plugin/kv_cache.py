@@ -78,6 +78,10 @@ class KvTiers:
             self._refile(self._reuse.expire(now_s))
             self._retier(self._online.expire(now_s))
 
+    def num_followers(self, request_id: str) -> int:
+        """Rows besides this request's that still have to read its key portion. O(1)."""
+        return self._reuse.num_followers(request_id)
+
     def num_wanted_blocks(self) -> int:
         """Free blocks whose KV a planned row will hit. 0 under `lru`, which has no tiers."""
         if self._num_tiers == 1:

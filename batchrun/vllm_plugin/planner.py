@@ -123,6 +123,7 @@ class ViewBuilder:
             max_running=max_running,
             max_loras=state.max_loras,
             look_up=self.look_up,
+            num_followers=self._num_followers,
             private_blocks=self._private_blocks,
             is_ready=self._is_ready,
             is_offline_on=state.is_offline_on,
@@ -172,6 +173,11 @@ class ViewBuilder:
         if ranks:
             kv.advance(min(ranks))
         return kv.num_wanted_blocks()
+
+    def _num_followers(self, view: RequestView) -> int:
+        """What hints say now; where no blocks are counted, what the request's own said once."""
+        kv = self._state.kv
+        return view.announced_followers if kv is None else kv.num_followers(view.request_id)
 
     def _private_blocks(self, view: RequestView) -> int:
         """Blocks that no other request holds. Who holds a block holds those before it too."""
