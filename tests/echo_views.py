@@ -108,6 +108,7 @@ def view(
     running: Sequence[RequestView] = (),
     waiting: Sequence[RequestView] = (),
     free_blocks: int = 1_000,
+    wanted_blocks: int = 0,
     **fields: Any,
 ) -> EngineView:
     """An engine with these requests; `fields` sets other fields of the view."""
@@ -121,7 +122,6 @@ def view(
         "offline_waiting": [r for r in waiting if r.is_offline],
         "free_blocks": free_blocks,
         "total_blocks": free_blocks + _held_blocks(running) + 1,
-        "wanted_blocks": 0,
         "reserve_blocks": 0,
         "online_blocks": _held_blocks([r for r in running if not r.is_offline]),
         "block_tokens": BLOCK_TOKENS,
@@ -129,6 +129,7 @@ def view(
         "max_running": 100,
         "max_loras": 0,
         "look_up": hit_of,
+        "wanted_blocks": lambda _: wanted_blocks,
         "num_followers": lambda r: _kv(r).num_followers,
         "private_blocks": lambda r: _kv(r).private_blocks,
         "is_ready": lambda _: True,

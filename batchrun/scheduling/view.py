@@ -118,13 +118,13 @@ class EngineView:
     """An engine before a step.
 
     `rest_s` is the predicted time until the steps in flight are done; `free_blocks` counts every
-    block that an allocation could take, cached or not; `wanted_blocks` are the free blocks whose
-    KV a planned row will hit; `reserve_blocks` are kept for online bursts, beside the
-    `online_blocks` that online requests hold. `look_up(request)` finds a waiting request's prefix
-    in the KV cache (costly: once per decision).
-    `num_followers(request)` counts the rows of its group that have not ended, besides itself;
-    `private_blocks(request)` counts the blocks that preempting it would free; `is_ready(request)`
-    says whether a waiting one may be admitted at all (its grammar is there, no output in flight).
+    block that an allocation could take, cached or not; `reserve_blocks` are kept for online bursts,
+    beside the `online_blocks` that online requests hold. `look_up(request)` finds a waiting
+    request's prefix in the KV cache (costly: once per decision); `wanted_blocks(request)` counts
+    the free blocks whose KV rows planned no later than it will hit, `num_followers(request)` the
+    rows of its group that have not ended, besides itself, `private_blocks(request)` the blocks that
+    preempting it would free. `is_ready(request)` says whether a waiting one may be admitted at all
+    (its grammar is there, no output in flight).
     `online_waiting` is in order of `BY_ARRIVAL`, `offline_waiting` in planned order.
     `error_share` is the mean error of the latest predictions of `model` (0.1: 10 %).
     `online_slo_ttft_s` and `online_slo_tpot_s` are the bounds of online requests without a class.
@@ -139,7 +139,6 @@ class EngineView:
     offline_waiting: Sequence[RequestView]
     free_blocks: int
     total_blocks: int
-    wanted_blocks: int
     reserve_blocks: int
     online_blocks: int
     block_tokens: int
@@ -147,6 +146,7 @@ class EngineView:
     max_running: int
     max_loras: int
     look_up: Callable[[RequestView], PrefixHit]
+    wanted_blocks: Callable[[RequestView], int]
     num_followers: Callable[[RequestView], int]
     private_blocks: Callable[[RequestView], int]
     is_ready: Callable[[RequestView], bool]

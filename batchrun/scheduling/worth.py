@@ -35,7 +35,8 @@ def score(draft: Draft) -> float:
     view = draft.view
     left = draft.leader_left_tokens
     benefit = loss_tokens(view, leader, left)
-    wanted_blocks, left_blocks = draft.wanted_blocks, draft.free_blocks - draft.promised_blocks
+    wanted_blocks = draft.wanted_blocks(leader)
+    left_blocks = draft.free_blocks - draft.promised_blocks
     evicted_blocks = wanted_blocks - min(wanted_blocks, max(0, left_blocks))
     seconds = view.model.predict_s(StepLoad.of([(left, leader.num_tokens, False)]))
     return (benefit - evicted_blocks * view.block_tokens) / max(seconds, 1e-6)

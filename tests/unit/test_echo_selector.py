@@ -117,7 +117,7 @@ def test_wanted_kv_that_it_hits_itself_is_no_punishment() -> None:
         engine, StepLimits(math.inf, math.inf)
     )
 
-    assert draft.wanted_blocks == 109
+    assert draft.wanted_blocks(document) == 109
     assert score(draft) == pytest.approx((2 * 1_100 - 60 * 10) / 0.11, rel=1e-5)
 
 
