@@ -42,9 +42,19 @@ def score(draft: Draft) -> float:
     return (benefit - evicted_blocks * view.block_tokens) / max(seconds, 1e-6)
 
 
+CLEAR_SHARE = 0.25
+"""A draft that scores less than the best by no more than this share is about as good."""
+
+
 def select(drafts: Sequence[Draft]) -> Draft:
-    """The draft with the highest score; the first of equals."""
-    return drafts[0] if len(drafts) == 1 else max(drafts, key=score)
+    """The first draft that is about as good as the best: the planned order comes from the same
+    worth and knows the whole job, so it stands unless another draft is clearly better."""
+    if len(drafts) == 1:
+        return drafts[0]
+    scores = [score(draft) for draft in drafts]
+    best = max(scores)
+    least = best - CLEAR_SHARE * abs(best)
+    return next(draft for draft, its in zip(drafts, scores, strict=True) if its >= least)
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,15 @@ def test_of_equal_documents_the_first_in_the_planned_order_is_begun() -> None:
     assert names(plan.admit) == ["first of C"]
 
 
+def test_a_document_that_is_not_clearly_better_does_not_overtake() -> None:
+    few = row("first of A", prompt=2_000, document="A", num_followers=8)
+    more = [row("first of B", prompt=2_000, document="B", num_followers=n) for n in (10, 11, 12)]
+
+    begun = [names(plan_of(view(waiting=[few, other])).admit) for other in more]
+
+    assert begun == [["first of A"], ["first of A"], ["first of B"]]
+
+
 def test_the_document_that_takes_less_time_for_each_token_is_begun() -> None:
     long = row("first of A", prompt=2_000, document="A", num_followers=3)
     short = row("first of B", prompt=1_000, document="B", num_followers=3)
@@ -137,7 +146,7 @@ def test_no_more_is_pushed_out_than_is_wanted() -> None:
 
 
 def test_wanted_kv_that_it_would_push_out_can_cost_a_document_its_place() -> None:
-    large = row("first of A", prompt=1_500, document="A", num_followers=1)
+    large = row("first of A", prompt=1_500, document="A", num_followers=2)
     small = row("first of B", prompt=600, document="B", num_followers=1)
     given: dict[str, Any] = {"waiting": [small, large], "wanted_blocks": 139, "model": WITH_BASE}
 
