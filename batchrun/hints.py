@@ -15,7 +15,7 @@ from __future__ import annotations
 import hmac
 import json
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType, field
@@ -57,7 +57,8 @@ class RowHint(Struct, frozen=True, kw_only=True):
     `epoch` is the start of the daemon that sends it; starts count upwards. `rank` is the row's
     place in the order planned for this engine, over all jobs. `nodes` run from the root downwards;
     depth is not told, for rows that announce the same node share exactly their common block
-    hashes. `output_tokens` is the expected length of the answer; UNSET: not told.
+    hashes. `key_node` is the node that is the row's key portion, None where that is its own text;
+    UNSET: the last one. `output_tokens` is the expected length of the answer; UNSET: not told.
     """
 
     epoch: int
@@ -66,7 +67,15 @@ class RowHint(Struct, frozen=True, kw_only=True):
     request_class: Literal["offline"] = field(name="class", default="offline")
     rank: int
     nodes: Annotated[tuple[NodeHint, ...], Meta(max_length=MAX_NODES_READ)] = ()
+    key_node: int | UnsetType | None = field(name="key", default=UNSET)
     output_tokens: Annotated[int, Meta(ge=0)] | UnsetType = field(name="output", default=UNSET)
+
+
+def key_of(hint: RowHint) -> NodeHint | None:
+    """The node that a row shares its key portion with others in; None where there is none."""
+    if hint.key_node is UNSET:
+        return hint.nodes[-1] if hint.nodes else None
+    return next((node for node in hint.nodes if node.node == hint.key_node), None)
 
 
 class FlexHint(Struct, frozen=True):
@@ -159,14 +168,26 @@ def drop_hint(body: MutableMapping[str, object]) -> None:
             del body[HINT_ARGUMENTS]
 
 
+class SharedPrefixes(NamedTuple):
+    """What the hint of a row tells of its prefixes, as it is when the row is taken.
+
+    `nodes` from the root downwards; `key_node` is the one that is the row's key portion, None where
+    that is its own text. The job's next row is expected to be the `next_in_rows`-th after it.
+    """
+
+    nodes: RowsToCome = ()
+    key_node: int | None = None
+    next_in_rows: int = 1
+
+    def node_hints(self, rank: int) -> tuple[NodeHint, ...]:
+        """The nodes for the hint of a row of this rank."""
+        next_rank = rank + self.next_in_rows
+        return tuple([NodeHint(node, num, next_rank if num else rank) for node, num in self.nodes])
+
+
 def rows_to_come(path: Sequence[int], num_to_come: Callable[[int], int]) -> RowsToCome:
     """The nodes on a row's path, root first, each with its rows to come; of a long path the
     outermost node and the innermost ones."""
     if len(path) > MAX_NODES_WRITTEN:
         path = [path[0], *path[1 - MAX_NODES_WRITTEN :]]
     return [(node, num_to_come(node)) for node in path]
-
-
-def node_hints(nodes: RowsToCome, rank: int) -> tuple[NodeHint, ...]:
-    """The nodes for the hint of a row of this rank: the next row is expected right behind it."""
-    return tuple([NodeHint(node, num, rank + 1 if num else rank) for node, num in nodes])

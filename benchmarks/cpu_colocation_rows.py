@@ -15,11 +15,12 @@ from pathlib import Path
 
 import numpy as np
 
+from batchrun.daemon.dispatch import shared_prefixes
 from batchrun.daemon.dispatcher import OFFLINE_PRIORITY, Hinter
 from batchrun.daemon.job import ActiveJob
 from batchrun.daemon.opening import open_job
 from batchrun.engine.client import EngineClient
-from batchrun.hints import put_hint, rows_to_come
+from batchrun.hints import put_hint
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.submit import prepare_job
 from batchrun.pool.row_queue import TICK_S, Window
@@ -68,8 +69,7 @@ class RowStream:
                 job.queue.prefer(np.array([row]))
                 job.queue.take(row)
                 if self.nonce is not None:
-                    nodes = rows_to_come(job.queue.path_of(row), job.queue.num_to_come)
-                    hint = hinter.hint(job, row, nodes)
+                    hint = hinter.hint(job, row, shared_prefixes(job, row))
                     assert hint is not None
                     put_hint(body, hint, self.nonce)
                 request = Request(job.id, row, 1, 1, job.spec.endpoint, body)

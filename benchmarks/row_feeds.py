@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
+from msgspec import UNSET
 
 from batchrun.estimator.probes import Probe, ProbeCall, PromptMaker
 from batchrun.hints import NodeHint, RowHint, read_hint, write_hint
@@ -103,7 +104,7 @@ class _HintedPort(EnginePort):
         assert isinstance(hint, RowHint)
         node, num_to_come, distance = next(self._uses)
         nodes = (NodeHint(node, num_to_come, hint.rank + distance),)
-        text = write_hint(msgspec.structs.replace(hint, nodes=nodes), NONCE)
+        text = write_hint(msgspec.structs.replace(hint, nodes=nodes, key_node=UNSET), NONCE)
         return replace(arrival, hint=text)
 
 

@@ -7,7 +7,7 @@ a limit in whole milliseconds holds whole tens of tokens. Nothing is wanted or r
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from batchrun.estimator.step_time import LinearModel
@@ -25,10 +25,12 @@ NO_HIT = PrefixHit()
 
 @dataclass(frozen=True, slots=True)
 class _Kv:
-    """What the KV cache has of a request: a hit while it waits, blocks of its own while it runs."""
+    """What the KV cache has of a request: a hit while it waits, blocks of its own while it runs;
+    `num_followers` will read what it reads."""
 
     hit: PrefixHit = NO_HIT
     private_blocks: int = 0
+    num_followers: int = 0
 
 
 def hit_of(request: RequestView) -> PrefixHit:
@@ -74,10 +76,12 @@ def row(
     output: int = 10,
     hit: PrefixHit = NO_HIT,
     document: str | None = None,
+    num_followers: int = 0,
     **fields: Any,
 ) -> RequestView:
     """A waiting offline row. Without a hit it asks for 10 blocks."""
-    given = {"arrival_at_s": NOW_S, "is_row": True, "handle": _Kv(hit=hit)}
+    kv = _Kv(hit=hit, num_followers=num_followers)
+    given = {"arrival_at_s": NOW_S, "is_row": True, "handle": kv}
     given["group"] = group_of(document)
     return _request(name, RequestClass.OFFLINE, prompt, output, given | fields)
 
@@ -104,6 +108,7 @@ def view(
     running: Sequence[RequestView] = (),
     waiting: Sequence[RequestView] = (),
     free_blocks: int = 1_000,
+    wanted_blocks: int = 0,
     **fields: Any,
 ) -> EngineView:
     """An engine with these requests; `fields` sets other fields of the view."""
@@ -117,7 +122,6 @@ def view(
         "offline_waiting": [r for r in waiting if r.is_offline],
         "free_blocks": free_blocks,
         "total_blocks": free_blocks + _held_blocks(running) + 1,
-        "wanted_blocks": 0,
         "reserve_blocks": 0,
         "online_blocks": _held_blocks([r for r in running if not r.is_offline]),
         "block_tokens": BLOCK_TOKENS,
@@ -125,6 +129,8 @@ def view(
         "max_running": 100,
         "max_loras": 0,
         "look_up": hit_of,
+        "wanted_blocks": lambda _: wanted_blocks,
+        "num_followers": lambda r: _kv(r).num_followers,
         "private_blocks": lambda r: _kv(r).private_blocks,
         "is_ready": lambda _: True,
     }
@@ -157,7 +163,8 @@ def _running(
     request.num_tokens += generated
     request.work_left_tokens = left
     request.num_computed_tokens = request.num_tokens - left
-    request.handle = _Kv(private_blocks=_blocks(request) if private is None else private)
+    private_blocks = _blocks(request) if private is None else private
+    request.handle = replace(_kv(request), private_blocks=private_blocks)
     return request
 
 

@@ -19,7 +19,7 @@ from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.prompts.tokens import TokenRatio
 from batchrun.jobs.submit import JobPlan, prepare_job
 from batchrun.pool.prefix_keys import CHUNK_BYTES, ChainBuilder
-from batchrun.pool.radix_tree import build_radix_tree, order_by_prefix
+from batchrun.pool.radix_tree import build_radix_tree, group_rows, order_by_prefix
 from batchrun.pool.row_queue import RowQueue
 from batchrun.store import jobs
 from batchrun.store.database import open_store
@@ -73,14 +73,15 @@ def make_tree_job(
     job = _pattern()
     spec = job.spec.model_copy(update={"weight": weight})
     rows_done = np.array(sorted(done), dtype=np.int64)
-    queue = RowQueue(order.rows, build_radix_tree(order.shared_chunks), rows_done)
+    nodes = build_radix_tree(order.shared_chunks)
+    queue = RowQueue(order.rows, nodes, rows_done)
     return replace(
         job,
         record=replace(job.record, id=name),
         spec=spec,
         plan=plan,
         queue=queue,
-        group_of=plan.group_of(),
+        group_of=group_rows(order, nodes, chains),
         costs=estimate_costs(spec, plan, job.counts, rows_done),
         trials=Trials(),
         current_node=None,

@@ -133,7 +133,6 @@ class _Drawing:
             ],
             free_blocks=free,
             total_blocks=held + free + 1,
-            wanted_blocks=wanted,
             reserve_blocks=self._int(0, (held + free) // 2) if self._bool() else 0,
             block_tokens=BLOCK_TOKENS,
             token_budget=self._draw(st.sampled_from([8, 64, 512, 2_048])),
@@ -141,6 +140,8 @@ class _Drawing:
             max_loras=self._max_loras,
             online_blocks=sum(blocks_for(r.num_computed_tokens) for r in online),
             look_up=engine.look_up,
+            wanted_blocks=lambda _: wanted,
+            num_followers=lambda r: r.announced_followers,
             private_blocks=lambda r: engine.private_blocks[r.request_id],
             is_ready=lambda r: r.request_id not in engine.unready,
         )

@@ -32,9 +32,6 @@ _USE_LEVELS = 10
 _NUM_USE_TIERS = 3 * _USE_LEVELS + 1
 _NUM_COUNT_TIERS = 31
 _EXACT_COUNTS = 16
-_SOON = 63
-"""Ranks ahead. Were blocks of all later rows kept from new work, unsorted rows would find the cache
-full of prefixes that wait for a turn which never comes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +39,23 @@ class EvictionOrder:
     """A named order. `eviction_key(reuse_count, next_rank, front_rank)` is pure.
 
     Its arguments: offline rows that will read the block (> 0), the rank of the first of them in
-    the planned order, and the rank at which the engine is working now (never falls). Uses at most
-    `soon_ranks` ahead of that keep new work from taking the block; None: all do.
+    the planned order, and the rank at which the engine is working now (never falls).
+    `goes_by_rank` is whether it heeds ranks, so that a tier tells when its blocks are used.
     """
 
     name: str
     num_tiers: int
     eviction_key: Callable[[int, int, int], int]
-    soon_ranks: int | None = None
+    goes_by_rank: bool = False
 
-    def soon_tier(self, front_rank: int) -> int:
-        """The lowest tier of blocks that are used soon."""
-        if self.soon_ranks is None:
-            return min(FIRST_WANTED_TIER, self.num_tiers - 1)
-        return self.eviction_key(1, front_rank + self.soon_ranks, front_rank)
+    def wanted_tier(self, rank: int, front_rank: int) -> int:
+        """The lowest tier of blocks that keep new work of this rank out: rows up to that rank read
+        them. Above all that are wanted where the order does not go by rank: were everything kept
+        that some row will read, the cache would fill with prefixes of rows whose turn never comes.
+        """
+        if self.goes_by_rank:
+            return self.eviction_key(1, rank, front_rank)
+        return self.online_floor_tier
 
     @property
     def finished_online_tier(self) -> int:
@@ -107,7 +107,7 @@ def next_use_key(reuse_count: int, next_rank: int, front_rank: int) -> int:
 
 LRU = EvictionOrder("lru", 1, lru_key)
 ECHO_RC = EvictionOrder("echo-rc", FIRST_WANTED_TIER + _NUM_COUNT_TIERS + 1, echo_rc_key)
-NEXT_USE = EvictionOrder("next-use", FIRST_WANTED_TIER + _NUM_USE_TIERS + 1, next_use_key, _SOON)
+NEXT_USE = EvictionOrder("next-use", FIRST_WANTED_TIER + _NUM_USE_TIERS + 1, next_use_key, True)
 
 EVICTIONS: Mapping[str, EvictionOrder] = {each.name: each for each in (LRU, ECHO_RC, NEXT_USE)}
 """Every order by name. A new one is a function and an entry here."""

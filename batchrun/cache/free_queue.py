@@ -349,11 +349,12 @@ class BlockTiers:
             return self._online_tier
         return UNNEEDED_TIER
 
-    def num_wanted_free(self, free_by_tier: list[int]) -> int:
-        """Free blocks that planned rows will hit soon, from a queue's counts by tier. O(tiers).
+    def num_wanted_free(self, free_by_tier: list[int], rank: int) -> int:
+        """Free blocks that rows planned up to this rank will hit, about, from a queue's counts by
+        tier. O(tiers).
 
-        Blocks that began to be wanted, or wanted soon, while free are counted only once they are
+        Blocks that began to be wanted, or wanted sooner, while free are counted only once they are
         filed again.
         """
-        soon_tier = self._order.soon_tier(self._index.front_rank)
-        return sum(free_by_tier[soon_tier : self._floor_tier])
+        wanted_tier = self._order.wanted_tier(rank, self._index.front_rank)
+        return sum(free_by_tier[wanted_tier : self._floor_tier])

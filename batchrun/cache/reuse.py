@@ -10,21 +10,24 @@ older ones, and when a job's lease ends its counts fall to 0 until it is renewed
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from batchrun.cache.block_tree import BlockRadixTree, RadixNode, common_blocks
 from batchrun.cache.eviction import NEXT_USE, EvictionOrder
-from batchrun.hints import NodeHint, RowHint
+from batchrun.hints import NodeHint, RowHint, key_of
 
 
 class AnnouncedRow:
     """A row that is announced and not finished. Children of `n > 1` share it."""
 
-    __slots__ = ("chain", "job", "rank", "requests", "row")
+    __slots__ = ("chain", "job", "key", "rank", "requests", "row")
 
     def __init__(self, job: HintedJob, hint: RowHint, chain: Sequence[bytes]) -> None:
         self.job, self.row, self.rank = job, hint.row, hint.rank
+        key = key_of(hint)
+        self.key = None if key is None else key.node
         self.chain = tuple(chain)
         self.requests: set[str] = set()
 
@@ -36,12 +39,14 @@ class PrefixNode:
     `branch` is what lies below it on the way to the row that announced it first. Until a row comes
     by another branch, where the node ends is unknown: the innermost node of a row is then taken to
     cover the whole row, an outer one nothing (the inner one's values stand for it).
+    `num_rows_to_come` is what the latest row said.
     """
 
     branch: object
     chain: Sequence[bytes]
     num_blocks: int = 0
     is_forked: bool = False
+    num_rows_to_come: int = 0
 
     def learn(self, branch: object, chain: Sequence[bytes]) -> int:
         """Where the node ends, in blocks, now that a row came by this branch."""
@@ -54,13 +59,15 @@ class PrefixNode:
 
 @dataclass(slots=True, eq=False)
 class HintedJob:
-    """The rows and nodes of one job; `is_counted` is whether its lease holds."""
+    """The rows and nodes of one job; `is_counted` is whether its lease holds. `num_by_key` counts
+    the rows by the node of their key portion."""
 
     name: str
     lease_end_s: float = 0.0
     is_counted: bool = True
     rows: dict[int, AnnouncedRow] = field(default_factory=dict)
     nodes: dict[int, PrefixNode] = field(default_factory=dict)
+    num_by_key: Counter[int] = field(default_factory=Counter)
 
 
 LEASE_S = 30.0
@@ -102,6 +109,8 @@ class ReuseIndex:
             row = job.rows.get(hint.row)
             if row is None:
                 row = job.rows[hint.row] = AnnouncedRow(job, hint, chain)
+                if row.key is not None:
+                    job.num_by_key[row.key] += 1
                 self._count_row(row)
                 self._learn_nodes(job, hint, row.chain)
             row.requests.add(request_id)
@@ -119,6 +128,8 @@ class ReuseIndex:
             row.requests.discard(request_id)
             if not row.requests:
                 del row.job.rows[row.row]
+                if row.key is not None:
+                    row.job.num_by_key[row.key] -= 1
                 if row.job.is_counted:
                     self._uncount_row(row)
                 self._forget_if_empty(row.job)
@@ -160,6 +171,16 @@ class ReuseIndex:
     def front_rank(self) -> int:
         """The rank at which the engine works now."""
         return self._tree.front_rank
+
+    def num_followers(self, request_id: str) -> int:
+        """Rows besides the request's own that have its key portion and have not ended: those that
+        are announced, and those to come. O(1)."""
+        row = self._rows.get(request_id)
+        if row is None or row.key is None:
+            return 0
+        to_come = row.job.nodes.get(row.key)
+        others = row.job.num_by_key[row.key] - 1
+        return others if to_come is None else others + to_come.num_rows_to_come
 
     def _renew_epoch(self, epoch: int) -> None:
         if epoch > self._epoch:
@@ -219,7 +240,7 @@ class ReuseIndex:
         if said.num_rows_to_come <= 0:
             del job.nodes[said.node]
             num_blocks = 0
-        node.num_blocks = num_blocks
+        node.num_blocks, node.num_rows_to_come = num_blocks, said.num_rows_to_come
         if num_blocks:
             use = (said.num_rows_to_come, said.next_rank)
             self._tree.add_hint(node.chain, num_blocks, (job.name, said.node), use)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from batchrun.daemon.faults import SOLO, Backpressure, Trials
-from batchrun.hints import RowsToCome, rows_to_come
+from batchrun.hints import SharedPrefixes, rows_to_come
 from batchrun.pool.fair_share import JobTurns, Turn
 from batchrun.pool.prefix_keys import ChainTable, IntArray
 from batchrun.pool.radix_tree import PrefixOrder, rows_with_prefix
@@ -106,8 +106,8 @@ class Demand:
 class Assignment(Generic[JobT, SlotT]):
     """A row that was taken from its job's queue for an engine, which routers know by number.
 
-    `nodes` are its prefix nodes for its hint, counted when it was taken: rows that were taken with
-    it, a moment later, are rows to come.
+    `prefixes` are for its hint, counted when it was taken: rows that were taken with it, a moment
+    later, are rows to come.
     """
 
     job: JobT
@@ -115,7 +115,7 @@ class Assignment(Generic[JobT, SlotT]):
     slot: SlotT
     engine: int
     demand: Demand
-    nodes: RowsToCome
+    prefixes: SharedPrefixes
 
     @property
     def key(self) -> RowKey:
@@ -339,6 +339,9 @@ class Assigner(Generic[JobT, SlotT]):
         self.trial_engine = TrialEngine(slots)
         self._is_saturated = False
         self._were_usable: set[int] = set()
+        self._num_taken = 0
+        self._turn_ended_at: dict[str, int] = {}
+        self._pause_rows: dict[str, int] = {}
 
     def join(self, job: JobT, *, deadline_at: float | None) -> None:
         """A job takes its turns from now on; `deadline_at` is its deadline."""
@@ -350,6 +353,8 @@ class Assigner(Generic[JobT, SlotT]):
         if self._takes_part(job):
             del self.jobs[job.id]
             self.turns.leave(job.id)
+            self._turn_ended_at.pop(job.id, None)
+            self._pause_rows.pop(job.id, None)
 
     def assign(self, now_s: float) -> tuple[list[Assignment[JobT, SlotT]], float | None]:
         """Rows to send now, and when to ask again at the latest, where a window says so."""
@@ -433,15 +438,44 @@ class Assigner(Generic[JobT, SlotT]):
     ) -> Assignment[JobT, SlotT]:
         job, slot = self.jobs[turn.job_id], self.slots[engine]
         job.queue.take(row)
-        nodes = rows_to_come(job.queue.path_of(row), job.queue.num_to_come)
+        prefixes = shared_prefixes(job, row)
         bring_together(job, row, self.jobs.values())
         following = job.queue.peek(now_s)
         ends_group = following is None or job.group_of[following] != job.group_of[row]
         self.turns.charge(turn, row, job.cost_tokens(row), ends_subtree=ends_group)
-        assignment = Assignment(job, row, slot, engine, demand, nodes)
+        prefixes = prefixes._replace(next_in_rows=self._next_in_rows(job.id))
+        assignment = Assignment(job, row, slot, engine, demand, prefixes)
         slot.take(assignment, now_s)
         self.router.sent(demand.call, engine, now_s)
         return assignment
+
+    def _next_in_rows(self, job_id: str) -> int:
+        """A row of the job was taken: how many rows on its next one is expected. Between two turns
+        of a job there are about as many rows of others as there were the last time."""
+        self._num_taken += 1
+        ended_at = self._turn_ended_at.pop(job_id, None)
+        if ended_at is not None:
+            self._pause_rows[job_id] = self._num_taken - ended_at
+        if self.turns.is_in_turn(job_id):
+            return 1
+        self._turn_ended_at[job_id] = self._num_taken
+        return self._pause_rows.get(job_id, 1)
+
+
+def shared_prefixes(job: RunningJob, row: int) -> SharedPrefixes:
+    """The prefixes of a row that was just taken; its key portion as `group_rows` has it, but where
+    it is the row's own text. The job's next row is the next one."""
+    path = job.queue.path_of(row)
+    key_node, above = None, 0
+    for node in path:
+        depth = job.queue.depth_of(node)
+        if depth > 2 * above:
+            key_node = node
+        above = depth
+    starts = job.plan.chains.starts
+    if starts[row + 1] - starts[row] > 2 * above:
+        key_node = None
+    return SharedPrefixes(rows_to_come(path, job.queue.num_to_come), key_node)
 
 
 def _demand(job: RunningJob, row: int, *, is_urgent: bool) -> Demand:

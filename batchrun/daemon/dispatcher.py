@@ -17,7 +17,7 @@ from batchrun.daemon.faults import FIRST_DELAY_S, MAX_SOLO_DEATHS, retry_delay_s
 from batchrun.daemon.job import ActiveJob, expected_output_tokens
 from batchrun.daemon.writer import ResultWriter
 from batchrun.errors import BatchrunError, EngineError, StoreError
-from batchrun.hints import RowHint, RowsToCome, node_hints, put_hint
+from batchrun.hints import RowHint, SharedPrefixes, put_hint
 from batchrun.media.fetching import ImageFetcher, ImageUnreachableError
 from batchrun.media.images import IMAGE_CODE, ImageError
 from batchrun.store import results
@@ -48,7 +48,7 @@ class Hinter:
         self._next_rank = URGENT_LEAD
 
     def hint(
-        self, job: ActiveJob, row: int, nodes: RowsToCome, *, is_urgent: bool = False
+        self, job: ActiveJob, row: int, prefixes: SharedPrefixes, *, is_urgent: bool = False
     ) -> RowHint | None:
         """What travels with a row that goes now; None where its endpoint has no place for it."""
         if job.spec.endpoint not in HINTED_ENDPOINTS:
@@ -60,7 +60,8 @@ class Hinter:
             job=job.record.id,
             row=row,
             rank=rank,
-            nodes=node_hints(nodes, rank),
+            nodes=prefixes.node_hints(rank),
+            key_node=prefixes.key_node,
             output_tokens=expected_output_tokens(job.spec, job.counts),
         )
 
@@ -218,7 +219,7 @@ class Dispatcher:
                 body["priority"] = OFFLINE_PRIORITY
             if slot.hint_nonce is not None:
                 is_urgent = assignment.is_urgent
-                hint = self.hinter.hint(job, row, assignment.nodes, is_urgent=is_urgent)
+                hint = self.hinter.hint(job, row, assignment.prefixes, is_urgent=is_urgent)
                 if hint is not None:
                     put_hint(body, hint, slot.hint_nonce)
             request = Request(job.record.id, row, attempt, self.epoch, job.spec.endpoint, body)

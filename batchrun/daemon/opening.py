@@ -36,7 +36,7 @@ from batchrun.jobs.prompts.tokens import PLAIN_PROMPTS, PromptReader, read_promp
 from batchrun.jobs.results.file_bytes import FileBytes
 from batchrun.jobs.spec import JobSpec
 from batchrun.jobs.submit import open_submitted, plan_job
-from batchrun.pool.radix_tree import build_radix_tree
+from batchrun.pool.radix_tree import build_radix_tree, group_rows
 from batchrun.pool.row_queue import RowQueue
 from batchrun.store import api_keys, batches, files, jobs, results
 from batchrun.store.api_keys import ApiKeyRecord
@@ -149,6 +149,7 @@ def open_job(
         exits.callback(data.close)
         template = RequestTemplate(spec, data.columns, model=spec.model)
         plan = plan_job(spec, data, template, prompts=prompts, progress=progress)
+        nodes = build_radix_tree(plan.order.shared_chunks)
         counts = results.count(store, record.seq)
         done = np.asarray(results.done_rows(store, record.seq), dtype=np.int64)
         failing = spec.max_failed
@@ -164,11 +165,11 @@ def open_job(
             ),
             template=template,
             plan=plan,
-            queue=RowQueue(plan.order.rows, build_radix_tree(plan.order.shared_chunks), done),
+            queue=RowQueue(plan.order.rows, nodes, done),
             counts=counts,
             attempts=results.attempts_so_far(store, record.seq),
             trials=Trials(dict.fromkeys(results.engine_deaths(store, record.seq), SOLO)),
-            group_of=plan.group_of(),
+            group_of=group_rows(plan.order, nodes, plan.chains),
             costs=estimate_costs(spec, plan, counts, done),
             breaker=CircuitBreaker(limit, counts.num_failed, max_identical=max_identical),
         )

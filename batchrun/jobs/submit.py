@@ -28,7 +28,12 @@ from batchrun.jobs.prompts.template import RequestTemplate, RowRenderError
 from batchrun.jobs.prompts.tokens import PLAIN_PROMPTS, PromptReader, TokenRatio, sample_rows
 from batchrun.jobs.spec import JobSpec
 from batchrun.pool.prefix_keys import CHUNK_BYTES, ChainBuilder, ChainTable, IntArray, salt_of
-from batchrun.pool.radix_tree import PrefixOrder, order_by_prefix
+from batchrun.pool.radix_tree import (
+    PrefixOrder,
+    build_radix_tree,
+    group_rows,
+    order_by_prefix,
+)
 from batchrun.store.jobs import JobRecord, NewJob
 from batchrun.types import ProgressSink, RowError
 
@@ -178,16 +183,11 @@ class JobPlan:
         """Rows of the input, the faulty ones included."""
         return len(self.text_bytes)
 
-    def group_of(self) -> IntArray:
-        """The prefix group of each row; rows of a group share at least their first chunk."""
-        groups = np.empty(self.num_rows, dtype=np.int64)
-        groups[self.order.rows] = self.order.groups
-        return groups
-
     @property
     def num_groups(self) -> int:
         """Prefix groups of two rows or more."""
-        sizes = np.bincount(self.order.groups) if self.num_rows else np.zeros(0, dtype=np.int64)
+        nodes = build_radix_tree(self.order.shared_chunks)
+        sizes = np.bincount(group_rows(self.order, nodes, self.chains))
         return int(np.count_nonzero(sizes > 1))
 
     @property

@@ -147,9 +147,7 @@ class JobShares:
         self._wake(ready)
         if self._turn is None or self._turn not in ready:
             return None
-        account = self.accounts[self._turn]
-        ahead_tokens = (account.level - self._level) * account.weight
-        return self._turn if ahead_tokens < self._quantum_tokens else None
+        return self._turn if self.is_in_turn(self._turn) else None
 
     def begin_turn(self, ready: AbstractSet[str]) -> str | None:
         """Give the turn to the ready job at the lowest level; None when none is ready.
@@ -164,6 +162,13 @@ class JobShares:
         """The job's subtree is handed out: if it has the turn, another begins."""
         if self._turn == job_id:
             self._turn = None
+
+    def is_in_turn(self, job_id: str) -> bool:
+        """Whether the job goes on with its turn, if it has a row."""
+        if self._turn != job_id:
+            return False
+        account = self.accounts[job_id]
+        return (account.level - self._level) * account.weight < self._quantum_tokens
 
     def charge(self, job_id: str, row: int, estimated_tokens: int, *, is_urgent: bool) -> int:
         """A row is handed out; returns its charge, the estimate corrected by the rows before it.
@@ -312,6 +317,10 @@ class JobTurns:
         if ends_subtree:
             self._shares.end_turn(job_id)
             self._urgent.end_turn(job_id)
+
+    def is_in_turn(self, job_id: str) -> bool:
+        """Whether the job goes on with its fair turn, if it has a row."""
+        return self._shares.is_in_turn(job_id)
 
     def settle(self, job_id: str, row: int, computed_tokens: int) -> None:
         """A row has ended, with or without error, after so many computed tokens."""

@@ -21,7 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from batchrun.pool.prefix_keys import CHUNK_BYTES, ChainTable, IntArray
-from batchrun.pool.radix_tree import NO_NODE, RadixTree, build_radix_tree, sort_by_chain
+from batchrun.pool.radix_tree import (
+    NO_NODE,
+    RadixTree,
+    build_radix_tree,
+    nearest_marked,
+    sort_by_chain,
+)
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -127,15 +133,6 @@ def path_sums(parents: IntArray, values: FloatArray) -> FloatArray:
     while (up != NO_NODE).any():
         sums, up = sums + sums[up], up[up]
     return sums[:-1]
-
-
-def nearest_marked(parents: IntArray, is_marked: npt.NDArray[np.bool_]) -> IntArray:
-    """For each node the deepest marked one from the root down to it, or NO_NODE."""
-    found = np.append(np.where(is_marked, np.arange(len(parents)), NO_NODE), NO_NODE)
-    up = np.append(parents, NO_NODE)
-    while (up != NO_NODE).any():
-        found, up = np.where(found == NO_NODE, found[up], found), up[up]
-    return found[:-1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

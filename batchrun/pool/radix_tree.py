@@ -174,6 +174,15 @@ def _intervals(shared: IntArray) -> tuple[IntArray, IntArray, IntArray]:
     return starts, ends, depths
 
 
+def nearest_marked(parents: IntArray, is_marked: BoolArray) -> IntArray:
+    """For each node the deepest marked one from the root down to it, or NO_NODE."""
+    found = np.append(np.where(is_marked, np.arange(len(parents)), NO_NODE), NO_NODE)
+    up = np.append(parents, NO_NODE)
+    while (up != NO_NODE).any():
+        found, up = np.where(found == NO_NODE, found[up], found), up[up]
+    return found[:-1]
+
+
 FloatArray = npt.NDArray[np.float64]
 
 ATTENTION_CHUNKS = 940
@@ -195,11 +204,6 @@ class PrefixOrder:
     rows: IntArray
     shared_chunks: IntArray
     by_chain: IntArray
-
-    @property
-    def groups(self) -> IntArray:
-        """For each position the number of its group: rows that share at least their first chunk."""
-        return np.cumsum(self.shared_chunks == 0) - 1
 
 
 def order_by_prefix(table: ChainTable) -> PrefixOrder:
@@ -299,3 +303,48 @@ def _new_positions(items: _Items, order: IntArray) -> IntArray:
         starts[level] = starts[items.parents[level]] + offset[level]
     positions: IntArray = starts[items.parents[num_nodes:]] + offset[num_nodes:]
     return positions
+
+
+MOST_BEHIND = 8
+"""So many times its key portion is what a group has behind it, or nearly so: that bounds what
+another engine computes again to an eighth."""
+
+
+def group_rows(order: PrefixOrder, nodes: RadixTree, chains: ChainTable) -> IntArray:
+    """The prefix group of each row of `chains`, numbered from 0 as they come in `order`, whose tree
+    is `nodes`. Rows that are not in the order have 0.
+
+    A group is for one engine: the rows of one key portion, which is the deepest node of a row's
+    path that is longer than all nodes above it together (Preble, section 3). So what all rows of a
+    job begin with makes no group of the documents behind it. Rows that have far more behind their
+    key portion than it takes are as many groups as that pays for. A row that shares nothing is a
+    group.
+    """
+    above = np.append(nodes.depths, 0)[nodes.parents]
+    keys = nearest_marked(nodes.parents, nodes.depths > 2 * above)
+    key_of = np.append(keys, NO_NODE)[nodes.innermost]
+    has_key = np.flatnonzero(key_of != NO_NODE)
+    numbers = np.arange(len(order.rows)) + 2 * len(order.rows)
+    key = key_of[has_key]
+    cached = np.maximum(order.shared_chunks[has_key], nodes.depths[key])
+    behind = 1 + chains.lengths[order.rows[has_key]] - cached
+    numbers[has_key] = _cut(key, behind, MOST_BEHIND * nodes.depths)
+    _, firsts, places = np.unique(numbers, return_index=True, return_inverse=True)
+    groups = np.zeros(chains.num_rows, dtype=np.int64)
+    groups[order.rows] = np.argsort(np.argsort(firsts))[places]
+    return groups
+
+
+def _cut(key: IntArray, sizes: IntArray, most: IntArray) -> IntArray:
+    """Numbers for items that are equal where they are of one part: those of each key, in order, are
+    cut evenly into as many parts as they have whole `most[key]` of size, one at least."""
+    totals = np.bincount(key, sizes, len(most)).astype(np.int64)
+    num_parts = np.maximum(totals // np.maximum(most, 1), 1)
+    by_key = np.argsort(key, kind="stable")
+    before = np.cumsum(sizes[by_key]) - sizes[by_key]
+    before -= (np.cumsum(totals) - totals)[key[by_key]]
+    first_part = np.cumsum(num_parts) - num_parts
+    parts = np.empty(len(key), dtype=np.int64)
+    of = key[by_key]
+    parts[by_key] = first_part[of] + before * num_parts[of] // np.maximum(totals[of], 1)
+    return parts

@@ -41,8 +41,8 @@ class Call:
     """An online call, or a row of a job (`is_offline`).
 
     `prefix` are the chained keys of the prompt's chunks from the first on, None where the caller
-    does not know them. Rows of one job with the same `group` share at least their first chunk;
-    None: no group. Tokens are 0 where they are not known.
+    does not know them. Rows of one job with the same `group` are for one engine; None: no group.
+    Tokens are 0 where they are not known.
     """
 
     prompt_tokens: int = 0

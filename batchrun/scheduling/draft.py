@@ -24,9 +24,9 @@ class Draft:
 
     `free_blocks` are free now; `promised_blocks` of them are still to be taken by the prompts of
     running requests and the outputs of running offline ones, `closing_blocks` of these by the next
-    `CLOSING_TOKENS` tokens of decodes. Offline requests hold at most `offline_blocks`: one of all
-    blocks is vLLM's own. `backlog_s` is what the prompts of all waiting calls
-    take. `leader` is the request whose long prefix the draft begins.
+    `CLOSING_TOKENS` tokens of decodes. Admitted requests hit `hit_blocks` that were idle. Offline
+    requests hold at most `offline_blocks`: one of all blocks is vLLM's own. `backlog_s` is what the
+    prompts of all waiting calls take. `leader` is the request whose long prefix the draft begins.
     """
 
     view: EngineView
@@ -35,6 +35,7 @@ class Draft:
     slots_left: int
     free_blocks: int
     offline_blocks: int
+    hit_blocks: int = 0
     promised_blocks: int = 0
     closing_blocks: int = 0
     num_offline_decodes: int = 0
@@ -123,6 +124,7 @@ class Draft:
         self.caps[request.request_id] = num_tokens
         self._compute(hit.num_tokens, num_tokens)
         self.free_blocks -= blocks
+        self.hit_blocks += hit.idle_blocks
         self.slots_left -= 1
         self.has_long_prefill |= request.num_tokens - hit.num_tokens > LONG_PREFILL_TOKENS
         if request.lora_id:
@@ -142,15 +144,21 @@ class Draft:
             return 0
         return largest_chunk(self.view.model, self.load, computed_tokens, limit_s, most)
 
-    def room_tokens(self, computed_tokens: int) -> int:
-        """Tokens for which a request has blocks, or could take free ones.
+    def wanted_blocks(self, request: RequestView) -> int:
+        """Free blocks whose KV rows planned before an offline request will hit, without those that
+        admitted ones do. What is wanted later is no reason to hold it back: its turn comes first.
+        """
+        return max(0, self.view.wanted_blocks(request) - self.hit_blocks)
+
+    def room_tokens(self, request: RequestView, computed_tokens: int) -> int:
+        """Tokens for which an offline request has blocks, or could take free ones.
 
         While offline rows decode, and so will make room, what they need next is not taken from
-        them, nor what rows are about to hit from the cache.
+        them, nor what rows before it are about to hit from the cache.
         """
         block_tokens, free_blocks = self.view.block_tokens, self.free_blocks
         if self.num_offline_decodes:
-            free_blocks -= self.closing_blocks + self.view.wanted_blocks
+            free_blocks -= self.closing_blocks + self.wanted_blocks(request)
         return max(0, free_blocks) * block_tokens + -computed_tokens % block_tokens
 
     def fits_lora(self, request: RequestView) -> bool:

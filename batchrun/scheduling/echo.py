@@ -127,17 +127,16 @@ class EchoPolicy:
         keeps_reserve: bool | None = None,
     ) -> Draft | None:
         """The draft with one long prefix more; None when it has no slot, room or time."""
-        need = need_blocks(draft.view, request, hit)
         keeps = self._options.keeps_reserve if keeps_reserve is None else keeps_reserve
-        has_room = fits(draft, need, hit, keeps_reserve=keeps, soon_free=soon_free)
+        has_room = fits(draft, request, hit, keeps_reserve=keeps, soon_free=soon_free)
         if not has_room or draft.slots_left <= 0:
             return None
-        left = min(request.num_tokens - hit.num_tokens, draft.room_tokens(hit.num_tokens))
+        left = min(request.num_tokens - hit.num_tokens, draft.room_tokens(request, hit.num_tokens))
         chunk = draft.chunk(hit.num_tokens, left, limit_s)
         if chunk < MIN_CHUNK_TOKENS:
             return None
         led = draft.copy()
-        led.admit(request, hit, chunk, need)
+        led.admit(request, hit, chunk, need_blocks(draft.view, request, hit))
         led.leader, led.leader_left_tokens = request, request.num_tokens - hit.num_tokens
         return led
 

@@ -19,7 +19,7 @@ def continue_running(draft: Draft, limit_s: float) -> None:
         draft.sit_out(request)
     for request in prefills:
         computed = request.num_computed_tokens
-        left = min(request.prefill_left_tokens, draft.room_tokens(computed))
+        left = min(request.prefill_left_tokens, draft.room_tokens(request, computed))
         chunk = draft.chunk(computed, left, limit_s)
         draft.prefill(request, chunk if chunk >= min(left, MIN_CHUNK_TOKENS) else 0)
 
@@ -50,10 +50,9 @@ def admit_in_order(draft: Draft, limit_s: float, *, keeps_reserve: bool) -> None
         is_long = request.num_tokens - hit.num_tokens > LONG
         if is_long and draft.has_long_prefill:
             return
-        need = need_blocks(draft.view, request, hit)
-        if not fits(draft, need, hit, keeps_reserve=keeps_reserve):
+        if not fits(draft, request, hit, keeps_reserve=keeps_reserve):
             return
-        if not _admit(draft, request, hit, need, limit_s):
+        if not _admit(draft, request, hit, limit_s):
             return
 
 
@@ -72,14 +71,13 @@ def admit_followers(
     passed_over.discard(None)
     for num_tried, request in enumerate(candidates(draft, passed_over), start=1):
         hit = draft.view.look_up(request)
-        need = need_blocks(draft.view, request, hit)
         keeps = keeps_reserve and 2 * hit.num_tokens <= request.num_tokens
         if request.num_tokens - hit.num_tokens > LONG:
             leaders.append((request, hit))
             passed_over.add(request.group)
-        elif not fits(draft, need, hit, keeps_reserve=keeps):
+        elif not fits(draft, request, hit, keeps_reserve=keeps):
             passed_over.add(request.group)
-        elif not _admit(draft, request, hit, need, limit_s):
+        elif not _admit(draft, request, hit, limit_s):
             return []
         passed_over.discard(None)
         if num_tried >= MAX_TRIED or draft.tokens_left <= 0:
@@ -106,8 +104,8 @@ def need_blocks(view: EngineView, request: RequestView, hit: PrefixHit) -> int:
 
 
 def soon_free_blocks(draft: Draft) -> int:
-    """Blocks of prefix groups that are about to end: no row of theirs waits or is to come, and
-    those that run have at most `CLOSING_TOKENS` left to generate.
+    """Blocks of prefix groups that are about to end: all rows that they have left run, and have at
+    most `CLOSING_TOKENS` left to generate.
 
     A long prefix may begin on them: it needs its blocks one chunk after the other.
     """
@@ -116,7 +114,7 @@ def soon_free_blocks(draft: Draft) -> int:
     gone = set(map(id, draft.preempted))
     blocks: dict[Group, int] = {}
     staying: set[Group] = set()
-    closing: set[Group] = set()
+    num_to_run: dict[Group, int] = {}
     for request in view.offline_running:
         group = request.group
         if group is None or group in waiting or id(request) in gone:
@@ -124,32 +122,39 @@ def soon_free_blocks(draft: Draft) -> int:
         left = request.end_tokens - request.num_prompt_tokens - request.num_output_tokens
         if not request.is_decode or left > CLOSING_TOKENS:
             staying.add(group)
-        elif not request.num_followers:
-            closing.add(group)
+        num_to_run[group] = num_to_run.get(group, 1 + view.num_followers(request)) - 1
         held = view.blocks_for(request.num_computed_tokens)
         is_alone = group not in blocks
         blocks[group] = view.private_blocks(request) if is_alone else max(held, blocks[group])
-    return sum(blocks[group] for group in closing - staying)
+    closing = [group for group, num in num_to_run.items() if num <= 0 and group not in staying]
+    return sum(blocks[group] for group in closing)
 
 
 def fits(
-    draft: Draft, need: int, hit: PrefixHit, *, keeps_reserve: bool, soon_free: int = 0
+    draft: Draft,
+    request: RequestView,
+    hit: PrefixHit,
+    *,
+    keeps_reserve: bool,
+    soon_free: int = 0,
 ) -> bool:
-    """Whether there is room beside what is wanted and reserved: the threshold of Echo, 4.2."""
+    """Whether an offline request has room beside what is wanted before it, and reserved: the
+    threshold of Echo, 4.2."""
+    need = need_blocks(draft.view, request, hit)
     room = draft.free_blocks - draft.promised_blocks + soon_free
     if keeps_reserve:
-        wanted_by_others = max(0, draft.view.wanted_blocks - hit.idle_blocks)
+        wanted_by_others = max(0, draft.wanted_blocks(request) - hit.idle_blocks)
         room -= wanted_by_others + draft.view.reserve_blocks
     return need <= room
 
 
-def _admit(draft: Draft, request: RequestView, hit: PrefixHit, need: int, limit_s: float) -> bool:
+def _admit(draft: Draft, request: RequestView, hit: PrefixHit, limit_s: float) -> bool:
     """Admit a request that has room; False when the step has no time for it."""
     left = request.num_tokens - hit.num_tokens
     chunk = draft.chunk(hit.num_tokens, left, limit_s)
     if chunk < min(left, MIN_CHUNK_TOKENS):
         return False
-    draft.admit(request, hit, chunk, need)
+    draft.admit(request, hit, chunk, need_blocks(draft.view, request, hit))
     return True
 
 

@@ -33,9 +33,9 @@ class RequestView:
     `slo_jct_s` bounds the time from arrival to the last token (online only, as the other bounds).
     `expected_output_tokens` is what an offline answer is likely to stay within,
     `max_output_tokens` what it never exceeds. `rank` is the row's place in the planned order of all
-    rows that the daemon of this `epoch` sends, `group` the job and the node of its deepest shared
-    prefix, `num_followers` the rows of that node that stand behind it (offline only). An offline
-    request that `is_row` belongs to a job; others are calls.
+    rows that the daemon of this `epoch` sends, `group` the job and the node of its key portion,
+    `announced_followers` the rows of that node that stood behind it when it was sent (offline
+    only). An offline request that `is_row` belongs to a job; others are calls.
     """
 
     request_id: str
@@ -52,7 +52,7 @@ class RequestView:
     epoch: int = 0
     rank: int = 0
     group: Group | None = None
-    num_followers: int = 0
+    announced_followers: int = 0
     lora_id: int = 0
     num_tokens: int = 0
     work_left_tokens: int = 0
@@ -118,12 +118,13 @@ class EngineView:
     """An engine before a step.
 
     `rest_s` is the predicted time until the steps in flight are done; `free_blocks` counts every
-    block that an allocation could take, cached or not; `wanted_blocks` are the free blocks whose
-    KV a planned row will hit; `reserve_blocks` are kept for online bursts, beside the
-    `online_blocks` that online requests hold. `look_up(request)` finds a waiting request's prefix
-    in the KV cache (costly: once per decision).
-    `private_blocks(request)` counts the blocks that preempting it would free; `is_ready(request)`
-    says whether a waiting one may be admitted at all (its grammar is there, no output in flight).
+    block that an allocation could take, cached or not; `reserve_blocks` are kept for online bursts,
+    beside the `online_blocks` that online requests hold. `look_up(request)` finds a waiting
+    request's prefix in the KV cache (costly: once per decision); `wanted_blocks(request)` counts
+    the free blocks whose KV rows planned no later than it will hit, `num_followers(request)` the
+    rows of its group that have not ended, besides itself, `private_blocks(request)` the blocks that
+    preempting it would free. `is_ready(request)` says whether a waiting one may be admitted at all
+    (its grammar is there, no output in flight).
     `online_waiting` is in order of `BY_ARRIVAL`, `offline_waiting` in planned order.
     `error_share` is the mean error of the latest predictions of `model` (0.1: 10 %).
     `online_slo_ttft_s` and `online_slo_tpot_s` are the bounds of online requests without a class.
@@ -138,7 +139,6 @@ class EngineView:
     offline_waiting: Sequence[RequestView]
     free_blocks: int
     total_blocks: int
-    wanted_blocks: int
     reserve_blocks: int
     online_blocks: int
     block_tokens: int
@@ -146,6 +146,8 @@ class EngineView:
     max_running: int
     max_loras: int
     look_up: Callable[[RequestView], PrefixHit]
+    wanted_blocks: Callable[[RequestView], int]
+    num_followers: Callable[[RequestView], int]
     private_blocks: Callable[[RequestView], int]
     is_ready: Callable[[RequestView], bool]
     is_offline_on: bool = True

@@ -14,35 +14,47 @@ from batchrun.scheduling.draft import Draft
 from batchrun.scheduling.view import EngineView, Group, RequestView
 
 
-def loss_tokens(request: RequestView, num_tokens: int) -> int:
+def loss_tokens(view: EngineView, request: RequestView, num_tokens: int) -> int:
     """What `num_tokens` of a request's KV are worth: each row that reads them would compute them.
 
     The benefit of computing them, and the loss when a preemption gives them up.
     """
-    return num_tokens * (1 + request.num_followers)
+    return num_tokens * (1 + view.num_followers(request))
 
 
 def score(draft: Draft) -> float:
     """Tokens per second that the draft adds to the batch which all drafts of a step share.
 
     Drafts differ in the long prefix that they begin. Beginning it commits the engine to finish it,
-    so benefit and time are those of the whole prefix; wanted blocks that it would push out of the
-    cache are its punishment.
+    so benefit and time are those of the whole prefix. Its punishment are the wanted blocks that it
+    would push out of the cache: what the step and all that it promises leave no room for.
     """
     leader = draft.leader
     if leader is None:
         return 0.0
     view = draft.view
     left = draft.leader_left_tokens
-    benefit = loss_tokens(leader, left)
-    evicted_blocks = max(0, view.wanted_blocks - (draft.free_blocks - draft.promised_blocks))
+    benefit = loss_tokens(view, leader, left)
+    wanted_blocks = draft.wanted_blocks(leader)
+    left_blocks = draft.free_blocks - draft.promised_blocks
+    evicted_blocks = wanted_blocks - min(wanted_blocks, max(0, left_blocks))
     seconds = view.model.predict_s(StepLoad.of([(left, leader.num_tokens, False)]))
     return (benefit - evicted_blocks * view.block_tokens) / max(seconds, 1e-6)
 
 
+CLEAR_SHARE = 0.25
+"""A draft that scores less than the best by no more than this share is about as good."""
+
+
 def select(drafts: Sequence[Draft]) -> Draft:
-    """The draft with the highest score; the first of equals."""
-    return drafts[0] if len(drafts) == 1 else max(drafts, key=score)
+    """The first draft that is about as good as the best: the planned order comes from the same
+    worth and knows the whole job, so it stands unless another draft is clearly better."""
+    if len(drafts) == 1:
+        return drafts[0]
+    scores = [score(draft) for draft in drafts]
+    best = max(scores)
+    least = best - CLEAR_SHARE * abs(best)
+    return next(draft for draft, its in zip(drafts, scores, strict=True) if its >= least)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,16 +148,16 @@ class Victims:
 
 def _alone(view: EngineView, request: RequestView) -> _Choice:
     blocks = view.private_blocks(request)
-    return _Choice((request,), blocks, loss_tokens(request, blocks * view.block_tokens))
+    return _Choice((request,), blocks, loss_tokens(view, request, blocks * view.block_tokens))
 
 
 def _together(view: EngineView, rows: Sequence[_Choice]) -> _Choice:
     requests = [row.requests[0] for row in rows]
     held = [view.blocks_for(request.num_computed_tokens) for request in requests]
     shared = max(0, min(blocks - row.freed_blocks for blocks, row in zip(held, rows, strict=True)))
-    leader = max(requests, key=lambda request: request.num_followers)
     return _Choice(
         requests,
         shared + sum(row.freed_blocks for row in rows),
-        loss_tokens(leader, shared * view.block_tokens) + sum(row.loss_tokens for row in rows),
+        loss_tokens(view, requests[0], shared * view.block_tokens)
+        + sum(row.loss_tokens for row in rows),
     )

@@ -13,10 +13,10 @@ from batchrun.daemon.dispatch import Assigner, Assignment, EngineSlot
 from batchrun.daemon.dispatcher import POLL_INTERVAL_S, URGENT_LEAD
 from batchrun.daemon.engine_link import SCHEDULER_WINDOW
 from batchrun.daemon.faults import Trials
-from batchrun.hints import RowHint, node_hints, write_hint
+from batchrun.hints import RowHint, write_hint
 from batchrun.pool.fair_share import JobTurns
 from batchrun.pool.prefix_keys import IntArray
-from batchrun.pool.radix_tree import build_radix_tree
+from batchrun.pool.radix_tree import build_radix_tree, group_rows
 from batchrun.pool.row_queue import RowQueue, Window
 from batchrun.routing.router import Router
 from batchrun.simulator.offline_jobs import Keys, OfflineJob, key_of, shared_tokens
@@ -56,7 +56,7 @@ class ActiveRows:
     def __post_init__(self) -> None:
         nodes = build_radix_tree(self.plan.order.shared_chunks)
         self.queue = RowQueue(self.plan.order.rows, nodes)
-        self.group_of = self.plan.group_of()
+        self.group_of = group_rows(self.plan.order, nodes, self.plan.chains)
         self.costs = self.plan.expected_tokens().tolist()
 
     @property
@@ -205,7 +205,8 @@ class RowFeed:
             job=job.id,
             row=row,
             rank=rank,
-            nodes=node_hints(sent.nodes, rank),
+            nodes=sent.prefixes.node_hints(rank),
+            key_node=sent.prefixes.key_node,
             output_tokens=job.output_tokens_to_expect(),
         )
         return Arrival(

@@ -121,12 +121,6 @@ class OfflineJob:
         """Prompt tokens of a row: the simulator knows them."""
         return int(self.num_prompt_tokens[row])
 
-    def group_of(self) -> IntArray:
-        """The prefix group of each row; rows of a group share at least their first chunk."""
-        groups = np.zeros(len(self.num_prompt_tokens), dtype=np.int64)
-        groups[self.order.rows] = self.order.groups
-        return groups
-
     def expected_tokens(self) -> IntArray:
         """What each row is expected to compute: new prompt tokens, and its answer."""
         sizes = self.chunk_tokens[self.order.rows]

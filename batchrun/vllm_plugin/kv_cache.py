@@ -78,13 +78,18 @@ class KvTiers:
             self._refile(self._reuse.expire(now_s))
             self._retier(self._online.expire(now_s))
 
-    def num_wanted_blocks(self) -> int:
-        """Free blocks whose KV a planned row will hit. 0 under `lru`, which has no tiers."""
+    def num_followers(self, request_id: str) -> int:
+        """Rows besides this request's that still have to read its key portion. O(1)."""
+        return self._reuse.num_followers(request_id)
+
+    def num_wanted_blocks(self, rank: int) -> int:
+        """Free blocks whose KV a row planned up to this rank will hit. 0 under `lru`, which has no
+        tiers."""
         if self._num_tiers == 1:
             return 0
         queue = self._pool.free_block_queue
         assert isinstance(queue, TieredFreeQueue)
-        return self.tiers.num_wanted_free(queue.free_by_tier())
+        return self.tiers.num_wanted_free(queue.free_by_tier(), rank)
 
     def _refile(self, fallen: Iterable[RadixNode]) -> None:
         for node in fallen:

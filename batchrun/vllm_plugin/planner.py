@@ -104,6 +104,7 @@ class ViewBuilder:
         online, offline = self._by_class(running)
         now_s = state.clock()
         used = self.sample([view.handle for view in online], now_s)
+        self._advance(offline or state.queue.offline[:1])
         return EngineView(
             now_s=now_s,
             rest_s=state.steps.rest_s(now_s),
@@ -115,7 +116,6 @@ class ViewBuilder:
             offline_waiting=state.queue.offline,
             free_blocks=state.manager.block_pool.get_num_free_blocks(),
             total_blocks=state.total_blocks,
-            wanted_blocks=self._wanted_blocks(offline),
             reserve_blocks=state.estimates.reserve_blocks(used),
             online_blocks=used,
             block_tokens=state.block_tokens,
@@ -123,6 +123,8 @@ class ViewBuilder:
             max_running=max_running,
             max_loras=state.max_loras,
             look_up=self.look_up,
+            wanted_blocks=self._wanted_blocks,
+            num_followers=self._num_followers,
             private_blocks=self._private_blocks,
             is_ready=self._is_ready,
             is_offline_on=state.is_offline_on,
@@ -163,15 +165,22 @@ class ViewBuilder:
                 online.append(view)
         return online, offline
 
-    def _wanted_blocks(self, offline: Sequence[RequestView]) -> int:
-        """Free blocks that planned rows will hit, with the engine as far as these rows."""
+    def _advance(self, offline: Sequence[RequestView]) -> None:
+        """The engine is as far in the planned order as these rows."""
         kv = self._state.kv
-        if kv is None:
-            return 0
         ranks = [view.rank for view in offline if view.is_row]
-        if ranks:
+        if kv is not None and ranks:
             kv.advance(min(ranks))
-        return kv.num_wanted_blocks()
+
+    def _wanted_blocks(self, view: RequestView) -> int:
+        """Free blocks that rows planned no later than this one will hit."""
+        kv = self._state.kv
+        return 0 if kv is None else kv.num_wanted_blocks(view.rank)
+
+    def _num_followers(self, view: RequestView) -> int:
+        """What hints say now; where no blocks are counted, what the request's own said once."""
+        kv = self._state.kv
+        return view.announced_followers if kv is None else kv.num_followers(view.request_id)
 
     def _private_blocks(self, view: RequestView) -> int:
         """Blocks that no other request holds. Who holds a block holds those before it too."""

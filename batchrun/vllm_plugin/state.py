@@ -29,6 +29,7 @@ from batchrun.hints import (
     HintError,
     RowHint,
     SloHint,
+    key_of,
     read_hint,
 )
 from batchrun.scheduling.view import BY_ARRIVAL, RequestView
@@ -262,9 +263,10 @@ def make_view(
     if isinstance(hint, RowHint):
         view.is_row, view.epoch, view.rank = True, hint.epoch, hint.rank
         view.expected_output_tokens = _with_margin(hint.output_tokens)
-        if hint.nodes:
-            view.group = hint.job, hint.nodes[-1].node
-            view.num_followers = hint.nodes[-1].num_rows_to_come
+        key = key_of(hint)
+        if key is not None:
+            view.group = hint.job, key.node
+            view.announced_followers = key.num_rows_to_come
     elif is_offline:
         view.expected_output_tokens = _with_margin(UNSET)
     else:

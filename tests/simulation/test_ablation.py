@@ -67,6 +67,13 @@ def test_bs_in_our_class_is_stock_vllm_to_the_last_figure() -> None:
     assert ours["offline_rows"] > 0
 
 
+def test_kv_that_later_rows_want_keeps_unsorted_rows_out_no_more_than_lru_does() -> None:
+    """13 were served for every 20 when all that was wanted within 63 rows held new work back."""
+    by_use, lru = figures(SHORT, "echo unsorted"), figures(SHORT, "echo unsorted/lru")
+
+    assert by_use["offline_tokens_per_s"] >= 0.98 * lru["offline_tokens_per_s"] > 0
+
+
 def test_a_warm_up_notes_every_second_and_every_duration() -> None:
     shape = EngineShape(num_blocks=600)
     scenario = replace(SHORT, job=JobShape(8, (8_000, 9_000)))

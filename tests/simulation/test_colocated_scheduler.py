@@ -225,7 +225,7 @@ def test_no_block_is_wanted_when_the_rows_that_share_it_have_ended() -> None:
     for request in rows:
         kv.finished(request)
         manager.free(request)
-        wanted.append(kv.num_wanted_blocks())
+        wanted.append(kv.num_wanted_blocks(rank=1))
 
     assert wanted == [10, 0]
 

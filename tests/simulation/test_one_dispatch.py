@@ -33,7 +33,7 @@ HOUR_S = 3_600
 ROWS_PER_S = 1
 WINDOW = (24, 200_000)
 NUM_OUTPUT_TOKENS = 40
-DIGEST = "7007bc3ef3e90d39"
+DIGEST = "edca4b91eb42256b"
 """Of every assignment of the hour: instant, job, row, engine, and whether it is urgent."""
 Row = Assignment[Any, Any]
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from cache_builders import SmallCache, chain_of, row_hint
 
-from batchrun.cache.eviction import ECHO_RC, NEXT_USE
+from batchrun.cache.eviction import ECHO_RC, NEXT_USE, EvictionOrder
 from batchrun.cache.free_queue import OnlinePrefixes
 
 
@@ -83,13 +84,18 @@ def test_wanted_free_blocks_are_counted_by_tier() -> None:
     for text in ("ab", "xy"):
         cache.admit(text, chain_of(text))
         cache.free(text, is_online=False)
-    assert cache.tiers.num_wanted_free(cache.queue.free_by_tier()) == 2
+    assert cache.tiers.num_wanted_free(cache.queue.free_by_tier(), 1) == 2
 
 
-def test_blocks_that_are_read_late_do_not_keep_new_work_out() -> None:
-    cache = SmallCache(NEXT_USE, 6)
+@pytest.mark.parametrize(("order", "wanted"), [(NEXT_USE, [0, 2, 2, 5]), (ECHO_RC, [0, 0, 0, 0])])
+def test_only_blocks_of_rows_before_it_keep_new_work_out(
+    order: EvictionOrder, wanted: list[int]
+) -> None:
+    cache = SmallCache(order, 6)
     for row, text in ((20, "ab"), (900, "xyz")):
         cache.reuse.announce(f"{row}", row_hint(row, row), chain_of(text), 0.0)
         cache.admit(text, chain_of(text))
         cache.free(text, is_online=False)
-    assert cache.tiers.num_wanted_free(cache.queue.free_by_tier()) == 2
+    free_by_tier = cache.queue.free_by_tier()
+
+    assert [cache.tiers.num_wanted_free(free_by_tier, r) for r in (5, 20, 600, 900)] == wanted

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from cache_builders import chain_of, row_hint
+from msgspec import UNSET
 
 from batchrun.cache.eviction import ECHO_RC
 from batchrun.cache.reuse import LEASE_S, ReuseIndex
@@ -181,3 +183,41 @@ def test_the_tier_follows_the_front(front: int) -> None:
     index.advance(front - 5)
     tiers = [index.tier(index.blocks[key]) for key in (b"a", b"b")]
     assert (tiers[0] > tiers[1]) == (front < 89)
+
+
+def test_followers_are_the_rows_of_the_key_portion_that_have_not_ended() -> None:
+    index = ReuseIndex()
+    announce(index, "docx", 1, (7, 3, 2))
+    announce(index, "docy", 2, (7, 2, 3))
+    assert [index.num_followers("1"), index.num_followers("2")] == [3, 3]
+
+    index.finished("1")
+    assert index.num_followers("2") == 2
+    announce(index, "docz", 3, (7, 1, 4))
+    announce(index, "docw", 4, (7, 0, 4))
+    assert index.num_followers("2") == 2
+    index.finished("3")
+    index.finished("4")
+
+    assert index.num_followers("2") == 0
+
+
+def test_rows_to_come_of_a_job_that_was_cancelled_follow_no_more() -> None:
+    index = ReuseIndex()
+    announce(index, "docx", 1, (7, 9, 2))
+    announce(index, "docy", 2, (7, 8, 3))
+
+    index.forget("job")
+
+    assert index.num_followers("1") == 1
+    assert index.num_followers("unknown") == 0
+
+
+def test_followers_count_by_the_node_that_the_hint_names() -> None:
+    index = ReuseIndex()
+    nodes = (NodeHint(1, 90, 2), NodeHint(5, 8, 2), NodeHint(6, 1, 2))
+    for number, key in enumerate((5, 1, None, UNSET)):
+        hint = msgspec.structs.replace(row_hint(number, number, nodes), key_node=key)
+        index.announce(f"{number}", hint, chain_of(f"doc{number}"), 0.0)
+
+    assert [index.num_followers(f"{number}") for number in range(4)] == [8, 90, 0, 1]

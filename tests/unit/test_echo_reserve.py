@@ -67,11 +67,16 @@ def test_blocks_that_planned_rows_will_hit_keep_other_rows_out() -> None:
 
 def test_the_wanted_blocks_that_a_row_hits_itself_do_not_keep_it_out() -> None:
     reader = row("row 1", prompt=590, hit=idle(200))
-    engine = view(running=[decoding_call()], waiting=[reader], free_blocks=60, wanted_blocks=20)
 
-    assert names(plan_of(engine).admit) == ["row 1"]
-    engine.wanted_blocks += 1
-    assert plan_of(engine).admit == ()
+    def admitted_beside(wanted_blocks: int) -> list[str]:
+        running = [decoding_call()]
+        engine = view(
+            running=running, waiting=[reader], free_blocks=60, wanted_blocks=wanted_blocks
+        )
+        return names(plan_of(engine).admit)
+
+    assert admitted_beside(20) == ["row 1"]
+    assert admitted_beside(21) == []
 
 
 def test_a_hit_that_others_hold_costs_nothing_and_an_idle_one_its_blocks() -> None:

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from echo_views import decoding_row, held, names, plan_of, row, view
+from echo_views import decoding_row, held, idle, names, plan_of, row, view
 
 from batchrun.estimator.step_time import LinearModel
 from batchrun.scheduling.draft import Draft
@@ -30,8 +30,8 @@ def drafts_of(*waiting: RequestView, free_blocks: int = 1_000, **fields: Any) ->
 
 
 def test_the_benefit_of_a_prefix_is_its_tokens_once_for_every_row_that_reads_it() -> None:
-    assert loss_tokens(row(num_followers=0), 2_000) == 2_000
-    assert loss_tokens(row(num_followers=9), 2_000) == 20_000
+    assert loss_tokens(view(), row(num_followers=0), 2_000) == 2_000
+    assert loss_tokens(view(), row(num_followers=9), 2_000) == 20_000
 
 
 def test_the_score_is_benefit_per_second_of_the_whole_prefix() -> None:
@@ -65,6 +65,15 @@ def test_of_equal_documents_the_first_in_the_planned_order_is_begun() -> None:
     plan = plan_of(view(waiting=equals))
 
     assert names(plan.admit) == ["first of C"]
+
+
+def test_a_document_that_is_not_clearly_better_does_not_overtake() -> None:
+    few = row("first of A", prompt=2_000, document="A", num_followers=8)
+    more = [row("first of B", prompt=2_000, document="B", num_followers=n) for n in (10, 11, 12)]
+
+    begun = [names(plan_of(view(waiting=[few, other])).admit) for other in more]
+
+    assert begun == [["first of A"], ["first of A"], ["first of B"]]
 
 
 def test_the_document_that_takes_less_time_for_each_token_is_begun() -> None:
@@ -108,8 +117,36 @@ def test_a_document_that_pushes_out_wanted_kv_is_punished_for_its_tokens() -> No
     assert score(draft) == pytest.approx((2 * 1_500 - 100 * 10) / 0.15, rel=1e-5)
 
 
+def test_wanted_kv_that_it_hits_itself_is_no_punishment() -> None:
+    """Of the 149 wanted blocks it hits 40; the 111 others that it takes leave 49 for the 109."""
+    document = row(prompt=1_500, document="A", num_followers=1, hit=idle(400))
+    engine = view(waiting=[document], free_blocks=200, wanted_blocks=149)
+
+    (draft,) = EchoPolicy(EchoOptions(keeps_reserve=False), ArrivalOrder()).generate(
+        engine, StepLimits(math.inf, math.inf)
+    )
+
+    assert draft.wanted_blocks(document) == 109
+    assert score(draft) == pytest.approx((2 * 1_100 - 60 * 10) / 0.11, rel=1e-5)
+
+
+def test_no_more_is_pushed_out_than_is_wanted() -> None:
+    """It begins on the 11 blocks of a row that ends soon: less than none is left meanwhile."""
+    document = row("first of B", prompt=990, document="B")
+    ending = decoding_row("last of A", generated=8, output=40, document="A")
+    engine = view(running=[ending], waiting=[document], free_blocks=95, wanted_blocks=4)
+
+    (draft,) = EchoPolicy(EchoOptions(keeps_reserve=False), ArrivalOrder()).generate(
+        engine, StepLimits(math.inf, math.inf)
+    )
+
+    assert draft.leader is document
+    assert draft.free_blocks - draft.promised_blocks < 0
+    assert score(draft) == pytest.approx((990 - 4 * 10) / 0.099, rel=1e-5)
+
+
 def test_wanted_kv_that_it_would_push_out_can_cost_a_document_its_place() -> None:
-    large = row("first of A", prompt=1_500, document="A", num_followers=1)
+    large = row("first of A", prompt=1_500, document="A", num_followers=2)
     small = row("first of B", prompt=600, document="B", num_followers=1)
     given: dict[str, Any] = {"waiting": [small, large], "wanted_blocks": 139, "model": WITH_BASE}
 
@@ -121,8 +158,11 @@ def test_wanted_kv_that_it_would_push_out_can_cost_a_document_its_place() -> Non
 
 
 def test_only_the_first_four_documents_are_compared() -> None:
-    documents = [row(f"first of {x}", prompt=2_000, document=x) for x in "ABCDE"]
-    documents[3].num_followers, documents[4].num_followers = 1, 99
+    followers = {"D": 1, "E": 99}
+    documents = [
+        row(f"first of {x}", prompt=2_000, document=x, num_followers=followers.get(x, 0))
+        for x in "ABCDE"
+    ]
 
     plan = plan_of(view(waiting=documents))
 

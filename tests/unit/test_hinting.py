@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from job_builders import make_active_job
 
-from batchrun.daemon.dispatch import Assigner, EngineSlot
+from batchrun.daemon.dispatch import Assigner, Assignment, EngineSlot, shared_prefixes
 from batchrun.daemon.dispatcher import Hinter
 from batchrun.daemon.engine_link import SCHEDULER_WINDOW
 from batchrun.daemon.job import ActiveJob
-from batchrun.hints import HINT_KEY, MAX_NODES_WRITTEN, RowHint, put_hint, read_hint, rows_to_come
+from batchrun.hints import HINT_KEY, MAX_NODES_WRITTEN, RowHint, SharedPrefixes, put_hint, read_hint
 from batchrun.pool.row_queue import Window
 from batchrun.store.jobs import Counts
 
@@ -27,8 +28,7 @@ def make_job(tmp_path: Path) -> JobMaker:
 
 def hint_of(hinter: Hinter, job: ActiveJob, row: int, *, is_urgent: bool = False) -> RowHint:
     body: dict[str, object] = {"vllm_xargs": {"mine": 1}}
-    nodes = rows_to_come(job.queue.path_of(row), job.queue.num_to_come)
-    sent = hinter.hint(job, row, nodes, is_urgent=is_urgent)
+    sent = hinter.hint(job, row, shared_prefixes(job, row), is_urgent=is_urgent)
     assert sent is not None
     put_hint(body, sent, "secret")
     extra = body["vllm_xargs"]
@@ -96,7 +96,7 @@ def test_the_mean_of_the_answers_so_far_is_told(make_job: JobMaker) -> None:
 
 
 def test_endpoints_without_a_place_for_it_get_no_hint(make_job: JobMaker) -> None:
-    assert Hinter(1).hint(make_job(["x", "y"], "/v1/embeddings"), 0, ()) is None
+    assert Hinter(1).hint(make_job(["x", "y"], "/v1/embeddings"), 0, SharedPrefixes()) is None
 
 
 def test_rows_that_are_taken_together_count_as_rows_to_come(make_job: JobMaker) -> None:
@@ -107,4 +107,31 @@ def test_rows_that_are_taken_together_count_as_rows_to_come(make_job: JobMaker) 
 
     together, _ = assigner.assign(now_s=0.0)
 
-    assert [sent.nodes[0][1] for sent in together] == [3, 2, 1, 0]
+    assert [sent.prefixes.nodes[0][1] for sent in together] == [3, 2, 1, 0]
+
+
+def test_jobs_that_take_turns_tell_when_their_next_row_comes(tmp_path: Path) -> None:
+    """A document of 12 rows is a turn; what all rows of a job begin with is used a turn later."""
+    slot = EngineSlot(window=Window(1_000, 10**9))
+    assigner: Assigner[ActiveJob, EngineSlot] = Assigner([slot])
+    for name in "abc":
+        texts = [name * 300 + str(i // 12) * 900 + str(i) * 50 for i in range(120)]
+        assigner.join(make_active_job(tmp_path / name, texts), deadline_at=None)
+
+    sent: list[Assignment[ActiveJob, EngineSlot]] = []
+    for tick in range(200):
+        sent += assigner.assign(tick / 10)[0]
+
+    assert len(sent) == 360
+    ranks: dict[str, list[int]] = {}
+    for rank, row in enumerate(sent):
+        ranks.setdefault(row.job.id, []).append(rank)
+    told = {rank: rank + row.prefixes.next_in_rows for rank, row in enumerate(sent)}
+    wrong = [
+        rank
+        for of_job in ranks.values()
+        for rank, next_rank in pairwise(of_job)
+        if told[rank] != next_rank
+    ]
+    assert [told[rank] - rank for rank in ranks[sent[0].job.id]].count(25) == 9
+    assert len(wrong) == 3

@@ -9,6 +9,7 @@ import pytest
 from job_builders import make_active_job
 from msgspec import UNSET
 
+from batchrun.daemon.dispatch import shared_prefixes
 from batchrun.daemon.dispatcher import URGENT_LEAD, Hinter
 from batchrun.hints import (
     MAX_HINT_CHARS,
@@ -16,11 +17,11 @@ from batchrun.hints import (
     HintError,
     NodeHint,
     RowHint,
+    SharedPrefixes,
     SloBounds,
     SloHint,
     put_hint,
     read_hint,
-    rows_to_come,
     write_hint,
 )
 from batchrun.server.gateway.bodies import read_call_body
@@ -45,15 +46,15 @@ def test_the_daemon_sends_a_row_with_its_nodes(tmp_path: Path) -> None:
     job.queue.take(first)
     body: dict[str, object] = {"vllm_xargs": {"mine": 1}}
 
-    nodes = rows_to_come(job.queue.path_of(first), job.queue.num_to_come)
-    hint = Hinter(epoch=4).hint(job, first, nodes)
+    prefixes = shared_prefixes(job, first)
+    hint = Hinter(epoch=4).hint(job, first, prefixes)
     assert hint is not None
     put_hint(body, hint, "secret")
 
-    node = nodes[0][0]
+    node = prefixes.nodes[0][0]
     assert in_body(body) == (
         f'{{"v":1,"nonce":"secret","epoch":4,"job":"{job.record.id}","row":{first},'
-        f'"class":"offline","rank":1048576,"nodes":[[{node},2,1048577]],"output":128}}'
+        f'"class":"offline","rank":1048576,"nodes":[[{node},2,1048577]],"key":{node},"output":128}}'
     )
 
 
@@ -61,13 +62,13 @@ def test_the_daemon_says_that_a_row_has_no_nodes(tmp_path: Path) -> None:
     job = make_active_job(tmp_path, ["x" * 600, "y" * 600])
     body: dict[str, object] = {}
 
-    hint = Hinter(epoch=1).hint(job, 0, (), is_urgent=True)
+    hint = Hinter(epoch=1).hint(job, 0, SharedPrefixes(), is_urgent=True)
     assert hint is not None
     put_hint(body, hint, "secret")
 
     assert in_body(body) == (
         f'{{"v":1,"nonce":"secret","epoch":1,"job":"{job.record.id}","row":0,'
-        '"class":"offline","rank":0,"nodes":[],"output":128}'
+        '"class":"offline","rank":0,"nodes":[],"key":null,"output":128}'
     )
 
 
@@ -106,9 +107,11 @@ def test_a_virtual_daemon_sends_what_the_daemon_sends() -> None:
     start = '{"v":1,"nonce":"virtual-engine","epoch":1,"job":"job-0","row":'
     rank = URGENT_LEAD
     nodes, last_nodes = f"[[0,1,{rank + 1}]]", f"[[0,0,{rank + 1}]]"
-    assert first == start + f'0,"class":"offline","rank":{rank},"nodes":{nodes},"output":128}}'
+    assert (
+        first == start + f'0,"class":"offline","rank":{rank},"nodes":{nodes},"key":0,"output":128}}'
+    )
     assert last == start + (
-        f'1,"class":"offline","rank":{rank + 1},"nodes":{last_nodes},"output":128}}'
+        f'1,"class":"offline","rank":{rank + 1},"nodes":{last_nodes},"key":0,"output":128}}'
     )
 
 

@@ -43,6 +43,22 @@ def test_a_groups_rows_go_to_its_engine_however_full_it_is_then_by_tokens() -> N
     assert ranked == [[5, 7, 6], [6, 7, 5], [7, 5, 6], [5, 7, 6]]
 
 
+def test_an_engine_that_is_away_takes_no_group_from_the_others() -> None:
+    loads, router = {engine: Load() for engine in range(4)}, make_router(DEFAULT_ROUTER)
+
+    def owners(loads: dict[int, Load]) -> list[int]:
+        calls = [Call(10, is_offline=True, group=i) for i in range(12)]
+        return [router.rank(call, loads, 0.0)[0] for call in calls]
+
+    before = owners(loads)
+    without = owners({engine: load for engine, load in loads.items() if engine != 2})
+
+    kept = [engine == now for engine, now in zip(before, without, strict=True) if engine != 2]
+    assert all(kept)
+    assert {without[i] for i in range(12) if before[i] == 2} == {0, 1, 3}
+    assert owners(loads) == before
+
+
 def test_a_name_that_no_router_has_is_refused_with_those_there_are() -> None:
     with pytest.raises(ValueError, match="'fastest'; there are least"):
         make_router("fastest")
