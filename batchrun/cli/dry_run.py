@@ -15,15 +15,16 @@ from rich.table import Table
 from batchrun.cli.client import DaemonClient
 from batchrun.cli.console import ProgressBar, named_lines, vllm_needed
 from batchrun.cli.deployment import read_deployment
-from batchrun.cli.inspect import error_lines, find_kv_size, hit_rates
+from batchrun.cli.inspect import earlier_jobs, error_lines, find_kv_size, hit_rates
 from batchrun.config import Deployment
 from batchrun.daemon.plugin import existing_profile
 from batchrun.errors import DaemonUnavailableError, EngineError, InputError
 from batchrun.home import Home
+from batchrun.jobs.answers import OutputEstimate, Stored, estimate_outputs
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.prompts.tokens import read_prompts
 from batchrun.jobs.spec import JobSpec
-from batchrun.jobs.study import JobStudy, KvSize, OutputEstimate, estimate_outputs, study_job
+from batchrun.jobs.study import JobStudy, KvSize, study_job
 from batchrun.jobs.submit import checked_job
 from batchrun.quantities import count, duration
 from batchrun.simulator.planner.job_forecast import (
@@ -105,7 +106,9 @@ def predict(
             kv = find_kv_size(None, deployment, home)
         else:
             kv = simulation.kv
-        job, outputs, figures = _studied(spec, kv, deployment.model_folder(home), progress)
+        with earlier_jobs(home) as stored:
+            folder = deployment.model_folder(home)
+            job, outputs, figures = _studied(spec, kv, folder, stored, progress)
         if figures["rows_that_cannot_run"] == figures["rows"]:
             return Prediction(figures, spec.deadline_s, NOTHING_TO_RUN, cost)
         tokens = figures["computed_tokens"]
@@ -122,14 +125,19 @@ def predict(
 
 
 def _studied(
-    spec: JobSpec, kv: KvSize, model_folder: Path | None, progress: ProgressSink
+    spec: JobSpec,
+    kv: KvSize,
+    model_folder: Path | None,
+    stored: Stored | None,
+    progress: ProgressSink,
 ) -> tuple[JobStudy, OutputEstimate, dict[str, Any]]:
     """The study, and the figures that are printed. Checks all that a submission checks."""
     with checked_job(spec, scratch=Path(tempfile.gettempdir()), progress=progress) as given:
         data, template = given
         prompts = read_prompts(model_folder, now=datetime.now().astimezone())
         job = study_job(spec, data, template, prompts, progress)
-        outputs = estimate_outputs(spec, data, job.counted.bytes_per_token, guesses=True)
+        ratio = job.counted.bytes_per_token
+        outputs = estimate_outputs(spec, data, ratio, stored, guesses=True)
         inspected = job.figures(outputs, kv)
     output_tokens = float(outputs.filled[job.tree.rows].sum())
     return job, outputs, study_figures(inspected, inspected["prompt_tokens_total"], output_tokens)

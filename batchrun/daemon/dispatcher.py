@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from batchrun.daemon.dispatch import Assigner, Assignment
 from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.faults import FIRST_DELAY_S, MAX_SOLO_DEATHS, retry_delay_s
-from batchrun.daemon.job import ActiveJob, expected_output_tokens
+from batchrun.daemon.job import ActiveJob
 from batchrun.daemon.writer import ResultWriter
 from batchrun.errors import BatchrunError, EngineError, StoreError
 from batchrun.hints import RowHint, RowsToCome, node_hints, put_hint
@@ -59,7 +59,7 @@ class Hinter:
             row=row,
             rank=rank,
             nodes=node_hints(nodes, rank),
-            output_tokens=expected_output_tokens(job.spec, job.counts),
+            output_tokens=job.answers.room_tokens,
         )
 
 

@@ -1,9 +1,9 @@
 """How long the answers of a job will be, from those that have ended.
 
 The rows that end first are the short ones, so an answer counts when all rows sent before it have
-ended too. A row that many later ones have overtaken must be one of the long ones and counts as such,
-until its own length is known (a censored sample, as in Kaplan and Meier's estimator, J. Am. Stat.
-Assoc. 53, 1958). What was expected before the first answer fades as answers come, and old
+ended too. A row that many later ones have overtaken must be one of the long ones and counts as
+such until its own length is known (a censored sample, as in Kaplan and Meier's estimator, J. Am.
+Stat. Assoc. 53, 1958). What was expected before the first answer fades as answers come, and old
 answers fade too, so that later rows may be of another length.
 """
 
@@ -86,20 +86,19 @@ class AnswerLengths:
         self._in_order[row] = None
 
     def ended(self, row: Hashable, num_tokens: int) -> None:
-        """Its answer is there; one of no tokens tells nothing."""
+        """Its answer is there; one of no tokens tells nothing, nor does one of a row that was not
+        on its way."""
         if num_tokens <= 0:
             self.lost(row)
-            return
-        self.num_ended += 1
-        if row in self._longest:
+        elif row in self._longest:
             self._take_back(row)
             self._count(num_tokens)
-        elif row in self._in_order:
+            self.num_ended += 1
+        elif self._in_order.get(row, num_tokens) is None:
             self._in_order[row] = num_tokens
             self._num_behind += 1
+            self.num_ended += 1
             self._advance()
-        else:
-            self._count(num_tokens)
 
     def lost(self, row: Hashable) -> None:
         """It is not on its way any more and has no answer."""

@@ -19,6 +19,9 @@ from batchrun.types import RequestClass
 GROWTH_TOKENS = 64
 """A row is taken to generate so many more tokens when its answer is longer than expected."""
 
+UNKNOWN_TOKENS = sys.maxsize
+"""The length of an answer of which nothing is known."""
+
 Group = tuple[str, int]
 """A job, and the number of a prefix node of its own."""
 
@@ -44,7 +47,7 @@ class RequestView:
     num_prompt_tokens: int
     priority: int = 0
     max_output_tokens: int = 0
-    expected_output_tokens: int = sys.maxsize
+    expected_output_tokens: int = UNKNOWN_TOKENS
     slo_ttft_s: float = 0.0
     slo_tpot_s: float = 0.0
     slo_jct_s: float = math.inf

@@ -25,7 +25,7 @@ def chat_length(rng: random.Random) -> int:
 
 
 def run(answers: AnswerLengths, lengths: list[int], *, at_once: int, until: int) -> None:
-    """Rows that generate a token each in every step, `at_once` side by side, until so many ended."""
+    """Rows that generate a token each in a step, `at_once` side by side, until so many ended."""
     running: list[list[int]] = []
     queue = list(enumerate(lengths))
     num_ended = 0
