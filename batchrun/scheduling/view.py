@@ -38,7 +38,8 @@ class RequestView:
     `max_output_tokens` what it never exceeds. `rank` is the row's place in the planned order of all
     rows that the daemon of this `epoch` sends, `group` the job and the node of its deepest shared
     prefix, `num_followers` the rows of that node that stand behind it (offline only). An offline
-    request that `is_row` belongs to a job; others are calls.
+    request that `is_row` belongs to a job; others are calls. One that was never preempted was so at
+    0.
     """
 
     request_id: str
@@ -62,6 +63,7 @@ class RequestView:
     num_computed_tokens: int = 0
     num_output_tokens: int = 0
     first_token_at_s: float | None = None
+    preempted_at_s: float = 0.0
     handle: Any = field(default=None, repr=False)
 
     @property

@@ -83,6 +83,8 @@ class QuickDecode(AsyncScheduler):
                 continue
             if len(request._all_token_ids) + in_flight != computed + 1 or computed > longest:
                 return None
+            if request.is_prefill_chunk:
+                return None
             num_blocks += computed % size == 0
             due.append(request)
         is_room = num_blocks <= self.kv_cache_manager.block_pool.get_num_free_blocks()
