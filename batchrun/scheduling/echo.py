@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from batchrun.scheduling.draft import LONG_PREFILL_TOKENS, MIN_CHUNK_TOKENS, Draft
 from batchrun.scheduling.fill import (
-    Held,
     admit_followers,
     admit_in_order,
     computing_groups,
@@ -31,6 +30,10 @@ from batchrun.scheduling.worth import select
 
 MAX_DRAFTS = 4
 """Long prefixes that one step chooses from."""
+PATIENCE_S = 10.0
+"""Of the long prefixes, one that stood first for so long is begun before any other."""
+
+Candidate = tuple[RequestView, PrefixHit]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,8 @@ class EchoPolicy:
         self._options = options
         self._queue = queue
         self._patience = Patience()
+        self._head: RequestView | None = None
+        self._head_since_s = 0.0
 
     def plan(self, view: EngineView) -> Plan:
         """The step to run after those in flight."""
@@ -83,7 +88,10 @@ class EchoPolicy:
         leaders = admit_followers(draft, limit_s, keeps_reserve=keeps_reserve, held=held)
         if draft.has_long_prefill or held is not None or not leaders:
             return [draft]
+        view = draft.view
         soon_free = soon_free_blocks(draft)
+        if self._is_overdue(leaders[0][0], view):
+            return [self._for_the_head(draft, leaders, limit_s, soon_free)]
         drafts = [
             led
             for request, hit in leaders[:MAX_DRAFTS]
@@ -91,37 +99,51 @@ class EchoPolicy:
         ]
         return drafts or [draft]
 
-    def _admit_overdue(self, draft: Draft, limit_s: float) -> Held | None:
+    def _admit_overdue(self, draft: Draft, limit_s: float) -> RequestView | None:
         """Let rows in that were overtaken for too long, whatever is reserved. One that waits for
-        room or for the time of a step is returned: it holds those behind it back."""
+        rows that run, or for the time of a step, is returned: nobody behind it comes in."""
         view = draft.view
-        for request, stops_all in self._patience.overdue(view, computing_groups(view)):
+        for request in self._patience.overdue(view, computing_groups(view)):
             hit = view.look_up(request)
-            is_long = request.num_tokens - hit.num_tokens > LONG_PREFILL_TOKENS
+            left = request.num_tokens - hit.num_tokens
+            is_long = left > LONG_PREFILL_TOKENS
             if not view.is_ready(request) or (is_long and draft.has_long_prefill):
                 continue
-            if not self._let_in(draft, request, hit, limit_s, is_long=is_long):
-                if waits_for_calls(draft, request, hit):
+            need, soon_free = need_blocks(view, request, hit), soon_free_blocks(draft) * is_long
+            has_room = fits(draft, need, hit, keeps_reserve=False, soon_free=soon_free)
+            if has_room and draft.slots_left > 0 and draft.fits_lora(request):
+                chunk_tokens = min(left, draft.room_tokens(hit.num_tokens))
+                chunk = draft.chunk(hit.num_tokens, chunk_tokens, limit_s)
+                if chunk >= min(left, MIN_CHUNK_TOKENS):
+                    draft.admit(request, hit, chunk, need)
                     continue
-                return Held(request, stops_all)
+            elif waits_for_calls(draft, request, hit):
+                continue
+            return request
         return None
 
-    @staticmethod
-    def _let_in(
-        draft: Draft, request: RequestView, hit: PrefixHit, limit_s: float, *, is_long: bool
-    ) -> bool:
-        need = need_blocks(draft.view, request, hit)
-        soon_free = soon_free_blocks(draft) if is_long else 0
-        if draft.slots_left <= 0 or not draft.fits_lora(request):
-            return False
-        if not fits(draft, need, hit, keeps_reserve=False, soon_free=soon_free):
-            return False
-        left = min(request.num_tokens - hit.num_tokens, draft.room_tokens(hit.num_tokens))
-        chunk = draft.chunk(hit.num_tokens, left, limit_s)
-        if chunk < min(request.num_tokens - hit.num_tokens, MIN_CHUNK_TOKENS):
-            return False
-        draft.admit(request, hit, chunk, need)
-        return True
+    def _is_overdue(self, head: RequestView, view: EngineView) -> bool:
+        if self._head is not head:
+            self._head, self._head_since_s = head, view.now_s
+        return view.now_s - self._head_since_s > PATIENCE_S
+
+    def _for_the_head(
+        self, draft: Draft, leaders: list[Candidate], limit_s: float, soon_free: int
+    ) -> Draft:
+        """Let the overdue head in, whatever is reserved; hold the others back while rows that run
+        are all that it waits for."""
+        view = draft.view
+        (head, hit), *others = leaders
+        led = self._with_leader(draft, head, hit, limit_s, soon_free, keeps_reserve=False)
+        if led is not None:
+            return led
+        if need_blocks(view, head, hit) <= view.total_blocks - view.online_blocks:
+            return draft
+        for request, other_hit in others[:MAX_DRAFTS]:
+            led = self._with_leader(draft, request, other_hit, limit_s, soon_free)
+            if led is not None:
+                return led
+        return draft
 
     def _with_leader(
         self,
@@ -130,10 +152,12 @@ class EchoPolicy:
         hit: PrefixHit,
         limit_s: float,
         soon_free: int,
+        *,
+        keeps_reserve: bool | None = None,
     ) -> Draft | None:
         """The draft with one long prefix more; None when it has no slot, room or time."""
         need = need_blocks(draft.view, request, hit)
-        keeps = self._options.keeps_reserve
+        keeps = self._options.keeps_reserve if keeps_reserve is None else keeps_reserve
         has_room = fits(draft, need, hit, keeps_reserve=keeps, soon_free=soon_free)
         if not has_room or draft.slots_left <= 0:
             return None

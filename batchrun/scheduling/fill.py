@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 
 from batchrun.scheduling.draft import CLOSING_TOKENS, MIN_CHUNK_TOKENS, Draft
 from batchrun.scheduling.draft import LONG_PREFILL_TOKENS as LONG
@@ -12,15 +11,6 @@ from batchrun.scheduling.worth import Victims
 
 MAX_TRIED = 64
 """Candidates whose prefix one step looks up."""
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A row that is not overtaken any more and cannot come in yet: with `stops_all` by nobody, else
-    by rows alone whose prefix is cached."""
-
-    request: RequestView
-    stops_all: bool
 
 
 def continue_running(draft: Draft, limit_s: float) -> None:
@@ -94,31 +84,23 @@ def admit_in_order(draft: Draft, limit_s: float, *, keeps_reserve: bool) -> None
 
 
 def admit_followers(
-    draft: Draft, limit_s: float, *, keeps_reserve: bool, held: Held | None = None
+    draft: Draft, limit_s: float, *, keeps_reserve: bool, held: RequestView | None = None
 ) -> list[tuple[RequestView, PrefixHit]]:
     """Admit the candidates whose prefix is cached, or short.
 
     Those that are mostly cached may use the reserve: what they add is little, and the sooner they
     are done, the sooner their prefix makes room. Rows of a group need about the same room, so where
-    one finds none the others are not looked at. Behind a row that is `held`, only those come in
-    that may overtake it. Returns the others, which could begin a long prefix, the first of each
-    group.
+    one finds none the others are not looked at. Those behind a row that is `held` up wait for it.
+    Returns the others, which could begin a long prefix, the first of each group.
     """
     leaders: list[tuple[RequestView, PrefixHit]] = []
     passed_over = computing_groups(draft.view)
-    is_behind = False
     for num_tried, request in enumerate(candidates(draft, passed_over), start=1):
-        if held is not None and request is held.request:
-            if held.stops_all:
-                break
-            is_behind = True
-            continue
+        if request is held:
+            break
         hit = draft.view.look_up(request)
         need = need_blocks(draft.view, request, hit)
-        is_cached = 2 * hit.num_tokens > request.num_tokens
-        keeps = keeps_reserve and not is_cached
-        if is_behind and not is_cached:
-            continue
+        keeps = keeps_reserve and 2 * hit.num_tokens <= request.num_tokens
         if request.num_tokens - hit.num_tokens > LONG:
             leaders.append((request, hit))
             passed_over.add(request.group)

@@ -12,10 +12,8 @@ from itertools import islice
 
 from batchrun.scheduling.view import EngineView, Group, RequestView
 
-FIRST_S = 10.0
-"""A row that stood first for so long goes before all but rows whose prefix is cached."""
 OVERTAKEN_S = 30.0
-"""A row that others have overtaken for so long goes before all rows behind it."""
+"""A row that others have overtaken for so long, or that has stood first, is overtaken no more."""
 MAX_LOOKED_AT = 16
 """Waiting rows that one step looks at, from the first on."""
 MARK_S = 1.0
@@ -55,8 +53,8 @@ class Patience:
 
     def overdue(
         self, view: EngineView, computing: Collection[Group | None]
-    ) -> Iterator[tuple[RequestView, bool]]:
-        """Waiting rows that must go next, in order, and whether all rows behind them wait for that.
+    ) -> Iterator[RequestView]:
+        """Waiting rows that must go before all rows behind them, in order.
 
         Rows of groups whose prefix is being computed wait for that and are left out.
         """
@@ -69,13 +67,13 @@ class Patience:
         marks = self._marks
         while len(marks) > 1 and marks[0][0] <= place_of(first):
             marks.popleft()
-        is_overtaken = self._is_overtaken(first, view.now_s)
-        if is_overtaken or view.now_s - self._first_since_s > FIRST_S:
-            yield first, is_overtaken
+        stood_first_s = view.now_s - self._first_since_s
+        if stood_first_s > OVERTAKEN_S or self._is_overtaken(first, view.now_s):
+            yield first
         if marks and view.now_s - marks[0][1] > OVERTAKEN_S:
             for row in islice(waiting, MAX_LOOKED_AT - 1):
                 if self._is_overtaken(row, view.now_s):
-                    yield row, True
+                    yield row
 
     def _is_overtaken(self, row: RequestView, now_s: float) -> bool:
         place = place_of(row)

@@ -16,7 +16,7 @@ from echo_views import (
 
 from batchrun.scheduling.echo import EchoOptions, EchoPolicy
 from batchrun.scheduling.online_queue import ArrivalOrder
-from batchrun.scheduling.patience import FIRST_S, MAX_LOOKED_AT, OVERTAKEN_S, Patience
+from batchrun.scheduling.patience import MAX_LOOKED_AT, OVERTAKEN_S, Patience
 from batchrun.scheduling.view import EngineView, Plan, RequestView
 
 RESERVED = 60
@@ -48,8 +48,8 @@ def rows_of(document: str, *ranks: int) -> list[RequestView]:
 
 @pytest.mark.parametrize(
     "big",
-    [row("big", prompt=490, rank=1), row("big", prompt=700, document="A", rank=1)],
-    ids=["short", "long"],
+    [row("big", prompt=490, rank=1), row("big", prompt=690, hit=held(200), rank=1)],
+    ids=["uncached", "cached in part"],
 )
 def test_a_row_that_others_overtook_for_30_s_comes_in_whatever_is_reserved(
     big: RequestView,
@@ -73,7 +73,6 @@ def test_nobody_behind_it_comes_in_while_it_waits_for_rows_that_run() -> None:
         return names(echo.plan(at(NOW_S + since_s, big, *others, running=(running,))).admit)
 
     assert planned(0.0, *rows_of("B", 2), row("row 3", rank=3)) == ["row 2", "row 3"]
-    assert planned(FIRST_S + 0.5, *rows_of("B", 4), row("row 5", rank=5)) == ["row 4"]
     assert planned(OVERTAKEN_S + 0.5, *rows_of("B", 6), row("row 7", rank=7)) == []
 
 
@@ -92,7 +91,7 @@ def overdue(
 ) -> list[str]:
     groups = frozenset() if computing is None else {group_of(computing)}
     seen = view(waiting=waiting, now_s=now_s)
-    return [row.request_id for row, _ in patience.overdue(seen, groups)]
+    return names(patience.overdue(seen, groups))
 
 
 def test_a_preempted_row_waits_from_its_preemption_on() -> None:
@@ -129,6 +128,13 @@ def test_who_stands_behind_all_that_were_let_in_was_not_overtaken() -> None:
     patience.let_in([row("past", rank=3)], NOW_S)
 
     assert overdue(patience, NOW_S + 90.0, row("next", rank=4)) == []
+
+
+def test_who_stands_first_for_long_is_overdue_although_nobody_overtakes_it() -> None:
+    patience, first = Patience(), row("first", rank=4)
+
+    assert overdue(patience, NOW_S, first) == []
+    assert overdue(patience, NOW_S + OVERTAKEN_S + 1, first) == ["first"]
 
 
 def test_however_many_overtake_it_the_memory_is_small_and_the_row_stays_overdue() -> None:
