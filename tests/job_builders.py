@@ -16,7 +16,7 @@ from batchrun.daemon.faults import Trials
 from batchrun.daemon.job import ActiveJob, estimate_costs
 from batchrun.daemon.opening import open_job
 from batchrun.estimator.answer_length import AnswerLengths
-from batchrun.jobs.answers import first_guess
+from batchrun.jobs.expected_answers import first_guess
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.prompts.tokens import TokenRatio
 from batchrun.jobs.submit import JobPlan, prepare_job

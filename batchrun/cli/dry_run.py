@@ -20,7 +20,7 @@ from batchrun.config import Deployment
 from batchrun.daemon.plugin import existing_profile
 from batchrun.errors import DaemonUnavailableError, EngineError, InputError
 from batchrun.home import Home
-from batchrun.jobs.answers import OutputEstimate, Stored, estimate_outputs
+from batchrun.jobs.expected_answers import OutputEstimate, Stored, estimate_outputs
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.prompts.tokens import read_prompts
 from batchrun.jobs.spec import JobSpec

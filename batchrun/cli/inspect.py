@@ -38,7 +38,7 @@ from batchrun.errors import DaemonUnavailableError, InputError, StoreError
 from batchrun.estimator.profile import CalibrationProfile
 from batchrun.files import write_atomically
 from batchrun.home import Home
-from batchrun.jobs.answers import Stored, estimate_outputs
+from batchrun.jobs.expected_answers import Stored, estimate_outputs
 from batchrun.jobs.inputs.input_data import InputData, check_columns, check_ids, open_input
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.pin import fetched_input

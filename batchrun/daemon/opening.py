@@ -27,8 +27,8 @@ from batchrun.daemon.faults import IDENTICAL_ERRORS_LIMIT, SOLO, CircuitBreaker,
 from batchrun.daemon.job import ActiveJob, estimate_costs
 from batchrun.daemon.writer import until_reached, until_stored
 from batchrun.errors import EngineError, QuotaError, StateError, StorageUnreachableError
-from batchrun.jobs.answers import open_answers
 from batchrun.jobs.batch import check_input, validate_input
+from batchrun.jobs.expected_answers import open_answers
 from batchrun.jobs.inputs.input_data import InputData
 from batchrun.jobs.inputs.spool import PlannedRows
 from batchrun.jobs.objects import in_thread

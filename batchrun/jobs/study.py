@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from batchrun.jobs.answers import OutputEstimate, output_limit
+from batchrun.jobs.expected_answers import OutputEstimate, output_limit
 from batchrun.jobs.inputs.input_data import InputData
 from batchrun.jobs.prompts.template import RequestTemplate
 from batchrun.jobs.prompts.tokens import DEFAULT_BYTES_PER_TOKEN, PromptReader, TokenCounter

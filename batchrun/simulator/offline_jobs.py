@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from batchrun.jobs.answers import first_guess
+from batchrun.jobs.expected_answers import first_guess
 from batchrun.jobs.inputs.input_data import check_columns, open_input
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.prompts.template import RequestTemplate

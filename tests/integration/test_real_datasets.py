@@ -14,7 +14,7 @@ from direct_study import direct_figures
 from tokenizers import Tokenizer
 
 from batchrun.engine.tiny_model import build_tiny_model
-from batchrun.jobs.answers import estimate_outputs
+from batchrun.jobs.expected_answers import estimate_outputs
 from batchrun.jobs.inputs.input_data import check_ids, open_input
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.prompts.template import RequestTemplate

@@ -14,7 +14,7 @@ import pytest
 from batchrun.daemon.job import ActiveJob
 from batchrun.daemon.opening import open_job
 from batchrun.estimator.answer_length import REMEMBERED_ANSWERS
-from batchrun.jobs.answers import estimate_outputs, first_guess, open_answers
+from batchrun.jobs.expected_answers import estimate_outputs, first_guess, open_answers
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.submit import open_submitted, prepare_job
 from batchrun.store import jobs, results

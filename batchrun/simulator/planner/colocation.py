@@ -18,7 +18,7 @@ from batchrun.config import Deployment
 from batchrun.daemon.plugin import existing_profile, online_slo
 from batchrun.errors import InputError
 from batchrun.home import Home
-from batchrun.jobs.answers import OutputEstimate
+from batchrun.jobs.expected_answers import OutputEstimate
 from batchrun.jobs.spec import JobSpec
 from batchrun.jobs.study import KvSize
 from batchrun.jobs.submit import JobPlan
