@@ -15,7 +15,7 @@ from batchrun.simulator.simulation import Simulation, SimulationPlan, simulate
 from batchrun.simulator.virtual.engine import RequestRecord
 from batchrun.simulator.virtual.setup import EngineShape
 from benchmarks.row_feeds import drawn_job
-from benchmarks.scenarios import SCENARIOS, Order, Scenario, a100_8b, draw_calls, draw_job
+from benchmarks.scenarios import CHATS, SCENARIOS, Order, Scenario, a100_8b, draw_calls, draw_job
 
 ANSWERS = (16, 200)
 
@@ -97,8 +97,7 @@ def test_answers_of_5_to_100_percent_of_the_context_all_end(
     engine = EnginePlan(
         EngineShape(num_blocks=num_blocks, max_model_len=context_tokens), policy=policy
     )
-    share = num_blocks / 8_600
-    scenario = replace(a100_8b(), online=replace(a100_8b().online, rate_per_s=2.0 * share))
+    scenario = replace(a100_8b(), online=replace(CHATS, rate_per_s=2.0 * num_blocks / 8_600))
     plan = SimulationPlan(math.inf, calls(scenario, 200.0, 3), [job], engine=engine)
     simulation = Simulation(plan)
     (virtual,) = simulation.engines.engines

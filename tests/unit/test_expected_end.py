@@ -9,6 +9,7 @@ from vllm.v1.request import RequestStatus
 
 from batchrun.hints import HINT_KEY, FlexHint, RowHint, write_hint
 from batchrun.scheduling.view import RequestView
+from batchrun.simulator.virtual.setup import NONCE
 from batchrun.types import RequestClass
 from batchrun.vllm_plugin.settings import OnlineSlo
 from batchrun.vllm_plugin.state import make_view
@@ -44,7 +45,7 @@ def test_of_what_no_hint_tells_the_engine_learns_by_itself(hint: RowHint | FlexH
     def enter(name: str, hint: RowHint | FlexHint) -> RequestView:
         request = rig.make_request(name, 40, max_tokens=30_000)
         assert request.sampling_params is not None
-        request.sampling_params.extra_args = {HINT_KEY: write_hint(hint, rig.NONCE)}
+        request.sampling_params.extra_args = {HINT_KEY: write_hint(hint, NONCE)}
         return state.enter(request)[0]
 
     first = enter("first", hint)
