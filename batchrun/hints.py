@@ -57,7 +57,7 @@ class RowHint(Struct, frozen=True, kw_only=True):
     `epoch` is the start of the daemon that sends it; starts count upwards. `rank` is the row's
     place in the order planned for this engine, over all jobs. `nodes` run from the root downwards;
     depth is not told, for rows that announce the same node share exactly their common block
-    hashes. `output_tokens` is what the answer is likely to stay within; UNSET: not told.
+    hashes. `output_tokens` is the room to set aside for the answer; UNSET: not told.
     """
 
     epoch: int

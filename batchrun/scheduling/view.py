@@ -34,7 +34,7 @@ class RequestView:
     decode, 0 when its output in flight may be the last. `num_computed_tokens` and
     `num_output_tokens` count steps in flight as done. `priority` is vLLM's: the lower goes first.
     `slo_jct_s` bounds the time from arrival to the last token (online only, as the other bounds).
-    `expected_output_tokens` is what an offline answer is likely to stay within,
+    `expected_output_tokens` is the room to set aside for an offline answer,
     `max_output_tokens` what it never exceeds. `rank` is the row's place in the planned order of all
     rows that the daemon of this `epoch` sends, `group` the job and the node of its deepest shared
     prefix, `num_followers` the rows of that node that stand behind it (offline only). An offline

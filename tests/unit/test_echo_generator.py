@@ -334,3 +334,13 @@ def test_no_row_gives_way_while_another_is_about_to_end_or_none_would_gain(
     plan = plan_of(view(running=[decoding_call(), *rows], free_blocks=0))
 
     assert plan.preempt == () and plan.caps["row"] == 0
+
+
+def test_who_gave_way_to_a_call_does_not_give_way_again() -> None:
+    """The call takes the blocks of the smallest row; then the others still find none."""
+    rows = [decoding_row(f"row {n}", prompt=n - 10, generated=11) for n in (110, 40, 200)]
+    engine = view(running=[decoding_call(), *rows], waiting=[call("new", prompt=39)], free_blocks=0)
+
+    plan = plan_of(engine)
+
+    assert names(plan.preempt) == ["row 40", "row 110"]
