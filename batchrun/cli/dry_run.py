@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,7 +106,8 @@ def predict(
             kv = find_kv_size(None, deployment, home)
         else:
             kv = simulation.kv
-        with earlier_jobs(home) as stored:
+        # A store that nobody has open would be left with the files of a reader.
+        with earlier_jobs(home) if _is_served(home) else nullcontext() as stored:
             folder = deployment.model_folder(home)
             job, outputs, figures = _studied(spec, kv, folder, stored, progress)
         if figures["rows_that_cannot_run"] == figures["rows"]:
@@ -122,6 +123,15 @@ def predict(
                 return Prediction(figures, spec.deadline_s, NOTHING_TO_RUN, cost)
             forecast = simulation.forecast(rows, tokens, forecast.eta, progress)
     return Prediction(figures, spec.deadline_s, forecast, cost)
+
+
+def _is_served(home: Home) -> bool:
+    """Whether a daemon runs, which has the store open."""
+    try:
+        DaemonClient(home).get("/status")
+    except DaemonUnavailableError:
+        return False
+    return True
 
 
 def _studied(

@@ -53,7 +53,7 @@ from batchrun.jobs.study import (
     study_job,
 )
 from batchrun.jobs.submit import open_submitted
-from batchrun.store.database import Store, open_store
+from batchrun.store.database import Store, open_to_read
 from batchrun.types import ProgressSink
 
 DEFAULT_BLOCK_TOKENS = 16
@@ -312,7 +312,7 @@ def earlier_jobs(home: Home) -> Iterator[Stored | None]:
     """The store, to see how long the answers of earlier jobs were; None where it cannot be read."""
     store: Store | None = None
     with suppress(StoreError):
-        store = open_store(home.store_location) if home.has_store else None
+        store = open_to_read(home.store_location) if home.has_store else None
     try:
         yield None if store is None else (store, None)
     finally:
