@@ -285,7 +285,7 @@ class Overtaken:
         self.longest_s: float | None = None
         self._since_s: dict[str, float] = {}
         self._schedule, self._scheduler = scheduler.schedule, scheduler
-        if hasattr(scheduler, "state"):
+        if getattr(scheduler, "step_policy", None) is not None:
             self.longest_s = 0.0
             scheduler.schedule = self.schedule
 
