@@ -58,7 +58,7 @@ class RowHint(Struct, frozen=True, kw_only=True):
     place in the order planned for this engine, over all jobs. `nodes` run from the root downwards;
     depth is not told, for rows that announce the same node share exactly their common block
     hashes. `key_node` is the node that is the row's key portion, None where that is its own text;
-    UNSET: the last one. `output_tokens` is the expected length of the answer; UNSET: not told.
+    UNSET: the last one. `output_tokens` is the room to set aside for the answer; UNSET: not told.
     """
 
     epoch: int

@@ -21,7 +21,7 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
 from pathlib import Path
@@ -39,6 +39,7 @@ from batchrun.simulator.records import OnlineTotals, Tables
 from batchrun.simulator.simulation import Simulation, SimulationPlan, own_heap
 from batchrun.simulator.virtual.setup import EngineShape
 from benchmarks.ablation_configs import (
+    CONTEXTS,
     FORECAST,
     LADDER,
     OTHER_RULES,
@@ -60,6 +61,7 @@ COLUMNS = (
     *("offline_tokens_per_s", "offline_computed_tokens_per_s", "prefix_hit_rate"),
     *("ttft_p50_s", "ttft_p99_s", "slo_ttft", "slo_tpot", "slo_deadline"),
     *("online_longest_wait_s", "offline_longest_wait_s", "plan_ms"),
+    *("offline_longest_overtaken_s", "offline_preemptions"),
 )
 WARM_UP_S = 1200.0
 SERIES = (
@@ -226,7 +228,8 @@ def _measured(trial: Trial, tables: Tables | None) -> tuple[Record, OnlineTotals
     is_stock = config.policy == STOCK
     job = None if config.order is None else draw_job(scenario.job, trial.seed, config.order)
     if job is None or config.is_planned:
-        feed = daemon_of([] if job is None else [drawn_job(job)])
+        drawn = [] if job is None else [replace(drawn_job(job), context_tokens=config.context)]
+        feed = daemon_of(drawn)
     else:
         feed = daemon_in_order(job)
     plan = _plan(trial)
@@ -236,6 +239,7 @@ def _measured(trial: Trial, tables: Tables | None) -> tuple[Record, OnlineTotals
         seen = _observed(scenario, trial.law_name, trial.seed, trial.blocks, trial.warm_up_s)
         (seen if config.is_online else seen.without_online_use()).tell(scheduler)
     planning_s = timed(scheduler)
+    overtaken = Overtaken(scheduler)
     with own_heap():
         simulation.engines.run_until(scenario.duration_s)
     record = {
@@ -255,6 +259,7 @@ def _measured(trial: Trial, tables: Tables | None) -> tuple[Record, OnlineTotals
         "steps_in_flight": plan.engine.timing.steps_in_flight,
         **figures_of(simulation),
         "plan_ms": 1e3 * median(planning_s),
+        "offline_longest_overtaken_s": overtaken.longest_s,
     }
     if job is not None:
         mean_tokens = fmean(len(document) for document in job.documents)
@@ -278,6 +283,33 @@ def timed(scheduler: Any) -> list[float]:
     return planning_s
 
 
+class Overtaken:
+    """The longest that an offline row waited while one behind it in the order ran; preempted rows
+    wait too. None where vLLM's own scheduler keeps no such order."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.longest_s: float | None = None
+        self._since_s: dict[str, float] = {}
+        self._schedule, self._scheduler = scheduler.schedule, scheduler
+        if getattr(scheduler, "step_policy", None) is not None:
+            self.longest_s = 0.0
+            scheduler.schedule = self.schedule
+
+    def schedule(self, *args: object) -> Any:
+        """The scheduler's own step, and a look at who waits after it."""
+        output = self._schedule(*args)
+        state = self._scheduler.state
+        views = [state.views[request.request_id] for request in self._scheduler.running]
+        last = max(((view.epoch, view.rank) for view in views if view.is_offline), default=(0, 0))
+        now_s, before, self._since_s = state.clock(), self._since_s, {}
+        for view in state.queue.offline:
+            if (view.epoch, view.rank) > last:
+                break
+            since_s = self._since_s[view.request_id] = before.get(view.request_id, now_s)
+            self.longest_s = max(self.longest_s or 0.0, now_s - since_s)
+        return output
+
+
 def _plan(trial: Trial) -> SimulationPlan:
     """Every step is vLLM's own, so that `plan_ms` is what it would take."""
     config = trial.config
@@ -287,7 +319,7 @@ def _plan(trial: Trial) -> SimulationPlan:
         settings |= {"reserve": FORECAST, "forecast_rule": config.reserve}
     is_stock = config.policy == STOCK
     engine = EnginePlan(
-        EngineShape(trial.blocks, config.budget),
+        EngineShape(trial.blocks, config.budget, max_model_len=config.context or CONTEXTS[0]),
         STOCK_POLICY if is_stock else config.policy,
         {} if is_stock else settings,
         LAWS[trial.law_name](trial.seed),

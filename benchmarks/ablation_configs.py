@@ -25,6 +25,11 @@ FORECAST = "forecast"
 OTHER_RULES = ("mean-sigma", "quantile")
 """Forecast rules beside the shipped one; the first is the paper's."""
 
+UNKNOWN_LENGTHS = {"unknown-lengths": 0.95, "unknown-lengths-documents": 0.97}
+"""Scenarios whose rows name no `max_tokens`, with the least share of what exact limits give."""
+CONTEXTS = (32_768, 131_072)
+MAX_OVERTAKEN_S = 60.0
+
 LADDER = ("bs", "bs+e", "bs+e+s", "echo")
 """The steps of Echo's figure 6."""
 
@@ -35,7 +40,8 @@ class Config:
 
     `policy` is `stock` (vLLM's own scheduler classes) or one of ours. `order` is how the rows
     stand in the input; None: no offline work. With `is_planned` the pool orders them before they
-    are sent. `reserve` is a share, the forecast, or the name of another forecast rule.
+    are sent. `reserve` is a share, the forecast, or the name of another forecast rule. With a
+    `context` rows name no limit: their answers end by themselves within so many tokens.
     """
 
     name: str
@@ -46,12 +52,20 @@ class Config:
     is_planned: bool = True
     reserve: float | str = FORECAST
     eviction: str = SHIPPED_EVICTION
+    context: int | None = None
 
 
 def configs(scenario_name: str) -> list[Config]:
     """Every configuration of a scenario; the two-hour tide is run for its grid alone."""
     if scenario_name == "kv-pressure-tide":
         return grid()
+    if scenario_name in UNKNOWN_LENGTHS:
+        return [
+            Config("echo"),
+            *(Config(no_limit("echo", context), context=context) for context in CONTEXTS),
+            Config("stock-in-our-order-2048", STOCK),
+            Config(no_limit(STOCK, CONTEXTS[0]), STOCK, context=CONTEXTS[0]),
+        ]
     rows = [*_stock(), *_ours()]
     return [*rows, *grid()] if scenario_name == "kv-pressure" else rows
 
@@ -71,6 +85,11 @@ def grid() -> list[Config]:
 def cell_name(reserve: float | str, eviction: str) -> str:
     """The name of one cell of the grid."""
     return f"echo/reserve={reserve}/{eviction}"
+
+
+def no_limit(policy: str, context: int) -> str:
+    """The name of a configuration whose rows name no limit."""
+    return f"{policy} no limit, context {context}"
 
 
 def _stock() -> list[Config]:
@@ -142,6 +161,8 @@ def judge(scenario_name: str, law: str, blocks: int, means: Means) -> list[Bar]:
         is_judged = scenario_name == "a100-8b" and not is_stress
         bars += _ratios(means, blocks, is_judged=is_judged)
         bars += _hit_rate(means["echo"], is_echos=scenario_name == "echo-hit-rate")
+    if scenario_name in UNKNOWN_LENGTHS and "echo" in means:
+        bars += _unknown_lengths(means, UNKNOWN_LENGTHS[scenario_name])
     if scenario_name in FIGURE_6 and all(name in means for name in LADDER):
         bars += _ladder(means)
     if all(cell.name in means for cell in grid()):
@@ -201,6 +222,20 @@ def _ratios(means: Means, blocks: int, *, is_judged: bool) -> Iterator[Bar]:
         yield Bar(
             "echo / (offline-only x (1 - online share))", echo / left, 0.9 if is_judged else None
         )
+
+
+def _unknown_lengths(means: Means, least: float) -> Iterator[Bar]:
+    for context in CONTEXTS:
+        name = no_limit("echo", context)
+        if name in means:
+            row = means[name]
+            yield Bar(f"{name} / exact limits", row[SERVED] / means["echo"][SERVED], least)
+            for key in ATTAINMENTS:
+                yield Bar(f"{name}: {key}", row[key], means["echo"][key] - 0.005)
+            overtaken_s = row["offline_longest_overtaken_s"]
+            yield Bar(
+                f"{name}: waits while later rows run", overtaken_s, MAX_OVERTAKEN_S, is_most=True
+            )
 
 
 def _hit_rate(echo: Mapping[str, float], *, is_echos: bool) -> Iterator[Bar]:

@@ -331,5 +331,9 @@ SCENARIOS = {
     "echo-sharegpt": Scenario("echo-sharegpt", 180.0, ECHO_CHATS, CONVERSATIONS),
     "echo-qa-short": Scenario("echo-qa-short", 180.0, ECHO_CHATS, QA_SHORT),
     "echo-qa-long": Scenario("echo-qa-long", 180.0, ECHO_CHATS, QA_LONG),
+    "unknown-lengths": Scenario("unknown-lengths", 180.0, ECHO_CHATS, CONVERSATIONS, (8600,)),
+    "unknown-lengths-documents": Scenario(
+        "unknown-lengths-documents", 180.0, CHATS, blocks=(8600,)
+    ),
     "echo-hit-rate": Scenario("echo-hit-rate", 180.0, PEAK_CHATS, QA_SHORT, (8600,)),
 }

@@ -15,6 +15,8 @@ import pyarrow.parquet as pq
 from batchrun.daemon.faults import Trials
 from batchrun.daemon.job import ActiveJob, estimate_costs
 from batchrun.daemon.opening import open_job
+from batchrun.estimator.answer_length import AnswerLengths
+from batchrun.jobs.expected_answers import first_guess
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.prompts.tokens import TokenRatio
 from batchrun.jobs.submit import JobPlan, prepare_job
@@ -82,7 +84,8 @@ def make_tree_job(
         plan=plan,
         queue=queue,
         group_of=group_rows(order, nodes, chains),
-        costs=estimate_costs(spec, plan, job.counts, rows_done),
+        answers=AnswerLengths([first_guess(spec)]),
+        costs=estimate_costs(plan, first_guess(spec), rows_done),
         trials=Trials(),
         current_node=None,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,16 +15,17 @@ from rich.table import Table
 from batchrun.cli.client import DaemonClient
 from batchrun.cli.console import ProgressBar, named_lines, vllm_needed
 from batchrun.cli.deployment import read_deployment
-from batchrun.cli.inspect import error_lines, find_kv_size, hit_rates
+from batchrun.cli.inspect import earlier_jobs, error_lines, find_kv_size, hit_rates
 from batchrun.config import Deployment
 from batchrun.daemon.plugin import existing_profile
 from batchrun.daemon.supervisor import engine_python
 from batchrun.errors import DaemonUnavailableError, EngineError, InputError
 from batchrun.home import Home
+from batchrun.jobs.expected_answers import OutputEstimate, Stored, estimate_outputs
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.prompts.tokens import read_prompts
 from batchrun.jobs.spec import JobSpec
-from batchrun.jobs.study import JobStudy, KvSize, OutputEstimate, estimate_outputs, study_job
+from batchrun.jobs.study import JobStudy, KvSize, study_job
 from batchrun.jobs.submit import checked_job
 from batchrun.quantities import count, duration
 from batchrun.simulator.planner.job_forecast import (
@@ -106,7 +107,9 @@ def predict(
             kv = find_kv_size(None, deployment, home)
         else:
             kv = simulation.kv
-        job, outputs, figures = _studied(spec, kv, (deployment, home), progress)
+        # A store that nobody has open would be left with the files of a reader.
+        with earlier_jobs(home) if _is_served(home) else nullcontext() as stored:
+            job, outputs, figures = _studied(spec, kv, (deployment, home), stored, progress)
         if figures["rows_that_cannot_run"] == figures["rows"]:
             return Prediction(figures, spec.deadline_s, NOTHING_TO_RUN, cost)
         tokens = figures["computed_tokens"]
@@ -122,8 +125,21 @@ def predict(
     return Prediction(figures, spec.deadline_s, forecast, cost)
 
 
+def _is_served(home: Home) -> bool:
+    """Whether a daemon runs, which has the store open."""
+    try:
+        DaemonClient(home).get("/status")
+    except DaemonUnavailableError:
+        return False
+    return True
+
+
 def _studied(
-    spec: JobSpec, kv: KvSize, served: tuple[Deployment, Home], progress: ProgressSink
+    spec: JobSpec,
+    kv: KvSize,
+    served: tuple[Deployment, Home],
+    stored: Stored | None,
+    progress: ProgressSink,
 ) -> tuple[JobStudy, OutputEstimate, dict[str, Any]]:
     """The study, and the figures that are printed. Checks all that a submission checks."""
     with checked_job(spec, scratch=Path(tempfile.gettempdir()), progress=progress) as given:
@@ -133,7 +149,8 @@ def _studied(
         python = engine_python(deployment.engines[0], home)
         with read_prompts(folder, now=now, python=python) as prompts:
             job = study_job(spec, data, template, prompts, progress)
-            outputs = estimate_outputs(spec, data, job.counted.bytes_per_token, guesses=True)
+            ratio = job.counted.bytes_per_token
+            outputs = estimate_outputs(spec, data, ratio, stored, guesses=True)
             inspected = job.figures(outputs, kv)
     output_tokens = float(outputs.filled[job.tree.rows].sum())
     return job, outputs, study_figures(inspected, inspected["prompt_tokens_total"], output_tokens)

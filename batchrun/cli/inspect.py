@@ -10,7 +10,7 @@ import io
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from html import escape
 from pathlib import Path
@@ -35,10 +35,11 @@ from batchrun.cli.results import stored_job
 from batchrun.config import Deployment, EngineConfig
 from batchrun.daemon.plugin import existing_profile, read_profile
 from batchrun.daemon.supervisor import engine_python
-from batchrun.errors import DaemonUnavailableError, InputError
+from batchrun.errors import DaemonUnavailableError, InputError, StoreError
 from batchrun.estimator.profile import CalibrationProfile
 from batchrun.files import write_atomically
 from batchrun.home import Home
+from batchrun.jobs.expected_answers import Stored, estimate_outputs
 from batchrun.jobs.inputs.input_data import InputData, check_columns, check_ids, open_input
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.pin import fetched_input
@@ -50,12 +51,10 @@ from batchrun.jobs.study import (
     Distribution,
     KvSize,
     Values,
-    estimate_outputs,
     study_job,
 )
 from batchrun.jobs.submit import open_submitted
-from batchrun.store.database import Store
-from batchrun.store.jobs import JobRecord
+from batchrun.store.database import Store, open_to_read
 from batchrun.types import ProgressSink
 
 DEFAULT_BLOCK_TOKENS = 16
@@ -276,8 +275,6 @@ def write_page(path: Path, figures: Mapping[str, Any], shown: Mapping[str, Distr
 
 JOB_FILE_SUFFIXES = (".yaml", ".yml")
 
-Stored = tuple[Store, JobRecord]
-
 
 def inspect(
     target: Annotated[str, typer.Argument(help="Job file (YAML) or job id.")],
@@ -314,6 +311,19 @@ def inspect(
 
 
 @contextmanager
+def earlier_jobs(home: Home) -> Iterator[Stored | None]:
+    """The store, to see how long the answers of earlier jobs were; None where it cannot be read."""
+    store: Store | None = None
+    with suppress(StoreError):
+        store = open_to_read(home.store_location) if home.has_store else None
+    try:
+        yield None if store is None else (store, None)
+    finally:
+        if store is not None:
+            store.close()
+
+
+@contextmanager
 def _opened(
     target: str, home: Home, progress: ProgressSink
 ) -> Iterator[tuple[JobSpec, InputData, Stored | None]]:
@@ -321,8 +331,9 @@ def _opened(
     if target.endswith(JOB_FILE_SUFFIXES):
         spec = load_job_file(Path(target), cwd=Path.cwd())
         folder = Path(tempfile.gettempdir())
-        with fetched_input(spec.input, folder, progress) as (given, _), open_input(given) as data:
-            yield spec, data, None
+        fetched = fetched_input(spec.input, folder, progress)
+        with fetched as (given, _), open_input(given) as data, earlier_jobs(home) as stored:
+            yield spec, data, stored
         return
     with stored_job(target, home) as (store, record):
         spec = JobSpec.model_validate_json(record.spec)

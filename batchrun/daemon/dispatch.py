@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from batchrun.daemon.faults import SOLO, Backpressure, Trials
+from batchrun.estimator.answer_length import AnswerLengths
 from batchrun.hints import SharedPrefixes, rows_to_come
 from batchrun.pool.fair_share import JobTurns, Turn
 from batchrun.pool.prefix_keys import ChainTable, IntArray
@@ -57,9 +58,10 @@ class RowPlan(Protocol):
 class RunningJob(Protocol):
     """A job whose rows go to engines.
 
-    `queue` holds the rows that still have to run, `trials` the suspects among them. `left_tokens`
-    is what those without a result are expected to compute when it joins, `cost_tokens` what one
-    is. `current_node` is kept by the dispatch: the prefix node of the row that was handed out last.
+    `queue` holds the rows that still have to run, `trials` the suspects among them; from the
+    dispatch `answers` learns how long answers are. `left_tokens` is what rows without a result are
+    expected to compute when the job joins, `cost_tokens` what one is. `current_node` is kept by the
+    dispatch: the prefix node of the row that was handed out last.
     """
 
     current_node: int | None
@@ -84,6 +86,9 @@ class RunningJob(Protocol):
 
     @property
     def trials(self) -> Trials: ...
+
+    @property
+    def answers(self) -> AnswerLengths: ...
 
     def cost_tokens(self, row: int) -> int: ...
 
@@ -398,6 +403,7 @@ class Assigner(Generic[JobT, SlotT]):
         computed = usage.num_prompt_tokens - usage.num_cached_tokens + usage.num_output_tokens
         if self._takes_part(assignment.job):
             self.turns.settle(assignment.job.id, assignment.row, computed)
+        assignment.job.answers.ended(assignment.row, usage.num_output_tokens)
         cached = usage.num_cached_tokens if usage.num_prompt_tokens else None
         call = assignment.demand.call
         self.router.ended(call, assignment.engine, now_s, cached, usage.num_output_tokens)
@@ -408,6 +414,7 @@ class Assigner(Generic[JobT, SlotT]):
         """The row has not ended: it is pending again, and free."""
         job, row = assignment.job, assignment.row
         job.queue.give_back(row, ready_at_s=ready_at_s)
+        job.answers.lost(row)
         if self._takes_part(job):
             self.turns.refund(job.id, row)
         self.router.ended(assignment.demand.call, assignment.engine, now_s)
@@ -438,6 +445,7 @@ class Assigner(Generic[JobT, SlotT]):
     ) -> Assignment[JobT, SlotT]:
         job, slot = self.jobs[turn.job_id], self.slots[engine]
         job.queue.take(row)
+        job.answers.sent(row)
         prefixes = shared_prefixes(job, row)
         bring_together(job, row, self.jobs.values())
         following = job.queue.peek(now_s)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from batchrun.daemon.dispatch import Assigner, Assignment
 from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.faults import FIRST_DELAY_S, MAX_SOLO_DEATHS, retry_delay_s
-from batchrun.daemon.job import ActiveJob, expected_output_tokens
+from batchrun.daemon.job import ActiveJob
 from batchrun.daemon.writer import ResultWriter
 from batchrun.errors import BatchrunError, EngineError, StoreError
 from batchrun.hints import RowHint, SharedPrefixes, put_hint
@@ -62,7 +62,7 @@ class Hinter:
             rank=rank,
             nodes=prefixes.node_hints(rank),
             key_node=prefixes.key_node,
-            output_tokens=expected_output_tokens(job.spec, job.counts),
+            output_tokens=job.answers.room_tokens,
         )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchrun.daemon.faults import CircuitBreaker, Refusals, Trials
+from batchrun.estimator.answer_length import AnswerLengths
 from batchrun.jobs.inputs.input_data import InputData
 from batchrun.jobs.inputs.spool import PlannedRows
 from batchrun.jobs.prompts.template import RequestTemplate, RowRenderError
@@ -23,7 +24,7 @@ from batchrun.jobs.submit import JobPlan
 from batchrun.pool.prefix_keys import IntArray
 from batchrun.pool.row_queue import RowQueue
 from batchrun.store.jobs import Counts, JobRecord
-from batchrun.types import USUAL_OUTPUT_TOKENS, Outcome, OutcomeKind, RowError, Usage
+from batchrun.types import Outcome, OutcomeKind, RowError, Usage
 
 RATE_WINDOW_S = 30.0
 
@@ -74,21 +75,13 @@ class RowCosts:
         return round(float(self.new_bytes[row]) / self.bytes_per_token) + self.output_tokens
 
 
-def estimate_costs(spec: JobSpec, plan: JobPlan, counts: Counts, done: IntArray) -> RowCosts:
-    """The costs of a job of which the rows `done` have a result already."""
+def estimate_costs(plan: JobPlan, output_tokens: int, done: IntArray) -> RowCosts:
+    """The costs of a job with answers of so many tokens, of which the rows `done` have a result
+    already."""
     bytes_per_token = plan.tokens.bytes_per_token
-    output_tokens = expected_output_tokens(spec, counts)
     tokens = np.rint(plan.new_bytes / bytes_per_token).astype(np.int64) + output_tokens
     tokens[done] = 0
     return RowCosts(plan.new_bytes, bytes_per_token, output_tokens, int(tokens.sum()))
-
-
-def expected_output_tokens(spec: JobSpec, counts: Counts) -> int:
-    """The mean of the answers so far, or a guess: 128, or a smaller `max_tokens`."""
-    if counts.num_completed:
-        return round(counts.num_output_tokens / counts.num_completed)
-    most = spec.request.get("max_tokens", spec.request.get("max_completion_tokens"))
-    return min(most, USUAL_OUTPUT_TOKENS) if isinstance(most, int) else USUAL_OUTPUT_TOKENS
 
 
 @dataclass(slots=True)
@@ -110,6 +103,7 @@ class ActiveJob:
     attempts: dict[int, int]
     trials: Trials
     group_of: IntArray
+    answers: AnswerLengths
     costs: RowCosts
     breaker: CircuitBreaker
     refusals: Refusals = field(default_factory=Refusals)

@@ -28,6 +28,7 @@ from batchrun.daemon.job import ActiveJob, estimate_costs
 from batchrun.daemon.writer import until_reached, until_stored
 from batchrun.errors import EngineError, QuotaError, StateError, StorageUnreachableError
 from batchrun.jobs.batch import check_input, validate_input
+from batchrun.jobs.expected_answers import open_answers
 from batchrun.jobs.inputs.input_data import InputData
 from batchrun.jobs.inputs.spool import PlannedRows
 from batchrun.jobs.objects import in_thread
@@ -153,6 +154,10 @@ def open_job(
         counts = results.count(store, record.seq)
         done = np.asarray(results.done_rows(store, record.seq), dtype=np.int64)
         failing = spec.max_failed
+        sent = plan.order.rows
+        stored, done_in_order = (store, record), sent[np.isin(sent, done)]
+        ratio = plan.tokens.bytes_per_token
+        answers = open_answers(spec, data, ratio, stored, done_in_order)
         limit = None if failing is None else failing.max_failed_rows(record.num_rows)
         # A batch of OpenAI's API completes, however many of its rows fail.
         max_identical = math.inf if record.is_batch else IDENTICAL_ERRORS_LIMIT
@@ -170,7 +175,8 @@ def open_job(
             attempts=results.attempts_so_far(store, record.seq),
             trials=Trials(dict.fromkeys(results.engine_deaths(store, record.seq), SOLO)),
             group_of=group_rows(plan.order, nodes, plan.chains),
-            costs=estimate_costs(spec, plan, counts, done),
+            answers=answers,
+            costs=estimate_costs(plan, round(answers.mean_tokens), done),
             breaker=CircuitBreaker(limit, counts.num_failed, max_identical=max_identical),
         )
         exits.pop_all()

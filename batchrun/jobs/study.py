@@ -1,7 +1,6 @@
 """A job looked at as a whole: Preble's prompt study, hit rates, and the order of a run.
 
 Tokens of the prompt tree are counted on a sample of its rows and estimated from bytes for the rest.
-How long answers are: what came back, else what the data says, else the limit.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
+from batchrun.jobs.expected_answers import OutputEstimate, output_limit
 from batchrun.jobs.inputs.input_data import InputData
 from batchrun.jobs.prompts.image_tokens import show_images
 from batchrun.jobs.prompts.template import RequestTemplate
@@ -33,104 +31,7 @@ from batchrun.pool.prompt_study import (
     study_prompts,
 )
 from batchrun.pool.radix_tree import NO_NODE
-from batchrun.store import results as result_records
-from batchrun.store.database import Store
-from batchrun.store.jobs import JobRecord
-from batchrun.types import USUAL_OUTPUT_TOKENS, ProgressSink
-
-LIMIT_KEYS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-EMBEDDINGS = "/v1/embeddings"
-ANSWER_COLUMNS = ("answer", "answers", "reference", "expected", "completion", "output")
-"""A column of such a name that the job keeps holds what a good answer would be."""
-MAX_RESULTS = 2_000
-"""So many finished rows are looked at one by one; means are of all."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OutputEstimate:
-    """`tokens[row]` is NaN where nothing is known of the row; `source` says where they are from."""
-
-    tokens: FloatArray
-    mean: float | None
-    source: str
-
-    @property
-    def filled(self) -> FloatArray:
-        """One value for every row: the mean where nothing is known, 0 where that is unknown too."""
-        filled: FloatArray = np.where(np.isnan(self.tokens), self.mean or 0.0, self.tokens)
-        return filled
-
-    @property
-    def std(self) -> float | None:
-        """Deviation over the rows of which something is known."""
-        return float(np.nanstd(self.tokens)) if (~np.isnan(self.tokens)).any() else None
-
-
-def output_limit(spec: JobSpec) -> int | None:
-    """The most output tokens of a row that the job file allows, where it says so."""
-    limits = (spec.request.get(key) for key in LIMIT_KEYS)
-    return next((limit for limit in limits if isinstance(limit, int)), None)
-
-
-def estimate_outputs(
-    spec: JobSpec,
-    data: InputData,
-    bytes_per_token: float,
-    stored: tuple[Store, JobRecord] | None = None,
-    *,
-    guesses: bool = False,
-) -> OutputEstimate:
-    """The best estimate there is. With `guesses` it never is unknown: in place of a limit it is
-    what the daemon expects of a job that has not begun. Raises DataError when the input cannot be
-    read."""
-    known = None if stored is None else _returned(*stored)
-    known = known or _answers_in_data(spec, data, bytes_per_token)
-    if known is not None:
-        return known
-    limit = output_limit(spec)
-    mean, source = limit, "unknown" if limit is None else "the limit in the job file"
-    if guesses and spec.endpoint == EMBEDDINGS:
-        mean, source = 0, "the endpoint"
-    elif guesses and (limit is None or limit > USUAL_OUTPUT_TOKENS):
-        mean, source = USUAL_OUTPUT_TOKENS, "a guess, as nothing says how long they are"
-    tokens = np.full(data.num_rows, np.nan if mean is None else float(mean))
-    return OutputEstimate(tokens, None if mean is None else float(mean), source)
-
-
-def _answers_in_data(
-    spec: JobSpec, data: InputData, bytes_per_token: float
-) -> OutputEstimate | None:
-    """What a column of good answers says, where the job keeps one: the tokens of its texts, and one
-    for the end of each; NaN where a text is empty. Raises DataError."""
-    column = next((name for name in ANSWER_COLUMNS if name in spec.output.keep), None)
-    if column is None or column not in data.columns:
-        return None
-    parts = [np.empty(0)]
-    for _, batch in data.iter_batches([column]):
-        values = batch.column(0)
-        if not (pa.types.is_string(values.type) or pa.types.is_large_string(values.type)):
-            return None
-        parts.append(pc.binary_length(values).fill_null(0).to_numpy(zero_copy_only=False))
-    num_bytes = np.concatenate(parts).astype(np.float64)
-    if not num_bytes.any():
-        return None
-    tokens = np.where(num_bytes > 0, num_bytes / bytes_per_token + 1, np.nan)
-    tokens = np.minimum(tokens, output_limit(spec) or np.inf)
-    return OutputEstimate(tokens, float(np.nanmean(tokens)), f"the column {column!r}")
-
-
-def _returned(store: Store, record: JobRecord) -> OutputEstimate | None:
-    """What finished rows returned; None while none has."""
-    counts = result_records.count(store, record.seq)
-    if not counts.num_completed:
-        return None
-    tokens = np.full(record.num_rows, np.nan)
-    for result in result_records.read(store, record.seq, limit=MAX_RESULTS):
-        if result.error is None:
-            tokens[result.row] = result.usage.num_output_tokens
-    mean = counts.num_output_tokens / counts.num_completed
-    return OutputEstimate(tokens, mean, f"the {counts.num_completed:,} rows that are done")
-
+from batchrun.types import ProgressSink
 
 SAMPLE_ROWS = 2_048
 SAMPLE_BYTES = 6 << 20

@@ -105,6 +105,21 @@ class Draft:
             self.num_offline_decodes += num
         return True
 
+    def with_blocks(self, decodes: Sequence[RequestView]) -> Sequence[RequestView]:
+        """Those of running offline requests that find a block where their next token needs a new
+        one, in their order: the others sit the step out, and those that end make room for them."""
+        size, left = self.view.block_tokens, max(0, self.free_blocks)
+        grows = [request.num_computed_tokens % size == 0 for request in decodes]
+        if sum(grows) <= left:
+            return decodes
+        able: list[RequestView] = []
+        for request, needs_block in zip(decodes, grows, strict=True):
+            if needs_block:
+                left -= 1
+            if not needs_block or left >= 0:
+                able.append(request)
+        return able
+
     def prefill(self, request: RequestView, num_tokens: int) -> None:
         """Let a running request compute `num_tokens` of its prompt."""
         self.caps[request.request_id] = num_tokens

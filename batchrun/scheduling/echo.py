@@ -10,18 +10,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from batchrun.scheduling.draft import MIN_CHUNK_TOKENS, Draft
+from batchrun.scheduling.draft import LONG_PREFILL_TOKENS, MIN_CHUNK_TOKENS, Draft
 from batchrun.scheduling.fill import (
     admit_followers,
     admit_in_order,
+    computing_groups,
     continue_running,
     fits,
     keep_alive,
     need_blocks,
     soon_free_blocks,
     still_running,
+    waits_for_calls,
 )
 from batchrun.scheduling.online_queue import OnlineQueue, place_online
+from batchrun.scheduling.patience import Patience
 from batchrun.scheduling.slack import StepLimits
 from batchrun.scheduling.view import EngineView, Plan, PrefixHit, RequestView
 from batchrun.scheduling.worth import select
@@ -29,7 +32,7 @@ from batchrun.scheduling.worth import select
 MAX_DRAFTS = 4
 """Long prefixes that one step chooses from."""
 PATIENCE_S = 10.0
-"""A long prefix that stood first in the order for so long is not overtaken any more."""
+"""Of the long prefixes, one that stood first for so long is begun before any other."""
 
 Candidate = tuple[RequestView, PrefixHit]
 
@@ -47,17 +50,20 @@ class EchoOptions:
 
 
 class EchoPolicy:
-    """Plans the steps of one engine. Remembers which row stands first, and since when."""
+    """Plans the steps of one engine. Remembers which rows were overtaken, and since when."""
 
     def __init__(self, options: EchoOptions, queue: OnlineQueue) -> None:
         self._options = options
         self._queue = queue
+        self._patience = Patience()
         self._head: RequestView | None = None
         self._head_since_s = 0.0
 
     def plan(self, view: EngineView) -> Plan:
         """The step to run after those in flight."""
-        return select(self.generate(view, self._queue.limits(view))).finish()
+        draft = select(self.generate(view, self._queue.limits(view)))
+        self._patience.let_in([row for row in draft.admitted if row.is_offline], view.now_s)
+        return draft.finish()
 
     def generate(self, view: EngineView, limits: StepLimits) -> list[Draft]:
         """At least one draft. All share online work, running rows and rows with a cached prefix;
@@ -79,8 +85,9 @@ class EchoPolicy:
         if not self._options.is_kv_aware:
             admit_in_order(draft, limit_s, keeps_reserve=keeps_reserve)
             return [draft]
-        leaders = admit_followers(draft, limit_s, keeps_reserve=keeps_reserve)
-        if draft.has_long_prefill or not leaders:
+        held = self._admit_overdue(draft, limit_s)
+        leaders = admit_followers(draft, limit_s, keeps_reserve=keeps_reserve, held=held)
+        if draft.has_long_prefill or held is not None or not leaders:
             return [draft]
         view = draft.view
         soon_free = soon_free_blocks(draft)
@@ -92,6 +99,29 @@ class EchoPolicy:
             if (led := self._with_leader(draft, request, hit, limit_s, soon_free)) is not None
         ]
         return drafts or [draft]
+
+    def _admit_overdue(self, draft: Draft, limit_s: float) -> RequestView | None:
+        """Let rows in that were overtaken for too long, whatever is reserved. One that waits for
+        rows that run, or for the time of a step, is returned: nobody behind it comes in."""
+        view = draft.view
+        for request in self._patience.overdue(view, computing_groups(view)):
+            hit = view.look_up(request)
+            left = request.num_tokens - hit.num_tokens
+            is_long = left > LONG_PREFILL_TOKENS
+            if not view.is_ready(request) or (is_long and draft.has_long_prefill):
+                continue
+            soon_free = soon_free_blocks(draft) * is_long
+            has_room = fits(draft, request, hit, keeps_reserve=False, soon_free=soon_free)
+            if has_room and draft.slots_left > 0 and draft.fits_lora(request):
+                chunk_tokens = min(left, draft.room_tokens(request, hit.num_tokens))
+                chunk = draft.chunk(hit.num_tokens, chunk_tokens, limit_s)
+                if chunk >= min(left, MIN_CHUNK_TOKENS):
+                    draft.admit(request, hit, chunk, need_blocks(view, request, hit))
+                    continue
+            elif waits_for_calls(draft, request, hit):
+                continue
+            return request
+        return None
 
     def _is_overdue(self, head: RequestView, view: EngineView) -> bool:
         if self._head is not head:

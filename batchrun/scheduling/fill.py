@@ -7,16 +7,29 @@ from collections.abc import Collection, Iterator, Sequence
 from batchrun.scheduling.draft import CLOSING_TOKENS, MIN_CHUNK_TOKENS, Draft
 from batchrun.scheduling.draft import LONG_PREFILL_TOKENS as LONG
 from batchrun.scheduling.view import EngineView, Group, PrefixHit, RequestView, by_kind
+from batchrun.scheduling.worth import Victims
 
 MAX_TRIED = 64
 """Candidates whose prefix one step looks up."""
 
 
 def continue_running(draft: Draft, limit_s: float) -> None:
-    """Offline requests that run already: decodes first, then prefills in order."""
+    """Offline requests that run already: decodes first, then prefills in order.
+
+    Where none of them finds the blocks to go on, one gives way to the others, least loss first.
+    """
     decodes, prefills = by_kind(still_running(draft))
-    for request in decodes[_decode_most(draft, decodes, limit_s) :]:
-        draft.sit_out(request)
+    able = draft.with_blocks(decodes)
+    if not able and _are_stuck(draft, decodes, prefills):
+        Victims(draft).make_room(draft.free_blocks + 1)
+        decodes, prefills = by_kind(still_running(draft))
+        able = draft.with_blocks(decodes)
+    num = _decode_most(draft, able, limit_s)
+    if num < len(decodes):
+        going = set(map(id, able[:num]))
+        for request in decodes:
+            if id(request) not in going:
+                draft.sit_out(request)
     for request in prefills:
         computed = request.num_computed_tokens
         left = min(request.prefill_left_tokens, draft.room_tokens(request, computed))
@@ -31,6 +44,20 @@ def still_running(draft: Draft) -> Sequence[RequestView]:
         return running
     gone = set(map(id, draft.preempted))
     return [request for request in running if id(request) not in gone]
+
+
+def _are_stuck(
+    draft: Draft, decodes: Sequence[RequestView], prefills: Sequence[RequestView]
+) -> bool:
+    """Whether several rows run and none of them finds blocks, nor is about to end."""
+    num = len(decodes) + len(prefills)
+    if num < 2 or num < len(draft.view.offline_running) - len(draft.preempted):
+        return False
+    least = [min(each.prefill_left_tokens, MIN_CHUNK_TOKENS) for each in prefills]
+    return all(
+        draft.room_tokens(each, each.num_computed_tokens) < tokens
+        for each, tokens in zip(prefills, least, strict=True)
+    )
 
 
 def _decode_most(draft: Draft, requests: Sequence[RequestView], limit_s: float) -> int:
@@ -57,19 +84,20 @@ def admit_in_order(draft: Draft, limit_s: float, *, keeps_reserve: bool) -> None
 
 
 def admit_followers(
-    draft: Draft, limit_s: float, *, keeps_reserve: bool
+    draft: Draft, limit_s: float, *, keeps_reserve: bool, held: RequestView | None = None
 ) -> list[tuple[RequestView, PrefixHit]]:
     """Admit the candidates whose prefix is cached, or short.
 
     Those that are mostly cached may use the reserve: what they add is little, and the sooner they
     are done, the sooner their prefix makes room. Rows of a group need about the same room, so where
-    one finds none the others are not looked at. Returns the others, which could begin a long
-    prefix, the first of each group.
+    one finds none the others are not looked at. Those behind a row that is `held` up wait for it.
+    Returns the others, which could begin a long prefix, the first of each group.
     """
     leaders: list[tuple[RequestView, PrefixHit]] = []
-    passed_over = {r.group for r in draft.view.offline_running if r.work_left_tokens > LONG}
-    passed_over.discard(None)
+    passed_over = computing_groups(draft.view)
     for num_tried, request in enumerate(candidates(draft, passed_over), start=1):
+        if request is held:
+            break
         hit = draft.view.look_up(request)
         keeps = keeps_reserve and 2 * hit.num_tokens <= request.num_tokens
         if request.num_tokens - hit.num_tokens > LONG:
@@ -85,14 +113,32 @@ def admit_followers(
     return leaders
 
 
+def computing_groups(view: EngineView) -> set[Group | None]:
+    """Prefix groups whose long prefix is being computed: their other rows wait for it."""
+    groups = {row.group for row in view.offline_running if row.work_left_tokens > LONG}
+    groups.discard(None)
+    return groups
+
+
+def waits_for_calls(draft: Draft, request: RequestView, hit: PrefixHit) -> bool:
+    """Whether a row could not come in if no other row ran: calls hold its room or its adapter."""
+    view = draft.view
+    if need_blocks(view, request, hit) > view.total_blocks - view.online_blocks:
+        return True
+    loras = {each.lora_id for each in view.online_running if each.lora_id}
+    needs_adapter = request.lora_id and request.lora_id not in loras
+    return bool(needs_adapter) and len(loras) >= view.max_loras
+
+
 def candidates(draft: Draft, passed_over: Collection[Group | None] = ()) -> Iterator[RequestView]:
     """Offline requests that may come in and are of no group passed over, while slots and tokens
     last."""
     view = draft.view
+    admitted = set(map(id, draft.admitted))
     for request in view.offline_waiting:
         if draft.slots_left <= 0 or draft.tokens_left <= 0:
             return
-        if request.group in passed_over:
+        if request.group in passed_over or id(request) in admitted:
             continue
         if view.is_ready(request) and draft.fits_lora(request):
             yield request

@@ -19,6 +19,9 @@ from batchrun.types import RequestClass
 GROWTH_TOKENS = 64
 """A row is taken to generate so many more tokens when its answer is longer than expected."""
 
+UNKNOWN_TOKENS = sys.maxsize
+"""The length of an answer of which nothing is known."""
+
 Group = tuple[str, int]
 """A job, and the number of a prefix node of its own."""
 
@@ -31,11 +34,12 @@ class RequestView:
     decode, 0 when its output in flight may be the last. `num_computed_tokens` and
     `num_output_tokens` count steps in flight as done. `priority` is vLLM's: the lower goes first.
     `slo_jct_s` bounds the time from arrival to the last token (online only, as the other bounds).
-    `expected_output_tokens` is what an offline answer is likely to stay within,
+    `expected_output_tokens` is the room to set aside for an offline answer,
     `max_output_tokens` what it never exceeds. `rank` is the row's place in the planned order of all
     rows that the daemon of this `epoch` sends, `group` the job and the node of its key portion,
     `announced_followers` the rows of that node that stood behind it when it was sent (offline
-    only). An offline request that `is_row` belongs to a job; others are calls.
+    only). An offline request that `is_row` belongs to a job; others are calls. One that was never
+    preempted was so at 0.
     """
 
     request_id: str
@@ -44,7 +48,7 @@ class RequestView:
     num_prompt_tokens: int
     priority: int = 0
     max_output_tokens: int = 0
-    expected_output_tokens: int = sys.maxsize
+    expected_output_tokens: int = UNKNOWN_TOKENS
     slo_ttft_s: float = 0.0
     slo_tpot_s: float = 0.0
     slo_jct_s: float = math.inf
@@ -59,6 +63,7 @@ class RequestView:
     num_computed_tokens: int = 0
     num_output_tokens: int = 0
     first_token_at_s: float | None = None
+    preempted_at_s: float = 0.0
     handle: Any = field(default=None, repr=False)
 
     @property

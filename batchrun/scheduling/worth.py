@@ -121,8 +121,9 @@ class Victims:
     def _left(self) -> list[_Choice]:
         """Those that still run, one by one."""
         if self._rows is None:
-            view = self._draft.view
-            self._rows = [_alone(view, request) for request in view.offline_running]
+            view, gone = self._draft.view, set(map(id, self._draft.preempted))
+            running = [request for request in view.offline_running if id(request) not in gone]
+            self._rows = [_alone(view, request) for request in running]
         return self._rows
 
     def _groups(self) -> Iterator[_Choice]:

@@ -13,6 +13,7 @@ from batchrun.daemon.dispatch import Assigner, Assignment, EngineSlot
 from batchrun.daemon.dispatcher import POLL_INTERVAL_S, URGENT_LEAD
 from batchrun.daemon.engine_link import SCHEDULER_WINDOW
 from batchrun.daemon.faults import Trials
+from batchrun.estimator.answer_length import AnswerLengths
 from batchrun.hints import RowHint, write_hint
 from batchrun.pool.fair_share import JobTurns
 from batchrun.pool.prefix_keys import IntArray
@@ -42,12 +43,12 @@ class ActiveRows:
     queue: RowQueue = field(init=False)
     group_of: IntArray = field(init=False)
     costs: list[int] = field(init=False)
+    answers: AnswerLengths = field(init=False)
     trials: Trials = field(default_factory=Trials)
     current_node: int | None = None
     num_done: int = 0
     served_tokens: int = 0
     computed_tokens: int = 0
-    output_tokens: int = 0
     expected_tokens: int = 0
     finished_at_s: float | None = None
     latest: tuple[Keys, int, BlockHashes] | None = None
@@ -57,6 +58,7 @@ class ActiveRows:
         nodes = build_radix_tree(self.plan.order.shared_chunks)
         self.queue = RowQueue(self.plan.order.rows, nodes)
         self.group_of = group_rows(self.plan.order, nodes, self.plan.chains)
+        self.answers = AnswerLengths([self.plan.expected_output_tokens])
         self.costs = self.plan.expected_tokens().tolist()
 
     @property
@@ -77,12 +79,6 @@ class ActiveRows:
     def cost_tokens(self, row: int) -> int:
         """What a row is expected to compute."""
         return self.costs[row]
-
-    def output_tokens_to_expect(self) -> int:
-        """What the daemon tells of an answer: the mean of those so far, or its first guess."""
-        if not self.num_done:
-            return self.plan.expected_output_tokens
-        return round(self.output_tokens / self.num_done)
 
 
 @dataclass(slots=True, eq=False)
@@ -166,7 +162,6 @@ class RowFeed:
         job.num_done += 1
         job.served_tokens += usage.num_prompt_tokens + num_output_tokens
         job.computed_tokens += usage.num_prompt_tokens - usage.num_cached_tokens + num_output_tokens
-        job.output_tokens += num_output_tokens
         job.expected_tokens += job.costs[sent.row]
         sent.slot.release(sent)
         self.assigner.settle(sent, usage, now_s)
@@ -207,7 +202,7 @@ class RowFeed:
             rank=rank,
             nodes=sent.prefixes.node_hints(rank),
             key_node=sent.prefixes.key_node,
-            output_tokens=job.output_tokens_to_expect(),
+            output_tokens=job.answers.room_tokens,
         )
         return Arrival(
             request_id,

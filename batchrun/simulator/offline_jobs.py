@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from batchrun.daemon.job import estimate_costs
+from batchrun.jobs.expected_answers import first_guess
 from batchrun.jobs.inputs.input_data import check_columns, open_input
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.prompts.template import RequestTemplate
@@ -26,7 +26,6 @@ from batchrun.jobs.submit import JobPlan, plan_job
 from batchrun.pool.prefix_keys import CHUNK_BYTES, ChainTable, IntArray
 from batchrun.pool.radix_tree import PrefixOrder, order_by_prefix
 from batchrun.simulator.virtual.engine import FIRST_TOKEN_ID, LAST_TOKEN_ID
-from batchrun.store.jobs import Counts
 
 Keys = NDArray[np.uint64]
 TokenIds = NDArray[np.uint32]
@@ -238,13 +237,19 @@ def job_of_file(
 
 
 def job_of_plan(
-    spec: JobSpec, plan: JobPlan, terms: JobTerms, *, num_output_tokens: IntArray | None = None
+    spec: JobSpec,
+    plan: JobPlan,
+    terms: JobTerms,
+    *,
+    num_output_tokens: IntArray | None = None,
+    expected_output_tokens: int | None = None,
 ) -> OfflineJob:
-    """The job of a plan. Answers have the length that the daemon expects, or the given one of each
-    row; rows that cannot be rendered are left out."""
-    costs = estimate_costs(spec, plan, Counts(), np.empty(0, np.int64))
+    """The job of a plan. The daemon expects what it does of a job of which it knows nothing, or so
+    many tokens; answers have that length, or the given one of each row. Rows that cannot be
+    rendered are left out."""
+    guess = first_guess(spec) if expected_output_tokens is None else expected_output_tokens
     bytes_per_token = plan.tokens.bytes_per_token
-    expected = np.full(plan.num_rows, costs.output_tokens)
+    expected = np.full(plan.num_rows, guess)
     outputs = expected if num_output_tokens is None else num_output_tokens
     faulty = np.fromiter(plan.errors, np.int64, len(plan.errors))
     deadline_s = terms.deadline_s
@@ -257,7 +262,7 @@ def job_of_plan(
         _without(plan.order, faulty),
         np.maximum(1, np.rint(plan.text_bytes / bytes_per_token).astype(np.int64)),
         outputs,
-        costs.output_tokens,
+        guess,
         terms.weight or spec.weight,
         terms.submit_s,
         deadline_s,

@@ -291,6 +291,13 @@ def list_jobs(store: Store, *, only: Sequence[JobState] | None = None) -> list[J
         return [record_of(row) for row in connection.execute(query)]
 
 
+def list_newest(store: Store, most: int) -> list[JobRecord]:
+    """The jobs submitted last, the newest first."""
+    with store.read() as connection:
+        found = connection.execute(select(jobs).order_by(jobs.c.seq.desc()).limit(most))
+        return [record_of(row) for row in found]
+
+
 def find_unfinished(store: Store, content_hash: str) -> JobRecord | None:
     """The newest job of this content that has not ended, or None."""
     query = (

@@ -25,6 +25,7 @@ from batchrun.types import Outcome, OutcomeKind, RowError, Usage
 
 COMPRESSION_LEVEL = 3
 ROWS_PER_READ = 2_000
+KEYS_PER_READ = 500
 MAX_BODY_BYTES = 1 << 30
 MAX_TOKENS = (1 << 31) - 1
 MAX_REASON_CHARS = 32
@@ -78,6 +79,28 @@ def count(store: Store, job_seq: int) -> Counts:
     """Ended rows and tokens of a job; those of a job that has ended stay when its results go."""
     with store.read() as connection:
         return kept_counts(connection, job_seq) or count_results(connection, job_seq)
+
+
+def answer_tokens(store: Store, job_seq: int, rows: Sequence[int]) -> list[int]:
+    """Output tokens of those of the rows that have an answer, in the order given."""
+    found: dict[int, int] = {}
+    columns = select(results.c.row, results.c.num_output_tokens)
+    with store.read() as connection:
+        for start in range(0, len(rows), KEYS_PER_READ):
+            some = results.c.row.in_(rows[start : start + KEYS_PER_READ])
+            query = columns.where(results.c.job_seq == job_seq, some, results.c.ok == 1)
+            found.update((row, num_tokens) for row, num_tokens in connection.execute(query))
+    return [found[row] for row in rows if found.get(row)]
+
+
+def latest_answer_tokens(store: Store, job_seq: int, most: int) -> list[int]:
+    """Output tokens of at most so many answers of a job, those of its last rows, in row order."""
+    query = select(results.c.num_output_tokens).where(
+        results.c.job_seq == job_seq, results.c.ok == 1, results.c.num_output_tokens > 0
+    )
+    with store.read() as connection:
+        found = connection.execute(query.order_by(results.c.row.desc()).limit(most))
+        return list(found.scalars())[::-1]
 
 
 def read(

@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.request_queue import RequestQueue
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
+from batchrun.estimator.answer_length import AnswerLengths
 from batchrun.estimator.step_time import AnyModel
 from batchrun.hints import (
     HINT_KEY,
@@ -32,16 +33,12 @@ from batchrun.hints import (
     key_of,
     read_hint,
 )
-from batchrun.scheduling.view import BY_ARRIVAL, RequestView
+from batchrun.scheduling.view import BY_ARRIVAL, UNKNOWN_TOKENS, RequestView
 from batchrun.types import USUAL_OUTPUT_TOKENS, RequestClass
 from batchrun.vllm_plugin.estimates import Estimates, StepClock, engine_facts, read_models
 from batchrun.vllm_plugin.kv_cache import KvTiers
 from batchrun.vllm_plugin.settings import OnlineSlo, PluginSettings
 from batchrun.wire import Orders
-
-MARGIN_SHARE = 0.25
-"""Room for an answer that is longer than expected, as a share of what is."""
-
 
 _BY_RANK = attrgetter("epoch", "rank", "arrival_at_s", "request_id")
 
@@ -136,8 +133,9 @@ class EngineState:
     `views` has a view of every live request and `queue` the order in which waiting ones are planned
     (it is vLLM's waiting queue only while steps are planned). `kv` is None while vLLM's own free
     queue is in place. `estimates` and `steps` say how long steps take and how much KV online
-    requests will need. `clock` returns monotonic seconds; less `wall_offset_s`, vLLM's wall-clock
-    arrivals are on its scale. A hint counts if it carries the `nonce`; without a nonce none does.
+    requests will need, `untold_answers` how long answers are of which no hint tells. `clock`
+    returns monotonic seconds; less `wall_offset_s`, vLLM's wall-clock arrivals are on its scale. A
+    hint counts if it carries the `nonce`; without a nonce none does.
     """
 
     def __init__(
@@ -164,6 +162,7 @@ class EngineState:
         self.believe(read_models(settings.profile, self.facts.engine))
         self.is_offline_on = True
         self.num_offline = 0
+        self.untold_answers = AnswerLengths([USUAL_OUTPUT_TOKENS])
         self.num_malformed_hints = 0
         self.num_policy_errors = 0
         num_groups = len(manager.kv_cache_config.kv_cache_groups)
@@ -191,6 +190,9 @@ class EngineState:
         view = make_view(request, hint, self.settings.slo, arrival_at_s)
         if isinstance(hint, FlexHint):
             stand_behind(view, self.views.values())
+        if view.is_offline and view.expected_output_tokens == UNKNOWN_TOKENS:
+            view.expected_output_tokens = self.untold_answers.room_tokens
+            self.untold_answers.sent(request.request_id)
         self.views[request.request_id] = view
         self.num_offline += view.is_offline
         self._announce(request, hint)
@@ -201,6 +203,7 @@ class EngineState:
         view = self.views.pop(request.request_id, None)
         if view is not None:
             self.num_offline -= view.is_offline
+            self._learn_length(request)
         if self.kv is not None:
             self.kv.finished(request)
         return view
@@ -238,6 +241,13 @@ class EngineState:
             for job in orders.forget:
                 self.kv.forget(job)
 
+    def _learn_length(self, request: Request) -> None:
+        """A request ends; of those whose hints tell nothing, the next ones are expected alike."""
+        if request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED):
+            self.untold_answers.ended(request.request_id, request.num_output_tokens)
+        else:
+            self.untold_answers.lost(request.request_id)
+
     def _announce(self, request: Request, hint: Hint | None) -> None:
         if isinstance(hint, RowHint) and self.kv is not None:
             self.kv.announce(request, hint, self.clock())
@@ -262,24 +272,17 @@ def make_view(
     )
     if isinstance(hint, RowHint):
         view.is_row, view.epoch, view.rank = True, hint.epoch, hint.rank
-        view.expected_output_tokens = _with_margin(hint.output_tokens)
+        if hint.output_tokens is not UNSET:
+            view.expected_output_tokens = hint.output_tokens
         key = key_of(hint)
         if key is not None:
             view.group = hint.job, key.node
             view.announced_followers = key.num_rows_to_come
-    elif is_offline:
-        view.expected_output_tokens = _with_margin(UNSET)
-    else:
+    elif not is_offline:
         bounds = hint.slo if isinstance(hint, SloHint) else slo
         view.slo_ttft_s, view.slo_tpot_s = bounds.ttft_s, bounds.tpot_s
         view.slo_jct_s = math.inf if bounds.jct_s is None else bounds.jct_s
     return view
-
-
-def _with_margin(output_tokens: int | UnsetType) -> int:
-    """What to set aside for an answer of about this length, or of one that nobody knows."""
-    tokens = USUAL_OUTPUT_TOKENS if output_tokens is UNSET else output_tokens
-    return math.ceil((1 + MARGIN_SHARE) * tokens)
 
 
 def stand_behind(view: RequestView, others: Iterable[RequestView]) -> None:

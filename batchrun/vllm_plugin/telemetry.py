@@ -116,8 +116,7 @@ def due_at_s(view: RequestView, token_index: int) -> float:
 class Meter:
     """Counts since the engine's start. Every call is O(1) but `scheduled`, which is O(requests).
 
-    `ending` holds the requests that have ended but may have a last token to be counted,
-    `preempted_at_s` when live requests were preempted last.
+    `ending` holds the requests that have ended but may have a last token to be counted.
 
     Measured with 256 running and 512 waiting requests on a busy machine: 17 us for `scheduled`,
     0.8 us for each online token; a whole picture, four times a second, 0.5 ms.
@@ -133,7 +132,6 @@ class Meter:
         self._latency = self.alone
         self._shares: deque[LatencyTelemetry] = deque()
         self._never_admitted: set[str] = set()
-        self.preempted_at_s: dict[str, float] = {}
         self._last_token_at_s: dict[str, float] = {}
         self._least_slack_s = math.inf
 
@@ -144,13 +142,12 @@ class Meter:
     def preempted(self, view: RequestView, now_s: float) -> None:
         """A running request waits again."""
         self.classes[view.request_class].num_preemptions += 1
-        self.preempted_at_s[view.request_id] = now_s
+        view.preempted_at_s = now_s
 
     def settle(self, now_s: float) -> None:
         """Those in `ending` get no further token; called once a step at least."""
         for view in self.ending.values():
             self._never_admitted.discard(view.request_id)
-            self.preempted_at_s.pop(view.request_id, None)
             self._last_token_at_s.pop(view.request_id, None)
             is_missed = view.first_token_at_s is None and due_at_s(view, 0) < now_s
             if is_missed and view.request_class is ONLINE:
@@ -240,7 +237,7 @@ def fill_in(
             num_partial_blocks += num_blocks - num_kept_tokens // block_tokens
         elif request.status is not streaming:
             own.num_waiting += 1
-            wait_s = now_s - meter.preempted_at_s.get(view.request_id, view.arrival_at_s)
+            wait_s = now_s - max(view.arrival_at_s, view.preempted_at_s)
             own.longest_wait_s = max(own.longest_wait_s, wait_s)
         if own is online:
             slack_s = due_at_s(view, request.num_output_tokens) - now_s

@@ -14,11 +14,12 @@ from direct_study import direct_figures
 from tokenizers import Tokenizer
 
 from batchrun.engine.tiny_model import build_tiny_model
+from batchrun.jobs.expected_answers import estimate_outputs
 from batchrun.jobs.inputs.input_data import check_ids, open_input
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.prompts.template import RequestTemplate
 from batchrun.jobs.prompts.tokens import read_prompts
-from batchrun.jobs.study import KvSize, estimate_outputs, study_job
+from batchrun.jobs.study import KvSize, study_job
 from batchrun.samples.dataset import DatasetName
 from batchrun.samples.importers import import_dataset
 from batchrun.simulator.traces.reading import Drawing, read_rates, read_trace

@@ -169,10 +169,11 @@ class Hour:
     side: Side
     in_flight: list[list[Row]] = field(default_factory=lambda: [[] for _ in range(NUM_ENGINES)])
     lines: list[str] = field(default_factory=list)
+    told: list[int] = field(default_factory=list)
     rng: random.Random = field(default_factory=lambda: random.Random(5))
 
-    def run(self) -> list[str]:
-        """All of it, second by second."""
+    def run(self) -> Hour:
+        """All of it, second by second. `told` is what hints say of the answers."""
         for now_s in map(float, range(HOUR_S)):
             self.faults(now_s)
             self.assign(now_s)
@@ -183,7 +184,7 @@ class Hour:
                     row.trials.clear(row.row)
                     self.side.end(row, now_s)
                 del rows[:ROWS_PER_S]
-        return self.lines
+        return self
 
     @property
     def slots(self) -> list[EngineSlot]:
@@ -197,6 +198,7 @@ class Hour:
             index = self.slots.index(row.slot)
             self.in_flight[index].append(row)
             self.lines.append(f"{now_s:g} {row.job.id} {row.row} {index} {row.is_urgent}")
+            self.told.append(row.job.answers.room_tokens)
 
     def faults(self, now_s: float) -> None:
         """Engines die, one for its rows; they answer again; one refuses rows; rows are slow."""
@@ -225,23 +227,25 @@ class Hour:
 
 
 @pytest.fixture(scope="module")
-def daemon_lines() -> list[str]:
+def daemon() -> Hour:
     return Hour(DaemonSide()).run()
 
 
-def test_the_hour_has_all_that_dispatch_decides(daemon_lines: list[str]) -> None:
-    fields = [line.split() for line in daemon_lines]
+def test_the_hour_has_all_that_dispatch_decides(daemon: Hour) -> None:
+    fields = [line.split() for line in daemon.lines]
     jobs = Counter(job for _, job, *_ in fields)
     assert all(jobs[f"job-{number}"] >= 300 for number in range(len(JOBS))), jobs
     assert {engine for *_, engine, _ in fields} == {"0", "1", "2"}
     assert sum(urgent == "True" for *_, urgent in fields) > 100
     assert len({(job, row) for _, job, row, *_ in fields}) < len(fields)
-    digest = hashlib.sha256("\n".join(daemon_lines).encode()).hexdigest()[:16]
+    digest = hashlib.sha256("\n".join(daemon.lines).encode()).hexdigest()[:16]
     assert digest == DIGEST
 
 
-def test_the_simulator_assigns_every_row_as_the_daemon_does(daemon_lines: list[str]) -> None:
+def test_the_simulator_assigns_every_row_as_the_daemon_does(daemon: Hour) -> None:
     simulated = Hour(SimulatorSide()).run()
-    for mine, theirs in zip(simulated, daemon_lines, strict=False):
+    for mine, theirs in zip(simulated.lines, daemon.lines, strict=False):
         assert mine == theirs
-    assert len(simulated) == len(daemon_lines)
+    assert len(simulated.lines) == len(daemon.lines)
+    assert simulated.told == daemon.told
+    assert max(daemon.told) == 128 and min(daemon.told) < 50

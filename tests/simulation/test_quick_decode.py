@@ -10,8 +10,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from batchrun.simulator.offline_jobs import JobShape
-from batchrun.simulator.virtual.engine import TrafficSource, VirtualEngine
+from batchrun.simulator.virtual.engine import Arrival, TrafficSource, VirtualEngine
 from batchrun.simulator.virtual.quick_decode import QuickDecode, quick
+from batchrun.simulator.virtual.setup import EngineShape
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 from benchmarks.row_feeds import RowSource
 from benchmarks.scenarios import Order, draw_job
@@ -125,3 +126,14 @@ def test_what_is_aborted_between_quick_steps_is_gone_in_both() -> None:
             if running:
                 engine.abort(running[looks % len(running)].request_id)
         assert state(whole) == state(short)
+
+
+def test_a_prompt_of_which_one_token_is_left_is_no_decode() -> None:
+    """Its token count is that of a decode whose output is there; it has none yet."""
+    engines = [engine_of(cls, []) for cls in (AsyncScheduler, quick(AsyncScheduler))]
+    for engine in engines:
+        engine.add(Arrival("call", True, 0.0, [7] * (EngineShape().token_budget + 1), 5))
+        engine.run_until(60.0)
+
+    whole, short = (engine.records["call"].token_times_s for engine in engines)
+    assert len(short) == 5 and short == whole

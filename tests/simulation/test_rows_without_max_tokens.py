@@ -15,7 +15,7 @@ from batchrun.simulator.simulation import Simulation, SimulationPlan, simulate
 from batchrun.simulator.virtual.engine import RequestRecord
 from batchrun.simulator.virtual.setup import EngineShape
 from benchmarks.row_feeds import drawn_job
-from benchmarks.scenarios import SCENARIOS, Order, Scenario, a100_8b, draw_calls, draw_job
+from benchmarks.scenarios import CHATS, SCENARIOS, Order, Scenario, a100_8b, draw_calls, draw_job
 
 ANSWERS = (16, 200)
 
@@ -72,3 +72,41 @@ def test_answers_that_outgrow_all_room_cost_rows_and_never_calls() -> None:
     online = simulation.figures().online
     assert (online.ttft_kept, online.tpot_kept) == (1.0, 1.0)
     assert ours(virtual).state.num_policy_errors == 0
+
+
+SMALL = (8_192, 537, 12)
+FULL = (131_072, 8_600, 6)
+
+
+@pytest.mark.parametrize(
+    "size", [SMALL, pytest.param(FULL, marks=pytest.mark.slow)], ids=["small", "full"]
+)
+@pytest.mark.parametrize("policy", ["echo", "bs+e"])
+def test_answers_of_5_to_100_percent_of_the_context_all_end(
+    size: tuple[int, int, int], policy: str
+) -> None:
+    """The context is 95 % of the KV: a few such answers outgrow it together, beside calls too."""
+    context_tokens, num_blocks, num_rows = size
+    shape = JobShape(num_rows, (40, 190), (1, 1), (1, 1), (context_tokens // 20, context_tokens))
+    drawn = draw_job(shape, 0, Order.GROUPED)
+    most = [context_tokens - drawn.num_prompt_tokens(row) for row in drawn.rows]
+    rows = [replace(row, num_output_tokens=min(row.num_output_tokens, limit - 1))
+            for row, limit in zip(drawn.rows, most, strict=True)]  # fmt: skip
+    drawn = replace(drawn, rows=[replace(rows[0], num_output_tokens=most[0] - 1), *rows[1:]])
+    job = replace(drawn_job(drawn), context_tokens=context_tokens)
+    engine = EnginePlan(
+        EngineShape(num_blocks=num_blocks, max_model_len=context_tokens), policy=policy
+    )
+    scenario = replace(a100_8b(), online=replace(CHATS, rate_per_s=2.0 * num_blocks / 8_600))
+    plan = SimulationPlan(math.inf, calls(scenario, 200.0, 3), [job], engine=engine)
+    simulation = Simulation(plan)
+    (virtual,) = simulation.engines.engines
+    ended: list[RequestRecord] = []
+    virtual.end_listeners.append(ended.append)
+    simulation.engines.run_until(math.inf)
+
+    answers = [len(record.output_token_ids) for record in ended if not record.is_online]
+    assert sorted(answers) == sorted(row.num_output_tokens for row in drawn.rows)
+    assert sum(record.num_preemptions for record in ended if record.is_online) == 0
+    online = simulation.figures().online
+    assert (online.ttft_kept, online.tpot_kept) == (1.0, 1.0)

@@ -20,6 +20,7 @@ from batchrun.simulator.virtual.engine import (
     TrafficSource,
     VirtualEngine,
     begin,
+    token_id,
 )
 from batchrun.simulator.virtual.setup import (
     A100Law,
@@ -149,22 +150,24 @@ def plain_loop(rows: Sequence[Arrival], num_blocks: int, end_s: float) -> dict[s
     scheduler = build_scheduler(Scheduler, shape, is_async=False)
     calls = callers(draw_calls(SMALL, 3), 3)
     prompt_tokens: dict[str, int] = {}
+    records: dict[str, RequestRecord] = {}
     times: dict[str, list[float]] = {}
     now_s = 0.0
     while now_s < end_s:
         for item in [*(rows if not times else ()), *calls.take_due(now_s)]:
             prompt_tokens[item.request_id] = len(item.prompt_token_ids)
             times[item.request_id] = []
-            request = begin(item, 16).request
-            assert request is not None
-            scheduler.add_request(request)
+            record = records[item.request_id] = begin(item, 16)
+            assert record.request is not None
+            scheduler.add_request(record.request)
         output = scheduler.schedule()
         items, sampled, ids = [], [], list(output.num_scheduled_tokens)
         for name, new in output.num_scheduled_tokens.items():
             request = scheduler.requests[name]
             items.append((new, request.num_computed_tokens, False))
             is_done = request.num_computed_tokens >= request.num_tokens
-            sampled.append([9] if is_done else [])
+            computed = request.num_computed_tokens
+            sampled.append([token_id(records[name], computed)] if is_done else [])
         now_s += A100Law().step_s(items)
         for name, tokens in zip(ids, sampled, strict=True):
             times[name] += [now_s] * len(tokens)
@@ -216,7 +219,7 @@ def test_aborted_requests_give_everything_back() -> None:
     assert_at_rest(engine)
     reasons = [r.finish_reason for r in engine.records.values()]
     assert reasons.count("abort") == 18
-    assert set(reasons) == {"abort", "length"}
+    assert set(reasons) == {"abort", "length", "stop"}
 
 
 def assert_at_rest(engine: VirtualEngine) -> None:

@@ -290,3 +290,57 @@ def test_rows_take_no_more_slots_than_are_free() -> None:
     plan = plan_of(engine)
 
     assert names(plan.admit) == ["row 0", "row 1"]
+
+
+def test_rows_that_need_no_block_go_on_where_those_before_them_find_none() -> None:
+    """A block holds 10 tokens: the first and the third row have filled theirs."""
+    rows = [decoding_row(f"row {i}", prompt=90, generated=n) for i, n in enumerate((11, 5, 21, 7))]
+
+    none_left = plan_of(view(running=[decoding_call(), *rows], free_blocks=0))
+    one_left = plan_of(view(running=[decoding_call(), *rows], free_blocks=1))
+
+    assert none_left.caps == {"row 0": 0, "row 2": 0} and none_left.preempt == ()
+    assert one_left.caps == {"row 2": 0}
+
+
+def test_where_no_row_finds_a_block_the_one_worth_least_gives_way_to_the_others() -> None:
+    sizes = (100, 40, 200)
+    rows = [decoding_row(f"row {n}", prompt=n - 10, generated=11) for n in sizes]
+
+    plan = plan_of(view(running=[decoding_call(), *rows], free_blocks=0))
+
+    assert names(plan.preempt) == ["row 40"]
+    assert plan.caps == {}
+
+
+def test_documents_that_are_read_do_not_wait_for_one_another_for_ever() -> None:
+    reading = [prefilling_row("row 1", prompt=900, left=400), prefilling_row("row 2", left=60)]
+
+    plan = plan_of(view(running=[decoding_call(), *reading], free_blocks=0))
+
+    assert names(plan.preempt) == ["row 2"]
+    assert plan.caps["row 1"] > 0
+
+
+@pytest.mark.parametrize("others", [[], ["ending"]])
+def test_no_row_gives_way_while_another_is_about_to_end_or_none_would_gain(
+    others: list[str],
+) -> None:
+    rows = [decoding_row("row", prompt=90, generated=11)]
+    for name in others:
+        rows.append(decoding_row(name, prompt=90, generated=11))
+        rows[-1].work_left_tokens = 0
+
+    plan = plan_of(view(running=[decoding_call(), *rows], free_blocks=0))
+
+    assert plan.preempt == () and plan.caps["row"] == 0
+
+
+def test_who_gave_way_to_a_call_does_not_give_way_again() -> None:
+    """The call takes the blocks of the smallest row; then the others still find none."""
+    rows = [decoding_row(f"row {n}", prompt=n - 10, generated=11) for n in (110, 40, 200)]
+    engine = view(running=[decoding_call(), *rows], waiting=[call("new", prompt=39)], free_blocks=0)
+
+    plan = plan_of(engine)
+
+    assert names(plan.preempt) == ["row 40", "row 110"]

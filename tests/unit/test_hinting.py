@@ -16,7 +16,6 @@ from batchrun.daemon.engine_link import SCHEDULER_WINDOW
 from batchrun.daemon.job import ActiveJob
 from batchrun.hints import HINT_KEY, MAX_NODES_WRITTEN, RowHint, SharedPrefixes, put_hint, read_hint
 from batchrun.pool.row_queue import Window
-from batchrun.store.jobs import Counts
 
 JobMaker = Callable[..., ActiveJob]
 
@@ -87,12 +86,14 @@ def test_of_a_long_path_the_ends_are_told(make_job: JobMaker) -> None:
     assert told[1:] == path[1 - MAX_NODES_WRITTEN :]
 
 
-def test_the_mean_of_the_answers_so_far_is_told(make_job: JobMaker) -> None:
+def test_the_room_that_answers_so_far_stay_within_is_told(make_job: JobMaker) -> None:
     job = make_job(["x" * 600, "y" * 600])
     before = hint_of(Hinter(1), job, 0).output_tokens
-    job.counts = Counts(num_completed=4, num_output_tokens=90)
+    for row in range(300):
+        job.answers.sent(row)
+        job.answers.ended(row, 16)
 
-    assert (before, hint_of(Hinter(1), job, 1).output_tokens) == (128, 22)
+    assert (before, hint_of(Hinter(1), job, 1).output_tokens) == (128, 16)
 
 
 def test_endpoints_without_a_place_for_it_get_no_hint(make_job: JobMaker) -> None:

@@ -18,8 +18,9 @@ from batchrun.config import Deployment
 from batchrun.daemon.plugin import existing_profile, online_slo
 from batchrun.errors import InputError
 from batchrun.home import Home
+from batchrun.jobs.expected_answers import OutputEstimate
 from batchrun.jobs.spec import JobSpec
-from batchrun.jobs.study import KvSize, OutputEstimate
+from batchrun.jobs.study import KvSize
 from batchrun.jobs.submit import JobPlan
 from batchrun.pool.radix_tree import PrefixOrder
 from batchrun.quantities import count, duration
@@ -308,7 +309,10 @@ class SimulatedFleet:
     def job(self, spec: JobSpec, plan: JobPlan, outputs: OutputEstimate) -> OfflineJob:
         """The rows that a simulated engine can run: it refuses those longer than its context."""
         tokens = np.maximum(1, np.rint(outputs.filled)).astype(np.int64)
-        job = job_of_plan(spec, plan, JobTerms(), num_output_tokens=tokens)
+        expected = round(outputs.mean or 0)
+        job = job_of_plan(
+            spec, plan, JobTerms(), num_output_tokens=tokens, expected_output_tokens=expected
+        )
         most_tokens = context_tokens(self.kind.engine)
         num_tokens = job.num_prompt_tokens + job.num_output_tokens
         return without_rows(job, np.flatnonzero(num_tokens > most_tokens))

@@ -1,0 +1,156 @@
+"""What a job expects of its answers when the daemon opens it, and what `inspect` says of that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchrun.daemon.job import ActiveJob
+from batchrun.daemon.opening import open_job
+from batchrun.estimator.answer_length import REMEMBERED_ANSWERS
+from batchrun.jobs.expected_answers import estimate_outputs, first_guess, open_answers
+from batchrun.jobs.job_file import load_job_file
+from batchrun.jobs.submit import open_submitted, prepare_job
+from batchrun.store import jobs, results
+from batchrun.store.database import Store, open_store
+from batchrun.store.jobs import JobRecord
+from batchrun.types import Outcome, OutcomeKind, Usage
+
+JOB_FILE = """\
+name: NAME
+model: MODEL
+endpoint: /v1/completions
+input: {path: rows.parquet, prompt: "{{ text }}"}
+request: {REQUEST}
+output: {path: out.parquet, keep: [KEEP]}
+"""
+NUM_ROWS = 1_500
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    table = {"text": [f"row {n}" for n in range(NUM_ROWS)], "answer": ["x" * 79] * NUM_ROWS}
+    pq.write_table(pa.table(table), tmp_path / "rows.parquet")
+    return tmp_path
+
+
+@pytest.fixture
+def store(folder: Path) -> Iterator[Store]:
+    with closing(open_store(folder / "store.db")) as store:
+        yield store
+
+
+def submit(
+    store: Store,
+    folder: Path,
+    *,
+    name: str = "one",
+    model: str = "m",
+    request: str = "",
+    keep: str = "",
+) -> JobRecord:
+    text = JOB_FILE.replace("NAME", name).replace("MODEL", model)
+    text = text.replace("REQUEST", request).replace("KEEP", keep)
+    (folder / "job.yaml").write_text(text)
+    spec = load_job_file(folder / "job.yaml", cwd=folder)
+    return jobs.create(store, prepare_job(spec, links=folder / "links"), now_s=0.0)
+
+
+def answer(store: Store, record: JobRecord, rows: Sequence[int], num_tokens: Sequence[int]) -> None:
+    outcomes = [
+        Outcome(record.id, row, 1, OutcomeKind.OK, body=b"{}", usage=Usage(10, tokens))
+        for row, tokens in zip(rows, num_tokens, strict=True)
+    ]
+    results.commit(store, [(record.seq, outcome) for outcome in outcomes], now_s=0.0)
+
+
+def opened(store: Store, folder: Path, record: JobRecord) -> ActiveJob:
+    job = open_job(store, record, links=folder / "links")
+    job.close()
+    return job
+
+
+def test_a_job_begins_with_a_guess(store: Store, folder: Path) -> None:
+    free = opened(store, folder, submit(store, folder))
+    limited = opened(store, folder, submit(store, folder, name="two", request="max_tokens: 16"))
+
+    assert (free.answers.room_tokens, free.costs.output_tokens) == (128, 128)
+    assert (limited.answers.room_tokens, limited.costs.output_tokens) == (16, 16)
+
+
+def test_a_job_that_goes_on_knows_the_latest_answers_in_the_order_they_were_sent(
+    store: Store, folder: Path
+) -> None:
+    record = submit(store, folder)
+    order = opened(store, folder, record).plan.order.rows.tolist()
+    done = order[: REMEMBERED_ANSWERS + 300]
+    answer(store, record, done, [900] * 300 + [50] * REMEMBERED_ANSWERS)
+
+    job = opened(store, folder, record)
+
+    assert job.answers.num_ended == REMEMBERED_ANSWERS
+    assert job.answers.quantile_tokens(0.95) <= 55
+    assert 50 <= job.answers.mean_tokens <= 55
+    assert job.costs.output_tokens == round(job.answers.mean_tokens)
+
+
+def test_a_job_expects_what_the_one_before_it_of_the_same_model_had(
+    store: Store, folder: Path
+) -> None:
+    before = submit(store, folder, name="before")
+    answer(store, before, range(400), [300] * 400)
+    other = submit(store, folder, name="other", model="another")
+    answer(store, other, range(100), [7] * 100)
+
+    same = opened(store, folder, submit(store, folder, name="same"))
+    limited = opened(store, folder, submit(store, folder, name="cut", request="max_tokens: 200"))
+    new = opened(store, folder, submit(store, folder, name="new", model="new"))
+
+    assert (same.costs.output_tokens, same.answers.num_ended) == (300, 0)
+    assert limited.costs.output_tokens == 200
+    assert new.costs.output_tokens == 128
+
+
+def test_rows_without_an_answer_tell_nothing(store: Store, folder: Path) -> None:
+    record = submit(store, folder)
+    answer(store, record, [3, 5], [0, 40])
+
+    assert results.answer_tokens(store, record.seq, [5, 3, 4]) == [40]
+    assert results.latest_answer_tokens(store, record.seq, 10) == [40]
+
+
+def test_good_answers_that_the_job_keeps_are_what_it_expects(store: Store, folder: Path) -> None:
+    job = opened(store, folder, submit(store, folder, keep="answer"))
+
+    assert job.costs.output_tokens == round(79 / job.plan.tokens.bytes_per_token + 1)
+
+
+@pytest.mark.parametrize("num_done", [0, 40])
+def test_inspect_and_the_daemon_expect_the_same(store: Store, folder: Path, num_done: int) -> None:
+    answer(store, submit(store, folder, name="before"), range(400), [300] * 400)
+    record = submit(store, folder)
+    job = opened(store, folder, record)
+    first = sorted(job.plan.order.rows.tolist())[:num_done]
+    answer(store, record, first, [20] * num_done)
+    with open_submitted(record, job.spec, links=folder / "links") as data:
+        estimate = estimate_outputs(job.spec, data, 4.0, (store, record))
+        done = np.array(first, np.int64)
+        answers = open_answers(job.spec, data, 4.0, (store, record), done)
+
+    assert estimate.mean == pytest.approx(answers.mean_tokens)
+    assert estimate.filled[-1] == pytest.approx(answers.mean_tokens)
+
+
+def test_embeddings_have_no_answer(folder: Path) -> None:
+    text = JOB_FILE.replace("/v1/completions", "/v1/embeddings").replace("prompt:", "input:")
+    for word, value in (("NAME", "e"), ("MODEL", "m"), ("REQUEST", ""), ("KEEP", "")):
+        text = text.replace(word, value)
+    (folder / "job.yaml").write_text(text)
+
+    assert first_guess(load_job_file(folder / "job.yaml", cwd=folder)) == 0

@@ -1,0 +1,153 @@
+"""No waiting row is overtaken for long, whatever it is."""
+
+from __future__ import annotations
+
+import pytest
+from echo_views import (
+    NOW_S,
+    decoding_call,
+    decoding_row,
+    group_of,
+    held,
+    names,
+    row,
+    view,
+)
+
+from batchrun.scheduling.echo import EchoOptions, EchoPolicy
+from batchrun.scheduling.online_queue import ArrivalOrder
+from batchrun.scheduling.patience import MAX_LOOKED_AT, OVERTAKEN_S, Patience
+from batchrun.scheduling.view import EngineView, Plan, RequestView
+
+RESERVED = 60
+"""Blocks that rows leave free for calls; the rows of these tests ask for more than the rest."""
+
+
+def policy() -> EchoPolicy:
+    return EchoPolicy(EchoOptions(), ArrivalOrder())
+
+
+def at(now_s: float, *waiting: RequestView, running: tuple[RequestView, ...] = ()) -> EngineView:
+    """An engine with 100 free blocks beside a call, in which rows fill 40 of them at most."""
+    return view(
+        running=[decoding_call(), *running],
+        waiting=waiting,
+        free_blocks=100,
+        reserve_blocks=RESERVED,
+        now_s=now_s,
+    )
+
+
+def rows_of(document: str, *ranks: int) -> list[RequestView]:
+    """Rows whose prefix is there: they need a block or two each, and may use the reserve."""
+    return [
+        row(f"row {rank}", prompt=210, hit=held(200), document=document, rank=rank)
+        for rank in ranks
+    ]
+
+
+@pytest.mark.parametrize(
+    "big",
+    [row("big", prompt=490, rank=1), row("big", prompt=690, hit=held(200), rank=1)],
+    ids=["uncached", "cached in part"],
+)
+def test_a_row_that_others_overtook_for_30_s_comes_in_whatever_is_reserved(
+    big: RequestView,
+) -> None:
+    echo = policy()
+    front = row("front", prompt=400, rank=0, lora_id=3)
+
+    def planned(since_s: float, *others: RequestView) -> Plan:
+        return echo.plan(at(NOW_S + since_s, front, big, *others))
+
+    assert names(planned(0.0, *rows_of("B", 2)).admit) == ["row 2"]
+    assert "big" not in names(planned(OVERTAKEN_S, *rows_of("B", 3)).admit)
+    assert names(planned(OVERTAKEN_S + 0.5, *rows_of("B", 4)).admit)[0] == "big"
+
+
+def test_nobody_behind_it_comes_in_while_it_waits_for_rows_that_run() -> None:
+    echo, big = policy(), row("big", prompt=1_500, document="A", rank=1)
+    running = decoding_row("row 0", prompt=990, output=100, rank=0)
+
+    def planned(since_s: float, *others: RequestView) -> list[str]:
+        return names(echo.plan(at(NOW_S + since_s, big, *others, running=(running,))).admit)
+
+    assert planned(0.0, *rows_of("B", 2), row("row 3", rank=3)) == ["row 2", "row 3"]
+    assert planned(OVERTAKEN_S + 0.5, *rows_of("B", 6), row("row 7", rank=7)) == []
+
+
+def test_a_row_for_which_calls_leave_no_room_holds_up_nobody() -> None:
+    echo, huge = policy(), row("huge", prompt=8_000, document="A", rank=1)
+
+    def planned(since_s: float, rank: int) -> list[str]:
+        return names(echo.plan(at(NOW_S + since_s, huge, *rows_of("B", rank))).admit)
+
+    assert planned(0.0, 2) == ["row 2"]
+    assert planned(OVERTAKEN_S + 0.5, 3) == ["row 3"]
+
+
+def overdue(
+    patience: Patience, now_s: float, *waiting: RequestView, computing: str | None = None
+) -> list[str]:
+    groups = frozenset() if computing is None else {group_of(computing)}
+    seen = view(waiting=waiting, now_s=now_s)
+    return names(patience.overdue(seen, groups))
+
+
+def test_a_preempted_row_waits_from_its_preemption_on() -> None:
+    patience, late = Patience(), row("late", rank=9)
+    patience.let_in([late], NOW_S)
+    back, first = row("back", rank=5), row("first", rank=1)
+    back.preempted_at_s = NOW_S + 100.0
+
+    assert overdue(patience, NOW_S + 101.0, first, back) == ["first"]
+    assert overdue(patience, NOW_S + 131.0, first, back) == ["first", "back"]
+
+
+def test_a_row_that_comes_late_with_an_early_place_waits_from_then_on() -> None:
+    patience = Patience()
+    patience.let_in([row("late", rank=9)], NOW_S)
+    urgent = row("urgent", rank=2, arrival_at_s=NOW_S + 50.0)
+
+    assert overdue(patience, NOW_S + 51.0, urgent) == []
+    assert overdue(patience, NOW_S + 81.0, urgent) == ["urgent"]
+
+
+def test_rows_whose_prefix_is_computed_for_them_are_not_overdue() -> None:
+    patience, follower = Patience(), row("follower", rank=1, document="A")
+    patience.let_in([row("late", rank=9)], NOW_S)
+
+    assert overdue(patience, NOW_S + 31.0, follower, row("other", rank=2), computing="A") == [
+        "other"
+    ]
+    assert overdue(patience, NOW_S + 31.0, follower) == ["follower"]
+
+
+def test_who_stands_behind_all_that_were_let_in_was_not_overtaken() -> None:
+    patience = Patience()
+    patience.let_in([row("past", rank=3)], NOW_S)
+
+    assert overdue(patience, NOW_S + 90.0, row("next", rank=4)) == []
+
+
+def test_who_stands_first_for_long_is_overdue_although_nobody_overtakes_it() -> None:
+    patience, first = Patience(), row("first", rank=4)
+
+    assert overdue(patience, NOW_S, first) == []
+    assert overdue(patience, NOW_S + OVERTAKEN_S + 1, first) == ["first"]
+
+
+def test_however_many_overtake_it_the_memory_is_small_and_the_row_stays_overdue() -> None:
+    patience, first = Patience(), row("first", rank=0)
+    for second in range(3_600):
+        patience.let_in([row("x", rank=1 + second)], NOW_S + second)
+        if second > OVERTAKEN_S + 1:
+            assert overdue(patience, NOW_S + second, first) == ["first"]
+
+
+def test_a_step_looks_at_few_rows() -> None:
+    patience = Patience()
+    waiting = [row(f"{n}", rank=n) for n in range(100)]
+    patience.let_in([row("late", rank=200)], NOW_S)
+
+    assert len(overdue(patience, NOW_S + OVERTAKEN_S + 1, *waiting)) == MAX_LOOKED_AT
