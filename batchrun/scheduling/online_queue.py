@@ -13,8 +13,8 @@ from typing import Protocol
 
 from batchrun.estimator.step_load import StepLoad
 from batchrun.scheduling.draft import MIN_CHUNK_TOKENS, Draft
-from batchrun.scheduling.pace import KvPace, Practice
 from batchrun.scheduling.slack import StepLimits, step_limits
+from batchrun.scheduling.step_pace import KvPace, Practice
 from batchrun.scheduling.view import EngineView, RequestView, by_kind
 from batchrun.scheduling.worth import Victims
 

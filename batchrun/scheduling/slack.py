@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from batchrun.scheduling.pace import alone_s
+from batchrun.scheduling.step_pace import alone_s
 from batchrun.scheduling.view import EngineView, RequestView
 
 TARGET_SHARE = 0.985

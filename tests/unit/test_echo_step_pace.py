@@ -18,7 +18,7 @@ from echo_views import (
 
 from batchrun.scheduling.echo import EchoOptions, EchoPolicy
 from batchrun.scheduling.online_queue import RISK_SHARE, ArrivalOrder
-from batchrun.scheduling.pace import (
+from batchrun.scheduling.step_pace import (
     EARLY_IDLE_STEPS,
     KV_SHARE,
     PRACTICE_EVERY,
