@@ -97,6 +97,12 @@ SECTIONS: dict[str, Section] = {
         "job blocks online eviction order",
         "prefix_hit_rate prefix_hit_optimum share_of_optimum job_s",
     ),
+    "images": Section(
+        "Rows of eight frames on a tiny vision model, real vLLM",
+        "way",
+        "rows done hit_rate expected_hit_rate prompt_tokens inspected_prompt_tokens duration_s",
+        {"way": ("job with files", "job with addresses", "batch with data URLs")},
+    ),
     "plan_trials": Section(
         "The planner's number on another draw of the traffic, shares of pairs",
         "traffic",

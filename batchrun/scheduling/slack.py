@@ -10,10 +10,11 @@ from batchrun.scheduling.view import EngineView, RequestView
 
 TARGET_SHARE = 0.985
 """Share of the smallest TPOT that a step with offline work aims at: room for prediction errors."""
-ERROR_MARGIN = 1.0
+LEAST_MARGIN_SHARE = 0.05
+"""All prefills leave every online request ahead of its deadlines by this share of TPOT: the last
+steps of a request cannot be made up for."""
 MAX_MARGIN_SHARE = 0.4
-"""Offline work leaves every online request ahead of its deadlines by so many times the mean error
-of predictions, at most by this share of TPOT: the last steps of a request cannot be made up for."""
+"""Offline work leaves it by the mean error of predictions where that is more, at most by this."""
 LATE_SHARE = 0.5
 """Share of TPOT granted to a step when a request is late already, so that it catches up."""
 IDLE_SHARE = 0.1
@@ -97,9 +98,10 @@ def step_limits(
         share = IDLE_SHARE if was_online_lately else UNUSED_SHARE
         return StepLimits(math.inf, share * ttft_s, is_one_in_flight=was_online_lately)
     least_s = LATE_SHARE * tpot_s
-    margin_s = min(ERROR_MARGIN * view.error_share, MAX_MARGIN_SHARE) * tpot_s
+    margin_s = min(max(view.error_share, LEAST_MARGIN_SHARE), MAX_MARGIN_SHARE) * tpot_s
     most_s = min(TARGET_SHARE * tpot_s, _most_with_decodes_s(view, ttft_s))
-    return StepLimits(max(slack_s, least_s), min(max(slack_s - margin_s, least_s), most_s))
+    online_s = max(slack_s - LEAST_MARGIN_SHARE * tpot_s, least_s)
+    return StepLimits(online_s, min(max(slack_s - margin_s, least_s), most_s))
 
 
 def _first_at_s(request: RequestView) -> float:

@@ -22,6 +22,8 @@ def test_rows_in_the_pool_are_deferred_and_leave_the_waiting_gauge_to_online_cal
         return running, waiting, stats.num_skipped_waiting_reqs
 
     assert gauges() == (0, 1, 10)
+    # The first step is the call's alone, so that its first token comes soon.
+    step(scheduler)
     step(scheduler)
     running, waiting, deferred = gauges()
     assert waiting == 0 and running + deferred == 11 and deferred > 0

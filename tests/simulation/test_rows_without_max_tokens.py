@@ -79,7 +79,7 @@ FULL = (131_072, 8_600, 6)
 
 
 @pytest.mark.parametrize(
-    "size", [SMALL, pytest.param(FULL, marks=pytest.mark.slow)], ids=["small", "full"]
+    "size", [SMALL, pytest.param(FULL, marks=pytest.mark.nightly)], ids=["small", "full"]
 )
 @pytest.mark.parametrize("policy", ["echo", "bs+e"])
 def test_answers_of_5_to_100_percent_of_the_context_all_end(

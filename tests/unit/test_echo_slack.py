@@ -13,6 +13,7 @@ from batchrun.scheduling.online_queue import ArrivalOrder
 from batchrun.scheduling.slack import (
     IDLE_SHARE,
     LATE_SHARE,
+    LEAST_MARGIN_SHARE,
     MAX_MARGIN_SHARE,
     PREFILL_COST,
     PREFILL_SHARE,
@@ -59,14 +60,14 @@ def test_the_smallest_slack_after_the_steps_in_flight_is_the_limit() -> None:
 
     limits = limits_beside(loose, tight, rest_s=0.005)
 
-    assert limits.online_s == pytest.approx(0.035)
-    assert limits.offline_s == pytest.approx(0.035)
+    assert limits.online_s == pytest.approx(0.035 - LEAST_MARGIN_SHARE * 0.05)
+    assert limits.offline_s == limits.online_s
 
 
 def test_offline_work_aims_below_tpot_whatever_the_credit() -> None:
     limits = limits_beside(decoding_call(due_in_s=0.9))
 
-    assert limits.online_s == pytest.approx(0.9)
+    assert limits.online_s == pytest.approx(0.9 - LEAST_MARGIN_SHARE * 0.05)
     assert limits.offline_s == pytest.approx(TARGET_SHARE * 0.05)
 
 
@@ -80,7 +81,7 @@ def test_a_late_call_gets_short_steps_not_none() -> None:
 def test_rows_leave_a_margin_of_the_mean_error_of_predictions() -> None:
     limits = limits_beside(decoding_call(due_in_s=0.04), error_share=0.2)
 
-    assert limits.online_s == pytest.approx(0.04)
+    assert limits.online_s == pytest.approx(0.04 - LEAST_MARGIN_SHARE * 0.05)
     assert limits.offline_s == pytest.approx(0.04 - 0.2 * 0.05)
 
 
@@ -96,7 +97,7 @@ def test_a_call_whose_last_token_is_in_flight_still_counts() -> None:
 
     limits = limits_beside(ending, decoding_call("call 2", due_in_s=0.04))
 
-    assert limits.offline_s == pytest.approx(0.03)
+    assert limits.offline_s == pytest.approx(0.03 - LEAST_MARGIN_SHARE * 0.05)
 
 
 def test_beside_first_tokens_to_come_a_step_is_little_longer_than_alone() -> None:
@@ -146,7 +147,7 @@ def test_steps_beside_a_loose_class_stay_short_enough_for_calls_without_one() ->
 
     limits = limits_beside(loose)
 
-    assert limits.online_s == pytest.approx(55.0)
+    assert limits.online_s == pytest.approx(55.0 - LEAST_MARGIN_SHARE * 60.0)
     assert limits.offline_s == pytest.approx(PREFILL_SHARE * 1.0)
 
 
