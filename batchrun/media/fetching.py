@@ -25,6 +25,7 @@ from batchrun.media.images import (
     is_data_url,
     media_urls,
     with_urls,
+    without_cache_names,
 )
 
 FETCH_TIMEOUT_S = 20.0
@@ -89,11 +90,12 @@ class ImageFetcher:
         self._turns = asyncio.Semaphore(MAX_AT_ONCE)
 
     async def filled(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The body with every image in it; itself where nothing is to be fetched.
+        """The body with every image in it, under no name of the sender's; itself where it was so.
 
         Raises ImageError for an image that may not be had or is none, and ImageUnreachableError
         where it may be had another time.
         """
+        body = without_cache_names(body)
         urls = {url: kind for kind, url in media_urls(body) if not is_data_url(url)}
         if not urls:
             return body

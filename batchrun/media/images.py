@@ -32,6 +32,7 @@ MEDIA_KEYS = {
 """The keys by which a part of a message names what is not text, and what that is."""
 _KEYS, _NESTED = frozenset(MEDIA_KEYS), frozenset({dict, list})
 _PLACES = ("messages", "input")
+_CACHE_NAME = "uuid"
 _ORIENTATION, _LYING = 0x0112, frozenset({5, 6, 7, 8})
 """The EXIF tag of how a camera was held, and the values that swap width and height."""
 
@@ -149,6 +150,43 @@ def _with_urls(value: Any, change: Callable[[str, str], str]) -> Any:
 def _url_in(value: object) -> str | None:
     url = value.get("url") if isinstance(value, dict) else value
     return url if isinstance(url, str) else None
+
+
+def without_cache_names(body: dict[str, Any]) -> dict[str, Any]:
+    """The body without the `uuid` of any part of its messages; itself where none has one.
+
+    An engine looks its caches up by that name in the place of the content: who sends one could read
+    what others sent, or have them read something else.
+    """
+    parts = [part for place in _PLACES for part in _parts_of(body.get(place))]
+    if not any(_CACHE_NAME in part for part in parts):
+        return body
+    return {
+        **body,
+        **{place: _unnamed(body[place]) for place in _PLACES if any(_parts_of(body.get(place)))},
+    }
+
+
+def _parts_of(messages: object) -> Iterator[dict[str, Any]]:
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, list):
+            yield from (part for part in content if isinstance(part, dict))
+
+
+def _unnamed(messages: Any) -> Any:
+    return [
+        {**message, "content": [_unnamed_part(part) for part in message["content"]]}
+        if any(_parts_of([message]))
+        else message
+        for message in messages
+    ]
+
+
+def _unnamed_part(part: Any) -> Any:
+    if not isinstance(part, dict):
+        return part
+    return {key: value for key, value in part.items() if key != _CACHE_NAME}
 
 
 def check_media(body: Mapping[str, object]) -> None:

@@ -26,6 +26,7 @@ from batchrun.media.images import (
     media_urls,
     read_image,
     with_urls,
+    without_cache_names,
 )
 
 
@@ -197,3 +198,24 @@ def test_a_model_without_a_processor_has_its_images_guessed(
     assert images.count(280, 280) == images.count(280, 280) == 100
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     images.close()
+
+
+@pytest.mark.parametrize("place", ["messages", "input"])
+def test_no_caller_names_what_an_engine_caches(place: str) -> None:
+    named = {"type": "image_url", "image_url": {"url": "data:x"}, "uuid": "another's"}
+    text = {"type": "text", "text": "the uuid of a row"}
+    body: dict[str, object] = {place: [{"role": "user", "content": [named, text]}], "uuid": 1}
+    plain = {"type": "image_url", "image_url": {"url": "data:x"}}
+    assert without_cache_names(body) == {
+        place: [{"role": "user", "content": [plain, text]}],
+        "uuid": 1,
+    }
+    assert "uuid" in named
+
+
+@pytest.mark.parametrize(
+    "messages", [None, 3, ["uuid"], [{"content": "uuid"}], [{"content": [{"text": "uuid"}, 1]}]]
+)
+def test_a_body_that_names_nothing_stays_as_it_is(messages: object) -> None:
+    body: dict[str, object] = {"messages": messages, "tools": [{"uuid": "u"}]}
+    assert without_cache_names(body) is body

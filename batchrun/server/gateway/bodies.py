@@ -151,8 +151,9 @@ def _parse(body: bytes) -> dict[str, Any]:
     return document
 
 
-_MEDIA_KEY = b"_url"
-"""All keys by which a request names an image, a sound or a video end so."""
+_MEDIA_KEYS = (b"_url", b"uuid")
+"""All keys by which a request names an image, a sound or a video end so, and what an engine would
+know it by."""
 
 
 async def fill_images(body: bytes, images: ImageFetcher) -> bytes:
@@ -160,7 +161,7 @@ async def fill_images(body: bytes, images: ImageFetcher) -> bytes:
 
     Raises InputError and RefusalError.
     """
-    if not may_hold(body, _MEDIA_KEY):
+    if not may_hold(body, *_MEDIA_KEYS):
         return body
     document = _parse(body)
     try:
