@@ -22,8 +22,8 @@ from batchrun.pool.fair_share import JobTurns, Turn
 from batchrun.pool.prefix_keys import ChainTable, IntArray
 from batchrun.pool.radix_tree import PrefixOrder, rows_with_prefix
 from batchrun.pool.row_queue import RowQueue, Window
-from batchrun.routing.router import Call, Load, Router
-from batchrun.routing.routers import make_router
+from batchrun.routing.old_router import Call, Load, Router
+from batchrun.routing.old_routers import make_router
 from batchrun.types import Usage
 from batchrun.wire import RowKey
 

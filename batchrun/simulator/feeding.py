@@ -19,7 +19,7 @@ from batchrun.pool.fair_share import JobTurns
 from batchrun.pool.prefix_keys import IntArray
 from batchrun.pool.radix_tree import build_radix_tree, group_rows
 from batchrun.pool.row_queue import RowQueue, Window
-from batchrun.routing.router import Router
+from batchrun.routing.old_router import Router
 from batchrun.simulator.offline_jobs import Keys, OfflineJob, key_of, shared_tokens
 from batchrun.simulator.online import EnginePort
 from batchrun.simulator.virtual.engine import Arrival, BlockHashes, RequestRecord, hash_blocks

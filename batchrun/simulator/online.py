@@ -10,8 +10,8 @@ from typing import Protocol
 
 import numpy as np
 
-from batchrun.routing.router import Call, Load, Router
-from batchrun.routing.routers import make_router
+from batchrun.routing.old_router import Call, Load, Router
+from batchrun.routing.old_routers import make_router
 from batchrun.simulator.offline_jobs import Keys, LogNormalTokens, key_of, mixed, prompt_of
 from batchrun.simulator.traces.trace import Floats, Ints, PrefixBlocks, Trace
 from batchrun.simulator.virtual.engine import Arrival

@@ -23,8 +23,8 @@ from yarl import URL
 
 from batchrun.errors import DaemonUnavailableError, EngineError
 from batchrun.home import CALLER_HEADER, GATEWAY_HEADER
-from batchrun.routing.router import Call as RoutedCall
-from batchrun.routing.router import Load, Router
+from batchrun.routing.old_router import Call as RoutedCall
+from batchrun.routing.old_router import Load, Router
 from batchrun.server.gateway.admission import ABOUT_CALLER
 from batchrun.server.gateway.bodies import BodyStream, SteeredBody
 from batchrun.server.gateway.envelope import (

@@ -17,7 +17,7 @@ from aiohttp import web
 from batchrun.errors import ConfigError
 from batchrun.files import allow_many_open_files
 from batchrun.keys import UsageFile
-from batchrun.routing.routers import make_router
+from batchrun.routing.old_routers import make_router
 from batchrun.server.gateway.admission import Door, KeyRing, RequestRates, read_keys
 from batchrun.server.gateway.app import Gateway, GatewaySettings
 from batchrun.server.gateway.envelope import REQUEST_ID, RefusalError, new_request_id
