@@ -70,7 +70,9 @@ def toolbench(rng: np.random.Generator, rate: float, duration_s: float) -> list[
     return calls
 
 
-def loogle(rng: np.random.Generator, rate: float, duration_s: float, num: int = 24) -> list[LightCall]:
+def loogle(
+    rng: np.random.Generator, rate: float, duration_s: float, num: int = 24
+) -> list[LightCall]:
     """Documents that just fill the KV of four engines; answers of 16 tokens."""
     sizes = np.clip(rng.normal(23_474, 6_105, num), 5_000, 31_000).astype(int)
     salt = int(rng.integers(1 << 40))
@@ -110,7 +112,9 @@ def azure_lengths(rng: np.random.Generator, rate: float, duration_s: float) -> l
     calls = []
     for at_s in azure(rng, rate, duration_s).tolist():
         i = int(rng.integers(len(prompts)))
-        calls.append(LightCall(at_s, prompts[i], max(2, outputs[i]), chain([(_own(rng), prompts[i])])))
+        calls.append(
+            LightCall(at_s, prompts[i], max(2, outputs[i]), chain([(_own(rng), prompts[i])]))
+        )
     return calls
 
 

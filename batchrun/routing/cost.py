@@ -22,8 +22,8 @@ class Cost(Router):
     def rank(self, call: Call, engines: Sequence[int], now_s: float) -> list[int]:
         """See `Router`."""
         fleet = self.fleet
-        loads, cached = fleet.all_loads(now_s), fleet.cached_tokens(call)
-        delayed = 1 + fleet.mean_calls(loads, engines)
+        loads, cached = fleet.loads(engines, now_s), fleet.cached_tokens(call, engines)
+        delayed = 1 + sum(load.calls for load in loads.values()) / len(loads)
 
         def price(engine: int) -> tuple[float, int, int]:
             load = loads[engine]

@@ -10,15 +10,17 @@ home, and an engine that mostly decodes takes new prefills first.
 from __future__ import annotations
 
 import random
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from batchrun.routing.fleet import Call, Fleet, Sent
 from batchrun.routing.router import Router
 
+WINDOW_S = 60.0
+"""The paper's H: how far back the load of an engine goes. It prints no number."""
 WINDOW_CALLS = 200
-"""The paper's H: calls of each engine that its load is made of. It prints no number."""
+"""Calls of one prefix whose queueing times are compared, the newer half with the older."""
 MOST_IMBALANCE = 1.5
 """Th_bal, the heaviest load over the lightest. It prints no number."""
 MOST_DECODE_SHARE = 0.7
@@ -28,20 +30,22 @@ MAX_PREFIXES = 65_536
 
 @dataclass(slots=True)
 class _Window:
-    """The last calls of one engine: seconds of prefill and of decode each."""
+    """The calls of one engine of late: when each was sent, its seconds of prefill and of decode."""
 
-    calls: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW_CALLS))
+    calls: deque[tuple[float, float, float]] = field(default_factory=deque)
     prefill_s: float = 0.0
     decode_s: float = 0.0
 
-    def add(self, prefill_s: float, decode_s: float) -> None:
-        if len(self.calls) == WINDOW_CALLS:
-            old_prefill_s, old_decode_s = self.calls[0]
-            self.prefill_s -= old_prefill_s
-            self.decode_s -= old_decode_s
-        self.calls.append((prefill_s, decode_s))
+    def add(self, now_s: float, prefill_s: float, decode_s: float) -> None:
+        self.calls.append((now_s, prefill_s, decode_s))
         self.prefill_s += prefill_s
         self.decode_s += decode_s
+
+    def expire(self, now_s: float) -> None:
+        while self.calls and self.calls[0][0] < now_s - WINDOW_S:
+            _, prefill_s, decode_s = self.calls.popleft()
+            self.prefill_s -= prefill_s
+            self.decode_s -= decode_s
 
     @property
     def load_s(self) -> float:
@@ -49,7 +53,7 @@ class _Window:
 
     @property
     def decode_share(self) -> float:
-        return self.decode_s / self.load_s if self.load_s else 0.0
+        return self.decode_s / self.load_s if self.load_s > 0 else 0.0
 
 
 @dataclass(slots=True)
@@ -84,13 +88,15 @@ class E2(Router):
 
     def __init__(self, fleet: Fleet, rng: random.Random) -> None:
         super().__init__(fleet, rng)
-        self._windows = [_Window() for _ in fleet.facts]
+        self._windows: defaultdict[int, _Window] = defaultdict(_Window)
         self._waits: OrderedDict[int, _Waits] = OrderedDict()
         self._sent_at_s: dict[int, float] = {}
 
     def rank(self, call: Call, engines: Sequence[int], now_s: float) -> list[int]:
         """See `Router`."""
-        cached = self.fleet.cached_tokens(call)
+        for engine in engines:
+            self._windows[engine].expire(now_s)
+        cached = self.fleet.cached_tokens(call, engines)
         costs = {engine: self._cost_s(call, engine, cached[engine]) for engine in engines}
         by_cost = sorted(engines, key=lambda i: (costs[i], self.num_sent[i]))
         most = max(cached[i] for i in engines)
@@ -98,11 +104,7 @@ class E2(Router):
             homes = [i for i in by_cost if cached[i] == most]
             homes += self._extra_homes(call, homes, by_cost)
             return self._shifted([*homes, *(i for i in by_cost if i not in homes)])
-        if self.balances_decodes:
-            decoding = max(engines, key=lambda i: self._windows[i].decode_share)
-            if self._windows[decoding].decode_share > MOST_DECODE_SHARE:
-                return [decoding, *(i for i in by_cost if i != decoding)]
-        return by_cost
+        return self._shifted(self._most_decoding_first(by_cost))
 
     def sent(self, call: Call, engine: int, now_s: float) -> Sent:
         """See `Router`. A cached prompt counts as a decode, what is missed as prefill."""
@@ -110,7 +112,7 @@ class E2(Router):
         prices, answer = self.fleet.facts[engine].prices, self.fleet.answer_tokens
         context = call.prompt_tokens + answer / 2
         decode_s = answer * (prices.call_s + context * prices.context_token_s)
-        self._windows[engine].add(sent.prefill_s, decode_s)
+        self._windows[engine].add(now_s, sent.prefill_s, decode_s)
         self._sent_at_s[id(sent)] = now_s
         return sent
 
@@ -133,6 +135,14 @@ class E2(Router):
         if self.fleet.prefixes.is_full(engine):
             evicted_s = own_s * self.fleet.prefixes.mean_uses
         return self._windows[engine].load_s + evicted_s + own_s
+
+    def _most_decoding_first(self, by_cost: list[int]) -> list[int]:
+        """Where some engines mostly decode, the one that does most of them goes first."""
+        shares = [self._windows[engine].decode_share for engine in by_cost]
+        if not self.balances_decodes or not min(shares) <= MOST_DECODE_SHARE < max(shares):
+            return by_cost
+        first = by_cost[shares.index(max(shares))]
+        return [first, *(engine for engine in by_cost if engine != first)]
 
     def _extra_homes(
         self, call: Call, homes: Sequence[int], by_cost: Sequence[int]

@@ -6,7 +6,6 @@ one fleet: each writes a row of loads that is its own, and reads the sum of all 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchrun.pool.prefix_keys import KeyArray
-from batchrun.routing.prefix_map import PrefixMap
+from batchrun.routing.prefix_map import Arrays, PrefixMap
 
 FIELDS = ("calls", "prompt_tokens", "waiting_calls", "waiting_tokens", "waiting_s", "moved_at_s")
 _CALLS, _PROMPT, _WAITING, _WAITING_TOKENS, _WAITING_S, _MOVED_AT = range(len(FIELDS))
@@ -101,59 +100,63 @@ class Fleet:
     """
 
     def __init__(
-        self,
-        facts: Sequence[EngineFacts],
-        prefixes: PrefixMap,
-        loads: npt.NDArray[np.float64] | None = None,
-        worker: int = 0,
+        self, prefixes: PrefixMap, loads: npt.NDArray[np.float64], worker: int = 0
     ) -> None:
-        self.facts = list(facts)
+        self.facts: dict[int, EngineFacts] = {}
         self.prefixes = prefixes
-        self._loads = np.zeros((1, len(facts), len(FIELDS))) if loads is None else loads
-        self._own = self._loads[worker]
-        self._room_share = [1.0] * len(facts)
         self.answer_tokens = FIRST_ANSWER_TOKENS
         self.prompt_tokens = FIRST_ANSWER_TOKENS
+        self._loads = loads
+        self._own = loads[worker]
+        self._own[:] = 0.0
+        self._room_share: dict[int, float] = {}
         self._num_ended = 0
 
-    def load(self, engine: int, now_s: float) -> Load:
-        """What one engine has to do."""
-        return self.all_loads(now_s)[engine]
+    @classmethod
+    def of(cls, facts: Sequence[EngineFacts], num_pieces: int = 1 << 15) -> Fleet:
+        """Engines that nobody else sends calls to."""
+        num = len(facts)
+        fleet = cls(PrefixMap(Arrays.private(num_pieces, num)), np.zeros((1, num, len(FIELDS))))
+        fleet.facts = dict(enumerate(facts))
+        return fleet
 
-    def all_loads(self, now_s: float) -> list[Load]:
-        """What each engine has to do."""
-        totals = self._loads.sum(axis=0) if len(self._loads) > 1 else self._loads[0]
-        moved_at_s = self._loads[:, :, _MOVED_AT].max(axis=0).tolist()
-        return [
-            Load(
+    def loads(self, engines: Sequence[int], now_s: float) -> dict[int, Load]:
+        """What each of these engines has to do."""
+        chosen = self._loads[:, engines]
+        moved_at_s = chosen[:, :, _MOVED_AT].max(axis=0).tolist()
+        totals = chosen.sum(axis=0).tolist()
+        return {
+            engine: Load(
                 int(calls),
                 int(prompt),
                 int(waiting),
                 int(waiting_tokens),
                 max(0.0, waiting_s - max(0.0, now_s - at_s)) if waiting > 0 else 0.0,
             )
-            for (calls, prompt, waiting, waiting_tokens, waiting_s, _), at_s in zip(
-                totals.tolist(), moved_at_s, strict=True
+            for engine, (calls, prompt, waiting, waiting_tokens, waiting_s, _), at_s in zip(
+                engines, totals, moved_at_s, strict=True
             )
-        ]
+        }
 
-    def cached_tokens(self, call: Call) -> list[int]:
-        """For each engine, tokens of the prompt that it holds; never the whole prompt."""
-        held = self.prefixes.num_held(call.keys)
-        most = call.prompt_tokens - 1
-        return [min(most, int(num * call.piece_tokens)) for num in held.tolist()]
+    def cached_tokens(self, call: Call, engines: Sequence[int]) -> dict[int, int]:
+        """Tokens of the prompt that each of these engines holds; never the whole prompt."""
+        held = self.prefixes.num_held(call.keys, engines).tolist()
+        most = max(call.prompt_tokens - 1, 0)
+        return {
+            engine: min(most, int(num * call.piece_tokens))
+            for engine, num in zip(engines, held, strict=True)
+        }
 
     def sent(self, call: Call, engine: int, now_s: float) -> Sent:
         """The call goes to the engine. Keep what is returned, for `first_token` and `ended`."""
         facts, own = self.facts[engine], self._own[engine]
-        cached = self.cached_tokens(call)[engine]
+        cached = self.cached_tokens(call, [engine])[engine]
         prefill_s = facts.prices.prefill_s(call.prompt_tokens, cached)
         if own[_WAITING] <= 0:
             own[_MOVED_AT] = now_s
-        missed = call.prompt_tokens - cached
-        own[:_MOVED_AT] += (1, call.prompt_tokens, 1, missed, prefill_s)
-        self.prefixes.hold(engine, self._room_share[engine] * facts.kv_tokens / call.piece_tokens)
-        self.prefixes.touch(engine, call.keys, now_s)
+        own[:_MOVED_AT] += (1, call.prompt_tokens, 1, call.prompt_tokens - cached, prefill_s)
+        room_tokens = self._room_share.get(engine, 1.0) * facts.kv_tokens
+        self.prefixes.touch(engine, call.keys, now_s, room_pieces=room_tokens / call.piece_tokens)
         return Sent(call, engine, cached, prefill_s)
 
     def first_token(self, sent: Sent, now_s: float) -> None:
@@ -162,8 +165,9 @@ class Fleet:
             return
         sent.is_waiting = False
         own = self._own[sent.engine]
-        missed = sent.call.prompt_tokens - sent.cached_tokens
-        own[_WAITING:_MOVED_AT] -= (1, missed, sent.prefill_s)
+        own[_WAITING] -= 1
+        own[_WAITING_TOKENS] -= sent.call.prompt_tokens - sent.cached_tokens
+        own[_WAITING_S] -= sent.prefill_s
         own[_MOVED_AT] = now_s
 
     def ended(
@@ -175,7 +179,9 @@ class Fleet:
     ) -> None:
         """The call has left the engine. None: nothing is known, or it was not answered."""
         self.first_token(sent, now_s)
-        self._own[sent.engine, : _PROMPT + 1] -= (1, sent.call.prompt_tokens)
+        own = self._own[sent.engine]
+        own[_CALLS] -= 1
+        own[_PROMPT] -= sent.call.prompt_tokens
         if output_tokens is None:
             return
         self.prefixes.refresh(sent.engine, sent.call.keys, now_s)
@@ -189,13 +195,9 @@ class Fleet:
     def left(self, engine: int) -> None:
         """The engine has died or was removed: what it held is gone. It may come back, empty."""
         self.prefixes.clear(engine)
-        self._room_share[engine] = 1.0
-
-    def mean_calls(self, loads: Sequence[Load], engines: Sequence[int]) -> float:
-        """Calls in flight for each of these engines."""
-        return math.fsum(loads[engine].calls for engine in engines) / max(len(engines), 1)
+        self._room_share.pop(engine, None)
 
     def _learn_room(self, sent: Sent, cached_tokens: int) -> None:
         is_less = cached_tokens < sent.cached_tokens - sent.call.piece_tokens
-        share = self._room_share[sent.engine] * (SHRINK if is_less else GROW)
+        share = self._room_share.get(sent.engine, 1.0) * (SHRINK if is_less else GROW)
         self._room_share[sent.engine] = min(1.0, max(LEAST_ROOM_SHARE, share))

@@ -8,7 +8,7 @@ last writer of an entry wins, and what is lost costs a hit and no more.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,84 +25,74 @@ SWEEP_SHARE = 0.02
 REUSE_MEMORY = 512
 """Evicted pieces over which the share of those that came back is learnt."""
 
+
 class Arrays(NamedTuple):
-    """What processes share: a key and a number of uses a row, an instant a row and engine."""
+    """What processes share: a key and a number of uses for each place, when each engine last used
+    it, and for each engine since when it holds what it used (`_SINCE` to `_IS_FULL`), and what was
+    learnt from evictions (`_REUSE`, `_USES`), in its last row."""
 
     keys: KeyArray
     num_uses: npt.NDArray[np.uint32]
     used_at_s: Floats
-
-    @classmethod
-    def sizes(cls, num_pieces: int, num_engines: int) -> tuple[int, int, int]:
-        """Bytes of each for so many pieces: a power of two, a multiple of `WAYS`."""
-        return 8 * num_pieces, 4 * num_pieces, 8 * num_pieces * num_engines
+    columns: Floats
 
     @classmethod
     def private(cls, num_pieces: int, num_engines: int) -> Arrays:
-        """In this process alone."""
+        """In this process alone: a power of two of pieces, a multiple of `WAYS`."""
         return cls(
             np.zeros(num_pieces, np.uint64),
             np.zeros(num_pieces, np.uint32),
-            np.zeros((num_pieces, num_engines), np.float64),
+            np.zeros((num_pieces, num_engines)),
+            np.zeros((num_engines + 1, NUM_COLUMN_FIELDS)),
         )
 
 
-@dataclass(slots=True)
-class _Column:
-    """What this process knows of one engine: since when it holds what was used there, how many
-    pieces it has room for, and how many were new to it since the last look."""
-
-    since_s: float = 0.0
-    room_pieces: float = 0.0
-    num_new: int = 0
-    is_full: bool = False
+NUM_COLUMN_FIELDS = 3
+_SINCE, _NUM_NEW, _IS_FULL = range(NUM_COLUMN_FIELDS)
+_REUSE, _USES = 0, 1
 
 
 class PrefixMap:
     """The pieces of prompts by engine. Instants are positive and on one clock of all that share."""
 
     def __init__(self, arrays: Arrays) -> None:
-        self._keys, self._num_uses, self._used_at_s = arrays
+        self._keys, self._num_uses, self._used_at_s, columns = arrays
+        self._columns, self._learnt = columns[:-1], columns[-1]
         self._mask = np.uint64(len(self._keys) // WAYS - 1)
         self._ways = np.arange(WAYS, dtype=np.int64)
-        self._columns = [_Column() for _ in range(self._used_at_s.shape[1])]
-        self.mean_uses = 0.0
-        """How often pieces that were evicted of late had been used."""
-        self.reuse_share = 0.0
-        """Of the pieces that were evicted of late, those that had been used more than once."""
 
-    def hold(self, engine: int, room_pieces: float) -> None:
-        """The engine has room for so many pieces."""
-        self._columns[engine].room_pieces = room_pieces
+    @property
+    def reuse_share(self) -> float:
+        """Of the pieces that were evicted of late, those that had been used more than once."""
+        return float(self._learnt[_REUSE])
+
+    @property
+    def mean_uses(self) -> float:
+        """How often pieces that were evicted of late had been used."""
+        return float(self._learnt[_USES])
 
     def is_full(self, engine: int) -> bool:
         """Whether a new piece there costs an old one."""
-        return self._columns[engine].is_full
+        return bool(self._columns[engine, _IS_FULL])
 
     def num_pieces(self, engine: int) -> int:
         """Pieces that it is taken to hold."""
-        since_s = self._columns[engine].since_s
+        since_s = self._columns[engine, _SINCE]
         return int(np.count_nonzero(self._used_at_s[:, engine] > since_s))
 
-    def num_held(self, keys: KeyArray) -> npt.NDArray[np.int64]:
-        """For each engine, how many leading pieces it holds. O(pieces x engines)."""
-        num_engines = len(self._columns)
-        if not len(keys):
-            return np.zeros(num_engines, np.int64)
+    def num_held(self, keys: KeyArray, engines: Sequence[int]) -> npt.NDArray[np.int64]:
+        """For each of these engines, how many leading pieces it holds. O(pieces x engines)."""
         places, is_known = self._find(keys)
         num_known = len(keys) if is_known.all() else int(np.argmin(is_known))
         if not num_known:
-            return np.zeros(num_engines, np.int64)
-        since_s = np.array([column.since_s for column in self._columns], np.float64)
-        is_held = self._used_at_s[places[:num_known]] > since_s
-        lacks = ~is_held
-        found: npt.NDArray[np.int64] = np.where(
-            lacks.any(axis=0), lacks.argmax(axis=0), num_known
-        )
+            return np.zeros(len(engines), np.int64)
+        used_at_s = self._used_at_s[places[:num_known, None], engines]
+        lacks = used_at_s <= self._columns[engines, _SINCE]
+        found: npt.NDArray[np.int64] = np.where(lacks.any(axis=0), lacks.argmax(axis=0), num_known)
         return found
 
-    def touch(self, engine: int, keys: KeyArray, now_s: float) -> None:
-        """A prompt of these pieces goes to the engine, which will hold them."""
+    def touch(self, engine: int, keys: KeyArray, now_s: float, *, room_pieces: float) -> None:
+        """A prompt of these pieces goes to the engine, which has room for so many."""
         if not len(keys):
             return
         places, is_known = self._find(keys)
@@ -111,30 +101,24 @@ class PrefixMap:
             places, is_known = self._find(keys)
             places = places[is_known]
         column = self._columns[engine]
-        is_new = self._used_at_s[places, engine] <= column.since_s
+        is_new = self._used_at_s[places, engine] <= column[_SINCE]
         self._used_at_s[places, engine] = now_s
         self._num_uses[places] += 1
-        column.num_new += int(np.count_nonzero(is_new))
-        if column.num_new > SWEEP_SHARE * column.room_pieces:
-            self._sweep(engine)
+        column[_NUM_NEW] += np.count_nonzero(is_new)
+        if column[_NUM_NEW] > SWEEP_SHARE * room_pieces:
+            self._sweep(engine, room_pieces)
 
     def refresh(self, engine: int, keys: KeyArray, now_s: float) -> None:
         """The prompt's call has ended: until now nothing of it could be evicted."""
         places, is_known = self._find(keys)
         places = places[is_known]
-        is_held = self._used_at_s[places, engine] > self._columns[engine].since_s
+        is_held = self._used_at_s[places, engine] > self._columns[engine, _SINCE]
         self._used_at_s[places[is_held], engine] = now_s
 
     def clear(self, engine: int) -> None:
         """The engine holds nothing."""
         self._used_at_s[:, engine] = 0.0
-        column = self._columns[engine]
-        column.since_s, column.num_new, column.is_full = 0.0, 0, False
-
-    def forget(self, engine: int, keys: KeyArray) -> None:
-        """The engine holds these pieces no more."""
-        places, is_known = self._find(keys)
-        self._used_at_s[places[is_known], engine] = 0.0
+        self._columns[engine] = 0.0
 
     def _buckets(self, keys: KeyArray) -> npt.NDArray[np.int64]:
         first: npt.NDArray[np.int64] = (keys & self._mask).astype(np.int64) * WAYS
@@ -152,8 +136,7 @@ class PrefixMap:
         """One after the other, as two may want one place."""
         for first, key in zip(self._buckets(keys).tolist(), keys, strict=True):
             bucket = slice(first, first + WAYS)
-            taken = self._keys[bucket]
-            free = np.flatnonzero(taken == 0)
+            free = np.flatnonzero(self._keys[bucket] == 0)
             if len(free):
                 place = first + int(free[0])
             else:
@@ -162,20 +145,20 @@ class PrefixMap:
             self._num_uses[place] = 0
             self._keys[place] = key
 
-    def _sweep(self, engine: int) -> None:
+    def _sweep(self, engine: int, room_pieces: float) -> None:
         """Find out how far back the engine's cache reaches, and learn from what has left it."""
         column = self._columns[engine]
-        column.num_new = 0
+        column[_NUM_NEW] = 0
         used_at_s = self._used_at_s[:, engine]
-        held = np.flatnonzero(used_at_s > column.since_s)
-        over = len(held) - int(column.room_pieces)
-        column.is_full = over > -SWEEP_SHARE * column.room_pieces
+        held = np.flatnonzero(used_at_s > column[_SINCE])
+        over = len(held) - int(room_pieces)
+        column[_IS_FULL] = over > -SWEEP_SHARE * room_pieces
         if over <= 0:
             return
         order = np.argpartition(used_at_s[held], over - 1)[:over]
-        column.since_s = float(used_at_s[held[order]].max())
-        evicted = held[used_at_s[held] <= column.since_s]
-        reused = float(np.count_nonzero(self._num_uses[evicted] > 1)) / len(evicted)
+        column[_SINCE] = used_at_s[held[order]].max()
+        evicted = held[used_at_s[held] <= column[_SINCE]]
+        reused = np.count_nonzero(self._num_uses[evicted] > 1) / len(evicted)
         weight = min(1.0, len(evicted) / REUSE_MEMORY)
-        self.reuse_share += weight * (reused - self.reuse_share)
-        self.mean_uses += weight * (float(self._num_uses[evicted].mean()) - self.mean_uses)
+        self._learnt[_REUSE] += weight * (reused - self._learnt[_REUSE])
+        self._learnt[_USES] += weight * (self._num_uses[evicted].mean() - self._learnt[_USES])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import random
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-import numpy as np
 import xxhash
 
 from batchrun.routing.fleet import Call, Fleet, Load
@@ -18,7 +17,7 @@ class Least(Router):
 
     def rank(self, call: Call, engines: Sequence[int], now_s: float) -> list[int]:
         """See `Router`."""
-        loads = self.fleet.all_loads(now_s)
+        loads = self.fleet.loads(engines, now_s)
         return sorted(engines, key=lambda i: (loads[i].calls, self.num_sent[i]))
 
 
@@ -43,7 +42,7 @@ class TwoChoices(Router):
 
     def rank(self, call: Call, engines: Sequence[int], now_s: float) -> list[int]:
         """See `Router`."""
-        loads = self.fleet.all_loads(now_s)
+        loads = self.fleet.loads(engines, now_s)
         drawn = self.rng.sample(list(engines), len(engines))
         return [*sorted(drawn[:2], key=lambda i: loads[i].prompt_tokens), *drawn[2:]]
 
@@ -56,24 +55,29 @@ class Hash(Router):
 
     def __init__(self, fleet: Fleet, rng: random.Random) -> None:
         super().__init__(fleet, rng)
-        points = [
-            (xxhash.xxh3_64_intdigest(f"{engine}/{point}".encode()), engine)
-            for engine in range(len(fleet.facts))
-            for point in range(self.NUM_POINTS)
-        ]
-        self._points = sorted(points)
-        self._hashes = [point for point, _ in self._points]
+        self._points: list[tuple[int, int]] = []
+        self._known: set[int] = set()
 
     def rank(self, call: Call, engines: Sequence[int], now_s: float) -> list[int]:
         """See `Router`."""
-        loads = self.fleet.all_loads(now_s)
+        loads = self.fleet.loads(engines, now_s)
         if not len(call.keys):
             return sorted(engines, key=lambda i: loads[i].calls)
         last = min(len(call.keys), max(1, int(self.PREFIX_TOKENS / call.piece_tokens))) - 1
-        start = bisect_left(self._hashes, int(call.keys[last]))
+        self._place(engines)
+        start = bisect_left(self._points, (int(call.keys[last]), 0))
         most = self.MOST_LOAD * (sum(loads[i].calls for i in engines) + 1) / len(engines)
         order = _distinct(self._points[start:] + self._points[:start], set(engines))
         return sorted(order, key=lambda i: loads[i].calls + 1 > most)
+
+    def _place(self, engines: Sequence[int]) -> None:
+        """Put engines that are new on the ring."""
+        new = [engine for engine in engines if engine not in self._known]
+        for engine in new:
+            self._known.add(engine)
+            for point in range(self.NUM_POINTS):
+                key = xxhash.xxh3_64_intdigest(f"{engine}/{point}".encode())
+                insort(self._points, (key, engine))
 
 
 def _distinct(points: Sequence[tuple[int, int]], engines: set[int]) -> list[int]:
@@ -95,12 +99,12 @@ class CacheAware(Router):
 
     def rank(self, call: Call, engines: Sequence[int], now_s: float) -> list[int]:
         """See `Router`."""
-        loads = self.fleet.all_loads(now_s)
+        loads = self.fleet.loads(engines, now_s)
         calls = [loads[i].calls for i in engines]
         by_calls = sorted(engines, key=lambda i: loads[i].calls)
         if max(calls) - min(calls) > self.MOST_MORE and max(calls) > self.MOST_RATIO * min(calls):
             return by_calls
-        cached = self.fleet.cached_tokens(call)
+        cached = self.fleet.cached_tokens(call, engines)
         if max(cached[i] for i in engines) >= self.LEAST_SHARE * call.prompt_tokens:
             return sorted(by_calls, key=lambda i: -cached[i])
         return sorted(by_calls, key=self.fleet.prefixes.num_pieces)
@@ -111,7 +115,7 @@ class LMetric(Router):
 
     def rank(self, call: Call, engines: Sequence[int], now_s: float) -> list[int]:
         """See `Router`."""
-        loads, cached = self.fleet.all_loads(now_s), self.fleet.cached_tokens(call)
+        loads, cached = self.fleet.loads(engines, now_s), self.fleet.cached_tokens(call, engines)
 
         def score(i: int) -> float:
             new = loads[i].waiting_tokens + call.prompt_tokens - cached[i]
@@ -128,7 +132,7 @@ class LlmD(Router):
 
     def rank(self, call: Call, engines: Sequence[int], now_s: float) -> list[int]:
         """See `Router`."""
-        loads, cached = self.fleet.all_loads(now_s), self.fleet.cached_tokens(call)
+        loads, cached = self.fleet.loads(engines, now_s), self.fleet.cached_tokens(call, engines)
         queues = [loads[i].waiting_calls for i in engines]
         fewest, most = min(queues), max(queues)
 
@@ -151,7 +155,7 @@ class LlmDSticky(Router):
 
     def rank(self, call: Call, engines: Sequence[int], now_s: float) -> list[int]:
         """See `Router`."""
-        loads, cached = self.fleet.all_loads(now_s), self.fleet.cached_tokens(call)
+        loads, cached = self.fleet.loads(engines, now_s), self.fleet.cached_tokens(call, engines)
 
         def tokens(i: int) -> float:
             return loads[i].waiting_tokens + call.prompt_tokens - cached[i]
@@ -180,7 +184,7 @@ class Sal(Router):
 
     def rank(self, call: Call, engines: Sequence[int], now_s: float) -> list[int]:
         """See `Router`."""
-        loads = self.fleet.all_loads(now_s)
+        loads = self.fleet.loads(engines, now_s)
         answer = max(self.fleet.answer_tokens, 1.0)
         beta = (self.fleet.prompt_tokens + answer) / answer
 
@@ -204,8 +208,3 @@ class SalPrinted(Sal):
     """SAL with equation 2 as printed."""
 
     is_printed = True
-
-
-def first_of(values: Sequence[float]) -> int:
-    """The place of the least value."""
-    return int(np.argmin(values))

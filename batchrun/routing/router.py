@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 
 from batchrun.routing.fleet import Call, Fleet, Sent
@@ -20,7 +21,7 @@ class Router(ABC):
     def __init__(self, fleet: Fleet, rng: random.Random) -> None:
         self.fleet = fleet
         self.rng = rng
-        self.num_sent = [0] * len(fleet.facts)
+        self.num_sent: Counter[int] = Counter()
 
     @abstractmethod
     def rank(self, call: Call, engines: Sequence[int], now_s: float) -> list[int]:
