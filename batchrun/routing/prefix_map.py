@@ -28,7 +28,7 @@ REUSE_MEMORY = 512
 
 class Arrays(NamedTuple):
     """What processes share: a key and a number of uses for each place, when each engine last used
-    it, and for each engine since when it holds what it used (`_SINCE` to `_IS_FULL`), and what was
+    it, and for each engine since when it holds what it used (`_SINCE` to `_ROOM`), and what was
     learnt from evictions (`_REUSE`, `_USES`), in its last row."""
 
     keys: KeyArray
@@ -47,8 +47,8 @@ class Arrays(NamedTuple):
         )
 
 
-NUM_COLUMN_FIELDS = 3
-_SINCE, _NUM_NEW, _IS_FULL = range(NUM_COLUMN_FIELDS)
+NUM_COLUMN_FIELDS = 4
+_SINCE, _NUM_NEW, _IS_FULL, _ROOM = range(NUM_COLUMN_FIELDS)
 _REUSE, _USES = 0, 1
 
 
@@ -96,16 +96,15 @@ class PrefixMap:
         if not len(keys):
             return
         places, is_known = self._find(keys)
-        if not is_known.all():
-            self._insert(keys[~is_known])
-            places, is_known = self._find(keys)
-            places = places[is_known]
+        places, new_keys = places[is_known], keys[~is_known]
         column = self._columns[engine]
         is_new = self._used_at_s[places, engine] <= column[_SINCE]
         self._used_at_s[places, engine] = now_s
         self._num_uses[places] += 1
-        column[_NUM_NEW] += np.count_nonzero(is_new)
-        if column[_NUM_NEW] > SWEEP_SHARE * room_pieces:
+        self._insert(new_keys, engine, now_s)
+        column[_NUM_NEW] += np.count_nonzero(is_new) + len(new_keys)
+        change = column[_NUM_NEW] + abs(room_pieces - column[_ROOM])
+        if change > SWEEP_SHARE * room_pieces:
             self._sweep(engine, room_pieces)
 
     def refresh(self, engine: int, keys: KeyArray, now_s: float) -> None:
@@ -132,7 +131,7 @@ class PrefixMap:
         index = np.arange(len(keys))
         return rows[index, way], is_its[index, way]
 
-    def _insert(self, keys: KeyArray) -> None:
+    def _insert(self, keys: KeyArray, engine: int, now_s: float) -> None:
         """One after the other, as two may want one place."""
         for first, key in zip(self._buckets(keys).tolist(), keys, strict=True):
             bucket = slice(first, first + WAYS)
@@ -142,13 +141,14 @@ class PrefixMap:
             else:
                 place = first + int(self._used_at_s[bucket].max(axis=1).argmin())
             self._used_at_s[place] = 0.0
-            self._num_uses[place] = 0
+            self._used_at_s[place, engine] = now_s
+            self._num_uses[place] = 1
             self._keys[place] = key
 
     def _sweep(self, engine: int, room_pieces: float) -> None:
         """Find out how far back the engine's cache reaches, and learn from what has left it."""
         column = self._columns[engine]
-        column[_NUM_NEW] = 0
+        column[_NUM_NEW], column[_ROOM] = 0, room_pieces
         used_at_s = self._used_at_s[:, engine]
         held = np.flatnonzero(used_at_s > column[_SINCE])
         over = len(held) - int(room_pieces)
