@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchrun.simulator.offline_jobs import mixed
-from benchmarks.data import ARRIVALS, DOCUMENTS
+from benchmarks.data import ARRIVALS
 from benchmarks.light_engines import UNIT_TOKENS, LightCall
 from benchmarks.scenarios import read_table
 
-Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 ROOT = ARRIVALS.parent
 
 
@@ -31,14 +31,15 @@ def chain(parts: Sequence[tuple[int, int]]) -> NDArray[np.uint64]:
     return found
 
 
-def poisson(rng: np.random.Generator, rate_per_s: float, duration_s: float) -> NDArray[np.float64]:
+def poisson(rng: np.random.Generator, rate_per_s: float, duration_s: float) -> Floats:
     """Arrivals of a Poisson process."""
     num = int(rate_per_s * duration_s * 1.5) + 50
     at_s = np.cumsum(rng.exponential(1 / rate_per_s, num))
-    return at_s[at_s < duration_s]
+    found: Floats = at_s[at_s < duration_s]
+    return found
 
 
-def azure(rng: np.random.Generator, rate_per_s: float, duration_s: float) -> NDArray[np.float64]:
+def azure(rng: np.random.Generator, rate_per_s: float, duration_s: float) -> Floats:
     """Arrivals of the Azure conversation trace, its clock scaled to the rate, from anywhere."""
     trace = read_table(ARRIVALS)
     at_s = np.array(list(accumulate(trace["gap_ms"])), float) / 1e3
@@ -48,7 +49,8 @@ def azure(rng: np.random.Generator, rate_per_s: float, duration_s: float) -> NDA
     whole = np.concatenate([at_s + turn * span_s for turn in range(turns)])
     start_s = rng.uniform(0, span_s)
     moved = whole - start_s
-    return moved[(moved >= 0) & (moved < duration_s)]
+    found: Floats = moved[(moved >= 0) & (moved < duration_s)]
+    return found
 
 
 def toolbench(rng: np.random.Generator, rate: float, duration_s: float) -> list[LightCall]:
@@ -149,4 +151,3 @@ WORKLOADS: dict[str, Workload] = {
     "azure": azure_lengths,
     "sharegpt": sharegpt,
 }
-_ = DOCUMENTS

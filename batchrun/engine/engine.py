@@ -59,11 +59,7 @@ class ManagedEngine:
     def started(self) -> int:
         """Another number each time its process starts; 0 before."""
         record = self._record
-        return (
-            0
-            if record is None
-            else xxhash.xxh3_64_intdigest(f"{record.pid} {record.nonce}".encode())
-        )
+        return 0 if record is None else xxhash.xxh3_64_intdigest(record.nonce.encode())
 
     async def start(self) -> None:
         """Adopt the living engine or start one, and wait until it answers.

@@ -21,7 +21,7 @@ ANSWERS = 1000
 """Calls over which the mean answer and the mean prompt are learnt."""
 FIRST_ANSWER_TOKENS = 128.0
 LEAST_ROOM_SHARE = 0.2
-GROW, SHRINK = 1.005, 0.95
+GROW, SHRINK = 1.005, 0.99
 """What the believed size of an engine's cache is multiplied by after a reply that had all the
 cached tokens foretold, and after one that had fewer."""
 

@@ -120,7 +120,7 @@ class _Users(EnginePort):
 
     def __init__(self, calls: Sequence[Any], seed: int, num_systems: int) -> None:
         router = OnlineRouter(Calls.of(calls), [EngineFacts()], seed, EngineShape().max_model_len)
-        super().__init__(router, 0)
+        super().__init__(router)
         router.ports = [self]
         self._choice = random.Random(seed)
         self._systems: list[list[int]] = [[]]
