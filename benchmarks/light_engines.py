@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from batchrun.pool.prefix_keys import KeyArray
-from batchrun.routing.fleet import Call, Sent
+from batchrun.routing.engine_book import Call, Sent
 from batchrun.routing.router import Router
 
 UNIT_TOKENS = 64

@@ -15,7 +15,7 @@ from batchrun.estimator.probes import Probe, ProbeCall, PromptMaker
 from batchrun.hints import NodeHint, RowHint, read_hint, write_hint
 from batchrun.pool.prefix_keys import ChainTable
 from batchrun.pool.radix_tree import order_by_prefix
-from batchrun.routing.fleet import EngineFacts
+from batchrun.routing.engine_book import EngineTraits
 from batchrun.simulator.feeding import EPOCH, RowFeed
 from batchrun.simulator.offline_jobs import OfflineJob, in_order
 from batchrun.simulator.online import Calls, EnginePort, OnlineCall, OnlineRouter
@@ -70,7 +70,7 @@ def planned_order(job: Job) -> Job:
 
 def callers(calls: Sequence[OnlineCall], seed: int) -> EnginePort:
     """The users of one engine, as its source."""
-    return OnlineRouter(Calls.of(calls), [EngineFacts()], seed, EngineShape().max_model_len).ports[
+    return OnlineRouter(Calls.of(calls), [EngineTraits()], seed, EngineShape().max_model_len).ports[
         0
     ]
 

@@ -22,7 +22,7 @@ from batchrun.pool.fair_share import JobTurns, Turn
 from batchrun.pool.prefix_keys import ChainTable, IntArray
 from batchrun.pool.radix_tree import PrefixOrder, rows_with_prefix
 from batchrun.pool.row_queue import RowQueue, Window
-from batchrun.routing.rows import GroupHomes, RowLoad
+from batchrun.routing.group_homes import GroupHomes, RowLoad
 from batchrun.types import Usage
 from batchrun.wire import RowKey
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from batchrun.estimator.step_load import StepLoad
 from batchrun.estimator.step_time import StepTimeModel
-from batchrun.routing.fleet import Prices
+from batchrun.routing.engine_book import Prices
 
 _CHUNK, _LONG, _SHORT, _BATCH = 1024, 16_384, 16, 64
 

@@ -181,7 +181,7 @@ class Supervisor:
                 "hint_nonce": slot.hint_nonce,
                 "offline_priority": OFFLINE_PRIORITY if slot.uses_priority else None,
                 "started": slot.engine.started,
-                "facts": _facts_of(slot),
+                "traits": _traits_of(slot),
             }
             for slot, config in zip(self.slots, self._deployment.engines, strict=True)
         ]
@@ -204,7 +204,7 @@ class Supervisor:
                 slot.apart_since_s = time.monotonic()
 
 
-def _facts_of(slot: Slot) -> dict[str, object] | None:
+def _traits_of(slot: Slot) -> dict[str, object] | None:
     """What routers know of the engine, as far as it has told."""
     tokens = None if slot.kv is None else slot.kv.num_tokens
     return None if tokens is None else {"kv_tokens": tokens}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from batchrun.routing.fleet import Call, Load
+from batchrun.routing.engine_book import Call, Load
 from batchrun.routing.router import Router
 
 
@@ -21,16 +21,16 @@ class Cost(Router):
 
     def rank(self, call: Call, engines: Sequence[int], now_s: float) -> list[int]:
         """See `Router`."""
-        fleet = self.fleet
-        loads, cached = fleet.loads(engines, now_s), fleet.cached_tokens(call, engines)
+        book = self.book
+        loads, cached = book.loads(engines, now_s), book.cached_tokens(call, engines)
         delayed = 1 + sum(load.calls for load in loads.values()) / len(loads)
 
         def price(engine: int) -> tuple[float, int, int]:
             load = loads[engine]
-            own_s = fleet.facts[engine].prices.prefill_s(call.prompt_tokens, cached[engine])
+            own_s = book.traits[engine].prices.prefill_s(call.prompt_tokens, cached[engine])
             evicting = 0.0
-            if fleet.prefixes.is_full(engine):
-                evicting = self.EVICTION * fleet.prefixes.reuse_share * own_s
+            if book.prefixes.is_full(engine):
+                evicting = self.EVICTION * book.prefixes.reuse_share * own_s
             seconds = load.waiting_s + own_s * delayed + evicting + self._decode_s(engine, load)
             return seconds, load.calls, self.num_sent[engine]
 
@@ -38,10 +38,10 @@ class Cost(Router):
 
     def _decode_s(self, engine: int, load: Load) -> float:
         """The call's own decodes, what they add to those of others, and the wait for a slot."""
-        facts, answer = self.fleet.facts[engine], self.fleet.answer_tokens
-        prices = facts.prices
+        traits, answer = self.book.traits[engine], self.book.answer_tokens
+        prices = traits.prices
         step_s = prices.decode_s(load.calls + 1, load.prompt_tokens + load.calls * answer / 2)
-        added_s = prices.call_s + (self.fleet.prompt_tokens + answer / 2) * prices.context_token_s
-        over = load.calls + 1 - facts.max_running
-        slot_s = max(0, over) * answer * step_s / facts.max_running
+        added_s = prices.call_s + (self.book.prompt_tokens + answer / 2) * prices.context_token_s
+        over = load.calls + 1 - traits.max_running
+        slot_s = max(0, over) * answer * step_s / traits.max_running
         return answer * step_s + load.calls * answer / 2 * added_s + slot_s

@@ -14,7 +14,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from batchrun.routing.fleet import Call, Fleet, Sent
+from batchrun.routing.engine_book import Call, EngineBook, Sent
 from batchrun.routing.router import Router
 
 WINDOW_S = 60.0
@@ -86,8 +86,8 @@ class E2(Router):
     replicates = True
     balances_decodes = True
 
-    def __init__(self, fleet: Fleet, rng: random.Random) -> None:
-        super().__init__(fleet, rng)
+    def __init__(self, book: EngineBook, rng: random.Random) -> None:
+        super().__init__(book, rng)
         self._windows: defaultdict[int, _Window] = defaultdict(_Window)
         self._waits: OrderedDict[int, _Waits] = OrderedDict()
         self._sent_at_s: dict[int, float] = {}
@@ -96,7 +96,7 @@ class E2(Router):
         """See `Router`."""
         for engine in engines:
             self._windows[engine].expire(now_s)
-        cached = self.fleet.cached_tokens(call, engines)
+        cached = self.book.cached_tokens(call, engines)
         costs = {engine: self._cost_s(call, engine, cached[engine]) for engine in engines}
         by_cost = sorted(engines, key=lambda i: (costs[i], self.num_sent[i]))
         most = max(cached[i] for i in engines)
@@ -109,7 +109,7 @@ class E2(Router):
     def sent(self, call: Call, engine: int, now_s: float) -> Sent:
         """See `Router`. A cached prompt counts as a decode, what is missed as prefill."""
         sent = super().sent(call, engine, now_s)
-        prices, answer = self.fleet.facts[engine].prices, self.fleet.answer_tokens
+        prices, answer = self.book.traits[engine].prices, self.book.answer_tokens
         context = call.prompt_tokens + answer / 2
         decode_s = answer * (prices.call_s + context * prices.context_token_s)
         self._windows[engine].add(now_s, sent.prefill_s, decode_s)
@@ -130,10 +130,10 @@ class E2(Router):
 
     def _cost_s(self, call: Call, engine: int, cached: int) -> float:
         """Algorithm 2: L of the window, M of what is evicted, R of the own prefill."""
-        own_s = self.fleet.facts[engine].prices.prefill_s(call.prompt_tokens, cached)
+        own_s = self.book.traits[engine].prices.prefill_s(call.prompt_tokens, cached)
         evicted_s = 0.0
-        if self.fleet.prefixes.is_full(engine):
-            evicted_s = own_s * self.fleet.prefixes.mean_uses
+        if self.book.prefixes.is_full(engine):
+            evicted_s = own_s * self.book.prefixes.mean_uses
         return self._windows[engine].load_s + evicted_s + own_s
 
     def _most_decoding_first(self, by_cost: list[int]) -> list[int]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from batchrun.routing.fleet import Call, Fleet, Load
+from batchrun.routing.engine_book import Call, EngineBook, Load
 from batchrun.routing.router import Router
 
 
@@ -17,7 +17,7 @@ class Least(Router):
 
     def rank(self, call: Call, engines: Sequence[int], now_s: float) -> list[int]:
         """See `Router`."""
-        loads = self.fleet.loads(engines, now_s)
+        loads = self.book.loads(engines, now_s)
         return sorted(engines, key=lambda i: (loads[i].calls, self.num_sent[i]))
 
 
@@ -42,7 +42,7 @@ class TwoChoices(Router):
 
     def rank(self, call: Call, engines: Sequence[int], now_s: float) -> list[int]:
         """See `Router`."""
-        loads = self.fleet.loads(engines, now_s)
+        loads = self.book.loads(engines, now_s)
         drawn = self.rng.sample(list(engines), len(engines))
         return [*sorted(drawn[:2], key=lambda i: loads[i].prompt_tokens), *drawn[2:]]
 
@@ -53,14 +53,14 @@ class Hash(Router):
 
     MOST_LOAD, NUM_POINTS, PREFIX_TOKENS = 1.25, 100, 1024
 
-    def __init__(self, fleet: Fleet, rng: random.Random) -> None:
-        super().__init__(fleet, rng)
+    def __init__(self, book: EngineBook, rng: random.Random) -> None:
+        super().__init__(book, rng)
         self._points: list[tuple[int, int]] = []
         self._known: set[int] = set()
 
     def rank(self, call: Call, engines: Sequence[int], now_s: float) -> list[int]:
         """See `Router`."""
-        loads = self.fleet.loads(engines, now_s)
+        loads = self.book.loads(engines, now_s)
         if not len(call.keys):
             return sorted(engines, key=lambda i: loads[i].calls)
         last = min(len(call.keys), max(1, int(self.PREFIX_TOKENS / call.piece_tokens))) - 1
@@ -99,15 +99,15 @@ class CacheAware(Router):
 
     def rank(self, call: Call, engines: Sequence[int], now_s: float) -> list[int]:
         """See `Router`."""
-        loads = self.fleet.loads(engines, now_s)
+        loads = self.book.loads(engines, now_s)
         calls = [loads[i].calls for i in engines]
         by_calls = sorted(engines, key=lambda i: loads[i].calls)
         if max(calls) - min(calls) > self.MOST_MORE and max(calls) > self.MOST_RATIO * min(calls):
             return by_calls
-        cached = self.fleet.cached_tokens(call, engines)
+        cached = self.book.cached_tokens(call, engines)
         if max(cached[i] for i in engines) >= self.LEAST_SHARE * call.prompt_tokens:
             return sorted(by_calls, key=lambda i: -cached[i])
-        return sorted(by_calls, key=self.fleet.prefixes.num_pieces)
+        return sorted(by_calls, key=self.book.prefixes.num_pieces)
 
 
 class LMetric(Router):
@@ -115,7 +115,7 @@ class LMetric(Router):
 
     def rank(self, call: Call, engines: Sequence[int], now_s: float) -> list[int]:
         """See `Router`."""
-        loads, cached = self.fleet.loads(engines, now_s), self.fleet.cached_tokens(call, engines)
+        loads, cached = self.book.loads(engines, now_s), self.book.cached_tokens(call, engines)
 
         def score(i: int) -> float:
             new = loads[i].waiting_tokens + call.prompt_tokens - cached[i]
@@ -132,14 +132,14 @@ class LlmD(Router):
 
     def rank(self, call: Call, engines: Sequence[int], now_s: float) -> list[int]:
         """See `Router`."""
-        loads, cached = self.fleet.loads(engines, now_s), self.fleet.cached_tokens(call, engines)
+        loads, cached = self.book.loads(engines, now_s), self.book.cached_tokens(call, engines)
         queues = [loads[i].waiting_calls for i in engines]
         fewest, most = min(queues), max(queues)
 
         def score(i: int) -> float:
             load = loads[i]
             queue = 1.0 if most == fewest else (most - load.waiting_calls) / (most - fewest)
-            kv = 1.0 - min(1.0, load.prompt_tokens / self.fleet.facts[i].kv_tokens)
+            kv = 1.0 - min(1.0, load.prompt_tokens / self.book.traits[i].kv_tokens)
             held = cached[i] / max(call.prompt_tokens, 1)
             return self.PREFIX * held + self.QUEUE * queue + self.KV * kv
 
@@ -155,7 +155,7 @@ class LlmDSticky(Router):
 
     def rank(self, call: Call, engines: Sequence[int], now_s: float) -> list[int]:
         """See `Router`."""
-        loads, cached = self.fleet.loads(engines, now_s), self.fleet.cached_tokens(call, engines)
+        loads, cached = self.book.loads(engines, now_s), self.book.cached_tokens(call, engines)
 
         def tokens(i: int) -> float:
             return loads[i].waiting_tokens + call.prompt_tokens - cached[i]
@@ -164,7 +164,7 @@ class LlmDSticky(Router):
         sticky = [i for i in order if cached[i] >= self.LEAST_SHARE * call.prompt_tokens]
         others = [i for i in order if i not in sticky]
         if sticky and others:
-            per_s = 1 / self.fleet.facts[sticky[0]].prices.token_s
+            per_s = 1 / self.book.traits[sticky[0]].prices.token_s
             if (loads[sticky[0]].waiting_tokens - loads[others[0]].waiting_tokens) / per_s > (
                 self.MOST_MORE_S
             ):
@@ -184,9 +184,9 @@ class Sal(Router):
 
     def rank(self, call: Call, engines: Sequence[int], now_s: float) -> list[int]:
         """See `Router`."""
-        loads = self.fleet.loads(engines, now_s)
-        answer = max(self.fleet.answer_tokens, 1.0)
-        beta = (self.fleet.prompt_tokens + answer) / answer
+        loads = self.book.loads(engines, now_s)
+        answer = max(self.book.answer_tokens, 1.0)
+        beta = (self.book.prompt_tokens + answer) / answer
 
         def steps(i: int) -> float:
             return self._steps(call, loads[i], i, beta, answer)
@@ -194,11 +194,11 @@ class Sal(Router):
         return sorted(engines, key=lambda i: (steps(i), loads[i].calls))
 
     def _steps(self, call: Call, load: Load, engine: int, beta: float, answer: float) -> float:
-        facts = self.fleet.facts[engine]
+        traits = self.book.traits[engine]
         running = load.calls - load.waiting_calls
         used = load.prompt_tokens + running * answer / 2
-        deficit = call.prompt_tokens - (facts.kv_tokens - used)
-        queued = load.waiting_tokens / facts.budget_tokens
+        deficit = call.prompt_tokens - (traits.kv_tokens - used)
+        queued = load.waiting_tokens / traits.budget_tokens
         if self.is_printed:
             return max(beta * deficit, queued)
         return max(deficit / (beta * max(running, 1)), queued)

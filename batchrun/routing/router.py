@@ -7,19 +7,19 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 
-from batchrun.routing.fleet import Call, Fleet, Sent
+from batchrun.routing.engine_book import Call, EngineBook, Sent
 
 
 class Router(ABC):
-    """Ranks the engines of a fleet, which it knows by number.
+    """Ranks the engines of a book, which it knows by number.
 
     A caller offers only engines that may be had at all and keeps what is its own (windows,
     suspects, engines that were refused): it filters, the router ranks. The caller reports a call's
-    way here, and the router to the fleet. Instants are those of the fleet.
+    way here, and the router to the book. Instants are those of the book.
     """
 
-    def __init__(self, fleet: Fleet, rng: random.Random) -> None:
-        self.fleet = fleet
+    def __init__(self, book: EngineBook, rng: random.Random) -> None:
+        self.book = book
         self.rng = rng
         self.num_sent: Counter[int] = Counter()
 
@@ -30,11 +30,11 @@ class Router(ABC):
     def sent(self, call: Call, engine: int, now_s: float) -> Sent:
         """The call went to this engine, whatever its rank was."""
         self.num_sent[engine] += 1
-        return self.fleet.sent(call, engine, now_s)
+        return self.book.sent(call, engine, now_s)
 
     def first_token(self, sent: Sent, now_s: float) -> None:
         """Its first token has come."""
-        self.fleet.first_token(sent, now_s)
+        self.book.first_token(sent, now_s)
 
     def ended(
         self,
@@ -43,5 +43,5 @@ class Router(ABC):
         cached_tokens: int | None = None,
         output_tokens: int | None = None,
     ) -> None:
-        """See `Fleet.ended`."""
-        self.fleet.ended(sent, now_s, cached_tokens, output_tokens)
+        """See `EngineBook.ended`."""
+        self.book.ended(sent, now_s, cached_tokens, output_tokens)

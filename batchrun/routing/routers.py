@@ -7,7 +7,7 @@ import random
 from batchrun.errors import known_name
 from batchrun.routing.cost import Cost
 from batchrun.routing.e2 import E2, E2Plain
-from batchrun.routing.fleet import Fleet
+from batchrun.routing.engine_book import EngineBook
 from batchrun.routing.rankings import (
     CacheAware,
     Hash,
@@ -42,6 +42,6 @@ ROUTERS: dict[str, type[Router]] = {
 }
 
 
-def make_router(name: str, fleet: Fleet, seed: int = 0) -> Router:
+def make_router(name: str, book: EngineBook, seed: int = 0) -> Router:
     """A new router of this name. Raises ValueError for a name that is not in `ROUTERS`."""
-    return ROUTERS[known_name(name, ROUTERS)](fleet, random.Random(seed))
+    return ROUTERS[known_name(name, ROUTERS)](book, random.Random(seed))

@@ -17,7 +17,7 @@ from batchrun.daemon.engine_link import RENEW_S
 from batchrun.daemon.prices import prices_of
 from batchrun.estimator.step_time import AnyModel
 from batchrun.hints import HINT_KEY
-from batchrun.routing.fleet import EngineFacts, Prices
+from batchrun.routing.engine_book import EngineTraits, Prices
 from batchrun.simulator.feeding import EPOCH, RowFeed
 from batchrun.simulator.online import OnlineRouter
 from batchrun.simulator.virtual.engine import (
@@ -101,10 +101,10 @@ class EnginePlan:
     front_end: FrontEndTimes | None = None
 
     @property
-    def facts(self) -> EngineFacts:
+    def traits(self) -> EngineTraits:
         """What the gateway knows of such an engine; its speed where there is a profile."""
         shape = self.shape
-        return EngineFacts(
+        return EngineTraits(
             kv_tokens=(shape.num_blocks - 1) * shape.block_tokens,
             max_running=shape.max_num_seqs,
             budget_tokens=shape.token_budget,

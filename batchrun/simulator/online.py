@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from batchrun.routing.fleet import Call, EngineFacts, Fleet, Sent
+from batchrun.routing.engine_book import Call, EngineBook, EngineTraits, Sent
 from batchrun.routing.routers import DEFAULT_ROUTER, make_router
 from batchrun.simulator.offline_jobs import Keys, LogNormalTokens, key_of, mixed, prompt_of
 from batchrun.simulator.traces.trace import Floats, Ints, PrefixBlocks, Trace
@@ -19,7 +19,7 @@ from batchrun.simulator.virtual.engine import Arrival, RequestRecord
 NO_KEYS: Keys = np.empty(0, np.uint64)
 PREFIX = "online-"
 START_S = 1.0
-"""What the fleet's clock, which is positive, is ahead of the engines'."""
+"""What the book's clock, which is positive, is ahead of the engines'."""
 MIN_RATE_PER_S = 0.05
 
 
@@ -137,7 +137,7 @@ class OnlineRouter:
     def __init__(
         self,
         calls: CallTrace,
-        engines: Sequence[EngineFacts],
+        engines: Sequence[EngineTraits],
         seed: int,
         max_model_len: int,
         router: str = DEFAULT_ROUTER,
@@ -145,7 +145,7 @@ class OnlineRouter:
         self._calls = calls
         self._max_model_len = max_model_len
         self._numbers = range(len(engines))
-        self.router = make_router(router, Fleet.of(engines), seed)
+        self.router = make_router(router, EngineBook.of(engines), seed)
         self._arrival_s: list[float] = calls.arrival_s.tolist()
         self._seed_key = key_of(seed, 1)
         self._sent: dict[str, Sent] = {}

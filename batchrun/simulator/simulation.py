@@ -143,7 +143,7 @@ class Simulation:
         self.feed = RowFeed(plan.jobs, num, plan.seed, block_tokens) if feed is None else feed
         self.router = OnlineRouter(
             plan.calls,
-            [plan.engine.facts] * num,
+            [plan.engine.traits] * num,
             plan.seed,
             plan.engine.shape.max_model_len,
             plan.router,

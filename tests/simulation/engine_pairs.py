@@ -11,7 +11,7 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from batchrun.routing.fleet import EngineFacts
+from batchrun.routing.engine_book import EngineTraits
 from batchrun.simulator.online import Calls, EnginePort, OnlineRouter
 from batchrun.simulator.virtual.engine import Timing, TrafficSource, VirtualEngine
 from batchrun.simulator.virtual.setup import A100Law, EngineShape
@@ -119,7 +119,7 @@ class _Users(EnginePort):
     """Users behind a few applications, each with its system prompt; some call with none."""
 
     def __init__(self, calls: Sequence[Any], seed: int, num_systems: int) -> None:
-        router = OnlineRouter(Calls.of(calls), [EngineFacts()], seed, EngineShape().max_model_len)
+        router = OnlineRouter(Calls.of(calls), [EngineTraits()], seed, EngineShape().max_model_len)
         super().__init__(router)
         router.ports = [self]
         self._choice = random.Random(seed)

@@ -22,7 +22,7 @@ from batchrun.server.gateway.admission import Door, KeyRing
 from batchrun.server.gateway.app import Gateway, GatewaySettings, document_json, load_document
 from batchrun.server.gateway.balancer import Balancer
 from batchrun.server.gateway.forward import Forwarder, open_session
-from batchrun.server.gateway.shared_fleet import SharedFleet, create
+from batchrun.server.gateway.shared_book import SharedBook, create
 from batchrun.store.database import Store
 
 DOCUMENT = load_document()
@@ -158,8 +158,8 @@ async def test_the_document_has_the_routes_that_are_there_and_no_others(
     store: Store, tmp_path: Path
 ) -> None:
     settings = GatewaySettings("127.0.0.1", 0, tmp_path / "upstreams.json")
-    create(tmp_path / "fleet", 1)
-    shared = SharedFleet(tmp_path / "fleet", 1, 0)
+    create(tmp_path / "book", 1)
+    shared = SharedBook(tmp_path / "book", 1, 0)
     async with open_session() as session:
         gateway = Gateway(settings, Forwarder(Balancer(shared), session), Door(KeyRing()))
     served = {(method, path) for path, (method, _) in gateway._own.items()}

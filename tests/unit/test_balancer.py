@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from batchrun.server.gateway.balancer import COOLDOWN_S, Balancer, RoutedCall
-from batchrun.server.gateway.prompt_text import PIECE_BYTES, read_prompt
-from batchrun.server.gateway.shared_fleet import MAX_ENGINES, SharedFleet, create
+from batchrun.server.gateway.body_prompt import PIECE_BYTES, read_prompt
+from batchrun.server.gateway.shared_book import MAX_ENGINES, SharedBook, create
 from batchrun.server.gateway.upstreams import Upstream
 
 ONE, TWO = Upstream("one", "http://h:1"), Upstream("two", "http://h:2")
@@ -18,12 +18,12 @@ ONE, TWO = Upstream("one", "http://h:1"), Upstream("two", "http://h:2")
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    create(tmp_path / "fleet", 2)
-    return tmp_path / "fleet"
+    create(tmp_path / "book", 2)
+    return tmp_path / "book"
 
 
 def worker(path: Path, number: int = 0, router: str = "least") -> Balancer:
-    balancer = Balancer(SharedFleet(path, 2, number))
+    balancer = Balancer(SharedBook(path, 2, number))
     balancer.replace([ONE, TWO], router)
     return balancer
 
@@ -72,7 +72,7 @@ def test_workers_know_of_each_others_calls_until_one_is_replaced(path: Path) -> 
     with second.sending(TWO, call):
         assert first.candidates(call, now_s=1) == [ONE, TWO]
         # The worker was killed: the next of its number begins with nothing.
-        SharedFleet(path, 2, 1)
+        SharedBook(path, 2, 1)
         with first.sending(ONE, call):
             assert first.candidates(call, now_s=1) == [TWO, ONE]
 
@@ -108,16 +108,16 @@ def test_engines_beyond_what_can_be_known_come_last(path: Path) -> None:
 
 
 async def test_a_call_without_a_stream_waits_no_longer_than_its_prompt_takes(path: Path) -> None:
-    shared = SharedFleet(path, 2, 0)
+    shared = SharedBook(path, 2, 0)
     balancer = Balancer(shared)
     balancer.replace([ONE], "cost")
     call = balancer.read(chat("x" * 400))
     with balancer.sending(ONE, call):
         (column,) = shared.columns_of([("one", 0)]).values()
-        assert shared.fleet.loads([column], 1.0)[column].waiting_calls == 1
-        while shared.fleet.loads([column], 1.0)[column].waiting_calls:
+        assert shared.book.loads([column], 1.0)[column].waiting_calls == 1
+        while shared.book.loads([column], 1.0)[column].waiting_calls:
             await asyncio.sleep(0.01)
-        assert shared.fleet.loads([column], 1.0)[column].calls == 1
+        assert shared.book.loads([column], 1.0)[column].calls == 1
 
 
 def test_prompts_that_begin_alike_have_keys_that_begin_alike() -> None:

@@ -7,7 +7,7 @@ from batchrun.daemon.engine_link import Slot
 from batchrun.engine.command import AttachedSettings
 from batchrun.engine.engine import AttachedEngine
 from batchrun.pool.row_queue import Window
-from batchrun.routing.rows import GroupHomes
+from batchrun.routing.group_homes import GroupHomes
 from batchrun.types import EnginePhase
 
 ROWS = 8

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from batchrun.pool.prefix_keys import KeyArray
-from batchrun.routing.fleet import Call, EngineFacts, Fleet, Prices
+from batchrun.routing.engine_book import Call, EngineBook, EngineTraits, Prices
+from batchrun.routing.group_homes import GroupHomes, RowLoad
 from batchrun.routing.prefix_map import Arrays, PrefixMap
 from batchrun.routing.routers import ROUTERS, make_router
-from batchrun.routing.rows import GroupHomes, RowLoad
 
 NO_KEYS: KeyArray = np.empty(0, np.uint64)
 PIECE_TOKENS = 256
@@ -25,48 +25,48 @@ def call(prompt_tokens: int = 100, seed: int = 0, num_pieces: int = 0) -> Call:
     return Call(prompt_tokens, keys(seed, num_pieces), PIECE_TOKENS)
 
 
-def fleet_of(num: int, facts: EngineFacts | None = None) -> Fleet:
-    return Fleet.of([facts or EngineFacts()] * num)
+def book_of(num: int, traits: EngineTraits | None = None) -> EngineBook:
+    return EngineBook.of([traits or EngineTraits()] * num)
 
 
 @pytest.mark.parametrize("name", ROUTERS)
 @pytest.mark.parametrize("sent", [call(), call(5_000, 1, 19)])
 def test_every_router_ranks_the_engines_it_is_asked_for_and_no_other(name: str, sent: Call) -> None:
-    router = make_router(name, fleet_of(4))
+    router = make_router(name, book_of(4))
     for at_s in range(1, 9):
         ranked = router.rank(sent, [3, 1, 2], float(at_s))
         assert sorted(ranked) == [1, 2, 3]
         way = router.sent(sent, ranked[0], float(at_s))
         router.first_token(way, at_s + 0.5)
         router.ended(way, at_s + 1.0, 0, 10)
-    router.fleet.left(1)
+    router.book.left(1)
     assert sorted(router.rank(sent, [2, 3], 20.0)) == [2, 3]
 
 
 def test_an_unknown_name_is_refused_with_those_there_are() -> None:
     with pytest.raises(ValueError, match=r"must be one of cost, least, .* not 'leest'"):
-        make_router("leest", fleet_of(1))
+        make_router("leest", book_of(1))
 
 
 def test_a_load_is_what_was_sent_and_has_not_moved_or_ended() -> None:
-    fleet = fleet_of(1)
-    first, second = fleet.sent(call(1_000), 0, 1.0), fleet.sent(call(500), 0, 1.0)
-    load = fleet.loads([0], 1.0)[0]
+    book = book_of(1)
+    first, second = book.sent(call(1_000), 0, 1.0), book.sent(call(500), 0, 1.0)
+    load = book.loads([0], 1.0)[0]
     assert (load.calls, load.waiting_calls, load.waiting_tokens) == (2, 2, 1_500)
     prices = Prices()
     both_s = prices.prefill_s(1_000, 0) + prices.prefill_s(500, 0)
     assert load.waiting_s == pytest.approx(both_s)
-    assert fleet.loads([0], 1.02)[0].waiting_s == pytest.approx(both_s - 0.02)
-    fleet.first_token(first, 1.1)
-    fleet.ended(second, 1.2)
-    load = fleet.loads([0], 1.2)[0]
+    assert book.loads([0], 1.02)[0].waiting_s == pytest.approx(both_s - 0.02)
+    book.first_token(first, 1.1)
+    book.ended(second, 1.2)
+    load = book.loads([0], 1.2)[0]
     assert (load.calls, load.waiting_calls, load.prompt_tokens) == (1, 0, 1_000)
-    fleet.ended(first, 1.3, 0, 7)
-    assert fleet.loads([0], 1.3)[0].calls == 0
+    book.ended(first, 1.3, 0, 7)
+    assert book.loads([0], 1.3)[0].calls == 0
 
 
 def test_a_hot_prefix_gets_a_second_home_once_its_queue_costs_more() -> None:
-    router = make_router("cost", fleet_of(2))
+    router = make_router("cost", book_of(2))
     hot = call(20_000, 5, 78)
     router.ended(router.sent(hot, 1, 1.0), 2.0, 0, 20)
     assert router.rank(hot, [0, 1], 3.0)[0] == 1
@@ -76,7 +76,7 @@ def test_a_hot_prefix_gets_a_second_home_once_its_queue_costs_more() -> None:
 
 
 def test_nothing_shared_goes_where_least_is_to_be_done() -> None:
-    router = make_router("cost", fleet_of(3))
+    router = make_router("cost", book_of(3))
     for engine, num in enumerate((3, 1, 2)):
         for _ in range(num):
             router.sent(call(800), engine, 1.0)
@@ -84,7 +84,7 @@ def test_nothing_shared_goes_where_least_is_to_be_done() -> None:
 
 
 def test_an_engine_at_its_slots_is_passed_over() -> None:
-    router = make_router("cost", fleet_of(2, EngineFacts(max_running=4)))
+    router = make_router("cost", book_of(2, EngineTraits(max_running=4)))
     for _ in range(4):
         router.first_token(router.sent(call(10), 0, 1.0), 1.0)
     for _ in range(3):
@@ -127,11 +127,11 @@ def test_a_map_that_is_full_forgets_what_was_used_longest_ago() -> None:
 
 def test_replies_with_fewer_cached_tokens_than_foretold_shrink_what_is_believed() -> None:
     def copies_of(cached_tokens: int) -> int:
-        fleet = fleet_of(1, EngineFacts(kv_tokens=64 * PIECE_TOKENS))
+        book = book_of(1, EngineTraits(kv_tokens=64 * PIECE_TOKENS))
         for i in range(40):
-            sent = fleet.sent(call(20 * PIECE_TOKENS, i % 3, 20), 0, float(i + 1))
-            fleet.ended(sent, i + 1.5, cached_tokens if sent.cached_tokens else 0, 5)
-        return fleet.prefixes.num_pieces(0)
+            sent = book.sent(call(20 * PIECE_TOKENS, i % 3, 20), 0, float(i + 1))
+            book.ended(sent, i + 1.5, cached_tokens if sent.cached_tokens else 0, 5)
+        return book.prefixes.num_pieces(0)
 
     assert copies_of(20 * PIECE_TOKENS) == 60
     assert copies_of(0) < 60

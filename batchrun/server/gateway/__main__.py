@@ -28,7 +28,7 @@ from batchrun.keys import is_loopback
 from batchrun.server.gateway.admission import read_keys
 from batchrun.server.gateway.app import MAX_BODY_BYTES, GatewaySettings, parse_listen
 from batchrun.server.gateway.http import bind, serve
-from batchrun.server.gateway.shared_fleet import SUFFIX, create
+from batchrun.server.gateway.shared_book import SUFFIX, create
 
 log = logging.getLogger(__name__)
 

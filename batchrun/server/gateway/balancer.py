@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from batchrun.routing.fleet import Call, EngineFacts, Sent
+from batchrun.routing.engine_book import Call, EngineTraits, Sent
 from batchrun.routing.routers import DEFAULT_ROUTER, ROUTERS, make_router
-from batchrun.server.gateway.prompt_text import PIECE_BYTES, PromptText, read_prompt
+from batchrun.server.gateway.body_prompt import PIECE_BYTES, PromptText, read_prompt
 from batchrun.server.gateway.replies import ReplyUsage
-from batchrun.server.gateway.shared_fleet import SharedFleet
+from batchrun.server.gateway.shared_book import SharedBook
 from batchrun.server.gateway.upstreams import Upstream
 
 COOLDOWN_S = 5.0
@@ -44,10 +44,10 @@ class Balancer:
     """Asks the router, and tells it of every call's way. Instants are those of the system's one
     monotonic clock, in all workers."""
 
-    def __init__(self, shared: SharedFleet) -> None:
+    def __init__(self, shared: SharedBook) -> None:
         self._shared = shared
         self._router_name = DEFAULT_ROUTER
-        self._router = make_router(DEFAULT_ROUTER, shared.fleet)
+        self._router = make_router(DEFAULT_ROUTER, shared.book)
         self._engines: dict[Upstream, _Engine] = {}
         self._bytes_per_token = BYTES_PER_TOKEN
 
@@ -62,7 +62,7 @@ class Balancer:
         """
         if router != self._router_name and router in ROUTERS:
             self._router_name = router
-            self._router = make_router(router, self._shared.fleet)
+            self._router = make_router(router, self._shared.book)
         before = self._engines
         columns = self._shared.columns_of([(each.name, each.started) for each in upstreams])
         self._engines = {}
@@ -71,7 +71,7 @@ class Balancer:
             engine.column = columns.get(upstream.name)
             self._engines[upstream] = engine
             if engine.column is not None:
-                self._shared.fleet.facts[engine.column] = upstream.facts or EngineFacts()
+                self._shared.book.traits[engine.column] = upstream.traits or EngineTraits()
 
     def read(self, body: bytes | None, *, is_offline: bool = False) -> RoutedCall:
         """What the router is told of a call with this body."""
@@ -106,7 +106,7 @@ class Balancer:
         if engine is not None:
             engine.down_until_s = now_s + COOLDOWN_S
             if engine.column is not None:
-                self._shared.fleet.left(engine.column)
+                self._shared.book.left(engine.column)
 
     @contextmanager
     def sending(self, upstream: Upstream, routed: RoutedCall) -> Iterator[None]:
@@ -116,7 +116,7 @@ class Balancer:
             yield
             return
         now_s = usage.now_s()
-        wait_s = self._shared.fleet.loads([engine.column], now_s)[engine.column].waiting_s
+        wait_s = self._shared.book.loads([engine.column], now_s)[engine.column].waiting_s
         sent = self._router.sent(routed.call, engine.column, now_s)
         usage.on_begin = partial(self._router.first_token, sent)
         timer = None

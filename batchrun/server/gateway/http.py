@@ -22,7 +22,7 @@ from batchrun.server.gateway.app import Gateway, GatewaySettings
 from batchrun.server.gateway.balancer import Balancer
 from batchrun.server.gateway.envelope import REQUEST_ID, RefusalError, new_request_id
 from batchrun.server.gateway.forward import Forwarder, open_session
-from batchrun.server.gateway.shared_fleet import SUFFIX, SharedFleet
+from batchrun.server.gateway.shared_book import SUFFIX, SharedBook
 from batchrun.server.gateway.upstreams import FollowedFile, read_upstreams
 
 log = logging.getLogger(__name__)
@@ -184,7 +184,7 @@ async def serve(
     async with AsyncExitStack() as exits:
         session = await exits.enter_async_context(open_session())
         door = await _make_door(settings.keys_path, exits)
-        shared = SharedFleet(
+        shared = SharedBook(
             settings.upstreams_path.with_suffix(SUFFIX), settings.num_workers, settings.worker
         )
         exits.callback(shared.close)

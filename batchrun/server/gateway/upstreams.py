@@ -2,7 +2,7 @@
 
     {"engines": [{"name": "engine-0", "url": "http://127.0.0.1:8001", "api_key": "...",
                   "is_last_choice": false, "hint_nonce": "..." | null,
-                  "offline_priority": 1 | null, "started": 17, "facts": {...} | null}],
+                  "offline_priority": 1 | null, "started": 17, "traits": {...} | null}],
      "daemon": {"url": "http://127.0.0.1:9999", "gateway_key": "..."} | null,
      "slo_classes": {"fast": {"ttft_s": 0.2, "tpot_s": 0.03, "jct_s": null}},
      "image_hosts": ["images.example.com"], "router": "cost"}
@@ -24,7 +24,7 @@ import msgspec
 
 from batchrun.errors import ConfigError
 from batchrun.hints import SloBounds
-from batchrun.routing.fleet import EngineFacts
+from batchrun.routing.engine_book import EngineTraits
 from batchrun.routing.routers import DEFAULT_ROUTER
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class Upstream:
     One that `is_last_choice` gets a call only when no other engine can. `hint_nonce` is what hints
     must carry, where batchrun's scheduler runs inside it; `offline_priority` the value of vLLM's
     `priority` for offline work, where it heeds one. `started` is another number each time it
-    starts, `facts` what routers know of its size and speed.
+    starts, `traits` what routers know of its size and speed.
     """
 
     name: str
@@ -114,7 +114,7 @@ class Upstream:
     hint_nonce: str | None = field(default=None, compare=False, repr=False)
     offline_priority: int | None = field(default=None, compare=False)
     started: int = field(default=0, compare=False)
-    facts: EngineFacts | None = field(default=None, compare=False)
+    traits: EngineTraits | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         """Raises ValueError for what is no address."""

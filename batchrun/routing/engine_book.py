@@ -1,7 +1,7 @@
 """What all routers know of the engines: what each costs, what was sent there, what it holds.
 
-Who sends a call tells the fleet of its way: sent, first token, end. Several gateway workers share
-one fleet: each writes a row of loads that is its own, and reads the sum of all rows.
+Who sends a call tells the book of its way: sent, first token, end. Several gateway workers share
+one book: each writes a row of loads that is its own, and reads the sum of all rows.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Prices:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineFacts:
+class EngineTraits:
     """What does not change while an engine runs."""
 
     kv_tokens: int = 137_600
@@ -93,7 +93,7 @@ class Sent:
     is_waiting: bool = True
 
 
-class Fleet:
+class EngineBook:
     """The engines by number, from 0. Instants are positive, on one clock of all who share it.
 
     `loads` is an array of workers x engines x `FIELDS`, of which row `worker` is this process's.
@@ -102,7 +102,7 @@ class Fleet:
     def __init__(
         self, prefixes: PrefixMap, loads: npt.NDArray[np.float64], worker: int = 0
     ) -> None:
-        self.facts: dict[int, EngineFacts] = {}
+        self.traits: dict[int, EngineTraits] = {}
         self.prefixes = prefixes
         self.answer_tokens = FIRST_ANSWER_TOKENS
         self.prompt_tokens = FIRST_ANSWER_TOKENS
@@ -113,12 +113,12 @@ class Fleet:
         self._num_ended = 0
 
     @classmethod
-    def of(cls, facts: Sequence[EngineFacts], num_pieces: int = 1 << 15) -> Fleet:
+    def of(cls, traits: Sequence[EngineTraits], num_pieces: int = 1 << 15) -> EngineBook:
         """Engines that nobody else sends calls to."""
-        num = len(facts)
-        fleet = cls(PrefixMap(Arrays.private(num_pieces, num)), np.zeros((1, num, len(FIELDS))))
-        fleet.facts = dict(enumerate(facts))
-        return fleet
+        num = len(traits)
+        book = cls(PrefixMap(Arrays.private(num_pieces, num)), np.zeros((1, num, len(FIELDS))))
+        book.traits = dict(enumerate(traits))
+        return book
 
     def loads(self, engines: Sequence[int], now_s: float) -> dict[int, Load]:
         """What each of these engines has to do."""
@@ -149,13 +149,13 @@ class Fleet:
 
     def sent(self, call: Call, engine: int, now_s: float) -> Sent:
         """The call goes to the engine. Keep what is returned, for `first_token` and `ended`."""
-        facts, own = self.facts[engine], self._own[engine]
+        traits, own = self.traits[engine], self._own[engine]
         cached = self.cached_tokens(call, [engine])[engine]
-        prefill_s = facts.prices.prefill_s(call.prompt_tokens, cached)
+        prefill_s = traits.prices.prefill_s(call.prompt_tokens, cached)
         if own[_WAITING] <= 0:
             own[_MOVED_AT] = now_s
         own[:_MOVED_AT] += (1, call.prompt_tokens, 1, call.prompt_tokens - cached, prefill_s)
-        room_tokens = self._room_share.get(engine, 1.0) * facts.kv_tokens
+        room_tokens = self._room_share.get(engine, 1.0) * traits.kv_tokens
         self.prefixes.touch(engine, call.keys, now_s, room_pieces=room_tokens / call.piece_tokens)
         return Sent(call, engine, cached, prefill_s)
 

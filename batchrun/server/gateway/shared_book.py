@@ -19,14 +19,14 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from batchrun.routing.fleet import FIELDS, Fleet
+from batchrun.routing.engine_book import FIELDS, EngineBook
 from batchrun.routing.prefix_map import NUM_COLUMN_FIELDS, Arrays, PrefixMap
 
 MAX_ENGINES = 64
 """More are ranked last: nothing is known of them."""
 NUM_PIECES = 1 << 15
 """Of 1,024 bytes each: 32 MiB of text, many times what 16 engines hold; the file has 17 MiB."""
-SUFFIX = ".fleet"
+SUFFIX = ".book"
 
 _COLUMN = np.dtype([("name", np.uint64), ("started", np.uint64)])
 
@@ -60,8 +60,8 @@ def create(path: Path, num_workers: int) -> None:
         os.close(fd)
 
 
-class SharedFleet:
-    """The file, open, and the `fleet` that lies in it. `worker` counts from 0.
+class SharedBook:
+    """The file, open, and the `book` that lies in it. `worker` counts from 0.
 
     Raises OSError where there is no such file.
     """
@@ -79,7 +79,7 @@ class SharedFleet:
         prefixes = PrefixMap(
             Arrays(arrays["keys"], arrays["num_uses"], arrays["used_at_s"], arrays["held"])
         )
-        self.fleet = Fleet(prefixes, arrays["loads"], worker)
+        self.book = EngineBook(prefixes, arrays["loads"], worker)
 
     def columns_of(self, engines: Iterable[tuple[str, int]]) -> dict[str, int]:
         """The column of each engine, given by its name and when it was started (0: unknown).
@@ -109,7 +109,7 @@ class SharedFleet:
         """The column is this engine's, which has been running since then."""
         known = self._columns[column]
         if (known["name"], known["started"]) != (digest, started):
-            self.fleet.left(column)
+            self.book.left(column)
             self._columns[column] = (digest, started)
 
     @contextmanager
