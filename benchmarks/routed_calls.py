@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from batchrun.simulator.offline_jobs import mixed
+from batchrun.simulator.traces.reading import read_trace
+from batchrun.simulator.traces.trace import Trace
 from benchmarks.data import ARRIVALS
 from benchmarks.light_engines import UNIT_TOKENS, LightCall
 from benchmarks.scenarios import read_table
 
 Floats = NDArray[np.float64]
 ROOT = ARRIVALS.parent
+FOLDER = Path("../shared/datasets")
+"""Where the public files lie that no table was made of."""
 
 
 def chain(parts: Sequence[tuple[int, int]]) -> NDArray[np.uint64]:
@@ -143,11 +151,60 @@ def _call(
     return LightCall(at_s, tokens, output, chain(parts))
 
 
-Workload = Callable[[np.random.Generator, float, float], list[LightCall]]
-WORKLOADS: dict[str, Workload] = {
-    "toolbench": toolbench,
-    "loogle": loogle,
-    "nextqa": nextqa,
-    "azure": azure_lengths,
-    "sharegpt": sharegpt,
+def mooncake(rng: np.random.Generator, rate: float, duration_s: float) -> list[LightCall]:
+    """A window of the Mooncake conversation trace, prompts of at most 30 k tokens, its clock scaled
+    to the rate; needs the public file."""
+    trace = _mooncake()
+    fits = np.flatnonzero(trace.num_prompt_tokens + trace.num_output_tokens <= 30_000)
+    at_s = trace.arrival_s[fits] + rng.uniform(0, 3, len(fits))
+    order = np.argsort(at_s)
+    fits, at_s = fits[order], at_s[order]
+    scale = len(fits) / (at_s[-1] - at_s[0]) / rate
+    start = rng.integers(0, max(1, len(fits) - int(rate * duration_s * 1.3)))
+    calls = []
+    for i, when_s in zip(fits[start:], (at_s[start:] - at_s[start]) * scale, strict=True):
+        if when_s >= duration_s:
+            break
+        tokens = int(trace.num_prompt_tokens[i])
+        blocks = trace.prefix.of_request(i) if trace.prefix is not None else []
+        parts = [(int(block) + 1, 512) for block in blocks[: tokens // 512]]
+        parts.append((_own(rng), tokens - 512 * len(parts)))
+        units = chain(parts)
+        calls.append(LightCall(float(when_s), tokens, int(trace.num_output_tokens[i]), units))
+    return calls
+
+
+@cache
+def _mooncake() -> Trace:
+    return read_trace(FOLDER / "mooncake/conversation_trace.jsonl.gz")
+
+
+def mixed_calls(rng: np.random.Generator, rate: float, duration_s: float) -> list[LightCall]:
+    """Tool lists and videos at once, as Preble's figure 8 mixes them: two of three are tools."""
+    tools = toolbench(rng, rate * 2 / 3, duration_s)
+    videos = nextqa(rng, rate / 3, duration_s)
+    return sorted([*tools, *videos], key=lambda call: call.arrival_at_s)
+
+
+Draw = Callable[[np.random.Generator, float, float], list[LightCall]]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """How its calls are drawn, their rate near the knee of four engines, and their bounds."""
+
+    draw: Draw
+    rate_per_s: float
+    ttft_s: float = 1.0
+    tpot_s: float = 0.05
+
+
+WORKLOADS = {
+    "toolbench": Workload(toolbench, 100.0),
+    "loogle": Workload(loogle, 6.0, 5.0, math.inf),
+    "nextqa": Workload(nextqa, 12.0, 5.0, math.inf),
+    "azure": Workload(azure_lengths, 22.0),
+    "sharegpt": Workload(sharegpt, 120.0),
+    "mooncake": Workload(mooncake, 2.5, 5.0, math.inf),
+    "mixed": Workload(mixed_calls, 24.0, 5.0, math.inf),
 }

@@ -28,10 +28,10 @@ class Cost(Router):
         def price(engine: int) -> tuple[float, int, int]:
             load = loads[engine]
             own_s = book.traits[engine].prices.prefill_s(call.prompt_tokens, cached[engine])
-            evicting = 0.0
-            if book.prefixes.is_full(engine):
-                evicting = self.EVICTION * book.prefixes.reuse_share * own_s
-            seconds = load.waiting_s + own_s * delayed + evicting + self._decode_s(engine, load)
+            num_new = (call.prompt_tokens - cached[engine]) / call.piece_tokens
+            evicted = book.prefixes.evicted_share(engine, num_new)
+            evicting_s = self.EVICTION * evicted * book.prefixes.reuse_share * own_s
+            seconds = load.waiting_s + own_s * delayed + evicting_s + self._decode_s(engine, load)
             return seconds, load.calls, self.num_sent[engine]
 
         return sorted(engines, key=price)

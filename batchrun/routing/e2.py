@@ -131,9 +131,9 @@ class E2(Router):
     def _cost_s(self, call: Call, engine: int, cached: int) -> float:
         """Algorithm 2: L of the window, M of what is evicted, R of the own prefill."""
         own_s = self.book.traits[engine].prices.prefill_s(call.prompt_tokens, cached)
-        evicted_s = 0.0
-        if self.book.prefixes.is_full(engine):
-            evicted_s = own_s * self.book.prefixes.mean_uses
+        num_new = (call.prompt_tokens - cached) / call.piece_tokens
+        evicted = self.book.prefixes.evicted_share(engine, num_new)
+        evicted_s = own_s * evicted * self.book.prefixes.mean_uses
         return self._windows[engine].load_s + evicted_s + own_s
 
     def _most_decoding_first(self, by_cost: list[int]) -> list[int]:

@@ -48,7 +48,7 @@ class Arrays(NamedTuple):
 
 
 NUM_COLUMN_FIELDS = 4
-_SINCE, _NUM_NEW, _IS_FULL, _ROOM = range(NUM_COLUMN_FIELDS)
+_SINCE, _NUM_NEW, _NUM_HELD, _ROOM = range(NUM_COLUMN_FIELDS)
 _REUSE, _USES = 0, 1
 
 
@@ -71,9 +71,11 @@ class PrefixMap:
         """How often pieces that were evicted of late had been used."""
         return float(self._learnt[_USES])
 
-    def is_full(self, engine: int) -> bool:
-        """Whether a new piece there costs an old one."""
-        return bool(self._columns[engine, _IS_FULL])
+    def evicted_share(self, engine: int, num_new: float) -> float:
+        """Of so many new pieces there, the share that would each cost an old one."""
+        since_new, held, room = self._columns[engine, _NUM_NEW:].tolist()
+        over = held + since_new + num_new - room
+        return min(1.0, max(0.0, over / num_new)) if num_new > 0 else 0.0
 
     def num_pieces(self, engine: int) -> int:
         """Pieces that it is taken to hold."""
@@ -152,7 +154,7 @@ class PrefixMap:
         used_at_s = self._used_at_s[:, engine]
         held = np.flatnonzero(used_at_s > column[_SINCE])
         over = len(held) - int(room_pieces)
-        column[_IS_FULL] = over > -SWEEP_SHARE * room_pieces
+        column[_NUM_HELD] = min(len(held), int(room_pieces))
         if over <= 0:
             return
         order = np.argpartition(used_at_s[held], over - 1)[:over]

@@ -100,8 +100,8 @@ def test_a_cache_holds_what_was_used_last_and_nothing_else() -> None:
     held = [int(prefixes.num_held(document, [0, 1])[0]) for document in documents]
     assert held[3:] == [20, 20, 20]
     assert held[:2] == [0, 0]
-    assert prefixes.is_full(0)
-    assert not prefixes.is_full(1)
+    assert prefixes.evicted_share(0, 10) == 1.0
+    assert prefixes.evicted_share(1, 10) == 0.0
     assert prefixes.num_held(documents[5], [1, 0]).tolist() == [0, 20]
     prefixes.clear(0)
     assert prefixes.num_held(documents[5], [0]).tolist() == [0]
