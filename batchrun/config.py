@@ -239,6 +239,7 @@ class DeploymentFile(_Strict):
     served_model_name: str | None = None
     listen: Listen = "127.0.0.1:8000"
     gateway_workers: Annotated[int, Field(ge=1, le=64)] = 1
+    router: Choice = "cost"
     engines: Annotated[tuple[EngineConfig, ...], AfterValidator(at_least_one)] = (EngineConfig(),)
     window: WindowConfig = WindowConfig()
     policy: Choice = "echo"

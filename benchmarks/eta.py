@@ -125,7 +125,9 @@ def answers_of(number: int, calls: Trace, jobs: list[OfflineJob]) -> pl.DataFram
     """Run the trial until its jobs are done; a row of `ANSWER` for each time that one was asked."""
     plan = EnginePlan()
     feed = RowFeed(jobs, 1, number, plan.shape.block_tokens)
-    engines = Engines(plan, OnlineRouter(calls, 1, number, plan.shape.max_model_len), feed)
+    engines = Engines(
+        plan, OnlineRouter(calls, [plan.traits], number, plan.shape.max_model_len), feed
+    )
     asked: list[tuple[str, float, float, float, float]] = []
     now_s = 0.0
     while any(job.finished_at_s is None for job in feed.jobs) and now_s < LONGEST_S:

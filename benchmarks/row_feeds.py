@@ -15,9 +15,10 @@ from batchrun.estimator.probes import Probe, ProbeCall, PromptMaker
 from batchrun.hints import NodeHint, RowHint, read_hint, write_hint
 from batchrun.pool.prefix_keys import ChainTable
 from batchrun.pool.radix_tree import order_by_prefix
+from batchrun.routing.engine_book import EngineTraits
 from batchrun.simulator.feeding import EPOCH, RowFeed
 from batchrun.simulator.offline_jobs import OfflineJob, in_order
-from batchrun.simulator.online import Calls, EnginePort, OnlineCall, OnlinePort, OnlineRouter
+from batchrun.simulator.online import Calls, EnginePort, OnlineCall, OnlineRouter
 from batchrun.simulator.virtual.engine import Arrival
 from batchrun.simulator.virtual.setup import NONCE, EngineShape
 from batchrun.types import USUAL_OUTPUT_TOKENS
@@ -67,9 +68,11 @@ def planned_order(job: Job) -> Job:
     return picked(job, drawn_job(job).order.rows)
 
 
-def callers(calls: Sequence[OnlineCall], seed: int) -> OnlinePort:
+def callers(calls: Sequence[OnlineCall], seed: int) -> EnginePort:
     """The users of one engine, as its source."""
-    return OnlineRouter(Calls.of(calls), 1, seed, EngineShape().max_model_len).ports[0]
+    return OnlineRouter(Calls.of(calls), [EngineTraits()], seed, EngineShape().max_model_len).ports[
+        0
+    ]
 
 
 def daemon_of(jobs: Sequence[OfflineJob]) -> RowFeed:

@@ -39,12 +39,14 @@ def read_deployment(config: Path | None, **flags: str | None) -> Deployment:
     """The deployment, as `load_deployment` has it, with every name in it known to this batchrun."""
     from batchrun.cache.eviction import EVICTIONS
     from batchrun.estimator.forecast import ForecastRule
+    from batchrun.routing.routers import ROUTERS
     from batchrun.scheduling.policies import POLICIES, QUEUES
 
     names = {
         "policy": (*POLICIES, STOCK_POLICY),
         "online_queue": QUEUES,
         "eviction": EVICTIONS,
+        "router": ROUTERS,
         "forecast_rule": list(ForecastRule),
     }
     return load_deployment(config, names, **flags)

@@ -22,8 +22,7 @@ from batchrun.pool.fair_share import JobTurns, Turn
 from batchrun.pool.prefix_keys import ChainTable, IntArray
 from batchrun.pool.radix_tree import PrefixOrder, rows_with_prefix
 from batchrun.pool.row_queue import RowQueue, Window
-from batchrun.routing.router import Call, Load, Router
-from batchrun.routing.routers import make_router
+from batchrun.routing.group_homes import GroupHomes, RowLoad
 from batchrun.types import Usage
 from batchrun.wire import RowKey
 
@@ -99,17 +98,20 @@ SlotT = TypeVar("SlotT", bound="EngineSlot")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Demand:
-    """What a row asks for: `limit` is that of a suspect (see `Trials`); an urgent row has some room
-    beyond the window."""
+    """What a row asks for: room for the tokens of its prompt, with the others of its group.
 
-    call: Call
+    `limit` is that of a suspect (see `Trials`); an urgent row has some room beyond the window.
+    """
+
+    prompt_tokens: int
+    group: int = 0
     limit: int | None = None
     is_urgent: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Assignment(Generic[JobT, SlotT]):
-    """A row that was taken from its job's queue for an engine, which routers know by number.
+    """A row that was taken from its job's queue for an engine, which goes by its number.
 
     `prefixes` are for its hint, counted when it was taken: rows that were taken with it, a moment
     later, are rows to come.
@@ -130,7 +132,7 @@ class Assignment(Generic[JobT, SlotT]):
     @property
     def tokens(self) -> int:
         """Those of its prompt, as they were estimated."""
-        return self.demand.call.prompt_tokens
+        return self.demand.prompt_tokens
 
     @property
     def is_urgent(self) -> bool:
@@ -152,7 +154,7 @@ class EngineSlot:
 
     window: Window
     pressure: Backpressure = field(default_factory=Backpressure)
-    load: Load = field(default_factory=Load)
+    load: RowLoad = field(default_factory=RowLoad)
     is_down: bool = False
     is_set_apart: bool = False
     apart_since_s: float | None = None
@@ -215,7 +217,7 @@ class EngineSlot:
         """Whether a row that asks for this may go now."""
         if not (self._lets_in(demand.limit) and self.pressure.allows(len(self.in_flight), now_s)):
             return False
-        tokens = demand.call.prompt_tokens
+        tokens = demand.prompt_tokens
         return self.window.has_room(tokens, self.num_running, is_urgent=demand.is_urgent)
 
     def has_room_to_lend(self, demand: Demand, now_s: float) -> bool:
@@ -226,7 +228,7 @@ class EngineSlot:
         if not self.has_room_for(demand, now_s):
             return False
         is_bound = self.runs_scheduler and demand.limit is None and not demand.is_urgent
-        tokens = demand.call.prompt_tokens
+        tokens = demand.prompt_tokens
         return not is_bound or self.window.has_room(tokens, self.num_running, is_lent=True)
 
     def _lets_in(self, limit: int | None) -> bool:
@@ -240,12 +242,12 @@ class EngineSlot:
 
 
 def choose_engine(
-    slots: Mapping[int, SlotT], demand: Demand, router: Router, now_s: float
+    slots: Mapping[int, SlotT], demand: Demand, homes: GroupHomes, now_s: float
 ) -> int | None:
-    """The engine that the router ranks first, or the best of the others when that one is full and
+    """The engine of the row's group, or the best of the others when that one is full and
     this one has little to do. None when none of them has room."""
     loads = {engine: slot.load for engine, slot in slots.items()}
-    ranked = router.rank(demand.call, loads, now_s)
+    ranked = homes.rank(demand.group, loads)
     if ranked and slots[ranked[0]].has_room_for(demand, now_s):
         return ranked[0]
     return next((each for each in ranked if slots[each].has_room_to_lend(demand, now_s)), None)
@@ -336,14 +338,14 @@ class Assigner(Generic[JobT, SlotT]):
     Each row that `assign` returns is settled or given back once, whatever became of its job.
     """
 
-    def __init__(self, slots: Sequence[SlotT], router: Router | None = None) -> None:
+    def __init__(self, slots: Sequence[SlotT]) -> None:
         self.slots = slots
         self.jobs: dict[str, JobT] = {}
         self.turns = JobTurns()
-        self.router = router or make_router()
+        self._homes = GroupHomes()
         self.trial_engine = TrialEngine(slots)
         self._is_saturated = False
-        self._were_usable: set[int] = set()
+        self._has_usable = False
         self._num_taken = 0
         self._turn_ended_at: dict[str, int] = {}
         self._pause_rows: dict[str, int] = {}
@@ -382,9 +384,9 @@ class Assigner(Generic[JobT, SlotT]):
                     job.queue.give_back(row, ready_at_s=now_s + ASK_AGAIN_S)
                     continue
             else:
-                engine = choose_engine(slots, demand, self.router, now_s)
+                engine = choose_engine(slots, demand, self._homes, now_s)
                 if engine is None:
-                    self._is_saturated = demand.limit is None and bool(self._were_usable)
+                    self._is_saturated = demand.limit is None and self._has_usable
                     break
                 opens_at_s = _opens_at_s(slots[engine].window, demand, now_s)
             if opens_at_s is None:
@@ -398,36 +400,28 @@ class Assigner(Generic[JobT, SlotT]):
         self._is_saturated = False
         self.turns.observe(now_s, is_saturated=False)
 
-    def settle(self, assignment: Assignment[JobT, SlotT], usage: Usage, now_s: float) -> None:
+    def settle(self, assignment: Assignment[JobT, SlotT], usage: Usage) -> None:
         """The row has ended."""
         computed = usage.num_prompt_tokens - usage.num_cached_tokens + usage.num_output_tokens
         if self._takes_part(assignment.job):
             self.turns.settle(assignment.job.id, assignment.row, computed)
         assignment.job.answers.ended(assignment.row, usage.num_output_tokens)
-        cached = usage.num_cached_tokens if usage.num_prompt_tokens else None
-        call = assignment.demand.call
-        self.router.ended(call, assignment.engine, now_s, cached, usage.num_output_tokens)
 
-    def give_back(
-        self, assignment: Assignment[JobT, SlotT], now_s: float, *, ready_at_s: float = 0.0
-    ) -> None:
+    def give_back(self, assignment: Assignment[JobT, SlotT], *, ready_at_s: float = 0.0) -> None:
         """The row has not ended: it is pending again, and free."""
         job, row = assignment.job, assignment.row
         job.queue.give_back(row, ready_at_s=ready_at_s)
         job.answers.lost(row)
         if self._takes_part(job):
             self.turns.refund(job.id, row)
-        self.router.ended(assignment.demand.call, assignment.engine, now_s)
 
     def _takes_part(self, job: JobT) -> bool:
         return self.jobs.get(job.id) is job
 
     def _for_all_rows(self) -> dict[int, SlotT]:
-        """The engines that any row may go to; the router learns which are gone."""
+        """The engines that any row may go to."""
         usable = {engine: slot for engine, slot in enumerate(self.slots) if slot.is_usable}
-        for engine in self._were_usable - usable.keys():
-            self.router.left(engine)
-        self._were_usable = set(usable)
+        self._has_usable = bool(usable)
         return {engine: slot for engine, slot in usable.items() if not slot.is_set_apart}
 
     def _next(self, now_s: float) -> tuple[Turn | None, int]:
@@ -454,7 +448,6 @@ class Assigner(Generic[JobT, SlotT]):
         prefixes = prefixes._replace(next_in_rows=self._next_in_rows(job.id))
         assignment = Assignment(job, row, slot, engine, demand, prefixes)
         slot.take(assignment, now_s)
-        self.router.sent(demand.call, engine, now_s)
         return assignment
 
     def _next_in_rows(self, job_id: str) -> int:
@@ -487,14 +480,11 @@ def shared_prefixes(job: RunningJob, row: int) -> SharedPrefixes:
 
 
 def _demand(job: RunningJob, row: int, *, is_urgent: bool) -> Demand:
-    chains = job.plan.chains
-    prefix = chains.keys[chains.starts[row] : chains.starts[row + 1]]
     tokens, group = job.plan.estimate_tokens(row), int(job.group_of[row])
-    call = Call(tokens, is_offline=True, group=group, prefix=prefix)
-    return Demand(call, job.trials.limits.get(row), is_urgent)
+    return Demand(tokens, group, job.trials.limits.get(row), is_urgent)
 
 
 def _opens_at_s(window: Window, demand: Demand, now_s: float) -> float | None:
     """When a window that has room lets the row in; None: now."""
-    opens_at_s = window.opens_at_s(demand.call.prompt_tokens, now_s)
+    opens_at_s = window.opens_at_s(demand.prompt_tokens, now_s)
     return opens_at_s if opens_at_s > now_s else None

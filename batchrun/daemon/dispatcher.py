@@ -271,12 +271,12 @@ class Dispatcher:
 
     def _give_back(self, assignment: SentRow, *, ready_at_s: float = 0.0) -> None:
         """The row has not ended: it is pending again."""
-        self.assigner.give_back(assignment, time.monotonic(), ready_at_s=ready_at_s)
+        self.assigner.give_back(assignment, ready_at_s=ready_at_s)
 
     def _conclude(self, assignment: SentRow, outcome: Outcome) -> None:
         """The row has ended: its result goes to the store."""
         job = assignment.job
-        self.assigner.settle(assignment, outcome.usage, time.monotonic())
+        self.assigner.settle(assignment, outcome.usage)
         job.trials.clear(outcome.row)
         self.writer.put(job.record.seq, outcome)
         reason = job.breaker.see(outcome)

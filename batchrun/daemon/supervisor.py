@@ -61,7 +61,7 @@ class Supervisor:
         self._deployment = deployment
         self._home = home
         self._daemon = daemon
-        self._apart: set[str] = set()
+        self._upstreams = b""
         nonce = read_or_make_nonce(home) if deployment.runs_scheduler else None
         self.slots: Sequence[Slot] = [
             self._make_slot(index, nonce if config.is_vllm else None)
@@ -121,8 +121,7 @@ class Supervisor:
     async def _watch_gateway(self) -> None:
         while True:
             await asyncio.to_thread(self._ensure_gateway)
-            if {slot.engine.name for slot in self.slots if slot.is_set_apart} != self._apart:
-                self._write_upstreams()
+            self._write_upstreams()
             await asyncio.sleep(GATEWAY_CHECK_S)
 
     def _ensure_gateway(self, *, is_first: bool = False) -> None:
@@ -181,6 +180,8 @@ class Supervisor:
                 "is_last_choice": slot.is_set_apart,
                 "hint_nonce": slot.hint_nonce,
                 "offline_priority": OFFLINE_PRIORITY if slot.uses_priority else None,
+                "started": slot.engine.started,
+                "traits": _traits_of(slot),
             }
             for slot, config in zip(self.slots, self._deployment.engines, strict=True)
         ]
@@ -189,11 +190,24 @@ class Supervisor:
             "daemon": self._daemon,
             "slo_classes": self._slo_classes,
             "image_hosts": self._deployment.image_hosts,
+            "router": self._deployment.router,
         }
-        write_atomically(self._home.upstreams, json.dumps(document).encode(), mode=0o600)
-        self._apart = {slot.engine.name for slot in self.slots if slot.is_set_apart}
+        content = json.dumps(document).encode()
+        if content == self._upstreams:
+            return
+        write_atomically(self._home.upstreams, content, mode=0o600)
+        self._upstreams = content
         for slot in self.slots:
-            slot.apart_since_s = time.monotonic() if slot.is_set_apart else None
+            if not slot.is_set_apart:
+                slot.apart_since_s = None
+            elif slot.apart_since_s is None:
+                slot.apart_since_s = time.monotonic()
+
+
+def _traits_of(slot: Slot) -> dict[str, object] | None:
+    """What routers know of the engine, as far as it has told."""
+    tokens = None if slot.kv is None else slot.kv.num_tokens
+    return None if tokens is None else {"kv_tokens": tokens}
 
 
 async def _watch_on(what: str, watch: Callable[[], Awaitable[None]]) -> None:

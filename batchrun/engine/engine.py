@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import time
 
+import xxhash
+
 from batchrun.engine import process
 from batchrun.engine.client import EngineClient
 from batchrun.engine.command import (
@@ -52,6 +54,12 @@ class ManagedEngine:
         self._spawning: asyncio.Task[ProcessRecord] | None = None
         self._num_failed_starts = 0
         self._num_restarts = 0
+
+    @property
+    def started(self) -> int:
+        """Another number each time its process starts; 0 before."""
+        record = self._record
+        return 0 if record is None else xxhash.xxh3_64_intdigest(record.nonce.encode())
 
     async def start(self) -> None:
         """Adopt the living engine or start one, and wait until it answers.
@@ -207,7 +215,13 @@ class AttachedEngine:
         self.client = EngineClient(settings.url, api_key=settings.api_key)
         self.state = EnginePhase.STARTING
         self.stage = "connecting"
+        self._num_starts = 0
         self._settings = settings
+
+    @property
+    def started(self) -> int:
+        """How often it came to answer: what it held before may be gone."""
+        return self._num_starts
 
     async def start(self) -> None:
         """Wait a few seconds for `/health`. Raises EngineError naming the URL."""
@@ -234,6 +248,7 @@ class AttachedEngine:
         await self.client.close()
 
     def _mark(self, *, is_healthy: bool) -> None:
+        self._num_starts += is_healthy and self.state is not EnginePhase.READY
         self.state = EnginePhase.READY if is_healthy else EnginePhase.UNREACHABLE
         self.stage = "ready" if is_healthy else f"no answer from {self.client.base_url}"
 

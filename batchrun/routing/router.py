@@ -1,80 +1,47 @@
-"""What a router is given, and what it answers: the engines for a call, best first.
-
-The gateway asks for online calls, the daemon for rows, the simulator for both. A caller offers only
-engines that may be had at all and keeps what is its own (windows, suspects, engines that were
-refused): it filters, the router ranks.
-"""
+"""What a router is asked, and what it answers: the engines for a call, best first."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+import random
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
 
-if TYPE_CHECKING:
-    from batchrun.pool.prefix_keys import KeyArray
-
-
-@dataclass(slots=True)
-class Load:
-    """What the caller has on one engine: calls in flight, their prompt tokens as far as it knows
-    them, and the calls that it has sent there so far."""
-
-    num_in_flight: int = 0
-    tokens_in_flight: int = 0
-    num_sent: int = 0
-
-    def add(self, tokens: int = 0) -> None:
-        """A call goes to the engine."""
-        self.num_in_flight += 1
-        self.tokens_in_flight += tokens
-        self.num_sent += 1
-
-    def remove(self, tokens: int = 0) -> None:
-        """A call has left it."""
-        self.num_in_flight -= 1
-        self.tokens_in_flight -= tokens
+from batchrun.routing.engine_book import Call, EngineBook, Sent
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Call:
-    """An online call, or a row of a job (`is_offline`).
+class Router(ABC):
+    """Ranks the engines of a book, which it knows by number.
 
-    `prefix` are the chained keys of the prompt's chunks from the first on, None where the caller
-    does not know them. Rows of one job with the same `group` are for one engine; None: no group.
-    Tokens are 0 where they are not known.
+    A caller offers only engines that may be had at all and keeps what is its own (windows,
+    suspects, engines that were refused): it filters, the router ranks. The caller reports a call's
+    way here, and the router to the book. Instants are those of the book.
     """
 
-    prompt_tokens: int = 0
-    is_offline: bool = False
-    group: int | None = None
-    prefix: KeyArray | None = None
+    def __init__(self, book: EngineBook, rng: random.Random) -> None:
+        self.book = book
+        self.rng = rng
+        self.num_sent: Counter[int] = Counter()
 
+    @abstractmethod
+    def rank(self, call: Call, engines: Sequence[int], now_s: float) -> list[int]:
+        """These engines, all of them, of which there is one at least, best first."""
 
-class Router(Protocol):
-    """Ranks engines, which it knows by number. Instants are on one clock of the caller's. A router
-    that needs only `rank` inherits the rest."""
-
-    def rank(self, call: Call, loads: Mapping[int, Load], now_s: float) -> list[int]:
-        """The engines of `loads`, all of them, best first. `loads` always has the same order."""
-        ...
-
-    def sent(self, call: Call, engine: int, now_s: float) -> None:
+    def sent(self, call: Call, engine: int, now_s: float) -> Sent:
         """The call went to this engine, whatever its rank was."""
+        self.num_sent[engine] += 1
+        return self.book.sent(call, engine, now_s)
+
+    def first_token(self, sent: Sent, now_s: float) -> None:
+        """Its first token has come."""
+        self.book.first_token(sent, now_s)
 
     def ended(
         self,
-        call: Call,
-        engine: int,
+        sent: Sent,
         now_s: float,
         cached_tokens: int | None = None,
         output_tokens: int | None = None,
     ) -> None:
-        """The call has left the engine, which may have `left` before. None: nothing is known, or
-        the call was not answered."""
-
-    def evicted(self, engine: int, keys: Sequence[int]) -> None:
-        """The engine holds these chunks no more."""
-
-    def left(self, engine: int) -> None:
-        """The engine has died or was removed: what it held is gone. It may come back, empty."""
+        """See `EngineBook.ended`."""
+        self.book.ended(sent, now_s, cached_tokens, output_tokens)

@@ -14,8 +14,10 @@ from operator import attrgetter
 
 from batchrun.config import STOCK_POLICY
 from batchrun.daemon.engine_link import RENEW_S
+from batchrun.daemon.prices import prices_of
 from batchrun.estimator.step_time import AnyModel
 from batchrun.hints import HINT_KEY
+from batchrun.routing.engine_book import EngineTraits, Prices
 from batchrun.simulator.feeding import EPOCH, RowFeed
 from batchrun.simulator.online import OnlineRouter
 from batchrun.simulator.virtual.engine import (
@@ -98,6 +100,17 @@ class EnginePlan:
     steps_one_by_one: bool = False
     front_end: FrontEndTimes | None = None
 
+    @property
+    def traits(self) -> EngineTraits:
+        """What the gateway knows of such an engine; its speed where there is a profile."""
+        shape = self.shape
+        return EngineTraits(
+            kv_tokens=(shape.num_blocks - 1) * shape.block_tokens,
+            max_running=shape.max_num_seqs,
+            budget_tokens=shape.token_budget,
+            prices=prices_of(self.believed[0]) if self.believed else Prices(),
+        )
+
 
 class Engines:
     """Runs `num` engines side by side, fed by a gateway and a daemon.
@@ -113,11 +126,12 @@ class Engines:
         ]
         self.after_step: Callable[[int], None] = lambda index: None
         self.at_end: Callable[[int, RequestRecord], None] = lambda index, record: None
-        self._feed = feed
+        self._router, self._feed = router, feed
         self._renew_at_s = [0.0] * num
         self._is_idle = [False] * num
         feed.num_running = self._num_running
         for index, engine in enumerate(self.engines):
+            engine.start_listeners.append(partial(self._started, index))
             engine.end_listeners.append(partial(self._ended, index))
 
     @property
@@ -168,10 +182,17 @@ class Engines:
         running = self.engines[index].scheduler.running
         return sum(not records[request.request_id].is_online for request in running)
 
+    def _started(self, index: int, record: RequestRecord) -> None:
+        if record.is_online:
+            self._router.started(record.request_id, self.engines[index].now_s)
+
     def _ended(self, index: int, record: RequestRecord) -> None:
         self.at_end(index, record)
-        if not record.is_online:
-            self._feed.ended(record, self.engines[index].now_s)
+        now_s = self.engines[index].now_s
+        if record.is_online:
+            self._router.ended(record, now_s)
+        else:
+            self._feed.ended(record, now_s)
 
 
 def _engine(plan: EnginePlan, sources: Sequence[TrafficSource]) -> VirtualEngine:

@@ -19,7 +19,6 @@ from batchrun.pool.fair_share import JobTurns
 from batchrun.pool.prefix_keys import IntArray
 from batchrun.pool.radix_tree import build_radix_tree, group_rows
 from batchrun.pool.row_queue import RowQueue, Window
-from batchrun.routing.router import Router
 from batchrun.simulator.offline_jobs import Keys, OfflineJob, key_of, shared_tokens
 from batchrun.simulator.online import EnginePort
 from batchrun.simulator.virtual.engine import Arrival, BlockHashes, RequestRecord, hash_blocks
@@ -108,16 +107,15 @@ class RowFeed:
         num_engines: int,
         seed: int,
         block_tokens: int,
-        router: Router | None = None,
     ) -> None:
         by_time = sorted(jobs, key=lambda job: job.submit_s)
         self.jobs = [ActiveRows(job, i, key_of(seed, i)) for i, job in enumerate(by_time)]
         self.sent: dict[str, SentRow] = {}
         self.num_running: Callable[[int], int] = lambda engine: 0
         self.ports = [EnginePort(self) for _ in range(num_engines)]
-        self.assigner: Assigner[ActiveRows, SimulatedSlot] = Assigner(
-            [self._slot(index) for index in range(num_engines)], router
-        )
+        self.assigner: Assigner[ActiveRows, SimulatedSlot] = Assigner([
+            self._slot(index) for index in range(num_engines)
+        ])
         self._block_tokens = block_tokens
         self._num_joined = 0
         self._next_rank = URGENT_LEAD
@@ -164,7 +162,7 @@ class RowFeed:
         job.computed_tokens += usage.num_prompt_tokens - usage.num_cached_tokens + num_output_tokens
         job.expected_tokens += job.costs[sent.row]
         sent.slot.release(sent)
-        self.assigner.settle(sent, usage, now_s)
+        self.assigner.settle(sent, usage)
         self._ask_at_s = min(self._ask_at_s, now_s)
         if job.queue.is_finished:
             job.finished_at_s = now_s

@@ -10,16 +10,16 @@ from typing import Protocol
 
 import numpy as np
 
-from batchrun.routing.router import Call, Load, Router
-from batchrun.routing.routers import make_router
+from batchrun.routing.engine_book import Call, EngineBook, EngineTraits, Sent
+from batchrun.routing.routers import DEFAULT_ROUTER, make_router
 from batchrun.simulator.offline_jobs import Keys, LogNormalTokens, key_of, mixed, prompt_of
 from batchrun.simulator.traces.trace import Floats, Ints, PrefixBlocks, Trace
-from batchrun.simulator.virtual.engine import Arrival
+from batchrun.simulator.virtual.engine import Arrival, RequestRecord
 
 NO_KEYS: Keys = np.empty(0, np.uint64)
 PREFIX = "online-"
-CALL = Call()
-"""All that the gateway tells its router of a call that is not offline work."""
+START_S = 1.0
+"""What the book's clock, which is positive, is ahead of the engines'."""
 MIN_RATE_PER_S = 0.05
 
 
@@ -127,28 +127,29 @@ class Sender(Protocol):
 
 
 class OnlineRouter:
-    """The gateway: each call goes to the engine that the router ranks first.
+    """The gateway: each call goes to the engine that the router of this name ranks first.
 
     No call limits its answer: engines with a context of `max_model_len` learn of an answer's length
-    by its end. The calls on an engine are counted as of the clock of the engine that is behind;
-    another one may be a step ahead. `num_arrived` counts the calls made so far.
+    by its end. What the engines have is as of the clock of the one that is behind; another one may
+    be a step ahead. `num_arrived` counts the calls made so far.
     """
 
     def __init__(
         self,
         calls: CallTrace,
-        num_engines: int,
+        engines: Sequence[EngineTraits],
         seed: int,
         max_model_len: int,
-        router: Router | None = None,
+        router: str = DEFAULT_ROUTER,
     ) -> None:
         self._calls = calls
         self._max_model_len = max_model_len
-        self._router = router or make_router()
+        self._numbers = range(len(engines))
+        self.router = make_router(router, EngineBook.of(engines), seed)
         self._arrival_s: list[float] = calls.arrival_s.tolist()
         self._seed_key = key_of(seed, 1)
-        self._loads = {index: Load() for index in range(num_engines)}
-        self.ports = [OnlinePort(self, index) for index in range(num_engines)]
+        self._sent: dict[str, Sent] = {}
+        self.ports = [EnginePort(self) for _ in engines]
         self.num_arrived = 0
 
     @property
@@ -160,36 +161,46 @@ class OnlineRouter:
     def send(self, now_s: float) -> None:
         """Give all calls made by now to engines."""
         while self.next_due_s <= now_s:
-            at_s = self.next_due_s
-            index = self._router.rank(CALL, self._loads, at_s)[0]
-            self._router.sent(CALL, index, at_s)
-            self._loads[index].add()
-            self.ports[index].waiting.append(self._arrival(self.num_arrived))
+            at_s = self.next_due_s + START_S
+            chain, piece_tokens = self._prefix(self.num_arrived)
+            num_tokens = int(self._calls.num_prompt_tokens[self.num_arrived])
+            call = Call(num_tokens, chain, piece_tokens)
+            index = self.router.rank(call, self._numbers, at_s)[0]
+            arrival = self._arrival(self.num_arrived, chain, piece_tokens)
+            self._sent[arrival.request_id] = self.router.sent(call, index, at_s)
+            self.ports[index].waiting.append(arrival)
             self.num_arrived += 1
 
-    def ended(self, engine: int, now_s: float) -> None:
-        """A call on the engine has ended."""
-        self._loads[engine].remove()
-        self._router.ended(CALL, engine, now_s)
+    def started(self, request_id: str, now_s: float) -> None:
+        """The first token of a call has come."""
+        self.router.first_token(self._sent[request_id], now_s + START_S)
 
-    def _arrival(self, index: int) -> Arrival:
-        calls, shared = self._calls, self._calls.prefix
-        num_tokens = int(calls.num_prompt_tokens[index])
-        own_key = key_of(self._seed_key, index)
+    def ended(self, record: RequestRecord, now_s: float) -> None:
+        """A call has ended."""
+        sent = self._sent.pop(record.request_id)
+        output_tokens = len(record.output_token_ids)
+        self.router.ended(sent, now_s + START_S, record.num_hit_tokens, output_tokens)
+
+    def _prefix(self, index: int) -> tuple[Keys, float]:
+        """The keys of the blocks that the call's prompt may share, and their tokens."""
+        shared = self._calls.prefix
         if shared is None:
-            prompt = prompt_of(NO_KEYS, 1.0, num_tokens, own_key)
-        else:
-            hashes = shared.of_request(index).astype(np.uint64)
-            # Two blocks of one text in different places have different KV.
-            chain = np.bitwise_xor.accumulate(mixed(hashes, np.arange(len(hashes))))
-            prompt = prompt_of(chain, shared.block_tokens, num_tokens, own_key)
+            return NO_KEYS, 1.0
+        hashes = shared.of_request(index).astype(np.uint64)
+        # Two blocks of one text in different places have different KV.
+        chain: Keys = np.bitwise_xor.accumulate(mixed(hashes, np.arange(len(hashes))))
+        return chain, float(shared.block_tokens)
+
+    def _arrival(self, index: int, chain: Keys, piece_tokens: float) -> Arrival:
+        num_tokens = int(self._calls.num_prompt_tokens[index])
+        prompt = prompt_of(chain, piece_tokens, num_tokens, key_of(self._seed_key, index))
         return Arrival(
             f"{PREFIX}{index}",
             True,
             self._arrival_s[index],
             prompt.tolist(),
             self._max_model_len - num_tokens,
-            num_output_tokens=int(calls.num_output_tokens[index]),
+            num_output_tokens=int(self._calls.num_output_tokens[index]),
         )
 
 
@@ -219,26 +230,6 @@ class EnginePort:
 
     def on_finished(self, request_id: str) -> None:
         """Told of the end of every request of the engine."""
-
-
-class OnlinePort(EnginePort):
-    """The calls of one engine."""
-
-    def __init__(self, router: OnlineRouter, engine: int) -> None:
-        super().__init__(router)
-        self._router = router
-        self._engine = engine
-        self._looked_at_s = 0.0
-
-    def take_due(self, now_s: float) -> list[Arrival]:
-        """The calls made by now."""
-        self._looked_at_s = now_s
-        return super().take_due(now_s)
-
-    def on_finished(self, request_id: str) -> None:
-        """The gateway counts the call no more."""
-        if request_id.startswith(PREFIX):
-            self._router.ended(self._engine, self._looked_at_s)
 
 
 def windows_of(calls: CallTrace, duration_s: float, num: int, window_s: float, seed: int) -> Calls:

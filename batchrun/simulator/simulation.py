@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from batchrun.errors import DataError
+from batchrun.routing.routers import DEFAULT_ROUTER
 from batchrun.simulator.cluster import EnginePlan, Engines
 from batchrun.simulator.feeding import ActiveRows, RowFeed
 from batchrun.simulator.offline_jobs import OfflineJob
@@ -29,6 +30,7 @@ class SimulationPlan:
 
     The same plan gives the same figures and the same records to the last bit. Only calls that
     arrive in the seconds [from, to) of `judged_s` are judged; those around them are the load.
+    `router` names who chooses their engines.
     """
 
     duration_s: float
@@ -39,6 +41,7 @@ class SimulationPlan:
     slo: Slo = field(default_factory=Slo)
     seed: int = 0
     judged_s: tuple[float, float] = (0.0, math.inf)
+    router: str = DEFAULT_ROUTER
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +141,13 @@ class Simulation:
         num = plan.num_engines
         block_tokens = plan.engine.shape.block_tokens
         self.feed = RowFeed(plan.jobs, num, plan.seed, block_tokens) if feed is None else feed
-        self.router = OnlineRouter(plan.calls, num, plan.seed, plan.engine.shape.max_model_len)
+        self.router = OnlineRouter(
+            plan.calls,
+            [plan.engine.traits] * num,
+            plan.seed,
+            plan.engine.shape.max_model_len,
+            plan.router,
+        )
         self.engines = Engines(plan.engine, self.router, self.feed)
         self.watch = Watch(
             self.engines, self.router, self.feed, tables, slo=plan.slo, judged_s=plan.judged_s

@@ -112,7 +112,7 @@ class AssignMachine(RuleBasedStateMachine):
         job, row = assignment.job, assignment.row
         usage = Usage(50, 8, cached)
         assignment.slot.release(assignment)
-        self.assigner.settle(assignment, usage, self.now_s)
+        self.assigner.settle(assignment, usage)
         job.trials.clear(row)
         job.queue.finish(row)
         told = self.jobs[job.record.id]
@@ -189,7 +189,7 @@ class AssignMachine(RuleBasedStateMachine):
         self.in_flight.remove(assignment)
         assignment.slot.release(assignment)
         ready_at_s = self.now_s + delay_s
-        self.assigner.give_back(assignment, self.now_s, ready_at_s=ready_at_s)
+        self.assigner.give_back(assignment, ready_at_s=ready_at_s)
 
 
 def test_no_row_is_lost_doubled_or_left_behind() -> None:

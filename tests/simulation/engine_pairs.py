@@ -11,7 +11,8 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from batchrun.simulator.online import Calls, OnlinePort, OnlineRouter
+from batchrun.routing.engine_book import EngineTraits
+from batchrun.simulator.online import Calls, EnginePort, OnlineRouter
 from batchrun.simulator.virtual.engine import Timing, TrafficSource, VirtualEngine
 from batchrun.simulator.virtual.setup import A100Law, EngineShape
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
@@ -108,18 +109,18 @@ def first_difference(
 
 def online_source(
     duration_s: float, seed: int, scenario: Scenario | None = None, *, num_systems: int = 0
-) -> OnlinePort:
+) -> EnginePort:
     """The calls of a scenario (default: a100-8b); `num_systems` system prompts before most."""
     calls = draw_calls(replace(scenario or a100_8b(), duration_s=duration_s), seed)
     return _Users(calls, seed, num_systems) if num_systems else callers(calls, seed)
 
 
-class _Users(OnlinePort):
+class _Users(EnginePort):
     """Users behind a few applications, each with its system prompt; some call with none."""
 
     def __init__(self, calls: Sequence[Any], seed: int, num_systems: int) -> None:
-        router = OnlineRouter(Calls.of(calls), 1, seed, EngineShape().max_model_len)
-        super().__init__(router, 0)
+        router = OnlineRouter(Calls.of(calls), [EngineTraits()], seed, EngineShape().max_model_len)
+        super().__init__(router)
         router.ports = [self]
         self._choice = random.Random(seed)
         self._systems: list[list[int]] = [[]]

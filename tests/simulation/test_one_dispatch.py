@@ -109,13 +109,13 @@ class DaemonSide:
     def end(self, row: Row, now_s: float) -> None:
         row.job.queue.finish(row.row)
         row.slot.release(row)
-        self.assigner.settle(row, usage_of(row), now_s)
+        self.assigner.settle(row, usage_of(row))
         if row.job.queue.is_finished:
             self.assigner.leave(row.job)
 
     def give_back(self, row: Row, now_s: float, ready_at_s: float) -> None:
         row.slot.release(row)
-        self.assigner.give_back(row, now_s, ready_at_s=ready_at_s)
+        self.assigner.give_back(row, ready_at_s=ready_at_s)
 
 
 class SimulatorSide:
@@ -147,7 +147,7 @@ class SimulatorSide:
     def give_back(self, row: Row, now_s: float, ready_at_s: float) -> None:
         del self.feed.sent[self.names.pop(id(row))]
         row.slot.release(row)
-        self.feed.assigner.give_back(row, now_s, ready_at_s=ready_at_s)
+        self.feed.assigner.give_back(row, ready_at_s=ready_at_s)
 
 
 def offline_job(job: Comes) -> OfflineJob:

@@ -15,13 +15,14 @@ from fastapi.routing import APIRoute
 
 from batchrun.daemon.daemon import Daemon
 from batchrun.jobs.results.file_bytes import FileBytes
-from batchrun.routing.routers import make_router
 from batchrun.server.api.batches import ENDPOINTS, KEYS, Batches, batches_router
 from batchrun.server.api.files import Files, files_router
 from batchrun.server.api.upload import FILE_FIELD, PURPOSES, TEXT_FIELDS
 from batchrun.server.gateway.admission import Door, KeyRing
 from batchrun.server.gateway.app import Gateway, GatewaySettings, document_json, load_document
-from batchrun.server.gateway.forward import Balancer, Forwarder, open_session
+from batchrun.server.gateway.balancer import Balancer
+from batchrun.server.gateway.forward import Forwarder, open_session
+from batchrun.server.gateway.shared_book import SharedBook, create
 from batchrun.store.database import Store
 
 DOCUMENT = load_document()
@@ -157,8 +158,10 @@ async def test_the_document_has_the_routes_that_are_there_and_no_others(
     store: Store, tmp_path: Path
 ) -> None:
     settings = GatewaySettings("127.0.0.1", 0, tmp_path / "upstreams.json")
+    create(tmp_path / "book", 1)
+    shared = SharedBook(tmp_path / "book", 1, 0)
     async with open_session() as session:
-        gateway = Gateway(settings, Forwarder(Balancer(make_router()), session), Door(KeyRing()))
+        gateway = Gateway(settings, Forwarder(Balancer(shared), session), Door(KeyRing()))
     served = {(method, path) for path, (method, _) in gateway._own.items()}
     served |= daemon_routes(files_router(Files(store, FileBytes(tmp_path)), []))
     # Of the daemon nothing is asked here.

@@ -42,7 +42,7 @@ def end(assigner: Rows, assignment: SentRow) -> None:
     """The row is done, at the cost that was expected."""
     job, row = assignment.job, assignment.row
     assignment.slot.release(assignment)
-    assigner.settle(assignment, Usage(ROW_TOKENS - 128, 128, 0), 0.0)
+    assigner.settle(assignment, Usage(ROW_TOKENS - 128, 128, 0))
     job.queue.finish(row)
 
 
@@ -57,7 +57,7 @@ def run(assigner: Rows, seconds: float, rows_per_s: int, now_s: float = 0.0) -> 
         ended.append(first.job.record.id)
     for assignment in in_flight:
         assignment.slot.release(assignment)
-        assigner.give_back(assignment, now_s)
+        assigner.give_back(assignment)
     return ended
 
 
@@ -109,7 +109,7 @@ def test_rows_of_a_job_that_left_are_nobodys(assigner: Rows) -> None:
 
     assigner.leave(job)
     end(assigner, first)
-    assigner.give_back(second, 0.0)
+    assigner.give_back(second)
 
     assert assigner.assign(0.0) == ([], None)
     assert assigner.turns._shares.num_in_flight == 0

@@ -7,8 +7,7 @@ from batchrun.daemon.engine_link import Slot
 from batchrun.engine.command import AttachedSettings
 from batchrun.engine.engine import AttachedEngine
 from batchrun.pool.row_queue import Window
-from batchrun.routing.router import Call
-from batchrun.routing.routers import make_router
+from batchrun.routing.group_homes import GroupHomes
 from batchrun.types import EnginePhase
 
 ROWS = 8
@@ -29,9 +28,8 @@ def fill(slot: Slot, num_rows: int) -> None:
 def choose(
     slots: list[Slot], group: int, tokens: int = 10, *, is_urgent: bool = False
 ) -> Slot | None:
-    call = Call(tokens, is_offline=True, group=group)
-    demand = Demand(call, is_urgent=is_urgent)
-    engine = choose_engine(dict(enumerate(slots)), demand, make_router(), 9.0)
+    demand = Demand(tokens, group, is_urgent=is_urgent)
+    engine = choose_engine(dict(enumerate(slots)), demand, GroupHomes(), 9.0)
     return None if engine is None else slots[engine]
 
 

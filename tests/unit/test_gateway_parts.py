@@ -13,17 +13,13 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from batchrun.errors import ConfigError
 from batchrun.hints import SloBounds
 from batchrun.keys import is_loopback
-from batchrun.routing.router import Call
-from batchrun.routing.routers import make_router
 from batchrun.server.gateway.admission import choose_class
 from batchrun.server.gateway.app import parse_listen
 from batchrun.server.gateway.envelope import as_envelope
-from batchrun.server.gateway.forward import COOLDOWN_S, Balancer
 from batchrun.server.gateway.http import STALLED_READER_S, bind
 from batchrun.server.gateway.replies import Rewriting
 from batchrun.server.gateway.upstreams import FollowedFile, Upstream, Upstreams, read_upstreams
 
-CALL = Call()
 ONE, TWO = Upstream("one", "http://h:1"), Upstream("two", "http://h:2")
 
 
@@ -108,34 +104,6 @@ async def test_a_broken_or_missing_file_keeps_the_last_good_list(tmp_path: Path)
     write(path, {"engines": []})
     await file.refresh()
     assert lists == [Upstreams((ONE,)), Upstreams(())]
-
-
-def test_the_engine_with_the_fewest_calls_in_flight_comes_first() -> None:
-    balancer = Balancer(make_router())
-    balancer.replace([ONE, TWO])
-    with balancer.sending(ONE, CALL):
-        assert balancer.candidates(CALL, now_s=0) == [TWO, ONE]
-        with balancer.sending(TWO, CALL), balancer.sending(TWO, CALL):
-            assert balancer.candidates(CALL, now_s=0) == [ONE, TWO]
-    assert balancer.candidates(CALL, now_s=0) == [ONE, TWO]
-
-
-def test_an_engine_that_refused_comes_last_until_it_has_cooled_down() -> None:
-    balancer = Balancer(make_router())
-    balancer.replace([ONE, TWO])
-    balancer.mark_down(ONE, now_s=10)
-    assert balancer.candidates(CALL, now_s=10) == [TWO, ONE]
-    assert balancer.candidates(CALL, now_s=10 + COOLDOWN_S) == [ONE, TWO]
-
-
-def test_counts_survive_a_new_list() -> None:
-    balancer = Balancer(make_router())
-    balancer.replace([ONE])
-    with balancer.sending(ONE, CALL):
-        balancer.replace([ONE, TWO])
-        assert balancer.candidates(CALL, now_s=0) == [TWO, ONE]
-        balancer.replace([])
-    assert balancer.candidates(CALL, now_s=0) == []
 
 
 @pytest.mark.parametrize(

@@ -1,54 +1,154 @@
-"""Which engine the routers rank first."""
+"""How routers rank engines, and what they know of them."""
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 
-from batchrun.routing.router import Call, Load
-from batchrun.routing.routers import DEFAULT_ROUTER, ROUTERS, make_router
+from batchrun.pool.prefix_keys import KeyArray
+from batchrun.routing.engine_book import Call, EngineBook, EngineTraits, Prices
+from batchrun.routing.group_homes import GroupHomes, RowLoad
+from batchrun.routing.prefix_map import Arrays, PrefixMap
+from batchrun.routing.routers import ROUTERS, make_router
 
-ONLINE = Call(prompt_tokens=100)
+NO_KEYS: KeyArray = np.empty(0, np.uint64)
+PIECE_TOKENS = 256
+
+
+def keys(seed: int, num: int) -> KeyArray:
+    return np.random.default_rng(seed).integers(1, 1 << 63, num, dtype=np.uint64)
+
+
+def call(prompt_tokens: int = 100, seed: int = 0, num_pieces: int = 0) -> Call:
+    return Call(prompt_tokens, keys(seed, num_pieces), PIECE_TOKENS)
+
+
+def book_of(num: int, traits: EngineTraits | None = None) -> EngineBook:
+    return EngineBook.of([traits or EngineTraits()] * num)
 
 
 @pytest.mark.parametrize("name", ROUTERS)
-@pytest.mark.parametrize("call", [ONLINE, Call(100, is_offline=True, group=7)])
-def test_every_router_ranks_all_engines_there_are_and_no_other(name: str, call: Call) -> None:
-    router = make_router(name)
-    loads = {4: Load(3, 30), 2: Load(1, 900), 9: Load()}
-    for _ in range(5):
-        ranked = router.rank(call, loads, 1.0)
-        assert sorted(ranked) == [2, 4, 9]
-        router.sent(call, ranked[0], 1.0)
-        router.ended(call, ranked[0], 2.0)
-    router.left(4)
-    del loads[4]
-    assert sorted(router.rank(call, loads, 3.0)) == [2, 9]
-    assert router.rank(call, {}, 4.0) == []
+@pytest.mark.parametrize("sent", [call(), call(5_000, 1, 19)])
+def test_every_router_ranks_the_engines_it_is_asked_for_and_no_other(name: str, sent: Call) -> None:
+    router = make_router(name, book_of(4))
+    for at_s in range(1, 9):
+        ranked = router.rank(sent, [3, 1, 2], float(at_s))
+        assert sorted(ranked) == [1, 2, 3]
+        way = router.sent(sent, ranked[0], float(at_s))
+        router.first_token(way, at_s + 0.5)
+        router.ended(way, at_s + 1.0, 0, 10)
+    router.book.left(1)
+    assert sorted(router.rank(sent, [2, 3], 20.0)) == [2, 3]
 
 
-def test_a_call_goes_where_the_fewest_are_in_flight_then_where_the_fewest_were() -> None:
-    loads = {
-        0: Load(2, num_sent=2),
-        1: Load(1, num_sent=9),
-        2: Load(1, num_sent=8),
-        3: Load(1, 0, 8),
-    }
-    assert make_router("least").rank(ONLINE, loads, 0.0) == [2, 3, 1, 0]
+def test_an_unknown_name_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match=r"must be one of cost, least, .* not 'leest'"):
+        make_router("leest", book_of(1))
+
+
+def test_a_load_is_what_was_sent_and_has_not_moved_or_ended() -> None:
+    book = book_of(1)
+    first, second = book.sent(call(1_000), 0, 1.0), book.sent(call(500), 0, 1.0)
+    load = book.loads([0], 1.0)[0]
+    assert (load.calls, load.waiting_calls, load.waiting_tokens) == (2, 2, 1_500)
+    prices = Prices()
+    both_s = prices.prefill_s(1_000, 0) + prices.prefill_s(500, 0)
+    assert load.waiting_s == pytest.approx(both_s)
+    assert book.loads([0], 1.02)[0].waiting_s == pytest.approx(both_s - 0.02)
+    book.first_token(first, 1.1)
+    book.ended(second, 1.2)
+    load = book.loads([0], 1.2)[0]
+    assert (load.calls, load.waiting_calls, load.prompt_tokens) == (1, 0, 1_000)
+    book.ended(first, 1.3, 0, 7)
+    assert book.loads([0], 1.3)[0].calls == 0
+
+
+def test_a_hot_prefix_gets_a_second_home_once_its_queue_costs_more() -> None:
+    router = make_router("cost", book_of(2))
+    hot = call(20_000, 5, 78)
+    router.ended(router.sent(hot, 1, 1.0), 2.0, 0, 20)
+    assert router.rank(hot, [0, 1], 3.0)[0] == 1
+    for _ in range(4):
+        router.sent(call(30_000, random.randrange(1 << 30), 117), 1, 3.0)
+    assert router.rank(hot, [0, 1], 3.0)[0] == 0
+
+
+def test_nothing_shared_goes_where_least_is_to_be_done() -> None:
+    router = make_router("cost", book_of(3))
+    for engine, num in enumerate((3, 1, 2)):
+        for _ in range(num):
+            router.sent(call(800), engine, 1.0)
+    assert router.rank(call(400), [0, 1, 2], 1.0) == [1, 2, 0]
+
+
+def test_an_engine_at_its_slots_is_passed_over() -> None:
+    router = make_router("cost", book_of(2, EngineTraits(max_running=4)))
+    for _ in range(4):
+        router.first_token(router.sent(call(10), 0, 1.0), 1.0)
+    for _ in range(3):
+        router.sent(call(900), 1, 1.0)
+    assert router.rank(call(10), [0, 1], 1.0)[0] == 1
+
+
+def test_a_cache_holds_what_was_used_last_and_nothing_else() -> None:
+    prefixes = PrefixMap(Arrays.private(1 << 10, 2))
+    documents = [keys(i, 20) for i in range(6)]
+    for at_s, document in enumerate(documents, start=1):
+        prefixes.touch(0, document, float(at_s), room_pieces=60)
+    held = [int(prefixes.num_held(document, [0, 1])[0]) for document in documents]
+    assert held[3:] == [20, 20, 20]
+    assert held[:2] == [0, 0]
+    assert prefixes.evicted_share(0, 10) == 1.0
+    assert prefixes.evicted_share(1, 10) == 0.0
+    assert prefixes.num_held(documents[5], [1, 0]).tolist() == [0, 20]
+    prefixes.clear(0)
+    assert prefixes.num_held(documents[5], [0]).tolist() == [0]
+
+
+def test_only_pieces_that_were_used_again_are_missed_when_they_go() -> None:
+    once, again = PrefixMap(Arrays.private(1 << 10, 1)), PrefixMap(Arrays.private(1 << 10, 1))
+    for i in range(200):
+        once.touch(0, keys(i, 10), float(i + 1), room_pieces=50)
+        again.touch(0, keys(i // 2, 10), float(i + 1), room_pieces=50)
+    assert once.reuse_share == 0.0
+    assert again.reuse_share > 0.8
+
+
+def test_a_map_that_is_full_forgets_what_was_used_longest_ago() -> None:
+    prefixes = PrefixMap(Arrays.private(64, 1))
+    for i in range(100):
+        prefixes.touch(0, keys(i, 4), float(i + 1), room_pieces=1e9)
+    assert prefixes.num_pieces(0) <= 64
+    assert prefixes.num_held(keys(99, 4), [0]).tolist() == [4]
+    assert prefixes.num_held(keys(0, 4), [0]).tolist() == [0]
+
+
+def test_replies_with_fewer_cached_tokens_than_foretold_shrink_what_is_believed() -> None:
+    def copies_of(cached_tokens: int) -> int:
+        book = book_of(1, EngineTraits(kv_tokens=64 * PIECE_TOKENS))
+        for i in range(40):
+            sent = book.sent(call(20 * PIECE_TOKENS, i % 3, 20), 0, float(i + 1))
+            book.ended(sent, i + 1.5, cached_tokens if sent.cached_tokens else 0, 5)
+        return book.prefixes.num_pieces(0)
+
+    assert copies_of(20 * PIECE_TOKENS) == 60
+    assert copies_of(0) < 60
 
 
 def test_a_groups_rows_go_to_its_engine_however_full_it_is_then_by_tokens() -> None:
-    loads = {5: Load(1, 500), 6: Load(9, 900), 7: Load(7, 100)}
-    router = make_router(DEFAULT_ROUTER)
-    ranked = [router.rank(Call(10, is_offline=True, group=i), loads, 0.0) for i in range(4)]
+    loads = {5: RowLoad(1, 500), 6: RowLoad(9, 900), 7: RowLoad(7, 100)}
+    homes = GroupHomes()
+    ranked = [homes.rank(i, loads) for i in range(4)]
     assert ranked == [[5, 7, 6], [6, 7, 5], [7, 5, 6], [5, 7, 6]]
 
 
 def test_an_engine_that_is_away_takes_no_group_from_the_others() -> None:
-    loads, router = {engine: Load() for engine in range(4)}, make_router(DEFAULT_ROUTER)
+    loads, homes = {engine: RowLoad() for engine in range(4)}, GroupHomes()
 
-    def owners(loads: dict[int, Load]) -> list[int]:
-        calls = [Call(10, is_offline=True, group=i) for i in range(12)]
-        return [router.rank(call, loads, 0.0)[0] for call in calls]
+    def owners(loads: dict[int, RowLoad]) -> list[int]:
+        return [homes.rank(i, loads)[0] for i in range(12)]
 
     before = owners(loads)
     without = owners({engine: load for engine, load in loads.items() if engine != 2})
@@ -57,8 +157,3 @@ def test_an_engine_that_is_away_takes_no_group_from_the_others() -> None:
     assert all(kept)
     assert {without[i] for i in range(12) if before[i] == 2} == {0, 1, 3}
     assert owners(loads) == before
-
-
-def test_a_name_that_no_router_has_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ValueError, match="'fastest'; there are least"):
-        make_router("fastest")

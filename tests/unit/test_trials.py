@@ -49,10 +49,10 @@ def run(room: int, kills: Kills, num_rows: int) -> tuple[list[int], list[int], i
             slot.release(assignment)
             row = assignment.row
             if last is not None and not job.trials.is_guilty(row):
-                assigner.give_back(assignment, float(now_s))
+                assigner.give_back(assignment)
                 continue
             (answered if last is None else guilty).append(row)
-            assigner.settle(assignment, Usage(64, 8, 0), float(now_s))
+            assigner.settle(assignment, Usage(64, 8, 0))
             job.trials.clear(row)
             job.queue.finish(row)
     assert job.queue.is_finished

@@ -28,6 +28,7 @@ from batchrun.keys import is_loopback
 from batchrun.server.gateway.admission import read_keys
 from batchrun.server.gateway.app import MAX_BODY_BYTES, GatewaySettings, parse_listen
 from batchrun.server.gateway.http import bind, serve
+from batchrun.server.gateway.shared_book import SUFFIX, create
 
 log = logging.getLogger(__name__)
 
@@ -49,11 +50,13 @@ async def supervise(
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     listen = f"--listen={host}:{settings.port}"
     command = [sys.executable, "-m", "batchrun.server.gateway", *argv]
-    command += ["--worker", "--workers=1", listen]
+    command.append(listen)
     ready = [asyncio.Event() for _ in range(settings.num_workers)]
     keepers = [
-        asyncio.create_task(_keep_one(command, settings.drain_s, stop=stop, ready=event))
-        for event in ready
+        asyncio.create_task(
+            _keep_one([*command, f"--worker={number}"], settings.drain_s, stop=stop, ready=event)
+        )
+        for number, event in enumerate(ready)
     ]
     announcing = asyncio.create_task(_announce(ready, on_ready))
     await stop.wait()
@@ -102,14 +105,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(asctime)s gateway[%(process)d] %(levelname)s %(message)s")
     try:
         settings = _settings(options)
-        sock = _listen(settings, is_worker=options.worker)
+        sock = _listen(settings, is_worker=options.worker is not None)
     except BatchrunError as error:
         sys.stderr.write(f"batchrun gateway: {error}\n")
         return error.exit_code
     # What is imported stays: to look through it again and again would hold up every stream.
     gc.freeze()
     with sock:
-        uvloop.run(_run(argv, settings, sock, is_worker=options.worker))
+        uvloop.run(_run(argv, settings, sock, is_worker=options.worker is not None))
     return 0
 
 
@@ -123,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--body-idle-s", default=30.0, type=float, help="longest pause in an upload, in seconds")
     add("--max-body-bytes", default=MAX_BODY_BYTES, type=int)
     add("--keys", type=Path, metavar="FILE", help="JSON list of API keys; left out: none needed")
-    add("--worker", action="store_true", help=argparse.SUPPRESS)
+    add("--worker", type=int, metavar="NUMBER", help=argparse.SUPPRESS)
     return parser
 
 
@@ -147,6 +150,7 @@ def _settings(options: argparse.Namespace) -> GatewaySettings:
         upstreams_path=options.upstreams,
         keys_path=options.keys,
         num_workers=options.workers,
+        worker=options.worker or 0,
         drain_s=options.drain_s,
         body_idle_s=options.body_idle_s,
         max_body_bytes=options.max_body_bytes,
@@ -180,7 +184,9 @@ async def _run(
 
     if is_worker:
         _stop_at_end_of_input(stop)
-    if bound.num_workers > 1:
+    else:
+        create(bound.upstreams_path.with_suffix(SUFFIX), bound.num_workers)
+    if bound.num_workers > 1 and not is_worker:
         await supervise(argv, bound, stop=stop, on_ready=announce)
     else:
         await serve(bound, sock, stop=stop, on_ready=announce)

@@ -28,7 +28,7 @@ from multidict import CIMultiDictProxy
 from batchrun.hints import SloBounds
 from batchrun.keys import UsageFile, digest, id_in
 from batchrun.server.gateway.envelope import CLASS_HEADER, RefusalError
-from batchrun.server.gateway.replies import CallMeter
+from batchrun.server.gateway.replies import KeyMeter
 from batchrun.server.gateway.upstreams import SloClasses, read_document
 from batchrun.types import DEFAULT_CLASS
 
@@ -202,7 +202,7 @@ class AboutCaller:
 
     key: ApiKey | None = None
     reply_headers: Mapping[str, str] = field(default_factory=dict)
-    meter: CallMeter | None = None
+    meter: KeyMeter | None = None
 
 
 ABOUT_CALLER = web.RequestKey("about_caller", AboutCaller)
@@ -223,7 +223,7 @@ class Door:
         key = self.keys.admit(request.headers.get("Authorization"), path)
         if key is None or self.rates is None or self.usage is None:
             return AboutCaller(key)
-        meter = CallMeter(self.usage, key.seq)
+        meter = KeyMeter(self.usage, key.seq)
         if key.requests_per_minute is None or not path.startswith(COUNTED_PREFIX):
             return AboutCaller(key, meter=meter)
         try:

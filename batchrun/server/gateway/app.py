@@ -77,7 +77,8 @@ MAX_BODY_BYTES = 64 * 2**20
 class GatewaySettings:
     """Settings of a gateway; `port` 0 takes any free port.
 
-    `keys_path` lists the API keys; None: nobody is asked for one. `drain_s`: how long a stream may
+    `keys_path` lists the API keys; None: nobody is asked for one. `worker` is
+    this one's number, of `num_workers`. `drain_s`: how long a stream may
     go on after SIGTERM. `body_idle_s`: the longest pause in an upload. `max_body_bytes` bounds one
     request body.
     """
@@ -87,6 +88,7 @@ class GatewaySettings:
     upstreams_path: Path
     keys_path: Path | None = None
     num_workers: int = 1
+    worker: int = 0
     drain_s: float = 30.0
     body_idle_s: float = 30.0
     max_body_bytes: int = MAX_BODY_BYTES
@@ -133,7 +135,7 @@ class Gateway:
 
     def take_over(self, upstreams: Upstreams) -> None:
         """Go on with a new list of engines and classes."""
-        self._forwarder.balancer.replace(upstreams.engines)
+        self._forwarder.balancer.replace(upstreams.engines, upstreams.router)
         self._slo_classes = upstreams.slo_classes
         self._images.hosts = ImageHosts(upstreams.image_hosts)
 
@@ -187,18 +189,19 @@ class Gateway:
             target=request.rel_url.raw_path_qs,
             body=read_call_body(request.rel_url.raw_path, body, bounds),
         )
-        async with self._forwarder.exchange(call) as (reply, rewriting):
-            return await relay(
-                request,
-                reply,
-                request_id=request_id,
-                rewriting=rewriting,
-                meter=request[ABOUT_CALLER].meter,
-            )
+        meter = request[ABOUT_CALLER].meter
+        async with self._forwarder.exchange(call) as (reply, rewriting, usage):
+            try:
+                return await relay(
+                    request, reply, request_id=request_id, rewriting=rewriting, usage=usage
+                )
+            finally:
+                if meter is not None:
+                    meter.count(usage)
 
     async def _models(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
         model_id = model_id_in(request.rel_url.raw_path)
-        async with self._forwarder.exchange(_call(request, request_id)) as (reply, _):
+        async with self._forwarder.exchange(_call(request, request_id)) as (reply, *_):
             if model_id is None or reply.status != 200:
                 return await relay(request, reply, request_id=request_id)
             return await model_response(reply, model_id=model_id, request_id=request_id)

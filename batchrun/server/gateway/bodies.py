@@ -180,8 +180,9 @@ FLEX = "flex"
 
 @dataclass(frozen=True, slots=True)
 class SteeredBody:
-    """The body of such a call, and what it asks for."""
+    """The body of such a call, as it came and read, and what it asks for."""
 
+    text: bytes
     route: str
     document: Mapping[str, Any]
     hint: Hint
@@ -231,7 +232,9 @@ def read_call_body(route: str, body: bytes, bounds: SloBounds | None) -> bytes |
     document = _parse(body)
     _strip(document)
     if document.get(TIER) == FLEX:
-        return SteeredBody(route, document, FlexHint())
+        return SteeredBody(body, route, document, FlexHint())
     return (
-        strip_hints(body) if bounds is None else SteeredBody(route, document, SloHint(slo=bounds))
+        strip_hints(body)
+        if bounds is None
+        else SteeredBody(body, route, document, SloHint(slo=bounds))
     )

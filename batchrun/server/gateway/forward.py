@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import io
-import itertools
 import logging
-import math
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import aiohttp
 from aiohttp import web
@@ -23,9 +22,8 @@ from yarl import URL
 
 from batchrun.errors import DaemonUnavailableError, EngineError
 from batchrun.home import CALLER_HEADER, GATEWAY_HEADER
-from batchrun.routing.router import Call as RoutedCall
-from batchrun.routing.router import Load, Router
 from batchrun.server.gateway.admission import ABOUT_CALLER
+from batchrun.server.gateway.balancer import Balancer
 from batchrun.server.gateway.bodies import BodyStream, SteeredBody
 from batchrun.server.gateway.envelope import (
     REQUEST_ID,
@@ -33,74 +31,8 @@ from batchrun.server.gateway.envelope import (
     end_to_end,
     forwarded_headers,
 )
-from batchrun.server.gateway.replies import CallMeter, Rewriting, end_all, feed_all
+from batchrun.server.gateway.replies import ReplyUsage, Rewriting, end_all, feed_all
 from batchrun.server.gateway.upstreams import DaemonAt, Upstream, find_daemon
-
-COOLDOWN_S = 5.0
-
-
-@dataclass(slots=True)
-class _Engine:
-    """One upstream as the router knows it, and what this worker has on it."""
-
-    number: int
-    load: Load = field(default_factory=Load)
-    down_until_s: float = -math.inf
-
-
-class Balancer:
-    """Counts calls per engine. `now_s` is any monotonic clock, the same one in all calls."""
-
-    def __init__(self, router: Router) -> None:
-        self._router = router
-        self._engines: dict[Upstream, _Engine] = {}
-        self._numbers = itertools.count()
-
-    @property
-    def upstreams(self) -> tuple[Upstream, ...]:
-        return tuple(self._engines)
-
-    def replace(self, upstreams: Sequence[Upstream]) -> None:
-        """Take over a new list; counts of engines that stay are kept, running calls go on."""
-        before = self._engines
-        self._engines = {
-            upstream: before.get(upstream) or _Engine(next(self._numbers)) for upstream in upstreams
-        }
-        for upstream in before.keys() - self._engines.keys():
-            self._router.left(before[upstream].number)
-
-    def candidates(self, call: RoutedCall, *, now_s: float) -> list[Upstream]:
-        """All engines, best first; those that are the last choice come late, and those that just
-        refused a connection last. An offline call goes first where it can give way to others."""
-        by_number = {engine.number: upstream for upstream, engine in self._engines.items()}
-        loads = {engine.number: engine.load for engine in self._engines.values()}
-
-        def lateness(upstream: Upstream) -> tuple[bool, bool, bool]:
-            is_down = self._engines[upstream].down_until_s > now_s
-            is_unfit = call.is_offline and not upstream.runs_offline_calls
-            return is_down, upstream.is_last_choice, is_unfit
-
-        ranked = [by_number[number] for number in self._router.rank(call, loads, now_s)]
-        return sorted(ranked, key=lateness)
-
-    def mark_down(self, upstream: Upstream, *, now_s: float) -> None:
-        """Try others first for a while, because this engine could not be reached."""
-        if upstream in self._engines:
-            self._engines[upstream].down_until_s = now_s + COOLDOWN_S
-            self._router.left(self._engines[upstream].number)
-
-    @contextmanager
-    def sending(self, upstream: Upstream, call: RoutedCall) -> Iterator[None]:
-        """Count a call as in flight while the block runs; the engine may have left the list."""
-        engine = self._engines.get(upstream) or _Engine(next(self._numbers))
-        engine.load.add()
-        self._router.sent(call, engine.number, time.monotonic())
-        try:
-            yield
-        finally:
-            engine.load.remove()
-            self._router.ended(call, engine.number, time.monotonic())
-
 
 log = logging.getLogger(__name__)
 
@@ -125,8 +57,12 @@ class ForwardedCall:
     body: bytes | SteeredBody | None = None
 
 
-Exchange = tuple[aiohttp.ClientResponse, Rewriting | None]
-"""An engine's reply, and what is to be changed in it."""
+class Exchange(NamedTuple):
+    """An engine's reply, what is to be changed in it, and who sees it pass."""
+
+    reply: aiohttp.ClientResponse
+    rewriting: Rewriting | None
+    usage: ReplyUsage
 
 
 def open_session() -> aiohttp.ClientSession:
@@ -155,7 +91,8 @@ class Forwarder:
         is tried. Raises EngineError.
         """
         steered = call.body if isinstance(call.body, SteeredBody) else None
-        routed = RoutedCall(is_offline=steered is not None and steered.is_flex)
+        text = call.body.text if isinstance(call.body, SteeredBody) else call.body
+        routed = self.balancer.read(text, is_offline=steered is not None and steered.is_flex)
         for upstream in self.balancer.candidates(routed, now_s=time.monotonic()):
             with self.balancer.sending(upstream, routed):
                 reply = await self._connect(upstream, call)
@@ -165,7 +102,7 @@ class Forwarder:
                 if steered is not None:
                     rewriting = Rewriting(steered.tier_at(upstream), upstream.hint_nonce)
                 try:
-                    yield reply, rewriting
+                    yield Exchange(reply, rewriting, routed.usage)
                 finally:
                     reply.close()
                 return
@@ -219,9 +156,9 @@ async def relay(
     *,
     request_id: str,
     rewriting: Rewriting | None = None,
-    meter: CallMeter | None = None,
+    usage: ReplyUsage | None = None,
 ) -> web.StreamResponse:
-    """Answer `request` with `reply`; status and end-to-end headers are the engine's. `meter` sees
+    """Answer `request` with `reply`; status and end-to-end headers are the engine's. `usage` sees
     an answer as it passes.
 
     A reply that breaks off is broken off for the caller too, never ended as if it were whole.
@@ -243,8 +180,8 @@ async def relay(
     await response.prepare(request)
     try:
         async for chunk in reply.content.iter_any():
-            if meter is not None:
-                meter.feed(chunk)
+            if usage is not None:
+                usage.feed(chunk)
             await response.write(feed_all(filters, chunk) if filters else chunk)
         await response.write_eof(end_all(filters))
     except (aiohttp.ClientError, OSError) as error:
@@ -252,9 +189,6 @@ async def relay(
         if caller is not None and not caller.is_closing():
             log.warning("call %s broke off at the engine: %s", request_id, error)
             caller.abort()
-    finally:
-        if meter is not None:
-            meter.close()
     return response
 
 

@@ -17,11 +17,12 @@ from aiohttp import web
 from batchrun.errors import ConfigError
 from batchrun.files import allow_many_open_files
 from batchrun.keys import UsageFile
-from batchrun.routing.routers import make_router
 from batchrun.server.gateway.admission import Door, KeyRing, RequestRates, read_keys
 from batchrun.server.gateway.app import Gateway, GatewaySettings
+from batchrun.server.gateway.balancer import Balancer
 from batchrun.server.gateway.envelope import REQUEST_ID, RefusalError, new_request_id
-from batchrun.server.gateway.forward import Balancer, Forwarder, open_session
+from batchrun.server.gateway.forward import Forwarder, open_session
+from batchrun.server.gateway.shared_book import SUFFIX, SharedBook
 from batchrun.server.gateway.upstreams import FollowedFile, read_upstreams
 
 log = logging.getLogger(__name__)
@@ -183,7 +184,12 @@ async def serve(
     async with AsyncExitStack() as exits:
         session = await exits.enter_async_context(open_session())
         door = await _make_door(settings.keys_path, exits)
-        gateway = Gateway(settings, Forwarder(Balancer(make_router()), session), door)
+        shared = SharedBook(
+            settings.upstreams_path.with_suffix(SUFFIX), settings.num_workers, settings.worker
+        )
+        exits.callback(shared.close)
+        balancer = Balancer(shared)
+        gateway = Gateway(settings, Forwarder(balancer, session), door)
         exits.push_async_callback(gateway.close)
         upstreams = FollowedFile(settings.upstreams_path, read_upstreams, gateway.take_over)
         await _follow(upstreams, exits)

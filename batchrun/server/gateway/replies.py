@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import re
 import string
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import aiohttp
 import msgspec
@@ -110,41 +112,67 @@ log = logging.getLogger(__name__)
 OVERLAP_BYTES = 64
 """A number and its name may lie in two pieces of a reply."""
 _PROMPT = re.compile(rb'"(?:prompt|input)_tokens":\s*(\d{1,15})')
+_CACHED = re.compile(rb'"cached_tokens":\s*(\d{1,15})')
 _OUTPUT = re.compile(rb'"(?:completion|output)_tokens":\s*(\d{1,15})')
 
 
-class CallMeter:
-    """Sees the reply of one call of the key numbered `seq`. The last numbers said count."""
+class ReplyUsage:
+    """Sees a reply pass: when it begins, and what it says of tokens. The last numbers said count.
+
+    `cached_tokens` is None where nothing was said. `on_begin` is called once, with the instant of
+    the first piece.
+    """
+
+    def __init__(self) -> None:
+        self.on_begin: Callable[[float], None] = lambda now_s: None
+        self.has_begun = False
+        self.prompt_tokens = 0
+        self.output_tokens = 0
+        self.cached_tokens: int | None = None
+        self._tail = b""
+
+    @staticmethod
+    def now_s() -> float:
+        """The clock of all instants here."""
+        return time.monotonic()
+
+    def feed(self, chunk: bytes) -> None:
+        """A piece of the reply."""
+        if not self.has_begun:
+            self.has_begun = True
+            self.on_begin(self.now_s())
+        text = self._tail + chunk
+        if b'_tokens"' in text:
+            self.prompt_tokens = _last(_PROMPT, text, self.prompt_tokens)
+            self.output_tokens = _last(_OUTPUT, text, self.output_tokens)
+            self.cached_tokens = _last(_CACHED, text, self.cached_tokens)
+        self._tail = text[-OVERLAP_BYTES:]
+
+
+class KeyMeter:
+    """Counts the calls of the key numbered `seq`."""
 
     def __init__(self, file: UsageFile, seq: int) -> None:
         self._file = file
         self._seq = seq
-        self._tail: bytes | None = None
-        self._prompt = 0
-        self._output = 0
 
-    def feed(self, chunk: bytes) -> None:
-        """A piece of the reply."""
-        text = (self._tail or b"") + chunk
-        if b'_tokens"' in text:
-            self._prompt = _last(_PROMPT, text, self._prompt)
-            self._output = _last(_OUTPUT, text, self._output)
-        self._tail = text[-OVERLAP_BYTES:]
-
-    def close(self) -> None:
-        """The reply is over, or the caller has left: count the call, if there was any reply.
+    def count(self, usage: ReplyUsage) -> None:
+        """A reply is over, or its caller has left: count the call, if there was any reply.
 
         Where it cannot be written, the call is worth more than its count.
         """
-        if self._tail is None:
+        if not usage.has_begun:
             return
         try:
-            self._file.add(self._seq, OnlineUsage(1, self._prompt, self._output))
+            self._file.add(self._seq, OnlineUsage(1, usage.prompt_tokens, usage.output_tokens))
         except OSError as error:
             log.warning("what key number %d uses is not counted: %s", self._seq, error)
 
 
-def _last(pattern: re.Pattern[bytes], text: bytes, before: int) -> int:
+Count = TypeVar("Count", int, int | None)
+
+
+def _last(pattern: re.Pattern[bytes], text: bytes, before: Count) -> int | Count:
     found = pattern.findall(text)
     return int(found[-1]) if found else before
 

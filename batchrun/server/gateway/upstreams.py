@@ -2,10 +2,10 @@
 
     {"engines": [{"name": "engine-0", "url": "http://127.0.0.1:8001", "api_key": "...",
                   "is_last_choice": false, "hint_nonce": "..." | null,
-                  "offline_priority": 1 | null}],
+                  "offline_priority": 1 | null, "started": 17, "traits": {...} | null}],
      "daemon": {"url": "http://127.0.0.1:9999", "gateway_key": "..."} | null,
      "slo_classes": {"fast": {"ttft_s": 0.2, "tpot_s": 0.03, "jct_s": null}},
-     "image_hosts": ["images.example.com"]}
+     "image_hosts": ["images.example.com"], "router": "cost"}
 
 The writer may die at any time: the last good list stays in use. Unknown fields are ignored.
 """
@@ -24,6 +24,8 @@ import msgspec
 
 from batchrun.errors import ConfigError
 from batchrun.hints import SloBounds
+from batchrun.routing.engine_book import EngineTraits
+from batchrun.routing.routers import DEFAULT_ROUTER
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +103,8 @@ class Upstream:
 
     One that `is_last_choice` gets a call only when no other engine can. `hint_nonce` is what hints
     must carry, where batchrun's scheduler runs inside it; `offline_priority` the value of vLLM's
-    `priority` for offline work, where it heeds one.
+    `priority` for offline work, where it heeds one. `started` is another number each time it
+    starts, `traits` what routers know of its size and speed.
     """
 
     name: str
@@ -110,6 +113,8 @@ class Upstream:
     is_last_choice: bool = field(default=False, compare=False)
     hint_nonce: str | None = field(default=None, compare=False, repr=False)
     offline_priority: int | None = field(default=None, compare=False)
+    started: int = field(default=0, compare=False)
+    traits: EngineTraits | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         """Raises ValueError for what is no address."""
@@ -138,13 +143,14 @@ SloClasses = Mapping[str, SloBounds]
 
 @dataclass(frozen=True, slots=True)
 class Upstreams:
-    """What the file says: the engines in file order, the daemon, the SLO classes, and the hosts
-    that images may come from."""
+    """What the file says: the engines in file order, the daemon, the SLO classes, the hosts that
+    images may come from, and who chooses among the engines."""
 
     engines: tuple[Upstream, ...]
     daemon: DaemonAt | None = None
     slo_classes: SloClasses = field(default_factory=dict)
     image_hosts: tuple[str, ...] = ()
+    router: str = DEFAULT_ROUTER
 
 
 def read_upstreams(path: Path) -> Upstreams:

@@ -251,7 +251,8 @@ class VirtualEngine:
     """One engine. `records` holds every request that ever arrived, by id.
 
     With `forgets_ended` it holds those that have not ended, and nothing grows with a run's length.
-    `end_listeners` are called with the record of every request that ends, its request still there.
+    `start_listeners` are called with the record of every request whose first token comes,
+    `end_listeners` with that of every one that ends, its request still there.
     A scheduler that reads a clock (`ClockReader`) gets the virtual one before its first step.
     """
 
@@ -268,6 +269,7 @@ class VirtualEngine:
         self.scheduler = build_scheduler(scheduler_cls, shape, is_async=timing.steps_in_flight > 1)
         self.now_s = 0.0
         self.records: dict[str, RequestRecord] = {}
+        self.start_listeners: list[Callable[[RequestRecord], None]] = []
         self.end_listeners: list[Callable[[RequestRecord], None]] = []
         self.step_listener: StepListener | None = None
         self.totals = StepTotals()
@@ -395,7 +397,11 @@ class VirtualEngine:
         record = self.records[output.request_id]
         tokens = output.new_token_ids
         record.output_token_ids += tokens
+        is_first = bool(tokens) and not record.token_times_s
         record.token_times_s += [self.now_s] * len(tokens)
+        if is_first:
+            for listener in self.start_listeners:
+                listener(record)
         if output.finish_reason is not None:
             self._finish(record, str(output.finish_reason))
 

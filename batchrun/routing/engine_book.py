@@ -1,0 +1,203 @@
+"""What all routers know of the engines: what each costs, what was sent there, what it holds.
+
+Who sends a call tells the book of its way: sent, first token, end. Several gateway workers share
+one book: each writes a row of loads that is its own, and reads the sum of all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from batchrun.pool.prefix_keys import KeyArray
+from batchrun.routing.prefix_map import Arrays, PrefixMap
+
+FIELDS = ("calls", "prompt_tokens", "waiting_calls", "waiting_tokens", "waiting_s", "moved_at_s")
+_CALLS, _PROMPT, _WAITING, _WAITING_TOKENS, _WAITING_S, _MOVED_AT = range(len(FIELDS))
+ANSWERS = 1000
+"""Calls over which the mean answer and the mean prompt are learnt."""
+FIRST_ANSWER_TOKENS = 128.0
+LEAST_ROOM_SHARE = 0.2
+GROW, SHRINK = 1.005, 0.99
+"""What the believed size of an engine's cache is multiplied by after a reply that had all the
+cached tokens foretold, and after one that had fewer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What an engine's steps cost in seconds, from its profile; where there is none, one of these
+    for all engines, since only their ratios tell."""
+
+    base_s: float = 0.0145
+    token_s: float = 7.3e-5
+    pair_s: float = 2.4e-9
+    call_s: float = 0.0
+    context_token_s: float = 9.4e-8
+
+    def prefill_s(self, num_tokens: int, num_cached: int) -> float:
+        """Seconds that a prompt's uncached part adds to the steps it is computed in."""
+        missed = num_tokens - num_cached
+        return missed * (self.token_s + self.pair_s * (num_cached + 0.5 * missed))
+
+    def decode_s(self, num_calls: float, context_tokens: float) -> float:
+        """Seconds of a step in which so many calls decode."""
+        return self.base_s + num_calls * self.call_s + context_tokens * self.context_token_s
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTraits:
+    """What does not change while an engine runs."""
+
+    kv_tokens: int = 137_600
+    max_running: int = 256
+    budget_tokens: int = 2048
+    prices: Prices = field(default_factory=Prices)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What an engine has to do, as far as who sends knows. Calls that wait have no first token."""
+
+    calls: int
+    prompt_tokens: int
+    waiting_calls: int
+    waiting_tokens: int
+    waiting_s: float
+    """Prefill seconds of the calls that wait, less the time since one of them moved."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """A call: its prompt's tokens, as far as they can be told, and the keys of its pieces.
+
+    A piece is `piece_tokens` tokens long. `session` names the conversation, 0 where none is known.
+    """
+
+    prompt_tokens: int
+    keys: KeyArray
+    piece_tokens: float
+    session: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Sent:
+    """A call on its way: where it is, and what was expected of it there."""
+
+    call: Call
+    engine: int
+    cached_tokens: int
+    prefill_s: float
+    is_waiting: bool = True
+
+
+class EngineBook:
+    """The engines by number, from 0. Instants are positive, on one clock of all who share it.
+
+    `loads` is an array of workers x engines x `FIELDS`, of which row `worker` is this process's.
+    """
+
+    def __init__(
+        self, prefixes: PrefixMap, loads: npt.NDArray[np.float64], worker: int = 0
+    ) -> None:
+        self.traits: dict[int, EngineTraits] = {}
+        self.prefixes = prefixes
+        self.answer_tokens = FIRST_ANSWER_TOKENS
+        self.prompt_tokens = FIRST_ANSWER_TOKENS
+        self._loads = loads
+        self._own = loads[worker]
+        self._own[:] = 0.0
+        self._room_share: dict[int, float] = {}
+        self._num_ended = 0
+
+    @classmethod
+    def of(cls, traits: Sequence[EngineTraits], num_pieces: int = 1 << 15) -> EngineBook:
+        """Engines that nobody else sends calls to."""
+        num = len(traits)
+        book = cls(PrefixMap(Arrays.private(num_pieces, num)), np.zeros((1, num, len(FIELDS))))
+        book.traits = dict(enumerate(traits))
+        return book
+
+    def loads(self, engines: Sequence[int], now_s: float) -> dict[int, Load]:
+        """What each of these engines has to do."""
+        chosen = self._loads[:, engines]
+        moved_at_s = chosen[:, :, _MOVED_AT].max(axis=0).tolist()
+        totals = chosen.sum(axis=0).tolist()
+        return {
+            engine: Load(
+                int(calls),
+                int(prompt),
+                int(waiting),
+                int(waiting_tokens),
+                max(0.0, waiting_s - max(0.0, now_s - at_s)) if waiting > 0 else 0.0,
+            )
+            for engine, (calls, prompt, waiting, waiting_tokens, waiting_s, _), at_s in zip(
+                engines, totals, moved_at_s, strict=True
+            )
+        }
+
+    def cached_tokens(self, call: Call, engines: Sequence[int]) -> dict[int, int]:
+        """Tokens of the prompt that each of these engines holds; never the whole prompt."""
+        held = self.prefixes.num_held(call.keys, engines).tolist()
+        most = max(call.prompt_tokens - 1, 0)
+        return {
+            engine: min(most, int(num * call.piece_tokens))
+            for engine, num in zip(engines, held, strict=True)
+        }
+
+    def sent(self, call: Call, engine: int, now_s: float) -> Sent:
+        """The call goes to the engine. Keep what is returned, for `first_token` and `ended`."""
+        traits, own = self.traits[engine], self._own[engine]
+        cached = self.cached_tokens(call, [engine])[engine]
+        prefill_s = traits.prices.prefill_s(call.prompt_tokens, cached)
+        if own[_WAITING] <= 0:
+            own[_MOVED_AT] = now_s
+        own[:_MOVED_AT] += (1, call.prompt_tokens, 1, call.prompt_tokens - cached, prefill_s)
+        room_tokens = self._room_share.get(engine, 1.0) * traits.kv_tokens
+        self.prefixes.touch(engine, call.keys, now_s, room_pieces=room_tokens / call.piece_tokens)
+        return Sent(call, engine, cached, prefill_s)
+
+    def first_token(self, sent: Sent, now_s: float) -> None:
+        """Its prompt is computed."""
+        if not sent.is_waiting:
+            return
+        sent.is_waiting = False
+        own = self._own[sent.engine]
+        own[_WAITING] -= 1
+        own[_WAITING_TOKENS] -= sent.call.prompt_tokens - sent.cached_tokens
+        own[_WAITING_S] -= sent.prefill_s
+        own[_MOVED_AT] = now_s
+
+    def ended(
+        self,
+        sent: Sent,
+        now_s: float,
+        cached_tokens: int | None = None,
+        output_tokens: int | None = None,
+    ) -> None:
+        """The call has left the engine. None: nothing is known, or it was not answered."""
+        self.first_token(sent, now_s)
+        own = self._own[sent.engine]
+        own[_CALLS] -= 1
+        own[_PROMPT] -= sent.call.prompt_tokens
+        if output_tokens is None:
+            return
+        self.prefixes.refresh(sent.engine, sent.call.keys, now_s)
+        self._num_ended += 1
+        weight = max(1 / self._num_ended, 1 / ANSWERS)
+        self.answer_tokens += weight * (output_tokens - self.answer_tokens)
+        self.prompt_tokens += weight * (sent.call.prompt_tokens - self.prompt_tokens)
+        if cached_tokens is not None and sent.cached_tokens:
+            self._learn_room(sent, cached_tokens)
+
+    def left(self, engine: int) -> None:
+        """The engine has died or was removed: what it held is gone. It may come back, empty."""
+        self.prefixes.clear(engine)
+        self._room_share.pop(engine, None)
+
+    def _learn_room(self, sent: Sent, cached_tokens: int) -> None:
+        is_less = cached_tokens < sent.cached_tokens - sent.call.piece_tokens
+        share = self._room_share.get(sent.engine, 1.0) * (SHRINK if is_less else GROW)
+        self._room_share[sent.engine] = min(1.0, max(LEAST_ROOM_SHARE, share))

@@ -1,0 +1,69 @@
+"""What a router is told of a body: the keys of its prompt's pieces, without tokens or a full parse.
+
+Two bodies whose text begins alike begin with the same keys. Tools stand before the messages, as
+chat templates have them; the text is that of the body, so a caller must write it alike to share.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import xxhash
+from msgspec import UNSET, Raw, Struct, UnsetType
+
+from batchrun.pool.prefix_keys import KeyArray
+
+PIECE_BYTES = 1024
+MAX_TEXT_BYTES = 128 << 10
+NO_KEYS: KeyArray = np.empty(0, np.uint64)
+
+Part = Raw | UnsetType
+
+
+class _Body(Struct):
+    """The fields that an engine's cache depends on, unread."""
+
+    model: Part = UNSET
+    cache_salt: Part = UNSET
+    tools: Part = UNSET
+    instructions: Part = UNSET
+    messages: Part = UNSET
+    prompt: Part = UNSET
+    input: Part = UNSET
+    stream: object = False
+
+
+_DECODER = msgspec.json.Decoder(_Body)
+
+
+class PromptText(NamedTuple):
+    """The bytes of a body's prompt, a key for each full piece of the first 128 KiB, which holds all
+    text before it, and whether the reply is to come as a stream."""
+
+    num_bytes: int = 0
+    keys: KeyArray = NO_KEYS
+    is_stream: bool = False
+
+
+def read_prompt(body: bytes) -> PromptText:
+    """What there is of it in a body; nothing in what is none."""
+    try:
+        found = _DECODER.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return PromptText()
+    parts = (found.tools, found.instructions, found.messages, found.prompt, found.input)
+    views = [memoryview(part) for part in parts if isinstance(part, Raw)]
+    num_bytes = sum(map(len, views))
+    text = views[0] if len(views) == 1 else memoryview(b"".join(views))
+    key = xxhash.xxh3_64_intdigest(b"\0".join([_text(found.model), _text(found.cache_salt)]))
+    keys: list[int] = []
+    for start in range(0, min(num_bytes, MAX_TEXT_BYTES) - PIECE_BYTES + 1, PIECE_BYTES):
+        key = xxhash.xxh3_64_intdigest(text[start : start + PIECE_BYTES], key)
+        keys.append(key)
+    return PromptText(num_bytes, np.array(keys, np.uint64), found.stream is True)
+
+
+def _text(part: Part) -> bytes:
+    return bytes(part) if isinstance(part, Raw) else b""

@@ -1,0 +1,125 @@
+"""What all workers of a gateway know of its engines, in one file of memory that they share.
+
+Each worker adds its calls in a row of its own; prefixes are common to all. An engine has a column,
+found by its name and by when it was started: one that started anew begins with an empty column.
+The file is made by the first process of a gateway and holds nothing that must be kept.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from batchrun.routing.engine_book import FIELDS, EngineBook
+from batchrun.routing.prefix_map import NUM_COLUMN_FIELDS, Arrays, PrefixMap
+
+MAX_ENGINES = 64
+"""More are ranked last: nothing is known of them."""
+NUM_PIECES = 1 << 15
+"""Of 1,024 bytes each: 32 MiB of text, many times what 16 engines hold; the file has 17 MiB."""
+SUFFIX = ".book"
+
+_COLUMN = np.dtype([("name", np.uint64), ("started", np.uint64)])
+
+
+def _layout(num_workers: int) -> dict[str, tuple[np.dtype[np.generic], tuple[int, ...]]]:
+    """The arrays of the file, one after the other: type and shape."""
+    real = np.dtype(np.float64)
+    return {
+        "columns": (_COLUMN, (MAX_ENGINES,)),
+        "loads": (real, (num_workers, MAX_ENGINES, len(FIELDS))),
+        "held": (real, (MAX_ENGINES + 1, NUM_COLUMN_FIELDS)),
+        "keys": (np.dtype(np.uint64), (NUM_PIECES,)),
+        "used_at_s": (real, (NUM_PIECES, MAX_ENGINES)),
+        "num_uses": (np.dtype(np.uint32), (NUM_PIECES,)),
+    }
+
+
+def create(path: Path, num_workers: int) -> None:
+    """Make the file anew, empty; a worker of an older gateway keeps its own.
+
+    Raises OSError.
+    """
+    size = sum(
+        dtype.itemsize * int(np.prod(shape)) for dtype, shape in _layout(num_workers).values()
+    )
+    path.unlink(missing_ok=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.truncate(fd, size)
+    finally:
+        os.close(fd)
+
+
+class SharedBook:
+    """The file, open, and the `book` that lies in it. `worker` counts from 0.
+
+    Raises OSError where there is no such file.
+    """
+
+    def __init__(self, path: Path, num_workers: int, worker: int) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._memory = mmap.mmap(self._fd, 0)
+        arrays: dict[str, npt.NDArray[Any]] = {}
+        offset = 0
+        for name, (dtype, shape) in _layout(num_workers).items():
+            count = int(np.prod(shape))
+            arrays[name] = np.frombuffer(self._memory, dtype, count, offset).reshape(shape)
+            offset += dtype.itemsize * count
+        self._columns = arrays["columns"]
+        prefixes = PrefixMap(
+            Arrays(arrays["keys"], arrays["num_uses"], arrays["used_at_s"], arrays["held"])
+        )
+        self.book = EngineBook(prefixes, arrays["loads"], worker)
+
+    def columns_of(self, engines: Iterable[tuple[str, int]]) -> dict[str, int]:
+        """The column of each engine, given by its name and when it was started (0: unknown).
+
+        An engine that has none takes a free one; those that are in none of these may lose theirs.
+        """
+        wanted = {_digest(name): (name, started) for name, started in engines}
+        found: dict[str, int] = {}
+        with self._locked():
+            names = self._columns["name"]
+            for column, digest in enumerate(names.tolist()):
+                if digest in wanted:
+                    name, started = wanted.pop(digest)
+                    found[name] = column
+                    self._begin(column, digest, started)
+            free = (i for i, digest in enumerate(names.tolist()) if i not in found.values())
+            for (digest, (name, started)), column in zip(wanted.items(), free, strict=False):
+                found[name] = column
+                self._begin(column, digest, started)
+        return found
+
+    def close(self) -> None:
+        """Let go of the file; the memory goes with the last array."""
+        os.close(self._fd)
+
+    def _begin(self, column: int, digest: int, started: int) -> None:
+        """The column is this engine's, which has been running since then."""
+        known = self._columns[column]
+        if (known["name"], known["started"]) != (digest, started):
+            self.book.left(column)
+            self._columns[column] = (digest, started)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+
+def _digest(name: str) -> int:
+    return xxhash.xxh3_64_intdigest(name.encode()) or 1

@@ -1,0 +1,143 @@
+"""Which engine the gateway sends a call to, and what its workers know of each other's calls."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from batchrun.server.gateway.balancer import COOLDOWN_S, Balancer, RoutedCall
+from batchrun.server.gateway.body_prompt import PIECE_BYTES, read_prompt
+from batchrun.server.gateway.shared_book import MAX_ENGINES, SharedBook, create
+from batchrun.server.gateway.upstreams import Upstream
+
+ONE, TWO = Upstream("one", "http://h:1"), Upstream("two", "http://h:2")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    create(tmp_path / "book", 2)
+    return tmp_path / "book"
+
+
+def worker(path: Path, number: int = 0, router: str = "least") -> Balancer:
+    balancer = Balancer(SharedBook(path, 2, number))
+    balancer.replace([ONE, TWO], router)
+    return balancer
+
+
+def chat(text: str, **others: object) -> bytes:
+    return json.dumps({"model": "m", "messages": [{"content": text}], **others}).encode()
+
+
+def streamed(balancer: Balancer, text: str = "hello") -> RoutedCall:
+    return balancer.read(chat(text, stream=True))
+
+
+def test_the_engine_with_the_fewest_calls_in_flight_comes_first(path: Path) -> None:
+    balancer = worker(path)
+    call = streamed(balancer)
+    with balancer.sending(ONE, call):
+        assert balancer.candidates(call, now_s=1) == [TWO, ONE]
+        with balancer.sending(TWO, call), balancer.sending(TWO, call):
+            assert balancer.candidates(call, now_s=1) == [ONE, TWO]
+
+
+def test_an_engine_that_refused_comes_last_until_it_has_cooled_down(path: Path) -> None:
+    balancer = worker(path)
+    call = streamed(balancer)
+    balancer.mark_down(ONE, now_s=10)
+    assert balancer.candidates(call, now_s=10) == [TWO, ONE]
+    assert balancer.candidates(call, now_s=10 + COOLDOWN_S) == [ONE, TWO]
+
+
+def test_counts_survive_a_new_list(path: Path) -> None:
+    balancer = worker(path)
+    call = streamed(balancer)
+    balancer.replace([ONE], "least")
+    with balancer.sending(ONE, call):
+        balancer.replace([ONE, TWO], "least")
+        assert balancer.candidates(call, now_s=1) == [TWO, ONE]
+        balancer.replace([])
+    assert balancer.candidates(call, now_s=1) == []
+
+
+def test_workers_know_of_each_others_calls_until_one_is_replaced(path: Path) -> None:
+    first, second = worker(path), worker(path, 1)
+    call = streamed(first)
+    with first.sending(ONE, call), first.sending(ONE, call):
+        assert second.candidates(call, now_s=1) == [TWO, ONE]
+    with second.sending(TWO, call):
+        assert first.candidates(call, now_s=1) == [ONE, TWO]
+        # The worker was killed: the next of its number begins with nothing.
+        SharedBook(path, 2, 1)
+        with first.sending(ONE, call):
+            assert first.candidates(call, now_s=1) == [TWO, ONE]
+
+
+def test_a_prompt_goes_where_any_worker_sent_its_beginning(path: Path) -> None:
+    first, second = worker(path, router="cost"), worker(path, 1, "cost")
+    text = "x" * 40_000
+    with first.sending(TWO, streamed(first, text)):
+        pass
+    assert second.candidates(streamed(second, text + "?"), now_s=1e9)[0] is TWO
+    assert second.candidates(streamed(second, "y" * 40_000), now_s=1e9)[0] is ONE
+
+
+def test_an_engine_that_started_anew_holds_nothing(path: Path) -> None:
+    balancer = worker(path, router="cost")
+    text = "x" * 40_000
+    with balancer.sending(TWO, streamed(balancer, text)):
+        pass
+    again = Upstream("two", "http://h:2", started=1)
+    balancer.replace([ONE, again], "cost")
+    assert balancer.candidates(streamed(balancer, text), now_s=1e9)[0] is ONE
+
+
+def test_engines_beyond_what_can_be_known_come_last(path: Path) -> None:
+    many = [Upstream(f"e{i}", f"http://h:{i}") for i in range(MAX_ENGINES + 2)]
+    balancer = worker(path)
+    balancer.replace(many, "least")
+    call = streamed(balancer)
+    order = balancer.candidates(call, now_s=1)
+    assert sorted(order, key=many.index) == many
+    with balancer.sending(order[-1], call):
+        assert balancer.candidates(call, now_s=1)[-2:] == order[-2:]
+
+
+async def test_a_call_without_a_stream_waits_no_longer_than_its_prompt_takes(path: Path) -> None:
+    shared = SharedBook(path, 2, 0)
+    balancer = Balancer(shared)
+    balancer.replace([ONE], "cost")
+    call = balancer.read(chat("x" * 400))
+    with balancer.sending(ONE, call):
+        (column,) = shared.columns_of([("one", 0)]).values()
+        assert shared.book.loads([column], 1.0)[column].waiting_calls == 1
+        while shared.book.loads([column], 1.0)[column].waiting_calls:
+            await asyncio.sleep(0.01)
+        assert shared.book.loads([column], 1.0)[column].calls == 1
+
+
+def test_prompts_that_begin_alike_have_keys_that_begin_alike() -> None:
+    text = "word " * 1_000
+    short, long = read_prompt(chat(text)), read_prompt(chat(text + "and more " * 1_000))
+    whole = len(text) // PIECE_BYTES
+    assert short.keys[:whole].tolist() == long.keys[:whole].tolist()
+    assert not set(short.keys[whole:].tolist()) & set(long.keys.tolist())
+    assert len(set(long.keys.tolist())) == len(long.keys)
+
+
+@pytest.mark.parametrize("others", [{"model": "other"}, {"cache_salt": "s"}, {"tools": [{"a": 1}]}])
+def test_what_separates_caches_separates_keys(others: dict[str, object]) -> None:
+    plain = read_prompt(chat("x" * 9_000)).keys.tolist()
+    apart = read_prompt(chat("x" * 9_000, **others)).keys.tolist()
+    assert apart
+    assert not set(plain) & set(apart)
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"messages": }', b"\xff\xfe", b"[" * 99_999])
+def test_what_is_no_body_has_no_keys(body: bytes) -> None:
+    prompt = read_prompt(body)
+    assert (prompt.num_bytes, len(prompt.keys), prompt.is_stream) == (0, 0, False)
