@@ -107,7 +107,7 @@ def _past_errors(rates: Rates, horizon: int, window: int) -> Rates:
     return errors
 
 
-DEVIATIONS = 1.6
+DEVIATIONS = 1.7
 """On either side of the best guess; 1.645 would do were the errors normal and well known."""
 DOUBT_SD = 0.5
 """An estimate of work is off by its doubt at most, so by half of it on average."""
@@ -120,7 +120,7 @@ FINE_HORIZON_S = 1_200.0
 """What is done sooner is predicted from the fine history."""
 
 
-DRAIN_LOW, DRAIN, DRAIN_HIGH = 0.35, 0.55, 0.6
+DRAIN_LOW, DRAIN, DRAIN_HIGH = 0.35, 0.55, 0.7
 """The last rows have the engines to themselves and take so much of what rows took beside others:
 at least, about, and at most."""
 
