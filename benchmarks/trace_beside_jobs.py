@@ -39,7 +39,10 @@ from benchmarks.trace_beside_jobs_rows import JOBS, RealTexts, Round
 CALLS_PER_S = 1.0
 TIMES_ALONE = 12.0
 """The bounds are so many times the medians of calls alone."""
-LEAST_ALONE_S, MOST_ALONE_S = 40.0, 300.0
+LEAST_ALONE_S, MOST_ALONE_S = 45.0, 300.0
+WARM_UP_S = 20.0
+"""Calls of so long after the first of the jobs are made and not judged, as in `cpu_colocation`: the
+scheduler of a deployment without a calibration learns what steps take."""
 MINUTES_A_SIZE, MOST_SIZE = 6.0, 8
 """Rounds are larger in longer runs: a job of a user is no matter of seconds."""
 KV_BLOCKS, BLOCK_TOKENS, KV_BYTES_PER_TOKEN = 400, 128, 1_024
@@ -69,11 +72,17 @@ class Rounds:
     size: int
     records: list[Record] = field(default_factory=list)
     over: Event = field(default_factory=Event)
+    _is_stopped: Event = field(default_factory=Event)
+
+    def stop(self) -> None:
+        """Wait for no job any more."""
+        self.over.set()
+        self._is_stopped.set()
 
     def run(self, kind: str) -> None:
         """All rounds of a kind. Raises BatchrunError."""
         number = 0
-        while number == 0 or not self.over.is_set():
+        while not self.over.is_set():
             each = Round(
                 self.deployment.folder.absolute(), kind, number, JOBS[kind].num_rows * self.size
             )
@@ -123,7 +132,8 @@ class Rounds:
                 raise EngineError(f"job {job_id} has not ended {LAST_ROUNDS_S:g} s after the calls")
             if folder_bytes(self.deployment.folder) > MOST_FOLDER_BYTES:
                 raise EngineError(f"{self.deployment.folder} has more than {MOST_FOLDER_BYTES:,} B")
-            time.sleep(POLL_S)
+            if self._is_stopped.wait(POLL_S):
+                raise EngineError("stopped")
 
 
 def folder_bytes(folder: Path) -> int:
@@ -168,7 +178,8 @@ def measure(deployment: Deployment, texts: RealTexts, seconds: float) -> Iterato
     slo = {name.removeprefix("slo_"): bound for name, bound in bounds.items()}
     deployment.configure(_engine(deployment), model=MODEL, slo=slo)
     with deployment.running() as gateway:
-        rounds = Rounds(deployment, texts, max(1, min(MOST_SIZE, round(seconds / 60 / 6))))
+        size = max(1, min(MOST_SIZE, round(seconds / 60 / MINUTES_A_SIZE)))
+        rounds = Rounds(deployment, texts, size)
         results = asyncio.run(_together(rounds, texts, gateway, alone_s, seconds))
         used_bytes = folder_bytes(deployment.folder)
     yield from ({"part": "round", **each} for each in rounds.records)
@@ -197,17 +208,20 @@ def bounds_of(alone: Sequence[OnlineResult]) -> dict[str, float]:
 async def _together(
     rounds: Rounds, texts: RealTexts, gateway: str, from_s: float, seconds: float
 ) -> list[OnlineResult]:
-    """The calls, and rounds of all kinds beside them. Raises BatchrunError."""
-    calls = texts.calls(CALLS_PER_S, from_s, seconds)
+    """The calls that are judged, and rounds of all kinds beside them. Raises BatchrunError."""
+    calls = texts.calls(CALLS_PER_S, from_s, WARM_UP_S + seconds)
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(len(JOBS)) as threads:
         running = [loop.run_in_executor(threads, rounds.run, kind) for kind in JOBS]
+        calling = asyncio.create_task(replay(calls, _target(gateway)))
+        calling.add_done_callback(lambda _: rounds.over.set())
         try:
-            results = await replay(calls, _target(gateway))
-        finally:
-            rounds.over.set()
-        await asyncio.gather(*running)
-    return results
+            results, *_ = await asyncio.gather(calling, *running)
+        except BaseException:
+            rounds.stop()
+            calling.cancel()
+            raise
+    return [result for result in results if result.arrived_at_s >= WARM_UP_S]
 
 
 def _of_jobs(rounds: Sequence[Record]) -> Record:
@@ -221,12 +235,11 @@ def _of_jobs(rounds: Sequence[Record]) -> Record:
         of = [each for each in rounds if each["kind"] == kind]
         tokens = sum(each["prompt_tokens"] for each in of)
         expected = sum(each["expected_hit_rate"] * each["prompt_tokens"] for each in of)
-        found[f"{kind}_rows_per_s"] = sum(e["rows"] for e in of) / sum(e["job_s"] for e in of)
         found[f"{kind}_hit_rate"] = sum(each["cached_tokens"] for each in of) / tokens
         found[f"{kind}_expected_hit_rate"] = expected / tokens
-        found[f"{kind}_output_tokens_a_row"] = (
-            sum(each["output_tokens"] for each in of) / found["rows"]
-        )
+        rows = sum(each["rows"] for each in of)
+        found[f"{kind}_rows_per_s"] = rows / sum(each["job_s"] for each in of)
+        found[f"{kind}_output_tokens_a_row"] = sum(each["output_tokens"] for each in of) / rows
     return found
 
 

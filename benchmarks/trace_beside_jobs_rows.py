@@ -39,6 +39,8 @@ DOCUMENTS = "loogle/shortdep_qa.jsonl.gz"
 CALL_CHARACTERS, ROW_CHARACTERS, SHORT_CHARACTERS = 2_000, 1_200, 400
 """Prompts of calls, of rows behind a system prompt, and of short rows are cut there."""
 EXCERPT_CHARACTERS, QUESTIONS = 9_000, 6
+BEGIN_S = 600.0
+"""The trace is taken from there on: it begins with hardly a call."""
 MOST_ANSWER_TOKENS = 400
 """Longer answers of the trace are cut: one of them would be an eighth of the shortest run."""
 KINDS = ("documents", "short", "system")
@@ -57,13 +59,13 @@ class JobKind:
 
 JOBS = {
     "documents": JobKind(
-        [{"role": "user", "content": "{{ text }}\n\nQuestion: {{ question }}\nAnswer:"}], 4.5, 48
+        [{"role": "user", "content": "{{ text }}\n\nQuestion: {{ question }}\nAnswer:"}], 4.5, 150
     ),
-    "short": JobKind([{"role": "user", "content": "{{ text }}"}], 3.0, 96),
+    "short": JobKind([{"role": "user", "content": "{{ text }}"}], 3.0, 300),
     "system": JobKind(
         [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": "{{ text }}"}],
         3.5,
-        64,
+        200,
     ),
 }
 """Rows of a round of the smallest size."""
@@ -96,11 +98,14 @@ class RealTexts:
         ]
 
     def calls(self, calls_per_s: float, from_s: float, seconds: float) -> list[CallArrival]:
-        """The trace at this mean rate, from one instant on; all of it takes some hours."""
+        """The trace at this mean rate, from one instant on; it lasts for four hours at 1 a second.
+        Raises DataError beyond."""
         trace = read_trace(self.data / AZURE)
-        slowed = scale_time(trace, trace.rate_per_s / calls_per_s)
-        part = slowed.between(from_s, from_s + seconds)
-        first = int(np.searchsorted(slowed.arrival_s, from_s))
+        slowness = trace.rate_per_s / calls_per_s
+        slowed = scale_time(trace, slowness)
+        begin_s = slowness * BEGIN_S + from_s
+        part = slowed.between(begin_s, begin_s + seconds)
+        first = int(np.searchsorted(slowed.arrival_s, begin_s))
         prompts = islice(cycle(self.chats), first, None)
         lengths = np.minimum(part.num_output_tokens, MOST_ANSWER_TOKENS).tolist()
         return [
