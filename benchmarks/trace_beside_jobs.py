@@ -216,12 +216,12 @@ async def _together(
         calling = asyncio.create_task(replay(calls, _target(gateway)))
         calling.add_done_callback(lambda _: rounds.over.set())
         try:
-            results, *_ = await asyncio.gather(calling, *running)
+            await asyncio.gather(calling, *running)
         except BaseException:
             rounds.stop()
             calling.cancel()
             raise
-    return [result for result in results if result.arrived_at_s >= WARM_UP_S]
+    return [result for result in calling.result() if result.arrived_at_s >= WARM_UP_S]
 
 
 def _of_jobs(rounds: Sequence[Record]) -> Record:
