@@ -9,6 +9,7 @@ window. Then they come for `--minutes` beside rounds of three jobs of real texts
 questions, short rows, and rows behind one system prompt. As a round of a kind ends, its output is
 joined with its input by id, its hit rate is held against what `inspect` said before it was
 submitted, and the next one begins. The folder is temporary, and files of a round go when it ends.
+Nothing else may run on the machine: the record has the cores that each process and others took.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 
 from batchrun.errors import BatchrunError, EngineError
 from batchrun.simulator.replay import OnlineResult, ReplayTarget, percentile, replay
+from benchmarks.cpu_meter import CpuMeter
 from benchmarks.deployment import Deployment
 from benchmarks.forecast import DATA
 from benchmarks.records import Bar, Record, finish, parser, shown
@@ -178,13 +180,15 @@ def measure(deployment: Deployment, texts: RealTexts, seconds: float) -> Iterato
     slo = {name.removeprefix("slo_"): bound for name, bound in bounds.items()}
     deployment.configure(_engine(deployment), model=MODEL, slo=slo)
     with deployment.running() as gateway:
+        meter = CpuMeter()
         size = max(1, min(MOST_SIZE, round(seconds / 60 / MINUTES_A_SIZE)))
         rounds = Rounds(deployment, texts, size)
         results = asyncio.run(_together(rounds, texts, gateway, alone_s, seconds))
+        cores = {f"cpu_{name}": share for name, share in meter.cores().items()}
         used_bytes = folder_bytes(deployment.folder)
     yield from ({"part": "round", **each} for each in rounds.records)
     whole = {"part": "calls beside jobs", "seconds": seconds, "folder_bytes": used_bytes}
-    yield {**whole, **summarize(results, **bounds), **_of_jobs(rounds.records)}
+    yield {**whole, **summarize(results, **bounds), **_of_jobs(rounds.records), **cores}
 
 
 def _engine(deployment: Deployment) -> dict[str, object]:
