@@ -8,6 +8,7 @@ flight are censored).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +32,7 @@ PRIOR_ROWS = 2.0
 """The rate of the tail counts in every bucket like what so many rows have shown."""
 
 _EDGES_S = LEAST_S * 2 ** (np.arange(NUM_BUCKETS) / BUCKETS_PER_DOUBLING)
+_EDGES: list[float] = _EDGES_S.tolist()
 _WIDTHS_S = np.diff(_EDGES_S, prepend=0.0)
 _LOG_EDGES = np.log(_EDGES_S)
 
@@ -47,10 +49,11 @@ class LastEnd(NamedTuple):
 class RowTimes:
     """How long rows took, from being handed out to their end, and those in flight."""
 
-    __slots__ = ("_counts", "_sent_s")
+    __slots__ = ("_counts", "_num_ended", "_sent_s")
 
     def __init__(self) -> None:
         self._counts = np.zeros(NUM_BUCKETS)
+        self._num_ended = 0.0
         self._sent_s: dict[int, float] = {}
 
     def sent(self, row: int, now_s: float) -> None:
@@ -60,10 +63,11 @@ class RowTimes:
     def ended(self, row: int, now_s: float) -> None:
         """It has come back."""
         took_s = now_s - self._sent_s.pop(row)
-        bucket = min(int(np.searchsorted(_EDGES_S, took_s)), NUM_BUCKETS - 1)
-        self._counts[bucket] += 1
-        if self._counts.sum() >= 2 * REMEMBERED_ROWS:
+        self._counts[min(bisect_left(_EDGES, took_s), NUM_BUCKETS - 1)] += 1
+        self._num_ended += 1
+        if self._num_ended >= 2 * REMEMBERED_ROWS:
             self._counts /= 2
+            self._num_ended /= 2
 
     def lost(self, row: int) -> None:
         """It came back unfinished, which says nothing."""
@@ -72,7 +76,7 @@ class RowTimes:
     def last_end_s(self, now_s: float) -> LastEnd | None:
         """Seconds until all rows in flight have ended; None while too few rows have ended, or
         without any in flight."""
-        if self._counts.sum() < LEAST_ROWS or not self._sent_s:
+        if self._num_ended < LEAST_ROWS or not self._sent_s:
             return None
         ages_s = np.maximum(now_s - np.fromiter(self._sent_s.values(), np.float64), 0.0)
         hazard = self._hazard(ages_s)
