@@ -13,8 +13,10 @@ from cli_call import Cli, cli_in
 from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.offline_jobs import JobShape, JobTerms, OfflineJob, job_of_shape
 from batchrun.simulator.planner.capacity import (
+    NUM_HARDEST,
     PlannedJob,
     PlanRequest,
+    hardest,
     no_answer,
     paragraph,
     plan_capacity,
@@ -136,6 +138,18 @@ def test_engines_share_a_burst_as_one_engine_tells() -> None:
     assert held > 1
     for num_calls in (2 * held, 2 * held + 1, 4 * held):
         assert sized(bursts(num_calls), slo).num_engines == -(-num_calls // held)
+
+
+def test_the_hardest_draws_have_the_most_tokens_in_the_peak_or_in_a_burst() -> None:
+    steady_loads = [peak_load(steady(num=10 + n, gap_s=1.0), 200.0, LAX, n) for n in range(6)]
+    burst = Trace.of([0.0] * 9, np.full(9, 1_000), np.full(9, 8))
+    loads = [*steady_loads, peak_load(burst, 200.0, LAX, 6)]
+
+    found = [load.draw for load in hardest(loads)]
+
+    assert len(found) == NUM_HARDEST and set(found) == {6, 5, 4, 3}
+    assert loads[6].num_burst_tokens == 9 * 1_008
+    assert [load.draw for load in hardest(loads[:2])] == [1, 0]
 
 
 def test_engines_are_added_until_every_draw_holds() -> None:
