@@ -107,8 +107,8 @@ def _past_errors(rates: Rates, horizon: int, window: int) -> Rates:
     return errors
 
 
-DEVIATIONS = 1.7
-"""On either side of the best guess; 1.645 would do were the errors normal and well known."""
+DEVIATIONS = 1.6
+"""On either side of the best guess: about the 1.645 of normal errors."""
 DOUBT_SD = 0.5
 """An estimate of work is off by its doubt at most, so by half of it on average."""
 EARLY_S, LATE_S = 0.5, 2.0
