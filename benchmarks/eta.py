@@ -4,11 +4,15 @@
 
 Simulates jobs beside online load that varies, with the shipped scheduler on one virtual A100, and
 asks every ten seconds, as `batchrun status` does, when each job will be done. A range holds if the
-job's end lies in it. The constants of `pool.completion` were chosen on the trials 0 to 39.
+job's end lies in it. Rows have no `max_tokens`, and nobody is told how long their answers will be:
+jobs have short answers about documents, longer ones, or chat prompts with the lengths of real
+chats. The constants of `pool.pace` were chosen on the trials 0 to 39.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,16 +21,42 @@ from numpy.typing import NDArray
 
 from batchrun.simulator.cluster import EnginePlan, Engines
 from batchrun.simulator.feeding import RowFeed
-from batchrun.simulator.offline_jobs import JobShape, JobTerms, OfflineJob, job_of_shape
+from batchrun.simulator.offline_jobs import (
+    JobShape,
+    JobTerms,
+    LogNormalTokens,
+    OfflineJob,
+    job_of_shape,
+)
 from batchrun.simulator.online import OnlineRouter
 from batchrun.simulator.traces.rates import RateSeries, draw_trace
 from batchrun.simulator.traces.trace import Trace
+from batchrun.simulator.virtual.setup import EngineShape
+from batchrun.types import USUAL_OUTPUT_TOKENS
 from benchmarks.records import Bar, Record, finish, parser, shown
 
 KINDS = ("tide", "walk", "steps", "bursts")
 LONGEST_S = 3 * 3600.0
 WINDOW_S = 10.0
 MEAN_CALLS_PER_S = (0.8, 3.5)
+
+SHAPES = (
+    (80, 900, JobShape()),
+    (300, 3_000, JobShape(0, (800, 4_000), (3, 9), (15, 60), (20, 160))),
+    (
+        1_000,
+        8_000,
+        JobShape(
+            0,
+            LogNormalTokens(math.log(200), 1.0, (16, 4_000)),
+            (1, 1),
+            (5, 40),
+            LogNormalTokens(math.log(148), 0.8, (1, 2_048)),
+        ),
+    ),
+)
+"""The fewest and the most documents, and their shape: the last is chats, a prompt each, with the
+lengths of the scenario a100-8b."""
 
 Rates = NDArray[np.floating]
 
@@ -49,13 +79,13 @@ def draw_trial(number: int) -> tuple[str, Trace, list[OfflineJob]]:
 
 
 def _job(name: str, seed: int, rng: np.random.Generator, terms: JobTerms) -> OfflineJob:
-    """Long documents or short ones, some minutes to an hour of work."""
-    if rng.random() < 0.5:
-        shape = JobShape(int(np.exp(rng.uniform(np.log(80), np.log(900)))))
-    else:
-        num_documents = int(np.exp(rng.uniform(np.log(300), np.log(3_000))))
-        shape = JobShape(num_documents, (800, 4_000), (3, 9), (15, 60), (20, 160))
-    return job_of_shape(name, shape, seed, terms)
+    """Long documents, short ones or chats, some minutes to an hour of work."""
+    least_documents, most_documents, shape = SHAPES[int(rng.integers(len(SHAPES)))]
+    num_documents = int(np.exp(rng.uniform(np.log(least_documents), np.log(most_documents))))
+    job = job_of_shape(name, replace(shape, num_documents=num_documents), seed, terms)
+    return replace(
+        job, expected_output_tokens=USUAL_OUTPUT_TOKENS, context_tokens=EngineShape().max_model_len
+    )
 
 
 def _course(kind: str, starts_s: Rates, rng: np.random.Generator) -> Rates:

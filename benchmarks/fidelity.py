@@ -1,6 +1,6 @@
 """The simulator against the real CPU engine with the tiny model.
 
-    python -m benchmarks.fidelity [--seconds 300] [--repeats 3] [--json FILE]
+    python -m benchmarks.fidelity [--seconds 300] [--repeats 3] [--as-user] [--json FILE]
 
 Runs each of three workloads for real, through the `batchrun` command and the OpenAI endpoint, and
 in the simulator, with the engine calibrated before each run and after it: a machine's speed drifts
@@ -11,6 +11,9 @@ longer for real than simulated beside a fourth workload, `PROBE`, is measured on
 and at the 90th percentile, and added to the others. The record says how much that was. State and
 output stay in the folder `fidelity/`. Nothing else may run on the machine: the record has the cores
 that each process took, and what other processes took.
+
+With `--as-user` a prediction is what a user of `simulate` and `plan` has: the engine is calibrated
+once, before all runs, nothing is added, and nothing is known of the API server.
 """
 
 from __future__ import annotations
@@ -109,40 +112,50 @@ PROBE = Workload(
 PROBE_S = 120.0
 
 Compared = tuple[Figures, Figures, Figures]
-"""A run, and what is simulated of it with the calibrations before and after it."""
+"""A run, and what is simulated of it with the calibrations before and after it; as a user, both
+with the one before all runs."""
 
 
 def main() -> int:
     """Measure, simulate, compare."""
-    made = parser(__doc__, seconds=300.0, repeats=3)
+    made = parser(__doc__, seconds=300.0, repeats=3, as_user=False)
     made.add_argument("--only", nargs="+", choices=[workload.job.name for workload in WORKLOADS])
     options = made.parse_args()
     chosen = [w for w in WORKLOADS if not options.only or w.job.name in options.only]
-    profile, front_end = prepare()
-    engines = [_engine(profile, front_end)]
-    measured, simulated = run_for_real(PROBE, PROBE_S), _simulated(PROBE, engines[0], PROBE_S, {})
-    overheads = {
-        name: max(0.0, measured[name] - simulated[name]) for name in ("ttft_p50_s", "ttft_p90_s")
-    }
+    profile = prepare()
+    front_end = None if options.as_user else measure_front_end()
+    engines = [_engine(profile, front_end)] * 2
     records = [_calibration(profile, front_end)]
-    overhead: Record = {"figure": "overhead", "probe": PROBE.job.name, **overheads}
+    overheads: Figures = {}
+    if not options.as_user:
+        overheads = _overheads(engines[0])
+        records.append({"figure": "overhead", "probe": PROBE.job.name, **overheads})
     runs: dict[str, list[Compared]] = {}
     for workload in chosen * options.repeats:
         measured = run_for_real(workload, options.seconds)
-        profile = calibrate()
-        engines.append(_engine(profile, front_end))
-        records.append(_calibration(profile, front_end))
+        if not options.as_user:
+            profile = calibrate()
+            engines.append(_engine(profile, front_end))
+            records.append(_calibration(profile, front_end))
         before, after = (
             _simulated(workload, engine, options.seconds, overheads) for engine in engines[-2:]
         )
         runs.setdefault(workload.job.name, []).append((measured, before, after))
         compared = [record for name in runs for record in _compared(name, runs[name])]
         if options.json is not None:
-            write_records(options.json, [*records, overhead, *compared])
+            write_records(options.json, [*records, *compared])
     return 0
 
 
-def _calibration(profile: CalibrationProfile, front_end: FrontEndTimes) -> Record:
+def _overheads(engine: EnginePlan) -> Figures:
+    """What calls take longer for real than simulated, beside the probe."""
+    measured, simulated = run_for_real(PROBE, PROBE_S), _simulated(PROBE, engine, PROBE_S, {})
+    return {
+        name: max(0.0, measured[name] - simulated[name]) for name in ("ttft_p50_s", "ttft_p90_s")
+    }
+
+
+def _calibration(profile: CalibrationProfile, front_end: FrontEndTimes | None) -> Record:
     best, gap = profile.fitted[0], profile.gap
     return {
         "figure": "calibration",
@@ -151,12 +164,12 @@ def _calibration(profile: CalibrationProfile, front_end: FrontEndTimes) -> Recor
         "identical_steps_mape": profile.spread.mean_ape,
         "gap_base_s": gap and gap.base_s,
         "gap_request_s": gap and gap.request_s,
-        "front_end_request_s": front_end.request_s,
-        "front_end_token_s": front_end.token_s,
+        "front_end_request_s": front_end and front_end.request_s,
+        "front_end_token_s": front_end and front_end.token_s,
     }
 
 
-def _engine(profile: CalibrationProfile, front_end: FrontEndTimes) -> EnginePlan:
+def _engine(profile: CalibrationProfile, front_end: FrontEndTimes | None) -> EnginePlan:
     """The real engine as the simulator knows it."""
     shape = EngineShape(
         num_blocks=profile.kv_blocks,
@@ -226,7 +239,7 @@ def _compared(workload: str, runs: Sequence[Compared]) -> list[Record]:
     return [*records, {"workload": workload, "figure": "conditions", **means}]
 
 
-def prepare() -> tuple[CalibrationProfile, FrontEndTimes]:
+def prepare() -> CalibrationProfile:
     """A fresh folder and a deployment on free ports, calibrated."""
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir()
@@ -239,11 +252,16 @@ def prepare() -> tuple[CalibrationProfile, FrontEndTimes]:
     engine = {"port": port, "vllm_args": arguments, "profile": "profile.json"}
     DEPLOYMENT.configure(engine, model=MODEL, slo=asdict(SLO))
     DEPLOYMENT.batchrun("models", MODEL, str(MODEL_FOLDER.relative_to(FOLDER)))
-    profile = calibrate()
+    return calibrate()
+
+
+def measure_front_end() -> FrontEndTimes:
+    """What the API server takes."""
     with DEPLOYMENT.running() as gateway:
         processes = psutil.process_iter(["cmdline"])
-        server = next(p for p in processes if f"--port={port}" in (p.info["cmdline"] or ()))
-        return profile, asyncio.run(_measure_front_end(_target(gateway), server))
+        port = f"--port={DEPLOYMENT.engine_port}"
+        server = next(p for p in processes if port in (p.info["cmdline"] or ()))
+        return asyncio.run(_measure_front_end(_target(gateway), server))
 
 
 def calibrate() -> CalibrationProfile:

@@ -106,8 +106,8 @@ SECTIONS: dict[str, Section] = {
     "plan_trials": Section(
         "The planner's number on another draw of the traffic, shares of pairs",
         "traffic",
-        "as_given found as_given_holds holds is_kept_beside_jobs holds_beside_jobs ttft_kept "
-        "tpot_kept ttft_kept_beside_jobs tpot_kept_beside_jobs cpu_s",
+        "as_given found enough as_given_holds holds is_kept_beside_jobs holds_beside_jobs "
+        "ttft_kept tpot_kept ttft_kept_beside_jobs tpot_kept_beside_jobs planning_cpu_s",
     ),
     "planning_cost": Section(
         "What a plan costs", "load", "running candidates step_ms planning_ms planning_cpu_ms"
@@ -132,6 +132,14 @@ SECTIONS: dict[str, Section] = {
         "What the store costs",
         "rows order",
         "commits_per_s ack_p99_s peak_rss_bytes resume_s export_s",
+    ),
+    "trace_beside_jobs": Section(
+        "A recorded trace beside three jobs, on the real CPU engine",
+        "part",
+        "seconds arrived slo_attainment slo_ttft slo_tpot ttft_p50_s ttft_p99_s tpot_p50_s "
+        "online_longest_wait_s rows rows_missing rows_repeated rows_failed documents_hit_rate "
+        "documents_expected_hit_rate system_hit_rate system_expected_hit_rate",
+        {"part": ("calls alone", "calls beside jobs")},
     ),
 }
 

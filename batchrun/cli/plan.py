@@ -27,7 +27,7 @@ from batchrun.simulator.traces.trace import Trace
 
 if TYPE_CHECKING:
     from batchrun.simulator.planner.capacity import CapacityPlan, PlannedJob
-    from batchrun.simulator.planner.fleet import Fleet
+    from batchrun.simulator.planner.fleet import Attainment, Fleet
     from batchrun.simulator.simulation import Simulated, SimulationPlan
 
 
@@ -79,8 +79,11 @@ def plan(
         int, typer.Option(min=1, max=65_536, help="The most engines that are tried.")
     ] = 1024,
     draws: Annotated[
-        int, typer.Option(min=1, max=1_000, help="Draws of the trace's traffic that are to hold.")
-    ] = 5,
+        int,
+        typer.Option(
+            min=1, max=1_000, help="Draws of the trace's traffic; the hardest are simulated."
+        ),
+    ] = 20,
     seed: Annotated[int, typer.Option(min=0, help="Of the draws.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
@@ -148,9 +151,9 @@ def _plan_shown(plan: CapacityPlan) -> Iterator[RenderableType]:
     )
     if plan.loads[1:]:
         nums = [each.num_judged for each in plan.loads[1:]]
-        yield (
-            f"           {count(len(nums), 'more draw')} of {min(nums):,} to {max(nums):,} calls"
-        )
+        others = count(plan.request.num_draws - 1, "other draw")
+        calls = f"{min(nums):,} to {max(nums):,} calls"
+        yield f"           the {len(nums)} hardest of {others} have {calls}"
     headings = "engines", "count", "GPUs", "beside", "draws", "TTFT kept", "TPOT kept", "holds"
     yield columns(*headings, "an hour", rows=_engine_rows(plan))
     if plan.jobs:
@@ -175,7 +178,7 @@ def _engine_rows(plan: CapacityPlan) -> Iterator[Sequence[str]]:
                 f"{held} of {len(tried)}",
                 share(min(each.ttft_share for each in tried)),
                 share(min(each.tpot_share for each in tried)),
-                _verdict(plan, fleet, num, holds=held == len(tried)),
+                _verdict(plan, fleet, num, tried),
                 figure(fleet.kind.price_per_hour(num), "{:,.2f}"),
             )
         if not fleet.tried:
@@ -199,11 +202,16 @@ def _job_row(job: PlannedJob) -> Sequence[str]:
     )
 
 
-def _verdict(plan: CapacityPlan, fleet: Fleet, num_engines: int, *, holds: bool) -> str:
-    if not holds:
+def _verdict(
+    plan: CapacityPlan, fleet: Fleet, num_engines: int, tried: Sequence[Attainment]
+) -> str:
+    from batchrun.simulator.planner.fleet import have_room, keep_together
+
+    slo = plan.request.slo
+    if not keep_together(tried, slo):
         return "no"
     if num_engines != fleet.num_engines:
-        return "yes"
+        return "yes" if have_room(tried, slo) else "barely"
     return "chosen" if fleet is plan.chosen else "smallest"
 
 

@@ -21,7 +21,8 @@ from batchrun.pool.deadlines import (
     Outlook,
     UrgentTurns,
 )
-from batchrun.pool.pace import CapacityForecast, Completion
+from batchrun.pool.pace import CapacityForecast, Completion, LastRows
+from batchrun.pool.row_times import RowTimes
 
 DOUBT = 0.3
 """How far an estimate may be off, as a share, before any row has come back."""
@@ -271,6 +272,8 @@ class JobTurns:
         self._capacity = CapacityForecast()
         self._claims: dict[str, float] = {}
         self._review_at = float("-inf")
+        self._times: dict[str, RowTimes] = {}
+        self._now_s = 0.0
 
     @property
     def pace(self) -> tuple[float | None, float]:
@@ -287,6 +290,7 @@ class JobTurns:
         `work_tokens` is the sum of the estimates of its rows that have no result yet.
         """
         self._shares.join(job_id, weight, WorkLeft(work_tokens))
+        self._times[job_id] = RowTimes()
         if deadline_at is not None:
             self._deadlines.join(job_id, deadline_at)
         self._review_at = float("-inf")
@@ -294,12 +298,14 @@ class JobTurns:
     def leave(self, job_id: str) -> None:
         """A job has ended or is paused: no turn, no claim; its rows in flight are free."""
         self._shares.leave(job_id)
+        del self._times[job_id]
         self._urgent.leave(job_id)
         self._deadlines.leave(job_id)
         self._review_at = float("-inf")
 
     def choose(self, ready: AbstractSet[str], now_s: float) -> Turn | None:
         """The job whose row goes next, of those with a row to hand out; None when there is none."""
+        self._now_s = now_s
         if now_s >= self._review_at:
             self._review(now_s)
         holder = self._shares.holder(ready)
@@ -313,6 +319,7 @@ class JobTurns:
         """A row is handed out. `ends_subtree`: the job's next row has another prefix."""
         job_id, is_urgent = turn
         tokens = self._shares.charge(job_id, row, estimated_tokens, is_urgent=is_urgent)
+        self._times[job_id].sent(row, self._now_s)
         self._urgent.charge(job_id, tokens, is_urgent=is_urgent)
         if ends_subtree:
             self._shares.end_turn(job_id)
@@ -326,16 +333,21 @@ class JobTurns:
         """A row has ended, with or without error, after so many computed tokens."""
         self._capacity.add(computed_tokens)
         self._shares.settle(job_id, row, computed_tokens)
+        if job_id in self._times:
+            self._times[job_id].ended(row, self._now_s)
 
     def refund(self, job_id: str, row: int) -> None:
         """A row came back unfinished and will run again."""
         self._shares.refund(job_id, row)
+        if job_id in self._times:
+            self._times[job_id].lost(row)
 
     def observe(self, now_s: float, *, is_saturated: bool) -> None:
         """From now on the engines have all the rows that they take, or not.
 
         Call it after each round of handing out, at least a few times a second.
         """
+        self._now_s = now_s
         self._capacity.observe(now_s, self._shares.num_in_flight, is_saturated=is_saturated)
 
     def outlook(self, job_id: str) -> Outlook | None:
@@ -344,12 +356,13 @@ class JobTurns:
 
     def completions(self) -> dict[str, Completion]:
         """When the running jobs will be done; empty while the pace is not known."""
-        return self._capacity.completions.predict(self._works(), self._claims)
+        works = self._works()
+        return self._capacity.completions.predict(works, self._claims, self._last_rows())
 
     def predict(self, weight: float, work_tokens: int) -> Completion | None:
         """When a job would be done that joined now; None while the pace is not known."""
         works = self._works() | {NEW_JOB: JobWork(weight, work_tokens, DOUBT)}
-        return self._capacity.completions.predict(works, self._claims).get(NEW_JOB)
+        return self._capacity.completions.predict(works, self._claims, {}).get(NEW_JOB)
 
     def take_news(self) -> list[Outlook]:
         """Outlooks to announce: those that changed since the last call."""
@@ -379,3 +392,13 @@ class JobTurns:
             job_id: JobWork(account.weight, account.work.tokens, account.work.doubt)
             for job_id, account in self._shares.accounts.items()
         }
+
+    def _last_rows(self) -> dict[str, LastRows]:
+        found = {}
+        for job_id, account in self._shares.accounts.items():
+            last_end = self._times[job_id].last_end_s(self._now_s)
+            if last_end is not None:
+                estimated = sum(each.estimated_tokens for each in account.in_flight.values())
+                are_sent = estimated >= account.work.estimated_tokens
+                found[job_id] = LastRows(last_end, self._shares.in_flight_tokens, are_sent)
+        return found

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchrun.pool.deadlines import JobWork, tokens_ahead
+from batchrun.pool.row_times import LastEnd
 
 LEAST_STRETCHES = 3
 PRIOR_SD = 0.12
@@ -106,8 +107,8 @@ def _past_errors(rates: Rates, horizon: int, window: int) -> Rates:
     return errors
 
 
-DEVIATIONS = 1.7
-"""On either side of the best guess; 1.645 would do were the errors normal and well known."""
+DEVIATIONS = 1.6
+"""On either side of the best guess: about the 1.645 of normal errors."""
 DOUBT_SD = 0.5
 """An estimate of work is off by its doubt at most, so by half of it on average."""
 EARLY_S, LATE_S = 0.5, 2.0
@@ -117,6 +118,21 @@ COARSE_S, NUM_COARSE = 300.0, 2_016
 """An hour in stretches of 5 s, a week in stretches of 5 minutes."""
 FINE_HORIZON_S = 1_200.0
 """What is done sooner is predicted from the fine history."""
+
+
+DRAIN_LOW, DRAIN, DRAIN_HIGH = 0.35, 0.55, 0.7
+"""The last rows have the engines to themselves and take so much of what rows took beside others:
+at least, about, and at most."""
+
+
+class LastRows(NamedTuple):
+    """What is known of a job's end: when its rows in flight will have ended, were they to go on
+    beside as many others, and how many tokens all jobs have in flight. `are_sent`: the job has no
+    other rows."""
+
+    last_end: LastEnd
+    in_flight_tokens: float
+    are_sent: bool
 
 
 class Completion(NamedTuple):
@@ -151,24 +167,44 @@ class Completions:
         self.coarse.add(elapsed_s, computed_tokens)
 
     def predict(
-        self, works: Mapping[str, JobWork], claims: Mapping[str, float]
+        self,
+        works: Mapping[str, JobWork],
+        claims: Mapping[str, float],
+        last_rows: Mapping[str, LastRows],
     ) -> dict[str, Completion]:
         """Of all jobs in `works`, which run beside each other; none while the pace is not known.
 
         `claims` are the shares that deadlines take off the fair shares.
         """
         ahead = tokens_ahead(works, claims)
-        found = {job_id: self._of(ahead[job_id], work.doubt) for job_id, work in works.items()}
+        found = {
+            job_id: self._of(ahead[job_id], work.doubt, last_rows.get(job_id))
+            for job_id, work in works.items()
+        }
         return {job_id: each for job_id, each in found.items() if each is not None}
 
-    def _of(self, tokens: float, doubt: float) -> Completion | None:
+    def _of(self, tokens: float, doubt: float, last: LastRows | None) -> Completion | None:
+        """A job is done when its work is, at the pace that was seen, and not before the last of
+        its rows has ended."""
         pace = self._pace(tokens)
         if pace is None:
             return None
-        expected_s = tokens / pace.tokens_per_s
         factor = math.exp(DEVIATIONS * math.hypot(pace.log_sd, DOUBT_SD * doubt))
+        expected_s = tokens / pace.tokens_per_s
         low_s = max(expected_s / factor - EARLY_S, 0.0)
-        return Completion(expected_s, low_s, expected_s * factor + LATE_S)
+        high_s = expected_s * factor + LATE_S
+        if last is None:
+            return Completion(expected_s, low_s, high_s)
+        unsent_tokens = 0.0 if last.are_sent else max(tokens - last.in_flight_tokens, 0.0)
+        sent_s, end = unsent_tokens / pace.tokens_per_s, last.last_end
+        tail_s = DRAIN * end.expected_s
+        early_s = math.hypot(sent_s * (1 - 1 / factor), tail_s - DRAIN_LOW * end.low_s)
+        late_s = math.hypot(sent_s * (factor - 1), DRAIN_HIGH * end.high_s - tail_s)
+        return Completion(
+            max(expected_s, sent_s + tail_s),
+            max(low_s, sent_s + tail_s - early_s),
+            max(high_s, sent_s + tail_s + late_s),
+        )
 
     def _pace(self, tokens: float) -> PaceForecast | None:
         now_tokens_per_s = self.tokens_per_s

@@ -49,16 +49,16 @@ def seen(*tokens_per_s: float) -> Completions:
 
 
 def test_nothing_is_foretold_from_a_few_seconds() -> None:
-    assert seen(*[1000] * 14).predict(ONE_JOB, {}) == {}
-    assert set(seen(*[1000] * 15).predict(ONE_JOB, {})) == {"a"}
+    assert seen(*[1000] * 14).predict(ONE_JOB, {}, {}) == {}
+    assert set(seen(*[1000] * 15).predict(ONE_JOB, {}, {})) == {"a"}
 
 
 def test_nothing_is_foretold_while_nothing_is_computed() -> None:
-    assert seen(*[0] * 60).predict(ONE_JOB, {}) == {}
+    assert seen(*[0] * 60).predict(ONE_JOB, {}, {}) == {}
 
 
 def test_a_steady_pace_is_kept_up() -> None:
-    found = seen(*[1000] * 600).predict(ONE_JOB, {})["a"]
+    found = seen(*[1000] * 600).predict(ONE_JOB, {}, {})["a"]
 
     assert found.expected_s == pytest.approx(100)
     assert 85 < found.low_s < 100 < found.high_s < 117
@@ -68,7 +68,7 @@ def test_a_range_narrows_as_a_steady_pace_goes_on() -> None:
     widths = [
         found.high_s - found.low_s
         for seconds in (300, 600, 1200)
-        for found in seen(*[1000] * seconds).predict(ONE_JOB, {}).values()
+        for found in seen(*[1000] * seconds).predict(ONE_JOB, {}, {}).values()
     ]
 
     assert widths == sorted(widths, reverse=True)
@@ -119,8 +119,8 @@ def test_long_jobs_go_by_the_long_history() -> None:
     for pace in hours:
         for _ in range(720):
             completions.add(5.0, pace * 5)
-    short = completions.predict({"a": JobWork(1.0, 500 * 300.0, 0.0)}, {})["a"]
-    long = completions.predict({"a": JobWork(1.0, 1250 * 36_000.0, 0.0)}, {})["a"]
+    short = completions.predict({"a": JobWork(1.0, 500 * 300.0, 0.0)}, {}, {})["a"]
+    long = completions.predict({"a": JobWork(1.0, 1250 * 36_000.0, 0.0)}, {}, {})["a"]
 
     assert completions.seen_s == len(hours) * 3600
     assert NUM_FINE * FINE_S < completions.seen_s < 2_016 * COARSE_S
@@ -130,8 +130,8 @@ def test_long_jobs_go_by_the_long_history() -> None:
 
 def test_doubt_about_the_work_widens_the_range() -> None:
     completions = seen(*[1000] * 600)
-    sure = completions.predict({"a": JobWork(1.0, 100_000.0, 0.0)}, {})["a"]
-    unsure = completions.predict({"a": JobWork(1.0, 100_000.0, 0.3)}, {})["a"]
+    sure = completions.predict({"a": JobWork(1.0, 100_000.0, 0.0)}, {}, {})["a"]
+    unsure = completions.predict({"a": JobWork(1.0, 100_000.0, 0.3)}, {}, {})["a"]
 
     assert unsure.expected_s == sure.expected_s
     assert unsure.low_s < sure.low_s
@@ -139,7 +139,7 @@ def test_doubt_about_the_work_widens_the_range() -> None:
 
 
 def test_a_finished_job_is_done_in_a_moment() -> None:
-    found = seen(*[1000] * 60).predict({"a": JobWork(1.0, 0.0, 0.0)}, {})["a"]
+    found = seen(*[1000] * 60).predict({"a": JobWork(1.0, 0.0, 0.0)}, {}, {})["a"]
 
     assert found.expected_s == found.low_s == 0
     assert found.high_s < 5

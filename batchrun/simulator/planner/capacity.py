@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 
 from batchrun.quantities import count, duration, seconds, share
 from batchrun.simulator.offline_jobs import OfflineJob
@@ -27,6 +28,7 @@ from batchrun.simulator.planner.fleet import (
     InfeasibleCalls,
     PeakLoad,
     beside_jobs,
+    have_room,
     peak_load,
     size_fleet,
 )
@@ -35,7 +37,11 @@ from batchrun.simulator.planner.kinds import EngineKind, SloTarget
 from batchrun.simulator.traces.trace import Trace, redrawn, stratified_windows
 from batchrun.types import ProgressSink
 
-NUM_DRAWS = 5
+NUM_DRAWS = 20
+NUM_HARDEST = 4
+"""Of the draws other than the trace so many are simulated."""
+FEW_MISSES = 5
+"""Where fewer calls may miss, whether the target is kept is a matter of chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +90,7 @@ class PlannedJob:
 class CapacityPlan:
     """Step 1 for each kind, and step 2 on `chosen`. `chosen` is None where nothing holds.
 
-    `loads` are the peaks of all draws, the trace's first.
+    `loads` are the peaks of the trace and of the hardest other draws.
     """
 
     request: PlanRequest
@@ -119,13 +125,23 @@ def plan_capacity(request: PlanRequest, progress: ProgressSink | None = None) ->
 
 
 def peak_loads(request: PlanRequest) -> Iterator[PeakLoad]:
-    """The peak of each draw of the traffic that has calls at all, the trace's first."""
+    """The peak of the trace, and of the hardest of the other draws that have calls at all."""
     yield peak_load(request.trace, request.peak_s, request.slo)
+    others = []
     for draw in range(1, request.num_draws):
         seed = request.seed + draw
         drawn = request.redraw(seed) if request.redraw else redrawn(request.trace, seed)
         if len(drawn):
-            yield peak_load(drawn, request.peak_s, request.slo, draw)
+            others.append(peak_load(drawn, request.peak_s, request.slo, draw))
+    yield from hardest(others)
+
+
+def hardest(loads: Sequence[PeakLoad]) -> list[PeakLoad]:
+    """Those with the most tokens in the peak, or in one burst of it, by turns."""
+    by_peak = sorted(loads, key=lambda load: -load.num_judged_tokens)
+    by_burst = sorted(loads, key=lambda load: -load.num_burst_tokens)
+    by_turns = chain.from_iterable(zip(by_peak, by_burst, strict=True))
+    return list(dict.fromkeys(by_turns))[:NUM_HARDEST]
 
 
 def _cheapest(fleets: Sequence[Fleet]) -> Fleet | None:
@@ -207,15 +223,17 @@ def _bounds_kept(plan: CapacityPlan, fleet: Fleet) -> Iterator[str]:
     slo, window, num = plan.request.slo, plan.loads[0].window, fleet.num_engines
     assert num is not None and fleet.num_for_calls is not None and fleet.num_as_given is not None
     beside = " beside the jobs" if fleet.is_beside_kept else ""
-    draws = count(fleet.num_draws, "draw")
+    others = count(plan.request.num_draws - 1, "other draw")
+    draws = f" and of the {fleet.num_draws - 1} hardest of {others}" if fleet.num_draws > 1 else ""
     given = fleet.num_as_given
     needs = "" if given == num else f"; as given the trace needs {given:,}"
     yield (
         f"{count(num, 'engine')} of {fleet.kind.name} ({count(num * fleet.kind.gpus, 'GPU')}) "
         f"{'keeps' if num == 1 else 'keep'} a TTFT of {seconds(slo.ttft_s)} and a TPOT of "
         f"{seconds(slo.tpot_s)} for {slo.target * 100:g} % of the calls{beside} in the busiest "
-        f"{duration(window.end_s - window.start_s)} on {draws} of the trace's traffic{needs}."
+        f"{duration(window.end_s - window.start_s)} of the trace{draws}{needs}."
     )
+    yield from _margin(plan, fleet)
     if num_hopeless := len(plan.loads) - fleet.num_draws:
         yield (
             f"On {count(num_hopeless, 'more draw')} too many calls miss a bound on an idle engine."
@@ -231,6 +249,23 @@ def _bounds_kept(plan: CapacityPlan, fleet: Fleet) -> Iterator[str]:
     if fleet.price_per_hour is not None:
         price = fleet.price_per_hour
         yield f"That costs {price:,.2f} an hour, {24 * price:,.2f} a day."
+
+
+def _margin(plan: CapacityPlan, fleet: Fleet) -> Iterator[str]:
+    """How well the target is kept, and what that says of another draw."""
+    slo, num = plan.request.slo, fleet.num_engines
+    assert num is not None
+    tried = fleet.tried_on(num, has_jobs=bool(fleet.is_beside_kept))
+    num_calls = sum(each.num_calls for each in tried)
+    missed = max(sum(e.num_ttft_missed for e in tried), sum(e.num_tpot_missed for e in tried))
+    more = "with room for chance" if _has_room(fleet, slo) else "another draw may miss the target"
+    yield f"Of {count(num_calls, 'call')} there {missed:,} missed a bound: {more}."
+    judged = plan.loads[0].num_judged
+    if slo.may_miss(judged) < FEW_MISSES:
+        yield (
+            f"In a peak of {count(judged, 'call')} {slo.may_miss(judged):,} may miss, so a few "
+            "decide: a longer --peak says more."
+        )
 
 
 def _job_sentences(plan: CapacityPlan) -> Iterator[str]:
@@ -277,6 +312,7 @@ def record_of(plan: CapacityPlan) -> dict[str, object]:
             "num_engines_for_calls": chosen.num_for_calls,
             "num_engines_as_given": chosen.num_as_given,
             "num_draws": chosen.num_draws,
+            "has_room_for_chance": _has_room(chosen, slo),
             "is_kept_beside_jobs": chosen.is_beside_kept,
             "num_gpus": (chosen.num_engines or 0) * chosen.kind.gpus,
             "price_per_hour": chosen.price_per_hour,
@@ -287,6 +323,11 @@ def record_of(plan: CapacityPlan) -> dict[str, object]:
         "cost_alone": cost,
         "paragraph": paragraph(plan),
     }
+
+
+def _has_room(fleet: Fleet, slo: SloTarget) -> bool:
+    assert fleet.num_engines is not None
+    return have_room(fleet.tried_on(fleet.num_engines, has_jobs=bool(fleet.is_beside_kept)), slo)
 
 
 def _peak(load: PeakLoad) -> dict[str, object]:

@@ -17,6 +17,7 @@ from batchrun.config import STOCK_POLICY
 from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.offline_jobs import OfflineJob
 from batchrun.simulator.online import Calls
+from batchrun.simulator.planner.confidence import has_room, is_kept
 from batchrun.simulator.planner.kinds import EngineKind, SloTarget
 from batchrun.simulator.records import Slo
 from batchrun.simulator.simulation import SimulationPlan, simulate
@@ -26,6 +27,7 @@ from batchrun.types import ProgressSink
 PEAK_S = 300.0
 WARMUP_S = 60.0
 """Calls that come so long before the window run when it begins."""
+BURST_S = 30.0
 TAIL_S = 30.0
 """Simulated after the window, at least; the calls go on."""
 
@@ -60,6 +62,15 @@ class PeakLoad:
     def num_judged_tokens(self) -> int:
         """Prompt and answer tokens of the judged calls."""
         return int(self.calls.num_tokens[self.is_judged()].sum())
+
+    @property
+    def num_burst_tokens(self) -> int:
+        """Those of the heaviest `BURST_S` among them."""
+        judged = self.calls.take(np.flatnonzero(self.is_judged()))
+        if not len(judged):
+            return 0
+        burst = find_peak(judged, BURST_S)
+        return int(judged.between(burst.start_s, burst.end_s).num_tokens.sum())
 
     def within(self, most_tokens: int) -> PeakLoad:
         """Without the calls that an engine with so long a context refuses."""
@@ -112,15 +123,30 @@ class Attainment:
 
     def holds(self, slo: SloTarget) -> bool:
         """Whether both bounds hold for the target share of calls."""
-        return self.num_ttft_missed <= slo.may_miss(
-            self.num_calls
-        ) and self.num_tpot_missed <= slo.may_miss(self.num_timed)
+        return all(missed <= may for missed, may in self.missed(slo))
+
+    def missed(self, slo: SloTarget) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Calls that missed the TTFT and the TPOT bound, each with how many may."""
+        return (
+            (self.num_ttft_missed, slo.may_miss(self.num_calls)),
+            (self.num_tpot_missed, slo.may_miss(self.num_timed)),
+        )
 
     def spare_share(self, slo: SloTarget) -> float:
         """How much of what may miss did not, by the tighter bound; below 0 where it does not
         hold."""
-        bounds = (self.num_ttft_missed, self.num_calls), (self.num_tpot_missed, self.num_timed)
-        return min(slo.may_miss(num) - missed for missed, num in bounds) / max(1, self.num_calls)
+        return min(may - missed for missed, may in self.missed(slo)) / max(1, self.num_calls)
+
+
+def keep_together(tried: Sequence[Attainment], slo: SloTarget) -> bool:
+    """Whether the bounds are kept on the draws tried, by all their calls together and with no draw
+    on which they clearly are not."""
+    return all(is_kept(each) for each in zip(*(e.missed(slo) for e in tried), strict=True))
+
+
+def have_room(tried: Sequence[Attainment], slo: SloTarget) -> bool:
+    """Whether they keep them so well that another draw does too, with the confidence asked for."""
+    return all(has_room(each) for each in zip(*(e.missed(slo) for e in tried), strict=True))
 
 
 def attainment(
@@ -288,6 +314,10 @@ def smallest(holds: Callable[[int], bool], most: int) -> int | None:
 
 
 MAX_ENGINES = 1024
+NUM_BESIDE = 3
+"""Draws that are simulated beside jobs: those with the least to spare."""
+ROOM_SHARE = 0.15
+"""For chance so many engines are added at most, and one where that is less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,8 +363,8 @@ class _Trials:
     progress: ProgressSink | None
     done: dict[tuple[int, int], Attainment] = field(default_factory=dict)
 
-    def holds(self, load: PeakLoad, num_engines: int, jobs: Sequence[OfflineJob] = ()) -> bool:
-        """Whether so many hold on the load."""
+    def of(self, load: PeakLoad, num_engines: int, jobs: Sequence[OfflineJob] = ()) -> Attainment:
+        """What so many give to the load."""
 
         def report(stage: str, done: int, total: int) -> None:
             if self.progress is not None:
@@ -346,21 +376,37 @@ class _Trials:
             fitting = load.within(context_tokens(self.kind.engine))
             engine = self.kind.engine
             self.done[key] = attainment(fitting, engine, num_engines, self.slo, jobs, report)
-        return self.done[key].holds(self.slo)
+        return self.done[key]
 
     def first_to_hold(
-        self, nums: Iterable[int], loads: Sequence[PeakLoad], jobs: Sequence[OfflineJob] = ()
+        self,
+        nums: Iterable[int],
+        loads: Sequence[PeakLoad],
+        enough: int,
+        jobs: Sequence[OfflineJob] = (),
     ) -> int | None:
-        """The first of the numbers that holds on all loads, which are asked in their order but for
-        one that has failed: it goes first."""
-        asked = list(loads)
+        """The first of the numbers that holds on all loads together with room for chance. For that
+        no more than `enough` are tried: then it is the first that holds at all.
+
+        Loads are asked in their order but for one that has failed: it goes first.
+        """
+        asked, barely = list(loads), None
         for num in nums:
-            failing = next((load for load in asked if not self.holds(load, num, jobs)), None)
-            if failing is None:
-                return num
-            asked.remove(failing)
-            asked.insert(0, failing)
-        return None
+            if barely is not None and num > enough:
+                break
+            tried: list[Attainment] = []
+            for load in asked:
+                tried.append(self.of(load, num, jobs))
+                if not keep_together(tried[-1:], self.slo):
+                    asked.remove(load)
+                    asked.insert(0, load)
+                    break
+            else:
+                if keep_together(tried, self.slo):
+                    if num >= enough or have_room(tried, self.slo):
+                        return num
+                    barely = barely or num
+        return barely
 
     def attainments(self) -> tuple[Attainment, ...]:
         """The smallest number first, the trace as given before other draws."""
@@ -377,8 +423,8 @@ def size_fleet(
     """The smallest number of engines of the kind, up to `most_engines`, that holds on every load.
 
     The first load is the trace's: its number is searched for. Then engines are added, one at a
-    time, until all other loads hold too. Those with the most tokens are asked first, and before
-    them one that did not hold with fewer engines.
+    time, until all loads together hold with room for chance. Those with the most tokens are asked
+    first, and before them one that did not hold with fewer engines.
     """
     infeasible = tuple(infeasible_calls(loads[0], kind.engine, slo))
     if any(each.is_too_many for each in infeasible):
@@ -388,9 +434,15 @@ def size_fleet(
         if not any(each.is_too_many for each in infeasible_calls(load, kind.engine, slo)):
             asked.append(load)
     trials = _Trials(kind, slo, progress)
-    given = smallest(lambda num: trials.holds(loads[0], num), most_engines)
-    num = given and trials.first_to_hold(range(given, most_engines + 1), asked)
+    given = smallest(lambda num: trials.of(loads[0], num).holds(slo), most_engines)
+    nums = range(given or 1, most_engines + 1)
+    num = given and trials.first_to_hold(nums, asked, enough(given))
     return Fleet(kind, num, trials.attainments(), infeasible, given, num, len(asked))
+
+
+def enough(as_given: int) -> int:
+    """So many engines need no room for chance, where the trace as given needs `as_given`."""
+    return as_given + max(1, int(ROOM_SHARE * as_given))
 
 
 def beside_jobs(
@@ -404,13 +456,18 @@ def beside_jobs(
 
     Calls come first, so the number rises where jobs cost them their bounds, a tenth of it at a time
     and up to half as many again. Where those do not hold either, the number stays: the jobs have to
-    pause in the peak. The draw that has the least to spare without jobs is asked first.
+    pause in the peak. Simulated are the draws that have the least to spare without jobs.
     """
     num, trials = fleet.num_engines, _Trials(fleet.kind, slo, progress)
-    assert num is not None
-    asked = sorted(fleet.tried_on(num), key=lambda each: each.spare_share(slo))
+    assert num is not None and fleet.num_as_given is not None
     by_draw = {load.draw: load for load in loads}
+
+    def hardness(each: Attainment) -> tuple[float, int]:
+        return each.spare_share(slo), -by_draw[each.draw].num_judged_tokens
+
+    hardest = sorted(fleet.tried_on(num), key=hardness)[:NUM_BESIDE]
     nums = range(num, math.ceil(1.5 * num) + 1, max(1, num // 10))
-    found = trials.first_to_hold(nums, [by_draw[each.draw] for each in asked], jobs)
+    asked = [by_draw[each.draw] for each in hardest]
+    found = trials.first_to_hold(nums, asked, enough(fleet.num_as_given), jobs)
     tried = (*fleet.tried, *trials.attainments())
     return replace(fleet, num_engines=found or num, tried=tried, is_beside_kept=found is not None)
