@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -14,7 +14,7 @@ from batchrun.routing.router import Call, Load, Router
 from batchrun.routing.routers import make_router
 from batchrun.simulator.offline_jobs import Keys, LogNormalTokens, key_of, mixed, prompt_of
 from batchrun.simulator.traces.trace import Floats, Ints, PrefixBlocks, Trace
-from batchrun.simulator.virtual.engine import Arrival
+from batchrun.simulator.virtual.engine import Arrival, answer_of
 
 NO_KEYS: Keys = np.empty(0, np.uint64)
 PREFIX = "online-"
@@ -25,12 +25,17 @@ MIN_RATE_PER_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class OnlineCall:
-    """One online request: `num_system_tokens` that all begin with, and a prompt of its own."""
+    """One online request: `num_system_tokens` that all begin with, and a prompt of its own.
+
+    The next turn of a conversation names the call of the turn before, by its place in the list of
+    calls: its prompt is that call's prompt and answer, and then its own.
+    """
 
     arrival_at_s: float
     num_prompt_tokens: int
     num_output_tokens: int
     num_system_tokens: int = 0
+    previous: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,27 +87,34 @@ class OnlineTraffic:
 class Calls:
     """Calls in memory: `arrival_s` rises from 0, lengths are 1 or more.
 
-    `prefix` is None where no two calls share a prompt's beginning.
+    `prefix` is None where no two calls share a prompt's beginning. `previous` has the call of the
+    turn before, for those that go on with a conversation: their prompts begin with all of it.
     """
 
     arrival_s: Floats
     num_prompt_tokens: Ints
     num_output_tokens: Ints
     prefix: PrefixBlocks | None = None
+    previous: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, calls: Sequence[OnlineCall]) -> Calls:
         """From the calls of a generator, by arrival."""
+        previous = {i: call.previous for i, call in enumerate(calls) if call.previous is not None}
         system = np.array([call.num_system_tokens for call in calls], np.int64)
         prefix = None
         if block_tokens := int(np.gcd.reduce(system)):
             blocks = [[1] * (num_tokens // block_tokens) for num_tokens in system]
             prefix = PrefixBlocks.of(blocks, block_tokens)
+        prompts = (system + [call.num_prompt_tokens for call in calls]).tolist()
+        for index, before in previous.items():
+            prompts[index] += prompts[before] + calls[before].num_output_tokens
         return cls(
             np.array([call.arrival_at_s for call in calls], np.float64),
-            system + np.array([call.num_prompt_tokens for call in calls], np.int64),
+            np.array(prompts, np.int64),
             np.array([call.num_output_tokens for call in calls], np.int64),
             prefix,
+            previous,
         )
 
 
@@ -143,6 +155,9 @@ class OnlineRouter:
         router: Router | None = None,
     ) -> None:
         self._calls = calls
+        self._previous = calls.previous if isinstance(calls, Calls) else {}
+        self._goes_on = set(self._previous.values())
+        self._told: dict[int, list[int]] = {}
         self._max_model_len = max_model_len
         self._router = router or make_router()
         self._arrival_s: list[float] = calls.arrival_s.tolist()
@@ -173,24 +188,31 @@ class OnlineRouter:
         self._router.ended(CALL, engine, now_s)
 
     def _arrival(self, index: int) -> Arrival:
-        calls, shared = self._calls, self._calls.prefix
+        calls, request_id = self._calls, f"{PREFIX}{index}"
         num_tokens = int(calls.num_prompt_tokens[index])
-        own_key = key_of(self._seed_key, index)
-        if shared is None:
-            prompt = prompt_of(NO_KEYS, 1.0, num_tokens, own_key)
-        else:
-            hashes = shared.of_request(index).astype(np.uint64)
-            # Two blocks of one text in different places have different KV.
-            chain = np.bitwise_xor.accumulate(mixed(hashes, np.arange(len(hashes))))
-            prompt = prompt_of(chain, shared.block_tokens, num_tokens, own_key)
+        num_output_tokens = int(calls.num_output_tokens[index])
+        before = self._told.pop(self._previous.get(index, index), [])
+        prompt = before + self._own_prompt(index, num_tokens - len(before))
+        if index in self._goes_on:
+            self._told[index] = prompt + answer_of(request_id, num_tokens, num_output_tokens)
         return Arrival(
-            f"{PREFIX}{index}",
+            request_id,
             True,
             self._arrival_s[index],
-            prompt.tolist(),
+            prompt,
             self._max_model_len - num_tokens,
-            num_output_tokens=int(calls.num_output_tokens[index]),
+            num_output_tokens=num_output_tokens,
         )
+
+    def _own_prompt(self, index: int, num_tokens: int) -> list[int]:
+        """The prompt of a call, or in a later turn what is new of it."""
+        shared, own_key = self._calls.prefix, key_of(self._seed_key, index)
+        if shared is None or index in self._previous:
+            return prompt_of(NO_KEYS, 1.0, num_tokens, own_key).tolist()
+        hashes = shared.of_request(index).astype(np.uint64)
+        # Two blocks of one text in different places have different KV.
+        chain = np.bitwise_xor.accumulate(mixed(hashes, np.arange(len(hashes))))
+        return prompt_of(chain, shared.block_tokens, num_tokens, own_key).tolist()
 
 
 class EnginePort:
