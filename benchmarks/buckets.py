@@ -3,7 +3,8 @@
     python -m benchmarks.buckets [--jobs NAME ...] [--laws NAME ...] [--seeds N ...] [--json FILE]
 
 Prefix groups stay whole. `planned` is the order that ships; `sorted` has the groups by the median
-length of their rows, the shortest first, as with buckets without number; `buckets-8` keeps the
+length of their rows, the shortest first, as with buckets without number; `longest-first` likewise,
+from the other end: its batches are as regular, but it ends with other rows. `buckets-8` keeps the
 planned order within eight buckets that are geometric in length. Every job runs beside the calls of
 `a100-8b` and alone.
 """
@@ -37,10 +38,14 @@ JOBS: Mapping[str, Sequence[JobShape]] = {
     "documents": [
         JobShape(70, LogNormalTokens(8.0, 1.2, (200, 30_000)), (2, 10), (9, 60), ANSWERS)
     ],
+    "two sizes": [
+        JobShape(400, (150, 250), (1, 1), (1, 1), (150, 250)),
+        JobShape(60, (8_000, 12_000), (1, 1), (1, 1), (150, 250)),
+    ],
     "mixed": FOUR_JOBS,
 }
-"""Rows that share nothing, and documents, both of lengths from tens to 30,000 tokens; rows of four
-kinds in one job."""
+"""Rows that share nothing, and documents, both of lengths from tens to 30,000 tokens; rows of two
+sizes with long answers; rows of four kinds in one job."""
 
 
 def main() -> int:
@@ -98,7 +103,7 @@ PLANNED = "planned"
 NUM_BUCKETS = 8
 
 
-def by_length(job: DrawnJob, num_buckets: int | None = None) -> IntArray:
+def by_length(job: DrawnJob, num_buckets: int | None = None, *, descends: bool = False) -> IntArray:
     """The rows by the length of their prefix group, in so many buckets or strictly."""
     rows = job.order.rows
     groups = group_rows(job.order, build_radix_tree(job.order.shared_chunks), job.chains)
@@ -109,13 +114,14 @@ def by_length(job: DrawnJob, num_buckets: int | None = None) -> IntArray:
     if num_buckets is not None:
         share = np.log(medians / medians.min()) / np.log(medians.max() / medians.min())
         key = np.minimum((share * num_buckets).astype(np.int64), num_buckets - 1)
-    return rows[np.argsort(key[groups[rows]], kind="stable")]
+    return rows[np.argsort((-key if descends else key)[groups[rows]], kind="stable")]
 
 
 ORDERS: Mapping[str, Callable[[DrawnJob], IntArray]] = {
     PLANNED: lambda job: job.order.rows,
     f"buckets-{NUM_BUCKETS}": lambda job: by_length(job, NUM_BUCKETS),
     "sorted": by_length,
+    "longest-first": lambda job: by_length(job, descends=True),
 }
 
 
