@@ -206,13 +206,14 @@ class OnlineRouter:
 
     def _own_prompt(self, index: int, num_tokens: int) -> list[int]:
         """The prompt of a call, or in a later turn what is new of it."""
-        shared, own_key = self._calls.prefix, key_of(self._seed_key, index)
-        if shared is None or index in self._previous:
-            return prompt_of(NO_KEYS, 1.0, num_tokens, own_key).tolist()
-        hashes = shared.of_request(index).astype(np.uint64)
-        # Two blocks of one text in different places have different KV.
-        chain = np.bitwise_xor.accumulate(mixed(hashes, np.arange(len(hashes))))
-        return prompt_of(chain, shared.block_tokens, num_tokens, own_key).tolist()
+        shared, chain, block_tokens = self._calls.prefix, NO_KEYS, 1
+        if shared is not None and index not in self._previous:
+            hashes, block_tokens = shared.of_request(index).astype(np.uint64), shared.block_tokens
+            # Two blocks of one text in different places have different KV.
+            chain = np.bitwise_xor.accumulate(mixed(hashes, np.arange(len(hashes))))
+        own_key = key_of(self._seed_key, index)
+        tokens: list[int] = prompt_of(chain, block_tokens, num_tokens, own_key).tolist()
+        return tokens
 
 
 class EnginePort:
