@@ -77,9 +77,9 @@ class KvTelemetry(Struct, frozen=True):
 
     `online_blocks` counts a block once for each online request that holds it; what else is in use
     is offline. The tiers share `free_blocks` out, from the first evicted to the last: empty,
-    cached but unneeded, of finished online requests, wanted by planned rows, prefixes that online
-    requests hit again and again. `empty_blocks` counts content that is cached twice too, and may
-    be too high by a block for each running request. `reserve_blocks` are meant for online
+    cached but unneeded, of finished calls (flex ones too), wanted by planned rows, prefixes that
+    online requests hit again and again. `empty_blocks` counts content that is cached twice too, and
+    may be too high by a block for each running request. `reserve_blocks` are meant for online
     requests, what they hold now included.
     """
 

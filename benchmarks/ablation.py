@@ -1,7 +1,7 @@
 """Every policy against stock vLLM on the virtual engine, with the bars it must clear.
 
     python -m benchmarks.ablation [--scenario NAME] [--seeds N ...] [--blocks N ...] [--law NAME]
-                                  [--only PATTERN ...] [--cold] [--json FILE]
+                                  [--only PATTERN ...] [--cold] [--to-end] [--json FILE]
 
 Prints the means over the seeds as a table, and below it each bar: met or missed. With `--json` the
 steps of Echo's ladder are watched in the first seed: NAME.jsonl gets the records, NAME-series.jsonl
@@ -12,6 +12,9 @@ daemon of `batchrun.simulator` sends the rows and keeps at most 256 of them wait
 Policies that learn start from 20 observed minutes of other traffic of the same generator and from
 one of offline work, never from the step law; with `--cold` they know nothing. All figures but
 `plan_ms` repeat exactly.
+
+With `--to-end`, and in `many-jobs` always, a run goes on until the jobs have ended (`job_s`): a
+window favours whoever begins with the cheap rows.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ import pyarrow.parquet as pq
 
 from batchrun.config import STOCK_POLICY
 from batchrun.simulator.cluster import EnginePlan
+from batchrun.simulator.feeding import RowFeed
 from batchrun.simulator.online import Calls
 from batchrun.simulator.records import OnlineTotals, Tables
 from batchrun.simulator.simulation import Simulation, SimulationPlan, own_heap
@@ -48,11 +52,29 @@ from benchmarks.ablation_configs import (
     configs,
     judge,
     means_of,
+    with_costs,
 )
+from benchmarks.job_shapes import joined, picked
 from benchmarks.laws import LAWS
 from benchmarks.records import Record, markdown, parser, write_records
-from benchmarks.row_feeds import BLOCK_TOKENS, daemon_in_order, daemon_of, drawn_job
-from benchmarks.scenarios import SCENARIOS, Scenario, draw_calls, draw_job, hit_optimum
+from benchmarks.row_feeds import (
+    BLOCK_TOKENS,
+    daemon_in_order,
+    daemon_in_turns,
+    daemon_of,
+    drawn_job,
+    flex_calls,
+)
+from benchmarks.scenarios import (
+    LONGEST_S,
+    SCENARIOS,
+    Job,
+    Order,
+    Scenario,
+    draw_calls,
+    draw_jobs,
+    hit_optimum,
+)
 from benchmarks.warm_up import SEED_OFFSET, WarmUp, observe
 
 NUM_PROCESSES = 2
@@ -61,9 +83,13 @@ COLUMNS = (
     *("offline_tokens_per_s", "offline_computed_tokens_per_s", "prefix_hit_rate"),
     *("ttft_p50_s", "ttft_p99_s", "slo_ttft", "slo_tpot", "slo_deadline"),
     *("online_longest_wait_s", "offline_longest_wait_s", "plan_ms"),
-    *("offline_longest_overtaken_s", "offline_preemptions"),
+    *("offline_longest_overtaken_s", "offline_preemptions", "online_hit_rate", "job_s"),
 )
 WARM_UP_S = 1200.0
+ALONE_S = 180.0
+"""What a run to the end of the jobs takes where there are none."""
+CHECK_S = 1.0
+"""How often such a run looks whether they have ended."""
 SERIES = (
     "at_s",
     "online_active",
@@ -95,6 +121,8 @@ def main() -> int:
     """Run, print and save."""
     options = _parser().parse_args()
     scenario = SCENARIOS[options.scenario]
+    if options.to_end:
+        scenario = replace(scenario, duration_s=LONGEST_S, is_to_end=True)
     sizes = options.blocks or scenario.blocks
     chosen = [
         config
@@ -118,6 +146,7 @@ def main() -> int:
             )
             records.append(record)
             series += [] if columns is None else [columns]
+    records = with_costs(records)
     if options.json is not None:
         write_records(options.json, records)
         write_records(series_path(options.json), series)
@@ -155,6 +184,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--law", choices=LAWS, default="a100")
     made.add_argument("--blocks", type=int, nargs="+", help="KV sizes; by default the scenario's")
     made.add_argument("--cold", action="store_true", help="policies have learnt nothing before")
+    made.add_argument("--to-end", action="store_true", help="run until the jobs have ended")
     made.add_argument("--only", nargs="+", metavar="PATTERN", default=["*"], help="configurations")
     return made
 
@@ -212,6 +242,7 @@ def figures_of(simulation: Simulation) -> Record:
         "computed_tokens_per_s": computed / found.duration_s,
         "offline_computed_tokens_per_s": offline.computed_tokens_per_s,
         "prefix_hit_rate": offline.hit_rate,
+        "online_hit_rate": watch.online.hit_tokens / max(watch.online.prompt_tokens, 1),
         "online_longest_wait_s": watch.online.longest_wait_s if online.num_arrived else None,
         "offline_longest_wait_s": watch.offline.longest_wait_s if offline.num_rows else None,
         "online_preemptions": watch.online.num_preemptions,
@@ -226,14 +257,9 @@ def figures_of(simulation: Simulation) -> Record:
 def _measured(trial: Trial, tables: Tables | None) -> tuple[Record, OnlineTotals]:
     config, scenario = trial.config, trial.scenario
     is_stock = config.policy == STOCK
-    job = None if config.order is None else draw_job(scenario.job, trial.seed, config.order)
-    if job is None or config.is_planned:
-        drawn = [] if job is None else [replace(drawn_job(job), context_tokens=config.context)]
-        feed = daemon_of(drawn)
-    else:
-        feed = daemon_in_order(job)
+    jobs = [] if config.order is None else draw_jobs(scenario, trial.seed, config.order)
     plan = _plan(trial)
-    simulation = Simulation(plan, tables, feed)
+    simulation = Simulation(plan, tables, _feed(config, jobs, trial.seed))
     scheduler = simulation.engines.engines[0].scheduler
     if trial.warm_up_s and config.policy not in {STOCK, "bs"}:
         seen = _observed(scenario, trial.law_name, trial.seed, trial.blocks, trial.warm_up_s)
@@ -241,7 +267,10 @@ def _measured(trial: Trial, tables: Tables | None) -> tuple[Record, OnlineTotals
     planning_s = timed(scheduler)
     overtaken = Overtaken(scheduler)
     with own_heap():
-        simulation.engines.run_until(scenario.duration_s)
+        if scenario.is_to_end and jobs:
+            run_to_end(simulation, scenario.duration_s)
+        else:
+            simulation.engines.run_until(ALONE_S if scenario.is_to_end else scenario.duration_s)
     record = {
         "config": config.name,
         "law": trial.law_name,
@@ -260,12 +289,45 @@ def _measured(trial: Trial, tables: Tables | None) -> tuple[Record, OnlineTotals
         **figures_of(simulation),
         "plan_ms": 1e3 * median(planning_s),
         "offline_longest_overtaken_s": overtaken.longest_s,
+        "is_flex": config.is_flex,
+        "job_s": _end_s(simulation),
     }
-    if job is not None:
+    if jobs:
+        job = joined(jobs)
         mean_tokens = fmean(len(document) for document in job.documents)
         record["prefix_hit_optimum"] = hit_optimum(job, BLOCK_TOKENS)
         record["documents_that_fit"] = trial.blocks * BLOCK_TOKENS / mean_tokens
     return record, simulation.watch.online
+
+
+def _feed(config: Config, jobs: Sequence[Job], seed: int) -> RowFeed:
+    """Rows that nobody planned come in the one order that the input has; where each of several
+    jobs is grouped, its documents take turns with those of the others."""
+    if config.is_planned or not jobs:
+        return daemon_of([
+            replace(drawn_job(job, number=number), context_tokens=config.context)
+            for number, job in enumerate(jobs)
+        ])
+    if len(jobs) > 1 and config.order is Order.GROUPED:
+        return daemon_in_turns(jobs)
+    rows = joined(jobs)
+    if len(jobs) > 1:
+        rows = picked(rows, np.random.default_rng(seed).permutation(len(rows.rows)))
+    return flex_calls(rows) if config.is_flex else daemon_in_order(rows)
+
+
+def run_to_end(simulation: Simulation, most_s: float) -> None:
+    """Run one engine until all jobs have ended, or the clock has come to `most_s`."""
+    (engine,) = simulation.engines.engines
+    while _end_s(simulation) is None and engine.now_s < most_s:
+        simulation.engines.run_until(min(engine.now_s + CHECK_S, most_s))
+
+
+def _end_s(simulation: Simulation) -> float | None:
+    """When the last job ended; None: it has not, or there is none."""
+    ends = [job.finished_at_s for job in simulation.feed.jobs]
+    known = [at_s for at_s in ends if at_s is not None]
+    return max(known, default=None) if len(known) == len(ends) else None
 
 
 def timed(scheduler: Any) -> list[float]:

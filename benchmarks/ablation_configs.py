@@ -40,8 +40,9 @@ class Config:
 
     `policy` is `stock` (vLLM's own scheduler classes) or one of ours. `order` is how the rows
     stand in the input; None: no offline work. With `is_planned` the pool orders them before they
-    are sent. `reserve` is a share, the forecast, or the name of another forecast rule. With a
-    `context` rows name no limit: their answers end by themselves within so many tokens.
+    are sent; with `is_flex` they are flex calls, of which no hint tells. `reserve` is a share, the
+    forecast, or the name of another forecast rule. With a `context` rows name no limit: their
+    answers end by themselves within so many tokens.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Config:
     reserve: float | str = FORECAST
     eviction: str = SHIPPED_EVICTION
     context: int | None = None
+    is_flex: bool = False
 
 
 def configs(scenario_name: str) -> list[Config]:
@@ -152,9 +154,29 @@ def means_of(records: Sequence[Record]) -> dict[str, dict[str, float]]:
     }
 
 
+def with_costs(records: Sequence[Record]) -> list[Record]:
+    """With how many times as long a first token takes beside rows as it does for stock vLLM
+    without them, where that was run on the same calls."""
+    alone = {
+        (record["seed"], record["blocks"]): record
+        for record in records
+        if record["config"] == f"online-only-{SHUFFLED_BUDGET}"
+    }
+    found: list[Record] = []
+    for record in records:
+        than = alone.get((record["seed"], record["blocks"]))
+        costs = {
+            f"online_cost_{part}": record[key] / than[key]
+            for part in ("p50", "p99")
+            if than is not None and record[key := f"ttft_{part}_s"] is not None
+        }
+        found.append({**record, **costs})
+    return found
+
+
 def judge(scenario_name: str, law: str, blocks: int, means: Means) -> list[Bar]:
     """The bars of one scenario and KV size, where the rows they need were run."""
-    bars: list[Bar] = []
+    bars = list(_job_ends(means))
     if "echo" in means:
         is_stress = scenario_name not in LEAST_KEPT or blocks <= STRESS_BLOCKS
         bars += _slo(scenario_name, means, law, is_stress=is_stress)
@@ -202,6 +224,20 @@ def _beside_alone(
         yield Bar("echo longest_gap_s", echo["longest_gap_s"], 0.5, is_most=True)
         most = alone["online_preemptions"]
         yield Bar("echo online_preemptions", echo["online_preemptions"], most, is_most=True)
+
+
+def _job_ends(means: Means) -> Iterator[Bar]:
+    """How much sooner `echo` is through with the jobs than the best of each form of stock vLLM."""
+    echo_s = means.get("echo", {}).get("job_s")
+    for form in ("bs", "stock-shuffled", "stock-grouped", "stock-in-our-order"):
+        ends = {
+            name: figures["job_s"]
+            for name, figures in means.items()
+            if "job_s" in figures and (name == form or name.startswith(f"{form}-"))
+        }
+        if echo_s is not None and ends:
+            best = min(ends, key=ends.__getitem__)
+            yield Bar(f"job_s of {best} / echo", ends[best] / echo_s)
 
 
 def _ratios(means: Means, blocks: int, *, is_judged: bool) -> Iterator[Bar]:

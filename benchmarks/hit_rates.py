@@ -25,7 +25,7 @@ from batchrun.simulator.feeding import RowFeed
 from batchrun.simulator.online import Calls, OnlineCall
 from batchrun.simulator.simulation import Simulation, SimulationPlan
 from batchrun.simulator.virtual.setup import A100Law, EngineShape
-from benchmarks.ablation import figures_of
+from benchmarks.ablation import figures_of, run_to_end
 from benchmarks.hit_orders import (
     BASELINES,
     OURS,
@@ -37,7 +37,7 @@ from benchmarks.hit_orders import (
 from benchmarks.job_shapes import JOBS, joined, picked, prompts_of
 from benchmarks.records import Bar, Record, finish, parser, shown
 from benchmarks.row_feeds import BLOCK_TOKENS, daemon_in_order, daemon_of
-from benchmarks.scenarios import CHATS, Job, Order, a100_8b
+from benchmarks.scenarios import CHATS, LONGEST_S, Job, Order, a100_8b
 from benchmarks.warm_up import WarmUp, observe
 
 ALONE_BAR, ONLINE_BAR = 0.97, 0.95
@@ -75,8 +75,6 @@ KV_BLOCKS = (8600, 4300)
 RIVALS = ("submission", "lexicographic", "lpm")
 """These also run with vLLM's own eviction, all but the first beside online calls."""
 SHIPPED, LRU = "next-use", "lru"
-LONGEST_S, CHECK_S = 7_200.0, 5.0
-"""The clock ends a run there; it looks every `CHECK_S`."""
 WARM_UP_S = 300.0
 
 
@@ -196,8 +194,7 @@ def _run(case: Case, feed: RowFeed) -> Simulation:
     simulation = Simulation(plan, feed=feed)
     (ran,) = simulation.engines.engines
     warm_up.tell(ran.scheduler)
-    while not all(job.finished_at_s for job in feed.jobs) and ran.now_s < LONGEST_S:
-        simulation.engines.run_until(ran.now_s + CHECK_S)
+    run_to_end(simulation, LONGEST_S)
     return simulation
 
 

@@ -48,6 +48,11 @@ SECTIONS: dict[str, Section] = {
         {"config": CONFIGS},
     ),
     "api_fuzz": Section("Random calls of the API", "operation", "calls mean_ms slowest_ms problem"),
+    "buckets": Section(
+        "Jobs of unlike lengths to their end, groups in other orders",
+        "job law online order",
+        "job_s offline_tokens_per_s prefix_hit_rate",
+    ),
     "cpu_colocation": Section(
         "Co-location on real CPU engines, means of the windows",
         "server",
@@ -69,6 +74,11 @@ SECTIONS: dict[str, Section] = {
         "Ranges of an ETA, by the part of a job's time that has passed",
         "phase",
         "answers coverage median_width median_error median_bias",
+    ),
+    "evictions": Section(
+        "Orders of eviction, means over seeds",
+        "stream blocks eviction",
+        "offline_tokens_per_s prefix_hit_rate online_hit_rate job_s slo_ttft slo_tpot",
     ),
     "fidelity": Section(
         "The simulator against the real CPU engine",

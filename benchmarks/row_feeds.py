@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import UNSET
 
 from batchrun.estimator.probes import Probe, ProbeCall, PromptMaker
-from batchrun.hints import NodeHint, RowHint, read_hint, write_hint
+from batchrun.hints import FlexHint, NodeHint, RowHint, read_hint, write_hint
 from batchrun.pool.prefix_keys import ChainTable
 from batchrun.pool.radix_tree import order_by_prefix
 from batchrun.routing.engine_book import EngineTraits
@@ -40,15 +40,15 @@ class DrawnJob(OfflineJob):
         return prompt_of(self.drawn, self.drawn.rows[row])
 
 
-def drawn_job(job: Job, chains: ChainTable | None = None) -> DrawnJob:
+def drawn_job(job: Job, chains: ChainTable | None = None, number: int = 0) -> DrawnJob:
     """The job as the daemon plans it, its rows in the order of the pool.
 
     Without `chains`, of `TOKENS_PER_CHUNK` tokens a chunk, rows share their whole document or
-    nothing.
+    nothing, and nothing with jobs of another `number`.
     """
     sizes = np.full(len(job.rows), float(TOKENS_PER_CHUNK))
     if chains is None:
-        chains = _chains_of_documents(job)
+        chains = _chains_of_documents(job, number)
         documents = [len(job.documents[row.document]) for row in job.rows]
         sizes = np.array(documents) / (chains.lengths - 1)
     return DrawnJob(
@@ -89,6 +89,30 @@ def daemon_in_order(job: Job) -> RowFeed:
     feed = daemon_of([in_order(drawn_job(job), np.arange(len(job.rows)))])
     feed.ports = [_HintedPort(feed, job)]
     return feed
+
+
+def daemon_in_turns(jobs: Sequence[Job]) -> RowFeed:
+    """The daemon of one engine, sending the rows of each job as they stand, the jobs in turns."""
+    return daemon_of([
+        in_order(drawn_job(job, number=number), np.arange(len(job.rows)))
+        for number, job in enumerate(jobs)
+    ])
+
+
+def flex_calls(job: Job) -> RowFeed:
+    """Callers whose flex calls are the rows as they stand: no hint tells of any other."""
+    feed = daemon_of([in_order(drawn_job(job), np.arange(len(job.rows)))])
+    feed.ports = [_FlexPort(feed)]
+    return feed
+
+
+class _FlexPort(EnginePort):
+    """The rows of the first engine, as calls."""
+
+    def take_due(self, now_s: float) -> list[Arrival]:
+        """The calls made by now."""
+        hint = write_hint(FlexHint(), NONCE)
+        return [replace(arrival, hint=hint) for arrival in super().take_due(now_s)]
 
 
 class _HintedPort(EnginePort):
@@ -208,11 +232,12 @@ def _next_uses(job: Job) -> list[tuple[int, int, int]]:
     return uses
 
 
-def _chains_of_documents(job: Job) -> ChainTable:
+def _chains_of_documents(job: Job, number: int) -> ChainTable:
     """The chunks of each row's document, then one for its question."""
     chains = []
     for row in job.rows:
         num_chunks = max(1, len(job.documents[row.document]) // TOKENS_PER_CHUNK)
-        document = np.arange(num_chunks, dtype=np.uint64) + (row.document << 32)
+        first = (number << 56) + (row.document << 32)
+        document = np.arange(num_chunks, dtype=np.uint64) + np.uint64(first)
         chains.append(np.append(document, np.uint64(row.number + (1 << 63))))
     return ChainTable.of(chains)

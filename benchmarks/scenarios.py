@@ -23,21 +23,32 @@ from numpy.typing import NDArray
 from batchrun.simulator.offline_jobs import JobShape, LogNormalTokens, draw_tokens
 from batchrun.simulator.online import OnlineCall, OnlineTraffic
 from batchrun.simulator.virtual.engine import FIRST_TOKEN_ID, LAST_TOKEN_ID
+from benchmarks.conversations import Conversations
 from benchmarks.data import ARRIVALS, DOCUMENTS
 
 Bounds = tuple[int, int]
 TokenIds = NDArray[np.uint32]
+JOB_SEEDS = 1_000_000
+"""The seeds of one job, before those of the next."""
+LONGEST_S = 7_200.0
+"""A run that goes on to the end of its jobs ends there if they have not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What happens, for how long, and the KV sizes in blocks that the ablation runs it with."""
+    """What happens, for how long, and the KV sizes in blocks that the ablation runs it with.
+
+    The jobs `beside` run at the same time as `job`. With `is_to_end` a run goes on until all jobs
+    have ended, for `duration_s` at most.
+    """
 
     name: str
     duration_s: float
-    online: OnlineTraffic | CallTable
-    job: JobShape | JobTable = field(default_factory=JobShape)
+    online: OnlineTraffic | CallTable | Conversations
+    job: JobSource = field(default_factory=JobShape)
     blocks: tuple[int, ...] = (8600, 4300)
+    beside: tuple[JobSource, ...] = ()
+    is_to_end: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,7 +85,15 @@ def draw_calls(scenario: Scenario, seed: int) -> list[OnlineCall]:
     return scenario.online.draw(scenario.duration_s, seed)
 
 
-def draw_job(source: JobShape | JobTable, seed: int, order: Order) -> Job:
+def draw_jobs(scenario: Scenario, seed: int, order: Order) -> list[Job]:
+    """All jobs of a run; no two of them share any text."""
+    sources = (scenario.job, *scenario.beside)
+    return [
+        draw_job(source, seed + number * JOB_SEEDS, order) for number, source in enumerate(sources)
+    ]
+
+
+def draw_job(source: JobSource, seed: int, order: Order) -> Job:
     """The job of a run. About 20 ms per 100 documents of a shape."""
     if not isinstance(source, JobShape):
         return source.draw(seed, order)
@@ -176,6 +195,9 @@ class JobTable:
         if order is Order.SHUFFLED:
             rng.shuffle(rows)
         return Job([draw_token_ids(rng, num_tokens) for num_tokens, _ in self.documents], rows)
+
+
+JobSource = JobShape | JobTable
 
 
 def azure_calls(time_scale: float, token_scale: float = 1.0) -> CallTable:
@@ -300,6 +322,32 @@ one place: as many documents as fit a context of 32,768. Numbers of questions an
 LooGLE's."""
 QA_LONG = replace(QA_SHORT, questions=(6, 11), question_tokens=(15, 101))
 """The same documents with fewer and longer questions."""
+FOUR_JOBS = (
+    JobShape(num_documents=24),
+    JobShape(600, CHAT_PROMPT, (1, 1), (1, 1), CHAT_OUTPUT),
+    JobShape(1, (2_000, 2_000), (700, 700), (150, 450), (4, 16)),
+    JobShape(40, (2_000, 5_000), (8, 16), (50, 250), (32, 128)),
+)
+"""Questions about long documents; conversations that share nothing; texts to classify behind one
+instruction; tasks behind descriptions of tools."""
+MANY_JOBS = Scenario(
+    "many-jobs", LONGEST_S, CHATS, FOUR_JOBS[0], beside=FOUR_JOBS[1:], is_to_end=True
+)
+"""They come at once and have equal weights."""
+AGENTS = Scenario(
+    "agents",
+    180.0,
+    Conversations(
+        rate_per_s=0.35,
+        turns=(2, 9),
+        think_s=8.0,
+        message=LogNormalTokens(5.0, 1.0, (8, 2000)),
+        answer=LogNormalTokens(4.6, 0.8, (4, 600)),
+        system_tokens=2_000,
+    ),
+)
+"""About two calls a second, of which two in three find what was said before if it is still there;
+the open conversations have about a tenth of 8,600 blocks."""
 PEAK_CHATS = replace(ECHO_CHATS, rate_per_s=2.0 * (1 + ECHO_SWING), swing=0.0)
 """The peak of the tide all the time: the run behind Echo's 78.6 % (section 1, figure 9)."""
 AZURE_TIME_SCALE = 2.0
@@ -323,6 +371,8 @@ SCENARIOS = {
     **{f"heavy-tail-{rate:g}": heavy_tail(rate) for rate in (1.0, 3.0)},
     "reasoning": REASONING,
     "sparse": SPARSE,
+    "many-jobs": MANY_JOBS,
+    "agents": AGENTS,
     "kv-pressure": KV_PRESSURE,
     "kv-pressure-tide": KV_PRESSURE_TIDE,
     "loogle-azure": Scenario(

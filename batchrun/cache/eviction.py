@@ -6,7 +6,8 @@ A tier is a small whole number; free blocks of the lowest tier are evicted first
 the least recently used goes first. Three things are common to every order with more than one tier:
 
 - tier 0: blocks without a hash, and blocks that nothing is known to need;
-- tier 1: blocks of finished online requests (priority 0.5 in Echo, section 4.2);
+- tier 1: blocks of finished calls (priority 0.5 in Echo, section 4.2), online and flex: nobody
+  knows who will read them again;
 - the highest tier: prefixes that online requests hit again and again, such as a system prompt.
 
 Between them stand the blocks that planned offline rows will read. Everything is monotone: more rows
@@ -22,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 UNNEEDED_TIER = 0
-FINISHED_ONLINE_TIER = 1
+FINISHED_CALL_TIER = 1
 FIRST_WANTED_TIER = 2
 
 NO_RANK = 1 << 62
@@ -58,9 +59,9 @@ class EvictionOrder:
         return self.online_floor_tier
 
     @property
-    def finished_online_tier(self) -> int:
-        """The tier of a finished online request's blocks."""
-        return min(FINISHED_ONLINE_TIER, self.num_tiers - 1)
+    def finished_call_tier(self) -> int:
+        """The tier of a finished call's blocks."""
+        return min(FINISHED_CALL_TIER, self.num_tiers - 1)
 
     @property
     def online_floor_tier(self) -> int:

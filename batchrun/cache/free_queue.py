@@ -312,10 +312,10 @@ def _drop_first(hits: dict[bytes, float], num: int) -> list[bytes]:
 class BlockTiers:
     """`tier_of` for a `TieredFreeQueue`.
 
-    `is_freeing_online` is set by the caller around freeing an online request's blocks, and False
-    otherwise. Content that an online request has freed once stays marked until it is evicted, even
-    if an offline row hits and frees it later; with the maximum of monotone parts this keeps a
-    parent block's tier at or above its child's.
+    `is_freeing_call` is set by the caller around freeing the blocks of a call, online or flex, and
+    False otherwise. Content that a call has freed once stays marked until it is evicted, even if a
+    row hits and frees it later; with the maximum of monotone parts this keeps a parent block's tier
+    at or above its child's.
 
     Measured: about 0.2 us per block.
     """
@@ -327,26 +327,26 @@ class BlockTiers:
         self._blocks = reuse.blocks
         self._node_tier = reuse.tier
         self._floored = online.floored
-        self._online_tier = order.finished_online_tier
+        self._call_tier = order.finished_call_tier
         self._floor_tier = order.online_floor_tier
         self._order = order
-        self._online_content: list[bytes | None] = [None] * num_blocks
-        self.is_freeing_online = False
+        self._call_content: list[bytes | None] = [None] * num_blocks
+        self.is_freeing_call = False
 
     def tier_of(self, block: Any) -> int:
         """The tier this block belongs to now."""
         key = block.block_hash
         if key is None:
             return UNNEEDED_TIER
-        if self.is_freeing_online:
-            self._online_content[block.block_id] = key
+        if self.is_freeing_call:
+            self._call_content[block.block_id] = key
         if self._floored and key in self._floored:
             return self._floor_tier
         node = self._blocks.get(key)
         if node is not None:
             return self._node_tier(node)
-        if self._online_content[block.block_id] is key:
-            return self._online_tier
+        if self._call_content[block.block_id] is key:
+            return self._call_tier
         return UNNEEDED_TIER
 
     def num_wanted_free(self, free_by_tier: list[int], rank: int) -> int:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+import xxhash
 
 from batchrun.routing.engine_book import Call, EngineBook, EngineTraits, Sent
 from batchrun.routing.routers import DEFAULT_ROUTER, make_router
 from batchrun.simulator.offline_jobs import Keys, LogNormalTokens, key_of, mixed, prompt_of
 from batchrun.simulator.traces.trace import Floats, Ints, PrefixBlocks, Trace
-from batchrun.simulator.virtual.engine import Arrival, RequestRecord
+from batchrun.simulator.virtual.engine import Arrival, RequestRecord, answer_of
 
 NO_KEYS: Keys = np.empty(0, np.uint64)
 PREFIX = "online-"
+PIECE_BYTES, TOKEN_BYTES = 1024, 4
+"""What the gateway knows a prompt by: as much of a real prompt's text is 256 tokens."""
 START_S = 1.0
 """What the book's clock, which is positive, is ahead of the engines'."""
 MIN_RATE_PER_S = 0.05
@@ -25,12 +28,17 @@ MIN_RATE_PER_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class OnlineCall:
-    """One online request: `num_system_tokens` that all begin with, and a prompt of its own."""
+    """One online request: `num_system_tokens` that all begin with, and a prompt of its own.
+
+    The next turn of a conversation names the call of the turn before, by its place in the list of
+    calls: its prompt is that call's prompt and answer, and then its own.
+    """
 
     arrival_at_s: float
     num_prompt_tokens: int
     num_output_tokens: int
     num_system_tokens: int = 0
+    previous: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,27 +90,34 @@ class OnlineTraffic:
 class Calls:
     """Calls in memory: `arrival_s` rises from 0, lengths are 1 or more.
 
-    `prefix` is None where no two calls share a prompt's beginning.
+    `prefix` is None where no two calls share a prompt's beginning. `previous` has the call of the
+    turn before, for those that go on with a conversation: their prompts begin with all of it.
     """
 
     arrival_s: Floats
     num_prompt_tokens: Ints
     num_output_tokens: Ints
     prefix: PrefixBlocks | None = None
+    previous: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, calls: Sequence[OnlineCall]) -> Calls:
         """From the calls of a generator, by arrival."""
+        previous = {i: call.previous for i, call in enumerate(calls) if call.previous is not None}
         system = np.array([call.num_system_tokens for call in calls], np.int64)
         prefix = None
         if block_tokens := int(np.gcd.reduce(system)):
             blocks = [[1] * (num_tokens // block_tokens) for num_tokens in system]
             prefix = PrefixBlocks.of(blocks, block_tokens)
+        prompts = (system + [call.num_prompt_tokens for call in calls]).tolist()
+        for index, before in previous.items():
+            prompts[index] += prompts[before] + calls[before].num_output_tokens
         return cls(
             np.array([call.arrival_at_s for call in calls], np.float64),
-            system + np.array([call.num_prompt_tokens for call in calls], np.int64),
+            np.array(prompts, np.int64),
             np.array([call.num_output_tokens for call in calls], np.int64),
             prefix,
+            previous,
         )
 
 
@@ -143,6 +158,9 @@ class OnlineRouter:
         router: str = DEFAULT_ROUTER,
     ) -> None:
         self._calls = calls
+        self._previous = calls.previous if isinstance(calls, Calls) else {}
+        self._goes_on = set(self._previous.values())
+        self._told: dict[int, list[int]] = {}
         self._max_model_len = max_model_len
         self._numbers = range(len(engines))
         self.router = make_router(router, EngineBook.of(engines), seed)
@@ -162,11 +180,9 @@ class OnlineRouter:
         """Give all calls made by now to engines."""
         while self.next_due_s <= now_s:
             at_s = self.next_due_s + START_S
-            chain, piece_tokens = self._prefix(self.num_arrived)
-            num_tokens = int(self._calls.num_prompt_tokens[self.num_arrived])
-            call = Call(num_tokens, chain, piece_tokens)
+            arrival = self._arrival(self.num_arrived)
+            call = self._seen(arrival.prompt_token_ids)
             index = self.router.rank(call, self._numbers, at_s)[0]
-            arrival = self._arrival(self.num_arrived, chain, piece_tokens)
             self._sent[arrival.request_id] = self.router.sent(call, index, at_s)
             self.ports[index].waiting.append(arrival)
             self.num_arrived += 1
@@ -181,27 +197,43 @@ class OnlineRouter:
         output_tokens = len(record.output_token_ids)
         self.router.ended(sent, now_s + START_S, record.num_hit_tokens, output_tokens)
 
-    def _prefix(self, index: int) -> tuple[Keys, float]:
-        """The keys of the blocks that the call's prompt may share, and their tokens."""
-        shared = self._calls.prefix
-        if shared is None:
-            return NO_KEYS, 1.0
-        hashes = shared.of_request(index).astype(np.uint64)
-        # Two blocks of one text in different places have different KV.
-        chain: Keys = np.bitwise_xor.accumulate(mixed(hashes, np.arange(len(hashes))))
-        return chain, float(shared.block_tokens)
+    def _seen(self, prompt_token_ids: Sequence[int]) -> Call:
+        """What the gateway sees of a prompt: the keys of its pieces, where there is a choice."""
+        keys: list[int] = []
+        if len(self._numbers) > 1:
+            text = memoryview(np.asarray(prompt_token_ids, np.uint32)).cast("B")
+            for start in range(0, len(text) - PIECE_BYTES + 1, PIECE_BYTES):
+                before = keys[-1] if keys else 0
+                keys.append(xxhash.xxh3_64_intdigest(text[start : start + PIECE_BYTES], before))
+        return Call(len(prompt_token_ids), np.array(keys, np.uint64), PIECE_BYTES / TOKEN_BYTES)
 
-    def _arrival(self, index: int, chain: Keys, piece_tokens: float) -> Arrival:
-        num_tokens = int(self._calls.num_prompt_tokens[index])
-        prompt = prompt_of(chain, piece_tokens, num_tokens, key_of(self._seed_key, index))
+    def _arrival(self, index: int) -> Arrival:
+        calls, request_id = self._calls, f"{PREFIX}{index}"
+        num_tokens = int(calls.num_prompt_tokens[index])
+        num_output_tokens = int(calls.num_output_tokens[index])
+        before = self._told.pop(self._previous.get(index, index), [])
+        prompt = before + self._own_prompt(index, num_tokens - len(before))
+        if index in self._goes_on:
+            self._told[index] = prompt + answer_of(request_id, num_tokens, num_output_tokens)
         return Arrival(
-            f"{PREFIX}{index}",
+            request_id,
             True,
             self._arrival_s[index],
-            prompt.tolist(),
+            prompt,
             self._max_model_len - num_tokens,
-            num_output_tokens=int(self._calls.num_output_tokens[index]),
+            num_output_tokens=num_output_tokens,
         )
+
+    def _own_prompt(self, index: int, num_tokens: int) -> list[int]:
+        """The prompt of a call, or in a later turn what is new of it."""
+        shared, chain, block_tokens = self._calls.prefix, NO_KEYS, 1
+        if shared is not None and index not in self._previous:
+            hashes, block_tokens = shared.of_request(index).astype(np.uint64), shared.block_tokens
+            # Two blocks of one text in different places have different KV.
+            chain = np.bitwise_xor.accumulate(mixed(hashes, np.arange(len(hashes))))
+        own_key = key_of(self._seed_key, index)
+        tokens: list[int] = prompt_of(chain, block_tokens, num_tokens, own_key).tolist()
+        return tokens
 
 
 class EnginePort:

@@ -147,9 +147,11 @@ class OnlineTotals:
     """The calls that ended or whose TTFT bound has passed: latencies in seconds, and SLOs kept.
 
     `longest_wait_s` is the longest that any call waited for its first admission, or still does, and
-    `longest_gap_s` the longest between two of its tokens.
+    `longest_gap_s` the longest between two of its tokens. Hits count at a call's first admission.
     """
 
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
     num_calls: int = 0
     num_ended: int = 0
     num_ttft_kept: int = 0
@@ -210,6 +212,9 @@ class Watch:
         totals = self.online if record.is_online else self.offline
         totals.num_preemptions += record.num_preemptions
         admitted_s = now_s if record.admitted_at_s is None else record.admitted_at_s
+        if record.admitted_at_s is not None:
+            totals.prompt_tokens += record.num_prompt_tokens
+            totals.hit_tokens += record.num_hit_tokens
         if admitted_s != math.inf:
             totals.longest_wait_s = max(totals.longest_wait_s, admitted_s - record.arrival_at_s)
         if record.is_online:
@@ -217,9 +222,6 @@ class Watch:
             name: str | None = None
             number = int(record.request_id.removeprefix(PREFIX))
         else:
-            if record.admitted_at_s is not None:
-                self.offline.prompt_tokens += record.num_prompt_tokens
-                self.offline.hit_tokens += record.num_hit_tokens
             sent = self._feed.sent[record.request_id]
             name, number = sent.job.plan.name, sent.row
             if self._samplers and record.finished_at_s is not None:

@@ -213,12 +213,12 @@ class EngineState:
         """Blocks freed within are this request's; a request without a view is an online one."""
         tiers = None if self.kv is None else self.kv.tiers
         if tiers is not None:
-            tiers.is_freeing_online = view is None or not view.is_offline
+            tiers.is_freeing_call = view is None or not view.is_row
         try:
             yield
         finally:
             if tiers is not None:
-                tiers.is_freeing_online = False
+                tiers.is_freeing_call = False
 
     def keep_by_use(self) -> None:
         """From now on blocks are evicted by what rows and calls will read, where KV is cached and

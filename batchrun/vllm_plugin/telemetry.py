@@ -21,7 +21,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import RequestStatus
 
-from batchrun.cache.eviction import FINISHED_ONLINE_TIER, FIRST_WANTED_TIER, UNNEEDED_TIER
+from batchrun.cache.eviction import FINISHED_CALL_TIER, FIRST_WANTED_TIER, UNNEEDED_TIER
 from batchrun.cache.free_queue import TieredFreeQueue
 from batchrun.scheduling.view import RequestView
 from batchrun.types import RequestClass
@@ -279,7 +279,7 @@ def _kv(known: KvTelemetry, pool: BlockPool, online_blocks: int, num_partial: in
         kv,
         empty_blocks=empty,
         unneeded_blocks=tiers[UNNEEDED_TIER] - empty,
-        finished_online_blocks=tiers[FINISHED_ONLINE_TIER],
+        finished_online_blocks=tiers[FINISHED_CALL_TIER],
         wanted_blocks=sum(tiers[FIRST_WANTED_TIER:-1]),
         online_prefix_blocks=tiers[-1],
     )

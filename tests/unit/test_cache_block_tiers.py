@@ -1,4 +1,4 @@
-"""Online prefixes have a floor, and finished online content stands above unneeded content."""
+"""Online prefixes have a floor, and content of finished calls stands above unneeded content."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_system_prompt_outlives_a_document_with_rows_to_come() -> None:
     assert b"abc" not in cache.cached
 
 
-def test_unneeded_offline_content_goes_before_finished_online_content() -> None:
+def test_unneeded_content_of_rows_goes_before_that_of_finished_calls() -> None:
     cache = SmallCache(NEXT_USE, 4)
     for request, text in (("online", "ab"), ("offline", "xy")):
         cache.admit(request, chain_of(text))

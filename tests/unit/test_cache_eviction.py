@@ -7,7 +7,7 @@ import pytest
 from batchrun.cache.eviction import (
     ECHO_RC,
     EVICTIONS,
-    FINISHED_ONLINE_TIER,
+    FINISHED_CALL_TIER,
     LRU,
     NEXT_USE,
     UNNEEDED_TIER,
@@ -23,7 +23,7 @@ def test_every_order_stands_under_its_own_name() -> None:
 
 def test_lru_has_one_tier_for_everything() -> None:
     assert LRU.num_tiers == 1
-    assert LRU.eviction_key(9, 3, 0) == LRU.finished_online_tier == LRU.online_floor_tier == 0
+    assert LRU.eviction_key(9, 3, 0) == LRU.finished_call_tier == LRU.online_floor_tier == 0
 
 
 @pytest.mark.parametrize("order", [ECHO_RC, NEXT_USE], ids=lambda order: order.name)
@@ -35,7 +35,7 @@ def test_wanted_blocks_stand_above_finished_online_ones_and_below_the_floor(
         for count in (1, 2, 15, 16, 17, 100, 10**9)
         for rank in (0, 7, 8, 11, 12, 1_000, 10**7, 10**12)
     }
-    assert UNNEEDED_TIER < FINISHED_ONLINE_TIER == order.finished_online_tier < min(tiers)
+    assert UNNEEDED_TIER < FINISHED_CALL_TIER == order.finished_call_tier < min(tiers)
     assert max(tiers) < order.online_floor_tier == order.num_tiers - 1
     assert order.num_tiers <= 36
 

@@ -156,7 +156,17 @@ def token_id(record: RequestRecord, position: int) -> int:
     """The token that a request generates at a position of its text: the same at every try."""
     if position == record.stop_position:
         return STOP_TOKEN_ID
-    mixed = (record.token_seed ^ position * 2_654_435_761) * 2_246_822_519 & 0xFFFF_FFFF
+    return _generated(record.token_seed, position)
+
+
+def answer_of(request_id: str, num_prompt_tokens: int, num_output_tokens: int) -> list[int]:
+    """The answer that a request will get which stops by itself after so many tokens."""
+    seed, stop = crc32(request_id.encode()), num_prompt_tokens + num_output_tokens - 1
+    return [*(_generated(seed, place) for place in range(num_prompt_tokens, stop)), STOP_TOKEN_ID]
+
+
+def _generated(seed: int, position: int) -> int:
+    mixed = (seed ^ position * 2_654_435_761) * 2_246_822_519 & 0xFFFF_FFFF
     return FIRST_TOKEN_ID + (mixed >> 7) % (LAST_TOKEN_ID - FIRST_TOKEN_ID + 1)
 
 
