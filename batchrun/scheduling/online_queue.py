@@ -15,6 +15,7 @@ from batchrun.estimator.step_load import StepLoad
 from batchrun.scheduling.draft import MIN_CHUNK_TOKENS, Draft
 from batchrun.scheduling.slack import StepLimits, step_limits
 from batchrun.scheduling.step_pace import KvPace, Practice
+from batchrun.scheduling.kv_plan import KvPlan
 from batchrun.scheduling.view import EngineView, RequestView, by_kind
 from batchrun.scheduling.worth import Victims
 
@@ -50,7 +51,7 @@ class ArrivalOrder:
 
     def __init__(self) -> None:
         self._ttft_seen_at_s: dict[float, float] = {}
-        self._kv_pace = KvPace()
+        self._kv_pace = KvPlan()
         self._practice = Practice()
 
     def order(self, view: EngineView) -> Sequence[RequestView]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
+from batchrun.estimator.call_lengths import CallLengths
 from batchrun.estimator.step_load import StepLoad
 from batchrun.estimator.step_time import StepTimeModel
 from batchrun.types import RequestClass
@@ -159,6 +160,7 @@ class EngineView:
     error_share: float = 0.0
     online_slo_ttft_s: float = 1.0
     online_slo_tpot_s: float = 0.05
+    call_lengths: CallLengths = field(default_factory=CallLengths)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""

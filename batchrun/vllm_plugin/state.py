@@ -21,6 +21,7 @@ from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request, RequestStatus
 
 from batchrun.estimator.answer_length import AnswerLengths
+from batchrun.estimator.call_lengths import CallLengths
 from batchrun.estimator.step_time import AnyModel
 from batchrun.hints import (
     HINT_KEY,
@@ -163,6 +164,7 @@ class EngineState:
         self.is_offline_on = True
         self.num_offline = 0
         self.untold_answers = AnswerLengths([USUAL_OUTPUT_TOKENS])
+        self.call_lengths = CallLengths()
         self.num_malformed_hints = 0
         self.num_policy_errors = 0
         num_groups = len(manager.kv_cache_config.kv_cache_groups)
@@ -193,6 +195,8 @@ class EngineState:
         if view.is_offline and view.expected_output_tokens == UNKNOWN_TOKENS:
             view.expected_output_tokens = self.untold_answers.room_tokens
             self.untold_answers.sent(request.request_id)
+        if not view.is_offline:
+            self.call_lengths.begun(arrival_at_s)
         self.views[request.request_id] = view
         self.num_offline += view.is_offline
         self._announce(request, hint)
@@ -203,7 +207,7 @@ class EngineState:
         view = self.views.pop(request.request_id, None)
         if view is not None:
             self.num_offline -= view.is_offline
-            self._learn_length(request)
+            self._learn_length(request, view)
         if self.kv is not None:
             self.kv.finished(request)
         return view
@@ -241,9 +245,11 @@ class EngineState:
             for job in orders.forget:
                 self.kv.forget(job)
 
-    def _learn_length(self, request: Request) -> None:
+    def _learn_length(self, request: Request, view: RequestView) -> None:
         """A request ends; of those whose hints tell nothing, the next ones are expected alike."""
         if request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED):
+            if not view.is_offline:
+                self.call_lengths.ended(request.num_output_tokens)
             self.untold_answers.ended(request.request_id, request.num_output_tokens)
         else:
             self.untold_answers.lost(request.request_id)
