@@ -1,6 +1,7 @@
 """Is a reserve of KV for online bursts worth its blocks?
 
-    python -m benchmarks.reserve [--scenarios NAME ...] [--seeds N ...] [--data FOLDER] [--json FILE]
+    python -m benchmarks.reserve [--scenarios NAME ...] [--seeds N ...] [--data FOLDER]
+                                 [--json FILE]
 
 Runs `echo` with no reserve, with constant ones and with every forecast rule, in scenarios whose
 calls come in bursts. `servegen` has arrivals drawn from ServeGen's rates, with lengths of the Azure
@@ -10,7 +11,6 @@ conversation trace; FOLDER holds the public files.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
