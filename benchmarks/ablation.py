@@ -36,6 +36,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from batchrun.config import STOCK_POLICY
+from batchrun.estimator.forecast import ForecastRule
 from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.feeding import RowFeed
 from batchrun.simulator.online import Calls
@@ -46,7 +47,6 @@ from benchmarks.ablation_configs import (
     CONTEXTS,
     FORECAST,
     LADDER,
-    OTHER_RULES,
     STOCK,
     Config,
     configs,
@@ -377,7 +377,7 @@ def _plan(trial: Trial) -> SimulationPlan:
     config = trial.config
     calls = draw_calls(trial.scenario, trial.seed) if config.is_online else []
     settings: dict[str, object] = {"reserve": config.reserve, "eviction": config.eviction}
-    if config.reserve in OTHER_RULES:
+    if config.reserve in set(ForecastRule):
         settings |= {"reserve": FORECAST, "forecast_rule": config.reserve}
     is_stock = config.policy == STOCK
     engine = EnginePlan(

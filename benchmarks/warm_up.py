@@ -19,6 +19,8 @@ from benchmarks.scenarios import Order, Scenario, draw_calls, draw_job
 
 OFFLINE_S = 60.0
 KEPT_STEPS = 4_000
+LONGEST_CALL_S = 400.0
+"""Of calls that came later than so long before the end, the lengths are not known yet."""
 SEED_OFFSET = 1_000
 """The warm-up draws from the scenario's generators, but never the run's own requests."""
 
@@ -28,15 +30,17 @@ class WarmUp:
     """Observations that end where a run's clock begins, at 0.
 
     `kv_samples` are (instant in seconds, blocks held by online requests), oldest first: the
-    highest use in each second. `steps` are what was computed and the seconds that it took.
+    highest use in each second. `steps` are what was computed and the seconds that it took. `calls`
+    are (arrival, tokens of the answer); those that came last may not have ended.
     """
 
     kv_samples: Sequence[tuple[float, int]]
     steps: Sequence[tuple[StepLoad, float]]
+    calls: Sequence[tuple[float, int]]
 
     def without_online_use(self) -> WarmUp:
         """The same for an engine that served nobody in that time."""
-        return replace(self, kv_samples=[(at_s, 0) for at_s, _ in self.kv_samples])
+        return replace(self, kv_samples=[(at_s, 0) for at_s, _ in self.kv_samples], calls=())
 
     def tell(self, scheduler: object) -> None:
         """Let a scheduler start from it; stock vLLM has no use for it."""
@@ -46,6 +50,10 @@ class WarmUp:
                 estimates.sample(at_s, blocks)
             for load, step_s in self.steps:
                 estimates.observe(load, step_s)
+            for at_s, num_tokens in self.calls:
+                scheduler.state.calls.begun(at_s)
+                if at_s < -LONGEST_CALL_S:
+                    scheduler.state.calls.ended(num_tokens)
 
 
 def observe(
@@ -59,11 +67,12 @@ def observe(
     job = drawn_job(draw_job(scenario.job, seed, Order.SHUFFLED))
     engine = EnginePlan(shape, STOCK_POLICY, law=law)
     offline = _Watch(engine, Calls.of([]), [job], OFFLINE_S)
-    calls = Calls.of(draw_calls(replace(scenario, duration_s=online_s), seed))
-    online = _Watch(engine, calls, [], online_s)
+    drawn = draw_calls(replace(scenario, duration_s=online_s), seed)
+    online = _Watch(engine, Calls.of(drawn), [], online_s)
     return WarmUp(
         [(second - online_s, blocks) for second, blocks in enumerate(online.max_blocks)],
         [*offline.steps, *online.steps],
+        [(call.arrival_at_s - online_s, call.num_output_tokens) for call in drawn],
     )
 
 

@@ -13,8 +13,9 @@ from typing import Protocol
 
 from batchrun.estimator.step_load import StepLoad
 from batchrun.scheduling.draft import MIN_CHUNK_TOKENS, Draft
+from batchrun.scheduling.kv_plan import KvPlan
 from batchrun.scheduling.slack import StepLimits, step_limits
-from batchrun.scheduling.step_pace import KvPace, Practice
+from batchrun.scheduling.step_pace import Practice
 from batchrun.scheduling.view import EngineView, RequestView, by_kind
 from batchrun.scheduling.worth import Victims
 
@@ -50,7 +51,7 @@ class ArrivalOrder:
 
     def __init__(self) -> None:
         self._ttft_seen_at_s: dict[float, float] = {}
-        self._kv_pace = KvPace()
+        self._kv_plan = KvPlan()
         self._practice = Practice()
 
     def order(self, view: EngineView) -> Sequence[RequestView]:
@@ -66,7 +67,7 @@ class ArrivalOrder:
             least_ttft_s=min(bounds_s, default=math.inf),
         )
         is_idle = not view.online_running and not view.online_waiting
-        most_s = self._practice.most_s(view) if is_idle else self._kv_pace.most_s(view)
+        most_s = self._practice.most_s(view) if is_idle else self._kv_plan.most_s(view)
         return replace(limits, offline_s=min(limits.offline_s, most_s))
 
     def fill(

@@ -1,8 +1,4 @@
-"""How long steps may be beside calls, beyond when their next tokens are due.
-
-Two things that no single call shows: the KV that calls hold the longer, the longer steps are, and
-how well the step-time model knows steps of the length that calls will want.
-"""
+"""What a step takes without rows, and short steps that an engine without calls now tries."""
 
 from __future__ import annotations
 
@@ -11,12 +7,6 @@ import math
 from batchrun.estimator.step_load import StepLoad
 from batchrun.scheduling.view import EngineView
 
-KV_SHARE = 0.43
-"""Share of all blocks that calls may hold before steps beside them become shorter."""
-KV_MEMORY_S = 10.0
-"""So far back the mean step looks: answers are longer than that, so the pace settles."""
-LONGEST_GAP_S = 1.0
-"""A longer time between two plans is a pause, not a step."""
 EARLY_IDLE_STEPS = 64
 EARLY_PRACTICE_EVERY = 2
 PRACTICE_EVERY = 16
@@ -33,38 +23,6 @@ def alone_s(view: EngineView) -> float:
             load.add(tokens, request.num_computed_tokens + tokens, is_decode=request.is_decode)
             left -= tokens
     return view.model.predict_s(load) if load.num_requests else 0.0
-
-
-class KvPace:
-    """How long steps may take so that calls do not outgrow their share of the KV cache.
-
-    By Little's law calls that come at one rate hold KV in proportion to how long they stay, which
-    is in proportion to the time between two of their tokens. So the mean step of late, times the
-    share over what they hold and wait for, is a step that brings them to that share.
-    """
-
-    def __init__(self) -> None:
-        self._mean_s = 0.0
-        self._last_at_s = -math.inf
-
-    def most_s(self, view: EngineView) -> float:
-        """The longest the step after those in flight should take; once a step."""
-        if not any(request.is_decode for request in view.online_running):
-            self._last_at_s = -math.inf
-            return math.inf
-        self._note(view.now_s)
-        if not self._mean_s:
-            return math.inf
-        waiting = sum([view.blocks_for(request.num_tokens) for request in view.online_waiting])
-        share_blocks = KV_SHARE * view.total_blocks
-        return self._mean_s * share_blocks / max(view.online_blocks + waiting, 1)
-
-    def _note(self, now_s: float) -> None:
-        step_s = now_s - self._last_at_s
-        self._last_at_s = now_s
-        if step_s < LONGEST_GAP_S:
-            weight = -math.expm1(-step_s / KV_MEMORY_S) if self._mean_s else 1.0
-            self._mean_s += weight * (step_s - self._mean_s)
 
 
 class Practice:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
+from batchrun.estimator.call_history import CallHistory
 from batchrun.estimator.step_load import StepLoad
 from batchrun.estimator.step_time import StepTimeModel
 from batchrun.types import RequestClass
@@ -132,7 +133,8 @@ class EngineView:
     (its grammar is there, no output in flight).
     `online_waiting` is in order of `BY_ARRIVAL`, `offline_waiting` in planned order.
     `error_share` is the mean error of the latest predictions of `model` (0.1: 10 %).
-    `online_slo_ttft_s` and `online_slo_tpot_s` are the bounds of online requests without a class.
+    `online_slo_ttft_s` and `online_slo_tpot_s` are the bounds of online requests without a class;
+    `calls` is what all online requests so far tell of those to come.
     """
 
     now_s: float
@@ -159,6 +161,7 @@ class EngineView:
     error_share: float = 0.0
     online_slo_ttft_s: float = 1.0
     online_slo_tpot_s: float = 0.05
+    calls: CallHistory = field(default_factory=CallHistory)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""

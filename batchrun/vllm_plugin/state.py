@@ -21,6 +21,7 @@ from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request, RequestStatus
 
 from batchrun.estimator.answer_length import AnswerLengths
+from batchrun.estimator.call_history import CallHistory
 from batchrun.estimator.step_time import AnyModel
 from batchrun.hints import (
     HINT_KEY,
@@ -133,8 +134,9 @@ class EngineState:
     `views` has a view of every live request and `queue` the order in which waiting ones are planned
     (it is vLLM's waiting queue only while steps are planned). `kv` is None while vLLM's own free
     queue is in place. `estimates` and `steps` say how long steps take and how much KV online
-    requests will need, `untold_answers` how long answers are of which no hint tells. `clock`
-    returns monotonic seconds; less `wall_offset_s`, vLLM's wall-clock arrivals are on its scale. A
+    requests will need, `calls` how many of them come and how long their answers become,
+    `untold_answers` how long those of offline work are of which no hint tells. `clock` returns
+    monotonic seconds; less `wall_offset_s`, vLLM's wall-clock arrivals are on its scale. A
     hint counts if it carries the `nonce`; without a nonce none does.
     """
 
@@ -163,6 +165,7 @@ class EngineState:
         self.is_offline_on = True
         self.num_offline = 0
         self.untold_answers = AnswerLengths([USUAL_OUTPUT_TOKENS])
+        self.calls = CallHistory()
         self.num_malformed_hints = 0
         self.num_policy_errors = 0
         num_groups = len(manager.kv_cache_config.kv_cache_groups)
@@ -193,6 +196,8 @@ class EngineState:
         if view.is_offline and view.expected_output_tokens == UNKNOWN_TOKENS:
             view.expected_output_tokens = self.untold_answers.room_tokens
             self.untold_answers.sent(request.request_id)
+        if not view.is_offline:
+            self.calls.begun(arrival_at_s)
         self.views[request.request_id] = view
         self.num_offline += view.is_offline
         self._announce(request, hint)
@@ -203,7 +208,7 @@ class EngineState:
         view = self.views.pop(request.request_id, None)
         if view is not None:
             self.num_offline -= view.is_offline
-            self._learn_length(request)
+            self._learn_length(request, view)
         if self.kv is not None:
             self.kv.finished(request)
         return view
@@ -241,9 +246,11 @@ class EngineState:
             for job in orders.forget:
                 self.kv.forget(job)
 
-    def _learn_length(self, request: Request) -> None:
+    def _learn_length(self, request: Request, view: RequestView) -> None:
         """A request ends; of those whose hints tell nothing, the next ones are expected alike."""
         if request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED):
+            if not view.is_offline:
+                self.calls.ended(request.num_output_tokens)
             self.untold_answers.ended(request.request_id, request.num_output_tokens)
         else:
             self.untold_answers.lost(request.request_id)

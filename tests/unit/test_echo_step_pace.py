@@ -1,4 +1,4 @@
-"""What calls are spared beyond late tokens: long answers, bursts, sparse calls, a new engine."""
+"""What calls are spared beyond late tokens: bursts, sparse calls, a new engine."""
 
 from __future__ import annotations
 
@@ -20,84 +20,16 @@ from batchrun.scheduling.echo import EchoOptions, EchoPolicy
 from batchrun.scheduling.online_queue import RISK_SHARE, ArrivalOrder
 from batchrun.scheduling.step_pace import (
     EARLY_IDLE_STEPS,
-    KV_SHARE,
     PRACTICE_EVERY,
     PRACTICE_TPOTS,
-    KvPace,
     Practice,
     alone_s,
 )
-from batchrun.scheduling.view import EngineView, Plan
 
 
 def echo() -> EchoPolicy:
     """Echo on an engine that it has not seen before."""
     return EchoPolicy(EchoOptions(), ArrivalOrder())
-
-
-def with_a_call(step: int, *, step_s: float, held_blocks: int) -> EngineView:
-    """An engine of 1,000 blocks after so many steps beside one call that generates."""
-    return view(
-        running=[decoding_call()],
-        now_s=NOW_S + step * step_s,
-        online_blocks=held_blocks,
-        total_blocks=1_000,
-    )
-
-
-def pace_after_steps(step_s: float, held_blocks: int) -> float:
-    """The pace after 50 equal steps."""
-    pace = KvPace()
-    views = [with_a_call(i, step_s=step_s, held_blocks=held_blocks) for i in range(50)]
-    return [pace.most_s(each) for each in views][-1]
-
-
-def test_calls_that_hold_their_share_of_kv_keep_the_pace_of_their_steps() -> None:
-    assert pace_after_steps(0.04, round(KV_SHARE * 1_000)) == pytest.approx(0.04)
-
-
-def test_calls_that_hold_twice_their_share_get_steps_half_as_long() -> None:
-    assert pace_after_steps(0.04, round(2 * KV_SHARE * 1_000)) == pytest.approx(0.02)
-
-
-def test_what_calls_wait_for_counts_as_held() -> None:
-    pace, waiting = KvPace(), [call(prompt=round(10_000 * KV_SHARE) - 10)]
-    for i in range(2):
-        running = view(
-            running=[decoding_call()],
-            waiting=waiting,
-            now_s=NOW_S + i * 0.04,
-            online_blocks=1,
-            total_blocks=1_000,
-        )
-        most_s = pace.most_s(running)
-
-    assert most_s == pytest.approx(0.04)
-
-
-def test_a_pause_is_no_step() -> None:
-    pace = KvPace()
-    for now_s in (0.0, 0.04, 20.0):
-        most_s = pace.most_s(view(running=[decoding_call()], now_s=NOW_S + now_s, online_blocks=1))
-
-    assert most_s < math.inf
-    assert pace.most_s(view()) == math.inf
-
-
-def test_long_answers_shorten_the_steps_of_rows() -> None:
-    policy = echo()
-    plans: list[Plan] = []
-    for step in range(3):
-        engine = view(
-            running=[decoding_call(), prefilling_row(left=5_000)],
-            now_s=NOW_S + step * 0.04,
-            online_blocks=800,
-            total_blocks=1_000,
-        )
-        plans.append(policy.plan(engine))
-
-    assert plans[0].caps["row"] > 400
-    assert plans[2].predicted_s == pytest.approx(0.04 * KV_SHARE / 0.8, rel=0.01)
 
 
 def test_rows_sit_out_while_a_call_waits_for_the_room_of_calls() -> None:

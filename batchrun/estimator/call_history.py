@@ -1,0 +1,85 @@
+"""How many online calls come, and how long their answers become: from those seen so far.
+
+Calls never tell. One in flight says as much as one that ended: its answer is longer than what it
+has generated. A life table (Kaplan and Meier, J. Am. Stat. Assoc. 53, 1958) counts both, so answers
+are known to be long before the first of them has ended.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from batchrun.estimator.least_squares import FloatArray
+
+RATE_MEMORY_S = 60.0
+"""So far back the rate of arrivals looks."""
+FIRST_RATE_S = 2.0
+"""The first call says that one comes in so many seconds."""
+STEPS_PER_DOUBLING = 4
+FIRST_EDGE_TOKENS = 16
+NUM_DOUBLINGS = 12
+EDGES_TOKENS: FloatArray = np.concatenate([
+    [0.0],
+    FIRST_EDGE_TOKENS
+    * 2 ** (np.arange(NUM_DOUBLINGS * STEPS_PER_DOUBLING + 1) / STEPS_PER_DOUBLING),
+])
+"""The ages at which the life table has an entry; no answer is taken to outgrow the last, 65,536."""
+PRIOR_CALLS = 0.5
+"""What is expected before any answer has ended counts as so many."""
+PRIOR_END_SHARE = 1 - 2 ** (-2 / STEPS_PER_DOUBLING)
+"""It is then that a call goes on for as long again as it has so far."""
+REMEMBERED_CALLS = 1_000
+"""Counts halve when there are twice as many."""
+
+
+class CallHistory:
+    """Arrivals and answers of the calls of one engine. A call costs a few microseconds."""
+
+    def __init__(self) -> None:
+        self._rate_calls = self._rate_s = 0.0
+        self._seen_at_s: float | None = None
+        self._reached = np.zeros(len(EDGES_TOKENS) - 1)
+        self._ended = np.zeros(len(EDGES_TOKENS) - 1)
+
+    def begun(self, at_s: float) -> None:
+        """A call has come in."""
+        self._forget_until(at_s)
+        self._rate_calls += 1
+
+    def ended(self, num_tokens: int) -> None:
+        """An answer is complete. One that its client gave up tells nothing: leave it out."""
+        place = int(np.searchsorted(EDGES_TOKENS[:-1], num_tokens)) - 1
+        if place < 0:
+            return
+        self._reached[: place + 1] += 1
+        self._ended[place] += 1
+        if self._reached[0] >= 2 * REMEMBERED_CALLS:
+            self._reached /= 2
+            self._ended /= 2
+
+    def rate_per_s(self, now_s: float) -> float:
+        """Calls per second of late."""
+        self._forget_until(now_s)
+        return self._rate_calls / (self._rate_s + FIRST_RATE_S)
+
+    def longer_shares(self, generated_tokens: Sequence[int]) -> FloatArray:
+        """The share of answers that are longer than each of `EDGES_TOKENS`, where calls in flight
+        have generated so many tokens. About 50 us with 50 calls."""
+        ages = np.asarray(generated_tokens, np.float64)[:, None]
+        passed = np.clip((ages - EDGES_TOKENS[:-1]) / np.diff(EDGES_TOKENS), 0.0, 1.0).sum(axis=0)
+        ended = self._ended + PRIOR_CALLS * PRIOR_END_SHARE
+        goes_on = 1.0 - ended / (self._reached + passed + PRIOR_CALLS)
+        return np.concatenate([[1.0], np.cumprod(goes_on)])
+
+    def _forget_until(self, now_s: float) -> None:
+        """A clock that steps back counts as standing still."""
+        if self._seen_at_s is None:
+            self._seen_at_s = now_s
+        passed_s = max(0.0, now_s - self._seen_at_s)
+        self._seen_at_s += passed_s
+        kept = math.exp(-passed_s / RATE_MEMORY_S)
+        self._rate_calls *= kept
+        self._rate_s = kept * self._rate_s + (1 - kept) * RATE_MEMORY_S

@@ -1,0 +1,136 @@
+"""How long steps may be so that calls find room for their KV later on, not only now.
+
+By Little's law calls that come at one rate hold KV in proportion to how long they stay, and they
+stay as many steps as their answers have tokens. Half a minute of long steps is felt for as long as
+those calls live, so what they will hold is looked at before it is there.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from batchrun.estimator.call_history import EDGES_TOKENS
+from batchrun.estimator.least_squares import FloatArray
+from batchrun.estimator.step_load import StepLoad
+from batchrun.scheduling.view import EngineView
+
+PLAN_EVERY_S = 0.5
+"""A plan holds so long. One costs 0.13 ms with 50 calls, 0.5 ms with 256."""
+HOLD_S = 30.0
+"""A step is short enough if steps of that length for so long, and of calls alone after them, leave
+calls room at all times."""
+AFTER_S: FloatArray = np.array([0, 5, 10, 20, 30, 45, 60, 90, 120, 180, 240, 360], np.float64)
+"""The times that are looked at."""
+SIGMAS = 2.0
+"""Room is left for so many standard deviations of what calls hold."""
+FULL_SHARE = 0.8
+"""Calls alone are taken to have steps as long as when they hold this share of all blocks."""
+MOST_TPOTS = 2.0
+"""The longest step that is looked at, as a multiple of the TPOT bound."""
+NUM_CHOICES = 9
+
+
+class KvPlan:
+    """The longest steps beside calls that leave them room for their KV."""
+
+    def __init__(self) -> None:
+        self._made_at_s = -math.inf
+        self._most_s = math.inf
+
+    def most_s(self, view: EngineView) -> float:
+        """The longest the step after those in flight should take with rows in it; once a step."""
+        if not any(request.is_decode for request in view.online_running):
+            return math.inf
+        if view.now_s - self._made_at_s >= PLAN_EVERY_S:
+            self._made_at_s = view.now_s
+            self._most_s = longest_step_s(view)
+        return self._most_s
+
+
+def longest_step_s(view: EngineView) -> float:
+    """The longest step that leaves running calls and those to come room for their KV.
+
+    Infinity where any does, 0 where calls have too little room without rows: these then wait.
+    """
+    prompt_tokens = _prompt_tokens(view)
+    rate_per_s = view.calls.rate_per_s(view.now_s)
+    alone_s = _alone_s(view, prompt_tokens, rate_per_s)
+    top_s = MOST_TPOTS * max(view.online_slo_tpot_s, alone_s)
+    steps_s = np.geomspace(alone_s, top_s, NUM_CHOICES)
+    mean, variance = _growths(view, prompt_tokens)
+    held = mean.after(steps_s, alone_s, rate_per_s)
+    spread = np.sqrt(variance.after(steps_s, alone_s, rate_per_s))
+    most_tokens = view.total_blocks * view.block_tokens
+    has_room = (held + SIGMAS * spread <= most_tokens).all(axis=1)
+    if has_room.all():
+        return math.inf
+    num_good = int(np.argmin(has_room))
+    return float(steps_s[num_good - 1]) if num_good > 1 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Growth:
+    """What calls hold, or its variance, by the tokens that each has generated from now on: one
+    entry for each of `EDGES_TOKENS`.
+
+    `present`: those that are here. `arrived`: those that came since then, if one came in the time
+    of each token.
+    """
+
+    present: FloatArray
+    arrived: FloatArray
+
+    def after(self, steps_s: FloatArray, alone_s: float, rate_per_s: float) -> FloatArray:
+        """It at each of `AFTER_S` (columns), with each of the steps (rows) for `HOLD_S` seconds."""
+        alone_tokens = np.maximum(AFTER_S - HOLD_S, 0.0) / alone_s
+        tokens = np.minimum(AFTER_S, HOLD_S) / steps_s[:, None] + alone_tokens
+        late = np.interp(alone_tokens, EDGES_TOKENS, self.arrived)
+        early = np.interp(tokens, EDGES_TOKENS, self.arrived) - late
+        arrived = rate_per_s * (alone_s * late + steps_s[:, None] * early)
+        return np.asarray(np.interp(tokens, EDGES_TOKENS, self.present) + arrived)
+
+
+def _prompt_tokens(view: EngineView) -> float:
+    """What a running call holds beside its answer, on average; shared blocks are counted once."""
+    generated = sum([request.num_output_tokens for request in view.online_running])
+    held = view.online_blocks * view.block_tokens
+    return max(0.0, held - generated) / len(view.online_running)
+
+
+def _alone_s(view: EngineView, prompt_tokens: float, rate_per_s: float) -> float:
+    """How long a step takes without rows while calls hold much of the KV."""
+    full_tokens = FULL_SHARE * view.total_blocks * view.block_tokens
+    running = view.online_running
+    context = sum([request.num_tokens for request in running]) / len(running)
+    num_calls = max(1, round(full_tokens / context))
+    load = StepLoad()
+    load.add_decodes([round(full_tokens / num_calls)] * num_calls)
+    step_s = view.model.predict_s(load)
+    new_tokens = round(rate_per_s * prompt_tokens * step_s)
+    if new_tokens:
+        load.add(new_tokens, new_tokens)
+        step_s = view.model.predict_s(load)
+    return max(step_s, 1e-6)
+
+
+def _growths(view: EngineView, prompt_tokens: float) -> tuple[_Growth, _Growth]:
+    """Mean and variance of the tokens that calls will hold. Those that wait count as running."""
+    running = [request.num_output_tokens for request in view.online_running]
+    waiting = [request.num_output_tokens for request in view.online_waiting]
+    longer = view.calls.longer_shares(running)
+    ages = np.asarray([*running, *waiting], np.float64)[:, None] + EDGES_TOKENS
+    still = np.interp(ages, EDGES_TOKENS, longer)
+    still /= np.maximum(still[:, :1], 1e-12)
+    held = prompt_tokens + ages
+    mids = prompt_tokens + (EDGES_TOKENS[1:] + EDGES_TOKENS[:-1]) / 2
+    alive_tokens = np.diff(EDGES_TOKENS) * (longer[1:] + longer[:-1]) / 2
+    mean = _Growth((held * still).sum(axis=0), _summed(alive_tokens * mids))
+    variance = _Growth((held**2 * still * (1 - still)).sum(axis=0), _summed(alive_tokens * mids**2))
+    return mean, variance
+
+
+def _summed(values: FloatArray) -> FloatArray:
+    return np.concatenate([[0.0], np.cumsum(values)])

@@ -1,0 +1,95 @@
+"""Is a reserve of KV for online bursts worth its blocks?
+
+    python -m benchmarks.reserve [--scenarios NAME ...] [--seeds N ...] [--data FOLDER]
+                                 [--json FILE]
+
+Runs `echo` with no reserve, with constant ones and with every forecast rule, in scenarios whose
+calls come in bursts. `servegen` has arrivals drawn from ServeGen's rates, with lengths of the Azure
+conversation trace; FOLDER holds the public files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import fmean
+
+from batchrun.estimator.forecast import ForecastRule
+from batchrun.simulator.traces.reading import Drawing, read_trace
+from benchmarks.ablation import Trial, measure
+from benchmarks.ablation_configs import Config
+from benchmarks.forecast import AZURE, DATA, DAY_S, SERVEGEN
+from benchmarks.records import Record, finish, markdown, parser, shown
+from benchmarks.scenarios import SCENARIOS, CallTable, Scenario
+
+CONSTANT_RESERVES = (0.0, 0.1, 0.2, 0.3)
+BLOCKS = (4300, 3200)
+SERVEGEN_RATE = 0.002
+"""Of ServeGen's calls one in 500: 2.4 a second on average."""
+SERVEGEN_S = 7_200.0
+COLUMNS = ("slo_ttft", "slo_deadline", "ttft_p99_s", "online_preemptions", "offline_tokens_per_s")
+
+
+def servegen(folder: Path) -> Scenario:
+    """Two hours of ServeGen, from the second evening at eight on; each seed begins elsewhere."""
+    from_s = DAY_S + 20 * 3600
+    drawing = Drawing(
+        seed=0,
+        rate=SERVEGEN_RATE,
+        from_s=from_s,
+        to_s=from_s + SERVEGEN_S,
+        like=read_trace(folder / AZURE),
+    )
+    trace = read_trace(folder / SERVEGEN, drawing=drawing)
+    calls = CallTable(
+        trace.arrival_s.tolist(),
+        trace.num_prompt_tokens.tolist(),
+        trace.num_output_tokens.tolist(),
+        SERVEGEN_S,
+    )
+    return Scenario("servegen", 180.0, calls)
+
+
+def configs() -> list[Config]:
+    """`echo` with every reserve."""
+    reserves = [*CONSTANT_RESERVES, *ForecastRule]
+    return [Config(str(reserve), reserve=reserve) for reserve in reserves]
+
+
+def trials(names: Sequence[str], seeds: Sequence[int], folder: Path) -> Iterator[Trial]:
+    """All runs; those of one warm-up follow one another."""
+    for name in names:
+        scenario = servegen(folder) if name == "servegen" else SCENARIOS[name]
+        for blocks in BLOCKS:
+            for seed in seeds:
+                for config in configs():
+                    yield Trial(scenario, "a100", config, seed, blocks)
+
+
+def table(records: Sequence[Record]) -> str:
+    """The means over the seeds, by scenario and blocks."""
+    keys = dict.fromkeys((r["scenario"], r["blocks"], r["config"]) for r in records)
+    rows = []
+    for key in keys:
+        of_key = [r for r in records if (r["scenario"], r["blocks"], r["config"]) == key]
+        rows.append([f"{key[0]}, {key[1]:,}", key[2], *(mean(of_key, name) for name in COLUMNS)])
+    return markdown(["scenario, blocks", "reserve", *COLUMNS], rows)
+
+
+def mean(records: Sequence[Record], name: str) -> float:
+    """Of one figure."""
+    return fmean(record[name] for record in records)
+
+
+def main() -> int:
+    """Measure, print, save."""
+    names = ("servegen", "kv-pressure", "heavy-tail-1", "shared-prompts-2000")
+    options = parser(__doc__, scenarios=names, seeds=(0, 1), data=DATA).parse_args()
+    plan = trials(options.scenarios, options.seeds, options.data)
+    records = shown(measure(trial) for trial in plan)
+    print(table(records))
+    return finish(options.json, records)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

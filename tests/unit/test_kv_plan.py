@@ -1,0 +1,119 @@
+"""Steps beside calls leave room for the KV that these will want."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from echo_views import NOW_S, call, decoding_call, decoding_row, prefilling_row, view
+
+from batchrun.estimator.call_history import EDGES_TOKENS, REMEMBERED_CALLS, CallHistory
+from batchrun.scheduling.echo import EchoOptions, EchoPolicy
+from batchrun.scheduling.kv_plan import PLAN_EVERY_S, KvPlan, longest_step_s
+from batchrun.scheduling.online_queue import ArrivalOrder
+from batchrun.scheduling.view import EngineView
+
+
+def history(answer_tokens: int, *, rate_per_s: float = 1.0) -> CallHistory:
+    """Ten minutes of calls at one rate, whose answers have one length."""
+    calls = CallHistory()
+    num_calls = round(600 * rate_per_s)
+    for i in range(num_calls):
+        calls.begun(NOW_S - 600 + i / rate_per_s)
+        calls.ended(answer_tokens)
+    return calls
+
+
+def engine(calls: CallHistory, *, total_blocks: int = 1_000, **fields: Any) -> EngineView:
+    """An engine with one call that generates, and this past."""
+    running = [decoding_call()]
+    return view(running=running, total_blocks=total_blocks, calls=calls, **fields)
+
+
+def test_short_answers_leave_steps_as_they_are() -> None:
+    assert longest_step_s(engine(history(50))) == math.inf
+
+
+def test_the_longer_answers_are_the_shorter_are_steps() -> None:
+    steps_s = [longest_step_s(engine(history(tokens))) for tokens in (400, 600, 800)]
+
+    assert 0.1 > steps_s[0] > steps_s[1] > steps_s[2] > 0
+
+
+def test_more_calls_and_fewer_blocks_shorten_steps() -> None:
+    usual_s = longest_step_s(engine(history(400)))
+
+    assert longest_step_s(engine(history(400, rate_per_s=2.0))) < usual_s
+    assert longest_step_s(engine(history(400), total_blocks=700)) < usual_s
+    assert longest_step_s(engine(history(400), total_blocks=3_000)) == math.inf
+
+
+def test_calls_that_fill_the_kv_by_themselves_leave_rows_nothing() -> None:
+    calls = history(2_000, rate_per_s=10.0)
+    policy = EchoPolicy(EchoOptions(), ArrivalOrder())
+    running = [decoding_call(), decoding_row("answer"), prefilling_row("document", left=5_000)]
+
+    assert longest_step_s(engine(calls)) == 0.0
+    assert policy.plan(view(running=running, calls=calls)).caps == {"answer": 0, "document": 0}
+
+
+def test_calls_that_wait_will_want_room_too() -> None:
+    calls = history(400)
+    waiting = [call(f"call {i}") for i in range(10)]
+
+    assert longest_step_s(engine(calls, waiting=waiting)) < longest_step_s(engine(calls))
+
+
+def test_rows_keep_to_the_length_of_the_plan() -> None:
+    calls = history(600)
+    most_s = longest_step_s(view(running=[decoding_call()], total_blocks=1_000, calls=calls))
+    policy = EchoPolicy(EchoOptions(), ArrivalOrder())
+
+    running = [decoding_call(), prefilling_row(left=5_000)]
+    plan = policy.plan(view(running=running, total_blocks=1_000, calls=calls))
+
+    assert most_s - 0.001 < plan.predicted_s <= most_s < 0.045
+
+
+def test_a_plan_holds_for_a_while_and_only_while_calls_generate() -> None:
+    plan = KvPlan()
+    short, long = history(50), history(2_000, rate_per_s=10.0)
+
+    assert plan.most_s(view(calls=long)) == math.inf
+    assert plan.most_s(engine(short)) == math.inf
+    assert plan.most_s(engine(long, now_s=NOW_S + PLAN_EVERY_S / 2)) == math.inf
+    assert plan.most_s(engine(long, now_s=NOW_S + PLAN_EVERY_S)) == 0.0
+
+
+def test_answers_that_ended_tell_how_long_others_become() -> None:
+    longer = history(300).longer_shares([])
+
+    assert longer[0] == 1.0
+    assert longer[EDGES_TOKENS < 250].min() > 0.98
+    assert longer[EDGES_TOKENS > 400].max() < 0.01
+
+
+def test_answers_in_flight_tell_that_they_are_longer() -> None:
+    calls = CallHistory()
+    place = int(np.searchsorted(EDGES_TOKENS, 1_000.0))
+
+    assert calls.longer_shares([])[place] < 0.001
+    assert calls.longer_shares([1_000] * 20)[place - 1] > 0.5
+
+
+def test_old_answers_fade() -> None:
+    calls = history(2_000)
+    for _ in range(4 * REMEMBERED_CALLS):
+        calls.ended(100)
+
+    assert calls.longer_shares([])[int(np.searchsorted(EDGES_TOKENS, 1_500.0))] < 0.15
+
+
+def test_the_rate_is_that_of_the_last_minute() -> None:
+    calls = history(100, rate_per_s=5.0)
+
+    assert calls.rate_per_s(NOW_S) == pytest.approx(5.0, rel=0.05)
+    assert calls.rate_per_s(NOW_S + 120.0) < 1.0
+    assert calls.rate_per_s(NOW_S) < 1.0
