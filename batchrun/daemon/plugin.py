@@ -107,7 +107,7 @@ def _online_latency(deployment: Deployment, config: EngineConfig, home: Home) ->
     return online
 
 
-OTHER_SETTINGS = {"online_queue", "eviction", "reserve", "forecast_rule"}
+OTHER_SETTINGS = {"online_queue", "eviction", "reserve", "forecast_rule", "online_cost"}
 """Keys that reach the scheduler as they are, and only where they are set: so engines that an older
 batchrun started keep their command line, and are adopted."""
 

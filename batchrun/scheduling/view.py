@@ -132,7 +132,8 @@ class EngineView:
     (its grammar is there, no output in flight).
     `online_waiting` is in order of `BY_ARRIVAL`, `offline_waiting` in planned order.
     `error_share` is the mean error of the latest predictions of `model` (0.1: 10 %).
-    `online_slo_ttft_s` and `online_slo_tpot_s` are the bounds of online requests without a class.
+    `online_slo_ttft_s` and `online_slo_tpot_s` are the bounds of online requests without a class;
+    `online_cost` is how many times as slow as alone they may be, None where nobody says.
     """
 
     now_s: float
@@ -159,6 +160,7 @@ class EngineView:
     error_share: float = 0.0
     online_slo_ttft_s: float = 1.0
     online_slo_tpot_s: float = 0.05
+    online_cost: float | None = None
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""

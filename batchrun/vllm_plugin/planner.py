@@ -130,6 +130,7 @@ class ViewBuilder:
             is_offline_on=state.is_offline_on,
             online_slo_ttft_s=state.settings.slo.ttft_s,
             online_slo_tpot_s=state.settings.slo.tpot_s,
+            online_cost=state.settings.online_cost,
         )
 
     def note_admissions(self, admitted: Iterable[RequestView]) -> None:

@@ -16,7 +16,7 @@ from vllm.config import VllmConfig
 from batchrun.cache.eviction import EVICTIONS
 from batchrun.errors import ConfigError, known_name
 from batchrun.estimator.forecast import ForecastRule
-from batchrun.hints import HINT_KEY, MAX_BOUND_S
+from batchrun.hints import HINT_KEY, MAX_BOUND_S, MAX_ONLINE_COST
 from batchrun.scheduling.policies import POLICIES, QUEUES
 
 PolicyName = Annotated[str, AfterValidator(partial(known_name, known=POLICIES))]
@@ -25,6 +25,9 @@ EvictionName = Annotated[str, AfterValidator(partial(known_name, known=EVICTIONS
 
 
 Bound = Annotated[float, Field(gt=0, le=MAX_BOUND_S, allow_inf_nan=False)]
+
+
+OnlineCostFactor = Annotated[float, Field(gt=1, le=MAX_ONLINE_COST, allow_inf_nan=False)]
 
 
 class OnlineSlo(BaseModel):
@@ -42,6 +45,7 @@ class PluginSettings(BaseModel):
     """What an operator may set.
 
     `online_queue`: the order in which waiting calls come in, under every policy but `bs`.
+    `online_cost`: how many times as slow as alone calls may be (None: their bounds alone count).
     `reserve`: share (0 to 1) of all KV blocks kept for online bursts, or `forecast`.
     `forecast_rule`, `forecast_window_s`, `forecast_sigmas`: what the forecast is made of, the
     window that it looks back on, and the k of mean + k * sigma (None: the rule's own).
@@ -56,6 +60,7 @@ class PluginSettings(BaseModel):
     online_queue: QueueName = "arrival"
     eviction: EvictionName = "next-use"
     slo: OnlineSlo = OnlineSlo()
+    online_cost: OnlineCostFactor | None = None
     reserve: Annotated[float, Field(ge=0, lt=1)] | Literal["forecast"] = "forecast"
     forecast_rule: ForecastRule = ForecastRule.GROWTH
     forecast_window_s: Annotated[int, Field(ge=300)] = 900
