@@ -106,7 +106,7 @@ class OnlineCost:
         credit_s = self._credit_s(view)
         self._granted_s += granted_s
         if not decodes:
-            return cost * alone.whole_s
+            return alone.whole_s
         self._num_steps += 1
         is_early = self._num_steps <= EARLY_STEPS
         if self._num_steps % (EARLY_ALONE_EVERY if is_early else ALONE_EVERY) == 0:
@@ -139,12 +139,12 @@ class OnlineCost:
         self._was_idle = not calls
 
     def _idle_s(self, view: EngineView, cost: float) -> float:
-        """A step while no call runs: those that come in it wait for half of it on average, which
-        all calls together may."""
+        """A step while no call runs. Those that come in it wait for half of it on average: what a
+        call in the middle may wait, where at least half of all find no other call."""
         if not self._ttft_alone_s:
             return math.inf
         waits_s = 2 * (cost - 1) * median(self._ttft_alone_s)
-        share = max(fmean(self._found_idle), 1 / NUM_REMEMBERED)
+        share = min(1.0, max(2 * fmean(self._found_idle), 1 / NUM_REMEMBERED))
         shortest_s = alone_step(view.model, (1,), (), 1).decodes_s
         return max(waits_s / share, LEAST_IDLE_STEPS * shortest_s)
 
