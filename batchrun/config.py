@@ -212,8 +212,6 @@ Reserve = Annotated[
     Discriminator(lambda value: "forecast" if isinstance(value, str) else "share"),
 ]
 OnlineCostFactor = Annotated[float, Field(gt=1, le=MAX_ONLINE_COST, allow_inf_nan=False)]
-AUTO_SLO_FACTOR = 1.3
-"""`slo: auto` promises so many times what online calls saw when the engine was calibrated."""
 
 
 class WindowConfig(_Strict):

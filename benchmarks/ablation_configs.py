@@ -38,10 +38,11 @@ LADDER = ("bs", "bs+e", "bs+e+s", "echo")
 class Config:
     """One row of the table.
 
-    `policy` is `stock` (vLLM's own scheduler classes) or one of ours. `order` is how the rows
-    stand in the input; None: no offline work. With `is_planned` the pool orders them before they
-    are sent. `reserve` is a share, the forecast, or the name of another forecast rule;
-    `online_cost` None: the bounds alone count. With a `context` rows name no limit: their answers end by themselves within so many tokens.
+    `policy` is `stock` (vLLM's own scheduler classes) or one of ours. `order` is how the rows stand
+    in the input; None: no offline work. With `is_planned` the pool orders them before they are
+    sent. `reserve` is a share, the forecast, or the name of another forecast rule; `online_cost`
+    None: the bounds alone count. With a `context` rows name no limit: their answers end by
+    themselves within so many tokens.
     """
 
     name: str

@@ -30,6 +30,9 @@ ALONE_EVERY = 32
 step does not know what calls take without them. More often at first."""
 NUM_REMEMBERED = 64
 """Calls that tell what TTFT is alone, and how many of them find an engine without others."""
+IDLE_STEP_WAITS = 1.5
+"""A step without calls lasts so many times what a call may wait: it waits for half of one on
+average, and a step may take longer than predicted."""
 LEAST_IDLE_STEPS = 2.0
 """A step without calls may last so many times the shortest there is: less would leave offline work
 nothing at all."""
@@ -139,11 +142,11 @@ class OnlineCost:
         self._was_idle = not calls
 
     def _idle_s(self, view: EngineView, cost: float) -> float:
-        """A step while no call runs. Those that come in it wait for half of it on average: what a
-        call in the middle may wait, where at least half of all find no other call."""
+        """A step while no call runs. What a call in the middle may wait decides, where at least
+        half of all find no other call; the fewer do, the longer."""
         if not self._ttft_alone_s:
             return math.inf
-        waits_s = 2 * (cost - 1) * median(self._ttft_alone_s)
+        waits_s = IDLE_STEP_WAITS * (cost - 1) * median(self._ttft_alone_s)
         share = min(1.0, max(2 * fmean(self._found_idle), 1 / NUM_REMEMBERED))
         shortest_s = alone_step(view.model, (1,), (), 1).decodes_s
         return max(waits_s / share, LEAST_IDLE_STEPS * shortest_s)

@@ -19,11 +19,14 @@ from batchrun.estimator.step_time import StepTimeModel
 from batchrun.scheduling.online_cost import AloneStep, alone_step
 from batchrun.scheduling.view import RequestView
 from batchrun.types import RequestClass
+from batchrun.vllm_plugin.settings import OnlineSlo
 from batchrun.wire import CostTelemetry
 
 WINDOW_S = 300.0
 MAX_CALLS = 512
 """Calls of the window that are looked at, the latest."""
+LEAST_CALLS = 32
+"""Fewer tell no bound."""
 SUM_UP_EVERY_S = 1.0
 NUM_ENDS = 64
 """Ends of steps that are remembered: calls come to the engine a little after they arrived."""
@@ -196,6 +199,15 @@ class CallCosts:
                 online_cost, len(self.ttft), *ttft, *ttft_alone, *tpot, *tpot_alone
             )
         return self._summed
+
+
+def learnt_slo(seen: CostTelemetry) -> OnlineSlo:
+    """What `slo: auto` promises: `online_cost` times what 99 of 100 calls would have had alone; the
+    default until that is known of `LEAST_CALLS`."""
+    ttft_s, tpot_s, cost = seen.alone_ttft_p99_s, seen.alone_tpot_p99_s, seen.online_cost
+    if seen.num_calls < LEAST_CALLS or not (ttft_s and tpot_s and cost):
+        return OnlineSlo()
+    return OnlineSlo(ttft_s=cost * ttft_s, tpot_s=cost * tpot_s)
 
 
 Percentiles = tuple[float | None, float | None]
