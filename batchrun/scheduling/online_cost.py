@@ -19,6 +19,9 @@ from batchrun.scheduling.view import EngineView, RequestView, by_kind
 SPENT_AT_ONCE = 1.5
 """A step costs calls at most so many times what the dial allows on average, where earlier steps
 cost less: a long one delays arrivals."""
+MOST_OWED_STEPS = 32
+"""Calls are owed no more than so many steps are granted: an engine that had no rows for a while
+planned nothing, and kept no account."""
 TRUSTED_ERROR_SHARE = 0.12
 """A model this far off on average is believed: steps vary as much. Of one that is worse, less."""
 DISTRUST_SHARE = 0.2
@@ -106,7 +109,7 @@ class OnlineCost:
             cost,
         )
         granted_s = alone.whole_s + (cost - 1) * alone.decodes_s
-        credit_s = self._credit_s(view)
+        credit_s = self._credit_s(view, (cost - 1) * alone.decodes_s)
         self._granted_s += granted_s
         if not decodes:
             return alone.whole_s
@@ -119,12 +122,14 @@ class OnlineCost:
             return alone.whole_s + min(extra_s + credit_s, extra_s)
         return alone.whole_s + min(extra_s + credit_s, SPENT_AT_ONCE * extra_s)
 
-    def _credit_s(self, view: EngineView) -> float:
-        """What the call that was spared least has left, negative where it was spared too little."""
+    def _credit_s(self, view: EngineView, step_s: float) -> float:
+        """What the call that was spared least has left, negative where it was spared too little;
+        a step is granted `step_s`."""
         account_s = self._granted_s - view.now_s - view.rest_s
+        most_s = account_s + MOST_OWED_STEPS * step_s
         before = self._account_at_first_s
         self._account_at_first_s = {
-            request.request_id: before.get(request.request_id, account_s)
+            request.request_id: min(before.get(request.request_id, account_s), most_s)
             for request in view.online_running
             if request.num_output_tokens
         }

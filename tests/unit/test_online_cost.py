@@ -25,6 +25,7 @@ from batchrun.scheduling.online_cost import (
     EARLY_STEPS,
     IDLE_STEP_WAITS,
     LEAST_IDLE_STEPS,
+    MOST_OWED_STEPS,
     SPENT_AT_ONCE,
     TRUSTED_ERROR_SHARE,
     OnlineCost,
@@ -96,6 +97,19 @@ def test_what_steps_took_too_long_later_ones_make_up_for() -> None:
     granted_s = 2 * 1.5 * DECODE_S
 
     assert second_limit_s(granted_s + 0.003) == pytest.approx(1.5 * DECODE_S - 0.003)
+
+
+def test_of_time_without_rows_no_account_is_kept() -> None:
+    dial, request = OnlineCost(), decoding_call()
+    dial.most_s(engine(request))
+    now_s = NOW_S + 60.0
+    limits_s = []
+    for _ in range(2 * MOST_OWED_STEPS + 1):
+        limits_s.append(dial.most_s(engine(request, now_s=now_s)))
+        now_s += DECODE_S
+
+    assert max(limits_s[: MOST_OWED_STEPS // 2]) < DECODE_S
+    assert max(limits_s[-2:]) > 1.5 * DECODE_S
 
 
 def test_the_call_that_was_spared_least_decides() -> None:
