@@ -10,6 +10,7 @@ repeat exactly.
 from __future__ import annotations
 
 import multiprocessing
+import sys
 from collections.abc import Iterator, Mapping
 
 from benchmarks.ablation import Trial, measure
@@ -28,6 +29,7 @@ LEAST_KEPT = 0.99
 LEAST_SHARE = 0.85
 """Offline tokens at 1.3, of those at 2.0."""
 ALONE = "online-only-2048"
+PLACE = ("law", "blocks", "config", "seed")
 LATENCIES = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99")
 COLUMNS = (SERVED, *(f"{name}_cost" for name in LATENCIES), *ATTAINMENTS, "plan_ms")
 
@@ -52,7 +54,10 @@ def main() -> int:
         for seed in options.seeds
     ]
     with multiprocessing.get_context("spawn").Pool(NUM_PROCESSES) as pool:
-        records = list(pool.imap(measure, trials))
+        records = []
+        for record in pool.imap(measure, trials):
+            print(*(record[key] for key in PLACE), file=sys.stderr, flush=True)
+            records.append(record)
     bars: list[Bar] = []
     for law in options.law:
         for blocks in options.blocks:
