@@ -26,7 +26,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from batchrun.errors import ConfigError, known_name
 from batchrun.files import check_prefix
-from batchrun.hints import MAX_BOUND_S
+from batchrun.hints import MAX_BOUND_S, MAX_ONLINE_COST
 from batchrun.home import Home, check_store_url
 from batchrun.media.hosts import checked_host
 from batchrun.quantities import parse_age_s, parse_duration_s
@@ -211,8 +211,7 @@ Reserve = Annotated[
     | Annotated[Literal["forecast"], Tag("forecast")],
     Discriminator(lambda value: "forecast" if isinstance(value, str) else "share"),
 ]
-AUTO_SLO_FACTOR = 1.3
-"""`slo: auto` promises so many times what online calls saw when the engine was calibrated."""
+OnlineCostFactor = Annotated[float, Field(gt=1, le=MAX_ONLINE_COST, allow_inf_nan=False)]
 
 
 class WindowConfig(_Strict):
@@ -231,8 +230,8 @@ class DeploymentFile(_Strict):
     `model` is a folder, a hub id, or `tiny` or `tiny-vision`: random models that batchrun builds,
     for trying out. `image_hosts` are those from which images are fetched for rows and calls.
     `policy` is that of batchrun's own scheduler in the engines that it starts; `vllm`: they run
-    vLLM's scheduler, with its priorities. `online_queue`, `eviction`, `reserve` and `forecast_rule`
-    are settings of that scheduler: `docs/scheduler.md` has their names.
+    vLLM's scheduler, with its priorities. `online_queue`, `eviction`, `reserve`, `forecast_rule`
+    and `online_cost` are settings of that scheduler: `docs/scheduler.md` has their names.
     """
 
     model: str = TINY_MODEL
@@ -247,6 +246,7 @@ class DeploymentFile(_Strict):
     eviction: Choice = "next-use"
     reserve: Reserve = "forecast"
     forecast_rule: Choice = "growth"
+    online_cost: OnlineCostFactor | None = None
     slo: Slo = SloConfig()
     slo_classes: dict[ClassName, SloClassConfig] = {}
     store: StoreUrl | None = None

@@ -32,6 +32,10 @@ MAX_HINT_CHARS = 16_384
 MAX_NODES_READ = 64
 MAX_NODES_WRITTEN = 8
 MAX_BOUND_S = 1e9
+MAX_ONLINE_COST = 100.0
+"""The most that `online_cost` may be; long before that the bounds decide."""
+AUTO_ONLINE_COST = 2.0
+"""What it is with `slo: auto` where nobody says."""
 
 RowsToCome = Sequence[tuple[int, int]]
 """Prefix nodes, each with the rows of it that have not been sent."""

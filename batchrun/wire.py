@@ -105,6 +105,26 @@ class StepTelemetry(Struct):
     measured_s: float = 0.0
 
 
+class CostTelemetry(Struct, frozen=True):
+    """TTFT and TPOT of the online calls of the last five minutes, at p50 and p99, and what the
+    same calls would have had without offline work, as predicted (`alone`). None without calls.
+
+    `online_cost` is the most that the former may be times the latter; None: nobody says.
+    `num_calls` is how many got their first token, the last 512 at most.
+    """
+
+    online_cost: float | None = None
+    num_calls: int = 0
+    ttft_p50_s: float | None = None
+    ttft_p99_s: float | None = None
+    alone_ttft_p50_s: float | None = None
+    alone_ttft_p99_s: float | None = None
+    tpot_p50_s: float | None = None
+    tpot_p99_s: float | None = None
+    alone_tpot_p50_s: float | None = None
+    alone_tpot_p99_s: float | None = None
+
+
 class Telemetry(Struct, frozen=True):
     """What an engine says of itself, a few times a second. Instants are UTC epoch seconds.
 
@@ -122,6 +142,7 @@ class Telemetry(Struct, frozen=True):
     """Online tokens of steps that held offline work too."""
     alone: LatencyTelemetry = field(default_factory=LatencyTelemetry)
     slo: SloTelemetry = field(default_factory=SloTelemetry)
+    cost: CostTelemetry = CostTelemetry()
     step: StepTelemetry = field(default_factory=StepTelemetry)
     kv: KvTelemetry = KvTelemetry()
     num_malformed_hints: int = 0

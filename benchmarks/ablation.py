@@ -376,7 +376,11 @@ def _plan(trial: Trial) -> SimulationPlan:
     """Every step is vLLM's own, so that `plan_ms` is what it would take."""
     config = trial.config
     calls = draw_calls(trial.scenario, trial.seed) if config.is_online else []
-    settings: dict[str, object] = {"reserve": config.reserve, "eviction": config.eviction}
+    settings: dict[str, object] = {
+        "reserve": config.reserve,
+        "eviction": config.eviction,
+        "online_cost": config.online_cost,
+    }
     if config.reserve in set(ForecastRule):
         settings |= {"reserve": FORECAST, "forecast_rule": config.reserve}
     is_stock = config.policy == STOCK

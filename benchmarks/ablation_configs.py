@@ -38,11 +38,11 @@ LADDER = ("bs", "bs+e", "bs+e+s", "echo")
 class Config:
     """One row of the table.
 
-    `policy` is `stock` (vLLM's own scheduler classes) or one of ours. `order` is how the rows
-    stand in the input; None: no offline work. With `is_planned` the pool orders them before they
-    are sent; with `is_flex` they are flex calls, of which no hint tells. `reserve` is a share, the
-    forecast, or the name of another forecast rule. With a `context` rows name no limit: their
-    answers end by themselves within so many tokens.
+    `policy` is `stock` (vLLM's own scheduler classes) or one of ours. `order` is how the rows stand
+    in the input; None: no offline work. With `is_planned` the pool orders them before they are
+    sent; with `is_flex` they are flex calls, of which no hint tells. `reserve` is a share, the
+    forecast, or the name of another forecast rule; `online_cost` None: the bounds alone count. With
+    a `context` rows name no limit: their answers end by themselves within so many tokens.
     """
 
     name: str
@@ -53,6 +53,7 @@ class Config:
     is_planned: bool = True
     reserve: float | str = FORECAST
     eviction: str = SHIPPED_EVICTION
+    online_cost: float | None = None
     context: int | None = None
     is_flex: bool = False
 

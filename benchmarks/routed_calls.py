@@ -166,8 +166,9 @@ def mooncake(rng: np.random.Generator, rate: float, duration_s: float) -> list[L
         if when_s >= duration_s:
             break
         tokens = int(trace.num_prompt_tokens[i])
-        blocks = trace.prefix.of_request(i) if trace.prefix is not None else []
-        parts = [(int(block) + 1, 512) for block in blocks[: tokens // 512]]
+        assert trace.prefix is not None
+        blocks = trace.prefix.of_request(int(i)).tolist()
+        parts = [(block + 1, 512) for block in blocks[: tokens // 512]]
         parts.append((_own(rng), tokens - 512 * len(parts)))
         units = chain(parts)
         calls.append(LightCall(float(when_s), tokens, int(trace.num_output_tokens[i]), units))

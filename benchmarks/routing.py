@@ -11,17 +11,15 @@ for the calls/s at which 99 % keep TTFT and TPOT, in steps of 4 %, worst of the 
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from statistics import fmean
 
 import numpy as np
 
 from batchrun.routing.engine_book import EngineBook, EngineTraits
-from batchrun.routing.router import Router
 from batchrun.routing.routers import DEFAULT_ROUTER, ROUTERS, make_router
 from benchmarks.light_engines import LightCall, LightEngine, run
 from benchmarks.records import Bar, Record, finish, markdown, parser
@@ -72,7 +70,7 @@ def main() -> int:
 
 def at_rate(trial: Trial) -> Record:
     """A flat record of one run at the workload's own rate, near its knee."""
-    calls, router, decision_s = _run(trial, trial.rate_per_s)
+    calls, decision_s = _run(trial, trial.rate_per_s)
     judged = [call for call in calls if WARM_S <= call.arrival_at_s < WARM_S + JUDGED_S]
     end_s = WARM_S + JUDGED_S + REST_S
     whole_s = np.array([min(call.end_at_s, end_s) - call.arrival_at_s for call in judged])
@@ -96,7 +94,7 @@ def capacity(trial: Trial) -> Record:
     """The most calls/s that keep their bounds, between a fifth and five times the usual rate."""
 
     def keeps(rate_per_s: float) -> bool:
-        calls, _, _ = _run(trial, rate_per_s)
+        calls, _ = _run(trial, rate_per_s)
         judged = [call for call in calls if WARM_S <= call.arrival_at_s < WARM_S + JUDGED_S]
         return _kept(WORKLOADS[trial.workload], judged) >= KEPT
 
@@ -107,37 +105,14 @@ def capacity(trial: Trial) -> Record:
     return {**_of_trial(trial), "capacity_per_s": low}
 
 
-def _run(trial: Trial, rate_per_s: float) -> tuple[Sequence[LightCall], Router, float]:
+def _run(trial: Trial, rate_per_s: float) -> tuple[Sequence[LightCall], float]:
     """The calls as they went, and the CPU seconds of all decisions."""
     rng = np.random.default_rng(trial.seed)
     calls = WORKLOADS[trial.workload].draw(rng, rate_per_s, WARM_S + JUDGED_S)
     book = EngineBook.of([EngineTraits()] * trial.num_engines)
     router = make_router(trial.router, book, trial.seed)
-    timed = _Timed(router)
     engines = [LightEngine(number) for number in range(trial.num_engines)]
-    run(calls, timed, engines, WARM_S + JUDGED_S + REST_S)
-    return calls, router, timed.decision_s
-
-
-class _Timed(Router):
-    """A router, and the CPU seconds of ranking and noting so far."""
-
-    def __init__(self, router: Router) -> None:
-        super().__init__(router.book, router.rng)
-        self.decision_s = 0.0
-        self.rank = partial(self._timed, router.rank)  # type: ignore[method-assign]
-        self.sent = partial(self._timed, router.sent)  # type: ignore[method-assign]
-        self.first_token = router.first_token  # type: ignore[method-assign]
-        self.ended = router.ended  # type: ignore[method-assign]
-
-    def _timed(self, work, *arguments):  # type: ignore[no-untyped-def]
-        begin_s = time.process_time()
-        found = work(*arguments)
-        self.decision_s += time.process_time() - begin_s
-        return found
-
-
-_Timed.__abstractmethods__ = frozenset()
+    return calls, run(calls, router, engines, WARM_S + JUDGED_S + REST_S)
 
 
 def _of_trial(trial: Trial) -> Record:
@@ -194,7 +169,7 @@ def _latency_bars(records: Sequence[Record]) -> Iterator[Bar]:
         yield Bar(f"{name}: mean over that of the best rival, {best}", ratio, 1.05, is_most=True)
 
 
-def _parser():  # type: ignore[no-untyped-def]
+def _parser() -> argparse.ArgumentParser:
     made = parser(__doc__, seeds=(0, 1, 2), capacity=False, num_engines=4)
     made.add_argument("--workload", choices=WORKLOADS, nargs="+", default=list(WORKLOADS))
     made.add_argument("--router", choices=ROUTERS, nargs="+", default=list(ROUTERS))

@@ -29,6 +29,7 @@ def _telemetry_lines(seen: dict[str, Any]) -> dict[str, str]:
         f"online {figure(online['computed_tokens_per_s'], tokens)}",
         "online TTFT": _with_and_without(seen, "mean_ttft_s"),
         "online TPOT": _with_and_without(seen, "mean_tpot_s"),
+        **_cost_lines(seen["cost"]),
         "slack": f"{figure(slo['slack_s'], seconds)}; first tokens in time "
         f"{figure(slo['ttft_attainment'], shares)}, all tokens "
         f"{figure(slo['token_attainment'], shares)}",
@@ -47,6 +48,23 @@ def _telemetry_lines(seen: dict[str, Any]) -> dict[str, str]:
     }
     if any(faults.values()):
         lines["faults"] = ", ".join(f"{num:,} {name}" for name, num in faults.items() if num)
+    return lines
+
+
+def _cost_lines(cost: dict[str, Any]) -> dict[str, str]:
+    """Latencies of the last minutes beside those predicted for the same calls alone; an engine of
+    an older batchrun tells none."""
+    if not cost["num_calls"]:
+        return {}
+    dial = "" if cost["online_cost"] is None else f" (at most {cost['online_cost']:g} wanted)"
+    lines = {"last 5 minutes": f"{cost['num_calls']:,} calls beside predicted alone{dial}"}
+    for name in ("ttft", "tpot"):
+        lines[f"  {name.upper()}"] = "; ".join(
+            f"{share} {figure(cost[f'{name}_{share}_s'], '{:.3f} s')}, alone "
+            f"{figure(cost[f'alone_{name}_{share}_s'], '{:.3f} s')}: "
+            f"{figure(cost[f'{name}_{share}_ratio'], '{:.2f}')} times"
+            for share in ("p50", "p99")
+        )
     return lines
 
 

@@ -10,11 +10,11 @@ import secrets
 from pathlib import Path
 
 import batchrun
-from batchrun.config import AUTO_SLO_FACTOR, Deployment, EngineConfig, SloConfig
+from batchrun.config import Deployment, EngineConfig, SloConfig
 from batchrun.errors import ConfigError
 from batchrun.estimator.profile import CalibrationProfile, OnlineLatency, profile_from_json
 from batchrun.files import write_atomically
-from batchrun.hints import HINT_NONCE_VARIABLE
+from batchrun.hints import AUTO_ONLINE_COST, HINT_NONCE_VARIABLE
 from batchrun.home import Home
 from batchrun.wire import CHANNEL_VARIABLE, SUFFIX
 
@@ -44,20 +44,24 @@ def existing_profile(deployment: Deployment, config: EngineConfig, home: Home) -
 
 
 def online_slo(deployment: Deployment, home: Home) -> SloConfig:
-    """The SLO of online calls; `auto` is AUTO_SLO_FACTOR times the slowest engine's p99.
+    """The SLO of online calls. With `auto` each engine learns its own while it runs; what is known
+    before is `online_cost` times the slowest engine's p99 in its calibration, or the default.
 
-    Raises ConfigError when `auto` has no profile to go by.
+    Raises ConfigError when `auto` has no engine that could learn.
     """
     if isinstance(deployment.slo, SloConfig):
         return deployment.slo
-    shown = [
-        _online_latency(deployment, config, home) for config in deployment.engines if config.is_vllm
-    ]
-    if not shown:
+    managed = [config for config in deployment.engines if config.is_vllm]
+    if not managed:
         raise ConfigError("slo: auto is for engines that batchrun starts; give ttft_s and tpot_s")
+    shown = [_online_latency(deployment, config, home) for config in managed]
+    known = [latency for latency in shown if latency is not None]
+    if len(known) < len(shown):
+        return SloConfig()
+    cost = deployment.online_cost or AUTO_ONLINE_COST
     return SloConfig(
-        ttft_s=AUTO_SLO_FACTOR * max(each.ttft_p99_s for each in shown),
-        tpot_s=AUTO_SLO_FACTOR * max(each.tpot_p99_s for each in shown),
+        ttft_s=cost * max(each.ttft_p99_s for each in known),
+        tpot_s=cost * max(each.tpot_p99_s for each in known),
     )
 
 
@@ -91,23 +95,14 @@ def read_profile(path: Path) -> CalibrationProfile:
     return profile_from_json(text, str(path))
 
 
-def _online_latency(deployment: Deployment, config: EngineConfig, home: Home) -> OnlineLatency:
+def _online_latency(
+    deployment: Deployment, config: EngineConfig, home: Home
+) -> OnlineLatency | None:
     path = existing_profile(deployment, config, home)
-    if path is None:
-        raise ConfigError(
-            f"slo: auto needs a profile of engine {config.name}: run `batchrun calibrate "
-            f"--engine {config.name}`, or give ttft_s and tpot_s"
-        )
-    online = read_profile(path).online
-    if online is None:
-        raise ConfigError(
-            f"slo: auto: {path} has no online figures, since the model answered no chat calls; "
-            "give ttft_s and tpot_s"
-        )
-    return online
+    return None if path is None else read_profile(path).online
 
 
-OTHER_SETTINGS = {"online_queue", "eviction", "reserve", "forecast_rule"}
+OTHER_SETTINGS = {"online_queue", "eviction", "reserve", "forecast_rule", "online_cost"}
 """Keys that reach the scheduler as they are, and only where they are set: so engines that an older
 batchrun started keep their command line, and are adopted."""
 
@@ -125,7 +120,9 @@ def scheduler_settings(
     return {
         "policy": deployment.policy,
         **deployment.model_dump(include=OTHER_SETTINGS, exclude_unset=True),
-        "slo": online_slo(deployment, home).model_dump(exclude_none=True),
+        "slo": deployment.slo
+        if isinstance(deployment.slo, str)
+        else deployment.slo.model_dump(exclude_none=True),
         **({} if profile is None else {"profile": str(profile)}),
     }
 

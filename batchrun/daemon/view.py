@@ -12,7 +12,7 @@ from batchrun.daemon.job import ActiveJob
 from batchrun.pool.deadlines import Outlook
 from batchrun.pool.pace import Completion
 from batchrun.store.jobs import Counts, JobRecord
-from batchrun.wire import ClassTelemetry, LatencyTelemetry, Telemetry
+from batchrun.wire import ClassTelemetry, CostTelemetry, LatencyTelemetry, Telemetry
 
 
 def view_job(
@@ -95,6 +95,7 @@ def view_engine(link: EngineLink | None) -> dict[str, Any] | None:
     for name, latency in (("shared", telemetry.shared), ("alone", telemetry.alone)):
         view[name] |= _means(latency)
     view["slo"] |= _attainment(telemetry)
+    view["cost"] |= _ratios(telemetry.cost)
     view["step"]["predicted_over_measured"] = _share(
         telemetry.step.predicted_s, telemetry.step.measured_s
     )
@@ -105,6 +106,15 @@ def _means(latency: LatencyTelemetry) -> dict[str, float | None]:
     return {
         "mean_ttft_s": _share(latency.ttft_s, latency.num_first_tokens),
         "mean_tpot_s": _share(latency.gaps_s, latency.num_gaps),
+    }
+
+
+def _ratios(cost: CostTelemetry) -> dict[str, float | None]:
+    """How many times as slow as alone calls were."""
+    return {
+        f"{name}_ratio": _share(getattr(cost, f"{name}_s") or 0.0, alone_s) if alone_s else None
+        for name in ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99")
+        for alone_s in [getattr(cost, f"alone_{name}_s")]
     }
 
 

@@ -14,6 +14,7 @@ from typing import Protocol
 from batchrun.estimator.step_load import StepLoad
 from batchrun.scheduling.draft import MIN_CHUNK_TOKENS, Draft
 from batchrun.scheduling.kv_plan import KvPlan
+from batchrun.scheduling.online_cost import OnlineCost
 from batchrun.scheduling.slack import StepLimits, step_limits
 from batchrun.scheduling.step_pace import Practice
 from batchrun.scheduling.view import EngineView, RequestView, by_kind
@@ -53,13 +54,14 @@ class ArrivalOrder:
         self._ttft_seen_at_s: dict[float, float] = {}
         self._kv_plan = KvPlan()
         self._practice = Practice()
+        self._cost = OnlineCost()
 
     def order(self, view: EngineView) -> Sequence[RequestView]:
         """As the engine shows them."""
         return view.online_waiting
 
     def limits(self, view: EngineView) -> StepLimits:
-        """What the bounds of all calls of the last minute leave, and their KV."""
+        """What the bounds of all calls of the last minute leave, their KV, and `online_cost`."""
         bounds_s = self._ttft_bounds_of_late(view)
         limits = step_limits(
             view,
@@ -68,7 +70,10 @@ class ArrivalOrder:
         )
         is_idle = not view.online_running and not view.online_waiting
         most_s = self._practice.most_s(view) if is_idle else self._kv_plan.most_s(view)
-        return replace(limits, offline_s=min(limits.offline_s, most_s))
+        cost_s = self._cost.most_s(view)
+        if is_idle and not bounds_s:
+            cost_s = math.inf
+        return replace(limits, offline_s=min(limits.offline_s, most_s, cost_s))
 
     def fill(
         self, draft: Draft, waiting: Sequence[RequestView], limit_s: float, victims: Victims

@@ -134,7 +134,8 @@ class EngineView:
     `online_waiting` is in order of `BY_ARRIVAL`, `offline_waiting` in planned order.
     `error_share` is the mean error of the latest predictions of `model` (0.1: 10 %).
     `online_slo_ttft_s` and `online_slo_tpot_s` are the bounds of online requests without a class;
-    `calls` is what all online requests so far tell of those to come.
+    `online_cost` is how many times as slow as alone they may be, None where nobody says; `calls`
+    is what all online requests so far tell of those to come.
     """
 
     now_s: float
@@ -162,6 +163,7 @@ class EngineView:
     online_slo_ttft_s: float = 1.0
     online_slo_tpot_s: float = 0.05
     calls: CallHistory = field(default_factory=CallHistory)
+    online_cost: float | None = None
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""

@@ -201,7 +201,7 @@ class OnlineRouter:
         """What the gateway sees of a prompt: the keys of its pieces, where there is a choice."""
         keys: list[int] = []
         if len(self._numbers) > 1:
-            text = memoryview(np.asarray(prompt_token_ids, np.uint32)).cast("B")
+            text = np.asarray(prompt_token_ids, np.uint32).tobytes()
             for start in range(0, len(text) - PIECE_BYTES + 1, PIECE_BYTES):
                 before = keys[-1] if keys else 0
                 keys.append(xxhash.xxh3_64_intdigest(text[start : start + PIECE_BYTES], before))

@@ -22,9 +22,11 @@ from pydantic import (
     StringConstraints,
 )
 
-from batchrun.config import STOCK_POLICY
+from batchrun.cache.eviction import EVICTIONS
+from batchrun.config import STOCK_POLICY, OnlineCostFactor, Reserve
 from batchrun.daemon.plugin import read_profile
 from batchrun.errors import ConfigError, known_name
+from batchrun.estimator.forecast import ForecastRule
 from batchrun.estimator.profile import CalibrationProfile
 from batchrun.jobs.spec import Weight
 from batchrun.pool.prefix_keys import IntArray
@@ -51,6 +53,8 @@ REFERENCE = "a100-8b"
 """Llama-3.1-8B in bf16 on an A100-40GB, by its data sheet: steps without a profile."""
 
 PolicyName = Annotated[str, AfterValidator(partial(known_name, known=(STOCK_POLICY, *POLICIES)))]
+EvictionName = Annotated[str, AfterValidator(partial(known_name, known=EVICTIONS))]
+RuleName = Annotated[str, AfterValidator(partial(known_name, known=[*ForecastRule]))]
 Text = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 Seconds = Annotated[float, BeforeValidator(parse_duration_s)]
 Count = Annotated[int, Field(ge=1, strict=True)]
@@ -74,18 +78,27 @@ class EnginesSpec(_Strict):
     """The engines, all alike. `steps`: a profile of `batchrun calibrate`, or `a100-8b`.
 
     `kv_blocks` and `block_tokens` are the profile's unless given; else 8,600 blocks of 16 tokens.
+    `eviction`, `reserve`, `forecast_rule` and `online_cost` are those of batchrun.yaml.
     `steps_in_flight`: 2 where vLLM schedules a step ahead, as on a GPU, 1 on a CPU.
     """
 
     count: Annotated[Count, Field(le=1024)] = 1
     steps: Text = REFERENCE
     policy: PolicyName = "echo"
+    eviction: EvictionName = "next-use"
+    reserve: Reserve = "forecast"
+    forecast_rule: RuleName = "growth"
+    online_cost: OnlineCostFactor | None = None
     kv_blocks: Annotated[int, Field(ge=2, le=100_000_000, strict=True)] | None = None
     block_tokens: Annotated[Count, Field(le=4096)] | None = None
     token_budget: Annotated[Count, Field(le=1_000_000)] = 2048
     max_num_seqs: Annotated[Count, Field(le=100_000)] = 256
     steps_in_flight: Literal[1, 2] = 2
     max_model_len: Annotated[int, Field(ge=2, le=131_072, strict=True)] = 32_768
+
+
+SCHEDULER_KEYS = {"eviction", "reserve", "forecast_rule", "online_cost"}
+"""Those that reach the scheduler as they are."""
 
 
 class SloSpec(_Strict):
@@ -298,7 +311,10 @@ def engine_of(spec: EnginesSpec, slo: SloSpec, base: Path) -> EnginePlan:
     plan = EnginePlan(
         shape,
         spec.policy,
-        settings={"slo": {"ttft_s": slo.ttft, "tpot_s": slo.tpot}},
+        settings={
+            "slo": {"ttft_s": slo.ttft, "tpot_s": slo.tpot},
+            **spec.model_dump(include=SCHEDULER_KEYS),
+        },
         timing=Timing(steps_in_flight=spec.steps_in_flight),
     )
     if profile is None:

@@ -28,6 +28,7 @@ from batchrun.hints import Hint, RowHint
 from batchrun.scheduling.policies import POLICIES
 from batchrun.scheduling.view import RequestView
 from batchrun.types import RequestClass
+from batchrun.vllm_plugin.alone import learnt_slo
 from batchrun.vllm_plugin.state import EngineState
 from batchrun.vllm_plugin.telemetry import CallRecorder, Meter, fill_in
 from batchrun.wire import (
@@ -283,14 +284,19 @@ class DaemonLink:
             lengths = view.num_prompt_tokens, view.handle.num_output_tokens
             self.control.calls.ended(view.request_id, *lengths)
 
-    def note(self, output: SchedulerOutput, now_s: float) -> None:
+    def note(self, output: SchedulerOutput, predicted_s: float, now_s: float) -> None:
         """A step was scheduled: count it, and report if it is time or nothing is left to do."""
         if self._last_steps is not None and output.total_num_scheduled_tokens:
             labels, scheduled = self._labels, output.num_scheduled_tokens
             self._last_steps.note(labels[name] for name in scheduled if name in labels)
         views = self._state.views
         self.meter.scheduled(output, views)
+        model = self._state.estimates.model
+        self.meter.costs.scheduled(output, views, model, predicted_s, now_s)
         self.meter.settle(now_s)
+        if self._state.settings.slo == "auto":
+            cost = self._state.settings.cost_in_force
+            self._state.slo = learnt_slo(self.meter.costs.telemetry(now_s, cost))
         if self._channel is not None and (now_s >= self._report_at_s or not views):
             self._report(now_s)
 
@@ -303,6 +309,7 @@ class DaemonLink:
             policy=in_force.policy,
             token_budget=in_force.token_budget,
             is_offline_on=in_force.is_offline_on,
+            cost=self.meter.costs.telemetry(now_s, state.settings.cost_in_force),
             kv=KvTelemetry(
                 reserve_blocks=state.estimates.reserve_blocks(0),
                 forecast_blocks=state.estimates.forecast.forecast_blocks,

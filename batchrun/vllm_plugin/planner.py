@@ -128,8 +128,9 @@ class ViewBuilder:
             private_blocks=self._private_blocks,
             is_ready=self._is_ready,
             is_offline_on=state.is_offline_on,
-            online_slo_ttft_s=state.settings.slo.ttft_s,
-            online_slo_tpot_s=state.settings.slo.tpot_s,
+            online_slo_ttft_s=state.slo.ttft_s,
+            online_slo_tpot_s=state.slo.tpot_s,
+            online_cost=state.settings.cost_in_force,
             calls=state.calls,
         )
 

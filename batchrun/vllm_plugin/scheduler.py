@@ -255,8 +255,9 @@ class ColocatedScheduler(AsyncScheduler):
         """A step was handed to the engine."""
         state, now_s = self.state, self.state.clock()
         load = scheduled_load(output, self.plan.load, self.requests)
-        state.steps.scheduled(load, state.estimates.predict_s(load), now_s)
-        self.daemon_link.note(output, now_s)
+        predicted_s = state.estimates.predict_s(load)
+        state.steps.scheduled(load, predicted_s, now_s)
+        self.daemon_link.note(output, predicted_s, now_s)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -264,7 +265,7 @@ class ColocatedScheduler(AsyncScheduler):
         """Note when the step ended and who got a first token."""
         state, now_s = self.state, self.state.clock()
         ended = state.steps.ended(now_s)
-        self.daemon_link.meter.ended()
+        self.daemon_link.meter.ended(now_s)
         if ended is not None:
             load, seconds, predicted_s = ended
             self.daemon_link.meter.timed(predicted_s, seconds)

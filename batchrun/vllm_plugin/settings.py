@@ -10,13 +10,21 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+)
 from vllm.config import VllmConfig
 
 from batchrun.cache.eviction import EVICTIONS
 from batchrun.errors import ConfigError, known_name
 from batchrun.estimator.forecast import ForecastRule
-from batchrun.hints import HINT_KEY, MAX_BOUND_S
+from batchrun.hints import AUTO_ONLINE_COST, HINT_KEY, MAX_BOUND_S, MAX_ONLINE_COST
 from batchrun.scheduling.policies import POLICIES, QUEUES
 
 PolicyName = Annotated[str, AfterValidator(partial(known_name, known=POLICIES))]
@@ -25,6 +33,9 @@ EvictionName = Annotated[str, AfterValidator(partial(known_name, known=EVICTIONS
 
 
 Bound = Annotated[float, Field(gt=0, le=MAX_BOUND_S, allow_inf_nan=False)]
+
+
+OnlineCostFactor = Annotated[float, Field(gt=1, le=MAX_ONLINE_COST, allow_inf_nan=False)]
 
 
 class OnlineSlo(BaseModel):
@@ -38,10 +49,18 @@ class OnlineSlo(BaseModel):
     jct_s: Bound | None = None
 
 
+Slo = Annotated[
+    Annotated[OnlineSlo, Tag("bounds")] | Annotated[Literal["auto"], Tag("auto")],
+    Discriminator(lambda value: "auto" if isinstance(value, str) else "bounds"),
+]
+
+
 class PluginSettings(BaseModel):
     """What an operator may set.
 
+    `slo`: the bounds of calls, or `auto`: learnt from what they would have alone.
     `online_queue`: the order in which waiting calls come in, under every policy but `bs`.
+    `online_cost`: how many times as slow as alone calls may be (None: their bounds alone count).
     `reserve`: share (0 to 1) of all KV blocks kept for online bursts, or `forecast`.
     `forecast_rule`, `forecast_window_s`, `forecast_sigmas`: what the forecast is made of, the
     window that it looks back on, and the k of mean + k * sigma (None: the rule's own).
@@ -55,7 +74,8 @@ class PluginSettings(BaseModel):
     policy: PolicyName = "echo"
     online_queue: QueueName = "arrival"
     eviction: EvictionName = "next-use"
-    slo: OnlineSlo = OnlineSlo()
+    slo: Slo = OnlineSlo()
+    online_cost: OnlineCostFactor | None = None
     reserve: Annotated[float, Field(ge=0, lt=1)] | Literal["forecast"] = "forecast"
     forecast_rule: ForecastRule = ForecastRule.GROWTH
     forecast_window_s: Annotated[int, Field(ge=300)] = 900
@@ -63,6 +83,12 @@ class PluginSettings(BaseModel):
     profile: str | None = None
     channel: bool = True
     record_steps: str | None = None
+
+    @property
+    def cost_in_force(self) -> float | None:
+        """How many times as slow as alone calls may be, said or by default; None: nobody says."""
+        default = AUTO_ONLINE_COST if self.slo == "auto" else None
+        return self.online_cost or default
 
     @property
     def orders_calls(self) -> bool:

@@ -134,10 +134,10 @@ class EngineState:
     `views` has a view of every live request and `queue` the order in which waiting ones are planned
     (it is vLLM's waiting queue only while steps are planned). `kv` is None while vLLM's own free
     queue is in place. `estimates` and `steps` say how long steps take and how much KV online
-    requests will need, `calls` how many of them come and how long their answers become,
-    `untold_answers` how long those of offline work are of which no hint tells. `clock` returns
-    monotonic seconds; less `wall_offset_s`, vLLM's wall-clock arrivals are on its scale. A
-    hint counts if it carries the `nonce`; without a nonce none does.
+    requests will need, `calls` how many of them come and how long their answers become, `slo` what
+    those without a class are promised now, `untold_answers` how long answers are of offline work of
+    which no hint tells. `clock` returns monotonic seconds; less `wall_offset_s`, vLLM's wall-clock
+    arrivals are on its scale. A hint counts if it carries the `nonce`; without a nonce none does.
     """
 
     def __init__(
@@ -149,6 +149,7 @@ class EngineState:
     ) -> None:
         """`manager` is the scheduler's, with blocks of `block_tokens`."""
         self.settings = settings
+        self.slo = OnlineSlo() if settings.slo == "auto" else settings.slo
         self.manager = manager
         self.block_tokens = block_tokens
         self.total_blocks = manager.block_pool.num_gpu_blocks
@@ -190,7 +191,7 @@ class EngineState:
         """Keep a view of a request that has come in: online work unless its hint says otherwise."""
         hint = self.read_hint(request)
         arrival_at_s = request.arrival_time - self.wall_offset_s
-        view = make_view(request, hint, self.settings.slo, arrival_at_s)
+        view = make_view(request, hint, self.slo, arrival_at_s)
         if isinstance(hint, FlexHint):
             stand_behind(view, self.views.values())
         if view.is_offline and view.expected_output_tokens == UNKNOWN_TOKENS:

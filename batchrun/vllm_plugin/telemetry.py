@@ -25,6 +25,7 @@ from batchrun.cache.eviction import FINISHED_CALL_TIER, FIRST_WANTED_TIER, UNNEE
 from batchrun.cache.free_queue import TieredFreeQueue
 from batchrun.scheduling.view import RequestView
 from batchrun.types import RequestClass
+from batchrun.vllm_plugin.alone import CallCosts
 from batchrun.wire import (
     MAX_CALLS_SENT,
     ClassTelemetry,
@@ -125,6 +126,7 @@ class Meter:
     def __init__(self) -> None:
         self.start_id = secrets.token_hex(8)
         self.ending: dict[str, RequestView] = {}
+        self.costs = CallCosts()
         self.classes = {ONLINE: ClassTelemetry(), OFFLINE: ClassTelemetry()}
         self.shared, self.alone = LatencyTelemetry(), LatencyTelemetry()
         self.step = StepTelemetry()
@@ -138,6 +140,8 @@ class Meter:
     def arrived(self, view: RequestView) -> None:
         """A request has come in."""
         self._never_admitted.add(view.request_id)
+        if view.request_class is ONLINE:
+            self.costs.arrived(view)
 
     def preempted(self, view: RequestView, now_s: float) -> None:
         """A running request waits again."""
@@ -149,6 +153,7 @@ class Meter:
         for view in self.ending.values():
             self._never_admitted.discard(view.request_id)
             self._last_token_at_s.pop(view.request_id, None)
+            self.costs.left(view.request_id)
             is_missed = view.first_token_at_s is None and due_at_s(view, 0) < now_s
             if is_missed and view.request_class is ONLINE:
                 self._slo.num_late_first_tokens += 1
@@ -174,8 +179,9 @@ class Meter:
                 counts.num_prompt_tokens += view.num_prompt_tokens
                 counts.num_hit_tokens += new.num_computed_tokens
 
-    def ended(self) -> None:
+    def ended(self, now_s: float) -> None:
         """The oldest step's output has come; `token` is called for what is in it."""
+        self.costs.clock.ended(now_s)
         if self._shares:
             self._latency = self._shares.popleft()
 
@@ -202,6 +208,7 @@ class Meter:
             latency.num_gaps += 1
             latency.gaps_s += now_s - self._last_token_at_s.get(view.request_id, now_s)
         self._last_token_at_s[view.request_id] = now_s
+        self.costs.token(view, now_s, is_last=view.request_id in self.ending)
 
     def slo(self, awaited_slack_s: float) -> SloTelemetry:
         """Lateness, and the least slack since the last call. Begins the next stretch.

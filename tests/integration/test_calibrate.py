@@ -82,18 +82,6 @@ def test_beside_a_daemon_or_its_engines_nothing_is_measured(rig: DeploymentRig) 
     assert "engine 0 is running" in line_without_daemon and "`batchrun down`" in line_without_daemon
 
 
-@pytest.mark.slow
-def test_auto_promises_without_a_profile_stop_up_with_one_line(rig: DeploymentRig) -> None:
-    rig.configure({"name": "a"}, policy="echo", slo="auto")
-
-    done = rig.call("up")
-
-    assert done.returncode == 2
-    line = done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr
-    assert "slo: auto needs a profile of engine a: run `batchrun calibrate --engine a`" in line
-
-
 @pytest.mark.engine
 def test_an_interrupted_calibration_leaves_nothing(rig: DeploymentRig) -> None:
     rig.configure({"port": rig.engine_port, "vllm_args": SMALL_ARGS}, model="tiny")

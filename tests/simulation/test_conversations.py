@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+from batchrun.routing.engine_book import EngineTraits
 from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.offline_jobs import JobShape
 from batchrun.simulator.online import Calls, OnlineCall, OnlineRouter
@@ -36,7 +37,7 @@ def test_a_turn_begins_with_all_that_was_said_before() -> None:
         OnlineCall(2.0, 20, 6, 0, previous=0),
         OnlineCall(3.0, 10, 4, 0, previous=2),
     ])
-    router = OnlineRouter(calls, 1, 7, 1_000)
+    router = OnlineRouter(calls, [EngineTraits()], 7, 1_000)
     prompts = [arrival.prompt_token_ids for arrival in router.ports[0].take_due(9.0)]
 
     assert calls.num_prompt_tokens.tolist() == [104, 94, 132, 148] == [len(p) for p in prompts]

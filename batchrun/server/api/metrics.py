@@ -31,6 +31,12 @@ BY_ENGINE: tuple[tuple[Family, str, str, str], ...] = (
         "slo.num_late_first_tokens",
         "Online calls whose first token missed its bound.",
     ),
+    (
+        GAUGE,
+        "online_cost_limit",
+        "cost.online_cost",
+        "Calls may take so many times as alone.",
+    ),
     (COUNTER, "steps", "step.num_steps", "Steps of the engine."),
     (COUNTER, "step_predicted_seconds", "step.predicted_s", "Predicted time of timed steps."),
     (COUNTER, "step_measured_seconds", "step.measured_s", "Measured time of the same steps."),
@@ -104,6 +110,7 @@ class MetricsPage(Collector):
         policies = (([engine, telemetry.policy], 1) for engine, telemetry in heard)
         yield _family(GAUGE, "policy", "1 for the policy in force.", "engine policy", policies)
         yield from _of_latency(heard)
+        yield _of_costs(heard)
 
 
 def _family(
@@ -122,6 +129,22 @@ def _of_slots(slots: Sequence[Slot]) -> Iterator[Metric]:
     yield _family(GAUGE, "engine_up", "1 while the engine answers.", "engine", up)
     rows = (([slot.engine.name], slot.window.num_rows) for slot in slots)
     yield _family(GAUGE, "engine_rows", "Offline rows that the engine has.", "engine", rows)
+
+
+def _of_costs(heard: Heard) -> Metric:
+    latencies = (
+        (
+            [engine, latency, quantile, "true" if prefix else "false"],
+            getattr(telemetry.cost, f"{prefix}{latency}_{percentile}_s"),
+        )
+        for engine, telemetry in heard
+        for latency in ("ttft", "tpot")
+        for percentile, quantile in (("p50", "0.5"), ("p99", "0.99"))
+        for prefix in ("", "alone_")
+    )
+    text = "Latency of the calls of five minutes, as it was, and as predicted for them alone."
+    labels = "engine latency quantile predicted_alone"
+    return _family(GAUGE, "online_latency_seconds", text, labels, latencies)
 
 
 def _of_latency(heard: Heard) -> Iterator[Metric]:

@@ -1,0 +1,103 @@
+"""What calls would have had alone: a clock that runs with their share of each step."""
+
+from __future__ import annotations
+
+import pytest
+
+from batchrun.errors import ConfigError
+from batchrun.hints import AUTO_ONLINE_COST, HINT_KEY
+from batchrun.scheduling.online_cost import AloneStep
+from batchrun.vllm_plugin.alone import LEAST_CALLS, AloneClock, learnt_slo
+from batchrun.vllm_plugin.settings import OnlineSlo, PluginSettings, read_settings
+from batchrun.wire import CostTelemetry
+
+
+def test_a_step_without_rows_counts_whole_and_one_with_rows_in_part() -> None:
+    clock = AloneClock()
+    clock.scheduled(10.0, 0.02, None)
+    clock.scheduled(10.0, 0.03, AloneStep(0.01, 0.02))
+
+    clock.ended(10.03)
+    assert clock.now == pytest.approx((0.03, 0.03))
+    clock.ended(10.09)
+    assert clock.now.first_s == pytest.approx(0.03 + 0.06 * 2 / 3)
+
+
+def test_the_time_between_steps_counts() -> None:
+    clock = AloneClock()
+    for at_s in (10.0, 10.05):
+        clock.scheduled(at_s, 0.02, AloneStep())
+        clock.ended(at_s + 0.02)
+
+    assert clock.now == pytest.approx((0.03, 0.03))
+
+
+def test_a_call_that_came_during_a_step_waits_for_its_share_of_the_rest() -> None:
+    clock = AloneClock()
+    for begin_s in (10.0, 10.1):
+        clock.scheduled(begin_s, 0.1, AloneStep(0.05, 0.05))
+        clock.ended(begin_s + 0.1)
+    clock.scheduled(10.2, 0.1, AloneStep(0.02, 0.02))
+
+    assert clock.first_at_s(10.1) == pytest.approx(0.05)
+    assert clock.first_at_s(10.15) == pytest.approx(0.075)
+    assert clock.first_at_s(10.25) == pytest.approx(0.1 + 0.05 * 0.2)
+
+
+def test_while_rows_alone_are_computed_the_clock_stands() -> None:
+    clock = AloneClock()
+    clock.scheduled(10.0, 0.1, AloneStep())
+    clock.ended(10.1)
+
+    assert clock.now == (0.0, 0.0)
+
+
+def test_between_two_tokens_fewer_prompts_would_have_come_alone() -> None:
+    clock = AloneClock()
+    for number in range(20):
+        clock.scheduled(10.0 + number, 1.0, AloneStep(0.5, 0.5))
+        clock.ended(11.0 + number)
+    before = clock.now
+    clock.scheduled(30.0, 1.0, AloneStep(0.2, 0.8))
+    clock.ended(31.0)
+
+    assert clock.stretch == pytest.approx(2.0, rel=0.05)
+    assert clock.now.first_s - before.first_s == pytest.approx(0.8)
+    assert clock.now.later_s - before.later_s == pytest.approx(0.2 + 0.6 / 2)
+
+
+def test_bounds_are_learnt_from_what_calls_would_have_had_alone() -> None:
+    seen = CostTelemetry(1.5, LEAST_CALLS, alone_ttft_p99_s=0.2, alone_tpot_p99_s=0.02)
+
+    learnt = learnt_slo(seen)
+
+    assert (learnt.ttft_s, learnt.tpot_s) == pytest.approx((0.3, 0.03))
+    few = CostTelemetry(1.5, LEAST_CALLS - 1, alone_ttft_p99_s=0.2, alone_tpot_p99_s=0.02)
+    assert learnt_slo(few) == learnt_slo(CostTelemetry()) == OnlineSlo()
+
+
+def settings(**given: object) -> PluginSettings:
+    return read_settings({HINT_KEY: given})
+
+
+def test_auto_bounds_have_a_cost_where_nobody_says_one() -> None:
+    assert settings().cost_in_force is None
+    assert settings(online_cost=1.3).cost_in_force == 1.3
+    assert settings(slo="auto").cost_in_force == AUTO_ONLINE_COST
+    assert settings(slo="auto", online_cost=1.3).cost_in_force == 1.3
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"online_cost": 1.0}, "batchrun.online_cost: Input should be greater than 1"),
+        ({"online_cost": "inf"}, "batchrun.online_cost: "),
+        ({"slo": "fast"}, "batchrun.slo.auto: Input should be 'auto'"),
+    ],
+)
+def test_a_wrong_setting_is_one_line(given: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settings(**given)
+
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
