@@ -69,6 +69,7 @@ class Server:
         policy: str = "bs",
         budget: int | None = None,
         slo: SloConfig | None = None,
+        online_cost: float | None = None,
     ) -> None:
         self.policy, self.budget = policy, budget
         self.nonce = secrets.token_urlsafe(32)
@@ -76,7 +77,9 @@ class Server:
         kv_bytes = NUM_BLOCKS * BLOCK_TOKENS * KV_BYTES_PER_TOKEN
         arguments = [f"--kv-cache-memory-bytes={kv_bytes}", f"--block-size={BLOCK_TOKENS}"]
         arguments += [] if budget is None else [f"--max-num-batched-tokens={budget}"]
-        promised = {} if slo is None else {"slo": slo.model_dump(exclude_none=True)}
+        promised: dict[str, object] = {"online_cost": online_cost}
+        if slo is not None:
+            promised["slo"] = slo.model_dump(exclude_none=True)
         self.engine = ManagedEngine(
             ManagedSettings(
                 name=name,
