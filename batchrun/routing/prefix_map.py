@@ -75,7 +75,7 @@ class PrefixMap:
         """Of so many new pieces there, the share that would each cost an old one."""
         since_new, held, room = self._columns[engine, _NUM_NEW:].tolist()
         over = held + since_new + num_new - room
-        return min(1.0, max(0.0, over / num_new)) if num_new > 0 else 0.0
+        return min(1.0, max(0.0, over / num_new)) if room and num_new > 0 else 0.0
 
     def num_pieces(self, engine: int) -> int:
         """Pieces that it is taken to hold."""

@@ -105,7 +105,7 @@ def test_blocks_that_may_be_cached_make_no_call_infeasible() -> None:
     slo = SloTarget(alone(KIND.engine, 20_000, 1)[0] / 2, 1.0, target=0.6)
 
     assert sized(trace, slo).is_impossible
-    assert sized(shared, slo).num_engines == 1
+    assert sized(shared, slo).num_as_given == 1
 
 
 def test_the_cap_is_told_when_it_does_not_hold() -> None:
@@ -336,4 +336,4 @@ def test_a_wrong_option_is_one_line(cli: Cli, arguments: tuple[str, ...], proble
 def test_the_reference_is_a_kind_with_the_target_as_its_slo() -> None:
     kind = parse_kind("a100-8b", SloTarget(2.0, 0.1), Path())
 
-    assert kind.engine.settings == {"slo": {"ttft_s": 2.0, "tpot_s": 0.1}}
+    assert kind.engine.settings["slo"] == {"ttft_s": 2.0, "tpot_s": 0.1}

@@ -163,8 +163,9 @@ def test_offline_off_holds_within_one_step_and_on_goes_on(policy: str) -> None:
     online = [record for record in rig.engine.records.values() if record.is_online]
     assert sum(record.finished_at_s is not None for record in online) > 10
 
+    # As long as calls come, they leave rows no room.
     rig.order()
-    rig.run_until(20.0)
+    rig.run_until(30.0)
     assert any(tokens)
     rig.assert_all_served_with_their_own_tokens()
 
