@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from batchrun.config import TINY_MODELS, Deployment, EngineConfig
@@ -22,12 +22,15 @@ from batchrun.daemon.dispatcher import OFFLINE_PRIORITY
 from batchrun.daemon.engine_link import EngineLink, Slot, window_of
 from batchrun.daemon.plugin import (
     channel_path,
+    existing_profile,
     last_steps_path,
     plugin_env,
     read_or_make_nonce,
+    read_profile,
     scheduler_settings,
     slo_classes,
 )
+from batchrun.daemon.prices import prices_of
 from batchrun.engine import process
 from batchrun.engine.command import AttachedSettings, ManagedSettings, check_port_free
 from batchrun.engine.engine import AttachedEngine, Engine, ManagedEngine
@@ -37,6 +40,7 @@ from batchrun.errors import ConfigError, EngineError, InputError
 from batchrun.files import write_atomically
 from batchrun.home import Home
 from batchrun.keys import is_loopback
+from batchrun.routing.engine_book import Prices
 from batchrun.store import api_keys
 from batchrun.store.api_keys import ApiKeyRecord, NewApiKey
 from batchrun.store.database import Store
@@ -67,6 +71,7 @@ class Supervisor:
             self._make_slot(index, nonce if config.is_vllm else None)
             for index, config in enumerate(deployment.engines)
         ]
+        self._prices = [_prices(deployment, config, home) for config in deployment.engines]
         classes = slo_classes(deployment, home)
         self._slo_classes = {name: bounds.model_dump() for name, bounds in classes.items()}
         self.gateway_url = f"http://{deployment.listen}"
@@ -181,9 +186,11 @@ class Supervisor:
                 "hint_nonce": slot.hint_nonce,
                 "offline_priority": OFFLINE_PRIORITY if slot.uses_priority else None,
                 "started": slot.engine.started,
-                "traits": _traits_of(slot),
+                "traits": _traits_of(slot, prices),
             }
-            for slot, config in zip(self.slots, self._deployment.engines, strict=True)
+            for slot, config, prices in zip(
+                self.slots, self._deployment.engines, self._prices, strict=True
+            )
         ]
         document = {
             "engines": engines,
@@ -204,10 +211,18 @@ class Supervisor:
                 slot.apart_since_s = time.monotonic()
 
 
-def _traits_of(slot: Slot) -> dict[str, object] | None:
-    """What routers know of the engine, as far as it has told."""
+def _traits_of(slot: Slot, prices: Prices | None) -> dict[str, object]:
+    """What routers know of the engine, as far as it has told, and its profile tells."""
     tokens = None if slot.kv is None else slot.kv.num_tokens
-    return None if tokens is None else {"kv_tokens": tokens}
+    return {
+        **({} if tokens is None else {"kv_tokens": tokens}),
+        **({} if prices is None else {"prices": asdict(prices)}),
+    }
+
+
+def _prices(deployment: Deployment, config: EngineConfig, home: Home) -> Prices | None:
+    path = existing_profile(deployment, config, home)
+    return None if path is None else prices_of(read_profile(path).models[0])
 
 
 async def _watch_on(what: str, watch: Callable[[], Awaitable[None]]) -> None:

@@ -158,8 +158,7 @@ async def test_the_document_has_the_routes_that_are_there_and_no_others(
     store: Store, tmp_path: Path
 ) -> None:
     settings = GatewaySettings("127.0.0.1", 0, tmp_path / "upstreams.json")
-    create(tmp_path / "book", 1)
-    shared = SharedBook(tmp_path / "book", 1, 0)
+    shared = SharedBook(create(1), 1, 0)
     async with open_session() as session:
         gateway = Gateway(settings, Forwarder(Balancer(shared), session), Door(KeyRing()))
     served = {(method, path) for path, (method, _) in gateway._own.items()}

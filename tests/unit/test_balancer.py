@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 
 import pytest
 
 from batchrun.server.gateway.balancer import COOLDOWN_S, Balancer, RoutedCall
 from batchrun.server.gateway.body_prompt import PIECE_BYTES, read_prompt
-from batchrun.server.gateway.shared_book import MAX_ENGINES, SharedBook, create
+from batchrun.server.gateway.shared_book import MAX_ENGINES, SharedBook
 from batchrun.server.gateway.upstreams import Upstream
 
 ONE, TWO = Upstream("one", "http://h:1"), Upstream("two", "http://h:2")
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    create(tmp_path / "book", 2)
-    return tmp_path / "book"
+def book() -> Iterator[int]:
+    fd = create(2)
+    yield fd
+    os.close(fd)
 
 
-def worker(path: Path, number: int = 0, router: str = "least") -> Balancer:
-    balancer = Balancer(SharedBook(path, 2, number))
+def worker(book: int, number: int = 0, router: str = "least") -> Balancer:
+    balancer = Balancer(SharedBook(book, 2, number))
     balancer.replace([ONE, TWO], router)
     return balancer
 
@@ -36,8 +36,8 @@ def streamed(balancer: Balancer, text: str = "hello") -> RoutedCall:
     return balancer.read(chat(text, stream=True))
 
 
-def test_the_engine_with_the_fewest_calls_in_flight_comes_first(path: Path) -> None:
-    balancer = worker(path)
+def test_the_engine_with_the_fewest_calls_in_flight_comes_first(book: int) -> None:
+    balancer = worker(book)
     call = streamed(balancer)
     with balancer.sending(ONE, call):
         assert balancer.candidates(call, now_s=1) == [TWO, ONE]
@@ -45,16 +45,16 @@ def test_the_engine_with_the_fewest_calls_in_flight_comes_first(path: Path) -> N
             assert balancer.candidates(call, now_s=1) == [ONE, TWO]
 
 
-def test_an_engine_that_refused_comes_last_until_it_has_cooled_down(path: Path) -> None:
-    balancer = worker(path)
+def test_an_engine_that_refused_comes_last_until_it_has_cooled_down(book: int) -> None:
+    balancer = worker(book)
     call = streamed(balancer)
     balancer.mark_down(ONE, now_s=10)
     assert balancer.candidates(call, now_s=10) == [TWO, ONE]
     assert balancer.candidates(call, now_s=10 + COOLDOWN_S) == [ONE, TWO]
 
 
-def test_counts_survive_a_new_list(path: Path) -> None:
-    balancer = worker(path)
+def test_counts_survive_a_new_list(book: int) -> None:
+    balancer = worker(book)
     call = streamed(balancer)
     balancer.replace([ONE], "least")
     with balancer.sending(ONE, call):
@@ -64,21 +64,21 @@ def test_counts_survive_a_new_list(path: Path) -> None:
     assert balancer.candidates(call, now_s=1) == []
 
 
-def test_workers_know_of_each_others_calls_until_one_is_replaced(path: Path) -> None:
-    first, second = worker(path), worker(path, 1)
+def test_workers_know_of_each_others_calls_until_one_is_replaced(book: int) -> None:
+    first, second = worker(book), worker(book, 1)
     call = streamed(first)
     with first.sending(ONE, call), first.sending(ONE, call):
         assert second.candidates(call, now_s=1) == [TWO, ONE]
     with second.sending(TWO, call):
         assert first.candidates(call, now_s=1) == [ONE, TWO]
         # The worker was killed: the next of its number begins with nothing.
-        SharedBook(path, 2, 1)
+        SharedBook(book, 2, 1)
         with first.sending(ONE, call):
             assert first.candidates(call, now_s=1) == [TWO, ONE]
 
 
-def test_a_prompt_goes_where_any_worker_sent_its_beginning(path: Path) -> None:
-    first, second = worker(path, router="cost"), worker(path, 1, "cost")
+def test_a_prompt_goes_where_any_worker_sent_its_beginning(book: int) -> None:
+    first, second = worker(book, router="cost"), worker(book, 1, "cost")
     text = "x" * 40_000
     with first.sending(TWO, streamed(first, text)):
         pass
@@ -86,8 +86,8 @@ def test_a_prompt_goes_where_any_worker_sent_its_beginning(path: Path) -> None:
     assert second.candidates(streamed(second, "y" * 40_000), now_s=1e9)[0] is ONE
 
 
-def test_an_engine_that_started_anew_holds_nothing(path: Path) -> None:
-    balancer = worker(path, router="cost")
+def test_an_engine_that_started_anew_holds_nothing(book: int) -> None:
+    balancer = worker(book, router="cost")
     text = "x" * 40_000
     with balancer.sending(TWO, streamed(balancer, text)):
         pass
@@ -96,9 +96,9 @@ def test_an_engine_that_started_anew_holds_nothing(path: Path) -> None:
     assert balancer.candidates(streamed(balancer, text), now_s=1e9)[0] is ONE
 
 
-def test_engines_beyond_what_can_be_known_come_last(path: Path) -> None:
+def test_engines_beyond_what_can_be_known_come_last(book: int) -> None:
     many = [Upstream(f"e{i}", f"http://h:{i}") for i in range(MAX_ENGINES + 2)]
-    balancer = worker(path)
+    balancer = worker(book)
     balancer.replace(many, "least")
     call = streamed(balancer)
     order = balancer.candidates(call, now_s=1)
@@ -107,8 +107,8 @@ def test_engines_beyond_what_can_be_known_come_last(path: Path) -> None:
         assert balancer.candidates(call, now_s=1)[-2:] == order[-2:]
 
 
-async def test_a_call_without_a_stream_waits_no_longer_than_its_prompt_takes(path: Path) -> None:
-    shared = SharedBook(path, 2, 0)
+async def test_a_call_without_a_stream_waits_no_longer_than_its_prompt_takes(book: int) -> None:
+    shared = SharedBook(book, 2, 0)
     balancer = Balancer(shared)
     balancer.replace([ONE], "cost")
     call = balancer.read(chat("x" * 400))

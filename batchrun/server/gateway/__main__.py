@@ -28,7 +28,7 @@ from batchrun.keys import is_loopback
 from batchrun.server.gateway.admission import read_keys
 from batchrun.server.gateway.app import MAX_BODY_BYTES, GatewaySettings, parse_listen
 from batchrun.server.gateway.http import bind, serve
-from batchrun.server.gateway.shared_book import SUFFIX, create
+from batchrun.server.gateway.shared_book import create
 
 log = logging.getLogger(__name__)
 
@@ -49,12 +49,19 @@ async def supervise(
     """
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     listen = f"--listen={host}:{settings.port}"
-    command = [sys.executable, "-m", "batchrun.server.gateway", *argv]
-    command.append(listen)
+    book_fd = create(settings.num_workers)
+    shared = (listen, f"--book-fd={book_fd}")
+    command = [sys.executable, "-m", "batchrun.server.gateway", *argv, *shared]
     ready = [asyncio.Event() for _ in range(settings.num_workers)]
     keepers = [
         asyncio.create_task(
-            _keep_one([*command, f"--worker={number}"], settings.drain_s, stop=stop, ready=event)
+            _keep_one(
+                [*command, f"--worker={number}"],
+                settings.drain_s,
+                book_fd=book_fd,
+                stop=stop,
+                ready=event,
+            )
         )
         for number, event in enumerate(ready)
     ]
@@ -71,10 +78,17 @@ async def _announce(ready: Sequence[asyncio.Event], on_ready: Callable[[], None]
 
 
 async def _keep_one(
-    command: Sequence[str], drain_s: float, *, stop: asyncio.Event, ready: asyncio.Event
+    command: Sequence[str],
+    drain_s: float,
+    *,
+    book_fd: int,
+    stop: asyncio.Event,
+    ready: asyncio.Event,
 ) -> None:
     while not stop.is_set():
-        worker = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
+        worker = await asyncio.create_subprocess_exec(
+            *command, stdin=PIPE, stdout=PIPE, pass_fds=[book_fd]
+        )
         stopper = asyncio.create_task(_end_on_stop(worker, drain_s, stop=stop))
         if worker.stdout is not None and await worker.stdout.readline():
             ready.set()
@@ -127,6 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-body-bytes", default=MAX_BODY_BYTES, type=int)
     add("--keys", type=Path, metavar="FILE", help="JSON list of API keys; left out: none needed")
     add("--worker", type=int, metavar="NUMBER", help=argparse.SUPPRESS)
+    add("--book-fd", type=int, metavar="FD", help=argparse.SUPPRESS)
     return parser
 
 
@@ -151,6 +166,7 @@ def _settings(options: argparse.Namespace) -> GatewaySettings:
         keys_path=options.keys,
         num_workers=options.workers,
         worker=options.worker or 0,
+        book_fd=options.book_fd,
         drain_s=options.drain_s,
         body_idle_s=options.body_idle_s,
         max_body_bytes=options.max_body_bytes,
@@ -184,8 +200,6 @@ async def _run(
 
     if is_worker:
         _stop_at_end_of_input(stop)
-    else:
-        create(bound.upstreams_path.with_suffix(SUFFIX), bound.num_workers)
     if bound.num_workers > 1 and not is_worker:
         await supervise(argv, bound, stop=stop, on_ready=announce)
     else:

@@ -78,9 +78,9 @@ class GatewaySettings:
     """Settings of a gateway; `port` 0 takes any free port.
 
     `keys_path` lists the API keys; None: nobody is asked for one. `worker` is
-    this one's number, of `num_workers`. `drain_s`: how long a stream may
-    go on after SIGTERM. `body_idle_s`: the longest pause in an upload. `max_body_bytes` bounds one
-    request body.
+    this one's number, of `num_workers`, who share the memory behind `book_fd`. `drain_s`: how long
+    a stream may go on after SIGTERM. `body_idle_s`: the longest pause in an upload.
+    `max_body_bytes` bounds one request body.
     """
 
     host: str
@@ -89,6 +89,7 @@ class GatewaySettings:
     keys_path: Path | None = None
     num_workers: int = 1
     worker: int = 0
+    book_fd: int | None = None
     drain_s: float = 30.0
     body_idle_s: float = 30.0
     max_body_bytes: int = MAX_BODY_BYTES

@@ -56,7 +56,7 @@ def read_prompt(body: bytes) -> PromptText:
     parts = (found.tools, found.instructions, found.messages, found.prompt, found.input)
     views = [memoryview(part) for part in parts if isinstance(part, Raw)]
     num_bytes = sum(map(len, views))
-    text = views[0] if len(views) == 1 else memoryview(b"".join(views))
+    text = views[0] if len(views) == 1 else memoryview(b"".join(v[:MAX_TEXT_BYTES] for v in views))
     key = xxhash.xxh3_64_intdigest(b"\0".join([_text(found.model), _text(found.cache_salt)]))
     keys: list[int] = []
     for start in range(0, min(num_bytes, MAX_TEXT_BYTES) - PIECE_BYTES + 1, PIECE_BYTES):

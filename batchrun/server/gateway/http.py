@@ -22,7 +22,7 @@ from batchrun.server.gateway.app import Gateway, GatewaySettings
 from batchrun.server.gateway.balancer import Balancer
 from batchrun.server.gateway.envelope import REQUEST_ID, RefusalError, new_request_id
 from batchrun.server.gateway.forward import Forwarder, open_session
-from batchrun.server.gateway.shared_book import SUFFIX, SharedBook
+from batchrun.server.gateway.shared_book import SharedBook, create
 from batchrun.server.gateway.upstreams import FollowedFile, read_upstreams
 
 log = logging.getLogger(__name__)
@@ -184,11 +184,8 @@ async def serve(
     async with AsyncExitStack() as exits:
         session = await exits.enter_async_context(open_session())
         door = await _make_door(settings.keys_path, exits)
-        shared = SharedBook(
-            settings.upstreams_path.with_suffix(SUFFIX), settings.num_workers, settings.worker
-        )
-        exits.callback(shared.close)
-        balancer = Balancer(shared)
+        book_fd = create(settings.num_workers) if settings.book_fd is None else settings.book_fd
+        balancer = Balancer(SharedBook(book_fd, settings.num_workers, settings.worker))
         gateway = Gateway(settings, Forwarder(balancer, session), door)
         exits.push_async_callback(gateway.close)
         upstreams = FollowedFile(settings.upstreams_path, read_upstreams, gateway.take_over)

@@ -1,8 +1,8 @@
-"""What all workers of a gateway know of its engines, in one file of memory that they share.
+"""What all workers of a gateway know of its engines, in memory that they share and no disk holds.
 
 Each worker adds its calls in a row of its own; prefixes are common to all. An engine has a column,
 found by its name and by when it was started: one that started anew begins with an empty column.
-The file is made by the first process of a gateway and holds nothing that must be kept.
+The first process of a gateway makes it, and its workers inherit it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import mmap
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,14 +24,13 @@ from batchrun.routing.prefix_map import NUM_COLUMN_FIELDS, Arrays, PrefixMap
 MAX_ENGINES = 64
 """More are ranked last: nothing is known of them."""
 NUM_PIECES = 1 << 15
-"""Of 1,024 bytes each: 32 MiB of text, many times what 16 engines hold; the file has 17 MiB."""
-SUFFIX = ".book"
+"""Of 1,024 bytes each: 32 MiB of text, many times what 16 engines hold, in 17 MiB."""
 
 _COLUMN = np.dtype([("name", np.uint64), ("started", np.uint64)])
 
 
 def _layout(num_workers: int) -> dict[str, tuple[np.dtype[np.generic], tuple[int, ...]]]:
-    """The arrays of the file, one after the other: type and shape."""
+    """The arrays, one after the other: type and shape."""
     real = np.dtype(np.float64)
     return {
         "columns": (_COLUMN, (MAX_ENGINES,)),
@@ -44,31 +42,22 @@ def _layout(num_workers: int) -> dict[str, tuple[np.dtype[np.generic], tuple[int
     }
 
 
-def create(path: Path, num_workers: int) -> None:
-    """Make the file anew, empty; a worker of an older gateway keeps its own.
-
-    Raises OSError.
-    """
+def create(num_workers: int) -> int:
+    """A file descriptor of new memory, empty. Raises OSError."""
     size = sum(
         dtype.itemsize * int(np.prod(shape)) for dtype, shape in _layout(num_workers).values()
     )
-    path.unlink(missing_ok=True)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        os.truncate(fd, size)
-    finally:
-        os.close(fd)
+    fd = os.memfd_create("batchrun-engine-book")
+    os.truncate(fd, size)
+    return fd
 
 
 class SharedBook:
-    """The file, open, and the `book` that lies in it. `worker` counts from 0.
+    """The memory behind a descriptor, and the `book` that lies in it. `worker` counts from 0."""
 
-    Raises OSError where there is no such file.
-    """
-
-    def __init__(self, path: Path, num_workers: int, worker: int) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        self._memory = mmap.mmap(self._fd, 0)
+    def __init__(self, fd: int, num_workers: int, worker: int) -> None:
+        self._fd = fd
+        self._memory = mmap.mmap(fd, 0)
         arrays: dict[str, npt.NDArray[Any]] = {}
         offset = 0
         for name, (dtype, shape) in _layout(num_workers).items():
@@ -101,10 +90,6 @@ class SharedBook:
                 self._begin(column, digest, started)
         return found
 
-    def close(self) -> None:
-        """Let go of the file; the memory goes with the last array."""
-        os.close(self._fd)
-
     def _begin(self, column: int, digest: int, started: int) -> None:
         """The column is this engine's, which has been running since then."""
         known = self._columns[column]
@@ -114,11 +99,11 @@ class SharedBook:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        fcntl.lockf(self._fd, fcntl.LOCK_EX)
         try:
             yield
         finally:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
+            fcntl.lockf(self._fd, fcntl.LOCK_UN)
 
 
 def _digest(name: str) -> int:
