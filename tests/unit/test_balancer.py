@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+from collections.abc import Iterator
 
 import pytest
 
 from batchrun.server.gateway.balancer import COOLDOWN_S, Balancer, RoutedCall
 from batchrun.server.gateway.body_prompt import PIECE_BYTES, read_prompt
-from batchrun.server.gateway.shared_book import MAX_ENGINES, SharedBook
+from batchrun.server.gateway.shared_book import MAX_ENGINES, SharedBook, create
 from batchrun.server.gateway.upstreams import Upstream
 
 ONE, TWO = Upstream("one", "http://h:1"), Upstream("two", "http://h:2")
