@@ -25,7 +25,7 @@ from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.supervisor import KeyList
 from batchrun.daemon.view import view_engine, view_job
-from batchrun.errors import StoreUnreachableError
+from batchrun.errors import StoreLockedError, StoreUnreachableError
 from batchrun.home import CONTROL_PREFIX, Home
 from batchrun.jobs.results.file_bytes import FileBytes
 from batchrun.jobs.spec import Weight
@@ -252,15 +252,15 @@ class Status:
     async def snapshot(self) -> dict[str, object]:
         """The deployment: engines, switch, stalls, and every job, oldest first.
 
-        While the store's database does not answer: jobs that run as they are, others as they were
-        last seen.
+        While the store does not answer, or another process keeps it: jobs that run as they are,
+        others as they were last seen.
         """
         stalled = self._daemon.writer.stalled
         self._predict()
         try:
             records = await asyncio.to_thread(jobs.list_jobs, self._daemon.store)
             self._jobs = {record.id: await self._view(record) for record in records}
-        except StoreUnreachableError as error:
+        except (StoreLockedError, StoreUnreachableError) as error:
             stalled = str(error)
             await self._see_active()
         return {
@@ -278,7 +278,7 @@ class Status:
         try:
             record = await asyncio.to_thread(jobs.get, self._daemon.store, job_id)
             view = self._jobs[record.id] = await self._view(record)
-        except StoreUnreachableError as error:
+        except (StoreLockedError, StoreUnreachableError) as error:
             await self._see_active()
             if job_id not in self._jobs:
                 raise
