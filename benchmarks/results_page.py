@@ -127,6 +127,11 @@ SECTIONS: dict[str, Section] = {
         "shape rows",
         "key_s sort_s nodes_s peak_bytes dispatched_per_s result_us",
     ),
+    "routing": Section(
+        "Routers on light engines, means over seeds",
+        "workload router",
+        "rate_per_s mean_s p99_s ttft_p50_s ttft_p99_s prefix_hit_rate kept decision_us",
+    ),
     "row_access": Section(
         "Rows in planned order",
         "num_rows row_bytes group_rows access",
