@@ -62,7 +62,6 @@ class _Waits:
 
     newest_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW_CALLS // 2))
     before_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW_CALLS // 2))
-    extra_home: int | None = None
 
     LEAST_CALLS = 16
 
@@ -90,7 +89,6 @@ class E2(Router):
         super().__init__(book, rng)
         self._windows: defaultdict[int, _Window] = defaultdict(_Window)
         self._waits: OrderedDict[int, _Waits] = OrderedDict()
-        self._sent_at_s: dict[int, float] = {}
 
     def rank(self, call: Call, engines: Sequence[int], now_s: float) -> list[int]:
         """See `Router`."""
@@ -113,18 +111,17 @@ class E2(Router):
         context = call.prompt_tokens + answer / 2
         decode_s = answer * (prices.call_s + context * prices.context_token_s)
         self._windows[engine].add(now_s, sent.prefill_s, decode_s)
-        self._sent_at_s[id(sent)] = now_s
         return sent
 
     def first_token(self, sent: Sent, now_s: float) -> None:
         """See `Router`."""
+        is_first = sent.is_waiting
         super().first_token(sent, now_s)
-        sent_at_s = self._sent_at_s.pop(id(sent), None)
-        if sent_at_s is None or not len(sent.call.keys):
+        if not is_first or not len(sent.call.keys):
             return
         waits = self._waits.setdefault(_home_key(sent.call), _Waits())
         self._waits.move_to_end(_home_key(sent.call))
-        waits.add(max(0.0, now_s - sent_at_s - sent.prefill_s))
+        waits.add(max(0.0, now_s - sent.at_s - sent.prefill_s))
         if len(self._waits) > MAX_PREFIXES:
             self._waits.popitem(last=False)
 

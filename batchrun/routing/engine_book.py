@@ -73,13 +73,12 @@ class Load:
 class Call:
     """A call: its prompt's tokens, as far as they can be told, and the keys of its pieces.
 
-    A piece is `piece_tokens` tokens long. `session` names the conversation, 0 where none is known.
+    A piece is `piece_tokens` tokens long.
     """
 
     prompt_tokens: int
     keys: KeyArray
     piece_tokens: float
-    session: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +87,7 @@ class Sent:
 
     call: Call
     engine: int
+    at_s: float
     cached_tokens: int
     prefill_s: float
     is_waiting: bool = True
@@ -157,7 +157,7 @@ class EngineBook:
         own[:_MOVED_AT] += (1, call.prompt_tokens, 1, call.prompt_tokens - cached, prefill_s)
         room_tokens = self._room_share.get(engine, 1.0) * traits.kv_tokens
         self.prefixes.touch(engine, call.keys, now_s, room_pieces=room_tokens / call.piece_tokens)
-        return Sent(call, engine, cached, prefill_s)
+        return Sent(call, engine, now_s, cached, prefill_s)
 
     def first_token(self, sent: Sent, now_s: float) -> None:
         """Its prompt is computed."""

@@ -98,6 +98,16 @@ def test_an_engine_that_started_anew_holds_nothing(book: int) -> None:
     assert balancer.candidates(streamed(balancer, text), now_s=1e9)[0] is ONE
 
 
+def test_two_engines_of_one_name_are_two(book: int) -> None:
+    balancer = worker(book)
+    again = Upstream("one", "http://h:9")
+    balancer.replace([ONE, again], "least")
+    call = streamed(balancer)
+    assert balancer.candidates(call, now_s=1) == [ONE, again]
+    with balancer.sending(ONE, call):
+        assert balancer.candidates(call, now_s=1) == [again, ONE]
+
+
 def test_engines_beyond_what_can_be_known_come_last(book: int) -> None:
     many = [Upstream(f"e{i}", f"http://h:{i}") for i in range(MAX_ENGINES + 2)]
     balancer = worker(book)
@@ -115,7 +125,7 @@ async def test_a_call_without_a_stream_waits_no_longer_than_its_prompt_takes(boo
     balancer.replace([ONE], "cost")
     call = balancer.read(chat("x" * 400))
     with balancer.sending(ONE, call):
-        (column,) = shared.columns_of([("one", 0)]).values()
+        (column,) = shared.columns_of([("one http://h:1", 0)]).values()
         assert shared.book.loads([column], 1.0)[column].waiting_calls == 1
         while shared.book.loads([column], 1.0)[column].waiting_calls:
             await asyncio.sleep(0.01)

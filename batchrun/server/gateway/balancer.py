@@ -64,11 +64,11 @@ class Balancer:
             self._router_name = router
             self._router = make_router(router, self._shared.book)
         before = self._engines
-        columns = self._shared.columns_of([(each.name, each.started) for each in upstreams])
+        columns = self._shared.columns_of([(_identity(each), each.started) for each in upstreams])
         self._engines = {}
         for upstream in upstreams:
             engine = before.get(upstream, _Engine())
-            engine.column = columns.get(upstream.name)
+            engine.column = columns.get(_identity(upstream))
             self._engines[upstream] = engine
             if engine.column is not None:
                 self._shared.book.traits[engine.column] = upstream.traits or EngineTraits()
@@ -140,3 +140,8 @@ class Balancer:
         if usage.prompt_tokens and routed.text.num_bytes:
             ratio = min(16.0, max(0.5, routed.text.num_bytes / usage.prompt_tokens))
             self._bytes_per_token += (ratio - self._bytes_per_token) / RATIO_CALLS
+
+
+def _identity(upstream: Upstream) -> str:
+    """What tells two engines apart: a list that somebody wrote may have a name twice."""
+    return f"{upstream.name} {upstream.url}"

@@ -71,7 +71,7 @@ class SharedBook:
         self.book = EngineBook(prefixes, arrays["loads"], worker)
 
     def columns_of(self, engines: Iterable[tuple[str, int]]) -> dict[str, int]:
-        """The column of each engine, given by its name and when it was started (0: unknown).
+        """The column of each engine, given by its identity and when it was started (0: unknown).
 
         An engine that has none takes a free one; those that are in none of these may lose theirs.
         """
