@@ -30,7 +30,7 @@ from batchrun.hints import MAX_BOUND_S, MAX_ONLINE_COST
 from batchrun.home import Home, check_store_url
 from batchrun.media.hosts import checked_host
 from batchrun.quantities import parse_age_s, parse_duration_s
-from batchrun.strict_yaml import load_strict
+from batchrun.strict import load_strict
 from batchrun.types import DEFAULT_CLASS
 
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -65,6 +65,12 @@ def _checked_url(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in {"http", "https"} or not parts.netloc:
         raise ValueError(f"must be a URL such as http://127.0.0.1:8001 (got {url!r})")
+    return url
+
+
+def _checked_agent(url: str) -> str:
+    if urlsplit(_checked_url(url)).scheme != "https":
+        raise ValueError(f"must be a URL such as https://10.0.0.7:8100 (got {url!r})")
     return url
 
 
@@ -113,6 +119,7 @@ FilesUrl = Annotated[str, AfterValidator(check_prefix)]
 StoreUrl = Annotated[SecretStr, AfterValidator(_checked_store)]
 ImageHost = Annotated[str, AfterValidator(checked_host)]
 Url = Annotated[str, AfterValidator(_checked_url)]
+AgentUrl = Annotated[str, AfterValidator(_checked_agent)]
 
 
 TINY_MODEL = "tiny"
@@ -126,7 +133,8 @@ class _Strict(BaseModel):
 
 
 class EngineConfig(_Strict):
-    """One engine. With `attach` it is a URL of a running vLLM; else batchrun starts it.
+    """One engine. With `attach` it is a URL of a running vLLM, with `agent` that of an agent beside
+    one; else batchrun starts it.
 
     `priority`: whether offline requests carry vLLM's `priority` field (needs
     `--scheduling-policy priority`, which managed engines get).
@@ -135,6 +143,9 @@ class EngineConfig(_Strict):
     name: Name = "0"
     attach: Url | None = None
     api_key: str | None = Field(default=None, repr=False)
+    agent: AgentUrl | None = None
+    secret_file: str | None = None
+    certificate: str | None = None
     priority: bool | None = None
     port: Port | None = None
     url: Url | None = None
@@ -146,18 +157,28 @@ class EngineConfig(_Strict):
 
     @model_validator(mode="after")
     def _kinds_do_not_mix(self) -> EngineConfig:
-        if self.attach is not None:
+        if self.attach is not None and self.agent is not None:
+            raise ValueError("'attach' and 'agent' do not go together: an agent attaches")
+        if not self.is_ours:
             for key in ("port", "url", "python", "vllm_args", "env", "command", "profile"):
                 if getattr(self, key):
                     raise ValueError(f"{key!r} belongs to an engine that batchrun starts")
-        elif self.api_key is not None:
+        if self.attach is None and self.api_key is not None:
             raise ValueError("'api_key' belongs to an engine with 'attach'")
+        for key in ("secret_file", "certificate"):
+            if self.agent is None and getattr(self, key) is not None:
+                raise ValueError(f"{key!r} belongs to an engine with 'agent'")
         return self
 
     @property
     def is_vllm(self) -> bool:
         """Whether batchrun itself starts vLLM for this engine, from `model`."""
-        return self.attach is None and self.command is None
+        return self.is_ours and self.command is None
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether batchrun itself starts this engine's process."""
+        return self.attach is None and self.agent is None
 
     @property
     def uses_priority(self) -> bool:
@@ -230,8 +251,9 @@ class DeploymentFile(_Strict):
     `model` is a folder, a hub id, or `tiny` or `tiny-vision`: random models that batchrun builds,
     for trying out. `image_hosts` are those from which images are fetched for rows and calls.
     `policy` is that of batchrun's own scheduler in the engines that it starts; `vllm`: they run
-    vLLM's scheduler, with its priorities. `online_queue`, `eviction`, `reserve`, `forecast_rule`
-    and `online_cost` are settings of that scheduler: `docs/scheduler.md` has their names.
+    vLLM's scheduler, with its priorities. `online_queue`, `larry_alpha`, `eviction`, `reserve`,
+    `forecast_rule` and `online_cost` are settings of that scheduler: `docs/scheduler.md` has their
+    names.
     """
 
     model: str = TINY_MODEL
@@ -243,6 +265,7 @@ class DeploymentFile(_Strict):
     window: WindowConfig = WindowConfig()
     policy: Choice = "echo"
     online_queue: Choice = "arrival"
+    larry_alpha: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1_000.0
     eviction: Choice = "next-use"
     reserve: Reserve = "forecast"
     forecast_rule: Choice = "growth"

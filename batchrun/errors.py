@@ -19,6 +19,7 @@
       OverloadedError            exit 4   HTTP 503   too many files or connections are open
       EngineError                exit 4   HTTP 503   an engine cannot be started or reached
       JobFailedError             exit 4   HTTP 500   a job ended or paused without finishing
+        RowsFailedError          exit 1   HTTP 500   rows failed: all of them, or some
 
 The message is one line for the user: what, where, and what to do about it.
 """
@@ -26,6 +27,7 @@ The message is one line for the user: what, where, and what to do about it.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -132,6 +134,22 @@ class EngineError(BatchrunError):
 
 class JobFailedError(BatchrunError):
     """A job ended, or paused itself, without finishing."""
+
+
+class RowsFailedError(JobFailedError):
+    """All rows of a job failed; or some, where that matters: `--strict`, `errors="raise"`."""
+
+    exit_code = 1
+
+
+UNSAFE = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""What a terminal obeys instead of showing it: C0 and C1 controls but for tab and line feed, and
+what turns the direction of text."""
+
+
+def shown_safely(text: str) -> str:
+    """The text with `UNSAFE` characters replaced, each by one that shows that there was one."""
+    return UNSAFE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

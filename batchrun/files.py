@@ -64,6 +64,14 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it that are missing, durably. Raises OSError."""
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for place in missing:
+        sync_folder(place.parent)
+
+
 @contextmanager
 def _replacing(path: Path, mode: int, before_rename: str) -> Iterator[BinaryIO]:
     """A new file that takes the name `path` on success; on any failure an older one stays.
@@ -104,7 +112,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     try:
         if path.is_dir():
             raise InputError(f"{path}: is a folder; name a file for the output")
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         with _replacing(path, 0o666, "output.rename.before") as file:
             yield file
             failpoint("output.sync.before")
@@ -227,21 +235,24 @@ class HeldLock(ABC):
 
 
 class StoreLock(HeldLock):
-    """An exclusive `flock` on `path`; the holder's pid is written into the file for messages."""
+    """An exclusive `flock` on `path` and on its folder, so that it holds though the file is gone;
+    the holder's pid is written into the file for messages."""
 
     def __init__(self, path: Path, *, wait_s: float = 0.0) -> None:
         self._path = path
         self._wait_s = wait_s
-        self._fd: int | None = None
+        self._fds: tuple[int, ...] = ()
 
     def acquire(self) -> None:
         """Take the lock, waiting up to `wait_s`; raises StoreLockedError naming the holder."""
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         deadline_s = time.monotonic() + self._wait_s
-        while not _try_lock(fd):
+        while not (_try_lock(fd) and _try_lock(folder)):
             if time.monotonic() >= deadline_s:
                 holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
                 os.close(fd)
+                os.close(folder)
                 raise StoreLockedError(
                     f"{self._path.parent}: in use by process {holder or 'unknown'}; "
                     "use another --home, or stop it with `batchrun down`"
@@ -249,30 +260,31 @@ class StoreLock(HeldLock):
             time.sleep(POLL_INTERVAL_S)
         os.ftruncate(fd, 0)
         os.pwrite(fd, str(os.getpid()).encode(), 0)
-        self._fd = fd
+        self._fds = (fd, folder)
 
     def find_holder(self) -> int | None:
-        """The process that holds the lock: None for nobody, 0 when its pid is not written yet.
+        """The process that holds the lock: None for nobody, 0 when its pid is not known: it is not
+        written yet, or the file is gone.
 
         Writes nothing, so it answers on a full or read-only disk too.
         """
-        try:
-            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return None
-        try:
-            if _try_lock(fd):
-                return None
-            holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
-            return int(holder) if holder.isdecimal() else 0
-        finally:
-            os.close(fd)
+        for place in (self._path, self._path.parent):
+            with suppress(FileNotFoundError):
+                fd = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    if not _try_lock(fd):
+                        is_file = place == self._path
+                        holder = os.pread(fd, 32, 0).decode(errors="replace") if is_file else ""
+                        return int(holder) if holder.strip().isdecimal() else 0
+                finally:
+                    os.close(fd)
+        return None
 
     def release(self) -> None:
         """Give the lock back; does nothing when it is not held."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        for fd in self._fds:
+            os.close(fd)
+        self._fds = ()
 
 
 def _try_lock(fd: int) -> bool:

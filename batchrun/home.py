@@ -17,6 +17,9 @@ CONTROL_PREFIX = "/batchrun/v1"
 GATEWAY_HEADER = "X-Batchrun-Gateway"
 """The header in which the gateway shows the daemon that a call comes through it."""
 
+TALLY_PATH = "/batchrun/tally"
+"""Where the gateway tells the daemon, and nobody else, what it has counted."""
+
 CALLER_HEADER = "X-Batchrun-Key"
 """The header in which the gateway tells the daemon the id of the caller's API key."""
 
@@ -44,7 +47,9 @@ class Home:
         self.inputs = self.path / "inputs"
         self.files = self.path / "files"
         self.results = self.path / "results"
+        self.frames = self.path / "frames"
         self.engine_environment = self.path / "engine-env"
+        self.history = self.path / "history.jsonl"
         self.profiles = self.path / "profiles"
         self.models = self.path / "models"
         self.daemon_record = self.run / "daemon.json"
@@ -56,6 +61,19 @@ class Home:
         self.hint_nonce = self.run / "hint-nonce"
         self.plugin = self.run / "plugin"
         self.resolved_config = self.run / "config.json"
+
+    def agent(self, name: str) -> Home:
+        """The home of an engine's agent: what concerns that engine lies there."""
+        return Home(self.path / "agents" / name)
+
+    def agent_process(self, name: str) -> Path:
+        """The record of an agent that runs in the background."""
+        return self.run / f"agent-{name}.json"
+
+    @property
+    def agent_secret(self) -> Path:
+        """In an agent's home: the secret that it makes where it is given none."""
+        return self.path / "secret"
 
     @property
     def store_location(self) -> str | Path:

@@ -12,6 +12,8 @@ from typing import Protocol
 
 JsonObject = Mapping[str, object]
 
+DEFAULT_MODEL = "default"
+"""The model of rows that name none: the first one of the first engine."""
 USUAL_OUTPUT_TOKENS = 128
 """A first guess of an answer's length, while none of the same job is known."""
 
@@ -121,6 +123,14 @@ class Usage:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
+
+
+MAX_TOLD_TOKENS = (1 << 31) - 1
+
+
+def token_count(value: object) -> int:
+    """A number of tokens, out of what an engine told; 0 for what can be none."""
+    return value if type(value) is int and 0 <= value <= MAX_TOLD_TOKENS else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,12 +64,14 @@ class SloTelemetry(Struct):
     `slack_s` is the least time that was left when an online token came (negative: it came too
     late) or is left for one that is awaited, since the last report; None without online work.
     The counts are since the engine's start; a late token is one after arrival + TTFT + i * TPOT.
+    `num_overdue` are the calls that wait now for a first token that is late already.
     """
 
     slack_s: float | None = None
     num_tokens: int = 0
     num_late_tokens: int = 0
     num_late_first_tokens: int = 0
+    num_overdue: int = 0
 
 
 class KvTelemetry(Struct, frozen=True):
@@ -148,16 +150,17 @@ class Telemetry(Struct, frozen=True):
     num_malformed_hints: int = 0
     num_policy_errors: int = 0
     num_malformed_orders: int = 0
+    online_queue: PolicyName = "arrival"
 
 
 class Orders(Struct, frozen=True):
     """All that the daemon wants of an engine, every time: the newest orders alone count.
 
     `nonce` is the hints' secret. `epoch` is the start of the daemon and `number` counts its
-    orders. `policy` and `token_budget` None: as the engine was started; a policy that it does not
-    have, it refuses. `renew` and `forget` name the jobs whose hints count for another lease, or no
-    longer. `is_recording`: keep arrival and lengths of online calls; with `calls_from` the answer
-    has those from this number on.
+    orders. `policy`, `token_budget` and `online_queue` None: as the engine was started; a policy or
+    a queue that it does not have, it refuses. `renew` and `forget` name the jobs whose hints count
+    for another lease, or no longer. `is_recording`: keep arrival and lengths of online calls; with
+    `calls_from` the answer has those from this number on.
     """
 
     nonce: Annotated[str, Meta(max_length=256)]
@@ -170,6 +173,7 @@ class Orders(Struct, frozen=True):
     forget: JobNames = ()
     is_recording: bool = False
     calls_from: Annotated[int, Meta(ge=0)] | None = None
+    online_queue: PolicyName | None = None
 
 
 class RecordedCall(Struct, frozen=True, array_like=True):
@@ -207,6 +211,7 @@ class Answer(Struct, frozen=True):
     is_offline_on: bool
     error: str | None = None
     recording: RecordedCalls | UnsetType = UNSET
+    online_queue: PolicyName = "arrival"
 
 
 class OrdersError(ValueError):

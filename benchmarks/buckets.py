@@ -18,8 +18,9 @@ from itertools import product
 
 import numpy as np
 
+from batchrun.pool.prefix_groups import group_rows
 from batchrun.pool.prefix_keys import IntArray
-from batchrun.pool.radix_tree import build_radix_tree, group_rows
+from batchrun.pool.radix_tree import build_radix_tree
 from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.offline_jobs import JobShape, LogNormalTokens, in_order
 from batchrun.simulator.online import Calls

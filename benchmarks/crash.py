@@ -3,9 +3,10 @@
     python -m benchmarks.crash [--seed N] [--kills N] [--lanes N] [--only PART ...] [--json FILE]
 
 Real daemons, gateways, engines and commands are killed at random instants and inside commits and
-renames (`kills`), a real vLLM too (`vllm`), in `--lanes` deployments at once. After each, every
-promise of `docs/reliability.md` is checked. Exits 1 when one was broken, and then keeps the folder,
-which is in TMPDIR: a disk, not memory. The faults of the same page: tests/integration/test_crash.py
+renames (`kills`), a real vLLM too (`vllm`), engines with their agents (`agents`), in `--lanes`
+deployments at once. After each, every promise of `docs/reliability.md` is checked. Exits 1 when one
+was broken, and then keeps the folder, which is in TMPDIR: a disk, not memory. The faults of the
+same page: tests/integration/test_crash.py
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from benchmarks.crash_rig import END_WAIT_S, POLL_S, Episode, StatusWatcher
 from benchmarks.deployment import answers, free_port, wait_until
 from benchmarks.records import Bar, Record, finish, parser
 
-PARTS = ("kills", "vllm")
+PARTS = ("kills", "vllm", "agents")
 VLLM_TARGETS = ("engine", "daemon", "engine", "all", "engine", "engine")
 KILLS_PER_DEPLOYMENT = 30
 MIN_VLLM_KILLS = 5
@@ -103,7 +104,12 @@ TARGETS = {
     "submit": Target(3, ("submit",)),
     "results": Target(8, ("results",), ("output.sync.before", *INSIDE_RENAME, *INSIDE_RENAME)),
     "all": Target(8, ("daemon", "gateway", "engine")),
+    "agent": Target(0, ("agent",)),
+    "guard": Target(0, ("guard",)),
 }
+AGENT_TARGETS = ("agent", "engine", "daemon", "gateway", "guard", "agent")
+"""Killed again and again, in a random order, where the engine has an agent."""
+AGENT_KILLS = 60
 
 
 def plan_targets(rng: random.Random, num_kills: int) -> list[str]:
@@ -297,6 +303,21 @@ class KillEpisode(Episode):
         self.problems += [f"{name}: {s}" for name, s in states if s != JobState.COMPLETED]
 
 
+class AgentEpisode(KillEpisode):
+    """The same with an engine that has an agent, whose guard is killed too."""
+
+    def _start(self, exits: ExitStack) -> None:
+        window = {"requests": WINDOW_ROWS}
+        self.deployment.use_agents(1, LATENCY_S, rules=RULES, window=window, gateway_workers=2)
+        self.deployment.start_agent()
+        self.deployment.start()
+
+    def _bring_back(self, who: Sequence[str]) -> None:
+        if who[0] == "agent":
+            self.deployment.start_agent()
+        super()._bring_back(who)
+
+
 class VllmEpisode(KillEpisode):
     """The same with the real engine, behind a proxy that notes every execution."""
 
@@ -354,9 +375,9 @@ def bars(records: Sequence[Record]) -> Iterator[Bar]:
     """What the kills must keep."""
     table = pl.DataFrame(records, infer_schema_length=None)
     kills = table.filter(kind="kill")
+    yield Bar("kills", len(kills), 1)
     if kills.is_empty():
         return
-    yield Bar("kills", len(kills))
     is_enough = len(kills.filter(is_vllm=False)) >= MIN_FOR_SHARES
     flight = len(kills.filter(pl.col("num_in_flight") > 0)) / len(kills)
     yield Bar("share of kills with rows in flight", flight, 0.8 if is_enough else None)
@@ -378,6 +399,13 @@ def _plans(only: Sequence[str], num_kills: int, seed: int) -> Iterator[Plan]:
     if "vllm" in only:
         yield "vllm", random.Random(seed), VLLM_TARGETS
         num_kills = max(1, num_kills - len(VLLM_TARGETS))
+    if "agents" in only:
+        rng = random.Random(f"{seed}/agents")
+        num_agent_kills = min(num_kills, AGENT_KILLS)
+        times = -(-num_agent_kills // len(AGENT_TARGETS))
+        order = rng.sample(AGENT_TARGETS * times, num_agent_kills)
+        for index in range(0, num_agent_kills, KILLS_PER_DEPLOYMENT):
+            yield f"agents {index}", rng, order[index : index + KILLS_PER_DEPLOYMENT]
     if "kills" in only:
         targets = plan_targets(random.Random(seed), num_kills)
         num_deployments = max(1, round(num_kills / KILLS_PER_DEPLOYMENT))
@@ -389,7 +417,8 @@ def _plans(only: Sequence[str], num_kills: int, seed: int) -> Iterator[Plan]:
 def _run(folder: Path, plan: Plan) -> list[Record]:
     """A record for each kill, and one for the deployment that lived through them."""
     name, rng, targets = plan
-    kind = VllmEpisode if name == "vllm" else KillEpisode
+    kinds = {"vllm": VllmEpisode, "agents": AgentEpisode}
+    kind = kinds.get(name.split()[0], KillEpisode)
     episode = kind(folder / name.replace(" ", "-"), rng, targets)
     episode.run()
     problems, num_rows = episode.problems, len(episode.commits)

@@ -30,8 +30,10 @@ COMMITS = (
 COMMIT_TYPES = {"job": pl.String, "row": pl.Int64, "committed_at": pl.Float64}
 ROW = ["job", "row"]
 LEFTOVERS = ("*.part", "*.tmp")
-UNCUT = frozenset({"gateway", "gateway worker", "submit", "results"})
+UNCUT = frozenset({"gateway", "gateway worker", "submit", "results", "guard"})
 """Kills that end no execution, nor its reply."""
+ENGINE_ENDS = frozenset({"engine", "agent"})
+"""Kills that end an engine."""
 
 
 @dataclass(slots=True)
@@ -126,7 +128,8 @@ def check_executions(
             end = committed_at or 0.0
             again = last if num_epochs > 1 else first
             cuts = [k.target for k in kills if k.cuts and _reaches(k, first, again, end)]
-            if num_runs - 1 > len(cuts) or num_runs - num_epochs > cuts.count("engine"):
+            num_ends = sum(target in ENGINE_ENDS for target in cuts)
+            if num_runs - 1 > len(cuts) or num_runs - num_epochs > num_ends:
                 yield f"{job}, row {row}: ran {num_runs} times, cut {len(cuts)} times"
     num_extra = len(executions) - len(runs)
     if kills is not None and num_extra > count_explained(kills):
@@ -136,7 +139,7 @@ def check_executions(
 def _reaches(kill: Kill, first: float, again: float, end: float) -> bool:
     """Whether a kill may have cut what ran from `first` to `end`. What a dead daemon had sent may
     begin after its successor was started: then that one sent it `again` after the kill."""
-    began = first <= kill.ended_at or (kill.target != "engine" and first != again >= kill.at)
+    began = first <= kill.ended_at or (kill.target not in ENGINE_ENDS and first != again >= kill.at)
     return began and kill.at <= end
 
 

@@ -1,11 +1,11 @@
 """What a job costs the daemon: processor time per row, memory, and how soon `status` answers.
 
-    python -m benchmarks.daemon_load [--rows N] [--json FILE]
+    python -m benchmarks.daemon_load [--rows N] [--agents N] [--json FILE]
 
 A deployment with the fake engine, a process of its own, over HTTP, which answers each row after so
-long that about 2,000 rows/s run. The rows have prompts of 200 tokens in groups that share half of
-them. The daemon's processor time is read over the middle of the job and given as its share of a
-core at 2,000 rows/s.
+long that about 2,000 rows/s run; with `--agents` so many of them, each with its agent. The rows
+have prompts of 200 tokens in groups that share half of them. The daemon's processor time is read
+over the middle of the job and given as its share of a core at 2,000 rows/s.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ WARM_SHARE = 0.1
 
 def main() -> int:
     """Run the job, print the bars."""
-    options = parser(__doc__, rows=200_000).parse_args()
+    options = parser(__doc__, rows=200_000, agents=0).parse_args()
     with tempfile.TemporaryDirectory(prefix="batchrun-load-") as folder:
-        (record,) = records = shown([measure(Deployment(Path(folder)), options.rows)])
+        measured = measure(Deployment(Path(folder)), options.rows, options.agents)
+        (record,) = records = shown([measured])
     bars = [
         Bar("daemon, share of a core at 2,000 rows/s", record["core_share"], 0.75, is_most=True),
         Bar("status, slowest answer in s", record["status_max_s"], 0.1, is_most=True),
@@ -42,9 +43,13 @@ def main() -> int:
     return finish(options.json, records, bars)
 
 
-def measure(deployment: Deployment, num_rows: int) -> Record:
+def measure(deployment: Deployment, num_rows: int, num_agents: int) -> Record:
     """One job from start to end."""
     deployment.use_fake_engine(LATENCY_S, window=WINDOW)
+    if num_agents:
+        deployment.use_agents(num_agents, LATENCY_S, window=WINDOW)
+    for name in deployment.agents:
+        deployment.start_agent(name)
     job = deployment.write_job("load", num_rows, text=_text)
     with deployment.running():
         daemon = psutil.Process(deployment.pid_of("daemon"))
@@ -55,6 +60,7 @@ def measure(deployment: Deployment, num_rows: int) -> Record:
     span_s, rows, cpu_s = (inside[-1] - inside[0])[:3]
     return {
         "rows": num_rows,
+        "num_agents": num_agents,
         "rows_per_s": float(rows / span_s),
         "cpu_us_per_row": float(1e6 * cpu_s / rows),
         "core_share": float(ROWS_PER_S * cpu_s / rows),

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import requests
 
-from batchrun.cli.client import DaemonClient
+from batchrun.control.client import DaemonClient
 from batchrun.engine.process import NONCE_VARIABLE
 from batchrun.errors import BatchrunError
 from batchrun.failpoints import VARIABLE
@@ -31,6 +31,7 @@ from batchrun.jobs.submit import prepare_job
 
 MODEL = "fake"
 MAX_TOKENS = 8
+GUARD = "batchrun.engine.agent.guard"
 WAIT_S = 120.0
 COMMAND_WAIT_S = 1_800.0
 ROW_GROUP_ROWS = 100_000
@@ -79,6 +80,7 @@ class Deployment:
         self.executions_path = folder / "executions.jsonl"
         self.request = f"max_tokens: {MAX_TOKENS}, temperature: 0"
         self.failpoints = ""
+        self.agents: dict[str, int] = {}
 
     def configure(self, engine: Mapping[str, object], **more: object) -> None:
         """Write batchrun.yaml with one engine; `more` are its other keys."""
@@ -96,6 +98,29 @@ class Deployment:
         command += [f"--executions={self.executions_path}"]
         self.configure({"command": command, "port": self.engine_port}, **more)
         script.write_text(json.dumps(list(rules)))
+
+    def use_agents(
+        self, num_agents: int, latency_s: float, *, rules: Sequence[object] = (), **more: object
+    ) -> None:
+        """As `use_fake_engine`, for so many engines with agents, which `start_agent` starts."""
+        self.use_fake_engine(latency_s, rules=rules)
+        config = self.folder / "batchrun.yaml"
+        (engine,) = json.loads(config.read_text())["engines"]
+        engines, self.agents = [], {}
+        for name in map(str, range(num_agents)):
+            port, self.agents[name] = free_port(), free_port()
+            command = [*engine["command"], f"--port={port}"]
+            engines.append({"name": name, "command": command, "port": port})
+        (self.folder / "agents.yaml").write_text(json.dumps({"engines": engines}))
+        urls = {name: f"https://127.0.0.1:{port}" for name, port in self.agents.items()}
+        document = {"listen": f"127.0.0.1:{self.port}", **more}
+        document["engines"] = [{"name": name, "agent": url} for name, url in urls.items()]
+        config.write_text(json.dumps(document))
+
+    def start_agent(self, name: str = "0") -> None:
+        """Start an agent, with its engine, in the background."""
+        where = f"--listen=127.0.0.1:{self.agents[name]}"
+        self.batchrun("engine", "serve", "-d", f"--name={name}", where, "--config=agents.yaml")
 
     def write_job(
         self,
@@ -175,11 +200,17 @@ class Deployment:
         return self.client.get(f"/jobs/{job_id}")
 
     def pid_of(self, part: str) -> int:
-        """The process of `daemon`, `gateway`, `worker` (one of the gateway's) or `engine`; or 0."""
-        records = {"daemon": self.home.daemon_record, "engine": self.home.run / "engine-0.json"}
-        with suppress(OSError, ValueError, psutil.NoSuchProcess, IndexError):
+        """The process of `daemon`, `gateway`, `worker` (one of the gateway's), `engine`, `agent` or
+        `guard`; or 0."""
+        engine_home = self.home.agent("0") if self.agents else self.home
+        records = {"daemon": self.home.daemon_record, "agent": self.home.agent_process("0")}
+        records["engine"] = engine_home.run / "engine-0.json"
+        with suppress(OSError, ValueError, psutil.NoSuchProcess, IndexError, StopIteration):
             if part == "worker":
                 return psutil.Process(self.pid_of("gateway")).children()[0].pid
+            if part == "guard":
+                children = psutil.Process(self.pid_of("agent")).children()
+                return next(each.pid for each in children if GUARD in each.cmdline())
             record = records.get(part, self.home.gateway_process)
             return int(json.loads(record.read_text())["pid"])
         return 0

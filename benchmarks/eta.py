@@ -156,7 +156,7 @@ def answers_of(number: int, calls: Trace, jobs: list[OfflineJob]) -> pl.DataFram
     plan = EnginePlan()
     feed = RowFeed(jobs, 1, number, plan.shape.block_tokens)
     engines = Engines(
-        plan, OnlineRouter(calls, [plan.traits], number, plan.shape.max_model_len), feed
+        [plan], OnlineRouter(calls, [plan.traits], number, plan.shape.max_model_len), feed
     )
     asked: list[tuple[str, float, float, float, float]] = []
     now_s = 0.0

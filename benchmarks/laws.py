@@ -1,4 +1,4 @@
-"""Laws of the step time beside the reference one: another form, and noise."""
+"""Laws of the step time beside the reference one: another form, another speed, and noise."""
 
 from __future__ import annotations
 
@@ -84,6 +84,23 @@ class NoisyLaw:
         if self.rng.random() < self.stall_share:
             factor *= self.stall_factor
         return self.law.step_s(items) * factor
+
+
+@dataclass(frozen=True, slots=True)
+class SlowedLaw:
+    """Another law on an engine of this speed: steps take 1 / speed times as long."""
+
+    law: StepLaw
+    speed: float
+
+    @property
+    def expected(self) -> StepLaw:
+        """The law without its noise, as slow."""
+        return SlowedLaw(self.law.expected, self.speed)
+
+    def step_s(self, items: Sequence[StepItem]) -> float:
+        """The law's duration over the speed."""
+        return self.law.step_s(items) / self.speed
 
 
 LAWS: Mapping[str, Callable[[int], StepLaw]] = {

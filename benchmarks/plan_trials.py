@@ -104,7 +104,7 @@ def trial(traffic: str, seed: int, data: Path) -> Record:
 
 def judged(load: PeakLoad, num_engines: int, jobs: Sequence[OfflineJob]) -> Attainment:
     """What so many engines give to the peak of the other draw."""
-    return attainment(load, KIND.engine, num_engines, SLO, jobs)
+    return attainment(load, KIND, num_engines, SLO, jobs)
 
 
 def enough(load: PeakLoad, jobs: Sequence[OfflineJob], held: int) -> int:

@@ -113,6 +113,17 @@ SECTIONS: dict[str, Section] = {
         "rows done hit_rate expected_hit_rate prompt_tokens inspected_prompt_tokens duration_s",
         {"way": ("job with files", "job with addresses", "batch with data URLs")},
     ),
+    "placement": Section(
+        "Rows of one job over several engines",
+        "case",
+        "num_engines makespan_s bound_s of_bound computed loss",
+    ),
+    "online_queue": Section(
+        "Orders of waiting calls, means over seeds",
+        "scenario rate_per_s law order",
+        "goodput_per_s slo_met ttft_met tpot_met ttft_p50_s ttft_p99_s longest_wait_s "
+        "online_preemptions offline_tokens_per_s plan_ms",
+    ),
     "plan_trials": Section(
         "The planner's number on another draw of the traffic, shares of pairs",
         "traffic",

@@ -17,7 +17,7 @@ from openai.resources import Batches, Files, Models
 from openai.types import Batch, FileObject
 from waiting_client import Waiting
 
-from batchrun.cli.client import DaemonClient
+from batchrun.control.client import DaemonClient
 from batchrun.home import Home
 
 MODEL = "org/name"

@@ -32,7 +32,7 @@ from batchrun.store.database import Store, open_store
 if TYPE_CHECKING:
     from object_store import ObjectStore
 
-DEPLOYMENT_FOLDERS = frozenset({"conformance", "contract", "integration"})
+DEPLOYMENT_FOLDERS = frozenset({"browser", "conformance", "contract", "integration"})
 FakeEngineFactory = Callable[..., Awaitable[ManagedSettings]]
 
 

@@ -18,8 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from openai import OpenAI
 
-from batchrun.cli.client import DaemonClient
-from batchrun.cli.deployment import stop_everything
+from batchrun.control.client import DaemonClient
+from batchrun.control.starting import stop_everything
 from batchrun.errors import DaemonUnavailableError
 from batchrun.home import Home
 from benchmarks.deployment import free_port
@@ -46,6 +46,7 @@ class DeploymentRig:
         self.home = folder / "home"
         self.port = free_port()
         self.engine_port = free_port()
+        self.agent_port = 0
         self.store_url: str | None = None
         self.executions_path = folder / "executions.jsonl"
 
@@ -66,6 +67,19 @@ class DeploymentRig:
             *options,
         ]
         self.configure({"command": command, "port": self.engine_port}, **more)
+
+    def use_agent(self, *options: str, **more: object) -> None:
+        """The same fake engine behind an agent, which is started."""
+        self.use_fake_engine(*options)
+        (self.folder / "batchrun.yaml").rename(self.folder / "agent.yaml")
+        self.agent_port = free_port()
+        self.configure({"agent": f"https://127.0.0.1:{self.agent_port}"}, **more)
+        self.start_agent()
+
+    def start_agent(self) -> None:
+        """Start the agent in the background."""
+        listen = f"127.0.0.1:{self.agent_port}"
+        self.ask("engine", "serve", "-d", "--listen", listen, "--config", "agent.yaml")
 
     def configure(self, engine: Mapping[str, object], **more: object) -> None:
         """Write batchrun.yaml with one engine."""
@@ -186,11 +200,12 @@ class DeploymentRig:
             time.sleep(0.05)
 
     def pid_of(self, what: str) -> int:
-        """The process id of `daemon`, `gateway` or `engine`."""
+        """The process id of `daemon`, `gateway`, `engine` or `agent`."""
         if what == "daemon":
             return int((self.home / "store.lock").read_text())
-        name = "gateway-process.json" if what == "gateway" else "engine-0.json"
-        return int(json.loads((self.home / "run" / name).read_text())["pid"])
+        names = {"gateway": "run/gateway-process.json", "agent": "run/agent-0.json"}
+        engine = "agents/0/run/engine-0.json" if self.agent_port else "run/engine-0.json"
+        return int(json.loads((self.home / names.get(what, engine)).read_text())["pid"])
 
     def kill(self, what: str, signal_number: int = signal.SIGKILL) -> None:
         """`kill -9` the daemon, the gateway or the engine, and see it gone."""

@@ -138,7 +138,8 @@ ENGINE_FAULTS = (
     Fault(
         "engine stops without closing",
         "SIGSTOP to the engine's process",
-        "`status` shows the engine `unreachable`; after 2 minutes it is ended and started again",
+        "`status` shows the engine `unreachable`; it is ended and started again, after 30 s with "
+        "rows in flight, else after 2 minutes",
         stop_engine,
     ),
     Fault(

@@ -13,15 +13,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchrun.daemon.faults import Trials
-from batchrun.daemon.job import ActiveJob, estimate_costs
+from batchrun.daemon.job import ActiveJob, estimate_costs, work_of_plan
 from batchrun.daemon.opening import open_job
 from batchrun.estimator.answer_length import AnswerLengths
 from batchrun.jobs.expected_answers import first_guess
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.prompts.tokens import TokenRatio
 from batchrun.jobs.submit import JobPlan, prepare_job
+from batchrun.pool.prefix_groups import group_rows
 from batchrun.pool.prefix_keys import CHUNK_BYTES, ChainBuilder
-from batchrun.pool.radix_tree import build_radix_tree, group_rows, order_by_prefix
+from batchrun.pool.radix_tree import build_radix_tree, order_by_prefix
 from batchrun.pool.row_queue import RowQueue
 from batchrun.store import jobs
 from batchrun.store.database import open_store
@@ -76,16 +77,18 @@ def make_tree_job(
     spec = job.spec.model_copy(update={"weight": weight})
     rows_done = np.array(sorted(done), dtype=np.int64)
     nodes = build_radix_tree(order.shared_chunks)
-    queue = RowQueue(order.rows, nodes, rows_done)
+    groups = group_rows(order, nodes, chains)
+    work = work_of_plan(plan, groups, first_guess(spec))
+    queue = RowQueue(order.rows, nodes, rows_done, work)
     return replace(
         job,
         record=replace(job.record, id=name),
         spec=spec,
         plan=plan,
         queue=queue,
-        group_of=group_rows(order, nodes, chains),
+        group_of=groups,
         answers=AnswerLengths([first_guess(spec)]),
         costs=estimate_costs(plan, first_guess(spec), rows_done),
         trials=Trials(),
-        current_node=None,
+        current_nodes={},
     )

@@ -4,52 +4,42 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Self, TextIO
+from typing import Annotated
 
 import typer
-from rich.console import Console, RenderableType
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.console import RenderableType
 from rich.table import Table
 
-from batchrun.errors import EngineError, InputError
+from batchrun.control.following import FILE_WIDTH_CHARS, SafeConsole
+from batchrun.control.following import ProgressBar as ProgressBar
+from batchrun.control.following import note as note
+from batchrun.errors import UNSAFE, EngineError, InputError
 from batchrun.files import write_atomically
 from batchrun.home import Home
 
-FILE_WIDTH_CHARS = 10_000
-"""Nothing is folded or cut in a file or a pipe."""
-
-
-def _console(stream: TextIO, *, is_err: bool = False) -> Console:
-    width = None if stream.isatty() else FILE_WIDTH_CHARS
-    return Console(
-        stderr=is_err, soft_wrap=True, width=width, highlight=False, markup=False, emoji=False
-    )
-
-
-out = _console(sys.stdout)
-err = _console(sys.stderr, is_err=True)
-
-
-def note(line: str) -> None:
-    """A line on stderr: not part of the result."""
-    err.print(line)
+out = SafeConsole(
+    width=None if sys.stdout.isatty() else FILE_WIDTH_CHARS,
+    soft_wrap=True,
+    highlight=False,
+    markup=False,
+    emoji=False,
+)
 
 
 def answer(document: Mapping[str, object], *shown: RenderableType, as_json: bool) -> None:
     """What a command found, on stdout: one JSON object, or what is `shown` to people."""
-    for each in (json.dumps(document, ensure_ascii=False),) if as_json else shown:
+    for each in (safe_json(document),) if as_json else shown:
         out.print(each)
+
+
+def safe_json(document: object) -> str:
+    """One line of JSON in which nothing stands that a terminal would obey."""
+    return UNSAFE.sub(
+        lambda found: f"\\u{ord(found[0]):04x}", json.dumps(document, ensure_ascii=False)
+    )
 
 
 def figure(value: float | None, template: str = "{:,}") -> str:
@@ -73,37 +63,6 @@ def named_lines(lines: Iterable[tuple[str, str]], title: str | None = None) -> T
     for line in lines:
         table.add_row(*line)
     return table
-
-
-class ProgressBar:
-    """A `ProgressSink` that draws on stderr once the work has taken `after_s`, and is gone when it
-    ends; it draws nothing where nobody watches."""
-
-    def __init__(self, after_s: float = 2.0) -> None:
-        self._shown_from_s = time.monotonic() + after_s
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=30),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=err,
-            transient=True,
-            disable=not err.is_interactive,
-        )
-        self._task = self._progress.add_task("", total=None)
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        if self._progress.disable or time.monotonic() < self._shown_from_s:
-            return
-        self._progress.start()
-        self._progress.update(self._task, description=stage, completed=done, total=total or None)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
 
 
 def prepare_file(path: Path) -> None:

@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from batchrun.cli.client import DaemonClient
 from batchrun.cli.console import (
     HomeOption,
     JsonOption,
@@ -23,6 +22,7 @@ from batchrun.cli.console import (
     note,
     prepare_file,
 )
+from batchrun.control.client import DaemonClient
 from batchrun.errors import DaemonUnavailableError, InputError, StateError
 from batchrun.samples.dataset import DatasetName, Scale, WrittenDataset
 from batchrun.samples.generators import write_sample

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from batchrun.cli.client import DaemonClient
 from batchrun.cli.console import ProgressBar, named_lines, vllm_needed
-from batchrun.cli.deployment import read_deployment
 from batchrun.cli.inspect import earlier_jobs, error_lines, find_kv_size, hit_rates
 from batchrun.config import Deployment
+from batchrun.control.client import DaemonClient
+from batchrun.control.starting import read_deployment
 from batchrun.daemon.plugin import existing_profile
 from batchrun.daemon.supervisor import engine_python
 from batchrun.errors import DaemonUnavailableError, EngineError, InputError
+from batchrun.files import is_url
 from batchrun.home import Home
 from batchrun.jobs.expected_answers import OutputEstimate, Stored, estimate_outputs
 from batchrun.jobs.job_file import load_job_file
@@ -204,7 +205,12 @@ def _lines(found: Prediction) -> Iterator[tuple[str, str]]:
     if found.deadline_s is not None:
         yield "deadline", _deadline(forecast.eta, found.deadline_s)
     yield "cost", _cost(forecast.engine_time, found.price)
-    yield "output", study["output_path"]
+    yield "output", _place(study["output_path"])
+
+
+def _place(path: str) -> str:
+    is_there = not is_url(path) and Path(path).exists()
+    return f"{path}; it is there already and would be replaced" if is_there else path
 
 
 def _tokens(study: Mapping[str, Any]) -> str:

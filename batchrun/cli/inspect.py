@@ -20,7 +20,6 @@ import numpy as np
 import typer
 from rich.console import RenderableType
 
-from batchrun.cli.client import DaemonClient
 from batchrun.cli.console import (
     HomeOption,
     JsonOption,
@@ -30,9 +29,10 @@ from batchrun.cli.console import (
     named_lines,
     note,
 )
-from batchrun.cli.deployment import read_deployment
-from batchrun.cli.results import stored_job
 from batchrun.config import Deployment, EngineConfig
+from batchrun.control.client import DaemonClient
+from batchrun.control.starting import read_deployment
+from batchrun.control.submitting import stored_job
 from batchrun.daemon.plugin import existing_profile, read_profile
 from batchrun.daemon.supervisor import engine_python
 from batchrun.errors import DaemonUnavailableError, InputError, StoreError

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import signal
-import time
-from contextlib import closing
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
 import typer
 
-from batchrun.cli.client import DaemonClient, follow
 from batchrun.cli.console import (
     ConfigOption,
     HomeOption,
@@ -21,19 +16,19 @@ from batchrun.cli.console import (
     JsonOption,
     ListenOption,
     ModelOption,
-    ProgressBar,
     answer,
     note,
 )
-from batchrun.cli.deployment import flags_of, read_deployment, start_in_background, stop_everything
+from batchrun.control.client import DaemonClient
+from batchrun.control.following import check_end, num_done, watch
+from batchrun.control.starting import deployment_up, flags_of, read_deployment
+from batchrun.control.submitting import find_same, go_on, hand_over, prepare
 from batchrun.errors import DaemonUnavailableError, InputError, UnknownJobError
+from batchrun.files import is_url
 from batchrun.home import Home
-from batchrun.store import jobs
-from batchrun.store.database import open_store
+from batchrun.jobs.spec import JobSpec
 from batchrun.store.jobs import NewJob
 from batchrun.types import JobState
-
-LOCK_WAIT_S = 2.0
 
 
 def submit(
@@ -95,14 +90,32 @@ def submit(
             f"{file} was not submitted: no daemon runs to wait for; start one with "
             f"`batchrun up -d`, or use `batchrun run {file}`"
         )
+    tell_replaced(job)
     job_id, is_waiting = hand_over(job, home)
     if wait:
-        follow(DaemonClient(home), job_id, strict=strict, as_json=as_json)
+        _wait(job_id, job, home, strict=strict, as_json=as_json)
         return
     document = {"id": job_id, "rows": job.num_rows, "waits_for_daemon": is_waiting}
     answer(document, f"{job_id}  {job.name}: {job.num_rows:,} rows", as_json=as_json)
     if is_waiting and not as_json:
         note("no daemon runs; the job waits for `batchrun up -d`")
+
+
+def _wait(job_id: str, job: NewJob, home: Home, *, strict: bool, as_json: bool) -> None:
+    if not as_json:
+        note(f"{job_id}  {job.name}: {job.num_rows:,} rows submitted")
+    try:
+        follow(DaemonClient(home), job_id, strict=strict, as_json=as_json)
+    except KeyboardInterrupt:
+        note(f"the job goes on; `batchrun status {job_id} --watch` shows it")
+        raise
+
+
+def tell_replaced(job: NewJob) -> None:
+    """Say that the job's output file is there already."""
+    path = JobSpec.model_validate_json(job.spec).output.path
+    if not is_url(path) and Path(path).exists():
+        note(f"{path} is there already; the job replaces it when it ends")
 
 
 def cancel(job: JobArgument, *, home: HomeOption, as_json: JsonOption = False) -> None:
@@ -143,50 +156,6 @@ def offline(
     answer(done, f"offline work is {switch}", as_json=as_json)
 
 
-def prepare(file: Path, home: Home, continue_from: str | None = None) -> NewJob:
-    """Read, check and pin a job file.
-
-    Raises JobSpecError, DataError and ConfigError; for `continue_from` UnknownJobError, and
-    DataError where that job's input is not what it was any more.
-    """
-    from batchrun.cli.results import stored_job
-    from batchrun.jobs.job_file import load_job_file
-    from batchrun.jobs.spec import JobSpec
-    from batchrun.jobs.submit import open_submitted, prepare_job
-
-    with ProgressBar() as progress:
-        spec = load_job_file(file, cwd=Path.cwd())
-        if continue_from is not None:
-            with stored_job(continue_from, home) as (_, record):
-                before = JobSpec.model_validate_json(record.spec)
-                open_submitted(record, before, links=home.inputs).close()
-                spec = spec.model_copy(update={"continue_from": record.id})
-        home.create()
-        return prepare_job(spec, links=home.inputs, progress=progress)
-
-
-def hand_over(job: NewJob, home: Home) -> tuple[str, bool]:
-    """Give a job to the daemon, or to the store when none runs; returns (id, it waits)."""
-    try:
-        return str(DaemonClient(home).post("/jobs", asdict(job))["id"]), False
-    except DaemonUnavailableError:
-        return _add_to_store(job, home), True
-
-
-def _add_to_store(job: NewJob, home: Home) -> str:
-    from batchrun.files import StoreLock
-    from batchrun.store.place import DaemonLock, open_for
-
-    home.create()
-    with StoreLock(home.store_lock, wait_s=LOCK_WAIT_S):
-        if home.has_store:
-            store = open_store(home.store_location)
-        else:
-            store = open_for(home, read_deployment(None).store_url)
-        with closing(store), DaemonLock(store, wait_s=LOCK_WAIT_S):
-            return jobs.create(store, job, now_s=time.time()).id
-
-
 def _change(job: str, action: str, home: Home, *, as_json: bool) -> None:
     if not job or "/" in job:
         raise UnknownJobError(f"{job!r}: no such job; `batchrun status` lists the jobs")
@@ -210,15 +179,12 @@ def run(
     """
     read_deployment(config, model=model, listen=listen)  # A mistake in it shows here, in a line.
     job = prepare(file, home)
-    client = DaemonClient(home)
-    started = not client.is_running()
-    if not started and (model or listen or config):
+    if DaemonClient(home).is_running() and (model or listen or config):
         note("a daemon runs already; --model, --listen and --config have no effect on it")
     try:
-        if started:
-            start_in_background(home, flags_of(config, model, listen))
-        job_id = _take_up(job, home, client)
-        follow(client, job_id, strict=strict, as_json=as_json, go_on=f"run {file}")
+        with deployment_up(home, flags_of(config, model, listen)) as client:
+            job_id = _take_up(job, home, client)
+            follow(client, job_id, strict=strict, as_json=as_json, then=f"run {file}")
     except KeyboardInterrupt:
         note(f"interrupted; `batchrun run {file}` goes on where it was")
         raise
@@ -227,24 +193,47 @@ def run(
             f"the daemon ended while the job ran; `batchrun run {file}` goes on where it was "
             f"(log: {home.log / 'daemon.log'})"
         ) from error
-    finally:
-        if started:
-            # A second Ctrl-C would leave an engine running.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            stop_everything(home)
 
 
 def _take_up(job: NewJob, home: Home, client: DaemonClient) -> str:
     """The id of the unfinished job with this very content, resumed, or of a new one."""
-    with closing(open_store(home.store_location)) as store:
-        found = jobs.find_unfinished(store, job.content_hash)
-    if found is None or found.pin != job.pin:
+    found = find_same(job, home)
+    if found is None or found.record.state.is_terminal:
+        tell_replaced(job)
         return hand_over(job, home)[0]
-    view = client.get(f"/jobs/{found.id}")
+    view = go_on(found.record, client)
     note(
-        f"going on with {found.id}: {view['num_completed'] + view['num_failed']:,} of "
-        f"{view['num_rows']:,} rows are done"
+        f"going on with {found.record.id}: {num_done(view):,} of {view['num_rows']:,} rows are done"
     )
-    if JobState(view["state"]) is JobState.PAUSED:
-        client.post(f"/jobs/{found.id}/resume")
-    return found.id
+    return found.record.id
+
+
+def follow(
+    client: DaemonClient, job_id: str, *, strict: bool, as_json: bool, then: str | None = None
+) -> None:
+    """Show a job's progress until it ends, then its summary.
+
+    `then` is the command that takes up a paused job again (default: `resume`).
+    Raises JobFailedError when it paused, failed, was cancelled or expired, RowsFailedError under
+    `strict`, StoreFullError when its results cannot be written.
+    """
+    view = watch(client, job_id, go_on=then)
+    state = JobState(view["state"])
+    done = _summary(view) if state is JobState.COMPLETED else ()
+    answer(view, *done, as_json=as_json)
+    check_end(view, then=then, strict=strict)
+    if view["num_failed"] and not as_json:
+        note(f"why rows failed: batchrun errors {job_id}")
+
+
+def _summary(view: dict[str, Any]) -> tuple[str, str]:
+    line = (
+        f"{view['id']}  {view['name']}: {view['num_completed']:,} rows done, "
+        f"{view['num_failed']:,} failed, "
+        f"{view['num_prompt_tokens'] + view['num_output_tokens']:,} tokens"
+    )
+    if view["hit_rate"] is not None:
+        line += f", {view['hit_rate']:.0%} of prompt tokens from the prefix cache"
+    if view["num_cut"]:
+        line += f"; {view['num_cut']:,} answers cut off at max_tokens"
+    return line, view["output_path"]

@@ -30,9 +30,9 @@ def main() -> None:
 
 
 COMMANDS = {
-    "init": "deployment:init",
-    "up": "deployment:up",
-    "down": "deployment:down",
+    "init": "operate.deployment:init",
+    "up": "operate.deployment:up",
+    "down": "operate.deployment:down",
     "run": "jobs:run",
     "submit": "jobs:submit",
     "status": "status:status",
@@ -42,19 +42,22 @@ COMMANDS = {
     "pause": "jobs:pause",
     "resume": "jobs:resume",
     "offline": "jobs:offline",
+    "logs": "operate.logs:logs",
     "inspect": "inspect:inspect",
-    "calibrate": "engine:calibrate",
-    "keys": "keys:keys_app",
+    "calibrate": "operate.engine:calibrate",
+    "keys": "operate.keys:keys_app",
     "trace": "data:trace_app",
     "simulate": "plan:simulate",
     "plan": "plan:plan",
-    "store": "store:store_app",
-    "gc": "store:gc",
-    "doctor": "engine:doctor",
+    "store": "operate.store:store_app",
+    "gc": "operate.store:gc",
+    "open": "operate.monitoring:open_page",
+    "metrics": "operate.monitoring:metrics_app",
+    "doctor": "operate.engine:doctor",
     "datasets": "data:datasets_app",
-    "models": "engine:models_app",
-    "engine": "engine:engine_app",
-    "version": "deployment:version",
+    "models": "operate.engine:models_app",
+    "engine": "operate.engine:engine_app",
+    "version": "operate.deployment:version",
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,8 +21,9 @@ from batchrun.cli.console import (
     note,
     vllm_needed,
 )
-from batchrun.errors import InputError
+from batchrun.errors import InputError, known_name
 from batchrun.quantities import count, duration, parse_duration_s, share
+from batchrun.routing.routers import DEFAULT_ROUTER, ROUTERS
 from batchrun.simulator.traces.reading import Drawing, detect_format, read_trace
 from batchrun.simulator.traces.trace import Trace
 
@@ -33,6 +35,16 @@ if TYPE_CHECKING:
 
 NO_PLAN = 1
 REFERENCE = "a100-8b"
+
+
+def _known_router(name: str | None) -> str | None:
+    try:
+        return name and known_name(name, ROUTERS)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+ROUTER_HELP = "Who chooses the engine of a call; names as in batchrun.yaml."
 
 
 def _seconds(option: str, text: str) -> float:
@@ -85,6 +97,9 @@ def plan(
         ),
     ] = 20,
     seed: Annotated[int, typer.Option(min=0, help="Of the draws.")] = 0,
+    router: Annotated[
+        str, typer.Option(metavar="NAME", callback=_known_router, help=ROUTER_HELP)
+    ] = DEFAULT_ROUTER,
     as_json: JsonOption = False,
 ) -> None:
     """How many engines hold the SLOs at the peak, and what jobs cost beside the calls.
@@ -106,7 +121,7 @@ def plan(
         raise InputError(f"--target: must be above 0 and at most 1, not {target:g}")
     slo = SloTarget(_seconds("--ttft", ttft), _seconds("--tpot", tpot), target)
     kinds = [
-        parse_kind(each, slo, Path.cwd()).with_context(max_model_len)
+        parse_kind(each, slo, Path.cwd()).with_context(max_model_len).with_router(router)
         for each in profile or [REFERENCE]
     ]
     check_kinds(kinds)
@@ -222,6 +237,14 @@ def simulate(
         Path | None,
         typer.Option("--output", "-o", help="Folder for records (Parquet) and figures (SVG)."),
     ] = None,
+    router: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            callback=_known_router,
+            help=f"{ROUTER_HELP} [default: the scenario's]",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run the scheduler on a virtual clock: online calls, offline jobs, any number of engines."""
@@ -230,6 +253,8 @@ def simulate(
         from batchrun.simulator.scenario_file import load_scenario, plan_of
         from batchrun.simulator.simulation import simulate as run_simulation
     plan = plan_of(load_scenario(scenario), scenario.absolute().parent)
+    if router is not None:
+        plan = replace(plan, router=router)
     with ExitStack() as stack:
         progress = stack.enter_context(ProgressBar())
         tables = None if output is None else stack.enter_context(Tables(output))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -19,16 +20,17 @@ from batchrun.cli.console import (
     columns,
     note,
 )
+from batchrun.control.submitting import stored_job
 from batchrun.daemon.ending import export
 from batchrun.daemon.view import output_path
-from batchrun.errors import InputError, StateError, UnknownJobError
+from batchrun.errors import DataError, InputError, StateError
 from batchrun.files import check_place, is_url, name_of, scratch_folder
 from batchrun.home import Home
 from batchrun.jobs import objects
 from batchrun.jobs.spec import JobSpec
-from batchrun.store import jobs as job_records
+from batchrun.jobs.submit import open_submitted
 from batchrun.store import results as result_records
-from batchrun.store.database import Store, open_store
+from batchrun.store.database import Store
 from batchrun.store.jobs import JobRecord
 from batchrun.types import JobState
 
@@ -74,46 +76,83 @@ def results(
 def errors(
     job: JobArgument,
     *,
-    limit: Annotated[int, typer.Option(min=1, help="Most rows to show.")] = 20,
+    limit: Annotated[
+        int, typer.Option(min=1, help="Most causes, and rows of --json, to show.")
+    ] = 20,
     home: HomeOption,
     as_json: JsonOption = False,
 ) -> None:
-    """Show which rows of a job failed, and why."""
+    """Show why rows of a job failed, and which: by cause, the most rows first."""
     with stored_job(job, home) as (store, record):
         counts = result_records.count(store, record.seq)
-        failed = list(result_records.read(store, record.seq, failed_only=True, limit=limit))
+        failed = list(result_records.read(store, record.seq, failed_only=True, limit=MOST_GROUPED))
+        ids = _ids_of(record, [result.row for result in failed], home)
     rows = [
         {
             "row": result.row,
+            "id": row_id,
             "attempts": result.attempts,
             "code": result.error.code,
             "status_code": result.error.status_code,
             "message": result.error.message,
         }
-        for result in failed
+        for result, row_id in zip(failed, ids, strict=True)
         if result.error is not None
     ]
+    groups = _grouped(rows)
     shown: list[RenderableType] = []
     if record.reason is not None:
         shown.append(f"{record.id} {record.state}: {record.reason}")
     if rows:
-        keys = ("row", "attempts", "code", "message")
-        shown.append(columns(*keys, rows=([str(row[key]) for key in keys] for row in rows)))
+        lines = ([str(each) for each in group.values()] for group in groups[:limit])
+        shown.append(columns("rows", "code", "message", "ids", rows=lines))
     else:
         shown.append(f"{record.id}: no row has failed")
-    document = {"id": record.id, "num_failed": counts.num_failed, "errors": rows}
+    document = {
+        "id": record.id,
+        "num_failed": counts.num_failed,
+        "errors": rows[:limit],
+        "causes": groups[:limit],
+    }
     answer(document, *shown, as_json=as_json)
-    if counts.num_failed > len(rows) and not as_json:
-        note(f"{counts.num_failed - len(rows):,} more; --limit shows them")
+    if len(groups) > limit and not as_json:
+        note(f"{len(groups) - limit:,} more causes; --limit shows them")
 
 
-@contextmanager
-def stored_job(job: str, home: Home) -> Iterator[tuple[Store, JobRecord]]:
-    """A job as it stands in the store, beside a daemon or without one."""
-    if not home.has_store:
-        raise UnknownJobError(f"{job}: no such job; {home.path} holds no jobs yet")
-    with closing(open_store(home.store_location)) as store:
-        yield store, job_records.get(store, job)
+MOST_GROUPED = 100_000
+MOST_IDS = 5
+_PARTICULAR = re.compile(r"""'[^']*'|"[^"]*"|[0-9][0-9,.]*""")
+"""What differs between rows that failed alike: what is quoted, and numbers."""
+
+
+def _grouped(rows: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+    """Rows that failed alike, the most first: how many, the first's error, some of their ids."""
+    alike: dict[tuple[object, str], tuple[object, list[object]]] = {}
+    for row in rows:
+        cause = row["code"], _PARTICULAR.sub("...", str(row["message"]))
+        alike.setdefault(cause, (row["message"], []))[1].append(row["id"])
+    return [
+        {
+            "num_rows": len(ids),
+            "code": code,
+            "message": first,
+            "ids": ", ".join(map(str, ids[:MOST_IDS])) + (", ..." if len(ids) > MOST_IDS else ""),
+        }
+        for (code, _), (first, ids) in sorted(alike.items(), key=lambda item: -len(item[1][1]))
+    ]
+
+
+def _ids_of(record: JobRecord, rows: Sequence[int], home: Home) -> Sequence[str]:
+    """The ids of rows; their numbers where the input cannot be read any more."""
+    spec = JobSpec.model_validate_json(record.spec)
+    try:
+        data = open_submitted(record, spec, links=home.inputs)
+    except DataError:
+        return [str(row) for row in rows]
+    with data:
+        columns = [] if data.id_column is None else [data.id_column]
+        read = data.read_rows(rows, columns)
+        return [data.row_id(values, row) for values, row in zip(read, rows, strict=True)]
 
 
 def _checked_output(output: str, record: JobRecord) -> str:
@@ -153,7 +192,8 @@ def _check_finished(store: Store, record: JobRecord, *, is_copy: bool) -> None:
     if record.state in {JobState.COMPLETED, JobState.CANCELLED, JobState.EXPIRED}:
         return
     num_done = result_records.count(store, record.seq).num_done
-    if is_copy and num_done == record.num_rows:
+    is_failed = record.state is JobState.FAILED
+    if (is_copy or is_failed) and num_done == record.num_rows:
         return
     why, then = "", "`batchrun status --watch` shows the others coming"
     if record.state is JobState.PAUSED:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from typing import Annotated, Any
 
 import typer
@@ -12,10 +11,12 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from batchrun.cli.client import DaemonClient
 from batchrun.cli.console import HomeOption, JsonOption, answer, figure, named_lines, out
-from batchrun.errors import DaemonUnavailableError, UnknownJobError
+from batchrun.control.following import num_done
+from batchrun.control.submitting import view_jobs
+from batchrun.errors import UnknownJobError
 from batchrun.home import Home
+from batchrun.types import JobState
 
 
 def _telemetry_lines(seen: dict[str, Any]) -> dict[str, str]:
@@ -38,9 +39,15 @@ def _telemetry_lines(seen: dict[str, Any]) -> dict[str, str]:
         "KV blocks": _kv(seen["kv"]),
         "steps": f"{step['num_steps']:,}; predicted time "
         f"{figure(step['predicted_over_measured'], shares)} of measured",
-        "in force": f"policy {seen['policy']}, {seen['token_budget']:,} tokens a step, "
+        "in force": f"policy {seen['policy']}, order {seen['online_queue']}, "
+        f"{seen['token_budget']:,} tokens a step, "
         f"offline work {'on' if seen['is_offline_on'] else 'off'}",
     }
+    if slo.get("num_overdue"):
+        lines["overload"] = (
+            f"{slo['num_overdue']:,} of {online['num_waiting']:,} waiting calls are past their "
+            "bound: there are more than this engine can serve in time"
+        )
     faults = {
         "malformed hints": seen["num_malformed_hints"],
         "failed plans": seen["num_policy_errors"],
@@ -98,42 +105,34 @@ def _kv(kv: dict[str, Any]) -> str:
 
 
 WATCH_INTERVAL_S = 1.0
+MOST_ENDED = 20
 
 
 def status(
     job: Annotated[str | None, typer.Argument(help="Show this job alone, in detail.")] = None,
     *,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until Ctrl-C.")] = False,
+    is_all: Annotated[
+        bool, typer.Option("--all", help=f"Show more than {MOST_ENDED} jobs that have ended.")
+    ] = False,
     home: HomeOption,
     as_json: JsonOption = False,
 ) -> None:
-    """Show engines and jobs."""
+    """Show engines and jobs: those that have not ended first, the newest before older ones."""
+    most = None if is_all else MOST_ENDED
     if as_json or not watch:
         picture = _picture(home, job)
-        answer(picture, _render(picture, job), as_json=as_json)
+        answer(picture, _render(picture, job, most), as_json=as_json)
         return
     with Live(console=out, refresh_per_second=4) as live:
         while True:
-            live.update(_render(_picture(home, job), job))
+            live.update(_render(_picture(home, job), job, most))
             time.sleep(WATCH_INTERVAL_S)
 
 
 def _picture(home: Home, job: str | None) -> dict[str, Any]:
     """The daemon's snapshot, or what the store alone can tell."""
-    try:
-        picture = DaemonClient(home).get("/status")
-    except DaemonUnavailableError:
-        picture = {"gateway": None, "offline": None, "stalled": None, "engines": [], "jobs": []}
-        if home.has_store:
-            from batchrun.daemon.view import view_job
-            from batchrun.store import jobs, results
-            from batchrun.store.database import open_store
-
-            with closing(open_store(home.store_location)) as store:
-                picture["jobs"] = [
-                    view_job(record, results.count(store, record.seq))
-                    for record in jobs.list_jobs(store)
-                ]
+    picture = view_jobs(home)
     if job is not None:
         wanted = [v for v in picture["jobs"] if v["id"].startswith(job) or v["name"] == job]
         if not wanted:
@@ -142,7 +141,7 @@ def _picture(home: Home, job: str | None) -> dict[str, Any]:
     return picture
 
 
-def _render(picture: dict[str, Any], job: str | None) -> RenderableType:
+def _render(picture: dict[str, Any], job: str | None, most_ended: int | None) -> RenderableType:
     switch = "on" if picture["offline"] else "off"
     parts: list[RenderableType] = [
         "no daemon runs; start one with `batchrun up -d`"
@@ -154,11 +153,15 @@ def _render(picture: dict[str, Any], job: str | None) -> RenderableType:
     for engine in picture["engines"]:
         busy = f", {engine['in_flight']} offline rows in flight" if engine["in_flight"] else ""
         stage = "" if engine["stage"] == engine["state"] else f" ({engine['stage']})"
-        parts.append(f"engine {engine['name']} {engine['url']}: {engine['state']}{stage}{busy}")
+        parts.append(
+            f"engine {engine['name']} {engine['url']}: {engine['state']}{stage}{busy}"
+            + describe_progress(engine)
+        )
     if job is not None:
-        parts += [named_lines(_details(view)) for view in picture["jobs"]]
+        waits = picture["gateway"] is None
+        parts += [named_lines(_details(view, waits=waits)) for view in picture["jobs"]]
     elif picture["jobs"]:
-        parts.append(_job_table(picture["jobs"]))
+        parts += _job_list(picture, most_ended)
     else:
         parts.append("no jobs yet; add one with `batchrun submit FILE`")
     for engine in picture["engines"]:
@@ -168,21 +171,51 @@ def _render(picture: dict[str, Any], job: str | None) -> RenderableType:
     return Group(*parts)
 
 
-def _job_table(views: list[dict[str, Any]]) -> Table:
+SHOWN_STALL_S = 5.0
+
+
+def describe_progress(engine: dict[str, Any]) -> str:
+    """What holds an engine up now, and how often it hung; nothing where all is well."""
+    parts = []
+    if engine["stalled_s"] >= SHOWN_STALL_S:
+        parts.append(f", no progress for {engine['stalled_s']:.0f} s")
+    if engine["num_hangs"]:
+        parts.append(f"; it has hung so often since the daemon's start: {engine['num_hangs']}")
+    return "".join(parts)
+
+
+def _job_list(picture: dict[str, Any], most_ended: int | None) -> Iterator[RenderableType]:
+    """The table, why jobs stand still or failed, and how many are left out."""
+    newest = picture["jobs"][::-1]
+    is_ended = [JobState(view["state"]).is_terminal for view in newest]
+    active = [view for view, ended in zip(newest, is_ended, strict=True) if not ended]
+    ended = [view for view, ended in zip(newest, is_ended, strict=True) if ended]
+    shown = active + ended[:most_ended]
+    waits = picture["gateway"] is None
+    yield _job_table(shown, waits=waits)
+    for view in shown:
+        if view["reason"] and view["state"] in {JobState.PAUSED, JobState.FAILED}:
+            yield f"{view['id']} {view['state']}: {view['reason']}"
+    if len(shown) < len(newest):
+        yield f"{len(newest) - len(shown):,} more that have ended; --all shows them"
+
+
+def _job_table(views: list[dict[str, Any]], *, waits: bool) -> Table:
     table = Table(box=None, header_style="bold")
     table.add_column("job", min_width=14)
     table.add_column("name", overflow="fold")
     table.add_column("state", min_width=10)
-    for heading in ("done", "failed", "rows", "rows/s", "ETA", "hit rate"):
+    for heading in ("done", "failed", "rows", "%", "rows/s", "ETA", "hit rate"):
         table.add_column(heading, justify="right")
     for view in views:
         table.add_row(
             view["id"],
             view["name"],
-            _state(view),
+            _state(view, waits=waits),
             f"{view['num_completed']:,}",
             f"{view['num_failed']:,}",
             f"{view['num_rows']:,}",
+            f"{num_done(view) / view['num_rows']:.0%}" if view["num_rows"] else "-",
             f"{view['rows_per_s']:.1f}" if view["rows_per_s"] else "-",
             _eta(view),
             figure(view["hit_rate"], "{:.0%}"),
@@ -190,19 +223,22 @@ def _job_table(views: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _state(view: dict[str, Any]) -> str:
+def _state(view: dict[str, Any], *, waits: bool) -> str:
+    if waits and view["state"] in {JobState.VALIDATING, JobState.RUNNING}:
+        return "waiting for a daemon"
     state = str(view["stage"] or view["state"])
     return f"{state}, late" if view["is_deadline_kept"] is False else state
 
 
-def _details(view: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _details(view: dict[str, Any], *, waits: bool) -> Iterator[tuple[str, str]]:
     error = view["estimate_error"]
     lines = {
         "job": f"{view['id']}  {view['name']}",
-        "state": view["stage"] or view["state"],
+        "state": _state(view, waits=waits),
         "reason": view["reason"],
         "rows": f"{view['num_completed']:,} done, {view['num_failed']:,} failed, "
         f"{view['num_in_flight']:,} in flight, {view['num_rows']:,} in all",
+        "cut off": f"{view['num_cut']:,} answers at max_tokens" if view["num_cut"] else None,
         "speed": f"{view['rows_per_s']:.1f} rows/s, {view['computed_tokens_per_s']:,.0f} computed "
         f"and {view['served_tokens_per_s']:,.0f} served tokens/s",
         "ETA": _eta(view),

@@ -23,6 +23,7 @@ from batchrun.daemon.job import ActiveJob
 from batchrun.daemon.opening import Opener
 from batchrun.daemon.writer import (
     RETRY_INTERVAL_S,
+    BatchCreator,
     Entry,
     ResultWriter,
     Stage,
@@ -33,10 +34,11 @@ from batchrun.daemon.writer import (
 from batchrun.errors import BatchrunError, StateError, StoreError
 from batchrun.jobs.objects import in_thread
 from batchrun.jobs.results.file_bytes import FileBytes
+from batchrun.jobs.spec import JobSpec
 from batchrun.jobs.submit import pin_again
 from batchrun.media.fetching import ImageFetcher
-from batchrun.store import batches, jobs
-from batchrun.store.batches import BatchRecord, NewBatch
+from batchrun.store import jobs
+from batchrun.store.batches import BatchRecord, NewBatch, WantedBatch
 from batchrun.store.database import Store
 from batchrun.store.jobs import JobRecord, NewJob
 from batchrun.types import JobState
@@ -80,11 +82,13 @@ class Daemon:
     _sit_out_until_s: float = math.inf
     _opening: dict[int, JobRecord] = field(default_factory=dict)
     _left_over: Sequence[JobRecord] = field(init=False)
+    _creator: BatchCreator = field(init=False)
     _tasks: TaskSet = field(init=False)
 
     def __post_init__(self) -> None:
         self._tasks = TaskSet(self._on_bug)
         self.writer = ResultWriter(self.store, self._on_committed)
+        self._creator = BatchCreator(self.store)
         self.opener = Opener(
             self.store, self.slots, self.links, self.model_folder, self.files, self.python
         )
@@ -95,7 +99,7 @@ class Daemon:
         self.dispatcher = Dispatcher(
             self.store, self.writer, self.slots, epoch, self._pause_soon, self.images
         )
-        links = {s.engine.name: (s.link, s.hint_nonce or "") for s in self.slots if s.link}
+        links = {s.engine.name: (s.link, s.orders_nonce) for s in self.slots if s.link}
         self.steering = Steering(links, epoch, self.dispatcher.jobs.keys)
         is_on = bool(jobs.read_setting(self.store, SWITCH_SETTING, True))
         self.dispatcher.is_offline_on = self.steering.is_offline_on = is_on
@@ -105,11 +109,14 @@ class Daemon:
         """Take up every job that an earlier daemon left, and work until cancelled; then stop.
 
         A clean stop gives the rows in flight back and commits what has come in, within 10 s.
+        Raises what a task of the daemon's own raised: nothing goes on without it.
         """
         self._tasks.spawn(self.writer.run())
         self._tasks.spawn(self.dispatcher.run())
         self._tasks.spawn(self.dispatcher.watch_engines())
         self._tasks.spawn(self.steering.run())
+        for slot in self.slots:
+            self._tasks.spawn(slot.watch_progress(lambda: self.dispatcher.is_offline_on))
         self._tasks.spawn(remove_old_results(self.store, self.links, age_s=self.retention_s))
         self._tasks.spawn(remove_expired_files(self.store, self.files))
         for record in self._left_over:
@@ -120,20 +127,24 @@ class Daemon:
                 await self._take_back_rows()
                 for outlook in self.dispatcher.assigner.turns.take_news():
                     log.warning("%s %s", outlook.job_id, outlook)
-                await asyncio.sleep(DEADLINE_CHECK_S)
+                await asyncio.wait([self._tasks.failure], timeout=DEADLINE_CHECK_S)
+                if self._tasks.failure.done():
+                    self._tasks.failure.result()
         finally:
             await self._stop()
 
     async def submit(self, job: NewJob) -> JobRecord:
-        """Add a job; when this returns, the job survives any crash."""
+        """Add a job; when this returns, the job survives any crash. Raises InputError for a model
+        that no engine serves."""
+        self.dispatcher.check_model(JobSpec.model_validate_json(job.spec).model)
         record = await asyncio.to_thread(jobs.create, self.store, job, now_s=time.time())
+        log.info("%s: submitted, %s, %d rows", record.id, record.name, record.num_rows)
         self._take_up(record)
         return record
 
     async def submit_batch(self, batch: NewBatch, job: NewJob, max_open: int | None) -> BatchRecord:
         """Add a batch of OpenAI's API, or find the one that its idempotency key stands for."""
-        add = partial(batches.create, now_s=time.time(), max_open=max_open)
-        created = await asyncio.to_thread(add, self.store, batch, job)
+        created = await self._creator.create(WantedBatch(batch, job, max_open))
         if created.job.id == job.id:
             self._take_up(created.job)
         return created
@@ -260,6 +271,7 @@ class Daemon:
         except StoreError as error:
             log.error("the store cannot be read: %s", error)
             return
+        self.dispatcher.forget_rows({record.id for record in records})
         for record in records:
             is_overdue = record.expires_at is not None and record.expires_at <= time.time()
             if is_overdue and self.end.may_try(record.seq):
@@ -267,6 +279,7 @@ class Daemon:
 
     def _on_committed(self, batch: Sequence[Entry]) -> None:
         now_s = time.monotonic()
+        self.dispatcher.committed([(outcome.job_id, outcome.row) for _, outcome in batch])
         for seq, outcome in batch:
             job = self.active.get(seq)
             if job is None:
@@ -277,7 +290,9 @@ class Daemon:
 
     def _finish_if_done(self, job: ActiveJob) -> None:
         if job.queue.is_finished:
-            self._tasks.spawn(self._finish(job.record, JobState.COMPLETED), job.record.id)
+            is_lost = not job.counts.num_completed and not job.record.is_batch
+            ends_as = JobState.FAILED if is_lost else JobState.COMPLETED
+            self._tasks.spawn(self._finish(job.record, ends_as), job.record.id)
 
     def _pause_soon(self, job: ActiveJob, reason: str) -> None:
         """Let no more rows go at once, and pause the job as soon as the store takes it."""
@@ -323,7 +338,7 @@ class Daemon:
             log.info("%s: %s", job.record.id, job.accuracy())
 
     async def _stop(self) -> None:
-        self.dispatcher.is_offline_on = False
+        self.dispatcher.leave()
         for job in list(self.active.values()):
             await self.dispatcher.remove(job)
         try:

@@ -7,22 +7,31 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from batchrun.daemon.dispatch import Assigner, Assignment
+from batchrun.daemon.dispatch import Assigner
 from batchrun.daemon.engine_link import Slot
-from batchrun.daemon.faults import FIRST_DELAY_S, MAX_SOLO_DEATHS, retry_delay_s
+from batchrun.daemon.faults import (
+    DOUBT_WAIT_S,
+    FIRST_DELAY_S,
+    MAX_SOLO_DEATHS,
+    Verdict,
+    checked_answer,
+    retry_delay_s,
+)
+from batchrun.daemon.in_flight import Assignment
 from batchrun.daemon.job import ActiveJob
 from batchrun.daemon.writer import ResultWriter
-from batchrun.errors import BatchrunError, EngineError, StoreError
+from batchrun.errors import BatchrunError, EngineError, InputError, StoreError
 from batchrun.hints import RowHint, SharedPrefixes, put_hint
 from batchrun.media.fetching import ImageFetcher, ImageUnreachableError
 from batchrun.media.images import IMAGE_CODE, ImageError
 from batchrun.store import results
 from batchrun.store.database import Store
-from batchrun.types import EnginePhase, Outcome, OutcomeKind, Request, RowError
+from batchrun.types import DEFAULT_MODEL, EnginePhase, Outcome, OutcomeKind, Request, RowError
+from batchrun.wire import RowKey
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +41,10 @@ POLL_INTERVAL_S = 0.25
 GATHER_S = 0.01
 """Rows that end within this time are replaced together: reading a row costs a switch of threads."""
 OFFLINE_PRIORITY = 1
-DEFAULT_MODEL = "default"
+MEET_S = 10.0
+"""Agents that do not answer for so long at first are not waited for."""
+MODELS_S = 10.0
+"""Engines are asked for their models so often: adapters come and go."""
 RETRY_SHARE = 0.5
 """A row never waits for longer than this part of the time until its job's deadline."""
 URGENT_LEAD = 1 << 20
@@ -113,9 +125,11 @@ class Dispatcher:
 
     async def run(self) -> None:
         """Dispatch for ever; cancel to end."""
+        await self._meet_agents()
         while True:
             self._wake.clear()
             now_s = time.monotonic()
+            self._adopt_rows(now_s)
             assignments, again_at_s = self._assign(now_s)
             if assignments:
                 await self._send(assignments)
@@ -126,23 +140,107 @@ class Dispatcher:
                     await self._wake.wait()
                     await asyncio.sleep(GATHER_S)
 
+    async def _meet_agents(self) -> None:
+        """Hear from the agents what they have, so that none of it is sent again."""
+        agents = [slot.agent for slot in self.slots if slot.agent is not None]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(MEET_S):
+                for agent in agents:
+                    await agent.has_met.wait()
+
+    def _adopt_rows(self, now_s: float) -> None:
+        """Take over rows of running jobs that agents have from before."""
+        for engine, slot in enumerate(self.slots):
+            if slot.agent is None:
+                continue
+            for job_id in slot.agent.inherited.keys() & self.jobs.keys():
+                for row in list(slot.agent.inherited[job_id]):
+                    self._adopt_row(self.jobs[job_id], row, engine, now_s)
+
+    def _adopt_row(self, job: ActiveJob, row: int, engine: int, now_s: float) -> None:
+        agent = self.slots[engine].agent
+        assert agent is not None
+        assignment = self.assigner.adopt(job, row, engine, now_s)
+        if assignment is None:
+            agent.forget([(job.id, row)])
+            return
+        outcome = agent.claim((job.id, row))
+        task = self._await(assignment, self._fetch(assignment, outcome))
+        # A task that is cancelled before its first step takes the row back too.
+        task.add_done_callback(lambda _: outcome.cancel())
+
+    async def _fetch(self, assignment: SentRow, outcome: asyncio.Future[Outcome]) -> None:
+        try:
+            await self._settle(assignment, await outcome)
+        except EngineError as error:
+            self._lose(assignment, error)
+
+    def forget_rows(self, open_jobs: Collection[str]) -> None:
+        """Agents need not keep rows of jobs that are not open any more."""
+        for slot in self.slots:
+            if slot.agent is not None:
+                for job_id in slot.agent.inherited.keys() - open_jobs:
+                    rows = slot.agent.inherited[job_id]
+                    slot.agent.forget([(job_id, row) for row in rows])
+
+    def committed(self, keys: Collection[RowKey]) -> None:
+        """Results of these rows are durable."""
+        for slot in self.slots:
+            if slot.agent is not None:
+                slot.agent.committed(keys)
+
+    def leave(self) -> None:
+        """The daemon ends: agents go on with the rows that they have."""
+        self.is_offline_on = False
+        for slot in self.slots:
+            if slot.agent is not None:
+                slot.agent.leave()
+
     async def watch_engines(self) -> None:
-        """Send rows again to engines that were down and answer now, and ask new ones for what
-        their KV holds; cancel to end."""
+        """Send rows again to engines that were down and answer now, and ask engines what their KV
+        holds and which models they serve; cancel to end."""
         asked: set[str] = set()
+        ask_at_s: dict[str, float] = {}
         while True:
             await asyncio.sleep(POLL_INTERVAL_S)
             for slot in self.slots:
+                name, now_s = slot.engine.name, time.monotonic()
                 if slot.engine.state is not EnginePhase.READY:
+                    ask_at_s.pop(name, None)
                     continue
                 if slot.is_down:
                     if await slot.engine.client.is_healthy():
                         slot.came_back()
                         self.wake()
-                elif slot.engine.name not in asked:
-                    asked.add(slot.engine.name)
+                elif name not in asked:
+                    asked.add(name)
                     with suppress(EngineError):
                         slot.kv = await slot.engine.client.kv_config()
+                if now_s >= ask_at_s.get(name, 0.0):
+                    ask_at_s[name] = now_s + MODELS_S
+                    await self._ask_for_models(slot)
+
+    async def _ask_for_models(self, slot: Slot) -> None:
+        """What the engine serves; what is known stays while it does not tell."""
+        try:
+            models = await slot.engine.client.models()
+        except EngineError:
+            models = slot.models or ()
+        if models != slot.models:
+            slot.models = models
+            default = next((each.models[0] for each in self.slots if each.models), None)
+            for each in self.slots:
+                each.default_model = default
+            self.wake()
+
+    def check_model(self, model: str) -> None:
+        """Raises InputError when every engine has told its models, and this is none of them."""
+        known = [slot.models for slot in self.slots]
+        if model == DEFAULT_MODEL or not all(known):
+            return
+        names = sorted({name for models in known for name in models or ()})
+        if model not in names:
+            raise InputError(f"model: no engine serves {model!r}; they serve {', '.join(names)}")
 
     async def remove(self, job: ActiveJob) -> None:
         """Let no more of a job's rows go, abort what is in flight, and close its input."""
@@ -203,16 +301,25 @@ class Dispatcher:
             self._release(assignment)
             self._conclude(assignment, failed)
             return
-        task = asyncio.create_task(self._execute(assignment, body))
-        job.tasks[row] = task
+        self._await(assignment, self._execute(assignment, body))
+
+    def _await(self, assignment: SentRow, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """See a row that is in flight to its end, in a task of its job."""
+        task = asyncio.create_task(work)
+        assignment.job.tasks[assignment.row] = task
         task.add_done_callback(lambda task: self._ended(assignment, task))
+        return task
 
     async def _execute(self, assignment: SentRow, body: dict[str, object]) -> None:
         job, row, slot = assignment.job, assignment.row, assignment.slot
         attempt = job.attempts.get(row, 0) + 1
         try:
             if body.get("model") == DEFAULT_MODEL:
-                body["model"] = await self._default_model(slot)
+                if slot.default_model is None:
+                    await self._ask_for_models(slot)
+                if slot.default_model is None:
+                    raise EngineError(f"{slot.engine.client.base_url} serves no model")
+                body["model"] = slot.default_model
             body = await self.images.filled(body)
             body.pop("priority", None)
             if slot.uses_priority:
@@ -224,7 +331,11 @@ class Dispatcher:
                     put_hint(body, hint, slot.hint_nonce)
             request = Request(job.record.id, row, attempt, self.epoch, job.spec.endpoint, body)
             timeout_s = job.spec.row_timeout
-            outcome = await slot.engine.client.execute(request, timeout_s=timeout_s)
+            outcome = await slot.engine.client.execute(
+                request, timeout_s=timeout_s, room=self.writer.room
+            )
+            if not job.record.is_batch:
+                outcome = checked_answer(job.spec.endpoint, body, outcome)
             await self._settle(assignment, outcome)
         except ImageError as problem:
             error = RowError(IMAGE_CODE, str(problem))
@@ -232,22 +343,28 @@ class Dispatcher:
             kind = OutcomeKind.RETRY if is_passing else OutcomeKind.ROW_ERROR
             await self._settle(assignment, Outcome(job.id, row, attempt, kind, error=error))
         except EngineError as error:
-            slot.is_down = True
+            self._lose(assignment, error)
+
+    def _lose(self, assignment: SentRow, error: EngineError) -> None:
+        """The row's engine is not there: it gets nothing until it answers again."""
+        slot = assignment.slot
+        if not slot.is_down:
             log.warning("engine %s: %s", slot.engine.name, error)
-            self._give_back(assignment)
+        slot.is_down = True
+        self._give_back(assignment)
 
     async def _settle(self, assignment: SentRow, outcome: Outcome) -> None:
         """Decide what an outcome means for its row."""
         job, slot = assignment.job, assignment.slot
         if outcome.kind in {OutcomeKind.OK, OutcomeKind.ROW_ERROR}:
             slot.pressure.taken(slot.window.max_waiting)
+            if outcome.kind is OutcomeKind.OK:
+                job.doubts.succeeded()
             job.refusals.forget(outcome.row)
             job.compare_cached(outcome.row, outcome.usage, slot.block_tokens)
             self._conclude(assignment, outcome)
         elif outcome.kind is OutcomeKind.JOB_ERROR:
-            self._give_back(assignment)
-            assert outcome.error is not None
-            self.pause_job(job, f"every row would fail: {outcome.error.message}")
+            self._doubt(assignment, outcome)
         elif slot.is_down or not await slot.engine.client.is_healthy():
             slot.is_down = True
             await self._blame(assignment, outcome)
@@ -255,6 +372,18 @@ class Dispatcher:
             self._wait(assignment, outcome)
         else:
             await self._retry(assignment, outcome)
+
+    def _doubt(self, assignment: SentRow, outcome: Outcome) -> None:
+        """Every row might fail so, or this one alone."""
+        job, error = assignment.job, outcome.error
+        assert error is not None
+        verdict = job.doubts.judge(outcome.row, error, job.queue.num_open)
+        if verdict is Verdict.ROW:
+            self._conclude(assignment, replace(outcome, kind=OutcomeKind.ROW_ERROR))
+            return
+        self._give_back(assignment, ready_at_s=time.monotonic() + DOUBT_WAIT_S)
+        if verdict is Verdict.JOB:
+            self.pause_job(job, f"every row would fail: {error.message}")
 
     def _wait(self, assignment: SentRow, outcome: Outcome) -> None:
         """The engine takes no more now. The row's retries are kept for what fails; it goes again
@@ -335,14 +464,6 @@ class Dispatcher:
     def _release(self, assignment: SentRow) -> None:
         assignment.slot.release(assignment)
         self.wake()
-
-    async def _default_model(self, slot: Slot) -> str:
-        if slot.default_model is None:
-            models = await slot.engine.client.models()
-            if not models:
-                raise EngineError(f"{slot.engine.client.base_url} serves no model")
-            slot.default_model = models[0]
-        return slot.default_model
 
 
 def seconds_left(expires_at: float | None) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -317,10 +318,25 @@ class JobEnd:
             self._retry_at_s[record.seq] = time.monotonic() + OUTPUT_RETRY_S
             await self.pause(record.id, reason)
             return
+        if record.ends_as is JobState.FAILED:
+            reason = await until_reached(_common_error, self.store, record)
+        finish: Callable[..., JobRecord] = partial(jobs.finish, now_s=time.time(), reason=reason)
         try:
-            await until_stored(jobs.finish, self.store, record.id, now_s=time.time(), reason=reason)
+            ended = await until_stored(finish, self.store, record.id)
         except StateError as error:
             log.info("%s", error)
+        else:
+            log.info("%s: %s, %s", ended.id, ended.state, ended.reason or output_path(ended))
+
+
+SAMPLE_ROWS = 1_000
+
+
+def _common_error(store: Store, record: JobRecord) -> str:
+    """Why a job whose rows all failed is of no use: the error that most of its first rows have."""
+    failed = results.read(store, record.seq, failed_only=True, limit=SAMPLE_ROWS)
+    messages = Counter(result.error.message for result in failed if result.error is not None)
+    return f"every row failed: {messages.most_common(1)[0][0]}"
 
 
 INTERVAL_S = 3600.0

@@ -8,33 +8,31 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import zmq
-import zmq.asyncio
 from msgspec import UNSET
 
 from batchrun.config import WindowConfig
-from batchrun.daemon.dispatch import Assignment, EngineSlot
 from batchrun.daemon.faults import accuse_rows
+from batchrun.daemon.in_flight import Assignment, EngineSlot
+from batchrun.engine.agent.remote import AgentClient, AgentEngine
 from batchrun.engine.client import KvConfig
-from batchrun.engine.engine import Engine
+from batchrun.engine.engine import AttachedEngine, ManagedEngine
+from batchrun.engine.progress import SILENCE, Look, step_bound_s
+from batchrun.engine.sockets import EngineWire
 from batchrun.errors import StateError
 from batchrun.pool.row_queue import Window
-from batchrun.types import EnginePhase
+from batchrun.types import DEFAULT_MODEL, EnginePhase
 from batchrun.wire import (
     MAX_JOBS,
-    MAX_MESSAGE_BYTES,
-    ORDERS_SUFFIX,
-    TELEMETRY_SUFFIX,
     Answer,
     Orders,
     RecordedCalls,
@@ -46,29 +44,31 @@ from batchrun.wire import (
 
 log = logging.getLogger(__name__)
 
+Engine = ManagedEngine | AttachedEngine | AgentEngine
+"""An engine as the daemon sees it, whoever starts it."""
+
 ANSWER_WAIT_S = 2.0
 HISTORY_S = 30.0
 HISTORY_STEP_S = 1.0
 STALE_S = 5.0
 """An engine that was not heard for so long shows nothing."""
-MAX_QUEUED = 16
 
 
 class EngineLink:
-    """One engine's sockets, at `path` with two endings; it may not be there, or come and go.
+    """What the scheduler of one engine says, and orders to it, over a `wire`.
 
-    Orders that nobody is there to take are lost: the next ones say everything again. Call `run` to
-    hear anything. `on_start` is called when an engine is heard for the first time.
+    The engine may not be there, or come and go. Orders that nobody is there to take are lost: the
+    next ones say everything again. Call `run` to hear anything. `on_start` is called when an engine
+    is heard for the first time.
     """
 
-    def __init__(self, path: Path, name: str) -> None:
+    def __init__(self, wire: EngineWire, name: str) -> None:
         self.name = name
-        self._path = path
+        self._wire = wire
         self._latest: tuple[float, Telemetry] | None = None
         self._history: deque[tuple[float, Telemetry]] = deque()
         self._answer: tuple[float, Answer] | None = None
         self._awaited: dict[int, asyncio.Future[Answer]] = {}
-        self._orders: zmq.asyncio.Socket | None = None
 
     @property
     def telemetry(self) -> Telemetry | None:
@@ -87,7 +87,27 @@ class EngineLink:
             policy=answer.policy,
             token_budget=answer.token_budget,
             is_offline_on=answer.is_offline_on,
+            online_queue=answer.online_queue,
         )
+
+    def look(self, *, has_rows: bool) -> Look | None:
+        """Whether the engine gets on; `has_rows`: it has rows of ours that are to run. None when it
+        was never heard.
+
+        Its scheduler puts a new `sent_at` into the telemetry when it looks at its work, and another
+        thread repeats that every second.
+        """
+        if self._latest is None:
+            return None
+        heard_s, newest = self._latest
+        mark = newest.start_id, newest.sent_at
+        if time.monotonic() - heard_s > STALE_S:
+            return Look(mark, has_work=True, bound_s=SILENCE.bound_s)
+        calls, rows = newest.online, newest.offline
+        num_due = calls.num_running + calls.num_waiting
+        num_due += rows.num_running + rows.num_waiting if has_rows else 0
+        bound_s = step_bound_s(newest.step.num_timed_steps, newest.step.measured_s)
+        return Look(mark, num_due > 0, bound_s)
 
     @property
     def history(self) -> tuple[float, Telemetry, Telemetry] | None:
@@ -99,61 +119,41 @@ class EngineLink:
 
     async def run(self, on_start: Callable[[], None]) -> None:
         """Listen until cancelled."""
-        with ExitStack() as exits:
-            # A unix socket's path has room for about 100 characters, a home may be longer.
-            folder_fd = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
-            exits.callback(os.close, folder_fd)
-            context = exits.enter_context(zmq.asyncio.Context())
-            base = f"ipc:///proc/self/fd/{folder_fd}/{self._path.name}"
-            orders = exits.enter_context(_socket(context, zmq.DEALER, base + ORDERS_SUFFIX))
-            telemetry = exits.enter_context(_socket(context, zmq.SUB, base + TELEMETRY_SUFFIX))
-            telemetry.subscribe(b"")
-            self._orders = orders
-            exits.callback(setattr, self, "_orders", None)
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._hear_answers(orders))
-                group.create_task(self._hear_telemetry(telemetry, on_start))
+        await self._wire.run(partial(self._hear_telemetry, on_start), self._hear_answer)
 
     async def order(self, orders: Orders) -> Answer | None:
         """Send orders; returns the engine's answer, None when there is none in `ANSWER_WAIT_S`."""
         answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._awaited[orders.number] = answered
         try:
-            if self._orders is None:
+            if not await self._wire.send(encode(orders)):
                 return None
-            await self._orders.send(encode(orders), zmq.NOBLOCK)
             async with asyncio.timeout(ANSWER_WAIT_S):
                 answer = await answered
-        except (zmq.ZMQError, TimeoutError):
+        except TimeoutError:
             return None
         finally:
             del self._awaited[orders.number]
         self._answer = (time.time(), answer)
         return answer
 
-    async def _hear_answers(self, socket: zmq.asyncio.Socket) -> None:
-        while True:
-            message = await socket.recv()
-            with suppress(ValueError):
-                answer = read_message(message, Answer)
-                answered = self._awaited.get(answer.number)
-                if answered is not None and not answered.done():
-                    answered.set_result(answer)
+    def _hear_answer(self, message: bytes) -> None:
+        with suppress(ValueError):
+            answer = read_message(message, Answer)
+            answered = self._awaited.get(answer.number)
+            if answered is not None and not answered.done():
+                answered.set_result(answer)
 
-    async def _hear_telemetry(
-        self, socket: zmq.asyncio.Socket, on_start: Callable[[], None]
-    ) -> None:
-        while True:
-            message = await socket.recv()
-            try:
-                telemetry = read_message(message, Telemetry)
-            except ValueError as error:
-                log.warning("engine %s sent telemetry that cannot be read: %s", self.name, error)
-                continue
-            is_new = self._latest is None or self._latest[1].start_id != telemetry.start_id
-            self._remember(time.monotonic(), telemetry, is_new=is_new)
-            if is_new:
-                on_start()
+    def _hear_telemetry(self, on_start: Callable[[], None], message: bytes) -> None:
+        try:
+            telemetry = read_message(message, Telemetry)
+        except ValueError as error:
+            log.warning("engine %s sent telemetry that cannot be read: %s", self.name, error)
+            return
+        is_new = self._latest is None or self._latest[1].start_id != telemetry.start_id
+        self._remember(time.monotonic(), telemetry, is_new=is_new)
+        if is_new:
+            on_start()
 
     def _remember(self, now_s: float, telemetry: Telemetry, *, is_new: bool) -> None:
         self._latest = (now_s, telemetry)
@@ -165,18 +165,6 @@ class EngineLink:
             history.append(self._latest)
         while history[0][0] < now_s - HISTORY_S:
             history.popleft()
-
-
-def _socket(context: zmq.asyncio.Context, kind: int, address: str) -> zmq.asyncio.Socket:
-    socket = context.socket(kind)
-    socket.linger = 0
-    socket.sndhwm = socket.rcvhwm = MAX_QUEUED
-    socket.maxmsgsize = MAX_MESSAGE_BYTES
-    # Without a peer nothing is queued, so that no engine ever gets orders of long ago.
-    socket.immediate = 1
-    socket.reconnect_ivl_max = 1_000
-    socket.connect(address)
-    return socket
 
 
 RENEW_S = 10.0
@@ -191,10 +179,11 @@ FORGET_S = 60.0
 
 @dataclass(slots=True)
 class Steering:
-    """Orders for all engines that listen: policy, budget, switch, and the leases of jobs.
+    """Orders for all engines that listen: policy, budget, queue, switch, and the leases of jobs.
 
     `links` by engine name, with the secret that its engine believes. `running_jobs` names the
-    jobs whose hints count. `policy` and `token_budget` None: as each engine was started.
+    jobs whose hints count. `policy`, `token_budget` and `online_queue` None: as each engine was
+    started.
     """
 
     links: Mapping[str, tuple[EngineLink, str]]
@@ -203,6 +192,7 @@ class Steering:
     is_offline_on: bool = True
     policy: str | None = None
     token_budget: int | None = None
+    online_queue: str | None = None
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _ended_at_s: dict[str, float] = field(default_factory=dict)
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -221,20 +211,20 @@ class Steering:
         self._wake.set()
 
     async def change(
-        self, policy: str | None, token_budget: int | None
+        self, policy: str | None, token_budget: int | None, online_queue: str | None = None
     ) -> dict[str, Answer | None]:
-        """Give all engines another policy and budget; returns the answers by engine.
+        """Give all engines another policy, budget and queue; returns the answers by engine.
 
         They stay until the daemon ends; an engine that does not listen now (None) gets them when
         it does. Raises StateError, and changes nothing, when one refuses or none listens.
         """
         self._check_links()
-        before = self.policy, self.token_budget
-        self.policy, self.token_budget = policy, token_budget
+        before = self.policy, self.token_budget, self.online_queue
+        self.policy, self.token_budget, self.online_queue = policy, token_budget, online_queue
         answers = await self.order_all()
         refusal = _refusal(answers)
         if refusal is not None:
-            self.policy, self.token_budget = before
+            self.policy, self.token_budget, self.online_queue = before
             await self.order_all()
             raise StateError(refusal)
         return answers
@@ -309,6 +299,7 @@ class Steering:
             forget=tuple(ended[-MAX_JOBS:]),
             is_recording=time.monotonic() < self._recording_until_s,
             calls_from=calls_from,
+            online_queue=self.online_queue,
         )
 
 
@@ -320,6 +311,7 @@ def _refusal(answers: Mapping[str, Answer | None]) -> str | None:
     return None if any(answers.values()) else "no engine listens; `batchrun status` says why"
 
 
+LOOK_S = 1.0
 SCHEDULER_WINDOW = (256, 2_000_000)
 PLAIN_WINDOW = (32, 400_000)
 """(rows, prompt tokens) where batchrun.yaml says nothing."""
@@ -331,18 +323,34 @@ class Slot(EngineSlot):
 
     `hint_nonce`, `link` and `last_steps` are set where batchrun's scheduler runs inside it: rows
     then carry hints, the engine can be watched and steered, and a dead one leaves a file that says
-    what it ran. `kv` is None until the engine has answered. `accused` are the rows that it may have
-    died of, None until that was looked into.
+    what it ran. `kv` is None until the engine has answered; so are its `models` where there are
+    several engines. `accused` are the rows that it may have died of, None until that was looked
+    into.
     """
 
     engine: Engine
     uses_priority: bool
+    default_model: str | None = None
     hint_nonce: str | None = None
     link: EngineLink | None = None
     last_steps: Path | None = None
     kv: KvConfig | None = None
-    default_model: str | None = None
     accused: Sequence[Assignment[Any, Any]] | None = None
+
+    @property
+    def agent(self) -> AgentClient | None:
+        """The way to the engine's agent, where it has one."""
+        return self.engine.client if isinstance(self.engine, AgentEngine) else None
+
+    @property
+    def orders_nonce(self) -> str:
+        """What orders to its scheduler must carry, whether one was heard yet or not."""
+        return self.agent.hints_secret if self.agent is not None else self.hint_nonce or ""
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it ends what it has and takes nothing new."""
+        return isinstance(self.engine, AgentEngine) and self.engine.is_draining
 
     @property
     def is_usable(self) -> bool:
@@ -355,6 +363,16 @@ class Slot(EngineSlot):
     @property
     def runs_scheduler(self) -> bool:
         return self.hint_nonce is not None
+
+    def serves(self, model: str) -> bool:
+        """Whether the engine has this model; nothing until it was asked, all if it does not tell.
+
+        `default_model` is what rows without a model of their own get.
+        """
+        if self.models is None:
+            return False
+        asked = self.default_model if model == DEFAULT_MODEL else model
+        return not self.models or asked in self.models
 
     @property
     def block_tokens(self) -> int | None:
@@ -379,9 +397,25 @@ class Slot(EngineSlot):
     def _telemetry(self) -> Telemetry | None:
         return None if self.link is None else self.link.telemetry
 
+    async def watch_progress(self, is_offline_on: Callable[[], bool]) -> None:
+        """Keep the engine's `progress` true, until cancelled. Where its scheduler tells nothing,
+        its metrics do. While offline work is off, rows may sit in the engine without a step."""
+        while True:
+            if self.engine.state in {EnginePhase.READY, EnginePhase.UNREACHABLE}:
+                has_rows = bool(self.in_flight) and is_offline_on()
+                look = self.link.look(has_rows=has_rows) if self.link is not None else None
+                if look is None:
+                    look = await self.engine.client.look()
+                    if look is SILENCE:
+                        look = replace(look, has_work=has_rows)
+                self.engine.progress.see(look, time.monotonic())
+            await asyncio.sleep(LOOK_S)
+
     def accuse(self) -> Sequence[Assignment[Any, Any]]:
         """The engine died: find the rows that it may have died of, all of them suspects now."""
         last = frozenset() if self.last_steps is None else read_last_steps(self.last_steps)
+        if isinstance(self.engine, AgentEngine):
+            last = self.engine.last_steps
         trials = {key: assignment.trials for key, assignment in self.in_flight.items()}
         self.accused = [self.in_flight[key] for key in accuse_rows(trials, last)]
         return self.accused

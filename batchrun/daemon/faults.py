@@ -8,13 +8,20 @@ other row on their engine.
 
 from __future__ import annotations
 
+import json
 import math
 import random
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING
 
-from batchrun.types import Outcome, OutcomeKind
+from batchrun.jobs.results.output_file import response_text
+from batchrun.types import Outcome, OutcomeKind, RowError
 from batchrun.wire import RowKey
+
+if TYPE_CHECKING:
+    from batchrun.daemon.in_flight import Demand, EngineSlot
 
 SOLO = 1
 """The limit of a suspect that runs with no other row on its engine."""
@@ -76,6 +83,85 @@ def accuse_rows(
     return accused
 
 
+JSON_FORMATS = frozenset({"json_object", "json_schema"})
+_SHOWN_CHARS = 80
+
+
+def checked_answer(endpoint: str, body: Mapping[str, object], outcome: Outcome) -> Outcome:
+    """The outcome of a request; a row error where its answer was to be JSON and is not."""
+    wanted = body.get("response_format")
+    is_json = isinstance(wanted, Mapping) and wanted.get("type") in JSON_FORMATS
+    if outcome.body is None or not is_json:
+        return outcome
+    text = response_text(endpoint, outcome.body) or ""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        why = "is not JSON"
+        if outcome.finish_reason == "length":
+            num_tokens = outcome.usage.num_output_tokens
+            why = f"was cut off after {num_tokens:,} tokens, before its JSON ended"
+        error = RowError("invalid_json", f"the answer {why}: {text[:_SHOWN_CHARS]!r}", 200)
+        return replace(outcome, kind=OutcomeKind.ROW_ERROR, body=None, error=error)
+    return outcome
+
+
+COMPANY_WAIT_S = 300.0
+"""Suspects wait so long for a second engine; then they run on the only one."""
+
+
+@dataclass(slots=True)
+class TrialEngine:
+    """Chooses the engine that is set apart, and gives it back to all when no suspect is left."""
+
+    slots: Sequence[EngineSlot]
+    slot: EngineSlot | None = None
+    _alone_since_s: float | None = None
+
+    def set_apart(self, now_s: float, *, has_suspects: bool) -> bool:
+        """Choose, keep or give back the engine. Returns whether suspects wait for it; else they go
+        where all rows go."""
+        if not has_suspects:
+            self._alone_since_s = None
+        living = [slot for slot in self.slots if not slot.is_lost] if has_suspects else []
+        if len(living) < 2 or self._is_alone(now_s):
+            self._give_back()
+            return False
+        if self.slot is not None and self.slot.is_lost:
+            self._give_back()
+        usable = [slot for slot in living if slot.is_usable]
+        if self.slot is None and len(usable) >= 2:
+            self.slot = min(usable, key=lambda slot: slot.load.tokens_in_flight)
+            self.slot.is_set_apart = True
+        return True
+
+    @property
+    def number(self) -> int | None:
+        """The number of the engine that is set apart."""
+        return None if self.slot is None else self.slots.index(self.slot)
+
+    def find_room(self, demand: Demand, now_s: float) -> int | None:
+        """The engine that is set apart, if a suspect may go there now."""
+        slot = self.slot
+        if slot is None or not slot.is_usable or not slot.is_left_alone(now_s):
+            return None
+        return self.number if slot.has_room_for(demand, now_s) else None
+
+    def _is_alone(self, now_s: float) -> bool:
+        """Whether no second engine has answered for long."""
+        others = [slot for slot in self.slots if slot is not self.slot and slot.is_usable]
+        if len(others) >= (2 if self.slot is None else 1):
+            self._alone_since_s = None
+        elif self._alone_since_s is None:
+            self._alone_since_s = now_s
+        return self._alone_since_s is not None and now_s - self._alone_since_s > COMPANY_WAIT_S
+
+    def _give_back(self) -> None:
+        if self.slot is not None:
+            self.slot.is_set_apart, self.slot.apart_since_s = False, None
+            self.slot = None
+
+
 FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 60.0
 
@@ -96,22 +182,34 @@ MAX_REFUSALS_IN_ALL = 100
 """Or so often at all: with the longest waits between, an hour and a half."""
 
 
+PROBE_S = 5.0
+
+
 @dataclass(slots=True)
 class Backpressure:
     """How many rows one engine takes, by its own account: halved when it refuses one, and one more
     for each limit's worth that it takes (additive increase, multiplicative decrease).
 
-    Instants are monotonic. Without a refusal there is no limit.
+    Instants are monotonic. Without a refusal there is no limit. Rows in flight may never end, so
+    that one more goes every `PROBE_S` after a rest, whatever is in flight.
     """
 
     limit_rows: float = math.inf
     rests_until_s: float = -math.inf
     num_taken: int = 0
     _num_in_a_row: int = 0
+    _probe_at_s: float = -math.inf
 
     def allows(self, num_rows: int, now_s: float) -> bool:
         """Whether another row may go beside `num_rows` in flight."""
-        return now_s >= self.rests_until_s and num_rows < self.limit_rows
+        if now_s < self.rests_until_s:
+            return False
+        return num_rows < self.limit_rows or now_s >= self._probe_at_s
+
+    def sent(self, num_rows: int, now_s: float) -> None:
+        """A row goes beside `num_rows` in flight."""
+        if num_rows >= self.limit_rows:
+            self._probe_at_s = now_s + PROBE_S
 
     def refused(
         self, num_rows: int, retry_after_s: float | None, now_s: float, rng: random.Random
@@ -122,6 +220,7 @@ class Backpressure:
             self.limit_rows = max(min(self.limit_rows, num_rows) / 2, 1.0)
         delay_s = retry_delay_s(max(self._num_in_a_row, 1), retry_after_s, rng)
         self.rests_until_s = max(self.rests_until_s, now_s + delay_s)
+        self._probe_at_s = self.rests_until_s + PROBE_S
 
     def taken(self, max_rows: int) -> None:
         """The engine answered a row; a limit above `max_rows` is none."""
@@ -154,6 +253,53 @@ class Refusals:
 
 
 IDENTICAL_ERRORS_LIMIT = 20
+NUM_ALIKE = 3
+"""So many rows that fail alike, before any succeeds, speak for all others."""
+MAX_DOUBTS = 3
+DOUBT_WAIT_S = 1.0
+"""A row whose fault may be its job's goes again after so long, so often."""
+
+
+class Verdict(StrEnum):
+    """What an error means that every row of a job might get, such as a 404."""
+
+    ROW = "row"
+    JOB = "job"
+    UNKNOWN = "unknown"
+
+
+@dataclass(slots=True)
+class Doubts:
+    """Tells a row's own fault from its job's: the job's is that rows fail alike and none succeeds.
+
+    `num_ok` counts the rows that succeeded.
+    """
+
+    num_ok: int = 0
+    _seen: dict[int, tuple[int, int]] = field(default_factory=dict)
+    _alike: dict[tuple[int | None, str], set[int]] = field(default_factory=dict)
+
+    def succeeded(self) -> None:
+        """A row has an answer: what failed before it was not the job's fault."""
+        self.num_ok += 1
+        self._alike.clear()
+
+    def judge(self, row: int, error: RowError, num_left: int) -> Verdict:
+        """A row failed, of `num_left` rows without a result, itself included."""
+        num_times, num_ok_then = self._seen.get(row, (0, self.num_ok))
+        if num_ok_then < self.num_ok:
+            return self._ended(row)
+        alike = self._alike.setdefault((error.status_code, error.message), set())
+        alike.add(row)
+        needed = IDENTICAL_ERRORS_LIMIT if self.num_ok else min(NUM_ALIKE, num_left)
+        if len(alike) >= needed:
+            return Verdict.JOB
+        self._seen[row] = num_times + 1, self.num_ok
+        return self._ended(row) if num_times >= MAX_DOUBTS else Verdict.UNKNOWN
+
+    def _ended(self, row: int) -> Verdict:
+        self._seen.pop(row, None)
+        return Verdict.ROW
 
 
 class CircuitBreaker:

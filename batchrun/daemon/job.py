@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from batchrun.daemon.faults import CircuitBreaker, Refusals, Trials
+from batchrun.daemon.faults import CircuitBreaker, Doubts, Refusals, Trials
+from batchrun.daemon.prices import RowTokens, planned_work
 from batchrun.estimator.answer_length import AnswerLengths
 from batchrun.jobs.inputs.input_data import InputData
 from batchrun.jobs.inputs.spool import PlannedRows
@@ -22,8 +23,9 @@ from batchrun.jobs.prompts.tokens import CacheAgreement, predict_cached_in_row
 from batchrun.jobs.spec import JobSpec
 from batchrun.jobs.submit import JobPlan
 from batchrun.pool.prefix_keys import IntArray
-from batchrun.pool.row_queue import RowQueue
+from batchrun.pool.row_queue import PlannedWork, RowQueue
 from batchrun.store.jobs import Counts, JobRecord
+from batchrun.store.results import CUT_REASON
 from batchrun.types import Outcome, OutcomeKind, RowError, Usage
 
 RATE_WINDOW_S = 30.0
@@ -84,12 +86,20 @@ def estimate_costs(plan: JobPlan, output_tokens: int, done: IntArray) -> RowCost
     return RowCosts(plan.new_bytes, bytes_per_token, output_tokens, int(tokens.sum()))
 
 
+def work_of_plan(plan: JobPlan, group_of: IntArray, output_tokens: int) -> PlannedWork:
+    """The work of a job's rows, from their groups, with answers of so many tokens."""
+    tokens = plan.text_bytes / plan.tokens.bytes_per_token
+    cached = tokens - plan.new_bytes / plan.tokens.bytes_per_token
+    output = np.full(plan.num_rows, float(output_tokens))
+    return planned_work(plan.order, group_of, RowTokens(tokens, cached, output))
+
+
 @dataclass(slots=True)
 class ActiveJob:
     """One running job: its rows still to come, its tasks in flight, its progress; a `RunningJob`.
 
-    `current_node` is the prefix node of the row that was handed out last. Rows are read, and the
-    input is closed, under the lock `reading`.
+    `current_nodes` has the prefix node of the row that each engine got last, `num_cut` is how many
+    answers ended at `max_tokens`. Rows are read, and the input is closed, under the lock `reading`.
     """
 
     record: JobRecord
@@ -106,16 +116,22 @@ class ActiveJob:
     answers: AnswerLengths
     costs: RowCosts
     breaker: CircuitBreaker
+    doubts: Doubts = field(default_factory=Doubts)
     refusals: Refusals = field(default_factory=Refusals)
     reading: asyncio.Lock = field(default_factory=asyncio.Lock)
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    current_node: int | None = None
+    current_nodes: dict[int, int] = field(default_factory=dict)
     pace: RowRate = field(default_factory=RowRate)
     cache_agreement: CacheAgreement = field(default_factory=CacheAgreement)
+    num_cut: int = 0
 
     @property
     def id(self) -> str:
         return self.record.id
+
+    @property
+    def model(self) -> str:
+        return self.spec.model
 
     @property
     def weight(self) -> float:
@@ -133,6 +149,7 @@ class ActiveJob:
         self.queue.finish(outcome.row)
         ok = outcome.kind is OutcomeKind.OK
         usage = outcome.usage
+        self.num_cut += ok and outcome.finish_reason == CUT_REASON
         self.counts = Counts(
             self.counts.num_completed + ok,
             self.counts.num_failed + (not ok),

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -23,8 +23,14 @@ import numpy.typing as npt
 import xxhash
 
 from batchrun.daemon.engine_link import Slot
-from batchrun.daemon.faults import IDENTICAL_ERRORS_LIMIT, SOLO, CircuitBreaker, Trials
-from batchrun.daemon.job import ActiveJob, estimate_costs
+from batchrun.daemon.faults import (
+    IDENTICAL_ERRORS_LIMIT,
+    SOLO,
+    CircuitBreaker,
+    Doubts,
+    Trials,
+)
+from batchrun.daemon.job import ActiveJob, estimate_costs, work_of_plan
 from batchrun.daemon.writer import until_reached, until_stored
 from batchrun.errors import EngineError, QuotaError, StateError, StorageUnreachableError
 from batchrun.jobs.batch import check_input, validate_input
@@ -37,7 +43,8 @@ from batchrun.jobs.prompts.tokens import PLAIN_PROMPTS, PromptReader, read_promp
 from batchrun.jobs.results.file_bytes import FileBytes
 from batchrun.jobs.spec import JobSpec
 from batchrun.jobs.submit import open_submitted, plan_job
-from batchrun.pool.radix_tree import build_radix_tree, group_rows
+from batchrun.pool.prefix_groups import group_rows
+from batchrun.pool.radix_tree import build_radix_tree
 from batchrun.pool.row_queue import RowQueue
 from batchrun.store import api_keys, batches, files, jobs, results
 from batchrun.store.api_keys import ApiKeyRecord
@@ -151,6 +158,7 @@ def open_job(
         template = RequestTemplate(spec, data.columns, model=spec.model)
         plan = plan_job(spec, data, template, prompts=prompts, progress=progress)
         nodes = build_radix_tree(plan.order.shared_chunks)
+        groups = group_rows(plan.order, nodes, plan.chains)
         counts = results.count(store, record.seq)
         done = np.asarray(results.done_rows(store, record.seq), dtype=np.int64)
         failing = spec.max_failed
@@ -158,6 +166,7 @@ def open_job(
         stored, done_in_order = (store, record), sent[np.isin(sent, done)]
         ratio = plan.tokens.bytes_per_token
         answers = open_answers(spec, data, ratio, stored, done_in_order)
+        output_tokens = round(answers.mean_tokens)
         limit = None if failing is None else failing.max_failed_rows(record.num_rows)
         # A batch of OpenAI's API completes, however many of its rows fail.
         max_identical = math.inf if record.is_batch else IDENTICAL_ERRORS_LIMIT
@@ -170,14 +179,16 @@ def open_job(
             ),
             template=template,
             plan=plan,
-            queue=RowQueue(plan.order.rows, nodes, done),
+            queue=RowQueue(plan.order.rows, nodes, done, work_of_plan(plan, groups, output_tokens)),
             counts=counts,
             attempts=results.attempts_so_far(store, record.seq),
             trials=Trials(dict.fromkeys(results.engine_deaths(store, record.seq), SOLO)),
-            group_of=group_rows(plan.order, nodes, plan.chains),
+            group_of=groups,
             answers=answers,
-            costs=estimate_costs(plan, round(answers.mean_tokens), done),
+            costs=estimate_costs(plan, output_tokens, done),
             breaker=CircuitBreaker(limit, counts.num_failed, max_identical=max_identical),
+            num_cut=results.count_cut(store, record.seq),
+            doubts=Doubts(counts.num_completed),
         )
         exits.pop_all()
         return job
@@ -208,6 +219,8 @@ def take_up_job(
 
 ENGINE_INTERVAL_S = 0.5
 STORAGE_INTERVAL_S = 5.0
+MAX_OPENINGS = 2
+"""Inputs that are read at once: a line of each is in memory, and commands need threads, too."""
 
 
 @dataclass(slots=True)
@@ -222,6 +235,7 @@ class Opener:
     model_folder: Path | None
     files: FileBytes | None
     python: Path | None = None
+    _reading: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, MAX_OPENINGS))
 
     async def open(self, record: JobRecord, progress: ProgressSink) -> ActiveJob | None:
         """The job in memory; None for a batch that is not to run. Waits for the store.
@@ -236,7 +250,8 @@ class Opener:
         take_up = partial(
             take_up_job, links=self.links, model_folder=self.model_folder, python=self.python
         )
-        return await until_reached(take_up, self.store, started, progress=progress)
+        async with self._reading:
+            return await until_reached(take_up, self.store, started, progress=progress)
 
     async def _validate(self, record: JobRecord, progress: ProgressSink) -> JobRecord | None:
         """Start the job if its input is valid, or let it fail.
@@ -285,14 +300,15 @@ class Opener:
         assert self.files is not None
         while True:
             try:
-                return await in_thread(
-                    validate_input,
-                    batch,
-                    self.files,
-                    models,
-                    links=self.links,
-                    progress=progress,
-                )
+                async with self._reading:
+                    return await in_thread(
+                        validate_input,
+                        batch,
+                        self.files,
+                        models,
+                        links=self.links,
+                        progress=progress,
+                    )
             except StorageUnreachableError as error:
                 log.warning("%s: %s", batch.job.id, error)
                 progress(f"validating, waiting for the input: {error}", 0, 0)

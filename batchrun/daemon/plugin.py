@@ -102,7 +102,9 @@ def _online_latency(
     return None if path is None else read_profile(path).online
 
 
-OTHER_SETTINGS = {"online_queue", "eviction", "reserve", "forecast_rule", "online_cost"}
+OTHER_SETTINGS = {"online_queue", "larry_alpha", "eviction"} | {
+    *("reserve", "forecast_rule", "online_cost")
+}
 """Keys that reach the scheduler as they are, and only where they are set: so engines that an older
 batchrun started keep their command line, and are adopted."""
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from batchrun.config import TINY_MODELS, Deployment, EngineConfig
 from batchrun.daemon.dispatcher import OFFLINE_PRIORITY
-from batchrun.daemon.engine_link import EngineLink, Slot, window_of
+from batchrun.daemon.engine_link import Engine, EngineLink, Slot, window_of
 from batchrun.daemon.plugin import (
     channel_path,
     existing_profile,
@@ -30,16 +30,19 @@ from batchrun.daemon.plugin import (
     scheduler_settings,
     slo_classes,
 )
-from batchrun.daemon.prices import prices_of
+from batchrun.daemon.prices import prices_of, speed_of
 from batchrun.engine import process
+from batchrun.engine.agent.remote import AgentAddress, AgentEngine, AgentWire
 from batchrun.engine.command import AttachedSettings, ManagedSettings, check_port_free
-from batchrun.engine.engine import AttachedEngine, Engine, ManagedEngine
+from batchrun.engine.engine import AttachedEngine, ManagedEngine
+from batchrun.engine.sockets import EngineSockets
 from batchrun.engine.tiny_model import build_tiny_model
 from batchrun.engine.tiny_vision_model import build_tiny_vision_model
 from batchrun.errors import ConfigError, EngineError, InputError
 from batchrun.files import write_atomically
 from batchrun.home import Home
 from batchrun.keys import is_loopback
+from batchrun.pool.row_queue import RowLoad
 from batchrun.routing.engine_book import Prices
 from batchrun.store import api_keys
 from batchrun.store.api_keys import ApiKeyRecord, NewApiKey
@@ -67,11 +70,11 @@ class Supervisor:
         self._daemon = daemon
         self._upstreams = b""
         nonce = read_or_make_nonce(home) if deployment.runs_scheduler else None
+        self._prices = [_prices(deployment, config, home) for config in deployment.engines]
         self.slots: Sequence[Slot] = [
             self._make_slot(index, nonce if config.is_vllm else None)
             for index, config in enumerate(deployment.engines)
         ]
-        self._prices = [_prices(deployment, config, home) for config in deployment.engines]
         classes = slo_classes(deployment, home)
         self._slo_classes = {name: bounds.model_dump() for name, bounds in classes.items()}
         self.gateway_url = f"http://{deployment.listen}"
@@ -79,16 +82,27 @@ class Supervisor:
     def _make_slot(self, index: int, nonce: str | None) -> Slot:
         """`nonce`: the secret of an engine that runs batchrun's scheduler."""
         deployment, home = self._deployment, self._home
-        config = deployment.engines[index]
+        config, prices = deployment.engines[index], self._prices[index]
+        load = RowLoad(1.0 if prices is None else speed_of(prices))
+        models = None if len(deployment.engines) > 1 else ()
+        engine = make_engine(deployment, home, index, nonce)
+        if isinstance(engine, AgentEngine):
+            window = window_of(deployment.window, runs_scheduler=True)
+            link = EngineLink(AgentWire(engine.client), config.name)
+            return Slot(
+                engine, config.uses_priority, link=link, window=window, load=load, models=models
+            )
         runs_scheduler = nonce is not None
         channel = channel_path(home, config.name)
         return Slot(
-            make_engine(deployment, home, index, nonce),
+            engine,
             config.uses_priority,
             hint_nonce=nonce,
-            link=EngineLink(channel, config.name) if runs_scheduler else None,
+            link=EngineLink(EngineSockets(channel), config.name) if runs_scheduler else None,
             last_steps=last_steps_path(home, config.name) if runs_scheduler else None,
             window=window_of(deployment.window, runs_scheduler=runs_scheduler),
+            load=load,
+            models=models,
         )
 
     async def start(self) -> None:
@@ -96,6 +110,9 @@ class Supervisor:
 
         Raises EngineError when the gateway cannot start, or no engine can.
         """
+        for slot in self.slots:
+            if slot.agent is not None:
+                slot.agent.connect()
         self._write_upstreams()
         await asyncio.to_thread(self._ensure_gateway, is_first=True)
         await self._wait_for_gateway()
@@ -126,6 +143,9 @@ class Supervisor:
     async def _watch_gateway(self) -> None:
         while True:
             await asyncio.to_thread(self._ensure_gateway)
+            for slot in self.slots:
+                if slot.agent is not None:
+                    slot.hint_nonce = slot.agent.hint_nonce
             self._write_upstreams()
             await asyncio.sleep(GATEWAY_CHECK_S)
 
@@ -180,11 +200,15 @@ class Supervisor:
         engines = [
             {
                 "name": slot.engine.name,
-                "url": slot.engine.client.base_url,
+                **_address_of(slot.engine),
                 "api_key": config.api_key,
-                "is_last_choice": slot.is_set_apart,
+                "is_last_choice": slot.is_set_apart
+                or slot.is_draining
+                or slot.engine.progress.is_doubtful,
+                "is_hung": slot.engine.progress.is_hung,
                 "hint_nonce": slot.hint_nonce,
                 "offline_priority": OFFLINE_PRIORITY if slot.uses_priority else None,
+                "models": slot.models,
                 "started": slot.engine.started,
                 "traits": _traits_of(slot, prices),
             }
@@ -209,6 +233,18 @@ class Supervisor:
                 slot.apart_since_s = None
             elif slot.apart_since_s is None:
                 slot.apart_since_s = time.monotonic()
+
+
+def _address_of(engine: Engine) -> dict[str, object]:
+    """Where gateways reach an engine: through its agent, unless it is on this machine."""
+    if not isinstance(engine, AgentEngine):
+        return {"url": engine.client.base_url}
+    if engine.direct_url is not None:
+        return {"url": engine.direct_url}
+    address = engine.address
+    certificate = None if address.certificate is None else str(address.certificate)
+    secured = {"secret_file": str(address.secret_file), "certificate": certificate}
+    return {"url": engine.client.base_url, **secured}
 
 
 def _traits_of(slot: Slot, prices: Prices | None) -> dict[str, object]:
@@ -259,6 +295,8 @@ def make_engine(
     """The engine of `deployment.engines[index]`, not started; with batchrun's scheduler in it
     where there is a `hint_nonce`."""
     config = deployment.engines[index]
+    if config.agent is not None:
+        return AgentEngine(_agent_address(deployment, config, home))
     if config.attach is not None:
         return AttachedEngine(
             AttachedSettings(name=config.name, url=config.attach, api_key=config.api_key)
@@ -281,6 +319,20 @@ def make_engine(
             command=config.command,
             scheduler=None if hint_nonce is None else scheduler_settings(deployment, config, home),
         )
+    )
+
+
+def _agent_address(deployment: Deployment, config: EngineConfig, home: Home) -> AgentAddress:
+    assert config.agent is not None
+    secret_file, certificate = (
+        None if name is None else deployment.base / Path(name).expanduser()
+        for name in (config.secret_file, config.certificate)
+    )
+    return AgentAddress(
+        name=config.name,
+        url=config.agent,
+        secret_file=secret_file or home.agent(config.name).agent_secret,
+        certificate=certificate,
     )
 
 

@@ -37,8 +37,6 @@ def view_job(
     outlook, completion = predicted
     agreement = active.cache_agreement if active else None
     rows_per_s, served, computed = active.pace.rates(now_s) if active else (0.0, 0.0, 0.0)
-    left = record.num_rows - counts.num_done
-    by_rows_s = left / rows_per_s if rows_per_s and left else None
     prompt = counts.num_prompt_tokens
     return {
         "id": record.id,
@@ -67,10 +65,19 @@ def view_job(
         "is_cached_less_than_planned": agreement is not None and agreement.warns,
         "is_deadline_kept": outlook.is_kept if outlook else None,
         "deadline_outlook": str(outlook) if outlook else None,
-        "eta_s": completion.expected_s if completion else by_rows_s,
+        "eta_s": expected_left_s(record.num_rows - counts.num_done, rows_per_s, completion),
         "eta_low_s": completion.low_s if completion else None,
         "eta_high_s": completion.high_s if completion else None,
     }
+
+
+def expected_left_s(
+    num_left: int, rows_per_s: float, completion: Completion | None
+) -> float | None:
+    """The best guess of the seconds to a job's end: what is predicted, else by its pace."""
+    if completion is not None:
+        return completion.expected_s
+    return num_left / rows_per_s if rows_per_s and num_left else None
 
 
 def output_path(record: JobRecord) -> str:

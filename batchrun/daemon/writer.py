@@ -1,4 +1,5 @@
-"""The one writer of results: commits in batches, acknowledges only what is committed.
+"""The one writer of results: commits in batches, acknowledges only what is committed. Batches of
+OpenAI's API that are made at the same time are committed together, too.
 
 Also the daemon's background tasks, and work that waits until the store is there.
 """
@@ -7,18 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from batchrun.errors import StoreError, StoreUnreachableError
 from batchrun.failpoints import failpoint
-from batchrun.store import results
+from batchrun.store import batches, results
+from batchrun.store.batches import BatchRecord, WantedBatch
 from batchrun.store.database import Store
 from batchrun.types import Outcome
 
@@ -26,6 +27,9 @@ log = logging.getLogger(__name__)
 
 MAX_DELAY_S = 0.2
 MAX_BATCH = 4_000
+MAX_BATCH_BYTES = 32 << 20
+"""Of replies: so much is committed at once, and while more waits no long reply is taken in."""
+MAX_LONG_REPLIES = 4
 COMMIT_RETRY_S = 1.0
 
 Entry = tuple[int, Outcome]
@@ -49,6 +53,10 @@ class ResultWriter:
         self._flushes: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._has_work = asyncio.Event()
         self._is_pressed = asyncio.Event()
+        self._num_bytes = 0
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+        self._long_replies = asyncio.Semaphore(MAX_LONG_REPLIES)
         self.stalled: str | None = None
 
     def put(self, job_seq: int, outcome: Outcome) -> None:
@@ -57,9 +65,20 @@ class ResultWriter:
             self._first_at_s = time.monotonic()
         self._waiting.append((job_seq, outcome))
         self._num_put += 1
+        self._num_bytes += len(outcome.body or b"")
         self._has_work.set()
-        if len(self._waiting) >= MAX_BATCH:
+        if self._num_bytes >= MAX_BATCH_BYTES:
+            self._has_room.clear()
+        if len(self._waiting) >= MAX_BATCH or self._num_bytes >= MAX_BATCH_BYTES:
             self._is_pressed.set()
+
+    @asynccontextmanager
+    async def room(self) -> AsyncIterator[None]:
+        """Wait until there is room for a long reply; to be left when its outcome was handed over,
+        or just before."""
+        async with self._long_replies:
+            await self._has_room.wait()
+            yield
 
     async def flush(self) -> None:
         """Wait until everything handed over so far is committed."""
@@ -78,6 +97,9 @@ class ResultWriter:
                 await self._commit(batch)
                 failpoint("writer.commit.after")
                 self._num_committed += len(batch)
+                self._num_bytes -= sum(len(outcome.body or b"") for _, outcome in batch)
+                if self._num_bytes < MAX_BATCH_BYTES:
+                    self._has_room.set()
                 self._on_committed(batch)
             while self._flushes and self._flushes[0][0] <= self._num_committed:
                 _, flush = self._flushes.popleft()
@@ -85,18 +107,29 @@ class ResultWriter:
                     flush.set_result(None)
 
     async def _gather(self) -> list[Entry]:
-        """What waits, at most `MAX_BATCH`; at once when so much does or a flush asks for it."""
+        """What waits, at most `MAX_BATCH` or `MAX_BATCH_BYTES`; at once when so much does or a
+        flush asks for it."""
         await self._has_work.wait()
-        if not self._flushes and len(self._waiting) < MAX_BATCH:
+        is_enough = len(self._waiting) >= MAX_BATCH or self._num_bytes >= MAX_BATCH_BYTES
+        if not self._flushes and not is_enough:
             self._is_pressed.clear()
             left_s = max(self._first_at_s + MAX_DELAY_S - time.monotonic(), 0)
             with suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
                     await self._is_pressed.wait()
-        batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
+        num_rows = self._num_rows_of_batch()
+        batch, self._waiting = self._waiting[:num_rows], self._waiting[num_rows:]
         if not self._waiting:
             self._has_work.clear()
         return batch
+
+    def _num_rows_of_batch(self) -> int:
+        num_bytes = 0
+        for num_rows, (_, outcome) in enumerate(self._waiting[:MAX_BATCH], 1):
+            num_bytes += len(outcome.body or b"")
+            if num_bytes >= MAX_BATCH_BYTES:
+                return num_rows
+        return MAX_BATCH
 
     async def _commit(self, batch: Sequence[Entry]) -> None:
         while True:
@@ -110,6 +143,42 @@ class ResultWriter:
             else:
                 self.stalled = None
                 return
+
+
+class BatchCreator:
+    """Adds batches of OpenAI's API: those that come while others are written share one commit."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._waiting: list[tuple[WantedBatch, asyncio.Future[BatchRecord]]] = []
+        self._writing: asyncio.Task[None] | None = None
+
+    async def create(self, wanted: WantedBatch) -> BatchRecord:
+        """See `batches.create`. Raises QuotaError and StoreError. A caller who goes takes nothing
+        from those whose batches are written with his."""
+        made: asyncio.Future[BatchRecord] = asyncio.get_running_loop().create_future()
+        self._waiting.append((wanted, made))
+        if self._writing is None:
+            self._writing = asyncio.create_task(self._write())
+        return await made
+
+    async def _write(self) -> None:
+        while self._waiting:
+            group, self._waiting = self._waiting, []
+            work = partial(batches.create_all, now_s=time.time())
+            found: Sequence[BatchRecord | Exception]
+            try:
+                found = await asyncio.to_thread(work, self._store, [wanted for wanted, _ in group])
+            except Exception as error:  # noqa: BLE001 - those who wait are told, whatever it is
+                found = [error] * len(group)
+            for (_, made), record in zip(group, found, strict=True):
+                if made.done():
+                    continue
+                if isinstance(record, BatchRecord):
+                    made.set_result(record)
+                else:
+                    made.set_exception(record)
+        self._writing = None
 
 
 T = TypeVar("T")
@@ -139,12 +208,13 @@ async def _until(
 
 
 class TaskSet:
-    """Background tasks. A bug in one goes to `on_bug(job_id, error)`; in one without a job, it
-    ends the daemon cleanly: everything it knows is in the store."""
+    """Background tasks. A bug in one goes to `on_bug(job_id, error)`; in one without a job, it is
+    the `failure` that ends the daemon cleanly: everything it knows is in the store."""
 
     def __init__(self, on_bug: Callable[[str, BaseException], None]) -> None:
         self._on_bug = on_bug
         self._tasks: set[asyncio.Task[None]] = set()
+        self.failure: asyncio.Future[None] = asyncio.get_event_loop().create_future()
 
     def spawn(self, work: Coroutine[None, None, None], job_id: str | None = None) -> None:
         """Run `work` in the background, on behalf of a job or of the daemon itself."""
@@ -164,7 +234,8 @@ class TaskSet:
             return
         log.critical("a task of the daemon failed", exc_info=error)
         if job_id is None:
-            os.kill(os.getpid(), signal.SIGTERM)
+            if not self.failure.done():
+                self.failure.set_exception(error)
         else:
             self._on_bug(job_id, error)
 

@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from functools import partial
 from urllib.parse import urlsplit
 
 import aiohttp
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from batchrun.engine.progress import SILENCE, Look, look_at_page
 from batchrun.errors import ConfigError, EngineError
-from batchrun.types import Outcome, OutcomeKind, Request, RowError, Usage
+from batchrun.strict import LARGE_JSON_BYTES, parse_json
+from batchrun.types import Outcome, OutcomeKind, Request, RowError, Usage, token_count
 
 METRIC = "vllm:cache_config_info"
 
@@ -63,6 +69,7 @@ _RETRY_STATUSES = frozenset({408, 409, 425})
 _JOB_STATUSES = frozenset({401, 403, 404})
 _UNFINISHED_REASONS = frozenset({"abort", "error"})
 _MAX_MESSAGE_CHARS = 2_000
+_AS_SPACES = dict.fromkeys([*range(32), *range(127, 160)], " ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +125,7 @@ def parse_retry_after(value: str | None, *, now_s: float) -> float | None:
     except ValueError:
         try:
             wait_s = parsedate_to_datetime(value).timestamp() - now_s
-        except ValueError:
+        except (ValueError, OverflowError):
             return None
     return max(0.0, wait_s) if math.isfinite(wait_s) else None
 
@@ -159,10 +166,18 @@ def _find_problem(document: dict[str, object] | None, key: str | None) -> str:
     return ""
 
 
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _ModelList(msgspec.Struct):
+    data: list[_Model]
+
+
 def _parse_object(body: bytes) -> dict[str, object] | None:
     try:
-        document = json.loads(body)
-    except (ValueError, RecursionError):
+        document = parse_json(body)
+    except ValueError:
         return None
     return document if isinstance(document, dict) else None
 
@@ -187,8 +202,7 @@ def _read_usage(usage: object) -> Usage:
 def _first_count(counts: object, *keys: str) -> int:
     if not isinstance(counts, Mapping):
         return 0
-    values = [counts.get(key) for key in keys]
-    return next((value for value in values if isinstance(value, int) and value >= 0), 0)
+    return next((count for key in keys if (count := token_count(counts.get(key)))), 0)
 
 
 def _kind_of_error(status_code: int, error: RowError) -> OutcomeKind:
@@ -224,13 +238,13 @@ def _read_error(reply: Reply) -> RowError:
 
 
 def _text_or_none(value: object) -> str | None:
-    return value[:_MAX_MESSAGE_CHARS] if isinstance(value, str) and value else None
+    return (_one_line(value) or None) if isinstance(value, str) else None
 
 
 def _error_code(fields: Mapping[str, object], status_code: int) -> str:
     for key in ("code", "type"):
-        value = fields.get(key)
-        if isinstance(value, str) and value and not value.isdigit():
+        value = _text_or_none(fields.get(key))
+        if value is not None and not value.isdigit():
             return value
     return f"http_{status_code}"
 
@@ -240,8 +254,9 @@ def _as_text(body: bytes) -> str:
 
 
 def _one_line(message: object) -> str:
+    """Text for people, without control characters; PostgreSQL takes no NUL."""
     text = message if isinstance(message, str) else json.dumps(message)
-    return " ".join(text.split())[:_MAX_MESSAGE_CHARS]
+    return " ".join(text[:_MAX_MESSAGE_CHARS].translate(_AS_SPACES).split())
 
 
 MAX_RESPONSE_BYTES = 64 * 1024 * 1024
@@ -249,8 +264,22 @@ _CONNECT_TIMEOUT_S = 5.0
 _CHECK_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 # Below the 5 s after which uvicorn closes an idle connection: a POST that meets the closing fails.
 _KEEP_ALIVE_S = 2.0
-_CHUNK_BYTES = 256 * 1024
+_REPLY_IDLE_S = 60.0
+"""A reply that has begun breaks off when nothing more of it comes for so long."""
+_CHUNK_BYTES = 64 * 1024
+LONG_REPLY_BYTES = 64 * 1024
+Room = Callable[[], AbstractAsyncContextManager[None]]
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+
+
+def encode_body(body: Mapping[str, object]) -> bytes:
+    """A request's body as it is sent. Raises TypeError, ValueError or RecursionError."""
+    return _ENCODER.encode(dict(body)).encode()
+
+
+def not_json(error: Exception) -> RowError:
+    """What `encode_body` raised, as the end of a row."""
+    return RowError("invalid_request", f"the request is not valid JSON: {error}")
 
 
 class ResponseTooLargeError(EngineError):
@@ -260,33 +289,64 @@ class ResponseTooLargeError(EngineError):
 class EngineClient:
     """Sends requests to one engine. Used within one event loop; `close` it at the end."""
 
-    def __init__(self, base_url: str, *, api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str | None = None,
+        reply_idle_s: float = _REPLY_IDLE_S,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         """`base_url` is the engine's address, with or without `/v1`. Raises ConfigError."""
+        self._reply_idle_s = reply_idle_s
         self.base_url = _normalise_url(base_url)
         self._api_key = api_key
+        self._tls = tls
         self._session: aiohttp.ClientSession | None = None
 
-    async def execute(self, request: Request, *, timeout_s: float | None = None) -> Outcome:
-        """Run one request and say what came of it.
+    async def execute(
+        self,
+        request: Request,
+        *,
+        data: bytes | None = None,
+        timeout_s: float | None = None,
+        room: Room = nullcontext,
+    ) -> Outcome:
+        """Run one request and say what came of it. `data` is its body, where that is JSON already.
 
-        Waits as long as the engine holds the response open, or for `timeout_s`. Raises nothing but
-        CancelledError. Both close the connection, upon which the engine aborts the request.
+        Waits as long as the engine holds the response open, or for `timeout_s`. What a reply holds
+        beyond `LONG_REPLY_BYTES` is taken in within `room`. Raises nothing but CancelledError, and
+        EngineError where an agent stands between and has lost the request. All of them close the
+        connection, upon which the engine aborts the request.
         """
+        async with AsyncExitStack() as held:
+            return await self._execute(
+                request, data, timeout_s, lambda: held.enter_async_context(room())
+            )
+
+    async def _execute(
+        self,
+        request: Request,
+        data: bytes | None,
+        timeout_s: float | None,
+        on_long: Callable[[], Awaitable[None]],
+    ) -> Outcome:
         start_s = time.monotonic()
         try:
+            data = encode_body(request.body) if data is None else data
             async with asyncio.timeout(timeout_s) as limit:
-                reply = await self._post(request, start_s)
+                reply = await self._post(request, data, start_s, on_long)
         except ResponseTooLargeError as error:
             kind, row_error = OutcomeKind.ROW_ERROR, RowError("response_too_large", str(error))
         except (TypeError, ValueError, RecursionError) as error:
-            message = f"the request is not valid JSON: {error}"
-            kind, row_error = OutcomeKind.ROW_ERROR, RowError("invalid_request", message)
+            kind, row_error = OutcomeKind.ROW_ERROR, not_json(error)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             kind, row_error = OutcomeKind.RETRY, RowError("connection_error", self._explain(error))
             if limit.expired():
                 row_error = RowError("timeout", f"no answer within {timeout_s:g} s")
         else:
-            return classify(request, reply, now_s=time.time())
+            work = partial(classify, request, reply, now_s=time.time())
+            return await asyncio.to_thread(work) if len(reply.body) > LARGE_JSON_BYTES else work()
         return failure(request, kind, row_error, duration_s=time.monotonic() - start_s)
 
     async def models(self) -> tuple[str, ...]:
@@ -295,11 +355,12 @@ class EngineClient:
         if status_code >= 400:
             raise EngineError(f"the engine at {self.base_url} answered HTTP {status_code}")
         try:
-            return tuple(str(model["id"]) for model in json.loads(body)["data"])
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            listed = msgspec.convert(_parse_object(body), _ModelList)
+        except msgspec.ValidationError as error:
             raise EngineError(
                 f"{self.base_url}/v1/models does not list models as an OpenAI server does"
             ) from error
+        return tuple(model.id for model in listed.data)
 
     async def kv_config(self) -> KvConfig | None:
         """What the engine says of its KV cache; None where it says nothing.
@@ -313,6 +374,14 @@ class EngineClient:
             return parse_kv_config(page.decode("utf-8", "replace"))
         except ValueError:
             return None
+
+    async def look(self) -> Look:
+        """What its metrics show; `SILENCE` when it does not answer within 2 s."""
+        try:
+            status_code, page = await self._get("/metrics")
+        except EngineError:
+            return SILENCE
+        return look_at_page(page.decode("utf-8", "replace") if status_code < 400 else "")
 
     async def is_healthy(self) -> bool:
         """Whether `GET /health` answers 2xx within 2 s."""
@@ -332,19 +401,24 @@ class EngineClient:
         """(status code, body) within 2 s. Raises EngineError when there is no answer."""
         try:
             async with self._open().get(self.base_url + path, timeout=_CHECK_TIMEOUT) as response:
-                return response.status, await _read_bounded(response)
+                return response.status, await _read_bounded(response, self._reply_idle_s)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineError(self._explain(error)) from error
 
-    async def _post(self, request: Request, start_s: float) -> Reply:
-        data = _ENCODER.encode(dict(request.body)).encode()
+    async def _post(
+        self,
+        request: Request,
+        data: bytes,
+        start_s: float,
+        on_long: Callable[[], Awaitable[None]],
+    ) -> Reply:
         async with self._open().post(
             self.base_url + request.endpoint,
             data=data,
             headers={"X-Request-Id": request.request_id, "Content-Type": "application/json"},
             allow_redirects=False,
         ) as response:
-            body = await _read_bounded(response)
+            body = await _read_bounded(response, self._reply_idle_s, on_long)
             retry_after = response.headers.get("Retry-After")
             duration_s = time.monotonic() - start_s
             return Reply(response.status, body, retry_after, duration_s)
@@ -353,7 +427,9 @@ class EngineClient:
         if self._session is None:
             headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+                connector=aiohttp.TCPConnector(
+                    limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=self._tls or True
+                ),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
                 headers=headers,
                 cookie_jar=aiohttp.DummyCookieJar(),
@@ -365,10 +441,25 @@ class EngineClient:
         return f"no answer from the engine at {self.base_url}: {detail}"
 
 
-async def _read_bounded(response: aiohttp.ClientResponse) -> bytes:
+async def _read_bounded(
+    response: aiohttp.ClientResponse,
+    idle_s: float,
+    on_long: Callable[[], Awaitable[None]] | None = None,
+) -> bytes:
+    """Raises ClientPayloadError when the reply stops coming, and ResponseTooLargeError."""
     body = bytearray()
-    async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
-        body += chunk
+    while not response.content.at_eof():
+        try:
+            async with asyncio.timeout(idle_s) as limit:
+                body += await response.content.read(_CHUNK_BYTES)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            line = f"the reply broke off after {len(body)} bytes: no more came for {idle_s:g} s"
+            raise aiohttp.ClientPayloadError(line) from error
+        if len(body) > LONG_REPLY_BYTES and on_long is not None:
+            await on_long()
+            on_long = None
         if len(body) > MAX_RESPONSE_BYTES:
             raise ResponseTooLargeError(f"the reply is over {MAX_RESPONSE_BYTES} bytes")
     return bytes(body)

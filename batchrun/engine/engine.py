@@ -6,6 +6,7 @@ An engine that batchrun started outlives the daemon.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 
 import xxhash
@@ -26,20 +27,27 @@ from batchrun.engine.process import (
     find_stage,
     is_out_of_memory,
 )
+from batchrun.engine.progress import Progress
 from batchrun.errors import EngineError
 from batchrun.types import EnginePhase
 
+log = logging.getLogger(__name__)
+
 _POLL_S = 0.2
 _NUM_FAILED_CHECKS = 3
+_HUNG_GRACE_S = 1.0
+"""An engine that hangs hears no SIGTERM."""
 
 
 class ManagedEngine:
     """A vLLM server (or `settings.command`) under batchrun's care.
 
     STARTING -> READY <-> UNREACHABLE      answers, or lives but does not answer
-    READY, UNREACHABLE -> RESTARTING -> READY      it died
+    READY, UNREACHABLE -> RESTARTING -> READY      it died, or hangs
     STARTING, RESTARTING -> FAILED      the first start, or five in a row, went wrong
     any -> STOPPED
+
+    `progress` is told by somebody else whether the engine gets on with its work.
     """
 
     def __init__(self, settings: ManagedSettings) -> None:
@@ -48,6 +56,7 @@ class ManagedEngine:
         self.client = EngineClient(settings.base_url)
         self.state = EnginePhase.STARTING
         self.stage = "not started"
+        self.progress = Progress()
         self.settings = settings
         self._follower = LogFollower(settings.log_path)
         self._record: ProcessRecord | None = None
@@ -76,8 +85,7 @@ class ManagedEngine:
     async def watch(self) -> None:
         """Keep `state` true and restart the engine when it dies, for ever."""
         while True:
-            await self._watch_until_down()
-            await self._restart()
+            await self._restart(await self._watch_until_down())
 
     async def stop(self) -> None:
         """End the engine with its children. Cancel `watch` first."""
@@ -105,7 +113,10 @@ class ManagedEngine:
         was killed."""
         self.stage = stage
         path, grace_s = self.settings.record_path, self.settings.stop_grace_s
+        if self.progress.is_hung:
+            grace_s = min(grace_s, _HUNG_GRACE_S)
         await asyncio.to_thread(process.stop_recorded, path, grace_s)
+        self.progress.begin_again()
 
     async def _spawn(self, command: Command) -> ProcessRecord:
         """Shielded, so that a cancelled start still leaves a record for `stop` to find."""
@@ -154,10 +165,11 @@ class ManagedEngine:
             advice = "; use a smaller model or less KV cache (--kv-cache-memory-bytes)"
         return f"engine {self.name} {what}: {cause}{advice}; log: {self.settings.log_path}"
 
-    async def _watch_until_down(self) -> None:
-        """Returns when the engine died, or lived without an answer for too long."""
+    async def _watch_until_down(self) -> str:
+        """Returns why, when the engine died, or lived without an answer or progress for too
+        long."""
         if self._record is None:
-            return
+            return await self._last_words()
         ready_since_s = answered_s = time.monotonic()
         num_failed_checks = 0
         while await asyncio.to_thread(process.is_alive, self._record):
@@ -173,13 +185,17 @@ class ManagedEngine:
                 self.stage = f"no answer for {now_s - answered_s:.0f} s"
             if now_s - ready_since_s > self.settings.healthy_reset_s:
                 self._num_restarts = 0
+            if self.progress.is_hung:
+                reason = f"no progress for {self.progress.stalled_s:.0f} s with work in flight"
+                log.error("engine %s: %s; it is ended and started again", self.name, reason)
+                return reason
             if now_s - answered_s > self.settings.unresponsive_restart_s:
-                return
+                return f"no answer for {now_s - answered_s:.0f} s"
             await asyncio.sleep(self.settings.check_interval_s)
+        return await self._last_words()
 
-    async def _restart(self) -> None:
+    async def _restart(self, reason: str) -> None:
         """Start again with growing pauses; after too many failed starts, FAILED for ever."""
-        reason = await self._last_words()
         while self._num_failed_starts < self.settings.max_failed_starts:
             pause_s = self._next_pause_s()
             self.state = EnginePhase.RESTARTING
@@ -215,6 +231,7 @@ class AttachedEngine:
         self.client = EngineClient(settings.url, api_key=settings.api_key)
         self.state = EnginePhase.STARTING
         self.stage = "connecting"
+        self.progress = Progress()
         self._num_starts = 0
         self._settings = settings
 
@@ -248,9 +265,12 @@ class AttachedEngine:
         await self.client.close()
 
     def _mark(self, *, is_healthy: bool) -> None:
-        self._num_starts += is_healthy and self.state is not EnginePhase.READY
-        self.state = EnginePhase.READY if is_healthy else EnginePhase.UNREACHABLE
-        self.stage = "ready" if is_healthy else f"no answer from {self.client.base_url}"
+        is_ready = is_healthy and not self.progress.is_hung
+        self._num_starts += is_ready and self.state is not EnginePhase.READY
+        self.state = EnginePhase.READY if is_ready else EnginePhase.UNREACHABLE
+        self.stage = "ready" if is_ready else f"no answer from {self.client.base_url}"
+        if is_healthy and not is_ready:
+            self.stage = f"no progress for {self.progress.stalled_s:.0f} s with work in flight"
 
 
 Engine = ManagedEngine | AttachedEngine

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -75,6 +76,13 @@ def spawn(
     _wait_for_nonce(record)
     _write_record(record, record_path)
     return record
+
+
+def cut_log(log_path: Path) -> None:
+    """Move what a log over 64 MiB holds to `.1`, while its writer goes on: it appends."""
+    if log_path.exists() and log_path.stat().st_size > _MAX_LOG_BYTES:
+        shutil.copyfile(log_path, log_path.with_name(f"{log_path.name}.1"))
+        os.truncate(log_path, 0)
 
 
 def adopt(record_path: Path, argv: Sequence[str]) -> ProcessRecord | None:
@@ -291,6 +299,7 @@ class LogFollower:
     def read_new_lines(self) -> list[str]:
         if not self.path.exists():
             return []
+        self._notice_cut()
         with self.path.open("rb") as file:
             file.seek(self._offset)
             data = file.read(_TAIL_BYTES)
@@ -302,10 +311,17 @@ class LogFollower:
         """The end of what was appended since the follower was made."""
         if not self.path.exists():
             return ""
-        size = self.path.stat().st_size
+        size = self._notice_cut()
         with self.path.open("rb") as file:
             file.seek(max(self._start, size - _TAIL_BYTES))
             return file.read().decode("utf-8", "replace")
+
+    def _notice_cut(self) -> int:
+        """The log's size; one that was cut is read from its beginning."""
+        size = self.path.stat().st_size
+        if size < self._offset:
+            self._start = self._offset = 0
+        return size
 
 
 def _join_validation_errors(lines: list[str]) -> list[str]:

@@ -33,6 +33,9 @@ PRIOR_END_SHARE = 1 - 2 ** (-2 / STEPS_PER_DOUBLING)
 """It is then that a call goes on for as long again as it has so far."""
 REMEMBERED_CALLS = 1_000
 """Counts halve when there are twice as many."""
+LIKELY_LEVEL = 0.9
+LEAST_ENDED = 32
+"""Of fewer answers nothing is concluded."""
 
 
 class CallHistory:
@@ -43,6 +46,8 @@ class CallHistory:
         self._seen_at_s: float | None = None
         self._reached = np.zeros(len(EDGES_TOKENS) - 1)
         self._ended = np.zeros(len(EDGES_TOKENS) - 1)
+        self._num_ended = 0
+        self._likely: tuple[int, float] | None = None
 
     def begun(self, at_s: float) -> None:
         """A call has come in."""
@@ -56,9 +61,20 @@ class CallHistory:
             return
         self._reached[: place + 1] += 1
         self._ended[place] += 1
+        self._num_ended += 1
         if self._reached[0] >= 2 * REMEMBERED_CALLS:
             self._reached /= 2
             self._ended /= 2
+
+    def likely_tokens(self, most_tokens: int) -> int:
+        """What 9 of 10 answers stay within, at most so many; that many while few have ended."""
+        if self._num_ended < LEAST_ENDED:
+            return most_tokens
+        if self._likely is None or self._likely[0] != self._num_ended // LEAST_ENDED:
+            longer = self.longer_shares(())
+            tokens = np.interp(1 - LIKELY_LEVEL, longer[::-1], EDGES_TOKENS[::-1])
+            self._likely = self._num_ended // LEAST_ENDED, float(tokens)
+        return min(most_tokens, math.ceil(self._likely[1]))
 
     def rate_per_s(self, now_s: float) -> float:
         """Calls per second of late."""

@@ -6,11 +6,10 @@ OpenAI's words.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-
-from pydantic_core import from_json
+from typing import BinaryIO
 
 from batchrun.errors import DataError
 from batchrun.jobs.inputs.input_data import open_input
@@ -23,6 +22,7 @@ from batchrun.media.images import is_data_url, media_urls
 from batchrun.store.batches import BatchError, BatchRecord, ValidInput, new_batch_id
 from batchrun.store.files import FileRecord
 from batchrun.store.jobs import JobRecord, NewJob
+from batchrun.strict import parse_json
 from batchrun.types import ProgressSink
 
 MAX_ERRORS = 100
@@ -69,11 +69,7 @@ class BatchLines:
     def read(self, path: Path, progress: ProgressSink | None = None) -> None:
         """Check the whole file, a line at a time. Raises OSError when it cannot be read."""
         with path.open("rb", buffering=_READ_BYTES) as file:
-            number = 0
-            while line := file.readline(ROW_LIMIT_BYTES + 1):
-                number += 1
-                while len(line) > ROW_LIMIT_BYTES and not line.endswith(b"\n"):
-                    line = b"\n" + file.readline(ROW_LIMIT_BYTES)
+            for number, line in enumerate(_lines_of(file), 1):
                 self._take(line, number)
                 if self.num_requests > MAX_REQUESTS:
                     break
@@ -81,11 +77,11 @@ class BatchLines:
                     progress("validating lines", number, 0)
         self._check_whole()
 
-    def _take(self, line: bytes, number: int) -> None:
-        if is_blank(line):
+    def _take(self, line: bytes | None, number: int) -> None:
+        if line is not None and is_blank(line):
             return
         self.num_requests += 1
-        self.num_tokens += -(-len(line) // BYTES_PER_TOKEN)
+        self.num_tokens += -(-len(line or b"") // BYTES_PER_TOKEN)
         if len(self.errors) >= MAX_ERRORS:
             return
         try:
@@ -164,10 +160,24 @@ class BatchLines:
             raise _FaultError("model_not_found", message, "body.model")
 
 
-def _request_in(line: bytes) -> Mapping[str, object]:
+def _lines_of(file: BinaryIO) -> Iterator[bytes | None]:
+    """Each line with its end; None for one that holds over `ROW_LIMIT_BYTES`."""
+    while line := file.readline(ROW_LIMIT_BYTES + 1):
+        if len(line) <= ROW_LIMIT_BYTES:
+            yield line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = file.readline(_READ_BYTES)
+        yield None
+
+
+def _request_in(line: bytes | None) -> Mapping[str, object]:
     """The line's object, with all keys of a request in their types."""
+    if line is None:
+        message = f"This line holds over {ROW_LIMIT_BYTES >> 20} MiB."
+        raise _FaultError("invalid_json_line", message)
     try:
-        request = from_json(line, allow_inf_nan=False, cache_strings="keys")
+        request = parse_json(line)
     except ValueError:
         message = "This line is not parseable as valid JSON."
         raise _FaultError("invalid_json_line", message) from None

@@ -19,8 +19,9 @@ from batchrun.files import is_url
 from batchrun.jobs import objects
 from batchrun.jobs.inputs.text_files import unpacked
 from batchrun.jobs.prompts.templating import is_template, syntax_problem
+from batchrun.jobs.request_fields import field_problems
 from batchrun.jobs.spec import InputFormat, JobFile, JobSpec, Source
-from batchrun.strict_yaml import Document, read_document, validate_document
+from batchrun.strict import Document, read_document, validate_document
 
 CONTENT_KEYS = {
     "/v1/chat/completions": "messages",
@@ -84,6 +85,8 @@ def _request_problems(job: JobFile, content_key: str) -> Iterator[Problem]:
             yield f"request.{field}", f"belongs under input: input.{content_key}"
         elif field in {"stream", "stream_options"}:
             yield f"request.{field}", "a job's answers go to a file; streaming is not possible"
+    others = {name: each for name, each in job.request.items() if name not in ELSEWHERE}
+    yield from field_problems(job.endpoint, others)
     if job.input.format == "openai-batch" and job.request:
         yield "request", "an OpenAI batch file already holds whole requests"
     yield from _template_problems("request", dict(job.request))
@@ -109,6 +112,10 @@ def _image_problems(key: str, image: JsonValue) -> Iterator[Problem]:
     elif image.keys() - {"column", "detail"}:
         yield key, "knows the keys column and detail only"
 
+
+TABLE_SUFFIXES = (".parquet", ".pq", ".csv", ".tsv", ".json", ".xlsx", ".xls", ".ods")
+ELSEWHERE = frozenset({"model", "stream", "stream_options"})
+"""Fields of a request that a job file says elsewhere, or cannot have."""
 
 FIRST_LINE_LIMIT_BYTES = 64 << 20
 BATCH_KEYS = {"custom_id", "method", "url", "body"}
@@ -202,13 +209,8 @@ def _format(document: Document, job: JobFile, inputs: tuple[str, ...]) -> InputF
 def _is_openai_batch(job: JobFile, place: str) -> bool:
     if job.input.format not in {"auto", "jsonl"}:
         return False
-    if job.input.format == "auto" and place.endswith((
-        ".parquet",
-        ".pq",
-        ".csv",
-        ".csv.gz",
-        ".csv.zst",
-    )):
+    name = place.removesuffix(".gz").removesuffix(".zst")
+    if job.input.format == "auto" and name.endswith(TABLE_SUFFIXES):
         return False
     first = objects.expand(place)[0] if is_url(place) else str(input_files([place])[0])
     return is_openai_batch_file(first)

@@ -15,7 +15,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict
 
 from batchrun.errors import DataError, StoreError
-from batchrun.files import is_url, name_of, scratch_folder, sync_folder
+from batchrun.files import is_url, make_folder, name_of, scratch_folder, sync_folder
 from batchrun.jobs import objects
 from batchrun.jobs.spec import InputSpec
 from batchrun.types import ProgressSink
@@ -172,16 +172,20 @@ def keep_input(pin: InputPin, origins: Origins, links: Path) -> InputPin:
     A file is linked where the file system allows it, which is not across file systems; a copy is
     moved there, for good once this returns. Raises StoreError.
     """
-    links.mkdir(parents=True, exist_ok=True)
     files = []
-    for file in pin.files:
-        if file.path in origins:
-            copy, file = Path(file.path), file.model_copy(update={"path": origins[file.path]})
-            _move(copy, links / link_name(file))
-        else:
-            with contextlib.suppress(OSError):
-                os.link(file.path, links / link_name(file))
-        files.append(file)
+    try:
+        make_folder(links)
+        for file in pin.files:
+            if file.path in origins:
+                copy, file = Path(file.path), file.model_copy(update={"path": origins[file.path]})
+                _move(copy, links / link_name(file))
+            else:
+                with contextlib.suppress(OSError):
+                    os.link(file.path, links / link_name(file))
+            files.append(file)
+        sync_folder(links)
+    except OSError as failure:
+        raise StoreError(f"{links}: cannot be written: {failure.strerror}") from None
     return pin.model_copy(update={"files": tuple(files)})
 
 

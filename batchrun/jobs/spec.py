@@ -22,7 +22,7 @@ from batchrun.files import check_place
 from batchrun.quantities import FailureLimit, parse_duration_s
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
-InputFormat = Literal["auto", "parquet", "jsonl", "csv", "openai-batch"]
+InputFormat = Literal["auto", "parquet", "jsonl", "json", "csv", "tsv", "openai-batch"]
 
 OUTPUT_COLUMNS = (
     "id",

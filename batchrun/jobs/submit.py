@@ -23,17 +23,14 @@ from batchrun.jobs.inputs.input_data import (
     open_input,
     open_pinned,
 )
+from batchrun.jobs.job_file import CONTENT_KEYS
 from batchrun.jobs.pin import InputPin, fetched_input, keep_input, verify_pin
 from batchrun.jobs.prompts.template import RequestTemplate, RowRenderError
 from batchrun.jobs.prompts.tokens import PLAIN_PROMPTS, PromptReader, TokenRatio, sample_rows
 from batchrun.jobs.spec import JobSpec
+from batchrun.pool.prefix_groups import group_rows
 from batchrun.pool.prefix_keys import CHUNK_BYTES, ChainBuilder, ChainTable, IntArray, salt_of
-from batchrun.pool.radix_tree import (
-    PrefixOrder,
-    build_radix_tree,
-    group_rows,
-    order_by_prefix,
-)
+from batchrun.pool.radix_tree import PrefixOrder, build_radix_tree, order_by_prefix
 from batchrun.store.jobs import JobRecord, NewJob
 from batchrun.types import ProgressSink, RowError
 
@@ -106,6 +103,12 @@ def _checked(
     being written to."""
     template = RequestTemplate(spec, data.columns, model=spec.model)
     check_columns(spec, data)
+    if not template.columns_used:
+        key = f"input.{CONTENT_KEYS[spec.endpoint]}"
+        raise JobSpecError(
+            f"{spec.where(key)}: uses no column, so every row would be the same request; its "
+            f"columns are {', '.join(data.columns[:40])}: write {{{{ {data.columns[0]} }}}}"
+        )
     _check_first_rows(data, template)
     check_ids(data, progress=progress)
     return template, data.pin(progress)

@@ -121,13 +121,15 @@ class JobShares:
 
     `ready` is always the set of jobs that have a row to hand out now. A job that was not in it the
     last time, because it is new, was paused or waited, starts at the level of the least served.
+    Each engine has a turn of its own; `eligible` are the ready jobs with a row for it.
     """
 
     def __init__(self, quantum_tokens: int = QUANTUM_TOKENS) -> None:
         self._quantum_tokens = quantum_tokens
         self.accounts: dict[str, JobAccount] = {}
         self._level = 0.0
-        self._turn: str | None = None
+        self._least_level = 0.0
+        self._turns: dict[int, str] = {}
         self.num_in_flight = 0
         self.in_flight_tokens = 0
 
@@ -143,33 +145,46 @@ class JobShares:
         self.in_flight_tokens -= sum(c.charged_tokens for c in account.in_flight.values())
         self.end_turn(job_id)
 
-    def holder(self, ready: AbstractSet[str]) -> str | None:
-        """The ready job in the middle of its turn, or None where a turn has to begin."""
-        self._wake(ready)
-        if self._turn is None or self._turn not in ready:
+    def holder(
+        self,
+        ready: AbstractSet[str],
+        eligible: AbstractSet[str] | None = None,
+        engine: int = 0,
+    ) -> str | None:
+        """The eligible job in the middle of its turn, or None where a turn has to begin. All ready
+        jobs are eligible unless it is said."""
+        eligible = ready if eligible is None else eligible
+        self._wake(ready, eligible)
+        turn = self._turns.get(engine)
+        if turn is None or turn not in eligible:
             return None
-        return self._turn if self.is_in_turn(self._turn) else None
+        return turn if self.is_in_turn(turn, engine) else None
 
-    def begin_turn(self, ready: AbstractSet[str]) -> str | None:
-        """Give the turn to the ready job at the lowest level; None when none is ready.
+    def begin_turn(self, eligible: AbstractSet[str], engine: int = 0) -> str | None:
+        """Give the turn to the eligible job at the lowest level; None when there is none.
 
         Call `holder` with the same jobs first. Among equals, who joined first goes first.
         """
-        awake = [(job_id, a) for job_id, a in self.accounts.items() if job_id in ready]
-        self._turn = min(awake, key=lambda item: item[1].level)[0] if awake else None
-        return self._turn
+        awake = [(job_id, a) for job_id, a in self.accounts.items() if job_id in eligible]
+        if not awake:
+            self._turns.pop(engine, None)
+            return None
+        self._turns[engine] = min(awake, key=lambda item: item[1].level)[0]
+        return self._turns[engine]
 
-    def end_turn(self, job_id: str) -> None:
-        """The job's subtree is handed out: if it has the turn, another begins."""
-        if self._turn == job_id:
-            self._turn = None
+    def end_turn(self, job_id: str, engine: int | None = None) -> None:
+        """The job's subtree is handed out: if it has the turn, of this engine or of any, another
+        begins."""
+        for each in [each for each, turn in self._turns.items() if turn == job_id]:
+            if engine is None or each == engine:
+                del self._turns[each]
 
-    def is_in_turn(self, job_id: str) -> bool:
+    def is_in_turn(self, job_id: str, engine: int = 0) -> bool:
         """Whether the job goes on with its turn, if it has a row."""
-        if self._turn != job_id:
+        if self._turns.get(engine) != job_id:
             return False
         account = self.accounts[job_id]
-        return (account.level - self._level) * account.weight < self._quantum_tokens
+        return (account.level - self._least_level) * account.weight < self._quantum_tokens
 
     def charge(self, job_id: str, row: int, estimated_tokens: int, *, is_urgent: bool) -> int:
         """A row is handed out; returns its charge, the estimate corrected by the rows before it.
@@ -218,9 +233,9 @@ class JobShares:
             in_flight_tokens = sum(charge.charged_tokens for charge in fair)
             assert account.fair_tokens == account.num_fair_tokens + in_flight_tokens
             assert account.level == account.start_level + account.fair_tokens / account.weight
-        assert self._turn is None or self._turn in self.accounts
+        assert set(self._turns.values()) <= self.accounts.keys()
 
-    def _wake(self, ready: AbstractSet[str]) -> None:
+    def _wake(self, ready: AbstractSet[str], eligible: AbstractSet[str]) -> None:
         """Find the level of the least served job; who was not ready before starts there."""
         lowest = float("inf")
         waking: list[JobAccount] = []
@@ -235,6 +250,8 @@ class JobShares:
             self._level = lowest
         for account in waking:
             account.wake_at(self._level)
+        levels = [a.level for job_id, a in self.accounts.items() if job_id in eligible]
+        self._least_level = min(levels, default=self._level)
 
     def _take_back(self, account: JobAccount, row: int) -> Charge:
         charge = account.in_flight.pop(row)
@@ -249,10 +266,11 @@ NEW_JOB = ""
 
 
 class Turn(NamedTuple):
-    """The job that hands out the next row, and whether its deadline is why."""
+    """The job that hands out the next row to an engine, and whether its deadline is why."""
 
     job_id: str
     is_urgent: bool
+    engine: int = 0
 
 
 class JobTurns:
@@ -303,31 +321,42 @@ class JobTurns:
         self._deadlines.leave(job_id)
         self._review_at = float("-inf")
 
-    def choose(self, ready: AbstractSet[str], now_s: float) -> Turn | None:
-        """The job whose row goes next, of those with a row to hand out; None when there is none."""
+    def choose(
+        self,
+        ready: AbstractSet[str],
+        now_s: float,
+        eligible: AbstractSet[str] | None = None,
+        engine: int = 0,
+    ) -> Turn | None:
+        """The job whose row goes to an engine next; None when there is none.
+
+        `ready` are the jobs with a row to hand out, `eligible` those with one for this engine (not
+        given: the same).
+        """
         self._now_s = now_s
         if now_s >= self._review_at:
             self._review(now_s)
-        holder = self._shares.holder(ready)
-        urgent = self._urgent.choose(ready, is_between_turns=holder is None)
+        eligible = ready if eligible is None else eligible
+        holder = self._shares.holder(ready, eligible, engine)
+        urgent = self._urgent.choose(eligible, is_between_turns=holder is None)
         if urgent is not None:
-            return Turn(urgent, is_urgent=True)
-        fair = holder or self._shares.begin_turn(ready)
-        return None if fair is None else Turn(fair, is_urgent=False)
+            return Turn(urgent, is_urgent=True, engine=engine)
+        fair = holder or self._shares.begin_turn(eligible, engine)
+        return None if fair is None else Turn(fair, is_urgent=False, engine=engine)
 
     def charge(self, turn: Turn, row: int, estimated_tokens: int, *, ends_subtree: bool) -> None:
-        """A row is handed out. `ends_subtree`: the job's next row has another prefix."""
-        job_id, is_urgent = turn
+        """A row is handed out. `ends_subtree`: the job's next row there has another prefix."""
+        job_id, is_urgent, engine = turn
         tokens = self._shares.charge(job_id, row, estimated_tokens, is_urgent=is_urgent)
         self._times[job_id].sent(row, self._now_s)
         self._urgent.charge(job_id, tokens, is_urgent=is_urgent)
         if ends_subtree:
-            self._shares.end_turn(job_id)
+            self._shares.end_turn(job_id, engine)
             self._urgent.end_turn(job_id)
 
-    def is_in_turn(self, job_id: str) -> bool:
-        """Whether the job goes on with its fair turn, if it has a row."""
-        return self._shares.is_in_turn(job_id)
+    def is_in_turn(self, job_id: str, engine: int = 0) -> bool:
+        """Whether the job goes on with its fair turn on an engine, if it has a row."""
+        return self._shares.is_in_turn(job_id, engine)
 
     def settle(self, job_id: str, row: int, computed_tokens: int) -> None:
         """A row has ended, with or without error, after so many computed tokens."""

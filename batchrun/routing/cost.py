@@ -1,9 +1,10 @@
 """The shipped router: every engine's price for a call, in seconds, and the least wins.
 
 The time of prefill is priced with the calls that it delays: a mean number, the same for all
-engines, since a price by the engine's own queue would send all long prompts to one. What must be
-evicted is priced by the learnt share of evicted pieces that had been used again: nothing where
-nothing is shared. A hot prefix is copied by itself once the queue at its home costs more.
+engines, since a price by the engine's own queue would send all long prompts to one. A hot prefix is
+copied by itself once the queue at its home costs more. What a prompt evicts has no price: one for
+it, by the learnt share of evicted pieces that had come back, won nothing on the three workloads
+that fill the KV of all engines.
 """
 
 from __future__ import annotations
@@ -15,9 +16,7 @@ from batchrun.routing.router import Router
 
 
 class Cost(Router):
-    """Queue + own prefill, with whom it delays + what it evicts + its decodes + its slot."""
-
-    EVICTION = 2.0
+    """Queue + own prefill, with whom it delays + its decodes + its slot."""
 
     def rank(self, call: Call, engines: Sequence[int], now_s: float) -> list[int]:
         """See `Router`."""
@@ -28,10 +27,7 @@ class Cost(Router):
         def price(engine: int) -> tuple[float, int, int]:
             load = loads[engine]
             own_s = book.traits[engine].prices.prefill_s(call.prompt_tokens, cached[engine])
-            num_new = (call.prompt_tokens - cached[engine]) / call.piece_tokens
-            evicted = book.prefixes.evicted_share(engine, num_new)
-            evicting_s = self.EVICTION * evicted * book.prefixes.reuse_share * own_s
-            seconds = load.waiting_s + own_s * delayed + evicting_s + self._decode_s(engine, load)
+            seconds = load.waiting_s + own_s * delayed + self._decode_s(engine, load)
             return seconds, load.calls, self.num_sent[engine]
 
         return sorted(engines, key=price)

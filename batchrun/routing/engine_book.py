@@ -80,6 +80,10 @@ class Call:
     keys: KeyArray
     piece_tokens: float
 
+    def tokens_of(self, num_pieces: int) -> int:
+        """Tokens that need not be computed where its first pieces are held; never all of them."""
+        return min(max(self.prompt_tokens - 1, 0), int(num_pieces * self.piece_tokens))
+
 
 @dataclass(slots=True, eq=False)
 class Sent:
@@ -139,24 +143,20 @@ class EngineBook:
         }
 
     def cached_tokens(self, call: Call, engines: Sequence[int]) -> dict[int, int]:
-        """Tokens of the prompt that each of these engines holds; never the whole prompt."""
+        """Tokens of the prompt that each of these engines holds, see `Call.tokens_of`."""
         held = self.prefixes.num_held(call.keys, engines).tolist()
-        most = max(call.prompt_tokens - 1, 0)
-        return {
-            engine: min(most, int(num * call.piece_tokens))
-            for engine, num in zip(engines, held, strict=True)
-        }
+        return {engine: call.tokens_of(num) for engine, num in zip(engines, held, strict=True)}
 
     def sent(self, call: Call, engine: int, now_s: float) -> Sent:
         """The call goes to the engine. Keep what is returned, for `first_token` and `ended`."""
         traits, own = self.traits[engine], self._own[engine]
-        cached = self.cached_tokens(call, [engine])[engine]
+        room_pieces = self._room_share.get(engine, 1.0) * traits.kv_tokens / call.piece_tokens
+        num_held = self.prefixes.touch(engine, call.keys, now_s, room_pieces=room_pieces)
+        cached = call.tokens_of(num_held)
         prefill_s = traits.prices.prefill_s(call.prompt_tokens, cached)
         if own[_WAITING] <= 0:
             own[_MOVED_AT] = now_s
         own[:_MOVED_AT] += (1, call.prompt_tokens, 1, call.prompt_tokens - cached, prefill_s)
-        room_tokens = self._room_share.get(engine, 1.0) * traits.kv_tokens
-        self.prefixes.touch(engine, call.keys, now_s, room_pieces=room_tokens / call.piece_tokens)
         return Sent(call, engine, now_s, cached, prefill_s)
 
     def first_token(self, sent: Sent, now_s: float) -> None:

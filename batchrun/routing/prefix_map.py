@@ -23,13 +23,17 @@ WAYS = 8
 SWEEP_SHARE = 0.02
 """An engine's column is looked at again when so much of its cache is new."""
 REUSE_MEMORY = 512
-"""Evicted pieces over which the share of those that came back is learnt."""
+"""Evicted pieces over which it is learnt how often they had been used."""
+
+
+BETWEEN_S = 1e-6
+"""Between the stamps of two pieces of a prompt, the later piece's being the older."""
 
 
 class Arrays(NamedTuple):
     """What processes share: a key and a number of uses for each place, when each engine last used
     it, and for each engine since when it holds what it used (`_SINCE` to `_ROOM`), and what was
-    learnt from evictions (`_REUSE`, `_USES`), in its last row."""
+    learnt from evictions (`_USES`), in its last row."""
 
     keys: KeyArray
     num_uses: npt.NDArray[np.uint32]
@@ -49,7 +53,7 @@ class Arrays(NamedTuple):
 
 NUM_COLUMN_FIELDS = 4
 _SINCE, _NUM_NEW, _NUM_HELD, _ROOM = range(NUM_COLUMN_FIELDS)
-_REUSE, _USES = 0, 1
+_USES = 0
 
 
 class PrefixMap:
@@ -60,11 +64,6 @@ class PrefixMap:
         self._columns, self._learnt = columns[:-1], columns[-1]
         self._mask = np.uint64(len(self._keys) // WAYS - 1)
         self._ways = np.arange(WAYS, dtype=np.int64)
-
-    @property
-    def reuse_share(self) -> float:
-        """Of the pieces that were evicted of late, those that had been used more than once."""
-        return float(self._learnt[_REUSE])
 
     @property
     def mean_uses(self) -> float:
@@ -93,28 +92,32 @@ class PrefixMap:
         found: npt.NDArray[np.int64] = np.where(lacks.any(axis=0), lacks.argmax(axis=0), num_known)
         return found
 
-    def touch(self, engine: int, keys: KeyArray, now_s: float, *, room_pieces: float) -> None:
-        """A prompt of these pieces goes to the engine, which has room for so many."""
+    def touch(self, engine: int, keys: KeyArray, now_s: float, *, room_pieces: float) -> int:
+        """A prompt of these pieces goes to the engine, which has room for so many; tells how many
+        leading pieces it held before."""
         if not len(keys):
-            return
+            return 0
         places, is_known = self._find(keys)
+        used_at_s = _stamps(len(keys), now_s)
         places, new_keys = places[is_known], keys[~is_known]
         column = self._columns[engine]
-        is_new = self._used_at_s[places, engine] <= column[_SINCE]
-        self._used_at_s[places, engine] = now_s
+        is_held = is_known.copy()
+        is_held[is_known] = self._used_at_s[places, engine] > column[_SINCE]
+        self._used_at_s[places, engine] = used_at_s[is_known]
         self._num_uses[places] += 1
-        self._insert(new_keys, engine, now_s)
-        column[_NUM_NEW] += np.count_nonzero(is_new) + len(new_keys)
+        self._insert(new_keys, engine, used_at_s[~is_known])
+        column[_NUM_NEW] += np.count_nonzero(~is_held)
         change = column[_NUM_NEW] + abs(room_pieces - column[_ROOM])
         if change > SWEEP_SHARE * room_pieces:
             self._sweep(engine, room_pieces)
+        return len(keys) if is_held.all() else int(is_held.argmin())
 
     def refresh(self, engine: int, keys: KeyArray, now_s: float) -> None:
         """The prompt's call has ended: until now nothing of it could be evicted."""
         places, is_known = self._find(keys)
-        places = places[is_known]
+        places, used_at_s = places[is_known], _stamps(len(keys), now_s)[is_known]
         is_held = self._used_at_s[places, engine] > self._columns[engine, _SINCE]
-        self._used_at_s[places[is_held], engine] = now_s
+        self._used_at_s[places[is_held], engine] = used_at_s[is_held]
 
     def clear(self, engine: int) -> None:
         """The engine holds nothing."""
@@ -133,9 +136,11 @@ class PrefixMap:
         index = np.arange(len(keys))
         return rows[index, way], is_its[index, way]
 
-    def _insert(self, keys: KeyArray, engine: int, now_s: float) -> None:
+    def _insert(self, keys: KeyArray, engine: int, used_at_s: Floats) -> None:
         """One after the other, as two may want one place."""
-        for first, key in zip(self._buckets(keys).tolist(), keys, strict=True):
+        for first, key, at_s in zip(
+            self._buckets(keys).tolist(), keys, used_at_s.tolist(), strict=True
+        ):
             bucket = slice(first, first + WAYS)
             free = np.flatnonzero(self._keys[bucket] == 0)
             if len(free):
@@ -143,7 +148,7 @@ class PrefixMap:
             else:
                 place = first + int(self._used_at_s[bucket].max(axis=1).argmin())
             self._used_at_s[place] = 0.0
-            self._used_at_s[place, engine] = now_s
+            self._used_at_s[place, engine] = at_s
             self._num_uses[place] = 1
             self._keys[place] = key
 
@@ -160,7 +165,11 @@ class PrefixMap:
         order = np.argpartition(used_at_s[held], over - 1)[:over]
         column[_SINCE] = used_at_s[held[order]].max()
         evicted = held[used_at_s[held] <= column[_SINCE]]
-        reused = np.count_nonzero(self._num_uses[evicted] > 1) / len(evicted)
         weight = min(1.0, len(evicted) / REUSE_MEMORY)
-        self._learnt[_REUSE] += weight * (reused - self._learnt[_REUSE])
         self._learnt[_USES] += weight * (self._num_uses[evicted].mean() - self._learnt[_USES])
+
+
+def _stamps(num: int, now_s: float) -> Floats:
+    """When the pieces of a prompt were used: its end a little before its beginning, since an
+    engine evicts prompts from the end."""
+    return now_s - np.arange(num, dtype=np.float64) * BETWEEN_S

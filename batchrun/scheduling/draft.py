@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from batchrun.estimator.step_load import StepLoad
 from batchrun.estimator.step_time import largest_chunk
-from batchrun.scheduling.view import EngineView, Plan, PrefixHit, RequestView
+from batchrun.scheduling.view import EngineView, Plan, PrefixHit, RequestView, by_kind
 
 LONG_PREFILL_TOKENS = 512
 """A prefill with more left than this is long: one at a time (Echo, section 4.1)."""
@@ -23,10 +23,12 @@ class Draft:
     """Collects the requests of a step; those that decode together are all of one class.
 
     `free_blocks` are free now; `promised_blocks` of them are still to be taken by the prompts of
-    running requests and the outputs of running offline ones, `closing_blocks` of these by the next
-    `CLOSING_TOKENS` tokens of decodes. Admitted requests hit `hit_blocks` that were idle. Offline
-    requests hold at most `offline_blocks`: one of all blocks is vLLM's own. `backlog_s` is what the
-    prompts of all waiting calls take. `leader` is the request whose long prefix the draft begins.
+    running requests, online ones from the start, and the outputs of running offline ones,
+    `closing_blocks` of these by the next `CLOSING_TOKENS` tokens of decodes. Admitted requests hit
+    `hit_blocks` that were idle. Offline requests hold at most `offline_blocks`: one of all blocks
+    is vLLM's own. `backlog_s` is what the prompts of all waiting calls take; with `is_strict` no
+    prompt but the first of the step goes past its limit, whatever it risks. `leader` is the request
+    whose long prefix the draft begins.
     """
 
     view: EngineView
@@ -40,6 +42,7 @@ class Draft:
     closing_blocks: int = 0
     num_offline_decodes: int = 0
     backlog_s: float = 0.0
+    is_strict: bool = False
     admitted: list[RequestView] = field(default_factory=list)
     caps: dict[str, int] = field(default_factory=dict)
     preempted: list[RequestView] = field(default_factory=list)
@@ -60,6 +63,7 @@ class Draft:
             slots_left=view.max_running - num_running,
             free_blocks=view.free_blocks,
             offline_blocks=view.total_blocks - 1 - view.free_blocks - view.online_blocks,
+            promised_blocks=_due_blocks(view),
             loras={r.lora_id for r in running if r.lora_id} if view.max_loras else set(),
         )
 
@@ -198,6 +202,19 @@ class Draft:
         blocks_for = self.view.blocks_for
         computed = request.num_computed_tokens
         now_blocks = blocks_for(computed + num_tokens)
-        end = request.end_tokens if request.is_offline else request.num_tokens
-        self.free_blocks -= now_blocks - blocks_for(computed)
-        self.promised_blocks += max(0, blocks_for(end) - now_blocks)
+        new_blocks = now_blocks - blocks_for(computed)
+        self.free_blocks -= new_blocks
+        if request.is_offline:
+            self.promised_blocks += max(0, blocks_for(request.end_tokens) - now_blocks)
+        else:
+            self.promised_blocks -= new_blocks
+
+
+def _due_blocks(view: EngineView) -> int:
+    """What the prompts of running calls are still to take."""
+    _, begun = by_kind(view.online_running)
+    return sum([
+        view.blocks_for(request.num_computed_tokens + request.work_left_tokens)
+        - view.blocks_for(request.num_computed_tokens)
+        for request in begun
+    ])

@@ -1,4 +1,4 @@
-"""The online part of a step: decodes, prefills, then the calls that wait, in a queue's order.
+"""The online part of a step: decodes, then prompts, begun or waiting, in a queue's order.
 
 An order of the queue is a class like `ArrivalOrder`, and most need no more than an `order` of their
 own; `policies.QUEUES` names them.
@@ -29,8 +29,9 @@ ONLINE_MEMORY_S = 60.0
 class OnlineQueue(Protocol):
     """How the online calls of one engine are served. May remember what it saw in earlier steps."""
 
-    def order(self, view: EngineView) -> Sequence[RequestView]:
-        """The waiting calls of the view, in the order in which they are looked at."""
+    def order(self, view: EngineView, begun: Sequence[RequestView]) -> Sequence[RequestView]:
+        """The `begun` prompts, of calls that run, and the waiting calls of the view, in the order
+        in which they get their parts of the step."""
         ...
 
     def limits(self, view: EngineView) -> StepLimits:
@@ -38,9 +39,10 @@ class OnlineQueue(Protocol):
         ...
 
     def fill(
-        self, draft: Draft, waiting: Sequence[RequestView], limit_s: float, victims: Victims
+        self, draft: Draft, prompts: Sequence[RequestView], limit_s: float, victims: Victims
     ) -> bool:
-        """Admit calls to the step within `limit_s`, at the cost of offline work.
+        """Give those of `order` their parts of the step within `limit_s`, at the cost of offline
+        work; every one that is begun gets a part, of no tokens if need be.
 
         False when one has to wait: offline work then takes nothing new.
         """
@@ -56,9 +58,9 @@ class ArrivalOrder:
         self._practice = Practice()
         self._cost = OnlineCost()
 
-    def order(self, view: EngineView) -> Sequence[RequestView]:
-        """As the engine shows them."""
-        return view.online_waiting
+    def order(self, view: EngineView, begun: Sequence[RequestView]) -> Sequence[RequestView]:
+        """As the engine shows them, those that are begun first."""
+        return [*begun, *view.online_waiting]
 
     def limits(self, view: EngineView) -> StepLimits:
         """What the bounds of all calls of the last minute leave, their KV, and `online_cost`."""
@@ -76,10 +78,10 @@ class ArrivalOrder:
         return replace(limits, offline_s=min(limits.offline_s, most_s, cost_s))
 
     def fill(
-        self, draft: Draft, waiting: Sequence[RequestView], limit_s: float, victims: Victims
+        self, draft: Draft, prompts: Sequence[RequestView], limit_s: float, victims: Victims
     ) -> bool:
         """One after the other, until one has to wait."""
-        return all(admit_call(draft, victims, request, limit_s) for request in waiting)
+        return fill_in_order(draft, prompts, limit_s, victims)
 
     def _ttft_bounds_of_late(self, view: EngineView) -> Collection[float]:
         """The TTFT bounds of all online requests of the last minute: few, one for each class."""
@@ -100,17 +102,36 @@ def place_online(draft: Draft, queue: OnlineQueue, limit_s: float) -> bool:
 
     False when one has to wait: offline work then takes nothing new.
     """
-    decodes, prefills = by_kind(draft.view.online_running)
+    decodes, begun = by_kind(draft.view.online_running)
     draft.decode(decodes)
     if draft.view.online_waiting:
         draft.backlog_s = _backlog_s(draft.view)
-    for request in prefills:
-        left = request.prefill_left_tokens
-        chunk = draft.chunk(request.num_computed_tokens, left, limit_s)
-        draft.prefill(request, _at_least(chunk, left, draft, request))
     victims = Victims(draft)
     victims.make_room(0)
-    return queue.fill(draft, queue.order(draft.view), limit_s, victims)
+    has_room = queue.fill(draft, queue.order(draft.view, begun), limit_s, victims)
+    victims.make_room(0)
+    return has_room
+
+
+def fill_in_order(
+    draft: Draft, prompts: Sequence[RequestView], limit_s: float, victims: Victims
+) -> bool:
+    """Give begun prompts and waiting calls their parts, one after the other; once a waiting one
+    finds no room, no other is let in. False then."""
+    running, has_room = set(map(id, draft.view.online_running)), True
+    for request in prompts:
+        if id(request) in running:
+            go_on(draft, request, limit_s)
+        elif has_room:
+            has_room = admit_call(draft, victims, request, limit_s)
+    return has_room
+
+
+def go_on(draft: Draft, request: RequestView, limit_s: float) -> None:
+    """Let a call that runs compute as much of its prompt as there is time for."""
+    left = request.prefill_left_tokens
+    chunk = draft.chunk(request.num_computed_tokens, left, limit_s)
+    draft.prefill(request, _at_least(chunk, left, draft, request))
 
 
 def admit_call(draft: Draft, victims: Victims, request: RequestView, limit_s: float) -> bool:
@@ -130,12 +151,12 @@ def admit_call(draft: Draft, victims: Victims, request: RequestView, limit_s: fl
     if chunk == 0:
         return False
     need = view.free_blocks_for(request.num_tokens + 1, hit)
-    if need > draft.free_blocks + draft.offline_blocks:
+    if need + draft.promised_blocks > draft.free_blocks + draft.offline_blocks:
         return False
     if not has_adapter:
         victims.free_adapter()
-    victims.make_room(need, slots=1)
-    if draft.free_blocks < need or draft.slots_left <= 0:
+    victims.make_room(need + draft.promised_blocks, slots=1)
+    if draft.free_blocks < need + draft.promised_blocks or draft.slots_left <= 0:
         return False
     draft.admit(request, hit, chunk, need)
     return True
@@ -151,8 +172,9 @@ def _at_least(chunk: int, left: int, draft: Draft, request: RequestView) -> int:
     least = min(left, MIN_CHUNK_TOKENS, draft.tokens_left)
     if chunk >= least:
         return chunk
-    is_first = draft.load.num_tokens == draft.load.num_decodes
-    return least if is_first or _is_at_risk(request, draft) else chunk
+    if draft.load.num_tokens == draft.load.num_decodes:
+        return least
+    return least if not draft.is_strict and _is_at_risk(request, draft) else chunk
 
 
 def _is_at_risk(request: RequestView, draft: Draft) -> bool:

@@ -7,11 +7,14 @@ batchrun.yaml and the command line take their names from here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 from batchrun.scheduling.echo import EchoOptions, EchoPolicy
 from batchrun.scheduling.online_queue import ArrivalOrder, OnlineQueue
+from batchrun.scheduling.promise_orders import OnTimeOrder, SlackOptions, SlackOrder
+from batchrun.scheduling.queue_orders import DEFAULT_ALPHA, GroupsOrder, LarryOrder
 from batchrun.scheduling.view import EngineView, Plan
 
 
@@ -23,8 +26,23 @@ class Policy(Protocol):
         ...
 
 
-QUEUES: Mapping[str, Callable[[], OnlineQueue]] = {
-    "arrival": ArrivalOrder,
+@dataclass(frozen=True, slots=True)
+class QueueOptions:
+    """What an order may be told: `larry_alpha` weighs waiting under `larry`."""
+
+    larry_alpha: float = DEFAULT_ALPHA
+
+
+DEFAULT_QUEUE = "arrival"
+QUEUES: Mapping[str, Callable[[QueueOptions], OnlineQueue]] = {
+    "arrival": lambda options: ArrivalOrder(),
+    "on-time": lambda options: OnTimeOrder(),
+    "larry": lambda options: LarryOrder(options.larry_alpha),
+    "groups": lambda options: GroupsOrder(),
+    "slack": lambda options: SlackOrder(),
+    "slack-printed": lambda options: SlackOrder(SlackOptions(is_printed=True)),
+    "slack-pivot": lambda options: SlackOrder(SlackOptions(has_pivot_budget=True)),
+    "slack-euclid": lambda options: SlackOrder(SlackOptions(is_euclid=True)),
 }
 
 POLICIES: Mapping[str, Callable[[OnlineQueue], Policy | None]] = {
@@ -36,9 +54,11 @@ POLICIES: Mapping[str, Callable[[OnlineQueue], Policy | None]] = {
 """`bs` plans nothing: it is vLLM's own order, untouched."""
 
 
-def make_policy(name: str, online_queue: str = "arrival") -> Policy | None:
+def make_policy(
+    name: str, online_queue: str = DEFAULT_QUEUE, options: QueueOptions = QueueOptions()
+) -> Policy | None:
     """A policy of this name for one engine, which lets calls in by the queue of that name.
 
     None: vLLM's own order rules. Raises KeyError for a name that is not in the tables.
     """
-    return POLICIES[name](QUEUES[online_queue]())
+    return POLICIES[name](QUEUES[online_queue](options))

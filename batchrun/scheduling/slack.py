@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from batchrun.scheduling.step_pace import alone_s
-from batchrun.scheduling.view import EngineView, RequestView
+from batchrun.scheduling.view import GROWTH_TOKENS, EngineView, RequestView
 
 TARGET_SHARE = 0.985
 """Share of the smallest TPOT that a step with offline work aims at: room for prediction errors."""
@@ -43,9 +43,10 @@ class StepLimits:
     is_one_in_flight: bool = False
 
 
-def completion_pace_s(request: RequestView, now_s: float) -> float:
-    """Seconds per token after the first that bring the last one within the completion bound, if all
-    that may be generated is. Infinity without a bound, and once it is broken.
+def completion_pace_s(request: RequestView, now_s: float, likely_tokens: int) -> float:
+    """Seconds per token after the first that bring the last one within the completion bound, if the
+    answer has `likely_tokens`, or a little more than there are where these are as many. Infinity
+    without a bound, and once it is broken.
 
     AccelGen (arXiv 2503.13737, "SLOs of offline applications") spreads the time that a completion
     bound leaves evenly over the iterations and carries what one of them saves or exceeds over to
@@ -55,20 +56,24 @@ def completion_pace_s(request: RequestView, now_s: float) -> float:
     end_s = request.arrival_at_s + request.slo_jct_s
     if now_s >= end_s:
         return math.inf
-    return (end_s - _first_at_s(request)) / max(request.max_output_tokens - 1, 1)
+    tokens = max(likely_tokens, request.num_output_tokens + GROWTH_TOKENS)
+    return (end_s - _first_at_s(request)) / max(min(tokens, request.max_output_tokens) - 1, 1)
 
 
-def deadline_s(request: RequestView, pace_s: float = math.inf) -> float:
+def deadline_s(request: RequestView, pace_s: float = math.inf, start_s: float = -math.inf) -> float:
     """When the next token of an online request is due.
 
-    The smallest of arrival + TTFT + i * TPOT (the paper's), first token + i * TPOT, so that
-    credit from an early first token is not spent on slow ones, and, with a completion bound, first
-    token + i * `pace_s`.
+    First token + i * TPOT, and arrival + TTFT + i * TPOT before there is one (the paper's, which
+    goes on with it). So credit from an early first token is not spent on slow ones, and a late one,
+    whose promise is lost, does not shorten the steps in which others could still come in time: one
+    that is late and in flight is there at `start_s`.
+    With a completion bound none is later than first token + i * `pace_s`.
     """
     index = request.num_output_tokens
-    due_s = request.arrival_at_s + request.slo_ttft_s + index * request.slo_tpot_s
-    if request.first_token_at_s is not None:
-        due_s = min(due_s, request.first_token_at_s + index * request.slo_tpot_s)
+    first_at_s = request.first_token_at_s
+    if first_at_s is None:
+        first_at_s = max(start_s, request.arrival_at_s + request.slo_ttft_s)
+    due_s = first_at_s + index * request.slo_tpot_s
     if pace_s < math.inf:
         due_s = min(due_s, _first_at_s(request) + index * pace_s)
     return due_s
@@ -88,8 +93,9 @@ def step_limits(
     for request in view.online_running:
         if request.is_decode:
             has_end = request.slo_jct_s < math.inf
-            pace_s = completion_pace_s(request, start_s) if has_end else math.inf
-            slack_s = min(slack_s, deadline_s(request, pace_s) - start_s)
+            likely = view.calls.likely_tokens(request.max_output_tokens) if has_end else 0
+            pace_s = completion_pace_s(request, start_s, likely) if has_end else math.inf
+            slack_s = min(slack_s, deadline_s(request, pace_s, start_s) - start_s)
             tpot_s = min(tpot_s, request.slo_tpot_s, pace_s)
     if math.isinf(tpot_s):
         if view.online_running or view.online_waiting:

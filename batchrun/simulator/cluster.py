@@ -14,7 +14,7 @@ from operator import attrgetter
 
 from batchrun.config import STOCK_POLICY
 from batchrun.daemon.engine_link import RENEW_S
-from batchrun.daemon.prices import prices_of
+from batchrun.daemon.prices import prices_of, speed_of
 from batchrun.estimator.step_time import AnyModel
 from batchrun.hints import HINT_KEY
 from batchrun.routing.engine_book import EngineTraits, Prices
@@ -82,7 +82,7 @@ class FrontEnd:
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """What all engines are, and how long their steps take.
+    """What an engine is, and how long its steps take.
 
     `policy` is a name of the scheduler's, or `vllm` for vLLM's own. `settings` are those of the
     plug-in beside it. `believed` are the models that the scheduler starts from; without any it
@@ -113,23 +113,26 @@ class EnginePlan:
 
 
 class Engines:
-    """Runs `num` engines side by side, fed by a gateway and a daemon.
+    """Runs an engine for each plan side by side, fed by a gateway and a daemon.
 
     `after_step` is told of each engine that has moved, `at_end` of the record of each request that
     ended, its request still there; both get the engine's number.
     """
 
-    def __init__(self, plan: EnginePlan, router: OnlineRouter, feed: RowFeed) -> None:
-        num = len(router.ports)
+    def __init__(self, plans: Sequence[EnginePlan], router: OnlineRouter, feed: RowFeed) -> None:
         self.engines = [
-            _engine(plan, [router.ports[index], feed.ports[index]]) for index in range(num)
+            _engine(plan, [router.ports[index], feed.ports[index]])
+            for index, plan in enumerate(plans)
         ]
         self.after_step: Callable[[int], None] = lambda index: None
         self.at_end: Callable[[int, RequestRecord], None] = lambda index, record: None
         self._router, self._feed = router, feed
-        self._renew_at_s = [0.0] * num
-        self._is_idle = [False] * num
+        self._living = list(range(len(plans)))
+        self._renew_at_s = [0.0] * len(plans)
+        self._is_idle = [False] * len(plans)
         feed.num_running = self._num_running
+        for slot, plan in zip(feed.assigner.slots, plans, strict=True):
+            slot.load.first_speed = speed_of(plan.traits.prices)
         for index, engine in enumerate(self.engines):
             engine.start_listeners.append(partial(self._started, index))
             engine.end_listeners.append(partial(self._ended, index))
@@ -143,9 +146,8 @@ class Engines:
     def run_until(self, end_s: float) -> None:
         """Run until every clock has reached `end_s` (infinity: until all work is done)."""
         engines, is_idle = self.engines, self._is_idle
-        numbers = range(len(engines))
         while True:
-            index = min(numbers, key=lambda i: (engines[i].now_s, is_idle[i]))
+            index = min(self._living, key=lambda i: (engines[i].now_s, is_idle[i]))
             engine = engines[index]
             if engine.now_s >= end_s:
                 return
@@ -155,14 +157,15 @@ class Engines:
                 return
             self.after_step(index)
 
+    def lose(self, index: int) -> None:
+        """The engine dies, and stays away: its rows go elsewhere, its calls are never answered."""
+        self._living.remove(index)
+        self._feed.lose(index)
+
     def _wake_later(self, index: int, end_s: float) -> bool:
         """Move the clock of an engine that has nothing to do; False when nobody ever will have."""
         engine = self.engines[index]
-        busy_s = [
-            other.now_s
-            for other, is_idle in zip(self.engines, self._is_idle, strict=True)
-            if not is_idle
-        ]
+        busy_s = [self.engines[other].now_s for other in self._living if not self._is_idle[other]]
         wake_s = min(engine.next_due_s(), end_s, *busy_s)
         if wake_s == math.inf:
             return False

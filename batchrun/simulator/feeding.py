@@ -9,21 +9,23 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from batchrun.daemon.dispatch import Assigner, Assignment, EngineSlot
+from batchrun.daemon.dispatch import Assigner
 from batchrun.daemon.dispatcher import POLL_INTERVAL_S, URGENT_LEAD
 from batchrun.daemon.engine_link import SCHEDULER_WINDOW
 from batchrun.daemon.faults import Trials
+from batchrun.daemon.in_flight import Assignment, EngineSlot
+from batchrun.daemon.prices import RowTokens, planned_work
 from batchrun.estimator.answer_length import AnswerLengths
 from batchrun.hints import RowHint, write_hint
 from batchrun.pool.fair_share import JobTurns
-from batchrun.pool.prefix_keys import IntArray
-from batchrun.pool.radix_tree import build_radix_tree, group_rows
+from batchrun.pool.prefix_groups import group_rows
+from batchrun.pool.radix_tree import build_radix_tree
 from batchrun.pool.row_queue import RowQueue, Window
 from batchrun.simulator.offline_jobs import Keys, OfflineJob, key_of, shared_tokens
 from batchrun.simulator.online import EnginePort
 from batchrun.simulator.virtual.engine import Arrival, BlockHashes, RequestRecord, hash_blocks
 from batchrun.simulator.virtual.setup import NONCE
-from batchrun.types import Usage
+from batchrun.types import DEFAULT_MODEL, Usage
 
 EPOCH = 1
 PREFIX = "row-"
@@ -40,11 +42,10 @@ class ActiveRows:
     number: int
     seed: int
     queue: RowQueue = field(init=False)
-    group_of: IntArray = field(init=False)
     costs: list[int] = field(init=False)
     answers: AnswerLengths = field(init=False)
     trials: Trials = field(default_factory=Trials)
-    current_node: int | None = None
+    current_nodes: dict[int, int] = field(default_factory=dict)
     num_done: int = 0
     served_tokens: int = 0
     computed_tokens: int = 0
@@ -54,16 +55,27 @@ class ActiveRows:
     """Keys, tokens and block hashes of the row sent last: the next one mostly begins as it does."""
 
     def __post_init__(self) -> None:
-        nodes = build_radix_tree(self.plan.order.shared_chunks)
-        self.queue = RowQueue(self.plan.order.rows, nodes)
-        self.group_of = group_rows(self.plan.order, nodes, self.plan.chains)
-        self.answers = AnswerLengths([self.plan.expected_output_tokens])
-        self.costs = self.plan.expected_tokens().tolist()
+        plan, expected = self.plan, self.plan.expected_tokens()
+        nodes = build_radix_tree(plan.order.shared_chunks)
+        groups = group_rows(plan.order, nodes, plan.chains)
+        answer = plan.expected_output_tokens
+        prompt, cached = plan.num_prompt_tokens, plan.num_prompt_tokens + answer - expected
+        tokens = (prompt.astype(float), cached.astype(float))
+        rows = RowTokens(*tokens, np.full(len(prompt), float(answer)))
+        work = planned_work(plan.order, groups, rows)
+        self.queue = RowQueue(plan.order.rows, nodes, work=work)
+        self.answers = AnswerLengths([answer])
+        self.costs = expected.tolist()
 
     @property
     def id(self) -> str:
         """What hints and turns call the job."""
         return f"job-{self.number}"
+
+    @property
+    def model(self) -> str:
+        """All engines serve one."""
+        return DEFAULT_MODEL
 
     @property
     def weight(self) -> float:
@@ -167,6 +179,17 @@ class RowFeed:
         if job.queue.is_finished:
             job.finished_at_s = now_s
             self.assigner.leave(job)
+
+    def lose(self, index: int) -> None:
+        """The engine has died, and its rows are pending again."""
+        slot = self.assigner.slots[index]
+        slot.is_down = True
+        self.ports[index].waiting.clear()
+        for request_id, sent in [each for each in self.sent.items() if each[1].slot is slot]:
+            del self.sent[request_id]
+            slot.release(sent)
+            self.assigner.give_back(sent)
+        self._ask_at_s = 0.0
 
     def _slot(self, index: int) -> SimulatedSlot:
         return SimulatedSlot(lambda: self.num_running(index), window=Window(*SCHEDULER_WINDOW))

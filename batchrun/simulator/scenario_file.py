@@ -31,6 +31,7 @@ from batchrun.estimator.profile import CalibrationProfile
 from batchrun.jobs.spec import Weight
 from batchrun.pool.prefix_keys import IntArray
 from batchrun.quantities import parse_duration_s
+from batchrun.routing.routers import DEFAULT_ROUTER, ROUTERS
 from batchrun.scheduling.policies import POLICIES
 from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.offline_jobs import (
@@ -47,12 +48,13 @@ from batchrun.simulator.simulation import SimulationPlan
 from batchrun.simulator.traces.reading import read_trace
 from batchrun.simulator.virtual.engine import Timing
 from batchrun.simulator.virtual.setup import EngineShape, ModelLaw
-from batchrun.strict_yaml import read_document, validate_document
+from batchrun.strict import read_document, validate_document
 
 REFERENCE = "a100-8b"
 """Llama-3.1-8B in bf16 on an A100-40GB, by its data sheet: steps without a profile."""
 
 PolicyName = Annotated[str, AfterValidator(partial(known_name, known=(STOCK_POLICY, *POLICIES)))]
+RouterName = Annotated[str, AfterValidator(partial(known_name, known=ROUTERS))]
 EvictionName = Annotated[str, AfterValidator(partial(known_name, known=EVICTIONS))]
 RuleName = Annotated[str, AfterValidator(partial(known_name, known=[*ForecastRule]))]
 Text = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
@@ -181,6 +183,7 @@ class ScenarioFile(_Strict):
     slo: SloSpec = SloSpec()
     online: OnlineSpec | None = None
     windows: WindowsSpec | None = None
+    router: RouterName = DEFAULT_ROUTER
     jobs: tuple[SimulatedJob, ...] = ()
 
 
@@ -229,6 +232,7 @@ def plan_of(scenario: ScenarioFile, base: Path) -> SimulationPlan:
         engine_of(scenario.engines, scenario.slo, base),
         Slo(scenario.slo.ttft, scenario.slo.tpot),
         scenario.seed,
+        router=scenario.router,
     )
 
 

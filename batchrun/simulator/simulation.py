@@ -30,7 +30,8 @@ class SimulationPlan:
 
     The same plan gives the same figures and the same records to the last bit. Only calls that
     arrive in the seconds [from, to) of `judged_s` are judged; those around them are the load.
-    `router` names who chooses their engines.
+    `router` names who chooses their engines. `engines` are the plans of engines that are not all
+    like `engine`.
     """
 
     duration_s: float
@@ -42,6 +43,12 @@ class SimulationPlan:
     seed: int = 0
     judged_s: tuple[float, float] = (0.0, math.inf)
     router: str = DEFAULT_ROUTER
+    engines: Sequence[EnginePlan] = ()
+
+    @property
+    def engine_plans(self) -> Sequence[EnginePlan]:
+        """The plan of each engine."""
+        return self.engines or [self.engine] * self.num_engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,17 +145,17 @@ class Simulation:
     def __init__(
         self, plan: SimulationPlan, tables: Tables | None = None, feed: RowFeed | None = None
     ) -> None:
-        num = plan.num_engines
+        traits = [each.traits for each in plan.engine_plans]
         block_tokens = plan.engine.shape.block_tokens
-        self.feed = RowFeed(plan.jobs, num, plan.seed, block_tokens) if feed is None else feed
+        self.feed = feed or RowFeed(plan.jobs, len(traits), plan.seed, block_tokens)
         self.router = OnlineRouter(
             plan.calls,
-            [plan.engine.traits] * num,
+            traits,
             plan.seed,
             plan.engine.shape.max_model_len,
             plan.router,
         )
-        self.engines = Engines(plan.engine, self.router, self.feed)
+        self.engines = Engines(plan.engine_plans, self.router, self.feed)
         self.watch = Watch(
             self.engines, self.router, self.feed, tables, slo=plan.slo, judged_s=plan.judged_s
         )

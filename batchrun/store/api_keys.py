@@ -27,12 +27,14 @@ MAX_TOKENS = 2**53
 class KeyLimits:
     """The most that a key may do; None: no limit.
 
-    `enqueued_tokens` bounds the prompt tokens of its batches that have not ended, by estimate.
+    `enqueued_tokens` bounds the prompt tokens of its batches that have not ended, by estimate;
+    `stored_bytes` what all its files hold together when it uploads another.
     """
 
     requests_per_minute: int | None = None
     enqueued_tokens: int | None = None
     concurrent_batches: int | None = None
+    stored_bytes: int | None = None
 
 
 NO_LIMITS = KeyLimits()

@@ -106,29 +106,58 @@ class BatchRecord:
     num_enqueued_tokens: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class WantedBatch:
+    """A batch to be added with its job; its owner may have `max_open` that have not ended."""
+
+    batch: NewBatch
+    job: NewJob
+    max_open: int | None = None
+
+
 def create(
     store: Store, batch: NewBatch, job: NewJob, *, now_s: float, max_open: int | None = None
 ) -> BatchRecord:
-    """Add a batch with its job, in state validating; once this returns, it survives any crash.
+    """Add a batch with its job, as `create_all` does. Raises QuotaError."""
+    (found,) = create_all(store, [WantedBatch(batch, job, max_open)], now_s=now_s)
+    if isinstance(found, QuotaError):
+        raise found
+    return found
 
-    One that was added under the same `idempotency_hash` is returned instead. Raises QuotaError
-    when its owner has `max_open` batches that have not ended.
+
+def create_all(
+    store: Store, wanted: Sequence[WantedBatch], *, now_s: float
+) -> list[BatchRecord | QuotaError]:
+    """Add batches with their jobs, in state validating, all in one transaction; once this returns,
+    they survive any crash.
+
+    One that was added under the same `idempotency_hash` stands for a new one. A QuotaError stands
+    for one whose owner has as many as he may have.
     """
+    found: list[BatchRecord | QuotaError] = []
     with store.write() as connection:
-        if batch.idempotency_hash is not None:
-            same = batches.c.idempotency_hash == batch.idempotency_hash
-            found = connection.execute(_query().where(same)).first()
-            if found is not None:
-                return _record(found)
-        if max_open is not None and len(_open_ones(connection, batch.owner)) >= max_open:
-            raise QuotaError(
-                f"this API key may have {max_open} at once; wait until a batch has ended"
-            )
-        seq = insert_job(connection, job, now_s=now_s).seq
-        values = asdict(batch)
-        values["metadata"] = None if batch.metadata is None else json.dumps(batch.metadata)
-        connection.execute(insert(batches).values(job_seq=seq, **values))
-        return _read(connection, job.id)
+        for one in wanted:
+            try:
+                found.append(_create(connection, one, now_s))
+            except QuotaError as error:
+                found.append(error)
+    return found
+
+
+def _create(connection: Connection, wanted: WantedBatch, now_s: float) -> BatchRecord:
+    batch, max_open = wanted.batch, wanted.max_open
+    if batch.idempotency_hash is not None:
+        same = batches.c.idempotency_hash == batch.idempotency_hash
+        found = connection.execute(_query().where(same)).first()
+        if found is not None:
+            return _record(found)
+    if max_open is not None and len(_open_ones(connection, batch.owner)) >= max_open:
+        raise QuotaError(f"this API key may have {max_open} at once; wait until a batch has ended")
+    seq = insert_job(connection, wanted.job, now_s=now_s).seq
+    values = asdict(batch)
+    values["metadata"] = None if batch.metadata is None else json.dumps(batch.metadata)
+    connection.execute(insert(batches).values(job_seq=seq, **values))
+    return _read(connection, wanted.job.id)
 
 
 def start(

@@ -42,10 +42,11 @@ from batchrun.types import TERMINAL_JOB_STATES, JobState, ProgressSink, RowError
 
 ROWS_PER_READ = 5_000
 MAX_BODY_BYTES = 1 << 30
-ENDS_AS = {
-    JobState.FINALIZING: {JobState.COMPLETED, JobState.EXPIRED},
+ENDS_AS: dict[JobState, set[JobState | None]] = {
+    JobState.FINALIZING: {JobState.COMPLETED, JobState.FAILED, JobState.EXPIRED},
     JobState.CANCELLING: {JobState.CANCELLED},
     JobState.COMPLETED: {JobState.COMPLETED},
+    JobState.FAILED: {JobState.FAILED, None},
     JobState.CANCELLED: {JobState.CANCELLED},
     JobState.EXPIRED: {JobState.EXPIRED},
 }
@@ -272,8 +273,10 @@ def _check_results(
     kept, counted = counts_of(job), count_results(connection, job.seq)
     if kept is not None and kept != counted:
         yield Violation(f"it kept {_listed(kept)}, and its results make {_listed(counted)}", job.id)
-    if job.state == JobState.FAILED and counted.num_done:
+    if job.state == JobState.FAILED and job.ends_as is None and counted.num_done:
         yield Violation(f"failed before it ran, and has {counted.num_done} results", job.id)
+    if job.state == JobState.FAILED and counted.num_completed:
+        yield Violation(f"every row failed, and {counted.num_completed} have an answer", job.id)
 
 
 def _listed(counts: Counts) -> str:

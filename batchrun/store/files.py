@@ -11,8 +11,9 @@ import string
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
-from sqlalchemy import ColumnElement, Connection, delete, insert, or_, select
+from sqlalchemy import ColumnElement, Connection, delete, func, insert, or_, select
 
+from batchrun.errors import QuotaError
 from batchrun.store.database import Store
 from batchrun.store.schema import files
 
@@ -68,10 +69,39 @@ class FilePage:
     scope: str | None = None
 
 
-def add(store: Store, file: NewFile, *, now_s: float) -> FileRecord:
-    """Add a file; once this returns, it survives any crash."""
+def add(
+    store: Store, file: NewFile, *, now_s: float, max_stored_bytes: int | None = None
+) -> FileRecord:
+    """Add a file; once this returns, it survives any crash.
+
+    Raises QuotaError when its owner's files would hold more than `max_stored_bytes`.
+    """
     with store.write() as connection:
+        if max_stored_bytes is not None:
+            stored_bytes = _stored_bytes(connection, file.owner, now_s)
+            refuse_too_much(stored_bytes, file.size_bytes, max_stored_bytes)
         return insert_file(connection, file, now_s=now_s)
+
+
+def refuse_too_much(stored_bytes: int, more_bytes: int, max_stored_bytes: int) -> None:
+    """Raises QuotaError where a key's files would hold more than it may store."""
+    if stored_bytes + more_bytes > max_stored_bytes:
+        raise QuotaError(
+            f"this API key may store {max_stored_bytes} bytes and has stored {stored_bytes}; "
+            "delete files that you do not need"
+        )
+
+
+def stored_bytes(store: Store, owner: str | None, *, now_s: float) -> int:
+    """What the files of an owner hold together."""
+    with store.read() as connection:
+        return _stored_bytes(connection, owner, now_s)
+
+
+def _stored_bytes(connection: Connection, owner: str | None, now_s: float) -> int:
+    total = select(func.coalesce(func.sum(files.c.size_bytes), 0))
+    found = connection.execute(total.where(files.c.owner == owner, _is_alive(now_s)))
+    return int(found.scalar_one())
 
 
 def insert_file(connection: Connection, file: NewFile, *, now_s: float) -> FileRecord:

@@ -10,8 +10,8 @@
                   │ └─request_cancel─> cancelling <─────────────────┘ ─finish─> cancelled
                   └─fail─> failed
 
-A job finalizes `ends_as` completed, or expired when its deadline passes (also while it is
-validating or paused). A terminal job never changes.
+A job finalizes `ends_as` completed, failed when every row of it failed, or expired when its
+deadline passes (also while it is validating or paused). A terminal job never changes.
 """
 
 from __future__ import annotations
@@ -234,7 +234,8 @@ def resume(store: Store, job_id: str, *, pin: str | None = None) -> JobRecord:
 
 
 def begin_finalizing(store: Store, job_id: str, ends_as: JobState, *, now_s: float) -> JobRecord:
-    """running -> finalizing as completed: no row is pending. Or as expired, paused jobs too."""
+    """running -> finalizing as completed or failed: no row is pending. Or as expired, paused jobs
+    too."""
     if ends_as is JobState.EXPIRED:
         allowed = (JobState.RUNNING, JobState.VALIDATING, JobState.PAUSED)
         return _move(store, job_id, allowed, JobState.FINALIZING, ends_as=ends_as)
@@ -250,9 +251,10 @@ def request_cancel(store: Store, job_id: str, *, now_s: float) -> JobRecord:
 
 
 def finish(store: Store, job_id: str, *, now_s: float, reason: str | None = None) -> JobRecord:
-    """finalizing -> completed or expired, cancelling -> cancelled: the output file is in place.
+    """finalizing -> completed, failed or expired, cancelling -> cancelled: the output file is in
+    place.
 
-    `reason` says why it is not, where a cancelled job's input is gone.
+    `reason` says why it is not, where a cancelled job's input is gone, and why a job failed.
     """
     with store.write() as connection:
         ends_as = read_job(connection, job_id).ends_as
@@ -298,17 +300,12 @@ def list_newest(store: Store, most: int) -> list[JobRecord]:
         return [record_of(row) for row in found]
 
 
-def find_unfinished(store: Store, content_hash: str) -> JobRecord | None:
-    """The newest job of this content that has not ended, or None."""
-    query = (
-        select(jobs)
-        .where(jobs.c.content_hash == content_hash)
-        .where(jobs.c.state.not_in(ENDED))
-        .order_by(jobs.c.seq.desc())
-        .limit(1)
-    )
+def find_newest(store: Store, content_hash: str) -> JobRecord | None:
+    """The newest job of this content, one that has not ended before those that have; or None."""
+    query = select(jobs).where(jobs.c.content_hash == content_hash)
+    newest = query.order_by(jobs.c.state.in_(ENDED), jobs.c.seq.desc()).limit(1)
     with store.read() as connection:
-        row = connection.execute(query).first()
+        row = connection.execute(newest).first()
     return None if row is None else record_of(row)
 
 

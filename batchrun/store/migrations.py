@@ -146,6 +146,11 @@ def _add_api_keys(op: Operations) -> None:
     )
 
 
+def _limit_stored_bytes(op: Operations) -> None:
+    """What the files of a key may hold together."""
+    op.add_column("api_keys", sa.Column("stored_bytes", sa.BigInteger))
+
+
 def _numbered(name: str) -> sa.Column[int]:
     return sa.Column(name, sa.Integer, primary_key=True, autoincrement=True)
 
@@ -159,6 +164,7 @@ MIGRATIONS: dict[str, Callable[[Operations], None]] = {
     "0002": _keep_counts_of_ended_jobs,
     "0003": _add_files_and_batches,
     "0004": _add_api_keys,
+    "0005": _limit_stored_bytes,
 }
 """By the revision that each leads to, in their order."""
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import zstandard
-from sqlalchemy import Connection, Row, select
+from sqlalchemy import Connection, Row, func, select
 
 from batchrun.errors import StateError
 from batchrun.failpoints import failpoint
@@ -25,10 +25,14 @@ from batchrun.types import Outcome, OutcomeKind, RowError, Usage
 
 COMPRESSION_LEVEL = 3
 ROWS_PER_READ = 2_000
+BYTES_PER_READ = 8 << 20
+"""Of compressed replies."""
 KEYS_PER_READ = 500
 MAX_BODY_BYTES = 1 << 30
 MAX_TOKENS = (1 << 31) - 1
 MAX_REASON_CHARS = 32
+CUT_REASON = "length"
+"""What engines say of an answer that ended at `max_tokens`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,15 @@ def count(store: Store, job_seq: int) -> Counts:
         return kept_counts(connection, job_seq) or count_results(connection, job_seq)
 
 
+def count_cut(store: Store, job_seq: int) -> int:
+    """How many answers of a job ended at the most tokens that they might have."""
+    query = select(func.count()).select_from(results)
+    query = query.where(results.c.job_seq == job_seq, results.c.ok == 1)
+    with store.read() as connection:
+        found = connection.execute(query.where(results.c.finish_reason == CUT_REASON)).scalar()
+    return int(found or 0)
+
+
 def answer_tokens(store: Store, job_seq: int, rows: Sequence[int]) -> list[int]:
     """Output tokens of those of the rows that have an answer, in the order given."""
     found: dict[int, int] = {}
@@ -116,20 +129,25 @@ def read(
     while left is None or left > 0:
         size = ROWS_PER_READ if left is None else min(ROWS_PER_READ, left)
         page = _page(store, job_seq, after, size, failed_only=failed_only)
-        for entry in page:
-            plain = decompressor.decompress(entry.content, max_output_size=MAX_BODY_BYTES)
-            yield StoredResult(
-                entry.row,
-                plain if entry.ok else None,
-                None if entry.ok else RowError(**json.loads(plain)),
-                entry.finish_reason,
-                Usage(entry.num_prompt_tokens, entry.num_output_tokens, entry.num_cached_tokens),
-                entry.attempts,
-            )
-        if len(page) < size:
+        if not page:
             return
+        yield from (_stored(entry, decompressor) for entry in page)
         after = page[-1].row
         left = None if left is None else left - len(page)
+
+
+def read_rows(store: Store, job_seq: int, rows: Sequence[int]) -> list[StoredResult]:
+    """The results of those of the rows that have one, in the order given."""
+    decompressor = zstandard.ZstdDecompressor()
+    found: dict[int, StoredResult] = {}
+    query = select(results, bodies.c.content).join(bodies, SAME_ROW)
+    query = query.where(results.c.job_seq == job_seq)
+    for start in range(0, len(rows), KEYS_PER_READ):
+        some = query.where(results.c.row.in_(rows[start : start + KEYS_PER_READ]))
+        with store.read() as connection:
+            entries = connection.execute(some).all()
+        found.update((entry.row, _stored(entry, decompressor)) for entry in entries)
+    return [found[row] for row in rows if row in found]
 
 
 def record_attempt(store: Store, job_seq: int, row: int, num_attempts: int) -> None:
@@ -208,13 +226,35 @@ def refuse_removed(store: Store, job_seq: int) -> None:
         raise StateError(f"{found.id}: its results were removed on {day} by `batchrun gc`")
 
 
+def _stored(entry: Row[Any], decompressor: zstandard.ZstdDecompressor) -> StoredResult:
+    plain = decompressor.decompress(entry.content, max_output_size=MAX_BODY_BYTES)
+    return StoredResult(
+        entry.row,
+        plain if entry.ok else None,
+        None if entry.ok else RowError(**json.loads(plain)),
+        entry.finish_reason,
+        Usage(entry.num_prompt_tokens, entry.num_output_tokens, entry.num_cached_tokens),
+        entry.attempts,
+    )
+
+
 def _page(
     store: Store, job_seq: int, after: int, size: int, *, failed_only: bool
 ) -> Sequence[Row[Any]]:
-    query = select(results, bodies.c.content).join(bodies, SAME_ROW)
-    query = query.where(results.c.job_seq == job_seq)
-    query = query.where(results.c.row > after).order_by(results.c.row).limit(size)
+    """Up to `size` results, and no more than hold `BYTES_PER_READ`, but for a single one."""
+    wanted = (results.c.job_seq == job_seq) & (results.c.row > after)
     if failed_only:
-        query = query.where(results.c.ok == 0)
+        wanted &= results.c.ok == 0
+    pairs = results.join(bodies, SAME_ROW)
+    lengths = select(results.c.row, func.length(bodies.c.content)).select_from(pairs)
+    found = select(results, bodies.c.content).select_from(pairs).where(wanted)
     with store.read() as connection:
-        return connection.execute(query).all()
+        last, num_bytes = after, 0
+        sizes = connection.execute(lengths.where(wanted).order_by(results.c.row).limit(size))
+        for row, length in sizes.all():
+            num_bytes += length
+            if num_bytes > BYTES_PER_READ and last != after:
+                break
+            last = row
+        found = found.where(results.c.row <= last).order_by(results.c.row)
+        return connection.execute(found).all()

@@ -157,11 +157,12 @@ api_keys = Table(
     Column("concurrent_batches", Integer),
     Column("created_at", Float, nullable=False),
     Column("revoked_at", Float),
+    Column("stored_bytes", BigInteger),
     sqlite_autoincrement=True,
 )
 
 
-REVISIONS = ("0001", "0002", "0003", "0004")
+REVISIONS = ("0001", "0002", "0003", "0004", "0005")
 """Every schema that a released batchrun wrote, oldest first."""
 HEAD = REVISIONS[-1]
 

@@ -25,7 +25,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from batchrun.errors import known_name
 from batchrun.hints import Hint, RowHint
-from batchrun.scheduling.policies import POLICIES
+from batchrun.scheduling.policies import DEFAULT_QUEUE, POLICIES, QUEUES
 from batchrun.scheduling.view import RequestView
 from batchrun.types import RequestClass
 from batchrun.vllm_plugin.alone import learnt_slo
@@ -62,11 +62,14 @@ class InForce:
     policy: str
     token_budget: int
     is_offline_on: bool = True
+    online_queue: str = DEFAULT_QUEUE
 
     @property
-    def planned_as(self) -> str:
-        """The policy that makes the plans: vLLM's own order knows no way to hold rows back."""
-        return "bs+e" if self.policy == "bs" and not self.is_offline_on else self.policy
+    def planned_as(self) -> tuple[str, str]:
+        """The policy that makes the plans, as vLLM's own order knows no way to hold rows back, and
+        its queue."""
+        is_held = self.policy == "bs" and not self.is_offline_on
+        return "bs+e" if is_held else self.policy, self.online_queue
 
 
 class Control:
@@ -120,11 +123,16 @@ class Control:
             orders.policy or self._started.policy,
             orders.token_budget or self._started.token_budget,
             orders.is_offline_on,
+            orders.online_queue or self._started.online_queue,
         )
         try:
             known_name(wanted.policy, POLICIES)
         except ValueError as error:
             return f"policy {error}"
+        try:
+            known_name(wanted.online_queue, QUEUES)
+        except ValueError as error:
+            return f"online_queue {error}"
         if not self._least_tokens <= wanted.token_budget <= self._started.token_budget:
             return (
                 f"the token budget can be {self._least_tokens} to {self._started.token_budget} "
@@ -141,7 +149,15 @@ class Control:
         self, number: int, error: str | None, recording: RecordedCalls | UnsetType = UNSET
     ) -> bytes:
         now = self.in_force
-        answer = Answer(number, now.policy, now.token_budget, now.is_offline_on, error, recording)
+        answer = Answer(
+            number,
+            now.policy,
+            now.token_budget,
+            now.is_offline_on,
+            error,
+            recording,
+            now.online_queue,
+        )
         return encode(answer)
 
 
@@ -309,6 +325,7 @@ class DaemonLink:
             policy=in_force.policy,
             token_budget=in_force.token_budget,
             is_offline_on=in_force.is_offline_on,
+            online_queue=in_force.online_queue,
             cost=self.meter.costs.telemetry(now_s, state.settings.cost_in_force),
             kv=KvTelemetry(
                 reserve_blocks=state.estimates.reserve_blocks(0),

@@ -18,7 +18,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from batchrun.errors import BatchrunError
-from batchrun.scheduling.policies import Policy, make_policy
+from batchrun.scheduling.policies import DEFAULT_QUEUE, Policy, make_policy
 from batchrun.scheduling.view import EngineView, Plan
 from batchrun.types import RequestClass
 from batchrun.vllm_plugin.compat import check_plans_are_obeyed, preempt
@@ -44,7 +44,7 @@ class ColocatedScheduler(AsyncScheduler):
         self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, **kwargs: Any
     ) -> None:
         settings = read_settings(vllm_config.additional_config)
-        policy = make_policy(settings.policy, settings.online_queue)
+        policy = make_policy(settings.policy, settings.online_queue, settings.queue_options)
         has_channel = settings.channel and bool(os.environ.get(CHANNEL_VARIABLE))
         refusal: str | None = None
         if policy is not None or has_channel:
@@ -61,9 +61,11 @@ class ColocatedScheduler(AsyncScheduler):
         self.step_policy: Policy | None = None
         self.view_builder = ViewBuilder(self.state)
         self.plan = NO_PLAN
-        started = InForce(settings.policy, self.max_num_scheduled_tokens)
+        started = InForce(
+            settings.policy, self.max_num_scheduled_tokens, online_queue=settings.online_queue
+        )
         self.daemon_link = DaemonLink(self.state, started, self.max_num_running_reqs, refusal)
-        self._planned_as: str = settings.policy
+        self._planned_as = settings.policy, settings.online_queue
         self._is_mamba = self.need_mamba_block_aligned_split
         self._recorder: StepRecorder | None = None
         if settings.record_steps is not None:
@@ -203,7 +205,7 @@ class ColocatedScheduler(AsyncScheduler):
             self.state.is_offline_on = now.is_offline_on
             if now.planned_as != self._planned_as:
                 self._planned_as = now.planned_as
-                policy = make_policy(now.planned_as, self.state.settings.online_queue)
+                policy = make_policy(*now.planned_as, self.state.settings.queue_options)
                 if policy is None:
                     self.hand_back()
                 else:
@@ -212,14 +214,18 @@ class ColocatedScheduler(AsyncScheduler):
 
     def _begin_step(self) -> None:
         """Plan the step that vLLM schedules next. Where there is nothing to plan, as without
-        offline work, vLLM does what it always does."""
+        offline work, classes and an order of calls, vLLM does what it always does."""
         state, policy = self.state, self.step_policy
         self.plan = NO_PLAN
         if policy is None:
             state.expire(state.clock())
             return
         if self.pause_state == PauseState.UNPAUSED:
-            is_planned = state.num_offline > 0 or state.settings.orders_calls
+            is_planned = (
+                state.num_offline > 0
+                or self._planned_as[1] != DEFAULT_QUEUE
+                or state.has_classes(state.clock())
+            )
             self._set_order(is_planned=is_planned)
             if is_planned:
                 places = self.max_num_active_reqs - self.num_waiting_for_streaming_input

@@ -25,7 +25,8 @@ from batchrun.cache.eviction import EVICTIONS
 from batchrun.errors import ConfigError, known_name
 from batchrun.estimator.forecast import ForecastRule
 from batchrun.hints import AUTO_ONLINE_COST, HINT_KEY, MAX_BOUND_S, MAX_ONLINE_COST
-from batchrun.scheduling.policies import POLICIES, QUEUES
+from batchrun.scheduling.policies import POLICIES, QUEUES, QueueOptions
+from batchrun.scheduling.queue_orders import DEFAULT_ALPHA
 
 PolicyName = Annotated[str, AfterValidator(partial(known_name, known=POLICIES))]
 QueueName = Annotated[str, AfterValidator(partial(known_name, known=QUEUES))]
@@ -59,7 +60,8 @@ class PluginSettings(BaseModel):
     """What an operator may set.
 
     `slo`: the bounds of calls, or `auto`: learnt from what they would have alone.
-    `online_queue`: the order in which waiting calls come in, under every policy but `bs`.
+    `online_queue`: the order in which waiting calls come in, under every policy but `bs`;
+    `larry_alpha`: what waiting weighs under `larry`.
     `online_cost`: how many times as slow as alone calls may be (None: their bounds alone count).
     `reserve`: share (0 to 1) of all KV blocks kept for online bursts, or `forecast`.
     `forecast_rule`, `forecast_window_s`, `forecast_sigmas`: what the forecast is made of, the
@@ -73,6 +75,7 @@ class PluginSettings(BaseModel):
 
     policy: PolicyName = "echo"
     online_queue: QueueName = "arrival"
+    larry_alpha: Annotated[float, Field(ge=0, allow_inf_nan=False)] = DEFAULT_ALPHA
     eviction: EvictionName = "next-use"
     slo: Slo = OnlineSlo()
     online_cost: OnlineCostFactor | None = None
@@ -91,9 +94,9 @@ class PluginSettings(BaseModel):
         return self.online_cost or default
 
     @property
-    def orders_calls(self) -> bool:
-        """Whether calls come in otherwise than in vLLM's own steps, which then are planned too."""
-        return self.online_queue != "arrival"
+    def queue_options(self) -> QueueOptions:
+        """What orders of the queue are told."""
+        return QueueOptions(self.larry_alpha)
 
 
 def read_settings(additional_config: object) -> PluginSettings:

@@ -34,6 +34,7 @@ from batchrun.hints import (
     key_of,
     read_hint,
 )
+from batchrun.scheduling.online_queue import ONLINE_MEMORY_S
 from batchrun.scheduling.view import BY_ARRIVAL, UNKNOWN_TOKENS, RequestView
 from batchrun.types import USUAL_OUTPUT_TOKENS, RequestClass
 from batchrun.vllm_plugin.estimates import Estimates, StepClock, engine_facts, read_models
@@ -165,6 +166,7 @@ class EngineState:
         self.believe(read_models(settings.profile, self.facts.engine))
         self.is_offline_on = True
         self.num_offline = 0
+        self._class_seen_at_s = -math.inf
         self.untold_answers = AnswerLengths([USUAL_OUTPUT_TOKENS])
         self.calls = CallHistory()
         self.num_malformed_hints = 0
@@ -199,10 +201,16 @@ class EngineState:
             self.untold_answers.sent(request.request_id)
         if not view.is_offline:
             self.calls.begun(arrival_at_s)
+        if isinstance(hint, SloHint):
+            self._class_seen_at_s = arrival_at_s
         self.views[request.request_id] = view
         self.num_offline += view.is_offline
         self._announce(request, hint)
         return view, hint
+
+    def has_classes(self, now_s: float) -> bool:
+        """Whether a call with bounds of its own came in the last minute."""
+        return now_s - self._class_seen_at_s < ONLINE_MEMORY_S
 
     def leave(self, request: Request) -> RequestView | None:
         """Forget a request that ends, before its blocks are freed; None for one never seen."""

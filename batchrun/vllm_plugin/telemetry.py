@@ -210,14 +210,16 @@ class Meter:
         self._last_token_at_s[view.request_id] = now_s
         self.costs.token(view, now_s, is_last=view.request_id in self.ending)
 
-    def slo(self, awaited_slack_s: float) -> SloTelemetry:
+    def slo(self, awaited_slack_s: float, num_overdue: int) -> SloTelemetry:
         """Lateness, and the least slack since the last call. Begins the next stretch.
 
-        `awaited_slack_s` is what is left for the tokens awaited now, infinity when none is.
+        `awaited_slack_s` is what is left for the tokens awaited now, infinity when none is;
+        `num_overdue` calls wait for a first token that is late.
         """
         slack_s = min(self._least_slack_s, awaited_slack_s)
         self._least_slack_s = math.inf
-        return msgspec.structs.replace(self._slo, slack_s=None if slack_s == math.inf else slack_s)
+        slack = None if slack_s == math.inf else slack_s
+        return msgspec.structs.replace(self._slo, slack_s=slack, num_overdue=num_overdue)
 
 
 def fill_in(
@@ -231,7 +233,7 @@ def fill_in(
     """`blank`, which holds what the scheduler itself knows, with all the rest. O(requests)."""
     online, offline = copy(meter.classes[ONLINE]), copy(meter.classes[OFFLINE])
     awaited_slack_s = math.inf
-    online_blocks = num_partial_blocks = 0
+    online_blocks = num_partial_blocks = num_overdue = 0
     running, streaming = RequestStatus.RUNNING, RequestStatus.WAITING_FOR_STREAMING_REQ
     for view in views.values():
         own = online if view.request_class is ONLINE else offline
@@ -249,13 +251,14 @@ def fill_in(
         if own is online:
             slack_s = due_at_s(view, request.num_output_tokens) - now_s
             awaited_slack_s = min(awaited_slack_s, slack_s)
+            num_overdue += slack_s < 0 and view.first_token_at_s is None
     return msgspec.structs.replace(
         blank,
         online=online,
         offline=offline,
         shared=copy(meter.shared),
         alone=copy(meter.alone),
-        slo=meter.slo(awaited_slack_s),
+        slo=meter.slo(awaited_slack_s, num_overdue),
         step=copy(meter.step),
         kv=_kv(blank.kv, manager.block_pool, online_blocks, num_partial_blocks),
     )

@@ -39,11 +39,13 @@ def kill(
     signal_number: int = signal.SIGKILL,
     restarts: bool = True,
 ) -> Outage:
-    """End some of daemon, gateway and engine; then `batchrun up -d` where the daemon is gone."""
+    """End some of daemon, gateway, engine and agent; then start again what nobody watches."""
     began_at = time.time()
     for part in parts:
         rig.kill(part, signal_number)
     num_committed = len(committed_at(rig, job_id))
+    if restarts and "agent" in parts:
+        rig.start_agent()
     if restarts and "daemon" in parts:
         rig.ask("up", "-d")
     return Outage(began_at, time.time(), num_committed)

@@ -14,6 +14,7 @@ from conftest import FakeEngineFactory
 from test_dispatcher_abort import running_daemon, submit_rows
 
 from batchrun.daemon.engine_link import EngineLink, Steering
+from batchrun.engine.sockets import EngineSockets
 from batchrun.errors import StateError
 from batchrun.vllm_plugin.control import Control, EngineChannel, InForce
 from batchrun.wire import Orders, Telemetry, encode
@@ -67,7 +68,7 @@ async def running(steering: Steering) -> AsyncIterator[None]:
 
 
 def steering_of(path: Path, jobs: list[str], epoch: int = 1) -> tuple[Steering, EngineLink]:
-    link = EngineLink(path, "0")
+    link = EngineLink(EngineSockets(path), "0")
     return Steering({"0": (link, NONCE)}, epoch, lambda: jobs), link
 
 
@@ -209,7 +210,7 @@ async def test_rows_in_an_engine_that_obeys_stay_there_for_a_while(
 ) -> None:
     monkeypatch.setattr("batchrun.daemon.daemon.SIT_OUT_S", sit_out_s)
     served = await fake_engine("--latency-s=4")
-    link = EngineLink(path, "fake")
+    link = EngineLink(EngineSockets(path), "fake")
     slot_options = {"hint_nonce": NONCE, "link": link}
     engine.channel.publish(telemetry())
     async with running_daemon(path.parent.parent, served.base_url, **slot_options) as daemon:

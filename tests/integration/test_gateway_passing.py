@@ -99,7 +99,7 @@ async def test_hints_of_outside_callers_are_stripped_and_the_rest_stays(tmp_path
     [
         ("GET", "/", 404),
         ("POST", "/v1/batch", 404),
-        ("GET", "/metrics", 503),
+        ("GET", "/batchrun/tally", 404),
         ("POST", "/metrics", 405),
         ("POST", "/v1/chat%2Fcompletions", 404),
         ("POST", "/v1/../v1/load_lora_adapter", 404),
@@ -116,6 +116,23 @@ async def test_other_routes_are_refused_with_the_envelope(
             assert is_envelope(await reply.json())
             assert reply.headers["X-Request-Id"].startswith("req_")
         assert engine.seen == []
+
+
+async def test_the_gateway_s_own_metrics_need_no_daemon(tmp_path: Path) -> None:
+    async with rig(tmp_path) as (_, gateway):
+        async with gateway.post(HELLO | {"stream": True}) as reply:
+            await reply.read()
+        async with gateway.post(HELLO | {"model": "flat"}) as reply:
+            await reply.read()
+        async with gateway.session.get(gateway.url + "/metrics") as reply:
+            assert reply.status == 200
+            page = await reply.text()
+    assert "batchrun_daemon_up 0.0" in page
+    route = 'route="/v1/chat/completions"'
+    assert f'batchrun_gateway_calls_total{{{route},status="200"}} 1.0' in page
+    assert f'batchrun_gateway_calls_total{{{route},status="404"}} 1.0' in page
+    assert 'batchrun_gateway_ttft_seconds_count{class="default"} 1.0' in page
+    assert 'batchrun_gateway_engine_calls_total{engine="engine-0"} 2.0' in page
 
 
 async def test_flat_errors_of_an_engine_are_put_into_the_envelope(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from kill_rig import (
 )
 from submit_relay import killing_relay
 
-from batchrun.cli.client import DaemonClient
+from batchrun.control.client import DaemonClient
 from batchrun.home import Home
 
 PARTS = ("daemon", "gateway", "engine")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from deployment_rig import JOB_FILE, DeploymentRig
+
+from batchrun.home import Home
 
 TEXTS = [f"question {i}" for i in range(6)]
 FAILS_ON_ROW_0 = JOB_FILE.replace("{{ text }}", "{{ 8 // (text[-1] | int) }}")
@@ -60,11 +63,11 @@ CHAT = 'messages: [{role: user, content: "{{ text }}"}]'
     ("path", "endpoint", "template", "output"),
     [
         ("rows.jsonl", "/v1/chat/completions", CHAT, "new folder/ö.jsonl"),
-        ("rows.csv", "/v1/chat/completions", CHAT, "other.parquet"),
-        ("part-*.parquet", "/v1/chat/completions", CHAT, "other.jsonl"),
-        ("batch.jsonl", "/v1/chat/completions", "", "other.parquet"),
-        ("rows.csv", "/v1/completions", 'prompt: "{{ text }}"', "other.jsonl"),
-        ("rows.parquet", "/v1/embeddings", 'input: "{{ text }}"', "other.parquet"),
+        ("rows.csv", "/v1/chat/completions", CHAT, "csv.parquet"),
+        ("part-*.parquet", "/v1/chat/completions", CHAT, "parts.jsonl"),
+        ("batch.jsonl", "/v1/chat/completions", "", "batch.parquet"),
+        ("rows.csv", "/v1/completions", 'prompt: "{{ text }}"', "prompts.jsonl"),
+        ("rows.parquet", "/v1/embeddings", 'input: "{{ text }}"', "vectors.parquet"),
     ],
 )
 def test_every_kind_of_input_and_endpoint_ends_in_a_file(
@@ -102,23 +105,22 @@ def test_rows_that_fail_matter_only_under_strict(rig: DeploymentRig) -> None:
     )
 
     assert (loose.returncode, strict.returncode) == (0, 1)
-    assert loose.stderr.startswith("why rows failed: batchrun errors job_")
-    assert strict.stderr.startswith("batchrun: rows failed: 1; see `batchrun errors job_")
+    assert "\nwhy rows failed: batchrun errors job_" in loose.stderr
+    assert "out.parquet is there already; the job replaces it when it ends\n" in strict.stderr
+    assert "batchrun: rows failed: 1; see `batchrun errors job_" in strict.stderr
     (failed,) = rig.ask("errors", "sample")["errors"]
     assert (failed["row"], failed["message"]) == (0, "integer division or modulo by zero")
 
 
-def test_a_wrong_model_name_pauses_the_job_and_says_how_to_go_on(rig: DeploymentRig) -> None:
+def test_a_model_that_nobody_serves_is_said_at_submit(rig: DeploymentRig) -> None:
     rig.write_job(JOB_FILE.replace("name: sample", "name: wrong\nmodel: gpt-9"))
 
     done = rig.call("run", "job.yaml")
 
-    assert done.returncode == 4
-    assert done.stderr.count("\n") == 1
-    assert "gpt-9" in done.stderr
-    assert "then `batchrun run job.yaml` goes on where it was" in done.stderr
-    assert rig.call("results", "wrong").returncode == 4
-    assert "gpt-9" in rig.call("errors", "wrong").stdout
+    assert done.returncode == 2
+    assert done.stderr.count("batchrun: ") == 1
+    assert "batchrun: model: no engine serves 'gpt-9'; they serve fake" in done.stderr
+    assert rig.call("results", "wrong").returncode == 2
 
 
 def test_a_batch_for_another_endpoint_is_refused_instead_of_failing_every_row(
@@ -180,6 +182,10 @@ def test_the_gateway_shows_the_metrics_of_the_daemon(rig: DeploymentRig) -> None
         page = reply.read().decode()
 
     assert reply.headers["Content-Type"].startswith("text/plain; version=")
+    daemon = Home(rig.home).read_daemon_address()
+    assert daemon is not None
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(f"{daemon.url}/metrics", timeout=30)
     assert 'batchrun_engine_up{engine="0"} 1.0\n' in page
     assert "batchrun_offline_enabled 1.0\n" in page
 

@@ -80,6 +80,20 @@ def test_a_wrong_call_is_one_line(cli: Cli, call: str, exit_code: int, line: str
         ("out.parquet", "rows.parquet", "job.yaml:8: output.path: would overwrite the input"),
         ("out.parquet", "job.yaml/out.jsonl", "job.yaml is not a folder"),
         ("out.parquet", "dir.jsonl", "dir.jsonl: is a folder; name a file"),
+        (
+            "{{ text }}",
+            "hello",
+            "job.yaml:5: input.messages: uses no column, so every row would be",
+        ),
+        ('"{{ text }}"', "{{ text }}", 'job.yaml:6: quote the template: "{{ ... }}"'),
+        (
+            "max_tokens: 8",
+            "max_token: 8",
+            "job.yaml:7: request.max_token: /v1/chat/completions has",
+        ),
+        ("rows.parquet", "rows.xlsx", "rows.xlsx: a spreadsheet; save it as CSV, or in Python"),
+        ("rows.parquet", "torn.json", "torn.json: not valid JSON: "),
+        ("rows.parquet", "one.json", "one.json: must be an array of objects, not an object"),
         ("max_tokens: 8", "stream: true", "job.yaml:7: request.stream: a job's answers go to a"),
     ],
 )
@@ -105,6 +119,9 @@ def write_odd_files(rows: Path) -> None:
     Path("torn.parquet").write_bytes(rows.read_bytes()[:-20])
     Path("text.parquet").write_text("id,text\n1,a\n")
     Path("torn.jsonl").write_text('{"id": "a", "text": "b"}\n{"id": "c", "te')
+    Path("rows.xlsx").write_bytes(b"PK")
+    Path("torn.json").write_text('[{"id": "a"')
+    Path("one.json").write_text('{"id": "a"}')
     Path("torn.csv").write_text("id,text\n1,a,b\n")
 
 

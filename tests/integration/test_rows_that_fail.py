@@ -23,19 +23,6 @@ def test_a_row_with_a_bad_template_value_fails_and_the_job_goes_on(rig: Deployme
 
 
 @pytest.mark.slow
-def test_a_wrong_model_name_pauses_the_job_after_few_calls(rig: DeploymentRig) -> None:
-    rig.use_fake_engine()
-    job = rig.submit_rows(*map(str, range(500)), job=JOB_FILE + "model: no-such-model\n")
-
-    view = rig.wait_until_ended(job)
-
-    assert view["state"] == "paused"
-    assert "no-such-model" in view["reason"]
-    assert len(rig.executions()) < 100
-    assert view["num_failed"] == 0
-
-
-@pytest.mark.slow
 def test_twenty_identical_errors_pause_the_job(rig: DeploymentRig) -> None:
     rig.use_fake_engine(rules=[{"match": {}, "action": {"status": 400}}])
     job = rig.submit_rows(*map(str, range(300)))

@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 from deployment_rig import WAIT_S, DeploymentRig
+from prometheus_server import PROMETHEUS, PrometheusServer
 from steered_calls import ask_flex, post
 
-from batchrun.cli.client import DaemonClient
+from batchrun.cli.operate.monitoring import ALERTS, BOARD
+from batchrun.control.client import DaemonClient
 from batchrun.home import Home
 from batchrun.simulator.traces.reading import load_parquet
 
@@ -217,7 +219,7 @@ def test_policy_and_budget_change_at_run_time(rig: DeploymentRig) -> None:
     num_before = now["offline"]["num_admissions"]
     job_id = rig.ask("submit", "job.yaml")["id"]
     wait_for(rig, lambda told: told["offline"]["num_admissions"] > num_before)
-    rig.ask("engine", "set", "--policy", "echo")
+    ordered = rig.ask("engine", "set", "--policy", "echo", "--online-queue", "on-time")
     ended = rig.wait_until_ended(job_id)
     back = rig.ask("engine", "set", "--reset")
 
@@ -227,8 +229,10 @@ def test_policy_and_budget_change_at_run_time(rig: DeploymentRig) -> None:
         "batchrun: engine 0: the token budget can be 16 to 512 here, not 4096\n"
     )
     assert (ended["state"], ended["num_completed"]) == ("completed", NUM_ROWS)
+    assert (now["online_queue"], ordered["engines"]["0"]["online_queue"]) == ("arrival", "on-time")
     assert back["engines"]["0"] | {"number": 0} == {
-        "number": 0, "policy": "echo", "token_budget": 512, "is_offline_on": True, "error": None
+        "number": 0, "policy": "echo", "token_budget": 512, "is_offline_on": True, "error": None,
+        "online_queue": "arrival",
     }  # fmt: skip
 
 
@@ -273,3 +277,31 @@ def test_the_sockets_lie_in_a_folder_of_their_owner(rig: DeploymentRig) -> None:
     assert sorted(path.name for path in sockets) == ["engine-0.orders", "engine-0.telemetry"]
     assert {path.stat().st_mode & 0o777 for path in sockets} == {0o600}
     assert run.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(PROMETHEUS is None, reason="this machine has no prometheus")
+def test_every_query_of_the_board_returns_data(rig: DeploymentRig, tmp_path: Path) -> None:
+    """What engines without the scheduler cannot tell included."""
+    job_id = rig.ask("submit", "job.yaml")["id"]
+    rig.wait_for(job_id, lambda view: view["eta_s"] is not None)
+    panels = (panel for row in BOARD.values() for panel in row)
+    queries = [query for panel in panels for query in panel.queries.values()]
+    queries += [alert.series for alert in ALERTS]
+    messages: Any = [{"role": "user", "content": "Hello"}]
+    prometheus = PrometheusServer(tmp_path, rig.port)
+    try:
+        left = queries
+        for _ in range(4):
+            with rig.openai() as client:
+                list(client.chat.completions.create(
+                    model="tiny", messages=messages, stream=True, max_tokens=64,
+                    stream_options={"include_usage": True}, extra_body={"ignore_eos": True},
+                ))  # fmt: skip
+            left = prometheus.wait_for(left)
+            if not left:
+                break
+    finally:
+        prometheus.close()
+        rig.ask("cancel", job_id)
+    assert left == []

@@ -245,16 +245,17 @@ def test_a_candidate_larger_than_free_less_reserve_runs_alone(policy: str) -> No
 class LongestFirst(ArrivalOrder):
     """The longest call first."""
 
-    def order(self, view: EngineView) -> Sequence[RequestView]:
+    def order(self, view: EngineView, begun: Sequence[RequestView]) -> Sequence[RequestView]:
         """By falling length."""
-        return sorted(view.online_waiting, key=attrgetter("num_tokens"), reverse=True)
+        return [*begun, *sorted(view.online_waiting, key=attrgetter("num_tokens"), reverse=True)]
 
 
 @pytest.mark.parametrize("order", ["arrival", "longest-first"])
 def test_an_order_of_calls_rules_without_offline_work_too(
     order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(cast(dict[str, object], QUEUES), "longest-first", LongestFirst)
+    queues = cast(dict[str, object], QUEUES)
+    monkeypatch.setitem(queues, "longest-first", lambda options: LongestFirst())
     engine = engine_of(ColocatedScheduler, settings={"online_queue": order}, max_num_seqs=1)
     for name, num_tokens in (("a", 20), ("b", 10), ("c", 30)):
         engine.add(Arrival(name, True, 0.0, [7] * num_tokens, 3))

@@ -16,9 +16,10 @@ from typing import Any, Protocol
 import pytest
 from job_builders import make_tree_job
 
-from batchrun.daemon.dispatch import Assigner, Assignment, EngineSlot
+from batchrun.daemon.dispatch import Assigner
 from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.faults import accuse_rows
+from batchrun.daemon.in_flight import Assignment, EngineSlot
 from batchrun.daemon.job import ActiveJob
 from batchrun.engine.command import AttachedSettings
 from batchrun.engine.engine import AttachedEngine
@@ -33,7 +34,7 @@ HOUR_S = 3_600
 ROWS_PER_S = 1
 WINDOW = (24, 200_000)
 NUM_OUTPUT_TOKENS = 40
-DIGEST = "edca4b91eb42256b"
+DIGEST = "895663e862dc9fe2"
 """Of every assignment of the hour: instant, job, row, engine, and whether it is urgent."""
 Row = Assignment[Any, Any]
 

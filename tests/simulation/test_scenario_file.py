@@ -6,9 +6,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from cli_call import cli_in, line_of
 
 from batchrun.errors import ConfigError, DataError
 from batchrun.simulator.scenario_file import load_scenario, plan_of
@@ -35,6 +37,7 @@ def written(folder: Path, text: str) -> Path:
             HEAD + RATE + "engines: {policy: ecko}\n",
             ":4: engines.policy: must be one of vllm, bs, ",
         ),
+        (HEAD + RATE + "router: leest\n", ":4: router: must be one of cost, least, rr"),
         (HEAD, ":1: nothing to simulate"),
         (HEAD + "online: {}\n", ":3: online: needs one of 'trace' and 'generator'"),
         (HEAD + RATE + "windows: {count: 3, length: 10s}\n", ":4: windows: its windows are longer"),
@@ -79,6 +82,24 @@ def test_the_example_is_the_manuals_and_can_be_planned() -> None:
     assert plan.num_engines == 2
     assert len(plan.calls.arrival_s) > 300
     assert plan.jobs[0].deadline_s == 1800
+
+
+def test_a_router_is_the_files_unless_the_command_names_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli = cli_in(tmp_path, monkeypatch, capsys)
+    text = "name: x\nduration: 5s\nengines: {count: 2}\nrouter: random\n" + RATE
+    path = written(tmp_path, text)
+    assert plan_of(load_scenario(path), tmp_path).router == "random"
+
+    def online(*arguments: str) -> Any:
+        return json.loads(cli("simulate", str(path), "--json", *arguments)[1])["online"]
+
+    drawn, least = online(), online("--router", "least")
+    assert drawn["num_arrived"] == least["num_arrived"]
+    assert drawn != least
+    line = line_of(cli("simulate", str(path), "--router", "leest"), 2)
+    assert "must be one of cost, least, rr" in line
 
 
 def test_the_command_prints_writes_and_draws(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from batchrun.server.gateway.app import Gateway, GatewaySettings, document_json,
 from batchrun.server.gateway.balancer import Balancer
 from batchrun.server.gateway.forward import Forwarder, open_session
 from batchrun.server.gateway.shared_book import SharedBook, create
+from batchrun.server.gateway.tally import Tally, create_tally
 from batchrun.store.database import Store
 
 DOCUMENT = load_document()
@@ -158,9 +159,9 @@ async def test_the_document_has_the_routes_that_are_there_and_no_others(
     store: Store, tmp_path: Path
 ) -> None:
     settings = GatewaySettings("127.0.0.1", 0, tmp_path / "upstreams.json")
-    shared = SharedBook(create(1), 1, 0)
+    shared, tally = SharedBook(create(1), 1, 0), Tally(create_tally(1), 1, 0)
     async with open_session() as session:
-        gateway = Gateway(settings, Forwarder(Balancer(shared), session), Door(KeyRing()))
+        gateway = Gateway(settings, Forwarder(Balancer(shared), session), Door(KeyRing()), tally)
     served = {(method, path) for path, (method, _) in gateway._own.items()}
     served |= daemon_routes(files_router(Files(store, FileBytes(tmp_path)), []))
     # Of the daemon nothing is asked here.

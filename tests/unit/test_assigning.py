@@ -125,3 +125,29 @@ def test_a_turn_lasts_until_its_prefix_group_is_handed_out(assigner: Rows) -> No
     jobs = [a.job.record.id for a in fill(assigner, 0.0)]
 
     assert jobs[:12] == ["one"] * 3 + ["two"] * 3 + ["one"] * 3 + ["two"] * 3
+
+
+def test_rows_that_the_engine_has_from_before_are_taken_over_and_not_handed_out(
+    assigner: Rows,
+) -> None:
+    job = make_tree_job("job", ["aa", "ab", "ac", "b", "c"], done=[3])
+    assigner.join(job, deadline_at=None)
+
+    adopted = [assigner.adopt(job, row, 0, now_s=1.0) for row in (1, 2, 2, 3)]
+    job.queue.check()
+    assert [each is not None for each in adopted] == [True, True, False, False]
+    first, second = adopted[:2]
+    assert first is not None and second is not None
+    assert sorted(each.row for each in fill(assigner, now_s=2.0)) == [0, 4]
+
+    end(assigner, first)
+    second.slot.release(second)
+    assigner.give_back(second, ready_at_s=5.0)
+    assert fill(assigner, now_s=4.0) == []
+    again = assigner.adopt(job, 2, 0, now_s=4.0)
+    assert again is not None
+    end(assigner, again)
+    job.queue.check()
+    assert not job.queue.num_pending
+    assert assigner.jobs["job"].queue.num_in_flight == 2
+    assert fill(assigner, now_s=6.0) == []

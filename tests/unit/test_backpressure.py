@@ -5,7 +5,13 @@ from __future__ import annotations
 import math
 import random
 
-from batchrun.daemon.faults import MAX_REFUSALS, MAX_REFUSALS_IN_ALL, Backpressure, Refusals
+from batchrun.daemon.faults import (
+    MAX_REFUSALS,
+    MAX_REFUSALS_IN_ALL,
+    PROBE_S,
+    Backpressure,
+    Refusals,
+)
 
 RNG = random.Random(1)
 
@@ -59,3 +65,18 @@ def test_refusals_weigh_when_other_rows_are_taken() -> None:
 
     assert [beside.are_enough(3, taken) for taken in range(MAX_REFUSALS + 1)].index(True) == 20
     assert [alone.are_enough(3, 7) for _ in range(MAX_REFUSALS_IN_ALL + 1)].index(True) == 100
+
+
+def test_a_row_that_never_ends_does_not_hold_the_engine() -> None:
+    pressure = Backpressure()
+    pressure.refused(1, None, 0.0, RNG)
+    probe_at_s = pressure.rests_until_s + PROBE_S
+    assert not pressure.allows(1, probe_at_s - 0.1) and pressure.allows(1, probe_at_s)
+
+    pressure.sent(1, probe_at_s)
+    assert not pressure.allows(2, probe_at_s + PROBE_S - 0.1)
+    assert pressure.allows(2, probe_at_s + PROBE_S)
+
+    for _ in range(10):
+        pressure.taken(max_rows=16)
+    assert pressure.allows(3, probe_at_s + 0.1)

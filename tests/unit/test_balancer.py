@@ -153,3 +153,23 @@ def test_what_separates_caches_separates_keys(others: dict[str, object]) -> None
 def test_what_is_no_body_has_no_keys(body: bytes) -> None:
     prompt = read_prompt(body)
     assert (prompt.num_bytes, len(prompt.keys), prompt.is_stream) == (0, 0, False)
+
+
+def test_calls_go_to_engines_that_serve_their_model_or_may(book: int) -> None:
+    small = Upstream("small", "http://small", models=("s", "adapter"))
+    large = Upstream("large", "http://large", models=("m",))
+    silent = Upstream("silent", "http://silent")
+    balancer = Balancer(SharedBook(book, 2, 0))
+
+    balancer.replace([small, large])
+    assert balancer.candidates(balancer.read(chat("hi")), now_s=1) == [large]
+    adapted = balancer.read(chat("hi", model="adapter"))
+    assert balancer.candidates(adapted, now_s=1) == [small]
+    unknown = balancer.read(chat("hi", model="x"))
+    assert not balancer.is_served(unknown)
+    assert set(balancer.candidates(balancer.read(b"{}"), now_s=1)) == {small, large}
+
+    balancer.replace([small, silent])
+    assert balancer.candidates(unknown, now_s=1) == [silent]
+    balancer.replace([small])
+    assert balancer.candidates(unknown, now_s=1) == [small]

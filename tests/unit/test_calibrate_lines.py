@@ -7,7 +7,7 @@ from pathlib import Path
 from estimator_builders import A100_LAW, observed, random_loads
 from msgspec.structs import replace
 
-from batchrun.cli.engine import _lines
+from batchrun.cli.operate.engine import _lines
 from batchrun.estimator.profile import (
     EngineFacts,
     EngineIdentity,

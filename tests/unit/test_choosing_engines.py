@@ -1,57 +1,167 @@
-"""Which engine a row goes to, where there are several."""
+"""Which rows of a job go to which engine, where there are several."""
 
 from __future__ import annotations
 
-from batchrun.daemon.dispatch import Demand, choose_engine
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+from job_builders import make_tree_job
+
+from batchrun.daemon.dispatch import Assigner
 from batchrun.daemon.engine_link import Slot
+from batchrun.daemon.job import ActiveJob
+from batchrun.daemon.prices import speed_of
 from batchrun.engine.command import AttachedSettings
 from batchrun.engine.engine import AttachedEngine
-from batchrun.pool.row_queue import Window
-from batchrun.routing.group_homes import GroupHomes
+from batchrun.pool.row_queue import BOUND_S, RowLoad, Window
+from batchrun.routing.engine_book import Prices
 from batchrun.types import EnginePhase
 
-ROWS = 8
+LETTERS = "abcdefghijkl"
 
 
-def slot(name: str, nonce: str | None = "secret") -> Slot:
+def make_job(rows_each: int = 6, letters: str = LETTERS) -> ActiveJob:
+    """Rows about documents of forty chunks, those of one far apart."""
+    texts = [letter * 40 + tail for tail in "xyzuvwrstq"[:rows_each] for letter in letters]
+    return make_tree_job("job", texts)
+
+
+def take(job: ActiveJob, engine: int, loads: dict[int, RowLoad]) -> str | None:
+    """Hand a row out; the letter of its document."""
+    row = job.queue.peek(0.0, engine, loads)
+    if row is None:
+        return None
+    job.queue.take(row, engine, loads)
+    job.queue.check()
+    return LETTERS[row % 12]
+
+
+def loads_of(*speeds: float) -> dict[int, RowLoad]:
+    return {engine: RowLoad(speed) for engine, speed in enumerate(speeds)}
+
+
+def test_engines_pull_groups_and_go_on_with_them() -> None:
+    job, loads = make_job(), loads_of(1.0, 1.0, 1.0)
+    got: defaultdict[int, str] = defaultdict(str)
+    for turn in range(12):
+        engine = turn % 3
+        got[engine] += take(job, engine, loads) or ""
+    assert dict(got) == {0: "aaaa", 1: "bbbb", 2: "cccc"}
+
+
+def test_an_engine_that_leaves_renumbers_nobody() -> None:
+    job, loads = make_job(), loads_of(1.0, 1.0, 1.0)
+    taken = {engine: [take(job, engine, loads) for _ in range(2)] for engine in loads}
+    del loads[1]
+    for engine in loads:
+        assert [take(job, engine, loads) for _ in range(4)] == taken[engine] * 2
+    assert take(job, 2, loads) == taken[1][0]
+    assert take(job, 0, loads) not in [each for letters in taken.values() for each in letters]
+
+
+def test_rows_that_come_back_go_to_the_engine_of_their_group_or_to_one_together() -> None:
+    job, loads = make_job(), loads_of(1.0, 1.0, 1.0)
+    rows = []
+    for _ in range(3):
+        row = job.queue.peek(0.0, 1, loads)
+        assert row is not None
+        job.queue.take(row, 1, loads)
+        rows.append(row)
+    take(job, 0, loads)
+    for row in rows:
+        job.queue.give_back(row)
+    assert job.queue.peek(0.0, 1, loads) == rows[0]
+    assert job.queue.peek(0.0, 0, loads) not in rows
+
+    del loads[1]
+    assert [job.queue.peek(0.0, engine, loads) for engine in loads] == [rows[0]] * 2
+    job.queue.take(rows[0], 2, loads)
+    assert job.queue.peek(0.0, 2, loads) == rows[1]
+    assert job.queue.peek(0.0, 0, loads) not in rows
+
+
+def test_an_idle_engine_takes_rows_off_the_one_that_would_be_done_last() -> None:
+    job, loads = make_job(10, "a"), loads_of(1.0, 1.0)
+    assert take(job, 0, loads) is not None
+    loads[0].work_s, loads[1].work_s = 0.0, 1.0
+    assert take(job, 1, loads) is None
+    loads[0].work_s, loads[1].work_s = 100.0, 0.0
+    assert take(job, 1, loads) is not None
+
+
+def test_a_group_that_is_much_of_an_engines_share_is_cut() -> None:
+    texts = ["a" * 8 + chr(ord("a") + i % 24) * 9 for i in range(240)]
+    job, loads = make_tree_job("job", texts), loads_of(1.0, 1.0, 1.0, 1.0)
+    for engine in loads:
+        row = job.queue.peek(0.0, engine, loads)
+        assert row is not None
+        job.queue.take(row, engine, loads)
+    for engine in loads:
+        assert job.queue.peek(0.0, engine, loads) is not None
+
+
+def test_rows_go_to_engines_of_their_model() -> None:
+    slots = [slot_of("a", "small"), slot_of("b", "large", "adapter"), slot_of("c")]
+    slots[2].models = None
+    assigner: Assigner[ActiveJob, Slot] = Assigner(slots)
+    for name, model in (("one", "adapter"), ("two", "default")):
+        job = make_job()
+        job.record = replace(job.record, id=name)
+        job.spec = job.spec.model_copy(update={"model": model})
+        assigner.join(job, deadline_at=None)
+    for slot in slots:
+        slot.default_model = "small"
+    for tick in range(200):
+        assigner.assign(tick / 10)
+
+    assert {key[0] for key in slots[0].in_flight} == {"two"}
+    assert {key[0] for key in slots[1].in_flight} == {"one"}
+    assert not slots[2].in_flight
+
+    slots[2].models = ("adapter",)
+    unknown = make_job()
+    unknown.record = replace(unknown.record, id="three")
+    unknown.spec = unknown.spec.model_copy(update={"model": "x"})
+    assigner.join(unknown, deadline_at=None)
+    for tick in range(200, 400):
+        assigner.assign(tick / 10)
+    assert "three" in {key[0] for slot in slots for key in slot.in_flight}
+
+
+def slot_of(name: str, *models: str) -> Slot:
     engine = AttachedEngine(AttachedSettings(name=name, url="http://127.0.0.1:9"))
     engine.state = EnginePhase.READY
-    return Slot(engine, uses_priority=False, window=Window(ROWS, 10**6), hint_nonce=nonce)
+    return Slot(engine, uses_priority=False, window=Window(1_000, 10**9), models=models)
 
 
-def fill(slot: Slot, num_rows: int) -> None:
-    for _ in range(num_rows):
-        slot.window.add(10, 0.0)
-        slot.load.add(10)
+def test_an_engine_has_some_seconds_of_work_beyond_what_runs() -> None:
+    load = RowLoad(0.5)
+    assert load.has_room(100.0, 0)
+    load.add(10, 0.5 * BOUND_S - 1)
+    assert load.has_room(1.0, 0)
+    assert not load.has_room(1.1, 0)
+    assert load.has_room(1.1, 0, is_urgent=True)
+    assert load.has_room(20.0, 1_000)
 
 
-def choose(
-    slots: list[Slot], group: int, tokens: int = 10, *, is_urgent: bool = False
-) -> Slot | None:
-    demand = Demand(tokens, group, is_urgent=is_urgent)
-    engine = choose_engine(dict(enumerate(slots)), demand, GroupHomes(), 9.0)
-    return None if engine is None else slots[engine]
+def test_a_speed_is_seen_while_the_engine_is_full() -> None:
+    load = RowLoad()
+    load.observe(0.0, is_full=True)
+    for second in range(1, 101):
+        load.ended(0.25)
+        load.observe(float(second), is_full=True)
+    assert load.speed == pytest.approx(0.25, abs=0.15)
+    seen = load.speed
+    load.observe(100.0, is_full=False)
+    load.observe(200.0, is_full=False)
+    assert load.speed == seen
 
 
-def test_a_group_waits_for_its_engine_while_the_other_has_enough_to_choose_from() -> None:
-    own, other = slots = [slot("own"), slot("other")]
-    fill(own, ROWS)
-    fill(other, 2)
-    assert choose(slots, group=0) is None
-    assert choose(slots, group=1) is other
-    assert choose(slots, group=0, is_urgent=True) is own
-    other.window.remove(10)
-    assert choose(slots, group=0) is other
-
-
-def test_an_engine_that_runs_what_it_gets_takes_every_groups_rows() -> None:
-    own, other = slots = [slot("own", None), slot("other", None)]
-    fill(own, ROWS)
-    fill(other, ROWS - 1)
-    assert choose(slots, group=0) is other
-
-
-def test_a_row_larger_than_the_window_goes_where_nothing_is() -> None:
-    own, other = slots = [slot("own"), slot("other")]
-    fill(own, 1)
-    assert choose(slots, group=0, tokens=10**7) is other
+def test_a_profile_of_twice_the_times_is_half_the_speed() -> None:
+    usual = Prices()
+    slow = Prices(
+        2 * usual.base_s, 2 * usual.token_s, 2 * usual.pair_s, 0.0, 2 * usual.context_token_s
+    )
+    assert speed_of(usual) == pytest.approx(1.0)
+    assert speed_of(slow) == pytest.approx(0.5)

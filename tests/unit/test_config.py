@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from batchrun.cache.eviction import EVICTIONS
-from batchrun.cli.deployment import read_deployment
 from batchrun.config import Deployment, SloConfig, load_deployment, load_home
+from batchrun.control.starting import read_deployment
 from batchrun.errors import ConfigError
 from batchrun.scheduling.policies import POLICIES, QUEUES
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.faults import (
     IDENTICAL_ERRORS_LIMIT,
     LONGEST_DELAY_S,
@@ -116,3 +117,18 @@ async def test_a_store_that_cannot_be_written_holds_results_back_until_it_can(
     assert results.count(store, job.seq).num_completed == 1
     running.cancel()
     blocker.close()
+
+
+async def test_a_task_of_the_daemons_own_that_fails_ends_it_and_says_why(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_arguments: object, **_options: object) -> int:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(results, "commit", fail)
+    monkeypatch.setattr("batchrun.daemon.daemon.CLEAN_STOP_S", 0.1)
+    daemon = Daemon(store, [], tmp_path)
+    daemon.writer.put(1, answered(0))
+
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        await asyncio.wait_for(daemon.run(), 60)

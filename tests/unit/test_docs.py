@@ -15,7 +15,6 @@ from pydantic import BaseModel
 from ruamel.yaml import YAML
 
 from batchrun import errors
-from batchrun.cli.client import STALL_PATIENCE_S, RowsFailedError
 from batchrun.cli.main import INTERRUPTED
 from batchrun.config import (
     DeploymentFile,
@@ -25,7 +24,7 @@ from batchrun.config import (
     SloConfig,
     WindowConfig,
 )
-from batchrun.daemon import dispatch as trial_engine
+from batchrun.control.following import STALL_PATIENCE_S
 from batchrun.daemon import faults as backoff
 from batchrun.daemon import faults as breaker
 from batchrun.daemon import faults as trials
@@ -38,7 +37,7 @@ from batchrun.jobs.spec import OUTPUT_COLUMNS, InputSpec, JobFile, OutputSpec
 from batchrun.pool.prefix_keys import CHUNK_BYTES
 from batchrun.server.gateway.app import MAX_BODY_BYTES
 from batchrun.store import jobs
-from batchrun.strict_yaml import load_strict
+from batchrun.strict import load_strict
 from batchrun.types import JobState
 from batchrun.wire import NUM_STEPS
 
@@ -77,7 +76,7 @@ FIGURES = [
     ("reliability.md", f"{trials.MAX_SOLO_ROWS} suspects or fewer run **solo**"),
     ("reliability.md", f"with which {trials.MAX_SOLO_DEATHS} engines died while it ran solo"),
     ("reliability.md", f"in flight at {trials.MAX_PRESENCES} deaths"),
-    ("reliability.md", f"for {trial_engine.COMPANY_WAIT_S:g} s. With one engine"),
+    ("reliability.md", f"for {trials.COMPANY_WAIT_S:g} s. With one engine"),
     ("reliability.md", f"exit code 4 after {STALL_PATIENCE_S:g} s"),
     ("reliability.md", f"fails to start {MAX_FAILED_STARTS} times in a row"),
     ("engines.md", f"--kv-cache-memory-bytes={vllm_command.CPU_KV_CACHE_BYTES}"),
@@ -200,7 +199,6 @@ def test_every_job_state_and_the_drawing_of_the_moves_are_in_the_manual() -> Non
 def test_the_exit_codes_are_those_of_the_errors() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     codes = {kind.__name__: kind.exit_code for kind in kinds if issubclass(kind, BatchrunError)}
-    codes[RowsFailedError.__name__] = RowsFailedError.exit_code
     rows = table("cli.md", "Code")
     named = [(name, int(code)) for code, row in rows.items() for name in ERROR_NAME.findall(row[1])]
 

@@ -24,7 +24,7 @@ from batchrun.scheduling.slack import (
     deadline_s,
     step_limits,
 )
-from batchrun.scheduling.view import RequestView
+from batchrun.scheduling.view import GROWTH_TOKENS, RequestView
 
 
 def limits_beside(*running: RequestView, **fields: Any) -> StepLimits:
@@ -47,6 +47,14 @@ def test_a_token_is_due_a_ttft_and_its_number_of_tpots_after_the_arrival() -> No
     request = decoding_call(generated=3, arrival_at_s=NOW_S - 1.0, first_token_at_s=None)
 
     assert deadline_s(request) == pytest.approx(NOW_S + 3 * 0.05)
+
+
+def test_a_late_first_token_does_not_press_those_after_it() -> None:
+    late = decoding_call(generated=3, arrival_at_s=NOW_S - 9.0, first_token_at_s=NOW_S - 0.1)
+    in_flight = decoding_call(generated=1, arrival_at_s=NOW_S - 9.0, first_token_at_s=None)
+
+    assert deadline_s(late) == pytest.approx(NOW_S - 0.1 + 3 * 0.05)
+    assert deadline_s(in_flight, start_s=NOW_S + 0.02) == pytest.approx(NOW_S + 0.02 + 0.05)
 
 
 def test_credit_of_an_early_first_token_is_not_spent_on_slow_ones() -> None:
@@ -154,7 +162,7 @@ def test_steps_beside_a_loose_class_stay_short_enough_for_calls_without_one() ->
 def test_what_a_completion_bound_leaves_is_spread_over_the_tokens_to_come() -> None:
     request = with_end(1.6, first_at_s=NOW_S)
 
-    pace_s = completion_pace_s(request, NOW_S)
+    pace_s = completion_pace_s(request, NOW_S, 21)
 
     assert pace_s == pytest.approx(0.6 / 20)
     assert deadline_s(request, pace_s) == pytest.approx(NOW_S + 5 * pace_s)
@@ -162,11 +170,20 @@ def test_what_a_completion_bound_leaves_is_spread_over_the_tokens_to_come() -> N
     assert deadline_s(request, pace_s) == pytest.approx(NOW_S + 0.6)
 
 
+def test_an_answer_is_paced_as_long_as_it_is_likely_to_be() -> None:
+    request = with_end(1.6, first_at_s=NOW_S)
+    request.max_output_tokens = 10_000
+
+    assert completion_pace_s(request, NOW_S, 121) == pytest.approx(0.6 / 120)
+    request.num_output_tokens = 500
+    assert completion_pace_s(request, NOW_S, 121) == pytest.approx(0.6 / (499 + GROWTH_TOKENS))
+
+
 def test_what_the_prefill_saved_is_slack_of_the_tokens_after_it() -> None:
     early, late = with_end(1.6, first_at_s=NOW_S - 0.2), with_end(1.6, first_at_s=NOW_S)
 
-    assert completion_pace_s(early, NOW_S) == pytest.approx(0.8 / 20)
-    assert completion_pace_s(late, NOW_S) == pytest.approx(0.6 / 20)
+    assert completion_pace_s(early, NOW_S, 21) == pytest.approx(0.8 / 20)
+    assert completion_pace_s(late, NOW_S, 21) == pytest.approx(0.6 / 20)
 
 
 def test_a_completion_bound_tightens_the_step_and_a_loose_one_does_not() -> None:

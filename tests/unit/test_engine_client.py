@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
@@ -158,3 +159,30 @@ async def test_a_fault_with_times_is_not_repeated_after_a_restart(tmp_path: Path
     first = load_rules(script).choose(request_id="a", body=b"")
     second, third = (load_rules(script).choose(request_id="b", body=b"") for _ in range(2))
     assert [first.status, second.status, third.status] == [500, 500, None]
+
+
+async def test_a_long_reply_is_taken_in_within_the_room_for_it() -> None:
+    seen: list[str] = []
+
+    @asynccontextmanager
+    async def room() -> AsyncIterator[None]:
+        seen.append("in")
+        yield
+        seen.append("out")
+
+    async def reply(request: web.Request) -> web.Response:
+        body = await request.json()
+        return web.json_response({"choices": [{"text": "x" * body["length"]}]})
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", reply)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    port = free_port()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    client = EngineClient(f"http://127.0.0.1:{port}")
+    for length, marks in ((1_000, []), (200_000, ["in", "out"])):
+        outcome = await client.execute(make_request(body={"length": length}), room=room)
+        assert outcome.kind is OutcomeKind.OK and seen == marks
+    await client.close()
+    await runner.cleanup()

@@ -177,3 +177,35 @@ def test_retry_after_is_read_as_seconds_or_date(value: str | None, expected: flo
 
 def test_retry_after_reaches_the_outcome() -> None:
     assert outcome_of(429, {"error": {"message": "busy"}}, retry_after="2").retry_after_s == 2.0
+
+
+SURROGATE = b'{"choices": [{"finish_reason": "\\ud800", "message": {"content": "x"}}]}'
+DEEP = b'{"choices": [{}], "x": ' + b"[" * 600 + b"]" * 600 + b"}"
+
+
+@pytest.mark.parametrize("raw", [SURROGATE, DEEP, b"\xef\xbb\xbf" + SURROGATE, b'{"choices": NaN}'])
+def test_a_reply_that_cannot_be_written_again_is_no_answer(raw: bytes) -> None:
+    outcome = outcome_of(200, raw)
+
+    assert outcome.kind is OutcomeKind.RETRY
+    assert outcome.error is not None and outcome.error.code == "invalid_response"
+
+
+@pytest.mark.parametrize("told", [10**400, -1, True, 1.5, "7"])
+def test_what_can_be_no_number_of_tokens_is_not_counted(told: object) -> None:
+    outcome = outcome_of(200, {"choices": [CHOICE], "usage": {"prompt_tokens": told}})
+
+    assert (outcome.kind, outcome.usage) == (OutcomeKind.OK, Usage())
+
+
+def test_a_date_outside_of_the_calendar_is_no_wait() -> None:
+    assert parse_retry_after("Mon, 01 Jan 0001 00:00:00 +9999", now_s=NOW_S) is None
+
+
+def test_the_words_of_an_error_hold_no_control_characters() -> None:
+    told = {"message": "no\x1b]0;title\x07 \x9b1m\0way", "code": "a\0b", "type": "\x1b"}
+    outcome = outcome_of(400, {"error": told})
+
+    assert outcome.error is not None
+    assert outcome.error.message == "no ]0;title 1m way"
+    assert (outcome.error.code, outcome.error.type) == ("a b", None)

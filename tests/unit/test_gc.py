@@ -33,7 +33,7 @@ from batchrun.store.retention import (
     rewrite,
     unused_bytes,
 )
-from batchrun.strict_yaml import load_strict
+from batchrun.strict import load_strict
 from batchrun.types import JobState
 
 JOB_FILE = """\

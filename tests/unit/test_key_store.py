@@ -21,7 +21,7 @@ from batchrun.store.jobs import Counts
 from batchrun.types import JobState
 
 ENDPOINT = "/v1/chat/completions"
-LIMITS = KeyLimits(60, 1_000_000, 4)
+LIMITS = KeyLimits(60, 1_000_000, 4, 1 << 40)
 
 
 def add(store: Store, name: str, role: api_keys.Role = "user") -> ApiKeyRecord:
@@ -120,3 +120,20 @@ def test_an_owner_that_is_no_key_is_a_fault(store: Store) -> None:
     assert [str(fault) for fault in check_store(store)] == [
         "batches: 1 of key key_nobody, which does not exist"
     ]
+
+
+def test_what_a_key_may_store_is_bounded_in_bytes(store: Store) -> None:
+    def file(owner: str, expires_after_s: int | None = None) -> NewFile:
+        return NewFile("in.jsonl", "batch", 40, "0" * 64, expires_after_s, owner)
+
+    files.add(store, file("key_1", 10), now_s=1.0, max_stored_bytes=100)
+    kept = files.add(store, file("key_1"), now_s=1.0, max_stored_bytes=100)
+    with pytest.raises(QuotaError, match="may store 100 bytes and has stored 80"):
+        files.add(store, file("key_1"), now_s=1.0, max_stored_bytes=100)
+    files.add(store, file("key_2"), now_s=1.0, max_stored_bytes=40)
+
+    assert files.stored_bytes(store, "key_1", now_s=1.0) == 80
+    assert files.stored_bytes(store, "key_1", now_s=20.0) == 40
+    files.remove(store, kept.id)
+    files.add(store, file("key_1"), now_s=20.0, max_stored_bytes=40)
+    assert len(files.list_page(store, FilePage(10), now_s=20.0)) == 2

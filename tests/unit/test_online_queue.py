@@ -18,19 +18,19 @@ from batchrun.scheduling.worth import Victims
 class LastComeFirst(ArrivalOrder):
     """The newest call first."""
 
-    def order(self, view: EngineView) -> Sequence[RequestView]:
+    def order(self, view: EngineView, begun: Sequence[RequestView]) -> Sequence[RequestView]:
         """By falling arrival."""
-        return sorted(view.online_waiting, key=attrgetter("arrival_at_s"), reverse=True)
+        return [*begun, *sorted(view.online_waiting, key=attrgetter("arrival_at_s"), reverse=True)]
 
 
 class NobodyYet(ArrivalOrder):
     """Lets no call in."""
 
     def fill(
-        self, draft: Draft, waiting: Sequence[RequestView], limit_s: float, victims: Victims
+        self, draft: Draft, prompts: Sequence[RequestView], limit_s: float, victims: Victims
     ) -> bool:
         """All have to wait."""
-        return not waiting
+        return not prompts
 
 
 class HalfASecond(ArrivalOrder):

@@ -123,7 +123,7 @@ def test_row_numbers_are_ids_when_no_column_is(tmp_path: Path) -> None:
     values = make_spec(tmp_path, num_rows=3, keep=[]).model_dump()
     values["input"]["id"] = None
     write(JobSpec.model_validate(values), tmp_path / "out.parquet", iter([]))
-    assert [row["id"] for row in read(tmp_path / "out.parquet")] == ["0", "1", "2"]
+    assert [row["id"] for row in read(tmp_path / "out.parquet")] == [0, 1, 2]
 
 
 def broken_results() -> Iterator[StoredResult]:

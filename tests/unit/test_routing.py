@@ -9,7 +9,6 @@ import pytest
 
 from batchrun.pool.prefix_keys import KeyArray
 from batchrun.routing.engine_book import Call, EngineBook, EngineTraits, Prices
-from batchrun.routing.group_homes import GroupHomes, RowLoad
 from batchrun.routing.prefix_map import Arrays, PrefixMap
 from batchrun.routing.routers import ROUTERS, make_router
 
@@ -107,13 +106,24 @@ def test_a_cache_holds_what_was_used_last_and_nothing_else() -> None:
     assert prefixes.num_held(documents[5], [0]).tolist() == [0]
 
 
-def test_only_pieces_that_were_used_again_are_missed_when_they_go() -> None:
+def test_a_prompt_is_evicted_from_its_end() -> None:
+    prefixes = PrefixMap(Arrays.private(1 << 10, 1))
+    for at_s in (1.0, 2.0, 3.0):
+        held = prefixes.touch(0, keys(int(at_s), 20), at_s, room_pieces=50)
+        assert held == 0
+    held_first = int(prefixes.num_held(keys(1, 20), [0])[0])
+    assert 8 <= held_first <= 10
+    assert prefixes.touch(0, keys(1, 20), 4.0, room_pieces=50) == held_first
+    assert prefixes.num_held(keys(3, 20), [0]).tolist() == [20]
+
+
+def test_how_often_pieces_had_been_used_is_learnt_when_they_go() -> None:
     once, again = PrefixMap(Arrays.private(1 << 10, 1)), PrefixMap(Arrays.private(1 << 10, 1))
     for i in range(200):
         once.touch(0, keys(i, 10), float(i + 1), room_pieces=50)
         again.touch(0, keys(i // 2, 10), float(i + 1), room_pieces=50)
-    assert once.reuse_share == 0.0
-    assert again.reuse_share > 0.8
+    assert 0.9 < once.mean_uses <= 1.0
+    assert 1.5 < again.mean_uses <= 2.0
 
 
 def test_a_map_that_is_full_forgets_what_was_used_longest_ago() -> None:
@@ -135,25 +145,3 @@ def test_replies_with_fewer_cached_tokens_than_foretold_shrink_what_is_believed(
 
     assert copies_of(20 * PIECE_TOKENS) == 60
     assert copies_of(0) < 60
-
-
-def test_a_groups_rows_go_to_its_engine_however_full_it_is_then_by_tokens() -> None:
-    loads = {5: RowLoad(1, 500), 6: RowLoad(9, 900), 7: RowLoad(7, 100)}
-    homes = GroupHomes()
-    ranked = [homes.rank(i, loads) for i in range(4)]
-    assert ranked == [[5, 7, 6], [6, 7, 5], [7, 5, 6], [5, 7, 6]]
-
-
-def test_an_engine_that_is_away_takes_no_group_from_the_others() -> None:
-    loads, homes = {engine: RowLoad() for engine in range(4)}, GroupHomes()
-
-    def owners(loads: dict[int, RowLoad]) -> list[int]:
-        return [homes.rank(i, loads)[0] for i in range(12)]
-
-    before = owners(loads)
-    without = owners({engine: load for engine, load in loads.items() if engine != 2})
-
-    kept = [engine == now for engine, now in zip(before, without, strict=True) if engine != 2]
-    assert all(kept)
-    assert {without[i] for i in range(12) if before[i] == 2} == {0, 1, 3}
-    assert owners(loads) == before

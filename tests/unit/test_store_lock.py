@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
+from batchrun.errors import StoreLockedError
 from batchrun.files import StoreLock
 
 
@@ -24,3 +27,14 @@ def test_a_free_lock_has_no_holder_and_looking_writes_nothing(tmp_path: Path) ->
 
     assert StoreLock(path).find_holder() is None
     assert path.read_text() == "4711"
+
+
+def test_a_lock_holds_though_its_file_is_deleted(tmp_path: Path) -> None:
+    path = tmp_path / "store.lock"
+    with StoreLock(path):
+        path.unlink()
+        assert StoreLock(path).find_holder() == 0
+        with pytest.raises(StoreLockedError):
+            StoreLock(path).acquire()
+    with StoreLock(path):
+        pass

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from cli_call import Cli, cli_in, line_of
 
-from batchrun.cli.client import DaemonClient
 from batchrun.cli.data import CallRecording
+from batchrun.control.client import DaemonClient
 from batchrun.errors import StateError
 from batchrun.home import Home
 from batchrun.simulator.traces.reading import load_parquet, save_trace

@@ -16,6 +16,7 @@ from batchrun.daemon.faults import SOLO, Trials, accuse_rows
 from batchrun.daemon.job import ActiveJob
 from batchrun.engine.command import AttachedSettings
 from batchrun.engine.engine import AttachedEngine
+from batchrun.engine.sockets import EngineSockets
 from batchrun.pool.row_queue import Window
 from batchrun.types import EnginePhase, Usage
 from batchrun.wire import ClassTelemetry, RowKey, Telemetry
@@ -122,7 +123,7 @@ def test_a_suspect_does_not_run_alone_beside_a_call_that_runs_as_offline_work(
 ) -> None:
     engine = AttachedEngine(AttachedSettings(name="one", url="http://127.0.0.1:9000"))
     slot = Slot(engine, uses_priority=False, window=Window(9, 10**9), apart_since_s=0.0)
-    slot.link = EngineLink(tmp_path / "engine", "one")
+    slot.link = EngineLink(EngineSockets(tmp_path / "engine"), "one")
     told = Telemetry("start", 0.0, "echo", 512, is_offline_on=True)
     are_alone = []
     for offline in (ClassTelemetry(num_running=1), ClassTelemetry(num_waiting=1), ClassTelemetry()):

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import pytest
 
 from batchrun.server.api.errors import ApiError
-from batchrun.server.api.upload import MAX_FIELD_BYTES, UploadForm
+from batchrun.server.api.upload import (
+    KEY_PART,
+    MAX_FIELD_BYTES,
+    MAX_FILE_BYTES,
+    MAX_UPLOAD_BYTES,
+    MAX_UPLOADS,
+    UploadForm,
+    Uploads,
+)
 
 KIND = "multipart/form-data; boundary=xyz"
 FILE = b'name="file"; filename="gr\xc3\xbcn.jsonl"'
@@ -69,3 +79,34 @@ def test_what_is_no_upload_is_refused(body: bytes, message: str) -> None:
 def test_only_a_multipart_form_is_one(kind: str) -> None:
     with pytest.raises(ApiError, match="Missing required parameter: 'file'"):
         UploadForm(kind)
+
+
+LENGTH = {"content-length": str(MAX_FILE_BYTES)}
+
+
+def test_the_uploads_of_one_key_leave_room_for_others() -> None:
+    uploads, exits = Uploads(), ExitStack()
+    with exits:
+        for _ in range(MAX_UPLOADS // KEY_PART):
+            exits.enter_context(uploads.admitted("key_1", {"content-length": "10"}))
+        with pytest.raises(ApiError, match="of this API key") as refused:
+            exits.enter_context(uploads.admitted("key_1", {"content-length": "10"}))
+        exits.enter_context(uploads.admitted("key_2", LENGTH))
+    assert refused.value.status_code == 503
+    with uploads.admitted("key_1", LENGTH):
+        pass
+
+
+@pytest.mark.parametrize("headers", [LENGTH, {}, {"content-length": "9" * 400}])
+def test_the_bytes_of_uploads_are_bounded_by_key_and_in_all(headers: dict[str, str]) -> None:
+    most = MAX_UPLOAD_BYTES // MAX_FILE_BYTES
+    with ExitStack() as exits:
+        uploads = Uploads()
+        for owner in ("key_1", "key_2"):
+            for _ in range(most // KEY_PART):
+                exits.enter_context(uploads.admitted(owner, headers))
+        with pytest.raises(ApiError, match=f"{most} uploads are on their way"):
+            exits.enter_context(uploads.admitted("key_3", headers))
+    with ExitStack() as exits:
+        for _ in range(most):
+            exits.enter_context(uploads.admitted(None, headers))

@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict
 
 from batchrun.errors import ConfigError, JobSpecError
-from batchrun.strict_yaml import load_strict
+from batchrun.strict import load_strict, read_document
 
 
 class Inner(BaseModel):
@@ -113,3 +113,24 @@ def test_an_alias_bomb_is_refused(tmp_path: Path) -> None:
 def test_a_missing_file_and_a_folder_are_one_line_each(tmp_path: Path) -> None:
     assert problem_of(tmp_path / "absent.yaml") == ": no such file"
     assert "cannot be read" in problem_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "b: {{ text }}",
+        "b: {role: user, content: {{ text }}}",
+        "b: {{ a }} {{ b }}",
+        "b: {{ a | upper }} is",
+        "b: {% if a %}x{% endif %}",
+        "b: {a: 'x', b: {{ text }}}",
+    ],
+)
+def test_a_template_outside_quotes_is_said_to_need_them(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(f"a: 1\n{line}\n")
+
+    with pytest.raises(JobSpecError) as refused:
+        read_document(path, JobSpecError)
+
+    assert str(refused.value) == f'{path}:2: quote the template: "{{{{ ... }}}}"'

@@ -35,6 +35,7 @@ from batchrun.errors import InputError
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 _EXIT_CODE = 86
+_STEPS_PER_S = 100
 _CACHE_BLOCKS = 65_536
 
 
@@ -71,6 +72,7 @@ class _FakeServer:
         self._cache = PrefixCache(_CACHE_BLOCKS)
         self._executions: list[dict[str, object]] = []
         self._num_running = 0
+        self._stalled_at_s: float | None = None
 
     async def health(self, _request: web.Request) -> web.Response:
         return web.Response()
@@ -78,8 +80,10 @@ class _FakeServer:
     async def metrics(self, _request: web.Request) -> web.Response:
         labels = f'{{model_name="{self._settings.model}"}}'
         kv = f'block_size="{BLOCK_TOKENS}",num_gpu_blocks="{_CACHE_BLOCKS}"'
+        now_s = time.monotonic() if self._stalled_at_s is None else self._stalled_at_s
         return web.Response(
             text=f"vllm:num_requests_running{labels} {self._num_running}\n"
+            f"vllm:iteration_tokens_total_count{labels} {now_s * _STEPS_PER_S:.0f}\n"
             f'vllm:cache_config_info{{{kv},enable_prefix_caching="True"}} 1.0\n'
         )
 
@@ -129,6 +133,10 @@ class _FakeServer:
             self._note_execution(request)
         self._num_running += 1
         try:
+            if action.stall and self._stalled_at_s is None:
+                self._stalled_at_s = time.monotonic()
+            if self._stalled_at_s is not None:
+                await asyncio.Event().wait()
             await asyncio.sleep(action.delay_s)
             fault = await _fault(request, action)
             if fault is not None:

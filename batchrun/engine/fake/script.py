@@ -52,6 +52,8 @@ class Action(BaseModel):
     """Answer 200 with something that is not JSON."""
     hang: bool = False
     """Never answer."""
+    stall: bool = False
+    """From now on answer nothing but health and metrics, as if the core hung."""
     drop_connection: bool = False
     die: bool = False
     """End the process at once."""

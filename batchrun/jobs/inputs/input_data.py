@@ -7,6 +7,7 @@ rows by their hashes.
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -20,11 +21,13 @@ import xxhash
 from batchrun.errors import DataError, JobSpecError, suggestion
 from batchrun.jobs.inputs.parquet import ParquetInput
 from batchrun.jobs.inputs.rows import BATCH_BYTES, InputFile, Row, Undecodable
-from batchrun.jobs.inputs.text_files import CsvInput, JsonlInput
+from batchrun.jobs.inputs.text_files import CsvInput, JsonArrayInput, JsonlInput, TsvInput
 from batchrun.jobs.job_file import input_files
 from batchrun.jobs.pin import InputPin, PinnedFile, even_block_ends, hash_blocks, pinned_path
 from batchrun.jobs.spec import InputSpec, JobSpec
 from batchrun.types import ProgressSink
+
+_WHOLE_NUMBER = re.compile(r"0|-?[1-9][0-9]{0,17}")
 
 
 class InputData:
@@ -86,6 +89,17 @@ class InputData:
     def row_id(self, row: Mapping[str, object], row_number: int) -> str:
         """The id of a row that was read with `id_column` among its columns."""
         return str(row_number if self.id_column is None else row[self.id_column])
+
+    def id_type(self) -> pa.DataType:
+        """The Arrow type of the ids, as whoever reads the input has them: that of their column,
+        and of row numbers int64. CSV has whole numbers where all are written so; reads them all."""
+        if self.id_column is None:
+            return pa.int64()
+        if all(isinstance(file, CsvInput) for file in self._files):
+            ids = (row_id for _, row_id in _iter_ids(self, self.id_column))
+            return pa.int64() if all(map(_WHOLE_NUMBER.fullmatch, ids)) else pa.string()
+        kind = self.schema([self.id_column]).field(0).type
+        return kind.value_type if pa.types.is_dictionary(kind) else kind
 
     def pin(self, progress: ProgressSink | None = None) -> InputPin:
         """Reads every byte once and says what the files are now."""
@@ -203,6 +217,8 @@ _FORMATS: dict[str, Callable[[Path], InputFile]] = {
     "jsonl": JsonlInput,
     "openai-batch": JsonlInput,
     "csv": CsvInput,
+    "tsv": TsvInput,
+    "json": JsonArrayInput,
 }
 _SUFFIXES = {
     ".parquet": "parquet",
@@ -210,7 +226,10 @@ _SUFFIXES = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".csv": "csv",
+    ".tsv": "tsv",
+    ".json": "json",
 }
+_SPREADSHEETS = frozenset({".xlsx", ".xls", ".xlsm", ".ods"})
 BATCH_COLUMNS = ("custom_id", "method", "url", "body")
 
 
@@ -279,10 +298,15 @@ def _format_of(spec: InputSpec, path: Path) -> str:
     suffixes = path.suffixes[:-1] if path.suffix in {".gz", ".zst"} else path.suffixes
     if suffixes and suffixes[-1].lower() in _SUFFIXES:
         return _SUFFIXES[suffixes[-1].lower()]
+    if path.suffix.lower() in _SPREADSHEETS:
+        raise DataError(
+            f"{path}: a spreadsheet; save it as CSV, or in Python: "
+            "batchrun.map(pandas.read_excel(...), ...)"
+        )
     with path.open("rb") as file:
         if file.read(4) == b"PAR1":
             return "parquet"
-    raise DataError(f"{path}: unknown format; set input.format to parquet, jsonl or csv")
+    raise DataError(f"{path}: unknown format; set input.format to parquet, jsonl, json, csv or tsv")
 
 
 def _check_same_columns(first: InputFile, other: InputFile) -> None:

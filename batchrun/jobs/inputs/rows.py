@@ -21,6 +21,9 @@ Row = dict[str, object]
 ROW_LIMIT_BYTES = 64 << 20
 """Largest row; a longer one is refused with its place."""
 
+BOM = b"\xef\xbb\xbf"
+"""A byte order mark, which a file of rows may begin with."""
+
 _BLANK = b" \t\r\n"
 
 BATCH_BYTES = 8 << 20

@@ -24,11 +24,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 from pyarrow import csv
-from pydantic_core import from_json
 
 from batchrun.errors import DataError
 from batchrun.jobs.inputs.rows import (
     BATCH_BYTES,
+    BOM,
     ROW_LIMIT_BYTES,
     InputFile,
     Row,
@@ -37,9 +37,9 @@ from batchrun.jobs.inputs.rows import (
     native_rows,
     type_name,
 )
+from batchrun.strict import parse_json
 
 _BLOCK_BYTES = 4 << 20
-_BOM = b"\xef\xbb\xbf"
 _PEEK_BYTES = 4096
 _Offsets = npt.NDArray[np.int64]
 _SAMPLE_ROWS = 1000
@@ -70,11 +70,14 @@ class TextFile(InputFile):
     def __init__(self, path: Path) -> None:
         self.path = path
         with self._readable(), contextlib.ExitStack() as on_failure:
-            self._file = on_failure.enter_context(_open_plain(path))
+            self._file = on_failure.enter_context(self._opened())
             self._find_records()
             self.columns = tuple(self._find_columns())
             on_failure.pop_all()
         self.num_rows = len(self._starts)
+
+    def _opened(self) -> BinaryIO:
+        return _open_plain(self.path)
 
     @abstractmethod
     def _find_columns(self) -> Iterable[str]: ...
@@ -134,7 +137,7 @@ class TextFile(InputFile):
 
         Raises DataError for a record over 64 MiB and for a quote that is never closed.
         """
-        bom_bytes = len(_BOM) if os.pread(self._file.fileno(), len(_BOM), 0) == _BOM else 0
+        bom_bytes = len(BOM) if os.pread(self._file.fileno(), len(BOM), 0) == BOM else 0
         starts = [np.array([bom_bytes], dtype=np.int64)]
         indented = [starts[0]]
         position = num_quotes = 0
@@ -243,13 +246,50 @@ class JsonlInput(TextFile):
 
     def _object(self, record: bytes, row: int) -> Row:
         try:
-            value = from_json(record, allow_inf_nan=False, cache_strings="keys")
+            value = parse_json(record)
         except ValueError as failure:
             reason = str(failure).replace("line 1 column", "column")
             raise DataError(f"{self._place(row)}: not valid JSON: {reason}") from None
         if not isinstance(value, dict):
             raise DataError(f"{self._place(row)}: must be a JSON object, not {type_name(value)}")
         return value
+
+
+ARRAY_LIMIT_BYTES = 256 << 20
+
+
+class JsonArrayInput(JsonlInput):
+    """A JSON file that is one array of objects, as a scratch file of one object a line."""
+
+    def _opened(self) -> BinaryIO:
+        with _open_plain(self.path) as file:
+            text = file.read(ARRAY_LIMIT_BYTES + 1)
+        if len(text) > ARRAY_LIMIT_BYTES:
+            raise DataError(
+                f"{self.path}: over 256 MiB of JSON; write one object a line, as .jsonl"
+            )
+        try:
+            rows = parse_json(text.removeprefix(BOM))
+        except ValueError as failure:
+            raise DataError(f"{self.path}: not valid JSON: {failure}{_jsonl_hint(text)}") from None
+        if not isinstance(rows, list):
+            raise DataError(f"{self.path}: must be an array of objects, not {type_name(rows)}")
+        with contextlib.ExitStack() as on_failure:
+            plain: BinaryIO = on_failure.enter_context(tempfile.TemporaryFile())
+            plain.writelines(json.dumps(row).encode() + b"\n" for row in rows)
+            plain.flush()
+            on_failure.pop_all()
+            return plain
+
+    def _place(self, row: int) -> str:
+        return f"{self.path}: element {row}"
+
+
+def _jsonl_hint(text: bytes) -> str:
+    """What to do where the file holds an object a line."""
+    is_object = text.lstrip().startswith(b"{")
+    hint = "for one object a line set input.format: jsonl"
+    return f"; {hint}" if is_object else "; a long array goes as one object a line, in .jsonl"
 
 
 def _arrow_batch(rows: Sequence[Row], schema: pa.Schema) -> pa.RecordBatch:
@@ -291,6 +331,7 @@ class CsvInput(TextFile):
     """One CSV file. A line end inside quotes belongs to its field; blank lines are skipped."""
 
     is_quoted = True
+    delimiter = ","
 
     def schema(self, columns: Sequence[str]) -> pa.Schema:
         """Text for every column."""
@@ -318,7 +359,8 @@ class CsvInput(TextFile):
         header = self._records(range(1))[0]
         self._starts, self._ends = self._starts[1:], self._ends[1:]
         try:
-            return next(stdlib_csv.reader([header.decode("utf-8").rstrip("\r\n")], strict=True))
+            line = header.decode("utf-8").rstrip("\r\n")
+            return next(stdlib_csv.reader([line], strict=True, delimiter=self.delimiter))
         except (UnicodeDecodeError, stdlib_csv.Error) as failure:
             raise DataError(f"{self.path}:1: the header line is not UTF-8 CSV: {failure}") from None
 
@@ -331,7 +373,7 @@ class CsvInput(TextFile):
 
         data = b"\n".join(record.rstrip(b"\r\n") for record in records) + b"\n"
         try:
-            table = _parse_text(data, self.columns, note)
+            table = _parse_text(data, self.columns, note, self.delimiter)
         except pa.ArrowInvalid as failure:
             if ragged:
                 first = ragged[0]
@@ -354,13 +396,21 @@ class CsvInput(TextFile):
         return f"{self._place(rows[0])}: not valid CSV: {' '.join(str(failure).split())[:200]}"
 
 
-def _parse_text(data: bytes, names: Sequence[str], handler: object) -> pa.Table:
+class TsvInput(CsvInput):
+    """One file of columns between tabs; else as CSV."""
+
+    delimiter = "\t"
+
+
+def _parse_text(data: bytes, names: Sequence[str], handler: object, delimiter: str) -> pa.Table:
     return csv.read_csv(
         io.BytesIO(data),
         read_options=csv.ReadOptions(
             column_names=list(names), block_size=len(data) + 1, use_threads=False
         ),
-        parse_options=csv.ParseOptions(newlines_in_values=True, invalid_row_handler=handler),
+        parse_options=csv.ParseOptions(
+            delimiter=delimiter, newlines_in_values=True, invalid_row_handler=handler
+        ),
         convert_options=csv.ConvertOptions(
             column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False
         ),

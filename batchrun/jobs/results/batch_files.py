@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
-from pydantic_core import from_json
 
 from batchrun.errors import DataError
 from batchrun.files import HashedFile, atomic_file
@@ -18,7 +17,8 @@ from batchrun.jobs.results.output_file import every_row
 from batchrun.store.batches import BatchRecord, ResultFiles
 from batchrun.store.files import NewFile, new_file_id
 from batchrun.store.results import StoredResult
-from batchrun.types import ProgressSink, RowError
+from batchrun.strict import parse_json
+from batchrun.types import ProgressSink, RowError, token_count
 
 EXPIRES_AFTER_S = 30 * 86_400
 """Unless the batch says otherwise, from its end on."""
@@ -150,18 +150,16 @@ def _failure(error: RowError, request_id: str) -> str:
 
 
 def _one_line(body: bytes) -> bytes:
-    """An engine's reply as it is, unless it would not stay on one line."""
-    if b"\n" not in body and b"\r" not in body and b"\0" not in body:
-        return body
-    return json.dumps(json.loads(body)).encode()
+    """An engine's reply as it is, on one line: line ends stand between values only."""
+    return body.replace(b"\n", b" ").replace(b"\r", b" ")
 
 
 def _reasoning_tokens(body: bytes) -> int:
     if b'"reasoning_tokens"' not in body:
         return 0
-    usage = from_json(body).get("usage")
+    reply = parse_json(body)
+    usage = reply.get("usage") if isinstance(reply, dict) else None
     details = isinstance(usage, dict) and (
         usage.get("completion_tokens_details") or usage.get("output_tokens_details")
     )
-    count = details.get("reasoning_tokens") if isinstance(details, dict) else None
-    return count if isinstance(count, int) and count > 0 else 0
+    return token_count(details.get("reasoning_tokens")) if isinstance(details, dict) else 0

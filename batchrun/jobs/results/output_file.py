@@ -10,13 +10,13 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic_core import from_json
 
 from batchrun.files import atomic_file
 from batchrun.jobs.inputs.input_data import InputData, check_columns
 from batchrun.jobs.inputs.rows import Row, native_rows, plain_json
 from batchrun.jobs.spec import OUTPUT_COLUMNS, JobSpec
 from batchrun.store.results import StoredResult
+from batchrun.strict import parse_json
 from batchrun.types import ProgressSink, RowError
 
 
@@ -39,7 +39,7 @@ def response_text(endpoint: str, body: bytes) -> str | None:
     """The answer in an engine's reply: the text of choice 0, tool calls as JSON text when there
     is no text, an embedding as a JSON list. None when the reply holds no answer."""
     try:
-        reply = from_json(body)
+        reply = parse_json(body)
     except ValueError:
         return None
     if not isinstance(reply, Mapping):
@@ -68,10 +68,11 @@ def _choice_text(choice: Mapping[str, object]) -> str | None:
     message = choice.get("message")
     if not isinstance(message, Mapping):
         return _text(choice.get("text"))
-    text = _text(message.get("content"))
-    if not text and message.get("tool_calls"):
-        return json.dumps(message["tool_calls"], ensure_ascii=False)
-    return text
+    content = message.get("content")
+    if not content and message.get("tool_calls"):
+        content = message["tool_calls"]
+    is_text = content is None or isinstance(content, str)
+    return _text(content) if is_text else json.dumps(content, ensure_ascii=False)
 
 
 def _embedding_text(reply: Mapping[str, object]) -> str | None:
@@ -140,9 +141,16 @@ def _as_object(item: tuple[str, object]) -> tuple[str, object]:
 class ParquetSink:
     """zstd Parquet in row groups of about 32 MiB; kept columns have their input types."""
 
-    def __init__(self, file: BinaryIO, *, kept: pa.Schema, result_columns: Sequence[str]) -> None:
-        types = (pa.int64() if name in _NUMBERS else pa.string() for name in result_columns)
-        results = list(map(pa.field, result_columns, types))
+    def __init__(
+        self,
+        file: BinaryIO,
+        *,
+        kept: pa.Schema,
+        result_columns: Sequence[str],
+        id_type: pa.DataType,
+    ) -> None:
+        types = {name: pa.int64() if name in _NUMBERS else pa.string() for name in result_columns}
+        results = [pa.field(name, kind) for name, kind in (types | {"id": id_type}).items()]
         self._schema = pa.schema([results[0], *kept, *results[1:]])
         self._kept = kept.names
         self._writer = pq.ParquetWriter(file, self._schema, compression="zstd")
@@ -182,7 +190,8 @@ class ParquetSink:
 Sink = JsonlSink | ParquetSink
 
 _SLICE_ROWS = 256
-"""Rows whose replies are held at a time."""
+_SLICE_BYTES = 8 << 20
+"""Rows whose replies are held at a time: so many, and so much of them but for a single one."""
 
 
 def write_output(
@@ -205,27 +214,44 @@ def write_output(
     num_written = 0
     with atomic_file(path) as file:
         every = every_row(results, missing)
-        sink = _make_sink(file, path, spec, data)
-        for first_row, kept, ids in _kept_slices(spec, data, native=isinstance(sink, JsonlSink)):
-            found = list(islice(every, len(ids)))
-            present = [index for index, result in enumerate(found) if result is not None]
-            rows = [
-                _output_row(row_id, result, spec)
-                for row_id, result in zip(ids, found, strict=True)
-                if result is not None
-            ]
-            if len(present) < len(ids):
-                kept = _selected(kept, present)
-            if rows:
-                sink.write(rows, kept)
-            num_written += len(rows)
+        id_type = data.id_type()
+        sink = _make_sink(file, path, spec, data, id_type)
+        slices = _kept_slices(spec, data, id_type, native=isinstance(sink, JsonlSink))
+        for first_row, kept, ids in slices:
+            for present, found in _bounded(islice(every, len(ids))):
+                rows = [
+                    _output_row(ids[index], result, spec)
+                    for index, result in zip(present, found, strict=True)
+                ]
+                sink.write(rows, _selected(kept, present))
+                num_written += len(rows)
             if progress is not None:
                 progress("writing the results", first_row + len(ids), data.num_rows)
         sink.close()
     return num_written
 
 
-def _output_row(row_id: str, result: StoredResult, spec: JobSpec) -> Row:
+def _bounded(
+    slice_of: Iterable[StoredResult | None],
+) -> Iterator[tuple[list[int], list[StoredResult]]]:
+    """The results in a slice with their places in it, so many at a time as `_SLICE_BYTES` hold."""
+    places: list[int] = []
+    found: list[StoredResult] = []
+    num_bytes = 0
+    for place, result in enumerate(slice_of):
+        if result is None:
+            continue
+        if num_bytes >= _SLICE_BYTES:
+            yield places, found
+            places, found, num_bytes = [], [], 0
+        places.append(place)
+        found.append(result)
+        num_bytes += len(result.body or b"")
+    if places:
+        yield places, found
+
+
+def _output_row(row_id: str | int, result: StoredResult, spec: JobSpec) -> Row:
     reply = result.body
     row: Row = {
         "id": row_id,
@@ -242,12 +268,14 @@ def _output_row(row_id: str, result: StoredResult, spec: JobSpec) -> Row:
     return row
 
 
-def _make_sink(file: BinaryIO, path: Path, spec: JobSpec, data: InputData) -> Sink:
+def _make_sink(
+    file: BinaryIO, path: Path, spec: JobSpec, data: InputData, id_type: pa.DataType
+) -> Sink:
     if path.suffix != ".parquet":
         return JsonlSink(file)
     columns = OUTPUT_COLUMNS if spec.output.body else OUTPUT_COLUMNS[:-1]
     kept = data.schema(spec.output.keep)
-    return ParquetSink(file, kept=kept, result_columns=columns)
+    return ParquetSink(file, kept=kept, result_columns=columns, id_type=id_type)
 
 
 def _selected(kept: pa.RecordBatch | list[Row], present: Sequence[int]) -> object:
@@ -257,9 +285,10 @@ def _selected(kept: pa.RecordBatch | list[Row], present: Sequence[int]) -> objec
 
 
 def _kept_slices(
-    spec: JobSpec, data: InputData, *, native: bool
-) -> Iterator[tuple[int, pa.RecordBatch | list[Row], list[str]]]:
+    spec: JobSpec, data: InputData, id_type: pa.DataType, *, native: bool
+) -> Iterator[tuple[int, pa.RecordBatch | list[Row], list[str | int]]]:
     """(first row, kept columns, ids) for a few rows at a time."""
+    as_id = int if pa.types.is_integer(id_type) else str
     keep = list(spec.output.keep)
     id_columns = [data.id_column] if data.id_column else []
     columns = list(dict.fromkeys([*keep, *id_columns]))
@@ -270,4 +299,8 @@ def _kept_slices(
             kept = part.select(keep) if not native else [{n: row[n] for n in keep} for row in part]
             id_rows = part if native else native_rows(part.select(id_columns))
             numbered = enumerate(id_rows, first_row + start)
-            yield first_row + start, kept, [data.row_id(row, number) for number, row in numbered]
+            yield (
+                first_row + start,
+                kept,
+                [as_id(data.row_id(row, number)) for number, row in numbered],
+            )

@@ -26,7 +26,7 @@ from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.supervisor import KeyList
 from batchrun.daemon.view import view_engine, view_job
 from batchrun.errors import StoreLockedError, StoreUnreachableError
-from batchrun.home import CONTROL_PREFIX, Home
+from batchrun.home import CONTROL_PREFIX, GATEWAY_HEADER, Home
 from batchrun.jobs.results.file_bytes import FileBytes
 from batchrun.jobs.spec import Weight
 from batchrun.pool.pace import Completion
@@ -52,6 +52,7 @@ class _Limits(_Strict):
     requests_per_minute: Annotated[int | None, Field(gt=0, le=MAX_COUNT)]
     enqueued_tokens: Annotated[int | None, Field(gt=0, le=MAX_TOKENS)]
     concurrent_batches: Annotated[int | None, Field(gt=0, le=MAX_COUNT)]
+    stored_bytes: Annotated[int | None, Field(gt=0, le=MAX_TOKENS)] = None
 
 
 class KeySubmission(_Strict):
@@ -91,10 +92,12 @@ class Submission(_Strict):
 
 
 class EngineChange(_Strict):
-    """A policy and a token budget for all engines; null: as they were started, left out: as now."""
+    """A policy, a token budget and an order of calls for all engines; null: as they were started,
+    left out: as now."""
 
     policy: Annotated[str | None, Field(max_length=64)] = None
     token_budget: Annotated[int | None, Field(gt=0)] = None
+    online_queue: Annotated[str | None, Field(max_length=64)] = None
 
 
 class OfflineSetting(_Strict):
@@ -119,7 +122,7 @@ class Edge:
 
 
 def make_app(daemon: Daemon, status: Status, edge: Edge) -> FastAPI:
-    """The daemon's routes; all but `/healthz` and `/metrics` need one of the two secrets."""
+    """The daemon's routes; all but `/healthz` need one of the two secrets."""
     app = FastAPI(
         title="batchrun", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
     )
@@ -131,7 +134,10 @@ def make_app(daemon: Daemon, status: Status, edge: Edge) -> FastAPI:
         return {"status": "ok"}
 
     @app.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
+        given = request.headers.get(GATEWAY_HEADER, "")
+        if not hmac.compare_digest(given.encode(), edge.gateway_key.encode()):
+            raise HTTPException(401, "ask the gateway, not the daemon")
         return Response(page.render(), media_type=CONTENT_TYPE_LATEST)
 
     app.include_router(_control_router(daemon, status, edge))
@@ -210,6 +216,7 @@ def _add_engines(control: APIRouter, daemon: Daemon) -> None:
         answers = await now.change(
             change.policy if "policy" in given else now.policy,
             change.token_budget if "token_budget" in given else now.token_budget,
+            change.online_queue if "online_queue" in given else now.online_queue,
         )
         return {"engines": to_builtins(answers)}
 
@@ -243,9 +250,9 @@ class Status:
     """Builds snapshots; counts of ended jobs are remembered, since they never change."""
 
     def __init__(self, daemon: Daemon, gateway_url: str) -> None:
-        self._daemon = daemon
+        self.daemon = daemon
         self._gateway_url = gateway_url
-        self._ended: dict[int, Counts] = {}
+        self._ended: dict[int, tuple[Counts, int]] = {}
         self._jobs: dict[str, dict[str, object]] = {}
         self._completions: dict[str, Completion] = {}
 
@@ -255,74 +262,86 @@ class Status:
         While the store does not answer, or another process keeps it: jobs that run as they are,
         others as they were last seen.
         """
-        stalled = self._daemon.writer.stalled
+        stalled = self.daemon.writer.stalled
         self._predict()
         try:
-            records = await asyncio.to_thread(jobs.list_jobs, self._daemon.store)
+            records = await asyncio.to_thread(jobs.list_jobs, self.daemon.store)
             self._jobs = {record.id: await self._view(record) for record in records}
         except (StoreLockedError, StoreUnreachableError) as error:
             stalled = str(error)
             await self._see_active()
         return {
             "gateway": self._gateway_url,
-            "offline": self._daemon.dispatcher.is_offline_on,
+            "offline": self.daemon.dispatcher.is_offline_on,
             "stalled": stalled,
-            "engines": _engines(self._daemon.slots),
+            "engines": _engines(self.daemon.slots),
             "jobs": list(self._jobs.values()),
         }
 
     async def job(self, job_id: str) -> dict[str, object]:
         """One job by id, prefix or name, with what holds it up: a stall, or no engine left."""
-        stalled = self._daemon.writer.stalled
+        stalled = self.daemon.writer.stalled
         self._predict()
         try:
-            record = await asyncio.to_thread(jobs.get, self._daemon.store, job_id)
+            record = await asyncio.to_thread(jobs.get, self.daemon.store, job_id)
             view = self._jobs[record.id] = await self._view(record)
         except (StoreLockedError, StoreUnreachableError) as error:
             await self._see_active()
             if job_id not in self._jobs:
                 raise
             view, stalled = self._jobs[job_id], str(error)
-        slots = self._daemon.slots
+        slots = self.daemon.slots
         are_gone = all(slot.engine.state is EnginePhase.FAILED for slot in slots)
         return view | {
             "stalled": stalled,
             "engine_failure": slots[0].engine.stage if are_gone else None,
         }
 
+    async def views(self, records: Sequence[JobRecord]) -> list[dict[str, object]]:
+        """These jobs as they are now, in their order. Raises StoreError."""
+        self._predict()
+        return [await self._view(record) for record in records]
+
+    @property
+    def engines(self) -> list[dict[str, object]]:
+        """The engines, with what their schedulers tell."""
+        return _engines(self.daemon.slots)
+
     def _predict(self) -> None:
         """When the running jobs will be done; nobody knows while offline work is switched off."""
-        dispatcher = self._daemon.dispatcher
+        dispatcher = self.daemon.dispatcher
         is_on = dispatcher.is_offline_on
         self._completions = dispatcher.assigner.turns.completions() if is_on else {}
 
     async def _see_active(self) -> None:
         """Take down how far the jobs in memory are; that does not need the store."""
-        for job in list(self._daemon.active.values()):
+        for job in list(self.daemon.active.values()):
             self._jobs[job.record.id] = await self._view(job.record)
 
     async def _view(self, record: JobRecord) -> dict[str, object]:
-        active = self._daemon.active.get(record.seq)
+        active = self.daemon.active.get(record.seq)
         if active is not None:
-            counts = active.counts
+            counts, num_cut = active.counts, active.num_cut
         elif record.seq in self._ended:
-            counts = self._ended[record.seq]
+            counts, num_cut = self._ended[record.seq]
         else:
-            counts = await asyncio.to_thread(results.count, self._daemon.store, record.seq)
+            counts = await asyncio.to_thread(results.count, self.daemon.store, record.seq)
+            num_cut = await asyncio.to_thread(results.count_cut, self.daemon.store, record.seq)
             if record.state.is_terminal:
-                self._ended[record.seq] = counts
-        stage = self._daemon.stages.get(record.id)
-        return view_job(
+                self._ended[record.seq] = counts, num_cut
+        stage = self.daemon.stages.get(record.id)
+        view = view_job(
             record,
             counts,
             active=active,
             predicted=(
-                self._daemon.dispatcher.assigner.turns.outlook(record.id),
+                self.daemon.dispatcher.assigner.turns.outlook(record.id),
                 self._completions.get(record.id),
             ),
             stage=None if stage is None else stage.describe(),
             now_s=time.monotonic(),
         )
+        return view | {"num_cut": num_cut}
 
 
 def _engines(slots: Sequence[Slot]) -> list[dict[str, object]]:
@@ -333,6 +352,8 @@ def _engines(slots: Sequence[Slot]) -> list[dict[str, object]]:
             "state": str(slot.engine.state),
             "stage": slot.engine.stage,
             "in_flight": slot.window.num_rows,
+            "stalled_s": round(slot.engine.progress.stalled_s, 1),
+            "num_hangs": slot.engine.progress.num_hangs,
             "kv": slot.kv and {"tokens": slot.kv.num_tokens, "block_tokens": slot.kv.block_tokens},
             "telemetry": view_engine(slot.link),
         }

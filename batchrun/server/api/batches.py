@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import get_args
 
 from fastapi import APIRouter, Request, params
-from pydantic_core import from_json
 
 from batchrun.daemon.daemon import Daemon
 from batchrun.errors import StateError
@@ -37,6 +36,7 @@ from batchrun.server.api.files import JsonObject, instant_of, list_object
 from batchrun.store import batches, results
 from batchrun.store.batches import BatchRecord, NewBatch
 from batchrun.store.jobs import Counts
+from batchrun.strict import parse_json
 from batchrun.types import JobState
 
 ENDPOINTS: Sequence[str] = get_args(Endpoint)
@@ -212,7 +212,6 @@ class Batches:
         self._daemon = daemon
         self._results_folder = results_folder
         self._windows = windows
-        self._creating = asyncio.Lock()
 
     async def create(self, request: Request) -> AsciiJson:
         """`POST /v1/batches`. What was answered with 200 survives any crash."""
@@ -226,10 +225,8 @@ class Batches:
             deadline_s=wanted.deadline_s,
             weight=wanted.weight,
         )
-        async with self._creating:
-            made = await self._daemon.submit_batch(
-                wanted.batch, job, caller.limits.concurrent_batches
-            )
+        max_open = caller.limits.concurrent_batches
+        made = await self._daemon.submit_batch(wanted.batch, job, max_open)
         if made.request_hash != wanted.batch.request_hash:
             raise ApiError(
                 409, f"This Idempotency-Key was used for another request ({made.job.id})."
@@ -309,7 +306,7 @@ async def _read_json(request: Request) -> dict[str, object]:
         if len(body) > MAX_BODY_BYTES:
             raise ApiError(413, f"The request body is larger than {MAX_BODY_BYTES} bytes.")
     try:
-        document = from_json(bytes(body), allow_inf_nan=False)
+        document = parse_json(bytes(body))
     except ValueError as error:
         raise ApiError(400, f"The request body is not valid JSON: {error}") from None
     if not isinstance(document, dict):

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from functools import partial
 from urllib.parse import quote
 
 from fastapi import APIRouter, Request, params
@@ -20,7 +21,7 @@ from batchrun.jobs.objects import in_thread
 from batchrun.jobs.results.batch_files import RESULT_PURPOSE
 from batchrun.jobs.results.file_bytes import FileBytes, remove_file
 from batchrun.server.api.errors import ApiError, AsciiJson, caller_of, check_choice, limit_in
-from batchrun.server.api.upload import receive_file, refuse_too_many
+from batchrun.server.api.upload import Uploads, receive_file, size_told
 from batchrun.store import files
 from batchrun.store.database import Store
 from batchrun.store.files import FilePage, FileRecord
@@ -79,23 +80,26 @@ class Files:
     def __init__(self, store: Store, place: FileBytes) -> None:
         self._store = store
         self._place = place
-        self._num_uploads = 0
+        self._uploads = Uploads()
 
     async def create(self, request: Request) -> AsciiJson:
         """`POST /v1/files`. What was answered with 200 survives any crash."""
-        refuse_too_many(self._num_uploads)
-        self._num_uploads += 1
-        try:
+        with self._uploads.admitted(caller_of(request).owner, request.headers):
             return await self._create(request)
-        finally:
-            self._num_uploads -= 1
 
     async def _create(self, request: Request) -> AsciiJson:
+        caller = caller_of(request)
+        quota = caller.limits.stored_bytes
+        if quota is not None:
+            stored = partial(files.stored_bytes, now_s=time.time())
+            before_bytes = await asyncio.to_thread(stored, self._store, caller.owner)
+            files.refuse_too_much(before_bytes, size_told(request.headers) or 0, quota)
         received = await receive_file(request, self._place.spool)
-        received = replace(received, owner=caller_of(request).owner)
+        received = replace(received, owner=caller.owner)
+        add = partial(files.add, now_s=time.time(), max_stored_bytes=quota)
         try:
             await in_thread(self._place.keep, received.id)
-            record = await asyncio.to_thread(files.add, self._store, received, now_s=time.time())
+            record = await asyncio.to_thread(add, self._store, received)
         except Exception:
             await in_thread(self._give_up, received.id)
             raise

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -12,10 +13,15 @@ from prometheus_client.registry import Collector
 
 from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.engine_link import Slot
+from batchrun.daemon.job import ActiveJob
+from batchrun.daemon.view import expected_left_s
+from batchrun.pool.pace import Completion
 from batchrun.types import EnginePhase
 from batchrun.wire import Telemetry
 
 PREFIX = "batchrun_"
+MAX_JOBS = 100
+"""More running jobs have no rows of their own."""
 
 Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 GAUGE, COUNTER = GaugeMetricFamily, CounterMetricFamily
@@ -23,6 +29,7 @@ GAUGE, COUNTER = GaugeMetricFamily, CounterMetricFamily
 BY_ENGINE: tuple[tuple[Family, str, str, str], ...] = (
     (GAUGE, "token_budget_tokens", "token_budget", "Most tokens of a step."),
     (GAUGE, "slo_slack_seconds", "slo.slack_s", "Least time left before an online token was due."),
+    (GAUGE, "online_overdue", "slo.num_overdue", "Calls whose first token is late and awaited."),
     (COUNTER, "online_tokens", "slo.num_tokens", "Tokens that online calls got."),
     (COUNTER, "online_late_tokens", "slo.num_late_tokens", "Those that came after their bound."),
     (
@@ -89,6 +96,7 @@ class MetricsPage(Collector):
         is_on, num_jobs = dispatcher.is_offline_on, len(dispatcher.jobs)
         yield _family(GAUGE, "offline_enabled", "1 while offline work is on.", "", [([], is_on)])
         yield _family(GAUGE, "jobs_running", "Jobs whose rows run.", "", [([], num_jobs)])
+        yield from _of_jobs(list(dispatcher.jobs.values()), dispatcher.assigner.turns.completions())
         yield from _of_slots(slots)
         for kind, name, where, text in BY_ENGINE:
             values = (([engine], attrgetter(where)(telemetry)) for engine, telemetry in heard)
@@ -124,9 +132,40 @@ def _family(
     return family
 
 
+def _of_jobs(
+    running: Sequence[ActiveJob], completions: Mapping[str, Completion]
+) -> Iterator[Metric]:
+    """Rows and ETA of the jobs that run, the first `MAX_JOBS` of them."""
+    shown = running[:MAX_JOBS]
+    rows = (
+        ([job.id, job.record.name, state], num_rows)
+        for job in shown
+        for state, num_rows in (
+            ("completed", job.counts.num_completed),
+            ("failed", job.counts.num_failed),
+            ("pending", job.record.num_rows - job.counts.num_done),
+        )
+    )
+    yield _family(GAUGE, "job_rows", "Rows of a running job.", "job_id name state", rows)
+    now_s = time.monotonic()
+    etas = (
+        ([job.id, job.record.name], expected_left_s(num_left, rows_per_s, completions.get(job.id)))
+        for job in shown
+        for num_left in [job.record.num_rows - job.counts.num_done]
+        for rows_per_s, *_ in [job.pace.rates(now_s)]
+    )
+    yield _family(GAUGE, "job_eta_seconds", "Until a running job is done.", "job_id name", etas)
+
+
 def _of_slots(slots: Sequence[Slot]) -> Iterator[Metric]:
     up = (([slot.engine.name], slot.engine.state is EnginePhase.READY) for slot in slots)
     yield _family(GAUGE, "engine_up", "1 while the engine answers.", "engine", up)
+    stalls = (([slot.engine.name], slot.engine.progress.stalled_s) for slot in slots)
+    text = "For how long the engine has had work and made no progress."
+    yield _family(GAUGE, "engine_stalled_seconds", text, "engine", stalls)
+    hangs = (([slot.engine.name], slot.engine.progress.num_hangs) for slot in slots)
+    text = "How often the engine hung, since the daemon's start."
+    yield _family(COUNTER, "engine_hangs", text, "engine", hangs)
     rows = (([slot.engine.name], slot.window.num_rows) for slot in slots)
     yield _family(GAUGE, "engine_rows", "Offline rows that the engine has.", "engine", rows)
 

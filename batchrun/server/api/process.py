@@ -19,6 +19,7 @@ from typing import Any
 
 import uvicorn
 import uvloop
+from fastapi import FastAPI
 
 from batchrun.config import Deployment
 from batchrun.daemon.daemon import Daemon
@@ -31,6 +32,11 @@ from batchrun.media.fetching import ImageFetcher
 from batchrun.media.hosts import ImageHosts
 from batchrun.quantities import parse_age_s
 from batchrun.server.api.app import Edge, Status, make_app
+from batchrun.server.api.errors import Callers
+from batchrun.server.web.gateway_figures import GatewayFigures
+from batchrun.server.web.history import History
+from batchrun.server.web.pages import Pages, dashboard_router
+from batchrun.server.web.sight import Sight
 from batchrun.store.database import Store
 from batchrun.store.place import DaemonLock, open_for
 
@@ -108,6 +114,7 @@ async def _run(
     routes = Edge(home, place, address.token, gateway_key, deployment.completion_windows)
     # httptools reads on after an early answer, so that a refused upload hears why.
     app = make_app(daemon, status, routes)
+    pages = _add_dashboard(app, status, home, deployment, gateway_key)
     server = _Server(uvicorn.Config(app, http="httptools", log_level="warning", access_log=False))
     write_atomically(home.daemon_record, json.dumps(asdict(address)).encode(), mode=0o600)
     ended = _catch_signals()
@@ -115,15 +122,17 @@ async def _run(
     work = asyncio.create_task(daemon.run())
     engines = asyncio.create_task(_supervise(supervisor, on_ready))
     guard = asyncio.create_task(_guard(lock))
+    watching = asyncio.create_task(pages.watch())
     try:
         waited: set[asyncio.Future[Any]] = {ended, work, engines, guard}
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
     finally:
         failure = None if ended.done() else _failure_of(guard, engines, work)
         _end_within(CLEAN_STOP_S, failure)
-        for task in (work, engines, guard):
+        pages.close()
+        for task in (work, engines, guard, watching):
             task.cancel()
-        await asyncio.gather(work, engines, guard, return_exceptions=True)
+        await asyncio.gather(work, engines, guard, watching, return_exceptions=True)
         server.should_exit = True
         await edge
         await supervisor.close()
@@ -132,11 +141,32 @@ async def _run(
     return ended.result()
 
 
-def _failure_of(*tasks: asyncio.Task[None]) -> BaseException:
-    """What ended the first of these tasks that ended: none of them ends by itself."""
+def _local_url(listen: str) -> str:
+    """Where this machine reaches the gateway."""
+    host, port = split_listen(listen)
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _add_dashboard(
+    app: FastAPI, status: Status, home: Home, deployment: Deployment, gateway_key: str
+) -> Pages:
+    figures = GatewayFigures(_local_url(deployment.listen), gateway_key)
+    history = History(home.history)
+    sight = Sight(status.daemon, status, home, history, figures, deployment.router)
+    pages = Pages(sight)
+    callers = Callers(status.daemon.store, gateway_key)
+    app.include_router(dashboard_router(pages, sight, callers))
+    return pages
+
+
+def _failure_of(*tasks: asyncio.Task[None]) -> BatchrunError:
+    """What ended the first of these tasks that ended, in one line: none of them ends by itself."""
     for task in tasks:
         if task.done() and not task.cancelled() and (error := task.exception()) is not None:
-            return error
+            if isinstance(error, BatchrunError):
+                return error
+            return EngineError(f"the daemon ended: {_innermost(error)}; daemon.log has more")
     return EngineError("the daemon ended by itself")
 
 
@@ -181,13 +211,13 @@ def _catch_signals() -> asyncio.Future[int]:
     return ended
 
 
-def _end_within(limit_s: float, failure: BaseException | None) -> None:
+def _end_within(limit_s: float, failure: BatchrunError | None) -> None:
     """Leave at the latest then, even if a thread is still writing a (temporary) output file."""
 
     def leave() -> None:
         if failure is None:
             os._exit(0)
-        log.critical("the daemon ended: %s", _innermost(failure))
+        log.critical("%s", failure)
         os._exit(BatchrunError.exit_code)
 
     watchdog = threading.Timer(limit_s, leave)

@@ -6,10 +6,9 @@ A multipart form with one file is parsed as it comes in: bounded fields, and the
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
-from collections.abc import AsyncIterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from python_multipart.exceptions import FormParserError
@@ -18,9 +17,10 @@ from starlette.requests import Request
 
 from batchrun.files import HashedFile, atomic_file, max_open_files
 from batchrun.jobs.batch import MAX_INPUT_BYTES
-from batchrun.jobs.inputs.rows import ROW_LIMIT_BYTES, is_blank
+from batchrun.jobs.inputs.rows import BOM, is_blank
 from batchrun.server.api.errors import ApiError, check_choice, check_expiry, missing_parameter
 from batchrun.store.files import NewFile, new_file_id
+from batchrun.strict import LARGE_JSON_BYTES, parse_json
 
 FILE_FIELD = "file"
 TEXT_FIELDS = frozenset({"purpose", "expires_after[anchor]", "expires_after[seconds]"})
@@ -137,14 +137,54 @@ MAX_FILENAME_CHARS = 512
 WRITE_BYTES = 1 << 20
 MAX_UPLOADS = 64
 """On their way at once. Each holds a connection and a file open for as long as its caller likes."""
+MAX_UPLOAD_BYTES = 8 << 30
+"""Of all uploads on their way, as they announce themselves; one alone is never too large for it."""
+KEY_PART = 2
+"""The uploads of one API key take half of both at most."""
 OPEN_FILES_PER_UPLOAD = 8
 """Where a process may have few files open, uploads take a quarter of them, at two each."""
 
 
-def refuse_too_many(num_uploads: int) -> None:
-    """Raises ApiError where no other upload may begin: fewer may where few files may be open."""
-    if num_uploads >= max(1, min(MAX_UPLOADS, max_open_files() // OPEN_FILES_PER_UPLOAD)):
-        raise ApiError(503, f"{num_uploads} uploads are on their way; try again shortly")
+class Uploads:
+    """The uploads on their way, by the key that they belong to (None: nobody's)."""
+
+    def __init__(self) -> None:
+        self._sizes_bytes: dict[str | None, list[int]] = {}
+
+    @contextmanager
+    def admitted(self, owner: str | None, headers: Mapping[str, str]) -> Iterator[None]:
+        """Within, one more is on its way. Raises ApiError where that would be too much: fewer may
+        be where few files may be open."""
+        told_bytes = size_told(headers)
+        size_bytes = MAX_FILE_BYTES if told_bytes is None else told_bytes
+        most = max(1, min(MAX_UPLOADS, max_open_files() // OPEN_FILES_PER_UPLOAD))
+        of_all = [size for sizes in self._sizes_bytes.values() for size in sizes]
+        own = self._sizes_bytes.get(owner, [])
+        _refuse_too_many(of_all, size_bytes, most, MAX_UPLOAD_BYTES, "uploads are")
+        if owner is not None:
+            most, max_bytes = -(-most // KEY_PART), MAX_UPLOAD_BYTES // KEY_PART
+            _refuse_too_many(own, size_bytes, most, max_bytes, "uploads of this API key are")
+        self._sizes_bytes.setdefault(owner, []).append(size_bytes)
+        try:
+            yield
+        finally:
+            self._sizes_bytes[owner].remove(size_bytes)
+            if not self._sizes_bytes[owner]:
+                del self._sizes_bytes[owner]
+
+
+def size_told(headers: Mapping[str, str]) -> int | None:
+    """How many bytes an upload says it has, but for its form; None where it does not say."""
+    length = headers.get("content-length", "")
+    is_told = length.isascii() and length.isdecimal() and len(length) < 19
+    return max(int(length) - MAX_FORM_BYTES, 0) if is_told else None
+
+
+def _refuse_too_many(
+    sizes_bytes: Sequence[int], size_bytes: int, most: int, max_bytes: int, whose: str
+) -> None:
+    if len(sizes_bytes) >= most or (sizes_bytes and sum(sizes_bytes) + size_bytes > max_bytes):
+        raise ApiError(503, f"{len(sizes_bytes)} {whose} on their way; try again shortly")
 
 
 class _Spool:
@@ -260,16 +300,20 @@ def _too_large(limit: int) -> ApiError:
 
 
 def _check_batch_file(spool: _Spool, filename: str) -> None:
-    """Whether the name and the first line look like JSON Lines. The rest is for the batch."""
+    """Whether the name and the first line look like JSON Lines. The rest is for the batch, as is
+    all of a line that is too long to be looked at while others wait."""
     suffix = Path(filename.replace("\0", "")).suffix
     with spool.path.open("rb") as file:
         line = b"\n"
         while line and is_blank(line):
-            line = file.readline(ROW_LIMIT_BYTES)
+            line = file.readline(LARGE_JSON_BYTES + 1)
     refusal = ApiError(400, "Invalid file format for Batch API. Must be .jsonl")
     try:
-        json.loads(line.decode("utf-8-sig", "replace"))
-    except (ValueError, RecursionError):
+        if len(line) <= LARGE_JSON_BYTES:
+            parse_json(line.removeprefix(BOM))
+        elif not line.removeprefix(BOM).lstrip().startswith(b"{"):
+            raise refusal
+    except ValueError:
         raise refusal from None
     if suffix.lower() not in {"", ".jsonl"}:
         raise refusal

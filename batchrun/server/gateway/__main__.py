@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import gc
 import logging
+import os
 import signal
 import socket
 import sys
@@ -27,13 +28,21 @@ from batchrun.errors import BatchrunError, ConfigError
 from batchrun.keys import is_loopback
 from batchrun.server.gateway.admission import read_keys
 from batchrun.server.gateway.app import MAX_BODY_BYTES, GatewaySettings, parse_listen
+from batchrun.server.gateway.forward import DAEMON_HEAD_S
 from batchrun.server.gateway.http import bind, serve
 from batchrun.server.gateway.shared_book import create
+from batchrun.server.gateway.tally import create_tally
 
 log = logging.getLogger(__name__)
 
 RESTART_S = 1.0
 KILL_AFTER_S = 5.0
+BEAT_S = 1.0
+BEAT_WAIT_S = 2.0
+MAX_MISSED = 2
+"""A worker that says nothing for so many waits is stuck."""
+STARVED_SHARE = 0.25
+"""One that waited for a core for so much of that is late, on a machine that is short of CPU."""
 
 
 async def supervise(
@@ -49,8 +58,8 @@ async def supervise(
     """
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     listen = f"--listen={host}:{settings.port}"
-    book_fd = create(settings.num_workers)
-    shared = (listen, f"--book-fd={book_fd}")
+    fds = (create(settings.num_workers), create_tally(settings.num_workers))
+    shared = (listen, f"--book-fd={fds[0]}", f"--tally-fd={fds[1]}")
     command = [sys.executable, "-m", "batchrun.server.gateway", *argv, *shared]
     ready = [asyncio.Event() for _ in range(settings.num_workers)]
     keepers = [
@@ -58,7 +67,7 @@ async def supervise(
             _keep_one(
                 [*command, f"--worker={number}"],
                 settings.drain_s,
-                book_fd=book_fd,
+                fds=fds,
                 stop=stop,
                 ready=event,
             )
@@ -81,17 +90,18 @@ async def _keep_one(
     command: Sequence[str],
     drain_s: float,
     *,
-    book_fd: int,
+    fds: Sequence[int],
     stop: asyncio.Event,
     ready: asyncio.Event,
 ) -> None:
     while not stop.is_set():
         worker = await asyncio.create_subprocess_exec(
-            *command, stdin=PIPE, stdout=PIPE, pass_fds=[book_fd]
+            *command, stdin=PIPE, stdout=PIPE, pass_fds=fds
         )
         stopper = asyncio.create_task(_end_on_stop(worker, drain_s, stop=stop))
         if worker.stdout is not None and await worker.stdout.readline():
             ready.set()
+            await _hear(worker, worker.stdout)
         exit_code = await worker.wait()
         if not stop.is_set():
             stopper.cancel()
@@ -99,6 +109,44 @@ async def _keep_one(
             with suppress(TimeoutError):
                 async with asyncio.timeout(RESTART_S):
                     await stop.wait()
+
+
+async def _hear(worker: Process, beats: asyncio.StreamReader) -> None:
+    """Returns when the worker has ended, or was killed because its loop no longer turns."""
+    num_missed = 0
+    while num_missed < MAX_MISSED:
+        before_s = _waited_for_core_s(worker.pid)
+        try:
+            async with asyncio.timeout(BEAT_WAIT_S):
+                if not await beats.readline():
+                    return
+            num_missed = 0
+        except TimeoutError:
+            # Where this process was stopped itself, beats wait to be read.
+            starved_s = _waited_for_core_s(worker.pid) - before_s
+            num_missed += starved_s < STARVED_SHARE * BEAT_WAIT_S
+    limit_s = MAX_MISSED * BEAT_WAIT_S
+    log.error("worker %d has been stuck for %.0f s; it is killed", worker.pid, limit_s)
+    with suppress(ProcessLookupError):
+        worker.kill()
+
+
+def _waited_for_core_s(pid: int) -> float:
+    """For how long the process could have run and did not, since it began; 0 where that is not
+    told."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+async def _beat() -> None:
+    """Tell the supervisor once a second that this worker's loop turns."""
+    os.set_blocking(sys.stdout.fileno(), False)
+    while True:
+        await asyncio.sleep(BEAT_S)
+        with suppress(OSError):
+            os.write(sys.stdout.fileno(), b"\n")
 
 
 async def _end_on_stop(worker: Process, drain_s: float, *, stop: asyncio.Event) -> None:
@@ -138,10 +186,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--workers", default=1, type=int, metavar="N", help="processes that share the port")
     add("--drain-s", default=30.0, type=float, help="seconds a stream may go on after SIGTERM")
     add("--body-idle-s", default=30.0, type=float, help="longest pause in an upload, in seconds")
+    add("--daemon-head-s", default=DAEMON_HEAD_S, type=float, help="wait for the daemon's answer")
     add("--max-body-bytes", default=MAX_BODY_BYTES, type=int)
     add("--keys", type=Path, metavar="FILE", help="JSON list of API keys; left out: none needed")
     add("--worker", type=int, metavar="NUMBER", help=argparse.SUPPRESS)
     add("--book-fd", type=int, metavar="FD", help=argparse.SUPPRESS)
+    add("--tally-fd", type=int, metavar="FD", help=argparse.SUPPRESS)
     return parser
 
 
@@ -156,7 +206,7 @@ def _settings(options: argparse.Namespace) -> GatewaySettings:
     for flag in ("workers", "max_body_bytes"):
         if getattr(options, flag) < 1:
             raise ConfigError(f"--{flag.replace('_', '-')} must be at least 1")
-    for flag in ("drain_s", "body_idle_s"):
+    for flag in ("drain_s", "body_idle_s", "daemon_head_s"):
         if not getattr(options, flag) > 0:
             raise ConfigError(f"--{flag.replace('_', '-')} must be above 0")
     return GatewaySettings(
@@ -167,8 +217,10 @@ def _settings(options: argparse.Namespace) -> GatewaySettings:
         num_workers=options.workers,
         worker=options.worker or 0,
         book_fd=options.book_fd,
+        tally_fd=options.tally_fd,
         drain_s=options.drain_s,
         body_idle_s=options.body_idle_s,
+        daemon_head_s=options.daemon_head_s,
         max_body_bytes=options.max_body_bytes,
     )
 
@@ -202,8 +254,17 @@ async def _run(
         _stop_at_end_of_input(stop)
     if bound.num_workers > 1 and not is_worker:
         await supervise(argv, bound, stop=stop, on_ready=announce)
-    else:
-        await serve(bound, sock, stop=stop, on_ready=announce)
+        return
+    beating: list[asyncio.Task[None]] = []
+
+    def on_ready() -> None:
+        announce()
+        if is_worker:
+            beating.append(asyncio.create_task(_beat()))
+
+    await serve(bound, sock, stop=stop, on_ready=on_ready)
+    for task in beating:
+        task.cancel()
 
 
 def _stop_at_end_of_input(stop: asyncio.Event) -> None:

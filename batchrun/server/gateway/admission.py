@@ -65,6 +65,10 @@ class KeyRing:
         self.is_asked_for = keys is not None
         self._keys = {key.id: key for key in keys or ()}
 
+    def find(self, key_id: str) -> ApiKey | None:
+        """The key with this id; None where there is none, or it was revoked."""
+        return self._keys.get(key_id)
+
     def admit(self, authorization: str | None, path: str) -> ApiKey | None:
         """The key of a call that may go on; None where none is asked for.
 
@@ -121,6 +125,15 @@ def choose_class(
             param=CLASS_HEADER.lower(),
         )
     return classes[name]
+
+
+def class_name(
+    headers: CIMultiDictProxy[str], key_class: str | None, bounds: SloBounds | None
+) -> str:
+    """What a class is called that `choose_class` found."""
+    if bounds is None:
+        return DEFAULT_CLASS
+    return headers.get(CLASS_HEADER, key_class or DEFAULT_CLASS)
 
 
 _BUCKET = struct.Struct("<dd")
@@ -211,11 +224,15 @@ ABOUT_CALLER = web.RequestKey("about_caller", AboutCaller)
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """Lets callers in; `rates` and `usage` are None where no keys can be asked for."""
+    """Lets callers in; `rates` and `usage` are None where no keys can be asked for.
+
+    `session_secret` is common to all workers.
+    """
 
     keys: KeyRing
     rates: RequestRates | None = None
     usage: UsageFile | None = None
+    session_secret: bytes = field(default=b"", repr=False)
 
     def admit(self, request: web.BaseRequest) -> AboutCaller:
         """Who calls. Raises RefusalError with 401, 403 or 429."""

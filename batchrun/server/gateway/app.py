@@ -7,10 +7,11 @@ vLLM has no such route.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,17 @@ from urllib.parse import unquote
 
 import aiohttp
 from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
 from ruamel.yaml import YAML
 
-from batchrun.errors import BatchrunError, ConfigError, EngineError
+from batchrun.errors import BatchrunError, ConfigError
+from batchrun.home import GATEWAY_HEADER, TALLY_PATH
 from batchrun.media.fetching import ImageFetcher
 from batchrun.media.hosts import ImageHosts
-from batchrun.server.gateway.admission import ABOUT_CALLER, Door, choose_class
-from batchrun.server.gateway.bodies import SteeredBody, fill_images, read_body, read_call_body
+from batchrun.server.gateway.admission import ABOUT_CALLER, Door, choose_class, class_name
+from batchrun.server.gateway.bodies import FLEX, SteeredBody, fill_images, read_body, read_call_body
+from batchrun.server.gateway.dashboard import PREFIX as DASHBOARD
+from batchrun.server.gateway.dashboard import DashboardDoor, is_dashboard
 from batchrun.server.gateway.envelope import (
     NO_HEADERS,
     REQUEST_ID,
@@ -33,18 +38,26 @@ from batchrun.server.gateway.envelope import (
     forwarded_headers,
 )
 from batchrun.server.gateway.forward import (
+    DAEMON_HEAD_S,
+    DAEMON_ROUTES,
     DaemonCalls,
     ForwardedCall,
     Forwarder,
+    JsonObject,
     is_daemon_route,
+    read_models,
     relay,
 )
-from batchrun.server.gateway.upstreams import SloClasses, Upstreams
+from batchrun.server.gateway.replies import ReplyUsage
+from batchrun.server.gateway.tally import SeenReply, Tally, TallyPage
+from batchrun.server.gateway.upstreams import SloClasses, Upstreams, find_daemon
 
 LIST_TARGET = "/v1/models"
-MAX_LIST_BYTES = 4 * 2**20
 METRICS_S = 5.0
 """A daemon that gives nothing for so long gives no metrics."""
+HUNG_UP = 499
+"""Counted for a caller who left before his answer."""
+OTHER_ROUTES = "other"
 
 
 def model_id_in(raw_path: str) -> str | None:
@@ -53,21 +66,12 @@ def model_id_in(raw_path: str) -> str | None:
     return model_id if raw_path.startswith(LIST_TARGET + "/") and model_id else None
 
 
-async def model_response(
-    reply: aiohttp.ClientResponse, *, model_id: str, request_id: str
-) -> web.Response:
-    """The one model out of an engine's list. Raises EngineError, and RefusalError with 404."""
-    try:
-        text = await reply.content.read(MAX_LIST_BYTES)
-        while not reply.content.at_eof() and len(text) < MAX_LIST_BYTES:
-            text += await reply.content.read(MAX_LIST_BYTES - len(text))
-        models = json.loads(text)["data"]
-        found = [model for model in models if model["id"] == model_id]
-    except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
-        raise EngineError("the engine did not list its models") from error
-    if not found:
+def one_model(models: Sequence[JsonObject], *, model_id: str, request_id: str) -> web.Response:
+    """The one model out of a list. Raises RefusalError with 404."""
+    found = next((model for model in models if model["id"] == model_id), None)
+    if found is None:
         raise RefusalError(404, f"The model '{model_id}' does not exist", code="model_not_found")
-    return web.json_response(found[0], headers={REQUEST_ID: request_id})
+    return web.json_response(found, headers={REQUEST_ID: request_id})
 
 
 MAX_BODY_BYTES = 64 * 2**20
@@ -78,9 +82,11 @@ class GatewaySettings:
     """Settings of a gateway; `port` 0 takes any free port.
 
     `keys_path` lists the API keys; None: nobody is asked for one. `worker` is
-    this one's number, of `num_workers`, who share the memory behind `book_fd`. `drain_s`: how long
+    this one's number, of `num_workers`, who share the memories behind `book_fd` and `tally_fd`.
+    `drain_s`: how long
     a stream may go on after SIGTERM. `body_idle_s`: the longest pause in an upload.
-    `max_body_bytes` bounds one request body.
+    `max_body_bytes` bounds one request body. `daemon_head_s`: how long the daemon may take to begin
+    an answer.
     """
 
     host: str
@@ -90,8 +96,10 @@ class GatewaySettings:
     num_workers: int = 1
     worker: int = 0
     book_fd: int | None = None
+    tally_fd: int | None = None
     drain_s: float = 30.0
     body_idle_s: float = 30.0
+    daemon_head_s: float = DAEMON_HEAD_S
     max_body_bytes: int = MAX_BODY_BYTES
 
 
@@ -116,21 +124,29 @@ Handler = Callable[[web.BaseRequest, str], Awaitable[web.StreamResponse]]
 class Gateway:
     """Answers every request; it holds nothing between two of them."""
 
-    def __init__(self, settings: GatewaySettings, forwarder: Forwarder, door: Door) -> None:
+    def __init__(
+        self, settings: GatewaySettings, forwarder: Forwarder, door: Door, tally: Tally
+    ) -> None:
         self._settings = settings
         self._door = door
+        self._tally = tally
+        self._metrics_page = TallyPage(tally)
         self._images = ImageFetcher()
         self._forwarder = forwarder
         self._slo_classes: SloClasses = {}
         self._daemon = DaemonCalls(
-            forwarder.session, settings.upstreams_path, body_idle_s=settings.body_idle_s
+            forwarder.session,
+            settings.upstreams_path,
+            body_idle_s=settings.body_idle_s,
+            head_s=settings.daemon_head_s,
         )
+        self._dashboard = DashboardDoor(door.keys, self._daemon, door.session_secret)
         self._own: Mapping[str, tuple[str, Handler]] = {
             **{path: ("POST", self._generate) for path in ENGINE_ROUTES},
             LIST_TARGET: ("GET", self._models),
             "/healthz": ("GET", self._healthz),
             "/readyz": ("GET", self._readyz),
-            "/metrics": ("GET", partial(self._daemon.pass_on, read_s=METRICS_S)),
+            "/metrics": ("GET", self._metrics),
             "/openapi.json": ("GET", self._openapi),
         }
 
@@ -146,9 +162,22 @@ class Gateway:
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """The entry point of the HTTP server."""
+        status = HUNG_UP
+        try:
+            response = await self._handle(request)
+            status = response.status
+            return response
+        finally:
+            self._tally.count_call(self._route_name(request.rel_url.raw_path), status)
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         request_id = choose_request_id(request.headers)
         reply_headers = NO_HEADERS
         try:
+            if request.rel_url.raw_path == TALLY_PATH:
+                return await self._tell_daemon(request)
+            if is_dashboard(request.rel_url.raw_path):
+                return await self._dashboard.answer(request, request_id)
             caller = request[ABOUT_CALLER] = self._door.admit(request)
             reply_headers = caller.reply_headers
             response = await self._route(request)(request, request_id)
@@ -177,8 +206,16 @@ class Gateway:
             raise RefusalError(405, message, code=code, headers=headers)
         return handler
 
+    def _route_name(self, path: str) -> str:
+        """A route of ours; callers do not choose what is counted."""
+        if is_dashboard(path):
+            return DASHBOARD
+        daemons = (route for route in DAEMON_ROUTES if path.startswith(route))
+        known = path if path in self._own else next(daemons, None)
+        return known or (LIST_TARGET if model_id_in(path) is not None else OTHER_ROUTES)
+
     async def _generate(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
-        limits = self._settings
+        limits, began_s = self._settings, ReplyUsage.now_s()
         key = request[ABOUT_CALLER].key
         key_class = None if key is None else key.slo_class
         bounds = choose_class(request.headers, key_class, self._slo_classes)
@@ -191,7 +228,8 @@ class Gateway:
             body=read_call_body(request.rel_url.raw_path, body, bounds),
         )
         meter = request[ABOUT_CALLER].meter
-        async with self._forwarder.exchange(call) as (reply, rewriting, usage):
+        name = class_name(request.headers, key_class, bounds)
+        async with self._forwarder.exchange(call) as (reply, rewriting, usage, engine):
             try:
                 return await relay(
                     request, reply, request_id=request_id, rewriting=rewriting, usage=usage
@@ -199,13 +237,24 @@ class Gateway:
             finally:
                 if meter is not None:
                     meter.count(usage)
+                is_flex = isinstance(call.body, SteeredBody) and call.body.is_flex
+                seen = _seen_reply(reply, usage, began_s, (FLEX if is_flex else name, engine))
+                self._tally.count_reply(seen)
 
     async def _models(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
-        model_id = model_id_in(request.rel_url.raw_path)
-        async with self._forwarder.exchange(_call(request, request_id)) as (reply, *_):
-            if model_id is None or reply.status != 200:
-                return await relay(request, reply, request_id=request_id)
-            return await model_response(reply, model_id=model_id, request_id=request_id)
+        """Of a single engine its own reply, of several what all of them list."""
+        model_id, call = model_id_in(request.rel_url.raw_path), _call(request, request_id)
+        if len(self._forwarder.balancer.upstreams) > 1:
+            models = await self._forwarder.models(call)
+        else:
+            async with self._forwarder.exchange(call) as (reply, *_):
+                if model_id is None or reply.status != 200:
+                    return await relay(request, reply, request_id=request_id)
+                models = await read_models(reply)
+        if model_id is not None:
+            return one_model(models, model_id=model_id, request_id=request_id)
+        listed = {"object": "list", "data": models}
+        return web.json_response(listed, headers={REQUEST_ID: request_id})
 
     async def _healthz(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
         return web.json_response({"status": "ok"}, headers={REQUEST_ID: request_id})
@@ -215,12 +264,49 @@ class Gateway:
             return web.json_response({"status": "ready"}, headers={REQUEST_ID: request_id})
         raise RefusalError(503, "no engine is ready")
 
+    async def _metrics(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
+        """What the gateway counts, and what the daemon tells while it answers."""
+        told = await self._daemon.read("/metrics", read_s=METRICS_S)
+        own = self._metrics_page.render(is_daemon_up=told is not None)
+        headers = {REQUEST_ID: request_id, "Content-Type": CONTENT_TYPE_LATEST}
+        return web.Response(body=own + (told or b""), headers=headers)
+
+    async def _tell_daemon(self, request: web.BaseRequest) -> web.Response:
+        """The tally for the daemon, which shows the secret that it gave to the gateway."""
+        daemon = await asyncio.to_thread(find_daemon, self._settings.upstreams_path)
+        secret = None if daemon is None else daemon.gateway_key
+        given = request.headers.get(GATEWAY_HEADER, "")
+        if secret is None or not hmac.compare_digest(
+            given.encode("utf-8", "surrogateescape"), secret.encode()
+        ):
+            raise RefusalError(404, f"Invalid URL ({request.method} {TALLY_PATH})")
+        series = [(each.kind, each.labels, each.values.tolist()) for each in self._tally.read()]
+        return web.json_response(series)
+
     async def _openapi(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
         return web.Response(
             body=await asyncio.to_thread(document_json),
             content_type="application/json",
             headers={REQUEST_ID: request_id},
         )
+
+
+def _seen_reply(
+    reply: aiohttp.ClientResponse, usage: ReplyUsage, began_s: float, names: tuple[str, str]
+) -> SeenReply:
+    """How a call went that came at `began_s`, of this class and engine. Only a stream shows when
+    its tokens come."""
+    is_stream = reply.status == 200 and reply.content_type == "text/event-stream"
+    tokens = usage.output_tokens or max(0, usage.num_events - 1)
+    is_timed = is_stream and usage.has_begun
+    return SeenReply(
+        *names,
+        ttft_s=usage.began_s - began_s if is_timed else None,
+        tpot_s=(usage.ended_s - usage.began_s) / (tokens - 1) if is_timed and tokens > 1 else None,
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens or 0,
+        output_tokens=tokens,
+    )
 
 
 def _call(

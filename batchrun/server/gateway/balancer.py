@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from batchrun.routing.engine_book import Call, EngineTraits, Sent
@@ -66,7 +66,11 @@ class Balancer:
         before = self._engines
         columns = self._shared.columns_of([(_identity(each), each.started) for each in upstreams])
         self._engines = {}
-        for upstream in upstreams:
+        told = {each: each.models for each in before}
+        for each in upstreams:
+            # A daemon that has just come has not asked the engines that its predecessor asked.
+            is_known = each.models is None and each in told
+            upstream = replace(each, models=told[each]) if is_known else each
             engine = before.get(upstream, _Engine())
             engine.column = columns.get(_identity(upstream))
             self._engines[upstream] = engine
@@ -81,24 +85,38 @@ class Balancer:
         return RoutedCall(call, text, is_offline)
 
     def candidates(self, routed: RoutedCall, *, now_s: float) -> list[Upstream]:
-        """All engines, best first; those that are the last choice come late, and those that just
-        refused a connection last. An offline call goes first where it can give way to others."""
+        """The engines of the call's model that do not hang, best first; those that are the last
+        choice come late, and those that just refused a connection last. An offline call goes first
+        where it can give way to others."""
+        serving = self._serving(routed)
         by_column = {
             engine.column: upstream
-            for upstream, engine in self._engines.items()
+            for upstream, engine in serving.items()
             if engine.column is not None
         }
         columns = list(by_column)
         ranked = self._router.rank(routed.call, columns, now_s) if columns else []
         order = [by_column[column] for column in ranked]
-        order += [upstream for upstream, engine in self._engines.items() if engine.column is None]
+        order += [upstream for upstream, engine in serving.items() if engine.column is None]
 
         def lateness(upstream: Upstream) -> tuple[bool, bool, bool]:
             is_down = self._engines[upstream].down_until_s > now_s
             is_unfit = routed.is_offline and not upstream.runs_offline_calls
             return is_down, upstream.is_last_choice, is_unfit
 
-        return sorted(order, key=lateness)
+        return sorted((each for each in order if not each.is_hung), key=lateness)
+
+    def is_served(self, routed: RoutedCall) -> bool:
+        """Whether an engine has the call's model, or may have it, be it reached or not."""
+        is_sure = all(each.models is not None for each in self._engines)
+        return not self._engines or not is_sure or bool(self._serving(routed))
+
+    def _serving(self, routed: RoutedCall) -> dict[Upstream, _Engine]:
+        """The engines of the call's model. A single one says itself what it does not serve."""
+        if len(self._engines) == 1:
+            return self._engines
+        engines = self._engines.items()
+        return {each: engine for each, engine in engines if each.serves(routed.text.model)}
 
     def mark_down(self, upstream: Upstream, *, now_s: float) -> None:
         """Try others first for a while, because this engine could not be reached."""

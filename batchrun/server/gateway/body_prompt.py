@@ -40,11 +40,12 @@ _DECODER = msgspec.json.Decoder(_Body)
 
 class PromptText(NamedTuple):
     """The bytes of a body's prompt, a key for each full piece of the first 128 KiB, which holds all
-    text before it, and whether the reply is to come as a stream."""
+    text before it, whether the reply is to come as a stream, and the model that is asked for."""
 
     num_bytes: int = 0
     keys: KeyArray = NO_KEYS
     is_stream: bool = False
+    model: str | None = None
 
 
 def read_prompt(body: bytes) -> PromptText:
@@ -62,8 +63,16 @@ def read_prompt(body: bytes) -> PromptText:
     for start in range(0, min(num_bytes, MAX_TEXT_BYTES) - PIECE_BYTES + 1, PIECE_BYTES):
         key = xxhash.xxh3_64_intdigest(text[start : start + PIECE_BYTES], key)
         keys.append(key)
-    return PromptText(num_bytes, np.array(keys, np.uint64), found.stream is True)
+    return PromptText(
+        num_bytes, np.array(keys, np.uint64), found.stream is True, _name(found.model)
+    )
 
 
 def _text(part: Part) -> bytes:
     return bytes(part) if isinstance(part, Raw) else b""
+
+
+def _name(part: Part) -> str | None:
+    """A JSON text; None for anything else."""
+    found = msgspec.json.decode(part) if isinstance(part, Raw) else None
+    return found if isinstance(found, str) else None

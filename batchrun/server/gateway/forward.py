@@ -7,26 +7,29 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 from yarl import URL
 
-from batchrun.errors import DaemonUnavailableError, EngineError
+from batchrun.errors import ConfigError, DaemonUnavailableError, EngineError
 from batchrun.home import CALLER_HEADER, GATEWAY_HEADER
 from batchrun.server.gateway.admission import ABOUT_CALLER
 from batchrun.server.gateway.balancer import Balancer
 from batchrun.server.gateway.bodies import BodyStream, SteeredBody
 from batchrun.server.gateway.envelope import (
     REQUEST_ID,
+    RefusalError,
     as_envelope,
     end_to_end,
     forwarded_headers,
@@ -41,7 +44,30 @@ HEALTH_S = 2.0
 # Below the 5 s after which an engine's server closes an idle connection, or a call could meet one
 # that is just being closed.
 KEEP_ALIVE_S = 3.0
+MAX_LIST_BYTES = 4 * 2**20
 _LIBRARY_HEADERS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
+
+
+JsonObject = dict[str, Any]
+
+
+async def read_models(reply: aiohttp.ClientResponse) -> list[JsonObject]:
+    """The models that an engine's reply lists, each with an `id`. Raises EngineError."""
+    try:
+        text = await reply.content.read(MAX_LIST_BYTES)
+        while not reply.content.at_eof() and len(text) < MAX_LIST_BYTES:
+            text += await reply.content.read(MAX_LIST_BYTES - len(text))
+        models: list[JsonObject] = json.loads(text)["data"]
+        assert all(isinstance(model["id"], str) for model in models)
+    except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+        raise EngineError("the engine did not list its models") from error
+    return models
+
+
+def no_such_model(model: str) -> RefusalError:
+    """OpenAI's answer to a call for a model that there is none of."""
+    message = f"The model `{model}` does not exist or you do not have access to it."
+    return RefusalError(404, message, code="model_not_found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +84,12 @@ class ForwardedCall:
 
 
 class Exchange(NamedTuple):
-    """An engine's reply, what is to be changed in it, and who sees it pass."""
+    """An engine's reply, what is to be changed in it, who sees it pass, and whose it is."""
 
     reply: aiohttp.ClientResponse
     rewriting: Rewriting | None
     usage: ReplyUsage
+    engine: str
 
 
 def open_session() -> aiohttp.ClientSession:
@@ -88,11 +115,13 @@ class Forwarder:
         """The engine's reply, its headers read. Leaving the block early cancels it at the engine.
 
         An engine that cannot be connected to is passed over; once bytes were sent no other one
-        is tried. Raises EngineError.
+        is tried. Raises EngineError, and RefusalError with 404 for a model that none serves.
         """
         steered = call.body if isinstance(call.body, SteeredBody) else None
         text = call.body.text if isinstance(call.body, SteeredBody) else call.body
         routed = self.balancer.read(text, is_offline=steered is not None and steered.is_flex)
+        if not self.balancer.is_served(routed):
+            raise no_such_model(routed.text.model or "")
         for upstream in self.balancer.candidates(routed, now_s=time.monotonic()):
             with self.balancer.sending(upstream, routed):
                 reply = await self._connect(upstream, call)
@@ -102,7 +131,7 @@ class Forwarder:
                 if steered is not None:
                     rewriting = Rewriting(steered.tier_at(upstream), upstream.hint_nonce)
                 try:
-                    yield Exchange(reply, rewriting, routed.usage)
+                    yield Exchange(reply, rewriting, routed.usage, upstream.name)
                 finally:
                     reply.close()
                 return
@@ -124,14 +153,40 @@ class Forwarder:
                 headers=headers,
                 data=io.BytesIO(body) if body is not None else None,
                 allow_redirects=False,
+                ssl=upstream.tls(),
             )
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, ConfigError) as error:
             log.warning("engine %s cannot be reached: %s", upstream.name, error)
             self.balancer.mark_down(upstream, now_s=time.monotonic())
             return None
         except (aiohttp.ClientError, OSError) as error:
             log.warning("engine %s gave no answer: %s", upstream.name, error)
             raise EngineError("the engine closed the connection without an answer") from error
+
+    async def models(self, call: ForwardedCall) -> list[JsonObject]:
+        """What all engines that can be reached list, each model once. Raises EngineError when none
+        can."""
+        lists = await asyncio.gather(
+            *(self._list(each, call) for each in self.balancer.upstreams if not each.is_hung)
+        )
+        found = [models for models in lists if models is not None]
+        if not found:
+            raise EngineError("no engine can be reached; try again shortly")
+        merged: dict[object, JsonObject] = {}
+        for model in chain.from_iterable(found):
+            merged.setdefault(model["id"], model)
+        return list(merged.values())
+
+    async def _list(self, upstream: Upstream, call: ForwardedCall) -> list[JsonObject] | None:
+        try:
+            async with asyncio.timeout(HEALTH_S):
+                reply = await self._connect(upstream, call)
+                if reply is None or reply.status != 200:
+                    return None
+                return await read_models(reply)
+        except (EngineError, aiohttp.ClientError, OSError, TimeoutError) as error:
+            log.warning("engine %s does not list its models: %s", upstream.name, error)
+            return None
 
     async def is_any_healthy(self) -> bool:
         """Whether at least one engine answers its health check within 2 s."""
@@ -141,9 +196,10 @@ class Forwarder:
     async def _is_healthy(self, upstream: Upstream) -> bool:
         timeout = aiohttp.ClientTimeout(total=HEALTH_S)
         try:
-            async with self.session.get(upstream.url + "/health", timeout=timeout) as reply:
+            health = self.session.get(upstream.url + "/health", timeout=timeout, ssl=upstream.tls())
+            async with health as reply:
                 return reply.status == 200
-        except (aiohttp.ClientError, OSError):
+        except (aiohttp.ClientError, OSError, ConfigError):
             return False
 
 
@@ -157,9 +213,10 @@ async def relay(
     request_id: str,
     rewriting: Rewriting | None = None,
     usage: ReplyUsage | None = None,
+    passes_pages: bool = False,
 ) -> web.StreamResponse:
     """Answer `request` with `reply`; status and end-to-end headers are the engine's. `usage` sees
-    an answer as it passes.
+    an answer as it passes. An error gets an envelope, but for an HTML page with `passes_pages`.
 
     A reply that breaks off is broken off for the caller too, never ended as if it were whole.
     Raises EngineError if it breaks off before anything was handed on.
@@ -168,7 +225,8 @@ async def relay(
     headers.setdefault(REQUEST_ID, request_id)
     headers.update(request[ABOUT_CALLER].reply_headers)
     filters = [] if rewriting is None else rewriting.filters_for(reply)
-    if _is_short_error(reply):
+    is_page = passes_pages and reply.content_type == "text/html"
+    if _is_short_error(reply) and not is_page:
         body = as_envelope(reply.status, await _read_error(reply))
         body = feed_all(filters, body) + end_all(filters)
         headers["Content-Type"] = "application/json"
@@ -206,6 +264,8 @@ def _is_short_error(reply: aiohttp.ClientResponse) -> bool:
 
 
 DAEMON_ROUTES = ("/v1/files", "/v1/batches")
+DAEMON_HEAD_S = 30.0
+"""A daemon that has a whole request and does not begin its answer in so long is away."""
 AWAY = "batchrun's daemon does not answer at the moment; try again shortly"
 
 
@@ -218,16 +278,20 @@ class DaemonCalls:
     """Carries calls to the daemon that the upstreams file names."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, upstreams_path: Path, *, body_idle_s: float
+        self,
+        session: aiohttp.ClientSession,
+        upstreams_path: Path,
+        *,
+        body_idle_s: float,
+        head_s: float = DAEMON_HEAD_S,
     ) -> None:
         self._session = session
         self._upstreams_path = upstreams_path
         self._body_idle_s = body_idle_s
+        self._head_s = head_s
 
-    async def pass_on(
-        self, request: web.BaseRequest, request_id: str, *, read_s: float | None = None
-    ) -> web.StreamResponse:
-        """Answer with what the daemon answers, which sends something at least every `read_s`.
+    async def pass_on(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
+        """Answer with what the daemon answers.
 
         Raises DaemonUnavailableError, and RefusalError for a body that does not come.
         """
@@ -236,21 +300,47 @@ class DaemonCalls:
             raise DaemonUnavailableError(AWAY)
         body = BodyStream(request, idle_s=self._body_idle_s)
         try:
-            reply = await self._session.request(
-                request.method,
-                URL(daemon.url + request.rel_url.raw_path_qs, encoded=True),
-                headers=_headers(request, request_id, daemon),
-                data=aiter(body) if request.body_exists else None,
-                allow_redirects=False,
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=read_s),
-            )
+            first_s = self._body_idle_s if request.body_exists else 0.0
+            async with asyncio.timeout(first_s + self._head_s) as limit:
+                reply = await self._session.request(
+                    request.method,
+                    URL(daemon.url + request.rel_url.raw_path_qs, encoded=True),
+                    headers=_headers(request, request_id, daemon),
+                    data=self._sent(body, limit) if request.body_exists else None,
+                    allow_redirects=False,
+                    timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+                )
         except (aiohttp.ClientError, OSError) as error:
             if body.refusal is not None:
                 raise body.refusal from error
             log.warning("call %s: no answer from the daemon: %s", request_id, error)
             raise DaemonUnavailableError(AWAY) from error
         async with reply:
-            return await relay(request, reply, request_id=request_id)
+            return await relay(request, reply, request_id=request_id, passes_pages=True)
+
+    async def _sent(self, body: BodyStream, limit: asyncio.Timeout) -> AsyncIterator[bytes]:
+        """The body, which a daemon that lives takes piece by piece, and then answers in time."""
+        loop = asyncio.get_running_loop()
+        async for piece in body:
+            # The caller has `body_idle_s` for each piece, the daemon as long as for an answer.
+            limit.reschedule(loop.time() + self._body_idle_s + self._head_s)
+            yield piece
+        limit.reschedule(loop.time() + self._head_s)
+
+    async def read(self, path: str, *, read_s: float) -> bytes | None:
+        """What the daemon answers to a GET of this path; None for anything but a whole 200."""
+        daemon = await asyncio.to_thread(find_daemon, self._upstreams_path)
+        if daemon is None:
+            return None
+        timeout = aiohttp.ClientTimeout(total=read_s, sock_connect=CONNECT_S)
+        shown = {} if daemon.gateway_key is None else {GATEWAY_HEADER: daemon.gateway_key}
+        try:
+            url = daemon.url + path
+            async with self._session.get(url, headers=shown, timeout=timeout) as reply:
+                return await reply.read() if reply.status == 200 else None
+        except (aiohttp.ClientError, OSError) as error:
+            log.warning("GET %s: no answer from the daemon: %s", path, error)
+            return None
 
 
 def _headers(request: web.BaseRequest, request_id: str, daemon: DaemonAt) -> CIMultiDict[str]:

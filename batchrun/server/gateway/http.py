@@ -20,9 +20,11 @@ from batchrun.keys import UsageFile
 from batchrun.server.gateway.admission import Door, KeyRing, RequestRates, read_keys
 from batchrun.server.gateway.app import Gateway, GatewaySettings
 from batchrun.server.gateway.balancer import Balancer
+from batchrun.server.gateway.dashboard import read_or_make_secret
 from batchrun.server.gateway.envelope import REQUEST_ID, RefusalError, new_request_id
 from batchrun.server.gateway.forward import Forwarder, open_session
 from batchrun.server.gateway.shared_book import SharedBook, create
+from batchrun.server.gateway.tally import Tally, create_tally
 from batchrun.server.gateway.upstreams import FollowedFile, read_upstreams
 
 log = logging.getLogger(__name__)
@@ -132,8 +134,9 @@ class GatewayServer(web.Server):
 BACKLOG = 1024
 RATES = ".rates"
 USAGE = ".usage"
-"""The endings of the files, beside that of the keys, in which workers count requests together, and
-what keys have used."""
+SESSIONS = ".sessions"
+"""The endings of the files, beside that of the keys, in which workers count requests together, what
+keys have used, and of the secret behind the page's sessions."""
 STALLED_READER_S = 120
 """A caller who takes no byte of an answer for so long is cut off, and its call at the engine."""
 
@@ -186,7 +189,10 @@ async def serve(
         door = await _make_door(settings.keys_path, exits)
         book_fd = create(settings.num_workers) if settings.book_fd is None else settings.book_fd
         balancer = Balancer(SharedBook(book_fd, settings.num_workers, settings.worker))
-        gateway = Gateway(settings, Forwarder(balancer, session), door)
+        num_workers = settings.num_workers
+        tally_fd = create_tally(num_workers) if settings.tally_fd is None else settings.tally_fd
+        tally = Tally(tally_fd, num_workers, settings.worker)
+        gateway = Gateway(settings, Forwarder(balancer, session), door, tally)
         exits.push_async_callback(gateway.close)
         upstreams = FollowedFile(settings.upstreams_path, read_upstreams, gateway.take_over)
         await _follow(upstreams, exits)
@@ -210,7 +216,8 @@ async def _make_door(keys_path: Path | None, exits: AsyncExitStack) -> Door:
     await _follow(FollowedFile(keys_path, read_keys, keys.replace), exits)
     rates = exits.enter_context(closing(RequestRates(keys_path.with_suffix(RATES))))
     usage = exits.enter_context(closing(UsageFile(keys_path.with_suffix(USAGE))))
-    return Door(keys, rates, usage)
+    secret = read_or_make_secret(keys_path.with_suffix(SESSIONS))
+    return Door(keys, rates, usage, secret)
 
 
 async def _follow(file: FollowedFile[Any], exits: AsyncExitStack) -> None:

@@ -120,12 +120,15 @@ class ReplyUsage:
     """Sees a reply pass: when it begins, and what it says of tokens. The last numbers said count.
 
     `cached_tokens` is None where nothing was said. `on_begin` is called once, with the instant of
-    the first piece.
+    the first piece; `began_s` and `ended_s` are those of the first and the last, and `num_events`
+    counts the events of a stream.
     """
 
     def __init__(self) -> None:
         self.on_begin: Callable[[float], None] = lambda now_s: None
         self.has_begun = False
+        self.began_s = self.ended_s = 0.0
+        self.num_events = 0
         self.prompt_tokens = 0
         self.output_tokens = 0
         self.cached_tokens: int | None = None
@@ -138,9 +141,12 @@ class ReplyUsage:
 
     def feed(self, chunk: bytes) -> None:
         """A piece of the reply."""
+        self.ended_s = self.now_s()
         if not self.has_begun:
             self.has_begun = True
-            self.on_begin(self.now_s())
+            self.began_s = self.ended_s
+            self.on_begin(self.ended_s)
+        self.num_events += chunk.count(_DATA)
         text = self._tail + chunk
         if b'_tokens"' in text:
             self.prompt_tokens = _last(_PROMPT, text, self.prompt_tokens)

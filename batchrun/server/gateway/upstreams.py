@@ -1,8 +1,9 @@
 """The list of engines, as the daemon writes it to a file that every worker of the gateway follows.
 
     {"engines": [{"name": "engine-0", "url": "http://127.0.0.1:8001", "api_key": "...",
-                  "is_last_choice": false, "hint_nonce": "..." | null,
-                  "offline_priority": 1 | null, "started": 17, "traits": {...} | null}],
+                  "is_last_choice": false, "is_hung": false, "hint_nonce": "..." | null,
+                  "offline_priority": 1 | null, "models": ["tiny"] | null, "started": 17,
+                  "traits": {...} | null}],
      "daemon": {"url": "http://127.0.0.1:9999", "gateway_key": "..."} | null,
      "slo_classes": {"fast": {"ttft_s": 0.2, "tpot_s": 0.03, "jct_s": null}},
      "image_hosts": ["images.example.com"], "router": "cost"}
@@ -14,8 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Generic, TypeVar
 from urllib.parse import urlsplit
@@ -97,22 +100,36 @@ class FollowedFile(Generic[T]):
         return [content]
 
 
+@lru_cache(maxsize=1024)
+def _tls(secret_file: Path, certificate: Path | None) -> ssl.SSLContext:
+    # Only where there are agents: what it imports takes 50 ms.
+    from batchrun.mutual_tls import client_context, read_secret
+
+    return client_context(read_secret(secret_file), certificate)
+
+
 @dataclass(frozen=True, slots=True)
 class Upstream:
     """One engine: the base address of its HTTP server, without `/v1`.
 
-    One that `is_last_choice` gets a call only when no other engine can. `hint_nonce` is what hints
-    must carry, where batchrun's scheduler runs inside it; `offline_priority` the value of vLLM's
-    `priority` for offline work, where it heeds one. `started` is another number each time it
-    starts, `traits` what routers know of its size and speed.
+    One that `is_last_choice` gets a call only when no other engine can, one that `is_hung` none.
+    `hint_nonce` is what hints must carry, where batchrun's scheduler runs inside it;
+    `offline_priority` the value of vLLM's `priority` for offline work, where it heeds one. One
+    behind an agent has a `secret_file`, and perhaps a `certificate` that vouches for the agent's.
+    `models` are those it serves; empty: it does not tell; None: it was not asked yet. `started` is
+    another number each time it starts, `traits` what routers know of its size and speed.
     """
 
     name: str
     url: str
     api_key: str | None = field(default=None, repr=False)
+    secret_file: Path | None = None
+    certificate: Path | None = None
     is_last_choice: bool = field(default=False, compare=False)
+    is_hung: bool = field(default=False, compare=False)
     hint_nonce: str | None = field(default=None, compare=False, repr=False)
     offline_priority: int | None = field(default=None, compare=False)
+    models: tuple[str, ...] | None = field(default=(), compare=False)
     started: int = field(default=0, compare=False)
     traits: EngineTraits | None = field(default=None, compare=False)
 
@@ -123,6 +140,16 @@ class Upstream:
             raise ValueError("`url` must be an http(s) address")
         object.__setattr__(self, "url", self.url.rstrip("/"))
         object.__setattr__(self, "hint_nonce", self.hint_nonce or None)
+
+    def tls(self) -> ssl.SSLContext | bool:
+        """How connections to it are secured. Raises ConfigError when its secret cannot be read."""
+        if self.secret_file is None:
+            return True
+        return _tls(self.secret_file, self.certificate)
+
+    def serves(self, model: str | None) -> bool:
+        """Whether a call for this model may go there; None: it names none."""
+        return model is None or self.models == () or model in (self.models or ())
 
     @property
     def runs_offline_calls(self) -> bool:

@@ -213,6 +213,7 @@ def offline_day(
             engine,
             Slo(slo.ttft_s, slo.tpot_s),
             seed=number,
+            router=fleet.kind.router,
         )
         runs.append(simulate(plan))
     shares = tuple(

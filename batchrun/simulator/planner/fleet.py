@@ -151,7 +151,7 @@ def have_room(tried: Sequence[Attainment], slo: SloTarget) -> bool:
 
 def attainment(
     load: PeakLoad,
-    engine: EnginePlan,
+    kind: EngineKind,
     num_engines: int,
     slo: SloTarget,
     jobs: Sequence[OfflineJob] = (),
@@ -166,9 +166,10 @@ def attainment(
         load.calls,
         jobs,
         num_engines,
-        engine if jobs else _stock(engine),
+        kind.engine if jobs else _stock(kind.engine),
         Slo(slo.ttft_s, slo.tpot_s),
         judged_s=load.judged_s,
+        router=kind.router,
     )
     online = simulate(plan, progress=progress).online
     # Shares are whole numbers of calls over the judged ones.
@@ -374,8 +375,7 @@ class _Trials:
         key = num_engines, load.draw
         if key not in self.done:
             fitting = load.within(context_tokens(self.kind.engine))
-            engine = self.kind.engine
-            self.done[key] = attainment(fitting, engine, num_engines, self.slo, jobs, report)
+            self.done[key] = attainment(fitting, self.kind, num_engines, self.slo, jobs, report)
         return self.done[key]
 
     def first_to_hold(

@@ -13,10 +13,11 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from batchrun.errors import ConfigError, InputError
+from batchrun.routing.routers import DEFAULT_ROUTER
 from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.scenario_file import EnginesSpec, SloSpec, engine_of
 from batchrun.simulator.virtual.setup import A100Law
-from batchrun.strict_yaml import read_document, validate_document
+from batchrun.strict import read_document, validate_document
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,8 @@ class EngineKind:
     price: float | None = None
     gpus: int = 1
     """GPUs of one engine."""
+    router: str = DEFAULT_ROUTER
+    """Who chooses among several engines for a call."""
 
     def price_per_hour(self, num_engines: int) -> float | None:
         """Of so many engines."""
@@ -80,6 +83,10 @@ class EngineKind:
         """The same kind, started with vLLM's `--max-model-len`."""
         shape = replace(self.engine.shape, max_model_len=max_model_len)
         return replace(self, engine=replace(self.engine, shape=shape))
+
+    def with_router(self, name: str) -> EngineKind:
+        """The same kind behind another router."""
+        return replace(self, router=name)
 
 
 def parse_kind(text: str, slo: SloTarget, base: Path) -> EngineKind:

@@ -1,17 +1,23 @@
-"""Strict YAML: every problem is one line that names file, line and key.
+"""Strict readers: JSON that strangers send, and YAML whose problems name file, line and key.
 
-Used for job files and for `batchrun.yaml`. The text is read as YAML 1.2 by ruamel.yaml, checked
-by a pydantic model, and pydantic's complaints are led back to the lines they come from.
+JSON is what replies, lines of inputs and bodies of calls are made of. What `parse_json` takes,
+every part behind it reads alike and can write again.
+
+YAML is for job files and `batchrun.yaml`. The text is read as YAML 1.2 by ruamel.yaml, checked by a
+pydantic model, and pydantic's complaints are led back to the lines they come from.
 """
 
 from __future__ import annotations
 
+import re
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
@@ -21,6 +27,49 @@ from batchrun.errors import InputError, suggestion
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
+
+
+LARGE_JSON_BYTES = 1 << 20
+"""Texts above this are looked over before anything is built of them, and built one at a time."""
+MAX_JSON_PARTS = 500_000
+"""Objects, lists and keys of one text: some 100 bytes of memory each."""
+MAX_JSON_ITEMS = 4_000_000
+"""Commas of one text: a vector of numbers has one for 32 bytes of memory."""
+_PIECE_BYTES = 1 << 20
+_building = threading.Lock()
+
+
+def parse_json(text: bytes) -> object:
+    """The value that a JSON text stands for. Raises ValueError, with the reason.
+
+    Refused are: what is not UTF-8, a byte order mark, lone surrogates, NaN and Infinity, whole
+    numbers of over 4,300 digits, values nested over 200 deep, and texts of which more than
+    `MAX_JSON_PARTS` or `MAX_JSON_ITEMS` would be built. Of a large text other threads are held up
+    for a few milliseconds at a time until it is known to be no trap.
+    """
+    if len(text) <= LARGE_JSON_BYTES:
+        return from_json(text, allow_inf_nan=False, cache_strings="keys")
+    with _building:
+        _check_size(text)
+        return from_json(text, allow_inf_nan=False, cache_strings="keys")
+
+
+def _check_size(text: bytes) -> None:
+    """Count what stands outside of strings. Raises ValueError."""
+    num_parts = num_items = 0
+    rest, is_inside = b"", False
+    for start in range(0, len(text), _PIECE_BYTES):
+        piece = rest + text[start : start + _PIECE_BYTES]
+        num_slashes = len(piece) - len(piece.rstrip(b"\\"))
+        rest = b"\\" * (num_slashes % 2)
+        piece = piece.removesuffix(rest).replace(b"\\\\", b"").replace(b'\\"', b"")
+        parts = piece.split(b'"')
+        outside = b"".join(parts[is_inside::2])
+        is_inside ^= len(parts) % 2 == 0
+        num_parts += sum(map(outside.count, (b"{", b"[", b":")))
+        num_items += outside.count(b",")
+        if num_parts > MAX_JSON_PARTS or num_items > MAX_JSON_ITEMS:
+            raise ValueError("it holds too many values")
 
 
 M = TypeVar("M", bound=BaseModel)
@@ -91,7 +140,7 @@ def read_document(path: Path, error: type[InputError]) -> Document:
         is_double = isinstance(failure, DuplicateKeyError)
         if not is_double and (tab := _tab_line(text)) is not None:
             raise error(f"{path}:{tab}: a tab indents this line; YAML wants spaces") from None
-        raise error(_syntax_message(path, failure)) from None
+        raise error(_syntax_message(path, text, failure)) from None
     except (RecursionError, _TooManyNodesError):
         raise error(f"{path}: nested too deeply or expanded by aliases; write it out") from None
     except ValueError as failure:
@@ -150,11 +199,27 @@ def _tab_line(text: str) -> int | None:
     return None
 
 
-def _syntax_message(path: Path, failure: YAMLError) -> str:
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|' + r"'[^']*'")
+
+
+def _unquoted_template_line(text: str, failure: MarkedYAMLError) -> int | None:
+    """The line, from 0, of a template outside quotes that YAML takes for a mapping of its own."""
+    lines = text.splitlines()
+    for mark in (failure.problem_mark, failure.context_mark):
+        if mark is not None and mark.line < len(lines):
+            bare = _QUOTED.sub("", lines[mark.line])
+            if "{{" in bare or "{%" in bare:
+                return int(mark.line)
+    return None
+
+
+def _syntax_message(path: Path, text: str, failure: YAMLError) -> str:
     if not isinstance(failure, MarkedYAMLError):
         return f"{path}: not valid YAML: {' '.join(str(failure).split())}"
     mark = failure.problem_mark or failure.context_mark
     where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
+    if (line := _unquoted_template_line(text, failure)) is not None:
+        return f'{path}:{line + 1}: quote the template: "{{{{ ... }}}}"'
     problem = " ".join(str(failure.problem or failure.context or "syntax error").split())
     if problem.startswith("found duplicate key"):
         return f"{where}: {problem.split(' with value')[0].removeprefix('found ')}"

@@ -26,7 +26,7 @@ from batchrun.cli.console import (
     note,
     out,
 )
-from batchrun.cli.deployment import read_deployment
+from batchrun.control.starting import read_deployment
 from batchrun.errors import InputError, StoreLockedError
 from batchrun.files import StoreLock, atomic_file, remove_left_scratch
 from batchrun.home import Home

@@ -3,53 +3,34 @@
 from __future__ import annotations
 
 import logging
-import os
 import shlex
 import signal
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from batchrun import __version__
-from batchrun.cli.client import DaemonClient
 from batchrun.cli.console import (
     ConfigOption,
     HomeOption,
     JsonOption,
     ListenOption,
     ModelOption,
-    ProgressBar,
     answer,
     note,
 )
-from batchrun.config import STOCK_POLICY, Deployment, load_deployment
-from batchrun.engine import process
-from batchrun.errors import BatchrunError, DaemonUnavailableError, InputError, StateError
+from batchrun.config import Deployment
+from batchrun.control.starting import (
+    flags_of,
+    read_deployment,
+    start_in_background,
+    stop_everything,
+)
+from batchrun.errors import BatchrunError, InputError
 from batchrun.home import Home
-
-POLL_INTERVAL_S = 0.2
-STOP_WAIT_S = 15.0
-
-
-def read_deployment(config: Path | None, **flags: str | None) -> Deployment:
-    """The deployment, as `load_deployment` has it, with every name in it known to this batchrun."""
-    from batchrun.cache.eviction import EVICTIONS
-    from batchrun.estimator.forecast import ForecastRule
-    from batchrun.routing.routers import ROUTERS
-    from batchrun.scheduling.policies import POLICIES, QUEUES
-
-    names = {
-        "policy": (*POLICIES, STOCK_POLICY),
-        "online_queue": QUEUES,
-        "eviction": EVICTIONS,
-        "router": ROUTERS,
-        "forecast_rule": list(ForecastRule),
-    }
-    return load_deployment(config, names, **flags)
 
 
 def up(
@@ -79,51 +60,6 @@ def down(*, home: HomeOption, as_json: JsonOption = False) -> None:
     answer({"stopped": stopped}, shown, as_json=as_json)
 
 
-def start_in_background(home: Home, flags: list[str]) -> dict[str, Any]:
-    """Start a detached daemon and wait until an engine is ready; returns its status.
-
-    Raises what made the daemon give up, as one line.
-    """
-    if DaemonClient(home).is_running():
-        raise StateError(f"a daemon runs already for {home.path}; stop it with `batchrun down`")
-    home.create()
-    log_path = home.log / "daemon.log"
-    log_size = log_path.stat().st_size if log_path.exists() else 0
-    record = process.spawn(
-        [sys.executable, "-m", "batchrun", "up", "--home", str(home.path), *flags],
-        env=dict(os.environ),
-        log_path=log_path,
-        record_path=home.daemon_process,
-    )
-    stages = "starting"
-    with ProgressBar(after_s=0) as progress:
-        while process.is_alive(record):
-            progress(stages, 0, 0)
-            with suppress(DaemonUnavailableError):
-                picture = DaemonClient(home).get("/status")
-                engines = picture["engines"]
-                if any(engine["state"] == "ready" for engine in engines):
-                    return picture
-                stages = "; ".join(f"engine {each['name']}: {each['stage']}" for each in engines)
-            time.sleep(POLL_INTERVAL_S)
-    raise BatchrunError(_last_words(log_path, log_size))
-
-
-def stop_everything(home: Home) -> list[str]:
-    """Stop daemon, gateway and engines of a home; returns what was running."""
-    stopped: list[str] = []
-    is_daemon_stopped = _stop_daemon(home)
-    # A daemon that has only just been spawned does not hold the lock yet.
-    if process.stop_recorded(home.daemon_process, STOP_WAIT_S) or is_daemon_stopped:
-        stopped.append("daemon")
-    if process.stop_recorded(home.gateway_process):
-        stopped.append("gateway")
-    for record_path in sorted(home.run.glob("engine-*.json")):
-        if process.stop_recorded(record_path):
-            stopped.append(record_path.stem.replace("engine-", "engine "))
-    return stopped
-
-
 def _run_here(deployment: Deployment, home: Home) -> None:
     from batchrun.server.api.process import serve
 
@@ -141,39 +77,6 @@ def _run_here(deployment: Deployment, home: Home) -> None:
     if ended_by == signal.SIGINT:
         note("stopping the gateway and the engines too (jobs go on with the next `batchrun up`)")
         stop_everything(home)
-
-
-def _stop_daemon(home: Home) -> bool:
-    """SIGTERM to the holder of the store's lock, SIGKILL after `STOP_WAIT_S`."""
-    from batchrun.files import StoreLock
-
-    lock = StoreLock(home.store_lock)
-    deadline_s = time.monotonic() + STOP_WAIT_S
-    signalled: int | None = None
-    while (pid := lock.find_holder()) is not None:
-        with suppress(ProcessLookupError):
-            if pid and signalled != pid:
-                os.kill(pid, signal.SIGTERM)
-                signalled = pid
-            elif pid and time.monotonic() > deadline_s:
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(POLL_INTERVAL_S)
-    return signalled is not None
-
-
-def _last_words(log_path: Path, start: int) -> str:
-    """The daemon's own error line, from what it has logged since `start`."""
-    with log_path.open("rb") as log:
-        log.seek(start)
-        lines = log.read().decode(errors="replace").splitlines()
-    said = [line for line in lines if line.startswith("batchrun: ")] or lines
-    return said[-1].removeprefix("batchrun: ") if said else f"the daemon ended; log: {log_path}"
-
-
-def flags_of(config: Path | None, model: str | None, listen: str | None) -> list[str]:
-    """What was said of the deployment, for another `batchrun up`."""
-    said = {"--config": config, "--model": model, "--listen": listen}
-    return [word for flag, value in said.items() if value for word in (flag, str(value))]
 
 
 SAMPLE_ROWS = 16

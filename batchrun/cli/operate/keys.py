@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import RenderableType
 
-from batchrun.cli.client import DaemonClient
 from batchrun.cli.console import (
     ConfigOption,
     HomeOption,
@@ -23,14 +22,15 @@ from batchrun.cli.console import (
     figure,
     note,
 )
-from batchrun.cli.deployment import read_deployment
 from batchrun.config import checked_name
+from batchrun.control.client import DaemonClient
+from batchrun.control.starting import read_deployment
 from batchrun.daemon.supervisor import KeyList
 from batchrun.errors import DaemonUnavailableError, InputError
 from batchrun.files import StoreLock
 from batchrun.home import Home
 from batchrun.keys import UsageFile, digest, new_key
-from batchrun.store import api_keys
+from batchrun.store import api_keys, files
 from batchrun.store.database import open_store
 from batchrun.store.jobs import Counts
 from batchrun.store.place import open_for
@@ -73,6 +73,12 @@ def create(
             min=1, max=api_keys.MAX_COUNT, help="Most batches at once. [default: no limit]"
         ),
     ] = None,
+    stored_bytes: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=api_keys.MAX_TOKENS, help="Most bytes in files. [default: no limit]"
+        ),
+    ] = None,
     config: ConfigOption = None,
     home: HomeOption,
     as_json: JsonOption = False,
@@ -90,7 +96,9 @@ def create(
         known = f"it has {', '.join(classes)}" if classes else "it has none"
         raise InputError(f"--class {slo_class}: not under `slo_classes` in batchrun.yaml; {known}")
     key_id, text = new_key()
-    limits = api_keys.KeyLimits(requests_per_minute, enqueued_tokens, concurrent_batches)
+    limits = api_keys.KeyLimits(
+        requests_per_minute, enqueued_tokens, concurrent_batches, stored_bytes
+    )
     key = api_keys.NewApiKey(key_id, name, role, digest(text), slo_class, limits)
     _change(home, config, "/keys", asdict(key), lambda keys: keys.add(key))
     answer({"id": key_id, "name": name, "role": role, "key": text}, text, as_json=as_json)
@@ -120,13 +128,15 @@ def list_keys(*, home: HomeOption, as_json: JsonOption = False) -> None:
                     "revoked_at": key.revoked_at,
                     "batches": batches.num_batches,
                     "usage": asdict(batches.counts),
+                    "stored_bytes": files.stored_bytes(store, key.id, now_s=time.time()),
                     "online": asdict(online.read(key.seq)),
                 })
     shown: RenderableType = "no keys: nobody is asked for one"
     if keys:
         shown = columns(
             "id", "name", "role", "class", "requests/min", "tokens at once", "batches at once",
-            "batches", "their tokens", "online calls", "their tokens", "state",
+            "bytes at most", "bytes stored", "batches", "their tokens", "online calls",
+            "their tokens", "state",
             rows=map(_cells, keys),
         )  # fmt: skip
     answer({"keys": keys}, shown, as_json=as_json)
@@ -136,6 +146,7 @@ def _cells(key: dict[str, Any]) -> Iterator[str]:
     used, online = key["usage"], key["online"]
     yield from (key["id"], key["name"], key["role"], key["class"] or "-")
     yield from map(figure, key["limits"].values())
+    yield figure(key["stored_bytes"])
     yield figure(key["batches"])
     yield figure(used["num_prompt_tokens"] + used["num_output_tokens"])
     yield figure(online["num_calls"])

@@ -8,15 +8,14 @@ import os
 import shutil
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from batchrun.cli.client import DaemonClient
 from batchrun.cli.console import (
     ConfigOption,
     HomeOption,
@@ -27,17 +26,27 @@ from batchrun.cli.console import (
     command_group,
     prepare_file,
 )
-from batchrun.cli.deployment import read_deployment
+from batchrun.cli.operate.agent import environment, serve
+from batchrun.cli.status import SHOWN_STALL_S, describe_progress
 from batchrun.config import TINY_MODEL, Deployment, EngineConfig
+from batchrun.control.client import DaemonClient
+from batchrun.control.starting import read_deployment
 from batchrun.daemon.plugin import profile_path
 from batchrun.daemon.supervisor import check_gateway_port, default_port, engine_python
 from batchrun.engine.command import check_model, check_port_free, find_vllm, has_gpu, install_engine
 from batchrun.engine.tiny_model import build_tiny_model
 from batchrun.engine.tiny_vision_model import build_tiny_vision_model
-from batchrun.errors import BatchrunError, EngineError, InputError, StateError, known_name
+from batchrun.errors import (
+    BatchrunError,
+    DaemonUnavailableError,
+    EngineError,
+    InputError,
+    StateError,
+    known_name,
+)
 from batchrun.files import write_atomically
 from batchrun.home import Home
-from batchrun.scheduling.policies import POLICIES
+from batchrun.scheduling.policies import POLICIES, QUEUES
 from batchrun.simulator.calibrate import (
     Measured,
     calibrate_engine,
@@ -45,7 +54,9 @@ from batchrun.simulator.calibrate import (
     choose_engine,
 )
 
-engine_app = command_group("The engine's own environment, and how running engines schedule.")
+engine_app = command_group("One engine with its agent, vLLM's environment, and how engines run.")
+engine_app.command()(serve)
+engine_app.command()(environment)
 models_app = command_group("Models for trying things out.")
 
 
@@ -63,11 +74,16 @@ def install(
     answer({"python": str(python)}, f"engine installed: {python}", as_json=as_json)
 
 
-def _known_policy(name: str | None) -> str | None:
-    try:
-        return name and known_name(name, POLICIES)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+def _one_of(known: Collection[str]) -> Callable[[str | None], str | None]:
+    """Checks a name that was given."""
+
+    def check(name: str | None) -> str | None:
+        try:
+            return name and known_name(name, known)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+
+    return check
 
 
 @engine_app.command(name="set")
@@ -77,8 +93,16 @@ def set_engines(
         str | None,
         typer.Option(
             metavar=f"<{'|'.join(POLICIES)}>",
-            callback=_known_policy,
+            callback=_one_of(POLICIES),
             help="Scheduling policy, from the next step on.",
+        ),
+    ] = None,
+    online_queue: Annotated[
+        str | None,
+        typer.Option(
+            metavar=f"<{'|'.join(QUEUES)}>",
+            callback=_one_of(QUEUES),
+            help="Order of waiting calls, from the next step on.",
         ),
     ] = None,
     budget: Annotated[
@@ -91,18 +115,16 @@ def set_engines(
     as_json: JsonOption = False,
 ) -> None:
     """Change how running engines schedule, until the daemon ends."""
-    change: dict[str, object] = {"policy": None, "token_budget": None} if reset else {}
-    if policy is not None:
-        change["policy"] = policy
-    if budget is not None:
-        change["token_budget"] = budget
+    given = {"policy": policy, "token_budget": budget, "online_queue": online_queue}
+    change = {key: value for key, value in given.items() if reset or value is not None}
     if not change:
-        raise InputError("nothing to change: give --policy, --budget or --reset")
+        raise InputError("nothing to change: give --policy, --budget, --online-queue or --reset")
     done = DaemonClient(home).post("/engines", change)
     shown = [
         f"engine {name}: does not listen now; it will get the change when it does"
         if now is None
-        else f"engine {name}: policy {now['policy']}, {now['token_budget']:,} tokens a step"
+        else f"engine {name}: policy {now['policy']}, order {now['online_queue']}, "
+        f"{now['token_budget']:,} tokens a step"
         for name, now in done["engines"].items()
     ]
     answer(done, *shown, as_json=as_json)
@@ -244,11 +266,17 @@ def _findings(deployment: Deployment, home: Home) -> Iterator[Finding]:
         "memory", memory >= MIN_MEMORY_BYTES, f"{memory / 2**30:.0f} GiB", "use a larger machine"
     )
     yield Finding("GPU", True, "an NVIDIA GPU" if has_gpu() else "none: engines run on the CPU")
-    running = DaemonClient(home).is_running()
+    picture = _running(home)
+    running = picture is not None
     yield Finding("daemon", True, "running" if running else "not running (`batchrun up -d`)")
+    for engine in [] if picture is None else picture["engines"]:
+        said = describe_progress(engine)
+        mend = "an engine that hangs is ended and started again by itself; daemon.log says when"
+        name, is_well = f"progress of engine {engine['name']}", engine["stalled_s"] < SHOWN_STALL_S
+        yield Finding(name, is_well, f"{engine['state']}{said}", mend)
     for index, config in enumerate(deployment.engines):
         yield _engine_finding(config, home)
-        if config.attach is None and not running:
+        if config.is_ours and not running:
             port = config.port or default_port(deployment.listen, index)
             mend = f"end the program that holds port {port}, or set `port` of the engine"
             check = partial(check_port_free, "127.0.0.1", port)
@@ -260,6 +288,13 @@ def _findings(deployment: Deployment, home: Home) -> Iterator[Finding]:
         mend = "end the program that holds the port, or choose another with `listen`"
         check = partial(check_gateway_port, deployment.listen)
         yield _checked("port of the gateway", deployment.listen, check, mend)
+
+
+def _running(home: Home) -> dict[str, Any] | None:
+    try:
+        return DaemonClient(home).get("/status")
+    except DaemonUnavailableError:
+        return None
 
 
 def _home_finding(home: Home) -> Finding:
@@ -277,6 +312,8 @@ def _engine_finding(config: EngineConfig, home: Home) -> Finding:
     if config.attach is not None:
         mend = f"start the server, or correct `attach` of {name}"
         return _checked(name, config.attach, partial(_check_answers, config.attach), mend)
+    if config.agent is not None:
+        return Finding(name, True, f"by its agent at {config.agent}; `batchrun status` asks it")
     if config.command is not None:
         program = config.command[0]
         found = shutil.which(program) is not None

@@ -1,0 +1,1 @@
+"""Commands of whoever runs the deployment: engines, keys, the store, what is watched."""

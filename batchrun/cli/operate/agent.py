@@ -1,0 +1,168 @@
+"""`batchrun engine serve`: the agent of one engine, here or in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import uvloop
+
+from batchrun.cli.console import ConfigOption, HomeOption, JsonOption, ModelOption, answer, note
+from batchrun.config import Deployment, EngineConfig
+from batchrun.control.starting import last_words, read_deployment
+from batchrun.daemon.plugin import channel_path, last_steps_path, plugin_env
+from batchrun.daemon.supervisor import build_model, engine_python, make_engine, split_listen
+from batchrun.engine import process
+from batchrun.engine.agent.remote import AgentEngine
+from batchrun.engine.agent.server import Agent, AgentSettings
+from batchrun.engine.engine import ManagedEngine
+from batchrun.errors import BatchrunError, ConfigError, InputError, StateError
+from batchrun.files import allow_many_open_files
+from batchrun.home import Home
+from batchrun.keys import is_loopback
+from batchrun.mutual_tls import derive_token, read_or_make_secret, server_context
+
+DEFAULT_LISTEN = "127.0.0.1:8100"
+POLL_S = 0.1
+
+ListenOption = Annotated[
+    str, typer.Option(metavar="HOST:PORT", help="Where daemon and gateways reach the agent.")
+]
+SecretOption = Annotated[
+    Path | None,
+    typer.Option(help="The secret that lets them in. [default: one is made in the home]"),
+]
+NameOption = Annotated[str, typer.Option(help="The engine's name.")]
+
+
+def serve(
+    vllm_args: Annotated[
+        list[str] | None, typer.Argument(help="After `--`: arguments for vLLM, verbatim.")
+    ] = None,
+    *,
+    name: NameOption = "0",
+    listen: ListenOption = DEFAULT_LISTEN,
+    secret_file: SecretOption = None,
+    attach: Annotated[
+        str | None, typer.Option(metavar="URL", help="Stand beside a vLLM that runs already.")
+    ] = None,
+    certificate: Annotated[
+        Path | None, typer.Option(help="Show this certificate (PEM), not one of the secret.")
+    ] = None,
+    key: Annotated[Path | None, typer.Option(help="The key of --certificate (PEM).")] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Run in the background; return when it listens.")
+    ] = False,
+    model: ModelOption = None,
+    config: ConfigOption = None,
+    home: HomeOption,
+    as_json: JsonOption = False,
+) -> None:
+    """Run one engine with an agent beside it, for a daemon on this machine or another."""
+    deployment = _deployment_of(
+        read_deployment(config, model=model, listen=listen), home, name, attach, vllm_args or []
+    )
+    host, port = split_listen(deployment.listen)
+    if secret_file is None and not is_loopback(host):
+        raise ConfigError(
+            f"--listen {host} can be reached from other machines: give --secret-file, a file that "
+            "the daemon's machine has too"
+        )
+    own, ready = home.agent(name), f"agent of engine {name}: https://{listen}"
+    own.create()
+    secret = read_or_make_secret(secret_file or own.agent_secret)
+    if detach:
+        _start_in_background(home, name, (host, port))
+        answer({"name": name, "agent": f"https://{listen}"}, ready, as_json=as_json)
+        return
+    tls = server_context(secret, certificate, key)
+    (engine_config,) = deployment.engines
+    is_plain = not (deployment.runs_scheduler and engine_config.is_vllm)
+    if engine_config.is_vllm:
+        build_model(deployment, own)
+    engine = make_engine(deployment, own, 0, None if is_plain else derive_token(secret, "hints"))
+    assert not isinstance(engine, AgentEngine)
+    settings = AgentSettings(
+        name=name,
+        host=host,
+        port=port,
+        tls=tls,
+        channel=channel_path(own, name),
+        last_steps=last_steps_path(own, name),
+        kept=own.path / "outcomes.db",
+        log=engine.settings.log_path if isinstance(engine, ManagedEngine) else None,
+        runs_scheduler=not is_plain,
+    )
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
+    )
+    allow_many_open_files()
+    uvloop.run(_run(Agent(engine, settings), ready))
+
+
+def environment(
+    *, name: NameOption = "0", secret_file: SecretOption = None, home: HomeOption
+) -> None:
+    """Print the variables that a vLLM of your own needs for `engine serve --attach`."""
+    own = home.agent(name)
+    own.create()
+    secret = read_or_make_secret(secret_file or own.agent_secret)
+    for variable, value in plugin_env(own, derive_token(secret, "hints"), name).items():
+        typer.echo(f"export {variable}='{value}'")
+
+
+def _start_in_background(home: Home, name: str, address: tuple[str, int]) -> None:
+    """The same command without `--detach`, detached. Raises what made the agent give up."""
+    record_path, log_path = home.agent_process(name), home.log / f"agent-{name}.log"
+    earlier = process.read_record(record_path)
+    if earlier is not None and process.is_alive(earlier):
+        raise StateError(f"an agent of engine {name} runs already; `batchrun down` ends it")
+    home.create()
+    flags_end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    flags = [word for word in sys.argv[1:flags_end] if word not in {"--detach", "-d"}]
+    log_size = log_path.stat().st_size if log_path.exists() else 0
+    record = process.spawn(
+        [sys.executable, "-m", "batchrun", *flags, *sys.argv[flags_end:]],
+        env=dict(os.environ),
+        log_path=log_path,
+        record_path=record_path,
+    )
+    while process.is_alive(record):
+        with suppress(OSError), socket.create_connection(address, timeout=POLL_S):
+            return
+        time.sleep(POLL_S)
+    raise BatchrunError(last_words(log_path, log_size))
+
+
+async def _run(agent: Agent, ready: str) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, agent.stop)
+    await agent.run(on_listening=lambda: note(ready))
+
+
+def _deployment_of(
+    deployment: Deployment, home: Home, name: str, attach: str | None, vllm_args: list[str]
+) -> Deployment:
+    """A deployment of this one engine, as batchrun.yaml has it if it names one that batchrun starts
+    itself."""
+    named = [each for each in deployment.engines if each.name == name and each.is_ours]
+    config = named[0] if named else EngineConfig(name=name)
+    if attach is not None:
+        if vllm_args or config.command is not None:
+            raise InputError("--attach: that vLLM runs already; give its arguments to itself")
+        config = EngineConfig(name=name, attach=attach)
+    if config.is_vllm:
+        arguments = (*config.vllm_args, *vllm_args)
+        python = str(engine_python(config, home))
+        config = config.model_copy(update={"vllm_args": arguments, "python": python})
+    return deployment.model_copy(update={"engines": (config,)})

@@ -1,0 +1,1 @@
+"""Driving a deployment from outside, as the command line and Python do."""

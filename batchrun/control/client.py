@@ -1,0 +1,76 @@
+"""Asking the running daemon, over HTTP on loopback."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+from batchrun import errors
+from batchrun.errors import BatchrunError, DaemonUnavailableError
+from batchrun.home import CONTROL_PREFIX, Home
+
+TIMEOUT_S = 30.0
+JsonDocument = dict[str, Any]
+
+
+class DaemonClient:
+    """The daemon of one home. Every call raises DaemonUnavailableError when none answers."""
+
+    def __init__(self, home: Home, *, timeout_s: float = TIMEOUT_S) -> None:
+        self._home = home
+        self._timeout_s = timeout_s
+
+    def get(self, path: str) -> JsonDocument:
+        """GET a control route."""
+        return self._call("GET", path, None)
+
+    def post(self, path: str, document: Mapping[str, object] | None = None) -> JsonDocument:
+        """POST a JSON object to a control route."""
+        return self._call("POST", path, document or {})
+
+    def is_running(self) -> bool:
+        """Whether a daemon answers."""
+        try:
+            self.get("/status")
+        except DaemonUnavailableError:
+            return False
+        return True
+
+    def _call(self, method: str, path: str, document: Mapping[str, object] | None) -> JsonDocument:
+        missing = DaemonUnavailableError(
+            f"no daemon runs for {self._home.path}; start one with `batchrun up -d`"
+        )
+        address = self._home.read_daemon_address()
+        if address is None:
+            raise missing
+        request = urllib.request.Request(
+            address.url + CONTROL_PREFIX + path,
+            method=method,
+            data=None if document is None else json.dumps(document).encode(),
+            headers={
+                "Authorization": f"Bearer {address.token}",
+                "Content-Type": "application/json",
+            },
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
+                answer: JsonDocument = json.load(response)
+                return answer
+        except urllib.error.HTTPError as error:
+            raise _as_our_error(error) from error
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise missing from error
+
+
+def _as_our_error(error: urllib.error.HTTPError) -> BatchrunError:
+    try:
+        envelope = json.load(error)["error"]
+    except (ValueError, KeyError, TypeError):
+        return BatchrunError(f"the daemon answered HTTP {error.code}")
+    kind = getattr(errors, str(envelope.get("code")), BatchrunError)
+    is_ours = isinstance(kind, type) and issubclass(kind, BatchrunError)
+    return (kind if is_ours else BatchrunError)(envelope["message"])

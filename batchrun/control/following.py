@@ -1,0 +1,168 @@
+"""Watching work until it ends: progress on stderr, and one job from submission to its end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, Self
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.segment import Segment
+
+from batchrun.control.client import DaemonClient
+from batchrun.errors import (
+    EngineError,
+    JobFailedError,
+    RowsFailedError,
+    StoreFullError,
+    shown_safely,
+)
+from batchrun.types import JobState
+
+FILE_WIDTH_CHARS = 10_000
+"""Nothing is folded or cut in a file or a pipe."""
+POLL_INTERVAL_S = 0.3
+STALL_PATIENCE_S = 5.0
+
+
+def _is_notebook() -> bool:
+    """Whether a Jupyter kernel runs this: its page shows what a terminal would, line by line."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return shell is not None and hasattr(shell, "kernel")
+
+
+class SafeConsole(Console):
+    """A console that never hands a terminal what it would obey, whoever wrote it."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """As rich does, with each character that nobody can see as `shown_safely` has it."""
+        for segment in super().render(renderable, options):
+            text, style, control = segment
+            yield segment if control else Segment(shown_safely(text), style)
+
+
+def _stderr() -> Console:
+    console = partial(
+        SafeConsole, stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False
+    )
+    if _is_notebook():
+        return console(force_jupyter=False, force_terminal=True, width=100)
+    return console(width=None if sys.stderr.isatty() else FILE_WIDTH_CHARS)
+
+
+err = _stderr()
+
+
+def note(line: str) -> None:
+    """A line on stderr: not part of the result."""
+    err.print(line)
+
+
+class ProgressBar:
+    """A `ProgressSink` that draws on stderr once the work has taken `after_s`, and is gone when it
+    ends; it draws nothing where nobody watches, nor without `is_shown`."""
+
+    def __init__(self, after_s: float = 2.0, *, is_shown: bool = True) -> None:
+        self._shown_from_s = time.monotonic() + after_s
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=err,
+            transient=True,
+            disable=not (is_shown and err.is_interactive),
+        )
+        self._task = self._progress.add_task("", total=None)
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if self._progress.disable or time.monotonic() < self._shown_from_s:
+            return
+        self._progress.start()
+        self._progress.update(self._task, description=stage, completed=done, total=total or None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+
+def watch(
+    client: DaemonClient,
+    job_id: str,
+    *,
+    go_on: str | None = None,
+    is_shown: bool = True,
+    is_enough: Callable[[], bool] = lambda: False,
+) -> dict[str, Any]:
+    """The daemon's view of a job once it has ended or paused, or `is_enough`.
+
+    `go_on` is the command that takes the job up again. Raises DaemonUnavailableError, EngineError
+    where no engine is left to run it, StoreFullError where its results cannot be written.
+    """
+    stalled_since_s: float | None = None
+    with ProgressBar(after_s=0, is_shown=is_shown) as progress:
+        while True:
+            view = client.get(f"/jobs/{job_id}")
+            state = JobState(view["state"])
+            if state.is_terminal or state is JobState.PAUSED or is_enough():
+                return view
+            progress(_describe(view), num_done(view), view["num_rows"])
+            if view["engine_failure"] is not None:
+                raise EngineError(f"no engine is left to run {job_id}: {view['engine_failure']}")
+            if view["stalled"] is None:
+                stalled_since_s = None
+            elif stalled_since_s is None:
+                stalled_since_s = time.monotonic()
+            elif time.monotonic() - stalled_since_s > STALL_PATIENCE_S:
+                then = f"`batchrun {go_on}` goes" if go_on else "the job goes"
+                raise StoreFullError(
+                    f"results cannot be written: {view['stalled']}; then {then} on where it was"
+                )
+            time.sleep(POLL_INTERVAL_S)
+
+
+def check_end(view: Mapping[str, Any], *, then: str | None = None, strict: bool = False) -> None:
+    """Raises JobFailedError for a job that paused, failed, was cancelled or expired, under `strict`
+    RowsFailedError where rows failed; `then` is the command that goes on with a paused one."""
+    job_id, state = view["id"], JobState(view["state"])
+    if state is JobState.PAUSED:
+        raise JobFailedError(
+            f"{job_id} paused after {num_done(view):,} of {view['num_rows']:,} rows: "
+            f"{str(view['reason']).rstrip('.')}; mend the cause, then "
+            f"`batchrun {then or f'resume {job_id}'}` goes on where it was"
+        )
+    if state is JobState.FAILED and num_done(view) == view["num_rows"]:
+        raise RowsFailedError(f"{job_id} failed: {view['reason']}; see `batchrun errors {job_id}`")
+    if state is not JobState.COMPLETED:
+        raise JobFailedError(f"{job_id} {state}: {view['reason'] or view['output_path']}")
+    if view["num_failed"] and strict:
+        raise RowsFailedError(
+            f"rows failed: {view['num_failed']:,}; see `batchrun errors {job_id}`"
+        )
+
+
+def num_done(view: Mapping[str, Any]) -> int:
+    """Rows of a job that have a result, good or bad."""
+    return int(view["num_completed"]) + int(view["num_failed"])
+
+
+def _describe(view: dict[str, Any]) -> str:
+    late = f", {view['deadline_outlook']}" if view["is_deadline_kept"] is False else ""
+    doing = view["stalled"] or view["stage"] or f"{view['rows_per_s']:.1f} rows/s{late}"
+    return f"{view['name']}: {doing}"

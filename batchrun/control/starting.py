@@ -1,0 +1,165 @@
+"""A deployment as a thing that is started, found running, and stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from batchrun.config import STOCK_POLICY, Deployment, load_deployment
+from batchrun.control.client import DaemonClient
+from batchrun.control.following import ProgressBar
+from batchrun.engine import process
+from batchrun.errors import BatchrunError, DaemonUnavailableError, StateError
+from batchrun.files import StoreLock
+from batchrun.home import Home
+
+POLL_INTERVAL_S = 0.2
+STOP_WAIT_S = 15.0
+AGENT_STOP_S = 30.0
+"""An agent ends its engine first."""
+ANSWER_WAIT_S = 10.0
+"""A daemon that lives answers sooner."""
+
+
+def read_deployment(config: Path | None, **flags: str | None) -> Deployment:
+    """The deployment, as `load_deployment` has it, with every name in it known to this batchrun."""
+    from batchrun.cache.eviction import EVICTIONS
+    from batchrun.estimator.forecast import ForecastRule
+    from batchrun.routing.routers import ROUTERS
+    from batchrun.scheduling.policies import POLICIES, QUEUES
+
+    names = {
+        "policy": (*POLICIES, STOCK_POLICY),
+        "online_queue": QUEUES,
+        "eviction": EVICTIONS,
+        "router": ROUTERS,
+        "forecast_rule": list(ForecastRule),
+    }
+    return load_deployment(config, names, **flags)
+
+
+def flags_of(config: Path | None, model: str | None, listen: str | None) -> list[str]:
+    """What was said of the deployment, for another `batchrun up`."""
+    said = {"--config": config, "--model": model, "--listen": listen}
+    return [word for flag, value in said.items() if value for word in (flag, str(value))]
+
+
+def start_in_background(
+    home: Home, flags: Sequence[str], *, is_shown: bool = True
+) -> dict[str, Any]:
+    """Start a detached daemon and wait until an engine is ready; returns its status.
+
+    Raises what made the daemon give up, as one line.
+    """
+    if DaemonClient(home, timeout_s=ANSWER_WAIT_S).is_running():
+        raise StateError(f"a daemon runs already for {home.path}; stop it with `batchrun down`")
+    address = home.read_daemon_address()
+    if address is not None and StoreLock(home.store_lock).find_holder() == address.pid:
+        raise StateError(
+            f"the daemon of {home.path} (pid {address.pid}) runs and gave no answer within "
+            f"{ANSWER_WAIT_S:g} s; `batchrun down` ends it"
+        )
+    home.create()
+    log_path = home.log / "daemon.log"
+    log_size = log_path.stat().st_size if log_path.exists() else 0
+    record = process.spawn(
+        [sys.executable, "-m", "batchrun", "up", "--home", str(home.path), *flags],
+        env=dict(os.environ),
+        log_path=log_path,
+        record_path=home.daemon_process,
+    )
+    stages = "starting"
+    with ProgressBar(after_s=0, is_shown=is_shown) as progress:
+        while process.is_alive(record):
+            progress(stages, 0, 0)
+            with suppress(DaemonUnavailableError):
+                picture = DaemonClient(home).get("/status")
+                engines = picture["engines"]
+                if any(engine["state"] == "ready" for engine in engines):
+                    return picture
+                stages = "; ".join(f"engine {each['name']}: {each['stage']}" for each in engines)
+            time.sleep(POLL_INTERVAL_S)
+    raise BatchrunError(last_words(log_path, log_size))
+
+
+@contextmanager
+def deployment_up(
+    home: Home, flags: Sequence[str] = (), *, is_shown: bool = True
+) -> Iterator[DaemonClient]:
+    """The deployment of a home: the one that runs, or one that is started and, at the end, stopped.
+
+    Raises what made the daemon give up, as one line.
+    """
+    client = DaemonClient(home)
+    if client.is_running():
+        yield client
+        return
+    try:
+        start_in_background(home, flags, is_shown=is_shown)
+        yield client
+    finally:
+        # A second Ctrl-C would leave an engine running.
+        with _uninterrupted():
+            stop_everything(home)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def stop_everything(home: Home) -> list[str]:
+    """Stop daemon, gateway and engines of a home; returns what was running."""
+    stopped: list[str] = []
+    is_daemon_stopped = _stop_daemon(home)
+    # A daemon that has only just been spawned does not hold the lock yet.
+    if process.stop_recorded(home.daemon_process, STOP_WAIT_S) or is_daemon_stopped:
+        stopped.append("daemon")
+    if process.stop_recorded(home.gateway_process):
+        stopped.append("gateway")
+    for record_path in sorted(home.run.glob("agent-*.json")):
+        if process.stop_recorded(record_path, AGENT_STOP_S):
+            stopped.append(record_path.stem.replace("agent-", "agent of engine "))
+    for record_path in sorted(home.run.glob("engine-*.json")):
+        if process.stop_recorded(record_path):
+            stopped.append(record_path.stem.replace("engine-", "engine "))
+    return stopped
+
+
+def _stop_daemon(home: Home) -> bool:
+    """SIGTERM to the holder of the store's lock, SIGKILL after `STOP_WAIT_S`."""
+    lock = StoreLock(home.store_lock)
+    deadline_s = time.monotonic() + STOP_WAIT_S
+    signalled: int | None = None
+    while (pid := lock.find_holder()) is not None:
+        with suppress(ProcessLookupError):
+            if pid and signalled != pid:
+                os.kill(pid, signal.SIGTERM)
+                signalled = pid
+            elif pid and time.monotonic() > deadline_s:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(POLL_INTERVAL_S)
+    return signalled is not None
+
+
+def last_words(log_path: Path, start: int) -> str:
+    """The daemon's own error line, from what it has logged since `start`."""
+    with log_path.open("rb") as log:
+        log.seek(start)
+        lines = log.read().decode(errors="replace").splitlines()
+    said = [line for line in lines if line.startswith("batchrun: ")] or lines
+    return said[-1].removeprefix("batchrun: ") if said else f"the daemon ended; log: {log_path}"

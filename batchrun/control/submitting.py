@@ -1,0 +1,148 @@
+"""Handing jobs over, finding the one that is the same, and looking at them, daemon or not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from batchrun.control.client import DaemonClient
+from batchrun.control.following import ProgressBar
+from batchrun.control.starting import read_deployment
+from batchrun.errors import DaemonUnavailableError, UnknownJobError
+from batchrun.files import StoreLock
+from batchrun.home import Home
+from batchrun.jobs.pin import InputPin
+from batchrun.jobs.spec import JobSpec
+from batchrun.store import jobs
+from batchrun.store.database import Store, open_store
+from batchrun.store.jobs import JobRecord, NewJob
+from batchrun.types import JobState
+
+LOCK_WAIT_S = 2.0
+
+
+@contextmanager
+def stored_job(job: str, home: Home) -> Iterator[tuple[Store, JobRecord]]:
+    """A job as it stands in the store, beside a daemon or without one. Raises UnknownJobError."""
+    if not home.has_store:
+        raise UnknownJobError(f"{job}: no such job; {home.path} holds no jobs yet")
+    with closing(open_store(home.store_location)) as store:
+        yield store, jobs.get(store, job)
+
+
+def prepare(
+    file: Path, home: Home, continue_from: str | None = None, *, is_shown: bool = True
+) -> NewJob:
+    """Read, check and pin a job file.
+
+    Raises JobSpecError, DataError and ConfigError; for `continue_from` UnknownJobError, and
+    DataError where that job's input is not what it was any more.
+    """
+    from batchrun.jobs.job_file import load_job_file
+
+    spec = load_job_file(file, cwd=Path.cwd())
+    return prepare_spec(spec, home, continue_from, is_shown=is_shown)
+
+
+def prepare_spec(
+    spec: JobSpec, home: Home, continue_from: str | None = None, *, is_shown: bool = True
+) -> NewJob:
+    """Check and pin a job that was read, or made; raises what `prepare` raises."""
+    from batchrun.jobs.submit import open_submitted, prepare_job
+
+    with ProgressBar(is_shown=is_shown) as progress:
+        if continue_from is not None:
+            with stored_job(continue_from, home) as (_, record):
+                before = JobSpec.model_validate_json(record.spec)
+                open_submitted(record, before, links=home.inputs).close()
+                spec = spec.model_copy(update={"continue_from": record.id})
+        home.create()
+        return prepare_job(spec, links=home.inputs, progress=progress)
+
+
+def hand_over(job: NewJob, home: Home) -> tuple[str, bool]:
+    """Give a job to the daemon, or to the store when none runs; returns (id, it waits)."""
+    try:
+        return str(DaemonClient(home).post("/jobs", asdict(job))["id"]), False
+    except DaemonUnavailableError:
+        return _add_to_store(job, home), True
+
+
+def _add_to_store(job: NewJob, home: Home) -> str:
+    from batchrun.store.place import DaemonLock, open_for
+
+    home.create()
+    with StoreLock(home.store_lock, wait_s=LOCK_WAIT_S):
+        if home.has_store:
+            store = open_store(home.store_location)
+        else:
+            store = open_for(home, read_deployment(None).store_url)
+        with closing(store), DaemonLock(store, wait_s=LOCK_WAIT_S):
+            return jobs.create(store, job, now_s=time.time()).id
+
+
+@dataclass(frozen=True, slots=True)
+class SameJob:
+    """The newest job of the same content over the same input, as the store has it."""
+
+    record: JobRecord
+    num_failed: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it completed, every row has an answer, and the answers are still there."""
+        is_done = self.record.state is JobState.COMPLETED and not self.num_failed
+        return is_done and self.record.results_removed_at is None
+
+    @property
+    def may_continue(self) -> bool:
+        """Whether it has ended, and a new job can take over the answers it has."""
+        return self.record.state.is_terminal and self.record.results_removed_at is None
+
+
+def find_same(job: NewJob, home: Home) -> SameJob | None:
+    """The newest job with this very content, ended or not; None where its input was another."""
+    if not home.has_store:
+        return None
+    with closing(open_store(home.store_location)) as store:
+        found = jobs.find_newest(store, job.content_hash)
+        if found is None or _bytes_of(found.pin) != _bytes_of(job.pin):
+            return None
+        counts = found.counts
+        return SameJob(found, 0 if counts is None else counts.num_failed)
+
+
+def _bytes_of(pin: str) -> list[tuple[str, ...]]:
+    return [(file.path, *file.block_hashes) for file in InputPin.model_validate_json(pin).files]
+
+
+def go_on(record: JobRecord, client: DaemonClient) -> dict[str, Any]:
+    """Let an unfinished job go on where it was, resumed if it is paused; its view before that."""
+    view = client.get(f"/jobs/{record.id}")
+    if JobState(view["state"]) is JobState.PAUSED:
+        client.post(f"/jobs/{record.id}/resume")
+    return view
+
+
+def view_jobs(home: Home) -> dict[str, Any]:
+    """The daemon's snapshot, or what the store alone can tell of the jobs, oldest first."""
+    try:
+        return DaemonClient(home).get("/status")
+    except DaemonUnavailableError:
+        pass
+    views: list[dict[str, object]] = []
+    if home.has_store:
+        from batchrun.daemon.view import view_job
+        from batchrun.store import results
+
+        with closing(open_store(home.store_location)) as store:
+            for record in jobs.list_jobs(store):
+                num_cut = results.count_cut(store, record.seq)
+                views.append(
+                    view_job(record, results.count(store, record.seq)) | {"num_cut": num_cut}
+                )
+    return {"gateway": None, "offline": None, "stalled": None, "engines": [], "jobs": views}

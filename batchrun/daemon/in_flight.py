@@ -1,0 +1,220 @@
+"""What the dispatch sees of a job and of an engine: rows to run, and what is in flight.
+
+The daemon's jobs and engines are such, and those of the simulator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from batchrun.daemon.faults import SOLO, Backpressure, Trials
+from batchrun.estimator.answer_length import AnswerLengths
+from batchrun.hints import SharedPrefixes
+from batchrun.pool.prefix_keys import ChainTable
+from batchrun.pool.radix_tree import PrefixOrder
+from batchrun.pool.row_queue import RowLoad, RowQueue, Window
+from batchrun.wire import RowKey
+
+GATEWAYS_LEARN_S = 2.0
+"""Gateways look at the list of engines four times a second; one may be busy."""
+LEAVING_S = 300.0
+
+
+class RowPlan(Protocol):
+    """All rows of a job as they are known before any of them ran: the keys of each row's prompt,
+    the planned order, and prompt tokens."""
+
+    @property
+    def chains(self) -> ChainTable: ...
+
+    @property
+    def order(self) -> PrefixOrder: ...
+
+    def estimate_tokens(self, row: int) -> int: ...
+
+
+class RunningJob(Protocol):
+    """A job whose rows go to engines.
+
+    `queue` holds the rows that still have to run, `trials` the suspects among them; from the
+    dispatch `answers` learns how long answers are. `left_tokens` is what rows without a result are
+    expected to compute when the job joins, `cost_tokens` what one is. `current_nodes` is kept by
+    the dispatch: of each engine, the prefix node of the row that it got last.
+    """
+
+    current_nodes: dict[int, int]
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def model(self) -> str:
+        """The one its rows ask for; `DEFAULT_MODEL`: that of the first engine."""
+        ...
+
+    @property
+    def weight(self) -> float: ...
+
+    @property
+    def left_tokens(self) -> int: ...
+
+    @property
+    def plan(self) -> RowPlan: ...
+
+    @property
+    def queue(self) -> RowQueue: ...
+
+    @property
+    def trials(self) -> Trials: ...
+
+    @property
+    def answers(self) -> AnswerLengths: ...
+
+    def cost_tokens(self, row: int) -> int: ...
+
+
+JobT = TypeVar("JobT", bound=RunningJob)
+SlotT = TypeVar("SlotT", bound="EngineSlot")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Demand:
+    """What a row asks for: room for the tokens of its prompt, and for its work in seconds of a
+    usual engine.
+
+    `limit` is that of a suspect (see `Trials`); an urgent row has some room beyond the window.
+    """
+
+    prompt_tokens: int
+    work_s: float = 0.0
+    limit: int | None = None
+    is_urgent: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Assignment(Generic[JobT, SlotT]):
+    """A row that was taken from its job's queue for an engine, which goes by its number.
+
+    `prefixes` are for its hint, counted when it was taken: rows that were taken with it, a moment
+    later, are rows to come.
+    """
+
+    job: JobT
+    row: int
+    slot: SlotT
+    engine: int
+    demand: Demand
+    prefixes: SharedPrefixes
+
+    @property
+    def key(self) -> RowKey:
+        """What the engine knows the row by."""
+        return self.job.id, self.row
+
+    @property
+    def tokens(self) -> int:
+        """Those of its prompt, as they were estimated."""
+        return self.demand.prompt_tokens
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether it goes before the rows that wait in the engine: its job's deadline is near."""
+        return self.demand.is_urgent
+
+    @property
+    def trials(self) -> Trials:
+        return self.job.trials
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class EngineSlot:
+    """One engine, with what is in flight on it.
+
+    `models` are those it serves; empty: it does not tell. While `is_down` it gets no rows. While it
+    `is_set_apart` only suspects go to it; since `apart_since_s` the gateways know it. What the
+    properties below tell is another's to say.
+    """
+
+    window: Window
+    pressure: Backpressure = field(default_factory=Backpressure)
+    load: RowLoad = field(default_factory=RowLoad)
+    models: tuple[str, ...] | None = ()
+    is_down: bool = False
+    is_set_apart: bool = False
+    apart_since_s: float | None = None
+    in_flight: dict[RowKey, Assignment[Any, Any]] = field(default_factory=dict)
+    _limits: dict[RowKey, int] = field(default_factory=dict)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether rows may be sent."""
+        return not self.is_down
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it will never be usable again by itself."""
+        return False
+
+    @property
+    def runs_scheduler(self) -> bool:
+        """Whether batchrun's scheduler runs in it, which chooses among the rows that wait."""
+        return True
+
+    @property
+    def num_running(self) -> int:
+        """Offline rows that the engine runs now, as far as it tells."""
+        return 0
+
+    @property
+    def num_other_calls(self) -> int:
+        """Calls that the engine has besides our rows, as far as it tells: online ones, and those
+        that run as offline work."""
+        return 0
+
+    def serves(self, model: str) -> bool:
+        """Whether rows that ask for this model can run here."""
+        return True
+
+    def is_left_alone(self, now_s: float) -> bool:
+        """Whether online calls and other rows have left an engine that is set apart.
+
+        Calls that do not end are not waited for longer than `LEAVING_S`.
+        """
+        if self.apart_since_s is None or len(self._limits) < len(self.in_flight):
+            return False
+        apart_s = now_s - self.apart_since_s
+        return apart_s >= (LEAVING_S if self.num_other_calls else GATEWAYS_LEARN_S)
+
+    def take(self, assignment: Assignment[Any, Any], now_s: float) -> None:
+        """A row goes to the engine."""
+        self.pressure.sent(len(self.in_flight), now_s)
+        self.in_flight[assignment.key] = assignment
+        limit = assignment.trials.limits.get(assignment.row)
+        if limit is not None:
+            self._limits[assignment.key] = limit
+        self.window.add(assignment.tokens, now_s)
+        self.load.add(assignment.tokens, assignment.demand.work_s)
+
+    def release(self, assignment: Assignment[Any, Any]) -> None:
+        """The row is in the engine no longer."""
+        del self.in_flight[assignment.key]
+        self._limits.pop(assignment.key, None)
+        self.window.remove(assignment.tokens)
+        self.load.remove(assignment.tokens, assignment.demand.work_s)
+
+    def has_room_for(self, demand: Demand, now_s: float) -> bool:
+        """Whether a row that asks for this may go now."""
+        if not (self._lets_in(demand.limit) and self.pressure.allows(len(self.in_flight), now_s)):
+            return False
+        tokens = demand.prompt_tokens
+        return self.window.has_room(tokens, self.num_running, is_urgent=demand.is_urgent)
+
+    def _lets_in(self, limit: int | None) -> bool:
+        """Whether the suspects among the rows in flight allow another row, of this limit."""
+        limits = self._limits.values()
+        if limit is None:
+            return SOLO not in limits
+        if limit == SOLO and self.in_flight:
+            return False
+        return len(limits) < min([limit, *limits])

@@ -1,0 +1,116 @@
+"""Ends an engine whose agent is gone, and keeps two agents from running one engine.
+
+A process of its own, in a session of its own: it waits for the end of a pipe that the agent alone
+holds open, which comes however the agent dies. Then it ends everything that carries the engine's
+nonce. While it lives it holds a lock, so that the next agent starts the engine only after that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import select
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+from batchrun.engine import process
+from batchrun.errors import EngineError
+
+READY = b"ready\n"
+READY_WAIT_S = 30.0
+"""Longer than it takes to end an engine."""
+GRACE_S = 2.0
+SECOND_LOOK_S = 0.5
+"""A process that was just being started shows its nonce after this at the latest."""
+RESTART_S = 0.2
+POLL_S = 0.1
+
+
+class Guard:
+    """The guard of the engine that the record at `record_path` names."""
+
+    def __init__(self, record_path: Path) -> None:
+        self._record_path = record_path
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        """Returns when an engine may be started. Raises EngineError when another agent has it."""
+        program = [sys.executable, "-m", "batchrun.engine.agent.guard", str(self._record_path)]
+        pipe = asyncio.subprocess.PIPE
+        self._process = await asyncio.create_subprocess_exec(
+            *program, stdin=pipe, stdout=pipe, start_new_session=True
+        )
+        assert self._process.stdout is not None
+        try:
+            async with asyncio.timeout(READY_WAIT_S):
+                line = await self._process.stdout.readline()
+        except TimeoutError:
+            await self.close()
+            line = b""
+        if line != READY:
+            raise EngineError(
+                f"another agent runs the engine of {self._record_path}; end it, or give this one "
+                "another --name or --home"
+            )
+
+    async def watch(self) -> None:
+        """Replace the guard when it dies, for ever. Raises EngineError as `start` does."""
+        while self._process is not None:
+            await self._process.wait()
+            await asyncio.sleep(RESTART_S)
+            await self.start()
+
+    async def close(self) -> None:
+        """Let the guard end what is left of the engine, and itself."""
+        guard, self._process = self._process, None
+        if guard is not None and guard.stdin is not None:
+            guard.stdin.close()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(READY_WAIT_S):
+                    await guard.wait()
+
+
+def end_engine(record_path: Path) -> None:
+    """End the engine that a record names, with all its processes, within seconds."""
+    record = process.read_record(record_path)
+    if record is None:
+        return
+    process.terminate(record, GRACE_S)
+    time.sleep(SECOND_LOOK_S)
+    process.terminate(record, GRACE_S)
+    if process.read_record(record_path) == record:
+        record_path.unlink(missing_ok=True)
+
+
+def main(arguments: list[str]) -> int:
+    """Guard until standard input ends."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_IGN)
+    record_path = Path(arguments[0])
+    record_path.parent.mkdir(parents=True, exist_ok=True)
+    with record_path.with_suffix(".lock").open("w") as lock:
+        while not _try_lock(lock):
+            if select.select([sys.stdin], [], [], POLL_S)[0]:
+                return 0
+        with suppress(BrokenPipeError):
+            os.write(sys.stdout.fileno(), READY)
+        sys.stdin.buffer.read()
+        end_engine(record_path)
+    return 0
+
+
+def _try_lock(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

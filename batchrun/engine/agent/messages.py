@@ -1,0 +1,141 @@
+"""What daemon and agent tell each other: MessagePack over one WebSocket, a message a frame.
+
+Fields may be added; unknown ones are ignored, since an agent may outlive the batchrun that started
+it. Times are in seconds; instants are UTC epoch seconds.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from batchrun.types import EnginePhase, Outcome
+from batchrun.wire import MAX_MESSAGE_BYTES, RowKey
+
+PREFIX = "/batchrun/agent/v1"
+"""Where the agent's own routes begin; everything else is the engine's."""
+LINK, STATE, LOG, DRAIN, STOP = (
+    PREFIX + name for name in ("/link", "/state", "/log", "/drain", "/stop")
+)
+
+MAX_FRAME_BYTES = 160 << 20
+"""A reply of an engine has 64 MiB at most; a batch is sent once it is larger than 16."""
+MAX_BATCH_BYTES = 16 << 20
+HEARTBEAT_S = 5.0
+"""Either end takes the other for gone when it has not answered for half as long again."""
+
+WireMessage = Annotated[bytes, Meta(max_length=MAX_MESSAGE_BYTES)]
+
+
+class AgentState(Struct, frozen=True, tag="state"):
+    """The agent and its engine, sent when it changes.
+
+    `start_id` differs with every start of the agent, `started` with every start of the engine.
+    `phase` and `stage` are the engine's. `place` is the machine and its network, as `here` names
+    it: whoever is in the same place reaches the engine itself at `engine_url`. `last_steps` are the
+    rows of the last steps of an engine that went down.
+    """
+
+    start_id: str
+    version: str
+    name: str
+    phase: EnginePhase
+    stage: str
+    started: int
+    engine_url: str
+    place: str
+    runs_scheduler: bool = False
+    is_draining: bool = False
+    last_steps: tuple[RowKey, ...] = ()
+
+
+class HeardTelemetry(Struct, frozen=True, tag="telemetry"):
+    """A message of the engine's scheduler, as `wire` has it."""
+
+    message: WireMessage
+
+
+class HeardAnswer(Struct, frozen=True, tag="answer"):
+    """The scheduler's answer to orders, as `wire` has it."""
+
+    message: WireMessage
+
+
+class SendOrders(Struct, frozen=True, tag="orders"):
+    """Orders for the engine's scheduler, as `wire` has them."""
+
+    message: WireMessage
+
+
+class SentRow(Struct, frozen=True, array_like=True):
+    """A row for the engine. `body` is the JSON that it gets; `timeout_s` None: it may take as long
+    as it likes."""
+
+    job_id: str
+    row: int
+    attempt: int
+    epoch: int
+    endpoint: str
+    body: bytes
+    timeout_s: float | None = None
+
+    @property
+    def key(self) -> RowKey:
+        return self.job_id, self.row
+
+
+class SendRows(Struct, frozen=True, tag="rows"):
+    """Rows to run. One that the agent has already is not run again."""
+
+    rows: tuple[SentRow, ...]
+
+
+class ForgetRows(Struct, frozen=True, tag="forget"):
+    """Rows that are not wanted any more, or whose outcomes are committed."""
+
+    keys: tuple[RowKey, ...]
+
+
+class HeldRows(Struct, frozen=True, tag="held"):
+    """All rows that the agent has, running or with an outcome, when a daemon comes."""
+
+    keys: tuple[RowKey, ...]
+
+
+class EndedRows(Struct, frozen=True, tag="ended"):
+    """Outcomes, kept until they are forgotten."""
+
+    outcomes: tuple[Outcome, ...]
+
+
+FromAgent = AgentState | HeardTelemetry | HeardAnswer | HeldRows | EndedRows
+FromDaemon = SendOrders | SendRows | ForgetRows
+
+_FROM_AGENT: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
+_FROM_DAEMON: msgspec.msgpack.Decoder[FromDaemon] = msgspec.msgpack.Decoder(FromDaemon)
+encode = msgspec.msgpack.Encoder().encode
+
+
+def read_from_agent(frame: bytes) -> FromAgent:
+    """A message of an agent. Raises ValueError when it is none."""
+    try:
+        return _FROM_AGENT.decode(frame)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"a message that cannot be read: {error}") from error
+
+
+def read_from_daemon(frame: bytes) -> FromDaemon:
+    """A message of a daemon. Raises ValueError when it is none."""
+    try:
+        return _FROM_DAEMON.decode(frame)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"a message that cannot be read: {error}") from error
+
+
+def here() -> str:
+    """This machine since its start, and the network that its processes see."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    return f"{boot_id} {Path('/proc/self/ns/net').stat().st_ino}"

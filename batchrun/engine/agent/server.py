@@ -1,0 +1,427 @@
+"""The agent: an engine's keeper and its door, where only holders of the secret come in.
+
+It starts, watches and restarts the engine, or stands beside one that somebody else started; hands
+a daemon what the engine's scheduler says and takes orders and rows from it; and passes all other
+calls on to the engine. It goes on without a daemon. When it dies, its guard ends the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import ssl
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import aiohttp
+import msgspec
+from aiohttp import web
+from multidict import CIMultiDict
+from yarl import URL
+
+from batchrun import __version__
+from batchrun.engine import process
+from batchrun.engine.agent import messages
+from batchrun.engine.agent.guard import Guard
+from batchrun.engine.agent.held_rows import KeptOutcomes, RowKeeper
+from batchrun.engine.agent.messages import (
+    AgentState,
+    ForgetRows,
+    FromAgent,
+    HeardAnswer,
+    HeardTelemetry,
+    SendOrders,
+    SendRows,
+    read_from_daemon,
+)
+from batchrun.engine.engine import Engine, ManagedEngine
+from batchrun.engine.progress import SILENCE
+from batchrun.engine.sockets import EngineSockets
+from batchrun.errors import EngineError
+from batchrun.types import EnginePhase
+from batchrun.wire import RowKey, read_last_steps
+
+log = logging.getLogger(__name__)
+
+HANDSHAKE_S = 10.0
+REPORT_S = 0.1
+LOG_CHECK_S = 30.0
+LOOK_S = 1.0
+MAX_UNSENT = 4096
+"""A daemon that is so many messages behind has to come again."""
+MAX_TAIL_BYTES = 1 << 20
+DEFAULT_TAIL_LINES = 100
+_CLOSE_WAIT_S = 1.0
+_CONNECT_S = 5.0
+_HOP_BY_HOP = frozenset({
+    "connection",
+    "keep-alive",
+    "proxy-authenticate",
+    "proxy-authorization",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+    "host",
+})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSettings:
+    """Where an agent listens, and where what concerns its engine lies.
+
+    `channel` is the path of the sockets of the engine's scheduler, without their endings;
+    `last_steps` and `log` are files that the engine writes, None where there are none.
+    `kept` is the file of outcomes that nobody has fetched.
+    """
+
+    name: str
+    host: str
+    port: int
+    tls: ssl.SSLContext
+    channel: Path
+    last_steps: Path
+    kept: Path
+    log: Path | None = None
+    runs_scheduler: bool = False
+
+
+class Agent:
+    """One engine's agent. `run` drives it."""
+
+    def __init__(self, engine: Engine, settings: AgentSettings) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._sockets = EngineSockets(settings.channel)
+        self._rows = RowKeeper(
+            engine.client, KeptOutcomes(settings.kept), self._tell, self._on_death
+        )
+        self._start_id = secrets.token_hex(8)
+        self._place = messages.here()
+        self._was_heard = settings.runs_scheduler
+        self._is_draining = self._is_down = False
+        self._link: _Link | None = None
+        self._state: AgentState | None = None
+        self._stopped = asyncio.Event()
+        self._session: aiohttp.ClientSession | None = None
+
+    def stop(self) -> None:
+        """End `run`, and with it an engine that it started."""
+        self._stopped.set()
+
+    async def run(self, on_listening: Callable[[], None]) -> None:
+        """Serve until `stop`; `on_listening` is called once the port is open.
+
+        Raises EngineError when the engine fails for good, or the address is taken.
+        """
+        guard = None
+        if isinstance(self._engine, ManagedEngine):
+            guard = Guard(self._engine.settings.record_path)
+            await guard.start()
+        work: list[Coroutine[None, None, None]] = [
+            self._keep_engine(),
+            self._sockets.run(self._hear_telemetry, self._hear_answer),
+            self._report(),
+            self._cut_log(),
+            self._watch_progress(),
+            self._rows.run(),
+        ]
+        if guard is not None:
+            work.append(guard.watch())
+        try:
+            async with self._serving():
+                on_listening()
+                await self._work(work)
+        finally:
+            await self._rows.close()
+            if guard is not None:
+                await guard.close()
+
+    async def _work(self, work: Sequence[Coroutine[None, None, None]]) -> None:
+        """All of it until `stop`, or until one of it ends; then the engine is ended."""
+        tasks = [asyncio.create_task(each) for each in work]
+        stopped = asyncio.create_task(self._stopped.wait())
+        try:
+            await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
+            failures = [task.exception() for task in tasks if task.done()]
+        finally:
+            for task in (*tasks, stopped):
+                task.cancel()
+            await asyncio.gather(*tasks, stopped, return_exceptions=True)
+            await self._engine.stop()
+        for failure in failures:
+            if failure is not None:
+                raise failure
+
+    @asynccontextmanager
+    async def _serving(self) -> AsyncIterator[None]:
+        """Listen; the port is closed again at the end."""
+        app = web.Application(client_max_size=messages.MAX_FRAME_BYTES)
+        app.router.add_get(messages.LINK, self._on_link)
+        app.router.add_get(messages.STATE, self._on_state)
+        app.router.add_get(messages.LOG, self._on_log)
+        app.router.add_post(messages.DRAIN, self._on_drain)
+        app.router.add_post(messages.STOP, self._on_stop)
+        app.router.add_route("*", "/{path:.*}", self._pass_on)
+        runner = web.AppRunner(
+            app, handler_cancellation=True, shutdown_timeout=_CLOSE_WAIT_S, access_log=None
+        )
+        await runner.setup()
+        assert runner.server is not None
+        settings = self._settings
+        self._session = _open_session()
+        try:
+            server = await asyncio.get_running_loop().create_server(
+                runner.server,
+                settings.host,
+                settings.port,
+                ssl=settings.tls,
+                ssl_handshake_timeout=HANDSHAKE_S,
+            )
+        except OSError as error:
+            await self._session.close()
+            await runner.cleanup()
+            address = f"{settings.host}:{settings.port}"
+            raise EngineError(f"cannot listen on {address}: {error.strerror}") from error
+        try:
+            yield
+        finally:
+            server.close()
+            if self._link is not None:
+                await self._link.close()
+            await runner.cleanup()
+            await self._session.close()
+
+    async def _keep_engine(self) -> None:
+        """Start the engine and watch it. Raises EngineError when it fails for good."""
+        if isinstance(self._engine, ManagedEngine):
+            await self._engine.start()
+        else:
+            with suppress(EngineError):
+                await self._engine.start()
+        watch = asyncio.create_task(self._engine.watch())
+        try:
+            while not watch.done():
+                if self._engine.state is EnginePhase.FAILED:
+                    raise EngineError(self._engine.stage)
+                await asyncio.wait([watch], timeout=REPORT_S)
+            watch.result()
+        finally:
+            watch.cancel()
+
+    async def _report(self) -> None:
+        """Tell the daemon how things stand, when that changes."""
+        while True:
+            self._report_now()
+            await asyncio.sleep(REPORT_S)
+            if self._is_down and self._engine.state is EnginePhase.READY:
+                self._is_down = not await self._engine.client.is_healthy()
+
+    def _report_now(self) -> AgentState:
+        state = self._look()
+        if state != self._state:
+            self._state = state
+            self._tell(state)
+        return state
+
+    def _on_death(self) -> None:
+        """A row met a dead engine, which may not have been noticed yet."""
+        self._is_down = True
+        self._report_now()
+
+    def _look(self) -> AgentState:
+        engine, before = self._engine, self._state
+        phase = engine.state
+        if phase is EnginePhase.READY and self._is_down:
+            phase = EnginePhase.UNREACHABLE
+        last_steps: tuple[RowKey, ...] = ()
+        if phase is not EnginePhase.READY and before is not None:
+            last_steps = before.last_steps
+            if before.phase is EnginePhase.READY:
+                last_steps = tuple(sorted(read_last_steps(self._settings.last_steps)))
+        return AgentState(
+            start_id=self._start_id,
+            version=__version__,
+            name=self._settings.name,
+            phase=phase,
+            stage=engine.stage,
+            started=engine.started,
+            engine_url=engine.client.base_url,
+            place=self._place,
+            runs_scheduler=self._was_heard,
+            is_draining=self._is_draining,
+            last_steps=last_steps,
+        )
+
+    async def _watch_progress(self) -> None:
+        """Notice an engine that hangs: whoever watches it starts it again."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self._engine.state in {EnginePhase.READY, EnginePhase.UNREACHABLE}:
+                look = await self._engine.client.look()
+                if look is SILENCE:
+                    look = replace(look, has_work=self._rows.num_running > 0)
+                self._engine.progress.see(look, time.monotonic())
+
+    async def _cut_log(self) -> None:
+        while True:
+            await asyncio.sleep(LOG_CHECK_S)
+            if self._settings.log is not None:
+                with suppress(OSError):
+                    await asyncio.to_thread(process.cut_log, self._settings.log)
+
+    def _hear_telemetry(self, message: bytes) -> None:
+        self._was_heard = True
+        self._tell(HeardTelemetry(message))
+
+    def _hear_answer(self, message: bytes) -> None:
+        self._tell(HeardAnswer(message))
+
+    def _tell(self, message: FromAgent) -> bool:
+        """Send the daemon a message; False when none is there."""
+        return self._link is not None and self._link.send(message)
+
+    async def _on_link(self, request: web.Request) -> web.WebSocketResponse:
+        """A daemon comes; one that was there before is gone, or should be."""
+        socket = web.WebSocketResponse(
+            heartbeat=messages.HEARTBEAT_S, max_msg_size=messages.MAX_FRAME_BYTES, compress=False
+        )
+        await socket.prepare(request)
+        link = _Link(socket)
+        before, self._link = self._link, link
+        if before is not None:
+            await before.close()
+        log.info("a daemon has come from %s", request.remote)
+        link.send(self._report_now())
+        self._rows.meet()
+        writing = asyncio.create_task(link.write())
+        try:
+            async for frame in socket:
+                if frame.type is not aiohttp.WSMsgType.BINARY:
+                    break
+                await self._obey(frame.data)
+        except ValueError as error:
+            log.warning("the daemon at %s sent %s", request.remote, error)
+        finally:
+            writing.cancel()
+            if self._link is link:
+                self._link = None
+                self._rows.part()
+            log.info("the daemon at %s has gone", request.remote)
+        return socket
+
+    async def _obey(self, frame: bytes) -> None:
+        """Raises ValueError for what is no message of a daemon."""
+        match read_from_daemon(frame):
+            case SendOrders(message):
+                await self._sockets.send(message)
+            case SendRows(rows):
+                self._rows.take(rows, is_refused=self._is_draining)
+            case ForgetRows(keys):
+                self._rows.forget(keys)
+
+    async def _on_state(self, _request: web.Request) -> web.Response:
+        document = msgspec.to_builtins(self._report_now())
+        document |= {"held_rows": self._rows.num_held, "has_daemon": self._link is not None}
+        return web.json_response(document)
+
+    async def _on_log(self, request: web.Request) -> web.Response:
+        lines = request.query.get("lines", str(DEFAULT_TAIL_LINES))
+        if not lines.isdecimal() or self._settings.log is None:
+            raise web.HTTPBadRequest(text="lines: a number, of an engine that the agent started\n")
+        text = await asyncio.to_thread(_tail, self._settings.log, int(lines))
+        return web.Response(text=text)
+
+    async def _on_drain(self, request: web.Request) -> web.Response:
+        self._is_draining = request.query.get("on", "true") != "false"
+        return await self._on_state(request)
+
+    async def _on_stop(self, request: web.Request) -> web.Response:
+        asyncio.get_running_loop().call_later(REPORT_S, self.stop)
+        return await self._on_state(request)
+
+    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        """A call for the engine. Calls come in while the agent drains, but for new work."""
+        assert self._session is not None
+        if self._is_draining and request.method == "POST":
+            raise web.HTTPServiceUnavailable(text="draining\n", headers={"Retry-After": "1"})
+        try:
+            reply = await self._session.request(
+                request.method,
+                URL(self._engine.client.base_url + request.rel_url.raw_path_qs, encoded=True),
+                headers=_end_to_end(request.headers),
+                data=request.content if request.body_exists else None,
+                allow_redirects=False,
+            )
+        except (aiohttp.ClientError, OSError) as error:
+            text = f"the engine does not answer: {error}\n"
+            raise web.HTTPServiceUnavailable(text=text, headers={"Retry-After": "1"}) from error
+        async with reply:
+            headers = _end_to_end(reply.headers)
+            response = web.StreamResponse(status=reply.status, reason=reply.reason, headers=headers)
+            await response.prepare(request)
+            try:
+                async for chunk in reply.content.iter_any():
+                    await response.write(chunk)
+            except (aiohttp.ClientError, OSError):
+                # Broken off for the caller too, never ended as if it were whole.
+                if request.transport is not None:
+                    request.transport.abort()
+            return response
+
+
+class _Link:
+    """The connection of a daemon. Messages wait in order until it has taken those before."""
+
+    def __init__(self, socket: web.WebSocketResponse) -> None:
+        self._socket = socket
+        self._unsent: asyncio.Queue[bytes] = asyncio.Queue(MAX_UNSENT)
+        self._closing: asyncio.Task[None] | None = None
+
+    def send(self, message: FromAgent) -> bool:
+        try:
+            self._unsent.put_nowait(messages.encode(message))
+        except asyncio.QueueFull:
+            # It comes again, and hears of all that is held.
+            self._closing = asyncio.create_task(self.close())
+            return False
+        return True
+
+    async def write(self) -> None:
+        with suppress(ConnectionError):
+            while True:
+                await self._socket.send_bytes(await self._unsent.get())
+
+    async def close(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_WAIT_S):
+                await self._socket.close()
+
+
+def _open_session() -> aiohttp.ClientSession:
+    """Passes bytes on: no cookies kept, nothing unpacked, no limit on total time."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+        skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
+    )
+
+
+def _end_to_end(headers: CIMultiDict[str] | aiohttp.typedefs.LooseHeaders) -> CIMultiDict[str]:
+    kept = CIMultiDict(headers)
+    for name in _HOP_BY_HOP:
+        kept.popall(name, None)
+    return kept
+
+
+def _tail(path: Path, num_lines: int) -> str:
+    with path.open("rb") as file:
+        file.seek(max(path.stat().st_size - MAX_TAIL_BYTES, 0))
+        lines = file.read().decode("utf-8", "replace").splitlines(keepends=True)
+    return "".join(lines[-num_lines:] if num_lines else [])

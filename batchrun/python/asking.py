@@ -1,0 +1,222 @@
+"""One call over rows: as a job that the same call finds again, and its answers as columns."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+from pydantic import BaseModel, JsonValue, ValidationError
+
+from batchrun.config import load_home
+from batchrun.control.client import DaemonClient
+from batchrun.control.following import check_end, watch
+from batchrun.control.starting import deployment_up, read_deployment
+from batchrun.control.submitting import find_same, go_on, hand_over, prepare_spec, stored_job
+from batchrun.daemon.ending import export
+from batchrun.errors import InputError, JobSpecError, RowsFailedError
+from batchrun.home import Home
+from batchrun.jobs.prompts.template import RequestTemplate
+from batchrun.jobs.spec import JobSpec
+from batchrun.python.frames import NAME_CHARS, Frame, kept_rows
+from batchrun.python.schemas import parsed, response_format
+from batchrun.store.jobs import NewJob
+from batchrun.types import JobState
+
+Template = str | Sequence[Mapping[str, Any]]
+"""The user's message of every row, or all messages; Jinja2 over the row's columns."""
+
+ANSWER_COLUMNS = ("response", "finish_reason", "error")
+
+
+def home_of(home: Path | str | None) -> Home:
+    """The home folder: as given, else BATCHRUN_HOME, else the default."""
+    return load_home(None if home is None else Path(home))
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked about every row, and how the answers are wanted back."""
+
+    template: Template
+    model: str | None = None
+    schema: type[BaseModel] | None = None
+    request: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def answer_columns(self) -> tuple[str, ...]:
+        """The columns that answers come in."""
+        if self.schema is None:
+            return ANSWER_COLUMNS
+        return (*self.schema.model_fields, *ANSWER_COLUMNS[1:])
+
+    def spec(self, rows: Path, folder: Path) -> JobSpec:
+        """The job that asks it of the rows in a file; equal questions are equal jobs."""
+        messages: Any = self.template
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        request = dict(self.request)
+        if self.schema is not None:
+            request["response_format"] = response_format(self.schema)
+        values = {
+            "name": "map",
+            "model": _model_name(self.model),
+            "input": {"path": [str(rows)], "format": "parquet", "messages": messages},
+            "request": request,
+        }
+        text = json.dumps(values, sort_keys=True, default=_refuse)
+        digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:NAME_CHARS]
+        output = {"path": str(folder / f"{digest}.answers.parquet")}
+        try:
+            return JobSpec.model_validate({**values, "name": f"map {digest}", "output": output})
+        except ValidationError as failure:
+            first = failure.errors(include_url=False)[0]
+            place = ".".join(str(part) for part in first["loc"])
+            raise JobSpecError(f"{place}: {first['msg']}") from None
+
+
+def _refuse(value: object) -> JsonValue:
+    raise InputError(f"a request cannot hold a {type(value).__name__}: {value!r:.80}")
+
+
+def _model_name(model: str | None) -> str:
+    """The id under which engines serve it: a folder's own name."""
+    if model is None:
+        return "default"
+    folder = Path(model).expanduser()
+    return folder.resolve().name if folder.is_dir() else model
+
+
+def _flags(model: str | None) -> list[str]:
+    """What a deployment that is started needs to be told to serve this model."""
+    if model is None or read_deployment(None).model_name == _model_name(model):
+        return []
+    managed = any(engine.is_vllm for engine in read_deployment(None).engines)
+    return ["--model", model] if managed else []
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A question about a frame's rows, on its way: the job it is, or will be."""
+
+    question: Question
+    frame: Frame
+    job: NewJob
+    home: Home
+
+    def found(self) -> str | None:
+        """The id of the job that has answered all of it already."""
+        same = find_same(self.job, self.home)
+        return same.record.id if same is not None and same.is_whole else None
+
+    def begin(self, client: DaemonClient) -> str:
+        """The id of the job that answers it: taken up where it was, or new.
+
+        What an ended one has of answers is taken over; its failed rows run again.
+        """
+        same = find_same(self.job, self.home)
+        if same is not None and not same.record.state.is_terminal:
+            go_on(same.record, client)
+            return same.record.id
+        job = self.job
+        if same is not None and same.may_continue:
+            spec = JobSpec.model_validate_json(job.spec)
+            continued = spec.model_copy(update={"continue_from": same.record.id})
+            job = replace(job, spec=continued.model_dump_json())
+        return hand_over(job, self.home)[0]
+
+    def answers(self, job_id: str, errors: str) -> pl.DataFrame:
+        """The answers in the order of the rows. Raises RowsFailedError where errors are raised."""
+        return self.columns_of(_read_output(job_id, self.home), errors)
+
+    def columns_of(self, output: pl.DataFrame, errors: str) -> pl.DataFrame:
+        """What is added to the frame, from the columns of an output file."""
+        faults = [error_line(text) for text in output["error"]]
+        table = output.select("response")
+        if self.question.schema is not None:
+            table, misfits = parsed(self.question.schema, output["response"].to_list())
+            pairs = zip(faults, misfits, strict=True)
+            faults = [fault or misfit for fault, misfit in pairs]
+        if errors == "raise":
+            _raise_first(faults)
+        return table.with_columns(
+            output["finish_reason"], pl.Series("error", faults, dtype=pl.String)
+        )
+
+
+def ask(question: Question, frame: Frame, home: Home, *, progress: bool) -> Asked:
+    """Keep the rows that the template reads, and check the job over them.
+
+    Raises InputError where an answer's column would stand in the frame's way, JobSpecError and
+    DataError.
+    """
+    for name in question.answer_columns:
+        if name in frame.columns:
+            raise InputError(
+                f"the frame has a column {name!r} already, as the answers do; rename it"
+            )
+    home.create()
+    draft = question.spec(Path("rows.parquet"), home.frames)
+    used = RequestTemplate(draft, frame.columns, model=draft.model).columns_used
+    spec = question.spec(kept_rows(frame.select(used), home.frames), home.frames)
+    return Asked(question, frame, prepare_spec(spec, home, is_shown=progress), home)
+
+
+def run(asked: Asked, *, progress: bool) -> str:
+    """See a question through to its end; returns the id of the job.
+
+    Raises JobFailedError where the job paused or ended without having run every row.
+    """
+    found = asked.found()
+    if found is not None:
+        return found
+    with deployment(asked.question.model, asked.home, progress=progress) as client:
+        job_id = asked.begin(client)
+        check_whole(watch(client, job_id, is_shown=progress))
+        return job_id
+
+
+def check_whole(view: Mapping[str, Any]) -> None:
+    """Raises JobFailedError where the job paused or ended without having run every row. That all
+    of them failed is told row by row."""
+    if view["state"] != JobState.FAILED:
+        check_end(view)
+
+
+def deployment(model: str | None, home: Home, *, progress: bool) -> Any:
+    """The deployment that runs, or one started for as long as it is needed."""
+    client = DaemonClient(home)
+    if client.is_running():
+        return nullcontext(client)
+    return deployment_up(home, _flags(model), is_shown=progress)
+
+
+def error_line(text: str | None) -> str | None:
+    """An output file's error as a line: `code: message`."""
+    if text is None:
+        return None
+    error = json.loads(text)
+    return f"{error['code']}: {error['message']}"
+
+
+def _raise_first(faults: Sequence[str | None]) -> None:
+    failed = [(row, fault) for row, fault in enumerate(faults) if fault is not None]
+    if failed:
+        row, fault = failed[0]
+        raise RowsFailedError(
+            f"{len(failed):,} of {len(faults):,} rows failed; the first is row {row}: {fault}; "
+            'errors="column" gives the others\' answers'
+        )
+
+
+def _read_output(job_id: str, home: Home) -> pl.DataFrame:
+    with stored_job(job_id, home) as (store, record):
+        path = Path(JobSpec.model_validate_json(record.spec).output.path)
+        if not path.exists():
+            export(store, record, links=home.inputs)
+    return pl.read_parquet(path, columns=["response", "finish_reason", "error"])

@@ -1,0 +1,124 @@
+"""`batchrun.submit`: a job file becomes a `Job`, which can be waited for, looked at and changed."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import polars as pl
+
+from batchrun.control.client import DaemonClient
+from batchrun.control.following import check_end, watch
+from batchrun.control.submitting import (
+    find_same,
+    hand_over,
+    prepare,
+    stored_job,
+    view_jobs,
+)
+from batchrun.errors import DaemonUnavailableError, StateError, UnknownJobError
+from batchrun.files import is_url
+from batchrun.home import Home
+from batchrun.python.asking import deployment, home_of
+from batchrun.store import results
+from batchrun.types import JobState
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job in a deployment's home. Every method reads its state anew."""
+
+    id: str
+    home: Home
+
+    def status(self) -> dict[str, Any]:
+        """What `batchrun status JOB --json` shows of it: state, rows, rates, ETA."""
+        try:
+            return DaemonClient(self.home).get(f"/jobs/{self.id}")
+        except DaemonUnavailableError:
+            views = {view["id"]: view for view in view_jobs(self.home)["jobs"]}
+        if self.id not in views:
+            raise UnknownJobError(f"{self.id}: no such job in {self.home.path}")
+        return dict(views[self.id])
+
+    def wait(self, *, progress: bool = True, timeout_s: float | None = None) -> Self:
+        """Wait until it has completed; a deployment is started, and stopped again, if none runs.
+
+        Returns the job itself, also when `timeout_s` have passed. Raises JobFailedError where it
+        paused, failed, was cancelled or expired.
+        """
+        view = self.status()
+        if not JobState(view["state"]).is_terminal:
+            until_s = None if timeout_s is None else time.monotonic() + timeout_s
+            with deployment(None, self.home, progress=progress) as client:
+                view = watch(
+                    client,
+                    self.id,
+                    is_shown=progress,
+                    is_enough=lambda: until_s is not None and time.monotonic() > until_s,
+                )
+        if JobState(view["state"]).is_terminal or view["state"] == JobState.PAUSED:
+            check_end(view)
+        return self
+
+    def results(self) -> pl.LazyFrame:
+        """Its output file, unread: `.head()`, `.filter(...)` and `.collect()` read what they need.
+
+        Raises StateError while it is not written.
+        """
+        view = self.status()
+        place = str(view["output_path"])
+        if not is_url(place) and not Path(place).exists():
+            raise StateError(f"{self.id} is {view['state']}: {place} is not there; see `wait`")
+        if place.endswith(".parquet"):
+            return pl.scan_parquet(place)
+        return pl.scan_ndjson(place, infer_schema_length=None)
+
+    def errors(self) -> pl.DataFrame:
+        """The rows that failed so far: `row` (from 0), `attempts`, `code`, `message`."""
+        with stored_job(self.id, self.home) as (store, record):
+            failed = list(results.read(store, record.seq, failed_only=True))
+        columns = {"row": pl.Int64, "attempts": pl.Int64, "code": pl.String, "message": pl.String}
+        found = [
+            (result.row, result.attempts, result.error.code, result.error.message)
+            for result in failed
+            if result.error is not None
+        ]
+        return pl.DataFrame(found, schema=columns, orient="row")
+
+    def pause(self) -> None:
+        """Stop running its rows until `resume`."""
+        self._change("pause")
+
+    def resume(self) -> None:
+        """Go on with it where it was."""
+        self._change("resume")
+
+    def cancel(self) -> None:
+        """End it now; what is done is kept in its output."""
+        self._change("cancel")
+
+    def _change(self, action: str) -> None:
+        DaemonClient(self.home).post(f"/jobs/{self.id}/{action}")
+
+
+def submit(
+    file: Path | str,
+    *,
+    continue_from: str | None = None,
+    progress: bool = True,
+    home: Path | str | None = None,
+) -> Job:
+    """Add a job file's job, or find the one of the same content that has not ended.
+
+    Without a daemon it waits in the store; `Job.wait` starts one. Raises JobSpecError, DataError
+    and ConfigError; UnknownJobError for `continue_from`.
+    """
+    place = home_of(home)
+    job = prepare(Path(file), place, continue_from, is_shown=progress)
+    same = find_same(job, place)
+    if same is not None and not same.record.state.is_terminal:
+        return Job(same.record.id, place)
+    return Job(hand_over(job, place)[0], place)

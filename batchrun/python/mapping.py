@@ -1,0 +1,154 @@
+"""`batchrun.map` and `batchrun.stream`: a question about every row, and the answers beside it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import polars as pl
+from pydantic import BaseModel
+
+from batchrun.control.client import DaemonClient
+from batchrun.control.submitting import stored_job
+from batchrun.errors import InputError, known_name
+from batchrun.jobs.results.output_file import error_text, response_text
+from batchrun.jobs.spec import JobSpec
+from batchrun.python.asking import (
+    Asked,
+    Question,
+    Template,
+    ask,
+    check_whole,
+    deployment,
+    home_of,
+    run,
+)
+from batchrun.python.frames import frame_of, frame_of_rows
+from batchrun.store import results
+from batchrun.store.results import StoredResult
+from batchrun.types import JobState
+
+Errors = Literal["column", "raise"]
+ERRORS: tuple[Errors, ...] = ("column", "raise")
+POLL_INTERVAL_S = 0.3
+F = TypeVar("F")
+
+
+def map(
+    frame: F,
+    template: Template,
+    *,
+    model: str | None = None,
+    schema: type[BaseModel] | None = None,
+    errors: Errors = "column",
+    progress: bool = True,
+    home: Path | str | None = None,
+    **request: Any,
+) -> F:
+    """The frame (polars, pandas or Arrow) with a model's answer to `template` beside every row.
+
+    `template` is the user's message, Jinja2 over the row's columns, or a list of messages;
+    `request` are other fields of OpenAI's body. Adds `response`, or a typed column for each field
+    of `schema`; `finish_reason`; and `error`, which is null where all went well. Rows keep their
+    order. The deployment of `home` is used, or one started until the answers are there. The same
+    call on the same rows is the same job: interrupted, killed or made again, no answer that is
+    there is computed again; rows that failed run again.
+
+    Raises InputError, JobSpecError and DataError before anything runs, JobFailedError where the
+    job paused or failed, and RowsFailedError with `errors="raise"`.
+    """
+    _check_errors(errors)
+    given, place = frame_of(frame), home_of(home)
+    asked = ask(Question(template, model, schema, request), given, place, progress=progress)
+    answers = asked.answers(run(asked, progress=progress), errors)
+    joined: F = given.joined(answers)
+    return joined
+
+
+async def stream(
+    rows: Iterable[Mapping[str, Any]],
+    template: Template,
+    *,
+    model: str | None = None,
+    schema: type[BaseModel] | None = None,
+    errors: Errors = "column",
+    home: Path | str | None = None,
+    **request: Any,
+) -> AsyncIterator[dict[str, Any]]:
+    """Each row with its answer, as `map` adds it, as soon as it is there: not in order.
+
+    All rows are read first, for those that share a prefix run together. Raises what `map` raises;
+    with `errors="raise"` at the first row that failed.
+    """
+    _check_errors(errors)
+    given, place = [dict(row) for row in rows], home_of(home)
+    if not given:
+        return
+    frame = await asyncio.to_thread(frame_of_rows, given)
+    question = Question(template, model, schema, request)
+    asked = await asyncio.to_thread(ask, question, frame, place, progress=False)
+    found = await asyncio.to_thread(asked.found)
+    if found is not None:
+        answers = await asyncio.to_thread(asked.answers, found, errors)
+        for row, answer in zip(given, answers.iter_rows(named=True), strict=True):
+            yield row | answer
+        return
+    async with _entered(deployment(model, place, progress=False)) as client:
+        job_id = await asyncio.to_thread(asked.begin, client)
+        seen = np.zeros(0, dtype=np.int64)
+        is_over = False
+        while not is_over:
+            view = await asyncio.to_thread(client.get, f"/jobs/{job_id}")
+            state = JobState(view["state"])
+            is_over = state.is_terminal or state is JobState.PAUSED
+            seen, new = await asyncio.to_thread(_new_answers, asked, job_id, seen, errors)
+            for number, answer in new:
+                yield given[number] | answer
+            await asyncio.sleep(0 if is_over else POLL_INTERVAL_S)
+        check_whole(view)
+
+
+def _check_errors(errors: str) -> None:
+    try:
+        known_name(errors, ERRORS)
+    except ValueError as problem:
+        raise InputError(f"errors {problem}") from None
+
+
+@asynccontextmanager
+async def _entered(up: AbstractContextManager[DaemonClient]) -> AsyncIterator[DaemonClient]:
+    """What starts and stops a deployment, in threads."""
+    client = await asyncio.to_thread(up.__enter__)
+    try:
+        yield client
+    finally:
+        await asyncio.shield(asyncio.to_thread(up.__exit__, None, None, None))
+
+
+def _new_answers(
+    asked: Asked, job_id: str, seen: np.typing.NDArray[np.int64], errors: str
+) -> tuple[np.typing.NDArray[np.int64], list[tuple[int, dict[str, Any]]]]:
+    """(all rows that have ended, those that were not `seen` with their answers)."""
+    with stored_job(job_id, asked.home) as (store, record):
+        done = results.done_rows(store, record.seq)
+        new = np.setdiff1d(done, seen, assume_unique=True).tolist()
+        endpoint = JobSpec.model_validate_json(record.spec).endpoint
+        found = list(_as_output(results.read_rows(store, record.seq, new), endpoint))
+    table = asked.columns_of(pl.DataFrame(found, schema=_OUTPUT, orient="row"), errors)
+    return done, list(zip(new, table.iter_rows(named=True), strict=True))
+
+
+_OUTPUT = {"response": pl.String, "finish_reason": pl.String, "error": pl.String}
+
+
+def _as_output(
+    found: Sequence[StoredResult], endpoint: str
+) -> Iterator[tuple[str | None, str | None, str | None]]:
+    """The columns of an output file that answers are made of."""
+    for result in found:
+        text = None if result.body is None else response_text(endpoint, result.body)
+        yield text, result.finish_reason, error_text(result.error)

@@ -1,0 +1,131 @@
+"""Structured answers: a pydantic model asked for, and its fields as typed columns."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import enum
+import json
+import types
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import polars as pl
+from pydantic import BaseModel, JsonValue, ValidationError
+
+from batchrun.jobs.prompts.templating import is_template
+
+_TYPES: Mapping[object, pl.DataType] = {
+    str: pl.String(),
+    int: pl.Int64(),
+    float: pl.Float64(),
+    bool: pl.Boolean(),
+    datetime.date: pl.Date(),
+    datetime.datetime: pl.Datetime("us"),
+    datetime.time: pl.Time(),
+    datetime.timedelta: pl.Duration("us"),
+    decimal.Decimal: pl.Float64(),
+}
+"""The column types of plain fields; a field of any other type is JSON text."""
+
+
+def response_format(schema: type[BaseModel]) -> JsonValue:
+    """The field of a request that asks for answers in this form."""
+    body = {"name": schema.__name__, "schema": schema.model_json_schema(), "strict": True}
+    return {"type": "json_schema", "json_schema": _untemplated(body)}
+
+
+def _untemplated(value: Any) -> JsonValue:
+    """A value whose text is sent as it is: a request's strings are templates otherwise."""
+    if isinstance(value, str):
+        return f"{{% raw %}}{value}{{% endraw %}}" if is_template(value) else value
+    if isinstance(value, list):
+        return [_untemplated(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _untemplated(item) for name, item in value.items()}
+    plain: JsonValue = value
+    return plain
+
+
+def parsed(
+    schema: type[BaseModel], texts: Sequence[str | None]
+) -> tuple[pl.DataFrame, list[str | None]]:
+    """(a column for each field, for each answer why it does not fit the schema or None)."""
+    fields = schema.model_fields
+    kinds = {name: column_type(field.annotation) for name, field in fields.items()}
+    rows: list[dict[str, object]] = []
+    faults: list[str | None] = []
+    for text in texts:
+        values, fault = _parse(schema, text)
+        rows.append({name: _fitted(values.get(name), kinds[name]) for name in kinds})
+        faults.append(fault)
+    plain = {name: pl.String() if kind is None else kind for name, kind in kinds.items()}
+    return pl.DataFrame(rows, schema=plain), faults
+
+
+def _parse(schema: type[BaseModel], text: str | None) -> tuple[dict[str, Any], str | None]:
+    if text is None:
+        return {}, None
+    try:
+        found = schema.model_validate_json(text)
+    except ValidationError as failure:
+        first = failure.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        return {}, f"invalid_answer: {place + ': ' if place else ''}{first['msg']}"
+    return {name: getattr(found, name) for name in type(found).model_fields}, None
+
+
+def column_type(annotation: Any) -> pl.DataType | None:
+    """The column type of a field; None for one that only JSON text can hold."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return column_type(arguments[0])
+    if origin in {Union, types.UnionType}:
+        some = [part for part in arguments if part is not type(None)]
+        return column_type(some[0]) if len(some) == 1 else None
+    if origin is Literal:
+        kinds = {type(value) for value in arguments}
+        return _TYPES.get(kinds.pop()) if len(kinds) == 1 else None
+    if origin in {list, tuple, set, frozenset, Sequence}:
+        return _list_type(arguments)
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        kinds = {type(member.value) for member in annotation}
+        return _TYPES.get(kinds.pop()) if len(kinds) == 1 else None
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return _struct_type(annotation)
+    return _TYPES.get(annotation)
+
+
+def _list_type(arguments: tuple[Any, ...]) -> pl.DataType | None:
+    items = {part for part in arguments if part is not ...}
+    inner = column_type(items.pop()) if len(items) == 1 else None
+    return None if inner is None else pl.List(inner)
+
+
+def _struct_type(model: type[BaseModel]) -> pl.DataType | None:
+    kinds = {name: column_type(field.annotation) for name, field in model.model_fields.items()}
+    whole = {name: kind for name, kind in kinds.items() if kind is not None}
+    return pl.Struct(whole) if whole and len(whole) == len(kinds) else None
+
+
+def _fitted(value: Any, kind: pl.DataType | None) -> object:
+    """The value as a column of this type takes it."""
+    if value is None:
+        return None
+    if kind is None:
+        return json.dumps(_plain(value), ensure_ascii=False, default=str)
+    return _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return {name: _plain(getattr(value, name)) for name in type(value).model_fields}
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, decimal.Decimal):
+        return float(value)
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(name): _plain(item) for name, item in value.items()}
+    return value

@@ -1,0 +1,178 @@
+"""What the gateway counts of the calls that pass: by route, by class, by engine.
+
+All workers of a gateway count into one memory, each in rows of its own, so that nobody waits for
+another; who reads adds the rows up. A worker that starts again goes on with its rows. The memory
+lies on no disk: a full one stops no call. Counts begin again with the gateway.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+TTFT_BOUNDS_S = (
+    0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 60.0,
+)  # fmt: skip
+TPOT_BOUNDS_S = (
+    0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0,
+    5.0,
+)  # fmt: skip
+NUM_BUCKETS = len(TTFT_BOUNDS_S) + 1
+NUM_VALUES = NUM_BUCKETS + 1
+"""A histogram: its buckets, the last without a bound, and the sum."""
+MAX_SERIES = 256
+"""Of one worker; what comes after them is not counted."""
+NAME_BYTES = 192
+CALLS, TTFT, TPOT, ENGINE = "calls", "ttft", "tpot", "engine"
+_BETWEEN = "\x1f"
+_ROW = np.dtype([("name", f"S{NAME_BYTES}"), ("values", np.float64, (NUM_VALUES,))])
+
+FloatArray = npt.NDArray[np.float64]
+
+
+def create_tally(num_workers: int) -> int:
+    """A file descriptor of new memory, empty. Raises OSError."""
+    fd = os.memfd_create("batchrun-tally")
+    os.truncate(fd, _ROW.itemsize * MAX_SERIES * num_workers)
+    return fd
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Values of one kind and these labels. Of `CALLS`: [calls]; of `ENGINE`: [calls, prompt,
+    cached, output tokens]; of `TTFT` and `TPOT`: a histogram in seconds."""
+
+    kind: str
+    labels: tuple[str, ...]
+    values: FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class SeenReply:
+    """How a reply went: `tpot_s` and `ttft_s` are None where nobody could see them."""
+
+    slo_class: str
+    engine: str
+    ttft_s: float | None
+    tpot_s: float | None
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+
+
+class Tally:
+    """The memory behind a descriptor; `worker` counts from 0."""
+
+    def __init__(self, fd: int, num_workers: int, worker: int) -> None:
+        self._memory = mmap.mmap(fd, 0)
+        rows: npt.NDArray[Any] = np.frombuffer(self._memory, _ROW).reshape(num_workers, MAX_SERIES)
+        self._all = rows
+        self._own = rows[worker]
+        names = self._own["name"].tolist()
+        self._places = {name: place for place, name in enumerate(names) if name}
+
+    def count_call(self, route: str, status: int) -> None:
+        """A call was answered."""
+        self._add((CALLS, route, str(status)), 0, 1.0)
+
+    def count_reply(self, reply: SeenReply) -> None:
+        """An engine's reply is over."""
+        told = (1.0, reply.prompt_tokens, reply.cached_tokens, reply.output_tokens)
+        for index, value in enumerate(told):
+            self._add((ENGINE, reply.engine), index, value)
+        for kind, bounds, seconds in (
+            (TTFT, TTFT_BOUNDS_S, reply.ttft_s),
+            (TPOT, TPOT_BOUNDS_S, reply.tpot_s),
+        ):
+            if seconds is not None:
+                self._add((kind, reply.slo_class), bisect_left(bounds, seconds), 1.0)
+                self._add((kind, reply.slo_class), NUM_BUCKETS, seconds)
+
+    def read(self) -> list[Series]:
+        """What all workers have counted, in order of kind and labels."""
+        sums: dict[bytes, FloatArray] = {}
+        for row in self._all.reshape(-1):
+            name = bytes(row["name"])
+            if name:
+                sums[name] = sums.get(name, 0.0) + row["values"]
+        parts = {name: name.decode("utf-8", "replace").split(_BETWEEN) for name in sorted(sums)}
+        return [Series(kind, tuple(rest), sums[name]) for name, (kind, *rest) in parts.items()]
+
+    def _add(self, labels: Sequence[str], index: int, value: float) -> None:
+        name = _BETWEEN.join(labels).encode()[:NAME_BYTES]
+        place = self._places.get(name)
+        if place is None:
+            place = len(self._places)
+            if place >= MAX_SERIES:
+                return
+            self._places[name] = place
+            self._own["name"][place] = name
+        self._own["values"][place, index] += value
+
+
+class TallyPage(Collector):
+    """The tally in Prometheus' text form."""
+
+    def __init__(self, tally: Tally) -> None:
+        self._tally = tally
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        self._is_daemon_up = False
+
+    def render(self, *, is_daemon_up: bool) -> bytes:
+        """The page; whether the daemon answered is a metric too."""
+        self._is_daemon_up = is_daemon_up
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Every metric; a series that never was has no sample."""
+        up = GaugeMetricFamily("batchrun_daemon_up", "1 while the daemon answers the gateway.")
+        up.add_metric([], float(self._is_daemon_up))
+        yield up
+        series = self._tally.read()
+        calls = CounterMetricFamily(
+            "batchrun_gateway_calls", "Calls answered.", labels=["route", "status"]
+        )
+        for each in (one for one in series if one.kind == CALLS):
+            calls.add_metric(each.labels, each.values[0])
+        yield calls
+        yield from _of_engines([one for one in series if one.kind == ENGINE])
+        for kind, name, bounds, text in (
+            (TTFT, "ttft", TTFT_BOUNDS_S, "Time to the first piece of a streamed reply."),
+            (TPOT, "tpot", TPOT_BOUNDS_S, "Time between tokens, the mean of a streamed reply."),
+        ):
+            full = f"batchrun_gateway_{name}_seconds"
+            family = HistogramMetricFamily(full, text, labels=["class"])
+            for each in (one for one in series if one.kind == kind):
+                family.add_metric(each.labels, buckets_of(each, bounds), each.values[NUM_BUCKETS])
+            yield family
+
+
+def _of_engines(series: Sequence[Series]) -> Iterator[Metric]:
+    for index, name, text in (
+        (0, "calls", "Calls that went to the engine and were answered."),
+        (1, "prompt_tokens", "Prompt tokens that its replies told."),
+        (2, "cached_tokens", "Those of them that were cached."),
+        (3, "output_tokens", "Output tokens that its replies told, or pieces of streams."),
+    ):
+        family = CounterMetricFamily(f"batchrun_gateway_engine_{name}", text, labels=["engine"])
+        for each in series:
+            family.add_metric(each.labels, each.values[index])
+        yield family
+
+
+def buckets_of(series: Series, bounds: Sequence[float]) -> list[tuple[str, float]]:
+    """Cumulative counts by upper bound, as Prometheus has them."""
+    counts = np.cumsum(series.values[:NUM_BUCKETS]).tolist()
+    return list(zip([*map(str, bounds), "+Inf"], counts, strict=True))

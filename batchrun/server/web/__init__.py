@@ -1,0 +1,1 @@
+"""The web page: what is shown, to whom, and what may be done from there."""

@@ -1,0 +1,146 @@
+"""What the gateway has counted, as the page shows it: the last minutes of its calls.
+
+The gateway counts from its start on; here a look every two seconds is kept, and the newest is
+compared with one of five minutes ago.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import aiohttp
+import msgspec
+
+from batchrun.home import GATEWAY_HEADER, TALLY_PATH
+from batchrun.server.gateway.tally import ENGINE
+
+log = logging.getLogger(__name__)
+
+WINDOW_S = 300.0
+TIMEOUT_S = 1.5
+RATE_S = 10.0
+"""Over how long a rate is taken."""
+
+Key = tuple[str, tuple[str, ...]]
+Look = Mapping[Key, Sequence[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCalls:
+    """Calls of the last minutes that went to an engine, with what their replies told."""
+
+    engine: str
+    num_calls: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Felt:
+    """How long calls of a class took as their callers felt it: counts by upper bound, and sums.
+
+    `buckets` has one count more than there are bounds.
+    """
+
+    slo_class: str
+    num_calls: int
+    mean_s: float
+    buckets: Sequence[float]
+
+    def quantile_s(self, share: float, bounds: Sequence[float]) -> float | None:
+        """The bound that this share of calls stayed within; None: above the last."""
+        wanted, seen = share * self.num_calls, 0.0
+        for bound, count in zip(bounds, self.buckets, strict=False):
+            seen += count
+            if seen >= wanted:
+                return bound
+        return None
+
+
+@dataclass(slots=True)
+class GatewayFigures:
+    """Looks at the gateway at `url` when told to. `secret` is what it lets the daemon in with."""
+
+    url: str
+    secret: str = field(repr=False)
+    _looks: deque[tuple[float, Look]] = field(default_factory=deque)
+
+    async def look(self, session: aiohttp.ClientSession, now_s: float) -> None:
+        """Take a look at `now_s` (monotonic); a gateway that does not answer is looked at later."""
+        try:
+            async with session.get(
+                self.url + TALLY_PATH,
+                headers={GATEWAY_HEADER: self.secret},
+                timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
+            ) as reply:
+                if reply.status == 200:
+                    self.take(await reply.read(), now_s)
+        except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
+            log.debug("the gateway told nothing: %s", error)
+
+    def take(self, text: bytes, now_s: float) -> None:
+        """Keep what the gateway told. Counts that went back are those of another gateway."""
+        told = msgspec.json.decode(text, type=list[tuple[str, tuple[str, ...], list[float]]])
+        look = {(kind, labels): values for kind, labels, values in told}
+        if self._looks and _sum(look) < _sum(self._looks[-1][1]):
+            self._looks.clear()
+        self._looks.append((now_s, look))
+        while self._looks[0][0] < now_s - WINDOW_S:
+            self._looks.popleft()
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens that online calls had computed, over the last seconds; None: nobody knows."""
+        if len(self._looks) < 2:
+            return None
+        newest_s, newest = self._looks[-1]
+        before_s, before = next(
+            (each for each in self._looks if each[0] >= newest_s - RATE_S), self._looks[0]
+        )
+        if newest_s <= before_s:
+            return None
+        return (_computed(newest) - _computed(before)) / (newest_s - before_s)
+
+    def engines(self) -> list[EngineCalls]:
+        """By engine, what the last minutes brought."""
+        return [
+            EngineCalls(labels[0], *(round(value) for value in values[:4]))
+            for (kind, labels), values in sorted(self._news().items())
+            if kind == ENGINE
+        ]
+
+    def felt(self, kind: str) -> list[Felt]:
+        """TTFT or TPOT of the last minutes by class; classes without calls are left out."""
+        found: list[Felt] = []
+        for (each, labels), values in sorted(self._news().items()):
+            *buckets, total_s = values
+            num_calls = sum(buckets)
+            if each == kind and num_calls:
+                found.append(Felt(labels[0], round(num_calls), total_s / num_calls, buckets))
+        return found
+
+    def _news(self) -> dict[Key, list[float]]:
+        """What was counted since the oldest look."""
+        if not self._looks:
+            return {}
+        (_, oldest), (_, newest) = self._looks[0], self._looks[-1]
+        return {
+            key: [
+                now - before
+                for now, before in zip(values, oldest.get(key, [0.0] * len(values)), strict=True)
+            ]
+            for key, values in newest.items()
+        }
+
+
+def _computed(look: Look) -> float:
+    engines = (values for (kind, _), values in look.items() if kind == ENGINE)
+    return sum(prompt - cached + output for _, prompt, cached, output, *_ in engines)
+
+
+def _sum(look: Look) -> float:
+    return sum(map(sum, look.values()))

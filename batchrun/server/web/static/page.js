@@ -1,0 +1,121 @@
+// Charts, the token of actions, and what happens when the connection is lost. Everything else is
+// htmx: the server sends the page's parts as they change.
+"use strict";
+
+const charts = new Map();
+
+function colour(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
+function stacked(columns) {
+  const [times, ...series] = columns;
+  const sums = times.map(() => 0);
+  return [times, ...series.map((values) => values.map((value, i) => (sums[i] += value ?? 0)))];
+}
+
+function axis(unit) {
+  const line = { stroke: colour("--line"), width: 1 };
+  return {
+    stroke: colour("--quiet"), grid: line, ticks: line, size: 64,
+    values: (_, splits) => splits.map((value) => value.toLocaleString() + (unit ? ` ${unit}` : "")),
+  };
+}
+
+function seriesOf(labels, isStacked, columns) {
+  return labels.map((label, i) => ({
+    label,
+    stroke: colour(`--series-${i + 1}`),
+    fill: isStacked ? `${colour(`--series-${i + 1}`)}55` : undefined,
+    width: 2,
+    points: { show: false },
+    value: (_, __, ___, index) => (index === null ? "-" : columns[i + 1][index]?.toLocaleString() ?? "-"),
+  }));
+}
+
+function draw(element) {
+  const columns = JSON.parse(element.dataset.columns);
+  const labels = JSON.parse(element.dataset.series);
+  const isStacked = element.dataset.stacked === "1";
+  const options = {
+    width: Math.max(200, element.clientWidth),
+    height: element.clientHeight - 40,
+    axes: [{ ...axis(""), values: undefined, size: 50 }, axis(element.dataset.unit)],
+    scales: { y: { range: (_, low, high) => [Math.min(0, low ?? 0), Math.max(high ?? 0, 1e-3)] } },
+    series: [{}, ...seriesOf(labels, isStacked, columns)],
+    bands: isStacked ? labels.slice(1).map((_, i) => ({ series: [i + 2, i + 1] })) : [],
+  };
+  charts.set(element, new uPlot(options, isStacked ? stacked(columns) : columns, element));
+}
+
+function redraw() {
+  for (const [element, chart] of charts) {
+    if (!element.isConnected) {
+      chart.destroy();
+      charts.delete(element);
+    }
+  }
+  for (const element of document.querySelectorAll(".chart[data-columns]")) {
+    if (!charts.has(element)) draw(element);
+  }
+}
+
+function redrawAll() {
+  for (const [element, chart] of charts) {
+    chart.destroy();
+    charts.delete(element);
+    element.replaceChildren();
+  }
+  redraw();
+}
+
+const open = new Set();
+
+document.addEventListener("toggle", (event) => {
+  if (event.target.id) event.target.open ? open.add(event.target.id) : open.delete(event.target.id);
+}, true);
+
+document.addEventListener("htmx:configRequest", (event) => {
+  event.detail.headers["X-Dashboard-Token"] = document.getElementById("token")?.dataset.token ?? "";
+});
+
+document.addEventListener("htmx:beforeSwap", (event) => {
+  const { xhr } = event.detail;
+  if (!xhr || (xhr.getResponseHeader("Content-Type") ?? "").startsWith("text/html")) return;
+  event.detail.shouldSwap = false;
+  const line = document.createElement("p");
+  line.className = "bad";
+  line.setAttribute("role", "alert");
+  try {
+    line.textContent = JSON.parse(xhr.responseText).error.message;
+  } catch {
+    line.textContent = xhr.responseText.slice(0, 500);
+  }
+  document.getElementById("notice").replaceChildren(line);
+});
+
+document.addEventListener("htmx:sseMessage", () => {
+  for (const id of open) {
+    const element = document.getElementById(id);
+    if (element) element.open = true;
+  }
+  redraw();
+});
+
+document.addEventListener("htmx:sseOpen", () => {
+  document.getElementById("lost").hidden = true;
+});
+
+document.addEventListener("htmx:sseError", async () => {
+  document.getElementById("lost").hidden = false;
+  try {
+    const reply = await fetch(location.href, { redirect: "manual" });
+    if (reply.type === "opaqueredirect") location.reload();
+  } catch {
+    // The gateway is away; htmx goes on trying.
+  }
+});
+
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawAll);
+addEventListener("resize", redrawAll);
+document.addEventListener("DOMContentLoaded", redraw);

@@ -1,0 +1,287 @@
+"""An engine's agent and a daemon's end of it, over real sockets with the fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import ssl
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import aiohttp
+import pytest
+from agent_rig import AgentRig, inherited, until
+from engine_builders import make_request, script_option
+from multidict import CIMultiDict
+from test_engine_link import Engine, telemetry
+
+from batchrun.daemon.engine_link import EngineLink, Slot, Steering
+from batchrun.engine.agent import messages
+from batchrun.engine.agent.guard import Guard
+from batchrun.engine.agent.remote import AgentWire
+from batchrun.engine.process import find_family, read_record
+from batchrun.errors import EngineError
+from batchrun.mutual_tls import client_context
+from batchrun.pool.row_queue import Window
+from batchrun.server.gateway.balancer import Balancer
+from batchrun.server.gateway.forward import ForwardedCall, Forwarder, open_session
+from batchrun.server.gateway.shared_book import SharedBook, create
+from batchrun.server.gateway.upstreams import Upstream
+from batchrun.types import EnginePhase, OutcomeKind
+from batchrun.wire import Orders
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> AgentRig:
+    return AgentRig(tmp_path)
+
+
+async def test_rows_go_to_the_engine_and_their_outcomes_come_back(rig: AgentRig) -> None:
+    async with rig.running(), rig.connected() as engine:
+        outcomes = await asyncio.gather(
+            *(engine.client.execute(make_request(row=row)) for row in range(300))
+        )
+
+        assert {outcome.kind for outcome in outcomes} == {OutcomeKind.OK}
+        assert [outcome.row for outcome in outcomes] == list(range(300))
+        assert rig.num_executions() == 300
+        assert engine.direct_url == rig.engine_settings.base_url
+        assert await engine.client.models() == ("fake",)
+        assert await engine.client.kv_config() is not None
+
+
+async def test_rows_end_while_no_daemon_is_there_and_run_once(tmp_path: Path) -> None:
+    rig = AgentRig(tmp_path, "--latency-s=0.3")
+    async with rig.running():
+        async with rig.connected() as first:
+            sent = [
+                asyncio.create_task(first.client.execute(make_request(row=row))) for row in range(9)
+            ]
+            await until(lambda: rig.num_executions() == 9)
+            first.client.leave()
+            for task in sent:
+                task.cancel()
+            await asyncio.gather(*sent, return_exceptions=True)
+        async with rig.connected() as second:
+            client = second.client
+            assert await inherited(client) == set(range(9))
+            claimed = [client.claim(("job", row)) for row in range(9)]
+            outcomes = await asyncio.gather(*claimed)
+            assert {outcome.kind for outcome in outcomes} == {OutcomeKind.OK}
+            again = await client.execute(make_request(row=3))
+            assert again.body == outcomes[3].body
+            client.committed([("job", row) for row in range(9)])
+            await client.execute(make_request(row=10))
+        async with rig.connected() as third:
+            assert await inherited(third.client) <= {10}
+    assert rig.num_executions() == 10
+
+
+async def test_outcomes_outlive_the_agent_once_they_are_kept(tmp_path: Path) -> None:
+    rig = AgentRig(tmp_path)
+    async with rig.running(), rig.connected() as engine:
+        await engine.client.execute(make_request(row=5))
+    async with rig.running(), rig.connected() as engine:
+        assert await inherited(engine.client) == {5}
+        assert (await engine.client.claim(("job", 5))).kind is OutcomeKind.OK
+    assert rig.num_executions() == 1
+
+
+async def test_a_row_that_is_taken_back_is_aborted_and_not_kept(tmp_path: Path) -> None:
+    rig = AgentRig(tmp_path, "--latency-s=60")
+    async with rig.running():
+        async with rig.connected() as engine:
+            sent = asyncio.create_task(engine.client.execute(make_request(row=1)))
+            await until(lambda: rig.num_executions() == 1)
+            sent.cancel()
+            await asyncio.wait([sent])
+            await asyncio.sleep(0.1)
+        async with rig.connected() as engine:
+            assert await inherited(engine.client) == set()
+
+
+async def test_rows_of_an_agent_that_died_are_lost_and_the_next_one_takes_rows(
+    tmp_path: Path,
+) -> None:
+    slow = {"match": {"nth": 1}, "action": {"delay_s": 60}, "times": 1}
+    rig = AgentRig(tmp_path, script_option(tmp_path, slow))
+    async with rig.running(), rig.connected() as engine:
+        sent = asyncio.create_task(engine.client.execute(make_request(row=1)))
+        await until(lambda: rig.num_executions() == 1)
+        engine.client.leave()
+    assert sent.done() is False
+    sent.cancel()
+    async with rig.running(), rig.connected() as engine:
+        assert await inherited(engine.client) == set()
+        assert (await engine.client.execute(make_request(row=1))).kind is OutcomeKind.OK
+
+
+async def test_the_daemon_hears_of_an_engine_that_died_before_its_rows_fail(
+    tmp_path: Path,
+) -> None:
+    rig = AgentRig(tmp_path, "--latency-s=60")
+    async with rig.running(), rig.connected() as engine:
+        sent = asyncio.create_task(engine.client.execute(make_request(row=1)))
+        await until(lambda: rig.num_executions() == 1)
+        started = engine.started
+        record = read_record(rig.engine_settings.record_path)
+        assert record is not None
+        os.kill(record.pid, signal.SIGKILL)
+
+        assert (await sent).kind is OutcomeKind.RETRY
+        assert not await engine.client.is_healthy()
+        await until(lambda: engine.state is EnginePhase.READY)
+        assert engine.started != started
+
+
+async def test_telemetry_and_orders_go_through_the_agent(rig: AgentRig) -> None:
+    async with rig.running(), rig.connected() as engine:
+        before = engine.client.hint_nonce
+        scheduler = Engine(rig.channel)
+        try:
+            link = EngineLink(AgentWire(engine.client), "a")
+            steering = Steering({"a": (link, "secret")}, 1, lambda: ["job"])
+            running = asyncio.create_task(steering.run())
+            scheduler.channel.publish(telemetry())
+            await until(lambda: link.telemetry is not None)
+            orders: list[Orders] = []
+            while not orders:
+                orders = scheduler.taken()
+                await asyncio.sleep(0.01)
+            answers = await steering.change("bs+e", 256)
+            running.cancel()
+            await asyncio.wait([running])
+        finally:
+            scheduler.channel.close()
+
+        assert orders[0].renew == ("job",)
+        answer = answers["a"]
+        assert answer is not None and (answer.policy, answer.token_budget) == ("bs+e", 256)
+        await until(lambda: engine.client.hint_nonce)
+        assert (before, engine.client.hint_nonce) == (None, engine.client.hints_secret)
+        assert Slot(engine, True, window=Window(1, 1)).orders_nonce == engine.client.hint_nonce
+
+
+async def test_an_agent_that_drains_ends_what_it_has_and_takes_nothing_new(rig: AgentRig) -> None:
+    async with rig.running(), rig.connected() as engine, open_own(rig) as session:
+        await session.post(rig.url + messages.DRAIN)
+        await until(lambda: engine.is_draining)
+        assert engine.state is EnginePhase.UNREACHABLE
+        refused = await engine.client.execute(make_request(row=1))
+        assert refused.kind is OutcomeKind.BUSY
+        async with session.post(rig.url + "/v1/completions", json={}) as reply:
+            assert (reply.status, reply.headers["Retry-After"]) == (503, "1")
+        await session.post(rig.url + messages.DRAIN + "?on=false")
+        await until(lambda: engine.state is EnginePhase.READY)
+        async with session.get(rig.url + messages.STATE) as reply:
+            assert (await reply.json())["has_daemon"] is True
+        rig.engine_settings.log_path.write_text("one\ntwo\nthree\n")
+        async with session.get(rig.url + messages.LOG + "?lines=2") as reply:
+            assert await reply.text() == "two\nthree\n"
+        async with session.get(rig.url + messages.LOG + "?lines=x") as reply:
+            assert reply.status == 400
+
+
+async def test_stop_ends_agent_and_engine(rig: AgentRig) -> None:
+    async with rig.running(), open_own(rig) as session:
+        await session.post(rig.url + messages.STOP)
+        record = read_record(rig.engine_settings.record_path)
+        assert record is not None
+        await until(lambda: not find_family(record))
+
+
+async def test_gateways_reach_an_engine_through_its_agent(rig: AgentRig) -> None:
+    upstream = Upstream("a", rig.url, secret_file=rig.secret_file)
+    stranger = Upstream("b", rig.url, secret_file=rig.folder / "none")
+    book = create(1)
+    balancer = Balancer(SharedBook(book, 1, 0))
+    call = ForwardedCall("GET", "/v1/models", CIMultiDict())
+    async with rig.running(), open_session() as session:
+        forwarder = Forwarder(balancer, session)
+        balancer.replace([upstream])
+        async with forwarder.exchange(call) as exchange:
+            assert (await exchange.reply.json())["data"][0]["id"] == "fake"
+        assert await forwarder.is_any_healthy()
+        balancer.replace([stranger])
+        with pytest.raises(EngineError):
+            async with forwarder.exchange(call):
+                pass
+    os.close(book)
+
+
+async def test_an_agent_that_is_away_is_told_in_one_line(
+    rig: AgentRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchrun.engine.agent.remote.CONNECT_S", 1.0)
+    with pytest.raises(EngineError, match="the agent does not answer: ") as absent:
+        async with rig.connected():
+            pass
+    assert "\n" not in str(absent.value)
+
+
+async def test_a_wrong_secret_is_told_in_one_line(
+    rig: AgentRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchrun.engine.agent.remote.CONNECT_S", 1.0)
+    (tmp_path / "other").mkdir()
+    other = AgentRig(tmp_path / "other")
+    other.url = rig.url
+    async with rig.running():
+        with pytest.raises(EngineError, match="it does not hold this secret"):
+            async with other.connected():
+                pass
+
+
+def test_the_guard_ends_an_engine_whose_agent_was_killed(tmp_path: Path) -> None:
+    """With a child of the engine in a session of its own, as vLLM's engine core may be."""
+    record_path = tmp_path / "engine.json"
+    core = (
+        "import subprocess, sys; subprocess.Popen(['sleep', '600'], start_new_session=True).wait()"
+    )
+    program = (
+        "import asyncio, os, sys; from pathlib import Path\n"
+        "from batchrun.engine.agent.guard import Guard; from batchrun.engine.process import spawn\n"
+        "async def main():\n"
+        "    await Guard(Path(sys.argv[1])).start()\n"
+        "    spawn([sys.executable, '-c', sys.argv[2]], env=dict(os.environ),\n"
+        "        log_path=Path(sys.argv[1] + '.log'), record_path=Path(sys.argv[1]))\n"
+        "    print('ready', flush=True)\n"
+        "    await asyncio.sleep(600)\n"
+        "asyncio.run(main())\n"
+    )
+    argv = [sys.executable, "-c", program, str(record_path), core]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as agent:
+        assert agent.stdout is not None and agent.stdout.readline() == b"ready\n"
+        record = read_record(record_path)
+        assert record is not None
+        wait_until(lambda: len(find_family(record)) == 2)
+        agent.kill()
+    wait_until(lambda: not find_family(record))
+    wait_until(lambda: not record_path.exists())
+
+
+async def test_a_second_agent_waits_until_the_first_one_is_gone(tmp_path: Path) -> None:
+    first, second = Guard(tmp_path / "engine.json"), Guard(tmp_path / "engine.json")
+    await first.start()
+    starting = asyncio.create_task(second.start())
+    await asyncio.sleep(0.5)
+    assert not starting.done()
+    await first.close()
+    await starting
+    await second.close()
+
+
+def open_own(rig: AgentRig) -> aiohttp.ClientSession:
+    """A client with the rig's secret."""
+    context: ssl.SSLContext = client_context(rig.secret)
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context))
+
+
+def wait_until(condition: object) -> None:
+    """Wait for something that gives no notice; the test's own time limit bounds the wait."""
+    assert callable(condition)
+    while not condition():
+        time.sleep(0.02)

@@ -1,0 +1,141 @@
+"""Jobs that look fine and are not, and what a newcomer is told of them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pandas as pd
+import polars as pl
+import pytest
+import zstandard
+from deployment_rig import JOB_FILE, DeploymentRig
+
+NUM_ROWS = 6
+TEXTS = [f"question {i}" for i in range(NUM_ROWS)]
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeploymentRig]:
+    """One deployment, up; rows with `poison` are refused, those with `long` cut off."""
+    made = DeploymentRig(tmp_path_factory.mktemp("hour"))
+    body = json.dumps({"error": {"message": "prompt of 9123 tokens is too long", "code": "x"}})
+    rules: list[dict[str, object]] = [
+        {"match": {"substring": "poison"}, "action": {"status": 400, "body": body}},
+        {"match": {"substring": "long"}, "action": {"finish_reason": "length"}},
+        {"match": {}, "action": {"finish_reason": "stop"}},
+    ]
+    made.use_fake_engine(rules=rules)
+    made.write_rows(TEXTS)
+    made.ask("up", "-d")
+    yield made
+    made.close()
+
+
+def run(rig: DeploymentRig, *texts: str, job: str = JOB_FILE) -> tuple[int, str, str]:
+    """Run a job of these rows: (exit code, stdout, stderr)."""
+    rig.write_rows(texts)
+    rig.write_job(job)
+    (rig.folder / "out.parquet").unlink(missing_ok=True)
+    done = rig.call("run", "job.yaml")
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_job_whose_rows_all_fail_has_failed(rig: DeploymentRig) -> None:
+    code, _, said = run(rig, "poison 1", "poison 2", job=JOB_FILE.replace("sample", "lost"))
+
+    assert code == 1
+    assert " failed: every row failed: prompt of 9123 tokens is too long; see " in said
+    assert "`batchrun errors job_" in said
+    view = rig.ask("status", "lost")["jobs"][0]
+    assert (view["state"], view["num_failed"]) == ("failed", 2)
+    assert [row["error"] is None for row in rig.output()] == [False, False]
+    assert rig.call("results", "lost").returncode == 0
+    assert "every row failed" in rig.call("status").stdout
+
+
+def test_answers_that_were_cut_off_are_counted(rig: DeploymentRig) -> None:
+    code, shown, _ = run(rig, "long one", "short", "long two")
+
+    assert code == 0
+    assert "3 rows done, 0 failed" in shown and "; 2 answers cut off at max_tokens\n" in shown
+    assert "2 answers at max_tokens" in rig.call("status", "sample").stdout
+    assert [row["finish_reason"] for row in rig.output()] == ["length", "stop", "length"]
+
+
+def test_an_answer_that_was_to_be_json_and_is_not_is_an_error_of_its_row(
+    rig: DeploymentRig,
+) -> None:
+    wanted = JOB_FILE.replace(
+        "max_tokens: 8", "max_tokens: 8, response_format: {type: json_object}"
+    )
+    code, _, said = run(rig, "long", "plain", job=wanted.replace("sample", "broken"))
+
+    assert code == 1
+    assert "was cut off after " in said or "is not JSON" in said
+    cut, plain = (json.loads(row["error"]) for row in rig.output())
+    assert cut["code"] == plain["code"] == "invalid_json"
+    assert "tokens, before its JSON ended: '" in cut["message"]
+    assert plain["message"].startswith("the answer is not JSON: '")
+    assert [row["finish_reason"] for row in rig.output()] == ["length", "stop"]
+    assert all(row["output_tokens"] for row in rig.output())
+
+
+def test_errors_are_told_by_cause_with_ids(rig: DeploymentRig) -> None:
+    run(rig, "fine", *(f"poison {i}" for i in range(7)), job=JOB_FILE.replace("sample", "causes"))
+
+    found = rig.ask("errors", "causes")
+    shown = rig.call("errors", "causes").stdout
+
+    (cause,) = found["causes"]
+    assert (cause["num_rows"], cause["ids"]) == (7, "row-1, row-2, row-3, row-4, row-5, ...")
+    assert [row["id"] for row in found["errors"]] == [f"row-{i}" for i in range(1, 8)]
+    assert "prompt of 9123 tokens is too long" in shown and "row-1, row-2" in shown
+
+
+@pytest.mark.parametrize(
+    "name", ["a.tsv", "a.csv.gz", "a.json", "a.jsonl.zst", "a.csv", "a.parquet"]
+)
+def test_ids_keep_their_type_and_the_output_joins_the_input(rig: DeploymentRig, name: str) -> None:
+    table = pl.DataFrame({"key": [10, 7, 30], "text": ["a\tb", 'say "c"', "d, e"]})
+    write(table, rig.folder / name)
+    rig.write_job(
+        f"name: typed\ninput: {{path: {name}, id: key, prompt: '{{{{ text }}}}'}}\n"
+        "endpoint: /v1/completions\noutput: {path: typed.parquet}\n"
+    )
+
+    assert rig.call("run", "job.yaml").returncode == 0
+
+    answers = pl.read_parquet(rig.folder / "typed.parquet")
+    assert answers.schema["id"] == pl.Int64
+    assert table.join(answers, left_on="key", right_on="id")["response"].null_count() == 0
+    frame, other = table.to_pandas(), pd.read_parquet(rig.folder / "typed.parquet")
+    assert len(frame.merge(other, left_on="key", right_on="id")) == 3
+
+
+def write(table: pl.DataFrame, path: Path) -> None:
+    """The table in the format of the file's name."""
+    rows = table.to_dicts()
+    if path.suffix == ".parquet":
+        table.write_parquet(path)
+    elif path.name.endswith(".tsv"):
+        table.write_csv(path, separator="\t")
+    elif path.name.endswith(".csv"):
+        table.write_csv(path)
+    elif path.name.endswith(".csv.gz"):
+        path.write_bytes(gzip.compress(table.write_csv().encode()))
+    elif path.name.endswith(".json"):
+        path.write_text(json.dumps(rows, indent=2))
+    else:
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        path.write_bytes(zstandard.compress(lines.encode()))
+
+
+def test_status_has_the_newest_first_and_ended_jobs_behind_all(rig: DeploymentRig) -> None:
+    newest = [view["id"] for view in rig.ask("status")["jobs"]][::-1]
+
+    lines = [line.split()[0] for line in rig.call("status").stdout.splitlines() if " 100% " in line]
+
+    assert lines == newest[:20]

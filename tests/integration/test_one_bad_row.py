@@ -1,0 +1,59 @@
+"""One row in trouble stops neither its job nor an engine: the other rows end, and so does it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from aiohttp import web
+from deployment_rig import DeploymentRig
+from engine_builders import make_request
+
+from batchrun.engine.client import EngineClient
+from batchrun.types import OutcomeKind
+
+
+@pytest.mark.parametrize("status", [302, 403, 404])
+def test_a_single_row_s_refusal_is_its_own_error(rig: DeploymentRig, status: int) -> None:
+    rule = {"match": {"substring": "question 3"}, "action": {"status": status}}
+    rig.use_fake_engine(rules=[rule])
+    job = rig.submit_rows(*(f"question {i}" for i in range(6)))
+    view = rig.wait_until_ended(job)
+
+    assert (view["state"], view["num_completed"], view["num_failed"]) == ("completed", 5, 1)
+
+
+def test_a_hung_row_and_refusals_leave_the_engine_to_others(rig: DeploymentRig) -> None:
+    hang = {"match": {"substring": "hangs"}, "action": {"hang": True}}
+    busy = {"match": {"substring": "busy"}, "action": {"status": 503, "retry_after": "0"}}
+    rig.use_fake_engine(rules=[hang, busy | {"times": 3}])
+    rig.submit_rows("hangs")
+    rig.wait_for_executions(1)
+    job = rig.submit_rows("busy 1", "busy 2", "busy 3", *(f"well {i}" for i in range(17)))
+    view = rig.wait_until_ended(job)
+
+    assert (view["state"], view["num_completed"]) == ("completed", 20)
+
+
+async def test_a_reply_that_stops_coming_is_broken_off() -> None:
+    async def stop_short(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Length": "99"})
+        await response.prepare(request)
+        await response.write(b'{"choices":')
+        await asyncio.Event().wait()
+        return response
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", stop_short)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    client = EngineClient(f"http://127.0.0.1:{runner.addresses[0][1]}", reply_idle_s=0.2)
+    try:
+        async with asyncio.timeout(20):
+            outcome = await client.execute(make_request())
+        assert outcome.kind is OutcomeKind.RETRY and outcome.error is not None
+        assert "the reply broke off after 11 bytes" in outcome.error.message
+    finally:
+        await client.close()
+        await runner.cleanup()

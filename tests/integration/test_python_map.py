@@ -1,0 +1,153 @@
+"""`batchrun.map` and `batchrun.stream` against a live deployment with the fake engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import polars as pl
+import pytest
+from deployment_rig import DeploymentRig
+from kill_rig import wait_until
+
+import batchrun
+from batchrun.errors import InputError, JobSpecError, RowsFailedError
+
+ASK = "Classify: {{ text }}"
+TEXTS = [f"review {i}" for i in range(12)]
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeploymentRig]:
+    """One deployment, up; its engine refuses rows that hold the word `poison`."""
+    made = DeploymentRig(tmp_path_factory.mktemp("map"))
+    refuse = {"match": {"substring": "poison"}, "action": {"status": 400}}
+    made.use_fake_engine(rules=[refuse])
+    made.ask("up", "-d")
+    yield made
+    made.close()
+
+
+def ask(rig: DeploymentRig, frame: Any, template: Any = ASK, **options: Any) -> Any:
+    """A call of `map` without a progress bar."""
+    options = {"max_tokens": 8, "progress": False} | options
+    return batchrun.map(frame, template, home=rig.home, **options)
+
+
+def test_every_kind_of_frame_comes_back_as_itself_with_equal_answers(rig: DeploymentRig) -> None:
+    frame = pl.DataFrame({"key": range(12), "text": TEXTS})
+    pandas = frame.to_pandas().set_index("key")
+
+    answered = ask(rig, frame)
+    num_begun = len(rig.executions())
+    lazy, arrow, other = ask(rig, frame.lazy()), ask(rig, frame.to_arrow()), ask(rig, pandas)
+
+    assert answered.columns == ["key", "text", "response", "finish_reason", "error"]
+    assert answered["text"].to_list() == TEXTS
+    assert answered["response"].null_count() == 0
+    assert answered["error"].null_count() == 12
+    assert isinstance(lazy, pl.LazyFrame) and lazy.collect().equals(answered)
+    assert pl.DataFrame(pl.from_arrow(arrow)).equals(answered)
+    assert isinstance(other, pd.DataFrame)
+    assert other.index.equals(pandas.index)
+    assert other["response"].tolist() == answered["response"].to_list()
+    assert len(rig.executions()) == num_begun == 12
+
+
+def test_rows_that_fail_are_a_column_or_an_error_and_run_again(rig: DeploymentRig) -> None:
+    frame = pl.DataFrame({"text": ["sound", "poison", "also sound"]})
+
+    answered = ask(rig, frame)
+    num_begun = len(rig.executions())
+    with pytest.raises(RowsFailedError, match=r"1 of 3 rows failed; the first is row 1: .*400"):
+        ask(rig, frame, errors="raise")
+
+    assert answered["error"].is_not_null().to_list() == [False, True, False]
+    assert "scripted HTTP 400" in answered["error"][1]
+    assert answered["response"].is_null().to_list() == [False, True, False]
+    assert len(rig.executions()) == num_begun
+
+
+def test_what_is_wrong_is_said_before_anything_runs(rig: DeploymentRig) -> None:
+    frame = pl.DataFrame({"text": TEXTS})
+
+    with pytest.raises(JobSpecError, match=r"no column 'txt' \(did you mean 'text'\?\)"):
+        ask(rig, frame, "{{ txt }}")
+    with pytest.raises(InputError, match="has a column 'response' already, as the answers do"):
+        ask(rig, frame.with_columns(response=pl.lit("")))
+    with pytest.raises(InputError, match="a list is no table: give a polars, pandas or Arrow one"):
+        ask(rig, TEXTS)
+    with pytest.raises(InputError, match="errors must be one of column, raise, not 'rais' "):
+        ask(rig, frame, errors="rais")
+
+
+async def test_a_stream_gives_each_row_once_with_its_answer(rig: DeploymentRig) -> None:
+    rows = [{"n": n, "text": f"streamed {n}"} for n in range(30)]
+
+    first = [row async for row in batchrun.stream(rows, ASK, home=rig.home, max_tokens=8)]
+    num_begun = len(rig.executions())
+    again = [row async for row in batchrun.stream(rows, ASK, home=rig.home, max_tokens=8)]
+
+    assert sorted(row["n"] for row in first) == list(range(30))
+    assert all(row["response"] and row["error"] is None for row in first)
+    assert sorted(first, key=lambda row: row["n"]) == again
+    assert len(rig.executions()) == num_begun
+
+
+def test_a_job_file_becomes_a_job_to_wait_for(
+    rig: DeploymentRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(rig.folder)
+    rig.write_rows(["one", "poison", "three"])
+    rig.write_job()
+
+    job = batchrun.submit("job.yaml", home=rig.home, progress=False).wait(progress=False)
+
+    assert job.status()["num_completed"] == 2
+    assert job.results().select("id", "text").collect().rows() == [
+        ("row-0", "one"),
+        ("row-1", "poison"),
+        ("row-2", "three"),
+    ]
+    assert job.errors()["row"].to_list() == [1]
+
+
+PROGRAM = """\
+import sys
+import polars as pl
+import batchrun
+
+frame = pl.DataFrame({"text": [f"review {i}" for i in range(160)]})
+answered = batchrun.map(frame, "Classify: {{ text }}", max_tokens=8)
+assert answered["response"].null_count() == 0
+print(answered["text"].equals(frame["text"]))
+"""
+
+
+def test_a_call_that_was_killed_at_half_goes_on_where_it_was(tmp_path: Path) -> None:
+    rig = DeploymentRig(tmp_path)
+    rig.use_fake_engine("--latency-s=0.2", window={"requests": 8})
+    command = [sys.executable, "-c", PROGRAM]
+    env = {**os.environ, "BATCHRUN_HOME": str(rig.home)}
+    try:
+        first = subprocess.Popen(command, cwd=tmp_path, env=env)
+        wait_until(lambda: len(rig.executions()) > 40)
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        begun = len(rig.executions())
+
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        again = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+
+        assert 40 < begun < 160
+        assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+        assert (again.returncode, again.stdout) == (0, "True\n"), again.stderr
+        assert len(rig.executions()) == 160
+    finally:
+        rig.close()

@@ -1,0 +1,352 @@
+"""Parts of the page: sessions, samples, and text that stays text in every template."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+from aiohttp import web
+
+from batchrun.daemon.engine_link import EngineLink
+from batchrun.daemon.view import view_engine, view_job
+from batchrun.engine.sockets import EngineSockets
+from batchrun.server.api.errors import Caller
+from batchrun.server.gateway.admission import ApiKey, KeyRing
+from batchrun.server.gateway.dashboard import SESSION_S, Sessions, read_or_make_secret
+from batchrun.server.gateway.tally import (
+    MAX_SERIES,
+    TTFT,
+    TTFT_BOUNDS_S,
+    SeenReply,
+    Tally,
+    TallyPage,
+    create_tally,
+)
+from batchrun.server.web import history as page_history
+from batchrun.server.web.gateway_figures import WINDOW_S, EngineCalls, GatewayFigures
+from batchrun.server.web.history import CHART_POINTS, History, KvSample, Sample
+from batchrun.server.web.pages import Tokens, render
+from batchrun.server.web.sight import VIEWS
+from batchrun.store.api_keys import KeyUsage
+from batchrun.store.jobs import Counts, JobRecord
+from batchrun.types import JobState
+from batchrun.wire import CostTelemetry, KvTelemetry, Telemetry
+
+NOW_S = 1_700_000_000.0
+
+
+def make_ring(*names: str) -> KeyRing:
+    ring = KeyRing()
+    ring.replace(
+        tuple(
+            ApiKey(f"key_{name}", sha256=f"{i:064x}", role="user", slo_class=None,
+                   requests_per_minute=None, seq=i)
+            for i, name in enumerate(names)
+        )
+    )  # fmt: skip
+    return ring
+
+
+def test_a_session_holds_until_it_expires() -> None:
+    sessions = Sessions(make_ring("a", "b"), b"s" * 32)
+    key = sessions._keys.find("key_a")
+    assert key is not None
+    text = sessions.begin(key, now_s=NOW_S)
+
+    assert sessions.find(text, now_s=NOW_S + SESSION_S - 1) == key
+    assert sessions.find(text, now_s=NOW_S + SESSION_S + 1) is None
+
+
+def test_a_session_of_a_revoked_key_or_another_secret_is_none() -> None:
+    ring = make_ring("a")
+    key = ring.find("key_a")
+    assert key is not None
+    text = Sessions(ring, b"s" * 32).begin(key, now_s=NOW_S)
+
+    assert Sessions(ring, b"t" * 32).find(text, now_s=NOW_S) is None
+    assert Sessions(make_ring("b"), b"s" * 32).find(text, now_s=NOW_S) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "..", "key_a", "key_a.99999999999999", "key_a.99999999999.", "key_b.1.x", "é.é.é",
+     "key_a.9" + "9" * 5000 + ".x", "key_a.²." + "0" * 64],
+)  # fmt: skip
+def test_what_nobody_made_is_no_session(text: str) -> None:
+    assert Sessions(make_ring("a", "b"), b"s" * 32).find(text, now_s=NOW_S) is None
+
+
+def test_a_session_cannot_be_made_longer_or_another_key_s() -> None:
+    sessions = Sessions(make_ring("a", "b"), b"s" * 32)
+    key = sessions._keys.find("key_a")
+    assert key is not None
+    name, expires_at, mac = sessions.begin(key, now_s=NOW_S).split(".")
+
+    assert sessions.find(f"{name}.{int(expires_at) + 1}.{mac}", now_s=NOW_S) is None
+    assert sessions.find(f"key_b.{expires_at}.{mac}", now_s=NOW_S) is None
+
+
+def test_workers_share_one_secret_that_only_the_owner_reads(tmp_path: Path) -> None:
+    path = tmp_path / "api-keys.sessions"
+
+    assert read_or_make_secret(path) == read_or_make_secret(path)
+    assert len(path.read_bytes()) == 32
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_samples_survive_and_stay_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    history = History(path, most=10)
+    for at in range(95):
+        history.add(Sample(float(at), kv={"0": KvSample(1, 2, 3, 4, 5, None)}))
+
+    assert len(path.read_bytes().splitlines()) <= 20
+    with path.open("ab") as file:
+        file.write(b'{"at": 1')
+    again = History(path, most=10)
+    assert [sample.at for sample in again.samples] == [float(at) for at in range(85, 95)]
+    assert again.samples[0].kv["0"].reserve == 5
+
+
+def test_a_disk_that_takes_nothing_costs_no_sample_in_memory(tmp_path: Path) -> None:
+    history = History(tmp_path / "no folder" / "history.jsonl")
+    history.add(Sample(1.0))
+
+    assert [sample.at for sample in history.samples] == [1.0]
+
+
+def test_a_chart_has_few_points_and_the_newest(tmp_path: Path) -> None:
+    history = History(tmp_path / "history.jsonl", most=page_history.MAX_SAMPLES)
+    history._samples.extend(Sample(float(at), rows_per_s=at) for at in range(850))
+
+    times, rows = history.chart(lambda sample: [sample.rows_per_s])
+
+    assert len(times) <= CHART_POINTS
+    assert (times[-1], rows[-1]) == (849.0, 849.0)
+
+
+class Skeleton(HTMLParser):
+    """The tags of a page with the names of their attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[tuple[str, tuple[str, ...]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.parts.append((tag, tuple(name for name, _ in attrs)))
+
+
+def skeleton_of(text: str) -> list[tuple[str, tuple[str, ...]]]:
+    parser = Skeleton()
+    parser.feed(text)
+    return parser.parts
+
+
+def make_facts() -> dict[str, Any]:
+    """What all templates need, as the daemon makes it."""
+    record = JobRecord(
+        1, "job_0000000000", "name", JobState.PAUSED, "{}", "{}", "hash", 10, NOW_S, NOW_S + 60,
+        NOW_S, None, None, "a reason",
+    )  # fmt: skip
+    link = EngineLink(EngineSockets(Path("/nowhere")), "engine")
+    kv = KvTelemetry(100, 10, 20, 70, 10, 10, 10, 20, 20, 15, 12)
+    cost = CostTelemetry(1.1, 5, 0.1, 0.2, 0.1, 0.2, 0.01, 0.02, 0.01, 0.02)
+    link._latest = (
+        time.monotonic(),
+        Telemetry("start", NOW_S, "echo", 2048, is_offline_on=True, kv=kv, cost=cost),
+    )
+    job = view_job(record, Counts(3, 2, 100, 50, 20)) | {
+        "stage": "reading", "deadline_outlook": "late by 3 s", "is_deadline_kept": False,
+        "actions": ["resume", "cancel"], "is_terminal": False, "output_path": "/out",
+        "planned_answer_tokens": 5, "mean_answer_tokens": 4.5, "eta_low_s": 3.0, "eta_high_s": 9.0,
+    }  # fmt: skip
+    engine = {
+        "name": "engine-0", "url": "http://x", "state": "ready", "stage": "a stage", "in_flight": 3,
+        "kv": {"tokens": 100, "block_tokens": 16}, "telemetry": view_engine(link),
+        "num_restarts": 1, "log": "a line\nanother",
+    }  # fmt: skip
+    chart = [[1.0, 2.0], [3.0, None], [4.0, 5.0], [1.0, 1.0], [1.0, 1.0]]
+    return {
+        "job": job, "jobs": [job], "most": 1, "is_admin": True, "engines": [engine],
+        "causes": [{"code": "code", "message": "message", "num_rows": 2, "rows": [1, 2]}],
+        "most_errors": 1, "answers": None,
+        "shape": {"num_groups": 1, "num_alone": 2, "largest": [4], "mean_shared_bytes": 5.0,
+                  "max_shared_bytes": 6},
+        "chart": chart, "charts": {"engine-0": chart}, "last": Sample(NOW_S),
+        "keys": [{"id": "key_1", "name": "team", "role": "user", "slo_class": "chat",
+                  "limits": {"requests_per_minute": 1, "enqueued_tokens": None,
+                             "concurrent_batches": 2},
+                  "is_revoked": True, "batches": KeyUsage(1, Counts()),
+                  "online": {"num_calls": 1, "num_prompt_tokens": 2, "num_output_tokens": 3}}],
+        "felt": [{"latency": "TTFT", "slo_class": "chat", "num_calls": 3, "mean_s": 0.1,
+                  "within": {0.5: 0.1, 0.99: None}}],
+        "router": "cost", "why": "For a reason.", "num_calls": 4, "imbalance": 1.5,
+        "message": "a message", "is_error": True,
+        "token": "0" * 64, "is_offline_on": True, "num_ready": 1, "num_engines": 2,
+        "num_running": 1, "rows_per_s": 1.0, "slack_s": -0.1, "stalled": "the disk is full",
+    }  # fmt: skip
+
+
+KEPT = {"actions", "state"}
+"""Words of ours, not of anybody else's."""
+
+
+def poisoned(value: Any, text: str, *, key: str = "") -> Any:
+    """The same facts with another text in every place that holds one."""
+    if key in KEPT:
+        return value
+    if isinstance(value, str):
+        return text
+    if isinstance(value, list):
+        return [poisoned(each, text) for each in value]
+    if isinstance(value, dict):
+        return {name: poisoned(each, text, key=name) for name, each in value.items()}
+    return value
+
+
+ATTACKS = [
+    "<script>alert(1)</script>", "<img src=x onerror=alert(1)>", '"><svg onload=alert(1)>',
+    "' onmouseover='alert(1)", '" autofocus onfocus="alert(1)', "</td></table><h1>x</h1>",
+    "javascript:alert(1)", "<iframe srcdoc='<script>1</script>'>", "{{ 7 * 7 }}", "{% raw %}",
+    "</pre><b>x</b>", "</title><script>1</script>", "<!-- ", "-->", "<style>*{}</style>",
+    "' hx-on:click='alert(1)", '" hx-get="https://evil.example', "</span><a href=//evil>",
+    "\r\nevent: view\r\ndata: <b>x</b>", "\u2028data: <script>", "&lt;b&gt;", "<<b>>", "a\x00b<i>",
+    "<math><mi//xlink:href='data:x'>", "]]><script>",
+]  # fmt: skip
+TEMPLATES = (*VIEWS, "job", "notice", "header")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_text_of_others_stays_text(name: str) -> None:
+    """25 attacks in every place of eleven templates: no tag and no attribute is added."""
+    facts = make_facts()
+    if name == "routing":
+        facts["engines"] = [EngineCalls("engine-0", 1, 2, 1, 3)]
+    plain = skeleton_of(render(f"{name}.html", facts))
+    assert len(plain) > 0
+
+    for attack in ATTACKS:
+        bad = poisoned(facts, attack) | {"charts": {attack: facts["chart"]}}
+        if name == "routing":
+            bad["engines"] = [EngineCalls(attack, 1, 2, 1, 3)]
+        assert skeleton_of(render(f"{name}.html", bad)) == plain, attack
+
+
+def test_a_token_is_a_caller_s_own() -> None:
+    made = Tokens()
+
+    tokens = {made.of(caller) for caller in (Caller(), Caller("key_a"), Caller("key_b"))}
+
+    assert len(tokens) == 3
+
+
+def test_charts_carry_numbers_only() -> None:
+    text = render("tide.html", make_facts())
+    columns = text.split('data-columns="')[1].split('"')[0]
+
+    assert json.loads(columns.replace("&#34;", '"'))[0] == [1.0, 2.0]
+
+
+def make_reply(ttft_s: float | None = 0.12, *, slo_class: str = "chat") -> SeenReply:
+    return SeenReply(slo_class, "engine-0", ttft_s, 0.02, 100, 40, 10)
+
+
+def test_workers_count_together_and_a_restarted_one_goes_on() -> None:
+    fd = create_tally(2)
+    first, second = (Tally(fd, 2, worker) for worker in (0, 1))
+    first.count_call("/v1/models", 200)
+    second.count_call("/v1/models", 200)
+    Tally(fd, 2, 1).count_call("/v1/models", 200)
+
+    (series,) = first.read()
+
+    assert (series.labels, series.values[0]) == (("/v1/models", "200"), 3.0)
+
+
+def test_the_page_has_histograms_by_class_that_add_up() -> None:
+    tally = Tally(create_tally(1), 1, 0)
+    for seconds in (0.005, 0.12, 0.12, 100.0):
+        tally.count_reply(make_reply(seconds))
+    tally.count_reply(make_reply(None, slo_class="flex"))
+
+    text = TallyPage(tally).render(is_daemon_up=False).decode()
+
+    assert 'batchrun_gateway_ttft_seconds_bucket{class="chat",le="0.15"} 3.0' in text
+    assert 'batchrun_gateway_ttft_seconds_bucket{class="chat",le="+Inf"} 4.0' in text
+    assert 'batchrun_gateway_ttft_seconds_count{class="chat"} 4.0' in text
+    assert 'ttft_seconds_count{class="flex"}' not in text
+    assert 'batchrun_gateway_engine_cached_tokens_total{engine="engine-0"} 200.0' in text
+    assert "batchrun_daemon_up 0.0" in text
+
+
+def test_more_series_than_there_is_room_for_are_not_counted() -> None:
+    tally = Tally(create_tally(1), 1, 0)
+    for status in range(MAX_SERIES + 50):
+        tally.count_call("/v1/models", status)
+
+    assert len(tally.read()) == MAX_SERIES
+
+
+def told_by(tally: Tally) -> bytes:
+    rows = [(each.kind, each.labels, each.values.tolist()) for each in tally.read()]
+    return json.dumps(rows).encode()
+
+
+def test_figures_are_of_the_last_minutes() -> None:
+    tally = Tally(create_tally(1), 1, 0)
+    tally.count_reply(make_reply(5.0))
+    figures = GatewayFigures("http://unused", "secret")
+    figures.take(told_by(tally), 0.0)
+    for _ in range(4):
+        tally.count_reply(make_reply(0.12))
+    figures.take(told_by(tally), 10.0)
+
+    (felt,) = figures.felt(TTFT)
+
+    assert felt.num_calls == 4
+    assert felt.mean_s == pytest.approx(0.12)
+    assert felt.quantile_s(0.99, TTFT_BOUNDS_S) == 0.15
+    assert figures.engines() == [EngineCalls("engine-0", 4, 400, 160, 40)]
+    assert figures.tokens_per_s == pytest.approx(4 * (100 - 40 + 10) / 10.0)
+    figures.take(told_by(tally), 11.0 + WINDOW_S)
+    assert figures.felt(TTFT) == []
+
+
+def test_another_gateway_begins_anew() -> None:
+    tally = Tally(create_tally(1), 1, 0)
+    tally.count_reply(make_reply())
+    figures = GatewayFigures("http://unused", "secret")
+    figures.take(told_by(tally), 0.0)
+    figures.take(told_by(Tally(create_tally(1), 1, 0)), 2.0)
+
+    assert figures.engines() == []
+
+
+@pytest_asyncio.fixture
+async def nonsense_url() -> AsyncIterator[str]:
+    """A server that answers every call with something that is no tally."""
+
+    async def answer(_: web.BaseRequest) -> web.Response:
+        return web.Response(text='{"calls": 3}')
+
+    server = await asyncio.get_running_loop().create_server(web.Server(answer), "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+async def test_a_gateway_that_tells_nonsense_is_looked_at_again(nonsense_url: str) -> None:
+    figures = GatewayFigures(nonsense_url, "secret")
+    async with aiohttp.ClientSession() as session:
+        await figures.look(session, 0.0)
+
+    assert figures.engines() == []
+    assert figures.tokens_per_s is None

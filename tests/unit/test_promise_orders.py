@@ -1,0 +1,172 @@
+"""Orders that go by promises: the largest set of calls on time, and the least remaining time."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from random import Random
+
+import pytest
+from echo_views import NOW_S, call, decoding_call, names, prefilling_call, view
+
+from batchrun.scheduling.echo import EchoOptions, EchoPolicy
+from batchrun.scheduling.online_queue import ArrivalOrder
+from batchrun.scheduling.promise_orders import (
+    AGED_BOUNDS,
+    LONG_PROMPT_TOKENS,
+    OnTimeOrder,
+    SlackOptions,
+    SlackOrder,
+    first_due_s,
+    most_on_time,
+)
+from batchrun.scheduling.view import EngineView, Plan, RequestView
+
+
+def order_by(queue: ArrivalOrder, engine: EngineView) -> list[str]:
+    """Who comes first, in the first step that the queue sees."""
+    queue.limits(engine)
+    begun = [call for call in engine.online_running if not call.is_decode]
+    return names(queue.order(engine, begun))
+
+
+def plan_with(queue: ArrivalOrder, engine: EngineView) -> Plan:
+    """What Echo makes of an engine that it has not seen before."""
+    return EchoPolicy(EchoOptions(), queue).plan(engine)
+
+
+def waiting(name: str, *, tokens: int, ttft_s: float, waited_s: float = 0.0) -> RequestView:
+    """A call whose prompt takes a tenth of a millisecond a token."""
+    return call(name, prompt=tokens, slo_ttft_s=ttft_s, arrival_at_s=NOW_S - waited_s)
+
+
+def test_as_many_jobs_as_any_choice_could_have_end_in_time() -> None:
+    rng = Random(0)
+    for _ in range(200):
+        jobs = [(rng.uniform(0, 10), rng.uniform(0.1, 4), i) for i in range(rng.randint(0, 7))]
+        best = max(
+            size
+            for size in range(len(jobs) + 1)
+            for chosen in combinations(sorted(jobs), size)
+            if all(
+                sum(work for _, work, _ in chosen[: i + 1]) <= due
+                for i, (due, _, _) in enumerate(chosen)
+            )
+        )
+        taken = most_on_time(jobs)
+
+        assert len(taken) == best
+        ends = [sum(jobs[i][1] for i in taken[: n + 1]) for n in range(len(taken))]
+        assert all(end <= jobs[i][0] for end, i in zip(ends, taken, strict=True))
+
+
+def test_the_most_urgent_call_that_can_be_in_time_goes_first() -> None:
+    loose = waiting("loose", tokens=100, ttft_s=9.0, waited_s=2.0)
+    tight = waiting("tight", tokens=100, ttft_s=0.5)
+
+    assert order_by(OnTimeOrder(), view(waiting=[loose, tight])) == ["tight", "loose"]
+
+
+def test_a_call_that_is_late_lets_all_go_first_that_can_be_in_time() -> None:
+    late = waiting("late", tokens=100, ttft_s=1.0, waited_s=1.2)
+    on_time = waiting("on time", tokens=100, ttft_s=5.0)
+
+    assert order_by(OnTimeOrder(), view(waiting=[late, on_time])) == ["on time", "late"]
+    assert order_by(ArrivalOrder(), view(waiting=[late, on_time])) == ["late", "on time"]
+
+
+def test_of_calls_that_cannot_all_be_in_time_the_longest_prompt_waits() -> None:
+    long = waiting("long", tokens=9_000, ttft_s=1.2)
+    short = [waiting(f"short {i}", tokens=3_000, ttft_s=1.3) for i in range(2)]
+    engine = view(waiting=[long, *short], token_budget=1_000)
+
+    assert order_by(OnTimeOrder(), engine) == ["short 0", "short 1", "long"]
+
+
+def test_a_prompt_that_is_begun_gives_way_to_a_more_urgent_call() -> None:
+    begun = prefilling_call("begun", left=9_000, prompt=9_999, slo_ttft_s=30.0)
+    decoding = decoding_call("decoding", due_in_s=0.06)
+    urgent = waiting("urgent", tokens=400, ttft_s=0.5)
+    engine = view(running=[begun, decoding], waiting=[urgent])
+
+    on_time, arrival = (plan_with(queue, engine) for queue in (OnTimeOrder(), ArrivalOrder()))
+
+    assert on_time.caps["urgent"] == 400
+    assert 0 < on_time.caps["begun"] < arrival.caps["begun"]
+
+
+def test_a_call_that_waited_too_long_gets_a_share_of_the_step_but_not_all() -> None:
+    aged = waiting("aged", tokens=9_000, ttft_s=1.0, waited_s=AGED_BOUNDS + 5.0)
+    decoding = decoding_call("decoding", due_in_s=0.06)
+    urgent = waiting("urgent", tokens=9_000, ttft_s=5.0)
+    engine = view(running=[decoding], waiting=[aged, urgent], free_blocks=3_000)
+
+    caps = plan_with(OnTimeOrder(), engine).caps
+
+    assert caps["aged"] == pytest.approx(caps["urgent"], rel=0.05)
+    assert caps["aged"] > 100
+
+
+def test_nobody_comes_in_before_an_aged_call_that_finds_no_room() -> None:
+    aged = waiting("aged", tokens=199, ttft_s=1.0, waited_s=AGED_BOUNDS + 5.0)
+    engine = view(waiting=[aged, waiting("small", tokens=99, ttft_s=5.0)], free_blocks=10)
+
+    assert plan_with(OnTimeOrder(), engine).admit == ()
+
+
+def test_the_first_token_of_a_call_with_an_end_leaves_its_answer_time() -> None:
+    ending = call(slo_ttft_s=9.0, slo_tpot_s=1.0, slo_jct_s=10.0, output=50)
+    engine = view(waiting=[ending])
+
+    assert first_due_s(engine, ending, 0.05) == pytest.approx(NOW_S + 10.0 - 50 * 0.05)
+    assert first_due_s(engine, call(), 0.05) == pytest.approx(NOW_S + 1.0)
+
+
+def test_room_that_prompts_in_the_middle_will_take_is_not_given_away() -> None:
+    begun = prefilling_call("begun", left=90, prompt=99)
+    decoding = decoding_call("decoding", due_in_s=0.0001)
+    engine = view(running=[begun, decoding], waiting=[call("new")], free_blocks=15)
+
+    assert plan_with(ArrivalOrder(), engine).admit == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "first"),
+    [(SlackOptions(), "on time"), (SlackOptions(is_printed=True), "late")],
+)
+def test_late_calls_go_last_by_slack_and_first_as_printed(
+    options: SlackOptions, first: str
+) -> None:
+    late = waiting("late", tokens=100, ttft_s=1.0, waited_s=1.2)
+    engine = view(waiting=[late, waiting("on time", tokens=100, ttft_s=0.5)])
+
+    assert order_by(SlackOrder(options), engine)[0] == first
+
+
+def test_one_long_prompt_at_a_time_by_slack() -> None:
+    begun = prefilling_call("begun", left=LONG_PROMPT_TOKENS, prompt=9_999)
+    long = waiting("long", tokens=LONG_PROMPT_TOKENS, ttft_s=20.0)
+    engine = view(running=[begun], waiting=[long, waiting("short", tokens=50, ttft_s=20.0)])
+
+    assert names(plan_with(SlackOrder(), engine).admit) == ["short"]
+    assert names(plan_with(ArrivalOrder(), engine).admit) == ["long", "short"]
+
+
+def test_the_pivots_budget_grows_with_the_tightest_bound() -> None:
+    queue = SlackOrder(SlackOptions(has_pivot_budget=True))
+
+    def chunk(tpot_s: float) -> int:
+        decoding = decoding_call("decoding", slo_tpot_s=tpot_s)
+        long = prefilling_call("long", left=9_000, prompt=9_999, slo_ttft_s=90.0)
+        return plan_with(queue, view(running=[decoding, long])).caps["long"]
+
+    assert chunk(0.2) == pytest.approx(2 * chunk(0.1), rel=0.01)
+
+
+def test_of_calls_about_as_urgent_the_one_that_fits_the_rest_goes_first() -> None:
+    queue = SlackOrder(SlackOptions(is_euclid=True))
+    small = waiting("small", tokens=99, ttft_s=1.0)
+    large = waiting("large", tokens=1_999, ttft_s=1.1)
+    later = waiting("later", tokens=1_999, ttft_s=9.0)
+    engine = view(waiting=[small, large, later], token_budget=2_000)
+
+    assert names(plan_with(queue, engine).admit) == ["large", "small"]

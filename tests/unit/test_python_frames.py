@@ -1,0 +1,142 @@
+"""Frames in and out, and structured answers as typed columns."""
+
+from __future__ import annotations
+
+import datetime
+import enum
+import subprocess
+import sys
+from pathlib import Path
+from typing import Literal
+
+import pandas as pd
+import polars as pl
+import pytest
+from pydantic import BaseModel
+
+from batchrun.errors import DataError
+from batchrun.jobs.prompts.template import RequestTemplate
+from batchrun.python.asking import Question
+from batchrun.python.frames import frame_of, frame_of_rows, kept_rows
+from batchrun.python.schemas import parsed, response_format
+
+
+class Tone(enum.Enum):
+    GOOD = "good"
+    BAD = "bad"
+
+
+class Place(BaseModel):
+    city: str
+    zip: int
+
+
+class Label(BaseModel):
+    """A label; {{ not a template }}."""
+
+    tone: Tone
+    stars: int
+    weight: float | None
+    sure: bool
+    when: datetime.date
+    tags: list[str]
+    place: Place
+    kind: Literal["a", "b"]
+    either: int | str
+
+
+ANSWER = (
+    '{"tone": "good", "stars": 4, "weight": null, "sure": true, "when": "2026-01-02", '
+    '"tags": ["x", "y"], "place": {"city": "Bonn", "zip": 53111}, "kind": "a", "either": "z"}'
+)
+
+
+def test_answers_become_columns_of_the_types_of_the_fields() -> None:
+    table, faults = parsed(Label, [ANSWER, None, '{"tone": "good"'])
+
+    assert table.schema == {
+        "tone": pl.String,
+        "stars": pl.Int64,
+        "weight": pl.Float64,
+        "sure": pl.Boolean,
+        "when": pl.Date,
+        "tags": pl.List(pl.String),
+        "place": pl.Struct({"city": pl.String, "zip": pl.Int64}),
+        "kind": pl.String,
+        "either": pl.String,
+    }
+    first = table.row(0, named=True)
+    assert (first["tone"], first["stars"], first["when"]) == ("good", 4, datetime.date(2026, 1, 2))
+    assert (first["tags"], first["place"]["city"], first["either"]) == (["x", "y"], "Bonn", '"z"')
+    assert table.row(1) == table.row(2) == (None,) * 9
+    assert faults[:2] == [None, None]
+    assert faults[2] is not None and faults[2].startswith("invalid_answer: Invalid JSON")
+
+
+def test_a_field_that_does_not_fit_is_named() -> None:
+    _, faults = parsed(Place, ['{"city": "Bonn", "zip": "far"}'])
+
+    assert faults[0] is not None and faults[0].startswith("invalid_answer: zip: Input should be")
+
+
+def test_the_text_of_a_schema_is_sent_as_it_is() -> None:
+    spec = Question("{{ text }}", schema=Label).spec(Path("rows.parquet"), Path("/out"))
+    body = RequestTemplate(spec, ["text"], model="m").render({"text": "hi"}, row_number=0)
+
+    sent = body["response_format"]
+    assert isinstance(sent, dict)
+    assert sent["json_schema"]["schema"] == Label.model_json_schema()
+    assert response_format(Place) == {
+        "type": "json_schema",
+        "json_schema": {"name": "Place", "schema": Place.model_json_schema(), "strict": True},
+    }
+
+
+def test_equal_questions_about_equal_rows_are_equal_jobs(tmp_path: Path) -> None:
+    table = pl.DataFrame({"text": ["a", "b"]})
+    path = kept_rows(table, tmp_path)
+    before = path.stat()
+
+    again = kept_rows(pl.concat([table[:1], table[1:]], rechunk=False), tmp_path)
+
+    assert again == path and path.stat().st_mtime_ns == before.st_mtime_ns
+    assert kept_rows(table.reverse(), tmp_path) != path
+    specs = [
+        Question("{{ text }}", request=request).spec(path, tmp_path)
+        for request in ({"seed": 1, "top_p": 1}, {"top_p": 1, "seed": 1}, {"seed": 2, "top_p": 1})
+    ]
+    assert specs[0].content_hash() == specs[1].content_hash() != specs[2].content_hash()
+    assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".")] == []
+
+
+def test_pandas_keeps_index_column_names_and_whole_numbers_beside_nulls() -> None:
+    frame = pd.DataFrame({"text": ["a", None], 7: [1, 2]}, index=["x", "x"])
+
+    given = frame_of(frame)
+    joined = given.joined(pl.DataFrame({"stars": [4, None], "sure": [None, True], "n": [1, 2]}))
+
+    assert given.columns == ("text", "7")
+    assert given.select(["7", "text"]).rows() == [(1, "a"), (2, None)]
+    assert list(joined.index) == ["x", "x"]
+    assert list(joined.columns) == ["text", 7, "stars", "sure", "n"]
+    assert str(joined["stars"].dtype) == "Int64" and joined["stars"].iloc[0] == 4
+    assert str(joined["sure"].dtype) == "boolean" and str(joined["n"].dtype) == "int64"
+
+
+def test_rows_in_plain_python_may_lack_keys() -> None:
+    assert frame_of_rows([{"a": 1}, {"b": "x"}]).select(["a", "b"]).rows() == [
+        (1, None),
+        (None, "x"),
+    ]
+
+
+def test_what_no_file_can_hold_is_refused_in_a_line(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^the rows (cannot be written|do not make a table).*"):
+        kept_rows(frame_of_rows([{"a": object()}]).select(["a"]), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("heavy", ["polars", "pydantic", "rich", "sqlalchemy", "pyarrow"])
+def test_to_import_batchrun_loads_little(heavy: str) -> None:
+    program = f"import sys, batchrun; sys.exit({heavy!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -1,0 +1,43 @@
+"""Nothing that callers or engines said makes a terminal obey."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+
+from batchrun.cli.console import columns, named_lines, safe_json
+from batchrun.control.following import SafeConsole
+from batchrun.errors import UNSAFE
+
+ODD = "a\x1b]0;title\x07b\x9b31m\u202ec\u2066d\x7fe\rf\x00"
+
+
+@pytest.mark.parametrize(
+    "shown", [ODD, columns("id", ODD, rows=[["1", ODD]]), named_lines([("why", ODD)], title=ODD)]
+)
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_what_a_terminal_would_obey_is_shown_as_replaced(
+    *, shown: object, is_terminal: bool
+) -> None:
+    text = io.StringIO()
+    console = SafeConsole(
+        file=text, width=300, markup=False, highlight=False, force_terminal=is_terminal
+    )
+
+    console.print(shown)
+
+    written = text.getvalue()
+    for style in ("\x1b[1m", "\x1b[3m", "\x1b[0m"):
+        written = written.replace(style, "")
+    assert "b" in written and "\ufffd" in written
+    assert UNSAFE.findall(written) == []
+
+
+def test_json_keeps_what_was_said_and_shows_it_safely() -> None:
+    document = {"message": ODD, "tab": "\t", "text": "grün \u2028 😀"}
+
+    assert UNSAFE.findall(safe_json(document)) == []
+    assert json.loads(safe_json(document)) == document
+    assert "grün" in safe_json(document)
