@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from itertools import count
@@ -32,6 +33,8 @@ from benchmarks.text_jobs import DocumentSet
 MAX_ROWS, MAX_TOKENS = 256, 2_000_000
 """In the engine at once, the same for every server: vLLM's `run-batch` sends all rows, and vLLM
 takes them in the order of arrival, so rows beyond these would only wait there."""
+READY_TOKENS = 8_000_000
+"""More than any server serves in a minute and a half."""
 
 
 OfflineRow = tuple[Request, int]
@@ -96,15 +99,19 @@ class Feeder:
     window: Window = field(default_factory=lambda: Window(MAX_ROWS, MAX_TOKENS))
     done: list[tuple[float, Outcome]] = field(default_factory=list)
     sent_s: list[float] = field(default_factory=list)
-    _first: OfflineRow | None = None
+    _ready: deque[OfflineRow] = field(default_factory=deque)
 
     async def prepare(self) -> None:
-        """Make the first set, before a window begins."""
-        self._first = await anext(self.rows)
+        """Make as many sets as a window needs before it begins: making one takes a core for a
+        second, which would be taken from the calls of that second."""
+        num_tokens = 0
+        while num_tokens < READY_TOKENS:
+            self._ready.append(await anext(self.rows))
+            num_tokens += self._ready[-1][1]
 
     async def run(self) -> None:
         """Send rows for ever; cancel to end."""
-        request, tokens = await anext(self.rows) if self._first is None else self._first
+        request, tokens = await self._next()
         async with asyncio.TaskGroup() as group:
             while True:
                 if not self._has_room(tokens):
@@ -114,7 +121,10 @@ class Feeder:
                 self.window.add(tokens, now_s)
                 self.sent_s.append(now_s)
                 group.create_task(self._execute(request, tokens, now_s))
-                request, tokens = await anext(self.rows)
+                request, tokens = await self._next()
+
+    async def _next(self) -> OfflineRow:
+        return self._ready.popleft() if self._ready else await anext(self.rows)
 
     def _has_room(self, tokens: int) -> bool:
         now_s = time.monotonic()
