@@ -85,7 +85,7 @@ class Window:
 
 def main() -> int:
     """Run the demo; 0 when every row is in the output and enough calls were answered."""
-    options = parser(__doc__, rows=96).parse_args()
+    options = parser(__doc__, rows=160).parse_args()
     start_s = time.monotonic()
     deployment = Deployment(FOLDER)
     try:
@@ -144,7 +144,7 @@ def _measure(deployment: Deployment) -> tuple[list[Window], SloConfig, dict[str,
         say("  the same calls, and the rows beside them with a later priority")
         vllm, job_id = asyncio.run(_window(deployment, gateway, VLLM, with_rows=True))
         if not _has_ended(deployment, job_id):
-            deployment.batchrun("cancel", job_id)
+            deployment.call("cancel", job_id)  # It may end meanwhile.
             wait_until(lambda: _has_ended(deployment, job_id), "the end of the first job")
     with _engine(deployment, "2 of 2: batchrun's scheduler", slo=slo.model_dump()) as gateway:
         say("  the same calls, and the rows beside them")

@@ -115,8 +115,7 @@ async def _run(
     routes = Edge(home, place, address.token, gateway_key, deployment.completion_windows)
     # httptools reads on after an early answer, so that a refused upload hears why.
     app = make_app(daemon, status, routes)
-    history = History(home.history)
-    sight = Sight(daemon, status, home, history, figures, deployment.router)
+    sight = Sight(daemon, status, home, History(home.history), figures, deployment.router)
     pages = _add_dashboard(app, sight, Callers(store, gateway_key))
     server = _Server(uvicorn.Config(app, http="httptools", log_level="warning", access_log=False))
     write_atomically(home.daemon_record, json.dumps(asdict(address)).encode(), mode=0o600)
