@@ -61,13 +61,20 @@ class FreshUser:
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A new environment: the wheel, and what it needs from this one, but no vLLM."""
     folder = tmp_path_factory.mktemp("environment")
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT]
-    subprocess.run(build, check=True, capture_output=True, timeout=WAIT_S)
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation"]
+    subprocess.run(
+        [*build, "--outdir", folder, ROOT], check=True, capture_output=True, timeout=WAIT_S
+    )
     (wheel,) = folder.glob("*.whl")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     made = folder / "venv" / "bin" / "python"
-    install = [sys.executable, "-m", "pip", "--python", made, "install", "--no-deps", "--no-index"]
-    subprocess.run([*install, wheel], check=True, capture_output=True, timeout=WAIT_S)
+    install = [sys.executable, "-m", "pip", "--python", str(made), "install"]
+    subprocess.run(
+        [*install, "--no-deps", "--no-index", wheel],
+        check=True,
+        capture_output=True,
+        timeout=WAIT_S,
+    )
     borrowed = folder / "borrowed"
     borrowed.mkdir()
     for path in Path(sysconfig.get_path("purelib")).iterdir():
@@ -150,6 +157,7 @@ def check_first_day(user: FreshUser) -> None:
         assert (len(answers), answers["error"].null_count()) == (num_rows, num_rows)
 
 
+@pytest.mark.slow
 def test_every_command_and_snippet_of_the_readme_runs(user: FreshUser) -> None:
     use_fake_engine(user)
     where = user.call("cd / && python -c 'import batchrun; print(batchrun.__file__)'")
