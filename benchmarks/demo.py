@@ -26,10 +26,11 @@ import psutil
 import pyarrow.parquet as pq
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from batchrun.config import STOCK_POLICY, SloConfig
 from batchrun.errors import BatchrunError, EngineError
-from batchrun.simulator.plots import OFFLINE, ONLINE, STYLE
+from batchrun.simulator.plots import OFFLINE, ONLINE, STYLE, round_ticks
 from batchrun.simulator.replay import (
     CallArrival,
     OnlineResult,
@@ -316,9 +317,10 @@ def save_picture(sides: Sequence[Side], slo: SloConfig, path: Path) -> None:
                 rows.plot(*zip(*window.rows_done, strict=True), color=COLORS[name])
         calls.axhline(1, color="black", linestyle=":", linewidth=1)
         calls.set(yscale="log", ylabel="a call's time, bound = 1", xlim=(0, TRACE.duration_s))
-        for axis in (calls.yaxis, rows.xaxis, rows.yaxis):
-            axis.set_major_formatter(lambda value, _: f"{value:g}")
+        calls.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        calls.yaxis.set_minor_formatter(NullFormatter())
         rows.set(ylabel="rows done", xlabel="s", ylim=(0, None))
+        round_ticks(rows)
         figure.legend(loc="outside lower center", ncols=len(COLORS))
         figure.suptitle(_title(sides, slo), fontsize=9, x=0.02, ha="left")
         figure.savefig(path, format="svg", metadata={"Date": None}, facecolor="white")
