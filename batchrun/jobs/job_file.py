@@ -71,12 +71,12 @@ def _message_problems(key: str, messages: JsonValue) -> Iterator[Problem]:
         here = f"{key}[{index}]"
         if not isinstance(message, dict):
             yield here, "must be a message with role and content"
-        elif not isinstance(message.get("role"), str):
+        elif not isinstance(role := message.get("role"), str):
             yield f"{here}.role", f"is required and must be text{_given(message, 'role')}"
         elif not {"content", "tool_calls"} & message.keys():
             yield f"{here}.content", f"is required{_given(message, 'content')}"
-        elif message["role"] not in ROLES and (hint := suggestion(message["role"], ROLES)):
-            yield f"{here}.role", f"no model knows {message['role']!r}{hint}"
+        elif role not in ROLES and (hint := suggestion(role, ROLES)):
+            yield f"{here}.role", f"no model knows {role!r}{hint}"
 
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})

@@ -172,12 +172,14 @@ def test_status_of_a_job_that_has_ended_tells_no_speed(rig: DeploymentRig) -> No
 
 
 def test_status_tells_how_long_calls_take_as_their_callers_feel_it(rig: DeploymentRig) -> None:
-    call = {"model": "fake", "messages": [{"role": "user", "content": "slowly"}], "stream": True}
+    message = {"role": "user", "content": "slowly"}
+    call = json.dumps({"model": "fake", "messages": [message], "stream": True})
+    headers = {"Content-Type": "application/json"}
     deadline_s = time.monotonic() + WAIT_S
     while not (felt := rig.ask("status")["felt"]):
         assert time.monotonic() < deadline_s
         url = f"http://127.0.0.1:{rig.port}/v1/chat/completions"
-        assert requests.post(url, json=call, timeout=WAIT_S).ok
+        assert requests.post(url, data=call, headers=headers, timeout=WAIT_S).ok
 
     ttft = next(each for each in felt if each["latency"] == "TTFT")
     assert ttft["mean_s"] >= SLOW_S and ttft["p50_s"] >= SLOW_S
