@@ -193,6 +193,11 @@ def rendered(found: Prediction) -> Table:
     return named_lines(_lines(found))
 
 
+def in_words(found: Prediction) -> dict[str, str]:
+    """The whole answer by the name of each line."""
+    return dict(_lines(found))
+
+
 def _lines(found: Prediction) -> Iterator[tuple[str, str]]:
     study, forecast = found.study, found.forecast
     yield "job", f"{study['name']}, {study['endpoint']}; it was not submitted"

@@ -76,10 +76,10 @@ def submit(
                 "--dry-run does not tell what --continue-from would take over; leave out one of "
                 "the two"
             )
-        from batchrun.cli.dry_run import predict, rendered
+        from batchrun.cli.dry_run import in_words, predict, rendered
 
         found = predict(file, home, trace, profile, price)
-        answer(found.record(), rendered(found), as_json=as_json)
+        answer(found.record() | {"said": in_words(found)}, rendered(found), as_json=as_json)
         return
     for option, value in {"--trace": trace, "--profile": profile, "--price": price}.items():
         if value:

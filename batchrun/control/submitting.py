@@ -137,12 +137,15 @@ def view_jobs(home: Home) -> dict[str, Any]:
     views: list[dict[str, object]] = []
     if home.has_store:
         from batchrun.daemon.view import view_job
+        from batchrun.jobs.on_done import read_tellings
         from batchrun.store import results
 
         with closing(open_store(home.store_location)) as store:
+            tellings = read_tellings(store)
             for record in jobs.list_jobs(store):
-                num_cut = results.count_cut(store, record.seq)
-                views.append(
-                    view_job(record, results.count(store, record.seq)) | {"num_cut": num_cut}
-                )
+                more = {
+                    "num_cut": results.count_cut(store, record.seq),
+                    "on_done": tellings.get(record.id),
+                }
+                views.append(view_job(record, results.count(store, record.seq)) | more)
     return {"gateway": None, "offline": None, "stalled": None, "engines": [], "jobs": views}

@@ -60,7 +60,8 @@ class Daemon:
     `model_folder` holds the files of the engines' model, where they are on this machine. Results
     are removed `retention_s` after their job's end; None keeps them. `files` is where the files of
     OpenAI's API lie; None: there are no batches. `images` fetches what rows name. `python` is
-    an interpreter with vLLM. Commands raise UnknownJobError, StateError or StoreError.
+    an interpreter with vLLM; in `kept_in` lie rows that batchrun kept itself. Commands raise
+    UnknownJobError, StateError or StoreError.
     """
 
     store: Store
@@ -71,6 +72,7 @@ class Daemon:
     files: FileBytes | None = None
     images: ImageFetcher = field(default_factory=ImageFetcher)
     python: Path | None = None
+    kept_in: Sequence[Path] = ()
     active: dict[int, ActiveJob] = field(default_factory=dict)
     stages: dict[str, Stage] = field(default_factory=dict)
     writer: ResultWriter = field(init=False)
@@ -117,7 +119,9 @@ class Daemon:
         self._tasks.spawn(self.steering.run())
         for slot in self.slots:
             self._tasks.spawn(slot.watch_progress(lambda: self.dispatcher.is_offline_on))
-        self._tasks.spawn(remove_old_results(self.store, self.links, age_s=self.retention_s))
+        self._tasks.spawn(
+            remove_old_results(self.store, self.links, self.kept_in, age_s=self.retention_s)
+        )
         self._tasks.spawn(remove_expired_files(self.store, self.files))
         for record in self._left_over:
             self._take_up(record)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -247,11 +248,18 @@ def _add_keys(control: APIRouter, keys: KeyList) -> None:
 
 
 class Status:
-    """Builds snapshots; counts of ended jobs are remembered, since they never change."""
+    """Builds snapshots; counts of ended jobs are remembered, since they never change. `tellings`
+    is, by job, how it went to tell of its end."""
 
-    def __init__(self, daemon: Daemon, gateway_url: str) -> None:
+    def __init__(
+        self,
+        daemon: Daemon,
+        gateway_url: str,
+        tellings: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
+    ) -> None:
         self.daemon = daemon
         self._gateway_url = gateway_url
+        self._tellings = tellings
         self._ended: dict[int, tuple[Counts, int]] = {}
         self._jobs: dict[str, dict[str, object]] = {}
         self._completions: dict[str, Completion] = {}
@@ -341,7 +349,7 @@ class Status:
             stage=None if stage is None else stage.describe(),
             now_s=time.monotonic(),
         )
-        return view | {"num_cut": num_cut}
+        return view | {"num_cut": num_cut, "on_done": self._tellings.get(record.id)}
 
 
 def _engines(slots: Sequence[Slot]) -> list[dict[str, object]]:

@@ -27,6 +27,7 @@ from batchrun.daemon.supervisor import KeyList, Supervisor, engine_python, split
 from batchrun.errors import BatchrunError, EngineError, StoreUnreachableError
 from batchrun.files import StoreLock, allow_many_open_files, remove_left_scratch, write_atomically
 from batchrun.home import DaemonAddress, Home
+from batchrun.jobs.on_done import Messenger
 from batchrun.jobs.results.file_bytes import FileBytes, open_file_bytes, recover_files
 from batchrun.media.fetching import ImageFetcher
 from batchrun.media.hosts import ImageHosts
@@ -37,6 +38,7 @@ from batchrun.server.web.gateway_figures import GatewayFigures
 from batchrun.server.web.history import History
 from batchrun.server.web.pages import Pages, dashboard_router
 from batchrun.server.web.sight import Sight
+from batchrun.server.web.uploads import Desk
 from batchrun.store.database import Store
 from batchrun.store.place import DaemonLock, open_for
 
@@ -109,8 +111,13 @@ async def _run(
     folder = deployment.model_folder(home)
     images = ImageFetcher(ImageHosts(deployment.image_hosts))
     python = engine_python(deployment.engines[0], home)
-    daemon = Daemon(store, supervisor.slots, home.inputs, folder, age_s, place, images, python)
-    status = Status(daemon, supervisor.gateway_url)
+    daemon = Daemon(
+        *(store, supervisor.slots, home.inputs, folder, age_s, place, images, python),
+        kept_in=home.kept_rows,
+    )
+    messenger = Messenger(store, deployment.on_done, home.path)
+    messenger.load()
+    status = Status(daemon, supervisor.gateway_url, messenger.tellings)
     routes = Edge(home, place, address.token, gateway_key, deployment.completion_windows)
     # httptools reads on after an early answer, so that a refused upload hears why.
     app = make_app(daemon, status, routes)
@@ -122,7 +129,7 @@ async def _run(
     work = asyncio.create_task(daemon.run())
     engines = asyncio.create_task(_supervise(supervisor, on_ready))
     guard = asyncio.create_task(_guard(lock))
-    watching = asyncio.create_task(pages.watch())
+    beside = [asyncio.create_task(pages.watch()), asyncio.create_task(messenger.run())]
     try:
         waited: set[asyncio.Future[Any]] = {ended, work, engines, guard}
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
@@ -130,9 +137,9 @@ async def _run(
         failure = None if ended.done() else _failure_of(guard, engines, work)
         _end_within(CLEAN_STOP_S, failure)
         pages.close()
-        for task in (work, engines, guard, watching):
+        for task in (work, engines, guard, *beside):
             task.cancel()
-        await asyncio.gather(work, engines, guard, watching, return_exceptions=True)
+        await asyncio.gather(work, engines, guard, *beside, return_exceptions=True)
         server.should_exit = True
         await edge
         await supervisor.close()
@@ -154,7 +161,7 @@ def _add_dashboard(
     figures = GatewayFigures(_local_url(deployment.listen), gateway_key)
     history = History(home.history)
     sight = Sight(status.daemon, status, home, history, figures, deployment.router)
-    pages = Pages(sight)
+    pages = Pages(sight, Desk(home, deployment.file, deployment.model))
     callers = Callers(status.daemon.store, gateway_key)
     app.include_router(dashboard_router(pages, sight, callers))
     return pages

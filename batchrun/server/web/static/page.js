@@ -79,6 +79,18 @@ document.addEventListener("htmx:configRequest", (event) => {
   event.detail.headers["X-Dashboard-Token"] = document.getElementById("token")?.dataset.token ?? "";
 });
 
+document.addEventListener("htmx:xhr:progress", (event) => {
+  const bar = document.getElementById("sent");
+  if (!bar || event.target.id !== "upload") return;
+  bar.hidden = false;
+  bar.max = event.detail.total || 1;
+  bar.value = event.detail.loaded;
+});
+
+document.addEventListener("htmx:afterRequest", (event) => {
+  if (event.target.id === "upload") document.getElementById("sent").hidden = true;
+});
+
 document.addEventListener("htmx:beforeSwap", (event) => {
   const { xhr } = event.detail;
   if (!xhr || (xhr.getResponseHeader("Content-Type") ?? "").startsWith("text/html")) return;
