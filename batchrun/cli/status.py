@@ -114,7 +114,10 @@ MOST_ENDED = 20
 def status(
     job: Annotated[str | None, typer.Argument(help="Show this job alone, in detail.")] = None,
     *,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until Ctrl-C.")] = False,
+    watch: Annotated[
+        bool,
+        typer.Option("--watch", "-w", help="Fill the screen until Ctrl-C; in a pipe, print news."),
+    ] = False,
     is_all: Annotated[
         bool, typer.Option("--all", help=f"Show more than {MOST_ENDED} jobs that have ended.")
     ] = False,
@@ -297,6 +300,7 @@ def _details(view: dict[str, Any], *, waits: bool) -> Iterator[tuple[str, str]]:
         "speed": f"{view['rows_per_s']:.1f} rows/s, {view['computed_tokens_per_s']:,.0f} computed "
         f"and {view['served_tokens_per_s']:,.0f} served tokens/s",
         "ETA": _eta(view),
+        "cost so far": _cost(view),
         "hit rate": f"{figure(view['hit_rate'], '{:.0%}')} "
         f"(best possible {figure(view['best_hit_rate'], '{:.0%}')})",
         "estimates": f"prompt tokens were off by {error:.1%} on average" if error else None,
@@ -306,6 +310,12 @@ def _details(view: dict[str, Any], *, waits: bool) -> Iterator[tuple[str, str]]:
         "told": _told(view),
     }
     return ((name, str(said)) for name, said in lines.items() if said is not None)
+
+
+def _cost(view: dict[str, Any]) -> str:
+    """Time of engines, and what it costs where a price is known."""
+    money = "" if view["cost"] is None else f", which cost {view['cost']:,.2f}"
+    return f"{view['engine_s'] / 3600:,.3f} engine-hours{money}"
 
 
 def _told(view: dict[str, Any]) -> str | None:

@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from batchrun.daemon.ending import JobEnd, remove_expired_files, remove_old_resu
 from batchrun.daemon.engine_link import Slot, Steering
 from batchrun.daemon.job import ActiveJob
 from batchrun.daemon.opening import Opener
+from batchrun.daemon.prices import EngineSeconds
 from batchrun.daemon.writer import (
     RETRY_INTERVAL_S,
     BatchCreator,
@@ -80,6 +82,7 @@ class Daemon:
     steering: Steering = field(init=False)
     opener: Opener = field(init=False)
     end: JobEnd = field(init=False)
+    spent: EngineSeconds = field(init=False)
     _commands: asyncio.Lock = field(default_factory=asyncio.Lock)
     _sit_out_until_s: float = math.inf
     _opening: dict[int, JobRecord] = field(default_factory=dict)
@@ -106,6 +109,8 @@ class Daemon:
         is_on = bool(jobs.read_setting(self.store, SWITCH_SETTING, True))
         self.dispatcher.is_offline_on = self.steering.is_offline_on = is_on
         self._left_over = jobs.list_jobs(self.store, only=LIVE_STATES)
+        self.spent = EngineSeconds(self.store)
+        self.spent.load()
 
     async def run(self) -> None:
         """Take up every job that an earlier daemon left, and work until cancelled; then stop.
@@ -129,6 +134,7 @@ class Daemon:
             while True:
                 await self._expire_overdue()
                 await self._take_back_rows()
+                await self._count_engine_time()
                 for outlook in self.dispatcher.assigner.turns.take_news():
                     log.warning("%s %s", outlook.job_id, outlook)
                 await asyncio.wait([self._tasks.failure], timeout=DEADLINE_CHECK_S)
@@ -202,6 +208,13 @@ class Daemon:
         self._sit_out_until_s = math.inf if on else time.monotonic() + wait_s
         await self._take_back_rows()
         self.dispatcher.wake()
+
+    async def _count_engine_time(self, *, at_once: bool = False) -> None:
+        """Count the engines' time towards the jobs that use it."""
+        if self.dispatcher.is_offline_on:
+            self.spent.look(self.slots, time.monotonic())
+        with suppress(StoreError):
+            await asyncio.to_thread(self.spent.save, time.monotonic(), at_once=at_once)
 
     async def _take_back_rows(self) -> None:
         """Abort what has sat out for long enough."""
@@ -342,6 +355,7 @@ class Daemon:
             log.info("%s: %s", job.record.id, job.accuracy())
 
     async def _stop(self) -> None:
+        await self._count_engine_time(at_once=True)
         self.dispatcher.leave()
         for job in list(self.active.values()):
             await self.dispatcher.remove(job)

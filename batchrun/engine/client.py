@@ -168,6 +168,7 @@ def _find_problem(document: dict[str, object] | None, key: str | None) -> str:
 
 class _Model(msgspec.Struct):
     id: str
+    max_model_len: int | None = None
 
 
 class _ModelList(msgspec.Struct):
@@ -298,6 +299,8 @@ class EngineClient:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         """`base_url` is the engine's address, with or without `/v1`. Raises ConfigError."""
+        self.context_tokens: dict[str, int | None] = {}
+        """What its models take, prompt and answer together, as it told last."""
         self._reply_idle_s = reply_idle_s
         self.base_url = _normalise_url(base_url)
         self._api_key = api_key
@@ -360,6 +363,7 @@ class EngineClient:
             raise EngineError(
                 f"{self.base_url}/v1/models does not list models as an OpenAI server does"
             ) from error
+        self.context_tokens = {model.id: model.max_model_len for model in listed.data}
         return tuple(model.id for model in listed.data)
 
     async def kv_config(self) -> KvConfig | None:

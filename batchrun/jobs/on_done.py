@@ -19,7 +19,9 @@ from base64 import b64encode
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryFile
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -123,10 +125,13 @@ class Messenger:
                 continue
             task = asyncio.create_task(self._tell(record, on_done, telling))
             self._busy[job_id] = task
-            task.add_done_callback(lambda _, job_id=job_id: self._busy.pop(job_id, None))
+            task.add_done_callback(partial(self._forget, job_id))
         if unheard:
             keys = [ENDED_PREFIX + job_id for job_id in unheard]
             await asyncio.to_thread(jobs.replace_settings, self.store, keys, {})
+
+    def _forget(self, job_id: str, _: asyncio.Task[None]) -> None:
+        del self._busy[job_id]
 
     def _find(self, job_id: str) -> JobRecord | None:
         try:
@@ -195,23 +200,21 @@ class Messenger:
             "BATCHRUN_JOB_ID": str(about["id"]),
             "BATCHRUN_JOB_STATE": str(about["state"]),
         }
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.PIPE,
-                cwd=self.folder,
-                env=env,
-                start_new_session=True,
-            )
-        except (OSError, ValueError) as error:
-            raise _NotTakenError(f"it cannot be started: {error}") from None
+        # A file, for a command that does not read it would break a pipe.
+        with TemporaryFile() as stdin:
+            stdin.write(text.encode())
+            stdin.seek(0)
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *command, stdin=stdin, cwd=self.folder, env=env, start_new_session=True
+                )
+            except (OSError, ValueError) as error:
+                raise _NotTakenError(f"it cannot be started: {error}") from None
         try:
             async with asyncio.timeout(COMMAND_S):
-                await process.communicate(text.encode())
+                await process.wait()
         except TimeoutError:
             raise _NotTakenError(f"it ran for more than {COMMAND_S:g} s") from None
-        except (BrokenPipeError, ConnectionResetError):
-            await process.wait()
         finally:
             if process.returncode is None:
                 with suppress(ProcessLookupError):

@@ -117,7 +117,7 @@ async def _run(
     )
     messenger = Messenger(store, deployment.on_done, home.path)
     messenger.load()
-    status = Status(daemon, supervisor.gateway_url, messenger.tellings)
+    status = Status(daemon, supervisor.gateway_url, messenger.tellings, deployment.price_per_hour)
     routes = Edge(home, place, address.token, gateway_key, deployment.completion_windows)
     # httptools reads on after an early answer, so that a refused upload hears why.
     app = make_app(daemon, status, routes)
