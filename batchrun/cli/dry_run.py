@@ -162,7 +162,7 @@ def _studied(
             )
     output_tokens = float(outputs.filled[job.tree.rows].sum())
     figures = study_figures(inspected, inspected["prompt_tokens_total"], output_tokens)
-    return job, outputs, figures | {"warnings": warnings}
+    return job, outputs, figures | {"warning": "; ".join(warnings) or None}
 
 
 def _simulation(
@@ -201,18 +201,13 @@ def rendered(found: Prediction) -> Table:
     return named_lines(_lines(found))
 
 
-def in_words(found: Prediction) -> dict[str, str]:
-    """The whole answer by the name of each line."""
-    return dict(_lines(found))
-
-
 def _lines(found: Prediction) -> Iterator[tuple[str, str]]:
     study, forecast = found.study, found.forecast
     yield "job", f"{study['name']}, {study['endpoint']}; it was not submitted"
     yield "rows", f"{study['rows']:,}; prefix groups: {study['prefix_groups']:,}"
     yield from error_lines(study["rows_that_cannot_run"], study["first_error"])
-    if study["warnings"]:
-        yield "warning", "; ".join(study["warnings"])
+    if study.get("warning"):
+        yield "warning", study["warning"]
     yield "tokens", _tokens(study)
     unknown = "the KV size is not known before an engine runs or was calibrated"
     yield "hit rate", hit_rates(study, unknown)

@@ -77,10 +77,10 @@ def submit(
                 "--dry-run does not tell what --continue-from would take over; leave out one of "
                 "the two"
             )
-        from batchrun.cli.dry_run import in_words, predict, rendered
+        from batchrun.cli.dry_run import predict, rendered
 
         found = predict(file, home, trace, profile, price)
-        answer(found.record() | {"said": in_words(found)}, rendered(found), as_json=as_json)
+        answer(found.record(), rendered(found), as_json=as_json)
         return
     for option, value in {"--trace": trace, "--profile": profile, "--price": price}.items():
         if value:
@@ -103,7 +103,7 @@ def submit(
         "id": job_id,
         "rows": job.num_rows,
         "waits_for_daemon": is_waiting,
-        "warnings": warnings,
+        "warning": "; ".join(warnings) or None,
     }
     answer(document, f"{job_id}  {job.name}: {job.num_rows:,} rows", as_json=as_json)
     if is_waiting and not as_json:

@@ -189,8 +189,9 @@ def test_buttons_pause_resume_switch_and_cancel(page: Page, rig: DeploymentRig, 
 
 def test_an_upload_is_checked_and_started(page: Page, rig: DeploymentRig, job: str) -> None:
     page.goto("/dashboard/submit")
-    rows = {"name": "reviews.csv", "mimeType": "text/csv", "buffer": b"id,text\n1,Good\n2,Bad\n"}
-    page.set_input_files("#file", files=[rows])
+    rows = rig.folder / "reviews.csv"
+    rows.write_text("id,text\n1,Good\n2,Bad\n")
+    page.set_input_files("#file", rows)
     page.fill("#prompt", "Praise? {{ txt }}")
     page.click("#check")
     page.wait_for_selector("#draft .bad:has-text('no column')", timeout=PATIENCE_MS)

@@ -27,7 +27,7 @@ def test_rows_longer_than_the_context_are_counted_and_one_is_named(rig: Deployme
     rig.write_rows([SHORT, LONG, SHORT, LONG])
     rig.write_job()
 
-    (line,) = rig.ask("submit", "job.yaml", "--dry-run")["warnings"]
+    line = rig.ask("submit", "job.yaml", "--dry-run")["warning"]
     submitted = rig.call("submit", "job.yaml")
 
     assert NAMED in line and "will fail: 2; the first is row 1 of about 1,5" in line
@@ -39,15 +39,15 @@ def test_rows_that_fit_get_no_word(rig: DeploymentRig) -> None:
     rig.write_rows([SHORT, SHORT])
     rig.write_job()
 
-    assert rig.ask("submit", "job.yaml", "--dry-run")["warnings"] == []
-    assert rig.ask("submit", "job.yaml")["warnings"] == []
+    assert rig.ask("submit", "job.yaml", "--dry-run")["warning"] is None
+    assert rig.ask("submit", "job.yaml")["warning"] is None
 
 
 def test_the_answer_needs_room_too(rig: DeploymentRig) -> None:
     rig.write_rows([SHORT])
     rig.write_job(JOB_FILE.replace("max_tokens: 8", f"max_tokens: {CONTEXT_TOKENS}"))
 
-    (line,) = rig.ask("submit", "job.yaml", "--dry-run")["warnings"]
+    line = rig.ask("submit", "job.yaml", "--dry-run")["warning"]
 
     assert NAMED in line
 

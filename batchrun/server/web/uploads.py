@@ -15,7 +15,7 @@ import secrets
 import shutil
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,7 +45,7 @@ _UNNAMEABLE = re.compile(r"[^\w .:@+-]")
 class Draft:
     """An upload: `state` goes checking -> checked -> submitting -> submitted, or to refused.
 
-    `found` is what the dry run said; `message` why it was refused.
+    `found` is what the dry run said, by what it is about; `message` why it was refused.
     """
 
     id: str
@@ -53,7 +53,7 @@ class Draft:
     filename: str
     size_bytes: int
     state: str = "checking"
-    found: Mapping[str, Any] = field(default_factory=dict)
+    found: Mapping[str, str] = field(default_factory=dict)
     message: str | None = None
     job_id: str | None = None
 
@@ -161,24 +161,24 @@ class Desk:
 
     async def _check(self, draft: Draft) -> None:
         try:
-            draft.found = await self._ask(draft, "submit", "--dry-run")
+            draft.found = dict(_lines_of(await self._ask(draft, "submit", "--dry-run")))
             draft.state = "checked"
         except BatchrunError as error:
             draft.message, draft.state = str(error), "refused"
 
     async def _submit(self, draft: Draft) -> None:
         try:
-            draft.job_id = str((await self._ask(draft, "submit"))["id"])
+            draft.job_id = str(json.loads(await self._ask(draft, "submit", "--json"))["id"])
             draft.state = "submitted"
         except BatchrunError as error:
             draft.message, draft.state = str(error), "refused"
 
-    async def _ask(self, draft: Draft, *words: str) -> dict[str, Any]:
-        """What a command says of the draft's job file. Raises InputError with its line."""
+    async def _ask(self, draft: Draft, *words: str) -> str:
+        """What a command prints of the draft's job file. Raises InputError with its line."""
         env = os.environ | {"BATCHRUN_HOME": str(self.home.path), "BATCHRUN_MODEL": self.model}
         if self.config is not None:
             env["BATCHRUN_CONFIG"] = str(self.config)
-        command = [sys.executable, "-m", "batchrun", *words, str(draft.folder / JOB_FILE), "--json"]
+        command = [sys.executable, "-m", "batchrun", *words, str(draft.folder / JOB_FILE)]
         async with self._working:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -202,8 +202,7 @@ class Desk:
                     await process.wait()
         if process.returncode != 0:
             raise InputError(_for_people(complaint.decode("utf-8", "replace"), draft.folder))
-        answer: dict[str, Any] = json.loads(said)
-        return answer
+        return said.decode("utf-8", "replace")
 
 
 def job_file(fields: Mapping[str, str], rows: Path, filename: str) -> str:
@@ -251,6 +250,14 @@ def _make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, mode=0o700)
     except OSError as error:
         raise InputError(f"{folder}: cannot be made: {error.strerror}") from None
+
+
+def _lines_of(said: str) -> Iterator[tuple[str, str]]:
+    """The lines of a dry run: what each is about, and what is said of it."""
+    for line in said.splitlines():
+        name, _, text = line.strip().partition("  ")
+        if text:
+            yield name, text.strip()
 
 
 def _for_people(complaint: str, folder: Path) -> str:
