@@ -14,8 +14,7 @@ from pathlib import Path
 from pydantic import JsonValue
 from pydantic_core import from_json
 
-from batchrun.config import OnDone
-from batchrun.errors import ConfigError, DataError, JobSpecError
+from batchrun.errors import DataError, JobSpecError
 from batchrun.files import is_url
 from batchrun.jobs import objects
 from batchrun.jobs.inputs.text_files import unpacked
@@ -140,7 +139,7 @@ def load_job_file(path: Path, *, cwd: Path) -> JobSpec:
     values["input"] |= {"path": inputs, "format": _format(document, job, inputs)}
     values["output"] |= {"path": output}
     if job.on_done is not None:
-        values["on_done"] = _located(document, job.on_done, folder)
+        values["on_done"] = job.on_done.located(folder)
     source = Source(path=str(path), lines=dict(document.lines))
     return JobSpec.model_validate({**values, "source": source})
 
@@ -190,16 +189,6 @@ def _raise_first(document: Document, problems: Iterable[tuple[str, str]]) -> Non
         key, text = found[0]
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         raise JobSpecError(f"{document.where(key)}: {text}{more}")
-
-
-def _located(document: Document, on_done: OnDone, folder: Path) -> OnDone:
-    """With absolute paths. Raises JobSpecError where the secret cannot be read."""
-    located = on_done.located(folder)
-    try:
-        located.read_secret()
-    except ConfigError as error:
-        raise JobSpecError(f"{document.where('on_done.secret_file')}: {error}") from None
-    return located
 
 
 def _absolute(folder: Path, path: str) -> str:
