@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from batchrun.errors import ConfigError
+from batchrun.files import make_folder
 
 CONTROL_PREFIX = "/batchrun/v1"
 """Where the daemon's control routes begin."""
@@ -104,7 +105,7 @@ class Home:
         """Make the folders, readable by their owner alone. Raises ConfigError."""
         try:
             for folder in self._folders:
-                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                make_folder(folder, mode=0o700)
         except OSError as error:
             is_file = isinstance(error, FileExistsError)
             raise self._refused("it is a file" if is_file else error.strerror) from error
@@ -129,7 +130,7 @@ class Home:
 
     @property
     def _folders(self) -> tuple[Path, ...]:
-        return (self.path, self.run, self.log, self.inputs, self.files)
+        return (self.path, self.run, self.log, self.inputs, self.files, self.results)
 
     def read_daemon_address(self) -> DaemonAddress | None:
         """The address that a daemon of this home left; it may have died since."""
