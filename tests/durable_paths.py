@@ -152,7 +152,10 @@ class Submission(DurableWay):
 
     def walk(self, acknowledge: Acknowledge) -> None:
         self.home.create()
-        self.input.write_text('{"x": "hello"}\n' * NUM_ROWS)
+        try:
+            self.input.write_text('{"x": "hello"}\n' * NUM_ROWS)
+        except OSError as error:
+            raise BatchrunError("whoever writes the input hears of it") from error
         new = prepare_job(self._spec({"path": str(self.output)}), links=self.home.inputs)
         acknowledge(jobs.create(self.store, new, now_s=1.0).id)
 

