@@ -157,6 +157,8 @@ def _render(picture: dict[str, Any], job: str | None, most_ended: int | None) ->
             f"engine {engine['name']} {engine['url']}: {engine['state']}{stage}{busy}"
             + describe_progress(engine)
         )
+    if (routing := picture.get("routing")) is not None and routing["imbalance"] is not None:
+        parts += [named_lines(_routing_lines(routing), "online calls by engine, the last 1,000")]
     if job is not None:
         waits = picture["gateway"] is None
         parts += [named_lines(_details(view, waits=waits)) for view in picture["jobs"]]
@@ -169,6 +171,17 @@ def _render(picture: dict[str, Any], job: str | None, most_ended: int | None) ->
             lines = _telemetry_lines(engine["telemetry"]).items()
             parts += ["", named_lines(lines, f"engine {engine['name']}")]
     return Group(*parts)
+
+
+def _routing_lines(routing: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for each in routing["engines"]:
+        yield (
+            each["engine"],
+            f"{each['num_calls']:,} calls, {figure(each['hit_rate'], '{:.0%}')} of their prompts "
+            f"cached ({figure(each['agreement'], '{:.0%}')} as foretold), "
+            f"{each['num_pieces']:,} pieces held",
+        )
+    yield "busiest", f"{routing['imbalance']:.2f} times the mean"
 
 
 SHOWN_STALL_S = 5.0

@@ -12,9 +12,9 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.responses import Response
 from msgspec import to_builtins
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -25,11 +25,12 @@ from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.supervisor import KeyList
 from batchrun.daemon.view import view_engine, view_job
-from batchrun.errors import StoreLockedError, StoreUnreachableError
+from batchrun.errors import EngineError, StoreLockedError, StoreUnreachableError
 from batchrun.home import CONTROL_PREFIX, GATEWAY_HEADER, Home
 from batchrun.jobs.results.file_bytes import FileBytes
 from batchrun.jobs.spec import Weight
 from batchrun.pool.pace import Completion
+from batchrun.routing.decisions import NUM_KEPT
 from batchrun.server.api.batches import Batches, batches_router
 from batchrun.server.api.errors import Callers, install_error_handlers
 from batchrun.server.api.files import Files, files_router
@@ -159,6 +160,7 @@ def _control_router(daemon: Daemon, status: Status, edge: Edge) -> APIRouter:
     control = APIRouter(prefix=CONTROL_PREFIX, dependencies=[Depends(check_token)])
     _add_jobs(control, daemon, status)
     _add_engines(control, daemon)
+    _add_routing(control, status)
     _add_keys(control, KeyList(daemon.store, edge.home.api_keys))
     return control
 
@@ -232,6 +234,15 @@ def _add_engines(control: APIRouter, daemon: Daemon) -> None:
         }
 
 
+def _add_routing(control: APIRouter, status: Status) -> None:
+    @control.get("/routing")
+    async def explain(most: Annotated[int, Query(ge=0, le=NUM_KEPT)] = NUM_KEPT) -> JsonObject:
+        told = await status.explain(most)
+        if told is None:
+            raise EngineError("the gateway does not answer; `batchrun logs gateway` says why")
+        return told
+
+
 def _add_keys(control: APIRouter, keys: KeyList) -> None:
     @control.post("/keys")
     async def create(given: KeySubmission) -> dict[str, object]:
@@ -246,11 +257,19 @@ def _add_keys(control: APIRouter, keys: KeyList) -> None:
         return {"id": revoked.id, "name": revoked.name}
 
 
-class Status:
-    """Builds snapshots; counts of ended jobs are remembered, since they never change."""
+JsonObject = dict[str, Any]
+Explain = Callable[[int], Awaitable[JsonObject | None]]
 
-    def __init__(self, daemon: Daemon, gateway_url: str) -> None:
+
+class Status:
+    """Builds snapshots; counts of ended jobs are remembered, since they never change.
+
+    `explain` asks the gateway why its last calls went where they went, so many of them.
+    """
+
+    def __init__(self, daemon: Daemon, gateway_url: str, explain: Explain) -> None:
         self.daemon = daemon
+        self.explain = explain
         self._gateway_url = gateway_url
         self._ended: dict[int, tuple[Counts, int]] = {}
         self._jobs: dict[str, dict[str, object]] = {}
@@ -275,6 +294,7 @@ class Status:
             "offline": self.daemon.dispatcher.is_offline_on,
             "stalled": stalled,
             "engines": _engines(self.daemon.slots),
+            "routing": await self.explain(0),
             "jobs": list(self._jobs.values()),
         }
 

@@ -110,11 +110,12 @@ async def _run(
     images = ImageFetcher(ImageHosts(deployment.image_hosts))
     python = engine_python(deployment.engines[0], home)
     daemon = Daemon(store, supervisor.slots, home.inputs, folder, age_s, place, images, python)
-    status = Status(daemon, supervisor.gateway_url)
+    figures = GatewayFigures(_local_url(deployment.listen), gateway_key)
+    status = Status(daemon, supervisor.gateway_url, figures.explain)
     routes = Edge(home, place, address.token, gateway_key, deployment.completion_windows)
     # httptools reads on after an early answer, so that a refused upload hears why.
     app = make_app(daemon, status, routes)
-    pages = _add_dashboard(app, status, home, deployment, gateway_key)
+    pages = _add_dashboard(app, status, home, deployment.router, figures)
     server = _Server(uvicorn.Config(app, http="httptools", log_level="warning", access_log=False))
     write_atomically(home.daemon_record, json.dumps(asdict(address)).encode(), mode=0o600)
     ended = _catch_signals()
@@ -149,13 +150,12 @@ def _local_url(listen: str) -> str:
 
 
 def _add_dashboard(
-    app: FastAPI, status: Status, home: Home, deployment: Deployment, gateway_key: str
+    app: FastAPI, status: Status, home: Home, router: str, figures: GatewayFigures
 ) -> Pages:
-    figures = GatewayFigures(_local_url(deployment.listen), gateway_key)
     history = History(home.history)
-    sight = Sight(status.daemon, status, home, history, figures, deployment.router)
+    sight = Sight(status.daemon, status, home, history, figures, router)
     pages = Pages(sight)
-    callers = Callers(status.daemon.store, gateway_key)
+    callers = Callers(status.daemon.store, figures.secret)
     app.include_router(dashboard_router(pages, sight, callers))
     return pages
 

@@ -44,6 +44,7 @@ MAX_CAUSES = 20
 SAMPLE_ROWS = 5
 LARGEST_GROUPS = 8
 LOG_BYTES = 4_096
+SHOWN_DECISIONS = 20
 CANCELLABLE = (JobState.VALIDATING, JobState.RUNNING, JobState.FINALIZING, JobState.PAUSED)
 _NUMBER = re.compile(r"\d+")
 
@@ -254,17 +255,20 @@ class Sight:
         return {"engines": self._engines(), "chart": chart, "felt": felt}
 
     async def _routing(self) -> Facts:
-        """Where the calls of the last minutes went, and how unevenly."""
+        """Where the calls of the last minutes went, how unevenly, and why the last of them."""
         went = self.figures.engines()
         counts = [each.num_calls for each in went]
         mean = sum(counts) / len(self.daemon.slots)
         why = (ROUTERS[self.router].__doc__ or "").split("\n\n")[0]
+        told = await self.figures.explain(SHOWN_DECISIONS) or {"engines": [], "decisions": []}
         return {
             "router": self.router,
             "why": why,
             "engines": went,
             "num_calls": sum(counts),
             "imbalance": max(counts, default=0) / mean if mean else None,
+            "known": {each["engine"]: each for each in told["engines"]},
+            "decisions": told["decisions"],
         }
 
     async def _tide(self) -> Facts:
