@@ -53,7 +53,9 @@ class PlainMap(PrefixMap):
         since_s = self.columns[engine, SINCE]
         return int(np.count_nonzero(self.used_at_s[:, engine] > since_s))
 
-    def num_held(self, keys: KeyArray, engines: Sequence[int]) -> npt.NDArray[np.int64]:
+    def num_held(
+        self, keys: KeyArray, engines: Sequence[int] | npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
         """For each of these engines, how many leading pieces it holds. O(pieces x engines)."""
         places, is_known = self.find(keys)
         num_known = len(keys) if is_known.all() else int(np.argmin(is_known))

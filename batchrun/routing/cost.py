@@ -53,6 +53,7 @@ class Cost(Router):
         order: IntArray = seconds.argsort(kind="stable")
         in_order = seconds[order]
         if (in_order[1:] == in_order[:-1]).any():
-            num_sent = [self.num_sent[engine] for engine in engines]
+            num_sent = np.array([self.num_sent[engine] for engine in engines])
             order = np.lexsort((num_sent, calls, seconds))
-        return order.tolist()
+        places: list[int] = order.tolist()
+        return places

@@ -101,12 +101,12 @@ class DecisionRing:
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
         starts = range(0, RING_BYTES, RECORD_BYTES)
-        self._number = max(_NUMBER.unpack_from(memory, start)[0] for start in starts)
+        self._number: int = max(_NUMBER.unpack_from(memory, start)[0] for start in starts)
 
     def note(self, decision: Decision) -> int:
         """Keep a decision; returns its number, for `told`."""
         at_s, rank, num, prompt, piece, delayed, chosen, runner_up, *told = decision
-        self._number = number = self._number + 1
+        number = self._number = self._number + 1
         memory, start = self._memory, (number % NUM_KEPT) * RECORD_BYTES
         _NUMBER.pack_into(memory, start + _END_AT, number)
         _BODY.pack_into(

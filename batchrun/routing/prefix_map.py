@@ -163,18 +163,20 @@ class PrefixMap:
         return _Found(buckets * WAYS + ways, is_known, num_known)
 
     def _insert(self, keys: KeyArray, engine: int, used_at_s: Floats) -> None:
-        """All at once, or one after the other where two may want one place."""
+        """All at once, but for those that want places in one bucket: they go one after another."""
         in_use = np.flatnonzero(self._columns[:, _ROOM])
         num_engines = 1 + max(engine, int(in_use[-1]) if len(in_use) else 0)
-        buckets = self._buckets_of(keys)
-        num = len(keys) if len(set(buckets.tolist())) == len(keys) else 1
-        for start in range(0, len(keys), num):
-            part = slice(start, start + num)
-            places = self._free_places(buckets[part], num_engines)
+        buckets, left = self._buckets_of(keys), np.arange(len(keys))
+        while len(left):
+            turn = left
+            if len(left) > 1:
+                turn = left[np.unique(buckets[left], return_index=True)[1]]
+            places = self._free_places(buckets[turn], num_engines)
             self._used_at_s[:num_engines, places] = 0.0
-            self._used_at_s[engine, places] = used_at_s[part]
+            self._used_at_s[engine, places] = used_at_s[turn]
             self._num_uses[places] = 1
-            self._keys[places] = keys[part]
+            self._keys[places] = keys[turn]
+            left = left[:0] if len(turn) == len(left) else np.setdiff1d(left, turn)
 
     def _free_places(self, buckets: IntArray, num_engines: int) -> IntArray:
         """A place in each of these buckets: one that is free, else the one used longest ago. No

@@ -190,12 +190,19 @@ def make_facts() -> dict[str, Any]:
         "felt": [{"latency": "TTFT", "slo_class": "chat", "num_calls": 3, "mean_s": 0.1,
                   "within": {0.5: 0.1, 0.99: None}}],
         "router": "cost", "why": "For a reason.", "num_calls": 4, "imbalance": 1.5,
+        "known": {"engine-0": {"agreement": 0.9, "num_pieces": 12}},
+        "decisions": [{"prompt_tokens": 900.0, "told_cached_tokens": None, "chosen": SIDE,
+                       "runner_up": None},
+                      {"prompt_tokens": 900.0, "told_cached_tokens": 512.0, "chosen": SIDE,
+                       "runner_up": SIDE | {"engine": None, "price_s": None}}],
         "message": "a message", "is_error": True,
         "token": "0" * 64, "is_offline_on": True, "num_ready": 1, "num_engines": 2,
         "num_running": 1, "rows_per_s": 1.0, "slack_s": -0.1, "stalled": "the disk is full",
     }  # fmt: skip
 
 
+SIDE = {"engine": "engine-0", "cached_tokens": 512.0, "price_s": 1.0, "queue_s": 0.5,
+        "prefill_s": 0.2, "delays_s": 0.1, "decodes_s": 0.2, "slot_s": 0.0}  # fmt: skip
 KEPT = {"actions", "state"}
 """Words of ours, not of anybody else's."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ def decision(at_s: float, engine: int = 7, cached: float = 512.0) -> Decision:
 
 def test_the_newest_decisions_of_all_workers_are_read_the_newest_first() -> None:
     memory = np.zeros((2, RING_BYTES), np.uint8)
-    rings = [DecisionRing(memoryview(row)) for row in memory]
+    rings = [DecisionRing(memoryview(memory[worker])) for worker in range(2)]
     for number in range(NUM_KEPT + 50):
         rings[number % 2].note(decision(float(number + 1)))
     records = read_decisions(memory)
@@ -109,7 +110,8 @@ def test_a_price_is_the_sum_of_its_terms() -> None:
     memory = np.zeros((1, RING_BYTES), np.uint8)
     DecisionRing(memoryview(memory[0])).note(decision(1.0))
     records = read_decisions(memory)
-    (shown,) = document_of("cost", [], records, {7: "a"}, 3.0)["decisions"]  # type: ignore[misc]
+    document: dict[str, Any] = document_of("cost", [], records, {7: "a"}, 3.0)
+    (shown,) = document["decisions"]
     assert shown["age_s"] == 2.0
     chosen, runner_up = shown["chosen"], shown["runner_up"]
     assert chosen["engine"] == "a"
