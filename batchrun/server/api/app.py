@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.responses import Response
@@ -237,7 +237,7 @@ def _add_engines(control: APIRouter, daemon: Daemon) -> None:
 def _add_routing(control: APIRouter, status: Status) -> None:
     @control.get("/routing")
     async def explain(most: Annotated[int, Query(ge=0, le=NUM_KEPT)] = NUM_KEPT) -> JsonObject:
-        told = await status.explain(most)
+        told = await status.figures.explain(most)
         if told is None:
             raise EngineError("the gateway does not answer; `batchrun logs gateway` says why")
         return told
@@ -258,18 +258,26 @@ def _add_keys(control: APIRouter, keys: KeyList) -> None:
 
 
 JsonObject = dict[str, Any]
-Explain = Callable[[int], Awaitable[JsonObject | None]]
+
+
+class AsksGateway(Protocol):
+    """Tells what the gateway has seen of calls, as `GatewayFigures` does."""
+
+    def view(self) -> list[JsonObject]:
+        """How long the calls of the last minutes took their callers."""
+        ...
+
+    async def explain(self, most: int) -> JsonObject | None:
+        """Why the last calls went where they went, so many of them; None: nobody answers."""
+        ...
 
 
 class Status:
-    """Builds snapshots; counts of ended jobs are remembered, since they never change.
+    """Builds snapshots; counts of ended jobs are remembered, since they never change."""
 
-    `explain` asks the gateway why its last calls went where they went, so many of them.
-    """
-
-    def __init__(self, daemon: Daemon, gateway_url: str, explain: Explain) -> None:
+    def __init__(self, daemon: Daemon, gateway_url: str, figures: AsksGateway) -> None:
         self.daemon = daemon
-        self.explain = explain
+        self.figures = figures
         self._gateway_url = gateway_url
         self._ended: dict[int, tuple[Counts, int]] = {}
         self._jobs: dict[str, dict[str, object]] = {}
@@ -294,7 +302,8 @@ class Status:
             "offline": self.daemon.dispatcher.is_offline_on,
             "stalled": stalled,
             "engines": _engines(self.daemon.slots),
-            "routing": await self.explain(0),
+            "felt": self.figures.view(),
+            "routing": await self.figures.explain(0),
             "jobs": list(self._jobs.values()),
         }
 

@@ -111,11 +111,12 @@ async def _run(
     python = engine_python(deployment.engines[0], home)
     daemon = Daemon(store, supervisor.slots, home.inputs, folder, age_s, place, images, python)
     figures = GatewayFigures(_local_url(deployment.listen), gateway_key)
-    status = Status(daemon, supervisor.gateway_url, figures.explain)
+    status = Status(daemon, supervisor.gateway_url, figures)
     routes = Edge(home, place, address.token, gateway_key, deployment.completion_windows)
     # httptools reads on after an early answer, so that a refused upload hears why.
     app = make_app(daemon, status, routes)
-    pages = _add_dashboard(app, status, home, deployment.router, figures)
+    sight = Sight(daemon, status, home, History(home.history), figures, deployment.router)
+    pages = _add_dashboard(app, sight, Callers(store, gateway_key))
     server = _Server(uvicorn.Config(app, http="httptools", log_level="warning", access_log=False))
     write_atomically(home.daemon_record, json.dumps(asdict(address)).encode(), mode=0o600)
     ended = _catch_signals()
@@ -149,13 +150,8 @@ def _local_url(listen: str) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _add_dashboard(
-    app: FastAPI, status: Status, home: Home, router: str, figures: GatewayFigures
-) -> Pages:
-    history = History(home.history)
-    sight = Sight(status.daemon, status, home, history, figures, router)
+def _add_dashboard(app: FastAPI, sight: Sight, callers: Callers) -> Pages:
     pages = Pages(sight)
-    callers = Callers(status.daemon.store, figures.secret)
     app.include_router(dashboard_router(pages, sight, callers))
     return pages
 
