@@ -23,7 +23,13 @@ from fastapi import FastAPI
 
 from batchrun.config import Deployment
 from batchrun.daemon.daemon import Daemon
-from batchrun.daemon.supervisor import KeyList, Supervisor, engine_python, split_listen
+from batchrun.daemon.supervisor import (
+    KeyList,
+    Supervisor,
+    engine_python,
+    limits_in,
+    split_listen,
+)
 from batchrun.errors import BatchrunError, EngineError, StoreUnreachableError
 from batchrun.files import StoreLock, allow_many_open_files, remove_left_scratch, write_atomically
 from batchrun.home import DaemonAddress, Home
@@ -79,7 +85,7 @@ def serve(deployment: Deployment, home: Home, *, on_ready: Callable[[], None]) -
         place = open_file_bytes(home, deployment.files, store)
         recover_files(store, place)
         remove_left_scratch(home.inputs)
-        keys = KeyList(store, home.api_keys)
+        keys = KeyList(store, home.api_keys, limits_in(deployment))
         keys.check(split_listen(deployment.listen)[0])
         keys.publish()
         # What is imported stays: to look through it again and again would stop the loop for 70 ms.
@@ -109,9 +115,11 @@ async def _run(
     folder = deployment.model_folder(home)
     images = ImageFetcher(ImageHosts(deployment.image_hosts))
     python = engine_python(deployment.engines[0], home)
-    daemon = Daemon(store, supervisor.slots, home.inputs, folder, age_s, place, images, python)
+    limits = limits_in(deployment)
+    kept_in = (home.inputs, folder, age_s, place, images, python)
+    daemon = Daemon(store, supervisor.slots, *kept_in, key_limits=limits)
     status = Status(daemon, supervisor.gateway_url)
-    routes = Edge(home, place, address.token, gateway_key, deployment.completion_windows)
+    routes = Edge(home, place, address.token, gateway_key, deployment.completion_windows, limits)
     # httptools reads on after an early answer, so that a refused upload hears why.
     app = make_app(daemon, status, routes)
     pages = _add_dashboard(app, status, home, deployment, gateway_key)
@@ -155,7 +163,7 @@ def _add_dashboard(
     history = History(home.history)
     sight = Sight(status.daemon, status, home, history, figures, deployment.router)
     pages = Pages(sight)
-    callers = Callers(status.daemon.store, gateway_key)
+    callers = Callers(status.daemon.store, gateway_key, status.daemon.key_limits)
     app.include_router(dashboard_router(pages, sight, callers))
     return pages
 
