@@ -36,9 +36,9 @@ def shares_of_rows(jobs: dict[str, Owner], num_rows: int = 600) -> dict[str, int
     for job_id, owner in jobs.items():
         shares.join(job_id, 1, WorkLeft(0), owner)
     for row in range(num_rows):
-        job_id = hand_out(shares, row, ready=frozenset(jobs))
-        assert job_id is not None
-        got[jobs[job_id].id] += 1
+        chosen = hand_out(shares, row, ready=frozenset(jobs))
+        assert chosen is not None
+        got[jobs[chosen].id] += 1
     shares.check()
     return got
 
