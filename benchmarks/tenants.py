@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def measure(folder: Path, num_rows: int, *, is_bad: bool) -> Record:
         rows = [other.make_batch(num_rows) for _ in range(NUM_BATCHES if is_bad else 2)]
         batch = victim.make_batch(num_rows)
         for each in (batch, *rows):
-            wait_until(lambda each=each: victim.is_running(each, other), f"{each} to be planned")
+            wait_until(partial(victim.is_running, each, other), f"{each} to be planned")
         calls = _Calls(victim)
         with calls.going(), flood(other, rows) if is_bad else other.calling(1):
             deployment.batchrun("offline", "on")

@@ -174,7 +174,7 @@ def test_limits_of_a_key_change_while_the_deployment_runs(keyed: Keyed) -> None:
 
 def test_a_user_key_may_not_take_the_class_of_others(keyed: Keyed) -> None:
     hello: Any = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
-    tighter = {"extra_headers": {"x-batchrun-class": "chat"}}
+    tighter: Any = {"extra_headers": {"x-batchrun-class": "chat"}}
     other = connect(keyed.rig.port, api_key=keyed.keys["team-b"])
     refused = pytest.raises(openai.BadRequestError, match="tighter bounds than 'default'")
     with other as caller, refused:
