@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import Response
@@ -271,11 +271,17 @@ def _add_keys(control: APIRouter, keys: KeyList) -> None:
 
 
 class Status:
-    """Builds snapshots; counts of ended jobs are remembered, since they never change."""
+    """Builds snapshots; counts of ended jobs are remembered, since they never change.
 
-    def __init__(self, daemon: Daemon, gateway_url: str) -> None:
+    `felt` tells how long the calls of the last minutes took their callers.
+    """
+
+    def __init__(
+        self, daemon: Daemon, gateway_url: str, felt: Callable[[], list[dict[str, Any]]]
+    ) -> None:
         self.daemon = daemon
         self._gateway_url = gateway_url
+        self._felt = felt
         self._ended: dict[int, tuple[Counts, int]] = {}
         self._jobs: dict[str, dict[str, object]] = {}
         self._completions: dict[str, Completion] = {}
@@ -299,6 +305,7 @@ class Status:
             "offline": self.daemon.dispatcher.is_offline_on,
             "stalled": stalled,
             "engines": _engines(self.daemon.slots),
+            "felt": self._felt(),
             "jobs": list(self._jobs.values()),
         }
 
