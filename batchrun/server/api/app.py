@@ -36,7 +36,14 @@ from batchrun.server.api.errors import Callers, install_error_handlers
 from batchrun.server.api.files import Files, files_router
 from batchrun.server.api.metrics import MetricsPage
 from batchrun.store import jobs, results
-from batchrun.store.api_keys import MAX_COUNT, MAX_TOKENS, KeyLimits, NewApiKey, Role
+from batchrun.store.api_keys import (
+    MAX_COUNT,
+    MAX_TOKENS,
+    NO_LIMITS,
+    KeyLimits,
+    NewApiKey,
+    Role,
+)
 from batchrun.store.jobs import Counts, JobRecord, NewJob
 from batchrun.types import EnginePhase
 
@@ -50,10 +57,19 @@ class _Strict(BaseModel):
 class _Limits(_Strict):
     """See `KeyLimits`."""
 
-    requests_per_minute: Annotated[int | None, Field(gt=0, le=MAX_COUNT)]
-    enqueued_tokens: Annotated[int | None, Field(gt=0, le=MAX_TOKENS)]
-    concurrent_batches: Annotated[int | None, Field(gt=0, le=MAX_COUNT)]
+    requests_per_minute: Annotated[int | None, Field(gt=0, le=MAX_COUNT)] = None
+    enqueued_tokens: Annotated[int | None, Field(gt=0, le=MAX_TOKENS)] = None
+    concurrent_batches: Annotated[int | None, Field(gt=0, le=MAX_COUNT)] = None
     stored_bytes: Annotated[int | None, Field(gt=0, le=MAX_TOKENS)] = None
+    concurrent_calls: Annotated[int | None, Field(gt=0, le=MAX_COUNT)] = None
+    max_weight: Weight | None = None
+    min_deadline_s: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
+
+
+class KeyChange(_Limits):
+    """Other limits of a key, or another class; those left out stay, null is that of all keys."""
+
+    slo_class: str | None = None
 
 
 class KeySubmission(_Strict):
@@ -112,7 +128,8 @@ class Edge:
     """What the routes need besides the daemon.
 
     `token` opens the control routes, `gateway_key` those of OpenAI's API and no other. `files` is
-    where bytes lie; `windows` are the completion windows that batches may have.
+    where bytes lie; `windows` are the completion windows that batches may have, `key_limits` what
+    user keys may that have no limit of their own.
     """
 
     home: Home
@@ -120,6 +137,7 @@ class Edge:
     token: str
     gateway_key: str
     windows: Sequence[str]
+    key_limits: KeyLimits = NO_LIMITS
 
 
 def make_app(daemon: Daemon, status: Status, edge: Edge) -> FastAPI:
@@ -142,7 +160,7 @@ def make_app(daemon: Daemon, status: Status, edge: Edge) -> FastAPI:
         return Response(page.render(), media_type=CONTENT_TYPE_LATEST)
 
     app.include_router(_control_router(daemon, status, edge))
-    guards = [Depends(Callers(daemon.store, edge.gateway_key).check)]
+    guards = [Depends(Callers(daemon.store, edge.gateway_key, edge.key_limits).check)]
     app.include_router(files_router(Files(daemon.store, edge.files), guards))
     batches = Batches(daemon, edge.home.results, edge.windows)
     app.include_router(batches_router(batches, guards))
@@ -161,7 +179,7 @@ def _control_router(daemon: Daemon, status: Status, edge: Edge) -> APIRouter:
     _add_jobs(control, daemon, status)
     _add_engines(control, daemon)
     _add_routing(control, status)
-    _add_keys(control, KeyList(daemon.store, edge.home.api_keys))
+    _add_keys(control, KeyList(daemon.store, edge.home.api_keys, edge.key_limits))
     return control
 
 
@@ -250,6 +268,12 @@ def _add_keys(control: APIRouter, keys: KeyList) -> None:
         limits = KeyLimits(**values.pop("limits"))
         added = await asyncio.to_thread(keys.add, NewApiKey(**values, limits=limits))
         return {"id": added.id}
+
+    @control.post("/keys/{key}/set")
+    async def change(key: str, given: KeyChange) -> dict[str, object]:
+        values = given.model_dump(exclude_unset=True)
+        changed = await asyncio.to_thread(keys.change, key, values)
+        return {"id": changed.id, "name": changed.name}
 
     @control.post("/keys/{key}/revoke")
     async def revoke(key: str) -> dict[str, object]:

@@ -23,11 +23,18 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from ruamel.yaml import YAML
 
 from batchrun.errors import BatchrunError, ConfigError
+from batchrun.hints import SloBounds
 from batchrun.home import GATEWAY_HEADER, ROUTING_PATH, TALLY_PATH
 from batchrun.media.fetching import ImageFetcher
 from batchrun.media.hosts import ImageHosts
 from batchrun.routing.decisions import NUM_KEPT
-from batchrun.server.gateway.admission import ABOUT_CALLER, Door, choose_class, class_name
+from batchrun.server.gateway.admission import (
+    ABOUT_CALLER,
+    Door,
+    check_class,
+    choose_class,
+    class_name,
+)
 from batchrun.server.gateway.bodies import FLEX, SteeredBody, fill_images, read_body, read_call_body
 from batchrun.server.gateway.dashboard import PREFIX as DASHBOARD
 from batchrun.server.gateway.dashboard import DashboardDoor, is_dashboard
@@ -135,6 +142,7 @@ class Gateway:
         self._metrics_page = TallyPage(tally, forwarder.balancer.figures)
         self._images = ImageFetcher()
         self._forwarder = forwarder
+        self._slo: SloBounds | None = None
         self._slo_classes: SloClasses = {}
         self._daemon = DaemonCalls(
             forwarder.session,
@@ -155,7 +163,7 @@ class Gateway:
     def take_over(self, upstreams: Upstreams) -> None:
         """Go on with a new list of engines and classes."""
         self._forwarder.balancer.replace(upstreams.engines, upstreams.router)
-        self._slo_classes = upstreams.slo_classes
+        self._slo, self._slo_classes = upstreams.slo, upstreams.slo_classes
         self._images.hosts = ImageHosts(upstreams.image_hosts)
 
     async def close(self) -> None:
@@ -217,10 +225,15 @@ class Gateway:
         return known or (LIST_TARGET if model_id_in(path) is not None else OTHER_ROUTES)
 
     async def _generate(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
+        with self._door.calling(request[ABOUT_CALLER].key):
+            return await self._generate_now(request, request_id)
+
+    async def _generate_now(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
         limits, began_s = self._settings, ReplyUsage.now_s()
         key = request[ABOUT_CALLER].key
         key_class = None if key is None else key.slo_class
         bounds = choose_class(request.headers, key_class, self._slo_classes)
+        check_class(key, bounds, self._slo_classes, self._slo)
         body = await read_body(request, max_bytes=limits.max_body_bytes, idle_s=limits.body_idle_s)
         body = await fill_images(body, self._images)
         call = _call(
