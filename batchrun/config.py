@@ -245,6 +245,20 @@ class WindowConfig(_Strict):
     tokens: Annotated[int, Field(ge=1)] | None = None
 
 
+KeyLimit = Annotated[int, Field(gt=0, le=2**53)]
+KeyCount = Annotated[int, Field(gt=0, lt=2**31)]
+
+
+class KeyLimitsConfig(_Strict):
+    """What a user key may do that has no limit of its own; None: as much as it likes."""
+
+    requests_per_minute: KeyCount | None = None
+    concurrent_calls: KeyCount | None = None
+    concurrent_batches: KeyCount | None = 100
+    enqueued_tokens: KeyLimit | None = None
+    stored_bytes: KeyLimit | None = 100 << 30
+
+
 class DeploymentFile(_Strict):
     """The keys of batchrun.yaml.
 
@@ -277,6 +291,7 @@ class DeploymentFile(_Strict):
     retention: Age | None = None
     image_hosts: tuple[ImageHost, ...] = ()
     completion_windows: Annotated[tuple[CompletionWindow, ...], Field(min_length=1)] = ("24h",)
+    key_limits: KeyLimitsConfig = KeyLimitsConfig()
 
     @model_validator(mode="after")
     def _engine_names_differ(self) -> DeploymentFile:

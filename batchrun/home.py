@@ -21,6 +21,9 @@ GATEWAY_HEADER = "X-Batchrun-Gateway"
 TALLY_PATH = "/batchrun/tally"
 """Where the gateway tells the daemon, and nobody else, what it has counted."""
 
+ROUTING_PATH = "/batchrun/routing"
+"""Where the gateway tells the daemon, and nobody else, why calls went where they went."""
+
 CALLER_HEADER = "X-Batchrun-Key"
 """The header in which the gateway tells the daemon the id of the caller's API key."""
 

@@ -145,4 +145,5 @@ def view_jobs(home: Home) -> dict[str, Any]:
                 views.append(
                     view_job(record, results.count(store, record.seq)) | {"num_cut": num_cut}
                 )
-    return {"gateway": None, "offline": None, "stalled": None, "engines": [], "jobs": views}
+    nothing: dict[str, Any] = {"gateway": None, "offline": None, "stalled": None}
+    return nothing | {"engines": [], "felt": [], "jobs": views}

@@ -23,7 +23,13 @@ from fastapi import FastAPI
 
 from batchrun.config import Deployment
 from batchrun.daemon.daemon import Daemon
-from batchrun.daemon.supervisor import KeyList, Supervisor, engine_python, split_listen
+from batchrun.daemon.supervisor import (
+    KeyList,
+    Supervisor,
+    engine_python,
+    limits_in,
+    split_listen,
+)
 from batchrun.errors import BatchrunError, EngineError, StoreUnreachableError
 from batchrun.files import StoreLock, allow_many_open_files, remove_left_scratch, write_atomically
 from batchrun.home import DaemonAddress, Home
@@ -79,7 +85,7 @@ def serve(deployment: Deployment, home: Home, *, on_ready: Callable[[], None]) -
         place = open_file_bytes(home, deployment.files, store)
         recover_files(store, place)
         remove_left_scratch(home.inputs)
-        keys = KeyList(store, home.api_keys)
+        keys = KeyList(store, home.api_keys, limits_in(deployment))
         keys.check(split_listen(deployment.listen)[0])
         keys.publish()
         # What is imported stays: to look through it again and again would stop the loop for 70 ms.
@@ -103,18 +109,20 @@ async def _run(
         os.getpid(), f"http://127.0.0.1:{listener.getsockname()[1]}", secrets.token_urlsafe(32)
     )
     gateway_key = secrets.token_urlsafe(32)
-    upstream = {"url": address.url, "gateway_key": gateway_key}
-    supervisor = Supervisor(deployment, home, upstream)
+    supervisor = Supervisor(deployment, home, {"url": address.url, "gateway_key": gateway_key})
     age_s = None if deployment.retention is None else parse_age_s(deployment.retention)
     folder = deployment.model_folder(home)
     images = ImageFetcher(ImageHosts(deployment.image_hosts))
     python = engine_python(deployment.engines[0], home)
-    daemon = Daemon(store, supervisor.slots, home.inputs, folder, age_s, place, images, python)
-    status = Status(daemon, supervisor.gateway_url)
-    routes = Edge(home, place, address.token, gateway_key, deployment.completion_windows)
+    slots, limits = supervisor.slots, limits_in(deployment)
+    daemon = Daemon(store, slots, home.inputs, folder, age_s, place, images, python, limits)
+    figures = GatewayFigures(_local_url(deployment.listen), gateway_key)
+    status = Status(daemon, supervisor.gateway_url, figures)
+    routes = Edge(home, place, address.token, gateway_key, deployment.completion_windows, limits)
     # httptools reads on after an early answer, so that a refused upload hears why.
     app = make_app(daemon, status, routes)
-    pages = _add_dashboard(app, status, home, deployment, gateway_key)
+    sight = Sight(daemon, status, home, History(home.history), figures, deployment.router)
+    pages = _add_dashboard(app, sight, Callers(store, gateway_key, limits))
     server = _Server(uvicorn.Config(app, http="httptools", log_level="warning", access_log=False))
     write_atomically(home.daemon_record, json.dumps(asdict(address)).encode(), mode=0o600)
     ended = _catch_signals()
@@ -148,14 +156,8 @@ def _local_url(listen: str) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _add_dashboard(
-    app: FastAPI, status: Status, home: Home, deployment: Deployment, gateway_key: str
-) -> Pages:
-    figures = GatewayFigures(_local_url(deployment.listen), gateway_key)
-    history = History(home.history)
-    sight = Sight(status.daemon, status, home, history, figures, deployment.router)
+def _add_dashboard(app: FastAPI, sight: Sight, callers: Callers) -> Pages:
     pages = Pages(sight)
-    callers = Callers(status.daemon.store, gateway_key)
     app.include_router(dashboard_router(pages, sight, callers))
     return pages
 
