@@ -268,10 +268,9 @@ class OnDone(_Strict):
         def absolute(path: str) -> str:
             return os.path.normpath(folder / Path(path).expanduser())
 
-        program = None if self.command is None else self.command[0]
         command, secret_file = self.command, self.secret_file
-        if self.command is not None and program is not None and "/" in program:
-            command = (absolute(program), *self.command[1:])
+        if command is not None and "/" in command[0]:
+            command = (absolute(command[0]), *command[1:])
         if secret_file is not None:
             secret_file = absolute(secret_file)
         return self.model_copy(update={"command": command, "secret_file": secret_file})
@@ -303,6 +302,20 @@ def _as_on_done(value: object) -> object:
 
 OnDoneKey = Annotated[OnDone | None, BeforeValidator(_as_on_done)]
 Price = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+KeyLimit = Annotated[int, Field(gt=0, le=2**53)]
+KeyCount = Annotated[int, Field(gt=0, lt=2**31)]
+
+
+class KeyLimitsConfig(_Strict):
+    """What a user key may do that has no limit of its own; None: as much as it likes."""
+
+    requests_per_minute: KeyCount | None = None
+    concurrent_calls: KeyCount | None = None
+    concurrent_batches: KeyCount | None = 100
+    enqueued_tokens: KeyLimit | None = None
+    stored_bytes: KeyLimit | None = 100 << 30
 
 
 class DeploymentFile(_Strict):
@@ -339,6 +352,7 @@ class DeploymentFile(_Strict):
     completion_windows: Annotated[tuple[CompletionWindow, ...], Field(min_length=1)] = ("24h",)
     on_done: OnDoneKey = None
     price_per_hour: Price | None = None
+    key_limits: KeyLimitsConfig = KeyLimitsConfig()
 
     @model_validator(mode="after")
     def _engine_names_differ(self) -> DeploymentFile:

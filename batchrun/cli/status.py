@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -215,6 +215,8 @@ def _render(picture: dict[str, Any], job: str | None, most_ended: int | None) ->
             f"engine {engine['name']} {engine['url']}: {engine['state']}{stage}{busy}"
             + describe_progress(engine)
         )
+    if (routing := picture.get("routing")) is not None and routing["imbalance"] is not None:
+        parts += [named_lines(_routing_lines(routing), "online calls by engine, the last 1,000")]
     if job is not None:
         waits = picture["gateway"] is None
         parts += [named_lines(_details(view, waits=waits)) for view in picture["jobs"]]
@@ -222,11 +224,39 @@ def _render(picture: dict[str, Any], job: str | None, most_ended: int | None) ->
         parts += _job_list(picture, most_ended)
     else:
         parts.append("no jobs yet; add one with `batchrun submit FILE`")
+    if picture.get("felt"):
+        parts += ["", named_lines(_felt_lines(picture["felt"]), "calls of the last 5 minutes")]
     for engine in picture["engines"]:
         if engine["telemetry"] is not None:
             lines = _telemetry_lines(engine["telemetry"]).items()
             parts += ["", named_lines(lines, f"engine {engine['name']}")]
     return Group(*parts)
+
+
+def _routing_lines(routing: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for each in routing["engines"]:
+        yield (
+            each["engine"],
+            f"{each['num_calls']:,} calls, {figure(each['hit_rate'], '{:.0%}')} of their prompts "
+            f"cached ({figure(each['agreement'], '{:.0%}')} as foretold), "
+            f"{each['num_pieces']:,} pieces held",
+        )
+    yield "busiest", f"{routing['imbalance']:.2f} times the mean"
+
+
+def _felt_lines(felt: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """How long streamed calls took as their callers felt it, by class; seen at the gateway."""
+    for each in felt:
+        name = each["latency"] + ("" if each["slo_class"] == "default" else f" {each['slo_class']}")
+        half, most = (
+            "above all bounds" if bound_s is None else f"within {bound_s:g} s"
+            for bound_s in (each["p50_s"], each["p99_s"])
+        )
+        yield (
+            name,
+            f"{half} for half of {each['num_calls']:,} calls, {most} for 99%; "
+            f"{each['mean_s']:.3f} s on average",
+        )
 
 
 SHOWN_STALL_S = 5.0

@@ -151,4 +151,5 @@ def view_jobs(home: Home) -> dict[str, Any]:
                     "cost": None,
                 }
                 views.append(view_job(record, results.count(store, record.seq)) | more)
-    return {"gateway": None, "offline": None, "stalled": None, "engines": [], "jobs": views}
+    nothing: dict[str, Any] = {"gateway": None, "offline": None, "stalled": None}
+    return nothing | {"engines": [], "felt": [], "jobs": views}

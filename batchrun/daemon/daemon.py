@@ -40,6 +40,7 @@ from batchrun.jobs.spec import JobSpec
 from batchrun.jobs.submit import pin_again
 from batchrun.media.fetching import ImageFetcher
 from batchrun.store import jobs
+from batchrun.store.api_keys import NO_LIMITS, KeyLimits
 from batchrun.store.batches import BatchRecord, NewBatch, WantedBatch
 from batchrun.store.database import Store
 from batchrun.store.jobs import JobRecord, NewJob
@@ -62,8 +63,9 @@ class Daemon:
     `model_folder` holds the files of the engines' model, where they are on this machine. Results
     are removed `retention_s` after their job's end; None keeps them. `files` is where the files of
     OpenAI's API lie; None: there are no batches. `images` fetches what rows name. `python` is
-    an interpreter with vLLM; in `kept_in` lie rows that batchrun kept itself. Commands raise
-    UnknownJobError, StateError or StoreError.
+    an interpreter with vLLM, `key_limits` what user keys may that have no limit of their own; in
+    `kept_in` lie rows that batchrun kept itself. Commands raise UnknownJobError, StateError or
+    StoreError.
     """
 
     store: Store
@@ -74,6 +76,7 @@ class Daemon:
     files: FileBytes | None = None
     images: ImageFetcher = field(default_factory=ImageFetcher)
     python: Path | None = None
+    key_limits: KeyLimits = NO_LIMITS
     kept_in: Sequence[Path] = ()
     active: dict[int, ActiveJob] = field(default_factory=dict)
     stages: dict[str, Stage] = field(default_factory=dict)
@@ -95,7 +98,13 @@ class Daemon:
         self.writer = ResultWriter(self.store, self._on_committed)
         self._creator = BatchCreator(self.store)
         self.opener = Opener(
-            self.store, self.slots, self.links, self.model_folder, self.files, self.python
+            self.store,
+            self.slots,
+            self.links,
+            self.model_folder,
+            self.files,
+            self.python,
+            self.key_limits,
         )
         self.end = JobEnd(
             self.store, self.writer, self.links, self.stages, self._pause_for, self.files

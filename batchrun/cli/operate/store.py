@@ -138,7 +138,10 @@ def _check_target(file: Path, store: Path) -> None:
         return
     if store.exists() and file.samefile(store):
         raise InputError(f"{file}: is the store itself; name another file")
-    if file.is_file() and file.open("rb").read(len(SQLITE_MAGIC)) != SQLITE_MAGIC:
+    if file.is_file():
+        with file.open("rb") as older:
+            if older.read(len(SQLITE_MAGIC)) == SQLITE_MAGIC:
+                return
         raise InputError(f"{file}: is there already and is no backup; name another file")
 
 

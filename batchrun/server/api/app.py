@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Annotated
+from typing import Annotated, Any, Protocol
 
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.responses import Response
 from msgspec import to_builtins
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -28,17 +28,25 @@ from batchrun.daemon.supervisor import KeyList
 from batchrun.daemon.view import view_engine, view_job
 from batchrun.engine.command import has_tool_parser
 from batchrun.engine.engine import ManagedEngine
-from batchrun.errors import StoreLockedError, StoreUnreachableError
+from batchrun.errors import EngineError, StoreLockedError, StoreUnreachableError
 from batchrun.home import CONTROL_PREFIX, GATEWAY_HEADER, Home
 from batchrun.jobs.results.file_bytes import FileBytes
 from batchrun.jobs.spec import Weight
 from batchrun.pool.pace import Completion
+from batchrun.routing.decisions import NUM_KEPT
 from batchrun.server.api.batches import Batches, batches_router
 from batchrun.server.api.errors import Callers, install_error_handlers
 from batchrun.server.api.files import Files, files_router
 from batchrun.server.api.metrics import MetricsPage
 from batchrun.store import jobs, results
-from batchrun.store.api_keys import MAX_COUNT, MAX_TOKENS, KeyLimits, NewApiKey, Role
+from batchrun.store.api_keys import (
+    MAX_COUNT,
+    MAX_TOKENS,
+    NO_LIMITS,
+    KeyLimits,
+    NewApiKey,
+    Role,
+)
 from batchrun.store.jobs import Counts, JobRecord, NewJob
 from batchrun.types import DEFAULT_MODEL, EnginePhase
 
@@ -54,10 +62,19 @@ class _Strict(BaseModel):
 class _Limits(_Strict):
     """See `KeyLimits`."""
 
-    requests_per_minute: Annotated[int | None, Field(gt=0, le=MAX_COUNT)]
-    enqueued_tokens: Annotated[int | None, Field(gt=0, le=MAX_TOKENS)]
-    concurrent_batches: Annotated[int | None, Field(gt=0, le=MAX_COUNT)]
+    requests_per_minute: Annotated[int | None, Field(gt=0, le=MAX_COUNT)] = None
+    enqueued_tokens: Annotated[int | None, Field(gt=0, le=MAX_TOKENS)] = None
+    concurrent_batches: Annotated[int | None, Field(gt=0, le=MAX_COUNT)] = None
     stored_bytes: Annotated[int | None, Field(gt=0, le=MAX_TOKENS)] = None
+    concurrent_calls: Annotated[int | None, Field(gt=0, le=MAX_COUNT)] = None
+    max_weight: Weight | None = None
+    min_deadline_s: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
+
+
+class KeyChange(_Limits):
+    """Other limits of a key, or another class; those left out stay, null is that of all keys."""
+
+    slo_class: str | None = None
 
 
 class KeySubmission(_Strict):
@@ -116,7 +133,8 @@ class Edge:
     """What the routes need besides the daemon.
 
     `token` opens the control routes, `gateway_key` those of OpenAI's API and no other. `files` is
-    where bytes lie; `windows` are the completion windows that batches may have.
+    where bytes lie; `windows` are the completion windows that batches may have, `key_limits` what
+    user keys may that have no limit of their own.
     """
 
     home: Home
@@ -124,6 +142,7 @@ class Edge:
     token: str
     gateway_key: str
     windows: Sequence[str]
+    key_limits: KeyLimits = NO_LIMITS
 
 
 def make_app(daemon: Daemon, status: Status, edge: Edge) -> FastAPI:
@@ -146,7 +165,7 @@ def make_app(daemon: Daemon, status: Status, edge: Edge) -> FastAPI:
         return Response(page.render(), media_type=CONTENT_TYPE_LATEST)
 
     app.include_router(_control_router(daemon, status, edge))
-    guards = [Depends(Callers(daemon.store, edge.gateway_key).check)]
+    guards = [Depends(Callers(daemon.store, edge.gateway_key, edge.key_limits).check)]
     app.include_router(files_router(Files(daemon.store, edge.files), guards))
     batches = Batches(daemon, edge.home.results, edge.windows)
     app.include_router(batches_router(batches, guards))
@@ -165,7 +184,8 @@ def _control_router(daemon: Daemon, status: Status, edge: Edge) -> APIRouter:
     _add_jobs(control, daemon, status)
     _add_engines(control, daemon)
     _add_models(control, daemon)
-    _add_keys(control, KeyList(daemon.store, edge.home.api_keys))
+    _add_routing(control, status)
+    _add_keys(control, KeyList(daemon.store, edge.home.api_keys, edge.key_limits))
     return control
 
 
@@ -269,6 +289,15 @@ def _takes_tools(engine: Engine) -> bool | None:
     return has_tool_parser(engine.settings.vllm_args)
 
 
+def _add_routing(control: APIRouter, status: Status) -> None:
+    @control.get("/routing")
+    async def explain(most: Annotated[int, Query(ge=0, le=NUM_KEPT)] = NUM_KEPT) -> JsonObject:
+        told = await status.figures.explain(most)
+        if told is None:
+            raise EngineError("the gateway does not answer; `batchrun logs gateway` says why")
+        return told
+
+
 def _add_keys(control: APIRouter, keys: KeyList) -> None:
     @control.post("/keys")
     async def create(given: KeySubmission) -> dict[str, object]:
@@ -277,10 +306,31 @@ def _add_keys(control: APIRouter, keys: KeyList) -> None:
         added = await asyncio.to_thread(keys.add, NewApiKey(**values, limits=limits))
         return {"id": added.id}
 
+    @control.post("/keys/{key}/set")
+    async def change(key: str, given: KeyChange) -> dict[str, object]:
+        values = given.model_dump(exclude_unset=True)
+        changed = await asyncio.to_thread(keys.change, key, values)
+        return {"id": changed.id, "name": changed.name}
+
     @control.post("/keys/{key}/revoke")
     async def revoke(key: str) -> dict[str, object]:
         revoked = await asyncio.to_thread(keys.revoke, key)
         return {"id": revoked.id, "name": revoked.name}
+
+
+JsonObject = dict[str, Any]
+
+
+class AsksGateway(Protocol):
+    """Tells what the gateway has seen of calls, as `GatewayFigures` does."""
+
+    def view(self) -> list[JsonObject]:
+        """How long the calls of the last minutes took their callers."""
+        ...
+
+    async def explain(self, most: int) -> JsonObject | None:
+        """Why the last calls went where they went, so many of them; None: nobody answers."""
+        ...
 
 
 class Status:
@@ -291,10 +341,12 @@ class Status:
         self,
         daemon: Daemon,
         gateway_url: str,
+        figures: AsksGateway,
         tellings: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
         price_per_hour: float | None = None,
     ) -> None:
         self.daemon = daemon
+        self.figures = figures
         self._gateway_url = gateway_url
         self._tellings = tellings
         self._price_per_hour = price_per_hour
@@ -321,6 +373,8 @@ class Status:
             "offline": self.daemon.dispatcher.is_offline_on,
             "stalled": stalled,
             "engines": _engines(self.daemon.slots),
+            "felt": self.figures.view(),
+            "routing": await self.figures.explain(0),
             "jobs": list(self._jobs.values()),
         }
 

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -23,7 +23,14 @@ from fastapi import FastAPI
 
 from batchrun.config import Deployment
 from batchrun.daemon.daemon import Daemon
-from batchrun.daemon.supervisor import KeyList, Supervisor, engine_python, split_listen
+from batchrun.daemon.engine_link import Slot
+from batchrun.daemon.supervisor import (
+    KeyList,
+    Supervisor,
+    engine_python,
+    limits_in,
+    split_listen,
+)
 from batchrun.errors import BatchrunError, EngineError, StoreUnreachableError
 from batchrun.files import StoreLock, allow_many_open_files, remove_left_scratch, write_atomically
 from batchrun.home import DaemonAddress, Home
@@ -81,7 +88,7 @@ def serve(deployment: Deployment, home: Home, *, on_ready: Callable[[], None]) -
         place = open_file_bytes(home, deployment.files, store)
         recover_files(store, place)
         remove_left_scratch(home.inputs)
-        keys = KeyList(store, home.api_keys)
+        keys = KeyList(store, home.api_keys, limits_in(deployment))
         keys.check(split_listen(deployment.listen)[0])
         keys.publish()
         # What is imported stays: to look through it again and again would stop the loop for 70 ms.
@@ -105,23 +112,22 @@ async def _run(
         os.getpid(), f"http://127.0.0.1:{listener.getsockname()[1]}", secrets.token_urlsafe(32)
     )
     gateway_key = secrets.token_urlsafe(32)
-    upstream = {"url": address.url, "gateway_key": gateway_key}
-    supervisor = Supervisor(deployment, home, upstream)
-    age_s = None if deployment.retention is None else parse_age_s(deployment.retention)
-    folder = deployment.model_folder(home)
-    images = ImageFetcher(ImageHosts(deployment.image_hosts))
-    python = engine_python(deployment.engines[0], home)
-    daemon = Daemon(
-        *(store, supervisor.slots, home.inputs, folder, age_s, place, images, python),
-        kept_in=home.kept_rows,
+    supervisor = Supervisor(deployment, home, {"url": address.url, "gateway_key": gateway_key})
+    limits = limits_in(deployment)
+    daemon = _daemon(deployment, home, kept, supervisor.slots)
+    figures = GatewayFigures(_local_url(deployment.listen), gateway_key)
+    messenger = _messenger(store, deployment, home)
+    status = Status(
+        *(daemon, supervisor.gateway_url, figures),
+        tellings=messenger.tellings,
+        price_per_hour=deployment.price_per_hour,
     )
-    messenger = Messenger(store, deployment.on_done, home.path)
-    messenger.load()
-    status = Status(daemon, supervisor.gateway_url, messenger.tellings, deployment.price_per_hour)
-    routes = Edge(home, place, address.token, gateway_key, deployment.completion_windows)
+    routes = Edge(home, place, address.token, gateway_key, deployment.completion_windows, limits)
     # httptools reads on after an early answer, so that a refused upload hears why.
     app = make_app(daemon, status, routes)
-    pages = _add_dashboard(app, status, home, deployment, gateway_key)
+    sight = Sight(daemon, status, home, History(home.history), figures, deployment.router)
+    desk = Desk(home, deployment.file, deployment.model)
+    pages = _add_dashboard(app, sight, desk, Callers(store, gateway_key, limits))
     server = _Server(uvicorn.Config(app, http="httptools", log_level="warning", access_log=False))
     write_atomically(home.daemon_record, json.dumps(asdict(address)).encode(), mode=0o600)
     ended = _catch_signals()
@@ -148,6 +154,31 @@ async def _run(
     return ended.result()
 
 
+def _daemon(
+    deployment: Deployment, home: Home, kept: tuple[Store, FileBytes], slots: Sequence[Slot]
+) -> Daemon:
+    store, place = kept
+    retention = deployment.retention
+    return Daemon(
+        store,
+        slots,
+        home.inputs,
+        model_folder=deployment.model_folder(home),
+        retention_s=None if retention is None else parse_age_s(retention),
+        files=place,
+        images=ImageFetcher(ImageHosts(deployment.image_hosts)),
+        python=engine_python(deployment.engines[0], home),
+        key_limits=limits_in(deployment),
+        kept_in=home.kept_rows,
+    )
+
+
+def _messenger(store: Store, deployment: Deployment, home: Home) -> Messenger:
+    made = Messenger(store, deployment.on_done, home.path)
+    made.load()
+    return made
+
+
 def _local_url(listen: str) -> str:
     """Where this machine reaches the gateway."""
     host, port = split_listen(listen)
@@ -155,14 +186,8 @@ def _local_url(listen: str) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _add_dashboard(
-    app: FastAPI, status: Status, home: Home, deployment: Deployment, gateway_key: str
-) -> Pages:
-    figures = GatewayFigures(_local_url(deployment.listen), gateway_key)
-    history = History(home.history)
-    sight = Sight(status.daemon, status, home, history, figures, deployment.router)
-    pages = Pages(sight, Desk(home, deployment.file, deployment.model))
-    callers = Callers(status.daemon.store, gateway_key)
+def _add_dashboard(app: FastAPI, sight: Sight, desk: Desk, callers: Callers) -> Pages:
+    pages = Pages(sight, desk)
     app.include_router(dashboard_router(pages, sight, callers))
     return pages
 

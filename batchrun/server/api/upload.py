@@ -15,7 +15,8 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
-from batchrun.files import HashedFile, atomic_file, max_open_files
+from batchrun.errors import OverloadedError
+from batchrun.files import PRIVATE_MODE, HashedFile, atomic_file, max_open_files
 from batchrun.jobs.batch import MAX_INPUT_BYTES
 from batchrun.jobs.inputs.rows import BOM, is_blank
 from batchrun.server.api.errors import ApiError, check_choice, check_expiry, missing_parameter
@@ -201,7 +202,7 @@ class Spool:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._exits = ExitStack()
-        self._file = HashedFile(self._exits.enter_context(atomic_file(path)))
+        self._file = HashedFile(self._exits.enter_context(atomic_file(path, mode=PRIVATE_MODE)))
         self._waiting = bytearray()
 
     @property
@@ -311,10 +312,11 @@ def _check_batch_file(spool: Spool, filename: str) -> None:
     """Whether the name and the first line look like JSON Lines. The rest is for the batch, as is
     all of a line that is too long to be looked at while others wait."""
     suffix = Path(filename.replace("\0", "")).suffix
-    with spool.path.open("rb") as file:
-        line = b"\n"
-        while line and is_blank(line):
-            line = file.readline(LARGE_JSON_BYTES + 1)
+    try:
+        line = _first_line(spool.path)
+    except OSError as failure:
+        problem = f"{spool.path}: cannot be read now: {failure.strerror}; try again"
+        raise OverloadedError(problem) from None
     refusal = ApiError(400, "Invalid file format for Batch API. Must be .jsonl")
     try:
         if len(line) <= LARGE_JSON_BYTES:
@@ -325,3 +327,12 @@ def _check_batch_file(spool: Spool, filename: str) -> None:
         raise refusal from None
     if suffix.lower() not in {"", ".jsonl"}:
         raise refusal
+
+
+def _first_line(path: Path) -> bytes:
+    """The start of the first line that is not blank; nothing where there is none."""
+    line = b"\n"
+    with path.open("rb") as file:
+        while line and is_blank(line):
+            line = file.readline(LARGE_JSON_BYTES + 1)
+    return line

@@ -10,12 +10,13 @@ import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 import msgspec
 
-from batchrun.home import GATEWAY_HEADER, TALLY_PATH
-from batchrun.server.gateway.tally import ENGINE
+from batchrun.home import GATEWAY_HEADER, ROUTING_PATH, TALLY_PATH
+from batchrun.server.gateway.tally import ENGINE, TPOT, TPOT_BOUNDS_S, TTFT, TTFT_BOUNDS_S
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ RATE_S = 10.0
 
 Key = tuple[str, tuple[str, ...]]
 Look = Mapping[Key, Sequence[float]]
+JsonObject = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,24 @@ class GatewayFigures:
         except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
             log.debug("the gateway told nothing: %s", error)
 
+    async def explain(self, most: int) -> JsonObject | None:
+        """Why the last calls went where they went, the newest `most` of them one by one; see
+        `batchrun.routing.decisions.document_of`. None: the gateway does not answer."""
+        try:
+            async with (
+                aiohttp.ClientSession() as session,
+                session.get(
+                    f"{self.url}{ROUTING_PATH}?most={most}",
+                    headers={GATEWAY_HEADER: self.secret},
+                    timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
+                ) as reply,
+            ):
+                if reply.status == 200:
+                    return msgspec.json.decode(await reply.read(), type=JsonObject)
+        except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
+            log.debug("the gateway told nothing: %s", error)
+        return None
+
     def take(self, text: bytes, now_s: float) -> None:
         """Keep what the gateway told. Counts that went back are those of another gateway."""
         told = msgspec.json.decode(text, type=list[tuple[str, tuple[str, ...], list[float]]])
@@ -122,6 +142,25 @@ class GatewayFigures:
             if each == kind and num_calls:
                 found.append(Felt(labels[0], round(num_calls), total_s / num_calls, buckets))
         return found
+
+    def view(self) -> list[dict[str, Any]]:
+        """`felt` of both latencies as JSON objects; half of the calls stayed within `p50_s`, 99 of
+        100 within `p99_s`."""
+        return [
+            {
+                "latency": name,
+                "slo_class": each.slo_class,
+                "num_calls": each.num_calls,
+                "mean_s": each.mean_s,
+                "p50_s": each.quantile_s(0.5, bounds),
+                "p99_s": each.quantile_s(0.99, bounds),
+            }
+            for name, kind, bounds in (
+                ("TTFT", TTFT, TTFT_BOUNDS_S),
+                ("TPOT", TPOT, TPOT_BOUNDS_S),
+            )
+            for each in self.felt(kind)
+        ]
 
     def _news(self) -> dict[Key, list[float]]:
         """What was counted since the oldest look."""

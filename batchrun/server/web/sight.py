@@ -30,8 +30,7 @@ from batchrun.pool.prefix_keys import CHUNK_BYTES
 from batchrun.routing.routers import ROUTERS
 from batchrun.server.api.app import Status
 from batchrun.server.api.errors import Caller
-from batchrun.server.gateway.tally import TPOT, TPOT_BOUNDS_S, TTFT, TTFT_BOUNDS_S
-from batchrun.server.web.gateway_figures import Felt, GatewayFigures
+from batchrun.server.web.gateway_figures import GatewayFigures
 from batchrun.server.web.history import History, Sample
 from batchrun.store import api_keys, batches, jobs, results
 from batchrun.store.jobs import JobRecord
@@ -46,6 +45,7 @@ MAX_CAUSES = 20
 SAMPLE_ROWS = 5
 LARGEST_GROUPS = 8
 LOG_BYTES = 4_096
+SHOWN_DECISIONS = 20
 CANCELLABLE = (JobState.VALIDATING, JobState.RUNNING, JobState.FINALIZING, JobState.PAUSED)
 _NUMBER = re.compile(r"\d+")
 
@@ -251,34 +251,29 @@ class Sight:
                 sample.alone_tpot_p99_s,
             )
         )
-        felt = [
-            _felt(name, each, bounds)
-            for name, kind, bounds in (
-                ("TTFT", TTFT, TTFT_BOUNDS_S),
-                ("TPOT", TPOT, TPOT_BOUNDS_S),
-            )
-            for each in self.figures.felt(kind)
-        ]
-        return {"engines": self._engines(), "chart": chart, "felt": felt}
+        return {"engines": self._engines(), "chart": chart, "felt": self.figures.view()}
 
     async def _routing(self) -> Facts:
-        """Where the calls of the last minutes went, and how unevenly."""
+        """Where the calls of the last minutes went, how unevenly, and why the last of them."""
         went = self.figures.engines()
         counts = [each.num_calls for each in went]
         mean = sum(counts) / len(self.daemon.slots)
         why = (ROUTERS[self.router].__doc__ or "").split("\n\n")[0]
+        told = await self.figures.explain(SHOWN_DECISIONS) or {"engines": [], "decisions": []}
         return {
             "router": self.router,
             "why": why,
             "engines": went,
             "num_calls": sum(counts),
             "imbalance": max(counts, default=0) / mean if mean else None,
+            "known": {each["engine"]: each for each in told["engines"]},
+            "decisions": told["decisions"],
         }
 
     async def _form(self) -> Facts:
-        served = [model for slot in self.daemon.slots for model in slot.models or ()]
+        served = {model for slot in self.daemon.slots for model in slot.models or ()}
         default = next((slot.default_model for slot in self.daemon.slots), None)
-        return {"models": sorted(set(served)), "default_model": default}
+        return {"models": sorted(served - {default}), "default_model": default}
 
     async def _tide(self) -> Facts:
         chart = self.history.chart(
@@ -345,16 +340,6 @@ def written_output(record: JobRecord) -> Path | None:
         return None
     path = Path(place)
     return path if path.is_file() else None
-
-
-def _felt(name: str, felt: Felt, bounds: Sequence[float]) -> Facts:
-    return {
-        "latency": name,
-        "slo_class": felt.slo_class,
-        "num_calls": felt.num_calls,
-        "mean_s": felt.mean_s,
-        "within": {share: felt.quantile_s(share, bounds) for share in (0.5, 0.99)},
-    }
 
 
 def _kv_of(engine: str) -> Callable[[Sample], Sequence[float | None]]:
