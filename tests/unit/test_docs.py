@@ -20,6 +20,7 @@ from batchrun.config import (
     DeploymentFile,
     EngineConfig,
     Environment,
+    KeyLimitsConfig,
     SloClassConfig,
     SloConfig,
     WindowConfig,
@@ -63,6 +64,7 @@ KEY_TABLES: list[tuple[type[BaseModel], str, str]] = [
     (SloConfig, "configuration.md", "slo."),
     (SloClassConfig, "configuration.md", "slo_classes.NAME."),
     (WindowConfig, "configuration.md", "window."),
+    (KeyLimitsConfig, "configuration.md", "key_limits."),
 ]
 SECTIONS = {"input", "output"}
 """Keys that hold keys; the manual names the inner ones."""
