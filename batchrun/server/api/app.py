@@ -34,6 +34,8 @@ from batchrun.server.api.batches import Batches, batches_router
 from batchrun.server.api.errors import Callers, install_error_handlers
 from batchrun.server.api.files import Files, files_router
 from batchrun.server.api.metrics import MetricsPage
+from batchrun.server.api.watch import LoopWatch
+from batchrun.server.web.gateway_figures import GatewayFigures
 from batchrun.store import jobs, results
 from batchrun.store.api_keys import MAX_COUNT, MAX_TOKENS, KeyLimits, NewApiKey, Role
 from batchrun.store.jobs import Counts, JobRecord, NewJob
@@ -127,7 +129,7 @@ def make_app(daemon: Daemon, status: Status, edge: Edge) -> FastAPI:
         title="batchrun", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
     )
     install_error_handlers(app)
-    page = MetricsPage(daemon)
+    page = MetricsPage(daemon, status.watch)
 
     @app.get("/healthz")
     async def healthz() -> dict[str, object]:
@@ -251,6 +253,9 @@ class Status:
 
     def __init__(self, daemon: Daemon, gateway_url: str) -> None:
         self.daemon = daemon
+        self.watch = LoopWatch()
+        self.watch.writer_waits_s = daemon.writer.waits_s
+        self.figures: GatewayFigures | None = None
         self._gateway_url = gateway_url
         self._ended: dict[int, tuple[Counts, int]] = {}
         self._jobs: dict[str, dict[str, object]] = {}
@@ -274,8 +279,21 @@ class Status:
             "gateway": self._gateway_url,
             "offline": self.daemon.dispatcher.is_offline_on,
             "stalled": stalled,
-            "engines": _engines(self.daemon.slots),
+            "progress": self._progress(),
+            "engines": self.engines,
             "jobs": list(self._jobs.values()),
+        }
+
+    def _progress(self) -> dict[str, object]:
+        """How the daemon and the gateway get on."""
+        now_s, watch = time.monotonic(), self.watch
+        silent_s = 0.0 if self.figures is None else self.figures.silent_s(now_s)
+        return {
+            "writer_waits_s": round(self.daemon.writer.waits_s(now_s), 1),
+            "gateway_silent_s": round(silent_s, 1),
+            "num_loop_stalls": watch.num_stalls,
+            "longest_loop_stall_s": round(watch.longest_s, 1),
+            "last_loop_stall_at": watch.last_at,
         }
 
     async def job(self, job_id: str) -> dict[str, object]:
@@ -304,8 +322,8 @@ class Status:
 
     @property
     def engines(self) -> list[dict[str, object]]:
-        """The engines, with what their schedulers tell."""
-        return _engines(self.daemon.slots)
+        """The engines, with what their schedulers and the gateway tell."""
+        return _engines(self.daemon.slots, self.figures)
 
     def _predict(self) -> None:
         """When the running jobs will be done; nobody knows while offline work is switched off."""
@@ -344,7 +362,7 @@ class Status:
         return view | {"num_cut": num_cut}
 
 
-def _engines(slots: Sequence[Slot]) -> list[dict[str, object]]:
+def _engines(slots: Sequence[Slot], figures: GatewayFigures | None) -> list[dict[str, object]]:
     return [
         {
             "name": slot.engine.name,
@@ -354,6 +372,7 @@ def _engines(slots: Sequence[Slot]) -> list[dict[str, object]]:
             "in_flight": slot.window.num_rows,
             "stalled_s": round(slot.engine.progress.stalled_s, 1),
             "num_hangs": slot.engine.progress.num_hangs,
+            "ejected_s": 0.0 if figures is None else figures.ejected_s(slot.engine.name),
             "kv": slot.kv and {"tokens": slot.kv.num_tokens, "block_tokens": slot.kv.block_tokens},
             "telemetry": view_engine(slot.link),
         }

@@ -13,8 +13,9 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -24,6 +25,7 @@ from fastapi import FastAPI
 from batchrun.config import Deployment
 from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.supervisor import KeyList, Supervisor, engine_python, split_listen
+from batchrun.engine import process
 from batchrun.errors import BatchrunError, EngineError, StoreUnreachableError
 from batchrun.files import StoreLock, allow_many_open_files, remove_left_scratch, write_atomically
 from batchrun.home import DaemonAddress, Home
@@ -33,6 +35,7 @@ from batchrun.media.hosts import ImageHosts
 from batchrun.quantities import parse_age_s
 from batchrun.server.api.app import Edge, Status, make_app
 from batchrun.server.api.errors import Callers
+from batchrun.server.api.watch import end_process
 from batchrun.server.web.gateway_figures import GatewayFigures
 from batchrun.server.web.history import History
 from batchrun.server.web.pages import Pages, dashboard_router
@@ -109,8 +112,18 @@ async def _run(
     folder = deployment.model_folder(home)
     images = ImageFetcher(ImageHosts(deployment.image_hosts))
     python = engine_python(deployment.engines[0], home)
-    daemon = Daemon(store, supervisor.slots, home.inputs, folder, age_s, place, images, python)
-    status = Status(daemon, supervisor.gateway_url)
+    daemon = Daemon(
+        store,
+        supervisor.slots,
+        home.inputs,
+        folder,
+        age_s,
+        place,
+        images,
+        python,
+        timeouts=deployment.timeouts,
+    )
+    status = _watched(Status(daemon, supervisor.gateway_url), home)
     routes = Edge(home, place, address.token, gateway_key, deployment.completion_windows)
     # httptools reads on after an early answer, so that a refused upload hears why.
     app = make_app(daemon, status, routes)
@@ -122,7 +135,7 @@ async def _run(
     work = asyncio.create_task(daemon.run())
     engines = asyncio.create_task(_supervise(supervisor, on_ready))
     guard = asyncio.create_task(_guard(lock))
-    watching = asyncio.create_task(pages.watch())
+    watching = asyncio.gather(pages.watch(), status.watch.beat())
     try:
         waited: set[asyncio.Future[Any]] = {ended, work, engines, guard}
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
@@ -130,6 +143,7 @@ async def _run(
         failure = None if ended.done() else _failure_of(guard, engines, work)
         _end_within(CLEAN_STOP_S, failure)
         pages.close()
+        status.watch.stop()
         for task in (work, engines, guard, watching):
             task.cancel()
         await asyncio.gather(work, engines, guard, watching, return_exceptions=True)
@@ -139,6 +153,27 @@ async def _run(
     if failure is not None:
         raise failure
     return ended.result()
+
+
+def _watched(status: Status, home: Home) -> Status:
+    """Have a thread watch the loop that runs now."""
+    status.watch.on_end = partial(_begin_anew, home)
+    status.watch.start()
+    return status
+
+
+def _begin_anew(home: Home, line: str) -> None:
+    """The loop hangs: end, and where `up -d` started this process, start the next one."""
+    record = process.read_record(home.daemon_process)
+    if record is not None and record.pid == os.getpid():
+        with suppress(OSError):
+            process.spawn(
+                [sys.executable, *sys.orig_argv[1:]],
+                env=dict(os.environ),
+                log_path=home.log / "daemon.log",
+                record_path=home.daemon_process,
+            )
+    end_process(line)
 
 
 def _local_url(listen: str) -> str:
@@ -151,7 +186,7 @@ def _local_url(listen: str) -> str:
 def _add_dashboard(
     app: FastAPI, status: Status, home: Home, deployment: Deployment, gateway_key: str
 ) -> Pages:
-    figures = GatewayFigures(_local_url(deployment.listen), gateway_key)
+    figures = status.figures = GatewayFigures(_local_url(deployment.listen), gateway_key)
     history = History(home.history)
     sight = Sight(status.daemon, status, home, history, figures, deployment.router)
     pages = Pages(sight)
