@@ -138,7 +138,7 @@ class Forwarder:
         """The engine's reply, its headers read. Leaving the block early cancels it at the engine.
 
         An engine that cannot be connected to is passed over; once bytes were sent no other one
-        is tried. Raises EngineError, EngineSilentError when the reply does not begin in time, and
+        is tried. Raises EngineError, EngineSilentError when no headers come in time, and
         RefusalError: with 404 for a model that none serves, with 503 while all are ejected.
         """
         steered = call.body if isinstance(call.body, SteeredBody) else None
@@ -146,15 +146,17 @@ class Forwarder:
         routed = self.balancer.read(text, is_offline=steered is not None and steered.is_flex)
         if not self.balancer.is_served(routed):
             raise no_such_model(routed.text.model or "")
+        # What a server lists shows nothing of its core.
+        is_list = call.body is None
         for upstream in self.balancer.candidates(routed, now_s=time.monotonic()):
-            if not self.balancer.take_turn(upstream, now_s=time.monotonic()):
+            if not is_list and not self.balancer.take_turn(upstream, now_s=time.monotonic()):
                 continue
-            waits = self._waits(routed, is_list=call.body is None)
+            waits = self._waits(routed, is_list=is_list)
             with self.balancer.sending(upstream, routed):
                 reply = await self._connect(upstream, call, due_s=waits.due_s)
                 if reply is None:
                     continue
-                if not is_stream(reply):
+                if reply.status == 200 and not is_stream(reply) and not is_list:
                     self.balancer.answered(upstream)
                 rewriting = None
                 if steered is not None:
@@ -266,7 +268,7 @@ async def relay(
 
     A reply that breaks off is broken off for the caller too, never ended as if it were whole; a
     stream whose next piece does not come ends with an event that says so. Raises EngineError if it
-    breaks off before anything was handed on, and EngineSilentError if nothing came until then.
+    breaks off before anything was handed on.
     """
     reply, rewriting, usage, _, waits = exchange
     headers = end_to_end(reply.headers)
@@ -282,17 +284,14 @@ async def relay(
         return web.Response(status=reply.status, reason=reply.reason, headers=headers, body=body)
     if filters:
         headers.popall("Content-Length", None)
-    try:
-        chunk = await next_piece(reply, usage, waits.to_first(reply))
-    except aiohttp.ClientError as error:
-        raise EngineError("the engine closed the connection within its answer") from error
     response = web.StreamResponse(status=reply.status, reason=reply.reason, headers=headers)
     await response.prepare(request)
     try:
-        while chunk:
+        due_s = waits.to_first(reply)
+        while chunk := await next_piece(reply, usage, due_s):
             usage.feed(chunk)
             await response.write(feed_all(filters, chunk) if filters else chunk)
-            chunk = await next_piece(reply, usage, waits.to_next())
+            due_s = waits.to_next()
         await response.write_eof(end_all(filters))
     except EngineSilentError as error:
         await _end_silent(request, response, reply, error)
