@@ -76,7 +76,11 @@ class LoopWatch:
         while not self._stopped.wait(self._look_s):
             now_s, now_cpu_s = time.monotonic(), time.process_time()
             # What this thread missed counts where the process was at work meanwhile.
-            gap_s = min(now_s - looked_s, max(2 * self._look_s, now_cpu_s - cpu_s))
+            missed_s = now_s - looked_s
+            gap_s = min(missed_s, max(2 * self._look_s, now_cpu_s - cpu_s))
+            if missed_s - gap_s >= self._shown_s:
+                self._count(missed_s)
+                log.error("the daemon's process was stopped, or had no core, for %.0f s", missed_s)
             looked_s, cpu_s = now_s, now_cpu_s
             does_writer_wait = self._see_writer(now_s, was_waiting=does_writer_wait)
             if self._num_beats != num_seen:
@@ -101,9 +105,13 @@ class LoopWatch:
         """The loop turns."""
         self.longest_s = max(self.longest_s, stood_s)
         if stood_s >= self._shown_s:
-            self.num_stalls += 1
-            self.last_at = time.time()
+            self._count(stood_s)
             log.error("the daemon's loop turns again after %.0f s", stood_s)
+
+    def _count(self, stood_s: float) -> None:
+        self.num_stalls += 1
+        self.longest_s = max(self.longest_s, stood_s)
+        self.last_at = time.time()
 
     def _place(self) -> str:
         """Where the loop is, innermost first, in one line."""
