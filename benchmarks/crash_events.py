@@ -174,12 +174,12 @@ class Caller:
             self.calls.append((at, self._call(f"call {len(self.calls)}")))
 
     def _call(self, text: str) -> bool:
-        body = {"model": STEADY, "stream": True, "max_tokens": 4}
-        message, began_s = {"role": "user", "content": text}, time.monotonic()
+        messages, began_s = [{"role": "user", "content": text}], time.monotonic()
+        body: dict[str, Any] = {"model": STEADY, "stream": True, "max_tokens": 4}
         with (
             suppress(requests.RequestException),
             requests.post(
-                self._url, json=body | {"messages": [message]}, stream=True, timeout=CALL_WAIT_S
+                self._url, json=body | {"messages": messages}, stream=True, timeout=CALL_WAIT_S
             ) as reply,
         ):
             lines = reply.iter_lines()
@@ -351,7 +351,7 @@ class EventEpisode(Episode):
             with suppress(BatchrunError):
                 (engine, _) = here.client.get("/status")["engines"]
                 has_hung = engine["num_hangs"] > before["num_hangs"]
-                return has_hung or engine["state"] != "ready" or engine["stalled_s"] >= 5
+                return bool(has_hung or engine["state"] != "ready" or engine["stalled_s"] >= 5)
             return False
 
         return is_daemon_seen if event.target == "daemon" else is_engine_seen

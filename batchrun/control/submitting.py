@@ -145,5 +145,11 @@ def view_jobs(home: Home) -> dict[str, Any]:
                 views.append(
                     view_job(record, results.count(store, record.seq)) | {"num_cut": num_cut}
                 )
-    known = {"gateway": None, "offline": None, "stalled": silence, "progress": None, "engines": []}
+    known: dict[str, Any] = {
+        "gateway": None,
+        "offline": None,
+        "stalled": silence,
+        "progress": None,
+        "engines": [],
+    }
     return {**known, "jobs": views}
