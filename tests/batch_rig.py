@@ -28,7 +28,7 @@ RESPONSES = "/v1/responses"
 TERMINAL = frozenset({"completed", "failed", "expired", "cancelled"})
 ENVELOPE = {"message", "type", "param", "code"}
 DAY_S = 86_400
-WAIT_S = 120.0
+WAIT_S = 300.0
 POLL_S = 0.05
 
 KINDS = ("sync", "async")

@@ -24,7 +24,7 @@ from batchrun.errors import DaemonUnavailableError
 from batchrun.home import Home
 from benchmarks.deployment import free_port
 
-WAIT_S = 90.0
+WAIT_S = 300.0
 
 JOB_FILE = """\
 name: sample

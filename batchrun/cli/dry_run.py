@@ -160,7 +160,7 @@ def _studied(
 def _simulation(
     trace: Path | None, profile: str | None, deployment: Deployment, home: Home
 ) -> SimulatedFleet:
-    with vllm_needed("submit --dry-run with --trace or --profile"):
+    with vllm_needed("submit --dry-run with --trace or --profile", home):
         from batchrun.simulator.planner.colocation import simulation_of
     found = simulation_of(trace, profile, deployment, home)
     if found is None:

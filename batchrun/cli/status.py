@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Annotated, Any
 
@@ -142,17 +142,22 @@ def _picture(home: Home, job: str | None) -> dict[str, Any]:
     return picture
 
 
-def _render(picture: dict[str, Any], job: str | None, most_ended: int | None) -> RenderableType:
-    switch = "on" if picture["offline"] else "off"
-    parts: list[RenderableType] = []
+def _head_lines(picture: dict[str, Any]) -> Iterator[str]:
+    """Where callers go, and what holds up the daemon or the gateway."""
     if picture["gateway"] is not None:
-        parts.append(f"online endpoint {picture['gateway']}/v1, offline work {switch}")
+        switch = "on" if picture["offline"] else "off"
+        yield f"online endpoint {picture['gateway']}/v1, offline work {switch}"
     elif not picture["stalled"]:
-        parts.append("no daemon runs; start one with `batchrun up -d`")
+        yield "no daemon runs; start one with `batchrun up -d`"
     if picture["stalled"]:
-        parts.append(f"stalled: {picture['stalled']}")
+        yield f"stalled: {picture['stalled']}"
     if picture["progress"] is not None:
-        parts += [*describe_parts(picture["progress"]), *_loop_lines(picture["progress"])]
+        yield from describe_parts(picture["progress"])
+        yield from _loop_lines(picture["progress"])
+
+
+def _render(picture: dict[str, Any], job: str | None, most_ended: int | None) -> RenderableType:
+    parts: list[RenderableType] = [*_head_lines(picture)]
     for engine in picture["engines"]:
         busy = f", {engine['in_flight']} offline rows in flight" if engine["in_flight"] else ""
         stage = "" if engine["stage"] == engine["state"] else f" ({engine['stage']})"
@@ -167,11 +172,28 @@ def _render(picture: dict[str, Any], job: str | None, most_ended: int | None) ->
         parts += _job_list(picture, most_ended)
     else:
         parts.append("no jobs yet; add one with `batchrun submit FILE`")
+    if picture.get("felt"):
+        parts += ["", named_lines(_felt_lines(picture["felt"]), "calls of the last 5 minutes")]
     for engine in picture["engines"]:
         if engine["telemetry"] is not None:
             lines = _telemetry_lines(engine["telemetry"]).items()
             parts += ["", named_lines(lines, f"engine {engine['name']}")]
     return Group(*parts)
+
+
+def _felt_lines(felt: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """How long streamed calls took as their callers felt it, by class; seen at the gateway."""
+    for each in felt:
+        name = each["latency"] + ("" if each["slo_class"] == "default" else f" {each['slo_class']}")
+        half, most = (
+            "above all bounds" if bound_s is None else f"within {bound_s:g} s"
+            for bound_s in (each["p50_s"], each["p99_s"])
+        )
+        yield (
+            name,
+            f"{half} for half of {each['num_calls']:,} calls, {most} for 99%; "
+            f"{each['mean_s']:.3f} s on average",
+        )
 
 
 SHOWN_STALL_S = 5.0

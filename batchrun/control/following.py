@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Self
 
@@ -43,15 +43,31 @@ def _is_notebook() -> bool:
 
 
 class SafeConsole(Console):
-    """A console that never hands a terminal what it would obey, whoever wrote it."""
+    """A console that never hands a terminal what it would obey, whoever wrote it, and ends no line
+    with blanks."""
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
-    ) -> Iterable[Segment]:
+    ) -> Iterator[Segment]:
         """As rich does, with each character that nobody can see as `shown_safely` has it."""
+        blanks: list[Segment] = []
         for segment in super().render(renderable, options):
             text, style, control = segment
-            yield segment if control else Segment(shown_safely(text), style)
+            if control:
+                yield segment
+                continue
+            shown = shown_safely(text)
+            said = shown.rstrip(" ")
+            if shown.startswith("\n"):
+                blanks.clear()
+            elif said:
+                yield from blanks
+                blanks.clear()
+            if said:
+                yield Segment(said, style)
+            if len(said) < len(shown):
+                blanks.append(Segment(" " * (len(shown) - len(said)), style))
+        yield from blanks
 
 
 def _stderr() -> Console:

@@ -145,11 +145,5 @@ def view_jobs(home: Home) -> dict[str, Any]:
                 views.append(
                     view_job(record, results.count(store, record.seq)) | {"num_cut": num_cut}
                 )
-    known: dict[str, Any] = {
-        "gateway": None,
-        "offline": None,
-        "stalled": silence,
-        "progress": None,
-        "engines": [],
-    }
-    return {**known, "jobs": views}
+    nothing: dict[str, Any] = {"gateway": None, "offline": None, "stalled": silence}
+    return nothing | {"progress": None, "engines": [], "felt": [], "jobs": views}

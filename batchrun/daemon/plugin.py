@@ -149,20 +149,30 @@ def last_steps_path(home: Home, engine: str) -> Path:
     return path.with_name(path.name + SUFFIX)
 
 
-def plugin_env(home: Home, nonce: str, engine: str) -> dict[str, str]:
-    """Environment variables for an engine: the nonce, where its sockets go, and a folder that
-    holds batchrun alone.
+METADATA = f"Metadata-Version: 2.1\nName: batchrun\nVersion: {batchrun.__version__}\n"
+ENTRY_POINTS = "[vllm.general_plugins]\nbatchrun = batchrun.vllm_waiting:register\n"
+"""As in pyproject.toml: vLLM finds there what its processes are to call."""
 
-    An engine in an environment of its own then imports batchrun, and nothing else of ours.
-    """
-    home.plugin.mkdir(parents=True, exist_ok=True)
+
+def plugin_folder(home: Home) -> Path:
+    """A folder for the path of another environment, which then imports batchrun and nothing else
+    of ours, and knows its entry point."""
+    told = home.plugin / "batchrun-0.dist-info"
+    told.mkdir(parents=True, exist_ok=True)
+    for name, text in (("METADATA", METADATA), ("entry_points.txt", ENTRY_POINTS)):
+        write_atomically(told / name, text.encode())
     link = home.plugin / "batchrun"
     package = Path(batchrun.__file__).parent
     if not link.is_symlink() or link.readlink() != package:
         link.unlink(missing_ok=True)
         link.symlink_to(package)
+    return home.plugin
+
+
+def plugin_env(home: Home, nonce: str, engine: str) -> dict[str, str]:
+    """Environment variables for an engine: the nonce, where its sockets go, and `plugin_folder`."""
     inherited = os.environ.get("PYTHONPATH")
-    path = os.pathsep.join([str(home.plugin), *([inherited] if inherited else [])])
+    path = os.pathsep.join([str(plugin_folder(home)), *([inherited] if inherited else [])])
     return {
         HINT_NONCE_VARIABLE: nonce,
         CHANNEL_VARIABLE: str(channel_path(home, engine)),

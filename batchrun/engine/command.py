@@ -208,7 +208,7 @@ def install_engine(target: Path, *, cpu: bool, progress: ProgressSink) -> Path:
     Raises EngineError with pip's last line.
     """
     python = target / "bin" / "python"
-    progress("creating the environment", 0, 0)
+    progress(f"creating the environment {target}", 0, 0)
     _run([sys.executable, "-m", "venv", str(target)], target)
     pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
     if not cpu:
@@ -252,7 +252,7 @@ def _follow(output: Iterable[str], progress: ProgressSink | None, total: int) ->
         if progress is not None and found:
             progress(f"fetching {found['name']}", done, total)
         if progress is not None and line.startswith("Installing collected packages"):
-            progress("installing", total, total)
+            progress("installing them; this takes minutes", total, total)
     return last_line
 
 

@@ -142,7 +142,7 @@ def test_52_an_ended_batch_is_not_cancelled(
     assert caller.batches.retrieve(batch.id) == batch
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", KIND_PARAMS)
 def test_53_an_expired_batch_keeps_what_was_done(
     rig: DeploymentRig, kind: str, monkeypatch: pytest.MonkeyPatch

@@ -105,7 +105,7 @@ def test_15_a_large_file_is_never_held_in_memory(
     assert max(growths) < MAX_GROWTH_BYTES, growths
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_15_a_batch_input_over_200_mib_never_runs(caller: Caller) -> None:
     """A batch input over 209715200 bytes is refused, at the upload (413) or as a failed batch."""
     content = b"".join(pieces_of_a_file()) + json.dumps(chat_line("one too many")).encode()
@@ -118,7 +118,7 @@ def test_15_a_batch_input_over_200_mib_never_runs(caller: Caller) -> None:
         assert errors(caller.run(file_id)) == [("file_too_large", None, None)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_34_fifty_thousand_lines_pass(caller: Caller) -> None:
     """50,000 lines pass."""
     created = caller.create(chat_lines(MAX_REQUESTS))

@@ -77,7 +77,7 @@ def test_a_batch_completes_however_many_of_its_requests_fail(rig: DeploymentRig)
     )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_passes_is_tried_again_unseen(rig: DeploymentRig) -> None:
     busy = [{**rule("question 0", status=status), "times": 1} for status in (429, 503)]
     rig.use_fake_engine(rules=busy)
@@ -123,7 +123,7 @@ def test_a_batch_that_was_completed_cannot_be_cancelled(rig: DeploymentRig) -> N
     assert refusal.value.response.headers["x-should-retry"] == "false"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_expired_batch_keeps_what_is_done(rig: DeploymentRig) -> None:
     rig.use_fake_engine("--latency-s=0.5", completion_windows=["24h", "5s"])
     with deployment_client(rig) as client:
@@ -225,7 +225,7 @@ def test_a_line_of_spaces_is_no_request(rig: DeploymentRig) -> None:
         assert ids_of(client, batch) == Counter(f"row-{i}" for i in range(1_004))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("num_kills", [3])
 def test_a_batch_outlives_kills_of_the_daemon(rig: DeploymentRig, num_kills: int) -> None:
     rig.use_fake_engine("--latency-s=0.1")

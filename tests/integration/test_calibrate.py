@@ -15,7 +15,7 @@ from batchrun.engine.process import NONCE_VARIABLE
 from batchrun.estimator.profile import profile_from_json
 
 SMALL_ARGS = ["--kv-cache-memory-bytes=67108864", "--max-model-len=512", "--max-num-seqs=4"]
-START_WAIT_S = 60.0
+START_WAIT_S = 180.0
 
 
 def refused(rig: DeploymentRig, *arguments: str) -> tuple[int, str]:
@@ -68,7 +68,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_engine_starts(
     assert "file/profile.json: cannot be written" in line
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_beside_a_daemon_or_its_engines_nothing_is_measured(rig: DeploymentRig) -> None:
     rig.use_fake_engine()
     assert rig.call("up", "-d").returncode == 0
@@ -92,7 +92,7 @@ def test_an_interrupted_calibration_leaves_nothing(rig: DeploymentRig) -> None:
 
     running.send_signal(signal.SIGINT)
 
-    assert running.wait(30) == 130
+    assert running.wait(120) == 130
     running.communicate()
     assert not _carriers(nonce)
     assert not record.exists()
@@ -101,7 +101,7 @@ def test_an_interrupted_calibration_leaves_nothing(rig: DeploymentRig) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_real_engine_is_measured_and_let_go(rig: DeploymentRig) -> None:
     rig.configure({"port": rig.engine_port, "vllm_args": SMALL_ARGS}, model="tiny", slo="auto")
 

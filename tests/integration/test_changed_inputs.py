@@ -28,7 +28,7 @@ def overwrite(rig: DeploymentRig, num_rows: int) -> None:
         pq.write_table(pa.table({"id": ids, "text": texts}), same_file)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_changed_input_pauses_the_job_until_it_is_accepted(rig: DeploymentRig) -> None:
     job = pause_half_way(rig)
     num_done = len(rig.executions())
@@ -46,7 +46,7 @@ def test_a_changed_input_pauses_the_job_until_it_is_accepted(rig: DeploymentRig)
     assert NUM_ROWS <= len(rig.executions()) <= NUM_ROWS + 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_input_with_other_rows_is_not_accepted(rig: DeploymentRig) -> None:
     job = pause_half_way(rig)
     overwrite(rig, NUM_ROWS + 1)

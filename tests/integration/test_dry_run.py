@@ -170,7 +170,7 @@ def test_a_daemon_without_a_pace_says_so_and_nothing_reaches_it(rig: DeploymentR
     assert list((rig.home / "inputs").iterdir()) == []
 
 
-@pytest.mark.slow  # The pace is known once engines were full for a quarter of a minute.
+@pytest.mark.nightly  # The pace is known once engines were full for a quarter of a minute.
 def test_a_daemon_with_a_pace_tells_when_jobs_will_be_done_and_what_they_cost(
     rig: DeploymentRig,
 ) -> None:

@@ -16,7 +16,7 @@ from engine_trial import NONCE, Answer, Call, Result, Trial
 
 from batchrun.hints import HINT_VERSION
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 NUM_TOKENS = 64
 NUM_COMPLETE = 64

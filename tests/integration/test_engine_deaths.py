@@ -87,6 +87,7 @@ def run_job(rig: DeploymentRig) -> str:
     return job
 
 
+@pytest.mark.nightly
 def test_on_one_engine_the_guilty_row_alone_fails(rig: DeploymentRig) -> None:
     use_fake_engines(rig, 1)
     job = run_job(rig)

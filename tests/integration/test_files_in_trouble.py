@@ -50,7 +50,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(
         assert client.openai.files.list().data == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_uploads_and_downloads_of_any_size_take_little_memory(
     rig: DeploymentRig, tmp_path: Path
 ) -> None:
@@ -77,7 +77,7 @@ def test_uploads_and_downloads_of_any_size_take_little_memory(
         assert digest.hexdigest() == hashlib.file_digest(file, "sha256").hexdigest()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_file_that_is_too_large_is_refused(rig: DeploymentRig) -> None:
     rig.use_fake_engine()
     with deployment_client(rig, max_retries=0) as client:

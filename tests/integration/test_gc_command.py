@@ -58,7 +58,7 @@ def test_gc_keeps_what_the_deployment_file_says(rig: DeploymentRig, store: str |
     assert len(rig.ask("gc")["jobs"]) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_daemon_removes_what_is_older_than_the_deployment_file_says(
     rig: DeploymentRig, store: str | Path
 ) -> None:
@@ -92,7 +92,7 @@ def test_gc_keeps_the_input_of_a_job_that_waits_and_drops_it_after(rig: Deployme
     assert (rig.folder / "rows.parquet").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.sqlite_file
 @pytest.mark.parametrize("delay_s", [0.5, 0.8, 1.1, 1.5])
 def test_gc_that_is_killed_ends_when_it_is_called_again(rig: DeploymentRig, delay_s: float) -> None:

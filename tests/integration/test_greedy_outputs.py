@@ -12,8 +12,8 @@ from deployment_rig import DeploymentRig
 from batchrun.engine.command import ManagedSettings
 from batchrun.samples.prose import sentence, sentence_pool
 
-NUM_ROWS = 64
-NUM_TOKENS = 64
+NUM_ROWS = 32
+NUM_TOKENS = 24
 
 JOB_FILE = f"""\
 name: greedy

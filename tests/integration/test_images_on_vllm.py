@@ -20,7 +20,7 @@ from openai import BadRequestError, OpenAI
 
 from batchrun.jobs.prompts.image_tokens import ImageTokens
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 MODEL = "tiny-vision"
 VLLM_ARGS = (

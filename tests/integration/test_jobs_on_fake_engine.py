@@ -35,7 +35,7 @@ def test_rows_that_share_a_prefix_run_together(rig: DeploymentRig) -> None:
     assert [row % 4 for row in rows] == sorted(row % 4 for row in rows)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_status_compares_cached_tokens_with_those_predicted(rig: DeploymentRig) -> None:
     documents = [f"the {d}. document goes on and on " * 200 for d in "abcdefgh"]
     rig.use_fake_engine("--latency-s=0.05", window={"requests": 1})
@@ -125,7 +125,7 @@ def test_a_job_submitted_without_a_daemon_runs_when_one_starts(rig: DeploymentRi
     assert rig.wait_until_ended(answer["id"])["state"] == "completed"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_jobs_share_the_engine(rig: DeploymentRig) -> None:
     rig.use_fake_engine("--latency-s=0.3")
     first = rig.submit_rows(*map(str, range(1500)))

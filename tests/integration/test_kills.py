@@ -115,7 +115,7 @@ def test_a_terminated_daemon_stops_cleanly_and_the_next_adopts_the_engine(
     check_account(rig, job, [outage])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_random_kills_in_one_job_lose_and_repeat_nothing(rig: DeploymentRig) -> None:
     rng = random.Random(2)
     rig.use_fake_engine("--latency-s=0.3")
@@ -146,7 +146,7 @@ def test_a_daemon_killed_while_it_writes_the_output_writes_it_anew(rig: Deployme
     assert unfinished_outputs(rig) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_job_cancelled_while_it_expires_has_one_whole_output(rig: DeploymentRig) -> None:
     job = start_large(rig, "deadline: 1s\n", is_offline_on=False)
 

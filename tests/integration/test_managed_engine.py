@@ -231,7 +231,7 @@ async def test_an_engine_that_lives_without_answering_is_unreachable(tmp_path: P
         await wait_for(lambda: engine.state is EnginePhase.READY)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_an_engine_that_hangs_for_too_long_is_started_again(tmp_path: Path) -> None:
     settings = fake_settings(tmp_path, unresponsive_restart_s=0.5)
     engine = ManagedEngine(settings)

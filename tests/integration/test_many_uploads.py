@@ -152,7 +152,7 @@ def test_what_the_system_refuses_for_a_while_ends_no_daemon(rig: DeploymentRig) 
     assert psutil.Process(daemon).is_running() and rig.pid_of("daemon") == daemon
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_a_failure_is_told_even_when_an_upload_holds_up_the_end(rig: DeploymentRig) -> None:
     go = rig.folder / "go"
     command = ["sh", "-c", f"until [ -e {go} ]; do sleep 0.1; done; exit 1"]

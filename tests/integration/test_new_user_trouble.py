@@ -220,7 +220,7 @@ def test_a_full_disk_under_the_output_pauses_and_the_results_are_kept(rig: Deplo
     assert len(rig.executions()) == 200
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_full_disk_under_the_store_loses_no_row(rig: DeploymentRig) -> None:
     rig.use_fake_engine()
     rig.home.mkdir()

@@ -120,7 +120,7 @@ def test_a_job_goes_from_objects_to_an_object_whatever_becomes_of_its_input(
     assert len(output(bucket, "out/b.parquet")) == 11
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_job_waits_for_a_storage_that_is_away_through_a_kill(
     rig: DeploymentRig, bucket: ObjectStore
 ) -> None:
@@ -147,7 +147,7 @@ def test_a_job_waits_for_a_storage_that_is_away_through_a_kill(
     assert not list((rig.home / "inputs").glob(".*"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_output_that_storage_refuses_pauses_the_job_with_the_reason(
     rig: DeploymentRig, bucket: ObjectStore
 ) -> None:
@@ -231,7 +231,7 @@ def test_callers_are_told_to_come_again_while_storage_is_away(
         assert client.openai.files.list().data == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_kill_between_upload_and_commit_leaves_no_orphan_and_loses_nothing(
     rig: DeploymentRig, bucket: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,7 +267,7 @@ def test_a_kill_between_upload_and_commit_leaves_no_orphan_and_loses_nothing(
         wait_until(lambda: list((rig.home / "files").iterdir()) == [])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_files_of_any_size_take_little_memory(
     rig: DeploymentRig, bucket: ObjectStore, tmp_path: Path
 ) -> None:

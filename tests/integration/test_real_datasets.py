@@ -73,6 +73,7 @@ STUDIED = (
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["loogle", "toolbench", "nextqa"])
 def test_inspect_tells_every_mean_to_3_percent_of_a_direct_count(
     name: DatasetName, tmp_path: Path
@@ -103,6 +104,7 @@ def test_inspect_tells_every_mean_to_3_percent_of_a_direct_count(
     }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["loogle", "toolbench", "nextqa"])
 def test_the_shipped_job_renders_every_real_row(name: DatasetName, tmp_path: Path) -> None:
     path = import_dataset(name, REAL_DATA / name, tmp_path / f"{name}.parquet").path

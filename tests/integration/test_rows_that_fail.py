@@ -57,7 +57,7 @@ def test_errors_that_pass_are_retried_and_counted(rig: DeploymentRig) -> None:
     assert [(row["attempts"], row["error"]) for row in rig.output()] == [(1, None), (3, None)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_engine_that_is_busy_costs_no_row_its_retries(rig: DeploymentRig) -> None:
     rules = [
         {"match": {"substring": f"row {i} "}, "action": {"status": status}, "times": 3}
@@ -72,7 +72,7 @@ def test_an_engine_that_is_busy_costs_no_row_its_retries(rig: DeploymentRig) -> 
     assert [row["attempts"] for row in rig.output()] == [1] * 6
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_row_that_is_never_answered_ends_after_its_time_and_retries(rig: DeploymentRig) -> None:
     rig.use_fake_engine(rules=[{"match": {"substring": "hang"}, "action": {"hang": True}}])
     job = rig.submit_rows("fine", "hang", job=JOB_FILE + "retries: 1\nrow_timeout: 0.5\n")
@@ -85,7 +85,7 @@ def test_a_row_that_is_never_answered_ends_after_its_time_and_retries(rig: Deplo
     assert "no answer within 0.5 s" in str(hung["error"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_row_that_is_refused_while_others_are_taken_ends_at_last(rig: DeploymentRig) -> None:
     rules = [{"match": {"substring": "never"}, "action": {"status": 503}}]
     rig.use_fake_engine("--latency-s=0.1", rules=rules, window={"requests": 1})

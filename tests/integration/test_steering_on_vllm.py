@@ -24,7 +24,7 @@ from batchrun.simulator.traces.reading import load_parquet
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 NUM_ROWS = 192
-OUTPUT_TOKENS = 400
+OUTPUT_TOKENS = 150
 LASTING_TOKENS = 3000
 SMALL_ARGS = [
     "--kv-cache-memory-bytes=268435456", "--max-model-len=4096", "--max-num-seqs=16",

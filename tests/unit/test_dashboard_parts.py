@@ -188,7 +188,7 @@ def make_facts() -> dict[str, Any]:
                   "is_revoked": True, "batches": KeyUsage(1, Counts()),
                   "online": {"num_calls": 1, "num_prompt_tokens": 2, "num_output_tokens": 3}}],
         "felt": [{"latency": "TTFT", "slo_class": "chat", "num_calls": 3, "mean_s": 0.1,
-                  "within": {0.5: 0.1, 0.99: None}}],
+                  "p50_s": 0.1, "p99_s": None}],
         "router": "cost", "why": "For a reason.", "num_calls": 4, "imbalance": 1.5,
         "message": "a message", "is_error": True,
         "token": "0" * 64, "is_offline_on": True, "num_ready": 1, "num_engines": 2,
@@ -315,6 +315,8 @@ def test_figures_are_of_the_last_minutes() -> None:
     assert felt.num_calls == 4
     assert felt.mean_s == pytest.approx(0.12)
     assert felt.quantile_s(0.99, TTFT_BOUNDS_S) == 0.15
+    ttft = next(each for each in figures.view() if each["latency"] == "TTFT")
+    assert (ttft["num_calls"], ttft["p50_s"], ttft["p99_s"]) == (4, 0.15, 0.15)
     assert figures.engines() == [EngineCalls("engine-0", 4, 400, 160, 40)]
     assert figures.tokens_per_s == pytest.approx(4 * (100 - 40 + 10) / 10.0)
     figures.take(told_by(tally), 11.0 + WINDOW_S)

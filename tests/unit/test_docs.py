@@ -276,13 +276,23 @@ def test_every_benchmark_in_the_table_of_measurements_is_there() -> None:
     assert [p.name for p in there if not (p.is_dir() or p.with_suffix(".py").exists())] == []
 
 
-def test_the_readme_opens_with_the_two_commands_of_a_fresh_machine() -> None:
-    first = blocks(ROOT / "README.md", "console", "sh", "text", "")[0]
+def test_the_readme_installs_first_and_then_shows_the_two_commands_of_a_clone() -> None:
+    install, clone, *_ = blocks(ROOT / "README.md", "console", "sh", "text", "")
+    first, second = (
+        [line.split("#")[0].strip("$ ") for line in text.splitlines()] for text in (install, clone)
+    )
 
-    assert [line.split("#")[0].strip("$ ") for line in first.splitlines()] == [
-        "make demo",
-        "make test",
-    ]
+    assert first[0] == "uv tool install batchrun" and "pip install batchrun" in install
+    assert second == ["make demo", "make test"]
+
+
+def test_no_help_text_is_cut() -> None:
+    assert [words for words, _ in cli_page.commands() if "..." in _listed(words)] == []
+
+
+def _listed(words: tuple[str, ...]) -> str:
+    """What the help says of the commands of a group."""
+    return cli_page.help_of(words).partition("\nCommands:\n")[2]
 
 
 def test_the_readme_names_every_command() -> None:

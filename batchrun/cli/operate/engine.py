@@ -24,6 +24,7 @@ from batchrun.cli.console import (
     ProgressBar,
     answer,
     command_group,
+    note,
     prepare_file,
 )
 from batchrun.cli.operate.agent import environment, serve
@@ -53,6 +54,7 @@ from batchrun.simulator.calibrate import (
     check_nothing_runs,
     choose_engine,
 )
+from batchrun.types import ProgressSink
 
 engine_app = command_group("One engine with its agent, vLLM's environment, and how engines run.")
 engine_app.command()(serve)
@@ -70,8 +72,23 @@ def install(
     """Install vLLM into an environment of its own: the GPU build, or the locked CPU one."""
     home.create()
     with ProgressBar() as progress:
-        python = install_engine(home.engine_environment, cpu=cpu, progress=progress)
+        told = a_line_a_stage(progress)
+        python = install_engine(home.engine_environment, cpu=cpu, progress=told)
     answer({"python": str(python)}, f"engine installed: {python}", as_json=as_json)
+
+
+def a_line_a_stage(progress: ProgressSink) -> ProgressSink:
+    """Says each stage once, in a line that stays, and shows how far it is."""
+    said: set[str] = set()
+
+    def tell(stage: str, done: int, total: int) -> None:
+        kind = stage.split()[0]
+        if kind not in said:
+            said.add(kind)
+            note(f"fetching {total or 'the'} packages" if kind == "fetching" else stage)
+        progress(stage, done, total)
+
+    return tell
 
 
 def _one_of(known: Collection[str]) -> Callable[[str | None], str | None]:

@@ -249,14 +249,17 @@ def _add_keys(control: APIRouter, keys: KeyList) -> None:
 
 
 class Status:
-    """Builds snapshots; counts of ended jobs are remembered, since they never change."""
+    """Builds snapshots; counts of ended jobs are remembered, since they never change.
 
-    def __init__(self, daemon: Daemon, gateway_url: str) -> None:
+    `figures` are what the gateway has told.
+    """
+
+    def __init__(self, daemon: Daemon, gateway_url: str, figures: GatewayFigures) -> None:
         self.daemon = daemon
         self.watch = LoopWatch()
         self.watch.writer_waits_s = daemon.writer.waits_s
-        self.figures: GatewayFigures | None = None
         self._gateway_url = gateway_url
+        self._figures = figures
         self._ended: dict[int, tuple[Counts, int]] = {}
         self._jobs: dict[str, dict[str, object]] = {}
         self._completions: dict[str, Completion] = {}
@@ -281,16 +284,16 @@ class Status:
             "stalled": stalled,
             "progress": self._progress(),
             "engines": self.engines,
+            "felt": self._figures.view(),
             "jobs": list(self._jobs.values()),
         }
 
     def _progress(self) -> dict[str, object]:
         """How the daemon and the gateway get on."""
         now_s, watch = time.monotonic(), self.watch
-        silent_s = 0.0 if self.figures is None else self.figures.silent_s(now_s)
         return {
             "writer_waits_s": round(self.daemon.writer.waits_s(now_s), 1),
-            "gateway_silent_s": round(silent_s, 1),
+            "gateway_silent_s": round(self._figures.silent_s(now_s), 1),
             "num_loop_stalls": watch.num_stalls,
             "longest_loop_stall_s": round(watch.longest_s, 1),
             "last_loop_stall_at": watch.last_at,
@@ -323,7 +326,7 @@ class Status:
     @property
     def engines(self) -> list[dict[str, object]]:
         """The engines, with what their schedulers and the gateway tell."""
-        return _engines(self.daemon.slots, self.figures)
+        return _engines(self.daemon.slots, self._figures)
 
     def _predict(self) -> None:
         """When the running jobs will be done; nobody knows while offline work is switched off."""
@@ -362,7 +365,7 @@ class Status:
         return view | {"num_cut": num_cut}
 
 
-def _engines(slots: Sequence[Slot], figures: GatewayFigures | None) -> list[dict[str, object]]:
+def _engines(slots: Sequence[Slot], figures: GatewayFigures) -> list[dict[str, object]]:
     return [
         {
             "name": slot.engine.name,
@@ -372,7 +375,7 @@ def _engines(slots: Sequence[Slot], figures: GatewayFigures | None) -> list[dict
             "in_flight": slot.window.num_rows,
             "stalled_s": round(slot.engine.progress.stalled_s, 1),
             "num_hangs": slot.engine.progress.num_hangs,
-            "ejected_s": 0.0 if figures is None else figures.ejected_s(slot.engine.name),
+            "ejected_s": figures.ejected_s(slot.engine.name),
             "kv": slot.kv and {"tokens": slot.kv.num_tokens, "block_tokens": slot.kv.block_tokens},
             "telemetry": view_engine(slot.link),
         }

@@ -109,25 +109,26 @@ async def _run(
     upstream = {"url": address.url, "gateway_key": gateway_key}
     supervisor = Supervisor(deployment, home, upstream)
     age_s = None if deployment.retention is None else parse_age_s(deployment.retention)
-    folder = deployment.model_folder(home)
     images = ImageFetcher(ImageHosts(deployment.image_hosts))
     python = engine_python(deployment.engines[0], home)
     daemon = Daemon(
         store,
         supervisor.slots,
         home.inputs,
-        folder,
+        deployment.model_folder(home),
         age_s,
         place,
         images,
         python,
         timeouts=deployment.timeouts,
     )
-    status = _watched(Status(daemon, supervisor.gateway_url), home)
+    figures = GatewayFigures(_local_url(deployment.listen), gateway_key)
+    status = _watched(Status(daemon, supervisor.gateway_url, figures), home)
     routes = Edge(home, place, address.token, gateway_key, deployment.completion_windows)
     # httptools reads on after an early answer, so that a refused upload hears why.
     app = make_app(daemon, status, routes)
-    pages = _add_dashboard(app, status, home, deployment, gateway_key)
+    sight = Sight(daemon, status, home, History(home.history), figures, deployment.router)
+    pages = _add_dashboard(app, sight, Callers(store, gateway_key))
     server = _Server(uvicorn.Config(app, http="httptools", log_level="warning", access_log=False))
     write_atomically(home.daemon_record, json.dumps(asdict(address)).encode(), mode=0o600)
     ended = _catch_signals()
@@ -183,14 +184,8 @@ def _local_url(listen: str) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _add_dashboard(
-    app: FastAPI, status: Status, home: Home, deployment: Deployment, gateway_key: str
-) -> Pages:
-    figures = status.figures = GatewayFigures(_local_url(deployment.listen), gateway_key)
-    history = History(home.history)
-    sight = Sight(status.daemon, status, home, history, figures, deployment.router)
+def _add_dashboard(app: FastAPI, sight: Sight, callers: Callers) -> Pages:
     pages = Pages(sight)
-    callers = Callers(status.daemon.store, gateway_key)
     app.include_router(dashboard_router(pages, sight, callers))
     return pages
 

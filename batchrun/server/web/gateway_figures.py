@@ -10,12 +10,20 @@ import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 import msgspec
 
 from batchrun.home import GATEWAY_HEADER, TALLY_PATH
-from batchrun.server.gateway.tally import EJECTED, ENGINE
+from batchrun.server.gateway.tally import (
+    EJECTED,
+    ENGINE,
+    TPOT,
+    TPOT_BOUNDS_S,
+    TTFT,
+    TTFT_BOUNDS_S,
+)
 
 log = logging.getLogger(__name__)
 
@@ -132,6 +140,25 @@ class GatewayFigures:
             if each == kind and num_calls:
                 found.append(Felt(labels[0], round(num_calls), total_s / num_calls, buckets))
         return found
+
+    def view(self) -> list[dict[str, Any]]:
+        """`felt` of both latencies as JSON objects; half of the calls stayed within `p50_s`, 99 of
+        100 within `p99_s`."""
+        return [
+            {
+                "latency": name,
+                "slo_class": each.slo_class,
+                "num_calls": each.num_calls,
+                "mean_s": each.mean_s,
+                "p50_s": each.quantile_s(0.5, bounds),
+                "p99_s": each.quantile_s(0.99, bounds),
+            }
+            for name, kind, bounds in (
+                ("TTFT", TTFT, TTFT_BOUNDS_S),
+                ("TPOT", TPOT, TPOT_BOUNDS_S),
+            )
+            for each in self.felt(kind)
+        ]
 
     def _news(self) -> dict[Key, list[float]]:
         """What was counted since the oldest look."""

@@ -28,8 +28,7 @@ from batchrun.pool.prefix_keys import CHUNK_BYTES
 from batchrun.routing.routers import ROUTERS
 from batchrun.server.api.app import Status
 from batchrun.server.api.errors import Caller
-from batchrun.server.gateway.tally import TPOT, TPOT_BOUNDS_S, TTFT, TTFT_BOUNDS_S
-from batchrun.server.web.gateway_figures import Felt, GatewayFigures
+from batchrun.server.web.gateway_figures import GatewayFigures
 from batchrun.server.web.history import History, Sample
 from batchrun.store import api_keys, batches, jobs, results
 from batchrun.store.jobs import JobRecord
@@ -243,15 +242,7 @@ class Sight:
                 sample.alone_tpot_p99_s,
             )
         )
-        felt = [
-            _felt(name, each, bounds)
-            for name, kind, bounds in (
-                ("TTFT", TTFT, TTFT_BOUNDS_S),
-                ("TPOT", TPOT, TPOT_BOUNDS_S),
-            )
-            for each in self.figures.felt(kind)
-        ]
-        return {"engines": self._engines(), "chart": chart, "felt": felt}
+        return {"engines": self._engines(), "chart": chart, "felt": self.figures.view()}
 
     async def _routing(self) -> Facts:
         """Where the calls of the last minutes went, and how unevenly."""
@@ -323,16 +314,6 @@ class Sight:
         self._kept = {old: it for old, it in self._kept.items() if now_s < it[0]}
         self._kept[key] = (time.monotonic() + fresh_s, value)
         return value
-
-
-def _felt(name: str, felt: Felt, bounds: Sequence[float]) -> Facts:
-    return {
-        "latency": name,
-        "slo_class": felt.slo_class,
-        "num_calls": felt.num_calls,
-        "mean_s": felt.mean_s,
-        "within": {share: felt.quantile_s(share, bounds) for share in (0.5, 0.99)},
-    }
 
 
 def _kv_of(engine: str) -> Callable[[Sample], Sequence[float | None]]:
