@@ -131,7 +131,9 @@ class Assigner(Generic[JobT, SlotT]):
     def join(self, job: JobT, *, deadline_at: float | None) -> None:
         """A job takes its turns from now on; `deadline_at` is its deadline."""
         self.jobs[job.id] = job
-        self.turns.join(job.id, job.weight, job.left_tokens, deadline_at=deadline_at)
+        self.turns.join(
+            job.id, job.weight, job.left_tokens, deadline_at=deadline_at, owner=job.owner
+        )
 
     def leave(self, job: JobT) -> None:
         """No row of the job goes any more. Does nothing when it has left already."""

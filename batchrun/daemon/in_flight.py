@@ -11,6 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from batchrun.daemon.faults import SOLO, Backpressure, Trials
 from batchrun.estimator.answer_length import AnswerLengths
 from batchrun.hints import SharedPrefixes
+from batchrun.pool.job_shares import Owner
 from batchrun.pool.prefix_keys import ChainTable
 from batchrun.pool.radix_tree import PrefixOrder
 from batchrun.pool.row_queue import RowLoad, RowQueue, Window
@@ -55,6 +56,11 @@ class RunningJob(Protocol):
 
     @property
     def weight(self) -> float: ...
+
+    @property
+    def owner(self) -> Owner:
+        """Whose it is: fair shares are those of owners first."""
+        ...
 
     @property
     def left_tokens(self) -> int: ...

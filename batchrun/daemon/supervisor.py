@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from batchrun.config import TINY_MODELS, Deployment, EngineConfig, TimeoutsConfig
+from batchrun.config import TINY_MODELS, Deployment, EngineConfig, SloConfig, TimeoutsConfig
 from batchrun.daemon.dispatcher import OFFLINE_PRIORITY
 from batchrun.daemon.engine_link import Engine, EngineLink, Slot, window_of
 from batchrun.daemon.plugin import (
@@ -45,7 +45,13 @@ from batchrun.keys import is_loopback
 from batchrun.pool.row_queue import RowLoad
 from batchrun.routing.engine_book import Prices
 from batchrun.store import api_keys
-from batchrun.store.api_keys import ApiKeyRecord, NewApiKey
+from batchrun.store.api_keys import (
+    NO_LIMITS,
+    ApiKeyRecord,
+    KeyLimits,
+    NewApiKey,
+    limits_of,
+)
 from batchrun.store.database import Store
 from batchrun.types import EnginePhase
 
@@ -84,6 +90,7 @@ class Supervisor:
         ]
         classes = slo_classes(deployment, home)
         self._slo_classes = {name: bounds.model_dump() for name, bounds in classes.items()}
+        self._slo = deployment.slo.model_dump() if isinstance(deployment.slo, SloConfig) else None
         self.gateway_url = f"http://{deployment.listen}"
 
     def _make_slot(self, index: int, nonce: str | None) -> Slot:
@@ -254,6 +261,7 @@ class Supervisor:
         document = {
             "engines": engines,
             "daemon": self._daemon,
+            "slo": self._slo,
             "slo_classes": self._slo_classes,
             "image_hosts": self._deployment.image_hosts,
             "router": self._deployment.router,
@@ -414,15 +422,22 @@ def split_listen(listen: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def limits_in(deployment: Deployment) -> KeyLimits:
+    """What user keys may that have no limit of their own."""
+    return KeyLimits(**deployment.key_limits.model_dump())
+
+
 @dataclass(frozen=True, slots=True)
 class KeyList:
     """Changes the keys of `store`, and publishes those that count in the file at `path`.
 
-    One change at a time, so that the file never lags behind the store.
+    One change at a time, so that the file never lags behind the store. `defaults` are the limits
+    of user keys that have none of their own.
     """
 
     store: Store
     path: Path
+    defaults: KeyLimits = NO_LIMITS
     _changing: threading.Lock = field(default_factory=threading.Lock)
 
     def check(self, host: str) -> None:
@@ -440,6 +455,14 @@ class KeyList:
             self.publish()
             return added
 
+    def change(self, key: str, values: Mapping[str, object]) -> ApiKeyRecord:
+        """Change limits or class of a key; gateways know it within a second. Raises InputError and
+        StateError. Blocking."""
+        with self._changing:
+            changed = api_keys.change(self.store, key, values)
+            self.publish()
+            return changed
+
     def revoke(self, key: str) -> ApiKeyRecord:
         """Revoke a key; gateways know it within a second. Raises InputError and StateError.
 
@@ -455,17 +478,18 @@ class KeyList:
     def publish(self) -> None:
         """Write the file as the store has it. A deployment that never had a key asks for none."""
         keys = api_keys.list_all(self.store)
-        listed = [_for_gateways(key) for key in keys if key.revoked_at is None]
+        listed = [self._for_gateways(key) for key in keys if key.revoked_at is None]
         document = json.dumps({"keys": listed if keys else None})
         write_atomically(self.path, document.encode(), mode=0o600)
 
-
-def _for_gateways(key: ApiKeyRecord) -> dict[str, object]:
-    return {
-        "id": key.id,
-        "sha256": key.sha256,
-        "role": key.role,
-        "slo_class": key.slo_class,
-        "requests_per_minute": key.limits.requests_per_minute,
-        "seq": key.seq,
-    }
+    def _for_gateways(self, key: ApiKeyRecord) -> dict[str, object]:
+        limits = limits_of(key, self.defaults)
+        return {
+            "id": key.id,
+            "sha256": key.sha256,
+            "role": key.role,
+            "slo_class": key.slo_class,
+            "requests_per_minute": limits.requests_per_minute,
+            "concurrent_calls": limits.concurrent_calls,
+            "seq": key.seq,
+        }

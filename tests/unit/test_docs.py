@@ -20,6 +20,7 @@ from batchrun.config import (
     DeploymentFile,
     EngineConfig,
     Environment,
+    KeyLimitsConfig,
     SloClassConfig,
     SloConfig,
     TimeoutsConfig,
@@ -68,6 +69,7 @@ KEY_TABLES: list[tuple[type[BaseModel], str, str]] = [
     (SloClassConfig, "configuration.md", "slo_classes.NAME."),
     (WindowConfig, "configuration.md", "window."),
     (TimeoutsConfig, "configuration.md", "timeouts."),
+    (KeyLimitsConfig, "configuration.md", "key_limits."),
 ]
 SECTIONS = {"input", "output"}
 """Keys that hold keys; the manual names the inner ones."""

@@ -21,6 +21,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from batchrun.routing.decisions import NUM_KEPT, EngineRouting, imbalance_of
+
 TTFT_BOUNDS_S = (
     0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 60.0,
 )  # fmt: skip
@@ -126,10 +128,16 @@ class Tally:
 
 
 class TallyPage(Collector):
-    """The tally in Prometheus' text form, with the engines that `ejected` tells of."""
+    """The tally in Prometheus' text form, what routers know by engine, and which are ejected."""
 
-    def __init__(self, tally: Tally, ejected: Callable[[], Ejected]) -> None:
+    def __init__(
+        self,
+        tally: Tally,
+        routing: Callable[[], Sequence[EngineRouting]],
+        ejected: Callable[[], Ejected],
+    ) -> None:
         self._tally = tally
+        self._routing = routing
         self._ejected = ejected
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -154,6 +162,7 @@ class TallyPage(Collector):
         yield calls
         yield from _of_engines([one for one in series if one.kind == ENGINE])
         yield from _of_ejections(self._ejected())
+        yield from _of_routing(self._routing())
         for kind, name, bounds, text in (
             (TTFT, "ttft", TTFT_BOUNDS_S, "Time to the first piece of a streamed reply."),
             (TPOT, "tpot", TPOT_BOUNDS_S, "Time between tokens, the mean of a streamed reply."),
@@ -190,6 +199,25 @@ def _of_ejections(ejected: Ejected) -> Iterator[Metric]:
         times.add_metric([engine], num_times)
     yield lefts
     yield times
+
+
+def _of_routing(engines: Sequence[EngineRouting]) -> Iterator[Metric]:
+    text = f"Calls of the busiest engine over the mean, of the last {NUM_KEPT:,}."
+    imbalance = GaugeMetricFamily("batchrun_routing_imbalance", text)
+    if (ratio := imbalance_of(engines)) is not None:
+        imbalance.add_metric([], ratio)
+    yield imbalance
+    for name, field, text in (
+        ("calls", "num_calls", f"Of the last {NUM_KEPT:,} calls, those that went to the engine."),
+        ("hit_rate", "hit_rate", "Part of their prompts that was cached, as replies told."),
+        ("agreement", "agreement", "Part of them whose cached tokens were foretold, to a piece."),
+        ("index_pieces", "num_pieces", "Pieces of 1,024 bytes that the engine is taken to hold."),
+    ):
+        family = GaugeMetricFamily(f"batchrun_routing_{name}", text, labels=["engine"])
+        for each in engines:
+            if (value := getattr(each, field)) is not None:
+                family.add_metric([each.engine], value)
+        yield family
 
 
 def buckets_of(series: Series, bounds: Sequence[float]) -> list[tuple[str, float]]:

@@ -6,6 +6,7 @@
                   "offline_priority": 1 | null, "models": ["tiny"] | null, "started": 17,
                   "traits": {...} | null}],
      "daemon": {"url": "http://127.0.0.1:9999", "gateway_key": "..."} | null,
+     "slo": {"ttft_s": 1.0, "tpot_s": 0.05, "jct_s": null} | null,
      "slo_classes": {"fast": {"ttft_s": 0.2, "tpot_s": 0.03, "jct_s": null}},
      "image_hosts": ["images.example.com"], "router": "cost",
      "timeouts": {"first_token_s": 300, "between_tokens_s": 120, "answer_s": 3600,
@@ -192,11 +193,13 @@ SloClasses = Mapping[str, SloBounds]
 
 @dataclass(frozen=True, slots=True)
 class Upstreams:
-    """What the file says: the engines in file order, the daemon, the SLO classes, the hosts that
-    images may come from, who chooses among the engines, and how long calls wait."""
+    """What the file says: the engines in file order, the daemon, the bounds of calls without a
+    class (None: not known) and of the SLO classes, the hosts that images may come from, who chooses
+    among the engines, and how long calls wait."""
 
     engines: tuple[Upstream, ...]
     daemon: DaemonAt | None = None
+    slo: SloBounds | None = None
     slo_classes: SloClasses = field(default_factory=dict)
     image_hosts: tuple[str, ...] = ()
     router: str = DEFAULT_ROUTER
