@@ -198,6 +198,7 @@ def num_done(view: Mapping[str, Any]) -> int:
 
 
 def _describe(view: dict[str, Any]) -> str:
-    late = f", {view['deadline_outlook']}" if view["is_deadline_kept"] is False else ""
-    doing = view["stalled"] or view["stage"] or f"{view['rows_per_s']:.1f} rows/s{late}"
-    return f"{view['name']}: {doing}"
+    """What holds a job up, or how far behind it is; how fast it goes, the bar says."""
+    late = view["deadline_outlook"] if view["is_deadline_kept"] is False else None
+    doing = view["stalled"] or view["stage"] or late
+    return f"{view['name']}: {doing}" if doing else str(view["name"])

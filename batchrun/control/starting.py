@@ -27,6 +27,8 @@ AGENT_STOP_S = 30.0
 LEAST_START_S = 5.0
 ANSWER_WAIT_S = 10.0
 """A daemon that lives answers sooner."""
+LOOK_WAIT_S = 5.0
+"""Who only looks need not wait for so long."""
 
 
 def read_deployment(config: Path | None, **flags: str | None) -> Deployment:
@@ -61,7 +63,7 @@ def start_in_background(
     """
     if DaemonClient(home, timeout_s=ANSWER_WAIT_S).is_running():
         raise StateError(f"a daemon runs already for {home.path}; stop it with `batchrun down`")
-    silence = describe_silence(home)
+    silence = describe_silence(home, ANSWER_WAIT_S)
     if silence is not None:
         raise StateError(f"{silence}; `batchrun down` ends it")
     home.create()
@@ -103,14 +105,14 @@ def _remember_start(home: Home, took_s: float) -> None:
             home.last_start.write_text(f"{took_s:.1f}")
 
 
-def describe_silence(home: Home) -> str | None:
-    """A few words on the daemon of a home, which did not answer, if it lives."""
+def describe_silence(home: Home, waited_s: float = LOOK_WAIT_S) -> str | None:
+    """A few words on the daemon of a home, which did not answer for so long, if it lives."""
     address = home.read_daemon_address()
     if address is None or StoreLock(home.store_lock).find_holder() != address.pid:
         return None
     return (
         f"the daemon of {home.path} (pid {address.pid}) runs and gave no answer within "
-        f"{ANSWER_WAIT_S:g} s"
+        f"{waited_s:g} s"
     )
 
 
