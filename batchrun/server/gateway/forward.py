@@ -227,7 +227,7 @@ async def relay(
     headers.update(request[ABOUT_CALLER].reply_headers)
     filters = [] if rewriting is None else rewriting.filters_for(reply)
     is_page = passes_pages and reply.content_type == "text/html"
-    if _is_short_error(reply) and not is_page:
+    if _is_plain_error(reply) and not is_page:
         body = as_envelope(reply.status, await _read_error(reply))
         body = feed_all(filters, body) + end_all(filters)
         headers["Content-Type"] = "application/json"
@@ -252,16 +252,18 @@ async def relay(
 
 
 async def _read_error(reply: aiohttp.ClientResponse) -> bytes:
+    """Nothing of an error of more than `MAX_ERROR_BYTES`, which tells nobody anything."""
+    if (reply.content_length or 0) > MAX_ERROR_BYTES:
+        return b""
     try:
         return await reply.read()
     except (aiohttp.ClientError, OSError) as error:
         raise EngineError("the engine closed the connection within its answer") from error
 
 
-def _is_short_error(reply: aiohttp.ClientResponse) -> bool:
-    length = reply.content_length
+def _is_plain_error(reply: aiohttp.ClientResponse) -> bool:
     is_plain = "Content-Encoding" not in reply.headers
-    return reply.status >= 400 and is_plain and length is not None and length <= MAX_ERROR_BYTES
+    return reply.status >= 400 and is_plain and reply.content_length is not None
 
 
 DAEMON_ROUTES = ("/v1/files", "/v1/batches")
