@@ -25,8 +25,9 @@ from typing import Any
 import requests
 
 from benchmarks.deployment import Deployment, answers, free_port, wait_until
-from benchmarks.evil_callers import BAD_CALLERS, Scene
+from benchmarks.evil_callers import BAD_CALLERS
 from benchmarks.evil_engines import ANSWER, MODEL, ODD_ENGINES, STUCK, OddEngine
+from benchmarks.evil_scene import CHAT, Scene, until_taken
 from benchmarks.records import Bar, Record, finish, parser, shown
 
 NUM_ODD, NUM_WELL = 2, 3
@@ -34,11 +35,10 @@ NUM_ROWS = NUM_ODD + NUM_WELL
 NUM_BESIDE = 300
 ROW_TIMEOUT = "30s"
 END_WAIT_S = 900.0
-CALL_WAIT_S = 20.0
+CALL_WAIT_S = 60.0
 READ_BYTES = 1 << 20
 SETTLE_S = 0.5
 ENDED = frozenset({"completed", "failed", "cancelled", "expired"})
-CHAT = "/v1/chat/completions"
 
 
 def prompt(name: str, row: int) -> str:
@@ -213,13 +213,8 @@ class EngineTrials:
         time.sleep(SETTLE_S)
         well = prompt(name, NUM_ROWS)
         body["messages"] = [{"role": "user", "content": well}]
-        deadline_s = time.monotonic() + END_WAIT_S
-        while True:
-            reply = self._session.post(self.rig.url + CHAT, json=body, timeout=CALL_WAIT_S)
-            if reply.status_code != 503 or time.monotonic() > deadline_s:
-                break
-            assert "Retry-After" in reply.headers, "call: 503 without Retry-After"
-            time.sleep(1)
+        call = partial(self._session.post, self.rig.url + CHAT, json=body, timeout=CALL_WAIT_S)
+        reply = until_taken(call)
         assert reply.status_code == 200, f"call: {reply.status_code} {reply.text[:200]}"
         text = reply.json()["choices"][0]["message"]["content"]
         assert text == f"heard {well}", f"call: answered {text!r}"
@@ -268,7 +263,8 @@ class EngineTrials:
         return bytes(self._session.get(path, timeout=CALL_WAIT_S).content)
 
     def _call(self, method: str, path: str, **what: Any) -> dict[str, Any]:
-        reply = self._session.request(method, self.rig.url + path, timeout=CALL_WAIT_S, **what)
+        call = partial(self._session.request, method, self.rig.url + path, timeout=CALL_WAIT_S)
+        reply = until_taken(lambda: call(**what))
         reply.raise_for_status()
         found: dict[str, Any] = reply.json()
         return found
