@@ -52,6 +52,7 @@ class Home:
         self.files = self.path / "files"
         self.results = self.path / "results"
         self.frames = self.path / "frames"
+        self.uploads = self.path / "uploads"
         self.engine_environment = self.path / "engine-env"
         self.history = self.path / "history.jsonl"
         self.profiles = self.path / "profiles"
@@ -65,6 +66,11 @@ class Home:
         self.hint_nonce = self.run / "hint-nonce"
         self.plugin = self.run / "plugin"
         self.resolved_config = self.run / "config.json"
+
+    @property
+    def kept_rows(self) -> tuple[Path, ...]:
+        """Where rows lie that came from a DataFrame or the page, beside their answers."""
+        return (self.frames, self.uploads)
 
     def agent(self, name: str) -> Home:
         """The home of an engine's agent: what concerns that engine lies there."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Annotated, Any, Protocol
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
@@ -22,9 +23,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 from batchrun.daemon.daemon import Daemon
-from batchrun.daemon.engine_link import Slot
+from batchrun.daemon.engine_link import Engine, Slot
 from batchrun.daemon.supervisor import KeyList
 from batchrun.daemon.view import view_engine, view_job
+from batchrun.engine.command import has_tool_parser
+from batchrun.engine.engine import ManagedEngine
 from batchrun.errors import EngineError, StoreLockedError, StoreUnreachableError
 from batchrun.home import CONTROL_PREFIX, GATEWAY_HEADER, Home
 from batchrun.jobs.results.file_bytes import FileBytes
@@ -35,6 +38,7 @@ from batchrun.server.api.batches import Batches, batches_router
 from batchrun.server.api.errors import Callers, install_error_handlers
 from batchrun.server.api.files import Files, files_router
 from batchrun.server.api.metrics import MetricsPage
+from batchrun.server.api.watch import LoopWatch
 from batchrun.store import jobs, results
 from batchrun.store.api_keys import (
     MAX_COUNT,
@@ -45,7 +49,9 @@ from batchrun.store.api_keys import (
     Role,
 )
 from batchrun.store.jobs import Counts, JobRecord, NewJob
-from batchrun.types import EnginePhase
+from batchrun.types import DEFAULT_MODEL, EnginePhase
+
+HOUR_S = 3600.0
 
 
 class _Strict(BaseModel):
@@ -146,7 +152,7 @@ def make_app(daemon: Daemon, status: Status, edge: Edge) -> FastAPI:
         title="batchrun", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
     )
     install_error_handlers(app)
-    page = MetricsPage(daemon)
+    page = MetricsPage(daemon, status.watch)
 
     @app.get("/healthz")
     async def healthz() -> dict[str, object]:
@@ -178,6 +184,7 @@ def _control_router(daemon: Daemon, status: Status, edge: Edge) -> APIRouter:
     control = APIRouter(prefix=CONTROL_PREFIX, dependencies=[Depends(check_token)])
     _add_jobs(control, daemon, status)
     _add_engines(control, daemon)
+    _add_models(control, daemon)
     _add_routing(control, status)
     _add_keys(control, KeyList(daemon.store, edge.home.api_keys, edge.key_limits))
     return control
@@ -252,6 +259,37 @@ def _add_engines(control: APIRouter, daemon: Daemon) -> None:
         }
 
 
+def _add_models(control: APIRouter, daemon: Daemon) -> None:
+    @control.get("/served")
+    async def served(model: str) -> dict[str, object]:
+        """What the engines that serve a model can take; null: not known."""
+        daemon.dispatcher.check_model(model)
+        slots = [slot for slot in daemon.slots if slot.is_usable and slot.models is not None]
+        return {
+            "engines": [
+                {
+                    "name": slot.engine.name,
+                    "context_tokens": _context_of(slot, model),
+                    "takes_tools": _takes_tools(slot.engine),
+                }
+                for slot in slots
+                if slot.serves(model)
+            ]
+        }
+
+
+def _context_of(slot: Slot, model: str) -> int | None:
+    name = slot.default_model if model == DEFAULT_MODEL else model
+    return slot.engine.client.context_tokens.get(name or "")
+
+
+def _takes_tools(engine: Engine) -> bool | None:
+    """Whether vLLM parses calls of tools; None where its arguments are not ours."""
+    if not isinstance(engine, ManagedEngine) or engine.settings.command is not None:
+        return None
+    return has_tool_parser(engine.settings.vllm_args)
+
+
 def _add_routing(control: APIRouter, status: Status) -> None:
     @control.get("/routing")
     async def explain(most: Annotated[int, Query(ge=0, le=NUM_KEPT)] = NUM_KEPT) -> JsonObject:
@@ -291,18 +329,38 @@ class AsksGateway(Protocol):
         """How long the calls of the last minutes took their callers."""
         ...
 
+    def ejected_s(self, engine: str) -> float:
+        """For how long an engine still gets no calls."""
+        ...
+
+    def silent_s(self, now_s: float) -> float:
+        """For how long the gateway has told nothing."""
+        ...
+
     async def explain(self, most: int) -> JsonObject | None:
         """Why the last calls went where they went, so many of them; None: nobody answers."""
         ...
 
 
 class Status:
-    """Builds snapshots; counts of ended jobs are remembered, since they never change."""
+    """Builds snapshots; counts of ended jobs are remembered, since they never change. `tellings`
+    is, by job, how it went to tell of its end; `price_per_hour` that of an engine."""
 
-    def __init__(self, daemon: Daemon, gateway_url: str, figures: AsksGateway) -> None:
+    def __init__(
+        self,
+        daemon: Daemon,
+        gateway_url: str,
+        figures: AsksGateway,
+        tellings: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
+        price_per_hour: float | None = None,
+    ) -> None:
         self.daemon = daemon
+        self.watch = LoopWatch()
+        self.watch.writer_waits_s = daemon.writer.waits_s
         self.figures = figures
         self._gateway_url = gateway_url
+        self._tellings = tellings
+        self._price_per_hour = price_per_hour
         self._ended: dict[int, tuple[Counts, int]] = {}
         self._jobs: dict[str, dict[str, object]] = {}
         self._completions: dict[str, Completion] = {}
@@ -325,10 +383,22 @@ class Status:
             "gateway": self._gateway_url,
             "offline": self.daemon.dispatcher.is_offline_on,
             "stalled": stalled,
-            "engines": _engines(self.daemon.slots),
+            "progress": self._progress(),
+            "engines": self.engines,
             "felt": self.figures.view(),
             "routing": await self.figures.explain(0),
             "jobs": list(self._jobs.values()),
+        }
+
+    def _progress(self) -> dict[str, object]:
+        """How the daemon and the gateway get on."""
+        now_s, watch = time.monotonic(), self.watch
+        return {
+            "writer_waits_s": round(self.daemon.writer.waits_s(now_s), 1),
+            "gateway_silent_s": round(self.figures.silent_s(now_s), 1),
+            "num_loop_stalls": watch.num_stalls,
+            "longest_loop_stall_s": round(watch.longest_s, 1),
+            "last_loop_stall_at": watch.last_at,
         }
 
     async def job(self, job_id: str) -> dict[str, object]:
@@ -357,8 +427,8 @@ class Status:
 
     @property
     def engines(self) -> list[dict[str, object]]:
-        """The engines, with what their schedulers tell."""
-        return _engines(self.daemon.slots)
+        """The engines, with what their schedulers and the gateway tell."""
+        return _engines(self.daemon.slots, self.figures)
 
     def _predict(self) -> None:
         """When the running jobs will be done; nobody knows while offline work is switched off."""
@@ -394,10 +464,16 @@ class Status:
             stage=None if stage is None else stage.describe(),
             now_s=time.monotonic(),
         )
-        return view | {"num_cut": num_cut}
+        engine_s, price = self.daemon.spent.spent_s.get(record.id, 0.0), self._price_per_hour
+        return view | {
+            "num_cut": num_cut,
+            "on_done": self._tellings.get(record.id),
+            "engine_s": round(engine_s, 1),
+            "cost": None if price is None else engine_s / HOUR_S * price,
+        }
 
 
-def _engines(slots: Sequence[Slot]) -> list[dict[str, object]]:
+def _engines(slots: Sequence[Slot], figures: AsksGateway) -> list[dict[str, object]]:
     return [
         {
             "name": slot.engine.name,
@@ -407,6 +483,7 @@ def _engines(slots: Sequence[Slot]) -> list[dict[str, object]]:
             "in_flight": slot.window.num_rows,
             "stalled_s": round(slot.engine.progress.stalled_s, 1),
             "num_hangs": slot.engine.progress.num_hangs,
+            "ejected_s": figures.ejected_s(slot.engine.name),
             "kv": slot.kv and {"tokens": slot.kv.num_tokens, "block_tokens": slot.kv.block_tokens},
             "telemetry": view_engine(slot.link),
         }

@@ -12,9 +12,10 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -23,6 +24,7 @@ from fastapi import FastAPI
 
 from batchrun.config import Deployment
 from batchrun.daemon.daemon import Daemon
+from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.supervisor import (
     KeyList,
     Supervisor,
@@ -30,19 +32,23 @@ from batchrun.daemon.supervisor import (
     limits_in,
     split_listen,
 )
+from batchrun.engine import process
 from batchrun.errors import BatchrunError, EngineError, StoreUnreachableError
 from batchrun.files import StoreLock, allow_many_open_files, remove_left_scratch, write_atomically
 from batchrun.home import DaemonAddress, Home
+from batchrun.jobs.on_done import Messenger
 from batchrun.jobs.results.file_bytes import FileBytes, open_file_bytes, recover_files
 from batchrun.media.fetching import ImageFetcher
 from batchrun.media.hosts import ImageHosts
 from batchrun.quantities import parse_age_s
 from batchrun.server.api.app import Edge, Status, make_app
 from batchrun.server.api.errors import Callers
+from batchrun.server.api.watch import end_process
 from batchrun.server.web.gateway_figures import GatewayFigures
 from batchrun.server.web.history import History
 from batchrun.server.web.pages import Pages, dashboard_router
 from batchrun.server.web.sight import Sight
+from batchrun.server.web.uploads import Desk
 from batchrun.store.database import Store
 from batchrun.store.place import DaemonLock, open_for
 
@@ -110,19 +116,22 @@ async def _run(
     )
     gateway_key = secrets.token_urlsafe(32)
     supervisor = Supervisor(deployment, home, {"url": address.url, "gateway_key": gateway_key})
-    age_s = None if deployment.retention is None else parse_age_s(deployment.retention)
-    folder = deployment.model_folder(home)
-    images = ImageFetcher(ImageHosts(deployment.image_hosts))
-    python = engine_python(deployment.engines[0], home)
-    slots, limits = supervisor.slots, limits_in(deployment)
-    daemon = Daemon(store, slots, home.inputs, folder, age_s, place, images, python, limits)
+    limits = limits_in(deployment)
+    daemon = _daemon(deployment, home, kept, supervisor.slots)
     figures = GatewayFigures(_local_url(deployment.listen), gateway_key)
-    status = Status(daemon, supervisor.gateway_url, figures)
+    messenger = _messenger(store, deployment, home)
+    status = Status(
+        *(daemon, supervisor.gateway_url, figures),
+        tellings=messenger.tellings,
+        price_per_hour=deployment.price_per_hour,
+    )
+    _start_watch(status, home)
     routes = Edge(home, place, address.token, gateway_key, deployment.completion_windows, limits)
     # httptools reads on after an early answer, so that a refused upload hears why.
     app = make_app(daemon, status, routes)
     sight = Sight(daemon, status, home, History(home.history), figures, deployment.router)
-    pages = _add_dashboard(app, sight, Callers(store, gateway_key, limits))
+    desk = Desk(home, deployment.file, deployment.model)
+    pages = _add_dashboard(app, sight, desk, Callers(store, gateway_key, limits))
     server = _Server(uvicorn.Config(app, http="httptools", log_level="warning", access_log=False))
     write_atomically(home.daemon_record, json.dumps(asdict(address)).encode(), mode=0o600)
     ended = _catch_signals()
@@ -130,7 +139,9 @@ async def _run(
     work = asyncio.create_task(daemon.run())
     engines = asyncio.create_task(_supervise(supervisor, on_ready))
     guard = asyncio.create_task(_guard(lock))
-    watching = asyncio.create_task(pages.watch())
+    beside = [
+        asyncio.create_task(each) for each in (pages.watch(), messenger.run(), status.watch.beat())
+    ]
     try:
         waited: set[asyncio.Future[Any]] = {ended, work, engines, guard}
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
@@ -138,15 +149,62 @@ async def _run(
         failure = None if ended.done() else _failure_of(guard, engines, work)
         _end_within(CLEAN_STOP_S, failure)
         pages.close()
-        for task in (work, engines, guard, watching):
+        status.watch.stop()
+        for task in (work, engines, guard, *beside):
             task.cancel()
-        await asyncio.gather(work, engines, guard, watching, return_exceptions=True)
+        await asyncio.gather(work, engines, guard, *beside, return_exceptions=True)
         server.should_exit = True
         await edge
         await supervisor.close()
     if failure is not None:
         raise failure
     return ended.result()
+
+
+def _start_watch(status: Status, home: Home) -> None:
+    """Have a thread watch the loop that runs now."""
+    status.watch.on_end = partial(_begin_anew, home)
+    status.watch.start()
+
+
+def _begin_anew(home: Home, line: str) -> None:
+    """The loop hangs: end, and where `up -d` started this process, start the next one."""
+    record = process.read_record(home.daemon_process)
+    if record is not None and record.pid == os.getpid():
+        with suppress(OSError):
+            process.spawn(
+                [sys.executable, *sys.orig_argv[1:]],
+                env=dict(os.environ),
+                log_path=home.log / "daemon.log",
+                record_path=home.daemon_process,
+            )
+    end_process(line)
+
+
+def _daemon(
+    deployment: Deployment, home: Home, kept: tuple[Store, FileBytes], slots: Sequence[Slot]
+) -> Daemon:
+    store, place = kept
+    retention = deployment.retention
+    return Daemon(
+        store,
+        slots,
+        home.inputs,
+        model_folder=deployment.model_folder(home),
+        retention_s=None if retention is None else parse_age_s(retention),
+        files=place,
+        images=ImageFetcher(ImageHosts(deployment.image_hosts)),
+        python=engine_python(deployment.engines[0], home),
+        key_limits=limits_in(deployment),
+        kept_in=home.kept_rows,
+        timeouts=deployment.timeouts,
+    )
+
+
+def _messenger(store: Store, deployment: Deployment, home: Home) -> Messenger:
+    made = Messenger(store, deployment.on_done, home.path)
+    made.load()
+    return made
 
 
 def _local_url(listen: str) -> str:
@@ -156,8 +214,8 @@ def _local_url(listen: str) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _add_dashboard(app: FastAPI, sight: Sight, callers: Callers) -> Pages:
-    pages = Pages(sight)
+def _add_dashboard(app: FastAPI, sight: Sight, desk: Desk, callers: Callers) -> Pages:
+    pages = Pages(sight, desk)
     app.include_router(dashboard_router(pages, sight, callers))
     return pages
 
