@@ -21,10 +21,13 @@ from batchrun.config import TINY_MODELS, Deployment, EngineConfig, SloConfig
 from batchrun.daemon.dispatcher import OFFLINE_PRIORITY
 from batchrun.daemon.engine_link import Engine, EngineLink, Slot, window_of
 from batchrun.daemon.plugin import (
+    attached_key,
     channel_path,
     existing_profile,
     last_steps_path,
+    package_env,
     plugin_env,
+    read_or_make_key,
     read_or_make_nonce,
     read_profile,
     scheduler_settings,
@@ -34,6 +37,7 @@ from batchrun.daemon.prices import prices_of, speed_of
 from batchrun.engine import process
 from batchrun.engine.agent.remote import AgentAddress, AgentEngine, AgentWire
 from batchrun.engine.command import AttachedSettings, ManagedSettings, check_port_free
+from batchrun.engine.door import KEY_VARIABLE
 from batchrun.engine.engine import AttachedEngine, ManagedEngine
 from batchrun.engine.sockets import EngineSockets
 from batchrun.engine.tiny_model import build_tiny_model
@@ -208,7 +212,6 @@ class Supervisor:
             {
                 "name": slot.engine.name,
                 **_address_of(slot.engine),
-                "api_key": config.api_key,
                 "is_last_choice": slot.is_set_apart
                 or slot.is_draining
                 or slot.engine.progress.is_doubtful,
@@ -219,9 +222,7 @@ class Supervisor:
                 "started": slot.engine.started,
                 "traits": _traits_of(slot, prices),
             }
-            for slot, config, prices in zip(
-                self.slots, self._deployment.engines, self._prices, strict=True
-            )
+            for slot, prices in zip(self.slots, self._prices, strict=True)
         ]
         document = {
             "engines": engines,
@@ -244,15 +245,16 @@ class Supervisor:
 
 
 def _address_of(engine: Engine) -> dict[str, object]:
-    """Where gateways reach an engine: through its agent, unless it is on this machine."""
+    """Where gateways reach an engine, and with which key: through its agent, unless it is on this
+    machine."""
     if not isinstance(engine, AgentEngine):
-        return {"url": engine.client.base_url}
+        return {"url": engine.client.base_url, "api_key": engine.client.api_key}
     if engine.direct_url is not None:
-        return {"url": engine.direct_url}
+        return {"url": engine.direct_url, "api_key": engine.direct_key}
     address = engine.address
     certificate = None if address.certificate is None else str(address.certificate)
     secured = {"secret_file": str(address.secret_file), "certificate": certificate}
-    return {"url": engine.client.base_url, **secured}
+    return {"url": engine.client.base_url, "api_key": None, **secured}
 
 
 def _traits_of(slot: Slot, prices: Prices | None) -> dict[str, object]:
@@ -298,18 +300,27 @@ def build_model(deployment: Deployment, home: Home) -> None:
 
 
 def make_engine(
-    deployment: Deployment, home: Home, index: int, hint_nonce: str | None = None
+    deployment: Deployment,
+    home: Home,
+    index: int,
+    hint_nonce: str | None = None,
+    engine_key: str | None = None,
 ) -> Engine:
     """The engine of `deployment.engines[index]`, not started; with batchrun's scheduler in it
-    where there is a `hint_nonce`."""
+    where there is a `hint_nonce`. One that batchrun starts asks for `engine_key`, or else for what
+    its `env` or the home has. Raises ConfigError when a secret cannot be read."""
     config = deployment.engines[index]
     if config.agent is not None:
         return AgentEngine(_agent_address(deployment, config, home))
     if config.attach is not None:
         return AttachedEngine(
-            AttachedSettings(name=config.name, url=config.attach, api_key=config.api_key)
+            AttachedSettings(
+                name=config.name, url=config.attach, api_key=attached_key(deployment, config)
+            )
         )
     is_tiny = deployment.model in TINY_MODELS
+    key = engine_key or config.env.get(KEY_VARIABLE) or read_or_make_key(home, config.name)
+    env = package_env(home) if hint_nonce is None else plugin_env(home, hint_nonce, config.name)
     return ManagedEngine(
         ManagedSettings(
             name=config.name,
@@ -321,10 +332,9 @@ def make_engine(
             python=engine_python(config, home),
             url=config.url,
             vllm_args=config.vllm_args,
-            env=config.env
-            if hint_nonce is None
-            else plugin_env(home, hint_nonce, config.name) | config.env,
+            env=(env if config.is_vllm else {}) | config.env,
             command=config.command,
+            api_key=key,
             scheduler=None if hint_nonce is None else scheduler_settings(deployment, config, home),
         )
     )
