@@ -58,7 +58,7 @@ class FakeSettings:
 def build_app(settings: FakeSettings) -> web.Application:
     """The application; run it with `handler_cancellation`, so that a hang-up ends its request."""
     engine = _FakeServer(settings)
-    middlewares = [_refusals]
+    middlewares: list[Middleware] = [_refusals]
     if settings.api_key:
         middlewares.insert(0, _door(settings.api_key))
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)

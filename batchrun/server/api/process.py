@@ -31,7 +31,13 @@ from batchrun.daemon.supervisor import (
     split_listen,
 )
 from batchrun.errors import BatchrunError, EngineError, StoreUnreachableError
-from batchrun.files import StoreLock, allow_many_open_files, remove_left_scratch, write_atomically
+from batchrun.files import (
+    StoreLock,
+    allow_many_open_files,
+    check_memory_limit,
+    remove_left_scratch,
+    write_atomically,
+)
 from batchrun.home import DaemonAddress, Home
 from batchrun.jobs.results.file_bytes import FileBytes, open_file_bytes, recover_files
 from batchrun.media.fetching import ImageFetcher
@@ -70,6 +76,7 @@ def serve(deployment: Deployment, home: Home, *, on_ready: Callable[[], None]) -
     `on_ready` is called once an engine is ready. The gateway and managed engines outlive this.
     Raises StoreLockedError, StoreError, EngineError.
     """
+    check_memory_limit()
     home.create()
     allow_many_open_files()
     logging.getLogger("python_multipart").setLevel(logging.ERROR)
