@@ -28,6 +28,7 @@ from batchrun.cli.console import (
     prepare_file,
 )
 from batchrun.cli.operate.agent import environment, serve
+from batchrun.cli.operate.explain import explain
 from batchrun.cli.status import SHOWN_STALL_S, describe_progress
 from batchrun.config import TINY_MODEL, Deployment, EngineConfig
 from batchrun.control.client import DaemonClient
@@ -59,6 +60,7 @@ from batchrun.types import ProgressSink
 engine_app = command_group("One engine with its agent, vLLM's environment, and how engines run.")
 engine_app.command()(serve)
 engine_app.command()(environment)
+engine_app.command()(explain)
 models_app = command_group("Models for trying things out.")
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from types import MappingProxyType
+from typing import Annotated, Any, Protocol
 
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.responses import Response
 from msgspec import to_builtins
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -22,14 +23,17 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 from batchrun.daemon.daemon import Daemon
-from batchrun.daemon.engine_link import Slot
+from batchrun.daemon.engine_link import Engine, Slot
 from batchrun.daemon.supervisor import KeyList
 from batchrun.daemon.view import view_engine, view_job
-from batchrun.errors import StoreLockedError, StoreUnreachableError
+from batchrun.engine.command import has_tool_parser
+from batchrun.engine.engine import ManagedEngine
+from batchrun.errors import EngineError, StoreLockedError, StoreUnreachableError
 from batchrun.home import CONTROL_PREFIX, GATEWAY_HEADER, Home
 from batchrun.jobs.results.file_bytes import FileBytes
 from batchrun.jobs.spec import Weight
 from batchrun.pool.pace import Completion
+from batchrun.routing.decisions import NUM_KEPT
 from batchrun.server.api.batches import Batches, batches_router
 from batchrun.server.api.errors import Callers, install_error_handlers
 from batchrun.server.api.files import Files, files_router
@@ -44,7 +48,9 @@ from batchrun.store.api_keys import (
     Role,
 )
 from batchrun.store.jobs import Counts, JobRecord, NewJob
-from batchrun.types import EnginePhase
+from batchrun.types import DEFAULT_MODEL, EnginePhase
+
+HOUR_S = 3600.0
 
 
 class _Strict(BaseModel):
@@ -179,6 +185,8 @@ def _control_router(daemon: Daemon, status: Status, edge: Edge) -> APIRouter:
     control = APIRouter(prefix=CONTROL_PREFIX, dependencies=[Depends(check_token)])
     _add_jobs(control, daemon, status)
     _add_engines(control, daemon)
+    _add_models(control, daemon)
+    _add_routing(control, status)
     _add_keys(control, KeyList(daemon.store, edge.home.api_keys, edge.key_limits))
     return control
 
@@ -252,6 +260,46 @@ def _add_engines(control: APIRouter, daemon: Daemon) -> None:
         }
 
 
+def _add_models(control: APIRouter, daemon: Daemon) -> None:
+    @control.get("/served")
+    async def served(model: str) -> dict[str, object]:
+        """What the engines that serve a model can take; null: not known."""
+        daemon.dispatcher.check_model(model)
+        slots = [slot for slot in daemon.slots if slot.is_usable and slot.models is not None]
+        return {
+            "engines": [
+                {
+                    "name": slot.engine.name,
+                    "context_tokens": _context_of(slot, model),
+                    "takes_tools": _takes_tools(slot.engine),
+                }
+                for slot in slots
+                if slot.serves(model)
+            ]
+        }
+
+
+def _context_of(slot: Slot, model: str) -> int | None:
+    name = slot.default_model if model == DEFAULT_MODEL else model
+    return slot.engine.client.context_tokens.get(name or "")
+
+
+def _takes_tools(engine: Engine) -> bool | None:
+    """Whether vLLM parses calls of tools; None where its arguments are not ours."""
+    if not isinstance(engine, ManagedEngine) or engine.settings.command is not None:
+        return None
+    return has_tool_parser(engine.settings.vllm_args)
+
+
+def _add_routing(control: APIRouter, status: Status) -> None:
+    @control.get("/routing")
+    async def explain(most: Annotated[int, Query(ge=0, le=NUM_KEPT)] = NUM_KEPT) -> JsonObject:
+        told = await status.figures.explain(most)
+        if told is None:
+            raise EngineError("the gateway does not answer; `batchrun logs gateway` says why")
+        return told
+
+
 def _add_keys(control: APIRouter, keys: KeyList) -> None:
     @control.post("/keys")
     async def create(given: KeySubmission) -> dict[str, object]:
@@ -272,18 +320,38 @@ def _add_keys(control: APIRouter, keys: KeyList) -> None:
         return {"id": revoked.id, "name": revoked.name}
 
 
-class Status:
-    """Builds snapshots; counts of ended jobs are remembered, since they never change.
+JsonObject = dict[str, Any]
 
-    `felt` tells how long the calls of the last minutes took their callers.
-    """
+
+class AsksGateway(Protocol):
+    """Tells what the gateway has seen of calls, as `GatewayFigures` does."""
+
+    def view(self) -> list[JsonObject]:
+        """How long the calls of the last minutes took their callers."""
+        ...
+
+    async def explain(self, most: int) -> JsonObject | None:
+        """Why the last calls went where they went, so many of them; None: nobody answers."""
+        ...
+
+
+class Status:
+    """Builds snapshots; counts of ended jobs are remembered, since they never change. `tellings`
+    is, by job, how it went to tell of its end; `price_per_hour` that of an engine."""
 
     def __init__(
-        self, daemon: Daemon, gateway_url: str, felt: Callable[[], list[dict[str, Any]]]
+        self,
+        daemon: Daemon,
+        gateway_url: str,
+        figures: AsksGateway,
+        tellings: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
+        price_per_hour: float | None = None,
     ) -> None:
         self.daemon = daemon
+        self.figures = figures
         self._gateway_url = gateway_url
-        self._felt = felt
+        self._tellings = tellings
+        self._price_per_hour = price_per_hour
         self._ended: dict[int, tuple[Counts, int]] = {}
         self._jobs: dict[str, dict[str, object]] = {}
         self._completions: dict[str, Completion] = {}
@@ -307,7 +375,8 @@ class Status:
             "offline": self.daemon.dispatcher.is_offline_on,
             "stalled": stalled,
             "engines": _engines(self.daemon.slots),
-            "felt": self._felt(),
+            "felt": self.figures.view(),
+            "routing": await self.figures.explain(0),
             "jobs": list(self._jobs.values()),
         }
 
@@ -374,7 +443,13 @@ class Status:
             stage=None if stage is None else stage.describe(),
             now_s=time.monotonic(),
         )
-        return view | {"num_cut": num_cut}
+        engine_s, price = self.daemon.spent.spent_s.get(record.id, 0.0), self._price_per_hour
+        return view | {
+            "num_cut": num_cut,
+            "on_done": self._tellings.get(record.id),
+            "engine_s": round(engine_s, 1),
+            "cost": None if price is None else engine_s / HOUR_S * price,
+        }
 
 
 def _engines(slots: Sequence[Slot]) -> list[dict[str, object]]:

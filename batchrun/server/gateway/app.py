@@ -24,9 +24,10 @@ from ruamel.yaml import YAML
 
 from batchrun.errors import BatchrunError, ConfigError
 from batchrun.hints import SloBounds
-from batchrun.home import GATEWAY_HEADER, TALLY_PATH
+from batchrun.home import GATEWAY_HEADER, ROUTING_PATH, TALLY_PATH
 from batchrun.media.fetching import ImageFetcher
 from batchrun.media.hosts import ImageHosts
+from batchrun.routing.decisions import NUM_KEPT
 from batchrun.server.gateway.admission import (
     ABOUT_CALLER,
     Door,
@@ -65,6 +66,7 @@ METRICS_S = 5.0
 HUNG_UP = 499
 """Counted for a caller who left before his answer."""
 OTHER_ROUTES = "other"
+FOR_DAEMON = frozenset({TALLY_PATH, ROUTING_PATH})
 
 
 def model_id_in(raw_path: str) -> str | None:
@@ -137,7 +139,7 @@ class Gateway:
         self._settings = settings
         self._door = door
         self._tally = tally
-        self._metrics_page = TallyPage(tally)
+        self._metrics_page = TallyPage(tally, forwarder.balancer.figures)
         self._images = ImageFetcher()
         self._forwarder = forwarder
         self._slo: SloBounds | None = None
@@ -182,7 +184,7 @@ class Gateway:
         request_id = choose_request_id(request.headers)
         reply_headers = NO_HEADERS
         try:
-            if request.rel_url.raw_path == TALLY_PATH:
+            if request.rel_url.raw_path in FOR_DAEMON:
                 return await self._tell_daemon(request)
             if is_dashboard(request.rel_url.raw_path):
                 return await self._dashboard.answer(request, request_id)
@@ -285,14 +287,20 @@ class Gateway:
         return web.Response(body=own + (told or b""), headers=headers)
 
     async def _tell_daemon(self, request: web.BaseRequest) -> web.Response:
-        """The tally for the daemon, which shows the secret that it gave to the gateway."""
+        """What the gateway knows, for the daemon, which shows the secret that it gave to it."""
+        path = request.rel_url.raw_path
         daemon = await asyncio.to_thread(find_daemon, self._settings.upstreams_path)
         secret = None if daemon is None else daemon.gateway_key
         given = request.headers.get(GATEWAY_HEADER, "")
         if secret is None or not hmac.compare_digest(
             given.encode("utf-8", "surrogateescape"), secret.encode()
         ):
-            raise RefusalError(404, f"Invalid URL ({request.method} {TALLY_PATH})")
+            raise RefusalError(404, f"Invalid URL ({request.method} {path})")
+        if path == ROUTING_PATH:
+            most = request.query.get("most", "")[:6]
+            balancer, now_s = self._forwarder.balancer, ReplyUsage.now_s()
+            num = int(most) if most.isdecimal() else NUM_KEPT
+            return web.json_response(await asyncio.to_thread(balancer.explain, now_s, num))
         series = [(each.kind, each.labels, each.values.tolist()) for each in self._tally.read()]
         return web.json_response(series)
 

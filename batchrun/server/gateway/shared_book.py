@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from batchrun.routing.decisions import RING_BYTES, DecisionRing, Records, read_decisions
 from batchrun.routing.engine_book import FIELDS, EngineBook
 from batchrun.routing.prefix_map import NUM_COLUMN_FIELDS, Arrays, PrefixMap
 
@@ -37,8 +38,9 @@ def _layout(num_workers: int) -> dict[str, tuple[np.dtype[np.generic], tuple[int
         "loads": (real, (num_workers, MAX_ENGINES, len(FIELDS))),
         "held": (real, (MAX_ENGINES + 1, NUM_COLUMN_FIELDS)),
         "keys": (np.dtype(np.uint64), (NUM_PIECES,)),
-        "used_at_s": (real, (NUM_PIECES, MAX_ENGINES)),
+        "used_at_s": (real, (MAX_ENGINES, NUM_PIECES)),
         "num_uses": (np.dtype(np.uint32), (NUM_PIECES,)),
+        "decisions": (np.dtype(np.uint8), (num_workers, RING_BYTES)),
     }
 
 
@@ -53,7 +55,8 @@ def create(num_workers: int) -> int:
 
 
 class SharedBook:
-    """The memory behind a descriptor, and the `book` that lies in it. `worker` counts from 0."""
+    """The memory behind a descriptor, with the `book` and the worker's `ring` of decisions that lie
+    in it. `worker` counts from 0."""
 
     def __init__(self, fd: int, num_workers: int, worker: int) -> None:
         self._fd = fd
@@ -69,6 +72,8 @@ class SharedBook:
             Arrays(arrays["keys"], arrays["num_uses"], arrays["used_at_s"], arrays["held"])
         )
         self.book = EngineBook(prefixes, arrays["loads"], worker)
+        self._rings = arrays["decisions"]
+        self.ring = DecisionRing(memoryview(self._rings[worker]))
 
     def columns_of(self, engines: Iterable[tuple[str, int]]) -> dict[str, int]:
         """The column of each engine, given by its identity and when it was started (0: unknown).
@@ -89,6 +94,14 @@ class SharedBook:
                 found[name] = column
                 self._begin(column, digest, started)
         return found
+
+    def digest_of(self, column: int) -> int:
+        """What decisions name the engine of this column by."""
+        return int(self._columns["name"][column])
+
+    def decisions(self) -> Records:
+        """The last decisions of all workers, the newest first."""
+        return read_decisions(self._rings)
 
     def _begin(self, column: int, digest: int, started: int) -> None:
         """The column is this engine's, which has been running since then."""

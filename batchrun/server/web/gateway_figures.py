@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from batchrun.home import GATEWAY_HEADER, TALLY_PATH
+from batchrun.home import GATEWAY_HEADER, ROUTING_PATH, TALLY_PATH
 from batchrun.server.gateway.tally import ENGINE, TPOT, TPOT_BOUNDS_S, TTFT, TTFT_BOUNDS_S
 
 log = logging.getLogger(__name__)
@@ -27,6 +27,7 @@ RATE_S = 10.0
 
 Key = tuple[str, tuple[str, ...]]
 Look = Mapping[Key, Sequence[float]]
+JsonObject = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,24 @@ class GatewayFigures:
                     self.take(await reply.read(), now_s)
         except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
             log.debug("the gateway told nothing: %s", error)
+
+    async def explain(self, most: int) -> JsonObject | None:
+        """Why the last calls went where they went, the newest `most` of them one by one; see
+        `batchrun.routing.decisions.document_of`. None: the gateway does not answer."""
+        try:
+            async with (
+                aiohttp.ClientSession() as session,
+                session.get(
+                    f"{self.url}{ROUTING_PATH}?most={most}",
+                    headers={GATEWAY_HEADER: self.secret},
+                    timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
+                ) as reply,
+            ):
+                if reply.status == 200:
+                    return msgspec.json.decode(await reply.read(), type=JsonObject)
+        except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
+            log.debug("the gateway told nothing: %s", error)
+        return None
 
     def take(self, text: bytes, now_s: float) -> None:
         """Keep what the gateway told. Counts that went back are those of another gateway."""
