@@ -26,13 +26,13 @@ from batchrun.cli.console import (
 from batchrun.config import checked_name
 from batchrun.control.client import DaemonClient
 from batchrun.control.starting import read_deployment
-from batchrun.daemon.supervisor import KeyList, limits_in
 from batchrun.errors import DaemonUnavailableError, InputError
 from batchrun.files import StoreLock
 from batchrun.home import Home
 from batchrun.jobs.spec import MAX_WEIGHT, MIN_WEIGHT
 from batchrun.keys import UsageFile, digest, new_key
 from batchrun.quantities import parse_duration_s
+from batchrun.server.api.key_list import KeyList, limits_in
 from batchrun.store import api_keys, files
 from batchrun.store.database import open_store
 from batchrun.store.jobs import Counts
