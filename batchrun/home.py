@@ -65,6 +65,7 @@ class Home:
         self.key_usage = self.run / "api-keys.usage"
         self.hint_nonce = self.run / "hint-nonce"
         self.plugin = self.run / "plugin"
+        self.last_start = self.run / "last-start"
         self.resolved_config = self.run / "config.json"
 
     @property
