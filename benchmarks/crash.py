@@ -63,7 +63,7 @@ from benchmarks.records import Bar, Record, finish, parser
 PARTS = ("kills", "vllm", "agents")
 VLLM_TARGETS = ("engine", "daemon", "engine", "all", "engine", "engine")
 KILLS_PER_DEPLOYMENT = 30
-EVENTS_PER_DEPLOYMENT = 15
+EVENTS_PER_DEPLOYMENT = 10
 MIN_VLLM_KILLS = 5
 MIN_FOR_SHARES = 40
 """Of fewer kills than this, the shares say nothing."""

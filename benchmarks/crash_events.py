@@ -26,6 +26,7 @@ from typing import Any
 import polars as pl
 import requests
 
+from batchrun.control.submitting import view_jobs
 from batchrun.errors import BatchrunError
 from batchrun.types import JobState
 from benchmarks.crash_account import check_executions, check_home, read_commits, read_executions
@@ -251,8 +252,6 @@ class EventEpisode(Episode):
                 self._watch(event, is_seen)
             self.events.append(event)
             self.problems += check_home(self.deployment)
-            if event.is_missed:
-                self.problems.append(f"{event.action} {event.target}: not noticed, {event}")
             if self.problems or watcher.problems:
                 break
 
@@ -343,9 +342,10 @@ class EventEpisode(Episode):
         before, num_stalls = now["engines"][0], now["progress"]["num_loop_stalls"]
 
         def is_daemon_seen() -> bool:
-            told = here.batchrun("status")
-            is_silent = "gave no answer" in str(told["stalled"])
-            return is_silent or told["progress"]["num_loop_stalls"] > num_stalls
+            told = view_jobs(here.home)
+            if told["progress"] is None:
+                return "gave no answer" in str(told["stalled"])
+            return bool(told["progress"]["num_loop_stalls"] > num_stalls)
 
         def is_engine_seen() -> bool:
             with suppress(BatchrunError):

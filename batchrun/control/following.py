@@ -48,7 +48,7 @@ def _is_notebook() -> bool:
 
 class SafeConsole(Console):
     """A console that never hands a terminal what it would obey, whoever wrote it, and ends no line
-    with blanks."""
+    with blanks but on a full screen, where they cover what stood there before."""
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
@@ -61,7 +61,7 @@ class SafeConsole(Console):
                 yield segment
                 continue
             shown = shown_safely(text)
-            said = shown.rstrip(" ")
+            said = shown if self.is_alt_screen else shown.rstrip(" ")
             if shown.startswith("\n"):
                 blanks.clear()
             elif said:
@@ -198,6 +198,7 @@ def num_done(view: Mapping[str, Any]) -> int:
 
 
 def _describe(view: dict[str, Any]) -> str:
-    late = f", {view['deadline_outlook']}" if view["is_deadline_kept"] is False else ""
-    doing = view["stalled"] or view["stage"] or f"{view['rows_per_s']:.1f} rows/s{late}"
-    return f"{view['name']}: {doing}"
+    """What holds a job up, or how far behind it is; how fast it goes, the bar says."""
+    late = view["deadline_outlook"] if view["is_deadline_kept"] is False else None
+    doing = view["stalled"] or view["stage"] or late
+    return f"{view['name']}: {doing}" if doing else str(view["name"])

@@ -11,14 +11,14 @@ from typing import Any
 
 from batchrun.control.client import DaemonClient
 from batchrun.control.following import ProgressBar
-from batchrun.control.starting import ANSWER_WAIT_S, describe_silence, read_deployment
+from batchrun.control.starting import LOOK_WAIT_S, describe_silence, read_deployment
 from batchrun.errors import DaemonUnavailableError, UnknownJobError
 from batchrun.files import StoreLock
 from batchrun.home import Home
 from batchrun.jobs.pin import InputPin
 from batchrun.jobs.spec import JobSpec
 from batchrun.store import jobs
-from batchrun.store.database import Store, open_store
+from batchrun.store.database import Store, open_store, open_to_read
 from batchrun.store.jobs import JobRecord, NewJob
 from batchrun.types import JobState
 
@@ -131,7 +131,7 @@ def go_on(record: JobRecord, client: DaemonClient) -> dict[str, Any]:
 def view_jobs(home: Home) -> dict[str, Any]:
     """The daemon's snapshot, or what the store alone can tell of the jobs, oldest first."""
     try:
-        return DaemonClient(home, timeout_s=ANSWER_WAIT_S).get("/status")
+        return DaemonClient(home, timeout_s=LOOK_WAIT_S).get("/status")
     except DaemonUnavailableError:
         silence = describe_silence(home)
     views: list[dict[str, object]] = []
@@ -141,7 +141,9 @@ def view_jobs(home: Home) -> dict[str, Any]:
         from batchrun.jobs.on_done import read_tellings
         from batchrun.store import results
 
-        with closing(open_store(home.store_location)) as store:
+        # A daemon that was stopped may keep the store from everybody who could write there.
+        opened = open_store if silence is None else open_to_read
+        with closing(opened(home.store_location)) as store:
             tellings, spent_s = read_tellings(store), read_spent(store)
             for record in jobs.list_jobs(store):
                 more = {

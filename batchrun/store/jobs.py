@@ -305,6 +305,20 @@ def list_newest(store: Store, most: int) -> list[JobRecord]:
         return [record_of(row) for row in found]
 
 
+def newest_states(store: Store, most: int) -> dict[int, JobState]:
+    """The states of the jobs submitted last, by `seq`, the newest first."""
+    query = select(jobs.c.seq, jobs.c.state).order_by(jobs.c.seq.desc()).limit(most)
+    with store.read() as connection:
+        return {seq: JobState(state) for seq, state in connection.execute(query).all()}
+
+
+def list_some(store: Store, seqs: Sequence[int]) -> list[JobRecord]:
+    """The jobs with these `seq`, oldest first."""
+    query = select(jobs).where(jobs.c.seq.in_(seqs)).order_by(jobs.c.seq)
+    with store.read() as connection:
+        return [record_of(row) for row in connection.execute(query)] if seqs else []
+
+
 def find_newest(store: Store, content_hash: str) -> JobRecord | None:
     """The newest job of this content, one that has not ended before those that have; or None."""
     query = select(jobs).where(jobs.c.content_hash == content_hash)

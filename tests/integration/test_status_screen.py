@@ -75,7 +75,7 @@ class Window:
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[DeploymentRig]:
     made = DeploymentRig(tmp_path)
-    made.use_fake_engine("--latency-s=1")
+    made.use_fake_engine("--latency-s=1", price_per_hour=3600)
     yield made
     made.close()
 
@@ -105,6 +105,20 @@ def test_it_fills_the_window_follows_its_size_and_leaves_the_terminal_as_it_was(
     assert window.said.rindex(LEAVE) > window.said.rindex(job_id)
     assert SHOW_CURSOR in window.said[window.said.rindex(b"Ctrl-C leaves") :]
     assert b"Traceback" not in window.said
+
+
+def test_what_a_job_has_cost_so_far_is_told_and_kept(rig: DeploymentRig) -> None:
+    job_id = rig.submit_rows(*(f"question {i}" for i in range(NUM_ROWS)))
+    view = rig.wait_for(job_id, lambda view: view["engine_s"] >= 1)
+    assert view["cost"] == pytest.approx(view["engine_s"], abs=0.1)
+    spent_s = rig.wait_until_ended(job_id)["engine_s"]
+
+    shown = rig.call("status", job_id).stdout
+    rig.ask("down")
+
+    assert "engine-hours, which cost " in shown
+    kept = rig.job(job_id)
+    assert (kept["cost"], kept["engine_s"]) == (None, pytest.approx(spent_s, abs=0.1))
 
 
 def test_in_a_pipe_it_prints_what_changes_until_the_job_has_ended(rig: DeploymentRig) -> None:

@@ -97,4 +97,5 @@ def test_up_beside_a_stopped_daemon_says_so_and_down_ends_it(rig: DeploymentRig)
 
     assert code == 4 and "gave no answer within 10 s; `batchrun down` ends it" in line
     assert time.monotonic() - began_s < 60
+    assert "gave no answer within 5 s" in rig.ask("status")["stalled"]
     assert "daemon" in rig.ask("down")["stopped"]

@@ -32,7 +32,7 @@ from batchrun.cli.operate.explain import explain
 from batchrun.cli.status import SHOWN_STALL_S, describe_parts, describe_progress
 from batchrun.config import TINY_MODEL, Deployment, EngineConfig
 from batchrun.control.client import DaemonClient
-from batchrun.control.starting import ANSWER_WAIT_S, describe_silence, read_deployment
+from batchrun.control.starting import LOOK_WAIT_S, describe_silence, read_deployment
 from batchrun.daemon.plugin import profile_path
 from batchrun.daemon.supervisor import check_gateway_port, default_port, engine_python
 from batchrun.engine.command import check_model, check_port_free, find_vllm, has_gpu, install_engine
@@ -317,7 +317,7 @@ def _findings(deployment: Deployment, home: Home) -> Iterator[Finding]:
 
 def _running(home: Home) -> dict[str, Any] | None:
     try:
-        return DaemonClient(home, timeout_s=ANSWER_WAIT_S).get("/status")
+        return DaemonClient(home, timeout_s=LOOK_WAIT_S).get("/status")
     except DaemonUnavailableError:
         return None
 

@@ -256,6 +256,7 @@ class Agent:
             runs_scheduler=self._was_heard,
             is_draining=self._is_draining,
             last_steps=last_steps,
+            needs_key=engine.client.api_key is not None,
         )
 
     async def _watch_progress(self) -> None:
@@ -350,11 +351,14 @@ class Agent:
         assert self._session is not None
         if self._is_draining and request.method == "POST":
             raise web.HTTPServiceUnavailable(text="draining\n", headers={"Retry-After": "1"})
+        headers = _end_to_end(request.headers)
+        if self._engine.client.api_key is not None:
+            headers["Authorization"] = f"Bearer {self._engine.client.api_key}"
         try:
             reply = await self._session.request(
                 request.method,
                 URL(self._engine.client.base_url + request.rel_url.raw_path_qs, encoded=True),
-                headers=_end_to_end(request.headers),
+                headers=headers,
                 data=request.content if request.body_exists else None,
                 allow_redirects=False,
             )

@@ -85,6 +85,7 @@ class Sight:
     figures: GatewayFigures
     router: str
     _kept: dict[object, tuple[float, Any]] = field(default_factory=dict)
+    _ended: dict[int, Facts] = field(default_factory=dict)
     _starts: dict[str, list[int]] = field(default_factory=dict)
 
     async def header(self, caller: Caller) -> Facts:
@@ -130,14 +131,30 @@ class Sight:
         """The newest jobs that this caller may see, the newest first, those that run before all."""
 
         async def read() -> list[Facts]:
-            records = await asyncio.to_thread(self._records, caller)
-            shown = {record.seq: record for record in records}
-            if caller.is_admin:
-                shown |= {seq: job.record for seq, job in list(self.daemon.active.items())}
-            views = await self._views(list(shown.values()))
+            views = await (self._all_jobs() if caller.is_admin else self._batches_of(caller))
             return sorted((_shown_to(caller, view) for view in views), key=_order)
 
         return list(await self._once(("jobs", caller.scope), FRESH_S, read))
+
+    async def _all_jobs(self) -> list[Facts]:
+        """What has ended is read once: with a thousand jobs hardly anything changes."""
+        store, active = self.daemon.store, dict(self.daemon.active)
+        newest = await asyncio.to_thread(jobs.newest_states, store, MAX_JOBS)
+        ended = {seq: view for seq, view in self._ended.items() if seq in newest}
+        wanted = [seq for seq in newest if seq not in ended and seq not in active]
+        records = await asyncio.to_thread(jobs.list_some, store, wanted) if wanted else []
+        records += [job.record for job in active.values()]
+        views = {view["id"]: view for view in await self._views(records)}
+        self._ended = ended | {
+            record.seq: views[record.id] for record in records if record.state.is_terminal
+        }
+        return [*views.values(), *ended.values()]
+
+    async def _batches_of(self, caller: Caller) -> list[Facts]:
+        found = await asyncio.to_thread(
+            batches.list_page, self.daemon.store, limit=MAX_JOBS, scope=caller.scope
+        )
+        return await self._views([batch.job for batch in found])
 
     async def _views(self, records: Sequence[JobRecord]) -> list[Facts]:
         """Jobs as they are now; the rows of a paused one take long to count, and change little."""
@@ -147,12 +164,6 @@ class Sight:
             key = ("paused", record.seq)
             views += await self._once(key, SLOW_FRESH_S, partial(self.status.views, [record]))
         return views
-
-    def _records(self, caller: Caller) -> list[JobRecord]:
-        if caller.is_admin:
-            return jobs.list_newest(self.daemon.store, MAX_JOBS)
-        found = batches.list_page(self.daemon.store, limit=MAX_JOBS, scope=caller.scope)
-        return [batch.job for batch in found]
 
     async def find(self, caller: Caller, job_id: str) -> JobRecord:
         """The job with this id, if the caller may see it. Raises UnknownJobError."""
