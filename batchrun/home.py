@@ -65,6 +65,7 @@ class Home:
         self.key_usage = self.run / "api-keys.usage"
         self.hint_nonce = self.run / "hint-nonce"
         self.plugin = self.run / "plugin"
+        self.last_start = self.run / "last-start"
         self.resolved_config = self.run / "config.json"
 
     @property
@@ -79,6 +80,10 @@ class Home:
     def agent_process(self, name: str) -> Path:
         """The record of an agent that runs in the background."""
         return self.run / f"agent-{name}.json"
+
+    def engine_key(self, name: str) -> Path:
+        """The secret of an engine that batchrun starts."""
+        return self.run / f"engine-{name}.key"
 
     @property
     def agent_secret(self) -> Path:

@@ -12,22 +12,25 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow.parquet as pq
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from batchrun.config import STOCK_POLICY, SloConfig
 from batchrun.errors import BatchrunError, EngineError
-from batchrun.simulator.plots import OFFLINE, ONLINE, STYLE
+from batchrun.simulator.plots import OFFLINE, ONLINE, STYLE, round_ticks
 from batchrun.simulator.replay import (
     CallArrival,
     OnlineResult,
@@ -52,9 +55,11 @@ PATIENCE = 12.0
 """A call is in time that takes at most so many times what calls alone take at the median."""
 POLL_S = 0.5
 END_WAIT_S = 1_200.0
+MANY_CORES = 0.3
+"""Figures move where other programs take more."""
 TRACE = TraceShape(
-    duration_s=30.0,
-    rate_per_s=1.2,
+    duration_s=20.0,
+    rate_per_s=1.6,
     burst_factor=4.0,
     burst_period_s=10.0,
     burst_length_s=2.0,
@@ -68,19 +73,37 @@ ALONE, VLLM, BATCHRUN = COLORS
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The calls of the trace, and how many rows were done at which second beside them."""
+    """The calls of the trace, how many rows were done at which second beside them, and the cores
+    that programs of others took meanwhile."""
 
-    name: str
     calls: Sequence[OnlineResult]
     rows_done: Sequence[tuple[float, int]] = ()
+    others_cores: float = 0.0
 
     @property
     def rows_per_s(self) -> float:
         """Rows that ended in the window, by its length; by the job's where that was shorter."""
         if not self.rows_done:
             return 0.0
-        at_s, done = self.rows_done[-1]
-        return done / at_s
+        (first_s, first), (last_s, last) = self.rows_done[0], self.rows_done[-1]
+        return (last - first) / (last_s - first_s) if last_s > first_s else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One engine: the calls alone on it, and beside rows."""
+
+    name: str
+    alone: Window
+    beside: Window
+
+    def kept_share(self, slo: SloConfig) -> float:
+        """Of the calls that were in time alone, those that were so beside rows; calls that came
+        when the rows had ended do not count."""
+        until_s = self.beside.rows_done[-1][0] if self.beside.rows_done else math.inf
+        pairs = zip(self.alone.calls, self.beside.calls, strict=True)
+        wanted = [b for a, b in pairs if a.arrived_at_s < until_s and lateness(a, slo) <= 1]
+        return sum(lateness(call, slo) <= 1 for call in wanted) / len(wanted) if wanted else 0.0
 
 
 def main() -> int:
@@ -90,14 +113,14 @@ def main() -> int:
     deployment = Deployment(FOLDER)
     try:
         _prepare(deployment, options.rows)
-        windows, slo, view = _measure(deployment)
-    except BatchrunError as error:
+        sides, slo, view = _measure(deployment)
+    except (BatchrunError, TimeoutError) as error:
         say(f"demo failed: {error}")
         return 1
-    save_picture(windows, slo, PICTURE)
+    save_picture(sides, slo, PICTURE)
     rows_in_output = pq.read_metadata(view["output_path"]).num_rows
     record = {
-        **record_of(windows, slo),
+        **record_of(sides, slo),
         "rows": view["num_rows"],
         "rows_failed": view["num_failed"],
         "rows_in_output": rows_in_output,
@@ -105,14 +128,17 @@ def main() -> int:
         "demo_s": time.monotonic() - start_s,
     }
     wrong_rows = max(abs(num - options.rows) for num in (view["num_completed"], rows_in_output))
-    answered = min(sum(call.error is None for call in window.calls) for window in windows)
+    calls = [window.calls for side in sides for window in (side.alone, side.beside)]
+    answered = min(sum(call.error is None for call in each) for each in calls)
     bars = [
         Bar("rows too few or too many, or failed", wrong_rows, 0, is_most=True),
         Bar("calls answered", answered, LEAST_CALLS),
     ]
     code = finish(options.json, [record], bars)
     say(f"{PICTURE}: every call, and the rows done beside them")
-    said = f"{options.rows} rows, {view['num_failed']} failed; {sentence(windows, slo)}"
+    if (cores := others_cores(sides)) > MANY_CORES:
+        say(f"other programs took up to {cores:.1f} cores of this machine: figures move with them")
+    said = f"{options.rows} rows, {view['num_failed']} failed; {sentence(sides, slo)}"
     say(f"demo {'failed' if code else 'ok'}: {said}")
     return code
 
@@ -131,27 +157,31 @@ def _prepare(deployment: Deployment, num_rows: int) -> None:
     deployment.batchrun("models", "tiny", MODEL_FOLDER)
 
 
-def _measure(deployment: Deployment) -> tuple[list[Window], SloConfig, dict[str, Any]]:
-    """The three windows, the bounds, and the job on batchrun at its end.
+def _measure(deployment: Deployment) -> tuple[list[Side], SloConfig, dict[str, Any]]:
+    """Both sides, the bounds, and the job on batchrun at its end.
 
     Raises BatchrunError, and TimeoutError where the job does not end.
     """
     with _engine(deployment, "1 of 2: vLLM's own scheduler", policy=STOCK_POLICY) as gateway:
-        say(f"  the calls alone, {TRACE.duration_s:.0f} s")
-        alone, _ = asyncio.run(_window(deployment, gateway, ALONE))
+        say(f"  chat calls alone, {TRACE.duration_s:.0f} s")
+        alone = asyncio.run(_window(deployment, gateway))
         slo = bounds_of(alone.calls)
         say(f"  in time is here: {_in_words(slo)}")
-        say("  the same calls, and the rows beside them with a later priority")
-        vllm, job_id = asyncio.run(_window(deployment, gateway, VLLM, with_rows=True))
+        say("  the same calls, and rows of a later priority beside them")
+        job_id = _start_rows(deployment)
+        vllm = Side(VLLM, alone, asyncio.run(_window(deployment, gateway, job_id)))
         if not _has_ended(deployment, job_id):
             deployment.call("cancel", job_id)  # It may end meanwhile.
             wait_until(lambda: _has_ended(deployment, job_id), "the end of the first job")
     with _engine(deployment, "2 of 2: batchrun's scheduler", slo=slo.model_dump()) as gateway:
-        say("  the same calls, and the rows beside them")
-        batchrun, job_id = asyncio.run(_window(deployment, gateway, BATCHRUN, with_rows=True))
+        say("  the same calls alone")
+        alone = asyncio.run(_window(deployment, gateway))
+        say("  the same calls, and the same rows beside them")
+        job_id = _start_rows(deployment)
+        batchrun = Side(BATCHRUN, alone, asyncio.run(_window(deployment, gateway, job_id)))
         say("  the rest of the rows")
         wait_until(lambda: _has_ended(deployment, job_id), "the end of the job", END_WAIT_S)
-        return [alone, vllm, batchrun], slo, deployment.job(job_id)
+        return [vllm, batchrun], slo, deployment.job(job_id)
 
 
 @contextmanager
@@ -164,30 +194,58 @@ def _engine(deployment: Deployment, what: str, **settings: object) -> Iterator[s
         yield gateway
 
 
+def _start_rows(deployment: Deployment) -> str:
+    """Submit the job; its id, once an engine has rows of it."""
+    job_id = str(deployment.batchrun("submit", f"jobs/{JOB_FILE.name}")["id"])
+
+    def has_begun() -> bool:
+        view = deployment.job(job_id)
+        return bool(view["num_in_flight"] or view["num_completed"])
+
+    wait_until(has_begun, "rows in flight", poll_s=0.2)
+    return job_id
+
+
 def _has_ended(deployment: Deployment, job_id: str) -> bool:
     return JobState(deployment.job(job_id)["state"]).is_terminal
 
 
-async def _window(
-    deployment: Deployment, gateway: str, name: str, *, with_rows: bool = False
-) -> tuple[Window, str]:
-    """Send the calls of the trace, and with them the job; its id, if there is one."""
+async def _window(deployment: Deployment, gateway: str, job_id: str | None = None) -> Window:
+    """Send the calls of the trace, and see how the rows of the job get on beside them."""
     target = ReplayTarget(f"{gateway}/v1", "tiny", extra_body={"ignore_eos": True})
-    await replay(FIRST_CALLS, target)
+    if job_id is None:
+        await replay(FIRST_CALLS, target)
+    start_s, busy_s, own_s = time.monotonic(), _busy_cpu_s(), _own_cpu_s(deployment)
     calling = asyncio.create_task(replay(generate_trace(TRACE, seed=1), target))
     rows_done: list[tuple[float, int]] = []
-    job_id = ""
-    if with_rows:
-        start_s = time.monotonic()
-        submitted = await asyncio.to_thread(deployment.batchrun, "submit", f"jobs/{JOB_FILE.name}")
-        job_id = submitted["id"]
-        while True:
-            view = await asyncio.to_thread(deployment.job, job_id)
-            rows_done.append((time.monotonic() - start_s, view["num_completed"]))
-            if calling.done() or JobState(view["state"]).is_terminal:
-                break
-            await asyncio.sleep(POLL_S)
-    return Window(name, await calling, rows_done), job_id
+    while job_id is not None:
+        view = await asyncio.to_thread(deployment.job, job_id)
+        rows_done.append((time.monotonic() - start_s, view["num_completed"]))
+        if calling.done() or JobState(view["state"]).is_terminal:
+            break
+        await asyncio.sleep(POLL_S)
+    calls = await calling
+    others_s = _busy_cpu_s() - busy_s - (_own_cpu_s(deployment) - own_s)
+    return Window(calls, rows_done, max(0.0, others_s / (time.monotonic() - start_s)))
+
+
+def _busy_cpu_s() -> float:
+    """Seconds for which cores of this machine were busy."""
+    times = psutil.cpu_times()
+    return float(sum(times[:]) - times.idle - times.iowait)
+
+
+def _own_cpu_s(deployment: Deployment) -> float:
+    """CPU seconds of this process, the daemon, the gateway and the engine."""
+    total_s = 0.0
+    for pid in (os.getpid(), *map(deployment.pid_of, ("daemon", "gateway", "engine"))):
+        with suppress(psutil.Error):
+            root = psutil.Process(pid)
+            for process in (root, *root.children(recursive=True)):
+                with suppress(psutil.Error):
+                    times = process.cpu_times()
+                    total_s += times.user + times.system
+    return total_s
 
 
 def bounds_of(alone: Sequence[OnlineResult]) -> SloConfig:
@@ -209,15 +267,6 @@ def lateness(call: OnlineResult, slo: SloConfig) -> float:
     return max(call.ttft_s / slo.ttft_s, (call.tpot_s or 0.0) / slo.tpot_s)
 
 
-def kept_share(beside: Window, alone: Window, slo: SloConfig) -> float:
-    """Of the calls that are in time alone, those that are so beside rows; calls that came when the
-    rows had ended do not count."""
-    until_s = beside.rows_done[-1][0] if beside.rows_done else math.inf
-    pairs = zip(alone.calls, beside.calls, strict=True)
-    wanted = [b for a, b in pairs if a.arrived_at_s < until_s and lateness(a, slo) <= 1]
-    return sum(lateness(call, slo) <= 1 for call in wanted) / len(wanted) if wanted else 0.0
-
-
 def _in_words(slo: SloConfig) -> str:
     return (
         f"a first token within {slo.ttft_s:.2f} s, then {1e3 * slo.tpot_s:.0f} ms a token, "
@@ -225,52 +274,61 @@ def _in_words(slo: SloConfig) -> str:
     )
 
 
-def sentence(windows: Sequence[Window], slo: SloConfig) -> str:
+def sentence(sides: Sequence[Side], slo: SloConfig) -> str:
     """What the demo has shown."""
-    alone, vllm, batchrun = windows
-    return (
-        f"of the calls that this machine keeps in time alone, {VLLM} kept "
-        f"{kept_share(vllm, alone, slo):.0%} beside {vllm.rows_per_s:.1f} rows/s, "
-        f"batchrun {kept_share(batchrun, alone, slo):.0%} beside {batchrun.rows_per_s:.1f} rows/s"
+    kept = (
+        f"{side.name} kept {side.kept_share(slo):.0%} beside {side.beside.rows_per_s:.1f} rows/s"
+        for side in sides
     )
+    return f"of the calls that this machine keeps in time alone, {' and '.join(kept)}"
 
 
-def record_of(windows: Sequence[Window], slo: SloConfig) -> dict[str, Any]:
-    """All figures of the three windows, flat."""
+def others_cores(sides: Sequence[Side]) -> float:
+    """The most cores that programs of others took in a window."""
+    return max(each.others_cores for side in sides for each in (side.alone, side.beside))
+
+
+def record_of(sides: Sequence[Side], slo: SloConfig) -> dict[str, Any]:
+    """All figures of the four windows, flat."""
     record: dict[str, Any] = {"scenario": "cpu-demo"}
-    for key, window in zip(("alone", "vllm", "batchrun"), windows, strict=True):
-        figures = summarize(window.calls, slo_ttft_s=slo.ttft_s, slo_tpot_s=slo.tpot_s)
-        figures["kept_share"] = kept_share(window, windows[0], slo)
-        figures["rows_per_s"] = window.rows_per_s
-        record |= {f"{key}_{name}": value for name, value in figures.items()}
+    for key, side in zip(("vllm", "batchrun"), sides, strict=True):
+        for kind, window in (("alone", side.alone), ("beside", side.beside)):
+            figures = summarize(window.calls, slo_ttft_s=slo.ttft_s, slo_tpot_s=slo.tpot_s)
+            figures |= {"rows_per_s": window.rows_per_s, "others_cores": window.others_cores}
+            record |= {f"{key}_{kind}_{name}": value for name, value in figures.items()}
+        record[f"{key}_kept_share"] = side.kept_share(slo)
     return record
 
 
-def save_picture(windows: Sequence[Window], slo: SloConfig, path: Path) -> None:
+def save_picture(sides: Sequence[Side], slo: SloConfig, path: Path) -> None:
     """Each call by its arrival and how late it was, and the rows done, as an SVG file."""
+    seen = [(ALONE, side.alone) for side in sides] + [(side.name, side.beside) for side in sides]
+    late = [lateness(call, slo) for _, window in seen for call in window.calls]
+    top = 1.5 * max([2.0, *(value for value in late if math.isfinite(value))])
     with rc_context(STYLE):
         figure = Figure(figsize=(8, 5.6), layout="constrained")
         calls, rows = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-        worst = [lateness(call, slo) for window in windows for call in window.calls]
-        top = 1.5 * max([2.0, *(value for value in worst if math.isfinite(value))])
-        for window in windows:
+        for number, (name, window) in enumerate(seen):
             taken = [min(lateness(call, slo), top) for call in window.calls]
             arrived_s = [call.arrived_at_s for call in window.calls]
-            calls.scatter(arrived_s, taken, s=14, color=COLORS[window.name], label=window.name)
+            label = name if number else None
+            calls.scatter(arrived_s, taken, s=14, color=COLORS[name], label=label)
             if window.rows_done:
-                rows.plot(*zip(*window.rows_done, strict=True), color=COLORS[window.name])
+                rows.plot(*zip(*window.rows_done, strict=True), color=COLORS[name])
         calls.axhline(1, color="black", linestyle=":", linewidth=1)
         calls.set(yscale="log", ylabel="a call's time, bound = 1", xlim=(0, TRACE.duration_s))
         calls.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        calls.yaxis.set_minor_formatter(NullFormatter())
         rows.set(ylabel="rows done", xlabel="s", ylim=(0, None))
-        figure.legend(loc="outside lower center", ncols=len(windows))
-        figure.suptitle(_title(windows, slo), fontsize=9, x=0.02, ha="left")
+        round_ticks(rows)
+        figure.legend(loc="outside lower center", ncols=len(COLORS))
+        figure.suptitle(_title(sides, slo), fontsize=9, x=0.02, ha="left")
         figure.savefig(path, format="svg", metadata={"Date": None}, facecolor="white")
 
 
-def _title(windows: Sequence[Window], slo: SloConfig) -> str:
+def _title(sides: Sequence[Side], slo: SloConfig) -> str:
     """The sentence in two lines, and the bounds."""
-    said = sentence(windows, slo).replace(f", {VLLM}", f",\n{VLLM}")
+    said = sentence(sides, slo).replace(f", {VLLM}", f",\n{VLLM}")
     return f"{said[:1].upper()}{said[1:]}\nin time: {_in_words(slo)}"
 
 

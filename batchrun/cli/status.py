@@ -108,6 +108,7 @@ def _kv(kv: dict[str, Any]) -> str:
     )
 
 
+NO_DAEMON = "waiting for a daemon"
 WATCH_INTERVAL_S = 1.0
 MOST_ENDED = 20
 
@@ -223,11 +224,12 @@ def _render(picture: dict[str, Any], job: str | None, most_ended: int | None) ->
             f"engine {engine['name']} {engine['url']}: {engine['state']}{stage}{busy}"
             + describe_progress(engine)
         )
+    waits = _waits(picture)
     if (routing := picture.get("routing")) is not None and routing["imbalance"] is not None:
         parts += [named_lines(_routing_lines(routing), "online calls by engine, the last 1,000")]
     if job is not None:
-        waits = picture["gateway"] is None
-        parts += [named_lines(_details(view, waits=waits)) for view in picture["jobs"]]
+        for view in picture["jobs"]:
+            parts += ["", named_lines(_details(view, waits=waits))]
     elif picture["jobs"]:
         parts += _job_list(picture, most_ended)
     else:
@@ -304,6 +306,13 @@ def describe_progress(engine: dict[str, Any]) -> str:
     return "".join(parts)
 
 
+def _waits(picture: dict[str, Any]) -> str | None:
+    """What jobs that could run wait for; None where they do not."""
+    if picture["gateway"] is None:
+        return NO_DAEMON
+    return None if picture["offline"] else "waiting: offline work is off"
+
+
 SAID = {JobState.PAUSED, JobState.FAILED, JobState.EXPIRED}
 """States for which the list says why."""
 
@@ -315,8 +324,7 @@ def _job_list(picture: dict[str, Any], most_ended: int | None) -> Iterator[Rende
     active = [view for view, ended in zip(newest, is_ended, strict=True) if not ended]
     ended = [view for view, ended in zip(newest, is_ended, strict=True) if ended]
     shown = active + ended[:most_ended]
-    waits = picture["gateway"] is None
-    yield _job_table(shown, waits=waits)
+    yield _job_table(shown, waits=_waits(picture))
     for view in shown:
         if view["reason"] and view["state"] in SAID:
             yield f"{view['id']} {view['state']}: {view['reason']}"
@@ -324,7 +332,7 @@ def _job_list(picture: dict[str, Any], most_ended: int | None) -> Iterator[Rende
         yield f"{len(newest) - len(shown):,} more that have ended; --all shows them"
 
 
-def _job_table(views: list[dict[str, Any]], *, waits: bool) -> Table:
+def _job_table(views: list[dict[str, Any]], *, waits: str | None) -> Table:
     table = Table(box=None, header_style="bold")
     table.add_column("job", min_width=14)
     table.add_column("name", overflow="fold")
@@ -347,15 +355,24 @@ def _job_table(views: list[dict[str, Any]], *, waits: bool) -> Table:
     return table
 
 
-def _state(view: dict[str, Any], *, waits: bool) -> str:
-    if waits and view["state"] in {JobState.VALIDATING, JobState.RUNNING}:
-        return "waiting for a daemon"
+def _state(view: dict[str, Any], *, waits: str | None) -> str:
+    is_held_up = view["state"] == JobState.RUNNING or (
+        view["state"] == JobState.VALIDATING and waits == NO_DAEMON
+    )
+    if waits is not None and is_held_up:
+        return waits
     state = str(view["stage"] or view["state"])
     return f"{state}, late" if view["is_deadline_kept"] is False else state
 
 
-def _details(view: dict[str, Any], *, waits: bool) -> Iterator[tuple[str, str]]:
+def _details(view: dict[str, Any], *, waits: str | None) -> Iterator[tuple[str, str]]:
     error = view["estimate_error"]
+    has_ended = JobState(view["state"]).is_terminal
+    speed = (
+        f"{view['rows_per_s']:.1f} rows/s, {view['computed_tokens_per_s']:,.0f} computed and "
+        f"{view['served_tokens_per_s']:,.0f} served tokens/s"
+    )
+    best = view["best_hit_rate"]
     lines = {
         "job": f"{view['id']}  {view['name']}",
         "state": _state(view, waits=waits),
@@ -363,12 +380,11 @@ def _details(view: dict[str, Any], *, waits: bool) -> Iterator[tuple[str, str]]:
         "rows": f"{view['num_completed']:,} done, {view['num_failed']:,} failed, "
         f"{view['num_in_flight']:,} in flight, {view['num_rows']:,} in all",
         "cut off": f"{view['num_cut']:,} answers at max_tokens" if view["num_cut"] else None,
-        "speed": f"{view['rows_per_s']:.1f} rows/s, {view['computed_tokens_per_s']:,.0f} computed "
-        f"and {view['served_tokens_per_s']:,.0f} served tokens/s",
-        "ETA": _eta(view),
+        "speed": None if has_ended else speed,
+        "ETA": None if has_ended else _eta(view),
         "cost so far": _cost(view),
-        "hit rate": f"{figure(view['hit_rate'], '{:.0%}')} "
-        f"(best possible {figure(view['best_hit_rate'], '{:.0%}')})",
+        "hit rate": figure(view["hit_rate"], "{:.0%}")
+        + ("" if best is None else f" (best possible {best:.0%})"),
         "estimates": f"prompt tokens were off by {error:.1%} on average" if error else None,
         "cached tokens": _cached(view),
         "deadline": view["deadline_outlook"],

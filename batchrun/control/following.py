@@ -48,7 +48,7 @@ def _is_notebook() -> bool:
 
 class SafeConsole(Console):
     """A console that never hands a terminal what it would obey, whoever wrote it, and ends no line
-    with blanks."""
+    with blanks but on a full screen, where they cover what stood there before."""
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
@@ -61,7 +61,7 @@ class SafeConsole(Console):
                 yield segment
                 continue
             shown = shown_safely(text)
-            said = shown.rstrip(" ")
+            said = shown if self.is_alt_screen else shown.rstrip(" ")
             if shown.startswith("\n"):
                 blanks.clear()
             elif said:

@@ -103,8 +103,8 @@ class _Round:
         self.dropped[engine] = is_full
 
     def waits(self, engine: int, tokens: int) -> bool:
-        """Whether the engine's window takes so many tokens later; if so, it is passed over."""
-        opens_at_s = self.asking[engine].window.opens_at_s(tokens, self.now_s)
+        """Whether the engine takes so many tokens later; if so, it is passed over."""
+        opens_at_s = self.asking[engine].opens_at_s(tokens, self.now_s)
         if opens_at_s <= self.now_s:
             return False
         del self.asking[engine]

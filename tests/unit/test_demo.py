@@ -16,10 +16,11 @@ from benchmarks.demo import (
     PATIENCE,
     TRACE,
     VLLM,
+    Side,
     Window,
     bounds_of,
-    kept_share,
     lateness,
+    others_cores,
     record_of,
     save_picture,
     sentence,
@@ -36,16 +37,15 @@ def call(
     return OnlineResult(at_s, ttft_s, first_s + 4 * gap_s, (gap_s,) * 4, 5, error)
 
 
-def windows() -> list[Window]:
+def sides() -> list[Side]:
     """Four calls: alone the last is late; on vLLM only the first is in time, on batchrun three.
     Ten rows and twelve were done in twenty seconds."""
-    alone = [call(0.0), call(1.0), call(2.0), call(3.0, ttft_s=0.6)]
+    alone = Window([call(0.0), call(1.0), call(2.0), call(3.0, ttft_s=0.6)])
     vllm = [call(0.0), call(1.0, ttft_s=2.0), call(2.0, gap_s=0.2), call(3.0)]
     batchrun = [call(0.0), call(1.0), call(2.0), call(3.0, error="gone")]
     return [
-        Window(ALONE, alone),
-        Window(VLLM, vllm, [(0.5, 0), (20.0, 10)]),
-        Window(BATCHRUN, batchrun, [(0.5, 1), (20.0, 12)]),
+        Side(VLLM, alone, Window(vllm, [(0.0, 0), (20.0, 10)])),
+        Side(BATCHRUN, alone, Window(batchrun, [(0.0, 1), (20.0, 13)], others_cores=0.7)),
     ]
 
 
@@ -79,33 +79,30 @@ def test_a_call_is_as_late_as_by_the_bound_that_it_took_most_of(
 
 
 def test_only_calls_that_are_in_time_alone_count_and_those_beside_rows() -> None:
-    alone, vllm, batchrun = windows()
+    vllm, batchrun = sides()
 
-    assert kept_share(vllm, alone, SLO) == pytest.approx(1 / 3)
-    assert kept_share(batchrun, alone, SLO) == 1.0
-    soon_over = Window(VLLM, vllm.calls, [(0.2, 0), (0.9, 10)])
-    assert kept_share(soon_over, alone, SLO) == 1.0
+    assert vllm.kept_share(SLO) == pytest.approx(1 / 3)
+    assert batchrun.kept_share(SLO) == 1.0
+    soon_over = Window(vllm.beside.calls, [(0.2, 0), (0.9, 10)])
+    assert Side(VLLM, vllm.alone, soon_over).kept_share(SLO) == 1.0
 
 
 def test_the_sentence_compares_calls_and_rows() -> None:
-    said = sentence(windows(), SLO)
-
-    assert said == (
+    assert sentence(sides(), SLO) == (
         "of the calls that this machine keeps in time alone, vLLM's priorities kept 33% beside "
-        "0.5 rows/s, batchrun 100% beside 0.6 rows/s"
+        "0.5 rows/s and batchrun kept 100% beside 0.6 rows/s"
     )
-    record = record_of(windows(), SLO)
-    assert (record["vllm_kept_share"], record["batchrun_rows_per_s"]) == (
-        pytest.approx(1 / 3),
-        0.6,
-    )
-    assert record["alone_slo_attainment"] == 0.75
+    record = record_of(sides(), SLO)
+    assert record["vllm_kept_share"] == pytest.approx(1 / 3)
+    assert record["batchrun_beside_rows_per_s"] == 0.6
+    assert record["vllm_alone_slo_attainment"] == 0.75
+    assert others_cores(sides()) == 0.7
 
 
 def test_the_picture_has_every_call_and_the_sentence(tmp_path: Path) -> None:
     path = tmp_path / "demo.svg"
 
-    save_picture(windows(), SLO, path)
+    save_picture(sides(), SLO, path)
 
     drawn = path.read_text()
     assert "vLLM's priorities kept 33% beside 0.5 rows/s" in drawn
