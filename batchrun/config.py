@@ -144,6 +144,7 @@ class EngineConfig(_Strict):
     name: Name = "0"
     attach: Url | None = None
     api_key: str | None = Field(default=None, repr=False)
+    api_key_file: str | None = None
     agent: AgentUrl | None = None
     secret_file: str | None = None
     certificate: str | None = None
@@ -164,8 +165,11 @@ class EngineConfig(_Strict):
             for key in ("port", "url", "python", "vllm_args", "env", "command", "profile"):
                 if getattr(self, key):
                     raise ValueError(f"{key!r} belongs to an engine that batchrun starts")
-        if self.attach is None and self.api_key is not None:
-            raise ValueError("'api_key' belongs to an engine with 'attach'")
+        for key in ("api_key", "api_key_file"):
+            if self.attach is None and getattr(self, key) is not None:
+                raise ValueError(f"{key!r} belongs to an engine with 'attach'")
+        if self.api_key is not None and self.api_key_file is not None:
+            raise ValueError("'api_key' and 'api_key_file' do not go together; keep the file")
         for key in ("secret_file", "certificate"):
             if self.agent is None and getattr(self, key) is not None:
                 raise ValueError(f"{key!r} belongs to an engine with 'agent'")

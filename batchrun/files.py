@@ -24,6 +24,7 @@ from typing import BinaryIO, Self
 
 from batchrun.errors import (
     BatchrunError,
+    ConfigError,
     InputError,
     OverloadedError,
     StoreError,
@@ -47,6 +48,20 @@ def allow_many_open_files() -> None:
     have. Children inherit it."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+LEAST_ADDRESS_SPACE_BYTES = 1_000_000_000
+"""With less, libraries that a daemon needs abort without a word."""
+
+
+def check_memory_limit() -> None:
+    """Raises ConfigError where this process may not have enough address space for a daemon."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and limit < LEAST_ADDRESS_SPACE_BYTES:
+        raise ConfigError(
+            f"the limit of memory is {limit // 1_000_000:,} MB of address space, and a daemon "
+            f"needs {LEAST_ADDRESS_SPACE_BYTES // 1_000_000:,}: raise it (`ulimit -v`)"
+        )
 
 
 def max_open_files() -> int:

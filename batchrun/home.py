@@ -81,6 +81,10 @@ class Home:
         """The record of an agent that runs in the background."""
         return self.run / f"agent-{name}.json"
 
+    def engine_key(self, name: str) -> Path:
+        """The secret of an engine that batchrun starts."""
+        return self.run / f"engine-{name}.key"
+
     @property
     def agent_secret(self) -> Path:
         """In an agent's home: the secret that it makes where it is given none."""

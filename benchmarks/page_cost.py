@@ -51,10 +51,11 @@ def use_engines(deployment: Deployment, num_engines: int) -> None:
     port = deployment.engine_port
     fake = [sys.executable, "-m", "batchrun.engine.fake", f"--port={port}", "--model=fake"]
     others = [
-        {"name": f"engine-{i}", "attach": f"http://127.0.0.1:{port}/{i}/.."}
+        {"name": f"engine-{i}", "attach": f"http://127.0.0.1:{port}/{i}/..", "api_key": "page"}
         for i in range(1, num_engines)
     ]
-    first = {"name": "engine-0", "command": fake, "port": port}
+    env = {"VLLM_API_KEY": "page"}
+    first = {"name": "engine-0", "command": fake, "port": port, "env": env}
     deployment.configure(first, engines=[first, *others])
 
 

@@ -11,20 +11,22 @@ import logging
 import os
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
 from batchrun.config import TINY_MODELS, Deployment, EngineConfig, SloConfig, TimeoutsConfig
 from batchrun.daemon.dispatcher import OFFLINE_PRIORITY
 from batchrun.daemon.engine_link import Engine, EngineLink, Slot, window_of
 from batchrun.daemon.plugin import (
+    attached_key,
     channel_path,
     existing_profile,
     last_steps_path,
+    package_env,
     plugin_env,
+    read_or_make_key,
     read_or_make_nonce,
     read_profile,
     scheduler_settings,
@@ -34,25 +36,16 @@ from batchrun.daemon.prices import prices_of, speed_of
 from batchrun.engine import process
 from batchrun.engine.agent.remote import AgentAddress, AgentEngine, AgentWire
 from batchrun.engine.command import AttachedSettings, ManagedSettings, check_port_free
+from batchrun.engine.door import KEY_VARIABLE
 from batchrun.engine.engine import AttachedEngine, ManagedEngine
 from batchrun.engine.sockets import EngineSockets
 from batchrun.engine.tiny_model import build_tiny_model
 from batchrun.engine.tiny_vision_model import build_tiny_vision_model
-from batchrun.errors import ConfigError, EngineError, InputError
+from batchrun.errors import EngineError, InputError
 from batchrun.files import waited_for_core_s, write_atomically
 from batchrun.home import Home
-from batchrun.keys import is_loopback
 from batchrun.pool.row_queue import RowLoad
 from batchrun.routing.engine_book import Prices
-from batchrun.store import api_keys
-from batchrun.store.api_keys import (
-    NO_LIMITS,
-    ApiKeyRecord,
-    KeyLimits,
-    NewApiKey,
-    limits_of,
-)
-from batchrun.store.database import Store
 from batchrun.types import EnginePhase
 
 log = logging.getLogger(__name__)
@@ -242,7 +235,6 @@ class Supervisor:
             {
                 "name": slot.engine.name,
                 **_address_of(slot.engine),
-                "api_key": config.api_key,
                 "is_last_choice": slot.is_set_apart
                 or slot.is_draining
                 or slot.engine.progress.is_doubtful,
@@ -254,9 +246,7 @@ class Supervisor:
                 "started": slot.engine.started,
                 "traits": _traits_of(slot, prices),
             }
-            for slot, config, prices in zip(
-                self.slots, self._deployment.engines, self._prices, strict=True
-            )
+            for slot, prices in zip(self.slots, self._prices, strict=True)
         ]
         document = {
             "engines": engines,
@@ -286,15 +276,16 @@ def _call_timeouts(timeouts: TimeoutsConfig) -> dict[str, float]:
 
 
 def _address_of(engine: Engine) -> dict[str, object]:
-    """Where gateways reach an engine: through its agent, unless it is on this machine."""
+    """Where gateways reach an engine, and with which key: through its agent, unless it is on this
+    machine."""
     if not isinstance(engine, AgentEngine):
-        return {"url": engine.client.base_url}
+        return {"url": engine.client.base_url, "api_key": engine.client.api_key}
     if engine.direct_url is not None:
-        return {"url": engine.direct_url}
+        return {"url": engine.direct_url, "api_key": engine.direct_key}
     address = engine.address
     certificate = None if address.certificate is None else str(address.certificate)
     secured = {"secret_file": str(address.secret_file), "certificate": certificate}
-    return {"url": engine.client.base_url, **secured}
+    return {"url": engine.client.base_url, "api_key": None, **secured}
 
 
 def _traits_of(slot: Slot, prices: Prices | None) -> dict[str, object]:
@@ -340,27 +331,36 @@ def build_model(deployment: Deployment, home: Home) -> None:
 
 
 def make_engine(
-    deployment: Deployment, home: Home, index: int, hint_nonce: str | None = None
+    deployment: Deployment,
+    home: Home,
+    index: int,
+    hint_nonce: str | None = None,
+    engine_key: str | None = None,
 ) -> Engine:
     """The engine of `deployment.engines[index]`, not started; with batchrun's scheduler in it
-    where there is a `hint_nonce`."""
+    where there is a `hint_nonce`. One that batchrun starts asks for `engine_key`, or else for what
+    its `env` or the home has. Raises ConfigError when a secret cannot be read."""
     config = deployment.engines[index]
     if config.agent is not None:
         return AgentEngine(_agent_address(deployment, config, home))
-    engine = _own_engine(deployment, home, index, hint_nonce)
+    engine = _own_engine(deployment, home, index, hint_nonce, engine_key)
     engine.client.reply_idle_s = deployment.timeouts.between_tokens
     return engine
 
 
 def _own_engine(
-    deployment: Deployment, home: Home, index: int, hint_nonce: str | None
+    deployment: Deployment, home: Home, index: int, hint_nonce: str | None, engine_key: str | None
 ) -> ManagedEngine | AttachedEngine:
     config = deployment.engines[index]
     if config.attach is not None:
         return AttachedEngine(
-            AttachedSettings(name=config.name, url=config.attach, api_key=config.api_key)
+            AttachedSettings(
+                name=config.name, url=config.attach, api_key=attached_key(deployment, config)
+            )
         )
     is_tiny = deployment.model in TINY_MODELS
+    key = engine_key or config.env.get(KEY_VARIABLE) or read_or_make_key(home, config.name)
+    env = package_env(home) if hint_nonce is None else plugin_env(home, hint_nonce, config.name)
     return ManagedEngine(
         ManagedSettings(
             name=config.name,
@@ -372,10 +372,9 @@ def _own_engine(
             python=engine_python(config, home),
             url=config.url,
             vllm_args=config.vllm_args,
-            env=config.env
-            if hint_nonce is None
-            else plugin_env(home, hint_nonce, config.name) | config.env,
+            env=(env if config.is_vllm else {}) | config.env,
             command=config.command,
+            api_key=key,
             scheduler=None if hint_nonce is None else scheduler_settings(deployment, config, home),
         )
     )
@@ -420,76 +419,3 @@ def split_listen(listen: str) -> tuple[str, int]:
     """Host (an IPv6 one without its brackets) and port of HOST:PORT."""
     host, port = listen.rsplit(":", 1)
     return host.strip("[]"), int(port)
-
-
-def limits_in(deployment: Deployment) -> KeyLimits:
-    """What user keys may that have no limit of their own."""
-    return KeyLimits(**deployment.key_limits.model_dump())
-
-
-@dataclass(frozen=True, slots=True)
-class KeyList:
-    """Changes the keys of `store`, and publishes those that count in the file at `path`.
-
-    One change at a time, so that the file never lags behind the store. `defaults` are the limits
-    of user keys that have none of their own.
-    """
-
-    store: Store
-    path: Path
-    defaults: KeyLimits = NO_LIMITS
-    _changing: threading.Lock = field(default_factory=threading.Lock)
-
-    def check(self, host: str) -> None:
-        """Raises ConfigError when callers from outside could reach `host` without a key."""
-        if not is_loopback(host) and not api_keys.list_all(self.store):
-            raise ConfigError(
-                f"listen: {host} can be reached from other machines, and there is no API key yet; "
-                "make one with `batchrun keys create NAME`, or listen on 127.0.0.1"
-            )
-
-    def add(self, key: NewApiKey) -> ApiKeyRecord:
-        """Add a key; gateways know it within a second. Raises InputError. Blocking."""
-        with self._changing:
-            added = api_keys.add(self.store, key, now_s=time.time())
-            self.publish()
-            return added
-
-    def change(self, key: str, values: Mapping[str, object]) -> ApiKeyRecord:
-        """Change limits or class of a key; gateways know it within a second. Raises InputError and
-        StateError. Blocking."""
-        with self._changing:
-            changed = api_keys.change(self.store, key, values)
-            self.publish()
-            return changed
-
-    def revoke(self, key: str) -> ApiKeyRecord:
-        """Revoke a key; gateways know it within a second. Raises InputError and StateError.
-
-        One that is revoked already is published again: whoever revoked it may have been killed.
-        Blocking.
-        """
-        with self._changing:
-            try:
-                return api_keys.revoke(self.store, key, now_s=time.time())
-            finally:
-                self.publish()
-
-    def publish(self) -> None:
-        """Write the file as the store has it. A deployment that never had a key asks for none."""
-        keys = api_keys.list_all(self.store)
-        listed = [self._for_gateways(key) for key in keys if key.revoked_at is None]
-        document = json.dumps({"keys": listed if keys else None})
-        write_atomically(self.path, document.encode(), mode=0o600)
-
-    def _for_gateways(self, key: ApiKeyRecord) -> dict[str, object]:
-        limits = limits_of(key, self.defaults)
-        return {
-            "id": key.id,
-            "sha256": key.sha256,
-            "role": key.role,
-            "slo_class": key.slo_class,
-            "requests_per_minute": limits.requests_per_minute,
-            "concurrent_calls": limits.concurrent_calls,
-            "seq": key.seq,
-        }

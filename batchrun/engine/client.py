@@ -312,7 +312,7 @@ class EngineClient:
         """What its models take, prompt and answer together, as it told last."""
         self.reply_idle_s = reply_idle_s
         self.base_url = _normalise_url(base_url)
-        self._api_key = api_key
+        self.api_key = api_key
         self._tls = tls
         self._session: aiohttp.ClientSession | None = None
 
@@ -438,7 +438,7 @@ class EngineClient:
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
-            headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
+            headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
             self._session = aiohttp.ClientSession(
                 connector=CleanConnector(
                     limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=self._tls or True

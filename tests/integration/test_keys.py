@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import stat
 import time
@@ -15,6 +16,7 @@ from typing import Any
 import openai
 import pytest
 from batch_rig import (
+    DAY_S,
     MODEL,
     Caller,
     chat_line,
@@ -246,6 +248,28 @@ def test_a_revoked_key_is_refused_and_its_batch_goes_on(keyed: Keyed) -> None:
         assert admin.wait_until_ended(batch.id).status == "completed"
     assert keyed.rig.refuse("keys", "revoke", "leaver")[0] == 4
     assert keyed.rig.refuse("keys", "revoke", "nobody")[0] == 2
+
+
+def test_files_of_a_key_go_whatever_they_are_for_and_are_shown(
+    keyed: Keyed, team_a: Caller
+) -> None:
+    file = team_a.upload(b"anything", purpose="user_data")
+    assert file.expires_at == file.created_at + 30 * DAY_S
+
+    page = keyed.get("ops", "/metrics").body.decode()
+
+    found = dict(re.findall(r'batchrun_key_(\w+)\{(?:direction="up",)?key="team-a"\} (\S+)', page))
+    assert float(found["stored_bytes"]) >= len(b"anything")
+    assert (float(found["max_stored_bytes"]), float(found["transfers"])) == (100 << 30, 0)
+
+
+def test_a_key_that_has_stored_what_it_may_makes_no_more_batches(keyed: Keyed) -> None:
+    keyed.make("full")
+    with connect(keyed.rig.port, api_key=keyed.keys["full"], max_retries=0) as caller:
+        file = caller.upload([chat_line("a")])
+        keyed.rig.ask("keys", "set", "full", "--stored-bytes", "1")
+        with pytest.raises(openai.RateLimitError, match="delete files that you do not need"):
+            caller.create(file.id)
 
 
 def test_the_list_shows_limits_and_what_was_used(keyed: Keyed, team_a: Caller) -> None:

@@ -26,13 +26,13 @@ from batchrun.cli.console import (
 from batchrun.config import checked_name
 from batchrun.control.client import DaemonClient
 from batchrun.control.starting import read_deployment
-from batchrun.daemon.supervisor import KeyList, limits_in
 from batchrun.errors import DaemonUnavailableError, InputError
 from batchrun.files import StoreLock
 from batchrun.home import Home
 from batchrun.jobs.spec import MAX_WEIGHT, MIN_WEIGHT
 from batchrun.keys import UsageFile, digest, new_key
 from batchrun.quantities import parse_duration_s
+from batchrun.server.api.key_list import KeyList, limits_in
 from batchrun.store import api_keys, files
 from batchrun.store.database import open_store
 from batchrun.store.jobs import Counts
@@ -218,7 +218,7 @@ def list_keys(
             closing(open_store(home.store_location)) as store,
             closing(UsageFile(home.key_usage)) as online,
         ):
-            used = api_keys.usage(store)
+            used, stored = api_keys.usage(store), files.stored_by_owner(store, now_s=time.time())
             for key in api_keys.list_all(store):
                 batches = used.get(key.id, api_keys.KeyUsage(0, Counts()))
                 keys.append({
@@ -231,7 +231,7 @@ def list_keys(
                     "revoked_at": key.revoked_at,
                     "batches": batches.num_batches,
                     "usage": asdict(batches.counts),
-                    "stored_bytes": files.stored_bytes(store, key.id, now_s=time.time()),
+                    "stored_bytes": stored.get(key.id, 0),
                     "online": asdict(online.read(key.seq)),
                 })
     shown: RenderableType = "no keys: nobody is asked for one"

@@ -24,7 +24,6 @@ from starlette.exceptions import HTTPException
 
 from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.engine_link import Engine, Slot
-from batchrun.daemon.supervisor import KeyList
 from batchrun.daemon.view import view_engine, view_job
 from batchrun.engine.command import has_tool_parser
 from batchrun.engine.engine import ManagedEngine
@@ -37,7 +36,8 @@ from batchrun.routing.decisions import NUM_KEPT
 from batchrun.server.api.batches import Batches, batches_router
 from batchrun.server.api.errors import Callers, install_error_handlers
 from batchrun.server.api.files import Files, files_router
-from batchrun.server.api.metrics import MetricsPage
+from batchrun.server.api.key_list import KeyList
+from batchrun.server.api.metrics import MetricsPage, read_key_storage
 from batchrun.server.api.watch import LoopWatch
 from batchrun.store import jobs, results
 from batchrun.store.api_keys import (
@@ -152,7 +152,8 @@ def make_app(daemon: Daemon, status: Status, edge: Edge) -> FastAPI:
         title="batchrun", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
     )
     install_error_handlers(app)
-    page = MetricsPage(daemon, status.watch)
+    page, made_files = MetricsPage(daemon, status.watch), Files(daemon.store, edge.files)
+    transfers = made_files.uploads, made_files.downloads
 
     @app.get("/healthz")
     async def healthz() -> dict[str, object]:
@@ -163,11 +164,12 @@ def make_app(daemon: Daemon, status: Status, edge: Edge) -> FastAPI:
         given = request.headers.get(GATEWAY_HEADER, "")
         if not hmac.compare_digest(given.encode(), edge.gateway_key.encode()):
             raise HTTPException(401, "ask the gateway, not the daemon")
-        return Response(page.render(), media_type=CONTENT_TYPE_LATEST)
+        keys = await asyncio.to_thread(read_key_storage, daemon.store, edge.key_limits, *transfers)
+        return Response(page.render(keys), media_type=CONTENT_TYPE_LATEST)
 
     app.include_router(_control_router(daemon, status, edge))
     guards = [Depends(Callers(daemon.store, edge.gateway_key, edge.key_limits).check)]
-    app.include_router(files_router(Files(daemon.store, edge.files), guards))
+    app.include_router(files_router(made_files, guards))
     batches = Batches(daemon, edge.home.results, edge.windows)
     app.include_router(batches_router(batches, guards))
     return app

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -33,7 +35,7 @@ from batchrun.server.api.errors import (
     wrong_type,
 )
 from batchrun.server.api.files import JsonObject, instant_of, list_object
-from batchrun.store import batches, results
+from batchrun.store import batches, files, results
 from batchrun.store.batches import BatchRecord, NewBatch
 from batchrun.store.jobs import Counts
 from batchrun.strict import parse_json
@@ -236,7 +238,11 @@ class Batches:
             deadline_s=wanted.deadline_s,
             weight=wanted.weight,
         )
-        max_open = caller.limits.concurrent_batches
+        max_open, quota = caller.limits.concurrent_batches, caller.limits.stored_bytes
+        if quota is not None:
+            stored = partial(files.stored_bytes, now_s=time.time())
+            stored_bytes = await asyncio.to_thread(stored, self._daemon.store, caller.owner)
+            files.refuse_too_much(stored_bytes, 0, quota)
         made = await self._daemon.submit_batch(wanted.batch, job, max_open)
         if made.request_hash != wanted.batch.request_hash:
             raise ApiError(

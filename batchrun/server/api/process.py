@@ -25,16 +25,16 @@ from fastapi import FastAPI
 from batchrun.config import Deployment
 from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.engine_link import Slot
-from batchrun.daemon.supervisor import (
-    KeyList,
-    Supervisor,
-    engine_python,
-    limits_in,
-    split_listen,
-)
+from batchrun.daemon.supervisor import Supervisor, engine_python, split_listen
 from batchrun.engine import process
 from batchrun.errors import BatchrunError, EngineError, StoreUnreachableError
-from batchrun.files import StoreLock, allow_many_open_files, remove_left_scratch, write_atomically
+from batchrun.files import (
+    StoreLock,
+    allow_many_open_files,
+    check_memory_limit,
+    remove_left_scratch,
+    write_atomically,
+)
 from batchrun.home import DaemonAddress, Home
 from batchrun.jobs.on_done import Messenger
 from batchrun.jobs.results.file_bytes import FileBytes, open_file_bytes, recover_files
@@ -43,6 +43,7 @@ from batchrun.media.hosts import ImageHosts
 from batchrun.quantities import parse_age_s
 from batchrun.server.api.app import Edge, Status, make_app
 from batchrun.server.api.errors import Callers
+from batchrun.server.api.key_list import KeyList, limits_in
 from batchrun.server.api.watch import end_process
 from batchrun.server.web.gateway_figures import GatewayFigures
 from batchrun.server.web.history import History
@@ -76,6 +77,7 @@ def serve(deployment: Deployment, home: Home, *, on_ready: Callable[[], None]) -
     `on_ready` is called once an engine is ready. The gateway and managed engines outlive this.
     Raises StoreLockedError, StoreError, EngineError.
     """
+    check_memory_limit()
     home.create()
     allow_many_open_files()
     logging.getLogger("python_multipart").setLevel(logging.ERROR)

@@ -6,6 +6,7 @@ A multipart form with one file is parsed as it comes in: bounded fields, and the
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -139,6 +140,7 @@ class UploadForm:
 PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
 BATCH_PURPOSE = "batch"
 BATCH_EXPIRY_S = 2_592_000
+"""Of files for batches, and of all files of an API key: none of them stays for ever."""
 MAX_FILE_BYTES = 512 << 20
 MAX_FORM_BYTES = 65_536
 """What a form may hold besides its file."""
@@ -148,31 +150,39 @@ MAX_UPLOADS = 64
 """On their way at once. Each holds a connection and a file open for as long as its caller likes."""
 MAX_UPLOAD_BYTES = 8 << 30
 """Of all uploads on their way, as they announce themselves; one alone is never too large for it."""
+MAX_DOWNLOADS = 128
 KEY_PART = 2
-"""The uploads of one API key take half of both at most."""
-OPEN_FILES_PER_UPLOAD = 8
-"""Where a process may have few files open, uploads take a quarter of them, at two each."""
+"""The uploads or downloads of one API key take half of their bounds at most."""
+OPEN_FILES_PER_TRANSFER = 8
+"""Where a process may have few files open, uploads take a quarter of them, at two each, and
+downloads another."""
 
 
-class Uploads:
-    """The uploads on their way, by the key that they belong to (None: nobody's)."""
+class Transfers:
+    """The uploads on their way, or the downloads (`what`), by the key that they belong to (None:
+    nobody's): `most` at once, of `max_bytes` together; None: of any size."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str, most: int, max_bytes: int | None = None) -> None:
+        self._what = what
+        self._most = most
+        self._max_bytes = max_bytes
         self._sizes_bytes: dict[str | None, list[int]] = {}
 
+    def count(self, owner: str | None) -> int:
+        """How many of a key are on their way."""
+        return len(self._sizes_bytes.get(owner, ()))
+
     @contextmanager
-    def admitted(self, owner: str | None, headers: Mapping[str, str]) -> Iterator[None]:
+    def admitted(self, owner: str | None, size_bytes: int) -> Iterator[None]:
         """Within, one more is on its way. Raises ApiError where that would be too much: fewer may
         be where few files may be open."""
-        told_bytes = size_told(headers)
-        size_bytes = MAX_FILE_BYTES if told_bytes is None else told_bytes
-        most = max(1, min(MAX_UPLOADS, max_open_files() // OPEN_FILES_PER_UPLOAD))
+        most = max(1, min(self._most, max_open_files() // OPEN_FILES_PER_TRANSFER))
         of_all = [size for sizes in self._sizes_bytes.values() for size in sizes]
         own = self._sizes_bytes.get(owner, [])
-        _refuse_too_many(of_all, size_bytes, most, MAX_UPLOAD_BYTES, "uploads are")
+        self._refuse_too_many(of_all, size_bytes, most, 1, f"{self._what} are")
         if owner is not None:
-            most, max_bytes = -(-most // KEY_PART), MAX_UPLOAD_BYTES // KEY_PART
-            _refuse_too_many(own, size_bytes, most, max_bytes, "uploads of this API key are")
+            whose = f"{self._what} of this API key are"
+            self._refuse_too_many(own, size_bytes, -(-most // KEY_PART), KEY_PART, whose)
         self._sizes_bytes.setdefault(owner, []).append(size_bytes)
         try:
             yield
@@ -181,19 +191,20 @@ class Uploads:
             if not self._sizes_bytes[owner]:
                 del self._sizes_bytes[owner]
 
+    def _refuse_too_many(
+        self, sizes_bytes: Sequence[int], size_bytes: int, most: int, part: int, whose: str
+    ) -> None:
+        max_bytes = math.inf if self._max_bytes is None else self._max_bytes // part
+        is_large = bool(sizes_bytes) and sum(sizes_bytes) + size_bytes > max_bytes
+        if len(sizes_bytes) >= most or is_large:
+            raise ApiError(503, f"{len(sizes_bytes)} {whose} on their way; try again shortly")
+
 
 def size_told(headers: Mapping[str, str]) -> int | None:
     """How many bytes an upload says it has, but for its form; None where it does not say."""
     length = headers.get("content-length", "")
     is_told = length.isascii() and length.isdecimal() and len(length) < 19
     return max(int(length) - MAX_FORM_BYTES, 0) if is_told else None
-
-
-def _refuse_too_many(
-    sizes_bytes: Sequence[int], size_bytes: int, most: int, max_bytes: int, whose: str
-) -> None:
-    if len(sizes_bytes) >= most or (sizes_bytes and sum(sizes_bytes) + size_bytes > max_bytes):
-        raise ApiError(503, f"{len(sizes_bytes)} {whose} on their way; try again shortly")
 
 
 class Spool:
@@ -233,8 +244,8 @@ class Spool:
         await asyncio.to_thread(self._file.write, waiting)
 
 
-async def receive_file(request: Request, folder: Path) -> NewFile:
-    """Write the file of a form into `folder`, under its new id.
+async def receive_file(request: Request, folder: Path, owner: str | None) -> NewFile:
+    """Write the file of a form into `folder`, under its new id; `owner` is the API key's id.
 
     When this returns, the file is on the disk, whole and synced; when it raises, nothing is left of
     it. Raises ApiError, StoreFullError, OverloadedError and InputError.
@@ -250,7 +261,7 @@ async def receive_file(request: Request, folder: Path) -> NewFile:
     try:
         await _receive(request.stream(), form, spool)
         _check_fields(form, is_over=True)
-        expires_after_s = _expiry(form)
+        expires_after_s = _expiry(form, owner)
         await spool.keep()
         if form.fields["purpose"] == BATCH_PURPOSE:
             await asyncio.to_thread(_check_batch_file, spool, form.filename or "")
@@ -263,6 +274,7 @@ async def receive_file(request: Request, folder: Path) -> NewFile:
         size_bytes=spool.size_bytes,
         sha256=spool.sha256,
         expires_after_s=expires_after_s,
+        owner=owner,
         id=file_id,
     )
 
@@ -294,11 +306,12 @@ def _check_fields(form: UploadForm, *, is_over: bool = False) -> None:
         raise missing_parameter("purpose")
 
 
-def _expiry(form: UploadForm) -> int | None:
+def _expiry(form: UploadForm, owner: str | None) -> int | None:
     anchor = form.fields.get("expires_after[anchor]")
     seconds = form.fields.get("expires_after[seconds]")
     if anchor is None and seconds is None:
-        return BATCH_EXPIRY_S if form.fields["purpose"] == BATCH_PURPOSE else None
+        may_stay = owner is None and form.fields["purpose"] != BATCH_PURPOSE
+        return None if may_stay else BATCH_EXPIRY_S
     is_number = seconds is not None and seconds.isascii() and seconds.lstrip("-").isdigit()
     given = int(seconds) if seconds and is_number and len(seconds) < 19 else seconds
     return check_expiry("expires_after", anchor, given)
