@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from base64 import b64decode
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -29,7 +30,7 @@ from batchrun.files import check_prefix
 from batchrun.hints import MAX_BOUND_S, MAX_ONLINE_COST
 from batchrun.home import Home, check_store_url
 from batchrun.media.hosts import checked_host
-from batchrun.quantities import parse_age_s, parse_duration_s
+from batchrun.quantities import parse_age_s, parse_duration_s, parse_optional_duration_s
 from batchrun.strict import load_strict
 from batchrun.types import DEFAULT_CLASS
 
@@ -143,6 +144,7 @@ class EngineConfig(_Strict):
     name: Name = "0"
     attach: Url | None = None
     api_key: str | None = Field(default=None, repr=False)
+    api_key_file: str | None = None
     agent: AgentUrl | None = None
     secret_file: str | None = None
     certificate: str | None = None
@@ -163,8 +165,11 @@ class EngineConfig(_Strict):
             for key in ("port", "url", "python", "vllm_args", "env", "command", "profile"):
                 if getattr(self, key):
                     raise ValueError(f"{key!r} belongs to an engine that batchrun starts")
-        if self.attach is None and self.api_key is not None:
-            raise ValueError("'api_key' belongs to an engine with 'attach'")
+        for key in ("api_key", "api_key_file"):
+            if self.attach is None and getattr(self, key) is not None:
+                raise ValueError(f"{key!r} belongs to an engine with 'attach'")
+        if self.api_key is not None and self.api_key_file is not None:
+            raise ValueError("'api_key' and 'api_key_file' do not go together; keep the file")
         for key in ("secret_file", "certificate"):
             if self.agent is None and getattr(self, key) is not None:
                 raise ValueError(f"{key!r} belongs to an engine with 'agent'")
@@ -245,6 +250,101 @@ class WindowConfig(_Strict):
     tokens: Annotated[int, Field(ge=1)] | None = None
 
 
+MAX_TIMEOUT_S = 30 * 86_400.0
+
+
+Timeout = Annotated[float, BeforeValidator(parse_duration_s), Field(ge=1, le=MAX_TIMEOUT_S)]
+JobTimeout = Annotated[
+    float | None, BeforeValidator(parse_optional_duration_s), Field(ge=1, le=MAX_TIMEOUT_S)
+]
+
+
+class TimeoutsConfig(_Strict):
+    """How long it may take until something shows, in seconds or as durations such as 5m.
+
+    Of a streamed call until its first token; of any reply from one piece to the next; of a call
+    that is not streamed until its answer; of a row in all; of a job without a deadline of its own.
+    """
+
+    first_token: Timeout = Field(default="5m", validate_default=True)
+    between_tokens: Timeout = Field(default="2m", validate_default=True)
+    answer: Timeout = Field(default="1h", validate_default=True)
+    row: Timeout = Field(default="24h", validate_default=True)
+    job: JobTimeout = None
+
+
+class OnDone(_Strict):
+    """What hears that a job has ended: a program that is run, or a URL that is called, with a
+    signature if there is a secret in `secret_file`."""
+
+    command: Annotated[tuple[Argument, ...], Field(min_length=1)] | None = None
+    webhook: Url | None = None
+    secret_file: str | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> OnDone:
+        if (self.command is None) == (self.webhook is None):
+            raise ValueError("takes either 'command' or 'webhook'")
+        if self.secret_file is not None and self.webhook is None:
+            raise ValueError("'secret_file' signs what a 'webhook' gets")
+        return self
+
+    def located(self, folder: Path) -> OnDone:
+        """With absolute paths in place of those that are relative to `folder`."""
+
+        def absolute(path: str) -> str:
+            return os.path.normpath(folder / Path(path).expanduser())
+
+        command, secret_file = self.command, self.secret_file
+        if command is not None and "/" in command[0]:
+            command = (absolute(command[0]), *command[1:])
+        if secret_file is not None:
+            secret_file = absolute(secret_file)
+        return self.model_copy(update={"command": command, "secret_file": secret_file})
+
+    def read_secret(self) -> bytes | None:
+        """What signs the calls of a webhook. Raises ConfigError."""
+        if self.secret_file is None:
+            return None
+        try:
+            text = Path(self.secret_file).read_text(encoding="utf-8").strip()
+            is_encoded = text.startswith(SECRET_PREFIX)
+            encoded = text.removeprefix(SECRET_PREFIX)
+            secret = b64decode(encoded, validate=True) if is_encoded else text.encode()
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise ConfigError(f"{self.secret_file}: cannot be read: {reason}") from None
+        if not secret:
+            raise ConfigError(f"{self.secret_file}: is empty; put a secret into it")
+        return secret
+
+
+SECRET_PREFIX = "whsec_"
+"""Before the base64 of a secret, as Standard Webhooks writes it; other text is taken as it is."""
+
+
+def _as_on_done(value: object) -> object:
+    return {"command": value} if isinstance(value, list | tuple) else value
+
+
+OnDoneKey = Annotated[OnDone | None, BeforeValidator(_as_on_done)]
+Price = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+KeyLimit = Annotated[int, Field(gt=0, le=2**53)]
+KeyCount = Annotated[int, Field(gt=0, lt=2**31)]
+
+
+class KeyLimitsConfig(_Strict):
+    """What a user key may do that has no limit of its own; None: as much as it likes."""
+
+    requests_per_minute: KeyCount | None = None
+    concurrent_calls: KeyCount | None = None
+    concurrent_batches: KeyCount | None = 100
+    enqueued_tokens: KeyLimit | None = None
+    stored_bytes: KeyLimit | None = 100 << 30
+
+
 class DeploymentFile(_Strict):
     """The keys of batchrun.yaml.
 
@@ -277,6 +377,10 @@ class DeploymentFile(_Strict):
     retention: Age | None = None
     image_hosts: tuple[ImageHost, ...] = ()
     completion_windows: Annotated[tuple[CompletionWindow, ...], Field(min_length=1)] = ("24h",)
+    timeouts: TimeoutsConfig = TimeoutsConfig()
+    on_done: OnDoneKey = None
+    price_per_hour: Price | None = None
+    key_limits: KeyLimitsConfig = KeyLimitsConfig()
 
     @model_validator(mode="after")
     def _engine_names_differ(self) -> DeploymentFile:
@@ -312,9 +416,11 @@ class Environment(BaseSettings):
 
 
 class Deployment(DeploymentFile):
-    """A resolved deployment. `base` is the folder that relative paths in the file start from."""
+    """A resolved deployment. `base` is the folder that relative paths in the file start from,
+    `file` the file itself where there is one."""
 
     base: Path
+    file: Path | None = None
 
     def model_folder(self, home: Home) -> Path | None:
         """The folder with the model's files, if they are on this machine; it may be yet to come."""
@@ -362,12 +468,15 @@ def load_deployment(
     values: dict[str, Any] = {"base": Path.cwd() if path is None else path.absolute().parent}
     if path is not None:
         file = load_strict(path, DeploymentFile, ConfigError, context=names)
-        values |= file.model_dump(exclude_unset=True)
+        values |= file.model_dump(exclude_unset=True) | {"file": path.absolute()}
     values |= environment.model_dump(include={"model", "listen"}, exclude_none=True)
     try:
         deployment = Deployment.model_validate(values)
     except ValidationError as error:
         raise ConfigError(_first_line(error)) from error
+    if deployment.on_done is not None:
+        located = deployment.on_done.located(deployment.base)
+        deployment = deployment.model_copy(update={"on_done": located})
     return _with_model_path(deployment)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from batchrun.errors import ConfigError
+from batchrun.files import make_folder
 
 CONTROL_PREFIX = "/batchrun/v1"
 """Where the daemon's control routes begin."""
@@ -19,6 +20,9 @@ GATEWAY_HEADER = "X-Batchrun-Gateway"
 
 TALLY_PATH = "/batchrun/tally"
 """Where the gateway tells the daemon, and nobody else, what it has counted."""
+
+ROUTING_PATH = "/batchrun/routing"
+"""Where the gateway tells the daemon, and nobody else, why calls went where they went."""
 
 CALLER_HEADER = "X-Batchrun-Key"
 """The header in which the gateway tells the daemon the id of the caller's API key."""
@@ -48,6 +52,7 @@ class Home:
         self.files = self.path / "files"
         self.results = self.path / "results"
         self.frames = self.path / "frames"
+        self.uploads = self.path / "uploads"
         self.engine_environment = self.path / "engine-env"
         self.history = self.path / "history.jsonl"
         self.profiles = self.path / "profiles"
@@ -60,7 +65,13 @@ class Home:
         self.key_usage = self.run / "api-keys.usage"
         self.hint_nonce = self.run / "hint-nonce"
         self.plugin = self.run / "plugin"
+        self.last_start = self.run / "last-start"
         self.resolved_config = self.run / "config.json"
+
+    @property
+    def kept_rows(self) -> tuple[Path, ...]:
+        """Where rows lie that came from a DataFrame or the page, beside their answers."""
+        return (self.frames, self.uploads)
 
     def agent(self, name: str) -> Home:
         """The home of an engine's agent: what concerns that engine lies there."""
@@ -69,6 +80,10 @@ class Home:
     def agent_process(self, name: str) -> Path:
         """The record of an agent that runs in the background."""
         return self.run / f"agent-{name}.json"
+
+    def engine_key(self, name: str) -> Path:
+        """The secret of an engine that batchrun starts."""
+        return self.run / f"engine-{name}.key"
 
     @property
     def agent_secret(self) -> Path:
@@ -104,7 +119,7 @@ class Home:
         """Make the folders, readable by their owner alone. Raises ConfigError."""
         try:
             for folder in self._folders:
-                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                make_folder(folder, mode=0o700)
         except OSError as error:
             is_file = isinstance(error, FileExistsError)
             raise self._refused("it is a file" if is_file else error.strerror) from error
@@ -129,7 +144,7 @@ class Home:
 
     @property
     def _folders(self) -> tuple[Path, ...]:
-        return (self.path, self.run, self.log, self.inputs, self.files)
+        return (self.path, self.run, self.log, self.inputs, self.files, self.results)
 
     def read_daemon_address(self) -> DaemonAddress | None:
         """The address that a daemon of this home left; it may have died since."""

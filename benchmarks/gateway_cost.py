@@ -323,10 +323,13 @@ def measure_on_engine(folder: Path) -> Record:
     """
     deployment = Deployment(folder)
     port = deployment.engine_port
-    engine = {"port": port, "vllm_args": ["--max-num-batched-tokens", "512"]}
-    deployment.configure(engine, model="tiny")
+    args, env = ["--max-num-batched-tokens", "512"], {"VLLM_API_KEY": "direct"}
+    deployment.configure({"port": port, "vllm_args": args, "env": env}, model="tiny")
     urls = (deployment.url, f"http://127.0.0.1:{port}")
-    targets = [ReplayTarget(f"{url}/v1", "tiny", extra_body={"ignore_eos": True}) for url in urls]
+    targets = [
+        ReplayTarget(f"{url}/v1", "tiny", api_key="direct", extra_body={"ignore_eos": True})
+        for url in urls
+    ]
     pairs_ms = np.zeros((WARM_PAIRS + NUM_PAIRS, 2))
     with deployment.running():
         for index in range(len(pairs_ms)):

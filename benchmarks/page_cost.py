@@ -14,9 +14,9 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -26,8 +26,9 @@ from batchrun.home import Home
 from batchrun.store import jobs
 from batchrun.store.database import open_store
 from benchmarks.deployment import Deployment
+from benchmarks.records import Bar, Record, finish, parser
 
-VIEWS = ("jobs", "promises", "tide", "memory", "engines", "routing", "plan", "keys")
+VIEWS = ("jobs", "submit", "promises", "tide", "memory", "engines", "routing", "plan", "keys")
 NUM_LOOKS = 20
 LOOK_EVERY_S = 0.25
 MAX_VIEW_S = 0.2
@@ -50,10 +51,11 @@ def use_engines(deployment: Deployment, num_engines: int) -> None:
     port = deployment.engine_port
     fake = [sys.executable, "-m", "batchrun.engine.fake", f"--port={port}", "--model=fake"]
     others = [
-        {"name": f"engine-{i}", "attach": f"http://127.0.0.1:{port}/{i}/.."}
+        {"name": f"engine-{i}", "attach": f"http://127.0.0.1:{port}/{i}/..", "api_key": "page"}
         for i in range(1, num_engines)
     ]
-    first = {"name": "engine-0", "command": fake, "port": port}
+    env = {"VLLM_API_KEY": "page"}
+    first = {"name": "engine-0", "command": fake, "port": port, "env": env}
     deployment.configure(first, engines=[first, *others])
 
 
@@ -79,43 +81,45 @@ def daemon_share(daemon: psutil.Process, span_s: float) -> float:
     return (sum(daemon.cpu_times()[:2]) - before) / (time.monotonic() - began_s)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--jobs", type=int, default=1_000)
-    parser.add_argument("--engines", type=int, default=16)
-    parser.add_argument("--watch-s", type=float, default=30.0)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+def main() -> int:
+    options_parser = parser(__doc__)
+    options_parser.add_argument("--jobs", type=int, default=1_000)
+    options_parser.add_argument("--engines", type=int, default=16)
+    options_parser.add_argument("--watch-s", type=float, default=30.0)
+    options = options_parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        found = measure(Path(name), options)
-    found["is_quick"] = all(view["p95_s"] <= MAX_VIEW_S for view in found["views"].values())
-    found["is_cheap"] = found["page_share"] <= MAX_SHARE
-    print(json.dumps(found, indent=2))
-    if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=2))
+        records = list(measure(Path(name), options))
+    return finish(options.json, records, bars(records))
 
 
-def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+def bars(records: Sequence[Record]) -> Iterator[Bar]:
+    """Bounds of a view and of an open page."""
+    for record in records:
+        if record["what"] == "page":
+            yield Bar(
+                "share of a core for an open page", record["page_share"], MAX_SHARE, is_most=True
+            )
+        else:
+            yield Bar(f"{record['what']}: p95 s", record["p95_s"], MAX_VIEW_S, is_most=True)
+
+
+def measure(folder: Path, options: argparse.Namespace) -> Iterator[Record]:
     """All figures of one deployment."""
+    case = {"jobs": options.jobs, "engines": options.engines}
     deployment = Deployment(folder)
     fill_store(deployment.home, options.jobs)
     use_engines(deployment, options.engines)
     with deployment.running() as gateway:
         url = f"{gateway}/dashboard"
         daemon = psutil.Process(deployment.pid_of("daemon"))
-        views = time_views(url)
+        for view, seconds in time_views(url).items():
+            yield {"what": view, **case, **seconds}
         alone = daemon_share(daemon, options.watch_s)
         with requests.get(f"{url}/events/jobs", stream=True, timeout=60):
             watched = daemon_share(daemon, options.watch_s)
-        return {
-            "jobs": options.jobs,
-            "engines": options.engines,
-            "views": views,
-            "share_without_page": alone,
-            "share_with_page": watched,
-            "page_share": watched - alone,
-        }
+        share = {"daemon_share": alone, "page_share": watched - alone}
+        yield {"what": "page", **case, **share}
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

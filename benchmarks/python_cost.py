@@ -8,7 +8,6 @@ the answers: a frame of them, or the output file.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -22,6 +21,9 @@ import batchrun
 from batchrun.control.starting import start_in_background, stop_everything
 from batchrun.home import Home
 from benchmarks.deployment import free_port
+from benchmarks.records import Bar, finish, parser
+
+MAX_RATIO = 1.1
 
 JOB_FILE = """\
 name: cost
@@ -31,12 +33,11 @@ output: {path: out.parquet}
 """
 
 
-def main() -> None:
-    """Print seconds of both ways and their ratio."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=10_000)
-    parser.add_argument("--rounds", type=int, default=3)
-    given = parser.parse_args()
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument("--rows", type=int, default=10_000)
+    options.add_argument("--rounds", type=int, default=3)
+    given = options.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         home = Home(folder / "home")
@@ -46,8 +47,10 @@ def main() -> None:
             taken = [_round(folder, home, given.rows, number) for number in range(given.rounds)]
         finally:
             stop_everything(home)
-    by_map, by_submit = (statistics.median(times) for times in zip(*taken, strict=True))
-    print(json.dumps({"map_s": by_map, "submit_s": by_submit, "ratio": by_map / by_submit}))
+    map_s, submit_s = (statistics.median(times) for times in zip(*taken, strict=True))
+    ratio = map_s / submit_s
+    record = {"rows": given.rows, "map_s": map_s, "submit_s": submit_s, "ratio": ratio}
+    return finish(given.json, [record], [Bar("map over submit", ratio, MAX_RATIO, is_most=True)])
 
 
 def _configure(folder: Path) -> Path:
@@ -91,4 +94,4 @@ def _by_submit(table: pl.DataFrame, folder: Path, home: Home) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

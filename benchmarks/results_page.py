@@ -75,6 +75,9 @@ SECTIONS: dict[str, Section] = {
         "phase",
         "answers coverage median_width median_error median_bias",
     ),
+    "evil": Section(
+        "Odd engines and callers in bad faith", "group", "cases problems", {"kind": ("sum",)}
+    ),
     "evictions": Section(
         "Orders of eviction, means over seeds",
         "stream blocks eviction",
@@ -124,6 +127,11 @@ SECTIONS: dict[str, Section] = {
         "goodput_per_s slo_met ttft_met tpot_met ttft_p50_s ttft_p99_s longest_wait_s "
         "online_preemptions offline_tokens_per_s plan_ms",
     ),
+    "page_cost": Section(
+        "What the page costs, with a thousand jobs and sixteen engines",
+        "what jobs engines",
+        "p50_s p95_s daemon_share page_share",
+    ),
     "plan_trials": Section(
         "The planner's number on another draw of the traffic, shares of pairs",
         "traffic",
@@ -137,6 +145,9 @@ SECTIONS: dict[str, Section] = {
         "What it costs to know a job",
         "shape rows",
         "key_s sort_s nodes_s peak_bytes dispatched_per_s result_us",
+    ),
+    "python_cost": Section(
+        "Rows asked from Python beside a job file", "rows", "map_s submit_s ratio"
     ),
     "routing": Section(
         "Routers on light engines, means over seeds",

@@ -17,7 +17,8 @@ from share_runs import (
 )
 
 from batchrun.pool.deadlines import DEFAULT_MARGINS, Margins
-from batchrun.pool.fair_share import QUANTUM_TOKENS, JobTurns
+from batchrun.pool.fair_share import JobTurns
+from batchrun.pool.job_shares import QUANTUM_TOKENS
 
 Record = Mapping[str, Any]
 FloatArray = npt.NDArray[np.float64]

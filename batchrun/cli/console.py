@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import RenderableType
 from rich.table import Table
+from typer.core import TyperGroup
 
 from batchrun.control.following import FILE_WIDTH_CHARS, SafeConsole
 from batchrun.control.following import ProgressBar as ProgressBar
@@ -19,6 +21,8 @@ from batchrun.control.following import note as note
 from batchrun.errors import UNSAFE, EngineError, InputError
 from batchrun.files import write_atomically
 from batchrun.home import Home
+
+MAX_SENTENCE_CHARS = 400
 
 out = SafeConsole(
     width=None if sys.stdout.isatty() else FILE_WIDTH_CHARS,
@@ -83,10 +87,29 @@ def _home(folder: str) -> Home:
     return load_home(Path(folder) if folder else None)
 
 
+class WholeGroup(TyperGroup):
+    """Commands of a group, each with its whole first sentence."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the list of the commands."""
+        commands = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
+        rows = [
+            (name, command.get_short_help_str(MAX_SENTENCE_CHARS))
+            for name, command in commands
+            if command is not None
+        ]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
 def command_group(words: str) -> typer.Typer:
     """A command that has commands of its own."""
     group = typer.Typer(
-        help=words, no_args_is_help=True, add_completion=False, rich_markup_mode=None
+        help=words,
+        cls=WholeGroup,
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,
     )
     group.callback()(lambda: None)
     return group
@@ -119,14 +142,49 @@ JobFileArgument = Annotated[Path, typer.Argument(help="Job file (YAML).")]
 
 
 @contextmanager
-def vllm_needed(command: str) -> Iterator[None]:
-    """Around the import of what simulates. Raises EngineError, one line, where vLLM is missing."""
+def vllm_needed(command: str, home: Home | None = None) -> Iterator[None]:
+    """Around the import of what simulates. Where vLLM is missing, the whole command runs once more
+    in the Python of the engines, and this does not return.
+
+    Raises EngineError, one line, where that has no vLLM either.
+    """
     try:
         yield
     except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] in {"vllm", "torch"}:
-            raise EngineError(
-                f"{command} runs vLLM's own scheduler, and vLLM cannot be imported here; use the "
-                "Python in which the engines run"
-            ) from error
-        raise
+        if (error.name or "").split(".")[0] not in {"vllm", "torch"}:
+            raise
+        _run_beside_vllm(home or _home(""))
+        raise EngineError(
+            f"{command} runs vLLM's own scheduler, and vLLM cannot be imported here; run "
+            "`batchrun engine install`, with --cpu where there is no GPU"
+        ) from error
+
+
+BESIDE_VLLM = """\
+import json, sys
+version, first, last = json.loads(sys.argv.pop(1))
+if list(sys.version_info[:2]) != version:
+    sys.exit("batchrun: the engines have Python %d.%d; run batchrun with it" % sys.version_info[:2])
+sys.path[:0], sys.argv[0] = [first], "batchrun"
+sys.path += last
+from batchrun.cli.main import main
+main()
+"""
+"""batchrun first, then all that vLLM was installed with, and of ours what is missing there."""
+
+
+def _run_beside_vllm(home: Home) -> None:
+    """Go on as this command in the Python of the engines; returns where that is this one, or has no
+    vLLM. Raises ConfigError and EngineError."""
+    from batchrun.control.starting import read_deployment
+    from batchrun.daemon.plugin import plugin_folder
+    from batchrun.daemon.supervisor import engine_python
+    from batchrun.engine.command import find_vllm
+
+    engine = next((each for each in read_deployment(None).engines if each.is_vllm), None)
+    python = sys.executable if engine is None else str(engine_python(engine, home))
+    if python == sys.executable or find_vllm(Path(python)) is None:
+        return
+    paths = json.dumps([sys.version_info[:2], str(plugin_folder(home)), sys.path])
+    sys.stdout.flush()
+    os.execv(python, [python, "-P", "-c", BESIDE_VLLM, paths, *sys.argv[1:]])

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Annotated, Any
@@ -243,34 +244,62 @@ def _pair(figures: Mapping[str, Any], name: str, *, is_share: bool = False) -> s
     return text if std is None else f"{text} ± {in_words(std, is_share=is_share)}"
 
 
+PAGE_STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;margin:2em;max-width:80em}"
+    "th{text-align:left;padding-right:2em;vertical-align:top;white-space:nowrap}"
+    "svg{max-width:100%;height:auto}"
+)
+
+
 def write_page(path: Path, figures: Mapping[str, Any], shown: Mapping[str, Distribution]) -> None:
-    """Draw the distributions as curves in one HTML file with nothing outside it.
+    """Write the figures and draw the distributions as curves, in one HTML file with nothing
+    outside it.
 
     Raises InputError when the file cannot be written, or there is no matplotlib.
     """
+    title = escape(f"Prompts of {figures['name']}: {figures['rows']:,} rows")
+    lines = "\n".join(
+        f"<tr><th scope=row>{escape(name)}<td>{escape(said)}" for name, said in _lines(figures)
+    )
+    page = (
+        f"<!doctype html>\n<html lang=en><meta charset=utf-8><title>{title}</title>"
+        f"<style>{PAGE_STYLE}</style>\n<h1>{title}</h1>\n<table>\n{lines}\n</table>\n"
+        f"<h2>How rows are spread</h2>\n{_drawing(shown)}"
+    )
+    try:
+        write_atomically(path, page.encode())
+    except OSError as error:
+        raise InputError(f"--html {path}: cannot be written: {error.strerror}") from error
+
+
+def _drawing(shown: Mapping[str, Distribution]) -> str:
+    """An SVG element. Raises InputError where there is no matplotlib."""
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
     except ModuleNotFoundError as error:
         raise InputError("--html needs matplotlib: pip install matplotlib") from error
     drawn = Figure(figsize=(12, 7), layout="constrained")
     panels = iter(drawn.subplots(2, 3, sharey=True, squeeze=False).flat)
     for each, axes in zip(shown.values(), panels, strict=False):
+        is_log = is_spread(each.values)
         axes.plot(each.percentiles, np.array(PERCENTILES) / 100, color="#2e7d4f")
-        xscale = "log" if is_spread(each.values) else "linear"
-        axes.set(title=each.title, xscale=xscale, ylim=(0, 1))
+        axes.set(title=each.title, xscale="log" if is_log else "linear", ylim=(0, 1))
         axes.grid(alpha=0.3)
+        round_ticks = LogLocator(numticks=6) if is_log else MaxNLocator(5, steps=[1, 2, 5, 10])
+        axes.xaxis.set_major_locator(round_ticks)
+        axes.xaxis.set_major_formatter(partial(_tick, is_share=each.is_share))
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%} of rows")
     for axes in panels:
         axes.remove()
     svg = io.StringIO()
     drawn.savefig(svg, format="svg")
-    title = escape(f"Prompts of {figures['name']}: {figures['rows']:,} rows")
-    drawing = svg.getvalue()[svg.getvalue().index("<svg") :]
-    page = f"<!doctype html>\n<meta charset=utf-8><title>{title}</title><h1>{title}</h1>\n{drawing}"
-    try:
-        write_atomically(path, page.encode())
-    except OSError as error:
-        raise InputError(f"--html {path}: cannot be written: {error.strerror}") from error
+    return svg.getvalue()[svg.getvalue().index("<svg") :]
+
+
+def _tick(value: float, _: int | None, *, is_share: bool) -> str:
+    return f"{value:.0%}" if is_share else in_words(value)
 
 
 JOB_FILE_SUFFIXES = (".yaml", ".yml")

@@ -11,10 +11,9 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from batchrun import __version__
-from batchrun.cli.console import note, out
+from batchrun.cli.console import WholeGroup, note, out
 from batchrun.errors import BatchrunError, suggestion
 
 INTERRUPTED = 130
@@ -61,7 +60,7 @@ COMMANDS = {
 }
 
 
-class LazyGroup(TyperGroup):
+class LazyGroup(WholeGroup):
     """Imports the module of a command when it is asked for: `status` need not load pyarrow."""
 
     def list_commands(self, ctx: Any) -> list[str]:

@@ -59,11 +59,13 @@ def plan(
     *,
     trace: Annotated[Path, typer.Option(help="Trace of the online calls, any format.")],
     job: Annotated[
-        list[Path] | None, typer.Option(help="Job file; as often as there are jobs.")
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Job file; as often as there are jobs."),
     ] = None,
     profile: Annotated[
         list[str] | None,
         typer.Option(
+            metavar="PROFILE",
             help="[NAME=]PROFILE[@PRICE[xGPUS]]: a profile of `batchrun calibrate`, a YAML file "
             "of constants or `a100-8b`; price of a GPU-hour, GPUs of an engine; give several and "
             "the cheapest is chosen. [default: a100-8b]",

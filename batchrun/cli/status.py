@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from typing import Annotated, Any
 
 import typer
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
+from rich.segment import Segment
+from rich.style import Style
 from rich.table import Table
 
 from batchrun.cli.console import HomeOption, JsonOption, answer, figure, named_lines, out
-from batchrun.control.following import num_done
+from batchrun.control.following import SafeConsole, num_done
 from batchrun.control.submitting import view_jobs
-from batchrun.errors import UnknownJobError
+from batchrun.errors import StoreError, UnknownJobError
 from batchrun.home import Home
 from batchrun.types import JobState
 
@@ -104,6 +108,7 @@ def _kv(kv: dict[str, Any]) -> str:
     )
 
 
+NO_DAEMON = "waiting for a daemon"
 WATCH_INTERVAL_S = 1.0
 MOST_ENDED = 20
 
@@ -111,7 +116,10 @@ MOST_ENDED = 20
 def status(
     job: Annotated[str | None, typer.Argument(help="Show this job alone, in detail.")] = None,
     *,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until Ctrl-C.")] = False,
+    watch: Annotated[
+        bool,
+        typer.Option("--watch", "-w", help="Fill the screen until Ctrl-C; in a pipe, print news."),
+    ] = False,
     is_all: Annotated[
         bool, typer.Option("--all", help=f"Show more than {MOST_ENDED} jobs that have ended.")
     ] = False,
@@ -124,10 +132,62 @@ def status(
         picture = _picture(home, job)
         answer(picture, _render(picture, job, most), as_json=as_json)
         return
-    with Live(console=out, refresh_per_second=4) as live:
+    if out.is_terminal:
+        _fill_screen(home, job, most)
+    else:
+        _print_changes(home, job, most)
+
+
+@dataclass(frozen=True, slots=True)
+class _Screen:
+    """What fits of a picture into the terminal as it is now, with a line below that says so."""
+
+    picture: RenderableType
+    trouble: str | None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = console.render_lines(self.picture, options.update(height=None), pad=False)
+        room = max(options.max_height - 1, 1)
+        num_hidden = len(lines) - room
+        for line in lines[:room]:
+            yield from line
+            yield Segment.line()
+        yield from [Segment.line()] * -num_hidden
+        now = time.strftime("%H:%M:%S")
+        more = f"; {num_hidden} lines below, in a taller window" if num_hidden > 0 else ""
+        foot = f"{now}  {self.trouble or 'Ctrl-C leaves'}{more}"
+        yield Segment(foot[: options.max_width], Style(reverse=True))
+
+
+def _fill_screen(home: Home, job: str | None, most: int | None) -> None:
+    """Keep the terminal's other screen up to date until Ctrl-C, which brings the first one back."""
+    shown = _render(_picture(home, job), job, most)
+    console = SafeConsole(highlight=False, markup=False, emoji=False)
+    with Live(_Screen(shown, None), console=console, screen=True, refresh_per_second=4) as live:
         while True:
-            live.update(_render(_picture(home, job), job, most))
             time.sleep(WATCH_INTERVAL_S)
+            trouble = None
+            try:
+                shown = _render(_picture(home, job), job, most)
+            except StoreError as error:
+                trouble = str(error)
+            live.update(_Screen(shown, trouble))
+
+
+def _print_changes(home: Home, job: str | None, most: int | None) -> None:
+    """For a file or a pipe: each picture that has another line, until Ctrl-C; a job's, until it
+    has ended."""
+    before = ""
+    while True:
+        picture = _picture(home, job)
+        with out.capture() as captured:
+            out.print(_render(picture, job, most))
+        if captured.get() != before:
+            before = captured.get()
+            out.print(before)
+        if job is not None and all(JobState(v["state"]).is_terminal for v in picture["jobs"]):
+            return
+        time.sleep(WATCH_INTERVAL_S)
 
 
 def _picture(home: Home, job: str | None) -> dict[str, Any]:
@@ -141,15 +201,22 @@ def _picture(home: Home, job: str | None) -> dict[str, Any]:
     return picture
 
 
-def _render(picture: dict[str, Any], job: str | None, most_ended: int | None) -> RenderableType:
-    switch = "on" if picture["offline"] else "off"
-    parts: list[RenderableType] = [
-        "no daemon runs; start one with `batchrun up -d`"
-        if picture["gateway"] is None
-        else f"online endpoint {picture['gateway']}/v1, offline work {switch}"
-    ]
+def _head_lines(picture: dict[str, Any]) -> Iterator[str]:
+    """Where callers go, and what holds up the daemon or the gateway."""
+    if picture["gateway"] is not None:
+        switch = "on" if picture["offline"] else "off"
+        yield f"online endpoint {picture['gateway']}/v1, offline work {switch}"
+    elif not picture["stalled"]:
+        yield "no daemon runs; start one with `batchrun up -d`"
     if picture["stalled"]:
-        parts.append(f"stalled: {picture['stalled']}")
+        yield f"stalled: {picture['stalled']}"
+    if picture["progress"] is not None:
+        yield from describe_parts(picture["progress"])
+        yield from _loop_lines(picture["progress"])
+
+
+def _render(picture: dict[str, Any], job: str | None, most_ended: int | None) -> RenderableType:
+    parts: list[RenderableType] = [*_head_lines(picture)]
     for engine in picture["engines"]:
         busy = f", {engine['in_flight']} offline rows in flight" if engine["in_flight"] else ""
         stage = "" if engine["stage"] == engine["state"] else f" ({engine['stage']})"
@@ -157,13 +224,18 @@ def _render(picture: dict[str, Any], job: str | None, most_ended: int | None) ->
             f"engine {engine['name']} {engine['url']}: {engine['state']}{stage}{busy}"
             + describe_progress(engine)
         )
+    waits = _waits(picture)
+    if (routing := picture.get("routing")) is not None and routing["imbalance"] is not None:
+        parts += [named_lines(_routing_lines(routing), "online calls by engine, the last 1,000")]
     if job is not None:
-        waits = picture["gateway"] is None
-        parts += [named_lines(_details(view, waits=waits)) for view in picture["jobs"]]
+        for view in picture["jobs"]:
+            parts += ["", named_lines(_details(view, waits=waits))]
     elif picture["jobs"]:
         parts += _job_list(picture, most_ended)
     else:
         parts.append("no jobs yet; add one with `batchrun submit FILE`")
+    if picture.get("felt"):
+        parts += ["", named_lines(_felt_lines(picture["felt"]), "calls of the last 5 minutes")]
     for engine in picture["engines"]:
         if engine["telemetry"] is not None:
             lines = _telemetry_lines(engine["telemetry"]).items()
@@ -171,7 +243,55 @@ def _render(picture: dict[str, Any], job: str | None, most_ended: int | None) ->
     return Group(*parts)
 
 
+def _routing_lines(routing: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for each in routing["engines"]:
+        yield (
+            each["engine"],
+            f"{each['num_calls']:,} calls, {figure(each['hit_rate'], '{:.0%}')} of their prompts "
+            f"cached ({figure(each['agreement'], '{:.0%}')} as foretold), "
+            f"{each['num_pieces']:,} pieces held",
+        )
+    yield "busiest", f"{routing['imbalance']:.2f} times the mean"
+
+
+def _felt_lines(felt: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """How long streamed calls took as their callers felt it, by class; seen at the gateway."""
+    for each in felt:
+        name = each["latency"] + ("" if each["slo_class"] == "default" else f" {each['slo_class']}")
+        half, most = (
+            "above all bounds" if bound_s is None else f"within {bound_s:g} s"
+            for bound_s in (each["p50_s"], each["p99_s"])
+        )
+        yield (
+            name,
+            f"{half} for half of {each['num_calls']:,} calls, {most} for 99%; "
+            f"{each['mean_s']:.3f} s on average",
+        )
+
+
 SHOWN_STALL_S = 5.0
+SHOWN_SILENCE_S = 10.0
+
+
+def describe_parts(progress: dict[str, Any]) -> list[str]:
+    """What holds up the daemon's writer and the gateway now; nothing where all is well."""
+    parts = []
+    if progress["writer_waits_s"] >= SHOWN_SILENCE_S:
+        parts.append(f"results have waited for {progress['writer_waits_s']:.0f} s to be committed")
+    if progress["gateway_silent_s"] >= SHOWN_SILENCE_S:
+        parts.append(f"the gateway has not answered for {progress['gateway_silent_s']:.0f} s")
+    return parts
+
+
+def _loop_lines(progress: dict[str, Any]) -> Iterator[str]:
+    """How often the daemon's loop stood, if it did."""
+    if progress["num_loop_stalls"]:
+        at = datetime.fromtimestamp(progress["last_loop_stall_at"]).strftime("%H:%M:%S")
+        yield (
+            f"the daemon's loop stood still so often since its start: "
+            f"{progress['num_loop_stalls']}, for {progress['longest_loop_stall_s']:.0f} s at most, "
+            f"the last time until {at}"
+        )
 
 
 def describe_progress(engine: dict[str, Any]) -> str:
@@ -179,9 +299,22 @@ def describe_progress(engine: dict[str, Any]) -> str:
     parts = []
     if engine["stalled_s"] >= SHOWN_STALL_S:
         parts.append(f", no progress for {engine['stalled_s']:.0f} s")
+    if engine["ejected_s"]:
+        parts.append(f", no calls for {engine['ejected_s']:.0f} s, because they failed")
     if engine["num_hangs"]:
         parts.append(f"; it has hung so often since the daemon's start: {engine['num_hangs']}")
     return "".join(parts)
+
+
+def _waits(picture: dict[str, Any]) -> str | None:
+    """What jobs that could run wait for; None where they do not."""
+    if picture["gateway"] is None:
+        return NO_DAEMON
+    return None if picture["offline"] else "waiting: offline work is off"
+
+
+SAID = {JobState.PAUSED, JobState.FAILED, JobState.EXPIRED}
+"""States for which the list says why."""
 
 
 def _job_list(picture: dict[str, Any], most_ended: int | None) -> Iterator[RenderableType]:
@@ -191,16 +324,15 @@ def _job_list(picture: dict[str, Any], most_ended: int | None) -> Iterator[Rende
     active = [view for view, ended in zip(newest, is_ended, strict=True) if not ended]
     ended = [view for view, ended in zip(newest, is_ended, strict=True) if ended]
     shown = active + ended[:most_ended]
-    waits = picture["gateway"] is None
-    yield _job_table(shown, waits=waits)
+    yield _job_table(shown, waits=_waits(picture))
     for view in shown:
-        if view["reason"] and view["state"] in {JobState.PAUSED, JobState.FAILED}:
+        if view["reason"] and view["state"] in SAID:
             yield f"{view['id']} {view['state']}: {view['reason']}"
     if len(shown) < len(newest):
         yield f"{len(newest) - len(shown):,} more that have ended; --all shows them"
 
 
-def _job_table(views: list[dict[str, Any]], *, waits: bool) -> Table:
+def _job_table(views: list[dict[str, Any]], *, waits: str | None) -> Table:
     table = Table(box=None, header_style="bold")
     table.add_column("job", min_width=14)
     table.add_column("name", overflow="fold")
@@ -223,15 +355,24 @@ def _job_table(views: list[dict[str, Any]], *, waits: bool) -> Table:
     return table
 
 
-def _state(view: dict[str, Any], *, waits: bool) -> str:
-    if waits and view["state"] in {JobState.VALIDATING, JobState.RUNNING}:
-        return "waiting for a daemon"
+def _state(view: dict[str, Any], *, waits: str | None) -> str:
+    is_held_up = view["state"] == JobState.RUNNING or (
+        view["state"] == JobState.VALIDATING and waits == NO_DAEMON
+    )
+    if waits is not None and is_held_up:
+        return waits
     state = str(view["stage"] or view["state"])
     return f"{state}, late" if view["is_deadline_kept"] is False else state
 
 
-def _details(view: dict[str, Any], *, waits: bool) -> Iterator[tuple[str, str]]:
+def _details(view: dict[str, Any], *, waits: str | None) -> Iterator[tuple[str, str]]:
     error = view["estimate_error"]
+    has_ended = JobState(view["state"]).is_terminal
+    speed = (
+        f"{view['rows_per_s']:.1f} rows/s, {view['computed_tokens_per_s']:,.0f} computed and "
+        f"{view['served_tokens_per_s']:,.0f} served tokens/s"
+    )
+    best = view["best_hit_rate"]
     lines = {
         "job": f"{view['id']}  {view['name']}",
         "state": _state(view, waits=waits),
@@ -239,17 +380,38 @@ def _details(view: dict[str, Any], *, waits: bool) -> Iterator[tuple[str, str]]:
         "rows": f"{view['num_completed']:,} done, {view['num_failed']:,} failed, "
         f"{view['num_in_flight']:,} in flight, {view['num_rows']:,} in all",
         "cut off": f"{view['num_cut']:,} answers at max_tokens" if view["num_cut"] else None,
-        "speed": f"{view['rows_per_s']:.1f} rows/s, {view['computed_tokens_per_s']:,.0f} computed "
-        f"and {view['served_tokens_per_s']:,.0f} served tokens/s",
-        "ETA": _eta(view),
-        "hit rate": f"{figure(view['hit_rate'], '{:.0%}')} "
-        f"(best possible {figure(view['best_hit_rate'], '{:.0%}')})",
+        "speed": None if has_ended else speed,
+        "ETA": None if has_ended else _eta(view),
+        "cost so far": _cost(view),
+        "hit rate": figure(view["hit_rate"], "{:.0%}")
+        + ("" if best is None else f" (best possible {best:.0%})"),
         "estimates": f"prompt tokens were off by {error:.1%} on average" if error else None,
         "cached tokens": _cached(view),
         "deadline": view["deadline_outlook"],
         "output": view["output_path"],
+        "told": _told(view),
     }
     return ((name, str(said)) for name, said in lines.items() if said is not None)
+
+
+def _cost(view: dict[str, Any]) -> str:
+    """Time of engines, and what it costs where a price is known."""
+    money = "" if view["cost"] is None else f", which cost {view['cost']:,.2f}"
+    return f"{view['engine_s'] / 3600:,.3f} engine-hours{money}"
+
+
+def _told(view: dict[str, Any]) -> str | None:
+    """How it went to tell `on_done` of the job's end."""
+    telling = view["on_done"]
+    if telling is None:
+        return None
+    tries = "" if telling["num_tries"] < 2 else f" at try {telling['num_tries']}"
+    if telling["state"] == "delivered":
+        return f"{telling['target']} took it{tries}: {telling['said']}"
+    then = "; not tried again"
+    if telling["next_at"] is not None:
+        then = f"; tried again in {_duration(max(0.0, telling['next_at'] - time.time()))}"
+    return f"{telling['target']} did not take it{tries}: {telling['said']}{then}"
 
 
 def _cached(view: dict[str, Any]) -> str | None:

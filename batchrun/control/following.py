@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Self
 
@@ -13,11 +13,15 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
+    Task,
     TextColumn,
     TimeElapsedColumn,
+    TimeRemainingColumn,
 )
 from rich.segment import Segment
+from rich.text import Text
 
 from batchrun.control.client import DaemonClient
 from batchrun.errors import (
@@ -43,15 +47,31 @@ def _is_notebook() -> bool:
 
 
 class SafeConsole(Console):
-    """A console that never hands a terminal what it would obey, whoever wrote it."""
+    """A console that never hands a terminal what it would obey, whoever wrote it, and ends no line
+    with blanks but on a full screen, where they cover what stood there before."""
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
-    ) -> Iterable[Segment]:
+    ) -> Iterator[Segment]:
         """As rich does, with each character that nobody can see as `shown_safely` has it."""
+        blanks: list[Segment] = []
         for segment in super().render(renderable, options):
             text, style, control = segment
-            yield segment if control else Segment(shown_safely(text), style)
+            if control:
+                yield segment
+                continue
+            shown = shown_safely(text)
+            said = shown if self.is_alt_screen else shown.rstrip(" ")
+            if shown.startswith("\n"):
+                blanks.clear()
+            elif said:
+                yield from blanks
+                blanks.clear()
+            if said:
+                yield Segment(said, style)
+            if len(said) < len(shown):
+                blanks.append(Segment(" " * (len(shown) - len(said)), style))
+        yield from blanks
 
 
 def _stderr() -> Console:
@@ -71,9 +91,19 @@ def note(line: str) -> None:
     err.print(line)
 
 
+class _Rate(ProgressColumn):
+    """How many a second, where it is known of how many."""
+
+    def render(self, task: Task) -> Text:
+        if task.total is None or not task.speed:
+            return Text("")
+        return Text(f"{task.speed:,.0f}/s" if task.speed >= 10 else f"{task.speed:.1f}/s")
+
+
 class ProgressBar:
     """A `ProgressSink` that draws on stderr once the work has taken `after_s`, and is gone when it
-    ends; it draws nothing where nobody watches, nor without `is_shown`."""
+    ends: how far, how fast, how long still. It draws nothing where nobody watches, nor without
+    `is_shown`."""
 
     def __init__(self, after_s: float = 2.0, *, is_shown: bool = True) -> None:
         self._shown_from_s = time.monotonic() + after_s
@@ -82,7 +112,9 @@ class ProgressBar:
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=30),
             MofNCompleteColumn(),
+            _Rate(),
             TimeElapsedColumn(),
+            TimeRemainingColumn(compact=True),
             console=err,
             transient=True,
             disable=not (is_shown and err.is_interactive),
@@ -93,6 +125,9 @@ class ProgressBar:
         if self._progress.disable or time.monotonic() < self._shown_from_s:
             return
         self._progress.start()
+        (task,) = self._progress.tasks
+        if done < task.completed or (total or None) != task.total:
+            self._progress.reset(self._task, total=total or None)
         self._progress.update(self._task, description=stage, completed=done, total=total or None)
 
     def __enter__(self) -> Self:
@@ -163,6 +198,7 @@ def num_done(view: Mapping[str, Any]) -> int:
 
 
 def _describe(view: dict[str, Any]) -> str:
-    late = f", {view['deadline_outlook']}" if view["is_deadline_kept"] is False else ""
-    doing = view["stalled"] or view["stage"] or f"{view['rows_per_s']:.1f} rows/s{late}"
-    return f"{view['name']}: {doing}"
+    """What holds a job up, or how far behind it is; how fast it goes, the bar says."""
+    late = view["deadline_outlook"] if view["is_deadline_kept"] is False else None
+    doing = view["stalled"] or view["stage"] or late
+    return f"{view['name']}: {doing}" if doing else str(view["name"])

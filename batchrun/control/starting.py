@@ -24,8 +24,11 @@ POLL_INTERVAL_S = 0.2
 STOP_WAIT_S = 15.0
 AGENT_STOP_S = 30.0
 """An agent ends its engine first."""
+LEAST_START_S = 5.0
 ANSWER_WAIT_S = 10.0
 """A daemon that lives answers sooner."""
+LOOK_WAIT_S = 5.0
+"""Who only looks need not wait for so long."""
 
 
 def read_deployment(config: Path | None, **flags: str | None) -> Deployment:
@@ -60,12 +63,9 @@ def start_in_background(
     """
     if DaemonClient(home, timeout_s=ANSWER_WAIT_S).is_running():
         raise StateError(f"a daemon runs already for {home.path}; stop it with `batchrun down`")
-    address = home.read_daemon_address()
-    if address is not None and StoreLock(home.store_lock).find_holder() == address.pid:
-        raise StateError(
-            f"the daemon of {home.path} (pid {address.pid}) runs and gave no answer within "
-            f"{ANSWER_WAIT_S:g} s; `batchrun down` ends it"
-        )
+    silence = describe_silence(home, ANSWER_WAIT_S)
+    if silence is not None:
+        raise StateError(f"{silence}; `batchrun down` ends it")
     home.create()
     log_path = home.log / "daemon.log"
     log_size = log_path.stat().st_size if log_path.exists() else 0
@@ -75,18 +75,45 @@ def start_in_background(
         log_path=log_path,
         record_path=home.daemon_process,
     )
+    started_s, usual = time.monotonic(), _usual_start(home)
     stages = "starting"
     with ProgressBar(after_s=0, is_shown=is_shown) as progress:
         while process.is_alive(record):
-            progress(stages, 0, 0)
+            progress(stages + usual, 0, 0)
             with suppress(DaemonUnavailableError):
                 picture = DaemonClient(home).get("/status")
                 engines = picture["engines"]
                 if any(engine["state"] == "ready" for engine in engines):
+                    _remember_start(home, time.monotonic() - started_s)
                     return picture
                 stages = "; ".join(f"engine {each['name']}: {each['stage']}" for each in engines)
             time.sleep(POLL_INTERVAL_S)
     raise BatchrunError(last_words(log_path, log_size))
+
+
+def _usual_start(home: Home) -> str:
+    """How long the last start took that was one, in words; nothing where none is known."""
+    with suppress(OSError, ValueError):
+        return f" (the last start took {float(home.last_start.read_text()):.0f} s)"
+    return ""
+
+
+def _remember_start(home: Home, took_s: float) -> None:
+    """Engines that ran already are there at once: that tells nothing of the next start."""
+    if took_s >= LEAST_START_S:
+        with suppress(OSError):
+            home.last_start.write_text(f"{took_s:.1f}")
+
+
+def describe_silence(home: Home, waited_s: float = LOOK_WAIT_S) -> str | None:
+    """A few words on the daemon of a home, which did not answer for so long, if it lives."""
+    address = home.read_daemon_address()
+    if address is None or StoreLock(home.store_lock).find_holder() != address.pid:
+        return None
+    return (
+        f"the daemon of {home.path} (pid {address.pid}) runs and gave no answer within "
+        f"{waited_s:g} s"
+    )
 
 
 @contextmanager

@@ -11,14 +11,14 @@ from typing import Any
 
 from batchrun.control.client import DaemonClient
 from batchrun.control.following import ProgressBar
-from batchrun.control.starting import read_deployment
+from batchrun.control.starting import LOOK_WAIT_S, describe_silence, read_deployment
 from batchrun.errors import DaemonUnavailableError, UnknownJobError
 from batchrun.files import StoreLock
 from batchrun.home import Home
 from batchrun.jobs.pin import InputPin
 from batchrun.jobs.spec import JobSpec
 from batchrun.store import jobs
-from batchrun.store.database import Store, open_store
+from batchrun.store.database import Store, open_store, open_to_read
 from batchrun.store.jobs import JobRecord, NewJob
 from batchrun.types import JobState
 
@@ -131,18 +131,27 @@ def go_on(record: JobRecord, client: DaemonClient) -> dict[str, Any]:
 def view_jobs(home: Home) -> dict[str, Any]:
     """The daemon's snapshot, or what the store alone can tell of the jobs, oldest first."""
     try:
-        return DaemonClient(home).get("/status")
+        return DaemonClient(home, timeout_s=LOOK_WAIT_S).get("/status")
     except DaemonUnavailableError:
-        pass
+        silence = describe_silence(home)
     views: list[dict[str, object]] = []
     if home.has_store:
+        from batchrun.daemon.prices import read_spent
         from batchrun.daemon.view import view_job
+        from batchrun.jobs.on_done import read_tellings
         from batchrun.store import results
 
-        with closing(open_store(home.store_location)) as store:
+        # A daemon that was stopped may keep the store from everybody who could write there.
+        opened = open_store if silence is None else open_to_read
+        with closing(opened(home.store_location)) as store:
+            tellings, spent_s = read_tellings(store), read_spent(store)
             for record in jobs.list_jobs(store):
-                num_cut = results.count_cut(store, record.seq)
-                views.append(
-                    view_job(record, results.count(store, record.seq)) | {"num_cut": num_cut}
-                )
-    return {"gateway": None, "offline": None, "stalled": None, "engines": [], "jobs": views}
+                more = {
+                    "num_cut": results.count_cut(store, record.seq),
+                    "on_done": tellings.get(record.id),
+                    "engine_s": spent_s.get(record.id, 0.0),
+                    "cost": None,
+                }
+                views.append(view_job(record, results.count(store, record.seq)) | more)
+    nothing: dict[str, Any] = {"gateway": None, "offline": None, "stalled": silence}
+    return nothing | {"progress": None, "engines": [], "felt": [], "jobs": views}

@@ -12,15 +12,18 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from batchrun.config import TimeoutsConfig
 from batchrun.daemon.dispatcher import Dispatcher
 from batchrun.daemon.ending import JobEnd, remove_expired_files, remove_old_results
 from batchrun.daemon.engine_link import Slot, Steering
 from batchrun.daemon.job import ActiveJob
 from batchrun.daemon.opening import Opener
+from batchrun.daemon.prices import EngineSeconds
 from batchrun.daemon.writer import (
     RETRY_INTERVAL_S,
     BatchCreator,
@@ -38,6 +41,7 @@ from batchrun.jobs.spec import JobSpec
 from batchrun.jobs.submit import pin_again
 from batchrun.media.fetching import ImageFetcher
 from batchrun.store import jobs
+from batchrun.store.api_keys import NO_LIMITS, KeyLimits
 from batchrun.store.batches import BatchRecord, NewBatch, WantedBatch
 from batchrun.store.database import Store
 from batchrun.store.jobs import JobRecord, NewJob
@@ -60,7 +64,9 @@ class Daemon:
     `model_folder` holds the files of the engines' model, where they are on this machine. Results
     are removed `retention_s` after their job's end; None keeps them. `files` is where the files of
     OpenAI's API lie; None: there are no batches. `images` fetches what rows name. `python` is
-    an interpreter with vLLM. Commands raise UnknownJobError, StateError or StoreError.
+    an interpreter with vLLM, `key_limits` what user keys may that have no limit of their own; in
+    `kept_in` lie rows that batchrun kept itself. `timeouts` bound rows, and jobs without a
+    deadline. Commands raise UnknownJobError, StateError or StoreError.
     """
 
     store: Store
@@ -71,6 +77,9 @@ class Daemon:
     files: FileBytes | None = None
     images: ImageFetcher = field(default_factory=ImageFetcher)
     python: Path | None = None
+    key_limits: KeyLimits = NO_LIMITS
+    kept_in: Sequence[Path] = ()
+    timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
     active: dict[int, ActiveJob] = field(default_factory=dict)
     stages: dict[str, Stage] = field(default_factory=dict)
     writer: ResultWriter = field(init=False)
@@ -78,6 +87,7 @@ class Daemon:
     steering: Steering = field(init=False)
     opener: Opener = field(init=False)
     end: JobEnd = field(init=False)
+    spent: EngineSeconds = field(init=False)
     _commands: asyncio.Lock = field(default_factory=asyncio.Lock)
     _sit_out_until_s: float = math.inf
     _opening: dict[int, JobRecord] = field(default_factory=dict)
@@ -90,7 +100,13 @@ class Daemon:
         self.writer = ResultWriter(self.store, self._on_committed)
         self._creator = BatchCreator(self.store)
         self.opener = Opener(
-            self.store, self.slots, self.links, self.model_folder, self.files, self.python
+            self.store,
+            self.slots,
+            self.links,
+            self.model_folder,
+            self.files,
+            self.python,
+            self.key_limits,
         )
         self.end = JobEnd(
             self.store, self.writer, self.links, self.stages, self._pause_for, self.files
@@ -99,11 +115,14 @@ class Daemon:
         self.dispatcher = Dispatcher(
             self.store, self.writer, self.slots, epoch, self._pause_soon, self.images
         )
+        self.dispatcher.row_timeout_s = self.timeouts.row
         links = {s.engine.name: (s.link, s.orders_nonce) for s in self.slots if s.link}
         self.steering = Steering(links, epoch, self.dispatcher.jobs.keys)
         is_on = bool(jobs.read_setting(self.store, SWITCH_SETTING, True))
         self.dispatcher.is_offline_on = self.steering.is_offline_on = is_on
         self._left_over = jobs.list_jobs(self.store, only=LIVE_STATES)
+        self.spent = EngineSeconds(self.store)
+        self.spent.load()
 
     async def run(self) -> None:
         """Take up every job that an earlier daemon left, and work until cancelled; then stop.
@@ -117,7 +136,9 @@ class Daemon:
         self._tasks.spawn(self.steering.run())
         for slot in self.slots:
             self._tasks.spawn(slot.watch_progress(lambda: self.dispatcher.is_offline_on))
-        self._tasks.spawn(remove_old_results(self.store, self.links, age_s=self.retention_s))
+        self._tasks.spawn(
+            remove_old_results(self.store, self.links, self.kept_in, age_s=self.retention_s)
+        )
         self._tasks.spawn(remove_expired_files(self.store, self.files))
         for record in self._left_over:
             self._take_up(record)
@@ -125,6 +146,7 @@ class Daemon:
             while True:
                 await self._expire_overdue()
                 await self._take_back_rows()
+                await self._count_engine_time()
                 for outlook in self.dispatcher.assigner.turns.take_news():
                     log.warning("%s %s", outlook.job_id, outlook)
                 await asyncio.wait([self._tasks.failure], timeout=DEADLINE_CHECK_S)
@@ -198,6 +220,13 @@ class Daemon:
         self._sit_out_until_s = math.inf if on else time.monotonic() + wait_s
         await self._take_back_rows()
         self.dispatcher.wake()
+
+    async def _count_engine_time(self, *, at_once: bool = False) -> None:
+        """Count the engines' time towards the jobs that use it."""
+        if self.dispatcher.is_offline_on:
+            self.spent.look(self.slots, time.monotonic())
+        with suppress(StoreError):
+            await asyncio.to_thread(self.spent.save, time.monotonic(), at_once=at_once)
 
     async def _take_back_rows(self) -> None:
         """Abort what has sat out for long enough."""
@@ -273,7 +302,10 @@ class Daemon:
             return
         self.dispatcher.forget_rows({record.id for record in records})
         for record in records:
-            is_overdue = record.expires_at is not None and record.expires_at <= time.time()
+            expires_at = record.expires_at
+            if expires_at is None and self.timeouts.job is not None:
+                expires_at = record.created_at + self.timeouts.job
+            is_overdue = expires_at is not None and expires_at <= time.time()
             if is_overdue and self.end.may_try(record.seq):
                 self._tasks.spawn(self._finish(record, JobState.EXPIRED), record.id)
 
@@ -338,6 +370,7 @@ class Daemon:
             log.info("%s: %s", job.record.id, job.accuracy())
 
     async def _stop(self) -> None:
+        await self._count_engine_time(at_once=True)
         self.dispatcher.leave()
         for job in list(self.active.values()):
             await self.dispatcher.remove(job)

@@ -103,8 +103,8 @@ class _Round:
         self.dropped[engine] = is_full
 
     def waits(self, engine: int, tokens: int) -> bool:
-        """Whether the engine's window takes so many tokens later; if so, it is passed over."""
-        opens_at_s = self.asking[engine].window.opens_at_s(tokens, self.now_s)
+        """Whether the engine takes so many tokens later; if so, it is passed over."""
+        opens_at_s = self.asking[engine].opens_at_s(tokens, self.now_s)
         if opens_at_s <= self.now_s:
             return False
         del self.asking[engine]
@@ -131,7 +131,9 @@ class Assigner(Generic[JobT, SlotT]):
     def join(self, job: JobT, *, deadline_at: float | None) -> None:
         """A job takes its turns from now on; `deadline_at` is its deadline."""
         self.jobs[job.id] = job
-        self.turns.join(job.id, job.weight, job.left_tokens, deadline_at=deadline_at)
+        self.turns.join(
+            job.id, job.weight, job.left_tokens, deadline_at=deadline_at, owner=job.owner
+        )
 
     def leave(self, job: JobT) -> None:
         """No row of the job goes any more. Does nothing when it has left already."""

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +31,7 @@ from batchrun.jobs import objects
 from batchrun.jobs.objects import in_thread
 from batchrun.jobs.results.batch_files import read_custom_ids, salvage_custom_ids, write_batch_files
 from batchrun.jobs.results.file_bytes import FileBytes, remove_expired, sweep_files
-from batchrun.jobs.results.keeping import find_unused_links
+from batchrun.jobs.results.keeping import find_unused_links, find_unused_rows, remove
 from batchrun.jobs.results.output_file import write_output
 from batchrun.jobs.spec import JobSpec
 from batchrun.jobs.submit import open_submitted
@@ -246,6 +246,9 @@ def _custom_ids(
 
 
 OUTPUT_RETRY_S = 30.0
+OUTPUT_TRIES = 3
+"""So often it is tried to write the output of a job whose deadline has passed; then the job ends
+without: its results are in the store."""
 
 
 @dataclass(slots=True)
@@ -253,7 +256,7 @@ class JobEnd:
     """Writes output files and ends jobs. `pause(job_id, reason)`: the file cannot be written.
 
     `files` is where the files lie that batches of OpenAI's API end with; None: there are no
-    batches.
+    batches. What a deadline ended is tried again after `retry_s`.
     """
 
     store: Store
@@ -263,7 +266,9 @@ class JobEnd:
     pause: Callable[[str, str], Awaitable[None]]
     files: FileBytes | None = None
     _closing: dict[int, asyncio.Lock] = field(default_factory=dict)
+    retry_s: float = OUTPUT_RETRY_S
     _retry_at_s: dict[int, float] = field(default_factory=dict)
+    _num_failures: Counter[int] = field(default_factory=Counter)
 
     async def close(self, record: JobRecord) -> None:
         """Write the output file, then end the job. One at a time: an export cannot be stopped."""
@@ -308,14 +313,22 @@ class JobEnd:
         finally:
             await in_thread(exits.close)
 
+    def _gives_up(self, record: JobRecord) -> bool:
+        """Its output could not be written once more; whether it ends without."""
+        is_overdue = record.ends_as is JobState.EXPIRED
+        self._num_failures[record.seq] += is_overdue
+        return is_overdue and self._num_failures[record.seq] >= OUTPUT_TRIES
+
     async def _export(self, record: JobRecord, stage: Stage) -> None:
         reason = None
         try:
             await self._write(record, stage)
         except BatchrunError as error:
             reason = f"output not written: {error}"
-        if reason is not None and record.state is JobState.FINALIZING:
-            self._retry_at_s[record.seq] = time.monotonic() + OUTPUT_RETRY_S
+        may_wait = reason is not None and record.state is JobState.FINALIZING
+        if may_wait and not self._gives_up(record):
+            assert reason is not None
+            self._retry_at_s[record.seq] = time.monotonic() + self.retry_s
             await self.pause(record.id, reason)
             return
         if record.ends_as is JobState.FAILED:
@@ -343,12 +356,14 @@ INTERVAL_S = 3600.0
 EXPIRY_INTERVAL_S = 60.0
 
 
-async def remove_old_results(store: Store, links: Path, *, age_s: float | None) -> None:
+async def remove_old_results(
+    store: Store, links: Path, kept_in: Sequence[Path], *, age_s: float | None
+) -> None:
     """Remove, now and every hour, the results of jobs that ended `age_s` ago, and the links of
-    inputs that nothing needs; cancel to end. None keeps everything."""
+    inputs and rows in `kept_in` that nothing needs; cancel to end. None keeps everything."""
     while age_s is not None:
         try:
-            await asyncio.to_thread(_remove, store, links, age_s)
+            await asyncio.to_thread(_remove, store, links, kept_in, age_s)
         except (StoreError, OSError) as error:
             log.error("old results could not be removed: %s", error)
         await asyncio.sleep(INTERVAL_S)
@@ -368,12 +383,15 @@ async def remove_expired_files(store: Store, place: FileBytes | None) -> None:
         await asyncio.sleep(EXPIRY_INTERVAL_S)
 
 
-def _remove(store: Store, links: Path, age_s: float) -> None:
+def _remove(store: Store, links: Path, kept_in: Sequence[Path], age_s: float) -> None:
     """Rows first, files after: what a kill leaves is found again by the next call."""
     now_s = time.time()
     for record in find_removable(store, ended_before_s=now_s - age_s):
         for _ in remove_results(store, record, now_s=now_s):
             pass
         log.info("%s: its results were removed", record.id)
-    for link in find_unused_links(jobs.list_jobs(store), links=links, now_s=now_s):
-        link.path.unlink(missing_ok=True)
+    records = jobs.list_jobs(store)
+    for link in find_unused_links(records, links=links, now_s=now_s):
+        remove(link)
+    for rows in find_unused_rows(records, kept_in=kept_in, now_s=now_s):
+        remove(rows)

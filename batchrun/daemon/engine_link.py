@@ -385,6 +385,13 @@ class Slot(EngineSlot):
         return 0 if telemetry is None else telemetry.offline.num_running
 
     @property
+    def num_arrived(self) -> int | None:
+        telemetry = self._telemetry
+        if telemetry is None:
+            return None
+        return telemetry.offline.num_running + telemetry.offline.num_waiting
+
+    @property
     def num_other_calls(self) -> int:
         telemetry = self._telemetry
         if telemetry is None:

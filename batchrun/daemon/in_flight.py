@@ -6,19 +6,26 @@ The daemon's jobs and engines are such, and those of the simulator.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 
 from batchrun.daemon.faults import SOLO, Backpressure, Trials
 from batchrun.estimator.answer_length import AnswerLengths
 from batchrun.hints import SharedPrefixes
+from batchrun.pool.job_shares import Owner
 from batchrun.pool.prefix_keys import ChainTable
 from batchrun.pool.radix_tree import PrefixOrder
-from batchrun.pool.row_queue import RowLoad, RowQueue, Window
+from batchrun.pool.row_queue import TICK_S, RowLoad, RowQueue, Window
 from batchrun.wire import RowKey
 
 GATEWAYS_LEARN_S = 2.0
 """Gateways look at the list of engines four times a second; one may be busy."""
 LEAVING_S = 300.0
+ON_THE_WAY_TOKENS = 100_000
+"""So many at most are between the daemon and a scheduler: the server in front of it tokenizes one
+prompt after another, and calls wait behind rows there."""
+ARRIVED_S = 10.0
+"""What was sent before that is taken to have arrived."""
 
 
 class RowPlan(Protocol):
@@ -55,6 +62,11 @@ class RunningJob(Protocol):
 
     @property
     def weight(self) -> float: ...
+
+    @property
+    def owner(self) -> Owner:
+        """Whose it is: fair shares are those of owners first."""
+        ...
 
     @property
     def left_tokens(self) -> int: ...
@@ -145,6 +157,7 @@ class EngineSlot:
     apart_since_s: float | None = None
     in_flight: dict[RowKey, Assignment[Any, Any]] = field(default_factory=dict)
     _limits: dict[RowKey, int] = field(default_factory=dict)
+    _sent_at_s: dict[RowKey, float] = field(default_factory=dict)
 
     @property
     def is_usable(self) -> bool:
@@ -165,6 +178,11 @@ class EngineSlot:
     def num_running(self) -> int:
         """Offline rows that the engine runs now, as far as it tells."""
         return 0
+
+    @property
+    def num_arrived(self) -> int | None:
+        """Rows of ours that have come as far as its scheduler; None where it does not tell."""
+        return None
 
     @property
     def num_other_calls(self) -> int:
@@ -190,6 +208,7 @@ class EngineSlot:
         """A row goes to the engine."""
         self.pressure.sent(len(self.in_flight), now_s)
         self.in_flight[assignment.key] = assignment
+        self._sent_at_s[assignment.key] = now_s
         limit = assignment.trials.limits.get(assignment.row)
         if limit is not None:
             self._limits[assignment.key] = limit
@@ -198,7 +217,7 @@ class EngineSlot:
 
     def release(self, assignment: Assignment[Any, Any]) -> None:
         """The row is in the engine no longer."""
-        del self.in_flight[assignment.key]
+        del self.in_flight[assignment.key], self._sent_at_s[assignment.key]
         self._limits.pop(assignment.key, None)
         self.window.remove(assignment.tokens)
         self.load.remove(assignment.tokens, assignment.demand.work_s)
@@ -209,6 +228,25 @@ class EngineSlot:
             return False
         tokens = demand.prompt_tokens
         return self.window.has_room(tokens, self.num_running, is_urgent=demand.is_urgent)
+
+    def opens_at_s(self, tokens: int, now_s: float) -> float:
+        """When a row of so many tokens may go for which there is room: `now_s`, or when to ask
+        again."""
+        on_the_way = self._on_the_way_tokens(now_s)
+        if on_the_way and on_the_way + tokens > ON_THE_WAY_TOKENS:
+            return max(self.window.opens_at_s(tokens, now_s), now_s + TICK_S)
+        return self.window.opens_at_s(tokens, now_s)
+
+    def _on_the_way_tokens(self, now_s: float) -> int:
+        """Tokens of the rows sent last that the scheduler has not seen yet."""
+        num_arrived = self.num_arrived
+        if num_arrived is None:
+            return 0
+        newest = islice(
+            reversed(self.in_flight.values()), max(0, len(self.in_flight) - num_arrived)
+        )
+        oldest_s = now_s - ARRIVED_S
+        return sum(each.tokens for each in newest if self._sent_at_s[each.key] > oldest_s)
 
     def _lets_in(self, limit: int | None) -> bool:
         """Whether the suspects among the rows in flight allow another row, of this limit."""

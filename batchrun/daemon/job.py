@@ -22,6 +22,7 @@ from batchrun.jobs.prompts.template import RequestTemplate, RowRenderError
 from batchrun.jobs.prompts.tokens import CacheAgreement, predict_cached_in_row
 from batchrun.jobs.spec import JobSpec
 from batchrun.jobs.submit import JobPlan
+from batchrun.pool.job_shares import OPERATOR, Owner
 from batchrun.pool.prefix_keys import IntArray
 from batchrun.pool.row_queue import PlannedWork, RowQueue
 from batchrun.store.jobs import Counts, JobRecord
@@ -116,6 +117,7 @@ class ActiveJob:
     answers: AnswerLengths
     costs: RowCosts
     breaker: CircuitBreaker
+    owner: Owner = OPERATOR
     doubts: Doubts = field(default_factory=Doubts)
     refusals: Refusals = field(default_factory=Refusals)
     reading: asyncio.Lock = field(default_factory=asyncio.Lock)

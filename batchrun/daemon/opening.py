@@ -11,8 +11,9 @@ import json
 import logging
 import math
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
@@ -32,7 +33,13 @@ from batchrun.daemon.faults import (
 )
 from batchrun.daemon.job import ActiveJob, estimate_costs, work_of_plan
 from batchrun.daemon.writer import until_reached, until_stored
-from batchrun.errors import EngineError, QuotaError, StateError, StorageUnreachableError
+from batchrun.errors import (
+    EngineError,
+    QuotaError,
+    StateError,
+    StorageUnreachableError,
+    StoreError,
+)
 from batchrun.jobs.batch import check_input, validate_input
 from batchrun.jobs.expected_answers import open_answers
 from batchrun.jobs.inputs.input_data import InputData
@@ -43,11 +50,12 @@ from batchrun.jobs.prompts.tokens import PLAIN_PROMPTS, PromptReader, read_promp
 from batchrun.jobs.results.file_bytes import FileBytes
 from batchrun.jobs.spec import JobSpec
 from batchrun.jobs.submit import open_submitted, plan_job
+from batchrun.pool.job_shares import OPERATOR, Owner
 from batchrun.pool.prefix_groups import group_rows
 from batchrun.pool.radix_tree import build_radix_tree
 from batchrun.pool.row_queue import RowQueue
 from batchrun.store import api_keys, batches, files, jobs, results
-from batchrun.store.api_keys import ApiKeyRecord
+from batchrun.store.api_keys import NO_LIMITS, ApiKeyRecord, KeyLimits, limits_of
 from batchrun.store.batches import BatchError, BatchRecord, ValidInput
 from batchrun.store.database import Store
 from batchrun.store.jobs import JobRecord
@@ -223,11 +231,54 @@ MAX_OPENINGS = 2
 """Inputs that are read at once: a line of each is in memory, and commands need threads, too."""
 
 
+class FairDoor:
+    """Lets a few in at a time: of those who wait, the first of each owner in turn."""
+
+    def __init__(self, num_places: int) -> None:
+        self._num_free = num_places
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    @asynccontextmanager
+    async def passed(self, owner: str) -> AsyncIterator[None]:
+        """Within, one place is taken."""
+        if self._num_free and not self._waiting:
+            self._num_free -= 1
+        else:
+            await self._wait(owner)
+        try:
+            yield
+        finally:
+            self._leave()
+
+    async def _wait(self, owner: str) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                self._leave()
+            raise
+
+    def _leave(self) -> None:
+        """The place goes to the first that still waits, of the owner whose turn it is."""
+        while self._waiting:
+            owner = next(iter(self._waiting))
+            turns = self._waiting.pop(owner)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[owner] = turns
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._num_free += 1
+
+
 @dataclass(slots=True)
 class Opener:
     """Brings jobs into memory. `links` is the folder of pinned inputs, `files` where the files of
     OpenAI's API lie, `model_folder` that of the engines' model, `python` their
-    interpreter; see `Daemon`."""
+    interpreter, `key_limits` what holds where a key has no limit of its own; see `Daemon`."""
 
     store: Store
     slots: Sequence[Slot]
@@ -235,7 +286,8 @@ class Opener:
     model_folder: Path | None
     files: FileBytes | None
     python: Path | None = None
-    _reading: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, MAX_OPENINGS))
+    key_limits: KeyLimits = NO_LIMITS
+    _reading: FairDoor = field(default_factory=partial(FairDoor, MAX_OPENINGS))
 
     async def open(self, record: JobRecord, progress: ProgressSink) -> ActiveJob | None:
         """The job in memory; None for a batch that is not to run. Waits for the store.
@@ -243,25 +295,30 @@ class Opener:
         Raises DataError, and what else `take_up_job` raises.
         """
         started: JobRecord | None = record
-        if record.is_batch and record.state is JobState.VALIDATING:
-            started = await self._validate(record, progress)
+        batch = await until_reached(batches.find, self.store, record.id)
+        key = None if batch is None else await until_reached(api_keys.find, self.store, batch.owner)
+        if batch is not None and record.state is JobState.VALIDATING:
+            started = await self._validate(batch, key, progress)
         if started is None:
             return None
         take_up = partial(
             take_up_job, links=self.links, model_folder=self.model_folder, python=self.python
         )
-        async with self._reading:
-            return await until_reached(take_up, self.store, started, progress=progress)
+        owner = OPERATOR if key is None else Owner(key.id, is_bounded=key.role == "user")
+        async with self._reading.passed(owner.id):
+            job = await until_reached(take_up, self.store, started, progress=progress)
+        job.owner = owner
+        return job
 
-    async def _validate(self, record: JobRecord, progress: ProgressSink) -> JobRecord | None:
+    async def _validate(
+        self, batch: BatchRecord, owner: ApiKeyRecord | None, progress: ProgressSink
+    ) -> JobRecord | None:
         """Start the job if its input is valid, or let it fail.
 
         Returns None where it does not run: it failed, or was cancelled or paused meanwhile.
         """
         assert self.files is not None
-        batch = await until_reached(batches.find, self.store, record.id)
-        assert batch is not None
-        owner = await until_reached(api_keys.find, self.store, batch.owner)
+        record = batch.job
         file = await until_reached(
             files.find,
             self.store,
@@ -283,7 +340,7 @@ class Opener:
     ) -> None:
         """Start the batch, or let it fail. Raises StateError where it is not validated any more."""
         if isinstance(found, ValidInput):
-            quota = None if owner is None else owner.limits.enqueued_tokens
+            quota = None if owner is None else limits_of(owner, self.key_limits).enqueued_tokens
             start = partial(batches.start, now_s=time.time(), max_enqueued_tokens=quota)
             try:
                 await until_stored(start, self.store, batch_id, found)
@@ -296,11 +353,11 @@ class Opener:
     async def _check_lines(
         self, batch: BatchRecord, models: set[str], progress: ProgressSink
     ) -> ValidInput | list[BatchError]:
-        """Waits for object storage while that does not answer."""
+        """Waits while object storage, the disk or the store does not let it."""
         assert self.files is not None
         while True:
             try:
-                async with self._reading:
+                async with self._reading.passed(batch.owner or OPERATOR.id):
                     return await in_thread(
                         validate_input,
                         batch,
@@ -309,7 +366,7 @@ class Opener:
                         links=self.links,
                         progress=progress,
                     )
-            except StorageUnreachableError as error:
+            except (StorageUnreachableError, StoreError) as error:
                 log.warning("%s: %s", batch.job.id, error)
                 progress(f"validating, waiting for the input: {error}", 0, 0)
                 await asyncio.sleep(STORAGE_INTERVAL_S)

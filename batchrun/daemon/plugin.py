@@ -149,12 +149,56 @@ def last_steps_path(home: Home, engine: str) -> Path:
     return path.with_name(path.name + SUFFIX)
 
 
-def plugin_env(home: Home, nonce: str, engine: str) -> dict[str, str]:
-    """Environment variables for an engine: the nonce, where its sockets go, and a folder that
-    holds batchrun alone.
+METADATA = f"Metadata-Version: 2.1\nName: batchrun\nVersion: {batchrun.__version__}\n"
+ENTRY_POINTS = "[vllm.general_plugins]\nbatchrun = batchrun.vllm_waiting:register\n"
+"""As in pyproject.toml: vLLM finds there what its processes are to call."""
 
-    An engine in an environment of its own then imports batchrun, and nothing else of ours.
-    """
+
+def plugin_folder(home: Home) -> Path:
+    """A folder for the path of another environment, which then imports batchrun and nothing else
+    of ours, and knows its entry point."""
+    told = home.plugin / "batchrun-0.dist-info"
+    told.mkdir(parents=True, exist_ok=True)
+    for name, text in (("METADATA", METADATA), ("entry_points.txt", ENTRY_POINTS)):
+        write_atomically(told / name, text.encode())
+    link = home.plugin / "batchrun"
+    package = Path(batchrun.__file__).parent
+    if not link.is_symlink() or link.readlink() != package:
+        link.unlink(missing_ok=True)
+        link.symlink_to(package)
+    return home.plugin
+
+
+def attached_key(deployment: Deployment, config: EngineConfig) -> str | None:
+    """What an attached engine asks for. Raises ConfigError when its file cannot be read."""
+    if config.api_key_file is None:
+        return config.api_key
+    path = deployment.base / Path(config.api_key_file).expanduser()
+    try:
+        key = path.read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        line = f"engine {config.name}: api_key_file: {path} cannot be read: {reason}"
+        raise ConfigError(line) from error
+    if not key or not key.isascii() or not key.isprintable():
+        raise ConfigError(f"engine {config.name}: api_key_file: {path} holds no key in one line")
+    return key
+
+
+def read_or_make_key(home: Home, engine: str) -> str:
+    """The secret that an engine which batchrun starts asks for. It outlives daemon and engine."""
+    path = home.engine_key(engine)
+    if path.exists():
+        return path.read_text()
+    key = secrets.token_urlsafe(32)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, key.encode(), mode=0o600)
+    return key
+
+
+def package_env(home: Home) -> dict[str, str]:
+    """The environment variable that lets an engine in an environment of its own import batchrun,
+    and nothing else of ours: a folder that holds it alone."""
     home.plugin.mkdir(parents=True, exist_ok=True)
     link = home.plugin / "batchrun"
     package = Path(batchrun.__file__).parent
@@ -162,9 +206,14 @@ def plugin_env(home: Home, nonce: str, engine: str) -> dict[str, str]:
         link.unlink(missing_ok=True)
         link.symlink_to(package)
     inherited = os.environ.get("PYTHONPATH")
-    path = os.pathsep.join([str(home.plugin), *([inherited] if inherited else [])])
+    return {"PYTHONPATH": os.pathsep.join([str(home.plugin), *([inherited] if inherited else [])])}
+
+
+def plugin_env(home: Home, nonce: str, engine: str) -> dict[str, str]:
+    """Environment variables for an engine with batchrun's scheduler: the nonce, where its sockets
+    go, and `package_env`."""
     return {
         HINT_NONCE_VARIABLE: nonce,
         CHANNEL_VARIABLE: str(channel_path(home, engine)),
-        "PYTHONPATH": path,
+        **package_env(home),
     }

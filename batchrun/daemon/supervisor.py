@@ -11,20 +11,22 @@ import logging
 import os
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
-from batchrun.config import TINY_MODELS, Deployment, EngineConfig
+from batchrun.config import TINY_MODELS, Deployment, EngineConfig, SloConfig, TimeoutsConfig
 from batchrun.daemon.dispatcher import OFFLINE_PRIORITY
 from batchrun.daemon.engine_link import Engine, EngineLink, Slot, window_of
 from batchrun.daemon.plugin import (
+    attached_key,
     channel_path,
     existing_profile,
     last_steps_path,
+    package_env,
     plugin_env,
+    read_or_make_key,
     read_or_make_nonce,
     read_profile,
     scheduler_settings,
@@ -34,24 +36,28 @@ from batchrun.daemon.prices import prices_of, speed_of
 from batchrun.engine import process
 from batchrun.engine.agent.remote import AgentAddress, AgentEngine, AgentWire
 from batchrun.engine.command import AttachedSettings, ManagedSettings, check_port_free
+from batchrun.engine.door import KEY_VARIABLE
 from batchrun.engine.engine import AttachedEngine, ManagedEngine
 from batchrun.engine.sockets import EngineSockets
 from batchrun.engine.tiny_model import build_tiny_model
 from batchrun.engine.tiny_vision_model import build_tiny_vision_model
-from batchrun.errors import ConfigError, EngineError, InputError
-from batchrun.files import write_atomically
+from batchrun.errors import EngineError, InputError
+from batchrun.files import waited_for_core_s, write_atomically
 from batchrun.home import Home
-from batchrun.keys import is_loopback
 from batchrun.pool.row_queue import RowLoad
 from batchrun.routing.engine_book import Prices
-from batchrun.store import api_keys
-from batchrun.store.api_keys import ApiKeyRecord, NewApiKey
-from batchrun.store.database import Store
+from batchrun.types import EnginePhase
 
 log = logging.getLogger(__name__)
 
 GATEWAY_CHECK_S = 0.5
 GATEWAY_START_S = 15.0
+GATEWAY_ANSWER_S = 2.0
+MAX_MISSED = 3
+"""A gateway that is asked so often and answers nothing is stuck. Of several workers each is watched
+by the gateway itself."""
+STARVED_SHARE = 0.25
+"""One that waited for a core for so much of that is late, on a machine that is short of CPU."""
 FIRST_ENGINE_PORT_OFFSET = 100
 LAST_PORT = 65_535
 TINY_BUILDERS = dict(zip(TINY_MODELS, (build_tiny_model, build_tiny_vision_model), strict=True))
@@ -77,6 +83,7 @@ class Supervisor:
         ]
         classes = slo_classes(deployment, home)
         self._slo_classes = {name: bounds.model_dump() for name, bounds in classes.items()}
+        self._slo = deployment.slo.model_dump() if isinstance(deployment.slo, SloConfig) else None
         self.gateway_url = f"http://{deployment.listen}"
 
     def _make_slot(self, index: int, nonce: str | None) -> Slot:
@@ -141,13 +148,40 @@ class Supervisor:
             await slot.engine.client.close()
 
     async def _watch_gateway(self) -> None:
+        num_missed = 0
         while True:
             await asyncio.to_thread(self._ensure_gateway)
+            num_missed = 0 if await self._does_gateway_answer() else num_missed + 1
+            if num_missed >= MAX_MISSED:
+                log.error("the gateway gives no answer; it is ended and started again")
+                await asyncio.to_thread(process.stop_recorded, self._home.gateway_process, 1.0)
+                num_missed = 0
+                continue
             for slot in self.slots:
                 if slot.agent is not None:
                     slot.hint_nonce = slot.agent.hint_nonce
             self._write_upstreams()
             await asyncio.sleep(GATEWAY_CHECK_S)
+
+    async def _does_gateway_answer(self) -> bool:
+        """Whether it takes a request and answers anything; one without a core counts as if."""
+        record = process.read_record(self._home.gateway_process)
+        if self._deployment.gateway_workers > 1 or record is None:
+            return True
+        waited_s = waited_for_core_s(record.pid)
+        writer = None
+        try:
+            async with asyncio.timeout(GATEWAY_ANSWER_S):
+                where = split_listen(self._deployment.listen)
+                reader, writer = await asyncio.open_connection(*where)
+                writer.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                return bool(await reader.read(1))
+        except OSError:
+            starved_s = waited_for_core_s(record.pid) - waited_s
+            return starved_s >= STARVED_SHARE * GATEWAY_ANSWER_S
+        finally:
+            if writer is not None:
+                writer.close()
 
     def _ensure_gateway(self, *, is_first: bool = False) -> None:
         """Start the gateway unless it runs; the first time, its port must be free."""
@@ -201,27 +235,27 @@ class Supervisor:
             {
                 "name": slot.engine.name,
                 **_address_of(slot.engine),
-                "api_key": config.api_key,
                 "is_last_choice": slot.is_set_apart
                 or slot.is_draining
                 or slot.engine.progress.is_doubtful,
                 "is_hung": slot.engine.progress.is_hung,
+                "is_ready": slot.engine.state is EnginePhase.READY,
                 "hint_nonce": slot.hint_nonce,
                 "offline_priority": OFFLINE_PRIORITY if slot.uses_priority else None,
                 "models": slot.models,
                 "started": slot.engine.started,
                 "traits": _traits_of(slot, prices),
             }
-            for slot, config, prices in zip(
-                self.slots, self._deployment.engines, self._prices, strict=True
-            )
+            for slot, prices in zip(self.slots, self._prices, strict=True)
         ]
         document = {
             "engines": engines,
             "daemon": self._daemon,
+            "slo": self._slo,
             "slo_classes": self._slo_classes,
             "image_hosts": self._deployment.image_hosts,
             "router": self._deployment.router,
+            "timeouts": _call_timeouts(self._deployment.timeouts),
         }
         content = json.dumps(document).encode()
         if content == self._upstreams:
@@ -235,16 +269,23 @@ class Supervisor:
                 slot.apart_since_s = time.monotonic()
 
 
+def _call_timeouts(timeouts: TimeoutsConfig) -> dict[str, float]:
+    """As the gateway knows them."""
+    named = timeouts.model_dump(include={"first_token", "between_tokens", "answer", "row"})
+    return {f"{name}_s": value for name, value in named.items()}
+
+
 def _address_of(engine: Engine) -> dict[str, object]:
-    """Where gateways reach an engine: through its agent, unless it is on this machine."""
+    """Where gateways reach an engine, and with which key: through its agent, unless it is on this
+    machine."""
     if not isinstance(engine, AgentEngine):
-        return {"url": engine.client.base_url}
+        return {"url": engine.client.base_url, "api_key": engine.client.api_key}
     if engine.direct_url is not None:
-        return {"url": engine.direct_url}
+        return {"url": engine.direct_url, "api_key": engine.direct_key}
     address = engine.address
     certificate = None if address.certificate is None else str(address.certificate)
     secured = {"secret_file": str(address.secret_file), "certificate": certificate}
-    return {"url": engine.client.base_url, **secured}
+    return {"url": engine.client.base_url, "api_key": None, **secured}
 
 
 def _traits_of(slot: Slot, prices: Prices | None) -> dict[str, object]:
@@ -290,18 +331,36 @@ def build_model(deployment: Deployment, home: Home) -> None:
 
 
 def make_engine(
-    deployment: Deployment, home: Home, index: int, hint_nonce: str | None = None
+    deployment: Deployment,
+    home: Home,
+    index: int,
+    hint_nonce: str | None = None,
+    engine_key: str | None = None,
 ) -> Engine:
     """The engine of `deployment.engines[index]`, not started; with batchrun's scheduler in it
-    where there is a `hint_nonce`."""
+    where there is a `hint_nonce`. One that batchrun starts asks for `engine_key`, or else for what
+    its `env` or the home has. Raises ConfigError when a secret cannot be read."""
     config = deployment.engines[index]
     if config.agent is not None:
         return AgentEngine(_agent_address(deployment, config, home))
+    engine = _own_engine(deployment, home, index, hint_nonce, engine_key)
+    engine.client.reply_idle_s = deployment.timeouts.between_tokens
+    return engine
+
+
+def _own_engine(
+    deployment: Deployment, home: Home, index: int, hint_nonce: str | None, engine_key: str | None
+) -> ManagedEngine | AttachedEngine:
+    config = deployment.engines[index]
     if config.attach is not None:
         return AttachedEngine(
-            AttachedSettings(name=config.name, url=config.attach, api_key=config.api_key)
+            AttachedSettings(
+                name=config.name, url=config.attach, api_key=attached_key(deployment, config)
+            )
         )
     is_tiny = deployment.model in TINY_MODELS
+    key = engine_key or config.env.get(KEY_VARIABLE) or read_or_make_key(home, config.name)
+    env = package_env(home) if hint_nonce is None else plugin_env(home, hint_nonce, config.name)
     return ManagedEngine(
         ManagedSettings(
             name=config.name,
@@ -313,10 +372,9 @@ def make_engine(
             python=engine_python(config, home),
             url=config.url,
             vllm_args=config.vllm_args,
-            env=config.env
-            if hint_nonce is None
-            else plugin_env(home, hint_nonce, config.name) | config.env,
+            env=(env if config.is_vllm else {}) | config.env,
             command=config.command,
+            api_key=key,
             scheduler=None if hint_nonce is None else scheduler_settings(deployment, config, home),
         )
     )
@@ -361,60 +419,3 @@ def split_listen(listen: str) -> tuple[str, int]:
     """Host (an IPv6 one without its brackets) and port of HOST:PORT."""
     host, port = listen.rsplit(":", 1)
     return host.strip("[]"), int(port)
-
-
-@dataclass(frozen=True, slots=True)
-class KeyList:
-    """Changes the keys of `store`, and publishes those that count in the file at `path`.
-
-    One change at a time, so that the file never lags behind the store.
-    """
-
-    store: Store
-    path: Path
-    _changing: threading.Lock = field(default_factory=threading.Lock)
-
-    def check(self, host: str) -> None:
-        """Raises ConfigError when callers from outside could reach `host` without a key."""
-        if not is_loopback(host) and not api_keys.list_all(self.store):
-            raise ConfigError(
-                f"listen: {host} can be reached from other machines, and there is no API key yet; "
-                "make one with `batchrun keys create NAME`, or listen on 127.0.0.1"
-            )
-
-    def add(self, key: NewApiKey) -> ApiKeyRecord:
-        """Add a key; gateways know it within a second. Raises InputError. Blocking."""
-        with self._changing:
-            added = api_keys.add(self.store, key, now_s=time.time())
-            self.publish()
-            return added
-
-    def revoke(self, key: str) -> ApiKeyRecord:
-        """Revoke a key; gateways know it within a second. Raises InputError and StateError.
-
-        One that is revoked already is published again: whoever revoked it may have been killed.
-        Blocking.
-        """
-        with self._changing:
-            try:
-                return api_keys.revoke(self.store, key, now_s=time.time())
-            finally:
-                self.publish()
-
-    def publish(self) -> None:
-        """Write the file as the store has it. A deployment that never had a key asks for none."""
-        keys = api_keys.list_all(self.store)
-        listed = [_for_gateways(key) for key in keys if key.revoked_at is None]
-        document = json.dumps({"keys": listed if keys else None})
-        write_atomically(self.path, document.encode(), mode=0o600)
-
-
-def _for_gateways(key: ApiKeyRecord) -> dict[str, object]:
-    return {
-        "id": key.id,
-        "sha256": key.sha256,
-        "role": key.role,
-        "slo_class": key.slo_class,
-        "requests_per_minute": key.limits.requests_per_minute,
-        "seq": key.seq,
-    }

@@ -9,11 +9,12 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import as_file, files
 from pathlib import Path
 
+from batchrun.engine.door import KEY_VARIABLE
 from batchrun.errors import ConfigError, EngineError
 from batchrun.hints import HINT_KEY
 from batchrun.media.images import MAX_PIXELS
@@ -32,7 +33,8 @@ class ManagedSettings:
     which to reach the engine instead of host and port (a recording proxy in front of it).
     `vllm_args` are passed through verbatim and win over ours; `env` is laid over this process's
     environment. `command`, when set, replaces the whole vLLM command line.
-    `scheduler`, when set, puts batchrun's scheduler into vLLM, with these settings.
+    `scheduler`, when set, puts batchrun's scheduler into vLLM, with these settings. `api_key`, when
+    set, is what callers must show, on every route but `/health`.
     """
 
     name: str
@@ -48,6 +50,7 @@ class ManagedSettings:
     env: Mapping[str, str] = field(default_factory=dict)
     command: tuple[str, ...] | None = None
     scheduler: Mapping[str, object] | None = None
+    api_key: str | None = field(default=None, repr=False)
     start_timeout_s: float = 600.0
     stop_grace_s: float = 10.0
     check_interval_s: float = 1.0
@@ -90,6 +93,7 @@ class AttachedSettings:
 
 
 SCHEDULER_CLASS = "batchrun.vllm_plugin.ColocatedScheduler"
+DOOR_CLASS = "batchrun.engine.door.EngineDoor"
 CPU_KV_CACHE_BYTES = 2 * 1024**3
 NO_HOST = "nowhere.invalid"
 """The only host that an engine may fetch from: batchrun fetches images itself."""
@@ -112,6 +116,12 @@ _DEFAULT_ENV = {
 _CPU_ENV = {WAIT_VARIABLE: NAPPING}
 
 
+def has_tool_parser(vllm_args: Sequence[str]) -> bool:
+    """Whether vLLM with these arguments parses calls of tools out of answers."""
+    flags = {arg.partition("=")[0].replace("_", "-") for arg in vllm_args if arg.startswith("--")}
+    return {"--enable-auto-tool-choice", "--tool-call-parser"} <= flags
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """A program to run: arguments and the whole environment."""
@@ -123,12 +133,19 @@ class Command:
 def prepare_command(settings: ManagedSettings) -> Command:
     """The command for an engine, after a look at what is on the machine. Blocking.
 
-    Raises EngineError when its Python, vLLM, GPU or model is missing.
+    Raises EngineError when its Python, vLLM, GPU or model is missing, or it is given another key.
     """
     env = build_env(settings, os.environ)
     if settings.command is not None:
         return Command(settings.command, env)
     check_model(settings.model)
+    if settings.api_key is not None and any(
+        arg.split("=", 1)[0].replace("_", "-") == "--api-key" for arg in settings.vllm_args
+    ):
+        raise EngineError(
+            f"engine {settings.name}: --api-key: batchrun gives an engine a key of its own; to "
+            f"choose it, set {KEY_VARIABLE} under `env` of the engine"
+        )
     build = find_vllm(settings.python)
     if build is None:
         raise EngineError(
@@ -161,6 +178,7 @@ def build_argv(
         *_COMMON_ARGS,
         *(_cpu_args(settings, env) if build.is_cpu else ()),
         *_scheduler_args(settings),
+        *(() if settings.api_key is None else (f"--middleware={DOOR_CLASS}",)),
         *settings.vllm_args,
     )
 
@@ -168,7 +186,8 @@ def build_argv(
 def build_env(settings: ManagedSettings, inherited: Mapping[str, str]) -> dict[str, str]:
     """The engine's environment: ours without our own variables, and `settings.env` over it."""
     kept = {key: value for key, value in inherited.items() if not key.startswith("BATCHRUN_")}
-    return {**_DEFAULT_ENV, **kept, **settings.env}
+    secret = {} if settings.api_key is None else {KEY_VARIABLE: settings.api_key}
+    return {**_DEFAULT_ENV, **kept, **settings.env, **secret}
 
 
 def _scheduler_args(settings: ManagedSettings) -> tuple[str, ...]:
@@ -208,7 +227,7 @@ def install_engine(target: Path, *, cpu: bool, progress: ProgressSink) -> Path:
     Raises EngineError with pip's last line.
     """
     python = target / "bin" / "python"
-    progress("creating the environment", 0, 0)
+    progress(f"creating the environment {target}", 0, 0)
     _run([sys.executable, "-m", "venv", str(target)], target)
     pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
     if not cpu:
@@ -252,7 +271,7 @@ def _follow(output: Iterable[str], progress: ProgressSink | None, total: int) ->
         if progress is not None and found:
             progress(f"fetching {found['name']}", done, total)
         if progress is not None and line.startswith("Installing collected packages"):
-            progress("installing", total, total)
+            progress("installing them; this takes minutes", total, total)
     return last_line
 
 

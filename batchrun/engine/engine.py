@@ -53,7 +53,7 @@ class ManagedEngine:
     def __init__(self, settings: ManagedSettings) -> None:
         """Starts nothing yet. Raises ConfigError when the address is not one."""
         self.name = settings.name
-        self.client = EngineClient(settings.base_url)
+        self.client = EngineClient(settings.base_url, api_key=settings.api_key)
         self.state = EnginePhase.STARTING
         self.stage = "not started"
         self.progress = Progress()
@@ -98,8 +98,8 @@ class ManagedEngine:
     async def _launch(self) -> None:
         self.stage = "looking for the engine"
         command = await asyncio.to_thread(prepare_command, self.settings)
-        record_path = self.settings.record_path
-        self._record = await asyncio.to_thread(process.adopt, record_path, command.argv)
+        record_path, secret = self.settings.record_path, self.settings.api_key
+        self._record = await asyncio.to_thread(process.adopt, record_path, command.argv, secret)
         if self._record is None:
             await self._end_process("ending the engine that ran before")
             await asyncio.to_thread(check_port_free, self.settings.host, self.settings.port)
@@ -128,6 +128,7 @@ class ManagedEngine:
             env=command.env,
             log_path=self.settings.log_path,
             record_path=self.settings.record_path,
+            secret=self.settings.api_key,
         )
         self._spawning = asyncio.create_task(spawning)
         try:

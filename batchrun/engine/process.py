@@ -1,8 +1,9 @@
 """Detached child processes that outlive the process that started them.
 
 A child is known by four things kept in its record: pid, start time, a random nonce that stands in
-its environment, and a hash of its arguments. A pid alone proves nothing: the kernel reuses them.
-The nonce is inherited, so it also finds grandchildren whose parent was killed.
+its environment, and a hash of its arguments, and of its secret where it has one. A pid alone
+proves nothing: the kernel reuses them. The nonce is inherited, so it also finds grandchildren whose
+parent was killed.
 All functions here may block for a moment (`terminate` for up to its grace time plus a few seconds).
 
 What an engine's log says: the stage of its start, and why it ended.
@@ -49,7 +50,12 @@ class ProcessRecord:
 
 
 def spawn(
-    argv: Sequence[str], *, env: Mapping[str, str], log_path: Path, record_path: Path
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    log_path: Path,
+    record_path: Path,
+    secret: str | None = None,
 ) -> ProcessRecord:
     """Start `argv` in a session of its own and write its record.
 
@@ -65,7 +71,7 @@ def spawn(
     if log_path.exists() and log_path.stat().st_size > _MAX_LOG_BYTES:
         log_path.replace(log_path.with_name(f"{log_path.name}.1"))
     # Written before the start too: should we be killed in between, the nonce still finds the child.
-    record = ProcessRecord(_NO_PID, 0.0, nonce, hash_argv(argv))
+    record = ProcessRecord(_NO_PID, 0.0, nonce, hash_argv(argv, secret))
     _write_record(record, record_path)
     try:
         pid = _spawn_detached(argv, child_env, log_path)
@@ -85,10 +91,13 @@ def cut_log(log_path: Path) -> None:
         os.truncate(log_path, 0)
 
 
-def adopt(record_path: Path, argv: Sequence[str]) -> ProcessRecord | None:
-    """The record at `record_path` if its process lives and was started with this very `argv`."""
+def adopt(
+    record_path: Path, argv: Sequence[str], secret: str | None = None
+) -> ProcessRecord | None:
+    """The record at `record_path` if its process lives and was started with this very `argv`, and
+    this `secret` in its environment."""
     record = read_record(record_path)
-    if record is None or record.argv_hash != hash_argv(argv) or not is_alive(record):
+    if record is None or record.argv_hash != hash_argv(argv, secret) or not is_alive(record):
         return None
     return record
 
@@ -143,9 +152,10 @@ def find_family(record: ProcessRecord) -> list[psutil.Process]:
     return [process for process in psutil.process_iter() if _belongs(process, record)]
 
 
-def hash_argv(argv: Sequence[str]) -> str:
-    """A hash of an argument list; equal lists give equal hashes."""
-    return hashlib.sha256(json.dumps(list(argv)).encode()).hexdigest()[:32]
+def hash_argv(argv: Sequence[str], secret: str | None = None) -> str:
+    """A hash of an argument list and a secret; equal ones give equal hashes."""
+    content = [*argv] if secret is None else [*argv, secret]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
 
 
 def _spawn_detached(argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> int:

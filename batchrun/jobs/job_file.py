@@ -8,13 +8,13 @@ from __future__ import annotations
 import glob
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from pydantic import JsonValue
 from pydantic_core import from_json
 
-from batchrun.errors import DataError, JobSpecError
+from batchrun.errors import DataError, JobSpecError, suggestion
 from batchrun.files import is_url
 from batchrun.jobs import objects
 from batchrun.jobs.inputs.text_files import unpacked
@@ -71,10 +71,22 @@ def _message_problems(key: str, messages: JsonValue) -> Iterator[Problem]:
         here = f"{key}[{index}]"
         if not isinstance(message, dict):
             yield here, "must be a message with role and content"
-        elif not isinstance(message.get("role"), str):
-            yield f"{here}.role", "is required and must be text"
+        elif not isinstance(role := message.get("role"), str):
+            yield f"{here}.role", f"is required and must be text{_given(message, 'role')}"
         elif not {"content", "tool_calls"} & message.keys():
-            yield f"{here}.content", "is required"
+            yield f"{here}.content", f"is required{_given(message, 'content')}"
+        elif role not in ROLES and (hint := suggestion(role, ROLES)):
+            yield f"{here}.role", f"no model knows {role!r}{hint}"
+
+
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+"""Chat templates may know others; a word that is nearly one of these is a slip."""
+
+
+def _given(message: Mapping[str, JsonValue], wanted: str) -> str:
+    """The key of the message that was to be another."""
+    near = next((key for key in message if suggestion(key, [wanted])), None)
+    return "" if near is None or near == wanted else f"; {near!r} stands there instead"
 
 
 def _request_problems(job: JobFile, content_key: str) -> Iterator[Problem]:
@@ -138,6 +150,8 @@ def load_job_file(path: Path, *, cwd: Path) -> JobSpec:
     values = job.model_dump()
     values["input"] |= {"path": inputs, "format": _format(document, job, inputs)}
     values["output"] |= {"path": output}
+    if job.on_done is not None:
+        values["on_done"] = job.on_done.located(folder)
     source = Source(path=str(path), lines=dict(document.lines))
     return JobSpec.model_validate({**values, "source": source})
 

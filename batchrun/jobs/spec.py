@@ -18,8 +18,9 @@ from pydantic import (
     field_validator,
 )
 
+from batchrun.config import OnDoneKey
 from batchrun.files import check_place
-from batchrun.quantities import FailureLimit, parse_duration_s
+from batchrun.quantities import FailureLimit, parse_duration_s, parse_optional_duration_s
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
 InputFormat = Literal["auto", "parquet", "jsonl", "json", "csv", "tsv", "openai-batch"]
@@ -50,10 +51,6 @@ Place = Annotated[Text, AfterValidator(check_place)]
 
 def _as_tuple(value: object) -> object:
     return (value,) if isinstance(value, str) else value
-
-
-def _optional_duration_s(value: object) -> float | None:
-    return None if value is None else parse_duration_s(value)
 
 
 def _checked_name(name: str) -> str:
@@ -124,13 +121,14 @@ class JobFile(_Strict):
     input: InputSpec
     request: dict[str, JsonValue] = Field(default_factory=dict)
     output: OutputSpec
-    deadline: Annotated[float | None, BeforeValidator(_optional_duration_s)] = None
+    deadline: Annotated[float | None, BeforeValidator(parse_optional_duration_s)] = None
     weight: Weight = 1.0
     retries: Annotated[int, Field(ge=0, le=100, strict=True)] = 3
     row_timeout: Annotated[float, BeforeValidator(parse_duration_s)] = Field(
         default="24h", validate_default=True
     )
     max_failed: FailureLimit | None = None
+    on_done: OnDoneKey = None
 
 
 class JobSpec(JobFile):
@@ -161,7 +159,8 @@ class JobSpec(JobFile):
 
     def content_hash(self) -> str:
         """Hex digest that is equal for two submissions of the same job, wherever they are read."""
-        values = self.model_dump(mode="json", exclude={"source", "continue_from", "row_timeout"})
+        aside = {"source", "continue_from", "row_timeout", "on_done"}
+        values = self.model_dump(mode="json", exclude=aside)
         canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()
 

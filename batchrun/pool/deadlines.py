@@ -2,19 +2,21 @@
 
 Fair shares are enough while every job would finish by them in time, with a margin. Otherwise each
 job claims the least share that keeps its deadline: a part of all tokens goes to it in turns beside
-the fair share, and the rest stays fair. Work is in computed tokens, rates are computed tokens per
+the fair share, and the rest stays fair. The deadlines of a bounded owner are kept only as far as
+its own share goes. Work is in computed tokens, rates are computed tokens per
 second of all engines together.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
+from batchrun.pool.job_shares import OPERATOR, Owner
 from batchrun.quantities import duration
 
 MOST_SHARE = 0.95
@@ -29,6 +31,7 @@ class JobWork(NamedTuple):
     weight: float
     tokens: float
     doubt: float
+    owner: Owner = OPERATOR
 
 
 class Kept(NamedTuple):
@@ -53,24 +56,56 @@ def tokens_before(kept: Sequence[Kept], tokens: float, left_s: float, rate: floa
 
 
 def fair_finishes_s(works: Mapping[str, JobWork], capacity: float) -> dict[str, float]:
-    """When each job would be done if all got their fair share, and what is over where one ends.
+    """When each job would be done if all owners got their fair share, and their jobs of that, and
+    what is over where one ends.
 
     Takes the work at its most, estimates in doubt included.
     """
-    most = {
-        job_id: (work.tokens * (1 + work.doubt) / work.weight, work.weight)
-        for job_id, work in works.items()
-    }
-    finishes_s: dict[str, float] = {}
-    weight_left = sum(work.weight for work in works.values())
-    level = elapsed_s = 0.0
-    for job_id in sorted(most, key=lambda job_id: most[job_id]):
-        end_level, weight = most[job_id]
-        elapsed_s += (end_level - level) * weight_left / capacity
-        finishes_s[job_id] = elapsed_s
+    owners: dict[Owner, list[tuple[float, float, str]]] = {}
+    for job_id, work in works.items():
+        level = work.tokens * (1 + work.doubt) / work.weight
+        owners.setdefault(work.owner, []).append((level, work.weight, job_id))
+    ends: list[tuple[float, float, str]] = []
+    for jobs in owners.values():
+        weight = max(weight for _, weight, _ in jobs)
+        served = [(tokens / weight, 0.0, job_id) for job_id, tokens in _served_until(jobs)]
+        ends += [*served[:-1], (served[-1][0], weight, served[-1][2])]
+    return {job_id: tokens / capacity for job_id, tokens in _served_until(ends)}
+
+
+def _served_until(ends: Iterable[tuple[float, float, str]]) -> list[tuple[str, float]]:
+    """What all together have got at each end, in their order; `ends` are the level of one, the
+    weight that takes part no longer then, and a name."""
+    ordered = sorted(ends)
+    weight_left = sum(weight for _, weight, _ in ordered)
+    found: list[tuple[str, float]] = []
+    level = served = 0.0
+    for end_level, weight, name in ordered:
+        served += (end_level - level) * weight_left
+        found.append((name, served))
         level = end_level
         weight_left -= weight
-    return finishes_s
+    return found
+
+
+def owner_shares(works: Mapping[str, JobWork]) -> dict[Owner, float]:
+    """The part of the capacity that each owner has by fair share: it weighs as its heaviest job."""
+    heaviest: dict[Owner, float] = {}
+    for work in works.values():
+        heaviest[work.owner] = max(heaviest.get(work.owner, 0.0), work.weight)
+    total = sum(heaviest.values())
+    return {owner: weight / total for owner, weight in heaviest.items()}
+
+
+def fair_parts(works: Mapping[str, JobWork]) -> dict[str, float]:
+    """The part of the capacity that each job has by fair share while all of these run."""
+    shares, weights = owner_shares(works), dict[Owner, float]()
+    for work in works.values():
+        weights[work.owner] = weights.get(work.owner, 0.0) + work.weight
+    return {
+        job_id: shares[work.owner] * (work.weight / weights[work.owner])
+        for job_id, work in works.items()
+    }
 
 
 def tokens_ahead(works: Mapping[str, JobWork], claims: Mapping[str, float]) -> dict[str, float]:
@@ -82,19 +117,16 @@ def tokens_ahead(works: Mapping[str, JobWork], claims: Mapping[str, float]) -> d
     left = {job_id: max(work.tokens, 0.0) for job_id, work in works.items()}
     total = 0.0
     while any(job_id in claims for job_id in left):
-        weights = sum(works[job_id].weight for job_id in left)
         free = 1 - sum(claims.get(job_id, 0.0) for job_id in left)
-        shares = {
-            job_id: claims.get(job_id, 0.0) + free * works[job_id].weight / weights
-            for job_id in left
-        }
+        parts = fair_parts({job_id: works[job_id] for job_id in left})
+        shares = {job_id: claims.get(job_id, 0.0) + free * parts[job_id] for job_id in left}
         first = min(left, key=lambda job_id: left[job_id] / shares[job_id])
         passed = left[first] / shares[first]
         total += passed
         ahead[first] = total
         left = {i: tokens - shares[i] * passed for i, tokens in left.items() if i != first}
     unclaimed = {
-        job_id: JobWork(works[job_id].weight, max(tokens, 0.0), 0.0)
+        job_id: works[job_id]._replace(tokens=max(tokens, 0.0), doubt=0.0)
         for job_id, tokens in left.items()
     }
     finishes = fair_finishes_s(unclaimed, capacity=1.0)
@@ -252,6 +284,7 @@ class Deadlines:
     def _keep(self, now_s: float, capacity: float, works: Mapping[str, JobWork]) -> list[Kept]:
         """The deadlines that fit beside each other, by time; what is said of the rest."""
         kept: list[Kept] = []
+        shares = owner_shares(works)
         for job_id, deadline in self._deadlines.items():
             left_s = max(deadline.deadline_at - now_s, LEAST_LEFT_S)
             if deadline.reserve_s is None:
@@ -260,6 +293,11 @@ class Deadlines:
             rate = MOST_SHARE * capacity
             least = work.tokens * (1 - work.doubt)
             room = rate * left_s - tokens_before(kept, least, left_s, rate)
+            if work.owner.is_bounded:
+                own = [each for each in kept if works[each.job_id].owner == work.owner]
+                own_rate = rate * shares[work.owner]
+                own_room = own_rate * left_s - tokens_before(own, least, left_s, own_rate)
+                room = min(room, own_room)
             is_kept = deadline.answer(least / max(room, 1.0), now_s)
             before = tokens_before(kept, work.tokens, left_s, rate)
             deadline.outlook = Outlook(

@@ -1,15 +1,13 @@
 """Which job hands out the next row: weighted fair shares in computed tokens, one subtree at a time.
 
-Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996): the next turn is that of the job at
-the lowest level, its charged tokens by its weight. A turn is a subtree, so that the KV of its
-prefix stays in use, or a quantum where a subtree is longer. What a job still has to compute is its
-estimate, corrected by what came back; what deadlines need comes on top.
+A turn is a subtree, so that the KV of its prefix stays in use, or a quantum where a subtree is
+longer. What a job still has to compute is its estimate, corrected by what came back; what deadlines
+need comes on top, but for jobs whose owners are bounded: theirs comes out of the owner's share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from batchrun.pool.deadlines import (
@@ -21,244 +19,9 @@ from batchrun.pool.deadlines import (
     Outlook,
     UrgentTurns,
 )
+from batchrun.pool.job_shares import DOUBT, OPERATOR, QUANTUM_TOKENS, JobShares, Owner, WorkLeft
 from batchrun.pool.pace import CapacityForecast, Completion, LastRows
 from batchrun.pool.row_times import RowTimes
-
-DOUBT = 0.3
-"""How far an estimate may be off, as a share, before any row has come back."""
-PRIOR_ROWS = 8
-"""So many rows must come back to weigh as much as the estimate itself."""
-HALF_LIFE_ROWS = 256
-"""A row weighs half as much in the correction once so many others have come back after it."""
-
-_DECAY = 0.5 ** (1 / HALF_LIFE_ROWS)
-
-
-@dataclass(slots=True)
-class WorkLeft:
-    """The computed tokens that a job's unfinished rows will take.
-
-    A row comes with an estimate. The ratio of computed to estimated tokens of the rows that came
-    back corrects what is left, and the estimates of rows to come. Rows in flight count as left.
-    """
-
-    estimated_tokens: int
-    ratio: float = 1.0
-    _seen_rows: float = 0.0
-    _seen_estimated: float = 0.0
-    _seen_computed: float = 0.0
-
-    @property
-    def tokens(self) -> float:
-        """The best guess."""
-        return self.estimated_tokens * self.ratio
-
-    @property
-    def doubt(self) -> float:
-        """How far the guess may be off, as a share: from `DOUBT` to nothing as rows come back."""
-        return DOUBT * PRIOR_ROWS / (self._seen_rows + PRIOR_ROWS)
-
-    def corrected(self, estimated_tokens: int) -> int:
-        """What a row with this estimate will compute, by the rows that came back."""
-        return round(estimated_tokens * self.ratio)
-
-    def settle(self, estimated_tokens: int, computed_tokens: int) -> None:
-        """A row with this estimate has ended, after so many computed tokens."""
-        self.estimated_tokens = max(self.estimated_tokens - estimated_tokens, 0)
-        self._seen_rows = self._seen_rows * _DECAY + 1
-        self._seen_estimated = self._seen_estimated * _DECAY + estimated_tokens
-        self._seen_computed = self._seen_computed * _DECAY + computed_tokens
-        if self._seen_estimated > 0:
-            seen_ratio = self._seen_computed / self._seen_estimated
-            rows = self._seen_rows
-            self.ratio = (rows * seen_ratio + PRIOR_ROWS) / (rows + PRIOR_ROWS)
-
-
-QUANTUM_TOKENS = 32_768
-
-
-class Charge(NamedTuple):
-    """What a row in flight was charged; an urgent one is no part of the fair share."""
-
-    estimated_tokens: int
-    charged_tokens: int
-    is_urgent: bool
-
-
-@dataclass(slots=True)
-class JobAccount:
-    """One job: what it was charged, and what it really computed.
-
-    `fair_tokens` is what its level counts: rows handed out by fair share, corrected once they are
-    back. `num_fair_tokens` and `num_urgent_tokens` were computed by the rows that are back.
-    """
-
-    weight: float
-    work: WorkLeft
-    start_level: float = 0.0
-    level: float = 0.0
-    fair_tokens: int = 0
-    num_fair_tokens: int = 0
-    num_urgent_tokens: int = 0
-    is_awake: bool = False
-    in_flight: dict[int, Charge] = field(default_factory=dict)
-
-    def add(self, tokens: int) -> None:
-        """Raise the level by a charge, or lower it by a negative one."""
-        self.fair_tokens += tokens
-        self.level = self.start_level + self.fair_tokens / self.weight
-
-    def wake_at(self, level: float) -> None:
-        """The job has rows again: what it could have had meanwhile is gone."""
-        self.is_awake = True
-        if self.level < level:
-            self.start_level += level - self.level
-            self.level = self.start_level + self.fair_tokens / self.weight
-
-
-class JobShares:
-    """The `accounts` of all jobs, in the order in which they joined, and whose turn it is.
-
-    `ready` is always the set of jobs that have a row to hand out now. A job that was not in it the
-    last time, because it is new, was paused or waited, starts at the level of the least served.
-    Each engine has a turn of its own; `eligible` are the ready jobs with a row for it.
-    """
-
-    def __init__(self, quantum_tokens: int = QUANTUM_TOKENS) -> None:
-        self._quantum_tokens = quantum_tokens
-        self.accounts: dict[str, JobAccount] = {}
-        self._level = 0.0
-        self._least_level = 0.0
-        self._turns: dict[int, str] = {}
-        self.num_in_flight = 0
-        self.in_flight_tokens = 0
-
-    def join(self, job_id: str, weight: float, work: WorkLeft) -> None:
-        """A job takes part from now on; `weight` is above 0."""
-        assert job_id not in self.accounts
-        self.accounts[job_id] = JobAccount(weight, work)
-
-    def leave(self, job_id: str) -> None:
-        """A job has ended or is paused; its rows in flight are nobody's any more."""
-        account = self.accounts.pop(job_id)
-        self.num_in_flight -= len(account.in_flight)
-        self.in_flight_tokens -= sum(c.charged_tokens for c in account.in_flight.values())
-        self.end_turn(job_id)
-
-    def holder(
-        self,
-        ready: AbstractSet[str],
-        eligible: AbstractSet[str] | None = None,
-        engine: int = 0,
-    ) -> str | None:
-        """The eligible job in the middle of its turn, or None where a turn has to begin. All ready
-        jobs are eligible unless it is said."""
-        eligible = ready if eligible is None else eligible
-        self._wake(ready, eligible)
-        turn = self._turns.get(engine)
-        if turn is None or turn not in eligible:
-            return None
-        return turn if self.is_in_turn(turn, engine) else None
-
-    def begin_turn(self, eligible: AbstractSet[str], engine: int = 0) -> str | None:
-        """Give the turn to the eligible job at the lowest level; None when there is none.
-
-        Call `holder` with the same jobs first. Among equals, who joined first goes first.
-        """
-        awake = [(job_id, a) for job_id, a in self.accounts.items() if job_id in eligible]
-        if not awake:
-            self._turns.pop(engine, None)
-            return None
-        self._turns[engine] = min(awake, key=lambda item: item[1].level)[0]
-        return self._turns[engine]
-
-    def end_turn(self, job_id: str, engine: int | None = None) -> None:
-        """The job's subtree is handed out: if it has the turn, of this engine or of any, another
-        begins."""
-        for each in [each for each, turn in self._turns.items() if turn == job_id]:
-            if engine is None or each == engine:
-                del self._turns[each]
-
-    def is_in_turn(self, job_id: str, engine: int = 0) -> bool:
-        """Whether the job goes on with its turn, if it has a row."""
-        if self._turns.get(engine) != job_id:
-            return False
-        account = self.accounts[job_id]
-        return (account.level - self._least_level) * account.weight < self._quantum_tokens
-
-    def charge(self, job_id: str, row: int, estimated_tokens: int, *, is_urgent: bool) -> int:
-        """A row is handed out; returns its charge, the estimate corrected by the rows before it.
-
-        An urgent row leaves the level where it is.
-        """
-        account = self.accounts[job_id]
-        assert row not in account.in_flight
-        tokens = account.work.corrected(estimated_tokens)
-        account.in_flight[row] = Charge(estimated_tokens, tokens, is_urgent)
-        self.num_in_flight += 1
-        self.in_flight_tokens += tokens
-        if not is_urgent:
-            account.add(tokens)
-        return tokens
-
-    def settle(self, job_id: str, row: int, computed_tokens: int) -> None:
-        """A row has ended: its charge becomes what it computed. Free where its job has left."""
-        account = self.accounts.get(job_id)
-        if account is None:
-            return
-        charge = self._take_back(account, row)
-        account.work.settle(charge.estimated_tokens, computed_tokens)
-        if charge.is_urgent:
-            account.num_urgent_tokens += computed_tokens
-        else:
-            account.num_fair_tokens += computed_tokens
-            account.add(computed_tokens - charge.charged_tokens)
-
-    def refund(self, job_id: str, row: int) -> None:
-        """A row came back unfinished and will run again. Free where its job has left."""
-        account = self.accounts.get(job_id)
-        if account is None:
-            return
-        charge = self._take_back(account, row)
-        if not charge.is_urgent:
-            account.add(-charge.charged_tokens)
-
-    def check(self) -> None:
-        """Recount every account; raises AssertionError when one does not balance."""
-        charges = [c for a in self.accounts.values() for c in a.in_flight.values()]
-        assert self.num_in_flight == len(charges)
-        assert self.in_flight_tokens == sum(c.charged_tokens for c in charges)
-        for account in self.accounts.values():
-            fair = [c for c in account.in_flight.values() if not c.is_urgent]
-            in_flight_tokens = sum(charge.charged_tokens for charge in fair)
-            assert account.fair_tokens == account.num_fair_tokens + in_flight_tokens
-            assert account.level == account.start_level + account.fair_tokens / account.weight
-        assert set(self._turns.values()) <= self.accounts.keys()
-
-    def _wake(self, ready: AbstractSet[str], eligible: AbstractSet[str]) -> None:
-        """Find the level of the least served job; who was not ready before starts there."""
-        lowest = float("inf")
-        waking: list[JobAccount] = []
-        for job_id, account in self.accounts.items():
-            if job_id not in ready:
-                account.is_awake = False
-            elif not account.is_awake:
-                waking.append(account)
-            elif account.level < lowest:
-                lowest = account.level
-        if lowest < float("inf"):
-            self._level = lowest
-        for account in waking:
-            account.wake_at(self._level)
-        levels = [a.level for job_id, a in self.accounts.items() if job_id in eligible]
-        self._least_level = min(levels, default=self._level)
-
-    def _take_back(self, account: JobAccount, row: int) -> Charge:
-        charge = account.in_flight.pop(row)
-        self.num_in_flight -= 1
-        self.in_flight_tokens -= charge.charged_tokens
-        return charge
-
 
 REVIEW_INTERVAL_S = 1.0
 NEW_JOB = ""
@@ -301,13 +64,19 @@ class JobTurns:
         return completions.tokens_per_s, completions.seen_s
 
     def join(
-        self, job_id: str, weight: float, work_tokens: int, *, deadline_at: float | None = None
+        self,
+        job_id: str,
+        weight: float,
+        work_tokens: int,
+        *,
+        deadline_at: float | None = None,
+        owner: Owner = OPERATOR,
     ) -> None:
         """A job runs from now on, or again after a pause.
 
         `work_tokens` is the sum of the estimates of its rows that have no result yet.
         """
-        self._shares.join(job_id, weight, WorkLeft(work_tokens))
+        self._shares.join(job_id, weight, WorkLeft(work_tokens), owner)
         self._times[job_id] = RowTimes()
         if deadline_at is not None:
             self._deadlines.join(job_id, deadline_at)
@@ -338,7 +107,8 @@ class JobTurns:
             self._review(now_s)
         eligible = ready if eligible is None else eligible
         holder = self._shares.holder(ready, eligible, engine)
-        urgent = self._urgent.choose(eligible, is_between_turns=holder is None)
+        may_hurry = self._shares.in_share(eligible) if self._claims else eligible
+        urgent = self._urgent.choose(may_hurry, is_between_turns=holder is None)
         if urgent is not None:
             return Turn(urgent, is_urgent=True, engine=engine)
         fair = holder or self._shares.begin_turn(eligible, engine)
@@ -418,7 +188,9 @@ class JobTurns:
 
     def _works(self) -> dict[str, JobWork]:
         return {
-            job_id: JobWork(account.weight, account.work.tokens, account.work.doubt)
+            job_id: JobWork(
+                account.weight, account.work.tokens, account.work.doubt, account.tenant.owner
+            )
             for job_id, account in self._shares.accounts.items()
         }
 

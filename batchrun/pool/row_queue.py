@@ -330,6 +330,8 @@ class Window:
             self._tick_end_s = now_s + TICK_S
             self._tick_tokens = self._tick_long_rows = 0
         self._tick_tokens += tokens
+        # A row of more than a tick's tokens makes the tick longer.
+        self._tick_end_s += TICK_S * max(0, tokens - TICK_TOKENS) / TICK_TOKENS
         self._tick_long_rows += tokens >= LONG_ROW_TOKENS
         self.num_rows += 1
         self.num_tokens += tokens

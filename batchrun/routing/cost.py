@@ -11,8 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from batchrun.routing.engine_book import Call, Load
-from batchrun.routing.router import Router
+import numpy as np
+
+from batchrun.pool.prefix_keys import IntArray
+from batchrun.routing.engine_book import Call, Loads, PriceTable
+from batchrun.routing.prefix_map import Floats
+from batchrun.routing.router import Router, Terms
 
 
 class Cost(Router):
@@ -20,24 +24,36 @@ class Cost(Router):
 
     def rank(self, call: Call, engines: Sequence[int], now_s: float) -> list[int]:
         """See `Router`."""
-        book = self.book
-        loads, cached = book.loads(engines, now_s), book.cached_tokens(call, engines)
-        delayed = 1 + sum(load.calls for load in loads.values()) / len(loads)
+        book, numbers = self.book, np.asarray(engines)
+        loads, prices = book.loads_of(numbers, now_s), book.prices_of(numbers)
+        cached = book.tokens_held(call, numbers)
+        missed = call.prompt_tokens - cached
+        own_s = missed * (prices.token_s + prices.pair_s * (cached + 0.5 * missed))
+        delayed = 1 + float(loads.calls.sum()) / len(engines)
+        decodes_s, slot_s = self._decode_s(loads, prices)
+        seconds = loads.waiting_s + own_s * delayed + (decodes_s + slot_s)
+        order = self._cheapest_first(seconds, loads.calls, engines)
+        self.terms = Terms(
+            order, cached, loads.calls, loads.waiting_s, own_s, delayed, decodes_s, slot_s
+        )
+        return [engines[place] for place in order]
 
-        def price(engine: int) -> tuple[float, int, int]:
-            load = loads[engine]
-            own_s = book.traits[engine].prices.prefill_s(call.prompt_tokens, cached[engine])
-            seconds = load.waiting_s + own_s * delayed + self._decode_s(engine, load)
-            return seconds, load.calls, self.num_sent[engine]
-
-        return sorted(engines, key=price)
-
-    def _decode_s(self, engine: int, load: Load) -> float:
-        """The call's own decodes, what they add to those of others, and the wait for a slot."""
-        traits, answer = self.book.traits[engine], self.book.answer_tokens
-        prices = traits.prices
-        step_s = prices.decode_s(load.calls + 1, load.prompt_tokens + load.calls * answer / 2)
+    def _decode_s(self, loads: Loads, prices: PriceTable) -> tuple[Floats, Floats]:
+        """The call's own decodes with what they add to those of others, and the wait for a slot."""
+        answer, calls = self.book.answer_tokens, loads.calls
+        context = loads.prompt_tokens + calls * answer / 2
+        step_s = prices.base_s + (calls + 1) * prices.call_s + context * prices.context_token_s
         added_s = prices.call_s + (self.book.prompt_tokens + answer / 2) * prices.context_token_s
-        over = load.calls + 1 - traits.max_running
-        slot_s = max(0, over) * answer * step_s / traits.max_running
-        return answer * step_s + load.calls * answer / 2 * added_s + slot_s
+        over = np.maximum(0, calls + 1 - prices.max_running)
+        slot_s = over * answer * step_s / prices.max_running
+        return answer * step_s + calls * answer / 2 * added_s, slot_s
+
+    def _cheapest_first(self, seconds: Floats, calls: Floats, engines: Sequence[int]) -> list[int]:
+        """Places in `engines`; of two that cost the same, the one with fewer calls now, or ever."""
+        order: IntArray = seconds.argsort(kind="stable")
+        in_order = seconds[order]
+        if (in_order[1:] == in_order[:-1]).any():
+            num_sent = np.array([self.num_sent[engine] for engine in engines])
+            order = np.lexsort((num_sent, calls, seconds))
+        places: list[int] = order.tolist()
+        return places

@@ -6,14 +6,15 @@ one book: each writes a row of loads that is its own, and reads the sum of all r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from batchrun.pool.prefix_keys import KeyArray
-from batchrun.routing.prefix_map import Arrays, PrefixMap
+from batchrun.pool.prefix_keys import IntArray, KeyArray
+from batchrun.routing.prefix_map import Arrays, Floats, PrefixMap
 
 FIELDS = ("calls", "prompt_tokens", "waiting_calls", "waiting_tokens", "waiting_s", "moved_at_s")
 _CALLS, _PROMPT, _WAITING, _WAITING_TOKENS, _WAITING_S, _MOVED_AT = range(len(FIELDS))
@@ -69,6 +70,27 @@ class Load:
     """Prefill seconds of the calls that wait, less the time since one of them moved."""
 
 
+class Loads(NamedTuple):
+    """The loads of several engines, a number of each; see `Load`."""
+
+    calls: Floats
+    prompt_tokens: Floats
+    waiting_calls: Floats
+    waiting_tokens: Floats
+    waiting_s: Floats
+
+
+class PriceTable(NamedTuple):
+    """The prices of several engines, a number of each; see `Prices`."""
+
+    base_s: Floats
+    token_s: Floats
+    pair_s: Floats
+    call_s: Floats
+    context_token_s: Floats
+    max_running: Floats
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
     """A call: its prompt's tokens, as far as they can be told, and the keys of its pieces.
@@ -106,13 +128,14 @@ class EngineBook:
     def __init__(
         self, prefixes: PrefixMap, loads: npt.NDArray[np.float64], worker: int = 0
     ) -> None:
-        self.traits: dict[int, EngineTraits] = {}
         self.prefixes = prefixes
         self.answer_tokens = FIRST_ANSWER_TOKENS
         self.prompt_tokens = FIRST_ANSWER_TOKENS
         self._loads = loads
         self._own = loads[worker]
         self._own[:] = 0.0
+        self._traits: dict[int, EngineTraits] = {}
+        self._prices = np.zeros((len(PriceTable._fields), loads.shape[1]))
         self._room_share: dict[int, float] = {}
         self._num_ended = 0
 
@@ -121,35 +144,59 @@ class EngineBook:
         """Engines that nobody else sends calls to."""
         num = len(traits)
         book = cls(PrefixMap(Arrays.private(num_pieces, num)), np.zeros((1, num, len(FIELDS))))
-        book.traits = dict(enumerate(traits))
+        for number, each in enumerate(traits):
+            book.introduce(number, each)
         return book
+
+    @property
+    def traits(self) -> Mapping[int, EngineTraits]:
+        """Of each engine that was introduced."""
+        return self._traits
+
+    def introduce(self, engine: int, traits: EngineTraits) -> None:
+        """What does not change of an engine, or has changed since it was introduced."""
+        self._traits[engine] = traits
+        self._prices[:, engine] = (*astuple(traits.prices), traits.max_running)
+
+    def loads_of(self, engines: IntArray, now_s: float) -> Loads:
+        """What these engines have to do."""
+        chosen = self._loads[:, engines]
+        calls, prompt, waiting, tokens, seconds, _ = chosen.sum(axis=0).T
+        idle_s = np.maximum(0.0, now_s - chosen[:, :, _MOVED_AT].max(axis=0))
+        waiting_s = np.where(waiting > 0, np.maximum(0.0, seconds - idle_s), 0.0)
+        return Loads(calls, prompt, waiting, tokens, waiting_s)
 
     def loads(self, engines: Sequence[int], now_s: float) -> dict[int, Load]:
         """What each of these engines has to do."""
-        chosen = self._loads[:, engines]
-        moved_at_s = chosen[:, :, _MOVED_AT].max(axis=0).tolist()
-        totals = chosen.sum(axis=0).tolist()
+        rows = np.array(self.loads_of(np.asarray(engines), now_s)).T.tolist()
         return {
-            engine: Load(
-                int(calls),
-                int(prompt),
-                int(waiting),
-                int(waiting_tokens),
-                max(0.0, waiting_s - max(0.0, now_s - at_s)) if waiting > 0 else 0.0,
-            )
-            for engine, (calls, prompt, waiting, waiting_tokens, waiting_s, _), at_s in zip(
-                engines, totals, moved_at_s, strict=True
+            engine: Load(int(calls), int(prompt), int(waiting), int(tokens), waiting_s)
+            for engine, (calls, prompt, waiting, tokens, waiting_s) in zip(
+                engines, rows, strict=True
             )
         }
 
+    def prices_of(self, engines: IntArray) -> PriceTable:
+        """What the steps of these engines cost."""
+        return PriceTable(*self._prices[:, engines])
+
+    def tokens_held(self, call: Call, engines: IntArray) -> IntArray:
+        """Tokens of the prompt that each of these engines holds, see `Call.tokens_of`."""
+        if not len(call.keys):
+            return np.zeros(len(engines), np.int64)
+        held = self.prefixes.num_held(call.keys, engines)
+        tokens = (held * call.piece_tokens).astype(np.int64)
+        found: IntArray = np.minimum(tokens, max(call.prompt_tokens - 1, 0))
+        return found
+
     def cached_tokens(self, call: Call, engines: Sequence[int]) -> dict[int, int]:
         """Tokens of the prompt that each of these engines holds, see `Call.tokens_of`."""
-        held = self.prefixes.num_held(call.keys, engines).tolist()
-        return {engine: call.tokens_of(num) for engine, num in zip(engines, held, strict=True)}
+        tokens = self.tokens_held(call, np.asarray(engines)).tolist()
+        return dict(zip(engines, tokens, strict=True))
 
     def sent(self, call: Call, engine: int, now_s: float) -> Sent:
         """The call goes to the engine. Keep what is returned, for `first_token` and `ended`."""
-        traits, own = self.traits[engine], self._own[engine]
+        traits, own = self._traits[engine], self._own[engine]
         room_pieces = self._room_share.get(engine, 1.0) * traits.kv_tokens / call.piece_tokens
         num_held = self.prefixes.touch(engine, call.keys, now_s, room_pieces=room_pieces)
         cached = call.tokens_of(num_held)

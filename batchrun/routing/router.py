@@ -6,8 +6,30 @@ import random
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
+from batchrun.pool.prefix_keys import IntArray
 from batchrun.routing.engine_book import Call, EngineBook, Sent
+from batchrun.routing.prefix_map import Floats
+
+
+class Terms(NamedTuple):
+    """What a ranking was made of: `order` are places in what was ranked, best first; all else has a
+    number for each place.
+
+    `cached` are tokens of the prompt that are held there, `calls` those that are there. Seconds:
+    prefills before the call's own, its own (which delays others, and counts `delayed` times),
+    its decodes, and its wait for a slot.
+    """
+
+    order: Sequence[int]
+    cached: IntArray
+    calls: Floats
+    queue_s: Floats
+    prefill_s: Floats
+    delayed: float
+    decodes_s: Floats
+    slot_s: Floats
 
 
 class Router(ABC):
@@ -22,6 +44,8 @@ class Router(ABC):
         self.book = book
         self.rng = rng
         self.num_sent: Counter[int] = Counter()
+        self.terms: Terms | None = None
+        """Of the last ranking, where the router weighs seconds."""
 
     @abstractmethod
     def rank(self, call: Call, engines: Sequence[int], now_s: float) -> list[int]:

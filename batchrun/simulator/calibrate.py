@@ -163,7 +163,7 @@ _TYPICAL_BATCH = 4
 
 
 async def observe_online(
-    base_url: str, served_model: str, facts: EngineFacts, model: StepTimeModel
+    client: EngineClient, served_model: str, facts: EngineFacts, model: StepTimeModel
 ) -> OnlineLatency | None:
     """Poisson chat calls for DURATION_S; None when some were not answered.
 
@@ -171,7 +171,12 @@ async def observe_online(
     """
     rate_per_s = calls_per_s(model)
     calls = _poisson_calls(rate_per_s, facts.longest_tokens // 8)
-    target = ReplayTarget(f"{base_url}/v1", served_model, extra_body={"ignore_eos": True})
+    target = ReplayTarget(
+        f"{client.base_url}/v1",
+        served_model,
+        api_key=client.api_key,
+        extra_body={"ignore_eos": True},
+    )
     results = await replay(calls, target)
     ttfts_s = [each.ttft_s for each in results if each.ttft_s is not None]
     tpots_s = [each.tpot_s for each in results if each.tpot_s is not None]
@@ -239,7 +244,7 @@ async def calibrate_engine(
         profile = await asyncio.to_thread(calibrate, recording, measured_at=time.time())
         progress("measuring online calls", 0, 0)
         online = await observe_online(
-            engine.client.base_url, deployment.model_name, recording.facts, profile.models[0]
+            engine.client, deployment.model_name, recording.facts, profile.models[0]
         )
         done_s = time.monotonic()
     finally:

@@ -18,6 +18,7 @@ from batchrun.daemon.prices import RowTokens, planned_work
 from batchrun.estimator.answer_length import AnswerLengths
 from batchrun.hints import RowHint, write_hint
 from batchrun.pool.fair_share import JobTurns
+from batchrun.pool.job_shares import OPERATOR, Owner
 from batchrun.pool.prefix_groups import group_rows
 from batchrun.pool.radix_tree import build_radix_tree
 from batchrun.pool.row_queue import RowQueue, Window
@@ -81,6 +82,11 @@ class ActiveRows:
     def weight(self) -> float:
         """That of its terms."""
         return self.plan.weight
+
+    @property
+    def owner(self) -> Owner:
+        """All jobs are the operator's."""
+        return OPERATOR
 
     @property
     def left_tokens(self) -> int:

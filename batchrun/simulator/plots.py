@@ -11,6 +11,7 @@ import polars as pl
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from matplotlib.typing import RcKeyType
 
 from batchrun.simulator.records import Slo
@@ -102,6 +103,7 @@ def _latencies(requests: pl.DataFrame, slo: Slo) -> Figure | None:
         axes.axvline(bound_s, color="black", linestyle=":", linewidth=1)
         axes.set_xlabel(f"{name} in s")
         axes.set_xlim(left=0)
+    round_ticks(*panels)
     panels[0].set_ylabel("% of the online calls")
     return figure
 
@@ -155,6 +157,14 @@ def forecast(seconds: pl.DataFrame) -> Figure:
     return figure
 
 
+def round_ticks(*panels: Axes) -> None:
+    """Whole, round numbers of few digits at linear axes, with commas between thousands."""
+    for axes in panels:
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+            axis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+
+
 def over_time(what: str) -> tuple[Figure, Axes]:
     """An empty figure of `what` over virtual seconds."""
     figure = Figure(figsize=(8, 3), layout="constrained")
@@ -162,4 +172,5 @@ def over_time(what: str) -> tuple[Figure, Axes]:
     axes.set_xlabel("virtual s")
     axes.set_ylabel(what)
     axes.margins(x=0)
+    round_ticks(axes)
     return figure, axes

@@ -6,7 +6,7 @@ serves callers without one again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
@@ -25,16 +25,20 @@ MAX_TOKENS = 2**53
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """The most that a key may do; None: no limit.
+    """The most that a key may do; None: what holds for all keys of its role.
 
     `enqueued_tokens` bounds the prompt tokens of its batches that have not ended, by estimate;
-    `stored_bytes` what all its files hold together when it uploads another.
+    `stored_bytes` what all its files hold together when it uploads another. `concurrent_calls`
+    bounds its online calls in flight, `max_weight` and `min_deadline_s` what its batches may name.
     """
 
     requests_per_minute: int | None = None
     enqueued_tokens: int | None = None
     concurrent_batches: int | None = None
     stored_bytes: int | None = None
+    concurrent_calls: int | None = None
+    max_weight: float | None = None
+    min_deadline_s: float | None = None
 
 
 NO_LIMITS = KeyLimits()
@@ -65,6 +69,14 @@ class ApiKeyRecord(NewApiKey):
     def scope(self) -> str | None:
         """Whose files and batches it sees: its own; None: everybody's, for an admin."""
         return None if self.role == "admin" else self.id
+
+
+def limits_of(key: ApiKeyRecord, defaults: KeyLimits) -> KeyLimits:
+    """A key's limits; those that a user key does not have itself are the `defaults`."""
+    if key.role == "admin":
+        return key.limits
+    own = {name: value for name, value in asdict(key.limits).items() if value is not None}
+    return replace(defaults, **own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,18 +116,35 @@ def list_all(store: Store) -> Sequence[ApiKeyRecord]:
         return _read(connection)
 
 
+def change(store: Store, key: str, values: Mapping[str, object]) -> ApiKeyRecord:
+    """Give the key with this id or name other limits, or another `slo_class`; those that `values`
+    does not name stay. Raises InputError and StateError."""
+    assert values.keys() <= {*LIMIT_NAMES, "slo_class"}
+    with store.write() as connection:
+        alive = _find_alive(connection, key)
+        if values:
+            changed = update(api_keys).where(api_keys.c.id == alive.id)
+            connection.execute(changed.values(**values))
+        return _read(connection, api_keys.c.id == alive.id)[0]
+
+
 def revoke(store: Store, key: str, *, now_s: float) -> ApiKeyRecord:
     """Revoke the key with this id or name. Raises InputError and StateError."""
     with store.write() as connection:
-        found = [one for one in _read(connection) if key in {one.id, one.name}]
-        if not found:
-            raise InputError(f"{key}: no such key; `batchrun keys list` lists them")
-        alive = next((one for one in found if one.revoked_at is None), None)
-        if alive is None:
-            raise StateError(f"{key} is revoked already")
+        alive = _find_alive(connection, key)
         changed = update(api_keys).where(api_keys.c.id == alive.id)
         connection.execute(changed.values(revoked_at=now_s))
         return replace(alive, revoked_at=now_s)
+
+
+def _find_alive(connection: Connection, key: str) -> ApiKeyRecord:
+    found = [one for one in _read(connection) if key in {one.id, one.name}]
+    if not found:
+        raise InputError(f"{key}: no such key; `batchrun keys list` lists them")
+    alive = next((one for one in found if one.revoked_at is None), None)
+    if alive is None:
+        raise StateError(f"{key} is revoked already")
+    return alive
 
 
 def usage(store: Store) -> dict[str, KeyUsage]:

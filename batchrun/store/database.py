@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -81,6 +82,10 @@ class Store:
             raise StoreLockedError(f"{self.name}: too many accesses at once") from error
         except sqlite.DriverError as error:
             raise self._as_store_error(error) from error
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise sqlite.as_store_error("disk is full", self.name) from error
 
     def _as_store_error(self, error: BaseException | None) -> StoreError:
         if self.is_sqlite:
@@ -101,6 +106,7 @@ def open_store(location: str | Path) -> Store:
     path = Path(url.database or "")
     sqlite.refuse_network_file_system(path.parent)
     path.parent.mkdir(parents=True, exist_ok=True)
+    sqlite.make_private(path)
     lock = StoreLock(path.with_suffix(".lock"), wait_s=MIGRATION_WAIT_S)
     return _checked(Store(sqlite.writing_engine(url), url), partial(migrate, lock=lock))
 
@@ -133,6 +139,9 @@ def _checked(store: Store, check: Callable[[Engine, str], object]) -> Store:
     except StoreError:
         store.close()
         raise
+    except OSError as failure:
+        store.close()
+        raise StoreError(f"{store.name}: cannot be opened: {failure.strerror}") from failure
     return store
 
 

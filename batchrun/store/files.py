@@ -98,6 +98,15 @@ def stored_bytes(store: Store, owner: str | None, *, now_s: float) -> int:
         return _stored_bytes(connection, owner, now_s)
 
 
+def stored_by_owner(store: Store, *, now_s: float) -> dict[str, int]:
+    """What the files of each API key hold together, by its id."""
+    total = func.coalesce(func.sum(files.c.size_bytes), 0)
+    query = select(files.c.owner, total).where(files.c.owner.is_not(None), _is_alive(now_s))
+    with store.read() as connection:
+        found = connection.execute(query.group_by(files.c.owner))
+        return {owner: int(num_bytes) for owner, num_bytes in found}
+
+
 def _stored_bytes(connection: Connection, owner: str | None, now_s: float) -> int:
     total = select(func.coalesce(func.sum(files.c.size_bytes), 0))
     found = connection.execute(total.where(files.c.owner == owner, _is_alive(now_s)))

@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection, Row, func, insert, select, update
+from sqlalchemy import Connection, Row, delete, func, insert, select, update
 
 from batchrun.errors import StateError, UnknownJobError
 from batchrun.store.database import Store, upsert
@@ -74,6 +74,8 @@ def counts_of(job: Row[Any]) -> Counts | None:
 ENDED = [str(state) for state in TERMINAL_JOB_STATES]
 ID_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 ID_LENGTH = 10
+ENDED_PREFIX = "ended:"
+"""With it and a job's id begins the key of the setting that stands until its end was told."""
 BATCH_PREFIX = "batch_"
 """With it begin the ids of the jobs that came as batches of OpenAI's API, and no other."""
 
@@ -162,7 +164,8 @@ def move_job(
 ) -> JobRecord:
     """Move a job that is in one of the states `allowed`, and set columns with it.
 
-    A job that ends keeps its counts from then on. Raises UnknownJobError and StateError.
+    A job that ends keeps its counts from then on, and a setting says that its end is to be told.
+    Raises UnknownJobError and StateError.
     """
     if to.is_terminal:
         values |= asdict(count_results(connection, read_job(connection, job_id).seq))
@@ -177,6 +180,8 @@ def move_job(
         raise StateError(
             f"{job_id} is {record.state} and cannot become {to} (possible while: {needed})"
         )
+    if to.is_terminal:
+        upsert(connection, settings, {"key": ENDED_PREFIX + job_id}, {"value": "{}"})
     return record
 
 
@@ -300,6 +305,20 @@ def list_newest(store: Store, most: int) -> list[JobRecord]:
         return [record_of(row) for row in found]
 
 
+def newest_states(store: Store, most: int) -> dict[int, JobState]:
+    """The states of the jobs submitted last, by `seq`, the newest first."""
+    query = select(jobs.c.seq, jobs.c.state).order_by(jobs.c.seq.desc()).limit(most)
+    with store.read() as connection:
+        return {seq: JobState(state) for seq, state in connection.execute(query).all()}
+
+
+def list_some(store: Store, seqs: Sequence[int]) -> list[JobRecord]:
+    """The jobs with these `seq`, oldest first."""
+    query = select(jobs).where(jobs.c.seq.in_(seqs)).order_by(jobs.c.seq)
+    with store.read() as connection:
+        return [record_of(row) for row in connection.execute(query)] if seqs else []
+
+
 def find_newest(store: Store, content_hash: str) -> JobRecord | None:
     """The newest job of this content, one that has not ended before those that have; or None."""
     query = select(jobs).where(jobs.c.content_hash == content_hash)
@@ -329,6 +348,27 @@ def write_setting(store: Store, key: str, value: object) -> None:
     """Set a durable setting to a JSON value."""
     with store.write() as connection:
         upsert(connection, settings, {"key": key}, {"value": json.dumps(value)})
+
+
+def list_settings(store: Store, prefix: str) -> dict[str, object]:
+    """The durable settings whose keys begin so, by what follows in the key."""
+    query = select(settings).where(settings.c.key.startswith(prefix, autoescape=True))
+    with store.read() as connection:
+        found = connection.execute(query).all()
+    return {row.key.removeprefix(prefix): json.loads(row.value) for row in found}
+
+
+def replace_settings(store: Store, removed: Sequence[str], added: Mapping[str, object]) -> None:
+    """Remove some durable settings and set others to JSON values, in one transaction."""
+    with store.write() as connection:
+        for start in range(0, len(removed), SETTINGS_AT_ONCE):
+            keys = removed[start : start + SETTINGS_AT_ONCE]
+            connection.execute(delete(settings).where(settings.c.key.in_(keys)))
+        for key, value in added.items():
+            upsert(connection, settings, {"key": key}, {"value": json.dumps(value)})
+
+
+SETTINGS_AT_ONCE = 500
 
 
 def _move(

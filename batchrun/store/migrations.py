@@ -151,6 +151,13 @@ def _limit_stored_bytes(op: Operations) -> None:
     op.add_column("api_keys", sa.Column("stored_bytes", sa.BigInteger))
 
 
+def _bound_calls_and_batches(op: Operations) -> None:
+    """How many calls a key may have at once, and what its batches may ask for."""
+    op.add_column("api_keys", sa.Column("concurrent_calls", sa.Integer))
+    op.add_column("api_keys", sa.Column("max_weight", sa.Float))
+    op.add_column("api_keys", sa.Column("min_deadline_s", sa.Float))
+
+
 def _numbered(name: str) -> sa.Column[int]:
     return sa.Column(name, sa.Integer, primary_key=True, autoincrement=True)
 
@@ -165,6 +172,7 @@ MIGRATIONS: dict[str, Callable[[Operations], None]] = {
     "0003": _add_files_and_batches,
     "0004": _add_api_keys,
     "0005": _limit_stored_bytes,
+    "0006": _bound_calls_and_batches,
 }
 """By the revision that each leads to, in their order."""
 

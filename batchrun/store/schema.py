@@ -158,11 +158,14 @@ api_keys = Table(
     Column("created_at", Float, nullable=False),
     Column("revoked_at", Float),
     Column("stored_bytes", BigInteger),
+    Column("concurrent_calls", Integer),
+    Column("max_weight", Float),
+    Column("min_deadline_s", Float),
     sqlite_autoincrement=True,
 )
 
 
-REVISIONS = ("0001", "0002", "0003", "0004", "0005")
+REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006")
 """Every schema that a released batchrun wrote, oldest first."""
 HEAD = REVISIONS[-1]
 

@@ -89,7 +89,9 @@ async def test_online_figures_are_those_of_the_calls(
     monkeypatch.setattr(online, "DURATION_S", 1.0)
     settings = await fake_engine("--latency-s=0.1")
 
-    shown = await online.observe_online(settings.base_url, FAKE_MODEL, FACTS, LINEAR_LAW)
+    shown = await online.observe_online(
+        EngineClient(settings.base_url), FAKE_MODEL, FACTS, LINEAR_LAW
+    )
 
     assert shown is not None
     assert shown.num_calls > 0
@@ -102,7 +104,10 @@ async def test_an_engine_that_answers_no_chat_calls_has_no_online_figures(
     monkeypatch.setattr(online, "DURATION_S", 1.0)
     settings = await fake_engine(rules=({"match": {"every": 1}, "action": {"status": 400}},))
 
-    assert await online.observe_online(settings.base_url, FAKE_MODEL, FACTS, LINEAR_LAW) is None
+    assert (
+        await online.observe_online(EngineClient(settings.base_url), FAKE_MODEL, FACTS, LINEAR_LAW)
+        is None
+    )
 
 
 def test_calls_come_at_a_rate_that_half_fills_the_engine() -> None:

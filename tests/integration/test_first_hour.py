@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import gzip
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
 import polars as pl
 import pytest
+import requests
 import zstandard
 from deployment_rig import JOB_FILE, DeploymentRig
 
 NUM_ROWS = 6
+SLOW_S = 0.4
+WAIT_S = 120.0
 TEXTS = [f"question {i}" for i in range(NUM_ROWS)]
 
 
@@ -23,6 +27,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeploymentRig]:
     made = DeploymentRig(tmp_path_factory.mktemp("hour"))
     body = json.dumps({"error": {"message": "prompt of 9123 tokens is too long", "code": "x"}})
     rules: list[dict[str, object]] = [
+        {"match": {"substring": "slowly"}, "action": {"delay_s": SLOW_S}},
         {"match": {"substring": "poison"}, "action": {"status": 400, "body": body}},
         {"match": {"substring": "long"}, "action": {"finish_reason": "length"}},
         {"match": {}, "action": {"finish_reason": "stop"}},
@@ -139,3 +144,48 @@ def test_status_has_the_newest_first_and_ended_jobs_behind_all(rig: DeploymentRi
     lines = [line.split()[0] for line in rig.call("status").stdout.splitlines() if " 100% " in line]
 
     assert lines == newest[:20]
+
+
+def test_status_says_that_jobs_wait_while_offline_work_is_off(rig: DeploymentRig) -> None:
+    rig.write_rows(["a"])
+    rig.write_job(JOB_FILE.replace("sample", "held"))
+    rig.ask("offline", "off")
+    try:
+        job = rig.ask("submit", "job.yaml")["id"]
+        deadline_s = time.monotonic() + WAIT_S
+        while rig.ask("status", job)["jobs"][0]["state"] != "running":
+            assert time.monotonic() < deadline_s
+        shown = rig.call("status").stdout
+    finally:
+        rig.ask("offline", "on")
+
+    assert " held" in shown and "waiting: offline work is off" in shown
+
+
+def test_status_of_a_job_that_has_ended_tells_no_speed(rig: DeploymentRig) -> None:
+    run(rig, "a", job=JOB_FILE.replace("sample", "ended"))
+
+    shown = rig.call("status", "ended").stdout
+
+    assert " output " in shown
+    assert "speed" not in shown and "ETA" not in shown and "(best possible -)" not in shown
+
+
+def test_status_tells_how_long_calls_take_as_their_callers_feel_it(rig: DeploymentRig) -> None:
+    message = {"role": "user", "content": "slowly"}
+    call = json.dumps({"model": "fake", "messages": [message], "stream": True})
+    headers = {"Content-Type": "application/json"}
+    deadline_s = time.monotonic() + WAIT_S
+    while not (felt := rig.ask("status")["felt"]):
+        assert time.monotonic() < deadline_s
+        url = f"http://127.0.0.1:{rig.port}/v1/chat/completions"
+        assert requests.post(url, data=call, headers=headers, timeout=WAIT_S).ok
+
+    ttft = next(each for each in felt if each["latency"] == "TTFT")
+    assert ttft["mean_s"] >= SLOW_S and ttft["p50_s"] >= SLOW_S
+    shown = rig.call("status").stdout
+    assert "calls of the last 5 minutes\n TTFT" in shown and "s on average" in shown
+
+
+def test_the_log_begins_with_what_happened(rig: DeploymentRig) -> None:
+    assert "alembic" not in rig.call("logs", "-n", "10000").stdout

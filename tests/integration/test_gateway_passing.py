@@ -100,6 +100,7 @@ async def test_hints_of_outside_callers_are_stripped_and_the_rest_stays(tmp_path
         ("GET", "/", 404),
         ("POST", "/v1/batch", 404),
         ("GET", "/batchrun/tally", 404),
+        ("GET", "/batchrun/routing?most=5", 404),
         ("POST", "/metrics", 405),
         ("POST", "/v1/chat%2Fcompletions", 404),
         ("POST", "/v1/../v1/load_lora_adapter", 404),

@@ -151,7 +151,8 @@ def test_a_call_reaches_nothing_that_is_not_listed(rig: DeploymentRig) -> None:
 def test_an_engine_fetches_nothing_itself(rig: DeploymentRig, web_port: int) -> None:
     """Also for whoever asks it past the gateway."""
     engine = f"http://127.0.0.1:{rig.engine_port}/v1"
-    with OpenAI(base_url=engine, api_key="unused", max_retries=0) as client:
+    key = (rig.home / "run" / "engine-0.key").read_text()
+    with OpenAI(base_url=engine, api_key=key, max_retries=0) as client:
         messages = image_body(f"http://127.0.0.1:{web_port}/0.png")["messages"]
         with pytest.raises(BadRequestError, match="allowed domains"):
             client.chat.completions.create(model=MODEL, messages=messages, max_tokens=2)

@@ -131,6 +131,8 @@ def test_distributions_are_drawn_in_one_page_with_nothing_outside_it(cli: Cli) -
     plots = [ElementTree.fromstring(plot) for plot in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
     assert len(plots) == 1 and page.count('id="axes_') == 6
     assert "<title>Prompts of " in page and "src=" not in page
+    summary, _, _ = page.partition("<svg")
+    assert "<th scope=row>hit rate<td>at best 79." in summary
 
 
 @pytest.mark.parametrize(

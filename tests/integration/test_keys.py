@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+import socket
 import stat
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,7 @@ from typing import Any
 import openai
 import pytest
 from batch_rig import (
+    DAY_S,
     MODEL,
     Caller,
     chat_line,
@@ -26,6 +31,7 @@ from raw_http import RawHttp, Reply
 from benchmarks.deployment import free_port
 
 PER_MINUTE = 5
+WAIT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -123,6 +129,62 @@ def test_requests_beyond_the_limit_get_429_whichever_worker_takes_them(keyed: Ke
         assert refused.value.code == "rate_limit_exceeded"
 
 
+def test_calls_at_once_are_limited_whichever_worker_takes_them(keyed: Keyed) -> None:
+    keyed.make("narrow", "--concurrent-calls", "2")
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Authorization: Bearer {keyed.keys['narrow']}\r\nContent-Length: 100\r\n\r\n"
+    )
+    hello: Any = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+    with ExitStack() as exits:
+        for _ in range(2):
+            call = socket.create_connection(("127.0.0.1", keyed.rig.port), timeout=WAIT_S)
+            exits.enter_context(call).sendall(head.encode())
+        with connect(keyed.rig.port, api_key=keyed.keys["narrow"], max_retries=0) as caller:
+            deadline_s = time.monotonic() + WAIT_S
+            refused: openai.RateLimitError | None = None
+            while refused is None and time.monotonic() < deadline_s:
+                try:
+                    caller.api.chat.completions.create(**hello)
+                except openai.RateLimitError as error:
+                    refused = error
+            assert refused is not None
+            assert (refused.code, refused.response.headers["retry-after"]) == (
+                "rate_limit_exceeded",
+                "1",
+            )
+            assert caller.models.list().data
+    with connect(keyed.rig.port, api_key=keyed.keys["narrow"], max_retries=60) as caller:
+        assert caller.api.chat.completions.create(**hello).choices
+
+
+def test_limits_of_a_key_change_while_the_deployment_runs(keyed: Keyed) -> None:
+    keyed.make("changing", "--stored-bytes", "10")
+    with connect(keyed.rig.port, api_key=keyed.keys["changing"], max_retries=0) as caller:
+        with pytest.raises(openai.RateLimitError, match="may store 10 bytes"):
+            caller.upload([chat_line("a")])
+        done = keyed.rig.ask("keys", "set", "changing", "--stored-bytes", "none", "--max-weight=3")
+        assert done["name"] == "changing"
+        more = {"extra_body": {"batchrun": {"weight": 3}}}
+        assert caller.run(caller.upload([chat_line("a")]).id, **more).status == "completed"
+    listed = {key["name"]: key["limits"] for key in keyed.rig.ask("keys", "list")["keys"]}
+    assert listed["changing"]["max_weight"] == 3
+    assert listed["changing"]["concurrent_batches"] == 100
+    assert keyed.rig.refuse("keys", "set", "changing")[0] == 2
+    assert "not a number from 1" in keyed.rig.call("keys", "set", "a", "--stored-bytes=-1").stderr
+
+
+def test_a_user_key_may_not_take_the_class_of_others(keyed: Keyed) -> None:
+    hello: Any = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+    tighter: Any = {"extra_headers": {"x-batchrun-class": "chat"}}
+    other = connect(keyed.rig.port, api_key=keyed.keys["team-b"])
+    refused = pytest.raises(openai.BadRequestError, match="tighter bounds than 'default'")
+    with other as caller, refused:
+        caller.api.chat.completions.create(**hello, **tighter)
+    with connect(keyed.rig.port, api_key=keyed.keys["ops"]) as admin:
+        assert admin.api.chat.completions.create(**hello, **tighter).choices
+
+
 def test_batches_at_once_are_limited(keyed: Keyed) -> None:
     keyed.make("few", "--concurrent-batches", "1")
     with connect(keyed.rig.port, api_key=keyed.keys["few"]) as caller:
@@ -186,6 +248,28 @@ def test_a_revoked_key_is_refused_and_its_batch_goes_on(keyed: Keyed) -> None:
         assert admin.wait_until_ended(batch.id).status == "completed"
     assert keyed.rig.refuse("keys", "revoke", "leaver")[0] == 4
     assert keyed.rig.refuse("keys", "revoke", "nobody")[0] == 2
+
+
+def test_files_of_a_key_go_whatever_they_are_for_and_are_shown(
+    keyed: Keyed, team_a: Caller
+) -> None:
+    file = team_a.upload(b"anything", purpose="user_data")
+    assert file.expires_at == file.created_at + 30 * DAY_S
+
+    page = keyed.get("ops", "/metrics").body.decode()
+
+    found = dict(re.findall(r'batchrun_key_(\w+)\{(?:direction="up",)?key="team-a"\} (\S+)', page))
+    assert float(found["stored_bytes"]) >= len(b"anything")
+    assert (float(found["max_stored_bytes"]), float(found["transfers"])) == (100 << 30, 0)
+
+
+def test_a_key_that_has_stored_what_it_may_makes_no_more_batches(keyed: Keyed) -> None:
+    keyed.make("full")
+    with connect(keyed.rig.port, api_key=keyed.keys["full"], max_retries=0) as caller:
+        file = caller.upload([chat_line("a")])
+        keyed.rig.ask("keys", "set", "full", "--stored-bytes", "1")
+        with pytest.raises(openai.RateLimitError, match="delete files that you do not need"):
+            caller.create(file.id)
 
 
 def test_the_list_shows_limits_and_what_was_used(keyed: Keyed, team_a: Caller) -> None:

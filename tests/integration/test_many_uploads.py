@@ -109,6 +109,17 @@ def test_a_daemon_may_open_as_many_files_as_the_system_lets_it(rig: DeploymentRi
     assert resource.prlimit(rig.pid_of("daemon"), resource.RLIMIT_NOFILE) == (hard, hard)
 
 
+def test_a_daemon_without_enough_memory_refuses_in_one_line(rig: DeploymentRig) -> None:
+    rig.use_fake_engine()
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    with rig.start("up") as starting:
+        resource.prlimit(starting.pid, resource.RLIMIT_AS, (900_000_000, limits[1]))
+        _, said = starting.communicate(timeout=WAIT_S)
+
+    assert (starting.returncode, said.count("\n")) == (2, 1), said
+    assert "the limit of memory is 900 MB of address space, and a daemon needs 1,000" in said
+
+
 @pytest.mark.slow
 async def test_slow_uploads_leave_files_to_the_daemon_for_its_work(rig: DeploymentRig) -> None:
     rig.use_fake_engine(window={"requests": 4})

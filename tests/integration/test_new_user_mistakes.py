@@ -92,6 +92,19 @@ def test_a_wrong_call_is_one_line(cli: Cli, call: str, exit_code: int, line: str
             "job.yaml:7: request.max_token: /v1/chat/completions has",
         ),
         ("rows.parquet", "rows.xlsx", "rows.xlsx: a spreadsheet; save it as CSV, or in Python"),
+        ("role: user", "rol: user", "input.messages[0].role: is required and must be text; 'rol'"),
+        (
+            "role: user",
+            "role: usr",
+            "messages[0].role: no model knows 'usr' (did you mean 'user'?)",
+        ),
+        ("content:", "contnt:", "messages[0].content: is required; 'contnt' stands there instead"),
+        (
+            "rows.parquet",
+            "other.csv",
+            "other.csv:1: one column, 'id;text': semicolons seem to stand",
+        ),
+        ("rows.parquet", "wide.csv", "wide.csv:1: not UTF-8 text; save it as UTF-8"),
         ("rows.parquet", "torn.json", "torn.json: not valid JSON: "),
         ("rows.parquet", "one.json", "one.json: must be an array of objects, not an object"),
         ("max_tokens: 8", "stream: true", "job.yaml:7: request.stream: a job's answers go to a"),
@@ -122,6 +135,8 @@ def write_odd_files(rows: Path) -> None:
     Path("rows.xlsx").write_bytes(b"PK")
     Path("torn.json").write_text('[{"id": "a"')
     Path("one.json").write_text('{"id": "a"}')
+    Path("other.csv").write_text("id;text\n1;a\n")
+    Path("wide.csv").write_text("id,text\n1,a\n", encoding="utf-16")
     Path("torn.csv").write_text("id,text\n1,a,b\n")
 
 

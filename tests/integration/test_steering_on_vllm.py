@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from deployment_rig import WAIT_S, DeploymentRig
 from prometheus_server import PROMETHEUS, PrometheusServer
+from raw_http import RawHttp
 from steered_calls import ask_flex, post
 
 from batchrun.cli.operate.monitoring import ALERTS, BOARD
@@ -53,6 +54,17 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeploymentRig]:
     made.ask("up", "-d")
     yield made
     made.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/version", "/ping"])
+def test_an_engine_asks_for_its_secret_on_every_route(rig: DeploymentRig, path: str) -> None:
+    engine, key = RawHttp(rig.engine_port), (rig.home / "run" / "engine-0.key").read_text()
+
+    assert engine.get(path).status == 401
+    assert engine.post("/invocations", {"model": "tiny", "prompt": "a"}).status == 401
+    shown = {"Authorization": f"Bearer {key}"}
+    assert engine.call("GET", path, headers=shown).status == 200
+    assert engine.get("/health").status == 200
 
 
 def telemetry(rig: DeploymentRig) -> dict[str, Any]:

@@ -96,7 +96,8 @@ class Fleet:
     def _book(self, worker: int) -> EngineBook:
         """A worker begins, or begins anew after its death."""
         book = EngineBook(PrefixMap(self.arrays), self.loads, worker)
-        book.traits = dict.fromkeys(range(NUM_ENGINES), TRAITS)
+        for engine in range(NUM_ENGINES):
+            book.introduce(engine, TRAITS)
         return book
 
     def _keys(self) -> KeyArray:

@@ -7,8 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from batchrun.pool.deadlines import MOST_SHARE, JobWork, Kept, fair_finishes_s, needed_shares
-from batchrun.pool.fair_share import JobShares, JobTurns, WorkLeft
+from batchrun.pool.deadlines import (
+    MOST_SHARE,
+    JobWork,
+    Kept,
+    fair_finishes_s,
+    fair_parts,
+    needed_shares,
+)
+from batchrun.pool.fair_share import JobTurns
+from batchrun.pool.job_shares import JobShares, Owner, WorkLeft
 
 QUANTUM_TOKENS = 200
 MOST_ROW_TOKENS = 100
@@ -18,6 +26,7 @@ JOB_IDS = ("a", "b", "c", "d")
 job_ids = st.sampled_from(JOB_IDS)
 weights = st.sampled_from((0.5, 1.0, 2.0))
 row_tokens = st.integers(MOST_ROW_TOKENS // 2, MOST_ROW_TOKENS)
+owners = st.sampled_from([Owner(), Owner("key_1", is_bounded=True), Owner("key_2")])
 due_ats = st.none() | st.floats(1, 1000)
 
 
@@ -32,10 +41,10 @@ class TurnsMachine(RuleBasedStateMachine):
         self.num_rows = 0
         self.now_s = 0.0
 
-    @rule(job_id=job_ids, weight=weights, deadline_at=due_ats)
-    def join(self, job_id: str, weight: float, deadline_at: float | None) -> None:
+    @rule(job_id=job_ids, weight=weights, deadline_at=due_ats, owner=owners)
+    def join(self, job_id: str, weight: float, deadline_at: float | None, owner: Owner) -> None:
         if job_id not in self.computed:
-            self.turns.join(job_id, weight, 10_000, deadline_at=deadline_at)
+            self.turns.join(job_id, weight, 10_000, deadline_at=deadline_at, owner=owner)
             self.computed[job_id] = 0
 
     @precondition(lambda self: self.computed)
@@ -154,7 +163,7 @@ def test_no_job_is_ever_more_than_a_quantum_and_a_row_ahead(
             assert ahead_tokens < TURN_TOKENS + 1e-6
 
 
-works = st.builds(JobWork, weights, st.floats(1, 1e6), st.just(0.0))
+works = st.builds(JobWork, weights, st.floats(1, 1e6), st.just(0.0), owners)
 
 
 @given(st.dictionaries(job_ids, works, min_size=1))
@@ -165,9 +174,10 @@ def test_fair_shares_lose_no_capacity_and_hold_no_job_below_its_part(
 
     total = sum(work.tokens for work in jobs.values())
     assert max(finishes_s.values()) == pytest.approx(total / 1000)
+    parts = fair_parts(jobs)
+    assert sum(parts.values()) == pytest.approx(1)
     for job_id, work in jobs.items():
-        part = work.weight / sum(other.weight for other in jobs.values())
-        least_s, most_s = work.tokens / 1000, work.tokens / (1000 * part)
+        least_s, most_s = work.tokens / 1000, work.tokens / (1000 * parts[job_id])
         assert least_s * 0.999 <= finishes_s[job_id] <= most_s * 1.001
 
 

@@ -9,8 +9,16 @@ from pathlib import Path
 import pytest
 
 from batchrun.errors import ConfigError
+from batchrun.hints import SloBounds
 from batchrun.keys import digest, id_in, new_key
-from batchrun.server.gateway.admission import ApiKey, KeyRing, RequestRates, read_keys
+from batchrun.server.gateway.admission import (
+    ApiKey,
+    CallsAtOnce,
+    KeyRing,
+    RequestRates,
+    check_class,
+    read_keys,
+)
 from batchrun.server.gateway.envelope import RefusalError
 
 MINE_ID, MINE = new_key()
@@ -135,3 +143,60 @@ def test_workers_share_one_count(tmp_path: Path) -> None:
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         let_through = pool.starmap(take_many, [(tmp_path / "rates", 200)] * 2)
     assert sum(let_through) == 50
+
+
+def test_calls_at_once_are_counted_over_all_workers_and_those_of_a_dead_one_forgotten(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "calls"
+    one, other = CallsAtOnce(path, 2, 0), CallsAtOnce(path, 2, 1)
+    with one.calling(7, 2), other.calling(7, 2):
+        for worker in (one, other):
+            with pytest.raises(RefusalError) as refused, worker.calling(7, 2):
+                raise AssertionError("a third call came in")
+        assert (refused.value.status, refused.value.code) == (429, "rate_limit_exceeded")
+        assert refused.value.response("r").headers["Retry-After"] == "1"
+        with one.calling(8, 1):
+            assert one.num_calls(8) == 1
+    assert one.num_calls(7) == 0
+
+    dying = other.calling(7, 2)
+    dying.__enter__()
+    with one.calling(7, 2):
+        new = CallsAtOnce(path, 2, 1)
+        assert new.num_calls(7) == 1
+    for each in (one, other, new):
+        each.close()
+
+
+CLASSES = {"fast": SloBounds(0.1, 0.02), "slow": SloBounds(9.0, 1.0), "whole": SloBounds(2, 1, 60)}
+DEFAULT = SloBounds(1.0, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("role", "own", "wanted", "is_taken"),
+    [
+        ("user", None, None, True),
+        ("user", None, "slow", True),
+        ("user", None, "fast", False),
+        ("user", None, "whole", False),
+        ("user", "fast", "fast", True),
+        ("user", "fast", "slow", True),
+        ("user", "slow", None, False),
+        ("user", "slow", "slow", True),
+        ("admin", None, "fast", True),
+    ],
+)
+def test_no_user_key_is_served_before_others_by_a_class_that_is_not_its_own(
+    role: str, own: str | None, wanted: str | None, *, is_taken: bool
+) -> None:
+    key = ApiKey("key_1", "0" * 64, "admin" if role == "admin" else "user", own, None, 1)
+    bounds = None if wanted is None else CLASSES[wanted]
+
+    try:
+        check_class(key, bounds, CLASSES, DEFAULT)
+    except RefusalError as refusal:
+        error = json.loads(refusal.body)["error"]
+        assert (refusal.status, error["param"], is_taken) == (400, "x-batchrun-class", False)
+    else:
+        assert is_taken

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from batchrun.pool.fair_share import JobTurns, Turn
-from batchrun.server.api.batches import read_batch_request
+from batchrun.pool.job_shares import Owner
+from batchrun.server.api.batches import BatchRequest, read_batch_request
 from batchrun.server.api.errors import ApiError, Caller
+from batchrun.store.api_keys import KeyLimits
 
 SOUND = {
     "input_file_id": "file-1",
@@ -216,3 +218,55 @@ def test_no_user_key_takes_from_the_share_of_another(name: str, values: list[obj
 
     accounts = turns._shares.accounts
     assert accounts["victim"].num_fair_tokens == accounts["greedy"].num_fair_tokens == 150_000
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_flood_of_batches_with_deadlines_takes_no_share_of_another_key(*, is_first: bool) -> None:
+    """100 batches of 24 h windows that need more than there is, before the victim's or after."""
+    turns, day_s = JobTurns(1000), 86_400.0
+    turns.join("before", 1, 60_000)
+    turns.observe(0, is_saturated=True)
+    for second in range(60):
+        turns.charge(Turn("before", is_urgent=False), second, 1000, ends_subtree=True)
+        turns.settle("before", second, 1000)
+        turns.observe(second + 1, is_saturated=True)
+    turns.leave("before")
+    joins = [("victim", 40_000_000, Owner("victim", is_bounded=True))]
+    greedy = Owner("greedy", is_bounded=True)
+    flood = [(f"greedy-{number}", 5_000_000, greedy) for number in range(100)]
+    for job_id, tokens, owner in flood + joins if is_first else joins + flood:
+        turns.join(job_id, 1, tokens, deadline_at=60 + day_s, owner=owner)
+    ready = {job_id for job_id, _, _ in flood + joins}
+
+    for second in range(60, 660):
+        turn = turns.choose(ready, second)
+        assert turn is not None
+        turns.charge(turn, second, 1000, ends_subtree=True)
+        turns.settle(turn.job_id, second, 1000)
+        turns.observe(second + 1, is_saturated=True)
+
+    account = turns._shares.accounts["victim"]
+    assert account.num_fair_tokens + account.num_urgent_tokens >= 297_000
+    outlook = turns.outlook("victim")
+    assert outlook is not None and outlook.is_kept
+
+
+def test_a_key_may_have_bounds_of_its_own() -> None:
+    limits = KeyLimits(max_weight=4, min_deadline_s=3_600)
+    caller = Caller("key_1", "key_1", limits)
+
+    def asked(**extension: object) -> BatchRequest:
+        return read_batch_request({**SOUND, "batchrun": extension}, ["24h"], None, caller)
+
+    wanted = asked(weight=4, deadline="1h")
+    assert (wanted.weight, wanted.deadline_s) == (4, 3_600)
+    with pytest.raises(ApiError, match="must be at most 4 with this API key"):
+        asked(weight=4.5)
+    with pytest.raises(ApiError, match="must be at least 3600 s with this API key"):
+        asked(deadline="59m")
+
+
+def test_a_key_below_the_usual_weight_has_that_weight() -> None:
+    caller = Caller("key_1", "key_1", KeyLimits(max_weight=0.25))
+
+    assert read_batch_request(SOUND, ["24h"], None, caller).weight == 0.25

@@ -168,6 +168,9 @@ def make_facts() -> dict[str, Any]:
         "stage": "reading", "deadline_outlook": "late by 3 s", "is_deadline_kept": False,
         "actions": ["resume", "cancel"], "is_terminal": False, "output_path": "/out",
         "planned_answer_tokens": 5, "mean_answer_tokens": 4.5, "eta_low_s": 3.0, "eta_high_s": 9.0,
+        "engine_s": 90.0, "cost": 0.5,
+        "on_done": {"target": "webhook https://x", "state": "waiting", "num_tries": 2,
+                    "next_at": NOW_S, "said": "HTTP 500"},
     }  # fmt: skip
     engine = {
         "name": "engine-0", "url": "http://x", "state": "ready", "stage": "a stage", "in_flight": 3,
@@ -188,14 +191,25 @@ def make_facts() -> dict[str, Any]:
                   "is_revoked": True, "batches": KeyUsage(1, Counts()),
                   "online": {"num_calls": 1, "num_prompt_tokens": 2, "num_output_tokens": 3}}],
         "felt": [{"latency": "TTFT", "slo_class": "chat", "num_calls": 3, "mean_s": 0.1,
-                  "within": {0.5: 0.1, 0.99: None}}],
+                  "p50_s": 0.1, "p99_s": None}],
         "router": "cost", "why": "For a reason.", "num_calls": 4, "imbalance": 1.5,
+        "known": {"engine-0": {"agreement": 0.9, "num_pieces": 12}},
+        "decisions": [{"prompt_tokens": 900.0, "told_cached_tokens": None, "chosen": SIDE,
+                       "runner_up": None},
+                      {"prompt_tokens": 900.0, "told_cached_tokens": 512.0, "chosen": SIDE,
+                       "runner_up": SIDE | {"engine": None, "price_s": None}}],
+        "has_output": True, "models": ["fake", "other"], "default_model": "fake",
+        "draft": {"id": "abc", "filename": "rows.csv", "size_bytes": 1234, "state": "checked",
+                  "is_busy": False, "found": {"rows": "2", "warning": "too long"},
+                  "message": None, "job_id": None},
         "message": "a message", "is_error": True,
         "token": "0" * 64, "is_offline_on": True, "num_ready": 1, "num_engines": 2,
         "num_running": 1, "rows_per_s": 1.0, "slack_s": -0.1, "stalled": "the disk is full",
     }  # fmt: skip
 
 
+SIDE = {"engine": "engine-0", "cached_tokens": 512.0, "price_s": 1.0, "queue_s": 0.5,
+        "prefill_s": 0.2, "delays_s": 0.1, "decodes_s": 0.2, "slot_s": 0.0}  # fmt: skip
 KEPT = {"actions", "state"}
 """Words of ours, not of anybody else's."""
 
@@ -222,7 +236,7 @@ ATTACKS = [
     "\r\nevent: view\r\ndata: <b>x</b>", "\u2028data: <script>", "&lt;b&gt;", "<<b>>", "a\x00b<i>",
     "<math><mi//xlink:href='data:x'>", "]]><script>",
 ]  # fmt: skip
-TEMPLATES = (*VIEWS, "job", "notice", "header")
+TEMPLATES = (*VIEWS, "draft", "job", "notice", "header")
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -278,7 +292,7 @@ def test_the_page_has_histograms_by_class_that_add_up() -> None:
         tally.count_reply(make_reply(seconds))
     tally.count_reply(make_reply(None, slo_class="flex"))
 
-    text = TallyPage(tally).render(is_daemon_up=False).decode()
+    text = TallyPage(tally, list, list).render(is_daemon_up=False).decode()
 
     assert 'batchrun_gateway_ttft_seconds_bucket{class="chat",le="0.15"} 3.0' in text
     assert 'batchrun_gateway_ttft_seconds_bucket{class="chat",le="+Inf"} 4.0' in text
@@ -315,6 +329,8 @@ def test_figures_are_of_the_last_minutes() -> None:
     assert felt.num_calls == 4
     assert felt.mean_s == pytest.approx(0.12)
     assert felt.quantile_s(0.99, TTFT_BOUNDS_S) == 0.15
+    ttft = next(each for each in figures.view() if each["latency"] == "TTFT")
+    assert (ttft["num_calls"], ttft["p50_s"], ttft["p99_s"]) == (4, 0.15, 0.15)
     assert figures.engines() == [EngineCalls("engine-0", 4, 400, 160, 40)]
     assert figures.tokens_per_s == pytest.approx(4 * (100 - 40 + 10) / 10.0)
     figures.take(told_by(tally), 11.0 + WINDOW_S)

@@ -20,8 +20,10 @@ from batchrun.config import (
     DeploymentFile,
     EngineConfig,
     Environment,
+    KeyLimitsConfig,
     SloClassConfig,
     SloConfig,
+    TimeoutsConfig,
     WindowConfig,
 )
 from batchrun.control.following import STALL_PATIENCE_S
@@ -29,13 +31,16 @@ from batchrun.daemon import faults as backoff
 from batchrun.daemon import faults as breaker
 from batchrun.daemon import faults as trials
 from batchrun.daemon import writer
+from batchrun.daemon.ending import OUTPUT_TRIES
 from batchrun.engine import command as vllm_command
 from batchrun.engine.command import ManagedSettings
 from batchrun.errors import BatchrunError, ConfigError
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.spec import OUTPUT_COLUMNS, InputSpec, JobFile, OutputSpec
 from batchrun.pool.prefix_keys import CHUNK_BYTES
+from batchrun.server.api.watch import ENDED_S, SHOWN_S
 from batchrun.server.gateway.app import MAX_BODY_BYTES
+from batchrun.server.gateway.shared_book import FAILURES, FIRST_EJECTION_S, LONGEST_EJECTION_S
 from batchrun.store import jobs
 from batchrun.strict import load_strict
 from batchrun.types import JobState
@@ -63,6 +68,8 @@ KEY_TABLES: list[tuple[type[BaseModel], str, str]] = [
     (SloConfig, "configuration.md", "slo."),
     (SloClassConfig, "configuration.md", "slo_classes.NAME."),
     (WindowConfig, "configuration.md", "window."),
+    (TimeoutsConfig, "configuration.md", "timeouts."),
+    (KeyLimitsConfig, "configuration.md", "key_limits."),
 ]
 SECTIONS = {"input", "output"}
 """Keys that hold keys; the manual names the inner ones."""
@@ -79,6 +86,11 @@ FIGURES = [
     ("reliability.md", f"for {trials.COMPANY_WAIT_S:g} s. With one engine"),
     ("reliability.md", f"exit code 4 after {STALL_PATIENCE_S:g} s"),
     ("reliability.md", f"fails to start {MAX_FAILED_STARTS} times in a row"),
+    ("reliability.md", f"without progress for {SHOWN_S:g} s is told"),
+    ("reliability.md", f"After {ENDED_S:g} s the daemon ends itself"),
+    ("reliability.md", f"output of such a job cannot be written {OUTPUT_TRIES} times"),
+    ("gateway.md", f"After {FAILURES} calls in a row"),
+    ("gateway.md", f"for {FIRST_EJECTION_S:g} s, then 2, 4 and so on up to {LONGEST_EJECTION_S:g}"),
     ("engines.md", f"--kv-cache-memory-bytes={vllm_command.CPU_KV_CACHE_BYTES}"),
     ("gateway.md", f"`--max-body-bytes` ({MAX_BODY_BYTES >> 20} MiB)"),
     ("pool.md", f"pieces of {CHUNK_BYTES} bytes"),
@@ -266,13 +278,23 @@ def test_every_benchmark_in_the_table_of_measurements_is_there() -> None:
     assert [p.name for p in there if not (p.is_dir() or p.with_suffix(".py").exists())] == []
 
 
-def test_the_readme_opens_with_the_two_commands_of_a_fresh_machine() -> None:
-    first = blocks(ROOT / "README.md", "console", "sh", "text", "")[0]
+def test_the_readme_installs_first_and_then_shows_the_two_commands_of_a_clone() -> None:
+    install, clone, *_ = blocks(ROOT / "README.md", "console", "sh", "text", "")
+    first, second = (
+        [line.split("#")[0].strip("$ ") for line in text.splitlines()] for text in (install, clone)
+    )
 
-    assert [line.split("#")[0].strip("$ ") for line in first.splitlines()] == [
-        "make demo",
-        "make test",
-    ]
+    assert first[0] == "uv tool install batchrun" and "pip install batchrun" in install
+    assert second == ["make demo", "make test"]
+
+
+def test_no_help_text_is_cut() -> None:
+    assert [words for words, _ in cli_page.commands() if "..." in _listed(words)] == []
+
+
+def _listed(words: tuple[str, ...]) -> str:
+    """What the help says of the commands of a group."""
+    return cli_page.help_of(words).partition("\nCommands:\n")[2]
 
 
 def test_the_readme_names_every_command() -> None:

@@ -6,12 +6,23 @@ from pathlib import Path
 
 import pytest
 
+from batchrun.cli.operate.engine import a_line_a_stage
 from batchrun.engine.command import count_requirements, install_engine
 from batchrun.errors import EngineError
 
+LOCK = """\
+# note
+
+a==1 \\
+    --hash=sha256:00
+-r other.txt
+  b==2
+    # via a
+"""
+
 
 def test_packages_of_a_lock_are_counted() -> None:
-    assert count_requirements(["# note", "", "a==1", "-r other.txt", "  b==2", "    # via a"]) == 2
+    assert count_requirements(LOCK.splitlines()) == 2
 
 
 def test_a_failing_pip_gives_its_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,7 +37,7 @@ def test_a_failing_pip_gives_its_last_line(tmp_path: Path, monkeypatch: pytest.M
         )
     assert "No matching distribution found" in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert stages[0] == "creating the environment"
+    assert stages[0] == f"creating the environment {tmp_path / 'env'}"
     assert (tmp_path / "env" / "bin" / "python").exists()
 
 
@@ -34,3 +45,16 @@ def test_a_target_that_cannot_be_made_gives_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(EngineError, match="could not be installed in"):
         install_engine(tmp_path / "file", cpu=True, progress=lambda _s, _d, _t: None)
+
+
+def test_each_stage_is_a_line_that_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    shown: list[str] = []
+    tell = a_line_a_stage(lambda stage, _done, _total: shown.append(stage))
+
+    for stage in ("creating the environment env", "fetching a", "fetching b", "installing them"):
+        tell(stage, 1, 2)
+
+    assert capsys.readouterr().err.splitlines() == [
+        *("creating the environment env", "fetching 2 packages", "installing them"),
+    ]
+    assert len(shown) == 4

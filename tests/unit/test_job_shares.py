@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from share_trials import fair_run, grain_run, pause_run
 
-from batchrun.pool.fair_share import DOUBT, JobShares, WorkLeft
+from batchrun.pool.job_shares import DOUBT, JobShares, Owner, WorkLeft
 
 ALL = frozenset({"a", "b", "c"})
 
@@ -28,6 +28,19 @@ def hand_out(
         shares.settle(job_id, row, tokens)
         shares.end_turn(job_id)
     return job_id
+
+
+def shares_of_rows(jobs: dict[str, Owner], num_rows: int = 600) -> dict[str, int]:
+    """Rows of 100 tokens that jobs of weight 1 get, by their owners."""
+    shares, got = JobShares(1000), dict.fromkeys((owner.id for owner in jobs.values()), 0)
+    for job_id, owner in jobs.items():
+        shares.join(job_id, 1, WorkLeft(0), owner)
+    for row in range(num_rows):
+        chosen = hand_out(shares, row, ready=frozenset(jobs))
+        assert chosen is not None
+        got[jobs[chosen].id] += 1
+    shares.check()
+    return got
 
 
 def level(shares: JobShares, job_id: str) -> float:
@@ -112,6 +125,45 @@ def test_a_job_a_quantum_ahead_loses_its_turn_within_a_subtree() -> None:
         turns.append(job_id)
 
     assert "".join(map(str, turns)) == "aaabbbbb"
+
+
+def test_many_jobs_of_one_owner_weigh_as_one() -> None:
+    jobs = {"victim": Owner("victim", is_bounded=True)}
+    jobs |= {f"greedy-{number}": Owner("greedy", is_bounded=True) for number in range(100)}
+
+    assert shares_of_rows(jobs) == {"victim": 300, "greedy": 300}
+
+
+def test_an_owner_weighs_as_its_heaviest_job() -> None:
+    shares = JobShares(1000)
+    for job_id, weight, owner in (("a", 3, "x"), ("b", 1, "x"), ("c", 1, "y")):
+        shares.join(job_id, weight, WorkLeft(0), Owner(owner))
+
+    jobs = [hand_out(shares, row) for row in range(160)]
+
+    assert [jobs.count(job_id) for job_id in "abc"] == [90, 30, 40]
+
+
+def test_who_makes_and_cancels_jobs_gains_nothing() -> None:
+    shares, got = JobShares(1000), {"victim": 0, "greedy": 0}
+    shares.join("victim", 1, WorkLeft(0), Owner("victim", is_bounded=True))
+    row = 0
+    for number in range(200):
+        job_id = f"greedy-{number}"
+        shares.join(job_id, 1, WorkLeft(0), Owner("greedy", is_bounded=True))
+        for _ in range(3):
+            row += 1
+            chosen = shares.holder({"victim", job_id}) or shares.begin_turn({"victim", job_id})
+            assert chosen is not None
+            shares.charge(chosen, row, 100, is_urgent=False)
+            got[chosen.partition("-")[0]] += 1
+            if chosen == "victim":
+                shares.settle(chosen, row, 100)
+            shares.end_turn(chosen)
+        shares.leave(job_id)
+    shares.check()
+
+    assert got["greedy"] <= got["victim"] + 2
 
 
 def test_rows_of_a_job_that_left_are_free() -> None:

@@ -21,7 +21,7 @@ from batchrun.store.jobs import Counts
 from batchrun.types import JobState
 
 ENDPOINT = "/v1/chat/completions"
-LIMITS = KeyLimits(60, 1_000_000, 4, 1 << 40)
+LIMITS = KeyLimits(60, 1_000_000, 4, 1 << 40, 8, 2.0, 3_600.0)
 
 
 def add(store: Store, name: str, role: api_keys.Role = "user") -> ApiKeyRecord:
@@ -68,6 +68,33 @@ def test_a_revoked_key_stays_and_frees_its_name(store: Store) -> None:
         api_keys.revoke(store, first.id, now_s=7.0)
     with pytest.raises(InputError, match="no such key"):
         api_keys.revoke(store, "nobody", now_s=7.0)
+
+
+def test_limits_of_a_key_can_be_changed_one_by_one(store: Store) -> None:
+    made = add(store, "team")
+
+    changed = api_keys.change(store, "team", {"stored_bytes": 5, "slo_class": None})
+
+    assert changed == replace(made, limits=replace(LIMITS, stored_bytes=5), slo_class=None)
+    assert api_keys.find(store, made.id) == changed
+    with pytest.raises(InputError, match="no such key"):
+        api_keys.change(store, "nobody", {"stored_bytes": 5})
+    api_keys.revoke(store, "team", now_s=6.0)
+    with pytest.raises(StateError, match="is revoked already"):
+        api_keys.change(store, made.id, {"stored_bytes": 6})
+
+
+def test_a_user_key_has_the_limits_of_all_where_it_has_none_and_an_admin_has_not(
+    store: Store,
+) -> None:
+    usual = KeyLimits(concurrent_batches=100, stored_bytes=1_000)
+    made = api_keys.change(store, add(store, "team").id, dict.fromkeys(api_keys.LIMIT_NAMES))
+    admin = replace(made, role="admin")
+    own = replace(made, limits=KeyLimits(stored_bytes=7))
+
+    assert api_keys.limits_of(made, usual) == usual
+    assert api_keys.limits_of(own, usual) == replace(usual, stored_bytes=7)
+    assert api_keys.limits_of(admin, usual) == KeyLimits()
 
 
 def test_a_key_finds_its_own_and_an_admin_everything(store: Store) -> None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from importlib.metadata import distributions
 from pathlib import Path
+
+from batchrun.daemon.plugin import plugin_folder
+from batchrun.home import Home
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -32,3 +36,14 @@ def test_the_plug_in_imports_nothing_that_an_engine_environment_lacks() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
 
     assert done.returncode == 0, done.stderr
+
+
+def test_an_engine_environment_without_batchrun_is_told_its_entry_point(tmp_path: Path) -> None:
+    folder = plugin_folder(Home(tmp_path))
+    plugin_folder(Home(tmp_path))
+
+    (told,) = distributions(path=[str(folder)])
+    (entry,) = told.entry_points
+    declared = next(each for each in distributions() if each.name == "batchrun").entry_points
+    assert entry in declared.select(group="vllm.general_plugins")
+    assert (folder / "batchrun" / "vllm_waiting.py").is_file()

@@ -41,3 +41,16 @@ def test_json_keeps_what_was_said_and_shows_it_safely() -> None:
     assert UNSAFE.findall(safe_json(document)) == []
     assert json.loads(safe_json(document)) == document
     assert "grün" in safe_json(document)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_no_line_ends_with_blanks(*, is_terminal: bool) -> None:
+    text = io.StringIO()
+    console = SafeConsole(file=text, width=60, force_terminal=is_terminal, color_system=None)
+
+    console.print(columns("job", "state", rows=[["a", "b"], ["longer", "much longer   "]]))
+    console.print(named_lines([("name", "said"), ("longer name", "x")], title="a title"))
+    console.print("and a line   ")
+
+    assert [line for line in text.getvalue().splitlines() if line != line.rstrip()] == []
+    assert " longer  much longer" in text.getvalue()

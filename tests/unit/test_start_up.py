@@ -1,11 +1,15 @@
-"""What a program does not load before it needs it."""
+"""What a program does not load before it needs it, and what a start tells of the next one."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from batchrun.control.starting import _remember_start, _usual_start
+from batchrun.home import Home
 
 
 @pytest.mark.parametrize(
@@ -20,3 +24,14 @@ import pytest
 def test_programs_start_without_polars(module: str) -> None:
     program = f"import sys, {module}; sys.exit('polars' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_a_start_says_how_long_the_last_one_took(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    home.create()
+    said = [_usual_start(home)]
+    for took_s in (31.2, 0.4):
+        _remember_start(home, took_s)
+        said.append(_usual_start(home))
+
+    assert said == ["", *[" (the last start took 31 s)"] * 2]

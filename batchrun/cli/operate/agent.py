@@ -22,7 +22,7 @@ from batchrun.control.starting import last_words, read_deployment
 from batchrun.daemon.plugin import channel_path, last_steps_path, plugin_env
 from batchrun.daemon.supervisor import build_model, engine_python, make_engine, split_listen
 from batchrun.engine import process
-from batchrun.engine.agent.remote import AgentEngine
+from batchrun.engine.agent.remote import ENGINE_KEY, AgentEngine
 from batchrun.engine.agent.server import Agent, AgentSettings
 from batchrun.engine.engine import ManagedEngine
 from batchrun.errors import BatchrunError, ConfigError, InputError, StateError
@@ -89,7 +89,8 @@ def serve(
     is_plain = not (deployment.runs_scheduler and engine_config.is_vllm)
     if engine_config.is_vllm:
         build_model(deployment, own)
-    engine = make_engine(deployment, own, 0, None if is_plain else derive_token(secret, "hints"))
+    nonce = None if is_plain else derive_token(secret, "hints")
+    engine = make_engine(deployment, own, 0, nonce, derive_token(secret, ENGINE_KEY))
     assert not isinstance(engine, AgentEngine)
     settings = AgentSettings(
         name=name,

@@ -66,7 +66,7 @@ def _run_here(deployment: Deployment, home: Home) -> None:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
     )
-
+    logging.getLogger("alembic").setLevel(logging.WARNING)  # Else a line for each of its plug-ins.
     ready = f"online endpoint http://{deployment.listen}/v1"
     try:
         ended_by = serve(deployment, home, on_ready=lambda: note(ready))

@@ -24,13 +24,15 @@ from batchrun.cli.console import (
     ProgressBar,
     answer,
     command_group,
+    note,
     prepare_file,
 )
 from batchrun.cli.operate.agent import environment, serve
-from batchrun.cli.status import SHOWN_STALL_S, describe_progress
+from batchrun.cli.operate.explain import explain
+from batchrun.cli.status import SHOWN_STALL_S, describe_parts, describe_progress
 from batchrun.config import TINY_MODEL, Deployment, EngineConfig
 from batchrun.control.client import DaemonClient
-from batchrun.control.starting import read_deployment
+from batchrun.control.starting import LOOK_WAIT_S, describe_silence, read_deployment
 from batchrun.daemon.plugin import profile_path
 from batchrun.daemon.supervisor import check_gateway_port, default_port, engine_python
 from batchrun.engine.command import check_model, check_port_free, find_vllm, has_gpu, install_engine
@@ -53,10 +55,12 @@ from batchrun.simulator.calibrate import (
     check_nothing_runs,
     choose_engine,
 )
+from batchrun.types import ProgressSink
 
 engine_app = command_group("One engine with its agent, vLLM's environment, and how engines run.")
 engine_app.command()(serve)
 engine_app.command()(environment)
+engine_app.command()(explain)
 models_app = command_group("Models for trying things out.")
 
 
@@ -70,8 +74,23 @@ def install(
     """Install vLLM into an environment of its own: the GPU build, or the locked CPU one."""
     home.create()
     with ProgressBar() as progress:
-        python = install_engine(home.engine_environment, cpu=cpu, progress=progress)
+        told = a_line_a_stage(progress)
+        python = install_engine(home.engine_environment, cpu=cpu, progress=told)
     answer({"python": str(python)}, f"engine installed: {python}", as_json=as_json)
+
+
+def a_line_a_stage(progress: ProgressSink) -> ProgressSink:
+    """Says each stage once, in a line that stays, and shows how far it is."""
+    said: set[str] = set()
+
+    def tell(stage: str, done: int, total: int) -> None:
+        kind = stage.split()[0]
+        if kind not in said:
+            said.add(kind)
+            note(f"fetching {total or 'the'} packages" if kind == "fetching" else stage)
+        progress(stage, done, total)
+
+    return tell
 
 
 def _one_of(known: Collection[str]) -> Callable[[str | None], str | None]:
@@ -268,11 +287,17 @@ def _findings(deployment: Deployment, home: Home) -> Iterator[Finding]:
     yield Finding("GPU", True, "an NVIDIA GPU" if has_gpu() else "none: engines run on the CPU")
     picture = _running(home)
     running = picture is not None
-    yield Finding("daemon", True, "running" if running else "not running (`batchrun up -d`)")
+    silence = None if running else describe_silence(home)
+    said = "running" if running else silence or "not running (`batchrun up -d`)"
+    yield Finding("daemon", silence is None, said, "batchrun down, then batchrun up -d")
+    for trouble in [] if picture is None else describe_parts(picture["progress"]):
+        mend = "see daemon.log; a part that is stuck is ended and started again by itself"
+        yield Finding("progress", False, trouble, mend)
     for engine in [] if picture is None else picture["engines"]:
         said = describe_progress(engine)
         mend = "an engine that hangs is ended and started again by itself; daemon.log says when"
-        name, is_well = f"progress of engine {engine['name']}", engine["stalled_s"] < SHOWN_STALL_S
+        name = f"progress of engine {engine['name']}"
+        is_well = engine["stalled_s"] < SHOWN_STALL_S and not engine["ejected_s"]
         yield Finding(name, is_well, f"{engine['state']}{said}", mend)
     for index, config in enumerate(deployment.engines):
         yield _engine_finding(config, home)
@@ -292,7 +317,7 @@ def _findings(deployment: Deployment, home: Home) -> Iterator[Finding]:
 
 def _running(home: Home) -> dict[str, Any] | None:
     try:
-        return DaemonClient(home).get("/status")
+        return DaemonClient(home, timeout_s=LOOK_WAIT_S).get("/status")
     except DaemonUnavailableError:
         return None
 

@@ -35,8 +35,9 @@ class AgentState(Struct, frozen=True, tag="state"):
 
     `start_id` differs with every start of the agent, `started` with every start of the engine.
     `phase` and `stage` are the engine's. `place` is the machine and its network, as `here` names
-    it: whoever is in the same place reaches the engine itself at `engine_url`. `last_steps` are the
-    rows of the last steps of an engine that went down.
+    it: whoever is in the same place reaches the engine itself at `engine_url`, with the key that
+    follows from the agent's secret where it `needs_key`. `last_steps` are the rows of the last
+    steps of an engine that went down.
     """
 
     start_id: str
@@ -50,6 +51,7 @@ class AgentState(Struct, frozen=True, tag="state"):
     runs_scheduler: bool = False
     is_draining: bool = False
     last_steps: tuple[RowKey, ...] = ()
+    needs_key: bool = False
 
 
 class HeardTelemetry(Struct, frozen=True, tag="telemetry"):

@@ -51,6 +51,8 @@ from batchrun.wire import RowKey
 
 log = logging.getLogger(__name__)
 
+ENGINE_KEY = "engine"
+"""What the key of an agent's engine is derived for, from the agent's secret."""
 FIRST_RETRY_S = 0.25
 LONGEST_RETRY_S = 5.0
 CONNECT_S = 5.0
@@ -81,6 +83,7 @@ class AgentClient(EngineClient):
         tls = client_context(secret, address.certificate)
         super().__init__(address.url, tls=tls)
         self.hints_secret = derive_token(secret, "hints")
+        self.engine_key = derive_token(secret, ENGINE_KEY)
         self.state: AgentState | None = None
         self.trouble = "connecting"
         self.has_met = asyncio.Event()
@@ -352,6 +355,12 @@ class AgentEngine:
         """Where the engine answers by itself, on this machine; None where only its agent does."""
         known = self.client.state
         return None if known is None or known.place != messages.here() else known.engine_url
+
+    @property
+    def direct_key(self) -> str | None:
+        """What the engine asks for at `direct_url`."""
+        known = self.client.state
+        return self.client.engine_key if known is not None and known.needs_key else None
 
     @property
     def last_steps(self) -> frozenset[RowKey]:

@@ -42,6 +42,7 @@ from batchrun.engine.engine import Engine, ManagedEngine
 from batchrun.engine.progress import SILENCE
 from batchrun.engine.sockets import EngineSockets
 from batchrun.errors import EngineError
+from batchrun.media.connections import CleanConnector
 from batchrun.types import EnginePhase
 from batchrun.wire import RowKey, read_last_steps
 
@@ -255,6 +256,7 @@ class Agent:
             runs_scheduler=self._was_heard,
             is_draining=self._is_draining,
             last_steps=last_steps,
+            needs_key=engine.client.api_key is not None,
         )
 
     async def _watch_progress(self) -> None:
@@ -349,11 +351,14 @@ class Agent:
         assert self._session is not None
         if self._is_draining and request.method == "POST":
             raise web.HTTPServiceUnavailable(text="draining\n", headers={"Retry-After": "1"})
+        headers = _end_to_end(request.headers)
+        if self._engine.client.api_key is not None:
+            headers["Authorization"] = f"Bearer {self._engine.client.api_key}"
         try:
             reply = await self._session.request(
                 request.method,
                 URL(self._engine.client.base_url + request.rel_url.raw_path_qs, encoded=True),
-                headers=_end_to_end(request.headers),
+                headers=headers,
                 data=request.content if request.body_exists else None,
                 allow_redirects=False,
             )
@@ -405,7 +410,7 @@ class _Link:
 def _open_session() -> aiohttp.ClientSession:
     """Passes bytes on: no cookies kept, nothing unpacked, no limit on total time."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
+        connector=CleanConnector(limit=0, keepalive_timeout=2.0),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,

@@ -15,7 +15,9 @@ from functools import partial
 from pathlib import Path
 
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
+from batchrun.engine.door import KEY_VARIABLE, REFUSAL, is_let_in
 from batchrun.engine.fake.answers import (
     BLOCK_TOKENS,
     FakeAnswer,
@@ -42,7 +44,7 @@ _CACHE_BLOCKS = 65_536
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeSettings:
     """How the fake engine behaves: `executions` is a file that notes what begins, `latency_s` comes
-    before the first token."""
+    before the first token, `api_key` is asked for on every route but `/health`."""
 
     model: str = "fake"
     rules: RuleBook = field(default_factory=lambda: RuleBook(()))
@@ -50,12 +52,16 @@ class FakeSettings:
     latency_s: float = 0.0
     tokens_per_s: float | None = None
     max_model_tokens: int = 8_192
+    api_key: str | None = field(default=None, repr=False)
 
 
 def build_app(settings: FakeSettings) -> web.Application:
     """The application; run it with `handler_cancellation`, so that a hang-up ends its request."""
     engine = _FakeServer(settings)
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_refusals])
+    middlewares: list[Middleware] = [_refusals]
+    if settings.api_key:
+        middlewares.insert(0, _door(settings.api_key))
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)
     app.router.add_get("/health", engine.health)
     app.router.add_get("/metrics", engine.metrics)
     app.router.add_get("/v1/models", engine.models)
@@ -194,6 +200,19 @@ async def _fault(request: web.Request, action: Action) -> web.StreamResponse | N
     )
 
 
+def _door(key: str) -> Middleware:
+    """Asks for `key`, as engines do that batchrun starts."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if is_let_in(request.path, given, key):
+            return await handler(request)
+        return web.Response(status=401, body=REFUSAL, content_type="application/json")
+
+    return check
+
+
 @web.middleware
 async def _refusals(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -228,7 +247,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     names = ("model", "executions", "latency_s", "tokens_per_s", "max_model_tokens")
-    settings = FakeSettings(rules=rules, **{name: getattr(options, name) for name in names})
+    settings = FakeSettings(
+        rules=rules,
+        api_key=os.environ.get(KEY_VARIABLE),
+        **{name: getattr(options, name) for name in names},
+    )
     web.run_app(
         build_app(settings),
         host=options.host,

@@ -39,6 +39,8 @@ from batchrun.jobs.inputs.rows import (
 )
 from batchrun.strict import parse_json
 
+NOT_UTF_8 = "not UTF-8 text; save it as UTF-8 (spreadsheets call it `CSV UTF-8`)"
+OTHER_DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 _BLOCK_BYTES = 4 << 20
 _PEEK_BYTES = 4096
 _Offsets = npt.NDArray[np.int64]
@@ -93,7 +95,7 @@ class TextFile(InputFile):
             yield
         except (OSError, EOFError, zlib.error) as failure:
             reason = getattr(failure, "strerror", None) or str(failure)
-            raise DataError(f"{self.path}: cannot be read: {reason}") from None
+            raise DataError(f"{self.path}: cannot be read: {reason}") from failure
 
     def _spans(self, max_bytes: int, max_rows: int = _MAX_BATCH_ROWS) -> Iterator[range]:
         """Runs of records that hold about `max_bytes`."""
@@ -360,9 +362,18 @@ class CsvInput(TextFile):
         self._starts, self._ends = self._starts[1:], self._ends[1:]
         try:
             line = header.decode("utf-8").rstrip("\r\n")
-            return next(stdlib_csv.reader([line], strict=True, delimiter=self.delimiter))
-        except (UnicodeDecodeError, stdlib_csv.Error) as failure:
-            raise DataError(f"{self.path}:1: the header line is not UTF-8 CSV: {failure}") from None
+            names = next(stdlib_csv.reader([line], strict=True, delimiter=self.delimiter))
+        except UnicodeDecodeError:
+            raise DataError(f"{self.path}:1: {NOT_UTF_8}") from None
+        except stdlib_csv.Error as failure:
+            raise DataError(f"{self.path}:1: the header line is not CSV: {failure}") from None
+        other = next((mark for mark in OTHER_DELIMITERS if mark in line), None)
+        if len(names) == 1 and other is not None:
+            raise DataError(
+                f"{self.path}:1: one column, {names[0]!r}: {OTHER_DELIMITERS[other]} seem to stand "
+                "between its columns; save it with commas as .csv, or with tabs as .tsv"
+            )
+        return names
 
     def _parse(self, records: Sequence[bytes], rows: Sequence[int]) -> pa.RecordBatch:
         ragged: list[csv.InvalidRow] = []
@@ -392,7 +403,7 @@ class CsvInput(TextFile):
             try:
                 record.decode("utf-8")
             except UnicodeDecodeError:
-                return f"{self._place(row)}: not UTF-8 text"
+                return f"{self._place(row)}: {NOT_UTF_8}"
         return f"{self._place(rows[0])}: not valid CSV: {' '.join(str(failure).split())[:200]}"
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from types import MappingProxyType
+from typing import Annotated, Any, Protocol
 
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.responses import Response
 from msgspec import to_builtins
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -22,22 +23,35 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 from batchrun.daemon.daemon import Daemon
-from batchrun.daemon.engine_link import Slot
-from batchrun.daemon.supervisor import KeyList
+from batchrun.daemon.engine_link import Engine, Slot
 from batchrun.daemon.view import view_engine, view_job
-from batchrun.errors import StoreLockedError, StoreUnreachableError
+from batchrun.engine.command import has_tool_parser
+from batchrun.engine.engine import ManagedEngine
+from batchrun.errors import EngineError, StoreLockedError, StoreUnreachableError
 from batchrun.home import CONTROL_PREFIX, GATEWAY_HEADER, Home
 from batchrun.jobs.results.file_bytes import FileBytes
 from batchrun.jobs.spec import Weight
 from batchrun.pool.pace import Completion
+from batchrun.routing.decisions import NUM_KEPT
 from batchrun.server.api.batches import Batches, batches_router
 from batchrun.server.api.errors import Callers, install_error_handlers
 from batchrun.server.api.files import Files, files_router
-from batchrun.server.api.metrics import MetricsPage
+from batchrun.server.api.key_list import KeyList
+from batchrun.server.api.metrics import MetricsPage, read_key_storage
+from batchrun.server.api.watch import LoopWatch
 from batchrun.store import jobs, results
-from batchrun.store.api_keys import MAX_COUNT, MAX_TOKENS, KeyLimits, NewApiKey, Role
+from batchrun.store.api_keys import (
+    MAX_COUNT,
+    MAX_TOKENS,
+    NO_LIMITS,
+    KeyLimits,
+    NewApiKey,
+    Role,
+)
 from batchrun.store.jobs import Counts, JobRecord, NewJob
-from batchrun.types import EnginePhase
+from batchrun.types import DEFAULT_MODEL, EnginePhase
+
+HOUR_S = 3600.0
 
 
 class _Strict(BaseModel):
@@ -49,10 +63,19 @@ class _Strict(BaseModel):
 class _Limits(_Strict):
     """See `KeyLimits`."""
 
-    requests_per_minute: Annotated[int | None, Field(gt=0, le=MAX_COUNT)]
-    enqueued_tokens: Annotated[int | None, Field(gt=0, le=MAX_TOKENS)]
-    concurrent_batches: Annotated[int | None, Field(gt=0, le=MAX_COUNT)]
+    requests_per_minute: Annotated[int | None, Field(gt=0, le=MAX_COUNT)] = None
+    enqueued_tokens: Annotated[int | None, Field(gt=0, le=MAX_TOKENS)] = None
+    concurrent_batches: Annotated[int | None, Field(gt=0, le=MAX_COUNT)] = None
     stored_bytes: Annotated[int | None, Field(gt=0, le=MAX_TOKENS)] = None
+    concurrent_calls: Annotated[int | None, Field(gt=0, le=MAX_COUNT)] = None
+    max_weight: Weight | None = None
+    min_deadline_s: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
+
+
+class KeyChange(_Limits):
+    """Other limits of a key, or another class; those left out stay, null is that of all keys."""
+
+    slo_class: str | None = None
 
 
 class KeySubmission(_Strict):
@@ -111,7 +134,8 @@ class Edge:
     """What the routes need besides the daemon.
 
     `token` opens the control routes, `gateway_key` those of OpenAI's API and no other. `files` is
-    where bytes lie; `windows` are the completion windows that batches may have.
+    where bytes lie; `windows` are the completion windows that batches may have, `key_limits` what
+    user keys may that have no limit of their own.
     """
 
     home: Home
@@ -119,6 +143,7 @@ class Edge:
     token: str
     gateway_key: str
     windows: Sequence[str]
+    key_limits: KeyLimits = NO_LIMITS
 
 
 def make_app(daemon: Daemon, status: Status, edge: Edge) -> FastAPI:
@@ -127,7 +152,8 @@ def make_app(daemon: Daemon, status: Status, edge: Edge) -> FastAPI:
         title="batchrun", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
     )
     install_error_handlers(app)
-    page = MetricsPage(daemon)
+    page, made_files = MetricsPage(daemon, status.watch), Files(daemon.store, edge.files)
+    transfers = made_files.uploads, made_files.downloads
 
     @app.get("/healthz")
     async def healthz() -> dict[str, object]:
@@ -138,11 +164,12 @@ def make_app(daemon: Daemon, status: Status, edge: Edge) -> FastAPI:
         given = request.headers.get(GATEWAY_HEADER, "")
         if not hmac.compare_digest(given.encode(), edge.gateway_key.encode()):
             raise HTTPException(401, "ask the gateway, not the daemon")
-        return Response(page.render(), media_type=CONTENT_TYPE_LATEST)
+        keys = await asyncio.to_thread(read_key_storage, daemon.store, edge.key_limits, *transfers)
+        return Response(page.render(keys), media_type=CONTENT_TYPE_LATEST)
 
     app.include_router(_control_router(daemon, status, edge))
-    guards = [Depends(Callers(daemon.store, edge.gateway_key).check)]
-    app.include_router(files_router(Files(daemon.store, edge.files), guards))
+    guards = [Depends(Callers(daemon.store, edge.gateway_key, edge.key_limits).check)]
+    app.include_router(files_router(made_files, guards))
     batches = Batches(daemon, edge.home.results, edge.windows)
     app.include_router(batches_router(batches, guards))
     return app
@@ -159,7 +186,9 @@ def _control_router(daemon: Daemon, status: Status, edge: Edge) -> APIRouter:
     control = APIRouter(prefix=CONTROL_PREFIX, dependencies=[Depends(check_token)])
     _add_jobs(control, daemon, status)
     _add_engines(control, daemon)
-    _add_keys(control, KeyList(daemon.store, edge.home.api_keys))
+    _add_models(control, daemon)
+    _add_routing(control, status)
+    _add_keys(control, KeyList(daemon.store, edge.home.api_keys, edge.key_limits))
     return control
 
 
@@ -232,6 +261,46 @@ def _add_engines(control: APIRouter, daemon: Daemon) -> None:
         }
 
 
+def _add_models(control: APIRouter, daemon: Daemon) -> None:
+    @control.get("/served")
+    async def served(model: str) -> dict[str, object]:
+        """What the engines that serve a model can take; null: not known."""
+        daemon.dispatcher.check_model(model)
+        slots = [slot for slot in daemon.slots if slot.is_usable and slot.models is not None]
+        return {
+            "engines": [
+                {
+                    "name": slot.engine.name,
+                    "context_tokens": _context_of(slot, model),
+                    "takes_tools": _takes_tools(slot.engine),
+                }
+                for slot in slots
+                if slot.serves(model)
+            ]
+        }
+
+
+def _context_of(slot: Slot, model: str) -> int | None:
+    name = slot.default_model if model == DEFAULT_MODEL else model
+    return slot.engine.client.context_tokens.get(name or "")
+
+
+def _takes_tools(engine: Engine) -> bool | None:
+    """Whether vLLM parses calls of tools; None where its arguments are not ours."""
+    if not isinstance(engine, ManagedEngine) or engine.settings.command is not None:
+        return None
+    return has_tool_parser(engine.settings.vllm_args)
+
+
+def _add_routing(control: APIRouter, status: Status) -> None:
+    @control.get("/routing")
+    async def explain(most: Annotated[int, Query(ge=0, le=NUM_KEPT)] = NUM_KEPT) -> JsonObject:
+        told = await status.figures.explain(most)
+        if told is None:
+            raise EngineError("the gateway does not answer; `batchrun logs gateway` says why")
+        return told
+
+
 def _add_keys(control: APIRouter, keys: KeyList) -> None:
     @control.post("/keys")
     async def create(given: KeySubmission) -> dict[str, object]:
@@ -240,18 +309,60 @@ def _add_keys(control: APIRouter, keys: KeyList) -> None:
         added = await asyncio.to_thread(keys.add, NewApiKey(**values, limits=limits))
         return {"id": added.id}
 
+    @control.post("/keys/{key}/set")
+    async def change(key: str, given: KeyChange) -> dict[str, object]:
+        values = given.model_dump(exclude_unset=True)
+        changed = await asyncio.to_thread(keys.change, key, values)
+        return {"id": changed.id, "name": changed.name}
+
     @control.post("/keys/{key}/revoke")
     async def revoke(key: str) -> dict[str, object]:
         revoked = await asyncio.to_thread(keys.revoke, key)
         return {"id": revoked.id, "name": revoked.name}
 
 
-class Status:
-    """Builds snapshots; counts of ended jobs are remembered, since they never change."""
+JsonObject = dict[str, Any]
 
-    def __init__(self, daemon: Daemon, gateway_url: str) -> None:
+
+class AsksGateway(Protocol):
+    """Tells what the gateway has seen of calls, as `GatewayFigures` does."""
+
+    def view(self) -> list[JsonObject]:
+        """How long the calls of the last minutes took their callers."""
+        ...
+
+    def ejected_s(self, engine: str) -> float:
+        """For how long an engine still gets no calls."""
+        ...
+
+    def silent_s(self, now_s: float) -> float:
+        """For how long the gateway has told nothing."""
+        ...
+
+    async def explain(self, most: int) -> JsonObject | None:
+        """Why the last calls went where they went, so many of them; None: nobody answers."""
+        ...
+
+
+class Status:
+    """Builds snapshots; counts of ended jobs are remembered, since they never change. `tellings`
+    is, by job, how it went to tell of its end; `price_per_hour` that of an engine."""
+
+    def __init__(
+        self,
+        daemon: Daemon,
+        gateway_url: str,
+        figures: AsksGateway,
+        tellings: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
+        price_per_hour: float | None = None,
+    ) -> None:
         self.daemon = daemon
+        self.watch = LoopWatch()
+        self.watch.writer_waits_s = daemon.writer.waits_s
+        self.figures = figures
         self._gateway_url = gateway_url
+        self._tellings = tellings
+        self._price_per_hour = price_per_hour
         self._ended: dict[int, tuple[Counts, int]] = {}
         self._jobs: dict[str, dict[str, object]] = {}
         self._completions: dict[str, Completion] = {}
@@ -274,8 +385,22 @@ class Status:
             "gateway": self._gateway_url,
             "offline": self.daemon.dispatcher.is_offline_on,
             "stalled": stalled,
-            "engines": _engines(self.daemon.slots),
+            "progress": self._progress(),
+            "engines": self.engines,
+            "felt": self.figures.view(),
+            "routing": await self.figures.explain(0),
             "jobs": list(self._jobs.values()),
+        }
+
+    def _progress(self) -> dict[str, object]:
+        """How the daemon and the gateway get on."""
+        now_s, watch = time.monotonic(), self.watch
+        return {
+            "writer_waits_s": round(self.daemon.writer.waits_s(now_s), 1),
+            "gateway_silent_s": round(self.figures.silent_s(now_s), 1),
+            "num_loop_stalls": watch.num_stalls,
+            "longest_loop_stall_s": round(watch.longest_s, 1),
+            "last_loop_stall_at": watch.last_at,
         }
 
     async def job(self, job_id: str) -> dict[str, object]:
@@ -304,8 +429,8 @@ class Status:
 
     @property
     def engines(self) -> list[dict[str, object]]:
-        """The engines, with what their schedulers tell."""
-        return _engines(self.daemon.slots)
+        """The engines, with what their schedulers and the gateway tell."""
+        return _engines(self.daemon.slots, self.figures)
 
     def _predict(self) -> None:
         """When the running jobs will be done; nobody knows while offline work is switched off."""
@@ -341,10 +466,16 @@ class Status:
             stage=None if stage is None else stage.describe(),
             now_s=time.monotonic(),
         )
-        return view | {"num_cut": num_cut}
+        engine_s, price = self.daemon.spent.spent_s.get(record.id, 0.0), self._price_per_hour
+        return view | {
+            "num_cut": num_cut,
+            "on_done": self._tellings.get(record.id),
+            "engine_s": round(engine_s, 1),
+            "cost": None if price is None else engine_s / HOUR_S * price,
+        }
 
 
-def _engines(slots: Sequence[Slot]) -> list[dict[str, object]]:
+def _engines(slots: Sequence[Slot], figures: AsksGateway) -> list[dict[str, object]]:
     return [
         {
             "name": slot.engine.name,
@@ -354,6 +485,7 @@ def _engines(slots: Sequence[Slot]) -> list[dict[str, object]]:
             "in_flight": slot.window.num_rows,
             "stalled_s": round(slot.engine.progress.stalled_s, 1),
             "num_hangs": slot.engine.progress.num_hangs,
+            "ejected_s": figures.ejected_s(slot.engine.name),
             "kv": slot.kv and {"tokens": slot.kv.num_tokens, "block_tokens": slot.kv.block_tokens},
             "telemetry": view_engine(slot.link),
         }

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -33,7 +35,7 @@ from batchrun.server.api.errors import (
     wrong_type,
 )
 from batchrun.server.api.files import JsonObject, instant_of, list_object
-from batchrun.store import batches, results
+from batchrun.store import batches, files, results
 from batchrun.store.batches import BatchRecord, NewBatch
 from batchrun.store.jobs import Counts
 from batchrun.strict import parse_json
@@ -77,8 +79,8 @@ def read_batch_request(
     """The request in a JSON object; `windows` are the completion windows that are served.
 
     An idempotency key is the caller's own. Who is no admin may not put his batches before those of
-    others: his weight is at most `MAX_USER_WEIGHT`, his deadline no sooner than the shortest of
-    `windows`.
+    others: unless his key says otherwise, his weight is at most `MAX_USER_WEIGHT`, his deadline no
+    sooner than the shortest of `windows`.
 
     Raises ApiError.
     """
@@ -91,9 +93,11 @@ def read_batch_request(
     check_choice("endpoint", endpoint, ENDPOINTS)
     window = required_text(document, "completion_window")
     check_choice("completion_window", window, windows)
-    weight, deadline_s = _extension(document.get(EXTENSION))
-    if not caller.is_admin:
-        _check_user_bounds(weight, deadline_s, windows)
+    usual_weight = min(1.0, caller.limits.max_weight or 1.0)
+    weight, deadline_s = _extension(document.get(EXTENSION), usual_weight)
+    deadline_s = min(deadline_s, parse_duration_s(window))
+    _check_weight(weight, caller)
+    _check_deadline(deadline_s, caller, windows)
     batch = NewBatch(
         input_file_id=input_file_id,
         endpoint=endpoint,
@@ -104,7 +108,7 @@ def read_batch_request(
         idempotency_hash=_idempotency_hash(idempotency_key, caller.owner),
         owner=caller.owner,
     )
-    return BatchRequest(batch, min(deadline_s, parse_duration_s(window)), weight)
+    return BatchRequest(batch, deadline_s, weight)
 
 
 def _sha256(text: str) -> str:
@@ -161,10 +165,10 @@ def _output_expiry(value: object) -> int | None:
     return None if given is None else check_expiry(name, given.get("anchor"), given.get("seconds"))
 
 
-def _extension(value: object) -> tuple[float, float]:
+def _extension(value: object, usual_weight: float) -> tuple[float, float]:
     """(weight, deadline in seconds from now; infinity without one)."""
     given = object_of(value, {"weight", "deadline"}, EXTENSION) or {}
-    weight = given.get("weight", 1.0)
+    weight = given.get("weight", usual_weight)
     if not isinstance(weight, int | float) or isinstance(weight, bool):
         raise wrong_type(f"{EXTENSION}.weight", "a number", weight)
     if not MIN_WEIGHT <= weight <= MAX_WEIGHT:
@@ -172,12 +176,21 @@ def _extension(value: object) -> tuple[float, float]:
     return float(weight), _deadline_s(given.get("deadline"))
 
 
-def _check_user_bounds(weight: float, deadline_s: float, windows: Sequence[str]) -> None:
-    if weight > MAX_USER_WEIGHT:
+def _check_weight(weight: float, caller: Caller) -> None:
+    own = caller.limits.max_weight
+    if own is not None and weight > own:
+        raise _bad_extension("weight", f"must be at most {own:g} with this API key")
+    if own is None and not caller.is_admin and weight > MAX_USER_WEIGHT:
         problem = f"must be at most {MAX_USER_WEIGHT} with a user key"
         raise _bad_extension("weight", f"{problem}; an admin key may set up to {MAX_WEIGHT}")
+
+
+def _check_deadline(deadline_s: float, caller: Caller, windows: Sequence[str]) -> None:
+    own_s = caller.limits.min_deadline_s
+    if own_s is not None and deadline_s < own_s:
+        raise _bad_extension("deadline", f"must be at least {own_s:g} s with this API key")
     shortest = min(windows, key=parse_duration_s)
-    if deadline_s < parse_duration_s(shortest):
+    if own_s is None and not caller.is_admin and deadline_s < parse_duration_s(shortest):
         problem = f"must be at least {shortest} with a user key, the shortest completion window"
         raise _bad_extension("deadline", f"{problem}; an admin key may set a shorter one")
 
@@ -225,7 +238,11 @@ class Batches:
             deadline_s=wanted.deadline_s,
             weight=wanted.weight,
         )
-        max_open = caller.limits.concurrent_batches
+        max_open, quota = caller.limits.concurrent_batches, caller.limits.stored_bytes
+        if quota is not None:
+            stored = partial(files.stored_bytes, now_s=time.time())
+            stored_bytes = await asyncio.to_thread(stored, self._daemon.store, caller.owner)
+            files.refuse_too_much(stored_bytes, 0, quota)
         made = await self._daemon.submit_batch(wanted.batch, job, max_open)
         if made.request_hash != wanted.batch.request_hash:
             raise ApiError(

@@ -33,7 +33,7 @@ from batchrun.errors import (
 from batchrun.home import CALLER_HEADER, CONTROL_PREFIX, GATEWAY_HEADER
 from batchrun.jobs.inputs.rows import type_name
 from batchrun.store import api_keys
-from batchrun.store.api_keys import NO_LIMITS, KeyLimits
+from batchrun.store.api_keys import NO_LIMITS, KeyLimits, limits_of
 from batchrun.store.database import Store
 
 log = logging.getLogger(__name__)
@@ -267,10 +267,14 @@ ANYBODY = Caller()
 
 @dataclass(frozen=True, slots=True)
 class Callers:
-    """Lets calls in that carry `gateway_key`, and leaves their caller in `request.state`."""
+    """Lets calls in that carry `gateway_key`, and leaves their caller in `request.state`.
+
+    `key_limits` are those of user keys that have none of their own.
+    """
 
     store: Store
     gateway_key: str
+    key_limits: KeyLimits = NO_LIMITS
 
     async def check(self, request: Request) -> None:
         """A dependency of every route. Raises HTTPException and ApiError."""
@@ -290,7 +294,7 @@ class Callers:
         key = api_keys.find(self.store, key_id)
         if key is None or key.revoked_at is not None:
             raise ApiError(401, "Incorrect API key provided: revoked.", code="invalid_api_key")
-        return Caller(key.id, key.scope, key.limits)
+        return Caller(key.id, key.scope, limits_of(key, self.key_limits))
 
 
 def caller_of(request: Request) -> Caller:

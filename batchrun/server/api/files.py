@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
 from functools import partial
 from urllib.parse import quote
 
 from fastapi import APIRouter, Request, params
 from fastapi.responses import FileResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from batchrun.errors import MissingObjectError
 from batchrun.jobs import objects
@@ -21,7 +21,15 @@ from batchrun.jobs.objects import in_thread
 from batchrun.jobs.results.batch_files import RESULT_PURPOSE
 from batchrun.jobs.results.file_bytes import FileBytes, remove_file
 from batchrun.server.api.errors import ApiError, AsciiJson, caller_of, check_choice, limit_in
-from batchrun.server.api.upload import Uploads, receive_file, size_told
+from batchrun.server.api.upload import (
+    MAX_DOWNLOADS,
+    MAX_FILE_BYTES,
+    MAX_UPLOAD_BYTES,
+    MAX_UPLOADS,
+    Transfers,
+    receive_file,
+    size_told,
+)
 from batchrun.store import files
 from batchrun.store.database import Store
 from batchrun.store.files import FilePage, FileRecord
@@ -74,17 +82,36 @@ READABLE = frozenset({"batch", RESULT_PURPOSE})
 ORDERS = ("asc", "desc")
 
 
+class Download(Response):
+    """A file on its way to its caller: one of as many as `transfers` admits, until it is over."""
+
+    def __init__(self, inner: Response, transfers: Transfers, file: FileRecord, owner: str | None):
+        super().__init__()
+        self._inner = inner
+        self._transfers = transfers
+        self._size_bytes = file.size_bytes
+        self._owner = owner
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises ApiError before anything was sent."""
+        with self._transfers.admitted(self._owner, self._size_bytes):
+            await self._inner(scope, receive, send)
+
+
 class Files:
     """The files of one home: rows in the store, bytes in `place`."""
 
     def __init__(self, store: Store, place: FileBytes) -> None:
         self._store = store
         self._place = place
-        self._uploads = Uploads()
+        self.uploads = Transfers("uploads", MAX_UPLOADS, MAX_UPLOAD_BYTES)
+        self.downloads = Transfers("downloads", MAX_DOWNLOADS)
 
     async def create(self, request: Request) -> AsciiJson:
         """`POST /v1/files`. What was answered with 200 survives any crash."""
-        with self._uploads.admitted(caller_of(request).owner, request.headers):
+        told_bytes = size_told(request.headers)
+        size_bytes = MAX_FILE_BYTES if told_bytes is None else told_bytes
+        with self.uploads.admitted(caller_of(request).owner, size_bytes):
             return await self._create(request)
 
     async def _create(self, request: Request) -> AsciiJson:
@@ -94,8 +121,7 @@ class Files:
             stored = partial(files.stored_bytes, now_s=time.time())
             before_bytes = await asyncio.to_thread(stored, self._store, caller.owner)
             files.refuse_too_much(before_bytes, size_told(request.headers) or 0, quota)
-        received = await receive_file(request, self._place.spool)
-        received = replace(received, owner=caller.owner)
+        received = await receive_file(request, self._place.spool, caller.owner)
         add = partial(files.add, now_s=time.time(), max_stored_bytes=quota)
         try:
             await in_thread(self._place.keep, received.id)
@@ -141,6 +167,10 @@ class Files:
     async def content(self, request: Request, file_id: str) -> Response:
         """`GET /v1/files/{file_id}/content`: the bytes, straight from where they lie."""
         file = await self._find(request, file_id)
+        reply = await self._content(file)
+        return Download(reply, self.downloads, file, caller_of(request).owner)
+
+    async def _content(self, file: FileRecord) -> Response:
         if file.purpose not in READABLE:
             raise ApiError(400, f"Not allowed to download files of purpose: {file.purpose}")
         try:
@@ -149,7 +179,7 @@ class Files:
                 return await stream_object(where, file.size_bytes, _download_name(file))
             status = await asyncio.to_thread(where.stat)
         except (FileNotFoundError, MissingObjectError):
-            raise _unknown(file_id) from None
+            raise _unknown(file.id) from None
         return FileResponse(
             where, media_type=MEDIA_TYPE, filename=_download_name(file), stat_result=status
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -15,7 +16,13 @@ from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.job import ActiveJob
 from batchrun.daemon.view import expected_left_s
+from batchrun.errors import StoreError
 from batchrun.pool.pace import Completion
+from batchrun.server.api.upload import Transfers
+from batchrun.server.api.watch import LoopWatch
+from batchrun.store import api_keys, files
+from batchrun.store.api_keys import KeyLimits, limits_of
+from batchrun.store.database import Store
 from batchrun.types import EnginePhase
 from batchrun.wire import Telemetry
 
@@ -71,18 +78,56 @@ KV_STATES = (
 """A KV block is in one of these states."""
 
 Heard = Sequence[tuple[str, Telemetry]]
+MAX_KEYS = 100
+"""More API keys have no figures of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyStorage:
+    """What an API key stores, what it may store, and its transfers on their way."""
+
+    name: str
+    stored_bytes: int
+    max_stored_bytes: int | None
+    num_uploads: int
+    num_downloads: int
+
+
+def read_key_storage(
+    store: Store, key_limits: KeyLimits, uploads: Transfers, downloads: Transfers
+) -> list[KeyStorage]:
+    """Of the keys that are not revoked, `MAX_KEYS` of them; none while the store does not answer.
+    Blocking."""
+    try:
+        keys = [key for key in api_keys.list_all(store) if key.revoked_at is None]
+        stored = files.stored_by_owner(store, now_s=time.time())
+    except StoreError:
+        return []
+    return [
+        KeyStorage(
+            key.name,
+            stored.get(key.id, 0),
+            limits_of(key, key_limits).stored_bytes,
+            uploads.count(key.id),
+            downloads.count(key.id),
+        )
+        for key in keys[:MAX_KEYS]
+    ]
 
 
 class MetricsPage(Collector):
     """Reads the daemon again for every page; it keeps nothing."""
 
-    def __init__(self, daemon: Daemon) -> None:
+    def __init__(self, daemon: Daemon, watch: LoopWatch) -> None:
         self._daemon = daemon
+        self._keys: Sequence[KeyStorage] = ()
+        self._watch = watch
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
-    def render(self) -> bytes:
+    def render(self, keys: Sequence[KeyStorage]) -> bytes:
         """The page, of the type `CONTENT_TYPE_LATEST`."""
+        self._keys = keys
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
@@ -96,8 +141,10 @@ class MetricsPage(Collector):
         is_on, num_jobs = dispatcher.is_offline_on, len(dispatcher.jobs)
         yield _family(GAUGE, "offline_enabled", "1 while offline work is on.", "", [([], is_on)])
         yield _family(GAUGE, "jobs_running", "Jobs whose rows run.", "", [([], num_jobs)])
+        yield from self._of_daemon()
         yield from _of_jobs(list(dispatcher.jobs.values()), dispatcher.assigner.turns.completions())
         yield from _of_slots(slots)
+        yield from _of_keys(self._keys)
         for kind, name, where, text in BY_ENGINE:
             values = (([engine], attrgetter(where)(telemetry)) for engine, telemetry in heard)
             yield _family(kind, name, text, "engine", values)
@@ -119,6 +166,16 @@ class MetricsPage(Collector):
         yield _family(GAUGE, "policy", "1 for the policy in force.", "engine policy", policies)
         yield from _of_latency(heard)
         yield _of_costs(heard)
+
+    def _of_daemon(self) -> Iterator[Metric]:
+        waits_s = self._daemon.writer.waits_s(time.monotonic())
+        text = "For how long results have waited to be committed."
+        yield _family(GAUGE, "writer_waits_seconds", text, "", [([], waits_s)])
+        text = "How often the daemon's loop stood still for long, since its start."
+        yield _family(COUNTER, "loop_stalls", text, "", [([], self._watch.num_stalls)])
+        text = "The longest that the daemon's loop stood still, as far as was seen."
+        longest_s = self._watch.longest_s
+        yield _family(GAUGE, "loop_longest_stall_seconds", text, "", [([], longest_s)])
 
 
 def _family(
@@ -155,6 +212,20 @@ def _of_jobs(
         for rows_per_s, *_ in [job.pace.rates(now_s)]
     )
     yield _family(GAUGE, "job_eta_seconds", "Until a running job is done.", "job_id name", etas)
+
+
+def _of_keys(keys: Sequence[KeyStorage]) -> Iterator[Metric]:
+    stored = (([key.name], key.stored_bytes) for key in keys)
+    yield _family(GAUGE, "key_stored_bytes", "Bytes in the files of an API key.", "key", stored)
+    most = (([key.name], key.max_stored_bytes) for key in keys)
+    yield _family(GAUGE, "key_max_stored_bytes", "Most bytes that it may store.", "key", most)
+    transfers = (
+        ([key.name, direction], number)
+        for key in keys
+        for direction, number in (("up", key.num_uploads), ("down", key.num_downloads))
+    )
+    text = "Uploads and downloads on their way."
+    yield _family(GAUGE, "key_transfers", text, "key direction", transfers)
 
 
 def _of_slots(slots: Sequence[Slot]) -> Iterator[Metric]:

@@ -12,9 +12,10 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -23,20 +24,32 @@ from fastapi import FastAPI
 
 from batchrun.config import Deployment
 from batchrun.daemon.daemon import Daemon
-from batchrun.daemon.supervisor import KeyList, Supervisor, engine_python, split_listen
+from batchrun.daemon.engine_link import Slot
+from batchrun.daemon.supervisor import Supervisor, engine_python, split_listen
+from batchrun.engine import process
 from batchrun.errors import BatchrunError, EngineError, StoreUnreachableError
-from batchrun.files import StoreLock, allow_many_open_files, remove_left_scratch, write_atomically
+from batchrun.files import (
+    StoreLock,
+    allow_many_open_files,
+    check_memory_limit,
+    remove_left_scratch,
+    write_atomically,
+)
 from batchrun.home import DaemonAddress, Home
+from batchrun.jobs.on_done import Messenger
 from batchrun.jobs.results.file_bytes import FileBytes, open_file_bytes, recover_files
 from batchrun.media.fetching import ImageFetcher
 from batchrun.media.hosts import ImageHosts
 from batchrun.quantities import parse_age_s
 from batchrun.server.api.app import Edge, Status, make_app
 from batchrun.server.api.errors import Callers
+from batchrun.server.api.key_list import KeyList, limits_in
+from batchrun.server.api.watch import end_process
 from batchrun.server.web.gateway_figures import GatewayFigures
 from batchrun.server.web.history import History
 from batchrun.server.web.pages import Pages, dashboard_router
 from batchrun.server.web.sight import Sight
+from batchrun.server.web.uploads import Desk
 from batchrun.store.database import Store
 from batchrun.store.place import DaemonLock, open_for
 
@@ -64,6 +77,7 @@ def serve(deployment: Deployment, home: Home, *, on_ready: Callable[[], None]) -
     `on_ready` is called once an engine is ready. The gateway and managed engines outlive this.
     Raises StoreLockedError, StoreError, EngineError.
     """
+    check_memory_limit()
     home.create()
     allow_many_open_files()
     logging.getLogger("python_multipart").setLevel(logging.ERROR)
@@ -79,7 +93,7 @@ def serve(deployment: Deployment, home: Home, *, on_ready: Callable[[], None]) -
         place = open_file_bytes(home, deployment.files, store)
         recover_files(store, place)
         remove_left_scratch(home.inputs)
-        keys = KeyList(store, home.api_keys)
+        keys = KeyList(store, home.api_keys, limits_in(deployment))
         keys.check(split_listen(deployment.listen)[0])
         keys.publish()
         # What is imported stays: to look through it again and again would stop the loop for 70 ms.
@@ -103,18 +117,23 @@ async def _run(
         os.getpid(), f"http://127.0.0.1:{listener.getsockname()[1]}", secrets.token_urlsafe(32)
     )
     gateway_key = secrets.token_urlsafe(32)
-    upstream = {"url": address.url, "gateway_key": gateway_key}
-    supervisor = Supervisor(deployment, home, upstream)
-    age_s = None if deployment.retention is None else parse_age_s(deployment.retention)
-    folder = deployment.model_folder(home)
-    images = ImageFetcher(ImageHosts(deployment.image_hosts))
-    python = engine_python(deployment.engines[0], home)
-    daemon = Daemon(store, supervisor.slots, home.inputs, folder, age_s, place, images, python)
-    status = Status(daemon, supervisor.gateway_url)
-    routes = Edge(home, place, address.token, gateway_key, deployment.completion_windows)
+    supervisor = Supervisor(deployment, home, {"url": address.url, "gateway_key": gateway_key})
+    limits = limits_in(deployment)
+    daemon = _daemon(deployment, home, kept, supervisor.slots)
+    figures = GatewayFigures(_local_url(deployment.listen), gateway_key)
+    messenger = _messenger(store, deployment, home)
+    status = Status(
+        *(daemon, supervisor.gateway_url, figures),
+        tellings=messenger.tellings,
+        price_per_hour=deployment.price_per_hour,
+    )
+    _start_watch(status, home)
+    routes = Edge(home, place, address.token, gateway_key, deployment.completion_windows, limits)
     # httptools reads on after an early answer, so that a refused upload hears why.
     app = make_app(daemon, status, routes)
-    pages = _add_dashboard(app, status, home, deployment, gateway_key)
+    sight = Sight(daemon, status, home, History(home.history), figures, deployment.router)
+    desk = Desk(home, deployment.file, deployment.model)
+    pages = _add_dashboard(app, sight, desk, Callers(store, gateway_key, limits))
     server = _Server(uvicorn.Config(app, http="httptools", log_level="warning", access_log=False))
     write_atomically(home.daemon_record, json.dumps(asdict(address)).encode(), mode=0o600)
     ended = _catch_signals()
@@ -122,7 +141,9 @@ async def _run(
     work = asyncio.create_task(daemon.run())
     engines = asyncio.create_task(_supervise(supervisor, on_ready))
     guard = asyncio.create_task(_guard(lock))
-    watching = asyncio.create_task(pages.watch())
+    beside = [
+        asyncio.create_task(each) for each in (pages.watch(), messenger.run(), status.watch.beat())
+    ]
     try:
         waited: set[asyncio.Future[Any]] = {ended, work, engines, guard}
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
@@ -130,15 +151,62 @@ async def _run(
         failure = None if ended.done() else _failure_of(guard, engines, work)
         _end_within(CLEAN_STOP_S, failure)
         pages.close()
-        for task in (work, engines, guard, watching):
+        status.watch.stop()
+        for task in (work, engines, guard, *beside):
             task.cancel()
-        await asyncio.gather(work, engines, guard, watching, return_exceptions=True)
+        await asyncio.gather(work, engines, guard, *beside, return_exceptions=True)
         server.should_exit = True
         await edge
         await supervisor.close()
     if failure is not None:
         raise failure
     return ended.result()
+
+
+def _start_watch(status: Status, home: Home) -> None:
+    """Have a thread watch the loop that runs now."""
+    status.watch.on_end = partial(_begin_anew, home)
+    status.watch.start()
+
+
+def _begin_anew(home: Home, line: str) -> None:
+    """The loop hangs: end, and where `up -d` started this process, start the next one."""
+    record = process.read_record(home.daemon_process)
+    if record is not None and record.pid == os.getpid():
+        with suppress(OSError):
+            process.spawn(
+                [sys.executable, *sys.orig_argv[1:]],
+                env=dict(os.environ),
+                log_path=home.log / "daemon.log",
+                record_path=home.daemon_process,
+            )
+    end_process(line)
+
+
+def _daemon(
+    deployment: Deployment, home: Home, kept: tuple[Store, FileBytes], slots: Sequence[Slot]
+) -> Daemon:
+    store, place = kept
+    retention = deployment.retention
+    return Daemon(
+        store,
+        slots,
+        home.inputs,
+        model_folder=deployment.model_folder(home),
+        retention_s=None if retention is None else parse_age_s(retention),
+        files=place,
+        images=ImageFetcher(ImageHosts(deployment.image_hosts)),
+        python=engine_python(deployment.engines[0], home),
+        key_limits=limits_in(deployment),
+        kept_in=home.kept_rows,
+        timeouts=deployment.timeouts,
+    )
+
+
+def _messenger(store: Store, deployment: Deployment, home: Home) -> Messenger:
+    made = Messenger(store, deployment.on_done, home.path)
+    made.load()
+    return made
 
 
 def _local_url(listen: str) -> str:
@@ -148,14 +216,8 @@ def _local_url(listen: str) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _add_dashboard(
-    app: FastAPI, status: Status, home: Home, deployment: Deployment, gateway_key: str
-) -> Pages:
-    figures = GatewayFigures(_local_url(deployment.listen), gateway_key)
-    history = History(home.history)
-    sight = Sight(status.daemon, status, home, history, figures, deployment.router)
-    pages = Pages(sight)
-    callers = Callers(status.daemon.store, gateway_key)
+def _add_dashboard(app: FastAPI, sight: Sight, desk: Desk, callers: Callers) -> Pages:
+    pages = Pages(sight, desk)
     app.include_router(dashboard_router(pages, sight, callers))
     return pages
 

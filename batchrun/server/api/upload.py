@@ -6,6 +6,7 @@ A multipart form with one file is parsed as it comes in: bounded fields, and the
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,7 +16,8 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
-from batchrun.files import HashedFile, atomic_file, max_open_files
+from batchrun.errors import OverloadedError
+from batchrun.files import PRIVATE_MODE, HashedFile, atomic_file, max_open_files
 from batchrun.jobs.batch import MAX_INPUT_BYTES
 from batchrun.jobs.inputs.rows import BOM, is_blank
 from batchrun.server.api.errors import ApiError, check_choice, check_expiry, missing_parameter
@@ -30,10 +32,18 @@ MAX_FIELD_BYTES = 4_096
 class UploadForm:
     """Takes the body of `POST /v1/files` in pieces and gives those of its file back.
 
-    `fields` and `filename` are known once their parts have come. Methods raise ApiError.
+    `fields` and `filename` are known once their parts have come; a field is one of `text_fields`,
+    of at most `max_field_bytes`. Methods raise ApiError.
     """
 
-    def __init__(self, content_type: str) -> None:
+    def __init__(
+        self,
+        content_type: str,
+        text_fields: frozenset[str] = TEXT_FIELDS,
+        max_field_bytes: int = MAX_FIELD_BYTES,
+    ) -> None:
+        self._text_fields = text_fields
+        self._max_field_bytes = max_field_bytes
         kind, options = parse_options_header(content_type)
         boundary = options.get(b"boundary", b"")
         if kind != b"multipart/form-data" or not 0 < len(boundary) <= 256:
@@ -96,7 +106,7 @@ class UploadForm:
         _, options = parse_options_header(self._disposition)
         self._name = options.get(b"name", b"").decode("utf-8", "replace")
         self._is_file = b"filename" in options and self._name == FILE_FIELD
-        if not self._is_file and self._name not in TEXT_FIELDS:
+        if not self._is_file and self._name not in self._text_fields:
             if self._name == FILE_FIELD:
                 raise ApiError(
                     400,
@@ -116,7 +126,7 @@ class UploadForm:
             self._pieces.append(data[start:end])
             return
         self._text += data[start:end]
-        if len(self._text) > MAX_FIELD_BYTES:
+        if len(self._text) > self._max_field_bytes:
             raise ApiError(400, f"'{self._name}' is too long.", param=self._name)
 
     def _on_part_end(self) -> None:
@@ -130,6 +140,7 @@ class UploadForm:
 PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
 BATCH_PURPOSE = "batch"
 BATCH_EXPIRY_S = 2_592_000
+"""Of files for batches, and of all files of an API key: none of them stays for ever."""
 MAX_FILE_BYTES = 512 << 20
 MAX_FORM_BYTES = 65_536
 """What a form may hold besides its file."""
@@ -139,31 +150,39 @@ MAX_UPLOADS = 64
 """On their way at once. Each holds a connection and a file open for as long as its caller likes."""
 MAX_UPLOAD_BYTES = 8 << 30
 """Of all uploads on their way, as they announce themselves; one alone is never too large for it."""
+MAX_DOWNLOADS = 128
 KEY_PART = 2
-"""The uploads of one API key take half of both at most."""
-OPEN_FILES_PER_UPLOAD = 8
-"""Where a process may have few files open, uploads take a quarter of them, at two each."""
+"""The uploads or downloads of one API key take half of their bounds at most."""
+OPEN_FILES_PER_TRANSFER = 8
+"""Where a process may have few files open, uploads take a quarter of them, at two each, and
+downloads another."""
 
 
-class Uploads:
-    """The uploads on their way, by the key that they belong to (None: nobody's)."""
+class Transfers:
+    """The uploads on their way, or the downloads (`what`), by the key that they belong to (None:
+    nobody's): `most` at once, of `max_bytes` together; None: of any size."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str, most: int, max_bytes: int | None = None) -> None:
+        self._what = what
+        self._most = most
+        self._max_bytes = max_bytes
         self._sizes_bytes: dict[str | None, list[int]] = {}
 
+    def count(self, owner: str | None) -> int:
+        """How many of a key are on their way."""
+        return len(self._sizes_bytes.get(owner, ()))
+
     @contextmanager
-    def admitted(self, owner: str | None, headers: Mapping[str, str]) -> Iterator[None]:
+    def admitted(self, owner: str | None, size_bytes: int) -> Iterator[None]:
         """Within, one more is on its way. Raises ApiError where that would be too much: fewer may
         be where few files may be open."""
-        told_bytes = size_told(headers)
-        size_bytes = MAX_FILE_BYTES if told_bytes is None else told_bytes
-        most = max(1, min(MAX_UPLOADS, max_open_files() // OPEN_FILES_PER_UPLOAD))
+        most = max(1, min(self._most, max_open_files() // OPEN_FILES_PER_TRANSFER))
         of_all = [size for sizes in self._sizes_bytes.values() for size in sizes]
         own = self._sizes_bytes.get(owner, [])
-        _refuse_too_many(of_all, size_bytes, most, MAX_UPLOAD_BYTES, "uploads are")
+        self._refuse_too_many(of_all, size_bytes, most, 1, f"{self._what} are")
         if owner is not None:
-            most, max_bytes = -(-most // KEY_PART), MAX_UPLOAD_BYTES // KEY_PART
-            _refuse_too_many(own, size_bytes, most, max_bytes, "uploads of this API key are")
+            whose = f"{self._what} of this API key are"
+            self._refuse_too_many(own, size_bytes, -(-most // KEY_PART), KEY_PART, whose)
         self._sizes_bytes.setdefault(owner, []).append(size_bytes)
         try:
             yield
@@ -171,6 +190,14 @@ class Uploads:
             self._sizes_bytes[owner].remove(size_bytes)
             if not self._sizes_bytes[owner]:
                 del self._sizes_bytes[owner]
+
+    def _refuse_too_many(
+        self, sizes_bytes: Sequence[int], size_bytes: int, most: int, part: int, whose: str
+    ) -> None:
+        max_bytes = math.inf if self._max_bytes is None else self._max_bytes // part
+        is_large = bool(sizes_bytes) and sum(sizes_bytes) + size_bytes > max_bytes
+        if len(sizes_bytes) >= most or is_large:
+            raise ApiError(503, f"{len(sizes_bytes)} {whose} on their way; try again shortly")
 
 
 def size_told(headers: Mapping[str, str]) -> int | None:
@@ -180,20 +207,13 @@ def size_told(headers: Mapping[str, str]) -> int | None:
     return max(int(length) - MAX_FORM_BYTES, 0) if is_told else None
 
 
-def _refuse_too_many(
-    sizes_bytes: Sequence[int], size_bytes: int, most: int, max_bytes: int, whose: str
-) -> None:
-    if len(sizes_bytes) >= most or (sizes_bytes and sum(sizes_bytes) + size_bytes > max_bytes):
-        raise ApiError(503, f"{len(sizes_bytes)} {whose} on their way; try again shortly")
-
-
-class _Spool:
+class Spool:
     """A file that is to be: written in threads, under its final name only when it is kept."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._exits = ExitStack()
-        self._file = HashedFile(self._exits.enter_context(atomic_file(path)))
+        self._file = HashedFile(self._exits.enter_context(atomic_file(path, mode=PRIVATE_MODE)))
         self._waiting = bytearray()
 
     @property
@@ -224,8 +244,8 @@ class _Spool:
         await asyncio.to_thread(self._file.write, waiting)
 
 
-async def receive_file(request: Request, folder: Path) -> NewFile:
-    """Write the file of a form into `folder`, under its new id.
+async def receive_file(request: Request, folder: Path, owner: str | None) -> NewFile:
+    """Write the file of a form into `folder`, under its new id; `owner` is the API key's id.
 
     When this returns, the file is on the disk, whole and synced; when it raises, nothing is left of
     it. Raises ApiError, StoreFullError, OverloadedError and InputError.
@@ -237,11 +257,11 @@ async def receive_file(request: Request, folder: Path) -> NewFile:
         raise _too_large(MAX_FILE_BYTES)
     form = UploadForm(request.headers.get("content-type", ""))
     file_id = new_file_id()
-    spool = await asyncio.to_thread(_Spool, folder / file_id)
+    spool = await asyncio.to_thread(Spool, folder / file_id)
     try:
         await _receive(request.stream(), form, spool)
         _check_fields(form, is_over=True)
-        expires_after_s = _expiry(form)
+        expires_after_s = _expiry(form, owner)
         await spool.keep()
         if form.fields["purpose"] == BATCH_PURPOSE:
             await asyncio.to_thread(_check_batch_file, spool, form.filename or "")
@@ -254,11 +274,12 @@ async def receive_file(request: Request, folder: Path) -> NewFile:
         size_bytes=spool.size_bytes,
         sha256=spool.sha256,
         expires_after_s=expires_after_s,
+        owner=owner,
         id=file_id,
     )
 
 
-async def _receive(body: AsyncIterator[bytes], form: UploadForm, spool: _Spool) -> None:
+async def _receive(body: AsyncIterator[bytes], form: UploadForm, spool: Spool) -> None:
     num_bytes = 0
     async for chunk in body:
         num_bytes += len(chunk)
@@ -285,11 +306,12 @@ def _check_fields(form: UploadForm, *, is_over: bool = False) -> None:
         raise missing_parameter("purpose")
 
 
-def _expiry(form: UploadForm) -> int | None:
+def _expiry(form: UploadForm, owner: str | None) -> int | None:
     anchor = form.fields.get("expires_after[anchor]")
     seconds = form.fields.get("expires_after[seconds]")
     if anchor is None and seconds is None:
-        return BATCH_EXPIRY_S if form.fields["purpose"] == BATCH_PURPOSE else None
+        may_stay = owner is None and form.fields["purpose"] != BATCH_PURPOSE
+        return None if may_stay else BATCH_EXPIRY_S
     is_number = seconds is not None and seconds.isascii() and seconds.lstrip("-").isdigit()
     given = int(seconds) if seconds and is_number and len(seconds) < 19 else seconds
     return check_expiry("expires_after", anchor, given)
@@ -299,14 +321,15 @@ def _too_large(limit: int) -> ApiError:
     return ApiError(413, f"The file is larger than the maximum of {limit} bytes.", param=FILE_FIELD)
 
 
-def _check_batch_file(spool: _Spool, filename: str) -> None:
+def _check_batch_file(spool: Spool, filename: str) -> None:
     """Whether the name and the first line look like JSON Lines. The rest is for the batch, as is
     all of a line that is too long to be looked at while others wait."""
     suffix = Path(filename.replace("\0", "")).suffix
-    with spool.path.open("rb") as file:
-        line = b"\n"
-        while line and is_blank(line):
-            line = file.readline(LARGE_JSON_BYTES + 1)
+    try:
+        line = _first_line(spool.path)
+    except OSError as failure:
+        problem = f"{spool.path}: cannot be read now: {failure.strerror}; try again"
+        raise OverloadedError(problem) from None
     refusal = ApiError(400, "Invalid file format for Batch API. Must be .jsonl")
     try:
         if len(line) <= LARGE_JSON_BYTES:
@@ -317,3 +340,12 @@ def _check_batch_file(spool: _Spool, filename: str) -> None:
         raise refusal from None
     if suffix.lower() not in {"", ".jsonl"}:
         raise refusal
+
+
+def _first_line(path: Path) -> bytes:
+    """The start of the first line that is not blank; nothing where there is none."""
+    line = b"\n"
+    with path.open("rb") as file:
+        while line and is_blank(line):
+            line = file.readline(LARGE_JSON_BYTES + 1)
+    return line

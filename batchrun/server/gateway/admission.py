@@ -1,7 +1,7 @@
 """Whether a call may come in: its API key, how often that key may call, and its SLO class.
 
     {"keys": [{"id": "key_...", "sha256": "...", "role": "user", "slo_class": null,
-               "requests_per_minute": 60, "seq": 1}] | null}
+               "requests_per_minute": 60, "concurrent_calls": 8, "seq": 1}] | null}
 
 Null: none is asked for. Fields may be added; unknown ones are ignored. The writer may die at any
 time: the last good list stays in use.
@@ -16,7 +16,8 @@ import math
 import os
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -48,6 +49,7 @@ class ApiKey(msgspec.Struct, frozen=True):
     slo_class: str | None
     requests_per_minute: int | None
     seq: int
+    concurrent_calls: int | None = None
 
 
 class _Document(msgspec.Struct, frozen=True):
@@ -127,6 +129,37 @@ def choose_class(
     return classes[name]
 
 
+def check_class(
+    key: ApiKey | None,
+    bounds: SloBounds | None,
+    classes: SloClasses,
+    default: SloBounds | None,
+) -> None:
+    """Raises RefusalError where a user key asks for tighter bounds than its own: those of its
+    class, or `default`, which is None where the engines alone know it."""
+    wanted = default if bounds is None else bounds
+    if key is None or key.role == "admin" or wanted is None:
+        return
+    own = default if key.slo_class is None else classes.get(key.slo_class, default)
+    if own is not None and not _is_tighter(wanted, own):
+        return
+    its = DEFAULT_CLASS if key.slo_class is None else key.slo_class
+    raise RefusalError(
+        400,
+        f"{CLASS_HEADER.lower()}: with this API key no class may have tighter bounds than '{its}'",
+        code="invalid_value",
+        param=CLASS_HEADER.lower(),
+    )
+
+
+def _is_tighter(bounds: SloBounds, own: SloBounds) -> bool:
+    pairs = ((bounds.ttft_s, own.ttft_s), (bounds.tpot_s, own.tpot_s), (bounds.jct_s, own.jct_s))
+    return any(
+        (math.inf if wanted is None else wanted) < (math.inf if most is None else most)
+        for wanted, most in pairs
+    )
+
+
 def class_name(
     headers: CIMultiDictProxy[str], key_class: str | None, bounds: SloBounds | None
 ) -> str:
@@ -202,6 +235,84 @@ class RequestRates:
         )
 
 
+_COUNT = struct.Struct("<I")
+_MAX_WORKERS = 64
+CALL_RETRY_S = 1
+
+
+class CallsAtOnce:
+    """Online calls of each API key in flight, counted by all workers of a gateway together.
+
+    They share a file with a row for each key, in which each worker has a count: one that begins
+    clears its own, whatever became of the one before it.
+    """
+
+    def __init__(self, path: Path, num_workers: int, worker: int) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._num_workers = min(num_workers, _MAX_WORKERS)
+        self._worker = worker % _MAX_WORKERS
+        self._own: dict[int, int] = {}
+        num_keys = -(-os.fstat(self._fd).st_size // self._row_bytes)
+        for seq in range(num_keys):
+            self._write(seq)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    @contextmanager
+    def calling(self, seq: int, limit: int) -> Iterator[None]:
+        """Within, the key with this number has one more. Raises RefusalError with 429 where that
+        is over its limit."""
+        self._begin(seq, limit)
+        try:
+            yield
+        finally:
+            self._add(seq, -1)
+
+    def num_calls(self, seq: int) -> int:
+        """How many a key has now. Raises OSError."""
+        kept = os.pread(self._fd, self._num_workers * _COUNT.size, seq * self._row_bytes)
+        whole = kept.ljust(self._num_workers * _COUNT.size, b"\0")
+        return sum(count for (count,) in _COUNT.iter_unpack(whole))
+
+    def _begin(self, seq: int, limit: int) -> None:
+        offset = seq * self._row_bytes
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX, self._row_bytes, offset)
+            try:
+                is_full = self.num_calls(seq) >= limit
+                if not is_full:
+                    self._add(seq, 1)
+            finally:
+                fcntl.lockf(self._fd, fcntl.LOCK_UN, self._row_bytes, offset)
+        except OSError as error:
+            log.warning("calls of key number %d are not counted: %s", seq, error)
+            is_full = self._own.get(seq, 0) >= limit
+            if not is_full:
+                self._own[seq] = self._own.get(seq, 0) + 1
+        if is_full:
+            message = (
+                f"This API key may have {limit} calls at once, and has them. Please try again in "
+                f"{CALL_RETRY_S}s."
+            )
+            headers = {"Retry-After": str(CALL_RETRY_S)}
+            code = "rate_limit_exceeded"
+            raise RefusalError(429, message, code=code, kind="requests", headers=headers)
+
+    def _add(self, seq: int, change: int) -> None:
+        self._own[seq] = self._own.get(seq, 0) + change
+        with suppress(OSError):
+            self._write(seq)
+
+    def _write(self, seq: int) -> None:
+        place = seq * self._row_bytes + self._worker * _COUNT.size
+        os.pwrite(self._fd, _COUNT.pack(self._own.get(seq, 0)), place)
+
+    @property
+    def _row_bytes(self) -> int:
+        return _MAX_WORKERS * _COUNT.size
+
+
 log = logging.getLogger(__name__)
 
 COUNTED_PREFIX = "/v1/"
@@ -224,7 +335,7 @@ ABOUT_CALLER = web.RequestKey("about_caller", AboutCaller)
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """Lets callers in; `rates` and `usage` are None where no keys can be asked for.
+    """Lets callers in; `rates`, `usage` and `calls` are None where no keys can be asked for.
 
     `session_secret` is common to all workers.
     """
@@ -232,6 +343,7 @@ class Door:
     keys: KeyRing
     rates: RequestRates | None = None
     usage: UsageFile | None = None
+    calls: CallsAtOnce | None = None
     session_secret: bytes = field(default=b"", repr=False)
 
     def admit(self, request: web.BaseRequest) -> AboutCaller:
@@ -256,3 +368,10 @@ class Door:
             code = "rate_limit_exceeded"
             raise RefusalError(429, message, code=code, kind="requests", headers=rate.headers)
         return AboutCaller(key, rate.headers, meter)
+
+    def calling(self, key: ApiKey | None) -> AbstractContextManager[None]:
+        """Within, a call of this key is in flight. Entering raises RefusalError with 429 where it
+        has too many."""
+        if key is None or self.calls is None or key.concurrent_calls is None:
+            return nullcontext()
+        return self.calls.calling(key.seq, key.concurrent_calls)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -23,10 +24,18 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from ruamel.yaml import YAML
 
 from batchrun.errors import BatchrunError, ConfigError
-from batchrun.home import GATEWAY_HEADER, TALLY_PATH
+from batchrun.hints import SloBounds
+from batchrun.home import GATEWAY_HEADER, ROUTING_PATH, TALLY_PATH
 from batchrun.media.fetching import ImageFetcher
 from batchrun.media.hosts import ImageHosts
-from batchrun.server.gateway.admission import ABOUT_CALLER, Door, choose_class, class_name
+from batchrun.routing.decisions import NUM_KEPT
+from batchrun.server.gateway.admission import (
+    ABOUT_CALLER,
+    Door,
+    check_class,
+    choose_class,
+    class_name,
+)
 from batchrun.server.gateway.bodies import FLEX, SteeredBody, fill_images, read_body, read_call_body
 from batchrun.server.gateway.dashboard import PREFIX as DASHBOARD
 from batchrun.server.gateway.dashboard import DashboardDoor, is_dashboard
@@ -49,7 +58,7 @@ from batchrun.server.gateway.forward import (
     relay,
 )
 from batchrun.server.gateway.replies import ReplyUsage
-from batchrun.server.gateway.tally import SeenReply, Tally, TallyPage
+from batchrun.server.gateway.tally import EJECTED, Ejected, SeenReply, Tally, TallyPage
 from batchrun.server.gateway.upstreams import SloClasses, Upstreams, find_daemon
 
 LIST_TARGET = "/v1/models"
@@ -58,6 +67,7 @@ METRICS_S = 5.0
 HUNG_UP = 499
 """Counted for a caller who left before his answer."""
 OTHER_ROUTES = "other"
+FOR_DAEMON = frozenset({TALLY_PATH, ROUTING_PATH})
 
 
 def model_id_in(raw_path: str) -> str | None:
@@ -130,9 +140,10 @@ class Gateway:
         self._settings = settings
         self._door = door
         self._tally = tally
-        self._metrics_page = TallyPage(tally)
+        self._metrics_page = TallyPage(tally, forwarder.balancer.figures, self._ejected)
         self._images = ImageFetcher()
         self._forwarder = forwarder
+        self._slo: SloBounds | None = None
         self._slo_classes: SloClasses = {}
         self._daemon = DaemonCalls(
             forwarder.session,
@@ -153,7 +164,8 @@ class Gateway:
     def take_over(self, upstreams: Upstreams) -> None:
         """Go on with a new list of engines and classes."""
         self._forwarder.balancer.replace(upstreams.engines, upstreams.router)
-        self._slo_classes = upstreams.slo_classes
+        self._forwarder.timeouts = upstreams.timeouts
+        self._slo, self._slo_classes = upstreams.slo, upstreams.slo_classes
         self._images.hosts = ImageHosts(upstreams.image_hosts)
 
     async def close(self) -> None:
@@ -174,7 +186,7 @@ class Gateway:
         request_id = choose_request_id(request.headers)
         reply_headers = NO_HEADERS
         try:
-            if request.rel_url.raw_path == TALLY_PATH:
+            if request.rel_url.raw_path in FOR_DAEMON:
                 return await self._tell_daemon(request)
             if is_dashboard(request.rel_url.raw_path):
                 return await self._dashboard.answer(request, request_id)
@@ -215,10 +227,15 @@ class Gateway:
         return known or (LIST_TARGET if model_id_in(path) is not None else OTHER_ROUTES)
 
     async def _generate(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
+        with self._door.calling(request[ABOUT_CALLER].key):
+            return await self._generate_now(request, request_id)
+
+    async def _generate_now(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
         limits, began_s = self._settings, ReplyUsage.now_s()
         key = request[ABOUT_CALLER].key
         key_class = None if key is None else key.slo_class
         bounds = choose_class(request.headers, key_class, self._slo_classes)
+        check_class(key, bounds, self._slo_classes, self._slo)
         body = await read_body(request, max_bytes=limits.max_body_bytes, idle_s=limits.body_idle_s)
         body = await fill_images(body, self._images)
         call = _call(
@@ -229,11 +246,10 @@ class Gateway:
         )
         meter = request[ABOUT_CALLER].meter
         name = class_name(request.headers, key_class, bounds)
-        async with self._forwarder.exchange(call) as (reply, rewriting, usage, engine):
+        async with self._forwarder.exchange(call) as exchange:
+            reply, _, usage, engine, _ = exchange
             try:
-                return await relay(
-                    request, reply, request_id=request_id, rewriting=rewriting, usage=usage
-                )
+                return await relay(request, exchange, request_id=request_id)
             finally:
                 if meter is not None:
                     meter.count(usage)
@@ -247,10 +263,10 @@ class Gateway:
         if len(self._forwarder.balancer.upstreams) > 1:
             models = await self._forwarder.models(call)
         else:
-            async with self._forwarder.exchange(call) as (reply, *_):
-                if model_id is None or reply.status != 200:
-                    return await relay(request, reply, request_id=request_id)
-                models = await read_models(reply)
+            async with self._forwarder.exchange(call) as exchange:
+                if model_id is None or exchange.reply.status != 200:
+                    return await relay(request, exchange, request_id=request_id)
+                models = await read_models(exchange.reply)
         if model_id is not None:
             return one_model(models, model_id=model_id, request_id=request_id)
         listed = {"object": "list", "data": models}
@@ -272,16 +288,26 @@ class Gateway:
         return web.Response(body=own + (told or b""), headers=headers)
 
     async def _tell_daemon(self, request: web.BaseRequest) -> web.Response:
-        """The tally for the daemon, which shows the secret that it gave to the gateway."""
+        """What the gateway knows, for the daemon, which shows the secret that it gave to it."""
+        path = request.rel_url.raw_path
         daemon = await asyncio.to_thread(find_daemon, self._settings.upstreams_path)
         secret = None if daemon is None else daemon.gateway_key
         given = request.headers.get(GATEWAY_HEADER, "")
         if secret is None or not hmac.compare_digest(
             given.encode("utf-8", "surrogateescape"), secret.encode()
         ):
-            raise RefusalError(404, f"Invalid URL ({request.method} {TALLY_PATH})")
+            raise RefusalError(404, f"Invalid URL ({request.method} {path})")
+        if path == ROUTING_PATH:
+            most = request.query.get("most", "")[:6]
+            balancer, now_s = self._forwarder.balancer, ReplyUsage.now_s()
+            num = int(most) if most.isdecimal() else NUM_KEPT
+            return web.json_response(await asyncio.to_thread(balancer.explain, now_s, num))
         series = [(each.kind, each.labels, each.values.tolist()) for each in self._tally.read()]
+        series += [(EJECTED, (name,), [left_s, num]) for name, left_s, num in self._ejected()]
         return web.json_response(series)
+
+    def _ejected(self) -> Ejected:
+        return self._forwarder.balancer.ejected(now_s=time.monotonic())
 
     async def _openapi(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
         return web.Response(

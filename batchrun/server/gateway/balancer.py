@@ -3,41 +3,93 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
+from batchrun.routing.decisions import (
+    Decision,
+    EngineRouting,
+    Records,
+    Weighed,
+    document_of,
+    figures_of,
+)
 from batchrun.routing.engine_book import Call, EngineTraits, Sent
+from batchrun.routing.router import Terms
 from batchrun.routing.routers import DEFAULT_ROUTER, ROUTERS, make_router
 from batchrun.server.gateway.body_prompt import PIECE_BYTES, PromptText, read_prompt
 from batchrun.server.gateway.replies import ReplyUsage
 from batchrun.server.gateway.shared_book import SharedBook
 from batchrun.server.gateway.upstreams import Upstream
 
+log = logging.getLogger(__name__)
+
 COOLDOWN_S = 5.0
 BYTES_PER_TOKEN = 4.0
 """Until replies have told better."""
 RATIO_CALLS = 200
+MAX_MODELS = 256
+"""Names whose engines are remembered; callers choose them."""
+
+JsonObject = dict[str, Any]
 
 
 @dataclass(slots=True)
 class _Engine:
-    """One upstream: its column in what the workers share, None where that is full."""
+    """One upstream: its column in what the workers share, None where that is full, and what
+    decisions name it by."""
 
     column: int | None = None
+    digest: int = 0
     down_until_s: float = -math.inf
+    is_ready: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Serving:
+    """The engines of a model: those that the router ranks, by column, and `others`.
+
+    None `is_late` that takes all calls, none `is_unfit` that takes offline ones.
+    """
+
+    by_column: Mapping[int, Upstream]
+    columns: Sequence[int]
+    others: Sequence[Upstream]
+    is_late: bool
+    is_unfit: bool
+
+    @classmethod
+    def of(cls, engines: Mapping[Upstream, _Engine]) -> _Serving:
+        by_column = {
+            engine.column: each for each, engine in engines.items() if engine.column is not None
+        }
+        return cls(
+            by_column,
+            list(by_column),
+            [each for each, engine in engines.items() if engine.column is None],
+            any(each.is_hung or each.is_last_choice for each in engines),
+            not all(each.runs_offline_calls for each in engines),
+        )
 
 
 @dataclass(slots=True, eq=False)
 class RoutedCall:
-    """A call as the router sees it, and where it is; `usage` sees its reply."""
+    """A call as the router sees it, and where it is; `usage` sees its reply.
+
+    `order` and `terms` are the columns of the engines as they were ranked, and why.
+    """
 
     call: Call
     text: PromptText
     is_offline: bool = False
     usage: ReplyUsage = field(default_factory=ReplyUsage)
+    order: Sequence[int] = ()
+    terms: Terms | None = None
 
 
 class Balancer:
@@ -49,6 +101,8 @@ class Balancer:
         self._router_name = DEFAULT_ROUTER
         self._router = make_router(DEFAULT_ROUTER, shared.book)
         self._engines: dict[Upstream, _Engine] = {}
+        self._served: dict[str | None, _Serving] = {}
+        self._down_until_s = -math.inf
         self._bytes_per_token = BYTES_PER_TOKEN
 
     @property
@@ -65,7 +119,7 @@ class Balancer:
             self._router = make_router(router, self._shared.book)
         before = self._engines
         columns = self._shared.columns_of([(_identity(each), each.started) for each in upstreams])
-        self._engines = {}
+        self._engines, self._served = {}, {}
         told = {each: each.models for each in before}
         for each in upstreams:
             # A daemon that has just come has not asked the engines that its predecessor asked.
@@ -73,9 +127,13 @@ class Balancer:
             upstream = replace(each, models=told[each]) if is_known else each
             engine = before.get(upstream, _Engine())
             engine.column = columns.get(_identity(upstream))
+            if upstream.is_ready and not engine.is_ready:
+                self.answered(upstream, engine)
+            engine.is_ready = upstream.is_ready
             self._engines[upstream] = engine
             if engine.column is not None:
-                self._shared.book.traits[engine.column] = upstream.traits or EngineTraits()
+                engine.digest = self._shared.digest_of(engine.column)
+                self._shared.book.introduce(engine.column, upstream.traits or EngineTraits())
 
     def read(self, body: bytes | None, *, is_offline: bool = False) -> RoutedCall:
         """What the router is told of a call with this body."""
@@ -85,44 +143,103 @@ class Balancer:
         return RoutedCall(call, text, is_offline)
 
     def candidates(self, routed: RoutedCall, *, now_s: float) -> list[Upstream]:
-        """The engines of the call's model that do not hang, best first; those that are the last
-        choice come late, and those that just refused a connection last. An offline call goes first
-        where it can give way to others."""
-        serving = self._serving(routed)
-        by_column = {
-            engine.column: upstream
-            for upstream, engine in serving.items()
-            if engine.column is not None
-        }
-        columns = list(by_column)
-        ranked = self._router.rank(routed.call, columns, now_s) if columns else []
-        order = [by_column[column] for column in ranked]
-        order += [upstream for upstream, engine in serving.items() if engine.column is None]
+        """The engines of the call's model that neither hang nor are ejected, best first; those that
+        are the last choice come late, and those that just refused a connection last. An offline
+        call goes first where it can give way to others."""
+        serving = self._serving(routed.text.model)
+        columns = serving.columns
+        routed.order = self._router.rank(routed.call, columns, now_s) if columns else ()
+        routed.terms = self._router.terms if columns else None
+        order = [*map(serving.by_column.__getitem__, routed.order), *serving.others]
+        is_unfit = routed.is_offline and serving.is_unfit
+        troubled_until_s = max(self._down_until_s, self._shared.ejections.until_s)
+        if not (serving.is_late or is_unfit or now_s < troubled_until_s):
+            return order
 
         def lateness(upstream: Upstream) -> tuple[bool, bool, bool]:
             is_down = self._engines[upstream].down_until_s > now_s
             is_unfit = routed.is_offline and not upstream.runs_offline_calls
             return is_down, upstream.is_last_choice, is_unfit
 
-        return sorted((each for each in order if not each.is_hung), key=lateness)
+        usable = (
+            each
+            for each in order
+            if not each.is_hung and not self._left_s(self._engines[each], now_s)
+        )
+        return sorted(usable, key=lateness)
+
+    def take_turn(self, upstream: Upstream, *, now_s: float) -> bool:
+        """Whether a call may be sent there now: one at a time where the engine is on trial."""
+        engine = self._engines.get(upstream)
+        if engine is None or engine.column is None:
+            return True
+        return self._shared.ejections.take_turn(engine.column, now_s)
+
+    def failed(self, upstream: Upstream, *, now_s: float) -> None:
+        """A call could not be connected to the engine, or hung there."""
+        engine = self._engines.get(upstream)
+        if engine is None or engine.column is None:
+            return
+        if self._shared.ejections.failed(engine.column, now_s):
+            left_s = self._shared.ejections.left_s(engine.column, now_s)
+            log.error("engine %s: its calls fail; it gets none for %.0f s", upstream.name, left_s)
+
+    def answered(self, upstream: Upstream, engine: _Engine | None = None) -> None:
+        """The engine answered a call, or is ready again."""
+        engine = engine or self._engines.get(upstream)
+        if engine is not None and engine.column is not None:
+            self._shared.ejections.succeeded(engine.column)
+
+    def ejected(self, *, now_s: float) -> list[tuple[str, float, int]]:
+        """Each engine by name, for how many seconds it still gets no calls, and how often that
+        was."""
+        shared = self._shared.ejections
+        return [
+            (upstream.name, self._left_s(engine, now_s), shared.num_ejections(engine.column))
+            for upstream, engine in self._engines.items()
+            if engine.column is not None
+        ]
+
+    def back_in_s(self, routed: RoutedCall, *, now_s: float) -> float:
+        """When the first engine of the call's model that is ejected may be tried again; 0: none
+        is."""
+        columns = self._serving(routed.text.model).columns
+        lefts = [self._shared.ejections.left_s(column, now_s) for column in columns]
+        return min((left_s for left_s in lefts if left_s > 0), default=0.0)
+
+    def _left_s(self, engine: _Engine, now_s: float) -> float:
+        column = engine.column
+        return 0.0 if column is None else self._shared.ejections.left_s(column, now_s)
 
     def is_served(self, routed: RoutedCall) -> bool:
         """Whether an engine has the call's model, or may have it, be it reached or not."""
-        is_sure = all(each.models is not None for each in self._engines)
-        return not self._engines or not is_sure or bool(self._serving(routed))
+        serving = self._serving(routed.text.model)
+        return (
+            bool(serving.columns or serving.others)
+            or not self._engines
+            or any(each.models is None for each in self._engines)
+        )
 
-    def _serving(self, routed: RoutedCall) -> dict[Upstream, _Engine]:
-        """The engines of the call's model. A single one says itself what it does not serve."""
-        if len(self._engines) == 1:
-            return self._engines
-        engines = self._engines.items()
-        return {each: engine for each, engine in engines if each.serves(routed.text.model)}
+    def _serving(self, model: str | None) -> _Serving:
+        """The engines of a model. A single one says itself what it does not serve."""
+        found = self._served.get(model)
+        if found is None:
+            is_single = len(self._engines) == 1
+            engines = self._engines.items()
+            found = _Serving.of({
+                each: engine for each, engine in engines if is_single or each.serves(model)
+            })
+            if len(self._served) >= MAX_MODELS:
+                self._served.clear()
+            self._served[model] = found
+        return found
 
     def mark_down(self, upstream: Upstream, *, now_s: float) -> None:
         """Try others first for a while, because this engine could not be reached."""
+        self.failed(upstream, now_s=now_s)
         engine = self._engines.get(upstream)
         if engine is not None:
-            engine.down_until_s = now_s + COOLDOWN_S
+            self._down_until_s = engine.down_until_s = now_s + COOLDOWN_S
             if engine.column is not None:
                 self._shared.book.left(engine.column)
 
@@ -133,24 +250,79 @@ class Balancer:
         if engine is None or engine.column is None:
             yield
             return
-        now_s = usage.now_s()
-        wait_s = self._shared.book.loads([engine.column], now_s)[engine.column].waiting_s
+        now_s, timer, wait_s = usage.now_s(), None, 0.0
+        if not routed.text.is_stream:
+            wait_s = self._shared.book.loads([engine.column], now_s)[engine.column].waiting_s
         sent = self._router.sent(routed.call, engine.column, now_s)
-        usage.on_begin = partial(self._router.first_token, sent)
-        timer = None
+        usage.on_begin = partial(self._began, upstream, sent)
+        number = self._note(routed, sent, engine.digest)
         if not routed.text.is_stream:
             # Nobody sees when the first token of such a call comes.
             loop, due_s = asyncio.get_running_loop(), wait_s + sent.prefill_s
-            timer = loop.call_later(due_s, usage.on_begin, now_s + due_s)
+            timer = loop.call_later(due_s, self._router.first_token, sent, now_s + due_s)
         try:
             yield
         finally:
             if timer is not None:
                 timer.cancel()
-            self._ended(sent, routed)
+            self._ended(sent, routed, number)
 
-    def _ended(self, sent: Sent, routed: RoutedCall) -> None:
+    def _began(self, upstream: Upstream, sent: Sent, now_s: float) -> None:
+        self.answered(upstream)
+        self._router.first_token(sent, now_s)
+
+    def _note(self, routed: RoutedCall, sent: Sent, digest: int) -> int:
+        """Keep why; an engine that left the list meanwhile stands last."""
+        order, terms, call = routed.order, routed.terms, routed.call
+        rank = order.index(sent.engine) if sent.engine in order else len(order)
+        others = order[1:2] if rank == 0 else order[:1]
+        runner_up = self._shared.digest_of(others[0]) if others else 0
+        if terms is None:
+            prefill = {"cached_tokens": sent.cached_tokens, "prefill_s": sent.prefill_s}
+            weighed, other, delayed = Weighed(digest, **prefill), Weighed(runner_up), math.nan
+        else:
+            places, delayed = terms.order, terms.delayed
+            weighed = (
+                Weighed.of(digest, terms, places[rank]) if rank < len(places) else Weighed(digest)
+            )
+            other = Weighed.of(runner_up, terms, places[rank == 0]) if others else Weighed()
+        return self._shared.ring.note(
+            Decision(
+                sent.at_s,
+                rank,
+                len(order),
+                call.prompt_tokens,
+                call.piece_tokens,
+                delayed,
+                weighed,
+                other,
+            )
+        )
+
+    def explain(self, now_s: float, most: int) -> JsonObject:
+        """Where the last calls went, and why; the newest `most` of them one by one."""
+        names, decisions, figures = self._figures()
+        return document_of(self._router_name, figures, decisions[:most], names, now_s)
+
+    def figures(self) -> list[EngineRouting]:
+        """By engine, where the last calls of all workers went, and what is known of its cache."""
+        return self._figures()[2]
+
+    def _figures(self) -> tuple[dict[int, str], Records, list[EngineRouting]]:
+        decisions, prefixes = self._shared.decisions(), self._shared.book.prefixes
+        known = [(each.name, engine) for each, engine in self._engines.items()]
+        names = {engine.digest: name for name, engine in known if engine.column is not None}
+        pieces = {
+            engine.digest: prefixes.num_pieces(engine.column)
+            for _, engine in known
+            if engine.column is not None
+        }
+        return names, decisions, figures_of(decisions, names, pieces)
+
+    def _ended(self, sent: Sent, routed: RoutedCall, number: int) -> None:
         usage = routed.usage
+        if usage.prompt_tokens and usage.cached_tokens is not None:
+            self._shared.ring.told(number, usage.prompt_tokens, usage.cached_tokens)
         is_told = usage.output_tokens > 0
         self._router.ended(
             sent, usage.now_s(), usage.cached_tokens, usage.output_tokens if is_told else None

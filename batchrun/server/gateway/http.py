@@ -8,7 +8,6 @@ import logging
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, closing, contextmanager
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -17,7 +16,13 @@ from aiohttp import web
 from batchrun.errors import ConfigError
 from batchrun.files import allow_many_open_files
 from batchrun.keys import UsageFile
-from batchrun.server.gateway.admission import Door, KeyRing, RequestRates, read_keys
+from batchrun.server.gateway.admission import (
+    CallsAtOnce,
+    Door,
+    KeyRing,
+    RequestRates,
+    read_keys,
+)
 from batchrun.server.gateway.app import Gateway, GatewaySettings
 from batchrun.server.gateway.balancer import Balancer
 from batchrun.server.gateway.dashboard import read_or_make_secret
@@ -133,10 +138,11 @@ class GatewayServer(web.Server):
 
 BACKLOG = 1024
 RATES = ".rates"
+CALLS = ".calls"
 USAGE = ".usage"
 SESSIONS = ".sessions"
-"""The endings of the files, beside that of the keys, in which workers count requests together, what
-keys have used, and of the secret behind the page's sessions."""
+"""The endings of the files, beside that of the keys, in which workers count requests, calls in
+flight and what keys have used, and of the secret behind the page's sessions."""
 STALLED_READER_S = 120
 """A caller who takes no byte of an answer for so long is cut off, and its call at the engine."""
 
@@ -186,7 +192,7 @@ async def serve(
     allow_many_open_files()
     async with AsyncExitStack() as exits:
         session = await exits.enter_async_context(open_session())
-        door = await _make_door(settings.keys_path, exits)
+        door = await _make_door(settings, exits)
         book_fd = create(settings.num_workers) if settings.book_fd is None else settings.book_fd
         balancer = Balancer(SharedBook(book_fd, settings.num_workers, settings.worker))
         num_workers = settings.num_workers
@@ -207,8 +213,8 @@ async def serve(
             await runner.cleanup()
 
 
-async def _make_door(keys_path: Path | None, exits: AsyncExitStack) -> Door:
-    keys = KeyRing()
+async def _make_door(settings: GatewaySettings, exits: AsyncExitStack) -> Door:
+    keys, keys_path = KeyRing(), settings.keys_path
     if keys_path is None:
         return Door(keys)
     # A gateway that does not know its keys must not open: later it keeps those that it had.
@@ -216,8 +222,10 @@ async def _make_door(keys_path: Path | None, exits: AsyncExitStack) -> Door:
     await _follow(FollowedFile(keys_path, read_keys, keys.replace), exits)
     rates = exits.enter_context(closing(RequestRates(keys_path.with_suffix(RATES))))
     usage = exits.enter_context(closing(UsageFile(keys_path.with_suffix(USAGE))))
+    workers = settings.num_workers, settings.worker
+    calls = exits.enter_context(closing(CallsAtOnce(keys_path.with_suffix(CALLS), *workers)))
     secret = read_or_make_secret(keys_path.with_suffix(SESSIONS))
-    return Door(keys, rates, usage, secret)
+    return Door(keys, rates, usage, calls, secret)
 
 
 async def _follow(file: FollowedFile[Any], exits: AsyncExitStack) -> None:

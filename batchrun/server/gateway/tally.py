@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+
+from batchrun.routing.decisions import NUM_KEPT, EngineRouting, imbalance_of
 
 TTFT_BOUNDS_S = (
     0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 60.0,
@@ -35,10 +37,14 @@ MAX_SERIES = 256
 """Of one worker; what comes after them is not counted."""
 NAME_BYTES = 192
 CALLS, TTFT, TPOT, ENGINE = "calls", "ttft", "tpot", "engine"
+EJECTED = "ejected"
+"""Kept elsewhere: for how many seconds an engine still gets no calls, and how often that was."""
 _BETWEEN = "\x1f"
 _ROW = np.dtype([("name", f"S{NAME_BYTES}"), ("values", np.float64, (NUM_VALUES,))])
 
 FloatArray = npt.NDArray[np.float64]
+Ejected = Sequence[tuple[str, float, int]]
+"""Engines by name, for how many seconds they get no calls, and how often that was."""
 
 
 def create_tally(num_workers: int) -> int:
@@ -122,10 +128,17 @@ class Tally:
 
 
 class TallyPage(Collector):
-    """The tally in Prometheus' text form."""
+    """The tally in Prometheus' text form, what routers know by engine, and which are ejected."""
 
-    def __init__(self, tally: Tally) -> None:
+    def __init__(
+        self,
+        tally: Tally,
+        routing: Callable[[], Sequence[EngineRouting]],
+        ejected: Callable[[], Ejected],
+    ) -> None:
         self._tally = tally
+        self._routing = routing
+        self._ejected = ejected
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self._is_daemon_up = False
@@ -148,6 +161,8 @@ class TallyPage(Collector):
             calls.add_metric(each.labels, each.values[0])
         yield calls
         yield from _of_engines([one for one in series if one.kind == ENGINE])
+        yield from _of_ejections(self._ejected())
+        yield from _of_routing(self._routing())
         for kind, name, bounds, text in (
             (TTFT, "ttft", TTFT_BOUNDS_S, "Time to the first piece of a streamed reply."),
             (TPOT, "tpot", TPOT_BOUNDS_S, "Time between tokens, the mean of a streamed reply."),
@@ -169,6 +184,39 @@ def _of_engines(series: Sequence[Series]) -> Iterator[Metric]:
         family = CounterMetricFamily(f"batchrun_gateway_engine_{name}", text, labels=["engine"])
         for each in series:
             family.add_metric(each.labels, each.values[index])
+        yield family
+
+
+def _of_ejections(ejected: Ejected) -> Iterator[Metric]:
+    name = "batchrun_gateway_engine_ejected_seconds"
+    text = "For how long the engine still gets no calls, because they failed in a row."
+    lefts = GaugeMetricFamily(name, text, labels=["engine"])
+    times = CounterMetricFamily(
+        "batchrun_gateway_engine_ejections", "How often that was.", labels=["engine"]
+    )
+    for engine, left_s, num_times in ejected:
+        lefts.add_metric([engine], left_s)
+        times.add_metric([engine], num_times)
+    yield lefts
+    yield times
+
+
+def _of_routing(engines: Sequence[EngineRouting]) -> Iterator[Metric]:
+    text = f"Calls of the busiest engine over the mean, of the last {NUM_KEPT:,}."
+    imbalance = GaugeMetricFamily("batchrun_routing_imbalance", text)
+    if (ratio := imbalance_of(engines)) is not None:
+        imbalance.add_metric([], ratio)
+    yield imbalance
+    for name, field, text in (
+        ("calls", "num_calls", f"Of the last {NUM_KEPT:,} calls, those that went to the engine."),
+        ("hit_rate", "hit_rate", "Part of their prompts that was cached, as replies told."),
+        ("agreement", "agreement", "Part of them whose cached tokens were foretold, to a piece."),
+        ("index_pieces", "num_pieces", "Pieces of 1,024 bytes that the engine is taken to hold."),
+    ):
+        family = GaugeMetricFamily(f"batchrun_routing_{name}", text, labels=["engine"])
+        for each in engines:
+            if (value := getattr(each, field)) is not None:
+                family.add_metric([each.engine], value)
         yield family
 
 

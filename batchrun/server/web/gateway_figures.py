@@ -10,12 +10,20 @@ import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 import msgspec
 
-from batchrun.home import GATEWAY_HEADER, TALLY_PATH
-from batchrun.server.gateway.tally import ENGINE
+from batchrun.home import GATEWAY_HEADER, ROUTING_PATH, TALLY_PATH
+from batchrun.server.gateway.tally import (
+    EJECTED,
+    ENGINE,
+    TPOT,
+    TPOT_BOUNDS_S,
+    TTFT,
+    TTFT_BOUNDS_S,
+)
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +34,7 @@ RATE_S = 10.0
 
 Key = tuple[str, tuple[str, ...]]
 Look = Mapping[Key, Sequence[float]]
+JsonObject = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +77,7 @@ class GatewayFigures:
     url: str
     secret: str = field(repr=False)
     _looks: deque[tuple[float, Look]] = field(default_factory=deque)
+    _ejected_s: Mapping[str, float] = field(default_factory=dict)
 
     async def look(self, session: aiohttp.ClientSession, now_s: float) -> None:
         """Take a look at `now_s` (monotonic); a gateway that does not answer is looked at later."""
@@ -82,15 +92,42 @@ class GatewayFigures:
         except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
             log.debug("the gateway told nothing: %s", error)
 
+    async def explain(self, most: int) -> JsonObject | None:
+        """Why the last calls went where they went, the newest `most` of them one by one; see
+        `batchrun.routing.decisions.document_of`. None: the gateway does not answer."""
+        try:
+            async with (
+                aiohttp.ClientSession() as session,
+                session.get(
+                    f"{self.url}{ROUTING_PATH}?most={most}",
+                    headers={GATEWAY_HEADER: self.secret},
+                    timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
+                ) as reply,
+            ):
+                if reply.status == 200:
+                    return msgspec.json.decode(await reply.read(), type=JsonObject)
+        except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
+            log.debug("the gateway told nothing: %s", error)
+        return None
+
     def take(self, text: bytes, now_s: float) -> None:
         """Keep what the gateway told. Counts that went back are those of another gateway."""
         told = msgspec.json.decode(text, type=list[tuple[str, tuple[str, ...], list[float]]])
-        look = {(kind, labels): values for kind, labels, values in told}
+        look = {(kind, labels): values for kind, labels, values in told if kind != EJECTED}
+        self._ejected_s = {names[0]: left[0] for kind, names, left in told if kind == EJECTED}
         if self._looks and _sum(look) < _sum(self._looks[-1][1]):
             self._looks.clear()
         self._looks.append((now_s, look))
         while self._looks[0][0] < now_s - WINDOW_S:
             self._looks.popleft()
+
+    def ejected_s(self, engine: str) -> float:
+        """For how long the gateway sends the engine no calls, as it told last."""
+        return self._ejected_s.get(engine, 0.0)
+
+    def silent_s(self, now_s: float) -> float:
+        """For how long the gateway has told nothing; 0 until it has told anything."""
+        return max(0.0, now_s - self._looks[-1][0]) if self._looks else 0.0
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -122,6 +159,25 @@ class GatewayFigures:
             if each == kind and num_calls:
                 found.append(Felt(labels[0], round(num_calls), total_s / num_calls, buckets))
         return found
+
+    def view(self) -> list[dict[str, Any]]:
+        """`felt` of both latencies as JSON objects; half of the calls stayed within `p50_s`, 99 of
+        100 within `p99_s`."""
+        return [
+            {
+                "latency": name,
+                "slo_class": each.slo_class,
+                "num_calls": each.num_calls,
+                "mean_s": each.mean_s,
+                "p50_s": each.quantile_s(0.5, bounds),
+                "p99_s": each.quantile_s(0.99, bounds),
+            }
+            for name, kind, bounds in (
+                ("TTFT", TTFT, TTFT_BOUNDS_S),
+                ("TPOT", TPOT, TPOT_BOUNDS_S),
+            )
+            for each in self.felt(kind)
+        ]
 
     def _news(self) -> dict[Key, list[float]]:
         """What was counted since the oldest look."""

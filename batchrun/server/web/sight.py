@@ -20,16 +20,17 @@ import numpy as np
 
 from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.job import ActiveJob
+from batchrun.daemon.view import output_path
 from batchrun.engine.engine import ManagedEngine
 from batchrun.errors import StateError, UnknownJobError
+from batchrun.files import is_url
 from batchrun.home import Home
 from batchrun.keys import UsageFile
 from batchrun.pool.prefix_keys import CHUNK_BYTES
 from batchrun.routing.routers import ROUTERS
 from batchrun.server.api.app import Status
 from batchrun.server.api.errors import Caller
-from batchrun.server.gateway.tally import TPOT, TPOT_BOUNDS_S, TTFT, TTFT_BOUNDS_S
-from batchrun.server.web.gateway_figures import Felt, GatewayFigures
+from batchrun.server.web.gateway_figures import GatewayFigures
 from batchrun.server.web.history import History, Sample
 from batchrun.store import api_keys, batches, jobs, results
 from batchrun.store.jobs import JobRecord
@@ -44,6 +45,7 @@ MAX_CAUSES = 20
 SAMPLE_ROWS = 5
 LARGEST_GROUPS = 8
 LOG_BYTES = 4_096
+SHOWN_DECISIONS = 20
 CANCELLABLE = (JobState.VALIDATING, JobState.RUNNING, JobState.FINALIZING, JobState.PAUSED)
 _NUMBER = re.compile(r"\d+")
 
@@ -58,6 +60,7 @@ class View:
 
 VIEWS: Mapping[str, View] = {
     "jobs": View("Jobs", is_for_all=True),
+    "submit": View("Submit"),
     "promises": View("Promises"),
     "tide": View("Tide"),
     "memory": View("KV memory"),
@@ -82,6 +85,7 @@ class Sight:
     figures: GatewayFigures
     router: str
     _kept: dict[object, tuple[float, Any]] = field(default_factory=dict)
+    _ended: dict[int, Facts] = field(default_factory=dict)
     _starts: dict[str, list[int]] = field(default_factory=dict)
 
     async def header(self, caller: Caller) -> Facts:
@@ -111,6 +115,7 @@ class Sight:
         if view == "jobs":
             return {"jobs": await self.jobs(caller), "most": MAX_JOBS, "is_admin": caller.is_admin}
         makers: Mapping[str, Callable[[], Awaitable[Facts]]] = {
+            "submit": self._form,
             "promises": self._promises,
             "tide": self._tide,
             "memory": self._memory,
@@ -126,14 +131,30 @@ class Sight:
         """The newest jobs that this caller may see, the newest first, those that run before all."""
 
         async def read() -> list[Facts]:
-            records = await asyncio.to_thread(self._records, caller)
-            shown = {record.seq: record for record in records}
-            if caller.is_admin:
-                shown |= {seq: job.record for seq, job in list(self.daemon.active.items())}
-            views = await self._views(list(shown.values()))
+            views = await (self._all_jobs() if caller.is_admin else self._batches_of(caller))
             return sorted((_shown_to(caller, view) for view in views), key=_order)
 
         return list(await self._once(("jobs", caller.scope), FRESH_S, read))
+
+    async def _all_jobs(self) -> list[Facts]:
+        """What has ended is read once: with a thousand jobs hardly anything changes."""
+        store, active = self.daemon.store, dict(self.daemon.active)
+        newest = await asyncio.to_thread(jobs.newest_states, store, MAX_JOBS)
+        ended = {seq: view for seq, view in self._ended.items() if seq in newest}
+        wanted = [seq for seq in newest if seq not in ended and seq not in active]
+        records = await asyncio.to_thread(jobs.list_some, store, wanted) if wanted else []
+        records += [job.record for job in active.values()]
+        views = {view["id"]: view for view in await self._views(records)}
+        self._ended = ended | {
+            record.seq: views[record.id] for record in records if record.state.is_terminal
+        }
+        return [*views.values(), *ended.values()]
+
+    async def _batches_of(self, caller: Caller) -> list[Facts]:
+        found = await asyncio.to_thread(
+            batches.list_page, self.daemon.store, limit=MAX_JOBS, scope=caller.scope
+        )
+        return await self._views([batch.job for batch in found])
 
     async def _views(self, records: Sequence[JobRecord]) -> list[Facts]:
         """Jobs as they are now; the rows of a paused one take long to count, and change little."""
@@ -143,12 +164,6 @@ class Sight:
             key = ("paused", record.seq)
             views += await self._once(key, SLOW_FRESH_S, partial(self.status.views, [record]))
         return views
-
-    def _records(self, caller: Caller) -> list[JobRecord]:
-        if caller.is_admin:
-            return jobs.list_newest(self.daemon.store, MAX_JOBS)
-        found = batches.list_page(self.daemon.store, limit=MAX_JOBS, scope=caller.scope)
-        return [batch.job for batch in found]
 
     async def find(self, caller: Caller, job_id: str) -> JobRecord:
         """The job with this id, if the caller may see it. Raises UnknownJobError."""
@@ -172,9 +187,13 @@ class Sight:
         if view["num_failed"]:
             key = ("causes", record.seq)
             causes = await self._once(key, SLOW_FRESH_S, lambda: self._causes(record.seq))
+        has_output = False
+        if caller.is_admin and record.state.is_terminal:
+            has_output = await asyncio.to_thread(written_output, record) is not None
         return {
             "job": _shown_to(caller, view),
             "is_admin": caller.is_admin,
+            "has_output": has_output,
             "shape": shape,
             "causes": causes,
             "most_errors": MAX_ERRORS_READ,
@@ -243,29 +262,29 @@ class Sight:
                 sample.alone_tpot_p99_s,
             )
         )
-        felt = [
-            _felt(name, each, bounds)
-            for name, kind, bounds in (
-                ("TTFT", TTFT, TTFT_BOUNDS_S),
-                ("TPOT", TPOT, TPOT_BOUNDS_S),
-            )
-            for each in self.figures.felt(kind)
-        ]
-        return {"engines": self._engines(), "chart": chart, "felt": felt}
+        return {"engines": self._engines(), "chart": chart, "felt": self.figures.view()}
 
     async def _routing(self) -> Facts:
-        """Where the calls of the last minutes went, and how unevenly."""
+        """Where the calls of the last minutes went, how unevenly, and why the last of them."""
         went = self.figures.engines()
         counts = [each.num_calls for each in went]
         mean = sum(counts) / len(self.daemon.slots)
         why = (ROUTERS[self.router].__doc__ or "").split("\n\n")[0]
+        told = await self.figures.explain(SHOWN_DECISIONS) or {"engines": [], "decisions": []}
         return {
             "router": self.router,
             "why": why,
             "engines": went,
             "num_calls": sum(counts),
             "imbalance": max(counts, default=0) / mean if mean else None,
+            "known": {each["engine"]: each for each in told["engines"]},
+            "decisions": told["decisions"],
         }
+
+    async def _form(self) -> Facts:
+        served = {model for slot in self.daemon.slots for model in slot.models or ()}
+        default = next((slot.default_model for slot in self.daemon.slots), None)
+        return {"models": sorted(served - {default}), "default_model": default}
 
     async def _tide(self) -> Facts:
         chart = self.history.chart(
@@ -325,14 +344,13 @@ class Sight:
         return value
 
 
-def _felt(name: str, felt: Felt, bounds: Sequence[float]) -> Facts:
-    return {
-        "latency": name,
-        "slo_class": felt.slo_class,
-        "num_calls": felt.num_calls,
-        "mean_s": felt.mean_s,
-        "within": {share: felt.quantile_s(share, bounds) for share in (0.5, 0.99)},
-    }
+def written_output(record: JobRecord) -> Path | None:
+    """The output file that a job has written on this machine. Blocking."""
+    place = output_path(record)
+    if record.is_batch or not record.state.is_terminal or is_url(place) or not place:
+        return None
+    path = Path(place)
+    return path if path.is_file() else None
 
 
 def _kv_of(engine: str) -> Callable[[Sample], Sequence[float | None]]:

@@ -1,0 +1,201 @@
+"""The shipped router in plain steps: an engine at a time, a piece at a time, no arrays of engines.
+
+What is quicker must rank the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from batchrun.pool.prefix_keys import KeyArray
+from batchrun.routing.engine_book import FIELDS, Call, EngineBook, EngineTraits, Load
+from batchrun.routing.prefix_map import (
+    BETWEEN_S,
+    REUSE_MEMORY,
+    SWEEP_SHARE,
+    WAYS,
+    Floats,
+    PrefixMap,
+)
+from batchrun.routing.router import Router
+
+SINCE, NUM_NEW, NUM_HELD, ROOM = range(4)
+
+
+class PlainMap(PrefixMap):
+    """One piece after the other, in rows of pieces."""
+
+    def __init__(self, num_pieces: int, num_engines: int) -> None:
+        self.keys = np.zeros(num_pieces, np.uint64)
+        self.num_uses = np.zeros(num_pieces, np.uint32)
+        self.used_at_s = np.zeros((num_pieces, num_engines))
+        self.columns = np.zeros((num_engines, 4))
+        self.learnt = 0.0
+        self.mask = np.uint64(len(self.keys) // WAYS - 1)
+        self.ways = np.arange(WAYS, dtype=np.int64)
+
+    @property
+    def mean_uses(self) -> float:
+        """How often pieces that were evicted of late had been used."""
+        return self.learnt
+
+    def evicted_share(self, engine: int, num_new: float) -> float:
+        """Of so many new pieces there, the share that would each cost an old one."""
+        since_new, held, room = self.columns[engine, NUM_NEW:].tolist()
+        over = held + since_new + num_new - room
+        return min(1.0, max(0.0, over / num_new)) if room and num_new > 0 else 0.0
+
+    def num_pieces(self, engine: int) -> int:
+        """Pieces that it is taken to hold."""
+        since_s = self.columns[engine, SINCE]
+        return int(np.count_nonzero(self.used_at_s[:, engine] > since_s))
+
+    def num_held(
+        self, keys: KeyArray, engines: Sequence[int] | npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """For each of these engines, how many leading pieces it holds. O(pieces x engines)."""
+        places, is_known = self.find(keys)
+        num_known = len(keys) if is_known.all() else int(np.argmin(is_known))
+        if not num_known:
+            return np.zeros(len(engines), np.int64)
+        used_at_s = self.used_at_s[places[:num_known, None], engines]
+        lacks = used_at_s <= self.columns[engines, SINCE]
+        found: npt.NDArray[np.int64] = np.where(lacks.any(axis=0), lacks.argmax(axis=0), num_known)
+        return found
+
+    def touch(self, engine: int, keys: KeyArray, now_s: float, *, room_pieces: float) -> int:
+        """A prompt of these pieces goes to the engine, which has room for so many; tells how many
+        leading pieces it held before."""
+        if not len(keys):
+            return 0
+        places, is_known = self.find(keys)
+        used_at_s = stamps(len(keys), now_s)
+        places, new_keys = places[is_known], keys[~is_known]
+        column = self.columns[engine]
+        is_held = is_known.copy()
+        is_held[is_known] = self.used_at_s[places, engine] > column[SINCE]
+        self.used_at_s[places, engine] = used_at_s[is_known]
+        self.num_uses[places] += 1
+        self.insert(new_keys, engine, used_at_s[~is_known])
+        column[NUM_NEW] += np.count_nonzero(~is_held)
+        change = column[NUM_NEW] + abs(room_pieces - column[ROOM])
+        if change > SWEEP_SHARE * room_pieces:
+            self.sweep(engine, room_pieces)
+        return len(keys) if is_held.all() else int(is_held.argmin())
+
+    def refresh(self, engine: int, keys: KeyArray, now_s: float) -> None:
+        """The prompt's call has ended: until now nothing of it could be evicted."""
+        places, is_known = self.find(keys)
+        places, used_at_s = places[is_known], stamps(len(keys), now_s)[is_known]
+        is_held = self.used_at_s[places, engine] > self.columns[engine, SINCE]
+        self.used_at_s[places[is_held], engine] = used_at_s[is_held]
+
+    def clear(self, engine: int) -> None:
+        """The engine holds nothing."""
+        self.used_at_s[:, engine] = 0.0
+        self.columns[engine] = 0.0
+
+    def first_of(self, keys: KeyArray) -> npt.NDArray[np.int64]:
+        first: npt.NDArray[np.int64] = (keys & self.mask).astype(np.int64) * WAYS
+        return first
+
+    def find(self, keys: KeyArray) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """The place of each key, and whether it is there."""
+        rows = self.first_of(keys)[:, None] + self.ways
+        is_its = self.keys[rows] == keys[:, None]
+        way = is_its.argmax(axis=1)
+        index = np.arange(len(keys))
+        return rows[index, way], is_its[index, way]
+
+    def insert(self, keys: KeyArray, engine: int, used_at_s: Floats) -> None:
+        """One after the other, as two may want one place."""
+        for first, key, at_s in zip(
+            self.first_of(keys).tolist(), keys, used_at_s.tolist(), strict=True
+        ):
+            bucket = slice(first, first + WAYS)
+            free = np.flatnonzero(self.keys[bucket] == 0)
+            if len(free):
+                place = first + int(free[0])
+            else:
+                place = first + int(self.used_at_s[bucket].max(axis=1).argmin())
+            self.used_at_s[place] = 0.0
+            self.used_at_s[place, engine] = at_s
+            self.num_uses[place] = 1
+            self.keys[place] = key
+
+    def sweep(self, engine: int, room_pieces: float) -> None:
+        """Find out how far back the engine's cache reaches, and learn from what has left it."""
+        column = self.columns[engine]
+        column[NUM_NEW], column[ROOM] = 0, room_pieces
+        used_at_s = self.used_at_s[:, engine]
+        held = np.flatnonzero(used_at_s > column[SINCE])
+        over = len(held) - int(room_pieces)
+        column[NUM_HELD] = min(len(held), int(room_pieces))
+        if over <= 0:
+            return
+        order = np.argpartition(used_at_s[held], over - 1)[:over]
+        column[SINCE] = used_at_s[held[order]].max()
+        evicted = held[used_at_s[held] <= column[SINCE]]
+        weight = min(1.0, len(evicted) / REUSE_MEMORY)
+        self.learnt += weight * (float(self.num_uses[evicted].mean()) - self.learnt)
+
+
+def stamps(num: int, now_s: float) -> Floats:
+    """When the pieces of a prompt were used: its end a little before its beginning, since an
+    engine evicts prompts from the end."""
+    return now_s - np.arange(num, dtype=np.float64) * BETWEEN_S
+
+
+class PlainBook(EngineBook):
+    """The book over a plain map."""
+
+    def __init__(self, traits: Sequence[EngineTraits], num_pieces: int) -> None:
+        self.all_loads = np.zeros((1, len(traits), len(FIELDS)))
+        super().__init__(PlainMap(num_pieces, len(traits)), self.all_loads)
+        for number, each in enumerate(traits):
+            self.introduce(number, each)
+
+    def loads(self, engines: Sequence[int], now_s: float) -> dict[int, Load]:
+        """See `EngineBook`."""
+        found = {}
+        for engine in engines:
+            calls, prompt, waiting, tokens, waiting_s, at_s = self.all_loads[0, engine].tolist()
+            left_s = max(0.0, waiting_s - max(0.0, now_s - at_s)) if waiting > 0 else 0.0
+            found[engine] = Load(int(calls), int(prompt), int(waiting), int(tokens), left_s)
+        return found
+
+    def cached_tokens(self, call: Call, engines: Sequence[int]) -> dict[int, int]:
+        """See `EngineBook`."""
+        held = self.prefixes.num_held(call.keys, engines).tolist()
+        return {engine: call.tokens_of(num) for engine, num in zip(engines, held, strict=True)}
+
+
+class PlainCost(Router):
+    """Queue + own prefill, with whom it delays + its decodes + its slot."""
+
+    def rank(self, call: Call, engines: Sequence[int], now_s: float) -> list[int]:
+        """See `Router`."""
+        book = self.book
+        loads, cached = book.loads(engines, now_s), book.cached_tokens(call, engines)
+        delayed = 1 + sum(load.calls for load in loads.values()) / len(loads)
+
+        def price(engine: int) -> tuple[float, int, int]:
+            load = loads[engine]
+            own_s = book.traits[engine].prices.prefill_s(call.prompt_tokens, cached[engine])
+            seconds = load.waiting_s + own_s * delayed + self.decode_s_of(engine, load)
+            return seconds, load.calls, self.num_sent[engine]
+
+        return sorted(engines, key=price)
+
+    def decode_s_of(self, engine: int, load: Load) -> float:
+        """The call's own decodes, what they add to those of others, and the wait for a slot."""
+        traits, answer = self.book.traits[engine], self.book.answer_tokens
+        prices = traits.prices
+        step_s = prices.decode_s(load.calls + 1, load.prompt_tokens + load.calls * answer / 2)
+        added_s = prices.call_s + (self.book.prompt_tokens + answer / 2) * prices.context_token_s
+        over = load.calls + 1 - traits.max_running
+        slot_s = max(0, over) * answer * step_s / traits.max_running
+        return answer * step_s + load.calls * answer / 2 * added_s + slot_s
