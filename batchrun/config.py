@@ -251,8 +251,6 @@ class WindowConfig(_Strict):
 
 
 MAX_TIMEOUT_S = 30 * 86_400.0
-
-
 Timeout = Annotated[float, BeforeValidator(parse_duration_s), Field(ge=1, le=MAX_TIMEOUT_S)]
 JobTimeout = Annotated[
     float | None, BeforeValidator(parse_optional_duration_s), Field(ge=1, le=MAX_TIMEOUT_S)
@@ -329,8 +327,6 @@ def _as_on_done(value: object) -> object:
 
 OnDoneKey = Annotated[OnDone | None, BeforeValidator(_as_on_done)]
 Price = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
 KeyLimit = Annotated[int, Field(gt=0, le=2**53)]
 KeyCount = Annotated[int, Field(gt=0, lt=2**31)]
 
