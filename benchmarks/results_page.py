@@ -75,6 +75,9 @@ SECTIONS: dict[str, Section] = {
         "phase",
         "answers coverage median_width median_error median_bias",
     ),
+    "evil": Section(
+        "Odd engines and callers in bad faith", "group", "cases problems", {"kind": ("sum",)}
+    ),
     "evictions": Section(
         "Orders of eviction, means over seeds",
         "stream blocks eviction",

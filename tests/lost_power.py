@@ -18,7 +18,7 @@ from random import Random
 from file_calls import FileCall
 
 SECTOR_BYTES = 512
-MANNERS = ("none", "all", "names", "bytes", "random", "random", "random")
+MANNERS = ("none", "all", "names", "bytes", *("random",) * 8)
 """What is there of what was not synced."""
 Tree = dict[str, "Content"]
 

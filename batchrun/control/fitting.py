@@ -32,7 +32,7 @@ LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class Takers:
     """Engines that are up: the longest context of a job's model among them, in tokens, and whether
     any of them calls tools by itself; None where they do not tell."""
 
@@ -40,7 +40,7 @@ class Fleet:
     takes_tools: bool | None
 
 
-def find_fleet(spec: JobSpec, home: Home) -> Fleet | None:
+def find_fleet(spec: JobSpec, home: Home) -> Takers | None:
     """The engines that a job would run on; None without a daemon. Raises InputError for a model
     that none of them serves."""
     try:
@@ -49,7 +49,7 @@ def find_fleet(spec: JobSpec, home: Home) -> Fleet | None:
         return None
     contexts = [each["context_tokens"] for each in told["engines"]]
     tools = [each["takes_tools"] for each in told["engines"]]
-    return Fleet(
+    return Takers(
         max(contexts) if contexts and None not in contexts else None,
         any(tools) if tools and None not in tools else None,
     )
@@ -112,7 +112,7 @@ def four_bytes_each(text: bytes) -> int:
 
 def unfit(
     spec: JobSpec,
-    fleet: Fleet,
+    fleet: Takers,
     source: tuple[InputData, RequestTemplate],
     count: TokenCounter,
     limit_s: float | None = None,

@@ -139,6 +139,9 @@ def _checked(store: Store, check: Callable[[Engine, str], object]) -> Store:
     except StoreError:
         store.close()
         raise
+    except OSError as failure:
+        store.close()
+        raise StoreError(f"{store.name}: cannot be opened: {failure.strerror}") from failure
     return store
 
 

@@ -42,6 +42,7 @@ from batchrun.engine.engine import Engine, ManagedEngine
 from batchrun.engine.progress import SILENCE
 from batchrun.engine.sockets import EngineSockets
 from batchrun.errors import EngineError
+from batchrun.media.connections import CleanConnector
 from batchrun.types import EnginePhase
 from batchrun.wire import RowKey, read_last_steps
 
@@ -409,7 +410,7 @@ class _Link:
 def _open_session() -> aiohttp.ClientSession:
     """Passes bytes on: no cookies kept, nothing unpacked, no limit on total time."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
+        connector=CleanConnector(limit=0, keepalive_timeout=2.0),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,

@@ -277,7 +277,7 @@ async def relay(
     headers.update(request[ABOUT_CALLER].reply_headers)
     filters = [] if rewriting is None else rewriting.filters_for(reply)
     is_page = passes_pages and reply.content_type == "text/html"
-    if _is_short_error(reply) and not is_page:
+    if _is_plain_error(reply) and not is_page:
         body = as_envelope(reply.status, await _read_error(reply, waits))
         body = feed_all(filters, body) + end_all(filters)
         headers["Content-Type"] = "application/json"
@@ -321,6 +321,9 @@ async def _end_silent(
 
 
 async def _read_error(reply: aiohttp.ClientResponse, waits: Waits) -> bytes:
+    """Nothing of an error of more than `MAX_ERROR_BYTES`, which tells nobody anything."""
+    if (reply.content_length or 0) > MAX_ERROR_BYTES:
+        return b""
     try:
         async with asyncio.timeout(waits.between_s):
             return await reply.read()
@@ -328,17 +331,15 @@ async def _read_error(reply: aiohttp.ClientResponse, waits: Waits) -> bytes:
         raise EngineError("the engine closed the connection within its answer") from error
 
 
-def _is_short_error(reply: aiohttp.ClientResponse) -> bool:
-    length = reply.content_length
+def _is_plain_error(reply: aiohttp.ClientResponse) -> bool:
     is_plain = "Content-Encoding" not in reply.headers
-    return reply.status >= 400 and is_plain and length is not None and length <= MAX_ERROR_BYTES
+    return reply.status >= 400 and is_plain and reply.content_length is not None
 
 
 DAEMON_ROUTES = ("/v1/files", "/v1/batches")
 DAEMON_HEAD_S = 30.0
 """A daemon that has a whole request and does not begin its answer in so long is away."""
-PROBE_AFTER_S = 1.5
-PROBE_S = 3.0
+PROBE_AFTER_S, PROBE_S = 1.5, 3.0
 """A call that waits asks so often whether the daemon does anything: one that answers nothing at all
 in so long is stuck."""
 AWAY = "batchrun's daemon does not answer at the moment; try again shortly"
@@ -419,22 +420,21 @@ class DaemonCalls:
             watch.cancel()
 
     async def _watch(self, daemon: DaemonAt, limit: asyncio.Timeout) -> None:
-        while True:
+        is_alive = True
+        while is_alive:
             await asyncio.sleep(PROBE_AFTER_S)
             if self._probe is None or self._probe.done():
                 self._probe = asyncio.create_task(self._is_alive(daemon))
-            if not await asyncio.shield(self._probe):
-                limit.reschedule(asyncio.get_running_loop().time())
-                return
+            is_alive = await asyncio.shield(self._probe)
+        limit.reschedule(asyncio.get_running_loop().time())
 
     async def _is_alive(self, daemon: DaemonAt) -> bool:
         """Whether it answers anything: there is nothing at its root, and it says so."""
         timeout = aiohttp.ClientTimeout(total=PROBE_S)
-        try:
+        with suppress(aiohttp.ClientError, OSError):
             async with self._session.get(daemon.url + "/", timeout=timeout):
                 return True
-        except (aiohttp.ClientError, OSError):
-            return False
+        return False
 
     async def read(self, path: str, *, read_s: float) -> bytes | None:
         """What the daemon answers to a GET of this path; None for anything but a whole 200."""

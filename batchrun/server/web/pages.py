@@ -27,7 +27,7 @@ from batchrun.errors import BatchrunError, UnknownJobError
 from batchrun.server.api.errors import Caller, Callers, caller_of
 from batchrun.server.web.history import keep_history
 from batchrun.server.web.sight import VIEWS, Facts, Sight, written_output
-from batchrun.server.web.uploads import Desk, Draft
+from batchrun.server.web.uploads import Desk, UploadDraft
 from batchrun.store.jobs import JobRecord
 
 PREFIX = "/dashboard"
@@ -230,7 +230,7 @@ def _add_views(router: APIRouter, pages: Pages) -> None:
 def _add_uploads(router: APIRouter, pages: Pages) -> None:
     desk = pages.desk
 
-    def shown(draft: Draft) -> HTMLResponse:
+    def shown(draft: UploadDraft) -> HTMLResponse:
         reply = HTMLResponse(render("draft.html", {"draft": draft}))
         if draft.job_id is not None:
             reply.headers["HX-Redirect"] = f"{PREFIX}/jobs/{draft.job_id}"

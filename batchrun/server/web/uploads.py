@@ -42,7 +42,7 @@ _UNNAMEABLE = re.compile(r"[^\w .:@+-]")
 
 
 @dataclass(slots=True)
-class Draft:
+class UploadDraft:
     """An upload: `state` goes checking -> checked -> submitting -> submitted, or to refused.
 
     `found` is what the dry run said, by what it is about; `message` why it was refused.
@@ -70,11 +70,11 @@ class Desk:
     home: Home
     config: Path | None
     model: str
-    _drafts: dict[str, Draft] = field(default_factory=dict)
+    _drafts: dict[str, UploadDraft] = field(default_factory=dict)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _working: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def receive(self, request: Request) -> Draft:
+    async def receive(self, request: Request) -> UploadDraft:
         """Take a form's file to the disk and begin to look at it."""
         length = request.headers.get("content-length", "")
         if not length.isdecimal() or int(length) > MAX_FILE_BYTES + MAX_FORM_BYTES:
@@ -85,7 +85,7 @@ class Desk:
         form = UploadForm(request.headers.get("content-type", ""), FORM_FIELDS, MAX_FIELD_BYTES)
         await asyncio.to_thread(_make_folder, folder)
         try:
-            draft = await self._take(request, form, Draft(draft_id, folder, "", 0))
+            draft = await self._take(request, form, UploadDraft(draft_id, folder, "", 0))
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -93,7 +93,7 @@ class Desk:
         self._spawn(self._check(draft))
         return draft
 
-    async def _take(self, request: Request, form: UploadForm, draft: Draft) -> Draft:
+    async def _take(self, request: Request, form: UploadForm, draft: UploadDraft) -> UploadDraft:
         spool = await asyncio.to_thread(Spool, draft.folder / "upload")
         try:
             async for chunk in request.stream():
@@ -113,13 +113,13 @@ class Desk:
         draft.filename, draft.size_bytes = form.filename[:200], spool.size_bytes
         return draft
 
-    def find(self, draft_id: str) -> Draft:
+    def find(self, draft_id: str) -> UploadDraft:
         """Raises UnknownJobError for one that was discarded, or of an earlier daemon."""
         if draft_id not in self._drafts:
             raise UnknownJobError("this upload is gone; upload the file again")
         return self._drafts[draft_id]
 
-    def start(self, draft_id: str) -> Draft:
+    def start(self, draft_id: str) -> UploadDraft:
         """Submit what was checked. Raises StateError for what was not."""
         draft = self.find(draft_id)
         if draft.state != "checked":
@@ -159,21 +159,21 @@ class Desk:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _check(self, draft: Draft) -> None:
+    async def _check(self, draft: UploadDraft) -> None:
         try:
             draft.found = dict(_lines_of(await self._ask(draft, "submit", "--dry-run")))
             draft.state = "checked"
         except BatchrunError as error:
             draft.message, draft.state = str(error), "refused"
 
-    async def _submit(self, draft: Draft) -> None:
+    async def _submit(self, draft: UploadDraft) -> None:
         try:
             draft.job_id = str(json.loads(await self._ask(draft, "submit", "--json"))["id"])
             draft.state = "submitted"
         except BatchrunError as error:
             draft.message, draft.state = str(error), "refused"
 
-    async def _ask(self, draft: Draft, *words: str) -> str:
+    async def _ask(self, draft: UploadDraft, *words: str) -> str:
         """What a command prints of the draft's job file. Raises InputError with its line."""
         env = os.environ | {"BATCHRUN_HOME": str(self.home.path), "BATCHRUN_MODEL": self.model}
         if self.config is not None:
