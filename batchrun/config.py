@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from base64 import b64decode
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -299,26 +298,6 @@ class OnDone(_Strict):
         if secret_file is not None:
             secret_file = absolute(secret_file)
         return self.model_copy(update={"command": command, "secret_file": secret_file})
-
-    def read_secret(self) -> bytes | None:
-        """What signs the calls of a webhook. Raises ConfigError."""
-        if self.secret_file is None:
-            return None
-        try:
-            text = Path(self.secret_file).read_text(encoding="utf-8").strip()
-            is_encoded = text.startswith(SECRET_PREFIX)
-            encoded = text.removeprefix(SECRET_PREFIX)
-            secret = b64decode(encoded, validate=True) if is_encoded else text.encode()
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            raise ConfigError(f"{self.secret_file}: cannot be read: {reason}") from None
-        if not secret:
-            raise ConfigError(f"{self.secret_file}: is empty; put a secret into it")
-        return secret
-
-
-SECRET_PREFIX = "whsec_"
-"""Before the base64 of a secret, as Standard Webhooks writes it; other text is taken as it is."""
 
 
 def _as_on_done(value: object) -> object:

@@ -178,6 +178,16 @@ SECTIONS: dict[str, Section] = {
         "documents_expected_hit_rate system_hit_rate system_expected_hit_rate",
         {"part": ("calls alone", "calls beside jobs")},
     ),
+    "resources": Section(
+        "Floods of callers and engines, on a machine shared with other work",
+        "load",
+        "late_max_s answer_max_s memory_mb answers num_503 other_errors wait_max_s",
+    ),
+    "tenants": Section(
+        "Two keys, the other honest or in bad faith",
+        "other",
+        "rows other_rows share rows_per_s calls attained slowest_call_s",
+    ),
 }
 
 

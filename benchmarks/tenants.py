@@ -88,7 +88,7 @@ def measure(folder: Path, num_rows: int, *, is_bad: bool) -> Record:
         "calls": len(calls.took_s),
         "attained": sum(took_s <= CALL_BOUND_S for took_s in calls.took_s) / len(calls.took_s),
         "slowest_call_s": max(calls.took_s),
-        "refusals": dict(other.refusals),
+        **{f"num_{status}": other.refusals.get(status, 0) for status in ("400", "429")},
     }
 
 

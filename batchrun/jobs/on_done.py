@@ -28,6 +28,7 @@ import aiohttp
 
 from batchrun.config import OnDone
 from batchrun.errors import BatchrunError, StoreError, UnknownJobError
+from batchrun.jobs.spec import read_secret
 from batchrun.store import jobs
 from batchrun.store.database import Store
 from batchrun.store.jobs import ENDED_PREFIX, JobRecord
@@ -94,7 +95,7 @@ class Messenger:
         """Take up what an earlier daemon left. Raises ConfigError for a secret that is not to be
         read, and StoreError. Blocking."""
         if self.default is not None:
-            self.default.read_secret()
+            read_secret(self.default)
         self.tellings = read_tellings(self.store)
 
     async def run(self) -> None:
@@ -170,7 +171,7 @@ class Messenger:
         if on_done.command is not None:
             return await self._run(on_done.command, about)
         assert on_done.webhook is not None
-        secret = await asyncio.to_thread(on_done.read_secret)
+        secret = await asyncio.to_thread(read_secret, on_done)
         now_s = int(time.time())
         body = json.dumps({"type": EVENT, "timestamp": now_s, "data": about}).encode()
         headers = webhook_headers(f"{record.id}-{record.state}", now_s, body, secret)

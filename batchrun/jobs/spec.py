@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from base64 import b64decode
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -18,7 +20,8 @@ from pydantic import (
     field_validator,
 )
 
-from batchrun.config import OnDoneKey
+from batchrun.config import OnDone, OnDoneKey
+from batchrun.errors import ConfigError
 from batchrun.files import check_place
 from batchrun.quantities import FailureLimit, parse_duration_s, parse_optional_duration_s
 
@@ -172,3 +175,24 @@ class JobSpec(JobFile):
         while parent and parent not in self.source.lines:
             parent = parent[: max(parent.rfind("."), parent.rfind("["), 0)]
         return f"{self.source.path}:{self.source.lines.get(parent, 1)}: {key}"
+
+
+SECRET_PREFIX = "whsec_"
+"""Before the base64 of a secret, as Standard Webhooks writes it; other text is taken as it is."""
+
+
+def read_secret(on_done: OnDone) -> bytes | None:
+    """What signs the calls of a webhook. Raises ConfigError."""
+    if on_done.secret_file is None:
+        return None
+    try:
+        text = Path(on_done.secret_file).read_text(encoding="utf-8").strip()
+        is_encoded = text.startswith(SECRET_PREFIX)
+        encoded = text.removeprefix(SECRET_PREFIX)
+        secret = b64decode(encoded, validate=True) if is_encoded else text.encode()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"{on_done.secret_file}: cannot be read: {reason}") from None
+    if not secret:
+        raise ConfigError(f"{on_done.secret_file}: is empty; put a secret into it")
+    return secret

@@ -27,7 +27,7 @@ from batchrun.jobs.job_file import CONTENT_KEYS
 from batchrun.jobs.pin import InputPin, fetched_input, keep_input, verify_pin
 from batchrun.jobs.prompts.template import RequestTemplate, RowRenderError
 from batchrun.jobs.prompts.tokens import PLAIN_PROMPTS, PromptReader, TokenRatio, sample_rows
-from batchrun.jobs.spec import JobSpec
+from batchrun.jobs.spec import JobSpec, read_secret
 from batchrun.pool.prefix_groups import group_rows
 from batchrun.pool.prefix_keys import CHUNK_BYTES, ChainBuilder, ChainTable, IntArray, salt_of
 from batchrun.pool.radix_tree import PrefixOrder, build_radix_tree, order_by_prefix
@@ -136,7 +136,7 @@ def _check_places(spec: JobSpec) -> None:
     _check_output_place(spec)
     try:
         if spec.on_done is not None:
-            spec.on_done.read_secret()
+            read_secret(spec.on_done)
     except ConfigError as error:
         raise JobSpecError(f"{spec.where('on_done.secret_file')}: {error}") from None
 

@@ -15,4 +15,4 @@ def test_a_flood_of_everything_takes_no_rows_from_another_key(tmp_path: Path) ->
     assert record["rows"] == NUM_ROWS
     assert record["other_rows"] > 0
     assert record["share"] >= LEAST_KEPT * FAIR_SHARE
-    assert record["refusals"].keys() >= {"400", "429"}
+    assert record["num_400"] > 0 and record["num_429"] > 0
