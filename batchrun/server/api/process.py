@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -111,7 +112,7 @@ async def _run(
     gateway_key = secrets.token_urlsafe(32)
     supervisor = Supervisor(deployment, home, {"url": address.url, "gateway_key": gateway_key})
     age_s = None if deployment.retention is None else parse_age_s(deployment.retention)
-    folder = deployment.model_folder(home)
+    folder = partial(deployment.model_folder, home)
     images = ImageFetcher(ImageHosts(deployment.image_hosts))
     python = engine_python(deployment.engines[0], home)
     slots, limits = supervisor.slots, limits_in(deployment)
