@@ -52,6 +52,7 @@ class Home:
         self.results = self.path / "results"
         self.frames = self.path / "frames"
         self.engine_environment = self.path / "engine-env"
+        self.trace_salt = self.path / "trace-salt"
         self.history = self.path / "history.jsonl"
         self.profiles = self.path / "profiles"
         self.models = self.path / "models"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from urllib.request import urlopen
 
 from deployment_rig import DeploymentRig
 
+from batchrun.simulator.traces.reading import read_trace
 from benchmarks.deployment import free_port
 
 WAIT_S = 120.0
@@ -32,16 +34,26 @@ def test_the_last_calls_say_why_they_went_where_they_went(rig: DeploymentRig) ->
         deadline_s = time.monotonic() + WAIT_S
         while rig.ask("status")["engines"][1]["state"] != "ready":
             assert time.monotonic() < deadline_s, "waited in vain"
+        recorder = rig.start("trace", "record", "-o", "calls.parquet", "--prefixes")
+        assert recorder.stderr is not None
+        assert "recording online calls" in recorder.stderr.readline()
         for number in range(6):
             client.chat.completions.create(
                 model="fake", messages=[{"role": "user", "content": f"{PROMPT}{number}"}]
             )
-
+        recorder.send_signal(signal.SIGINT)
+        recorder.communicate(timeout=WAIT_S)
+        assert recorder.returncode == 0
     told = rig.ask("engine", "explain", "--last", "4")
     seen = rig.ask("status")["routing"]
     page = urlopen(f"http://127.0.0.1:{rig.port}/dashboard/routing").read().decode()
     metrics = urlopen(f"http://127.0.0.1:{rig.port}/metrics").read().decode()
 
+    trace = read_trace(rig.folder / "calls.parquet")
+    assert trace.prefix is not None
+    assert len(trace) == 6
+    shared = {tuple(trace.prefix.of_request(index)[:5].tolist()) for index in range(6)}
+    assert [len(blocks) for blocks in shared] == [5]
     assert told["router"] == "cost"
     assert len(told["decisions"]) == 4
     newest = told["decisions"][0]
