@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from base64 import b64decode
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -253,6 +254,64 @@ class WindowConfig(_Strict):
     tokens: Annotated[int, Field(ge=1)] | None = None
 
 
+class OnDone(_Strict):
+    """What hears that a job has ended: a program that is run, or a URL that is called, with a
+    signature if there is a secret in `secret_file`."""
+
+    command: Annotated[tuple[Argument, ...], Field(min_length=1)] | None = None
+    webhook: Url | None = None
+    secret_file: str | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> OnDone:
+        if (self.command is None) == (self.webhook is None):
+            raise ValueError("takes either 'command' or 'webhook'")
+        if self.secret_file is not None and self.webhook is None:
+            raise ValueError("'secret_file' signs what a 'webhook' gets")
+        return self
+
+    def located(self, folder: Path) -> OnDone:
+        """With absolute paths in place of those that are relative to `folder`."""
+
+        def absolute(path: str) -> str:
+            return os.path.normpath(folder / Path(path).expanduser())
+
+        command, secret_file = self.command, self.secret_file
+        if command is not None and "/" in command[0]:
+            command = (absolute(command[0]), *command[1:])
+        if secret_file is not None:
+            secret_file = absolute(secret_file)
+        return self.model_copy(update={"command": command, "secret_file": secret_file})
+
+    def read_secret(self) -> bytes | None:
+        """What signs the calls of a webhook. Raises ConfigError."""
+        if self.secret_file is None:
+            return None
+        try:
+            text = Path(self.secret_file).read_text(encoding="utf-8").strip()
+            is_encoded = text.startswith(SECRET_PREFIX)
+            encoded = text.removeprefix(SECRET_PREFIX)
+            secret = b64decode(encoded, validate=True) if is_encoded else text.encode()
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise ConfigError(f"{self.secret_file}: cannot be read: {reason}") from None
+        if not secret:
+            raise ConfigError(f"{self.secret_file}: is empty; put a secret into it")
+        return secret
+
+
+SECRET_PREFIX = "whsec_"
+"""Before the base64 of a secret, as Standard Webhooks writes it; other text is taken as it is."""
+
+
+def _as_on_done(value: object) -> object:
+    return {"command": value} if isinstance(value, list | tuple) else value
+
+
+OnDoneKey = Annotated[OnDone | None, BeforeValidator(_as_on_done)]
+Price = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
 KeyLimit = Annotated[int, Field(gt=0, le=2**53)]
 KeyCount = Annotated[int, Field(gt=0, lt=2**31)]
 
@@ -299,6 +358,8 @@ class DeploymentFile(_Strict):
     retention: Age | None = None
     image_hosts: tuple[ImageHost, ...] = ()
     completion_windows: Annotated[tuple[CompletionWindow, ...], Field(min_length=1)] = ("24h",)
+    on_done: OnDoneKey = None
+    price_per_hour: Price | None = None
     key_limits: KeyLimitsConfig = KeyLimitsConfig()
 
     @model_validator(mode="after")
@@ -335,9 +396,11 @@ class Environment(BaseSettings):
 
 
 class Deployment(DeploymentFile):
-    """A resolved deployment. `base` is the folder that relative paths in the file start from."""
+    """A resolved deployment. `base` is the folder that relative paths in the file start from,
+    `file` the file itself where there is one."""
 
     base: Path
+    file: Path | None = None
 
     def for_engine(self, config: EngineConfig) -> Deployment:
         """The deployment as this engine has it, with the engine's own model where it names one."""
@@ -403,12 +466,15 @@ def load_deployment(
     values: dict[str, Any] = {"base": Path.cwd() if path is None else path.absolute().parent}
     if path is not None:
         file = load_strict(path, DeploymentFile, ConfigError, context=names)
-        values |= file.model_dump(exclude_unset=True)
+        values |= file.model_dump(exclude_unset=True) | {"file": path.absolute()}
     values |= environment.model_dump(include={"model", "listen"}, exclude_none=True)
     try:
         deployment = Deployment.model_validate(values)
     except ValidationError as error:
         raise ConfigError(_first_line(error)) from error
+    if deployment.on_done is not None:
+        located = deployment.on_done.located(deployment.base)
+        deployment = deployment.model_copy(update={"on_done": located})
     return _with_model_path(deployment)
 
 

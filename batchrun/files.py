@@ -17,7 +17,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Self
@@ -64,10 +64,15 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def make_folder(folder: Path) -> None:
-    """Make a folder and those above it that are missing, durably. Raises OSError."""
+def sync_file(path: Path) -> None:
+    """Make what a file holds durable. Raises OSError."""
+    sync_folder(path)
+
+
+def make_folder(folder: Path, *, mode: int = 0o777) -> None:
+    """Make a folder, with `mode`, and those above it that are missing, durably. Raises OSError."""
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode, parents=True, exist_ok=True)
     for place in missing:
         sync_folder(place.parent)
 
@@ -100,20 +105,24 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _TOO_MANY = frozenset({errno.EMFILE, errno.ENFILE})
 
 
+PRIVATE_MODE = 0o600
+"""Of files that hold what callers sent or got: their owner's alone."""
+
+
 @contextmanager
-def atomic_file(path: Path) -> Iterator[BinaryIO]:
+def atomic_file(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
     """A writable file that takes the name `path` on success, fsynced, its folder too.
 
-    Missing parent folders are made. Several may write the same `path` at once: each writes a whole
-    file, and the last to end stays. On any failure the temporary file is removed and an older
-    file at `path` stays. Raises StoreFullError when there is no room, InputError when the
-    folder cannot be written to, OverloadedError when too many files are open.
+    `mode` is cut by the umask. Missing parent folders are made. Several may write the same `path`
+    at once: each writes a whole file, and the last to end stays. On any failure the temporary file
+    is removed and an older file at `path` stays. Raises StoreFullError when there is no room,
+    InputError when the folder cannot be written to, OverloadedError when too many files are open.
     """
     try:
         if path.is_dir():
             raise InputError(f"{path}: is a folder; name a file for the output")
         make_folder(path.parent)
-        with _replacing(path, 0o666, "output.rename.before") as file:
+        with _replacing(path, mode, "output.rename.before") as file:
             yield file
             failpoint("output.sync.before")
         failpoint("output.rename.after")
@@ -245,22 +254,27 @@ class StoreLock(HeldLock):
 
     def acquire(self) -> None:
         """Take the lock, waiting up to `wait_s`; raises StoreLockedError naming the holder."""
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        with ExitStack() as exits:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            exits.callback(os.close, fd)
+            folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            exits.callback(os.close, folder)
+            self._wait(fd, folder)
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, str(os.getpid()).encode(), 0)
+            exits.pop_all()
+        self._fds = (fd, folder)
+
+    def _wait(self, fd: int, folder: int) -> None:
         deadline_s = time.monotonic() + self._wait_s
         while not (_try_lock(fd) and _try_lock(folder)):
             if time.monotonic() >= deadline_s:
                 holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
-                os.close(fd)
-                os.close(folder)
                 raise StoreLockedError(
                     f"{self._path.parent}: in use by process {holder or 'unknown'}; "
                     "use another --home, or stop it with `batchrun down`"
                 )
             time.sleep(POLL_INTERVAL_S)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, str(os.getpid()).encode(), 0)
-        self._fds = (fd, folder)
 
     def find_holder(self) -> int | None:
         """The process that holds the lock: None for nobody, 0 when its pid is not known: it is not

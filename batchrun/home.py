@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from batchrun.errors import ConfigError
+from batchrun.files import make_folder
 
 CONTROL_PREFIX = "/batchrun/v1"
 """Where the daemon's control routes begin."""
@@ -51,6 +52,7 @@ class Home:
         self.files = self.path / "files"
         self.results = self.path / "results"
         self.frames = self.path / "frames"
+        self.uploads = self.path / "uploads"
         self.engine_environment = self.path / "engine-env"
         self.trace_salt = self.path / "trace-salt"
         self.history = self.path / "history.jsonl"
@@ -65,6 +67,11 @@ class Home:
         self.hint_nonce = self.run / "hint-nonce"
         self.plugin = self.run / "plugin"
         self.resolved_config = self.run / "config.json"
+
+    @property
+    def kept_rows(self) -> tuple[Path, ...]:
+        """Where rows lie that came from a DataFrame or the page, beside their answers."""
+        return (self.frames, self.uploads)
 
     def agent(self, name: str) -> Home:
         """The home of an engine's agent: what concerns that engine lies there."""
@@ -108,7 +115,7 @@ class Home:
         """Make the folders, readable by their owner alone. Raises ConfigError."""
         try:
             for folder in self._folders:
-                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                make_folder(folder, mode=0o700)
         except OSError as error:
             is_file = isinstance(error, FileExistsError)
             raise self._refused("it is a file" if is_file else error.strerror) from error
@@ -133,7 +140,7 @@ class Home:
 
     @property
     def _folders(self) -> tuple[Path, ...]:
-        return (self.path, self.run, self.log, self.inputs, self.files)
+        return (self.path, self.run, self.log, self.inputs, self.files, self.results)
 
     def read_daemon_address(self) -> DaemonAddress | None:
         """The address that a daemon of this home left; it may have died since."""

@@ -16,6 +16,7 @@ from batchrun.cli.console import ProgressBar, named_lines, vllm_needed
 from batchrun.cli.inspect import earlier_jobs, error_lines, find_kv_size, hit_rates
 from batchrun.config import Deployment
 from batchrun.control.client import DaemonClient
+from batchrun.control.fitting import find_fleet, four_bytes_each, unfit
 from batchrun.control.starting import read_deployment
 from batchrun.daemon.plugin import existing_profile
 from batchrun.daemon.supervisor import engine_python
@@ -143,6 +144,7 @@ def _studied(
     progress: ProgressSink,
 ) -> tuple[JobStudy, OutputEstimate, dict[str, Any]]:
     """The study, and the figures that are printed. Checks all that a submission checks."""
+    fleet = find_fleet(spec, served[1])
     with checked_job(spec, scratch=Path(tempfile.gettempdir()), progress=progress) as given:
         data, template = given
         deployment, home = served
@@ -153,8 +155,14 @@ def _studied(
             ratio = job.counted.bytes_per_token
             outputs = estimate_outputs(spec, data, ratio, stored, guesses=True)
             inspected = job.figures(outputs, kv)
+            warnings = (
+                []
+                if fleet is None
+                else list(unfit(spec, fleet, given, prompts.count or four_bytes_each))
+            )
     output_tokens = float(outputs.filled[job.tree.rows].sum())
-    return job, outputs, study_figures(inspected, inspected["prompt_tokens_total"], output_tokens)
+    figures = study_figures(inspected, inspected["prompt_tokens_total"], output_tokens)
+    return job, outputs, figures | {"warning": "; ".join(warnings) or None}
 
 
 def _simulation(
@@ -198,6 +206,8 @@ def _lines(found: Prediction) -> Iterator[tuple[str, str]]:
     yield "job", f"{study['name']}, {study['endpoint']}; it was not submitted"
     yield "rows", f"{study['rows']:,}; prefix groups: {study['prefix_groups']:,}"
     yield from error_lines(study["rows_that_cannot_run"], study["first_error"])
+    if study.get("warning"):
+        yield "warning", study["warning"]
     yield "tokens", _tokens(study)
     unknown = "the KV size is not known before an engine runs or was calibrated"
     yield "hit rate", hit_rates(study, unknown)

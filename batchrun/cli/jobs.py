@@ -20,6 +20,7 @@ from batchrun.cli.console import (
     note,
 )
 from batchrun.control.client import DaemonClient
+from batchrun.control.fitting import unfit_submission
 from batchrun.control.following import check_end, num_done, watch
 from batchrun.control.starting import deployment_up, flags_of, read_deployment
 from batchrun.control.submitting import find_same, go_on, hand_over, prepare
@@ -90,12 +91,20 @@ def submit(
             f"{file} was not submitted: no daemon runs to wait for; start one with "
             f"`batchrun up -d`, or use `batchrun run {file}`"
         )
+    warnings = unfit_submission(job, home, read_deployment(None))
+    for line in warnings:
+        note(line)
     tell_replaced(job)
     job_id, is_waiting = hand_over(job, home)
     if wait:
         _wait(job_id, job, home, strict=strict, as_json=as_json)
         return
-    document = {"id": job_id, "rows": job.num_rows, "waits_for_daemon": is_waiting}
+    document = {
+        "id": job_id,
+        "rows": job.num_rows,
+        "waits_for_daemon": is_waiting,
+        "warning": "; ".join(warnings) or None,
+    }
     answer(document, f"{job_id}  {job.name}: {job.num_rows:,} rows", as_json=as_json)
     if is_waiting and not as_json:
         note("no daemon runs; the job waits for `batchrun up -d`")
@@ -177,12 +186,14 @@ def run(
 
     Interrupted or killed, the same command goes on where it was.
     """
-    read_deployment(config, model=model, listen=listen)  # A mistake in it shows here, in a line.
+    deployment = read_deployment(config, model=model, listen=listen)
     job = prepare(file, home)
     if DaemonClient(home).is_running() and (model or listen or config):
         note("a daemon runs already; --model, --listen and --config have no effect on it")
     try:
         with deployment_up(home, flags_of(config, model, listen)) as client:
+            for line in unfit_submission(job, home, deployment):
+                note(line)
             job_id = _take_up(job, home, client)
             follow(client, job_id, strict=strict, as_json=as_json, then=f"run {file}")
     except KeyboardInterrupt:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
+from rich.segment import Segment
+from rich.style import Style
 from rich.table import Table
 
 from batchrun.cli.console import HomeOption, JsonOption, answer, figure, named_lines, out
-from batchrun.control.following import num_done
+from batchrun.control.following import SafeConsole, num_done
 from batchrun.control.submitting import view_jobs
-from batchrun.errors import UnknownJobError
+from batchrun.errors import StoreError, UnknownJobError
 from batchrun.home import Home
 from batchrun.types import JobState
 
@@ -111,7 +114,10 @@ MOST_ENDED = 20
 def status(
     job: Annotated[str | None, typer.Argument(help="Show this job alone, in detail.")] = None,
     *,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until Ctrl-C.")] = False,
+    watch: Annotated[
+        bool,
+        typer.Option("--watch", "-w", help="Fill the screen until Ctrl-C; in a pipe, print news."),
+    ] = False,
     is_all: Annotated[
         bool, typer.Option("--all", help=f"Show more than {MOST_ENDED} jobs that have ended.")
     ] = False,
@@ -124,10 +130,62 @@ def status(
         picture = _picture(home, job)
         answer(picture, _render(picture, job, most), as_json=as_json)
         return
-    with Live(console=out, refresh_per_second=4) as live:
+    if out.is_terminal:
+        _fill_screen(home, job, most)
+    else:
+        _print_changes(home, job, most)
+
+
+@dataclass(frozen=True, slots=True)
+class _Screen:
+    """What fits of a picture into the terminal as it is now, with a line below that says so."""
+
+    picture: RenderableType
+    trouble: str | None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = console.render_lines(self.picture, options.update(height=None), pad=False)
+        room = max(options.max_height - 1, 1)
+        num_hidden = len(lines) - room
+        for line in lines[:room]:
+            yield from line
+            yield Segment.line()
+        yield from [Segment.line()] * -num_hidden
+        now = time.strftime("%H:%M:%S")
+        more = f"; {num_hidden} lines below, in a taller window" if num_hidden > 0 else ""
+        foot = f"{now}  {self.trouble or 'Ctrl-C leaves'}{more}"
+        yield Segment(foot[: options.max_width], Style(reverse=True))
+
+
+def _fill_screen(home: Home, job: str | None, most: int | None) -> None:
+    """Keep the terminal's other screen up to date until Ctrl-C, which brings the first one back."""
+    shown = _render(_picture(home, job), job, most)
+    console = SafeConsole(highlight=False, markup=False, emoji=False)
+    with Live(_Screen(shown, None), console=console, screen=True, refresh_per_second=4) as live:
         while True:
-            live.update(_render(_picture(home, job), job, most))
             time.sleep(WATCH_INTERVAL_S)
+            trouble = None
+            try:
+                shown = _render(_picture(home, job), job, most)
+            except StoreError as error:
+                trouble = str(error)
+            live.update(_Screen(shown, trouble))
+
+
+def _print_changes(home: Home, job: str | None, most: int | None) -> None:
+    """For a file or a pipe: each picture that has another line, until Ctrl-C; a job's, until it
+    has ended."""
+    before = ""
+    while True:
+        picture = _picture(home, job)
+        with out.capture() as captured:
+            out.print(_render(picture, job, most))
+        if captured.get() != before:
+            before = captured.get()
+            out.print(before)
+        if job is not None and all(JobState(v["state"]).is_terminal for v in picture["jobs"]):
+            return
+        time.sleep(WATCH_INTERVAL_S)
 
 
 def _picture(home: Home, job: str | None) -> dict[str, Any]:
@@ -272,14 +330,36 @@ def _details(view: dict[str, Any], *, waits: bool) -> Iterator[tuple[str, str]]:
         "speed": f"{view['rows_per_s']:.1f} rows/s, {view['computed_tokens_per_s']:,.0f} computed "
         f"and {view['served_tokens_per_s']:,.0f} served tokens/s",
         "ETA": _eta(view),
+        "cost so far": _cost(view),
         "hit rate": f"{figure(view['hit_rate'], '{:.0%}')} "
         f"(best possible {figure(view['best_hit_rate'], '{:.0%}')})",
         "estimates": f"prompt tokens were off by {error:.1%} on average" if error else None,
         "cached tokens": _cached(view),
         "deadline": view["deadline_outlook"],
         "output": view["output_path"],
+        "told": _told(view),
     }
     return ((name, str(said)) for name, said in lines.items() if said is not None)
+
+
+def _cost(view: dict[str, Any]) -> str:
+    """Time of engines, and what it costs where a price is known."""
+    money = "" if view["cost"] is None else f", which cost {view['cost']:,.2f}"
+    return f"{view['engine_s'] / 3600:,.3f} engine-hours{money}"
+
+
+def _told(view: dict[str, Any]) -> str | None:
+    """How it went to tell `on_done` of the job's end."""
+    telling = view["on_done"]
+    if telling is None:
+        return None
+    tries = "" if telling["num_tries"] < 2 else f" at try {telling['num_tries']}"
+    if telling["state"] == "delivered":
+        return f"{telling['target']} took it{tries}: {telling['said']}"
+    then = "; not tried again"
+    if telling["next_at"] is not None:
+        then = f"; tried again in {_duration(max(0.0, telling['next_at'] - time.time()))}"
+    return f"{telling['target']} did not take it{tries}: {telling['said']}{then}"
 
 
 def _cached(view: dict[str, Any]) -> str | None:

@@ -13,11 +13,15 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
+    Task,
     TextColumn,
     TimeElapsedColumn,
+    TimeRemainingColumn,
 )
 from rich.segment import Segment
+from rich.text import Text
 
 from batchrun.control.client import DaemonClient
 from batchrun.errors import (
@@ -87,9 +91,19 @@ def note(line: str) -> None:
     err.print(line)
 
 
+class _Rate(ProgressColumn):
+    """How many a second, where it is known of how many."""
+
+    def render(self, task: Task) -> Text:
+        if task.total is None or not task.speed:
+            return Text("")
+        return Text(f"{task.speed:,.0f}/s" if task.speed >= 10 else f"{task.speed:.1f}/s")
+
+
 class ProgressBar:
     """A `ProgressSink` that draws on stderr once the work has taken `after_s`, and is gone when it
-    ends; it draws nothing where nobody watches, nor without `is_shown`."""
+    ends: how far, how fast, how long still. It draws nothing where nobody watches, nor without
+    `is_shown`."""
 
     def __init__(self, after_s: float = 2.0, *, is_shown: bool = True) -> None:
         self._shown_from_s = time.monotonic() + after_s
@@ -98,7 +112,9 @@ class ProgressBar:
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=30),
             MofNCompleteColumn(),
+            _Rate(),
             TimeElapsedColumn(),
+            TimeRemainingColumn(compact=True),
             console=err,
             transient=True,
             disable=not (is_shown and err.is_interactive),
@@ -109,6 +125,9 @@ class ProgressBar:
         if self._progress.disable or time.monotonic() < self._shown_from_s:
             return
         self._progress.start()
+        (task,) = self._progress.tasks
+        if done < task.completed or (total or None) != task.total:
+            self._progress.reset(self._task, total=total or None)
         self._progress.update(self._task, description=stage, completed=done, total=total or None)
 
     def __enter__(self) -> Self:

@@ -136,14 +136,20 @@ def view_jobs(home: Home) -> dict[str, Any]:
         pass
     views: list[dict[str, object]] = []
     if home.has_store:
+        from batchrun.daemon.prices import read_spent
         from batchrun.daemon.view import view_job
+        from batchrun.jobs.on_done import read_tellings
         from batchrun.store import results
 
         with closing(open_store(home.store_location)) as store:
+            tellings, spent_s = read_tellings(store), read_spent(store)
             for record in jobs.list_jobs(store):
-                num_cut = results.count_cut(store, record.seq)
-                views.append(
-                    view_job(record, results.count(store, record.seq)) | {"num_cut": num_cut}
-                )
+                more = {
+                    "num_cut": results.count_cut(store, record.seq),
+                    "on_done": tellings.get(record.id),
+                    "engine_s": spent_s.get(record.id, 0.0),
+                    "cost": None,
+                }
+                views.append(view_job(record, results.count(store, record.seq)) | more)
     nothing: dict[str, Any] = {"gateway": None, "offline": None, "stalled": None}
     return nothing | {"engines": [], "felt": [], "jobs": views}

@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from batchrun.daemon.ending import JobEnd, remove_expired_files, remove_old_resu
 from batchrun.daemon.engine_link import Slot, Steering
 from batchrun.daemon.job import ActiveJob
 from batchrun.daemon.opening import ModelFolder, Opener
+from batchrun.daemon.prices import EngineSeconds
 from batchrun.daemon.writer import (
     RETRY_INTERVAL_S,
     BatchCreator,
@@ -61,8 +63,9 @@ class Daemon:
     `model_folder` tells where the files of a model are, if they are on this machine. Results
     are removed `retention_s` after their job's end; None keeps them. `files` is where the files of
     OpenAI's API lie; None: there are no batches. `images` fetches what rows name. `python` is
-    an interpreter with vLLM, `key_limits` what user keys may that have no limit of their own.
-    Commands raise UnknownJobError, StateError or StoreError.
+    an interpreter with vLLM, `key_limits` what user keys may that have no limit of their own; in
+    `kept_in` lie rows that batchrun kept itself. Commands raise UnknownJobError, StateError or
+    StoreError.
     """
 
     store: Store
@@ -74,6 +77,7 @@ class Daemon:
     images: ImageFetcher = field(default_factory=ImageFetcher)
     python: Path | None = None
     key_limits: KeyLimits = NO_LIMITS
+    kept_in: Sequence[Path] = ()
     active: dict[int, ActiveJob] = field(default_factory=dict)
     stages: dict[str, Stage] = field(default_factory=dict)
     writer: ResultWriter = field(init=False)
@@ -81,6 +85,7 @@ class Daemon:
     steering: Steering = field(init=False)
     opener: Opener = field(init=False)
     end: JobEnd = field(init=False)
+    spent: EngineSeconds = field(init=False)
     _commands: asyncio.Lock = field(default_factory=asyncio.Lock)
     _sit_out_until_s: float = math.inf
     _opening: dict[int, JobRecord] = field(default_factory=dict)
@@ -113,6 +118,8 @@ class Daemon:
         is_on = bool(jobs.read_setting(self.store, SWITCH_SETTING, True))
         self.dispatcher.is_offline_on = self.steering.is_offline_on = is_on
         self._left_over = jobs.list_jobs(self.store, only=LIVE_STATES)
+        self.spent = EngineSeconds(self.store)
+        self.spent.load()
 
     async def run(self) -> None:
         """Take up every job that an earlier daemon left, and work until cancelled; then stop.
@@ -126,7 +133,9 @@ class Daemon:
         self._tasks.spawn(self.steering.run())
         for slot in self.slots:
             self._tasks.spawn(slot.watch_progress(lambda: self.dispatcher.is_offline_on))
-        self._tasks.spawn(remove_old_results(self.store, self.links, age_s=self.retention_s))
+        self._tasks.spawn(
+            remove_old_results(self.store, self.links, self.kept_in, age_s=self.retention_s)
+        )
         self._tasks.spawn(remove_expired_files(self.store, self.files))
         for record in self._left_over:
             self._take_up(record)
@@ -134,6 +143,7 @@ class Daemon:
             while True:
                 await self._expire_overdue()
                 await self._take_back_rows()
+                await self._count_engine_time()
                 for outlook in self.dispatcher.assigner.turns.take_news():
                     log.warning("%s %s", outlook.job_id, outlook)
                 await asyncio.wait([self._tasks.failure], timeout=DEADLINE_CHECK_S)
@@ -207,6 +217,13 @@ class Daemon:
         self._sit_out_until_s = math.inf if on else time.monotonic() + wait_s
         await self._take_back_rows()
         self.dispatcher.wake()
+
+    async def _count_engine_time(self, *, at_once: bool = False) -> None:
+        """Count the engines' time towards the jobs that use it."""
+        if self.dispatcher.is_offline_on:
+            self.spent.look(self.slots, time.monotonic())
+        with suppress(StoreError):
+            await asyncio.to_thread(self.spent.save, time.monotonic(), at_once=at_once)
 
     async def _take_back_rows(self) -> None:
         """Abort what has sat out for long enough."""
@@ -347,6 +364,7 @@ class Daemon:
             log.info("%s: %s", job.record.id, job.accuracy())
 
     async def _stop(self) -> None:
+        await self._count_engine_time(at_once=True)
         self.dispatcher.leave()
         for job in list(self.active.values()):
             await self.dispatcher.remove(job)

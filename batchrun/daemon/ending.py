@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +31,7 @@ from batchrun.jobs import objects
 from batchrun.jobs.objects import in_thread
 from batchrun.jobs.results.batch_files import read_custom_ids, salvage_custom_ids, write_batch_files
 from batchrun.jobs.results.file_bytes import FileBytes, remove_expired, sweep_files
-from batchrun.jobs.results.keeping import find_unused_links
+from batchrun.jobs.results.keeping import find_unused_links, find_unused_rows, remove
 from batchrun.jobs.results.output_file import write_output
 from batchrun.jobs.spec import JobSpec
 from batchrun.jobs.submit import open_submitted
@@ -343,12 +343,14 @@ INTERVAL_S = 3600.0
 EXPIRY_INTERVAL_S = 60.0
 
 
-async def remove_old_results(store: Store, links: Path, *, age_s: float | None) -> None:
+async def remove_old_results(
+    store: Store, links: Path, kept_in: Sequence[Path], *, age_s: float | None
+) -> None:
     """Remove, now and every hour, the results of jobs that ended `age_s` ago, and the links of
-    inputs that nothing needs; cancel to end. None keeps everything."""
+    inputs and rows in `kept_in` that nothing needs; cancel to end. None keeps everything."""
     while age_s is not None:
         try:
-            await asyncio.to_thread(_remove, store, links, age_s)
+            await asyncio.to_thread(_remove, store, links, kept_in, age_s)
         except (StoreError, OSError) as error:
             log.error("old results could not be removed: %s", error)
         await asyncio.sleep(INTERVAL_S)
@@ -368,12 +370,15 @@ async def remove_expired_files(store: Store, place: FileBytes | None) -> None:
         await asyncio.sleep(EXPIRY_INTERVAL_S)
 
 
-def _remove(store: Store, links: Path, age_s: float) -> None:
+def _remove(store: Store, links: Path, kept_in: Sequence[Path], age_s: float) -> None:
     """Rows first, files after: what a kill leaves is found again by the next call."""
     now_s = time.time()
     for record in find_removable(store, ended_before_s=now_s - age_s):
         for _ in remove_results(store, record, now_s=now_s):
             pass
         log.info("%s: its results were removed", record.id)
-    for link in find_unused_links(jobs.list_jobs(store), links=links, now_s=now_s):
-        link.path.unlink(missing_ok=True)
+    records = jobs.list_jobs(store)
+    for link in find_unused_links(records, links=links, now_s=now_s):
+        remove(link)
+    for rows in find_unused_rows(records, kept_in=kept_in, now_s=now_s):
+        remove(rows)

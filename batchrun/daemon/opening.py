@@ -33,7 +33,13 @@ from batchrun.daemon.faults import (
 )
 from batchrun.daemon.job import ActiveJob, estimate_costs, work_of_plan
 from batchrun.daemon.writer import until_reached, until_stored
-from batchrun.errors import EngineError, QuotaError, StateError, StorageUnreachableError
+from batchrun.errors import (
+    EngineError,
+    QuotaError,
+    StateError,
+    StorageUnreachableError,
+    StoreError,
+)
 from batchrun.jobs.batch import check_input, validate_input
 from batchrun.jobs.expected_answers import open_answers
 from batchrun.jobs.inputs.input_data import InputData
@@ -350,7 +356,7 @@ class Opener:
     async def _check_lines(
         self, batch: BatchRecord, models: set[str], progress: ProgressSink
     ) -> ValidInput | list[BatchError]:
-        """Waits for object storage while that does not answer."""
+        """Waits while object storage, the disk or the store does not let it."""
         assert self.files is not None
         while True:
             try:
@@ -363,7 +369,7 @@ class Opener:
                         links=self.links,
                         progress=progress,
                     )
-            except StorageUnreachableError as error:
+            except (StorageUnreachableError, StoreError) as error:
                 log.warning("%s: %s", batch.job.id, error)
                 progress(f"validating, waiting for the input: {error}", 0, 0)
                 await asyncio.sleep(STORAGE_INTERVAL_S)

@@ -1,17 +1,24 @@
-"""What an engine's steps cost, out of its step-time model; and what rows take of a usual one."""
+"""What an engine's steps cost, out of its step-time model; what rows take of a usual one; and what
+jobs have taken of engines so far."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
+from batchrun.daemon.engine_link import EngineLink, Slot
 from batchrun.estimator.step_load import StepLoad
 from batchrun.estimator.step_time import StepTimeModel
 from batchrun.pool.prefix_keys import IntArray
 from batchrun.pool.radix_tree import FloatArray, PrefixOrder
 from batchrun.pool.row_queue import PlannedWork
 from batchrun.routing.engine_book import Prices
+from batchrun.store import jobs
+from batchrun.store.database import Store
 
 _CHUNK, _LONG, _SHORT, _BATCH = 1024, 16_384, 16, 64
 
@@ -74,3 +81,67 @@ def speed_of(prices: Prices) -> float:
     """How many times as fast as a usual engine one is, by a typical row."""
     row = RowTokens(np.array([4_096.0]), np.array([2_048.0]), np.array([64.0]))
     return float(work_of(USUAL, row)[0] / max(work_of(prices, row)[0], 1e-9))
+
+
+SPENT_PREFIX = "engine_s:"
+"""With it and a job's id begins the key of the setting that keeps its engine-seconds."""
+SAVE_S = 30.0
+LONGEST_LOOK_S = 10.0
+
+
+@dataclass(slots=True)
+class EngineSeconds:
+    """Seconds of engines that jobs took, by their ids. While rows are in an engine its time is
+    shared between their jobs by rows, and with calls by computed tokens where it tells them. What
+    was not saved is lost with the process: half a minute at most."""
+
+    store: Store
+    spent_s: dict[str, float] = field(default_factory=dict)
+    _unsaved: set[str] = field(default_factory=set)
+    _looked_s: float | None = None
+    _saved_s: float = 0.0
+
+    def load(self) -> None:
+        """Take up what an earlier daemon saved. Blocking."""
+        self.spent_s = read_spent(self.store)
+
+    def look(self, slots: Sequence[Slot], now_s: float) -> None:
+        """Count the time since the last look, by what is in the engines now (monotonic)."""
+        past_s = 0.0 if self._looked_s is None else min(now_s - self._looked_s, LONGEST_LOOK_S)
+        self._looked_s = now_s
+        for slot in slots:
+            rows = Counter(job_id for job_id, _ in slot.in_flight)
+            share = _offline_share(slot.link) / max(rows.total(), 1)
+            for job_id, num_rows in rows.items():
+                taken_s = past_s * share * num_rows
+                self.spent_s[job_id] = self.spent_s.get(job_id, 0.0) + taken_s
+                self._unsaved.add(job_id)
+
+    def save(self, now_s: float, *, at_once: bool = False) -> None:
+        """Save what has changed, if that is due. Raises StoreError. Blocking."""
+        if not self._unsaved or (now_s - self._saved_s < SAVE_S and not at_once):
+            return
+        self._saved_s = now_s
+        changed = {
+            SPENT_PREFIX + job_id: round(self.spent_s[job_id], 3) for job_id in self._unsaved
+        }
+        jobs.replace_settings(self.store, (), changed)
+        self._unsaved.clear()
+
+
+def read_spent(store: Store) -> dict[str, float]:
+    """Engine-seconds by job as they were saved last."""
+    found = jobs.list_settings(store, SPENT_PREFIX)
+    return {job_id: value for job_id, value in found.items() if isinstance(value, float | int)}
+
+
+def _offline_share(link: EngineLink | None) -> float:
+    """Of the tokens that an engine computed in the last half minute, the part of rows."""
+    if link is None or link.history is None:
+        return 1.0
+    _, first, last = link.history
+    offline, online = (
+        getattr(last, name).num_computed_tokens - getattr(first, name).num_computed_tokens
+        for name in ("offline", "online")
+    )
+    return offline / (offline + online) if offline > 0 else 1.0

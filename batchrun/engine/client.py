@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from batchrun.engine.progress import SILENCE, Look, look_at_page
 from batchrun.errors import ConfigError, EngineError
+from batchrun.media.connections import CleanConnector
 from batchrun.strict import LARGE_JSON_BYTES, parse_json
 from batchrun.types import Outcome, OutcomeKind, Request, RowError, Usage, token_count
 
@@ -134,6 +135,8 @@ def _classify_success(request: Request, reply: Reply) -> Outcome:
     document = _parse_object(reply.body)
     key = _RESULT_KEYS.get(request.endpoint)
     code, problem, finish_reason = "invalid_response", _find_problem(document, key), None
+    if document is not None and not problem and _is_of_another(request, document.get("id")):
+        problem = "the engine's reply is to another request"
     if document is not None and not problem and key == "choices":
         finish_reason = _finish_reason(document)
     if finish_reason in _UNFINISHED_REASONS:
@@ -153,6 +156,12 @@ def _classify_success(request: Request, reply: Reply) -> Outcome:
     )
 
 
+def _is_of_another(request: Request, reply_id: object) -> bool:
+    """Whether a reply's id names another request of ours: vLLM makes it of the request's own id."""
+    names_one = isinstance(reply_id, str) and "batchrun-" in reply_id
+    return names_one and request.request_id not in str(reply_id)
+
+
 def _find_problem(document: dict[str, object] | None, key: str | None) -> str:
     if document is None:
         return "the engine's reply is not a JSON object"
@@ -168,6 +177,7 @@ def _find_problem(document: dict[str, object] | None, key: str | None) -> str:
 
 class _Model(msgspec.Struct):
     id: str
+    max_model_len: int | None = None
 
 
 class _ModelList(msgspec.Struct):
@@ -298,6 +308,8 @@ class EngineClient:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         """`base_url` is the engine's address, with or without `/v1`. Raises ConfigError."""
+        self.context_tokens: dict[str, int | None] = {}
+        """What its models take, prompt and answer together, as it told last."""
         self._reply_idle_s = reply_idle_s
         self.base_url = _normalise_url(base_url)
         self._api_key = api_key
@@ -360,6 +372,7 @@ class EngineClient:
             raise EngineError(
                 f"{self.base_url}/v1/models does not list models as an OpenAI server does"
             ) from error
+        self.context_tokens = {model.id: model.max_model_len for model in listed.data}
         return tuple(model.id for model in listed.data)
 
     async def kv_config(self) -> KvConfig | None:
@@ -427,7 +440,7 @@ class EngineClient:
         if self._session is None:
             headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(
+                connector=CleanConnector(
                     limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=self._tls or True
                 ),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),

@@ -9,7 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -112,6 +112,12 @@ _DEFAULT_ENV = {
     "VLLM_MAX_IMAGE_PIXELS": str(MAX_PIXELS),
 }
 _CPU_ENV = {WAIT_VARIABLE: NAPPING}
+
+
+def has_tool_parser(vllm_args: Sequence[str]) -> bool:
+    """Whether vLLM with these arguments parses calls of tools out of answers."""
+    flags = {arg.partition("=")[0].replace("_", "-") for arg in vllm_args if arg.startswith("--")}
+    return {"--enable-auto-tool-choice", "--tool-call-parser"} <= flags
 
 
 @dataclass(frozen=True, slots=True)

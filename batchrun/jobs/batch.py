@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from batchrun.errors import DataError
+from batchrun.errors import DataError, StorageUnreachableError
 from batchrun.jobs.inputs.input_data import open_input
 from batchrun.jobs.inputs.rows import ROW_LIMIT_BYTES, is_blank, type_name
 from batchrun.jobs.pin import InputPin, keep_input
@@ -271,7 +271,7 @@ def validate_input(
     """Check every line of a batch's input, and pin it; or say what is wrong. Blocking.
 
     The input is linked into `links`, so that the job outlives the deletion of the file. Raises
-    StorageError and StoreError.
+    StorageError, also where the disk refuses for now what is there, and StoreError.
     """
     lines = BatchLines(batch.endpoint, models)
     file_id = batch.input_file_id
@@ -287,7 +287,12 @@ def validate_input(
             is_copy = path.parent != place.spool
             origin = place.place_of(file_id) if is_copy else str(path)
             pin = keep_input(pin, {str(path): origin} if is_copy else {}, links)
-    except (OSError, DataError):
+    except (OSError, DataError) as error:
+        cause = error if isinstance(error, OSError) else error.__cause__
+        if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
+            raise StorageUnreachableError(
+                f"{place.place_of(file_id)}: cannot be read now: {cause.strerror or cause}"
+            ) from None
         return [_cannot_find(batch)]
     spec = _spec_of(batch.job, origin, lines.model)
     return ValidInput(

@@ -138,6 +138,8 @@ def load_job_file(path: Path, *, cwd: Path) -> JobSpec:
     values = job.model_dump()
     values["input"] |= {"path": inputs, "format": _format(document, job, inputs)}
     values["output"] |= {"path": output}
+    if job.on_done is not None:
+        values["on_done"] = job.on_done.located(folder)
     source = Source(path=str(path), lines=dict(document.lines))
     return JobSpec.model_validate({**values, "source": source})
 

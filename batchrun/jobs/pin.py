@@ -15,7 +15,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict
 
 from batchrun.errors import DataError, StoreError
-from batchrun.files import is_url, make_folder, name_of, scratch_folder, sync_folder
+from batchrun.files import is_url, make_folder, name_of, scratch_folder, sync_file, sync_folder
 from batchrun.jobs import objects
 from batchrun.jobs.spec import InputSpec
 from batchrun.types import ProgressSink
@@ -169,8 +169,8 @@ def keep_input(pin: InputPin, origins: Origins, links: Path) -> InputPin:
     """Keep the pinned files in `links` so that they outlive a deletion or a replacement, and say
     of copies where they come from.
 
-    A file is linked where the file system allows it, which is not across file systems; a copy is
-    moved there, for good once this returns. Raises StoreError.
+    A file is synced, and linked where the file system allows it, which is not across file systems;
+    a copy is moved there, for good once this returns. Raises StoreError and DataError.
     """
     files = []
     try:
@@ -180,6 +180,7 @@ def keep_input(pin: InputPin, origins: Origins, links: Path) -> InputPin:
                 copy, file = Path(file.path), file.model_copy(update={"path": origins[file.path]})
                 _move(copy, links / link_name(file))
             else:
+                _sync(file)
                 with contextlib.suppress(OSError):
                     os.link(file.path, links / link_name(file))
             files.append(file)
@@ -202,6 +203,13 @@ def _local(
         objects.fetch(url, Path(copies[-1]), progress)
         origins[copies[-1]] = url
     return copies
+
+
+def _sync(file: PinnedFile) -> None:
+    try:
+        sync_file(Path(file.path))
+    except OSError as failure:
+        raise DataError(f"{file.path}: cannot be read: {failure.strerror}") from failure
 
 
 def _move(copy: Path, link: Path) -> None:

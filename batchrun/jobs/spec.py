@@ -18,6 +18,7 @@ from pydantic import (
     field_validator,
 )
 
+from batchrun.config import OnDoneKey
 from batchrun.files import check_place
 from batchrun.quantities import FailureLimit, parse_duration_s
 
@@ -131,6 +132,7 @@ class JobFile(_Strict):
         default="24h", validate_default=True
     )
     max_failed: FailureLimit | None = None
+    on_done: OnDoneKey = None
 
 
 class JobSpec(JobFile):
@@ -161,7 +163,8 @@ class JobSpec(JobFile):
 
     def content_hash(self) -> str:
         """Hex digest that is equal for two submissions of the same job, wherever they are read."""
-        values = self.model_dump(mode="json", exclude={"source", "continue_from", "row_timeout"})
+        aside = {"source", "continue_from", "row_timeout", "on_done"}
+        values = self.model_dump(mode="json", exclude=aside)
         canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()
 

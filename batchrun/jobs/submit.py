@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from batchrun.errors import DataError, JobSpecError, MissingObjectError
+from batchrun.errors import ConfigError, DataError, JobSpecError, MissingObjectError
 from batchrun.files import is_url
 from batchrun.jobs import objects
 from batchrun.jobs.inputs.input_data import (
@@ -47,7 +47,7 @@ def prepare_job(spec: JobSpec, *, links: Path, progress: ProgressSink | None = N
     be written where it should go), DataError (the input cannot be read, is empty, or repeats an
     id), StorageError and StoreFullError (an object cannot be had, or there is no room for it).
     """
-    _check_output_place(spec)
+    _check_places(spec)
     pin = _pin(spec, links, progress)
     return NewJob(
         name=spec.name,
@@ -83,7 +83,7 @@ def checked_job(
 
     Copies of objects lie in `scratch` meanwhile. Raises what `prepare_job` raises.
     """
-    _check_output_place(spec)
+    _check_places(spec)
     with fetched_input(spec.input, scratch, progress) as (given, _), open_input(given) as data:
         template, _ = _checked(spec, data, progress)
         yield data, template
@@ -129,6 +129,16 @@ def _check_first_rows(data: InputData, template: RequestTemplate) -> None:
     if None not in reasons and len(set(reasons)) == 1:
         others = f", and all of the first {len(reasons)} rows" if len(reasons) > 1 else ""
         raise DataError(f"row 0{others}: {reasons[0]}")
+
+
+def _check_places(spec: JobSpec) -> None:
+    """Raises JobSpecError for an output that cannot be written, or a secret that cannot be read."""
+    _check_output_place(spec)
+    try:
+        if spec.on_done is not None:
+            spec.on_done.read_secret()
+    except ConfigError as error:
+        raise JobSpecError(f"{spec.where('on_done.secret_file')}: {error}") from None
 
 
 def _check_output_place(spec: JobSpec) -> None:

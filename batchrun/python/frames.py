@@ -14,7 +14,7 @@ from typing import Any
 import polars as pl
 
 from batchrun.errors import DataError, InputError
-from batchrun.files import sync_folder
+from batchrun.files import make_folder, sync_file, sync_folder
 from batchrun.jobs.pin import even_block_ends, hash_blocks
 
 ROW_GROUP_ROWS = 8_192
@@ -120,7 +120,7 @@ def _to_pandas(column: pl.Series, index: Any) -> Any:
 def kept_rows(table: pl.DataFrame, folder: Path) -> Path:
     """The rows as a Parquet file in `folder`, named by its content: equal rows are one file, which
     stays as it was. Raises DataError for a column of a type that Parquet does not have."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_folder(folder, mode=0o700)
     scratch = folder / f".{secrets.token_hex(8)}.parquet"
     try:
         try:
@@ -131,6 +131,7 @@ def kept_rows(table: pl.DataFrame, folder: Path) -> Path:
         digests = hash_blocks(scratch, even_block_ends(scratch.stat().st_size)[-1:])
         path = folder / f"{digests[0][:NAME_CHARS]}.parquet"
         if not path.exists():
+            sync_file(scratch)
             scratch.replace(path)
             sync_folder(folder)
         return path

@@ -101,6 +101,7 @@ def open_store(location: str | Path) -> Store:
     path = Path(url.database or "")
     sqlite.refuse_network_file_system(path.parent)
     path.parent.mkdir(parents=True, exist_ok=True)
+    sqlite.make_private(path)
     lock = StoreLock(path.with_suffix(".lock"), wait_s=MIGRATION_WAIT_S)
     return _checked(Store(sqlite.writing_engine(url), url), partial(migrate, lock=lock))
 

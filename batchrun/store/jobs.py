@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection, Row, func, insert, select, update
+from sqlalchemy import Connection, Row, delete, func, insert, select, update
 
 from batchrun.errors import StateError, UnknownJobError
 from batchrun.store.database import Store, upsert
@@ -74,6 +74,8 @@ def counts_of(job: Row[Any]) -> Counts | None:
 ENDED = [str(state) for state in TERMINAL_JOB_STATES]
 ID_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 ID_LENGTH = 10
+ENDED_PREFIX = "ended:"
+"""With it and a job's id begins the key of the setting that stands until its end was told."""
 BATCH_PREFIX = "batch_"
 """With it begin the ids of the jobs that came as batches of OpenAI's API, and no other."""
 
@@ -162,7 +164,8 @@ def move_job(
 ) -> JobRecord:
     """Move a job that is in one of the states `allowed`, and set columns with it.
 
-    A job that ends keeps its counts from then on. Raises UnknownJobError and StateError.
+    A job that ends keeps its counts from then on, and a setting says that its end is to be told.
+    Raises UnknownJobError and StateError.
     """
     if to.is_terminal:
         values |= asdict(count_results(connection, read_job(connection, job_id).seq))
@@ -177,6 +180,8 @@ def move_job(
         raise StateError(
             f"{job_id} is {record.state} and cannot become {to} (possible while: {needed})"
         )
+    if to.is_terminal:
+        upsert(connection, settings, {"key": ENDED_PREFIX + job_id}, {"value": "{}"})
     return record
 
 
@@ -329,6 +334,27 @@ def write_setting(store: Store, key: str, value: object) -> None:
     """Set a durable setting to a JSON value."""
     with store.write() as connection:
         upsert(connection, settings, {"key": key}, {"value": json.dumps(value)})
+
+
+def list_settings(store: Store, prefix: str) -> dict[str, object]:
+    """The durable settings whose keys begin so, by what follows in the key."""
+    query = select(settings).where(settings.c.key.startswith(prefix, autoescape=True))
+    with store.read() as connection:
+        found = connection.execute(query).all()
+    return {row.key.removeprefix(prefix): json.loads(row.value) for row in found}
+
+
+def replace_settings(store: Store, removed: Sequence[str], added: Mapping[str, object]) -> None:
+    """Remove some durable settings and set others to JSON values, in one transaction."""
+    with store.write() as connection:
+        for start in range(0, len(removed), SETTINGS_AT_ONCE):
+            keys = removed[start : start + SETTINGS_AT_ONCE]
+            connection.execute(delete(settings).where(settings.c.key.in_(keys)))
+        for key, value in added.items():
+            upsert(connection, settings, {"key": key}, {"value": json.dumps(value)})
+
+
+SETTINGS_AT_ONCE = 500
 
 
 def _move(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote
 
@@ -18,6 +18,7 @@ from sqlalchemy.engine.interfaces import DBAPICursor
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from batchrun.errors import StoreError, StoreFullError, StoreLockedError
+from batchrun.files import PRIVATE_MODE
 
 DriverError = sqlite3.Error
 """What comes out of the calls here that SQLAlchemy does not wrap."""
@@ -69,6 +70,13 @@ def reading_engine(path: Path) -> Engine:
     event.listen(engine, "connect", _configure_reader)
     event.listen(engine, "begin", _begin)
     return engine
+
+
+def make_private(path: Path) -> None:
+    """Make the file of a new store, for its owner alone: SQLite gives its log the same mode. What
+    hinders that, SQLite itself will tell."""
+    with suppress(OSError):
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE_MODE))
 
 
 def refuse_network_file_system(folder: Path, mounts: Path = MOUNTS) -> None:

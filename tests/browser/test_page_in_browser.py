@@ -32,11 +32,13 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="this machine has no chromium"),
 ]
-VIEWS = ("jobs", "promises", "tide", "memory", "engines", "routing", "plan", "keys")
+VIEWS = ("jobs", "submit", "promises", "tide", "memory", "engines", "routing", "plan", "keys")
 NUM_ROWS = 30_000
 UPDATE_S = 2.0
 SLACK_S = 8.0
 """For a busy machine: how soon exactly is for a benchmark."""
+PATIENCE_MS = 120_000
+SEVERE = {"serious", "critical"}
 SIZES = {"light": (1200, 760), "dark": (1200, 760), "phone": (390, 800)}
 
 
@@ -113,7 +115,7 @@ def test_a_view_has_no_serious_fault_for_anybody(page: Page, job: str, view: str
     serious = [
         (each["id"], [node["html"][:200] for node in each["nodes"]])
         for each in found.response["violations"]
-        if each["impact"] in {"serious", "critical"}
+        if each["impact"] in SEVERE
     ]
     assert serious == []
 
@@ -121,9 +123,7 @@ def test_a_view_has_no_serious_fault_for_anybody(page: Page, job: str, view: str
 def test_a_job_s_page_has_no_serious_fault_either(page: Page, job: str) -> None:
     page.goto(f"/dashboard/jobs/{job}")
     found = axe.Axe().run(page)
-    assert [
-        v["id"] for v in found.response["violations"] if v["impact"] in {"serious", "critical"}
-    ] == []
+    assert [v["id"] for v in found.response["violations"] if v["impact"] in SEVERE] == []
     assert "Shape of the prefix tree" in page.inner_text("#view")
 
 
@@ -185,6 +185,34 @@ def test_buttons_pause_resume_switch_and_cancel(page: Page, rig: DeploymentRig, 
         page.wait_for_selector(f"#notice :text('Offline work is {switch}')")
         assert rig.ask("status")["offline"] is (switch == "on")
         until(partial(says, page, "#fleet", f"\n{switch}"))
+
+
+def test_an_upload_is_checked_and_started(page: Page, rig: DeploymentRig, job: str) -> None:
+    page.goto("/dashboard/submit")
+    rows = rig.folder / "reviews.csv"
+    rows.write_text("id,text\n1,Good\n2,Bad\n")
+    page.set_input_files("#file", rows)
+    page.fill("#prompt", "Praise? {{ txt }}")
+    page.click("#check")
+    page.wait_for_selector("#draft .bad:has-text('no column')", timeout=PATIENCE_MS)
+    page.fill("#prompt", "Praise? {{ text }}")
+    page.fill("#name", "from the page")
+    time.sleep(UPDATE_S)
+    assert page.input_value("#name") == "from the page"
+    page.click("#check")
+    page.wait_for_selector("#start", timeout=PATIENCE_MS)
+    assert "2; prefix groups: 0" in page.inner_text("#draft")
+    found = axe.Axe().run(page)
+    assert [v["id"] for v in found.response["violations"] if v["impact"] in SEVERE] == []
+
+    page.click("#start")
+
+    page.wait_for_url("**/dashboard/jobs/job_*", timeout=PATIENCE_MS)
+    rig.wait_until_ended(page.url.rpartition("/")[2])
+    page.wait_for_selector("#download", timeout=PATIENCE_MS)
+    with page.expect_download() as download:
+        page.click("#download")
+    assert download.value.suggested_filename == "answers.parquet"
 
 
 def test_a_keyboard_is_enough(page: Page, rig: DeploymentRig, job: str) -> None:

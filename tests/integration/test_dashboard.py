@@ -14,7 +14,7 @@ from batch_rig import MODEL, chat_line, connect
 from deployment_rig import DeploymentRig
 from raw_http import RawHttp, Reply
 
-VIEWS = ("jobs", "promises", "tide", "memory", "engines", "routing", "plan", "keys")
+VIEWS = ("jobs", "submit", "promises", "tide", "memory", "engines", "routing", "plan", "keys")
 TOKEN = re.compile(rb'data-token="(\w+)"')
 SCRIPT_TEXT = "<script>alert(1)</script>"
 WAIT_S = 30.0

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -17,8 +18,7 @@ from aiohttp import web
 from deployment_rig import DeploymentRig
 from gateway_rig import running_engine, running_gateway, until, write_upstreams
 
-NOTICED_S = 20
-"""5 s on a machine that is not busy."""
+HANG_S = 240
 
 
 async def test_a_stuck_worker_is_ended_and_replaced(tmp_path: Path) -> None:
@@ -69,6 +69,22 @@ async def test_a_daemon_that_does_not_answer_is_503_in_bounded_time(
                 assert reply.status == 503 and int(reply.headers["Retry-After"]) > 0
     finally:
         await runner.cleanup()
+
+
+async def test_calls_to_a_daemon_that_does_nothing_are_503_long_before_their_time(
+    tmp_path: Path,
+) -> None:
+    """It takes connections, as the kernel does for a process that is stopped, and no more."""
+    with socket.create_server(("127.0.0.1", 0)) as stuck:
+        url = f"http://127.0.0.1:{stuck.getsockname()[1]}"
+        upstreams = tmp_path / "upstreams.json"
+        upstreams.write_text(json.dumps({"engines": [], "daemon": {"url": url}}))
+        async with running_gateway(upstreams, f"--daemon-head-s={HANG_S}") as gateway:
+            calls = [gateway.session.get(gateway.url + "/v1/files") for _ in range(5)]
+            async with asyncio.timeout(HANG_S / 2):
+                replies = await asyncio.gather(*calls)
+    assert {reply.status for reply in replies} == {503}
+    assert all(int(reply.headers["Retry-After"]) > 0 for reply in replies)
 
 
 @pytest.mark.slow

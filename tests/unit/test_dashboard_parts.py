@@ -168,6 +168,9 @@ def make_facts() -> dict[str, Any]:
         "stage": "reading", "deadline_outlook": "late by 3 s", "is_deadline_kept": False,
         "actions": ["resume", "cancel"], "is_terminal": False, "output_path": "/out",
         "planned_answer_tokens": 5, "mean_answer_tokens": 4.5, "eta_low_s": 3.0, "eta_high_s": 9.0,
+        "engine_s": 90.0, "cost": 0.5,
+        "on_done": {"target": "webhook https://x", "state": "waiting", "num_tries": 2,
+                    "next_at": NOW_S, "said": "HTTP 500"},
     }  # fmt: skip
     engine = {
         "name": "engine-0", "url": "http://x", "state": "ready", "stage": "a stage", "in_flight": 3,
@@ -195,6 +198,10 @@ def make_facts() -> dict[str, Any]:
                        "runner_up": None},
                       {"prompt_tokens": 900.0, "told_cached_tokens": 512.0, "chosen": SIDE,
                        "runner_up": SIDE | {"engine": None, "price_s": None}}],
+        "has_output": True, "models": ["fake", "other"], "default_model": "fake",
+        "draft": {"id": "abc", "filename": "rows.csv", "size_bytes": 1234, "state": "checked",
+                  "is_busy": False, "found": {"rows": "2", "warning": "too long"},
+                  "message": None, "job_id": None},
         "message": "a message", "is_error": True,
         "token": "0" * 64, "is_offline_on": True, "num_ready": 1, "num_engines": 2,
         "num_running": 1, "rows_per_s": 1.0, "slack_s": -0.1, "stalled": "the disk is full",
@@ -229,7 +236,7 @@ ATTACKS = [
     "\r\nevent: view\r\ndata: <b>x</b>", "\u2028data: <script>", "&lt;b&gt;", "<<b>>", "a\x00b<i>",
     "<math><mi//xlink:href='data:x'>", "]]><script>",
 ]  # fmt: skip
-TEMPLATES = (*VIEWS, "job", "notice", "header")
+TEMPLATES = (*VIEWS, "draft", "job", "notice", "header")
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

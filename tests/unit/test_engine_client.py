@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import aiohttp
@@ -186,3 +186,35 @@ async def test_a_long_reply_is_taken_in_within_the_room_for_it() -> None:
         assert outcome.kind is OutcomeKind.OK and seen == marks
     await client.close()
     await runner.cleanup()
+
+
+async def test_a_reply_that_nobody_asked_for_is_no_answer_to_the_next_row() -> None:
+    """It lies on the connection when the next row goes."""
+
+    async def answer_twice(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(asyncio.IncompleteReadError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().split(b"content-length: ")[1].split()[0])
+                await reader.readexactly(length)
+                row = head.split(b"batchrun-1-job-")[1].split(b"-")[0].decode()
+                body = json.dumps({"choices": [{"message": {"content": row}}]}).encode()
+                reply = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+                writer.write(reply)
+                await asyncio.sleep(0.05)
+                writer.write(reply)
+        writer.close()
+
+    server = await asyncio.start_server(answer_twice, "127.0.0.1", 0)
+    client = EngineClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    try:
+        for row in range(3):
+            outcome = await client.execute(make_request(row=row))
+            assert (
+                outcome.body
+                == json.dumps({"choices": [{"message": {"content": str(row)}}]}).encode()
+            )
+            await asyncio.sleep(0.3)
+    finally:
+        await client.close()
+        server.close()

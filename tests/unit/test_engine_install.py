@@ -10,9 +10,19 @@ from batchrun.cli.operate.engine import a_line_a_stage
 from batchrun.engine.command import count_requirements, install_engine
 from batchrun.errors import EngineError
 
+LOCK = """\
+# note
+
+a==1 \\
+    --hash=sha256:00
+-r other.txt
+  b==2
+    # via a
+"""
+
 
 def test_packages_of_a_lock_are_counted() -> None:
-    assert count_requirements(["# note", "", "a==1", "-r other.txt", "  b==2", "    # via a"]) == 2
+    assert count_requirements(LOCK.splitlines()) == 2
 
 
 def test_a_failing_pip_gives_its_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

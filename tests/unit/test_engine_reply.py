@@ -49,6 +49,15 @@ def test_the_status_decides_whose_fault_an_error_is(status_code: int, kind: Outc
     assert outcome.error.status_code == status_code
 
 
+def test_a_reply_to_another_row_is_no_answer() -> None:
+    good = {"choices": [CHOICE]}
+    assert outcome_of(200, good | {"id": "chatcmpl-batchrun-1-job-3-1"}).kind is OutcomeKind.OK
+    assert outcome_of(200, good | {"id": "chatcmpl-0"}).kind is OutcomeKind.OK
+    other = outcome_of(200, good | {"id": "chatcmpl-batchrun-1-job-4-1"})
+    assert other.kind is OutcomeKind.RETRY and other.error is not None
+    assert other.error.message == "the engine's reply is to another request"
+
+
 def test_a_good_reply_keeps_its_bytes_and_its_place() -> None:
     raw = b'{"choices": [{"finish_reason": "length"}],  "extra": 1.50}'
     outcome = outcome_of(200, raw)

@@ -31,7 +31,13 @@ from batchrun.errors import InputError, StoreLockedError
 from batchrun.files import StoreLock, atomic_file, remove_left_scratch
 from batchrun.home import Home
 from batchrun.jobs.results.file_bytes import check_contents, file_bytes_of, remove_expired
-from batchrun.jobs.results.keeping import UnusedLink, check_files, find_unused_links
+from batchrun.jobs.results.keeping import (
+    UnusedLink,
+    check_files,
+    find_unused_links,
+    find_unused_rows,
+    remove,
+)
 from batchrun.quantities import parse_age_s
 from batchrun.store import files, jobs, retention
 from batchrun.store.check import Violation, check_store, readable_jobs
@@ -132,7 +138,10 @@ def _check_target(file: Path, store: Path) -> None:
         return
     if store.exists() and file.samefile(store):
         raise InputError(f"{file}: is the store itself; name another file")
-    if file.is_file() and file.open("rb").read(len(SQLITE_MAGIC)) != SQLITE_MAGIC:
+    if file.is_file():
+        with file.open("rb") as older:
+            if older.read(len(SQLITE_MAGIC)) == SQLITE_MAGIC:
+                return
         raise InputError(f"{file}: is there already and is no backup; name another file")
 
 
@@ -247,12 +256,13 @@ def _unused_links(
         replace(record, results_removed_at=now_s) if record.seq in going else record
         for record in jobs.list_jobs(store)
     ]
-    return find_unused_links(records, links=home.inputs, now_s=now_s)
+    rows = find_unused_rows(records, kept_in=home.kept_rows, now_s=now_s)
+    return [*find_unused_links(records, links=home.inputs, now_s=now_s), *rows]
 
 
 def _remove_files(store: Store, links: Sequence[UnusedLink], home: Home, now_s: float) -> None:
     for link in links:
-        link.path.unlink(missing_ok=True)
+        remove(link)
     if home.files.is_dir():
         remove_expired(store, file_bytes_of(home), now_s=now_s)
         remove_left_scratch(home.inputs)

@@ -153,7 +153,7 @@ def _pin_file(file: InputFile, done: int, total: int, progress: ProgressSink | N
         hashes = hash_blocks(path, ends, on_bytes=report)
         after = path.stat()
     except OSError as failure:
-        raise DataError(f"{path}: cannot be read: {failure.strerror}") from None
+        raise DataError(f"{path}: cannot be read: {failure.strerror}") from failure
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise DataError(f"{path}: is being written to while it is read; submit it when complete")
     return PinnedFile(
@@ -289,7 +289,7 @@ def _open_one(spec: InputSpec, path: Path) -> InputFile:
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None
     except OSError as failure:
-        raise DataError(f"{path}: cannot be read: {failure.strerror or failure}") from None
+        raise DataError(f"{path}: cannot be read: {failure.strerror or failure}") from failure
 
 
 def _format_of(spec: InputSpec, path: Path) -> str:

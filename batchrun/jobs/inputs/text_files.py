@@ -93,7 +93,7 @@ class TextFile(InputFile):
             yield
         except (OSError, EOFError, zlib.error) as failure:
             reason = getattr(failure, "strerror", None) or str(failure)
-            raise DataError(f"{self.path}: cannot be read: {reason}") from None
+            raise DataError(f"{self.path}: cannot be read: {reason}") from failure
 
     def _spans(self, max_bytes: int, max_rows: int = _MAX_BATCH_ROWS) -> Iterator[range]:
         """Runs of records that hold about `max_bytes`."""

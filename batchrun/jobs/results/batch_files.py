@@ -11,7 +11,7 @@ from pathlib import Path
 import xxhash
 
 from batchrun.errors import DataError
-from batchrun.files import HashedFile, atomic_file
+from batchrun.files import PRIVATE_MODE, HashedFile, atomic_file
 from batchrun.jobs.inputs.input_data import InputData
 from batchrun.jobs.results.output_file import every_row
 from batchrun.store.batches import BatchRecord, ResultFiles
@@ -42,7 +42,8 @@ class _Kind:
     def write(self, line: bytes) -> None:
         if self.file is None:
             self.id = new_file_id()
-            self.file = HashedFile(self.exits.enter_context(atomic_file(self.folder / self.id)))
+            new = atomic_file(self.folder / self.id, mode=PRIVATE_MODE)
+            self.file = HashedFile(self.exits.enter_context(new))
         self.file.write(line)
 
     def as_new_file(self, expires_after_s: int) -> NewFile | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,8 @@ _READ_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class UnusedLink:
-    """A link to an input that no job needs; `size_bytes` is what the disk gets back."""
+    """A link to an input, or rows that were kept, that no job needs; `size_bytes` is what the disk
+    gets back."""
 
     path: Path
     size_bytes: int
@@ -79,6 +81,45 @@ def find_unused_links(
         if path.name in known or now_s - status.st_ctime > ORPHAN_AGE_S:
             found.append(UnusedLink(path, status.st_size if status.st_nlink == 1 else 0))
     return found
+
+
+def find_unused_rows(
+    records: Sequence[JobRecord], *, kept_in: Sequence[Path], now_s: float
+) -> list[UnusedLink]:
+    """What lies in folders of batchrun's own, where `batchrun.map` and the page keep rows and their
+    answers, and no job needs: those that named it had their results removed, or none ever did."""
+    needed: set[str] = set()
+    known: set[str] = set()
+    for record in records:
+        places = _places(record)
+        known |= places
+        if record.results_removed_at is None:
+            needed |= places
+    found: list[UnusedLink] = []
+    for path in (
+        path for folder in kept_in if folder.is_dir() for path in sorted(folder.iterdir())
+    ):
+        files = [path] if path.is_file() else [each for each in path.iterdir() if each.is_file()]
+        names = {str(each) for each in (path, *files)}
+        is_old = now_s - path.stat().st_mtime > ORPHAN_AGE_S
+        if not names & needed and (names & known or is_old):
+            found.append(UnusedLink(path, sum(each.stat().st_size for each in files)))
+    return found
+
+
+def remove(unused: UnusedLink) -> None:
+    """Remove a link or kept rows; one that is gone already is no fault."""
+    if unused.path.is_dir():
+        shutil.rmtree(unused.path, ignore_errors=True)
+    else:
+        unused.path.unlink(missing_ok=True)
+
+
+def _places(record: JobRecord) -> set[str]:
+    """The paths of a job's input and output."""
+    spec = json.loads(record.spec)
+    paths = spec.get("input", {}).get("path", ())
+    return {*([paths] if isinstance(paths, str) else paths), _output_path(record)}
 
 
 def _pinned_files(record: JobRecord) -> tuple[PinnedFile, ...] | None:

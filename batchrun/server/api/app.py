@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Annotated, Any, Protocol
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
@@ -22,9 +23,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 from batchrun.daemon.daemon import Daemon
-from batchrun.daemon.engine_link import Slot
+from batchrun.daemon.engine_link import Engine, Slot
 from batchrun.daemon.supervisor import KeyList
 from batchrun.daemon.view import view_engine, view_job
+from batchrun.engine.command import has_tool_parser
+from batchrun.engine.engine import ManagedEngine
 from batchrun.errors import EngineError, StoreLockedError, StoreUnreachableError
 from batchrun.home import CONTROL_PREFIX, GATEWAY_HEADER, Home
 from batchrun.jobs.results.file_bytes import FileBytes
@@ -45,7 +48,9 @@ from batchrun.store.api_keys import (
     Role,
 )
 from batchrun.store.jobs import Counts, JobRecord, NewJob
-from batchrun.types import EnginePhase
+from batchrun.types import DEFAULT_MODEL, EnginePhase
+
+HOUR_S = 3600.0
 
 
 class _Strict(BaseModel):
@@ -178,6 +183,7 @@ def _control_router(daemon: Daemon, status: Status, edge: Edge) -> APIRouter:
     control = APIRouter(prefix=CONTROL_PREFIX, dependencies=[Depends(check_token)])
     _add_jobs(control, daemon, status)
     _add_engines(control, daemon)
+    _add_models(control, daemon)
     _add_routing(control, status)
     _add_keys(control, KeyList(daemon.store, edge.home.api_keys, edge.key_limits))
     return control
@@ -252,6 +258,37 @@ def _add_engines(control: APIRouter, daemon: Daemon) -> None:
         }
 
 
+def _add_models(control: APIRouter, daemon: Daemon) -> None:
+    @control.get("/served")
+    async def served(model: str) -> dict[str, object]:
+        """What the engines that serve a model can take; null: not known."""
+        daemon.dispatcher.check_model(model)
+        slots = [slot for slot in daemon.slots if slot.is_usable and slot.models is not None]
+        return {
+            "engines": [
+                {
+                    "name": slot.engine.name,
+                    "context_tokens": _context_of(slot, model),
+                    "takes_tools": _takes_tools(slot.engine),
+                }
+                for slot in slots
+                if slot.serves(model)
+            ]
+        }
+
+
+def _context_of(slot: Slot, model: str) -> int | None:
+    name = slot.default_model if model == DEFAULT_MODEL else model
+    return slot.engine.client.context_tokens.get(name or "")
+
+
+def _takes_tools(engine: Engine) -> bool | None:
+    """Whether vLLM parses calls of tools; None where its arguments are not ours."""
+    if not isinstance(engine, ManagedEngine) or engine.settings.command is not None:
+        return None
+    return has_tool_parser(engine.settings.vllm_args)
+
+
 def _add_routing(control: APIRouter, status: Status) -> None:
     @control.get("/routing")
     async def explain(most: Annotated[int, Query(ge=0, le=NUM_KEPT)] = NUM_KEPT) -> JsonObject:
@@ -308,12 +345,22 @@ class AsksGateway(Protocol):
 
 
 class Status:
-    """Builds snapshots; counts of ended jobs are remembered, since they never change."""
+    """Builds snapshots; counts of ended jobs are remembered, since they never change. `tellings`
+    is, by job, how it went to tell of its end; `price_per_hour` that of an engine."""
 
-    def __init__(self, daemon: Daemon, gateway_url: str, figures: AsksGateway) -> None:
+    def __init__(
+        self,
+        daemon: Daemon,
+        gateway_url: str,
+        figures: AsksGateway,
+        tellings: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
+        price_per_hour: float | None = None,
+    ) -> None:
         self.daemon = daemon
         self.figures = figures
         self._gateway_url = gateway_url
+        self._tellings = tellings
+        self._price_per_hour = price_per_hour
         self._ended: dict[int, tuple[Counts, int]] = {}
         self._jobs: dict[str, dict[str, object]] = {}
         self._completions: dict[str, Completion] = {}
@@ -405,7 +452,13 @@ class Status:
             stage=None if stage is None else stage.describe(),
             now_s=time.monotonic(),
         )
-        return view | {"num_cut": num_cut}
+        engine_s, price = self.daemon.spent.spent_s.get(record.id, 0.0), self._price_per_hour
+        return view | {
+            "num_cut": num_cut,
+            "on_done": self._tellings.get(record.id),
+            "engine_s": round(engine_s, 1),
+            "cost": None if price is None else engine_s / HOUR_S * price,
+        }
 
 
 def _engines(slots: Sequence[Slot]) -> list[dict[str, object]]:

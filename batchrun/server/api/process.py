@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -24,6 +24,7 @@ from fastapi import FastAPI
 
 from batchrun.config import Deployment
 from batchrun.daemon.daemon import Daemon
+from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.supervisor import (
     KeyList,
     Supervisor,
@@ -34,6 +35,7 @@ from batchrun.daemon.supervisor import (
 from batchrun.errors import BatchrunError, EngineError, StoreUnreachableError
 from batchrun.files import StoreLock, allow_many_open_files, remove_left_scratch, write_atomically
 from batchrun.home import DaemonAddress, Home
+from batchrun.jobs.on_done import Messenger
 from batchrun.jobs.results.file_bytes import FileBytes, open_file_bytes, recover_files
 from batchrun.media.fetching import ImageFetcher
 from batchrun.media.hosts import ImageHosts
@@ -44,6 +46,7 @@ from batchrun.server.web.gateway_figures import GatewayFigures
 from batchrun.server.web.history import History
 from batchrun.server.web.pages import Pages, dashboard_router
 from batchrun.server.web.sight import Sight
+from batchrun.server.web.uploads import Desk
 from batchrun.store.database import Store
 from batchrun.store.place import DaemonLock, open_for
 
@@ -111,19 +114,21 @@ async def _run(
     )
     gateway_key = secrets.token_urlsafe(32)
     supervisor = Supervisor(deployment, home, {"url": address.url, "gateway_key": gateway_key})
-    age_s = None if deployment.retention is None else parse_age_s(deployment.retention)
-    folder = partial(deployment.model_folder, home)
-    images = ImageFetcher(ImageHosts(deployment.image_hosts))
-    python = engine_python(deployment.engines[0], home)
-    slots, limits = supervisor.slots, limits_in(deployment)
-    daemon = Daemon(store, slots, home.inputs, folder, age_s, place, images, python, limits)
+    limits = limits_in(deployment)
+    daemon = _daemon(deployment, home, kept, supervisor.slots)
     figures = GatewayFigures(_local_url(deployment.listen), gateway_key)
-    status = Status(daemon, supervisor.gateway_url, figures)
+    messenger = _messenger(store, deployment, home)
+    status = Status(
+        *(daemon, supervisor.gateway_url, figures),
+        tellings=messenger.tellings,
+        price_per_hour=deployment.price_per_hour,
+    )
     routes = Edge(home, place, address.token, gateway_key, deployment.completion_windows, limits)
     # httptools reads on after an early answer, so that a refused upload hears why.
     app = make_app(daemon, status, routes)
     sight = Sight(daemon, status, home, History(home.history), figures, deployment.router)
-    pages = _add_dashboard(app, sight, Callers(store, gateway_key, limits))
+    desk = Desk(home, deployment.file, deployment.model)
+    pages = _add_dashboard(app, sight, desk, Callers(store, gateway_key, limits))
     server = _Server(uvicorn.Config(app, http="httptools", log_level="warning", access_log=False))
     write_atomically(home.daemon_record, json.dumps(asdict(address)).encode(), mode=0o600)
     ended = _catch_signals()
@@ -131,7 +136,7 @@ async def _run(
     work = asyncio.create_task(daemon.run())
     engines = asyncio.create_task(_supervise(supervisor, on_ready))
     guard = asyncio.create_task(_guard(lock))
-    watching = asyncio.create_task(pages.watch())
+    beside = [asyncio.create_task(pages.watch()), asyncio.create_task(messenger.run())]
     try:
         waited: set[asyncio.Future[Any]] = {ended, work, engines, guard}
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
@@ -139,15 +144,40 @@ async def _run(
         failure = None if ended.done() else _failure_of(guard, engines, work)
         _end_within(CLEAN_STOP_S, failure)
         pages.close()
-        for task in (work, engines, guard, watching):
+        for task in (work, engines, guard, *beside):
             task.cancel()
-        await asyncio.gather(work, engines, guard, watching, return_exceptions=True)
+        await asyncio.gather(work, engines, guard, *beside, return_exceptions=True)
         server.should_exit = True
         await edge
         await supervisor.close()
     if failure is not None:
         raise failure
     return ended.result()
+
+
+def _daemon(
+    deployment: Deployment, home: Home, kept: tuple[Store, FileBytes], slots: Sequence[Slot]
+) -> Daemon:
+    store, place = kept
+    retention = deployment.retention
+    return Daemon(
+        store,
+        slots,
+        home.inputs,
+        model_folder=partial(deployment.model_folder, home),
+        retention_s=None if retention is None else parse_age_s(retention),
+        files=place,
+        images=ImageFetcher(ImageHosts(deployment.image_hosts)),
+        python=engine_python(deployment.engines[0], home),
+        key_limits=limits_in(deployment),
+        kept_in=home.kept_rows,
+    )
+
+
+def _messenger(store: Store, deployment: Deployment, home: Home) -> Messenger:
+    made = Messenger(store, deployment.on_done, home.path)
+    made.load()
+    return made
 
 
 def _local_url(listen: str) -> str:
@@ -157,8 +187,8 @@ def _local_url(listen: str) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _add_dashboard(app: FastAPI, sight: Sight, callers: Callers) -> Pages:
-    pages = Pages(sight)
+def _add_dashboard(app: FastAPI, sight: Sight, desk: Desk, callers: Callers) -> Pages:
+    pages = Pages(sight, desk)
     app.include_router(dashboard_router(pages, sight, callers))
     return pages
 

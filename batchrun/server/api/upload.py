@@ -15,7 +15,8 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
-from batchrun.files import HashedFile, atomic_file, max_open_files
+from batchrun.errors import OverloadedError
+from batchrun.files import PRIVATE_MODE, HashedFile, atomic_file, max_open_files
 from batchrun.jobs.batch import MAX_INPUT_BYTES
 from batchrun.jobs.inputs.rows import BOM, is_blank
 from batchrun.server.api.errors import ApiError, check_choice, check_expiry, missing_parameter
@@ -30,10 +31,18 @@ MAX_FIELD_BYTES = 4_096
 class UploadForm:
     """Takes the body of `POST /v1/files` in pieces and gives those of its file back.
 
-    `fields` and `filename` are known once their parts have come. Methods raise ApiError.
+    `fields` and `filename` are known once their parts have come; a field is one of `text_fields`,
+    of at most `max_field_bytes`. Methods raise ApiError.
     """
 
-    def __init__(self, content_type: str) -> None:
+    def __init__(
+        self,
+        content_type: str,
+        text_fields: frozenset[str] = TEXT_FIELDS,
+        max_field_bytes: int = MAX_FIELD_BYTES,
+    ) -> None:
+        self._text_fields = text_fields
+        self._max_field_bytes = max_field_bytes
         kind, options = parse_options_header(content_type)
         boundary = options.get(b"boundary", b"")
         if kind != b"multipart/form-data" or not 0 < len(boundary) <= 256:
@@ -96,7 +105,7 @@ class UploadForm:
         _, options = parse_options_header(self._disposition)
         self._name = options.get(b"name", b"").decode("utf-8", "replace")
         self._is_file = b"filename" in options and self._name == FILE_FIELD
-        if not self._is_file and self._name not in TEXT_FIELDS:
+        if not self._is_file and self._name not in self._text_fields:
             if self._name == FILE_FIELD:
                 raise ApiError(
                     400,
@@ -116,7 +125,7 @@ class UploadForm:
             self._pieces.append(data[start:end])
             return
         self._text += data[start:end]
-        if len(self._text) > MAX_FIELD_BYTES:
+        if len(self._text) > self._max_field_bytes:
             raise ApiError(400, f"'{self._name}' is too long.", param=self._name)
 
     def _on_part_end(self) -> None:
@@ -187,13 +196,13 @@ def _refuse_too_many(
         raise ApiError(503, f"{len(sizes_bytes)} {whose} on their way; try again shortly")
 
 
-class _Spool:
+class Spool:
     """A file that is to be: written in threads, under its final name only when it is kept."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._exits = ExitStack()
-        self._file = HashedFile(self._exits.enter_context(atomic_file(path)))
+        self._file = HashedFile(self._exits.enter_context(atomic_file(path, mode=PRIVATE_MODE)))
         self._waiting = bytearray()
 
     @property
@@ -237,7 +246,7 @@ async def receive_file(request: Request, folder: Path) -> NewFile:
         raise _too_large(MAX_FILE_BYTES)
     form = UploadForm(request.headers.get("content-type", ""))
     file_id = new_file_id()
-    spool = await asyncio.to_thread(_Spool, folder / file_id)
+    spool = await asyncio.to_thread(Spool, folder / file_id)
     try:
         await _receive(request.stream(), form, spool)
         _check_fields(form, is_over=True)
@@ -258,7 +267,7 @@ async def receive_file(request: Request, folder: Path) -> NewFile:
     )
 
 
-async def _receive(body: AsyncIterator[bytes], form: UploadForm, spool: _Spool) -> None:
+async def _receive(body: AsyncIterator[bytes], form: UploadForm, spool: Spool) -> None:
     num_bytes = 0
     async for chunk in body:
         num_bytes += len(chunk)
@@ -299,14 +308,15 @@ def _too_large(limit: int) -> ApiError:
     return ApiError(413, f"The file is larger than the maximum of {limit} bytes.", param=FILE_FIELD)
 
 
-def _check_batch_file(spool: _Spool, filename: str) -> None:
+def _check_batch_file(spool: Spool, filename: str) -> None:
     """Whether the name and the first line look like JSON Lines. The rest is for the batch, as is
     all of a line that is too long to be looked at while others wait."""
     suffix = Path(filename.replace("\0", "")).suffix
-    with spool.path.open("rb") as file:
-        line = b"\n"
-        while line and is_blank(line):
-            line = file.readline(LARGE_JSON_BYTES + 1)
+    try:
+        line = _first_line(spool.path)
+    except OSError as failure:
+        problem = f"{spool.path}: cannot be read now: {failure.strerror}; try again"
+        raise OverloadedError(problem) from None
     refusal = ApiError(400, "Invalid file format for Batch API. Must be .jsonl")
     try:
         if len(line) <= LARGE_JSON_BYTES:
@@ -317,3 +327,12 @@ def _check_batch_file(spool: _Spool, filename: str) -> None:
         raise refusal from None
     if suffix.lower() not in {"", ".jsonl"}:
         raise refusal
+
+
+def _first_line(path: Path) -> bytes:
+    """The start of the first line that is not blank; nothing where there is none."""
+    line = b"\n"
+    with path.open("rb") as file:
+        while line and is_blank(line):
+            line = file.readline(LARGE_JSON_BYTES + 1)
+    return line

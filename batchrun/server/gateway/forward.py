@@ -24,6 +24,7 @@ from yarl import URL
 
 from batchrun.errors import ConfigError, DaemonUnavailableError, EngineError
 from batchrun.home import CALLER_HEADER, GATEWAY_HEADER
+from batchrun.media.connections import CleanConnector
 from batchrun.server.gateway.admission import ABOUT_CALLER
 from batchrun.server.gateway.balancer import Balancer
 from batchrun.server.gateway.bodies import BodyStream, SteeredBody
@@ -95,7 +96,7 @@ class Exchange(NamedTuple):
 def open_session() -> aiohttp.ClientSession:
     """A client that passes bytes on: no cookies kept, nothing unpacked, no limit on total time."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+        connector=CleanConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
@@ -266,6 +267,10 @@ def _is_short_error(reply: aiohttp.ClientResponse) -> bool:
 DAEMON_ROUTES = ("/v1/files", "/v1/batches")
 DAEMON_HEAD_S = 30.0
 """A daemon that has a whole request and does not begin its answer in so long is away."""
+PROBE_AFTER_S = 1.5
+PROBE_S = 3.0
+"""A call that waits asks so often whether the daemon does anything: one that answers nothing at all
+in so long is stuck."""
 AWAY = "batchrun's daemon does not answer at the moment; try again shortly"
 
 
@@ -289,6 +294,7 @@ class DaemonCalls:
         self._upstreams_path = upstreams_path
         self._body_idle_s = body_idle_s
         self._head_s = head_s
+        self._probe: asyncio.Task[bool] | None = None
 
     async def pass_on(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
         """Answer with what the daemon answers.
@@ -301,7 +307,10 @@ class DaemonCalls:
         body = BodyStream(request, idle_s=self._body_idle_s)
         try:
             first_s = self._body_idle_s if request.body_exists else 0.0
-            async with asyncio.timeout(first_s + self._head_s) as limit:
+            async with (
+                asyncio.timeout(first_s + self._head_s) as limit,
+                self._watched(daemon, limit),
+            ):
                 reply = await self._session.request(
                     request.method,
                     URL(daemon.url + request.rel_url.raw_path_qs, encoded=True),
@@ -326,6 +335,33 @@ class DaemonCalls:
             limit.reschedule(loop.time() + self._body_idle_s + self._head_s)
             yield piece
         limit.reschedule(loop.time() + self._head_s)
+
+    @asynccontextmanager
+    async def _watched(self, daemon: DaemonAt, limit: asyncio.Timeout) -> AsyncIterator[None]:
+        """Within, `limit` expires as soon as the daemon is found to be stuck."""
+        watch = asyncio.create_task(self._watch(daemon, limit))
+        try:
+            yield
+        finally:
+            watch.cancel()
+
+    async def _watch(self, daemon: DaemonAt, limit: asyncio.Timeout) -> None:
+        while True:
+            await asyncio.sleep(PROBE_AFTER_S)
+            if self._probe is None or self._probe.done():
+                self._probe = asyncio.create_task(self._is_alive(daemon))
+            if not await asyncio.shield(self._probe):
+                limit.reschedule(asyncio.get_running_loop().time())
+                return
+
+    async def _is_alive(self, daemon: DaemonAt) -> bool:
+        """Whether it answers anything: there is nothing at its root, and it says so."""
+        timeout = aiohttp.ClientTimeout(total=PROBE_S)
+        try:
+            async with self._session.get(daemon.url + "/", timeout=timeout):
+                return True
+        except (aiohttp.ClientError, OSError):
+            return False
 
     async def read(self, path: str, *, read_s: float) -> bytes | None:
         """What the daemon answers to a GET of this path; None for anything but a whole 200."""

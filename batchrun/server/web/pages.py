@@ -18,7 +18,7 @@ from functools import cache, partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Form, Request
-from fastapi.responses import HTMLResponse, Response, StreamingResponse
+from fastapi.responses import FileResponse, HTMLResponse, Response, StreamingResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.exceptions import HTTPException
 
@@ -26,7 +26,8 @@ from batchrun import __version__
 from batchrun.errors import BatchrunError, UnknownJobError
 from batchrun.server.api.errors import Caller, Callers, caller_of
 from batchrun.server.web.history import keep_history
-from batchrun.server.web.sight import VIEWS, Facts, Sight
+from batchrun.server.web.sight import VIEWS, Facts, Sight, written_output
+from batchrun.server.web.uploads import Desk, Draft
 from batchrun.store.jobs import JobRecord
 
 PREFIX = "/dashboard"
@@ -37,6 +38,8 @@ MAX_STREAM_S = 60.0
 """Then the page connects again, and whether its key still counts is seen anew."""
 MAX_STREAMS = 64
 JOB = "job"
+STILL_VIEWS = frozenset({"submit"})
+"""What a person fills in is not replaced."""
 
 Part = tuple[str, Facts]
 """A template, and what it needs; equal ones look the same."""
@@ -76,15 +79,19 @@ def _templates() -> Environment:
 class Pages:
     """Renders the views for one caller at a time. `close` ends all streams."""
 
-    def __init__(self, sight: Sight) -> None:
+    def __init__(self, sight: Sight, desk: Desk) -> None:
+        self.desk = desk
         self._sight = sight
         self._tokens = Tokens()
         self._closing = asyncio.Event()
         self._num_streams = 0
 
     async def watch(self) -> None:
-        """Take the samples of the charts, until cancelled."""
-        await keep_history(self._sight.daemon, self._sight.history, self._sight.figures)
+        """Take the samples of the charts, until cancelled; uploads under way end with it."""
+        try:
+            await keep_history(self._sight.daemon, self._sight.history, self._sight.figures)
+        finally:
+            await self.desk.close()
 
     def close(self) -> None:
         """End the streams, or they would hold up the end of the daemon."""
@@ -109,6 +116,7 @@ class Pages:
             "content": render(*parts["view"]),
             "is_admin": caller.is_admin,
             "has_key": caller.owner is not None,
+            "is_still": view in STILL_VIEWS,
         }
         return HTMLResponse(render("layout.html", facts), status_code=status)
 
@@ -128,7 +136,7 @@ class Pages:
         try:
             while not self._closing.is_set() and time.monotonic() < ends_s:
                 for name, part in (await self._parts(view, caller, job_id)).items():
-                    if sent.get(name) != part:
+                    if sent.get(name) != part and (name == "header" or view not in STILL_VIEWS):
                         sent[name] = part
                         quiet_since_s = time.monotonic()
                         yield _event(name, render(*part))
@@ -192,6 +200,8 @@ def _event(name: str, text: str) -> str:
 def dashboard_router(pages: Pages, sight: Sight, callers: Callers) -> APIRouter:
     """All routes of the page; each call must come through the gateway."""
     router = APIRouter(prefix=PREFIX, dependencies=[Depends(callers.check)])
+    _add_uploads(router, pages)
+    _add_output(router, sight)
     _add_views(router, pages)
     _add_actions(router, pages, sight)
     return router
@@ -215,6 +225,53 @@ def _add_views(router: APIRouter, pages: Pages) -> None:
         if view == JOB:
             raise HTTPException(404, "no such view: job")
         return await pages.page(view, caller_of(request))
+
+
+def _add_uploads(router: APIRouter, pages: Pages) -> None:
+    desk = pages.desk
+
+    def shown(draft: Draft) -> HTMLResponse:
+        reply = HTMLResponse(render("draft.html", {"draft": draft}))
+        if draft.job_id is not None:
+            reply.headers["HX-Redirect"] = f"{PREFIX}/jobs/{draft.job_id}"
+        return reply
+
+    def check(request: Request) -> None:
+        caller = caller_of(request)
+        pages.check_token(request, caller)
+        _check_admin(caller)
+
+    @router.post("/uploads")
+    async def upload(request: Request) -> Response:
+        check(request)
+        return shown(await desk.receive(request))
+
+    @router.get("/uploads/{draft_id}")
+    async def look(request: Request, draft_id: str) -> Response:
+        _check_admin(caller_of(request))
+        return shown(desk.find(draft_id))
+
+    @router.post("/uploads/{draft_id}/{action}")
+    async def change(request: Request, draft_id: str, action: str) -> Response:
+        check(request)
+        if action == "start":
+            return shown(desk.start(draft_id))
+        if action != "discard":
+            raise UnknownJobError(f"no such action: {action}")
+        desk.discard(draft_id)
+        return HTMLResponse("")
+
+
+def _add_output(router: APIRouter, sight: Sight) -> None:
+    @router.get("/jobs/{job_id}/output")
+    async def output(request: Request, job_id: str) -> Response:
+        caller = caller_of(request)
+        _check_admin(caller)
+        record = await sight.find(caller, job_id)
+        path = await asyncio.to_thread(written_output, record)
+        if path is None:
+            raise UnknownJobError(f"{job_id}: there is no output file on this machine")
+        return FileResponse(path, media_type="application/octet-stream", filename=path.name)
 
 
 def _add_actions(router: APIRouter, pages: Pages, sight: Sight) -> None:
@@ -259,6 +316,12 @@ def _number(value: float | None, template: str = "{:,.0f}", unit: str = "") -> s
     return "-" if value is None else template.format(value) + unit
 
 
+def _size(num_bytes: float) -> str:
+    if num_bytes < 1000:
+        return f"{num_bytes} bytes"
+    return f"{num_bytes / 1e3:,.0f} kB" if num_bytes < 1e6 else f"{num_bytes / 1e6:,.1f} MB"
+
+
 def _duration(seconds: float | None) -> str:
     if seconds is None:
         return "-"
@@ -283,6 +346,7 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "percent": partial(_number, template="{:.0%}"),
     "seconds": partial(_number, template="{:.3f}", unit=" s"),
     "ratio": partial(_number, template="{:.2f}", unit=" times"),
+    "size": _size,
     "duration": _duration,
     "instant": _instant,
     "as_json": partial(json.dumps, separators=(",", ":")),

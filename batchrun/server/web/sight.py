@@ -20,8 +20,10 @@ import numpy as np
 
 from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.job import ActiveJob
+from batchrun.daemon.view import output_path
 from batchrun.engine.engine import ManagedEngine
 from batchrun.errors import StateError, UnknownJobError
+from batchrun.files import is_url
 from batchrun.home import Home
 from batchrun.keys import UsageFile
 from batchrun.pool.prefix_keys import CHUNK_BYTES
@@ -58,6 +60,7 @@ class View:
 
 VIEWS: Mapping[str, View] = {
     "jobs": View("Jobs", is_for_all=True),
+    "submit": View("Submit"),
     "promises": View("Promises"),
     "tide": View("Tide"),
     "memory": View("KV memory"),
@@ -111,6 +114,7 @@ class Sight:
         if view == "jobs":
             return {"jobs": await self.jobs(caller), "most": MAX_JOBS, "is_admin": caller.is_admin}
         makers: Mapping[str, Callable[[], Awaitable[Facts]]] = {
+            "submit": self._form,
             "promises": self._promises,
             "tide": self._tide,
             "memory": self._memory,
@@ -172,9 +176,13 @@ class Sight:
         if view["num_failed"]:
             key = ("causes", record.seq)
             causes = await self._once(key, SLOW_FRESH_S, lambda: self._causes(record.seq))
+        has_output = False
+        if caller.is_admin and record.state.is_terminal:
+            has_output = await asyncio.to_thread(written_output, record) is not None
         return {
             "job": _shown_to(caller, view),
             "is_admin": caller.is_admin,
+            "has_output": has_output,
             "shape": shape,
             "causes": causes,
             "most_errors": MAX_ERRORS_READ,
@@ -262,6 +270,11 @@ class Sight:
             "decisions": told["decisions"],
         }
 
+    async def _form(self) -> Facts:
+        served = {model for slot in self.daemon.slots for model in slot.models or ()}
+        default = next((slot.default_model for slot in self.daemon.slots), None)
+        return {"models": sorted(served - {default}), "default_model": default}
+
     async def _tide(self) -> Facts:
         chart = self.history.chart(
             lambda sample: (sample.online_tokens_per_s, sample.offline_tokens_per_s)
@@ -318,6 +331,15 @@ class Sight:
         self._kept = {old: it for old, it in self._kept.items() if now_s < it[0]}
         self._kept[key] = (time.monotonic() + fresh_s, value)
         return value
+
+
+def written_output(record: JobRecord) -> Path | None:
+    """The output file that a job has written on this machine. Blocking."""
+    place = output_path(record)
+    if record.is_batch or not record.state.is_terminal or is_url(place) or not place:
+        return None
+    path = Path(place)
+    return path if path.is_file() else None
 
 
 def _kv_of(engine: str) -> Callable[[Sample], Sequence[float | None]]:

@@ -14,11 +14,19 @@ function stacked(columns) {
   return [times, ...series.map((values) => values.map((value, i) => (sums[i] += value ?? 0)))];
 }
 
+function clock(seconds) {
+  return new Date(seconds * 1000).toLocaleTimeString([], { hourCycle: "h23" });
+}
+
+function figure(value) {
+  return value.toLocaleString([], { maximumSignificantDigits: 4 });
+}
+
 function axis(unit) {
   const line = { stroke: colour("--line"), width: 1 };
   return {
     stroke: colour("--quiet"), grid: line, ticks: line, size: 64,
-    values: (_, splits) => splits.map((value) => value.toLocaleString() + (unit ? ` ${unit}` : "")),
+    values: (_, splits) => splits.map((value) => figure(value) + (unit ? ` ${unit}` : "")),
   };
 }
 
@@ -29,7 +37,10 @@ function seriesOf(labels, isStacked, columns) {
     fill: isStacked ? `${colour(`--series-${i + 1}`)}55` : undefined,
     width: 2,
     points: { show: false },
-    value: (_, __, ___, index) => (index === null ? "-" : columns[i + 1][index]?.toLocaleString() ?? "-"),
+    value: (_, __, ___, index) => {
+      const value = index === null ? null : columns[i + 1][index];
+      return value === null || value === undefined ? "-" : figure(value);
+    },
   }));
 }
 
@@ -39,10 +50,13 @@ function draw(element) {
   const isStacked = element.dataset.stacked === "1";
   const options = {
     width: Math.max(200, element.clientWidth),
-    height: element.clientHeight - 40,
-    axes: [{ ...axis(""), values: undefined, size: 50 }, axis(element.dataset.unit)],
+    height: 220,
+    axes: [
+      { ...axis(""), values: (_, splits) => splits.map(clock), size: 36, space: 90 },
+      axis(element.dataset.unit),
+    ],
     scales: { y: { range: (_, low, high) => [Math.min(0, low ?? 0), Math.max(high ?? 0, 1e-3)] } },
-    series: [{}, ...seriesOf(labels, isStacked, columns)],
+    series: [{ value: (_, seconds) => (seconds === null ? "-" : clock(seconds)) }, ...seriesOf(labels, isStacked, columns)],
     bands: isStacked ? labels.slice(1).map((_, i) => ({ series: [i + 2, i + 1] })) : [],
   };
   charts.set(element, new uPlot(options, isStacked ? stacked(columns) : columns, element));
@@ -77,6 +91,18 @@ document.addEventListener("toggle", (event) => {
 
 document.addEventListener("htmx:configRequest", (event) => {
   event.detail.headers["X-Dashboard-Token"] = document.getElementById("token")?.dataset.token ?? "";
+});
+
+document.addEventListener("htmx:xhr:progress", (event) => {
+  const bar = document.getElementById("sent");
+  if (!bar || event.target.id !== "upload") return;
+  bar.hidden = false;
+  bar.max = event.detail.total || 1;
+  bar.value = event.detail.loaded;
+});
+
+document.addEventListener("htmx:afterRequest", (event) => {
+  if (event.target.id === "upload") document.getElementById("sent").hidden = true;
 });
 
 document.addEventListener("htmx:beforeSwap", (event) => {
