@@ -24,6 +24,14 @@ def fake_engine(name: str) -> dict[str, object]:
     return {"name": name, "command": command, "port": port}
 
 
+def recorded_prefixes(rig: DeploymentRig) -> set[tuple[int, ...]]:
+    """Of the six calls of the trace, the first five blocks of each."""
+    trace = read_trace(rig.folder / "calls.parquet")
+    assert trace.prefix is not None
+    assert len(trace) == 6
+    return {tuple(trace.prefix.of_request(index)[:5].tolist()) for index in range(6)}
+
+
 def test_the_last_calls_say_why_they_went_where_they_went(rig: DeploymentRig) -> None:
     engines = [fake_engine(name) for name in ENGINES]
     document = {"listen": f"127.0.0.1:{rig.port}", "gateway_workers": 2, "engines": engines}
@@ -49,11 +57,7 @@ def test_the_last_calls_say_why_they_went_where_they_went(rig: DeploymentRig) ->
     page = urlopen(f"http://127.0.0.1:{rig.port}/dashboard/routing").read().decode()
     metrics = urlopen(f"http://127.0.0.1:{rig.port}/metrics").read().decode()
 
-    trace = read_trace(rig.folder / "calls.parquet")
-    assert trace.prefix is not None
-    assert len(trace) == 6
-    shared = {tuple(trace.prefix.of_request(index)[:5].tolist()) for index in range(6)}
-    assert [len(blocks) for blocks in shared] == [5]
+    assert [len(blocks) for blocks in recorded_prefixes(rig)] == [5]
     assert told["router"] == "cost"
     assert len(told["decisions"]) == 4
     newest = told["decisions"][0]
