@@ -30,7 +30,7 @@ from batchrun.files import check_prefix
 from batchrun.hints import MAX_BOUND_S, MAX_ONLINE_COST
 from batchrun.home import Home, check_store_url
 from batchrun.media.hosts import checked_host
-from batchrun.quantities import parse_age_s, parse_duration_s
+from batchrun.quantities import parse_age_s, parse_duration_s, parse_optional_duration_s
 from batchrun.strict import load_strict
 from batchrun.types import DEFAULT_CLASS
 
@@ -254,6 +254,29 @@ class WindowConfig(_Strict):
     tokens: Annotated[int, Field(ge=1)] | None = None
 
 
+MAX_TIMEOUT_S = 30 * 86_400.0
+
+
+Timeout = Annotated[float, BeforeValidator(parse_duration_s), Field(ge=1, le=MAX_TIMEOUT_S)]
+JobTimeout = Annotated[
+    float | None, BeforeValidator(parse_optional_duration_s), Field(ge=1, le=MAX_TIMEOUT_S)
+]
+
+
+class TimeoutsConfig(_Strict):
+    """How long it may take until something shows, in seconds or as durations such as 5m.
+
+    Of a streamed call until its first token; of any reply from one piece to the next; of a call
+    that is not streamed until its answer; of a row in all; of a job without a deadline of its own.
+    """
+
+    first_token: Timeout = Field(default="5m", validate_default=True)
+    between_tokens: Timeout = Field(default="2m", validate_default=True)
+    answer: Timeout = Field(default="1h", validate_default=True)
+    row: Timeout = Field(default="24h", validate_default=True)
+    job: JobTimeout = None
+
+
 class OnDone(_Strict):
     """What hears that a job has ended: a program that is run, or a URL that is called, with a
     signature if there is a secret in `secret_file`."""
@@ -358,6 +381,7 @@ class DeploymentFile(_Strict):
     retention: Age | None = None
     image_hosts: tuple[ImageHost, ...] = ()
     completion_windows: Annotated[tuple[CompletionWindow, ...], Field(min_length=1)] = ("24h",)
+    timeouts: TimeoutsConfig = TimeoutsConfig()
     on_done: OnDoneKey = None
     price_per_hour: Price | None = None
     key_limits: KeyLimitsConfig = KeyLimitsConfig()

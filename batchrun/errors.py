@@ -18,6 +18,7 @@
         StorageUnreachableError  exit 4   HTTP 503   object storage does not answer
       OverloadedError            exit 4   HTTP 503   too many files or connections are open
       EngineError                exit 4   HTTP 503   an engine cannot be started or reached
+        EngineSilentError        exit 4   HTTP 504   an engine says nothing for too long
       JobFailedError             exit 4   HTTP 500   a job ended or paused without finishing
         RowsFailedError          exit 1   HTTP 500   rows failed: all of them, or some
 
@@ -130,6 +131,12 @@ class EngineError(BatchrunError):
     """An engine cannot be started or reached."""
 
     http_status = 503
+
+
+class EngineSilentError(EngineError):
+    """An engine took a call, and says nothing for too long."""
+
+    http_status = 504
 
 
 class JobFailedError(BatchrunError):

@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, counted and hashed, locked, how many may be open at once;
+"""Files: written whole or not at all, counted and hashed, locked, how many a process may open;
 scratch folders that vanish with their maker; and URLs of objects, where a place is no path.
 """
 
@@ -53,6 +53,15 @@ def max_open_files() -> int:
     """How many files, connections among them, this process may have open."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if limit == resource.RLIM_INFINITY else limit
+
+
+def waited_for_core_s(pid: int) -> float:
+    """For how long a process could have run and did not, since it began; 0 where that is not
+    told."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def sync_folder(folder: Path) -> None:

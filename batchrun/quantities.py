@@ -26,6 +26,11 @@ def parse_duration_s(value: object) -> float:
     return duration_s
 
 
+def parse_optional_duration_s(value: object) -> float | None:
+    """As `parse_duration_s`; None stays None."""
+    return None if value is None else parse_duration_s(value)
+
+
 def parse_age_s(value: str) -> float:
     """Seconds of an age such as `"30d"` or `"12h"`. Raises ValueError."""
     match = _AGE.fullmatch(value.strip())

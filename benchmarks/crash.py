@@ -1,35 +1,32 @@
 """Kill everything and count: nothing lost, nothing doubled, nothing stuck.
 
     python -m benchmarks.crash [--seed N] [--kills N] [--lanes N] [--only PART ...] [--json FILE]
+    python -m benchmarks.crash --events N [--seed N] [--lanes N] [--json FILE]
 
 Real daemons, gateways, engines and commands are killed at random instants and inside commits and
 renames (`kills`), a real vLLM too (`vllm`), engines with their agents (`agents`), in `--lanes`
-deployments at once. After each, every promise of `docs/reliability.md` is checked. Exits 1 when one
-was broken, and then keeps the folder, which is in TMPDIR: a disk, not memory. The faults of the
-same page: tests/integration/test_crash.py
+deployments at once. With `--events` nothing is killed: what else may happen is in crash_events.py.
+After each, every promise of `docs/reliability.md` is checked. Exits 1 when one was broken, and then
+keeps the folder, which is in TMPDIR: a disk, not memory. The faults of the same page:
+tests/integration/test_crash.py
 """
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from socketserver import BaseRequestHandler, ThreadingUnixStreamServer
 from typing import NamedTuple
 
 import polars as pl
@@ -45,30 +42,32 @@ from benchmarks.crash_account import (
     read_executions,
     read_jobs,
 )
-from benchmarks.crash_rig import END_WAIT_S, POLL_S, Episode, StatusWatcher
+from benchmarks.crash_events import Event, EventEpisode, event_bars, plan_events, records_of
+from benchmarks.crash_rig import (
+    DURING_COMMIT,
+    END_WAIT_S,
+    INSIDE_COMMIT,
+    INSIDE_RENAME,
+    LATENCY_S,
+    POLL_S,
+    RULES,
+    SHORT_ROWS,
+    WINDOW_ROWS,
+    Episode,
+    FailpointServer,
+    StatusWatcher,
+)
 from benchmarks.deployment import answers, free_port, wait_until
 from benchmarks.records import Bar, Record, finish, parser
 
 PARTS = ("kills", "vllm", "agents")
 VLLM_TARGETS = ("engine", "daemon", "engine", "all", "engine", "engine")
 KILLS_PER_DEPLOYMENT = 30
+EVENTS_PER_DEPLOYMENT = 15
 MIN_VLLM_KILLS = 5
 MIN_FOR_SHARES = 40
 """Of fewer kills than this, the shares say nothing."""
-INSIDE_COMMIT = ("store.results.between", "store.commit.before")
-INSIDE_RENAME = ("output.rename.before", "output.rename.after")
 AROUND = ("store.commit.after", "writer.commit.before", "writer.commit.after", "output.sync.before")
-DURING_COMMIT = "store.commit"
-"""Not a failpoint: some instant between `store.commit.before` and `store.commit.after`."""
-MAX_COMMIT_S = 0.004
-LATENCY_S = 0.35
-RULES = tuple(
-    {"match": {"every": every}, "action": {"delay_s": delay_s}}
-    for every, delay_s in ((5, 0.2), (3, 0.1), (2, 0.25))
-)
-"""So that rows do not end in step: there are always some that run."""
-WINDOW_ROWS = 24
-SHORT_ROWS = 16
 MIN_IN_FLIGHT = 4
 PAUSE_S = 0.4
 TRAP_WAIT_S = 15.0
@@ -120,69 +119,6 @@ def plan_targets(rng: random.Random, num_kills: int) -> list[str]:
     plan = [names[int(offset + index * step) % len(names)] for index in range(num_kills)]
     rng.shuffle(plan)
     return plan
-
-
-class FailpointServer:
-    """Answers every failpoint of the processes whose `BATCHRUN_FAILPOINTS` is `spec`."""
-
-    def __init__(self, folder: Path, rng: random.Random) -> None:
-        self.num_passes: Counter[str] = Counter()
-        self._rng = rng
-        self._trap: tuple[int, Kill, threading.Event] | None = None
-        folder.mkdir(parents=True, exist_ok=True)
-        self.spec = f"*=ask:{folder / 'failpoints'}"
-        answer = self._answer
-
-        class Handler(BaseRequestHandler):
-            def handle(self) -> None:
-                with suppress(OSError, ValueError):
-                    answer(self.request)
-
-        self._server = ThreadingUnixStreamServer(str(folder / "failpoints"), Handler)
-        self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def set_trap(self, pid: int, kill: Kill) -> threading.Event:
-        """From now on this process dies at the kill's place (a failpoint, or `DURING_COMMIT`).
-
-        Once the event is set, the kill has its instant and knows whether it was inside.
-        """
-        sprung = threading.Event()
-        self._trap = (pid, kill, sprung)
-        return sprung
-
-    def clear(self) -> None:
-        """No trap any more."""
-        self._trap = None
-
-    def close(self) -> None:
-        """Answer no more; whoever asks goes on."""
-        self.clear()
-        self._server.shutdown()
-        self._server.server_close()
-
-    def _answer(self, connection: socket.socket) -> None:
-        """Who is told nothing goes on as soon as the connection is closed."""
-        name, asker = connection.recv(256).decode().split()
-        self.num_passes[name] += 1
-        pid, kill, sprung = self._trap or (0, None, None)
-        if kill is None or sprung is None or pid != int(asker):
-            return
-        if name == "store.commit.after":
-            kill.is_inside = False
-        is_during = kill.place == DURING_COMMIT and name == "store.commit.before"
-        if name != kill.place and not is_during:
-            return
-        kill.is_inside = name in {*INSIDE_COMMIT, *INSIDE_RENAME}
-        if is_during:
-            connection.close()
-            time.sleep(self._rng.uniform(0, MAX_COMMIT_S))
-        kill.at = time.time()
-        os.kill(pid, signal.SIGKILL)
-        if is_during:
-            time.sleep(0.05)  # It may have said, just before, that the commit was over.
-        self._trap = None
-        sprung.set()
 
 
 class KillEpisode(Episode):
@@ -354,15 +290,21 @@ class VllmEpisode(KillEpisode):
 
 def main() -> int:
     """Run what was asked for, print and save. Exits 1 when a promise was broken or a bar missed."""
-    made = parser(__doc__, seed=1, kills=300, lanes=2)
+    made = parser(__doc__, seed=1, kills=300, lanes=2, events=0)
     made.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART")
     options = made.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="crash-"))
     began_s = time.monotonic()
-    plans = list(_plans(options.only, options.kills, options.seed))
     with ThreadPoolExecutor(options.lanes) as pool:
-        records = [*chain.from_iterable(pool.map(partial(_run, folder), plans))]
-    code = finish(options.json, records, bars(records))
+        if options.events:
+            planned = event_plans(options.events, options.seed)
+            records = [*chain.from_iterable(pool.map(partial(_run_events, folder), planned))]
+            found = event_bars(records)
+        else:
+            plans = list(_plans(options.only, options.kills, options.seed))
+            records = [*chain.from_iterable(pool.map(partial(_run, folder), plans))]
+            found = bars(records)
+    code = finish(options.json, records, found)
     print(f"{time.monotonic() - began_s:,.0f} s")
     if code:
         print(f"seed {options.seed}; kept for study: {folder}")
@@ -393,6 +335,29 @@ def bars(records: Sequence[Record]) -> Iterator[Bar]:
     if len(vllm):
         real = len(vllm.filter(pl.col("target") != "daemon"))
         yield Bar("kills of a real vLLM", real, MIN_VLLM_KILLS)
+
+
+EventPlan = tuple[str, random.Random, Sequence[Event]]
+
+
+def event_plans(num_events: int, seed: int) -> list[EventPlan]:
+    """The events of each deployment; those of the clock are the last one's."""
+    planned = plan_events(random.Random(seed), num_events)
+    planned.sort(key=lambda event: event.target == "clock")
+    names = range(0, num_events, EVENTS_PER_DEPLOYMENT)
+    return [
+        (f"events {at}", random.Random(f"{seed}/{at}"), planned[at : at + EVENTS_PER_DEPLOYMENT])
+        for at in names
+    ]
+
+
+def _run_events(folder: Path, plan: EventPlan) -> list[Record]:
+    """A record for each event, and one for the deployment."""
+    name, rng, events = plan
+    episode = EventEpisode(folder / name.replace(" ", "-"), rng, events)
+    episode.run()
+    print(f"{name}: {len(episode.events)} events", *episode.problems[:5], flush=True)
+    return [*records_of(episode, {"deployment": name})]
 
 
 def _plans(only: Sequence[str], num_kills: int, seed: int) -> Iterator[Plan]:

@@ -2,27 +2,113 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import socket
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from socketserver import BaseRequestHandler, ThreadingUnixStreamServer
 from typing import Any
 
 from batchrun.errors import BatchrunError
 from batchrun.store.jobs import JobRecord
 from batchrun.types import JobState
-from benchmarks.crash_account import check_home, check_leftovers, check_output, read_jobs
+from benchmarks.crash_account import Kill, check_home, check_leftovers, check_output, read_jobs
 from benchmarks.deployment import Deployment, wait_until
 
 END_WAIT_S = 300.0
+LATENCY_S = 0.35
+RULES = tuple(
+    {"match": {"every": every}, "action": {"delay_s": delay_s}}
+    for every, delay_s in ((5, 0.2), (3, 0.1), (2, 0.25))
+)
+"""So that rows do not end in step: there are always some that run."""
+WINDOW_ROWS = 24
+SHORT_ROWS = 16
+INSIDE_COMMIT = ("store.results.between", "store.commit.before")
+INSIDE_RENAME = ("output.rename.before", "output.rename.after")
+DURING_COMMIT = "store.commit"
+"""Not a failpoint: some instant between `store.commit.before` and `store.commit.after`."""
+MAX_COMMIT_S = 0.004
 POLL_S = 0.05
 POLL_INTERVAL_S = 0.2
 FINAL_KEYS = (
     *("state", "reason", "num_rows", "num_completed", "num_failed"),
     *("num_prompt_tokens", "num_output_tokens", "num_cached_tokens", "finished_at"),
 )
+
+
+class FailpointServer:
+    """Answers every failpoint of the processes whose `BATCHRUN_FAILPOINTS` is `spec`. While
+    `is_disk_full`, no transaction finds room for its commit."""
+
+    def __init__(self, folder: Path, rng: random.Random) -> None:
+        self.num_passes: Counter[str] = Counter()
+        self._rng = rng
+        self.is_disk_full = False
+        self._trap: tuple[int, Kill, threading.Event] | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+        self.spec = f"*=ask:{folder / 'failpoints'}"
+        answer = self._answer
+
+        class Handler(BaseRequestHandler):
+            def handle(self) -> None:
+                with suppress(OSError, ValueError):
+                    answer(self.request)
+
+        self._server = ThreadingUnixStreamServer(str(folder / "failpoints"), Handler)
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def set_trap(self, pid: int, kill: Kill) -> threading.Event:
+        """From now on this process dies at the kill's place (a failpoint, or `DURING_COMMIT`).
+
+        Once the event is set, the kill has its instant and knows whether it was inside.
+        """
+        sprung = threading.Event()
+        self._trap = (pid, kill, sprung)
+        return sprung
+
+    def clear(self) -> None:
+        """No trap any more."""
+        self._trap = None
+
+    def close(self) -> None:
+        """Answer no more; whoever asks goes on."""
+        self.clear()
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _answer(self, connection: socket.socket) -> None:
+        """Who is told nothing goes on as soon as the connection is closed."""
+        name, asker = connection.recv(256).decode().split()
+        self.num_passes[name] += 1
+        if self.is_disk_full and name == "store.commit.before":
+            connection.sendall(b"raise")
+            return
+        pid, kill, sprung = self._trap or (0, None, None)
+        if kill is None or sprung is None or pid != int(asker):
+            return
+        if name == "store.commit.after":
+            kill.is_inside = False
+        is_during = kill.place == DURING_COMMIT and name == "store.commit.before"
+        if name != kill.place and not is_during:
+            return
+        kill.is_inside = name in {*INSIDE_COMMIT, *INSIDE_RENAME}
+        if is_during:
+            connection.close()
+            time.sleep(self._rng.uniform(0, MAX_COMMIT_S))
+        kill.at = time.time()
+        os.kill(pid, signal.SIGKILL)
+        if is_during:
+            time.sleep(0.05)  # It may have said, just before, that the commit was over.
+        self._trap = None
+        sprung.set()
 
 
 class StatusWatcher:

@@ -11,8 +11,8 @@ from fault_trial import Fault, check_command, expect, trial
 
 from batchrun.failpoints import NAMES, VARIABLE
 from batchrun.types import JobState
-from benchmarks.crash import FailpointServer
 from benchmarks.crash_account import Kill, check_output
+from benchmarks.crash_rig import FailpointServer
 from benchmarks.deployment import Deployment, wait_until
 
 NUM_SMALL_ROWS = 40

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Annotated, Any
 
 import typer
@@ -199,15 +200,22 @@ def _picture(home: Home, job: str | None) -> dict[str, Any]:
     return picture
 
 
-def _render(picture: dict[str, Any], job: str | None, most_ended: int | None) -> RenderableType:
-    switch = "on" if picture["offline"] else "off"
-    parts: list[RenderableType] = [
-        "no daemon runs; start one with `batchrun up -d`"
-        if picture["gateway"] is None
-        else f"online endpoint {picture['gateway']}/v1, offline work {switch}"
-    ]
+def _head_lines(picture: dict[str, Any]) -> Iterator[str]:
+    """Where callers go, and what holds up the daemon or the gateway."""
+    if picture["gateway"] is not None:
+        switch = "on" if picture["offline"] else "off"
+        yield f"online endpoint {picture['gateway']}/v1, offline work {switch}"
+    elif not picture["stalled"]:
+        yield "no daemon runs; start one with `batchrun up -d`"
     if picture["stalled"]:
-        parts.append(f"stalled: {picture['stalled']}")
+        yield f"stalled: {picture['stalled']}"
+    if picture["progress"] is not None:
+        yield from describe_parts(picture["progress"])
+        yield from _loop_lines(picture["progress"])
+
+
+def _render(picture: dict[str, Any], job: str | None, most_ended: int | None) -> RenderableType:
+    parts: list[RenderableType] = [*_head_lines(picture)]
     for engine in picture["engines"]:
         busy = f", {engine['in_flight']} offline rows in flight" if engine["in_flight"] else ""
         stage = "" if engine["stage"] == engine["state"] else f" ({engine['stage']})"
@@ -260,6 +268,28 @@ def _felt_lines(felt: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
 
 
 SHOWN_STALL_S = 5.0
+SHOWN_SILENCE_S = 10.0
+
+
+def describe_parts(progress: dict[str, Any]) -> list[str]:
+    """What holds up the daemon's writer and the gateway now; nothing where all is well."""
+    parts = []
+    if progress["writer_waits_s"] >= SHOWN_SILENCE_S:
+        parts.append(f"results have waited for {progress['writer_waits_s']:.0f} s to be committed")
+    if progress["gateway_silent_s"] >= SHOWN_SILENCE_S:
+        parts.append(f"the gateway has not answered for {progress['gateway_silent_s']:.0f} s")
+    return parts
+
+
+def _loop_lines(progress: dict[str, Any]) -> Iterator[str]:
+    """How often the daemon's loop stood, if it did."""
+    if progress["num_loop_stalls"]:
+        at = datetime.fromtimestamp(progress["last_loop_stall_at"]).strftime("%H:%M:%S")
+        yield (
+            f"the daemon's loop stood still so often since its start: "
+            f"{progress['num_loop_stalls']}, for {progress['longest_loop_stall_s']:.0f} s at most, "
+            f"the last time until {at}"
+        )
 
 
 def describe_progress(engine: dict[str, Any]) -> str:
@@ -267,9 +297,15 @@ def describe_progress(engine: dict[str, Any]) -> str:
     parts = []
     if engine["stalled_s"] >= SHOWN_STALL_S:
         parts.append(f", no progress for {engine['stalled_s']:.0f} s")
+    if engine["ejected_s"]:
+        parts.append(f", no calls for {engine['ejected_s']:.0f} s, because they failed")
     if engine["num_hangs"]:
         parts.append(f"; it has hung so often since the daemon's start: {engine['num_hangs']}")
     return "".join(parts)
+
+
+SAID = {JobState.PAUSED, JobState.FAILED, JobState.EXPIRED}
+"""States for which the list says why."""
 
 
 def _job_list(picture: dict[str, Any], most_ended: int | None) -> Iterator[RenderableType]:
@@ -282,7 +318,7 @@ def _job_list(picture: dict[str, Any], most_ended: int | None) -> Iterator[Rende
     waits = picture["gateway"] is None
     yield _job_table(shown, waits=waits)
     for view in shown:
-        if view["reason"] and view["state"] in {JobState.PAUSED, JobState.FAILED}:
+        if view["reason"] and view["state"] in SAID:
             yield f"{view['id']} {view['state']}: {view['reason']}"
     if len(shown) < len(newest):
         yield f"{len(newest) - len(shown):,} more that have ended; --all shows them"

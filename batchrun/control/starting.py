@@ -60,12 +60,9 @@ def start_in_background(
     """
     if DaemonClient(home, timeout_s=ANSWER_WAIT_S).is_running():
         raise StateError(f"a daemon runs already for {home.path}; stop it with `batchrun down`")
-    address = home.read_daemon_address()
-    if address is not None and StoreLock(home.store_lock).find_holder() == address.pid:
-        raise StateError(
-            f"the daemon of {home.path} (pid {address.pid}) runs and gave no answer within "
-            f"{ANSWER_WAIT_S:g} s; `batchrun down` ends it"
-        )
+    silence = describe_silence(home)
+    if silence is not None:
+        raise StateError(f"{silence}; `batchrun down` ends it")
     home.create()
     log_path = home.log / "daemon.log"
     log_size = log_path.stat().st_size if log_path.exists() else 0
@@ -87,6 +84,17 @@ def start_in_background(
                 stages = "; ".join(f"engine {each['name']}: {each['stage']}" for each in engines)
             time.sleep(POLL_INTERVAL_S)
     raise BatchrunError(last_words(log_path, log_size))
+
+
+def describe_silence(home: Home) -> str | None:
+    """A few words on the daemon of a home, which did not answer, if it lives."""
+    address = home.read_daemon_address()
+    if address is None or StoreLock(home.store_lock).find_holder() != address.pid:
+        return None
+    return (
+        f"the daemon of {home.path} (pid {address.pid}) runs and gave no answer within "
+        f"{ANSWER_WAIT_S:g} s"
+    )
 
 
 @contextmanager

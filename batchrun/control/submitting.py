@@ -11,7 +11,7 @@ from typing import Any
 
 from batchrun.control.client import DaemonClient
 from batchrun.control.following import ProgressBar
-from batchrun.control.starting import read_deployment
+from batchrun.control.starting import ANSWER_WAIT_S, describe_silence, read_deployment
 from batchrun.errors import DaemonUnavailableError, UnknownJobError
 from batchrun.files import StoreLock
 from batchrun.home import Home
@@ -131,9 +131,9 @@ def go_on(record: JobRecord, client: DaemonClient) -> dict[str, Any]:
 def view_jobs(home: Home) -> dict[str, Any]:
     """The daemon's snapshot, or what the store alone can tell of the jobs, oldest first."""
     try:
-        return DaemonClient(home).get("/status")
+        return DaemonClient(home, timeout_s=ANSWER_WAIT_S).get("/status")
     except DaemonUnavailableError:
-        pass
+        silence = describe_silence(home)
     views: list[dict[str, object]] = []
     if home.has_store:
         from batchrun.daemon.prices import read_spent
@@ -151,5 +151,5 @@ def view_jobs(home: Home) -> dict[str, Any]:
                     "cost": None,
                 }
                 views.append(view_job(record, results.count(store, record.seq)) | more)
-    nothing: dict[str, Any] = {"gateway": None, "offline": None, "stalled": None}
-    return nothing | {"engines": [], "felt": [], "jobs": views}
+    nothing: dict[str, Any] = {"gateway": None, "offline": None, "stalled": silence}
+    return nothing | {"progress": None, "engines": [], "felt": [], "jobs": views}

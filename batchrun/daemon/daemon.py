@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from batchrun.config import TimeoutsConfig
 from batchrun.daemon.dispatcher import Dispatcher
 from batchrun.daemon.ending import JobEnd, remove_expired_files, remove_old_results
 from batchrun.daemon.engine_link import Slot, Steering
@@ -64,8 +65,8 @@ class Daemon:
     are removed `retention_s` after their job's end; None keeps them. `files` is where the files of
     OpenAI's API lie; None: there are no batches. `images` fetches what rows name. `python` is
     an interpreter with vLLM, `key_limits` what user keys may that have no limit of their own; in
-    `kept_in` lie rows that batchrun kept itself. Commands raise UnknownJobError, StateError or
-    StoreError.
+    `kept_in` lie rows that batchrun kept itself. `timeouts` bound rows, and jobs without a
+    deadline. Commands raise UnknownJobError, StateError or StoreError.
     """
 
     store: Store
@@ -78,6 +79,7 @@ class Daemon:
     python: Path | None = None
     key_limits: KeyLimits = NO_LIMITS
     kept_in: Sequence[Path] = ()
+    timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
     active: dict[int, ActiveJob] = field(default_factory=dict)
     stages: dict[str, Stage] = field(default_factory=dict)
     writer: ResultWriter = field(init=False)
@@ -113,6 +115,7 @@ class Daemon:
         self.dispatcher = Dispatcher(
             self.store, self.writer, self.slots, epoch, self._pause_soon, self.images
         )
+        self.dispatcher.row_timeout_s = self.timeouts.row
         links = {s.engine.name: (s.link, s.orders_nonce) for s in self.slots if s.link}
         self.steering = Steering(links, epoch, self.dispatcher.jobs.keys)
         is_on = bool(jobs.read_setting(self.store, SWITCH_SETTING, True))
@@ -299,7 +302,10 @@ class Daemon:
             return
         self.dispatcher.forget_rows({record.id for record in records})
         for record in records:
-            is_overdue = record.expires_at is not None and record.expires_at <= time.time()
+            expires_at = record.expires_at
+            if expires_at is None and self.timeouts.job is not None:
+                expires_at = record.created_at + self.timeouts.job
+            is_overdue = expires_at is not None and expires_at <= time.time()
             if is_overdue and self.end.may_try(record.seq):
                 self._tasks.spawn(self._finish(record, JobState.EXPIRED), record.id)
 

@@ -82,8 +82,9 @@ class Hinter:
 class Dispatcher:
     """Hands rows of the active jobs to the engines.
 
-    `pause_job(job, reason)` is called when a job's setting is at fault. Everything runs on one
-    event loop; only reading and rendering rows happens in a thread.
+    `pause_job(job, reason)` is called when a job's setting is at fault. No row may take longer than
+    `row_timeout_s`. Everything runs on one event loop; only reading and rendering rows happens in a
+    thread.
     """
 
     store: Store
@@ -93,6 +94,7 @@ class Dispatcher:
     pause_job: Callable[[ActiveJob, str], None]
     images: ImageFetcher = field(default_factory=ImageFetcher)
     is_offline_on: bool = True
+    row_timeout_s: float = math.inf
     rng: random.Random = field(default_factory=random.Random)
     hinter: Hinter = field(init=False)
     assigner: Assigner[ActiveJob, Slot] = field(init=False)
@@ -330,7 +332,7 @@ class Dispatcher:
                 if hint is not None:
                     put_hint(body, hint, slot.hint_nonce)
             request = Request(job.record.id, row, attempt, self.epoch, job.spec.endpoint, body)
-            timeout_s = job.spec.row_timeout
+            timeout_s = min(job.spec.row_timeout, self.row_timeout_s)
             outcome = await slot.engine.client.execute(
                 request, timeout_s=timeout_s, room=self.writer.room
             )

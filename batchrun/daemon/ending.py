@@ -246,6 +246,9 @@ def _custom_ids(
 
 
 OUTPUT_RETRY_S = 30.0
+OUTPUT_TRIES = 3
+"""So often it is tried to write the output of a job whose deadline has passed; then the job ends
+without: its results are in the store."""
 
 
 @dataclass(slots=True)
@@ -253,7 +256,7 @@ class JobEnd:
     """Writes output files and ends jobs. `pause(job_id, reason)`: the file cannot be written.
 
     `files` is where the files lie that batches of OpenAI's API end with; None: there are no
-    batches.
+    batches. What a deadline ended is tried again after `retry_s`.
     """
 
     store: Store
@@ -263,7 +266,9 @@ class JobEnd:
     pause: Callable[[str, str], Awaitable[None]]
     files: FileBytes | None = None
     _closing: dict[int, asyncio.Lock] = field(default_factory=dict)
+    retry_s: float = OUTPUT_RETRY_S
     _retry_at_s: dict[int, float] = field(default_factory=dict)
+    _num_failures: Counter[int] = field(default_factory=Counter)
 
     async def close(self, record: JobRecord) -> None:
         """Write the output file, then end the job. One at a time: an export cannot be stopped."""
@@ -308,14 +313,22 @@ class JobEnd:
         finally:
             await in_thread(exits.close)
 
+    def _gives_up(self, record: JobRecord) -> bool:
+        """Its output could not be written once more; whether it ends without."""
+        is_overdue = record.ends_as is JobState.EXPIRED
+        self._num_failures[record.seq] += is_overdue
+        return is_overdue and self._num_failures[record.seq] >= OUTPUT_TRIES
+
     async def _export(self, record: JobRecord, stage: Stage) -> None:
         reason = None
         try:
             await self._write(record, stage)
         except BatchrunError as error:
             reason = f"output not written: {error}"
-        if reason is not None and record.state is JobState.FINALIZING:
-            self._retry_at_s[record.seq] = time.monotonic() + OUTPUT_RETRY_S
+        may_wait = reason is not None and record.state is JobState.FINALIZING
+        if may_wait and not self._gives_up(record):
+            assert reason is not None
+            self._retry_at_s[record.seq] = time.monotonic() + self.retry_s
             await self.pause(record.id, reason)
             return
         if record.ends_as is JobState.FAILED:

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from batchrun.config import TINY_MODELS, Deployment, EngineConfig, SloConfig
+from batchrun.config import TINY_MODELS, Deployment, EngineConfig, SloConfig, TimeoutsConfig
 from batchrun.daemon.dispatcher import OFFLINE_PRIORITY
 from batchrun.daemon.engine_link import Engine, EngineLink, Slot, window_of
 from batchrun.daemon.plugin import (
@@ -39,7 +39,7 @@ from batchrun.engine.sockets import EngineSockets
 from batchrun.engine.tiny_model import build_tiny_model
 from batchrun.engine.tiny_vision_model import build_tiny_vision_model
 from batchrun.errors import ConfigError, EngineError, InputError
-from batchrun.files import write_atomically
+from batchrun.files import waited_for_core_s, write_atomically
 from batchrun.home import Home
 from batchrun.keys import is_loopback
 from batchrun.pool.row_queue import RowLoad
@@ -53,11 +53,18 @@ from batchrun.store.api_keys import (
     limits_of,
 )
 from batchrun.store.database import Store
+from batchrun.types import EnginePhase
 
 log = logging.getLogger(__name__)
 
 GATEWAY_CHECK_S = 0.5
 GATEWAY_START_S = 15.0
+GATEWAY_ANSWER_S = 2.0
+MAX_MISSED = 3
+"""A gateway that is asked so often and answers nothing is stuck. Of several workers each is watched
+by the gateway itself."""
+STARVED_SHARE = 0.25
+"""One that waited for a core for so much of that is late, on a machine that is short of CPU."""
 FIRST_ENGINE_PORT_OFFSET = 100
 LAST_PORT = 65_535
 TINY_BUILDERS = dict(zip(TINY_MODELS, (build_tiny_model, build_tiny_vision_model), strict=True))
@@ -148,13 +155,40 @@ class Supervisor:
             await slot.engine.client.close()
 
     async def _watch_gateway(self) -> None:
+        num_missed = 0
         while True:
             await asyncio.to_thread(self._ensure_gateway)
+            num_missed = 0 if await self._does_gateway_answer() else num_missed + 1
+            if num_missed >= MAX_MISSED:
+                log.error("the gateway gives no answer; it is ended and started again")
+                await asyncio.to_thread(process.stop_recorded, self._home.gateway_process, 1.0)
+                num_missed = 0
+                continue
             for slot in self.slots:
                 if slot.agent is not None:
                     slot.hint_nonce = slot.agent.hint_nonce
             self._write_upstreams()
             await asyncio.sleep(GATEWAY_CHECK_S)
+
+    async def _does_gateway_answer(self) -> bool:
+        """Whether it takes a request and answers anything; one without a core counts as if."""
+        record = process.read_record(self._home.gateway_process)
+        if self._deployment.gateway_workers > 1 or record is None:
+            return True
+        waited_s = waited_for_core_s(record.pid)
+        writer = None
+        try:
+            async with asyncio.timeout(GATEWAY_ANSWER_S):
+                where = split_listen(self._deployment.listen)
+                reader, writer = await asyncio.open_connection(*where)
+                writer.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                return bool(await reader.read(1))
+        except OSError:
+            starved_s = waited_for_core_s(record.pid) - waited_s
+            return starved_s >= STARVED_SHARE * GATEWAY_ANSWER_S
+        finally:
+            if writer is not None:
+                writer.close()
 
     def _ensure_gateway(self, *, is_first: bool = False) -> None:
         """Start the gateway unless it runs; the first time, its port must be free."""
@@ -213,6 +247,7 @@ class Supervisor:
                 or slot.is_draining
                 or slot.engine.progress.is_doubtful,
                 "is_hung": slot.engine.progress.is_hung,
+                "is_ready": slot.engine.state is EnginePhase.READY,
                 "hint_nonce": slot.hint_nonce,
                 "offline_priority": OFFLINE_PRIORITY if slot.uses_priority else None,
                 "models": slot.models,
@@ -230,6 +265,7 @@ class Supervisor:
             "slo_classes": self._slo_classes,
             "image_hosts": self._deployment.image_hosts,
             "router": self._deployment.router,
+            "timeouts": _call_timeouts(self._deployment.timeouts),
         }
         content = json.dumps(document).encode()
         if content == self._upstreams:
@@ -241,6 +277,12 @@ class Supervisor:
                 slot.apart_since_s = None
             elif slot.apart_since_s is None:
                 slot.apart_since_s = time.monotonic()
+
+
+def _call_timeouts(timeouts: TimeoutsConfig) -> dict[str, float]:
+    """As the gateway knows them."""
+    named = timeouts.model_dump(include={"first_token", "between_tokens", "answer", "row"})
+    return {f"{name}_s": value for name, value in named.items()}
 
 
 def _address_of(engine: Engine) -> dict[str, object]:
@@ -304,6 +346,15 @@ def make_engine(
     config = deployment.engines[index]
     if config.agent is not None:
         return AgentEngine(_agent_address(deployment, config, home))
+    engine = _own_engine(deployment, home, index, hint_nonce)
+    engine.client.reply_idle_s = deployment.timeouts.between_tokens
+    return engine
+
+
+def _own_engine(
+    deployment: Deployment, home: Home, index: int, hint_nonce: str | None
+) -> ManagedEngine | AttachedEngine:
+    config = deployment.engines[index]
     if config.attach is not None:
         return AttachedEngine(
             AttachedSettings(name=config.name, url=config.attach, api_key=config.api_key)

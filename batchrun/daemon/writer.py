@@ -57,6 +57,7 @@ class ResultWriter:
         self._has_room = asyncio.Event()
         self._has_room.set()
         self._long_replies = asyncio.Semaphore(MAX_LONG_REPLIES)
+        self._commit_began_s: float | None = None
         self.stalled: str | None = None
 
     def put(self, job_seq: int, outcome: Outcome) -> None:
@@ -71,6 +72,12 @@ class ResultWriter:
             self._has_room.clear()
         if len(self._waiting) >= MAX_BATCH or self._num_bytes >= MAX_BATCH_BYTES:
             self._is_pressed.set()
+
+    def waits_s(self, now_s: float) -> float:
+        """For how long the results that are being committed have waited for it, at an instant of
+        the monotonic clock; 0 where none are. Any thread may ask."""
+        began_s = self._commit_began_s
+        return 0.0 if began_s is None else max(0.0, now_s - began_s)
 
     @asynccontextmanager
     async def room(self) -> AsyncIterator[None]:
@@ -94,7 +101,9 @@ class ResultWriter:
             batch = await self._gather()
             if batch:
                 failpoint("writer.commit.before")
+                self._commit_began_s = time.monotonic()
                 await self._commit(batch)
+                self._commit_began_s = None
                 failpoint("writer.commit.after")
                 self._num_committed += len(batch)
                 self._num_bytes -= sum(len(outcome.body or b"") for _, outcome in batch)

@@ -310,7 +310,7 @@ class EngineClient:
         """`base_url` is the engine's address, with or without `/v1`. Raises ConfigError."""
         self.context_tokens: dict[str, int | None] = {}
         """What its models take, prompt and answer together, as it told last."""
-        self._reply_idle_s = reply_idle_s
+        self.reply_idle_s = reply_idle_s
         self.base_url = _normalise_url(base_url)
         self._api_key = api_key
         self._tls = tls
@@ -414,7 +414,7 @@ class EngineClient:
         """(status code, body) within 2 s. Raises EngineError when there is no answer."""
         try:
             async with self._open().get(self.base_url + path, timeout=_CHECK_TIMEOUT) as response:
-                return response.status, await _read_bounded(response, self._reply_idle_s)
+                return response.status, await _read_bounded(response, self.reply_idle_s)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineError(self._explain(error)) from error
 
@@ -431,7 +431,7 @@ class EngineClient:
             headers={"X-Request-Id": request.request_id, "Content-Type": "application/json"},
             allow_redirects=False,
         ) as response:
-            body = await _read_bounded(response, self._reply_idle_s, on_long)
+            body = await _read_bounded(response, self.reply_idle_s, on_long)
             retry_after = response.headers.get("Retry-After")
             duration_s = time.monotonic() - start_s
             return Reply(response.status, body, retry_after, duration_s)

@@ -20,7 +20,7 @@ from pydantic import (
 
 from batchrun.config import OnDoneKey
 from batchrun.files import check_place
-from batchrun.quantities import FailureLimit, parse_duration_s
+from batchrun.quantities import FailureLimit, parse_duration_s, parse_optional_duration_s
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
 InputFormat = Literal["auto", "parquet", "jsonl", "json", "csv", "tsv", "openai-batch"]
@@ -51,10 +51,6 @@ Place = Annotated[Text, AfterValidator(check_place)]
 
 def _as_tuple(value: object) -> object:
     return (value,) if isinstance(value, str) else value
-
-
-def _optional_duration_s(value: object) -> float | None:
-    return None if value is None else parse_duration_s(value)
 
 
 def _checked_name(name: str) -> str:
@@ -125,7 +121,7 @@ class JobFile(_Strict):
     input: InputSpec
     request: dict[str, JsonValue] = Field(default_factory=dict)
     output: OutputSpec
-    deadline: Annotated[float | None, BeforeValidator(_optional_duration_s)] = None
+    deadline: Annotated[float | None, BeforeValidator(parse_optional_duration_s)] = None
     weight: Weight = 1.0
     retries: Annotated[int, Field(ge=0, le=100, strict=True)] = 3
     row_timeout: Annotated[float, BeforeValidator(parse_duration_s)] = Field(

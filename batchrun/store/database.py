@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -81,6 +82,10 @@ class Store:
             raise StoreLockedError(f"{self.name}: too many accesses at once") from error
         except sqlite.DriverError as error:
             raise self._as_store_error(error) from error
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise sqlite.as_store_error("disk is full", self.name) from error
 
     def _as_store_error(self, error: BaseException | None) -> StoreError:
         if self.is_sqlite:

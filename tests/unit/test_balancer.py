@@ -6,12 +6,20 @@ import asyncio
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from batchrun.server.gateway.balancer import COOLDOWN_S, Balancer, RoutedCall
 from batchrun.server.gateway.body_prompt import PIECE_BYTES, read_prompt
-from batchrun.server.gateway.shared_book import MAX_ENGINES, SharedBook, create
+from batchrun.server.gateway.shared_book import (
+    FAILURES,
+    FIRST_EJECTION_S,
+    LONGEST_EJECTION_S,
+    MAX_ENGINES,
+    SharedBook,
+    create,
+)
 from batchrun.server.gateway.upstreams import Upstream
 
 ONE, TWO = Upstream("one", "http://h:1"), Upstream("two", "http://h:2")
@@ -53,6 +61,38 @@ def test_an_engine_that_refused_comes_last_until_it_has_cooled_down(book: int) -
     balancer.mark_down(ONE, now_s=10)
     assert balancer.candidates(call, now_s=10) == [TWO, ONE]
     assert balancer.candidates(call, now_s=10 + COOLDOWN_S) == [ONE, TWO]
+
+
+def test_an_engine_whose_calls_fail_gets_one_after_a_growing_while(book: int) -> None:
+    first, second = worker(book), worker(book, 1)
+    call = streamed(first)
+    for _ in range(FAILURES):
+        assert ONE in second.candidates(call, now_s=10)
+        first.failed(ONE, now_s=10)
+    now_s, left_s = 10.0, FIRST_EJECTION_S
+    for _ in range(8):
+        assert second.candidates(call, now_s=now_s) == [TWO]
+        assert second.ejected(now_s=now_s)[0][1] == left_s
+        now_s, left_s = now_s + left_s, min(2 * left_s, LONGEST_EJECTION_S)
+        assert second.take_turn(ONE, now_s=now_s)
+        assert not first.take_turn(ONE, now_s=now_s)
+        second.failed(ONE, now_s=now_s)
+    now_s += left_s
+    assert first.take_turn(ONE, now_s=now_s)
+    first.answered(ONE)
+    assert second.take_turn(ONE, now_s=now_s) and second.take_turn(ONE, now_s=now_s)
+    assert second.ejected(now_s=now_s) == [("one", 0.0, 9), ("two", 0.0, 0)]
+
+
+@pytest.mark.parametrize("again", [replace(ONE, started=1), ONE])
+def test_an_engine_that_is_ready_again_gets_calls_at_once(book: int, again: Upstream) -> None:
+    balancer = worker(book)
+    for _ in range(FAILURES):
+        balancer.failed(ONE, now_s=10)
+    balancer.replace([replace(ONE, is_ready=False), TWO], "least")
+    assert balancer.candidates(streamed(balancer), now_s=10) == [TWO]
+    balancer.replace([again, TWO], "least")
+    assert ONE in balancer.candidates(streamed(balancer), now_s=10)
 
 
 def test_counts_survive_a_new_list(book: int) -> None:

@@ -292,7 +292,7 @@ def test_the_page_has_histograms_by_class_that_add_up() -> None:
         tally.count_reply(make_reply(seconds))
     tally.count_reply(make_reply(None, slo_class="flex"))
 
-    text = TallyPage(tally, list).render(is_daemon_up=False).decode()
+    text = TallyPage(tally, list, list).render(is_daemon_up=False).decode()
 
     assert 'batchrun_gateway_ttft_seconds_bucket{class="chat",le="0.15"} 3.0' in text
     assert 'batchrun_gateway_ttft_seconds_bucket{class="chat",le="+Inf"} 4.0' in text

@@ -23,6 +23,7 @@ from batchrun.config import (
     KeyLimitsConfig,
     SloClassConfig,
     SloConfig,
+    TimeoutsConfig,
     WindowConfig,
 )
 from batchrun.control.following import STALL_PATIENCE_S
@@ -30,13 +31,16 @@ from batchrun.daemon import faults as backoff
 from batchrun.daemon import faults as breaker
 from batchrun.daemon import faults as trials
 from batchrun.daemon import writer
+from batchrun.daemon.ending import OUTPUT_TRIES
 from batchrun.engine import command as vllm_command
 from batchrun.engine.command import ManagedSettings
 from batchrun.errors import BatchrunError, ConfigError
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.spec import OUTPUT_COLUMNS, InputSpec, JobFile, OutputSpec
 from batchrun.pool.prefix_keys import CHUNK_BYTES
+from batchrun.server.api.watch import ENDED_S, SHOWN_S
 from batchrun.server.gateway.app import MAX_BODY_BYTES
+from batchrun.server.gateway.shared_book import FAILURES, FIRST_EJECTION_S, LONGEST_EJECTION_S
 from batchrun.store import jobs
 from batchrun.strict import load_strict
 from batchrun.types import JobState
@@ -64,6 +68,7 @@ KEY_TABLES: list[tuple[type[BaseModel], str, str]] = [
     (SloConfig, "configuration.md", "slo."),
     (SloClassConfig, "configuration.md", "slo_classes.NAME."),
     (WindowConfig, "configuration.md", "window."),
+    (TimeoutsConfig, "configuration.md", "timeouts."),
     (KeyLimitsConfig, "configuration.md", "key_limits."),
 ]
 SECTIONS = {"input", "output"}
@@ -81,6 +86,11 @@ FIGURES = [
     ("reliability.md", f"for {trials.COMPANY_WAIT_S:g} s. With one engine"),
     ("reliability.md", f"exit code 4 after {STALL_PATIENCE_S:g} s"),
     ("reliability.md", f"fails to start {MAX_FAILED_STARTS} times in a row"),
+    ("reliability.md", f"without progress for {SHOWN_S:g} s is told"),
+    ("reliability.md", f"After {ENDED_S:g} s the daemon ends itself"),
+    ("reliability.md", f"output of such a job cannot be written {OUTPUT_TRIES} times"),
+    ("gateway.md", f"After {FAILURES} calls in a row"),
+    ("gateway.md", f"for {FIRST_EJECTION_S:g} s, then 2, 4 and so on up to {LONGEST_EJECTION_S:g}"),
     ("engines.md", f"--kv-cache-memory-bytes={vllm_command.CPU_KV_CACHE_BYTES}"),
     ("gateway.md", f"`--max-body-bytes` ({MAX_BODY_BYTES >> 20} MiB)"),
     ("pool.md", f"pieces of {CHUNK_BYTES} bytes"),

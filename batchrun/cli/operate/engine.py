@@ -29,10 +29,10 @@ from batchrun.cli.console import (
 )
 from batchrun.cli.operate.agent import environment, serve
 from batchrun.cli.operate.explain import explain
-from batchrun.cli.status import SHOWN_STALL_S, describe_progress
+from batchrun.cli.status import SHOWN_STALL_S, describe_parts, describe_progress
 from batchrun.config import TINY_MODELS, Deployment, EngineConfig
 from batchrun.control.client import DaemonClient
-from batchrun.control.starting import read_deployment
+from batchrun.control.starting import ANSWER_WAIT_S, describe_silence, read_deployment
 from batchrun.daemon.plugin import profile_path
 from batchrun.daemon.supervisor import check_gateway_port, default_port, engine_python
 from batchrun.engine.command import check_model, check_port_free, find_vllm, has_gpu, install_engine
@@ -287,11 +287,17 @@ def _findings(deployment: Deployment, home: Home) -> Iterator[Finding]:
     yield Finding("GPU", True, "an NVIDIA GPU" if has_gpu() else "none: engines run on the CPU")
     picture = _running(home)
     running = picture is not None
-    yield Finding("daemon", True, "running" if running else "not running (`batchrun up -d`)")
+    silence = None if running else describe_silence(home)
+    said = "running" if running else silence or "not running (`batchrun up -d`)"
+    yield Finding("daemon", silence is None, said, "batchrun down, then batchrun up -d")
+    for trouble in [] if picture is None else describe_parts(picture["progress"]):
+        mend = "see daemon.log; a part that is stuck is ended and started again by itself"
+        yield Finding("progress", False, trouble, mend)
     for engine in [] if picture is None else picture["engines"]:
         said = describe_progress(engine)
         mend = "an engine that hangs is ended and started again by itself; daemon.log says when"
-        name, is_well = f"progress of engine {engine['name']}", engine["stalled_s"] < SHOWN_STALL_S
+        name = f"progress of engine {engine['name']}"
+        is_well = engine["stalled_s"] < SHOWN_STALL_S and not engine["ejected_s"]
         yield Finding(name, is_well, f"{engine['state']}{said}", mend)
     for index, config in enumerate(deployment.engines):
         yield _engine_finding(config, home)
@@ -312,7 +318,7 @@ def _findings(deployment: Deployment, home: Home) -> Iterator[Finding]:
 
 def _running(home: Home) -> dict[str, Any] | None:
     try:
-        return DaemonClient(home).get("/status")
+        return DaemonClient(home, timeout_s=ANSWER_WAIT_S).get("/status")
     except DaemonUnavailableError:
         return None
 

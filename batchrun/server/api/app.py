@@ -38,6 +38,7 @@ from batchrun.server.api.batches import Batches, batches_router
 from batchrun.server.api.errors import Callers, install_error_handlers
 from batchrun.server.api.files import Files, files_router
 from batchrun.server.api.metrics import MetricsPage
+from batchrun.server.api.watch import LoopWatch
 from batchrun.store import jobs, results
 from batchrun.store.api_keys import (
     MAX_COUNT,
@@ -151,7 +152,7 @@ def make_app(daemon: Daemon, status: Status, edge: Edge) -> FastAPI:
         title="batchrun", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
     )
     install_error_handlers(app)
-    page = MetricsPage(daemon)
+    page = MetricsPage(daemon, status.watch)
 
     @app.get("/healthz")
     async def healthz() -> dict[str, object]:
@@ -335,6 +336,14 @@ class AsksGateway(Protocol):
         """How long the calls of the last minutes took their callers."""
         ...
 
+    def ejected_s(self, engine: str) -> float:
+        """For how long an engine still gets no calls."""
+        ...
+
+    def silent_s(self, now_s: float) -> float:
+        """For how long the gateway has told nothing."""
+        ...
+
     async def explain(self, most: int) -> JsonObject | None:
         """Why the last calls went where they went, so many of them; None: nobody answers."""
         ...
@@ -357,6 +366,8 @@ class Status:
         price_per_hour: float | None = None,
     ) -> None:
         self.daemon = daemon
+        self.watch = LoopWatch()
+        self.watch.writer_waits_s = daemon.writer.waits_s
         self.figures = figures
         self._gateway_url = gateway_url
         self._tellings = tellings
@@ -383,10 +394,22 @@ class Status:
             "gateway": self._gateway_url,
             "offline": self.daemon.dispatcher.is_offline_on,
             "stalled": stalled,
-            "engines": _engines(self.daemon.slots),
+            "progress": self._progress(),
+            "engines": self.engines,
             "felt": self.figures.view(),
             "routing": await self.figures.explain(0),
             "jobs": list(self._jobs.values()),
+        }
+
+    def _progress(self) -> dict[str, object]:
+        """How the daemon and the gateway get on."""
+        now_s, watch = time.monotonic(), self.watch
+        return {
+            "writer_waits_s": round(self.daemon.writer.waits_s(now_s), 1),
+            "gateway_silent_s": round(self.figures.silent_s(now_s), 1),
+            "num_loop_stalls": watch.num_stalls,
+            "longest_loop_stall_s": round(watch.longest_s, 1),
+            "last_loop_stall_at": watch.last_at,
         }
 
     async def job(self, job_id: str) -> dict[str, object]:
@@ -415,8 +438,8 @@ class Status:
 
     @property
     def engines(self) -> list[dict[str, object]]:
-        """The engines, with what their schedulers tell."""
-        return _engines(self.daemon.slots)
+        """The engines, with what their schedulers and the gateway tell."""
+        return _engines(self.daemon.slots, self.figures)
 
     def _predict(self) -> None:
         """When the running jobs will be done; nobody knows while offline work is switched off."""
@@ -461,7 +484,7 @@ class Status:
         }
 
 
-def _engines(slots: Sequence[Slot]) -> list[dict[str, object]]:
+def _engines(slots: Sequence[Slot], figures: AsksGateway) -> list[dict[str, object]]:
     return [
         {
             "name": slot.engine.name,
@@ -471,6 +494,7 @@ def _engines(slots: Sequence[Slot]) -> list[dict[str, object]]:
             "in_flight": slot.window.num_rows,
             "stalled_s": round(slot.engine.progress.stalled_s, 1),
             "num_hangs": slot.engine.progress.num_hangs,
+            "ejected_s": figures.ejected_s(slot.engine.name),
             "kv": slot.kv and {"tokens": slot.kv.num_tokens, "block_tokens": slot.kv.block_tokens},
             "telemetry": view_engine(slot.link),
         }

@@ -16,6 +16,7 @@ from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.job import ActiveJob
 from batchrun.daemon.view import expected_left_s
 from batchrun.pool.pace import Completion
+from batchrun.server.api.watch import LoopWatch
 from batchrun.types import EnginePhase
 from batchrun.wire import Telemetry
 
@@ -76,8 +77,9 @@ Heard = Sequence[tuple[str, Telemetry]]
 class MetricsPage(Collector):
     """Reads the daemon again for every page; it keeps nothing."""
 
-    def __init__(self, daemon: Daemon) -> None:
+    def __init__(self, daemon: Daemon, watch: LoopWatch) -> None:
         self._daemon = daemon
+        self._watch = watch
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -96,6 +98,7 @@ class MetricsPage(Collector):
         is_on, num_jobs = dispatcher.is_offline_on, len(dispatcher.jobs)
         yield _family(GAUGE, "offline_enabled", "1 while offline work is on.", "", [([], is_on)])
         yield _family(GAUGE, "jobs_running", "Jobs whose rows run.", "", [([], num_jobs)])
+        yield from self._of_daemon()
         yield from _of_jobs(list(dispatcher.jobs.values()), dispatcher.assigner.turns.completions())
         yield from _of_slots(slots)
         for kind, name, where, text in BY_ENGINE:
@@ -119,6 +122,16 @@ class MetricsPage(Collector):
         yield _family(GAUGE, "policy", "1 for the policy in force.", "engine policy", policies)
         yield from _of_latency(heard)
         yield _of_costs(heard)
+
+    def _of_daemon(self) -> Iterator[Metric]:
+        waits_s = self._daemon.writer.waits_s(time.monotonic())
+        text = "For how long results have waited to be committed."
+        yield _family(GAUGE, "writer_waits_seconds", text, "", [([], waits_s)])
+        text = "How often the daemon's loop stood still for long, since its start."
+        yield _family(COUNTER, "loop_stalls", text, "", [([], self._watch.num_stalls)])
+        text = "The longest that the daemon's loop stood still, as far as was seen."
+        longest_s = self._watch.longest_s
+        yield _family(GAUGE, "loop_longest_stall_seconds", text, "", [([], longest_s)])
 
 
 def _family(

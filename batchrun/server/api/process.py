@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ from batchrun.daemon.supervisor import (
     limits_in,
     split_listen,
 )
+from batchrun.engine import process
 from batchrun.errors import BatchrunError, EngineError, StoreUnreachableError
 from batchrun.files import StoreLock, allow_many_open_files, remove_left_scratch, write_atomically
 from batchrun.home import DaemonAddress, Home
@@ -42,6 +43,7 @@ from batchrun.media.hosts import ImageHosts
 from batchrun.quantities import parse_age_s
 from batchrun.server.api.app import Edge, Status, make_app
 from batchrun.server.api.errors import Callers
+from batchrun.server.api.watch import end_process
 from batchrun.server.web.gateway_figures import GatewayFigures
 from batchrun.server.web.history import History
 from batchrun.server.web.pages import Pages, dashboard_router
@@ -123,6 +125,7 @@ async def _run(
         tellings=messenger.tellings,
         price_per_hour=deployment.price_per_hour,
     )
+    _start_watch(status, home)
     routes = Edge(home, place, address.token, gateway_key, deployment.completion_windows, limits)
     # httptools reads on after an early answer, so that a refused upload hears why.
     app = make_app(daemon, status, routes)
@@ -136,7 +139,9 @@ async def _run(
     work = asyncio.create_task(daemon.run())
     engines = asyncio.create_task(_supervise(supervisor, on_ready))
     guard = asyncio.create_task(_guard(lock))
-    beside = [asyncio.create_task(pages.watch()), asyncio.create_task(messenger.run())]
+    beside = [
+        asyncio.create_task(each) for each in (pages.watch(), messenger.run(), status.watch.beat())
+    ]
     try:
         waited: set[asyncio.Future[Any]] = {ended, work, engines, guard}
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
@@ -144,6 +149,7 @@ async def _run(
         failure = None if ended.done() else _failure_of(guard, engines, work)
         _end_within(CLEAN_STOP_S, failure)
         pages.close()
+        status.watch.stop()
         for task in (work, engines, guard, *beside):
             task.cancel()
         await asyncio.gather(work, engines, guard, *beside, return_exceptions=True)
@@ -153,6 +159,26 @@ async def _run(
     if failure is not None:
         raise failure
     return ended.result()
+
+
+def _start_watch(status: Status, home: Home) -> None:
+    """Have a thread watch the loop that runs now."""
+    status.watch.on_end = partial(_begin_anew, home)
+    status.watch.start()
+
+
+def _begin_anew(home: Home, line: str) -> None:
+    """The loop hangs: end, and where `up -d` started this process, start the next one."""
+    record = process.read_record(home.daemon_process)
+    if record is not None and record.pid == os.getpid():
+        with suppress(OSError):
+            process.spawn(
+                [sys.executable, *sys.orig_argv[1:]],
+                env=dict(os.environ),
+                log_path=home.log / "daemon.log",
+                record_path=home.daemon_process,
+            )
+    end_process(line)
 
 
 def _daemon(
@@ -171,6 +197,7 @@ def _daemon(
         python=engine_python(deployment.engines[0], home),
         key_limits=limits_in(deployment),
         kept_in=home.kept_rows,
+        timeouts=deployment.timeouts,
     )
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 import uvloop
 
 from batchrun.errors import BatchrunError, ConfigError
+from batchrun.files import waited_for_core_s
 from batchrun.keys import is_loopback
 from batchrun.server.gateway.admission import read_keys
 from batchrun.server.gateway.app import MAX_BODY_BYTES, GatewaySettings, parse_listen
@@ -115,7 +116,7 @@ async def _hear(worker: Process, beats: asyncio.StreamReader) -> None:
     """Returns when the worker has ended, or was killed because its loop no longer turns."""
     num_missed = 0
     while num_missed < MAX_MISSED:
-        before_s = _waited_for_core_s(worker.pid)
+        before_s = waited_for_core_s(worker.pid)
         try:
             async with asyncio.timeout(BEAT_WAIT_S):
                 if not await beats.readline():
@@ -123,21 +124,12 @@ async def _hear(worker: Process, beats: asyncio.StreamReader) -> None:
             num_missed = 0
         except TimeoutError:
             # Where this process was stopped itself, beats wait to be read.
-            starved_s = _waited_for_core_s(worker.pid) - before_s
+            starved_s = waited_for_core_s(worker.pid) - before_s
             num_missed += starved_s < STARVED_SHARE * BEAT_WAIT_S
     limit_s = MAX_MISSED * BEAT_WAIT_S
     log.error("worker %d has been stuck for %.0f s; it is killed", worker.pid, limit_s)
     with suppress(ProcessLookupError):
         worker.kill()
-
-
-def _waited_for_core_s(pid: int) -> float:
-    """For how long the process could have run and did not, since it began; 0 where that is not
-    told."""
-    try:
-        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):
-        return 0.0
 
 
 async def _beat() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -57,7 +58,7 @@ from batchrun.server.gateway.forward import (
     relay,
 )
 from batchrun.server.gateway.replies import ReplyUsage
-from batchrun.server.gateway.tally import SeenReply, Tally, TallyPage
+from batchrun.server.gateway.tally import EJECTED, Ejected, SeenReply, Tally, TallyPage
 from batchrun.server.gateway.upstreams import SloClasses, Upstreams, find_daemon
 
 LIST_TARGET = "/v1/models"
@@ -139,7 +140,7 @@ class Gateway:
         self._settings = settings
         self._door = door
         self._tally = tally
-        self._metrics_page = TallyPage(tally, forwarder.balancer.figures)
+        self._metrics_page = TallyPage(tally, forwarder.balancer.figures, self._ejected)
         self._images = ImageFetcher()
         self._forwarder = forwarder
         self._slo: SloBounds | None = None
@@ -163,6 +164,7 @@ class Gateway:
     def take_over(self, upstreams: Upstreams) -> None:
         """Go on with a new list of engines and classes."""
         self._forwarder.balancer.replace(upstreams.engines, upstreams.router)
+        self._forwarder.timeouts = upstreams.timeouts
         self._slo, self._slo_classes = upstreams.slo, upstreams.slo_classes
         self._images.hosts = ImageHosts(upstreams.image_hosts)
 
@@ -244,11 +246,10 @@ class Gateway:
         )
         meter = request[ABOUT_CALLER].meter
         name = class_name(request.headers, key_class, bounds)
-        async with self._forwarder.exchange(call) as (reply, rewriting, usage, engine):
+        async with self._forwarder.exchange(call) as exchange:
+            reply, _, usage, engine, _ = exchange
             try:
-                return await relay(
-                    request, reply, request_id=request_id, rewriting=rewriting, usage=usage
-                )
+                return await relay(request, exchange, request_id=request_id)
             finally:
                 if meter is not None:
                     meter.count(usage)
@@ -262,10 +263,10 @@ class Gateway:
         if len(self._forwarder.balancer.upstreams) > 1:
             models = await self._forwarder.models(call)
         else:
-            async with self._forwarder.exchange(call) as (reply, *_):
-                if model_id is None or reply.status != 200:
-                    return await relay(request, reply, request_id=request_id)
-                models = await read_models(reply)
+            async with self._forwarder.exchange(call) as exchange:
+                if model_id is None or exchange.reply.status != 200:
+                    return await relay(request, exchange, request_id=request_id)
+                models = await read_models(exchange.reply)
         if model_id is not None:
             return one_model(models, model_id=model_id, request_id=request_id)
         listed = {"object": "list", "data": models}
@@ -305,7 +306,11 @@ class Gateway:
                 tell = partial(balancer.ended_calls, now_s, float(since_s))
             return web.json_response(await asyncio.to_thread(tell))
         series = [(each.kind, each.labels, each.values.tolist()) for each in self._tally.read()]
+        series += [(EJECTED, (name,), [left_s, num]) for name, left_s, num in self._ejected()]
         return web.json_response(series)
+
+    def _ejected(self) -> Ejected:
+        return self._forwarder.balancer.ejected(now_s=time.monotonic())
 
     async def _openapi(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
         return web.Response(

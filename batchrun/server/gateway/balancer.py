@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ from batchrun.server.gateway.replies import ReplyUsage
 from batchrun.server.gateway.shared_book import SharedBook
 from batchrun.server.gateway.upstreams import Upstream
 
+log = logging.getLogger(__name__)
+
 COOLDOWN_S = 5.0
 BYTES_PER_TOKEN = 4.0
 """Until replies have told better."""
@@ -44,6 +47,7 @@ class _Engine:
     column: int | None = None
     digest: int = 0
     down_until_s: float = -math.inf
+    is_ready: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +127,9 @@ class Balancer:
             upstream = replace(each, models=told[each]) if is_known else each
             engine = before.get(upstream, _Engine())
             engine.column = columns.get(_identity(upstream))
+            if upstream.is_ready and not engine.is_ready:
+                self.answered(upstream, engine)
+            engine.is_ready = upstream.is_ready
             self._engines[upstream] = engine
             if engine.column is not None:
                 engine.digest = self._shared.digest_of(engine.column)
@@ -136,16 +143,17 @@ class Balancer:
         return RoutedCall(call, text, is_offline)
 
     def candidates(self, routed: RoutedCall, *, now_s: float) -> list[Upstream]:
-        """The engines of the call's model that do not hang, best first; those that are the last
-        choice come late, and those that just refused a connection last. An offline call goes first
-        where it can give way to others."""
+        """The engines of the call's model that neither hang nor are ejected, best first; those that
+        are the last choice come late, and those that just refused a connection last. An offline
+        call goes first where it can give way to others."""
         serving = self._serving(routed.text.model)
         columns = serving.columns
         routed.order = self._router.rank(routed.call, columns, now_s) if columns else ()
         routed.terms = self._router.terms if columns else None
         order = [*map(serving.by_column.__getitem__, routed.order), *serving.others]
         is_unfit = routed.is_offline and serving.is_unfit
-        if not (serving.is_late or is_unfit or now_s < self._down_until_s):
+        troubled_until_s = max(self._down_until_s, self._shared.ejections.until_s)
+        if not (serving.is_late or is_unfit or now_s < troubled_until_s):
             return order
 
         def lateness(upstream: Upstream) -> tuple[bool, bool, bool]:
@@ -153,7 +161,55 @@ class Balancer:
             is_unfit = routed.is_offline and not upstream.runs_offline_calls
             return is_down, upstream.is_last_choice, is_unfit
 
-        return sorted((each for each in order if not each.is_hung), key=lateness)
+        usable = (
+            each
+            for each in order
+            if not each.is_hung and not self._left_s(self._engines[each], now_s)
+        )
+        return sorted(usable, key=lateness)
+
+    def take_turn(self, upstream: Upstream, *, now_s: float) -> bool:
+        """Whether a call may be sent there now: one at a time where the engine is on trial."""
+        engine = self._engines.get(upstream)
+        if engine is None or engine.column is None:
+            return True
+        return self._shared.ejections.take_turn(engine.column, now_s)
+
+    def failed(self, upstream: Upstream, *, now_s: float) -> None:
+        """A call could not be connected to the engine, or hung there."""
+        engine = self._engines.get(upstream)
+        if engine is None or engine.column is None:
+            return
+        if self._shared.ejections.failed(engine.column, now_s):
+            left_s = self._shared.ejections.left_s(engine.column, now_s)
+            log.error("engine %s: its calls fail; it gets none for %.0f s", upstream.name, left_s)
+
+    def answered(self, upstream: Upstream, engine: _Engine | None = None) -> None:
+        """The engine answered a call, or is ready again."""
+        engine = engine or self._engines.get(upstream)
+        if engine is not None and engine.column is not None:
+            self._shared.ejections.succeeded(engine.column)
+
+    def ejected(self, *, now_s: float) -> list[tuple[str, float, int]]:
+        """Each engine by name, for how many seconds it still gets no calls, and how often that
+        was."""
+        shared = self._shared.ejections
+        return [
+            (upstream.name, self._left_s(engine, now_s), shared.num_ejections(engine.column))
+            for upstream, engine in self._engines.items()
+            if engine.column is not None
+        ]
+
+    def back_in_s(self, routed: RoutedCall, *, now_s: float) -> float:
+        """When the first engine of the call's model that is ejected may be tried again; 0: none
+        is."""
+        columns = self._serving(routed.text.model).columns
+        lefts = [self._shared.ejections.left_s(column, now_s) for column in columns]
+        return min((left_s for left_s in lefts if left_s > 0), default=0.0)
+
+    def _left_s(self, engine: _Engine, now_s: float) -> float:
+        column = engine.column
+        return 0.0 if column is None else self._shared.ejections.left_s(column, now_s)
 
     def is_served(self, routed: RoutedCall) -> bool:
         """Whether an engine has the call's model, or may have it, be it reached or not."""
@@ -180,6 +236,7 @@ class Balancer:
 
     def mark_down(self, upstream: Upstream, *, now_s: float) -> None:
         """Try others first for a while, because this engine could not be reached."""
+        self.failed(upstream, now_s=now_s)
         engine = self._engines.get(upstream)
         if engine is not None:
             self._down_until_s = engine.down_until_s = now_s + COOLDOWN_S
@@ -197,18 +254,22 @@ class Balancer:
         if not routed.text.is_stream:
             wait_s = self._shared.book.loads([engine.column], now_s)[engine.column].waiting_s
         sent = self._router.sent(routed.call, engine.column, now_s)
-        usage.on_begin = partial(self._router.first_token, sent)
+        usage.on_begin = partial(self._began, upstream, sent)
         number = self._note(routed, sent, engine.digest)
         if not routed.text.is_stream:
             # Nobody sees when the first token of such a call comes.
             loop, due_s = asyncio.get_running_loop(), wait_s + sent.prefill_s
-            timer = loop.call_later(due_s, usage.on_begin, now_s + due_s)
+            timer = loop.call_later(due_s, self._router.first_token, sent, now_s + due_s)
         try:
             yield
         finally:
             if timer is not None:
                 timer.cancel()
             self._ended(sent, routed, number)
+
+    def _began(self, upstream: Upstream, sent: Sent, now_s: float) -> None:
+        self.answered(upstream)
+        self._router.first_token(sent, now_s)
 
     def _note(self, routed: RoutedCall, sent: Sent, digest: int) -> int:
         """Keep why; an engine that left the list meanwhile stands last."""

@@ -89,7 +89,7 @@ RETRY_AFTER_S = 2
 
 class RefusalError(Exception):
     """A call that is answered with an error; `kind` is the error's type, by default that of its
-    status. A 503 carries `Retry-After`."""
+    status. A 503 and a 504 carry `Retry-After`."""
 
     def __init__(
         self,
@@ -108,7 +108,8 @@ class RefusalError(Exception):
         kind = kind or ("invalid_request_error" if status < 500 else "server_error")
         error = {"message": message, "type": kind, "param": param, "code": code}
         self.body = json.dumps({"error": error}).encode()
-        self._headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else headers
+        again = {"Retry-After": str(RETRY_AFTER_S)} if status in {503, 504} else {}
+        self._headers = {**again, **headers}
 
     def response(self, request_id: str) -> web.Response:
         return web.Response(

@@ -9,9 +9,10 @@ import asyncio
 import io
 import json
 import logging
+import math
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -22,11 +23,16 @@ from aiohttp import web
 from multidict import CIMultiDict
 from yarl import URL
 
-from batchrun.errors import ConfigError, DaemonUnavailableError, EngineError
+from batchrun.errors import (
+    ConfigError,
+    DaemonUnavailableError,
+    EngineError,
+    EngineSilentError,
+)
 from batchrun.home import CALLER_HEADER, GATEWAY_HEADER
 from batchrun.media.connections import CleanConnector
 from batchrun.server.gateway.admission import ABOUT_CALLER
-from batchrun.server.gateway.balancer import Balancer
+from batchrun.server.gateway.balancer import Balancer, RoutedCall
 from batchrun.server.gateway.bodies import BodyStream, SteeredBody
 from batchrun.server.gateway.envelope import (
     REQUEST_ID,
@@ -35,13 +41,24 @@ from batchrun.server.gateway.envelope import (
     end_to_end,
     forwarded_headers,
 )
-from batchrun.server.gateway.replies import ReplyUsage, Rewriting, end_all, feed_all
-from batchrun.server.gateway.upstreams import DaemonAt, Upstream, find_daemon
+from batchrun.server.gateway.replies import (
+    SILENT,
+    ReplyUsage,
+    Rewriting,
+    Waits,
+    end_all,
+    feed_all,
+    is_stream,
+    next_piece,
+)
+from batchrun.server.gateway.upstreams import CallTimeouts, DaemonAt, Upstream, find_daemon
 
 log = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
 HEALTH_S = 2.0
+LIST_S = 10.0
+"""A single engine has so long to list its models."""
 # Below the 5 s after which an engine's server closes an idle connection, or a call could meet one
 # that is just being closed.
 KEEP_ALIVE_S = 3.0
@@ -85,12 +102,14 @@ class ForwardedCall:
 
 
 class Exchange(NamedTuple):
-    """An engine's reply, what is to be changed in it, who sees it pass, and whose it is."""
+    """An engine's reply, what is to be changed in it, who sees it pass, whose it is, and how long
+    its pieces are waited for."""
 
     reply: aiohttp.ClientResponse
     rewriting: Rewriting | None
     usage: ReplyUsage
     engine: str
+    waits: Waits
 
 
 def open_session() -> aiohttp.ClientSession:
@@ -104,65 +123,100 @@ def open_session() -> aiohttp.ClientSession:
     )
 
 
+NO_ANSWER = "the engine closed the connection without an answer"
+
+
 class Forwarder:
-    """Carries calls to the engines that `balancer` knows."""
+    """Carries calls to the engines that `balancer` knows, and waits for them as `timeouts` say."""
 
     def __init__(self, balancer: Balancer, session: aiohttp.ClientSession) -> None:
         self.balancer = balancer
         self.session = session
+        self.timeouts = CallTimeouts()
 
     @asynccontextmanager
     async def exchange(self, call: ForwardedCall) -> AsyncIterator[Exchange]:
         """The engine's reply, its headers read. Leaving the block early cancels it at the engine.
 
         An engine that cannot be connected to is passed over; once bytes were sent no other one
-        is tried. Raises EngineError, and RefusalError with 404 for a model that none serves.
+        is tried. Raises EngineError, EngineSilentError when no headers come in time, and
+        RefusalError: with 404 for a model that none serves, with 503 while all are ejected.
         """
         steered = call.body if isinstance(call.body, SteeredBody) else None
         text = call.body.text if isinstance(call.body, SteeredBody) else call.body
         routed = self.balancer.read(text, is_offline=steered is not None and steered.is_flex)
         if not self.balancer.is_served(routed):
             raise no_such_model(routed.text.model or "")
+        # What a server lists shows nothing of its core.
+        is_list = call.body is None
         for upstream in self.balancer.candidates(routed, now_s=time.monotonic()):
+            if not is_list and not self.balancer.take_turn(upstream, now_s=time.monotonic()):
+                continue
+            waits = self._waits(routed, is_list=is_list)
             with self.balancer.sending(upstream, routed):
-                reply = await self._connect(upstream, call)
+                reply = await self._connect(upstream, call, due_s=waits.due_s)
                 if reply is None:
                     continue
+                if reply.status == 200 and not is_stream(reply) and not is_list:
+                    self.balancer.answered(upstream)
                 rewriting = None
                 if steered is not None:
                     rewriting = Rewriting(steered.tier_at(upstream), upstream.hint_nonce)
                 try:
-                    yield Exchange(reply, rewriting, routed.usage, upstream.name)
+                    yield Exchange(reply, rewriting, routed.usage, upstream.name, waits)
                 finally:
                     reply.close()
+                    if routed.usage.is_silent:
+                        self.balancer.failed(upstream, now_s=time.monotonic())
                 return
+        back_in_s = self.balancer.back_in_s(routed, now_s=time.monotonic())
+        if back_in_s:
+            message = "the last calls to the engine failed, and it gets none now; try again shortly"
+            raise RefusalError(503, message, headers={"Retry-After": str(math.ceil(back_in_s))})
         raise EngineError("no engine can be reached; try again shortly")
 
+    def _waits(self, routed: RoutedCall, *, is_list: bool) -> Waits:
+        first_s, between_s = self.timeouts.of(
+            is_stream=routed.text.is_stream, is_offline=routed.is_offline
+        )
+        if is_list:
+            first_s = between_s = LIST_S
+        return Waits(asyncio.get_running_loop().time() + first_s, between_s)
+
     async def _connect(
-        self, upstream: Upstream, call: ForwardedCall
+        self, upstream: Upstream, call: ForwardedCall, *, due_s: float | None = None
     ) -> aiohttp.ClientResponse | None:
+        """The reply, its headers read until `due_s`; None where no connection came about."""
         headers, body = call.headers.copy(), call.body
         if upstream.api_key is not None:
             headers["Authorization"] = f"Bearer {upstream.api_key}"
         if isinstance(body, SteeredBody):
             body = body.written_for(upstream)
             headers["Accept-Encoding"] = "identity"
+        limit = asyncio.timeout_at(due_s)
         try:
-            return await self.session.request(
-                call.method,
-                URL(upstream.url + call.target, encoded=True),
-                headers=headers,
-                data=io.BytesIO(body) if body is not None else None,
-                allow_redirects=False,
-                ssl=upstream.tls(),
-            )
+            async with limit:
+                return await self.session.request(
+                    call.method,
+                    URL(upstream.url + call.target, encoded=True),
+                    headers=headers,
+                    data=io.BytesIO(body) if body is not None else None,
+                    allow_redirects=False,
+                    ssl=upstream.tls(),
+                )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, ConfigError) as error:
             log.warning("engine %s cannot be reached: %s", upstream.name, error)
             self.balancer.mark_down(upstream, now_s=time.monotonic())
             return None
+        except TimeoutError as error:
+            if not limit.expired():
+                raise EngineError(NO_ANSWER) from error
+            self.balancer.failed(upstream, now_s=time.monotonic())
+            log.warning("engine %s: a call got no answer in time", upstream.name)
+            raise EngineSilentError(SILENT) from error
         except (aiohttp.ClientError, OSError) as error:
             log.warning("engine %s gave no answer: %s", upstream.name, error)
-            raise EngineError("the engine closed the connection without an answer") from error
+            raise EngineError(NO_ANSWER) from error
 
     async def models(self, call: ForwardedCall) -> list[JsonObject]:
         """What all engines that can be reached list, each model once. Raises EngineError when none
@@ -208,27 +262,23 @@ MAX_ERROR_BYTES = 2**20
 
 
 async def relay(
-    request: web.BaseRequest,
-    reply: aiohttp.ClientResponse,
-    *,
-    request_id: str,
-    rewriting: Rewriting | None = None,
-    usage: ReplyUsage | None = None,
-    passes_pages: bool = False,
+    request: web.BaseRequest, exchange: Exchange, *, request_id: str, passes_pages: bool = False
 ) -> web.StreamResponse:
-    """Answer `request` with `reply`; status and end-to-end headers are the engine's. `usage` sees
-    an answer as it passes. An error gets an envelope, but for an HTML page with `passes_pages`.
+    """Answer `request` with the reply; status and end-to-end headers are the engine's. An error
+    gets an envelope, but for an HTML page with `passes_pages`.
 
-    A reply that breaks off is broken off for the caller too, never ended as if it were whole.
-    Raises EngineError if it breaks off before anything was handed on.
+    A reply that breaks off is broken off for the caller too, never ended as if it were whole; a
+    stream whose next piece does not come ends with an event that says so. Raises EngineError if it
+    breaks off before anything was handed on.
     """
+    reply, rewriting, usage, _, waits = exchange
     headers = end_to_end(reply.headers)
     headers.setdefault(REQUEST_ID, request_id)
     headers.update(request[ABOUT_CALLER].reply_headers)
     filters = [] if rewriting is None else rewriting.filters_for(reply)
     is_page = passes_pages and reply.content_type == "text/html"
     if _is_short_error(reply) and not is_page:
-        body = as_envelope(reply.status, await _read_error(reply))
+        body = as_envelope(reply.status, await _read_error(reply, waits))
         body = feed_all(filters, body) + end_all(filters)
         headers["Content-Type"] = "application/json"
         headers.popall("Content-Length", None)
@@ -238,11 +288,14 @@ async def relay(
     response = web.StreamResponse(status=reply.status, reason=reply.reason, headers=headers)
     await response.prepare(request)
     try:
-        async for chunk in reply.content.iter_any():
-            if usage is not None:
-                usage.feed(chunk)
+        due_s = waits.to_first(reply)
+        while chunk := await next_piece(reply, usage, due_s):
+            usage.feed(chunk)
             await response.write(feed_all(filters, chunk) if filters else chunk)
+            due_s = waits.to_next()
         await response.write_eof(end_all(filters))
+    except EngineSilentError as error:
+        await _end_silent(request, response, reply, error)
     except (aiohttp.ClientError, OSError) as error:
         caller = request.transport
         if caller is not None and not caller.is_closing():
@@ -251,9 +304,26 @@ async def relay(
     return response
 
 
-async def _read_error(reply: aiohttp.ClientResponse) -> bytes:
+async def _end_silent(
+    request: web.BaseRequest,
+    response: web.StreamResponse,
+    reply: aiohttp.ClientResponse,
+    error: EngineSilentError,
+) -> None:
+    """A stream ends with an event that has OpenAI's error; what is no stream is broken off."""
+    log.warning("call to %s: %s", reply.host, error)
+    if is_stream(reply):
+        event = RefusalError(error.http_status, str(error)).body
+        with suppress(OSError, aiohttp.ClientError):
+            await response.write_eof(b"\n\ndata: " + event + b"\n\n")
+    elif request.transport is not None:
+        request.transport.abort()
+
+
+async def _read_error(reply: aiohttp.ClientResponse, waits: Waits) -> bytes:
     try:
-        return await reply.read()
+        async with asyncio.timeout(waits.between_s):
+            return await reply.read()
     except (aiohttp.ClientError, OSError) as error:
         raise EngineError("the engine closed the connection within its answer") from error
 
@@ -324,8 +394,11 @@ class DaemonCalls:
                 raise body.refusal from error
             log.warning("call %s: no answer from the daemon: %s", request_id, error)
             raise DaemonUnavailableError(AWAY) from error
+        between_s = max(self._head_s, DAEMON_HEAD_S)
+        waits = Waits(asyncio.get_running_loop().time() + between_s, between_s)
         async with reply:
-            return await relay(request, reply, request_id=request_id, passes_pages=True)
+            exchange = Exchange(reply, None, ReplyUsage(), "", waits)
+            return await relay(request, exchange, request_id=request_id, passes_pages=True)
 
     async def _sent(self, body: BodyStream, limit: asyncio.Timeout) -> AsyncIterator[bytes]:
         """The body, which a daemon that lives takes piece by piece, and then answers in time."""

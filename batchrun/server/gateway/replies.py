@@ -6,19 +6,20 @@ cannot read: an engine's secret is kept out.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import string
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import aiohttp
 import msgspec
 from msgspec import Raw
 
-from batchrun.errors import EngineError
+from batchrun.errors import EngineError, EngineSilentError
 from batchrun.keys import OnlineUsage, UsageFile
 
 MAX_LINE_BYTES = 2**20
@@ -121,7 +122,7 @@ class ReplyUsage:
 
     `cached_tokens` is None where nothing was said. `on_begin` is called once, with the instant of
     the first piece; `began_s` and `ended_s` are those of the first and the last, and `num_events`
-    counts the events of a stream.
+    counts the events of a stream. `is_silent` is for who waited for the next piece in vain.
     """
 
     def __init__(self) -> None:
@@ -129,6 +130,7 @@ class ReplyUsage:
         self.has_begun = False
         self.began_s = self.ended_s = 0.0
         self.num_events = 0
+        self.is_silent = False
         self.prompt_tokens = 0
         self.output_tokens = 0
         self.cached_tokens: int | None = None
@@ -153,6 +155,44 @@ class ReplyUsage:
             self.output_tokens = _last(_OUTPUT, text, self.output_tokens)
             self.cached_tokens = _last(_CACHED, text, self.cached_tokens)
         self._tail = text[-OVERLAP_BYTES:]
+
+
+SILENT = "the engine took the call and did not answer in time"
+
+
+class Waits(NamedTuple):
+    """When the first piece of a reply is due, on the loop's clock, and how long each next one may
+    take, in seconds."""
+
+    due_s: float
+    between_s: float
+
+    def to_first(self, reply: aiohttp.ClientResponse) -> float:
+        """When the first piece of the reply is due. What is no stream begins when it is whole."""
+        return self.due_s if is_stream(reply) else min(self.due_s, self.to_next())
+
+    def to_next(self) -> float:
+        """When the next piece is due, if one came now."""
+        return asyncio.get_running_loop().time() + self.between_s
+
+
+def is_stream(reply: aiohttp.ClientResponse) -> bool:
+    """Whether its tokens come as they are made."""
+    return reply.content_type == "text/event-stream"
+
+
+async def next_piece(reply: aiohttp.ClientResponse, usage: ReplyUsage, due_s: float) -> bytes:
+    """What comes of the reply, nothing at its end. Raises EngineSilentError at `due_s`, on the
+    loop's clock; `usage` knows it then."""
+    try:
+        async with asyncio.timeout_at(due_s) as limit:
+            return await reply.content.readany()
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        usage.is_silent = True
+        stopped = "the engine stopped in the middle of its answer"
+        raise EngineSilentError(stopped if usage.has_begun else SILENT) from error
 
 
 class KeyMeter:

@@ -48,6 +48,7 @@ def _layout(num_workers: int) -> dict[str, tuple[np.dtype[np.generic], tuple[int
         "keys": (np.dtype(np.uint64), (NUM_PIECES,)),
         "used_at_s": (real, (MAX_ENGINES, NUM_PIECES)),
         "num_uses": (np.dtype(np.uint32), (NUM_PIECES,)),
+        "ejections": (real, (MAX_ENGINES, 4)),
         "decided_keys": (np.dtype(np.uint64), (num_workers, NUM_KEYS)),
         "decisions": (np.dtype(np.uint8), (num_workers, RING_BYTES)),
     }
@@ -61,6 +62,63 @@ def create(num_workers: int) -> int:
     fd = os.memfd_create("batchrun-engine-book")
     os.truncate(fd, size)
     return fd
+
+
+FAILURES = 3
+"""After so many calls in a row that failed, with none that succeeded, an engine is ejected."""
+FIRST_EJECTION_S = 1.0
+LONGEST_EJECTION_S = 30.0
+_FAILED, _UNTIL_S, _TIMES, _TOTAL = range(4)
+
+
+class Ejections:
+    """Engines that get no calls for a while, by column: their last calls could not be connected, or
+    hung. After a while one call is let through; each that fails doubles the while, the first that
+    succeeds ends it. Instants are positive, on one clock of all workers."""
+
+    def __init__(self, values: npt.NDArray[np.float64]) -> None:
+        self._values = values
+
+    @property
+    def until_s(self) -> float:
+        """When the last engine that is ejected gets calls again."""
+        return float(self._values[:, _UNTIL_S].max())
+
+    def left_s(self, column: int, now_s: float) -> float:
+        """For how long the engine still gets no call."""
+        return max(0.0, float(self._values[column, _UNTIL_S]) - now_s)
+
+    def num_ejections(self, column: int) -> int:
+        """How often the engine was ejected."""
+        return int(self._values[column, _TOTAL])
+
+    def take_turn(self, column: int, now_s: float) -> bool:
+        """Whether a call may go there; where the engine is on trial, this one alone."""
+        if self.left_s(column, now_s) > 0:
+            return False
+        if self._values[column, _TIMES] > 0:
+            self._values[column, _UNTIL_S] = now_s + self._while_s(column)
+        return True
+
+    def failed(self, column: int, now_s: float) -> bool:
+        """A call failed; whether the engine is ejected by that."""
+        row = self._values[column]
+        row[_FAILED] += 1
+        is_trial = row[_TIMES] > 0
+        if row[_FAILED] < FAILURES and not is_trial:
+            return False
+        row[_TIMES] += 1
+        row[_TOTAL] += 1
+        row[_UNTIL_S] = now_s + self._while_s(column)
+        return True
+
+    def succeeded(self, column: int) -> None:
+        """The engine answered a call, or began anew."""
+        self._values[column, :_TOTAL] = 0.0
+
+    def _while_s(self, column: int) -> float:
+        times = min(int(self._values[column, _TIMES]), 16)
+        return float(min(LONGEST_EJECTION_S, FIRST_EJECTION_S * 2.0 ** (times - 1)))
 
 
 class SharedBook:
@@ -81,6 +139,7 @@ class SharedBook:
             Arrays(arrays["keys"], arrays["num_uses"], arrays["used_at_s"], arrays["held"])
         )
         self.book = EngineBook(prefixes, arrays["loads"], worker)
+        self.ejections = Ejections(arrays["ejections"])
         self._rings, self._decided_keys = arrays["decisions"], arrays["decided_keys"]
         self.ring = DecisionRing(memoryview(self._rings[worker]), self._decided_keys[worker])
 
@@ -121,6 +180,7 @@ class SharedBook:
         known = self._columns[column]
         if (known["name"], known["started"]) != (digest, started):
             self.book.left(column)
+            self.ejections.succeeded(column)
             self._columns[column] = (digest, started)
 
     @contextmanager

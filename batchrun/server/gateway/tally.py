@@ -37,10 +37,14 @@ MAX_SERIES = 256
 """Of one worker; what comes after them is not counted."""
 NAME_BYTES = 192
 CALLS, TTFT, TPOT, ENGINE = "calls", "ttft", "tpot", "engine"
+EJECTED = "ejected"
+"""Kept elsewhere: for how many seconds an engine still gets no calls, and how often that was."""
 _BETWEEN = "\x1f"
 _ROW = np.dtype([("name", f"S{NAME_BYTES}"), ("values", np.float64, (NUM_VALUES,))])
 
 FloatArray = npt.NDArray[np.float64]
+Ejected = Sequence[tuple[str, float, int]]
+"""Engines by name, for how many seconds they get no calls, and how often that was."""
 
 
 def create_tally(num_workers: int) -> int:
@@ -124,11 +128,17 @@ class Tally:
 
 
 class TallyPage(Collector):
-    """The tally in Prometheus' text form, and what routers know by engine."""
+    """The tally in Prometheus' text form, what routers know by engine, and which are ejected."""
 
-    def __init__(self, tally: Tally, routing: Callable[[], Sequence[EngineRouting]]) -> None:
+    def __init__(
+        self,
+        tally: Tally,
+        routing: Callable[[], Sequence[EngineRouting]],
+        ejected: Callable[[], Ejected],
+    ) -> None:
         self._tally = tally
         self._routing = routing
+        self._ejected = ejected
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self._is_daemon_up = False
@@ -151,6 +161,7 @@ class TallyPage(Collector):
             calls.add_metric(each.labels, each.values[0])
         yield calls
         yield from _of_engines([one for one in series if one.kind == ENGINE])
+        yield from _of_ejections(self._ejected())
         yield from _of_routing(self._routing())
         for kind, name, bounds, text in (
             (TTFT, "ttft", TTFT_BOUNDS_S, "Time to the first piece of a streamed reply."),
@@ -174,6 +185,20 @@ def _of_engines(series: Sequence[Series]) -> Iterator[Metric]:
         for each in series:
             family.add_metric(each.labels, each.values[index])
         yield family
+
+
+def _of_ejections(ejected: Ejected) -> Iterator[Metric]:
+    name = "batchrun_gateway_engine_ejected_seconds"
+    text = "For how long the engine still gets no calls, because they failed in a row."
+    lefts = GaugeMetricFamily(name, text, labels=["engine"])
+    times = CounterMetricFamily(
+        "batchrun_gateway_engine_ejections", "How often that was.", labels=["engine"]
+    )
+    for engine, left_s, num_times in ejected:
+        lefts.add_metric([engine], left_s)
+        times.add_metric([engine], num_times)
+    yield lefts
+    yield times
 
 
 def _of_routing(engines: Sequence[EngineRouting]) -> Iterator[Metric]:

@@ -1,13 +1,16 @@
 """The list of engines, as the daemon writes it to a file that every worker of the gateway follows.
 
     {"engines": [{"name": "engine-0", "url": "http://127.0.0.1:8001", "api_key": "...",
-                  "is_last_choice": false, "is_hung": false, "hint_nonce": "..." | null,
+                  "is_last_choice": false, "is_hung": false, "is_ready": true,
+                  "hint_nonce": "..." | null,
                   "offline_priority": 1 | null, "models": ["tiny"] | null, "started": 17,
                   "traits": {...} | null}],
      "daemon": {"url": "http://127.0.0.1:9999", "gateway_key": "..."} | null,
      "slo": {"ttft_s": 1.0, "tpot_s": 0.05, "jct_s": null} | null,
      "slo_classes": {"fast": {"ttft_s": 0.2, "tpot_s": 0.03, "jct_s": null}},
-     "image_hosts": ["images.example.com"], "router": "cost"}
+     "image_hosts": ["images.example.com"], "router": "cost",
+     "timeouts": {"first_token_s": 300, "between_tokens_s": 120, "answer_s": 3600,
+                  "row_s": 86400}}
 
 The writer may die at any time: the last good list stays in use. Unknown fields are ignored.
 """
@@ -113,7 +116,8 @@ def _tls(secret_file: Path, certificate: Path | None) -> ssl.SSLContext:
 class Upstream:
     """One engine: the base address of its HTTP server, without `/v1`.
 
-    One that `is_last_choice` gets a call only when no other engine can, one that `is_hung` none.
+    One that `is_last_choice` gets a call only when no other engine can, one that `is_hung` none;
+    once it `is_ready` again, what failed before counts no more.
     `hint_nonce` is what hints must carry, where batchrun's scheduler runs inside it;
     `offline_priority` the value of vLLM's `priority` for offline work, where it heeds one. One
     behind an agent has a `secret_file`, and perhaps a `certificate` that vouches for the agent's.
@@ -128,6 +132,7 @@ class Upstream:
     certificate: Path | None = None
     is_last_choice: bool = field(default=False, compare=False)
     is_hung: bool = field(default=False, compare=False)
+    is_ready: bool = field(default=True, compare=False)
     hint_nonce: str | None = field(default=None, compare=False, repr=False)
     offline_priority: int | None = field(default=None, compare=False)
     models: tuple[str, ...] | None = field(default=(), compare=False)
@@ -166,14 +171,31 @@ class DaemonAt:
     gateway_key: str | None = field(default=None, repr=False)
 
 
+@dataclass(frozen=True, slots=True)
+class CallTimeouts:
+    """How long nothing may come of a reply: of a stream until its first token, of any reply after
+    its first piece, of what is no stream until its answer, of a call that may wait (flex)."""
+
+    first_token_s: float = 300.0
+    between_tokens_s: float = 120.0
+    answer_s: float = 3_600.0
+    row_s: float = 86_400.0
+
+    def of(self, *, is_stream: bool, is_offline: bool) -> tuple[float, float]:
+        """Seconds until the first piece, and from each piece to the next."""
+        if is_offline:
+            return self.row_s, self.row_s
+        return (self.first_token_s if is_stream else self.answer_s), self.between_tokens_s
+
+
 SloClasses = Mapping[str, SloBounds]
 
 
 @dataclass(frozen=True, slots=True)
 class Upstreams:
     """What the file says: the engines in file order, the daemon, the bounds of calls without a
-    class (None: not known) and of the SLO classes, the hosts that images may come from, and who
-    chooses among the engines."""
+    class (None: not known) and of the SLO classes, the hosts that images may come from, who chooses
+    among the engines, and how long calls wait."""
 
     engines: tuple[Upstream, ...]
     daemon: DaemonAt | None = None
@@ -181,6 +203,7 @@ class Upstreams:
     slo_classes: SloClasses = field(default_factory=dict)
     image_hosts: tuple[str, ...] = ()
     router: str = DEFAULT_ROUTER
+    timeouts: CallTimeouts = field(default_factory=CallTimeouts)
 
 
 def read_upstreams(path: Path) -> Upstreams:

@@ -16,7 +16,14 @@ import aiohttp
 import msgspec
 
 from batchrun.home import GATEWAY_HEADER, ROUTING_PATH, TALLY_PATH
-from batchrun.server.gateway.tally import ENGINE, TPOT, TPOT_BOUNDS_S, TTFT, TTFT_BOUNDS_S
+from batchrun.server.gateway.tally import (
+    EJECTED,
+    ENGINE,
+    TPOT,
+    TPOT_BOUNDS_S,
+    TTFT,
+    TTFT_BOUNDS_S,
+)
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +77,7 @@ class GatewayFigures:
     url: str
     secret: str = field(repr=False)
     _looks: deque[tuple[float, Look]] = field(default_factory=deque)
+    _ejected_s: Mapping[str, float] = field(default_factory=dict)
 
     async def look(self, session: aiohttp.ClientSession, now_s: float) -> None:
         """Take a look at `now_s` (monotonic); a gateway that does not answer is looked at later."""
@@ -113,12 +121,21 @@ class GatewayFigures:
     def take(self, text: bytes, now_s: float) -> None:
         """Keep what the gateway told. Counts that went back are those of another gateway."""
         told = msgspec.json.decode(text, type=list[tuple[str, tuple[str, ...], list[float]]])
-        look = {(kind, labels): values for kind, labels, values in told}
+        look = {(kind, labels): values for kind, labels, values in told if kind != EJECTED}
+        self._ejected_s = {names[0]: left[0] for kind, names, left in told if kind == EJECTED}
         if self._looks and _sum(look) < _sum(self._looks[-1][1]):
             self._looks.clear()
         self._looks.append((now_s, look))
         while self._looks[0][0] < now_s - WINDOW_S:
             self._looks.popleft()
+
+    def ejected_s(self, engine: str) -> float:
+        """For how long the gateway sends the engine no calls, as it told last."""
+        return self._ejected_s.get(engine, 0.0)
+
+    def silent_s(self, now_s: float) -> float:
+        """For how long the gateway has told nothing; 0 until it has told anything."""
+        return max(0.0, now_s - self._looks[-1][0]) if self._looks else 0.0
 
     @property
     def tokens_per_s(self) -> float | None:
