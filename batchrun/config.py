@@ -29,7 +29,12 @@ from batchrun.files import check_prefix
 from batchrun.hints import MAX_BOUND_S, MAX_ONLINE_COST
 from batchrun.home import Home, check_store_url
 from batchrun.media.hosts import checked_host
-from batchrun.quantities import parse_age_s, parse_duration_s, parse_optional_duration_s
+from batchrun.quantities import (
+    checked_age,
+    checked_duration,
+    parse_duration_s,
+    parse_optional_duration_s,
+)
 from batchrun.strict import load_strict
 from batchrun.types import DEFAULT_CLASS
 
@@ -42,17 +47,6 @@ def _checked_listen(value: object) -> str:
     if not port.isdigit() or not 1 <= int(port) <= 65535 or not host:
         raise ValueError(f"must be HOST:PORT, for example 127.0.0.1:8000 (got {listen!r})")
     return listen
-
-
-def _checked_age(value: str) -> str:
-    if parse_age_s(value) == 0:
-        raise ValueError(f"must be longer than 0 (got {value!r})")
-    return value
-
-
-def _checked_window(window: str) -> str:
-    parse_duration_s(window)
-    return window
 
 
 def _number_as_text(value: object) -> object:
@@ -112,8 +106,8 @@ Choice = Annotated[str, AfterValidator(_checked_choice)]
 Listen = Annotated[str, BeforeValidator(_checked_listen)]
 Name = Annotated[str, BeforeValidator(_number_as_text), AfterValidator(checked_name)]
 ClassName = Annotated[Name, AfterValidator(_checked_class_name)]
-Age = Annotated[str, AfterValidator(_checked_age)]
-CompletionWindow = Annotated[str, AfterValidator(_checked_window)]
+Age = Annotated[str, AfterValidator(checked_age)]
+CompletionWindow = Annotated[str, AfterValidator(checked_duration)]
 Argument = Annotated[str, BeforeValidator(_number_as_text)]
 FilesUrl = Annotated[str, AfterValidator(check_prefix)]
 StoreUrl = Annotated[SecretStr, AfterValidator(_checked_store)]
@@ -132,12 +126,17 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+_KEYS_OF_OURS = ("port", "url", "python", "vllm_args", "env", "command", "profile")
+_KEYS_OF_VLLM = ("model", "served_model_name", "adapters")
+
+
 class EngineConfig(_Strict):
     """One engine. With `attach` it is a URL of a running vLLM, with `agent` that of an agent beside
     one; else batchrun starts it.
 
-    `priority`: whether offline requests carry vLLM's `priority` field (needs
-    `--scheduling-policy priority`, which managed engines get).
+    `model`, `served_model_name`: this engine's, where it is not that of all; `adapters` are LoRA
+    adapters by the name that callers use. `priority`: whether offline requests carry vLLM's
+    `priority` field (needs `--scheduling-policy priority`, which managed engines get).
     """
 
     name: Name = "0"
@@ -147,6 +146,9 @@ class EngineConfig(_Strict):
     agent: AgentUrl | None = None
     secret_file: str | None = None
     certificate: str | None = None
+    model: str | None = None
+    served_model_name: str | None = None
+    adapters: dict[Name, str] = {}
     priority: bool | None = None
     port: Port | None = None
     url: Url | None = None
@@ -160,18 +162,17 @@ class EngineConfig(_Strict):
     def _kinds_do_not_mix(self) -> EngineConfig:
         if self.attach is not None and self.agent is not None:
             raise ValueError("'attach' and 'agent' do not go together: an agent attaches")
-        if not self.is_ours:
-            for key in ("port", "url", "python", "vllm_args", "env", "command", "profile"):
-                if getattr(self, key):
-                    raise ValueError(f"{key!r} belongs to an engine that batchrun starts")
-        for key in ("api_key", "api_key_file"):
-            if self.attach is None and getattr(self, key) is not None:
-                raise ValueError(f"{key!r} belongs to an engine with 'attach'")
+        for is_its, whose, keys in (
+            (self.is_ours, "an engine that batchrun starts", _KEYS_OF_OURS),
+            (self.is_vllm, "a vLLM that batchrun starts", _KEYS_OF_VLLM),
+            (self.attach is not None, "an engine with 'attach'", ("api_key", "api_key_file")),
+            (self.agent is not None, "an engine with 'agent'", ("secret_file", "certificate")),
+        ):
+            for key in keys:
+                if not is_its and getattr(self, key) not in (None, (), {}):
+                    raise ValueError(f"{key!r} belongs to {whose}")
         if self.api_key is not None and self.api_key_file is not None:
             raise ValueError("'api_key' and 'api_key_file' do not go together; keep the file")
-        for key in ("secret_file", "certificate"):
-            if self.agent is None and getattr(self, key) is not None:
-                raise ValueError(f"{key!r} belongs to an engine with 'agent'")
         return self
 
     @property
@@ -397,11 +398,29 @@ class Deployment(DeploymentFile):
     base: Path
     file: Path | None = None
 
-    def model_folder(self, home: Home) -> Path | None:
-        """The folder with the model's files, if they are on this machine; it may be yet to come."""
-        if self.model in TINY_MODELS:
-            return home.models / self.model
-        folder = self.base / Path(self.model).expanduser()
+    def for_engine(self, config: EngineConfig) -> Deployment:
+        """The deployment as this engine has it, with the engine's own model where it names one."""
+        if config.model is None and config.served_model_name is None:
+            return self
+        own = {"model": config.model or self.model, "served_model_name": config.served_model_name}
+        return _with_model_path(self.model_copy(update=own))
+
+    def adapters_of(self, config: EngineConfig) -> dict[str, str]:
+        """The LoRA adapters of an engine by name; one in a folder by its absolute path."""
+        return {name: _as_path(self.base, where) for name, where in config.adapters.items()}
+
+    def model_folder(self, home: Home, model: str | None = None) -> Path | None:
+        """The folder with the files of the model that callers know by this name, if they are on
+        this machine; it may be yet to come. None, and names of no engine's: the first engine's."""
+        chosen = self.for_engine(self.engines[0])
+        for config in self.engines:
+            own = self.for_engine(config)
+            if config.is_vllm and model in {own.model_name, *config.adapters}:
+                chosen = own
+                break
+        if chosen.model in TINY_MODELS:
+            return home.models / chosen.model
+        folder = chosen.base / Path(chosen.model).expanduser()
         return folder if folder.is_dir() else None
 
     @property
@@ -464,11 +483,16 @@ def _environment(**flags: Any) -> Environment:
 
 def _with_model_path(deployment: Deployment) -> Deployment:
     """A model that is a folder beside the file becomes an absolute path."""
-    folder = deployment.base / Path(deployment.model).expanduser()
-    looks_like_path = deployment.model.startswith((".", "/", "~"))
-    if deployment.model not in TINY_MODELS and (folder.is_dir() or looks_like_path):
-        return deployment.model_copy(update={"model": os.path.normpath(folder)})
-    return deployment
+    if deployment.model in TINY_MODELS:
+        return deployment
+    return deployment.model_copy(update={"model": _as_path(deployment.base, deployment.model)})
+
+
+def _as_path(base: Path, model: str) -> str:
+    """The absolute path of what is a folder or looks like one; a hub id as it is."""
+    folder = base / Path(model).expanduser()
+    is_path = folder.is_dir() or model.startswith((".", "/", "~"))
+    return os.path.normpath(folder) if is_path else model
 
 
 def _first_line(error: ValidationError) -> str:

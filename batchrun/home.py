@@ -54,6 +54,7 @@ class Home:
         self.frames = self.path / "frames"
         self.uploads = self.path / "uploads"
         self.engine_environment = self.path / "engine-env"
+        self.trace_salt = self.path / "trace-salt"
         self.history = self.path / "history.jsonl"
         self.profiles = self.path / "profiles"
         self.models = self.path / "models"

@@ -110,3 +110,16 @@ def _percentage(value: object) -> float | None:
         with suppress(ValueError):
             return float(value.strip()[:-1]) / 100
     return None
+
+
+def checked_age(text: str) -> str:
+    """An age as it was written. Raises ValueError where it is none, or 0."""
+    if parse_age_s(text) == 0:
+        raise ValueError(f"must be longer than 0 (got {text!r})")
+    return text
+
+
+def checked_duration(text: str) -> str:
+    """A duration as it was written. Raises ValueError where it is none."""
+    parse_duration_s(text)
+    return text

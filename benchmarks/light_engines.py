@@ -116,6 +116,15 @@ class LightEngine:
         while self._ends and self._ends[0][0] <= self._num_steps:
             self._end(heapq.heappop(self._ends)[2])
 
+    def cached_of(self, call: LightCall) -> int:
+        """Tokens of a call's prompt that are held now."""
+        num = 0
+        for key in call.units.tolist():
+            if key not in self._refs and key not in self._cache:
+                break
+            num += 1
+        return min(num * UNIT_TOKENS, call.prompt_tokens)
+
     def lose_all(self) -> None:
         """A restart: the cache is empty."""
         self._cache.clear()

@@ -154,6 +154,11 @@ SECTIONS: dict[str, Section] = {
         "workload router",
         "rate_per_s mean_s p99_s ttft_p50_s ttft_p99_s prefix_hit_rate kept decision_us",
     ),
+    "preble_ablation": Section(
+        "Preble's ablation on light engines: each step has what the ones before it have",
+        "rate_per_s step",
+        "mean_s p99_s ttft_p50_s ttft_p99_s prefix_hit_rate",
+    ),
     "row_access": Section(
         "Rows in planned order",
         "num_rows row_bytes group_rows access",

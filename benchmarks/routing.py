@@ -71,22 +71,35 @@ def main() -> int:
 def at_rate(trial: Trial) -> Record:
     """A flat record of one run at the workload's own rate, near its knee."""
     calls, decision_s = _run(trial, trial.rate_per_s)
-    judged = [call for call in calls if WARM_S <= call.arrival_at_s < WARM_S + JUDGED_S]
+    judged = judged_of(calls)
+    return {
+        **_of_trial(trial),
+        "rate_per_s": trial.rate_per_s,
+        **latencies(judged),
+        "kept": _kept(WORKLOADS[trial.workload], judged),
+        "decision_us": 1e6 * decision_s / len(calls),
+    }
+
+
+def judged_of(calls: Sequence[LightCall]) -> list[LightCall]:
+    """Those that are not load alone."""
+    return [call for call in calls if WARM_S <= call.arrival_at_s < WARM_S + JUDGED_S]
+
+
+def latencies(judged: Sequence[LightCall]) -> Record:
+    """How long calls took, in seconds, and the cached part of their prompts; one that has not ended
+    took until the end of the run."""
     end_s = WARM_S + JUDGED_S + REST_S
     whole_s = np.array([min(call.end_at_s, end_s) - call.arrival_at_s for call in judged])
     ttft_s = np.array([min(call.first_token_at_s, end_s) - call.arrival_at_s for call in judged])
     prompt_tokens = sum(call.prompt_tokens for call in judged)
     return {
-        **_of_trial(trial),
-        "rate_per_s": trial.rate_per_s,
         "calls": len(judged),
         "mean_s": float(whole_s.mean()),
         "p99_s": float(np.percentile(whole_s, 99)),
         "ttft_p50_s": float(np.percentile(ttft_s, 50)),
         "ttft_p99_s": float(np.percentile(ttft_s, 99)),
         "prefix_hit_rate": sum(call.cached_tokens for call in judged) / prompt_tokens,
-        "kept": _kept(WORKLOADS[trial.workload], judged),
-        "decision_us": 1e6 * decision_s / len(calls),
     }
 
 
@@ -95,8 +108,7 @@ def capacity(trial: Trial) -> Record:
 
     def keeps(rate_per_s: float) -> bool:
         calls, _ = _run(trial, rate_per_s)
-        judged = [call for call in calls if WARM_S <= call.arrival_at_s < WARM_S + JUDGED_S]
-        return _kept(WORKLOADS[trial.workload], judged) >= KEPT
+        return _kept(WORKLOADS[trial.workload], judged_of(calls)) >= KEPT
 
     low, high = trial.rate_per_s / 5, trial.rate_per_s * 5
     while high / low > STEP:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from hashlib import blake2b
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import msgspec
@@ -24,6 +27,8 @@ from batchrun.cli.console import (
 )
 from batchrun.control.client import DaemonClient
 from batchrun.errors import DaemonUnavailableError, InputError, StateError
+from batchrun.mutual_tls import read_or_make_secret
+from batchrun.routing.decisions import EndedCall
 from batchrun.samples.dataset import DatasetName, Scale, WrittenDataset
 from batchrun.samples.generators import write_sample
 from batchrun.samples.importers import import_dataset
@@ -35,6 +40,7 @@ from batchrun.simulator.traces.reading import (
     save_trace,
 )
 from batchrun.simulator.traces.trace import (
+    PrefixBlocks,
     Quantiles,
     Trace,
     TraceSummary,
@@ -182,11 +188,16 @@ class CallRecording:
             [call.arrived_at for call in calls],
             [call.num_prompt_tokens for call in calls],
             [call.num_output_tokens for call in calls],
+            prefix=self.prefix_of(calls),
             source=f"recorded {began:%Y-%m-%d %H:%M:%S} UTC",
         )
         begins_s = calls[0].arrived_at - self.started_at
         moved = trace.shifted(begins_s, ended_at - self.started_at)
         return moved, len(arrived) - len(calls)
+
+    def prefix_of(self, calls: Sequence[RecordedCall]) -> PrefixBlocks | None:
+        """What prompts share; engines do not tell."""
+        return None
 
     def take(self, sent: Mapping[str, RecordedCalls | None]) -> bool:
         """Keep what is new of each engine's answer; whether one has more to send at once."""
@@ -206,6 +217,70 @@ class CallRecording:
             self.wanted[name] = recording.first_number + len(recording.calls)
             has_more = has_more or len(recording.calls) == MAX_CALLS_SENT
         return has_more
+
+
+OVERLAP_S = 2.0
+"""Gateway workers may note ends so much later than others."""
+
+
+@dataclass(slots=True)
+class GatewayRecording(CallRecording):
+    """One that the gateway tells, with the keys of prompts as it routes by them, salted with
+    `salt`: who has the trace cannot tell whether a text he knows is in it."""
+
+    salt: bytes = field(default=b"", repr=False)
+    _began_s: float = 0.0
+    _since_s: float = 0.0
+    _num_before: int = 0
+    _oldest_at: float | None = None
+    _seen: set[tuple[int, int, float]] = field(default_factory=set)
+    _pieces: dict[int, tuple[float, array[int]]] = field(default_factory=dict)
+    """Of each call: tokens in a piece, and the keys of its pieces."""
+
+    def begin(self) -> None:
+        """See `CallRecording`; raises EngineError where the gateway does not answer."""
+        reply = self.client.get("/routed-calls?since=1e18")
+        self._since_s = self._began_s = reply["now_s"]
+        self._num_before = reply["num_decided"]
+        self.started_at = time.time()
+
+    def poll(self) -> None:
+        """See `CallRecording`."""
+        since_s = max(self._began_s, self._since_s - OVERLAP_S)
+        self.keep(self.client.get(f"/routed-calls?since={since_s}"), time.time())
+
+    def keep(self, reply: Mapping[str, Any], now: float) -> None:
+        """Take what is new of the gateway's answer, which came at `now` (UTC epoch seconds)."""
+        oldest_s = reply["oldest_running_s"]
+        self._oldest_at = None if oldest_s is None else now - oldest_s
+        for call in msgspec.convert(reply["calls"], list[EndedCall]):
+            self._since_s = max(self._since_s, call.ended_at_s)
+            key = (call.worker, call.number, call.ended_at_s)
+            if key not in self._seen:
+                self._seen.add(key)
+                recorded = RecordedCall(now - call.age_s, call.prompt_tokens, call.output_tokens)
+                self._calls.append(recorded)
+                self._pieces[id(recorded)] = call.piece_tokens, array("Q", call.keys)
+        num_decided = reply["num_decided"] - self._num_before - reply["num_running"]
+        self.num_lost = max(0, num_decided - len(self._seen))
+
+    def is_waiting_for(self, ended_at: float) -> bool:
+        """See `CallRecording`."""
+        return self._oldest_at is not None and self.started_at <= self._oldest_at < ended_at
+
+    def prefix_of(self, calls: Sequence[RecordedCall]) -> PrefixBlocks:
+        """See `CallRecording`; a block is as many tokens as a piece has in the middle."""
+        pieces = [self._pieces[id(call)] for call in calls]
+        tokens = max(1, round(median(piece_tokens for piece_tokens, _ in pieces)))
+        blocks = [
+            [self._salted(key) for key in keys[: call.num_prompt_tokens // tokens]]
+            for call, (_, keys) in zip(calls, pieces, strict=True)
+        ]
+        return PrefixBlocks.of(blocks, tokens)
+
+    def _salted(self, key: int) -> int:
+        digest = blake2b(key.to_bytes(8, "little"), key=self.salt[:64], digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
 
 
 def _recordings(reply: dict[str, Any]) -> dict[str, RecordedCalls | None]:
@@ -232,18 +307,25 @@ def record(
     seconds: Annotated[
         float | None, typer.Option(help="How long to record. [default: until Ctrl-C]")
     ] = None,
+    prefixes: Annotated[
+        bool,
+        typer.Option("--prefixes", help="At the gateway, with what prompts share, as hashes."),
+    ] = False,
     home: HomeOption,
     as_json: JsonOption = False,
 ) -> None:
     """Record arrival and lengths of the online calls that the engines get; never text.
 
-    Needs engines with batchrun's scheduler. Calls that run at the end are waited for, up to a
-    minute; Ctrl-C ends it with what has come.
+    Needs engines with batchrun's scheduler, or --prefixes. Calls that run at the end are waited
+    for, up to a minute; Ctrl-C ends it with what has come.
     """
     if seconds is not None and not seconds > 0:
         raise InputError(f"--seconds must be above 0, not {seconds:g}")
-    recording = CallRecording(DaemonClient(home))
     prepare_file(output)
+    recording = CallRecording(DaemonClient(home))
+    if prefixes:
+        salt = read_or_make_secret(home.trace_salt)
+        recording = GatewayRecording(DaemonClient(home), salt=salt)
     recording.begin()
     note("recording online calls; Ctrl-C ends it")
     with ProgressBar() as progress:

@@ -148,7 +148,7 @@ def _studied(
     with checked_job(spec, scratch=Path(tempfile.gettempdir()), progress=progress) as given:
         data, template = given
         deployment, home = served
-        folder, now = deployment.model_folder(home), datetime.now().astimezone()
+        folder, now = deployment.model_folder(home, spec.model), datetime.now().astimezone()
         python = engine_python(deployment.engines[0], home)
         with read_prompts(folder, now=now, python=python) as prompts:
             job = study_job(spec, data, template, prompts, progress)

@@ -326,7 +326,7 @@ def inspect(
         check_ids(data, progress=progress)
         deployment = read_deployment(None)
         kv = find_kv_size(kv_tokens, deployment, home)
-        folder, now = deployment.model_folder(home), datetime.now().astimezone()
+        folder, now = deployment.model_folder(home, spec.model), datetime.now().astimezone()
         python = engine_python(deployment.engines[0], home)
         with read_prompts(folder, now=now, python=python) as prompts:
             job = study_job(spec, data, template, prompts, progress)

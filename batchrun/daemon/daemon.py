@@ -22,7 +22,7 @@ from batchrun.daemon.dispatcher import Dispatcher
 from batchrun.daemon.ending import JobEnd, remove_expired_files, remove_old_results
 from batchrun.daemon.engine_link import Slot, Steering
 from batchrun.daemon.job import ActiveJob
-from batchrun.daemon.opening import Opener
+from batchrun.daemon.opening import ModelFolder, Opener
 from batchrun.daemon.prices import EngineSeconds
 from batchrun.daemon.writer import (
     RETRY_INTERVAL_S,
@@ -61,7 +61,7 @@ LIVE_STATES = (JobState.VALIDATING, JobState.RUNNING, JobState.FINALIZING, JobSt
 class Daemon:
     """Runs the jobs of one store on some engines. `run` drives it; the rest are user commands.
 
-    `model_folder` holds the files of the engines' model, where they are on this machine. Results
+    `model_folder` tells where the files of a model are, if they are on this machine. Results
     are removed `retention_s` after their job's end; None keeps them. `files` is where the files of
     OpenAI's API lie; None: there are no batches. `images` fetches what rows name. `python` is
     an interpreter with vLLM, `key_limits` what user keys may that have no limit of their own; in
@@ -72,7 +72,7 @@ class Daemon:
     store: Store
     slots: Sequence[Slot]
     links: Path
-    model_folder: Path | None = None
+    model_folder: ModelFolder = field(default=lambda _: None)
     retention_s: float | None = None
     files: FileBytes | None = None
     images: ImageFetcher = field(default_factory=ImageFetcher)

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -62,6 +62,9 @@ from batchrun.store.jobs import JobRecord
 from batchrun.types import JobState, Outcome, OutcomeKind, ProgressSink
 
 ROWS_PER_COMMIT = 1_000
+
+ModelFolder = Callable[[str], Path | None]
+"""Where the files of a model are, by the name that callers use; None: not on this machine."""
 
 Keys = npt.NDArray[np.void]
 """16 bytes a row: a hash of its id, its endpoint and its rendered request; zeros where it has
@@ -207,7 +210,7 @@ def take_up_job(
     record: JobRecord,
     *,
     links: Path,
-    model_folder: Path | None,
+    model_folder: ModelFolder,
     python: Path | None = None,
     progress: ProgressSink | None = None,
 ) -> ActiveJob:
@@ -221,7 +224,7 @@ def take_up_job(
         num_rows = continue_job(store, record, links=links, progress=progress)
         log.info("%s: %d rows taken over", record.id, num_rows)
     created_at = datetime.fromtimestamp(record.created_at).astimezone()
-    with read_prompts(model_folder, now=created_at, python=python) as prompts:
+    with read_prompts(model_folder(spec.model), now=created_at, python=python) as prompts:
         return open_job(store, record, links=links, prompts=prompts, progress=progress)
 
 
@@ -277,13 +280,13 @@ class FairDoor:
 @dataclass(slots=True)
 class Opener:
     """Brings jobs into memory. `links` is the folder of pinned inputs, `files` where the files of
-    OpenAI's API lie, `model_folder` that of the engines' model, `python` their
+    OpenAI's API lie, `model_folder` tells that of a model, `python` the engines'
     interpreter, `key_limits` what holds where a key has no limit of its own; see `Daemon`."""
 
     store: Store
     slots: Sequence[Slot]
     links: Path
-    model_folder: Path | None
+    model_folder: ModelFolder
     files: FileBytes | None
     python: Path | None = None
     key_limits: KeyLimits = NO_LIMITS

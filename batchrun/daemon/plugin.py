@@ -26,8 +26,9 @@ def profile_path(deployment: Deployment, config: EngineConfig, home: Home) -> Pa
     """
     if config.profile is not None:
         return deployment.base / Path(config.profile).expanduser()
-    content = json.dumps([deployment.model, config.vllm_args, config.python])
-    name = re.sub(r"[^A-Za-z0-9.-]+", "-", deployment.model_name)[:64]
+    own = deployment.for_engine(config)
+    content = json.dumps([own.model, config.vllm_args, config.python])
+    name = re.sub(r"[^A-Za-z0-9.-]+", "-", own.model_name)[:64]
     return home.profiles / f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:8]}.json"
 
 

@@ -317,17 +317,16 @@ async def _watch_on(what: str, watch: Callable[[], Awaitable[None]]) -> None:
 
 
 def build_model(deployment: Deployment, home: Home) -> None:
-    """Build a tiny model in the home, if that is what the engines serve."""
-    build = TINY_BUILDERS.get(deployment.model)
-    if build is None:
-        return
-    folder = home.models / deployment.model
-    try:
-        build(folder)
-    except InputError:
-        # The folder is ours: an older batchrun built another tiny model there.
-        shutil.rmtree(folder)
-        build(folder)
+    """Build the tiny models in the home that engines serve."""
+    wanted = {deployment.for_engine(each).model for each in deployment.engines if each.is_vllm}
+    for name in wanted & TINY_BUILDERS.keys():
+        build, folder = TINY_BUILDERS[name], home.models / name
+        try:
+            build(folder)
+        except InputError:
+            # The folder is ours: an older batchrun built another tiny model there.
+            shutil.rmtree(folder)
+            build(folder)
 
 
 def make_engine(
@@ -358,14 +357,16 @@ def _own_engine(
                 name=config.name, url=config.attach, api_key=attached_key(deployment, config)
             )
         )
-    is_tiny = deployment.model in TINY_MODELS
+    own = deployment.for_engine(config)
+    is_tiny = own.model in TINY_MODELS
     key = engine_key or config.env.get(KEY_VARIABLE) or read_or_make_key(home, config.name)
     env = package_env(home) if hint_nonce is None else plugin_env(home, hint_nonce, config.name)
     return ManagedEngine(
         ManagedSettings(
             name=config.name,
-            model=str(home.models / deployment.model) if is_tiny else deployment.model,
-            served_model_name=deployment.model_name,
+            model=str(home.models / own.model) if is_tiny else own.model,
+            served_model_name=own.model_name,
+            adapters=deployment.adapters_of(config),
             port=config.port or default_port(deployment.listen, index),
             run_dir=home.run,
             log_dir=home.log,

@@ -29,6 +29,7 @@ class ManagedSettings:
     """An engine that batchrun starts, watches and ends.
 
     `model` is a folder or a hub id; `served_model_name` is the id callers use (default: `model`).
+    `adapters` are LoRA adapters by name, each a folder or a hub id.
     `python` is the interpreter whose environment holds vLLM. `url`, when set, is the address by
     which to reach the engine instead of host and port (a recording proxy in front of it).
     `vllm_args` are passed through verbatim and win over ours; `env` is laid over this process's
@@ -46,6 +47,7 @@ class ManagedSettings:
     python: Path = field(default_factory=lambda: Path(sys.executable))
     host: str = "127.0.0.1"
     url: str | None = None
+    adapters: Mapping[str, str] = field(default_factory=dict)
     vllm_args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     command: tuple[str, ...] | None = None
@@ -179,6 +181,7 @@ def build_argv(
         *(_cpu_args(settings, env) if build.is_cpu else ()),
         *_scheduler_args(settings),
         *(() if settings.api_key is None else (f"--middleware={DOOR_CLASS}",)),
+        *_adapter_args(settings),
         *settings.vllm_args,
     )
 
@@ -195,6 +198,13 @@ def _scheduler_args(settings: ManagedSettings) -> tuple[str, ...]:
         return ()
     config = json.dumps({HINT_KEY: dict(settings.scheduler)})
     return (f"--scheduler-cls={SCHEDULER_CLASS}", f"--additional-config={config}")
+
+
+def _adapter_args(settings: ManagedSettings) -> tuple[str, ...]:
+    if not settings.adapters:
+        return ()
+    modules = (f"{name}={where}" for name, where in settings.adapters.items())
+    return ("--enable-lora", "--lora-modules", *modules)
 
 
 def _cpu_args(settings: ManagedSettings, env: Mapping[str, str]) -> tuple[str, ...]:

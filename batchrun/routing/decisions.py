@@ -15,10 +15,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from batchrun.pool.prefix_keys import KeyArray
 from batchrun.routing.router import Terms
 
 NUM_KEPT = 1_000
 """Decisions of a process, and of all that are read."""
+NUM_KEYS = 1 << 15
+"""Keys of prompts that a process keeps beside its decisions."""
+KEYS_AT_RISK = 1 << 12
+"""Of these so many of the oldest may be written over while they are read."""
 _NOT_TOLD = math.nan
 
 
@@ -55,8 +60,9 @@ class Decision(NamedTuple):
     """Where a call went, and the best engine that it did not go to.
 
     `rank` is the chosen engine's place in the ranking of `num_engines`, 0 the best: those before it
-    could not be had. `told_prompt_tokens` and `told_cached_tokens` are what the reply told, NaN
-    where it has not or did not.
+    could not be had. The prompt's `num_keys` keys stand from `first_key` on in the ring of keys,
+    which goes round. What the reply told is NaN where it has not or did not; so is `ended_at_s`
+    while the call runs.
     """
 
     at_s: float
@@ -67,20 +73,28 @@ class Decision(NamedTuple):
     delayed: float
     chosen: Weighed
     runner_up: Weighed
+    num_keys: int = 0
+    first_key: int = 0
     told_prompt_tokens: float = _NOT_TOLD
     told_cached_tokens: float = _NOT_TOLD
+    told_output_tokens: float = _NOT_TOLD
+    ended_at_s: float = _NOT_TOLD
 
 
-_BODY = struct.Struct("=dqqdddQddddddQdddddddd")
+_BODY = struct.Struct("=dqqdddQddddddQddddddqqdddd")
 _NUMBER = struct.Struct("=Q")
-_TOLD = struct.Struct("=dd")
+_TOLD = struct.Struct("=dddd")
 _BODY_AT = _NUMBER.size
 _TOLD_AT = _BODY_AT + _BODY.size - _TOLD.size
 _END_AT = _BODY_AT + _BODY.size
 RECORD_BYTES = _END_AT + _NUMBER.size
 RING_BYTES = RECORD_BYTES * NUM_KEPT
 _SIDE = np.dtype([(name, "=u8" if name == "engine" else "=f8") for name in Weighed._fields])
-_KINDS = {"rank": "=i8", "num_engines": "=i8", "chosen": _SIDE, "runner_up": _SIDE}
+_KINDS = {
+    **dict.fromkeys(("rank", "num_engines", "num_keys", "first_key"), "=i8"),
+    "chosen": _SIDE,
+    "runner_up": _SIDE,
+}
 _RECORD = np.dtype([
     ("number", "=u8"),
     *((name, _KINDS.get(name, "=f8")) for name in Decision._fields),
@@ -93,19 +107,24 @@ Records = npt.NDArray[np.void]
 
 
 class DecisionRing:
-    """The ring of this process, in `RING_BYTES` of memory; goes on behind what stands there.
+    """The ring of this process, in `RING_BYTES` of memory, with one of `NUM_KEYS` keys; goes on
+    behind what stands there.
 
     A record's number stands at both its ends: written first at the last, and last at the first.
     """
 
-    def __init__(self, memory: memoryview) -> None:
+    def __init__(self, memory: memoryview, keys: KeyArray) -> None:
         self._memory = memory
+        self._keys = keys
+        records = np.frombuffer(memory, _RECORD)
+        self._next_key = int((records["first_key"] + records["num_keys"]).max())
         starts = range(0, RING_BYTES, RECORD_BYTES)
         self._number: int = max(_NUMBER.unpack_from(memory, start)[0] for start in starts)
 
-    def note(self, decision: Decision) -> int:
-        """Keep a decision; returns its number, for `told`."""
-        at_s, rank, num, prompt, piece, delayed, chosen, runner_up, *told = decision
+    def note(self, decision: Decision, keys: KeyArray) -> int:
+        """Keep a decision and the keys of its prompt; returns its number, for `told`."""
+        at_s, rank, num, prompt, piece, delayed, chosen, runner_up, *_ = decision
+        first_key = self._keep(keys)
         number = self._number = self._number + 1
         memory, start = self._memory, (number % NUM_KEPT) * RECORD_BYTES
         _NUMBER.pack_into(memory, start + _END_AT, number)
@@ -115,16 +134,35 @@ class DecisionRing:
             *(at_s, rank, num, prompt, piece, delayed),
             *chosen,
             *runner_up,
-            *told,
+            *(len(keys), first_key),
+            *(_NOT_TOLD,) * 4,
         )
         _NUMBER.pack_into(memory, start, number)
         return number
 
-    def told(self, number: int, prompt_tokens: int, cached_tokens: int) -> None:
-        """What the call's reply told; a decision that has left the ring is passed over."""
+    def ended(
+        self,
+        number: int,
+        prompt_tokens: float,
+        cached_tokens: float,
+        output_tokens: float,
+        at_s: float,
+    ) -> None:
+        """What the call's reply told, NaN for nothing; a decision that has left the ring is passed
+        over."""
         start = (number % NUM_KEPT) * RECORD_BYTES
         if _NUMBER.unpack_from(self._memory, start)[0] == number:
-            _TOLD.pack_into(self._memory, start + _TOLD_AT, prompt_tokens, cached_tokens)
+            told = (prompt_tokens, cached_tokens, output_tokens, at_s)
+            _TOLD.pack_into(self._memory, start + _TOLD_AT, *told)
+
+    def _keep(self, keys: KeyArray) -> int:
+        """Where they stand: in one piece."""
+        first, num = self._next_key, len(keys)
+        if first % NUM_KEYS + num > NUM_KEYS:
+            first += NUM_KEYS - first % NUM_KEYS
+        self._keys[first % NUM_KEYS : first % NUM_KEYS + num] = keys
+        self._next_key = first + num
+        return first
 
 
 def read_decisions(rings: npt.NDArray[np.uint8]) -> Records:
@@ -133,6 +171,64 @@ def read_decisions(rings: npt.NDArray[np.uint8]) -> Records:
     whole = records[(records["number"] > 0) & (records["number"] == records["end"])]
     found: Records = whole[np.argsort(-whole["at_s"], kind="stable")[:NUM_KEPT]]
     return found
+
+
+class EndedCall(NamedTuple):
+    """A call as the gateway saw it; where a reply told nothing, tokens are by its bytes and pieces.
+
+    `keys` are those of its prompt's pieces, of `piece_tokens` tokens each.
+    """
+
+    worker: int
+    number: int
+    age_s: float
+    ended_at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    piece_tokens: float
+    keys: list[int]
+
+
+class EndedCalls(NamedTuple):
+    """Calls that have ended, how many were decided since the gateway's start, how many run, and for
+    how long the oldest of these has, None where none runs."""
+
+    calls: list[EndedCall]
+    num_decided: int
+    num_running: int
+    oldest_running_s: float | None
+
+
+def ended_calls(
+    rings: npt.NDArray[np.uint8], keys: npt.NDArray[np.uint64], since_s: float, now_s: float
+) -> EndedCalls:
+    """The calls of all rings that ended after this. Those whose keys have been written over are
+    left out."""
+    found: list[EndedCall] = []
+    records = rings.copy().view(_RECORD)
+    kept = keys.copy()
+    is_whole = (records["number"] > 0) & (records["number"] == records["end"])
+    running = records["at_s"][is_whole & np.isnan(records["ended_at_s"])]
+    for worker, its in enumerate(records):
+        oldest_key = (its["first_key"] + its["num_keys"]).max() - NUM_KEYS + KEYS_AT_RISK
+        is_new = is_whole[worker] & (its["ended_at_s"] > since_s) & (its["first_key"] >= oldest_key)
+        found += [_ended(worker, record, kept[worker], now_s) for record in its[is_new]]
+    oldest_s = float(now_s - running.min()) if len(running) else None
+    return EndedCalls(found, int(records["number"].max(axis=1).sum()), len(running), oldest_s)
+
+
+def _ended(worker: int, record: np.void, keys: KeyArray, now_s: float) -> EndedCall:
+    told, first = float(record["told_prompt_tokens"]), int(record["first_key"]) % NUM_KEYS
+    return EndedCall(
+        worker,
+        int(record["number"]),
+        now_s - float(record["at_s"]),
+        float(record["ended_at_s"]),
+        int(record["prompt_tokens"] if math.isnan(told) else told),
+        int(record["told_output_tokens"]),
+        float(record["piece_tokens"]),
+        keys[first : first + int(record["num_keys"])].tolist(),
+    )
 
 
 @dataclass(slots=True)

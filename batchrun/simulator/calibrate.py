@@ -239,13 +239,12 @@ async def calibrate_engine(
         begin_s = time.monotonic()
         await _with_stages(engine, engine.start(), progress)
         ready_s = time.monotonic()
-        recording = await probe(engine.client, deployment.model_name, steps_path, progress)
+        model = deployment.for_engine(deployment.engines[index]).model_name
+        recording = await probe(engine.client, model, steps_path, progress)
         progress("fitting", 0, 0)
         profile = await asyncio.to_thread(calibrate, recording, measured_at=time.time())
         progress("measuring online calls", 0, 0)
-        online = await observe_online(
-            engine.client, deployment.model_name, recording.facts, profile.models[0]
-        )
+        online = await observe_online(engine.client, model, recording.facts, profile.models[0])
         done_s = time.monotonic()
     finally:
         progress("stopping the engine", 0, 0)

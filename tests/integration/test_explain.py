@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from urllib.request import urlopen
 
 from deployment_rig import DeploymentRig
 
+from batchrun.simulator.traces.reading import read_trace
 from benchmarks.deployment import free_port
 
 WAIT_S = 120.0
@@ -22,6 +24,14 @@ def fake_engine(name: str) -> dict[str, object]:
     return {"name": name, "command": command, "port": port}
 
 
+def recorded_prefixes(rig: DeploymentRig) -> set[tuple[int, ...]]:
+    """Of the six calls of the trace, the first five blocks of each."""
+    trace = read_trace(rig.folder / "calls.parquet")
+    assert trace.prefix is not None
+    assert len(trace) == 6
+    return {tuple(trace.prefix.of_request(index)[:5].tolist()) for index in range(6)}
+
+
 def test_the_last_calls_say_why_they_went_where_they_went(rig: DeploymentRig) -> None:
     engines = [fake_engine(name) for name in ENGINES]
     document = {"listen": f"127.0.0.1:{rig.port}", "gateway_workers": 2, "engines": engines}
@@ -32,16 +42,22 @@ def test_the_last_calls_say_why_they_went_where_they_went(rig: DeploymentRig) ->
         deadline_s = time.monotonic() + WAIT_S
         while rig.ask("status")["engines"][1]["state"] != "ready":
             assert time.monotonic() < deadline_s, "waited in vain"
+        recorder = rig.start("trace", "record", "-o", "calls.parquet", "--prefixes")
+        assert recorder.stderr is not None
+        assert "recording online calls" in recorder.stderr.readline()
         for number in range(6):
             client.chat.completions.create(
                 model="fake", messages=[{"role": "user", "content": f"{PROMPT}{number}"}]
             )
-
+        recorder.send_signal(signal.SIGINT)
+        recorder.communicate(timeout=WAIT_S)
+        assert recorder.returncode == 0
     told = rig.ask("engine", "explain", "--last", "4")
     seen = rig.ask("status")["routing"]
     page = urlopen(f"http://127.0.0.1:{rig.port}/dashboard/routing").read().decode()
     metrics = urlopen(f"http://127.0.0.1:{rig.port}/metrics").read().decode()
 
+    assert [len(blocks) for blocks in recorded_prefixes(rig)] == [5]
     assert told["router"] == "cost"
     assert len(told["decisions"]) == 4
     newest = told["decisions"][0]

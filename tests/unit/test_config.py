@@ -9,7 +9,11 @@ import pytest
 from batchrun.cache.eviction import EVICTIONS
 from batchrun.config import Deployment, SloConfig, load_deployment, load_home
 from batchrun.control.starting import read_deployment
+from batchrun.daemon.plugin import profile_path
+from batchrun.daemon.supervisor import make_engine
+from batchrun.engine.engine import ManagedEngine
 from batchrun.errors import ConfigError
+from batchrun.home import Home
 from batchrun.scheduling.policies import POLICIES, QUEUES
 
 
@@ -63,6 +67,45 @@ def test_a_model_folder_is_relative_to_the_file(tmp_path: Path) -> None:
     config.write_text("model: ./llama\n")
 
     assert load_deployment(config).model == str(tmp_path / "deploy" / "llama")
+
+
+MODELS = """
+model: ./small
+engines:
+  - {name: a}
+  - {name: b, model: ./large, adapters: {support: ./support, hub: org/adapter}}
+  - {name: c, model: tiny, served_model_name: toy}
+"""
+
+
+def test_engines_have_models_and_adapters_of_their_own(tmp_path: Path) -> None:
+    for folder in ("small", "large"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "batchrun.yaml").write_text(MODELS)
+    home, deployment = Home(tmp_path / "home"), load_deployment(tmp_path / "batchrun.yaml")
+
+    engines = [make_engine(deployment, home, index) for index in range(3)]
+
+    settings = [each.settings for each in engines if isinstance(each, ManagedEngine)]
+    served = [(each.served_model_name, each.model) for each in settings]
+    assert served == [
+        ("small", str(tmp_path / "small")),
+        ("large", str(tmp_path / "large")),
+        ("toy", str(home.models / "tiny")),
+    ]
+    assert settings[1].adapters == {"support": str(tmp_path / "support"), "hub": "org/adapter"}
+    assert len({profile_path(deployment, each, home) for each in deployment.engines}) == 3
+    folders = [deployment.model_folder(home, name) for name in ("support", "toy", "default", "x")]
+    small, large = tmp_path / "small", tmp_path / "large"
+    assert folders == [large, home.models / "tiny", small, small]
+
+
+@pytest.mark.parametrize("kind", ["command: [serve]", "attach: http://h:1", "agent: https://h:1"])
+@pytest.mark.parametrize("key", ["model: m", "served_model_name: m", "adapters: {a: b}"])
+def test_a_model_belongs_to_a_vllm_that_batchrun_starts(kind: str, key: str) -> None:
+    name = key.partition(":")[0]
+    with pytest.raises(ConfigError, match=f"'{name}' belongs to a vLLM that batchrun starts"):
+        load(f"engines:\n  - {kind}\n    {key}\n")
 
 
 def test_numbers_among_arguments_and_variables_are_text() -> None:

@@ -7,18 +7,22 @@ import random
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from plain_routing import PlainBook, PlainCost
 
 from batchrun.pool.prefix_keys import KeyArray
 from batchrun.routing.decisions import (
+    KEYS_AT_RISK,
     NUM_KEPT,
+    NUM_KEYS,
     RECORD_BYTES,
     RING_BYTES,
     Decision,
     DecisionRing,
     Weighed,
     document_of,
+    ended_calls,
     figures_of,
     imbalance_of,
     read_decisions,
@@ -28,6 +32,7 @@ from batchrun.routing.router import Router
 from batchrun.routing.routers import make_router
 
 PIECE_TOKENS = 250.5
+NO_KEYS: KeyArray = np.empty(0, np.uint64)
 
 
 def decision(at_s: float, engine: int = 7, cached: float = 512.0) -> Decision:
@@ -37,11 +42,15 @@ def decision(at_s: float, engine: int = 7, cached: float = 512.0) -> Decision:
     )
 
 
+def ring_in(memory: npt.NDArray[np.uint8], worker: int = 0) -> DecisionRing:
+    return DecisionRing(memoryview(memory[worker]), np.zeros(NUM_KEYS, np.uint64))
+
+
 def test_the_newest_decisions_of_all_workers_are_read_the_newest_first() -> None:
     memory = np.zeros((2, RING_BYTES), np.uint8)
-    rings = [DecisionRing(memoryview(memory[worker])) for worker in range(2)]
+    rings = [ring_in(memory, worker) for worker in range(2)]
     for number in range(NUM_KEPT + 50):
-        rings[number % 2].note(decision(float(number + 1)))
+        rings[number % 2].note(decision(float(number + 1)), NO_KEYS)
     records = read_decisions(memory)
     assert len(records) == NUM_KEPT
     assert records["at_s"].tolist() == [float(n) for n in range(NUM_KEPT + 50, 50, -1)]
@@ -50,10 +59,10 @@ def test_the_newest_decisions_of_all_workers_are_read_the_newest_first() -> None
 
 def test_a_ring_goes_round_and_the_next_worker_of_its_number_goes_on() -> None:
     memory = np.zeros((1, RING_BYTES), np.uint8)
-    first = DecisionRing(memoryview(memory[0]))
-    numbers = [first.note(decision(float(n))) for n in range(1, NUM_KEPT + 11)]
-    again = DecisionRing(memoryview(memory[0]))
-    assert again.note(decision(5_000.0)) == numbers[-1] + 1
+    first = ring_in(memory)
+    numbers = [first.note(decision(float(n)), NO_KEYS) for n in range(1, NUM_KEPT + 11)]
+    again = ring_in(memory)
+    assert again.note(decision(5_000.0), NO_KEYS) == numbers[-1] + 1
     records = read_decisions(memory)
     assert records["at_s"].max() == 5_000.0
     assert records["at_s"].min() == 12.0
@@ -61,24 +70,24 @@ def test_a_ring_goes_round_and_the_next_worker_of_its_number_goes_on() -> None:
 
 def test_what_a_reply_tells_reaches_its_decision_and_no_later_one() -> None:
     memory = np.zeros((1, RING_BYTES), np.uint8)
-    ring = DecisionRing(memoryview(memory[0]))
-    old = ring.note(decision(1.0))
-    ring.told(old, 1_010, 500)
+    ring = ring_in(memory)
+    old = ring.note(decision(1.0), NO_KEYS)
+    ring.ended(old, 1_010, 500, 7, 1.5)
     assert read_decisions(memory)[["told_prompt_tokens", "told_cached_tokens"]].item() == (
         1_010,
         500,
     )
     for number in range(NUM_KEPT):
-        ring.note(decision(2.0 + number))
-    ring.told(old, 1, 1)
+        ring.note(decision(2.0 + number), NO_KEYS)
+    ring.ended(old, 1, 1, 1, 9e9)
     assert np.isnan(read_decisions(memory)["told_cached_tokens"]).all()
 
 
 def test_a_decision_that_is_being_written_is_left_out() -> None:
     memory = np.zeros((1, RING_BYTES), np.uint8)
-    ring = DecisionRing(memoryview(memory[0]))
+    ring = ring_in(memory)
     for number in range(3):
-        ring.note(decision(1.0 + number))
+        ring.note(decision(1.0 + number), NO_KEYS)
     torn = 2 * RECORD_BYTES
     memory[0, torn + RECORD_BYTES - 8] += 1
     assert read_decisions(memory)["at_s"].tolist() == [3.0, 1.0]
@@ -86,10 +95,10 @@ def test_a_decision_that_is_being_written_is_left_out() -> None:
 
 def test_hits_agreement_and_imbalance_are_of_each_engine() -> None:
     memory = np.zeros((1, RING_BYTES), np.uint8)
-    ring = DecisionRing(memoryview(memory[0]))
+    ring = ring_in(memory)
     for cached in (512, 600, 0):
-        ring.told(ring.note(decision(1.0, 7)), 1_000, cached)
-    ring.note(decision(2.0, 9))
+        ring.ended(ring.note(decision(1.0, 7), NO_KEYS), 1_000, cached, 5, 2.0)
+    ring.note(decision(2.0, 9), NO_KEYS)
     names = {7: "a", 9: "b", 5: "c"}
     a, b, c = figures = figures_of(read_decisions(memory), names, {7: 10, 9: 20, 5: 0})
     assert (a.num_calls, a.num_pieces) == (3, 10)
@@ -108,7 +117,7 @@ def test_hits_agreement_and_imbalance_are_of_each_engine() -> None:
 
 def test_a_price_is_the_sum_of_its_terms() -> None:
     memory = np.zeros((1, RING_BYTES), np.uint8)
-    DecisionRing(memoryview(memory[0])).note(decision(1.0))
+    ring_in(memory).note(decision(1.0), NO_KEYS)
     records = read_decisions(memory)
     document: dict[str, Any] = document_of("cost", [], records, {7: "a"}, 3.0)
     (shown,) = document["decisions"]
@@ -119,6 +128,35 @@ def test_a_price_is_the_sum_of_its_terms() -> None:
     assert chosen["delays_s"] == 0.25
     assert runner_up["engine"] is None
     assert shown["told_cached_tokens"] is None
+
+
+def test_calls_that_ended_are_told_with_their_keys_as_long_as_these_are_kept() -> None:
+    memory, kept = np.zeros((2, RING_BYTES), np.uint8), np.zeros((2, NUM_KEYS), np.uint64)
+    rings = [DecisionRing(memoryview(memory[worker]), kept[worker]) for worker in range(2)]
+    rng = random.Random(0)
+    prompts = [_keys(rng, 128) for _ in range(600)]
+    for number, keys in enumerate(prompts):
+        ring = rings[number % 2]
+        ring.ended(ring.note(decision(1.0 + number), keys), 1_010, 0, 7, 10.0 + number)
+    running = rings[1].note(decision(650.0), NO_KEYS)
+    num_of_ring = (NUM_KEYS - KEYS_AT_RISK) // 128
+
+    told = ended_calls(memory, kept, 0.0, 700.0)
+    newest = ended_calls(memory, kept, 10.0 + 597, 700.0)
+
+    assert (told.num_decided, told.num_running, told.oldest_running_s) == (601, 1, 50.0)
+    assert len(told.calls) == 2 * num_of_ring
+    assert sorted(each.keys for each in newest.calls) == sorted(
+        keys.tolist() for keys in prompts[598:]
+    )
+    assert {(each.prompt_tokens, each.output_tokens) for each in told.calls} == {(1_010, 7)}
+    again = DecisionRing(memoryview(memory[1]), kept[1])
+    again.ended(running, math.nan, math.nan, 3, 699.0)
+    again.ended(again.note(decision(698.0), prompts[0]), math.nan, math.nan, 3, 699.0)
+    last = ended_calls(memory, kept, 650.0, 700.0).calls
+    assert [(each.prompt_tokens, each.keys) for each in last] == [
+        (1_000, []), (1_000, prompts[0].tolist())
+    ]  # fmt: skip
 
 
 class Pair:

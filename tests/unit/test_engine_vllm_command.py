@@ -83,6 +83,15 @@ def test_the_server_module_is_the_one_this_vllm_has(
     assert module in build_argv(make_settings(tmp_path), make_build(tmp_path), {})
 
 
+def test_adapters_come_before_the_users_arguments(tmp_path: Path) -> None:
+    adapters = {"support": "/adapters/support", "hub": "org/adapter"}
+    settings = make_settings(tmp_path, adapters=adapters, vllm_args=("--max-loras", "2"))
+    argv = build_argv(settings, make_build(tmp_path), {})
+    modules = ("--enable-lora", "--lora-modules", "support=/adapters/support", "hub=org/adapter")
+    assert argv[-6:] == (*modules, "--max-loras", "2")
+    assert "--enable-lora" not in build_argv(make_settings(tmp_path), make_build(tmp_path), {})
+
+
 def test_a_model_folder_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from cli_call import Cli, cli_in, line_of
 
-from batchrun.cli.data import CallRecording
+from batchrun.cli.data import CallRecording, GatewayRecording
 from batchrun.control.client import DaemonClient
 from batchrun.errors import StateError
 from batchrun.home import Home
+from batchrun.routing.decisions import EndedCall
 from batchrun.simulator.traces.reading import load_parquet, save_trace
 from batchrun.simulator.traces.trace import Trace
 from batchrun.wire import MAX_CALLS_SENT, RecordedCall, RecordedCalls
@@ -113,6 +114,38 @@ def test_an_engine_that_started_anew_is_asked_from_its_first_call_on(tmp_path: P
     assert recording.wanted == {"0": 0}
     assert not recording.take({"0": RecordedCalls("b", 0, full[:3])})
     assert (len(recording.trace(1e6)[0]), recording.num_lost) == (MAX_CALLS_SENT + 3, 0)
+
+
+def seen_at_gateway(tmp_path: Path, salt: bytes) -> GatewayRecording:
+    """Two calls that share two pieces of three, one a stranger to them, and one without answer."""
+    recording = GatewayRecording(DaemonClient(Home(tmp_path)), started_at=100.0, salt=salt)
+    calls = [
+        EndedCall(0, 1, 9.0, 3.0, 800, 5, 250.0, [1, 2, 3]),
+        EndedCall(1, 1, 8.0, 4.0, 510, 6, 250.0, [1, 2, 9]),
+        EndedCall(1, 2, 7.0, 5.0, 90, 7, 260.0, []),
+        EndedCall(1, 3, 7.0, 5.0, 90, 0, 250.0, [1]),
+    ]
+    told = {"now_s": 6.0, "num_decided": 6, "num_running": 1, "oldest_running_s": 4.0}
+    for _ in range(2):
+        recording.keep(told | {"calls": calls}, now=110.0)
+    return recording
+
+
+def test_what_the_gateway_told_becomes_a_trace_of_salted_prefixes(tmp_path: Path) -> None:
+    recording = seen_at_gateway(tmp_path, b"salt")
+    trace, num_without_token = recording.trace(110.0)
+
+    assert (num_without_token, recording.num_lost) == (1, 1)
+    assert recording.is_waiting_for(110.0) and not recording.is_waiting_for(106.0)
+    assert trace.arrival_s.tolist() == [1.0, 2.0, 3.0]
+    assert trace.num_prompt_tokens.tolist() == [800, 510, 90]
+    assert trace.prefix is not None and trace.prefix.block_tokens == 250
+    first, second, third = (trace.prefix.of_request(index).tolist() for index in range(3))
+    assert (len(first), second, third) == (3, first[:2], [])
+    assert not {1, 2, 3} & set(first)
+    other, _ = seen_at_gateway(tmp_path, b"other").trace(110.0)
+    assert other.prefix is not None
+    assert not set(other.prefix.hashes.tolist()) & set(first)
 
 
 def test_a_recording_without_calls_is_no_trace(tmp_path: Path) -> None:

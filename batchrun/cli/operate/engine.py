@@ -30,7 +30,7 @@ from batchrun.cli.console import (
 from batchrun.cli.operate.agent import environment, serve
 from batchrun.cli.operate.explain import explain
 from batchrun.cli.status import SHOWN_STALL_S, describe_parts, describe_progress
-from batchrun.config import TINY_MODEL, Deployment, EngineConfig
+from batchrun.config import TINY_MODELS, Deployment, EngineConfig
 from batchrun.control.client import DaemonClient
 from batchrun.control.starting import LOOK_WAIT_S, describe_silence, read_deployment
 from batchrun.daemon.plugin import profile_path
@@ -306,9 +306,10 @@ def _findings(deployment: Deployment, home: Home) -> Iterator[Finding]:
             mend = f"end the program that holds port {port}, or set `port` of the engine"
             check = partial(check_port_free, "127.0.0.1", port)
             yield _checked(f"port of engine {config.name}", str(port), check, mend)
-    if deployment.model != TINY_MODEL and any(config.is_vllm for config in deployment.engines):
+    models = {deployment.for_engine(each).model for each in deployment.engines if each.is_vllm}
+    for model in sorted(models - set(TINY_MODELS)):
         mend = "correct `model` in batchrun.yaml; `model: tiny` needs none"
-        yield _checked("model", deployment.model, partial(check_model, deployment.model), mend)
+        yield _checked("model", model, partial(check_model, model), mend)
     if not running:
         mend = "end the program that holds the port, or choose another with `listen`"
         check = partial(check_gateway_port, deployment.listen)

@@ -300,6 +300,13 @@ def _add_routing(control: APIRouter, status: Status) -> None:
             raise EngineError("the gateway does not answer; `batchrun logs gateway` says why")
         return told
 
+    @control.get("/routed-calls")
+    async def routed_calls(since: Annotated[float, Query(allow_inf_nan=False)]) -> JsonObject:
+        told = await status.figures.ended_calls(since)
+        if told is None:
+            raise EngineError("the gateway does not answer; `batchrun logs gateway` says why")
+        return told
+
 
 def _add_keys(control: APIRouter, keys: KeyList) -> None:
     @control.post("/keys")
@@ -341,6 +348,10 @@ class AsksGateway(Protocol):
 
     async def explain(self, most: int) -> JsonObject | None:
         """Why the last calls went where they went, so many of them; None: nobody answers."""
+        ...
+
+    async def ended_calls(self, since_s: float) -> JsonObject | None:
+        """The calls that ended after this instant of the gateway's; None: nobody answers."""
         ...
 
 

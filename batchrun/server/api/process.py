@@ -192,7 +192,7 @@ def _daemon(
         store,
         slots,
         home.inputs,
-        model_folder=deployment.model_folder(home),
+        model_folder=partial(deployment.model_folder, home),
         retention_s=None if retention is None else parse_age_s(retention),
         files=place,
         images=ImageFetcher(ImageHosts(deployment.image_hosts)),

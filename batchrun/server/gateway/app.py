@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -301,7 +301,10 @@ class Gateway:
             most = request.query.get("most", "")[:6]
             balancer, now_s = self._forwarder.balancer, ReplyUsage.now_s()
             num = int(most) if most.isdecimal() else NUM_KEPT
-            return web.json_response(await asyncio.to_thread(balancer.explain, now_s, num))
+            tell = partial(balancer.explain, now_s, num)
+            if (since_s := request.query.get("since")) is not None:
+                tell = partial(balancer.ended_calls, now_s, float(since_s))
+            return web.json_response(await asyncio.to_thread(tell))
         series = [(each.kind, each.labels, each.values.tolist()) for each in self._tally.read()]
         series += [(EJECTED, (name,), [left_s, num]) for name, left_s, num in self._ejected()]
         return web.json_response(series)

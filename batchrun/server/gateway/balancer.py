@@ -296,13 +296,18 @@ class Balancer:
                 delayed,
                 weighed,
                 other,
-            )
+            ),
+            call.keys,
         )
 
     def explain(self, now_s: float, most: int) -> JsonObject:
         """Where the last calls went, and why; the newest `most` of them one by one."""
         names, decisions, figures = self._figures()
         return document_of(self._router_name, figures, decisions[:most], names, now_s)
+
+    def ended_calls(self, now_s: float, since_s: float) -> JsonObject:
+        """The calls of all workers that ended after this, with the keys of their prompts."""
+        return {"now_s": now_s, **self._shared.ended_calls(since_s, now_s)._asdict()}
 
     def figures(self) -> list[EngineRouting]:
         """By engine, where the last calls of all workers went, and what is known of its cache."""
@@ -321,8 +326,14 @@ class Balancer:
 
     def _ended(self, sent: Sent, routed: RoutedCall, number: int) -> None:
         usage = routed.usage
-        if usage.prompt_tokens and usage.cached_tokens is not None:
-            self._shared.ring.told(number, usage.prompt_tokens, usage.cached_tokens)
+        cached, prompt = usage.cached_tokens, usage.prompt_tokens or math.nan
+        self._shared.ring.ended(
+            number,
+            prompt,
+            math.nan if cached is None or not usage.prompt_tokens else cached,
+            usage.output_tokens or max(0, usage.num_events - 1),
+            usage.now_s(),
+        )
         is_told = usage.output_tokens > 0
         self._router.ended(
             sent, usage.now_s(), usage.cached_tokens, usage.output_tokens if is_told else None

@@ -18,7 +18,15 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from batchrun.routing.decisions import RING_BYTES, DecisionRing, Records, read_decisions
+from batchrun.routing.decisions import (
+    NUM_KEYS,
+    RING_BYTES,
+    DecisionRing,
+    EndedCalls,
+    Records,
+    ended_calls,
+    read_decisions,
+)
 from batchrun.routing.engine_book import FIELDS, EngineBook
 from batchrun.routing.prefix_map import NUM_COLUMN_FIELDS, Arrays, PrefixMap
 
@@ -41,6 +49,7 @@ def _layout(num_workers: int) -> dict[str, tuple[np.dtype[np.generic], tuple[int
         "used_at_s": (real, (MAX_ENGINES, NUM_PIECES)),
         "num_uses": (np.dtype(np.uint32), (NUM_PIECES,)),
         "ejections": (real, (MAX_ENGINES, 4)),
+        "decided_keys": (np.dtype(np.uint64), (num_workers, NUM_KEYS)),
         "decisions": (np.dtype(np.uint8), (num_workers, RING_BYTES)),
     }
 
@@ -131,8 +140,8 @@ class SharedBook:
         )
         self.book = EngineBook(prefixes, arrays["loads"], worker)
         self.ejections = Ejections(arrays["ejections"])
-        self._rings = arrays["decisions"]
-        self.ring = DecisionRing(memoryview(self._rings[worker]))
+        self._rings, self._decided_keys = arrays["decisions"], arrays["decided_keys"]
+        self.ring = DecisionRing(memoryview(self._rings[worker]), self._decided_keys[worker])
 
     def columns_of(self, engines: Iterable[tuple[str, int]]) -> dict[str, int]:
         """The column of each engine, given by its identity and when it was started (0: unknown).
@@ -161,6 +170,10 @@ class SharedBook:
     def decisions(self) -> Records:
         """The last decisions of all workers, the newest first."""
         return read_decisions(self._rings)
+
+    def ended_calls(self, since_s: float, now_s: float) -> EndedCalls:
+        """See `batchrun.routing.decisions.ended_calls`."""
+        return ended_calls(self._rings, self._decided_keys, since_s, now_s)
 
     def _begin(self, column: int, digest: int, started: int) -> None:
         """The column is this engine's, which has been running since then."""

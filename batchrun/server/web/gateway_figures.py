@@ -95,11 +95,19 @@ class GatewayFigures:
     async def explain(self, most: int) -> JsonObject | None:
         """Why the last calls went where they went, the newest `most` of them one by one; see
         `batchrun.routing.decisions.document_of`. None: the gateway does not answer."""
+        return await self._ask(f"most={most}")
+
+    async def ended_calls(self, since_s: float) -> JsonObject | None:
+        """The calls that ended after this instant of the gateway's clock, with the keys of their
+        prompts. None: the gateway does not answer."""
+        return await self._ask(f"since={since_s:f}")
+
+    async def _ask(self, query: str) -> JsonObject | None:
         try:
             async with (
                 aiohttp.ClientSession() as session,
                 session.get(
-                    f"{self.url}{ROUTING_PATH}?most={most}",
+                    f"{self.url}{ROUTING_PATH}?{query}",
                     headers={GATEWAY_HEADER: self.secret},
                     timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
                 ) as reply,
