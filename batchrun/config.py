@@ -32,6 +32,7 @@ from batchrun.media.hosts import checked_host
 from batchrun.quantities import (
     checked_age,
     checked_duration,
+    checked_listen,
     parse_duration_s,
     parse_optional_duration_s,
 )
@@ -39,14 +40,6 @@ from batchrun.strict import load_strict
 from batchrun.types import DEFAULT_CLASS
 
 Port = Annotated[int, Field(ge=1, le=65535)]
-
-
-def _checked_listen(value: object) -> str:
-    listen = str(value)
-    host, _, port = listen.rpartition(":")
-    if not port.isdigit() or not 1 <= int(port) <= 65535 or not host:
-        raise ValueError(f"must be HOST:PORT, for example 127.0.0.1:8000 (got {listen!r})")
-    return listen
 
 
 def _number_as_text(value: object) -> object:
@@ -103,7 +96,7 @@ def _checked_choice(name: str, info: ValidationInfo) -> str:
 
 
 Choice = Annotated[str, AfterValidator(_checked_choice)]
-Listen = Annotated[str, BeforeValidator(_checked_listen)]
+Listen = Annotated[str, BeforeValidator(checked_listen)]
 Name = Annotated[str, BeforeValidator(_number_as_text), AfterValidator(checked_name)]
 ClassName = Annotated[Name, AfterValidator(_checked_class_name)]
 Age = Annotated[str, AfterValidator(checked_age)]

@@ -123,3 +123,12 @@ def checked_duration(text: str) -> str:
     """A duration as it was written. Raises ValueError where it is none."""
     parse_duration_s(text)
     return text
+
+
+def checked_listen(value: object) -> str:
+    """HOST:PORT as text. Raises ValueError where it is none."""
+    listen = str(value)
+    host, _, port = listen.rpartition(":")
+    if not port.isdigit() or not 1 <= int(port) <= 65535 or not host:
+        raise ValueError(f"must be HOST:PORT, for example 127.0.0.1:8000 (got {listen!r})")
+    return listen
