@@ -1,4 +1,4 @@
-"""Durations and failure limits as people write them."""
+"""Durations, addresses and failure limits as people write them."""
 
 from __future__ import annotations
 
