@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Resolve locks/cpu.in and the engine's own lock, with the hashes of all files of each version. The
 # local version suffix of torch's CPU build is dropped, so that the lock also installs where the
-# plain version is the CPU build; the hash of that build is in more-hashes.txt.
+# plain version is the CPU build; only-hashes.txt has the hash of the one file that may be taken.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 resolve() {
@@ -10,11 +10,13 @@ resolve() {
 }
 finish() {
   sed 's/+cpu \\$/ \\/' "$1" | awk '
-    NR == FNR { more[$1] = $2; next }
+    NR == FNR { only[$1] = $2; next }
+    /^[^ ]/ { is_left_out = 0 }
+    is_left_out { next }
     { print }
-    $1 in more { print "    --hash=sha256:" more[$1] " \\"; found[$1] }
-    END { for (name in more) if (!(name in found)) { print name " is not resolved" > "/dev/stderr"; exit 1 } }
-  ' locks/more-hashes.txt -
+    $1 in only { print "    --hash=sha256:" only[$1]; found[$1]; is_left_out = 1 }
+    END { for (name in only) if (!(name in found)) { print name " is not resolved" > "/dev/stderr"; exit 1 } }
+  ' locks/only-hashes.txt -
 }
 whole=$(mktemp)
 engine=$(mktemp)
