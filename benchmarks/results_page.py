@@ -37,8 +37,9 @@ class Section:
 
 ONLINE = "ttft_p50_s ttft_p99_s tpot_p50_s slo_ttft slo_tpot slo_deadline"
 CONFIGS = (
-    *("online-only-512", "stock-shuffled-2048", "stock-grouped-1024", "stock-in-our-order-1024"),
-    *("bs", "bs+e", "bs+e+s", "echo", "echo unsorted"),
+    *("online-only-512", "online-only-2048", "stock-shuffled-2048", "stock-grouped-1024"),
+    *("stock-in-our-order-512", "stock-in-our-order-2048"),
+    *("bs", "bs+e", "bs+e+s", "echo", "echo unsorted", "echo no limit, context 131072"),
 )
 SECTIONS: dict[str, Section] = {
     "ablation": Section(
@@ -64,6 +65,11 @@ SECTIONS: dict[str, Section] = {
         "deployment",
         "num_kills num_jobs num_rows num_executions num_explained num_problems",
         {"kind": ("deployment",)},
+    ),
+    "cpu_online_cost": Section(
+        "The dial on the real CPU engine, means of windows",
+        "online_cost alone",
+        "offline_tokens_per_s ttft_p50_s ttft_p99_s tpot_p50_s tpot_p99_s",
     ),
     "daemon_load": Section(
         "What a row costs the daemon",
