@@ -36,8 +36,8 @@ MAX_BENCHMARK_LINES = 14_400
 knows, the price of rows, reserves, evictions, buckets, a real trace beside jobs, routers and what a
 decision costs, orders of calls, rows over engines, the page and Python; parts that hang, 118 odd
 engines and 50 callers in bad faith, two tenants, the demo beside vLLM's own order."""
-MAX_MANUAL_WORDS = 39_500
-"""9,500 more: what rows may cost calls, which engine a call goes to, Python, the page, engines on
+MAX_MANUAL_WORDS = 40_000
+"""10,000 more: what rows may cost calls, which engine a call goes to, Python, the page, engines on
 other machines, orders of calls, rows over engines, time limits, limits of keys, attacks and their
 tests, uploads, `on_done`, why a call went where it went."""
 README_FIRST_SCREEN_LINES = 60

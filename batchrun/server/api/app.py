@@ -1,5 +1,4 @@
-"""The daemon's routes, all thin: OpenAI's API for the gateway, control routes for the command line,
-and the picture of the deployment that `status` shows.
+"""The daemon's routes, all thin: OpenAI's API for the gateway, control routes for the command line.
 
 The text of an API key never comes here, only its hash.
 """
@@ -8,12 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
-from typing import Annotated, Any, Protocol
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.responses import Response
@@ -24,22 +21,19 @@ from starlette.exceptions import HTTPException
 
 from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.engine_link import Engine, Slot
-from batchrun.daemon.view import view_engine, view_job
 from batchrun.engine.command import has_tool_parser
 from batchrun.engine.engine import ManagedEngine
-from batchrun.errors import EngineError, StoreLockedError, StoreUnreachableError
+from batchrun.errors import EngineError
 from batchrun.home import CONTROL_PREFIX, GATEWAY_HEADER, Home
 from batchrun.jobs.results.file_bytes import FileBytes
 from batchrun.jobs.spec import Weight
-from batchrun.pool.pace import Completion
 from batchrun.routing.decisions import NUM_KEPT
 from batchrun.server.api.batches import Batches, batches_router
 from batchrun.server.api.errors import Callers, install_error_handlers
 from batchrun.server.api.files import Files, files_router
 from batchrun.server.api.key_list import KeyList
 from batchrun.server.api.metrics import MetricsPage, read_key_storage
-from batchrun.server.api.watch import LoopWatch
-from batchrun.store import jobs, results
+from batchrun.server.api.picture import JsonObject, Status
 from batchrun.store.api_keys import (
     MAX_COUNT,
     MAX_TOKENS,
@@ -48,10 +42,8 @@ from batchrun.store.api_keys import (
     NewApiKey,
     Role,
 )
-from batchrun.store.jobs import Counts, JobRecord, NewJob
-from batchrun.types import DEFAULT_MODEL, EnginePhase
-
-HOUR_S = 3600.0
+from batchrun.store.jobs import JobRecord, NewJob
+from batchrun.types import DEFAULT_MODEL
 
 
 class _Strict(BaseModel):
@@ -326,179 +318,3 @@ def _add_keys(control: APIRouter, keys: KeyList) -> None:
     async def revoke(key: str) -> dict[str, object]:
         revoked = await asyncio.to_thread(keys.revoke, key)
         return {"id": revoked.id, "name": revoked.name}
-
-
-JsonObject = dict[str, Any]
-
-
-class AsksGateway(Protocol):
-    """Tells what the gateway has seen of calls, as `GatewayFigures` does."""
-
-    def view(self) -> list[JsonObject]:
-        """How long the calls of the last minutes took their callers."""
-        ...
-
-    def ejected_s(self, engine: str) -> float:
-        """For how long an engine still gets no calls."""
-        ...
-
-    def silent_s(self, now_s: float) -> float:
-        """For how long the gateway has told nothing."""
-        ...
-
-    async def explain(self, most: int) -> JsonObject | None:
-        """Why the last calls went where they went, so many of them; None: nobody answers."""
-        ...
-
-    async def ended_calls(self, since_s: float) -> JsonObject | None:
-        """The calls that ended after this instant of the gateway's; None: nobody answers."""
-        ...
-
-
-class Status:
-    """Builds snapshots; counts of ended jobs are remembered, since they never change. `tellings`
-    is, by job, how it went to tell of its end; `price_per_hour` that of an engine."""
-
-    def __init__(
-        self,
-        daemon: Daemon,
-        gateway_url: str,
-        figures: AsksGateway,
-        tellings: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
-        price_per_hour: float | None = None,
-    ) -> None:
-        self.daemon = daemon
-        self.watch = LoopWatch()
-        self.watch.writer_waits_s = daemon.writer.waits_s
-        self.figures = figures
-        self._gateway_url = gateway_url
-        self._tellings = tellings
-        self._price_per_hour = price_per_hour
-        self._ended: dict[int, tuple[Counts, int]] = {}
-        self._jobs: dict[str, dict[str, object]] = {}
-        self._completions: dict[str, Completion] = {}
-
-    async def snapshot(self) -> dict[str, object]:
-        """The deployment: engines, switch, stalls, and every job, oldest first.
-
-        While the store does not answer, or another process keeps it: jobs that run as they are,
-        others as they were last seen.
-        """
-        stalled = self.daemon.writer.stalled
-        self._predict()
-        try:
-            records = await asyncio.to_thread(jobs.list_jobs, self.daemon.store)
-            self._jobs = {record.id: await self._view(record) for record in records}
-        except (StoreLockedError, StoreUnreachableError) as error:
-            stalled = str(error)
-            await self._see_active()
-        return {
-            "gateway": self._gateway_url,
-            "offline": self.daemon.dispatcher.is_offline_on,
-            "stalled": stalled,
-            "progress": self._progress(),
-            "engines": self.engines,
-            "felt": self.figures.view(),
-            "routing": await self.figures.explain(0),
-            "jobs": list(self._jobs.values()),
-        }
-
-    def _progress(self) -> dict[str, object]:
-        """How the daemon and the gateway get on."""
-        now_s, watch = time.monotonic(), self.watch
-        return {
-            "writer_waits_s": round(self.daemon.writer.waits_s(now_s), 1),
-            "gateway_silent_s": round(self.figures.silent_s(now_s), 1),
-            "num_loop_stalls": watch.num_stalls,
-            "longest_loop_stall_s": round(watch.longest_s, 1),
-            "last_loop_stall_at": watch.last_at,
-        }
-
-    async def job(self, job_id: str) -> dict[str, object]:
-        """One job by id, prefix or name, with what holds it up: a stall, or no engine left."""
-        stalled = self.daemon.writer.stalled
-        self._predict()
-        try:
-            record = await asyncio.to_thread(jobs.get, self.daemon.store, job_id)
-            view = self._jobs[record.id] = await self._view(record)
-        except (StoreLockedError, StoreUnreachableError) as error:
-            await self._see_active()
-            if job_id not in self._jobs:
-                raise
-            view, stalled = self._jobs[job_id], str(error)
-        slots = self.daemon.slots
-        are_gone = all(slot.engine.state is EnginePhase.FAILED for slot in slots)
-        return view | {
-            "stalled": stalled,
-            "engine_failure": slots[0].engine.stage if are_gone else None,
-        }
-
-    async def views(self, records: Sequence[JobRecord]) -> list[dict[str, object]]:
-        """These jobs as they are now, in their order. Raises StoreError."""
-        self._predict()
-        return [await self._view(record) for record in records]
-
-    @property
-    def engines(self) -> list[dict[str, object]]:
-        """The engines, with what their schedulers and the gateway tell."""
-        return _engines(self.daemon.slots, self.figures)
-
-    def _predict(self) -> None:
-        """When the running jobs will be done; nobody knows while offline work is switched off."""
-        dispatcher = self.daemon.dispatcher
-        is_on = dispatcher.is_offline_on
-        self._completions = dispatcher.assigner.turns.completions() if is_on else {}
-
-    async def _see_active(self) -> None:
-        """Take down how far the jobs in memory are; that does not need the store."""
-        for job in list(self.daemon.active.values()):
-            self._jobs[job.record.id] = await self._view(job.record)
-
-    async def _view(self, record: JobRecord) -> dict[str, object]:
-        active = self.daemon.active.get(record.seq)
-        if active is not None:
-            counts, num_cut = active.counts, active.num_cut
-        elif record.seq in self._ended:
-            counts, num_cut = self._ended[record.seq]
-        else:
-            counts = await asyncio.to_thread(results.count, self.daemon.store, record.seq)
-            num_cut = await asyncio.to_thread(results.count_cut, self.daemon.store, record.seq)
-            if record.state.is_terminal:
-                self._ended[record.seq] = counts, num_cut
-        stage = self.daemon.stages.get(record.id)
-        view = view_job(
-            record,
-            counts,
-            active=active,
-            predicted=(
-                self.daemon.dispatcher.assigner.turns.outlook(record.id),
-                self._completions.get(record.id),
-            ),
-            stage=None if stage is None else stage.describe(),
-            now_s=time.monotonic(),
-        )
-        engine_s, price = self.daemon.spent.spent_s.get(record.id, 0.0), self._price_per_hour
-        return view | {
-            "num_cut": num_cut,
-            "on_done": self._tellings.get(record.id),
-            "engine_s": round(engine_s, 1),
-            "cost": None if price is None else engine_s / HOUR_S * price,
-        }
-
-
-def _engines(slots: Sequence[Slot], figures: AsksGateway) -> list[dict[str, object]]:
-    return [
-        {
-            "name": slot.engine.name,
-            "url": slot.engine.client.base_url,
-            "state": str(slot.engine.state),
-            "stage": slot.engine.stage,
-            "in_flight": slot.window.num_rows,
-            "stalled_s": round(slot.engine.progress.stalled_s, 1),
-            "num_hangs": slot.engine.progress.num_hangs,
-            "ejected_s": figures.ejected_s(slot.engine.name),
-            "kv": slot.kv and {"tokens": slot.kv.num_tokens, "block_tokens": slot.kv.block_tokens},
-            "telemetry": view_engine(slot.link),
-        }
-        for slot in slots
-    ]

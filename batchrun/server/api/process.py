@@ -41,9 +41,10 @@ from batchrun.jobs.results.file_bytes import FileBytes, open_file_bytes, recover
 from batchrun.media.fetching import ImageFetcher
 from batchrun.media.hosts import ImageHosts
 from batchrun.quantities import parse_age_s
-from batchrun.server.api.app import Edge, Status, make_app
+from batchrun.server.api.app import Edge, make_app
 from batchrun.server.api.errors import Callers
 from batchrun.server.api.key_list import KeyList, limits_in
+from batchrun.server.api.picture import Status
 from batchrun.server.api.watch import end_process
 from batchrun.server.web.gateway_figures import GatewayFigures
 from batchrun.server.web.history import History

@@ -28,8 +28,8 @@ from batchrun.home import Home
 from batchrun.keys import UsageFile
 from batchrun.pool.prefix_keys import CHUNK_BYTES
 from batchrun.routing.routers import ROUTERS
-from batchrun.server.api.app import Status
 from batchrun.server.api.errors import Caller
+from batchrun.server.api.picture import Status
 from batchrun.server.web.gateway_figures import GatewayFigures
 from batchrun.server.web.history import History, Sample
 from batchrun.store import api_keys, batches, jobs, results
