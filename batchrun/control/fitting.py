@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from batchrun.config import Deployment
 from batchrun.control.client import DaemonClient
-from batchrun.errors import DaemonUnavailableError
+from batchrun.errors import BatchrunError, InputError
 from batchrun.home import Home
 from batchrun.jobs.inputs.input_data import InputData, open_pinned
 from batchrun.jobs.pin import InputPin
@@ -45,7 +45,10 @@ def find_fleet(spec: JobSpec, home: Home) -> Takers | None:
     that none of them serves."""
     try:
         told = DaemonClient(home).get(f"/served?model={quote(spec.model, safe='')}")
-    except DaemonUnavailableError:
+    except InputError:
+        raise
+    except BatchrunError:
+        # Whatever else it says, it may still take the job.
         return None
     contexts = [each["context_tokens"] for each in told["engines"]]
     tools = [each["takes_tools"] for each in told["engines"]]

@@ -78,6 +78,7 @@ def browser() -> Iterator[Browser]:
 def page(browser: Browser, rig: DeploymentRig) -> Iterator[Page]:
     """A page that must log no error, and ask nobody but the gateway."""
     context = browser.new_context(base_url=f"http://127.0.0.1:{rig.port}")
+    context.set_default_timeout(PATIENCE_MS)
     opened = context.new_page()
     faults: list[str] = []
     opened.on("console", lambda said: faults.append(said.text) if said.type == "error" else None)
@@ -245,4 +246,5 @@ def test_cancel_ends_the_job(page: Page, rig: DeploymentRig, job: str) -> None:
     page.goto("/dashboard/jobs")
     page.click(f"#cancel-{job}")
     page.wait_for_selector(f"#notice :text('{job} is cancelling')")
-    until(lambda: "cancelled" in page.inner_text("#view .state"), within_s=60)
+    page.goto(f"/dashboard/jobs/{job}")
+    page.wait_for_selector("#view .state:text('cancelled')", timeout=PATIENCE_MS)
