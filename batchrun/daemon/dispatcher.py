@@ -17,6 +17,7 @@ from batchrun.daemon.faults import (
     DOUBT_WAIT_S,
     FIRST_DELAY_S,
     MAX_SOLO_DEATHS,
+    SOLO,
     Verdict,
     checked_answer,
     retry_delay_s,
@@ -45,6 +46,7 @@ MEET_S = 10.0
 """Agents that do not answer for so long at first are not waited for."""
 MODELS_S = 10.0
 """Engines are asked for their models so often: adapters come and go."""
+SECOND_LOOK_S = 1.0
 RETRY_SHARE = 0.5
 """A row never waits for longer than this part of the time until its job's deadline."""
 URGENT_LEAD = 1 << 20
@@ -367,13 +369,27 @@ class Dispatcher:
             self._conclude(assignment, outcome)
         elif outcome.kind is OutcomeKind.JOB_ERROR:
             self._doubt(assignment, outcome)
-        elif slot.is_down or not await slot.engine.client.is_healthy():
+        elif await self._is_gone(assignment):
             slot.is_down = True
             await self._blame(assignment, outcome)
         elif outcome.kind is OutcomeKind.BUSY:
             self._wait(assignment, outcome)
         else:
             await self._retry(assignment, outcome)
+
+    async def _is_gone(self, assignment: SentRow) -> bool:
+        """Whether the row's engine is down. One that ran a row alone is looked at twice: a moment
+        without an answer must not condemn the row."""
+        slot, trials = assignment.slot, assignment.trials
+        if slot.is_down:
+            return True
+        engine, started = slot.engine, slot.engine.started
+        if await engine.client.is_healthy():
+            return False
+        if trials.limits.get(assignment.row) != SOLO:
+            return True
+        await asyncio.sleep(SECOND_LOOK_S)
+        return engine.started != started or not await engine.client.is_healthy()
 
     def _doubt(self, assignment: SentRow, outcome: Outcome) -> None:
         """Every row might fail so, or this one alone."""
