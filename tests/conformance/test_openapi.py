@@ -153,7 +153,7 @@ def test_events_of_streams_are_as_the_document_says(fuzzer: Fuzzer) -> None:
         assert end == "[DONE]"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("label", DELETING_LAST)
 def test_random_calls_of_an_operation_are_answered_well(fuzzer: Fuzzer, label: str) -> None:
     (operation,) = (made for made in fuzzer.operations() if made.label == label)
@@ -172,7 +172,7 @@ def test_random_calls_of_any_path_are_answered_well(fuzzer: Fuzzer) -> None:
     assert {404, 405} <= tally.statuses.keys()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_odd_values_in_bodies_are_answered_well(fuzzer: Fuzzer) -> None:
     tally = fuzzer.call_with_odd_values()
 

@@ -140,7 +140,7 @@ def test_an_expired_batch_keeps_what_is_done(rig: DeploymentRig) -> None:
         assert ids_of(client, batch) == Counter(f"row-{i}" for i in range(2000))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_batch_is_paused_and_resumed_from_the_command_line(rig: DeploymentRig) -> None:
     rig.use_fake_engine("--latency-s=0.2")
     with deployment_client(rig) as client:

@@ -61,7 +61,7 @@ def bring_to(caller: Caller, rig: DeploymentRig, state: str, lines: list[Line]) 
     return batch.id
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "state", ["validating", "running", "finalizing", "cancelling", "completed"]
 )

@@ -95,6 +95,7 @@ def test_on_one_engine_the_guilty_row_alone_fails(rig: DeploymentRig) -> None:
     assert 3 <= len(tries) <= 5
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_with_two_engines_online_calls_suffer_from_the_first_death_alone(
     rig: DeploymentRig,

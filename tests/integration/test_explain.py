@@ -49,6 +49,7 @@ def test_the_last_calls_say_why_they_went_where_they_went(rig: DeploymentRig) ->
             client.chat.completions.create(
                 model="fake", messages=[{"role": "user", "content": f"{PROMPT}{number}"}]
             )
+        time.sleep(2)  # The gateway notes a call's end after its caller has the answer.
         recorder.send_signal(signal.SIGINT)
         recorder.communicate(timeout=WAIT_S)
         assert recorder.returncode == 0

@@ -93,7 +93,7 @@ def test_a_deadline_keeps_what_is_done(rig: DeploymentRig) -> None:
     assert view["num_completed"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_offline_off_aborts_the_work_in_flight_and_lasts_over_a_restart(rig: DeploymentRig) -> None:
     rig.use_fake_engine("--latency-s=0.5")
     job = rig.submit_rows(*map(str, range(250)))
@@ -111,7 +111,7 @@ def test_offline_off_aborts_the_work_in_flight_and_lasts_over_a_restart(rig: Dep
     assert rig.wait_until_ended(job)["num_completed"] == 250
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_job_submitted_without_a_daemon_runs_when_one_starts(rig: DeploymentRig) -> None:
     rig.use_fake_engine()
     rig.write_rows(["a", "b"])
@@ -137,7 +137,7 @@ def test_two_jobs_share_the_engine(rig: DeploymentRig) -> None:
     assert rig.job(first)["state"] == "running"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_partial_results_can_be_read_while_the_job_runs(rig: DeploymentRig) -> None:
     rig.use_fake_engine("--latency-s=0.5")
     job = rig.submit_rows(*map(str, range(250)))

@@ -99,7 +99,7 @@ def test_a_killed_gateway_comes_back_and_the_job_never_notices(rig: DeploymentRi
     check_account(rig, job, [])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_terminated_daemon_stops_cleanly_and_the_next_adopts_the_engine(
     rig: DeploymentRig,
 ) -> None:
@@ -188,7 +188,7 @@ def test_a_stream_survives_the_kill_of_the_daemon(rig: DeploymentRig) -> None:
     assert len(streamed.split()) >= 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_daemons_never_share_a_store(rig: DeploymentRig) -> None:
     rig.use_fake_engine()
     rig.ask("up", "-d")

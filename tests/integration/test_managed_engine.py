@@ -220,7 +220,7 @@ async def test_an_engine_that_keeps_failing_to_start_is_given_up(tmp_path: Path)
         assert "script.json" in engine.stage
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_an_engine_that_lives_without_answering_is_unreachable(tmp_path: Path) -> None:
     settings = fake_settings(tmp_path)
     engine = ManagedEngine(settings)
@@ -277,7 +277,7 @@ async def test_the_real_engine_is_adopted_without_a_reload(vllm_engine: ManagedS
 
 
 @pytest.mark.engine
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_the_real_engine_comes_back_after_kill_9(vllm_engine: ManagedSettings) -> None:
     engine = ManagedEngine(vllm_engine)
     await engine.start()

@@ -136,6 +136,7 @@ def wait_until(path: Path, num_lines: int = 0) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.nightly
 def test_ctrl_c_ends_run_and_the_same_command_goes_on(rig: DeploymentRig) -> None:
     rig.use_fake_engine("--latency-s=0.2")
     rig.write_rows([str(i) for i in range(300)])

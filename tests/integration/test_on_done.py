@@ -78,6 +78,7 @@ def until_told(rig: DeploymentRig, job_id: str, state: str) -> dict[str, Any]:
     return dict(view["on_done"])
 
 
+@pytest.mark.nightly
 def test_a_signed_webhook_is_tried_again_over_a_restart_until_it_is_taken(
     rig: DeploymentRig, listener: Listener
 ) -> None:
@@ -143,6 +144,7 @@ def told_lines(path: Path) -> list[str]:
     return [line[: line.rindex("}") + 1] for line in lines]
 
 
+@pytest.mark.nightly
 def test_a_command_that_hangs_holds_up_no_job(rig: DeploymentRig) -> None:
     job = JOB_FILE + "on_done: [sleep, '3600']\n"
     jobs = [rig.submit_rows("one", job=job.replace("sample", f"job {i}")) for i in range(6)]

@@ -77,6 +77,7 @@ def test_a_daemon_waits_for_a_server_that_crashed_and_goes_on(
     assert leaks(rig) == []
 
 
+@pytest.mark.nightly
 def test_a_second_daemon_on_the_same_database_is_refused(
     rig: DeploymentRig, tmp_path: Path
 ) -> None:
@@ -118,6 +119,7 @@ def is_taken_away(rig: DeploymentRig, lock: DaemonLock) -> bool:
     return False
 
 
+@pytest.mark.nightly
 def test_commands_without_a_daemon_find_the_database(rig: DeploymentRig) -> None:
     rig.use_fake_engine()
     job = rig.complete_job(60)

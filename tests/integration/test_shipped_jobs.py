@@ -13,7 +13,6 @@ from deployment_rig import DeploymentRig
 CHECKOUT = Path(__file__).parents[2]
 REAL_DATA = CHECKOUT.parent / "shared" / "datasets"
 NAMES = ("loogle", "toolbench", "nextqa")
-BY_DAY = (NAMES[0], *(pytest.param(name, marks=pytest.mark.nightly) for name in NAMES[1:]))
 REAL_ROWS = {"loogle": 70, "toolbench": 400, "nextqa": 1000}
 """The first rows of each: all of them take a quarter of an hour on two cores."""
 VLLM_ARGS = ("--max-model-len=65536", "--max-num-batched-tokens=4096")
@@ -33,8 +32,8 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeploymentR
     rig.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BY_DAY)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", NAMES)
 def test_run_completes_the_job_on_its_sample(deployment: DeploymentRig, name: str) -> None:
     sample = CHECKOUT / "datasets" / f"{name}.parquet"
     shutil.copy(sample, deployment.folder / "datasets")

@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 from deployment_rig import WAIT_S, DeploymentRig
 
+pytestmark = pytest.mark.nightly
+
 ENTER, LEAVE, SHOW_CURSOR = b"\x1b[?1049h", b"\x1b[?1049l", b"\x1b[?25h"
 NUM_ROWS = 400
 CONTROL = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
@@ -38,7 +40,7 @@ class Window:
             stdout=theirs,
             stderr=theirs,
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0) and None,
+            preexec_fn=_take_terminal,
         )
         os.close(theirs)
         os.set_blocking(self._ours, False)
@@ -72,6 +74,12 @@ class Window:
             return
 
 
+def _take_terminal() -> None:
+    """The command hears Ctrl-C of its terminal, even where the tests do not."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[DeploymentRig]:
     made = DeploymentRig(tmp_path)
@@ -89,7 +97,7 @@ def width_of(screen: bytes) -> int:
 def test_it_fills_the_window_follows_its_size_and_leaves_the_terminal_as_it_was(
     rig: DeploymentRig,
 ) -> None:
-    job_id = rig.submit_rows(*(f"question {i}" for i in range(2000))).encode()
+    job_id = rig.submit_rows(*(f"question {i}" for i in range(20_000))).encode()
     window = Window(rig, 24, 100)
     seen = window.until(job_id)
     window.until(b"Ctrl-C leaves", since=seen)

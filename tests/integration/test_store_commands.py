@@ -111,7 +111,7 @@ def test_a_backup_beside_a_daemon_holds_every_job_and_is_sound(
     assert backup.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_deployment_goes_on_from_a_backup(rig: DeploymentRig, store: Path) -> None:
     rig.ask("store", "backup", "backup.db")
     rig.call("down")

@@ -87,7 +87,7 @@ async def test_calls_to_a_daemon_that_does_nothing_are_503_long_before_their_tim
     assert all(int(reply.headers["Retry-After"]) > 0 for reply in replies)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_up_beside_a_stopped_daemon_says_so_and_down_ends_it(rig: DeploymentRig) -> None:
     rig.use_fake_engine()
     rig.ask("up", "-d")

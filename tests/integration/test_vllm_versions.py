@@ -60,7 +60,7 @@ def test_every_hook_holds_and_no_kv_slot_is_corrupted(version: str) -> None:
     assert "passed" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_version_without_our_hooks_is_refused_in_one_line() -> None:
     done = run_with("0.26.0", "-c", OLD_PROGRAM)
     last = done.stderr.strip().splitlines()[-1]

@@ -102,6 +102,7 @@ def test_a_router_is_the_files_unless_the_command_names_one(
     assert "must be one of cost, least, rr" in line
 
 
+@pytest.mark.nightly
 def test_the_command_prints_writes_and_draws(tmp_path: Path) -> None:
     job = "jobs:\n  - {name: docs, shape: {documents: 4, document_tokens: [900, 1200]}}\n"
     path = written(tmp_path, "name: x\nduration: 12s\n" + RATE + job)
