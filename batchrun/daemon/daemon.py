@@ -66,7 +66,8 @@ class Daemon:
     OpenAI's API lie; None: there are no batches. `images` fetches what rows name. `python` is
     an interpreter with vLLM, `key_limits` what user keys may that have no limit of their own; in
     `kept_in` lie rows that batchrun kept itself. `timeouts` bound rows, and jobs without a
-    deadline. Commands raise UnknownJobError, StateError or StoreError.
+    deadline. `name` is what others call this daemon. Commands raise UnknownJobError, StateError or
+    StoreError.
     """
 
     store: Store
@@ -80,6 +81,7 @@ class Daemon:
     key_limits: KeyLimits = NO_LIMITS
     kept_in: Sequence[Path] = ()
     timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
+    name: str = ""
     active: dict[int, ActiveJob] = field(default_factory=dict)
     stages: dict[str, Stage] = field(default_factory=dict)
     writer: ResultWriter = field(init=False)
@@ -111,7 +113,7 @@ class Daemon:
         self.end = JobEnd(
             self.store, self.writer, self.links, self.stages, self._pause_for, self.files
         )
-        epoch = jobs.begin_epoch(self.store, pid=os.getpid(), now_s=time.time())
+        epoch = jobs.begin_epoch(self.store, pid=os.getpid(), now_s=time.time(), name=self.name)
         self.dispatcher = Dispatcher(
             self.store, self.writer, self.slots, epoch, self._pause_soon, self.images
         )

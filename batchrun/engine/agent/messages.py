@@ -129,6 +129,14 @@ def read_from_agent(frame: bytes) -> FromAgent:
         raise ValueError(f"a message that cannot be read: {error}") from error
 
 
+def read_state(document: bytes) -> AgentState:
+    """What `STATE` answers. Raises ValueError when it is none."""
+    try:
+        return msgspec.json.decode(document, type=AgentState)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"a state that cannot be read: {error}") from error
+
+
 def read_from_daemon(frame: bytes) -> FromDaemon:
     """A message of a daemon. Raises ValueError when it is none."""
     try:

@@ -58,6 +58,7 @@ LONGEST_RETRY_S = 5.0
 CONNECT_S = 5.0
 GIVE_UP_S = 30.0
 """Rows of an agent that has not answered for so long go to other engines."""
+LOOK_S = 1.0
 GATHER_S = 0.002
 """Rows that are sent within this time go in one message."""
 MAX_ROWS_SENT = 256
@@ -110,6 +111,17 @@ class AgentClient(EngineClient):
         """Connect, and again whenever the connection is lost, until `close`."""
         if self._following is None:
             self._following = asyncio.create_task(self._follow())
+
+    async def watch_from_afar(self) -> None:
+        """Keep `state` true without coming as a daemon, for ever: the agent has another."""
+        while True:
+            try:
+                status_code, body = await self._get(messages.STATE)
+                self.state = messages.read_state(body) if status_code < 400 else None
+                self.trouble = "" if self.state else f"it answered HTTP {status_code}"
+            except (EngineError, ValueError) as error:
+                self.state, self.trouble = None, _one_line(error)
+            await asyncio.sleep(LOOK_S)
 
     async def execute(
         self,
