@@ -34,6 +34,7 @@ from batchrun.daemon.writer import (
     until_reached,
     until_stored,
 )
+from batchrun.engine.agent.messages import Leadership
 from batchrun.errors import BatchrunError, StateError, StoreError
 from batchrun.jobs.objects import in_thread
 from batchrun.jobs.results.file_bytes import FileBytes
@@ -114,6 +115,9 @@ class Daemon:
             self.store, self.writer, self.links, self.stages, self._pause_for, self.files
         )
         epoch = jobs.begin_epoch(self.store, pid=os.getpid(), now_s=time.time(), name=self.name)
+        for slot in self.slots:
+            if slot.agent is not None and not self.store.is_sqlite:
+                slot.agent.leadership = Leadership(self.store.name, epoch)
         self.dispatcher = Dispatcher(
             self.store, self.writer, self.slots, epoch, self._pause_soon, self.images
         )

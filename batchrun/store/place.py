@@ -13,14 +13,14 @@ from batchrun.errors import ConfigError, NotLeadingError, StoreError, StoreUnrea
 from batchrun.files import HeldLock, write_atomically
 from batchrun.home import Home
 from batchrun.store.database import Store, name_of, open_store, open_to_read
-from batchrun.store.jobs import list_jobs
+from batchrun.store.jobs import list_jobs, read_leader
 from batchrun.store.postgresql import DAEMON_LOCK, NEWEST_TERM, session_engine
 from batchrun.store.schema import find_revision
 
 log = logging.getLogger(__name__)
 
 LOCK_POLL_S = 0.1
-SILENT_S = 6
+SILENT_S = 5
 """A daemon looks after its lock every second. One that has not for so long is stopped or cut off,
 though the server may count its connection as alive; whoever wants the lock ends that."""
 NOBODY = 0
@@ -122,9 +122,12 @@ class DaemonLock(HeldLock):
             raise
 
     def _taken(self) -> NotLeadingError:
+        where = ""
+        with suppress(StoreError):
+            where = f", {read_leader(self._store).name}"
         return NotLeadingError(
-            f"{self._store.name}: another daemon works on it; stop that one, or give each "
-            "deployment a database of its own"
+            f"{self._store.name}: another daemon works on it{where}; give the command there, or "
+            "each deployment a database of its own"
         )
 
 

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from deployment_rig import WAIT_S, DeploymentRig
-from kill_rig import Outage, answers, begun_at, check_account, committed_at, wait_for_rows
+from kill_rig import (
+    Outage,
+    answers,
+    begun_at,
+    check_account,
+    committed_at,
+    wait_for_rows,
+    wait_until,
+)
 from postgres_server import END_LOCK_SESSION, PostgresServer
 from store_builders import select
 
 from batchrun.control.client import DaemonClient
 from batchrun.errors import DaemonUnavailableError
 from batchrun.home import Home
-from benchmarks.deployment import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -61,15 +70,7 @@ def role(rig: DeploymentRig) -> dict[str, Any]:
     return {"role": None}
 
 
-def seconds_until(condition: Callable[[], object]) -> float:
-    """How long it took."""
-    began_s = time.monotonic()
-    while not condition():
-        assert time.monotonic() < began_s + WAIT_S, "waited in vain"
-        time.sleep(0.05)
-    return time.monotonic() - began_s
-
-
+@pytest.mark.nightly
 def test_a_standby_says_who_leads_and_takes_no_commands(pair: Pair) -> None:
     pair.start()
     name = f":{pair.first.home}"
@@ -84,6 +85,10 @@ def test_a_standby_says_who_leads_and_takes_no_commands(pair: Pair) -> None:
         code, line = pair.second.refuse(*command)
         assert (code, "stands by" in line, f"{name} leads" in line) == (4, True, True)
     assert answers(pair.second)
+    for rig, leads in ((pair.first, 1.0), (pair.second, 0.0)):
+        with urllib.request.urlopen(f"http://127.0.0.1:{rig.port}/metrics") as page:
+            lines = page.read().decode().splitlines()
+        assert {f"batchrun_daemon_leads {leads}", "batchrun_daemon_term 1.0"} <= set(lines)
 
 
 def test_a_standby_takes_over_a_job_when_the_leader_is_killed(pair: Pair) -> None:
@@ -94,13 +99,73 @@ def test_a_standby_takes_over_a_job_when_the_leader_is_killed(pair: Pair) -> Non
 
     began_at, num_committed = time.time(), len(committed_at(first, job))
     first.kill("daemon")
-    took_s = seconds_until(lambda: role(second)["role"] == "leader")
+    wait_until(lambda: role(second)["role"] == "leader")
     outage = Outage(began_at, time.time(), num_committed)
 
-    print(f"a standby led after {took_s:.1f} s")
     assert num_committed < NUM_ROWS
     second.executions_path = first.executions_path
     second.wait_until_ended(job)
     check_account(first, job, [outage])
     assert {len(instants) for instants in begun_at(first, job).values()} == {1}
     assert first.ask("up", "-d")["leadership"]["leader"].endswith(f":{second.home}")
+
+
+@pytest.mark.nightly
+def test_a_leader_that_was_stopped_too_long_stands_by_and_disturbs_nobody(pair: Pair) -> None:
+    pair.start("--latency-s=0.5")
+    first, second = pair.first, pair.second
+    job = first.submit_rows(*(f"question {i}" for i in range(NUM_ROWS)))
+    wait_for_rows(first, job, 100)
+    pid, began_at = first.pid_of("daemon"), time.time()
+
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: role(second)["role"] == "leader")
+        num_committed = len(committed_at(second, job))
+        wait_for_rows(second, job, min(num_committed + 50, NUM_ROWS))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: role(first)["role"] == "standby")
+    outage = Outage(began_at, time.time(), num_committed)
+
+    assert first.pid_of("daemon") == pid
+    assert role(first)["leader"] == role(second)["leader"]
+    second.wait_until_ended(job)
+    check_account(first, job, [outage])
+    assert {len(instants) for instants in begun_at(first, job).values()} == {1}
+
+
+@pytest.mark.nightly
+def test_of_two_that_start_at_once_one_leads(pair: Pair) -> None:
+    pair.first.use_agent()
+    secret = pair.first.home / "agents" / "0" / "secret"
+    agent = {"agent": f"https://127.0.0.1:{pair.first.agent_port}", "secret_file": str(secret)}
+    pair.second.configure(agent)
+
+    started = [rig.start("up", "-d", "--json") for rig in (pair.first, pair.second)]
+    told = [json.loads(each.communicate(timeout=WAIT_S)[0])["leadership"] for each in started]
+
+    assert sorted(each["role"] for each in told) == ["leader", "standby"]
+    assert told[0]["term"] == told[1]["term"] == 1
+
+
+@pytest.mark.nightly
+def test_a_leader_whose_connections_are_cut_leads_again_or_stands_by(pair: Pair) -> None:
+    pair.start("--latency-s=0.5")
+    first, second = pair.first, pair.second
+    job = first.submit_rows(*(f"question {i}" for i in range(NUM_ROWS)))
+    wait_for_rows(first, job, 50)
+    began_at, num_committed = time.time(), len(committed_at(first, job))
+
+    for _ in range(3):
+        select(first.store, END_LOCK_SESSION)
+        roles: list[dict[str, Any]] = [{}, {}]
+        while sorted(str(each.get("role")) for each in roles) != ["leader", "standby"]:
+            roles = [role(first), role(second)]
+            assert [each.get("role") for each in roles] != ["leader", "leader"], roles
+            time.sleep(0.1)
+
+    outage = Outage(began_at, time.time(), num_committed)
+    assert len({each["term"] for each in roles}) == 1
+    second.wait_until_ended(job)
+    check_account(first, job, [outage])

@@ -29,6 +29,7 @@ from batchrun.engine.agent.messages import (
     HeardAnswer,
     HeardTelemetry,
     HeldRows,
+    Leadership,
     SendOrders,
     SendRows,
     SentRow,
@@ -86,6 +87,7 @@ class AgentClient(EngineClient):
         self.hints_secret = derive_token(secret, "hints")
         self.engine_key = derive_token(secret, ENGINE_KEY)
         self.state: AgentState | None = None
+        self.leadership = Leadership()
         self.trouble = "connecting"
         self.has_met = asyncio.Event()
         self.inherited: dict[str, set[int]] = defaultdict(set)
@@ -239,6 +241,7 @@ class AgentClient(EngineClient):
         for what is no message of an agent."""
         opening = self._open().ws_connect(
             self.base_url + messages.LINK,
+            params=self.leadership._asdict(),
             heartbeat=messages.HEARTBEAT_S,
             max_msg_size=messages.MAX_FRAME_BYTES,
         )

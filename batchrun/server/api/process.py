@@ -92,29 +92,29 @@ def serve(deployment: Deployment, home: Home, *, on_ready: Callable[[], None]) -
         keys.publish()
         lock = DaemonLock(store, wait_s=LEAD_WAIT_S)
         try:
-            ended = _come_to_lead(deployment, home, keys, lock)
-            if ended is not None:
-                return ended
+            is_heir = not _leads_at_once(lock)
+            if is_heir:
+                ended = uvloop.run(_stand_by(deployment, home, keys, lock))
+                if ended is not None:
+                    return ended
             with _held(lock):
-                return _lead(deployment, home, store, on_ready)
+                return _lead(deployment, home, store, on_ready, is_heir=is_heir)
         finally:
             home.daemon_record.unlink(missing_ok=True)
 
 
-def _come_to_lead(
-    deployment: Deployment, home: Home, keys: KeyList, lock: DaemonLock
-) -> int | None:
-    """Returns once this daemon leads, or the signal that ended it before."""
+def _leads_at_once(lock: DaemonLock) -> bool:
     try:
         lock.acquire()
     except NotLeadingError:
-        return uvloop.run(_stand_by(deployment, home, keys, lock))
-    return None
+        return False
+    return True
 
 
 async def _stand_by(
     deployment: Deployment, home: Home, keys: KeyList, lock: DaemonLock
 ) -> int | None:
+    """Returns once this daemon leads (None), or the signal that ended it before."""
     server = LocalServer()
     supervisor = Supervisor(deployment, home, server.for_gateway)
     ended = catch_signals()
@@ -145,7 +145,7 @@ def _held(lock: DaemonLock) -> Iterator[None]:
                     log.error("%s", error)
                 trouble = str(error)
             except NotLeadingError as error:
-                log.critical("%s; from now on it stands by", error)
+                log.critical("from now on it stands by: %s", str(error).partition(";")[0])
                 os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
             else:
                 trouble = None
@@ -161,13 +161,21 @@ def _held(lock: DaemonLock) -> Iterator[None]:
             lock.release()
 
 
-def _lead(deployment: Deployment, home: Home, store: Store, on_ready: Callable[[], None]) -> int:
+def _lead(
+    deployment: Deployment,
+    home: Home,
+    store: Store,
+    on_ready: Callable[[], None],
+    *,
+    is_heir: bool,
+) -> int:
+    """`is_heir`: it stood by before, and engines that are not there now are waited for."""
     place = open_file_bytes(home, deployment.files, store)
     recover_files(store, place)
     remove_left_scratch(home.inputs)
     # What is imported stays: to look through it again and again would stop the loop for 70 ms.
     gc.freeze()
-    return uvloop.run(_run(deployment, home, (store, place), on_ready))
+    return uvloop.run(_run(deployment, home, (store, place), on_ready, is_heir=is_heir))
 
 
 async def _run(
@@ -175,6 +183,8 @@ async def _run(
     home: Home,
     kept: tuple[Store, FileBytes],
     on_ready: Callable[[], None],
+    *,
+    is_heir: bool,
 ) -> int:
     store, place = kept
     server = LocalServer()
@@ -200,7 +210,7 @@ async def _run(
     ended = catch_signals()
     server.start(app, home)
     work = asyncio.create_task(daemon.run())
-    engines = asyncio.create_task(_supervise(supervisor, on_ready))
+    engines = asyncio.create_task(_supervise(supervisor, on_ready, is_heir=is_heir))
     beside = [
         asyncio.create_task(each) for each in (pages.watch(), messenger.run(), status.watch.beat())
     ]
@@ -299,8 +309,15 @@ def _innermost(error: BaseException) -> str:
     return str(error) if isinstance(error, BatchrunError) else repr(error)
 
 
-async def _supervise(supervisor: Supervisor, on_ready: Callable[[], None]) -> None:
-    await supervisor.start()
+async def _supervise(
+    supervisor: Supervisor, on_ready: Callable[[], None], *, is_heir: bool
+) -> None:
+    try:
+        await supervisor.start()
+    except EngineError as error:
+        if not is_heir:
+            raise
+        log.error("%s; it is looked for on and on", error)
     on_ready()
     await supervisor.watch()
 
