@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import groupby
 from operator import itemgetter
 
 from batchrun.estimator.step_load import StepLoad
@@ -114,7 +115,8 @@ class OnTimeOrder(ArrivalOrder):
         return limits
 
     def order(self, view: EngineView, begun: Sequence[RequestView]) -> Sequence[RequestView]:
-        """On time by due time, then the others by arrival. 0.3 ms for 200 calls."""
+        """On time by due time, then the others by arrival; vLLM's priority before both. 0.3 ms for
+        200 calls."""
         calls = sorted([*begun, *view.online_waiting], key=BY_ARRIVAL)
         works_s = self._work.seconds(view, calls)
         pace, step_s = self._work.pace(view, self._limit_s)
@@ -125,13 +127,19 @@ class OnTimeOrder(ArrivalOrder):
         start_s = view.now_s + view.rest_s + min(step_s, sum(works_s) / pace)
         pace_s = tightest_pace_s(view)
         dues = [first_due_s(view, call, pace_s) for call in calls]
-        on_time = most_on_time([
+        jobs = [
             (due_s - start_s, work_s / pace, place)
             for place, (due_s, work_s) in enumerate(zip(dues, works_s, strict=True))
-        ])
-        first = set(on_time)
-        late = [call for place, call in enumerate(calls) if place not in first]
-        return [*(calls[place] for place in on_time), *late]
+        ]
+        places: list[int] = []
+        for _, equals in groupby(jobs, key=lambda job: calls[job[2]].priority):
+            spent_s = sum([jobs[place][1] for place in places])
+            here = [(due_s - spent_s, work_s, place) for due_s, work_s, place in equals]
+            on_time = most_on_time(here)
+            first = set(on_time)
+            places += on_time
+            places += [place for _, _, place in here if place not in first]
+        return [calls[place] for place in places]
 
     def fill(
         self, draft: Draft, prompts: Sequence[RequestView], limit_s: float, victims: Victims
