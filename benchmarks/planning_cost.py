@@ -152,7 +152,9 @@ def _with_share(cost: Record, step_ms: float) -> Record:
 
 def _medians(load: str, steps: Sequence[Record]) -> Record:
     figures = pl.DataFrame(steps).select(
-        pl.all().median(), planning_cpu_p90_ms=pl.col("planning_cpu_ms").quantile(0.9)
+        pl.all().median(),
+        planning_cpu_p10_ms=pl.col("planning_cpu_ms").quantile(0.1),
+        planning_cpu_p90_ms=pl.col("planning_cpu_ms").quantile(0.9),
     )
     return {"load": load, "steps": len(steps), **figures.row(0, named=True)}
 

@@ -18,7 +18,7 @@ from batchrun.estimator.step_time import largest_chunk, pivot_tokens
 from batchrun.scheduling.draft import Draft
 from batchrun.scheduling.online_queue import ArrivalOrder, admit_call, fill_in_order, go_on
 from batchrun.scheduling.slack import StepLimits
-from batchrun.scheduling.view import BY_ARRIVAL, EngineView, RequestView, by_kind
+from batchrun.scheduling.view import BY_ARRIVAL, EngineView, RequestView
 from batchrun.scheduling.worth import Victims
 
 AGED_BOUNDS = 1.5
@@ -71,7 +71,7 @@ class PromptWork:
     def pace(view: EngineView, limit_s: float) -> tuple[float, float]:
         """Seconds of such work for each second, where steps last `limit_s` at most, and how long
         one then lasts."""
-        load, (decodes, _) = StepLoad(), by_kind(view.online_running)
+        load, (decodes, _) = StepLoad(), view.online_by_kind()
         if decodes:
             load.add_decodes([request.num_computed_tokens + 1 for request in decodes])
         most = max(1, view.token_budget - len(decodes))
@@ -303,7 +303,7 @@ class SlackOrder(ArrivalOrder):
         """Tokens of prompts in the step, by Eq. 6 less its decodes; the tightest TPOT bound of all
         calls that generate counts."""
         view = draft.view
-        decodes, _ = by_kind(view.online_running)
+        decodes, _ = view.online_by_kind()
         if not decodes:
             return view.token_budget
         pivot = pivot_tokens(view.model, view.token_budget)
