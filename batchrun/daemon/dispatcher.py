@@ -211,6 +211,7 @@ class Dispatcher:
                 name, now_s = slot.engine.name, time.monotonic()
                 if slot.engine.state is not EnginePhase.READY:
                     ask_at_s.pop(name, None)
+                    asked.discard(name)
                     continue
                 if slot.is_down:
                     if await slot.engine.client.is_healthy():

@@ -325,7 +325,7 @@ class Slot(EngineSlot):
     then carry hints, the engine can be watched and steered, and a dead one leaves a file that says
     what it ran. `kv` is None until the engine has answered; so are its `models` where there are
     several engines. `accused` are the rows that it may have died of, None until that was looked
-    into.
+    into. While it `drains` it gets no new work.
     """
 
     engine: Engine
@@ -336,6 +336,7 @@ class Slot(EngineSlot):
     last_steps: Path | None = None
     kv: KvConfig | None = None
     accused: Sequence[Assignment[Any, Any]] | None = None
+    drains: bool = False
 
     @property
     def agent(self) -> AgentClient | None:
@@ -350,11 +351,11 @@ class Slot(EngineSlot):
     @property
     def is_draining(self) -> bool:
         """Whether it ends what it has and takes nothing new."""
-        return isinstance(self.engine, AgentEngine) and self.engine.is_draining
+        return self.drains or (isinstance(self.engine, AgentEngine) and self.engine.is_draining)
 
     @property
     def is_usable(self) -> bool:
-        return self.engine.state is EnginePhase.READY and not self.is_down
+        return self.engine.state is EnginePhase.READY and not (self.is_down or self.drains)
 
     @property
     def is_lost(self) -> bool:

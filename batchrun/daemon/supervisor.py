@@ -371,6 +371,19 @@ def make_engine(
     return engine
 
 
+def make_managed(
+    deployment: Deployment, home: Home, name: str, hint_nonce: str | None
+) -> ManagedSettings | None:
+    """How the engine of this name is to be started; None where batchrun does not start it, or not
+    with batchrun's scheduler where it has a `hint_nonce`, or the other way round."""
+    for index, config in enumerate(deployment.engines):
+        runs_scheduler = deployment.runs_scheduler and config.is_vllm
+        if config.name == name and config.is_ours and runs_scheduler == (hint_nonce is not None):
+            engine = _own_engine(deployment, home, index, hint_nonce, None)
+            return engine.settings if isinstance(engine, ManagedEngine) else None
+    return None
+
+
 def _own_engine(
     deployment: Deployment, home: Home, index: int, hint_nonce: str | None, engine_key: str | None
 ) -> ManagedEngine | AttachedEngine:

@@ -61,8 +61,9 @@ class ManagedEngine:
         self._follower = LogFollower(settings.log_path)
         self._record: ProcessRecord | None = None
         self._spawning: asyncio.Task[ProcessRecord] | None = None
-        self._num_failed_starts = 0
+        self.num_failed_starts = 0
         self._num_restarts = 0
+        self._anew = asyncio.Event()
 
     @property
     def started(self) -> int:
@@ -87,6 +88,11 @@ class ManagedEngine:
         while True:
             await self._restart(await self._watch_until_down())
 
+    def begin_anew(self, settings: ManagedSettings) -> None:
+        """Have `watch` end the process and start it as `settings`, of the same address, say."""
+        self.settings, self.num_failed_starts = settings, 0
+        self._anew.set()
+
     async def stop(self) -> None:
         """End the engine with its children. Cancel `watch` first."""
         if self._spawning is not None and not self._spawning.done():
@@ -106,7 +112,7 @@ class ManagedEngine:
             self._record = await self._spawn(command)
         await self._wait_ready(self._record)
         self.state, self.stage = EnginePhase.READY, "ready"
-        self._num_failed_starts = 0
+        self.num_failed_starts = 0
 
     async def _end_process(self, stage: str) -> None:
         """End what the record names: also an engine of other arguments, and children of one that
@@ -167,13 +173,19 @@ class ManagedEngine:
         return f"engine {self.name} {what}: {cause}{advice}; log: {self.settings.log_path}"
 
     async def _watch_until_down(self) -> str:
-        """Returns why, when the engine died, or lived without an answer or progress for too
-        long."""
+        """Returns why, when the engine is to begin anew, died, or lived without an answer or
+        progress for too long."""
+        if self._anew.is_set():
+            self._num_restarts = 0
+            return "it begins anew"
         if self._record is None:
             return await self._last_words()
         ready_since_s = answered_s = time.monotonic()
         num_failed_checks = 0
         while await asyncio.to_thread(process.is_alive, self._record):
+            if self._anew.is_set():
+                self._num_restarts = 0
+                return "it begins anew"
             is_healthy = await self.client.is_healthy()
             now_s = time.monotonic()
             num_failed_checks = 0 if is_healthy else num_failed_checks + 1
@@ -197,7 +209,8 @@ class ManagedEngine:
 
     async def _restart(self, reason: str) -> None:
         """Start again with growing pauses; after too many failed starts, FAILED for ever."""
-        while self._num_failed_starts < self.settings.max_failed_starts:
+        self._anew.clear()
+        while self.num_failed_starts < self.settings.max_failed_starts:
             pause_s = self._next_pause_s()
             self.state = EnginePhase.RESTARTING
             self.stage = f"restarting in {pause_s:g} s; it ended: {reason}"
@@ -207,11 +220,11 @@ class ManagedEngine:
                 await self._launch()
                 return
             except EngineError as error:
-                self._num_failed_starts += 1
+                self.num_failed_starts += 1
                 reason = str(error)
         self.state = EnginePhase.FAILED
-        self.stage = f"{self._num_failed_starts} starts failed in a row; the last: {reason}"
-        await asyncio.Event().wait()
+        self.stage = f"{self.num_failed_starts} starts failed in a row; the last: {reason}"
+        await self._anew.wait()
 
     def _next_pause_s(self) -> float:
         pause_s = self.settings.backoff_first_s * 2.0 ** min(self._num_restarts, 20)

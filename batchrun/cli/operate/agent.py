@@ -107,7 +107,10 @@ def serve(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
     )
     allow_many_open_files()
-    uvloop.run(_run(Agent(engine, settings), ready))
+    agent = Agent(engine, settings)
+    uvloop.run(_run(agent, ready))
+    if agent.begins_anew:
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def environment(

@@ -6,7 +6,9 @@ import logging
 import shlex
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -46,13 +48,14 @@ def up(
     as_json: JsonOption = False,
 ) -> None:
     """Start the daemon, the gateway and the engines (adopting those that still run)."""
-    deployment = read_deployment(config, model=model, listen=listen)
+    reread = partial(read_deployment, config, model=model, listen=listen)
+    deployment = reread()
     if detach:
         picture = start_in_background(home, flags_of(config, model, listen))
         by = f"stands by; {picture['leadership']['leader']} leads, " if stands_by(picture) else ""
         answer(picture, f"{by}online endpoint {picture['gateway']}/v1", as_json=as_json)
     else:
-        _run_here(deployment, home)
+        _run_here(reread, home, deployment.listen)
 
 
 def down(*, home: HomeOption, as_json: JsonOption = False) -> None:
@@ -62,16 +65,16 @@ def down(*, home: HomeOption, as_json: JsonOption = False) -> None:
     answer({"stopped": stopped}, shown, as_json=as_json)
 
 
-def _run_here(deployment: Deployment, home: Home) -> None:
+def _run_here(reread: Callable[[], Deployment], home: Home, listen: str) -> None:
     from batchrun.server.api.process import serve
 
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
     )
     logging.getLogger("alembic").setLevel(logging.WARNING)  # Else a line for each of its plug-ins.
-    ready = f"online endpoint http://{deployment.listen}/v1"
+    ready = f"online endpoint http://{listen}/v1"
     try:
-        ended_by = serve(deployment, home, on_ready=lambda: note(ready))
+        ended_by = serve(reread, home, on_ready=lambda: note(ready))
     except BatchrunError:
         if sys.stdin.isatty():
             stop_everything(home)

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+import time
 import urllib.request
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
@@ -25,6 +26,7 @@ from batchrun.cli.console import (
     answer,
     command_group,
     note,
+    out,
     prepare_file,
 )
 from batchrun.cli.operate.agent import environment, serve
@@ -57,6 +59,7 @@ from batchrun.simulator.calibrate import (
 )
 from batchrun.types import ProgressSink
 
+LOOK_S = 0.5
 engine_app = command_group("One engine with its agent, vLLM's environment, and how engines run.")
 engine_app.command()(serve)
 engine_app.command()(environment)
@@ -147,6 +150,42 @@ def set_engines(
         for name, now in done["engines"].items()
     ]
     answer(done, *shown, as_json=as_json)
+
+
+@engine_app.command()
+def restart(
+    *,
+    rolling: Annotated[
+        bool, typer.Option("--rolling", help="One engine at a time; calls and rows go on.")
+    ] = False,
+    drain_s: Annotated[
+        float,
+        typer.Option("--drain-s", min=0, help="How long calls may go on in an engine before that."),
+    ] = 300.0,
+    home: HomeOption,
+    as_json: JsonOption = False,
+) -> None:
+    """Restart the engines with what batchrun.yaml says now; stop at one that does not come back.
+
+    Goes on in the daemon when this command is interrupted.
+    """
+    if not rolling:
+        raise InputError("give --rolling; all at once: `batchrun down`, then `batchrun up`")
+    client = DaemonClient(home)
+    client.post("/restart", {"drain_s": drain_s})
+    num_said, told = 0, client.get("/restart")
+    while True:
+        for line in [] if as_json else told["told"][num_said:]:
+            out.print(line)
+        num_said = len(told["told"])
+        if told["is_over"]:
+            break
+        time.sleep(LOOK_S)
+        told = client.get("/restart")
+    if told["failure"] is not None:
+        raise EngineError(told["failure"])
+    if as_json:
+        answer(told, as_json=True)
 
 
 @models_app.command()

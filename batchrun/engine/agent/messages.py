@@ -17,8 +17,8 @@ from batchrun.wire import MAX_MESSAGE_BYTES, RowKey
 
 PREFIX = "/batchrun/agent/v1"
 """Where the agent's own routes begin; everything else is the engine's."""
-LINK, STATE, LOG, DRAIN, STOP = (
-    PREFIX + name for name in ("/link", "/state", "/log", "/drain", "/stop")
+LINK, STATE, LOG, DRAIN, STOP, RESTART = (
+    PREFIX + name for name in ("/link", "/state", "/log", "/drain", "/stop", "/restart")
 )
 
 MAX_FRAME_BYTES = 160 << 20

@@ -189,6 +189,23 @@ class AgentClient(EngineClient):
         self._has_work.set()
         return True
 
+    async def begin_anew(self) -> None:
+        """Have the agent end its engine, and begin anew with what its machine has now.
+
+        Raises EngineError when it does not, or is too old for that.
+        """
+        url = self.base_url + messages.RESTART
+        try:
+            async with self._open().post(url, timeout=aiohttp.ClientTimeout(CONNECT_S)) as reply:
+                status_code = reply.status
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise EngineError(f"the agent at {self.base_url}: {_one_line(error)}") from error
+        if status_code >= 400:
+            raise EngineError(
+                f"the agent at {self.base_url} cannot restart its engine (HTTP {status_code}): it "
+                "is of an older batchrun; end it and start it again"
+            )
+
     async def is_healthy(self) -> bool:
         """Whether the agent says that its engine answers."""
         return self.state is not None and self.state.phase is EnginePhase.READY

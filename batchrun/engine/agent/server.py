@@ -93,7 +93,7 @@ class AgentSettings:
 
 
 class Agent:
-    """One engine's agent. `run` drives it."""
+    """One engine's agent. `run` drives it; at its end, the process `begins_anew` if told so."""
 
     def __init__(self, engine: Engine, settings: AgentSettings) -> None:
         self._engine = engine
@@ -103,6 +103,7 @@ class Agent:
             engine.client, KeptOutcomes(settings.kept), self._tell, self._on_death
         )
         self._start_id = secrets.token_hex(8)
+        self.begins_anew = False
         self._place = messages.here()
         self._was_heard = settings.runs_scheduler
         self._is_draining = self._is_down = False
@@ -168,6 +169,7 @@ class Agent:
         app.router.add_get(messages.LOG, self._on_log)
         app.router.add_post(messages.DRAIN, self._on_drain)
         app.router.add_post(messages.STOP, self._on_stop)
+        app.router.add_post(messages.RESTART, self._on_restart)
         app.router.add_route("*", "/{path:.*}", self._pass_on)
         runner = web.AppRunner(
             app, handler_cancellation=True, shutdown_timeout=_CLOSE_WAIT_S, access_log=None
@@ -350,6 +352,10 @@ class Agent:
     async def _on_stop(self, request: web.Request) -> web.Response:
         asyncio.get_running_loop().call_later(REPORT_S, self.stop)
         return await self._on_state(request)
+
+    async def _on_restart(self, request: web.Request) -> web.Response:
+        self.begins_anew = True
+        return await self._on_stop(request)
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         """A call for the engine. Calls come in while the agent drains, but for new work."""

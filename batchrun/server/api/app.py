@@ -34,6 +34,7 @@ from batchrun.server.api.files import Files, files_router
 from batchrun.server.api.key_list import KeyList
 from batchrun.server.api.metrics import MetricsPage, read_key_storage
 from batchrun.server.api.picture import JsonObject, Status
+from batchrun.server.api.rolling import Rolling
 from batchrun.store.api_keys import (
     MAX_COUNT,
     MAX_TOKENS,
@@ -115,6 +116,12 @@ class EngineChange(_Strict):
     online_queue: Annotated[str | None, Field(max_length=64)] = None
 
 
+class RestartWanted(_Strict):
+    """For how long calls may go on in an engine that is to be restarted."""
+
+    drain_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
 class OfflineSetting(_Strict):
     """Whether offline work runs at all."""
 
@@ -127,7 +134,7 @@ class Edge:
 
     `token` opens the control routes, `gateway_key` those of OpenAI's API and no other. `files` is
     where bytes lie; `windows` are the completion windows that batches may have, `key_limits` what
-    user keys may that have no limit of their own.
+    user keys may that have no limit of their own. `rolling` restarts engines.
     """
 
     home: Home
@@ -135,6 +142,7 @@ class Edge:
     token: str
     gateway_key: str
     windows: Sequence[str]
+    rolling: Rolling
     key_limits: KeyLimits = NO_LIMITS
 
 
@@ -178,6 +186,7 @@ def _control_router(daemon: Daemon, status: Status, edge: Edge) -> APIRouter:
     control = APIRouter(prefix=CONTROL_PREFIX, dependencies=[Depends(check_token)])
     _add_jobs(control, daemon, status)
     _add_engines(control, daemon)
+    _add_restart(control, edge.rolling)
     _add_models(control, daemon)
     _add_routing(control, status)
     _add_keys(control, KeyList(daemon.store, edge.home.api_keys, edge.key_limits))
@@ -251,6 +260,17 @@ def _add_engines(control: APIRouter, daemon: Daemon) -> None:
             "engines": to_builtins(recordings),
             "unrecorded": [name for name in names if name not in steering.links],
         }
+
+
+def _add_restart(control: APIRouter, rolling: Rolling) -> None:
+    @control.post("/restart")
+    async def restart(wanted: RestartWanted) -> JsonObject:
+        await rolling.begin(wanted.drain_s)
+        return {}
+
+    @control.get("/restart")
+    async def how_far() -> JsonObject:
+        return {"told": rolling.told, "is_over": rolling.is_over, "failure": rolling.failure}
 
 
 def _add_models(control: APIRouter, daemon: Daemon) -> None:

@@ -45,6 +45,7 @@ from batchrun.server.api.app import Edge, make_app
 from batchrun.server.api.errors import Callers
 from batchrun.server.api.key_list import KeyList, limits_in
 from batchrun.server.api.picture import Status
+from batchrun.server.api.rolling import Rolling
 from batchrun.server.api.serving import LocalServer, catch_signals
 from batchrun.server.api.standby import Standby
 from batchrun.server.api.watch import end_process
@@ -68,14 +69,16 @@ SWITCH_INTERVAL_S = 0.001
 several such turns."""
 
 
-def serve(deployment: Deployment, home: Home, *, on_ready: Callable[[], None]) -> int:
-    """Run the daemon until SIGTERM or SIGINT; returns the signal that ended it.
+def serve(reread: Callable[[], Deployment], home: Home, *, on_ready: Callable[[], None]) -> int:
+    """Run the daemon until SIGTERM or SIGINT; returns the signal that ended it. `reread` tells the
+    deployment as it is described now.
 
     On a database where another daemon leads it stands by first. `on_ready` is called once an engine
     is ready. The gateway and managed engines outlive this. Raises StoreLockedError, StoreError,
     EngineError.
     """
     check_memory_limit()
+    deployment = reread()
     home.create()
     allow_many_open_files()
     logging.getLogger("python_multipart").setLevel(logging.ERROR)
@@ -98,7 +101,7 @@ def serve(deployment: Deployment, home: Home, *, on_ready: Callable[[], None]) -
                 if ended is not None:
                     return ended
             with _held(lock):
-                return _lead(deployment, home, store, on_ready, is_heir=is_heir)
+                return _lead(deployment, home, store, reread, on_ready, is_heir=is_heir)
         finally:
             home.daemon_record.unlink(missing_ok=True)
 
@@ -165,6 +168,7 @@ def _lead(
     deployment: Deployment,
     home: Home,
     store: Store,
+    reread: Callable[[], Deployment],
     on_ready: Callable[[], None],
     *,
     is_heir: bool,
@@ -175,13 +179,14 @@ def _lead(
     remove_left_scratch(home.inputs)
     # What is imported stays: to look through it again and again would stop the loop for 70 ms.
     gc.freeze()
-    return uvloop.run(_run(deployment, home, (store, place), on_ready, is_heir=is_heir))
+    return uvloop.run(_run(deployment, home, (store, place), reread, on_ready, is_heir=is_heir))
 
 
 async def _run(
     deployment: Deployment,
     home: Home,
     kept: tuple[Store, FileBytes],
+    reread: Callable[[], Deployment],
     on_ready: Callable[[], None],
     *,
     is_heir: bool,
@@ -200,10 +205,16 @@ async def _run(
         price_per_hour=deployment.price_per_hour,
     )
     _start_watch(status, home)
-    windows = deployment.completion_windows
-    app = make_app(
-        daemon, status, Edge(home, place, server.address.token, gateway_key, windows, limits)
+    edge = Edge(
+        home,
+        place,
+        server.address.token,
+        gateway_key,
+        deployment.completion_windows,
+        Rolling(daemon, home, reread),
+        limits,
     )
+    app = make_app(daemon, status, edge)
     sight = Sight(daemon, status, home, History(home.history), figures, deployment.router)
     desk = Desk(home, deployment.file, deployment.model)
     pages = _add_dashboard(app, sight, desk, Callers(store, gateway_key, limits))

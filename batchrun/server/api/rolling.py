@@ -1,0 +1,167 @@
+"""`batchrun engine restart --rolling`: engines one at a time, each emptied first."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from batchrun.config import Deployment
+from batchrun.daemon.daemon import Daemon
+from batchrun.daemon.engine_link import Slot
+from batchrun.daemon.in_flight import GATEWAYS_LEARN_S
+from batchrun.daemon.supervisor import build_model, make_managed
+from batchrun.engine.agent.remote import AgentEngine
+from batchrun.engine.command import ManagedSettings
+from batchrun.engine.engine import AttachedEngine, ManagedEngine
+from batchrun.errors import BatchrunError, ConfigError, EngineError, StateError
+from batchrun.home import Home
+from batchrun.types import EnginePhase
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.5
+NUM_QUIET_LOOKS = 3
+"""An engine has no calls when so many looks in a row show none: its metrics lag."""
+AGENT_BACK_S = 60.0
+"""An agent that begins anew answers within so long."""
+
+
+@dataclass(slots=True)
+class Rolling:
+    """Restarts the engines of a deployment as `reread` finds them described now.
+
+    Stops at the first that does not come back; `failure` says so. What was told of each engine is
+    in `told`, in the order of its happening.
+    """
+
+    daemon: Daemon
+    home: Home
+    reread: Callable[[], Deployment]
+    told: list[str] = field(default_factory=list)
+    failure: str | None = None
+    _running: asyncio.Task[None] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether none goes on."""
+        return self._running is None or self._running.done()
+
+    async def begin(self, drain_s: float) -> None:
+        """Begin; calls that an engine has for longer than `drain_s` are broken off. Raises
+        StateError while another goes on, ConfigError for what needs all engines to end."""
+        if not self.is_over:
+            raise StateError("a rolling restart goes on already; wait for its end")
+        deployment = await asyncio.to_thread(self.reread)
+        settings = self._settings(deployment)
+        await asyncio.to_thread(build_model, deployment, self.home)
+        self.told, self.failure = [], None
+        self._running = asyncio.create_task(self._roll(settings, drain_s))
+
+    def _settings(self, deployment: Deployment) -> Mapping[str, ManagedSettings]:
+        """Of the engines that batchrun starts here, by name."""
+        found = {}
+        for slot in self.daemon.slots:
+            engine = slot.engine
+            if not isinstance(engine, ManagedEngine):
+                continue
+            new = make_managed(deployment, self.home, engine.name, slot.hint_nonce)
+            if new is None or (new.base_url, new.api_key) != (
+                engine.settings.base_url,
+                engine.settings.api_key,
+            ):
+                raise ConfigError(
+                    f"engine {engine.name}: has another address, key, policy or kind in "
+                    "batchrun.yaml by now; that takes `batchrun down` and `batchrun up`"
+                )
+            found[engine.name] = new
+        return found
+
+    async def _roll(self, settings: Mapping[str, ManagedSettings], drain_s: float) -> None:
+        try:
+            for slot in self.daemon.slots:
+                if isinstance(slot.engine, AttachedEngine):
+                    self._tell(slot, "is not started by batchrun, and is left as it is")
+                    continue
+                await self._restart(slot, settings.get(slot.engine.name), drain_s)
+        except BatchrunError as error:
+            self.failure = str(error)
+            log.error("the rolling restart ends: %s", error)
+
+    async def _restart(self, slot: Slot, settings: ManagedSettings | None, drain_s: float) -> None:
+        name, slots = slot.engine.name, self.daemon.slots
+        if len(slots) > 1 and not any(each.is_usable for each in slots if each is not slot):
+            raise EngineError(f"engine {name} runs on: no other engine is ready to take its calls")
+        slot.drains = True
+        try:
+            self._tell(slot, "gets no more calls and rows")
+            num_left = await self._empty(slot, drain_s)
+            self._tell(slot, f"restarts{', calls it has are broken off' if num_left else ''}")
+            if isinstance(slot.engine, AgentEngine):
+                await _restart_behind_agent(slot.engine)
+            elif isinstance(slot.engine, ManagedEngine) and settings is not None:
+                await _restart_here(slot.engine, settings)
+        finally:
+            slot.drains = False
+            self.daemon.dispatcher.wake()
+        slot.came_back()
+        self._tell(slot, "is ready")
+        await asyncio.sleep(GATEWAYS_LEARN_S)
+
+    async def _empty(self, slot: Slot, drain_s: float) -> bool:
+        """Let the engine's calls end and its rows go back; returns whether it has calls still."""
+        deadline_s = time.monotonic() + drain_s
+        await _withdraw_rows(slot)
+        await asyncio.sleep(GATEWAYS_LEARN_S)
+        num_quiet = 0
+        while num_quiet < NUM_QUIET_LOOKS:
+            if time.monotonic() > deadline_s:
+                return True
+            await _withdraw_rows(slot)
+            is_quiet = not (await slot.engine.client.look()).has_work
+            is_gone = slot.engine.state is not EnginePhase.READY
+            num_quiet = num_quiet + 1 if is_quiet or is_gone else 0
+            await asyncio.sleep(LOOK_S)
+        return False
+
+    def _tell(self, slot: Slot, what: str) -> None:
+        line = f"engine {slot.engine.name}: {what}"
+        log.info("%s", line)
+        self.told.append(line)
+
+
+async def _withdraw_rows(slot: Slot) -> None:
+    """Abort the rows that the engine has; they become pending again."""
+    sent = list(slot.in_flight.values())
+    tasks = [each.job.tasks[each.row] for each in sent if each.row in each.job.tasks]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _restart_here(engine: ManagedEngine, settings: ManagedSettings) -> None:
+    before = engine.started
+    engine.begin_anew(settings)
+    while engine.started == before or engine.state is not EnginePhase.READY:
+        if engine.num_failed_starts:
+            raise EngineError(f"engine {engine.name} does not come back: {engine.stage}")
+        await asyncio.sleep(LOOK_S)
+
+
+async def _restart_behind_agent(engine: AgentEngine) -> None:
+    known = engine.client.state
+    before = None if known is None else known.start_id
+    await engine.client.begin_anew()
+    answered_s = time.monotonic()
+    while True:
+        known, now_s = engine.client.state, time.monotonic()
+        if known is not None:
+            answered_s = now_s
+            if known.start_id != before and known.phase is EnginePhase.READY:
+                return
+        is_gone = now_s - answered_s > AGENT_BACK_S
+        if is_gone or (known is not None and known.phase is EnginePhase.FAILED):
+            raise EngineError(f"engine {engine.name} does not come back: {engine.stage}")
+        await asyncio.sleep(LOOK_S)
