@@ -1,5 +1,6 @@
-"""Files: written whole or not at all, counted and hashed, locked, how many a process may open;
-scratch folders that vanish with their maker; and URLs of objects, where a place is no path.
+"""Files: written whole or not at all, counted and hashed, locked, how many a process may open, and
+what else it must be allowed; scratch folders that vanish with their maker; and URLs of objects,
+where a place is no path.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import re
 import resource
 import secrets
 import shutil
+import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -20,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import BinaryIO, NamedTuple, Self
 
 from batchrun.errors import (
     BatchrunError,
@@ -50,18 +52,68 @@ def allow_many_open_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-LEAST_ADDRESS_SPACE_BYTES = 1_000_000_000
-"""With less, libraries that a daemon needs abort without a word."""
+class Need(NamedTuple):
+    """What a process must be allowed. With less, libraries that it loads hang, abort or end it."""
+
+    who: str
+    address_space_bytes: int
+    num_files: int
+    num_threads: int
 
 
-def check_memory_limit() -> None:
-    """Raises ConfigError where this process may not have enough address space for a daemon."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit != resource.RLIM_INFINITY and limit < LEAST_ADDRESS_SPACE_BYTES:
+COMMAND = Need("a command", 400_000_000, 24, 0)
+DAEMON = Need("a daemon", 1_000_000_000, 64, 32 + 4 * (os.cpu_count() or 1))
+"""Several libraries start a thread for each core; gateway and engines count as well."""
+
+
+def check_limits(need: Need) -> None:
+    """Raises ConfigError where this process is allowed less, by `ulimit`, a service or a
+    container."""
+    memory, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if memory != resource.RLIM_INFINITY and memory < need.address_space_bytes:
         raise ConfigError(
-            f"the limit of memory is {limit // 1_000_000:,} MB of address space, and a daemon "
-            f"needs {LEAST_ADDRESS_SPACE_BYTES // 1_000_000:,}: raise it (`ulimit -v`)"
+            f"the limit of memory is {memory // 1_000_000:,} MB of address space, and {need.who} "
+            f"needs {need.address_space_bytes // 1_000_000:,}: raise it (`ulimit -v`)"
         )
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files != resource.RLIM_INFINITY and files < need.num_files:
+        raise ConfigError(
+            f"the limit of open files is {files}, and {need.who} needs {need.num_files}: raise it "
+            "(`ulimit -Hn`)"
+        )
+    num_threads = _try_threads(need.num_threads) if need.num_threads else 0
+    if num_threads < need.num_threads:
+        raise ConfigError(
+            f"only {num_threads} more threads can be started, and {need.who} needs "
+            f"{need.num_threads}: raise the limit (`ulimit -u`, TasksMax of a service, the limit "
+            "of pids of a container)"
+        )
+
+
+_THREADS_PROGRAM = """
+import sys, threading
+may_end, num_started = threading.Event(), 0
+threading.stack_size(1 << 16)
+try:
+    while num_started < int(sys.argv[1]):
+        threading.Thread(target=may_end.wait).start()
+        num_started += 1
+except (RuntimeError, MemoryError):
+    pass
+print(num_started)
+may_end.set()
+"""
+
+
+def _try_threads(num_wanted: int) -> int:
+    """How many of so many threads can run at once. Several bounds hold for them, so it is tried:
+    in another process, for each would leave its address space behind."""
+    command = [sys.executable, "-I", "-S", "-c", _THREADS_PROGRAM, str(num_wanted)]
+    try:
+        tried = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return 0
+    return int(tried.stdout or 0)
 
 
 def max_open_files() -> int:

@@ -212,7 +212,7 @@ def _head_lines(picture: dict[str, Any]) -> Iterator[str]:
         yield f"stalled: {picture['stalled']}"
     if picture["progress"] is not None:
         yield from describe_parts(picture["progress"])
-        yield from _loop_lines(picture["progress"])
+        yield from describe_past(picture["progress"])
 
 
 def _render(picture: dict[str, Any], job: str | None, most_ended: int | None) -> RenderableType:
@@ -283,15 +283,31 @@ def describe_parts(progress: dict[str, Any]) -> list[str]:
     return parts
 
 
-def _loop_lines(progress: dict[str, Any]) -> Iterator[str]:
-    """How often the daemon's loop stood, if it did."""
+def describe_past(progress: dict[str, Any]) -> Iterator[str]:
+    """How often parts stood still or ended and were started anew, if they did."""
     if progress["num_loop_stalls"]:
-        at = datetime.fromtimestamp(progress["last_loop_stall_at"]).strftime("%H:%M:%S")
         yield (
             f"the daemon's loop stood still so often since its start: "
             f"{progress['num_loop_stalls']}, for {progress['longest_loop_stall_s']:.0f} s at most, "
-            f"the last time until {at}"
+            f"the last time until {_clock(progress['last_loop_stall_at'])}"
         )
+    stalls, ends = progress["num_gateway_stalls"], progress["num_gateway_ends"]
+    if stalls or ends:
+        yield (
+            f"the gateway was started anew since the daemon's start: {stalls} times because it "
+            f"was stuck, {ends} times because it had ended, the last time at "
+            f"{_clock(progress['last_gateway_restart_at'])}"
+        )
+    stalls, ends = progress["num_worker_stalls"], progress["num_worker_ends"]
+    if stalls or ends:
+        yield (
+            f"workers of the gateway that were replaced since its start: {stalls} were stuck, "
+            f"{ends} had ended; gateway.log says when"
+        )
+
+
+def _clock(at: float) -> str:
+    return datetime.fromtimestamp(at).strftime("%H:%M:%S")
 
 
 def describe_progress(engine: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from batchrun.control.client import DaemonClient
 from batchrun.control.following import ProgressBar
 from batchrun.engine import process
 from batchrun.errors import BatchrunError, DaemonUnavailableError, StateError
-from batchrun.files import StoreLock
+from batchrun.files import DAEMON, StoreLock, check_limits
 from batchrun.home import Home
 
 POLL_INTERVAL_S = 0.2
@@ -59,22 +59,34 @@ def start_in_background(
 ) -> dict[str, Any]:
     """Start a detached daemon and wait until an engine is ready; returns its status.
 
-    Raises what made the daemon give up, as one line.
+    Raises what made the daemon give up, as one line; then nothing runs that did not run before.
     """
     if DaemonClient(home, timeout_s=ANSWER_WAIT_S).is_running():
         raise StateError(f"a daemon runs already for {home.path}; stop it with `batchrun down`")
     silence = describe_silence(home, ANSWER_WAIT_S)
     if silence is not None:
         raise StateError(f"{silence}; `batchrun down` ends it")
+    check_limits(DAEMON)
     home.create()
     log_path = home.log / "daemon.log"
     log_size = log_path.stat().st_size if log_path.exists() else 0
-    record = process.spawn(
-        [sys.executable, "-m", "batchrun", "up", "--home", str(home.path), *flags],
-        env=dict(os.environ),
-        log_path=log_path,
-        record_path=home.daemon_process,
-    )
+    running = _running(home)
+    try:
+        record = process.spawn(
+            [sys.executable, "-m", "batchrun", "up", "--home", str(home.path), *flags],
+            env=dict(os.environ),
+            log_path=log_path,
+            record_path=home.daemon_process,
+        )
+        return _wait_until_ready(home, record, log_size, is_shown=is_shown)
+    except (BatchrunError, OSError):
+        _stop_started(home, running)
+        raise
+
+
+def _wait_until_ready(
+    home: Home, record: process.ProcessRecord, log_size: int, *, is_shown: bool
+) -> dict[str, Any]:
     started_s, usual = time.monotonic(), _usual_start(home)
     stages = "starting"
     with ProgressBar(after_s=0, is_shown=is_shown) as progress:
@@ -88,7 +100,26 @@ def start_in_background(
                     return picture
                 stages = "; ".join(f"engine {each['name']}: {each['stage']}" for each in engines)
             time.sleep(POLL_INTERVAL_S)
-    raise BatchrunError(last_words(log_path, log_size))
+    raise BatchrunError(last_words(home.log / "daemon.log", log_size))
+
+
+def _records(home: Home) -> list[Path]:
+    """Where the daemon, the gateway and the engines of a home are recorded, in that order."""
+    return [home.daemon_process, home.gateway_process, *sorted(home.run.glob("engine-*.json"))]
+
+
+def _running(home: Home) -> set[str]:
+    """The nonces of what runs."""
+    records = [process.read_record(path) for path in _records(home)]
+    return {each.nonce for each in records if each is not None and process.is_alive(each)}
+
+
+def _stop_started(home: Home, running: set[str]) -> None:
+    """End what runs by now and did not before: engines that answer calls stay."""
+    for path in _records(home):
+        record = process.read_record(path)
+        if record is not None and record.nonce not in running:
+            process.stop_recorded(path, STOP_WAIT_S)
 
 
 def _usual_start(home: Home) -> str:

@@ -13,7 +13,7 @@ import shutil
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from batchrun.config import TINY_MODELS, Deployment, EngineConfig, SloConfig, TimeoutsConfig
@@ -63,6 +63,16 @@ LAST_PORT = 65_535
 TINY_BUILDERS = dict(zip(TINY_MODELS, (build_tiny_model, build_tiny_vision_model), strict=True))
 
 
+@dataclass(slots=True)
+class GatewayRestarts:
+    """How often the gateway was started again since the daemon's start: because it gave no answer,
+    or had ended; `last_at` is UTC epoch."""
+
+    num_stuck: int = 0
+    num_ended: int = 0
+    last_at: float | None = None
+
+
 class Supervisor:
     """The engines and the gateway of one deployment.
 
@@ -85,6 +95,7 @@ class Supervisor:
         self._slo_classes = {name: bounds.model_dump() for name, bounds in classes.items()}
         self._slo = deployment.slo.model_dump() if isinstance(deployment.slo, SloConfig) else None
         self.gateway_url = f"http://{deployment.listen}"
+        self.gateway_restarts = GatewayRestarts()
 
     def _make_slot(self, index: int, nonce: str | None) -> Slot:
         """`nonce`: the secret of an engine that runs batchrun's scheduler."""
@@ -148,13 +159,18 @@ class Supervisor:
             await slot.engine.client.close()
 
     async def _watch_gateway(self) -> None:
-        num_missed = 0
+        num_missed, restarts = 0, self.gateway_restarts
         while True:
-            await asyncio.to_thread(self._ensure_gateway)
+            if await asyncio.to_thread(self._ensure_gateway):
+                restarts.num_ended += 1
+                restarts.last_at = time.time()
+                log.error("the gateway had ended; it is started again")
             num_missed = 0 if await self._does_gateway_answer() else num_missed + 1
             if num_missed >= MAX_MISSED:
+                restarts.num_stuck += 1
+                restarts.last_at = time.time()
                 log.error("the gateway gives no answer; it is ended and started again")
-                await asyncio.to_thread(process.stop_recorded, self._home.gateway_process, 1.0)
+                await asyncio.to_thread(self._start_gateway_anew)
                 num_missed = 0
                 continue
             for slot in self.slots:
@@ -183,19 +199,27 @@ class Supervisor:
             if writer is not None:
                 writer.close()
 
-    def _ensure_gateway(self, *, is_first: bool = False) -> None:
-        """Start the gateway unless it runs; the first time, its port must be free."""
+    def _ensure_gateway(self, *, is_first: bool = False) -> bool:
+        """Start the gateway unless it runs, and tell whether it had to be; the first time, its port
+        must be free."""
         argv = self._gateway_argv()
-        if process.adopt(self._home.gateway_process, argv) is None:
-            process.stop_recorded(self._home.gateway_process)
-            if is_first:
-                check_gateway_port(self._deployment.listen)
-            process.spawn(
-                argv,
-                env=dict(os.environ),
-                log_path=self._home.log / "gateway.log",
-                record_path=self._home.gateway_process,
-            )
+        if process.adopt(self._home.gateway_process, argv) is not None:
+            return False
+        process.stop_recorded(self._home.gateway_process)
+        if is_first:
+            check_gateway_port(self._deployment.listen)
+        process.spawn(
+            argv,
+            env=dict(os.environ),
+            log_path=self._home.log / "gateway.log",
+            record_path=self._home.gateway_process,
+        )
+        return True
+
+    def _start_gateway_anew(self) -> None:
+        """End the gateway, which hears nothing, and start it."""
+        process.stop_recorded(self._home.gateway_process, 1.0)
+        self._ensure_gateway()
 
     async def _wait_for_gateway(self) -> None:
         host, port = split_listen(self._deployment.listen)
