@@ -53,6 +53,8 @@ log = logging.getLogger(__name__)
 GATEWAY_CHECK_S = 0.5
 GATEWAY_START_S = 15.0
 GATEWAY_ANSWER_S = 2.0
+GATEWAY_PATIENCE_S = 60.0
+"""One that was started anew answers nothing until it is there, on a busy machine for long."""
 MAX_MISSED = 3
 """A gateway that is asked so often and answers nothing is stuck. Of several workers each is watched
 by the gateway itself."""
@@ -160,18 +162,23 @@ class Supervisor:
 
     async def _watch_gateway(self) -> None:
         num_missed, restarts = 0, self.gateway_restarts
+        starts_until_s = 0.0
         while True:
             if await asyncio.to_thread(self._ensure_gateway):
                 restarts.num_ended += 1
                 restarts.last_at = time.time()
                 log.error("the gateway had ended; it is started again")
-            num_missed = 0 if await self._does_gateway_answer() else num_missed + 1
+                starts_until_s = time.monotonic() + GATEWAY_PATIENCE_S
+            if await self._does_gateway_answer():
+                num_missed, starts_until_s = 0, 0.0
+            elif time.monotonic() >= starts_until_s:
+                num_missed += 1
             if num_missed >= MAX_MISSED:
                 restarts.num_stuck += 1
                 restarts.last_at = time.time()
                 log.error("the gateway gives no answer; it is ended and started again")
                 await asyncio.to_thread(self._start_gateway_anew)
-                num_missed = 0
+                num_missed, starts_until_s = 0, time.monotonic() + GATEWAY_PATIENCE_S
                 continue
             for slot in self.slots:
                 if slot.agent is not None:

@@ -165,8 +165,8 @@ def test_a_daemon_whose_loop_stands_ends_and_its_successor_goes_on(
 
 
 class Holdup:
-    """A socket for `BATCHRUN_FAILPOINTS=...=ask:PATH`: who passes goes on at once, but for the first
-    pass of a process that is to be held up, which is never answered."""
+    """A socket for `BATCHRUN_FAILPOINTS=...=ask:PATH`: who passes goes on at once, but for the
+    first pass of a process that is to be held up, which is never answered."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
