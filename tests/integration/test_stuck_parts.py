@@ -20,6 +20,7 @@ import pytest
 from aiohttp import web
 from deployment_rig import WAIT_S, DeploymentRig
 from gateway_rig import running_engine, running_gateway, until, write_upstreams
+from openai import APIConnectionError, OpenAI
 
 from benchmarks.crash_account import check_executions, read_commits, read_executions
 from benchmarks.deployment import Deployment, wait_until
@@ -121,10 +122,10 @@ def test_of_a_stuck_worker_the_operator_is_told_and_calls_are_answered_again(
     told = f"num_{'gateway' if num_workers == 1 else 'worker'}_stalls"
 
     wait_until(lambda: rig.ask("status")["progress"][told] == 1, "the operator to be told")
-    with rig.openai(max_retries=0) as client:
-        answers = [client.models.list().data for _ in range(4 * num_workers)]
+    with rig.openai(max_retries=0, timeout=10.0) as client:
+        wait_until(lambda: _is_answered(client), "a call to be answered again")
 
-    assert all(answers) and not stuck.is_running()
+    assert not stuck.is_running()
     said = "gateway was started anew" if num_workers == 1 else "workers of the gateway that were"
     for command in ("status", "doctor"):
         assert said in rig.call(command).stdout
@@ -133,6 +134,12 @@ def test_of_a_stuck_worker_the_operator_is_told_and_calls_are_answered_again(
     page = urlopen(f"http://127.0.0.1:{rig.port}/metrics").read().decode()
     why = "batchrun_gateway_restarts" if num_workers == 1 else "batchrun_gateway_replaced_workers"
     assert f'{why}_total{{why="stuck"}} 1.0' in page
+
+
+def _is_answered(client: OpenAI) -> bool:
+    with suppress(APIConnectionError):
+        return bool(client.models.list().data)
+    return False
 
 
 @pytest.mark.nightly
