@@ -125,7 +125,7 @@ def test_of_a_stuck_worker_the_operator_is_told_and_calls_are_answered_again(
     with rig.openai(max_retries=0, timeout=10.0) as client:
         wait_until(lambda: _is_answered(client), "a call to be answered again")
 
-    assert not stuck.is_running()
+    assert not stuck.is_running() or stuck.status() == psutil.STATUS_ZOMBIE
     said = "gateway was started anew" if num_workers == 1 else "workers of the gateway that were"
     for command in ("status", "doctor"):
         assert said in rig.call(command).stdout
