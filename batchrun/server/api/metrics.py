@@ -143,6 +143,7 @@ class MetricsPage(Collector):
         is_on, num_jobs = dispatcher.is_offline_on, len(dispatcher.jobs)
         yield _family(GAUGE, "offline_enabled", "1 while offline work is on.", "", [([], is_on)])
         yield _family(GAUGE, "jobs_running", "Jobs whose rows run.", "", [([], num_jobs)])
+        yield from _of_role(self._daemon.store.term or 0, leads=True)
         yield from self._of_daemon()
         yield from _of_jobs(list(dispatcher.jobs.values()), dispatcher.assigner.turns.completions())
         yield from _of_slots(slots)
@@ -182,6 +183,30 @@ class MetricsPage(Collector):
         whys = [(["stuck"], restarts.num_stuck), (["ended"], restarts.num_ended)]
         text = "How often the gateway was started again, since the daemon's start."
         yield _family(COUNTER, "gateway_restarts", text, "why", whys)
+
+
+class _RolePage(Collector):
+    """What there is to tell of a daemon that does not lead."""
+
+    def __init__(self, term: int) -> None:
+        self._term = term
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics."""
+        return _of_role(self._term, leads=False)
+
+
+def render_role(term: int) -> bytes:
+    """The page of a daemon that stands by while another leads in this term."""
+    registry = CollectorRegistry()
+    registry.register(_RolePage(term))
+    return generate_latest(registry)
+
+
+def _of_role(term: int, *, leads: bool) -> Iterator[Metric]:
+    text = "1 where this daemon leads, 0 where it stands by."
+    yield _family(GAUGE, "daemon_leads", text, "", [([], leads)])
+    yield _family(GAUGE, "daemon_term", "The leader's term: it only rises.", "", [([], term)])
 
 
 def _family(
