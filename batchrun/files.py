@@ -56,69 +56,58 @@ class Need(NamedTuple):
     """What a process must be allowed. With less, libraries that it loads hang, abort or end it."""
 
     who: str
-    address_space_bytes: int
+    memory_mb: int
     num_files: int
     num_threads: int
 
 
-COMMAND = Need("a command", 400_000_000, 24, 0)
-DAEMON = Need("a daemon", 1_000_000_000, 64, 32 + 4 * (os.cpu_count() or 1))
+COMMAND = Need("a command", 400, 24, 0)
+DAEMON = Need("a daemon", 1_000, 64, 32 + 4 * (os.cpu_count() or 1))
 """Several libraries start a thread for each core; gateway and engines count as well."""
 
 
 def check_limits(need: Need) -> None:
-    """Raises ConfigError where this process is allowed less, by `ulimit`, a service or a
-    container."""
-    memory, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if memory != resource.RLIM_INFINITY and memory < need.address_space_bytes:
-        raise ConfigError(
-            f"the limit of memory is {memory // 1_000_000:,} MB of address space, and {need.who} "
-            f"needs {need.address_space_bytes // 1_000_000:,}: raise it (`ulimit -v`)"
-        )
-    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files != resource.RLIM_INFINITY and files < need.num_files:
-        raise ConfigError(
-            f"the limit of open files is {files}, and {need.who} needs {need.num_files}: raise it "
-            "(`ulimit -Hn`)"
-        )
-    num_threads = _try_threads(need.num_threads) if need.num_threads else 0
-    if num_threads < need.num_threads:
-        raise ConfigError(
-            f"only {num_threads} more threads can be started, and {need.who} needs "
-            f"{need.num_threads}: raise the limit (`ulimit -u`, TasksMax of a service, the limit "
-            "of pids of a container)"
-        )
+    """Raises ConfigError where this process is allowed less."""
+    for given, wanted, what, mend in (
+        (_most(resource.RLIMIT_AS) // 1_000_000, need.memory_mb, "MB of address space", "-v"),
+        (_most(resource.RLIMIT_NOFILE, hard=True), need.num_files, "open files", "-Hn"),
+        (_try_threads(need.num_threads), need.num_threads, "more threads", "-u"),
+    ):
+        if given < wanted:
+            raise ConfigError(
+                f"{need.who} needs {wanted:,} {what}, and {given:,} are allowed: raise the limit "
+                f"(`ulimit {mend}`, or that of the service or container)"
+            )
 
 
 _THREADS_PROGRAM = """
 import sys, threading
-may_end, num_started = threading.Event(), 0
 threading.stack_size(1 << 16)
-try:
-    while num_started < int(sys.argv[1]):
-        threading.Thread(target=may_end.wait).start()
-        num_started += 1
-except (RuntimeError, MemoryError):
-    pass
-print(num_started)
-may_end.set()
+for number in range(int(sys.argv[1])):
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    print(number + 1, flush=True)
 """
 
 
 def _try_threads(num_wanted: int) -> int:
     """How many of so many threads can run at once. Several bounds hold for them, so it is tried:
     in another process, for each would leave its address space behind."""
-    command = [sys.executable, "-I", "-S", "-c", _THREADS_PROGRAM, str(num_wanted)]
-    try:
-        tried = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:
+    if not num_wanted:
         return 0
-    return int(tried.stdout or 0)
+    command = [sys.executable, "-I", "-S", "-c", _THREADS_PROGRAM, str(num_wanted)]
+    with suppress(OSError):
+        tried = subprocess.run(command, capture_output=True, text=True, check=False)
+        return len(tried.stdout.splitlines())
+    return 0
 
 
 def max_open_files() -> int:
     """How many files, connections among them, this process may have open."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _most(resource.RLIMIT_NOFILE)
+
+
+def _most(kind: int, *, hard: bool = False) -> int:
+    limit = resource.getrlimit(kind)[hard]
     return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
 

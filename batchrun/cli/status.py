@@ -289,28 +289,23 @@ def describe_parts(progress: dict[str, Any]) -> list[str]:
 def describe_past(progress: dict[str, Any]) -> Iterator[str]:
     """How often parts stood still or ended and were started anew, if they did."""
     if progress["num_loop_stalls"]:
+        at = datetime.fromtimestamp(progress["last_loop_stall_at"]).strftime("%H:%M:%S")
         yield (
             f"the daemon's loop stood still so often since its start: "
             f"{progress['num_loop_stalls']}, for {progress['longest_loop_stall_s']:.0f} s at most, "
-            f"the last time until {_clock(progress['last_loop_stall_at'])}"
+            f"the last time until {at}"
         )
-    stalls, ends = progress["num_gateway_stalls"], progress["num_gateway_ends"]
-    if stalls or ends:
-        yield (
-            f"the gateway was started anew since the daemon's start: {stalls} times because it "
-            f"was stuck, {ends} times because it had ended, the last time at "
-            f"{_clock(progress['last_gateway_restart_at'])}"
-        )
-    stalls, ends = progress["num_worker_stalls"], progress["num_worker_ends"]
-    if stalls or ends:
-        yield (
-            f"workers of the gateway that were replaced since its start: {stalls} were stuck, "
-            f"{ends} had ended; gateway.log says when"
-        )
-
-
-def _clock(at: float) -> str:
-    return datetime.fromtimestamp(at).strftime("%H:%M:%S")
+    for what, key, log in (
+        ("gateways that were started anew since the daemon's start", "gateway_restarts", "daemon"),
+        (
+            "workers of the gateway that were replaced since its start",
+            "replaced_workers",
+            "gateway",
+        ),
+    ):
+        num = progress[key]
+        if any(num.values()):
+            yield f"{what}: {num['stuck']} were stuck, {num['ended']} had ended; see {log}.log"
 
 
 def describe_progress(engine: dict[str, Any]) -> str:

@@ -71,7 +71,7 @@ def start_in_background(
     home.create()
     log_path = home.log / "daemon.log"
     log_size = log_path.stat().st_size if log_path.exists() else 0
-    running = _running(home)
+    before = _recorded(home)
     try:
         record = process.spawn(
             [sys.executable, "-m", "batchrun", "up", "--home", str(home.path), *flags],
@@ -81,7 +81,10 @@ def start_in_background(
         )
         return _wait_until_ready(home, record, log_size, is_shown=is_shown)
     except (BatchrunError, OSError):
-        _stop_started(home, running)
+        # Engines that answer calls since before stay.
+        for nonce, path in _recorded(home).items():
+            if nonce not in before:
+                process.stop_recorded(path, STOP_WAIT_S)
         raise
 
 
@@ -106,23 +109,11 @@ def _wait_until_ready(
     raise BatchrunError(last_words(home.log / "daemon.log", log_size))
 
 
-def _records(home: Home) -> list[Path]:
-    """Where the daemon, the gateway and the engines of a home are recorded, in that order."""
-    return [home.daemon_process, home.gateway_process, *sorted(home.run.glob("engine-*.json"))]
-
-
-def _running(home: Home) -> set[str]:
-    """The nonces of what runs."""
-    records = [process.read_record(path) for path in _records(home)]
-    return {each.nonce for each in records if each is not None and process.is_alive(each)}
-
-
-def _stop_started(home: Home, running: set[str]) -> None:
-    """End what runs by now and did not before: engines that answer calls stay."""
-    for path in _records(home):
-        record = process.read_record(path)
-        if record is not None and record.nonce not in running:
-            process.stop_recorded(path, STOP_WAIT_S)
+def _recorded(home: Home) -> dict[str, Path]:
+    """Where the daemon, the gateway and the engines of a home are recorded, by their nonces."""
+    paths = (home.daemon_process, home.gateway_process, *sorted(home.run.glob("engine-*.json")))
+    records = [(process.read_record(path), path) for path in paths]
+    return {record.nonce: path for record, path in records if record is not None}
 
 
 def stands_by(picture: dict[str, Any]) -> bool:

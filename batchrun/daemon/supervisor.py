@@ -12,9 +12,10 @@ import os
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from batchrun.config import TINY_MODELS, Deployment, EngineConfig, SloConfig, TimeoutsConfig
@@ -66,16 +67,6 @@ LAST_PORT = 65_535
 TINY_BUILDERS = dict(zip(TINY_MODELS, (build_tiny_model, build_tiny_vision_model), strict=True))
 
 
-@dataclass(slots=True)
-class GatewayRestarts:
-    """How often the gateway was started again since the daemon's start: because it gave no answer,
-    or had ended; `last_at` is UTC epoch."""
-
-    num_stuck: int = 0
-    num_ended: int = 0
-    last_at: float | None = None
-
-
 class Supervisor:
     """The engines and the gateway of one deployment.
 
@@ -98,7 +89,8 @@ class Supervisor:
         self._slo_classes = {name: bounds.model_dump() for name, bounds in classes.items()}
         self._slo = deployment.slo.model_dump() if isinstance(deployment.slo, SloConfig) else None
         self.gateway_url = f"http://{deployment.listen}"
-        self.gateway_restarts = GatewayRestarts()
+        self.gateway_restarts = Counter({"stuck": 0, "ended": 0})
+        """Since the daemon's start, by why."""
 
     def _make_slot(self, index: int, nonce: str | None) -> Slot:
         """`nonce`: the secret of an engine that runs batchrun's scheduler."""
@@ -181,8 +173,7 @@ class Supervisor:
         starts_until_s = 0.0
         while True:
             if await asyncio.to_thread(self._ensure_gateway):
-                restarts.num_ended += 1
-                restarts.last_at = time.time()
+                restarts["ended"] += 1
                 log.error("the gateway had ended; it is started again")
                 starts_until_s = time.monotonic() + GATEWAY_PATIENCE_S
             if await self._does_gateway_answer():
@@ -190,10 +181,10 @@ class Supervisor:
             elif time.monotonic() >= starts_until_s:
                 num_missed += 1
             if num_missed >= MAX_MISSED:
-                restarts.num_stuck += 1
-                restarts.last_at = time.time()
+                restarts["stuck"] += 1
                 log.error("the gateway gives no answer; it is ended and started again")
-                await asyncio.to_thread(self._start_gateway_anew)
+                await asyncio.to_thread(process.stop_recorded, self._home.gateway_process, 1.0)
+                await asyncio.to_thread(self._ensure_gateway)
                 num_missed, starts_until_s = 0, time.monotonic() + GATEWAY_PATIENCE_S
                 continue
             for slot in self.slots:
@@ -238,11 +229,6 @@ class Supervisor:
             record_path=self._home.gateway_process,
         )
         return True
-
-    def _start_gateway_anew(self) -> None:
-        """End the gateway, which hears nothing, and start it."""
-        process.stop_recorded(self._home.gateway_process, 1.0)
-        self._ensure_gateway()
 
     async def _wait_for_gateway(self) -> None:
         host, port = split_listen(self._deployment.listen)

@@ -119,14 +119,21 @@ def test_of_a_stuck_worker_the_operator_is_told_and_calls_are_answered_again(
     gateway = psutil.Process(rig.pid_of("gateway"))
     stuck = gateway if num_workers == 1 else gateway.children()[0]
     stuck.send_signal(signal.SIGSTOP)
-    told = f"num_{'gateway' if num_workers == 1 else 'worker'}_stalls"
+    told = "gateway_restarts" if num_workers == 1 else "replaced_workers"
 
-    wait_until(lambda: rig.ask("status")["progress"][told] == 1, "the operator to be told")
+    def is_told() -> bool:
+        return bool(rig.ask("status")["progress"][told] == {"stuck": 1, "ended": 0})
+
+    wait_until(is_told, "the operator to be told", WAIT_S)
     with rig.openai(max_retries=0, timeout=10.0) as client:
         wait_until(lambda: _is_answered(client), "a call to be answered again")
 
     assert not stuck.is_running() or stuck.status() == psutil.STATUS_ZOMBIE
-    said = "gateway was started anew" if num_workers == 1 else "workers of the gateway that were"
+    said = (
+        "gateways that were started anew"
+        if num_workers == 1
+        else "workers of the gateway that were"
+    )
     for command in ("status", "doctor"):
         assert said in rig.call(command).stdout
     log = (rig.home / "log" / "daemon.log").read_text()

@@ -15,7 +15,6 @@ from prometheus_client.registry import Collector
 from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.job import ActiveJob
-from batchrun.daemon.supervisor import GatewayRestarts
 from batchrun.daemon.view import expected_left_s
 from batchrun.errors import StoreError
 from batchrun.pool.pace import Completion
@@ -119,7 +118,7 @@ def read_key_storage(
 class MetricsPage(Collector):
     """Reads the daemon again for every page; it keeps nothing."""
 
-    def __init__(self, daemon: Daemon, watch: LoopWatch, restarts: GatewayRestarts) -> None:
+    def __init__(self, daemon: Daemon, watch: LoopWatch, restarts: Mapping[str, int]) -> None:
         self._daemon = daemon
         self._restarts = restarts
         self._keys: Sequence[KeyStorage] = ()
@@ -179,9 +178,8 @@ class MetricsPage(Collector):
         text = "The longest that the daemon's loop stood still, as far as was seen."
         longest_s = self._watch.longest_s
         yield _family(GAUGE, "loop_longest_stall_seconds", text, "", [([], longest_s)])
-        restarts = self._restarts
-        whys = [(["stuck"], restarts.num_stuck), (["ended"], restarts.num_ended)]
         text = "How often the gateway was started again, since the daemon's start."
+        whys = (([why], num) for why, num in self._restarts.items())
         yield _family(COUNTER, "gateway_restarts", text, "why", whys)
 
 

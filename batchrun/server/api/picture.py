@@ -109,18 +109,15 @@ class Status:
 
     def _progress(self) -> dict[str, object]:
         """How the daemon and the gateway get on."""
-        now_s, watch, restarts = time.monotonic(), self.watch, self.restarts
+        now_s, watch = time.monotonic(), self.watch
         return {
             "writer_waits_s": round(self.daemon.writer.waits_s(now_s), 1),
             "gateway_silent_s": round(self.figures.silent_s(now_s), 1),
             "num_loop_stalls": watch.num_stalls,
             "longest_loop_stall_s": round(watch.longest_s, 1),
             "last_loop_stall_at": watch.last_at,
-            "num_gateway_stalls": restarts.num_stuck,
-            "num_gateway_ends": restarts.num_ended,
-            "last_gateway_restart_at": restarts.last_at,
-            "num_worker_stalls": self.figures.num_replaced(STUCK),
-            "num_worker_ends": self.figures.num_replaced(ENDED),
+            "gateway_restarts": self.restarts,
+            "replaced_workers": {why: self.figures.num_replaced(why) for why in (STUCK, ENDED)},
         }
 
     async def job(self, job_id: str) -> dict[str, object]:
