@@ -52,7 +52,7 @@ def allow_many_open_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-class Need(NamedTuple):
+class Allowance(NamedTuple):
     """What a process must be allowed. With less, libraries that it loads hang, abort or end it."""
 
     who: str
@@ -61,12 +61,12 @@ class Need(NamedTuple):
     num_threads: int
 
 
-COMMAND = Need("a command", 400, 24, 0)
-DAEMON = Need("a daemon", 1_000, 64, 32 + 4 * (os.cpu_count() or 1))
+COMMAND = Allowance("a command", 400, 24, 0)
+DAEMON = Allowance("a daemon", 1_000, 64, 32 + 4 * (os.cpu_count() or 1))
 """Several libraries start a thread for each core; gateway and engines count as well."""
 
 
-def check_limits(need: Need) -> None:
+def check_limits(need: Allowance) -> None:
     """Raises ConfigError where this process is allowed less."""
     for given, wanted, what, mend in (
         (_most(resource.RLIMIT_AS) // 1_000_000, need.memory_mb, "MB of address space", "-v"),
