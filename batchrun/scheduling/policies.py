@@ -34,6 +34,8 @@ class QueueOptions:
 
 
 DEFAULT_QUEUE = "arrival"
+QUEUE_WITH_CLASSES = "on-time"
+"""The default of deployments with SLO classes: it keeps most promises where they differ."""
 QUEUES: Mapping[str, Callable[[QueueOptions], OnlineQueue]] = {
     "arrival": lambda options: ArrivalOrder(),
     "on-time": lambda options: OnTimeOrder(),
