@@ -264,11 +264,11 @@ def promising(state: State, calls: Calls) -> tuple[float, float]:
     return state.kept + running + len(taken), -work_s
 
 
-def search(calls: Sequence[PromisedCall], width: int) -> float:
-    """Calls a second that keep all promises, in the best of the runs that were looked at."""
+def search(calls: Sequence[PromisedCall], width: int, end_s: float = CALLS_S + DRAIN_S) -> int:
+    """How many calls keep all promises by then, in the best of the runs that were looked at."""
     known = Calls.of(calls)
     beam, until_s = [State()], 0.0
-    while until_s < CALLS_S + DRAIN_S:
+    while until_s < end_s:
         until_s += HORIZON_S
         found: dict[tuple[float, ...], State] = {}
         for state, (order, share) in product(beam, product(ORDERS, SHARES)):
@@ -277,7 +277,7 @@ def search(calls: Sequence[PromisedCall], width: int) -> float:
             found.setdefault((*scores, after.now_s, len(after.waiting)), after)
         best = sorted(found, key=lambda key: key[:2], reverse=True)
         beam = [found[key] for key in best[:width]]
-    return max(state.kept for state in beam) / CALLS_S
+    return max(state.kept for state in beam)
 
 
 def main() -> int:
@@ -298,7 +298,7 @@ def compare(rate_per_s: float, seed: int, widths: Sequence[int]) -> Iterator[Rec
     }
     calls = classed_calls(rate_per_s, CALLS_S, seed)
     for width in widths:
-        found = search(calls, width)
+        found = search(calls, width) / CALLS_S
         print(rate_per_s, seed, width, found, shipped, file=sys.stderr, flush=True)
         yield {
             "rate_per_s": rate_per_s,
