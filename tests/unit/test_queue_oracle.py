@@ -31,11 +31,11 @@ def test_a_call_is_kept_only_where_its_tokens_are_in_time_too() -> None:
 
 
 def test_the_search_keeps_no_fewer_than_each_order_by_itself() -> None:
-    calls = classed_calls(24.0, 6.0, 0)
+    calls = classed_calls(30.0, 4.0, 0)
     known = Calls.of(calls)
     alone = [
-        run(State(), known, 30.0, order, share).kept for order, share in product(ORDERS, SHARES)
+        run(State(), known, 20.0, order, share).kept for order, share in product(ORDERS, SHARES)
     ]
 
-    assert search(calls, 2, end_s=30.0) >= max(alone)
+    assert search(calls, 2, end_s=20.0) >= max(alone)
     assert max(alone) > min(alone)
