@@ -202,7 +202,10 @@ def _picture(home: Home, job: str | None) -> dict[str, Any]:
 
 
 def _head_lines(picture: dict[str, Any]) -> Iterator[str]:
-    """Where callers go, and what holds up the daemon or the gateway."""
+    """Who leads, where callers go, and what holds up the daemon or the gateway."""
+    if (known := picture["leadership"]) is not None:
+        of = f" of {known['leader']}" if known["role"] == "standby" else ""
+        yield f"{known['role']}{of}, term {known['term']}"
     if picture["gateway"] is not None:
         switch = "on" if picture["offline"] else "off"
         yield f"online endpoint {picture['gateway']}/v1, offline work {switch}"

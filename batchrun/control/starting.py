@@ -57,7 +57,8 @@ def flags_of(config: Path | None, model: str | None, listen: str | None) -> list
 def start_in_background(
     home: Home, flags: Sequence[str], *, is_shown: bool = True
 ) -> dict[str, Any]:
-    """Start a detached daemon and wait until an engine is ready; returns its status.
+    """Start a detached daemon and wait until an engine is ready, or it stands by; returns its
+    status.
 
     Raises what made the daemon give up, as one line.
     """
@@ -83,12 +84,20 @@ def start_in_background(
             with suppress(DaemonUnavailableError):
                 picture = DaemonClient(home).get("/status")
                 engines = picture["engines"]
+                if stands_by(picture):
+                    return picture
                 if any(engine["state"] == "ready" for engine in engines):
                     _remember_start(home, time.monotonic() - started_s)
                     return picture
                 stages = "; ".join(f"engine {each['name']}: {each['stage']}" for each in engines)
             time.sleep(POLL_INTERVAL_S)
     raise BatchrunError(last_words(log_path, log_size))
+
+
+def stands_by(picture: dict[str, Any]) -> bool:
+    """Whether another daemon leads."""
+    known = picture["leadership"]
+    return known is not None and known["role"] == "standby"
 
 
 def _usual_start(home: Home) -> str:

@@ -16,7 +16,6 @@ from batchrun.estimator.profile import CalibrationProfile, OnlineLatency, profil
 from batchrun.files import write_atomically
 from batchrun.hints import AUTO_ONLINE_COST, HINT_NONCE_VARIABLE
 from batchrun.home import Home
-from batchrun.scheduling.policies import QUEUE_WITH_CLASSES
 from batchrun.wire import CHANNEL_VARIABLE, SUFFIX
 
 
@@ -123,7 +122,6 @@ def scheduler_settings(
     profile = existing_profile(deployment, config, home)
     return {
         "policy": deployment.policy,
-        **({"online_queue": QUEUE_WITH_CLASSES} if deployment.slo_classes else {}),
         **deployment.model_dump(include=OTHER_SETTINGS, exclude_unset=True),
         "slo": deployment.slo
         if isinstance(deployment.slo, str)

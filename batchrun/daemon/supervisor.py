@@ -13,11 +13,12 @@ import shutil
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
 from batchrun.config import TINY_MODELS, Deployment, EngineConfig, SloConfig, TimeoutsConfig
-from batchrun.daemon.dispatcher import OFFLINE_PRIORITY
+from batchrun.daemon.dispatcher import MODELS_S, OFFLINE_PRIORITY
 from batchrun.daemon.engine_link import Engine, EngineLink, Slot, window_of
 from batchrun.daemon.plugin import (
     attached_key,
@@ -120,9 +121,7 @@ class Supervisor:
         for slot in self.slots:
             if slot.agent is not None:
                 slot.agent.connect()
-        self._write_upstreams()
-        await asyncio.to_thread(self._ensure_gateway, is_first=True)
-        await self._wait_for_gateway()
+        await self._start_gateway()
         if any(config.is_vllm for config in self._deployment.engines):
             await asyncio.to_thread(build_model, self._deployment, self._home)
         starts = [slot.engine.start() for slot in self.slots]
@@ -134,6 +133,23 @@ class Supervisor:
             log.error("%s", error)
         if len(errors) == len(self.slots):
             raise errors[0]
+
+    async def stand_by(self) -> None:
+        """Keep the gateway up, and look at the engines that others start, until cancelled: another
+        daemon leads. Raises EngineError when the gateway cannot start."""
+        await self._start_gateway()
+        async with asyncio.TaskGroup() as group:
+            for slot in self.slots:
+                look = slot.engine.watch if slot.agent is None else slot.agent.watch_from_afar
+                if not isinstance(slot.engine, ManagedEngine):
+                    group.create_task(_watch_on(slot.engine.name, look))
+                    group.create_task(_ask_for_models(slot))
+            group.create_task(_watch_on("the gateway", self._watch_gateway))
+
+    async def _start_gateway(self) -> None:
+        self._write_upstreams()
+        await asyncio.to_thread(self._ensure_gateway, is_first=True)
+        await self._wait_for_gateway()
 
     async def watch(self) -> None:
         """Keep the engines and the gateway up, until cancelled."""
@@ -300,6 +316,14 @@ def _traits_of(slot: Slot, prices: Prices | None) -> dict[str, object]:
 def _prices(deployment: Deployment, config: EngineConfig, home: Home) -> Prices | None:
     path = existing_profile(deployment, config, home)
     return None if path is None else prices_of(read_profile(path).models[0])
+
+
+async def _ask_for_models(slot: Slot) -> None:
+    """Know which models the engine serves, for ever."""
+    while True:
+        with suppress(EngineError):
+            slot.models = await slot.engine.client.models()
+        await asyncio.sleep(MODELS_S)
 
 
 async def _watch_on(what: str, watch: Callable[[], Awaitable[None]]) -> None:

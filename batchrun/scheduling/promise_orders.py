@@ -130,7 +130,8 @@ class OnTimeOrder(ArrivalOrder):
         return limits
 
     def order(self, view: EngineView, begun: Sequence[RequestView]) -> Sequence[RequestView]:
-        """On time by due time, then the others by arrival. 0.15 ms for 200 calls."""
+        """On time by due time, then the others by arrival; vLLM's priority before both. 0.15 ms
+        for 200 calls."""
         calls = [*view.online_waiting, *begun]
         needs = self._work.needs(view, begun)
         pace, step_s = self._work.pace(view, self._limit_s)
@@ -141,18 +142,27 @@ class OnTimeOrder(ArrivalOrder):
         # A first token comes at the end of a step, which others behind it may share.
         start_s = view.now_s + view.rest_s + min(step_s, backlog_s)
         pace_s = tightest_pace_s(view)
-        jobs: list[tuple[float, float, int]] = []
-        for place, (call, need) in enumerate(zip(calls, needs, strict=True)):
-            due_s = need.due_s if call.slo_jct_s == math.inf else first_due_s(view, call, pace_s)
-            work_s = need.work_s / pace
-            if start_s + work_s <= due_s:
-                jobs.append((due_s - start_s, work_s, place))
-        on_time = most_on_time(jobs)
-        first = set(on_time)
-        late = [call for place, call in enumerate(calls) if place not in first]
-        if begun:
-            late.sort(key=BY_ARRIVAL)
-        return [*[calls[place] for place in on_time], *late]
+        works_s = [need.work_s / pace for need in needs]
+        dues_s = [
+            need.due_s if call.slo_jct_s == math.inf else first_due_s(view, call, pace_s)
+            for call, need in zip(calls, needs, strict=True)
+        ]
+        places: list[int] = []
+        spent_s = 0.0
+        for level in sorted({call.priority for call in calls}):
+            here = [place for place, call in enumerate(calls) if call.priority == level]
+            on_time = most_on_time([
+                (due_s - start_s - spent_s, work_s, place)
+                for place in here
+                if start_s + spent_s + (work_s := works_s[place]) <= (due_s := dues_s[place])
+            ])
+            first = set(on_time)
+            late = [place for place in here if place not in first]
+            if begun:
+                late.sort(key=lambda place: BY_ARRIVAL(calls[place]))
+            places += [*on_time, *late]
+            spent_s += sum([works_s[place] for place in here])
+        return [calls[place] for place in places]
 
     def fill(
         self, draft: Draft, prompts: Sequence[RequestView], limit_s: float, victims: Victims

@@ -71,17 +71,6 @@ def test_an_engine_is_told_of_the_settings_that_are_set_and_of_no_other(home: Ho
     assert told == plain | {"eviction": "lru", "reserve": 0.2, "forecast_rule": "mean-sigma"}
 
 
-def test_with_classes_calls_come_in_on_time_unless_another_order_is_set(home: Home) -> None:
-    classes = {"voice": {"ttft_s": 0.3}}
-
-    told = scheduler_settings(deployment(home.path, slo_classes=classes), EngineConfig(), home)
-    chosen = deployment(home.path, slo_classes=classes, online_queue="arrival")
-    otherwise = scheduler_settings(chosen, EngineConfig(), home)
-
-    assert told is not None and told["online_queue"] == "on-time"
-    assert otherwise is not None and otherwise["online_queue"] == "arrival"
-
-
 def test_a_named_profile_that_is_missing_is_one_line(home: Home) -> None:
     plan = deployment(home.path, EngineConfig(profile="absent.json"), policy="echo")
 

@@ -26,6 +26,7 @@ from batchrun.config import Deployment
 from batchrun.control.starting import (
     flags_of,
     read_deployment,
+    stands_by,
     start_in_background,
     stop_everything,
 )
@@ -48,7 +49,8 @@ def up(
     deployment = read_deployment(config, model=model, listen=listen)
     if detach:
         picture = start_in_background(home, flags_of(config, model, listen))
-        answer(picture, f"online endpoint {picture['gateway']}/v1", as_json=as_json)
+        by = f"stands by; {picture['leadership']['leader']} leads, " if stands_by(picture) else ""
+        answer(picture, f"{by}online endpoint {picture['gateway']}/v1", as_json=as_json)
     else:
         _run_here(deployment, home)
 

@@ -15,7 +15,7 @@ from batchrun.errors import StoreLockedError, StoreUnreachableError
 from batchrun.pool.pace import Completion
 from batchrun.server.api.watch import LoopWatch
 from batchrun.store import jobs, results
-from batchrun.store.jobs import Counts, JobRecord
+from batchrun.store.jobs import Counts, JobRecord, Leader
 from batchrun.types import EnginePhase
 
 HOUR_S = 3600.0
@@ -85,6 +85,7 @@ class Status:
             await self._see_active()
         return {
             "gateway": self._gateway_url,
+            "leadership": self._leadership(),
             "offline": self.daemon.dispatcher.is_offline_on,
             "stalled": stalled,
             "progress": self._progress(),
@@ -93,6 +94,11 @@ class Status:
             "routing": await self.figures.explain(0),
             "jobs": list(self._jobs.values()),
         }
+
+    def _leadership(self) -> JsonObject | None:
+        store = self.daemon.store
+        leader = Leader(self.daemon.name, store.term or 0)
+        return None if store.is_sqlite else view_role(leader, leads=True)
 
     def _progress(self) -> dict[str, object]:
         """How the daemon and the gateway get on."""
@@ -132,7 +138,7 @@ class Status:
     @property
     def engines(self) -> list[dict[str, object]]:
         """The engines, with what their schedulers and the gateway tell."""
-        return _engines(self.daemon.slots, self.figures)
+        return view_engines(self.daemon.slots, self.figures)
 
     def _predict(self) -> None:
         """When the running jobs will be done; nobody knows while offline work is switched off."""
@@ -177,7 +183,14 @@ class Status:
         }
 
 
-def _engines(slots: Sequence[Slot], figures: AsksGateway) -> list[dict[str, object]]:
+def view_role(leader: Leader, *, leads: bool) -> JsonObject:
+    """Whether this daemon leads on its database, who does, and in which term."""
+    role = "leader" if leads else "standby"
+    return {"role": role, "leader": leader.name, "term": leader.term}
+
+
+def view_engines(slots: Sequence[Slot], figures: AsksGateway) -> list[dict[str, object]]:
+    """Engines as the daemon sees them, with what the gateway and their schedulers tell."""
     return [
         {
             "name": slot.engine.name,
