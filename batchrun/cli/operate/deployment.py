@@ -33,6 +33,7 @@ from batchrun.control.starting import (
     stop_everything,
 )
 from batchrun.errors import BatchrunError, InputError
+from batchrun.files import DAEMON, check_limits
 from batchrun.home import Home
 
 
@@ -48,6 +49,7 @@ def up(
     as_json: JsonOption = False,
 ) -> None:
     """Start the daemon, the gateway and the engines (adopting those that still run)."""
+    check_limits(DAEMON)
     reread = partial(read_deployment, config, model=model, listen=listen)
     deployment = reread()
     if detach:

@@ -31,7 +31,6 @@ from batchrun.errors import (
 from batchrun.files import (
     StoreLock,
     allow_many_open_files,
-    check_memory_limit,
     remove_left_scratch,
     write_atomically,
 )
@@ -77,7 +76,6 @@ def serve(reread: Callable[[], Deployment], home: Home, *, on_ready: Callable[[]
     is ready. The gateway and managed engines outlive this. Raises StoreLockedError, StoreError,
     EngineError.
     """
-    check_memory_limit()
     deployment = reread()
     home.create()
     allow_many_open_files()
@@ -200,7 +198,7 @@ async def _run(
     figures = GatewayFigures(_local_url(deployment.listen), gateway_key)
     messenger = _messenger(store, deployment, home)
     status = Status(
-        *(daemon, supervisor.gateway_url, figures),
+        *(daemon, supervisor, figures),
         tellings=messenger.tellings,
         price_per_hour=deployment.price_per_hour,
     )
