@@ -45,8 +45,7 @@ from batchrun.server.api.errors import Callers
 from batchrun.server.api.key_list import KeyList, limits_in
 from batchrun.server.api.picture import Status
 from batchrun.server.api.rolling import Rolling
-from batchrun.server.api.serving import LocalServer, catch_signals
-from batchrun.server.api.standby import Standby
+from batchrun.server.api.standby import LocalServer, Standby, catch_signals
 from batchrun.server.api.watch import end_process
 from batchrun.server.web.gateway_figures import GatewayFigures
 from batchrun.server.web.history import History
