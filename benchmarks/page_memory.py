@@ -1,0 +1,159 @@
+"""What pages that are left open hold, minute by minute, in Chromium beside a live deployment.
+
+    python -m benchmarks.page_memory [--minutes 60] [--json FILE]
+
+Two fake engines run a job slowly, and a call arrives each second. Every view is a page of a browser
+context of its own, so that its heap is its own. After a forced collection each minute: bytes that
+its JavaScript uses, nodes and event listeners of its document; and what all of Chromium's renderers
+hold. Charts grow for half an hour, as long as their history; from then on nothing may.
+Needs Playwright and Debian's `chromium`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import requests
+from playwright.sync_api import Browser, CDPSession, sync_playwright
+
+from benchmarks.deployment import Deployment, free_port
+from benchmarks.records import Bar, Record, finish, parser
+
+VIEWS = ("jobs", "job", "promises", "tide", "memory", "engines", "routing")
+LATENCY_S = 1.0
+ROWS_PER_S = 4
+MINUTE_S = 60.0
+MAX_GROWTH = 1.05
+"""Of the last sixth of the time over the sixth after half time, medians."""
+
+
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument("--minutes", type=int, default=60)
+    given = options.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        records = list(measure(Path(name), given))
+    return finish(given.json, records, bars(records))
+
+
+def bars(records: Sequence[Record]) -> Iterator[Bar]:
+    """How much each view grew in the second half."""
+    for record in records:
+        if record["kind"] == "growth":
+            for figure in ("heap_growth", "nodes_growth", "listeners_growth"):
+                name = f"{record['view']}: {figure.replace('_', ' ')}"
+                yield Bar(name, record[figure], MAX_GROWTH, is_most=True)
+
+
+def measure(folder: Path, given: argparse.Namespace) -> Iterator[Record]:
+    """A record a minute of each view, then how each grew."""
+    deployment = Deployment(folder)
+    _use_slow_engines(deployment)
+    with deployment.running() as gateway, _calls(gateway):
+        rows = round(ROWS_PER_S * MINUTE_S * (given.minutes + 5))
+        job_id = deployment.submit(deployment.write_job("slow", rows))
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(
+                executable_path=shutil.which("chromium"),
+                args=["--no-sandbox", "--disable-dev-shm-usage"],
+            )
+            samples = list(_watch(browser, gateway, job_id, given.minutes))
+            browser.close()
+    yield from samples
+    for view in VIEWS:
+        own = [each for each in samples if each.get("view") == view]
+        figures = {"heap_growth": "heap_bytes"}
+        figures |= {"nodes_growth": "nodes", "listeners_growth": "listeners"}
+        last = {"heap_mib": own[-1]["heap_bytes"] / 2**20, "nodes": own[-1]["nodes"]}
+        grown = {name: _growth([each[key] for each in own]) for name, key in figures.items()}
+        yield {"kind": "growth", "view": view, "minutes": given.minutes, **last, **grown}
+
+
+def _growth(values: Sequence[float]) -> float:
+    sixth = max(1, len(values) // 6)
+    half = len(values) // 2
+    return statistics.median(values[-sixth:]) / statistics.median(values[half : half + sixth])
+
+
+def _use_slow_engines(deployment: Deployment) -> None:
+    engines = []
+    for name in ("left", "right"):
+        port = free_port()
+        command = [sys.executable, "-m", "batchrun.engine.fake", f"--port={port}", "--model=fake"]
+        command.append(f"--latency-s={LATENCY_S}")
+        engines.append({"name": name, "command": command, "port": port})
+    window = {"requests": round(ROWS_PER_S * LATENCY_S) // len(engines)}
+    deployment.configure(engines[0], engines=engines, window=window)
+
+
+@contextmanager
+def _calls(gateway: str) -> Iterator[None]:
+    """A call each second, until it is over."""
+    over = threading.Event()
+    message = {"role": "user", "content": "A question."}
+    body = {"model": "fake", "messages": [message], "max_tokens": 8, "stream": True}
+
+    def call() -> None:
+        while not over.wait(1.0):
+            with suppress(requests.RequestException):
+                requests.post(f"{gateway}/v1/chat/completions", json=body, timeout=60)
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    try:
+        yield
+    finally:
+        over.set()
+        caller.join()
+
+
+def _watch(browser: Browser, gateway: str, job_id: str, minutes: int) -> Iterator[Record]:
+    sessions = {}
+    for view in VIEWS:
+        page = browser.new_context().new_page()
+        page.goto(f"{gateway}/dashboard/{f'jobs/{job_id}' if view == 'job' else view}")
+        sessions[view] = page.context.new_cdp_session(page)
+        sessions[view].send("Performance.enable")
+    whole = browser.new_browser_cdp_session()
+    began_s = time.monotonic()
+    for minute in range(1, minutes + 1):
+        page.wait_for_timeout(1e3 * max(0.0, began_s + minute * MINUTE_S - time.monotonic()))
+        for view, session in sessions.items():
+            yield {"kind": "sample", "view": view, "minute": minute, **_held(session)}
+        held = {"kind": "renderers", "minute": minute, "mib": _renderers_bytes(whole) / 2**20}
+        print(json.dumps(held), flush=True)
+        yield held
+
+
+def _held(session: CDPSession) -> dict[str, Any]:
+    session.send("HeapProfiler.collectGarbage")
+    told = session.send("Performance.getMetrics")["metrics"]
+    found = {each["name"]: each["value"] for each in told}
+    return {
+        "heap_bytes": int(found["JSHeapUsedSize"]),
+        "nodes": int(found["Nodes"]),
+        "listeners": int(found["JSEventListeners"]),
+    }
+
+
+def _renderers_bytes(browser: CDPSession) -> int:
+    """What renderers hold that they share with nobody."""
+    told = browser.send("SystemInfo.getProcessInfo")["processInfo"]
+    pids = [int(each["id"]) for each in told if each["type"] == "renderer"]
+    return sum(psutil.Process(pid).memory_full_info().uss for pid in pids)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
