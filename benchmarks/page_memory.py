@@ -103,7 +103,7 @@ def _calls(gateway: str) -> Iterator[None]:
     """A call each second, until it is over."""
     over = threading.Event()
     message = {"role": "user", "content": "A question."}
-    body = {"model": "fake", "messages": [message], "max_tokens": 8, "stream": True}
+    body: dict[str, Any] = {"model": "fake", "messages": [message], "stream": True}
 
     def call() -> None:
         while not over.wait(1.0):

@@ -153,7 +153,10 @@ SECTIONS: dict[str, Section] = {
         "key_s sort_s nodes_s peak_bytes dispatched_per_s result_us",
     ),
     "python_cost": Section(
-        "Rows asked from Python beside a job file", "rows", "map_s submit_s ratio"
+        "Rows asked from Python beside a job file",
+        "rows",
+        "map_s submit_s ratio map_cpu_s submit_cpu_s cpu_ratio",
+        {"kind": ("medians",)},
     ),
     "routing": Section(
         "Routers on light engines, means over seeds",
