@@ -4,15 +4,12 @@
 
 Two fake engines run a job slowly, and a call arrives each second. Every view is a page of a browser
 context of its own, so that its heap is its own. After a forced collection each minute: bytes that
-its JavaScript uses, nodes and event listeners of its document; and what all of Chromium's renderers
-hold. Charts grow for half an hour, as long as their history; from then on nothing may.
-Needs Playwright and Debian's `chromium`.
+its JavaScript uses, nodes and event listeners of its document. Charts grow for half an hour, as
+long as their history; from then on nothing may. Needs Playwright and Debian's `chromium`.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import shutil
 import statistics
 import sys
@@ -24,7 +21,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import requests
 from playwright.sync_api import Browser, CDPSession, sync_playwright
 
@@ -32,6 +28,7 @@ from benchmarks.deployment import Deployment, free_port
 from benchmarks.records import Bar, Record, finish, parser
 
 VIEWS = ("jobs", "job", "promises", "tide", "memory", "engines", "routing")
+HELD = ("heap_bytes", "nodes", "listeners")
 LATENCY_S = 1.0
 ROWS_PER_S = 4
 MINUTE_S = 60.0
@@ -40,11 +37,9 @@ MAX_GROWTH = 1.05
 
 
 def main() -> int:
-    options = parser(__doc__)
-    options.add_argument("--minutes", type=int, default=60)
-    given = options.parse_args()
+    given = parser(__doc__, minutes=60).parse_args()
     with tempfile.TemporaryDirectory() as name:
-        records = list(measure(Path(name), given))
+        records = list(measure(Path(name), given.minutes))
     return finish(given.json, records, bars(records))
 
 
@@ -57,28 +52,27 @@ def bars(records: Sequence[Record]) -> Iterator[Bar]:
                 yield Bar(name, record[figure], MAX_GROWTH, is_most=True)
 
 
-def measure(folder: Path, given: argparse.Namespace) -> Iterator[Record]:
+def measure(folder: Path, minutes: int) -> Iterator[Record]:
     """A record a minute of each view, then how each grew."""
     deployment = Deployment(folder)
     _use_slow_engines(deployment)
     with deployment.running() as gateway, _calls(gateway):
-        rows = round(ROWS_PER_S * MINUTE_S * (given.minutes + 5))
+        rows = round(ROWS_PER_S * MINUTE_S * (minutes + 5))
         job_id = deployment.submit(deployment.write_job("slow", rows))
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(
                 executable_path=shutil.which("chromium"),
                 args=["--no-sandbox", "--disable-dev-shm-usage"],
             )
-            samples = list(_watch(browser, gateway, job_id, given.minutes))
+            samples = list(_watch(browser, gateway, job_id, minutes))
             browser.close()
     yield from samples
     for view in VIEWS:
         own = [each for each in samples if each.get("view") == view]
-        figures = {"heap_growth": "heap_bytes"}
-        figures |= {"nodes_growth": "nodes", "listeners_growth": "listeners"}
+        figures = {f"{key.partition('_')[0]}_growth": key for key in HELD}
         last = {"heap_mib": own[-1]["heap_bytes"] / 2**20, "nodes": own[-1]["nodes"]}
         grown = {name: _growth([each[key] for each in own]) for name, key in figures.items()}
-        yield {"kind": "growth", "view": view, "minutes": given.minutes, **last, **grown}
+        yield {"kind": "growth", "view": view, "minutes": minutes, **last, **grown}
 
 
 def _growth(values: Sequence[float]) -> float:
@@ -126,33 +120,19 @@ def _watch(browser: Browser, gateway: str, job_id: str, minutes: int) -> Iterato
         page.goto(f"{gateway}/dashboard/{f'jobs/{job_id}' if view == 'job' else view}")
         sessions[view] = page.context.new_cdp_session(page)
         sessions[view].send("Performance.enable")
-    whole = browser.new_browser_cdp_session()
     began_s = time.monotonic()
     for minute in range(1, minutes + 1):
         page.wait_for_timeout(1e3 * max(0.0, began_s + minute * MINUTE_S - time.monotonic()))
         for view, session in sessions.items():
             yield {"kind": "sample", "view": view, "minute": minute, **_held(session)}
-        held = {"kind": "renderers", "minute": minute, "mib": _renderers_bytes(whole) / 2**20}
-        print(json.dumps(held), flush=True)
-        yield held
 
 
 def _held(session: CDPSession) -> dict[str, Any]:
     session.send("HeapProfiler.collectGarbage")
     told = session.send("Performance.getMetrics")["metrics"]
-    found = {each["name"]: each["value"] for each in told}
-    return {
-        "heap_bytes": int(found["JSHeapUsedSize"]),
-        "nodes": int(found["Nodes"]),
-        "listeners": int(found["JSEventListeners"]),
-    }
-
-
-def _renderers_bytes(browser: CDPSession) -> int:
-    """What renderers hold that they share with nobody."""
-    told = browser.send("SystemInfo.getProcessInfo")["processInfo"]
-    pids = [int(each["id"]) for each in told if each["type"] == "renderer"]
-    return sum(psutil.Process(pid).memory_full_info().uss for pid in pids)
+    found = {each["name"]: int(each["value"]) for each in told}
+    names = ("JSHeapUsedSize", "Nodes", "JSEventListeners")
+    return dict(zip(HELD, map(found.__getitem__, names), strict=True))
 
 
 if __name__ == "__main__":

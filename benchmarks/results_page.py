@@ -138,6 +138,12 @@ SECTIONS: dict[str, Section] = {
         "what jobs engines",
         "p50_s p95_s daemon_share page_share",
     ),
+    "page_memory": Section(
+        "Pages left open: growth from the minutes after half time to the last",
+        "view minutes",
+        "heap_mib heap_growth nodes nodes_growth listeners_growth",
+        {"kind": ("growth",)},
+    ),
     "plan_trials": Section(
         "The planner's number on another draw of the traffic, shares of pairs",
         "traffic",

@@ -79,12 +79,18 @@ class SafeConsole(Console):
         yield from blanks
 
 
+def _for_notebook(console: Callable[..., Console], **more: Any) -> Console:
+    """Plain lines: neither the widgets nor the colours that a kernel asks rich for."""
+    width = NOTEBOOK_WIDTH_CHARS
+    return console(width=width, force_jupyter=False, force_terminal=False, **more)
+
+
 def _stderr() -> Console:
     console = partial(
         SafeConsole, stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False
     )
     if _is_notebook():
-        return console(force_jupyter=False, width=NOTEBOOK_WIDTH_CHARS)
+        return _for_notebook(console)
     return console(width=None if sys.stderr.isatty() else FILE_WIDTH_CHARS)
 
 
@@ -119,7 +125,7 @@ class _CellLine:
             return
         self._shown_s = time.monotonic()
         paper = io.StringIO()
-        Console(file=paper, width=NOTEBOOK_WIDTH_CHARS, force_jupyter=False).print(renderable)
+        _for_notebook(Console, file=paper, color_system=None).print(renderable)
         self._write(shown_safely(paper.getvalue().strip()))
 
     def clear(self) -> None:
@@ -175,8 +181,9 @@ class ProgressBar:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-        if self._cell is not None:
+        if self._cell is None:
+            self._progress.stop()
+        else:
             self._cell.clear()
 
 

@@ -73,8 +73,8 @@ def uv(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """uv, in an environment of its own."""
     folder = tmp_path_factory.mktemp("uv")
     run(sys.executable, "-m", "venv", folder)
-    install = [folder / "bin" / "pip", "install", "--quiet", "uv"]
-    if subprocess.run(install, check=False, timeout=WAIT_S).returncode:
+    install = f"{folder / 'bin' / 'pip'} install --quiet uv"
+    if subprocess.run(install.split(), check=False, timeout=WAIT_S).returncode:
         pytest.skip("there is no package index to install from")
     return folder / "bin" / "uv"
 
