@@ -2,7 +2,7 @@
 
     python -m benchmarks.page_memory [--minutes 60] [--json FILE]
 
-Two fake engines run a job slowly, and a call arrives each second. Every view is a page of a browser
+A fake engine runs a job slowly, and a call arrives each second. Every view is a page of a browser
 context of its own, so that its heap is its own. After a forced collection each minute: bytes that
 its JavaScript uses, nodes and event listeners of its document. Charts grow for half an hour, as
 long as their history; from then on nothing may. Needs Playwright and Debian's `chromium`.
@@ -12,19 +12,16 @@ from __future__ import annotations
 
 import shutil
 import statistics
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import requests
 from playwright.sync_api import Browser, CDPSession, sync_playwright
 
-from benchmarks.deployment import Deployment, free_port
+from benchmarks.deployment import Deployment
 from benchmarks.records import Bar, Record, finish, parser
 
 VIEWS = ("jobs", "job", "promises", "tide", "memory", "engines", "routing")
@@ -32,6 +29,8 @@ HELD = ("heap_bytes", "nodes", "listeners")
 LATENCY_S = 1.0
 ROWS_PER_S = 4
 MINUTE_S = 60.0
+MESSAGE = {"role": "user", "content": "A question."}
+CALL: dict[str, Any] = {"model": "fake", "messages": [MESSAGE], "stream": True}
 MAX_GROWTH = 1.05
 """Of the last sixth of the time over the sixth after half time, medians."""
 
@@ -55,8 +54,8 @@ def bars(records: Sequence[Record]) -> Iterator[Bar]:
 def measure(folder: Path, minutes: int) -> Iterator[Record]:
     """A record a minute of each view, then how each grew."""
     deployment = Deployment(folder)
-    _use_slow_engines(deployment)
-    with deployment.running() as gateway, _calls(gateway):
+    deployment.use_fake_engine(LATENCY_S, window={"requests": round(ROWS_PER_S * LATENCY_S)})
+    with deployment.running() as gateway:
         rows = round(ROWS_PER_S * MINUTE_S * (minutes + 5))
         job_id = deployment.submit(deployment.write_job("slow", rows))
         with sync_playwright() as playwright:
@@ -81,38 +80,6 @@ def _growth(values: Sequence[float]) -> float:
     return statistics.median(values[-sixth:]) / statistics.median(values[half : half + sixth])
 
 
-def _use_slow_engines(deployment: Deployment) -> None:
-    engines = []
-    for name in ("left", "right"):
-        port = free_port()
-        command = [sys.executable, "-m", "batchrun.engine.fake", f"--port={port}", "--model=fake"]
-        command.append(f"--latency-s={LATENCY_S}")
-        engines.append({"name": name, "command": command, "port": port})
-    window = {"requests": round(ROWS_PER_S * LATENCY_S) // len(engines)}
-    deployment.configure(engines[0], engines=engines, window=window)
-
-
-@contextmanager
-def _calls(gateway: str) -> Iterator[None]:
-    """A call each second, until it is over."""
-    over = threading.Event()
-    message = {"role": "user", "content": "A question."}
-    body: dict[str, Any] = {"model": "fake", "messages": [message], "stream": True}
-
-    def call() -> None:
-        while not over.wait(1.0):
-            with suppress(requests.RequestException):
-                requests.post(f"{gateway}/v1/chat/completions", json=body, timeout=60)
-
-    caller = threading.Thread(target=call)
-    caller.start()
-    try:
-        yield
-    finally:
-        over.set()
-        caller.join()
-
-
 def _watch(browser: Browser, gateway: str, job_id: str, minutes: int) -> Iterator[Record]:
     sessions = {}
     for view in VIEWS:
@@ -122,7 +89,9 @@ def _watch(browser: Browser, gateway: str, job_id: str, minutes: int) -> Iterato
         sessions[view].send("Performance.enable")
     began_s = time.monotonic()
     for minute in range(1, minutes + 1):
-        page.wait_for_timeout(1e3 * max(0.0, began_s + minute * MINUTE_S - time.monotonic()))
+        while time.monotonic() < began_s + minute * MINUTE_S:
+            page.wait_for_timeout(1e3)
+            requests.post(f"{gateway}/v1/chat/completions", json=CALL, timeout=60)
         for view, session in sessions.items():
             yield {"kind": "sample", "view": view, "minute": minute, **_held(session)}
 
