@@ -333,7 +333,7 @@ class DeploymentFile(_Strict):
     engines: Annotated[tuple[EngineConfig, ...], AfterValidator(at_least_one)] = (EngineConfig(),)
     window: WindowConfig = WindowConfig()
     policy: Choice = "echo"
-    online_queue: Choice = "arrival"
+    online_queue: Choice = "auto"
     larry_alpha: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1_000.0
     eviction: Choice = "next-use"
     reserve: Reserve = "forecast"

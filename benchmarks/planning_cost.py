@@ -4,13 +4,15 @@
 
 `echo` drives a virtual engine. In every step the whole call is timed, and within it the call of
 vLLM's scheduler; their difference is the planning. Times do not repeat exactly; what is planned
-does.
+does. In `full-calls` 200 to 300 calls with promises wait under the order `on-time`, beside 512 rows
+that wait and 256 requests that run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import polars as pl
@@ -20,18 +22,29 @@ from batchrun.simulator.offline_jobs import JobShape
 from batchrun.simulator.virtual.engine import TrafficSource, VirtualEngine
 from batchrun.simulator.virtual.setup import A100Law, EngineShape
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
-from benchmarks.records import Record, Spent, finish, parser, shown
+from benchmarks.queue_calls import (
+    Promise,
+    PromisedCall,
+    PromisedCalls,
+    classed_calls,
+    synthetic_steps,
+)
+from benchmarks.records import Bar, Record, Spent, finish, parser, shown
 from benchmarks.row_feeds import RowSource, callers, planned_order
 from benchmarks.scenarios import CHATS, Order, Scenario, a100_8b, draw_calls, draw_job
 from benchmarks.warm_up import observe
 
 NUM_ROWS = 256 + 512
 """Running and waiting."""
+CALLS_PER_S, CALLS_S, LONG_ANSWER_TOKENS = 12.0, 300.0, 900
 WINDOW = 256
 """Rows in the engine of the reference scenario."""
 WARM_UP_S = 300.0
 FULL_RUNNING, FULL_CANDIDATES = 240, 480
 """Steps with fewer running or waiting requests than these do not count as full."""
+WAITING_CALLS = range(200, 300)
+"""Of the steps of `full-calls` those with so many waiting calls count."""
+MOST_MS, MOST_STEP_SHARE = 1.0, 0.03
 
 
 class TimedVllm(AsyncScheduler):
@@ -80,6 +93,36 @@ def loads() -> Iterator[tuple[Scenario, int, EngineShape]]:
     yield a100_8b(), WINDOW, EngineShape(additional_config={"batchrun": {}})
 
 
+def measure_calls(num_steps: int) -> Record:
+    """Medians over the first steps in which 256 requests run and 200 to 300 calls wait."""
+    law = A100Law()
+    long = Promise("chat", 1.5, 0.1)
+    calls = [
+        PromisedCall(call.arrival_at_s, call.num_prompt_tokens, LONG_ANSWER_TOKENS, promise)
+        for call in classed_calls(CALLS_PER_S, CALLS_S, 0)
+        for promise in (call.promise if call.promise.jct_s is None else long,)
+    ]
+    settings = {"batchrun": {"online_queue": "on-time"}}
+    shape = EngineShape(num_blocks=120_000, additional_config=settings)
+    short = JobShape(1_000, (200, 800), (6, 18), (15, 60), (100, 400))
+    job = planned_order(draw_job(short, 0, Order.SHUFFLED))
+    sources: list[TrafficSource] = [PromisedCalls(calls, 0), RowSource(job, NUM_ROWS)]
+    engine = VirtualEngine(TimedScheduler, shape, law, sources)
+    scheduler = engine.scheduler
+    assert isinstance(scheduler, TimedScheduler)
+    for load, seconds in synthetic_steps(law, 0):
+        scheduler.state.estimates.observe(load, seconds)
+    steps: list[Record] = []
+    while len(steps) < num_steps and engine.now_s < CALLS_S:
+        num_waiting = len(scheduler.state.queue.online)
+        is_full = len(scheduler.running) >= FULL_RUNNING and num_waiting in WAITING_CALLS
+        busy_s = engine.totals.busy_s
+        engine.step()
+        if is_full and (step_ms := 1e3 * (engine.totals.busy_s - busy_s)):
+            steps.append(_with_share({**scheduler.cost, "waiting_calls": num_waiting}, step_ms))
+    return _medians("full-calls", steps)
+
+
 def measure(scenario: Scenario, num_rows: int, shape: EngineShape, num_steps: int) -> Record:
     """Medians over the first `num_steps` steps that count; a share is that of a step's virtual
     time. CPU time is what other programs disturb less."""
@@ -99,19 +142,46 @@ def measure(scenario: Scenario, num_rows: int, shape: EngineShape, num_steps: in
         cost = scheduler.cost
         is_full = cost["running"] >= FULL_RUNNING and cost["candidates"] >= FULL_CANDIDATES
         if step_ms and (is_full or num_rows != NUM_ROWS):
-            share = cost["planning_ms"] / step_ms
-            steps.append({**cost, "step_ms": step_ms, "planning_step_share": share})
+            steps.append(_with_share(cost, step_ms))
+    return _medians(scenario.name, steps)
+
+
+def _with_share(cost: Record, step_ms: float) -> Record:
+    return {**cost, "step_ms": step_ms, "planning_step_share": cost["planning_ms"] / step_ms}
+
+
+def _medians(load: str, steps: Sequence[Record]) -> Record:
     figures = pl.DataFrame(steps).select(
-        pl.all().median(), planning_cpu_p90_ms=pl.col("planning_cpu_ms").quantile(0.9)
+        pl.all().median(),
+        planning_cpu_p10_ms=pl.col("planning_cpu_ms").quantile(0.1),
+        planning_cpu_p90_ms=pl.col("planning_cpu_ms").quantile(0.9),
     )
-    return {"load": scenario.name, "steps": len(steps), **figures.row(0, named=True)}
+    return {"load": load, "steps": len(steps), **figures.row(0, named=True)}
 
 
 def main() -> int:
-    """Measure, print, save."""
+    """Measure, print, save; 1 when planning takes longer than it may."""
     options = parser(__doc__, steps=1_500).parse_args()
-    records = shown(measure(*load, options.steps) for load in loads())
-    return finish(options.json, records)
+    records = shown(
+        chain(
+            (measure(*load, options.steps) for load in loads()),
+            (measure_calls(options.steps) for _ in range(1)),
+        )
+    )
+    bars = [
+        bar
+        for record in records
+        for bar in (
+            Bar(f"{record['load']}: ms of CPU", record["planning_cpu_ms"], MOST_MS, is_most=True),
+            Bar(
+                f"{record['load']}: share of step time",
+                record["planning_step_share"],
+                MOST_STEP_SHARE,
+                is_most=True,
+            ),
+        )
+    ]
+    return finish(options.json, records, bars)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ from batchrun.estimator.step_time import (
 )
 
 _FLOOR_QUANTILES = (0.0, 0.2, 0.4, 0.6, 0.8)
+LEAST_MIX = 0.5
+"""The least lambda that is fitted."""
 _NOTHING_KNOWN = EchoModel(0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
 
 
@@ -95,8 +97,10 @@ def _decode_columns(table: StepTable) -> FloatArray:
 
 
 def fit_mix(parts: EchoModel, mixed: StepTable) -> float:
-    """lambda: the weighted median of the values that the mixed steps ask for, within [0, 1].
+    """lambda: the weighted median of the values that the mixed steps ask for, within [0.5, 1].
 
+    Below a half the smaller part would count for more than the larger, and a long prefill beside a
+    decode for hardly more than the decode.
     Weighing each by how far lambda moves its prediction makes it the least mean relative error.
     """
     work_s = work_columns(mixed) @ (parts.prefill_square_s, parts.prefill_token_s)
@@ -111,7 +115,7 @@ def fit_mix(parts: EchoModel, mixed: StepTable) -> float:
     order = np.argsort(asked)
     reach = np.cumsum((mixed.weights * gap_s / mixed.seconds)[moves][order])
     middle = float(asked[order][np.searchsorted(reach, 0.5 * reach[-1])])
-    return min(1.0, max(0.0, middle))
+    return min(1.0, max(LEAST_MIX, middle))
 
 
 Model = TypeVar("Model")
@@ -126,13 +130,16 @@ def best_of(scored: Iterable[tuple[float, Model]]) -> tuple[float, Model]:
 
 
 def search_share(
-    score_at: Callable[[float], tuple[float, Model]], around: float, reach: float
+    score_at: Callable[[float], tuple[float, Model]],
+    around: float,
+    reach: float,
+    least: float = 0.0,
 ) -> tuple[float, Model]:
     """The best `(error, model)` that `score_at` gives for a share within `reach` of `around`.
 
     A golden-section search: right where the error has one minimum there; 16 calls.
     """
-    low, high = max(0.0, around - reach), min(1.0, around + reach)
+    low, high = max(least, around - reach), min(1.0, around + reach)
     left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
     at_left, at_right = score_at(left), score_at(right)
     for _ in range(_GOLDEN_STEPS):
@@ -166,7 +173,7 @@ def fit_echo_base(table: StepTable) -> EchoBaseModel:
     def near(mix: float) -> _ScoredEcho:
         return polish_echo_base(table, replace(best[1], mix=mix), ROUNDS)
 
-    return best_of([best, search_share(near, best[1].mix, _MIX_REACH)])[1]
+    return best_of([best, search_share(near, best[1].mix, _MIX_REACH, LEAST_MIX)])[1]
 
 
 def shortest_s(table: StepTable) -> float:

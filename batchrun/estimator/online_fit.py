@@ -5,6 +5,7 @@ Each step is predicted by every model before it learns from it, which tells whic
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 
@@ -12,6 +13,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from batchrun.estimator.fits import (
+    LEAST_MIX,
     START_QUANTILES,
     START_SHARES,
     best_of,
@@ -35,6 +37,8 @@ from batchrun.estimator.step_time import (
 
 WORST_APE = 2.0
 """A prediction of three times the measured time; larger errors count as this one."""
+WORST_LOG_ERROR = 2.0
+"""Seven times too long or too short; larger errors count as this one."""
 
 KIND_WINDOW_STEPS = 64
 """Few, so that what a model got wrong while it was new is soon forgotten in rare kinds too."""
@@ -43,7 +47,8 @@ KIND_WINDOW_STEPS = 64
 class HeldOutErrors:
     """One model's errors: over the latest steps, and over the latest of each kind of step.
 
-    The latter for the choice between models: an hour of decodes says nothing about prefills.
+    The latter for the choice between models: an hour of decodes says nothing about prefills. They
+    are logarithms of the ratio, as a percentage error forgives what is predicted far too short.
     """
 
     __slots__ = ("_by_kind", "_latest")
@@ -67,9 +72,10 @@ class HeldOutErrors:
         """Count a step predicted before it was measured; `measured_s` is positive. 0.8 us."""
         error = min(abs(predicted_s - measured_s) / measured_s, WORST_APE)
         self._latest.add(error)
-        self._by_kind[kind].add(error)
+        ratio = max(predicted_s, 1e-9) / measured_s
+        self._by_kind[kind].add(min(abs(math.log(ratio)), WORST_LOG_ERROR))
 
-    def balanced_mape(self) -> float:
+    def balanced_log_error(self) -> float:
         """The mean over the latest steps of each kind; 0 before the first step.
 
         So kinds count alike once KIND_WINDOW_STEPS of each were seen, and less before.
@@ -132,6 +138,7 @@ class OnlineFit:
         believed = calibrated[0] if calibrated else COLD_START
         known = {model.name: model for model in calibrated}
         self._current: dict[str, AnyModel] = {name: known.get(name, believed) for name in MODELS}
+        self._error_window_steps = error_window_steps
         self._errors = {
             name: HeldOutErrors(NUM_KINDS, error_window_steps) for name in self._current
         }
@@ -176,20 +183,28 @@ class OnlineFit:
         interval = _EAGER_INTERVAL_STEPS if num_seen <= _EAGER_STEPS else self._refit_every_steps
         if num_seen % interval == 0:
             self._refit_next()
+        if num_seen % interval == 0 or num_seen <= _EAGER_STEPS:
+            self._choose()
 
     def _refit_next(self) -> None:
         names = tuple(self._current)
         name = names[self._num_refits % len(names)]
+        if self._current[name].name != name:
+            # The errors so far are those of what was believed in its place.
+            self._errors[name] = HeldOutErrors(NUM_KINDS, self._error_window_steps)
         self._current[name] = self._refitted(name, self._memory.table())
         self._num_refits += 1
-        self._choose()
 
     def _choose(self) -> None:
         """Change over to another model only when it is clearly better: errors are noisy."""
-        if self._errors[self._best_name].num_steps >= _LEAST_HELD_OUT:
-            mapes = {name: errors.balanced_mape() for name, errors in self._errors.items()}
-            lowest = min(mapes, key=mapes.__getitem__)
-            if mapes[lowest] < _CLEARLY_BETTER * mapes[self._best_name]:
+        found = {
+            name: errors.balanced_log_error()
+            for name, errors in self._errors.items()
+            if errors.num_steps >= _LEAST_HELD_OUT
+        }
+        if self._best_name in found:
+            lowest = min(found, key=found.__getitem__)
+            if found[lowest] < _CLEARLY_BETTER * found[self._best_name]:
                 self._best_name = lowest
         self._best = self._current[self._best_name]
 
@@ -214,7 +229,7 @@ def _refitted_echo_base(
     A fresh start is Echo's model as it stands, which is refitted just before, with a base.
     """
     if current and turn % 3 < 2:
-        other = replace(current, mix=_changed(current.mix, turn))
+        other = replace(current, mix=_changed(current.mix, turn, LEAST_MIX))
     else:
         assert isinstance(echo, EchoModel)
         other = with_base(echo, START_SHARES[turn // 3 % len(START_SHARES)] * shortest_s(table))
@@ -237,10 +252,10 @@ def _refitted_roofline(table: StepTable, current: RooflineModel | None, turn: in
     return best_of(polish_roofline(table, each, _ROUNDS) for each in candidates)[1]
 
 
-def _changed(share: float, turn: int) -> float:
+def _changed(share: float, turn: int, least: float = 0.0) -> float:
     """A neighbouring share: up and down in turn, by less and less far."""
     change = _SHARE_STEPS[turn // 3 % len(_SHARE_STEPS)]
-    return min(1.0, max(0.0, share + (change if turn % 3 else -change)))
+    return min(1.0, max(least, share + (change if turn % 3 else -change)))
 
 
 def _typical_loads() -> Iterator[StepLoad]:

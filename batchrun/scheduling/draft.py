@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from batchrun.estimator.step_load import StepLoad
 from batchrun.estimator.step_time import largest_chunk
-from batchrun.scheduling.view import EngineView, Plan, PrefixHit, RequestView, by_kind
+from batchrun.scheduling.view import EngineView, Plan, PrefixHit, RequestView
 
 LONG_PREFILL_TOKENS = 512
 """A prefill with more left than this is long: one at a time (Echo, section 4.1)."""
@@ -212,7 +212,7 @@ class Draft:
 
 def _due_blocks(view: EngineView) -> int:
     """What the prompts of running calls are still to take."""
-    _, begun = by_kind(view.online_running)
+    _, begun = view.online_by_kind()
     return sum([
         view.blocks_for(request.num_computed_tokens + request.work_left_tokens)
         - view.blocks_for(request.num_computed_tokens)

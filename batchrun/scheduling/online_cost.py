@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from batchrun.estimator.step_load import StepLoad
 from batchrun.estimator.step_time import StepTimeModel
-from batchrun.scheduling.view import EngineView, RequestView, by_kind
+from batchrun.scheduling.view import EngineView, RequestView
 
 SPENT_AT_ONCE = 1.5
 """A step costs calls at most so many times what the dial allows on average, where earlier steps
@@ -101,7 +101,7 @@ class OnlineCost:
         self._meet_arrivals(view)
         if not view.online_running and not view.online_waiting:
             return self._idle_s(view, cost)
-        decodes, prefills = by_kind(view.online_running)
+        decodes, prefills = view.online_by_kind()
         alone = alone_step(
             view.model,
             [request.num_computed_tokens + 1 for request in decodes],

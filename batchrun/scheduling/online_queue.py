@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Protocol
 
 from batchrun.estimator.step_load import StepLoad
@@ -17,11 +18,12 @@ from batchrun.scheduling.kv_plan import KvPlan
 from batchrun.scheduling.online_cost import OnlineCost
 from batchrun.scheduling.slack import StepLimits, step_limits
 from batchrun.scheduling.step_pace import Practice
-from batchrun.scheduling.view import EngineView, RequestView, by_kind
+from batchrun.scheduling.view import EngineView, RequestView
 from batchrun.scheduling.worth import Victims
 
 RISK_SHARE = 0.5
 """A first token is at risk when more of its TTFT bound than this will have gone by."""
+_TTFT_BOUND = attrgetter("slo_ttft_s")
 ONLINE_MEMORY_S = 60.0
 """So long after the last online request an arrival is still expected at any moment."""
 
@@ -85,8 +87,7 @@ class ArrivalOrder:
 
     def _ttft_bounds_of_late(self, view: EngineView) -> Collection[float]:
         """The TTFT bounds of all online requests of the last minute: few, one for each class."""
-        bounds_s = {request.slo_ttft_s for request in view.online_running}
-        bounds_s.update(request.slo_ttft_s for request in view.online_waiting)
+        bounds_s = {*map(_TTFT_BOUND, view.online_running), *map(_TTFT_BOUND, view.online_waiting)}
         for ttft_s in bounds_s:
             self._ttft_seen_at_s[ttft_s] = view.now_s
         self._ttft_seen_at_s = {
@@ -102,7 +103,7 @@ def place_online(draft: Draft, queue: OnlineQueue, limit_s: float) -> bool:
 
     False when one has to wait: offline work then takes nothing new.
     """
-    decodes, begun = by_kind(draft.view.online_running)
+    decodes, begun = draft.view.online_by_kind()
     draft.decode(decodes)
     if draft.view.online_waiting:
         draft.backlog_s = _backlog_s(draft.view)

@@ -33,8 +33,9 @@ class QueueOptions:
     larry_alpha: float = DEFAULT_ALPHA
 
 
-DEFAULT_QUEUE = "arrival"
+DEFAULT_QUEUE = "auto"
 QUEUES: Mapping[str, Callable[[QueueOptions], OnlineQueue]] = {
+    DEFAULT_QUEUE: lambda options: OnTimeOrder(),
     "arrival": lambda options: ArrivalOrder(),
     "on-time": lambda options: OnTimeOrder(),
     "larry": lambda options: LarryOrder(options.larry_alpha),
@@ -44,6 +45,9 @@ QUEUES: Mapping[str, Callable[[QueueOptions], OnlineQueue]] = {
     "slack-pivot": lambda options: SlackOrder(SlackOptions(has_pivot_budget=True)),
     "slack-euclid": lambda options: SlackOrder(SlackOptions(is_euclid=True)),
 }
+"""`auto`: on time before late, in the steps that are planned anyway."""
+VLLMS_QUEUES = frozenset({DEFAULT_QUEUE, "arrival"})
+"""Under these vLLM plans the steps without offline work and classes itself, by arrival."""
 
 POLICIES: Mapping[str, Callable[[OnlineQueue], Policy | None]] = {
     "bs": lambda queue: None,

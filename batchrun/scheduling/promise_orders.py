@@ -18,7 +18,7 @@ from batchrun.estimator.step_time import largest_chunk, pivot_tokens
 from batchrun.scheduling.draft import Draft
 from batchrun.scheduling.online_queue import ArrivalOrder, admit_call, fill_in_order, go_on
 from batchrun.scheduling.slack import StepLimits
-from batchrun.scheduling.view import BY_ARRIVAL, EngineView, RequestView, by_kind
+from batchrun.scheduling.view import BY_ARRIVAL, EngineView, RequestView
 from batchrun.scheduling.worth import Victims
 
 AGED_BOUNDS = 1.5
@@ -29,6 +29,18 @@ AGED_BACKLOGS = 1.5
 order of arrival, and half as long again."""
 AGED_SHARE = 0.5
 """The oldest of the aged gets this share of the time that a step has for prompts."""
+MOST_KNOWN_SHARE, MIN_KNOWN = 4, 64
+"""What is remembered of calls is forgotten when it is so many times what waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a call asks for, as predicted when so many of its tokens were left: seconds of an engine
+    that does nothing else, and when its first token is due by the bound on it alone."""
+
+    left_tokens: int
+    work_s: float
+    due_s: float
 
 
 class PromptWork:
@@ -36,26 +48,30 @@ class PromptWork:
     a second of the running engine has room for."""
 
     def __init__(self) -> None:
-        self._known_s: dict[str, tuple[int, float]] = {}
+        self._known: dict[str, Need] = {}
 
-    def seconds(self, view: EngineView, requests: Sequence[RequestView]) -> list[float]:
-        """For the rest of each prompt, as last predicted for as many tokens."""
-        known, self._known_s = self._known_s, {}
-        found: list[float] = []
-        for request in requests:
-            left = left_tokens(request)
-            entry = known.get(request.request_id)
-            if entry is None or entry[0] != left:
-                entry = left, lone_s(view, left, request.num_tokens)
-            self._known_s[request.request_id] = entry
-            found.append(entry[1])
+    def needs(self, view: EngineView, begun: Sequence[RequestView]) -> list[Need]:
+        """Of the waiting calls of the view, then of those `begun`."""
+        known = self._known
+        if len(known) > MOST_KNOWN_SHARE * (len(view.online_waiting) + MIN_KNOWN):
+            self._known = known = {}
+        found: list[Need] = []
+        for calls, is_begun in ((view.online_waiting, False), (begun, True)):
+            for call in calls:
+                need = known.get(call.request_id)
+                left = left_tokens(call) if is_begun else call.num_tokens
+                if need is None or need.left_tokens != left:
+                    work_s = lone_s(view, left, call.num_tokens)
+                    need = Need(left, work_s, call.arrival_at_s + call.slo_ttft_s)
+                    known[call.request_id] = need
+                found.append(need)
         return found
 
     @staticmethod
     def pace(view: EngineView, limit_s: float) -> tuple[float, float]:
         """Seconds of such work for each second, where steps last `limit_s` at most, and how long
         one then lasts."""
-        load, (decodes, _) = StepLoad(), by_kind(view.online_running)
+        load, (decodes, _) = StepLoad(), view.online_by_kind()
         if decodes:
             load.add_decodes([request.num_computed_tokens + 1 for request in decodes])
         most = max(1, view.token_budget - len(decodes))
@@ -114,24 +130,39 @@ class OnTimeOrder(ArrivalOrder):
         return limits
 
     def order(self, view: EngineView, begun: Sequence[RequestView]) -> Sequence[RequestView]:
-        """On time by due time, then the others by arrival. 0.3 ms for 200 calls."""
-        calls = sorted([*begun, *view.online_waiting], key=BY_ARRIVAL)
-        works_s = self._work.seconds(view, calls)
+        """On time by due time, then the others by arrival; vLLM's priority before both. 0.15 ms
+        for 200 calls."""
+        calls = [*view.online_waiting, *begun]
+        needs = self._work.needs(view, begun)
         pace, step_s = self._work.pace(view, self._limit_s)
-        self._aged = self._oldest_aged(view, calls, sum(works_s) / pace)
+        backlog_s = sum([need.work_s for need in needs]) / pace
+        self._aged = _oldest_aged(view, calls, backlog_s)
         if self._aged is not None:
             pace *= 1 - AGED_SHARE
         # A first token comes at the end of a step, which others behind it may share.
-        start_s = view.now_s + view.rest_s + min(step_s, sum(works_s) / pace)
+        start_s = view.now_s + view.rest_s + min(step_s, backlog_s)
         pace_s = tightest_pace_s(view)
-        dues = [first_due_s(view, call, pace_s) for call in calls]
-        on_time = most_on_time([
-            (due_s - start_s, work_s / pace, place)
-            for place, (due_s, work_s) in enumerate(zip(dues, works_s, strict=True))
-        ])
-        first = set(on_time)
-        late = [call for place, call in enumerate(calls) if place not in first]
-        return [*(calls[place] for place in on_time), *late]
+        works_s = [need.work_s / pace for need in needs]
+        dues_s = [
+            need.due_s if call.slo_jct_s == math.inf else first_due_s(view, call, pace_s)
+            for call, need in zip(calls, needs, strict=True)
+        ]
+        places: list[int] = []
+        spent_s = 0.0
+        for level in sorted({call.priority for call in calls}):
+            here = [place for place, call in enumerate(calls) if call.priority == level]
+            on_time = most_on_time([
+                (due_s - start_s - spent_s, work_s, place)
+                for place in here
+                if start_s + spent_s + (work_s := works_s[place]) <= (due_s := dues_s[place])
+            ])
+            first = set(on_time)
+            late = [place for place in here if place not in first]
+            if begun:
+                late.sort(key=lambda place: BY_ARRIVAL(calls[place]))
+            places += [*on_time, *late]
+            spent_s += sum([works_s[place] for place in here])
+        return [calls[place] for place in places]
 
     def fill(
         self, draft: Draft, prompts: Sequence[RequestView], limit_s: float, victims: Victims
@@ -152,14 +183,19 @@ class OnTimeOrder(ArrivalOrder):
         running = set(map(id, draft.view.online_running))
         return fill_in_order(draft, [r for r in others if id(r) in running], limit_s, victims)
 
-    def _oldest_aged(
-        self, view: EngineView, calls: Sequence[RequestView], backlog_s: float
-    ) -> RequestView | None:
-        for call in calls:
-            waited_s = view.now_s - call.arrival_at_s
-            if waited_s > max(AGED_BOUNDS * call.slo_ttft_s, AGED_BACKLOGS * backlog_s):
-                return call
-        return None
+
+def _oldest_aged(
+    view: EngineView, calls: Sequence[RequestView], backlog_s: float
+) -> RequestView | None:
+    """Of the calls that have waited too long the first by arrival."""
+    latest_s = view.now_s - AGED_BACKLOGS * backlog_s
+    aged = [
+        call
+        for call in calls
+        if call.arrival_at_s < latest_s
+        and view.now_s - call.arrival_at_s > AGED_BOUNDS * call.slo_ttft_s
+    ]
+    return min(aged, key=BY_ARRIVAL, default=None)
 
 
 def most_on_time(jobs: Sequence[tuple[float, float, int]]) -> list[int]:
@@ -277,7 +313,7 @@ class SlackOrder(ArrivalOrder):
         """Tokens of prompts in the step, by Eq. 6 less its decodes; the tightest TPOT bound of all
         calls that generate counts."""
         view = draft.view
-        decodes, _ = by_kind(view.online_running)
+        decodes, _ = view.online_by_kind()
         if not decodes:
             return view.token_budget
         pivot = pivot_tokens(view.model, view.token_budget)

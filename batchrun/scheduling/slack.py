@@ -91,12 +91,23 @@ def step_limits(
     ttft_s = min(view.online_slo_ttft_s, least_ttft_s)
     slack_s, tpot_s = math.inf, math.inf
     for request in view.online_running:
-        if request.is_decode:
-            has_end = request.slo_jct_s < math.inf
-            likely = view.calls.likely_tokens(request.max_output_tokens) if has_end else 0
-            pace_s = completion_pace_s(request, start_s, likely) if has_end else math.inf
-            slack_s = min(slack_s, deadline_s(request, pace_s, start_s) - start_s)
-            tpot_s = min(tpot_s, request.slo_tpot_s, pace_s)
+        # As `is_decode`, and where there is no end as `deadline_s`: this is the hot path.
+        if request.work_left_tokens > 1 or not request.num_output_tokens:
+            continue
+        pace_s = request.slo_tpot_s
+        if request.slo_jct_s == math.inf and request.first_token_at_s is not None:
+            due_s = request.first_token_at_s + request.num_output_tokens * pace_s
+        else:
+            end_pace_s = math.inf
+            if request.slo_jct_s < math.inf:
+                likely = view.calls.likely_tokens(request.max_output_tokens)
+                end_pace_s = completion_pace_s(request, start_s, likely)
+            due_s = deadline_s(request, end_pace_s, start_s)
+            pace_s = min(pace_s, end_pace_s)
+        if due_s - start_s < slack_s:
+            slack_s = due_s - start_s
+        if pace_s < tpot_s:
+            tpot_s = pace_s
     if math.isinf(tpot_s):
         if view.online_running or view.online_waiting:
             most_s = min(PREFILL_SHARE * ttft_s, PREFILL_COST * alone_s(view))

@@ -164,6 +164,15 @@ class EngineView:
     online_slo_tpot_s: float = 0.05
     calls: CallHistory = field(default_factory=CallHistory)
     online_cost: float | None = None
+    _online_kinds: tuple[list[RequestView], list[RequestView]] | None = field(
+        default=None, init=False, repr=False
+    )
+
+    def online_by_kind(self) -> tuple[list[RequestView], list[RequestView]]:
+        """`by_kind` of the online requests that run."""
+        if self._online_kinds is None:
+            self._online_kinds = by_kind(self.online_running)
+        return self._online_kinds
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""

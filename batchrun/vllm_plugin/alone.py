@@ -150,22 +150,18 @@ class CallCosts:
         predicted_s: float,
         now_s: float,
     ) -> None:
-        """A step was handed to the engine."""
+        """A step with offline work in it was handed to the engine."""
         decodes: list[int] = []
         prompts: list[tuple[int, int]] = []
-        num_online = 0
         for request_id, new_tokens in output.num_scheduled_tokens.items():
             view = views[request_id]
             if view.request_class is RequestClass.ONLINE:
-                num_online += 1
                 context_tokens = view.handle.num_computed_tokens
                 if new_tokens == 1 and context_tokens > view.num_prompt_tokens:
                     decodes.append(context_tokens)
                 else:
                     prompts.append((new_tokens, context_tokens))
-        alone = None
-        if num_online < len(output.num_scheduled_tokens):
-            alone = alone_step(model, decodes, prompts, self.clock.stretch)
+        alone = alone_step(model, decodes, prompts, self.clock.stretch)
         self.clock.scheduled(now_s, predicted_s, alone)
 
     def token(self, view: RequestView, now_s: float, *, is_last: bool) -> None:

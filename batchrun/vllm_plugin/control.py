@@ -306,9 +306,11 @@ class DaemonLink:
             labels, scheduled = self._labels, output.num_scheduled_tokens
             self._last_steps.note(labels[name] for name in scheduled if name in labels)
         views = self._state.views
-        self.meter.scheduled(output, views)
-        model = self._state.estimates.model
-        self.meter.costs.scheduled(output, views, model, predicted_s, now_s)
+        if self.meter.scheduled(output, views):
+            model = self._state.estimates.model
+            self.meter.costs.scheduled(output, views, model, predicted_s, now_s)
+        else:
+            self.meter.costs.clock.scheduled(now_s, predicted_s, None)
         self.meter.settle(now_s)
         if self._state.settings.slo == "auto":
             cost = self._state.settings.cost_in_force

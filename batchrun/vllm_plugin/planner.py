@@ -198,7 +198,7 @@ class ViewBuilder:
     def _is_ready(self, view: RequestView) -> bool:
         """Whether vLLM's waiting loop could admit the request now."""
         request = view.handle
-        if awaits_stale_output(request):
-            return False
         structured = request.structured_output_request
-        return structured is None or structured.grammar is not None
+        if structured is not None and structured.grammar is None:
+            return False
+        return not request.num_stale_output_tokens or not awaits_stale_output(request)

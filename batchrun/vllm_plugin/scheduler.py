@@ -18,7 +18,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from batchrun.errors import BatchrunError
-from batchrun.scheduling.policies import DEFAULT_QUEUE, Policy, make_policy
+from batchrun.scheduling.policies import VLLMS_QUEUES, Policy, make_policy
 from batchrun.scheduling.view import EngineView, Plan
 from batchrun.types import RequestClass
 from batchrun.vllm_plugin.compat import check_plans_are_obeyed, preempt
@@ -223,7 +223,7 @@ class ColocatedScheduler(AsyncScheduler):
         if self.pause_state == PauseState.UNPAUSED:
             is_planned = (
                 state.num_offline > 0
-                or self._planned_as[1] != DEFAULT_QUEUE
+                or self._planned_as[1] not in VLLMS_QUEUES
                 or state.has_classes(state.clock())
             )
             self._set_order(is_planned=is_planned)

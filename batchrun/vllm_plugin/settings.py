@@ -74,7 +74,7 @@ class PluginSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     policy: PolicyName = "echo"
-    online_queue: QueueName = "arrival"
+    online_queue: QueueName = "auto"
     larry_alpha: Annotated[float, Field(ge=0, allow_inf_nan=False)] = DEFAULT_ALPHA
     eviction: EvictionName = "next-use"
     slo: Slo = OnlineSlo()

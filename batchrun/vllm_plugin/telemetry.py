@@ -159,8 +159,8 @@ class Meter:
                 self._slo.num_late_first_tokens += 1
         self.ending.clear()
 
-    def scheduled(self, output: SchedulerOutput, views: Mapping[str, RequestView]) -> None:
-        """A step was handed to the engine."""
+    def scheduled(self, output: SchedulerOutput, views: Mapping[str, RequestView]) -> bool:
+        """A step was handed to the engine; returns whether offline work is in it."""
         num_tokens = output.total_num_scheduled_tokens
         online_tokens = 0
         for request_id, num_its in output.num_scheduled_tokens.items():
@@ -178,6 +178,7 @@ class Meter:
                 counts.num_admissions += 1
                 counts.num_prompt_tokens += view.num_prompt_tokens
                 counts.num_hit_tokens += new.num_computed_tokens
+        return num_tokens > online_tokens
 
     def ended(self, now_s: float) -> None:
         """The oldest step's output has come; `token` is called for what is in it."""

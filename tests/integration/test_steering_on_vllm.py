@@ -241,10 +241,10 @@ def test_policy_and_budget_change_at_run_time(rig: DeploymentRig) -> None:
         "batchrun: engine 0: the token budget can be 16 to 512 here, not 4096\n"
     )
     assert (ended["state"], ended["num_completed"]) == ("completed", NUM_ROWS)
-    assert (now["online_queue"], ordered["engines"]["0"]["online_queue"]) == ("arrival", "on-time")
+    assert (now["online_queue"], ordered["engines"]["0"]["online_queue"]) == ("auto", "on-time")
     assert back["engines"]["0"] | {"number": 0} == {
         "number": 0, "policy": "echo", "token_budget": 512, "is_offline_on": True, "error": None,
-        "online_queue": "arrival",
+        "online_queue": "auto",
     }  # fmt: skip
 
 

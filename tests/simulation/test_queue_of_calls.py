@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from engine_pairs import engine_of, first_difference, ours
 
-from batchrun.scheduling.policies import QUEUES
+from batchrun.scheduling.policies import QUEUES, VLLMS_QUEUES
 from batchrun.scheduling.promise_orders import OnTimeOrder
 from batchrun.simulator.virtual.engine import VirtualEngine
 from batchrun.simulator.virtual.setup import NONCE
@@ -47,9 +47,12 @@ def test_larry_with_a_very_large_alpha_takes_the_steps_of_arrival() -> None:
     assert first_difference(larry, arrival, NUM_STEPS) is None
 
 
-def test_with_classes_steps_are_planned_without_offline_work_and_without_them_not() -> None:
-    classed = engine_with(classed_calls(6.0, 3.0, 0), "arrival")
-    plain = engine_with(bursty_calls(6.0, 3.0, 0), "arrival")
+@pytest.mark.parametrize("order", sorted(VLLMS_QUEUES))
+def test_with_classes_steps_are_planned_without_offline_work_and_without_them_not(
+    order: str,
+) -> None:
+    classed = engine_with(classed_calls(6.0, 3.0, 0), order)
+    plain = engine_with(bursty_calls(6.0, 3.0, 0), order)
     for engine in (classed, plain):
         engine.run_until(2.0)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from estimator_builders import (
     A100_LAW,
@@ -33,8 +35,30 @@ def learned(observations: list[Observation], *calibrated: AnyModel) -> OnlineFit
 def test_a_cold_start_ends_within_3_percent_of_a_noisy_law(law: AnyModel, seed: int) -> None:
     fit = learned(observed_with_noise(law, random_loads(seed, 3000), seed))
 
-    assert fit.best().name == law.name
+    # Echo's form with a base of next to nothing is Echo's.
+    assert fit.best().name in {law.name, f"{law.name}-base"}
     assert mape(fit.best(), law, random_loads(seed + 100, 400)) <= 0.03
+
+
+def first_steps(seed: int) -> list[StepLoad]:
+    """What a cold engine sees: prompts of rows, then short steps beside few decodes of calls."""
+    rng = random.Random(seed)
+    loads = [StepLoad.of([(rng.choice((2048, 150, 700)), 9_000, False)]) for _ in range(8)]
+    for _ in range(40):
+        calls = [(1, rng.randint(100, 900), True)] * rng.randint(1, 3)
+        rows = [(1, 12_000, True)] * rng.choice((0, 3, 12))
+        loads.append(StepLoad.of([*calls, *rows, (rng.randint(60, 440), 9_000, False)]))
+    return loads
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_cold_start_does_not_take_a_full_step_beside_calls_for_a_short_one(seed: int) -> None:
+    full = StepLoad.of([(1, 500, True), (1, 500, True), (2046, 8_000, False)])
+    fit = OnlineFit()
+
+    for load, took_s in observed_with_noise(A100_LAW, first_steps(seed), seed):
+        fit.observe(load, took_s)
+        assert fit.best().predict_s(full) >= 0.5 * A100_LAW.predict_s(full)
 
 
 def test_before_the_first_step_the_best_is_what_is_believed() -> None:

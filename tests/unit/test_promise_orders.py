@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 from random import Random
 
@@ -170,3 +171,11 @@ def test_of_calls_about_as_urgent_the_one_that_fits_the_rest_goes_first() -> Non
     engine = view(waiting=[small, large, later], token_budget=2_000)
 
     assert names(plan_with(queue, engine).admit) == ["large", "small"]
+
+
+def test_vllms_priority_goes_before_being_on_time() -> None:
+    late = waiting("late", tokens=100, ttft_s=1.0, waited_s=1.2)
+    soon = waiting("soon", tokens=100, ttft_s=0.5)
+    low = replace(waiting("low", tokens=100, ttft_s=0.2), priority=5)
+
+    assert order_by(OnTimeOrder(), view(waiting=[soon, late, low])) == ["soon", "late", "low"]
