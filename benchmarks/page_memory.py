@@ -39,8 +39,7 @@ def main() -> int:
         with deployment.running() as gateway:
             job = deployment.write_job("slow", ROWS_PER_S * 60 * (given.minutes + 5))
             shown = f"jobs/{deployment.submit(job)}"
-            path = shutil.which("chromium")
-            start = playwright.chromium.launch
+            start, path = playwright.chromium.launch, shutil.which("chromium")
             with start(executable_path=path, args=["--no-sandbox"]) as browser:
                 records = list(_watch(browser, gateway, shown, given.minutes))
     grown = [_growth(view, [each for each in records if each["view"] == view]) for view in VIEWS]

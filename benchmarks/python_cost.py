@@ -26,7 +26,6 @@ from benchmarks.deployment import Deployment
 from benchmarks.records import Bar, Record, finish, parser, shown
 
 MAX_RATIO = 1.1
-NUM_WARM_UP_ROWS = 100
 
 MESSAGES = [{"role": "user", "content": "{{ text }}"}]
 
@@ -50,7 +49,7 @@ def measure(deployment: Deployment, num_rows: int, num_rounds: int) -> Iterator[
     ways = {"map": _by_map, "submit": _by_submit}
     with deployment.running():
         for way in ways:
-            ways[way](_table(f"{way} warms up", NUM_WARM_UP_ROWS), deployment)
+            ways[way](_table(f"{way} warms up", 100), deployment)
         for number in range(num_rounds):
             found = {}
             for way in sorted(ways, reverse=bool(number % 2)):
