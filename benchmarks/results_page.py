@@ -145,7 +145,9 @@ SECTIONS: dict[str, Section] = {
         "ttft_kept tpot_kept ttft_kept_beside_jobs tpot_kept_beside_jobs planning_cpu_s",
     ),
     "planning_cost": Section(
-        "What a plan costs", "load", "running candidates step_ms planning_ms planning_cpu_ms"
+        "What a plan costs",
+        "load",
+        "running candidates step_ms planning_ms planning_cpu_ms planning_cpu_p10_ms",
     ),
     "pool": Section(
         "What it costs to know a job",
