@@ -15,6 +15,7 @@ import typer
 from batchrun import __version__
 from batchrun.cli.console import WholeGroup, note, out
 from batchrun.errors import BatchrunError, suggestion
+from batchrun.files import COMMAND, check_limits
 
 INTERRUPTED = 130
 
@@ -118,6 +119,7 @@ def _batchrun(
 def call() -> int:
     """Run the command that the arguments name; returns its exit code, failures included."""
     try:
+        check_limits(COMMAND)
         exit_code = app(prog_name="batchrun", standalone_mode=False)
     except BatchrunError as error:
         note(f"batchrun: {error}")

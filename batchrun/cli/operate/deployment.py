@@ -31,6 +31,7 @@ from batchrun.control.starting import (
     stop_everything,
 )
 from batchrun.errors import BatchrunError, InputError
+from batchrun.files import DAEMON, check_limits
 from batchrun.home import Home
 
 
@@ -46,6 +47,7 @@ def up(
     as_json: JsonOption = False,
 ) -> None:
     """Start the daemon, the gateway and the engines (adopting those that still run)."""
+    check_limits(DAEMON)
     deployment = read_deployment(config, model=model, listen=listen)
     if detach:
         picture = start_in_background(home, flags_of(config, model, listen))

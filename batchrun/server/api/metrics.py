@@ -118,8 +118,9 @@ def read_key_storage(
 class MetricsPage(Collector):
     """Reads the daemon again for every page; it keeps nothing."""
 
-    def __init__(self, daemon: Daemon, watch: LoopWatch) -> None:
+    def __init__(self, daemon: Daemon, watch: LoopWatch, restarts: Mapping[str, int]) -> None:
         self._daemon = daemon
+        self._restarts = restarts
         self._keys: Sequence[KeyStorage] = ()
         self._watch = watch
         self._registry = CollectorRegistry()
@@ -177,6 +178,9 @@ class MetricsPage(Collector):
         text = "The longest that the daemon's loop stood still, as far as was seen."
         longest_s = self._watch.longest_s
         yield _family(GAUGE, "loop_longest_stall_seconds", text, "", [([], longest_s)])
+        text = "How often the gateway was started again, since the daemon's start."
+        whys = (([why], num) for why, num in self._restarts.items())
+        yield _family(COUNTER, "gateway_restarts", text, "why", whys)
 
 
 class _RolePage(Collector):

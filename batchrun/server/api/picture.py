@@ -10,10 +10,12 @@ from typing import Any, Protocol
 
 from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.engine_link import Slot
+from batchrun.daemon.supervisor import Supervisor
 from batchrun.daemon.view import view_engine, view_job
 from batchrun.errors import StoreLockedError, StoreUnreachableError
 from batchrun.pool.pace import Completion
 from batchrun.server.api.watch import LoopWatch
+from batchrun.server.gateway.tally import ENDED, STUCK
 from batchrun.store import jobs, results
 from batchrun.store.jobs import Counts, JobRecord, Leader
 from batchrun.types import EnginePhase
@@ -37,6 +39,10 @@ class AsksGateway(Protocol):
         """For how long the gateway has told nothing."""
         ...
 
+    def num_replaced(self, why: str) -> int:
+        """Workers that it had to replace, because they were stuck or had ended."""
+        ...
+
     async def explain(self, most: int) -> JsonObject | None:
         """Why the last calls went where they went, so many of them; None: nobody answers."""
         ...
@@ -53,7 +59,7 @@ class Status:
     def __init__(
         self,
         daemon: Daemon,
-        gateway_url: str,
+        gateway: Supervisor,
         figures: AsksGateway,
         tellings: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
         price_per_hour: float | None = None,
@@ -62,7 +68,8 @@ class Status:
         self.watch = LoopWatch()
         self.watch.writer_waits_s = daemon.writer.waits_s
         self.figures = figures
-        self._gateway_url = gateway_url
+        self.restarts = gateway.gateway_restarts
+        self._gateway_url = gateway.gateway_url
         self._tellings = tellings
         self._price_per_hour = price_per_hour
         self._ended: dict[int, tuple[Counts, int]] = {}
@@ -109,6 +116,8 @@ class Status:
             "num_loop_stalls": watch.num_stalls,
             "longest_loop_stall_s": round(watch.longest_s, 1),
             "last_loop_stall_at": watch.last_at,
+            "gateway_restarts": self.restarts,
+            "replaced_workers": {why: self.figures.num_replaced(why) for why in (STUCK, ENDED)},
         }
 
     async def job(self, job_id: str) -> dict[str, object]:

@@ -31,7 +31,6 @@ from batchrun.errors import (
 from batchrun.files import (
     StoreLock,
     allow_many_open_files,
-    check_memory_limit,
     remove_left_scratch,
     write_atomically,
 )
@@ -75,7 +74,6 @@ def serve(deployment: Deployment, home: Home, *, on_ready: Callable[[], None]) -
     is ready. The gateway and managed engines outlive this. Raises StoreLockedError, StoreError,
     EngineError.
     """
-    check_memory_limit()
     home.create()
     allow_many_open_files()
     logging.getLogger("python_multipart").setLevel(logging.ERROR)
@@ -195,7 +193,7 @@ async def _run(
     figures = GatewayFigures(_local_url(deployment.listen), gateway_key)
     messenger = _messenger(store, deployment, home)
     status = Status(
-        *(daemon, supervisor.gateway_url, figures),
+        *(daemon, supervisor, figures),
         tellings=messenger.tellings,
         price_per_hour=deployment.price_per_hour,
     )
