@@ -142,26 +142,26 @@ class OnTimeOrder(ArrivalOrder):
         # A first token comes at the end of a step, which others behind it may share.
         start_s = view.now_s + view.rest_s + min(step_s, backlog_s)
         pace_s = tightest_pace_s(view)
+        works_s = [need.work_s / pace for need in needs]
+        dues_s = [
+            need.due_s if call.slo_jct_s == math.inf else first_due_s(view, call, pace_s)
+            for call, need in zip(calls, needs, strict=True)
+        ]
         places: list[int] = []
         spent_s = 0.0
-        for here in _by_priority(calls):
-            jobs: list[tuple[float, float, int]] = []
-            first_s = start_s + spent_s
-            for place in here:
-                call, need = calls[place], needs[place]
-                has_end = call.slo_jct_s < math.inf
-                left_s = (first_due_s(view, call, pace_s) if has_end else need.due_s) - first_s
-                work_s = need.work_s / pace
-                spent_s += work_s
-                if work_s <= left_s:
-                    jobs.append((left_s, work_s, place))
-            on_time = most_on_time(jobs)
+        for level in sorted({call.priority for call in calls}):
+            here = [place for place, call in enumerate(calls) if call.priority == level]
+            on_time = most_on_time([
+                (due_s - start_s - spent_s, work_s, place)
+                for place in here
+                if start_s + spent_s + (work_s := works_s[place]) <= (due_s := dues_s[place])
+            ])
             first = set(on_time)
             late = [place for place in here if place not in first]
             if begun:
                 late.sort(key=lambda place: BY_ARRIVAL(calls[place]))
-            places += on_time
-            places += late
+            places += [*on_time, *late]
+            spent_s += sum([works_s[place] for place in here])
         return [calls[place] for place in places]
 
     def fill(
@@ -182,17 +182,6 @@ class OnTimeOrder(ArrivalOrder):
             return fill_in_order(draft, others, limit_s, victims)
         running = set(map(id, draft.view.online_running))
         return fill_in_order(draft, [r for r in others if id(r) in running], limit_s, victims)
-
-
-def _by_priority(calls: Sequence[RequestView]) -> Sequence[Sequence[int]]:
-    """The places of the calls of each priority, vLLM's first one first."""
-    levels = {call.priority for call in calls}
-    if len(levels) == 1:
-        return [range(len(calls))]
-    return [
-        [place for place, call in enumerate(calls) if call.priority == level]
-        for level in sorted(levels)
-    ]
 
 
 def _oldest_aged(

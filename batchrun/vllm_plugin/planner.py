@@ -111,7 +111,7 @@ class ViewBuilder:
             model=state.estimates.model,
             error_share=state.estimates.error_share,
             online_running=online,
-            online_waiting=self._ready(state.queue.online),
+            online_waiting=[view for view in state.queue.online if self._is_ready(view)],
             offline_running=offline,
             offline_waiting=state.queue.offline,
             free_blocks=state.manager.block_pool.get_num_free_blocks(),
@@ -194,19 +194,6 @@ class ViewBuilder:
         num = sum(map(len, groups)) - sum(num_shared)
         self._private[view.request_id] = (num, self._step)
         return num
-
-    def _ready(self, waiting: Iterable[RequestView]) -> list[RequestView]:
-        """Those that `_is_ready` lets pass, which is not asked about most: this is the hot path."""
-        is_ready = self._is_ready
-        return [
-            view
-            for view in waiting
-            if (
-                (request := view.handle).structured_output_request is None
-                and not request.num_stale_output_tokens
-            )
-            or is_ready(view)
-        ]
 
     def _is_ready(self, view: RequestView) -> bool:
         """Whether vLLM's waiting loop could admit the request now."""
