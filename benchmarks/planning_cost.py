@@ -4,8 +4,8 @@
 
 `echo` drives a virtual engine. In every step the whole call is timed, and within it the call of
 vLLM's scheduler; their difference is the planning. Times do not repeat exactly; what is planned
-does. Each load has a process of its own. In `full-calls` 200 to 300 calls with promises wait under the order `on-time`, beside 512 rows
-that wait and 256 requests that run.
+does. Each load has a process of its own. In `full-calls` 200 to 300 calls with promises wait under
+the order `on-time`, beside 512 rows that wait and 256 requests that run.
 """
 
 from __future__ import annotations
