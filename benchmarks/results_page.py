@@ -137,6 +137,12 @@ SECTIONS: dict[str, Section] = {
         "what jobs engines",
         "p50_s p95_s daemon_share page_share",
     ),
+    "page_memory": Section(
+        "Pages left open: growth from the minutes after half time to the last",
+        "view minutes",
+        "heap_mib heap_growth nodes nodes_growth listeners_growth",
+        {"kind": ("growth",)},
+    ),
     "plan_trials": Section(
         "The planner's number on another draw of the traffic, shares of pairs",
         "traffic",
@@ -154,7 +160,10 @@ SECTIONS: dict[str, Section] = {
         "key_s sort_s nodes_s peak_bytes dispatched_per_s result_us",
     ),
     "python_cost": Section(
-        "Rows asked from Python beside a job file", "rows", "map_s submit_s ratio"
+        "Rows asked from Python beside a job file",
+        "rows",
+        "map_s submit_s ratio map_cpu_s submit_cpu_s cpu_ratio",
+        {"kind": ("medians",)},
     ),
     "routing": Section(
         "Routers on light engines, means over seeds",
