@@ -350,8 +350,7 @@ EventPlan = tuple[str, random.Random, Sequence[Event]]
 
 
 def event_plans(num_events: int, seed: int, targets: Sequence[str] | None) -> list[EventPlan]:
-    """The events of each deployment, of all targets or these; those of the clock are the last
-    one's."""
+    """The events of each deployment; those of the clock are the last one's."""
     planned = plan_events(random.Random(seed), num_events, targets)
     planned.sort(key=lambda event: event.target == "clock")
     names = range(0, num_events, EVENTS_PER_DEPLOYMENT)

@@ -61,9 +61,6 @@ EVENTS = (
     *(("starve", what) for what in ("files", "disk", "memory", "threads")),
     ("jump", "clock"),
 )
-FAKETIME = "*/faketime/libfaketime.so.1"
-"""Debian's libfaketime: it moves the clock of every part, SQLite's too. Without it the clock of
-Python's own code is moved alone."""
 ROWS_BETWEEN = 4
 """So many results are committed before the next event."""
 SPARE_FILES, SPARE_BYTES = 3, 1 << 20
@@ -77,11 +74,9 @@ HOG = """
 import threading, time
 threading.stack_size(1 << 16)
 try:
-    while True:
-        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+    while True: threading.Thread(target=time.sleep, args=(600,)).start()
 except RuntimeError:
     print("all are taken", flush=True)
-time.sleep(600)
 """
 MAX_JUMP_S = 7_200.0
 
@@ -89,7 +84,7 @@ MAX_JUMP_S = 7_200.0
 @dataclass(slots=True)
 class Event:
     """What was done to what for `lasted_s`. Where a part stood for longer than its bound,
-    `noticed_s` is when that was seen; None: never, or it need not be."""
+    `noticed_s` is when that was seen; None: never, or it need not be. `has_ended`: it did."""
 
     action: str
     target: str
@@ -98,7 +93,6 @@ class Event:
     noticed_s: float | None = None
     is_due: bool = False
     has_ended: bool = False
-    """Whether the daemon ended for want of something, and was started again."""
 
     @property
     def is_missed(self) -> bool:
@@ -110,8 +104,7 @@ class Event:
 def plan_events(
     rng: random.Random, num_events: int, targets: Sequence[str] | None = None
 ) -> list[Event]:
-    """Each kind (all, or those of `targets`) equally often, in a random order; short and long ones,
-    by the logarithm."""
+    """Each kind equally often, in a random order; short and long ones, by the logarithm."""
     wanted = [kind for kind in EVENTS if targets is None or kind[1] in targets]
     kinds = [wanted[index % len(wanted)] for index in range(num_events)]
     rng.shuffle(kinds)
@@ -232,7 +225,6 @@ class EventEpisode(Episode):
         self.all_calls = self.all_met = 0
         self._planned = events
         self._clock = folder / "clock"
-        self._faketime = next(map(str, Path("/usr/lib").glob(FAKETIME)), None)
         self._proxy: Proxy | None = None
         self._caller: Caller | None = None
 
@@ -248,16 +240,7 @@ class EventEpisode(Episode):
 
     def _start(self, exits: ExitStack) -> None:
         here, proxy_port, port = self.deployment, free_port(), free_port()
-        here.failpoints = self.points.spec
-        if self._faketime is None:
-            here.failpoints += f",clock={self._clock}"
-        elif any(event.target == "clock" for event in self._planned):
-            self._clock.write_text("+0")
-            here.environment = {
-                **{"LD_PRELOAD": self._faketime, "FAKETIME_TIMESTAMP_FILE": str(self._clock)},
-                **{"FAKETIME_DONT_FAKE_MONOTONIC": "1", "FAKETIME_CACHE_DURATION": "1"},
-                "NO_FAKE_STAT": "1",
-            }
+        here.failpoints = f"{self.points.spec},clock={self._clock}"
         if any(event.target == "threads" for event in self._planned):
             user = NO_ROOT if os.getuid() == 0 else ()
             here.user = (*user, "prlimit", f"--nproc={_num_threads() + MOST_THREADS}")
@@ -348,9 +331,9 @@ class EventEpisode(Episode):
             yield
             self.points.is_disk_full = False
         else:
-            self._clock.write_text(f"{self._rng.uniform(-MAX_JUMP_S, MAX_JUMP_S):+.0f}")
+            self._clock.write_text(str(self._rng.uniform(-MAX_JUMP_S, MAX_JUMP_S)))
             yield
-            self._clock.write_text("+0")
+            self._clock.unlink()
 
     @contextmanager
     def _stopped(self, event: Event) -> Iterator[None]:

@@ -80,7 +80,6 @@ class Deployment:
         self.executions_path = folder / "executions.jsonl"
         self.request = f"max_tokens: {MAX_TOKENS}, temperature: 0"
         self.failpoints = ""
-        self.environment: dict[str, str] = {}
         self.user: tuple[str, ...] = ()
         self.agents: dict[str, int] = {}
 
@@ -245,5 +244,5 @@ class Deployment:
         return found
 
     def _env(self) -> dict[str, str]:
-        env = {**os.environ, **self.environment, "BATCHRUN_HOME": str(self.home.path)}
+        env = {**os.environ, "BATCHRUN_HOME": str(self.home.path)}
         return env | {VARIABLE: self.failpoints} if self.failpoints else env

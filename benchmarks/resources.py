@@ -140,7 +140,7 @@ async def many_files(answers: Answers) -> None:
             await answers.upload(whole(b"a file"), "user_data")
 
     await asyncio.gather(*(client() for _ in range(NUM_CLIENTS)))
-    page = await answers.ask("GET", "/files?limit=10000")
+    await answers.ask("GET", "/files?limit=10000")
     page = await answers.ask("GET", "/files?limit=100")
     while page["has_more"]:
         page = await answers.ask("GET", f"/files?limit=100&after={page['last_id']}")
