@@ -129,9 +129,8 @@ SECTIONS: dict[str, Section] = {
     ),
     "online_queue": Section(
         "Orders of waiting calls, means over seeds",
-        "scenario rate_per_s law order",
-        "goodput_per_s slo_met ttft_met tpot_met ttft_p50_s ttft_p99_s longest_wait_s "
-        "online_preemptions offline_tokens_per_s plan_ms",
+        "scenario rate_per_s order",
+        "goodput_per_s slo_met ttft_p50_s ttft_p99_s longest_wait_s offline_tokens_per_s",
     ),
     "page_cost": Section(
         "What the page costs, with a thousand jobs and sixteen engines",
@@ -151,7 +150,9 @@ SECTIONS: dict[str, Section] = {
         "ttft_kept tpot_kept ttft_kept_beside_jobs tpot_kept_beside_jobs planning_cpu_s",
     ),
     "planning_cost": Section(
-        "What a plan costs", "load", "running candidates step_ms planning_ms planning_cpu_ms"
+        "What a plan costs",
+        "load",
+        "running candidates step_ms planning_ms planning_cpu_ms",
     ),
     "pool": Section(
         "What it costs to know a job",
