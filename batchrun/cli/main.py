@@ -137,8 +137,9 @@ def _usage_line(error: typer.TyperException) -> str:
     """One line for a wrong call; the whole help when nothing at all was asked for."""
     message = error.format_message().replace("Value error, ", "").rstrip(".")
     context = getattr(error, "ctx", None)
-    if context is None or "\n" in message:
+    if context is None or message.startswith("Usage:"):
         return message
+    message = " ".join(message.split())
     return f"batchrun: {message[:1].lower()}{message[1:]}; see `{context.command_path} --help`"
 
 
