@@ -12,6 +12,7 @@
       StateError                 exit 4   HTTP 409   the job is not in a state that allows this
       StoreError                 exit 4   HTTP 500   the store cannot be opened, read or written
         StoreLockedError         exit 4   HTTP 503   another process holds the store
+          NotLeadingError        exit 4   HTTP 503   another daemon leads on this database
         StoreFullError           exit 4   HTTP 507   no room left on the disk
         StoreUnreachableError    exit 4   HTTP 503   the database does not answer
       StorageError               exit 4   HTTP 500   object storage refuses, or cannot be used
@@ -97,6 +98,10 @@ class StoreLockedError(StoreError):
     """Another process holds the store."""
 
     http_status = 503
+
+
+class NotLeadingError(StoreLockedError):
+    """Another daemon leads on this database: this one changes nothing there."""
 
 
 class StoreFullError(StoreError):

@@ -1,5 +1,6 @@
-"""Files: written whole or not at all, counted and hashed, locked, how many a process may open;
-scratch folders that vanish with their maker; and URLs of objects, where a place is no path.
+"""Files: written whole or not at all, counted and hashed, locked, how many a process may open, and
+what else it must be allowed; scratch folders that vanish with their maker; and URLs of objects,
+where a place is no path.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import re
 import resource
 import secrets
 import shutil
+import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -20,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import BinaryIO, NamedTuple, Self
 
 from batchrun.errors import (
     BatchrunError,
@@ -50,23 +52,62 @@ def allow_many_open_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-LEAST_ADDRESS_SPACE_BYTES = 1_000_000_000
-"""With less, libraries that a daemon needs abort without a word."""
+class Allowance(NamedTuple):
+    """What a process must be allowed. With less, libraries that it loads hang, abort or end it."""
+
+    who: str
+    memory_mb: int
+    num_files: int
+    num_threads: int
 
 
-def check_memory_limit() -> None:
-    """Raises ConfigError where this process may not have enough address space for a daemon."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit != resource.RLIM_INFINITY and limit < LEAST_ADDRESS_SPACE_BYTES:
-        raise ConfigError(
-            f"the limit of memory is {limit // 1_000_000:,} MB of address space, and a daemon "
-            f"needs {LEAST_ADDRESS_SPACE_BYTES // 1_000_000:,}: raise it (`ulimit -v`)"
-        )
+COMMAND = Allowance("a command", 400, 24, 0)
+DAEMON = Allowance("a daemon", 1_000, 64, 32 + 4 * (os.cpu_count() or 1))
+"""Several libraries start a thread for each core; gateway and engines count as well."""
+
+
+def check_limits(need: Allowance) -> None:
+    """Raises ConfigError where this process is allowed less."""
+    for given, wanted, what, mend in (
+        (_most(resource.RLIMIT_AS) // 1_000_000, need.memory_mb, "MB of address space", "-v"),
+        (_most(resource.RLIMIT_NOFILE, hard=True), need.num_files, "open files", "-Hn"),
+        (_try_threads(need.num_threads), need.num_threads, "more threads", "-u"),
+    ):
+        if given < wanted:
+            raise ConfigError(
+                f"{need.who} needs {wanted:,} {what}, and {given:,} are allowed: raise the limit "
+                f"(`ulimit {mend}`, or that of the service or container)"
+            )
+
+
+_THREADS_PROGRAM = """
+import sys, threading
+threading.stack_size(1 << 16)
+for number in range(int(sys.argv[1])):
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    print(number + 1, flush=True)
+"""
+
+
+def _try_threads(num_wanted: int) -> int:
+    """How many of so many threads can run at once. Several bounds hold for them, so it is tried:
+    in another process, for each would leave its address space behind."""
+    if not num_wanted:
+        return 0
+    command = [sys.executable, "-I", "-S", "-c", _THREADS_PROGRAM, str(num_wanted)]
+    with suppress(OSError):
+        tried = subprocess.run(command, capture_output=True, text=True, check=False)
+        return len(tried.stdout.splitlines())
+    return 0
 
 
 def max_open_files() -> int:
     """How many files, connections among them, this process may have open."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _most(resource.RLIMIT_NOFILE)
+
+
+def _most(kind: int, *, hard: bool = False) -> int:
+    limit = resource.getrlimit(kind)[hard]
     return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
 

@@ -29,15 +29,7 @@ from batchrun.errors import BatchrunError
 from batchrun.store.database import open_store
 from benchmarks.cpu_colocation_rows import RowStream
 from benchmarks.cpu_colocation_servers import NUM_BLOCKS, Server, run_window
-from benchmarks.records import (
-    Bar,
-    Record,
-    describe,
-    parser,
-    read_records,
-    shown,
-    write_records,
-)
+from benchmarks.records import Bar, Record, describe, parser, read_records, shown, write_records
 from benchmarks.text_jobs import MODEL
 
 LEAST_WORKER_SHARE = 0.85

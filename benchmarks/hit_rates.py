@@ -26,14 +26,7 @@ from batchrun.simulator.online import Calls, OnlineCall
 from batchrun.simulator.simulation import Simulation, SimulationPlan
 from batchrun.simulator.virtual.setup import A100Law, EngineShape
 from benchmarks.ablation import figures_of, run_to_end
-from benchmarks.hit_orders import (
-    BASELINES,
-    OURS,
-    RowBlocks,
-    most_hit_blocks,
-    pool_job,
-    shuffled,
-)
+from benchmarks.hit_orders import BASELINES, OURS, RowBlocks, most_hit_blocks, pool_job, shuffled
 from benchmarks.job_shapes import JOBS, joined, picked, prompts_of
 from benchmarks.records import Bar, Record, finish, parser, shown
 from benchmarks.row_feeds import BLOCK_TOKENS, daemon_in_order, daemon_of

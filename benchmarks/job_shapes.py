@@ -24,12 +24,7 @@ JOBS: Mapping[str, Callable[[], Sequence[ShapedJob]]] = {
     "toolbench": lambda: [toolbench()],
     "nextqa": lambda: [nextqa(60)],
     "qmsum": lambda: [document_job("qmsum", 40)],
-    ALL_FOUR: lambda: [
-        document_job("loogle"),
-        toolbench(),
-        nextqa(30),
-        document_job("qmsum", 20),
-    ],
+    ALL_FOUR: lambda: [document_job("loogle"), toolbench(), nextqa(30), document_job("qmsum", 20)],
 }
 """What runs at the same time, by name; more rows than the daemon's window holds, and so few that
 one core runs them on the virtual engine in under a minute."""

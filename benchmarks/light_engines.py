@@ -125,10 +125,6 @@ class LightEngine:
             num += 1
         return min(num * UNIT_TOKENS, call.prompt_tokens)
 
-    def lose_all(self) -> None:
-        """A restart: the cache is empty."""
-        self._cache.clear()
-
     def _end(self, call: LightCall) -> None:
         call.end_at_s = self.now_s
         self._context_tokens -= call.prompt_tokens + call.output_tokens - 1

@@ -12,6 +12,7 @@ how long its answer will be. Scenarios:
   have prompts of 512 to 16,384 tokens. A minute more for the last ones.
 - `job`: the same beside the job of the reference scenario, for as long as calls come.
 - `bursts`: Azure's conversations, three times as many in 10 s of each 50 s; no classes.
+  `larry:1000000` is the order of arrival with planned steps, which `arrival` has not here.
 
 Orders are those of `online_queue` in batchrun.yaml under policy `echo`, `larry:ALPHA`, what
 `benchmarks.queue_rivals` has, and stock vLLM with other budgets.
@@ -56,6 +57,7 @@ SCENARIOS = ("classes", "job", "bursts")
 DEFAULT_ORDERS = ("vllm-512", "vllm-1024", "vllm-2048", "arrival", "slack", "on-time")
 COLUMNS = (
     *("goodput_per_s", "slo_met", "ttft_met", "tpot_met", "jct_met", "ttft_p50_s", "ttft_p99_s"),
+    *("ttft_ms_a_token_p50", "total_p50_s"),
     *(
         "longest_wait_s",
         "longest_wait_bounds",
@@ -187,7 +189,9 @@ def _kept(calls: Sequence[PromisedCall], engine: VirtualEngine, until_s: float) 
     """How the promises to the calls that came until then were kept, all and each."""
     kept: list[tuple[bool, bool, bool]] = []
     waits_s: list[float] = []
+    totals_s: list[float] = []
     bounds: list[float] = []
+    prompts: list[int] = []
     met_by_class: dict[str, list[bool]] = {}
     for number, call in enumerate(calls):
         if call.arrival_at_s >= until_s:
@@ -197,6 +201,9 @@ def _kept(calls: Sequence[PromisedCall], engine: VirtualEngine, until_s: float) 
             continue
         times_s = record.token_times_s
         waits_s.append((times_s[0] if times_s else engine.now_s) - call.arrival_at_s)
+        end_s = engine.now_s if record.finished_at_s is None else record.finished_at_s
+        totals_s.append(end_s - call.arrival_at_s)
+        prompts.append(call.num_prompt_tokens)
         bounds.append(waits_s[-1] / call.promise.ttft_s)
         kept.append(_judged(call.promise, record, waits_s[-1], engine.now_s))
         met_by_class.setdefault(call.promise.name, []).append(all(kept[-1]))
@@ -211,7 +218,12 @@ def _kept(calls: Sequence[PromisedCall], engine: VirtualEngine, until_s: float) 
         "jct_met": jct_met,
         **{f"{name}_met": fmean(met) for name, met in sorted(met_by_class.items())},
         "ttft_p50_s": float(np.percentile(waits_s, 50)),
+        "ttft_p95_s": float(np.percentile(waits_s, 95)),
         "ttft_p99_s": float(np.percentile(waits_s, 99)),
+        "ttft_ms_a_token_p50": 1e3 * float(np.median(np.divide(waits_s, prompts))),
+        "ttft_ms_a_token_p95": 1e3 * float(np.percentile(np.divide(waits_s, prompts), 95)),
+        "total_p50_s": float(np.median(totals_s)),
+        "total_p95_s": float(np.percentile(totals_s, 95)),
         "longest_wait_s": max(waits_s),
         "longest_wait_bounds": max(bounds),
     }

@@ -82,11 +82,7 @@ def daemon_share(daemon: psutil.Process, span_s: float) -> float:
 
 
 def main() -> int:
-    options_parser = parser(__doc__)
-    options_parser.add_argument("--jobs", type=int, default=1_000)
-    options_parser.add_argument("--engines", type=int, default=16)
-    options_parser.add_argument("--watch-s", type=float, default=30.0)
-    options = options_parser.parse_args()
+    options = parser(__doc__, jobs=1_000, engines=16, watch_s=30.0).parse_args()
     with tempfile.TemporaryDirectory() as name:
         records = list(measure(Path(name), options))
     return finish(options.json, records, bars(records))
@@ -96,9 +92,8 @@ def bars(records: Sequence[Record]) -> Iterator[Bar]:
     """Bounds of a view and of an open page."""
     for record in records:
         if record["what"] == "page":
-            yield Bar(
-                "share of a core for an open page", record["page_share"], MAX_SHARE, is_most=True
-            )
+            name = "share of a core for an open page"
+            yield Bar(name, record["page_share"], MAX_SHARE, is_most=True)
         else:
             yield Bar(f"{record['what']}: p95 s", record["p95_s"], MAX_VIEW_S, is_most=True)
 

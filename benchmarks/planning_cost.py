@@ -4,8 +4,8 @@
 
 `echo` drives a virtual engine. In every step the whole call is timed, and within it the call of
 vLLM's scheduler; their difference is the planning. Times do not repeat exactly; what is planned
-does. In `full-calls` 200 to 300 calls with promises wait under the order `on-time`, beside 512 rows
-that wait and 256 requests that run.
+does. Each load has a process of its own. In `full-calls` 200 to 300 calls with promises wait under
+the order `on-time`, beside 512 rows that wait and 256 requests that run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.queue_calls import (
     classed_calls,
     synthetic_steps,
 )
-from benchmarks.records import Bar, Record, Spent, finish, parser, shown
+from benchmarks.records import Bar, Record, Spent, finish, in_own_process, parser, shown
 from benchmarks.row_feeds import RowSource, callers, planned_order
 from benchmarks.scenarios import CHATS, Order, Scenario, a100_8b, draw_calls, draw_job
 from benchmarks.warm_up import observe
@@ -164,8 +164,8 @@ def main() -> int:
     options = parser(__doc__, steps=1_500).parse_args()
     records = shown(
         chain(
-            (measure(*load, options.steps) for load in loads()),
-            (measure_calls(options.steps) for _ in range(1)),
+            (in_own_process(measure, *load, options.steps) for load in loads()),
+            (in_own_process(measure_calls, options.steps) for _ in range(1)),
         )
     )
     bars = [

@@ -1,9 +1,11 @@
 """What `batchrun.map` takes beside `batchrun submit --wait` of the same rows, on the fake engine.
 
-    python -m benchmarks.python_cost --rows 10000 --rounds 3
+    python -m benchmarks.python_cost --rows 10000 --rounds 7
 
 Each round asks other rows of one running deployment, both ways in turn. Times are from the call to
-the answers: a frame of them, or the output file.
+the answers: a frame of them, or the output file. By the clock, and in CPU seconds of this process,
+the daemon, the gateway and the engine together, which other work on the machine moves little. The
+ratios are medians over the rounds; a small round before them is not counted.
 """
 
 from __future__ import annotations
@@ -13,83 +15,81 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import polars as pl
+import psutil
 
 import batchrun
-from batchrun.control.starting import start_in_background, stop_everything
-from batchrun.home import Home
-from benchmarks.deployment import free_port
-from benchmarks.records import Bar, finish, parser
+from benchmarks.deployment import Deployment
+from benchmarks.records import Bar, Record, finish, parser, shown
 
 MAX_RATIO = 1.1
 
-JOB_FILE = """\
-name: cost
-input: {path: rows.parquet, messages: [{role: user, content: "{{ text }}"}]}
-request: {max_tokens: 8}
-output: {path: out.parquet}
-"""
+MESSAGES = [{"role": "user", "content": "{{ text }}"}]
 
 
 def main() -> int:
-    options = parser(__doc__)
-    options.add_argument("--rows", type=int, default=10_000)
-    options.add_argument("--rounds", type=int, default=3)
-    given = options.parse_args()
+    given = parser(__doc__, rows=10_000, rounds=7).parse_args()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        home = Home(folder / "home")
-        config = _configure(folder)
-        try:
-            start_in_background(home, ["--config", str(config)], is_shown=False)
-            taken = [_round(folder, home, given.rows, number) for number in range(given.rounds)]
-        finally:
-            stop_everything(home)
-    map_s, submit_s = (statistics.median(times) for times in zip(*taken, strict=True))
-    ratio = map_s / submit_s
-    record = {"rows": given.rows, "map_s": map_s, "submit_s": submit_s, "ratio": ratio}
-    return finish(given.json, [record], [Bar("map over submit", ratio, MAX_RATIO, is_most=True)])
+        rounds = shown(measure(Deployment(Path(name)), given.rows, given.rounds))
+    keys = [key for key in rounds[0] if key not in {"kind", "round"}]
+    medians = {key: statistics.median(each[key] for each in rounds) for key in keys}
+    bars = [Bar(key, medians[key], MAX_RATIO, is_most=True) for key in ("ratio", "cpu_ratio")]
+    return finish(given.json, [*rounds, {"kind": "medians", **medians}], bars)
 
 
-def _configure(folder: Path) -> Path:
-    port = free_port()
-    command = [sys.executable, "-m", "batchrun.engine.fake", f"--port={port}", "--model=fake"]
-    document = {
-        "listen": f"127.0.0.1:{free_port()}",
-        "engines": [{"command": command, "port": port}],
-    }
-    path = folder / "batchrun.yaml"
-    path.write_text(json.dumps(document))
-    return path
-
-
-def _round(folder: Path, home: Home, num_rows: int, number: int) -> tuple[float, float]:
-    """Seconds of `map` and of a job file; which comes first changes from round to round."""
+def measure(deployment: Deployment, num_rows: int, num_rounds: int) -> Iterator[Record]:
+    """A record of each round; which way comes first changes from one to the next."""
+    command = [sys.executable, "-m", "batchrun.engine.fake", "--model=fake"]
+    port = deployment.engine_port
+    deployment.configure({"command": [*command, f"--port={port}"], "port": port})
+    ways: dict[str, Callable[[pl.DataFrame, Deployment], None]]
     ways = {"map": _by_map, "submit": _by_submit}
-    order = sorted(ways, reverse=bool(number % 2))
-    taken: dict[str, float] = {}
-    for way in order:
-        text = [f"{way} {number}: a question about thing {row}" for row in range(num_rows)]
-        table = pl.DataFrame({"text": text})
-        began_s = time.monotonic()
-        ways[way](table, folder, home)
-        taken[way] = time.monotonic() - began_s
-    return taken["map"], taken["submit"]
+    with deployment.running():
+        for way in ways:
+            ways[way](_table(f"{way} warms up", 100), deployment)
+        for number in range(num_rounds):
+            found = {}
+            for way in sorted(ways, reverse=bool(number % 2)):
+                table = _table(f"{way} {number}", num_rows)
+                before_s, began_s = _cpu_seconds(deployment), time.monotonic()
+                ways[way](table, deployment)
+                found[f"{way}_s"] = time.monotonic() - began_s
+                found[f"{way}_cpu_s"] = _cpu_seconds(deployment) - before_s
+            found["ratio"] = found["map_s"] / found["submit_s"]
+            found["cpu_ratio"] = found["map_cpu_s"] / found["submit_cpu_s"]
+            yield {"kind": "round", "round": number, "rows": num_rows, **found}
 
 
-def _by_map(table: pl.DataFrame, folder: Path, home: Home) -> None:
-    del folder
-    answered = batchrun.map(table, "{{ text }}", max_tokens=8, home=home.path, progress=False)
+def _table(name: str, num_rows: int) -> pl.DataFrame:
+    return pl.DataFrame({
+        "text": [f"{name}: a question about thing {row}" for row in range(num_rows)]
+    })
+
+
+def _cpu_seconds(deployment: Deployment) -> float:
+    """Of this process and all of the deployment so far."""
+    parts = [psutil.Process(deployment.pid_of(part)) for part in ("daemon", "gateway", "engine")]
+    processes = {psutil.Process(), *parts, *(child for each in parts for child in each.children())}
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
+def _by_map(table: pl.DataFrame, deployment: Deployment) -> None:
+    home = deployment.home.path
+    answered = batchrun.map(table, "{{ text }}", max_tokens=8, home=home, progress=False)
     assert answered["response"].null_count() == 0
 
 
-def _by_submit(table: pl.DataFrame, folder: Path, home: Home) -> None:
+def _by_submit(table: pl.DataFrame, deployment: Deployment) -> None:
+    folder, home = deployment.folder, deployment.home.path
     table.write_parquet(folder / "rows.parquet")
+    given = {"path": "rows.parquet", "messages": MESSAGES}
+    job_file = {"name": "cost", "input": given, "request": {"max_tokens": 8}}
     path = folder / "job.yaml"
-    path.write_text(JOB_FILE.replace("out.parquet", str(folder / "out.parquet")))
-    job = batchrun.submit(path, home=home.path, progress=False).wait(progress=False)
+    path.write_text(json.dumps({**job_file, "output": {"path": str(folder / "out.parquet")}}))
+    job = batchrun.submit(path, home=home, progress=False).wait(progress=False)
     assert job.results().select(pl.col("response").null_count()).collect().item() == 0
 
 

@@ -129,14 +129,19 @@ SECTIONS: dict[str, Section] = {
     ),
     "online_queue": Section(
         "Orders of waiting calls, means over seeds",
-        "scenario rate_per_s law order",
-        "goodput_per_s slo_met ttft_met tpot_met ttft_p50_s ttft_p99_s longest_wait_s "
-        "online_preemptions offline_tokens_per_s plan_ms",
+        "scenario rate_per_s order",
+        "goodput_per_s slo_met ttft_p50_s ttft_p99_s longest_wait_s offline_tokens_per_s",
     ),
     "page_cost": Section(
         "What the page costs, with a thousand jobs and sixteen engines",
         "what jobs engines",
         "p50_s p95_s daemon_share page_share",
+    ),
+    "page_memory": Section(
+        "Pages left open: growth from the minutes after half time to the last",
+        "view minutes",
+        "heap_mib heap_growth nodes nodes_growth listeners_growth",
+        {"kind": ("growth",)},
     ),
     "plan_trials": Section(
         "The planner's number on another draw of the traffic, shares of pairs",
@@ -145,7 +150,9 @@ SECTIONS: dict[str, Section] = {
         "ttft_kept tpot_kept ttft_kept_beside_jobs tpot_kept_beside_jobs planning_cpu_s",
     ),
     "planning_cost": Section(
-        "What a plan costs", "load", "running candidates step_ms planning_ms planning_cpu_ms"
+        "What a plan costs",
+        "load",
+        "running candidates step_ms planning_ms planning_cpu_ms",
     ),
     "pool": Section(
         "What it costs to know a job",
@@ -153,7 +160,10 @@ SECTIONS: dict[str, Section] = {
         "key_s sort_s nodes_s peak_bytes dispatched_per_s result_us",
     ),
     "python_cost": Section(
-        "Rows asked from Python beside a job file", "rows", "map_s submit_s ratio"
+        "Rows asked from Python beside a job file",
+        "rows",
+        "map_s submit_s ratio map_cpu_s submit_cpu_s cpu_ratio",
+        {"kind": ("medians",)},
     ),
     "routing": Section(
         "Routers on light engines, means over seeds",

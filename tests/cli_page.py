@@ -1,10 +1,11 @@
-"""The second half of docs/cli.md: what `--help` prints of every command.
+"""The second half of docs/cli.md: what `--help` prints of every command, but what all have alike.
 
 `python tests/cli_page.py` writes it again; a test compares.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
 MARKER = "<!-- From here on, tests/cli_page.py writes this page. -->"
 LINE_CHARS = 78
 """What an 80 column terminal leaves for the help text."""
+SAID_ONCE = re.compile(r"^  --(?:home|json|help)\b.*\n?(?: {6,}.*\n?)*", re.MULTILINE)
+"""Options that stand at the head of the page."""
 
 
 def commands() -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -34,12 +37,18 @@ def help_of(words: tuple[str, ...]) -> str:
     return done.output.rstrip()
 
 
+def page_of(words: tuple[str, ...]) -> str:
+    """What the page has of it: each command of a group has a part of its own there."""
+    alone, _, _ = help_of(words).partition("\nCommands:\n")
+    return SAID_ONCE.sub("", alone + "\n").rstrip().removesuffix("Options:").rstrip()
+
+
 def render() -> str:
     """The generated half of the page, from the marker on."""
     parts = [MARKER]
     for words, _ in commands():
         title = " ".join(("batchrun", *words))
-        parts.append(f"### {title}\n\n```text\n{help_of(words)}\n```")
+        parts.append(f"### {title}\n\n```text\n{page_of(words)}\n```")
     return "\n\n".join(parts) + "\n"
 
 

@@ -308,8 +308,7 @@ def record(
         float | None, typer.Option(help="How long to record. [default: until Ctrl-C]")
     ] = None,
     prefixes: Annotated[
-        bool,
-        typer.Option("--prefixes", help="At the gateway, with what prompts share, as hashes."),
+        bool, typer.Option("--prefixes", help="At the gateway, with what prompts share, as hashes.")
     ] = False,
     home: HomeOption,
     as_json: JsonOption = False,

@@ -47,13 +47,7 @@ from batchrun.jobs.pin import fetched_input
 from batchrun.jobs.prompts.template import RequestTemplate
 from batchrun.jobs.prompts.tokens import read_prompts
 from batchrun.jobs.spec import JobSpec
-from batchrun.jobs.study import (
-    PERCENTILES,
-    Distribution,
-    KvSize,
-    Values,
-    study_job,
-)
+from batchrun.jobs.study import PERCENTILES, Distribution, KvSize, Values, study_job
 from batchrun.jobs.submit import open_submitted
 from batchrun.store.database import Store, open_to_read
 from batchrun.types import ProgressSink

@@ -60,8 +60,7 @@ def submit(
     price: Annotated[
         str | None,
         typer.Option(
-            metavar="PRICE[xGPUS]",
-            help="With --dry-run: price of a GPU-hour, GPUs of an engine.",
+            metavar="PRICE[xGPUS]", help="With --dry-run: price of a GPU-hour, GPUs of an engine."
         ),
     ] = None,
     home: HomeOption,

@@ -15,6 +15,7 @@ import typer
 from batchrun import __version__
 from batchrun.cli.console import WholeGroup, note, out
 from batchrun.errors import BatchrunError, suggestion
+from batchrun.files import COMMAND, check_limits
 
 INTERRUPTED = 130
 
@@ -118,6 +119,7 @@ def _batchrun(
 def call() -> int:
     """Run the command that the arguments name; returns its exit code, failures included."""
     try:
+        check_limits(COMMAND)
         exit_code = app(prog_name="batchrun", standalone_mode=False)
     except BatchrunError as error:
         note(f"batchrun: {error}")
@@ -135,8 +137,9 @@ def _usage_line(error: typer.TyperException) -> str:
     """One line for a wrong call; the whole help when nothing at all was asked for."""
     message = error.format_message().replace("Value error, ", "").rstrip(".")
     context = getattr(error, "ctx", None)
-    if context is None or "\n" in message:
+    if context is None or message.startswith("Usage:"):
         return message
+    message = " ".join(message.split())
     return f"batchrun: {message[:1].lower()}{message[1:]}; see `{context.command_path} --help`"
 
 

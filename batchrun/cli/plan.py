@@ -12,15 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import RenderableType
 
-from batchrun.cli.console import (
-    JsonOption,
-    ProgressBar,
-    answer,
-    columns,
-    figure,
-    note,
-    vllm_needed,
-)
+from batchrun.cli.console import JsonOption, ProgressBar, answer, columns, figure, note, vllm_needed
 from batchrun.errors import InputError, known_name
 from batchrun.quantities import count, duration, parse_duration_s, share
 from batchrun.routing.routers import DEFAULT_ROUTER, ROUTERS
@@ -242,9 +234,7 @@ def simulate(
     router: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME",
-            callback=_known_router,
-            help=f"{ROUTER_HELP} [default: the scenario's]",
+            metavar="NAME", callback=_known_router, help=f"{ROUTER_HELP} [default: the scenario's]"
         ),
     ] = None,
     as_json: JsonOption = False,

@@ -202,7 +202,10 @@ def _picture(home: Home, job: str | None) -> dict[str, Any]:
 
 
 def _head_lines(picture: dict[str, Any]) -> Iterator[str]:
-    """Where callers go, and what holds up the daemon or the gateway."""
+    """Who leads, where callers go, and what holds up the daemon or the gateway."""
+    if (known := picture["leadership"]) is not None:
+        of = f" of {known['leader']}" if known["role"] == "standby" else ""
+        yield f"{known['role']}{of}, term {known['term']}"
     if picture["gateway"] is not None:
         switch = "on" if picture["offline"] else "off"
         yield f"online endpoint {picture['gateway']}/v1, offline work {switch}"
@@ -212,7 +215,7 @@ def _head_lines(picture: dict[str, Any]) -> Iterator[str]:
         yield f"stalled: {picture['stalled']}"
     if picture["progress"] is not None:
         yield from describe_parts(picture["progress"])
-        yield from _loop_lines(picture["progress"])
+        yield from describe_past(picture["progress"])
 
 
 def _render(picture: dict[str, Any], job: str | None, most_ended: int | None) -> RenderableType:
@@ -283,8 +286,8 @@ def describe_parts(progress: dict[str, Any]) -> list[str]:
     return parts
 
 
-def _loop_lines(progress: dict[str, Any]) -> Iterator[str]:
-    """How often the daemon's loop stood, if it did."""
+def describe_past(progress: dict[str, Any]) -> Iterator[str]:
+    """How often parts stood still or ended and were started anew, if they did."""
     if progress["num_loop_stalls"]:
         at = datetime.fromtimestamp(progress["last_loop_stall_at"]).strftime("%H:%M:%S")
         yield (
@@ -292,6 +295,17 @@ def _loop_lines(progress: dict[str, Any]) -> Iterator[str]:
             f"{progress['num_loop_stalls']}, for {progress['longest_loop_stall_s']:.0f} s at most, "
             f"the last time until {at}"
         )
+    for what, key, log in (
+        ("gateways that were started anew since the daemon's start", "gateway_restarts", "daemon"),
+        (
+            "workers of the gateway that were replaced since its start",
+            "replaced_workers",
+            "gateway",
+        ),
+    ):
+        num = progress[key]
+        if any(num.values()):
+            yield f"{what}: {num['stuck']} were stuck, {num['ended']} had ended; see {log}.log"
 
 
 def describe_progress(engine: dict[str, Any]) -> str:

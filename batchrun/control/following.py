@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -39,8 +40,12 @@ POLL_INTERVAL_S = 0.3
 STALL_PATIENCE_S = 5.0
 
 
+NOTEBOOK_WIDTH_CHARS = 100
+NOTEBOOK_INTERVAL_S = 0.1
+
+
 def _is_notebook() -> bool:
-    """Whether a Jupyter kernel runs this: its page shows what a terminal would, line by line."""
+    """Whether a Jupyter kernel runs this."""
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     return shell is not None and hasattr(shell, "kernel")
@@ -74,12 +79,18 @@ class SafeConsole(Console):
         yield from blanks
 
 
+def _for_notebook(console: Callable[..., Console], **more: Any) -> Console:
+    """Plain lines: neither the widgets nor the colours that a kernel asks rich for."""
+    width = NOTEBOOK_WIDTH_CHARS
+    return console(width=width, force_jupyter=False, force_terminal=False, **more)
+
+
 def _stderr() -> Console:
     console = partial(
         SafeConsole, stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False
     )
     if _is_notebook():
-        return console(force_jupyter=False, force_terminal=True, width=100)
+        return _for_notebook(console)
     return console(width=None if sys.stderr.isatty() else FILE_WIDTH_CHARS)
 
 
@@ -100,13 +111,46 @@ class _Rate(ProgressColumn):
         return Text(f"{task.speed:,.0f}/s" if task.speed >= 10 else f"{task.speed:.1f}/s")
 
 
+class _CellLine:
+    """A line of a notebook cell's output that is written anew, and empty at the end: pages of
+    notebooks do not obey what moves a terminal's cursor."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+        self._shown_s = float("-inf")
+
+    def show(self, renderable: RenderableType) -> None:
+        """Show this in the place of what stood there, unless that is new itself."""
+        if time.monotonic() - self._shown_s < NOTEBOOK_INTERVAL_S:
+            return
+        self._shown_s = time.monotonic()
+        paper = io.StringIO()
+        _for_notebook(Console, file=paper, color_system=None).print(renderable)
+        self._write(shown_safely(paper.getvalue().strip()))
+
+    def clear(self) -> None:
+        """Leave nothing of it."""
+        if self._handle is not None:
+            self._write("")
+
+    def _write(self, line: str) -> None:
+        bundle = {"text/plain": line}
+        if self._handle is None:
+            display = sys.modules["IPython"].display.display
+            self._handle = display(bundle, raw=True, display_id=True)
+        else:
+            self._handle.update(bundle, raw=True)
+
+
 class ProgressBar:
-    """A `ProgressSink` that draws on stderr once the work has taken `after_s`, and is gone when it
-    ends: how far, how fast, how long still. It draws nothing where nobody watches, nor without
-    `is_shown`."""
+    """A `ProgressSink` that draws on stderr, or under a notebook's cell, once the work has taken
+    `after_s`, and is gone when it ends: how far, how fast, how long still. It draws nothing where
+    nobody watches, nor without `is_shown`."""
 
     def __init__(self, after_s: float = 2.0, *, is_shown: bool = True) -> None:
         self._shown_from_s = time.monotonic() + after_s
+        self._cell = _CellLine() if _is_notebook() else None
+        is_seen = is_shown and (self._cell is not None or err.is_interactive)
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}", markup=False),
@@ -117,24 +161,30 @@ class ProgressBar:
             TimeRemainingColumn(compact=True),
             console=err,
             transient=True,
-            disable=not (is_shown and err.is_interactive),
+            disable=not is_seen,
         )
         self._task = self._progress.add_task("", total=None)
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         if self._progress.disable or time.monotonic() < self._shown_from_s:
             return
-        self._progress.start()
+        if self._cell is None:
+            self._progress.start()
         (task,) = self._progress.tasks
         if done < task.completed or (total or None) != task.total:
             self._progress.reset(self._task, total=total or None)
         self._progress.update(self._task, description=stage, completed=done, total=total or None)
+        if self._cell is not None:
+            self._cell.show(self._progress.get_renderable())
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        if self._cell is None:
+            self._progress.stop()
+        else:
+            self._cell.clear()
 
 
 def watch(

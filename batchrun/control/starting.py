@@ -17,7 +17,7 @@ from batchrun.control.client import DaemonClient
 from batchrun.control.following import ProgressBar
 from batchrun.engine import process
 from batchrun.errors import BatchrunError, DaemonUnavailableError, StateError
-from batchrun.files import StoreLock
+from batchrun.files import DAEMON, StoreLock, check_limits
 from batchrun.home import Home
 
 POLL_INTERVAL_S = 0.2
@@ -57,24 +57,40 @@ def flags_of(config: Path | None, model: str | None, listen: str | None) -> list
 def start_in_background(
     home: Home, flags: Sequence[str], *, is_shown: bool = True
 ) -> dict[str, Any]:
-    """Start a detached daemon and wait until an engine is ready; returns its status.
+    """Start a detached daemon and wait until an engine is ready, or it stands by; returns its
+    status.
 
-    Raises what made the daemon give up, as one line.
+    Raises what made the daemon give up, as one line; then nothing runs that did not run before.
     """
     if DaemonClient(home, timeout_s=ANSWER_WAIT_S).is_running():
         raise StateError(f"a daemon runs already for {home.path}; stop it with `batchrun down`")
     silence = describe_silence(home, ANSWER_WAIT_S)
     if silence is not None:
         raise StateError(f"{silence}; `batchrun down` ends it")
+    check_limits(DAEMON)
     home.create()
     log_path = home.log / "daemon.log"
     log_size = log_path.stat().st_size if log_path.exists() else 0
-    record = process.spawn(
-        [sys.executable, "-m", "batchrun", "up", "--home", str(home.path), *flags],
-        env=dict(os.environ),
-        log_path=log_path,
-        record_path=home.daemon_process,
-    )
+    before = _recorded(home)
+    try:
+        record = process.spawn(
+            [sys.executable, "-m", "batchrun", "up", "--home", str(home.path), *flags],
+            env=dict(os.environ),
+            log_path=log_path,
+            record_path=home.daemon_process,
+        )
+        return _wait_until_ready(home, record, log_size, is_shown=is_shown)
+    except (BatchrunError, OSError):
+        # Engines that answer calls since before stay.
+        for nonce, path in _recorded(home).items():
+            if nonce not in before:
+                process.stop_recorded(path, STOP_WAIT_S)
+        raise
+
+
+def _wait_until_ready(
+    home: Home, record: process.ProcessRecord, log_size: int, *, is_shown: bool
+) -> dict[str, Any]:
     started_s, usual = time.monotonic(), _usual_start(home)
     stages = "starting"
     with ProgressBar(after_s=0, is_shown=is_shown) as progress:
@@ -83,12 +99,27 @@ def start_in_background(
             with suppress(DaemonUnavailableError):
                 picture = DaemonClient(home).get("/status")
                 engines = picture["engines"]
+                if stands_by(picture):
+                    return picture
                 if any(engine["state"] == "ready" for engine in engines):
                     _remember_start(home, time.monotonic() - started_s)
                     return picture
                 stages = "; ".join(f"engine {each['name']}: {each['stage']}" for each in engines)
             time.sleep(POLL_INTERVAL_S)
-    raise BatchrunError(last_words(log_path, log_size))
+    raise BatchrunError(last_words(home.log / "daemon.log", log_size))
+
+
+def _recorded(home: Home) -> dict[str, Path]:
+    """Where the daemon, the gateway and the engines of a home are recorded, by their nonces."""
+    paths = (home.daemon_process, home.gateway_process, *sorted(home.run.glob("engine-*.json")))
+    records = [(process.read_record(path), path) for path in paths]
+    return {record.nonce: path for record, path in records if record is not None}
+
+
+def stands_by(picture: dict[str, Any]) -> bool:
+    """Whether another daemon leads."""
+    known = picture["leadership"]
+    return known is not None and known["role"] == "standby"
 
 
 def _usual_start(home: Home) -> str:

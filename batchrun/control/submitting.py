@@ -136,22 +136,12 @@ def view_jobs(home: Home) -> dict[str, Any]:
         silence = describe_silence(home)
     views: list[dict[str, object]] = []
     if home.has_store:
-        from batchrun.daemon.prices import read_spent
-        from batchrun.daemon.view import view_job
-        from batchrun.jobs.on_done import read_tellings
-        from batchrun.store import results
+        from batchrun.daemon.view import view_stored
 
         # A daemon that was stopped may keep the store from everybody who could write there.
         opened = open_store if silence is None else open_to_read
         with closing(opened(home.store_location)) as store:
-            tellings, spent_s = read_tellings(store), read_spent(store)
-            for record in jobs.list_jobs(store):
-                more = {
-                    "num_cut": results.count_cut(store, record.seq),
-                    "on_done": tellings.get(record.id),
-                    "engine_s": spent_s.get(record.id, 0.0),
-                    "cost": None,
-                }
-                views.append(view_job(record, results.count(store, record.seq)) | more)
-    nothing: dict[str, Any] = {"gateway": None, "offline": None, "stalled": silence}
-    return nothing | {"progress": None, "engines": [], "felt": [], "jobs": views}
+            views = view_stored(store)
+    nothing: dict[str, Any] = {"gateway": None, "leadership": None, "offline": None}
+    nothing |= {"stalled": silence, "progress": None, "engines": [], "felt": []}
+    return nothing | {"jobs": views}

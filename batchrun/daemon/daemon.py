@@ -34,6 +34,7 @@ from batchrun.daemon.writer import (
     until_reached,
     until_stored,
 )
+from batchrun.engine.agent.messages import Leadership
 from batchrun.errors import BatchrunError, StateError, StoreError
 from batchrun.jobs.objects import in_thread
 from batchrun.jobs.results.file_bytes import FileBytes
@@ -66,7 +67,8 @@ class Daemon:
     OpenAI's API lie; None: there are no batches. `images` fetches what rows name. `python` is
     an interpreter with vLLM, `key_limits` what user keys may that have no limit of their own; in
     `kept_in` lie rows that batchrun kept itself. `timeouts` bound rows, and jobs without a
-    deadline. Commands raise UnknownJobError, StateError or StoreError.
+    deadline. `name` is what others call this daemon. Commands raise UnknownJobError, StateError or
+    StoreError.
     """
 
     store: Store
@@ -80,6 +82,7 @@ class Daemon:
     key_limits: KeyLimits = NO_LIMITS
     kept_in: Sequence[Path] = ()
     timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
+    name: str = ""
     active: dict[int, ActiveJob] = field(default_factory=dict)
     stages: dict[str, Stage] = field(default_factory=dict)
     writer: ResultWriter = field(init=False)
@@ -111,7 +114,10 @@ class Daemon:
         self.end = JobEnd(
             self.store, self.writer, self.links, self.stages, self._pause_for, self.files
         )
-        epoch = jobs.begin_epoch(self.store, pid=os.getpid(), now_s=time.time())
+        epoch = jobs.begin_epoch(self.store, pid=os.getpid(), now_s=time.time(), name=self.name)
+        for slot in self.slots:
+            if slot.agent is not None and not self.store.is_sqlite:
+                slot.agent.leadership = Leadership(self.store.name, epoch)
         self.dispatcher = Dispatcher(
             self.store, self.writer, self.slots, epoch, self._pause_soon, self.images
         )

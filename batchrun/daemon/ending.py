@@ -120,8 +120,7 @@ NEVER_RAN_IN_BATCH = {
         "batch_cancelled", "This request could not be executed before the batch was cancelled."
     ),
     JobState.EXPIRED: RowError(
-        "batch_expired",
-        "This request could not be executed before the completion window expired.",
+        "batch_expired", "This request could not be executed before the completion window expired."
     ),
 }
 

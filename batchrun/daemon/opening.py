@@ -24,22 +24,10 @@ import numpy.typing as npt
 import xxhash
 
 from batchrun.daemon.engine_link import Slot
-from batchrun.daemon.faults import (
-    IDENTICAL_ERRORS_LIMIT,
-    SOLO,
-    CircuitBreaker,
-    Doubts,
-    Trials,
-)
+from batchrun.daemon.faults import IDENTICAL_ERRORS_LIMIT, SOLO, CircuitBreaker, Doubts, Trials
 from batchrun.daemon.job import ActiveJob, estimate_costs, work_of_plan
 from batchrun.daemon.writer import until_reached, until_stored
-from batchrun.errors import (
-    EngineError,
-    QuotaError,
-    StateError,
-    StorageUnreachableError,
-    StoreError,
-)
+from batchrun.errors import EngineError, QuotaError, StateError, StorageUnreachableError, StoreError
 from batchrun.jobs.batch import check_input, validate_input
 from batchrun.jobs.expected_answers import open_answers
 from batchrun.jobs.inputs.input_data import InputData

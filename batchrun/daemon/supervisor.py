@@ -12,12 +12,14 @@ import os
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
 from batchrun.config import TINY_MODELS, Deployment, EngineConfig, SloConfig, TimeoutsConfig
-from batchrun.daemon.dispatcher import OFFLINE_PRIORITY
+from batchrun.daemon.dispatcher import MODELS_S, OFFLINE_PRIORITY
 from batchrun.daemon.engine_link import Engine, EngineLink, Slot, window_of
 from batchrun.daemon.plugin import (
     attached_key,
@@ -53,6 +55,8 @@ log = logging.getLogger(__name__)
 GATEWAY_CHECK_S = 0.5
 GATEWAY_START_S = 15.0
 GATEWAY_ANSWER_S = 2.0
+GATEWAY_PATIENCE_S = 60.0
+"""One that was started anew answers nothing until it is there, on a busy machine for long."""
 MAX_MISSED = 3
 """A gateway that is asked so often and answers nothing is stuck. Of several workers each is watched
 by the gateway itself."""
@@ -85,6 +89,8 @@ class Supervisor:
         self._slo_classes = {name: bounds.model_dump() for name, bounds in classes.items()}
         self._slo = deployment.slo.model_dump() if isinstance(deployment.slo, SloConfig) else None
         self.gateway_url = f"http://{deployment.listen}"
+        self.gateway_restarts = Counter({"stuck": 0, "ended": 0})
+        """Since the daemon's start, by why."""
 
     def _make_slot(self, index: int, nonce: str | None) -> Slot:
         """`nonce`: the secret of an engine that runs batchrun's scheduler."""
@@ -120,9 +126,7 @@ class Supervisor:
         for slot in self.slots:
             if slot.agent is not None:
                 slot.agent.connect()
-        self._write_upstreams()
-        await asyncio.to_thread(self._ensure_gateway, is_first=True)
-        await self._wait_for_gateway()
+        await self._start_gateway()
         if any(config.is_vllm for config in self._deployment.engines):
             await asyncio.to_thread(build_model, self._deployment, self._home)
         starts = [slot.engine.start() for slot in self.slots]
@@ -134,6 +138,23 @@ class Supervisor:
             log.error("%s", error)
         if len(errors) == len(self.slots):
             raise errors[0]
+
+    async def stand_by(self) -> None:
+        """Keep the gateway up, and look at the engines that others start, until cancelled: another
+        daemon leads. Raises EngineError when the gateway cannot start."""
+        await self._start_gateway()
+        async with asyncio.TaskGroup() as group:
+            for slot in self.slots:
+                look = slot.engine.watch if slot.agent is None else slot.agent.watch_from_afar
+                if not isinstance(slot.engine, ManagedEngine):
+                    group.create_task(_watch_on(slot.engine.name, look))
+                    group.create_task(_ask_for_models(slot))
+            group.create_task(_watch_on("the gateway", self._watch_gateway))
+
+    async def _start_gateway(self) -> None:
+        self._write_upstreams()
+        await asyncio.to_thread(self._ensure_gateway, is_first=True)
+        await self._wait_for_gateway()
 
     async def watch(self) -> None:
         """Keep the engines and the gateway up, until cancelled."""
@@ -148,14 +169,23 @@ class Supervisor:
             await slot.engine.client.close()
 
     async def _watch_gateway(self) -> None:
-        num_missed = 0
+        num_missed, restarts = 0, self.gateway_restarts
+        starts_until_s = 0.0
         while True:
-            await asyncio.to_thread(self._ensure_gateway)
-            num_missed = 0 if await self._does_gateway_answer() else num_missed + 1
+            if await asyncio.to_thread(self._ensure_gateway):
+                restarts["ended"] += 1
+                log.error("the gateway had ended; it is started again")
+                starts_until_s = time.monotonic() + GATEWAY_PATIENCE_S
+            if await self._does_gateway_answer():
+                num_missed, starts_until_s = 0, 0.0
+            elif time.monotonic() >= starts_until_s:
+                num_missed += 1
             if num_missed >= MAX_MISSED:
+                restarts["stuck"] += 1
                 log.error("the gateway gives no answer; it is ended and started again")
                 await asyncio.to_thread(process.stop_recorded, self._home.gateway_process, 1.0)
-                num_missed = 0
+                await asyncio.to_thread(self._ensure_gateway)
+                num_missed, starts_until_s = 0, time.monotonic() + GATEWAY_PATIENCE_S
                 continue
             for slot in self.slots:
                 if slot.agent is not None:
@@ -183,19 +213,22 @@ class Supervisor:
             if writer is not None:
                 writer.close()
 
-    def _ensure_gateway(self, *, is_first: bool = False) -> None:
-        """Start the gateway unless it runs; the first time, its port must be free."""
+    def _ensure_gateway(self, *, is_first: bool = False) -> bool:
+        """Start the gateway unless it runs, and tell whether it had to be; the first time, its port
+        must be free."""
         argv = self._gateway_argv()
-        if process.adopt(self._home.gateway_process, argv) is None:
-            process.stop_recorded(self._home.gateway_process)
-            if is_first:
-                check_gateway_port(self._deployment.listen)
-            process.spawn(
-                argv,
-                env=dict(os.environ),
-                log_path=self._home.log / "gateway.log",
-                record_path=self._home.gateway_process,
-            )
+        if process.adopt(self._home.gateway_process, argv) is not None:
+            return False
+        process.stop_recorded(self._home.gateway_process)
+        if is_first:
+            check_gateway_port(self._deployment.listen)
+        process.spawn(
+            argv,
+            env=dict(os.environ),
+            log_path=self._home.log / "gateway.log",
+            record_path=self._home.gateway_process,
+        )
+        return True
 
     async def _wait_for_gateway(self) -> None:
         host, port = split_listen(self._deployment.listen)
@@ -300,6 +333,14 @@ def _traits_of(slot: Slot, prices: Prices | None) -> dict[str, object]:
 def _prices(deployment: Deployment, config: EngineConfig, home: Home) -> Prices | None:
     path = existing_profile(deployment, config, home)
     return None if path is None else prices_of(read_profile(path).models[0])
+
+
+async def _ask_for_models(slot: Slot) -> None:
+    """Know which models the engine serves, for ever."""
+    while True:
+        with suppress(EngineError):
+            slot.models = await slot.engine.client.models()
+        await asyncio.sleep(MODELS_S)
 
 
 async def _watch_on(what: str, watch: Callable[[], Awaitable[None]]) -> None:

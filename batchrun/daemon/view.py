@@ -9,8 +9,12 @@ import msgspec
 
 from batchrun.daemon.engine_link import EngineLink
 from batchrun.daemon.job import ActiveJob
+from batchrun.daemon.prices import read_spent
+from batchrun.jobs.on_done import read_tellings
 from batchrun.pool.deadlines import Outlook
 from batchrun.pool.pace import Completion
+from batchrun.store import jobs, results
+from batchrun.store.database import Store
 from batchrun.store.jobs import Counts, JobRecord
 from batchrun.wire import ClassTelemetry, CostTelemetry, LatencyTelemetry, Telemetry
 
@@ -69,6 +73,21 @@ def view_job(
         "eta_low_s": completion.low_s if completion else None,
         "eta_high_s": completion.high_s if completion else None,
     }
+
+
+def view_stored(store: Store) -> list[dict[str, object]]:
+    """All jobs as the store alone has them, oldest first. Raises StoreError."""
+    tellings, spent_s = read_tellings(store), read_spent(store)
+    return [
+        view_job(record, results.count(store, record.seq))
+        | {
+            "num_cut": results.count_cut(store, record.seq),
+            "on_done": tellings.get(record.id),
+            "engine_s": spent_s.get(record.id, 0.0),
+            "cost": None,
+        }
+        for record in jobs.list_jobs(store)
+    ]
 
 
 def expected_left_s(

@@ -419,11 +419,7 @@ class EngineClient:
             raise EngineError(self._explain(error)) from error
 
     async def _post(
-        self,
-        request: Request,
-        data: bytes,
-        start_s: float,
-        on_long: Callable[[], Awaitable[None]],
+        self, request: Request, data: bytes, start_s: float, on_long: Callable[[], Awaitable[None]]
     ) -> Reply:
         async with self._open().post(
             self.base_url + request.endpoint,

@@ -103,11 +103,7 @@ def refit(
 
 
 def fit_piecewise(
-    design_at: DesignAt,
-    start: FloatArray,
-    observed_s: FloatArray,
-    weights: FloatArray,
-    rounds: int,
+    design_at: DesignAt, start: FloatArray, observed_s: FloatArray, weights: FloatArray, rounds: int
 ) -> tuple[FloatArray, float]:
     """Fit a law that is linear in its coefficients once they have chosen each step's branch.
 

@@ -71,11 +71,7 @@ def first_guess(spec: JobSpec) -> int:
 
 
 def open_answers(
-    spec: JobSpec,
-    data: InputData,
-    bytes_per_token: float,
-    stored: Stored,
-    done_in_order: IntArray,
+    spec: JobSpec, data: InputData, bytes_per_token: float, stored: Stored, done_in_order: IntArray
 ) -> AnswerLengths:
     """What the daemon starts from. `done_in_order` are the rows with a result, as they were sent:
     the latest of them count. Raises DataError when the input cannot be read."""

@@ -60,10 +60,7 @@ class CountedTree:
 
 
 def count_tree(
-    tree: PromptTree,
-    read_texts: ReadTexts,
-    count: TokenCounter | None,
-    rng: np.random.Generator,
+    tree: PromptTree, read_texts: ReadTexts, count: TokenCounter | None, rng: np.random.Generator
 ) -> CountedTree:
     """Tokens of every node and leaf. What no sampled row has gets the bytes per token of what is
     as deep in the tree. Without `count`, `DEFAULT_BYTES_PER_TOKEN` holds for all."""

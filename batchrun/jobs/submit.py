@@ -103,15 +103,22 @@ def _checked(
     being written to."""
     template = RequestTemplate(spec, data.columns, model=spec.model)
     check_columns(spec, data)
-    if not template.columns_used:
-        key = f"input.{CONTENT_KEYS[spec.endpoint]}"
-        raise JobSpecError(
-            f"{spec.where(key)}: uses no column, so every row would be the same request; its "
-            f"columns are {', '.join(data.columns[:40])}: write {{{{ {data.columns[0]} }}}}"
-        )
+    check_uses_columns(spec, template, data.columns)
     _check_first_rows(data, template)
     check_ids(data, progress=progress)
     return template, data.pin(progress)
+
+
+def check_uses_columns(spec: JobSpec, template: RequestTemplate, columns: Sequence[str]) -> None:
+    """Raises JobSpecError when every row would be the same request."""
+    if template.columns_used:
+        return
+    place = spec.where(f"input.{CONTENT_KEYS[spec.endpoint]}")
+    known = f"its columns are {', '.join(columns[:40])}: write {{{{ {columns[0]} }}}}"
+    raise JobSpecError(
+        f"{place}: uses no column, so every row would be the same request; "
+        f"{known if columns else 'the input has none'}"
+    )
 
 
 def _check_first_rows(data: InputData, template: RequestTemplate) -> None:

@@ -23,12 +23,7 @@ IMAGE_LIMIT_BYTES = 32 << 20
 MAX_PIXELS = 64_000_000
 """A small file can unpack to any size; 64 million pixels take 192 MB in an engine."""
 FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF")
-MEDIA_KEYS = {
-    "image_url": "image",
-    "audio_url": "audio",
-    "video_url": "video",
-    "file_url": "file",
-}
+MEDIA_KEYS = {"image_url": "image", "audio_url": "audio", "video_url": "video", "file_url": "file"}
 """The keys by which a part of a message names what is not text, and what that is."""
 _KEYS, _NESTED = frozenset(MEDIA_KEYS), frozenset({dict, list})
 _PLACES = ("messages", "input")

@@ -210,10 +210,7 @@ class JobShares:
         self.end_turn(job_id)
 
     def holder(
-        self,
-        ready: AbstractSet[str],
-        eligible: AbstractSet[str] | None = None,
-        engine: int = 0,
+        self, ready: AbstractSet[str], eligible: AbstractSet[str] | None = None, engine: int = 0
     ) -> str | None:
         """The eligible job in the middle of its turn, or None where a turn has to begin. All ready
         jobs are eligible unless it is said."""

@@ -110,11 +110,7 @@ class GroupParts:
     """
 
     def __init__(
-        self,
-        pending: bytearray,
-        group_of: IntArray,
-        work_s: FloatArray,
-        found_s: FloatArray,
+        self, pending: bytearray, group_of: IntArray, work_s: FloatArray, found_s: FloatArray
     ) -> None:
         """Of each position: its group, the work of its row, and what it would take to compute the
         prefix that the row is to find."""

@@ -11,13 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from batchrun.pool.prefix_groups import (
-    KEY_DEPTH,
-    NOBODY,
-    EngineWork,
-    GroupParts,
-    key_nodes,
-)
+from batchrun.pool.prefix_groups import KEY_DEPTH, NOBODY, EngineWork, GroupParts, key_nodes
 from batchrun.pool.prefix_keys import IntArray
 from batchrun.pool.radix_tree import NO_NODE, FloatArray, RadixTree
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import polars as pl
 from pydantic import BaseModel, JsonValue, ValidationError
 
@@ -23,6 +24,7 @@ from batchrun.errors import InputError, JobSpecError, RowsFailedError
 from batchrun.home import Home
 from batchrun.jobs.prompts.template import RequestTemplate
 from batchrun.jobs.spec import JobSpec
+from batchrun.jobs.submit import check_uses_columns
 from batchrun.python.frames import NAME_CHARS, Frame, kept_rows
 from batchrun.python.schemas import parsed, response_format
 from batchrun.store.jobs import NewJob
@@ -32,6 +34,8 @@ Template = str | Sequence[Mapping[str, Any]]
 """The user's message of every row, or all messages; Jinja2 over the row's columns."""
 
 ANSWER_COLUMNS = ("response", "finish_reason", "error")
+OUTPUT = dict.fromkeys(ANSWER_COLUMNS, pl.String)
+"""The columns of an output file that answers are made of."""
 
 
 def home_of(home: Path | str | None) -> Home:
@@ -48,12 +52,23 @@ class Question:
     schema: type[BaseModel] | None = None
     request: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def answer_columns(self) -> tuple[str, ...]:
-        """The columns that answers come in."""
-        if self.schema is None:
-            return ANSWER_COLUMNS
-        return (*self.schema.model_fields, *ANSWER_COLUMNS[1:])
+    def check(self, columns: Sequence[str]) -> None:
+        """Raises InputError for a schema that is none, and where an answer's column would stand in
+        the way of a frame's."""
+        given = self.schema
+        fields: Sequence[str] = ANSWER_COLUMNS[:1]
+        if given is not None:
+            if not (isinstance(given, type) and issubclass(given, BaseModel)):
+                raise InputError(f"schema must be a pydantic model, a class, not {given!r:.80}")
+            fields = list(given.model_fields)
+        for name in fields:
+            if name in ANSWER_COLUMNS[1:]:
+                raise InputError(f"a field of the schema cannot be named {name!r}; rename it")
+        for name in (*fields, *ANSWER_COLUMNS[1:]):
+            if name in columns:
+                raise InputError(
+                    f"the frame has a column {name!r} already, as the answers do; rename it"
+                )
 
     def spec(self, rows: Path, folder: Path) -> JobSpec:
         """The job that asks it of the rows in a file; equal questions are equal jobs."""
@@ -69,7 +84,8 @@ class Question:
             "input": {"path": [str(rows)], "format": "parquet", "messages": messages},
             "request": request,
         }
-        text = json.dumps(values, sort_keys=True, default=_refuse)
+        text = json.dumps(values, sort_keys=True, default=_plain)
+        values = json.loads(text)
         digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:NAME_CHARS]
         output = {"path": str(folder / f"{digest}.answers.parquet")}
         try:
@@ -79,8 +95,26 @@ class Question:
             place = ".".join(str(part) for part in first["loc"])
             raise JobSpecError(f"{place}: {first['msg']}") from None
 
+    def columns_of(self, output: pl.DataFrame, errors: str) -> pl.DataFrame:
+        """What is added to the frame, from the columns of an output file."""
+        faults = [error_line(text) for text in output["error"]]
+        table = output.select("response")
+        if self.schema is not None:
+            table, misfits = parsed(self.schema, output["response"].to_list())
+            pairs = zip(faults, misfits, strict=True)
+            faults = [fault or misfit for fault, misfit in pairs]
+        if errors == "raise":
+            _raise_first(faults)
+        return table.with_columns(
+            output["finish_reason"], pl.Series("error", faults, dtype=pl.String)
+        )
 
-def _refuse(value: object) -> JsonValue:
+
+def _plain(value: object) -> JsonValue:
+    """A scalar of numpy as Python's; nothing else that JSON does not know."""
+    if isinstance(value, np.generic):
+        plain: JsonValue = value.item()
+        return plain
     raise InputError(f"a request cannot hold a {type(value).__name__}: {value!r:.80}")
 
 
@@ -132,37 +166,29 @@ class Asked:
 
     def answers(self, job_id: str, errors: str) -> pl.DataFrame:
         """The answers in the order of the rows. Raises RowsFailedError where errors are raised."""
-        return self.columns_of(_read_output(job_id, self.home), errors)
+        return self.question.columns_of(_read_output(job_id, self.home), errors)
 
-    def columns_of(self, output: pl.DataFrame, errors: str) -> pl.DataFrame:
-        """What is added to the frame, from the columns of an output file."""
-        faults = [error_line(text) for text in output["error"]]
-        table = output.select("response")
-        if self.question.schema is not None:
-            table, misfits = parsed(self.question.schema, output["response"].to_list())
-            pairs = zip(faults, misfits, strict=True)
-            faults = [fault or misfit for fault, misfit in pairs]
-        if errors == "raise":
-            _raise_first(faults)
-        return table.with_columns(
-            output["finish_reason"], pl.Series("error", faults, dtype=pl.String)
-        )
+
+def columns_used(question: Question, frame: Frame, home: Home) -> Sequence[str]:
+    """The frame's columns that the question reads. Raises InputError and JobSpecError where it
+    cannot be asked of this frame."""
+    question.check(frame.columns)
+    draft = question.spec(Path("rows.parquet"), home.frames)
+    template = RequestTemplate(draft, frame.columns, model=draft.model)
+    check_uses_columns(draft, template, frame.columns)
+    for name in template.columns_used:
+        if frame.columns.count(name) > 1:
+            raise InputError(f"the frame has more than one column {name!r}; rename the others")
+    return template.columns_used
 
 
 def ask(question: Question, frame: Frame, home: Home, *, progress: bool) -> Asked:
     """Keep the rows that the template reads, and check the job over them.
 
-    Raises InputError where an answer's column would stand in the frame's way, JobSpecError and
-    DataError.
+    Raises InputError, JobSpecError and DataError.
     """
-    for name in question.answer_columns:
-        if name in frame.columns:
-            raise InputError(
-                f"the frame has a column {name!r} already, as the answers do; rename it"
-            )
+    used = columns_used(question, frame, home)
     home.create()
-    draft = question.spec(Path("rows.parquet"), home.frames)
-    used = RequestTemplate(draft, frame.columns, model=draft.model).columns_used
     spec = question.spec(kept_rows(frame.select(used), home.frames), home.frames)
     return Asked(question, frame, prepare_spec(spec, home, is_shown=progress), home)
 

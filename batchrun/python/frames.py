@@ -29,6 +29,7 @@ class Frame:
     `joined(table)` is the caller's own kind of frame, with the columns of `table` on its right.
     """
 
+    num_rows: int
     columns: tuple[str, ...]
     select: Callable[[Sequence[str]], pl.DataFrame]
     joined: Callable[[pl.DataFrame], Any]
@@ -39,7 +40,7 @@ def frame_of(given: Any) -> Frame:
     kind = type(given)
     package, name = kind.__module__.split(".")[0], kind.__name__
     if isinstance(given, pl.LazyFrame):
-        return _polars(given.collect(), lambda table: table.lazy())
+        return _polars(_collected(given), lambda table: table.lazy())
     if isinstance(given, pl.DataFrame):
         return _polars(given, lambda table: table)
     if (package, name) == ("pyarrow", "Table"):
@@ -50,6 +51,14 @@ def frame_of(given: Any) -> Frame:
         f"a {kind.__name__} is no table: give a polars, pandas or Arrow one; for rows in plain "
         "Python there is batchrun.stream"
     )
+
+
+def _collected(frame: pl.LazyFrame) -> pl.DataFrame:
+    try:
+        return frame.collect()
+    except (pl.exceptions.PolarsError, OSError) as failure:
+        reason = " ".join(str(failure).split())[:300]
+        raise DataError(f"the LazyFrame cannot be collected: {reason}") from failure
 
 
 def frame_of_rows(rows: Sequence[Mapping[str, object]]) -> Frame:
@@ -64,6 +73,7 @@ def frame_of_rows(rows: Sequence[Mapping[str, object]]) -> Frame:
 
 def _polars(table: pl.DataFrame, shape: Callable[[pl.DataFrame], Any]) -> Frame:
     return Frame(
+        table.height,
         tuple(table.columns),
         lambda names: table.select(names),
         lambda added: shape(table.hstack(added)),
@@ -82,7 +92,7 @@ def _arrow(table: Any) -> Frame:
             whole = whole.append_column(name, column)
         return whole
 
-    return Frame(tuple(table.column_names), select, joined)
+    return Frame(table.num_rows, tuple(table.column_names), select, joined)
 
 
 def _pandas(frame: Any) -> Frame:
@@ -96,7 +106,7 @@ def _pandas(frame: Any) -> Frame:
         columns = {name: _to_pandas(added[name], frame.index) for name in added.columns}
         return frame.assign(**columns)
 
-    return Frame(tuple(names), select, joined)
+    return Frame(len(frame), tuple(map(str, frame.columns)), select, joined)
 
 
 def _of_pandas(name: str, series: Any) -> pl.Series:

@@ -11,13 +11,7 @@ import polars as pl
 
 from batchrun.control.client import DaemonClient
 from batchrun.control.following import check_end, watch
-from batchrun.control.submitting import (
-    find_same,
-    hand_over,
-    prepare,
-    stored_job,
-    view_jobs,
-)
+from batchrun.control.submitting import find_same, hand_over, prepare, stored_job, view_jobs
 from batchrun.errors import DaemonUnavailableError, StateError, UnknownJobError
 from batchrun.files import is_url
 from batchrun.home import Home

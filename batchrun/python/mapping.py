@@ -18,11 +18,13 @@ from batchrun.errors import InputError, known_name
 from batchrun.jobs.results.output_file import error_text, response_text
 from batchrun.jobs.spec import JobSpec
 from batchrun.python.asking import (
+    OUTPUT,
     Asked,
     Question,
     Template,
     ask,
     check_whole,
+    columns_used,
     deployment,
     home_of,
     run,
@@ -63,8 +65,13 @@ def map(
     """
     _check_errors(errors)
     given, place = frame_of(frame), home_of(home)
-    asked = ask(Question(template, model, schema, request), given, place, progress=progress)
-    answers = asked.answers(run(asked, progress=progress), errors)
+    question = Question(template, model, schema, request)
+    if given.num_rows:
+        asked = ask(question, given, place, progress=progress)
+        answers = asked.answers(run(asked, progress=progress), errors)
+    else:
+        columns_used(question, given, place)
+        answers = question.columns_of(pl.DataFrame(schema=OUTPUT), errors)
     joined: F = given.joined(answers)
     return joined
 
@@ -138,11 +145,9 @@ def _new_answers(
         new = np.setdiff1d(done, seen, assume_unique=True).tolist()
         endpoint = JobSpec.model_validate_json(record.spec).endpoint
         found = list(_as_output(results.read_rows(store, record.seq, new), endpoint))
-    table = asked.columns_of(pl.DataFrame(found, schema=_OUTPUT, orient="row"), errors)
+    output = pl.DataFrame(found, schema=OUTPUT, orient="row")
+    table = asked.question.columns_of(output, errors)
     return done, list(zip(new, table.iter_rows(named=True), strict=True))
-
-
-_OUTPUT = {"response": pl.String, "finish_reason": pl.String, "error": pl.String}
 
 
 def _as_output(

@@ -177,12 +177,7 @@ def soon_free_blocks(draft: Draft) -> int:
 
 
 def fits(
-    draft: Draft,
-    request: RequestView,
-    hit: PrefixHit,
-    *,
-    keeps_reserve: bool,
-    soon_free: int = 0,
+    draft: Draft, request: RequestView, hit: PrefixHit, *, keeps_reserve: bool, soon_free: int = 0
 ) -> bool:
     """Whether an offline request has room beside what is wanted before it, and reserved: the
     threshold of Echo, 4.2."""

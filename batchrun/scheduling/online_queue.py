@@ -68,9 +68,7 @@ class ArrivalOrder:
         """What the bounds of all calls of the last minute leave, their KV, and `online_cost`."""
         bounds_s = self._ttft_bounds_of_late(view)
         limits = step_limits(
-            view,
-            was_online_lately=bool(bounds_s),
-            least_ttft_s=min(bounds_s, default=math.inf),
+            view, was_online_lately=bool(bounds_s), least_ttft_s=min(bounds_s, default=math.inf)
         )
         is_idle = not view.online_running and not view.online_waiting
         most_s = self._practice.most_s(view) if is_idle else self._kv_plan.most_s(view)

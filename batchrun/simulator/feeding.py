@@ -120,11 +120,7 @@ class RowFeed:
     """
 
     def __init__(
-        self,
-        jobs: Sequence[OfflineJob],
-        num_engines: int,
-        seed: int,
-        block_tokens: int,
+        self, jobs: Sequence[OfflineJob], num_engines: int, seed: int, block_tokens: int
     ) -> None:
         by_time = sorted(jobs, key=lambda job: job.submit_s)
         self.jobs = [ActiveRows(job, i, key_of(seed, i)) for i, job in enumerate(by_time)]

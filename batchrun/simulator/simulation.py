@@ -149,11 +149,7 @@ class Simulation:
         block_tokens = plan.engine.shape.block_tokens
         self.feed = feed or RowFeed(plan.jobs, len(traits), plan.seed, block_tokens)
         self.router = OnlineRouter(
-            plan.calls,
-            traits,
-            plan.seed,
-            plan.engine.shape.max_model_len,
-            plan.router,
+            plan.calls, traits, plan.seed, plan.engine.shape.max_model_len, plan.router
         )
         self.engines = Engines(plan.engine_plans, self.router, self.feed)
         self.watch = Watch(

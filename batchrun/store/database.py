@@ -26,12 +26,15 @@ class Store:
     """A handle on the store. Its methods of reading and writing live in `jobs` and `results`.
 
     Thread-safe: each transaction takes a pooled connection of its own. SQLAlchemy objects never
-    leave `store/`. `name` is what messages call the store: a path, or host and database.
+    leave `store/`. `name` is what messages call the store: a path, or host and database. `term` is
+    that in which its daemon leads, None for whoever is no daemon: on PostgreSQL no transaction of
+    an earlier term can write.
     """
 
     def __init__(self, engine: Engine, url: URL) -> None:
         self.engine = engine
         self.name = _name_of(url)
+        self.term: int | None = None
         self._url = url
 
     @property
@@ -52,7 +55,7 @@ class Store:
         Where the connection breaks during the commit, this waits until the database can tell
         whether it stands: an error always means that nothing was changed.
         """
-        writer = self.engine.execution_options(batchrun_write=True)
+        writer = self.engine.execution_options(batchrun_write=True, batchrun_term=self.term)
         transaction: int | None = None
         with self.translated():
             try:

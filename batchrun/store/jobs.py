@@ -74,6 +74,7 @@ def counts_of(job: Row[Any]) -> Counts | None:
 ENDED = [str(state) for state in TERMINAL_JOB_STATES]
 ID_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 ID_LENGTH = 10
+LEADER_SETTING = "leader"
 ENDED_PREFIX = "ended:"
 """With it and a job's id begins the key of the setting that stands until its end was told."""
 BATCH_PREFIX = "batch_"
@@ -328,13 +329,35 @@ def find_newest(store: Store, content_hash: str) -> JobRecord | None:
     return None if row is None else record_of(row)
 
 
-def begin_epoch(store: Store, *, pid: int, now_s: float) -> int:
-    """Record a daemon's start; returns its epoch, larger than every earlier one."""
+@dataclass(frozen=True, slots=True)
+class Leader:
+    """The daemon that leads on the store, or led last, and since which epoch; 0: none ever did."""
+
+    name: str
+    term: int
+
+
+def begin_epoch(store: Store, *, pid: int, now_s: float, name: str = "") -> int:
+    """Record the start of a daemon of this name; returns its epoch, larger than every earlier one.
+
+    It is the term in which `store` may write from now on.
+    """
     with store.write() as connection:
         added = connection.execute(insert(epochs).values(started_at=now_s, pid=pid))
+        upsert(connection, settings, {"key": LEADER_SETTING}, {"value": json.dumps(name)})
         key = added.inserted_primary_key
         assert key is not None
-        return int(key[0])
+    store.term = int(key[0])
+    return store.term
+
+
+def read_leader(store: Store) -> Leader:
+    """Who leads, as far as the store knows."""
+    with store.read() as connection:
+        term = connection.execute(select(func.coalesce(func.max(epochs.c.epoch), 0))).scalar_one()
+        name = select(settings.c.value).where(settings.c.key == LEADER_SETTING)
+        found = connection.execute(name).scalar()
+    return Leader("" if found is None else json.loads(found), int(term))
 
 
 def read_setting(store: Store, key: str, default: object) -> object:

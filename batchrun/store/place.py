@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from contextlib import closing, suppress
 from typing import Any
 
 from sqlalchemy import Connection
 
-from batchrun.errors import ConfigError, StoreError, StoreLockedError, StoreUnreachableError
+from batchrun.errors import ConfigError, NotLeadingError, StoreError, StoreUnreachableError
 from batchrun.files import HeldLock, write_atomically
 from batchrun.home import Home
 from batchrun.store.database import Store, name_of, open_store, open_to_read
-from batchrun.store.jobs import list_jobs
-from batchrun.store.postgresql import DAEMON_LOCK, session_engine
+from batchrun.store.jobs import list_jobs, read_leader
+from batchrun.store.postgresql import DAEMON_LOCK, NEWEST_TERM, session_engine
 from batchrun.store.schema import find_revision
 
+log = logging.getLogger(__name__)
+
 LOCK_POLL_S = 0.1
+SILENT_S = 5
+"""A daemon looks after its lock every second. One that has not for so long is stopped or cut off,
+though the server may count its connection as alive; whoever wants the lock ends that."""
 NOBODY = 0
 """The session that gave the lock back between two questions."""
 TAKE = f"SELECT pg_try_advisory_lock({DAEMON_LOCK}), pg_backend_pid()"
@@ -25,10 +31,15 @@ HOLDER = (
     " WHERE locktype = 'advisory' AND datname = current_database()"
     f" AND (classid, objid) = ({DAEMON_LOCK}) AND granted"
 )
+END_SILENT = (
+    "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity WHERE pid = {pid} AND"
+    f" state = 'idle' AND state_change < clock_timestamp() - interval '{SILENT_S} s'"
+)
 
 
 class DaemonLock(HeldLock):
-    """An advisory lock on a connection of its own, so that it goes when its holder dies.
+    """Makes one of the daemons of a database the leader: an advisory lock on a connection of its
+    own, so that it goes when its holder dies.
 
     Does nothing for a SQLite store: `StoreLock` guards that.
     """
@@ -41,19 +52,30 @@ class DaemonLock(HeldLock):
         self._is_held = False
 
     def acquire(self) -> None:
-        """Take the lock, waiting up to `wait_s`. Raises StoreLockedError, StoreError."""
+        """Take the lock, waiting up to `wait_s`. Raises NotLeadingError, StoreError."""
         deadline_s = time.monotonic() + self._wait_s
-        while not self._store.is_sqlite and self._take() is not None:
+        while not self.take():
             if time.monotonic() >= deadline_s:
                 self.release()
                 raise self._taken()
             time.sleep(LOCK_POLL_S)
 
+    def take(self) -> bool:
+        """Take the lock unless another has it: the store may write then, until somebody else has
+        led. Raises StoreError."""
+        if self._store.is_sqlite:
+            return True
+        if self._take() is not None:
+            return False
+        # Asked on the lock's own connection: while it lives, nobody else can begin to lead.
+        (self._store.term,) = self._ask(NEWEST_TERM)
+        return True
+
     def check(self) -> None:
         """See that the lock is still held, and take it again where its connection was lost.
 
-        Raises StoreLockedError when another daemon has it, StoreUnreachableError while the
-        database does not answer or still counts the lost connection as alive.
+        Raises NotLeadingError when another daemon has it or has led since, StoreUnreachableError
+        while the database does not answer or still counts the lost connection as alive.
         """
         if self._store.is_sqlite:
             return
@@ -62,10 +84,10 @@ class DaemonLock(HeldLock):
                 self._ask("SELECT 1")
                 return
         holder = self._take()
-        if holder is None:
+        if holder is None and self._ask(NEWEST_TERM) == (self._store.term,):
             return
         self.release()
-        if holder in {NOBODY, self._session}:
+        if holder is not None and holder in {NOBODY, self._session}:
             raise StoreUnreachableError(f"{self._store.name}: still holds a lost connection's lock")
         raise self._taken()
 
@@ -82,7 +104,11 @@ class DaemonLock(HeldLock):
         if self._is_held:
             self._session = session
             return None
-        return self._ask(HOLDER)[0] or NOBODY
+        holder = self._ask(HOLDER)[0] or NOBODY
+        (num_ended,) = self._ask(END_SILENT.format(pid=holder))
+        if num_ended:
+            log.warning("%s: the leader has been silent for %d s", self._store.name, SILENT_S)
+        return holder
 
     def _ask(self, query: str) -> tuple[Any, ...]:
         """One row from the lock's own connection, which is given up when it breaks."""
@@ -95,10 +121,13 @@ class DaemonLock(HeldLock):
             self.release()
             raise
 
-    def _taken(self) -> StoreLockedError:
-        return StoreLockedError(
-            f"{self._store.name}: another daemon works on it; stop that one, or give each "
-            "deployment a database of its own"
+    def _taken(self) -> NotLeadingError:
+        where = ""
+        with suppress(StoreError):
+            where = f", {read_leader(self._store).name}"
+        return NotLeadingError(
+            f"{self._store.name}: another daemon works on it{where}; give the command there, or "
+            "each deployment a database of its own"
         )
 
 

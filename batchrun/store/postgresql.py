@@ -9,7 +9,13 @@ from typing import Any
 from sqlalchemy import URL, Connection, Engine, NullPool, create_engine, event, exc
 from sqlalchemy.pool import ConnectionPoolEntry
 
-from batchrun.errors import StoreError, StoreFullError, StoreLockedError, StoreUnreachableError
+from batchrun.errors import (
+    NotLeadingError,
+    StoreError,
+    StoreFullError,
+    StoreLockedError,
+    StoreUnreachableError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +40,12 @@ SESSION_SETTINGS = (
 WRITE_LOCK = "1651340404, 1"
 DAEMON_LOCK = "1651340404, 2"
 """Advisory locks of a store's database: of each write transaction, and of its daemon."""
-LOST_STATES = ("08", "57P", "53300")
-"""SQLSTATEs (their beginnings) of a connection that was lost, or refused for the moment."""
+WRITE_IDLE = "5s"
+"""The server breaks off a write whose process says nothing for so long, since others wait for it:
+one that was stopped in the middle, say."""
+NEWEST_TERM = "SELECT coalesce(max(epoch), 0) FROM epochs"
+LOST_STATES = ("08", "57P", "53300", "25P03")
+"""SQLSTATEs (their beginnings) of a connection that was lost, ended, or refused for the moment."""
 OUTCOME_INTERVAL_S = 0.5
 
 
@@ -136,11 +146,20 @@ def _engine(url: URL, settings: str, **options: Any) -> Engine:
 def _begin(connection: Connection) -> None:
     # One writer at a time, as SQLite has it: a transaction that reads first sees what it changes.
     # READ COMMITTED, since a snapshot would be of the time before the wait for the lock.
-    if connection.get_execution_options().get("batchrun_write", False):
-        query = f"SELECT txid_current() FROM pg_advisory_xact_lock({WRITE_LOCK})"
-        connection.info["batchrun_transaction"] = connection.exec_driver_sql(query).scalar()
-    else:
+    options = connection.get_execution_options()
+    if not options.get("batchrun_write", False):
         connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
+        return
+    query = (
+        f"SELECT txid_current(), set_config('idle_in_transaction_session_timeout', '{WRITE_IDLE}',"
+        f" true) FROM pg_advisory_xact_lock({WRITE_LOCK})"
+    )
+    connection.info["batchrun_transaction"] = connection.exec_driver_sql(query).scalar()
+    # Whoever leads next writes its term under the same lock: from then on this sees it.
+    term = options.get("batchrun_term")
+    if term is not None and connection.exec_driver_sql(NEWEST_TERM).scalar() != term:
+        name = name_of(connection.engine.url)
+        raise NotLeadingError(f"{name}: another daemon leads by now; nothing was changed")
 
 
 def _is_lost(error: BaseException | None) -> bool:

@@ -211,10 +211,7 @@ Percentiles = tuple[float | None, float | None]
 
 def _percentiles(kept: deque[Latency]) -> tuple[Percentiles, Percentiles]:
     """(p50, p99) as they were, and alone."""
-    return (
-        _of([latency.seconds for latency in kept]),
-        _of([latency.alone_s for latency in kept]),
-    )
+    return (_of([latency.seconds for latency in kept]), _of([latency.alone_s for latency in kept]))
 
 
 def _of(values: list[float]) -> Percentiles:

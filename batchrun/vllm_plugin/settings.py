@@ -126,9 +126,7 @@ def refusals(config: VllmConfig) -> tuple[Refusal, ...]:
     scheduler = config.scheduler_config
     return (
         Refusal(
-            "pipeline parallelism",
-            "--pipeline-parallel-size",
-            parallel.pipeline_parallel_size > 1,
+            "pipeline parallelism", "--pipeline-parallel-size", parallel.pipeline_parallel_size > 1
         ),
         # vLLM sets the size to 1 for the ranks of a dense model, but not their index.
         Refusal(

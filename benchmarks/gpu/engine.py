@@ -41,7 +41,6 @@ from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 from benchmarks.gpu.shape import Shape
 from benchmarks.row_feeds import ProbeSource
 
-PROBE_LIMIT_S = 20.0
 MAX_ROUNDS = 3
 
 

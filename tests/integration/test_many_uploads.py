@@ -117,7 +117,7 @@ def test_a_daemon_without_enough_memory_refuses_in_one_line(rig: DeploymentRig) 
         _, said = starting.communicate(timeout=WAIT_S)
 
     assert (starting.returncode, said.count("\n")) == (2, 1), said
-    assert "the limit of memory is 900 MB of address space, and a daemon needs 1,000" in said
+    assert "a daemon needs 1,000 MB of address space, and 900 are allowed: raise" in said
 
 
 @pytest.mark.slow

@@ -34,6 +34,11 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         ("run job.yaml extra", 2, "got unexpected extra argument(s) (extra); see `batchrun run"),
         ("statsu", 2, "no such command 'statsu' (did you mean 'status'?); see `batchrun --help`"),
         ("status --nope", 2, "no such option: --nope"),
+        (
+            "offline",
+            2,
+            "missing argument 'switch'. Choose from: on, off; see `batchrun offline --help`",
+        ),
         ("offline maybe", 2, "invalid value for 'switch': 'maybe' is not one of 'on', 'off'"),
         ("up --listen 0.0.0.0:80", 2, "there is no API key yet; make one"),
         ("up --config absent.yaml", 2, "absent.yaml: no such file"),

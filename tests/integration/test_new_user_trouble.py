@@ -157,6 +157,28 @@ def test_ctrl_c_ends_run_and_the_same_command_goes_on(rig: DeploymentRig) -> Non
     assert [row["id"] for row in rig.output()] == [f"row-{i}" for i in range(300)]
 
 
+@pytest.mark.parametrize("loaded", ["batchrun.cli", "typer.models", "batchrun.errors"])
+def test_ctrl_c_while_the_command_is_loaded_is_no_traceback(tmp_path: Path, loaded: str) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "batchrun", "status"]
+    loading = subprocess.Popen(
+        command,
+        env={**os.environ, "BATCHRUN_HOME": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert loading.stderr is not None
+    for line in loading.stderr:
+        if line.split("|")[-1].strip() == loaded:
+            break
+
+    code, stderr = interrupt(loading)
+
+    assert code in {-signal.SIGINT, 130}
+    assert "Traceback" not in stderr
+
+
 def test_ctrl_c_while_the_daemon_is_only_starting_leaves_nothing_behind(
     rig: DeploymentRig,
 ) -> None:

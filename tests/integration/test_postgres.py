@@ -1,21 +1,13 @@
-"""Deployments on PostgreSQL: killed daemons, a server that crashes, one daemon for a database."""
+"""Deployments on PostgreSQL: killed daemons, a server that crashes."""
 
 from __future__ import annotations
 
-from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 from deployment_rig import DeploymentRig
 from kill_rig import check_account, kill, wait_for_rows, wait_until
-from postgres_server import END_LOCK_SESSION, PASSWORD, QUOTED_PASSWORD, PostgresServer
-from store_builders import select
-
-from batchrun.errors import StoreLockedError
-from batchrun.files import StoreLock
-from batchrun.home import Home
-from batchrun.store.database import open_store
-from batchrun.store.place import DaemonLock
+from postgres_server import PASSWORD, QUOTED_PASSWORD, PostgresServer
 
 pytestmark = pytest.mark.slow
 
@@ -75,48 +67,6 @@ def test_a_daemon_waits_for_a_server_that_crashed_and_goes_on(
     assert rig.pid_of("daemon") == daemon
     assert rig.ask("status")["stalled"] is None
     assert leaks(rig) == []
-
-
-@pytest.mark.nightly
-def test_a_second_daemon_on_the_same_database_is_refused(
-    rig: DeploymentRig, tmp_path: Path
-) -> None:
-    rig.use_fake_engine()
-    rig.ask("up", "-d")
-    (tmp_path / "other").mkdir()
-    other = DeploymentRig(tmp_path / "other")
-    other.store_url = rig.store_url
-    other.use_fake_engine()
-
-    code, line = other.refuse("up", "-d")
-
-    assert (code, line.startswith(f"batchrun: {NAME}")) == (4, True)
-    assert "another daemon works on it" in line
-    assert rig.ask("status")["engines"][0]["state"] == "ready"
-
-
-def test_a_daemon_that_lost_its_lock_to_another_ends(rig: DeploymentRig) -> None:
-    rig.use_fake_engine()
-    rig.ask("up", "-d")
-
-    with closing(open_store(rig.store)) as store:
-        lock = DaemonLock(store)
-        wait_until(lambda: is_taken_away(rig, lock))
-        wait_until(lambda: StoreLock(Home(rig.home).store_lock).find_holder() is None)
-        lock.release()
-
-    last = (rig.home / "log" / "daemon.log").read_text().splitlines()[-1]
-    assert last.startswith(f"batchrun: {NAME}")
-    assert "another daemon works on it" in last
-
-
-def is_taken_away(rig: DeploymentRig, lock: DaemonLock) -> bool:
-    """Take the lock from the rig's daemon, unless that is quicker to take it again."""
-    select(rig.store, END_LOCK_SESSION)
-    with suppress(StoreLockedError):
-        lock.acquire()
-        return True
-    return False
 
 
 @pytest.mark.nightly

@@ -8,16 +8,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import pandas as pd
 import polars as pl
+import pyarrow as pa
 import pytest
 from deployment_rig import DeploymentRig
 from kill_rig import wait_until
+from pydantic import BaseModel
 
 import batchrun
-from batchrun.errors import InputError, JobSpecError, RowsFailedError
+from batchrun.errors import DataError, InputError, JobSpecError, RowsFailedError
 
 ASK = "Classify: {{ text }}"
 TEXTS = [f"review {i}" for i in range(12)]
@@ -85,6 +88,76 @@ def test_what_is_wrong_is_said_before_anything_runs(rig: DeploymentRig) -> None:
         ask(rig, TEXTS)
     with pytest.raises(InputError, match="errors must be one of column, raise, not 'rais' "):
         ask(rig, frame, errors="rais")
+
+
+class Label(BaseModel):
+    tone: Literal["good", "bad"]
+    stars: int | None
+
+
+class Verdict(BaseModel):
+    error: str
+
+
+def test_a_frame_without_rows_comes_back_with_empty_columns(tmp_path: Path) -> None:
+    empty = pl.DataFrame({"text": []}, schema={"text": pl.String})
+
+    answered = batchrun.map(empty, ASK, home=tmp_path)
+    labelled = batchrun.map(empty.lazy(), ASK, home=tmp_path, schema=Label)
+    pandas = batchrun.map(empty.to_pandas(), ASK, home=tmp_path)
+
+    assert answered.columns == ["text", "response", "finish_reason", "error"]
+    assert isinstance(labelled, pl.LazyFrame)
+    assert labelled.collect_schema()["stars"] == pl.Int64
+    assert isinstance(pandas, pd.DataFrame) and list(pandas) == answered.columns
+    with pytest.raises(JobSpecError, match="no column 'text'; it has none at all"):
+        batchrun.map(pl.DataFrame(), ASK, home=tmp_path)
+
+
+@pytest.mark.parametrize("template", ["", "Classify.", "Classify: {text}"])
+def test_a_template_that_reads_no_column_is_refused(tmp_path: Path, template: str) -> None:
+    with pytest.raises(JobSpecError, match=r"uses no column, .* write \{\{ text \}\}"):
+        batchrun.map(pl.DataFrame({"text": TEXTS}), template, home=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("schema", "complaint"),
+    [
+        (Label(tone="good", stars=1), "schema must be a pydantic model, a class, not Label"),
+        ({"type": "object"}, "schema must be a pydantic model, a class, not {'type'"),
+        (Verdict, "a field of the schema cannot be named 'error'; rename it"),
+    ],
+)
+def test_what_is_no_schema_is_refused(tmp_path: Path, schema: Any, complaint: str) -> None:
+    with pytest.raises(InputError, match=complaint):
+        batchrun.map(pl.DataFrame({"text": TEXTS}), ASK, home=tmp_path, schema=schema)
+
+
+def test_a_column_that_is_there_twice_is_refused_where_it_is_read(rig: DeploymentRig) -> None:
+    twice = pd.DataFrame([["a", "b", "c"]], columns=["text", "text", "other"])
+    line = "more than one column 'text'; rename the others"
+
+    for frame in (twice, pa.Table.from_arrays([["a"], ["b"]], names=["text", "text"])):
+        with pytest.raises(InputError, match=line):
+            ask(rig, frame)
+
+    assert ask(rig, twice, "Say {{ other }}")["response"].notna().all()
+
+
+def test_what_a_lazy_frame_cannot_read_is_a_line(tmp_path: Path) -> None:
+    missing = pl.scan_parquet(tmp_path / "nope.parquet")
+
+    with pytest.raises(DataError, match=r"the LazyFrame cannot be collected: .*nope.parquet"):
+        batchrun.map(missing, ASK, home=tmp_path)
+
+
+def test_numbers_of_numpy_are_numbers(rig: DeploymentRig) -> None:
+    frame = pl.DataFrame({"text": TEXTS})
+
+    plain = ask(rig, frame, temperature=0.5)
+    other = ask(rig, frame, temperature=np.float32(0.5), max_tokens=np.int64(8))
+
+    assert other.equals(plain)
 
 
 async def test_a_stream_gives_each_row_once_with_its_answer(rig: DeploymentRig) -> None:

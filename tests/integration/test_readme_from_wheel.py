@@ -2,70 +2,29 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import polars as pl
 import pytest
+from fresh_user import ROOT, WAIT_S, FreshUser, build_wheel
 
-from benchmarks.deployment import free_port
-
-ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text("utf-8")
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ENGINES_ONLY = re.compile(r"(vllm|torch|batchrun|__editable__)[\w.+-]*|.*\.pth", re.IGNORECASE)
 """What the new environment does not get; the engines' has it."""
 DONE_BY_THE_TEST = ("uv tool install ", "batchrun engine install", "make ")
-WAIT_S = 1_200.0
-
-
-@dataclass
-class FreshUser:
-    """Somebody with an empty home, and batchrun on the path; `config` is what BATCHRUN_CONFIG says,
-    if anything."""
-
-    folder: Path
-    python: Path
-    config: Path | None = None
-
-    def call(self, script: str) -> subprocess.CompletedProcess[str]:
-        """Run shell lines; the first that fails ends them."""
-        kept = ("LANG", "LC_ALL", "TMPDIR")
-        env = {name: os.environ[name] for name in kept if name in os.environ}
-        env |= {"HOME": str(self.folder), "BROWSER": "true", "BATCHRUN_LISTEN": self.listen}
-        env["PATH"] = os.pathsep.join([str(self.python.parent), "/usr/bin", "/bin"])
-        if self.config is not None:
-            env["BATCHRUN_CONFIG"] = str(self.config)
-        return subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", script],
-            cwd=self.folder,
-            env=env,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=WAIT_S,
-        )
-
-    def __post_init__(self) -> None:
-        self.listen = f"127.0.0.1:{free_port()}"
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A new environment: the wheel, and what it needs from this one, but no vLLM."""
     folder = tmp_path_factory.mktemp("environment")
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation"]
-    subprocess.run(
-        [*build, "--outdir", folder, ROOT], check=True, capture_output=True, timeout=WAIT_S
-    )
-    (wheel,) = folder.glob("*.whl")
+    wheel = build_wheel(folder)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     made = folder / "venv" / "bin" / "python"
     install = [sys.executable, "-m", "pip", "--python", str(made), "install"]
@@ -94,14 +53,6 @@ def user(python: Path, tmp_path: Path) -> Iterator[FreshUser]:
     made = FreshUser(tmp_path, python)
     yield made
     assert made.call("batchrun down").returncode == 0
-
-
-def use_fake_engine(user: FreshUser) -> None:
-    """Let every deployment of the user have an engine that answers without a model."""
-    port = free_port()
-    command = [str(user.python), "-m", "batchrun.engine.fake", f"--port={port}"]
-    user.config = user.folder / "fake.yaml"
-    user.config.write_text(json.dumps({"engines": [{"command": command, "port": port}]}))
 
 
 def blocks(language: str) -> list[str]:
@@ -159,7 +110,7 @@ def check_first_day(user: FreshUser) -> None:
 
 @pytest.mark.slow
 def test_every_command_and_snippet_of_the_readme_runs(user: FreshUser) -> None:
-    use_fake_engine(user)
+    user.use_fake_engine()
     where = user.call("cd / && python -c 'import batchrun; print(batchrun.__file__)'")
     assert where.stdout.startswith(str(user.python.parents[1])), where.stderr
 

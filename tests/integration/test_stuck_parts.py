@@ -7,16 +7,23 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from socketserver import BaseRequestHandler, ThreadingUnixStreamServer
+from urllib.request import urlopen
 
 import aiohttp
 import psutil
 import pytest
 from aiohttp import web
-from deployment_rig import DeploymentRig
+from deployment_rig import WAIT_S, DeploymentRig
 from gateway_rig import running_engine, running_gateway, until, write_upstreams
+from openai import APIConnectionError, OpenAI
+
+from benchmarks.crash_account import check_executions, read_commits, read_executions
+from benchmarks.deployment import Deployment, wait_until
 
 HANG_S = 240
 
@@ -99,3 +106,110 @@ def test_up_beside_a_stopped_daemon_says_so_and_down_ends_it(rig: DeploymentRig)
     assert time.monotonic() - began_s < 60
     assert "gave no answer within 5 s" in rig.ask("status")["stalled"]
     assert "daemon" in rig.ask("down")["stopped"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_of_a_stuck_worker_the_operator_is_told_and_calls_are_answered_again(
+    rig: DeploymentRig, num_workers: int
+) -> None:
+    rig.use_fake_engine(gateway_workers=num_workers)
+    rig.ask("up", "-d")
+    wait_until(lambda: rig.ask("status")["progress"]["gateway_silent_s"] > 0, "a first look")
+    gateway = psutil.Process(rig.pid_of("gateway"))
+    stuck = gateway if num_workers == 1 else gateway.children()[0]
+    stuck.send_signal(signal.SIGSTOP)
+    told = "gateway_restarts" if num_workers == 1 else "replaced_workers"
+
+    def is_told() -> bool:
+        return bool(rig.ask("status")["progress"][told] == {"stuck": 1, "ended": 0})
+
+    wait_until(is_told, "the operator to be told", WAIT_S)
+    with rig.openai(max_retries=0, timeout=10.0) as client:
+        wait_until(lambda: _is_answered(client), "a call to be answered again")
+
+    assert not stuck.is_running() or stuck.status() == psutil.STATUS_ZOMBIE
+    said = (
+        "gateways that were started anew"
+        if num_workers == 1
+        else "workers of the gateway that were"
+    )
+    for command in ("status", "doctor"):
+        assert said in rig.call(command).stdout
+    log = (rig.home / "log" / "daemon.log").read_text()
+    assert ("the gateway gives no answer" if num_workers == 1 else "that were stuck") in log
+    page = urlopen(f"http://127.0.0.1:{rig.port}/metrics").read().decode()
+    why = "batchrun_gateway_restarts" if num_workers == 1 else "batchrun_gateway_replaced_workers"
+    assert f'{why}_total{{why="stuck"}} 1.0' in page
+
+
+def _is_answered(client: OpenAI) -> bool:
+    with suppress(APIConnectionError):
+        return bool(client.models.list().data)
+    return False
+
+
+@pytest.mark.nightly
+def test_a_daemon_whose_loop_stands_ends_and_its_successor_goes_on(
+    rig: DeploymentRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its loop waits for an answer within a write, as it would for a disk that hangs."""
+    texts = [f"question {number}" for number in range(400)]
+    with Holdup(rig.folder / "holdup") as holdup:
+        monkeypatch.setenv("BATCHRUN_FAILPOINTS", f"file.rename.before=ask:{holdup.path}")
+        rig.use_fake_engine("--latency-s=0.2", window={"requests": 8})
+        job = rig.submit_rows(*texts)
+        first = rig.pid_of("daemon")
+        rig.wait_for(job, lambda view: view["num_completed"] >= 40)
+        holdup.hold(first)
+        # Where its engine is no more is told to the gateway in a file.
+        rig.kill("engine")
+        wait_until(holdup.is_holding.is_set, "the loop to stand", WAIT_S)
+        wait_until(lambda: rig.pid_of("daemon") != first, "a successor", WAIT_S)
+
+        assert rig.wait_until_ended(job)["state"] == "completed"
+        assert not psutil.pid_exists(first)
+    log = (rig.home / "log" / "daemon.log").read_text()
+    assert "the daemon's loop has stood for 10 s in" in log
+    assert "batchrun: the daemon's loop stood for 60 s in" in log
+    assert [row["id"] for row in rig.output()] == [f"row-{i}" for i in range(len(texts))]
+    assert all(row["response"] for row in rig.output())
+    made = read_executions(rig.executions_path), read_commits(Deployment(rig.folder))
+    assert list(check_executions(None, *made)) == []
+
+
+class Holdup:
+    """A socket for `BATCHRUN_FAILPOINTS=...=ask:PATH`: who passes goes on at once, but for the
+    first pass of a process that is to be held up, which is never answered."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.is_holding = threading.Event()
+        self._may_go = threading.Event()
+        self._pid = 0
+        answer = self._answer
+
+        class Handler(BaseRequestHandler):
+            def handle(self) -> None:
+                answer(self.request)
+
+        self._server = ThreadingUnixStreamServer(str(path), Handler)
+        self._server.daemon_threads = True
+
+    def hold(self, pid: int) -> None:
+        self._pid = pid
+
+    def _answer(self, connection: socket.socket) -> None:
+        _, pid = connection.recv(256).decode().split()
+        if int(pid) == self._pid and not self.is_holding.is_set():
+            self.is_holding.set()
+            self._may_go.wait()
+
+    def __enter__(self) -> Holdup:
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._may_go.set()
+        self._server.shutdown()
+        self._server.server_close()

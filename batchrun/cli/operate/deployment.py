@@ -26,10 +26,12 @@ from batchrun.config import Deployment
 from batchrun.control.starting import (
     flags_of,
     read_deployment,
+    stands_by,
     start_in_background,
     stop_everything,
 )
 from batchrun.errors import BatchrunError, InputError
+from batchrun.files import DAEMON, check_limits
 from batchrun.home import Home
 
 
@@ -45,10 +47,12 @@ def up(
     as_json: JsonOption = False,
 ) -> None:
     """Start the daemon, the gateway and the engines (adopting those that still run)."""
+    check_limits(DAEMON)
     deployment = read_deployment(config, model=model, listen=listen)
     if detach:
         picture = start_in_background(home, flags_of(config, model, listen))
-        answer(picture, f"online endpoint {picture['gateway']}/v1", as_json=as_json)
+        by = f"stands by; {picture['leadership']['leader']} leads, " if stands_by(picture) else ""
+        answer(picture, f"{by}online endpoint {picture['gateway']}/v1", as_json=as_json)
     else:
         _run_here(deployment, home)
 

@@ -29,7 +29,7 @@ from batchrun.cli.console import (
 )
 from batchrun.cli.operate.agent import environment, serve
 from batchrun.cli.operate.explain import explain
-from batchrun.cli.status import SHOWN_STALL_S, describe_parts, describe_progress
+from batchrun.cli.status import SHOWN_STALL_S, describe_parts, describe_past, describe_progress
 from batchrun.config import TINY_MODELS, Deployment, EngineConfig
 from batchrun.control.client import DaemonClient
 from batchrun.control.starting import LOOK_WAIT_S, describe_silence, read_deployment
@@ -293,6 +293,8 @@ def _findings(deployment: Deployment, home: Home) -> Iterator[Finding]:
     for trouble in [] if picture is None else describe_parts(picture["progress"]):
         mend = "see daemon.log; a part that is stuck is ended and started again by itself"
         yield Finding("progress", False, trouble, mend)
+    for event in [] if picture is None else describe_past(picture["progress"]):
+        yield Finding("progress so far", True, event)
     for engine in [] if picture is None else picture["engines"]:
         said = describe_progress(engine)
         mend = "an engine that hangs is ended and started again by itself; daemon.log says when"

@@ -17,8 +17,7 @@ SHOWN = 20
 
 def explain(
     most: Annotated[
-        int,
-        typer.Option("--last", min=1, max=NUM_KEPT, help="So many calls, the newest first."),
+        int, typer.Option("--last", min=1, max=NUM_KEPT, help="So many calls, the newest first.")
     ] = SHOWN,
     *,
     home: HomeOption,

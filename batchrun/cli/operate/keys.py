@@ -276,11 +276,7 @@ def _limit_lines(limits: Mapping[str, float | None]) -> Iterator[str]:
 
 @keys_app.command()
 def revoke(
-    key: NameArgument,
-    *,
-    config: ConfigOption = None,
-    home: HomeOption,
-    as_json: JsonOption = False,
+    key: NameArgument, *, config: ConfigOption = None, home: HomeOption, as_json: JsonOption = False
 ) -> None:
     """Refuse a key from now on. Its files and batches stay, and running batches go on."""
     done = _change(home, config, f"/keys/{key}/revoke", {}, lambda keys: keys.revoke(key))

@@ -21,8 +21,7 @@ PARTS = ("daemon", "gateway", "engine")
 
 def logs(
     part: Annotated[
-        str,
-        typer.Argument(help="daemon, gateway, engine (every engine), or one engine's name."),
+        str, typer.Argument(help="daemon, gateway, engine (every engine), or one engine's name.")
     ] = "daemon",
     *,
     follow: Annotated[

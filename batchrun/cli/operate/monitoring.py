@@ -21,11 +21,7 @@ metrics_app = command_group("A board for Grafana and alerts for Prometheus.")
 PAGE_PATH = "/dashboard"
 
 
-def open_page(
-    *,
-    home: HomeOption,
-    as_json: JsonOption = False,
-) -> None:
+def open_page(*, home: HomeOption, as_json: JsonOption = False) -> None:
     """Print the address of the page, and open it where there is a browser."""
     url = page_url(home)
     answer({"url": url}, url, as_json=as_json)

@@ -7,7 +7,7 @@ it. Times are in seconds; instants are UTC epoch seconds.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
@@ -28,6 +28,18 @@ HEARTBEAT_S = 5.0
 """Either end takes the other for gone when it has not answered for half as long again."""
 
 WireMessage = Annotated[bytes, Meta(max_length=MAX_MESSAGE_BYTES)]
+
+
+class Leadership(NamedTuple):
+    """The database on which a daemon leads, and in which term; sent with the question for `LINK`.
+    Nothing where a store has one daemon anyway."""
+
+    store: str = ""
+    term: int = 0
+
+    def is_before(self, other: Leadership) -> bool:
+        """Whether the other one has led there since."""
+        return self.store == other.store and self.term < other.term
 
 
 class AgentState(Struct, frozen=True, tag="state"):
@@ -127,6 +139,14 @@ def read_from_agent(frame: bytes) -> FromAgent:
         return _FROM_AGENT.decode(frame)
     except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"a message that cannot be read: {error}") from error
+
+
+def read_state(document: bytes) -> AgentState:
+    """What `STATE` answers. Raises ValueError when it is none."""
+    try:
+        return msgspec.json.decode(document, type=AgentState)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"a state that cannot be read: {error}") from error
 
 
 def read_from_daemon(frame: bytes) -> FromDaemon:

@@ -29,6 +29,7 @@ from batchrun.engine.agent.messages import (
     HeardAnswer,
     HeardTelemetry,
     HeldRows,
+    Leadership,
     SendOrders,
     SendRows,
     SentRow,
@@ -58,6 +59,7 @@ LONGEST_RETRY_S = 5.0
 CONNECT_S = 5.0
 GIVE_UP_S = 30.0
 """Rows of an agent that has not answered for so long go to other engines."""
+LOOK_S = 1.0
 GATHER_S = 0.002
 """Rows that are sent within this time go in one message."""
 MAX_ROWS_SENT = 256
@@ -85,6 +87,7 @@ class AgentClient(EngineClient):
         self.hints_secret = derive_token(secret, "hints")
         self.engine_key = derive_token(secret, ENGINE_KEY)
         self.state: AgentState | None = None
+        self.leadership = Leadership()
         self.trouble = "connecting"
         self.has_met = asyncio.Event()
         self.inherited: dict[str, set[int]] = defaultdict(set)
@@ -110,6 +113,17 @@ class AgentClient(EngineClient):
         """Connect, and again whenever the connection is lost, until `close`."""
         if self._following is None:
             self._following = asyncio.create_task(self._follow())
+
+    async def watch_from_afar(self) -> None:
+        """Keep `state` true without coming as a daemon, for ever: the agent has another."""
+        while True:
+            try:
+                status_code, body = await self._get(messages.STATE)
+                self.state = messages.read_state(body) if status_code < 400 else None
+                self.trouble = "" if self.state else f"it answered HTTP {status_code}"
+            except (EngineError, ValueError) as error:
+                self.state, self.trouble = None, _one_line(error)
+            await asyncio.sleep(LOOK_S)
 
     async def execute(
         self,
@@ -227,6 +241,7 @@ class AgentClient(EngineClient):
         for what is no message of an agent."""
         opening = self._open().ws_connect(
             self.base_url + messages.LINK,
+            params=self.leadership._asdict(),
             heartbeat=messages.HEARTBEAT_S,
             max_msg_size=messages.MAX_FRAME_BYTES,
         )

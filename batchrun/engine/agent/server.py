@@ -34,6 +34,7 @@ from batchrun.engine.agent.messages import (
     FromAgent,
     HeardAnswer,
     HeardTelemetry,
+    Leadership,
     SendOrders,
     SendRows,
     read_from_daemon,
@@ -288,12 +289,16 @@ class Agent:
         return self._link is not None and self._link.send(message)
 
     async def _on_link(self, request: web.Request) -> web.WebSocketResponse:
-        """A daemon comes; one that was there before is gone, or should be."""
+        """A daemon comes; one that was there before is gone, or should be, unless it has led since
+        this one did."""
+        leadership = _leadership_of(request)
+        if self._link is not None and leadership.is_before(self._link.leadership):
+            raise web.HTTPConflict(text="another daemon leads by now\n")
         socket = web.WebSocketResponse(
             heartbeat=messages.HEARTBEAT_S, max_msg_size=messages.MAX_FRAME_BYTES, compress=False
         )
         await socket.prepare(request)
-        link = _Link(socket)
+        link = _Link(socket, leadership)
         before, self._link = self._link, link
         if before is not None:
             await before.close()
@@ -382,7 +387,8 @@ class Agent:
 class _Link:
     """The connection of a daemon. Messages wait in order until it has taken those before."""
 
-    def __init__(self, socket: web.WebSocketResponse) -> None:
+    def __init__(self, socket: web.WebSocketResponse, leadership: Leadership) -> None:
+        self.leadership = leadership
         self._socket = socket
         self._unsent: asyncio.Queue[bytes] = asyncio.Queue(MAX_UNSENT)
         self._closing: asyncio.Task[None] | None = None
@@ -405,6 +411,11 @@ class _Link:
         with suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_WAIT_S):
                 await self._socket.close()
+
+
+def _leadership_of(request: web.Request) -> Leadership:
+    store, term = request.query.get("store", ""), request.query.get("term", "")
+    return Leadership(store, int(term)) if term.isdecimal() else Leadership()
 
 
 def _open_session() -> aiohttp.ClientSession:

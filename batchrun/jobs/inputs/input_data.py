@@ -257,6 +257,8 @@ def check_columns(spec: JobSpec, data: InputData) -> None:
 
 def no_column(column: str, columns: Sequence[str]) -> str:
     """`the input has no column 'x' ...; its columns are a, b`."""
+    if not columns:
+        return f"the input has no column {column!r}; it has none at all"
     shown = ", ".join(columns[:40]) + (", ..." if len(columns) > 40 else "")
     hint = suggestion(column, columns)
     return f"the input has no column {column!r}{hint}; its columns are {shown}"

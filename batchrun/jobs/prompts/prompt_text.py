@@ -221,11 +221,7 @@ class ChatTemplate:
     """
 
     def __init__(
-        self,
-        templates: Mapping[str, str],
-        special_tokens: Mapping[str, str],
-        *,
-        now: datetime,
+        self, templates: Mapping[str, str], special_tokens: Mapping[str, str], *, now: datetime
     ) -> None:
         environment = _make_environment(now)
         self._compile = lru_cache(_MAX_COMPILED)(lambda text: _compile(environment, text))

@@ -122,11 +122,7 @@ def _line(batch_id: str, custom_id: str | None, row: StoredResult) -> bytes:
         assert row.error is not None
         return f"{head}{_failure(row.error, request_id)}}}\n".encode()
     about = f'{{"status_code": 200, "request_id": "{request_id}", "body": '
-    return b"".join((
-        f"{head}{about}".encode(),
-        _one_line(row.body),
-        b'}, "error": null}\n',
-    ))
+    return b"".join((f"{head}{about}".encode(), _one_line(row.body), b'}, "error": null}\n'))
 
 
 def _hex(text: str) -> str:

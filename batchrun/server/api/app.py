@@ -144,7 +144,10 @@ def make_app(daemon: Daemon, status: Status, edge: Edge) -> FastAPI:
         title="batchrun", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
     )
     install_error_handlers(app)
-    page, made_files = MetricsPage(daemon, status.watch), Files(daemon.store, edge.files)
+    page, made_files = (
+        MetricsPage(daemon, status.watch, status.restarts),
+        Files(daemon.store, edge.files),
+    )
     transfers = made_files.uploads, made_files.downloads
 
     @app.get("/healthz")

@@ -45,10 +45,7 @@ async def stream_object(url: str, size_bytes: int, filename: str) -> StreamingRe
     Raises MissingObjectError and StorageError.
     """
     first = await _read(url, 0, size_bytes)
-    headers = {
-        "Content-Length": str(size_bytes),
-        "Content-Disposition": _disposition(filename),
-    }
+    headers = {"Content-Length": str(size_bytes), "Content-Disposition": _disposition(filename)}
     return StreamingResponse(
         _pieces(url, first, size_bytes), media_type=MEDIA_TYPE, headers=headers
     )

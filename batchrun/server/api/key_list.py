@@ -14,13 +14,7 @@ from batchrun.errors import ConfigError
 from batchrun.files import write_atomically
 from batchrun.keys import is_loopback
 from batchrun.store import api_keys
-from batchrun.store.api_keys import (
-    NO_LIMITS,
-    ApiKeyRecord,
-    KeyLimits,
-    NewApiKey,
-    limits_of,
-)
+from batchrun.store.api_keys import NO_LIMITS, ApiKeyRecord, KeyLimits, NewApiKey, limits_of
 from batchrun.store.database import Store
 
 

@@ -118,8 +118,9 @@ def read_key_storage(
 class MetricsPage(Collector):
     """Reads the daemon again for every page; it keeps nothing."""
 
-    def __init__(self, daemon: Daemon, watch: LoopWatch) -> None:
+    def __init__(self, daemon: Daemon, watch: LoopWatch, restarts: Mapping[str, int]) -> None:
         self._daemon = daemon
+        self._restarts = restarts
         self._keys: Sequence[KeyStorage] = ()
         self._watch = watch
         self._registry = CollectorRegistry()
@@ -141,6 +142,7 @@ class MetricsPage(Collector):
         is_on, num_jobs = dispatcher.is_offline_on, len(dispatcher.jobs)
         yield _family(GAUGE, "offline_enabled", "1 while offline work is on.", "", [([], is_on)])
         yield _family(GAUGE, "jobs_running", "Jobs whose rows run.", "", [([], num_jobs)])
+        yield from _of_role(self._daemon.store.term or 0, leads=True)
         yield from self._of_daemon()
         yield from _of_jobs(list(dispatcher.jobs.values()), dispatcher.assigner.turns.completions())
         yield from _of_slots(slots)
@@ -176,6 +178,33 @@ class MetricsPage(Collector):
         text = "The longest that the daemon's loop stood still, as far as was seen."
         longest_s = self._watch.longest_s
         yield _family(GAUGE, "loop_longest_stall_seconds", text, "", [([], longest_s)])
+        text = "How often the gateway was started again, since the daemon's start."
+        whys = (([why], num) for why, num in self._restarts.items())
+        yield _family(COUNTER, "gateway_restarts", text, "why", whys)
+
+
+class _RolePage(Collector):
+    """What there is to tell of a daemon that does not lead."""
+
+    def __init__(self, term: int) -> None:
+        self._term = term
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics."""
+        return _of_role(self._term, leads=False)
+
+
+def render_role(term: int) -> bytes:
+    """The page of a daemon that stands by while another leads in this term."""
+    registry = CollectorRegistry()
+    registry.register(_RolePage(term))
+    return generate_latest(registry)
+
+
+def _of_role(term: int, *, leads: bool) -> Iterator[Metric]:
+    text = "1 where this daemon leads, 0 where it stands by."
+    yield _family(GAUGE, "daemon_leads", text, "", [([], leads)])
+    yield _family(GAUGE, "daemon_term", "The leader's term: it only rises.", "", [([], term)])
 
 
 def _family(

@@ -10,12 +10,14 @@ from typing import Any, Protocol
 
 from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.engine_link import Slot
+from batchrun.daemon.supervisor import Supervisor
 from batchrun.daemon.view import view_engine, view_job
 from batchrun.errors import StoreLockedError, StoreUnreachableError
 from batchrun.pool.pace import Completion
 from batchrun.server.api.watch import LoopWatch
+from batchrun.server.gateway.tally import ENDED, STUCK
 from batchrun.store import jobs, results
-from batchrun.store.jobs import Counts, JobRecord
+from batchrun.store.jobs import Counts, JobRecord, Leader
 from batchrun.types import EnginePhase
 
 HOUR_S = 3600.0
@@ -37,6 +39,10 @@ class AsksGateway(Protocol):
         """For how long the gateway has told nothing."""
         ...
 
+    def num_replaced(self, why: str) -> int:
+        """Workers that it had to replace, because they were stuck or had ended."""
+        ...
+
     async def explain(self, most: int) -> JsonObject | None:
         """Why the last calls went where they went, so many of them; None: nobody answers."""
         ...
@@ -53,7 +59,7 @@ class Status:
     def __init__(
         self,
         daemon: Daemon,
-        gateway_url: str,
+        gateway: Supervisor,
         figures: AsksGateway,
         tellings: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
         price_per_hour: float | None = None,
@@ -62,7 +68,8 @@ class Status:
         self.watch = LoopWatch()
         self.watch.writer_waits_s = daemon.writer.waits_s
         self.figures = figures
-        self._gateway_url = gateway_url
+        self.restarts = gateway.gateway_restarts
+        self._gateway_url = gateway.gateway_url
         self._tellings = tellings
         self._price_per_hour = price_per_hour
         self._ended: dict[int, tuple[Counts, int]] = {}
@@ -85,6 +92,7 @@ class Status:
             await self._see_active()
         return {
             "gateway": self._gateway_url,
+            "leadership": self._leadership(),
             "offline": self.daemon.dispatcher.is_offline_on,
             "stalled": stalled,
             "progress": self._progress(),
@@ -93,6 +101,11 @@ class Status:
             "routing": await self.figures.explain(0),
             "jobs": list(self._jobs.values()),
         }
+
+    def _leadership(self) -> JsonObject | None:
+        store = self.daemon.store
+        leader = Leader(self.daemon.name, store.term or 0)
+        return None if store.is_sqlite else view_role(leader, leads=True)
 
     def _progress(self) -> dict[str, object]:
         """How the daemon and the gateway get on."""
@@ -103,6 +116,8 @@ class Status:
             "num_loop_stalls": watch.num_stalls,
             "longest_loop_stall_s": round(watch.longest_s, 1),
             "last_loop_stall_at": watch.last_at,
+            "gateway_restarts": self.restarts,
+            "replaced_workers": {why: self.figures.num_replaced(why) for why in (STUCK, ENDED)},
         }
 
     async def job(self, job_id: str) -> dict[str, object]:
@@ -132,7 +147,7 @@ class Status:
     @property
     def engines(self) -> list[dict[str, object]]:
         """The engines, with what their schedulers and the gateway tell."""
-        return _engines(self.daemon.slots, self.figures)
+        return view_engines(self.daemon.slots, self.figures)
 
     def _predict(self) -> None:
         """When the running jobs will be done; nobody knows while offline work is switched off."""
@@ -177,7 +192,14 @@ class Status:
         }
 
 
-def _engines(slots: Sequence[Slot], figures: AsksGateway) -> list[dict[str, object]]:
+def view_role(leader: Leader, *, leads: bool) -> JsonObject:
+    """Whether this daemon leads on its database, who does, and in which term."""
+    role = "leader" if leads else "standby"
+    return {"role": role, "leader": leader.name, "term": leader.term}
+
+
+def view_engines(slots: Sequence[Slot], figures: AsksGateway) -> list[dict[str, object]]:
+    """Engines as the daemon sees them, with what the gateway and their schedulers tell."""
     return [
         {
             "name": slot.engine.name,

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import logging
 import os
-import secrets
-import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-import uvicorn
 import uvloop
 from fastapi import FastAPI
 
@@ -27,15 +22,19 @@ from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.supervisor import Supervisor, engine_python, split_listen
 from batchrun.engine import process
-from batchrun.errors import BatchrunError, EngineError, StoreUnreachableError
+from batchrun.errors import (
+    BatchrunError,
+    EngineError,
+    NotLeadingError,
+    StoreUnreachableError,
+)
 from batchrun.files import (
     StoreLock,
     allow_many_open_files,
-    check_memory_limit,
     remove_left_scratch,
     write_atomically,
 )
-from batchrun.home import DaemonAddress, Home
+from batchrun.home import Home
 from batchrun.jobs.on_done import Messenger
 from batchrun.jobs.results.file_bytes import FileBytes, open_file_bytes, recover_files
 from batchrun.media.fetching import ImageFetcher
@@ -45,6 +44,8 @@ from batchrun.server.api.app import Edge, make_app
 from batchrun.server.api.errors import Callers
 from batchrun.server.api.key_list import KeyList, limits_in
 from batchrun.server.api.picture import Status
+from batchrun.server.api.serving import LocalServer, catch_signals
+from batchrun.server.api.standby import Standby
 from batchrun.server.api.watch import end_process
 from batchrun.server.web.gateway_figures import GatewayFigures
 from batchrun.server.web.history import History
@@ -57,6 +58,8 @@ from batchrun.store.place import DaemonLock, open_for
 log = logging.getLogger(__name__)
 
 LOCK_WAIT_S = 5.0
+LEAD_WAIT_S = 1.0
+"""A leader that was only just ended may still seem to lead for so long."""
 LOCK_CHECK_S = 1.0
 CLEAN_STOP_S = 9.5
 SWITCH_INTERVAL_S = 0.001
@@ -64,21 +67,13 @@ SWITCH_INTERVAL_S = 0.001
 several such turns."""
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: the daemon has its own."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 def serve(deployment: Deployment, home: Home, *, on_ready: Callable[[], None]) -> int:
     """Run the daemon until SIGTERM or SIGINT; returns the signal that ended it.
 
-    `on_ready` is called once an engine is ready. The gateway and managed engines outlive this.
-    Raises StoreLockedError, StoreError, EngineError.
+    On a database where another daemon leads it stands by first. `on_ready` is called once an engine
+    is ready. The gateway and managed engines outlive this. Raises StoreLockedError, StoreError,
+    EngineError.
     """
-    check_memory_limit()
     home.create()
     allow_many_open_files()
     logging.getLogger("python_multipart").setLevel(logging.ERROR)
@@ -86,78 +81,149 @@ def serve(deployment: Deployment, home: Home, *, on_ready: Callable[[], None]) -
     with (
         StoreLock(home.store_lock, wait_s=LOCK_WAIT_S),
         closing(open_for(home, deployment.store_url)) as store,
-        DaemonLock(store, wait_s=LOCK_WAIT_S) as lock,
     ):
         secret = {"engines": {"__all__": {"api_key"}}}
         resolved = deployment.model_dump_json(indent=2, exclude=secret)
         write_atomically(home.resolved_config, resolved.encode(), mode=0o600)
-        place = open_file_bytes(home, deployment.files, store)
-        recover_files(store, place)
-        remove_left_scratch(home.inputs)
         keys = KeyList(store, home.api_keys, limits_in(deployment))
         keys.check(split_listen(deployment.listen)[0])
         keys.publish()
-        # What is imported stays: to look through it again and again would stop the loop for 70 ms.
-        gc.freeze()
+        lock = DaemonLock(store, wait_s=LEAD_WAIT_S)
         try:
-            return uvloop.run(_run(deployment, home, (store, place), lock, on_ready))
+            is_heir = not _leads_at_once(lock)
+            if is_heir:
+                ended = uvloop.run(_stand_by(deployment, home, keys, lock))
+                if ended is not None:
+                    return ended
+            with _held(lock):
+                return _lead(deployment, home, store, on_ready, is_heir=is_heir)
         finally:
             home.daemon_record.unlink(missing_ok=True)
+
+
+def _leads_at_once(lock: DaemonLock) -> bool:
+    try:
+        lock.acquire()
+    except NotLeadingError:
+        return False
+    return True
+
+
+async def _stand_by(
+    deployment: Deployment, home: Home, keys: KeyList, lock: DaemonLock
+) -> int | None:
+    """Returns once this daemon leads (None), or the signal that ended it before."""
+    server = LocalServer()
+    supervisor = Supervisor(deployment, home, server.for_gateway)
+    ended = catch_signals()
+    work = asyncio.create_task(Standby(keys.store, lock, supervisor, keys).run(server, home))
+    waited: set[asyncio.Future[Any]] = {ended, work}
+    await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+    if not work.done():
+        work.cancel()
+        await asyncio.wait([work])
+        return ended.result()
+    work.result()
+    return None
+
+
+@contextmanager
+def _held(lock: DaemonLock) -> Iterator[None]:
+    """See to it that this daemon leads, in a thread that nothing else holds up. Once another does,
+    the process begins anew and stands by: no memory of its time as a leader is left."""
+    stopped = threading.Event()
+
+    def hold() -> None:
+        trouble: str | None = None
+        while not stopped.wait(LOCK_CHECK_S):
+            try:
+                lock.check()
+            except StoreUnreachableError as error:
+                if trouble is None:
+                    log.error("%s", error)
+                trouble = str(error)
+            except NotLeadingError as error:
+                log.critical("from now on it stands by: %s", str(error).partition(";")[0])
+                os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+            else:
+                trouble = None
+
+    thread = threading.Thread(target=hold, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join(LOCK_CHECK_S)
+        if not thread.is_alive():
+            lock.release()
+
+
+def _lead(
+    deployment: Deployment,
+    home: Home,
+    store: Store,
+    on_ready: Callable[[], None],
+    *,
+    is_heir: bool,
+) -> int:
+    """`is_heir`: it stood by before, and engines that are not there now are waited for."""
+    place = open_file_bytes(home, deployment.files, store)
+    recover_files(store, place)
+    remove_left_scratch(home.inputs)
+    # What is imported stays: to look through it again and again would stop the loop for 70 ms.
+    gc.freeze()
+    return uvloop.run(_run(deployment, home, (store, place), on_ready, is_heir=is_heir))
 
 
 async def _run(
     deployment: Deployment,
     home: Home,
     kept: tuple[Store, FileBytes],
-    lock: DaemonLock,
     on_ready: Callable[[], None],
+    *,
+    is_heir: bool,
 ) -> int:
     store, place = kept
-    listener = socket.create_server(("127.0.0.1", 0))
-    address = DaemonAddress(
-        os.getpid(), f"http://127.0.0.1:{listener.getsockname()[1]}", secrets.token_urlsafe(32)
-    )
-    gateway_key = secrets.token_urlsafe(32)
-    supervisor = Supervisor(deployment, home, {"url": address.url, "gateway_key": gateway_key})
+    server = LocalServer()
+    gateway_key = server.gateway_key
+    supervisor = Supervisor(deployment, home, server.for_gateway)
     limits = limits_in(deployment)
     daemon = _daemon(deployment, home, kept, supervisor.slots)
     figures = GatewayFigures(_local_url(deployment.listen), gateway_key)
     messenger = _messenger(store, deployment, home)
     status = Status(
-        *(daemon, supervisor.gateway_url, figures),
+        *(daemon, supervisor, figures),
         tellings=messenger.tellings,
         price_per_hour=deployment.price_per_hour,
     )
     _start_watch(status, home)
-    routes = Edge(home, place, address.token, gateway_key, deployment.completion_windows, limits)
-    # httptools reads on after an early answer, so that a refused upload hears why.
-    app = make_app(daemon, status, routes)
+    windows = deployment.completion_windows
+    app = make_app(
+        daemon, status, Edge(home, place, server.address.token, gateway_key, windows, limits)
+    )
     sight = Sight(daemon, status, home, History(home.history), figures, deployment.router)
     desk = Desk(home, deployment.file, deployment.model)
     pages = _add_dashboard(app, sight, desk, Callers(store, gateway_key, limits))
-    server = _Server(uvicorn.Config(app, http="httptools", log_level="warning", access_log=False))
-    write_atomically(home.daemon_record, json.dumps(asdict(address)).encode(), mode=0o600)
-    ended = _catch_signals()
-    edge = asyncio.create_task(server.serve(sockets=[listener]))
+    ended = catch_signals()
+    server.start(app, home)
     work = asyncio.create_task(daemon.run())
-    engines = asyncio.create_task(_supervise(supervisor, on_ready))
-    guard = asyncio.create_task(_guard(lock))
+    engines = asyncio.create_task(_supervise(supervisor, on_ready, is_heir=is_heir))
     beside = [
         asyncio.create_task(each) for each in (pages.watch(), messenger.run(), status.watch.beat())
     ]
     try:
-        waited: set[asyncio.Future[Any]] = {ended, work, engines, guard}
+        waited: set[asyncio.Future[Any]] = {ended, work, engines}
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        failure = None if ended.done() else _failure_of(guard, engines, work)
+        failure = None if ended.done() else _failure_of(engines, work)
         _end_within(CLEAN_STOP_S, failure)
         pages.close()
         status.watch.stop()
-        for task in (work, engines, guard, *beside):
+        for task in (work, engines, *beside):
             task.cancel()
-        await asyncio.gather(work, engines, guard, *beside, return_exceptions=True)
-        server.should_exit = True
-        await edge
+        await asyncio.gather(work, engines, *beside, return_exceptions=True)
+        await server.stop()
         await supervisor.close()
     if failure is not None:
         raise failure
@@ -201,6 +267,7 @@ def _daemon(
         key_limits=limits_in(deployment),
         kept_in=home.kept_rows,
         timeouts=deployment.timeouts,
+        name=f"{socket.gethostname()}:{home.path}",
     )
 
 
@@ -240,38 +307,17 @@ def _innermost(error: BaseException) -> str:
     return str(error) if isinstance(error, BatchrunError) else repr(error)
 
 
-async def _supervise(supervisor: Supervisor, on_ready: Callable[[], None]) -> None:
-    await supervisor.start()
+async def _supervise(
+    supervisor: Supervisor, on_ready: Callable[[], None], *, is_heir: bool
+) -> None:
+    try:
+        await supervisor.start()
+    except EngineError as error:
+        if not is_heir:
+            raise
+        log.error("%s; it is looked for on and on", error)
     on_ready()
     await supervisor.watch()
-
-
-async def _guard(lock: DaemonLock) -> None:
-    """Watch the lock; raises StoreLockedError once another daemon has it."""
-    trouble: str | None = None
-    while True:
-        try:
-            await asyncio.to_thread(lock.check)
-        except StoreUnreachableError as error:
-            if trouble is None:
-                log.error("%s", error)
-            trouble = str(error)
-        else:
-            trouble = None
-        await asyncio.sleep(LOCK_CHECK_S)
-
-
-def _catch_signals() -> asyncio.Future[int]:
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[int] = loop.create_future()
-
-    def on_signal(number: int) -> None:
-        if not ended.done():
-            ended.set_result(number)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal, number)
-    return ended
 
 
 def _end_within(limit_s: float, failure: BatchrunError | None) -> None:

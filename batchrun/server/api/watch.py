@@ -37,11 +37,7 @@ class LoopWatch:
     """
 
     def __init__(
-        self,
-        *,
-        shown_s: float = SHOWN_S,
-        ended_s: float = ENDED_S,
-        look_s: float = LOOK_S,
+        self, *, shown_s: float = SHOWN_S, ended_s: float = ENDED_S, look_s: float = LOOK_S
     ) -> None:
         self.on_end: Callable[[str], None] = end_process
         self.writer_waits_s: Callable[[float], float] = lambda now_s: 0.0

@@ -32,7 +32,7 @@ from batchrun.server.gateway.app import MAX_BODY_BYTES, GatewaySettings, parse_l
 from batchrun.server.gateway.forward import DAEMON_HEAD_S
 from batchrun.server.gateway.http import bind, serve
 from batchrun.server.gateway.shared_book import create
-from batchrun.server.gateway.tally import create_tally
+from batchrun.server.gateway.tally import ENDED, STUCK, Tally, create_tally
 
 log = logging.getLogger(__name__)
 
@@ -59,16 +59,19 @@ async def supervise(
     """
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     listen = f"--listen={host}:{settings.port}"
-    fds = (create(settings.num_workers), create_tally(settings.num_workers))
+    num_workers = settings.num_workers
+    fds = (create(num_workers), create_tally(num_workers))
+    tally = Tally(fds[1], num_workers, num_workers)
     shared = (listen, f"--book-fd={fds[0]}", f"--tally-fd={fds[1]}")
     command = [sys.executable, "-m", "batchrun.server.gateway", *argv, *shared]
-    ready = [asyncio.Event() for _ in range(settings.num_workers)]
+    ready = [asyncio.Event() for _ in range(num_workers)]
     keepers = [
         asyncio.create_task(
             _keep_one(
                 [*command, f"--worker={number}"],
                 settings.drain_s,
                 fds=fds,
+                tally=tally,
                 stop=stop,
                 ready=event,
             )
@@ -92,6 +95,7 @@ async def _keep_one(
     drain_s: float,
     *,
     fds: Sequence[int],
+    tally: Tally,
     stop: asyncio.Event,
     ready: asyncio.Event,
 ) -> None:
@@ -99,28 +103,30 @@ async def _keep_one(
         worker = await asyncio.create_subprocess_exec(
             *command, stdin=PIPE, stdout=PIPE, pass_fds=fds
         )
+        why = ENDED
         stopper = asyncio.create_task(_end_on_stop(worker, drain_s, stop=stop))
         if worker.stdout is not None and await worker.stdout.readline():
             ready.set()
-            await _hear(worker, worker.stdout)
+            why = await _hear(worker, worker.stdout)
         exit_code = await worker.wait()
         if not stop.is_set():
             stopper.cancel()
+            tally.count_replaced(why)
             log.warning("worker %d ended with %d; starting another", worker.pid, exit_code)
             with suppress(TimeoutError):
                 async with asyncio.timeout(RESTART_S):
                     await stop.wait()
 
 
-async def _hear(worker: Process, beats: asyncio.StreamReader) -> None:
-    """Returns when the worker has ended, or was killed because its loop no longer turns."""
+async def _hear(worker: Process, beats: asyncio.StreamReader) -> str:
+    """Returns when the worker has ended, or was killed because its loop no longer turns: which."""
     num_missed = 0
     while num_missed < MAX_MISSED:
         before_s = waited_for_core_s(worker.pid)
         try:
             async with asyncio.timeout(BEAT_WAIT_S):
                 if not await beats.readline():
-                    return
+                    return ENDED
             num_missed = 0
         except TimeoutError:
             # Where this process was stopped itself, beats wait to be read.
@@ -130,6 +136,7 @@ async def _hear(worker: Process, beats: asyncio.StreamReader) -> None:
     log.error("worker %d has been stuck for %.0f s; it is killed", worker.pid, limit_s)
     with suppress(ProcessLookupError):
         worker.kill()
+    return STUCK
 
 
 async def _beat() -> None:

@@ -130,10 +130,7 @@ def choose_class(
 
 
 def check_class(
-    key: ApiKey | None,
-    bounds: SloBounds | None,
-    classes: SloClasses,
-    default: SloBounds | None,
+    key: ApiKey | None, bounds: SloBounds | None, classes: SloClasses, default: SloBounds | None
 ) -> None:
     """Raises RefusalError where a user key asks for tighter bounds than its own: those of its
     class, or `default`, which is None where the engines alone know it."""

@@ -23,12 +23,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 from yarl import URL
 
-from batchrun.errors import (
-    ConfigError,
-    DaemonUnavailableError,
-    EngineError,
-    EngineSilentError,
-)
+from batchrun.errors import ConfigError, DaemonUnavailableError, EngineError, EngineSilentError
 from batchrun.home import CALLER_HEADER, GATEWAY_HEADER
 from batchrun.media.connections import CleanConnector
 from batchrun.server.gateway.admission import ABOUT_CALLER

@@ -16,13 +16,7 @@ from aiohttp import web
 from batchrun.errors import ConfigError
 from batchrun.files import allow_many_open_files
 from batchrun.keys import UsageFile
-from batchrun.server.gateway.admission import (
-    CallsAtOnce,
-    Door,
-    KeyRing,
-    RequestRates,
-    read_keys,
-)
+from batchrun.server.gateway.admission import CallsAtOnce, Door, KeyRing, RequestRates, read_keys
 from batchrun.server.gateway.app import Gateway, GatewaySettings
 from batchrun.server.gateway.balancer import Balancer
 from batchrun.server.gateway.dashboard import read_or_make_secret

@@ -1,4 +1,5 @@
-"""What the gateway counts of the calls that pass: by route, by class, by engine.
+"""What the gateway counts of the calls that pass: by route, by class, by engine; and of its
+workers, those that had to be replaced.
 
 All workers of a gateway count into one memory, each in rows of its own, so that nobody waits for
 another; who reads adds the rows up. A worker that starts again goes on with its rows. The memory
@@ -36,7 +37,9 @@ NUM_VALUES = NUM_BUCKETS + 1
 MAX_SERIES = 256
 """Of one worker; what comes after them is not counted."""
 NAME_BYTES = 192
-CALLS, TTFT, TPOT, ENGINE = "calls", "ttft", "tpot", "engine"
+CALLS, TTFT, TPOT, ENGINE, REPLACED = "calls", "ttft", "tpot", "engine", "replaced"
+STUCK, ENDED = "stuck", "ended"
+"""Why a worker was replaced."""
 EJECTED = "ejected"
 """Kept elsewhere: for how many seconds an engine still gets no calls, and how often that was."""
 _BETWEEN = "\x1f"
@@ -48,16 +51,18 @@ Ejected = Sequence[tuple[str, float, int]]
 
 
 def create_tally(num_workers: int) -> int:
-    """A file descriptor of new memory, empty. Raises OSError."""
+    """A file descriptor of new memory, empty, with a place for who watches the workers too. Raises
+    OSError."""
     fd = os.memfd_create("batchrun-tally")
-    os.truncate(fd, _ROW.itemsize * MAX_SERIES * num_workers)
+    os.truncate(fd, _ROW.itemsize * MAX_SERIES * (num_workers + 1))
     return fd
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
     """Values of one kind and these labels. Of `CALLS`: [calls]; of `ENGINE`: [calls, prompt,
-    cached, output tokens]; of `TTFT` and `TPOT`: a histogram in seconds."""
+    cached, output tokens]; of `REPLACED`: [workers]; of `TTFT` and `TPOT`: a histogram in
+    seconds."""
 
     kind: str
     labels: tuple[str, ...]
@@ -78,11 +83,13 @@ class SeenReply:
 
 
 class Tally:
-    """The memory behind a descriptor; `worker` counts from 0."""
+    """The memory behind a descriptor; `worker` counts from 0, and is `num_workers` for who watches
+    them."""
 
     def __init__(self, fd: int, num_workers: int, worker: int) -> None:
         self._memory = mmap.mmap(fd, 0)
-        rows: npt.NDArray[Any] = np.frombuffer(self._memory, _ROW).reshape(num_workers, MAX_SERIES)
+        rows: npt.NDArray[Any] = np.frombuffer(self._memory, _ROW).reshape(-1, MAX_SERIES)
+        assert len(rows) == num_workers + 1
         self._all = rows
         self._own = rows[worker]
         names = self._own["name"].tolist()
@@ -104,6 +111,10 @@ class Tally:
             if seconds is not None:
                 self._add((kind, reply.slo_class), bisect_left(bounds, seconds), 1.0)
                 self._add((kind, reply.slo_class), NUM_BUCKETS, seconds)
+
+    def count_replaced(self, why: str) -> None:
+        """A worker ended, or was ended; another takes its place."""
+        self._add((REPLACED, why), 0, 1.0)
 
     def read(self) -> list[Series]:
         """What all workers have counted, in order of kind and labels."""
@@ -160,6 +171,12 @@ class TallyPage(Collector):
         for each in (one for one in series if one.kind == CALLS):
             calls.add_metric(each.labels, each.values[0])
         yield calls
+        replaced = CounterMetricFamily(
+            "batchrun_gateway_replaced_workers", "Workers that had to be replaced.", labels=["why"]
+        )
+        for each in (one for one in series if one.kind == REPLACED):
+            replaced.add_metric(each.labels, each.values[0])
+        yield replaced
         yield from _of_engines([one for one in series if one.kind == ENGINE])
         yield from _of_ejections(self._ejected())
         yield from _of_routing(self._routing())

@@ -18,7 +18,10 @@ import msgspec
 from batchrun.home import GATEWAY_HEADER, ROUTING_PATH, TALLY_PATH
 from batchrun.server.gateway.tally import (
     EJECTED,
+    ENDED,
     ENGINE,
+    REPLACED,
+    STUCK,
     TPOT,
     TPOT_BOUNDS_S,
     TTFT,
@@ -125,6 +128,11 @@ class GatewayFigures:
         self._ejected_s = {names[0]: left[0] for kind, names, left in told if kind == EJECTED}
         if self._looks and _sum(look) < _sum(self._looks[-1][1]):
             self._looks.clear()
+        for why, said in ((STUCK, "were stuck"), (ENDED, "ended")):
+            before = _num_replaced(self._looks[-1][1] if self._looks else look, why)
+            if (num := _num_replaced(look, why) - before) > 0:
+                line = "workers of the gateway that %s and were replaced: %d; gateway.log has more"
+                log.error(line, said, num)
         self._looks.append((now_s, look))
         while self._looks[0][0] < now_s - WINDOW_S:
             self._looks.popleft()
@@ -132,6 +140,10 @@ class GatewayFigures:
     def ejected_s(self, engine: str) -> float:
         """For how long the gateway sends the engine no calls, as it told last."""
         return self._ejected_s.get(engine, 0.0)
+
+    def num_replaced(self, why: str) -> int:
+        """Workers that the gateway had to replace since its start, as it told last."""
+        return _num_replaced(self._looks[-1][1], why) if self._looks else 0
 
     def silent_s(self, now_s: float) -> float:
         """For how long the gateway has told nothing; 0 until it has told anything."""
@@ -204,6 +216,10 @@ class GatewayFigures:
 def _computed(look: Look) -> float:
     engines = (values for (kind, _), values in look.items() if kind == ENGINE)
     return sum(prompt - cached + output for _, prompt, cached, output, *_ in engines)
+
+
+def _num_replaced(look: Look, why: str) -> int:
+    return round(look.get((REPLACED, (why,)), [0.0])[0])
 
 
 def _sum(look: Look) -> float:

@@ -214,10 +214,7 @@ def read_mooncake(path: Path) -> Trace:
     )
 
 
-RATES = {
-    "time_s": Column.number("time_s"),
-    "rate_per_s": Column.number("rate_per_s"),
-}
+RATES = {"time_s": Column.number("time_s"), "rate_per_s": Column.number("rate_per_s")}
 """Our own layout of rates."""
 OPTIONAL = {"cv": 1.0, **CHAT_LENGTHS}
 """Columns of our own layout that may be missing or empty, and what is then taken."""

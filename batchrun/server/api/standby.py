@@ -1,0 +1,139 @@
+"""A daemon that does not lead: it waits until it does, tells what it can, keeps its gateway up.
+
+It changes nothing in the store and starts no engine. Engines that others start are looked at, so
+that calls go on through the gateway here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from dataclasses import dataclass, field
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+
+from batchrun.daemon.daemon import SWITCH_SETTING
+from batchrun.daemon.supervisor import Supervisor
+from batchrun.daemon.view import view_stored
+from batchrun.errors import NotLeadingError, StoreError
+from batchrun.home import CONTROL_PREFIX, GATEWAY_HEADER, Home
+from batchrun.server.api.errors import install_error_handlers
+from batchrun.server.api.key_list import KeyList
+from batchrun.server.api.metrics import render_role
+from batchrun.server.api.picture import view_engines, view_role
+from batchrun.server.api.serving import LocalServer
+from batchrun.server.web.gateway_figures import GatewayFigures
+from batchrun.store import jobs
+from batchrun.store.database import Store
+from batchrun.store.place import DaemonLock
+
+log = logging.getLogger(__name__)
+
+TRY_S = 0.5
+"""How often it tries to lead."""
+REFRESH_S = 5.0
+"""How often the gateway here hears of keys that the leader changed."""
+
+
+@dataclass(slots=True)
+class Standby:
+    """Waits for `lock`; `keys` are those that the gateway here lets in."""
+
+    store: Store
+    lock: DaemonLock
+    supervisor: Supervisor
+    keys: KeyList
+    _trouble: str | None = field(default=None)
+
+    async def run(self, server: LocalServer, home: Home) -> None:
+        """Returns once this daemon leads. Raises EngineError when its gateway cannot start."""
+        server.start(make_app(self, server), home)
+        leader = await asyncio.to_thread(jobs.read_leader, self.store)
+        log.info("stands by; %s leads (term %d)", leader.name, leader.term)
+        tasks = [asyncio.create_task(each) for each in (self.supervisor.stand_by(), self._keep())]
+        try:
+            while not await self._leads():
+                done, _ = await asyncio.wait(
+                    tasks, timeout=TRY_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in done:
+                    task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await server.stop()
+            await self.supervisor.close()
+
+    async def picture(self) -> dict[str, object]:
+        """What `status` shows. Raises StoreError."""
+        leader = await asyncio.to_thread(jobs.read_leader, self.store)
+        is_on = await asyncio.to_thread(jobs.read_setting, self.store, SWITCH_SETTING, True)
+        return {
+            "gateway": self.supervisor.gateway_url,
+            "leadership": view_role(leader, leads=False),
+            "offline": bool(is_on),
+            "stalled": self._trouble,
+            "progress": None,
+            "engines": view_engines(self.supervisor.slots, GatewayFigures("", "")),
+            "felt": [],
+            "jobs": await asyncio.to_thread(view_stored, self.store),
+        }
+
+    async def _leads(self) -> bool:
+        try:
+            leads = await asyncio.to_thread(self.lock.take)
+        except StoreError as error:
+            if str(error) != self._trouble:
+                log.error("%s", error)
+            self._trouble = str(error)
+            return False
+        self._trouble = None
+        return leads
+
+    async def _keep(self) -> None:
+        while True:
+            try:
+                await asyncio.to_thread(self.keys.publish)
+            except StoreError as error:
+                log.error("the API keys cannot be read: %s", error)
+            await asyncio.sleep(REFRESH_S)
+
+
+def make_app(standby: Standby, server: LocalServer) -> FastAPI:
+    """The routes of a daemon, as far as one that stands by has them; the others name the leader."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    install_error_handlers(app)
+    token = f"Bearer {server.address.token}"
+
+    def check(request: Request, header: str, wanted: str) -> None:
+        if not hmac.compare_digest(request.headers.get(header, "").encode(), wanted.encode()):
+            raise HTTPException(401, "wrong or missing token")
+
+    @app.get("/healthz")
+    async def healthz() -> dict[str, object]:
+        return {"status": "ok"}
+
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        check(request, GATEWAY_HEADER, server.gateway_key)
+        leader = await asyncio.to_thread(jobs.read_leader, standby.store)
+        return Response(render_role(leader.term), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get(f"{CONTROL_PREFIX}/status")
+    async def status(request: Request) -> dict[str, object]:
+        check(request, "authorization", token)
+        return await standby.picture()
+
+    @app.api_route("/{path:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
+    async def others(request: Request, path: str) -> None:
+        if path.startswith(CONTROL_PREFIX.strip("/")):
+            check(request, "authorization", token)
+        leader = await asyncio.to_thread(jobs.read_leader, standby.store)
+        raise NotLeadingError(f"this daemon stands by; {leader.name} leads: give the command there")
+
+    return app

@@ -1,0 +1,171 @@
+"""Several daemons on one PostgreSQL database: one leads, the others stand by and take over."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deployment_rig import WAIT_S, DeploymentRig
+from kill_rig import (
+    Outage,
+    answers,
+    begun_at,
+    check_account,
+    committed_at,
+    wait_for_rows,
+    wait_until,
+)
+from postgres_server import END_LOCK_SESSION, PostgresServer
+from store_builders import select
+
+from batchrun.control.client import DaemonClient
+from batchrun.errors import DaemonUnavailableError
+from batchrun.home import Home
+
+pytestmark = pytest.mark.slow
+
+NUM_ROWS = 600
+
+
+class Pair:
+    """Two homes on one database and one agent, which the first one's rig started."""
+
+    def __init__(self, folder: Path, postgres: PostgresServer) -> None:
+        self.first, self.second = (DeploymentRig(folder / name) for name in ("first", "second"))
+        for rig in (self.first, self.second):
+            rig.folder.mkdir()
+            rig.store_url = None
+        self.first.store_url = self.second.store_url = postgres.new_database()
+
+    def start(self, *options: str) -> None:
+        """An agent with a fake engine, a leader and a standby."""
+        self.first.use_agent(*options)
+        secret = self.first.home / "agents" / "0" / "secret"
+        agent = {"agent": f"https://127.0.0.1:{self.first.agent_port}", "secret_file": str(secret)}
+        self.second.configure(agent)
+        assert self.first.ask("up", "-d")["leadership"]["role"] == "leader"
+        assert self.second.ask("up", "-d")["leadership"]["role"] == "standby"
+
+
+@pytest.fixture
+def pair(tmp_path: Path, postgres: PostgresServer) -> Iterator[Pair]:
+    made = Pair(tmp_path, postgres)
+    yield made
+    made.second.close()
+    made.first.close()
+
+
+def role(rig: DeploymentRig) -> dict[str, Any]:
+    """What a home's daemon says of its role; nothing while it does not answer."""
+    with suppress(DaemonUnavailableError):
+        return dict(DaemonClient(Home(rig.home), timeout_s=2.0).get("/status")["leadership"])
+    return {"role": None}
+
+
+@pytest.mark.nightly
+def test_a_standby_says_who_leads_and_takes_no_commands(pair: Pair) -> None:
+    pair.start()
+    name = f":{pair.first.home}"
+
+    told = role(pair.second)
+    assert (told["leader"].endswith(name), told["term"]) == (True, role(pair.first)["term"])
+    shown = pair.second.call("status").stdout
+    assert shown.startswith("standby of ") and name in shown.splitlines()[0]
+    pair.second.write_rows(["a"])
+    pair.second.write_job()
+    for command in (("submit", "job.yaml"), ("offline", "off"), ("keys", "create", "k")):
+        code, line = pair.second.refuse(*command)
+        assert (code, "stands by" in line, f"{name} leads" in line) == (4, True, True)
+    assert answers(pair.second)
+    for rig, leads in ((pair.first, 1.0), (pair.second, 0.0)):
+        with urllib.request.urlopen(f"http://127.0.0.1:{rig.port}/metrics") as page:
+            lines = page.read().decode().splitlines()
+        assert {f"batchrun_daemon_leads {leads}", "batchrun_daemon_term 1.0"} <= set(lines)
+
+
+def test_a_standby_takes_over_a_job_when_the_leader_is_killed(pair: Pair) -> None:
+    pair.start("--latency-s=0.5")
+    first, second = pair.first, pair.second
+    job = first.submit_rows(*(f"question {i}" for i in range(NUM_ROWS)))
+    wait_for_rows(first, job, 100)
+
+    began_at, num_committed = time.time(), len(committed_at(first, job))
+    first.kill("daemon")
+    wait_until(lambda: role(second)["role"] == "leader")
+    outage = Outage(began_at, time.time(), num_committed)
+
+    assert num_committed < NUM_ROWS
+    second.executions_path = first.executions_path
+    second.wait_until_ended(job)
+    check_account(first, job, [outage])
+    assert {len(instants) for instants in begun_at(first, job).values()} == {1}
+    assert first.ask("up", "-d")["leadership"]["leader"].endswith(f":{second.home}")
+
+
+@pytest.mark.nightly
+def test_a_leader_that_was_stopped_too_long_stands_by_and_disturbs_nobody(pair: Pair) -> None:
+    pair.start("--latency-s=0.5")
+    first, second = pair.first, pair.second
+    job = first.submit_rows(*(f"question {i}" for i in range(NUM_ROWS)))
+    wait_for_rows(first, job, 100)
+    pid, began_at = first.pid_of("daemon"), time.time()
+
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: role(second)["role"] == "leader")
+        num_committed = len(committed_at(second, job))
+        wait_for_rows(second, job, min(num_committed + 50, NUM_ROWS))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: role(first)["role"] == "standby")
+    outage = Outage(began_at, time.time(), num_committed)
+
+    assert first.pid_of("daemon") == pid
+    assert role(first)["leader"] == role(second)["leader"]
+    second.wait_until_ended(job)
+    check_account(first, job, [outage])
+    assert {len(instants) for instants in begun_at(first, job).values()} == {1}
+
+
+@pytest.mark.nightly
+def test_of_two_that_start_at_once_one_leads(pair: Pair) -> None:
+    pair.first.use_agent()
+    secret = pair.first.home / "agents" / "0" / "secret"
+    agent = {"agent": f"https://127.0.0.1:{pair.first.agent_port}", "secret_file": str(secret)}
+    pair.second.configure(agent)
+
+    started = [rig.start("up", "-d", "--json") for rig in (pair.first, pair.second)]
+    told = [json.loads(each.communicate(timeout=WAIT_S)[0])["leadership"] for each in started]
+
+    assert sorted(each["role"] for each in told) == ["leader", "standby"]
+    assert told[0]["term"] == told[1]["term"] == 1
+
+
+@pytest.mark.nightly
+def test_a_leader_whose_connections_are_cut_leads_again_or_stands_by(pair: Pair) -> None:
+    pair.start("--latency-s=0.5")
+    first, second = pair.first, pair.second
+    job = first.submit_rows(*(f"question {i}" for i in range(NUM_ROWS)))
+    wait_for_rows(first, job, 50)
+    began_at, num_committed = time.time(), len(committed_at(first, job))
+
+    for _ in range(3):
+        select(first.store, END_LOCK_SESSION)
+        roles: list[dict[str, Any]] = [{}, {}]
+        while sorted(str(each.get("role")) for each in roles) != ["leader", "standby"]:
+            roles = [role(first), role(second)]
+            assert [each.get("role") for each in roles] != ["leader", "leader"], roles
+            time.sleep(0.1)
+
+    outage = Outage(began_at, time.time(), num_committed)
+    assert len({each["term"] for each in roles}) == 1
+    second.wait_until_ended(job)
+    check_account(first, job, [outage])
