@@ -37,6 +37,13 @@ def test_engines_are_read_in_file_order(tmp_path: Path) -> None:
     assert read_upstreams(path).engines == (ONE, Upstream("k", "https://h", "s"))
 
 
+def test_a_list_names_the_secrets_of_agents(tmp_path: Path) -> None:
+    agent = {"name": "a", "url": "https://h:1", "secret_file": "/s", "certificate": None}
+    path = write(tmp_path / "f", json.dumps({"engines": [agent]}))
+
+    assert read_upstreams(path).engines == (Upstream("a", "https://h:1", None, Path("/s")),)
+
+
 def test_secrets_of_engines_are_not_in_their_repr() -> None:
     assert "s3cret" not in repr(Upstream("one", "http://h", "s3cret", hint_nonce="s3cret"))
     assert "s3cret" not in repr(Rewriting("flex", "s3cret"))

@@ -41,6 +41,13 @@ POLL_S = 0.25
 MAX_FILE_BYTES = 64 << 20
 
 
+def _as_path(kind: type, value: object) -> Path:
+    """Paths stand in the files as text."""
+    if kind is not Path or not isinstance(value, str):
+        raise NotImplementedError
+    return Path(value)
+
+
 def read_document(path: Path, kind: type[T], what: str) -> T:
     """The JSON document in a file that holds `what`. Raises ConfigError with one line."""
     try:
@@ -51,7 +58,7 @@ def read_document(path: Path, kind: type[T], what: str) -> T:
     if len(text) > MAX_FILE_BYTES:
         raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes; not a {what}")
     try:
-        return msgspec.json.decode(text, type=kind)
+        return msgspec.json.decode(text, type=kind, dec_hook=_as_path)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not a {what}: {error}") from error
 
