@@ -1,7 +1,7 @@
 """Kill everything and count: nothing lost, nothing doubled, nothing stuck.
 
     python -m benchmarks.crash [--seed N] [--kills N] [--lanes N] [--only PART ...] [--json FILE]
-    python -m benchmarks.crash --events N [--seed N] [--lanes N] [--json FILE]
+    python -m benchmarks.crash --events N [--targets NAME ...] [--store postgresql] [--json FILE]
 
 Real daemons, gateways, engines and commands are killed at random instants and inside commits and
 renames (`kills`), a real vLLM too (`vllm`), engines with their agents (`agents`), in `--lanes`
@@ -20,14 +20,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import polars as pl
 
@@ -42,7 +43,7 @@ from benchmarks.crash_account import (
     read_executions,
     read_jobs,
 )
-from benchmarks.crash_events import Event, EventEpisode, event_bars, plan_events, records_of
+from benchmarks.crash_events import EVENTS, Event, EventEpisode, event_bars, plan_events, records_of
 from benchmarks.crash_rig import (
     DURING_COMMIT,
     END_WAIT_S,
@@ -292,13 +293,21 @@ def main() -> int:
     """Run what was asked for, print and save. Exits 1 when a promise was broken or a bar missed."""
     made = parser(__doc__, seed=1, kills=300, lanes=2, events=0)
     made.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART")
+    made.add_argument("--targets", nargs="+", choices=[name for _, name in EVENTS], default=None)
+    made.add_argument("--store", choices=("sqlite", "postgresql"), default="sqlite")
     options = made.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="crash-"))
     began_s = time.monotonic()
     with ThreadPoolExecutor(options.lanes) as pool:
         if options.events:
-            planned = event_plans(options.events, options.seed)
-            records = [*chain.from_iterable(pool.map(partial(_run_events, folder), planned))]
+            server: Any = None
+            if options.store == "postgresql":
+                server = import_module("tests.postgres_server").PostgresServer()
+            planned = event_plans(options.events, options.seed, options.targets)
+            run = partial(_run_events, folder, None if server is None else server.new_database)
+            records = [*chain.from_iterable(pool.map(run, planned))]
+            if server is not None:
+                server.close()
             found = event_bars(records)
         else:
             plans = list(_plans(options.only, options.kills, options.seed))
@@ -340,9 +349,9 @@ def bars(records: Sequence[Record]) -> Iterator[Bar]:
 EventPlan = tuple[str, random.Random, Sequence[Event]]
 
 
-def event_plans(num_events: int, seed: int) -> list[EventPlan]:
+def event_plans(num_events: int, seed: int, targets: Sequence[str] | None) -> list[EventPlan]:
     """The events of each deployment; those of the clock are the last one's."""
-    planned = plan_events(random.Random(seed), num_events)
+    planned = plan_events(random.Random(seed), num_events, targets)
     planned.sort(key=lambda event: event.target == "clock")
     names = range(0, num_events, EVENTS_PER_DEPLOYMENT)
     return [
@@ -351,10 +360,11 @@ def event_plans(num_events: int, seed: int) -> list[EventPlan]:
     ]
 
 
-def _run_events(folder: Path, plan: EventPlan) -> list[Record]:
+def _run_events(folder: Path, new_store: Callable[[], str] | None, plan: EventPlan) -> list[Record]:
     """A record for each event, and one for the deployment."""
     name, rng, events = plan
-    episode = EventEpisode(folder / name.replace(" ", "-"), rng, events)
+    store_url = None if new_store is None else new_store()
+    episode = EventEpisode(folder / name.replace(" ", "-"), rng, events, store_url)
     episode.run()
     print(f"{name}: {len(episode.events)} events", *episode.problems[:5], flush=True)
     return [*records_of(episode, {"deployment": name})]

@@ -63,7 +63,7 @@ class Kill:
 
 def read_jobs(deployment: Deployment) -> list[JobRecord]:
     """Every job in the store, in the order of submission."""
-    with closing(open_to_read(deployment.home.store)) as store:
+    with closing(open_to_read(deployment.home.store_location)) as store:
         return list_jobs(store)
 
 
@@ -81,7 +81,7 @@ def read_executions(path: Path) -> pl.DataFrame:
 
 def read_commits(deployment: Deployment) -> pl.DataFrame:
     """When each result (`job`, `row`) was committed: the instant just before its transaction."""
-    with closing(open_to_read(deployment.home.store)) as store, store.read() as connection:
+    with closing(open_to_read(deployment.home.store_location)) as store, store.read() as connection:
         return pl.read_database(COMMITS, connection, schema_overrides=COMMIT_TYPES)
 
 
@@ -187,8 +187,8 @@ def expected_answer(text: str) -> str:
 def check_home(deployment: Deployment) -> Iterator[str]:
     """What `batchrun store check` finds, read here in one process: inside, and the jobs' files."""
     home = deployment.home
-    if home.store.exists():
-        with closing(open_to_read(home.store)) as store:
+    if home.has_store:
+        with closing(open_to_read(home.store_location)) as store:
             yield from map(str, check_store(store))
             yield from map(str, check_files(readable_jobs(store), links=home.inputs))
 

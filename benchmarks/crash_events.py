@@ -14,6 +14,7 @@ import random
 import resource
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
+import psutil
 import requests
 
 from batchrun.control.submitting import view_jobs
@@ -56,20 +58,33 @@ SPOILT = ("delay", "cut", "double", "garbage")
 EVENTS = (
     *(("stop", part) for part in BOUNDS_S),
     *(("spoil", how) for how in SPOILT),
-    ("starve", "files"),
-    ("starve", "disk"),
+    *(("starve", what) for what in ("files", "disk", "memory", "threads")),
     ("jump", "clock"),
 )
 ROWS_BETWEEN = 4
 """So many results are committed before the next event."""
-SPARE_FILES = 3
+SPARE_FILES, SPARE_BYTES = 3, 1 << 20
+NO_ROOT = (
+    *("setpriv", "--reuid=54321", "--regid=54321", "--clear-groups"),
+    *("--inh-caps=+dac_override,+fowner", "--ambient-caps=+dac_override,+fowner"),
+)
+"""Limits of threads do not hold for root."""
+MOST_THREADS = 300
+HOG = """
+import threading, time
+threading.stack_size(1 << 16)
+try:
+    while True: threading.Thread(target=time.sleep, args=(600,)).start()
+except RuntimeError:
+    print("all are taken", flush=True)
+"""
 MAX_JUMP_S = 7_200.0
 
 
 @dataclass(slots=True)
 class Event:
     """What was done to what for `lasted_s`. Where a part stood for longer than its bound,
-    `noticed_s` is when that was seen; None: never, or it need not be."""
+    `noticed_s` is when that was seen; None: never, or it need not be. `has_ended`: it did."""
 
     action: str
     target: str
@@ -77,6 +92,7 @@ class Event:
     at: float = 0.0
     noticed_s: float | None = None
     is_due: bool = False
+    has_ended: bool = False
 
     @property
     def is_missed(self) -> bool:
@@ -85,9 +101,12 @@ class Event:
         return self.is_due and (self.noticed_s is None or self.noticed_s > limit_s)
 
 
-def plan_events(rng: random.Random, num_events: int) -> list[Event]:
+def plan_events(
+    rng: random.Random, num_events: int, targets: Sequence[str] | None = None
+) -> list[Event]:
     """Each kind equally often, in a random order; short and long ones, by the logarithm."""
-    kinds = [EVENTS[index % len(EVENTS)] for index in range(num_events)]
+    wanted = [kind for kind in EVENTS if targets is None or kind[1] in targets]
+    kinds = [wanted[index % len(wanted)] for index in range(num_events)]
     rng.shuffle(kinds)
     low, high = math.log(SHORTEST_S), math.log(LONGEST_S)
     return [Event(*kind, math.exp(rng.uniform(low, high))) for kind in kinds]
@@ -194,8 +213,11 @@ class EventEpisode(Episode):
     """Events one after the other while jobs and calls come and go; ends early when a promise is
     broken. After `run` also: the events, and what came of the calls."""
 
-    def __init__(self, folder: Path, rng: random.Random, events: Sequence[Event]) -> None:
+    def __init__(
+        self, folder: Path, rng: random.Random, events: Sequence[Event], store_url: str | None
+    ) -> None:
         super().__init__(folder, rng)
+        self._store_url = store_url
         self.points = FailpointServer(folder, rng)
         self.executions = self.commits = pl.DataFrame()
         self.events: list[Event] = []
@@ -219,6 +241,9 @@ class EventEpisode(Episode):
     def _start(self, exits: ExitStack) -> None:
         here, proxy_port, port = self.deployment, free_port(), free_port()
         here.failpoints = f"{self.points.spec},clock={self._clock}"
+        if any(event.target == "threads" for event in self._planned):
+            user = NO_ROOT if os.getuid() == 0 else ()
+            here.user = (*user, "prlimit", f"--nproc={_num_threads() + MOST_THREADS}")
         here.use_fake_engine(LATENCY_S, rules=RULES)
         config = here.folder / "batchrun.yaml"
         document: dict[str, Any] = json.loads(config.read_text())
@@ -226,6 +251,8 @@ class EventEpisode(Episode):
         command = [sys.executable, "-m", "batchrun.engine.fake", f"--port={port}"]
         command += [f"--model={STEADY}", "--tokens-per-s=50"]
         document["engines"].append({"name": STEADY, "command": command, "port": port})
+        if self._store_url is not None:
+            document["store"] = self._store_url
         document |= {"window": {"requests": WINDOW_ROWS}, "gateway_workers": 2}
         config.write_text(json.dumps(document))
         self._proxy = Proxy(proxy_port, here.engine_port, self._rng)
@@ -246,11 +273,14 @@ class EventEpisode(Episode):
     def _work(self, watcher: StatusWatcher) -> None:
         for event in self._planned:
             self._go_on()
-            is_seen = self._look_at(event)
+            is_seen, daemon = self._look_at(event), self.deployment.pid_of("daemon")
             event.at = time.time()
             with self._happening(event):
                 self._watch(event, is_seen)
             self.events.append(event)
+            if event.action == "starve" and not self.deployment.lives(daemon):
+                event.has_ended = True
+                self.deployment.start()
             self.problems += check_home(self.deployment)
             if self.problems or watcher.problems:
                 break
@@ -287,8 +317,14 @@ class EventEpisode(Episode):
             self._proxy.how = event.target
             yield
             self._proxy.how = ""
-        elif event.target == "files":
-            with self._few_files():
+        elif event.target == "threads":
+            command = [*self.deployment.user, sys.executable, "-I", "-S", "-c", HOG]
+            with subprocess.Popen(command, stdout=subprocess.PIPE) as hog:
+                assert hog.stdout is not None and hog.stdout.readline()
+                yield
+                hog.kill()
+        elif event.target in {"files", "memory"}:
+            with self._limited(event.target):
                 yield
         elif event.target == "disk":
             self.points.is_disk_full = True
@@ -310,13 +346,21 @@ class EventEpisode(Episode):
                 os.kill(pid, signal.SIGCONT)
 
     @contextmanager
-    def _few_files(self) -> Iterator[None]:
+    def _limited(self, what: str) -> Iterator[None]:
+        """The daemon may have hardly more than it has."""
         pid = self.deployment.pid_of("daemon")
-        before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-        num_open = len(list(Path(f"/proc/{pid}/fd").iterdir()))
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, (num_open + SPARE_FILES, before[1]))
-        yield
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+        daemon = psutil.Process(pid)
+        kind, limit = {
+            "files": (resource.RLIMIT_NOFILE, daemon.num_fds() + SPARE_FILES),
+            "memory": (resource.RLIMIT_AS, daemon.memory_info().vms + SPARE_BYTES),
+        }[what]
+        before = resource.prlimit(pid, kind)
+        resource.prlimit(pid, kind, (limit, before[1]))
+        try:
+            yield
+        finally:
+            with suppress(ProcessLookupError):
+                resource.prlimit(pid, kind, before)
 
     def _watch(self, event: Event, is_seen: Callable[[], bool]) -> None:
         """Wait until the event is over, and look whether somebody says so."""
@@ -369,6 +413,13 @@ class EventEpisode(Episode):
         super()._finish()
 
 
+def _num_threads() -> int:
+    """That this user has; of root's none count."""
+    found = psutil.process_iter(["uids", "num_threads"])
+    mine = [each.info["num_threads"] for each in found if each.info["uids"].real == os.getuid()]
+    return sum(mine) if os.getuid() else 0
+
+
 def records_of(episode: EventEpisode, which: Record) -> Iterator[Record]:
     """One for each event, and one for the deployment that lived through them."""
     for event in episode.events:
@@ -400,6 +451,8 @@ def event_bars(records: Sequence[Record]) -> Iterator[Bar]:
     yield Bar("events", len(events), 1)
     yield Bar("rows", total("num_rows"))
     yield Bar("broken promises", total("num_problems"), 0, is_most=True)
+    ended = sum(event["has_ended"] for event in events)
+    yield Bar("times that the daemon ended for want of something", ended)
     yield Bar("stops longer than their bound", sum(event["is_due"] for event in events))
     missed = sum(event["is_missed"] for event in events)
     yield Bar("of them not noticed within twice the bound", missed, 0, is_most=True)

@@ -80,6 +80,7 @@ class Deployment:
         self.executions_path = folder / "executions.jsonl"
         self.request = f"max_tokens: {MAX_TOKENS}, temperature: 0"
         self.failpoints = ""
+        self.user: tuple[str, ...] = ()
         self.agents: dict[str, int] = {}
 
     def configure(self, engine: Mapping[str, object], **more: object) -> None:
@@ -152,7 +153,7 @@ class Deployment:
     def call(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
         """Run the command in the folder."""
         return subprocess.run(
-            [sys.executable, "-m", "batchrun", *arguments],
+            [*self.user, sys.executable, "-m", "batchrun", *arguments],
             cwd=self.folder,
             env=self._env() | env,
             capture_output=True,

@@ -132,7 +132,7 @@ async def many_batches(answers: Answers) -> None:
 
 
 async def many_files(answers: Answers) -> None:
-    """From a few clients, one after the other; then all are listed."""
+    """From a few clients, one after the other; then all are listed, at once and by pages."""
     left = iter(range(NUM_FILES))
 
     async def client() -> None:
@@ -140,8 +140,10 @@ async def many_files(answers: Answers) -> None:
             await answers.upload(whole(b"a file"), "user_data")
 
     await asyncio.gather(*(client() for _ in range(NUM_CLIENTS)))
-    for _ in range(3):
-        await answers.ask("GET", "/files?limit=10000")
+    await answers.ask("GET", "/files?limit=10000")
+    page = await answers.ask("GET", "/files?limit=100")
+    while page["has_more"]:
+        page = await answers.ask("GET", f"/files?limit=100&after={page['last_id']}")
 
 
 async def long_replies(answers: Answers) -> None:

@@ -93,10 +93,12 @@ class Trouble:
             self._rng.choice(kinds)()
 
     def kill_daemon(self) -> None:
-        """It comes back with a disk that seems full at two places, and then for good."""
+        """It comes back with a disk that seems full at two places, and then with room for good. The
+        full disk may have ended it by itself."""
         places = self._rng.sample(sorted({*NAMES} - {"store.migrate.before"}), 2)
         for failpoints in (",".join(f"{place}=raise" for place in places), ""):
-            self.rig.kill("daemon")
+            if self.rig.lives(self.rig.pid_of("daemon")):
+                self.rig.kill("daemon")
             self.rig.failpoints = failpoints
             self.bring_up()
 
