@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import signal
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +23,9 @@ from batchrun.files import DAEMON, StoreLock, check_limits
 from batchrun.home import Home
 
 POLL_INTERVAL_S = 0.2
+CALLS_POLL_S = 0.05
+CALLS_WAIT_S = 30.0
+"""A gateway learns of an engine that is ready sooner, and waits no longer to see one answer."""
 STOP_WAIT_S = 15.0
 AGENT_STOP_S = 30.0
 """An agent ends its engine first."""
@@ -57,8 +62,8 @@ def flags_of(config: Path | None, model: str | None, listen: str | None) -> list
 def start_in_background(
     home: Home, flags: Sequence[str], *, is_shown: bool = True
 ) -> dict[str, Any]:
-    """Start a detached daemon and wait until an engine is ready, or it stands by; returns its
-    status.
+    """Start a detached daemon and wait until an engine is ready and the gateway passes calls to it,
+    or it stands by; returns its status.
 
     Raises what made the daemon give up, as one line; then nothing runs that did not run before.
     """
@@ -103,10 +108,22 @@ def _wait_until_ready(
                     return picture
                 if any(engine["state"] == "ready" for engine in engines):
                     _remember_start(home, time.monotonic() - started_s)
+                    _wait_for_calls(picture["gateway"], record)
                     return picture
                 stages = "; ".join(f"engine {each['name']}: {each['stage']}" for each in engines)
             time.sleep(POLL_INTERVAL_S)
     raise BatchrunError(last_words(home.log / "daemon.log", log_size))
+
+
+def _wait_for_calls(gateway_url: str, daemon: process.ProcessRecord) -> None:
+    """Until the gateway says that calls can be answered, while the daemon lives."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    deadline_s = time.monotonic() + CALLS_WAIT_S
+    while time.monotonic() < deadline_s and process.is_alive(daemon):
+        with suppress(OSError, http.client.HTTPException):
+            opener.open(gateway_url + "/readyz", timeout=ANSWER_WAIT_S).close()
+            return
+        time.sleep(CALLS_POLL_S)
 
 
 def _recorded(home: Home) -> dict[str, Path]:

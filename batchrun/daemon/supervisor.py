@@ -129,9 +129,17 @@ class Supervisor:
         await self._start_gateway()
         if any(config.is_vllm for config in self._deployment.engines):
             await asyncio.to_thread(build_model, self._deployment, self._home)
-        starts = [slot.engine.start() for slot in self.slots]
-        failures = await asyncio.gather(*starts, return_exceptions=True)
-        errors = [failure for failure in failures if failure is not None]
+        starts = asyncio.gather(
+            *(slot.engine.start() for slot in self.slots), return_exceptions=True
+        )
+        try:
+            # Those that are ready take calls, however long the others start.
+            while not starts.done():
+                await asyncio.wait([starts], timeout=GATEWAY_CHECK_S)
+                self._write_upstreams()
+        finally:
+            starts.cancel()
+        errors = [failure for failure in starts.result() if failure is not None]
         for error in errors:
             if not isinstance(error, EngineError):
                 raise error
@@ -187,9 +195,6 @@ class Supervisor:
                 await asyncio.to_thread(self._ensure_gateway)
                 num_missed, starts_until_s = 0, time.monotonic() + GATEWAY_PATIENCE_S
                 continue
-            for slot in self.slots:
-                if slot.agent is not None:
-                    slot.hint_nonce = slot.agent.hint_nonce
             self._write_upstreams()
             await asyncio.sleep(GATEWAY_CHECK_S)
 
@@ -264,6 +269,9 @@ class Supervisor:
         ]
 
     def _write_upstreams(self) -> None:
+        for slot in self.slots:
+            if slot.agent is not None:
+                slot.hint_nonce = slot.agent.hint_nonce
         engines = [
             {
                 "name": slot.engine.name,

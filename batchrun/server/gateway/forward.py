@@ -239,8 +239,12 @@ class Forwarder:
             return None
 
     async def is_any_healthy(self) -> bool:
-        """Whether at least one engine answers its health check within 2 s."""
-        checks = [self._is_healthy(upstream) for upstream in self.balancer.upstreams]
+        """Whether at least one engine that calls may go to answers its health check within 2 s.
+
+        None goes to one of several that was not asked for its models yet.
+        """
+        asked = [each for each in self.balancer.upstreams if each.models is not None]
+        checks = [self._is_healthy(upstream) for upstream in asked]
         return any(await asyncio.gather(*checks))
 
     async def _is_healthy(self, upstream: Upstream) -> bool:
