@@ -31,7 +31,7 @@ PRIOR_CALLS = 0.5
 """What is expected before any answer has ended counts as so many."""
 PRIOR_SHAPE = (1.4, 4.0)
 PRIOR_SHAPE_GROWTH = 1 / 16
-"""It is then that 2^-k of the calls that have reached an age go on for as long again: k is the first
+"""It is then that 2^-k of the calls of an age go on for as long again: k is the first
 of these, which is cautious, and more with each answer that has ended, up to the second."""
 REMEMBERED_CALLS = 1_000
 """Counts halve when there are twice as many."""
