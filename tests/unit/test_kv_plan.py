@@ -99,8 +99,15 @@ def test_answers_in_flight_tell_that_they_are_longer() -> None:
     calls = CallHistory()
     place = int(np.searchsorted(EDGES_TOKENS, 1_000.0))
 
-    assert calls.longer_shares([])[place] < 0.001
+    assert calls.longer_shares([])[place] < 0.005
     assert calls.longer_shares([1_000] * 20)[place - 1] > 0.5
+
+
+def test_what_is_beyond_all_answers_seen_is_feared_less_the_more_have_ended() -> None:
+    few, many = history(4), history(60)
+    far = int(np.searchsorted(EDGES_TOKENS, 6_000.0))
+
+    assert few.longer_shares([900] * 10)[far] > 4 * many.longer_shares([900] * 10)[far] > 0.0
 
 
 def test_old_answers_fade() -> None:
