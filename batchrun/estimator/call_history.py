@@ -29,8 +29,10 @@ EDGES_TOKENS: FloatArray = np.concatenate([
 """The ages at which the life table has an entry; no answer is taken to outgrow the last, 65,536."""
 PRIOR_CALLS = 0.5
 """What is expected before any answer has ended counts as so many."""
-PRIOR_END_SHARE = 1 - 2 ** (-2 / STEPS_PER_DOUBLING)
-"""It is then that a call goes on for as long again as it has so far."""
+PRIOR_SHAPE = (1.4, 4.0)
+PRIOR_SHAPE_GROWTH = 1 / 16
+"""It is then that 2^-k of the calls of an age go on for as long again: k is the first
+of these, which is cautious, and more with each answer that has ended, up to the second."""
 REMEMBERED_CALLS = 1_000
 """Counts halve when there are twice as many."""
 LIKELY_LEVEL = 0.9
@@ -86,7 +88,8 @@ class CallHistory:
         have generated so many tokens. About 50 us with 50 calls."""
         ages = np.asarray(generated_tokens, np.float64)[:, None]
         passed = np.clip((ages - EDGES_TOKENS[:-1]) / np.diff(EDGES_TOKENS), 0.0, 1.0).sum(axis=0)
-        ended = self._ended + PRIOR_CALLS * PRIOR_END_SHARE
+        shape = min(PRIOR_SHAPE[0] + PRIOR_SHAPE_GROWTH * self._num_ended, PRIOR_SHAPE[1])
+        ended = self._ended + PRIOR_CALLS * (1 - 2 ** (-shape / STEPS_PER_DOUBLING))
         goes_on = 1.0 - ended / (self._reached + passed + PRIOR_CALLS)
         return np.concatenate([[1.0], np.cumprod(goes_on)])
 

@@ -99,8 +99,22 @@ def test_answers_in_flight_tell_that_they_are_longer() -> None:
     calls = CallHistory()
     place = int(np.searchsorted(EDGES_TOKENS, 1_000.0))
 
-    assert calls.longer_shares([])[place] < 0.001
+    assert calls.longer_shares([])[place] < 0.005
     assert calls.longer_shares([1_000] * 20)[place - 1] > 0.5
+
+
+def test_what_is_beyond_all_answers_seen_is_feared_less_the_more_have_ended() -> None:
+    far = int(np.searchsorted(EDGES_TOKENS, 6_000.0))
+    feared: list[float] = []
+    for num_ended in (0, 20, 60):
+        calls = CallHistory()
+        for _ in range(num_ended):
+            calls.ended(900)
+        shares = calls.longer_shares([900] * 10)
+        feared.append(float(shares[far] / shares[far - 8]))
+
+    assert feared == sorted(feared, reverse=True)
+    assert feared[0] > 2 * feared[-1] > 0.0
 
 
 def test_old_answers_fade() -> None:
