@@ -150,7 +150,7 @@ class Telemetry(Struct, frozen=True):
     num_malformed_hints: int = 0
     num_policy_errors: int = 0
     num_malformed_orders: int = 0
-    online_queue: PolicyName = "arrival"
+    online_queue: PolicyName = "auto"
 
 
 class Orders(Struct, frozen=True):
@@ -211,7 +211,7 @@ class Answer(Struct, frozen=True):
     is_offline_on: bool
     error: str | None = None
     recording: RecordedCalls | UnsetType = UNSET
-    online_queue: PolicyName = "arrival"
+    online_queue: PolicyName = "auto"
 
 
 class OrdersError(ValueError):

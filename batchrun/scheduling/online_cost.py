@@ -16,6 +16,8 @@ from batchrun.estimator.step_load import StepLoad
 from batchrun.estimator.step_time import StepTimeModel
 from batchrun.scheduling.view import EngineView, RequestView
 
+KEPT_BACK_SHARE = 0.02
+"""Of what calls may be slower by, so much is not planned with: predictions are a little off."""
 SPENT_AT_ONCE = 1.5
 """A step costs calls at most so many times what the dial allows on average, where earlier steps
 cost less: a long one delays arrivals."""
@@ -39,6 +41,11 @@ average, and a step may take longer than predicted."""
 LEAST_IDLE_STEPS = 2.0
 """A step without calls may last so many times the shortest there is: less would leave offline work
 nothing at all."""
+
+
+def planned_cost(online_cost: float | None) -> float | None:
+    """What steps are planned by so that calls are no slower than the dial says."""
+    return None if online_cost is None else 1 + (online_cost - 1) * (1 - KEPT_BACK_SHARE)
 
 
 class AloneStep(NamedTuple):

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from vllm.v1.request import Request
 
+from batchrun.scheduling.online_cost import planned_cost
 from batchrun.scheduling.policies import Policy
 from batchrun.scheduling.view import EngineView, Plan, PrefixHit, RequestView
 from batchrun.types import RequestClass
@@ -130,7 +131,7 @@ class ViewBuilder:
             is_offline_on=state.is_offline_on,
             online_slo_ttft_s=state.slo.ttft_s,
             online_slo_tpot_s=state.slo.tpot_s,
-            online_cost=state.settings.cost_in_force,
+            online_cost=planned_cost(state.settings.cost_in_force),
             calls=state.calls,
         )
 
