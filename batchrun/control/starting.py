@@ -86,10 +86,11 @@ def start_in_background(
         )
         return _wait_until_ready(home, record, log_size, is_shown=is_shown)
     except (BatchrunError, OSError):
-        # Engines that answer calls since before stay.
-        for nonce, path in _recorded(home).items():
-            if nonce not in before:
-                process.stop_recorded(path, STOP_WAIT_S)
+        # Engines that answer calls since before stay, and all that a daemon has which was faster.
+        if StoreLock(home.store_lock).find_holder() is None:
+            for nonce, path in _recorded(home).items():
+                if nonce not in before:
+                    process.stop_recorded(path, STOP_WAIT_S)
         raise
 
 
