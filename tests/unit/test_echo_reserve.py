@@ -16,16 +16,30 @@ from echo_views import (
     view,
 )
 
+from batchrun.estimator.call_history import CallHistory
 from batchrun.scheduling.echo import EchoOptions, EchoPolicy
 from batchrun.scheduling.online_queue import ArrivalOrder
 from batchrun.scheduling.view import PrefixHit, RequestView
+
+SHORT_ANSWERS = CallHistory()
+"""Of calls that are known to end soon: how long others may become is another test's."""
+for _ in range(40):
+    SHORT_ANSWERS.ended(10)
 
 
 def test_a_row_comes_in_up_to_the_reserve_and_no_further() -> None:
     running, waiting = [decoding_call()], [row("row 1"), row("row 2")]
 
-    plan = plan_of(view(running=running, waiting=waiting, free_blocks=50, reserve_blocks=40))
-    one_more = plan_of(view(running=running, waiting=waiting, free_blocks=50, reserve_blocks=41))
+    plan = plan_of(
+        view(
+            calls=SHORT_ANSWERS, running=running, waiting=waiting, free_blocks=50, reserve_blocks=40
+        )
+    )
+    one_more = plan_of(
+        view(
+            calls=SHORT_ANSWERS, running=running, waiting=waiting, free_blocks=50, reserve_blocks=41
+        )
+    )
 
     assert names(plan.admit) == ["row 1"]
     assert one_more.admit == ()
@@ -34,8 +48,24 @@ def test_a_row_comes_in_up_to_the_reserve_and_no_further() -> None:
 def test_a_document_is_not_begun_on_reserved_blocks() -> None:
     running, waiting = [decoding_call()], [row("first of A", prompt=990, document="A")]
 
-    plan = plan_of(view(running=running, waiting=waiting, free_blocks=140, reserve_blocks=40))
-    one_more = plan_of(view(running=running, waiting=waiting, free_blocks=140, reserve_blocks=41))
+    plan = plan_of(
+        view(
+            calls=SHORT_ANSWERS,
+            running=running,
+            waiting=waiting,
+            free_blocks=140,
+            reserve_blocks=40,
+        )
+    )
+    one_more = plan_of(
+        view(
+            calls=SHORT_ANSWERS,
+            running=running,
+            waiting=waiting,
+            free_blocks=140,
+            reserve_blocks=41,
+        )
+    )
 
     assert names(plan.admit) == ["first of A"]
     assert one_more.admit == ()
@@ -58,8 +88,16 @@ def test_the_reserve_is_there_for_calls_and_nobody_goes_for_one_that_fits_it() -
 def test_blocks_that_planned_rows_will_hit_keep_other_rows_out() -> None:
     running, waiting = [decoding_call()], [row("row 1"), row("row 2")]
 
-    plan = plan_of(view(running=running, waiting=waiting, free_blocks=50, wanted_blocks=40))
-    one_more = plan_of(view(running=running, waiting=waiting, free_blocks=50, wanted_blocks=41))
+    plan = plan_of(
+        view(
+            calls=SHORT_ANSWERS, running=running, waiting=waiting, free_blocks=50, wanted_blocks=40
+        )
+    )
+    one_more = plan_of(
+        view(
+            calls=SHORT_ANSWERS, running=running, waiting=waiting, free_blocks=50, wanted_blocks=41
+        )
+    )
 
     assert names(plan.admit) == ["row 1"]
     assert one_more.admit == ()
@@ -84,16 +122,30 @@ def test_a_hit_that_others_hold_costs_nothing_and_an_idle_one_its_blocks() -> No
     on_idle = row("row 1", prompt=990, hit=idle(900))
     running = [decoding_call()]
 
-    assert names(plan_of(view(running=running, waiting=[on_held], free_blocks=10)).admit)
-    assert not names(plan_of(view(running=running, waiting=[on_idle], free_blocks=99)).admit)
-    assert names(plan_of(view(running=running, waiting=[on_idle], free_blocks=100)).admit)
+    assert names(
+        plan_of(view(calls=SHORT_ANSWERS, running=running, waiting=[on_held], free_blocks=10)).admit
+    )
+    assert not names(
+        plan_of(view(calls=SHORT_ANSWERS, running=running, waiting=[on_idle], free_blocks=99)).admit
+    )
+    assert names(
+        plan_of(
+            view(calls=SHORT_ANSWERS, running=running, waiting=[on_idle], free_blocks=100)
+        ).admit
+    )
 
 
 def test_a_row_that_is_mostly_cached_may_use_the_reserve() -> None:
     half, more = row("row 1", prompt=100, hit=held(50)), row("row 2", prompt=100, hit=held(60))
 
     plan = plan_of(
-        view(running=[decoding_call()], waiting=[half, more], free_blocks=20, reserve_blocks=20)
+        view(
+            calls=SHORT_ANSWERS,
+            running=[decoding_call()],
+            waiting=[half, more],
+            free_blocks=20,
+            reserve_blocks=20,
+        )
     )
 
     assert names(plan.admit) == ["row 2"]
@@ -116,8 +168,12 @@ def test_where_one_row_of_a_document_finds_no_room_the_others_are_not_looked_at(
 def test_what_running_rows_will_still_generate_is_not_given_to_others() -> None:
     running = [decoding_call(), decoding_row("row 1", output=60)]
 
-    plan = plan_of(view(running=running, waiting=[row("row 2")], free_blocks=15))
-    one_less = plan_of(view(running=running, waiting=[row("row 2")], free_blocks=14))
+    plan = plan_of(
+        view(calls=SHORT_ANSWERS, running=running, waiting=[row("row 2")], free_blocks=15)
+    )
+    one_less = plan_of(
+        view(calls=SHORT_ANSWERS, running=running, waiting=[row("row 2")], free_blocks=14)
+    )
 
     assert names(plan.admit) == ["row 2"]
     assert one_less.admit == ()
