@@ -78,6 +78,16 @@ class LightEngine:
         return len(self._prefills) + len(self._ends)
 
     @property
+    def decoding(self) -> list[LightCall]:
+        """Those that get a token in the next step besides prefills that end in it."""
+        return [call for *_, call in self._ends]
+
+    @property
+    def held_units(self) -> set[int]:
+        """Keys of the full units that are held, in use or not."""
+        return self._refs.keys() | self._cache.keys()
+
+    @property
     def has_work(self) -> bool:
         return bool(self.waiting or self._prefills or self._ends)
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Resolve locks/cpu.in and the engine's own lock, with the hashes of all files of each version. The
+# Resolve locks/cpu.in, the engine's own lock and that of the routers of other makers, with the hashes of all files of each version. The
 # local version suffix of torch's CPU build is dropped, so that the lock also installs where the
 # plain version is the CPU build; only-hashes.txt has the hash of the one file that may be taken.
 set -euo pipefail
@@ -23,5 +23,6 @@ engine=$(mktemp)
 trap 'rm -f "$whole" "$engine"' EXIT
 resolve "${@}" locks/cpu.in --output-file "$whole" >/dev/null
 resolve batchrun/engine/engine-cpu.in --constraint <(grep -o '^[^ ]*==[^ ]*' "$whole") --output-file "$engine" >/dev/null
+resolve locks/rivals.in --output-file locks/rivals.txt >/dev/null
 finish "$whole" > locks/cpu.txt
 finish "$engine" > batchrun/engine/engine-cpu.txt

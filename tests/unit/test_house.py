@@ -32,12 +32,12 @@ MAX_SHORT_FILES = 25
 SHORT_LINES = 80
 LONGEST_LINES = 500
 MAX_FILES_IN_FOLDER = 15
-MAX_BENCHMARK_LINES = 15_000
-"""7,000 more: rows of videos, scenarios of real traffic and of many jobs, rows whose answers nobody
+MAX_BENCHMARK_LINES = 15_650
+"""7,650 more: rows of videos, scenarios of real traffic and of many jobs, rows whose answers nobody
 knows, the price of rows, reserves, evictions, buckets, a real trace beside jobs, routers and what a
 decision costs, orders of calls, rows over engines, the page and Python; parts that hang, 118 odd
 engines and 50 callers in bad faith, two tenants, the demo beside vLLM's own order, a search for the
-best order of calls, memory and threads that run out."""
+best order of calls, memory and threads that run out; routers of others before the same engines."""
 MAX_MANUAL_WORDS = 40_000
 """10,000 more: what rows may cost calls, which engine a call goes to, Python, the page, engines on
 other machines, orders of calls, rows over engines, time limits, limits of keys, attacks and their
