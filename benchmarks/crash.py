@@ -65,7 +65,7 @@ from benchmarks.crash_rig import (
     FailpointServer,
     StatusWatcher,
 )
-from benchmarks.deployment import answers, free_port, wait_until
+from benchmarks.deployment import answers, wait_until
 from benchmarks.records import Bar, Record, finish, parser, write_records
 
 PARTS = ("kills", "vllm", "agents")
@@ -79,7 +79,6 @@ AROUND = ("store.commit.after", "writer.commit.before", "writer.commit.after", "
 MIN_IN_FLIGHT = 4
 PAUSE_S = 0.4
 TRAP_WAIT_S = 15.0
-PROXY = Path(__file__).parents[1] / "tests" / "counting_proxy.py"
 VLLM_ARGS = ("--kv-cache-memory-bytes=268435456", "--max-model-len=4096", "--max-num-seqs=16")
 VLLM_REQUEST = "max_tokens: 96, temperature: 0, ignore_eos: true"
 VLLM_ROW_S = 0.2
@@ -271,16 +270,9 @@ class VllmEpisode(KillEpisode):
     rows_between = 40
 
     def _start(self, exits: ExitStack) -> None:
-        here, port = self.deployment, free_port()
+        here = self.deployment
         here.request = VLLM_REQUEST
-        engine = {"port": here.engine_port, "vllm_args": list(VLLM_ARGS)}
-        engine["url"] = f"http://127.0.0.1:{port}"
-        here.configure(engine, model="tiny", window={"requests": WINDOW_ROWS})
-        target = f"--target=http://127.0.0.1:{here.engine_port}"
-        command = [sys.executable, str(PROXY), f"--port={port}", target]
-        proxy = subprocess.Popen([*command, f"--executions={here.executions_path}"])
-        exits.callback(proxy.wait)
-        exits.callback(proxy.terminate)
+        exits.enter_context(here.counted_vllm(*VLLM_ARGS, window={"requests": WINDOW_ROWS}))
         here.start()
 
     def _kill(self, name: str) -> Kill:
