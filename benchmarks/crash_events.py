@@ -218,8 +218,8 @@ class EventEpisode(Episode):
         """As an operator does: jobs that paused go on, and so does a daemon that ended for want of
         something."""
         last = self.events[-1] if self.events else None
-        is_wanting = last is not None and last.action == "starve"
-        if is_wanting and not self.deployment.lives(self.deployment.pid_of("daemon")):
+        lives = self.deployment.lives(self.deployment.pid_of("daemon"))
+        if last is not None and last.action == "starve" and not lives:
             last.has_ended = True
             self.deployment.start()
         for job in self._live():
