@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -313,6 +312,8 @@ def _refusal(answers: Mapping[str, Answer | None]) -> str | None:
 
 
 LOOK_S = 1.0
+MAX_LOOKS = 180
+"""One a second: longer than a process that batchrun started lives without an answer."""
 GONE = frozenset({EnginePhase.RESTARTING, EnginePhase.FAILED, EnginePhase.STOPPED})
 SCHEDULER_WINDOW = (256, 2_000_000)
 PLAIN_WINDOW = (32, 400_000)
@@ -423,9 +424,10 @@ class Slot(EngineSlot):
 
     async def has_ended(self) -> bool:
         """Whether the engine's process of now has ended. One that lives and gives no answer is
-        waited for, until it is heard or started anew; of an attached one two looks must do."""
+        waited for, until it is heard or started anew; of an attached one two looks must do, and of
+        one whose agent is gone `MAX_LOOKS`."""
         engine, started = self.engine, self.engine.started
-        num_looks = 2.0 if isinstance(engine, AttachedEngine) else math.inf
+        num_looks = 2 if isinstance(engine, AttachedEngine) else MAX_LOOKS
         while num_looks and engine.started in {0, started} and engine.state not in GONE:
             if await engine.client.is_healthy():
                 return False
