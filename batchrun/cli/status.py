@@ -121,7 +121,7 @@ def status(
         typer.Option("--watch", "-w", help="Fill the screen until Ctrl-C; in a pipe, print news."),
     ] = False,
     is_all: Annotated[
-        bool, typer.Option("--all", help=f"Show up to 1,000 jobs that have ended, not {MOST_ENDED}.")
+        bool, typer.Option("--all", help=f"Show 1,000 jobs that have ended, not only {MOST_ENDED}.")
     ] = False,
     home: HomeOption,
     as_json: JsonOption = False,
