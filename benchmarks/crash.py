@@ -1,11 +1,12 @@
 """Kill everything and count: nothing lost, nothing doubled, nothing stuck.
 
     python -m benchmarks.crash [--seed N] [--kills N] [--lanes N] [--only PART ...] [--json FILE]
-    python -m benchmarks.crash --events N [--targets NAME ...] [--store postgresql] [--json FILE]
+    python -m benchmarks.crash --events N [--targets NAME ...] [--store KIND] [--json FILE]
 
 Real daemons, gateways, engines and commands are killed at random instants and inside commits and
 renames (`kills`), a real vLLM too (`vllm`), engines with their agents (`agents`), in `--lanes`
-deployments at once. With `--events` nothing is killed: what else may happen is in crash_events.py.
+deployments at once. With `--events` nothing is killed: what else may happen is in crash_events.py,
+on SQLite and PostgreSQL by turns.
 After each, every promise of `docs/reliability.md` is checked. Exits 1 when one was broken, and then
 keeps the folder, which is in TMPDIR: a disk, not memory. The faults of the same page:
 tests/integration/test_crash.py
@@ -20,13 +21,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from importlib import import_module
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +43,14 @@ from benchmarks.crash_account import (
     read_executions,
     read_jobs,
 )
-from benchmarks.crash_events import EVENTS, Event, EventEpisode, event_bars, plan_events, records_of
+from benchmarks.crash_events import (
+    EVENTS,
+    EventEpisode,
+    EventPlan,
+    event_bars,
+    plan_events,
+    records_of,
+)
 from benchmarks.crash_rig import (
     DURING_COMMIT,
     END_WAIT_S,
@@ -58,8 +65,8 @@ from benchmarks.crash_rig import (
     FailpointServer,
     StatusWatcher,
 )
-from benchmarks.deployment import answers, free_port, wait_until
-from benchmarks.records import Bar, Record, finish, parser
+from benchmarks.deployment import answers, wait_until
+from benchmarks.records import Bar, Record, finish, parser, write_records
 
 PARTS = ("kills", "vllm", "agents")
 VLLM_TARGETS = ("engine", "daemon", "engine", "all", "engine", "engine")
@@ -72,7 +79,6 @@ AROUND = ("store.commit.after", "writer.commit.before", "writer.commit.after", "
 MIN_IN_FLIGHT = 4
 PAUSE_S = 0.4
 TRAP_WAIT_S = 15.0
-PROXY = Path(__file__).parents[1] / "tests" / "counting_proxy.py"
 VLLM_ARGS = ("--kv-cache-memory-bytes=268435456", "--max-model-len=4096", "--max-num-seqs=16")
 VLLM_REQUEST = "max_tokens: 96, temperature: 0, ignore_eos: true"
 VLLM_ROW_S = 0.2
@@ -264,16 +270,9 @@ class VllmEpisode(KillEpisode):
     rows_between = 40
 
     def _start(self, exits: ExitStack) -> None:
-        here, port = self.deployment, free_port()
+        here = self.deployment
         here.request = VLLM_REQUEST
-        engine = {"port": here.engine_port, "vllm_args": list(VLLM_ARGS)}
-        engine["url"] = f"http://127.0.0.1:{port}"
-        here.configure(engine, model="tiny", window={"requests": WINDOW_ROWS})
-        target = f"--target=http://127.0.0.1:{here.engine_port}"
-        command = [sys.executable, str(PROXY), f"--port={port}", target]
-        proxy = subprocess.Popen([*command, f"--executions={here.executions_path}"])
-        exits.callback(proxy.wait)
-        exits.callback(proxy.terminate)
+        exits.enter_context(here.counted_vllm(*VLLM_ARGS, window={"requests": WINDOW_ROWS}))
         here.start()
 
     def _kill(self, name: str) -> Kill:
@@ -294,25 +293,25 @@ def main() -> int:
     made = parser(__doc__, seed=1, kills=300, lanes=2, events=0)
     made.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART")
     made.add_argument("--targets", nargs="+", choices=[name for _, name in EVENTS], default=None)
-    made.add_argument("--store", choices=("sqlite", "postgresql"), default="sqlite")
+    made.add_argument("--store", choices=("sqlite", "postgresql", "both"), default="both")
     options = made.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="crash-"))
     began_s = time.monotonic()
-    with ThreadPoolExecutor(options.lanes) as pool:
+    with ExitStack() as exits:
+        pool = exits.enter_context(ThreadPoolExecutor(options.lanes))
         if options.events:
-            server: Any = None
-            if options.store == "postgresql":
-                server = import_module("tests.postgres_server").PostgresServer()
             planned = event_plans(options.events, options.seed, options.targets)
-            run = partial(_run_events, folder, None if server is None else server.new_database)
-            records = [*chain.from_iterable(pool.map(run, planned))]
-            if server is not None:
-                server.close()
-            found = event_bars(records)
+            stores = _stores(options.store, len(planned), exits)
+            done = pool.map(partial(_run_events, folder), planned, stores)
         else:
             plans = list(_plans(options.only, options.kills, options.seed))
-            records = [*chain.from_iterable(pool.map(partial(_run, folder), plans))]
-            found = bars(records)
+            done = pool.map(partial(_run, folder), plans)
+        records: list[Record] = []
+        for more in done:
+            records += more
+            if options.json is not None:  # Hours of work may be cut short.
+                write_records(options.json, records)
+    found = event_bars(records, options.events) if options.events else bars(records)
     code = finish(options.json, records, found)
     print(f"{time.monotonic() - began_s:,.0f} s")
     if code:
@@ -346,28 +345,44 @@ def bars(records: Sequence[Record]) -> Iterator[Bar]:
         yield Bar("kills of a real vLLM", real, MIN_VLLM_KILLS)
 
 
-EventPlan = tuple[str, random.Random, Sequence[Event]]
-
-
 def event_plans(num_events: int, seed: int, targets: Sequence[str] | None) -> list[EventPlan]:
-    """The events of each deployment; those of the clock are the last one's."""
+    """The events of each deployment; those of the clock have deployments of their own. One or two
+    engines run rows, by turns of two."""
     planned = plan_events(random.Random(seed), num_events, targets)
-    planned.sort(key=lambda event: event.target == "clock")
-    names = range(0, num_events, EVENTS_PER_DEPLOYMENT)
+    clocks = [event for event in planned if event.target == "clock"]
+    others = [event for event in planned if event.target != "clock"]
+    parts = [
+        events[at : at + EVENTS_PER_DEPLOYMENT]
+        for events in (others, clocks)
+        for at in range(0, len(events), EVENTS_PER_DEPLOYMENT)
+    ]
     return [
-        (f"events {at}", random.Random(f"{seed}/{at}"), planned[at : at + EVENTS_PER_DEPLOYMENT])
-        for at in names
+        EventPlan(f"events {at}", random.Random(f"{seed}/{at}"), events, 1 + at // 2 % 2)
+        for at, events in enumerate(parts)
     ]
 
 
-def _run_events(folder: Path, new_store: Callable[[], str] | None, plan: EventPlan) -> list[Record]:
+def _stores(kind: str, num_deployments: int, exits: ExitStack) -> list[str | None]:
+    """For each deployment the URL of an empty database, or None for SQLite; `both`: by turns."""
+    if kind == "sqlite":
+        return [None] * num_deployments
+    server: Any = import_module("tests.postgres_server").PostgresServer()
+    exits.callback(server.close)
+    is_both = kind == "both"
+    return [
+        None if is_both and at % 2 == 0 else server.new_database() for at in range(num_deployments)
+    ]
+
+
+def _run_events(folder: Path, plan: EventPlan, store_url: str | None) -> list[Record]:
     """A record for each event, and one for the deployment."""
-    name, rng, events = plan
-    store_url = None if new_store is None else new_store()
-    episode = EventEpisode(folder / name.replace(" ", "-"), rng, events, store_url)
-    episode.run()
-    print(f"{name}: {len(episode.events)} events", *episode.problems[:5], flush=True)
-    return [*records_of(episode, {"deployment": name})]
+    episode = EventEpisode(folder / plan.name.replace(" ", "-"), plan, store_url)
+    try:
+        episode.run()
+    except Exception as error:  # noqa: BLE001 - one deployment must not end the others' run
+        episode.problems.append(f"{type(error).__name__}: {error}")
+    print(f"{plan.name}: {len(episode.events)} events", *episode.problems[:5], flush=True)
+    return [*records_of(episode, {"deployment": plan.name})]
 
 
 def _plans(only: Sequence[str], num_kills: int, seed: int) -> Iterator[Plan]:

@@ -7,16 +7,15 @@ the time; none of its calls may be lost, but those that a stopped gateway holds.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import random
 import resource
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -31,7 +30,14 @@ import requests
 from batchrun.control.submitting import view_jobs
 from batchrun.errors import BatchrunError
 from batchrun.types import JobState
-from benchmarks.crash_account import check_executions, check_home, read_commits, read_executions
+from benchmarks.crash_account import (
+    ROW,
+    check_executions,
+    check_home,
+    read_commits,
+    read_executions,
+)
+from benchmarks.crash_around import SPOILT, STEADY, Caller, Proxy
 from benchmarks.crash_rig import (
     END_WAIT_S,
     LATENCY_S,
@@ -45,16 +51,10 @@ from benchmarks.crash_rig import (
 from benchmarks.deployment import free_port, wait_until
 from benchmarks.records import Bar, Record
 
-STEADY = "steady"
-"""The model of the engine that nothing is done to."""
-CALL_WAIT_S = 5.0
-TTFT_BOUND_S = 1.0
-CALL_PAUSE_S = 0.1
 SHORTEST_S, LONGEST_S = 1.0, 60.0
 BOUNDS_S = {"daemon": 10.0, "worker": 5.0, "engine": 30.0}
 """A part that stands for so long is noticed within twice that."""
 GATEWAY_PARTS = frozenset({"worker"})
-SPOILT = ("delay", "cut", "double", "garbage")
 EVENTS = (
     *(("stop", part) for part in BOUNDS_S),
     *(("spoil", how) for how in SPOILT),
@@ -64,11 +64,9 @@ EVENTS = (
 ROWS_BETWEEN = 4
 """So many results are committed before the next event."""
 SPARE_FILES, SPARE_BYTES = 3, 1 << 20
-NO_ROOT = (
-    *("setpriv", "--reuid=54321", "--regid=54321", "--clear-groups"),
-    *("--inh-caps=+dac_override,+fowner", "--ambient-caps=+dac_override,+fowner"),
-)
-"""Limits of threads do not hold for root."""
+KEPT_RIGHTS = "+dac_override,+fowner"
+USERS = itertools.count(54_321)
+"""Limits of threads do not hold for root, and count all threads of a user."""
 MOST_THREADS = 300
 HOG = """
 import threading, time
@@ -112,118 +110,30 @@ def plan_events(
     return [Event(*kind, math.exp(rng.uniform(low, high))) for kind in kinds]
 
 
-class Proxy:
-    """Passes bytes between `port` and an engine's port; replies are spoilt as `how` says."""
+@dataclass(frozen=True, slots=True)
+class EventPlan:
+    """The events of one deployment, in which so many engines run rows; one of them is disturbed."""
 
-    def __init__(self, port: int, engine_port: int, rng: random.Random) -> None:
-        self.how = ""
-        self._engine_port = engine_port
-        self._rng = rng
-        self._server = socket.create_server(("127.0.0.1", port), backlog=256)
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def close(self) -> None:
-        """Take no more connections."""
-        self._server.close()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                caller, _ = self._server.accept()
-                threading.Thread(target=self._join, args=(caller,), daemon=True).start()
-
-    def _join(self, caller: socket.socket) -> None:
-        address = ("127.0.0.1", self._engine_port)
-        with caller, suppress(OSError), socket.create_connection(address) as engine:
-            back = threading.Thread(target=self._pass, args=(engine, caller), daemon=True)
-            back.start()
-            while piece := caller.recv(1 << 16):
-                engine.sendall(piece)
-            engine.shutdown(socket.SHUT_WR)
-            back.join()
-
-    def _pass(self, engine: socket.socket, caller: socket.socket) -> None:
-        with suppress(OSError):
-            while piece := engine.recv(1 << 16):
-                caller.sendall(self._spoil(piece))
-        for each in (engine, caller):
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-
-    def _spoil(self, piece: bytes) -> bytes:
-        how = self.how
-        if how == "delay":
-            time.sleep(self._rng.uniform(0.2, 3.0))
-        elif how == "double":
-            return piece * 2
-        elif how == "garbage":
-            return self._rng.randbytes(len(piece))
-        elif how == "cut" and self._rng.random() < 0.5:
-            raise ConnectionAbortedError
-        return piece
-
-
-class Caller:
-    """Calls the steady model again and again, in a thread; `calls` are when each began, and whether
-    it was answered in time."""
-
-    def __init__(self, url: str) -> None:
-        self.calls: list[tuple[float, bool]] = []
-        self._url = f"{url}/v1/chat/completions"
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Make no more calls."""
-        self._is_over.set()
-        self._thread.join()
-
-    def attainment(self, spared: Sequence[tuple[float, float]]) -> tuple[int, int]:
-        """(calls, those answered in time), without calls that began within these spans."""
-        counted = [
-            is_well
-            for at, is_well in self.calls
-            if not any(begin - CALL_WAIT_S <= at <= end for begin, end in spared)
-        ]
-        return len(counted), sum(counted)
-
-    def _run(self) -> None:
-        while not self._is_over.wait(CALL_PAUSE_S):
-            at = time.time()
-            self.calls.append((at, self._call(f"call {len(self.calls)}")))
-
-    def _call(self, text: str) -> bool:
-        messages, began_s = [{"role": "user", "content": text}], time.monotonic()
-        body: dict[str, Any] = {"model": STEADY, "stream": True, "max_tokens": 4}
-        with (
-            suppress(requests.RequestException),
-            requests.post(
-                self._url, json=body | {"messages": messages}, stream=True, timeout=CALL_WAIT_S
-            ) as reply,
-        ):
-            lines = reply.iter_lines()
-            first, ttft_s = next(lines, b""), time.monotonic() - began_s
-            is_whole = b"data: [DONE]" in lines
-            return first.startswith(b"data:") and is_whole and ttft_s <= TTFT_BOUND_S
-        return False
+    name: str
+    rng: random.Random
+    events: Sequence[Event]
+    num_engines: int = 1
 
 
 class EventEpisode(Episode):
     """Events one after the other while jobs and calls come and go; ends early when a promise is
-    broken. After `run` also: the events, and what came of the calls."""
+    broken. Jobs are in the database `store_url`, or in SQLite. After `run` also: the events, and
+    what came of the calls."""
 
-    def __init__(
-        self, folder: Path, rng: random.Random, events: Sequence[Event], store_url: str | None
-    ) -> None:
-        super().__init__(folder, rng)
-        self._store_url = store_url
-        self.points = FailpointServer(folder, rng)
+    def __init__(self, folder: Path, plan: EventPlan, store_url: str | None) -> None:
+        super().__init__(folder, plan.rng)
+        self.num_engines, self.store_url = plan.num_engines, store_url
+        self.points = FailpointServer(folder, plan.rng)
         self.executions = self.commits = pl.DataFrame()
         self.events: list[Event] = []
         self.num_calls = self.num_met = 0
         self.all_calls = self.all_met = 0
-        self._planned = events
+        self._planned = plan.events
         self._clock = folder / "clock"
         self._proxy: Proxy | None = None
         self._caller: Caller | None = None
@@ -234,26 +144,35 @@ class EventEpisode(Episode):
         self.points.close()
         self.executions = read_executions(self.deployment.executions_path)
         self.commits = read_commits(self.deployment)
-        # Beside a clock that jumps nobody can tell what came first.
-        if not self.problems and not any(event.target == "clock" for event in self.events):
+        targets = {event.target for event in self.events}
+        if self.problems:
+            return
+        if "clock" not in targets:
             self.problems += check_executions(None, self.executions, self.commits)
+        elif targets == {"clock"}:
+            # Nobody can tell what came first, but a clock is no reason to run a row twice.
+            again = self.executions.group_by(ROW).len().filter(pl.col("len") > 1)
+            self.problems += [f"{job}, row {row}: ran {n} times" for job, row, n in again.rows()]
 
     def _start(self, exits: ExitStack) -> None:
-        here, proxy_port, port = self.deployment, free_port(), free_port()
+        here = self.deployment
         here.failpoints = f"{self.points.spec},clock={self._clock}"
         if any(event.target == "threads" for event in self._planned):
-            user = NO_ROOT if os.getuid() == 0 else ()
+            user = _new_user() if os.getuid() == 0 else ()
             here.user = (*user, "prlimit", f"--nproc={_num_threads() + MOST_THREADS}")
+        proxy_port = free_port()
         here.use_fake_engine(LATENCY_S, rules=RULES)
         config = here.folder / "batchrun.yaml"
         document: dict[str, Any] = json.loads(config.read_text())
-        document["engines"][0] |= {"name": "0", "url": f"http://127.0.0.1:{proxy_port}"}
-        command = [sys.executable, "-m", "batchrun.engine.fake", f"--port={port}"]
-        command += [f"--model={STEADY}", "--tokens-per-s=50"]
-        document["engines"].append({"name": STEADY, "command": command, "port": port})
-        if self._store_url is not None:
-            document["store"] = self._store_url
-        document |= {"window": {"requests": WINDOW_ROWS}, "gateway_workers": 2}
+        (disturbed,) = document["engines"]
+        engines = [{**disturbed, "name": "0", "url": f"http://127.0.0.1:{proxy_port}"}]
+        for name in map(str, range(1, self.num_engines)):
+            engines.append(_engine(name, *disturbed["command"]))
+        fake = (sys.executable, "-m", "batchrun.engine.fake")
+        engines.append(_engine(STEADY, *fake, f"--model={STEADY}", "--tokens-per-s=50"))
+        document |= {"engines": engines, "window": {"requests": WINDOW_ROWS}, "gateway_workers": 2}
+        if self.store_url is not None:
+            document["store"] = self.store_url
         config.write_text(json.dumps(document))
         self._proxy = Proxy(proxy_port, here.engine_port, self._rng)
         exits.callback(self._proxy.close)
@@ -273,38 +192,43 @@ class EventEpisode(Episode):
     def _work(self, watcher: StatusWatcher) -> None:
         for event in self._planned:
             self._go_on()
-            is_seen, daemon = self._look_at(event), self.deployment.pid_of("daemon")
+            is_seen = self._look_at(event)
             event.at = time.time()
             with self._happening(event):
                 self._watch(event, is_seen)
             self.events.append(event)
-            if event.action == "starve" and not self.deployment.lives(daemon):
-                event.has_ended = True
-                self.deployment.start()
             self.problems += check_home(self.deployment)
             if self.problems or watcher.problems:
                 break
 
     def _go_on(self) -> None:
-        """As an operator does: jobs that paused go on; there are always some, and rows that end."""
+        """There are always some jobs, and rows that end."""
         num_rows = len(read_commits(self.deployment)) + ROWS_BETWEEN
 
         def are_running() -> bool:
             with suppress(BatchrunError):
-                for job in self._live():
-                    if job.state is JobState.PAUSED:
-                        self.deployment.client.post(f"/jobs/{job.id}/resume")
+                self._mend()
                 while len(self._live()) < 2:
                     self.deployment.submit(self._write(4 * SHORT_ROWS))
             return len(read_commits(self.deployment)) >= num_rows
 
         wait_until(are_running, "rows to end again: the jobs are stuck", END_WAIT_S, 0.25)
 
+    def _mend(self) -> None:
+        """As an operator does: jobs that paused go on, and so does a daemon that ended for want of
+        something."""
+        last = self.events[-1] if self.events else None
+        lives = self.deployment.lives(self.deployment.pid_of("daemon"))
+        if last is not None and last.action == "starve" and not lives:
+            last.has_ended = True
+            self.deployment.start()
+        for job in self._live():
+            if job.state is JobState.PAUSED:
+                self.deployment.client.post(f"/jobs/{job.id}/resume")
+
     def _have_ended(self) -> bool:
         with suppress(BatchrunError):
-            for job in self._live():
-                if job.state is JobState.PAUSED:
-                    self.deployment.client.post(f"/jobs/{job.id}/resume")
+            self._mend()
         return super()._have_ended()
 
     @contextmanager
@@ -314,22 +238,17 @@ class EventEpisode(Episode):
             with self._stopped(event):
                 yield
         elif event.action == "spoil":
-            self._proxy.how = event.target
-            yield
-            self._proxy.how = ""
-        elif event.target == "threads":
-            command = [*self.deployment.user, sys.executable, "-I", "-S", "-c", HOG]
-            with subprocess.Popen(command, stdout=subprocess.PIPE) as hog:
-                assert hog.stdout is not None and hog.stdout.readline()
+            with _set(self._proxy, "how", event.target, ""):
                 yield
-                hog.kill()
+        elif event.target == "threads":
+            with self._without_threads():
+                yield
         elif event.target in {"files", "memory"}:
             with self._limited(event.target):
                 yield
         elif event.target == "disk":
-            self.points.is_disk_full = True
-            yield
-            self.points.is_disk_full = False
+            with _set(self.points, "is_disk_full", True, False):
+                yield
         else:
             self._clock.write_text(str(self._rng.uniform(-MAX_JUMP_S, MAX_JUMP_S)))
             yield
@@ -337,7 +256,7 @@ class EventEpisode(Episode):
 
     @contextmanager
     def _stopped(self, event: Event) -> Iterator[None]:
-        pid = self.deployment.pid_of(event.target)
+        pid = self._find(event.target)
         os.kill(pid, signal.SIGSTOP)
         try:
             yield
@@ -346,9 +265,24 @@ class EventEpisode(Episode):
                 os.kill(pid, signal.SIGCONT)
 
     @contextmanager
+    def _without_threads(self) -> Iterator[None]:
+        command = [*self.deployment.user, sys.executable, "-I", "-S", "-c", HOG]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as hog:
+            assert hog.stdout is not None and hog.stdout.readline()
+            try:
+                yield
+            finally:
+                hog.kill()
+
+    def _find(self, part: str) -> int:
+        """The part's process, which may just be started anew."""
+        wait_until(lambda: self.deployment.pid_of(part), f"the {part} to run")
+        return self.deployment.pid_of(part)
+
+    @contextmanager
     def _limited(self, what: str) -> Iterator[None]:
         """The daemon may have hardly more than it has."""
-        pid = self.deployment.pid_of("daemon")
+        pid = self._find("daemon")
         daemon = psutil.Process(pid)
         kind, limit = {
             "files": (resource.RLIMIT_NOFILE, daemon.num_fds() + SPARE_FILES),
@@ -368,37 +302,37 @@ class EventEpisode(Episode):
         end_s = time.monotonic() + event.lasted_s
         if event.is_due:
             while time.monotonic() < end_s + BOUNDS_S[event.target]:
-                if is_seen():
-                    event.noticed_s = round(time.time() - event.at, 1)
-                    break
+                with suppress(BatchrunError):
+                    if is_seen():
+                        event.noticed_s = round(time.time() - event.at, 1)
+                        break
                 time.sleep(0.5)
         time.sleep(max(0.0, end_s - time.monotonic()))
 
     def _look_at(self, event: Event) -> Callable[[], bool]:
-        """What tells whether somebody says that the part stands: the status, or of a worker the
-        log. It compares with how things are now."""
+        """What tells whether the status says that the part stands, or stood; it compares with how
+        things are now."""
         here = self.deployment
-        log = here.home.log / "gateway.log"
-        log_bytes = log.stat().st_size
-        if event.target == "worker":
-            return lambda: b"has been stuck" in log.read_bytes()[log_bytes:]
         now = here.client.get("/status")
-        before, num_stalls = now["engines"][0], now["progress"]["num_loop_stalls"]
+        before, progress = now["engines"][0], now["progress"]
 
         def is_daemon_seen() -> bool:
             told = view_jobs(here.home)
             if told["progress"] is None:
                 return "gave no answer" in str(told["stalled"])
-            return bool(told["progress"]["num_loop_stalls"] > num_stalls)
+            return bool(told["progress"]["num_loop_stalls"] > progress["num_loop_stalls"])
+
+        def is_worker_seen() -> bool:
+            replaced = here.client.get("/status")["progress"]["replaced_workers"]
+            return bool(replaced["stuck"] > progress["replaced_workers"]["stuck"])
 
         def is_engine_seen() -> bool:
-            with suppress(BatchrunError):
-                (engine, _) = here.client.get("/status")["engines"]
-                has_hung = engine["num_hangs"] > before["num_hangs"]
-                return bool(has_hung or engine["state"] != "ready" or engine["stalled_s"] >= 5)
-            return False
+            engine = here.client.get("/status")["engines"][0]
+            has_hung = engine["num_hangs"] > before["num_hangs"]
+            return bool(has_hung or engine["state"] != "ready" or engine["stalled_s"] >= 5)
 
-        return is_daemon_seen if event.target == "daemon" else is_engine_seen
+        looks = {"daemon": is_daemon_seen, "worker": is_worker_seen}
+        return looks.get(event.target, is_engine_seen)
 
     def _finish(self) -> None:
         assert self._caller is not None
@@ -411,6 +345,28 @@ class EventEpisode(Episode):
         self.all_calls, self.all_met = self._caller.attainment(())
         self.num_calls, self.num_met = self._caller.attainment(spans)
         super()._finish()
+
+
+def _engine(name: str, *command: str) -> dict[str, Any]:
+    """A fake engine with a port of its own."""
+    port = free_port()
+    return {"name": name, "command": [*command, f"--port={port}"], "port": port}
+
+
+def _new_user() -> tuple[str, ...]:
+    """What runs a command as a user whom nobody else is, who may do what root does to files."""
+    user, rights = next(USERS), f"-caps={KEPT_RIGHTS}"
+    who = (f"--reuid={user}", f"--regid={user}", "--clear-groups")
+    return ("setpriv", *who, f"--inh{rights}", f"--ambient{rights}")
+
+
+@contextmanager
+def _set(where: object, name: str, value: object, after: object) -> Iterator[None]:
+    setattr(where, name, value)
+    try:
+        yield
+    finally:
+        setattr(where, name, after)
 
 
 def _num_threads() -> int:
@@ -427,6 +383,8 @@ def records_of(episode: EventEpisode, which: Record) -> Iterator[Record]:
     yield {
         "kind": "event deployment",
         **which,
+        "store": "sqlite" if episode.store_url is None else "postgresql",
+        "num_engines": episode.num_engines,
         "num_events": len(episode.events),
         "num_jobs": len(episode.jobs),
         "num_rows": len(episode.commits),
@@ -440,15 +398,15 @@ def records_of(episode: EventEpisode, which: Record) -> Iterator[Record]:
     }
 
 
-def event_bars(records: Sequence[Record]) -> Iterator[Bar]:
-    """What the events must keep."""
+def event_bars(records: Sequence[Record], num_planned: int) -> Iterator[Bar]:
+    """What the events must keep; a deployment that broke a promise ends before its last one."""
     events = [each for each in records if each["kind"] == "event"]
     deployments = [each for each in records if each["kind"] != "event"]
 
     def total(name: str) -> int:
         return int(sum(each[name] for each in deployments))
 
-    yield Bar("events", len(events), 1)
+    yield Bar("events", len(events), num_planned)
     yield Bar("rows", total("num_rows"))
     yield Bar("broken promises", total("num_problems"), 0, is_most=True)
     ended = sum(event["has_ended"] for event in events)

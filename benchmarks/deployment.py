@@ -29,9 +29,10 @@ from batchrun.home import Home
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.submit import prepare_job
 
-MODEL = "fake"
+MODEL, TINY = "fake", "tiny"
 MAX_TOKENS = 8
 GUARD = "batchrun.engine.agent.guard"
+PROXY = Path(__file__).parents[1] / "tests" / "counting_proxy.py"
 WAIT_S = 120.0
 COMMAND_WAIT_S = 1_800.0
 ROW_GROUP_ROWS = 100_000
@@ -99,6 +100,23 @@ class Deployment:
         command += [f"--executions={self.executions_path}"]
         self.configure({"command": command, "port": self.engine_port}, **more)
         script.write_text(json.dumps(list(rules)))
+
+    @contextmanager
+    def counted_vllm(self, *vllm_args: str, **more: object) -> Iterator[None]:
+        """As `configure`, for the real vLLM with the tiny model. Calls and rows go through a proxy
+        that notes every execution, as the fake engine does, and lives as long as the context."""
+        port = free_port()
+        engine = {"port": self.engine_port, "vllm_args": list(vllm_args)}
+        engine["url"] = f"http://127.0.0.1:{port}"
+        self.configure(engine, model=TINY, **more)
+        target = f"--target=http://127.0.0.1:{self.engine_port}"
+        command = [sys.executable, str(PROXY), f"--port={port}", target]
+        proxy = subprocess.Popen([*command, f"--executions={self.executions_path}"])
+        try:
+            yield
+        finally:
+            proxy.terminate()
+            proxy.wait()
 
     def use_agents(
         self, num_agents: int, latency_s: float, *, rules: Sequence[object] = (), **more: object

@@ -1,11 +1,12 @@
 """Two keys of equal weight, one in bad faith: which rows and calls the other one keeps.
 
-    python -m benchmarks.tenants [--rows N] [--json FILE]
+    python -m benchmarks.tenants [--rows N] [--engine fake|vllm] [--json FILE]
 
 The victim has one batch of N rows and makes calls one after the other. Beside it is a key that has
 a batch of its own, and then one that floods: forty batches, files without end, batches made and
 cancelled, thirty-two calls at a time, and weights, deadlines and classes that are not its own. Rows
-are counted where they run, at the fake engine, from the victim's first to its last.
+are counted where they run, at the fake engine or the real vLLM with the tiny model, from the
+victim's first to its last.
 """
 
 from __future__ import annotations
@@ -15,18 +16,21 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import requests
 
-from benchmarks.deployment import MODEL, Deployment, wait_until
+from benchmarks.deployment import MODEL, TINY, Deployment, wait_until
 from benchmarks.records import Bar, Record, finish, parser, shown
 
 LATENCY_S = 0.1
 WINDOW = {"requests": 16}
+VLLM_ARGS = ("--kv-cache-memory-bytes=268435456", "--max-model-len=4096", "--max-num-seqs=16")
+ENGINES = {"fake": MODEL, "vllm": TINY}
+"""The model that each has."""
 NUM_BATCHES = 40
 NUM_CALLERS = 32
 CALLS_AT_ONCE = 8
@@ -42,8 +46,10 @@ VICTIM, OTHER = "victim", "other"
 
 def main() -> int:
     """Measure both, print the bars."""
-    options = parser(__doc__, rows=1_500).parse_args()
-    records = shown(_both(options.rows))
+    made = parser(__doc__, rows=1_500)
+    made.add_argument("--engine", choices=ENGINES, default="fake")
+    options = made.parse_args()
+    records = shown(_both(options.rows, options.engine))
     honest, bad = records
     bars = [
         Bar("share of rows beside a flood", bad["share"], LEAST_KEPT * FAIR_SHARE),
@@ -53,26 +59,27 @@ def main() -> int:
     return finish(options.json, records, bars)
 
 
-def _both(num_rows: int) -> Iterator[Record]:
+def _both(num_rows: int, engine: str) -> Iterator[Record]:
     for is_bad in (False, True):
         with tempfile.TemporaryDirectory(prefix="batchrun-tenants-") as folder:
-            yield measure(Path(folder), num_rows, is_bad=is_bad)
+            yield measure(Path(folder), num_rows, engine, is_bad=is_bad)
 
 
-def measure(folder: Path, num_rows: int, *, is_bad: bool) -> Record:
+def measure(folder: Path, num_rows: int, engine: str = "fake", *, is_bad: bool) -> Record:
     """The victim's batch from its first row to its last, beside another key."""
     deployment = Deployment(folder)
-    deployment.use_fake_engine(
-        LATENCY_S,
-        window=WINDOW,
-        slo_classes=CLASSES,
-        key_limits={"concurrent_calls": CALLS_AT_ONCE, "stored_bytes": 64 << 20},
-    )
-    victim, other = (
-        Tenant(deployment.url, deployment.batchrun("keys", "create", name)["key"])
-        for name in (VICTIM, OTHER)
-    )
-    with deployment.running():
+    limits = {"concurrent_calls": CALLS_AT_ONCE, "stored_bytes": 64 << 20}
+    more: dict[str, object] = {"slo_classes": CLASSES, "key_limits": limits}
+    with ExitStack() as exits:
+        if engine == "vllm":
+            exits.enter_context(deployment.counted_vllm(*VLLM_ARGS, **more))
+        else:
+            deployment.use_fake_engine(LATENCY_S, window=WINDOW, **more)
+        victim, other = (
+            Tenant(deployment, deployment.batchrun("keys", "create", name)["key"], ENGINES[engine])
+            for name in (VICTIM, OTHER)
+        )
+        exits.enter_context(deployment.running())
         deployment.batchrun("offline", "off")
         rows = [other.make_batch(num_rows) for _ in range(NUM_BATCHES if is_bad else 2)]
         batch = victim.make_batch(num_rows)
@@ -83,6 +90,7 @@ def measure(folder: Path, num_rows: int, *, is_bad: bool) -> Record:
             deployment.batchrun("offline", "on")
             wait_until(lambda: victim.status(batch) == "completed", "the batch", 10 * TIMEOUT_S)
     return {
+        "engine": engine,
         "other": "floods" if is_bad else "honest",
         **_rows_of(deployment.executions_path, batch),
         "calls": len(calls.took_s),
@@ -110,8 +118,8 @@ def _rows_of(executions: Path, batch: str) -> Record:
 class Tenant:
     """A holder of an API key; `refusals` counts the answers that were errors, by their status."""
 
-    def __init__(self, url: str, key: str) -> None:
-        self._url = f"{url}/v1"
+    def __init__(self, deployment: Deployment, key: str, model: str) -> None:
+        self._url, self._model = f"{deployment.url}/v1", model
         self._headers = {"Authorization": f"Bearer {key}"}
         self.refusals: dict[str, int] = {}
 
@@ -135,7 +143,7 @@ class Tenant:
 
     def make_batch(self, num_rows: int, **more: object) -> str:
         """A batch of as many rows; its id, "" where it was refused."""
-        body = {"model": MODEL, "max_tokens": 8}
+        body = {"model": self._model, "max_tokens": 8}
         lines = [
             {
                 "custom_id": str(row),
@@ -162,7 +170,7 @@ class Tenant:
     def call(self, **headers: str) -> bool:
         """One online call; whether it was answered."""
         messages = [{"role": "user", "content": f"call at {time.monotonic()}"}]
-        body = {"model": MODEL, "messages": messages, "max_tokens": 8}
+        body = {"model": self._model, "messages": messages, "max_tokens": 8}
         return bool(self.ask("POST", "/chat/completions", json=body, headers=headers))
 
     @contextmanager

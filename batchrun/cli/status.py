@@ -121,7 +121,7 @@ def status(
         typer.Option("--watch", "-w", help="Fill the screen until Ctrl-C; in a pipe, print news."),
     ] = False,
     is_all: Annotated[
-        bool, typer.Option("--all", help=f"Show more than {MOST_ENDED} jobs that have ended.")
+        bool, typer.Option("--all", help=f"Show 1,000 jobs that have ended, not only {MOST_ENDED}.")
     ] = False,
     home: HomeOption,
     as_json: JsonOption = False,
@@ -192,7 +192,7 @@ def _print_changes(home: Home, job: str | None, most: int | None) -> None:
 
 def _picture(home: Home, job: str | None) -> dict[str, Any]:
     """The daemon's snapshot, or what the store alone can tell."""
-    picture = view_jobs(home)
+    picture = view_jobs(home, job)
     if job is not None:
         wanted = [v for v in picture["jobs"] if v["id"].startswith(job) or v["name"] == job]
         if not wanted:
@@ -342,8 +342,11 @@ def _job_list(picture: dict[str, Any], most_ended: int | None) -> Iterator[Rende
     for view in shown:
         if view["reason"] and view["state"] in SAID:
             yield f"{view['id']} {view['state']}: {view['reason']}"
-    if len(shown) < len(newest):
-        yield f"{len(newest) - len(shown):,} more that have ended; --all shows them"
+    num_more = picture["num_more_ended"]
+    if most_ended is None and num_more:
+        yield f"{num_more:,} more that ended earlier; `batchrun status JOB` shows one"
+    elif len(shown) < len(newest):
+        yield f"{len(newest) - len(shown) + num_more:,} more that have ended; --all shows them"
 
 
 def _job_table(views: list[dict[str, Any]], *, waits: str | None) -> Table:

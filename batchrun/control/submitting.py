@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from batchrun.control.client import DaemonClient
 from batchrun.control.following import ProgressBar
@@ -128,20 +129,22 @@ def go_on(record: JobRecord, client: DaemonClient) -> dict[str, Any]:
     return view
 
 
-def view_jobs(home: Home) -> dict[str, Any]:
-    """The daemon's snapshot, or what the store alone can tell of the jobs, oldest first."""
+def view_jobs(home: Home, job: str | None = None) -> dict[str, Any]:
+    """The daemon's snapshot, or what the store alone can tell of the jobs, oldest first; `job`, an
+    id, the beginning of one or a name, is among them however long ago it ended."""
+    asked = "" if job is None else f"?job={quote(job, safe='')}"
     try:
-        return DaemonClient(home, timeout_s=LOOK_WAIT_S).get("/status")
+        return DaemonClient(home, timeout_s=LOOK_WAIT_S).get(f"/status{asked}")
     except DaemonUnavailableError:
         silence = describe_silence(home)
-    views: list[dict[str, object]] = []
+    views: dict[str, object] = {"jobs": [], "num_more_ended": 0}
     if home.has_store:
         from batchrun.daemon.view import view_stored
 
         # A daemon that was stopped may keep the store from everybody who could write there.
         opened = open_store if silence is None else open_to_read
         with closing(opened(home.store_location)) as store:
-            views = view_stored(store)
+            views = view_stored(store, job)
     nothing: dict[str, Any] = {"gateway": None, "leadership": None, "offline": None}
     nothing |= {"stalled": silence, "progress": None, "engines": [], "felt": []}
-    return nothing | {"jobs": views}
+    return nothing | views

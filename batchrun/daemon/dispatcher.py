@@ -17,7 +17,6 @@ from batchrun.daemon.faults import (
     DOUBT_WAIT_S,
     FIRST_DELAY_S,
     MAX_SOLO_DEATHS,
-    SOLO,
     Verdict,
     checked_answer,
     retry_delay_s,
@@ -46,7 +45,6 @@ MEET_S = 10.0
 """Agents that do not answer for so long at first are not waited for."""
 MODELS_S = 10.0
 """Engines are asked for their models so often: adapters come and go."""
-SECOND_LOOK_S = 1.0
 RETRY_SHARE = 0.5
 """A row never waits for longer than this part of the time until its job's deadline."""
 URGENT_LEAD = 1 << 20
@@ -379,18 +377,14 @@ class Dispatcher:
             await self._retry(assignment, outcome)
 
     async def _is_gone(self, assignment: SentRow) -> bool:
-        """Whether the row's engine is down. One that ran a row alone is looked at twice: a moment
-        without an answer must not condemn the row."""
-        slot, trials = assignment.slot, assignment.trials
+        """Whether the row's engine is down. Where it ran solo, whether the engine really ended: a
+        moment without an answer must not condemn the row."""
+        slot = assignment.slot
         if slot.is_down:
             return True
-        engine, started = slot.engine, slot.engine.started
-        if await engine.client.is_healthy():
-            return False
-        if trials.limits.get(assignment.row) != SOLO:
-            return True
-        await asyncio.sleep(SECOND_LOOK_S)
-        return engine.started != started or not await engine.client.is_healthy()
+        if assignment.key in slot.alone:
+            return await slot.has_ended()
+        return not await slot.engine.client.is_healthy()
 
     def _doubt(self, assignment: SentRow, outcome: Outcome) -> None:
         """Every row might fail so, or this one alone."""

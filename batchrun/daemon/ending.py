@@ -17,7 +17,13 @@ from functools import partial
 from pathlib import Path
 
 from batchrun.daemon.view import output_path
-from batchrun.daemon.writer import ResultWriter, Stage, until_reached, until_stored
+from batchrun.daemon.writer import (
+    ResultWriter,
+    Stage,
+    until_reached,
+    until_read_or_written,
+    until_stored,
+)
 from batchrun.errors import (
     BatchrunError,
     DataError,
@@ -145,7 +151,7 @@ async def end_batch(
         write = partial(_write, store, record, links=links, folder=place.spool, progress=progress)
         is_lost = num_misses >= INPUT_TRIES and not _may_wait(record)
         try:
-            found = await until_reached(write, is_input_lost=is_lost)
+            found = await until_read_or_written(write, is_input_lost=is_lost)
             await _keep(store, record, found, place, progress)
         except BatchrunError as error:
             num_misses += isinstance(error, DataError)
@@ -297,13 +303,13 @@ class JobEnd:
         work = partial(export, self.store, record, links=self.links, progress=stage)
         place = output_path(record)
         if not is_url(place):
-            await until_reached(work)
+            await until_read_or_written(work)
             return
         exits = ExitStack()
         folder = await in_thread(exits.enter_context, scratch_folder(self.links))
         try:
             copy = folder / name_of(place)
-            await until_reached(work, path=copy)
+            await until_read_or_written(work, path=copy)
             upload = partial(objects.put, copy, place)
             if record.state is JobState.FINALIZING:
                 await until_uploaded(upload, self.store, record, stage)

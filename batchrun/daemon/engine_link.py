@@ -312,6 +312,9 @@ def _refusal(answers: Mapping[str, Answer | None]) -> str | None:
 
 
 LOOK_S = 1.0
+MAX_LOOKS = 180
+"""One a second: longer than a process that batchrun started lives without an answer."""
+GONE = frozenset({EnginePhase.RESTARTING, EnginePhase.FAILED, EnginePhase.STOPPED})
 SCHEDULER_WINDOW = (256, 2_000_000)
 PLAIN_WINDOW = (32, 400_000)
 """(rows, prompt tokens) where batchrun.yaml says nothing."""
@@ -419,13 +422,26 @@ class Slot(EngineSlot):
                 self.engine.progress.see(look, time.monotonic())
             await asyncio.sleep(LOOK_S)
 
+    async def has_ended(self) -> bool:
+        """Whether the engine's process of now has ended. One that lives and gives no answer is
+        waited for, until it is heard or started anew; of an attached one two looks must do, and of
+        one whose agent is gone `MAX_LOOKS`."""
+        engine, started = self.engine, self.engine.started
+        num_looks = 2 if isinstance(engine, AttachedEngine) else MAX_LOOKS
+        while num_looks and engine.started in {0, started} and engine.state not in GONE:
+            if await engine.client.is_healthy():
+                return False
+            num_looks -= 1
+            await asyncio.sleep(LOOK_S)
+        return True
+
     def accuse(self) -> Sequence[Assignment[Any, Any]]:
         """The engine died: find the rows that it may have died of, all of them suspects now."""
         last = frozenset() if self.last_steps is None else read_last_steps(self.last_steps)
         if isinstance(self.engine, AgentEngine):
             last = self.engine.last_steps
         trials = {key: assignment.trials for key, assignment in self.in_flight.items()}
-        self.accused = [self.in_flight[key] for key in accuse_rows(trials, last)]
+        self.accused = [self.in_flight[key] for key in accuse_rows(trials, last, self.alone)]
         return self.accused
 
     def came_back(self) -> None:

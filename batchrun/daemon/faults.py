@@ -49,9 +49,9 @@ class Trials:
         self._presences[row] = self._presences.get(row, 0) + 1
         return self._presences[row] >= MAX_PRESENCES
 
-    def accuse(self, row: int, limit: int) -> None:
-        """The row is a suspect now, or still."""
-        if self.limits.get(row) == SOLO:
+    def accuse(self, row: int, limit: int, *, was_alone: bool) -> None:
+        """The row is a suspect now, or still; `was_alone`: it had been sent to run solo."""
+        if was_alone:
             self._solo_deaths[row] = self._solo_deaths.get(row, 0) + 1
         self.limits[row] = limit
 
@@ -66,12 +66,14 @@ class Trials:
 
 
 def accuse_rows(
-    in_flight: Mapping[RowKey, Trials], last_steps: Collection[RowKey]
+    in_flight: Mapping[RowKey, Trials],
+    last_steps: Collection[RowKey],
+    alone: Collection[RowKey] = (),
 ) -> frozenset[RowKey]:
     """An engine died: make suspects of the rows in flight that its last steps held, or of all when
     they held none. Where these were suspects before, those alone stay it. Returns all accused.
 
-    `in_flight` has the trials of each row's job.
+    `in_flight` has the trials of each row's job; those `alone` were sent to run solo.
     """
     haunting = {key for key, trials in in_flight.items() if trials.was_there(key[1])}
     held = {key for key in in_flight if key in last_steps} or set(in_flight)
@@ -79,7 +81,7 @@ def accuse_rows(
     accused = frozenset((tried or held) | haunting)
     limit = SOLO if len(accused) <= MAX_SOLO_ROWS else math.isqrt(len(accused))
     for key in accused:
-        in_flight[key].accuse(key[1], limit)
+        in_flight[key].accuse(key[1], limit, was_alone=key in alone)
     return accused
 
 

@@ -190,6 +190,11 @@ class EngineSlot:
         that run as offline work."""
         return 0
 
+    @property
+    def alone(self) -> frozenset[RowKey]:
+        """Rows that were sent to run solo, whatever they are by now."""
+        return frozenset(key for key, limit in self._limits.items() if limit == SOLO)
+
     def serves(self, model: str) -> bool:
         """Whether rows that ask for this model can run here."""
         return True

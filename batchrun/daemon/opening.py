@@ -26,7 +26,7 @@ import xxhash
 from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.faults import IDENTICAL_ERRORS_LIMIT, SOLO, CircuitBreaker, Doubts, Trials
 from batchrun.daemon.job import ActiveJob, estimate_costs, work_of_plan
-from batchrun.daemon.writer import until_reached, until_stored
+from batchrun.daemon.writer import until_reached, until_read_or_written, until_stored
 from batchrun.errors import EngineError, QuotaError, StateError, StorageUnreachableError, StoreError
 from batchrun.jobs.batch import check_input, validate_input
 from batchrun.jobs.expected_answers import open_answers
@@ -219,7 +219,7 @@ def take_up_job(
 ENGINE_INTERVAL_S = 0.5
 STORAGE_INTERVAL_S = 5.0
 MAX_OPENINGS = 2
-"""Inputs that are read at once: a line of each is in memory, and commands need threads, too."""
+"""Inputs that are read at once: a line of each is in memory."""
 
 
 class FairDoor:
@@ -297,7 +297,7 @@ class Opener:
         )
         owner = OPERATOR if key is None else Owner(key.id, is_bounded=key.role == "user")
         async with self._reading.passed(owner.id):
-            job = await until_reached(take_up, self.store, started, progress=progress)
+            job = await until_read_or_written(take_up, self.store, started, progress=progress)
         job.owner = owner
         return job
 

@@ -53,7 +53,7 @@ from batchrun.types import EnginePhase
 log = logging.getLogger(__name__)
 
 GATEWAY_CHECK_S = 0.5
-GATEWAY_START_S = 15.0
+GATEWAY_START_S = 60.0
 GATEWAY_ANSWER_S = 2.0
 GATEWAY_PATIENCE_S = 60.0
 """One that was started anew answers nothing until it is there, on a busy machine for long."""

@@ -75,10 +75,17 @@ def view_job(
     }
 
 
-def view_stored(store: Store) -> list[dict[str, object]]:
-    """All jobs as the store alone has them, oldest first. Raises StoreError."""
+MOST_ENDED = 1_000
+"""Of the jobs that have ended, `status` tells of as many: a home may have had any number of them,
+and the daemon has other work."""
+
+
+def view_stored(store: Store, job: str | None = None) -> dict[str, object]:
+    """The jobs as the store alone has them, oldest first, and how many more have ended; among them
+    those that `job` means. Raises StoreError."""
     tellings, spent_s = read_tellings(store), read_spent(store)
-    return [
+    records, num_more = jobs.list_shown(store, MOST_ENDED, job)
+    views = [
         view_job(record, results.count(store, record.seq))
         | {
             "num_cut": results.count_cut(store, record.seq),
@@ -86,8 +93,9 @@ def view_stored(store: Store) -> list[dict[str, object]]:
             "engine_s": spent_s.get(record.id, 0.0),
             "cost": None,
         }
-        for record in jobs.list_jobs(store)
+        for record in records
     ]
+    return {"jobs": views, "num_more_ended": num_more}
 
 
 def expected_left_s(

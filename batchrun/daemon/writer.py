@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from batchrun.errors import StoreError, StoreUnreachableError
 from batchrun.failpoints import failpoint
+from batchrun.jobs.objects import in_thread
 from batchrun.store import batches, results
 from batchrun.store.batches import BatchRecord, WantedBatch
 from batchrun.store.database import Store
@@ -197,20 +198,28 @@ RETRY_INTERVAL_S = 2.0
 
 async def until_stored(work: Callable[..., T], *args: object, **kwargs: object) -> T:
     """Do what changes the store; while it cannot be written, wait and try again."""
-    return await _until(StoreError, work, *args, **kwargs)
+    return await _until(StoreError, asyncio.to_thread, partial(work, *args, **kwargs))
 
 
 async def until_reached(work: Callable[..., T], *args: object, **kwargs: object) -> T:
     """Do what reads the store; while its database does not answer, wait and try again."""
-    return await _until(StoreUnreachableError, work, *args, **kwargs)
+    return await _until(StoreUnreachableError, asyncio.to_thread, partial(work, *args, **kwargs))
+
+
+async def until_read_or_written(work: Callable[..., T], *args: object, **kwargs: object) -> T:
+    """As `until_reached`, for a whole input or output: that may take minutes, in which commits and
+    callers need threads."""
+    return await _until(StoreUnreachableError, in_thread, partial(work, *args, **kwargs))
 
 
 async def _until(
-    passing: type[StoreError], work: Callable[..., T], *args: object, **kwargs: object
+    passing: type[StoreError],
+    in_some_thread: Callable[[Callable[[], T]], Awaitable[T]],
+    work: Callable[[], T],
 ) -> T:
     while True:
         try:
-            return await asyncio.to_thread(work, *args, **kwargs)
+            return await in_some_thread(work)
         except passing as error:
             log.error("waiting for the store: %s", error)
             await asyncio.sleep(RETRY_INTERVAL_S)

@@ -371,6 +371,7 @@ T = TypeVar("T")
 
 
 async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Do what blocks on object storage, and return or raise what it does."""
+    """Do what blocks on storage or reads and writes large files, and return or raise what it does.
+    It has threads of its own: short work never waits behind it."""
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(_THREADS, partial(work, *args, **kwargs))

@@ -32,7 +32,7 @@ class Job:
         try:
             return DaemonClient(self.home).get(f"/jobs/{self.id}")
         except DaemonUnavailableError:
-            views = {view["id"]: view for view in view_jobs(self.home)["jobs"]}
+            views = {view["id"]: view for view in view_jobs(self.home, self.id)["jobs"]}
         if self.id not in views:
             raise UnknownJobError(f"{self.id}: no such job in {self.home.path}")
         return dict(views[self.id])

@@ -19,7 +19,7 @@ from batchrun.store.database import Store
 from batchrun.store.files import NewFile, insert_file
 from batchrun.store.jobs import (
     BATCH_PREFIX,
-    ENDED,
+    OPEN,
     JobRecord,
     NewJob,
     insert_job,
@@ -256,7 +256,7 @@ def _open_ones(connection: Connection, owner: str | None) -> Sequence[int]:
     query = (
         select(func.coalesce(batches.c.num_enqueued_tokens, 0))
         .join(jobs, batches.c.job_seq == jobs.c.seq)
-        .where(batches.c.owner == owner, jobs.c.state.not_in(ENDED))
+        .where(batches.c.owner == owner, jobs.c.state.in_(OPEN))
     )
     return connection.execute(query).scalars().all()
 

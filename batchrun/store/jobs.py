@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, func, insert, select, update
+from sqlalchemy import Connection, Row, delete, func, insert, or_, select, update
 
 from batchrun.errors import StateError, UnknownJobError
 from batchrun.store.database import Store, upsert
@@ -72,6 +72,8 @@ def counts_of(job: Row[Any]) -> Counts | None:
 
 
 ENDED = [str(state) for state in TERMINAL_JOB_STATES]
+OPEN = [str(state) for state in JobState if not state.is_terminal]
+"""Found by their index, of which `not in` makes no use."""
 ID_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 ID_LENGTH = 10
 LEADER_SETTING = "leader"
@@ -297,6 +299,23 @@ def list_jobs(store: Store, *, only: Sequence[JobState] | None = None) -> list[J
         query = query.where(jobs.c.state.in_([str(state) for state in only]))
     with store.read() as connection:
         return [record_of(row) for row in connection.execute(query)]
+
+
+def list_shown(
+    store: Store, most_ended: int, also: str | None = None
+) -> tuple[list[JobRecord], int]:
+    """Every job that has not ended, the newest of those that have, and those whose name is `also`
+    or whose id begins so, oldest first; and how many others have ended."""
+    has_ended = jobs.c.state.in_(ENDED)
+    newest = select(jobs.c.seq).where(has_ended).order_by(jobs.c.seq.desc()).limit(most_ended)
+    is_shown = or_(~has_ended, jobs.c.seq.in_(newest))
+    if also is not None:
+        is_shown |= or_(jobs.c.id.startswith(also, autoescape=True), jobs.c.name == also)
+    with store.read() as connection:
+        found = connection.execute(select(jobs).where(is_shown).order_by(jobs.c.seq))
+        shown = [record_of(row) for row in found]
+        num_ended = connection.execute(select(func.count()).where(has_ended)).scalar_one()
+    return shown, num_ended - sum(record.state.is_terminal for record in shown)
 
 
 def list_newest(store: Store, most: int) -> list[JobRecord]:

@@ -9,13 +9,16 @@ import pytest
 from engine_faults import ENGINE_FAULTS
 from fault_trial import Fault, SkippedFaultError
 from job_faults import JOB_FAULTS
+from postgres_server import PostgresServer
 from store_faults import STORE_FAULTS
 
 from batchrun.failpoints import NAMES
-from benchmarks.crash import KillEpisode, plan_targets
+from benchmarks.crash import KillEpisode, event_plans, plan_targets
+from benchmarks.crash_events import EVENTS, EventEpisode
 
 FAULTS = (*STORE_FAULTS, *ENGINE_FAULTS, *JOB_FAULTS)
 NUM_KILLS, NUM_KILLS_AT_NIGHT = 6, 36
+NUM_EVENTS = 2 * len(EVENTS)
 SEED = 20
 TRIED_FAULTS = (
     "disk full (store)",
@@ -43,6 +46,23 @@ def test_many_kills_hit_rows_in_flight_and_open_transactions_at_every_failpoint(
     assert sum(kill.num_in_flight > 0 for kill in run.kills) >= 0.8 * NUM_KILLS_AT_NIGHT
     assert sum(kill.is_inside for kill in run.kills) >= 0.3 * NUM_KILLS_AT_NIGHT
     assert set(run.points.num_passes) == set(NAMES)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("at", range(4))
+def test_whatever_happens_to_a_deployment_that_lives_its_jobs_end(
+    tmp_path: Path, postgres: PostgresServer, at: int
+) -> None:
+    """Each kind of event twice, on both stores, with one engine and with two."""
+    plans = event_plans(NUM_EVENTS, SEED, None)
+    assert len(plans) == 4
+    episode = EventEpisode(tmp_path / "e", plans[at], postgres.new_database() if at % 2 else None)
+    episode.run()
+
+    assert episode.problems == []
+    assert len(episode.events) == len(plans[at].events)
+    assert [event for event in episode.events if event.is_due and event.noticed_s is None] == []
 
 
 def check_kills(folder: Path, num_kills: int) -> KillEpisode:

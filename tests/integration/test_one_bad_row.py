@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import pytest
 from aiohttp import web
@@ -35,25 +36,49 @@ def test_a_hung_row_and_refusals_leave_the_engine_to_others(rig: DeploymentRig) 
     assert (view["state"], view["num_completed"]) == ("completed", 20)
 
 
-async def test_a_reply_that_stops_coming_is_broken_off() -> None:
-    async def stop_short(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Length": "99"})
+async def stop_short(response: web.StreamResponse) -> None:
+    """As long as was told it never gets."""
+    response.headers["Content-Length"] = "99"
+
+
+async def never_end(response: web.StreamResponse) -> None:
+    """No chunk says that it was the last one."""
+    response.enable_chunked_encoding()
+
+
+@pytest.mark.parametrize("kind", [stop_short, never_end])
+@pytest.mark.parametrize(
+    ("drips", "row_s", "words"),
+    [(False, 60.0, "the reply broke off after 11 bytes"), (True, 0.5, "no answer within 0.5 s")],
+)
+async def test_a_reply_that_stops_coming_is_broken_off(
+    kind: Callable[[web.StreamResponse], Awaitable[None]], *, drips: bool, row_s: float, words: str
+) -> None:
+    """Also one that goes on, a blank at a time."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await kind(response)
         await response.prepare(request)
         await response.write(b'{"choices":')
+        while drips:
+            await response.write(b" ")
+            await asyncio.sleep(0.05)
         await asyncio.Event().wait()
         return response
 
     app = web.Application()
-    app.router.add_post("/v1/chat/completions", stop_short)
+    app.router.add_post("/v1/chat/completions", answer)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    client = EngineClient(f"http://127.0.0.1:{runner.addresses[0][1]}", reply_idle_s=0.2)
+    idle_s = 20.0 if drips else 0.2
+    client = EngineClient(f"http://127.0.0.1:{runner.addresses[0][1]}", reply_idle_s=idle_s)
     try:
         async with asyncio.timeout(20):
-            outcome = await client.execute(make_request())
+            outcome = await client.execute(make_request(), timeout_s=row_s)
         assert outcome.kind is OutcomeKind.RETRY and outcome.error is not None
-        assert "the reply broke off after 11 bytes" in outcome.error.message
+        assert words in outcome.error.message
     finally:
         await client.close()
         await runner.cleanup()

@@ -94,6 +94,20 @@ async def test_calls_to_a_daemon_that_does_nothing_are_503_long_before_their_tim
     assert all(int(reply.headers["Retry-After"]) > 0 for reply in replies)
 
 
+@pytest.mark.slow
+def test_a_second_up_leaves_the_first_alone_though_the_lock_file_is_gone(
+    rig: DeploymentRig,
+) -> None:
+    rig.use_fake_engine()
+    rig.ask("up", "-d")
+    (rig.home / "store.lock").unlink()
+    code, line = rig.refuse("up")
+
+    assert code == 4 and "daemon" in line
+    assert rig.ask("status")["gateway"] is not None
+    rig.complete_job(5)
+
+
 @pytest.mark.nightly
 def test_up_beside_a_stopped_daemon_says_so_and_down_ends_it(rig: DeploymentRig) -> None:
     rig.use_fake_engine()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Semaphore
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from store_builders import answered
 
 from batchrun.daemon.ending import INPUT_TRIES, end_batch
 from batchrun.jobs.batch import new_batch_job, validate_input
+from batchrun.jobs.objects import MAX_THREADS
 from batchrun.jobs.results.file_bytes import FileBytes
 from batchrun.store import batches, files, jobs, results
 from batchrun.store.batches import BatchRecord, NewBatch, ValidInput
@@ -21,7 +25,7 @@ from batchrun.store.check import check_store
 from batchrun.store.database import Store, open_store
 from batchrun.store.files import NewFile
 from batchrun.store.jobs import JobRecord
-from batchrun.types import JobState
+from batchrun.types import JobState, ProgressSink
 
 CHAT = "/v1/chat/completions"
 IDS = [f"custom-{number}" for number in range(1_200)]
@@ -89,14 +93,14 @@ class Home:
             file.write(b"x")
         os.utime(self.input, ns=(status.st_atime_ns, status.st_mtime_ns))
 
-    async def end(self) -> None:
+    async def end(self, progress: ProgressSink = lambda *_: None) -> None:
         """Let the batch end."""
         await end_batch(
             self.store,
             self.job,
             links=self.links,
             place=self.place,
-            progress=lambda *_: None,
+            progress=progress,
             retry_interval_s=0.0,
         )
 
@@ -133,6 +137,32 @@ async def test_a_batch_whose_input_is_gone_ends_with_the_answers_that_it_has(
     assert [line["row"] for line in rest] == list(range(NUM_ANSWERED, len(IDS)))
     assert {line["custom_id"] for line in answers + rest} == {None}
     assert all(line["response"]["body"] == {"row": line["row"]} for line in answers)
+    assert list(check_store(home.store)) == []
+
+
+async def test_batches_that_are_being_written_leave_threads_to_commits_and_callers(
+    home: Home,
+) -> None:
+    home.answer(NUM_ANSWERED)
+    jobs.request_cancel(home.store, home.batch_id, now_s=4.0)
+    go_on, num_begun = threading.Event(), Semaphore(0)
+
+    def hold(*_: object) -> None:
+        num_begun.release()
+        go_on.wait()
+
+    num_threads = min(32, (os.cpu_count() or 1) + 4)
+    ends = [asyncio.create_task(home.end(hold)) for _ in range(num_threads)]
+    try:
+        for _ in range(min(num_threads, MAX_THREADS)):
+            while not num_begun.acquire(blocking=False):
+                await asyncio.sleep(0.01)
+        async with asyncio.timeout(60):
+            assert await asyncio.to_thread(lambda: home.job.state) is JobState.CANCELLING
+    finally:
+        go_on.set()
+        await asyncio.gather(*ends)
+    assert home.job.state is JobState.CANCELLED
     assert list(check_store(home.store)) == []
 
 

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from engine_builders import fake_settings
 from job_builders import make_tree_job
 from msgspec.structs import replace
 
@@ -15,7 +18,7 @@ from batchrun.daemon.engine_link import EngineLink, Slot
 from batchrun.daemon.faults import SOLO, Trials, accuse_rows
 from batchrun.daemon.job import ActiveJob
 from batchrun.engine.command import AttachedSettings
-from batchrun.engine.engine import AttachedEngine
+from batchrun.engine.engine import AttachedEngine, ManagedEngine
 from batchrun.engine.sockets import EngineSockets
 from batchrun.pool.row_queue import Window
 from batchrun.types import EnginePhase, Usage
@@ -45,7 +48,8 @@ def run(room: int, kills: Kills, num_rows: int) -> tuple[list[int], list[int], i
         last = kills({assignment.row for assignment in sent})
         if last is not None:
             num_deaths += 1
-            accuse_rows(dict.fromkeys(slot.in_flight, job.trials), {(JOB, row) for row in last})
+            trials = dict.fromkeys(slot.in_flight, job.trials)
+            accuse_rows(trials, {(JOB, row) for row in last}, slot.alone)
         for assignment in sent:
             slot.release(assignment)
             row = assignment.row
@@ -111,11 +115,46 @@ def test_a_row_that_kills_what_parses_it_is_found_though_no_step_held_it() -> No
 
 
 def test_one_death_of_a_lone_row_proves_nothing() -> None:
-    trials = Trials({0: SOLO})
-    accuse_rows({(JOB, 0): trials}, {(JOB, 0)})
+    trials, row = Trials({0: SOLO}), (JOB, 0)
+    accuse_rows({row: trials}, {row}, {row})
     assert not trials.is_guilty(0)
-    accuse_rows({(JOB, 0): trials}, {(JOB, 0)})
+    accuse_rows({row: trials}, {row}, {row})
     assert trials.is_guilty(0)
+
+
+def test_a_row_that_was_sent_with_others_is_guilty_of_nothing() -> None:
+    engine = AttachedEngine(AttachedSettings(name="one", url="http://127.0.0.1:9000"))
+    engine.state = EnginePhase.READY
+    slot = Slot(engine, uses_priority=False, window=Window(9, 10**9))
+    assigner = Assigner[ActiveJob, Slot]([slot])
+    job = make_tree_job(JOB, ["a"] * 5)
+    assigner.join(job, deadline_at=None)
+    while assigner.assign(0.0)[0]:
+        pass
+    for _ in range(4):
+        slot.accuse()
+        slot.came_back()
+    assert set(job.trials.limits.values()) == {SOLO}
+    assert [row for row in range(5) if job.trials.is_guilty(row)] == []
+
+
+@pytest.mark.parametrize("state", [EnginePhase.UNREACHABLE, EnginePhase.RESTARTING])
+async def test_an_engine_that_lives_and_gives_no_answer_has_not_ended(
+    tmp_path: Path, state: EnginePhase
+) -> None:
+    unwell = [500] * 3
+
+    async def answer(_request: web.Request) -> web.Response:
+        return web.Response(status=unwell.pop() if unwell else 200)
+
+    app = web.Application()
+    app.router.add_get("/health", answer)
+    async with TestServer(app) as server:
+        engine = ManagedEngine(fake_settings(tmp_path, url=str(server.make_url("")).rstrip("/")))
+        engine.state = state
+        slot = Slot(engine, uses_priority=False, window=Window(9, 10**9))
+        assert await slot.has_ended() is (state is EnginePhase.RESTARTING)
+        await engine.client.close()
 
 
 def test_a_suspect_does_not_run_alone_beside_a_call_that_runs_as_offline_work(

@@ -198,8 +198,8 @@ def _control_router(daemon: Daemon, status: Status, edge: Edge) -> APIRouter:
 
 def _add_jobs(control: APIRouter, daemon: Daemon, status: Status) -> None:
     @control.get("/status")
-    async def get_status() -> dict[str, object]:
-        return await status.snapshot()
+    async def get_status(job: str | None = None) -> dict[str, object]:
+        return await status.snapshot(job)
 
     @control.post("/jobs")
     async def submit(submission: Submission) -> dict[str, object]:

@@ -11,12 +11,13 @@ from typing import Any, Protocol
 from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.supervisor import Supervisor
-from batchrun.daemon.view import view_engine, view_job
+from batchrun.daemon.view import MOST_ENDED, view_engine, view_job
 from batchrun.errors import StoreLockedError, StoreUnreachableError
 from batchrun.pool.pace import Completion
 from batchrun.server.api.watch import LoopWatch
 from batchrun.server.gateway.tally import ENDED, STUCK
 from batchrun.store import jobs, results
+from batchrun.store.database import Store
 from batchrun.store.jobs import Counts, JobRecord, Leader
 from batchrun.types import EnginePhase
 
@@ -74,10 +75,12 @@ class Status:
         self._price_per_hour = price_per_hour
         self._ended: dict[int, tuple[Counts, int]] = {}
         self._jobs: dict[str, dict[str, object]] = {}
+        self._num_more = 0
         self._completions: dict[str, Completion] = {}
 
-    async def snapshot(self) -> dict[str, object]:
-        """The deployment: engines, switch, stalls, and every job, oldest first.
+    async def snapshot(self, job: str | None = None) -> dict[str, object]:
+        """The deployment: engines, switch, stalls, and jobs, oldest first: those that have not
+        ended, the newest that have, and those that `job` means.
 
         While the store does not answer, or another process keeps it: jobs that run as they are,
         others as they were last seen.
@@ -85,8 +88,13 @@ class Status:
         stalled = self.daemon.writer.stalled
         self._predict()
         try:
-            records = await asyncio.to_thread(jobs.list_jobs, self.daemon.store)
+            records, self._num_more = await asyncio.to_thread(
+                jobs.list_shown, self.daemon.store, MOST_ENDED, job
+            )
             self._jobs = {record.id: await self._view(record) for record in records}
+            self._ended = {
+                each.seq: self._ended[each.seq] for each in records if each.seq in self._ended
+            }
         except (StoreLockedError, StoreUnreachableError) as error:
             stalled = str(error)
             await self._see_active()
@@ -100,6 +108,7 @@ class Status:
             "felt": self.figures.view(),
             "routing": await self.figures.explain(0),
             "jobs": list(self._jobs.values()),
+            "num_more_ended": self._num_more,
         }
 
     def _leadership(self) -> JsonObject | None:
@@ -167,8 +176,7 @@ class Status:
         elif record.seq in self._ended:
             counts, num_cut = self._ended[record.seq]
         else:
-            counts = await asyncio.to_thread(results.count, self.daemon.store, record.seq)
-            num_cut = await asyncio.to_thread(results.count_cut, self.daemon.store, record.seq)
+            counts, num_cut = await asyncio.to_thread(_count, self.daemon.store, record.seq)
             if record.state.is_terminal:
                 self._ended[record.seq] = counts, num_cut
         stage = self.daemon.stages.get(record.id)
@@ -190,6 +198,11 @@ class Status:
             "engine_s": round(engine_s, 1),
             "cost": None if price is None else engine_s / HOUR_S * price,
         }
+
+
+def _count(store: Store, job_seq: int) -> tuple[Counts, int]:
+    """Ended rows and tokens of a job, and its answers that were cut."""
+    return results.count(store, job_seq), results.count_cut(store, job_seq)
 
 
 def view_role(leader: Leader, *, leads: bool) -> JsonObject:

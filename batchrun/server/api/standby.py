@@ -132,8 +132,8 @@ class Standby:
             await server.stop()
             await self.supervisor.close()
 
-    async def picture(self) -> dict[str, object]:
-        """What `status` shows. Raises StoreError."""
+    async def picture(self, job: str | None = None) -> dict[str, object]:
+        """What `status` shows, this job too. Raises StoreError."""
         leader = await asyncio.to_thread(jobs.read_leader, self.store)
         is_on = await asyncio.to_thread(jobs.read_setting, self.store, SWITCH_SETTING, True)
         return {
@@ -144,7 +144,7 @@ class Standby:
             "progress": None,
             "engines": view_engines(self.supervisor.slots, GatewayFigures("", "")),
             "felt": [],
-            "jobs": await asyncio.to_thread(view_stored, self.store),
+            **await asyncio.to_thread(view_stored, self.store, job),
         }
 
     async def _leads(self) -> bool:
@@ -190,7 +190,7 @@ def make_app(standby: Standby, server: LocalServer) -> FastAPI:
     @app.get(f"{CONTROL_PREFIX}/status")
     async def status(request: Request) -> dict[str, object]:
         check(request, "authorization", token)
-        return await standby.picture()
+        return await standby.picture(request.query_params.get("job"))
 
     @app.api_route("/{path:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
     async def others(request: Request, path: str) -> None:

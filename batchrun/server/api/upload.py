@@ -5,7 +5,6 @@ A multipart form with one file is parsed as it comes in: bounded fields, and the
 
 from __future__ import annotations
 
-import asyncio
 import math
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from batchrun.errors import OverloadedError
 from batchrun.files import PRIVATE_MODE, HashedFile, atomic_file, max_open_files
 from batchrun.jobs.batch import MAX_INPUT_BYTES
 from batchrun.jobs.inputs.rows import BOM, is_blank
+from batchrun.jobs.objects import in_thread
 from batchrun.server.api.errors import ApiError, check_choice, check_expiry, missing_parameter
 from batchrun.store.files import NewFile, new_file_id
 from batchrun.strict import LARGE_JSON_BYTES, parse_json
@@ -232,7 +232,7 @@ class Spool:
     async def keep(self) -> None:
         """Sync it and give it its name. Raises StoreFullError and InputError."""
         await self._flush()
-        await asyncio.to_thread(self._exits.close)
+        await in_thread(self._exits.close)
 
     def drop(self) -> None:
         """Called while an exception is handled: nothing is left of it."""
@@ -241,7 +241,7 @@ class Spool:
 
     async def _flush(self) -> None:
         waiting, self._waiting = bytes(self._waiting), bytearray()
-        await asyncio.to_thread(self._file.write, waiting)
+        await in_thread(self._file.write, waiting)
 
 
 async def receive_file(request: Request, folder: Path, owner: str | None) -> NewFile:
@@ -257,14 +257,14 @@ async def receive_file(request: Request, folder: Path, owner: str | None) -> New
         raise _too_large(MAX_FILE_BYTES)
     form = UploadForm(request.headers.get("content-type", ""))
     file_id = new_file_id()
-    spool = await asyncio.to_thread(Spool, folder / file_id)
+    spool = await in_thread(Spool, folder / file_id)
     try:
         await _receive(request.stream(), form, spool)
         _check_fields(form, is_over=True)
         expires_after_s = _expiry(form, owner)
         await spool.keep()
         if form.fields["purpose"] == BATCH_PURPOSE:
-            await asyncio.to_thread(_check_batch_file, spool, form.filename or "")
+            await in_thread(_check_batch_file, spool, form.filename or "")
     except BaseException:
         spool.drop()
         raise

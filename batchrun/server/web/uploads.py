@@ -25,6 +25,7 @@ from starlette.requests import Request
 
 from batchrun.errors import BatchrunError, InputError, StateError, UnknownJobError
 from batchrun.home import Home
+from batchrun.jobs.objects import in_thread
 from batchrun.server.api.errors import ApiError
 from batchrun.server.api.upload import MAX_FILE_BYTES, MAX_FORM_BYTES, Spool, UploadForm
 from batchrun.store.jobs import ID_ALPHABET
@@ -94,7 +95,7 @@ class Desk:
         return draft
 
     async def _take(self, request: Request, form: UploadForm, draft: UploadDraft) -> UploadDraft:
-        spool = await asyncio.to_thread(Spool, draft.folder / "upload")
+        spool = await in_thread(Spool, draft.folder / "upload")
         try:
             async for chunk in request.stream():
                 for piece in form.feed(chunk):

@@ -1,0 +1,97 @@
+"""A home that has had any number of jobs: what is asked all the time costs no more for that."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+
+import pytest
+from store_builders import execute
+
+from batchrun.daemon.view import view_stored
+from batchrun.jobs.batch import new_batch_job
+from batchrun.store import batches, jobs
+from batchrun.store.batches import NewBatch
+from batchrun.store.database import Store, open_store
+from batchrun.store.jobs import JobRecord
+from batchrun.types import JobState
+
+CHAT = "/v1/chat/completions"
+
+
+def add(store: Store, end: JobState | None, owner: str | None = None) -> JobRecord:
+    """A batch that was cancelled, or has not ended."""
+    job = new_batch_job(Path("/srv"), CHAT, deadline_s=60.0, weight=1.0)
+    made = batches.create(
+        store, NewBatch("file-1", CHAT, "24h", None, None, "h", owner=owner), job, now_s=1.0
+    )
+    if end is not None:
+        jobs.request_cancel(store, made.job.id, now_s=2.0)
+        jobs.finish(store, made.job.id, now_s=3.0)
+    return jobs.get(store, made.job.id)
+
+
+def test_of_jobs_that_have_ended_the_newest_are_shown_and_the_others_counted(store: Store) -> None:
+    ends = [JobState.CANCELLED, None, *[JobState.CANCELLED] * 4]
+    old, running, *_, older, newer, newest = (add(store, end) for end in ends)
+
+    shown, num_more = jobs.list_shown(store, 2)
+    assert [record.id for record in shown] == [running.id, newer.id, newest.id]
+    assert num_more == 3
+    for also in (old.id, old.id[:-2], old.name):
+        shown, num_more = jobs.list_shown(store, 2, also)
+        assert old.id in {record.id for record in shown}
+        assert num_more == 6 - len(shown)
+    assert older.id not in {record.id for record in jobs.list_shown(store, 2, "%")[0]}
+
+
+def test_what_the_store_alone_tells_of_jobs_is_bounded(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchrun.daemon.view.MOST_ENDED", 3)
+    ids = [add(store, JobState.CANCELLED).id for _ in range(5)]
+
+    told = view_stored(store, ids[0])
+    views = told["jobs"]
+    assert isinstance(views, list)
+    assert [view["id"] for view in views] == [ids[0], *ids[2:]]
+    assert told["num_more_ended"] == 1
+
+
+def test_a_key_s_ended_batches_cost_its_next_one_nothing(tmp_path: Path) -> None:
+    """What SQLite does to look for a key's open batches, in hundreds of its steps."""
+    path, costs = tmp_path / "store.db", []
+    store = open_store(path)
+    add(store, JobState.CANCELLED, "key_1")
+    for num_more in (0, 5_000):
+        copy_batch(path, num_more)
+        with store.write() as connection:
+            steps = count()
+            raw = connection.connection.driver_connection
+            assert raw is not None
+            raw.set_progress_handler(lambda steps=steps: next(steps) < 0, 100)
+            assert list(batches._open_ones(connection, "key_1")) == []
+            raw.set_progress_handler(None, 0)
+            costs.append(next(steps))
+    store.close()
+    assert costs[1] <= costs[0] + 1
+
+
+def copy_batch(path: Path, num_copies: int) -> None:
+    """So many more like the first one."""
+    numbers = f"WITH RECURSIVE n(i) AS (SELECT 2 UNION ALL SELECT i + 1 FROM n LIMIT {num_copies})"
+    with_seq = "CREATE TEMP TABLE one AS SELECT * FROM {0} LIMIT 1"
+    if num_copies:
+        execute(
+            path,
+            with_seq.format("jobs"),
+            f"CREATE TEMP TABLE more AS {numbers} SELECT one.*, i FROM one, n",
+            "UPDATE more SET seq = i, id = 'batch_' || i",
+            "ALTER TABLE more DROP COLUMN i",
+            "INSERT INTO jobs SELECT * FROM more",
+            with_seq.format("batches").replace("one", "two"),
+            f"CREATE TEMP TABLE most AS {numbers} SELECT two.*, i FROM two, n",
+            "UPDATE most SET job_seq = i",
+            "ALTER TABLE most DROP COLUMN i",
+            "INSERT INTO batches SELECT * FROM most",
+        )
