@@ -97,6 +97,19 @@ class StepLoad:
         self.context_tokens -= context_tokens
         self.attention_pairs -= new_tokens * (context_tokens - 0.5 * new_tokens)
 
+    def totals(self) -> StepLoad:
+        """An independent load with the same totals, for models only: it forgets the single decodes,
+        and so cannot `remove` one."""
+        return StepLoad(
+            self.num_requests,
+            self.num_tokens,
+            self.context_tokens,
+            self.attention_pairs,
+            self.num_decodes,
+            self.decode_context_tokens,
+            self.max_decode_context_tokens,
+        )
+
     def copy(self) -> StepLoad:
         """An independent load with the same totals."""
         return StepLoad(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -26,9 +25,8 @@ class Draft:
     running requests, online ones from the start, and the outputs of running offline ones,
     `closing_blocks` of these by the next `CLOSING_TOKENS` tokens of decodes. Admitted requests hit
     `hit_blocks` that were idle. Offline requests hold at most `offline_blocks`: one of all blocks
-    is vLLM's own. `backlog_s` is what the prompts of all waiting calls take; with `is_strict` no
-    prompt but the first of the step goes past its limit, whatever it risks. `leader` is the request
-    whose long prefix the draft begins.
+    is vLLM's own. With `is_strict` no prompt but the first of the step goes past its limit,
+    whatever it risks. `leader` is the request whose long prefix the draft begins.
     """
 
     view: EngineView
@@ -41,7 +39,6 @@ class Draft:
     promised_blocks: int = 0
     closing_blocks: int = 0
     num_offline_decodes: int = 0
-    backlog_s: float = 0.0
     is_strict: bool = False
     admitted: list[RequestView] = field(default_factory=list)
     caps: dict[str, int] = field(default_factory=dict)
@@ -55,7 +52,7 @@ class Draft:
     def begin(cls, view: EngineView) -> Draft:
         """An empty draft of a step of `view`."""
         num_running = len(view.online_running) + len(view.offline_running)
-        running = (*view.online_running, *view.offline_running)
+        running = (*view.online_running, *view.offline_running) if view.max_loras else ()
         return cls(
             view=view,
             load=StepLoad(),
@@ -64,7 +61,7 @@ class Draft:
             free_blocks=view.free_blocks,
             offline_blocks=view.total_blocks - 1 - view.free_blocks - view.online_blocks,
             promised_blocks=_due_blocks(view),
-            loras={r.lora_id for r in running if r.lora_id} if view.max_loras else set(),
+            loras={request.lora_id for request in running if request.lora_id},
         )
 
     def copy(self) -> Draft:
@@ -78,11 +75,21 @@ class Draft:
             loras=self.loras.copy(),
         )
 
-    def decode(self, requests: Sequence[RequestView], limit_s: float = math.inf) -> bool:
-        """Let running requests generate their next token.
+    def decode_calls(self) -> None:
+        """Let the online requests that generate have their next token, the first of the step: for
+        the blocks that they need others make room."""
+        decodes, _ = self.view.online_by_kind()
+        if not decodes or len(decodes) > self.tokens_left:
+            return
+        size = self.view.block_tokens
+        self.load = self.view.online_decodes_load().copy()
+        self.tokens_left -= len(decodes)
+        self.free_blocks -= sum([request.num_computed_tokens % size == 0 for request in decodes])
 
-        False, and nothing done, when they exceed the token budget or `limit_s`, or when offline
-        ones find no blocks: for online ones others make room.
+    def decode_rows(self, requests: Sequence[RequestView], limit_s: float) -> bool:
+        """Let offline requests that run generate their next token.
+
+        False, and nothing done, when they exceed the token budget or `limit_s`, or find no blocks.
         """
         num = len(requests)
         if not num:
@@ -93,20 +100,18 @@ class Draft:
         if num > self.tokens_left or self.view.model.predict_s(load) > limit_s:
             return False
         size = self.view.block_tokens
-        is_offline = requests[0].is_offline
         new_blocks = sum([tokens % size == 0 for tokens in computed])
-        if is_offline and new_blocks > max(0, self.free_blocks):
+        if new_blocks > max(0, self.free_blocks):
             return False
         self.load = load
         self.tokens_left -= num
         self.free_blocks -= new_blocks
-        if is_offline:
-            ends = [-(-r.end_tokens // size) for r in requests]
-            held = [tokens // size + 1 for tokens in computed]
-            soon = [-(-(tokens + CLOSING_TOKENS) // size) for tokens in computed]
-            self.promised_blocks += sum(ends) - sum(held)
-            self.closing_blocks += sum(map(min, ends, soon)) - sum(held)
-            self.num_offline_decodes += num
+        ends = [-(-request.end_tokens // size) for request in requests]
+        held = [tokens // size + 1 for tokens in computed]
+        soon = [-(-(tokens + CLOSING_TOKENS) // size) for tokens in computed]
+        self.promised_blocks += sum(ends) - sum(held)
+        self.closing_blocks += sum(map(min, ends, soon)) - sum(held)
+        self.num_offline_decodes += num
         return True
 
     def with_blocks(self, decodes: Sequence[RequestView]) -> Sequence[RequestView]:

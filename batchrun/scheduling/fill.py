@@ -64,7 +64,7 @@ def _decode_most(draft: Draft, requests: Sequence[RequestView], limit_s: float) 
     """Let as many of the first requests decode as fit; returns how many. O(log) predictions."""
     num, size = 0, len(requests)
     while size and num < len(requests):
-        if draft.decode(requests[num : num + size], limit_s):
+        if draft.decode_rows(requests[num : num + size], limit_s):
             num += size
         size //= 2
     return num

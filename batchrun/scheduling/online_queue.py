@@ -12,7 +12,6 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Protocol
 
-from batchrun.estimator.step_load import StepLoad
 from batchrun.scheduling.draft import MIN_CHUNK_TOKENS, Draft
 from batchrun.scheduling.kv_plan import KvPlan
 from batchrun.scheduling.online_cost import OnlineCost
@@ -101,10 +100,8 @@ def place_online(draft: Draft, queue: OnlineQueue, limit_s: float) -> bool:
 
     False when one has to wait: offline work then takes nothing new.
     """
-    decodes, begun = draft.view.online_by_kind()
-    draft.decode(decodes)
-    if draft.view.online_waiting:
-        draft.backlog_s = _backlog_s(draft.view)
+    _, begun = draft.view.online_by_kind()
+    draft.decode_calls()
     victims = Victims(draft)
     victims.make_room(0)
     has_room = queue.fill(draft, queue.order(draft.view, begun), limit_s, victims)
@@ -117,13 +114,22 @@ def fill_in_order(
 ) -> bool:
     """Give begun prompts and waiting calls their parts, one after the other; once a waiting one
     finds no room, no other is let in. False then."""
-    running, has_room = set(map(id, draft.view.online_running)), True
+    begun, has_room = begun_ids(draft.view), True
+    num_left = len(begun)
     for request in prompts:
-        if id(request) in running:
+        if id(request) in begun:
             go_on(draft, request, limit_s)
+            num_left -= 1
         elif has_room:
             has_room = admit_call(draft, victims, request, limit_s)
+        elif not num_left:
+            break
     return has_room
+
+
+def begun_ids(view: EngineView) -> set[int]:
+    """`id` of each running call whose prompt is not complete."""
+    return set(map(id, view.online_by_kind()[1]))
 
 
 def go_on(draft: Draft, request: RequestView, limit_s: float) -> None:
@@ -180,12 +186,4 @@ def _is_at_risk(request: RequestView, draft: Draft) -> bool:
     """Whether the line takes much of the time until a first token is due. What is late is lost."""
     waited_s = draft.view.now_s - request.arrival_at_s
     ttft_s = request.slo_ttft_s
-    return waited_s < ttft_s < (waited_s + draft.backlog_s) / RISK_SHARE
-
-
-def _backlog_s(view: EngineView) -> float:
-    """How long the prompts of all waiting calls take in full steps."""
-    budget = view.token_budget
-    tokens = sum([request.num_tokens for request in view.online_waiting])
-    full_step_s = view.model.predict_s(StepLoad.of([(budget, budget, False)]))
-    return tokens / budget * full_step_s
+    return waited_s < ttft_s < (waited_s + draft.view.backlog_s()) / RISK_SHARE

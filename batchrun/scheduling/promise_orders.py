@@ -8,18 +8,31 @@ section 4), by the time that remains.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from operator import itemgetter
 
+import numpy as np
+import numpy.typing as npt
+
+from batchrun.estimator.least_squares import FloatArray
 from batchrun.estimator.step_load import StepLoad
 from batchrun.estimator.step_time import largest_chunk, pivot_tokens
 from batchrun.scheduling.draft import Draft
-from batchrun.scheduling.online_queue import ArrivalOrder, admit_call, fill_in_order, go_on
+from batchrun.scheduling.online_queue import (
+    ArrivalOrder,
+    admit_call,
+    begun_ids,
+    fill_in_order,
+    go_on,
+)
 from batchrun.scheduling.slack import StepLimits
 from batchrun.scheduling.view import BY_ARRIVAL, EngineView, RequestView
 from batchrun.scheduling.worth import Victims
+
+IntArray = npt.NDArray[np.int_]
 
 AGED_BOUNDS = 1.5
 """A call that has waited so many times its bound for the first token is aged, unless there is more
@@ -29,6 +42,7 @@ AGED_BACKLOGS = 1.5
 order of arrival, and half as long again."""
 AGED_SHARE = 0.5
 """The oldest of the aged gets this share of the time that a step has for prompts."""
+
 MOST_KNOWN_SHARE, MIN_KNOWN = 4, 64
 """What is remembered of calls is forgotten when it is so many times what waits."""
 
@@ -45,36 +59,51 @@ class Need:
 
 class PromptWork:
     """How long prompts take, in seconds of an engine that does nothing else, and how many of these
-    a second of the running engine has room for."""
+    a second of the running engine has room for.
+
+    From step to step the same calls wait but for a few, so what is known of them is kept in one
+    piece while nobody comes or goes: `works_s` and `dues_s` of each, the sum of the former, the
+    places of those with a completion bound (`bounded`), and their priorities (`levels`).
+    """
 
     def __init__(self) -> None:
         self._known: dict[str, Need] = {}
+        self._calls: Sequence[RequestView] = ()
+        self._tokens: list[int] = []
+        self.works_s, self.dues_s, self.sum_s = np.empty(0), np.empty(0), 0.0
+        self.bounded: list[int] = []
+        self.levels: set[int] = set()
 
-    def needs(self, view: EngineView, begun: Sequence[RequestView]) -> list[Need]:
-        """Of the waiting calls of the view, then of those `begun`."""
-        known = self._known
-        if len(known) > MOST_KNOWN_SHARE * (len(view.online_waiting) + MIN_KNOWN):
-            self._known = known = {}
-        found: list[Need] = []
-        for calls, is_begun in ((view.online_waiting, False), (begun, True)):
-            for call in calls:
-                need = known.get(call.request_id)
-                left = left_tokens(call) if is_begun else call.num_tokens
-                if need is None or need.left_tokens != left:
-                    work_s = lone_s(view, left, call.num_tokens)
-                    need = Need(left, work_s, call.arrival_at_s + call.slo_ttft_s)
-                    known[call.request_id] = need
-                found.append(need)
-        return found
+    def look(self, view: EngineView) -> None:
+        """Know the calls that wait in the view; once a step. 3 us where they are the same."""
+        calls = view.online_waiting
+        tokens = [call.num_tokens for call in calls]
+        if len(self._known) > MOST_KNOWN_SHARE * (len(calls) + MIN_KNOWN):
+            self._known.clear()
+        elif tokens == self._tokens and calls == self._calls:
+            return
+        needs = [self.need(view, call, left) for call, left in zip(calls, tokens, strict=True)]
+        works_s = [need.work_s for need in needs]
+        self._calls, self._tokens, self.sum_s = calls, tokens, sum(works_s)
+        self.works_s, self.dues_s = np.array(works_s), np.array([need.due_s for need in needs])
+        self.bounded = [at for at, call in enumerate(calls) if call.slo_jct_s < math.inf]
+        self.levels = {call.priority for call in calls}
+
+    def need(self, view: EngineView, call: RequestView, left: int) -> Need:
+        """What a call asks for that has so many tokens left."""
+        need = self._known.get(call.request_id)
+        if need is None or need.left_tokens != left:
+            work_s = lone_s(view, left, call.num_tokens)
+            need = Need(left, work_s, call.arrival_at_s + call.slo_ttft_s)
+            self._known[call.request_id] = need
+        return need
 
     @staticmethod
     def pace(view: EngineView, limit_s: float) -> tuple[float, float]:
         """Seconds of such work for each second, where steps last `limit_s` at most, and how long
         one then lasts."""
-        load, (decodes, _) = StepLoad(), view.online_by_kind()
-        if decodes:
-            load.add_decodes([request.num_computed_tokens + 1 for request in decodes])
-        most = max(1, view.token_budget - len(decodes))
+        load = view.online_decodes_load().totals()
+        most = max(1, view.token_budget - load.num_decodes)
         tokens = max(1, largest_chunk(view.model, load, 0, limit_s, most))
         load.add(tokens, tokens)
         step_s = max(view.model.predict_s(load), 1e-6)
@@ -130,39 +159,45 @@ class OnTimeOrder(ArrivalOrder):
         return limits
 
     def order(self, view: EngineView, begun: Sequence[RequestView]) -> Sequence[RequestView]:
-        """On time by due time, then the others by arrival; vLLM's priority before both. 0.15 ms
-        for 200 calls."""
-        calls = [*view.online_waiting, *begun]
-        needs = self._work.needs(view, begun)
-        pace, step_s = self._work.pace(view, self._limit_s)
-        backlog_s = sum([need.work_s for need in needs]) / pace
+        """On time by due time, then the others by arrival; vLLM's priority before both."""
+        calls, work = [*view.online_waiting, *begun], self._work
+        work.look(view)
+        needs = [work.need(view, call, left_tokens(call)) for call in begun]
+        pace, step_s = work.pace(view, self._limit_s)
+        backlog_s = sum([need.work_s for need in needs], work.sum_s) / pace
         self._aged = _oldest_aged(view, calls, backlog_s)
         if self._aged is not None:
             pace *= 1 - AGED_SHARE
         # A first token comes at the end of a step, which others behind it may share.
         start_s = view.now_s + view.rest_s + min(step_s, backlog_s)
-        pace_s = tightest_pace_s(view)
-        works_s = [need.work_s / pace for need in needs]
-        dues_s = [
-            need.due_s if call.slo_jct_s == math.inf else first_due_s(view, call, pace_s)
-            for call, need in zip(calls, needs, strict=True)
+        works_s = np.append(work.works_s, [need.work_s for need in needs]) / pace
+        dues_s = np.append(work.dues_s, [need.due_s for need in needs])
+        self._bound_by_completion(view, calls, dues_s)
+        line = _Line(calls, len(view.online_waiting), works_s, dues_s)
+        levels = work.levels | {call.priority for call in begun}
+        if len(levels) == 1:
+            return line.ordered(np.arange(len(calls)), start_s)
+        ordered: list[RequestView] = []
+        priorities = np.array([call.priority for call in calls])
+        for level in sorted(levels):
+            here = np.flatnonzero(priorities == level)
+            ordered += line.ordered(here, start_s)
+            start_s += float(works_s[here].sum())
+        return ordered
+
+    def _bound_by_completion(
+        self, view: EngineView, calls: Sequence[RequestView], dues_s: FloatArray
+    ) -> None:
+        """Write when those are due that have a completion bound; the begun are the last of
+        `calls`."""
+        num_waiting = len(view.online_waiting)
+        begun = [
+            place for place in range(num_waiting, len(calls)) if calls[place].slo_jct_s < math.inf
         ]
-        places: list[int] = []
-        spent_s = 0.0
-        for level in sorted({call.priority for call in calls}):
-            here = [place for place, call in enumerate(calls) if call.priority == level]
-            on_time = most_on_time([
-                (due_s - start_s - spent_s, work_s, place)
-                for place in here
-                if start_s + spent_s + (work_s := works_s[place]) <= (due_s := dues_s[place])
-            ])
-            first = set(on_time)
-            late = [place for place in here if place not in first]
-            if begun:
-                late.sort(key=lambda place: BY_ARRIVAL(calls[place]))
-            places += [*on_time, *late]
-            spent_s += sum([works_s[place] for place in here])
-        return [calls[place] for place in places]
+        if self._work.bounded or begun:
+            pace_s = tightest_pace_s(view)
+            for place in (*self._work.bounded, *begun):
+                dues_s[place] = first_due_s(view, calls[place], pace_s)
 
     def fill(
         self, draft: Draft, prompts: Sequence[RequestView], limit_s: float, victims: Victims
@@ -180,8 +215,8 @@ class OnTimeOrder(ArrivalOrder):
         others = [request for request in prompts if request is not aged]
         if has_room:
             return fill_in_order(draft, others, limit_s, victims)
-        running = set(map(id, draft.view.online_running))
-        return fill_in_order(draft, [r for r in others if id(r) in running], limit_s, victims)
+        begun = begun_ids(draft.view)
+        return fill_in_order(draft, [r for r in others if id(r) in begun], limit_s, victims)
 
 
 def _oldest_aged(
@@ -196,6 +231,37 @@ def _oldest_aged(
         and view.now_s - call.arrival_at_s > AGED_BOUNDS * call.slo_ttft_s
     ]
     return min(aged, key=BY_ARRIVAL, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """The calls of a step: `num_waiting` that wait, by arrival, then those that are begun. How much
+    work they are at the pace of the engine, and when they are due."""
+
+    calls: Sequence[RequestView]
+    num_waiting: int
+    works_s: FloatArray
+    dues_s: FloatArray
+
+    def ordered(self, here: IntArray, start_s: float) -> list[RequestView]:
+        """Those at the places `here`, where work begins at `start_s`: the largest set that can be
+        on time, by due time, then the others by arrival."""
+        calls = self.calls
+        works_s, dues_s = self.works_s[here], self.dues_s[here]
+        may = start_s + works_s <= dues_s
+        jobs = zip(
+            (dues_s[may] - start_s).tolist(), works_s[may].tolist(), here[may].tolist(), strict=True
+        )
+        first = most_on_time(list(jobs))
+        is_late = np.zeros(len(calls), np.bool_)
+        is_late[here] = True
+        is_late[first] = False
+        late = np.flatnonzero(is_late).tolist()
+        num_waiting = bisect_left(late, self.num_waiting)
+        begun, late = late[num_waiting:], late[:num_waiting]
+        for place in begun:
+            insort(late, place, key=lambda at: BY_ARRIVAL(calls[at]))
+        return [calls[place] for place in (*first, *late)]
 
 
 def most_on_time(jobs: Sequence[tuple[float, float, int]]) -> list[int]:

@@ -89,23 +89,25 @@ def step_limits(
     """
     start_s = view.now_s + view.rest_s
     ttft_s = min(view.online_slo_ttft_s, least_ttft_s)
-    slack_s, tpot_s = math.inf, math.inf
+    first_due_s, tpot_s, inf = math.inf, math.inf, math.inf
     for request in view.online_running:
         # As `is_decode`, and where there is no end as `deadline_s`: this is the hot path.
-        if request.work_left_tokens > 1 or not request.num_output_tokens:
+        num_output = request.num_output_tokens
+        if request.work_left_tokens > 1 or not num_output:
             continue
         pace_s = request.slo_tpot_s
-        if request.slo_jct_s == math.inf and request.first_token_at_s is not None:
-            due_s = request.first_token_at_s + request.num_output_tokens * pace_s
+        first_at_s = request.first_token_at_s
+        if first_at_s is not None and request.slo_jct_s == inf:
+            due_s = first_at_s + num_output * pace_s
         else:
-            end_pace_s = math.inf
-            if request.slo_jct_s < math.inf:
+            end_pace_s = inf
+            if request.slo_jct_s < inf:
                 likely = view.calls.likely_tokens(request.max_output_tokens)
                 end_pace_s = completion_pace_s(request, start_s, likely)
             due_s = deadline_s(request, end_pace_s, start_s)
             pace_s = min(pace_s, end_pace_s)
-        if due_s - start_s < slack_s:
-            slack_s = due_s - start_s
+        if due_s < first_due_s:
+            first_due_s = due_s
         if pace_s < tpot_s:
             tpot_s = pace_s
     if math.isinf(tpot_s):
@@ -114,6 +116,7 @@ def step_limits(
             return StepLimits(math.inf, most_s)
         share = IDLE_SHARE if was_online_lately else UNUSED_SHARE
         return StepLimits(math.inf, share * ttft_s, is_one_in_flight=was_online_lately)
+    slack_s = first_due_s - start_s
     least_s = LATE_SHARE * tpot_s
     margin_s = min(max(view.error_share, LEAST_MARGIN_SHARE), MAX_MARGIN_SHARE) * tpot_s
     most_s = min(TARGET_SHARE * tpot_s, _most_with_decodes_s(view, ttft_s))

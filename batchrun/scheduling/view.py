@@ -167,12 +167,33 @@ class EngineView:
     _online_kinds: tuple[list[RequestView], list[RequestView]] | None = field(
         default=None, init=False, repr=False
     )
+    _decodes_load: StepLoad | None = field(default=None, init=False, repr=False)
+    _backlog_s: float | None = field(default=None, init=False, repr=False)
 
     def online_by_kind(self) -> tuple[list[RequestView], list[RequestView]]:
         """`by_kind` of the online requests that run."""
         if self._online_kinds is None:
             self._online_kinds = by_kind(self.online_running)
         return self._online_kinds
+
+    def online_decodes_load(self) -> StepLoad:
+        """What the decodes of online requests add to a step, to be read only."""
+        if self._decodes_load is None:
+            self._decodes_load = StepLoad()
+            decodes, _ = self.online_by_kind()
+            if decodes:
+                contexts = [request.num_computed_tokens + 1 for request in decodes]
+                self._decodes_load.add_decodes(contexts)
+        return self._decodes_load
+
+    def backlog_s(self) -> float:
+        """How long the prompts of all waiting calls take in full steps."""
+        if self._backlog_s is None:
+            budget = self.token_budget
+            tokens = sum([request.num_tokens for request in self.online_waiting])
+            full_step_s = self.model.predict_s(StepLoad.of([(budget, budget, False)]))
+            self._backlog_s = tokens / budget * full_step_s
+        return self._backlog_s
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""

@@ -17,6 +17,7 @@ from batchrun.cache.eviction import EVICTIONS
 from batchrun.cache.free_queue import BlockTiers, OnlinePrefixes, TieredFreeQueue
 from batchrun.cache.reuse import ReuseIndex
 from batchrun.hints import RowHint
+from batchrun.scheduling.view import RequestView
 from batchrun.vllm_plugin.compat import cached_block_ids, has_plain_blocks
 
 KEY_SUFFIX = b"\0\0\0\0"
@@ -113,23 +114,24 @@ class OnlineBlocks:
         self._manager = manager
         self._block_tokens = block_tokens
         self._only_grow = has_plain_blocks(manager)
-        self._num_seen: dict[str, int] = {}
+        self._seen_tokens: dict[str, int] = {}
         self._ids: dict[str, list[int]] = {}
         self._num_holders: dict[int, int] = {}
 
-    def count(self, running: Iterable[Request]) -> int:
+    def count(self, running: Iterable[Request | RequestView]) -> int:
         """The blocks that these and all online requests seen before hold together."""
-        size, num_seen = self._block_tokens, self._num_seen
+        size, seen_tokens = self._block_tokens, self._seen_tokens
         for request in running:
-            num_blocks = -(-request.num_computed_tokens // size)
-            if num_seen.get(request.request_id) != num_blocks:
-                num_seen[request.request_id] = num_blocks
+            computed = request.num_computed_tokens
+            if computed > seen_tokens.get(request.request_id, 0):
+                # Tokens up to the end of the last block are in blocks that are known.
+                seen_tokens[request.request_id] = -(-computed // size) * size
                 self._look_at(request.request_id)
         return len(self._num_holders)
 
     def forget(self, request_id: str) -> None:
         """A request holds nothing any more. Does nothing for one that was never seen."""
-        if self._num_seen.pop(request_id, None) is not None:
+        if self._seen_tokens.pop(request_id, None) is not None:
             self._drop(self._ids.pop(request_id))
 
     def _look_at(self, request_id: str) -> None:

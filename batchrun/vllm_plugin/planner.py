@@ -43,31 +43,15 @@ def plan_step(policy: Policy, view: EngineView, state: EngineState) -> Plan:
 def running_order(plan: Plan, seen: EngineView) -> list[Request]:
     """The requests that run in the step as vLLM goes through them, and preempts them from the end:
     online first, who sits the step out last."""
-    running = [view.handle for view in (*seen.online_running, *seen.offline_running)]
+    running: Sequence[RequestView] = [*seen.online_running, *seen.offline_running]
     if plan.preempt:
         gone = {view.request_id for view in plan.preempt}
-        running = [request for request in running if request.request_id not in gone]
-    if 0 in plan.caps.values():
-        running.sort(key=lambda request: plan.caps.get(request.request_id) == 0)
-    return running
-
-
-def refresh(view: RequestView, request: Request) -> None:
-    """Bring the view of a running request up to now, steps in flight counted as done.
-
-    What is left is vLLM's own sum (its `schedule`, top of the running loop); it is 0 when the
-    output in flight is sure to be the last.
-    """
-    placeholders = request.num_output_placeholders
-    computed = request.num_computed_tokens
-    num_tokens, prompt = request.num_tokens, view.num_prompt_tokens
-    left = num_tokens + placeholders - computed
-    if placeholders and computed + 2 - placeholders >= prompt + view.max_output_tokens:
-        left = 0
-    view.work_left_tokens = left
-    view.num_computed_tokens = computed
-    view.num_output_tokens = num_tokens - prompt + placeholders
-    view.num_tokens = num_tokens
+        running = [view for view in running if view.request_id not in gone]
+    waits = {request_id for request_id, tokens in plan.caps.items() if not tokens}
+    if not waits:
+        return [view.handle for view in running]
+    goes_on = [view.handle for view in running if view.request_id not in waits]
+    return goes_on + [view.handle for view in running if view.request_id in waits]
 
 
 class ViewBuilder:
@@ -87,7 +71,7 @@ class ViewBuilder:
         self._private.pop(request_id, None)
         self._online_blocks.forget(request_id)
 
-    def sample(self, running: Iterable[Request], now_s: float) -> int:
+    def sample(self, running: Iterable[Request | RequestView], now_s: float) -> int:
         """Note how much KV online requests hold, these and those seen before, and let what has run
         out expire; returns the blocks."""
         num_blocks = self._online_blocks.count(running)
@@ -104,7 +88,7 @@ class ViewBuilder:
         self._step = last_step
         online, offline = self._by_class(running)
         now_s = state.clock()
-        used = self.sample([view.handle for view in online], now_s)
+        used = self.sample(online, now_s)
         self._advance(offline or state.queue.offline[:1])
         return EngineView(
             now_s=now_s,
@@ -112,7 +96,7 @@ class ViewBuilder:
             model=state.estimates.model,
             error_share=state.estimates.error_share,
             online_running=online,
-            online_waiting=[view for view in state.queue.online if self._is_ready(view)],
+            online_waiting=self._ready_calls(),
             offline_running=offline,
             offline_waiting=state.queue.offline,
             free_blocks=state.manager.block_pool.get_num_free_blocks(),
@@ -155,18 +139,41 @@ class ViewBuilder:
         return hit
 
     def _by_class(self, running: Iterable[Request]) -> tuple[list[RequestView], list[RequestView]]:
-        """The views of online and offline requests, as they are now."""
+        """The views of online and offline requests, brought up to now, steps in flight counted as
+        done. The hot path: half of what a step sees is here.
+
+        What is left is vLLM's own sum (its `schedule`, top of the running loop); it is 0 when the
+        output in flight is sure to be the last.
+        """
         online: list[RequestView] = []
         offline: list[RequestView] = []
         views = self._state.views
         for request in running:
             view = views[request.request_id]
-            refresh(view, request)
-            if view.request_class is OFFLINE:
-                offline.append(view)
-            else:
-                online.append(view)
+            placeholders = request.num_output_placeholders
+            computed, num_tokens = request.num_computed_tokens, request.num_tokens
+            prompt = view.num_prompt_tokens
+            left = num_tokens + placeholders - computed
+            if placeholders and computed + 2 - placeholders >= prompt + view.max_output_tokens:
+                left = 0
+            view.work_left_tokens = left
+            view.num_computed_tokens = computed
+            view.num_output_tokens = num_tokens - prompt + placeholders
+            view.num_tokens = num_tokens
+            (offline if view.request_class is OFFLINE else online).append(view)
         return online, offline
+
+    def _ready_calls(self) -> list[RequestView]:
+        """The waiting calls that vLLM could admit now; most are asked no more than two fields."""
+        return [
+            view
+            for view in self._state.queue.online
+            if (
+                (request := view.handle).structured_output_request is None
+                and not request.num_stale_output_tokens
+            )
+            or self._is_ready(view)
+        ]
 
     def _advance(self, offline: Sequence[RequestView]) -> None:
         """The engine is as far in the planned order as these rows."""
