@@ -88,7 +88,7 @@ def step_limits(
     endpoint. `least_ttft_s` is the tightest TTFT bound among the online requests of late.
     """
     start_s = view.now_s + view.rest_s
-    ttft_s = min(view.online_slo_ttft_s, least_ttft_s)
+    ttft_s = min(view.online_slo_ttft_s, least_ttft_s) * (1 - view.kept_back.first_share)
     slack_s, tpot_s = math.inf, math.inf
     for request in view.online_running:
         # As `is_decode`, and where there is no end as `deadline_s`: this is the hot path.
@@ -116,6 +116,7 @@ def step_limits(
         return StepLimits(math.inf, share * ttft_s, is_one_in_flight=was_online_lately)
     least_s = LATE_SHARE * tpot_s
     margin_s = min(max(view.error_share, LEAST_MARGIN_SHARE), MAX_MARGIN_SHARE) * tpot_s
+    margin_s += view.kept_back.later_tpots * min(tpot_s, view.online_slo_tpot_s)
     most_s = min(TARGET_SHARE * tpot_s, _most_with_decodes_s(view, ttft_s))
     online_s = max(slack_s - LEAST_MARGIN_SHARE * tpot_s, least_s)
     return StepLimits(online_s, min(max(slack_s - margin_s, least_s), most_s))
