@@ -127,6 +127,36 @@ class CostTelemetry(Struct, frozen=True):
     alone_tpot_p99_s: float | None = None
 
 
+Count = Annotated[int, Meta(ge=0)]
+
+
+class FeltCalls(Struct, frozen=True):
+    """How online calls of an engine came to their callers, counted by the gateway since it began:
+    those whose first token was seen, and answers of two tokens and more; late: beyond their bound
+    for TTFT, for TPOT."""
+
+    num_first: Count = 0
+    num_late_first: Count = 0
+    num_answers: Count = 0
+    num_late_answers: Count = 0
+
+    def follows(self, before: FeltCalls) -> bool:
+        """Whether these counts can be later ones of the same gateway."""
+        return (
+            self.num_first >= before.num_first
+            and self.num_late_first >= before.num_late_first
+            and self.num_answers >= before.num_answers
+            and self.num_late_answers >= before.num_late_answers
+        )
+
+
+class MarginTelemetry(Struct, frozen=True):
+    """What steps beside rows leave of the bounds of calls, in seconds of the default ones."""
+
+    ttft_s: float = 0.0
+    tpot_s: float = 0.0
+
+
 class Telemetry(Struct, frozen=True):
     """What an engine says of itself, a few times a second. Instants are UTC epoch seconds.
 
@@ -147,6 +177,7 @@ class Telemetry(Struct, frozen=True):
     cost: CostTelemetry = CostTelemetry()
     step: StepTelemetry = field(default_factory=StepTelemetry)
     kv: KvTelemetry = KvTelemetry()
+    margin: MarginTelemetry = MarginTelemetry()
     num_malformed_hints: int = 0
     num_policy_errors: int = 0
     num_malformed_orders: int = 0
@@ -160,7 +191,8 @@ class Orders(Struct, frozen=True):
     orders. `policy`, `token_budget` and `online_queue` None: as the engine was started; a policy or
     a queue that it does not have, it refuses. `renew` and `forget` name the jobs whose hints count
     for another lease, or no longer. `is_recording`: keep arrival and lengths of online calls; with
-    `calls_from` the answer has those from this number on.
+    `calls_from` the answer has those from this number on. `felt`: what the gateway saw of its
+    calls, None where it told nothing.
     """
 
     nonce: Annotated[str, Meta(max_length=256)]
@@ -174,6 +206,7 @@ class Orders(Struct, frozen=True):
     is_recording: bool = False
     calls_from: Annotated[int, Meta(ge=0)] | None = None
     online_queue: PolicyName | None = None
+    felt: FeltCalls | None = None
 
 
 class RecordedCall(Struct, frozen=True, array_like=True):

@@ -62,6 +62,23 @@ def _telemetry_lines(seen: dict[str, Any]) -> dict[str, str]:
     return lines
 
 
+def _promise_lines(engine: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """How calls came to their callers in the last minutes, and what steps leave of the bounds."""
+    told, margin = engine["promises"], engine["telemetry"]["margin"]
+    if told is not None:
+        firsts, answers = (
+            figure(1 - told[f"num_late_{name}"] / num if num else None, "{:.1%}")
+            for name in ("first", "answers")
+            for num in [told[f"num_{name}"]]
+        )
+        yield (
+            "as callers feel it",
+            f"TTFT in time {firsts}, TPOT {answers} of {told['num_first']:,} calls of the last 5 "
+            f"minutes; beside rows {margin['ttft_s']:.3f} s of TTFT and {margin['tpot_s']:.3f} s "
+            "of an answer are kept back",
+        )
+
+
 def _cost_lines(cost: dict[str, Any]) -> dict[str, str]:
     """Latencies of the last minutes beside those predicted for the same calls alone; an engine of
     an older batchrun tells none."""
@@ -241,7 +258,7 @@ def _render(picture: dict[str, Any], job: str | None, most_ended: int | None) ->
         parts += ["", named_lines(_felt_lines(picture["felt"]), "calls of the last 5 minutes")]
     for engine in picture["engines"]:
         if engine["telemetry"] is not None:
-            lines = _telemetry_lines(engine["telemetry"]).items()
+            lines = [*_promise_lines(engine), *_telemetry_lines(engine["telemetry"]).items()]
             parts += ["", named_lines(lines, f"engine {engine['name']}")]
     return Group(*parts)
 

@@ -34,6 +34,7 @@ from batchrun.types import DEFAULT_MODEL, EnginePhase
 from batchrun.wire import (
     MAX_JOBS,
     Answer,
+    FeltCalls,
     Orders,
     RecordedCalls,
     Telemetry,
@@ -193,6 +194,7 @@ class Steering:
     policy: str | None = None
     token_budget: int | None = None
     online_queue: str | None = None
+    _felt: Mapping[str, FeltCalls] | None = None
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _ended_at_s: dict[str, float] = field(default_factory=dict)
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -209,6 +211,12 @@ class Steering:
         """A job no longer runs: its hints count no more, at once."""
         self._ended_at_s[job_id] = time.monotonic()
         self._wake.set()
+
+    def callers_felt(self, felt: Mapping[str, FeltCalls]) -> None:
+        """What the gateway has seen of calls, by engine; told to the engines when it is news."""
+        if felt != self._felt:
+            self._felt = dict(felt)
+            self._wake.set()
 
     async def change(
         self, policy: str | None, token_budget: int | None, online_queue: str | None = None
@@ -255,7 +263,7 @@ class Steering:
         With `numbers` they are asked for recorded calls, from these numbers on.
         """
         orders = [
-            link.order(self._orders(nonce, None if numbers is None else numbers.get(name, 0)))
+            link.order(self._orders(name, nonce, None if numbers is None else numbers.get(name, 0)))
             for name, (link, nonce) in self.links.items()
         ]
         return dict(zip(self.links, await asyncio.gather(*orders), strict=True))
@@ -282,7 +290,7 @@ class Steering:
                 async with asyncio.timeout(RETRY_S if is_missed else RENEW_S):
                     await self._wake.wait()
 
-    def _orders(self, nonce: str, calls_from: int | None = None) -> Orders:
+    def _orders(self, name: str, nonce: str, calls_from: int | None = None) -> Orders:
         running = list(self.running_jobs())[:MAX_JOBS]
         oldest_s = time.monotonic() - FORGET_S
         for job_id in [job for job, at_s in self._ended_at_s.items() if at_s < oldest_s]:
@@ -300,6 +308,7 @@ class Steering:
             is_recording=time.monotonic() < self._recording_until_s,
             calls_from=calls_from,
             online_queue=self.online_queue,
+            felt=None if self._felt is None else self._felt.get(name, FeltCalls()),
         )
 
 

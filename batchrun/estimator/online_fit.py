@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import numpy as np
+from msgspec import Struct
 from msgspec.structs import replace
 
 from batchrun.estimator.fits import (
@@ -105,6 +107,7 @@ COLD_START = LinearModel(
 """Believed of an engine that was never calibrated: about 10,000 tokens/s, on the slow side."""
 
 _EAGER_STEPS = 256
+_EAGER_STEPS_OF_A_KIND = 64
 _EAGER_INTERVAL_STEPS = 8
 _ROUNDS = 2
 _SHARE_STEPS = (0.08, 0.03, 0.01)
@@ -114,13 +117,63 @@ _LEAST_HELD_OUT = 32
 _CLEARLY_BETTER = 0.95
 
 
+SLOW_MEMORY_STEPS = 16
+"""How fast what steps took more than predicted is believed, and forgotten."""
+FORGIVEN_SHARE = 0.15
+"""Steps that take little more are noise, or the next refit's."""
+MOST_SLOW = 4.0
+
+
+class SlowedModel(Struct, frozen=True):
+    """A model whose predictions steps of late have exceeded, by kind of step so many times."""
+
+    name: ClassVar[str] = "slowed"
+
+    model: AnyModel
+    times: tuple[float, ...]
+
+    def predict_s(self, load: StepLoad) -> float:
+        """Seconds."""
+        return self.model.predict_s(load) * self.times[load.kind]
+
+
+class _Excess:
+    """How many times as long as predicted the latest steps of one kind took, 1 at least."""
+
+    __slots__ = ("_measured_s", "_predicted_s", "times")
+
+    def __init__(self) -> None:
+        self._measured_s = self._predicted_s = 0.0
+        self.times = 1.0
+
+    def add(self, predicted_s: float, measured_s: float) -> None:
+        """A step has ended. Of the first ones less is believed."""
+        if not self._predicted_s:
+            self._measured_s = self._predicted_s = SLOW_MEMORY_STEPS / 4 * predicted_s
+        kept = 1 - 1 / SLOW_MEMORY_STEPS
+        self._measured_s = kept * self._measured_s + min(measured_s, MOST_SLOW * predicted_s)
+        self._predicted_s = kept * self._predicted_s + predicted_s
+        self._set()
+
+    def follow(self, before_s: float, now_s: float) -> None:
+        """Another model predicts `now_s` where the last one predicted `before_s`."""
+        if before_s:
+            self._predicted_s *= now_s / before_s
+            self._set()
+
+    def _set(self) -> None:
+        if self._predicted_s:
+            self.times = max(1.0, self._measured_s / self._predicted_s - FORGIVEN_SHARE)
+
+
 class OnlineFit:
     """Refines every model and says which one predicts best.
 
     Each observed step is first predicted by every model as it stands, which gives the held-out
     errors, then remembered (`StepMemory`: decay, and old beliefs per kind of step). Every
     `refit_every_steps` one of the models, in turn, is refitted to what is remembered: robust, on
-    relative errors, from its last coefficients (`least_squares`); in the first 256 steps every 8.
+    relative errors, from its last coefficients (`least_squares`); in the first 256 steps, and the
+    first 64 of each kind, every 8.
 
     Measured on one core with 1,000 steps remembered: 20 us per step amortised; a step without a
     refit takes 9 us, one with it 1.1 ms (at worst 2.5).
@@ -142,6 +195,8 @@ class OnlineFit:
         self._errors = {
             name: HeldOutErrors(NUM_KINDS, error_window_steps) for name in self._current
         }
+        self._excesses = [_Excess() for _ in range(NUM_KINDS)]
+        self._num_of_kind = [0] * NUM_KINDS
         self._best = believed
         self._best_name = believed.name
         self._refit_every_steps = refit_every_steps
@@ -163,6 +218,12 @@ class OnlineFit:
         """
         return self._best
 
+    def as_of_late(self) -> AnyModel | SlowedModel:
+        """The best model, slower where steps of late were: a machine that others use more now, or
+        a kind of step that it has not seen before."""
+        times = tuple([excess.times for excess in self._excesses])
+        return SlowedModel(self._best, times) if max(times) > 1.0 else self._best
+
     @property
     def error_share(self) -> float:
         """The mean absolute percentage error (0.1: 10 %) of the best model's latest predictions."""
@@ -176,15 +237,22 @@ class OnlineFit:
         if step_s <= 0.0 or not load.num_requests:
             return
         kind = load.kind
+        before = self._best
+        self._excesses[kind].add(before.predict_s(load), step_s)
+        self._num_of_kind[kind] += 1
         for name, model in self._current.items():
             self._errors[name].add(kind, model.predict_s(load), step_s)
         self._memory.add(load, step_s)
         num_seen = self._memory.num_seen
-        interval = _EAGER_INTERVAL_STEPS if num_seen <= _EAGER_STEPS else self._refit_every_steps
+        is_early = num_seen <= _EAGER_STEPS
+        is_eager = is_early or self._num_of_kind[kind] <= _EAGER_STEPS_OF_A_KIND
+        interval = _EAGER_INTERVAL_STEPS if is_eager else self._refit_every_steps
         if num_seen % interval == 0:
             self._refit_next()
-        if num_seen % interval == 0 or num_seen <= _EAGER_STEPS:
+        if num_seen % interval == 0 or is_early:
             self._choose()
+        if self._best is not before:
+            self._excesses[kind].follow(before.predict_s(load), self._best.predict_s(load))
 
     def _refit_next(self) -> None:
         names = tuple(self._current)

@@ -88,7 +88,7 @@ def step_limits(
     endpoint. `least_ttft_s` is the tightest TTFT bound among the online requests of late.
     """
     start_s = view.now_s + view.rest_s
-    ttft_s = min(view.online_slo_ttft_s, least_ttft_s)
+    ttft_s = min(view.online_slo_ttft_s, least_ttft_s) * (1 - view.kept_back.first_share)
     first_due_s, tpot_s, inf = math.inf, math.inf, math.inf
     for request in view.online_running:
         # As `is_decode`, and where there is no end as `deadline_s`: this is the hot path.
@@ -119,7 +119,11 @@ def step_limits(
     slack_s = first_due_s - start_s
     least_s = LATE_SHARE * tpot_s
     margin_s = min(max(view.error_share, LEAST_MARGIN_SHARE), MAX_MARGIN_SHARE) * tpot_s
-    most_s = min(TARGET_SHARE * tpot_s, _most_with_decodes_s(view, ttft_s))
+    margin_s += view.kept_back.later_tpots * min(tpot_s, view.online_slo_tpot_s)
+    most_s = min(
+        TARGET_SHARE * tpot_s,
+        _most_with_decodes_s(view, ttft_s, is_tight=least_ttft_s < view.online_slo_ttft_s),
+    )
     online_s = max(slack_s - LEAST_MARGIN_SHARE * tpot_s, least_s)
     return StepLimits(online_s, min(max(slack_s - margin_s, least_s), most_s))
 
@@ -131,11 +135,11 @@ def _first_at_s(request: RequestView) -> float:
     return request.arrival_at_s + min(request.slo_ttft_s, request.slo_jct_s)
 
 
-def _most_with_decodes_s(view: EngineView, ttft_s: float) -> float:
+def _most_with_decodes_s(view: EngineView, ttft_s: float, *, is_tight: bool) -> float:
     """What an arrival can wait for while others decode: those of a class with a loose TPOT bound
     would allow longer steps than a call without a class, or one with a tight TTFT bound, survives.
     """
     arrival_s = PREFILL_SHARE * ttft_s
-    if ttft_s < view.online_slo_ttft_s:
+    if is_tight:
         return arrival_s
     return max(arrival_s, TARGET_SHARE * view.online_slo_tpot_s)

@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import Any
 
 from batchrun.estimator.call_history import CallHistory
+from batchrun.estimator.caller_margin import NOTHING, KeptBack
 from batchrun.estimator.step_load import StepLoad
 from batchrun.estimator.step_time import StepTimeModel
 from batchrun.types import RequestClass
@@ -135,7 +136,8 @@ class EngineView:
     `error_share` is the mean error of the latest predictions of `model` (0.1: 10 %).
     `online_slo_ttft_s` and `online_slo_tpot_s` are the bounds of online requests without a class;
     `online_cost` is how many times as slow as alone they may be, None where nobody says; `calls`
-    is what all online requests so far tell of those to come.
+    is what all online requests so far tell of those to come; `kept_back` is what steps beside rows
+    leave of the bounds of calls.
     """
 
     now_s: float
@@ -164,6 +166,7 @@ class EngineView:
     online_slo_tpot_s: float = 0.05
     calls: CallHistory = field(default_factory=CallHistory)
     online_cost: float | None = None
+    kept_back: KeptBack = NOTHING
     _online_kinds: tuple[list[RequestView], list[RequestView]] | None = field(
         default=None, init=False, repr=False
     )

@@ -40,6 +40,7 @@ from batchrun.wire import (
     Answer,
     KvTelemetry,
     LastSteps,
+    MarginTelemetry,
     Orders,
     OrdersError,
     RecordedCalls,
@@ -332,6 +333,10 @@ class DaemonLink:
             kv=KvTelemetry(
                 reserve_blocks=state.estimates.reserve_blocks(0),
                 forecast_blocks=state.estimates.forecast.forecast_blocks,
+            ),
+            margin=MarginTelemetry(
+                state.margin.now.first_share * state.slo.ttft_s,
+                state.margin.now.later_tpots * state.slo.tpot_s,
             ),
             num_malformed_hints=state.num_malformed_hints,
             num_policy_errors=state.num_policy_errors,

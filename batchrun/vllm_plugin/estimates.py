@@ -122,7 +122,7 @@ class Estimates:
             rule=settings.forecast_rule,
             sigmas=settings.forecast_sigmas,
         )
-        self.model: StepTimeModel = self._fit.best()
+        self.model: StepTimeModel = self._fit.as_of_late()
 
     def predict_s(self, load: StepLoad | None) -> float:
         """How long a step with this load should take; 0 for none."""
@@ -136,7 +136,7 @@ class Estimates:
     def observe(self, load: StepLoad, step_s: float) -> None:
         """A step with this load took so long."""
         self._fit.observe(load, step_s)
-        self.model = self._fit.best()
+        self.model = self._fit.as_of_late()
 
     def sample(self, now_s: float, online_blocks: int) -> None:
         """Online requests hold so many blocks now."""

@@ -117,6 +117,7 @@ class ViewBuilder:
             online_slo_tpot_s=state.slo.tpot_s,
             online_cost=planned_cost(state.settings.cost_in_force),
             calls=state.calls,
+            kept_back=state.margin.now,
         )
 
     def note_admissions(self, admitted: Iterable[RequestView]) -> None:

@@ -211,6 +211,7 @@ class ColocatedScheduler(AsyncScheduler):
                 else:
                     self.take_over(policy)
             self.state.count_jobs(orders)
+            self.state.hear_callers(orders.felt)
 
     def _begin_step(self) -> None:
         """Plan the step that vLLM schedules next. Where there is nothing to plan, as without
@@ -296,5 +297,6 @@ class ColocatedScheduler(AsyncScheduler):
                 view.num_tokens = view.handle.num_tokens
                 if view.request_class is RequestClass.ONLINE:
                     meter.token(view, now_s)
+                    self.state.got_token(view, now_s, is_last=output.finished)
                 if view.first_token_at_s is None:
                     view.first_token_at_s = now_s

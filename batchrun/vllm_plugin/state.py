@@ -22,6 +22,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from batchrun.estimator.answer_length import AnswerLengths
 from batchrun.estimator.call_history import CallHistory
+from batchrun.estimator.caller_margin import CallerMargin
 from batchrun.estimator.step_time import AnyModel
 from batchrun.hints import (
     HINT_KEY,
@@ -40,7 +41,7 @@ from batchrun.types import USUAL_OUTPUT_TOKENS, RequestClass
 from batchrun.vllm_plugin.estimates import Estimates, StepClock, engine_facts, read_models
 from batchrun.vllm_plugin.kv_cache import KvTiers
 from batchrun.vllm_plugin.settings import OnlineSlo, PluginSettings
-from batchrun.wire import Orders
+from batchrun.wire import FeltCalls, Orders
 
 _BY_RANK = attrgetter("epoch", "rank", "arrival_at_s", "request_id")
 
@@ -136,9 +137,10 @@ class EngineState:
     (it is vLLM's waiting queue only while steps are planned). `kv` is None while vLLM's own free
     queue is in place. `estimates` and `steps` say how long steps take and how much KV online
     requests will need, `calls` how many of them come and how long their answers become, `slo` what
-    those without a class are promised now, `untold_answers` how long answers are of offline work of
-    which no hint tells. `clock` returns monotonic seconds; less `wall_offset_s`, vLLM's wall-clock
-    arrivals are on its scale. A hint counts if it carries the `nonce`; without a nonce none does.
+    those without a class are promised now, `margin` what of it steps beside rows leave to callers,
+    `untold_answers` how long answers are of offline work of which no hint tells. `clock` returns
+    monotonic seconds; less `wall_offset_s`, vLLM's wall-clock arrivals are on its scale. A hint
+    counts if it carries the `nonce`; without a nonce none does.
     """
 
     def __init__(
@@ -169,6 +171,7 @@ class EngineState:
         self._class_seen_at_s = -math.inf
         self.untold_answers = AnswerLengths([USUAL_OUTPUT_TOKENS])
         self.calls = CallHistory()
+        self.margin = CallerMargin()
         self.num_malformed_hints = 0
         self.num_policy_errors = 0
         num_groups = len(manager.kv_cache_config.kv_cache_groups)
@@ -254,6 +257,21 @@ class EngineState:
             self.kv.renew(orders.epoch, orders.renew, self.clock())
             for job in orders.forget:
                 self.kv.forget(job)
+
+    def got_token(self, view: RequestView, now_s: float, *, is_last: bool) -> None:
+        """An online request got a token; `first_token_at_s` is not set by the first yet."""
+        if not self.num_offline:
+            return
+        if view.first_token_at_s is None:
+            self.margin.saw_first(now_s, is_late=now_s - view.arrival_at_s > view.slo_ttft_s)
+        elif is_last and (num_gaps := view.handle.num_output_tokens - 1) > 0:
+            is_late = now_s - view.first_token_at_s > num_gaps * view.slo_tpot_s
+            self.margin.saw_last(now_s, is_late=is_late)
+
+    def hear_callers(self, felt: FeltCalls | None) -> None:
+        """What the gateway saw of calls counts for the margin, if rows were beside them."""
+        if felt is not None:
+            self.margin.hear(felt, self.clock(), beside_rows=self.num_offline > 0)
 
     def _learn_length(self, request: Request, view: RequestView) -> None:
         """A request ends; of those whose hints tell nothing, the next ones are expected alike."""

@@ -17,7 +17,7 @@ from batchrun.daemon.engine_link import EngineLink, Steering
 from batchrun.engine.sockets import EngineSockets
 from batchrun.errors import StateError
 from batchrun.vllm_plugin.control import Control, EngineChannel, InForce
-from batchrun.wire import Orders, Telemetry, encode
+from batchrun.wire import FeltCalls, Orders, Telemetry, encode
 
 NONCE = "secret"
 STARTED = InForce("echo", 512)
@@ -86,6 +86,33 @@ async def test_telemetry_arrives_and_orders_follow_at_once(path: Path, engine: E
         await until(engine.taken)
 
     assert link.telemetry == telemetry()
+
+
+async def test_what_callers_feel_reaches_the_engine_at_once_and_only_as_news(
+    path: Path, engine: Engine
+) -> None:
+    steering, link = steering_of(path, [])
+    async with running(steering):
+        engine.channel.publish(telemetry())
+        await until(lambda: link.telemetry)
+        (before,) = [orders.felt for orders in await orders_of(engine)]
+        steering.callers_felt({})
+        (first,) = [orders.felt for orders in await orders_of(engine)]
+        steering.callers_felt({"0": FeltCalls(3, 1), "another": FeltCalls(9, 9)})
+        (second,) = [orders.felt for orders in await orders_of(engine)]
+        steering.callers_felt({"0": FeltCalls(3, 1), "another": FeltCalls(9, 9)})
+        await steering.order_all()
+        (last,) = engine.taken()
+
+    assert (before, first, second) == (None, FeltCalls(), FeltCalls(3, 1))
+    assert last.felt == second
+
+
+async def orders_of(engine: Engine) -> list[Orders]:
+    """The next orders that come in."""
+    found: list[Orders] = []
+    await until(lambda: found.extend(engine.taken()) or found)
+    return found
 
 
 async def test_a_change_is_answered_with_what_is_in_force(path: Path, engine: Engine) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from aiohttp import web
 from batchrun.daemon.engine_link import EngineLink
 from batchrun.daemon.view import view_engine, view_job
 from batchrun.engine.sockets import EngineSockets
+from batchrun.hints import SloBounds
 from batchrun.server.api.errors import Caller
 from batchrun.server.gateway.admission import ApiKey, KeyRing
 from batchrun.server.gateway.dashboard import SESSION_S, Sessions, read_or_make_secret
@@ -38,7 +40,7 @@ from batchrun.server.web.sight import VIEWS
 from batchrun.store.api_keys import KeyUsage
 from batchrun.store.jobs import Counts, JobRecord
 from batchrun.types import JobState
-from batchrun.wire import CostTelemetry, KvTelemetry, Telemetry
+from batchrun.wire import CostTelemetry, FeltCalls, KvTelemetry, Telemetry
 
 NOW_S = 1_700_000_000.0
 
@@ -175,6 +177,7 @@ def make_facts() -> dict[str, Any]:
     engine = {
         "name": "engine-0", "url": "http://x", "state": "ready", "stage": "a stage", "in_flight": 3,
         "kv": {"tokens": 100, "block_tokens": 16}, "telemetry": view_engine(link),
+        "promises": {"num_first": 4, "num_late_first": 1, "num_answers": 3, "num_late_answers": 0},
         "num_restarts": 1, "log": "a line\nanother",
     }  # fmt: skip
     chart = [[1.0, 2.0], [3.0, None], [4.0, 5.0], [1.0, 1.0], [1.0, 1.0]]
@@ -335,6 +338,26 @@ def test_figures_are_of_the_last_minutes() -> None:
     assert figures.tokens_per_s == pytest.approx(4 * (100 - 40 + 10) / 10.0)
     figures.take(told_by(tally), 11.0 + WINDOW_S)
     assert figures.felt(TTFT) == []
+
+
+def test_what_callers_feel_is_counted_by_engine_against_the_bounds_of_each_call() -> None:
+    tally = Tally(create_tally(1), 1, 0)
+    tight, loose = SloBounds(0.1, 0.01), SloBounds(1.0, 0.05)
+    for ttft_s, bounds in ((0.12, tight), (0.12, loose), (5.0, loose), (0.12, None)):
+        tally.count_reply(replace(make_reply(ttft_s), bounds=bounds))
+    tally.count_reply(replace(make_reply(None), tpot_s=None, bounds=loose))
+    figures = GatewayFigures("http://unused", "secret")
+    assert figures.felt_calls() is None
+    figures.take(told_by(Tally(create_tally(1), 1, 0)), 0.0)
+    assert (figures.felt_calls(), figures.promises("engine-0")) == ({}, None)
+
+    figures.take(told_by(tally), 2.0)
+
+    assert figures.felt_calls() == {"engine-0": FeltCalls(3, 2, 3, 1)}
+    seen = {"num_first": 3, "num_late_first": 2, "num_answers": 3, "num_late_answers": 1}
+    assert figures.promises("engine-0") == seen
+    text = TallyPage(tally, list, list).render(is_daemon_up=False).decode()
+    assert 'batchrun_gateway_late_calls_total{engine="engine-0",latency="ttft"} 2.0' in text
 
 
 def test_another_gateway_begins_anew() -> None:

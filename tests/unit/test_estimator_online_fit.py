@@ -126,3 +126,58 @@ def test_an_observed_load_may_be_changed_afterwards() -> None:
         load.add(999, 9999)
 
     assert one.models == other.models
+
+
+def late_error(fit: OnlineFit, law: AnyModel, loads: list[StepLoad], times: float = 1.0) -> float:
+    """How far predictions as of late are off on average, where steps take so many times the law."""
+    model = fit.as_of_late()
+    errors = [abs(model.predict_s(each) / (times * law.predict_s(each)) - 1) for each in loads]
+    return sum(errors) / len(errors)
+
+
+def test_steps_of_a_machine_that_others_use_now_are_soon_predicted_longer() -> None:
+    loads = random_loads(3, 3000)
+    fit = learned(observed(A100_LAW, loads))
+    assert fit.as_of_late() is fit.best()
+
+    for load in random_loads(4, 96):
+        fit.observe(load, 2.0 * A100_LAW.predict_s(load))
+
+    assert late_error(fit, A100_LAW, loads[:200], times=2.0) < 0.2
+
+    for load, took_s in observed(A100_LAW, random_loads(5, 400)):
+        fit.observe(load, took_s)
+    assert late_error(fit, A100_LAW, loads[:200]) < 0.2
+
+
+def test_a_kind_of_step_that_comes_late_is_learnt_at_once() -> None:
+    """Calls alone for long, then rows beside them, on an engine ten times as slow as believed."""
+    law = LinearModel(5e-3, 4e-4, 5e-9, 1e-7, 2e-5)
+    rng = random.Random(1)
+    decodes = [StepLoad.of([(1, 100, True)] * rng.randint(1, 4)) for _ in range(600)]
+    mixed = [
+        StepLoad.of([*[(1, 100, True)] * rng.randint(1, 20), (size, 2_000, False)])
+        for size in rng.choices(range(60, 500), k=60)
+    ]
+    fit = learned(observed(law, [*decodes, *mixed[:20]]))
+
+    assert late_error(fit, law, mixed[20:]) < 0.2
+
+
+def test_noise_is_not_taken_for_a_slower_machine() -> None:
+    fit = learned(observed_with_noise(A100_LAW, random_loads(6, 2000), 6))
+
+    num_slowed = 0
+    for load, took_s in observed_with_noise(A100_LAW, random_loads(7, 500), 7):
+        fit.observe(load, took_s)
+        num_slowed += fit.as_of_late() is not fit.best()
+    assert num_slowed <= 25
+
+
+def test_a_step_that_stood_still_is_forgotten_and_never_counts_for_all() -> None:
+    loads = random_loads(8, 2000)
+    fit = learned(observed(A100_LAW, loads))
+
+    fit.observe(loads[0], 1_000.0)
+
+    assert late_error(fit, A100_LAW, loads[:200]) < 0.2

@@ -44,6 +44,10 @@ class AsksGateway(Protocol):
         """Workers that it had to replace, because they were stuck or had ended."""
         ...
 
+    def promises(self, engine: str) -> JsonObject | None:
+        """How calls of the last minutes came to their callers, against their bounds."""
+        ...
+
     async def explain(self, most: int) -> JsonObject | None:
         """Why the last calls went where they went, so many of them; None: nobody answers."""
         ...
@@ -224,6 +228,7 @@ def view_engines(slots: Sequence[Slot], figures: AsksGateway) -> list[dict[str, 
             "num_hangs": slot.engine.progress.num_hangs,
             "ejected_s": figures.ejected_s(slot.engine.name),
             "kv": slot.kv and {"tokens": slot.kv.num_tokens, "block_tokens": slot.kv.block_tokens},
+            "promises": figures.promises(slot.engine.name),
             "telemetry": view_engine(slot.link),
         }
         for slot in slots

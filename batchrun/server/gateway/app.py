@@ -11,7 +11,7 @@ import hmac
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
@@ -255,7 +255,8 @@ class Gateway:
                     meter.count(usage)
                 is_flex = isinstance(call.body, SteeredBody) and call.body.is_flex
                 seen = _seen_reply(reply, usage, began_s, (FLEX if is_flex else name, engine))
-                self._tally.count_reply(seen)
+                promised = None if is_flex else bounds or self._slo
+                self._tally.count_reply(replace(seen, bounds=promised))
 
     async def _models(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
         """Of a single engine its own reply, of several what all of them list."""

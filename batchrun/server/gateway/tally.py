@@ -22,6 +22,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from batchrun.hints import SloBounds
 from batchrun.routing.decisions import NUM_KEPT, EngineRouting, imbalance_of
 
 TTFT_BOUNDS_S = (
@@ -38,6 +39,7 @@ MAX_SERIES = 256
 """Of one worker; what comes after them is not counted."""
 NAME_BYTES = 192
 CALLS, TTFT, TPOT, ENGINE, REPLACED = "calls", "ttft", "tpot", "engine", "replaced"
+FELT = "felt"
 STUCK, ENDED = "stuck", "ended"
 """Why a worker was replaced."""
 EJECTED = "ejected"
@@ -61,7 +63,8 @@ def create_tally(num_workers: int) -> int:
 @dataclass(frozen=True, slots=True)
 class Series:
     """Values of one kind and these labels. Of `CALLS`: [calls]; of `ENGINE`: [calls, prompt,
-    cached, output tokens]; of `REPLACED`: [workers]; of `TTFT` and `TPOT`: a histogram in
+    cached, output tokens]; of `FELT`: [first tokens, late ones, answers, those of a late TPOT]; of
+    `REPLACED`: [workers]; of `TTFT` and `TPOT`: a histogram in
     seconds."""
 
     kind: str
@@ -71,7 +74,8 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class SeenReply:
-    """How a reply went: `tpot_s` and `ttft_s` are None where nobody could see them."""
+    """How a reply went: `tpot_s` and `ttft_s` are None where nobody could see them, `bounds` where
+    nothing is promised."""
 
     slo_class: str
     engine: str
@@ -80,6 +84,7 @@ class SeenReply:
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    bounds: SloBounds | None = None
 
 
 class Tally:
@@ -104,6 +109,12 @@ class Tally:
         told = (1.0, reply.prompt_tokens, reply.cached_tokens, reply.output_tokens)
         for index, value in enumerate(told):
             self._add((ENGINE, reply.engine), index, value)
+        if reply.bounds is not None:
+            promised = ((reply.ttft_s, reply.bounds.ttft_s), (reply.tpot_s, reply.bounds.tpot_s))
+            for index, (seconds, bound_s) in enumerate(promised):
+                if seconds is not None:
+                    self._add((FELT, reply.engine), 2 * index, 1.0)
+                    self._add((FELT, reply.engine), 2 * index + 1, float(seconds > bound_s))
         for kind, bounds, seconds in (
             (TTFT, TTFT_BOUNDS_S, reply.ttft_s),
             (TPOT, TPOT_BOUNDS_S, reply.tpot_s),
@@ -178,6 +189,7 @@ class TallyPage(Collector):
             replaced.add_metric(each.labels, each.values[0])
         yield replaced
         yield from _of_engines([one for one in series if one.kind == ENGINE])
+        yield from _of_promises([one for one in series if one.kind == FELT])
         yield from _of_ejections(self._ejected())
         yield from _of_routing(self._routing())
         for kind, name, bounds, text in (
@@ -202,6 +214,22 @@ def _of_engines(series: Sequence[Series]) -> Iterator[Metric]:
         for each in series:
             family.add_metric(each.labels, each.values[index])
         yield family
+
+
+def _of_promises(series: Sequence[Series]) -> Iterator[Metric]:
+    labels = ["engine", "latency"]
+    told = CounterMetricFamily(
+        "batchrun_gateway_promised_calls", "Streamed calls with a bound, as seen.", labels=labels
+    )
+    late = CounterMetricFamily(
+        "batchrun_gateway_late_calls", "Those of them that were beyond it.", labels=labels
+    )
+    for each in series:
+        for index, latency in enumerate((TTFT, TPOT)):
+            told.add_metric([*each.labels, latency], each.values[2 * index])
+            late.add_metric([*each.labels, latency], each.values[2 * index + 1])
+    yield told
+    yield late
 
 
 def _of_ejections(ejected: Ejected) -> Iterator[Metric]:

@@ -20,6 +20,7 @@ from batchrun.server.gateway.tally import (
     EJECTED,
     ENDED,
     ENGINE,
+    FELT,
     REPLACED,
     STUCK,
     TPOT,
@@ -27,6 +28,7 @@ from batchrun.server.gateway.tally import (
     TTFT,
     TTFT_BOUNDS_S,
 )
+from batchrun.wire import FeltCalls
 
 log = logging.getLogger(__name__)
 
@@ -180,6 +182,15 @@ class GatewayFigures:
                 found.append(Felt(labels[0], round(num_calls), total_s / num_calls, buckets))
         return found
 
+    def felt_calls(self) -> dict[str, FeltCalls] | None:
+        """By engine, how calls came to their callers, as the gateway told last; None: never."""
+        return _felt_in(self._looks[-1][1]) if self._looks else None
+
+    def promises(self, engine: str) -> JsonObject | None:
+        """How calls of the last minutes came to their callers; None without calls."""
+        told = _felt_in(self._news()).get(engine)
+        return msgspec.to_builtins(told) if told is not None and told.num_first else None
+
     def view(self) -> list[dict[str, Any]]:
         """`felt` of both latencies as JSON objects; half of the calls stayed within `p50_s`, 99 of
         100 within `p99_s`."""
@@ -211,6 +222,14 @@ class GatewayFigures:
             ]
             for key, values in newest.items()
         }
+
+
+def _felt_in(look: Look) -> dict[str, FeltCalls]:
+    return {
+        labels[0]: FeltCalls(*(max(0, round(value)) for value in values[:4]))
+        for (kind, labels), values in look.items()
+        if kind == FELT
+    }
 
 
 def _computed(look: Look) -> float:

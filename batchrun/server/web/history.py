@@ -129,6 +129,8 @@ async def keep_history(daemon: Daemon, history: History, figures: GatewayFigures
     async with aiohttp.ClientSession() as session:
         while True:
             await figures.look(session, time.monotonic())
+            if (felt := figures.felt_calls()) is not None:
+                daemon.steering.callers_felt(felt)
             sample = take_sample(daemon, figures, at=time.time(), now_s=time.monotonic())
             await asyncio.to_thread(history.add, sample)
             await asyncio.sleep(SAMPLE_S)
