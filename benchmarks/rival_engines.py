@@ -22,9 +22,9 @@ import uvloop
 import xxhash
 from aiohttp import web
 from vllm.distributed.kv_events import (
+    AllBlocksCleared,
     BlockRemoved,
     BlockStored,
-    KVCacheEvent,
     KVEventBatch,
     ZmqEventPublisher,
 )
@@ -71,8 +71,8 @@ class Events:
 
     def tell(self, held: set[int], in_order: Iterable[int]) -> None:
         """The changes since the last call; new blocks are told `in_order`, parents first."""
-        gone = list(self._held - held)
-        events: list[KVCacheEvent] = []
+        gone: list[bytes | int] = list(self._held - held)
+        events: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
         if gone:
             events.append(BlockRemoved(block_hashes=gone, medium="GPU"))
         for key in in_order:
