@@ -76,9 +76,10 @@ class Engines:
     def hit_rate(self) -> float:
         """Cached tokens over prompt tokens of all calls."""
         found = [requests.get(f"{url}/stats", timeout=10).json() for url in self.urls]
-        return float(sum(each["cached_tokens"] for each in found)) / max(
-            1, sum(each["prompt_tokens"] for each in found)
+        cached, prompt = (
+            sum(int(each[name]) for each in found) for name in ("cached_tokens", "prompt_tokens")
         )
+        return cached / max(prompt, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,28 +140,40 @@ class Trial:
         span_s = WARM_S + self._judged_s
         drawn = known.draw(np.random.default_rng(seed), known.rate_per_s, span_s * speed)
         arrivals = [arrival_of(call, speed, at) for at, call in enumerate(drawn)]
-        which = {"rival": self._name(rival), "workload": workload, "seed": seed}
-        which |= {"rate_per_s": known.rate_per_s * speed, "speed": speed}
+        which: Record = {
+            "rival": self._name(rival),
+            "workload": workload,
+            "seed": seed,
+            "rate_per_s": known.rate_per_s * speed,
+            "speed": speed,
+        }
         try:
             with self._running(rival, speed) as (engines, router):
                 before_s = router.cpu_s()
                 target = ReplayTarget(f"{router.url}/v1", MODEL, timeout_s=span_s + DRAIN_S)
                 results = asyncio.run(replay(arrivals, target))
                 cpu_s = router.cpu_s() - before_s
-                return which | figures(results, cpu_s) | {"prefix_hit_rate": engines.hit_rate()}
+                found = figures(results, cpu_s)
+                return {**which, **found, "prefix_hit_rate": engines.hit_rate()}
         except (OSError, TimeoutError, RuntimeError) as error:
-            return which | {"error": str(error)}
+            return {**which, "error": str(error)}
 
     def saturated(self, rival: str, workload: str, seed: int) -> Record:
         """How many calls a second pass, while engines answer at once."""
         drawn = WORKLOADS[workload].draw(np.random.default_rng(seed), 500.0, 4.0)
         arrivals = [arrival_of(call, 1.0, at, num_output=4) for at, call in enumerate(drawn)]
-        which = {"rival": self._name(rival), "seed": seed, "callers": NUM_CALLERS}
+        name = self._name(rival)
         with self._running(rival, AT_ONCE) as (_, router):
             before_s = router.cpu_s()
             num_calls = asyncio.run(_call_without_end(router.url, arrivals))
             cpu_us = 1e6 * (router.cpu_s() - before_s) / max(1, num_calls)
-        return which | {"calls_per_s": num_calls / SATURATED_S, "cpu_us_per_call": cpu_us}
+        return {
+            "rival": name,
+            "seed": seed,
+            "callers": NUM_CALLERS,
+            "calls_per_s": num_calls / SATURATED_S,
+            "cpu_us_per_call": cpu_us,
+        }
 
     @contextmanager
     def _running(self, rival: str, speed: float) -> Iterator[tuple[Engines, Running]]:
