@@ -308,6 +308,9 @@ class HeldLock(ABC):
         self.release()
 
 
+LOCKS = Path("/proc/locks")
+
+
 class StoreLock(HeldLock):
     """An exclusive `flock` on `path` and on its folder, so that it holds though the file is gone;
     the holder's pid is written into the file for messages."""
@@ -334,16 +337,17 @@ class StoreLock(HeldLock):
         deadline_s = time.monotonic() + self._wait_s
         while not (_try_lock(fd) and _try_lock(folder)):
             if time.monotonic() >= deadline_s:
-                holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
+                told = os.pread(fd, 32, 0).decode(errors="replace").strip()
+                holder = told or _holder_of(folder) or "unknown"
                 raise StoreLockedError(
-                    f"{self._path.parent}: in use by process {holder or 'unknown'}; "
+                    f"{self._path.parent}: in use by process {holder}; "
                     "use another --home, or stop it with `batchrun down`"
                 )
             time.sleep(POLL_INTERVAL_S)
 
     def find_holder(self) -> int | None:
-        """The process that holds the lock: None for nobody, 0 when its pid is not known: it is not
-        written yet, or the file is gone.
+        """The process that holds the lock: None for nobody, 0 when its pid is not known: neither
+        its file nor the system tells.
 
         Writes nothing, so it answers on a full or read-only disk too.
         """
@@ -354,7 +358,7 @@ class StoreLock(HeldLock):
                     if not _try_lock(fd):
                         is_file = place == self._path
                         holder = os.pread(fd, 32, 0).decode(errors="replace") if is_file else ""
-                        return int(holder) if holder.strip().isdecimal() else 0
+                        return int(holder) if holder.strip().isdecimal() else _holder_of(fd)
                 finally:
                     os.close(fd)
         return None
@@ -364,6 +368,18 @@ class StoreLock(HeldLock):
         for fd in self._fds:
             os.close(fd)
         self._fds = ()
+
+
+def _holder_of(fd: int) -> int:
+    """Who has the `flock` on an open file, as proc_locks(5) tells; 0 where it does not."""
+    found = os.fstat(fd)
+    place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    with suppress(OSError):
+        for line in LOCKS.read_text().splitlines():
+            fields = line.split()
+            if fields[1:2] == ["FLOCK"] and fields[5:6] == [place]:
+                return max(0, int(fields[4]))
+    return 0
 
 
 def _try_lock(fd: int) -> bool:

@@ -69,7 +69,7 @@ def measure(folder: Path, num_rows: int, engine: str = "fake", *, is_bad: bool) 
     """The victim's batch from its first row to its last, beside another key."""
     deployment = Deployment(folder)
     limits = {"concurrent_calls": CALLS_AT_ONCE, "stored_bytes": 64 << 20}
-    more: dict[str, object] = {"slo_classes": CLASSES, "key_limits": limits}
+    more: dict[str, Any] = {"slo_classes": CLASSES, "key_limits": limits}
     with ExitStack() as exits:
         if engine == "vllm":
             exits.enter_context(deployment.counted_vllm(*VLLM_ARGS, **more))

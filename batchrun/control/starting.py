@@ -217,7 +217,8 @@ def stop_everything(home: Home) -> list[str]:
 
 
 def _stop_daemon(home: Home) -> bool:
-    """SIGTERM to the holder of the store's lock, SIGKILL after `STOP_WAIT_S`."""
+    """SIGTERM to the holder of the store's lock, SIGKILL after `STOP_WAIT_S`; then one that is not
+    known is waited for no more."""
     lock = StoreLock(home.store_lock)
     deadline_s = time.monotonic() + STOP_WAIT_S
     signalled: int | None = None
@@ -226,7 +227,9 @@ def _stop_daemon(home: Home) -> bool:
             if pid and signalled != pid:
                 os.kill(pid, signal.SIGTERM)
                 signalled = pid
-            elif pid and time.monotonic() > deadline_s:
+            elif time.monotonic() > deadline_s:
+                if not pid:
+                    break
                 os.kill(pid, signal.SIGKILL)
         time.sleep(POLL_INTERVAL_S)
     return signalled is not None

@@ -100,12 +100,14 @@ def test_a_second_up_leaves_the_first_alone_though_the_lock_file_is_gone(
 ) -> None:
     rig.use_fake_engine()
     rig.ask("up", "-d")
+    daemon = rig.pid_of("daemon")
     (rig.home / "store.lock").unlink()
     code, line = rig.refuse("up")
 
-    assert code == 4 and "daemon" in line
-    assert rig.ask("status")["gateway"] is not None
+    assert code == 4 and f"in use by process {daemon}" in line
     rig.complete_job(5)
+    assert set(rig.ask("down")["stopped"]) == {"daemon", "gateway", "engine 0"}
+    assert not psutil.pid_exists(daemon)
 
 
 @pytest.mark.nightly

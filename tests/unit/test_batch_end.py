@@ -147,7 +147,7 @@ async def test_batches_that_are_being_written_leave_threads_to_commits_and_calle
     jobs.request_cancel(home.store, home.batch_id, now_s=4.0)
     go_on, num_begun = threading.Event(), Semaphore(0)
 
-    def hold(*_: object) -> None:
+    def hold(stage: str, done: int, total: int) -> None:
         num_begun.release()
         go_on.wait()
 

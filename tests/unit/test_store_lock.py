@@ -33,8 +33,10 @@ def test_a_lock_holds_though_its_file_is_deleted(tmp_path: Path) -> None:
     path = tmp_path / "store.lock"
     with StoreLock(path):
         path.unlink()
-        assert StoreLock(path).find_holder() == 0
+        assert StoreLock(path).find_holder() == os.getpid()
         with pytest.raises(StoreLockedError):
             StoreLock(path).acquire()
+        assert path.read_text() == ""
+        assert StoreLock(path).find_holder() == os.getpid()
     with StoreLock(path):
         pass
