@@ -64,7 +64,8 @@ class SloTelemetry(Struct):
     `slack_s` is the least time that was left when an online token came (negative: it came too
     late) or is left for one that is awaited, since the last report; None without online work.
     The counts are since the engine's start; a late token is one after arrival + TTFT + i * TPOT.
-    `num_overdue` are the calls that wait now for a first token that is late already.
+    `num_overdue` are the calls that wait now for a first token that is late already,
+    `num_left_out` those that the order of calls has given up: they are late or are sure to be.
     """
 
     slack_s: float | None = None
@@ -72,6 +73,7 @@ class SloTelemetry(Struct):
     num_late_tokens: int = 0
     num_late_first_tokens: int = 0
     num_overdue: int = 0
+    num_left_out: int = 0
 
 
 class KvTelemetry(Struct, frozen=True):

@@ -6,13 +6,17 @@ it is like, not after what its authors ran.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from batchrun.scheduling.draft import Draft
 from batchrun.scheduling.echo import EchoOptions, EchoPolicy
 from batchrun.scheduling.online_queue import ArrivalOrder
 from batchrun.scheduling.policies import Policy
+from batchrun.scheduling.promise_orders import SlackOrder
 from batchrun.scheduling.view import EngineView, RequestView
+from batchrun.scheduling.worth import Victims
 from benchmarks.queue_calls import PromisedCall
 
 Told = Mapping[str, PromisedCall]
@@ -20,7 +24,8 @@ Told = Mapping[str, PromisedCall]
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """An engine: stock vLLM, or ours with `order`; `policy` is made from what no engine knows."""
+    """An engine: stock vLLM, or ours with `order`; `policy` is made from what no engine knows.
+    Where it `is_told`, calls say how long their answers will be."""
 
     order: str
     is_stock: bool = False
@@ -28,6 +33,7 @@ class Rival:
     max_running: int = 256
     policy: Callable[[Told], Policy] | None = None
     more: Mapping[str, object] = field(default_factory=dict)
+    is_told: bool = False
 
     @property
     def settings(self) -> Mapping[str, object]:
@@ -74,6 +80,16 @@ class LevelOrder(ArrivalOrder):
         return level
 
 
+class WholeStepOrder(SlackOrder):
+    """AccelGen without its chunks: a step computes as many tokens of prompts as vLLM allows."""
+
+    def fill(
+        self, draft: Draft, prompts: Sequence[RequestView], limit_s: float, victims: Victims
+    ) -> bool:
+        """Whatever the tightest bound leaves."""
+        return super().fill(draft, prompts, math.inf, victims)
+
+
 def _echo(queue: ArrivalOrder) -> Policy:
     return EchoPolicy(EchoOptions(), queue)
 
@@ -84,5 +100,7 @@ RIVALS: Mapping[str, Rival] = {
     "fastgen-like": Rival("", is_stock=True, budget=768),
     "sarathi-like": Rival("", is_stock=True, budget=512),
     "fastserve-like": Rival("levels", policy=lambda told: _echo(LevelOrder())),
+    "on-time-told": Rival("on-time", is_told=True),
+    "slack-no-chunks": Rival("slack", policy=lambda told: _echo(WholeStepOrder())),
     "trail": Rival("trail", policy=lambda told: _echo(TrailOrder(told))),
 }

@@ -37,6 +37,12 @@ BY_ENGINE: tuple[tuple[Family, str, str, str], ...] = (
     (GAUGE, "token_budget_tokens", "token_budget", "Most tokens of a step."),
     (GAUGE, "slo_slack_seconds", "slo.slack_s", "Least time left before an online token was due."),
     (GAUGE, "online_overdue", "slo.num_overdue", "Calls whose first token is late and awaited."),
+    (
+        GAUGE,
+        "online_left_out",
+        "slo.num_left_out",
+        "Calls that no order brings in time, by the plan of the last step.",
+    ),
     (COUNTER, "online_tokens", "slo.num_tokens", "Tokens that online calls got."),
     (COUNTER, "online_late_tokens", "slo.num_late_tokens", "Those that came after their bound."),
     (
