@@ -132,7 +132,9 @@ class CostTelemetry(Struct, frozen=True):
 class Telemetry(Struct, frozen=True):
     """What an engine says of itself, a few times a second. Instants are UTC epoch seconds.
 
-    `start_id` differs with every start: counts begin again with it.
+    `start_id` differs with every start: counts begin again with it. `num_answers` of calls have
+    ended since their length first counted; `num_longer_answers` were longer than nine of ten were
+    expected to be.
     """
 
     start_id: str
@@ -149,6 +151,8 @@ class Telemetry(Struct, frozen=True):
     cost: CostTelemetry = CostTelemetry()
     step: StepTelemetry = field(default_factory=StepTelemetry)
     kv: KvTelemetry = KvTelemetry()
+    num_answers: int = 0
+    num_longer_answers: int = 0
     num_malformed_hints: int = 0
     num_policy_errors: int = 0
     num_malformed_orders: int = 0

@@ -131,7 +131,7 @@ def main() -> int:
     defaults = {
         "scenario": ("classes",),
         "order": DEFAULT_ORDERS,
-        "rates": (),
+        "rates": (0.0,),
         "seeds": (0, 1, 2, 3, 4),
     }
     options = parser(__doc__, **defaults, law="noisy", processes=NUM_PROCESSES).parse_args()
@@ -141,7 +141,7 @@ def main() -> int:
     trials = [
         Trial(scenario, order, rate, seed, options.law)
         for scenario in options.scenario
-        for rate in options.rates or SCENARIOS[scenario.partition(":")[0]][1]
+        for rate in rates_of(scenario, options.rates)
         for seed in options.seeds
         for order in options.order
     ]
@@ -156,6 +156,11 @@ def main() -> int:
         table = [[order, *map(row.get, COLUMNS)] for order, row in rows.items()]
         print(markdown(["order", *COLUMNS], table))
     return finish(options.json, records, judge(means))
+
+
+def rates_of(scenario: str, given: Sequence[float]) -> Sequence[float]:
+    """The calls/s to run it with: those given, or its own."""
+    return given if any(given) else SCENARIOS[scenario.partition(":")[0]][1]
 
 
 def measure(trial: Trial) -> Record:

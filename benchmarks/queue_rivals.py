@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from batchrun.scheduling.draft import Draft
 from batchrun.scheduling.echo import EchoOptions, EchoPolicy
@@ -17,7 +18,7 @@ from batchrun.scheduling.policies import Policy
 from batchrun.scheduling.promise_orders import SlackOrder
 from batchrun.scheduling.view import EngineView, RequestView
 from batchrun.scheduling.worth import Victims
-from benchmarks.queue_calls import PromisedCall
+from benchmarks.queue_calls import MOST_ANSWER_TOKENS, PromisedCall
 
 Told = Mapping[str, PromisedCall]
 
@@ -62,6 +63,29 @@ class TrailOrder(ArrivalOrder):
         return [*begun, *sorted(view.online_waiting, key=left_tokens)]
 
 
+class NoPreemptOrder(ArrivalOrder):
+    """First come, first served; a call comes in when the longest answer that it and all that run
+    may have finds room, so none is ever preempted."""
+
+    def order(self, view: EngineView, begun: Sequence[RequestView]) -> Sequence[RequestView]:
+        """Up to the first that finds none."""
+        free = (
+            view.total_blocks - 1 - sum(map(partial(self._most_blocks, view), view.online_running))
+        )
+        able: list[RequestView] = []
+        for call in view.online_waiting:
+            free -= self._most_blocks(view, call)
+            if free < 0:
+                break
+            able.append(call)
+        return [*begun, *able]
+
+    @staticmethod
+    def _most_blocks(view: EngineView, call: RequestView) -> int:
+        answer = min(call.max_output_tokens, MOST_ANSWER_TOKENS)
+        return view.blocks_for(call.num_prompt_tokens + answer)
+
+
 class LevelOrder(ArrivalOrder):
     """Like FastServe: a call joins one of five levels by its prompt's length, the shortest prompts
     first. None sinks: no prompt is computed anew."""
@@ -100,6 +124,7 @@ RIVALS: Mapping[str, Rival] = {
     "fastgen-like": Rival("", is_stock=True, budget=768),
     "sarathi-like": Rival("", is_stock=True, budget=512),
     "fastserve-like": Rival("levels", policy=lambda told: _echo(LevelOrder())),
+    "no-preempt": Rival("no-preempt", policy=lambda told: _echo(NoPreemptOrder())),
     "on-time-told": Rival("on-time", is_told=True),
     "slack-no-chunks": Rival("slack", policy=lambda told: _echo(WholeStepOrder())),
     "trail": Rival("trail", policy=lambda told: _echo(TrailOrder(told))),

@@ -333,6 +333,8 @@ class DaemonLink:
                 reserve_blocks=state.estimates.reserve_blocks(0),
                 forecast_blocks=state.estimates.forecast.forecast_blocks,
             ),
+            num_answers=state.calls.num_judged,
+            num_longer_answers=state.calls.num_longer,
             num_malformed_hints=state.num_malformed_hints,
             num_policy_errors=state.num_policy_errors,
             num_malformed_orders=self.control.num_malformed,

@@ -51,6 +51,13 @@ BY_ENGINE: tuple[tuple[Family, str, str, str], ...] = (
         "slo.num_late_first_tokens",
         "Online calls whose first token missed its bound.",
     ),
+    (COUNTER, "online_answers", "num_answers", "Answers since their length first counted."),
+    (
+        COUNTER,
+        "online_longer_answers",
+        "num_longer_answers",
+        "Those longer than nine of ten were to be.",
+    ),
     (
         GAUGE,
         "online_cost_limit",

@@ -143,8 +143,8 @@ def check_class(
     its = DEFAULT_CLASS if key.slo_class is None else key.slo_class
     raise RefusalError(
         400,
-        f"{CLASS_HEADER.lower()}: with this API key no class may have tighter bounds or more value "
-        f"than '{its}'",
+        f"{CLASS_HEADER.lower()}: with this API key no class may have more value or tighter "
+        f"bounds than '{its}'",
         code="invalid_value",
         param=CLASS_HEADER.lower(),
     )
