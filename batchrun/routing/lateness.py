@@ -45,7 +45,7 @@ class LateCalls:
 
     def __init__(self, book: EngineBook) -> None:
         self._book = book
-        self._waiting: dict[int, dict[int, _Waiting]] = {}
+        self._waiting: dict[int, dict[Sent, _Waiting]] = {}
         self._paces_s: dict[int, deque[float]] = {}
 
     def excess_s(
@@ -72,11 +72,11 @@ class LateCalls:
         # The book counts the call itself already.
         ahead = self._ahead_tokens(sent.engine, due_s, slo.value, sent.at_s, but_tokens=tokens)
         waiting = self._waiting.setdefault(sent.engine, {})
-        waiting[id(sent)] = _Waiting(due_s, slo.value, tokens, ahead + tokens if ahead else 0.0)
+        waiting[sent] = _Waiting(due_s, slo.value, tokens, ahead + tokens if ahead else 0.0)
 
     def began(self, sent: Sent, now_s: float) -> None:
         """Its first token was seen."""
-        call = self._waiting.get(sent.engine, {}).get(id(sent))
+        call = self._waiting.get(sent.engine, {}).get(sent)
         if call is not None and call.line_tokens:
             paces_s = self._paces_s.setdefault(sent.engine, deque(maxlen=NUM_PACES))
             paces_s.append((now_s - sent.at_s) / call.line_tokens)
@@ -84,7 +84,7 @@ class LateCalls:
 
     def left(self, sent: Sent) -> None:
         """It waits no longer, whatever became of it."""
-        self._waiting.get(sent.engine, {}).pop(id(sent), None)
+        self._waiting.get(sent.engine, {}).pop(sent, None)
 
     def _ahead_tokens(
         self, engine: int, due_s: float, value: float, now_s: float, *, but_tokens: int = 0

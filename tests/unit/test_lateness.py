@@ -52,7 +52,7 @@ def test_a_call_is_late_by_what_the_line_takes_beyond_its_bound() -> None:
     for _ in range(19):
         line.send(100)
 
-    assert line.excess_s(100) == 0
+    assert line.excess_s(100) == pytest.approx(0.0, abs=1e-9)
     line.send(100)
     assert line.excess_s(100) == pytest.approx(0.1)
     line.now_s += 1.0
