@@ -28,6 +28,7 @@ from statistics import fmean
 
 import numpy as np
 
+from batchrun.config import STOCK_POLICY
 from batchrun.simulator.cluster import EnginePlan, FrontEndTimes
 from batchrun.simulator.online import PREFIX, Calls
 from batchrun.simulator.simulation import Simulation, SimulationPlan
@@ -67,7 +68,7 @@ DEPLOYMENTS = {
             bytes_per_s=2 * 2.6e12,
         ),
         14_000,
-        9.0,
+        6.3,
     ),
 }
 ORDERS = ("vllm-1024", "no-preempt", "trail", "larry:1", "larry:500", "larry:1000")
@@ -127,8 +128,8 @@ def measure(trial: Trial) -> Record:
     deployment, rival = DEPLOYMENTS[trial.deployment], RIVALS.get(trial.order, Rival(trial.order))
     calls = calls_of(trial)
     shape = EngineShape(deployment.num_blocks, TOKENS_A_STEP)
-    settings = {} if rival.is_stock else {k: v for k, v in rival.settings.items() if k != "policy"}
-    policy = "vllm" if rival.is_stock else "echo"
+    policy = STOCK_POLICY if rival.is_stock else "echo"
+    settings = {} if rival.is_stock else rival.settings
     plan = EnginePlan(shape, policy, settings, deployment.law, front_end=FRONT_END)
     whole_s = WARM_S + JUDGED_S + REST_S
     simulation = Simulation(
