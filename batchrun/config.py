@@ -205,15 +205,17 @@ class SloConfig(_Strict):
 
 
 class SloClassConfig(_Strict):
-    """What calls of one class are promised, in seconds; what is left out is that of `slo`."""
+    """What calls of one class are promised, in seconds; what is left out is that of `slo`. Where
+    not all can be in time, those of less `value` give way; that of calls without a class is 1."""
 
     ttft_s: Bound | None = None
     tpot_s: Bound | None = None
     jct_s: Bound | None = None
+    value: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
 
     def over(self, default: SloConfig) -> SloConfig:
         """All bounds of the class. Raises ValueError, one line, when they contradict each other."""
-        bounds = default.model_dump() | self.model_dump(exclude_none=True)
+        bounds = default.model_dump() | self.model_dump(exclude_none=True, exclude={"value"})
         try:
             return SloConfig.model_validate(bounds)
         except ValidationError as error:
@@ -330,6 +332,7 @@ class DeploymentFile(_Strict):
     listen: Listen = "127.0.0.1:8000"
     gateway_workers: Annotated[int, Field(ge=1, le=64)] = 1
     router: Choice = "cost"
+    late_calls: Literal["serve", "refuse"] = "serve"
     engines: Annotated[tuple[EngineConfig, ...], AfterValidator(at_least_one)] = (EngineConfig(),)
     window: WindowConfig = WindowConfig()
     policy: Choice = "echo"

@@ -91,11 +91,12 @@ class FlexHint(Struct, frozen=True):
 
 class SloBounds(Struct, frozen=True):
     """The bounds of an online class, in seconds: first token, each token after it, and the last
-    one (None: no bound)."""
+    one (None: no bound). Where not all calls can be in time, those of less `value` give way."""
 
     ttft_s: Seconds
     tpot_s: Seconds
     jct_s: Seconds | None = None
+    value: Annotated[float, Meta(gt=0)] = 1.0
 
 
 class SloHint(Struct, frozen=True, kw_only=True):

@@ -64,7 +64,8 @@ class SloTelemetry(Struct):
     `slack_s` is the least time that was left when an online token came (negative: it came too
     late) or is left for one that is awaited, since the last report; None without online work.
     The counts are since the engine's start; a late token is one after arrival + TTFT + i * TPOT.
-    `num_overdue` are the calls that wait now for a first token that is late already.
+    `num_overdue` are the calls that wait now for a first token that is late already,
+    `num_left_out` those that the order of calls has given up: they are late or are sure to be.
     """
 
     slack_s: float | None = None
@@ -72,6 +73,7 @@ class SloTelemetry(Struct):
     num_late_tokens: int = 0
     num_late_first_tokens: int = 0
     num_overdue: int = 0
+    num_left_out: int = 0
 
 
 class KvTelemetry(Struct, frozen=True):
@@ -160,7 +162,9 @@ class MarginTelemetry(Struct, frozen=True):
 class Telemetry(Struct, frozen=True):
     """What an engine says of itself, a few times a second. Instants are UTC epoch seconds.
 
-    `start_id` differs with every start: counts begin again with it.
+    `start_id` differs with every start: counts begin again with it. `num_answers` of calls have
+    ended since their length first counted; `num_longer_answers` were longer than nine of ten were
+    expected to be.
     """
 
     start_id: str
@@ -178,6 +182,8 @@ class Telemetry(Struct, frozen=True):
     step: StepTelemetry = field(default_factory=StepTelemetry)
     kv: KvTelemetry = KvTelemetry()
     margin: MarginTelemetry = MarginTelemetry()
+    num_answers: int = 0
+    num_longer_answers: int = 0
     num_malformed_hints: int = 0
     num_policy_errors: int = 0
     num_malformed_orders: int = 0

@@ -13,16 +13,25 @@ how long its answer will be. Scenarios:
 - `job`: the same beside the job of the reference scenario, for as long as calls come.
 - `bursts`: Azure's conversations, three times as many in 10 s of each 50 s; no classes.
   `larry:1000000` is the order of arrival with planned steps, which `arrival` has not here.
+- `sharegpt`, `loogle`, `agents`: short chats, questions about six documents, conversations of
+  agents with a common prompt; no classes.
+- `accelgen`: AccelGen's draw of bounds and prompts, and the columns of its figure 11.
+  `accelgen:0.6` has another share of long prompts (its figure 13), `accelgen:book`, `:alpaca` and
+  `:sharegpt` one kind alone (its figure 14). `slack-no-chunks`, `larry:1000000` and `slack` are
+  `slack-euclid` without chunks, order and fit (its figure 12).
+
+Without `--rates` each scenario has those around its knee.
 
 Orders are those of `online_queue` in batchrun.yaml under policy `echo`, `larry:ALPHA`, what
-`benchmarks.queue_rivals` has, and stock vLLM with other budgets.
+`benchmarks.queue_rivals` has, and stock vLLM with other budgets. `on-time-told` is told how long
+answers will be: no history of them can be worth more.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
@@ -44,6 +53,13 @@ from benchmarks.queue_calls import (
     synthetic_steps,
 )
 from benchmarks.queue_rivals import RIVALS, Rival
+from benchmarks.queue_workloads import (
+    accelgen_calls,
+    accelgen_figures,
+    agent_calls,
+    loogle_calls,
+    sharegpt_calls,
+)
 from benchmarks.records import Bar, Record, finish, markdown, parser
 from benchmarks.row_feeds import RowSource, planned_order
 from benchmarks.scenarios import Order, a100_8b, draw_job
@@ -53,7 +69,18 @@ NUM_PROCESSES = 2
 CALLS_S, DRAIN_S = 120.0, 60.0
 NUM_BLOCKS = 8_600
 ROWS_IN_ENGINE = 256
-SCENARIOS = ("classes", "job", "bursts")
+ACCELGEN = "accelgen"
+Draw = Callable[[float, float, int], list[PromisedCall]]
+SCENARIOS: Mapping[str, tuple[Draw, tuple[float, ...]]] = {
+    "classes": (classed_calls, (5.0, 6.0, 7.0)),
+    "job": (classed_calls, (4.0,)),
+    "bursts": (bursty_calls, (9.0,)),
+    "sharegpt": (sharegpt_calls, (25.0, 30.0)),
+    "loogle": (loogle_calls, (1.5, 2.5)),
+    "agents": (agent_calls, (4.0, 6.0)),
+    ACCELGEN: (accelgen_calls, (1.5, 2.5)),
+}
+"""Their calls, and rates around the knee of the engine."""
 DEFAULT_ORDERS = ("vllm-512", "vllm-1024", "vllm-2048", "arrival", "slack", "on-time")
 COLUMNS = (
     *("goodput_per_s", "slo_met", "ttft_met", "tpot_met", "jct_met", "ttft_p50_s", "ttft_p99_s"),
@@ -104,16 +131,17 @@ def main() -> int:
     defaults = {
         "scenario": ("classes",),
         "order": DEFAULT_ORDERS,
-        "rates": (5.0, 6.0, 7.0),
+        "rates": (0.0,),
         "seeds": (0, 1, 2, 3, 4),
     }
     options = parser(__doc__, **defaults, law="noisy", processes=NUM_PROCESSES).parse_args()
-    if not set(options.scenario) <= set(SCENARIOS) or options.law not in LAWS:
+    kinds = {scenario.partition(":")[0] for scenario in options.scenario}
+    if not kinds <= set(SCENARIOS) or options.law not in LAWS:
         raise SystemExit(f"--scenario: {', '.join(SCENARIOS)}; --law: {', '.join(LAWS)}")
     trials = [
         Trial(scenario, order, rate, seed, options.law)
         for scenario in options.scenario
-        for rate in options.rates
+        for rate in rates_of(scenario, options.rates)
         for seed in options.seeds
         for order in options.order
     ]
@@ -130,11 +158,17 @@ def main() -> int:
     return finish(options.json, records, judge(means))
 
 
+def rates_of(scenario: str, given: Sequence[float]) -> Sequence[float]:
+    """The calls/s to run it with: those given, or its own."""
+    return given if any(given) else SCENARIOS[scenario.partition(":")[0]][1]
+
+
 def measure(trial: Trial) -> Record:
     """The figures of one run, with units in their names."""
     calls = calls_of(trial)
     rival = RIVALS.get(trial.order, Rival(trial.order))
-    sources: list[TrafficSource] = [PromisedCalls(calls, trial.seed)]
+    callers = PromisedCalls(calls, trial.seed, tells_lengths=rival.is_told)
+    sources: list[TrafficSource] = [callers]
     has_job = trial.scenario == "job"
     if has_job:
         job = planned_order(draw_job(a100_8b().job, trial.seed, Order.SHUFFLED))
@@ -156,6 +190,7 @@ def measure(trial: Trial) -> Record:
             scheduler.take_over(rival.policy({f"call-{i}": c for i, c in enumerate(calls)}))
     engine.run_until(CALLS_S if has_job else CALLS_S + DRAIN_S)
     planning_ms = engine.planning_ms
+    is_accelgen = trial.scenario.startswith(ACCELGEN)
     return {
         "scenario": trial.scenario,
         "order": trial.order,
@@ -167,6 +202,7 @@ def measure(trial: Trial) -> Record:
             r.num_preemptions for r in engine.records.values() if r.is_online
         ),
         "offline_tokens_per_s": _offline_tokens(engine) / engine.now_s,
+        **(accelgen_figures(calls, engine, CALLS_S) if is_accelgen else {}),
         "plan_ms": median(planning_ms) if planning_ms else 0.0,
         "plan_p99_ms": float(np.percentile(planning_ms, 99)) if planning_ms else 0.0,
         "plan_errors": getattr(getattr(scheduler, "state", None), "num_policy_errors", 0),
@@ -175,9 +211,10 @@ def measure(trial: Trial) -> Record:
 
 def calls_of(trial: Trial) -> list[PromisedCall]:
     """The calls of a run."""
-    if trial.scenario == "bursts":
-        return bursty_calls(trial.rate_per_s, CALLS_S, trial.seed)
-    return classed_calls(trial.rate_per_s, CALLS_S, trial.seed)
+    name, _, mix = trial.scenario.partition(":")
+    if mix:
+        return accelgen_calls(trial.rate_per_s, CALLS_S, trial.seed, mix)
+    return SCENARIOS[name][0](trial.rate_per_s, CALLS_S, trial.seed)
 
 
 def max_ttft_s(calls: Sequence[PromisedCall]) -> float:
@@ -281,6 +318,9 @@ def judge(means: Means) -> Iterator[Bar]:
         prefix = f"{scenario} {rate:g}/s"
         best = max((row["goodput_per_s"] for o, row in rows.items() if o[:4] == "vllm"), default=0)
         arrival, ours = rows.get("arrival"), rows.get("on-time")
+        if arrival is not None and ours is not None and scenario != "job":
+            ratio = ours["goodput_per_s"] / max(arrival["goodput_per_s"], 1e-9)
+            yield Bar(f"{prefix}: on-time / arrival goodput", ratio, 1.0)
         if scenario == "classes" and ours is not None:
             is_knee = rate <= KNEE_PER_S
             if is_knee:

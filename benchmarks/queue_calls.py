@@ -48,12 +48,14 @@ PROMISES = {promise.name: promise for promise in (VOICE, CHAT, BATCH, SUMMARY)}
 
 @dataclass(frozen=True, slots=True)
 class PromisedCall:
-    """One call; what it carries is its promise, not the length of its answer."""
+    """One call; what it carries is its promise, not the length of its answer. Its prompt begins
+    with `parts`, (name, tokens) of what other prompts may have too."""
 
     arrival_at_s: float
     num_prompt_tokens: int
     num_output_tokens: int
     promise: Promise
+    parts: tuple[tuple[int, int], ...] = ()
 
 
 def classed_calls(rate_per_s: float, duration_s: float, seed: int) -> list[PromisedCall]:
@@ -104,10 +106,15 @@ def bursty_calls(rate_per_s: float, duration_s: float, seed: int) -> list[Promis
 class PromisedCalls:
     """The users of one engine: a `TrafficSource` of `call-0`, `call-1` and so on."""
 
-    def __init__(self, calls: Sequence[PromisedCall], seed: int) -> None:
+    def __init__(
+        self, calls: Sequence[PromisedCall], seed: int, *, tells_lengths: bool = False
+    ) -> None:
+        """With `tells_lengths` the most tokens that a call allows are those that it will get."""
         self._calls = calls
+        self._seed = seed
         self._rng = np.random.default_rng(seed)
         self._next = 0
+        self._tells_lengths = tells_lengths
 
     @property
     def next_due_s(self) -> float:
@@ -127,17 +134,27 @@ class PromisedCalls:
 
     def _arrival(self, number: int) -> Arrival:
         call, promise = self._calls[number], self._calls[number].promise
-        prompt = self._rng.integers(FIRST_TOKEN_ID, LAST_TOKEN_ID + 1, call.num_prompt_tokens)
+        own = call.num_prompt_tokens - sum(tokens for _, tokens in call.parts)
+        prompt: list[int] = []
+        for name, tokens in call.parts:
+            prompt += self._drawn(np.random.default_rng((self._seed, name % 2**63)), tokens)
+        prompt += self._drawn(self._rng, own)
+        most = max(MOST_ANSWER_TOKENS, call.num_output_tokens)
         bounds = SloBounds(ttft_s=promise.ttft_s, tpot_s=promise.tpot_s, jct_s=promise.jct_s)
         return Arrival(
             f"call-{number}",
             True,
             call.arrival_at_s,
-            prompt.tolist(),
-            max(MOST_ANSWER_TOKENS, call.num_output_tokens),
+            prompt,
+            call.num_output_tokens if self._tells_lengths else most,
             hint=write_hint(SloHint(slo=bounds), NONCE) if promise.is_told else None,
             num_output_tokens=call.num_output_tokens,
         )
+
+    @staticmethod
+    def _drawn(rng: np.random.Generator, tokens: int) -> list[int]:
+        found: list[int] = rng.integers(FIRST_TOKEN_ID, LAST_TOKEN_ID + 1, tokens).tolist()
+        return found
 
 
 def synthetic_steps(law: StepLaw, seed: int) -> Iterator[tuple[StepLoad, float]]:

@@ -6,21 +6,27 @@ it is like, not after what its authors ran.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
+from batchrun.scheduling.draft import Draft
 from batchrun.scheduling.echo import EchoOptions, EchoPolicy
 from batchrun.scheduling.online_queue import ArrivalOrder
 from batchrun.scheduling.policies import Policy
+from batchrun.scheduling.promise_orders import SlackOrder
 from batchrun.scheduling.view import EngineView, RequestView
-from benchmarks.queue_calls import PromisedCall
+from batchrun.scheduling.worth import Victims
+from benchmarks.queue_calls import MOST_ANSWER_TOKENS, PromisedCall
 
 Told = Mapping[str, PromisedCall]
 
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """An engine: stock vLLM, or ours with `order`; `policy` is made from what no engine knows."""
+    """An engine: stock vLLM, or ours with `order`; `policy` is made from what no engine knows.
+    Where it `is_told`, calls say how long their answers will be."""
 
     order: str
     is_stock: bool = False
@@ -28,6 +34,7 @@ class Rival:
     max_running: int = 256
     policy: Callable[[Told], Policy] | None = None
     more: Mapping[str, object] = field(default_factory=dict)
+    is_told: bool = False
 
     @property
     def settings(self) -> Mapping[str, object]:
@@ -56,6 +63,29 @@ class TrailOrder(ArrivalOrder):
         return [*begun, *sorted(view.online_waiting, key=left_tokens)]
 
 
+class NoPreemptOrder(ArrivalOrder):
+    """First come, first served; a call comes in when the longest answer that it and all that run
+    may have finds room, so none is ever preempted."""
+
+    def order(self, view: EngineView, begun: Sequence[RequestView]) -> Sequence[RequestView]:
+        """Up to the first that finds none."""
+        free = (
+            view.total_blocks - 1 - sum(map(partial(self._most_blocks, view), view.online_running))
+        )
+        able: list[RequestView] = []
+        for call in view.online_waiting:
+            free -= self._most_blocks(view, call)
+            if free < 0:
+                break
+            able.append(call)
+        return [*begun, *able]
+
+    @staticmethod
+    def _most_blocks(view: EngineView, call: RequestView) -> int:
+        answer = min(call.max_output_tokens, MOST_ANSWER_TOKENS)
+        return view.blocks_for(call.num_prompt_tokens + answer)
+
+
 class LevelOrder(ArrivalOrder):
     """Like FastServe: a call joins one of five levels by its prompt's length, the shortest prompts
     first. None sinks: no prompt is computed anew."""
@@ -74,6 +104,16 @@ class LevelOrder(ArrivalOrder):
         return level
 
 
+class WholeStepOrder(SlackOrder):
+    """AccelGen without its chunks: a step computes as many tokens of prompts as vLLM allows."""
+
+    def fill(
+        self, draft: Draft, prompts: Sequence[RequestView], limit_s: float, victims: Victims
+    ) -> bool:
+        """Whatever the tightest bound leaves."""
+        return super().fill(draft, prompts, math.inf, victims)
+
+
 def _echo(queue: ArrivalOrder) -> Policy:
     return EchoPolicy(EchoOptions(), queue)
 
@@ -84,5 +124,8 @@ RIVALS: Mapping[str, Rival] = {
     "fastgen-like": Rival("", is_stock=True, budget=768),
     "sarathi-like": Rival("", is_stock=True, budget=512),
     "fastserve-like": Rival("levels", policy=lambda told: _echo(LevelOrder())),
+    "no-preempt": Rival("no-preempt", policy=lambda told: _echo(NoPreemptOrder())),
+    "on-time-told": Rival("on-time", is_told=True),
+    "slack-no-chunks": Rival("slack", policy=lambda told: _echo(WholeStepOrder())),
     "trail": Rival("trail", policy=lambda told: _echo(TrailOrder(told))),
 }

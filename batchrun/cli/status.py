@@ -47,10 +47,12 @@ def _telemetry_lines(seen: dict[str, Any]) -> dict[str, str]:
         f"{seen['token_budget']:,} tokens a step, "
         f"offline work {'on' if seen['is_offline_on'] else 'off'}",
     }
-    if slo.get("num_overdue"):
+    num_overdue, num_left_out = slo.get("num_overdue"), slo.get("num_left_out")
+    if num_overdue or num_left_out:
         lines["overload"] = (
-            f"{slo['num_overdue']:,} of {online['num_waiting']:,} waiting calls are past their "
-            "bound: there are more than this engine can serve in time"
+            f"{num_overdue or 0:,} of {online['num_waiting']:,} waiting calls are past their "
+            f"bound, {num_left_out or 0:,} cannot be in time: there are more than this engine can "
+            "serve in time"
         )
     faults = {
         "malformed hints": seen["num_malformed_hints"],

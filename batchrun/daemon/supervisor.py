@@ -86,7 +86,10 @@ class Supervisor:
             for index, config in enumerate(deployment.engines)
         ]
         classes = slo_classes(deployment, home)
-        self._slo_classes = {name: bounds.model_dump() for name, bounds in classes.items()}
+        self._slo_classes = {
+            name: {**bounds.model_dump(), "value": deployment.slo_classes[name].value}
+            for name, bounds in classes.items()
+        }
         self._slo = deployment.slo.model_dump() if isinstance(deployment.slo, SloConfig) else None
         self.gateway_url = f"http://{deployment.listen}"
         self.gateway_restarts = Counter({"stuck": 0, "ended": 0})
@@ -296,6 +299,7 @@ class Supervisor:
             "slo_classes": self._slo_classes,
             "image_hosts": self._deployment.image_hosts,
             "router": self._deployment.router,
+            "late_calls": self._deployment.late_calls,
             "timeouts": _call_timeouts(self._deployment.timeouts),
         }
         content = json.dumps(document).encode()

@@ -191,11 +191,12 @@ class Draft:
             return True
         return len(self.loras) < self.view.max_loras
 
-    def finish(self) -> Plan:
-        """The plan."""
+    def finish(self, num_left_out: int = 0) -> Plan:
+        """The plan, where the order of calls has left so many out."""
         has_work = self.tokens_left < self.view.token_budget
         predicted_s = self.view.model.predict_s(self.load) if has_work else 0.0
-        return Plan(tuple(self.admitted), self.caps, tuple(self.preempted), predicted_s, self.load)
+        admit, preempt = tuple(self.admitted), tuple(self.preempted)
+        return Plan(admit, self.caps, preempt, predicted_s, self.load, num_left_out)
 
     def _compute(self, computed_tokens: int, num_tokens: int) -> None:
         self.load.add(num_tokens, computed_tokens + num_tokens)

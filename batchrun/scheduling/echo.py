@@ -63,7 +63,7 @@ class EchoPolicy:
         """The step to run after those in flight."""
         draft = select(self.generate(view, self._queue.limits(view)))
         self._patience.let_in([row for row in draft.admitted if row.is_offline], view.now_s)
-        return draft.finish()
+        return draft.finish(self._queue.num_left_out)
 
     def generate(self, view: EngineView, limits: StepLimits) -> list[Draft]:
         """At least one draft. All share online work, running rows and rows with a cached prefix;

@@ -28,7 +28,12 @@ ONLINE_MEMORY_S = 60.0
 
 
 class OnlineQueue(Protocol):
-    """How the online calls of one engine are served. May remember what it saw in earlier steps."""
+    """How the online calls of one engine are served. May remember what it saw in earlier steps.
+
+    `num_left_out` calls cannot be in time in the order of the last step, as far as it tells.
+    """
+
+    num_left_out: int
 
     def order(self, view: EngineView, begun: Sequence[RequestView]) -> Sequence[RequestView]:
         """The `begun` prompts, of calls that run, and the waiting calls of the view, in the order
@@ -54,6 +59,7 @@ class ArrivalOrder:
     """First come, first served, by vLLM's priority first: nobody overtakes who waits for room."""
 
     def __init__(self) -> None:
+        self.num_left_out = 0
         self._ttft_seen_at_s: dict[float, float] = {}
         self._kv_plan = KvPlan()
         self._practice = Practice()

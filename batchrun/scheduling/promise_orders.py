@@ -63,7 +63,7 @@ class PromptWork:
 
     From step to step the same calls wait but for a few, so what is known of them is kept in one
     piece while nobody comes or goes: `works_s` and `dues_s` of each, the sum of the former, the
-    places of those with a completion bound (`bounded`), and their priorities (`levels`).
+    places of those with a completion bound (`bounded`), their priorities (`levels`) and values.
     """
 
     def __init__(self) -> None:
@@ -73,6 +73,7 @@ class PromptWork:
         self.works_s, self.dues_s, self.sum_s = np.empty(0), np.empty(0), 0.0
         self.bounded: list[int] = []
         self.levels: set[int] = set()
+        self.values: set[float] = set()
 
     def look(self, view: EngineView) -> None:
         """Know the calls that wait in the view; once a step. 3 us where they are the same."""
@@ -88,6 +89,7 @@ class PromptWork:
         self.works_s, self.dues_s = np.array(works_s), np.array([need.due_s for need in needs])
         self.bounded = [at for at, call in enumerate(calls) if call.slo_jct_s < math.inf]
         self.levels = {call.priority for call in calls}
+        self.values = {call.slo_value for call in calls}
 
     def need(self, view: EngineView, call: RequestView, left: int) -> Need:
         """What a call asks for that has so many tokens left."""
@@ -142,8 +144,9 @@ class OnTimeOrder(ArrivalOrder):
     """On time before late: the largest set of calls whose first tokens can all still come in time,
     the most urgent first; the others by arrival in what steps have left.
 
-    Among the calls due by an instant that take too long together, the longest prompt is left out.
-    So that none waits for ever, the oldest call that is aged gets a share of each step.
+    Among the calls due by an instant that take too long together, the longest prompt of the least
+    value is left out. So that none waits for ever, the oldest call that is aged gets a share of
+    each step.
     """
 
     def __init__(self) -> None:
@@ -173,17 +176,25 @@ class OnTimeOrder(ArrivalOrder):
         works_s = np.append(work.works_s, [need.work_s for need in needs]) / pace
         dues_s = np.append(work.dues_s, [need.due_s for need in needs])
         self._bound_by_completion(view, calls, dues_s)
-        line = _Line(calls, len(view.online_waiting), works_s, dues_s)
+        values = work.values | {call.slo_value for call in begun}
+        valued = [call.slo_value for call in calls] if len(values) > 1 else None
+        line = _Line(calls, len(view.online_waiting), works_s, dues_s, valued)
         levels = work.levels | {call.priority for call in begun}
+        self.num_left_out = 0
         if len(levels) == 1:
-            return line.ordered(np.arange(len(calls)), start_s)
+            return self._served(line, np.arange(len(calls)), start_s)
         ordered: list[RequestView] = []
         priorities = np.array([call.priority for call in calls])
         for level in sorted(levels):
             here = np.flatnonzero(priorities == level)
-            ordered += line.ordered(here, start_s)
+            ordered += self._served(line, here, start_s)
             start_s += float(works_s[here].sum())
         return ordered
+
+    def _served(self, line: _Line, here: IntArray, start_s: float) -> list[RequestView]:
+        first, late = line.ordered(here, start_s)
+        self.num_left_out += len(late)
+        return first + late
 
     def _bound_by_completion(
         self, view: EngineView, calls: Sequence[RequestView], dues_s: FloatArray
@@ -236,23 +247,30 @@ def _oldest_aged(
 @dataclass(frozen=True, slots=True)
 class _Line:
     """The calls of a step: `num_waiting` that wait, by arrival, then those that are begun. How much
-    work they are at the pace of the engine, and when they are due."""
+    work they are at the pace of the engine, when they are due, and their values (None: all the
+    same)."""
 
     calls: Sequence[RequestView]
     num_waiting: int
     works_s: FloatArray
     dues_s: FloatArray
+    values: Sequence[float] | None
 
-    def ordered(self, here: IntArray, start_s: float) -> list[RequestView]:
+    def ordered(
+        self, here: IntArray, start_s: float
+    ) -> tuple[list[RequestView], list[RequestView]]:
         """Those at the places `here`, where work begins at `start_s`: the largest set that can be
-        on time, by due time, then the others by arrival."""
+        on time, by due time, and the others by arrival."""
         calls = self.calls
         works_s, dues_s = self.works_s[here], self.dues_s[here]
         may = start_s + works_s <= dues_s
         jobs = zip(
             (dues_s[may] - start_s).tolist(), works_s[may].tolist(), here[may].tolist(), strict=True
         )
-        first = most_on_time(list(jobs))
+        if self.values is None:
+            first = most_on_time(list(jobs))
+        else:
+            first = most_valued_on_time(list(jobs), self.values)
         is_late = np.zeros(len(calls), np.bool_)
         is_late[here] = True
         is_late[first] = False
@@ -261,23 +279,47 @@ class _Line:
         begun, late = late[num_waiting:], late[:num_waiting]
         for place in begun:
             insort(late, place, key=lambda at: BY_ARRIVAL(calls[at]))
-        return [calls[place] for place in (*first, *late)]
+        return [calls[place] for place in first], [calls[place] for place in late]
 
 
-def most_on_time(jobs: Sequence[tuple[float, float, int]]) -> list[int]:
+Work = tuple[float, float, int]
+"""A job of one machine: (due, seconds of work, place), in seconds from now."""
+
+
+def most_on_time(jobs: Sequence[Work]) -> list[int]:
     """The places of the largest set of jobs that all end in time on one machine, by due time.
 
-    A job is (due, seconds of work, place), in seconds from now. Moore and Hodgson: go by due time,
-    and whenever one would be late, leave out the longest so far. O(n log n).
+    Moore and Hodgson: go by due time, and whenever one would be late, leave out the longest so far.
+    O(n log n).
     """
-    taken: list[tuple[float, float, int]] = []
+    return [place for *_, place in _most_beside(jobs, ())]
+
+
+def most_valued_on_time(jobs: Sequence[Work], values: Sequence[float]) -> list[int]:
+    """The same where the job at a place has a value: the largest set of the most valued, then of
+    those of less value the largest set that makes none of them late."""
+    kept: Sequence[Work] = ()
+    for value in sorted({values[place] for *_, place in jobs}, reverse=True):
+        kept = _most_beside([job for job in jobs if values[job[2]] == value], kept)
+    return [place for *_, place in kept]
+
+
+def _most_beside(jobs: Sequence[Work], kept: Sequence[Work]) -> list[Work]:
+    """The jobs `kept`, which all end in time, and the largest set of the others that can too."""
+    taken: list[Work] = []
     end_s = 0.0
-    for due_s, work_s, place in sorted(jobs):
-        heappush(taken, (-work_s, due_s, place))
+    if kept:
+        in_line = sorted([*((job, False) for job in jobs), *((job, True) for job in kept)])
+    else:
+        in_line = [(job, False) for job in sorted(jobs)]
+    for (due_s, work_s, place), is_kept in in_line:
+        if not is_kept:
+            heappush(taken, (-work_s, due_s, place))
         end_s += work_s
-        if end_s > due_s:
+        while end_s > due_s and taken:
             end_s += heappop(taken)[0]
-    return [place for _, _, place in sorted(taken, key=itemgetter(1, 2))]
+    found = [*kept, *((due_s, -minus_s, place) for minus_s, due_s, place in taken)]
+    return sorted(found, key=itemgetter(0, 2))
 
 
 LONG_PROMPT_TOKENS = 4_096

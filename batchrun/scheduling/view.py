@@ -35,7 +35,8 @@ class RequestView:
     `work_left_tokens` is what vLLM could still schedule now: the rest of the prompt, or 1 for a
     decode, 0 when its output in flight may be the last. `num_computed_tokens` and
     `num_output_tokens` count steps in flight as done. `priority` is vLLM's: the lower goes first.
-    `slo_jct_s` bounds the time from arrival to the last token (online only, as the other bounds).
+    `slo_jct_s` bounds the time from arrival to the last token (online only, as the other bounds);
+    where not all calls can be in time, those of less `slo_value` give way.
     `expected_output_tokens` is the room to set aside for an offline answer,
     `max_output_tokens` what it never exceeds. `rank` is the row's place in the planned order of all
     rows that the daemon of this `epoch` sends, `group` the job and the node of its key portion,
@@ -54,6 +55,7 @@ class RequestView:
     slo_ttft_s: float = 0.0
     slo_tpot_s: float = 0.0
     slo_jct_s: float = math.inf
+    slo_value: float = 1.0
     is_row: bool = False
     epoch: int = 0
     rank: int = 0
@@ -216,6 +218,7 @@ class Plan:
     request may get in this step, by id (0: it sits the step out; absent: as many as vLLM gives).
     `preempt`: running offline requests whose blocks or slot online work needs.
     `predicted_s`: how long the step is expected to take; `load`: what it then computes.
+    `num_left_out`: calls that the order in which calls come in does not bring in time.
     """
 
     admit: tuple[RequestView, ...] = ()
@@ -223,3 +226,4 @@ class Plan:
     preempt: tuple[RequestView, ...] = ()
     predicted_s: float = 0.0
     load: StepLoad | None = None
+    num_left_out: int = 0

@@ -338,6 +338,8 @@ class DaemonLink:
                 state.margin.now.first_share * state.slo.ttft_s,
                 state.margin.now.later_tpots * state.slo.tpot_s,
             ),
+            num_answers=state.calls.num_judged,
+            num_longer_answers=state.calls.num_longer,
             num_malformed_hints=state.num_malformed_hints,
             num_policy_errors=state.num_policy_errors,
             num_malformed_orders=self.control.num_malformed,

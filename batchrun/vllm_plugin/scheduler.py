@@ -237,6 +237,7 @@ class ColocatedScheduler(AsyncScheduler):
             else:
                 self.view_builder.sample(self.running, state.clock())
                 state.queue.expose([view.handle for view in state.queue.online])
+        self.daemon_link.meter.num_left_out = self.plan.num_left_out
         self.need_mamba_block_aligned_split = self._is_mamba or bool(self.plan.caps)
 
     def _set_order(self, *, is_planned: bool) -> None:

@@ -31,6 +31,7 @@ from batchrun.hints import (
     Hint,
     HintError,
     RowHint,
+    SloBounds,
     SloHint,
     key_of,
     read_hint,
@@ -316,6 +317,7 @@ def make_view(
         bounds = hint.slo if isinstance(hint, SloHint) else slo
         view.slo_ttft_s, view.slo_tpot_s = bounds.ttft_s, bounds.tpot_s
         view.slo_jct_s = math.inf if bounds.jct_s is None else bounds.jct_s
+        view.slo_value = bounds.value if isinstance(bounds, SloBounds) else 1.0
     return view
 
 

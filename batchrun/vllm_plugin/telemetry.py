@@ -130,6 +130,7 @@ class Meter:
         self.classes = {ONLINE: ClassTelemetry(), OFFLINE: ClassTelemetry()}
         self.shared, self.alone = LatencyTelemetry(), LatencyTelemetry()
         self.step = StepTelemetry()
+        self.num_left_out = 0
         self._slo = SloTelemetry()
         self._latency = self.alone
         self._shares: deque[LatencyTelemetry] = deque()
@@ -220,7 +221,9 @@ class Meter:
         slack_s = min(self._least_slack_s, awaited_slack_s)
         self._least_slack_s = math.inf
         slack = None if slack_s == math.inf else slack_s
-        return msgspec.structs.replace(self._slo, slack_s=slack, num_overdue=num_overdue)
+        return msgspec.structs.replace(
+            self._slo, slack_s=slack, num_overdue=num_overdue, num_left_out=self.num_left_out
+        )
 
 
 def fill_in(

@@ -180,12 +180,18 @@ def write_upstreams(
     urls: Sequence[str],
     *,
     slo_classes: Mapping[str, object] | None = None,
+    late_calls: str = "serve",
     **more: object,
 ) -> None:
     """As the daemon does it: a whole file, renamed into place. `more` is said of every engine."""
     engines = [{"name": f"engine-{i}", "url": url, **more} for i, url in enumerate(urls)]
     new = path.with_suffix(".new")
-    document = {"engines": engines, "daemon": None, "slo_classes": slo_classes or {}}
+    document = {
+        "engines": engines,
+        "daemon": None,
+        "slo_classes": slo_classes or {},
+        "late_calls": late_calls,
+    }
     new.write_text(json.dumps(document))
     new.replace(path)
 

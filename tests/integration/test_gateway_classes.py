@@ -38,7 +38,7 @@ async def test_a_class_becomes_a_hint_and_a_smuggled_hint_goes(tmp_path: Path) -
                 assert "service_tier" not in await reply.json()
 
     assert [seen.path for seen in engine.seen] == ROUTES
-    slo = FAST | {"jct_s": 9.0}
+    slo = FAST | {"jct_s": 9.0, "value": 1.0}
     for seen in engine.seen:
         hint = {"v": 1, "nonce": NONCE, "class": "online", "slo": slo}
         assert hint_in(seen.json) == hint

@@ -21,9 +21,9 @@ MAX_FILES = 257
 (2), patience of every row, steps beside calls by pace, KV and price (4), routers with what all
 gateway workers know (8), a planner that leaves room for chance, when a job's last rows end, the
 page (7), Python and what it shares with commands (10), engine agents (10), orders of calls by
-promise (2), progress of engines, what requests may hold, logs, figures for Prometheus (3),
-who hears of a job's end, uploads on the page, bounds of keys, silent parts, decisions that are
-explained (12), what callers feel."""
+promise (2), calls that would be late (1), progress of engines, what requests may hold, logs,
+figures for Prometheus (3), who hears of a job's end, uploads on the page, bounds of keys, silent
+parts, decisions that are explained (12), what callers feel."""
 MAX_LINES = 57_000
 """18,900 more for these, for groups by key portion and rows over engines by speed, several models,
 a planner that sizes on several draws, bounds on what callers and engines send, and
@@ -32,12 +32,13 @@ MAX_SHORT_FILES = 25
 SHORT_LINES = 80
 LONGEST_LINES = 500
 MAX_FILES_IN_FOLDER = 15
-MAX_BENCHMARK_LINES = 15_650
-"""7,650 more: rows of videos, scenarios of real traffic and of many jobs, rows whose answers nobody
+MAX_BENCHMARK_LINES = 16_300
+"""8,300 more: rows of videos, scenarios of real traffic and of many jobs, rows whose answers nobody
 knows, the price of rows, reserves, evictions, buckets, a real trace beside jobs, routers and what a
 decision costs, orders of calls, rows over engines, the page and Python; parts that hang, 118 odd
 engines and 50 callers in bad faith, two tenants, the demo beside vLLM's own order, a search for the
-best order of calls, memory and threads that run out; routers of others before the same engines."""
+best order of calls, calls of AccelGen and LARRY, memory and threads that run out; routers of others
+before the same engines."""
 MAX_MANUAL_WORDS = 40_000
 """10,000 more: what rows may cost calls, which engine a call goes to, Python, the page, engines on
 other machines, orders of calls, rows over engines, time limits, limits of keys, attacks and their

@@ -131,3 +131,13 @@ def test_the_rate_is_that_of_the_last_minute() -> None:
     assert calls.rate_per_s(NOW_S) == pytest.approx(5.0, rel=0.05)
     assert calls.rate_per_s(NOW_S + 120.0) < 1.0
     assert calls.rate_per_s(NOW_S) < 1.0
+
+
+def test_how_often_answers_are_longer_than_likely_is_counted_once_somebody_asked() -> None:
+    calls = history(100)
+    assert (calls.num_judged, calls.num_longer) == (0, 0)
+    assert 80 < calls.likely_tokens(10_000) < 200
+    for tokens in (50, 80, 5_000):
+        calls.ended(tokens)
+
+    assert (calls.num_judged, calls.num_longer) == (3, 1)

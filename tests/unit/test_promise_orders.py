@@ -19,6 +19,7 @@ from batchrun.scheduling.promise_orders import (
     SlackOrder,
     first_due_s,
     most_on_time,
+    most_valued_on_time,
 )
 from batchrun.scheduling.view import EngineView, Plan, RequestView
 
@@ -60,6 +61,30 @@ def test_as_many_jobs_as_any_choice_could_have_end_in_time() -> None:
         assert all(end <= jobs[i][0] for end, i in zip(ends, taken, strict=True))
 
 
+def test_no_job_of_more_value_is_late_for_those_of_less() -> None:
+    rng = Random(1)
+    for _ in range(200):
+        jobs = [(rng.uniform(0, 10), rng.uniform(0.1, 4), i) for i in range(rng.randint(0, 7))]
+        values = [rng.choice((1.0, 2.0, 5.0)) for _ in jobs]
+        best = max(
+            tuple(sum(values[i] == value for *_, i in chosen) for value in (5.0, 2.0, 1.0))
+            for size in range(len(jobs) + 1)
+            for chosen in combinations(sorted(jobs), size)
+            if all(
+                sum(work for _, work, _ in chosen[: i + 1]) <= due
+                for i, (due, _, _) in enumerate(chosen)
+            )
+        )
+        taken = most_valued_on_time(jobs, values)
+
+        # Of each value the most; which of these leaves more room for less value is left open.
+        most_valued = tuple(sum(values[i] == value for i in taken) for value in (5.0, 2.0, 1.0))
+        assert most_valued[0] == best[0]
+        assert len(taken) >= max(most_valued)
+        ends = [sum(jobs[i][1] for i in taken[: n + 1]) for n in range(len(taken))]
+        assert all(end <= jobs[i][0] + 1e-9 for end, i in zip(ends, taken, strict=True))
+
+
 def test_the_most_urgent_call_that_can_be_in_time_goes_first() -> None:
     loose = waiting("loose", tokens=100, ttft_s=9.0, waited_s=2.0)
     tight = waiting("tight", tokens=100, ttft_s=0.5)
@@ -81,6 +106,25 @@ def test_of_calls_that_cannot_all_be_in_time_the_longest_prompt_waits() -> None:
     engine = view(waiting=[long, *short], token_budget=1_000)
 
     assert order_by(OnTimeOrder(), engine) == ["short 0", "short 1", "long"]
+
+
+def test_of_calls_that_cannot_all_be_in_time_those_of_less_value_wait() -> None:
+    long = replace(waiting("long", tokens=9_000, ttft_s=1.2), slo_value=2.0)
+    short = [waiting(f"short {i}", tokens=3_000, ttft_s=1.3) for i in range(2)]
+    engine = view(waiting=[long, *short], token_budget=1_000)
+    queue = OnTimeOrder()
+
+    assert order_by(queue, engine) == ["long", "short 0", "short 1"]
+    assert queue.num_left_out == 2
+
+
+def test_an_order_tells_how_many_calls_it_cannot_bring_in_time() -> None:
+    policy = EchoPolicy(EchoOptions(), OnTimeOrder())
+    late = waiting("late", tokens=100, ttft_s=1.0, waited_s=1.2)
+    on_time = waiting("on time", tokens=100, ttft_s=5.0)
+
+    assert policy.plan(view(waiting=[late, on_time])).num_left_out == 1
+    assert policy.plan(view(waiting=[on_time])).num_left_out == 0
 
 
 def test_a_prompt_that_is_begun_gives_way_to_a_more_urgent_call() -> None:

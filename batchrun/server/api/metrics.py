@@ -39,6 +39,12 @@ BY_ENGINE: tuple[tuple[Family, str, str, str], ...] = (
     (GAUGE, "online_overdue", "slo.num_overdue", "Calls whose first token is late and awaited."),
     (GAUGE, "margin_ttft_seconds", "margin.ttft_s", "What steps leave of the bound for TTFT."),
     (GAUGE, "margin_tpot_seconds", "margin.tpot_s", "What they leave of an answer's time."),
+    (
+        GAUGE,
+        "online_left_out",
+        "slo.num_left_out",
+        "Calls that no order brings in time, by the plan of the last step.",
+    ),
     (COUNTER, "online_tokens", "slo.num_tokens", "Tokens that online calls got."),
     (COUNTER, "online_late_tokens", "slo.num_late_tokens", "Those that came after their bound."),
     (
@@ -46,6 +52,13 @@ BY_ENGINE: tuple[tuple[Family, str, str, str], ...] = (
         "online_late_first_tokens",
         "slo.num_late_first_tokens",
         "Online calls whose first token missed its bound.",
+    ),
+    (COUNTER, "online_answers", "num_answers", "Answers since their length first counted."),
+    (
+        COUNTER,
+        "online_longer_answers",
+        "num_longer_answers",
+        "Those longer than nine of ten were to be.",
     ),
     (
         GAUGE,

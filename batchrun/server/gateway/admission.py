@@ -132,8 +132,8 @@ def choose_class(
 def check_class(
     key: ApiKey | None, bounds: SloBounds | None, classes: SloClasses, default: SloBounds | None
 ) -> None:
-    """Raises RefusalError where a user key asks for tighter bounds than its own: those of its
-    class, or `default`, which is None where the engines alone know it."""
+    """Raises RefusalError where a user key asks for tighter bounds, or more value, than its own:
+    those of its class, or `default`, which is None where the engines alone know it."""
     wanted = default if bounds is None else bounds
     if key is None or key.role == "admin" or wanted is None:
         return
@@ -143,13 +143,16 @@ def check_class(
     its = DEFAULT_CLASS if key.slo_class is None else key.slo_class
     raise RefusalError(
         400,
-        f"{CLASS_HEADER.lower()}: with this API key no class may have tighter bounds than '{its}'",
+        f"{CLASS_HEADER.lower()}: with this API key no class may have more value or tighter "
+        f"bounds than '{its}'",
         code="invalid_value",
         param=CLASS_HEADER.lower(),
     )
 
 
 def _is_tighter(bounds: SloBounds, own: SloBounds) -> bool:
+    if bounds.value > own.value:
+        return True
     pairs = ((bounds.ttft_s, own.ttft_s), (bounds.tpot_s, own.tpot_s), (bounds.jct_s, own.jct_s))
     return any(
         (math.inf if wanted is None else wanted) < (math.inf if most is None else most)

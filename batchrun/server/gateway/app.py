@@ -59,7 +59,7 @@ from batchrun.server.gateway.forward import (
 )
 from batchrun.server.gateway.replies import ReplyUsage
 from batchrun.server.gateway.tally import EJECTED, Ejected, SeenReply, Tally, TallyPage
-from batchrun.server.gateway.upstreams import SloClasses, Upstreams, find_daemon
+from batchrun.server.gateway.upstreams import REFUSE, SloClasses, Upstreams, find_daemon
 
 LIST_TARGET = "/v1/models"
 METRICS_S = 5.0
@@ -121,10 +121,11 @@ def parse_listen(listen: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
+EMBEDDINGS = "/v1/embeddings"
 ENGINE_ROUTES = frozenset({
     "/v1/chat/completions",
     "/v1/completions",
-    "/v1/embeddings",
+    EMBEDDINGS,
     "/v1/responses",
 })
 
@@ -164,6 +165,7 @@ class Gateway:
     def take_over(self, upstreams: Upstreams) -> None:
         """Go on with a new list of engines and classes."""
         self._forwarder.balancer.replace(upstreams.engines, upstreams.router)
+        self._forwarder.balancer.refuse_late(is_on=upstreams.late_calls == REFUSE)
         self._forwarder.timeouts = upstreams.timeouts
         self._slo, self._slo_classes = upstreams.slo, upstreams.slo_classes
         self._images.hosts = ImageHosts(upstreams.image_hosts)
@@ -243,6 +245,7 @@ class Gateway:
             request_id,
             target=request.rel_url.raw_path_qs,
             body=read_call_body(request.rel_url.raw_path, body, bounds),
+            slo=None if request.rel_url.raw_path == EMBEDDINGS else bounds or self._slo,
         )
         meter = request[ABOUT_CALLER].meter
         name = class_name(request.headers, key_class, bounds)
@@ -345,11 +348,12 @@ def _call(
     *,
     target: str = LIST_TARGET,
     body: bytes | SteeredBody | None = None,
+    slo: SloBounds | None = None,
 ) -> ForwardedCall:
     """An engine may ask for a key of its own; ours is not for it."""
     keeps_key = request[ABOUT_CALLER].key is None
     headers = forwarded_headers(request, request_id, keeps_key=keeps_key)
-    return ForwardedCall(request.method, target, headers, body)
+    return ForwardedCall(request.method, target, headers, body, slo)
 
 
 FRAME = "document.yaml"

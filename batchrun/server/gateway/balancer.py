@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from batchrun.hints import SloBounds
 from batchrun.routing.decisions import (
     Decision,
     EngineRouting,
@@ -20,6 +21,7 @@ from batchrun.routing.decisions import (
     figures_of,
 )
 from batchrun.routing.engine_book import Call, EngineTraits, Sent
+from batchrun.routing.lateness import LateCalls
 from batchrun.routing.router import Terms
 from batchrun.routing.routers import DEFAULT_ROUTER, ROUTERS, make_router
 from batchrun.server.gateway.body_prompt import PIECE_BYTES, PromptText, read_prompt
@@ -81,7 +83,8 @@ class _Serving:
 class RoutedCall:
     """A call as the router sees it, and where it is; `usage` sees its reply.
 
-    `order` and `terms` are the columns of the engines as they were ranked, and why.
+    `order` and `terms` are the columns of the engines as they were ranked, and why. `slo` is what
+    it is promised; None: nothing that the gateway knows of.
     """
 
     call: Call
@@ -90,6 +93,7 @@ class RoutedCall:
     usage: ReplyUsage = field(default_factory=ReplyUsage)
     order: Sequence[int] = ()
     terms: Terms | None = None
+    slo: SloBounds | None = None
 
 
 class Balancer:
@@ -104,6 +108,7 @@ class Balancer:
         self._served: dict[str | None, _Serving] = {}
         self._down_until_s = -math.inf
         self._bytes_per_token = BYTES_PER_TOKEN
+        self._late: LateCalls | None = None
 
     @property
     def upstreams(self) -> tuple[Upstream, ...]:
@@ -167,6 +172,27 @@ class Balancer:
             if not each.is_hung and not self._left_s(self._engines[each], now_s)
         )
         return sorted(usable, key=lateness)
+
+    def refuse_late(self, *, is_on: bool) -> None:
+        """Whether `in_time` tells of late calls. What it learns them from is kept while it does."""
+        if not is_on:
+            self._late = None
+        elif self._late is None:
+            self._late = LateCalls(self._shared.book)
+
+    def in_time(
+        self, candidates: list[Upstream], routed: RoutedCall, *, now_s: float
+    ) -> tuple[list[Upstream], float]:
+        """The candidates, those first in which the call can be in time. And if there is none, by
+        how many seconds it would be late in the best of them."""
+        if self._late is None or routed.slo is None or routed.is_offline or not candidates:
+            return candidates, 0.0
+        columns = [self._engines[each].column for each in candidates]
+        known = [column for column in columns if column is not None]
+        late_s = self._late.excess_s(routed.call, routed.slo, known, now_s)
+        excess_s = [late_s.get(-1 if column is None else column, 0.0) for column in columns]
+        order = sorted(range(len(candidates)), key=lambda place: excess_s[place] > 0)
+        return [candidates[place] for place in order], min(excess_s)
 
     def take_turn(self, upstream: Upstream, *, now_s: float) -> bool:
         """Whether a call may be sent there now: one at a time where the engine is on trial."""
@@ -254,22 +280,34 @@ class Balancer:
         if not routed.text.is_stream:
             wait_s = self._shared.book.loads([engine.column], now_s)[engine.column].waiting_s
         sent = self._router.sent(routed.call, engine.column, now_s)
-        usage.on_begin = partial(self._began, upstream, sent)
+        late = self._late if routed.slo is not None and not routed.is_offline else None
+        if late is not None and routed.slo is not None:
+            late.sent(sent, routed.slo)
+        usage.on_begin = partial(self._began, upstream, sent, late)
         number = self._note(routed, sent, engine.digest)
         if not routed.text.is_stream:
             # Nobody sees when the first token of such a call comes.
             loop, due_s = asyncio.get_running_loop(), wait_s + sent.prefill_s
-            timer = loop.call_later(due_s, self._router.first_token, sent, now_s + due_s)
+            timer = loop.call_later(due_s, self._presumed_begun, sent, now_s + due_s, late)
         try:
             yield
         finally:
             if timer is not None:
                 timer.cancel()
+            if late is not None:
+                late.left(sent)
             self._ended(sent, routed, number)
 
-    def _began(self, upstream: Upstream, sent: Sent, now_s: float) -> None:
+    def _began(self, upstream: Upstream, sent: Sent, late: LateCalls | None, now_s: float) -> None:
         self.answered(upstream)
         self._router.first_token(sent, now_s)
+        if late is not None:
+            late.began(sent, now_s)
+
+    def _presumed_begun(self, sent: Sent, now_s: float, late: LateCalls | None) -> None:
+        self._router.first_token(sent, now_s)
+        if late is not None:
+            late.left(sent)
 
     def _note(self, routed: RoutedCall, sent: Sent, digest: int) -> int:
         """Keep why; an engine that left the list meanwhile stands last."""

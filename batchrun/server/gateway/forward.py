@@ -24,6 +24,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from batchrun.errors import ConfigError, DaemonUnavailableError, EngineError, EngineSilentError
+from batchrun.hints import SloBounds
 from batchrun.home import CALLER_HEADER, GATEWAY_HEADER
 from batchrun.media.connections import CleanConnector
 from batchrun.server.gateway.admission import ABOUT_CALLER
@@ -83,17 +84,34 @@ def no_such_model(model: str) -> RefusalError:
     return RefusalError(404, message, code="model_not_found")
 
 
+LONGEST_RETRY_S = 60
+"""OpenAI's clients heed no `Retry-After` of more than that."""
+
+
+def too_late(late_s: float) -> RefusalError:
+    """The answer to a call whose first token would be so late: by then the line is shorter."""
+    retry_s = min(LONGEST_RETRY_S, math.ceil(late_s))
+    message = (
+        "The engines are overloaded: the first token of this call would come after its bound. "
+        f"Please try again in {retry_s}s."
+    )
+    headers = {"Retry-After": str(retry_s)}
+    return RefusalError(429, message, code="overloaded", kind="requests", headers=headers)
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardedCall:
     """What goes to an engine: `target` is path and query exactly as the caller spelled them.
 
-    A steered body is written for the engine that is tried.
+    A steered body is written for the engine that is tried. `slo` is what the call is promised; None
+    where it is nothing that the gateway knows of.
     """
 
     method: str
     target: str
     headers: CIMultiDict[str]
     body: bytes | SteeredBody | None = None
+    slo: SloBounds | None = None
 
 
 class Exchange(NamedTuple):
@@ -135,7 +153,8 @@ class Forwarder:
 
         An engine that cannot be connected to is passed over; once bytes were sent no other one
         is tried. Raises EngineError, EngineSilentError when no headers come in time, and
-        RefusalError: with 404 for a model that none serves, with 503 while all are ejected.
+        RefusalError: with 404 for a model that none serves, with 503 while all are ejected, with
+        429 for a call that would be late where `late_calls` says so.
         """
         steered = call.body if isinstance(call.body, SteeredBody) else None
         text = call.body.text if isinstance(call.body, SteeredBody) else call.body
@@ -144,7 +163,8 @@ class Forwarder:
             raise no_such_model(routed.text.model or "")
         # What a server lists shows nothing of its core.
         is_list = call.body is None
-        for upstream in self.balancer.candidates(routed, now_s=time.monotonic()):
+        routed.slo = call.slo
+        for upstream in self._candidates(routed):
             if not is_list and not self.balancer.take_turn(upstream, now_s=time.monotonic()):
                 continue
             waits = self._waits(routed, is_list=is_list)
@@ -169,6 +189,14 @@ class Forwarder:
             message = "the last calls to the engine failed, and it gets none now; try again shortly"
             raise RefusalError(503, message, headers={"Retry-After": str(math.ceil(back_in_s))})
         raise EngineError("no engine can be reached; try again shortly")
+
+    def _candidates(self, routed: RoutedCall) -> list[Upstream]:
+        now_s = time.monotonic()
+        candidates = self.balancer.candidates(routed, now_s=now_s)
+        candidates, late_s = self.balancer.in_time(candidates, routed, now_s=now_s)
+        if late_s > 0:
+            raise too_late(late_s)
+        return candidates
 
     def _waits(self, routed: RoutedCall, *, is_list: bool) -> Waits:
         first_s, between_s = self.timeouts.of(

@@ -8,7 +8,7 @@
      "daemon": {"url": "http://127.0.0.1:9999", "gateway_key": "..."} | null,
      "slo": {"ttft_s": 1.0, "tpot_s": 0.05, "jct_s": null} | null,
      "slo_classes": {"fast": {"ttft_s": 0.2, "tpot_s": 0.03, "jct_s": null}},
-     "image_hosts": ["images.example.com"], "router": "cost",
+     "image_hosts": ["images.example.com"], "router": "cost", "late_calls": "serve",
      "timeouts": {"first_token_s": 300, "between_tokens_s": 120, "answer_s": 3600,
                   "row_s": 86400}}
 
@@ -195,6 +195,9 @@ class CallTimeouts:
         return (self.first_token_s if is_stream else self.answer_s), self.between_tokens_s
 
 
+SERVE, REFUSE = "serve", "refuse"
+"""What may become of a call that cannot be in time; any other word serves it."""
+
 SloClasses = Mapping[str, SloBounds]
 
 
@@ -202,7 +205,7 @@ SloClasses = Mapping[str, SloBounds]
 class Upstreams:
     """What the file says: the engines in file order, the daemon, the bounds of calls without a
     class (None: not known) and of the SLO classes, the hosts that images may come from, who chooses
-    among the engines, and how long calls wait."""
+    among the engines, what becomes of calls that cannot be in time, and how long calls wait."""
 
     engines: tuple[Upstream, ...]
     daemon: DaemonAt | None = None
@@ -210,6 +213,7 @@ class Upstreams:
     slo_classes: SloClasses = field(default_factory=dict)
     image_hosts: tuple[str, ...] = ()
     router: str = DEFAULT_ROUTER
+    late_calls: str = SERVE
     timeouts: CallTimeouts = field(default_factory=CallTimeouts)
 
 

@@ -1,0 +1,105 @@
+"""Which calls cannot have their first token in time, as far as their gateway can tell.
+
+Every worker knows the calls that it sent itself one by one, and of those of all workers how many
+tokens of prompts wait. What of these goes before a call is taken to be the share that it is among
+the worker's own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from batchrun.hints import SloBounds
+from batchrun.routing.engine_book import Call, EngineBook, Sent
+
+NUM_PACES, LEAST_PACES = 64, 16
+"""First tokens that tell how long calls really wait in an engine, and how few tell nothing yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A call without a first token: when that is due, what the call is worth, the tokens of its
+    prompt that are to be computed, and these with all that go before it; 0 where none do."""
+
+    due_s: float
+    value: float
+    tokens: int
+    line_tokens: float
+
+    def goes_before(self, due_s: float, value: float, now_s: float) -> bool:
+        """Whether it is served before a call that is due then. What is late goes last."""
+        if now_s > self.due_s:
+            return False
+        return self.value > value or (self.value == value and self.due_s <= due_s)
+
+
+class LateCalls:
+    """The calls of one worker that wait in engines, and by how much new ones would be late.
+
+    How long a call waits for each token of its prompt and of those before it is learnt from the
+    calls that found others: the median of the last ones, by engine. Instants are the book's.
+    """
+
+    def __init__(self, book: EngineBook) -> None:
+        self._book = book
+        self._waiting: dict[int, dict[Sent, _Waiting]] = {}
+        self._paces_s: dict[int, deque[float]] = {}
+
+    def excess_s(
+        self, call: Call, slo: SloBounds, engines: Sequence[int], now_s: float
+    ) -> dict[int, float]:
+        """By how much the first token of the call would be late in each engine; 0 where it may be
+        in time, where nobody knows yet, and where its prompt alone takes too long: to come back
+        later is of no use then. O(calls that wait)."""
+        bound_s = bound_of(slo)
+        cached = self._book.cached_tokens(call, engines)
+        found: dict[int, float] = {}
+        for engine in engines:
+            paces_s = self._paces_s.get(engine, ())
+            tokens = call.prompt_tokens - cached[engine]
+            found[engine] = 0.0
+            if len(paces_s) >= LEAST_PACES and (pace_s := median(paces_s)) * tokens <= bound_s:
+                ahead = self._ahead_tokens(engine, now_s + bound_s, slo.value, now_s)
+                found[engine] = max(0.0, pace_s * (ahead + tokens) - bound_s)
+        return found
+
+    def sent(self, sent: Sent, slo: SloBounds) -> None:
+        """A call with this promise goes to an engine; before the book is told of the next one."""
+        due_s, tokens = sent.at_s + bound_of(slo), sent.call.prompt_tokens - sent.cached_tokens
+        # The book counts the call itself already.
+        ahead = self._ahead_tokens(sent.engine, due_s, slo.value, sent.at_s, but_tokens=tokens)
+        waiting = self._waiting.setdefault(sent.engine, {})
+        waiting[sent] = _Waiting(due_s, slo.value, tokens, ahead + tokens if ahead else 0.0)
+
+    def began(self, sent: Sent, now_s: float) -> None:
+        """Its first token was seen."""
+        call = self._waiting.get(sent.engine, {}).get(sent)
+        if call is not None and call.line_tokens:
+            paces_s = self._paces_s.setdefault(sent.engine, deque(maxlen=NUM_PACES))
+            paces_s.append((now_s - sent.at_s) / call.line_tokens)
+        self.left(sent)
+
+    def left(self, sent: Sent) -> None:
+        """It waits no longer, whatever became of it."""
+        self._waiting.get(sent.engine, {}).pop(sent, None)
+
+    def _ahead_tokens(
+        self, engine: int, due_s: float, value: float, now_s: float, *, but_tokens: int = 0
+    ) -> float:
+        """Tokens of the prompts that go before a call; of what waits in all, `but_tokens` are its
+        own."""
+        own = self._waiting.get(engine)
+        if not own:
+            return 0.0
+        all_tokens = sum([each.tokens for each in own.values()])
+        before = [each.tokens for each in own.values() if each.goes_before(due_s, value, now_s)]
+        waiting_tokens = self._book.loads((engine,), now_s)[engine].waiting_tokens - but_tokens
+        return sum(before) / max(1, all_tokens) * max(0, waiting_tokens)
+
+
+def bound_of(slo: SloBounds) -> float:
+    """Seconds in which the first token of a call is to come."""
+    return slo.ttft_s if slo.jct_s is None else min(slo.ttft_s, slo.jct_s)
