@@ -2,10 +2,11 @@
 
     python -m benchmarks.demo [--json FILE] [--rows N]
 
-The calls alone say what this machine can promise (`bounds_of`). Everything goes through the
-`batchrun` command and the OpenAI endpoint, as a user would; state, output and the picture stay in
-the folder `demo/`. What vLLM gets is its best public form: `--scheduling-policy priority`, and the
-same rows with a later priority, sent by the same daemon in the same order.
+The calls alone say what this machine can promise (`bounds_of`), and how many rows last as long as
+they do (`rows_for`). Everything goes through the `batchrun` command and the OpenAI endpoint, as a
+user would; state, output and the picture stay in the folder `demo/`. What vLLM gets is its best
+public form: `--scheduling-policy priority`, and the same rows with a later priority, sent by the
+same daemon in the same order.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ from benchmarks.deployment import Deployment, wait_until
 from benchmarks.records import Bar, finish, parser
 from benchmarks.replay import TraceShape, generate_trace, summarize
 
-say = partial(print, flush=True)
+START_S = time.monotonic()
 
 FOLDER = Path("demo")
 PICTURE = FOLDER / "demo.svg"
@@ -53,6 +53,14 @@ MODEL_FOLDER = "models/tiny"
 LEAST_CALLS = 30
 PATIENCE = 12.0
 """A call is in time that takes at most so many times what calls alone take at the median."""
+ROWS_PER_CALL_TOKEN = 0.5
+"""Rows for a second that an engine takes for a token of a call alone, divided by that time: twice
+as many as end in the window on 1 to 2 cores."""
+ROWS_OF_A_DOCUMENT = 8
+FEWEST_ROWS, MOST_ROWS = 48, 480
+WARM_UP_S = 8.0
+"""The second engine has the calls so long alone before rows come; what they take there is not
+looked at."""
 POLL_S = 0.5
 END_WAIT_S = 1_200.0
 MANY_CORES = 0.3
@@ -91,7 +99,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One engine: the calls alone on it, and beside rows."""
+    """The calls alone on this machine, and beside rows on one engine."""
 
     name: str
     alone: Window
@@ -106,16 +114,20 @@ class Side:
         return sum(lateness(call, slo) <= 1 for call in wanted) / len(wanted) if wanted else 0.0
 
 
+def say(text: str) -> None:
+    """A line on how far the demo is, with the seconds since its start."""
+    print(f"{time.monotonic() - START_S:4.0f} s  {text}", flush=True)
+
+
 def main() -> int:
     """Run the demo; 0 when every row is in the output and enough calls were answered."""
-    options = parser(__doc__, rows=160).parse_args()
-    start_s = time.monotonic()
+    options = parser(__doc__, rows=0).parse_args()
     deployment = Deployment(FOLDER)
     try:
-        _prepare(deployment, options.rows)
-        sides, slo, view = _measure(deployment)
+        _prepare(deployment)
+        sides, slo, view = _measure(deployment, options.rows)
     except (BatchrunError, TimeoutError) as error:
-        say(f"demo failed: {error}")
+        print(f"demo failed: {error}")
         return 1
     save_picture(sides, slo, PICTURE)
     rows_in_output = pq.read_metadata(view["output_path"]).num_rows
@@ -125,10 +137,11 @@ def main() -> int:
         "rows_failed": view["num_failed"],
         "rows_in_output": rows_in_output,
         "output_path": view["output_path"],
-        "demo_s": time.monotonic() - start_s,
+        "demo_s": time.monotonic() - START_S,
     }
-    wrong_rows = max(abs(num - options.rows) for num in (view["num_completed"], rows_in_output))
-    calls = [window.calls for side in sides for window in (side.alone, side.beside)]
+    num_rows = view["num_rows"]
+    wrong_rows = max(abs(num - num_rows) for num in (view["num_completed"], rows_in_output))
+    calls = [sides[0].alone.calls, *(side.beside.calls for side in sides)]
     answered = min(sum(call.error is None for call in each) for each in calls)
     bars = [
         Bar("rows too few or too many, or failed", wrong_rows, 0, is_most=True),
@@ -138,27 +151,31 @@ def main() -> int:
     say(f"{PICTURE}: every call, and the rows done beside them")
     if (cores := others_cores(sides)) > MANY_CORES:
         say(f"other programs took up to {cores:.1f} cores of this machine: figures move with them")
-    said = f"{options.rows} rows, {view['num_failed']} failed; {sentence(sides, slo)}"
-    say(f"demo {'failed' if code else 'ok'}: {said}")
+    said = f"{num_rows} rows, {view['num_failed']} failed; {sentence(sides, slo)}"
+    print(f"demo {'failed' if code else 'ok'}: {said}")
     return code
 
 
-def _prepare(deployment: Deployment, num_rows: int) -> None:
-    """A fresh folder with the job file, its data and the model."""
+def _prepare(deployment: Deployment) -> None:
+    """A fresh folder with the job file and the model."""
     if FOLDER.exists():
         deployment.batchrun("down")
         shutil.rmtree(FOLDER)
     (FOLDER / "jobs").mkdir(parents=True)
     shutil.copy(JOB_FILE, FOLDER / "jobs" / JOB_FILE.name)
-    say(f"writing {num_rows} LooGLE-shaped rows and building the tiny model")
+    say("building the tiny model")
     (FOLDER / "datasets").mkdir()
-    data = "datasets/loogle.parquet"
-    deployment.batchrun("datasets", "sample", "loogle", "--rows", str(num_rows), "-o", data)
     deployment.batchrun("models", "tiny", MODEL_FOLDER)
 
 
-def _measure(deployment: Deployment) -> tuple[list[Side], SloConfig, dict[str, Any]]:
-    """Both sides, the bounds, and the job on batchrun at its end.
+def _write_rows(deployment: Deployment, num_rows: int) -> None:
+    say(f"  writing {num_rows} LooGLE-shaped rows")
+    data = "datasets/loogle.parquet"
+    deployment.batchrun("datasets", "sample", "loogle", "--rows", str(num_rows), "-o", data)
+
+
+def _measure(deployment: Deployment, num_rows: int) -> tuple[list[Side], SloConfig, dict[str, Any]]:
+    """Both sides, the bounds, and the job on batchrun at its end; `num_rows` 0: `rows_for`.
 
     Raises BatchrunError, and TimeoutError where the job does not end.
     """
@@ -167,6 +184,7 @@ def _measure(deployment: Deployment) -> tuple[list[Side], SloConfig, dict[str, A
         alone = asyncio.run(_window(deployment, gateway))
         slo = bounds_of(alone.calls)
         say(f"  in time is here: {_in_words(slo)}")
+        _write_rows(deployment, num_rows or rows_for(alone.calls))
         say("  the same calls, and rows of a later priority beside them")
         job_id = _start_rows(deployment)
         vllm = Side(VLLM, alone, asyncio.run(_window(deployment, gateway, job_id)))
@@ -174,8 +192,8 @@ def _measure(deployment: Deployment) -> tuple[list[Side], SloConfig, dict[str, A
             deployment.call("cancel", job_id)  # It may end meanwhile.
             wait_until(lambda: _has_ended(deployment, job_id), "the end of the first job")
     with _engine(deployment, "2 of 2: batchrun's scheduler", slo=slo.model_dump()) as gateway:
-        say("  the same calls alone")
-        alone = asyncio.run(_window(deployment, gateway))
+        say(f"  the first {WARM_UP_S:.0f} s of the calls alone")
+        asyncio.run(_warm_up(gateway))
         say("  the same calls, and the same rows beside them")
         job_id = _start_rows(deployment)
         batchrun = Side(BATCHRUN, alone, asyncio.run(_window(deployment, gateway, job_id)))
@@ -210,9 +228,19 @@ def _has_ended(deployment: Deployment, job_id: str) -> bool:
     return JobState(deployment.job(job_id)["state"]).is_terminal
 
 
+async def _warm_up(gateway: str) -> None:
+    """Calls alone, so that the engine is as warm as the first one when rows come."""
+    calls = [call for call in generate_trace(TRACE, seed=1) if call.at_s < WARM_UP_S]
+    await replay([*FIRST_CALLS, *calls], _target(gateway))
+
+
+def _target(gateway: str) -> ReplayTarget:
+    return ReplayTarget(f"{gateway}/v1", "tiny", extra_body={"ignore_eos": True})
+
+
 async def _window(deployment: Deployment, gateway: str, job_id: str | None = None) -> Window:
     """Send the calls of the trace, and see how the rows of the job get on beside them."""
-    target = ReplayTarget(f"{gateway}/v1", "tiny", extra_body={"ignore_eos": True})
+    target = _target(gateway)
     if job_id is None:
         await replay(FIRST_CALLS, target)
     start_s, busy_s, own_s = time.monotonic(), _busy_cpu_s(), _own_cpu_s(deployment)
@@ -246,6 +274,14 @@ def _own_cpu_s(deployment: Deployment) -> float:
                     times = process.cpu_times()
                     total_s += times.user + times.system
     return total_s
+
+
+def rows_for(alone: Sequence[OnlineResult]) -> int:
+    """As many rows as last through the calls on this machine, of whole documents."""
+    tpot_s = percentile([call.tpot_s for call in alone if call.tpot_s is not None], 0.5)
+    wanted = ROWS_PER_CALL_TOKEN / max(tpot_s or 0.0, 1e-6)
+    rows = math.ceil(wanted / ROWS_OF_A_DOCUMENT) * ROWS_OF_A_DOCUMENT
+    return min(MOST_ROWS, max(FEWEST_ROWS, rows))
 
 
 def bounds_of(alone: Sequence[OnlineResult]) -> SloConfig:
@@ -289,30 +325,35 @@ def others_cores(sides: Sequence[Side]) -> float:
 
 
 def record_of(sides: Sequence[Side], slo: SloConfig) -> dict[str, Any]:
-    """All figures of the four windows, flat."""
+    """All figures of the three windows, flat."""
     record: dict[str, Any] = {"scenario": "cpu-demo"}
-    for key, side in zip(("vllm", "batchrun"), sides, strict=True):
-        for kind, window in (("alone", side.alone), ("beside", side.beside)):
-            figures = summarize(window.calls, slo_ttft_s=slo.ttft_s, slo_tpot_s=slo.tpot_s)
-            figures |= {"rows_per_s": window.rows_per_s, "others_cores": window.others_cores}
-            record |= {f"{key}_{kind}_{name}": value for name, value in figures.items()}
-        record[f"{key}_kept_share"] = side.kept_share(slo)
-    return record
+    vllm, batchrun = sides
+    for key, window in (
+        ("alone", vllm.alone),
+        ("vllm_beside", vllm.beside),
+        ("batchrun_beside", batchrun.beside),
+    ):
+        figures = summarize(window.calls, slo_ttft_s=slo.ttft_s, slo_tpot_s=slo.tpot_s)
+        figures |= {"rows_per_s": window.rows_per_s, "others_cores": window.others_cores}
+        record |= {f"{key}_{name}": value for name, value in figures.items()}
+    return record | {
+        "vllm_kept_share": vllm.kept_share(slo),
+        "batchrun_kept_share": batchrun.kept_share(slo),
+    }
 
 
 def save_picture(sides: Sequence[Side], slo: SloConfig, path: Path) -> None:
     """Each call by its arrival and how late it was, and the rows done, as an SVG file."""
-    seen = [(ALONE, side.alone) for side in sides] + [(side.name, side.beside) for side in sides]
+    seen = [(ALONE, sides[0].alone), *((side.name, side.beside) for side in sides)]
     late = [lateness(call, slo) for _, window in seen for call in window.calls]
     top = 1.5 * max([2.0, *(value for value in late if math.isfinite(value))])
     with rc_context(STYLE):
         figure = Figure(figsize=(8, 5.6), layout="constrained")
         calls, rows = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-        for number, (name, window) in enumerate(seen):
+        for name, window in seen:
             taken = [min(lateness(call, slo), top) for call in window.calls]
             arrived_s = [call.arrived_at_s for call in window.calls]
-            label = name if number else None
-            calls.scatter(arrived_s, taken, s=14, color=COLORS[name], label=label)
+            calls.scatter(arrived_s, taken, s=14, color=COLORS[name], label=name)
             if window.rows_done:
                 rows.plot(*zip(*window.rows_done, strict=True), color=COLORS[name])
         calls.axhline(1, color="black", linestyle=":", linewidth=1)

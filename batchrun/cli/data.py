@@ -24,6 +24,7 @@ from batchrun.cli.console import (
     command_group,
     note,
     prepare_file,
+    rows_in_words,
 )
 from batchrun.control.client import DaemonClient
 from batchrun.errors import DaemonUnavailableError, InputError, StateError
@@ -101,7 +102,9 @@ def import_(
 def _report(written: WrittenDataset, *, as_json: bool) -> None:
     path, num_rows, size_bytes = str(written.path), written.num_rows, written.size_bytes
     document = {"path": path, "rows": num_rows, "size_bytes": size_bytes}
-    answer(document, f"{path}: {num_rows:,} rows, {size_bytes / 1e6:.1f} MB", as_json=as_json)
+    answer(
+        document, f"{path}: {rows_in_words(num_rows)}, {size_bytes / 1e6:.1f} MB", as_json=as_json
+    )
 
 
 POLL_S = 1.0

@@ -18,6 +18,7 @@ from batchrun.cli.console import (
     ModelOption,
     answer,
     note,
+    rows_in_words,
 )
 from batchrun.control.client import DaemonClient
 from batchrun.control.fitting import unfit_submission
@@ -104,14 +105,14 @@ def submit(
         "waits_for_daemon": is_waiting,
         "warning": "; ".join(warnings) or None,
     }
-    answer(document, f"{job_id}  {job.name}: {job.num_rows:,} rows", as_json=as_json)
+    answer(document, f"{job_id}  {job.name}: {rows_in_words(job.num_rows)}", as_json=as_json)
     if is_waiting and not as_json:
         note("no daemon runs; the job waits for `batchrun up -d`")
 
 
 def _wait(job_id: str, job: NewJob, home: Home, *, strict: bool, as_json: bool) -> None:
     if not as_json:
-        note(f"{job_id}  {job.name}: {job.num_rows:,} rows submitted")
+        note(f"{job_id}  {job.name}: {rows_in_words(job.num_rows)} submitted")
     try:
         follow(DaemonClient(home), job_id, strict=strict, as_json=as_json)
     except KeyboardInterrupt:
@@ -238,7 +239,7 @@ def follow(
 
 def _summary(view: dict[str, Any]) -> tuple[str, str]:
     line = (
-        f"{view['id']}  {view['name']}: {view['num_completed']:,} rows done, "
+        f"{view['id']}  {view['name']}: {rows_in_words(view['num_completed'])} done, "
         f"{view['num_failed']:,} failed, "
         f"{view['num_prompt_tokens'] + view['num_output_tokens']:,} tokens"
     )

@@ -27,7 +27,7 @@ earlier, all others at their pace."""
 CAUTION = 0.5
 """Of the most, kept back of answers until calls have told how they fare beyond the engine."""
 HEARD_S = 30.0
-"""Who told what calls felt is believed for so long; then the engine's own clock counts again."""
+"""The engine's own clock does not count for so long after the last news of callers."""
 
 
 class KeptBack(NamedTuple):
@@ -66,7 +66,9 @@ class CallerMargin:
                 felt.num_answers - before.num_answers,
                 felt.num_late_answers - before.num_late_answers,
             )
-        self._heard, self._heard_at_s = felt, now_s
+        if felt != (before or FeltCalls()):
+            self._heard_at_s = now_s
+        self._heard = felt
         self._set()
 
     def saw_first(self, now_s: float, *, is_late: bool) -> None:

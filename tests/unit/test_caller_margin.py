@@ -92,13 +92,21 @@ def test_counts_of_another_gateway_begin_anew() -> None:
 
 
 def test_the_engines_own_clock_counts_only_while_no_gateway_tells() -> None:
-    margin = told(NONE_YET)
-    margin.saw_last(1.0, is_late=True)
-    assert margin.now.later_tpots == CAUTION * MOST_LATER_TPOTS
+    margin = told(NONE_YET, answers(50, 0), answers(50, 0))
+    careful = margin.now.later_tpots
+    margin.saw_last(3.0, is_late=True)
+    assert margin.now.later_tpots == careful < CAUTION * MOST_LATER_TPOTS
 
-    margin.saw_last(HEARD_S + 1.0, is_late=True)
+    margin.saw_last(HEARD_S + 3.0, is_late=True)
 
-    assert margin.now.later_tpots > CAUTION * MOST_LATER_TPOTS
+    assert margin.now.later_tpots > careful
+
+
+def test_a_gateway_that_knows_no_bounds_leaves_it_to_the_engines_clock() -> None:
+    margin = told(NONE_YET, NONE_YET)
+    margin.saw_last(3.0, is_late=False)
+
+    assert 0.0 < margin.now.later_tpots < CAUTION * MOST_LATER_TPOTS
 
 
 def test_steps_beside_rows_end_earlier_by_what_is_kept_back() -> None:

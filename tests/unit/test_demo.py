@@ -1,4 +1,4 @@
-"""What the demo says of its three windows: bounds, the calls that were kept, rows, the picture."""
+"""What the demo says of its windows: bounds, the calls that were kept, rows, the picture."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from batchrun.simulator.replay import OnlineResult
 from benchmarks.demo import (
     ALONE,
     BATCHRUN,
+    FEWEST_ROWS,
+    MOST_ROWS,
     PATIENCE,
     TRACE,
     VLLM,
@@ -22,6 +24,7 @@ from benchmarks.demo import (
     lateness,
     others_cores,
     record_of,
+    rows_for,
     save_picture,
     sentence,
 )
@@ -56,6 +59,13 @@ def test_bounds_are_so_many_medians_of_the_calls_alone() -> None:
 
     assert bounds.ttft_s == pytest.approx(PATIENCE * 0.04)
     assert bounds.tpot_s == pytest.approx(PATIENCE * 0.01)
+
+
+@pytest.mark.parametrize(
+    ("gap_s", "rows"), [(0.005, 104), (0.008, 64), (1.0, FEWEST_ROWS), (1e-4, MOST_ROWS)]
+)
+def test_a_slower_machine_gets_fewer_rows_of_whole_documents(gap_s: float, rows: int) -> None:
+    assert rows_for([call(0.0, gap_s=gap_s)] * 3) == rows
 
 
 def test_without_an_answer_there_are_no_bounds() -> None:
@@ -95,7 +105,7 @@ def test_the_sentence_compares_calls_and_rows() -> None:
     record = record_of(sides(), SLO)
     assert record["vllm_kept_share"] == pytest.approx(1 / 3)
     assert record["batchrun_beside_rows_per_s"] == 0.6
-    assert record["vllm_alone_slo_attainment"] == 0.75
+    assert record["alone_slo_attainment"] == 0.75
     assert others_cores(sides()) == 0.7
 
 

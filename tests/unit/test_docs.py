@@ -35,6 +35,7 @@ from batchrun.daemon.ending import OUTPUT_TRIES
 from batchrun.engine import command as vllm_command
 from batchrun.engine.command import ManagedSettings
 from batchrun.errors import BatchrunError, ConfigError
+from batchrun.estimator import caller_margin, online_fit
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.spec import OUTPUT_COLUMNS, InputSpec, JobFile, OutputSpec
 from batchrun.pool.prefix_keys import CHUNK_BYTES
@@ -94,6 +95,13 @@ FIGURES = [
     ("engines.md", f"--kv-cache-memory-bytes={vllm_command.CPU_KV_CACHE_BYTES}"),
     ("gateway.md", f"`--max-body-bytes` ({MAX_BODY_BYTES >> 20} MiB)"),
     ("pool.md", f"pieces of {CHUNK_BYTES} bytes"),
+    (
+        "scheduler.md",
+        f"{caller_margin.WANTED_LATE:.0%}".replace("%", " %") + " of the calls are late",
+    ),
+    ("scheduler.md", f"told anything for {caller_margin.HEARD_S:g} s"),
+    ("scheduler.md", f"the last {online_fit.SLOW_MEMORY_STEPS} steps of a kind"),
+    ("scheduler.md", f"took over {100 * online_fit.FORGIVEN_SHARE:g} % longer"),
 ]
 
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from batchrun.cli.console import columns, named_lines, safe_json
+from batchrun.cli.console import columns, named_lines, rows_in_words, safe_json
 from batchrun.control.following import SafeConsole
 from batchrun.errors import UNSAFE
 
@@ -54,3 +54,7 @@ def test_no_line_ends_with_blanks(*, is_terminal: bool) -> None:
 
     assert [line for line in text.getvalue().splitlines() if line != line.rstrip()] == []
     assert " longer  much longer" in text.getvalue()
+
+
+def test_one_row_is_no_rows() -> None:
+    assert [rows_in_words(num) for num in (0, 1, 1_200)] == ["0 rows", "1 row", "1,200 rows"]

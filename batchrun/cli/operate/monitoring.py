@@ -82,6 +82,10 @@ BOARD: Mapping[str, Sequence[Panel]] = {
             "{{engine}}, alone: {{predicted_alone}}":
                 'batchrun_online_latency_seconds{latency="ttft", quantile="0.99"}',
         }, "s"),
+        Panel("Late calls, as callers feel it", {
+            "{{engine}} {{latency}}": "rate(batchrun_gateway_late_calls_total[5m])"
+                " / clamp_min(rate(batchrun_gateway_promised_calls_total[5m]), 1e-9)",
+        }, "percentunit"),
         Panel("Late tokens", {
             "{{engine}}": "rate(batchrun_online_late_tokens_total[5m])"
                 " / clamp_min(rate(batchrun_online_tokens_total[5m]), 1e-9)",
