@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -27,7 +27,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from batchrun.errors import ConfigError, known_name
 from batchrun.files import check_prefix
 from batchrun.hints import MAX_BOUND_S, MAX_ONLINE_COST
-from batchrun.home import Home, check_store_url
+from batchrun.home import DEFAULT_HOME, Home, check_store_url
 from batchrun.media.hosts import checked_host
 from batchrun.quantities import (
     checked_age,
@@ -119,13 +119,53 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+MAX_REPLICAS = 512
 _KEYS_OF_OURS = ("port", "url", "python", "vllm_args", "env", "command", "profile")
+_KEYS_OF_A_MACHINE = ("port", "url", "profile")
 _KEYS_OF_VLLM = ("model", "served_model_name", "adapters")
+
+
+class ReplicasConfig(_Strict):
+    """Between how many replicas a fleet has."""
+
+    min: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] = 1
+    max: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] | None = None
+
+    @model_validator(mode="after")
+    def _max_is_not_less(self) -> ReplicasConfig:
+        if self.max is not None and self.max < self.min:
+            raise ValueError(f"max must be {self.min} at least, which is min")
+        return self
+
+    @property
+    def most(self) -> int:
+        """The most that there may be."""
+        return self.max or self.min
+
+
+class RayConfig(_Strict):
+    """A fleet: engines with agents that Ray places on its nodes.
+
+    `address` is Ray's own; `gpus` and `cpus` are what it sets aside for a replica, on one node.
+    Agents listen on `port` and those that follow it, a replica one.
+    """
+
+    address: str = "auto"
+    replicas: ReplicasConfig = ReplicasConfig()
+    gpus: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1
+    cpus: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1
+    port: Port = 8100
+
+    @model_validator(mode="after")
+    def _something_is_set_aside(self) -> RayConfig:
+        if not self.gpus and not self.cpus:
+            raise ValueError("give 'gpus' or 'cpus': Ray places a replica by what it needs")
+        return self
 
 
 class EngineConfig(_Strict):
     """One engine. With `attach` it is a URL of a running vLLM, with `agent` that of an agent beside
-    one; else batchrun starts it.
+    one, with `ray` there are several, on Ray's nodes; else batchrun starts it.
 
     `model`, `served_model_name`: this engine's, where it is not that of all; `adapters` are LoRA
     adapters by the name that callers use. `priority`: whether offline requests carry vLLM's
@@ -137,6 +177,7 @@ class EngineConfig(_Strict):
     api_key: str | None = Field(default=None, repr=False)
     api_key_file: str | None = None
     agent: AgentUrl | None = None
+    ray: RayConfig | None = None
     secret_file: str | None = None
     certificate: str | None = None
     model: str | None = None
@@ -155,11 +196,20 @@ class EngineConfig(_Strict):
     def _kinds_do_not_mix(self) -> EngineConfig:
         if self.attach is not None and self.agent is not None:
             raise ValueError("'attach' and 'agent' do not go together: an agent attaches")
+        if self.ray is not None and not (self.attach is self.agent is None):
+            raise ValueError("'ray' goes with neither 'attach' nor 'agent': Ray places agents")
+        has_ray, has_agent = self.ray is not None, self.agent is not None
         for is_its, whose, keys in (
-            (self.is_ours, "an engine that batchrun starts", _KEYS_OF_OURS),
-            (self.is_vllm, "a vLLM that batchrun starts", _KEYS_OF_VLLM),
+            (self.is_ours or has_ray, "an engine that batchrun starts", _KEYS_OF_OURS),
+            (self.is_ours, "an engine that batchrun starts here", _KEYS_OF_A_MACHINE),
+            (
+                self.command is None and (self.is_ours or has_ray),
+                "a vLLM that batchrun starts",
+                _KEYS_OF_VLLM,
+            ),
             (self.attach is not None, "an engine with 'attach'", ("api_key", "api_key_file")),
-            (self.agent is not None, "an engine with 'agent'", ("secret_file", "certificate")),
+            (has_agent or has_ray, "an engine with 'agent' or 'ray'", ("secret_file",)),
+            (has_agent, "an engine with 'agent'", ("certificate",)),
         ):
             for key in keys:
                 if not is_its and getattr(self, key) not in (None, (), {}):
@@ -175,8 +225,15 @@ class EngineConfig(_Strict):
 
     @property
     def is_ours(self) -> bool:
-        """Whether batchrun itself starts this engine's process."""
-        return self.attach is None and self.agent is None
+        """Whether batchrun itself starts this engine's process, on this machine."""
+        return self.attach is self.agent is self.ray is None
+
+    @property
+    def replica_names(self) -> tuple[str, ...]:
+        """The engines of a fleet, as many as there may be; of others, the one."""
+        if self.ray is None:
+            return (self.name,)
+        return tuple(f"{self.name}-{number}" for number in range(self.ray.replicas.most))
 
     @property
     def uses_priority(self) -> bool:
@@ -353,7 +410,7 @@ class DeploymentFile(_Strict):
 
     @model_validator(mode="after")
     def _engine_names_differ(self) -> DeploymentFile:
-        names = [engine.name for engine in self.engines]
+        names = [name for engine in self.engines for name in engine.replica_names]
         if len(set(names)) != len(names):
             raise ValueError("two engines have the same 'name'; give each its own")
         return self
@@ -382,6 +439,7 @@ class Environment(BaseSettings):
     config: Path | None = None
     model: str | None = None
     listen: str | None = None
+    ray_address: str | None = None
 
 
 class Deployment(DeploymentFile):
@@ -437,7 +495,7 @@ class Deployment(DeploymentFile):
 def load_home(flag: Path | None) -> Home:
     """The home folder: --home, else BATCHRUN_HOME, else ~/.local/state/batchrun."""
     chosen = flag or _environment().home
-    return Home(chosen or Path("~/.local/state/batchrun"))
+    return Home(chosen or DEFAULT_HOME)
 
 
 def load_deployment(
@@ -457,6 +515,8 @@ def load_deployment(
         file = load_strict(path, DeploymentFile, ConfigError, context=names)
         values |= file.model_dump(exclude_unset=True) | {"file": path.absolute()}
     values |= environment.model_dump(include={"model", "listen"}, exclude_none=True)
+    if environment.ray_address is not None:
+        values["engines"] = _at_ray(values.get("engines", ()), environment.ray_address)
     try:
         deployment = Deployment.model_validate(values)
     except ValidationError as error:
@@ -465,6 +525,16 @@ def load_deployment(
         located = deployment.on_done.located(deployment.base)
         deployment = deployment.model_copy(update={"on_done": located})
     return _with_model_path(deployment)
+
+
+def _at_ray(engines: Sequence[dict[str, Any]], address: str) -> tuple[dict[str, Any], ...]:
+    """The engines, their fleets at this address. Raises ConfigError where there is none."""
+    if not any(engine.get("ray") is not None for engine in engines):
+        raise ConfigError("--ray-address: no engine has 'ray'; list one under `engines`")
+    return tuple(
+        engine | {"ray": engine["ray"] | {"address": address}} if engine.get("ray") else engine
+        for engine in engines
+    )
 
 
 def _environment(**flags: Any) -> Environment:
