@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     SecretStr,
@@ -24,6 +20,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from batchrun.engine_config import Argument, EngineConfig, Name, Strict, Url
 from batchrun.errors import ConfigError, known_name
 from batchrun.files import check_prefix
 from batchrun.hints import MAX_BOUND_S, MAX_ONLINE_COST
@@ -39,27 +36,6 @@ from batchrun.quantities import (
 from batchrun.strict import load_strict
 from batchrun.types import DEFAULT_CLASS
 
-Port = Annotated[int, Field(ge=1, le=65535)]
-
-
-def _number_as_text(value: object) -> object:
-    """`--max-model-len, 8192` in a list of arguments is text, whatever YAML makes of it."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return str(value) if is_number else value
-
-
-def _checked_url(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in {"http", "https"} or not parts.netloc:
-        raise ValueError(f"must be a URL such as http://127.0.0.1:8001 (got {url!r})")
-    return url
-
-
-def _checked_agent(url: str) -> str:
-    if urlsplit(_checked_url(url)).scheme != "https":
-        raise ValueError(f"must be a URL such as https://10.0.0.7:8100 (got {url!r})")
-    return url
-
 
 def _checked_store(store: SecretStr) -> SecretStr:
     check_store_url(store.get_secret_value())
@@ -70,12 +46,6 @@ def at_least_one(engines: tuple[object, ...]) -> tuple[object, ...]:
     if not engines:
         raise ValueError("must list an engine; left out, batchrun starts one")
     return engines
-
-
-def checked_name(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name):
-        raise ValueError(f"must be 1 to 64 letters, digits, dots, dashes or _ (got {name!r})")
-    return name
 
 
 def _checked_class_name(name: str) -> str:
@@ -97,16 +67,12 @@ def _checked_choice(name: str, info: ValidationInfo) -> str:
 
 Choice = Annotated[str, AfterValidator(_checked_choice)]
 Listen = Annotated[str, BeforeValidator(checked_listen)]
-Name = Annotated[str, BeforeValidator(_number_as_text), AfterValidator(checked_name)]
 ClassName = Annotated[Name, AfterValidator(_checked_class_name)]
 Age = Annotated[str, AfterValidator(checked_age)]
 CompletionWindow = Annotated[str, AfterValidator(checked_duration)]
-Argument = Annotated[str, BeforeValidator(_number_as_text)]
 FilesUrl = Annotated[str, AfterValidator(check_prefix)]
 StoreUrl = Annotated[SecretStr, AfterValidator(_checked_store)]
 ImageHost = Annotated[str, AfterValidator(checked_host)]
-Url = Annotated[str, AfterValidator(_checked_url)]
-AgentUrl = Annotated[str, AfterValidator(_checked_agent)]
 
 
 TINY_MODEL = "tiny"
@@ -115,136 +81,10 @@ STOCK_POLICY = "vllm"
 """The policy of engines that run vLLM's own scheduler."""
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-MAX_REPLICAS = 512
-_KEYS_OF_OURS = ("port", "url", "python", "vllm_args", "env", "command", "profile")
-_KEYS_OF_A_MACHINE = ("port", "url", "profile")
-_KEYS_OF_VLLM = ("model", "served_model_name", "adapters")
-
-
-class ReplicasConfig(_Strict):
-    """Between how many replicas a fleet has."""
-
-    min: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] = 1
-    max: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] | None = None
-
-    @model_validator(mode="after")
-    def _max_is_not_less(self) -> ReplicasConfig:
-        if self.max is not None and self.max < self.min:
-            raise ValueError(f"max must be {self.min} at least, which is min")
-        return self
-
-    @property
-    def most(self) -> int:
-        """The most that there may be."""
-        return self.max or self.min
-
-
-class RayConfig(_Strict):
-    """A fleet: engines with agents that Ray places on its nodes.
-
-    `address` is Ray's own; `gpus` and `cpus` are what it sets aside for a replica, on one node.
-    Agents listen on `port` and those that follow it, a replica one.
-    """
-
-    address: str = "auto"
-    replicas: ReplicasConfig = ReplicasConfig()
-    gpus: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1
-    cpus: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1
-    port: Port = 8100
-
-    @model_validator(mode="after")
-    def _something_is_set_aside(self) -> RayConfig:
-        if not self.gpus and not self.cpus:
-            raise ValueError("give 'gpus' or 'cpus': Ray places a replica by what it needs")
-        return self
-
-
-class EngineConfig(_Strict):
-    """One engine. With `attach` it is a URL of a running vLLM, with `agent` that of an agent beside
-    one, with `ray` there are several, on Ray's nodes; else batchrun starts it.
-
-    `model`, `served_model_name`: this engine's, where it is not that of all; `adapters` are LoRA
-    adapters by the name that callers use. `priority`: whether offline requests carry vLLM's
-    `priority` field (needs `--scheduling-policy priority`, which managed engines get).
-    """
-
-    name: Name = "0"
-    attach: Url | None = None
-    api_key: str | None = Field(default=None, repr=False)
-    api_key_file: str | None = None
-    agent: AgentUrl | None = None
-    ray: RayConfig | None = None
-    secret_file: str | None = None
-    certificate: str | None = None
-    model: str | None = None
-    served_model_name: str | None = None
-    adapters: dict[Name, str] = {}
-    priority: bool | None = None
-    port: Port | None = None
-    url: Url | None = None
-    python: str | None = None
-    vllm_args: tuple[Argument, ...] = ()
-    env: dict[str, Argument] = {}
-    command: Annotated[tuple[Argument, ...], Field(min_length=1)] | None = None
-    profile: str | None = None
-
-    @model_validator(mode="after")
-    def _kinds_do_not_mix(self) -> EngineConfig:
-        if self.attach is not None and self.agent is not None:
-            raise ValueError("'attach' and 'agent' do not go together: an agent attaches")
-        if self.ray is not None and not (self.attach is self.agent is None):
-            raise ValueError("'ray' goes with neither 'attach' nor 'agent': Ray places agents")
-        has_ray, has_agent = self.ray is not None, self.agent is not None
-        for is_its, whose, keys in (
-            (self.is_ours or has_ray, "an engine that batchrun starts", _KEYS_OF_OURS),
-            (self.is_ours, "an engine that batchrun starts here", _KEYS_OF_A_MACHINE),
-            (
-                self.command is None and (self.is_ours or has_ray),
-                "a vLLM that batchrun starts",
-                _KEYS_OF_VLLM,
-            ),
-            (self.attach is not None, "an engine with 'attach'", ("api_key", "api_key_file")),
-            (has_agent or has_ray, "an engine with 'agent' or 'ray'", ("secret_file",)),
-            (has_agent, "an engine with 'agent'", ("certificate",)),
-        ):
-            for key in keys:
-                if not is_its and getattr(self, key) not in (None, (), {}):
-                    raise ValueError(f"{key!r} belongs to {whose}")
-        if self.api_key is not None and self.api_key_file is not None:
-            raise ValueError("'api_key' and 'api_key_file' do not go together; keep the file")
-        return self
-
-    @property
-    def is_vllm(self) -> bool:
-        """Whether batchrun itself starts vLLM for this engine, from `model`."""
-        return self.is_ours and self.command is None
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether batchrun itself starts this engine's process, on this machine."""
-        return self.attach is self.agent is self.ray is None
-
-    @property
-    def replica_names(self) -> tuple[str, ...]:
-        """The engines of a fleet, as many as there may be; of others, the one."""
-        if self.ray is None:
-            return (self.name,)
-        return tuple(f"{self.name}-{number}" for number in range(self.ray.replicas.most))
-
-    @property
-    def uses_priority(self) -> bool:
-        """Whether offline requests are sent with a lower priority than online ones."""
-        return self.attach is None if self.priority is None else self.priority
-
-
 Bound = Annotated[float, Field(gt=0, le=MAX_BOUND_S, allow_inf_nan=False)]
 
 
-class SloConfig(_Strict):
+class SloConfig(Strict):
     """What every online call is promised, in seconds. Read by batchrun's scheduler (`policy`).
 
     `jct_s` is the time from arrival to the last token.
@@ -261,7 +101,7 @@ class SloConfig(_Strict):
         return self
 
 
-class SloClassConfig(_Strict):
+class SloClassConfig(Strict):
     """What calls of one class are promised, in seconds; what is left out is that of `slo`."""
 
     ttft_s: Bound | None = None
@@ -290,7 +130,7 @@ Reserve = Annotated[
 OnlineCostFactor = Annotated[float, Field(gt=1, le=MAX_ONLINE_COST, allow_inf_nan=False)]
 
 
-class WindowConfig(_Strict):
+class WindowConfig(Strict):
     """The most offline work on each engine: rows that it does not run yet, and prompt tokens.
 
     None: as much as the engine's scheduler makes use of.
@@ -307,7 +147,7 @@ JobTimeout = Annotated[
 ]
 
 
-class TimeoutsConfig(_Strict):
+class TimeoutsConfig(Strict):
     """How long it may take until something shows, in seconds or as durations such as 5m.
 
     Of a streamed call until its first token; of any reply from one piece to the next; of a call
@@ -321,7 +161,7 @@ class TimeoutsConfig(_Strict):
     job: JobTimeout = None
 
 
-class OnDone(_Strict):
+class OnDone(Strict):
     """What hears that a job has ended: a program that is run, or a URL that is called, with a
     signature if there is a secret in `secret_file`."""
 
@@ -361,7 +201,7 @@ KeyLimit = Annotated[int, Field(gt=0, le=2**53)]
 KeyCount = Annotated[int, Field(gt=0, lt=2**31)]
 
 
-class KeyLimitsConfig(_Strict):
+class KeyLimitsConfig(Strict):
     """What a user key may do that has no limit of its own; None: as much as it likes."""
 
     requests_per_minute: KeyCount | None = None
@@ -371,7 +211,7 @@ class KeyLimitsConfig(_Strict):
     stored_bytes: KeyLimit | None = 100 << 30
 
 
-class DeploymentFile(_Strict):
+class DeploymentFile(Strict):
     """The keys of batchrun.yaml.
 
     `model` is a folder, a hub id, or `tiny` or `tiny-vision`: random models that batchrun builds,
@@ -397,7 +237,7 @@ class DeploymentFile(_Strict):
     forecast_rule: Choice = "growth"
     online_cost: OnlineCostFactor | None = None
     slo: Slo = SloConfig()
-    slo_classes: dict[ClassName, SloClassConfig] = {}
+    slo_classes: dict[ClassName, SloClassConfig] = Field(default={})
     store: StoreUrl | None = None
     files: FilesUrl | None = None
     retention: Age | None = None

@@ -12,10 +12,11 @@ from typing import Any
 
 import msgspec
 
-from batchrun.config import Deployment, EngineConfig, RayConfig
+from batchrun.config import Deployment
 from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.in_flight import GATEWAYS_LEARN_S
 from batchrun.engine.fleet import Fleet, FleetReport, FleetSettings, ReplicaEngine, ReplicaSpec
+from batchrun.engine_config import EngineConfig, RayConfig
 from batchrun.errors import InputError
 from batchrun.home import Home
 from batchrun.mutual_tls import derive_token, read_or_make_secret, read_secret
@@ -42,6 +43,7 @@ class Fleets:
                 fleet = _make_fleet(deployment, config, config.ray, home)
                 self._fleets[config.name] = fleet, config.ray
         self._tasks: list[asyncio.Task[None]] = []
+        self._resizing: dict[str, asyncio.Task[None]] = {}
 
     def engines(self, name: str) -> Sequence[ReplicaEngine]:
         """All that there may be of a fleet."""
@@ -58,37 +60,32 @@ class Fleets:
 
     async def close(self) -> None:
         """Let go of the replicas, which go on."""
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._resizing.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks.clear()
 
-    async def resize(self, name: str, number: int, slots: Sequence[Slot], drain_s: float) -> None:
-        """Have so many replicas. Those too many get no more calls and rows first: rows go back, and
-        calls end, or are broken off after `drain_s`. Raises InputError where the deployment does
-        not allow so many."""
+    def resize(self, name: str, number: int, slots: Sequence[Slot], drain_s: float) -> None:
+        """Have so many replicas from now on. Those too many get no more calls and rows: rows go
+        back, and they end with their last call, or after `drain_s`. Raises InputError where there
+        is no such fleet or may not be so many."""
+        if name not in self._fleets:
+            raise InputError(f"{name} is no fleet; those are engines with `ray` in batchrun.yaml")
         fleet, config = self._fleets[name]
         low, high = config.replicas.min, config.replicas.most
         if not low <= number <= high:
-            raise InputError(f"fleet {name}: takes {low} to {high} replicas (got {number})")
+            raise InputError(f"fleet {name} has {low} to {high} replicas (got {number})")
+        if (before := self._resizing.pop(name, None)) is not None:
+            before.cancel()
+        kept = [each.name for each in fleet.engines if each.is_wanted]
         wanted = [each.name for each in fleet.engines[:number]]
-        of_fleet = {each.name for each in fleet.engines}
-        leaving = [
-            slot
-            for slot in slots
-            if slot.engine.name in of_fleet - set(wanted)
-            and slot.engine.state is not EnginePhase.STOPPED
-        ]
-        for slot in leaving:
-            slot.drains = True
-        try:
-            await asyncio.gather(*(empty(slot, drain_s) for slot in leaving))
-            fleet.want(wanted)
-            for slot in leaving:
-                await fleet.until_gone(slot.engine.name)
-        finally:
-            for slot in leaving:
+        fleet.want(sorted({*kept, *wanted}))
+        leaving = [slot for slot in slots if slot.engine.name in set(kept) - set(wanted)]
+        for slot in slots:
+            if slot.engine.name in wanted:
                 slot.drains = False
+        self._resizing[name] = asyncio.create_task(_shrink(fleet, wanted, leaving, drain_s))
 
     def view(self) -> list[dict[str, Any]]:
         """What `status` shows of them."""
@@ -123,6 +120,18 @@ def _view_nodes(report: FleetReport) -> list[dict[str, object]]:
         }
         for node in report.nodes
     ]
+
+
+async def _shrink(
+    fleet: Fleet, wanted: Sequence[str], leaving: Sequence[Slot], drain_s: float
+) -> None:
+    for slot in leaving:
+        slot.drains = True
+    await asyncio.gather(*(empty(slot, drain_s) for slot in leaving))
+    fleet.want(wanted)
+    for slot in leaving:
+        await fleet.until_gone(slot.engine.name)
+        slot.drains = False
 
 
 async def empty(slot: Slot, drain_s: float) -> bool:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from batchrun.config import TINY_MODELS, Deployment, EngineConfig, SloConfig, TimeoutsConfig
+from batchrun.config import TINY_MODELS, Deployment, SloConfig, TimeoutsConfig
 from batchrun.daemon.dispatcher import MODELS_S, OFFLINE_PRIORITY
 from batchrun.daemon.engine_link import Engine, EngineLink, Slot, window_of
 from batchrun.daemon.fleets import Fleets
@@ -44,6 +44,7 @@ from batchrun.engine.engine import AttachedEngine, ManagedEngine
 from batchrun.engine.sockets import EngineSockets
 from batchrun.engine.tiny_model import build_tiny_model
 from batchrun.engine.tiny_vision_model import build_tiny_vision_model
+from batchrun.engine_config import EngineConfig
 from batchrun.errors import EngineError, InputError
 from batchrun.files import waited_for_core_s, write_atomically
 from batchrun.home import Home

@@ -18,7 +18,6 @@ from batchrun import errors
 from batchrun.cli.main import INTERRUPTED
 from batchrun.config import (
     DeploymentFile,
-    EngineConfig,
     Environment,
     KeyLimitsConfig,
     SloClassConfig,
@@ -34,6 +33,7 @@ from batchrun.daemon import writer
 from batchrun.daemon.ending import OUTPUT_TRIES
 from batchrun.engine import command as vllm_command
 from batchrun.engine.command import ManagedSettings
+from batchrun.engine_config import EngineConfig
 from batchrun.errors import BatchrunError, ConfigError
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.spec import OUTPUT_COLUMNS, InputSpec, JobFile, OutputSpec

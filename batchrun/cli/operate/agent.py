@@ -17,7 +17,7 @@ import typer
 import uvloop
 
 from batchrun.cli.console import ConfigOption, HomeOption, JsonOption, ModelOption, answer, note
-from batchrun.config import Deployment, EngineConfig
+from batchrun.config import Deployment
 from batchrun.control.starting import last_words, read_deployment
 from batchrun.daemon.plugin import channel_path, last_steps_path, plugin_env
 from batchrun.daemon.supervisor import build_model, engine_python, make_engine, split_listen
@@ -25,6 +25,7 @@ from batchrun.engine import process
 from batchrun.engine.agent.remote import ENGINE_KEY, AgentEngine
 from batchrun.engine.agent.server import Agent, AgentSettings
 from batchrun.engine.engine import ManagedEngine
+from batchrun.engine_config import EngineConfig
 from batchrun.errors import BatchrunError, ConfigError, InputError, StateError
 from batchrun.files import allow_many_open_files
 from batchrun.home import Home

@@ -70,7 +70,7 @@ class Status:
         self.figures = figures
         self.restarts = gateway.gateway_restarts
         self._gateway_url = gateway.gateway_url
-        self._fleets = gateway.fleets
+        self.fleets = gateway.fleets
         self._tellings = tellings
         self._price_per_hour = price_per_hour
         self._ended: dict[int, tuple[Counts, int]] = {}
@@ -98,7 +98,7 @@ class Status:
             "stalled": stalled,
             "progress": self._progress(),
             "engines": self.engines,
-            "fleets": self._fleets.view(),
+            "fleets": self.fleets.view(),
             "felt": self.figures.view(),
             "routing": await self.figures.explain(0),
             "jobs": list(self._jobs.values()),
