@@ -100,11 +100,9 @@ class Supervisor:
     def _make_slots(self, index: int, nonce: str | None) -> list[Slot]:
         """Those of a fleet, or the one of another engine; `nonce`: the secret of an engine that
         runs batchrun's scheduler."""
-        config = self._deployment.engines[index]
+        config, fleets = self._deployment.engines[index], self.fleets
         if config.ray is not None:
-            return [
-                self._make_slot(config, each, nonce) for each in self.fleets.engines(config.name)
-            ]
+            return [self._make_slot(config, each, nonce) for each in fleets.engines(config.name)]
         engine = make_engine(self._deployment, self._home, index, nonce)
         return [self._make_slot(config, engine, nonce)]
 
@@ -112,8 +110,7 @@ class Supervisor:
         deployment, home = self._deployment, self._home
         prices = _prices(deployment, config, home)
         load = RowLoad(1.0 if prices is None else speed_of(prices))
-        names = [name for each in deployment.engines for name in each.replica_names]
-        models = None if len(names) > 1 else ()
+        models = None if sum(len(each.replica_names) for each in deployment.engines) > 1 else ()
         if isinstance(engine, AgentEngine):
             window = window_of(deployment.window, runs_scheduler=True)
             link = EngineLink(AgentWire(engine.client), engine.name)
