@@ -116,10 +116,10 @@ class ReplicaActor:
     started, what an earlier one of this name left on the node is ended, by its nonce.
     """
 
-    def __init__(self, spec: dict[str, Any], owner: str, host: str = "") -> None:
+    def __init__(self, spec: dict[str, Any], owner: str) -> None:
         self._spec = msgspec.convert(spec, ReplicaSpec)
         self._owner = owner
-        self._host = host or node_address()
+        self._host = node_address()
         self._home = Home(Path(os.environ.get("BATCHRUN_HOME") or DEFAULT_HOME))
         self._said = "the agent is started"
         self._read_end, self._write_end = os.pipe()

@@ -3,19 +3,22 @@ when any of the processes around them is killed."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import jsonschema
 import pytest
+from engine_builders import REAL_ARGS
 from kill_rig import Outage, begun_at, check_account, committed_at, wait_for_rows, wait_until
-
-pytest.importorskip("ray")
-
 from ray_rig import NODES, FleetRig, RayCluster, kill_9
+from ruamel.yaml import YAML
 
+ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1500)]
 
+CLUSTER_FILE = Path(__file__).parents[2] / "deploy" / "ray" / "cluster.yaml"
 NUM_ROWS = 600
 WINDOW = 4
 """Rows in an engine at a time, of a second each: the job outlasts what is killed."""
@@ -149,3 +152,27 @@ def test_calls_and_rows_go_on_without_the_head_and_placement_pauses(
     wait_until(lambda: trouble() == "")
     rig.wait_until_placed(2)
     assert {each.pid for each in rig.engines()} == before
+
+
+def test_ray_takes_the_description_of_a_cluster() -> None:
+    schema = Path(ray.__file__).parent / "autoscaler" / "ray-schema.json"
+    cluster = YAML(typ="safe").load(CLUSTER_FILE.read_text("utf-8"))
+    jsonschema.validate(cluster, json.loads(schema.read_text("utf-8")))
+
+
+@pytest.mark.nightly
+@pytest.mark.engine
+def test_a_real_vllm_comes_back_after_its_actor_was_killed(rig: FleetRig) -> None:
+    rig.use_replicas(1, 1, {"vllm_args": list(REAL_ARGS)}, model="tiny")
+    rig.ask("up", "-d")
+    wait_until(lambda: "fleet-0" in rig.placed())
+    job = rig.submit_rows(*(f"question {i}" for i in range(200)))
+    wait_for_rows(rig, job, 20)
+    engine = rig.part("engine", "fleet-0")
+    kill_9([rig.part("actor", "fleet-0")])
+
+    assert rig.wait_until_ended(job)["num_completed"] == 200
+    assert [row["error"] for row in rig.output()] == [None] * 200
+    assert not engine.is_running()
+    (shown,) = rig.picture()["engines"]
+    assert shown["telemetry"]["policy"] == "echo"

@@ -81,6 +81,8 @@ class Rolling:
     async def _roll(self, settings: Mapping[str, ManagedSettings], drain_s: float) -> None:
         try:
             for slot in self.daemon.slots:
+                if slot.engine.state is EnginePhase.STOPPED:
+                    continue
                 if isinstance(slot.engine, AttachedEngine):
                     self._tell(slot, "is not started by batchrun, and is left as it is")
                     continue
