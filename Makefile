@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo ablation plan test test-all test-nightly test-postgres check docs lock clean
+.PHONY: setup setup-ray demo ablation plan test test-all test-nightly test-cluster test-postgres check docs lock clean
 
 setup: $(STAMP)
 
@@ -31,15 +31,23 @@ build/reports.parquet: | setup
 	$(BIN)/batchrun datasets sample loogle --scale full --rows 6000 -o $@
 
 test: setup
-	$(BIN)/python -m pytest --numprocesses=2 -m "not slow and not nightly"
+	$(BIN)/python -m pytest --numprocesses=2 -m "not slow and not nightly and not cluster"
 
 # The gate.
 test-all: setup
-	$(BIN)/python -m pytest --numprocesses=2 --durations=25 -m "not nightly"
+	$(BIN)/python -m pytest --numprocesses=2 --durations=25 -m "not nightly and not cluster"
 
 # Other versions of clients and of vLLM, async doubles, more seeds, long kills.
 test-nightly: setup
 	$(BIN)/python -m pytest --numprocesses=2 --durations=25 -m nightly
+
+# Fleets on a real Ray, on loopback: kills of all that is around a replica.
+test-cluster: setup-ray
+	$(BIN)/python -m pytest --durations=25 -m "cluster and not nightly"
+
+# Ray for Python 3.11, which only fleets need.
+setup-ray: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r locks/ray.txt
 
 # The deployment tests that need no vLLM, each with its jobs in a PostgreSQL database.
 test-postgres: setup

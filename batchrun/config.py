@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     SecretStr,
@@ -24,10 +20,11 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from batchrun.engine_config import Argument, EngineConfig, Name, Strict, Url
 from batchrun.errors import ConfigError, known_name
 from batchrun.files import check_prefix
 from batchrun.hints import MAX_BOUND_S, MAX_ONLINE_COST
-from batchrun.home import Home, check_store_url
+from batchrun.home import DEFAULT_HOME, Home, check_store_url
 from batchrun.media.hosts import checked_host
 from batchrun.quantities import (
     checked_age,
@@ -39,27 +36,6 @@ from batchrun.quantities import (
 from batchrun.strict import load_strict
 from batchrun.types import DEFAULT_CLASS
 
-Port = Annotated[int, Field(ge=1, le=65535)]
-
-
-def _number_as_text(value: object) -> object:
-    """`--max-model-len, 8192` in a list of arguments is text, whatever YAML makes of it."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return str(value) if is_number else value
-
-
-def _checked_url(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in {"http", "https"} or not parts.netloc:
-        raise ValueError(f"must be a URL such as http://127.0.0.1:8001 (got {url!r})")
-    return url
-
-
-def _checked_agent(url: str) -> str:
-    if urlsplit(_checked_url(url)).scheme != "https":
-        raise ValueError(f"must be a URL such as https://10.0.0.7:8100 (got {url!r})")
-    return url
-
 
 def _checked_store(store: SecretStr) -> SecretStr:
     check_store_url(store.get_secret_value())
@@ -70,12 +46,6 @@ def at_least_one(engines: tuple[object, ...]) -> tuple[object, ...]:
     if not engines:
         raise ValueError("must list an engine; left out, batchrun starts one")
     return engines
-
-
-def checked_name(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name):
-        raise ValueError(f"must be 1 to 64 letters, digits, dots, dashes or _ (got {name!r})")
-    return name
 
 
 def _checked_class_name(name: str) -> str:
@@ -97,16 +67,12 @@ def _checked_choice(name: str, info: ValidationInfo) -> str:
 
 Choice = Annotated[str, AfterValidator(_checked_choice)]
 Listen = Annotated[str, BeforeValidator(checked_listen)]
-Name = Annotated[str, BeforeValidator(_number_as_text), AfterValidator(checked_name)]
 ClassName = Annotated[Name, AfterValidator(_checked_class_name)]
 Age = Annotated[str, AfterValidator(checked_age)]
 CompletionWindow = Annotated[str, AfterValidator(checked_duration)]
-Argument = Annotated[str, BeforeValidator(_number_as_text)]
 FilesUrl = Annotated[str, AfterValidator(check_prefix)]
 StoreUrl = Annotated[SecretStr, AfterValidator(_checked_store)]
 ImageHost = Annotated[str, AfterValidator(checked_host)]
-Url = Annotated[str, AfterValidator(_checked_url)]
-AgentUrl = Annotated[str, AfterValidator(_checked_agent)]
 
 
 TINY_MODEL = "tiny"
@@ -115,79 +81,10 @@ STOCK_POLICY = "vllm"
 """The policy of engines that run vLLM's own scheduler."""
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-_KEYS_OF_OURS = ("port", "url", "python", "vllm_args", "env", "command", "profile")
-_KEYS_OF_VLLM = ("model", "served_model_name", "adapters")
-
-
-class EngineConfig(_Strict):
-    """One engine. With `attach` it is a URL of a running vLLM, with `agent` that of an agent beside
-    one; else batchrun starts it.
-
-    `model`, `served_model_name`: this engine's, where it is not that of all; `adapters` are LoRA
-    adapters by the name that callers use. `priority`: whether offline requests carry vLLM's
-    `priority` field (needs `--scheduling-policy priority`, which managed engines get).
-    """
-
-    name: Name = "0"
-    attach: Url | None = None
-    api_key: str | None = Field(default=None, repr=False)
-    api_key_file: str | None = None
-    agent: AgentUrl | None = None
-    secret_file: str | None = None
-    certificate: str | None = None
-    model: str | None = None
-    served_model_name: str | None = None
-    adapters: dict[Name, str] = {}
-    priority: bool | None = None
-    port: Port | None = None
-    url: Url | None = None
-    python: str | None = None
-    vllm_args: tuple[Argument, ...] = ()
-    env: dict[str, Argument] = {}
-    command: Annotated[tuple[Argument, ...], Field(min_length=1)] | None = None
-    profile: str | None = None
-
-    @model_validator(mode="after")
-    def _kinds_do_not_mix(self) -> EngineConfig:
-        if self.attach is not None and self.agent is not None:
-            raise ValueError("'attach' and 'agent' do not go together: an agent attaches")
-        for is_its, whose, keys in (
-            (self.is_ours, "an engine that batchrun starts", _KEYS_OF_OURS),
-            (self.is_vllm, "a vLLM that batchrun starts", _KEYS_OF_VLLM),
-            (self.attach is not None, "an engine with 'attach'", ("api_key", "api_key_file")),
-            (self.agent is not None, "an engine with 'agent'", ("secret_file", "certificate")),
-        ):
-            for key in keys:
-                if not is_its and getattr(self, key) not in (None, (), {}):
-                    raise ValueError(f"{key!r} belongs to {whose}")
-        if self.api_key is not None and self.api_key_file is not None:
-            raise ValueError("'api_key' and 'api_key_file' do not go together; keep the file")
-        return self
-
-    @property
-    def is_vllm(self) -> bool:
-        """Whether batchrun itself starts vLLM for this engine, from `model`."""
-        return self.is_ours and self.command is None
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether batchrun itself starts this engine's process."""
-        return self.attach is None and self.agent is None
-
-    @property
-    def uses_priority(self) -> bool:
-        """Whether offline requests are sent with a lower priority than online ones."""
-        return self.attach is None if self.priority is None else self.priority
-
-
 Bound = Annotated[float, Field(gt=0, le=MAX_BOUND_S, allow_inf_nan=False)]
 
 
-class SloConfig(_Strict):
+class SloConfig(Strict):
     """What every online call is promised, in seconds. Read by batchrun's scheduler (`policy`).
 
     `jct_s` is the time from arrival to the last token.
@@ -204,7 +101,7 @@ class SloConfig(_Strict):
         return self
 
 
-class SloClassConfig(_Strict):
+class SloClassConfig(Strict):
     """What calls of one class are promised, in seconds; what is left out is that of `slo`. Where
     not all can be in time, those of less `value` give way; that of calls without a class is 1."""
 
@@ -235,7 +132,7 @@ Reserve = Annotated[
 OnlineCostFactor = Annotated[float, Field(gt=1, le=MAX_ONLINE_COST, allow_inf_nan=False)]
 
 
-class WindowConfig(_Strict):
+class WindowConfig(Strict):
     """The most offline work on each engine: rows that it does not run yet, and prompt tokens.
 
     None: as much as the engine's scheduler makes use of.
@@ -252,7 +149,7 @@ JobTimeout = Annotated[
 ]
 
 
-class TimeoutsConfig(_Strict):
+class TimeoutsConfig(Strict):
     """How long it may take until something shows, in seconds or as durations such as 5m.
 
     Of a streamed call until its first token; of any reply from one piece to the next; of a call
@@ -266,7 +163,7 @@ class TimeoutsConfig(_Strict):
     job: JobTimeout = None
 
 
-class OnDone(_Strict):
+class OnDone(Strict):
     """What hears that a job has ended: a program that is run, or a URL that is called, with a
     signature if there is a secret in `secret_file`."""
 
@@ -306,7 +203,7 @@ KeyLimit = Annotated[int, Field(gt=0, le=2**53)]
 KeyCount = Annotated[int, Field(gt=0, lt=2**31)]
 
 
-class KeyLimitsConfig(_Strict):
+class KeyLimitsConfig(Strict):
     """What a user key may do that has no limit of its own; None: as much as it likes."""
 
     requests_per_minute: KeyCount | None = None
@@ -316,7 +213,7 @@ class KeyLimitsConfig(_Strict):
     stored_bytes: KeyLimit | None = 100 << 30
 
 
-class DeploymentFile(_Strict):
+class DeploymentFile(Strict):
     """The keys of batchrun.yaml.
 
     `model` is a folder, a hub id, or `tiny` or `tiny-vision`: random models that batchrun builds,
@@ -343,7 +240,7 @@ class DeploymentFile(_Strict):
     forecast_rule: Choice = "growth"
     online_cost: OnlineCostFactor | None = None
     slo: Slo = SloConfig()
-    slo_classes: dict[ClassName, SloClassConfig] = {}
+    slo_classes: dict[ClassName, SloClassConfig] = Field(default={})
     store: StoreUrl | None = None
     files: FilesUrl | None = None
     retention: Age | None = None
@@ -356,7 +253,7 @@ class DeploymentFile(_Strict):
 
     @model_validator(mode="after")
     def _engine_names_differ(self) -> DeploymentFile:
-        names = [engine.name for engine in self.engines]
+        names = [name for engine in self.engines for name in engine.replica_names]
         if len(set(names)) != len(names):
             raise ValueError("two engines have the same 'name'; give each its own")
         return self
@@ -385,6 +282,7 @@ class Environment(BaseSettings):
     config: Path | None = None
     model: str | None = None
     listen: str | None = None
+    ray_address: str | None = None
 
 
 class Deployment(DeploymentFile):
@@ -440,7 +338,7 @@ class Deployment(DeploymentFile):
 def load_home(flag: Path | None) -> Home:
     """The home folder: --home, else BATCHRUN_HOME, else ~/.local/state/batchrun."""
     chosen = flag or _environment().home
-    return Home(chosen or Path("~/.local/state/batchrun"))
+    return Home(chosen or DEFAULT_HOME)
 
 
 def load_deployment(
@@ -460,6 +358,8 @@ def load_deployment(
         file = load_strict(path, DeploymentFile, ConfigError, context=names)
         values |= file.model_dump(exclude_unset=True) | {"file": path.absolute()}
     values |= environment.model_dump(include={"model", "listen"}, exclude_none=True)
+    if environment.ray_address is not None:
+        values["engines"] = _at_ray(values.get("engines", ()), environment.ray_address)
     try:
         deployment = Deployment.model_validate(values)
     except ValidationError as error:
@@ -468,6 +368,16 @@ def load_deployment(
         located = deployment.on_done.located(deployment.base)
         deployment = deployment.model_copy(update={"on_done": located})
     return _with_model_path(deployment)
+
+
+def _at_ray(engines: Sequence[dict[str, Any]], address: str) -> tuple[dict[str, Any], ...]:
+    """The engines, their fleets at this address. Raises ConfigError where there is none."""
+    if not any(engine.get("ray") is not None for engine in engines):
+        raise ConfigError("--ray-address: no engine has 'ray'; list one under `engines`")
+    return tuple(
+        engine | {"ray": engine["ray"] | {"address": address}} if engine.get("ray") else engine
+        for engine in engines
+    )
 
 
 def _environment(**flags: Any) -> Environment:

@@ -37,6 +37,9 @@ class DaemonAddress:
     token: str
 
 
+DEFAULT_HOME = Path("~/.local/state/batchrun")
+
+
 class Home:
     """The folder that holds a deployment's state, and where each thing lies in it."""
 
@@ -81,6 +84,11 @@ class Home:
     def agent_process(self, name: str) -> Path:
         """The record of an agent that runs in the background."""
         return self.run / f"agent-{name}.json"
+
+    def fleet(self, name: str) -> Path:
+        """What was last told of the replicas of a fleet; beside it, with other endings, lies what
+        belongs to it."""
+        return self.run / f"fleet-{name}.json"
 
     def engine_key(self, name: str) -> Path:
         """The secret of an engine that batchrun starts."""

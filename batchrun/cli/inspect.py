@@ -30,12 +30,13 @@ from batchrun.cli.console import (
     named_lines,
     note,
 )
-from batchrun.config import Deployment, EngineConfig
+from batchrun.config import Deployment
 from batchrun.control.client import DaemonClient
 from batchrun.control.starting import read_deployment
 from batchrun.control.submitting import stored_job
 from batchrun.daemon.plugin import existing_profile, read_profile
 from batchrun.daemon.supervisor import engine_python
+from batchrun.engine_config import EngineConfig
 from batchrun.errors import DaemonUnavailableError, InputError, StoreError
 from batchrun.estimator.profile import CalibrationProfile
 from batchrun.files import write_atomically

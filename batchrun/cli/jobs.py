@@ -191,7 +191,7 @@ def run(
     if DaemonClient(home).is_running() and (model or listen or config):
         note("a daemon runs already; --model, --listen and --config have no effect on it")
     try:
-        with deployment_up(home, flags_of(config, model, listen)) as client:
+        with deployment_up(home, flags_of(config, model=model, listen=listen)) as client:
             for line in unfit_submission(job, home, deployment):
                 note(line)
             job_id = _take_up(job, home, client)

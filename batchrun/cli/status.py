@@ -246,6 +246,7 @@ def _render(picture: dict[str, Any], job: str | None, most_ended: int | None) ->
             f"engine {engine['name']} {engine['url']}: {engine['state']}{stage}{busy}"
             + describe_progress(engine)
         )
+    parts += _fleet_lines(picture.get("fleets", ()))
     waits = _waits(picture)
     if (routing := picture.get("routing")) is not None and routing["imbalance"] is not None:
         parts += [named_lines(_routing_lines(routing), "online calls by engine, the last 1,000")]
@@ -263,6 +264,25 @@ def _render(picture: dict[str, Any], job: str | None, most_ended: int | None) ->
             lines = [*_promise_lines(engine), *_telemetry_lines(engine["telemetry"]).items()]
             parts += ["", named_lines(lines, f"engine {engine['name']}")]
     return Group(*parts)
+
+
+def _fleet_lines(fleets: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """How many replicas there are of each fleet, on which of Ray's nodes."""
+    for fleet in fleets:
+        num = fleet["replicas"]
+        yield (
+            f"fleet {fleet['name']} on Ray at {fleet['address']}: {num['ready']} of "
+            f"{num['wanted']} replicas ready, {num['min']} to {num['max']} allowed"
+        )
+        if fleet["trouble"]:
+            yield f"  {fleet['trouble']}"
+        for node in fleet["nodes"]:
+            has = ", ".join(node["replicas"]) or "no replica"
+            state = "" if node["is_alive"] else "dead, "
+            yield (
+                f"  node {node['address']}: {state}{node['gpus']:g} GPUs, {node['cpus']:g} CPUs, "
+                f"{has}"
+            )
 
 
 def _routing_lines(routing: dict[str, Any]) -> Iterator[tuple[str, str]]:

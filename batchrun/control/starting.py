@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import os
 import signal
@@ -10,7 +11,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,19 @@ from batchrun.config import STOCK_POLICY, Deployment, load_deployment
 from batchrun.control.client import DaemonClient
 from batchrun.control.following import ProgressBar
 from batchrun.engine import process
+from batchrun.engine.fleet import end_fleet
 from batchrun.errors import BatchrunError, DaemonUnavailableError, StateError
 from batchrun.files import DAEMON, StoreLock, check_limits
 from batchrun.home import Home
+from batchrun.store.place import DaemonLock, open_for
 
 POLL_INTERVAL_S = 0.2
 CALLS_POLL_S = 0.05
 CALLS_WAIT_S = 30.0
 """A gateway learns of an engine that is ready sooner, and waits no longer to see one answer."""
 STOP_WAIT_S = 15.0
+STANDBY_WAIT_S = 2.0
+"""A daemon that stands by leads by then."""
 AGENT_STOP_S = 30.0
 """An agent ends its engine first."""
 LEAST_START_S = 5.0
@@ -53,10 +58,11 @@ def read_deployment(config: Path | None, **flags: str | None) -> Deployment:
     return load_deployment(config, names, **flags)
 
 
-def flags_of(config: Path | None, model: str | None, listen: str | None) -> list[str]:
+def flags_of(config: Path | None, **said: str | None) -> list[str]:
     """What was said of the deployment, for another `batchrun up`."""
-    said = {"--config": config, "--model": model, "--listen": listen}
-    return [word for flag, value in said.items() if value for word in (flag, str(value))]
+    given = {"config": config, **said}
+    flags = {f"--{name.replace('_', '-')}": value for name, value in given.items() if value}
+    return [word for flag, value in flags.items() for word in (flag, str(value))]
 
 
 def start_in_background(
@@ -213,7 +219,26 @@ def stop_everything(home: Home) -> list[str]:
     for record_path in sorted(home.run.glob("engine-*.json")):
         if process.stop_recorded(record_path):
             stopped.append(record_path.stem.replace("engine-", "engine "))
+    fleets = sorted(home.run.glob("fleet-*.json"))
+    if fleets and not _another_leads(home):
+        for seen in fleets:
+            name = asyncio.run(end_fleet(seen, home.log / f"{seen.stem}.log"))
+            stopped.append(f"fleet {name}")
     return stopped
+
+
+def _another_leads(home: Home) -> bool:
+    """Whether a daemon elsewhere leads now on the database of this home, and has its fleets. Raises
+    StoreError when the database does not answer."""
+    if not home.store_url_file.exists():
+        return False
+    time.sleep(STANDBY_WAIT_S)
+    with closing(open_for(home, str(home.store_location))) as store:
+        lock = DaemonLock(store)
+        try:
+            return not lock.take()
+        finally:
+            lock.release()
 
 
 def _stop_daemon(home: Home) -> bool:

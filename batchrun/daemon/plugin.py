@@ -10,7 +10,8 @@ import secrets
 from pathlib import Path
 
 import batchrun
-from batchrun.config import Deployment, EngineConfig, SloConfig
+from batchrun.config import Deployment, SloConfig
+from batchrun.engine_config import EngineConfig
 from batchrun.errors import ConfigError
 from batchrun.estimator.profile import CalibrationProfile, OnlineLatency, profile_from_json
 from batchrun.files import write_atomically

@@ -18,9 +18,10 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from batchrun.config import TINY_MODELS, Deployment, EngineConfig, SloConfig, TimeoutsConfig
+from batchrun.config import TINY_MODELS, Deployment, SloConfig, TimeoutsConfig
 from batchrun.daemon.dispatcher import MODELS_S, OFFLINE_PRIORITY
 from batchrun.daemon.engine_link import Engine, EngineLink, Slot, window_of
+from batchrun.daemon.fleets import Fleets
 from batchrun.daemon.plugin import (
     attached_key,
     channel_path,
@@ -43,6 +44,7 @@ from batchrun.engine.engine import AttachedEngine, ManagedEngine
 from batchrun.engine.sockets import EngineSockets
 from batchrun.engine.tiny_model import build_tiny_model
 from batchrun.engine.tiny_vision_model import build_tiny_vision_model
+from batchrun.engine_config import EngineConfig
 from batchrun.errors import EngineError, InputError
 from batchrun.files import waited_for_core_s, write_atomically
 from batchrun.home import Home
@@ -80,11 +82,14 @@ class Supervisor:
         self._daemon = daemon
         self._upstreams = b""
         nonce = read_or_make_nonce(home) if deployment.runs_scheduler else None
-        self._prices = [_prices(deployment, config, home) for config in deployment.engines]
-        self.slots: Sequence[Slot] = [
-            self._make_slot(index, nonce if config.is_vllm else None)
+        self.fleets = Fleets(deployment, home)
+        made = [
+            (slot, _prices(deployment, config, home))
             for index, config in enumerate(deployment.engines)
+            for slot in self._make_slots(index, nonce if config.is_vllm else None)
         ]
+        self.slots: Sequence[Slot] = [slot for slot, _ in made]
+        self._prices = [prices for _, prices in made]
         classes = slo_classes(deployment, home)
         self._slo_classes = {
             name: {**bounds.model_dump(), "value": deployment.slo_classes[name].value}
@@ -95,16 +100,23 @@ class Supervisor:
         self.gateway_restarts = Counter({"stuck": 0, "ended": 0})
         """Since the daemon's start, by why."""
 
-    def _make_slot(self, index: int, nonce: str | None) -> Slot:
-        """`nonce`: the secret of an engine that runs batchrun's scheduler."""
+    def _make_slots(self, index: int, nonce: str | None) -> list[Slot]:
+        """Those of a fleet, or the one of another engine; `nonce`: the secret of an engine that
+        runs batchrun's scheduler."""
+        config, fleets = self._deployment.engines[index], self.fleets
+        if config.ray is not None:
+            return [self._make_slot(config, each, nonce) for each in fleets.engines(config.name)]
+        engine = make_engine(self._deployment, self._home, index, nonce)
+        return [self._make_slot(config, engine, nonce)]
+
+    def _make_slot(self, config: EngineConfig, engine: Engine, nonce: str | None) -> Slot:
         deployment, home = self._deployment, self._home
-        config, prices = deployment.engines[index], self._prices[index]
+        prices = _prices(deployment, config, home)
         load = RowLoad(1.0 if prices is None else speed_of(prices))
-        models = None if len(deployment.engines) > 1 else ()
-        engine = make_engine(deployment, home, index, nonce)
+        models = None if sum(len(each.replica_names) for each in deployment.engines) > 1 else ()
         if isinstance(engine, AgentEngine):
             window = window_of(deployment.window, runs_scheduler=True)
-            link = EngineLink(AgentWire(engine.client), config.name)
+            link = EngineLink(AgentWire(engine.client), engine.name)
             return Slot(
                 engine, config.uses_priority, link=link, window=window, load=load, models=models
             )
@@ -126,6 +138,7 @@ class Supervisor:
 
         Raises EngineError when the gateway cannot start, or no engine can.
         """
+        self.fleets.start(leads=True)
         for slot in self.slots:
             if slot.agent is not None:
                 slot.agent.connect()
@@ -153,6 +166,7 @@ class Supervisor:
     async def stand_by(self) -> None:
         """Keep the gateway up, and look at the engines that others start, until cancelled: another
         daemon leads. Raises EngineError when the gateway cannot start."""
+        self.fleets.start(leads=False)
         await self._start_gateway()
         async with asyncio.TaskGroup() as group:
             for slot in self.slots:
@@ -176,6 +190,7 @@ class Supervisor:
 
     async def close(self) -> None:
         """Close the connections to the engines; they and the gateway run on."""
+        await self.fleets.close()
         for slot in self.slots:
             await slot.engine.client.close()
 
@@ -291,6 +306,7 @@ class Supervisor:
                 "traits": _traits_of(slot, prices),
             }
             for slot, prices in zip(self.slots, self._prices, strict=True)
+            if slot.agent is None or slot.agent.base_url
         ]
         document = {
             "engines": engines,

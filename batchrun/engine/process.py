@@ -56,11 +56,13 @@ def spawn(
     log_path: Path,
     record_path: Path,
     secret: str | None = None,
+    stdin: int | None = None,
 ) -> ProcessRecord:
     """Start `argv` in a session of its own and write its record.
 
     `env` is the whole environment of the child; stdout and stderr are appended to `log_path`
-    (a log over 64 MiB is first renamed to `.1`).
+    (a log over 64 MiB is first renamed to `.1`). `stdin` is a descriptor; without it there is
+    nothing to read.
     Raises OSError when the program cannot be run or a file cannot be written.
     """
     nonce = secrets.token_hex(16)
@@ -74,7 +76,7 @@ def spawn(
     record = ProcessRecord(_NO_PID, 0.0, nonce, hash_argv(argv, secret))
     _write_record(record, record_path)
     try:
-        pid = _spawn_detached(argv, child_env, log_path)
+        pid = _spawn_detached(argv, child_env, log_path, stdin)
     except OSError:
         record_path.unlink(missing_ok=True)
         raise
@@ -158,14 +160,17 @@ def hash_argv(argv: Sequence[str], secret: str | None = None) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
 
 
-def _spawn_detached(argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> int:
+def _spawn_detached(
+    argv: Sequence[str], env: Mapping[str, str], log_path: Path, stdin: int | None
+) -> int:
     log_flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    nothing = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
     return os.posix_spawnp(
         argv[0],
         list(argv),
         env,
         file_actions=[
-            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            nothing if stdin is None else (os.POSIX_SPAWN_DUP2, stdin, 0),
             (os.POSIX_SPAWN_OPEN, 1, os.fspath(log_path), log_flags, 0o600),
             (os.POSIX_SPAWN_DUP2, 1, 2),
         ],

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from estimator_builders import write_profile
 
-from batchrun.config import Deployment, EngineConfig, SloConfig
+from batchrun.config import Deployment, SloConfig
 from batchrun.daemon.plugin import online_slo, profile_path, scheduler_settings, slo_classes
+from batchrun.engine_config import EngineConfig
 from batchrun.errors import ConfigError
 from batchrun.estimator.profile import OnlineLatency
 from batchrun.home import Home

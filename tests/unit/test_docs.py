@@ -18,7 +18,6 @@ from batchrun import errors
 from batchrun.cli.main import INTERRUPTED
 from batchrun.config import (
     DeploymentFile,
-    EngineConfig,
     Environment,
     KeyLimitsConfig,
     SloClassConfig,
@@ -34,6 +33,7 @@ from batchrun.daemon import writer
 from batchrun.daemon.ending import OUTPUT_TRIES
 from batchrun.engine import command as vllm_command
 from batchrun.engine.command import ManagedSettings
+from batchrun.engine_config import EngineConfig, RayConfig, ReplicasConfig
 from batchrun.errors import BatchrunError, ConfigError
 from batchrun.estimator import caller_margin, online_fit
 from batchrun.jobs.job_file import load_job_file
@@ -66,6 +66,8 @@ KEY_TABLES: list[tuple[type[BaseModel], str, str]] = [
     (OutputSpec, "job-file.md", "output."),
     (DeploymentFile, "configuration.md", ""),
     (EngineConfig, "configuration.md", "engines[]."),
+    (RayConfig, "configuration.md", "engines[].ray."),
+    (ReplicasConfig, "configuration.md", "engines[].ray.replicas."),
     (SloConfig, "configuration.md", "slo."),
     (SloClassConfig, "configuration.md", "slo_classes.NAME."),
     (WindowConfig, "configuration.md", "window."),

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from engine_builders import fake_settings
 
-from batchrun.config import Deployment, EngineConfig
+from batchrun.config import Deployment
 from batchrun.daemon.plugin import attached_key, read_or_make_key
 from batchrun.engine import process
 from batchrun.engine.command import build_env, prepare_command
 from batchrun.engine.door import KEY_VARIABLE, EngineDoor, Message
 from batchrun.engine.engine import ManagedEngine
+from batchrun.engine_config import EngineConfig
 from batchrun.errors import ConfigError, EngineError
 from batchrun.home import Home
 

@@ -10,8 +10,9 @@ from deployment_rig import DeploymentRig
 from estimator_builders import write_profile
 
 from batchrun.cli.inspect import find_kv_size
-from batchrun.config import Deployment, EngineConfig
+from batchrun.config import Deployment
 from batchrun.daemon.plugin import profile_path
+from batchrun.engine_config import EngineConfig
 from batchrun.errors import ConfigError
 from batchrun.home import Home
 from batchrun.jobs.study import KvSize

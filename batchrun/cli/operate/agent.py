@@ -17,7 +17,7 @@ import typer
 import uvloop
 
 from batchrun.cli.console import ConfigOption, HomeOption, JsonOption, ModelOption, answer, note
-from batchrun.config import Deployment, EngineConfig
+from batchrun.config import Deployment
 from batchrun.control.starting import last_words, read_deployment
 from batchrun.daemon.plugin import channel_path, last_steps_path, plugin_env
 from batchrun.daemon.supervisor import build_model, engine_python, make_engine, split_listen
@@ -25,6 +25,7 @@ from batchrun.engine import process
 from batchrun.engine.agent.remote import ENGINE_KEY, AgentEngine
 from batchrun.engine.agent.server import Agent, AgentSettings
 from batchrun.engine.engine import ManagedEngine
+from batchrun.engine_config import EngineConfig
 from batchrun.errors import BatchrunError, ConfigError, InputError, StateError
 from batchrun.files import allow_many_open_files
 from batchrun.home import Home
@@ -61,6 +62,9 @@ def serve(
     key: Annotated[Path | None, typer.Option(help="The key of --certificate (PEM).")] = None,
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Run in the background; return when it listens.")
+    ] = False,
+    while_input: Annotated[
+        bool, typer.Option("--while-input", help="End when standard input does.")
     ] = False,
     model: ModelOption = None,
     config: ConfigOption = None,
@@ -108,7 +112,7 @@ def serve(
     )
     allow_many_open_files()
     agent = Agent(engine, settings)
-    uvloop.run(_run(agent, ready))
+    uvloop.run(_run(agent, ready, while_input=while_input))
     if agent.begins_anew:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
@@ -147,8 +151,16 @@ def _start_in_background(home: Home, name: str, address: tuple[str, int]) -> Non
     raise BatchrunError(last_words(log_path, log_size))
 
 
-async def _run(agent: Agent, ready: str) -> None:
+async def _run(agent: Agent, ready: str, *, while_input: bool) -> None:
     loop = asyncio.get_running_loop()
+
+    def on_input() -> None:
+        if not os.read(sys.stdin.fileno(), 1 << 16):
+            loop.remove_reader(sys.stdin.fileno())
+            agent.stop()
+
+    if while_input:
+        loop.add_reader(sys.stdin.fileno(), on_input)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, agent.stop)
     await agent.run(on_listening=lambda: note(ready))

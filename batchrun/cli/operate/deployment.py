@@ -44,16 +44,20 @@ def up(
     ] = False,
     model: ModelOption = None,
     listen: ListenOption = None,
+    ray_address: Annotated[
+        str | None, typer.Option("--ray-address", help="Where Ray is, for engines with `ray`.")
+    ] = None,
     config: ConfigOption = None,
     home: HomeOption,
     as_json: JsonOption = False,
 ) -> None:
     """Start the daemon, the gateway and the engines (adopting those that still run)."""
     check_limits(DAEMON)
-    reread = partial(read_deployment, config, model=model, listen=listen)
+    said = {"model": model, "listen": listen, "ray_address": ray_address}
+    reread = partial(read_deployment, config, **said)
     deployment = reread()
     if detach:
-        picture = start_in_background(home, flags_of(config, model, listen))
+        picture = start_in_background(home, flags_of(config, **said))
         by = f"stands by; {picture['leadership']['leader']} leads, " if stands_by(picture) else ""
         answer(picture, f"{by}online endpoint {picture['gateway']}/v1", as_json=as_json)
     else:

@@ -32,7 +32,7 @@ from batchrun.cli.console import (
 from batchrun.cli.operate.agent import environment, serve
 from batchrun.cli.operate.explain import explain
 from batchrun.cli.status import SHOWN_STALL_S, describe_parts, describe_past, describe_progress
-from batchrun.config import TINY_MODELS, Deployment, EngineConfig
+from batchrun.config import TINY_MODELS, Deployment
 from batchrun.control.client import DaemonClient
 from batchrun.control.starting import LOOK_WAIT_S, describe_silence, read_deployment
 from batchrun.daemon.plugin import profile_path
@@ -40,6 +40,7 @@ from batchrun.daemon.supervisor import check_gateway_port, default_port, engine_
 from batchrun.engine.command import check_model, check_port_free, find_vllm, has_gpu, install_engine
 from batchrun.engine.tiny_model import build_tiny_model
 from batchrun.engine.tiny_vision_model import build_tiny_vision_model
+from batchrun.engine_config import EngineConfig
 from batchrun.errors import (
     BatchrunError,
     DaemonUnavailableError,
@@ -186,6 +187,23 @@ def restart(
         raise EngineError(told["failure"])
     if as_json:
         answer(told, as_json=True)
+
+
+@engine_app.command()
+def scale(
+    fleet: Annotated[str, typer.Argument(help="The name of an engine with `ray`.")],
+    replicas: Annotated[int, typer.Argument(help="How many there shall be.")],
+    *,
+    drain_s: Annotated[
+        float, typer.Option("--drain-s", min=0, help="How long calls may go on in those too many.")
+    ] = 300.0,
+    home: HomeOption,
+    as_json: JsonOption = False,
+) -> None:
+    """Have more or fewer replicas of a fleet, within its bounds; rows go back, calls end first."""
+    wanted = {"fleet": fleet, "replicas": replicas, "drain_s": drain_s}
+    done = DaemonClient(home).post("/fleets", wanted)
+    answer(done, f"fleet {fleet}: {replicas} replicas from now on", as_json=as_json)
 
 
 @models_app.command()
@@ -381,6 +399,8 @@ def _engine_finding(config: EngineConfig, home: Home) -> Finding:
         return _checked(name, config.attach, partial(_check_answers, config.attach), mend)
     if config.agent is not None:
         return Finding(name, True, f"by its agent at {config.agent}; `batchrun status` asks it")
+    if config.ray is not None:
+        return Finding(name, True, f"on Ray at {config.ray.address}; `batchrun status` shows it")
     if config.command is not None:
         program = config.command[0]
         found = shutil.which(program) is not None

@@ -23,9 +23,9 @@ from batchrun.cli.console import (
     figure,
     note,
 )
-from batchrun.config import checked_name
 from batchrun.control.client import DaemonClient
 from batchrun.control.starting import read_deployment
+from batchrun.engine_config import checked_name
 from batchrun.errors import DaemonUnavailableError, InputError
 from batchrun.files import StoreLock
 from batchrun.home import Home

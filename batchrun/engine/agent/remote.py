@@ -63,12 +63,14 @@ LOOK_S = 1.0
 GATHER_S = 0.002
 """Rows that are sent within this time go in one message."""
 MAX_ROWS_SENT = 256
+_NOWHERE = "https://nowhere.invalid"
 FINAL_KINDS = frozenset({OutcomeKind.OK, OutcomeKind.ROW_ERROR})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentAddress:
-    """Where an agent answers. `certificate`: who vouches for the one that it shows."""
+    """Where an agent answers; no `url`: that is not known yet. `certificate`: who vouches for the
+    one that it shows."""
 
     name: str
     url: str
@@ -83,7 +85,8 @@ class AgentClient(EngineClient):
         """Raises ConfigError when url, secret or certificate cannot be used."""
         secret = read_secret(address.secret_file)
         tls = client_context(secret, address.certificate)
-        super().__init__(address.url, tls=tls)
+        super().__init__(address.url or _NOWHERE, tls=tls)
+        self.base_url = self.base_url if address.url else ""
         self.hints_secret = derive_token(secret, "hints")
         self.engine_key = derive_token(secret, ENGINE_KEY)
         self.state: AgentState | None = None
@@ -101,6 +104,7 @@ class AgentClient(EngineClient):
         self._messages: list[FromDaemon] = []
         self._has_work = asyncio.Event()
         self._is_leaving = False
+        self._has_moved = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
 
     @property
@@ -114,9 +118,17 @@ class AgentClient(EngineClient):
         if self._following is None:
             self._following = asyncio.create_task(self._follow())
 
+    def move(self, url: str) -> None:
+        """The agent is at another address from now on: rows that it has not there are lost."""
+        if url != self.base_url:
+            self.base_url = url
+            self._has_moved.set()
+
     async def watch_from_afar(self) -> None:
         """Keep `state` true without coming as a daemon, for ever: the agent has another."""
         while True:
+            if not self.base_url:
+                await self._has_moved.wait()
             try:
                 status_code, body = await self._get(messages.STATE)
                 self.state = messages.read_state(body) if status_code < 400 else None
@@ -234,7 +246,7 @@ class AgentClient(EngineClient):
         lost_at_s = time.monotonic()
         while True:
             try:
-                await self._stay_connected()
+                await self._stay_where_it_is()
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
                 trouble = _one_line(error)
             else:
@@ -250,8 +262,26 @@ class AgentClient(EngineClient):
             self._rows.clear()
             if time.monotonic() - lost_at_s > GIVE_UP_S:
                 self._lose(self._awaited.keys())
-            await asyncio.sleep(pause_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._has_moved.wait()
             pause_s = min(2 * pause_s, LONGEST_RETRY_S)
+
+    async def _stay_where_it_is(self) -> None:
+        """As `_stay_connected`, once there is an address; returns when there is another one."""
+        while not self.base_url:
+            await self._has_moved.wait()
+        self._has_moved.clear()
+        connected = asyncio.create_task(self._stay_connected())
+        moved = asyncio.create_task(self._has_moved.wait())
+        try:
+            await asyncio.wait([connected, moved], return_when=asyncio.FIRST_COMPLETED)
+            if connected.done():
+                connected.result()
+        finally:
+            moved.cancel()
+            connected.cancel()
+            await asyncio.gather(connected, moved, return_exceptions=True)
 
     async def _stay_connected(self) -> None:
         """Returns when the agent closes the connection. Raises what aiohttp does, and ValueError

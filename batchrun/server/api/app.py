@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 
 from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.engine_link import Engine, Slot
+from batchrun.daemon.fleets import Fleets
 from batchrun.engine.command import has_tool_parser
 from batchrun.engine.engine import ManagedEngine
 from batchrun.errors import EngineError
@@ -122,6 +123,14 @@ class RestartWanted(_Strict):
     drain_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
+class FleetWanted(_Strict):
+    """How many replicas a fleet shall have, and for how long calls may go on in those too many."""
+
+    fleet: str
+    replicas: int
+    drain_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
 class OfflineSetting(_Strict):
     """Whether offline work runs at all."""
 
@@ -190,6 +199,7 @@ def _control_router(daemon: Daemon, status: Status, edge: Edge) -> APIRouter:
     _add_jobs(control, daemon, status)
     _add_engines(control, daemon)
     _add_restart(control, edge.rolling)
+    _add_fleets(control, daemon, status.fleets)
     _add_models(control, daemon)
     _add_routing(control, status)
     _add_keys(control, KeyList(daemon.store, edge.home.api_keys, edge.key_limits))
@@ -274,6 +284,13 @@ def _add_restart(control: APIRouter, rolling: Rolling) -> None:
     @control.get("/restart")
     async def how_far() -> JsonObject:
         return {"told": rolling.told, "is_over": rolling.is_over, "failure": rolling.failure}
+
+
+def _add_fleets(control: APIRouter, daemon: Daemon, fleets: Fleets) -> None:
+    @control.post("/fleets")
+    async def resize(wanted: FleetWanted) -> JsonObject:
+        fleets.resize(wanted.fleet, wanted.replicas, daemon.slots, wanted.drain_s)
+        return {"fleets": fleets.view()}
 
 
 def _add_models(control: APIRouter, daemon: Daemon) -> None:

@@ -75,6 +75,7 @@ class Status:
         self.figures = figures
         self.restarts = gateway.gateway_restarts
         self._gateway_url = gateway.gateway_url
+        self.fleets = gateway.fleets
         self._tellings = tellings
         self._price_per_hour = price_per_hour
         self._ended: dict[int, tuple[Counts, int]] = {}
@@ -109,6 +110,7 @@ class Status:
             "stalled": stalled,
             "progress": self._progress(),
             "engines": self.engines,
+            "fleets": self.fleets.view(),
             "felt": self.figures.view(),
             "routing": await self.figures.explain(0),
             "jobs": list(self._jobs.values()),
@@ -232,4 +234,5 @@ def view_engines(slots: Sequence[Slot], figures: AsksGateway) -> list[dict[str, 
             "telemetry": view_engine(slot.link),
         }
         for slot in slots
+        if slot.engine.state is not EnginePhase.STOPPED
     ]

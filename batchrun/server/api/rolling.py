@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from batchrun.config import Deployment
 from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.engine_link import Slot
+from batchrun.daemon.fleets import empty
 from batchrun.daemon.in_flight import GATEWAYS_LEARN_S
 from batchrun.daemon.supervisor import build_model, make_managed
 from batchrun.engine.agent.remote import AgentEngine
@@ -23,8 +24,6 @@ from batchrun.types import EnginePhase
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.5
-NUM_QUIET_LOOKS = 3
-"""An engine has no calls when so many looks in a row show none: its metrics lag."""
 AGENT_BACK_S = 60.0
 """An agent that begins anew answers within so long."""
 
@@ -82,6 +81,8 @@ class Rolling:
     async def _roll(self, settings: Mapping[str, ManagedSettings], drain_s: float) -> None:
         try:
             for slot in self.daemon.slots:
+                if slot.engine.state is EnginePhase.STOPPED:
+                    continue
                 if isinstance(slot.engine, AttachedEngine):
                     self._tell(slot, "is not started by batchrun, and is left as it is")
                     continue
@@ -97,7 +98,7 @@ class Rolling:
         slot.drains = True
         try:
             self._tell(slot, "gets no more calls and rows")
-            num_left = await self._empty(slot, drain_s)
+            num_left = await empty(slot, drain_s)
             self._tell(slot, f"restarts{', calls it has are broken off' if num_left else ''}")
             if isinstance(slot.engine, AgentEngine):
                 await _restart_behind_agent(slot.engine)
@@ -110,35 +111,10 @@ class Rolling:
         self._tell(slot, "is ready")
         await asyncio.sleep(GATEWAYS_LEARN_S)
 
-    async def _empty(self, slot: Slot, drain_s: float) -> bool:
-        """Let the engine's calls end and its rows go back; returns whether it has calls still."""
-        deadline_s = time.monotonic() + drain_s
-        await _withdraw_rows(slot)
-        await asyncio.sleep(GATEWAYS_LEARN_S)
-        num_quiet = 0
-        while num_quiet < NUM_QUIET_LOOKS:
-            if time.monotonic() > deadline_s:
-                return True
-            await _withdraw_rows(slot)
-            is_quiet = not (await slot.engine.client.look()).has_work
-            is_gone = slot.engine.state is not EnginePhase.READY
-            num_quiet = num_quiet + 1 if is_quiet or is_gone else 0
-            await asyncio.sleep(LOOK_S)
-        return False
-
     def _tell(self, slot: Slot, what: str) -> None:
         line = f"engine {slot.engine.name}: {what}"
         log.info("%s", line)
         self.told.append(line)
-
-
-async def _withdraw_rows(slot: Slot) -> None:
-    """Abort the rows that the engine has; they become pending again."""
-    sent = list(slot.in_flight.values())
-    tasks = [each.job.tasks[each.row] for each in sent if each.row in each.job.tasks]
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _restart_here(engine: ManagedEngine, settings: ManagedSettings) -> None:

@@ -143,6 +143,7 @@ class Standby:
             "stalled": self._trouble,
             "progress": None,
             "engines": view_engines(self.supervisor.slots, GatewayFigures("", "")),
+            "fleets": self.supervisor.fleets.view(),
             "felt": [],
             **await asyncio.to_thread(view_stored, self.store, job),
         }

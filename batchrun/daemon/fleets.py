@@ -1,0 +1,221 @@
+"""The fleets of a deployment: how many replicas there are, and how an engine is emptied first."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from batchrun.config import Deployment
+from batchrun.daemon.engine_link import Slot
+from batchrun.daemon.in_flight import GATEWAYS_LEARN_S
+from batchrun.engine.fleet import Fleet, FleetReport, FleetSettings, ReplicaEngine, ReplicaSpec
+from batchrun.engine_config import EngineConfig, RayConfig
+from batchrun.errors import InputError
+from batchrun.home import Home
+from batchrun.mutual_tls import derive_token, read_or_make_secret, read_secret
+from batchrun.types import EnginePhase
+
+LOOK_S = 0.5
+NUM_QUIET_LOOKS = 3
+"""An engine has no calls when so many looks in a row show none: its metrics lag."""
+PORT_MARK = "{port}"
+"""In the `command` of a fleet: the port of the replica's engine."""
+KEYS_OF_AN_ENGINE = {"model", "served_model_name", "policy", "online_queue", "larry_alpha"} | {
+    *("eviction", "reserve", "forecast_rule", "online_cost", "slo", "slo_classes", "timeouts")
+}
+
+
+class Fleets:
+    """All fleets of one deployment. `start` them once, `close` them at the end."""
+
+    def __init__(self, deployment: Deployment, home: Home) -> None:
+        """Starts nothing yet. Raises ConfigError when a secret cannot be read."""
+        self._fleets: dict[str, tuple[Fleet, RayConfig]] = {}
+        for config in deployment.engines:
+            if config.ray is not None:
+                fleet = _make_fleet(deployment, config, config.ray, home)
+                self._fleets[config.name] = fleet, config.ray
+        self._tasks: list[asyncio.Task[None]] = []
+        self._resizing: dict[str, asyncio.Task[None]] = {}
+
+    def engines(self, name: str) -> Sequence[ReplicaEngine]:
+        """All that there may be of a fleet."""
+        return self._fleets[name][0].engines
+
+    def start(self, *, leads: bool) -> None:
+        """Keep the replicas that there are, at least as many as there must be; a daemon that does
+        not lead looks where they are."""
+        for fleet, config in self._fleets.values():
+            placed = [number for number, each in enumerate(fleet.engines, 1) if each.is_placed]
+            number = max([config.replicas.min, *placed])
+            fleet.want([each.name for each in fleet.engines[:number]])
+            self._tasks.append(asyncio.create_task(fleet.run(leads=leads)))
+
+    async def close(self) -> None:
+        """Let go of the replicas, which go on."""
+        tasks = [*self._tasks, *self._resizing.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._tasks.clear()
+
+    def resize(self, name: str, number: int, slots: Sequence[Slot], drain_s: float) -> None:
+        """Have so many replicas from now on. Those too many get no more calls and rows: rows go
+        back, and they end with their last call, or after `drain_s`. Raises InputError where there
+        is no such fleet or may not be so many."""
+        if name not in self._fleets:
+            raise InputError(f"{name} is no fleet; those are engines with `ray` in batchrun.yaml")
+        fleet, config = self._fleets[name]
+        low, high = config.replicas.min, config.replicas.most
+        if not low <= number <= high:
+            raise InputError(f"fleet {name} has {low} to {high} replicas (got {number})")
+        if (before := self._resizing.pop(name, None)) is not None:
+            before.cancel()
+        kept = [each.name for each in fleet.engines if each.is_wanted]
+        wanted = [each.name for each in fleet.engines[:number]]
+        fleet.want(sorted({*kept, *wanted}))
+        leaving = [slot for slot in slots if slot.engine.name in set(kept) - set(wanted)]
+        for slot in slots:
+            if slot.engine.name in wanted:
+                slot.drains = False
+        self._resizing[name] = asyncio.create_task(_shrink(fleet, wanted, leaving, drain_s))
+
+    def view(self) -> list[dict[str, Any]]:
+        """What `status` shows of them."""
+        return [
+            {
+                "name": name,
+                "address": config.address,
+                "replicas": {
+                    "wanted": sum(each.is_wanted for each in fleet.engines),
+                    "ready": sum(each.state is EnginePhase.READY for each in fleet.engines),
+                    "min": config.replicas.min,
+                    "max": config.replicas.most,
+                },
+                "trouble": fleet.trouble or None,
+                "nodes": _view_nodes(fleet.report),
+            }
+            for name, (fleet, config) in self._fleets.items()
+        ]
+
+
+def _view_nodes(report: FleetReport) -> list[dict[str, object]]:
+    on_node: dict[str, list[str]] = {}
+    for replica in report.replicas:
+        on_node.setdefault(replica.host, []).append(replica.name)
+    return [
+        {
+            "address": node.address,
+            "is_alive": node.is_alive,
+            "gpus": node.gpus,
+            "cpus": node.cpus,
+            "replicas": on_node.get(node.address, []) if node.is_alive else [],
+        }
+        for node in report.nodes
+    ]
+
+
+async def _shrink(
+    fleet: Fleet, wanted: Sequence[str], leaving: Sequence[Slot], drain_s: float
+) -> None:
+    for slot in leaving:
+        slot.drains = True
+    await asyncio.gather(*(empty(slot, drain_s) for slot in leaving))
+    fleet.want(wanted)
+    for slot in leaving:
+        await fleet.until_gone(slot.engine.name)
+        slot.drains = False
+
+
+async def empty(slot: Slot, drain_s: float) -> bool:
+    """Let an engine that `drains` end its calls, and take its rows back; returns whether it has
+    calls still, after `drain_s`."""
+    deadline_s = time.monotonic() + drain_s
+    await _withdraw_rows(slot)
+    await asyncio.sleep(GATEWAYS_LEARN_S)
+    num_quiet = 0
+    while num_quiet < NUM_QUIET_LOOKS:
+        if time.monotonic() > deadline_s:
+            return True
+        await _withdraw_rows(slot)
+        is_quiet = not (await slot.engine.client.look()).has_work
+        is_gone = slot.engine.state is not EnginePhase.READY
+        num_quiet = num_quiet + 1 if is_quiet or is_gone else 0
+        await asyncio.sleep(LOOK_S)
+    return False
+
+
+async def _withdraw_rows(slot: Slot) -> None:
+    """Abort the rows that the engine has; they become pending again."""
+    sent = list(slot.in_flight.values())
+    tasks = [each.job.tasks[each.row] for each in sent if each.row in each.job.tasks]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _make_fleet(deployment: Deployment, config: EngineConfig, ray: RayConfig, home: Home) -> Fleet:
+    secret_file = _secret_file(deployment, config, home)
+    secret = read_or_make_secret(secret_file) if config.secret_file is None else None
+    secret = secret or read_secret(secret_file)
+    settings = FleetSettings(
+        fleet=config.name,
+        address=ray.address,
+        owner=derive_token(secret, "fleet")[:16],
+        gpus=ray.gpus,
+        cpus=ray.cpus,
+    )
+    specs = [
+        _spec(deployment, config, name, (ray.port + number, ray.port + ray.replicas.most + number))
+        for number, name in enumerate(config.replica_names)
+    ]
+    specs = [_sealed(spec, secret.decode()) for spec in specs]
+    return Fleet(
+        settings,
+        specs,
+        seen=home.fleet(config.name),
+        log_path=home.log / f"fleet-{config.name}.log",
+        secret_file=secret_file,
+    )
+
+
+def _secret_file(deployment: Deployment, config: EngineConfig, home: Home) -> Path:
+    if config.secret_file is None:
+        return home.fleet(config.name).with_suffix(".secret")
+    return deployment.base / Path(config.secret_file).expanduser()
+
+
+def _spec(
+    deployment: Deployment, config: EngineConfig, name: str, ports: tuple[int, int]
+) -> ReplicaSpec:
+    """How one replica is started: `ports` are its agent's and its engine's."""
+    agent_port, engine_port = ports
+    own = deployment.for_engine(config)
+    document = own.model_dump(
+        mode="json", include=KEYS_OF_AN_ENGINE, exclude_unset=True, exclude_none=True
+    )
+    engine = config.model_dump(
+        mode="json",
+        exclude={"name", "ray", "secret_file", "model", "served_model_name", "priority"},
+        exclude_unset=True,
+        exclude_none=True,
+    )
+    if config.command is not None:
+        engine["command"] = [word.replace(PORT_MARK, str(engine_port)) for word in config.command]
+    if config.adapters:
+        engine["adapters"] = deployment.adapters_of(config)
+    document["engines"] = [engine | {"name": name, "port": engine_port}]
+    return ReplicaSpec(name, agent_port, "", json.dumps(document, sort_keys=True), "")
+
+
+def _sealed(spec: ReplicaSpec, secret: str) -> ReplicaSpec:
+    content = json.dumps([spec.name, spec.port, secret, spec.config])
+    digest = hashlib.sha256(content.encode()).hexdigest()[:32]
+    return msgspec.structs.replace(spec, secret=secret, digest=digest)

@@ -1,0 +1,296 @@
+"""A fleet: engines behind agents whose number batchrun chooses and whose places Ray chooses.
+
+The daemon's end of it. A process of its own, the placer, speaks to Ray (`ray`); what it last told
+of the replicas is kept in a file, so that a daemon which starts while Ray is away finds them. Rows
+and calls go to the agents over their own protocol and need no Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from batchrun.engine.agent.remote import AgentAddress, AgentEngine
+from batchrun.engine.process import cut_log
+from batchrun.engine.ray import (
+    FleetOrder,
+    FleetReport,
+    FleetSettings,
+    PlacedReplica,
+    ReplicaSpec,
+)
+from batchrun.errors import EngineError
+from batchrun.files import write_atomically
+from batchrun.types import EnginePhase
+
+log = logging.getLogger(__name__)
+
+CONNECT_S = 120.0
+"""Ray is met within so long; a process that speaks to it takes a while to start."""
+SILENCE_S = 10.0
+"""A placer that has told nothing for so long waits for Ray."""
+GIVE_UP_S = 60.0
+END_WAIT_S = 60.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 15.0
+LOOK_S = 0.25
+NO_FILE = Path()
+PAUSED = "placement pauses, and replicas go on where they are"
+
+
+class FleetMemory(Struct, frozen=True):
+    """A fleet, and what was last told of it."""
+
+    settings: FleetSettings
+    report: FleetReport
+
+
+class ReplicaEngine(AgentEngine):
+    """The engine of a replica, wherever its agent is. One that is not wanted is stopped."""
+
+    def __init__(
+        self, address: AgentAddress, spec: ReplicaSpec, failure: Callable[[], str]
+    ) -> None:
+        """`failure` tells why none of the fleet can be placed. Raises ConfigError as agents do."""
+        super().__init__(address)
+        self.spec = spec
+        self.is_wanted = False
+        self.placed_as = "not placed yet"
+        self._failure = failure
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether it is known where the replica is, or was last."""
+        return bool(self.client.base_url)
+
+    @property
+    def state(self) -> EnginePhase:
+        if self.client.state is None:
+            return EnginePhase.STARTING if self.is_wanted else EnginePhase.STOPPED
+        return super().state
+
+    @property
+    def stage(self) -> str:
+        if not self.is_wanted and self.client.state is None:
+            return "not wanted now"
+        if self.client.state is None and (self.placed_as or not self.is_placed):
+            return self.placed_as
+        return super().stage
+
+    async def start(self) -> None:
+        """Wait until the engine answers, if it is wanted. Raises EngineError when nothing can be
+        placed, or its engine fails."""
+        self.client.connect()
+        while self.is_wanted and self.state is not EnginePhase.READY:
+            if not self.is_placed and (failure := self._failure()):
+                raise EngineError(f"engine {self.name}: {failure}")
+            if self.state is EnginePhase.FAILED:
+                raise EngineError(f"engine {self.name}: {self.stage}")
+            await asyncio.sleep(LOOK_S)
+
+    def see(self, placed: PlacedReplica) -> None:
+        """Go where the replica is by now."""
+        self.placed_as = placed.stage
+        if placed.host:
+            host = f"[{placed.host}]" if ":" in placed.host else placed.host
+            self.client.move(f"https://{host}:{self.spec.port}")
+
+
+class Fleet:
+    """The replicas of one fleet. `run` drives it; `want` says which there shall be."""
+
+    def __init__(
+        self,
+        settings: FleetSettings,
+        specs: Sequence[ReplicaSpec],
+        *,
+        seen: Path,
+        log_path: Path,
+        secret_file: Path = NO_FILE,
+    ) -> None:
+        """Starts nothing yet. `specs` are all replicas that there may be; `seen` is the file of
+        what was last told. Raises ConfigError when the secret cannot be read."""
+        self.settings = settings
+        self.trouble = ""
+        self.failure = ""
+        """Why nothing can be placed, where nothing ever was."""
+        self.report = read_memory(seen)[1]
+        self._seen, self._log_path = seen, log_path
+        self.engines = tuple(
+            ReplicaEngine(
+                AgentAddress(name=spec.name, url="", secret_file=secret_file),
+                spec,
+                lambda: self.failure,
+            )
+            for spec in specs
+        )
+        self._changed = asyncio.Event()
+        self._leads = self._has_met = False
+        self._see(self.report)
+
+    @property
+    def order(self) -> FleetOrder:
+        """What the placer is told."""
+        wanted = [each.spec for each in self.engines if each.is_wanted or not self._leads]
+        known = msgspec.structs.asdict(self.settings)
+        return FleetOrder(**known, replicas=tuple(wanted), leads=self._leads)
+
+    @property
+    def has_none(self) -> bool:
+        """Whether Ray has said that there is no replica."""
+        return self._has_met and not self.report.num_there
+
+    def want(self, names: Sequence[str]) -> None:
+        """Have these replicas and no others."""
+        for engine in self.engines:
+            engine.is_wanted = engine.name in names
+        self._changed.set()
+
+    async def until_gone(self, name: str) -> None:
+        """Until the agent of a replica that is not wanted any more is gone."""
+        (engine,) = [each for each in self.engines if each.name == name]
+        await _until(lambda: engine.client.state is None)
+
+    async def run(self, *, leads: bool) -> None:
+        """Keep the replicas as they are wanted, for ever; unless this daemon `leads`, see only
+        where they are."""
+        self._leads, pause_s = leads, FIRST_PAUSE_S
+        if leads:
+            self._remember()
+        while True:
+            met, trouble = False, "the placer cannot be started"
+            try:
+                met, trouble = await self._follow_placer()
+            except OSError as error:
+                trouble = f"{trouble}: {error}"
+            if not met and not self.report.nodes:
+                self.failure = trouble
+            self._note(f"{trouble}; {PAUSED}")
+            pause_s = FIRST_PAUSE_S if met else min(2 * pause_s, LONGEST_PAUSE_S)
+            await asyncio.sleep(pause_s)
+
+    async def _follow_placer(self) -> tuple[bool, str]:
+        """Returns, once the placer has ended, whether it met Ray, and why it ended. Raises OSError
+        when it cannot be started."""
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        cut_log(self._log_path)
+        pipe = asyncio.subprocess.PIPE
+        with self._log_path.open("ab") as errors:
+            placer = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "batchrun.engine.ray"),
+                stdin=pipe,
+                stdout=pipe,
+                stderr=errors,
+                limit=1 << 24,
+            )
+        telling = asyncio.create_task(self._tell(placer))
+        try:
+            return await self._listen(placer)
+        finally:
+            telling.cancel()
+            with suppress(ProcessLookupError):
+                placer.kill()
+            await placer.wait()
+
+    async def _tell(self, placer: asyncio.subprocess.Process) -> None:
+        assert placer.stdin is not None
+        with suppress(ConnectionError):
+            while True:
+                self._changed.clear()
+                placer.stdin.write(msgspec.json.encode(self.order) + b"\n")
+                await placer.stdin.drain()
+                await self._changed.wait()
+
+    async def _listen(self, placer: asyncio.subprocess.Process) -> tuple[bool, str]:
+        assert placer.stdout is not None
+        met, trouble = False, "the placer ended"
+        quiet_s = 0.0
+        while True:
+            wait_s = SILENCE_S if met else CONNECT_S
+            try:
+                async with asyncio.timeout(wait_s):
+                    line = await placer.stdout.readline()
+            except TimeoutError:
+                quiet_s += wait_s
+                trouble = f"Ray at {self.settings.address} does not answer"
+                self._note(f"{trouble}; {PAUSED}")
+                if quiet_s >= GIVE_UP_S:
+                    return met, trouble
+                continue
+            if not line:
+                return met, trouble
+            quiet_s = 0.0
+            report = msgspec.json.decode(line, type=FleetReport)
+            if report.trouble:
+                return met, report.trouble
+            met = self._has_met = True
+            self._note("")
+            self._see(report)
+
+    def _see(self, report: FleetReport) -> None:
+        placed = {each.name: each for each in report.replicas}
+        for engine in self.engines:
+            if engine.name in placed:
+                engine.see(placed[engine.name])
+            if self._has_met and not self._leads:
+                engine.is_wanted = engine.name in placed and bool(placed[engine.name].host)
+        if report != self.report:
+            self.report = report
+            self._remember()
+
+    def _remember(self) -> None:
+        memory = FleetMemory(self.settings, self.report)
+        with suppress(OSError):
+            write_atomically(self._seen, msgspec.json.encode(memory), mode=0o600)
+
+    def _note(self, trouble: str) -> None:
+        if trouble != self.trouble:
+            log.log(
+                logging.WARNING if trouble else logging.INFO,
+                "fleet %s: %s",
+                self.settings.fleet,
+                trouble or "placement goes on",
+            )
+        self.trouble = trouble
+        if not trouble:
+            self.failure = ""
+
+
+def read_memory(seen: Path) -> tuple[FleetSettings | None, FleetReport]:
+    """What the file of a fleet holds; nothing where there is none."""
+    try:
+        memory = msgspec.json.decode(seen.read_bytes(), type=FleetMemory)
+    except (OSError, msgspec.DecodeError):
+        return None, FleetReport()
+    return memory.settings, memory.report
+
+
+async def end_fleet(seen: Path, log_path: Path) -> str:
+    """End all replicas of the fleet that a file tells of; its name. Raises EngineError when Ray
+    does not answer."""
+    settings, _ = read_memory(seen)
+    assert settings is not None
+    fleet = Fleet(settings, (), seen=seen, log_path=log_path)
+    running = asyncio.create_task(fleet.run(leads=True))
+    try:
+        async with asyncio.timeout(END_WAIT_S):
+            await _until(lambda: fleet.has_none)
+    except TimeoutError as error:
+        why = fleet.trouble or "Ray does not end them"
+        raise EngineError(f"replicas of fleet {settings.fleet} may run on: {why}") from error
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    await asyncio.to_thread(seen.unlink, missing_ok=True)
+    return settings.fleet
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110  # nothing tells when
+        await asyncio.sleep(LOOK_S)

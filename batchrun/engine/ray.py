@@ -1,0 +1,428 @@
+"""All that batchrun has to do with Ray: the placer of a fleet, and the actor that hosts an agent.
+
+`python -m batchrun.engine.ray` is the placer: a process of its own beside the daemon, since Ray
+ends a process whose cluster is gone. It reads orders from standard input and writes reports to
+standard output, a JSON document a line, and ends with its input. For each wanted replica
+there is a placement group of one bundle, which lies on one node and keeps its place while the actor
+is started again, and in it a named, detached actor. Ray moves both when their node dies. The groups
+of a fleet go where most is left: to different nodes, while there are some.
+
+Only Ray's core is used. It is imported when the placer runs, or by Ray itself in the actor.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+from msgspec import Struct
+
+from batchrun.engine import process
+from batchrun.errors import EngineError
+from batchrun.files import write_atomically
+from batchrun.home import DEFAULT_HOME, Home
+
+NAMESPACE = "batchrun"
+ROUND_S = 1.0
+ANSWER_S = 2.0
+"""An actor that has not answered by then is starting, or gone."""
+AGENT_STOP_S = 30.0
+LOOK_S = 0.25
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+STEADY_S = 60.0
+"""An agent that ran for so long is started again at once."""
+DEATH_PAUSE_S = 15.0
+"""A node on which the actor cannot even begin gets it again after so long."""
+EXIT_NO_RAY = 3
+
+
+class ReplicaSpec(Struct, frozen=True):
+    """What a replica's agent is started with: its port on whatever node, the secret of the fleet,
+    and its batchrun.yaml. `digest` differs where any of it does."""
+
+    name: str
+    port: int
+    secret: str
+    config: str
+    digest: str
+
+
+class FleetSettings(Struct, frozen=True):
+    """One fleet: Ray's address, and the `gpus` and `cpus` of a replica. `owner` is what holders of
+    the fleet's secret derive from it."""
+
+    fleet: str
+    address: str
+    owner: str
+    gpus: float
+    cpus: float
+
+
+class FleetOrder(FleetSettings, frozen=True):
+    """What the placer is to bring about; where the daemon does not `lead`, only to look at."""
+
+    replicas: tuple[ReplicaSpec, ...]
+    leads: bool
+
+    def owns(self, name: str) -> bool:
+        """Whether a replica of this fleet may have this name."""
+        head, _, number = name.rpartition("-")
+        return head == self.fleet and number.isdecimal()
+
+    def group_of(self, name: str) -> str:
+        """The name of a replica's placement group."""
+        return f"batchrun-{self.owner}-{name}"
+
+
+class FleetNode(Struct, frozen=True):
+    """A node of Ray's cluster, with all the GPUs and CPUs that Ray may give away there."""
+
+    address: str
+    is_alive: bool
+    gpus: float
+    cpus: float
+
+
+class PlacedReplica(Struct, frozen=True):
+    """A replica: the `host` of its agent, nothing while it has none, and a few words for people."""
+
+    name: str
+    host: str = ""
+    stage: str = ""
+
+
+class FleetReport(Struct, frozen=True):
+    """What Ray says. `num_there`: replicas that it knows, wanted or not. With `trouble` nothing of
+    the rest is known."""
+
+    nodes: tuple[FleetNode, ...] = ()
+    replicas: tuple[PlacedReplica, ...] = ()
+    num_there: int = 0
+    trouble: str = ""
+
+
+class ReplicaActor:
+    """Runs `batchrun engine serve` on its node, again whenever that ends, and says where it is.
+
+    The agent ends with the actor, however that dies: it holds the end of a pipe. Before an agent is
+    started, what an earlier one of this name left on the node is ended, by its nonce.
+    """
+
+    def __init__(self, spec: dict[str, Any], owner: str) -> None:
+        self._spec = msgspec.convert(spec, ReplicaSpec)
+        self._owner = owner
+        self._host = node_address()
+        self._home = Home(Path(os.environ.get("BATCHRUN_HOME") or DEFAULT_HOME))
+        self._said = "the agent is started"
+        self._read_end, self._write_end = os.pipe()
+        threading.Thread(target=self._keep_agent, daemon=True).start()
+
+    def look(self) -> dict[str, Any]:
+        """Where the agent answers, of whose fleet it is, and with what it was started."""
+        return {
+            "owner": self._owner,
+            "digest": self._spec.digest,
+            "host": self._host,
+            "said": self._said,
+        }
+
+    def _keep_agent(self) -> None:
+        pause_s = FIRST_PAUSE_S
+        while True:
+            started_s = time.monotonic()
+            try:
+                self._run_agent()
+            except OSError as error:
+                self._said = f"the agent cannot be started: {error}"
+            if time.monotonic() - started_s > STEADY_S:
+                pause_s = FIRST_PAUSE_S
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _run_agent(self) -> None:
+        """Start the agent, and return when it has ended. Raises OSError."""
+        spec, home = self._spec, self._home
+        record_path, log_path = home.agent_process(spec.name), home.log / f"agent-{spec.name}.log"
+        process.stop_recorded(record_path, AGENT_STOP_S)
+        own = home.agent(spec.name)
+        own.create()
+        secret_file, config = own.path / "fleet-secret", own.path / "batchrun.json"
+        write_atomically(secret_file, spec.secret.encode(), mode=0o600)
+        write_atomically(config, spec.config.encode(), mode=0o600)
+        listen = f"[{self._host}]" if ":" in self._host else self._host
+        command = [sys.executable, "-m", "batchrun", "engine", "serve", "--while-input"]
+        command += ["--name", spec.name, "--listen", f"{listen}:{spec.port}"]
+        command += ["--secret-file", str(secret_file), "--config", str(config)]
+        record = process.spawn(
+            [*command, "--home", str(home.path)],
+            env=dict(_own_environment()),
+            log_path=log_path,
+            record_path=record_path,
+            stdin=self._read_end,
+        )
+        self._said = _raise_priority(record.pid)
+        while process.is_alive(record):
+            time.sleep(LOOK_S)
+        self._said = f"the agent ended: {_last_line(log_path)}"
+
+
+def node_address() -> str:
+    """This node's address, as Ray knows it."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+def _own_environment() -> Iterator[tuple[str, str]]:
+    """The actor's environment, with the GPUs that Ray chose, without what is Ray's own: its token
+    is none of an engine's business."""
+    for name, value in os.environ.items():
+        if not name.startswith(("RAY_", "PYTHONBREAKPOINT")):
+            yield name, value
+
+
+def _raise_priority(pid: int) -> str:
+    """Ray runs its workers, and so what they start, with less priority than all else on the node:
+    give the agent the usual one. Says so where that is not allowed."""
+    with suppress(ProcessLookupError):
+        try:
+            os.setpriority(os.PRIO_PROCESS, pid, min(0, os.getpriority(os.PRIO_PROCESS, pid)))
+        except PermissionError:
+            nice = os.getpriority(os.PRIO_PROCESS, pid)
+            return f"runs with nice {nice}: start Ray with RAY_worker_niceness=0"
+    return ""
+
+
+def _last_line(path: Path) -> str:
+    with suppress(OSError):
+        lines = path.read_text("utf-8", "replace").splitlines()
+        return next((line for line in reversed(lines) if line.strip()), "without a word")
+    return "without a word"
+
+
+class Placer:
+    """Brings the actors of one fleet to what is wanted, a step at each `look`.
+
+    A replica has the same name as its placement group and as its engine. Those of a name of this
+    fleet that belong to another deployment are left alone, and told.
+    """
+
+    def __init__(self, ray: Any) -> None:
+        self._ray = ray
+        self._asked: dict[str, Any] = {}
+        self._deaths: dict[str, tuple[float, str]] = {}
+
+    def look(self, order: FleetOrder) -> FleetReport:
+        """Do the next step for every replica, and tell how all of them are. Raises what Ray does
+        when it is not there."""
+        nodes = [
+            FleetNode(
+                address=str(node["NodeManagerAddress"]),
+                is_alive=bool(node["Alive"]),
+                gpus=float(node["Resources"].get("GPU", 0.0)),
+                cpus=float(node["Resources"].get("CPU", 0.0)),
+            )
+            for node in self._ray.nodes()
+        ]
+        there = {name for name in self._ray.util.list_named_actors() if order.owns(name)}
+        for name in self._asked.keys() - there:
+            del self._asked[name]
+        answers = self._ask(there)
+        replicas = [self._serve(order, spec, answers, there) for spec in order.replicas]
+        if order.leads:
+            wanted = {spec.name for spec in order.replicas}
+            for name in (there | self._groups_of(order).keys()) - wanted:
+                self._remove(name, order, answers)
+        num_there = len(self._groups_of(order))
+        return FleetReport(nodes=tuple(nodes), replicas=tuple(replicas), num_there=num_there)
+
+    def _ask(self, names: set[str]) -> dict[str, dict[str, Any] | str]:
+        """What each actor says of itself, or why it says nothing."""
+        for name in names - self._asked.keys():
+            with suppress(ValueError):
+                self._asked[name] = self._ray.get_actor(name).look.remote()
+        pending = list(self._asked.values())
+        if pending:
+            self._ray.wait(pending, num_returns=len(pending), timeout=ANSWER_S)
+        answers: dict[str, dict[str, Any] | str] = {}
+        for name, asked in list(self._asked.items()):
+            if not self._ray.wait([asked], timeout=0)[0]:
+                answers[name] = "Ray starts its actor"
+                continue
+            del self._asked[name]
+            try:
+                answers[name] = self._ray.get(asked)
+            except self._ray.exceptions.RayActorError as error:
+                answers[name] = "its actor has died; Ray starts it again"
+                self._deaths[name] = time.monotonic(), " ".join(str(error).split())[:200]
+        return answers
+
+    def _serve(
+        self,
+        order: FleetOrder,
+        spec: ReplicaSpec,
+        answers: dict[str, dict[str, Any] | str],
+        there: set[str],
+    ) -> PlacedReplica:
+        name, answer = spec.name, answers.get(spec.name, "Ray looks for its actor")
+        if name not in there:
+            stage = self._place(order, spec) if order.leads else "no daemon has placed it yet"
+            return PlacedReplica(name=name, stage=stage)
+        if isinstance(answer, str):
+            return PlacedReplica(name=name, stage=self._waits_for_room(name, order) or answer)
+        if answer["owner"] != order.owner:
+            stage = f"{name} is of another deployment's fleet: give this one another name"
+            return PlacedReplica(name=name, stage=stage)
+        if answer["digest"] != spec.digest and order.leads:
+            self._remove(name, order, answers)
+            return PlacedReplica(name=name, stage="is placed anew: its settings have changed")
+        return PlacedReplica(name=name, host=answer["host"], stage=answer["said"])
+
+    def _place(self, order: FleetOrder, spec: ReplicaSpec) -> str:
+        """Ask for room, and start the actor there once there is some."""
+        from ray.util import scheduling_strategies
+
+        died_s, why = self._deaths.get(spec.name, (-math.inf, ""))
+        if time.monotonic() - died_s < DEATH_PAUSE_S:
+            return f"its actor has died: {why}"
+        group_name = order.group_of(spec.name)
+        if spec.name not in self._groups_of(order):
+            bundle = {"CPU": order.cpus, "GPU": order.gpus}
+            self._ray.util.placement_group(
+                [{kind: amount for kind, amount in bundle.items() if amount}],
+                strategy="STRICT_PACK",
+                name=group_name,
+                lifetime="detached",
+            )
+            return "Ray looks for room"
+        if room := self._waits_for_room(spec.name, order):
+            return room
+        group = self._ray.util.get_placement_group(group_name)
+        strategy = scheduling_strategies.PlacementGroupSchedulingStrategy(group, 0)
+        with suppress(ValueError):  # An actor of this name is not quite gone.
+            self._ray.remote(ReplicaActor).options(
+                name=spec.name,
+                lifetime="detached",
+                max_restarts=-1,
+                max_task_retries=0,
+                max_concurrency=4,
+                num_cpus=order.cpus,
+                num_gpus=order.gpus,
+                scheduling_strategy=strategy,
+            ).remote(msgspec.to_builtins(spec), order.owner)
+        return "Ray starts its actor"
+
+    def _groups_of(self, order: FleetOrder) -> dict[str, str]:
+        """The states of the fleet's placement groups, by replica."""
+        groups = self._ray.util.placement_group_table().values()
+        prefix = order.group_of("")
+        return {
+            group["name"].removeprefix(prefix): group["state"]
+            for group in groups
+            if group["name"].startswith(prefix)
+            and group["state"] != "REMOVED"
+            and order.owns(group["name"].removeprefix(prefix))
+        }
+
+    def _waits_for_room(self, name: str, order: FleetOrder) -> str:
+        """What the replica waits for; nothing where it has its place."""
+        if self._groups_of(order).get(name, "CREATED") == "CREATED":
+            return ""
+        wanted = [f"{order.gpus:g} GPUs"] if order.gpus else []
+        wanted += [f"{order.cpus:g} CPUs"] if order.cpus else []
+        return f"waits for a node of Ray's with {' and '.join(wanted)} free"
+
+    def _remove(
+        self, name: str, order: FleetOrder, answers: dict[str, dict[str, Any] | str]
+    ) -> None:
+        """End a replica that is ours, and give its place back."""
+        group, answer = self._groups_of(order).get(name), answers.get(name)
+        has_answered = isinstance(answer, dict) and answer["owner"] == order.owner
+        if has_answered or group not in {None, "CREATED"}:
+            with suppress(ValueError):
+                self._ray.kill(self._ray.get_actor(name), no_restart=True)
+        if group is not None and (has_answered or answer is None or group != "CREATED"):
+            place = self._ray.util.get_placement_group(order.group_of(name))
+            self._ray.util.remove_placement_group(place)
+
+
+class _Orders(threading.Thread):
+    """Reads orders; the process ends when there can be no more."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.came = threading.Event()
+        self.latest: FleetOrder | None = None
+
+    def run(self) -> None:
+        for line in sys.stdin.buffer:
+            self.latest = msgspec.json.decode(line, type=FleetOrder)
+            self.came.set()
+        os._exit(0)
+
+
+def connect(address: str) -> Any:
+    """Ray, connected. Raises EngineError, one line."""
+    try:
+        import ray
+    except ImportError as error:
+        raise EngineError(
+            f"Ray cannot be used: {error}; install it: pip install 'batchrun[ray]'"
+        ) from error
+    try:
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        line = " ".join(str(error).split()) or type(error).__name__
+        raise EngineError(f"no Ray at {address}: {line[:300]}") from error
+    return ray
+
+
+def main() -> int:
+    """Place replicas until standard input ends."""
+    reports = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # Ray prints what it likes.
+    orders = _Orders()
+    orders.start()
+    orders.came.wait()
+    assert orders.latest is not None
+    try:
+        placer = Placer(connect(orders.latest.address))
+        _place_on(placer, lambda: orders.latest, orders.came, reports)
+    except EngineError as error:
+        _tell(reports, FleetReport(trouble=str(error)))
+        return EXIT_NO_RAY
+    except Exception as error:  # noqa: BLE001  # whatever Ray raises: the next placer tries again
+        _tell(reports, FleetReport(trouble=" ".join(f"Ray: {error}".split())[:300]))
+        return 1
+
+
+def _place_on(
+    placer: Placer,
+    latest: Callable[[], FleetOrder | None],
+    came: threading.Event,
+    reports: IO[bytes],
+) -> None:
+    while (order := latest()) is not None:
+        came.clear()
+        _tell(reports, placer.look(order))
+        came.wait(ROUND_S)
+
+
+def _tell(reports: IO[bytes], report: FleetReport) -> None:
+    reports.write(msgspec.json.encode(report) + b"\n")
+    reports.flush()
+
+
+if __name__ == "__main__":
+    # The actor's class must have its true name where Ray loads it.
+    from batchrun.engine.ray import main as placer_main
+
+    sys.exit(placer_main())

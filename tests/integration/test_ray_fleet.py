@@ -1,0 +1,178 @@
+"""Fleets on a real Ray of two nodes: where replicas come up, and what becomes of rows and calls
+when any of the processes around them is killed."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jsonschema
+import pytest
+from engine_builders import REAL_ARGS
+from kill_rig import Outage, begun_at, check_account, committed_at, wait_for_rows, wait_until
+from ray_rig import NODES, FleetRig, RayCluster, kill_9
+from ruamel.yaml import YAML
+
+ray = pytest.importorskip("ray")
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1500)]
+
+CLUSTER_FILE = Path(__file__).parents[2] / "deploy" / "ray" / "cluster.yaml"
+NUM_ROWS = 600
+WINDOW = 4
+"""Rows in an engine at a time, of a second each: the job outlasts what is killed."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+    made = RayCluster(tmp_path_factory.mktemp("ray"))
+    try:
+        made.start()
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def rig(tmp_path: Path, cluster: RayCluster) -> Iterator[FleetRig]:
+    made = FleetRig(tmp_path, cluster)
+    yield made
+    made.close()
+    wait_until(lambda: made.engines() == [])
+
+
+def start(rig: FleetRig, low: int = 2, high: int = 2) -> str:
+    """Bring a fleet up and submit a job."""
+    rig.use_fleet(low, high, "--latency-s=1", window={"requests": WINDOW})
+    rig.ask("up", "-d")
+    rig.wait_until_placed(low)
+    return rig.submit_rows(*(f"question {i}" for i in range(NUM_ROWS)))
+
+
+def say(rig: FleetRig, text: str) -> str:
+    """A call, which must be answered."""
+    with rig.openai(max_retries=0) as client:
+        made = client.completions.create(model="fake", prompt=text, max_tokens=4)
+    return made.choices[0].text
+
+
+def kill_part(rig: FleetRig, job: str, what: str, name: str) -> Outage:
+    """`kill -9` what hosts a replica, and wait until there is one again, and one only."""
+    process = rig.part(what, name)
+    began_at, num_committed = time.time(), len(committed_at(rig, job))
+    kill_9([process])
+    assert say(rig, f"{what} was killed")
+    wait_until(lambda: not process.is_running())
+    rig.wait_until_placed(2)
+    return Outage(began_at, time.time(), num_committed)
+
+
+def test_replicas_come_up_on_nodes_of_their_own_and_take_rows_and_calls(rig: FleetRig) -> None:
+    job = start(rig)
+
+    assert sorted(rig.placed().values()) == sorted(NODES)
+    assert say(rig, "hello") == say(rig, "hello")
+    check_account(rig, job, [])
+    environments = [each.environ() for each in rig.engines()]
+    assert [name for each in environments for name in each if name.startswith("RAY_")] == []
+    assert [each.nice() for each in rig.engines()] == [0, 0]
+
+
+def test_a_fleet_grows_and_shrinks_and_rows_go_back(rig: FleetRig) -> None:
+    job = start(rig, 1, 3)
+    rig.ask("engine", "scale", "fleet", "3")
+    rig.wait_until_placed(3)
+    wait_for_rows(rig, job, 60)
+    began_at, num_committed = time.time(), len(committed_at(rig, job))
+    rig.ask("engine", "scale", "fleet", "1")
+    rig.wait_until_placed(1)
+
+    check_account(rig, job, [Outage(began_at, time.time(), num_committed)])
+    code, line = rig.refuse("engine", "scale", "fleet", "4")
+    assert (code, line) == (2, "batchrun: fleet fleet has 1 to 3 replicas (got 4)\n")
+
+
+def test_actor_agent_and_daemon_are_killed_and_no_row_is_lost(rig: FleetRig) -> None:
+    job = start(rig)
+    outages = []
+    for number, (what, name) in enumerate((("actor", "fleet-0"), ("agent", "fleet-1"))):
+        wait_for_rows(rig, job, 30 + 60 * number)
+        outages.append(kill_part(rig, job, what, name))
+    wait_for_rows(rig, job, 150)
+    before = {each.pid for each in rig.engines()}
+    began_at, num_committed = time.time(), len(committed_at(rig, job))
+    rig.kill("daemon")
+    rig.ask("up", "-d")
+    outages.append(Outage(began_at, time.time(), num_committed))
+
+    check_account(rig, job, outages)
+    assert {each.pid for each in rig.engines()} == before, "the replicas were not adopted"
+
+
+def test_a_replica_whose_node_dies_moves_and_is_not_doubled(
+    rig: FleetRig, cluster: RayCluster
+) -> None:
+    job = start(rig)
+    wait_for_rows(rig, job, 30)
+    before = rig.placed()
+    began_at, num_committed = time.time(), len(committed_at(rig, job))
+    kill_9([cluster.raylet(before["fleet-0"])])
+
+    assert say(rig, "a node was killed")
+    wait_until(lambda: rig.placed().get("fleet-0") == before["fleet-1"])
+    assert rig.num_running() == 2
+    check_account(rig, job, [Outage(began_at, time.time(), num_committed)])
+    cluster.start_node(before["fleet-0"])
+
+
+def test_calls_and_rows_go_on_without_the_head_and_placement_pauses(
+    rig: FleetRig, cluster: RayCluster
+) -> None:
+    job = start(rig)
+    wait_for_rows(rig, job, 30)
+    before = {each.pid for each in rig.engines()}
+    cluster.kill_head()
+
+    def trouble() -> str:
+        (fleet,) = rig.picture()["fleets"]
+        return str(fleet["trouble"] or "")
+
+    wait_until(lambda: "placement pauses" in trouble())
+    assert say(rig, "no head")
+    rig.kill("daemon")
+    began_at, num_committed = time.time(), len(committed_at(rig, job))
+    rig.ask("up", "-d")
+    outage = Outage(began_at, time.time(), num_committed)
+    check_account(rig, job, [outage])
+    assert max(map(len, begun_at(rig, job).values())) == 1
+    assert {each.pid for each in rig.engines()} == before
+
+    cluster.start_head()
+    wait_until(lambda: trouble() == "")
+    rig.wait_until_placed(2)
+    assert {each.pid for each in rig.engines()} == before
+
+
+def test_ray_takes_the_description_of_a_cluster() -> None:
+    schema = Path(ray.__file__).parent / "autoscaler" / "ray-schema.json"
+    cluster = YAML(typ="safe").load(CLUSTER_FILE.read_text("utf-8"))
+    jsonschema.validate(cluster, json.loads(schema.read_text("utf-8")))
+
+
+@pytest.mark.nightly
+@pytest.mark.engine
+def test_a_real_vllm_comes_back_after_its_actor_was_killed(rig: FleetRig) -> None:
+    rig.use_replicas(1, 1, {"vllm_args": list(REAL_ARGS)}, model="tiny")
+    rig.ask("up", "-d")
+    wait_until(lambda: "fleet-0" in rig.placed())
+    job = rig.submit_rows(*(f"question {i}" for i in range(200)))
+    wait_for_rows(rig, job, 20)
+    engine = rig.part("engine", "fleet-0")
+    kill_9([rig.part("actor", "fleet-0")])
+
+    assert rig.wait_until_ended(job)["num_completed"] == 200
+    assert [row["error"] for row in rig.output()] == [None] * 200
+    assert not engine.is_running()
+    (shown,) = rig.picture()["engines"]
+    assert shown["telemetry"]["policy"] == "echo"

@@ -1,0 +1,153 @@
+"""Fleets without Ray: what batchrun.yaml may say of them, how replicas are described, and an engine
+whose agent moves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from agent_rig import AgentRig, until
+
+from batchrun.config import load_deployment
+from batchrun.daemon.fleets import Fleets
+from batchrun.engine.agent.remote import AgentAddress
+from batchrun.engine.fleet import ReplicaEngine
+from batchrun.engine.ray import FleetOrder, PlacedReplica, ReplicaSpec
+from batchrun.errors import ConfigError, EngineError, InputError
+from batchrun.home import Home
+from batchrun.types import EnginePhase, Request
+
+FLEET = {"name": "fleet", "ray": {"replicas": {"min": 2, "max": 3}, "gpus": 1, "cpus": 4}}
+
+
+def write(folder: Path, *engines: object, **more: object) -> Path:
+    """A batchrun.yaml with these engines."""
+    path = folder / "batchrun.yaml"
+    path.write_text(json.dumps({"engines": engines, **more}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("engine", "line"),
+    [
+        ({"ray": {"replicas": {"min": 3, "max": 2}}}, "max must be 3 at least"),
+        ({"ray": {"gpus": 0, "cpus": 0}}, "give 'gpus' or 'cpus'"),
+        ({"ray": {}, "attach": "http://127.0.0.1:1"}, "'ray' goes with neither"),
+        ({"ray": {}, "port": 8001}, "'port' belongs to an engine that batchrun starts here"),
+        ({"ray": {}, "certificate": "x"}, "'certificate' belongs to an engine with 'agent'"),
+        ({"ray": {"replicas": {"min": 300}, "port": 65000}}, "port 65000 leaves no room"),
+        ({"ray": {"head": "x"}}, "unknown key"),
+    ],
+)
+def test_what_a_fleet_cannot_be_is_said_in_one_line(
+    tmp_path: Path, engine: dict[str, object], line: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_deployment(write(tmp_path, engine))
+    assert line in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_replicas_may_not_have_the_name_of_another_engine(tmp_path: Path) -> None:
+    other = {"name": "fleet-2", "attach": "http://127.0.0.1:1"}
+    with pytest.raises(ConfigError, match="two engines have the same 'name'"):
+        load_deployment(write(tmp_path, FLEET, other))
+
+
+def test_the_address_that_is_given_to_up_counts(tmp_path: Path) -> None:
+    path = write(tmp_path, FLEET)
+    (config,) = load_deployment(path, ray_address="10.0.0.1:6379").engines
+    assert config.ray is not None
+    assert config.ray.address == "10.0.0.1:6379"
+    plain = write(tmp_path, {"name": "a"})
+    with pytest.raises(ConfigError, match="no engine has 'ray'"):
+        load_deployment(plain, ray_address="10.0.0.1:6379")
+
+
+def specs_of(folder: Path, path: Path) -> list[ReplicaSpec]:
+    """How the replicas of the one fleet are started."""
+    fleets = Fleets(load_deployment(path), Home(folder / "home"))
+    return [engine.spec for engine in fleets.engines("fleet")]
+
+
+def test_each_replica_has_ports_of_its_own_and_what_its_engine_needs(tmp_path: Path) -> None:
+    command = ["serve", "--port={port}"]
+    path = write(tmp_path, FLEET | {"command": command}, policy="bs", store="postgresql://h/d")
+
+    specs = specs_of(tmp_path, path)
+
+    documents = [json.loads(spec.config) for spec in specs]
+    assert [spec.port for spec in specs] == [8100, 8101, 8102]
+    assert [each["engines"] for each in documents] == [
+        [{"name": f"fleet-{n}", "port": 8103 + n, "command": ["serve", f"--port={8103 + n}"]}]
+        for n in range(3)
+    ]
+    assert {key for each in documents for key in each} == {"engines", "policy"}
+    for spec in specs:
+        (tmp_path / "one.json").write_text(spec.config)
+        load_deployment(tmp_path / "one.json")
+
+
+def test_settings_that_change_make_another_replica(tmp_path: Path) -> None:
+    before = specs_of(tmp_path, write(tmp_path, FLEET))
+    same = specs_of(tmp_path, write(tmp_path, FLEET))
+    after = specs_of(tmp_path, write(tmp_path, FLEET | {"vllm_args": ["--max-model-len", "512"]}))
+
+    assert [spec.digest for spec in before] == [spec.digest for spec in same]
+    assert not {spec.digest for spec in before} & {spec.digest for spec in after}
+    assert len({spec.digest for spec in before}) == 3
+
+
+def test_a_fleet_that_is_not_there_or_too_large_is_refused(tmp_path: Path) -> None:
+    fleets = Fleets(load_deployment(write(tmp_path, FLEET)), Home(tmp_path / "home"))
+    with pytest.raises(InputError, match="other is no fleet"):
+        fleets.resize("other", 1, (), 0)
+    with pytest.raises(InputError, match="has 2 to 3 replicas"):
+        fleets.resize("fleet", 4, (), 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_its"),
+    [("fleet-0", True), ("fleet-10", True), ("fleet", False), ("fleet-a-0", False)],
+)
+def test_a_fleet_knows_the_names_of_its_replicas(name: str, is_its: bool) -> None:  # noqa: FBT001
+    order = FleetOrder("fleet", "auto", "0", 1, 1, (), leads=True)
+    assert order.owns(name) is is_its
+
+
+def test_the_file_that_speaks_to_ray_does_not_import_it() -> None:
+    code = "import sys, batchrun.engine.ray, batchrun.daemon.fleets; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+async def test_an_engine_follows_its_agent_and_rows_that_stayed_behind_run_again(
+    tmp_path: Path,
+) -> None:
+    rigs = [AgentRig(tmp_path / name, "--latency-s=30") for name in ("old", "new")]
+    rigs[1].secret_file.write_bytes(rigs[0].secret_file.read_bytes())
+    rigs[1].secret = rigs[0].secret
+    spec = ReplicaSpec("fleet-0", rigs[0].port, "", "", "")
+    engine = ReplicaEngine(
+        AgentAddress(name="fleet-0", url="", secret_file=rigs[0].secret_file), spec, lambda: ""
+    )
+    engine.is_wanted = True
+    assert engine.state is EnginePhase.STARTING
+    try:
+        async with rigs[0].running(), rigs[1].running():
+            engine.client.connect()
+            engine.see(PlacedReplica("fleet-0", "127.0.0.1"))
+            await until(lambda: engine.state is EnginePhase.READY)
+            row = Request("job", 0, 0, 0, "/v1/completions", {"model": "fake", "prompt": "x"})
+            sent = asyncio.create_task(engine.client.execute(row))
+            await until(lambda: rigs[0].num_executions() == 1)
+            engine.client.move(rigs[1].url)
+            with pytest.raises(EngineError, match="its rows run again"):
+                await sent
+            await until(lambda: engine.state is EnginePhase.READY)
+            assert engine.client.base_url == rigs[1].url
+    finally:
+        await engine.stop()
