@@ -122,6 +122,7 @@ class Estimates:
             rule=settings.forecast_rule,
             sigmas=settings.forecast_sigmas,
         )
+        self._are_calls_near = True
         self.model: StepTimeModel = self._fit.as_of_late()
 
     def predict_s(self, load: StepLoad | None) -> float:
@@ -136,7 +137,13 @@ class Estimates:
     def observe(self, load: StepLoad, step_s: float) -> None:
         """A step with this load took so long."""
         self._fit.observe(load, step_s)
-        self.model = self._fit.as_of_late()
+        self.expect_calls(soon=self._are_calls_near)
+
+    def expect_calls(self, *, soon: bool) -> None:
+        """Beside calls, and where some may come, `model` follows what steps took of late; rows
+        alone are planned by the best one, which is steadier."""
+        self._are_calls_near = soon
+        self.model = self._fit.as_of_late() if soon else self._fit.best()
 
     def sample(self, now_s: float, online_blocks: int) -> None:
         """Online requests hold so many blocks now."""

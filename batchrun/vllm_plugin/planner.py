@@ -90,6 +90,7 @@ class ViewBuilder:
         now_s = state.clock()
         used = self.sample(online, now_s)
         self._advance(offline or state.queue.offline[:1])
+        state.estimates.expect_calls(soon=state.are_calls_near(now_s))
         return EngineView(
             now_s=now_s,
             rest_s=state.steps.rest_s(now_s),

@@ -169,7 +169,7 @@ class EngineState:
         self.believe(read_models(settings.profile, self.facts.engine))
         self.is_offline_on = True
         self.num_offline = 0
-        self._class_seen_at_s = -math.inf
+        self._call_seen_at_s = self._class_seen_at_s = -math.inf
         self.untold_answers = AnswerLengths([USUAL_OUTPUT_TOKENS])
         self.calls = CallHistory()
         self.margin = CallerMargin()
@@ -205,6 +205,7 @@ class EngineState:
             self.untold_answers.sent(request.request_id)
         if not view.is_offline:
             self.calls.begun(arrival_at_s)
+            self._call_seen_at_s = max(self._call_seen_at_s, arrival_at_s)
         if isinstance(hint, SloHint):
             self._class_seen_at_s = arrival_at_s
         self.views[request.request_id] = view
@@ -215,6 +216,11 @@ class EngineState:
     def has_classes(self, now_s: float) -> bool:
         """Whether a call with bounds of its own came in the last minute."""
         return now_s - self._class_seen_at_s < ONLINE_MEMORY_S
+
+    def are_calls_near(self, now_s: float) -> bool:
+        """Whether calls are there, or one came in the last minute."""
+        is_expected = now_s - self._call_seen_at_s < ONLINE_MEMORY_S
+        return is_expected or len(self.views) > self.num_offline
 
     def leave(self, request: Request) -> RequestView | None:
         """Forget a request that ends, before its blocks are freed; None for one never seen."""
