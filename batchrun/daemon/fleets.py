@@ -171,8 +171,8 @@ def _make_fleet(
     deployment: Deployment, config: EngineConfig, ray: RayConfig, home: Home
 ) -> RayFleet:
     secret_file = _secret_file(deployment, config, home)
-    secret = read_or_make_secret(secret_file) if config.secret_file is None else None
-    secret = secret or read_secret(secret_file)
+    read = read_or_make_secret if config.secret_file is None else read_secret
+    secret = read(secret_file)
     settings = FleetSettings(
         fleet=config.name,
         address=ray.address,
