@@ -170,7 +170,7 @@ class EngineConfig(Strict):
     @property
     def is_ours(self) -> bool:
         """Whether batchrun itself starts this engine's process, on this machine."""
-        return self.attach is self.agent is self.ray is None
+        return all(each is None for each in (self.attach, self.agent, self.ray))
 
     @property
     def replica_names(self) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from batchrun.config import STOCK_POLICY, Deployment, load_deployment
 from batchrun.control.client import DaemonClient
 from batchrun.control.following import ProgressBar
 from batchrun.engine import process
-from batchrun.engine.fleet import end_fleet
+from batchrun.engine.replicas import end_fleet
 from batchrun.errors import BatchrunError, DaemonUnavailableError, StateError
 from batchrun.files import DAEMON, StoreLock, check_limits
 from batchrun.home import Home

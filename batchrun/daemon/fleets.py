@@ -15,7 +15,13 @@ import msgspec
 from batchrun.config import Deployment
 from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.in_flight import GATEWAYS_LEARN_S
-from batchrun.engine.fleet import Fleet, FleetReport, FleetSettings, ReplicaEngine, ReplicaSpec
+from batchrun.engine.replicas import (
+    FleetReport,
+    FleetSettings,
+    RayFleet,
+    ReplicaEngine,
+    ReplicaSpec,
+)
 from batchrun.engine_config import EngineConfig, RayConfig
 from batchrun.errors import InputError
 from batchrun.home import Home
@@ -37,7 +43,7 @@ class Fleets:
 
     def __init__(self, deployment: Deployment, home: Home) -> None:
         """Starts nothing yet. Raises ConfigError when a secret cannot be read."""
-        self._fleets: dict[str, tuple[Fleet, RayConfig]] = {}
+        self._fleets: dict[str, tuple[RayFleet, RayConfig]] = {}
         for config in deployment.engines:
             if config.ray is not None:
                 fleet = _make_fleet(deployment, config, config.ray, home)
@@ -123,7 +129,7 @@ def _view_nodes(report: FleetReport) -> list[dict[str, object]]:
 
 
 async def _shrink(
-    fleet: Fleet, wanted: Sequence[str], leaving: Sequence[Slot], drain_s: float
+    fleet: RayFleet, wanted: Sequence[str], leaving: Sequence[Slot], drain_s: float
 ) -> None:
     for slot in leaving:
         slot.drains = True
@@ -161,10 +167,12 @@ async def _withdraw_rows(slot: Slot) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _make_fleet(deployment: Deployment, config: EngineConfig, ray: RayConfig, home: Home) -> Fleet:
+def _make_fleet(
+    deployment: Deployment, config: EngineConfig, ray: RayConfig, home: Home
+) -> RayFleet:
     secret_file = _secret_file(deployment, config, home)
-    secret = read_or_make_secret(secret_file) if config.secret_file is None else None
-    secret = secret or read_secret(secret_file)
+    read = read_or_make_secret if config.secret_file is None else read_secret
+    secret = read(secret_file)
     settings = FleetSettings(
         fleet=config.name,
         address=ray.address,
@@ -177,7 +185,7 @@ def _make_fleet(deployment: Deployment, config: EngineConfig, ray: RayConfig, ho
         for number, name in enumerate(config.replica_names)
     ]
     specs = [_sealed(spec, secret.decode()) for spec in specs]
-    return Fleet(
+    return RayFleet(
         settings,
         specs,
         seen=home.fleet(config.name),

@@ -402,6 +402,7 @@ def main() -> int:
     except Exception as error:  # noqa: BLE001  # whatever Ray raises: the next placer tries again
         _tell(reports, FleetReport(trouble=" ".join(f"Ray: {error}".split())[:300]))
         return 1
+    return 0
 
 
 def _place_on(

@@ -59,11 +59,11 @@ def say(rig: FleetRig, text: str) -> str:
 
 def kill_part(rig: FleetRig, job: str, what: str, name: str) -> Outage:
     """`kill -9` what hosts a replica, and wait until there is one again, and one only."""
-    process = rig.part(what, name)
+    process, engine = rig.part(what, name), rig.part("engine", name)
     began_at, num_committed = time.time(), len(committed_at(rig, job))
     kill_9([process])
     assert say(rig, f"{what} was killed")
-    wait_until(lambda: not process.is_running())
+    wait_until(lambda: not engine.is_running())
     rig.wait_until_placed(2)
     return Outage(began_at, time.time(), num_committed)
 

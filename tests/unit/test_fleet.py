@@ -15,8 +15,8 @@ from agent_rig import AgentRig, until
 from batchrun.config import load_deployment
 from batchrun.daemon.fleets import Fleets
 from batchrun.engine.agent.remote import AgentAddress
-from batchrun.engine.fleet import ReplicaEngine
 from batchrun.engine.ray import FleetOrder, PlacedReplica, ReplicaSpec
+from batchrun.engine.replicas import ReplicaEngine
 from batchrun.errors import ConfigError, EngineError, InputError
 from batchrun.home import Home
 from batchrun.types import EnginePhase, Request

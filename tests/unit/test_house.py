@@ -40,10 +40,10 @@ decision costs, orders of calls, rows over engines, the page and Python; parts t
 engines and 50 callers in bad faith, two tenants, the demo beside vLLM's own order, a search for the
 best order of calls, calls of AccelGen and LARRY, memory and threads that run out; routers of others
 before the same engines."""
-MAX_MANUAL_WORDS = 40_000
-"""10,000 more: what rows may cost calls, which engine a call goes to, Python, the page, engines on
+MAX_MANUAL_WORDS = 40_500
+"""10,500 more: what rows may cost calls, which engine a call goes to, Python, the page, engines on
 other machines, orders of calls, rows over engines, time limits, limits of keys, attacks and their
-tests, uploads, `on_done`, why a call went where it went."""
+tests, uploads, `on_done`, why a call went where it went, fleets and how to deploy."""
 README_FIRST_SCREEN_LINES = 60
 MAX_FILES_ON_WAY = {"row": 40, "call": 10, "step": 22, "batch": 24}
 

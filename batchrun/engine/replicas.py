@@ -102,7 +102,7 @@ class ReplicaEngine(AgentEngine):
             self.client.move(f"https://{host}:{self.spec.port}")
 
 
-class Fleet:
+class RayFleet:
     """The replicas of one fleet. `run` drives it; `want` says which there shall be."""
 
     def __init__(
@@ -276,7 +276,7 @@ async def end_fleet(seen: Path, log_path: Path) -> str:
     does not answer."""
     settings, _ = read_memory(seen)
     assert settings is not None
-    fleet = Fleet(settings, (), seen=seen, log_path=log_path)
+    fleet = RayFleet(settings, (), seen=seen, log_path=log_path)
     running = asyncio.create_task(fleet.run(leads=True))
     try:
         async with asyncio.timeout(END_WAIT_S):
