@@ -22,7 +22,7 @@ from itertools import product
 import numpy as np
 
 from batchrun.estimator.least_squares import FloatArray
-from batchrun.scheduling.promise_orders import most_on_time
+from batchrun.scheduling.on_time import most_on_time
 from batchrun.simulator.virtual.setup import A100Law
 from benchmarks.online_queue import CALLS_S, DRAIN_S, NUM_BLOCKS, Trial, measure
 from benchmarks.queue_calls import PromisedCall, alone_s, classed_calls

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -25,8 +26,10 @@ class Draft:
     running requests, online ones from the start, and the outputs of running offline ones,
     `closing_blocks` of these by the next `CLOSING_TOKENS` tokens of decodes. Admitted requests hit
     `hit_blocks` that were idle. Offline requests hold at most `offline_blocks`: one of all blocks
-    is vLLM's own. With `is_strict` no prompt but the first of the step goes past its limit,
-    whatever it risks. `leader` is the request whose long prefix the draft begins.
+    is vLLM's own. A step of `full_s` has no time for one token more behind `full_tokens` computed
+    ones, and so none behind as many or more. With `is_strict` no prompt but the first of the step
+    goes past its limit, whatever it risks. `leader` is the request whose long prefix the draft
+    begins.
     """
 
     view: EngineView
@@ -45,6 +48,8 @@ class Draft:
     preempted: list[RequestView] = field(default_factory=list)
     loras: set[int] = field(default_factory=set)
     has_long_prefill: bool = False
+    full_s: float = -math.inf
+    full_tokens: int = 0
     leader: RequestView | None = None
     leader_left_tokens: int = 0
 
@@ -164,9 +169,12 @@ class Draft:
     def chunk(self, computed_tokens: int, left_tokens: int, limit_s: float) -> int:
         """The largest chunk of a prefill that keeps the step within `limit_s`."""
         most = min(left_tokens, self.tokens_left)
-        if most <= 0:
+        if most <= 0 or (limit_s <= self.full_s and computed_tokens >= self.full_tokens):
             return 0
-        return largest_chunk(self.view.model, self.load, computed_tokens, limit_s, most)
+        chunk = largest_chunk(self.view.model, self.load, computed_tokens, limit_s, most)
+        if chunk == 0:
+            self.full_s, self.full_tokens = limit_s, computed_tokens
+        return chunk
 
     def wanted_blocks(self, request: RequestView) -> int:
         """Free blocks whose KV rows planned before an offline request will hit, without those that

@@ -12,8 +12,9 @@ from functools import partial
 from typing import Protocol
 
 from batchrun.scheduling.echo import EchoOptions, EchoPolicy
+from batchrun.scheduling.on_time import OnTimeOrder
 from batchrun.scheduling.online_queue import ArrivalOrder, OnlineQueue
-from batchrun.scheduling.promise_orders import OnTimeOrder, SlackOptions, SlackOrder
+from batchrun.scheduling.promise_orders import SlackOptions, SlackOrder
 from batchrun.scheduling.queue_orders import DEFAULT_ALPHA, GroupsOrder, LarryOrder
 from batchrun.scheduling.view import EngineView, Plan
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from engine_pairs import engine_of, first_difference, ours
 
+from batchrun.scheduling.on_time import OnTimeOrder
 from batchrun.scheduling.policies import QUEUES, VLLMS_QUEUES
-from batchrun.scheduling.promise_orders import OnTimeOrder
 from batchrun.simulator.virtual.engine import VirtualEngine
 from batchrun.simulator.virtual.setup import NONCE
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler

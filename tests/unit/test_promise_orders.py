@@ -10,16 +10,18 @@ import pytest
 from echo_views import NOW_S, call, decoding_call, names, prefilling_call, view
 
 from batchrun.scheduling.echo import EchoOptions, EchoPolicy
+from batchrun.scheduling.on_time import (
+    AGED_BOUNDS,
+    OnTimeOrder,
+    most_on_time,
+    most_valued_on_time,
+)
 from batchrun.scheduling.online_queue import ArrivalOrder
 from batchrun.scheduling.promise_orders import (
-    AGED_BOUNDS,
     LONG_PROMPT_TOKENS,
-    OnTimeOrder,
     SlackOptions,
     SlackOrder,
     first_due_s,
-    most_on_time,
-    most_valued_on_time,
 )
 from batchrun.scheduling.view import EngineView, Plan, RequestView
 
