@@ -39,6 +39,7 @@ class RayCluster:
         self.port = port_outside_ray()
         self.address = f"{HEAD}:{self.port}"
         self._store: tuple[list[str], dict[str, str]] = ([], {})
+        self._started: subprocess.Popen[bytes] | None = None
         self.environment = {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
@@ -108,7 +109,7 @@ class RayCluster:
         """Start the head's store with what it had; `ray start` would take the nodes, on this same
         machine, for a cluster that runs already."""
         command, environment = self._store
-        subprocess.Popen(command, env=environment)
+        self._started = subprocess.Popen(command, env=environment)
 
     def processes(self, wanted: Callable[[str], bool], ip: str) -> list[psutil.Process]:
         """Ray's processes of one node, as far as their command lines are `wanted`."""
@@ -125,6 +126,8 @@ class RayCluster:
             for process in self.processes(lambda line: True, ip):
                 _kill(process)
             subprocess.run(["rm", "-rf", str(self._short(ip))], check=True)
+        if self._started is not None:
+            self._started.wait()
 
 
 class FleetRig(DeploymentRig):
