@@ -38,6 +38,8 @@ class RayCluster:
         self.folder = folder
         self.port = port_outside_ray()
         self.address = f"{HEAD}:{self.port}"
+        self._store: tuple[list[str], dict[str, str]] = ([], {})
+        self._started: subprocess.Popen[bytes] | None = None
         self.environment = {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
@@ -56,7 +58,7 @@ class RayCluster:
             _see_through(node)
 
     def start_head(self) -> None:
-        """Start the head, or start it again with what it had stored."""
+        """Start the head."""
         _see_through(
             self._ray(HEAD, "--head", f"--port={self.port}", "--num-cpus=0", "--num-gpus=0")
         )
@@ -97,9 +99,17 @@ class RayCluster:
         return found
 
     def kill_head(self) -> None:
-        """`kill -9` all that runs for the head, its store of the cluster's state first."""
+        """`kill -9` all that runs for the head, its store of the cluster's state among it."""
+        (store,) = self.processes(lambda line: "gcs/gcs_server" in line, HEAD)
+        self._store = store.cmdline(), store.environ()
         for process in self.processes(lambda line: True, HEAD):
             _kill(process)
+
+    def start_head_again(self) -> None:
+        """Start the head's store with what it had; `ray start` would take the nodes, on this same
+        machine, for a cluster that runs already."""
+        command, environment = self._store
+        self._started = subprocess.Popen(command, env=environment)
 
     def processes(self, wanted: Callable[[str], bool], ip: str) -> list[psutil.Process]:
         """Ray's processes of one node, as far as their command lines are `wanted`."""
@@ -116,6 +126,8 @@ class RayCluster:
             for process in self.processes(lambda line: True, ip):
                 _kill(process)
             subprocess.run(["rm", "-rf", str(self._short(ip))], check=True)
+        if self._started is not None:
+            self._started.wait()
 
 
 class FleetRig(DeploymentRig):

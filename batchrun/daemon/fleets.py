@@ -15,13 +15,8 @@ import msgspec
 from batchrun.config import Deployment
 from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.in_flight import GATEWAYS_LEARN_S
-from batchrun.engine.replicas import (
-    FleetReport,
-    FleetSettings,
-    RayFleet,
-    ReplicaEngine,
-    ReplicaSpec,
-)
+from batchrun.engine.ray import FleetReport, FleetSettings, ReplicaSpec
+from batchrun.engine.replicas import RayFleet, ReplicaEngine
 from batchrun.engine_config import EngineConfig, RayConfig
 from batchrun.errors import InputError
 from batchrun.home import Home

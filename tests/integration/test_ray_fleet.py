@@ -148,7 +148,7 @@ def test_calls_and_rows_go_on_without_the_head_and_placement_pauses(
     assert max(map(len, begun_at(rig, job).values())) == 1
     assert {each.pid for each in rig.engines()} == before
 
-    cluster.start_head()
+    cluster.start_head_again()
     wait_until(lambda: trouble() == "")
     rig.wait_until_placed(2)
     assert {each.pid for each in rig.engines()} == before
