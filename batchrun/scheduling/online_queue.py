@@ -15,8 +15,7 @@ from typing import Protocol
 from batchrun.scheduling.draft import MIN_CHUNK_TOKENS, Draft
 from batchrun.scheduling.kv_plan import KvPlan
 from batchrun.scheduling.online_cost import OnlineCost
-from batchrun.scheduling.slack import StepLimits, step_limits
-from batchrun.scheduling.step_pace import Practice
+from batchrun.scheduling.slack import Practice, StepLimits, step_limits
 from batchrun.scheduling.view import EngineView, RequestView
 from batchrun.scheduling.worth import Victims
 

@@ -18,7 +18,7 @@ from echo_views import (
 
 from batchrun.scheduling.echo import EchoOptions, EchoPolicy
 from batchrun.scheduling.online_queue import RISK_SHARE, ArrivalOrder
-from batchrun.scheduling.step_pace import (
+from batchrun.scheduling.slack import (
     EARLY_IDLE_STEPS,
     PRACTICE_EVERY,
     PRACTICE_TPOTS,

@@ -21,7 +21,7 @@ MAX_FILES = 263
 (2), patience of every row, steps beside calls by pace, KV and price (4), routers with what all
 gateway workers know (8), a planner that leaves room for chance, when a job's last rows end, the
 page (7), Python and what it shares with commands (10), engine agents (10), orders of calls by
-promise (3), calls that would be late (1), progress of engines, what requests may hold, logs,
+promise (2), calls that would be late (1), progress of engines, what requests may hold, logs,
 figures for Prometheus (3), who hears of a job's end, uploads on the page, bounds of keys, silent
 parts, decisions that are explained (12), what callers feel, fleets that Ray places (4)."""
 MAX_LINES = 57_000
