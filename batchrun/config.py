@@ -406,3 +406,9 @@ def _first_line(error: ValidationError) -> str:
     key = ".".join(str(part) for part in first["loc"])
     message = first["msg"].removeprefix("Value error, ")
     return f"{key}: {message}" if key else message
+
+
+def split_listen(listen: str) -> tuple[str, int]:
+    """Host (an IPv6 one without its brackets) and port of HOST:PORT."""
+    host, port = listen.rsplit(":", 1)
+    return host.strip("[]"), int(port)

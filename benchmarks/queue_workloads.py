@@ -70,7 +70,7 @@ def agent_calls(rate_per_s: float, duration_s: float, seed: int) -> list[Promise
     prompts: list[tuple[tuple[int, int], ...]] = []
     calls: list[PromisedCall] = []
     for number, turn in enumerate(turns):
-        before = ((-1, turn.num_system_tokens),)
+        before: tuple[tuple[int, int], ...] = ((-1, turn.num_system_tokens),)
         if turn.previous is not None:
             # What the engine answered is not told; as many other tokens take its place.
             answer = -2 - turn.previous, calls[turn.previous].num_output_tokens

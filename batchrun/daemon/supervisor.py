@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from batchrun.config import TINY_MODELS, Deployment, SloConfig, TimeoutsConfig
+from batchrun.config import TINY_MODELS, Deployment, SloConfig, TimeoutsConfig, split_listen
 from batchrun.daemon.dispatcher import MODELS_S, OFFLINE_PRIORITY
 from batchrun.daemon.engine_link import Engine, EngineLink, Slot, window_of
 from batchrun.daemon.fleets import Fleets
@@ -496,9 +496,3 @@ def check_gateway_port(listen: str) -> None:
     """Raises EngineError when the gateway could not listen there."""
     host, port = split_listen(listen)
     check_port_free(host, port, instead="choose another: `listen` in batchrun.yaml, or --listen")
-
-
-def split_listen(listen: str) -> tuple[str, int]:
-    """Host (an IPv6 one without its brackets) and port of HOST:PORT."""
-    host, port = listen.rsplit(":", 1)
-    return host.strip("[]"), int(port)

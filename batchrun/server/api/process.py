@@ -17,10 +17,10 @@ from typing import Any
 import uvloop
 from fastapi import FastAPI
 
-from batchrun.config import Deployment
+from batchrun.config import Deployment, split_listen
 from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.engine_link import Slot
-from batchrun.daemon.supervisor import Supervisor, engine_python, split_listen
+from batchrun.daemon.supervisor import Supervisor, engine_python
 from batchrun.engine import process
 from batchrun.errors import (
     BatchrunError,
