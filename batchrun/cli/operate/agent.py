@@ -17,10 +17,10 @@ import typer
 import uvloop
 
 from batchrun.cli.console import ConfigOption, HomeOption, JsonOption, ModelOption, answer, note
-from batchrun.config import Deployment
+from batchrun.config import Deployment, split_listen
 from batchrun.control.starting import last_words, read_deployment
 from batchrun.daemon.plugin import channel_path, last_steps_path, plugin_env
-from batchrun.daemon.supervisor import build_model, engine_python, make_engine, split_listen
+from batchrun.daemon.supervisor import build_model, engine_python, make_engine
 from batchrun.engine import process
 from batchrun.engine.agent.remote import ENGINE_KEY, AgentEngine
 from batchrun.engine.agent.server import Agent, AgentSettings
