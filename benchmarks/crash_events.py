@@ -12,7 +12,6 @@ import json
 import math
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -282,19 +281,23 @@ class EventEpisode(Episode):
     @contextmanager
     def _limited(self, what: str) -> Iterator[None]:
         """The daemon may have hardly more than it has."""
-        pid = self._find("daemon")
-        daemon = psutil.Process(pid)
-        kind, limit = {
-            "files": (resource.RLIMIT_NOFILE, daemon.num_fds() + SPARE_FILES),
-            "memory": (resource.RLIMIT_AS, daemon.memory_info().vms + SPARE_BYTES),
+        daemon = psutil.Process(self._find("daemon"))
+        option, limit = {
+            "files": ("--nofile", daemon.num_fds() + SPARE_FILES),
+            "memory": ("--as", daemon.memory_info().vms + SPARE_BYTES),
         }[what]
-        before = resource.prlimit(pid, kind)
-        resource.prlimit(pid, kind, (limit, before[1]))
+        before = self._prlimit(daemon.pid, "--raw", "--noheadings", "--output=SOFT", option)
+        self._prlimit(daemon.pid, f"{option}={limit}:")
         try:
             yield
         finally:
-            with suppress(ProcessLookupError):
-                resource.prlimit(pid, kind, before)
+            if daemon.is_running():
+                self._prlimit(daemon.pid, f"{option}={before}:")
+
+    def _prlimit(self, pid: int, *options: str) -> str:
+        """What `prlimit` says of a process; asked by its user, since root alone may not."""
+        command = [*self.deployment.user, "prlimit", f"--pid={pid}", *options]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     def _watch(self, event: Event, is_seen: Callable[[], bool]) -> None:
         """Wait until the event is over, and look whether somebody says so."""

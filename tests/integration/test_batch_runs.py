@@ -144,21 +144,21 @@ def test_an_expired_batch_keeps_what_is_done(rig: DeploymentRig) -> None:
 def test_a_batch_is_paused_and_resumed_from_the_command_line(rig: DeploymentRig) -> None:
     rig.use_fake_engine("--latency-s=0.2")
     with deployment_client(rig) as client:
-        made = client.create(chat_lines(250))
+        made = client.create(chat_lines(2000))
         client.wait_for(made.id, lambda batch: counts(batch)[1] > 5)
 
         assert rig.ask("pause", made.id)["state"] == "paused"
         assert client.openai.batches.retrieve(made.id).status == "in_progress"
         assert rig.ask("resume", made.id)["state"] == "running"
         batch = client.wait_until_ended(made.id)
-        assert (batch.status, counts(batch)) == ("completed", (250, 250, 0))
+        assert (batch.status, counts(batch)) == ("completed", (2000, 2000, 0))
 
         other = client.create(chat_lines(2000))
         client.wait_for(other.id, lambda batch: counts(batch)[1] > 5)
         rig.ask("cancel", other.id)
         assert client.wait_until_ended(other.id).status == "cancelled"
         answers = rig.ask("results", made.id)
-    assert answers["rows"] == 250
+    assert answers["rows"] == 2000
 
 
 @pytest.mark.slow
