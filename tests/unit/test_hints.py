@@ -78,12 +78,12 @@ def test_the_daemon_says_that_a_row_has_no_nodes(tmp_path: Path) -> None:
         (
             {},
             SloBounds(0.5, 0.02),
-            '"class":"online","slo":{"ttft_s":0.5,"tpot_s":0.02,"jct_s":null}',
+            '"class":"online","slo":{"ttft_s":0.5,"tpot_s":0.02,"jct_s":null,"value":1.0}',
         ),
         (
             {},
-            SloBounds(1, 0.05, 30.0),
-            '"class":"online","slo":{"ttft_s":1,"tpot_s":0.05,"jct_s":30.0}',
+            SloBounds(1, 0.05, 30.0, 2.0),
+            '"class":"online","slo":{"ttft_s":1,"tpot_s":0.05,"jct_s":30.0,"value":2.0}',
         ),
         ({"service_tier": "flex"}, None, '"class":"offline","job":null'),
     ],
