@@ -77,6 +77,7 @@ def test_status_shows_the_agent_and_down_ends_all_of_it(rig: DeploymentRig) -> N
     assert processes_of(rig) == []
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("seed", "num_kills"),
     [

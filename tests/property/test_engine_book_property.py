@@ -106,7 +106,11 @@ class Fleet:
 
 
 @pytest.mark.parametrize(
-    "num_operations", [20_000, pytest.param(10_000_000, marks=pytest.mark.nightly)]
+    "num_operations",
+    [
+        20_000,
+        pytest.param(10_000_000, marks=[pytest.mark.nightly, pytest.mark.timeout(1_800)]),
+    ],
 )
 def test_no_load_leaks_and_nobody_is_taken_to_hold_what_it_lost(num_operations: int) -> None:
     fleet = Fleet(random.Random(num_operations))
