@@ -84,6 +84,12 @@ def wait_for(rig: DeploymentRig, condition: Callable[[dict[str, Any]], bool]) ->
     raise AssertionError(f"waited in vain; last: {told}")
 
 
+def has_ended_calls(told: dict[str, Any], num_calls: int) -> bool:
+    """Whether so many calls were admitted and none runs: no step of before them is in flight."""
+    online = told["online"]
+    return bool(online["num_admissions"] == num_calls and not online["num_running"])
+
+
 def call_online(rig: DeploymentRig) -> None:
     """One call of an online user."""
     body: dict[str, Any] = {"model": "tiny", "max_tokens": 8, "ignore_eos": True}
@@ -113,9 +119,9 @@ def test_rows_sit_out_while_offline_work_is_off_and_then_go_on(rig: DeploymentRi
 
     daemon.post("/offline", {"on": False})
     call_online(rig)
-    off = wait_for(rig, lambda told: told["online"]["num_admissions"] == 1)
+    off = wait_for(rig, lambda told: has_ended_calls(told, 1))
     call_online(rig)
-    later = wait_for(rig, lambda told: told["online"]["num_admissions"] == 2)
+    later = wait_for(rig, lambda told: has_ended_calls(told, 2))
     daemon.post("/offline", {"on": True})
     ended = rig.wait_until_ended(job_id)
     end = wait_for(rig, lambda told: not told["offline"]["num_running"])
