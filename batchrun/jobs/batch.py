@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from batchrun.errors import DataError, StorageUnreachableError
+from batchrun.errors import DataError, StorageUnreachableError, shortened
 from batchrun.jobs.inputs.input_data import open_input
 from batchrun.jobs.inputs.rows import ROW_LIMIT_BYTES, find_lines, type_name
 from batchrun.jobs.pin import InputPin, keep_input
@@ -111,13 +111,14 @@ class BatchLines:
         if custom_id in self._ids:
             raise _FaultError(
                 "duplicate_custom_id",
-                f"The custom_id '{custom_id}' for this request is a duplicate of another request. "
-                "The custom_id parameter must be unique for each request in a batch.",
+                f"The custom_id '{shortened(custom_id)}' for this request is a duplicate of another "
+                "request. The custom_id parameter must be unique for each request in a batch.",
                 "custom_id",
             )
         self._ids.add(custom_id)
         if request["method"] != "POST":
-            message = f"Invalid method '{request['method']}': a batch takes 'POST' only."
+            method = shortened(str(request["method"]))
+            message = f"Invalid method '{method}': a batch takes 'POST' only."
             raise _FaultError("invalid_method", message, "method")
         if request["url"] != self.endpoint:
             message = "The URL provided for this request does not match the batch endpoint."
@@ -148,12 +149,12 @@ class BatchLines:
         if model != self.model:
             raise _FaultError(
                 "mismatched_model",
-                f"The model '{model}' for this request does not match the rest of the batch. Each "
-                "batch must contain requests for a single model.",
+                f"The model '{shortened(model)}' for this request does not match the rest of the "
+                "batch. Each batch must contain requests for a single model.",
                 "body.model",
             )
         if model not in self.models:
-            message = f"The provided model '{model}' is not supported by the Batch API."
+            message = f"The provided model '{shortened(model)}' is not supported by the Batch API."
             raise _FaultError("model_not_found", message, "body.model")
 
 

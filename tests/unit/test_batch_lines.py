@@ -92,6 +92,28 @@ def test_a_model_that_nobody_serves_is_named(tmp_path: Path) -> None:
     assert found.errors == [BatchError("model_not_found", message, "body.model", 1)]
 
 
+@pytest.mark.parametrize(
+    ("fault", "end"),
+    [
+        (line(method="ü" * 150_000), "': a batch takes 'POST' only."),
+        (line("i" * 150_000), "must be unique for each request in a batch."),
+        (body(model="ü" * 150_000), "must contain requests for a single model."),
+        (line(**{"ü" * 150_000: 1, "body": 5}), "but got an integer instead."),
+    ],
+)
+def test_a_message_quotes_a_long_value_in_part(tmp_path: Path, fault: Any, end: str) -> None:
+    (error,) = check(tmp_path, jsonl(line("first"), line("i" * 150_000), fault)).errors
+
+    assert error.message.endswith(end) and len(error.message) < 400
+
+
+def test_a_long_model_that_nobody_serves_is_quoted_in_part(tmp_path: Path) -> None:
+    (error,) = check(tmp_path, jsonl(body(model="ü" * 150_000))).errors
+
+    assert error.message.endswith("' is not supported by the Batch API.")
+    assert len(error.message) < 400
+
+
 def test_faults_come_in_the_order_of_their_lines_and_are_capped(tmp_path: Path) -> None:
     found = check(tmp_path, jsonl(line("first"), *[b"nope"] * (MAX_ERRORS + 7)))
 

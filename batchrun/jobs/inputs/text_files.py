@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import csv
 
-from batchrun.errors import DataError
+from batchrun.errors import DataError, shortened
 from batchrun.jobs.inputs.rows import (
     BATCH_BYTES,
     BOM,
@@ -345,8 +345,8 @@ class CsvInput(TextFile):
         other = next((mark for mark in OTHER_DELIMITERS if mark in line), None)
         if len(names) == 1 and other is not None:
             raise DataError(
-                f"{self.path}:1: one column, {names[0]!r}: {OTHER_DELIMITERS[other]} seem to stand "
-                "between its columns; save it with commas as .csv, or with tabs as .tsv"
+                f"{self.path}:1: one column, {shortened(names[0])!r}: {OTHER_DELIMITERS[other]} "
+                "seem to stand between its columns; save it with commas as .csv or with tabs as .tsv"
             )
         return names
 
