@@ -184,8 +184,8 @@ def check_ids(data: InputData, *, progress: ProgressSink | None = None) -> None:
         values = [str(row[column]) for row in data.read_rows([first, second], [column])]
         if values[0] == values[1]:
             raise DataError(
-                f"{_place(data, second)}: id {shortened(values[0])!r} (column {column!r}) is also the "
-                f"id of row {first}; ids must be unique"
+                f"{_place(data, second)}: id {shortened(values[0])!r} (column {column!r}) is also "
+                f"the id of row {first}; ids must be unique"
             )
 
 

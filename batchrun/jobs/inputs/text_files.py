@@ -346,7 +346,8 @@ class CsvInput(TextFile):
         if len(names) == 1 and other is not None:
             raise DataError(
                 f"{self.path}:1: one column, {shortened(names[0])!r}: {OTHER_DELIMITERS[other]} "
-                "seem to stand between its columns; save it with commas as .csv or with tabs as .tsv"
+                "seem to stand between its columns; save it with commas as .csv, "
+                "or with tabs as .tsv"
             )
         return names
 
