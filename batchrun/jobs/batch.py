@@ -111,8 +111,8 @@ class BatchLines:
         if custom_id in self._ids:
             raise _FaultError(
                 "duplicate_custom_id",
-                f"The custom_id '{shortened(custom_id)}' for this request is a duplicate of another "
-                "request. The custom_id parameter must be unique for each request in a batch.",
+                f"The custom_id '{shortened(custom_id)}' for this request is a duplicate of "
+                "another request. The custom_id parameter must be unique for each request in a batch.",
                 "custom_id",
             )
         self._ids.add(custom_id)
