@@ -23,7 +23,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 from ruamel.yaml import YAML
 
-from batchrun.errors import BatchrunError, ConfigError
+from batchrun.errors import BatchrunError, ConfigError, shortened
 from batchrun.hints import SloBounds
 from batchrun.home import GATEWAY_HEADER, ROUTING_PATH, TALLY_PATH
 from batchrun.media.fetching import ImageFetcher
@@ -80,7 +80,8 @@ def one_model(models: Sequence[JsonObject], *, model_id: str, request_id: str) -
     """The one model out of a list. Raises RefusalError with 404."""
     found = next((model for model in models if model["id"] == model_id), None)
     if found is None:
-        raise RefusalError(404, f"The model '{model_id}' does not exist", code="model_not_found")
+        message = f"The model '{shortened(model_id)}' does not exist"
+        raise RefusalError(404, message, code="model_not_found")
     return web.json_response(found, headers={REQUEST_ID: request_id})
 
 
