@@ -31,6 +31,13 @@ MAX_SOLO_DEATHS = 2
 """A row that was alone so often when its engine died ends. The first may be someone's `kill`."""
 MAX_PRESENCES = 3
 """A row that was there so often is a suspect though no step held it: it may kill its parser."""
+TRIAL_S = 45.0
+"""A suspect that killed nothing in so long is let go: a hang is noticed sooner."""
+TRIAL_ROWS = 2
+"""Or for so many times as long as rows take."""
+TRIAL_GROWTH = 4
+MAX_PATIENCE = 16
+"""One that is a suspect again afterwards has so many times as long: it may be slow to kill."""
 
 
 @dataclass(slots=True)
@@ -43,6 +50,7 @@ class Trials:
     limits: dict[int, int] = field(default_factory=dict)
     _presences: dict[int, int] = field(default_factory=dict)
     _solo_deaths: dict[int, int] = field(default_factory=dict)
+    _patience: dict[int, int] = field(default_factory=dict)
 
     def was_there(self, row: int) -> bool:
         """An engine died with the row in flight. True when that is no chance any more."""
@@ -59,9 +67,19 @@ class Trials:
         """Whether the row kills engines beyond doubt."""
         return self._solo_deaths.get(row, 0) >= MAX_SOLO_DEATHS
 
+    def let_go(self, row: int, ran_s: float, trial_s: float) -> bool:
+        """Whether a suspect that has run for `ran_s` is none any more, so that it holds up no other
+        row; `trial_s` is how long that takes at first."""
+        patience = self._patience.get(row, 1)
+        if ran_s < trial_s * patience:
+            return False
+        self._patience[row] = min(patience * TRIAL_GROWTH, MAX_PATIENCE)
+        self.limits.pop(row, None)
+        return True
+
     def clear(self, row: int) -> None:
         """The row has ended."""
-        for known in (self.limits, self._presences, self._solo_deaths):
+        for known in (self.limits, self._presences, self._solo_deaths, self._patience):
             known.pop(row, None)
 
 

@@ -36,6 +36,22 @@ def test_a_hung_row_and_refusals_leave_the_engine_to_others(rig: DeploymentRig) 
     assert (view["state"], view["num_completed"]) == ("completed", 20)
 
 
+@pytest.mark.slow
+def test_a_row_that_never_ends_leaves_the_engine_to_others_after_a_death(
+    rig: DeploymentRig,
+) -> None:
+    rig.use_fake_engine(rules=[{"match": {"substring": "hangs"}, "action": {"hang": True}}])
+    hung = rig.submit_rows("hangs")
+    rig.wait_for_executions(1)
+    rig.kill("engine")
+    rig.wait_for_executions(2)
+    job = rig.submit_rows(*(f"well {i}" for i in range(20)))
+    view = rig.wait_until_ended(job, wait_s=120)
+
+    assert (view["state"], view["num_completed"]) == ("completed", 20)
+    assert rig.job(hung)["state"] == "running"
+
+
 async def stop_short(response: web.StreamResponse) -> None:
     """As long as was told it never gets."""
     response.headers["Content-Length"] = "99"
