@@ -397,7 +397,7 @@ class Dispatcher:
         """Every row might fail so, or this one alone."""
         job, error = assignment.job, outcome.error
         assert error is not None
-        verdict = job.doubts.judge(outcome.row, error, job.queue.num_open)
+        verdict = job.doubts.judge(outcome.row, error, job.tasks)
         if verdict is Verdict.ROW:
             self._conclude(assignment, replace(outcome, kind=OutcomeKind.ROW_ERROR))
             return

@@ -273,6 +273,7 @@ class Refusals:
 
 
 IDENTICAL_ERRORS_LIMIT = 20
+UNAUTHORIZED = 401
 NUM_ALIKE = 3
 """So many rows that fail alike, before any succeeds, speak for all others."""
 MAX_DOUBTS = 3
@@ -292,30 +293,41 @@ class Verdict(StrEnum):
 class Doubts:
     """Tells a row's own fault from its job's: the job's is that rows fail alike and none succeeds.
 
-    `num_ok` counts the rows that succeeded.
+    `num_ok` counts the rows that succeeded. A batch of OpenAI's API ends by itself: its caller
+    cannot resume it. Only where an engine does not know the operator it waits for him.
     """
 
     num_ok: int = 0
+    is_batch: bool = False
     _seen: dict[int, tuple[int, int]] = field(default_factory=dict)
     _alike: dict[tuple[int | None, str], set[int]] = field(default_factory=dict)
+    _awaited: set[int] | None = None
 
     def succeeded(self) -> None:
         """A row has an answer: what failed before it was not the job's fault."""
         self.num_ok += 1
         self._alike.clear()
+        self._awaited = None
 
-    def judge(self, row: int, error: RowError, num_left: int) -> Verdict:
-        """A row failed, of `num_left` rows without a result, itself included."""
+    def judge(self, row: int, error: RowError, in_flight: Collection[int]) -> Verdict:
+        """A row failed; `in_flight` are the rows of the job that are."""
         num_times, num_ok_then = self._seen.get(row, (0, self.num_ok))
         if num_ok_then < self.num_ok:
             return self._ended(row)
         alike = self._alike.setdefault((error.status_code, error.message), set())
         alike.add(row)
-        needed = IDENTICAL_ERRORS_LIMIT if self.num_ok else min(NUM_ALIKE, num_left)
-        if len(alike) >= needed:
-            return Verdict.JOB
         self._seen[row] = num_times + 1, self.num_ok
+        may_pause = not self.is_batch or error.status_code == UNAUTHORIZED
+        are_enough = len(alike) >= (IDENTICAL_ERRORS_LIMIT if self.num_ok else NUM_ALIKE)
+        if may_pause and are_enough and not self._may_succeed(in_flight):
+            return Verdict.JOB
         return self._ended(row) if num_times >= MAX_DOUBTS else Verdict.UNKNOWN
+
+    def _may_succeed(self, in_flight: Collection[int]) -> bool:
+        """Whether a row is in flight still that was when there were enough, and has not failed."""
+        awaited = set(in_flight) if self._awaited is None else self._awaited.intersection(in_flight)
+        self._awaited = awaited - self._seen.keys()
+        return bool(self._awaited)
 
     def _ended(self, row: int) -> Verdict:
         self._seen.pop(row, None)

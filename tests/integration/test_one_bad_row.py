@@ -24,6 +24,17 @@ def test_a_single_row_s_refusal_is_its_own_error(rig: DeploymentRig, status: int
     assert (view["state"], view["num_completed"], view["num_failed"]) == ("completed", 5, 1)
 
 
+def test_rows_that_are_refused_at_once_do_not_speak_for_those_that_take_longer(
+    rig: DeploymentRig,
+) -> None:
+    rule = {"match": {"substring": "missing"}, "action": {"status": 404}}
+    rig.use_fake_engine("--latency-s=2", rules=[rule])
+    job = rig.submit_rows(*(f"missing {i}" if i < 3 else f"row {i}" for i in range(40)))
+    view = rig.wait_until_ended(job)
+
+    assert (view["state"], view["num_completed"], view["num_failed"]) == ("completed", 37, 3)
+
+
 def test_a_hung_row_and_refusals_leave_the_engine_to_others(rig: DeploymentRig) -> None:
     hang = {"match": {"substring": "hangs"}, "action": {"hang": True}}
     busy = {"match": {"substring": "busy"}, "action": {"status": 503, "retry_after": "0"}}
