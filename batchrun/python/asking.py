@@ -77,6 +77,8 @@ class Question:
             messages = [{"role": "user", "content": messages}]
         request = dict(self.request)
         if self.schema is not None:
+            if "response_format" in request:
+                raise InputError("give schema or response_format, not both")
             request["response_format"] = response_format(self.schema)
         values = {
             "name": "map",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import datetime
 import enum
+import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +16,7 @@ import polars as pl
 import pytest
 from pydantic import BaseModel
 
-from batchrun.errors import DataError
+from batchrun.errors import DataError, InputError
 from batchrun.jobs.prompts.template import RequestTemplate
 from batchrun.python.asking import Question
 from batchrun.python.frames import frame_of, frame_of_rows, kept_rows
@@ -140,3 +142,50 @@ def test_what_no_file_can_hold_is_refused_in_a_line(tmp_path: Path) -> None:
 def test_to_import_batchrun_loads_little(heavy: str) -> None:
     program = f"import sys, batchrun; sys.exit({heavy!r} in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+class Count(BaseModel):
+    n: int
+    more: list[int] = []
+
+
+def test_a_number_that_no_column_holds_is_the_fault_of_its_answer() -> None:
+    large = ['{"n": 99999999999999999999999}', '{"n": 2, "more": [9223372036854775808]}']
+
+    table, faults = parsed(Count, ['{"n": 1}', *large, '{"n": 3}'])
+
+    assert table["n"].to_list() == [1, None, None, 3]
+    assert faults[0] is faults[3] is None
+    assert faults[1] == "invalid_answer: n: is beyond 64 bits"
+    assert faults[2] == "invalid_answer: more: is beyond 64 bits"
+
+
+class Branch(BaseModel):
+    name: str
+    below: list[Branch] = []
+
+
+class Calls(BaseModel):
+    back: Callable[[int], int]
+
+
+def test_a_model_that_holds_itself_is_json_text() -> None:
+    table, faults = parsed(Branch, ['{"name": "a", "below": [{"name": "b"}]}'])
+
+    assert faults == [None]
+    assert json.loads(table["below"][0]) == [{"name": "b", "below": []}]
+
+
+@pytest.mark.parametrize(
+    ("question", "complaint"),
+    [
+        (Question("{{ t }}", schema=Calls), "^the schema Calls cannot be asked for: Cannot gener"),
+        (
+            Question("{{ t }}", schema=Count, request={"response_format": {"type": "text"}}),
+            "^give schema or response_format, not both$",
+        ),
+    ],
+)
+def test_a_schema_that_cannot_be_asked_for_is_refused(question: Question, complaint: str) -> None:
+    with pytest.raises(InputError, match=complaint):
+        question.spec(Path("rows.parquet"), Path("/out"))
