@@ -112,7 +112,8 @@ class BatchLines:
             raise _FaultError(
                 "duplicate_custom_id",
                 f"The custom_id '{shortened(custom_id)}' for this request is a duplicate of "
-                "another request. The custom_id parameter must be unique for each request in a batch.",
+                "another request. The custom_id "
+                "parameter must be unique for each request in a batch.",
                 "custom_id",
             )
         self._ids.add(custom_id)
