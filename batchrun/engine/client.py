@@ -278,6 +278,10 @@ _REPLY_IDLE_S = 60.0
 """A reply that has begun breaks off when nothing more of it comes for so long."""
 _CHUNK_BYTES = 64 * 1024
 LONG_REPLY_BYTES = 64 * 1024
+_SLOW_S = 10.0
+_SLOW_BYTES_PER_S = 32 * 1024
+"""A long reply takes room that others wait for: it breaks off where it comes more slowly than that,
+for so long."""
 Room = Callable[[], AbstractAsyncContextManager[None]]
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 
@@ -327,7 +331,8 @@ class EngineClient:
         """Run one request and say what came of it. `data` is its body, where that is JSON already.
 
         Waits as long as the engine holds the response open, or for `timeout_s`. What a reply holds
-        beyond `LONG_REPLY_BYTES` is taken in within `room`. Raises nothing but CancelledError, and
+        beyond `LONG_REPLY_BYTES` is taken in within `room`, for which it waits as long as it takes.
+        Raises nothing but CancelledError, and
         EngineError where an agent stands between and has lost the request. All of them close the
         connection, upon which the engine aborts the request.
         """
@@ -344,10 +349,18 @@ class EngineClient:
         on_long: Callable[[], Awaitable[None]],
     ) -> Outcome:
         start_s = time.monotonic()
+
+        async def wait_for_room() -> None:
+            began_s, ends_at_s = time.monotonic(), limit.when()
+            limit.reschedule(None)
+            await on_long()
+            if ends_at_s is not None:
+                limit.reschedule(ends_at_s + time.monotonic() - began_s)
+
         try:
             data = encode_body(request.body) if data is None else data
             async with asyncio.timeout(timeout_s) as limit:
-                reply = await self._post(request, data, start_s, on_long)
+                reply = await self._post(request, data, start_s, wait_for_room)
         except ResponseTooLargeError as error:
             kind, row_error = OutcomeKind.ROW_ERROR, RowError("response_too_large", str(error))
         except (TypeError, ValueError, RecursionError) as error:
@@ -457,18 +470,22 @@ async def _read_bounded(
 ) -> bytes:
     """Raises ClientPayloadError when the reply stops coming, and ResponseTooLargeError."""
     body = bytearray()
+    ends_at_s = math.inf
     while not response.content.at_eof():
+        left_s = ends_at_s + len(body) / _SLOW_BYTES_PER_S - time.monotonic()
         try:
-            async with asyncio.timeout(idle_s) as limit:
+            async with asyncio.timeout(min(idle_s, left_s)) as limit:
                 body += await response.content.read(_CHUNK_BYTES)
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            line = f"the reply broke off after {len(body)} bytes: no more came for {idle_s:g} s"
+            why = f"no more came for {idle_s:g} s" if idle_s < left_s else "it came too slowly"
+            line = f"the reply broke off after {len(body)} bytes: {why}"
             raise aiohttp.ClientPayloadError(line) from error
         if len(body) > LONG_REPLY_BYTES and on_long is not None:
             await on_long()
             on_long = None
+            ends_at_s = time.monotonic() + _SLOW_S - len(body) / _SLOW_BYTES_PER_S
         if len(body) > MAX_RESPONSE_BYTES:
             raise ResponseTooLargeError(f"the reply is over {MAX_RESPONSE_BYTES} bytes")
     return bytes(body)
