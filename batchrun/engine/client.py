@@ -9,7 +9,7 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from functools import partial
 from urllib.parse import urlsplit
@@ -280,8 +280,7 @@ _CHUNK_BYTES = 64 * 1024
 LONG_REPLY_BYTES = 64 * 1024
 _SLOW_S = 10.0
 _SLOW_BYTES_PER_S = 32 * 1024
-"""A long reply takes room that others wait for: it breaks off where it comes more slowly than that,
-for so long."""
+"""A long reply, which takes room, breaks off where it comes more slowly for so long."""
 Room = Callable[[], AbstractAsyncContextManager[None]]
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 
@@ -319,6 +318,7 @@ class EngineClient:
         self.api_key = api_key
         self._tls = tls
         self._session: aiohttp.ClientSession | None = None
+        self._num_answered = 0
 
     async def execute(
         self,
@@ -332,9 +332,8 @@ class EngineClient:
 
         Waits as long as the engine holds the response open, or for `timeout_s`. What a reply holds
         beyond `LONG_REPLY_BYTES` is taken in within `room`, for which it waits as long as it takes.
-        Raises nothing but CancelledError, and
-        EngineError where an agent stands between and has lost the request. All of them close the
-        connection, upon which the engine aborts the request.
+        Raises nothing but CancelledError, and EngineError where an agent stands between and has
+        lost the request. All of them close the connection, which aborts the request.
         """
         async with AsyncExitStack() as held:
             return await self._execute(
@@ -370,6 +369,7 @@ class EngineClient:
             if limit.expired():
                 row_error = RowError("timeout", f"no answer within {timeout_s:g} s")
         else:
+            self._num_answered += reply.status_code < 300
             work = partial(classify, request, reply, now_s=time.time())
             return await asyncio.to_thread(work) if len(reply.body) > LARGE_JSON_BYTES else work()
         return failure(request, kind, row_error, duration_s=time.monotonic() - start_s)
@@ -402,12 +402,13 @@ class EngineClient:
             return None
 
     async def look(self) -> Look:
-        """What its metrics show; `SILENCE` when it does not answer within 2 s."""
+        """What its metrics show, and its answers; `SILENCE` when it does not tell within 2 s."""
         try:
             status_code, page = await self._get("/metrics")
         except EngineError:
             return SILENCE
-        return look_at_page(page.decode("utf-8", "replace") if status_code < 400 else "")
+        look = look_at_page(page.decode("utf-8", "replace") if status_code < 400 else "")
+        return replace(look, mark=(look.mark, self._num_answered))
 
     async def is_healthy(self) -> bool:
         """Whether `GET /health` answers 2xx within 2 s."""
