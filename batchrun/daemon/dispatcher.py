@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from batchrun.daemon.dispatch import Assigner
 from batchrun.daemon.engine_link import Slot
@@ -340,9 +341,8 @@ class Dispatcher:
                     put_hint(body, hint, slot.hint_nonce)
             request = Request(job.record.id, row, attempt, self.epoch, job.spec.endpoint, body)
             timeout_s = min(job.spec.row_timeout, self.row_timeout_s)
-            outcome = await slot.engine.client.execute(
-                request, timeout_s=timeout_s, room=self.writer.room
-            )
+            room = partial(self.writer.room, slot.engine.name)
+            outcome = await slot.engine.client.execute(request, timeout_s=timeout_s, room=room)
             if not job.record.is_batch:
                 outcome = checked_answer(job.spec.endpoint, body, outcome)
             await self._settle(assignment, outcome)

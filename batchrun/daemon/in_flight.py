@@ -5,6 +5,7 @@ The daemon's jobs and engines are such, and those of the simulator.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
@@ -235,6 +236,11 @@ class EngineSlot:
         self.row_s += (duration_s - self.row_s) * (NEW_ROWS if self.row_s else 1.0)
 
     @property
+    def newest_s(self) -> float:
+        """When the newest of the rows in flight was sent; minus infinity without any."""
+        return next(reversed(self._sent_at_s.values()), -math.inf)
+
+    @property
     def trial_s(self) -> float:
         """How long a suspect keeps others away, and they it, before something is done."""
         return max(TRIAL_S, TRIAL_ROWS * self.row_s)
@@ -249,8 +255,7 @@ class EngineSlot:
     def holdouts(self, now_s: float) -> dict[RowKey, Assignment[Any, Any]]:
         """The rows in flight, once all of them have kept a suspect that is to run alone waiting for
         long; none while others are on trial."""
-        newest_s = max(self._sent_at_s.values(), default=now_s)
-        is_over = not (self._limits or self.is_down) and now_s - newest_s >= self.trial_s
+        is_over = not (self._limits or self.is_down) and now_s - self.newest_s >= self.trial_s
         return dict(self.in_flight) if is_over else {}
 
     def has_room_for(self, demand: Demand, now_s: float) -> bool:
