@@ -22,7 +22,15 @@ from batchrun.engine.progress import SILENCE, Look, look_at_page
 from batchrun.errors import ConfigError, EngineError
 from batchrun.media.connections import CleanConnector
 from batchrun.strict import LARGE_JSON_BYTES, parse_json
-from batchrun.types import Outcome, OutcomeKind, Request, RowError, Usage, token_count
+from batchrun.types import (
+    Outcome,
+    OutcomeKind,
+    Request,
+    RowError,
+    Usage,
+    token_count,
+    token_count_in,
+)
 
 METRIC = "vllm:cache_config_info"
 
@@ -48,13 +56,13 @@ def parse_kv_config(metrics: str) -> KvConfig | None:
     lines = [line for line in metrics.splitlines() if line.startswith(METRIC)]
     families = text_string_to_metric_families("\n".join([*lines, ""]))
     labels = next((sample.labels for family in families for sample in family.samples), {})
-    block_tokens = labels.get("block_size", "")
-    num_blocks = labels.get("num_gpu_blocks", "")
-    if not block_tokens.isdecimal() or not int(block_tokens):
+    block_tokens = token_count_in(labels.get("block_size", ""))
+    num_blocks = token_count_in(labels.get("num_gpu_blocks", ""))
+    if not block_tokens:
         return None
     return KvConfig(
-        block_tokens=int(block_tokens),
-        num_blocks=int(num_blocks) if num_blocks.isdecimal() else None,
+        block_tokens=block_tokens,
+        num_blocks=num_blocks if token_count(num_blocks * block_tokens) else None,
         is_prefix_caching_on=labels.get("enable_prefix_caching") == "True",
     )
 
@@ -385,7 +393,9 @@ class EngineClient:
             raise EngineError(
                 f"{self.base_url}/v1/models does not list models as an OpenAI server does"
             ) from error
-        self.context_tokens = {model.id: model.max_model_len for model in listed.data}
+        self.context_tokens = {
+            model.id: token_count(model.max_model_len) or None for model in listed.data
+        }
         return tuple(model.id for model in listed.data)
 
     async def kv_config(self) -> KvConfig | None:
