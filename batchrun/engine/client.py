@@ -18,19 +18,12 @@ import aiohttp
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from batchrun import types
 from batchrun.engine.progress import SILENCE, Look, look_at_page
 from batchrun.errors import ConfigError, EngineError
 from batchrun.media.connections import CleanConnector
 from batchrun.strict import LARGE_JSON_BYTES, parse_json
-from batchrun.types import (
-    Outcome,
-    OutcomeKind,
-    Request,
-    RowError,
-    Usage,
-    token_count,
-    token_count_in,
-)
+from batchrun.types import Outcome, OutcomeKind, Request, RowError, Usage
 
 METRIC = "vllm:cache_config_info"
 
@@ -56,13 +49,13 @@ def parse_kv_config(metrics: str) -> KvConfig | None:
     lines = [line for line in metrics.splitlines() if line.startswith(METRIC)]
     families = text_string_to_metric_families("\n".join([*lines, ""]))
     labels = next((sample.labels for family in families for sample in family.samples), {})
-    block_tokens = token_count_in(labels.get("block_size", ""))
-    num_blocks = token_count_in(labels.get("num_gpu_blocks", ""))
+    block_tokens = types.token_count_in(labels.get("block_size", ""))
+    num_blocks = types.token_count_in(labels.get("num_gpu_blocks", ""))
     if not block_tokens:
         return None
     return KvConfig(
         block_tokens=block_tokens,
-        num_blocks=num_blocks if token_count(num_blocks * block_tokens) else None,
+        num_blocks=num_blocks if types.token_count(num_blocks * block_tokens) else None,
         is_prefix_caching_on=labels.get("enable_prefix_caching") == "True",
     )
 
@@ -220,7 +213,7 @@ def _read_usage(usage: object) -> Usage:
 def _first_count(counts: object, *keys: str) -> int:
     if not isinstance(counts, Mapping):
         return 0
-    return next((count for key in keys if (count := token_count(counts.get(key)))), 0)
+    return next((count for key in keys if (count := types.token_count(counts.get(key)))), 0)
 
 
 def _kind_of_error(status_code: int, error: RowError) -> OutcomeKind:
@@ -286,8 +279,7 @@ _REPLY_IDLE_S = 60.0
 """A reply that has begun breaks off when nothing more of it comes for so long."""
 _CHUNK_BYTES = 64 * 1024
 LONG_REPLY_BYTES = 64 * 1024
-_SLOW_S = 10.0
-_SLOW_BYTES_PER_S = 32 * 1024
+_SLOW_S, _SLOW_BYTES_PER_S = 10.0, 32 * 1024
 """A long reply, which takes room, breaks off where it comes more slowly for so long."""
 Room = Callable[[], AbstractAsyncContextManager[None]]
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
@@ -393,10 +385,9 @@ class EngineClient:
             raise EngineError(
                 f"{self.base_url}/v1/models does not list models as an OpenAI server does"
             ) from error
-        self.context_tokens = {
-            model.id: token_count(model.max_model_len) or None for model in listed.data
-        }
-        return tuple(model.id for model in listed.data)
+        told = {model.id: types.token_count(model.max_model_len) for model in listed.data}
+        self.context_tokens = {model: length or None for model, length in told.items()}
+        return tuple(told)
 
     async def kv_config(self) -> KvConfig | None:
         """What the engine says of its KV cache; None where it says nothing.
