@@ -63,22 +63,20 @@ def settings(
 async def engine(
     settings: ManagedSettings, request: pytest.FixtureRequest
 ) -> AsyncIterator[EngineCalls]:
-    """The engine under an order of calls, that was given to it as the daemon does. No plan of it
-    may have failed."""
+    """The engine under an order of calls, that is given to it as by the daemon. No plan may have
+    failed."""
     link = EngineLink(EngineSockets(settings.run_dir / "channel"), "0")
-    steering = Steering({"0": (link, NONCE)}, next(EPOCHS), lambda: ["job"])
+    wanted = {"0": (link, NONCE)}
+    steering = Steering(wanted, next(EPOCHS), lambda: ["job"], online_queue=request.param)
     listening = asyncio.create_task(steering.run())
     calls = EngineCalls(settings.base_url)
     try:
-        while link.telemetry is None:
+        while (told := link.telemetry) is None or told.online_queue != request.param:
             await asyncio.sleep(0.05)
-        answers = await steering.change(None, None, request.param)
-        assert answers["0"] is not None and answers["0"].online_queue == request.param
         yield calls
         told = link.telemetry
         assert told is not None
-        assert (told.online_queue, told.num_policy_errors) == (request.param, 0)
-        assert told.num_malformed_hints == 0
+        assert (told.num_policy_errors, told.num_malformed_hints) == (0, 0)
     finally:
         await calls.close()
         listening.cancel()
