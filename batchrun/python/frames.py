@@ -47,8 +47,8 @@ def frame_of(given: Any) -> Frame:
     if ("pandas", "DataFrame") in kinds:
         return _pandas(given)
     raise InputError(
-        f"a {type(given).__name__} is no table: give a polars, pandas or Arrow one; for rows in plain "
-        "Python there is batchrun.stream"
+        f"a {type(given).__name__} is no table: give a polars, pandas or Arrow one; for rows in "
+        "plain Python there is batchrun.stream"
     )
 
 

@@ -203,7 +203,7 @@ def test_a_kind_of_pandas_frame_is_one() -> None:
 def test_a_column_that_polars_cannot_read_is_named() -> None:
     given = frame_of(pd.DataFrame({"wave": [1j]}))
 
-    with pytest.raises(DataError, match="^column 'wave' of the frame cannot be read: "):
+    with pytest.raises(DataError, match=r"^column 'wave' of the frame cannot be read: "):
         given.select(["wave"])
 
 
@@ -225,5 +225,5 @@ async def test_what_is_no_row_is_refused_by_a_stream(tmp_path: Path, rows: Any) 
 
 def test_what_errors_are_to_be_is_told_to_those_who_give_none(tmp_path: Path) -> None:
     wrong: Any = None
-    with pytest.raises(InputError, match="^errors must be one of column, raise, not 'None'$"):
+    with pytest.raises(InputError, match=r"^errors must be one of column, raise, not 'None'$"):
         batchrun.map(pl.DataFrame({"text": ["a"]}), "{{ text }}", home=tmp_path, errors=wrong)
