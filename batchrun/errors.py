@@ -32,12 +32,24 @@ import difflib
 import re
 from collections.abc import Iterable
 
+MAX_MESSAGE_CHARS = 4_000
+"""Of a message, whatever it quotes."""
+_QUOTED_CHARS = 100
+
+
+def shortened(text: str, most_chars: int = _QUOTED_CHARS) -> str:
+    """The text, cut where it is longer: how a message quotes what a caller or an engine sent."""
+    return text if len(text) <= most_chars else f"{text[:most_chars]}..."
+
 
 class BatchrunError(Exception):
     """Something went wrong that the user can act on. The message is one line."""
 
     exit_code = 4
     http_status = 500
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shortened(message, MAX_MESSAGE_CHARS))
 
 
 class InputError(BatchrunError):

@@ -133,6 +133,12 @@ def token_count(value: object) -> int:
     return value if type(value) is int and 0 <= value <= MAX_TOLD_TOKENS else 0
 
 
+def token_count_in(digits: str) -> int:
+    """As `token_count`, of a number that is told as text."""
+    is_number = digits.isdecimal() and len(digits) <= len(str(MAX_TOLD_TOKENS))
+    return token_count(int(digits)) if is_number else 0
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What came of one execution of a row; `attempt` is 0 when the row could not even be sent.

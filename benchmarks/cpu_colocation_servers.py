@@ -104,13 +104,7 @@ class Server:
         Raises EngineError with one line.
         """
         await self.engine.start()
-        record = process.read_record(self.engine.settings.record_path)
-        assert record is not None
-        self.processes = process.find_family(record)
-        for each in self.processes:
-            if KINDS["worker"] not in each.name():
-                for thread in each.threads():
-                    os.sched_setaffinity(thread.id, OTHER_CORES)
+        self.processes = leave_worker_alone(self.engine.settings.record_path)
 
     async def counters(self) -> dict[str, float]:
         """vLLM's own, by the names of `COUNTERS`. Raises EngineError when the server is gone."""
@@ -139,6 +133,23 @@ class Server:
         except (aiohttp.ClientError, TimeoutError) as error:
             log = self.engine.settings.log_path
             raise EngineError(f"server {self.engine.name}: {path}: {error!r}; see {log}") from error
+
+
+def leave_worker_alone(record_path: Path) -> list[psutil.Process]:
+    """Keep all of an engine that runs, but its worker, on the other cores; its processes."""
+    record = process.read_record(record_path)
+    assert record is not None
+    processes = process.find_family(record)
+    for each in processes:
+        if KINDS["worker"] not in each.name():
+            move_off_worker_core(each)
+    return processes
+
+
+def move_off_worker_core(running: psutil.Process) -> None:
+    """Keep all threads of a process on the other cores."""
+    for thread in running.threads():
+        os.sched_setaffinity(thread.id, OTHER_CORES)
 
 
 @contextmanager

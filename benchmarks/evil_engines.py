@@ -311,6 +311,12 @@ STUCK = frozenset({"stops", "stops-in-the-head"})
 """Rows that only a timeout or a cancellation ends."""
 
 
+_HUGE = "9" * 400
+_MODELS = f'{{"object": "list", "data": [{{"id": "{MODEL}", "max_model_len": {_HUGE}}}]}}'
+_METRICS = f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="{_HUGE}"}} 1.0\n'
+"""What the engine tells of itself, whatever it answers."""
+
+
 class EvilEngine:
     """Serves one address."""
 
@@ -320,12 +326,13 @@ class EvilEngine:
 
     async def serve(self, port: int) -> None:
         """For ever."""
-        server = await asyncio.start_server(self._serve_connection, "127.0.0.1", port, limit=MIB)
+        server = await asyncio.start_server(self.serve_connection, "127.0.0.1", port, limit=MIB)
         await server.serve_forever()
 
-    async def _serve_connection(
+    async def serve_connection(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
+        """Until a reply ends the connection."""
         with suppress(OSError, asyncio.IncompleteReadError):
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -337,8 +344,8 @@ class EvilEngine:
 
     async def _answer(self, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> bool:
         if head.startswith(b"GET"):
-            listed = json.dumps({"object": "list", "data": [{"id": MODEL, "max_model_len": 8_192}]})
-            writer.write(whole(listed.encode() if b"/v1/models" in head else b""))
+            told = _MODELS if b"/v1/models" in head else _METRICS if b"/metrics" in head else ""
+            writer.write(whole(told.encode()))
             return True
         found, named = _PROMPT.search(body), re.search(rb"(?i)x-request-id: *(\S+)", head)
         prompt = b"nobody" if found is None else found[0]

@@ -71,6 +71,13 @@ SECTIONS: dict[str, Section] = {
         "online_cost alone",
         "offline_tokens_per_s ttft_p50_s ttft_p99_s tpot_p50_s tpot_p99_s",
     ),
+    "cpu_online_queue": Section(
+        "Two classes in bursts on real CPU engines, means of windows",
+        "server",
+        "arrived failed goodput_per_s slo_met interactive_slo_attainment documents_slo_attainment "
+        "interactive_ttft_p50_s documents_ttft_p50_s longest_wait_s longest_wait_bounds",
+        {"kind": ("window",)},
+    ),
     "daemon_load": Section(
         "What a row costs the daemon",
         "rows",

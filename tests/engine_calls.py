@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 from engine_builders import REAL_MODEL
 
-from batchrun.hints import HINT_KEY, HINT_VERSION
+from batchrun.hints import HINT_KEY, HINT_VERSION, SloBounds, SloHint, write_hint
 
 NONCE = "combinations"
 NUM_ROWS = 6
@@ -46,7 +46,7 @@ class EngineCalls:
         async with self._session.post(path):
             pass
 
-    async def complete(self, prompt: str = "a call", **fields: object) -> Answer:
+    async def complete(self, prompt: str | list[int] = "a call", **fields: object) -> Answer:
         """One completion; greedy, 16 tokens unless told otherwise."""
         async with self._session.post("/v1/completions", json=self._body(prompt, fields)) as reply:
             answer: Answer = await reply.json()
@@ -72,6 +72,15 @@ class EngineCalls:
                 data = line.decode().removeprefix("data:").strip()
                 if data and data != "[DONE]":
                     yield json.loads(data)
+
+    async def session(
+        self, turns: list[list[int]], *, max_tokens: int = 16, **fields: object
+    ) -> list[list[int]]:
+        """The answers of a streaming session to turns of token ids (`session_route`)."""
+        body = {"turns": turns, "max_tokens": max_tokens, **fields}
+        async with self._session.post("/session", json=body) as reply:
+            answers: list[list[int]] = await reply.json()
+        return answers
 
     async def row(self, row: int, **fields: object) -> Answer:
         """An offline row, with the hint that the daemon would send; all rows share a document."""
@@ -128,7 +137,7 @@ class EngineCalls:
             await asyncio.sleep(0.05)
         return value
 
-    def _body(self, prompt: str, fields: dict[str, object]) -> dict[str, object]:
+    def _body(self, prompt: str | list[int], fields: dict[str, object]) -> dict[str, object]:
         return {
             "model": self.model,
             "prompt": prompt,
@@ -137,6 +146,12 @@ class EngineCalls:
             "ignore_eos": True,
             **fields,
         }
+
+
+def promised(ttft_s: float, tpot_s: float) -> dict[str, Any]:
+    """What gives a call bounds of its own."""
+    hint = SloHint(slo=SloBounds(ttft_s=ttft_s, tpot_s=tpot_s))
+    return {"vllm_xargs": {HINT_KEY: write_hint(hint, NONCE)}}
 
 
 def _row_prompt(row: int) -> str:

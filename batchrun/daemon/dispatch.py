@@ -16,13 +16,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
-from batchrun.daemon.faults import TrialEngine
+from batchrun.daemon.faults import SOLO, TrialEngine
 from batchrun.daemon.in_flight import Assignment, Demand, EngineSlot, JobT, RunningJob, SlotT
 from batchrun.hints import SharedPrefixes, rows_to_come
 from batchrun.pool.fair_share import JobTurns, Turn
 from batchrun.pool.radix_tree import rows_with_prefix
 from batchrun.pool.row_queue import RowLoad, RowQueue
 from batchrun.types import Usage
+from batchrun.wire import RowKey
 
 MAX_ROWS = 4_096
 """A prefix that more rows of a job begin with is no reason to change its order."""
@@ -115,7 +116,8 @@ class _Round:
 class Assigner(Generic[JobT, SlotT]):
     """Takes rows from the queues of the running `jobs` for engines that have room.
 
-    Each row that `assign` returns is settled or given back once, whatever became of its job.
+    Each row that `assign` returns is settled or given back once, whatever became of its job. Those
+    `in_the_way` then are to be aborted and given back a little later: they keep a suspect waiting.
     """
 
     def __init__(self, slots: Sequence[SlotT]) -> None:
@@ -123,6 +125,7 @@ class Assigner(Generic[JobT, SlotT]):
         self.jobs: dict[str, JobT] = {}
         self.turns = JobTurns()
         self.trial_engine = TrialEngine(slots)
+        self.in_the_way: dict[RowKey, Assignment[JobT, SlotT]] = {}
         self._is_saturated = False
         self._num_taken = 0
         self._turn_ended_at: dict[tuple[str, int], int] = {}
@@ -146,6 +149,9 @@ class Assigner(Generic[JobT, SlotT]):
 
     def assign(self, now_s: float) -> tuple[list[Assignment[JobT, SlotT]], float | None]:
         """Rows to send now, and when to ask again at the latest, where a window says so."""
+        self.in_the_way = {}
+        for slot in self.slots:
+            slot.end_trials(now_s)
         are_alike = len({slot.models for slot in self.slots}) == 1
         has_suspects = are_alike and any(job.trials.limits for job in self.jobs.values())
         is_apart = self.trial_engine.set_apart(now_s, has_suspects=has_suspects)
@@ -161,6 +167,8 @@ class Assigner(Generic[JobT, SlotT]):
             if is_apart and demand.limit is not None:
                 self._try(turn, row, demand, round_)
             elif not self._has_room(job, engine, demand, round_):
+                if demand.limit == SOLO:
+                    self.in_the_way |= self.slots[engine].holdouts(now_s)
                 round_.drop(engine, is_full=demand.limit is None)
             elif not round_.waits(engine, demand.prompt_tokens):
                 self._take(turn, row, engine, demand, round_)
@@ -173,6 +181,8 @@ class Assigner(Generic[JobT, SlotT]):
         if engine is not None:
             self._take(turn, row, engine, demand, round_)
             return
+        if self.trial_engine.slot is not None:
+            self.in_the_way |= self.trial_engine.slot.holdouts(round_.now_s)
         job = self.jobs[turn.job_id]
         job.queue.take(row, turn.engine, round_.serving(job.model))
         job.queue.give_back(row, ready_at_s=round_.now_s + ASK_AGAIN_S)

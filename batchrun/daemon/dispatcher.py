@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from batchrun.daemon.dispatch import Assigner
 from batchrun.daemon.engine_link import Slot
@@ -45,6 +46,8 @@ MEET_S = 10.0
 """Agents that do not answer for so long at first are not waited for."""
 MODELS_S = 10.0
 """Engines are asked for their models so often: adapters come and go."""
+ASIDE_S = 1.0
+"""A row that was aborted lets the suspect go first that waits for it."""
 RETRY_SHARE = 0.5
 """A row never waits for longer than this part of the time until its job's deadline."""
 URGENT_LEAD = 1 << 20
@@ -263,7 +266,11 @@ class Dispatcher:
         if not self.is_offline_on or self.writer.stalled is not None:
             self.assigner.idle(now_s)
             return [], None
-        return self.assigner.assign(now_s)
+        assigned = self.assigner.assign(now_s)
+        for holdout in self.assigner.in_the_way.values():
+            if (task := holdout.job.tasks.get(holdout.row)) is not None:
+                task.cancel()
+        return assigned
 
     async def _send(self, assignments: Sequence[SentRow]) -> None:
         by_job: dict[str, list[SentRow]] = {}
@@ -334,9 +341,8 @@ class Dispatcher:
                     put_hint(body, hint, slot.hint_nonce)
             request = Request(job.record.id, row, attempt, self.epoch, job.spec.endpoint, body)
             timeout_s = min(job.spec.row_timeout, self.row_timeout_s)
-            outcome = await slot.engine.client.execute(
-                request, timeout_s=timeout_s, room=self.writer.room
-            )
+            room = partial(self.writer.room, slot.engine.name)
+            outcome = await slot.engine.client.execute(request, timeout_s=timeout_s, room=room)
             if not job.record.is_batch:
                 outcome = checked_answer(job.spec.endpoint, body, outcome)
             await self._settle(assignment, outcome)
@@ -363,6 +369,7 @@ class Dispatcher:
             slot.pressure.taken(slot.window.max_waiting)
             if outcome.kind is OutcomeKind.OK:
                 job.doubts.succeeded()
+                slot.answered(outcome.duration_s)
             job.refusals.forget(outcome.row)
             job.compare_cached(outcome.row, outcome.usage, slot.block_tokens)
             self._conclude(assignment, outcome)
@@ -390,7 +397,7 @@ class Dispatcher:
         """Every row might fail so, or this one alone."""
         job, error = assignment.job, outcome.error
         assert error is not None
-        verdict = job.doubts.judge(outcome.row, error, job.queue.num_open)
+        verdict = job.doubts.judge(outcome.row, error, job.tasks)
         if verdict is Verdict.ROW:
             self._conclude(assignment, replace(outcome, kind=OutcomeKind.ROW_ERROR))
             return
@@ -469,7 +476,7 @@ class Dispatcher:
         job.tasks.pop(assignment.row, None)
         self._release(assignment)
         if task.cancelled():
-            self._give_back(assignment)
+            self._give_back(assignment, ready_at_s=time.monotonic() + ASIDE_S)
         elif (error := task.exception()) is not None:
             log.critical("row %d of %s failed", assignment.row, job.record.id, exc_info=error)
             self.pause_job(job, f"internal error: {error!r}; see daemon.log")

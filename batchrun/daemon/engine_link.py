@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -428,7 +429,8 @@ class Slot(EngineSlot):
                     look = await self.engine.client.look()
                     if look is SILENCE:
                         look = replace(look, has_work=has_rows)
-                self.engine.progress.see(look, time.monotonic())
+                newest_s = self.newest_s if has_rows else -math.inf
+                self.engine.progress.see(look, time.monotonic(), newest_s)
             await asyncio.sleep(LOOK_S)
 
     async def has_ended(self) -> bool:

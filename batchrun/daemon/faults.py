@@ -31,6 +31,13 @@ MAX_SOLO_DEATHS = 2
 """A row that was alone so often when its engine died ends. The first may be someone's `kill`."""
 MAX_PRESENCES = 3
 """A row that was there so often is a suspect though no step held it: it may kill its parser."""
+TRIAL_S = 45.0
+"""A suspect that killed nothing in so long is let go: a hang is noticed sooner."""
+TRIAL_ROWS = 2
+"""Or for so many times as long as rows take."""
+TRIAL_GROWTH = 4
+MAX_PATIENCE = 16
+"""One that is a suspect again afterwards has so many times as long: it may be slow to kill."""
 
 
 @dataclass(slots=True)
@@ -43,6 +50,7 @@ class Trials:
     limits: dict[int, int] = field(default_factory=dict)
     _presences: dict[int, int] = field(default_factory=dict)
     _solo_deaths: dict[int, int] = field(default_factory=dict)
+    _patience: dict[int, int] = field(default_factory=dict)
 
     def was_there(self, row: int) -> bool:
         """An engine died with the row in flight. True when that is no chance any more."""
@@ -59,9 +67,19 @@ class Trials:
         """Whether the row kills engines beyond doubt."""
         return self._solo_deaths.get(row, 0) >= MAX_SOLO_DEATHS
 
+    def let_go(self, row: int, ran_s: float, trial_s: float) -> bool:
+        """Whether a suspect that has run for `ran_s` is none any more, so that it holds up no other
+        row; `trial_s` is how long that takes at first."""
+        patience = self._patience.get(row, 1)
+        if ran_s < trial_s * patience:
+            return False
+        self._patience[row] = min(patience * TRIAL_GROWTH, MAX_PATIENCE)
+        self.limits.pop(row, None)
+        return True
+
     def clear(self, row: int) -> None:
         """The row has ended."""
-        for known in (self.limits, self._presences, self._solo_deaths):
+        for known in (self.limits, self._presences, self._solo_deaths, self._patience):
             known.pop(row, None)
 
 
@@ -255,6 +273,7 @@ class Refusals:
 
 
 IDENTICAL_ERRORS_LIMIT = 20
+UNAUTHORIZED = 401
 NUM_ALIKE = 3
 """So many rows that fail alike, before any succeeds, speak for all others."""
 MAX_DOUBTS = 3
@@ -274,30 +293,41 @@ class Verdict(StrEnum):
 class Doubts:
     """Tells a row's own fault from its job's: the job's is that rows fail alike and none succeeds.
 
-    `num_ok` counts the rows that succeeded.
+    `num_ok` counts the rows that succeeded. A batch of OpenAI's API ends by itself: its caller
+    cannot resume it. Only where an engine does not know the operator it waits for him.
     """
 
     num_ok: int = 0
+    is_batch: bool = False
     _seen: dict[int, tuple[int, int]] = field(default_factory=dict)
     _alike: dict[tuple[int | None, str], set[int]] = field(default_factory=dict)
+    _awaited: set[int] | None = None
 
     def succeeded(self) -> None:
         """A row has an answer: what failed before it was not the job's fault."""
         self.num_ok += 1
         self._alike.clear()
+        self._awaited = None
 
-    def judge(self, row: int, error: RowError, num_left: int) -> Verdict:
-        """A row failed, of `num_left` rows without a result, itself included."""
+    def judge(self, row: int, error: RowError, in_flight: Collection[int]) -> Verdict:
+        """A row failed; `in_flight` are the rows of the job that are."""
         num_times, num_ok_then = self._seen.get(row, (0, self.num_ok))
         if num_ok_then < self.num_ok:
             return self._ended(row)
         alike = self._alike.setdefault((error.status_code, error.message), set())
         alike.add(row)
-        needed = IDENTICAL_ERRORS_LIMIT if self.num_ok else min(NUM_ALIKE, num_left)
-        if len(alike) >= needed:
-            return Verdict.JOB
         self._seen[row] = num_times + 1, self.num_ok
+        may_pause = not self.is_batch or error.status_code == UNAUTHORIZED
+        are_enough = len(alike) >= (IDENTICAL_ERRORS_LIMIT if self.num_ok else NUM_ALIKE)
+        if may_pause and are_enough and not self._may_succeed(in_flight):
+            return Verdict.JOB
         return self._ended(row) if num_times >= MAX_DOUBTS else Verdict.UNKNOWN
+
+    def _may_succeed(self, in_flight: Collection[int]) -> bool:
+        """Whether a row is in flight still that was when there were enough, and has not failed."""
+        awaited = set(in_flight) if self._awaited is None else self._awaited.intersection(in_flight)
+        self._awaited = awaited - self._seen.keys()
+        return bool(self._awaited)
 
     def _ended(self, row: int) -> Verdict:
         self._seen.pop(row, None)

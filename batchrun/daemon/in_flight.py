@@ -5,11 +5,12 @@ The daemon's jobs and engines are such, and those of the simulator.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 
-from batchrun.daemon.faults import SOLO, Backpressure, Trials
+from batchrun.daemon.faults import SOLO, TRIAL_ROWS, TRIAL_S, Backpressure, Trials
 from batchrun.estimator.answer_length import AnswerLengths
 from batchrun.hints import SharedPrefixes
 from batchrun.pool.job_shares import Owner
@@ -26,6 +27,8 @@ ON_THE_WAY_TOKENS = 100_000
 prompt after another, and calls wait behind rows there."""
 ARRIVED_S = 10.0
 """What was sent before that is taken to have arrived."""
+NEW_ROWS = 0.1
+"""What a row that was answered counts for in the mean."""
 
 
 class RowPlan(Protocol):
@@ -144,8 +147,8 @@ class EngineSlot:
     """One engine, with what is in flight on it.
 
     `models` are those it serves; empty: it does not tell. While `is_down` it gets no rows. While it
-    `is_set_apart` only suspects go to it; since `apart_since_s` the gateways know it. What the
-    properties below tell is another's to say.
+    `is_set_apart` only suspects go to it; since `apart_since_s` the gateways know it. `row_s` is
+    how long rows take. What the properties below tell is another's to say.
     """
 
     window: Window
@@ -155,6 +158,7 @@ class EngineSlot:
     is_down: bool = False
     is_set_apart: bool = False
     apart_since_s: float | None = None
+    row_s: float = 0.0
     in_flight: dict[RowKey, Assignment[Any, Any]] = field(default_factory=dict)
     _limits: dict[RowKey, int] = field(default_factory=dict)
     _sent_at_s: dict[RowKey, float] = field(default_factory=dict)
@@ -226,6 +230,33 @@ class EngineSlot:
         self._limits.pop(assignment.key, None)
         self.window.remove(assignment.tokens)
         self.load.remove(assignment.tokens, assignment.demand.work_s)
+
+    def answered(self, duration_s: float) -> None:
+        """A row was answered after so long."""
+        self.row_s += (duration_s - self.row_s) * (NEW_ROWS if self.row_s else 1.0)
+
+    @property
+    def newest_s(self) -> float:
+        """When the newest of the rows in flight was sent; minus infinity without any."""
+        return next(reversed(self._sent_at_s.values()), -math.inf)
+
+    @property
+    def trial_s(self) -> float:
+        """How long a suspect keeps others away, and they it, before something is done."""
+        return max(TRIAL_S, TRIAL_ROWS * self.row_s)
+
+    def end_trials(self, now_s: float) -> None:
+        """Suspects that ran for long enough run like other rows from now on."""
+        for key in [] if self.is_down else list(self._limits):
+            ran_s, assignment = now_s - self._sent_at_s[key], self.in_flight[key]
+            if assignment.trials.let_go(assignment.row, ran_s, self.trial_s):
+                del self._limits[key]
+
+    def holdouts(self, now_s: float) -> dict[RowKey, Assignment[Any, Any]]:
+        """The rows in flight, once all of them have kept a suspect that is to run alone waiting for
+        long; none while others are on trial."""
+        is_over = not (self._limits or self.is_down) and now_s - self.newest_s >= self.trial_s
+        return dict(self.in_flight) if is_over else {}
 
     def has_room_for(self, demand: Demand, now_s: float) -> bool:
         """Whether a row that asks for this may go now."""

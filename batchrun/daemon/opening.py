@@ -187,7 +187,7 @@ def open_job(
             costs=estimate_costs(plan, output_tokens, done),
             breaker=CircuitBreaker(limit, counts.num_failed, max_identical=max_identical),
             num_cut=results.count_cut(store, record.seq),
-            doubts=Doubts(counts.num_completed),
+            doubts=Doubts(counts.num_completed, is_batch=record.is_batch),
         )
         exits.pop_all()
         return job

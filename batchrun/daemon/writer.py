@@ -31,6 +31,7 @@ MAX_BATCH = 4_000
 MAX_BATCH_BYTES = 32 << 20
 """Of replies: so much is committed at once, and while more waits no long reply is taken in."""
 MAX_LONG_REPLIES = 4
+"""Of one engine; none has to wait for those of another."""
 COMMIT_RETRY_S = 1.0
 
 Entry = tuple[int, Outcome]
@@ -57,7 +58,7 @@ class ResultWriter:
         self._num_bytes = 0
         self._has_room = asyncio.Event()
         self._has_room.set()
-        self._long_replies = asyncio.Semaphore(MAX_LONG_REPLIES)
+        self._long_replies: dict[str, asyncio.Semaphore] = {}
         self._commit_began_s: float | None = None
         self.stalled: str | None = None
 
@@ -81,10 +82,10 @@ class ResultWriter:
         return 0.0 if began_s is None else max(0.0, now_s - began_s)
 
     @asynccontextmanager
-    async def room(self) -> AsyncIterator[None]:
-        """Wait until there is room for a long reply; to be left when its outcome was handed over,
-        or just before."""
-        async with self._long_replies:
+    async def room(self, engine: str) -> AsyncIterator[None]:
+        """Wait until there is room for a long reply of an engine; to be left when its outcome was
+        handed over, or just before."""
+        async with self._long_replies.setdefault(engine, asyncio.Semaphore(MAX_LONG_REPLIES)):
             await self._has_room.wait()
             yield
 

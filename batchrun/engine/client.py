@@ -9,7 +9,7 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from functools import partial
 from urllib.parse import urlsplit
@@ -18,11 +18,12 @@ import aiohttp
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from batchrun import types
 from batchrun.engine.progress import SILENCE, Look, look_at_page
 from batchrun.errors import ConfigError, EngineError
 from batchrun.media.connections import CleanConnector
 from batchrun.strict import LARGE_JSON_BYTES, parse_json
-from batchrun.types import Outcome, OutcomeKind, Request, RowError, Usage, token_count
+from batchrun.types import Outcome, OutcomeKind, Request, RowError, Usage
 
 METRIC = "vllm:cache_config_info"
 
@@ -48,13 +49,13 @@ def parse_kv_config(metrics: str) -> KvConfig | None:
     lines = [line for line in metrics.splitlines() if line.startswith(METRIC)]
     families = text_string_to_metric_families("\n".join([*lines, ""]))
     labels = next((sample.labels for family in families for sample in family.samples), {})
-    block_tokens = labels.get("block_size", "")
-    num_blocks = labels.get("num_gpu_blocks", "")
-    if not block_tokens.isdecimal() or not int(block_tokens):
+    block_tokens = types.token_count_in(labels.get("block_size", ""))
+    num_blocks = types.token_count_in(labels.get("num_gpu_blocks", ""))
+    if not block_tokens:
         return None
     return KvConfig(
-        block_tokens=int(block_tokens),
-        num_blocks=int(num_blocks) if num_blocks.isdecimal() else None,
+        block_tokens=block_tokens,
+        num_blocks=num_blocks if types.token_count(num_blocks * block_tokens) else None,
         is_prefix_caching_on=labels.get("enable_prefix_caching") == "True",
     )
 
@@ -212,7 +213,7 @@ def _read_usage(usage: object) -> Usage:
 def _first_count(counts: object, *keys: str) -> int:
     if not isinstance(counts, Mapping):
         return 0
-    return next((count for key in keys if (count := token_count(counts.get(key)))), 0)
+    return next((count for key in keys if (count := types.token_count(counts.get(key)))), 0)
 
 
 def _kind_of_error(status_code: int, error: RowError) -> OutcomeKind:
@@ -278,6 +279,8 @@ _REPLY_IDLE_S = 60.0
 """A reply that has begun breaks off when nothing more of it comes for so long."""
 _CHUNK_BYTES = 64 * 1024
 LONG_REPLY_BYTES = 64 * 1024
+_SLOW_S, _SLOW_BYTES_PER_S = 10.0, 32 * 1024
+"""A long reply, which takes room, breaks off where it comes more slowly for so long."""
 Room = Callable[[], AbstractAsyncContextManager[None]]
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 
@@ -315,6 +318,7 @@ class EngineClient:
         self.api_key = api_key
         self._tls = tls
         self._session: aiohttp.ClientSession | None = None
+        self._num_answered = 0
 
     async def execute(
         self,
@@ -327,9 +331,9 @@ class EngineClient:
         """Run one request and say what came of it. `data` is its body, where that is JSON already.
 
         Waits as long as the engine holds the response open, or for `timeout_s`. What a reply holds
-        beyond `LONG_REPLY_BYTES` is taken in within `room`. Raises nothing but CancelledError, and
-        EngineError where an agent stands between and has lost the request. All of them close the
-        connection, upon which the engine aborts the request.
+        beyond `LONG_REPLY_BYTES` is taken in within `room`, for which it waits as long as it takes.
+        Raises nothing but CancelledError, and EngineError where an agent stands between and has
+        lost the request. All of them close the connection, which aborts the request.
         """
         async with AsyncExitStack() as held:
             return await self._execute(
@@ -344,10 +348,18 @@ class EngineClient:
         on_long: Callable[[], Awaitable[None]],
     ) -> Outcome:
         start_s = time.monotonic()
+
+        async def wait_for_room() -> None:
+            began_s, ends_at_s = time.monotonic(), limit.when()
+            limit.reschedule(None)
+            await on_long()
+            if ends_at_s is not None:
+                limit.reschedule(ends_at_s + time.monotonic() - began_s)
+
         try:
             data = encode_body(request.body) if data is None else data
             async with asyncio.timeout(timeout_s) as limit:
-                reply = await self._post(request, data, start_s, on_long)
+                reply = await self._post(request, data, start_s, wait_for_room)
         except ResponseTooLargeError as error:
             kind, row_error = OutcomeKind.ROW_ERROR, RowError("response_too_large", str(error))
         except (TypeError, ValueError, RecursionError) as error:
@@ -357,6 +369,7 @@ class EngineClient:
             if limit.expired():
                 row_error = RowError("timeout", f"no answer within {timeout_s:g} s")
         else:
+            self._num_answered += reply.status_code < 300
             work = partial(classify, request, reply, now_s=time.time())
             return await asyncio.to_thread(work) if len(reply.body) > LARGE_JSON_BYTES else work()
         return failure(request, kind, row_error, duration_s=time.monotonic() - start_s)
@@ -372,8 +385,9 @@ class EngineClient:
             raise EngineError(
                 f"{self.base_url}/v1/models does not list models as an OpenAI server does"
             ) from error
-        self.context_tokens = {model.id: model.max_model_len for model in listed.data}
-        return tuple(model.id for model in listed.data)
+        told = {model.id: types.token_count(model.max_model_len) for model in listed.data}
+        self.context_tokens = {model: length or None for model, length in told.items()}
+        return tuple(told)
 
     async def kv_config(self) -> KvConfig | None:
         """What the engine says of its KV cache; None where it says nothing.
@@ -389,12 +403,13 @@ class EngineClient:
             return None
 
     async def look(self) -> Look:
-        """What its metrics show; `SILENCE` when it does not answer within 2 s."""
+        """What its metrics show, and its answers; `SILENCE` when it does not tell within 2 s."""
         try:
             status_code, page = await self._get("/metrics")
         except EngineError:
             return SILENCE
-        return look_at_page(page.decode("utf-8", "replace") if status_code < 400 else "")
+        look = look_at_page(page.decode("utf-8", "replace") if status_code < 400 else "")
+        return replace(look, mark=(look.mark, self._num_answered))
 
     async def is_healthy(self) -> bool:
         """Whether `GET /health` answers 2xx within 2 s."""
@@ -457,18 +472,22 @@ async def _read_bounded(
 ) -> bytes:
     """Raises ClientPayloadError when the reply stops coming, and ResponseTooLargeError."""
     body = bytearray()
+    ends_at_s = math.inf
     while not response.content.at_eof():
+        left_s = ends_at_s + len(body) / _SLOW_BYTES_PER_S - time.monotonic()
         try:
-            async with asyncio.timeout(idle_s) as limit:
+            async with asyncio.timeout(min(idle_s, left_s)) as limit:
                 body += await response.content.read(_CHUNK_BYTES)
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            line = f"the reply broke off after {len(body)} bytes: no more came for {idle_s:g} s"
+            why = f"no more came for {idle_s:g} s" if idle_s < left_s else "it came too slowly"
+            line = f"the reply broke off after {len(body)} bytes: {why}"
             raise aiohttp.ClientPayloadError(line) from error
         if len(body) > LONG_REPLY_BYTES and on_long is not None:
             await on_long()
             on_long = None
+            ends_at_s = time.monotonic() + _SLOW_S - len(body) / _SLOW_BYTES_PER_S
         if len(body) > MAX_RESPONSE_BYTES:
             raise ResponseTooLargeError(f"the reply is over {MAX_RESPONSE_BYTES} bytes")
     return bytes(body)

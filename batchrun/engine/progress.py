@@ -9,6 +9,7 @@ counters of vLLM.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
@@ -31,12 +32,13 @@ class Look:
     """What an engine shows at one moment.
 
     `mark` is another one after any progress, and `has_work` whether any is due; without progress
-    for `bound_s` the engine hangs.
+    for `bound_s` the engine hangs. `is_told_late`: a core tells of work once it has looked at it.
     """
 
     mark: Hashable
     has_work: bool
     bound_s: float = SILENT_S
+    is_told_late: bool = False
 
 
 class Progress:
@@ -49,6 +51,7 @@ class Progress:
         self.stalled_s = 0.0
         self.num_hangs = 0
         self._bound_s = SILENT_S
+        self._moved_s = -math.inf
         self._last: tuple[float, Hashable] | None = None
 
     @property
@@ -61,10 +64,15 @@ class Progress:
         """Whether nothing more is to be hoped for."""
         return self.stalled_s >= self._bound_s
 
-    def see(self, look: Look, now_s: float) -> None:
-        """Take note of what the engine shows now."""
+    def see(self, look: Look, now_s: float, newest_s: float = -math.inf) -> None:
+        """Take note of what the engine shows now; `newest_s` is when it got the newest row that it
+        has. What came after it moved last is work of which it may not have told."""
         last, self._last = self._last, (now_s, look.mark)
-        if last is None or last[1] != look.mark or not look.has_work:
+        has_moved = last is not None and last[1] != look.mark
+        if last is not None and has_moved:
+            self._moved_s = last[0]
+        has_work = look.has_work or (look.is_told_late and newest_s > self._moved_s)
+        if last is None or has_moved or not has_work:
             self.stalled_s = 0.0
             return
         was_hung = self.is_hung
@@ -92,9 +100,10 @@ def look_at_page(page: str) -> Look:
     """What a page of metrics of a vLLM server shows: any counter or gauge of its core that moves
     is progress. A page without the length of its queues shows no work."""
     lines = [line for line in page.splitlines() if line.startswith(PREFIX)]
-    has_work = any(value > 0 for value in _values(lines))
+    lengths = list(_values(lines))
     mark = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest()
-    return Look(mark, has_work, UNKNOWN_STEP_S)
+    has_work = any(length > 0 for length in lengths)
+    return Look(mark, has_work, UNKNOWN_STEP_S, is_told_late=bool(lengths))
 
 
 def _values(lines: list[str]) -> Iterator[float]:

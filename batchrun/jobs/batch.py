@@ -6,14 +6,14 @@ OpenAI's words.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO
 
-from batchrun.errors import DataError, StorageUnreachableError
+from batchrun.errors import DataError, StorageUnreachableError, shortened
 from batchrun.jobs.inputs.input_data import open_input
-from batchrun.jobs.inputs.rows import ROW_LIMIT_BYTES, is_blank, type_name
+from batchrun.jobs.inputs.rows import ROW_LIMIT_BYTES, find_lines, type_name
 from batchrun.jobs.pin import InputPin, keep_input
 from batchrun.jobs.prompts.image_tokens import guess_image_tokens
 from batchrun.jobs.results.file_bytes import FileBytes, local_file
@@ -30,7 +30,6 @@ MAX_REQUESTS = 50_000
 MAX_EMBEDDING_INPUTS = 50_000
 LINES_PER_REPORT = 1_000
 BYTES_PER_TOKEN = 4
-_READ_BYTES = 1 << 20
 _KEY_TYPES: Mapping[str, type] = {"custom_id": str, "method": str, "url": str, "body": dict}
 _ENDPOINT_NAMES = {
     "/v1/chat/completions": "Chat Completions",
@@ -68,18 +67,16 @@ class BatchLines:
 
     def read(self, path: Path, progress: ProgressSink | None = None) -> None:
         """Check the whole file, a line at a time. Raises OSError when it cannot be read."""
-        with path.open("rb", buffering=_READ_BYTES) as file:
-            for number, line in enumerate(_lines_of(file), 1):
+        with path.open("rb") as file:
+            for number, line in _lines_of(file.fileno()):
                 self._take(line, number)
                 if self.num_requests > MAX_REQUESTS:
                     break
-                if progress is not None and number % LINES_PER_REPORT == 0:
+                if progress is not None and self.num_requests % LINES_PER_REPORT == 0:
                     progress("validating lines", number, 0)
         self._check_whole()
 
     def _take(self, line: bytes | None, number: int) -> None:
-        if line is not None and is_blank(line):
-            return
         self.num_requests += 1
         self.num_tokens += -(-len(line or b"") // BYTES_PER_TOKEN)
         if len(self.errors) >= MAX_ERRORS:
@@ -114,13 +111,15 @@ class BatchLines:
         if custom_id in self._ids:
             raise _FaultError(
                 "duplicate_custom_id",
-                f"The custom_id '{custom_id}' for this request is a duplicate of another request. "
-                "The custom_id parameter must be unique for each request in a batch.",
+                f"The custom_id '{shortened(custom_id)}' for this request is a duplicate of "
+                "another request. The custom_id "
+                "parameter must be unique for each request in a batch.",
                 "custom_id",
             )
         self._ids.add(custom_id)
         if request["method"] != "POST":
-            message = f"Invalid method '{request['method']}': a batch takes 'POST' only."
+            method = shortened(str(request["method"]))
+            message = f"Invalid method '{method}': a batch takes 'POST' only."
             raise _FaultError("invalid_method", message, "method")
         if request["url"] != self.endpoint:
             message = "The URL provided for this request does not match the batch endpoint."
@@ -151,24 +150,21 @@ class BatchLines:
         if model != self.model:
             raise _FaultError(
                 "mismatched_model",
-                f"The model '{model}' for this request does not match the rest of the batch. Each "
-                "batch must contain requests for a single model.",
+                f"The model '{shortened(model)}' for this request does not match the rest of the "
+                "batch. Each batch must contain requests for a single model.",
                 "body.model",
             )
         if model not in self.models:
-            message = f"The provided model '{model}' is not supported by the Batch API."
+            message = f"The provided model '{shortened(model)}' is not supported by the Batch API."
             raise _FaultError("model_not_found", message, "body.model")
 
 
-def _lines_of(file: BinaryIO) -> Iterator[bytes | None]:
-    """Each line with its end; None for one that holds over `ROW_LIMIT_BYTES`."""
-    while line := file.readline(ROW_LIMIT_BYTES + 1):
-        if len(line) <= ROW_LIMIT_BYTES:
-            yield line
-            continue
-        while line and not line.endswith(b"\n"):
-            line = file.readline(_READ_BYTES)
-        yield None
+def _lines_of(file_no: int) -> Iterator[tuple[int, bytes | None]]:
+    """Number and text of each line that is not blank; None for one of over `ROW_LIMIT_BYTES`."""
+    for lines in find_lines(file_no):
+        for number, start, end in zip(*(each.tolist() for each in lines), strict=True):
+            is_long = end - start > ROW_LIMIT_BYTES
+            yield number, None if is_long else os.pread(file_no, end - start, start)
 
 
 def _request_in(line: bytes | None) -> Mapping[str, object]:

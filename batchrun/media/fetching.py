@@ -65,10 +65,11 @@ class _CheckedResolver(AbstractResolver):
 
 
 class _Room:
-    """What is left of `MAX_REQUEST_BYTES` for one request."""
+    """What is left of `MAX_REQUEST_BYTES` for one request; `on_bytes` hears of all that comes."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_bytes: Callable[[int], None]) -> None:
         self._left_bytes = MAX_REQUEST_BYTES
+        self._on_bytes = on_bytes
 
     def take(self, num_bytes: int) -> None:
         """Raises ImageError when it is used up."""
@@ -76,6 +77,7 @@ class _Room:
         if self._left_bytes < 0:
             limit = MAX_REQUEST_BYTES >> 20
             raise ImageError(f"the images of the request are over {limit} MiB together")
+        self._on_bytes(num_bytes)
 
 
 class ImageFetcher:
@@ -89,8 +91,11 @@ class ImageFetcher:
         self._session: aiohttp.ClientSession | None = None
         self._turns = asyncio.Semaphore(MAX_AT_ONCE)
 
-    async def filled(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def filled(
+        self, body: dict[str, Any], *, on_bytes: Callable[[int], None] = lambda _: None
+    ) -> dict[str, Any]:
         """The body with every image in it, under no name of the sender's; itself where it was so.
+        `on_bytes` is told how many bytes of images come, and may refuse them by what it raises.
 
         Raises ImageError for an image that may not be had or is none, and ImageUnreachableError
         where it may be had another time.
@@ -104,7 +109,7 @@ class ImageFetcher:
         if len(urls) > MAX_URLS:
             raise ImageError(f"a request may name {MAX_URLS} images on the web (got {len(urls)})")
         places = [self.hosts.check(url) for url in urls]
-        room = _Room()
+        room = _Room(on_bytes)
         tasks = [asyncio.ensure_future(self._fetch(place, room)) for place in places]
         try:
             images = dict(zip(urls, await asyncio.gather(*tasks), strict=True))

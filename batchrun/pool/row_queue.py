@@ -83,11 +83,6 @@ class RowQueue:
         return len(self._rows) - self._num_done - self.num_in_flight
 
     @property
-    def num_open(self) -> int:
-        """Rows that are not done, those in flight included."""
-        return len(self._rows) - self._num_done
-
-    @property
     def is_finished(self) -> bool:
         """Whether every row is done."""
         return self._num_done == len(self._rows)

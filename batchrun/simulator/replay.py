@@ -66,6 +66,7 @@ class OnlineResult:
     """One call. Instants are seconds from the trace's start, durations from the planned arrival.
 
     `ttft_s` is None when no token came; `e2e_s` and the counts cover what came before an `error`.
+    `token_ids` are there where the body asks for them (vLLM's `return_token_ids`).
     """
 
     arrived_at_s: float
@@ -74,6 +75,7 @@ class OnlineResult:
     itl_s: tuple[float, ...]
     num_output_tokens: int
     error: str | None = None
+    token_ids: tuple[int, ...] = ()
 
     @property
     def tpot_s(self) -> float | None:
@@ -100,7 +102,8 @@ _TEXT_KEYS = ("content", "reasoning_content", "reasoning", "tool_calls")
 class ReplayTarget:
     """Where the calls go: `base_url` ends in `/v1`; `timeout_s` bounds one call.
 
-    `extra_body` is added to each body, for example `{"ignore_eos": True}` for vLLM.
+    `extra_body` is added to each body, for example `{"ignore_eos": True}` for vLLM, and `headers`
+    go with each call.
     """
 
     base_url: str
@@ -108,6 +111,7 @@ class ReplayTarget:
     api_key: str | None = field(default=None, repr=False)
     timeout_s: float = 120.0
     extra_body: Mapping[str, object] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 async def replay(arrivals: Sequence[CallArrival], target: ReplayTarget) -> list[OnlineResult]:
@@ -115,11 +119,11 @@ async def replay(arrivals: Sequence[CallArrival], target: ReplayTarget) -> list[
 
     Time counts from the planned arrival, so a late start of ours is not hidden.
     """
-    headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+    key = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=None),
-        headers=headers,
+        headers={**key, **target.headers},
         read_bufsize=MAX_LINE_BYTES,
     ) as session:
         started_at_s = asyncio.get_running_loop().time()
@@ -133,13 +137,16 @@ async def _call(
     """One call, and what was seen of it."""
     clock, planned_at_s = asyncio.get_running_loop().time, started_at_s + arrival.at_s
     times_s: list[float] = []
+    token_ids: list[int] = []
     num_output_tokens, error = 0, None
     await asyncio.sleep(planned_at_s - clock())
     try:
         async with asyncio.timeout_at(planned_at_s + target.timeout_s):
             async for event in _events(session, target, arrival):
-                if any(_carries_token(choice) for choice in event.get("choices") or ()):
+                choices = event.get("choices") or ()
+                if any(_carries_token(choice) for choice in choices):
                     times_s.append(clock() - planned_at_s)
+                token_ids += [token for each in choices for token in each.get("token_ids") or ()]
                 if usage := event.get("usage"):
                     num_output_tokens = usage.get("completion_tokens", 0)
     except TimeoutError:
@@ -155,6 +162,7 @@ async def _call(
         itl_s=tuple(b - a for a, b in pairwise(times_s)),
         num_output_tokens=num_output_tokens or len(times_s),
         error=error,
+        token_ids=tuple(token_ids),
     )
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, delete, func, insert, or_, select, update
 
-from batchrun.errors import StateError, UnknownJobError
+from batchrun.errors import MAX_MESSAGE_CHARS, StateError, UnknownJobError, shortened
 from batchrun.store.database import Store, upsert
 from batchrun.store.schema import epochs, jobs, results, settings
 from batchrun.types import TERMINAL_JOB_STATES, JobState
@@ -168,10 +168,13 @@ def move_job(
     """Move a job that is in one of the states `allowed`, and set columns with it.
 
     A job that ends keeps its counts from then on, and a setting says that its end is to be told.
+    A long `reason` is cut.
     Raises UnknownJobError and StateError.
     """
     if to.is_terminal:
         values |= asdict(count_results(connection, read_job(connection, job_id).seq))
+    if isinstance(reason := values.get("reason"), str):
+        values["reason"] = shortened(reason, MAX_MESSAGE_CHARS)
     changed = connection.execute(
         update(jobs)
         .where(jobs.c.id == job_id, jobs.c.state.in_([str(state) for state in allowed]))

@@ -9,46 +9,33 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from combination_models import LORA_RANK, build_hybrid, build_lora
-from engine_builders import real_settings, start_and_let_go, stop
-from engine_calls import DOCUMENT, NONCE, NUM_ROWS, ROW_TOKENS, EngineCalls
+from combination_models import build_hybrid
+from combination_rig import (
+    BLOCK_TOKENS,
+    ENV,
+    check_callers_that_leave,
+    check_more_adapters_than_slots,
+    check_several_choices,
+    check_structured_outputs,
+    feature_args,
+    settings_of,
+)
+from engine_builders import start_and_let_go, stop
+from engine_calls import DOCUMENT, EngineCalls
 
 from batchrun.engine.command import ManagedSettings, build_argv, find_vllm
 from batchrun.engine.engine import ManagedEngine
 from batchrun.errors import EngineError
-from batchrun.hints import HINT_NONCE_VARIABLE
-from batchrun.vllm_waiting import NAPPING, WAIT_VARIABLE
 
 pytestmark = [pytest.mark.nightly, pytest.mark.engine]
 
-ENV = {
-    HINT_NONCE_VARIABLE: NONCE,
-    "VLLM_SERVER_DEV_MODE": "1",
-    "VLLM_LOGGING_LEVEL": "INFO",  # names the API servers
-    WAIT_VARIABLE: NAPPING,  # as every CPU engine that batchrun starts by its model
-}
-SCHEDULER = {"policy": "echo", "slo": {"ttft_s": 5.0, "tpot_s": 1.0}}
 SERVE = Path(__file__).parents[1] / "vllm_serve.py"
-ADAPTERS = ("first", "second", "third")
-MAX_LORAS = 2
-BLOCK_TOKENS = 32
-BASE_ARGS = (
-    "--kv-cache-memory-bytes=67108864",
-    "--max-model-len=2048",
-    "--max-num-seqs=16",
-    f"--block-size={BLOCK_TOKENS}",
-)
-
-
-def settings_of(folder: Path, model: Path, *vllm_args: str) -> ManagedSettings:
-    plain = real_settings(folder, model)
-    return replace(plain, vllm_args=(*BASE_ARGS, *vllm_args), env=ENV, scheduler=SCHEDULER)
 
 
 def with_serve(settings: ManagedSettings) -> ManagedSettings:
@@ -66,19 +53,8 @@ def combined(
 ) -> Iterator[ManagedSettings]:
     """One engine with everything that is turned on at the start: adapters, two API servers."""
     folder = tmp_path_factory.mktemp("combined")
-    adapters = [f"{name}={build_lora(folder / name, i)}" for i, name in enumerate(ADAPTERS)]
-    compact = {"backend": "xgrammar", "disable_any_whitespace": True}
     settings = settings_of(
-        folder,
-        tiny_model,
-        "--api-server-count=2",
-        f"--structured-outputs-config={json.dumps(compact)}",
-        "--enable-lora",
-        f"--max-loras={MAX_LORAS}",
-        f"--max-lora-rank={LORA_RANK}",
-        "--max-logprobs=20",
-        "--lora-modules",
-        *adapters,
+        folder, tiny_model, "--api-server-count=2", "--max-logprobs=20", *feature_args(folder)
     )
     settings = with_serve(settings)
     start_and_let_go(settings)
@@ -137,47 +113,15 @@ async def test_logprobs(engine: EngineCalls) -> None:
 
 
 async def test_several_choices_of_a_call_and_of_a_row(engine: EngineCalls) -> None:
-    sampled = {"n": 3, "temperature": 1.0, "seed": 5, "max_tokens": 12}
-    async with engine.rows_beside():
-        call, row = await asyncio.gather(
-            engine.complete("many", **sampled), engine.row(9_000, **sampled)
-        )
-    for answer in (call, row):
-        assert sorted(choice["index"] for choice in answer["choices"]) == [0, 1, 2]
-        assert answer["usage"]["completion_tokens"] == 36
-        assert len({choice["text"] for choice in answer["choices"]}) > 1
+    await check_several_choices(engine)
 
 
 async def test_structured_outputs_of_a_call_and_of_rows(engine: EngineCalls) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"n": {"enum": [7, 8, 9]}},
-        "required": ["n"],
-        "additionalProperties": False,
-    }
-    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-    row_form = {"structured_outputs": {"regex": "[ab]{40}"}, "max_tokens": 60, "ignore_eos": False}
-    async with engine.rows_beside():
-        chat, *rows = await asyncio.gather(
-            engine.chat(response_format=form, max_tokens=40),
-            *(engine.row(9_100 + number, **row_form) for number in range(3)),
-        )
-    content = chat["choices"][0]["message"]["content"]
-    assert re.fullmatch(r'\{"n": ?[789]\}', content), content
-    texts = [row["choices"][0]["text"] for row in rows]
-    assert all(re.fullmatch("[ab]{40}", text) for text in texts), texts
+    await check_structured_outputs(engine)
 
 
 async def test_a_call_and_a_row_whose_callers_leave(engine: EngineCalls) -> None:
-    async with engine.rows_beside():
-        call, row = (
-            engine.stream("long", max_tokens=1_500),
-            engine.stream_row(9_200, max_tokens=1_500),
-        )
-        async with aclosing(call), aclosing(row):
-            assert await anext(call) and await anext(row)
-    assert await engine.gauge_of_at_most("vllm:num_requests_running", 0) == 0
-    assert await engine.gauge_of_at_most("vllm:num_requests_waiting", 0) == 0
+    await check_callers_that_leave(engine)
 
 
 async def test_a_prefix_cache_reset_forgets_and_harms_nobody(engine: EngineCalls) -> None:
@@ -232,19 +176,7 @@ async def test_a_pause_that_waits_lets_running_work_end(engine: EngineCalls) -> 
 
 
 async def test_more_adapters_than_slots_for_calls_and_rows(engine: EngineCalls) -> None:
-    # Not the base model: vLLM's CPU kernels give its tokens an adapter when both are in a step.
-    alone = {name: await engine.text("adapt", model=name) for name in ADAPTERS}
-    assert len(set(alone.values())) == len(alone), alone
-    rows = [
-        asyncio.create_task(
-            engine.row(9_400 + number, model=ADAPTERS[number % 3], max_tokens=ROW_TOKENS)
-        )
-        for number in range(NUM_ROWS)
-    ]
-    async with engine.rows_beside():
-        beside = await asyncio.gather(*(engine.text("adapt", model=name) for name in alone))
-    assert dict(zip(alone, beside, strict=True)) == alone
-    assert {row["choices"][0]["finish_reason"] for row in await asyncio.gather(*rows)} == {"length"}
+    await check_more_adapters_than_slots(engine)
 
 
 async def test_two_api_servers_feed_one_scheduler(

@@ -32,6 +32,13 @@ async def test_all_calls_are_answered_in_order_with_their_tokens_counted(tmp_pat
         assert engine.seen[0].json["ignore_eos"] is True
 
 
+async def test_headers_go_with_each_call(tmp_path: Path) -> None:
+    async with rig(tmp_path) as (engine, _):
+        target = ReplayTarget(engine.url + "/v1", "tiny", headers={"x-batchrun-class": "fast"})
+        await replay(ARRIVALS[:2], target)
+        assert [seen.headers["x-batchrun-class"] for seen in engine.seen] == ["fast"] * 2
+
+
 async def test_the_loop_is_open_a_held_call_holds_no_other(tmp_path: Path) -> None:
     async with rig(tmp_path) as (engine, gateway):
         replaying = asyncio.create_task(replay(ARRIVALS, ReplayTarget(gateway.url + "/v1", "hold")))

@@ -24,6 +24,17 @@ def test_a_single_row_s_refusal_is_its_own_error(rig: DeploymentRig, status: int
     assert (view["state"], view["num_completed"], view["num_failed"]) == ("completed", 5, 1)
 
 
+def test_rows_that_are_refused_at_once_do_not_speak_for_those_that_take_longer(
+    rig: DeploymentRig,
+) -> None:
+    rule = {"match": {"substring": "missing"}, "action": {"status": 404}}
+    rig.use_fake_engine("--latency-s=2", rules=[rule])
+    job = rig.submit_rows(*(f"missing {i}" if i < 3 else f"row {i}" for i in range(40)))
+    view = rig.wait_until_ended(job)
+
+    assert (view["state"], view["num_completed"], view["num_failed"]) == ("completed", 37, 3)
+
+
 def test_a_hung_row_and_refusals_leave_the_engine_to_others(rig: DeploymentRig) -> None:
     hang = {"match": {"substring": "hangs"}, "action": {"hang": True}}
     busy = {"match": {"substring": "busy"}, "action": {"status": 503, "retry_after": "0"}}
@@ -34,6 +45,22 @@ def test_a_hung_row_and_refusals_leave_the_engine_to_others(rig: DeploymentRig) 
     view = rig.wait_until_ended(job)
 
     assert (view["state"], view["num_completed"]) == ("completed", 20)
+
+
+@pytest.mark.slow
+def test_a_row_that_never_ends_leaves_the_engine_to_others_after_a_death(
+    rig: DeploymentRig,
+) -> None:
+    rig.use_fake_engine(rules=[{"match": {"substring": "hangs"}, "action": {"hang": True}}])
+    hung = rig.submit_rows("hangs")
+    rig.wait_for_executions(1)
+    rig.kill("engine")
+    rig.wait_for_executions(2)
+    job = rig.submit_rows(*(f"well {i}" for i in range(20)))
+    view = rig.wait_until_ended(job, wait_s=120)
+
+    assert (view["state"], view["num_completed"]) == ("completed", 20)
+    assert rig.job(hung)["state"] == "running"
 
 
 async def stop_short(response: web.StreamResponse) -> None:

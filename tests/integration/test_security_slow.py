@@ -12,6 +12,8 @@ import psutil
 import pytest
 from gateway_rig import CHAT, Gateway, rig
 
+from batchrun.keys import digest, new_key
+
 HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 POST = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n".encode()
 IDLE_S = "0.3"
@@ -115,6 +117,50 @@ async def test_a_caller_who_does_not_read_holds_up_nobody_and_fills_no_memory(
         assert not engine.hung_up.is_set()
         writer.transport.abort()
         await asyncio.wait_for(engine.hung_up.wait(), 20)
+
+
+async def test_many_large_bodies_are_refused_while_small_calls_go_on(tmp_path: Path) -> None:
+    """Four of 4 MiB that an engine works at, where all may have 24 MiB, large ones 18."""
+    texts, known = [], []
+    for number in range(3):
+        key_id, text = new_key()
+        texts.append({"Authorization": f"Bearer {text}"})
+        one = {"id": key_id, "sha256": digest(text), "role": "user", "seq": number + 1}
+        known.append(one | {"slo_class": None, "requests_per_minute": None})
+    keys = tmp_path / "keys.json"
+    keys.write_text(json.dumps({"keys": known}))
+    large = {"model": "hold", "text": "x" * (4 * 2**20)}
+    options = ("--max-held-bytes", str(24 * 2**20), "--keys", str(keys))
+    async with rig(tmp_path, *options) as (engine, gateway):
+        held: list[asyncio.Task[int]] = []
+        one_more = large | {"model": "tiny"}
+        for headers in texts[:2]:
+            for _ in range(2):
+                held.append(asyncio.create_task(_status(gateway, large, headers)))
+                await engine.has_seen(len(held))
+            is_last = headers is texts[1]
+            why = "calls in flight" if is_last else "calls of this API key in flight"
+            assert why in await _refusal(gateway, one_more, texts[2] if is_last else headers)
+        for headers in texts:
+            assert await _status(gateway, HELLO, headers) == 200
+        for call in held:
+            call.cancel()
+        await asyncio.wait(held)
+        async with asyncio.timeout(20):
+            while await _status(gateway, one_more, texts[0]) != 200:
+                await asyncio.sleep(0.05)
+
+
+async def _status(gateway: Gateway, body: object, headers: dict[str, str]) -> int:
+    async with gateway.post(body, headers=headers) as reply:
+        return int(reply.status)
+
+
+async def _refusal(gateway: Gateway, body: object, headers: dict[str, str]) -> str:
+    """Why the call is not taken now."""
+    async with gateway.post(body, headers=headers) as reply:
+        assert reply.status == 503 and int(reply.headers["Retry-After"]) > 0
+        return str((await reply.json())["error"]["message"])
 
 
 async def test_no_header_says_what_only_the_daemon_may_say(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ class Window:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "batchrun", "status", "--watch"],
             cwd=rig.folder,
-            env={**os.environ, "BATCHRUN_HOME": str(rig.home), "TERM": "xterm-256color"},
+            env={**_without_a_size(), "BATCHRUN_HOME": str(rig.home), "TERM": "xterm-256color"},
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
@@ -72,6 +72,11 @@ class Window:
             self.said += os.read(self._ours, 65_536)
         except OSError:
             return
+
+
+def _without_a_size() -> dict[str, str]:
+    """The environment without the window that readline or a shell noted there."""
+    return {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
 
 
 def _take_terminal() -> None:

@@ -103,6 +103,13 @@ def call_online(rig: DeploymentRig) -> None:
         assert reply.status == 200
 
 
+def submit_lasting(rig: DeploymentRig) -> str:
+    """The id of a job that runs until it is cancelled."""
+    job = JOB.replace(f"max_tokens: {OUTPUT_TOKENS}", f"max_tokens: {LASTING_TOKENS}")
+    rig.write_job(job, "lasting.yaml")
+    return str(rig.ask("submit", "lasting.yaml")["id"])
+
+
 def scrape(rig: DeploymentRig) -> dict[str, float]:
     """The metrics page at the gateway: sample -> value."""
     with urllib.request.urlopen(f"http://127.0.0.1:{rig.port}/metrics", timeout=WAIT_S) as reply:
@@ -136,9 +143,7 @@ def test_rows_sit_out_while_offline_work_is_off_and_then_go_on(rig: DeploymentRi
 
 
 def test_what_the_engine_counts_is_shown(rig: DeploymentRig) -> None:
-    job = JOB.replace(f"max_tokens: {OUTPUT_TOKENS}", f"max_tokens: {LASTING_TOKENS}")
-    rig.write_job(job, "lasting.yaml")
-    job_id = rig.ask("submit", "lasting.yaml")["id"]
+    job_id = submit_lasting(rig)
     call_online(rig)
     told = wait_for(rig, lambda told: told["offline"]["num_running"] > 0)
     page = rig.call("status").stdout
@@ -299,7 +304,7 @@ def test_the_sockets_lie_in_a_folder_of_their_owner(rig: DeploymentRig) -> None:
 def test_every_query_of_the_board_returns_data(rig: DeploymentRig, tmp_path: Path) -> None:
     """What engines without the scheduler cannot tell included; no call fails here, which
     `test_prometheus_board.py` has."""
-    job_id = rig.ask("submit", "job.yaml")["id"]
+    job_id = submit_lasting(rig)
     rig.wait_for(job_id, lambda view: view["eta_s"] is not None)
     queries = [*queries_of_the_board(), *queries_of_the_alerts()]
     queries = [query for query in queries if '{status=~"5.."}' not in query]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
+import tracemalloc
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,9 @@ import pytest
 from image_builders import data_url_of, image_body, picture
 
 from batchrun.jobs.batch import MAX_ERRORS, BatchLines
+from batchrun.jobs.inputs.input_data import open_input
+from batchrun.jobs.spec import InputSpec
+from batchrun.server.api.upload import check_batch_file
 from batchrun.store.batches import BatchError
 
 CHAT = "/v1/chat/completions"
@@ -87,6 +92,28 @@ def test_a_model_that_nobody_serves_is_named(tmp_path: Path) -> None:
     assert found.errors == [BatchError("model_not_found", message, "body.model", 1)]
 
 
+@pytest.mark.parametrize(
+    ("fault", "end"),
+    [
+        (line(method="ü" * 150_000), "': a batch takes 'POST' only."),
+        (line("i" * 150_000), "must be unique for each request in a batch."),
+        (body(model="ü" * 150_000), "must contain requests for a single model."),
+        (line(**{"ü" * 150_000: 1, "body": 5}), "but got an integer instead."),
+    ],
+)
+def test_a_message_quotes_a_long_value_in_part(tmp_path: Path, fault: Any, end: str) -> None:
+    (error,) = check(tmp_path, jsonl(line("first"), line("i" * 150_000), fault)).errors
+
+    assert error.message.endswith(end) and len(error.message) < 400
+
+
+def test_a_long_model_that_nobody_serves_is_quoted_in_part(tmp_path: Path) -> None:
+    (error,) = check(tmp_path, jsonl(body(model="ü" * 150_000))).errors
+
+    assert error.message.endswith("' is not supported by the Batch API.")
+    assert len(error.message) < 400
+
+
 def test_faults_come_in_the_order_of_their_lines_and_are_capped(tmp_path: Path) -> None:
     found = check(tmp_path, jsonl(line("first"), *[b"nope"] * (MAX_ERRORS + 7)))
 
@@ -98,6 +125,47 @@ def test_a_file_without_a_request_is_refused(tmp_path: Path, content: bytes) -> 
     (error,) = check(tmp_path, content).errors
 
     assert (error.code, error.line) == ("empty_file", None)
+
+
+@pytest.mark.parametrize("blank", [b"\n", b" \r\n", b"\t" * 999 + b"\n"])
+def test_blank_lines_cost_nothing_whatever_their_number(tmp_path: Path, blank: bytes) -> None:
+    """Memory is bounded, and so are the calls: they go by blocks and not by lines."""
+    path = tmp_path / "in.jsonl"
+    first, last = jsonl(line("a"), line("b")).split(b"\n")
+    path.write_bytes(blank * 9 + first + b"\n" + blank * (1_500_000 // len(blank)) + last)
+    rows: list[object] = []
+
+    def read_it() -> None:
+        with open_input(InputSpec(path=(str(path),), format="openai-batch")) as data:
+            rows.extend(row["custom_id"] for _, part in data.iter_rows() for row in part)
+
+    found = BatchLines(CHAT, {"m"})
+    for step in (lambda: check_batch_file(path, "a.jsonl"), lambda: found.read(path), read_it):
+        num_calls, peak_bytes = cost_of(step)
+        assert num_calls < 10_000
+        assert peak_bytes < 16 << 20
+
+    assert (found.errors, found.num_requests) == ([], 2)
+    assert rows == ["a", "b"]
+
+
+def cost_of(step: Callable[[], None]) -> tuple[int, int]:
+    """How many calls a step makes, and how much memory it has at most."""
+    num_calls = 0
+
+    def count(*_: object) -> None:
+        nonlocal num_calls
+        num_calls += 1
+
+    tracemalloc.start()
+    sys.setprofile(count)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    return num_calls, peak_bytes
 
 
 @pytest.mark.parametrize("end", [b"", b"\n", b"\r\n\r\n"])

@@ -85,11 +85,12 @@ def test_one_key_makes_one_batch(store: Store) -> None:
 
 def test_a_batch_that_failed_keeps_its_errors(store: Store) -> None:
     made = make_batch(store)
-    errors = [BatchError("invalid_url", "bad \0 url", "url", 3), BatchError("x", "y")]
+    errors = [BatchError("invalid_url", "bad \0 url" * 9_999, "url", 3), BatchError("x", "y")]
 
     failed = batches.fail(store, made.job.id, errors, now_s=103.0)
 
     assert (failed.job.state, failed.errors) == (JobState.FAILED, tuple(errors))
+    assert 10 < len(failed.job.reason or "") < 5_000
     with pytest.raises(StateError):
         start(store, made)
 

@@ -53,7 +53,7 @@ async def test_long_replies_are_committed_few_at_a_time_and_others_wait_for_room
     writer = ResultWriter(store, on_committed)
     for row in range(6):
         writer.put(seq, answered(row, "x" * 400))
-    waiting = asyncio.create_task(writer.room().__aenter__())
+    waiting = asyncio.create_task(writer.room("one").__aenter__())
     await asyncio.sleep(0)
     assert not waiting.done()
     running = asyncio.create_task(writer.run())

@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from conftest import FakeEngineFactory
 from engine_builders import make_request
 
@@ -186,6 +187,36 @@ async def test_a_long_reply_is_taken_in_within_the_room_for_it() -> None:
         assert outcome.kind is OutcomeKind.OK and seen == marks
     await client.close()
     await runner.cleanup()
+
+
+async def test_a_long_reply_that_drips_is_broken_off_and_the_wait_for_room_is_not_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client_module, "_SLOW_S", 0.3)
+
+    @asynccontextmanager
+    async def room() -> AsyncIterator[None]:
+        await asyncio.sleep(0.6)
+        yield
+
+    async def drip(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"x" * 70_000)
+        while True:
+            await response.write(b"x")
+            await asyncio.sleep(0.05)
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", drip)
+    async with TestServer(app) as server:
+        client = EngineClient(str(server.make_url("")).rstrip("/"))
+        async with asyncio.timeout(20):
+            outcome = await client.execute(make_request(), timeout_s=0.5, room=room)
+        await client.close()
+
+    assert outcome.kind is OutcomeKind.RETRY and outcome.error is not None
+    assert "it came too slowly" in outcome.error.message
 
 
 async def test_a_reply_that_nobody_asked_for_is_no_answer_to_the_next_row() -> None:

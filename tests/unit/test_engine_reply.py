@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
 from engine_builders import CHAT, make_request
 
-from batchrun.engine.client import Reply, classify, parse_retry_after
+from batchrun.engine.client import (
+    METRIC,
+    EngineClient,
+    Reply,
+    classify,
+    parse_kv_config,
+    parse_retry_after,
+)
+from batchrun.server.gateway.replies import ReplyUsage
 from batchrun.types import Outcome, OutcomeKind, Usage
+from benchmarks.evil_engines import MODEL, EvilEngine
 
 NOW_S = 1_700_000_000.0
 CHOICE = {"index": 0, "message": {"content": "hi"}, "finish_reason": "stop"}
@@ -205,6 +215,38 @@ def test_what_can_be_no_number_of_tokens_is_not_counted(told: object) -> None:
     outcome = outcome_of(200, {"choices": [CHOICE], "usage": {"prompt_tokens": told}})
 
     assert (outcome.kind, outcome.usage) == (OutcomeKind.OK, Usage())
+
+
+@pytest.mark.parametrize("told", ["9" * 400, "9" * 5_000, "99999999999", "2147483647", "-1", "1e9"])
+@pytest.mark.parametrize("label", ["block_size", "num_gpu_blocks"])
+def test_what_can_be_no_size_of_a_cache_is_not_known(label: str, told: str) -> None:
+    labels = {"block_size": "16", "num_gpu_blocks": "1000"} | {label: told}
+    page = ",".join(f'{name}="{value}"' for name, value in labels.items())
+    config = parse_kv_config(f"{METRIC}{{{page}}} 1.0\n")
+
+    assert config is None or config.num_tokens is None
+
+
+@pytest.mark.parametrize("told", ["999999999999999", "9" * 400])
+def test_the_gateway_counts_no_number_of_tokens_that_can_be_none(told: str) -> None:
+    usage = ReplyUsage()
+    usage.feed(f'{{"usage":{{"prompt_tokens":{told},"completion_tokens":7}}}}'.encode())
+
+    assert (usage.prompt_tokens, usage.output_tokens) == (0, 7)
+
+
+async def test_what_an_engine_tells_of_itself_is_bounded() -> None:
+    server = await asyncio.start_server(EvilEngine().serve_connection, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    client = EngineClient(f"http://127.0.0.1:{port}")
+    try:
+        assert await client.models() == (MODEL,)
+        assert client.context_tokens == {MODEL: None}
+        config = await client.kv_config()
+        assert config is not None and config.num_tokens is None
+    finally:
+        await client.close()
+        server.close()
 
 
 def test_a_date_outside_of_the_calendar_is_no_wait() -> None:

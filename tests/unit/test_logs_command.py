@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from cli_call import Cli, cli_in, line_of
 
 from batchrun.cli.operate.logs import BLOCK_BYTES, LogFile
+from batchrun.errors import UNSAFE
+from batchrun.home import Home
+from batchrun.jobs.job_file import load_job_file
+from batchrun.jobs.submit import prepare_job
+from batchrun.store import jobs, results
+from batchrun.store.database import open_store
+from batchrun.types import Outcome, OutcomeKind, RowError
+
+JOB = """\
+name: odd
+input:
+  path: rows.jsonl
+  id: id
+  messages: [{role: user, content: "{{ text }}"}]
+output: {path: out.jsonl}
+"""
 
 
 @pytest.fixture
@@ -45,6 +63,50 @@ def test_the_last_lines_are_the_last_lines(tmp_path: Path, num_lines: int) -> No
     assert path.stat().st_size > 3 * BLOCK_BYTES
 
     assert list(LogFile(path).last_lines(num_lines)) == (text[-num_lines:] if num_lines else [])
+
+
+ODD = "\x1b]0;owned\x07\x1b[2J \x9b31m \u202egnp"
+
+
+@pytest.mark.parametrize("part", ["daemon", "engine"])
+def test_a_log_gives_a_terminal_nothing_to_obey(cli: Cli, tmp_path: Path, part: str) -> None:
+    for path in (tmp_path / "home" / "log").iterdir():
+        path.write_bytes(f"loads {ODD}\r50 %\r\nbytes ".encode() + b"\x9b\xff\n")
+
+    code, shown, _ = cli("logs", part)
+
+    assert code == 0 and UNSAFE.findall(shown) == []
+    assert "loads \ufffd]0;owned\ufffd" in shown and "50 %\n" in shown
+
+
+def test_what_is_added_to_a_log_gives_a_terminal_nothing_to_obey(tmp_path: Path) -> None:
+    path = tmp_path / "engine.log"
+    path.touch()
+    log = LogFile(path)
+    path.write_text(f"says {ODD}\r\nhalf \x1b")
+
+    (line,) = log.new_lines()
+    assert line.startswith("says \ufffd]0;owned") and UNSAFE.findall(line) == []
+
+
+def test_errors_give_a_terminal_nothing_to_obey(cli: Cli, tmp_path: Path) -> None:
+    """Whatever an engine said of a row, and whatever the row is called."""
+    home = Home(tmp_path / "home")
+    for folder in (home.path, home.inputs):
+        folder.mkdir(exist_ok=True)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"id": f"row {ODD}", "text": "x"}))
+    (tmp_path / "job.yaml").write_text(JOB)
+    spec = load_job_file(tmp_path / "job.yaml", cwd=tmp_path)
+    with closing(open_store(home.store_location)) as store:
+        record = jobs.create(store, prepare_job(spec, links=home.inputs), now_s=1.0)
+        error = RowError(f"code {ODD}", f"engine says {ODD}", 400)
+        outcome = Outcome(record.id, 0, 1, OutcomeKind.ROW_ERROR, error=error)
+        results.commit(store, [(record.seq, outcome)], now_s=2.0)
+
+    for options in ([], ["--json"]):
+        code, shown, _ = cli("errors", record.id, *options)
+        assert code == 0 and UNSAFE.findall(shown) == []
+        assert all(said in shown for said in ("engine says", "code", "row", "owned"))
 
 
 def test_following_shows_what_is_added_in_whole_lines(cli: Cli, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, BinaryIO
 import typer
 
 from batchrun.cli.console import HomeOption
-from batchrun.errors import InputError, suggestion
+from batchrun.errors import InputError, shown_safely, suggestion
 from batchrun.home import Home
 
 POLL_INTERVAL_S = 0.2
@@ -54,7 +54,7 @@ class LogFile:
         """The last lines of what was there at first, without reading what comes before them."""
         with self.path.open("rb") as file:
             text = _end_of(file, self._position, num_lines)
-        found = text.decode(errors="replace").splitlines()
+        found = _lines_in(text)
         return found[-num_lines:] if num_lines else []
 
     def new_lines(self) -> Iterator[str]:
@@ -69,8 +69,14 @@ class LogFile:
             file.seek(self._position)
             text = self._rest + file.read(size_bytes - self._position)
         self._position = size_bytes
-        *whole, self._rest = text.split(b"\n")
-        yield from (line.decode(errors="replace") for line in whole)
+        whole, end, self._rest = text.rpartition(b"\n")
+        yield from _lines_in(whole + end)
+
+
+def _lines_in(text: bytes) -> list[str]:
+    """Its lines, in which nothing stands that a terminal would obey: engines and what they load
+    write there what they like."""
+    return [shown_safely(line) for line in text.decode(errors="replace").splitlines()]
 
 
 def _end_of(file: BinaryIO, position: int, num_lines: int) -> bytes:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import sqlite3
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import closing
 from functools import partial
@@ -90,6 +92,7 @@ class RowKeeper:
         self._tell = tell
         self._on_death = on_death
         self._running: dict[RowKey, asyncio.Task[None]] = {}
+        self._sent_at_s: dict[RowKey, float] = {}
         self._ended = {(each.job_id, each.row): each for each in kept.load()}
         self._saved = set(self._ended)
         self._forgotten: set[RowKey] = set()
@@ -101,6 +104,11 @@ class RowKeeper:
     def num_running(self) -> int:
         """Rows that the engine has."""
         return len(self._running)
+
+    @property
+    def newest_s(self) -> float:
+        """When the newest of them was sent to it; minus infinity without any."""
+        return next(reversed(self._sent_at_s.values()), -math.inf)
 
     @property
     def num_held(self) -> int:
@@ -115,12 +123,14 @@ class RowKeeper:
             elif row.key not in self._running:
                 task = asyncio.create_task(self._run_row(row, is_refused=is_refused))
                 self._running[row.key] = task
+                self._sent_at_s[row.key] = time.monotonic()
                 task.add_done_callback(partial(self._ran, row.key))
 
     def forget(self, keys: Collection[RowKey]) -> None:
         """End what still runs of these rows, and keep nothing of them."""
         for key in keys:
             task = self._running.pop(key, None)
+            self._sent_at_s.pop(key, None)
             if task is not None:
                 task.cancel()
             self._ended.pop(key, None)
@@ -177,7 +187,7 @@ class RowKeeper:
 
     def _ran(self, key: RowKey, task: asyncio.Task[None]) -> None:
         if self._running.get(key) is task:
-            del self._running[key]
+            del self._running[key], self._sent_at_s[key]
         if not task.cancelled() and (error := task.exception()) is not None:
             log.critical("row %d of %s failed", key[1], key[0], exc_info=error)
 

@@ -270,7 +270,7 @@ class Agent:
                 look = await self._engine.client.look()
                 if look is SILENCE:
                     look = replace(look, has_work=self._rows.num_running > 0)
-                self._engine.progress.see(look, time.monotonic())
+                self._engine.progress.see(look, time.monotonic(), self._rows.newest_s)
 
     async def _cut_log(self) -> None:
         while True:

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from batchrun.errors import DataError, JobSpecError, suggestion
+from batchrun.errors import DataError, JobSpecError, shortened, suggestion
 from batchrun.jobs.inputs.parquet import ParquetInput
 from batchrun.jobs.inputs.rows import BATCH_BYTES, InputFile, Row, Undecodable
 from batchrun.jobs.inputs.text_files import CsvInput, JsonArrayInput, JsonlInput, TsvInput
@@ -184,8 +184,8 @@ def check_ids(data: InputData, *, progress: ProgressSink | None = None) -> None:
         values = [str(row[column]) for row in data.read_rows([first, second], [column])]
         if values[0] == values[1]:
             raise DataError(
-                f"{_place(data, second)}: id {values[0]!r} (column {column!r}) is also the id of "
-                f"row {first}; ids must be unique"
+                f"{_place(data, second)}: id {shortened(values[0])!r} (column {column!r}) is also "
+                f"the id of row {first}; ids must be unique"
             )
 
 

@@ -21,19 +21,19 @@ from types import NoneType
 from typing import IO, BinaryIO, cast
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 from pyarrow import csv
 
-from batchrun.errors import DataError
+from batchrun.errors import DataError, shortened
 from batchrun.jobs.inputs.rows import (
     BATCH_BYTES,
     BOM,
     ROW_LIMIT_BYTES,
     InputFile,
+    Numbers,
     Row,
     empty_batches,
-    is_blank,
+    find_lines,
     native_rows,
     type_name,
 )
@@ -42,12 +42,9 @@ from batchrun.strict import parse_json
 NOT_UTF_8 = "not UTF-8 text; save it as UTF-8 (spreadsheets call it `CSV UTF-8`)"
 OTHER_DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 _BLOCK_BYTES = 4 << 20
-_PEEK_BYTES = 4096
-_Offsets = npt.NDArray[np.int64]
 _SAMPLE_ROWS = 1000
 _MAX_BATCH_ROWS = 8192
 _INT64 = range(-(2**63), 2**63)
-_MAY_BEGIN_BLANK = np.array([is_blank(bytes([octet])) for octet in range(256)])
 
 
 def unpacked(name: str, raw: IO[bytes]) -> IO[bytes]:
@@ -66,8 +63,8 @@ class TextFile(InputFile):
 
     is_quoted = False
     """Whether a line end inside "..." belongs to a field."""
-    _starts: _Offsets
-    _ends: _Offsets
+    _starts: Numbers
+    _ends: Numbers
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -135,49 +132,27 @@ class TextFile(InputFile):
 
     def _find_records(self) -> None:
         """Sets the ranges of the records, without a byte order mark and without those that hold
-        nothing but white space.
+        nothing but white space; where there are none of these, 8 bytes of memory a record.
 
         Raises DataError for a record over 64 MiB and for a quote that is never closed.
         """
-        bom_bytes = len(BOM) if os.pread(self._file.fileno(), len(BOM), 0) == BOM else 0
-        starts = [np.array([bom_bytes], dtype=np.int64)]
-        indented = [starts[0]]
-        position = num_quotes = 0
-        while block := os.pread(self._file.fileno(), _BLOCK_BYTES, position):
-            # What follows the block may be white space.
-            octets = np.frombuffer(block + b"\n", dtype=np.uint8)
-            breaks = np.flatnonzero(octets[:-1] == ord("\n"))
-            if self.is_quoted:
-                quotes = np.flatnonzero(octets == ord('"'))
-                breaks = breaks[(np.searchsorted(quotes, breaks) + num_quotes) % 2 == 0]
-                num_quotes += len(quotes)
-            starts.append(breaks + (position + 1))
-            indented.append(starts[-1][_MAY_BEGIN_BLANK[octets[breaks + 1]]])
-            position += len(block)
-        if num_quotes % 2:
-            raise DataError(
-                f"{self.path}: a quoted field is never closed (an odd number of quotes)"
-            )
-        bounds = np.concatenate(starts)
-        bounds = bounds if bounds[-1] == position else np.append(bounds, position)
-        self._starts, self._ends = bounds[:-1], bounds[1:]
+        first = len(BOM) if os.pread(self._file.fileno(), len(BOM), 0) == BOM else 0
+        starts = [np.empty(0, dtype=np.int64)]
+        ends = starts.copy()
+        try:
+            for lines in find_lines(self._file.fileno(), first, is_quoted=self.is_quoted):
+                starts.append(lines.starts)
+                ends.append(lines.ends)
+        except ValueError as failure:
+            raise DataError(f"{self.path}: {failure}") from None
+        self._starts, self._ends = np.concatenate(starts), np.concatenate(ends)
         lengths = self._ends - self._starts
         if len(lengths) and lengths.max() > ROW_LIMIT_BYTES:
             place = self._place(int(lengths.argmax()))
             raise DataError(f"{place}: this row holds over {ROW_LIMIT_BYTES >> 20} MiB")
-        self._drop_blank(np.searchsorted(self._starts, np.concatenate(indented)))
-
-    def _drop_blank(self, rows: _Offsets) -> None:
-        """Drops those of these records that hold nothing; reads no more of them than tells."""
-        kept = np.ones(len(self._starts), dtype=bool)
-        for row in rows[rows < len(kept)].tolist():
-            start, end = int(self._starts[row]), int(self._ends[row])
-            kept[row] = not all(
-                is_blank(os.pread(self._file.fileno(), min(_PEEK_BYTES, end - position), position))
-                for position in range(start, end, _PEEK_BYTES)
-            )
-        if not kept.all():
-            self._starts, self._ends = self._starts[kept], self._ends[kept]
+        if np.array_equal(self._starts[1:], self._ends[:-1]):
+            bounds = np.append(self._starts, self._ends[-1:])
+            self._starts, self._ends = bounds[:-1], bounds[1:]
 
 
 def _open_plain(path: Path) -> BinaryIO:
@@ -370,8 +345,9 @@ class CsvInput(TextFile):
         other = next((mark for mark in OTHER_DELIMITERS if mark in line), None)
         if len(names) == 1 and other is not None:
             raise DataError(
-                f"{self.path}:1: one column, {names[0]!r}: {OTHER_DELIMITERS[other]} seem to stand "
-                "between its columns; save it with commas as .csv, or with tabs as .tsv"
+                f"{self.path}:1: one column, {shortened(names[0])!r}: {OTHER_DELIMITERS[other]} "
+                "seem to stand between its columns; save it with commas as .csv, "
+                "or with tabs as .tsv"
             )
         return names
 

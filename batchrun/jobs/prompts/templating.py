@@ -20,6 +20,7 @@ from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import JsonValue
 
+from batchrun.errors import shortened
 from batchrun.media.images import IMAGE_LIMIT_BYTES, MEDIA_KEYS, ImageError, data_url
 
 
@@ -42,9 +43,9 @@ def image_url(value: object, folders: Sequence[Path]) -> str:
         with path.open("rb") as file:
             return data_url(file.read(IMAGE_LIMIT_BYTES + 1))
     except OSError as failure:
-        raise ImageError(f"image {value!r} cannot be read: {failure.strerror}") from None
+        raise ImageError(f"image {shortened(value)!r} cannot be read: {failure.strerror}") from None
     except ImageError as problem:
-        raise ImageError(f"image {value!r}: {problem}") from None
+        raise ImageError(f"image {shortened(value)!r}: {problem}") from None
 
 
 def _confined(name: str, folders: Sequence[Path]) -> Path:
@@ -57,8 +58,8 @@ def _confined(name: str, folders: Sequence[Path]) -> Path:
             if path.is_file():
                 return path
     if outside:
-        raise ImageError(f"image {name!r} lies outside the folder of the input file")
-    raise ImageError(f"image {name!r}: no such file beside the input file")
+        raise ImageError(f"image {shortened(name)!r} lies outside the folder of the input file")
+    raise ImageError(f"image {shortened(name)!r}: no such file beside the input file")
 
 
 TEXT_LIMIT_CHARS = 64 << 20

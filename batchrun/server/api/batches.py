@@ -15,7 +15,7 @@ from typing import get_args
 from fastapi import APIRouter, Request, params
 
 from batchrun.daemon.daemon import Daemon
-from batchrun.errors import StateError
+from batchrun.errors import StateError, shortened
 from batchrun.jobs.batch import new_batch_job
 from batchrun.jobs.spec import MAX_WEIGHT, MIN_WEIGHT, Endpoint
 from batchrun.quantities import parse_duration_s
@@ -286,12 +286,13 @@ class Batches:
 
     async def _find(self, request: Request, batch_id: str, param: str | None = None) -> BatchRecord:
         if param is None and not batch_id.startswith("batch"):
-            message = f"Invalid 'batch_id': '{batch_id}'. Expected an ID that begins with 'batch'."
+            given = shortened(batch_id)
+            message = f"Invalid 'batch_id': '{given}'. Expected an ID that begins with 'batch'."
             raise ApiError(400, message, code="invalid_value", param="batch_id")
         scope = caller_of(request).scope
         batch = await asyncio.to_thread(batches.find, self._daemon.store, batch_id, scope=scope)
         if batch is None:
-            raise ApiError(404, f"No batch found with id '{batch_id}'.", param=param)
+            raise ApiError(404, f"No batch found with id '{shortened(batch_id)}'.", param=param)
         return batch
 
     async def _view(self, batch: BatchRecord) -> JsonObject:

@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from batchrun.errors import (
+    MAX_MESSAGE_CHARS,
     BatchrunError,
     OverloadedError,
     QuotaError,
@@ -29,6 +30,7 @@ from batchrun.errors import (
     StoreFullError,
     StoreLockedError,
     StoreUnreachableError,
+    shortened,
 )
 from batchrun.home import CALLER_HEADER, CONTROL_PREFIX, GATEWAY_HEADER
 from batchrun.jobs.inputs.rows import type_name
@@ -57,11 +59,11 @@ class ApiError(Exception):
     def __init__(
         self, status_code: int, message: str, *, code: str | None = None, param: str | None = None
     ) -> None:
-        super().__init__(message)
+        self.message = shortened(message, MAX_MESSAGE_CHARS)
+        super().__init__(self.message)
         self.status_code = status_code
-        self.message = message
         self.code = code
-        self.param = param
+        self.param = None if param is None else shortened(param)
 
 
 class AsciiJson(JSONResponse):
@@ -180,7 +182,7 @@ def refuse_unknown(document: Mapping[str, object], keys: Container[str], prefix:
     """Refuse an object that has other keys than these."""
     for key in document:
         if key not in keys:
-            name = prefix + key
+            name = shortened(prefix + key)
             message = f"Unknown parameter: '{name}'."
             raise ApiError(400, message, code="unknown_parameter", param=name)
 
@@ -205,7 +207,7 @@ def check_choice(param: str, value: str, choices: Sequence[str]) -> None:
     *most, last = (f"'{choice}'" for choice in choices)
     joint = ", and " if len(most) > 1 else " and "
     listed = f"{', '.join(most)}{joint}{last}" if most else last
-    message = f"Invalid value: '{value}'. Supported values are: {listed}."
+    message = f"Invalid value: '{shortened(value)}'. Supported values are: {listed}."
     raise ApiError(400, message, code="invalid_value", param=param)
 
 

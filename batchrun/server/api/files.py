@@ -15,7 +15,7 @@ from fastapi import APIRouter, Request, params
 from fastapi.responses import FileResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from batchrun.errors import MissingObjectError
+from batchrun.errors import MissingObjectError, shortened
 from batchrun.jobs import objects
 from batchrun.jobs.objects import in_thread
 from batchrun.jobs.results.batch_files import RESULT_PURPOSE
@@ -215,7 +215,7 @@ def files_router(made: Files, guards: Sequence[params.Depends]) -> APIRouter:
 
 
 def _unknown(file_id: str, param: str = "id") -> ApiError:
-    return ApiError(404, f"No such File object: {file_id}", param=param)
+    return ApiError(404, f"No such File object: {shortened(file_id)}", param=param)
 
 
 def list_object(items: Sequence[JsonObject], *, has_more: bool) -> JsonObject:

@@ -6,6 +6,7 @@ A multipart form with one file is parsed as it comes in: bounded fields, and the
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,7 +19,7 @@ from starlette.requests import Request
 from batchrun.errors import OverloadedError
 from batchrun.files import PRIVATE_MODE, HashedFile, atomic_file, max_open_files
 from batchrun.jobs.batch import MAX_INPUT_BYTES
-from batchrun.jobs.inputs.rows import BOM, is_blank
+from batchrun.jobs.inputs.rows import BOM, find_lines
 from batchrun.jobs.objects import in_thread
 from batchrun.server.api.errors import ApiError, check_choice, check_expiry, missing_parameter
 from batchrun.store.files import NewFile, new_file_id
@@ -264,7 +265,7 @@ async def receive_file(request: Request, folder: Path, owner: str | None) -> New
         expires_after_s = _expiry(form, owner)
         await spool.keep()
         if form.fields["purpose"] == BATCH_PURPOSE:
-            await in_thread(_check_batch_file, spool, form.filename or "")
+            await in_thread(check_batch_file, spool.path, form.filename or "")
     except BaseException:
         spool.drop()
         raise
@@ -321,14 +322,14 @@ def _too_large(limit: int) -> ApiError:
     return ApiError(413, f"The file is larger than the maximum of {limit} bytes.", param=FILE_FIELD)
 
 
-def _check_batch_file(spool: Spool, filename: str) -> None:
+def check_batch_file(path: Path, filename: str) -> None:
     """Whether the name and the first line look like JSON Lines. The rest is for the batch, as is
     all of a line that is too long to be looked at while others wait."""
     suffix = Path(filename.replace("\0", "")).suffix
     try:
-        line = _first_line(spool.path)
+        line = _first_line(path)
     except OSError as failure:
-        problem = f"{spool.path}: cannot be read now: {failure.strerror}; try again"
+        problem = f"{path}: cannot be read now: {failure.strerror}; try again"
         raise OverloadedError(problem) from None
     refusal = ApiError(400, "Invalid file format for Batch API. Must be .jsonl")
     try:
@@ -344,8 +345,8 @@ def _check_batch_file(spool: Spool, filename: str) -> None:
 
 def _first_line(path: Path) -> bytes:
     """The start of the first line that is not blank; nothing where there is none."""
-    line = b"\n"
     with path.open("rb") as file:
-        while line and is_blank(line):
-            line = file.readline(LARGE_JSON_BYTES + 1)
-    return line
+        for lines in find_lines(file.fileno()):
+            for start, end in zip(lines.starts[:1].tolist(), lines.ends[:1].tolist(), strict=True):
+                return os.pread(file.fileno(), min(end - start, LARGE_JSON_BYTES + 1), start)
+    return b""

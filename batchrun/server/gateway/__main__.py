@@ -28,7 +28,12 @@ from batchrun.errors import BatchrunError, ConfigError
 from batchrun.files import waited_for_core_s
 from batchrun.keys import is_loopback
 from batchrun.server.gateway.admission import read_keys
-from batchrun.server.gateway.app import MAX_BODY_BYTES, GatewaySettings, parse_listen
+from batchrun.server.gateway.app import (
+    MAX_BODY_BYTES,
+    MAX_HELD_BYTES,
+    GatewaySettings,
+    parse_listen,
+)
 from batchrun.server.gateway.forward import DAEMON_HEAD_S
 from batchrun.server.gateway.http import bind, serve
 from batchrun.server.gateway.shared_book import create
@@ -187,6 +192,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--body-idle-s", default=30.0, type=float, help="longest pause in an upload, in seconds")
     add("--daemon-head-s", default=DAEMON_HEAD_S, type=float, help="wait for the daemon's answer")
     add("--max-body-bytes", default=MAX_BODY_BYTES, type=int)
+    add("--max-held-bytes", default=MAX_HELD_BYTES, type=int, help="all bodies in a worker")
     add("--keys", type=Path, metavar="FILE", help="JSON list of API keys; left out: none needed")
     add("--worker", type=int, metavar="NUMBER", help=argparse.SUPPRESS)
     add("--book-fd", type=int, metavar="FD", help=argparse.SUPPRESS)
@@ -202,7 +208,7 @@ def _settings(options: argparse.Namespace) -> GatewaySettings:
             f"--listen: {host} can be reached from other machines, and no API key is asked for; "
             "listen on 127.0.0.1, or name a list of keys with --keys"
         )
-    for flag in ("workers", "max_body_bytes"):
+    for flag in ("workers", "max_body_bytes", "max_held_bytes"):
         if getattr(options, flag) < 1:
             raise ConfigError(f"--{flag.replace('_', '-')} must be at least 1")
     for flag in ("drain_s", "body_idle_s", "daemon_head_s"):
@@ -221,6 +227,7 @@ def _settings(options: argparse.Namespace) -> GatewaySettings:
         body_idle_s=options.body_idle_s,
         daemon_head_s=options.daemon_head_s,
         max_body_bytes=options.max_body_bytes,
+        max_held_bytes=options.max_held_bytes,
     )
 
 

@@ -26,6 +26,7 @@ import msgspec
 from aiohttp import web
 from multidict import CIMultiDictProxy
 
+from batchrun.errors import shortened
 from batchrun.hints import SloBounds
 from batchrun.keys import UsageFile, digest, id_in
 from batchrun.server.gateway.envelope import CLASS_HEADER, RefusalError
@@ -122,7 +123,8 @@ def choose_class(
         known = ", ".join([DEFAULT_CLASS, *classes])
         raise RefusalError(
             400,
-            f"{CLASS_HEADER.lower()}: no SLO class has the name '{name}'; there is {known}",
+            f"{CLASS_HEADER.lower()}: no SLO class has the name '{shortened(name)}'; "
+            f"there is {known}",
             code="invalid_value",
             param=CLASS_HEADER.lower(),
         )

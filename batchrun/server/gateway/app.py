@@ -23,7 +23,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 from ruamel.yaml import YAML
 
-from batchrun.errors import BatchrunError, ConfigError
+from batchrun.errors import BatchrunError, ConfigError, shortened
 from batchrun.hints import SloBounds
 from batchrun.home import GATEWAY_HEADER, ROUTING_PATH, TALLY_PATH
 from batchrun.media.fetching import ImageFetcher
@@ -36,7 +36,15 @@ from batchrun.server.gateway.admission import (
     choose_class,
     class_name,
 )
-from batchrun.server.gateway.bodies import FLEX, SteeredBody, fill_images, read_body, read_call_body
+from batchrun.server.gateway.bodies import (
+    FLEX,
+    BodiesInFlight,
+    HeldBody,
+    SteeredBody,
+    fill_images,
+    read_body,
+    read_call_body,
+)
 from batchrun.server.gateway.dashboard import PREFIX as DASHBOARD
 from batchrun.server.gateway.dashboard import DashboardDoor, is_dashboard
 from batchrun.server.gateway.envelope import (
@@ -80,11 +88,13 @@ def one_model(models: Sequence[JsonObject], *, model_id: str, request_id: str) -
     """The one model out of a list. Raises RefusalError with 404."""
     found = next((model for model in models if model["id"] == model_id), None)
     if found is None:
-        raise RefusalError(404, f"The model '{model_id}' does not exist", code="model_not_found")
+        message = f"The model '{shortened(model_id)}' does not exist"
+        raise RefusalError(404, message, code="model_not_found")
     return web.json_response(found, headers={REQUEST_ID: request_id})
 
 
 MAX_BODY_BYTES = 64 * 2**20
+MAX_HELD_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +105,8 @@ class GatewaySettings:
     this one's number, of `num_workers`, who share the memories behind `book_fd` and `tally_fd`.
     `drain_s`: how long
     a stream may go on after SIGTERM. `body_idle_s`: the longest pause in an upload.
-    `max_body_bytes` bounds one request body. `daemon_head_s`: how long the daemon may take to begin
+    `max_body_bytes` bounds one request body, `max_held_bytes` those of all calls that a worker has.
+    `daemon_head_s`: how long the daemon may take to begin
     an answer.
     """
 
@@ -111,6 +122,7 @@ class GatewaySettings:
     body_idle_s: float = 30.0
     daemon_head_s: float = DAEMON_HEAD_S
     max_body_bytes: int = MAX_BODY_BYTES
+    max_held_bytes: int = MAX_HELD_BYTES
 
 
 def parse_listen(listen: str) -> tuple[str, int]:
@@ -143,6 +155,7 @@ class Gateway:
         self._tally = tally
         self._metrics_page = TallyPage(tally, forwarder.balancer.figures, self._ejected)
         self._images = ImageFetcher()
+        self._bodies = BodiesInFlight(settings.max_held_bytes)
         self._forwarder = forwarder
         self._slo: SloBounds | None = None
         self._slo_classes: SloClasses = {}
@@ -229,17 +242,22 @@ class Gateway:
         return known or (LIST_TARGET if model_id_in(path) is not None else OTHER_ROUTES)
 
     async def _generate(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
-        with self._door.calling(request[ABOUT_CALLER].key):
-            return await self._generate_now(request, request_id)
+        key = request[ABOUT_CALLER].key
+        owner = None if key is None else key.id
+        with self._door.calling(key), self._bodies.holding(owner) as held:
+            return await self._generate_now(request, request_id, held)
 
-    async def _generate_now(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
+    async def _generate_now(
+        self, request: web.BaseRequest, request_id: str, held: HeldBody
+    ) -> web.StreamResponse:
         limits, began_s = self._settings, ReplyUsage.now_s()
         key = request[ABOUT_CALLER].key
         key_class = None if key is None else key.slo_class
         bounds = choose_class(request.headers, key_class, self._slo_classes)
         check_class(key, bounds, self._slo_classes, self._slo)
-        body = await read_body(request, max_bytes=limits.max_body_bytes, idle_s=limits.body_idle_s)
-        body = await fill_images(body, self._images)
+        most_bytes, idle_s = limits.max_body_bytes, limits.body_idle_s
+        body = await read_body(request, max_bytes=most_bytes, idle_s=idle_s, held=held)
+        body = await fill_images(body, self._images, held)
         call = _call(
             request,
             request_id,

@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
@@ -24,18 +26,92 @@ from batchrun.server.gateway.envelope import RefusalError
 from batchrun.server.gateway.upstreams import Upstream
 
 MIN_BYTES_PER_S = 1_024
+MAX_BODY_S = 7_200
+SMALL_BODY_BYTES = 1 << 20
+LARGE_SHARE = 0.75
+"""Of the room for bodies; the rest is for small ones alone."""
+KEY_SHARE = 0.5
 
 
-async def read_body(request: web.BaseRequest, *, max_bytes: int, idle_s: float) -> bytes:
-    """The whole body. Raises RefusalError."""
+@dataclass(slots=True)
+class BodiesInFlight:
+    """The bodies of calls that one worker has in memory, images that were fetched for them among
+    them: `max_bytes` together, large ones less, and those of one API key half of either. A single
+    one is never too large."""
+
+    max_bytes: int
+    _sizes_bytes: Counter[str | None] = field(default_factory=Counter)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all of them."""
+        return self._sizes_bytes.total()
+
+    @contextmanager
+    def holding(self, owner: str | None) -> Iterator[HeldBody]:
+        """The body of a call with the API key `owner` (None: without one), empty at first, which
+        is held within."""
+        body = HeldBody(self, owner)
+        try:
+            yield body
+        finally:
+            self.change(owner, -body.size_bytes)
+
+    def change(self, owner: str | None, num_bytes: int) -> None:
+        """So many bytes came, or went where they are below 0."""
+        self._sizes_bytes[owner] += num_bytes
+        if not self._sizes_bytes[owner]:
+            del self._sizes_bytes[owner]
+
+    def check(self, owner: str | None, size_bytes: int, new_bytes: int) -> None:
+        """Whether a body of this size may be had, of which this much is yet to come. Raises
+        RefusalError with 503."""
+        room_bytes = self.max_bytes * (1 if size_bytes <= SMALL_BODY_BYTES else LARGE_SHARE)
+        held = [(self.num_bytes, 1.0, "")]
+        if owner is not None:
+            held.append((self._sizes_bytes[owner], KEY_SHARE, " of this API key"))
+        for held_bytes, share, whose in held:
+            is_alone = held_bytes + new_bytes <= size_bytes
+            if held_bytes + new_bytes > room_bytes * share and not is_alone:
+                message = f"calls{whose} in flight hold {held_bytes >> 20} MiB; try again shortly"
+                raise RefusalError(503, message)
+
+
+@dataclass(slots=True)
+class HeldBody:
+    """One of `BodiesInFlight`."""
+
+    _bodies: BodiesInFlight
+    _owner: str | None
+    size_bytes: int = 0
+
+    def check(self, size_bytes: int) -> None:
+        """Whether it may have so many bytes in all. Raises RefusalError with 503."""
+        self._bodies.check(self._owner, size_bytes, size_bytes - self.size_bytes)
+
+    def add(self, num_bytes: int) -> None:
+        """So many more are there. Raises RefusalError with 503 where they may not be."""
+        self.check(self.size_bytes + num_bytes)
+        self._bodies.change(self._owner, num_bytes)
+        self.size_bytes += num_bytes
+
+
+async def read_body(
+    request: web.BaseRequest, *, max_bytes: int, idle_s: float, held: HeldBody | None = None
+) -> bytes:
+    """The whole body, counted in `held` as it comes. Raises RefusalError."""
     pieces = BodyStream(request, idle_s=idle_s)
     if (request.content_length or 0) > max_bytes:
         raise _too_large(max_bytes)
+    if held is not None:
+        held.check(request.content_length or 0)
     body = bytearray()
     async for piece in pieces:
-        body += piece
-        if len(body) > max_bytes:
+        if len(body) + len(piece) > max_bytes:
             raise _too_large(max_bytes)
+        if held is not None:
+            held.add(len(piece))
+        body += piece
     return bytes(body)
 
 
@@ -46,9 +122,11 @@ def _too_large(max_bytes: int) -> RefusalError:
 class BodyStream:
     """A body piece by piece, of any size: `refusal` is why it ended early, where it did.
 
-    A caller who sends nothing for `idle_s`, or too little all in all, is refused; only the time
-    that is spent waiting for the caller counts. So are compressed bodies: they would hide what the
-    gateway must look for, and bombs. Raises RefusalError when it is made, and when it is read.
+    A caller who sends nothing for `idle_s`, or so little that he falls as far behind 1,024 bytes a
+    second, or for more than two hours, is refused; only the time that is spent waiting for the
+    caller counts, and what came fast earns no later pause. So are compressed bodies: they would
+    hide what the gateway must look for, and bombs. Raises RefusalError when it is made, and when it
+    is read.
     """
 
     def __init__(self, request: web.BaseRequest, *, idle_s: float) -> None:
@@ -62,6 +140,7 @@ class BodyStream:
             raise RefusalError(415, "Content-Encoding is not supported; send it plain")
         self._request = request
         self._idle_s = self._left_s = idle_s
+        self._whole_left_s = float(MAX_BODY_S)
         self.refusal: RefusalError | None = None
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
@@ -72,19 +151,24 @@ class BodyStream:
         while True:
             began_s = loop.time()
             try:
-                async with asyncio.timeout(min(self._idle_s, self._left_s)):
+                async with asyncio.timeout(min(self._left_s, self._whole_left_s)):
                     piece = await self._request.content.readany()
             except (TimeoutError, web.RequestPayloadError) as error:
                 self.refusal = self._refusal_of(error)
                 raise self.refusal from error
             if not piece:
                 return
-            self._left_s += len(piece) / MIN_BYTES_PER_S - (loop.time() - began_s)
+            waited_s = loop.time() - began_s
+            self._whole_left_s -= waited_s
+            earned_s = len(piece) / MIN_BYTES_PER_S
+            self._left_s = min(self._idle_s, self._left_s - waited_s + earned_s)
             yield piece
 
     def _refusal_of(self, error: Exception) -> RefusalError:
         if not isinstance(error, TimeoutError):
             return RefusalError(400, "the request body is not valid HTTP")
+        if self._whole_left_s < self._left_s:
+            return RefusalError(408, f"the request body did not end within {MAX_BODY_S // 3600} h")
         if self._left_s < self._idle_s:
             slow = f"the request body comes with less than {MIN_BYTES_PER_S} bytes a second"
             return RefusalError(408, slow)
@@ -156,7 +240,7 @@ _MEDIA_KEYS = (b"_url", b"uuid")
 know it by."""
 
 
-async def fill_images(body: bytes, images: ImageFetcher) -> bytes:
+async def fill_images(body: bytes, images: ImageFetcher, held: HeldBody) -> bytes:
     """The body with what its images' addresses lead to; itself where it has none.
 
     Raises InputError and RefusalError.
@@ -165,10 +249,14 @@ async def fill_images(body: bytes, images: ImageFetcher) -> bytes:
         return body
     document = _parse(body)
     try:
-        filled = await images.filled(document)
+        filled = await images.filled(document, on_bytes=held.add)
     except ImageError as problem:
         raise RefusalError(problem.http_status, str(problem), code=IMAGE_CODE) from problem
-    return body if filled is document else json.dumps(filled).encode()
+    if filled is document:
+        return body
+    text = json.dumps(filled).encode()
+    held.add(max(0, len(text) - held.size_bytes))
+    return text
 
 
 RESPONSES = "/v1/responses"

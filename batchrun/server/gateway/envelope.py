@@ -12,6 +12,8 @@ from types import MappingProxyType
 from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
 
+from batchrun.errors import MAX_MESSAGE_CHARS, shortened
+
 REQUEST_ID = "X-Request-Id"
 CLASS_HEADER = "X-Batchrun-Class"
 
@@ -101,6 +103,8 @@ class RefusalError(Exception):
         param: str | None = None,
         headers: Mapping[str, str] = NO_HEADERS,
     ) -> None:
+        message = shortened(message, MAX_MESSAGE_CHARS)
+        param = None if param is None else shortened(param)
         super().__init__(message)
         self.status = status
         self.message = message

@@ -23,6 +23,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 from yarl import URL
 
+from batchrun import errors
 from batchrun.errors import ConfigError, DaemonUnavailableError, EngineError, EngineSilentError
 from batchrun.hints import SloBounds
 from batchrun.home import CALLER_HEADER, GATEWAY_HEADER
@@ -80,7 +81,9 @@ async def read_models(reply: aiohttp.ClientResponse) -> list[JsonObject]:
 
 def no_such_model(model: str) -> RefusalError:
     """OpenAI's answer to a call for a model that there is none of."""
-    message = f"The model `{model}` does not exist or you do not have access to it."
+    message = (
+        f"The model `{errors.shortened(model)}` does not exist or you do not have access to it."
+    )
     return RefusalError(404, message, code="model_not_found")
 
 

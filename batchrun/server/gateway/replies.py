@@ -21,6 +21,7 @@ from msgspec import Raw
 
 from batchrun.errors import EngineError, EngineSilentError
 from batchrun.keys import OnlineUsage, UsageFile
+from batchrun.types import token_count
 
 MAX_LINE_BYTES = 2**20
 """A longer line of a stream passes unread."""
@@ -220,7 +221,7 @@ Count = TypeVar("Count", int, int | None)
 
 def _last(pattern: re.Pattern[bytes], text: bytes, before: Count) -> int | Count:
     found = pattern.findall(text)
-    return int(found[-1]) if found else before
+    return token_count(int(found[-1])) if found else before
 
 
 MIN_SECRET_CHARS = 8

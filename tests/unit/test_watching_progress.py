@@ -1,0 +1,183 @@
+"""The daemon sees that an engine with work does not get on, whichever way it hears of it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from job_builders import make_tree_job
+from msgspec.structs import replace
+
+from batchrun.daemon import engine_link
+from batchrun.daemon.dispatch import Assigner
+from batchrun.daemon.engine_link import EngineLink, Slot
+from batchrun.daemon.job import ActiveJob
+from batchrun.engine import progress as progressing
+from batchrun.engine.agent.held_rows import KeptOutcomes, RowKeeper
+from batchrun.engine.agent.messages import SentRow
+from batchrun.engine.client import EngineClient
+from batchrun.engine.command import AttachedSettings
+from batchrun.engine.engine import AttachedEngine
+from batchrun.engine.progress import SILENT_S
+from batchrun.engine.sockets import EngineSockets
+from batchrun.pool.row_queue import Window
+from batchrun.types import EnginePhase
+from batchrun.wire import ClassTelemetry, Telemetry, encode
+
+IDLE_PAGE = 'vllm:num_requests_running{engine="0"} 0.0\nvllm:num_requests_waiting{engine="0"} 0.0\n'
+WORKING = ClassTelemetry(num_running=1)
+TOLD = Telemetry("start", 1.0, "echo", 512, is_offline_on=True)
+
+
+class Watched:
+    """A slot whose engine shows a page that never changes, looked at all the time."""
+
+    def __init__(self, page: str) -> None:
+        self.page, self.num_looks = page, 0
+        self.is_offline_on = True
+        app = web.Application()
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_post("/v1/completions", self._answer)
+        self.server = TestServer(app)
+
+    async def _metrics(self, _request: web.Request) -> web.Response:
+        self.num_looks += 1
+        return web.Response(text=self.page)
+
+    async def _answer(self, _request: web.Request) -> web.Response:
+        await asyncio.Event().wait()
+        return web.Response()
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[Slot]:
+        async with self.server:
+            url = str(self.server.make_url("")).rstrip("/")
+            engine = AttachedEngine(AttachedSettings(name="one", url=url))
+            engine.state = EnginePhase.READY
+            slot = Slot(engine, uses_priority=False, window=Window(9, 10**9))
+            watching = asyncio.create_task(slot.watch_progress(lambda: self.is_offline_on))
+            try:
+                async with asyncio.timeout(30):
+                    yield slot
+            finally:
+                watching.cancel()
+                await asyncio.wait([watching])
+                await engine.client.close()
+
+    async def look(self, num_times: int) -> None:
+        """Wait until it was looked at so often."""
+        until = self.num_looks + num_times
+        while self.num_looks < until:
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks follow each other at once, and an engine hangs soon."""
+    monkeypatch.setattr(engine_link, "LOOK_S", 0.01)
+    monkeypatch.setattr(progressing, "UNKNOWN_STEP_S", 0.2)
+
+
+def send_rows(slot: Slot) -> None:
+    """Rows are in flight on the engine from now on."""
+    assigner = Assigner[ActiveJob, Slot]([slot])
+    assigner.join(make_tree_job("job_a", ["a"] * 5), deadline_at=None)
+    assert assigner.assign(time.monotonic())[0]
+
+
+async def test_a_core_that_hangs_while_it_has_nothing_to_do_is_found_by_the_rows_it_gets() -> None:
+    watched = Watched(IDLE_PAGE)
+    async with watched.slot() as slot:
+        await watched.look(5)
+        assert slot.engine.progress.stalled_s == 0
+        send_rows(slot)
+        while not slot.engine.progress.is_hung:
+            await asyncio.sleep(0.01)
+        assert slot.engine.progress.num_hangs == 1
+
+
+@pytest.mark.parametrize(("page", "is_on"), [(IDLE_PAGE, False), ("something_else 1\n", True)])
+async def test_rows_prove_nothing_where_they_may_sit_or_no_page_tells(
+    page: str, *, is_on: bool
+) -> None:
+    watched = Watched(page)
+    watched.is_offline_on = is_on
+    async with watched.slot() as slot:
+        send_rows(slot)
+        await watched.look(10)
+        assert slot.engine.progress.stalled_s == 0
+
+
+async def test_an_engine_that_moved_since_it_got_its_rows_owes_nothing() -> None:
+    """Such as one that lost a row on its way to the core."""
+    watched = Watched(IDLE_PAGE)
+    async with watched.slot() as slot:
+        send_rows(slot)
+        await watched.look(2)
+        for _ in range(2):
+            watched.page += "vllm:steps 1\n"
+            await watched.look(2)
+        await watched.look(5)
+        assert slot.engine.progress.stalled_s == 0
+
+
+async def test_of_an_engine_that_is_heard_its_scheduler_tells_whether_it_gets_on(
+    tmp_path: Path,
+) -> None:
+    async with Watched("").slot() as slot:
+        slot.link = link = EngineLink(EngineSockets(tmp_path / "engine"), "one")
+        link._hear_telemetry(lambda: None, encode(replace(TOLD, online=WORKING)))
+        while not slot.engine.progress.stalled_s:
+            await asyncio.sleep(0.01)
+
+
+def test_what_is_heard_of_work_and_of_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = EngineLink(EngineSockets(tmp_path / "engine"), "one")
+    assert link.look(has_rows=True) is None
+
+    def hear(telemetry: Telemetry) -> list[bool]:
+        """Whether work is due, without rows of ours and with."""
+        link._hear_telemetry(lambda: None, encode(telemetry))
+        looks = [link.look(has_rows=has_rows) for has_rows in (False, True)]
+        return [look.has_work for look in looks if look is not None]
+
+    assert hear(TOLD) == [False, False]
+    assert hear(replace(TOLD, offline=WORKING)) == [False, True]
+    before = link.look(has_rows=True)
+    assert hear(replace(TOLD, online=WORKING, sent_at=2.0)) == [True, True]
+    after = link.look(has_rows=True)
+    assert before is not None and after is not None and before.mark != after.mark
+
+    monkeypatch.setattr(engine_link, "STALE_S", -1.0)
+    silent = link.look(has_rows=False)
+    assert silent is not None
+    assert (silent.mark, silent.has_work, silent.bound_s) == (after.mark, True, SILENT_S)
+
+
+async def test_an_agent_knows_when_it_sent_the_newest_row_that_its_engine_has(
+    tmp_path: Path,
+) -> None:
+    async with Watched(IDLE_PAGE).server as server:
+        client = EngineClient(str(server.make_url("")).rstrip("/"))
+        kept = KeptOutcomes(tmp_path / "kept.db")
+        rows = RowKeeper(client, kept, lambda _: True, lambda: None)
+        sent = [SentRow("job_a", row, 1, 1, "/v1/completions", b"{}", None) for row in range(2)]
+        assert rows.newest_s == -math.inf
+        rows.take(sent[:1], is_refused=False)
+        first_s = rows.newest_s
+        rows.take(sent[1:], is_refused=False)
+        newest_s = rows.newest_s
+        rows.forget([sent[1].key])
+
+        assert -math.inf < first_s == rows.newest_s < newest_s
+        await rows.close()
+        await client.close()
