@@ -23,7 +23,8 @@ from batchrun.cli.console import (
 from batchrun.control.client import DaemonClient
 from batchrun.control.fitting import unfit_submission
 from batchrun.control.following import check_end, num_done, watch
-from batchrun.control.starting import deployment_up, flags_of, read_deployment
+from batchrun.control.lending import deployment_up
+from batchrun.control.starting import flags_of, read_deployment
 from batchrun.control.submitting import find_same, go_on, hand_over, prepare
 from batchrun.errors import DaemonUnavailableError, InputError, UnknownJobError
 from batchrun.files import is_url

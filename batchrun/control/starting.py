@@ -7,11 +7,10 @@ import http.client
 import os
 import signal
 import sys
-import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -169,39 +168,6 @@ def describe_silence(home: Home, waited_s: float = LOOK_WAIT_S) -> str | None:
         f"the daemon of {home.path} (pid {address.pid}) runs and gave no answer within "
         f"{waited_s:g} s"
     )
-
-
-@contextmanager
-def deployment_up(
-    home: Home, flags: Sequence[str] = (), *, is_shown: bool = True
-) -> Iterator[DaemonClient]:
-    """The deployment of a home: the one that runs, or one that is started and, at the end, stopped.
-
-    Raises what made the daemon give up, as one line.
-    """
-    client = DaemonClient(home)
-    if client.is_running():
-        yield client
-        return
-    try:
-        start_in_background(home, flags, is_shown=is_shown)
-        yield client
-    finally:
-        # A second Ctrl-C would leave an engine running.
-        with _uninterrupted():
-            stop_everything(home)
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def stop_everything(home: Home) -> list[str]:

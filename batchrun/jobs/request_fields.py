@@ -71,6 +71,7 @@ _RANGES = {
     "presence_penalty": (-2.0, 2.0),
     "repetition_penalty": (0.0, math.inf),
 }
+CLIENT_ARGUMENTS = frozenset({"extra_body", "extra_headers", "extra_query", "timeout"})
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 
 Problem = tuple[str, str]
@@ -81,7 +82,9 @@ def field_problems(endpoint: str, request: Mapping[str, JsonValue]) -> Iterator[
     known = FIELDS[endpoint]
     for name, value in request.items():
         here = f"request.{name}"
-        if name not in known:
+        if name in CLIENT_ARGUMENTS:
+            yield here, "an argument of OpenAI's client, not a field; write fields without it"
+        elif name not in known:
             if hint := suggestion(name, known):
                 yield here, f"{endpoint} has no such field{hint}"
         elif not (isinstance(value, str) and is_template(value)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from pydantic import BaseModel, JsonValue, ValidationError
 from batchrun.config import load_home
 from batchrun.control.client import DaemonClient
 from batchrun.control.following import check_end, watch
-from batchrun.control.starting import deployment_up, read_deployment
+from batchrun.control.lending import deployment_up, in_turn
+from batchrun.control.starting import read_deployment
 from batchrun.control.submitting import find_same, go_on, hand_over, prepare_spec, stored_job
 from batchrun.daemon.ending import export
 from batchrun.errors import InputError, JobSpecError, RowsFailedError
@@ -151,10 +152,15 @@ class Asked:
         return same.record.id if same is not None and same.is_whole else None
 
     def begin(self, client: DaemonClient) -> str:
-        """The id of the job that answers it: taken up where it was, or new.
+        """The id of the job that answers it: taken up where it was, or new. Of equal questions at
+        once one makes it.
 
         What an ended one has of answers is taken over; its failed rows run again.
         """
+        with in_turn(self.home.run / "questions.lock", is_shown=False):
+            return self._begin(client)
+
+    def _begin(self, client: DaemonClient) -> str:
         same = find_same(self.job, self.home)
         if same is not None and not same.record.state.is_terminal:
             go_on(same.record, client)
@@ -216,12 +222,12 @@ def check_whole(view: Mapping[str, Any]) -> None:
         check_end(view)
 
 
-def deployment(model: str | None, home: Home, *, progress: bool) -> Any:
-    """The deployment that runs, or one started for as long as it is needed."""
-    client = DaemonClient(home)
-    if client.is_running():
-        return nullcontext(client)
-    return deployment_up(home, _flags(model), is_shown=progress)
+def deployment(
+    model: str | None, home: Home, *, progress: bool
+) -> AbstractContextManager[DaemonClient]:
+    """The deployment that runs, or one started for as long as calls need it."""
+    flags = [] if DaemonClient(home).is_running() else _flags(model)
+    return deployment_up(home, flags, is_shown=progress)
 
 
 def error_line(text: str | None) -> str | None:

@@ -37,19 +37,18 @@ class Frame:
 
 def frame_of(given: Any) -> Frame:
     """What was handed over, as one of the four kinds. Raises InputError for anything else."""
-    kind = type(given)
-    package, name = kind.__module__.split(".")[0], kind.__name__
+    kinds = {(kind.__module__.split(".")[0], kind.__name__) for kind in type(given).mro()}
     if isinstance(given, pl.LazyFrame):
         return _polars(_collected(given), lambda table: table.lazy())
     if isinstance(given, pl.DataFrame):
         return _polars(given, lambda table: table)
-    if (package, name) == ("pyarrow", "Table"):
+    if ("pyarrow", "Table") in kinds:
         return _arrow(given)
-    if (package, name) == ("pandas", "DataFrame"):
+    if ("pandas", "DataFrame") in kinds:
         return _pandas(given)
     raise InputError(
-        f"a {kind.__name__} is no table: give a polars, pandas or Arrow one; for rows in plain "
-        "Python there is batchrun.stream"
+        f"a {type(given).__name__} is no table: give a polars, pandas or Arrow one; for rows in "
+        "plain Python there is batchrun.stream"
     )
 
 
@@ -112,7 +111,13 @@ def _pandas(frame: Any) -> Frame:
 def _of_pandas(name: str, series: Any) -> pl.Series:
     try:
         return pl.Series(name, pl.from_pandas(series))
-    except (pl.exceptions.PolarsError, TypeError, ValueError, ImportError) as failure:
+    except (
+        pl.exceptions.PolarsError,
+        TypeError,
+        ValueError,
+        ImportError,
+        NotImplementedError,
+    ) as failure:
         reason = " ".join(str(failure).split())[:300]
         raise DataError(f"column {name!r} of the frame cannot be read: {reason}") from None
 
@@ -134,7 +139,8 @@ def kept_rows(table: pl.DataFrame, folder: Path) -> Path:
     scratch = folder / f".{secrets.token_hex(8)}.parquet"
     try:
         try:
-            table.rechunk().write_parquet(scratch, row_group_size=ROW_GROUP_ROWS)
+            text = table.cast({pl.Categorical: pl.String, pl.Enum: pl.String}).rechunk()
+            text.write_parquet(scratch, row_group_size=ROW_GROUP_ROWS)
         except pl.exceptions.PolarsError as failure:
             reason = " ".join(str(failure).split())[:300]
             raise DataError(f"the rows cannot be written as Parquet: {reason}") from None

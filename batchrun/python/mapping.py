@@ -92,7 +92,7 @@ async def stream(
     with `errors="raise"` at the first row that failed.
     """
     _check_errors(errors)
-    given, place = [dict(row) for row in rows], home_of(home)
+    given, place = _plain_rows(rows), home_of(home)
     if not given:
         return
     frame = await asyncio.to_thread(frame_of_rows, given)
@@ -119,9 +119,16 @@ async def stream(
         check_whole(view)
 
 
+def _plain_rows(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    given = list(rows) if isinstance(rows, Iterable) else [rows]
+    if not all(isinstance(row, Mapping) for row in given):
+        raise InputError("stream takes rows, each a dict by column; frames go to batchrun.map")
+    return [dict(row) for row in given]
+
+
 def _check_errors(errors: str) -> None:
     try:
-        known_name(errors, ERRORS)
+        known_name(str(errors), ERRORS)
     except ValueError as problem:
         raise InputError(f"errors {problem}") from None
 

@@ -224,3 +224,41 @@ def test_a_call_that_was_killed_at_half_goes_on_where_it_was(tmp_path: Path) -> 
         assert len(rig.executions()) == 160
     finally:
         rig.close()
+
+
+AT_ONCE = """\
+import sys
+import polars as pl
+import batchrun
+
+frame = pl.DataFrame({"text": [f"{sys.argv[1]} {i}" for i in range(int(sys.argv[2]))]})
+answered = batchrun.map(frame, "Classify: {{ text }}", max_tokens=8)
+print(answered["response"].null_count())
+"""
+
+
+def test_calls_at_once_share_a_deployment_until_the_last_and_equal_ones_a_job(
+    tmp_path: Path,
+) -> None:
+    rig = DeploymentRig(tmp_path)
+    rig.use_fake_engine("--latency-s=0.2", window={"requests": 8})
+    env = {**os.environ, "BATCHRUN_HOME": str(rig.home)}
+    calls = [("short", "4"), ("long", "120"), ("long", "120")]
+    try:
+        running = [
+            subprocess.Popen(
+                [sys.executable, "-c", AT_ONCE, *call],
+                cwd=tmp_path,
+                env=env,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for call in calls
+        ]
+        said = [process.communicate()[0] for process in running]
+
+        assert said == ["0\n", "0\n", "0\n"]
+        assert len(rig.executions()) == 124
+        assert not (rig.home / "run" / "engine-0.json").exists()
+    finally:
+        rig.close()

@@ -9,13 +9,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pandas as pd
 import polars as pl
 import pytest
 from pydantic import BaseModel
 
+import batchrun
 from batchrun.errors import DataError, InputError
 from batchrun.jobs.prompts.template import RequestTemplate
 from batchrun.python.asking import Question
@@ -189,3 +190,38 @@ def test_a_model_that_holds_itself_is_json_text() -> None:
 def test_a_schema_that_cannot_be_asked_for_is_refused(question: Question, complaint: str) -> None:
     with pytest.raises(InputError, match=complaint):
         question.spec(Path("rows.parquet"), Path("/out"))
+
+
+def test_a_kind_of_pandas_frame_is_one() -> None:
+    kind = type("GeoDataFrame", (pd.DataFrame,), {})
+
+    assert frame_of(kind({"text": ["a"]})).select(["text"]).rows() == [("a",)]
+
+
+def test_a_column_that_polars_cannot_read_is_named() -> None:
+    given = frame_of(pd.DataFrame({"wave": [1j]}))
+
+    with pytest.raises(DataError, match=r"^column 'wave' of the frame cannot be read: "):
+        given.select(["wave"])
+
+
+def test_categories_are_the_text_that_they_stand_for(tmp_path: Path) -> None:
+    plain = pl.DataFrame({"text": ["a", "b"]})
+    same = [plain.cast({"text": kind}) for kind in (pl.Categorical, pl.Enum(["a", "b"]))]
+
+    assert {kept_rows(table, tmp_path) for table in same} == {kept_rows(plain, tmp_path)}
+
+
+@pytest.mark.parametrize("rows", [None, "abc", ["a"], [1], pl.DataFrame({"text": ["a"]})])
+async def test_what_is_no_row_is_refused_by_a_stream(tmp_path: Path, rows: Any) -> None:
+    with pytest.raises(
+        InputError, match=r"^stream takes rows, each a dict by column; frames go to batchrun\.map$"
+    ):
+        async for _ in batchrun.stream(rows, "{{ text }}", home=tmp_path):
+            pass
+
+
+def test_what_errors_are_to_be_is_told_to_those_who_give_none(tmp_path: Path) -> None:
+    wrong: Any = None
+    with pytest.raises(InputError, match=r"^errors must be one of column, raise, not 'None'$"):
+        batchrun.map(pl.DataFrame({"text": ["a"]}), "{{ text }}", home=tmp_path, errors=wrong)

@@ -20,6 +20,8 @@ TOOL: dict[str, Any] = {"type": "function", "function": {"name": "look_up", "par
     [
         ({"max_token": 5}, "request.max_token", "no such field (did you mean 'max_tokens'?)"),
         ({"temprature": 0}, "request.temprature", "(did you mean 'temperature'?)"),
+        ({"extra_body": {"top_k": 4}}, "request.extra_body", "an argument of OpenAI's client, not"),
+        ({"timeout": 4}, "request.timeout", "an argument of OpenAI's client, not"),
         ({"max_tokens": 0}, "request.max_tokens", "a whole number from 1 on (got 0)"),
         ({"max_tokens": "20"}, "request.max_tokens", "a whole number from 1 on (got '20')"),
         ({"n": True}, "request.n", "a whole number from 1 on (got True)"),

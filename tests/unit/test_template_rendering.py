@@ -10,6 +10,7 @@ from image_builders import picture
 
 from batchrun.errors import JobSpecError
 from batchrun.jobs.prompts.template import RequestTemplate, RowRenderError
+from batchrun.jobs.prompts.templating import make_environment
 from batchrun.jobs.spec import JobSpec
 
 COLUMNS = ["q", "n", "tags", "text", "image", "messages", "range"]
@@ -54,6 +55,15 @@ def test_the_body_has_model_messages_and_request_fields() -> None:
 def test_only_the_columns_in_templates_are_used() -> None:
     template = make_template("{{ text }} {{ q }}", request={"seed": "{{ n }}"})
     assert template.columns_used == ("q", "n", "text")
+
+
+@pytest.mark.parametrize("name", sorted(make_environment().globals))
+def test_a_column_goes_before_a_function_of_the_same_name(name: str) -> None:
+    spec = make_spec(input={"path": "/a.csv", "messages": user(f"{{{{ q }}}}{{{{ {name} }}}}")})
+    template = RequestTemplate(spec, ["q", name], model="m")
+
+    assert template.columns_used == ("q", name)
+    assert content_of(template, **{"q": "a", name: "b"}) == "ab"
 
 
 def test_request_fields_of_one_expression_keep_their_type() -> None:
@@ -120,6 +130,10 @@ def test_text_without_end_is_stopped() -> None:
             "request.seed: the input has no column 'gold'; its columns are q, n, tags",
         ),
         ({"request": {"a": [{"b": "{{ txt }}"}]}}, r"request.a\[0\].b: .*did you mean 'text'"),
+        (
+            {"input": {"path": "/a.csv", "messages": user("{{ Review Text }}")}},
+            "got 'Text' .a column's name with a space in it cannot be written here; rename it.$",
+        ),
         ({"request": {"a": "{{ q"}}, "request.a: template line 1: "),
         ({"input": {"path": "/a.csv", "prompt": "x"}}, "input.prompt: .* takes input.messages"),
         ({"input": {"path": "/a.csv"}}, "input.messages: is required"),

@@ -118,7 +118,10 @@ def syntax_problem(text: str) -> tuple[int, str] | None:
     try:
         environment.from_string(text)
     except TemplateSyntaxError as failure:
-        return failure.lineno, failure.message or "syntax error"
+        problem = failure.message or "syntax error"
+        if problem.startswith("expected token 'end of print statement'"):
+            problem += " (a column's name with a space in it cannot be written here; rename it)"
+        return failure.lineno, problem
     return None
 
 
@@ -162,7 +165,8 @@ class Compiler:
         self, environment: JobEnvironment, columns: Iterable[str], folders: Sequence[Path]
     ) -> None:
         self._environment = environment
-        self._builtins = environment.globals.keys() - set(columns)
+        for name in columns:
+            environment.globals.pop(name, None)
         self._folders = tuple(folders)
         self.columns_by_key: dict[str, frozenset[str]] = {}
         self.may_name_media = False
@@ -199,7 +203,7 @@ class Compiler:
         if not is_template(text):
             return lambda row: text
         undeclared = meta.find_undeclared_variables(self._environment.parse(text))
-        self.columns_by_key[key] = frozenset(undeclared - self._builtins)
+        self.columns_by_key[key] = frozenset(undeclared)
         if native and (expression := single_expression(self._environment, text)) is not None:
             self.may_name_media = True
             evaluate = self._environment.compile_expression(expression, undefined_to_none=False)
