@@ -344,7 +344,7 @@ class Dispatcher:
             room = partial(self.writer.room, slot.engine.name)
             outcome = await slot.engine.client.execute(request, timeout_s=timeout_s, room=room)
             if not job.record.is_batch:
-                outcome = checked_answer(job.spec.endpoint, body, outcome)
+                outcome = await checked_answer(job.spec.endpoint, body, outcome)
             await self._settle(assignment, outcome)
         except ImageError as problem:
             error = RowError(IMAGE_CODE, str(problem))

@@ -8,7 +8,7 @@ other row on their engine.
 
 from __future__ import annotations
 
-import json
+import asyncio
 import math
 import random
 from collections.abc import Collection, Mapping, Sequence
@@ -17,6 +17,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from batchrun.jobs.results.output_file import response_text
+from batchrun.strict import LARGE_JSON_BYTES, parse_json
 from batchrun.types import Outcome, OutcomeKind, RowError
 from batchrun.wire import RowKey
 
@@ -107,17 +108,25 @@ JSON_FORMATS = frozenset({"json_object", "json_schema"})
 _SHOWN_CHARS = 80
 
 
-def checked_answer(endpoint: str, body: Mapping[str, object], outcome: Outcome) -> Outcome:
-    """The outcome of a request; a row error where its answer was to be JSON and is not."""
+async def checked_answer(endpoint: str, body: Mapping[str, object], outcome: Outcome) -> Outcome:
+    """The outcome of a request; a row error where its answer was to be JSON and is not. A long
+    answer is read in a thread."""
     wanted = body.get("response_format")
     is_json = isinstance(wanted, Mapping) and wanted.get("type") in JSON_FORMATS
     if outcome.body is None or not is_json:
         return outcome
-    text = response_text(endpoint, outcome.body) or ""
+    if len(outcome.body) > LARGE_JSON_BYTES:
+        return await asyncio.to_thread(_checked_json, endpoint, outcome, outcome.body)
+    return _checked_json(endpoint, outcome, outcome.body)
+
+
+def _checked_json(endpoint: str, outcome: Outcome, reply: bytes) -> Outcome:
+    text = response_text(endpoint, reply) or ""
     try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        why = "is not JSON"
+        parse_json(text.encode())
+    except ValueError as failure:
+        is_long = len(text) > LARGE_JSON_BYTES
+        why = f"cannot be read as JSON ({failure})" if is_long else "is not JSON"
         if outcome.finish_reason == "length":
             num_tokens = outcome.usage.num_output_tokens
             why = f"was cut off after {num_tokens:,} tokens, before its JSON ended"

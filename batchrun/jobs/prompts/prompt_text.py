@@ -22,6 +22,7 @@ from jinja2.parser import Parser
 
 from batchrun.errors import ConfigError
 from batchrun.jobs.prompts.templating import JobEnvironment, render_text
+from batchrun.strict import LARGE_JSON_BYTES, parse_json
 
 OWN_RENDERERS = ("deepseek_v32", "deepseek_v4", "deepseek_v41", "gpt_oss", "inkling", "kimi_k3")
 """Values of `model_type` whose chats vLLM renders in code of its own."""
@@ -82,6 +83,8 @@ def _template_messages(
     """
     if not isinstance(messages, list) or not messages:
         raise ValueError("'messages' must be a list of at least one message")
+    if sum(map(_num_argument_chars, messages)) > LARGE_JSON_BYTES:
+        raise ValueError("its tool calls hold too much")
     shown = [_template_message(message, in_parts=in_parts) for message in messages]
     if keep_developer or not any(message["role"] == "developer" for message in shown):
         return shown
@@ -193,12 +196,18 @@ def _with_arguments(call: Mapping[str, object]) -> dict[str, object]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = parse_json(arguments.encode())
         except ValueError:
             arguments = None
     shown = arguments if isinstance(arguments, Mapping) else {}
     named = {"arguments": shown, "name": function["name"]}
     return {"id": call.get("id"), "function": named, "type": "function"}
+
+
+def _num_argument_chars(message: Mapping[str, Any]) -> int:
+    """What the calls of a message hold as JSON in JSON, of which little must not become much."""
+    texts = (call["function"].get("arguments") for call in message.get("tool_calls") or ())
+    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 def _json(value: object) -> str:
@@ -256,7 +265,8 @@ class ChatTemplate:
     def prefix_text(self, body: Mapping[str, object]) -> bytes:
         """The prompt of any request as bytes; what is no chat is left to `prefix_text`.
 
-        A chat that the template refuses is laid out in the common order.
+        A chat that the template refuses, or whose tool calls hold over 1 MiB, is laid out in the
+        common order.
         """
         if "messages" in body:
             try:

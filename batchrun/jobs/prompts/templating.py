@@ -22,6 +22,7 @@ from pydantic import JsonValue
 
 from batchrun.errors import shortened
 from batchrun.media.images import IMAGE_LIMIT_BYTES, MEDIA_KEYS, ImageError, data_url
+from batchrun.strict import parse_json
 
 
 def image_url(value: object, folders: Sequence[Path]) -> str:
@@ -90,7 +91,7 @@ def make_environment() -> JobEnvironment:
         keep_trailing_newline=True,
         finalize=_refuse_null,
     )
-    environment.filters["fromjson"] = json.loads
+    environment.filters["fromjson"] = _from_json
     environment.filters["tojson"] = _to_json
     return environment
 
@@ -131,6 +132,10 @@ def _refuse_null(value: object) -> object:
     if isinstance(value, bytes):
         raise ValueError("a value is bytes, not text")
     return value
+
+
+def _from_json(text: object) -> object:
+    return parse_json(text if isinstance(text, bytes) else str(text).encode())
 
 
 def _to_json(value: object, indent: int | None = None) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import json
 import logging
 import math
 import time
@@ -49,6 +48,7 @@ from batchrun.server.gateway.replies import (
     next_piece,
 )
 from batchrun.server.gateway.upstreams import CallTimeouts, DaemonAt, Upstream, find_daemon
+from batchrun.strict import parse_json
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,8 @@ async def read_models(reply: aiohttp.ClientResponse) -> list[JsonObject]:
         text = await reply.content.read(MAX_LIST_BYTES)
         while not reply.content.at_eof() and len(text) < MAX_LIST_BYTES:
             text += await reply.content.read(MAX_LIST_BYTES - len(text))
-        models: list[JsonObject] = json.loads(text)["data"]
+        document: Any = parse_json(text)
+        models: list[JsonObject] = document["data"]
         assert all(isinstance(model["id"], str) for model in models)
     except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError, AssertionError) as error:
         raise EngineError("the engine did not list its models") from error
