@@ -111,6 +111,17 @@ def _most(kind: int, *, hard: bool = False) -> int:
     return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
 
+@contextmanager
+def short_path(path: Path) -> Iterator[str]:
+    """Another path of a unix socket: the system takes about 100 characters, a home may be longer.
+    Raises OSError."""
+    folder_fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder_fd}/{path.name}"
+    finally:
+        os.close(folder_fd)
+
+
 def waited_for_core_s(pid: int) -> float:
     """For how long a process could have run and did not, since it began; 0 where that is not
     told."""

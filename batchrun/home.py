@@ -64,6 +64,7 @@ class Home:
         self.daemon_record = self.run / "daemon.json"
         self.daemon_process = self.run / "daemon-process.json"
         self.gateway_process = self.run / "gateway-process.json"
+        self.gateway_answers = self.run / "gateway.socket"
         self.upstreams = self.run / "upstreams.json"
         self.api_keys = self.run / "api-keys.json"
         self.key_usage = self.run / "api-keys.usage"

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from batchrun.config import TINY_MODELS, Deployment, SloConfig, TimeoutsConfig, split_listen
@@ -46,7 +47,7 @@ from batchrun.engine.tiny_model import build_tiny_model
 from batchrun.engine.tiny_vision_model import build_tiny_vision_model
 from batchrun.engine_config import EngineConfig
 from batchrun.errors import EngineError, InputError
-from batchrun.files import waited_for_core_s, write_atomically
+from batchrun.files import short_path, write_atomically
 from batchrun.home import Home
 from batchrun.pool.row_queue import RowLoad
 from batchrun.routing.engine_book import Prices
@@ -60,10 +61,9 @@ GATEWAY_ANSWER_S = 2.0
 GATEWAY_PATIENCE_S = 60.0
 """One that was started anew answers nothing until it is there, on a busy machine for long."""
 MAX_MISSED = 3
-"""A gateway that is asked so often and answers nothing is stuck. Of several workers each is watched
-by the gateway itself."""
-STARVED_SHARE = 0.25
-"""One that waited for a core for so much of that is late, on a machine that is short of CPU."""
+"""A gateway that is asked so often and answers nothing is stuck."""
+GATEWAY_CLEAR_S = 3.0
+"""Workers that are well have stopped listening within so long of their gateway's end."""
 FIRST_ENGINE_PORT_OFFSET = 100
 LAST_PORT = 65_535
 TINY_BUILDERS = dict(zip(TINY_MODELS, (build_tiny_model, build_tiny_vision_model), strict=True))
@@ -209,7 +209,7 @@ class Supervisor:
             if num_missed >= MAX_MISSED:
                 restarts["stuck"] += 1
                 log.error("the gateway gives no answer; it is ended and started again")
-                await asyncio.to_thread(process.stop_recorded, self._home.gateway_process, 1.0)
+                await asyncio.to_thread(process.kill_alone, self._home.gateway_process)
                 await asyncio.to_thread(self._ensure_gateway)
                 num_missed, starts_until_s = 0, time.monotonic() + GATEWAY_PATIENCE_S
                 continue
@@ -217,24 +217,15 @@ class Supervisor:
             await asyncio.sleep(GATEWAY_CHECK_S)
 
     async def _does_gateway_answer(self) -> bool:
-        """Whether it takes a request and answers anything; one without a core counts as if."""
+        """Whether it takes a connection and says anything; of several workers, who watches them."""
         record = process.read_record(self._home.gateway_process)
-        if self._deployment.gateway_workers > 1 or record is None:
+        if record is None:
             return True
-        waited_s = waited_for_core_s(record.pid)
-        writer = None
-        try:
-            async with asyncio.timeout(GATEWAY_ANSWER_S):
-                where = split_listen(self._deployment.listen)
-                reader, writer = await asyncio.open_connection(*where)
-                writer.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-                return bool(await reader.read(1))
-        except OSError:
-            starved_s = waited_for_core_s(record.pid) - waited_s
-            return starved_s >= STARVED_SHARE * GATEWAY_ANSWER_S
-        finally:
-            if writer is not None:
-                writer.close()
+        with short_path(self._home.gateway_answers) as path:
+            connect = partial(asyncio.open_connection, *split_listen(self._deployment.listen))
+            if self._deployment.gateway_workers > 1:
+                connect = partial(asyncio.open_unix_connection, path)
+            return await process.answers(record, connect, within_s=GATEWAY_ANSWER_S)
 
     def _ensure_gateway(self, *, is_first: bool = False) -> bool:
         """Start the gateway unless it runs, and tell whether it had to be; the first time, its port
@@ -242,9 +233,11 @@ class Supervisor:
         argv = self._gateway_argv()
         if process.adopt(self._home.gateway_process, argv) is not None:
             return False
-        process.stop_recorded(self._home.gateway_process)
         if is_first:
+            process.stop_recorded(self._home.gateway_process)
             check_gateway_port(self._deployment.listen)
+        else:
+            self._clear_gateway_port()
         process.spawn(
             argv,
             env=dict(os.environ),
@@ -252,6 +245,14 @@ class Supervisor:
             record_path=self._home.gateway_process,
         )
         return True
+
+    def _clear_gateway_port(self) -> None:
+        """Workers that a gateway left behind end their calls; those that listen on are ended."""
+        for _ in range(round(GATEWAY_CLEAR_S / 0.05)):
+            with suppress(EngineError):
+                return check_gateway_port(self._deployment.listen)
+            time.sleep(0.05)
+        process.stop_recorded(self._home.gateway_process, 1.0)
 
     async def _wait_for_gateway(self) -> None:
         host, port = split_listen(self._deployment.listen)
@@ -284,6 +285,7 @@ class Supervisor:
             *("--upstreams", str(self._home.upstreams)),
             *("--keys", str(self._home.api_keys)),
             *("--workers", str(self._deployment.gateway_workers)),
+            *("--answer-at", str(self._home.gateway_answers)),
         ]
 
     def _write_upstreams(self) -> None:

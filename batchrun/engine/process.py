@@ -11,6 +11,7 @@ What an engine's log says: the stage of its start, and why it ended.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -19,7 +20,7 @@ import secrets
 import shutil
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -27,7 +28,7 @@ from typing import Annotated
 import msgspec
 import psutil
 
-from batchrun.files import write_atomically
+from batchrun.files import waited_for_core_s, write_atomically
 
 NONCE_VARIABLE = "BATCHRUN_NONCE"
 _NO_PID = 0
@@ -147,6 +148,42 @@ def stop_recorded(record_path: Path, grace_s: float = 10.0) -> bool:
     terminate(record, grace_s)
     record_path.unlink(missing_ok=True)
     return was_running
+
+
+def kill_alone(record_path: Path) -> None:
+    """SIGKILL to what a record names, and to nothing that it has started."""
+    record = read_record(record_path)
+    if record is not None and is_alive(record):
+        process = psutil.Process(record.pid)
+        _signal_all([process], signal.SIGKILL)
+        _wait_gone(record, [process], _KILL_WAIT_S)
+
+
+STARVED_SHARE = 0.25
+"""A process that waited for a core for so much of the time is late, on a machine that is short of
+CPU."""
+Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
+
+
+_QUESTION = b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+
+
+async def answers(record: ProcessRecord, connect: Connect, *, within_s: float) -> bool:
+    """Whether a process takes a connection and a question and says anything; one that waits for a
+    core counts as if."""
+    waited_s = waited_for_core_s(record.pid)
+    writer = None
+    try:
+        async with asyncio.timeout(within_s):
+            reader, writer = await connect()
+            writer.write(_QUESTION)
+            return bool(await reader.read(1))
+    except OSError:
+        starved_s = waited_for_core_s(record.pid) - waited_s
+        return starved_s >= STARVED_SHARE * within_s
+    finally:
+        if writer is not None:
+            writer.close()
 
 
 def find_family(record: ProcessRecord) -> list[psutil.Process]:

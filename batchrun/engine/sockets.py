@@ -6,7 +6,6 @@ Messages are those of `wire`, as they are; nothing here looks into them.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Protocol
 import zmq
 import zmq.asyncio
 
+from batchrun.files import short_path
 from batchrun.wire import MAX_MESSAGE_BYTES, ORDERS_SUFFIX, TELEMETRY_SUFFIX
 
 MAX_QUEUED = 16
@@ -45,11 +45,8 @@ class EngineSockets:
     async def run(self, on_telemetry: Hear, on_answer: Hear) -> None:
         """Hand over what comes in, until cancelled."""
         with ExitStack() as exits:
-            # A unix socket's path has room for about 100 characters, a home may be longer.
-            folder_fd = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
-            exits.callback(os.close, folder_fd)
+            base = "ipc://" + exits.enter_context(short_path(self._path))
             context = exits.enter_context(zmq.asyncio.Context())
-            base = f"ipc:///proc/self/fd/{folder_fd}/{self._path.name}"
             orders = exits.enter_context(_socket(context, zmq.DEALER, base + ORDERS_SUFFIX))
             telemetry = exits.enter_context(_socket(context, zmq.SUB, base + TELEMETRY_SUFFIX))
             telemetry.subscribe(b"")

@@ -132,17 +132,21 @@ def test_up_beside_a_stopped_daemon_says_so_and_down_ends_it(rig: DeploymentRig)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize(
+    ("num_workers", "is_worker"),
+    [(1, False), (2, True), (2, False)],
+    ids=["one", "worker", "parent"],
+)
 def test_of_a_stuck_worker_the_operator_is_told_and_calls_are_answered_again(
-    rig: DeploymentRig, num_workers: int
+    rig: DeploymentRig, num_workers: int, *, is_worker: bool
 ) -> None:
     rig.use_fake_engine(gateway_workers=num_workers)
     rig.ask("up", "-d")
     wait_until(lambda: rig.ask("status")["progress"]["gateway_silent_s"] > 0, "a first look")
     gateway = psutil.Process(rig.pid_of("gateway"))
-    stuck = gateway if num_workers == 1 else gateway.children()[0]
+    stuck = gateway.children()[0] if is_worker else gateway
     stuck.send_signal(signal.SIGSTOP)
-    told = "gateway_restarts" if num_workers == 1 else "replaced_workers"
+    told = "replaced_workers" if is_worker else "gateway_restarts"
 
     def is_told() -> bool:
         return bool(rig.ask("status")["progress"][told] == {"stuck": 1, "ended": 0})
@@ -152,18 +156,41 @@ def test_of_a_stuck_worker_the_operator_is_told_and_calls_are_answered_again(
         wait_until(lambda: _is_answered(client), "a call to be answered again")
 
     assert not stuck.is_running() or stuck.status() == psutil.STATUS_ZOMBIE
-    said = (
-        "gateways that were started anew"
-        if num_workers == 1
-        else "workers of the gateway that were"
-    )
+    said = "workers of the gateway that were" if is_worker else "gateways that were started anew"
     for command in ("status", "doctor"):
         assert said in rig.call(command).stdout
     log = (rig.home / "log" / "daemon.log").read_text()
-    assert ("the gateway gives no answer" if num_workers == 1 else "that were stuck") in log
+    assert ("that were stuck" if is_worker else "the gateway gives no answer") in log
     page = urlopen(f"http://127.0.0.1:{rig.port}/metrics").read().decode()
-    why = "batchrun_gateway_restarts" if num_workers == 1 else "batchrun_gateway_replaced_workers"
+    why = "batchrun_gateway_replaced_workers" if is_worker else "batchrun_gateway_restarts"
     assert f'{why}_total{{why="stuck"}} 1.0' in page
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGSTOP, signal.SIGKILL])
+def test_calls_outlive_the_parent_of_the_workers_that_answer_them(
+    rig: DeploymentRig, sent: signal.Signals
+) -> None:
+    rig.use_fake_engine("--tokens-per-s=4", gateway_workers=2)
+    rig.ask("up", "-d")
+    wait_until(lambda: rig.ask("status")["progress"]["gateway_silent_s"] > 0, "a first look")
+    first = psutil.Process(rig.pid_of("gateway"))
+    why = "stuck" if sent is signal.SIGSTOP else "ended"
+    with rig.openai(max_retries=0, timeout=WAIT_S) as client:
+        question = {"role": "user", "content": "a"}
+        stream = client.chat.completions.create(
+            model="fake", messages=[question], max_tokens=100, stream=True
+        )
+        next(iter(stream))
+        first.send_signal(sent)
+        wait_until(
+            lambda: rig.ask("status")["progress"]["gateway_restarts"][why] == 1, "another gateway"
+        )
+        wait_until(lambda: _is_answered(client), "a call to be answered again")
+        *_, last = stream
+
+    assert last.choices[0].finish_reason is not None
+    assert rig.pid_of("gateway") != first.pid
 
 
 def _is_answered(client: OpenAI) -> bool:

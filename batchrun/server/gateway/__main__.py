@@ -25,7 +25,7 @@ from pathlib import Path
 import uvloop
 
 from batchrun.errors import BatchrunError, ConfigError
-from batchrun.files import waited_for_core_s
+from batchrun.files import short_path, waited_for_core_s
 from batchrun.keys import is_loopback
 from batchrun.server.gateway.admission import read_keys
 from batchrun.server.gateway.app import (
@@ -55,16 +55,19 @@ async def supervise(
     argv: Sequence[str],
     settings: GatewaySettings,
     *,
+    answer_at: Path | None,
     stop: asyncio.Event,
     on_ready: Callable[[], None],
 ) -> None:
     """Keep `num_workers` workers running until `stop` is set, then end them gently.
 
-    They have the arguments `argv`, and share `settings.port`, which must not be 0.
+    They have the arguments `argv`, and share `settings.port`, which must not be 0. Whoever connects
+    to the socket at `answer_at` is told meanwhile that this process lives.
     """
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     listen = f"--listen={host}:{settings.port}"
     num_workers = settings.num_workers
+    answering = None if answer_at is None else await _answer_at(answer_at)
     fds = (create(num_workers), create_tally(num_workers))
     tally = Tally(fds[1], num_workers, num_workers)
     shared = (listen, f"--book-fd={fds[0]}", f"--tally-fd={fds[1]}")
@@ -87,6 +90,20 @@ async def supervise(
     await stop.wait()
     announcing.cancel()
     await asyncio.gather(*keepers)
+    if answering is not None:
+        answering.close()
+
+
+async def _answer_at(path: Path) -> asyncio.Server:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError, ValueError):
+            await reader.readline()
+            writer.write(b"ok\n")
+        writer.close()
+
+    await asyncio.to_thread(path.unlink, missing_ok=True)
+    with short_path(path) as short:
+        return await asyncio.start_unix_server(answer, short)
 
 
 async def _announce(ready: Sequence[asyncio.Event], on_ready: Callable[[], None]) -> None:
@@ -178,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # What is imported stays: to look through it again and again would hold up every stream.
     gc.freeze()
     with sock:
-        uvloop.run(_run(argv, settings, sock, is_worker=options.worker is not None))
+        uvloop.run(_run(argv, settings, sock, options))
     return 0
 
 
@@ -194,6 +211,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-body-bytes", default=MAX_BODY_BYTES, type=int)
     add("--max-held-bytes", default=MAX_HELD_BYTES, type=int, help="all bodies in a worker")
     add("--keys", type=Path, metavar="FILE", help="JSON list of API keys; left out: none needed")
+    add(
+        "--answer-at",
+        type=Path,
+        metavar="SOCKET",
+        help="where several workers' parent says it lives",
+    )
     add("--worker", type=int, metavar="NUMBER", help=argparse.SUPPRESS)
     add("--book-fd", type=int, metavar="FD", help=argparse.SUPPRESS)
     add("--tally-fd", type=int, metavar="FD", help=argparse.SUPPRESS)
@@ -244,8 +267,12 @@ def _listen(settings: GatewaySettings, *, is_worker: bool) -> socket.socket:
 
 
 async def _run(
-    argv: Sequence[str], settings: GatewaySettings, sock: socket.socket, *, is_worker: bool
+    argv: Sequence[str],
+    settings: GatewaySettings,
+    sock: socket.socket,
+    options: argparse.Namespace,
 ) -> None:
+    is_worker = options.worker is not None
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -259,7 +286,8 @@ async def _run(
     if is_worker:
         _stop_at_end_of_input(stop)
     if bound.num_workers > 1 and not is_worker:
-        await supervise(argv, bound, stop=stop, on_ready=announce)
+        answer_at = options.answer_at
+        await supervise(argv, bound, answer_at=answer_at, stop=stop, on_ready=announce)
         return
     beating: list[asyncio.Task[None]] = []
 
