@@ -31,6 +31,7 @@ from batchrun.jobs.spec import JobSpec
 from batchrun.jobs.submit import prepare_job
 from batchrun.server.api.errors import ApiError, Caller
 from batchrun.server.api.files import Files
+from batchrun.server.api.upload import Traffic
 from batchrun.store import batches, files, jobs, results
 from batchrun.store.batches import NewBatch, ValidInput
 from batchrun.store.check import check_store
@@ -212,7 +213,7 @@ class Upload(DurableWay):
         assert files.list_all(self.store) == []
 
     def walk(self, acknowledge: Acknowledge) -> None:
-        made = Files(self.store, self.place)
+        made = Files(self.store, self.place, Traffic())
         try:
             reply = asyncio.run(made.create(_upload(_lines())))
         except ApiError as error:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import io
 import json
 import re
+import resource
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import pyarrow.parquet as pq
 import pytest
 import requests
@@ -106,6 +109,30 @@ def test_a_table_with_a_prompt_becomes_a_job_and_its_answers_are_brought_back(
     assert all(row["response"] for row in rows)
     assert "Download" in person.session.get(f"{person.url}/jobs/{job_id}").text
     assert person.press(draft, "start").status_code == 409
+
+
+@pytest.mark.slow
+def test_outputs_on_their_way_are_bounded(rig: DeploymentRig, person: Person) -> None:
+    draft, _ = person.check(("some.csv", CSV), **PROMPT)
+    job = rig.wait_until_ended(person.start(draft))
+    url = f"{person.url}/jobs/{job['id']}/output"
+    # Neither gateway nor sockets take all of it from the daemon.
+    Path(job["output_path"]).write_bytes(bytes(200_000_000))
+    daemon = psutil.Process(rig.pid_of("daemon"))
+    before = daemon.rlimit(resource.RLIMIT_NOFILE)
+    daemon.rlimit(resource.RLIMIT_NOFILE, (64, before[1]))
+    try:
+        with ExitStack() as exits:
+            begun = [
+                exits.enter_context(person.session.get(url, stream=True)) for _ in range(64 // 8)
+            ]
+            refused = person.session.get(url)
+            assert [reply.status_code for reply in begun] == [200] * len(begun)
+    finally:
+        daemon.rlimit(resource.RLIMIT_NOFILE, before)
+
+    assert refused.status_code == 503 and "8 downloads are on their way" in refused.text
+    assert int(refused.headers["Retry-After"]) > 0
 
 
 def test_a_batch_file_needs_no_prompt(rig: DeploymentRig, person: Person) -> None:

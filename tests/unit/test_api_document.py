@@ -17,7 +17,7 @@ from batchrun.daemon.daemon import Daemon
 from batchrun.jobs.results.file_bytes import FileBytes
 from batchrun.server.api.batches import ENDPOINTS, KEYS, Batches, batches_router
 from batchrun.server.api.files import Files, files_router
-from batchrun.server.api.upload import FILE_FIELD, PURPOSES, TEXT_FIELDS
+from batchrun.server.api.upload import FILE_FIELD, PURPOSES, TEXT_FIELDS, Traffic
 from batchrun.server.gateway.admission import Door, KeyRing
 from batchrun.server.gateway.app import Gateway, GatewaySettings, document_json, load_document
 from batchrun.server.gateway.balancer import Balancer
@@ -163,7 +163,7 @@ async def test_the_document_has_the_routes_that_are_there_and_no_others(
     async with open_session() as session:
         gateway = Gateway(settings, Forwarder(Balancer(shared), session), Door(KeyRing()), tally)
     served = {(method, path) for path, (method, _) in gateway._own.items()}
-    served |= daemon_routes(files_router(Files(store, FileBytes(tmp_path)), []))
+    served |= daemon_routes(files_router(Files(store, FileBytes(tmp_path), Traffic()), []))
     # Of the daemon nothing is asked here.
     batches = Batches(cast(Daemon, None), tmp_path, ["24h"])
     served |= daemon_routes(batches_router(batches, []))

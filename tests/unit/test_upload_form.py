@@ -1,15 +1,19 @@
-"""The multipart form of an upload, however its bytes come in."""
+"""The multipart form of an upload, however its bytes come in, and how many come at once."""
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from batchrun.server.api.errors import ApiError
-from batchrun.server.api.files import Download
+from batchrun.errors import StateError
+from batchrun.home import Home
+from batchrun.server.api.errors import ApiError, Caller
 from batchrun.server.api.upload import (
     KEY_PART,
     MAX_FIELD_BYTES,
@@ -17,11 +21,12 @@ from batchrun.server.api.upload import (
     MAX_FORM_BYTES,
     MAX_UPLOAD_BYTES,
     MAX_UPLOADS,
+    Download,
     Transfers,
     UploadForm,
     size_told,
 )
-from batchrun.store.files import FileRecord
+from batchrun.server.web.uploads import MAX_DRAFTS, Desk
 
 KIND = "multipart/form-data; boundary=xyz"
 FILE = b'name="file"; filename="gr\xc3\xbcn.jsonl"'
@@ -129,13 +134,12 @@ def test_an_upload_that_does_not_say_may_be_of_any_size(headers: dict[str, str])
 
 async def test_downloads_are_bounded_until_they_are_over() -> None:
     transfers, sent = Transfers("downloads", 1), list[int]()
-    file = FileRecord(1, "file-1", "key_1", "a", "batch", 3, "0" * 64, 1.0, None)
 
     class Inner(Response):
         async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
             sent.append(transfers.count("key_1"))
             with pytest.raises(ApiError, match="1 downloads are on their way") as refused:
-                await Download(Response(), transfers, file, "key_2")(scope, receive, send)
+                await Download(Response(), transfers, "key_2")(scope, receive, send)
             assert refused.value.status_code == 503
 
     async def receive() -> Message:
@@ -144,5 +148,57 @@ async def test_downloads_are_bounded_until_they_are_over() -> None:
     async def send(_message: Message) -> None:
         return
 
-    await Download(Inner(), transfers, file, "key_1")({}, receive, send)
+    await Download(Inner(), transfers, "key_1")({}, receive, send)
     assert (sent, transfers.count("key_1")) == ([1], 0)
+
+
+def request_of(owner: str, receive: Receive, size_bytes: int = 100) -> Request:
+    """An upload on the page, by this key."""
+    headers = [(b"content-type", KIND.encode()), (b"content-length", str(size_bytes).encode())]
+    request = Request({"type": "http", "headers": headers, "state": {}}, receive)
+    request.state.caller = Caller(owner=owner)
+    return request
+
+
+def num_parts(folder: Path) -> int:
+    """How many files are being written."""
+    return len(list(folder.rglob("*.part")))
+
+
+async def test_uploads_on_the_page_are_bounded_as_those_of_the_api(tmp_path: Path) -> None:
+    """Also such as are on their way, of which none has shown a draft yet."""
+
+    async def wait() -> Message:
+        await asyncio.Event().wait()
+        return {}
+
+    transfers = Transfers("uploads", 4 * MAX_DRAFTS, MAX_UPLOAD_BYTES)
+    desk = Desk(Home(tmp_path), None, "model", transfers)
+    with ExitStack() as others:
+        while transfers.count("key_1") < 2 * MAX_DRAFTS:
+            others.enter_context(transfers.admitted("key_1"))
+        with pytest.raises(ApiError, match="of this API key are on their way"):
+            await desk.receive(request_of("key_1", wait))
+    coming = [
+        asyncio.create_task(desk.receive(request_of("key_2", wait))) for _ in range(MAX_DRAFTS)
+    ]
+    while await asyncio.to_thread(num_parts, tmp_path) < MAX_DRAFTS:
+        await asyncio.sleep(0.01)
+    assert transfers.count("key_2") == MAX_DRAFTS
+    with pytest.raises(StateError, match="uploads come or are looked at"):
+        await desk.receive(request_of("key_1", wait))
+
+    for task in coming:
+        task.cancel()
+    await asyncio.wait(coming)
+    assert transfers.count("key_2") == 0 and list(Home(tmp_path).uploads.iterdir()) == []
+
+
+@pytest.mark.parametrize("size_bytes", [MAX_FILE_BYTES + MAX_FORM_BYTES + 1, 10**18, 10**4_000])
+async def test_no_larger_file_comes_by_the_page(tmp_path: Path, size_bytes: int) -> None:
+    async def receive() -> Message:
+        raise AssertionError("it is refused before its body comes")
+
+    desk = Desk(Home(tmp_path), None, "model", Transfers("uploads", 1))
+    with pytest.raises(ApiError, match="submit it in a shell"):
+        await desk.receive(request_of("key_1", receive, size_bytes))

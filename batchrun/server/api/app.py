@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated
 
@@ -36,6 +36,7 @@ from batchrun.server.api.key_list import KeyList
 from batchrun.server.api.metrics import MetricsPage, read_key_storage
 from batchrun.server.api.picture import JsonObject, Status
 from batchrun.server.api.rolling import Rolling
+from batchrun.server.api.upload import Traffic
 from batchrun.store.api_keys import (
     MAX_COUNT,
     MAX_TOKENS,
@@ -143,7 +144,8 @@ class Edge:
 
     `token` opens the control routes, `gateway_key` those of OpenAI's API and no other. `files` is
     where bytes lie; `windows` are the completion windows that batches may have, `key_limits` what
-    user keys may that have no limit of their own. `rolling` restarts engines.
+    user keys may that have no limit of their own. `rolling` restarts engines. `traffic`
+    are the files on their way.
     """
 
     home: Home
@@ -153,6 +155,7 @@ class Edge:
     windows: Sequence[str]
     rolling: Rolling
     key_limits: KeyLimits = NO_LIMITS
+    traffic: Traffic = field(default_factory=Traffic)
 
 
 def make_app(daemon: Daemon, status: Status, edge: Edge) -> FastAPI:
@@ -161,11 +164,8 @@ def make_app(daemon: Daemon, status: Status, edge: Edge) -> FastAPI:
         title="batchrun", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
     )
     install_error_handlers(app)
-    page, made_files = (
-        MetricsPage(daemon, status.watch, status.restarts),
-        Files(daemon.store, edge.files),
-    )
-    transfers = made_files.uploads, made_files.downloads
+    page = MetricsPage(daemon, status.watch, status.restarts)
+    made_files = Files(daemon.store, edge.files, edge.traffic)
 
     @app.get("/healthz")
     async def healthz() -> dict[str, object]:
@@ -176,7 +176,8 @@ def make_app(daemon: Daemon, status: Status, edge: Edge) -> FastAPI:
         given = request.headers.get(GATEWAY_HEADER, "")
         if not hmac.compare_digest(given.encode(), edge.gateway_key.encode()):
             raise HTTPException(401, "ask the gateway, not the daemon")
-        keys = await asyncio.to_thread(read_key_storage, daemon.store, edge.key_limits, *transfers)
+        read = partial(read_key_storage, daemon.store, edge.key_limits, edge.traffic)
+        keys = await asyncio.to_thread(read)
         return Response(page.render(keys), media_type=CONTENT_TYPE_LATEST)
 
     app.include_router(_control_router(daemon, status, edge))

@@ -13,7 +13,6 @@ from urllib.parse import quote
 
 from fastapi import APIRouter, Request, params
 from fastapi.responses import FileResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
 
 from batchrun.errors import MissingObjectError, shortened
 from batchrun.jobs import objects
@@ -22,11 +21,9 @@ from batchrun.jobs.results.batch_files import RESULT_PURPOSE
 from batchrun.jobs.results.file_bytes import FileBytes, remove_file
 from batchrun.server.api.errors import ApiError, AsciiJson, caller_of, check_choice, limit_in
 from batchrun.server.api.upload import (
-    MAX_DOWNLOADS,
     MAX_FILE_BYTES,
-    MAX_UPLOAD_BYTES,
-    MAX_UPLOADS,
-    Transfers,
+    Download,
+    Traffic,
     receive_file,
     size_told,
 )
@@ -79,36 +76,20 @@ READABLE = frozenset({"batch", RESULT_PURPOSE})
 ORDERS = ("asc", "desc")
 
 
-class Download(Response):
-    """A file on its way to its caller: one of as many as `transfers` admits, until it is over."""
-
-    def __init__(self, inner: Response, transfers: Transfers, file: FileRecord, owner: str | None):
-        super().__init__()
-        self._inner = inner
-        self._transfers = transfers
-        self._size_bytes = file.size_bytes
-        self._owner = owner
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises ApiError before anything was sent."""
-        with self._transfers.admitted(self._owner, self._size_bytes):
-            await self._inner(scope, receive, send)
-
-
 class Files:
-    """The files of one home: rows in the store, bytes in `place`."""
+    """The files of one home: rows in the store, bytes in `place`; `traffic` bounds those on their
+    way."""
 
-    def __init__(self, store: Store, place: FileBytes) -> None:
+    def __init__(self, store: Store, place: FileBytes, traffic: Traffic) -> None:
         self._store = store
         self._place = place
-        self.uploads = Transfers("uploads", MAX_UPLOADS, MAX_UPLOAD_BYTES)
-        self.downloads = Transfers("downloads", MAX_DOWNLOADS)
+        self._traffic = traffic
 
     async def create(self, request: Request) -> AsciiJson:
         """`POST /v1/files`. What was answered with 200 survives any crash."""
         told_bytes = size_told(request.headers)
         size_bytes = MAX_FILE_BYTES if told_bytes is None else told_bytes
-        with self.uploads.admitted(caller_of(request).owner, size_bytes):
+        with self._traffic.uploads.admitted(caller_of(request).owner, size_bytes):
             return await self._create(request)
 
     async def _create(self, request: Request) -> AsciiJson:
@@ -171,7 +152,7 @@ class Files:
         """`GET /v1/files/{file_id}/content`: the bytes, straight from where they lie."""
         file = await self._find(request, file_id)
         reply = await self._content(file)
-        return Download(reply, self.downloads, file, caller_of(request).owner)
+        return Download(reply, self._traffic.downloads, caller_of(request).owner)
 
     async def _content(self, file: FileRecord) -> Response:
         if file.purpose not in READABLE:

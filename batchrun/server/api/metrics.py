@@ -18,7 +18,7 @@ from batchrun.daemon.job import ActiveJob
 from batchrun.daemon.view import expected_left_s
 from batchrun.errors import StoreError
 from batchrun.pool.pace import Completion
-from batchrun.server.api.upload import Transfers
+from batchrun.server.api.upload import Traffic
 from batchrun.server.api.watch import LoopWatch
 from batchrun.store import api_keys, files
 from batchrun.store.api_keys import KeyLimits, limits_of
@@ -108,9 +108,7 @@ class KeyStorage:
     num_downloads: int
 
 
-def read_key_storage(
-    store: Store, key_limits: KeyLimits, uploads: Transfers, downloads: Transfers
-) -> list[KeyStorage]:
+def read_key_storage(store: Store, key_limits: KeyLimits, traffic: Traffic) -> list[KeyStorage]:
     """Of the keys that are not revoked, `MAX_KEYS` of them; none while the store does not answer.
     Blocking."""
     try:
@@ -123,8 +121,8 @@ def read_key_storage(
             key.name,
             stored.get(key.id, 0),
             limits_of(key, key_limits).stored_bytes,
-            uploads.count(key.id),
-            downloads.count(key.id),
+            traffic.uploads.count(key.id),
+            traffic.downloads.count(key.id),
         )
         for key in keys[:MAX_KEYS]
     ]

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import uvloop
-from fastapi import FastAPI
 
 from batchrun.config import Deployment, split_listen
 from batchrun.daemon.daemon import Daemon
@@ -213,8 +212,9 @@ async def _run(
     )
     app = make_app(daemon, status, edge)
     sight = Sight(daemon, status, home, History(home.history), figures, deployment.router)
-    desk = Desk(home, deployment.file, deployment.model)
-    pages = _add_dashboard(app, sight, desk, Callers(store, gateway_key, limits))
+    desk = Desk(home, deployment.file, deployment.model, edge.traffic.uploads)
+    pages = Pages(sight, desk, edge.traffic.downloads)
+    app.include_router(dashboard_router(pages, sight, Callers(store, gateway_key, limits)))
     ended = catch_signals()
     server.start(app, home)
     work = asyncio.create_task(daemon.run())
@@ -292,12 +292,6 @@ def _local_url(listen: str) -> str:
     host, port = split_listen(listen)
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _add_dashboard(app: FastAPI, sight: Sight, desk: Desk, callers: Callers) -> Pages:
-    pages = Pages(sight, desk)
-    app.include_router(dashboard_router(pages, sight, callers))
-    return pages
 
 
 def _failure_of(*tasks: asyncio.Task[None]) -> BatchrunError:

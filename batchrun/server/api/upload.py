@@ -10,11 +10,14 @@ import os
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from batchrun.errors import OverloadedError
 from batchrun.files import PRIVATE_MODE, HashedFile, atomic_file, max_open_files
@@ -174,7 +177,7 @@ class Transfers:
         return len(self._sizes_bytes.get(owner, ()))
 
     @contextmanager
-    def admitted(self, owner: str | None, size_bytes: int) -> Iterator[None]:
+    def admitted(self, owner: str | None, size_bytes: int = 0) -> Iterator[None]:
         """Within, one more is on its way. Raises ApiError where that would be too much: fewer may
         be where few files may be open."""
         most = max(1, min(self._most, max_open_files() // OPEN_FILES_PER_TRANSFER))
@@ -199,6 +202,31 @@ class Transfers:
         is_large = bool(sizes_bytes) and sum(sizes_bytes) + size_bytes > max_bytes
         if len(sizes_bytes) >= most or is_large:
             raise ApiError(503, f"{len(sizes_bytes)} {whose} on their way; try again shortly")
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """All files on their way to and from callers, of the API and the page alike."""
+
+    uploads: Transfers = field(
+        default_factory=lambda: Transfers("uploads", MAX_UPLOADS, MAX_UPLOAD_BYTES)
+    )
+    downloads: Transfers = field(default_factory=lambda: Transfers("downloads", MAX_DOWNLOADS))
+
+
+class Download(Response):
+    """A file on its way to its caller: one of as many as `transfers` admits, until it is over."""
+
+    def __init__(self, inner: Response, transfers: Transfers, owner: str | None) -> None:
+        super().__init__()
+        self._inner = inner
+        self._transfers = transfers
+        self._owner = owner
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises ApiError before anything was sent."""
+        with self._transfers.admitted(self._owner):
+            await self._inner(scope, receive, send)
 
 
 def size_told(headers: Mapping[str, str]) -> int | None:

@@ -25,6 +25,7 @@ from starlette.exceptions import HTTPException
 from batchrun import __version__
 from batchrun.errors import BatchrunError, UnknownJobError
 from batchrun.server.api.errors import Caller, Callers, caller_of
+from batchrun.server.api.upload import Download, Transfers
 from batchrun.server.web.history import keep_history
 from batchrun.server.web.sight import VIEWS, Facts, Sight, written_output
 from batchrun.server.web.uploads import Desk, UploadDraft
@@ -77,10 +78,12 @@ def _templates() -> Environment:
 
 
 class Pages:
-    """Renders the views for one caller at a time. `close` ends all streams."""
+    """Renders the views for one caller at a time. `downloads` bounds outputs on their way; `close`
+    ends all streams."""
 
-    def __init__(self, sight: Sight, desk: Desk) -> None:
+    def __init__(self, sight: Sight, desk: Desk, downloads: Transfers) -> None:
         self.desk = desk
+        self.downloads = downloads
         self._sight = sight
         self._tokens = Tokens()
         self._closing = asyncio.Event()
@@ -201,7 +204,7 @@ def dashboard_router(pages: Pages, sight: Sight, callers: Callers) -> APIRouter:
     """All routes of the page; each call must come through the gateway."""
     router = APIRouter(prefix=PREFIX, dependencies=[Depends(callers.check)])
     _add_uploads(router, pages)
-    _add_output(router, sight)
+    _add_output(router, pages, sight)
     _add_views(router, pages)
     _add_actions(router, pages, sight)
     return router
@@ -262,7 +265,7 @@ def _add_uploads(router: APIRouter, pages: Pages) -> None:
         return HTMLResponse("")
 
 
-def _add_output(router: APIRouter, sight: Sight) -> None:
+def _add_output(router: APIRouter, pages: Pages, sight: Sight) -> None:
     @router.get("/jobs/{job_id}/output")
     async def output(request: Request, job_id: str) -> Response:
         caller = caller_of(request)
@@ -271,7 +274,8 @@ def _add_output(router: APIRouter, sight: Sight) -> None:
         path = await asyncio.to_thread(written_output, record)
         if path is None:
             raise UnknownJobError(f"{job_id}: there is no output file on this machine")
-        return FileResponse(path, media_type="application/octet-stream", filename=path.name)
+        reply = FileResponse(path, media_type="application/octet-stream", filename=path.name)
+        return Download(reply, pages.downloads, caller.owner)
 
 
 def _add_actions(router: APIRouter, pages: Pages, sight: Sight) -> None:

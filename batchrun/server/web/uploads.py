@@ -26,8 +26,8 @@ from starlette.requests import Request
 from batchrun.errors import BatchrunError, InputError, StateError, UnknownJobError
 from batchrun.home import Home
 from batchrun.jobs.objects import in_thread
-from batchrun.server.api.errors import ApiError
-from batchrun.server.api.upload import MAX_FILE_BYTES, MAX_FORM_BYTES, Spool, UploadForm
+from batchrun.server.api.errors import ApiError, caller_of
+from batchrun.server.api.upload import MAX_FILE_BYTES, Spool, Transfers, UploadForm, size_told
 from batchrun.store.jobs import ID_ALPHABET
 
 FORM_FIELDS = frozenset({"name", "prompt", "model", "max_tokens", "keep", "deadline", "output"})
@@ -44,7 +44,8 @@ _UNNAMEABLE = re.compile(r"[^\w .:@+-]")
 
 @dataclass(slots=True)
 class UploadDraft:
-    """An upload: `state` goes checking -> checked -> submitting -> submitted, or to refused.
+    """An upload: `state` goes coming -> checking -> checked -> submitting -> submitted, or to
+    refused.
 
     `found` is what the dry run said, by what it is about; `message` why it was refused.
     """
@@ -53,48 +54,56 @@ class UploadDraft:
     folder: Path
     filename: str
     size_bytes: int
-    state: str = "checking"
+    state: str = "coming"
     found: Mapping[str, str] = field(default_factory=dict)
     message: str | None = None
     job_id: str | None = None
 
     @property
     def is_busy(self) -> bool:
-        return self.state in {"checking", "submitting"}
+        return self.state in {"coming", "checking", "submitting"}
 
 
 @dataclass(slots=True)
 class Desk:
     """Takes uploads and makes jobs of them. `config` is the deployment's file and `model` what it
-    serves, for the command line; methods raise ApiError and BatchrunError."""
+    serves, for the command line; `transfers` bounds what is on its way. Methods raise ApiError and
+    BatchrunError."""
 
     home: Home
     config: Path | None
     model: str
+    transfers: Transfers
     _drafts: dict[str, UploadDraft] = field(default_factory=dict)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _working: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def receive(self, request: Request) -> UploadDraft:
         """Take a form's file to the disk and begin to look at it."""
-        length = request.headers.get("content-length", "")
-        if not length.isdecimal() or int(length) > MAX_FILE_BYTES + MAX_FORM_BYTES:
+        size_bytes = size_told(request.headers)
+        if size_bytes is None or size_bytes > MAX_FILE_BYTES:
             raise ApiError(413, f"A file may have {MAX_FILE_BYTES >> 20} MiB; submit it in a shell")
+        with self.transfers.admitted(caller_of(request).owner, size_bytes):
+            return await self._receive(request)
+
+    async def _receive(self, request: Request) -> UploadDraft:
         self._make_room()
         draft_id = "".join(secrets.choice(ID_ALPHABET) for _ in range(12))
         folder = self.home.uploads / draft_id
         form = UploadForm(request.headers.get("content-type", ""), FORM_FIELDS, MAX_FIELD_BYTES)
-        await asyncio.to_thread(_make_folder, folder)
+        draft = self._drafts[draft_id] = UploadDraft(draft_id, folder, "", 0)
         try:
-            draft = await self._take(request, form, UploadDraft(draft_id, folder, "", 0))
+            await asyncio.to_thread(_make_folder, folder)
+            await self._take(request, form, draft)
         except BaseException:
+            del self._drafts[draft_id]
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        self._drafts[draft_id] = draft
+        draft.state = "checking"
         self._spawn(self._check(draft))
         return draft
 
-    async def _take(self, request: Request, form: UploadForm, draft: UploadDraft) -> UploadDraft:
+    async def _take(self, request: Request, form: UploadForm, draft: UploadDraft) -> None:
         spool = await in_thread(Spool, draft.folder / "upload")
         try:
             async for chunk in request.stream():
@@ -112,7 +121,6 @@ class Desk:
         (draft.folder / "upload").rename(draft.folder / name)
         (draft.folder / JOB_FILE).write_text(text, encoding="utf-8")
         draft.filename, draft.size_bytes = form.filename[:200], spool.size_bytes
-        return draft
 
     def find(self, draft_id: str) -> UploadDraft:
         """Raises UnknownJobError for one that was discarded, or of an earlier daemon."""
@@ -149,7 +157,7 @@ class Desk:
         if len(self._drafts) < MAX_DRAFTS:
             return
         if not idle:
-            raise StateError(f"{MAX_DRAFTS} uploads are being looked at; try again shortly")
+            raise StateError(f"{MAX_DRAFTS} uploads come or are looked at; try again shortly")
         if idle[0].job_id is None:
             self.discard(idle[0].id)
         else:
