@@ -108,7 +108,7 @@ def _wait_until_ready(
         while process.is_alive(record):
             progress(stages + usual, 0, 0)
             with suppress(DaemonUnavailableError):
-                picture = DaemonClient(home).get("/status")
+                picture = _ask_own(home, record)
                 engines = picture["engines"]
                 if stands_by(picture):
                     return picture
@@ -119,6 +119,15 @@ def _wait_until_ready(
                 stages = "; ".join(f"engine {each['name']}: {each['stage']}" for each in engines)
             time.sleep(POLL_INTERVAL_S)
     raise BatchrunError(last_words(home.log / "daemon.log", log_size))
+
+
+def _ask_own(home: Home, daemon: process.ProcessRecord) -> dict[str, Any]:
+    """The status that this daemon tells. Raises DaemonUnavailableError while it tells none: what
+    answers may be another's, which was faster, and this one must not outlive it unseen."""
+    address = home.read_daemon_address()
+    if address is None or address.pid != daemon.pid:
+        raise DaemonUnavailableError(f"the daemon of {home.path} that was started is not there yet")
+    return DaemonClient(home).get("/status")
 
 
 def _wait_for_calls(gateway_url: str, daemon: process.ProcessRecord) -> None:

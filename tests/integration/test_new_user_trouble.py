@@ -9,11 +9,14 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 from deployment_rig import JOB_FILE, DeploymentRig
+
+from batchrun.control.starting import POLL_INTERVAL_S
 
 pytestmark = pytest.mark.slow
 
@@ -95,6 +98,39 @@ def test_of_two_ups_at_once_one_is_refused_and_the_deployment_runs(rig: Deployme
     assert rig.ask("status")["engines"][0]["state"] == "ready"
     assert rig.ask("down")["stopped"] == ["daemon", "gateway", "engine 0"]
     assert rig.call("down").stdout == "nothing was running\n"
+
+
+def test_an_up_whose_daemon_is_slower_than_anothers_is_refused_and_leaves_nothing(
+    rig: DeploymentRig,
+) -> None:
+    rig.use_fake_engine()
+    slower = rig.start("up", "-d")
+    daemon = daemon_of(slower)
+    daemon.suspend()
+    rig.ask("up", "-d")
+
+    # Long enough to see what the other has started, and to take it for its own.
+    with suppress(subprocess.TimeoutExpired):
+        slower.wait(10 * POLL_INTERVAL_S)
+    daemon.resume()
+    stderr = slower.communicate(timeout=WAIT_S)[1]
+
+    assert slower.returncode == 4, stderr
+    assert "in use by process" in stderr
+    assert rig.ask("down")["stopped"] == ["daemon", "gateway", "engine 0"]
+    assert rig.call("down").stdout == "nothing was running\n"
+
+
+def daemon_of(up: subprocess.Popen[str]) -> psutil.Process:
+    """The process that an `up -d` has spawned, as soon as it is a daemon's command."""
+    deadline_s = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline_s:
+        for child in psutil.Process(up.pid).children():
+            with suppress(psutil.NoSuchProcess):
+                if "--home" in child.cmdline():
+                    return child
+        time.sleep(0.002)
+    raise AssertionError("waited in vain for the daemon")
 
 
 def test_up_after_the_daemon_was_killed_adopts_engine_and_gateway(rig: DeploymentRig) -> None:

@@ -24,10 +24,10 @@ page (7), Python and what it shares with commands (10), engine agents (10), orde
 promise (2), calls that would be late (1), progress of engines, what requests may hold, logs,
 figures for Prometheus (3), who hears of a job's end, uploads on the page, bounds of keys, silent
 parts, decisions that are explained (12), what callers feel, fleets that Ray places (4)."""
-MAX_LINES = 57_700
-"""19,600 more for these, for groups by key portion and rows over engines by speed, several models,
+MAX_LINES = 58_000
+"""19,900 more for these, for groups by key portion and rows over engines by speed, several models,
 a planner that sizes on several draws, bounds on what callers and engines send and hold, and
-daemons that stand by."""
+daemons that stand by, deployments that calls at once share, processes that watch their parents."""
 MAX_SHORT_FILES = 25
 SHORT_LINES = 80
 LONGEST_LINES = 500
@@ -40,8 +40,8 @@ decision costs, orders of calls, rows over engines, the page and Python; parts t
 engines and 50 callers in bad faith, two tenants, the demo beside vLLM's own order, a search for the
 best order of calls, calls of AccelGen and LARRY, memory and threads that run out; routers of others
 before the same engines; classes of calls on real engines."""
-MAX_MANUAL_WORDS = 41_450
-"""11,450 more: what rows may cost calls, which engine a call goes to, Python, the page, engines on
+MAX_MANUAL_WORDS = 41_550
+"""11,550 more: what rows may cost calls, which engine a call goes to, Python, the page, engines on
 other machines, orders of calls, rows over engines, time limits, limits of keys, attacks and their
 tests, uploads, `on_done`, why a call went where it went, fleets and how to deploy,
 what callers feel, calls that would be late."""
