@@ -28,6 +28,8 @@ from batchrun.types import ProgressSink
 MAX_ERRORS = 100
 MAX_REQUESTS = 50_000
 MAX_EMBEDDING_INPUTS = 50_000
+MAX_CUSTOM_ID_CHARS = 1_024
+"""All ids of a batch are held at once."""
 LINES_PER_REPORT = 1_000
 BYTES_PER_TOKEN = 4
 _KEY_TYPES: Mapping[str, type] = {"custom_id": str, "method": str, "url": str, "body": dict}
@@ -108,6 +110,12 @@ class BatchLines:
         assert isinstance(custom_id, str) and isinstance(body, dict)
         if not custom_id:
             raise _FaultError("invalid_value", "Invalid 'custom_id': it is empty.", "custom_id")
+        if len(custom_id) > MAX_CUSTOM_ID_CHARS:
+            message = (
+                "Invalid 'custom_id': string too long. Expected a string with maximum length "
+                f"{MAX_CUSTOM_ID_CHARS}, but got a string with length {len(custom_id)} instead."
+            )
+            raise _FaultError("string_above_max_length", message, "custom_id")
         if custom_id in self._ids:
             raise _FaultError(
                 "duplicate_custom_id",

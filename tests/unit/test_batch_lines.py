@@ -63,6 +63,7 @@ FAULTS: Sequence[tuple[Any, tuple[str, str | None, str]]] = [
     (line(7), ("invalid_type", "custom_id", "expected a string, but got an integer instead.")),
     (line(body=[]), ("invalid_type", "body", "expected an object, but got an array instead.")),
     (line(""), ("invalid_value", "custom_id", "it is empty")),
+    (line("x" * 1_025), ("string_above_max_length", "custom_id", "length 1025 instead")),
     (line("first"), ("duplicate_custom_id", "custom_id", "The custom_id 'first' for this")),
     (line(method="GET"), ("invalid_method", "method", "'GET'")),
     (line(url="/chat/completions"), ("invalid_url", "url", "does not match the batch endpoint.")),
@@ -96,13 +97,13 @@ def test_a_model_that_nobody_serves_is_named(tmp_path: Path) -> None:
     ("fault", "end"),
     [
         (line(method="ü" * 150_000), "': a batch takes 'POST' only."),
-        (line("i" * 150_000), "must be unique for each request in a batch."),
+        (line("i" * 1_024), "must be unique for each request in a batch."),
         (body(model="ü" * 150_000), "must contain requests for a single model."),
         (line(**{"ü" * 150_000: 1, "body": 5}), "but got an integer instead."),
     ],
 )
 def test_a_message_quotes_a_long_value_in_part(tmp_path: Path, fault: Any, end: str) -> None:
-    (error,) = check(tmp_path, jsonl(line("first"), line("i" * 150_000), fault)).errors
+    (error,) = check(tmp_path, jsonl(line("first"), line("i" * 1_024), fault)).errors
 
     assert error.message.endswith(end) and len(error.message) < 400
 
