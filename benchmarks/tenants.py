@@ -3,10 +3,10 @@
     python -m benchmarks.tenants [--rows N] [--engine fake|vllm] [--json FILE]
 
 The victim has one batch of N rows and makes calls one after the other. Beside it is a key that has
-a batch of its own, and then one that floods: forty batches, files without end, batches made and
-cancelled, thirty-two calls at a time, and weights, deadlines and classes that are not its own. Rows
-are counted where they run, at the fake engine or the real vLLM with the tiny model, from the
-victim's first to its last.
+a batch of its own and as many calls at a time as a key may, and then one that floods: forty
+batches, files without end, batches made and cancelled, thirty-two calls at a time, and weights,
+deadlines and classes that are not its own. Rows are counted where they run, at the fake engine or
+the real vLLM with the tiny model, from the victim's first to its last.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def measure(folder: Path, num_rows: int, engine: str = "fake", *, is_bad: bool) 
         for each in (batch, *rows):
             wait_until(partial(victim.is_running, each, other), f"{each} to be planned")
         calls = _Calls(victim)
-        with calls.going(), flood(other, rows) if is_bad else other.calling(1):
+        with calls.going(), flood(other, rows) if is_bad else other.calling(CALLS_AT_ONCE):
             deployment.batchrun("offline", "on")
             wait_until(lambda: victim.status(batch) == "completed", "the batch", 10 * TIMEOUT_S)
     return {

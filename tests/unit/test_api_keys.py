@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import multiprocessing
 from pathlib import Path
@@ -12,10 +13,12 @@ from batchrun.errors import ConfigError
 from batchrun.hints import SloBounds
 from batchrun.keys import digest, id_in, new_key
 from batchrun.server.gateway.admission import (
+    MAX_HELD_REFUSALS,
     ApiKey,
     CallsAtOnce,
     KeyRing,
     RequestRates,
+    SlowedKeys,
     check_class,
     read_keys,
 )
@@ -200,3 +203,48 @@ def test_no_user_key_is_served_before_others_by_a_class_that_is_not_its_own(
         assert (refusal.status, error["param"], is_taken) == (400, "x-batchrun-class", False)
     else:
         assert is_taken
+
+
+async def told_at_once(keys: SlowedKeys, seq: int, num: int) -> list[bool]:
+    """Of so many calls of a key that are refused together, which hear of it at once."""
+    waits = [asyncio.create_task(keys.wait(seq, is_refused=True)) for _ in range(num)]
+    await asyncio.sleep(0)
+    told = [wait.done() for wait in waits]
+    for wait in waits:
+        wait.cancel()
+    await asyncio.gather(*waits, return_exceptions=True)
+    return told
+
+
+def test_who_calls_on_after_a_refusal_hears_of_the_next_one_later() -> None:
+    async def refuse() -> None:
+        keys = SlowedKeys()
+
+        assert await told_at_once(keys, 1, 3) == [True, False, False]
+        assert await told_at_once(keys, 2, 1) == [True]
+
+    asyncio.run(refuse())
+
+
+def test_few_refusals_are_held_and_none_of_those_whose_callers_left() -> None:
+    async def refuse() -> None:
+        keys = SlowedKeys()
+
+        for _ in range(2):
+            told = await told_at_once(keys, 1, MAX_HELD_REFUSALS + 3)
+            assert told.count(False) == MAX_HELD_REFUSALS
+            assert told[-1]
+
+    asyncio.run(refuse())
+
+
+def test_what_follows_a_refusal_waits_and_what_other_keys_ask_does_not() -> None:
+    async def ask() -> list[bool]:
+        keys = SlowedKeys()
+        await keys.wait(1)
+        keys.note(1)
+        after = [asyncio.create_task(keys.wait(seq)) for seq in (1, 2)]
+        await asyncio.sleep(0)
+        return [each.done() for each in after]
+
+    assert asyncio.run(ask()) == [False, True]

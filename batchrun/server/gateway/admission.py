@@ -9,6 +9,7 @@ time: the last good list stays in use.
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import hmac
 import logging
@@ -29,7 +30,7 @@ from multidict import CIMultiDictProxy
 from batchrun.errors import shortened
 from batchrun.hints import SloBounds
 from batchrun.keys import UsageFile, digest, id_in
-from batchrun.server.gateway.envelope import CLASS_HEADER, RefusalError
+from batchrun.server.gateway.envelope import CLASS_HEADER, LimitError, RefusalError
 from batchrun.server.gateway.replies import KeyMeter
 from batchrun.server.gateway.upstreams import SloClasses, read_document
 from batchrun.types import DEFAULT_CLASS
@@ -240,6 +241,8 @@ class RequestRates:
 _COUNT = struct.Struct("<I")
 _MAX_WORKERS = 64
 CALL_RETRY_S = 1
+MAX_HELD_REFUSALS = 1_024
+"""In a worker; others do not wait."""
 
 
 class CallsAtOnce:
@@ -263,8 +266,8 @@ class CallsAtOnce:
 
     @contextmanager
     def calling(self, seq: int, limit: int) -> Iterator[None]:
-        """Within, the key with this number has one more. Raises RefusalError with 429 where that
-        is over its limit."""
+        """Within, the key with this number has one more. Raises LimitError where that is over
+        its limit."""
         self._begin(seq, limit)
         try:
             yield
@@ -297,9 +300,7 @@ class CallsAtOnce:
                 f"This API key may have {limit} calls at once, and has them. Please try again in "
                 f"{CALL_RETRY_S}s."
             )
-            headers = {"Retry-After": str(CALL_RETRY_S)}
-            code = "rate_limit_exceeded"
-            raise RefusalError(429, message, code=code, kind="requests", headers=headers)
+            raise LimitError(seq, message, {"Retry-After": str(CALL_RETRY_S)})
 
     def _add(self, seq: int, change: int) -> None:
         self._own[seq] = self._own.get(seq, 0) + change
@@ -313,6 +314,33 @@ class CallsAtOnce:
     @property
     def _row_bytes(self) -> int:
         return _MAX_WORKERS * _COUNT.size
+
+
+class SlowedKeys:
+    """Slows a key down that calls on and on, whatever it is told, so that it costs the others
+    little: what follows a refusal within `CALL_RETRY_S` waits for as long."""
+
+    def __init__(self) -> None:
+        self._refused_s: dict[int, float] = {}
+        self._num_held = 0
+
+    def note(self, seq: int) -> None:
+        """The key with this number was refused something."""
+        self._refused_s[seq] = time.monotonic()
+
+    async def wait(self, seq: int, *, is_refused: bool = False) -> None:
+        """Return when a call of the key with this number may go on, or hear that it `is_refused`
+        too."""
+        before_s = self._refused_s.get(seq, -math.inf)
+        if is_refused:
+            self.note(seq)
+        if time.monotonic() - before_s >= CALL_RETRY_S or self._num_held >= MAX_HELD_REFUSALS:
+            return
+        self._num_held += 1
+        try:
+            await asyncio.sleep(CALL_RETRY_S)
+        finally:
+            self._num_held -= 1
 
 
 log = logging.getLogger(__name__)
@@ -339,6 +367,7 @@ ABOUT_CALLER = web.RequestKey("about_caller", AboutCaller)
 class Door:
     """Lets callers in; `rates`, `usage` and `calls` are None where no keys can be asked for.
 
+    `limited` are calls beyond the limits of their key, `refused` what the daemon did not take.
     `session_secret` is common to all workers.
     """
 
@@ -347,9 +376,11 @@ class Door:
     usage: UsageFile | None = None
     calls: CallsAtOnce | None = None
     session_secret: bytes = field(default=b"", repr=False)
+    limited: SlowedKeys = field(default_factory=SlowedKeys)
+    refused: SlowedKeys = field(default_factory=SlowedKeys)
 
     def admit(self, request: web.BaseRequest) -> AboutCaller:
-        """Who calls. Raises RefusalError with 401, 403 or 429."""
+        """Who calls. Raises RefusalError with 401 or 403, LimitError."""
         path = request.rel_url.raw_path
         key = self.keys.admit(request.headers.get("Authorization"), path)
         if key is None or self.rates is None or self.usage is None:
@@ -367,13 +398,12 @@ class Door:
                 f"Rate limit reached for requests of this API key. Limit: {rate.limit} a minute. "
                 f"Please try again in {rate.retry_after_s:.3g}s."
             )
-            code = "rate_limit_exceeded"
-            raise RefusalError(429, message, code=code, kind="requests", headers=rate.headers)
+            raise LimitError(key.seq, message, rate.headers)
         return AboutCaller(key, rate.headers, meter)
 
     def calling(self, key: ApiKey | None) -> AbstractContextManager[None]:
-        """Within, a call of this key is in flight. Entering raises RefusalError with 429 where it
-        has too many."""
+        """Within, a call of this key is in flight. Entering raises LimitError where it has too
+        many."""
         if key is None or self.calls is None or key.concurrent_calls is None:
             return nullcontext()
         return self.calls.calling(key.seq, key.concurrent_calls)

@@ -50,6 +50,7 @@ from batchrun.server.gateway.dashboard import DashboardDoor, is_dashboard
 from batchrun.server.gateway.envelope import (
     NO_HEADERS,
     REQUEST_ID,
+    LimitError,
     RefusalError,
     choose_request_id,
     forwarded_headers,
@@ -209,6 +210,8 @@ class Gateway:
             reply_headers = caller.reply_headers
             response = await self._route(request)(request, request_id)
         except RefusalError as refusal:
+            if isinstance(refusal, LimitError):
+                await self._door.limited.wait(refusal.seq, is_refused=True)
             response = refusal.response(request_id)
         except BatchrunError as error:
             response = RefusalError(error.http_status, str(error)).response(request_id)
@@ -216,11 +219,21 @@ class Gateway:
             response.headers.update(reply_headers)
         return response
 
+    async def _pass_on(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
+        """To the daemon: later for a key that it has just refused something."""
+        key = request[ABOUT_CALLER].key
+        if key is not None:
+            await self._door.refused.wait(key.seq)
+        response = await self._daemon.pass_on(request, request_id)
+        if key is not None and 400 <= response.status < 500:
+            self._door.refused.note(key.seq)
+        return response
+
     def _route(self, request: web.BaseRequest) -> Handler:
         """Who answers. Raises RefusalError with 404 or 405."""
         path = request.rel_url.raw_path
         if is_daemon_route(path):
-            return self._daemon.pass_on
+            return self._pass_on
         if path in self._own:
             method, handler = self._own[path]
         elif model_id_in(path) is not None:

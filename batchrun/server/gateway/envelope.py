@@ -124,6 +124,14 @@ class RefusalError(Exception):
         )
 
 
+class LimitError(RefusalError):
+    """A call beyond a limit of its key, which has the number `seq`."""
+
+    def __init__(self, seq: int, message: str, headers: Mapping[str, str]) -> None:
+        super().__init__(429, message, code="rate_limit_exceeded", kind="requests", headers=headers)
+        self.seq = seq
+
+
 def as_envelope(status: int, body: bytes) -> bytes:
     """An engine's error body, unchanged if it is an envelope, else what it says in one.
 
