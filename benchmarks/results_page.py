@@ -213,7 +213,7 @@ SECTIONS: dict[str, Section] = {
     ),
     "tenants": Section(
         "Two keys, the other honest or in bad faith",
-        "other",
+        "engine other",
         "rows other_rows share rows_per_s calls attained slowest_call_s",
     ),
 }
