@@ -39,9 +39,9 @@ def test_every_policy_runs_on_one_loaded_model(tmp_path: Path) -> None:
         ("bs+e+s", "planned"),
         ("echo", "planned"),
     }
-    # A phase lasts two seconds: on a busy machine one of them may see no row and no call end.
+    # A phase lasts two seconds: on a busy machine one of them may see no row end.
     assert sum(phase["offline_rows"] for phase in others) > 0
-    assert all(phase["offline_computed_tokens_per_s"] >= 0 for phase in others)
-    with_calls = [phase for phase in others if phase["online"]]
-    unknown = [key for key in FIGURES if all(phase[key] is None for phase in with_calls)]
-    assert unknown == []
+    for phase in others:
+        assert phase["offline_computed_tokens_per_s"] >= 0
+        assert phase["online"] or phase["arrived"] == 0
+        assert not phase["online"] or all(phase[key] is not None for key in FIGURES)

@@ -29,7 +29,8 @@ EVENTS_PER_S = {
     "restart": {"burst": 0.0, "busy": 0.004, "quiet": 0.0003},
 }
 MAX_EMPTY_STEPS_PER_S = 20
-"""Beyond one for each step that computes. vLLM polls every millisecond: a spin is hundreds."""
+"""Those that follow another without a step between: while calls may come rows look once behind each
+step in flight, and wait for its end. vLLM polls every millisecond: a spin is hundreds."""
 MAX_STILL_S = 15.0
 """Requests wait or run, and nothing is computed for so long: a stall."""
 MAX_ROW_S, MAX_FIRST_TOKEN_S = 60.0, 10.0
@@ -54,6 +55,7 @@ class Soak:
         self.jobs: dict[str, list[str]] = {}
         self.epoch = 1
         self._system = self._tokens(90)
+        self._num_in_vain, self._was_empty = 0, False
         self._in_vain_before = (0, 0.0)
         self._moved = (0, 0.0)
         self._watch()
@@ -91,6 +93,9 @@ class Soak:
         def watched(*arguments: bool) -> SchedulerOutput:
             output: SchedulerOutput = schedule(*arguments)
             self._look_at_preempted(output)
+            is_empty = output.total_num_scheduled_tokens == 0
+            self._num_in_vain += is_empty and self._was_empty
+            self._was_empty = is_empty
             return output
 
         self.scheduler.schedule = watched
@@ -184,12 +189,10 @@ class Soak:
 
     def _check_progress(self) -> None:
         totals, now_s = self.engine.totals, self.engine.now_s
-        # While calls may come, rows look once behind each step and wait for its end.
-        num_in_vain = totals.num_empty_steps - totals.num_steps
         num_before, at_s = self._in_vain_before
-        self._in_vain_before = (num_in_vain, now_s)
+        self._in_vain_before = (self._num_in_vain, now_s)
         span_s = max(1.0, now_s - at_s)
-        assert num_in_vain - num_before <= MAX_EMPTY_STEPS_PER_S * span_s, "spins"
+        assert self._num_in_vain - num_before <= MAX_EMPTY_STEPS_PER_S * span_s, "spins"
         tokens = totals.num_online_computed_tokens + totals.num_offline_computed_tokens
         if not self.scheduler.requests or tokens > self._moved[0]:
             self._moved = (tokens, now_s)
