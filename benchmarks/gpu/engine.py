@@ -15,15 +15,17 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from batchrun.estimator.probes import PROBING_SETTINGS, PromptMaker, make_round
@@ -69,15 +71,22 @@ def calibrate_model(
     return profile, profile_path
 
 
+STOP_TOKEN_ID = -1
+"""Ends an answer. No vocabulary has it, so random weights never do."""
 IDLE_POLL_S = 0.001
 """vLLM's own sleep after a step that computed nothing."""
 DRAIN_LIMIT_S = 30.0
 
 
 class WatchedScheduler(ColocatedScheduler):
-    """`ColocatedScheduler` that shows what each step was made of and how long planning took."""
+    """`ColocatedScheduler` that shows what each step was made of and how long planning took.
+
+    Answers end where the load says, not where random weights do: their last token becomes
+    `STOP_TOKEN_ID`, by the lengths in `answer_tokens`, so that no policy knows them before.
+    """
 
     on_step: Callable[[SchedulerOutput, float], None] | None = None
+    answer_tokens: Mapping[str, int] = MappingProxyType({})
 
     # The signature is vLLM's.
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:  # noqa: FBT001, FBT002
@@ -87,6 +96,19 @@ class WatchedScheduler(ColocatedScheduler):
         if self.on_step is not None:
             self.on_step(output, time.perf_counter() - begin_s)
         return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """As the product's, after each answer's last token was put in."""
+        sampled = model_runner_output.sampled_token_ids
+        for request_id, place in model_runner_output.req_id_to_index.items():
+            request, num_tokens = self.requests.get(request_id), self.answer_tokens.get(request_id)
+            if request is None or num_tokens is None or not sampled or not sampled[place]:
+                continue
+            if request.num_output_tokens == num_tokens - 1:
+                sampled[place] = [STOP_TOKEN_ID]
+        return super().update_from_output(scheduler_output, model_runner_output)
 
 
 class LoadedModel:
@@ -162,6 +184,8 @@ class Phase:
         self._began_s = time.monotonic()
         scheduler.use_clock(lambda: self.now_s)
         scheduler.on_step = self._on_step
+        self._answer_tokens: dict[str, int] = {}
+        scheduler.answer_tokens = self._answer_tokens
 
     @property
     def now_s(self) -> float:
@@ -192,6 +216,9 @@ class Phase:
         self._scheduler.on_step = None
 
     def _add(self, arrival: Arrival) -> None:
+        num_output = arrival.num_output_tokens
+        if num_output is not None:
+            self._answer_tokens[arrival.request_id] = num_output
         request = Request(
             request_id=arrival.request_id,
             prompt_token_ids=arrival.prompt_token_ids,
@@ -200,6 +227,7 @@ class Phase:
                 temperature=0,
                 ignore_eos=True,
                 detokenize=False,
+                stop_token_ids=None if num_output is None else [STOP_TOKEN_ID],
                 extra_args=None if arrival.hint is None else {HINT_KEY: arrival.hint},
             ),
             pooling_params=None,

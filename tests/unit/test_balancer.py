@@ -95,6 +95,18 @@ def test_an_engine_that_is_ready_again_gets_calls_at_once(book: int, again: Upst
     assert ONE in balancer.candidates(streamed(balancer), now_s=10)
 
 
+@pytest.mark.parametrize("is_seen_away", [True, False])
+def test_an_engine_started_anew_comes_before_the_last_choice_at_once(
+    book: int, *, is_seen_away: bool
+) -> None:
+    balancer = worker(book)
+    balancer.mark_down(ONE, now_s=10)
+    if is_seen_away:
+        balancer.replace([replace(ONE, is_ready=False), TWO], "least")
+    balancer.replace([replace(ONE, started=1), replace(TWO, is_last_choice=True)], "least")
+    assert balancer.candidates(streamed(balancer), now_s=11) == [ONE, TWO]
+
+
 def test_counts_survive_a_new_list(book: int) -> None:
     balancer = worker(book)
     call = streamed(balancer)

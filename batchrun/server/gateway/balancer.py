@@ -50,6 +50,7 @@ class _Engine:
     digest: int = 0
     down_until_s: float = -math.inf
     is_ready: bool = True
+    started: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +131,13 @@ class Balancer:
             # A daemon that has just come has not asked the engines that its predecessor asked.
             is_known = each.models is None and each in told
             upstream = replace(each, models=told[each]) if is_known else each
-            engine = before.get(upstream, _Engine())
+            engine = before.get(upstream, _Engine(started=upstream.started))
             engine.column = columns.get(_identity(upstream))
-            if upstream.is_ready and not engine.is_ready:
+            is_anew = not engine.is_ready or engine.started != upstream.started
+            if upstream.is_ready and is_anew:
+                engine.down_until_s = -math.inf
                 self.answered(upstream, engine)
-            engine.is_ready = upstream.is_ready
+            engine.is_ready, engine.started = upstream.is_ready, upstream.started
             self._engines[upstream] = engine
             if engine.column is not None:
                 engine.digest = self._shared.digest_of(engine.column)
