@@ -1,11 +1,13 @@
 """API keys as text, `sk-br-ID-SECRET`, and what online calls of each have used.
 
 Who holds the text is the key; batchrun keeps its hash. Gateways count into a file with 24 bytes for
-each key, by its number: calls, prompt tokens, output tokens.
+each key, by its number: calls, prompt tokens, output tokens. Where only a few may come in, owners
+of keys take turns.
 """
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import hashlib
 import ipaddress
@@ -13,6 +15,9 @@ import os
 import re
 import secrets
 import struct
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,3 +95,46 @@ def id_in(text: str) -> str | None:
 def digest(text: str) -> str:
     """What is kept of a key: SHA-256 in hex. Headers may hold bytes that are no text."""
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+class FairDoor:
+    """Lets a few in at a time: of those who wait, the first of each owner in turn."""
+
+    def __init__(self, num_places: int) -> None:
+        self._num_free = num_places
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    @asynccontextmanager
+    async def passed(self, owner: str) -> AsyncIterator[None]:
+        """Within, one place is taken."""
+        if self._num_free and not self._waiting:
+            self._num_free -= 1
+        else:
+            await self._wait(owner)
+        try:
+            yield
+        finally:
+            self._leave()
+
+    async def _wait(self, owner: str) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                self._leave()
+            raise
+
+    def _leave(self) -> None:
+        """The place goes to the first that still waits, of the owner whose turn it is."""
+        while self._waiting:
+            owner = next(iter(self._waiting))
+            turns = self._waiting.pop(owner)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[owner] = turns
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._num_free += 1

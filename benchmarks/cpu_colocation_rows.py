@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from batchrun.daemon.dispatch import shared_prefixes
-from batchrun.daemon.dispatcher import OFFLINE_PRIORITY, Hinter
+from batchrun.daemon.dispatcher import OFFLINE_PRIORITY
+from batchrun.daemon.job import Hinter
 from batchrun.daemon.job import ActiveJob
 from batchrun.daemon.opening import open_job
 from batchrun.engine.client import EngineClient

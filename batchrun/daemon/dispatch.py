@@ -12,7 +12,7 @@ neither online calls nor other rows suffer when it dies again.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
@@ -118,6 +118,7 @@ class Assigner(Generic[JobT, SlotT]):
 
     Each row that `assign` returns is settled or given back once, whatever became of its job. Those
     `in_the_way` then are to be aborted and given back a little later: they keep a suspect waiting.
+    Of the jobs `resting`, by id, no row goes.
     """
 
     def __init__(self, slots: Sequence[SlotT]) -> None:
@@ -126,6 +127,7 @@ class Assigner(Generic[JobT, SlotT]):
         self.turns = JobTurns()
         self.trial_engine = TrialEngine(slots)
         self.in_the_way: dict[RowKey, Assignment[JobT, SlotT]] = {}
+        self.resting: Collection[str] = frozenset()
         self._is_saturated = False
         self._num_taken = 0
         self._turn_ended_at: dict[tuple[str, int], int] = {}
@@ -260,7 +262,7 @@ class Assigner(Generic[JobT, SlotT]):
         """The job whose turn it is on an engine, and its next row for that."""
         ready, rows, now_s = set[str](), dict[str, int](), round_.now_s
         for job_id, job in self.jobs.items():
-            if job.queue.has_ready(now_s):
+            if job_id not in self.resting and job.queue.has_ready(now_s):
                 ready.add(job_id)
                 loads = round_.serving(job.model)
                 row = job.queue.peek(now_s, engine, loads) if engine in loads else None

@@ -23,12 +23,12 @@ from batchrun.daemon.faults import (
     retry_delay_s,
 )
 from batchrun.daemon.in_flight import Assignment
-from batchrun.daemon.job import ActiveJob
+from batchrun.daemon.job import ActiveJob, Hinter
 from batchrun.daemon.writer import ResultWriter
 from batchrun.errors import BatchrunError, EngineError, InputError, StoreError
-from batchrun.hints import RowHint, SharedPrefixes, put_hint
-from batchrun.media.fetching import ImageFetcher, ImageUnreachableError
-from batchrun.media.images import IMAGE_CODE, ImageError
+from batchrun.hints import put_hint
+from batchrun.media.fetching import ImageFetcher, ImageUnreachableError, RowImages, must_fetch
+from batchrun.media.images import IMAGE_CODE, ImageError, without_cache_names
 from batchrun.store import results
 from batchrun.store.database import Store
 from batchrun.types import DEFAULT_MODEL, EnginePhase, Outcome, OutcomeKind, Request, RowError
@@ -47,38 +47,9 @@ MEET_S = 10.0
 MODELS_S = 10.0
 """Engines are asked for their models so often: adapters come and go."""
 ASIDE_S = 1.0
-"""A row that was aborted lets the suspect go first that waits for it."""
+"""A row that was aborted, or finds no turn for its images, goes again after others."""
 RETRY_SHARE = 0.5
 """A row never waits for longer than this part of the time until its job's deadline."""
-URGENT_LEAD = 1 << 20
-"""An urgent row's rank lies so far ahead: before every row that waits in an engine."""
-HINTED_ENDPOINTS = frozenset({"/v1/chat/completions", "/v1/completions"})
-
-
-class Hinter:
-    """Writes hints. Ranks count all rows sent by this daemon, so they compare over jobs."""
-
-    def __init__(self, epoch: int) -> None:
-        self._epoch = epoch
-        self._next_rank = URGENT_LEAD
-
-    def hint(
-        self, job: ActiveJob, row: int, prefixes: SharedPrefixes, *, is_urgent: bool = False
-    ) -> RowHint | None:
-        """What travels with a row that goes now; None where its endpoint has no place for it."""
-        if job.spec.endpoint not in HINTED_ENDPOINTS:
-            return None
-        rank = self._next_rank - (URGENT_LEAD if is_urgent else 0)
-        self._next_rank += 1
-        return RowHint(
-            epoch=self._epoch,
-            job=job.record.id,
-            row=row,
-            rank=rank,
-            nodes=prefixes.node_hints(rank),
-            key_node=prefixes.key_node,
-            output_tokens=job.answers.room_tokens,
-        )
 
 
 @dataclass(slots=True)
@@ -101,11 +72,14 @@ class Dispatcher:
     rng: random.Random = field(default_factory=random.Random)
     hinter: Hinter = field(init=False)
     assigner: Assigner[ActiveJob, Slot] = field(init=False)
+    _row_images: RowImages = field(init=False)
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.hinter = Hinter(self.epoch)
         self.assigner = Assigner(self.slots)
+        self._row_images = RowImages(self.images)
+        self.assigner.resting = self._row_images.resting
 
     @property
     def jobs(self) -> Mapping[str, ActiveJob]:
@@ -323,28 +297,17 @@ class Dispatcher:
     async def _execute(self, assignment: SentRow, body: dict[str, object]) -> None:
         job, row, slot = assignment.job, assignment.row, assignment.slot
         attempt = job.attempts.get(row, 0) + 1
+        timeout_s = min(job.spec.row_timeout, self.row_timeout_s)
         try:
-            if body.get("model") == DEFAULT_MODEL:
-                if slot.default_model is None:
-                    await self._ask_for_models(slot)
-                if slot.default_model is None:
-                    raise EngineError(f"{slot.engine.client.base_url} serves no model")
-                body["model"] = slot.default_model
-            body = await self.images.filled(body)
-            body.pop("priority", None)
-            if slot.uses_priority:
-                body["priority"] = OFFLINE_PRIORITY
-            if slot.hint_nonce is not None:
-                is_urgent = assignment.is_urgent
-                hint = self.hinter.hint(job, row, assignment.prefixes, is_urgent=is_urgent)
-                if hint is not None:
-                    put_hint(body, hint, slot.hint_nonce)
-            request = Request(job.record.id, row, attempt, self.epoch, job.spec.endpoint, body)
-            timeout_s = min(job.spec.row_timeout, self.row_timeout_s)
+            prepared = await self._prepared(assignment, body, timeout_s)
+            if prepared is None:
+                self._give_back(assignment, ready_at_s=time.monotonic() + ASIDE_S)
+                return
+            request = Request(job.record.id, row, attempt, self.epoch, job.spec.endpoint, prepared)
             room = partial(self.writer.room, slot.engine.name)
             outcome = await slot.engine.client.execute(request, timeout_s=timeout_s, room=room)
             if not job.record.is_batch:
-                outcome = await checked_answer(job.spec.endpoint, body, outcome)
+                outcome = await checked_answer(job.spec.endpoint, prepared, outcome)
             await self._settle(assignment, outcome)
         except ImageError as problem:
             error = RowError(IMAGE_CODE, str(problem))
@@ -353,6 +316,34 @@ class Dispatcher:
             await self._settle(assignment, Outcome(job.id, row, attempt, kind, error=error))
         except EngineError as error:
             self._lose(assignment, error)
+
+    async def _prepared(
+        self, assignment: SentRow, body: dict[str, object], timeout_s: float
+    ) -> dict[str, object] | None:
+        """The body as the engine gets it; None where the row goes later, for its images."""
+        job, slot = assignment.job, assignment.slot
+        if body.get("model") == DEFAULT_MODEL:
+            if slot.default_model is None:
+                await self._ask_for_models(slot)
+            if slot.default_model is None:
+                raise EngineError(f"{slot.engine.client.base_url} serves no model")
+            body["model"] = slot.default_model
+        if must_fetch(body):
+            if not self._row_images.may_begin(job.id, job.owner.id):
+                return None
+            with slot.preparing(assignment):
+                body = await self._row_images.filled(body, job.owner.id, timeout_s)
+            self.wake()
+        body = without_cache_names(body)
+        body.pop("priority", None)
+        if slot.uses_priority:
+            body["priority"] = OFFLINE_PRIORITY
+        if slot.hint_nonce is not None:
+            is_urgent, prefixes = assignment.is_urgent, assignment.prefixes
+            hint = self.hinter.hint(job, assignment.row, prefixes, is_urgent=is_urgent)
+            if hint is not None:
+                put_hint(body, hint, slot.hint_nonce)
+        return body
 
     def _lose(self, assignment: SentRow, error: EngineError) -> None:
         """The row's engine is not there: it gets nothing until it answers again."""

@@ -423,7 +423,7 @@ class Slot(EngineSlot):
         its metrics do. While offline work is off, rows may sit in the engine without a step."""
         while True:
             if self.engine.state in {EnginePhase.READY, EnginePhase.UNREACHABLE}:
-                has_rows = bool(self.in_flight) and is_offline_on()
+                has_rows = self.has_sent and is_offline_on()
                 look = self.link.look(has_rows=has_rows) if self.link is not None else None
                 if look is None:
                     look = await self.engine.client.look()

@@ -323,14 +323,17 @@ class Doubts:
         num_times, num_ok_then = self._seen.get(row, (0, self.num_ok))
         if num_ok_then < self.num_ok:
             return self._ended(row)
-        alike = self._alike.setdefault((error.status_code, error.message), set())
-        alike.add(row)
         self._seen[row] = num_times + 1, self.num_ok
         may_pause = not self.is_batch or error.status_code == UNAUTHORIZED
-        are_enough = len(alike) >= (IDENTICAL_ERRORS_LIMIT if self.num_ok else NUM_ALIKE)
-        if may_pause and are_enough and not self._may_succeed(in_flight):
+        if may_pause and self._are_alike(row, error) and not self._may_succeed(in_flight):
             return Verdict.JOB
         return self._ended(row) if num_times >= MAX_DOUBTS else Verdict.UNKNOWN
+
+    def _are_alike(self, row: int, error: RowError) -> bool:
+        """Whether rows enough have failed so, this one among them."""
+        alike = self._alike.setdefault((error.status_code, error.message), set())
+        alike.add(row)
+        return len(alike) >= (IDENTICAL_ERRORS_LIMIT if self.num_ok else NUM_ALIKE)
 
     def _may_succeed(self, in_flight: Collection[int]) -> bool:
         """Whether a row is in flight still that was when there were enough, and has not failed."""

@@ -6,6 +6,9 @@ The daemon's jobs and engines are such, and those of the simulator.
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
@@ -224,9 +227,24 @@ class EngineSlot:
         self.window.add(assignment.tokens, now_s)
         self.load.add(assignment.tokens, assignment.demand.work_s)
 
+    @contextmanager
+    def preparing(self, assignment: Assignment[Any, Any]) -> Iterator[None]:
+        """While the block runs, the row has its place, and is not sent."""
+        self._sent_at_s.pop(assignment.key, None)
+        try:
+            yield
+        finally:
+            self._sent_at_s[assignment.key] = time.monotonic()
+
+    @property
+    def has_sent(self) -> bool:
+        """Whether a row was sent that has not come back."""
+        return bool(self._sent_at_s)
+
     def release(self, assignment: Assignment[Any, Any]) -> None:
         """The row is in the engine no longer."""
-        del self.in_flight[assignment.key], self._sent_at_s[assignment.key]
+        del self.in_flight[assignment.key]
+        self._sent_at_s.pop(assignment.key, None)
         self._limits.pop(assignment.key, None)
         self.window.remove(assignment.tokens)
         self.load.remove(assignment.tokens, assignment.demand.work_s)
@@ -248,7 +266,7 @@ class EngineSlot:
     def end_trials(self, now_s: float) -> None:
         """Suspects that ran for long enough run like other rows from now on."""
         for key in [] if self.is_down else list(self._limits):
-            ran_s, assignment = now_s - self._sent_at_s[key], self.in_flight[key]
+            ran_s, assignment = now_s - self._sent_at_s.get(key, now_s), self.in_flight[key]
             if assignment.trials.let_go(assignment.row, ran_s, self.trial_s):
                 del self._limits[key]
 
@@ -282,7 +300,8 @@ class EngineSlot:
             reversed(self.in_flight.values()), max(0, len(self.in_flight) - num_arrived)
         )
         oldest_s = now_s - ARRIVED_S
-        return sum(each.tokens for each in newest if self._sent_at_s[each.key] > oldest_s)
+        sent_at_s = self._sent_at_s
+        return sum(each.tokens for each in newest if sent_at_s.get(each.key, 0.0) > oldest_s)
 
     def _lets_in(self, limit: int | None) -> bool:
         """Whether the suspects among the rows in flight allow another row, of this limit."""

@@ -1,6 +1,7 @@
 """A job that is running, as the daemon keeps it in memory: all of it is derived.
 
-With it goes what its rows are expected to compute and to find cached, and how fast it goes.
+With it goes what its rows are expected to compute and to find cached, how fast it goes, and what
+travels with its rows.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from batchrun.daemon.faults import CircuitBreaker, Doubts, Refusals, Trials
 from batchrun.daemon.prices import RowTokens, planned_work
 from batchrun.estimator.answer_length import AnswerLengths
+from batchrun.hints import RowHint, SharedPrefixes
 from batchrun.jobs.inputs.input_data import InputData
 from batchrun.jobs.inputs.spool import PlannedRows
 from batchrun.jobs.prompts.template import RequestTemplate, RowRenderError
@@ -202,4 +204,35 @@ class ActiveJob:
         return (
             f"prompt tokens were estimated to {self.plan.tokens.mape:.1%}, cached tokens predicted "
             f"and returned agree to {cached.share:.0%} over {cached.num_rows:,} rows"
+        )
+
+
+URGENT_LEAD = 1 << 20
+"""An urgent row's rank lies so far ahead: before every row that waits in an engine."""
+HINTED_ENDPOINTS = frozenset({"/v1/chat/completions", "/v1/completions"})
+
+
+class Hinter:
+    """Writes hints. Ranks count all rows sent by this daemon, so they compare over jobs."""
+
+    def __init__(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._next_rank = URGENT_LEAD
+
+    def hint(
+        self, job: ActiveJob, row: int, prefixes: SharedPrefixes, *, is_urgent: bool = False
+    ) -> RowHint | None:
+        """What travels with a row that goes now; None where its endpoint has no place for it."""
+        if job.spec.endpoint not in HINTED_ENDPOINTS:
+            return None
+        rank = self._next_rank - (URGENT_LEAD if is_urgent else 0)
+        self._next_rank += 1
+        return RowHint(
+            epoch=self._epoch,
+            job=job.record.id,
+            row=row,
+            rank=rank,
+            nodes=prefixes.node_hints(rank),
+            key_node=prefixes.key_node,
+            output_tokens=job.answers.room_tokens,
         )

@@ -11,9 +11,8 @@ import json
 import logging
 import math
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
@@ -38,6 +37,7 @@ from batchrun.jobs.prompts.tokens import PLAIN_PROMPTS, PromptReader, read_promp
 from batchrun.jobs.results.file_bytes import FileBytes
 from batchrun.jobs.spec import JobSpec
 from batchrun.jobs.submit import open_submitted, plan_job
+from batchrun.keys import FairDoor
 from batchrun.pool.job_shares import OPERATOR, Owner
 from batchrun.pool.prefix_groups import group_rows
 from batchrun.pool.radix_tree import build_radix_tree
@@ -220,49 +220,6 @@ ENGINE_INTERVAL_S = 0.5
 STORAGE_INTERVAL_S = 5.0
 MAX_OPENINGS = 2
 """Inputs that are read at once: a line of each is in memory."""
-
-
-class FairDoor:
-    """Lets a few in at a time: of those who wait, the first of each owner in turn."""
-
-    def __init__(self, num_places: int) -> None:
-        self._num_free = num_places
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-
-    @asynccontextmanager
-    async def passed(self, owner: str) -> AsyncIterator[None]:
-        """Within, one place is taken."""
-        if self._num_free and not self._waiting:
-            self._num_free -= 1
-        else:
-            await self._wait(owner)
-        try:
-            yield
-        finally:
-            self._leave()
-
-    async def _wait(self, owner: str) -> None:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(owner, deque()).append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if not turn.cancelled():
-                self._leave()
-            raise
-
-    def _leave(self) -> None:
-        """The place goes to the first that still waits, of the owner whose turn it is."""
-        while self._waiting:
-            owner = next(iter(self._waiting))
-            turns = self._waiting.pop(owner)
-            turn = turns.popleft()
-            if turns:
-                self._waiting[owner] = turns
-            if not turn.done():
-                turn.set_result(None)
-                return
-        self._num_free += 1
 
 
 @dataclass(slots=True)

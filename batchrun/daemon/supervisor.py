@@ -230,20 +230,17 @@ class Supervisor:
     def _ensure_gateway(self, *, is_first: bool = False) -> bool:
         """Start the gateway unless it runs, and tell whether it had to be; the first time, its port
         must be free."""
-        argv = self._gateway_argv()
+        argv, log_path = self._gateway_argv(), self._home.log / "gateway.log"
         if process.adopt(self._home.gateway_process, argv) is not None:
+            process.cut_log(log_path)
             return False
         if is_first:
             process.stop_recorded(self._home.gateway_process)
             check_gateway_port(self._deployment.listen)
         else:
             self._clear_gateway_port()
-        process.spawn(
-            argv,
-            env=dict(os.environ),
-            log_path=self._home.log / "gateway.log",
-            record_path=self._home.gateway_process,
-        )
+        env, record_path = dict(os.environ), self._home.gateway_process
+        process.spawn(argv, env=env, log_path=log_path, record_path=record_path)
         return True
 
     def _clear_gateway_port(self) -> None:

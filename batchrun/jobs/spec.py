@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import re
 from base64 import b64decode
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import unquote
 
 from pydantic import (
     AfterValidator,
@@ -52,6 +54,44 @@ Place = Annotated[Text, AfterValidator(check_place)]
 """A path, or the URL of an object."""
 
 
+_IN_HUB = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)(?:@([^/]+))?/(.+)")
+
+
+def _in_hub_cache(place: object) -> object:
+    """What an `hf://` address, a glob too, stands for in this machine's Hugging Face cache, as a
+    path; nothing is fetched. Other places as they are. Raises ValueError."""
+    if not isinstance(place, str) or not place.startswith("hf://"):
+        return place
+    found = _IN_HUB.fullmatch(place)
+    if found is None:
+        raise ValueError(f"write hf://datasets/OWNER/NAME[@REVISION]/FILE (got {place!r})")
+    # Takes 0.3 s, which only those who name such places shall wait.
+    from huggingface_hub import snapshot_download
+
+    name, file = found[1], found[3]
+    revision = re.sub("^~", "refs/convert/", unquote(found[2] or "main"))
+    given = "" if found[2] is None else f" --revision {revision}"
+    missing = f"{place}: not in the local cache; hf download --repo-type dataset {name}{given}"
+    try:
+        folder = snapshot_download(
+            name,
+            repo_type="dataset",
+            revision=revision,
+            allow_patterns=file,
+            local_files_only=True,
+        )
+    except (OSError, ValueError):
+        raise ValueError(missing) from None
+    if glob.has_magic(file):
+        return str(Path(glob.escape(folder), file))
+    if not Path(folder, file).exists():
+        raise ValueError(missing)
+    return str(Path(folder, file))
+
+
+InputPlace = Annotated[Place, BeforeValidator(_in_hub_cache)]
+
+
 def _as_tuple(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
@@ -71,11 +111,12 @@ class _Strict(BaseModel):
 class InputSpec(_Strict):
     """Where the rows come from and how a row becomes a request.
 
-    `path` holds paths, URLs of objects, or globs of either. One of `messages`, `prompt` and `input`
-    is the template of the request (which one, the endpoint says); none for an OpenAI batch file.
+    `path` holds paths, URLs of objects, or globs of either; of an `hf://` address, the path in the
+    cache. One of `messages`, `prompt` and `input` is the template of the request (which one, the
+    endpoint says); none for an OpenAI batch file.
     """
 
-    path: Annotated[tuple[Place, ...], BeforeValidator(_as_tuple), Field(min_length=1)]
+    path: Annotated[tuple[InputPlace, ...], BeforeValidator(_as_tuple), Field(min_length=1)]
     format: InputFormat = "auto"
     id: Text | None = None
     messages: JsonValue = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.resolver import ThreadedResolver
 from yarl import URL
 
+from batchrun.keys import FairDoor
 from batchrun.media.hosts import SHOWN_CHARS, ImageHosts
 from batchrun.media.images import (
     IMAGE_LIMIT_BYTES,
@@ -80,6 +82,15 @@ class _Room:
         self._on_bytes(num_bytes)
 
 
+def _nobody(num_bytes: int) -> None:
+    """Hears how many bytes came, and lets them."""
+
+
+def must_fetch(body: dict[str, Any]) -> bool:
+    """Whether a request names what lies elsewhere."""
+    return any(not is_data_url(url) for _, url in media_urls(body))
+
+
 class ImageFetcher:
     """Puts what addresses of images lead to into requests. Used within one event loop; `close` it.
 
@@ -89,13 +100,14 @@ class ImageFetcher:
     def __init__(self, hosts: ImageHosts | None = None) -> None:
         self.hosts = hosts or ImageHosts()
         self._session: aiohttp.ClientSession | None = None
-        self._turns = asyncio.Semaphore(MAX_AT_ONCE)
+        self._turns = FairDoor(MAX_AT_ONCE)
 
     async def filled(
-        self, body: dict[str, Any], *, on_bytes: Callable[[int], None] = lambda _: None
+        self, body: dict[str, Any], owner: str = "", *, on_bytes: Callable[[int], None] = _nobody
     ) -> dict[str, Any]:
         """The body with every image in it, under no name of the sender's; itself where it was so.
-        `on_bytes` is told how many bytes of images come, and may refuse them by what it raises.
+        Owners, API keys by id, take turns. `on_bytes` is told how many bytes of images come, and
+        may refuse them by what it raises.
 
         Raises ImageError for an image that may not be had or is none, and ImageUnreachableError
         where it may be had another time.
@@ -110,7 +122,7 @@ class ImageFetcher:
             raise ImageError(f"a request may name {MAX_URLS} images on the web (got {len(urls)})")
         places = [self.hosts.check(url) for url in urls]
         room = _Room(on_bytes)
-        tasks = [asyncio.ensure_future(self._fetch(place, room)) for place in places]
+        tasks = [asyncio.ensure_future(self._fetch(place, room, owner)) for place in places]
         try:
             images = dict(zip(urls, await asyncio.gather(*tasks), strict=True))
         finally:
@@ -124,11 +136,11 @@ class ImageFetcher:
         if session is not None:
             await session.close()
 
-    async def _fetch(self, place: URL, room: _Room) -> str:
+    async def _fetch(self, place: URL, room: _Room, owner: str) -> str:
         shown = str(place)[:SHOWN_CHARS]
         try:
             async with (
-                self._turns,
+                self._turns.passed(owner),
                 asyncio.timeout(FETCH_TIMEOUT_S),
                 self._open().get(place, allow_redirects=False) as response,
             ):
@@ -152,6 +164,38 @@ class ImageFetcher:
                 auto_decompress=False,
             )
         return self._session
+
+
+class RowImages:
+    """Images of rows that are in flight: of an owner's rows a few at a time, for each keeps a place
+    of an engine meanwhile. Jobs that have more are `resting`, by id, with their owner."""
+
+    def __init__(self, fetcher: ImageFetcher) -> None:
+        self.resting: dict[str, str] = {}
+        self._fetcher = fetcher
+        self._num_rows = Counter[str]()
+
+    def may_begin(self, job_id: str, owner: str) -> bool:
+        """Whether a row may fetch now; else its job rests until another has done."""
+        may_begin = self._num_rows[owner] < MAX_AT_ONCE
+        if not may_begin:
+            self.resting[job_id] = owner
+        return may_begin
+
+    async def filled(self, body: dict[str, Any], owner: str, limit_s: float) -> dict[str, Any]:
+        """The body with its images. Raises ImageError and ImageUnreachableError."""
+        self._num_rows[owner] += 1
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._fetcher.filled(body, owner)
+        except TimeoutError:
+            message = f"the images did not come within the {limit_s:g} s that the row has"
+            raise ImageUnreachableError(message) from None
+        finally:
+            self._num_rows[owner] -= 1
+            self._num_rows += Counter()
+            for job_id in [each for each, whose in self.resting.items() if whose == owner]:
+                del self.resting[job_id]
 
 
 def _check_reply(response: aiohttp.ClientResponse, shown: str) -> None:

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from batchrun.daemon.dispatch import Assigner
-from batchrun.daemon.dispatcher import POLL_INTERVAL_S, URGENT_LEAD
+from batchrun.daemon.dispatcher import POLL_INTERVAL_S
 from batchrun.daemon.engine_link import SCHEDULER_WINDOW
 from batchrun.daemon.faults import Trials
 from batchrun.daemon.in_flight import Assignment, EngineSlot
+from batchrun.daemon.job import URGENT_LEAD
 from batchrun.daemon.prices import RowTokens, planned_work
 from batchrun.estimator.answer_length import AnswerLengths
 from batchrun.hints import RowHint, write_hint

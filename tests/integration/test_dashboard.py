@@ -7,12 +7,15 @@ import re
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from urllib.parse import urlencode
 
 import pytest
 from batch_rig import MODEL, chat_line, connect
 from deployment_rig import DeploymentRig
 from raw_http import RawHttp, Reply
+
+from batchrun.server.web.pages import MAX_STREAMS_OF_A_KEY
 
 VIEWS = ("jobs", "submit", "promises", "tide", "memory", "engines", "routing", "plan", "keys")
 TOKEN = re.compile(rb'data-token="(\w+)"')
@@ -168,6 +171,20 @@ def _read_until(stream: socket.socket, seen: bytes, wanted: bytes) -> bytes:
     return seen
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "header"),
+    [
+        ("POST", "/login", {"Origin": "http://["}),
+        ("POST", "/offline", {"Origin": "http://a]b"}),
+        ("GET", "/jobs", {"Host": "["}),
+    ],
+)
+def test_headers_that_are_no_address_are_refused(
+    visitor: Visitor, method: str, path: str, header: dict[str, str]
+) -> None:
+    assert visitor.call(method, path, None, **header).status == 403
+
+
 @pytest.fixture(scope="module")
 def keyed(
     tmp_path_factory: pytest.TempPathFactory,
@@ -213,6 +230,39 @@ def test_a_session_is_a_strict_cookie_that_holds_no_key(
     held = str(visitor.cookie)
     visitor.cookie = held[:-1] + ("0" if held[-1] != "0" else "1")
     assert visitor.call("GET", "/jobs").status == 303
+
+
+def test_a_cookie_of_odd_bytes_is_no_session(
+    keyed: tuple[DeploymentRig, dict[str, str]],
+) -> None:
+    visitor = Visitor(keyed[0].port)
+    visitor.log_in(keyed[1]["ops"])
+    key_id = str(visitor.cookie).partition("=")[2].partition(".")[0]
+    for odd in ("\xff.x", "x.\xff", "\xe9"):
+        visitor.cookie = f"batchrun_session={key_id}.{odd}"
+        assert visitor.call("GET", "/jobs").status == 303
+
+
+def test_a_user_key_may_open_so_many_pages(keyed: tuple[DeploymentRig, dict[str, str]]) -> None:
+    rig, keys = keyed
+    request = (
+        "GET /dashboard/events/jobs HTTP/1.1\r\nHost: localhost\r\n"
+        f"Authorization: Bearer {keys['team-b']}\r\n\r\n"
+    )
+    with ExitStack() as streams:
+        for _ in range(MAX_STREAMS_OF_A_KEY):
+            stream = streams.enter_context(
+                socket.create_connection(("127.0.0.1", rig.port), timeout=WAIT_S)
+            )
+            stream.sendall(request.encode())
+            _read_until(stream, b"", b"event: view")
+        reply = Visitor(rig.port).call(
+            "GET", "/events/jobs", Authorization=f"Bearer {keys['team-b']}"
+        )
+        assert reply.status == 503 and b"pages are open with this key" in reply.body
+        ops = Visitor(rig.port)
+        assert ops.log_in(keys["ops"]).status == 303
+        assert "Engines up" in ops.get("/jobs")
 
 
 def test_a_user_key_sees_its_own_jobs_alone(keyed: tuple[DeploymentRig, dict[str, str]]) -> None:

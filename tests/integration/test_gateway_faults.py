@@ -131,6 +131,23 @@ async def test_a_new_list_of_engines_is_picked_up_and_a_lost_one_changes_nothing
         assert engine.seen[-1].headers["Authorization"] == "Bearer secret"
 
 
+async def test_a_worker_that_cannot_be_started_is_tried_again(tmp_path: Path) -> None:
+    async with rig(tmp_path, "--workers", "2") as (_, gateway):
+        parent = psutil.Process(gateway.process.pid)
+        before = {child.pid for child in parent.children()}
+        limits = parent.rlimit(psutil.RLIMIT_NOFILE)
+        parent.rlimit(psutil.RLIMIT_NOFILE, (3, limits[1]))
+        psutil.Process(min(before)).kill()
+        stderr = gateway.process.stderr
+        assert stderr is not None
+        async with asyncio.timeout(60):
+            while b"a worker cannot be started" not in await stderr.readline():
+                continue
+        parent.rlimit(psutil.RLIMIT_NOFILE, limits)
+        await until(lambda: len({child.pid for child in parent.children()} - before) == 1)
+        await answered(gateway.url)
+
+
 async def answered(url: str) -> None:
     """Wait until the gateway is ready."""
     async with aiohttp.ClientSession() as session, asyncio.timeout(20):

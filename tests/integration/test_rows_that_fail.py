@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 from deployment_rig import JOB_FILE, DeploymentRig
 from image_builders import data_url_of, picture
@@ -106,6 +108,26 @@ def test_an_error_that_stays_ends_the_row_after_its_retries(rig: DeploymentRig) 
 
     assert (view["state"], view["num_failed"]) == ("completed", 1)
     assert rig.output()[1]["attempts"] == 2
+
+
+def test_rows_whose_images_do_not_come_hold_up_no_other_job(rig: DeploymentRig) -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=512) as silent:
+        place = f"127.0.0.1:{silent.getsockname()[1]}"
+        rig.use_fake_engine(image_hosts=[place])
+        content = '[{image: {column: text}}, {type: text, text: "what?"}]'
+        text = JOB_FILE.replace('"{{ text }}"', content) + "retries: 0\n"
+        for name in ("rows", "out"):
+            text = text.replace(f"{name}.parquet", f"{name}-of-images.parquet")
+        rig.write_rows([f"http://{place}/{i}.png" for i in range(200)], "rows-of-images.parquet")
+        rig.write_job(text, "images.yaml")
+        rig.ask("up", "-d")
+        waiting = rig.ask("submit", "images.yaml")["id"]
+
+        view = rig.wait_until_ended(rig.submit_rows(*(f"question {i}" for i in range(100))))
+
+        assert (view["state"], view["num_completed"]) == ("completed", 100)
+        assert rig.job(waiting)["num_failed"] == 0
+        rig.ask("cancel", waiting)
 
 
 def test_an_image_on_the_web_is_tried_again_where_its_host_does_not_answer(

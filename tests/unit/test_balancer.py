@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -105,6 +107,39 @@ def test_an_engine_started_anew_comes_before_the_last_choice_at_once(
         balancer.replace([replace(ONE, is_ready=False), TWO], "least")
     balancer.replace([replace(ONE, started=1), replace(TWO, is_last_choice=True)], "least")
     assert balancer.candidates(streamed(balancer), now_s=11) == [ONE, TWO]
+
+
+def test_a_call_on_trial_that_proves_nothing_leaves_its_turn(book: int) -> None:
+    balancer = worker(book)
+    for _ in range(FAILURES):
+        balancer.failed(ONE, now_s=time.monotonic() - FIRST_EJECTION_S)
+    call = streamed(balancer)
+    for _ in range(3):
+        assert balancer.take_turn(ONE, now_s=time.monotonic())
+        with balancer.sending(ONE, call):
+            assert not balancer.take_turn(ONE, now_s=time.monotonic())
+    assert balancer.take_turn(ONE, now_s=time.monotonic())
+    with balancer.sending(ONE, call):
+        balancer.failed(ONE, now_s=time.monotonic())
+    assert not balancer.take_turn(ONE, now_s=time.monotonic())
+
+
+def test_long_names_of_models_are_not_kept(book: int) -> None:
+    balancer = worker(book)
+    balancer.candidates(balancer.read(chat("a")), now_s=1)
+    tracemalloc.start()
+    try:
+        for number in range(64):
+            name = f"{number}-" + "x" * 100_000
+            assert balancer.is_served(balancer.read(chat("a", model=name)))
+        assert tracemalloc.get_traced_memory()[0] < 1_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("body", [b'{"model":"\xff"}', b'{"model":1e999}', b'{"model":"\\ud800"}'])
+def test_a_model_that_is_no_text_is_none(body: bytes) -> None:
+    assert read_prompt(body).model in {None, "\ud800"}
 
 
 def test_counts_survive_a_new_list(book: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from batchrun.daemon.opening import FairDoor
+from batchrun.keys import FairDoor
 
 
 async def visit(door: FairDoor, owner: str, seen: list[str], go: asyncio.Event) -> None:

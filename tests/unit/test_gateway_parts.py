@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from contextlib import closing
@@ -111,6 +112,23 @@ async def test_a_broken_or_missing_file_keeps_the_last_good_list(tmp_path: Path)
     write(path, {"engines": []})
     await file.refresh()
     assert lists == [Upstreams((ONE,)), Upstreams(())]
+
+
+async def test_a_list_that_could_not_be_taken_over_is_taken_over_later(tmp_path: Path) -> None:
+    path, lists, is_well = tmp_path / "f", list[Upstreams](), asyncio.Event()
+
+    def take_over(upstreams: Upstreams) -> None:
+        if not lists:
+            lists.append(upstreams)
+            raise RuntimeError("can't start new thread")
+        lists.append(upstreams)
+        is_well.set()
+
+    write(path, {"engines": []})
+    watching = asyncio.create_task(FollowedFile(path, read_upstreams, take_over).watch())
+    await asyncio.wait_for(is_well.wait(), 30)
+    watching.cancel()
+    assert lists == [Upstreams(()), Upstreams(())]
 
 
 @pytest.mark.parametrize(

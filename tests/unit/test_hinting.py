@@ -11,10 +11,9 @@ import pytest
 from job_builders import make_active_job
 
 from batchrun.daemon.dispatch import Assigner, shared_prefixes
-from batchrun.daemon.dispatcher import Hinter
 from batchrun.daemon.engine_link import SCHEDULER_WINDOW
 from batchrun.daemon.in_flight import Assignment, EngineSlot
-from batchrun.daemon.job import ActiveJob
+from batchrun.daemon.job import ActiveJob, Hinter
 from batchrun.hints import HINT_KEY, MAX_NODES_WRITTEN, RowHint, SharedPrefixes, put_hint, read_hint
 from batchrun.pool.row_queue import Window
 

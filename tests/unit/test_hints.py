@@ -10,7 +10,7 @@ from job_builders import make_active_job
 from msgspec import UNSET
 
 from batchrun.daemon.dispatch import shared_prefixes
-from batchrun.daemon.dispatcher import URGENT_LEAD, Hinter
+from batchrun.daemon.job import URGENT_LEAD, Hinter
 from batchrun.hints import (
     MAX_HINT_CHARS,
     FlexHint,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import AsyncIterator
 from ipaddress import ip_address
@@ -11,7 +12,13 @@ import pytest_asyncio
 from aiohttp import web
 from image_builders import bomb, data_url_of, image_body, picture
 
-from batchrun.media.fetching import MAX_URLS, ImageFetcher, ImageUnreachableError
+from batchrun.media.fetching import (
+    MAX_AT_ONCE,
+    MAX_URLS,
+    ImageFetcher,
+    ImageUnreachableError,
+    RowImages,
+)
 from batchrun.media.hosts import ImageHosts, checked_host, is_public
 from batchrun.media.images import IMAGE_LIMIT_BYTES, ImageError, media_urls
 from benchmarks.hostile_urls import HOSTILE_URLS, HOSTS
@@ -98,12 +105,15 @@ class Host:
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.port = 0
+        self.is_open = asyncio.Event()
+        self.is_open.set()
 
     def url(self, path: str) -> str:
         return f"http://127.0.0.1:{self.port}/{path}"
 
     async def answer(self, request: web.BaseRequest) -> web.Response:
         self.asked.append(request.path)
+        await self.is_open.wait()
         replies = {
             "/a.png": web.Response(body=PICTURE),
             "/moved.png": web.Response(status=302, headers={"Location": self.url("a.png")}),
@@ -183,6 +193,26 @@ async def test_a_request_may_name_so_many_images(host: Host) -> None:
     with pytest.raises(ImageError, match="64 images"):
         await fill(urls, [f"127.0.0.1:{host.port}"])
     assert host.asked == []
+
+
+async def test_of_each_owner_a_few_rows_wait_for_images_and_their_jobs_rest(host: Host) -> None:
+    url = host.url("a.png")
+    fetcher = ImageFetcher(ImageHosts([f"127.0.0.1:{host.port}"]))
+    images = RowImages(fetcher)
+    host.is_open.clear()
+    rows = []
+    while images.may_begin("one", "a"):
+        rows.append(asyncio.create_task(images.filled(image_body(url), "a", 60)))
+        await asyncio.sleep(0)
+    assert len(rows) == MAX_AT_ONCE and images.resting == {"one": "a"}
+    assert images.may_begin("two", "b")
+    with pytest.raises(ImageUnreachableError, match=r"within the 0\.01 s that the row has"):
+        await images.filled(image_body(url), "b", 0.01)
+    assert images.resting == {"one": "a"}
+    host.is_open.set()
+    await asyncio.gather(*rows)
+    assert images.resting == {} and images.may_begin("one", "a")
+    await fetcher.close()
 
 
 async def test_a_text_is_passed_on_as_it_is() -> None:

@@ -271,7 +271,8 @@ def _of_keys(keys: Sequence[KeyStorage]) -> Iterator[Metric]:
 
 
 def _of_slots(slots: Sequence[Slot]) -> Iterator[Metric]:
-    up = (([slot.engine.name], slot.engine.state is EnginePhase.READY) for slot in slots)
+    wanted = [slot for slot in slots if slot.engine.state is not EnginePhase.STOPPED]
+    up = (([slot.engine.name], slot.engine.state is EnginePhase.READY) for slot in wanted)
     yield _family(GAUGE, "engine_up", "1 while the engine answers.", "engine", up)
     stalls = (([slot.engine.name], slot.engine.progress.stalled_s) for slot in slots)
     text = "For how long the engine has had work and made no progress."

@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 
 RESTART_S = 1.0
 KILL_AFTER_S = 5.0
+START_S = 60.0
+"""One that has not begun to listen by then hangs."""
 BEAT_S = 1.0
 BEAT_WAIT_S = 2.0
 MAX_MISSED = 2
@@ -122,39 +124,48 @@ async def _keep_one(
     ready: asyncio.Event,
 ) -> None:
     while not stop.is_set():
-        worker = await asyncio.create_subprocess_exec(
-            *command, stdin=PIPE, stdout=PIPE, pass_fds=fds
-        )
-        why = ENDED
+        try:
+            worker = await asyncio.create_subprocess_exec(
+                *command, stdin=PIPE, stdout=PIPE, pass_fds=fds
+            )
+        except OSError as error:
+            log.error("a worker cannot be started: %s; trying again", error)
+            await _pause(stop)
+            continue
         stopper = asyncio.create_task(_end_on_stop(worker, drain_s, stop=stop))
-        if worker.stdout is not None and await worker.stdout.readline():
-            ready.set()
-            why = await _hear(worker, worker.stdout)
+        why = await _hear(worker, ready)
         exit_code = await worker.wait()
         if not stop.is_set():
             stopper.cancel()
             tally.count_replaced(why)
             log.warning("worker %d ended with %d; starting another", worker.pid, exit_code)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(RESTART_S):
-                    await stop.wait()
+            await _pause(stop)
 
 
-async def _hear(worker: Process, beats: asyncio.StreamReader) -> str:
-    """Returns when the worker has ended, or was killed because its loop no longer turns: which."""
-    num_missed = 0
+async def _pause(stop: asyncio.Event) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(RESTART_S):
+            await stop.wait()
+
+
+async def _hear(worker: Process, ready: asyncio.Event) -> str:
+    """Returns when the worker has ended, or was killed because it does not begin, or its loop no
+    longer turns: which."""
+    beats, num_missed, wait_s = worker.stdout, 0, START_S
+    assert beats is not None
     while num_missed < MAX_MISSED:
         before_s = waited_for_core_s(worker.pid)
         try:
-            async with asyncio.timeout(BEAT_WAIT_S):
+            async with asyncio.timeout(wait_s):
                 if not await beats.readline():
                     return ENDED
-            num_missed = 0
+            ready.set()
+            num_missed, wait_s = 0, BEAT_WAIT_S
         except TimeoutError:
             # Where this process was stopped itself, beats wait to be read.
             starved_s = waited_for_core_s(worker.pid) - before_s
-            num_missed += starved_s < STARVED_SHARE * BEAT_WAIT_S
-    limit_s = MAX_MISSED * BEAT_WAIT_S
+            num_missed += starved_s < STARVED_SHARE * wait_s
+    limit_s = MAX_MISSED * wait_s
     log.error("worker %d has been stuck for %.0f s; it is killed", worker.pid, limit_s)
     with suppress(ProcessLookupError):
         worker.kill()

@@ -166,7 +166,7 @@ class Gateway:
             body_idle_s=settings.body_idle_s,
             head_s=settings.daemon_head_s,
         )
-        self._dashboard = DashboardDoor(door.keys, self._daemon, door.session_secret)
+        self._dashboard = DashboardDoor(door.keys, self, door.session_secret)
         self._own: Mapping[str, tuple[str, Handler]] = {
             **{path: ("POST", self._generate) for path in ENGINE_ROUTES},
             LIST_TARGET: ("GET", self._models),
@@ -219,7 +219,7 @@ class Gateway:
             response.headers.update(reply_headers)
         return response
 
-    async def _pass_on(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
+    async def pass_on(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
         """To the daemon: later for a key that it has just refused something."""
         key = request[ABOUT_CALLER].key
         if key is not None:
@@ -233,7 +233,7 @@ class Gateway:
         """Who answers. Raises RefusalError with 404 or 405."""
         path = request.rel_url.raw_path
         if is_daemon_route(path):
-            return self._pass_on
+            return self.pass_on
         if path in self._own:
             method, handler = self._own[path]
         elif model_id_in(path) is not None:
@@ -270,7 +270,7 @@ class Gateway:
         check_class(key, bounds, self._slo_classes, self._slo)
         most_bytes, idle_s = limits.max_body_bytes, limits.body_idle_s
         body = await read_body(request, max_bytes=most_bytes, idle_s=idle_s, held=held)
-        body = await fill_images(body, self._images, held)
+        body = await fill_images(body, self._images, held, "" if key is None else key.id)
         call = _call(
             request,
             request_id,

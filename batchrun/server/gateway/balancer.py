@@ -36,7 +36,8 @@ BYTES_PER_TOKEN = 4.0
 """Until replies have told better."""
 RATIO_CALLS = 200
 MAX_MODELS = 256
-"""Names whose engines are remembered; callers choose them."""
+MAX_MODEL_CHARS = 256
+"""Names whose engines are remembered, and the longest of them; callers choose them."""
 
 JsonObject = dict[str, Any]
 
@@ -260,7 +261,8 @@ class Balancer:
             })
             if len(self._served) >= MAX_MODELS:
                 self._served.clear()
-            self._served[model] = found
+            if model is None or len(model) <= MAX_MODEL_CHARS:
+                self._served[model] = found
         return found
 
     def mark_down(self, upstream: Upstream, *, now_s: float) -> None:
@@ -280,6 +282,7 @@ class Balancer:
             yield
             return
         now_s, timer, wait_s = usage.now_s(), None, 0.0
+        num_ejected = self._shared.ejections.num_in_a_row(engine.column)
         if not routed.text.is_stream:
             wait_s = self._shared.book.loads([engine.column], now_s)[engine.column].waiting_s
         sent = self._router.sent(routed.call, engine.column, now_s)
@@ -299,6 +302,8 @@ class Balancer:
                 timer.cancel()
             if late is not None:
                 late.left(sent)
+            if routed.text.num_bytes:
+                self._shared.ejections.left(engine.column, num_ejected, usage.now_s())
             self._ended(sent, routed, number)
 
     def _began(self, upstream: Upstream, sent: Sent, late: LateCalls | None, now_s: float) -> None:

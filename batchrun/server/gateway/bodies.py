@@ -240,7 +240,7 @@ _MEDIA_KEYS = (b"_url", b"uuid")
 know it by."""
 
 
-async def fill_images(body: bytes, images: ImageFetcher, held: HeldBody) -> bytes:
+async def fill_images(body: bytes, images: ImageFetcher, held: HeldBody, owner: str) -> bytes:
     """The body with what its images' addresses lead to; itself where it has none.
 
     Raises InputError and RefusalError.
@@ -249,7 +249,7 @@ async def fill_images(body: bytes, images: ImageFetcher, held: HeldBody) -> byte
         return body
     document = _parse(body)
     try:
-        filled = await images.filled(document, on_bytes=held.add)
+        filled = await images.filled(document, owner, on_bytes=held.add)
     except ImageError as problem:
         raise RefusalError(problem.http_status, str(problem), code=IMAGE_CODE) from problem
     if filled is document:

@@ -52,6 +52,7 @@ def read_prompt(body: bytes) -> PromptText:
     """What there is of it in a body; nothing in what is none."""
     try:
         found = _DECODER.decode(body)
+        model = _name(found.model)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return PromptText()
     parts = (found.tools, found.instructions, found.messages, found.prompt, found.input)
@@ -63,9 +64,7 @@ def read_prompt(body: bytes) -> PromptText:
     for start in range(0, min(num_bytes, MAX_TEXT_BYTES) - PIECE_BYTES + 1, PIECE_BYTES):
         key = xxhash.xxh3_64_intdigest(text[start : start + PIECE_BYTES], key)
         keys.append(key)
-    return PromptText(
-        num_bytes, np.array(keys, np.uint64), found.stream is True, _name(found.model)
-    )
+    return PromptText(num_bytes, np.array(keys, np.uint64), found.stream is True, model)
 
 
 def _text(part: Part) -> bytes:

@@ -176,7 +176,7 @@ class Forwarder:
                 reply = await self._connect(upstream, call, due_s=waits.due_s)
                 if reply is None:
                     continue
-                if reply.status == 200 and not is_stream(reply) and not is_list:
+                if reply.status < 500 and not is_stream(reply) and not is_list:
                     self.balancer.answered(upstream)
                 rewriting = None
                 if steered is not None:

@@ -112,6 +112,15 @@ class Ejections:
         row[_UNTIL_S] = now_s + self._while_s(column)
         return True
 
+    def num_in_a_row(self, column: int) -> int:
+        """How often the engine was ejected without a call that succeeded; 0: it is not on trial."""
+        return int(self._values[column, _TIMES])
+
+    def left(self, column: int, num_in_a_row: int, now_s: float) -> None:
+        """A call ended that had found it so; one on trial that proved nothing leaves its turn."""
+        if num_in_a_row and self.num_in_a_row(column) == num_in_a_row:
+            self._values[column, _UNTIL_S] = min(self._values[column, _UNTIL_S], now_s)
+
     def succeeded(self, column: int) -> None:
         """The engine answered a call, or began anew."""
         self._values[column, :_TOTAL] = 0.0

@@ -82,20 +82,28 @@ class FollowedFile(Generic[T]):
         """Look at the file a few times a second, for ever."""
         while True:
             await asyncio.sleep(POLL_S)
-            await self.refresh()
+            try:
+                await self.refresh()
+            except (OSError, RuntimeError, ValueError) as error:
+                # No thread to be had, or no lock: the next look may find better times.
+                self._seen = None
+                self._complain(f"{self._path} was not taken over: {error}")
 
     async def refresh(self) -> None:
         """Take over the file's content if the file changed."""
         try:
             found = await asyncio.to_thread(self._read_if_changed)
         except ConfigError as error:
-            if str(error) != self._complaint:
-                log.warning("%s; keeping what was there before", error)
-            self._complaint = str(error)
+            self._complain(str(error))
             return
         for content in found:
-            self._complaint = None
             self._on_change(content)
+            self._complaint = None
+
+    def _complain(self, complaint: str) -> None:
+        if complaint != self._complaint:
+            log.warning("%s; keeping what was there before", complaint)
+        self._complaint = complaint
 
     def _read_if_changed(self) -> list[T]:
         """The content if it is new; a list of one, for it may be None."""

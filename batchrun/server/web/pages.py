@@ -12,6 +12,7 @@ import hmac
 import json
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime
 from functools import cache, partial
@@ -38,6 +39,7 @@ QUIET_S = 15.0
 MAX_STREAM_S = 60.0
 """Then the page connects again, and whether its key still counts is seen anew."""
 MAX_STREAMS = 64
+MAX_STREAMS_OF_A_KEY = 16
 JOB = "job"
 STILL_VIEWS = frozenset({"submit"})
 """What a person fills in is not replaced."""
@@ -87,7 +89,7 @@ class Pages:
         self._sight = sight
         self._tokens = Tokens()
         self._closing = asyncio.Event()
-        self._num_streams = 0
+        self._streams = Counter[str | None]()
 
     async def watch(self) -> None:
         """Take the samples of the charts, until cancelled; uploads under way end with it."""
@@ -126,13 +128,17 @@ class Pages:
     def stream(self, view: str, caller: Caller, job_id: str | None) -> StreamingResponse:
         """The parts of a page as they change, as server-sent events."""
         _check_view(view, caller)
-        if self._num_streams >= MAX_STREAMS:
+        if self._streams.total() >= MAX_STREAMS:
             raise HTTPException(503, f"{MAX_STREAMS} pages are open; close one")
+        if not caller.is_admin and self._streams[caller.owner] >= MAX_STREAMS_OF_A_KEY:
+            raise HTTPException(
+                503, f"{MAX_STREAMS_OF_A_KEY} pages are open with this key; close one"
+            )
         events = self._events(view, caller, job_id)
         return StreamingResponse(events, media_type="text/event-stream")
 
     async def _events(self, view: str, caller: Caller, job_id: str | None) -> AsyncIterator[str]:
-        self._num_streams += 1
+        self._streams[caller.owner] += 1
         sent: dict[str, Part] = {}
         ends_s = time.monotonic() + MAX_STREAM_S
         quiet_since_s = time.monotonic()
@@ -148,7 +154,8 @@ class Pages:
                     yield ": nothing new\n\n"
                 await self._pause()
         finally:
-            self._num_streams -= 1
+            self._streams[caller.owner] -= 1
+            self._streams += Counter()
 
     async def _pause(self) -> None:
         try:

@@ -237,14 +237,15 @@ class Sight:
         return [dict(engine) for engine in self.status.engines]
 
     async def _fleet(self) -> Facts:
-        engines = self._engines()
-        for slot, view in zip(self.daemon.slots, engines, strict=True):
-            view["num_restarts"] = self._count_restarts(slot.engine.name, slot.engine.started)
+        engines = {slot.engine.name: slot.engine for slot in self.daemon.slots}
+        views = self._engines()
+        for view in views:
+            engine = engines[str(view["name"])]
+            view["num_restarts"] = self._count_restarts(engine.name, engine.started)
             view["log"] = None
-            if isinstance(slot.engine, ManagedEngine):
-                path = slot.engine.settings.log_path
-                view["log"] = await asyncio.to_thread(_tail_of, path)
-        return {"engines": engines}
+            if isinstance(engine, ManagedEngine):
+                view["log"] = await asyncio.to_thread(_tail_of, engine.settings.log_path)
+        return {"engines": views}
 
     def _count_restarts(self, name: str, started: int) -> int:
         """How often it was seen to start anew since the daemon began."""
@@ -268,7 +269,7 @@ class Sight:
         """Where the calls of the last minutes went, how unevenly, and why the last of them."""
         went = self.figures.engines()
         counts = [each.num_calls for each in went]
-        mean = sum(counts) / len(self.daemon.slots)
+        mean = sum(counts) / max(1, len(self._engines()))
         why = (ROUTERS[self.router].__doc__ or "").split("\n\n")[0]
         told = await self.figures.explain(SHOWN_DECISIONS) or {"engines": [], "decisions": []}
         return {
