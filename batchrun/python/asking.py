@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,21 +19,37 @@ from batchrun.control.client import DaemonClient
 from batchrun.control.following import check_end, watch
 from batchrun.control.lending import deployment_up, in_turn
 from batchrun.control.starting import read_deployment
-from batchrun.control.submitting import find_same, go_on, hand_over, prepare_spec, stored_job
+from batchrun.control.submitting import (
+    SameJob,
+    find_same,
+    go_on,
+    hand_over,
+    prepare_spec,
+    stored_job,
+)
 from batchrun.daemon.ending import export
-from batchrun.errors import InputError, JobSpecError, RowsFailedError
+from batchrun.errors import (
+    DaemonUnavailableError,
+    InputError,
+    JobSpecError,
+    RowsFailedError,
+    StateError,
+)
 from batchrun.home import Home
 from batchrun.jobs.prompts.template import RequestTemplate
 from batchrun.jobs.spec import JobSpec
 from batchrun.jobs.submit import check_uses_columns
 from batchrun.python.frames import NAME_CHARS, Frame, kept_rows
 from batchrun.python.schemas import parsed, response_format
+from batchrun.store import results
 from batchrun.store.jobs import NewJob
 from batchrun.types import JobState
 
 Template = str | Sequence[Mapping[str, Any]]
 """The user's message of every row, or all messages; Jinja2 over the row's columns."""
 
+MAX_ROWS_READ = 64
+"""Of a job, to find an answer among them."""
 ANSWER_COLUMNS = ("response", "finish_reason", "error")
 OUTPUT = dict.fromkeys(ANSWER_COLUMNS, pl.String)
 """The columns of an output file that answers are made of."""
@@ -148,8 +164,16 @@ class Asked:
 
     def found(self) -> str | None:
         """The id of the job that has answered all of it already."""
-        same = find_same(self.job, self.home)
+        same = self._same()
         return same.record.id if same is not None and same.is_whole else None
+
+    def _same(self) -> SameJob | None:
+        """The newest job of this very question; None where another model answered it."""
+        same = find_same(self.job, self.home)
+        if same is None or self.question.model is not None:
+            return same
+        answered, answers = _model_of(same.record.id, self.home), _default_model(self.home)
+        return None if answered and answers and answered != answers else same
 
     def begin(self, client: DaemonClient) -> str:
         """The id of the job that answers it: taken up where it was, or new. Of equal questions at
@@ -161,7 +185,7 @@ class Asked:
             return self._begin(client)
 
     def _begin(self, client: DaemonClient) -> str:
-        same = find_same(self.job, self.home)
+        same = self._same()
         if same is not None and not same.record.state.is_terminal:
             go_on(same.record, client)
             return same.record.id
@@ -175,6 +199,26 @@ class Asked:
     def answers(self, job_id: str, errors: str) -> pl.DataFrame:
         """The answers in the order of the rows. Raises RowsFailedError where errors are raised."""
         return self.question.columns_of(_read_output(job_id, self.home), errors)
+
+
+def _model_of(job_id: str, home: Home) -> str | None:
+    """The model that gave a job's answers; None where there is none, or they do not tell."""
+    with stored_job(job_id, home) as (store, record), suppress(StateError):
+        bodies = (each.body for each in results.read(store, record.seq, limit=MAX_ROWS_READ))
+        body = next(filter(None, bodies), None)
+        return None if body is None else json.loads(body).get("model")
+    return None
+
+
+def _default_model(home: Home) -> str | None:
+    """The model that answers where none is named, as far as it is known."""
+    try:
+        engines = DaemonClient(home).get("/status")["engines"]
+    except DaemonUnavailableError:
+        deployment = read_deployment(None)
+        first = deployment.engines[0]
+        return deployment.for_engine(first).model_name if first.is_vllm else None
+    return next((engine["model"] for engine in engines if engine["model"]), None)
 
 
 def columns_used(question: Question, frame: Frame, home: Home) -> Sequence[str]:
@@ -238,13 +282,16 @@ def error_line(text: str | None) -> str | None:
     return f"{error['code']}: {error['message']}"
 
 
+HINT = 'errors="column" gives the others\' answers'
+
+
 def _raise_first(faults: Sequence[str | None]) -> None:
     failed = [(row, fault) for row, fault in enumerate(faults) if fault is not None]
     if failed:
         row, fault = failed[0]
         raise RowsFailedError(
             f"{len(failed):,} of {len(faults):,} rows failed; the first is row {row}: {fault}; "
-            'errors="column" gives the others\' answers'
+            f"{HINT}"
         )
 
 

@@ -14,10 +14,11 @@ from pydantic import BaseModel
 
 from batchrun.control.client import DaemonClient
 from batchrun.control.submitting import stored_job
-from batchrun.errors import InputError, known_name
+from batchrun.errors import InputError, RowsFailedError, known_name
 from batchrun.jobs.results.output_file import error_text, response_text
 from batchrun.jobs.spec import JobSpec
 from batchrun.python.asking import (
+    HINT,
     OUTPUT,
     Asked,
     Question,
@@ -100,9 +101,9 @@ async def stream(
     asked = await asyncio.to_thread(ask, question, frame, place, progress=False)
     found = await asyncio.to_thread(asked.found)
     if found is not None:
-        answers = await asyncio.to_thread(asked.answers, found, errors)
-        for row, answer in zip(given, answers.iter_rows(named=True), strict=True):
-            yield row | answer
+        answers = await asyncio.to_thread(asked.answers, found, "column")
+        for number, answer in enumerate(answers.iter_rows(named=True)):
+            yield given[number] | _checked(number, answer, errors)
         return
     async with _entered(deployment(model, place, progress=False)) as client:
         job_id = await asyncio.to_thread(asked.begin, client)
@@ -112,9 +113,9 @@ async def stream(
             view = await asyncio.to_thread(client.get, f"/jobs/{job_id}")
             state = JobState(view["state"])
             is_over = state.is_terminal or state is JobState.PAUSED
-            seen, new = await asyncio.to_thread(_new_answers, asked, job_id, seen, errors)
+            seen, new = await asyncio.to_thread(_new_answers, asked, job_id, seen)
             for number, answer in new:
-                yield given[number] | answer
+                yield given[number] | _checked(number, answer, errors)
             await asyncio.sleep(0 if is_over else POLL_INTERVAL_S)
         check_whole(view)
 
@@ -143,8 +144,15 @@ async def _entered(up: AbstractContextManager[DaemonClient]) -> AsyncIterator[Da
         await asyncio.shield(asyncio.to_thread(up.__exit__, None, None, None))
 
 
+def _checked(number: int, answer: dict[str, Any], errors: str) -> dict[str, Any]:
+    """A row's answer. Raises RowsFailedError where errors are raised and it failed."""
+    if errors == "raise" and answer["error"] is not None:
+        raise RowsFailedError(f"row {number} failed: {answer['error']}; {HINT}")
+    return answer
+
+
 def _new_answers(
-    asked: Asked, job_id: str, seen: np.typing.NDArray[np.int64], errors: str
+    asked: Asked, job_id: str, seen: np.typing.NDArray[np.int64]
 ) -> tuple[np.typing.NDArray[np.int64], list[tuple[int, dict[str, Any]]]]:
     """(all rows that have ended, those that were not `seen` with their answers)."""
     with stored_job(job_id, asked.home) as (store, record):
@@ -153,7 +161,7 @@ def _new_answers(
         endpoint = JobSpec.model_validate_json(record.spec).endpoint
         found = list(_as_output(results.read_rows(store, record.seq, new), endpoint))
     output = pl.DataFrame(found, schema=OUTPUT, orient="row")
-    table = asked.question.columns_of(output, errors)
+    table = asked.question.columns_of(output, "column")
     return done, list(zip(new, table.iter_rows(named=True), strict=True))
 
 

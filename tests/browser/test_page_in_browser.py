@@ -230,6 +230,34 @@ def test_a_keyboard_is_enough(page: Page, rig: DeploymentRig, job: str) -> None:
     page.wait_for_selector(f"#notice :text('{job} is running')")
 
 
+def test_an_update_leaves_scroll_and_focus_as_they_were(page: Page, job: str) -> None:
+    page.goto("/dashboard/engines")
+    page.evaluate("""() => {
+        const log = document.createElement("pre");
+        log.textContent = "line\\n".repeat(100);
+        const link = document.createElement("a");
+        link.href = "#";
+        document.getElementById("view").append(log, link);
+        log.scrollTop = 77;
+        link.focus();
+        const text = document.getElementById("view").innerHTML;
+        show(document.getElementById("view"), text);
+    }""")
+    assert page.evaluate("[...document.querySelectorAll('#view pre')].pop().scrollTop") == 77
+    assert page.evaluate("document.activeElement.tagName") == "A"
+
+
+def test_a_page_that_nobody_sees_leaves_its_connection(page: Page) -> None:
+    page.goto("/dashboard/jobs")
+    until(lambda: page.evaluate("source?.readyState") == 1)
+    page.evaluate("Object.defineProperty(document, 'hidden', {value: true, configurable: true})")
+    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+    assert page.evaluate("source") is None
+    page.evaluate("Object.defineProperty(document, 'hidden', {value: false, configurable: true})")
+    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+    until(lambda: page.evaluate("source?.readyState") == 1)
+
+
 def test_the_page_comes_back_after_the_daemon(browser: Browser, rig: DeploymentRig) -> None:
     page = browser.new_context(base_url=f"http://127.0.0.1:{rig.port}").new_page()
     page.goto("/dashboard/jobs")

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -171,6 +172,33 @@ async def test_a_stream_gives_each_row_once_with_its_answer(rig: DeploymentRig) 
     assert all(row["response"] and row["error"] is None for row in first)
     assert sorted(first, key=lambda row: row["n"]) == again
     assert len(rig.executions()) == num_begun
+
+
+async def test_a_stream_names_the_row_that_failed_after_those_before_it(rig: DeploymentRig) -> None:
+    rows = [{"text": f"before {n}"} for n in range(40)] + [{"text": "poison of a stream"}]
+    seen = []
+
+    with pytest.raises(RowsFailedError, match=r"^row 40 failed: .*400.*; errors=\"column\" gives"):
+        async for row in batchrun.stream(rows, ASK, home=rig.home, max_tokens=8, errors="raise"):
+            seen.append(row["text"])
+
+    assert len(seen) == len(set(seen)) and "poison of a stream" not in seen
+    answered = [row async for row in batchrun.stream(rows, ASK, home=rig.home, max_tokens=8)]
+    assert len(answered) == 41
+
+
+def test_another_model_of_the_deployment_answers_anew(tmp_path: Path) -> None:
+    with closing(DeploymentRig(tmp_path)) as other:
+        frame = pl.DataFrame({"text": TEXTS})
+        num_begun = []
+        for model in ("one", "two", "two"):
+            other.use_fake_engine(f"--model={model}")
+            other.ask("up", "-d")
+            assert ask(other, frame)["error"].null_count() == len(TEXTS)
+            num_begun.append(len(other.executions()))
+            other.ask("down")
+
+    assert num_begun == [12, 24, 24]
 
 
 def test_a_job_file_becomes_a_job_to_wait_for(

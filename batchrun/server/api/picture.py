@@ -223,6 +223,7 @@ def view_engines(slots: Sequence[Slot], figures: AsksGateway) -> list[dict[str, 
         {
             "name": slot.engine.name,
             "url": slot.engine.client.base_url,
+            "model": slot.default_model,
             "state": str(slot.engine.state),
             "stage": "drains for its restart" if slot.drains else slot.engine.stage,
             "in_flight": slot.window.num_rows,

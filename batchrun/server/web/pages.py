@@ -25,7 +25,7 @@ from starlette.exceptions import HTTPException
 
 from batchrun import __version__
 from batchrun.errors import BatchrunError, UnknownJobError
-from batchrun.server.api.errors import Caller, Callers, caller_of
+from batchrun.server.api.errors import ApiError, Caller, Callers, caller_of
 from batchrun.server.api.upload import Download, Transfers
 from batchrun.server.web.history import keep_history
 from batchrun.server.web.sight import VIEWS, Facts, Sight, written_output
@@ -36,8 +36,11 @@ PREFIX = "/dashboard"
 TOKEN_HEADER = "X-Dashboard-Token"
 UPDATE_S = 1.0
 QUIET_S = 15.0
-MAX_STREAM_S = 60.0
-"""Then the page connects again, and whether its key still counts is seen anew."""
+CHECK_S = 60.0
+"""How often it is seen whether the key of a page still counts."""
+MAX_STREAM_S = 3600.0
+"""Then the page connects again, and its session is asked for."""
+RECONNECT_MS = 250
 MAX_STREAMS = 64
 MAX_STREAMS_OF_A_KEY = 16
 JOB = "job"
@@ -125,8 +128,11 @@ class Pages:
         }
         return HTMLResponse(render("layout.html", facts), status_code=status)
 
-    def stream(self, view: str, caller: Caller, job_id: str | None) -> StreamingResponse:
-        """The parts of a page as they change, as server-sent events."""
+    def stream(
+        self, view: str, caller: Caller, job_id: str | None, check: Callable[[], Awaitable[None]]
+    ) -> StreamingResponse:
+        """The parts of a page as they change, as server-sent events. `check` raises HTTPException
+        or ApiError once the caller may see them no more."""
         _check_view(view, caller)
         if self._streams.total() >= MAX_STREAMS:
             raise HTTPException(503, f"{MAX_STREAMS} pages are open; close one")
@@ -134,16 +140,21 @@ class Pages:
             raise HTTPException(
                 503, f"{MAX_STREAMS_OF_A_KEY} pages are open with this key; close one"
             )
-        events = self._events(view, caller, job_id)
+        events = self._events(view, caller, job_id, check)
         return StreamingResponse(events, media_type="text/event-stream")
 
-    async def _events(self, view: str, caller: Caller, job_id: str | None) -> AsyncIterator[str]:
+    async def _events(
+        self, view: str, caller: Caller, job_id: str | None, check: Callable[[], Awaitable[None]]
+    ) -> AsyncIterator[str]:
         self._streams[caller.owner] += 1
         sent: dict[str, Part] = {}
-        ends_s = time.monotonic() + MAX_STREAM_S
-        quiet_since_s = time.monotonic()
+        began_s = checked_s = quiet_since_s = time.monotonic()
         try:
-            while not self._closing.is_set() and time.monotonic() < ends_s:
+            yield f"retry: {RECONNECT_MS}\n\n"
+            while not self._closing.is_set() and time.monotonic() - began_s < MAX_STREAM_S:
+                if time.monotonic() - checked_s > CHECK_S:
+                    checked_s = time.monotonic()
+                    await check()
                 for name, part in (await self._parts(view, caller, job_id)).items():
                     if sent.get(name) != part and (name == "header" or view not in STILL_VIEWS):
                         sent[name] = part
@@ -153,6 +164,8 @@ class Pages:
                     quiet_since_s = time.monotonic()
                     yield ": nothing new\n\n"
                 await self._pause()
+        except (HTTPException, ApiError):
+            return
         finally:
             self._streams[caller.owner] -= 1
             self._streams += Counter()
@@ -212,19 +225,23 @@ def dashboard_router(pages: Pages, sight: Sight, callers: Callers) -> APIRouter:
     router = APIRouter(prefix=PREFIX, dependencies=[Depends(callers.check)])
     _add_uploads(router, pages)
     _add_output(router, pages, sight)
-    _add_views(router, pages)
+    _add_views(router, pages, callers)
     _add_actions(router, pages, sight)
     return router
 
 
-def _add_views(router: APIRouter, pages: Pages) -> None:
+def _add_views(router: APIRouter, pages: Pages, callers: Callers) -> None:
     @router.get("")
     async def home(request: Request) -> Response:
         return await pages.page("jobs", caller_of(request))
 
     @router.get("/events/{view}")
     async def events(request: Request, view: str, job: str | None = None) -> Response:
-        return pages.stream(view, caller_of(request), job)
+        async def check() -> None:
+            await callers.check(request)
+            _check_view(view, caller_of(request))
+
+        return pages.stream(view, caller_of(request), job, check)
 
     @router.get("/jobs/{job_id}")
     async def job(request: Request, job_id: str) -> Response:

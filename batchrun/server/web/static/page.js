@@ -1,5 +1,5 @@
-// Charts, the token of actions, and what happens when the connection is lost. Everything else is
-// htmx: the server sends the page's parts as they change.
+// The page's parts as the server sends them, charts, and the token of actions. Everything else is
+// htmx.
 "use strict";
 
 const charts = new Map();
@@ -86,7 +86,11 @@ function redrawAll() {
 const open = new Set();
 
 document.addEventListener("toggle", (event) => {
-  if (event.target.id) event.target.open ? open.add(event.target.id) : open.delete(event.target.id);
+  const { id, open: isOpen } = event.target;
+  if (isOpen && !open.has(id)) {
+    for (const log of event.target.querySelectorAll("pre")) log.scrollTop = log.scrollHeight;
+  }
+  if (id) isOpen ? open.add(id) : open.delete(id);
 }, true);
 
 document.addEventListener("htmx:configRequest", (event) => {
@@ -120,28 +124,89 @@ document.addEventListener("htmx:beforeSwap", (event) => {
   document.getElementById("notice").replaceChildren(line);
 });
 
-document.addEventListener("htmx:sseMessage", () => {
+const LOST_MS = 2000;
+const AGAIN_MS = 1000;
+const SCROLLED = "pre, .wide";
+const FOCUSABLE = "a, button, summary, input, select, [tabindex]";
+let source = null;
+let lostTimer = null;
+
+// What a person did to a part, so that the new one can be shown in the same way.
+function stateOf(part) {
+  return {
+    scrolls: [...part.querySelectorAll(SCROLLED)].map((each) => ({
+      top: each.scrollTop,
+      left: each.scrollLeft,
+      isAtEnd: each.scrollTop + each.clientHeight >= each.scrollHeight - 2,
+    })),
+    focus: document.activeElement?.id ? -1 : [...part.querySelectorAll(FOCUSABLE)].indexOf(document.activeElement),
+    id: document.activeElement?.id,
+  };
+}
+
+function restore(part, before) {
+  [...part.querySelectorAll(SCROLLED)].forEach((each, i) => {
+    const was = before.scrolls[i];
+    each.scrollLeft = was?.left ?? 0;
+    each.scrollTop = !was || was.isAtEnd ? each.scrollHeight : was.top;
+  });
+  const focused = before.id ? document.getElementById(before.id) : part.querySelectorAll(FOCUSABLE)[before.focus];
+  if (focused && focused !== document.activeElement && part.contains(focused)) focused.focus({ preventScroll: true });
+}
+
+function show(part, text) {
+  const before = stateOf(part);
+  htmx.swap(part, text, { swapStyle: "innerHTML", swapDelay: 0, settleDelay: 0 });
   for (const id of open) {
     const element = document.getElementById(id);
     if (element) element.open = true;
   }
+  restore(part, before);
   redraw();
-});
+}
 
-document.addEventListener("htmx:sseOpen", () => {
-  document.getElementById("lost").hidden = true;
-});
+function connect() {
+  if (source || document.hidden) return;
+  source = new EventSource(document.body.dataset.events);
+  source.onopen = () => {
+    clearTimeout(lostTimer);
+    lostTimer = null;
+    document.getElementById("lost").hidden = true;
+  };
+  source.onerror = onLost;
+  for (const part of document.querySelectorAll("[data-part]")) {
+    source.addEventListener(part.dataset.part, (event) => show(part, event.data));
+  }
+}
 
-document.addEventListener("htmx:sseError", async () => {
-  document.getElementById("lost").hidden = false;
+// A browser opens six connections to a host: pages that nobody sees leave theirs.
+function disconnect() {
+  clearTimeout(lostTimer);
+  lostTimer = null;
+  source?.close();
+  source = null;
+}
+
+async function onLost() {
+  lostTimer ??= setTimeout(() => { document.getElementById("lost").hidden = false; }, LOST_MS);
+  if (source?.readyState === EventSource.CLOSED) {
+    source = null;
+    setTimeout(connect, AGAIN_MS);
+  }
   try {
     const reply = await fetch(location.href, { redirect: "manual" });
     if (reply.type === "opaqueredirect") location.reload();
   } catch {
-    // The gateway is away; htmx goes on trying.
+    // The gateway is away; the page goes on trying.
   }
-});
+}
 
+document.addEventListener("visibilitychange", () => (document.hidden ? disconnect() : connect()));
+addEventListener("pagehide", disconnect);
+addEventListener("pageshow", connect);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawAll);
 addEventListener("resize", redrawAll);
-document.addEventListener("DOMContentLoaded", redraw);
+document.addEventListener("DOMContentLoaded", () => {
+  redraw();
+  connect();
+});
