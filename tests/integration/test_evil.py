@@ -18,7 +18,7 @@ Trials = Callable[[Path, str], Iterator[Record]]
 def test_each_case_has_a_name_of_its_own() -> None:
     names = [engine.name for engine in ODD_ENGINES] + [caller.name for caller in BAD_CALLERS]
 
-    assert len(names) == len(set(names)) == 118 + 50
+    assert len(names) == len(set(names)) == 118 + 51
 
 
 @pytest.mark.nightly

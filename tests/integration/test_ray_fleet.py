@@ -4,6 +4,7 @@ when any of the processes around them is killed."""
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import jsonschema
 import pytest
 from engine_builders import REAL_ARGS
 from kill_rig import Outage, begun_at, check_account, committed_at, wait_for_rows, wait_until
+from raw_http import RawHttp
 from ray_rig import NODES, FleetRig, RayCluster, kill_9
 from ruamel.yaml import YAML
 
@@ -81,6 +83,11 @@ def test_replicas_come_up_on_nodes_of_their_own_and_take_rows_and_calls(rig: Fle
 
 def test_a_fleet_grows_and_shrinks_and_rows_go_back(rig: FleetRig) -> None:
     job = start(rig, 1, 3)
+    page, metrics = (
+        RawHttp(rig.port).call("GET", path) for path in ("/dashboard/engines", "/metrics")
+    )
+    assert page.status == 200 and b"fleet-0" in page.body and b"fleet-1" not in page.body
+    assert re.findall(rb'batchrun_engine_up\{engine="(\S+)"\}', metrics.body) == [b"fleet-0"]
     rig.ask("engine", "scale", "fleet", "3")
     rig.wait_until_placed(3)
     wait_for_rows(rig, job, 60)

@@ -38,7 +38,7 @@ MAX_BENCHMARK_LINES = 16_850
 """8,850 more: rows of videos, scenarios of real traffic and of many jobs, rows whose answers nobody
 knows, the price of rows, reserves, evictions, buckets, a real trace beside jobs, routers and what a
 decision costs, orders of calls, rows over engines, the page and Python; parts that hang, 118 odd
-engines and 50 callers in bad faith, two tenants, the demo beside vLLM's own order, a search for the
+engines and 51 callers in bad faith, two tenants, the demo beside vLLM's own order, a search for the
 best order of calls, calls of AccelGen and LARRY, memory and threads that run out; routers of others
 before the same engines; classes of calls on real engines."""
 MAX_MANUAL_WORDS = 41_600
