@@ -18,8 +18,7 @@ import numpy as np
 
 from batchrun.daemon.dispatch import shared_prefixes
 from batchrun.daemon.dispatcher import OFFLINE_PRIORITY
-from batchrun.daemon.job import Hinter
-from batchrun.daemon.job import ActiveJob
+from batchrun.daemon.job import ActiveJob, Hinter
 from batchrun.daemon.opening import open_job
 from batchrun.engine.client import EngineClient
 from batchrun.hints import put_hint
