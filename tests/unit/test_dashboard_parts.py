@@ -170,7 +170,7 @@ def make_facts() -> dict[str, Any]:
         "stage": "reading", "deadline_outlook": "late by 3 s", "is_deadline_kept": False,
         "actions": ["resume", "cancel"], "is_terminal": False, "output_path": "/out",
         "planned_answer_tokens": 5, "mean_answer_tokens": 4.5, "eta_low_s": 3.0, "eta_high_s": 9.0,
-        "engine_s": 90.0, "cost": 0.5,
+        "engine_s": 90.0, "cost": 0.5, "num_cut": 2,
         "on_done": {"target": "webhook https://x", "state": "waiting", "num_tries": 2,
                     "next_at": NOW_S, "said": "HTTP 500"},
     }  # fmt: skip
