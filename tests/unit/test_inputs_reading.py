@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -163,3 +166,67 @@ def test_parquet_values_become_native(tmp_path: Path) -> None:
     assert row["s"] == {"k": [1, 2]}
     assert row["n"] is None
     assert str(row["t"]).startswith("2023-11-14")
+
+
+HUB_JOB = """\
+name: sample
+input: {{path: "{place}", messages: [{{role: user, content: "{{{{ text }}}}"}}]}}
+output: {{path: out.parquet}}
+"""
+LOAD = """\
+import sys
+from pathlib import Path
+from batchrun.errors import JobSpecError
+from batchrun.jobs.job_file import input_files, load_job_file
+try:
+    spec = load_job_file(Path("job.yaml"), cwd=Path.cwd())
+    print(*(path.name for path in input_files(spec.input.path)))
+except JobSpecError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("hf://datasets/acme/reviews/data/one.jsonl", "one.jsonl"),
+        ("hf://datasets/acme/reviews@main/data/*.jsonl", "one.jsonl two.jsonl"),
+        (
+            "hf://datasets/acme/reviews/three.jsonl",
+            "job.yaml:2: input.path: hf://datasets/acme/reviews/three.jsonl: not in the local "
+            "cache; hf download --repo-type dataset acme/reviews",
+        ),
+        (
+            "hf://datasets/acme/other@v1/x.csv",
+            "job.yaml:2: input.path: hf://datasets/acme/other@v1/x.csv: not in the local cache; "
+            "hf download --repo-type dataset acme/other --revision v1",
+        ),
+        (
+            "hf://models/x",
+            "job.yaml:2: input.path: write hf://datasets/OWNER/NAME[@REVISION]/FILE (got "
+            "'hf://models/x')",
+        ),
+    ],
+)
+def test_a_place_on_the_hub_is_read_from_the_cache_alone(
+    tmp_path: Path, place: str, said: str
+) -> None:
+    cached = tmp_path / "hub" / "datasets--acme--reviews"
+    data = cached / "snapshots" / ("0" * 40) / "data"
+    for folder in (data, cached / "refs"):
+        folder.mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    for name in ("one", "two"):
+        (data / f"{name}.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "job.yaml").write_text(HUB_JOB.format(place=place))
+
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD],
+        cwd=tmp_path,
+        env={**os.environ, "HF_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert done.stdout == f"{said}\n"
