@@ -115,13 +115,15 @@ def test_a_call_on_trial_that_proves_nothing_leaves_its_turn(book: int) -> None:
         balancer.failed(ONE, now_s=time.monotonic() - FIRST_EJECTION_S)
     call = streamed(balancer)
     for _ in range(3):
-        assert balancer.take_turn(ONE, now_s=time.monotonic())
+        now_s = time.monotonic()
+        assert balancer.take_turn(ONE, now_s=now_s)
         with balancer.sending(ONE, call):
-            assert not balancer.take_turn(ONE, now_s=time.monotonic())
-    assert balancer.take_turn(ONE, now_s=time.monotonic())
+            assert not balancer.take_turn(ONE, now_s=now_s)
+    now_s = time.monotonic()
+    assert balancer.take_turn(ONE, now_s=now_s)
     with balancer.sending(ONE, call):
-        balancer.failed(ONE, now_s=time.monotonic())
-    assert not balancer.take_turn(ONE, now_s=time.monotonic())
+        balancer.failed(ONE, now_s=now_s)
+    assert not balancer.take_turn(ONE, now_s=now_s)
 
 
 def test_long_names_of_models_are_not_kept(book: int) -> None:
