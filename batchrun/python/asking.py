@@ -211,13 +211,16 @@ def _model_of(job_id: str, home: Home) -> str | None:
 
 
 def _default_model(home: Home) -> str | None:
-    """The model that answers where none is named, as far as it is known."""
+    """The model that answers where none is named, as far as it is known. Of attached engines it is
+    not: their replies may tell another name than their lists."""
     try:
         engines = DaemonClient(home).get("/status")["engines"]
     except DaemonUnavailableError:
         deployment = read_deployment(None)
         first = deployment.engines[0]
         return deployment.for_engine(first).model_name if first.is_vllm else None
+    if any(engine["is_attached"] for engine in engines):
+        return None
     return next((engine["model"] for engine in engines if engine["model"]), None)
 
 

@@ -12,6 +12,7 @@ from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.supervisor import Supervisor
 from batchrun.daemon.view import MOST_ENDED, view_engine, view_job
+from batchrun.engine.engine import AttachedEngine
 from batchrun.errors import StoreLockedError, StoreUnreachableError
 from batchrun.pool.pace import Completion
 from batchrun.server.api.watch import LoopWatch
@@ -224,6 +225,7 @@ def view_engines(slots: Sequence[Slot], figures: AsksGateway) -> list[dict[str, 
             "name": slot.engine.name,
             "url": slot.engine.client.base_url,
             "model": slot.default_model,
+            "is_attached": isinstance(slot.engine, AttachedEngine),
             "state": str(slot.engine.state),
             "stage": "drains for its restart" if slot.drains else slot.engine.stage,
             "in_flight": slot.window.num_rows,

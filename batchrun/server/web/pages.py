@@ -40,7 +40,7 @@ CHECK_S = 60.0
 """How often it is seen whether the key of a page still counts."""
 MAX_STREAM_S = 3600.0
 """Then the page connects again, and its session is asked for."""
-RECONNECT_MS = 250
+RECONNECT_MS = 1000
 MAX_STREAMS = 64
 MAX_STREAMS_OF_A_KEY = 16
 JOB = "job"
@@ -132,7 +132,7 @@ class Pages:
         self, view: str, caller: Caller, job_id: str | None, check: Callable[[], Awaitable[None]]
     ) -> StreamingResponse:
         """The parts of a page as they change, as server-sent events. `check` raises HTTPException
-        or ApiError once the caller may see them no more."""
+        or ApiError once the caller may see them no more; what it raises ends the stream."""
         _check_view(view, caller)
         if self._streams.total() >= MAX_STREAMS:
             raise HTTPException(503, f"{MAX_STREAMS} pages are open; close one")
@@ -164,7 +164,7 @@ class Pages:
                     quiet_since_s = time.monotonic()
                     yield ": nothing new\n\n"
                 await self._pause()
-        except (HTTPException, ApiError):
+        except (HTTPException, ApiError, BatchrunError):
             return
         finally:
             self._streams[caller.owner] -= 1

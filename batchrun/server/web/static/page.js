@@ -126,10 +126,12 @@ document.addEventListener("htmx:beforeSwap", (event) => {
 
 const LOST_MS = 2000;
 const AGAIN_MS = 1000;
+const LONGEST_AGAIN_MS = 10000;
 const SCROLLED = "pre, .wide";
 const FOCUSABLE = "a, button, summary, input, select, [tabindex]";
 let source = null;
 let lostTimer = null;
+let againMs = AGAIN_MS;
 
 // What a person did to a part, so that the new one can be shown in the same way.
 function stateOf(part) {
@@ -171,6 +173,7 @@ function connect() {
   source.onopen = () => {
     clearTimeout(lostTimer);
     lostTimer = null;
+    againMs = AGAIN_MS;
     document.getElementById("lost").hidden = true;
   };
   source.onerror = onLost;
@@ -189,10 +192,11 @@ function disconnect() {
 
 async function onLost() {
   lostTimer ??= setTimeout(() => { document.getElementById("lost").hidden = false; }, LOST_MS);
-  if (source?.readyState === EventSource.CLOSED) {
-    source = null;
-    setTimeout(connect, AGAIN_MS);
-  }
+  // The browser itself tries again, unless it was refused.
+  if (source?.readyState !== EventSource.CLOSED) return;
+  source = null;
+  setTimeout(connect, againMs);
+  againMs = Math.min(2 * againMs, LONGEST_AGAIN_MS);
   try {
     const reply = await fetch(location.href, { redirect: "manual" });
     if (reply.type === "opaqueredirect") location.reload();
