@@ -225,7 +225,8 @@ async def test_rows_in_an_engine_that_obeys_stay_there_for_a_while(
     sit_out_s: float,
 ) -> None:
     monkeypatch.setattr("batchrun.daemon.daemon.SIT_OUT_S", sit_out_s)
-    served = await fake_engine("--latency-s=4")
+    monkeypatch.setattr("batchrun.daemon.engine_link.ANSWER_WAIT_S", 30.0)
+    served = await fake_engine("--latency-s=8")
     link = EngineLink(EngineSockets(path), "fake")
     slot_options = {"hint_nonce": NONCE, "link": link}
     engine.channel.publish(telemetry())

@@ -90,6 +90,12 @@ def has_ended_calls(told: dict[str, Any], num_calls: int) -> bool:
     return bool(online["num_admissions"] == num_calls and not online["num_running"])
 
 
+def has_all_rows(rig: DeploymentRig, job_id: str, told: dict[str, Any]) -> bool:
+    """Whether all rows of the job that have not ended have reached the engine: none is on its way
+    there."""
+    return sum(_offline(told)) + int(rig.job(job_id)["num_completed"]) == NUM_ROWS
+
+
 def call_online(rig: DeploymentRig) -> None:
     """One call of an online user."""
     body: dict[str, Any] = {"model": "tiny", "max_tokens": 8, "ignore_eos": True}
@@ -126,7 +132,7 @@ def test_rows_sit_out_while_offline_work_is_off_and_then_go_on(rig: DeploymentRi
 
     daemon.post("/offline", {"on": False})
     call_online(rig)
-    off = wait_for(rig, lambda told: has_ended_calls(told, 1))
+    off = wait_for(rig, lambda told: has_ended_calls(told, 1) and has_all_rows(rig, job_id, told))
     call_online(rig)
     later = wait_for(rig, lambda told: has_ended_calls(told, 2))
     daemon.post("/offline", {"on": True})
