@@ -28,6 +28,10 @@ CALLER_HEADER = "X-Batchrun-Key"
 """The header in which the gateway tells the daemon the id of the caller's API key."""
 
 
+NO_ENGINE_HEADER = "X-Batchrun-No-Engine"
+"""The header of an agent's refusal where its engine takes no call now: another may."""
+
+
 @dataclass(frozen=True, slots=True)
 class DaemonAddress:
     """Where a running daemon answers. The file that holds it is readable by its owner alone."""

@@ -94,7 +94,8 @@ class _Round:
         why the rows do not run."""
         if model not in self._serving:
             serving = {e: load for e, load in self.loads.items() if self.slots[e].serves(model)}
-            may_come = any(slot.models is None or slot.serves(model) for slot in self.slots)
+            there = [slot for slot in self.slots if not slot.is_lost]
+            may_come = any(slot.models is None or slot.serves(model) for slot in there)
             self._serving[model] = serving if serving or may_come else self.loads
         return self._serving[model]
 
@@ -154,7 +155,7 @@ class Assigner(Generic[JobT, SlotT]):
         self.in_the_way = {}
         for slot in self.slots:
             slot.end_trials(now_s)
-        are_alike = len({slot.models for slot in self.slots}) == 1
+        are_alike = len({slot.models for slot in self.slots if not slot.is_lost}) == 1
         has_suspects = are_alike and any(job.trials.limits for job in self.jobs.values())
         is_apart = self.trial_engine.set_apart(now_s, has_suspects=has_suspects)
         round_ = _Round(self._asking(is_apart=is_apart), self.slots, now_s)

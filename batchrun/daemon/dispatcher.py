@@ -121,7 +121,7 @@ class Dispatcher:
 
     async def _meet_agents(self) -> None:
         """Hear from the agents what they have, so that none of it is sent again."""
-        agents = [slot.agent for slot in self.slots if slot.agent is not None]
+        agents = [slot.agent for slot in self.slots if slot.agent and slot.agent.base_url]
         with suppress(TimeoutError):
             async with asyncio.timeout(MEET_S):
                 for agent in agents:
@@ -215,8 +215,8 @@ class Dispatcher:
 
     def check_model(self, model: str) -> None:
         """Raises InputError when every engine has told its models, and this is none of them."""
-        known = [slot.models for slot in self.slots]
-        if model == DEFAULT_MODEL or not all(known):
+        known = [slot.models for slot in self.slots if not slot.is_lost]
+        if model == DEFAULT_MODEL or not known or not all(known):
             return
         names = sorted({name for models in known for name in models or ()})
         if model not in names:

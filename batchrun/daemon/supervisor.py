@@ -50,7 +50,7 @@ from batchrun.errors import EngineError, InputError
 from batchrun.files import short_path, write_atomically
 from batchrun.home import Home
 from batchrun.pool.row_queue import RowLoad
-from batchrun.routing.engine_book import Prices
+from batchrun.routing.engine_book import Prices, with_means
 from batchrun.types import EnginePhase
 
 log = logging.getLogger(__name__)
@@ -81,6 +81,7 @@ class Supervisor:
         self._home = home
         self._daemon = daemon
         self._upstreams = b""
+        self._is_up = asyncio.Event()
         nonce = read_or_make_nonce(home) if deployment.runs_scheduler else None
         self.fleets = Fleets(deployment, home)
         made = [
@@ -89,7 +90,7 @@ class Supervisor:
             for slot in self._make_slots(index, nonce if config.is_vllm else None)
         ]
         self.slots: Sequence[Slot] = [slot for slot, _ in made]
-        self._prices = [prices for _, prices in made]
+        self._prices = with_means([prices for _, prices in made])
         classes = slo_classes(deployment, home)
         self._slo_classes = {
             name: {**bounds.model_dump(), "value": deployment.slo_classes[name].value}
@@ -133,35 +134,43 @@ class Supervisor:
             models=models,
         )
 
-    async def start(self) -> None:
-        """Bring up the gateway, then all engines at once; returns when one of them is ready.
+    async def run(self, on_ready: Callable[[], None], *, is_heir: bool) -> None:
+        """Bring up the gateway, then all engines at once, and keep each up however long the others
+        start, until cancelled. `on_ready` is called once, when an engine is ready.
 
-        Raises EngineError when the gateway cannot start, or no engine can.
+        Raises EngineError when the gateway cannot start, or no engine can: an heir, which stood by
+        before, looks for engines on and on.
         """
         self.fleets.start(leads=True)
-        for slot in self.slots:
-            if slot.agent is not None:
-                slot.agent.connect()
         await self._start_gateway()
         if any(config.is_vllm for config in self._deployment.engines):
             await asyncio.to_thread(build_model, self._deployment, self._home)
-        starts = asyncio.gather(
-            *(slot.engine.start() for slot in self.slots), return_exceptions=True
-        )
+        failures: list[EngineError] = []
         try:
-            # Those that are ready take calls, however long the others start.
-            while not starts.done():
-                await asyncio.wait([starts], timeout=GATEWAY_CHECK_S)
-                self._write_upstreams()
-        finally:
-            starts.cancel()
-        errors = [failure for failure in starts.result() if failure is not None]
-        for error in errors:
-            if not isinstance(error, EngineError):
-                raise error
+            async with asyncio.TaskGroup() as group:
+                group.create_task(_watch_on("the gateway", self._watch_gateway))
+                group.create_task(self._announce(on_ready))
+                for slot in self.slots:
+                    group.create_task(self._keep(slot, failures, is_heir=is_heir))
+        except* EngineError as errors:
+            for slot in self.slots:
+                if isinstance(slot.engine, ManagedEngine):
+                    await slot.engine.stop()
+            raise errors.exceptions[0] from None
+
+    async def _keep(self, slot: Slot, failures: list[EngineError], *, is_heir: bool) -> None:
+        try:
+            await slot.engine.start()
+        except EngineError as error:
             log.error("%s", error)
-        if len(errors) == len(self.slots):
-            raise errors[0]
+            failures.append(error)
+            if len(failures) == len(self.slots) and not (is_heir or self._is_up.is_set()):
+                raise failures[0] from None
+        await _watch_on(slot.engine.name, slot.engine.watch)
+
+    async def _announce(self, on_ready: Callable[[], None]) -> None:
+        await self._is_up.wait()
+        on_ready()
 
     async def stand_by(self) -> None:
         """Keep the gateway up, and look at the engines that others start, until cancelled: another
@@ -181,13 +190,6 @@ class Supervisor:
         await asyncio.to_thread(self._ensure_gateway, is_first=True)
         await self._wait_for_gateway()
 
-    async def watch(self) -> None:
-        """Keep the engines and the gateway up, until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            for slot in self.slots:
-                group.create_task(_watch_on(slot.engine.name, slot.engine.watch))
-            group.create_task(_watch_on("the gateway", self._watch_gateway))
-
     async def close(self) -> None:
         """Close the connections to the engines; they and the gateway run on."""
         await self.fleets.close()
@@ -195,8 +197,7 @@ class Supervisor:
             await slot.engine.client.close()
 
     async def _watch_gateway(self) -> None:
-        num_missed, restarts = 0, self.gateway_restarts
-        starts_until_s = 0.0
+        num_missed, restarts, starts_until_s = 0, self.gateway_restarts, 0.0
         while True:
             if await asyncio.to_thread(self._ensure_gateway):
                 restarts["ended"] += 1
@@ -307,6 +308,8 @@ class Supervisor:
             for slot, prices in zip(self.slots, self._prices, strict=True)
             if slot.agent is None or slot.agent.base_url
         ]
+        if any(engine["is_ready"] for engine in engines):
+            self._is_up.set()
         document = {
             "engines": engines,
             "daemon": self._daemon,

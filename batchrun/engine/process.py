@@ -1,9 +1,9 @@
 """Detached child processes that outlive the process that started them.
 
-A child is known by four things kept in its record: pid, start time, a random nonce that stands in
-its environment, and a hash of its arguments, and of its secret where it has one. A pid alone
-proves nothing: the kernel reuses them. The nonce is inherited, so it also finds grandchildren whose
-parent was killed.
+A child is known by three things kept in its record: pid, a random nonce that stands in its
+environment, and a hash of its arguments, and of its secret where it has one. A pid alone proves
+nothing: the kernel reuses them. Neither does when it was started: that moves with the clock. The
+nonce is inherited, so it also finds grandchildren whose parent was killed.
 All functions here may block for a moment (`terminate` for up to its grace time plus a few seconds).
 
 What an engine's log says: the stage of its start, and why it ended.
@@ -32,7 +32,6 @@ from batchrun.files import waited_for_core_s, write_atomically
 
 NONCE_VARIABLE = "BATCHRUN_NONCE"
 _NO_PID = 0
-_CLOCK_TOLERANCE_S = 2.0
 _KILL_WAIT_S = 5.0
 _POLL_S = 0.05
 _EXEC_WAIT_S = 5.0
@@ -42,10 +41,9 @@ _MAX_LOG_BYTES = 64 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ProcessRecord:
-    """What is needed to know a child again. `started_at` is the kernel's start time, UTC epoch."""
+    """What is needed to know a child again."""
 
     pid: Annotated[int, msgspec.Meta(ge=_NO_PID)]
-    started_at: float
     nonce: str
     argv_hash: str
 
@@ -74,14 +72,14 @@ def spawn(
     if log_path.exists() and log_path.stat().st_size > _MAX_LOG_BYTES:
         log_path.replace(log_path.with_name(f"{log_path.name}.1"))
     # Written before the start too: should we be killed in between, the nonce still finds the child.
-    record = ProcessRecord(_NO_PID, 0.0, nonce, hash_argv(argv, secret))
+    record = ProcessRecord(_NO_PID, nonce, hash_argv(argv, secret))
     _write_record(record, record_path)
     try:
         pid = _spawn_detached(argv, child_env, log_path, stdin)
     except OSError:
         record_path.unlink(missing_ok=True)
         raise
-    record = replace(record, pid=pid, started_at=psutil.Process(pid).create_time())
+    record = replace(record, pid=pid)
     _wait_for_nonce(record)
     _write_record(record, record_path)
     return record
@@ -119,9 +117,7 @@ def is_alive(record: ProcessRecord) -> bool:
         return False
     _reap(record.pid)
     try:
-        process = psutil.Process(record.pid)
-        is_same = abs(process.create_time() - record.started_at) <= _CLOCK_TOLERANCE_S
-        return is_same and _belongs(process, record)
+        return _belongs(psutil.Process(record.pid), record)
     except psutil.Error:
         return False
 

@@ -36,15 +36,44 @@ of these, which is cautious, and more with each answer that has ended, up to the
 REMEMBERED_CALLS = 1_000
 """Counts halve when there are twice as many."""
 LIKELY_LEVEL = 0.9
+FIRST_LIKELY_TOKENS = 512
+"""Nine of ten answers are taken to stay within so many while few of them have ended."""
 LEAST_ENDED = 32
 """Of fewer answers nothing is concluded."""
+MAX_PROMISES = 64
+Promise = tuple[float, float, float]
+"""The bounds of a class: TTFT, TPOT and completion."""
+
+
+class _Lengths:
+    """How long the last answers of one kind were."""
+
+    def __init__(self) -> None:
+        self._ended = np.zeros(len(EDGES_TOKENS) - 1)
+        self._likely_tokens = float(FIRST_LIKELY_TOKENS)
+        self.num_ended = 0
+
+    def ended(self, place: int) -> None:
+        """One more, between the edges at this place."""
+        self._ended[place] += 1
+        self.num_ended += 1
+        if self._ended.sum() >= 2 * REMEMBERED_CALLS:
+            self._ended /= 2
+        if self.num_ended % LEAST_ENDED == 0:
+            within = np.concatenate([[0.0], np.cumsum(self._ended)]) / self._ended.sum()
+            self._likely_tokens = float(np.interp(LIKELY_LEVEL, within, EDGES_TOKENS))
+
+    @property
+    def likely_tokens(self) -> float:
+        """What nine of ten stayed within, as of the last `LEAST_ENDED`."""
+        return self._likely_tokens
 
 
 class CallHistory:
     """Arrivals and answers of the calls of one engine. A call costs a few microseconds.
 
-    `num_judged` answers have ended since it was first asked what nine of ten stay within;
-    `num_longer` of them did not.
+    `num_judged` answers have ended since it was first asked what nine of ten of their class stay
+    within; `num_longer` of them did not.
     """
 
     def __init__(self) -> None:
@@ -53,7 +82,8 @@ class CallHistory:
         self._reached = np.zeros(len(EDGES_TOKENS) - 1)
         self._ended = np.zeros(len(EDGES_TOKENS) - 1)
         self._num_ended = 0
-        self._likely: tuple[int, float] | None = None
+        self._lengths: dict[Promise | None, _Lengths] = {None: _Lengths()}
+        self._told: dict[Promise | None, float] = {}
         self.num_judged = self.num_longer = 0
 
     def begun(self, at_s: float) -> None:
@@ -61,14 +91,18 @@ class CallHistory:
         self._forget_until(at_s)
         self._rate_calls += 1
 
-    def ended(self, num_tokens: int) -> None:
-        """An answer is complete. One that its client gave up tells nothing: leave it out."""
+    def ended(self, num_tokens: int, promise: Promise | None = None) -> None:
+        """An answer to a call with this promise is complete. One that its client gave up tells
+        nothing: leave it out."""
         place = int(np.searchsorted(EDGES_TOKENS[:-1], num_tokens)) - 1
         if place < 0:
             return
-        if self._likely is not None:
+        if promise in self._told:
             self.num_judged += 1
-            self.num_longer += num_tokens > self._likely[1]
+            self.num_longer += num_tokens > self._told[promise]
+        for kind in {None, promise}:
+            if kind in self._lengths or len(self._lengths) < MAX_PROMISES:
+                self._lengths.setdefault(kind, _Lengths()).ended(place)
         self._reached[: place + 1] += 1
         self._ended[place] += 1
         self._num_ended += 1
@@ -76,15 +110,14 @@ class CallHistory:
             self._reached /= 2
             self._ended /= 2
 
-    def likely_tokens(self, most_tokens: int) -> int:
-        """What 9 of 10 answers stay within, at most so many; that many while few have ended."""
-        if self._num_ended < LEAST_ENDED:
-            return most_tokens
-        if self._likely is None or self._likely[0] != self._num_ended // LEAST_ENDED:
-            longer = self.longer_shares(())
-            tokens = np.interp(1 - LIKELY_LEVEL, longer[::-1], EDGES_TOKENS[::-1])
-            self._likely = self._num_ended // LEAST_ENDED, float(tokens)
-        return min(most_tokens, math.ceil(self._likely[1]))
+    def likely_tokens(self, most_tokens: int, promise: Promise | None = None) -> int:
+        """What 9 of 10 answers to calls with this promise stay within, at most so many. While few
+        of them have ended those of all calls count."""
+        lengths = self._lengths.get(promise)
+        if lengths is None or lengths.num_ended < LEAST_ENDED:
+            lengths = self._lengths[None]
+        self._told[promise] = lengths.likely_tokens
+        return min(most_tokens, math.ceil(lengths.likely_tokens))
 
     def rate_per_s(self, now_s: float) -> float:
         """Calls per second of late."""

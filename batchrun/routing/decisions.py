@@ -261,7 +261,8 @@ def _figures_of(its: Records, name: str, num_pieces: int) -> EngineRouting:
     found = EngineRouting(name, len(its), num_pieces)
     if len(told):
         cached = told["told_cached_tokens"]
-        off = np.abs(cached - told["chosen"]["cached_tokens"])
+        scaled = cached * told["prompt_tokens"] / told["told_prompt_tokens"]
+        off = np.abs(scaled - told["chosen"]["cached_tokens"])
         found.hit_rate = float(cached.sum() / told["told_prompt_tokens"].sum())
         found.agreement = float((off <= told["piece_tokens"]).mean())
     return found

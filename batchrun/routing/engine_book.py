@@ -7,7 +7,8 @@ one book: each writes a row of loads that is its own, and reads the sum of all r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, fields
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -23,14 +24,16 @@ ANSWERS = 1000
 FIRST_ANSWER_TOKENS = 128.0
 LEAST_ROOM_SHARE = 0.2
 GROW, SHRINK = 1.005, 0.99
+TOLERANCE_SHARE = 0.05
+"""Of the tokens foretold, so many and a piece may be missing: bytes tell tokens only roughly."""
 """What the believed size of an engine's cache is multiplied by after a reply that had all the
 cached tokens foretold, and after one that had fewer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What an engine's steps cost in seconds, from its profile; where there is none, one of these
-    for all engines, since only their ratios tell."""
+    """What an engine's steps cost in seconds, from its profile; where no engine has one, these for
+    all, since only their ratios tell."""
 
     base_s: float = 0.0145
     token_s: float = 7.3e-5
@@ -46,6 +49,15 @@ class Prices:
     def decode_s(self, num_calls: float, context_tokens: float) -> float:
         """Seconds of a step in which so many calls decode."""
         return self.base_s + num_calls * self.call_s + context_tokens * self.context_token_s
+
+
+def with_means(known: Sequence[Prices | None]) -> list[Prices | None]:
+    """Those that are not known are the means of the others, if there are any."""
+    found = [each for each in known if each is not None]
+    if not found:
+        return list(known)
+    means = {key.name: fmean(getattr(each, key.name) for each in found) for key in fields(Prices)}
+    return [Prices(**means) if each is None else each for each in known]
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +257,7 @@ class EngineBook:
         self._room_share.pop(engine, None)
 
     def _learn_room(self, sent: Sent, cached_tokens: int) -> None:
-        is_less = cached_tokens < sent.cached_tokens - sent.call.piece_tokens
+        told = (1 - TOLERANCE_SHARE) * sent.cached_tokens - sent.call.piece_tokens
+        is_less = cached_tokens < told
         share = self._room_share.get(sent.engine, 1.0) * (SHRINK if is_less else GROW)
         self._room_share[sent.engine] = min(1.0, max(LEAST_ROOM_SHARE, share))

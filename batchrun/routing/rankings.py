@@ -22,10 +22,13 @@ class Least(Router):
 
 
 class RoundRobin(Router):
-    """One after the other."""
+    """One after the other. One that is new or was away has no turns to make up for."""
 
     def rank(self, call: Call, engines: Sequence[int], now_s: float) -> list[int]:
         """See `Router`."""
+        least = max(map(self.num_sent.__getitem__, engines)) - 1
+        for engine in engines:
+            self.num_sent[engine] = max(least, self.num_sent[engine])
         return sorted(engines, key=self.num_sent.__getitem__)
 
 

@@ -174,6 +174,8 @@ def _prompts(
         if new:
             yield new, request.num_computed_tokens + new
     for request in view.online_waiting:
+        if left_tokens <= 0:
+            return
         hit_tokens = view.look_up(request).num_tokens
         new = min(request.num_tokens - hit_tokens, left_tokens)
         left_tokens -= new

@@ -34,7 +34,7 @@ def first_due_s(view: EngineView, request: RequestView, pace_s: float) -> float:
     likely to take, at `pace_s` a token, ends by the completion bound."""
     bound_s = request.slo_ttft_s
     if request.slo_jct_s < math.inf:
-        answer = view.calls.likely_tokens(request.max_output_tokens)
+        answer = view.calls.likely_tokens(request.max_output_tokens, request.promise)
         bound_s = min(bound_s, request.slo_jct_s - answer * min(pace_s, request.slo_tpot_s))
     return request.arrival_at_s + bound_s
 
@@ -86,15 +86,16 @@ class SlackOrder(ArrivalOrder):
         self._turned_at_s = 0.0
 
     def order(self, view: EngineView, begun: Sequence[RequestView]) -> Sequence[RequestView]:
-        """By remaining time; late ones by arrival."""
-        printed, self._pace_s = self._options.is_printed, tightest_pace_s(view)
-        keys: list[tuple[bool, float, float, RequestView]] = []
+        """By vLLM's priority, then by remaining time, answers that go on before all; late ones by
+        arrival."""
+        self._pace_s = tightest_pace_s(view)
+        keys: list[tuple[int, bool, float, float, RequestView]] = []
         for call in (*begun, *view.online_waiting):
             remains_s = self._remains_s(view, call)
-            is_late = remains_s < 0 and not printed
+            is_late = self._is_late(remains_s)
             key = call.arrival_at_s if is_late else remains_s
-            keys.append((is_late, key, call.arrival_at_s, call))
-        keys.sort(key=itemgetter(0, 1, 2))
+            keys.append((call.priority, is_late, key, call.arrival_at_s, call))
+        keys.sort(key=itemgetter(0, 1, 2, 3))
         return [call for *_, call in keys]
 
     def fill(
@@ -114,11 +115,16 @@ class SlackOrder(ArrivalOrder):
         self._learn(draft, prompts, draft.load.num_tokens - num_before)
         return has_room
 
+    def _is_late(self, remains_s: float) -> bool:
+        return -math.inf < remains_s < 0 and not self._options.is_printed
+
     def _remains_s(self, view: EngineView, call: RequestView) -> float:
+        if call.first_token_at_s is not None:
+            return -math.inf
         num_chunks = math.ceil(left_tokens(call) / self._chunk_tokens)
         step_s = max(self._longest_s)
         if self._options.is_printed and call.slo_jct_s < math.inf:
-            answer = view.calls.likely_tokens(call.max_output_tokens)
+            answer = view.calls.likely_tokens(call.max_output_tokens, call.promise)
             prompt_s = num_chunks * step_s
             return (call.slo_jct_s - prompt_s - answer * step_s) / (num_chunks + answer)
         return first_due_s(view, call, self._pace_s) - view.now_s - num_chunks * step_s
@@ -132,7 +138,8 @@ class SlackOrder(ArrivalOrder):
         chosen: list[RequestView] = []
         for call in prompts:
             if id(call) not in running and left_tokens(call) >= LONG_PROMPT_TOKENS:
-                is_urgent = 0 <= self._remains_s(view, call) <= max(self._longest_s)
+                remains_s = self._remains_s(view, call)
+                is_urgent = not self._is_late(remains_s) and remains_s <= max(self._longest_s)
                 if num_long and not is_urgent:
                     continue
                 num_long += 1
@@ -154,13 +161,12 @@ class SlackOrder(ArrivalOrder):
     def _fill_by_fit(
         self, draft: Draft, prompts: Sequence[RequestView], limit_s: float, victims: Victims
     ) -> bool:
-        """Of those that remain about as long as the first, the one that leaves least of tokens and
-        blocks, each as a share of all."""
+        """Of those that remain about as long as the first, or are late as it is, the one that
+        leaves least of tokens and blocks, each as a share of all."""
         left, has_room = list(prompts), True
         running, view = set(map(id, draft.view.online_running)), draft.view
         while left:
-            most_s = self._remains_s(view, left[0]) + HEAD_S
-            near = [c for c in left[:MOST_CHOSEN_FROM] if self._remains_s(view, c) <= most_s]
+            near = self._near(view, left)
             call = min(near, key=lambda each: self._distance(draft, each))
             left.remove(call)
             if id(call) in running:
@@ -173,6 +179,16 @@ class SlackOrder(ArrivalOrder):
             if id(call) in running:
                 go_on(draft, call, limit_s)
         return has_room and not left
+
+    def _near(self, view: EngineView, left: Sequence[RequestView]) -> list[RequestView]:
+        first_s, level = self._remains_s(view, left[0]), left[0].priority
+        is_late, near = self._is_late(first_s), []
+        for call in left[:MOST_CHOSEN_FROM]:
+            remains_s = self._remains_s(view, call)
+            is_alike = self._is_late(remains_s) == is_late and call.priority == level
+            if is_alike and remains_s <= first_s + HEAD_S:
+                near.append(call)
+        return near
 
     def _distance(self, draft: Draft, call: RequestView) -> float:
         view, left = draft.view, left_tokens(call)

@@ -81,7 +81,8 @@ def _memory(view: EngineView, call: RequestView, hit: PrefixHit) -> float:
 
 class GroupsOrder(ArrivalOrder):
     """Calls in groups by how much of their prompt is cached, 0 to 10 tenths, and in each group by
-    arrival; groups take turns, one with g tenths g + 1 times as often as that with none.
+    arrival; groups take turns, one with g tenths g + 1 times as often as that with none. vLLM's
+    priority goes before all.
 
     As printed, the weight is g: calls of which nothing is cached would wait for ever.
     """
@@ -101,14 +102,14 @@ class GroupsOrder(ArrivalOrder):
             group = min(NUM_GROUPS, NUM_GROUPS * hit.num_tokens // max(1, call.num_tokens))
             groups.setdefault(group, []).append(call)
             self._group_of[call.request_id] = group
-        turns: list[tuple[float, int, RequestView]] = []
+        turns: list[tuple[int, float, int, RequestView]] = []
         for group, calls in groups.items():
             if group not in waited:
                 self._served[group] = max(self._served[group], self._served_last)
             served = self._served[group]
             for number, call in enumerate(calls, start=1):
-                turns.append((served + number / (group + 1), -group, call))
-        turns.sort(key=itemgetter(0, 1))
+                turns.append((call.priority, served + number / (group + 1), -group, call))
+        turns.sort(key=itemgetter(0, 1, 2))
         return [*begun, *(call for *_, call in turns)]
 
     def fill(

@@ -108,7 +108,7 @@ def step_limits(
         else:
             end_pace_s = inf
             if request.slo_jct_s < inf:
-                likely = view.calls.likely_tokens(request.max_output_tokens)
+                likely = view.calls.likely_tokens(request.max_output_tokens, request.promise)
                 end_pace_s = completion_pace_s(request, start_s, likely)
             due_s = deadline_s(request, end_pace_s, start_s)
             pace_s = min(pace_s, end_pace_s)

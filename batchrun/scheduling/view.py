@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-from batchrun.estimator.call_history import CallHistory
+from batchrun.estimator.call_history import CallHistory, Promise
 from batchrun.estimator.caller_margin import NOTHING, KeptBack
 from batchrun.estimator.step_load import StepLoad
 from batchrun.estimator.step_time import StepTimeModel
@@ -74,6 +74,11 @@ class RequestView:
     def is_offline(self) -> bool:
         """Whether the request is offline work."""
         return self.request_class is RequestClass.OFFLINE
+
+    @property
+    def promise(self) -> Promise:
+        """The bounds of an online call."""
+        return self.slo_ttft_s, self.slo_tpot_s, self.slo_jct_s
 
     @property
     def is_decode(self) -> bool:

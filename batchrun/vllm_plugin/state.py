@@ -170,6 +170,7 @@ class EngineState:
         self.is_offline_on = True
         self.num_offline = 0
         self._call_seen_at_s = self._class_seen_at_s = -math.inf
+        self._classed: set[str] = set()
         self.untold_answers = AnswerLengths([USUAL_OUTPUT_TOKENS])
         self.calls = CallHistory()
         self.margin = CallerMargin()
@@ -208,14 +209,15 @@ class EngineState:
             self._call_seen_at_s = max(self._call_seen_at_s, arrival_at_s)
         if isinstance(hint, SloHint):
             self._class_seen_at_s = arrival_at_s
+            self._classed.add(request.request_id)
         self.views[request.request_id] = view
         self.num_offline += view.is_offline
         self._announce(request, hint)
         return view, hint
 
     def has_classes(self, now_s: float) -> bool:
-        """Whether a call with bounds of its own came in the last minute."""
-        return now_s - self._class_seen_at_s < ONLINE_MEMORY_S
+        """Whether a call with bounds of its own is there, or came in the last minute."""
+        return bool(self._classed) or now_s - self._class_seen_at_s < ONLINE_MEMORY_S
 
     def are_calls_near(self, now_s: float) -> bool:
         """Whether calls are there, or one came in the last minute."""
@@ -225,6 +227,7 @@ class EngineState:
     def leave(self, request: Request) -> RequestView | None:
         """Forget a request that ends, before its blocks are freed; None for one never seen."""
         view = self.views.pop(request.request_id, None)
+        self._classed.discard(request.request_id)
         if view is not None:
             self.num_offline -= view.is_offline
             self._learn_length(request, view)
@@ -284,7 +287,7 @@ class EngineState:
         """A request ends; of those whose hints tell nothing, the next ones are expected alike."""
         if request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED):
             if not view.is_offline:
-                self.calls.ended(request.num_output_tokens)
+                self.calls.ended(request.num_output_tokens, view.promise)
             self.untold_answers.ended(request.request_id, request.num_output_tokens)
         else:
             self.untold_answers.lost(request.request_id)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import ssl
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -22,7 +24,8 @@ from batchrun.daemon.engine_link import EngineLink, Slot, Steering
 from batchrun.engine.agent import messages
 from batchrun.engine.agent.guard import Guard
 from batchrun.engine.agent.remote import AgentWire
-from batchrun.engine.process import find_family, read_record
+from batchrun.engine.command import ManagedSettings
+from batchrun.engine.process import find_family, kill_alone, read_record
 from batchrun.errors import EngineError
 from batchrun.mutual_tls import client_context
 from batchrun.pool.row_queue import Window
@@ -207,6 +210,36 @@ async def test_gateways_reach_an_engine_through_its_agent(rig: AgentRig) -> None
         assert await forwarder.is_any_healthy()
         balancer.replace([stranger])
         with pytest.raises(EngineError):
+            async with forwarder.exchange(call):
+                pass
+    os.close(book)
+
+
+@pytest.mark.parametrize("trouble", ["drains", "engine is down"])
+async def test_a_call_goes_elsewhere_where_an_agent_has_no_engine_for_it(
+    rig: AgentRig, shared_fake_engine: ManagedSettings, trouble: str
+) -> None:
+    rig.engine_settings = replace(rig.engine_settings, backoff_first_s=60.0)
+    behind = Upstream("a", rig.url, secret_file=rig.secret_file)
+    other = Upstream("b", shared_fake_engine.base_url)
+    book = create(1)
+    balancer = Balancer(SharedBook(book, 1, 0))
+    body = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
+    headers = CIMultiDict({"Content-Type": "application/json"})
+    text = json.dumps(body).encode()
+    call = ForwardedCall("POST", "/v1/chat/completions", headers, text)
+    async with rig.running(), open_own(rig) as agent, open_session() as session:
+        forwarder = Forwarder(balancer, session)
+        if trouble == "drains":
+            await agent.post(rig.url + messages.DRAIN)
+        else:
+            kill_alone(rig.engine_settings.record_path)
+        balancer.replace([behind, other])
+        assert balancer.candidates(balancer.read(text), now_s=0.0) == [behind, other]
+        async with forwarder.exchange(call) as exchange:
+            assert (exchange.reply.status, exchange.engine) == (200, "b")
+        balancer.replace([behind])
+        with pytest.raises(EngineError, match="no engine can be reached"):
             async with forwarder.exchange(call):
                 pass
     os.close(book)

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import FakeEngineFactory
 from engine_builders import (
@@ -153,7 +154,7 @@ async def test_a_start_cut_off_before_its_pid_was_noted_leaves_nothing(tmp_path:
     first = ManagedEngine(settings)
     await first.start()
     started = record_of(settings)
-    unfinished = replace(started, pid=0, started_at=0.0)
+    unfinished = replace(started, pid=0)
     write_atomically(settings.record_path, json.dumps(asdict(unfinished)).encode())
     second = ManagedEngine(settings)
     await second.start()
@@ -166,9 +167,17 @@ async def test_a_start_cut_off_before_its_pid_was_noted_leaves_nothing(tmp_path:
 async def test_a_reused_pid_is_not_taken_for_the_engine(fake_engine: FakeEngineFactory) -> None:
     record = record_of(await fake_engine())
     assert is_alive(record)
-    assert not is_alive(replace(record, started_at=record.started_at - 60))
     assert not is_alive(replace(record, nonce="another"))
     assert not is_alive(replace(record, pid=os.getpid()))
+
+
+async def test_a_clock_that_is_stepped_takes_no_engine_for_another(
+    fake_engine: FakeEngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = record_of(await fake_engine())
+    booted_s = psutil.boot_time()
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: booted_s + 60)
+    assert is_alive(record)
 
 
 async def test_record_and_log_are_for_the_owner_only(fake_engine: FakeEngineFactory) -> None:

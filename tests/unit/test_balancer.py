@@ -12,8 +12,10 @@ from dataclasses import replace
 
 import pytest
 
+from batchrun.hints import SloBounds
 from batchrun.server.gateway.balancer import COOLDOWN_S, Balancer, RoutedCall
 from batchrun.server.gateway.body_prompt import PIECE_BYTES, read_prompt
+from batchrun.server.gateway.replies import ReplyUsage
 from batchrun.server.gateway.shared_book import (
     FAILURES,
     FIRST_EJECTION_S,
@@ -262,3 +264,66 @@ def test_calls_go_to_engines_that_serve_their_model_or_may(book: int) -> None:
     assert balancer.candidates(unknown, now_s=1) == [silent]
     balancer.replace([small])
     assert balancer.candidates(unknown, now_s=1) == [small]
+
+
+def test_an_engine_that_is_not_ready_comes_last(book: int) -> None:
+    balancer = worker(book)
+    balancer.replace([replace(ONE, is_ready=False), TWO], "least")
+    call = streamed(balancer)
+    with balancer.sending(TWO, call):
+        assert balancer.candidates(call, now_s=1) == [TWO, ONE]
+
+
+def test_a_daemon_that_does_not_know_yet_when_engines_began_forgets_no_prompt(book: int) -> None:
+    balancer = worker(book, router="cost")
+    began = replace(TWO, started=7)
+    balancer.replace([ONE, began], "cost")
+    text = "x" * 40_000
+    with balancer.sending(began, streamed(balancer, text)):
+        pass
+    for started in (0, 7):
+        balancer.replace([ONE, replace(TWO, started=started)], "cost")
+        assert balancer.candidates(streamed(balancer, text), now_s=1e9)[0] == TWO
+
+
+@pytest.mark.parametrize("two", [replace(TWO, is_last_choice=True), replace(TWO, is_ready=False)])
+def test_a_call_that_would_be_late_goes_to_no_engine_that_is_to_get_none(
+    book: int, two: Upstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(ReplyUsage, "now_s", staticmethod(lambda: now_s))
+    balancer = worker(book)
+    balancer.refuse_late(is_on=True)
+    balancer.replace([ONE, two], "least")
+
+    def promised(text: str, ttft_s: float, value: float = 1.0) -> RoutedCall:
+        call = streamed(balancer, text)
+        call.slo = SloBounds(ttft_s, 0.1, None, value)
+        return call
+
+    with balancer.sending(ONE, promised("y" * 400_000, 1e6, value=2.0)):
+        for _ in range(20):
+            behind = promised("hello", 60.0)
+            with balancer.sending(ONE, behind):
+                now_s += 5.0
+                behind.usage.feed(b"x")
+        call = promised("hello", 1.0)
+        candidates = balancer.candidates(call, now_s=now_s)
+        order, late_s = balancer.in_time(candidates, call, now_s=now_s)
+
+    assert order == candidates == [ONE, TWO]
+    assert late_s == pytest.approx(4.0, rel=0.1)
+
+
+def test_cached_tokens_are_compared_in_one_measure(book: int) -> None:
+    balancer = worker(book, router="cost")
+    text = "x" * 40_000
+    for _ in range(60):
+        call = streamed(balancer, text)
+        with balancer.sending(TWO, call):
+            call.usage.prompt_tokens, call.usage.cached_tokens = 5_000, 4_900
+            call.usage.output_tokens = 3
+    (figures,) = [each for each in balancer.figures() if each.engine == "two"]
+
+    assert figures.agreement is not None and figures.agreement > 0.9
+    assert figures.num_pieces > 30

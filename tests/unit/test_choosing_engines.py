@@ -129,6 +129,20 @@ def test_rows_go_to_engines_of_their_model() -> None:
     assert "three" in {key[0] for slot in slots for key in slot.in_flight}
 
 
+def test_a_replica_that_is_not_wanted_leaves_no_model_open() -> None:
+    slots = [slot_of("a", "small"), slot_of("b")]
+    unwanted = slots[1].engine
+    assert isinstance(unwanted, AttachedEngine)
+    slots[1].models, unwanted.state = None, EnginePhase.STOPPED
+    assigner: Assigner[ActiveJob, Slot] = Assigner(slots)
+    job = make_job()
+    job.spec = job.spec.model_copy(update={"model": "unknown"})
+    assigner.join(job, deadline_at=None)
+    assigner.assign(0.0)
+
+    assert slots[0].in_flight
+
+
 def slot_of(name: str, *models: str) -> Slot:
     engine = AttachedEngine(AttachedSettings(name=name, url="http://127.0.0.1:9"))
     engine.state = EnginePhase.READY

@@ -24,11 +24,12 @@ page (7), Python and what it shares with commands (10), engine agents (10), orde
 promise (2), calls that would be late (1), progress of engines, what requests may hold, logs,
 figures for Prometheus (3), who hears of a job's end, uploads on the page, bounds of keys, silent
 parts, decisions that are explained (12), what callers feel, fleets that Ray places (4)."""
-MAX_LINES = 58_300
+MAX_LINES = 58_600
 """20,200 more for these, for groups by key portion and rows over engines by speed, several models,
 a planner that sizes on several draws, bounds on what callers and engines send and hold, and
 daemons that stand by, deployments that calls at once share, processes that watch their parents,
-turns for images, places in a cache of data sets."""
+turns for images, places in a cache of data sets, what is cached of waiting calls, answers by class,
+agents that have no engine."""
 MAX_SHORT_FILES = 25
 SHORT_LINES = 80
 LONGEST_LINES = 500

@@ -174,3 +174,18 @@ def test_rows_that_all_take_long_make_way_later() -> None:
     rows.run(400)
 
     assert {row for row, at_s in sent_at_s.items() if rows.sent_at_s[row] != at_s} == set()
+
+
+def test_suspects_are_kept_from_calls_beside_a_replica_that_is_not_wanted() -> None:
+    rows = Deployment(40, takes_s={0: math.inf}, room=1, num_engines=3)
+    unwanted = rows.slots[2].engine
+    assert isinstance(unwanted, AttachedEngine)
+    rows.slots[2].models, unwanted.state = None, EnginePhase.STOPPED
+    rows.run(5)
+    rows.kill(rows.slots[0])
+    are_apart = []
+    for _ in range(10):
+        rows.run(1)
+        are_apart.append([slot.is_set_apart for slot in rows.slots])
+
+    assert any(apart[:2].count(True) == 1 for apart in are_apart)

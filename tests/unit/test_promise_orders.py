@@ -7,8 +7,20 @@ from itertools import combinations
 from random import Random
 
 import pytest
-from echo_views import NOW_S, call, decoding_call, names, prefilling_call, view
+from echo_views import (
+    NOW_S,
+    TOKEN_S,
+    call,
+    decoding_call,
+    held,
+    names,
+    prefilling_call,
+    row,
+    view,
+)
 
+from batchrun.estimator.call_history import FIRST_LIKELY_TOKENS, CallHistory
+from batchrun.estimator.step_time import LinearModel
 from batchrun.scheduling.echo import EchoOptions, EchoPolicy
 from batchrun.scheduling.on_time import (
     AGED_BOUNDS,
@@ -225,3 +237,115 @@ def test_vllms_priority_goes_before_being_on_time() -> None:
     low = replace(waiting("low", tokens=100, ttft_s=0.2), priority=5)
 
     assert order_by(OnTimeOrder(), view(waiting=[soon, late, low])) == ["soon", "late", "low"]
+
+
+def test_what_is_cached_of_a_prompt_takes_no_time_and_is_looked_up_again() -> None:
+    queue = OnTimeOrder()
+    chat = waiting("chat", tokens=20_000, ttft_s=1.0)
+    others = [waiting(f"other {i}", tokens=100, ttft_s=5.0) for i in range(3)]
+    hits = {"chat": held(0)}
+    engine = view(waiting=[chat, *others], look_up=lambda call: hits.get(call.request_id, held(0)))
+    assert order_by(queue, engine)[-1] == "chat"
+    assert queue.num_left_out == 1
+    hits["chat"] = held(19_000)
+    for _ in range(4):
+        order = order_by(queue, engine)
+
+    assert order[0] == "chat"
+    assert queue.num_left_out == 0
+
+
+def test_an_answer_that_is_late_makes_no_waiting_call_late() -> None:
+    queue = OnTimeOrder()
+    behind = [decoding_call(f"late {i}", due_in_s=-5.0) for i in range(60)]
+    model = LinearModel(0.03, TOKEN_S, 0.0, 0.0, 0.0)
+    engine = view(running=behind, waiting=[waiting("new", tokens=300, ttft_s=1.0)], model=model)
+    order_by(queue, engine)
+
+    assert queue.num_left_out == 0
+
+
+@pytest.mark.parametrize("queue", [OnTimeOrder(), SlackOrder()])
+def test_an_answer_that_was_preempted_goes_on_before_new_calls(queue: ArrivalOrder) -> None:
+    begun_at_s = NOW_S - 8.0
+    preempted = replace(
+        waiting("preempted", tokens=200, ttft_s=1.0, waited_s=9.0), first_token_at_s=begun_at_s
+    )
+    engine = view(waiting=[waiting("new", tokens=50, ttft_s=0.2), preempted])
+
+    assert order_by(queue, engine)[0] == "preempted"
+    assert queue.num_left_out == 0
+
+
+def test_rows_take_nothing_new_while_an_aged_call_finds_no_room() -> None:
+    aged = waiting("aged", tokens=199, ttft_s=1.0, waited_s=AGED_BOUNDS + 5.0)
+    begun = prefilling_call("begun", left=9, prompt=19)
+    calls = [aged, waiting("small", tokens=99, ttft_s=5.0)]
+    engine = view(running=[begun], waiting=[*calls, row("row", prompt=20)], free_blocks=6)
+
+    assert plan_with(OnTimeOrder(), engine).admit == ()
+
+
+def test_a_long_line_for_room_that_others_hold_ages_nobody_early() -> None:
+    queue = OnTimeOrder()
+    policy = EchoPolicy(EchoOptions(), queue)
+    line = [waiting(f"call {i}", tokens=99, ttft_s=1.0, waited_s=20 - i / 10) for i in range(200)]
+    for step in range(40):
+        engine = view(waiting=line, free_blocks=11 if step % 2 else 0, now_s=NOW_S + step)
+        for call_let_in in policy.plan(engine).admit:
+            line.remove(call_let_in)
+    fresh = replace(waiting("fresh", tokens=99, ttft_s=5.0), arrival_at_s=NOW_S + 40)
+    engine = view(waiting=[*line, fresh], free_blocks=11, now_s=NOW_S + 40)
+
+    assert names(policy.plan(engine).admit) == ["fresh"]
+
+
+def test_calls_of_other_adapters_wait_for_an_aged_call_that_lacks_its_own() -> None:
+    running = decoding_call("running", lora_id=1)
+    aged = replace(waiting("aged", tokens=99, ttft_s=1.0, waited_s=AGED_BOUNDS + 5.0), lora_id=2)
+    others = [
+        replace(waiting("same", tokens=99, ttft_s=5.0), lora_id=1),
+        waiting("plain", tokens=99, ttft_s=5.0),
+    ]
+    engine = view(running=[running], waiting=[aged, *others], max_loras=1)
+    assert names(plan_with(OnTimeOrder(), engine).admit) == ["plain"]
+
+    engine = view(waiting=[aged, *others], max_loras=1)
+    assert "aged" in names(plan_with(OnTimeOrder(), engine).admit)
+
+
+def test_an_aged_call_of_less_priority_holds_up_nobody() -> None:
+    aged = replace(waiting("aged", tokens=199, ttft_s=1.0, waited_s=AGED_BOUNDS + 5.0), priority=5)
+    engine = view(waiting=[waiting("first", tokens=99, ttft_s=5.0), aged], free_blocks=11)
+
+    assert names(plan_with(OnTimeOrder(), engine).admit) == ["first"]
+
+
+def test_late_calls_fit_no_better_than_calls_on_time() -> None:
+    queue = SlackOrder(SlackOptions(is_euclid=True))
+    late = waiting("late", tokens=1_999, ttft_s=0.1, waited_s=0.5)
+    engine = view(waiting=[late, waiting("small", tokens=99, ttft_s=1.0)], token_budget=2_000)
+
+    assert names(plan_with(queue, engine).admit)[0] == "small"
+
+
+def test_vllms_priority_goes_before_slack() -> None:
+    low = replace(waiting("low", tokens=100, ttft_s=0.2), priority=5)
+    late = waiting("late", tokens=100, ttft_s=1.0, waited_s=1.2)
+
+    assert order_by(SlackOrder(), view(waiting=[late, low])) == ["late", "low"]
+
+
+def test_answers_are_expected_as_those_to_calls_with_the_same_promise() -> None:
+    report, verdict = (1.0, 0.1, 60.0), (1.0, 0.1, 5.0)
+    calls = CallHistory()
+    assert calls.likely_tokens(30_000, report) == FIRST_LIKELY_TOKENS
+    for _ in range(40):
+        for _ in range(9):
+            calls.ended(4, verdict)
+        calls.ended(2_000, report)
+
+    assert calls.likely_tokens(30_000, verdict) < 20
+    assert 1_500 < calls.likely_tokens(30_000, report) < 3_000
+    assert calls.likely_tokens(700, report) == 700
+    assert (calls.num_judged, calls.num_longer) == (40, 40)

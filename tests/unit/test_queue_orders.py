@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 from echo_views import NOW_S, call, held, names, prefilling_call, view
@@ -94,3 +95,10 @@ def test_a_group_that_was_not_there_has_no_turns_saved_up() -> None:
     order = names(queue.order(engine, []))
 
     assert order.index("fresh 8") < 10
+
+
+def test_vllms_priority_goes_before_the_turns_of_groups() -> None:
+    low = [replace(waiting(f"low {i}", tokens=101), priority=5) for i in range(3)]
+    engine = view(waiting=[waiting("first"), *low], look_up=lambda _: ALL)
+
+    assert names(GroupsOrder().order(engine, []))[0] == "first"

@@ -17,8 +17,7 @@ from batchrun.server.api.batches import read_batch_request
 from batchrun.server.api.errors import ApiError, check_choice
 from batchrun.server.gateway.admission import choose_class
 from batchrun.server.gateway.app import one_model
-from batchrun.server.gateway.envelope import CLASS_HEADER, RefusalError
-from batchrun.server.gateway.forward import no_such_model
+from batchrun.server.gateway.envelope import CLASS_HEADER, RefusalError, no_such_model
 
 LONG = "ü" * 100_000
 

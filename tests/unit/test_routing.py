@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from batchrun.pool.prefix_keys import KeyArray
-from batchrun.routing.engine_book import Call, EngineBook, EngineTraits, Prices
+from batchrun.routing.engine_book import Call, EngineBook, EngineTraits, Prices, with_means
 from batchrun.routing.prefix_map import Arrays, PrefixMap
 from batchrun.routing.routers import ROUTERS, make_router
 
@@ -145,3 +145,25 @@ def test_replies_with_fewer_cached_tokens_than_foretold_shrink_what_is_believed(
 
     assert copies_of(20 * PIECE_TOKENS) == 60
     assert copies_of(0) < 60
+
+
+def test_an_engine_that_was_away_has_no_turns_to_make_up_for() -> None:
+    book = book_of(3)
+    router = make_router("rr", book)
+    for _ in range(30):
+        router.sent(call(), router.rank(call(), [0, 1], 0.0)[0], 0.0)
+    counts = [0, 0, 0]
+    for _ in range(30):
+        first = router.rank(call(), [0, 1, 2], 0.0)[0]
+        router.sent(call(), first, 0.0)
+        counts[first] += 1
+
+    assert max(counts) - min(counts) <= 1
+
+
+def test_an_engine_without_a_profile_has_the_prices_of_the_others() -> None:
+    fast, slow = Prices(base_s=0.005), Prices(base_s=0.015)
+
+    assert with_means([None, None]) == [None, None]
+    filled = with_means([fast, None, slow])
+    assert [each and each.base_s for each in filled] == [0.005, pytest.approx(0.01), 0.015]

@@ -43,6 +43,7 @@ from batchrun.engine.engine import Engine, ManagedEngine
 from batchrun.engine.progress import SILENCE
 from batchrun.engine.sockets import EngineSockets
 from batchrun.errors import EngineError
+from batchrun.home import NO_ENGINE_HEADER
 from batchrun.media.connections import CleanConnector
 from batchrun.types import EnginePhase
 from batchrun.wire import RowKey, read_last_steps
@@ -59,6 +60,7 @@ MAX_TAIL_BYTES = 1 << 20
 DEFAULT_TAIL_LINES = 100
 _CLOSE_WAIT_S = 1.0
 _CONNECT_S = 5.0
+NO_ENGINE = {"Retry-After": "1", NO_ENGINE_HEADER: "1"}
 _HOP_BY_HOP = frozenset({
     "connection",
     "keep-alive",
@@ -361,7 +363,7 @@ class Agent:
         """A call for the engine. Calls come in while the agent drains, but for new work."""
         assert self._session is not None
         if self._is_draining and request.method == "POST":
-            raise web.HTTPServiceUnavailable(text="draining\n", headers={"Retry-After": "1"})
+            raise web.HTTPServiceUnavailable(text="draining\n", headers=NO_ENGINE)
         headers = _end_to_end(request.headers)
         if self._engine.client.api_key is not None:
             headers["Authorization"] = f"Bearer {self._engine.client.api_key}"
@@ -375,7 +377,9 @@ class Agent:
             )
         except (aiohttp.ClientError, OSError) as error:
             text = f"the engine does not answer: {error}\n"
-            raise web.HTTPServiceUnavailable(text=text, headers={"Retry-After": "1"}) from error
+            is_there = not isinstance(error, aiohttp.ClientConnectorError)
+            said = {"Retry-After": "1"} if is_there else NO_ENGINE
+            raise web.HTTPServiceUnavailable(text=text, headers=said) from error
         async with reply:
             headers = _end_to_end(reply.headers)
             response = web.StreamResponse(status=reply.status, reason=reply.reason, headers=headers)

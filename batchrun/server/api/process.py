@@ -218,7 +218,7 @@ async def _run(
     ended = catch_signals()
     server.start(app, home)
     work = asyncio.create_task(daemon.run())
-    engines = asyncio.create_task(_supervise(supervisor, on_ready, is_heir=is_heir))
+    engines = asyncio.create_task(supervisor.run(on_ready, is_heir=is_heir))
     beside = [
         asyncio.create_task(each) for each in (pages.watch(), messenger.run(), status.watch.beat())
     ]
@@ -309,19 +309,6 @@ def _innermost(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return str(error) if isinstance(error, BatchrunError) else repr(error)
-
-
-async def _supervise(
-    supervisor: Supervisor, on_ready: Callable[[], None], *, is_heir: bool
-) -> None:
-    try:
-        await supervisor.start()
-    except EngineError as error:
-        if not is_heir:
-            raise
-        log.error("%s; it is looked for on and on", error)
-    on_ready()
-    await supervisor.watch()
 
 
 def _end_within(limit_s: float, failure: BatchrunError | None) -> None:

@@ -76,7 +76,7 @@ class _Serving:
             by_column,
             list(by_column),
             [each for each, engine in engines.items() if engine.column is None],
-            any(each.is_hung or each.is_last_choice for each in engines),
+            any(each.is_hung or each.is_last_choice or not each.is_ready for each in engines),
             not all(each.runs_offline_calls for each in engines),
         )
 
@@ -153,8 +153,8 @@ class Balancer:
 
     def candidates(self, routed: RoutedCall, *, now_s: float) -> list[Upstream]:
         """The engines of the call's model that neither hang nor are ejected, best first; those that
-        are the last choice come late, and those that just refused a connection last. An offline
-        call goes first where it can give way to others."""
+        are the last choice or not ready come late, and those that just refused a connection last.
+        An offline call goes first where it can give way to others."""
         serving = self._serving(routed.text.model)
         columns = serving.columns
         routed.order = self._router.rank(routed.call, columns, now_s) if columns else ()
@@ -165,10 +165,10 @@ class Balancer:
         if not (serving.is_late or is_unfit or now_s < troubled_until_s):
             return order
 
-        def lateness(upstream: Upstream) -> tuple[bool, bool, bool]:
+        def lateness(upstream: Upstream) -> tuple[bool, bool, bool, bool]:
             is_down = self._engines[upstream].down_until_s > now_s
             is_unfit = routed.is_offline and not upstream.runs_offline_calls
-            return is_down, upstream.is_last_choice, is_unfit
+            return is_down, not upstream.is_ready, upstream.is_last_choice, is_unfit
 
         usable = (
             each
@@ -188,15 +188,22 @@ class Balancer:
         self, candidates: list[Upstream], routed: RoutedCall, *, now_s: float
     ) -> tuple[list[Upstream], float]:
         """The candidates, those first in which the call can be in time. And if there is none, by
-        how many seconds it would be late in the best of them."""
+        how many seconds it would be late in the best of them. Those that come late among the
+        candidates stay behind the others, and count where there are no others."""
         if self._late is None or routed.slo is None or routed.is_offline or not candidates:
             return candidates, 0.0
-        columns = [self._engines[each].column for each in candidates]
+        usual = [each for each in candidates if self._is_usual(each, now_s)] or candidates
+        behind = [each for each in candidates if each not in usual]
+        columns = [self._engines[each].column for each in usual]
         known = [column for column in columns if column is not None]
         late_s = self._late.excess_s(routed.call, routed.slo, known, now_s)
         excess_s = [late_s.get(-1 if column is None else column, 0.0) for column in columns]
-        order = sorted(range(len(candidates)), key=lambda place: excess_s[place] > 0)
-        return [candidates[place] for place in order], min(excess_s)
+        order = sorted(range(len(usual)), key=lambda place: excess_s[place] > 0)
+        return [*(usual[place] for place in order), *behind], min(excess_s)
+
+    def _is_usual(self, upstream: Upstream, now_s: float) -> bool:
+        is_down = self._engines[upstream].down_until_s > now_s
+        return upstream.is_ready and not (upstream.is_last_choice or is_down)
 
     def take_turn(self, upstream: Upstream, *, now_s: float) -> bool:
         """Whether a call may be sent there now: one at a time where the engine is on trial."""
@@ -381,9 +388,10 @@ class Balancer:
             usage.now_s(),
         )
         is_told = usage.output_tokens > 0
-        self._router.ended(
-            sent, usage.now_s(), usage.cached_tokens, usage.output_tokens if is_told else None
-        )
+        if cached is not None and usage.prompt_tokens:
+            # The router counts in tokens of this worker's measure.
+            cached = round(cached * routed.call.prompt_tokens / usage.prompt_tokens)
+        self._router.ended(sent, usage.now_s(), cached, usage.output_tokens if is_told else None)
         if usage.prompt_tokens and routed.text.num_bytes:
             ratio = min(16.0, max(0.5, routed.text.num_bytes / usage.prompt_tokens))
             self._bytes_per_token += (ratio - self._bytes_per_token) / RATIO_CALLS

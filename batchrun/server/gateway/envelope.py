@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import uuid
 from collections.abc import Mapping
@@ -171,3 +172,24 @@ def _message_in(document: object) -> str:
             value = document[key]
             return value if isinstance(value, str) else json.dumps(value)
     return ""
+
+
+def no_such_model(model: str) -> RefusalError:
+    """OpenAI's answer to a call for a model that there is none of."""
+    message = f"The model `{shortened(model)}` does not exist or you do not have access to it."
+    return RefusalError(404, message, code="model_not_found")
+
+
+LONGEST_RETRY_S = 60
+"""OpenAI's clients heed no `Retry-After` of more than that."""
+
+
+def too_late(late_s: float) -> RefusalError:
+    """The answer to a call whose first token would be so late: by then the line is shorter."""
+    retry_s = min(LONGEST_RETRY_S, math.ceil(late_s))
+    message = (
+        "The engines are overloaded: the first token of this call would come after its bound. "
+        f"Please try again in {retry_s}s."
+    )
+    headers = {"Retry-After": str(retry_s)}
+    return RefusalError(429, message, code="overloaded", kind="requests", headers=headers)

@@ -22,10 +22,9 @@ from aiohttp import web
 from multidict import CIMultiDict
 from yarl import URL
 
-from batchrun import errors
 from batchrun.errors import ConfigError, DaemonUnavailableError, EngineError, EngineSilentError
 from batchrun.hints import SloBounds
-from batchrun.home import CALLER_HEADER, GATEWAY_HEADER
+from batchrun.home import CALLER_HEADER, GATEWAY_HEADER, NO_ENGINE_HEADER
 from batchrun.media.connections import CleanConnector
 from batchrun.server.gateway.admission import ABOUT_CALLER
 from batchrun.server.gateway.balancer import Balancer, RoutedCall
@@ -36,6 +35,8 @@ from batchrun.server.gateway.envelope import (
     as_envelope,
     end_to_end,
     forwarded_headers,
+    no_such_model,
+    too_late,
 )
 from batchrun.server.gateway.replies import (
     SILENT,
@@ -80,29 +81,6 @@ async def read_models(reply: aiohttp.ClientResponse) -> list[JsonObject]:
     return models
 
 
-def no_such_model(model: str) -> RefusalError:
-    """OpenAI's answer to a call for a model that there is none of."""
-    message = (
-        f"The model `{errors.shortened(model)}` does not exist or you do not have access to it."
-    )
-    return RefusalError(404, message, code="model_not_found")
-
-
-LONGEST_RETRY_S = 60
-"""OpenAI's clients heed no `Retry-After` of more than that."""
-
-
-def too_late(late_s: float) -> RefusalError:
-    """The answer to a call whose first token would be so late: by then the line is shorter."""
-    retry_s = min(LONGEST_RETRY_S, math.ceil(late_s))
-    message = (
-        "The engines are overloaded: the first token of this call would come after its bound. "
-        f"Please try again in {retry_s}s."
-    )
-    headers = {"Retry-After": str(retry_s)}
-    return RefusalError(429, message, code="overloaded", kind="requests", headers=headers)
-
-
 @dataclass(frozen=True, slots=True)
 class ForwardedCall:
     """What goes to an engine: `target` is path and query exactly as the caller spelled them.
@@ -140,6 +118,7 @@ def open_session() -> aiohttp.ClientSession:
     )
 
 
+UNREACHED = aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError
 NO_ANSWER = "the engine closed the connection without an answer"
 
 
@@ -213,7 +192,8 @@ class Forwarder:
     async def _connect(
         self, upstream: Upstream, call: ForwardedCall, *, due_s: float | None = None
     ) -> aiohttp.ClientResponse | None:
-        """The reply, its headers read until `due_s`; None where no connection came about."""
+        """The reply, its headers read until `due_s`; None where no connection came about, or the
+        engine's agent has none."""
         headers, body = call.headers.copy(), call.body
         if upstream.api_key is not None:
             headers["Authorization"] = f"Bearer {upstream.api_key}"
@@ -223,7 +203,7 @@ class Forwarder:
         limit = asyncio.timeout_at(due_s)
         try:
             async with limit:
-                return await self.session.request(
+                reply = await self.session.request(
                     call.method,
                     URL(upstream.url + call.target, encoded=True),
                     headers=headers,
@@ -231,7 +211,11 @@ class Forwarder:
                     allow_redirects=False,
                     ssl=upstream.tls(),
                 )
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, ConfigError) as error:
+            if upstream.secret_file is not None and NO_ENGINE_HEADER in reply.headers:
+                reply.close()
+                raise EngineError("its agent has none that takes calls")
+            return reply
+        except (*UNREACHED, ConfigError, EngineError) as error:
             log.warning("engine %s cannot be reached: %s", upstream.name, error)
             self.balancer.mark_down(upstream, now_s=time.monotonic())
             return None

@@ -185,9 +185,11 @@ class SharedBook:
         return ended_calls(self._rings, self._decided_keys, since_s, now_s)
 
     def _begin(self, column: int, digest: int, started: int) -> None:
-        """The column is this engine's, which has been running since then."""
+        """The column is this engine's, which has been running since then. 0: that is not known, as
+        of a daemon that has just come, and says nothing of what the engine holds."""
         known = self._columns[column]
-        if (known["name"], known["started"]) != (digest, started):
+        is_same = known["name"] == digest and started in {0, known["started"]}
+        if not is_same:
             self.book.left(column)
             self.ejections.succeeded(column)
             self._columns[column] = (digest, started)

@@ -131,8 +131,8 @@ def _tls(secret_file: Path, certificate: Path | None) -> ssl.SSLContext:
 class Upstream:
     """One engine: the base address of its HTTP server, without `/v1`.
 
-    One that `is_last_choice` gets a call only when no other engine can, one that `is_hung` none;
-    once it `is_ready` again, what failed before counts no more.
+    One that `is_last_choice` or not `is_ready` gets a call only when no other engine can, one that
+    `is_hung` none; once it is ready again, what failed before counts no more.
     `hint_nonce` is what hints must carry, where batchrun's scheduler runs inside it;
     `offline_priority` the value of vLLM's `priority` for offline work, where it heeds one. One
     behind an agent has a `secret_file`, and perhaps a `certificate` that vouches for the agent's.
