@@ -26,7 +26,7 @@ import msgspec
 from msgspec import Struct
 
 from batchrun.engine import process
-from batchrun.errors import EngineError
+from batchrun.errors import BatchrunError, EngineError
 from batchrun.files import write_atomically
 from batchrun.home import DEFAULT_HOME, Home
 
@@ -140,7 +140,7 @@ class ReplicaActor:
             started_s = time.monotonic()
             try:
                 self._run_agent()
-            except OSError as error:
+            except (OSError, BatchrunError) as error:
                 self._said = f"the agent cannot be started: {error}"
             if time.monotonic() - started_s > STEADY_S:
                 pause_s = FIRST_PAUSE_S
@@ -148,7 +148,8 @@ class ReplicaActor:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _run_agent(self) -> None:
-        """Start the agent, and return when it has ended. Raises OSError."""
+        """Start the agent, and return when it has ended. Raises OSError and
+        ConfigError."""
         spec, home = self._spec, self._home
         record_path, log_path = home.agent_process(spec.name), home.log / f"agent-{spec.name}.log"
         process.stop_recorded(record_path, AGENT_STOP_S)

@@ -9,6 +9,8 @@ from deployment_rig import DeploymentRig
 from kill_rig import check_account, kill, wait_for_rows, wait_until
 from postgres_server import PASSWORD, QUOTED_PASSWORD, PostgresServer
 
+from batchrun.home import Home
+
 pytestmark = pytest.mark.slow
 
 NUM_ROWS = 800
@@ -67,6 +69,19 @@ def test_a_daemon_waits_for_a_server_that_crashed_and_goes_on(
     assert rig.pid_of("daemon") == daemon
     assert rig.ask("status")["stalled"] is None
     assert leaks(rig) == []
+
+
+def test_keys_that_a_home_without_a_daemon_changes_count_at_the_leaders_gateways(
+    rig: DeploymentRig, tmp_path: Path
+) -> None:
+    rig.use_fake_engine()
+    rig.ask("up", "-d")
+    published = Home(rig.home).api_keys
+    elsewhere = ("--home", str(tmp_path / "elsewhere"))
+    key = rig.ask("keys", "create", "late", *elsewhere)["id"]
+    wait_until(lambda: key in published.read_text())
+    rig.ask("keys", "revoke", key, *elsewhere)
+    wait_until(lambda: key not in published.read_text())
 
 
 @pytest.mark.nightly

@@ -23,7 +23,7 @@ from gateway_rig import running_engine, running_gateway, until, write_upstreams
 from openai import APIConnectionError, OpenAI
 
 from benchmarks.crash_account import check_executions, read_commits, read_executions
-from benchmarks.deployment import Deployment, wait_until
+from benchmarks.deployment import Deployment, free_port, wait_until
 
 HANG_S = 240
 
@@ -190,6 +190,30 @@ def test_calls_outlive_the_parent_of_the_workers_that_answer_them(
 
     assert reasons[-1] is not None
     assert rig.pid_of("gateway") != first.pid
+
+
+def test_what_runs_is_kept_up_while_another_engine_starts_on_and_on(rig: DeploymentRig) -> None:
+    rig.use_fake_engine()
+    path = rig.folder / "batchrun.yaml"
+    document = json.loads(path.read_text())
+    document["engines"].append({"name": "slow", "command": ["sleep", "1000"], "port": free_port()})
+    path.write_text(json.dumps(document))
+    rig.ask("up", "-d")
+    assert [engine["state"] for engine in rig.ask("status")["engines"]] == ["ready", "starting"]
+    before = [rig.pid_of(part) for part in ("gateway", "engine")]
+    for pid in before:
+        os.kill(pid, signal.SIGKILL)
+
+    def is_back() -> bool:
+        (engine, other), pids = rig.ask("status")["engines"], [rig.pid_of("gateway")]
+        with suppress(OSError):
+            pids.append(rig.pid_of("engine"))
+        is_ready = engine["state"] == "ready" and other["state"] == "starting"
+        return is_ready and not set(pids) & set(before)
+
+    wait_until(is_back, "gateway and engine again")
+    with rig.openai(timeout=WAIT_S) as client:
+        wait_until(lambda: _is_answered(client), "a call to be answered again")
 
 
 def _is_answered(client: OpenAI) -> bool:

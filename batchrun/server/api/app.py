@@ -40,7 +40,6 @@ from batchrun.server.api.upload import Traffic
 from batchrun.store.api_keys import (
     MAX_COUNT,
     MAX_TOKENS,
-    NO_LIMITS,
     KeyLimits,
     NewApiKey,
     Role,
@@ -143,9 +142,8 @@ class Edge:
     """What the routes need besides the daemon.
 
     `token` opens the control routes, `gateway_key` those of OpenAI's API and no other. `files` is
-    where bytes lie; `windows` are the completion windows that batches may have, `key_limits` what
-    user keys may that have no limit of their own. `rolling` restarts engines. `traffic`
-    are the files on their way.
+    where bytes lie; `windows` are the completion windows that batches may have, `keys` those that
+    are changed here. `rolling` restarts engines. `traffic` are the files on their way.
     """
 
     home: Home
@@ -154,7 +152,7 @@ class Edge:
     gateway_key: str
     windows: Sequence[str]
     rolling: Rolling
-    key_limits: KeyLimits = NO_LIMITS
+    keys: KeyList
     traffic: Traffic = field(default_factory=Traffic)
 
 
@@ -176,12 +174,12 @@ def make_app(daemon: Daemon, status: Status, edge: Edge) -> FastAPI:
         given = request.headers.get(GATEWAY_HEADER, "")
         if not hmac.compare_digest(given.encode(), edge.gateway_key.encode()):
             raise HTTPException(401, "ask the gateway, not the daemon")
-        read = partial(read_key_storage, daemon.store, edge.key_limits, edge.traffic)
+        read = partial(read_key_storage, daemon.store, edge.keys.defaults, edge.traffic)
         keys = await asyncio.to_thread(read)
         return Response(page.render(keys), media_type=CONTENT_TYPE_LATEST)
 
     app.include_router(_control_router(daemon, status, edge))
-    guards = [Depends(Callers(daemon.store, edge.gateway_key, edge.key_limits).check)]
+    guards = [Depends(Callers(daemon.store, edge.gateway_key, edge.keys.defaults).check)]
     app.include_router(files_router(made_files, guards))
     batches = Batches(daemon, edge.home.results, edge.windows)
     app.include_router(batches_router(batches, guards))
@@ -203,7 +201,7 @@ def _control_router(daemon: Daemon, status: Status, edge: Edge) -> APIRouter:
     _add_fleets(control, daemon, status.fleets)
     _add_models(control, daemon)
     _add_routing(control, status)
-    _add_keys(control, KeyList(daemon.store, edge.home.api_keys, edge.key_limits))
+    _add_keys(control, edge.keys)
     return control
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import threading
 import time
 from collections.abc import Mapping
@@ -10,12 +12,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from batchrun.config import Deployment
-from batchrun.errors import ConfigError
+from batchrun.errors import ConfigError, StoreError
 from batchrun.files import write_atomically
 from batchrun.keys import is_loopback
 from batchrun.store import api_keys
 from batchrun.store.api_keys import NO_LIMITS, ApiKeyRecord, KeyLimits, NewApiKey, limits_of
 from batchrun.store.database import Store
+
+log = logging.getLogger(__name__)
+
+REFRESH_S = 5.0
+"""How often the gateway here hears of keys that were changed elsewhere."""
 
 
 def limits_in(deployment: Deployment) -> KeyLimits:
@@ -71,12 +78,26 @@ class KeyList:
             finally:
                 self.publish()
 
+    async def keep_published(self) -> None:
+        """Let the gateways here hear of keys that are changed elsewhere, until cancelled."""
+        while True:
+            try:
+                await asyncio.to_thread(self._publish_alone)
+            except StoreError as error:
+                log.error("the API keys cannot be read: %s", error)
+            await asyncio.sleep(REFRESH_S)
+
+    def _publish_alone(self) -> None:
+        with self._changing:
+            self.publish()
+
     def publish(self) -> None:
         """Write the file as the store has it. A deployment that never had a key asks for none."""
         keys = api_keys.list_all(self.store)
         listed = [self._for_gateways(key) for key in keys if key.revoked_at is None]
         document = json.dumps({"keys": listed if keys else None})
-        write_atomically(self.path, document.encode(), mode=0o600)
+        if not self.path.exists() or self.path.read_text() != document:
+            write_atomically(self.path, document.encode(), mode=0o600)
 
     def _for_gateways(self, key: ApiKeyRecord) -> dict[str, object]:
         limits = limits_of(key, self.defaults)

@@ -25,7 +25,7 @@ from batchrun.errors import (
     BatchrunError,
     EngineError,
     NotLeadingError,
-    StoreUnreachableError,
+    StoreError,
 )
 from batchrun.files import (
     StoreLock,
@@ -139,13 +139,13 @@ def _held(lock: DaemonLock) -> Iterator[None]:
         while not stopped.wait(LOCK_CHECK_S):
             try:
                 lock.check()
-            except StoreUnreachableError as error:
-                if trouble is None:
-                    log.error("%s", error)
-                trouble = str(error)
             except NotLeadingError as error:
                 log.critical("from now on it stands by: %s", str(error).partition(";")[0])
                 os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+            except StoreError as error:
+                if trouble is None:
+                    log.error("%s", error)
+                trouble = str(error)
             else:
                 trouble = None
 
@@ -191,7 +191,7 @@ async def _run(
     server = LocalServer()
     gateway_key = server.gateway_key
     supervisor = Supervisor(deployment, home, server.for_gateway)
-    limits = limits_in(deployment)
+    keys = KeyList(store, home.api_keys, limits_in(deployment))
     daemon = _daemon(deployment, home, kept, supervisor.slots)
     figures = GatewayFigures(_local_url(deployment.listen), gateway_key)
     messenger = _messenger(store, deployment, home)
@@ -208,20 +208,21 @@ async def _run(
         gateway_key,
         deployment.completion_windows,
         Rolling(daemon, home, reread),
-        limits,
+        keys,
     )
     app = make_app(daemon, status, edge)
     sight = Sight(daemon, status, home, History(home.history), figures, deployment.router)
     desk = Desk(home, deployment.file, deployment.model, edge.traffic.uploads)
     pages = Pages(sight, desk, edge.traffic.downloads)
-    app.include_router(dashboard_router(pages, sight, Callers(store, gateway_key, limits)))
+    app.include_router(dashboard_router(pages, sight, Callers(store, gateway_key, keys.defaults)))
     ended = catch_signals()
     server.start(app, home)
     work = asyncio.create_task(daemon.run())
     engines = asyncio.create_task(supervisor.run(on_ready, is_heir=is_heir))
-    beside = [
-        asyncio.create_task(each) for each in (pages.watch(), messenger.run(), status.watch.beat())
-    ]
+    works = [pages.watch(), messenger.run(), status.watch.beat()]
+    if not store.is_sqlite:
+        works.append(keys.keep_published())
+    beside = [asyncio.create_task(each) for each in works]
     try:
         waited: set[asyncio.Future[Any]] = {ended, work, engines}
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)

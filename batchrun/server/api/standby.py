@@ -44,8 +44,6 @@ log = logging.getLogger(__name__)
 
 TRY_S = 0.5
 """How often it tries to lead."""
-REFRESH_S = 5.0
-"""How often the gateway here hears of keys that the leader changed."""
 
 
 class _Server(uvicorn.Server):
@@ -117,7 +115,8 @@ class Standby:
         server.start(make_app(self, server), home)
         leader = await asyncio.to_thread(jobs.read_leader, self.store)
         log.info("stands by; %s leads (term %d)", leader.name, leader.term)
-        tasks = [asyncio.create_task(each) for each in (self.supervisor.stand_by(), self._keep())]
+        works = self.supervisor.stand_by(), self.keys.keep_published()
+        tasks = [asyncio.create_task(each) for each in works]
         try:
             while not await self._leads():
                 done, _ = await asyncio.wait(
@@ -158,14 +157,6 @@ class Standby:
             return False
         self._trouble = None
         return leads
-
-    async def _keep(self) -> None:
-        while True:
-            try:
-                await asyncio.to_thread(self.keys.publish)
-            except StoreError as error:
-                log.error("the API keys cannot be read: %s", error)
-            await asyncio.sleep(REFRESH_S)
 
 
 def make_app(standby: Standby, server: LocalServer) -> FastAPI:
