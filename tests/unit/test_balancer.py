@@ -327,3 +327,21 @@ def test_cached_tokens_are_compared_in_one_measure(book: int) -> None:
 
     assert figures.agreement is not None and figures.agreement > 0.9
     assert figures.num_pieces > 30
+
+
+def test_an_image_is_no_text_of_its_size(book: int) -> None:
+    def body(image: str, question: str = "what is it?") -> bytes:
+        url = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}}
+        text = {"type": "text", "text": question}
+        return json.dumps({"model": "m", "messages": [{"content": [url, text]}]}).encode()
+
+    one, same, other = body("A" * 10**6), body("A" * 10**6, "and now?"), body("B" * 10**6)
+    seen, again, another = read_prompt(one), read_prompt(same), read_prompt(other)
+    short = read_prompt(body("A" * 20))
+
+    assert seen.has_images and seen.num_bytes < 5_000
+    assert list(seen.keys[:3]) == list(again.keys[:3])
+    assert seen.keys[0] != another.keys[0]
+    assert short.num_bytes < 200
+    balancer = worker(book)
+    assert balancer.read(one).call.prompt_tokens < 2_000

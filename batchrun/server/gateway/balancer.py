@@ -392,7 +392,7 @@ class Balancer:
             # The router counts in tokens of this worker's measure.
             cached = round(cached * routed.call.prompt_tokens / usage.prompt_tokens)
         self._router.ended(sent, usage.now_s(), cached, usage.output_tokens if is_told else None)
-        if usage.prompt_tokens and routed.text.num_bytes:
+        if usage.prompt_tokens and routed.text.num_bytes and not routed.text.has_images:
             ratio = min(16.0, max(0.5, routed.text.num_bytes / usage.prompt_tokens))
             self._bytes_per_token += (ratio - self._bytes_per_token) / RATIO_CALLS
 

@@ -17,6 +17,11 @@ from batchrun.pool.prefix_keys import KeyArray
 
 PIECE_BYTES = 1024
 MAX_TEXT_BYTES = 128 << 10
+IMAGE_BYTES = 4096
+"""An image within a body counts as a text of so many bytes, the same for the same image: how many
+tokens it is depends on its size and the model."""
+LEAST_IMAGE_BYTES = 256
+_IMAGE = b'"data:'
 NO_KEYS: KeyArray = np.empty(0, np.uint64)
 
 Part = Raw | UnsetType
@@ -40,12 +45,14 @@ _DECODER = msgspec.json.Decoder(_Body)
 
 class PromptText(NamedTuple):
     """The bytes of a body's prompt, a key for each full piece of the first 128 KiB, which holds all
-    text before it, whether the reply is to come as a stream, and the model that is asked for."""
+    text before it, whether the reply is to come as a stream, the model that is asked for, and
+    whether there are images in it."""
 
     num_bytes: int = 0
     keys: KeyArray = NO_KEYS
     is_stream: bool = False
     model: str | None = None
+    has_images: bool = False
 
 
 def read_prompt(body: bytes) -> PromptText:
@@ -57,6 +64,9 @@ def read_prompt(body: bytes) -> PromptText:
         return PromptText()
     parts = (found.tools, found.instructions, found.messages, found.prompt, found.input)
     views = [memoryview(part) for part in parts if isinstance(part, Raw)]
+    has_images = body.find(_IMAGE) >= 0
+    if has_images:
+        views = [memoryview(_with_short_images(bytes(view))) for view in views]
     num_bytes = sum(map(len, views))
     text = views[0] if len(views) == 1 else memoryview(b"".join(v[:MAX_TEXT_BYTES] for v in views))
     key = xxhash.xxh3_64_intdigest(b"\0".join([_text(found.model), _text(found.cache_salt)]))
@@ -64,7 +74,21 @@ def read_prompt(body: bytes) -> PromptText:
     for start in range(0, min(num_bytes, MAX_TEXT_BYTES) - PIECE_BYTES + 1, PIECE_BYTES):
         key = xxhash.xxh3_64_intdigest(text[start : start + PIECE_BYTES], key)
         keys.append(key)
-    return PromptText(num_bytes, np.array(keys, np.uint64), found.stream is True, model)
+    is_stream = found.stream is True
+    return PromptText(num_bytes, np.array(keys, np.uint64), is_stream, model, has_images)
+
+
+def _with_short_images(part: bytes) -> bytes:
+    pieces: list[bytes] = []
+    at = 0
+    while (start := part.find(_IMAGE, at)) >= 0 and (end := part.find(b'"', start + 1)) >= 0:
+        url = part[start:end]
+        if len(url) >= LEAST_IMAGE_BYTES:
+            digest = xxhash.xxh3_64_hexdigest(url).encode()
+            url = digest * (IMAGE_BYTES // len(digest))
+        pieces += part[at:start], url
+        at = end
+    return b"".join([*pieces, part[at:]])
 
 
 def _text(part: Part) -> bytes:
