@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import islice
+from typing import Annotated
 
+import msgspec
 import numpy as np
+from msgspec import Meta, Struct
 
 from batchrun.estimator.least_squares import FloatArray
 
@@ -41,32 +45,48 @@ FIRST_LIKELY_TOKENS = 512
 LEAST_ENDED = 32
 """Of fewer answers nothing is concluded."""
 MAX_PROMISES = 64
+NUM_AGES = NUM_DOUBLINGS * STEPS_PER_DOUBLING + 1
 Promise = tuple[float, float, float]
 """The bounds of a class: TTFT, TPOT and completion."""
+_Count = Annotated[int, Meta(ge=0)]
+_Weights = Annotated[
+    list[Annotated[float, Meta(ge=0, le=4 * REMEMBERED_CALLS)]],
+    Meta(min_length=NUM_AGES, max_length=NUM_AGES),
+]
+
+
+class _Kept(Struct, array_like=True):
+    """What outlives an engine of what its calls' answers have taught."""
+
+    served_by: str
+    ended: _Weights
+    num_ended: _Count
+    lengths: list[tuple[Promise | None, _Weights]]
 
 
 class _Lengths:
     """How long the last answers of one kind were."""
 
-    def __init__(self) -> None:
-        self._ended = np.zeros(len(EDGES_TOKENS) - 1)
-        self._likely_tokens = float(FIRST_LIKELY_TOKENS)
-        self.num_ended = 0
+    def __init__(self, weights: Sequence[float] = (0.0,) * NUM_AGES) -> None:
+        self.weights = np.array(weights)
+        self.likely_tokens = float(FIRST_LIKELY_TOKENS)
+        """What nine of ten stayed within, as of the last `LEAST_ENDED`."""
+        self.num_ended = int(self.weights.sum())
+        if self.num_ended >= LEAST_ENDED:
+            self._look()
 
     def ended(self, place: int) -> None:
         """One more, between the edges at this place."""
-        self._ended[place] += 1
+        self.weights[place] += 1
         self.num_ended += 1
-        if self._ended.sum() >= 2 * REMEMBERED_CALLS:
-            self._ended /= 2
+        if self.weights.sum() >= 2 * REMEMBERED_CALLS:
+            self.weights /= 2
         if self.num_ended % LEAST_ENDED == 0:
-            within = np.concatenate([[0.0], np.cumsum(self._ended)]) / self._ended.sum()
-            self._likely_tokens = float(np.interp(LIKELY_LEVEL, within, EDGES_TOKENS))
+            self._look()
 
-    @property
-    def likely_tokens(self) -> float:
-        """What nine of ten stayed within, as of the last `LEAST_ENDED`."""
-        return self._likely_tokens
+    def _look(self) -> None:
+        within = np.concatenate([[0.0], np.cumsum(self.weights)]) / self.weights.sum()
+        self.likely_tokens = float(np.interp(LIKELY_LEVEL, within, EDGES_TOKENS))
 
 
 class CallHistory:
@@ -79,8 +99,7 @@ class CallHistory:
     def __init__(self) -> None:
         self._rate_calls = self._rate_s = 0.0
         self._seen_at_s: float | None = None
-        self._reached = np.zeros(len(EDGES_TOKENS) - 1)
-        self._ended = np.zeros(len(EDGES_TOKENS) - 1)
+        self._reached, self._ended = np.zeros(NUM_AGES), np.zeros(NUM_AGES)
         self._num_ended = 0
         self._lengths: dict[Promise | None, _Lengths] = {None: _Lengths()}
         self._told: dict[Promise | None, float] = {}
@@ -118,6 +137,28 @@ class CallHistory:
             lengths = self._lengths[None]
         self._told[promise] = lengths.likely_tokens
         return min(most_tokens, math.ceil(lengths.likely_tokens))
+
+    def keep(self, served_by: str) -> bytes:
+        """What the answers have taught, for an engine that serves the same. 0.1 ms."""
+        lengths = [(kind, each.weights.tolist()) for kind, each in self._lengths.items()]
+        kept = _Kept(served_by, self._ended.tolist(), self._num_ended, lengths)
+        return msgspec.msgpack.encode(kept)
+
+    def recall(self, kept: bytes, served_by: str) -> None:
+        """Begin with what was kept. Raises ValueError where that is none of ours, or of an engine
+        that serves something else."""
+        try:
+            found = msgspec.msgpack.decode(kept, type=_Kept)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"no history of answers: {error}") from error
+        if found.served_by != served_by:
+            raise ValueError(f"a history of answers of {found.served_by}, not of {served_by}")
+        self._ended = np.array(found.ended)
+        # None was cut short: as many had reached an age as ended at it or later.
+        self._reached = np.cumsum(self._ended[::-1])[::-1]
+        self._num_ended = found.num_ended
+        for kind, weights in islice(found.lengths, MAX_PROMISES):
+            self._lengths[kind] = _Lengths(weights)
 
     def rate_per_s(self, now_s: float) -> float:
         """Calls per second of late."""

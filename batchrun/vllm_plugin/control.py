@@ -169,6 +169,9 @@ REPEAT_S = 1.0
 ORDERS_PAUSE_S = 0.02
 """Rest after each `MAX_QUEUED` orders, so that a flood of them takes no time from the steps."""
 MAX_QUEUED = 16
+ANSWERS_SUFFIX = ".answers"
+KEEP_S = 60.0
+"""How long answers are is written down so often."""
 
 
 class EngineChannel:
@@ -181,6 +184,7 @@ class EngineChannel:
     def __init__(self, path: Path, receive: Callable[[bytes], bytes]) -> None:
         self._receive = receive
         self._telemetry: Telemetry | None = None
+        self._kept: tuple[Path, bytes] | None = None
         self._is_closing = threading.Event()
         # A unix socket's path has room for about 100 characters, a home may be longer.
         self._folder_fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
@@ -198,6 +202,11 @@ class EngineChannel:
     def publish(self, telemetry: Telemetry) -> None:
         """Send this, or something newer, within `INTERVAL_S`. Costs nothing here."""
         self._telemetry = telemetry
+
+    def keep(self, path: Path, text: bytes) -> None:
+        """Write this, or something newer, to a file, on the channel's thread. Costs nothing here.
+        What cannot be written is left."""
+        self._kept = path, text
 
     def close(self) -> None:
         """End the thread and remove the sockets."""
@@ -227,6 +236,18 @@ class EngineChannel:
                 sent, sent_at_s = latest, time.monotonic()
                 with suppress(zmq.ZMQError):
                     self._publisher.send(encode(latest), zmq.NOBLOCK)
+            self._write_kept()
+        self._write_kept()
+
+    def _write_kept(self) -> None:
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            path, text = kept
+            with suppress(OSError):
+                new = path.with_name(f"{path.name}.new")
+                new.touch(0o600)
+                new.write_bytes(text)
+                new.replace(path)
 
     def _answer_all(self) -> None:
         for _ in range(MAX_QUEUED):
@@ -257,14 +278,18 @@ class DaemonLink:
         self._max_running = max_running
         self._channel: EngineChannel | None = None
         self._last_steps: LastSteps | None = None
+        self._answers, self._served_by = Path(), state.facts.engine.model
         self._labels: dict[str, bytes] = {}
-        self._report_at_s = float("-inf")
+        self._report_at_s = self._keep_at_s = float("-inf")
         self.control = Control(started, max_running, state.nonce, refusal)
         self.meter = Meter()
 
     def open(self) -> None:
         """Listen to the daemon from now on, and be heard by it."""
         path = os.environ[CHANNEL_VARIABLE]
+        self._answers = Path(path + ANSWERS_SUFFIX)
+        with suppress(OSError, ValueError):
+            self._state.calls.recall(self._answers.read_bytes(), self._served_by)
         try:
             self._channel = EngineChannel(Path(path), self.control.receive)
         except OSError as error:
@@ -278,6 +303,7 @@ class DaemonLink:
     def close(self) -> None:
         """Nothing comes in or goes out any more."""
         if self._channel is not None:
+            self._channel.keep(self._answers, self._state.calls.keep(self._served_by))
             self._channel.close()
             self._channel = None
         if self._last_steps is not None:
@@ -350,3 +376,6 @@ class DaemonLink:
         if self._channel is not None:
             self._report_at_s = now_s + INTERVAL_S
             self._channel.publish(self.telemetry(now_s))
+            if now_s >= self._keep_at_s:
+                self._keep_at_s = now_s + KEEP_S
+                self._channel.keep(self._answers, self._state.calls.keep(self._served_by))

@@ -1,4 +1,5 @@
-"""The scheduler leaves a file of what it ran last, true after every step."""
+"""The scheduler leaves a file of what it ran last, true after every step, and one of how long
+answers were."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ import pytest
 import scheduler_rig
 from scheduler_rig import make_request
 
+from batchrun.estimator.call_history import FIRST_LIKELY_TOKENS
+from batchrun.vllm_plugin.control import ANSWERS_SUFFIX
 from batchrun.wire import CHANNEL_VARIABLE, NUM_STEPS, SUFFIX, read_last_steps
 
 
@@ -38,3 +41,24 @@ def test_the_file_names_the_rows_of_the_last_steps(
     finally:
         scheduler.shutdown()
     assert (tmp_path / f"engine-0{SUFFIX}").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_next_engine_knows_how_long_answers_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CHANNEL_VARIABLE, str(tmp_path / "engine-0"))
+    likely_tokens = []
+    for _ in range(2):
+        scheduler = scheduler_rig.build(policy="echo", token_budget=64, max_num_seqs=6)
+        try:
+            likely_tokens.append(scheduler.state.calls.likely_tokens(9_000))
+            for number in range(40):
+                scheduler.add_request(make_request(f"call-{number}", 20, max_tokens=20))
+            while scheduler.has_unfinished_requests():
+                scheduler_rig.step(scheduler)
+        finally:
+            scheduler.shutdown()
+
+    assert likely_tokens[0] == FIRST_LIKELY_TOKENS
+    assert 15 < likely_tokens[1] < 30
+    assert (tmp_path / f"engine-0{ANSWERS_SUFFIX}").stat().st_mode & 0o777 == 0o600

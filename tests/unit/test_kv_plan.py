@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 from echo_views import NOW_S, call, decoding_call, decoding_row, prefilling_row, view
 
-from batchrun.estimator.call_history import EDGES_TOKENS, REMEMBERED_CALLS, CallHistory
+from batchrun.estimator.call_history import (
+    EDGES_TOKENS,
+    FIRST_LIKELY_TOKENS,
+    REMEMBERED_CALLS,
+    CallHistory,
+)
 from batchrun.scheduling.echo import EchoOptions, EchoPolicy
 from batchrun.scheduling.kv_plan import PLAN_EVERY_S, KvPlan, longest_step_s
 from batchrun.scheduling.online_queue import ArrivalOrder
@@ -141,3 +146,21 @@ def test_how_often_answers_are_longer_than_likely_is_counted_once_somebody_asked
         calls.ended(tokens)
 
     assert (calls.num_judged, calls.num_longer) == (3, 1)
+
+
+def test_what_answers_taught_is_kept_for_an_engine_that_serves_the_same() -> None:
+    calls, promise = history(300), (1.0, 0.1, 60.0)
+    for _ in range(40):
+        calls.ended(2_000, promise)
+    kept = calls.keep("tiny")
+    again = CallHistory()
+    again.recall(kept, "tiny")
+
+    assert again.likely_tokens(9_000, promise) == calls.likely_tokens(9_000, promise) > 1_500
+    assert again.likely_tokens(9_000) == calls.likely_tokens(9_000) < 500
+    assert again.longer_shares([]) == pytest.approx(calls.longer_shares([]), abs=0.01)
+    fresh = CallHistory()
+    for text, served_by in ((kept, "other"), (kept[:-9], "tiny"), (b"\x00" * 99, "tiny")):
+        with pytest.raises(ValueError, match="history of answers"):
+            fresh.recall(text, served_by)
+    assert fresh.likely_tokens(9_000) == FIRST_LIKELY_TOKENS
