@@ -13,6 +13,7 @@ from scheduler_rig import make_request
 
 from batchrun.estimator.call_history import FIRST_LIKELY_TOKENS
 from batchrun.vllm_plugin.control import ANSWERS_SUFFIX
+from batchrun.vllm_plugin.scheduler import ColocatedScheduler
 from batchrun.wire import CHANNEL_VARIABLE, NUM_STEPS, SUFFIX, read_last_steps
 
 
@@ -51,6 +52,7 @@ def test_the_next_engine_knows_how_long_answers_were(
     for _ in range(2):
         scheduler = scheduler_rig.build(policy="echo", token_budget=64, max_num_seqs=6)
         try:
+            assert isinstance(scheduler, ColocatedScheduler)
             likely_tokens.append(scheduler.state.calls.likely_tokens(9_000))
             for number in range(40):
                 scheduler.add_request(make_request(f"call-{number}", 20, max_tokens=20))
