@@ -137,7 +137,18 @@ SECTIONS: dict[str, Section] = {
     "online_queue": Section(
         "Orders of waiting calls, means over seeds",
         "scenario rate_per_s order",
-        "goodput_per_s slo_met ttft_p50_s ttft_p99_s longest_wait_s offline_tokens_per_s",
+        "goodput_per_s slo_met ttft_p50_s ttft_p99_s longest_wait_s offline_tokens_per_s "
+        "tokens_per_s accelgen_goodput_per_s iterations_met whole_met jct_mean_s",
+    ),
+    "queue_oracle": Section(
+        "The shipped order beside a search that knows all that comes",
+        "rate_per_s seed width",
+        "oracle_per_s on_time_per_s distance on_time_noisy_per_s distance_noisy",
+    ),
+    "larry_study": Section(
+        "LARRY's and SAL's figures 7 to 11, means over seeds",
+        "deployment num_engines router scale order",
+        "ttft_p50_s ttft_p99_s ttft_ms_a_token_p50 total_p50_s ended_per_s front_end_waiting",
     ),
     "page_cost": Section(
         "What the page costs, with a thousand jobs and sixteen engines",
@@ -256,6 +267,7 @@ def _shown(run: Run, section: Section) -> Iterator[str]:
     where = "" if meta["commit_in_repository"] else ", not in the repository"
     machine = f"{meta['machine']['cpus']} cores, {meta['machine']['processor']}"
     yield f"{meta['date'][:10]}, {machine}, commit {commit}{where}:\n"
+    figures = [key for key in figures if key in table.columns]
     rows = [
         [*(str(row[key]) for key in by), *map(row.get, figures)]
         for row in table.iter_rows(named=True)
