@@ -94,7 +94,7 @@ class _Round:
         why the rows do not run."""
         if model not in self._serving:
             serving = {e: load for e, load in self.loads.items() if self.slots[e].serves(model)}
-            there = [slot for slot in self.slots if not slot.is_lost]
+            there = [slot for slot in self.slots if not slot.is_off]
             may_come = any(slot.models is None or slot.serves(model) for slot in there)
             self._serving[model] = serving if serving or may_come else self.loads
         return self._serving[model]

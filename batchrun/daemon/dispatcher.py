@@ -215,7 +215,7 @@ class Dispatcher:
 
     def check_model(self, model: str) -> None:
         """Raises InputError when every engine has told its models, and this is none of them."""
-        known = [slot.models for slot in self.slots if not slot.is_lost]
+        known = [slot.models for slot in self.slots if not slot.is_off]
         if model == DEFAULT_MODEL or not known or not all(known):
             return
         names = sorted({name for models in known for name in models or ()})

@@ -375,6 +375,10 @@ class Slot(EngineSlot):
         return self.engine.state in {EnginePhase.FAILED, EnginePhase.STOPPED}
 
     @property
+    def is_off(self) -> bool:
+        return self.engine.state is EnginePhase.STOPPED
+
+    @property
     def runs_scheduler(self) -> bool:
         return self.hint_nonce is not None
 

@@ -177,6 +177,11 @@ class EngineSlot:
         return False
 
     @property
+    def is_off(self) -> bool:
+        """Whether nobody wants it to run now."""
+        return False
+
+    @property
     def runs_scheduler(self) -> bool:
         """Whether batchrun's scheduler runs in it, which chooses among the rows that wait."""
         return True

@@ -19,9 +19,9 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from batchrun.config import TINY_MODELS, Deployment, SloConfig, TimeoutsConfig, split_listen
+from batchrun.config import TINY_MODELS, Deployment, SloConfig, split_listen
 from batchrun.daemon.dispatcher import MODELS_S, OFFLINE_PRIORITY
-from batchrun.daemon.engine_link import Engine, EngineLink, Slot, window_of
+from batchrun.daemon.engine_link import GONE, Engine, EngineLink, Slot, window_of
 from batchrun.daemon.fleets import Fleets
 from batchrun.daemon.plugin import (
     attached_key,
@@ -66,6 +66,7 @@ GATEWAY_CLEAR_S = 3.0
 """Workers that are well have stopped listening within so long of their gateway's end."""
 FIRST_ENGINE_PORT_OFFSET = 100
 LAST_PORT = 65_535
+CALL_TIMEOUTS = {"first_token", "between_tokens", "answer", "row"}
 TINY_BUILDERS = dict(zip(TINY_MODELS, (build_tiny_model, build_tiny_vision_model), strict=True))
 
 
@@ -138,10 +139,12 @@ class Supervisor:
         """Bring up the gateway, then all engines at once, and keep each up however long the others
         start, until cancelled. `on_ready` is called once, when an engine is ready.
 
-        Raises EngineError when the gateway cannot start, or no engine can: an heir, which stood by
-        before, looks for engines on and on.
+        Raises EngineError when the gateway or no engine can start; an heir looks for them for ever.
         """
         self.fleets.start(leads=True)
+        for slot in self.slots:
+            if slot.agent is not None:
+                slot.agent.connect()
         await self._start_gateway()
         if any(config.is_vllm for config in self._deployment.engines):
             await asyncio.to_thread(build_model, self._deployment, self._home)
@@ -154,7 +157,7 @@ class Supervisor:
                     group.create_task(self._keep(slot, failures, is_heir=is_heir))
         except* EngineError as errors:
             for slot in self.slots:
-                if isinstance(slot.engine, ManagedEngine):
+                if isinstance(slot.engine, ManagedEngine) and slot.engine.has_spawned:
                     await slot.engine.stop()
             raise errors.exceptions[0] from None
 
@@ -164,7 +167,8 @@ class Supervisor:
         except EngineError as error:
             log.error("%s", error)
             failures.append(error)
-            if len(failures) == len(self.slots) and not (is_heir or self._is_up.is_set()):
+            is_any_ready = any(each.engine.state is EnginePhase.READY for each in self.slots)
+            if len(failures) == len(self.slots) and not (is_heir or is_any_ready):
                 raise failures[0] from None
         await _watch_on(slot.engine.name, slot.engine.watch)
 
@@ -299,6 +303,7 @@ class Supervisor:
                 or slot.engine.progress.is_doubtful,
                 "is_hung": slot.engine.progress.is_hung,
                 "is_ready": slot.engine.state is EnginePhase.READY,
+                "is_gone": slot.engine.state in GONE,
                 "hint_nonce": slot.hint_nonce,
                 "offline_priority": OFFLINE_PRIORITY if slot.uses_priority else None,
                 "models": slot.models,
@@ -310,6 +315,7 @@ class Supervisor:
         ]
         if any(engine["is_ready"] for engine in engines):
             self._is_up.set()
+        timeouts = self._deployment.timeouts.model_dump(include=CALL_TIMEOUTS)
         document = {
             "engines": engines,
             "daemon": self._daemon,
@@ -318,7 +324,7 @@ class Supervisor:
             "image_hosts": self._deployment.image_hosts,
             "router": self._deployment.router,
             "late_calls": self._deployment.late_calls,
-            "timeouts": _call_timeouts(self._deployment.timeouts),
+            "timeouts": {f"{name}_s": value for name, value in timeouts.items()},
         }
         content = json.dumps(document).encode()
         if content == self._upstreams:
@@ -330,12 +336,6 @@ class Supervisor:
                 slot.apart_since_s = None
             elif slot.apart_since_s is None:
                 slot.apart_since_s = time.monotonic()
-
-
-def _call_timeouts(timeouts: TimeoutsConfig) -> dict[str, float]:
-    """As the gateway knows them."""
-    named = timeouts.model_dump(include={"first_token", "between_tokens", "answer", "row"})
-    return {f"{name}_s": value for name, value in named.items()}
 
 
 def _address_of(engine: Engine) -> dict[str, object]:

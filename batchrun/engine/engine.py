@@ -66,6 +66,11 @@ class ManagedEngine:
         self._anew = asyncio.Event()
 
     @property
+    def has_spawned(self) -> bool:
+        """Whether a process was started here, and not only adopted."""
+        return self._spawning is not None
+
+    @property
     def started(self) -> int:
         """Another number each time its process starts; 0 before."""
         record = self._record

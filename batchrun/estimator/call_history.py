@@ -111,8 +111,8 @@ class CallHistory:
         self._rate_calls += 1
 
     def ended(self, num_tokens: int, promise: Promise | None = None) -> None:
-        """An answer to a call with this promise is complete. One that its client gave up tells
-        nothing: leave it out."""
+        """An answer to a call with this promise is complete; None where that bounds no end. One
+        that its client gave up tells nothing: leave it out."""
         place = int(np.searchsorted(EDGES_TOKENS[:-1], num_tokens)) - 1
         if place < 0:
             return

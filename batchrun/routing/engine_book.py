@@ -19,13 +19,13 @@ from batchrun.routing.prefix_map import Arrays, Floats, PrefixMap
 
 FIELDS = ("calls", "prompt_tokens", "waiting_calls", "waiting_tokens", "waiting_s", "moved_at_s")
 _CALLS, _PROMPT, _WAITING, _WAITING_TOKENS, _WAITING_S, _MOVED_AT = range(len(FIELDS))
+TOLERANCE_SHARE = 0.05
+"""Of the tokens foretold, so many and a piece may be missing: bytes tell tokens only roughly."""
 ANSWERS = 1000
 """Calls over which the mean answer and the mean prompt are learnt."""
 FIRST_ANSWER_TOKENS = 128.0
 LEAST_ROOM_SHARE = 0.2
 GROW, SHRINK = 1.005, 0.99
-TOLERANCE_SHARE = 0.05
-"""Of the tokens foretold, so many and a piece may be missing: bytes tell tokens only roughly."""
 """What the believed size of an engine's cache is multiplied by after a reply that had all the
 cached tokens foretold, and after one that had fewer."""
 

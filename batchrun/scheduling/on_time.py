@@ -46,7 +46,7 @@ MOST_KNOWN_SHARE, MIN_KNOWN = 4, 64
 class Need:
     """What a call asks for, as predicted when so many of its tokens were left and not cached:
     seconds of an engine that does nothing else, when its first token is due by the bound on it
-    alone, and `BY_ARRIVAL`."""
+    alone, and `BY_ARRIVAL`. `num_tokens` is 0 where the prompt was begun then."""
 
     num_tokens: int
     left_tokens: int
@@ -60,10 +60,11 @@ class PromptWork:
     a second of the running engine has room for.
 
     From step to step the same calls wait but for a few, so what is known of them is kept in one
-    piece while nobody comes or goes: `works_s`, `dues_s`, `arrived_s`, `ttfts_s` and `arrivals` of
-    each, the sum of the first, the places of those with a completion bound (`bounded`), their
-    priorities (`levels`) and values. What is cached of a prompt is looked up when its call comes,
-    and then of one call a step, in turn: a look-up takes longer than all the rest.
+    piece while nobody comes or goes: `works_s`, `dues_s`, `arrived_s`, `ttfts_s`, `arrivals` and
+    whether they `are_new` (have no token yet), the sum of the first, the places of those with a
+    completion bound (`bounded`), their priorities (`levels`) and values. What is cached of a prompt
+    is looked up when its call comes, and then of one call a step, in turn: a look-up takes longer
+    than all the rest.
     """
 
     def __init__(self) -> None:
@@ -73,6 +74,7 @@ class PromptWork:
         self._step = 0
         self.works_s, self.dues_s, self.sum_s = np.empty(0), np.empty(0), 0.0
         self.arrived_s, self.ttfts_s = np.empty(0), np.empty(0)
+        self.are_new = np.empty(0, np.bool_)
         self.arrivals: list[Arrival] = []
         self.bounded: list[int] = []
         self.levels: set[int] = set()
@@ -96,6 +98,7 @@ class PromptWork:
         self.arrivals = [need.arrival for need in needs]
         self.arrived_s = np.array([call.arrival_at_s for call in calls])
         self.ttfts_s = np.array([call.slo_ttft_s for call in calls])
+        self.are_new = np.array([call.first_token_at_s is None for call in calls], np.bool_)
         self.bounded = [at for at, call in enumerate(calls) if call.slo_jct_s < math.inf]
         self.levels = {call.priority for call in calls}
         self.values = {call.slo_value for call in calls}
@@ -105,14 +108,14 @@ class PromptWork:
         need = self._known.get(call.request_id)
         if need is None or need.num_tokens != call.num_tokens:
             left = max(1, call.num_tokens - view.look_up(call).num_tokens)
-            need = self._known[call.request_id] = _need(view, call, left)
+            need = self._known[call.request_id] = _need(view, call, left, call.num_tokens)
         return need
 
     def begun_need(self, view: EngineView, call: RequestView) -> Need:
         """What a call asks for whose prompt is begun."""
         need, left = self._known.get(call.request_id), left_tokens(call)
         if need is None or need.left_tokens != left:
-            need = self._known[call.request_id] = _need(view, call, left)
+            need = self._known[call.request_id] = _need(view, call, left, 0)
         return need
 
     def _looks_up_again(self, view: EngineView, call: RequestView) -> bool:
@@ -121,7 +124,7 @@ class PromptWork:
         left = max(1, call.num_tokens - view.look_up(call).num_tokens)
         if need is None or need.left_tokens == left:
             return False
-        self._known[call.request_id] = _need(view, call, left)
+        self._known[call.request_id] = _need(view, call, left, call.num_tokens)
         return True
 
     @staticmethod
@@ -137,9 +140,9 @@ class PromptWork:
         return max(lone_s(view, tokens, tokens) / step_s, 1e-3), step_s
 
 
-def _need(view: EngineView, call: RequestView, left: int) -> Need:
+def _need(view: EngineView, call: RequestView, left: int, num_tokens: int) -> Need:
     work_s, due_s = lone_s(view, left, call.num_tokens), call.arrival_at_s + call.slo_ttft_s
-    return Need(call.num_tokens, left, work_s, due_s, BY_ARRIVAL(call))
+    return Need(num_tokens, left, work_s, due_s, BY_ARRIVAL(call))
 
 
 class LinePace:
@@ -227,14 +230,17 @@ class OnTimeOrder(ArrivalOrder):
     def _oldest_aged(
         self, view: EngineView, begun: Sequence[RequestView], line_s: float, level: int
     ) -> RequestView | None:
-        """Of the calls of the first priority that have waited too long the first by arrival."""
+        """Of the calls of the first priority that have waited too long for their first token the
+        first by arrival."""
         now_s, arrived_s = view.now_s, self._work.arrived_s
         latest_s = now_s - AGED_BACKLOGS * line_s
         waits = (arrived_s < latest_s) & (now_s - arrived_s > AGED_BOUNDS * self._work.ttfts_s)
+        waits &= self._work.are_new
         aged = [
             call
             for call in begun
-            if call.arrival_at_s < latest_s
+            if call.first_token_at_s is None
+            and call.arrival_at_s < latest_s
             and now_s - call.arrival_at_s > AGED_BOUNDS * call.slo_ttft_s
         ]
         if waits.any():

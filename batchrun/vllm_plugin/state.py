@@ -287,7 +287,8 @@ class EngineState:
         """A request ends; of those whose hints tell nothing, the next ones are expected alike."""
         if request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED):
             if not view.is_offline:
-                self.calls.ended(request.num_output_tokens, view.promise)
+                promise = view.promise if view.slo_jct_s < math.inf else None
+                self.calls.ended(request.num_output_tokens, promise)
             self.untold_answers.ended(request.request_id, request.num_output_tokens)
         else:
             self.untold_answers.lost(request.request_id)

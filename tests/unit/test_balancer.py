@@ -266,12 +266,14 @@ def test_calls_go_to_engines_that_serve_their_model_or_may(book: int) -> None:
     assert balancer.candidates(unknown, now_s=1) == [small]
 
 
-def test_an_engine_that_is_not_ready_comes_last(book: int) -> None:
+def test_an_engine_that_is_gone_comes_last_and_one_that_is_not_known_does_not(book: int) -> None:
     balancer = worker(book)
-    balancer.replace([replace(ONE, is_ready=False), TWO], "least")
     call = streamed(balancer)
     with balancer.sending(TWO, call):
+        balancer.replace([replace(ONE, is_ready=False, is_gone=True), TWO], "least")
         assert balancer.candidates(call, now_s=1) == [TWO, ONE]
+        balancer.replace([replace(ONE, is_ready=False), TWO], "least")
+        assert balancer.candidates(call, now_s=1) == [ONE, TWO]
 
 
 def test_a_daemon_that_does_not_know_yet_when_engines_began_forgets_no_prompt(book: int) -> None:
@@ -286,7 +288,7 @@ def test_a_daemon_that_does_not_know_yet_when_engines_began_forgets_no_prompt(bo
         assert balancer.candidates(streamed(balancer, text), now_s=1e9)[0] == TWO
 
 
-@pytest.mark.parametrize("two", [replace(TWO, is_last_choice=True), replace(TWO, is_ready=False)])
+@pytest.mark.parametrize("two", [replace(TWO, is_last_choice=True), replace(TWO, is_gone=True)])
 def test_a_call_that_would_be_late_goes_to_no_engine_that_is_to_get_none(
     book: int, two: Upstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:

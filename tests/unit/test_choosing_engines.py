@@ -129,18 +129,23 @@ def test_rows_go_to_engines_of_their_model() -> None:
     assert "three" in {key[0] for slot in slots for key in slot.in_flight}
 
 
-def test_a_replica_that_is_not_wanted_leaves_no_model_open() -> None:
+@pytest.mark.parametrize(
+    ("state", "is_refused"), [(EnginePhase.STOPPED, True), (EnginePhase.FAILED, False)]
+)
+def test_a_replica_that_is_not_wanted_leaves_no_model_open(
+    state: EnginePhase, *, is_refused: bool
+) -> None:
     slots = [slot_of("a", "small"), slot_of("b")]
-    unwanted = slots[1].engine
-    assert isinstance(unwanted, AttachedEngine)
-    slots[1].models, unwanted.state = None, EnginePhase.STOPPED
+    other = slots[1].engine
+    assert isinstance(other, AttachedEngine)
+    slots[1].models, other.state = None, state
     assigner: Assigner[ActiveJob, Slot] = Assigner(slots)
     job = make_job()
     job.spec = job.spec.model_copy(update={"model": "unknown"})
     assigner.join(job, deadline_at=None)
     assigner.assign(0.0)
 
-    assert slots[0].in_flight
+    assert bool(slots[0].in_flight) == is_refused
 
 
 def slot_of(name: str, *models: str) -> Slot:

@@ -349,3 +349,17 @@ def test_answers_are_expected_as_those_to_calls_with_the_same_promise() -> None:
     assert 1_500 < calls.likely_tokens(30_000, report) < 3_000
     assert calls.likely_tokens(700, report) == 700
     assert (calls.num_judged, calls.num_longer) == (40, 40)
+
+
+def test_an_answer_that_goes_on_takes_no_share_of_calls_that_wait_too_long() -> None:
+    preempted = replace(
+        waiting("preempted", tokens=9_000, ttft_s=1.0, waited_s=60.0),
+        first_token_at_s=NOW_S - 50.0,
+    )
+    aged = waiting("aged", tokens=9_000, ttft_s=1.0, waited_s=AGED_BOUNDS + 9.0)
+    decoding = decoding_call("decoding", due_in_s=0.06)
+    engine = view(running=[decoding], waiting=[preempted, aged], free_blocks=3_000)
+
+    caps = plan_with(OnTimeOrder(), engine).caps
+
+    assert caps["aged"] == pytest.approx(caps["preempted"], rel=0.05)

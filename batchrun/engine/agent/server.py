@@ -60,6 +60,7 @@ MAX_TAIL_BYTES = 1 << 20
 DEFAULT_TAIL_LINES = 100
 _CLOSE_WAIT_S = 1.0
 _CONNECT_S = 5.0
+UNREACHED = aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError
 NO_ENGINE = {"Retry-After": "1", NO_ENGINE_HEADER: "1"}
 _HOP_BY_HOP = frozenset({
     "connection",
@@ -377,11 +378,12 @@ class Agent:
             )
         except (aiohttp.ClientError, OSError) as error:
             text = f"the engine does not answer: {error}\n"
-            is_there = not isinstance(error, aiohttp.ClientConnectorError)
+            is_there = not isinstance(error, UNREACHED)
             said = {"Retry-After": "1"} if is_there else NO_ENGINE
             raise web.HTTPServiceUnavailable(text=text, headers=said) from error
         async with reply:
             headers = _end_to_end(reply.headers)
+            headers.popall(NO_ENGINE_HEADER, None)
             response = web.StreamResponse(status=reply.status, reason=reply.reason, headers=headers)
             await response.prepare(request)
             try:

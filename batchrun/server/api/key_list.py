@@ -83,7 +83,7 @@ class KeyList:
         while True:
             try:
                 await asyncio.to_thread(self._publish_alone)
-            except StoreError as error:
+            except (StoreError, OSError, ValueError) as error:
                 log.error("the API keys cannot be read: %s", error)
             await asyncio.sleep(REFRESH_S)
 

@@ -76,7 +76,7 @@ class _Serving:
             by_column,
             list(by_column),
             [each for each, engine in engines.items() if engine.column is None],
-            any(each.is_hung or each.is_last_choice or not each.is_ready for each in engines),
+            any(each.is_hung or each.is_last_choice or each.is_gone for each in engines),
             not all(each.runs_offline_calls for each in engines),
         )
 
@@ -153,7 +153,7 @@ class Balancer:
 
     def candidates(self, routed: RoutedCall, *, now_s: float) -> list[Upstream]:
         """The engines of the call's model that neither hang nor are ejected, best first; those that
-        are the last choice or not ready come late, and those that just refused a connection last.
+        are the last choice or gone come late, and those that just refused a connection last.
         An offline call goes first where it can give way to others."""
         serving = self._serving(routed.text.model)
         columns = serving.columns
@@ -168,7 +168,7 @@ class Balancer:
         def lateness(upstream: Upstream) -> tuple[bool, bool, bool, bool]:
             is_down = self._engines[upstream].down_until_s > now_s
             is_unfit = routed.is_offline and not upstream.runs_offline_calls
-            return is_down, not upstream.is_ready, upstream.is_last_choice, is_unfit
+            return is_down, upstream.is_gone, upstream.is_last_choice, is_unfit
 
         usable = (
             each
@@ -203,7 +203,7 @@ class Balancer:
 
     def _is_usual(self, upstream: Upstream, now_s: float) -> bool:
         is_down = self._engines[upstream].down_until_s > now_s
-        return upstream.is_ready and not (upstream.is_last_choice or is_down)
+        return not (upstream.is_gone or upstream.is_last_choice or is_down)
 
     def take_turn(self, upstream: Upstream, *, now_s: float) -> bool:
         """Whether a call may be sent there now: one at a time where the engine is on trial."""

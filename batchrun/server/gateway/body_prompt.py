@@ -6,6 +6,7 @@ chat templates have them; the text is that of the body, so a caller must write i
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 import msgspec
@@ -20,8 +21,8 @@ MAX_TEXT_BYTES = 128 << 10
 IMAGE_BYTES = 4096
 """An image within a body counts as a text of so many bytes, the same for the same image: how many
 tokens it is depends on its size and the model."""
-LEAST_IMAGE_BYTES = 256
-_IMAGE = b'"data:'
+_IMAGE_BEGINS = b'"data:image/'
+_IMAGE = re.compile(_IMAGE_BEGINS + rb'[^"]{240,}')
 NO_KEYS: KeyArray = np.empty(0, np.uint64)
 
 Part = Raw | UnsetType
@@ -64,9 +65,9 @@ def read_prompt(body: bytes) -> PromptText:
         return PromptText()
     parts = (found.tools, found.instructions, found.messages, found.prompt, found.input)
     views = [memoryview(part) for part in parts if isinstance(part, Raw)]
-    has_images = body.find(_IMAGE) >= 0
+    has_images = _IMAGE_BEGINS in body and _IMAGE.search(body) is not None
     if has_images:
-        views = [memoryview(_with_short_images(bytes(view))) for view in views]
+        views = [memoryview(_IMAGE.sub(_stand_in, view)) for view in views]
     num_bytes = sum(map(len, views))
     text = views[0] if len(views) == 1 else memoryview(b"".join(v[:MAX_TEXT_BYTES] for v in views))
     key = xxhash.xxh3_64_intdigest(b"\0".join([_text(found.model), _text(found.cache_salt)]))
@@ -78,17 +79,9 @@ def read_prompt(body: bytes) -> PromptText:
     return PromptText(num_bytes, np.array(keys, np.uint64), is_stream, model, has_images)
 
 
-def _with_short_images(part: bytes) -> bytes:
-    pieces: list[bytes] = []
-    at = 0
-    while (start := part.find(_IMAGE, at)) >= 0 and (end := part.find(b'"', start + 1)) >= 0:
-        url = part[start:end]
-        if len(url) >= LEAST_IMAGE_BYTES:
-            digest = xxhash.xxh3_64_hexdigest(url).encode()
-            url = digest * (IMAGE_BYTES // len(digest))
-        pieces += part[at:start], url
-        at = end
-    return b"".join([*pieces, part[at:]])
+def _stand_in(image: re.Match[bytes]) -> bytes:
+    digest = xxhash.xxh3_64_hexdigest(image[0]).encode()
+    return b'"' + digest * (IMAGE_BYTES // len(digest))
 
 
 def _text(part: Part) -> bytes:

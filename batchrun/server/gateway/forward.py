@@ -211,7 +211,8 @@ class Forwarder:
                     allow_redirects=False,
                     ssl=upstream.tls(),
                 )
-            if upstream.secret_file is not None and NO_ENGINE_HEADER in reply.headers:
+            is_refused = reply.status == 503 and NO_ENGINE_HEADER in reply.headers
+            if is_refused and upstream.secret_file is not None:
                 reply.close()
                 raise EngineError("its agent has none that takes calls")
             return reply

@@ -131,8 +131,8 @@ def _tls(secret_file: Path, certificate: Path | None) -> ssl.SSLContext:
 class Upstream:
     """One engine: the base address of its HTTP server, without `/v1`.
 
-    One that `is_last_choice` or not `is_ready` gets a call only when no other engine can, one that
-    `is_hung` none; once it is ready again, what failed before counts no more.
+    One that `is_last_choice`, or `is_gone` for now, gets a call only when no other engine can, one
+    that `is_hung` none; once it `is_ready` again, what failed before counts no more.
     `hint_nonce` is what hints must carry, where batchrun's scheduler runs inside it;
     `offline_priority` the value of vLLM's `priority` for offline work, where it heeds one. One
     behind an agent has a `secret_file`, and perhaps a `certificate` that vouches for the agent's.
@@ -148,6 +148,7 @@ class Upstream:
     is_last_choice: bool = field(default=False, compare=False)
     is_hung: bool = field(default=False, compare=False)
     is_ready: bool = field(default=True, compare=False)
+    is_gone: bool = field(default=False, compare=False)
     hint_nonce: str | None = field(default=None, compare=False, repr=False)
     offline_priority: int | None = field(default=None, compare=False)
     models: tuple[str, ...] | None = field(default=(), compare=False)
