@@ -42,11 +42,11 @@ decision costs, orders of calls, rows over engines, the page and Python; parts t
 engines and 51 callers in bad faith, two tenants, the demo beside vLLM's own order, a search for the
 best order of calls, calls of AccelGen and LARRY, memory and threads that run out; routers of others
 before the same engines; classes of calls on real engines."""
-MAX_MANUAL_WORDS = 41_600
-"""11,600 more: what rows may cost calls, which engine a call goes to, Python, the page, engines on
+MAX_MANUAL_WORDS = 42_600
+"""12,600 more: what rows may cost calls, which engine a call goes to, Python, the page, engines on
 other machines, orders of calls, rows over engines, time limits, limits of keys, attacks and their
 tests, uploads, `on_done`, why a call went where it went, fleets and how to deploy,
-what callers feel, calls that would be late."""
+what callers feel, calls that would be late, AccelGen's and LARRY's figures."""
 README_FIRST_SCREEN_LINES = 60
 MAX_FILES_ON_WAY = {"row": 40, "call": 10, "step": 22, "batch": 24}
 
