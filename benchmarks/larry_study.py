@@ -20,6 +20,7 @@ is the paper's normalised one. `front_end_waiting` is how many calls an API serv
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import sys
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,7 @@ from statistics import fmean
 import numpy as np
 
 from batchrun.config import STOCK_POLICY
+from batchrun.estimator.least_squares import FloatArray
 from batchrun.simulator.cluster import EnginePlan, FrontEndTimes
 from batchrun.simulator.online import PREFIX, Calls
 from batchrun.simulator.simulation import Simulation, SimulationPlan
@@ -43,6 +45,8 @@ from benchmarks.scenarios import azure_calls
 NUM_PROCESSES = 2
 WARM_S, JUDGED_S, REST_S = 30.0, 120.0, 60.0
 TOKENS_A_STEP = 1_024
+MOST_OF_TRACE = 0.9
+"""More of the trace than this is no window of it."""
 FRONT_END = FrontEndTimes(0.002, 2e-6)
 """Of vLLM's API server on a GPU machine, roughly: parse and render, and tokenise."""
 
@@ -171,20 +175,30 @@ def measure(trial: Trial) -> Record:
 
 
 def calls_of(trial: Trial) -> Calls:
-    """A window of the trace, from anywhere, at the deployment's capacity times the scale."""
-    trace = azure_calls(1.0)
+    """A window of the trace, from anywhere, at the deployment's capacity times the scale; several
+    at once where one holds too few calls."""
     rng = np.random.default_rng(7_000 + trial.seed)
-    at_s = np.array(trace.arrivals_s)
+    at_s = np.array(azure_calls(1.0).arrivals_s)
     rate = DEPLOYMENTS[trial.deployment].capacity_per_s * trial.scale * trial.num_engines
+    num = math.ceil(rate * (WARM_S + JUDGED_S) / (MOST_OF_TRACE * len(at_s)))
+    windows = [_window(at_s, rate / num, rng) for _ in range(num)]
+    arrival_s = np.concatenate([window.arrival_s for window in windows])
+    order = np.argsort(arrival_s, kind="stable")
+    return Calls(
+        arrival_s[order],
+        np.concatenate([window.num_prompt_tokens for window in windows])[order],
+        np.concatenate([window.num_output_tokens for window in windows])[order],
+    )
+
+
+def _window(at_s: FloatArray, rate: float, rng: np.random.Generator) -> Calls:
+    trace = azure_calls(1.0)
     scaled_s = at_s * (len(at_s) / at_s[-1] / rate)
     start_s = rng.uniform(0, scaled_s[-1])
     turn_s = scaled_s[-1] + 1 / rate
     from_start_s = (scaled_s - start_s) % turn_s
     order = np.argsort(from_start_s, kind="stable")
-    num = int(np.searchsorted(from_start_s[order], WARM_S + JUDGED_S))
-    if num == len(order):
-        raise ValueError("the trace is too short for so many calls/s")
-    chosen = order[:num]
+    chosen = order[: int(np.searchsorted(from_start_s[order], WARM_S + JUDGED_S))]
     return Calls(
         from_start_s[chosen],
         np.array(trace.prompt_tokens)[chosen],
