@@ -7,6 +7,9 @@ from aiohttp.client import ClientTimeout
 from aiohttp.connector import Connection
 from aiohttp.tracing import Trace
 
+UNREACHED = aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError
+"""No connection came about: nothing was sent."""
+
 
 class CleanConnector(aiohttp.TCPConnector):
     """Gives no connection out again on which bytes came after its last reply: what a server sent

@@ -347,3 +347,4 @@ def test_an_image_is_no_text_of_its_size(book: int) -> None:
     assert short.num_bytes < 200
     balancer = worker(book)
     assert balancer.read(one).call.prompt_tokens < 2_000
+    assert read_prompt(one.replace(b"image/", rb"image\/")).num_bytes < 5_000

@@ -44,7 +44,7 @@ from batchrun.engine.progress import SILENCE
 from batchrun.engine.sockets import EngineSockets
 from batchrun.errors import EngineError
 from batchrun.home import NO_ENGINE_HEADER
-from batchrun.media.connections import CleanConnector
+from batchrun.media.connections import UNREACHED, CleanConnector
 from batchrun.types import EnginePhase
 from batchrun.wire import RowKey, read_last_steps
 
@@ -60,7 +60,6 @@ MAX_TAIL_BYTES = 1 << 20
 DEFAULT_TAIL_LINES = 100
 _CLOSE_WAIT_S = 1.0
 _CONNECT_S = 5.0
-UNREACHED = aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError
 NO_ENGINE = {"Retry-After": "1", NO_ENGINE_HEADER: "1"}
 _HOP_BY_HOP = frozenset({
     "connection",

@@ -80,11 +80,15 @@ class KeyList:
 
     async def keep_published(self) -> None:
         """Let the gateways here hear of keys that are changed elsewhere, until cancelled."""
+        trouble = ""
         while True:
             try:
                 await asyncio.to_thread(self._publish_alone)
+                trouble = ""
             except (StoreError, OSError, ValueError) as error:
-                log.error("the API keys cannot be read: %s", error)
+                if str(error) != trouble:
+                    log.error("the API keys cannot be published: %s", error)
+                trouble = str(error)
             await asyncio.sleep(REFRESH_S)
 
     def _publish_alone(self) -> None:

@@ -21,8 +21,8 @@ MAX_TEXT_BYTES = 128 << 10
 IMAGE_BYTES = 4096
 """An image within a body counts as a text of so many bytes, the same for the same image: how many
 tokens it is depends on its size and the model."""
-_IMAGE_BEGINS = b'"data:image/'
-_IMAGE = re.compile(_IMAGE_BEGINS + rb'[^"]{240,}')
+_IMAGE_BEGINS = b'"data:image'
+_IMAGE = re.compile(_IMAGE_BEGINS + rb'\\?/[^"]{240,}')
 NO_KEYS: KeyArray = np.empty(0, np.uint64)
 
 Part = Raw | UnsetType

@@ -25,7 +25,7 @@ from yarl import URL
 from batchrun.errors import ConfigError, DaemonUnavailableError, EngineError, EngineSilentError
 from batchrun.hints import SloBounds
 from batchrun.home import CALLER_HEADER, GATEWAY_HEADER, NO_ENGINE_HEADER
-from batchrun.media.connections import CleanConnector
+from batchrun.media.connections import UNREACHED, CleanConnector
 from batchrun.server.gateway.admission import ABOUT_CALLER
 from batchrun.server.gateway.balancer import Balancer, RoutedCall
 from batchrun.server.gateway.bodies import BodyStream, SteeredBody
@@ -118,7 +118,6 @@ def open_session() -> aiohttp.ClientSession:
     )
 
 
-UNREACHED = aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError
 NO_ANSWER = "the engine closed the connection without an answer"
 
 
