@@ -26,6 +26,8 @@ ORDERS_SUFFIX = ".orders"
 MAX_MESSAGE_BYTES = 65_536
 MAX_JOBS = 1_024
 MAX_CALLS_SENT = 1_000
+MAX_TOLD = 2**31
+"""Of what an engine tells of its size."""
 
 PolicyName = Annotated[str, Meta(max_length=64)]
 JobName = Annotated[str, Meta(max_length=128)]
@@ -164,13 +166,13 @@ class Telemetry(Struct, frozen=True):
 
     `start_id` differs with every start: counts begin again with it. `num_answers` of calls have
     ended since their length first counted; `num_longer_answers` were longer than nine of ten were
-    expected to be.
+    expected to be. At most `max_running` requests run at once; 0: it does not tell.
     """
 
     start_id: str
     sent_at: float
     policy: str
-    token_budget: int
+    token_budget: Annotated[int, Meta(ge=0, le=MAX_TOLD)]
     is_offline_on: bool
     online: ClassTelemetry = field(default_factory=ClassTelemetry)
     offline: ClassTelemetry = field(default_factory=ClassTelemetry)
@@ -188,6 +190,7 @@ class Telemetry(Struct, frozen=True):
     num_policy_errors: int = 0
     num_malformed_orders: int = 0
     online_queue: PolicyName = "auto"
+    max_running: Annotated[int, Meta(ge=0, le=MAX_TOLD)] = 0
 
 
 class Orders(Struct, frozen=True):

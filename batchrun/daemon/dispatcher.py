@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from batchrun.daemon.dispatch import Assigner
-from batchrun.daemon.engine_link import Slot
+from batchrun.daemon.engine_link import Slot, choose_default
 from batchrun.daemon.faults import (
     DOUBT_WAIT_S,
     FIRST_DELAY_S,
@@ -46,6 +46,9 @@ MEET_S = 10.0
 """Agents that do not answer for so long at first are not waited for."""
 MODELS_S = 10.0
 """Engines are asked for their models so often: adapters come and go."""
+ASK_AGAIN_S = 1.0
+MAX_UNTOLD = 5
+"""An engine that answers calls and did not tell its models, asked so often, may serve any."""
 ASIDE_S = 1.0
 """A row that was aborted, or finds no turn for its images, goes again after others."""
 RETRY_SHARE = 0.5
@@ -178,39 +181,46 @@ class Dispatcher:
     async def watch_engines(self) -> None:
         """Send rows again to engines that were down and answer now, and ask engines what their KV
         holds and which models they serve; cancel to end."""
-        asked: set[str] = set()
-        ask_at_s: dict[str, float] = {}
+        async with asyncio.TaskGroup() as group:
+            for slot in self.slots:
+                group.create_task(self._watch_engine(slot))
+
+    async def _watch_engine(self, slot: Slot) -> None:
+        is_kv_told, ask_at_s, num_untold = False, 0.0, 0
         while True:
             await asyncio.sleep(POLL_INTERVAL_S)
-            for slot in self.slots:
-                name, now_s = slot.engine.name, time.monotonic()
-                if slot.engine.state is not EnginePhase.READY:
-                    ask_at_s.pop(name, None)
-                    asked.discard(name)
-                    continue
-                if slot.is_down:
-                    if await slot.engine.client.is_healthy():
-                        slot.came_back()
-                        self.wake()
-                elif name not in asked:
-                    asked.add(name)
-                    with suppress(EngineError):
-                        slot.kv = await slot.engine.client.kv_config()
-                if now_s >= ask_at_s.get(name, 0.0):
-                    ask_at_s[name] = now_s + MODELS_S
-                    await self._ask_for_models(slot)
+            choose_default(self.slots)
+            now_s = time.monotonic()
+            if slot.engine.state is not EnginePhase.READY:
+                is_kv_told, ask_at_s, num_untold = False, 0.0, 0
+                continue
+            if slot.is_down:
+                if await slot.engine.client.is_healthy():
+                    slot.came_back()
+                    self.wake()
+            elif not is_kv_told:
+                is_kv_told = True
+                with suppress(EngineError):
+                    slot.kv = await slot.engine.client.kv_config()
+            if now_s >= ask_at_s:
+                num_untold = 0 if await self._ask_for_models(slot) else num_untold + 1
+                if slot.models is None and num_untold >= MAX_UNTOLD:
+                    self._learn(slot, ())
+                ask_at_s = now_s + (ASK_AGAIN_S if slot.models is None else MODELS_S)
 
-    async def _ask_for_models(self, slot: Slot) -> None:
-        """What the engine serves; what is known stays while it does not tell."""
+    async def _ask_for_models(self, slot: Slot) -> bool:
+        """Whether the engine told what it serves; what is known stays while it does not."""
         try:
             models = await slot.engine.client.models()
         except EngineError:
-            models = slot.models or ()
+            return False
+        self._learn(slot, models)
+        return True
+
+    def _learn(self, slot: Slot, models: Sequence[str]) -> None:
         if models != slot.models:
-            slot.models = models
-            default = next((each.models[0] for each in self.slots if each.models), None)
-            for each in self.slots:
-                each.default_model = default
+            slot.models = tuple(models)
+            choose_default(self.slots)
             self.wake()
 
     def check_model(self, model: str) -> None:

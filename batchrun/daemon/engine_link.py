@@ -92,6 +92,16 @@ class EngineLink:
             online_queue=answer.online_queue,
         )
 
+    @property
+    def max_running(self) -> int:
+        """Requests that its engine runs at once, as it told last; 0: it never did."""
+        return 0 if self._latest is None else self._latest[1].max_running
+
+    @property
+    def budget_tokens(self) -> int:
+        """Most tokens of a step, as the engine told last; 0: it never did."""
+        return 0 if self._latest is None else self._latest[1].token_budget
+
     def look(self, *, has_rows: bool) -> Look | None:
         """Whether the engine gets on; `has_rows`: it has rows of ours that are to run. None when it
         was never heard.
@@ -337,13 +347,15 @@ class Slot(EngineSlot):
     `hint_nonce`, `link` and `last_steps` are set where batchrun's scheduler runs inside it: rows
     then carry hints, the engine can be watched and steered, and a dead one leaves a file that says
     what it ran. `kv` is None until the engine has answered; so are its `models` where there are
-    several engines. `accused` are the rows that it may have died of, None until that was looked
-    into. While it `drains` it gets no new work.
+    several engines; `expected_model` is the one that batchrun.yaml has it serve. `accused` are the
+    rows that it may have died of, None until that was looked into. While it `drains` it gets no new
+    work.
     """
 
     engine: Engine
     uses_priority: bool
     default_model: str | None = None
+    expected_model: str | None = None
     hint_nonce: str | None = None
     link: EngineLink | None = None
     last_steps: Path | None = None
@@ -467,3 +479,17 @@ def window_of(config: WindowConfig, *, runs_scheduler: bool) -> Window:
     """batchrun's scheduler chooses among many candidates; vLLM's own runs them as they come."""
     requests, tokens = SCHEDULER_WINDOW if runs_scheduler else PLAIN_WINDOW
     return Window(config.requests or requests, config.tokens or tokens)
+
+
+def choose_default(slots: Sequence[Slot]) -> None:
+    """Rows without a model of their own get the first model of the first engine, be it there yet or
+    not; for an engine that is still on its way and has none foretold, they wait."""
+    default = None
+    for slot in slots:
+        found = slot.models[0] if slot.models else slot.expected_model
+        is_coming = slot.models is None and slot.engine.state is EnginePhase.STARTING
+        if not slot.is_off and (found is not None or is_coming):
+            default = found
+            break
+    for slot in slots:
+        slot.default_model = default

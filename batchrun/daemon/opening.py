@@ -324,6 +324,7 @@ class Opener:
         while True:
             models: set[str] = set()
             for slot in self.slots:
+                models.update(slot.models or ())
                 with suppress(EngineError):
                     models.update(await slot.engine.client.models())
             if models:

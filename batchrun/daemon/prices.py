@@ -5,14 +5,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
+from batchrun.config import Deployment
 from batchrun.daemon.engine_link import EngineLink, Slot
+from batchrun.daemon.plugin import existing_profile, read_profile
+from batchrun.engine_config import EngineConfig
 from batchrun.estimator.step_load import StepLoad
 from batchrun.estimator.step_time import StepTimeModel
+from batchrun.home import Home
 from batchrun.pool.prefix_keys import IntArray
 from batchrun.pool.radix_tree import FloatArray, PrefixOrder
 from batchrun.pool.row_queue import PlannedWork
@@ -81,6 +85,25 @@ def speed_of(prices: Prices) -> float:
     """How many times as fast as a usual engine one is, by a typical row."""
     row = RowTokens(np.array([4_096.0]), np.array([2_048.0]), np.array([64.0]))
     return float(work_of(USUAL, row)[0] / max(work_of(prices, row)[0], 1e-9))
+
+
+def profile_prices(deployment: Deployment, config: EngineConfig, home: Home) -> Prices | None:
+    """What the steps of an engine cost, where it was measured. Raises ConfigError."""
+    path = existing_profile(deployment, config, home)
+    return None if path is None else prices_of(read_profile(path).models[0])
+
+
+def traits_of(slot: Slot, prices: Prices | None) -> dict[str, object]:
+    """What routers know of the engine, as far as it has told, and its profile tells."""
+    told = {
+        "kv_tokens": None if slot.kv is None else slot.kv.num_tokens,
+        "max_running": None if slot.link is None else slot.link.max_running,
+        "budget_tokens": None if slot.link is None else slot.link.budget_tokens,
+    }
+    return {
+        **{name: number for name, number in told.items() if number},
+        **({} if prices is None else {"prices": asdict(prices)}),
+    }
 
 
 SPENT_PREFIX = "engine_s:"

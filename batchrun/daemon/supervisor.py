@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -26,17 +25,15 @@ from batchrun.daemon.fleets import Fleets
 from batchrun.daemon.plugin import (
     attached_key,
     channel_path,
-    existing_profile,
     last_steps_path,
     package_env,
     plugin_env,
     read_or_make_key,
     read_or_make_nonce,
-    read_profile,
     scheduler_settings,
     slo_classes,
 )
-from batchrun.daemon.prices import prices_of, speed_of
+from batchrun.daemon.prices import profile_prices, speed_of, traits_of
 from batchrun.engine import process
 from batchrun.engine.agent.remote import AgentAddress, AgentEngine, AgentWire
 from batchrun.engine.command import AttachedSettings, ManagedSettings, check_port_free
@@ -50,7 +47,7 @@ from batchrun.errors import EngineError, InputError
 from batchrun.files import short_path, write_atomically
 from batchrun.home import Home
 from batchrun.pool.row_queue import RowLoad
-from batchrun.routing.engine_book import Prices, with_means
+from batchrun.routing.engine_book import with_means
 from batchrun.types import EnginePhase
 
 log = logging.getLogger(__name__)
@@ -86,7 +83,7 @@ class Supervisor:
         nonce = read_or_make_nonce(home) if deployment.runs_scheduler else None
         self.fleets = Fleets(deployment, home)
         made = [
-            (slot, _prices(deployment, config, home))
+            (slot, profile_prices(deployment, config, home))
             for index, config in enumerate(deployment.engines)
             for slot in self._make_slots(index, nonce if config.is_vllm else None)
         ]
@@ -113,14 +110,20 @@ class Supervisor:
 
     def _make_slot(self, config: EngineConfig, engine: Engine, nonce: str | None) -> Slot:
         deployment, home = self._deployment, self._home
-        prices = _prices(deployment, config, home)
+        prices = profile_prices(deployment, config, home)
         load = RowLoad(1.0 if prices is None else speed_of(prices))
-        models = None if sum(len(each.replica_names) for each in deployment.engines) > 1 else ()
+        is_alone = sum(len(each.replica_names) for each in deployment.engines) == 1
+        models = () if is_alone else None
+        expected_model = None if is_alone else _expected_model(deployment, config)
         if isinstance(engine, AgentEngine):
-            window = window_of(deployment.window, runs_scheduler=True)
-            link = EngineLink(AgentWire(engine.client), engine.name)
             return Slot(
-                engine, config.uses_priority, link=link, window=window, load=load, models=models
+                engine,
+                config.uses_priority,
+                link=EngineLink(AgentWire(engine.client), engine.name),
+                window=window_of(deployment.window, runs_scheduler=True),
+                load=load,
+                models=models,
+                expected_model=expected_model,
             )
         runs_scheduler = nonce is not None
         channel = channel_path(home, config.name)
@@ -133,6 +136,7 @@ class Supervisor:
             window=window_of(deployment.window, runs_scheduler=runs_scheduler),
             load=load,
             models=models,
+            expected_model=expected_model,
         )
 
     async def run(self, on_ready: Callable[[], None], *, is_heir: bool) -> None:
@@ -308,7 +312,7 @@ class Supervisor:
                 "offline_priority": OFFLINE_PRIORITY if slot.uses_priority else None,
                 "models": slot.models,
                 "started": slot.engine.started,
-                "traits": _traits_of(slot, prices),
+                "traits": traits_of(slot, prices),
             }
             for slot, prices in zip(self.slots, self._prices, strict=True)
             if slot.agent is None or slot.agent.base_url
@@ -351,18 +355,11 @@ def _address_of(engine: Engine) -> dict[str, object]:
     return {"url": engine.client.base_url, "api_key": None, **secured}
 
 
-def _traits_of(slot: Slot, prices: Prices | None) -> dict[str, object]:
-    """What routers know of the engine, as far as it has told, and its profile tells."""
-    tokens = None if slot.kv is None else slot.kv.num_tokens
-    return {
-        **({} if tokens is None else {"kv_tokens": tokens}),
-        **({} if prices is None else {"prices": asdict(prices)}),
-    }
-
-
-def _prices(deployment: Deployment, config: EngineConfig, home: Home) -> Prices | None:
-    path = existing_profile(deployment, config, home)
-    return None if path is None else prices_of(read_profile(path).models[0])
+def _expected_model(deployment: Deployment, config: EngineConfig) -> str | None:
+    """What a vLLM of ours lists first; None where its arguments or others decide that."""
+    is_from_model = config.is_vllm or (config.ray is not None and config.command is None)
+    is_renamed = any(arg.startswith("--served-model-name") for arg in config.vllm_args)
+    return deployment.for_engine(config).model_name if is_from_model and not is_renamed else None
 
 
 async def _ask_for_models(slot: Slot) -> None:

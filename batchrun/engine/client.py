@@ -390,26 +390,24 @@ class EngineClient:
         return tuple(told)
 
     async def kv_config(self) -> KvConfig | None:
-        """What the engine says of its KV cache; None where it says nothing.
-
-        Raises EngineError when it does not answer.
-        """
-        status_code, page = await self._get("/metrics")
-        if status_code >= 400:
-            return None
+        """What it says of its KV cache, None: nothing. Raises EngineError without an answer."""
         try:
-            return parse_kv_config(page.decode("utf-8", "replace"))
+            return parse_kv_config(await self.metrics())
         except ValueError:
             return None
 
     async def look(self) -> Look:
         """What its metrics show, and its answers; `SILENCE` when it does not tell within 2 s."""
         try:
-            status_code, page = await self._get("/metrics")
+            look = look_at_page(await self.metrics())
         except EngineError:
             return SILENCE
-        look = look_at_page(page.decode("utf-8", "replace") if status_code < 400 else "")
         return replace(look, mark=(look.mark, self._num_answered))
+
+    async def metrics(self) -> str:
+        """Its page of metrics, empty where it has none. Raises EngineError without an answer."""
+        status_code, page = await self._get("/metrics")
+        return page.decode("utf-8", "replace") if status_code < 400 else ""
 
     async def is_healthy(self) -> bool:
         """Whether `GET /health` answers 2xx within 2 s."""

@@ -27,7 +27,7 @@ from batchrun.engine.process import (
     find_stage,
     is_out_of_memory,
 )
-from batchrun.engine.progress import Progress
+from batchrun.engine.progress import Progress, start_of_page
 from batchrun.errors import EngineError
 from batchrun.types import EnginePhase
 
@@ -252,11 +252,13 @@ class AttachedEngine:
         self.stage = "connecting"
         self.progress = Progress()
         self._num_starts = 0
+        self._process: str | None = None
         self._settings = settings
 
     @property
     def started(self) -> int:
-        """How often it came to answer: what it held before may be gone."""
+        """How often it came to answer, as another process as far as its metrics tell: what it held
+        before may be gone."""
         return self._num_starts
 
     async def start(self) -> None:
@@ -264,32 +266,41 @@ class AttachedEngine:
         deadline_s = time.monotonic() + self._settings.start_timeout_s
         while not await self.client.is_healthy():
             if time.monotonic() > deadline_s:
-                self._mark(is_healthy=False)
+                await self._mark(is_healthy=False)
                 raise EngineError(
                     f"engine {self.name}: nothing answers at {self.client.base_url}/health; "
                     "start the engine or correct its url"
                 )
             await asyncio.sleep(_POLL_S)
-        self._mark(is_healthy=True)
+        await self._mark(is_healthy=True)
 
     async def watch(self) -> None:
         """Keep `state` at READY or UNREACHABLE, for ever."""
         while True:
             await asyncio.sleep(self._settings.check_interval_s)
-            self._mark(is_healthy=await self.client.is_healthy())
+            await self._mark(is_healthy=await self.client.is_healthy())
 
     async def stop(self) -> None:
         """Close the connections; the engine itself is not ours to end."""
         self.state, self.stage = EnginePhase.STOPPED, "stopped"
         await self.client.close()
 
-    def _mark(self, *, is_healthy: bool) -> None:
+    async def _mark(self, *, is_healthy: bool) -> None:
         is_ready = is_healthy and not self.progress.is_hung
-        self._num_starts += is_ready and self.state is not EnginePhase.READY
+        if is_ready and self.state is not EnginePhase.READY:
+            before, self._process = self._process, await self._find_process()
+            self._num_starts += before is None or self._process != before
         self.state = EnginePhase.READY if is_ready else EnginePhase.UNREACHABLE
         self.stage = "ready" if is_ready else f"no answer from {self.client.base_url}"
         if is_healthy and not is_ready:
             self.stage = f"no progress for {self.progress.stalled_s:.0f} s with work in flight"
+
+    async def _find_process(self) -> str | None:
+        """What tells it from the one that was there before; the same where it says nothing now."""
+        try:
+            return start_of_page(await self.client.metrics())
+        except EngineError:
+            return self._process
 
 
 Engine = ManagedEngine | AttachedEngine

@@ -93,6 +93,7 @@ def step_bound_s(num_steps: int, total_s: float) -> float:
 
 
 PREFIX = "vllm:"
+STARTED = "process_start_time_seconds "
 QUEUES = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
 
@@ -104,6 +105,12 @@ def look_at_page(page: str) -> Look:
     mark = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest()
     has_work = any(length > 0 for length in lengths)
     return Look(mark, has_work, UNKNOWN_STEP_S, is_told_late=bool(lengths))
+
+
+def start_of_page(page: str) -> str | None:
+    """When the server's process was started, as its metrics tell it; None where they do not."""
+    marked = (line for line in page.splitlines() if line.startswith(STARTED))
+    return next((line.removeprefix(STARTED)[:64] for line in marked), None)
 
 
 def _values(lines: list[str]) -> Iterator[float]:

@@ -353,6 +353,7 @@ class DaemonLink:
             sent_at=now_s + state.wall_offset_s,
             policy=in_force.policy,
             token_budget=in_force.token_budget,
+            max_running=self._max_running,
             is_offline_on=in_force.is_offline_on,
             online_queue=in_force.online_queue,
             cost=self.meter.costs.telemetry(now_s, state.settings.cost_in_force),

@@ -265,7 +265,25 @@ async def test_an_attached_engine_is_followed_but_never_ended(
         await wait_for(lambda: attached.state is EnginePhase.UNREACHABLE)
         os.kill(record_of(settings).pid, signal.SIGCONT)
         await wait_for(lambda: attached.state is EnginePhase.READY)
+        assert attached.started == 1
     assert is_alive(record_of(settings))
+
+
+async def test_an_attached_engine_that_was_started_anew_is_known_by_its_metrics(
+    fake_engine: FakeEngineFactory,
+) -> None:
+    settings = await fake_engine()
+    attached = AttachedEngine(
+        AttachedSettings(name="far", url=settings.base_url, check_interval_s=0.05)
+    )
+    async with watched(attached):
+        os.kill(record_of(settings).pid, signal.SIGKILL)
+        await wait_for(lambda: attached.state is EnginePhase.UNREACHABLE)
+        again = ManagedEngine(settings)
+        await again.start()
+        await wait_for(lambda: attached.state is EnginePhase.READY)
+        assert attached.started == 2
+        await again.stop()
 
 
 async def test_an_attached_engine_that_is_not_there_is_named() -> None:

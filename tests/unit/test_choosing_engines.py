@@ -9,7 +9,7 @@ import pytest
 from job_builders import make_tree_job
 
 from batchrun.daemon.dispatch import Assigner
-from batchrun.daemon.engine_link import Slot
+from batchrun.daemon.engine_link import Slot, choose_default
 from batchrun.daemon.job import ActiveJob
 from batchrun.daemon.prices import speed_of
 from batchrun.engine.command import AttachedSettings
@@ -146,6 +146,31 @@ def test_a_replica_that_is_not_wanted_leaves_no_model_open(
     assigner.assign(0.0)
 
     assert bool(slots[0].in_flight) == is_refused
+
+
+@pytest.mark.parametrize(
+    ("state", "expected", "default"),
+    [
+        (EnginePhase.STARTING, "large", "large"),
+        (EnginePhase.FAILED, "large", "large"),
+        (EnginePhase.STARTING, None, None),
+        (EnginePhase.UNREACHABLE, None, "small"),
+        (EnginePhase.STOPPED, "large", "small"),
+    ],
+)
+def test_the_first_engine_has_the_model_of_rows_that_name_none(
+    state: EnginePhase, expected: str | None, default: str | None
+) -> None:
+    first, second = slot_of("a"), slot_of("b", "small")
+    first.models, first.expected_model = None, expected
+    assert isinstance(first.engine, AttachedEngine)
+    first.engine.state = state
+    choose_default([first, second])
+    assert [slot.default_model for slot in (first, second)] == [default] * 2
+
+    first.engine.state, first.models = EnginePhase.READY, ("told", "adapter")
+    choose_default([first, second])
+    assert [slot.default_model for slot in (first, second)] == ["told"] * 2
 
 
 def slot_of(name: str, *models: str) -> Slot:

@@ -37,6 +37,7 @@ from batchrun.errors import InputError
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 _EXIT_CODE = 86
+_STARTED_AT = time.time()
 _STEPS_PER_S = 100
 _CACHE_BLOCKS = 65_536
 
@@ -88,7 +89,8 @@ class _FakeServer:
         kv = f'block_size="{BLOCK_TOKENS}",num_gpu_blocks="{_CACHE_BLOCKS}"'
         now_s = time.monotonic() if self._stalled_at_s is None else self._stalled_at_s
         return web.Response(
-            text=f"vllm:num_requests_running{labels} {self._num_running}\n"
+            text=f"process_start_time_seconds {_STARTED_AT}\n"
+            f"vllm:num_requests_running{labels} {self._num_running}\n"
             f"vllm:iteration_tokens_total_count{labels} {now_s * _STEPS_PER_S:.0f}\n"
             f'vllm:cache_config_info{{{kv},enable_prefix_caching="True"}} 1.0\n'
         )
