@@ -33,6 +33,8 @@ MAX_BATCH_BYTES = 32 << 20
 MAX_LONG_REPLIES = 4
 """Of one engine; none has to wait for those of another."""
 COMMIT_RETRY_S = 1.0
+SLOW_COMMIT_S = 10.0
+"""While one commit takes longer, no more rows go: their results would only wait."""
 
 Entry = tuple[int, Outcome]
 
@@ -41,8 +43,8 @@ class ResultWriter:
     """Gathers outcomes for at most `MAX_DELAY_S`, then commits them in one transaction.
 
     Compressing and committing happen in a thread. `on_committed` is called on the event loop with
-    each batch once it is durable. While the store cannot be written (a full disk, say) `stalled`
-    holds the reason and the batch is kept and tried again, so no finished work is thrown away.
+    each batch once it is durable. While the store cannot be written (a full disk, say) the batch is
+    kept and tried again, so no finished work is thrown away.
     """
 
     def __init__(self, store: Store, on_committed: Callable[[Sequence[Entry]], None]) -> None:
@@ -60,7 +62,15 @@ class ResultWriter:
         self._has_room.set()
         self._long_replies: dict[str, asyncio.Semaphore] = {}
         self._commit_began_s: float | None = None
-        self.stalled: str | None = None
+        self._problem: str | None = None
+
+    @property
+    def stalled(self) -> str | None:
+        """Why results are not committed now; None while they are."""
+        waits_s = self.waits_s(time.monotonic())
+        if self._problem is None and waits_s > SLOW_COMMIT_S:
+            return f"results have waited for {waits_s:.0f} s to be committed"
+        return self._problem
 
     def put(self, job_seq: int, outcome: Outcome) -> None:
         """Hand over a final outcome of a row."""
@@ -147,12 +157,12 @@ class ResultWriter:
             try:
                 await asyncio.to_thread(results.commit, self._store, batch, now_s=time.time())
             except StoreError as error:
-                if self.stalled is None:
+                if self._problem is None:
                     log.error("results cannot be written: %s", error)
-                self.stalled = str(error)
+                self._problem = str(error)
                 await asyncio.sleep(COMMIT_RETRY_S)
             else:
-                self.stalled = None
+                self._problem = None
                 return
 
 

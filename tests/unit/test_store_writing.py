@@ -113,3 +113,24 @@ async def test_a_flush_waits_for_what_was_handed_over_before_it(
     assert len(results.done_rows(store, seq)) == 35
     await writer.flush()
     running.cancel()
+
+
+async def test_a_commit_that_hangs_is_told_until_it_ends(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "SLOW_COMMIT_S", 0.1)
+    seq = new_seq(store)
+    writer = ResultWriter(store, lambda _: None)
+    running = asyncio.create_task(writer.run())
+    with store.write() as connection:
+        if connection.dialect.name == "postgresql":
+            connection.exec_driver_sql("LOCK TABLE results IN EXCLUSIVE MODE")
+        writer.put(seq, answered(0))
+        async with asyncio.timeout(30):
+            while not (told := writer.stalled):
+                await asyncio.sleep(0.01)
+        assert told.endswith("to be committed")
+
+    await writer.flush()
+    assert [writer.stalled] == [None]
+    running.cancel()
