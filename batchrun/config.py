@@ -256,6 +256,11 @@ class DeploymentFile(Strict):
         names = [name for engine in self.engines for name in engine.replica_names]
         if len(set(names)) != len(names):
             raise ValueError("two engines have the same 'name'; give each its own")
+        for key in ("agent", "attach"):
+            urls = [getattr(engine, key) for engine in self.engines if getattr(engine, key)]
+            twice = next((url for url in urls if urls.count(url) > 1), None)
+            if twice is not None:
+                raise ValueError(f"two engines have the same {key!r}, {twice}: one engine, twice")
         return self
 
     @model_validator(mode="after")

@@ -85,7 +85,7 @@ def server_context(
     own = _prepare(context, secret)
     context.load_verify_locations(cadata=own)
     if certificate is not None:
-        _load_given(context, certificate, key)
+        show(context, certificate, key)
     return context
 
 
@@ -142,7 +142,9 @@ def _certify(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
     return builder.sign(key, hashes.SHA256(), ecdsa_deterministic=True)
 
 
-def _load_given(context: ssl.SSLContext, certificate: Path, key: Path | None) -> None:
+def show(context: ssl.SSLContext, certificate: Path, key: Path | None) -> None:
+    """Show this certificate (PEM) on all connections from now on. Raises ConfigError when it cannot
+    be used."""
     try:
         context.load_cert_chain(certificate, key)
     except OSError as error:

@@ -86,7 +86,8 @@ class Request:
     """One prompt on its way to an engine.
 
     `endpoint` is the path with `/v1`; `body` is the OpenAI body, `model` included; `attempt`
-    starts at 1; `epoch` is the daemon start that sends it, so that ids never repeat.
+    starts at 1; `epoch` is the daemon start that sends it, so that ids never repeat. `content`
+    names the input that the row comes from.
     """
 
     job_id: str
@@ -95,6 +96,7 @@ class Request:
     epoch: int
     endpoint: str
     body: JsonObject
+    content: str = ""
 
     @property
     def request_id(self) -> str:
@@ -145,7 +147,8 @@ class Outcome:
 
     `body` is the engine's JSON reply, byte for byte, when `kind` is OK (else None);
     `error` is set otherwise. `duration_s` is the time from send to last byte.
-    `retry_after_s` is the engine's `Retry-After`, when it sent one.
+    `retry_after_s` is the engine's `Retry-After`, when it sent one. `content` is the request's,
+    where an agent kept the outcome.
     """
 
     job_id: str
@@ -158,6 +161,7 @@ class Outcome:
     usage: Usage = Usage()
     duration_s: float = 0.0
     retry_after_s: float | None = None
+    content: str = ""
 
 
 class ProgressSink(Protocol):

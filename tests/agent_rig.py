@@ -9,7 +9,8 @@ from pathlib import Path
 
 from engine_builders import fake_settings
 
-from batchrun.engine.agent.remote import AgentAddress, AgentClient, AgentEngine
+from batchrun.engine.agent.engine import AgentEngine
+from batchrun.engine.agent.remote import AgentAddress, AgentClient
 from batchrun.engine.agent.server import Agent, AgentSettings
 from batchrun.engine.engine import ManagedEngine
 from batchrun.mutual_tls import read_or_make_secret, server_context
@@ -30,7 +31,9 @@ class AgentRig:
         self.url = f"https://127.0.0.1:{self.port}"
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[Agent]:
+    async def running(
+        self, certificate: Path | None = None, key: Path | None = None
+    ) -> AsyncIterator[Agent]:
         """The agent, until the block ends; its engine is ready."""
         engine = ManagedEngine(self.engine_settings)
         self.channel.parent.mkdir(exist_ok=True)
@@ -38,11 +41,13 @@ class AgentRig:
             name="fake",
             host="127.0.0.1",
             port=self.port,
-            tls=server_context(self.secret),
+            tls=server_context(self.secret, certificate, key),
             channel=self.channel,
             last_steps=self.channel.with_suffix(".steps"),
             kept=self.folder / "outcomes.db",
             log=self.engine_settings.log_path,
+            certificate=certificate,
+            key=key,
         )
         agent = Agent(engine, settings)
         listening = asyncio.Event()
@@ -80,3 +85,36 @@ async def until(condition: Callable[[], object]) -> None:
     """Returns when the condition holds; the test's own time limit bounds the wait."""
     while not condition():
         await asyncio.sleep(0.01)
+
+
+def write_certificate(folder: Path, address: str) -> tuple[Path, Path]:
+    """A certificate of an operator for an address, and its key, as PEM files."""
+    import ipaddress
+    from datetime import UTC, datetime, timedelta
+
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "operator")])
+    now = datetime.now(UTC)
+    alternative = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))])
+    made = (
+        x509
+        .CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(alternative, critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    paths = folder / "certificate.pem", folder / "key.pem"
+    paths[0].write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    paths[1].write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+    )
+    return paths

@@ -34,7 +34,7 @@ from batchrun.daemon.writer import (
     until_reached,
     until_stored,
 )
-from batchrun.engine.agent.messages import Leadership
+from batchrun.engine.agent.messages import OWN, Leadership, here
 from batchrun.errors import BatchrunError, StateError, StoreError
 from batchrun.jobs.objects import in_thread
 from batchrun.jobs.results.file_bytes import FileBytes
@@ -116,8 +116,9 @@ class Daemon:
         )
         epoch = jobs.begin_epoch(self.store, pid=os.getpid(), now_s=time.time(), name=self.name)
         for slot in self.slots:
-            if slot.agent is not None and not self.store.is_sqlite:
-                slot.agent.leadership = Leadership(self.store.name, epoch)
+            if slot.agent is not None:
+                where = f"{OWN}{here()} " if self.store.is_sqlite else ""
+                slot.agent.leadership = Leadership(where + self.store.name, epoch)
         self.dispatcher = Dispatcher(
             self.store, self.writer, self.slots, epoch, self._pause_soon, self.images
         )

@@ -25,6 +25,7 @@ from batchrun.daemon.faults import (
 from batchrun.daemon.in_flight import Assignment
 from batchrun.daemon.job import ActiveJob, Hinter
 from batchrun.daemon.writer import ResultWriter
+from batchrun.engine.agent.remote import UNTOLD
 from batchrun.errors import BatchrunError, EngineError, InputError, StoreError
 from batchrun.hints import put_hint
 from batchrun.media.fetching import ImageFetcher, ImageUnreachableError, RowImages, must_fetch
@@ -48,7 +49,7 @@ MODELS_S = 10.0
 """Engines are asked for their models so often: adapters come and go."""
 ASK_AGAIN_S = 1.0
 MAX_UNTOLD = 5
-"""An engine that answers calls and did not tell its models, asked so often, may serve any."""
+"""An engine of others that answers and did not tell its models, asked so often, may serve any."""
 ASIDE_S = 1.0
 """A row that was aborted, or finds no turn for its images, goes again after others."""
 RETRY_SHARE = 0.5
@@ -95,7 +96,7 @@ class Dispatcher:
 
     def add(self, job: ActiveJob) -> None:
         """Let a job's rows go, from now on with its fair share."""
-        left_s = seconds_left(job.record.expires_at)
+        left_s = job.left_s
         self.assigner.join(
             job, deadline_at=None if left_s == math.inf else time.monotonic() + left_s
         )
@@ -140,22 +141,33 @@ class Dispatcher:
                     self._adopt_row(self.jobs[job_id], row, engine, now_s)
 
     def _adopt_row(self, job: ActiveJob, row: int, engine: int, now_s: float) -> None:
-        agent = self.slots[engine].agent
+        agent, assignment = self.slots[engine].agent, None
         assert agent is not None
-        assignment = self.assigner.adopt(job, row, engine, now_s)
+        content = agent.inherited[job.id][row]
+        if content in {job.content, UNTOLD} and 0 <= row < job.record.num_rows:
+            assignment = self.assigner.adopt(job, row, engine, now_s)
         if assignment is None:
             agent.forget([(job.id, row)])
             return
-        outcome = agent.claim((job.id, row))
+        outcome = agent.claim((job.id, row), content)
         task = self._await(assignment, self._fetch(assignment, outcome))
         # A task that is cancelled before its first step takes the row back too.
         task.add_done_callback(lambda _: outcome.cancel())
 
     async def _fetch(self, assignment: SentRow, outcome: asyncio.Future[Outcome]) -> None:
+        job = assignment.job
         try:
-            await self._settle(assignment, await outcome)
+            ended = await outcome
+            if not job.record.is_batch:
+                body = await job.read_back(assignment.row)
+                if not isinstance(body, RowError):
+                    ended = await checked_answer(job.spec.endpoint, body, ended)
+            await self._settle(assignment, ended)
         except EngineError as error:
             self._lose(assignment, error)
+        except BatchrunError as error:
+            self._give_back(assignment)
+            self.pause_job(job, str(error))
 
     def forget_rows(self, open_jobs: Collection[str]) -> None:
         """Agents need not keep rows of jobs that are not open any more."""
@@ -204,7 +216,7 @@ class Dispatcher:
                     slot.kv = await slot.engine.client.kv_config()
             if now_s >= ask_at_s:
                 num_untold = 0 if await self._ask_for_models(slot) else num_untold + 1
-                if slot.models is None and num_untold >= MAX_UNTOLD:
+                if num_untold >= MAX_UNTOLD and (slot.models or slot.expected_model) is None:
                     self._learn(slot, ())
                 ask_at_s = now_s + (ASK_AGAIN_S if slot.models is None else MODELS_S)
 
@@ -313,7 +325,8 @@ class Dispatcher:
             if prepared is None:
                 self._give_back(assignment, ready_at_s=time.monotonic() + ASIDE_S)
                 return
-            request = Request(job.record.id, row, attempt, self.epoch, job.spec.endpoint, prepared)
+            where = self.epoch, job.spec.endpoint
+            request = Request(job.id, row, attempt, *where, prepared, job.content)
             room = partial(self.writer.room, slot.engine.name)
             outcome = await slot.engine.client.execute(request, timeout_s=timeout_s, room=room)
             if not job.record.is_batch:
@@ -459,7 +472,7 @@ class Dispatcher:
             return
         job.attempts[outcome.row] = outcome.attempt
         await self._remember(results.record_attempt, job.record.seq, outcome.row, outcome.attempt)
-        left_s = seconds_left(job.record.expires_at)
+        left_s = job.left_s
         delay_s = retry_delay_s(outcome.attempt, outcome.retry_after_s, self.rng)
         delay_s = min(delay_s, left_s * RETRY_SHARE)
         self._give_back(assignment, ready_at_s=time.monotonic() + delay_s)
@@ -485,8 +498,3 @@ class Dispatcher:
     def _release(self, assignment: SentRow) -> None:
         assignment.slot.release(assignment)
         self.wake()
-
-
-def seconds_left(expires_at: float | None) -> float:
-    """Until a deadline in Unix time; infinite without one."""
-    return math.inf if expires_at is None else max(expires_at - time.time(), 0.0)

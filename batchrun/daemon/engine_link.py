@@ -24,7 +24,8 @@ from msgspec import UNSET
 from batchrun.config import WindowConfig
 from batchrun.daemon.faults import accuse_rows
 from batchrun.daemon.in_flight import Assignment, EngineSlot
-from batchrun.engine.agent.remote import AgentClient, AgentEngine
+from batchrun.engine.agent.engine import AgentEngine
+from batchrun.engine.agent.remote import AgentClient
 from batchrun.engine.client import KvConfig
 from batchrun.engine.engine import AttachedEngine, ManagedEngine
 from batchrun.engine.progress import SILENCE, Look, step_bound_s

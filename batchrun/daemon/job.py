@@ -7,12 +7,15 @@ travels with its rows.
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from batchrun.daemon.faults import CircuitBreaker, Doubts, Refusals, Trials
 from batchrun.daemon.prices import RowTokens, planned_work
@@ -102,7 +105,8 @@ class ActiveJob:
     """One running job: its rows still to come, its tasks in flight, its progress; a `RunningJob`.
 
     `current_nodes` has the prefix node of the row that each engine got last, `num_cut` is how many
-    answers ended at `max_tokens`. Rows are read, and the input is closed, under the lock `reading`.
+    answers ended at `max_tokens`, `content` names the input as it is now. Rows are read, and the
+    input is closed, under the lock `reading`.
     """
 
     record: JobRecord
@@ -128,6 +132,10 @@ class ActiveJob:
     pace: RowRate = field(default_factory=RowRate)
     cache_agreement: CacheAgreement = field(default_factory=CacheAgreement)
     num_cut: int = 0
+    content: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.content = xxhash.xxh3_64_hexdigest(self.record.pin.encode())
 
     @property
     def id(self) -> str:
@@ -140,6 +148,12 @@ class ActiveJob:
     @property
     def weight(self) -> float:
         return self.spec.weight
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until its deadline; infinite without one."""
+        expires_at = self.record.expires_at
+        return math.inf if expires_at is None else max(expires_at - time.time(), 0.0)
 
     @property
     def left_tokens(self) -> int:
@@ -192,6 +206,15 @@ class ActiveJob:
             except RowRenderError as problem:
                 rendered.append(problem.row_error)
         return rendered
+
+    async def read_back(self, row: int) -> dict[str, object] | RowError:
+        """The body of a row that an engine has, for which the input stays open."""
+
+        async def read() -> dict[str, object] | RowError:
+            async with self.reading:
+                return (await asyncio.to_thread(self.render, [row]))[0]
+
+        return await asyncio.shield(read())
 
     def close(self) -> None:
         """Close the input and give the copy of its rows back. Blocking."""

@@ -35,7 +35,8 @@ from batchrun.daemon.plugin import (
 )
 from batchrun.daemon.prices import profile_prices, speed_of, traits_of
 from batchrun.engine import process
-from batchrun.engine.agent.remote import AgentAddress, AgentEngine, AgentWire
+from batchrun.engine.agent.engine import AgentEngine, AgentWire
+from batchrun.engine.agent.remote import AgentAddress
 from batchrun.engine.command import AttachedSettings, ManagedSettings, check_port_free
 from batchrun.engine.door import KEY_VARIABLE
 from batchrun.engine.engine import AttachedEngine, ManagedEngine

@@ -251,15 +251,11 @@ class AttachedEngine:
         self.state = EnginePhase.STARTING
         self.stage = "connecting"
         self.progress = Progress()
+        self.started = 0
+        """Another number for each process, as its metrics tell when it was started; where they do
+        not, how often it came to answer: what it held before may be gone."""
         self._num_starts = 0
-        self._process: str | None = None
         self._settings = settings
-
-    @property
-    def started(self) -> int:
-        """How often it came to answer, as another process as far as its metrics tell: what it held
-        before may be gone."""
-        return self._num_starts
 
     async def start(self) -> None:
         """Wait a few seconds for `/health`. Raises EngineError naming the URL."""
@@ -288,19 +284,20 @@ class AttachedEngine:
     async def _mark(self, *, is_healthy: bool) -> None:
         is_ready = is_healthy and not self.progress.is_hung
         if is_ready and self.state is not EnginePhase.READY:
-            before, self._process = self._process, await self._find_process()
-            self._num_starts += before is None or self._process != before
+            self._num_starts += 1
+            self.started = await self._find_start()
         self.state = EnginePhase.READY if is_ready else EnginePhase.UNREACHABLE
         self.stage = "ready" if is_ready else f"no answer from {self.client.base_url}"
         if is_healthy and not is_ready:
             self.stage = f"no progress for {self.progress.stalled_s:.0f} s with work in flight"
 
-    async def _find_process(self) -> str | None:
-        """What tells it from the one that was there before; the same where it says nothing now."""
+    async def _find_start(self) -> int:
         try:
-            return start_of_page(await self.client.metrics())
+            started = start_of_page(await self.client.metrics())
         except EngineError:
-            return self._process
+            return self.started
+        name = f"{self.client.base_url} {started}".encode()
+        return self._num_starts if started is None else xxhash.xxh3_64_intdigest(name)
 
 
 Engine = ManagedEngine | AttachedEngine

@@ -17,7 +17,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from batchrun.engine.agent.remote import AgentAddress, AgentEngine
+from batchrun.engine.agent.engine import AgentEngine
+from batchrun.engine.agent.remote import AgentAddress
 from batchrun.engine.process import cut_log
 from batchrun.engine.ray import (
     FleetOrder,

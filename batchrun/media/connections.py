@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from errno import EADDRNOTAVAIL, EMFILE, ENFILE, ENOBUFS, ENOMEM
+
 import aiohttp
 from aiohttp.client import ClientTimeout
 from aiohttp.connector import Connection
 from aiohttp.tracing import Trace
 
+OWN_SHORTAGES = frozenset({EMFILE, ENFILE, ENOBUFS, ENOMEM, EADDRNOTAVAIL})
+"""What is wrong with this process or machine where a connection did not come about so."""
 UNREACHED = aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError
 """No connection came about: nothing was sent."""
 

@@ -254,6 +254,11 @@ class EngineBook:
     def left(self, engine: int) -> None:
         """The engine has died or was removed: what it held is gone. It may come back, empty."""
         self.prefixes.clear(engine)
+        self.forget(engine)
+
+    def forget(self, engine: int) -> None:
+        """It is another engine from now on, or was started anew: who shares the book and has
+        learnt something of it may not know."""
         self._room_share.pop(engine, None)
 
     def _learn_room(self, sent: Sent, cached_tokens: int) -> None:

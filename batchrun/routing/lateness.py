@@ -86,6 +86,10 @@ class LateCalls:
         """It waits no longer, whatever became of it."""
         self._waiting.get(sent.engine, {}).pop(sent, None)
 
+    def forget(self, engine: int) -> None:
+        """It is another engine from now on, or was started anew."""
+        self._paces_s.pop(engine, None)
+
     def _ahead_tokens(
         self, engine: int, due_s: float, value: float, now_s: float, *, but_tokens: int = 0
     ) -> float:

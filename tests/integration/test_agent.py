@@ -15,15 +15,17 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from agent_rig import AgentRig, inherited, until
+from agent_rig import AgentRig, inherited, until, write_certificate
 from engine_builders import make_request, script_option
 from multidict import CIMultiDict
 from test_engine_link import Engine, telemetry
 
 from batchrun.daemon.engine_link import EngineLink, Slot, Steering
-from batchrun.engine.agent import messages
+from batchrun.engine.agent import messages, server
+from batchrun.engine.agent.engine import AgentEngine, AgentWire
 from batchrun.engine.agent.guard import Guard
-from batchrun.engine.agent.remote import AgentWire
+from batchrun.engine.agent.messages import Leadership
+from batchrun.engine.agent.remote import AgentAddress
 from batchrun.engine.command import ManagedSettings
 from batchrun.engine.process import find_family, kill_alone, read_record
 from batchrun.errors import EngineError
@@ -71,7 +73,7 @@ async def test_rows_end_while_no_daemon_is_there_and_run_once(tmp_path: Path) ->
         async with rig.connected() as second:
             client = second.client
             assert await inherited(client) == set(range(9))
-            claimed = [client.claim(("job", row)) for row in range(9)]
+            claimed = [client.claim(("job", row), "") for row in range(9)]
             outcomes = await asyncio.gather(*claimed)
             assert {outcome.kind for outcome in outcomes} == {OutcomeKind.OK}
             again = await client.execute(make_request(row=3))
@@ -89,8 +91,97 @@ async def test_outcomes_outlive_the_agent_once_they_are_kept(tmp_path: Path) -> 
         await engine.client.execute(make_request(row=5))
     async with rig.running(), rig.connected() as engine:
         assert await inherited(engine.client) == {5}
-        assert (await engine.client.claim(("job", 5))).kind is OutcomeKind.OK
+        assert (await engine.client.claim(("job", 5), "")).kind is OutcomeKind.OK
     assert rig.num_executions() == 1
+
+
+async def test_a_daemon_of_another_store_waits_until_the_first_has_gone(rig: AgentRig) -> None:
+    def client_of(store: str, term: int) -> AgentEngine:
+        engine = AgentEngine(AgentAddress(name="a", url=rig.url, secret_file=rig.secret_file))
+        engine.client.leadership = Leadership(store, term)
+        return engine
+
+    first, other, heir = client_of("own A", 1), client_of("own B", 7), client_of("own A", 2)
+    async with rig.running():
+        await first.start()
+        other.client.connect()
+        await until(lambda: "another store" in other.client.trouble)
+        assert first.client.state is not None
+        await heir.start()
+        await until(lambda: first.client.state is None)
+        await first.stop()
+        await heir.stop()
+        await until(lambda: other.client.state is not None)
+        await other.stop()
+
+
+async def test_a_renewed_certificate_is_shown_without_a_restart(
+    rig: AgentRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "CERTIFICATE_CHECK_S", 0.05)
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder in (old, new):
+        folder.mkdir()
+    shown = write_certificate(old, "127.0.0.1")
+    renewed = write_certificate(new, "127.0.0.1")
+    trusted = tmp_path / "renewed.pem"
+    trusted.write_bytes(renewed[0].read_bytes())
+    address = AgentAddress(name="a", url=rig.url, secret_file=rig.secret_file, certificate=trusted)
+    engine = AgentEngine(address)
+    async with rig.running(*shown):
+        engine.client.connect()
+        await until(lambda: engine.client.trouble not in {"", "connecting"})
+        for before, after in zip(shown, renewed, strict=True):
+            after.replace(before)
+        await until(lambda: engine.client.state is not None)
+        await engine.stop()
+
+
+async def test_a_row_of_another_content_is_another_row(tmp_path: Path) -> None:
+    rig = AgentRig(tmp_path)
+    old, new = (replace(make_request(row=5), content=content) for content in ("old", "new"))
+    async with rig.running():
+        async with rig.connected() as engine:
+            assert (await engine.client.execute(old)).content == "old"
+        async with rig.connected() as engine:
+            await inherited(engine.client)
+            assert engine.client.inherited["job"] == {5: "old"}
+            assert (await engine.client.execute(new)).content == "new"
+            assert (await engine.client.execute(new)).content == "new"
+    assert rig.num_executions() == 2
+
+
+async def test_rows_that_are_taken_back_before_they_went_never_go(rig: AgentRig) -> None:
+    async with rig.running(), rig.connected() as engine:
+        sent = [
+            asyncio.create_task(engine.client.execute(make_request(row=row))) for row in range(5)
+        ]
+        await asyncio.sleep(0)
+        for task in sent[1:]:
+            task.cancel()
+        await asyncio.wait(sent)
+        await engine.client.execute(make_request(row=9))
+    assert rig.num_executions() == 2
+
+
+async def test_rows_larger_than_a_frame_go_in_several(
+    rig: AgentRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "MAX_FRAME_BYTES", 20_000)
+    monkeypatch.setattr(messages, "MAX_BATCH_BYTES", 7_000)
+    monkeypatch.setattr(messages, "MAX_ROW_BYTES", 10_000)
+    long = [{"role": "user", "content": "x" * 6_000}]
+    async with rig.running(), rig.connected() as engine:
+        body: dict[str, object] = {"model": "fake", "messages": long}
+        outcomes = await asyncio.gather(
+            *(engine.client.execute(make_request(body=body, row=row)) for row in range(8))
+        )
+        assert {outcome.kind for outcome in outcomes} == {OutcomeKind.OK}
+        too_long = await engine.client.execute(
+            make_request(body={"model": "fake", "messages": long * 2}, row=9)
+        )
+        assert too_long.error is not None and too_long.error.code == "request_too_large"
+    assert rig.num_executions() == 8
 
 
 async def test_a_row_that_is_taken_back_is_aborted_and_not_kept(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from deployment_rig import DeploymentRig
+from deployment_rig import JOB_FILE, DeploymentRig
 from kill_rig import answers, begun_at, check_account, kill, wait_for_rows, wait_until_running
 
 ROOT = Path(__file__).parents[2]
@@ -55,6 +55,22 @@ def test_no_row_runs_again_when_the_daemon_is_killed(rig: DeploymentRig) -> None
 
     check_account(rig, job_id, [outage])
     assert {len(instants) for instants in begun_at(rig, job_id).values()} == {1}
+
+
+def test_answers_that_an_agent_kept_are_checked_like_others(rig: DeploymentRig) -> None:
+    rig.use_agent("--latency-s=4")
+    wants_json = "response_format: {type: json_object}, max_tokens: 8,"
+    job = rig.submit_rows(
+        *(f"question {i}" for i in range(4)), job=JOB_FILE.replace("max_tokens: 8,", wants_json)
+    )
+    rig.wait_for_executions(4)
+    rig.kill("daemon")
+    rig.ask("up", "-d")
+
+    view = rig.wait_until_ended(job)
+
+    assert (view["num_completed"], view["num_failed"]) == (0, 4)
+    assert len(rig.executions()) == 4
 
 
 def test_status_shows_the_agent_and_down_ends_all_of_it(rig: DeploymentRig) -> None:

@@ -16,7 +16,8 @@ from agent_rig import AgentRig
 from engine_builders import make_request
 
 from batchrun.engine.agent import messages
-from batchrun.engine.agent.remote import AgentAddress, AgentEngine
+from batchrun.engine.agent.engine import AgentEngine
+from batchrun.engine.agent.remote import AgentAddress
 from batchrun.mutual_tls import client_context
 from batchrun.types import OutcomeKind
 

@@ -90,3 +90,18 @@ def test_a_job_continues_only_one_that_is_there_with_its_input(rig: DeploymentRi
     assert unknown.stderr.startswith("batchrun: nothing: no such job")
     assert "rows.parquet: changed since the job was submitted" in changed.stderr
     assert len(rig.ask("status")["jobs"]) == 1
+
+
+def test_an_agent_answers_no_row_with_what_it_made_of_another_input(rig: DeploymentRig) -> None:
+    rig.use_agent("--latency-s=4")
+    job = rig.submit_rows(*(f"old {i}" for i in range(8)))
+    rig.wait_for_executions(8)
+    rig.kill("daemon")
+    overwrite(rig, 8)
+    rig.ask("up", "-d")
+    assert rig.wait_until_ended(job)["state"] == "paused"
+
+    rig.ask("resume", job, "--accept-input")
+
+    assert rig.wait_until_ended(job)["num_completed"] == 8
+    assert len(rig.executions()) == 16

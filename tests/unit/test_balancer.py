@@ -216,7 +216,7 @@ async def test_a_call_without_a_stream_waits_no_longer_than_its_prompt_takes(boo
     balancer.replace([ONE], "cost")
     call = balancer.read(chat("x" * 400))
     with balancer.sending(ONE, call):
-        (column,) = shared.columns_of([("one http://h:1", 0)]).values()
+        (column,) = shared.columns_of([("one", 0)]).values()
         assert shared.book.loads([column], 1.0)[column].waiting_calls == 1
         while shared.book.loads([column], 1.0)[column].waiting_calls:
             await asyncio.sleep(0.01)
@@ -341,10 +341,31 @@ def test_an_image_is_no_text_of_its_size(book: int) -> None:
     seen, again, another = read_prompt(one), read_prompt(same), read_prompt(other)
     short = read_prompt(body("A" * 20))
 
-    assert seen.has_images and seen.num_bytes < 5_000
+    assert seen.has_media and seen.num_bytes < 5_000
     assert list(seen.keys[:3]) == list(again.keys[:3])
     assert seen.keys[0] != another.keys[0]
     assert short.num_bytes < 200
     balancer = worker(book)
     assert balancer.read(one).call.prompt_tokens < 2_000
     assert read_prompt(one.replace(b"image/", rb"image\/")).num_bytes < 5_000
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "input_audio", "input_audio": {"data": "/+Aa" * 10**5, "format": "wav"}},
+        {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{'Q' * 10**6}"}},
+        {"type": "audio_url", "audio_url": {"url": f"data:audio/ogg;base64,{'Q' * 10**6}"}},
+    ],
+)
+def test_sounds_and_videos_are_no_text_of_their_size(part: dict[str, object]) -> None:
+    seen = read_prompt(json.dumps({"model": "m", "messages": [{"content": [part]}]}).encode())
+
+    assert seen.has_media and seen.num_bytes < 5_000
+
+
+def test_a_long_text_is_no_medium() -> None:
+    text = {"type": "text", "text": 'my "data": "' + "A" * 9_000}
+    seen = read_prompt(json.dumps({"model": "m", "messages": [{"content": [text]}]}).encode())
+
+    assert not seen.has_media and seen.num_bytes > 9_000

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from agent_rig import write_certificate
 
 from batchrun.errors import ConfigError
 from batchrun.mutual_tls import (
@@ -77,39 +78,6 @@ async def test_a_given_certificate_is_shown_and_believed_under_its_name(tmp_path
         assert await say(port, client_context(SECRET, certificate)) == b"hello"
         with pytest.raises(ssl.SSLCertVerificationError):
             await say(port, client_context(SECRET))
-
-
-def write_certificate(folder: Path, address: str) -> tuple[Path, Path]:
-    """A certificate of an operator for an address, and its key, as PEM files."""
-    import ipaddress
-    from datetime import UTC, datetime, timedelta
-
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "operator")])
-    now = datetime.now(UTC)
-    alternative = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))])
-    made = (
-        x509
-        .CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - timedelta(days=1))
-        .not_valid_after(now + timedelta(days=1))
-        .add_extension(alternative, critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    paths = folder / "certificate.pem", folder / "key.pem"
-    paths[0].write_bytes(made.public_bytes(serialization.Encoding.PEM))
-    paths[1].write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-    )
-    return paths
 
 
 def test_a_secret_is_made_for_its_owner_alone_and_then_kept(tmp_path: Path) -> None:

@@ -22,8 +22,10 @@ from batchrun.control.starting import last_words, read_deployment
 from batchrun.daemon.plugin import channel_path, last_steps_path, plugin_env
 from batchrun.daemon.supervisor import build_model, engine_python, make_engine
 from batchrun.engine import process
-from batchrun.engine.agent.remote import ENGINE_KEY, AgentEngine
+from batchrun.engine.agent.engine import AgentEngine
+from batchrun.engine.agent.remote import ENGINE_KEY
 from batchrun.engine.agent.server import Agent, AgentSettings
+from batchrun.engine.command import check_port_free
 from batchrun.engine.engine import ManagedEngine
 from batchrun.engine_config import EngineConfig
 from batchrun.errors import BatchrunError, ConfigError, InputError, StateError
@@ -106,6 +108,8 @@ def serve(
         kept=own.path / "outcomes.db",
         log=engine.settings.log_path if isinstance(engine, ManagedEngine) else None,
         runs_scheduler=not is_plain,
+        certificate=certificate,
+        key=key,
     )
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
@@ -134,6 +138,7 @@ def _start_in_background(home: Home, name: str, address: tuple[str, int]) -> Non
     earlier = process.read_record(record_path)
     if earlier is not None and process.is_alive(earlier):
         raise StateError(f"an agent of engine {name} runs already; `batchrun down` ends it")
+    check_port_free(*address, instead="choose another: --listen")
     home.create()
     flags_end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     flags = [word for word in sys.argv[1:flags_end] if word not in {"--detach", "-d"}]

@@ -14,12 +14,13 @@ import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from batchrun.engine.agent.messages import MAX_BATCH_BYTES, EndedRows, FromAgent, HeldRows, SentRow
+from batchrun.engine.agent.messages import EndedRows, FromAgent, HeldRows, SentRow, in_batches
 from batchrun.engine.client import EngineClient, failure
 from batchrun.types import Outcome, OutcomeKind, Request, RowError
 from batchrun.wire import RowKey
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 
 GATHER_S = 0.005
 """Rows that end within this time are told together."""
+MAX_ROWS_TOLD = 4_096
 MAX_KEPT_BYTES = 256 << 20
 """Outcomes beyond that are given up; their rows run again."""
 FINAL = frozenset({OutcomeKind.OK, OutcomeKind.ROW_ERROR})
@@ -92,6 +94,7 @@ class RowKeeper:
         self._tell = tell
         self._on_death = on_death
         self._running: dict[RowKey, asyncio.Task[None]] = {}
+        self._contents: dict[RowKey, str] = {}
         self._sent_at_s: dict[RowKey, float] = {}
         self._ended = {(each.job_id, each.row): each for each in kept.load()}
         self._saved = set(self._ended)
@@ -116,13 +119,20 @@ class RowKeeper:
         return len(self._running) + len(self._ended)
 
     def take(self, rows: Iterable[SentRow], *, is_refused: bool) -> None:
-        """Run rows that are not held yet; tell again of those that have ended."""
+        """Run rows that are not held yet, or were made from something else; tell again of those
+        that have ended."""
         for row in rows:
-            if row.key in self._ended:
-                self._tell_soon(self._ended[row.key])
+            ended = self._ended.get(row.key)
+            held = self._contents.get(row.key) if ended is None else ended.content
+            if held not in {None, row.content}:
+                self.forget([row.key])
+                ended = None
+            if ended is not None:
+                self._tell_soon(ended)
             elif row.key not in self._running:
                 task = asyncio.create_task(self._run_row(row, is_refused=is_refused))
                 self._running[row.key] = task
+                self._contents[row.key] = row.content
                 self._sent_at_s[row.key] = time.monotonic()
                 task.add_done_callback(partial(self._ran, row.key))
 
@@ -131,6 +141,7 @@ class RowKeeper:
         for key in keys:
             task = self._running.pop(key, None)
             self._sent_at_s.pop(key, None)
+            self._contents.pop(key, None)
             if task is not None:
                 task.cancel()
             self._ended.pop(key, None)
@@ -143,7 +154,8 @@ class RowKeeper:
     def meet(self) -> None:
         """A daemon has come: tell it what is held, and all outcomes."""
         self._has_daemon = True
-        self._tell(HeldRows((*self._running, *self._ended)))
+        contents = self._contents | {key: each.content for key, each in self._ended.items()}
+        self._tell(HeldRows(tuple(contents), tuple(contents.values())))
         self._untold = list(self._ended.values())
         self._wake.set()
 
@@ -160,7 +172,7 @@ class RowKeeper:
             self._wake.clear()
             if self._has_daemon:
                 untold, self._untold = self._untold, []
-                for batch in _batches(untold):
+                for batch in in_batches(untold, _size, MAX_ROWS_TOLD):
                     self._tell(EndedRows(tuple(batch)))
             await self._keep()
 
@@ -179,6 +191,7 @@ class RowKeeper:
             outcome = failure(request, OutcomeKind.BUSY, error, duration_s=0.0)
         else:
             outcome = await self._client.execute(request, data=row.body, timeout_s=row.timeout_s)
+        outcome = replace(outcome, content=row.content)
         if outcome.kind in FINAL:
             self._ended[row.key] = outcome
         elif outcome.kind is OutcomeKind.RETRY and not await self._client.is_healthy():
@@ -187,7 +200,7 @@ class RowKeeper:
 
     def _ran(self, key: RowKey, task: asyncio.Task[None]) -> None:
         if self._running.get(key) is task:
-            del self._running[key], self._sent_at_s[key]
+            del self._running[key], self._sent_at_s[key], self._contents[key]
         if not task.cancelled() and (error := task.exception()) is not None:
             log.critical("row %d of %s failed", key[1], key[0], exc_info=error)
 
@@ -229,17 +242,3 @@ class RowKeeper:
 
 def _size(outcome: Outcome) -> int:
     return len(outcome.body or b"")
-
-
-def _batches(outcomes: Iterable[Outcome]) -> Iterable[list[Outcome]]:
-    """Outcomes in messages that are not too large."""
-    batch: list[Outcome] = []
-    num_bytes = 0
-    for outcome in outcomes:
-        batch.append(outcome)
-        num_bytes += _size(outcome)
-        if num_bytes > MAX_BATCH_BYTES:
-            yield batch
-            batch, num_bytes = [], 0
-    if batch:
-        yield batch

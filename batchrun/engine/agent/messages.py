@@ -6,8 +6,9 @@ it. Times are in seconds; instants are UTC epoch seconds.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -22,24 +23,35 @@ LINK, STATE, LOG, DRAIN, STOP, RESTART = (
 )
 
 MAX_FRAME_BYTES = 160 << 20
-"""A reply of an engine has 64 MiB at most; a batch is sent once it is larger than 16."""
+"""A reply of an engine has 64 MiB at most, a row's body 128; a batch is sent once it is larger than
+16."""
 MAX_BATCH_BYTES = 16 << 20
+MAX_ROW_BYTES = 128 << 20
+"""Of the body of a row."""
 HEARTBEAT_S = 5.0
 """Either end takes the other for gone when it has not answered for half as long again."""
 
+T = TypeVar("T")
 WireMessage = Annotated[bytes, Meta(max_length=MAX_MESSAGE_BYTES)]
 
 
+OWN = "own "
+"""So begins the name of a store that one machine alone has."""
+
+
 class Leadership(NamedTuple):
-    """The database on which a daemon leads, and in which term; sent with the question for `LINK`.
-    Nothing where a store has one daemon anyway."""
+    """The store of a daemon, and in which term it leads there; sent with the question for `LINK`.
+    An older daemon does not tell."""
 
     store: str = ""
     term: int = 0
 
-    def is_before(self, other: Leadership) -> bool:
-        """Whether the other one has led there since."""
-        return self.store == other.store and self.term < other.term
+    def may_follow(self, other: Leadership) -> bool:
+        """Whether a daemon may take an agent over from the other, which is there: not where that
+        one has led since, nor from one with a store of its own. A database may have two names."""
+        if self.store == other.store:
+            return self.term >= other.term
+        return not (self.store.startswith(OWN) and other.store.startswith(OWN))
 
 
 class AgentState(Struct, frozen=True, tag="state"):
@@ -86,7 +98,7 @@ class SendOrders(Struct, frozen=True, tag="orders"):
 
 class SentRow(Struct, frozen=True, array_like=True):
     """A row for the engine. `body` is the JSON that it gets; `timeout_s` None: it may take as long
-    as it likes."""
+    as it likes. What was made from another `content` is not this row's."""
 
     job_id: str
     row: int
@@ -95,6 +107,7 @@ class SentRow(Struct, frozen=True, array_like=True):
     endpoint: str
     body: bytes
     timeout_s: float | None = None
+    content: str = ""
 
     @property
     def key(self) -> RowKey:
@@ -102,7 +115,7 @@ class SentRow(Struct, frozen=True, array_like=True):
 
 
 class SendRows(Struct, frozen=True, tag="rows"):
-    """Rows to run. One that the agent has already is not run again."""
+    """Rows to run. One that the agent has already, of the same content, is not run again."""
 
     rows: tuple[SentRow, ...]
 
@@ -114,9 +127,11 @@ class ForgetRows(Struct, frozen=True, tag="forget"):
 
 
 class HeldRows(Struct, frozen=True, tag="held"):
-    """All rows that the agent has, running or with an outcome, when a daemon comes."""
+    """All rows that the agent has, running or with an outcome, when a daemon comes, and the
+    `contents` that they were made from; an older agent does not tell these."""
 
     keys: tuple[RowKey, ...]
+    contents: tuple[str, ...] = ()
 
 
 class EndedRows(Struct, frozen=True, tag="ended"):
@@ -131,6 +146,20 @@ FromDaemon = SendOrders | SendRows | ForgetRows
 _FROM_AGENT: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
 _FROM_DAEMON: msgspec.msgpack.Decoder[FromDaemon] = msgspec.msgpack.Decoder(FromDaemon)
 encode = msgspec.msgpack.Encoder().encode
+
+
+def in_batches(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Items in messages of at most so many, that are not too large."""
+    batch: list[T] = []
+    num_bytes = 0
+    for item in items:
+        batch.append(item)
+        num_bytes += size_of(item)
+        if num_bytes > MAX_BATCH_BYTES or len(batch) == most:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch
 
 
 def read_from_agent(frame: bytes) -> FromAgent:

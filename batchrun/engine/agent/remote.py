@@ -1,4 +1,4 @@
-"""An engine behind an agent, as the daemon sees it: one connection, held for as long as both live.
+"""The daemon's way to an agent: one connection, held for as long as both live.
 
 Rows go to the agent by the hundred and their outcomes come back so. While the agent does not
 answer, rows that it has are waited for: it goes on with them. What it has when the daemon comes is
@@ -11,12 +11,13 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from http import HTTPStatus
+from itertools import chain, repeat
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -33,6 +34,7 @@ from batchrun.engine.agent.messages import (
     SendOrders,
     SendRows,
     SentRow,
+    in_batches,
     read_from_agent,
 )
 from batchrun.engine.client import (
@@ -43,11 +45,10 @@ from batchrun.engine.client import (
     failure,
     not_json,
 )
-from batchrun.engine.progress import Progress
 from batchrun.engine.sockets import Hear
 from batchrun.errors import EngineError
 from batchrun.mutual_tls import client_context, derive_token, read_secret
-from batchrun.types import EnginePhase, Outcome, OutcomeKind, Request
+from batchrun.types import EnginePhase, Outcome, OutcomeKind, Request, RowError
 from batchrun.wire import RowKey
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,8 @@ LOOK_S = 1.0
 GATHER_S = 0.002
 """Rows that are sent within this time go in one message."""
 MAX_ROWS_SENT = 256
+UNTOLD = ""
+"""The content of a row where agent or daemon were too old to tell it."""
 _NOWHERE = "https://nowhere.invalid"
 FINAL_KINDS = frozenset({OutcomeKind.OK, OutcomeKind.ROW_ERROR})
 
@@ -93,16 +96,19 @@ class AgentClient(EngineClient):
         self.leadership = Leadership()
         self.trouble = "connecting"
         self.has_met = asyncio.Event()
-        self.inherited: dict[str, set[int]] = defaultdict(set)
-        self.on_telemetry: Hear = _ignore
-        self.on_answer: Hear = _ignore
+        self.inherited: dict[str, dict[int, str]] = defaultdict(dict)
+        """Rows by job and number, with the content that the agent has them of."""
+        self.on_telemetry: Hear = ignore
+        self.on_answer: Hear = ignore
         self._early: dict[RowKey, Outcome] = {}
         self._awaited: dict[RowKey, asyncio.Future[Outcome]] = {}
+        self._contents: dict[RowKey, str] = {}
         self._delivered: set[RowKey] = set()
         self._rows: list[SentRow] = []
         self._forgotten: list[RowKey] = []
         self._messages: list[FromDaemon] = []
         self._has_work = asyncio.Event()
+        self._has_heard = asyncio.Event()
         self._is_leaving = False
         self._has_moved = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
@@ -155,22 +161,27 @@ class AgentClient(EngineClient):
             data = encode_body(request.body) if data is None else data
         except (TypeError, ValueError, RecursionError) as error:
             return failure(request, OutcomeKind.ROW_ERROR, not_json(error), duration_s=0.0)
+        if len(data) > messages.MAX_ROW_BYTES:
+            what = f"the request has {len(data)} bytes; an agent takes {messages.MAX_ROW_BYTES}"
+            error_of_row = RowError("request_too_large", what)
+            return failure(request, OutcomeKind.ROW_ERROR, error_of_row, duration_s=0.0)
         if self.state is None:
             raise EngineError(self._explain_absence())
-        sent = SentRow(*key, request.attempt, request.epoch, request.endpoint, data, timeout_s)
+        how = request.attempt, request.epoch, request.endpoint, data, timeout_s, request.content
+        sent = SentRow(request.job_id, request.row, *how)
         self._rows.append(sent)
         self._has_work.set()
-        outcome = await self._expect(key)
+        outcome = await self._expect(key, request.content)
         if len(outcome.body or b"") <= LONG_REPLY_BYTES:
             return outcome
         async with room():
             return outcome
 
-    def claim(self, key: RowKey) -> asyncio.Future[Outcome]:
+    def claim(self, key: RowKey, content: str) -> asyncio.Future[Outcome]:
         """The outcome of a row that was inherited, and from now on is not. It ends as `execute`
         does; cancel it to take the row back."""
         self._disown(key)
-        outcome, awaited = self._early.pop(key, None), self._expect(key)
+        outcome, awaited = self._early.pop(key, None), self._expect(key, content)
         if outcome is not None:
             self._note_delivered(outcome)
             awaited.set_result(outcome)
@@ -186,6 +197,9 @@ class AgentClient(EngineClient):
             self._disown(key)
             self._early.pop(key, None)
         self._delivered.difference_update(keys)
+        if self._rows:
+            unwanted = set(keys)
+            self._rows = [row for row in self._rows if row.key not in unwanted]
         self._forgotten += keys
         self._has_work.set()
 
@@ -229,15 +243,15 @@ class AgentClient(EngineClient):
             await asyncio.wait([self._following])
         await super().close()
 
-    def _expect(self, key: RowKey) -> asyncio.Future[Outcome]:
+    def _expect(self, key: RowKey, content: str) -> asyncio.Future[Outcome]:
         awaited: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self._awaited[key] = awaited
+        self._awaited[key], self._contents[key] = awaited, content
         awaited.add_done_callback(partial(self._came, key))
         return awaited
 
     def _came(self, key: RowKey, awaited: asyncio.Future[Outcome]) -> None:
         if self._awaited.get(key) is awaited:
-            del self._awaited[key]
+            del self._awaited[key], self._contents[key]
             if awaited.cancelled() and not self._is_leaving:
                 self.forget([key])
 
@@ -294,6 +308,7 @@ class AgentClient(EngineClient):
         )
         async with asyncio.timeout(CONNECT_S) as limit, opening as socket:
             limit.reschedule(None)
+            self._has_heard.clear()
             writing = asyncio.create_task(self._write(socket))
             try:
                 async for frame in socket:
@@ -306,6 +321,8 @@ class AgentClient(EngineClient):
                     await writing
 
     async def _write(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        """Nothing goes before the agent has told what it has: it might be of what has gone."""
+        await self._has_heard.wait()
         while True:
             await self._has_work.wait()
             await asyncio.sleep(GATHER_S)
@@ -314,9 +331,8 @@ class AgentClient(EngineClient):
             if self._forgotten:
                 waiting.append(ForgetRows(tuple(self._forgotten)))
                 self._forgotten.clear()
-            for start in range(0, len(self._rows), MAX_ROWS_SENT):
-                waiting.append(SendRows(tuple(self._rows[start : start + MAX_ROWS_SENT])))
-            self._rows.clear()
+            rows, self._rows = self._rows, []
+            waiting += map(SendRows, map(tuple, in_batches(rows, _row_bytes, MAX_ROWS_SENT)))
             for message in waiting:
                 await socket.send_bytes(messages.encode(message))
 
@@ -328,19 +344,27 @@ class AgentClient(EngineClient):
                 self.on_telemetry(message)
             case HeardAnswer(message):
                 self.on_answer(message)
-            case HeldRows(keys):
-                self._inherit(set(keys))
+            case HeldRows(keys, contents):
+                told = chain(contents, repeat(UNTOLD))
+                self._inherit(dict(zip(keys, told, strict=False)))
             case EndedRows(outcomes):
                 for outcome in outcomes:
                     self._hear_outcome(outcome)
 
-    def _inherit(self, held: set[RowKey]) -> None:
-        """What the agent has, when it answers again: rows that it has not are lost."""
-        sent = {row.key for row in self._rows}
-        self._lose([key for key in self._awaited if key not in held and key not in sent])
-        for job_id, row in held - self._awaited.keys() - self._delivered - set(self._forgotten):
-            self.inherited[job_id].add(row)
+    def _inherit(self, held: Mapping[RowKey, str]) -> None:
+        """What the agent has, when it answers again: rows that it has not, or of another content,
+        are lost."""
+        on_the_way = {row.key for row in self._rows}
+        self._lose([
+            key
+            for key, content in self._contents.items()
+            if key not in on_the_way and held.get(key) not in {content, UNTOLD}
+        ])
+        known = self._awaited.keys() | self._delivered | set(self._forgotten)
+        for key in held.keys() - known:
+            self.inherited[key[0]][key[1]] = held[key]
         self.has_met.set()
+        self._has_heard.set()
 
     def _hear_outcome(self, outcome: Outcome) -> None:
         key = (outcome.job_id, outcome.row)
@@ -366,7 +390,7 @@ class AgentClient(EngineClient):
     def _disown(self, key: RowKey) -> None:
         rows = self.inherited.get(key[0])
         if rows is not None:
-            rows.discard(key[1])
+            rows.pop(key[1], None)
             if not rows:
                 del self.inherited[key[0]]
 
@@ -374,109 +398,17 @@ class AgentClient(EngineClient):
         return f"the agent at {self.base_url} does not answer: {self.trouble or 'it was restarted'}"
 
 
-class AgentEngine:
-    """An engine with an agent, which starts, watches and ends it."""
-
-    def __init__(self, address: AgentAddress) -> None:
-        """Opens nothing yet. Raises ConfigError when url, secret or certificate cannot be used."""
-        self.name = address.name
-        self.address = address
-        self.client = AgentClient(address)
-        self.progress = Progress()
-
-    @property
-    def state(self) -> EnginePhase:
-        known = self.client.state
-        if known is None or known.is_draining or self.progress.is_hung:
-            return EnginePhase.UNREACHABLE
-        return known.phase
-
-    @property
-    def stage(self) -> str:
-        """What the agent says of its engine, or why it says nothing."""
-        known = self.client.state
-        if known is None:
-            return f"the agent does not answer: {self.client.trouble}"
-        stage = "draining" if known.is_draining else known.stage
-        if self.progress.is_hung:
-            stage = f"no progress for {self.progress.stalled_s:.0f} s with work in flight"
-        return f"{stage}, by its agent at {urlsplit(self.client.base_url).netloc}"
-
-    @property
-    def started(self) -> int:
-        """Another number each time its process starts; 0 while that is not known."""
-        return 0 if self.client.state is None else self.client.state.started
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether it takes no new work."""
-        return self.client.state is not None and self.client.state.is_draining
-
-    @property
-    def direct_url(self) -> str | None:
-        """Where the engine answers by itself, on this machine; None where only its agent does."""
-        known = self.client.state
-        return None if known is None or known.place != messages.here() else known.engine_url
-
-    @property
-    def direct_key(self) -> str | None:
-        """What the engine asks for at `direct_url`."""
-        known = self.client.state
-        return self.client.engine_key if known is not None and known.needs_key else None
-
-    @property
-    def last_steps(self) -> frozenset[RowKey]:
-        """The rows of the last steps of an engine that went down, as far as they are known."""
-        known = self.client.state
-        return frozenset() if known is None else frozenset(known.last_steps)
-
-    async def start(self) -> None:
-        """Connect, and wait until the engine answers. Raises EngineError when the agent does not,
-        or its engine fails."""
-        self.client.connect()
-        deadline_s = time.monotonic() + CONNECT_S
-        while self.state is not EnginePhase.READY:
-            now_s = time.monotonic()
-            if self.client.state is not None:
-                deadline_s = max(deadline_s, now_s + CONNECT_S)
-            if now_s > deadline_s:
-                raise EngineError(f"engine {self.name}: {self.stage}")
-            await asyncio.sleep(FIRST_RETRY_S)
-
-    async def watch(self) -> None:
-        """The connection keeps `state` true, for ever."""
-        self.client.connect()
-        await asyncio.Event().wait()
-
-    async def stop(self) -> None:
-        """Close the connection; the agent and its engine go on."""
-        await self.client.close()
+def _row_bytes(row: SentRow) -> int:
+    return len(row.body)
 
 
-@dataclass(slots=True)
-class AgentWire:
-    """The wire to the scheduler of an engine that has an agent."""
-
-    client: AgentClient
-
-    async def run(self, on_telemetry: Hear, on_answer: Hear) -> None:
-        """Hand over what comes in, until cancelled."""
-        self.client.on_telemetry, self.client.on_answer = on_telemetry, on_answer
-        try:
-            await asyncio.Event().wait()
-        finally:
-            self.client.on_telemetry = self.client.on_answer = _ignore
-
-    async def send(self, orders: bytes) -> bool:
-        """Send orders; False when the agent is not there."""
-        return await self.client.send_orders(orders)
-
-
-def _ignore(_message: bytes) -> None:
-    return
+def ignore(_message: bytes) -> None:
+    """Nobody listens."""
 
 
 def _one_line(error: BaseException) -> str:
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         return "it does not hold this secret"
+    if isinstance(error, aiohttp.WSServerHandshakeError) and error.status == HTTPStatus.CONFLICT:
+        return "it has the daemon of another store, or one that has led since"
     return " ".join(str(error).split()) or type(error).__name__

@@ -42,9 +42,10 @@ from batchrun.engine.agent.messages import (
 from batchrun.engine.engine import Engine, ManagedEngine
 from batchrun.engine.progress import SILENCE
 from batchrun.engine.sockets import EngineSockets
-from batchrun.errors import EngineError
+from batchrun.errors import ConfigError, EngineError
 from batchrun.home import NO_ENGINE_HEADER
 from batchrun.media.connections import UNREACHED, CleanConnector
+from batchrun.mutual_tls import show
 from batchrun.types import EnginePhase
 from batchrun.wire import RowKey, read_last_steps
 
@@ -58,6 +59,7 @@ MAX_UNSENT = 4096
 """A daemon that is so many messages behind has to come again."""
 MAX_TAIL_BYTES = 1 << 20
 DEFAULT_TAIL_LINES = 100
+CERTIFICATE_CHECK_S = 60.0
 _CLOSE_WAIT_S = 1.0
 _CONNECT_S = 5.0
 NO_ENGINE = {"Retry-After": "1", NO_ENGINE_HEADER: "1"}
@@ -80,7 +82,8 @@ class AgentSettings:
 
     `channel` is the path of the sockets of the engine's scheduler, without their endings;
     `last_steps` and `log` are files that the engine writes, None where there are none.
-    `kept` is the file of outcomes that nobody has fetched.
+    `kept` is the file of outcomes that nobody has fetched. A given `certificate` is shown anew
+    when its file has changed.
     """
 
     name: str
@@ -92,6 +95,8 @@ class AgentSettings:
     kept: Path
     log: Path | None = None
     runs_scheduler: bool = False
+    certificate: Path | None = None
+    key: Path | None = None
 
 
 class Agent:
@@ -132,6 +137,7 @@ class Agent:
             self._sockets.run(self._hear_telemetry, self._hear_answer),
             self._report(),
             self._cut_log(),
+            self._renew_certificate(),
             self._watch_progress(),
             self._rows.run(),
         ]
@@ -281,6 +287,21 @@ class Agent:
                 with suppress(OSError):
                     await asyncio.to_thread(process.cut_log, self._settings.log)
 
+    async def _renew_certificate(self) -> None:
+        certificate, key = self._settings.certificate, self._settings.key
+        shown = await asyncio.to_thread(_marks, certificate, key)
+        while True:
+            await asyncio.sleep(CERTIFICATE_CHECK_S)
+            found = await asyncio.to_thread(_marks, certificate, key)
+            if certificate is None or found in {shown, None}:
+                continue
+            try:
+                show(self._settings.tls, certificate, key)
+                log.info("%s: shown from now on", certificate)
+            except ConfigError as error:
+                log.error("%s; what was shown before still is", error)
+            shown = found
+
     def _hear_telemetry(self, message: bytes) -> None:
         self._was_heard = True
         self._tell(HeardTelemetry(message))
@@ -296,8 +317,8 @@ class Agent:
         """A daemon comes; one that was there before is gone, or should be, unless it has led since
         this one did."""
         leadership = _leadership_of(request)
-        if self._link is not None and leadership.is_before(self._link.leadership):
-            raise web.HTTPConflict(text="another daemon leads by now\n")
+        if self._link is not None and not leadership.may_follow(self._link.leadership):
+            raise web.HTTPConflict(text="it has another daemon\n")
         socket = web.WebSocketResponse(
             heartbeat=messages.HEARTBEAT_S, max_msg_size=messages.MAX_FRAME_BYTES, compress=False
         )
@@ -422,6 +443,15 @@ class _Link:
         with suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_WAIT_S):
                 await self._socket.close()
+
+
+def _marks(*paths: Path | None) -> tuple[tuple[int, int], ...] | None:
+    """What changes with the files; None where one cannot be seen."""
+    try:
+        found = [path.stat() for path in paths if path is not None]
+    except OSError:
+        return None
+    return tuple((each.st_mtime_ns, each.st_ino) for each in found)
 
 
 def _leadership_of(request: web.Request) -> Leadership:

@@ -14,7 +14,7 @@ from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.fleets import empty
 from batchrun.daemon.in_flight import GATEWAYS_LEARN_S
 from batchrun.daemon.supervisor import build_model, make_managed
-from batchrun.engine.agent.remote import AgentEngine
+from batchrun.engine.agent.engine import AgentEngine
 from batchrun.engine.command import ManagedSettings
 from batchrun.engine.engine import AttachedEngine, ManagedEngine
 from batchrun.errors import BatchrunError, ConfigError, EngineError, StateError
@@ -92,8 +92,11 @@ class Rolling:
             log.error("the rolling restart ends: %s", error)
 
     async def _restart(self, slot: Slot, settings: ManagedSettings | None, drain_s: float) -> None:
-        name, slots = slot.engine.name, self.daemon.slots
-        if len(slots) > 1 and not any(each.is_usable for each in slots if each is not slot):
+        name = slot.engine.name
+        others = [
+            each for each in self.daemon.slots if each is not slot and _share_models(each, slot)
+        ]
+        if others and not any(each.is_usable for each in others):
             raise EngineError(f"engine {name} runs on: no other engine is ready to take its calls")
         slot.drains = True
         try:
@@ -115,6 +118,11 @@ class Rolling:
         line = f"engine {slot.engine.name}: {what}"
         log.info("%s", line)
         self.told.append(line)
+
+
+def _share_models(one: Slot, other: Slot) -> bool:
+    """Whether one may take calls of the other; an engine that tells no models may have any."""
+    return not (one.models and other.models) or bool({*one.models} & {*other.models})
 
 
 async def _restart_here(engine: ManagedEngine, settings: ManagedSettings) -> None:

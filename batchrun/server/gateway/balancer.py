@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -111,6 +112,7 @@ class Balancer:
         self._down_until_s = -math.inf
         self._bytes_per_token = BYTES_PER_TOKEN
         self._late: LateCalls | None = None
+        self._lives: dict[int, tuple[int, int]] = {}
 
     @property
     def upstreams(self) -> tuple[Upstream, ...]:
@@ -124,16 +126,18 @@ class Balancer:
         if router != self._router_name and router in ROUTERS:
             self._router_name = router
             self._router = make_router(router, self._shared.book)
-        before = self._engines
-        columns = self._shared.columns_of([(_identity(each), each.started) for each in upstreams])
+        before, names = self._engines, _identities(upstreams)
+        columns = self._shared.columns_of([
+            (name, each.started) for name, each in zip(names, upstreams, strict=True)
+        ])
         self._engines, self._served = {}, {}
-        told = {each: each.models for each in before}
-        for each in upstreams:
+        told = {each.name: each.models for each in before}
+        for name, each in zip(names, upstreams, strict=True):
             # A daemon that has just come has not asked the engines that its predecessor asked.
-            is_known = each.models is None and each in told
-            upstream = replace(each, models=told[each]) if is_known else each
+            is_known = each.models is None and each.name in told
+            upstream = replace(each, models=told[each.name]) if is_known else each
             engine = before.get(upstream, _Engine(started=upstream.started))
-            engine.column = columns.get(_identity(upstream))
+            engine.column = columns.get(name)
             is_anew = not engine.is_ready or engine.started != upstream.started
             if upstream.is_ready and is_anew:
                 engine.down_until_s = -math.inf
@@ -142,7 +146,17 @@ class Balancer:
             self._engines[upstream] = engine
             if engine.column is not None:
                 engine.digest = self._shared.digest_of(engine.column)
+                self._meet(engine.column)
                 self._shared.book.introduce(engine.column, upstream.traits or EngineTraits())
+
+    def _meet(self, column: int) -> None:
+        """What this worker has learnt of the column's engine counts for that engine alone."""
+        life = self._shared.life_of(column)
+        if self._lives.setdefault(column, life) != life:
+            self._lives[column] = life
+            self._shared.book.forget(column)
+            if self._late is not None:
+                self._late.forget(column)
 
     def read(self, body: bytes | None, *, is_offline: bool = False) -> RoutedCall:
         """What the router is told of a call with this body."""
@@ -392,11 +406,13 @@ class Balancer:
             # The router counts in tokens of this worker's measure.
             cached = round(cached * routed.call.prompt_tokens / usage.prompt_tokens)
         self._router.ended(sent, usage.now_s(), cached, usage.output_tokens if is_told else None)
-        if usage.prompt_tokens and routed.text.num_bytes and not routed.text.has_images:
+        if usage.prompt_tokens and routed.text.num_bytes and not routed.text.has_media:
             ratio = min(16.0, max(0.5, routed.text.num_bytes / usage.prompt_tokens))
             self._bytes_per_token += (ratio - self._bytes_per_token) / RATIO_CALLS
 
 
-def _identity(upstream: Upstream) -> str:
-    """What tells two engines apart: a list that somebody wrote may have a name twice."""
-    return f"{upstream.name} {upstream.url}"
+def _identities(upstreams: Sequence[Upstream]) -> list[str]:
+    """What tells engines apart: names, be the engine reached itself or through its agent; and
+    addresses, as a list that somebody wrote may have a name twice."""
+    num = Counter(each.name for each in upstreams)
+    return [each.name if num[each.name] == 1 else f"{each.name} {each.url}" for each in upstreams]

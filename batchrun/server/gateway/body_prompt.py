@@ -18,11 +18,13 @@ from batchrun.pool.prefix_keys import KeyArray
 
 PIECE_BYTES = 1024
 MAX_TEXT_BYTES = 128 << 10
-IMAGE_BYTES = 4096
-"""An image within a body counts as a text of so many bytes, the same for the same image: how many
-tokens it is depends on its size and the model."""
-_IMAGE_BEGINS = b'"data:image'
-_IMAGE = re.compile(_IMAGE_BEGINS + rb'\\?/[^"]{240,}')
+MEDIA_BYTES = 4096
+"""An image, a sound or a video within a body counts as a text of so many bytes, the same for the
+same one: how many tokens it is depends on its size and the model."""
+_MEDIA_BEGINS = b'"data'
+_MEDIA = re.compile(
+    _MEDIA_BEGINS + rb'(?::(?:image|audio|video)\\?/[^"]{240,}|"\s*:\s*"[0-9A-Za-z+/=\\]{240,})'
+)
 NO_KEYS: KeyArray = np.empty(0, np.uint64)
 
 Part = Raw | UnsetType
@@ -47,13 +49,13 @@ _DECODER = msgspec.json.Decoder(_Body)
 class PromptText(NamedTuple):
     """The bytes of a body's prompt, a key for each full piece of the first 128 KiB, which holds all
     text before it, whether the reply is to come as a stream, the model that is asked for, and
-    whether there are images in it."""
+    whether there are images or sounds in it."""
 
     num_bytes: int = 0
     keys: KeyArray = NO_KEYS
     is_stream: bool = False
     model: str | None = None
-    has_images: bool = False
+    has_media: bool = False
 
 
 def read_prompt(body: bytes) -> PromptText:
@@ -65,9 +67,9 @@ def read_prompt(body: bytes) -> PromptText:
         return PromptText()
     parts = (found.tools, found.instructions, found.messages, found.prompt, found.input)
     views = [memoryview(part) for part in parts if isinstance(part, Raw)]
-    has_images = _IMAGE_BEGINS in body and _IMAGE.search(body) is not None
-    if has_images:
-        views = [memoryview(_IMAGE.sub(_stand_in, view)) for view in views]
+    has_media = _MEDIA_BEGINS in body and _MEDIA.search(body) is not None
+    if has_media:
+        views = [memoryview(_MEDIA.sub(_stand_in, view)) for view in views]
     num_bytes = sum(map(len, views))
     text = views[0] if len(views) == 1 else memoryview(b"".join(v[:MAX_TEXT_BYTES] for v in views))
     key = xxhash.xxh3_64_intdigest(b"\0".join([_text(found.model), _text(found.cache_salt)]))
@@ -76,12 +78,12 @@ def read_prompt(body: bytes) -> PromptText:
         key = xxhash.xxh3_64_intdigest(text[start : start + PIECE_BYTES], key)
         keys.append(key)
     is_stream = found.stream is True
-    return PromptText(num_bytes, np.array(keys, np.uint64), is_stream, model, has_images)
+    return PromptText(num_bytes, np.array(keys, np.uint64), is_stream, model, has_media)
 
 
-def _stand_in(image: re.Match[bytes]) -> bytes:
-    digest = xxhash.xxh3_64_hexdigest(image[0]).encode()
-    return b'"' + digest * (IMAGE_BYTES // len(digest))
+def _stand_in(medium: re.Match[bytes]) -> bytes:
+    digest = xxhash.xxh3_64_hexdigest(medium[0]).encode()
+    return b'"' + digest * (MEDIA_BYTES // len(digest))
 
 
 def _text(part: Part) -> bytes:

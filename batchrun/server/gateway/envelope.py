@@ -29,8 +29,8 @@ HOP_BY_HOP = frozenset({
     "transfer-encoding",
     "upgrade",
 })
-STEERING = "X-Vllm-Priority"
-"""vLLM takes a call's priority from this header before it looks at the body."""
+STEERING = ("X-Vllm-Priority", "X-Data-Parallel-Rank")
+"""vLLM takes a call's priority, and which of its ranks runs it, from these headers."""
 SET_BY_CLIENT_LIBRARY = frozenset({"host", "content-length", "expect"})
 _USABLE_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _OWN_PREFIX = "batchrun"
@@ -63,7 +63,7 @@ def forwarded_headers(
     caller could write an id of the daemon's.
     """
     sent = end_to_end(request.headers)
-    for name in (*SET_BY_CLIENT_LIBRARY, STEERING):
+    for name in (*SET_BY_CLIENT_LIBRARY, *STEERING):
         sent.popall(name, None)
     if not keeps_key:
         sent.popall("Authorization", None)

@@ -25,7 +25,7 @@ from yarl import URL
 from batchrun.errors import ConfigError, DaemonUnavailableError, EngineError, EngineSilentError
 from batchrun.hints import SloBounds
 from batchrun.home import CALLER_HEADER, GATEWAY_HEADER, NO_ENGINE_HEADER
-from batchrun.media.connections import UNREACHED, CleanConnector
+from batchrun.media.connections import OWN_SHORTAGES, UNREACHED, CleanConnector
 from batchrun.server.gateway.admission import ABOUT_CALLER
 from batchrun.server.gateway.balancer import Balancer, RoutedCall
 from batchrun.server.gateway.bodies import BodyStream, SteeredBody
@@ -216,6 +216,8 @@ class Forwarder:
                 raise EngineError("its agent has none that takes calls")
             return reply
         except (*UNREACHED, ConfigError, EngineError) as error:
+            if getattr(error, "errno", None) in OWN_SHORTAGES:
+                raise EngineError(f"no connection can be opened here: {error}") from error
             log.warning("engine %s cannot be reached: %s", upstream.name, error)
             self.balancer.mark_down(upstream, now_s=time.monotonic())
             return None

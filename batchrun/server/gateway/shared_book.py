@@ -30,10 +30,11 @@ from batchrun.routing.decisions import (
 from batchrun.routing.engine_book import FIELDS, EngineBook
 from batchrun.routing.prefix_map import NUM_COLUMN_FIELDS, Arrays, PrefixMap
 
-MAX_ENGINES = 64
+MAX_ENGINES = 512
 """More are ranked last: nothing is known of them."""
 NUM_PIECES = 1 << 15
-"""Of 1,024 bytes each: 32 MiB of text, many times what 16 engines hold, in 17 MiB."""
+"""Of 1,024 bytes each: 32 MiB of text, many times what 16 engines hold. What is used of the memory
+grows with the engines, a quarter of a MiB each."""
 
 _COLUMN = np.dtype([("name", np.uint64), ("started", np.uint64)])
 
@@ -125,6 +126,10 @@ class Ejections:
         """The engine answered a call, or began anew."""
         self._values[column, :_TOTAL] = 0.0
 
+    def begin(self, column: int, *, is_another: bool) -> None:
+        """The column's engine was started anew, or is another one."""
+        self._values[column, : _TOTAL + is_another] = 0.0
+
     def _while_s(self, column: int) -> float:
         times = min(int(self._values[column, _TIMES]), 16)
         return float(min(LONGEST_EJECTION_S, FIRST_EJECTION_S * 2.0 ** (times - 1)))
@@ -166,11 +171,19 @@ class SharedBook:
                     name, started = wanted.pop(digest)
                     found[name] = column
                     self._begin(column, digest, started)
-            free = (i for i, digest in enumerate(names.tolist()) if i not in found.values())
+            taken = set(found.values())
+            free = [column for column in range(MAX_ENGINES) if column not in taken]
+            # Calls may still run in engines that have just left: theirs are used last.
+            free.sort(key=lambda column: int(names[column]) != 0)
             for (digest, (name, started)), column in zip(wanted.items(), free, strict=False):
                 found[name] = column
                 self._begin(column, digest, started)
         return found
+
+    def life_of(self, column: int) -> tuple[int, int]:
+        """Another pair for each engine that had this column, and each time that it was started."""
+        known = self._columns[column]
+        return int(known["name"]), int(known["started"])
 
     def digest_of(self, column: int) -> int:
         """What decisions name the engine of this column by."""
@@ -191,7 +204,7 @@ class SharedBook:
         is_same = known["name"] == digest and started in {0, known["started"]}
         if not is_same:
             self.book.left(column)
-            self.ejections.succeeded(column)
+            self.ejections.begin(column, is_another=known["name"] != digest)
             self._columns[column] = (digest, started)
 
     @contextmanager
