@@ -174,8 +174,7 @@ class Dispatcher:
         for slot in self.slots:
             if slot.agent is not None:
                 for job_id in slot.agent.inherited.keys() - open_jobs:
-                    rows = slot.agent.inherited[job_id]
-                    slot.agent.forget([(job_id, row) for row in rows])
+                    slot.agent.forget([(job_id, row) for row in slot.agent.inherited[job_id]])
 
     def committed(self, keys: Collection[RowKey]) -> None:
         """Results of these rows are durable."""
@@ -196,12 +195,14 @@ class Dispatcher:
         async with asyncio.TaskGroup() as group:
             for slot in self.slots:
                 group.create_task(self._watch_engine(slot))
+            while True:
+                choose_default(self.slots)
+                await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _watch_engine(self, slot: Slot) -> None:
         is_kv_told, ask_at_s, num_untold = False, 0.0, 0
         while True:
             await asyncio.sleep(POLL_INTERVAL_S)
-            choose_default(self.slots)
             now_s = time.monotonic()
             if slot.engine.state is not EnginePhase.READY:
                 is_kv_told, ask_at_s, num_untold = False, 0.0, 0
@@ -285,8 +286,7 @@ class Dispatcher:
         problem = None
         if self.jobs.get(job.record.id) is job:
             try:
-                rows = [assignment.row for assignment in group]
-                return await asyncio.to_thread(job.render, rows)
+                return await asyncio.to_thread(job.render, [each.row for each in group])
             except BatchrunError as error:
                 problem = str(error)
         for assignment in group:
