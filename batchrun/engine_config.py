@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -55,6 +55,11 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+def _switch_as_text(value: object) -> object:
+    """Some readers of YAML take `on` and `off` for true and false."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
 MAX_REPLICAS = 512
 LAST_PORT = 65_535
 _KEYS_OF_OURS = ("port", "url", "python", "vllm_args", "env", "command", "profile")
@@ -63,15 +68,26 @@ _KEYS_OF_VLLM = ("model", "served_model_name", "adapters")
 
 
 class ReplicasConfig(Strict):
-    """Between how many replicas a fleet has."""
+    """Between how many replicas a fleet has.
+
+    `follow`: whether their number follows the calls; `dry` only says what it would be. A replica
+    takes `start_s` until it is ready. While jobs have rows there are `offline_min` at least.
+    """
 
     min: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] = 1
     max: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] | None = None
+    follow: Annotated[Literal["off", "dry", "on"], BeforeValidator(_switch_as_text)] = "off"
+    start_s: Annotated[float, Field(gt=0, le=3600)] = 180.0
+    offline_min: Annotated[int, Field(ge=0, le=MAX_REPLICAS)] = 0
 
     @model_validator(mode="after")
     def _max_is_not_less(self) -> ReplicasConfig:
         if self.max is not None and self.max < self.min:
             raise ValueError(f"max must be {self.min} at least, which is min")
+        if self.offline_min > self.most:
+            raise ValueError(f"offline_min must be {self.most} at most, which is max")
+        if self.follow != "off" and self.most == self.min:
+            raise ValueError("follow needs a max above min: the number is chosen between them")
         return self
 
     @property

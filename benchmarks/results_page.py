@@ -227,6 +227,12 @@ SECTIONS: dict[str, Section] = {
         "engine other",
         "rows other_rows share rows_per_s calls attained slowest_call_s",
     ),
+    "tide": Section(
+        "Replicas that follow the tide of a day, by light engines' table",
+        "trace seed fleet",
+        "engine_hours of_oracle attainment offline_tokens deadlines_kept most_engines num_changes",
+        {"fleet": ("fixed", "follows", "oracle")},
+    ),
 }
 
 

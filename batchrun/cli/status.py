@@ -274,6 +274,8 @@ def _fleet_lines(fleets: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             f"fleet {fleet['name']} on Ray at {fleet['address']}: {num['ready']} of "
             f"{num['wanted']} replicas ready, {num['min']} to {num['max']} allowed"
         )
+        if fleet["advice"] is not None:
+            yield f"  {fleet['advice']['says']}"
         if fleet["trouble"]:
             yield f"  {fleet['trouble']}"
         for node in fleet["nodes"]:

@@ -45,6 +45,14 @@ class Fleets:
                 self._fleets[config.name] = fleet, config.ray
         self._tasks: list[asyncio.Task[None]] = []
         self._resizing: dict[str, asyncio.Task[None]] = {}
+        self._targets: dict[str, int] = {}
+        self.advice: dict[str, dict[str, Any]] = {}
+        """By fleet, what whoever chooses its number said last."""
+
+    def target(self, name: str) -> int:
+        """How many replicas a fleet is to have, once those too many have drained."""
+        wanted = sum(each.is_wanted for each in self._fleets[name][0].engines)
+        return self._targets.get(name, wanted)
 
     def engines(self, name: str) -> Sequence[ReplicaEngine]:
         """All that there may be of a fleet."""
@@ -77,6 +85,7 @@ class Fleets:
         low, high = config.replicas.min, config.replicas.most
         if not low <= number <= high:
             raise InputError(f"fleet {name} has {low} to {high} replicas (got {number})")
+        self._targets[name] = number
         if (before := self._resizing.pop(name, None)) is not None:
             before.cancel()
         kept = [each.name for each in fleet.engines if each.is_wanted]
@@ -100,6 +109,8 @@ class Fleets:
                     "min": config.replicas.min,
                     "max": config.replicas.most,
                 },
+                "follow": config.replicas.follow,
+                "advice": self.advice.get(name),
                 "trouble": fleet.trouble or None,
                 "nodes": _view_nodes(fleet.report),
             }

@@ -113,6 +113,11 @@ class RowQueue:
         """What a row takes, in seconds of a usual engine."""
         return self._parts.work_s(int(self._position[row]))
 
+    @property
+    def left_work_s(self) -> float:
+        """What the pending rows take, in seconds of a usual engine."""
+        return max(0.0, self._parts.left_s)
+
     def num_to_come(self, node: int) -> int:
         """Rows of a prefix node that were not handed out yet, or came back."""
         return self._num_to_come[node]

@@ -30,6 +30,9 @@ GROW, SHRINK = 1.005, 0.99
 cached tokens foretold, and after one that had fewer."""
 
 
+Tokens = npt.NDArray[np.int64] | npt.NDArray[np.float64]
+
+
 @dataclass(frozen=True, slots=True)
 class Prices:
     """What an engine's steps cost in seconds, from its profile; where no engine has one, these for
@@ -45,6 +48,17 @@ class Prices:
         """Seconds that a prompt's uncached part adds to the steps it is computed in."""
         missed = num_tokens - num_cached
         return missed * (self.token_s + self.pair_s * (num_cached + 0.5 * missed))
+
+    def added_s(
+        self, prompt_tokens: Tokens, cached_tokens: Tokens, output_tokens: Tokens
+    ) -> Floats:
+        """Seconds that each of these calls adds to steps: its prompt's uncached part, and what its
+        tokens add to those of a batch that runs anyway."""
+        missed = prompt_tokens - cached_tokens
+        prefill_s = missed * (self.token_s + self.pair_s * (cached_tokens + 0.5 * missed))
+        contexts = prompt_tokens + 0.5 * output_tokens
+        decode_s = output_tokens * (self.call_s + contexts * self.context_token_s)
+        return np.asarray(prefill_s + decode_s, np.float64)
 
     def decode_s(self, num_calls: float, context_tokens: float) -> float:
         """Seconds of a step in which so many calls decode."""

@@ -162,7 +162,7 @@ def make_app(daemon: Daemon, status: Status, edge: Edge) -> FastAPI:
         title="batchrun", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
     )
     install_error_handlers(app)
-    page = MetricsPage(daemon, status.watch, status.restarts)
+    page = MetricsPage(daemon, status.watch, status.restarts, status.fleets)
     made_files = Files(daemon.store, edge.files, edge.traffic)
 
     @app.get("/healthz")

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
@@ -14,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.engine_link import Slot
+from batchrun.daemon.fleets import Fleets
 from batchrun.daemon.job import ActiveJob
 from batchrun.daemon.view import expected_left_s
 from batchrun.errors import StoreError
@@ -131,8 +133,10 @@ def read_key_storage(store: Store, key_limits: KeyLimits, traffic: Traffic) -> l
 class MetricsPage(Collector):
     """Reads the daemon again for every page; it keeps nothing."""
 
-    def __init__(self, daemon: Daemon, watch: LoopWatch, restarts: Mapping[str, int]) -> None:
-        self._daemon = daemon
+    def __init__(
+        self, daemon: Daemon, watch: LoopWatch, restarts: Mapping[str, int], fleets: Fleets
+    ) -> None:
+        self._daemon, self._fleets = daemon, fleets
         self._restarts = restarts
         self._keys: Sequence[KeyStorage] = ()
         self._watch = watch
@@ -159,6 +163,7 @@ class MetricsPage(Collector):
         yield from self._of_daemon()
         yield from _of_jobs(list(dispatcher.jobs.values()), dispatcher.assigner.turns.completions())
         yield from _of_slots(slots)
+        yield from _of_fleets(self._fleets.view())
         yield from _of_keys(self._keys)
         for kind, name, where, text in BY_ENGINE:
             values = (([engine], attrgetter(where)(telemetry)) for engine, telemetry in heard)
@@ -282,6 +287,27 @@ def _of_slots(slots: Sequence[Slot]) -> Iterator[Metric]:
     yield _family(COUNTER, "engine_hangs", text, "engine", hangs)
     rows = (([slot.engine.name], slot.window.num_rows) for slot in slots)
     yield _family(GAUGE, "engine_rows", "Offline rows that the engine has.", "engine", rows)
+
+
+def _of_fleets(fleets: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
+    numbers = (
+        ([fleet["name"], state], number)
+        for fleet in fleets
+        for state, number in fleet["replicas"].items()
+    )
+    text = "Replicas of a fleet: wanted, ready, and the bounds."
+    yield _family(GAUGE, "fleet_replicas", text, "fleet state", numbers)
+    told = [(fleet["name"], fleet["advice"]) for fleet in fleets if fleet["advice"] is not None]
+    advised = (([name, advice["cause"]], advice["replicas"]) for name, advice in told)
+    text = "Replicas that a fleet is to have by its calls and jobs, by what sets the number."
+    yield _family(GAUGE, "fleet_advised_replicas", text, "fleet cause", advised)
+    calls = (
+        ([name, which], advice[f"{which}_engines"])
+        for name, advice in told
+        for which in ("expected", "high")
+    )
+    text = "Engines that online calls are to fill once a replica could be there."
+    yield _family(GAUGE, "fleet_forecast_engines", text, "fleet forecast", calls)
 
 
 def _of_costs(heard: Heard) -> Metric:

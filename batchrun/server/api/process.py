@@ -43,6 +43,7 @@ from batchrun.server.api.app import Edge, make_app
 from batchrun.server.api.errors import Callers
 from batchrun.server.api.key_list import KeyList, limits_in
 from batchrun.server.api.picture import Status
+from batchrun.server.api.replica_follower import ReplicaFollower
 from batchrun.server.api.rolling import Rolling
 from batchrun.server.api.standby import LocalServer, Standby, catch_signals
 from batchrun.server.api.watch import end_process
@@ -194,6 +195,7 @@ async def _run(
     keys = KeyList(store, home.api_keys, limits_in(deployment))
     daemon = _daemon(deployment, home, kept, supervisor.slots)
     figures = GatewayFigures(_local_url(deployment.listen), gateway_key)
+    follower = ReplicaFollower(deployment, home, daemon, supervisor.fleets, figures)
     messenger = _messenger(store, deployment, home)
     status = Status(
         *(daemon, supervisor, figures),
@@ -219,7 +221,7 @@ async def _run(
     server.start(app, home)
     work = asyncio.create_task(daemon.run())
     engines = asyncio.create_task(supervisor.run(on_ready, is_heir=is_heir))
-    works = [pages.watch(), messenger.run(), status.watch.beat()]
+    works = [pages.watch(), messenger.run(), status.watch.beat(), follower.run()]
     if not store.is_sqlite:
         works.append(keys.keep_published())
     beside = [asyncio.create_task(each) for each in works]

@@ -172,6 +172,17 @@ class GatewayFigures:
             if kind == ENGINE
         ]
 
+    def totals(self) -> dict[str, EngineCalls] | None:
+        """By engine, what its calls brought since the gateway's start, as it told last; None:
+        never."""
+        if not self._looks:
+            return None
+        return {
+            labels[0]: EngineCalls(labels[0], *(round(value) for value in values[:4]))
+            for (kind, labels), values in self._looks[-1][1].items()
+            if kind == ENGINE
+        }
+
     def felt(self, kind: str) -> list[Felt]:
         """TTFT or TPOT of the last minutes by class; classes without calls are left out."""
         found: list[Felt] = []

@@ -1,0 +1,340 @@
+"""Has fleets follow the tide: each minute, how many replicas hold the calls that are to come and
+the deadlines of jobs, and why; where `follow` is `on`, the fleet gets as many.
+
+What calls bring is what the gateway tells of them, what an engine holds follows from its profile
+and the lengths of the last calls. The minutes that are known are kept in a file, so that a daemon
+that starts goes on with the days before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import astuple
+
+from batchrun.config import Deployment
+from batchrun.daemon.daemon import Daemon
+from batchrun.daemon.engine_link import Slot
+from batchrun.daemon.fleets import Fleets
+from batchrun.daemon.plugin import existing_profile, online_slo, profile_path, read_profile
+from batchrun.daemon.prices import prices_of, speed_of
+from batchrun.engine_config import EngineConfig, ReplicasConfig
+from batchrun.errors import ConfigError
+from batchrun.estimator.engine_capacity import (
+    CallLengths,
+    EngineRoom,
+    EngineTrial,
+    FleetCapacity,
+    Promise,
+    fleet_capacity,
+)
+from batchrun.estimator.tide import (
+    DAY,
+    MINUTE_S,
+    CapacityCorrection,
+    FleetDecision,
+    FleetNeeds,
+    FleetSizer,
+    JobNeed,
+    TideForecast,
+    TideSettings,
+)
+from batchrun.files import write_atomically
+from batchrun.home import Home
+from batchrun.routing.decisions import EndedCall
+from batchrun.routing.engine_book import Prices
+from batchrun.server.web.gateway_figures import EngineCalls
+from batchrun.types import EnginePhase
+from batchrun.wire import FeltCalls
+
+log = logging.getLogger(__name__)
+
+DRAIN_S = 300.0
+"""Calls may go on for so long in a replica that is given up."""
+MOST_CALLS = 2_000
+LEAST_CALLS = 200
+"""Of so many the lengths are kept; with fewer, they are taken to be those of `USUAL`."""
+USUAL = CallLengths(*(np.array([tokens]) for tokens in (1_024, 0, 128)))
+CAPACITY_S = 3_600.0
+"""What an engine holds is found anew after so long."""
+SAVE_MINUTES = 5
+JsonObject = dict[str, Any]
+
+
+class TellsCalls(Protocol):
+    """Tells what passed the gateway, as `GatewayFigures` does."""
+
+    def totals(self) -> dict[str, EngineCalls] | None:
+        """By engine, since the gateway's start; None: not known."""
+        ...
+
+    def felt_calls(self) -> dict[str, FeltCalls] | None:
+        """By engine, how its calls came to their callers; None: not known."""
+        ...
+
+    async def ended_calls(self, since_s: float) -> JsonObject | None:
+        """The calls that ended after this instant of the gateway's; None: nobody answers."""
+        ...
+
+
+class KnownMinutes(Struct, frozen=True):
+    """Work a second of the minutes up to one, in UTC epoch minutes, the oldest first."""
+
+    last_minute: int
+    loads: list[float]
+
+
+@dataclass(slots=True)
+class FollowedFleet:
+    """One fleet: what is known of its engines and calls."""
+
+    config: EngineConfig
+    replicas: ReplicasConfig
+    trial: EngineTrial
+    prices: Prices
+    file: Path
+    forecast: TideForecast = field(init=False)
+    sizer: FleetSizer = field(init=False)
+    capacity: FleetCapacity | None = None
+    correction: CapacityCorrection = field(default_factory=CapacityCorrection)
+    _felt: tuple[int, int, int, int] | None = None
+    _totals: dict[str, EngineCalls] | None = None
+    _found_at_s: float = -math.inf
+
+    def __post_init__(self) -> None:
+        settings = self.replicas
+        self.forecast = TideForecast(math.ceil(settings.start_s / MINUTE_S) + 1)
+        limits = TideSettings(settings.min, settings.most, settings.offline_min)
+        self.sizer = FleetSizer(limits)
+
+    def restore(self, now_minute: int) -> None:
+        """Take up the minutes of an earlier daemon. Those between are as the one before them.
+        Blocking."""
+        with suppress(OSError, msgspec.DecodeError):
+            known = msgspec.json.decode(self.file.read_bytes(), type=KnownMinutes)
+            missed = now_minute - 1 - known.last_minute
+            if 0 <= missed < DAY:
+                for load in known.loads + known.loads[-1:] * missed:
+                    self.forecast.add(load)
+
+    def save(self, now_minute: int) -> None:
+        """Blocking."""
+        known = KnownMinutes(now_minute - 1, [round(load, 4) for load in self.forecast.loads])
+        with suppress(OSError):
+            write_atomically(self.file, msgspec.json.encode(known))
+
+    def take(self, totals: Mapping[str, EngineCalls], elapsed_s: float) -> None:
+        """What the gateway has counted by now; the first time it only begins to count."""
+        its = {name: totals[name] for name in self.config.replica_names if name in totals}
+        if self._totals is not None:
+            work_s = sum(self._work_s(now, self._totals.get(name)) for name, now in its.items())
+            self.forecast.add(work_s / max(elapsed_s, 1.0))
+        self._totals = its
+
+    def feel(self, felt: Mapping[str, FeltCalls], num_ready: int) -> None:
+        """How calls came to their callers by now, as counted since the gateway's start."""
+        its = [felt[name] for name in self.config.replica_names if name in felt]
+        now = tuple(sum(column) for column in zip(*map(astuple, its), strict=True)) or (0, 0, 0, 0)
+        before, self._felt = self._felt, now
+        if before is None or self.capacity is None or not num_ready or not self.forecast.loads:
+            return
+        first, late, answers, slow = (a - b for a, b in zip(now, before, strict=True))
+        if min(first, late, answers, slow) < 0 or not first:
+            return
+        missed = max(late / first, slow / answers if answers else 0.0)
+        held = self.capacity.work(num_ready) * self.correction.factor
+        self.correction.learn(self.forecast.loads[-1] / held, missed)
+
+    def _work_s(self, now: EngineCalls, before: EngineCalls | None) -> float:
+        """Engine-seconds of the calls that have ended since. Counts that went back are those of
+        another gateway."""
+        names = ("num_calls", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens")
+        counts = [int(getattr(now, name)) for name in names]
+        if before is not None and before.num_calls <= now.num_calls:
+            counts = [num - getattr(before, name) for num, name in zip(counts, names, strict=True)]
+        num_calls, prompt, cached, output = counts
+        if num_calls <= 0:
+            return 0.0
+        each = (np.array([tokens / num_calls]) for tokens in (prompt, cached, output))
+        return num_calls * float(self.prices.added_s(*each)[0])
+
+    async def find_capacity(self, lengths: CallLengths, now_s: float) -> None:
+        """What engines hold of such calls, if that is due. It takes some seconds of a thread."""
+        if now_s < self._found_at_s + CAPACITY_S:
+            return
+        if len(lengths) >= LEAST_CALLS:
+            self._found_at_s = now_s
+        elif self.capacity is not None:
+            return
+        else:
+            lengths = USUAL
+        trial = replace(self.trial, lengths=lengths)
+        tokens = lengths.prompt_tokens, lengths.cached_tokens, lengths.output_tokens
+        work_s = float(self.prices.added_s(*tokens).mean())
+        most = self.replicas.most
+        self.capacity = await asyncio.to_thread(fleet_capacity, trial, work_s, most)
+
+
+class ReplicaFollower:
+    """All fleets of a deployment that follow their calls, or say what they would do."""
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        home: Home,
+        daemon: Daemon,
+        fleets: Fleets,
+        figures: TellsCalls,
+    ) -> None:
+        """Raises ConfigError, one line, where a fleet that is to follow has no profile."""
+        self._daemon, self._fleets, self._figures = daemon, fleets, figures
+        self._followed = [
+            _followed(deployment, config, config.ray.replicas, home)
+            for config in deployment.engines
+            if config.ray is not None and config.ray.replicas.follow != "off"
+        ]
+        self._calls: deque[tuple[int, int]] = deque(maxlen=MOST_CALLS)
+        self._since_s = 0.0
+        self._looked_s: float | None = None
+
+    async def run(self) -> None:
+        """Look each minute, until cancelled."""
+        for fleet in self._followed:
+            await asyncio.to_thread(fleet.restore, _minute())
+        while self._followed:
+            now_s = time.monotonic()
+            try:
+                await self.look(now_s)
+            except Exception:
+                log.exception("fleets keep their numbers: the look at their calls failed")
+            if _minute() % SAVE_MINUTES == 0:
+                for fleet in self._followed:
+                    await asyncio.to_thread(fleet.save, _minute())
+            await asyncio.sleep(max(0.0, now_s + MINUTE_S - time.monotonic()))
+
+    async def look(self, now_s: float) -> None:
+        """A minute has ended at `now_s` (monotonic): decide for each fleet, and do it where it is
+        to follow. A gateway that tells nothing changes nothing."""
+        totals = self._figures.totals()
+        if totals is None:
+            return
+        elapsed_s = MINUTE_S if self._looked_s is None else now_s - self._looked_s
+        self._looked_s = now_s
+        await self._learn_lengths()
+        for fleet in self._followed:
+            fleet.take(totals, elapsed_s)
+            fleet.feel(self._figures.felt_calls() or {}, len(self._ready(fleet)))
+            await fleet.find_capacity(self._lengths(fleet, totals), now_s)
+            self._decide(fleet, now_s)
+
+    def _decide(self, fleet: FollowedFleet, now_s: float) -> None:
+        assert fleet.capacity is not None
+        name = fleet.config.name
+        target = self._fleets.target(name)
+        asked = self._asked(fleet)
+        capacity = fleet.capacity.times(fleet.correction.factor)
+        decision = fleet.sizer.decide(now_s, target, asked, capacity)
+        is_on = fleet.replicas.follow == "on"
+        before = self._fleets.advice.get(name, {}).get("replicas", target)
+        view = self._fleets.advice[name] = _view(decision, fleet.correction.factor, is_on=is_on)
+        if decision.replicas != before:
+            log.info("fleet %s %s", name, view["says"])
+        if is_on and decision.replicas != target:
+            self._fleets.resize(name, decision.replicas, self._daemon.slots, DRAIN_S)
+
+    def _asked(self, fleet: FollowedFleet) -> FleetNeeds:
+        """The forecast, and the jobs that the fleet's engines may run."""
+        needs, has_rows = [], False
+        slots = self._ready(fleet)
+        jobs = self._daemon.active.values() if self._daemon.dispatcher.is_offline_on else ()
+        for job in jobs:
+            if slots and not any(slot.serves(job.model) for slot in slots):
+                continue
+            has_rows |= job.queue.num_pending > 0
+            if job.record.expires_at is not None:
+                left_s = job.record.expires_at - time.time()
+                work_s = job.queue.left_work_s / speed_of(fleet.prices)
+                calls = fleet.forecast.mean_ahead(int(left_s / MINUTE_S))
+                needs.append(JobNeed(job.record.name, work_s, left_s, calls))
+        return FleetNeeds(fleet.forecast.forecast(), needs, has_rows)
+
+    def _ready(self, fleet: FollowedFleet) -> list[Slot]:
+        """The replicas that take calls."""
+        its = set(fleet.config.replica_names)
+        return [
+            slot
+            for slot in self._daemon.slots
+            if slot.engine.name in its and slot.engine.state is EnginePhase.READY
+        ]
+
+    async def _learn_lengths(self) -> None:
+        """Keep the lengths of the calls that have ended since."""
+        told = await self._figures.ended_calls(self._since_s)
+        if told is None:
+            return
+        self._since_s = told["now_s"]
+        for call in msgspec.convert(told["calls"], list[EndedCall]):
+            self._calls.append((call.prompt_tokens, call.output_tokens))
+
+    def _lengths(self, fleet: FollowedFleet, totals: Mapping[str, EngineCalls]) -> CallLengths:
+        """Of the last calls; of each prompt as much is cached as of all of the fleet's."""
+        its = [totals[name] for name in fleet.config.replica_names if name in totals]
+        prompt = sum(each.num_prompt_tokens for each in its)
+        share = sum(each.num_cached_tokens for each in its) / prompt if prompt else 0.0
+        tokens = np.array(self._calls, np.int64).reshape(-1, 2)
+        prompts = np.maximum(1, tokens[:, 0])
+        cached = (prompts * min(share, 1.0)).astype(np.int64)
+        return CallLengths(prompts, cached, np.maximum(1, tokens[:, 1]))
+
+
+def _followed(
+    deployment: Deployment, config: EngineConfig, replicas: ReplicasConfig, home: Home
+) -> FollowedFleet:
+    path = existing_profile(deployment, config, home)
+    if path is None:
+        expected = profile_path(deployment, config, home)
+        raise ConfigError(
+            f"fleet {config.name}: 'follow' needs a profile of its engine, to know what one holds; "
+            f"run `batchrun calibrate -o {expected}`, or set follow: off"
+        )
+    profile = read_profile(path)
+    slo = online_slo(deployment, home)
+    room = EngineRoom(kv_tokens=profile.kv_blocks * profile.engine.block_tokens)
+    trial = EngineTrial(profile.models[0], room, USUAL, Promise(slo.ttft_s, slo.tpot_s))
+    file = home.fleet(config.name).with_suffix(".tide")
+    return FollowedFleet(config, replicas, trial, prices_of(profile.models[0]), file)
+
+
+def _view(decision: FleetDecision, correction: float, *, is_on: bool) -> JsonObject:
+    """What `status` shows. `expected_engines` and `high_engines`: so many engines the calls fill in
+    the minute for which a replica that starts now is ready; the profile's word counts `correction`
+    times, by what callers felt."""
+    says = "follows its calls" if is_on else "dry, would have by its calls"
+    return {
+        "replicas": decision.replicas,
+        "cause": str(decision.cause),
+        "reason": decision.reason,
+        "says": f"{says}: {decision.reason}",
+        "for_calls": decision.for_calls,
+        "for_jobs": decision.for_jobs,
+        "expected_engines": round(decision.expected, 3),
+        "high_engines": round(decision.high, 3),
+        "correction": round(correction, 4),
+        "at": time.time(),
+    }
+
+
+def _minute() -> int:
+    return int(time.time() / MINUTE_S)

@@ -1,0 +1,166 @@
+"""A daemon's fleets that follow what the gateway tells of calls: for real, dry, and without what it
+takes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from batchrun.config import Deployment, load_deployment
+from batchrun.daemon.daemon import Daemon
+from batchrun.daemon.plugin import profile_path
+from batchrun.daemon.supervisor import Supervisor
+from batchrun.errors import ConfigError
+from batchrun.estimator.fits import FittedModel
+from batchrun.estimator.profile import CalibrationProfile, EngineIdentity, IdenticalSpread
+from batchrun.estimator.step_time import RooflineModel
+from batchrun.home import Home
+from batchrun.server.api.metrics import MetricsPage
+from batchrun.server.api.replica_follower import ReplicaFollower
+from batchrun.server.api.watch import LoopWatch
+from batchrun.server.gateway.tally import SeenReply, Tally, create_tally
+from batchrun.server.web.gateway_figures import GatewayFigures
+from batchrun.store.database import Store
+
+LAW = RooflineModel(
+    base_s=0.003, token_s=7.3e-5, pair_s=2.4e-9, weights_s=0.0114, context_s=9.4e-8, unhidden=0.25
+)
+MINUTE_S = 60.0
+
+
+def deployment_of(folder: Path, **replicas: object) -> Deployment:
+    """One fleet of 2 to 6 replicas."""
+    ray = {"replicas": {"min": 2, "max": 6, **replicas}}
+    path = folder / "batchrun.yaml"
+    path.write_text(json.dumps({"engines": [{"name": "fleet", "ray": ray}]}))
+    return load_deployment(path)
+
+
+@dataclass(slots=True)
+class Followed:
+    """A daemon with a fleet whose calls the test makes up, as a gateway would count them."""
+
+    daemon: Daemon
+    supervisor: Supervisor
+    follower: ReplicaFollower
+    figures: GatewayFigures
+    tally: Tally
+    minute: int = 0
+
+    async def pass_minute(self, num_calls: int) -> dict[str, object]:
+        """A minute passes with so many calls; what is said then."""
+        reply = SeenReply("", "fleet-0", 0.1, 0.02, 1_000, 0, 100)
+        for _ in range(num_calls):
+            self.tally.count_reply(reply)
+        told = [(each.kind, each.labels, each.values.tolist()) for each in self.tally.read()]
+        self.minute += 1
+        self.figures.take(json.dumps(told).encode(), MINUTE_S * self.minute)
+        await self.follower.look(MINUTE_S * self.minute)
+        (fleet,) = self.supervisor.fleets.view()
+        advice = fleet["advice"]
+        assert isinstance(advice, dict)
+        return advice
+
+    @property
+    def target(self) -> int:
+        return self.supervisor.fleets.target("fleet")
+
+    def metrics(self) -> str:
+        page = MetricsPage(self.daemon, LoopWatch(), {}, self.supervisor.fleets)
+        return page.render(()).decode()
+
+
+def follow(store: Store, folder: Path, mode: str) -> Followed:
+    """The parts as the daemon's process makes them; nothing is started."""
+    deployment, home = deployment_of(folder, follow=mode), Home(folder / "home")
+    profile = CalibrationProfile(
+        engine=EngineIdentity("tiny", "0.32.0", "cpu", "float32", 16),
+        kv_blocks=8_600,
+        fitted=(FittedModel(LAW, 0.01, 0.02, 100),),
+        spread=IdenticalSpread(0.0, 0, 0),
+        pivot_tokens=64,
+        online=None,
+        measured_at=1.0,
+    )
+    home.create()
+    path = profile_path(deployment, deployment.engines[0], home)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(profile.to_json())
+    supervisor = Supervisor(deployment, home, {})
+    daemon = Daemon(store, supervisor.slots, folder / "inputs")
+    figures = GatewayFigures("http://127.0.0.1:9", "secret")
+    follower = ReplicaFollower(deployment, home, daemon, supervisor.fleets, figures)
+    supervisor.fleets.resize("fleet", 2, supervisor.slots, 0.0)
+    return Followed(daemon, supervisor, follower, figures, Tally(create_tally(1), 1, 0))
+
+
+async def test_a_fleet_grows_with_its_calls_and_waits_before_it_shrinks(
+    store: Store, tmp_path: Path
+) -> None:
+    followed = follow(store, tmp_path, "on")
+    try:
+        first = await followed.pass_minute(0)
+        assert (first["cause"], followed.target) == ("unknown", 2)
+        few = await followed.pass_minute(60)
+        assert (few["cause"], followed.target) == ("min", 2)
+        more = [await followed.pass_minute(1_000) for _ in range(3)][-1]
+        assert more["cause"] == "calls"
+        assert 2 < followed.target < 6
+        many = await followed.pass_minute(9_000)
+        assert (many["cause"], followed.target) == ("max", 6)
+        assert str(many["says"]).startswith("follows its calls: 6, which is max: calls fill")
+        quiet = [await followed.pass_minute(60) for _ in range(4)][-1]
+        assert (quiet["cause"], followed.target) == ("patience", 6)
+        text = followed.metrics()
+        assert 'batchrun_fleet_advised_replicas{cause="patience",fleet="fleet"} 6.0' in text
+        assert 'batchrun_fleet_replicas{fleet="fleet",state="wanted"} 6.0' in text
+        assert 'batchrun_fleet_forecast_engines{fleet="fleet",forecast="high"}' in text
+    finally:
+        await followed.supervisor.close()
+
+
+async def test_dry_only_says_what_it_would_do(store: Store, tmp_path: Path) -> None:
+    followed = follow(store, tmp_path, "dry")
+    try:
+        await followed.pass_minute(0)
+        said = await followed.pass_minute(9_000)
+        assert (said["replicas"], followed.target) == (6, 2)
+        assert str(said["says"]).startswith("dry, would have by its calls: 6, which is max")
+    finally:
+        await followed.supervisor.close()
+
+
+async def test_a_fleet_cannot_follow_without_a_profile(store: Store, tmp_path: Path) -> None:
+    deployment, home = deployment_of(tmp_path, follow="on"), Home(tmp_path / "home")
+    home.create()
+    supervisor = Supervisor(deployment, home, {})
+    daemon = Daemon(store, supervisor.slots, tmp_path / "inputs")
+    figures = GatewayFigures("http://127.0.0.1:9", "secret")
+    with pytest.raises(ConfigError, match=r"fleet fleet: 'follow' needs a profile"):
+        ReplicaFollower(deployment, home, daemon, supervisor.fleets, figures)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "line"),
+    [
+        ({"follow": "dry", "max": 2}, "follow needs a max above min"),
+        ({"offline_min": 7}, "offline_min must be 6 at most"),
+        ({"follow": "maybe"}, "follow"),
+    ],
+)
+def test_what_cannot_be_followed_is_said_in_one_line(
+    tmp_path: Path, replicas: dict[str, object], line: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        deployment_of(tmp_path, **replicas)
+    assert line in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_nothing_is_followed_unless_it_is_asked_for(tmp_path: Path) -> None:
+    (engine,) = deployment_of(tmp_path).engines
+    assert engine.ray is not None
+    assert engine.ray.replicas.follow == "off"
