@@ -118,6 +118,26 @@ class Deployment:
             proxy.terminate()
             proxy.wait()
 
+    def use_vllm_engines(self, num_engines: int, *vllm_args: str, **more: object) -> None:
+        """As `configure`, for so many real vLLMs with the tiny model, each bound to one core."""
+        cores = sorted(os.sched_getaffinity(0))
+        engines: list[dict[str, object]] = []
+        for number in range(num_engines):
+            env = {"VLLM_CPU_OMP_THREADS_BIND": str(cores[number % len(cores)])}
+            engine = {"name": str(number), "port": free_port(), "vllm_args": list(vllm_args)}
+            engines.append({**engine, "env": env})
+        self.configure(engines[0], model=TINY, engines=engines, **more)
+
+    def engine_metrics(self) -> dict[str, str]:
+        """The page of metrics of each engine that answers, by its name."""
+        pages: dict[str, str] = {}
+        for each in json.loads(self.home.upstreams.read_text())["engines"]:
+            headers = {"Authorization": f"Bearer {each['api_key']}"}
+            with suppress(requests.RequestException):
+                reply = requests.get(f"{each['url']}/metrics", headers=headers, timeout=60)
+                pages |= {each["name"]: reply.text} if reply.ok else {}
+        return pages
+
     def use_agents(
         self, num_agents: int, latency_s: float, *, rules: Sequence[object] = (), **more: object
     ) -> None:
@@ -250,6 +270,14 @@ class Deployment:
             return not is_zombie or len(list(Path(f"/proc/{pid}/task").iterdir())) > 1
         except (psutil.NoSuchProcess, OSError):
             return False
+
+    def book_bytes(self) -> dict[str, int]:
+        """What the gateway's book of engines may take of memory, and takes. Raises OSError."""
+        for link in Path(f"/proc/{self.pid_of('gateway')}/fd").iterdir():
+            if "engine-book" in str(link.readlink()):
+                status = link.stat()
+                return {"map_bytes": status.st_size, "map_resident_bytes": status.st_blocks * 512}
+        raise FileNotFoundError("the gateway has no book of engines open")
 
     def find_orphans(self) -> list[int]:
         """Processes that batchrun started for this home and that still run."""

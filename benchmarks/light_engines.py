@@ -11,8 +11,10 @@ import heapq
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from batchrun.pool.prefix_keys import KeyArray
 from batchrun.routing.engine_book import Call, Sent
@@ -31,6 +33,10 @@ PAIR_S = 4 * 4096 * 32 / 220e12
 WEIGHTS_S = 16e9 / 1.4e12
 CONTEXT_S = 131_072 / 1.4e12
 OVERLAP_LOSS = 0.25
+
+
+Report = Callable[[int, KeyArray], None]
+"""Told of an engine, by number, and of the keys of pieces that it no longer holds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -169,12 +175,41 @@ class LightEngine:
             self._private_units += private
             call.held_units = private
             over = len(self._cache) + len(self._refs) + self._private_units - most
-            for _ in range(min(max(over, 0), len(self._cache))):
-                self._cache.popitem(last=False)
+            self._evict(min(max(over, 0), len(self._cache)))
             call.cached_tokens = min(num_hit * UNIT_TOKENS, call.prompt_tokens - 1)
             call.computed_tokens = call.cached_tokens
             call.left_tokens = call.prompt_tokens - call.cached_tokens
             self._prefills.append(call)
+
+    def _evict(self, num: int) -> list[int]:
+        """The keys of so many units, those that were used longest ago, which are gone."""
+        return [self._cache.popitem(last=False)[0] for _ in range(num)]
+
+
+class ReportingEngine(LightEngine):
+    """Tells of what it evicts, at once and exactly; but for what a call that waits will bring
+    back."""
+
+    def __init__(self, number: int, report: Report) -> None:
+        super().__init__(number)
+        self._report = report
+        self._evicted: set[int] = set()
+
+    def step(self) -> None:
+        """See `LightEngine`."""
+        super().step()
+        if not self._evicted:
+            return
+        gone = self._evicted - self.held_units
+        for call in self.waiting:
+            gone.difference_update(call.seen.keys.tolist())
+        self._report(self.number, np.fromiter(gone, np.uint64, len(gone)))
+        self._evicted.clear()
+
+    def _evict(self, num: int) -> list[int]:
+        gone = super()._evict(num)
+        self._evicted.update(gone)
+        return gone
 
 
 def run(
