@@ -52,8 +52,9 @@ def test_a_map_that_is_told_of_evictions_holds_what_the_engines_hold() -> None:
 
     for engine in engines:
         assert not engine.waiting
+        held_units = engine.held_units
         for call in calls:
-            held = [key in engine.held_units for key in call.seen.keys.tolist()]
+            held = [key in held_units for key in call.seen.keys.tolist()]
             num_held = books[0].prefixes.num_held(call.seen.keys, [engine.number])[0]
             assert num_held == (held.index(False) if False in held else len(held))
     assert sum(len(engine.held_units) for engine in engines) < sum(len(c.units) for c in calls)
