@@ -26,13 +26,15 @@ class Section:
     """What is shown of a benchmark: records that are alike in `by` are one row of means of
     `figures`; both are keys with blanks between.
 
-    `where` names the values of which a record must have one.
+    `optional` names keys of `by` that older runs do not have. `where` names the values of which a
+    record must have one.
     """
 
     title: str
     by: str
     figures: str
     where: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    optional: str = ""
 
 
 ONLINE = "ttft_p50_s ttft_p99_s tpot_p50_s slo_ttft slo_tpot slo_deadline"
@@ -185,8 +187,22 @@ SECTIONS: dict[str, Section] = {
     ),
     "routing": Section(
         "Routers on light engines, means over seeds",
-        "workload router",
-        "rate_per_s mean_s p99_s ttft_p50_s ttft_p99_s prefix_hit_rate kept decision_us",
+        "workload num_gateways num_workers knows_evictions router",
+        "capacity_per_s rate_per_s mean_s p99_s ttft_p50_s ttft_p99_s prefix_hit_rate kept "
+        "decision_us offline_tokens_per_s",
+        optional="num_gateways num_workers knows_evictions",
+    ),
+    "map_agreement": Section(
+        "What a router foretells of the caches of two real CPU engines",
+        "calls",
+        "num_calls agreement too_much_share too_little_share off_mean_tokens hit_rate_foretold "
+        "hit_rate_returned num_rows_done",
+    ),
+    "rivals": Section(
+        "The gateway in turn with other routers, the same calls before the same engines",
+        "workload rival",
+        "rate_per_s calls failed mean_ttft_s p50_ttft_s p99_ttft_s mean_s prefix_hit_rate "
+        "cpu_us_per_call",
     ),
     "preble_ablation": Section(
         "Preble's ablation on light engines: each step has what the ones before it have",
@@ -257,6 +273,8 @@ def _shown(run: Run, section: Section) -> Iterator[str]:
     """A table and where it comes from; nothing of a run without such records."""
     by, figures = section.by.split(), section.figures.split()
     records = pl.DataFrame(run.records, infer_schema_length=None, strict=False)
+    optional = section.optional.split()
+    by = [key for key in by if key in records.columns or key not in optional]
     if not set(by) <= set(records.columns):
         return
     wanted = [pl.col(key).is_in(values) for key, values in section.where.items()]

@@ -45,12 +45,12 @@ engines and 51 callers in bad faith, two tenants, the demo beside vLLM's own ord
 best order of calls, calls of AccelGen and LARRY, memory and threads that run out; routers of others
 before the same engines; classes of calls on real engines; a fleet that follows a day; several
 gateways and workers, routers in the simulator and beside a job, what routers foretell of caches."""
-MAX_MANUAL_WORDS = 43_000
-"""13,000 more: what rows may cost calls, which engine a call goes to, Python, the page, engines on
+MAX_MANUAL_WORDS = 44_000
+"""14,000 more: what rows may cost calls, which engine a call goes to, Python, the page, engines on
 other machines, orders of calls, rows over engines, time limits, limits of keys, attacks and their
 tests, uploads, `on_done`, why a call went where it went, fleets and how to deploy,
 what callers feel, calls that would be late, AccelGen's and LARRY's figures, fleets
-that follow the tide."""
+that follow the tide, tables of routers behind several gateways and beside those of others."""
 README_FIRST_SCREEN_LINES = 60
 MAX_FILES_ON_WAY = {"row": 40, "call": 10, "step": 22, "batch": 24}
 
