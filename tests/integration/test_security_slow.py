@@ -167,6 +167,7 @@ async def test_no_header_says_what_only_the_daemon_may_say(tmp_path: Path) -> No
     async with rig(tmp_path) as (engine, gateway):
         for sent in (
             {"X-Vllm-Priority": "-9"},
+            {"X-Vllm-Priority": "-9", "X-Data-Parallel-Rank": "0"},
             {"x-vllm-priority": "-9", "Connection": "X-Other"},
             {"X-Batchrun-Gateway": "x", "X-Batchrun-Anything": "x"},
             {"X-Request-Id": "batchrun-1-job_x-1-1"},
@@ -178,5 +179,6 @@ async def test_no_header_says_what_only_the_daemon_may_say(tmp_path: Path) -> No
             seen = {name.lower(): value for name, value in engine.seen[-1].headers.items()}
             assert engine.seen[-1].json == HELLO
             assert "x-vllm-priority" not in seen
+            assert "x-data-parallel-rank" not in seen
             assert not any(name.startswith("x-batchrun-") for name in seen)
             assert not seen["x-request-id"].startswith("batchrun")

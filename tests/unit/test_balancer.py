@@ -369,3 +369,45 @@ def test_a_long_text_is_no_medium() -> None:
     seen = read_prompt(json.dumps({"model": "m", "messages": [{"content": [text]}]}).encode())
 
     assert not seen.has_media and seen.num_bytes > 9_000
+
+
+def test_an_engine_goes_by_its_name_whether_reached_itself_or_through_its_agent(book: int) -> None:
+    balancer = worker(book, router="cost")
+    body = chat("x" * 9_000, stream=True)
+    with balancer.sending(ONE, balancer.read(body)):
+        pass
+    balancer.replace([replace(ONE, models=("m",)), TWO], "cost")
+
+    balancer.replace([replace(ONE, url="https://agent:1", models=None), TWO], "cost")
+
+    agent, _ = balancer.upstreams
+    assert agent.models == ("m",)
+    assert balancer.candidates(balancer.read(body), now_s=time.monotonic())[0] is agent
+    assert balancer.figures()[0].num_pieces
+
+
+def test_what_a_worker_learnt_of_an_engine_ends_with_it(book: int) -> None:
+    first, second = (SharedBook(book, 2, number) for number in range(2))
+    balancers = [Balancer(first), Balancer(second)]
+    for balancer in balancers:
+        balancer.replace([replace(ONE, started=1)], "cost")
+    (column,) = first.columns_of([("one", 1)]).values()
+    for shared in (first, second):
+        shared.book._room_share[column] = 0.5
+
+    for balancer in balancers:
+        balancer.replace([replace(ONE, started=2)], "cost")
+
+    assert [shared.book._room_share for shared in (first, second)] == [{}, {}]
+
+
+def test_columns_that_were_never_used_are_taken_before_those_of_engines_that_left(
+    book: int,
+) -> None:
+    shared = SharedBook(book, 2, 0)
+    before = shared.columns_of([("a", 1), ("b", 1)])
+
+    after = shared.columns_of([("b", 1), ("c", 1)])
+
+    assert after["b"] == before["b"]
+    assert after["c"] not in before.values()

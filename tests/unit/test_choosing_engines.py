@@ -16,6 +16,7 @@ from batchrun.engine.command import AttachedSettings
 from batchrun.engine.engine import AttachedEngine
 from batchrun.pool.row_queue import BOUND_S, RowLoad, Window
 from batchrun.routing.engine_book import Prices
+from batchrun.server.api.rolling import _share_models
 from batchrun.types import EnginePhase
 
 LETTERS = "abcdefghijkl"
@@ -171,6 +172,13 @@ def test_the_first_engine_has_the_model_of_rows_that_name_none(
     first.engine.state, first.models = EnginePhase.READY, ("told", "adapter")
     choose_default([first, second])
     assert [slot.default_model for slot in (first, second)] == ["told"] * 2
+
+
+def test_engines_take_each_others_calls_where_they_share_a_model_or_tell_none() -> None:
+    first = slot_of("a", "small", "adapter")
+    others = [slot_of("b", "small"), slot_of("c", "large"), slot_of("d")]
+
+    assert [_share_models(first, other) for other in others] == [True, False, True]
 
 
 def slot_of(name: str, *models: str) -> Slot:

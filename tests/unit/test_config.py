@@ -139,6 +139,14 @@ def test_promises_are_bounds_or_left_to_the_calibration(text: str, slo: object) 
         ("engines: {}\n", ":1: engines: must be a list"),
         ("engines:\n  - one\n", ":2: engines[0]: must be a mapping of keys to values"),
         ("engines:\n  - {name: a}\n  - {name: a}\n", ":1: two engines have the same 'name'"),
+        (
+            "engines:\n  - {name: a, attach: 'http://h:1'}\n  - {name: b, attach: 'http://h:1'}\n",
+            ":1: two engines have the same 'attach', http://h:1: one engine, twice",
+        ),
+        (
+            "engines:\n  - {name: a, agent: 'https://h:1'}\n  - {name: b, agent: 'https://h:1'}\n",
+            ":1: two engines have the same 'agent', https://h:1: one engine, twice",
+        ),
         ("engines:\n  - {name: a b}\n", ":2: engines[0].name: must be 1 to 64 letters"),
         ("engines:\n  - {port: 70000}\n", ":2: engines[0].port: input should be less than"),
         ("engines:\n  - {attach: nonsense}\n", ":2: engines[0].attach: must be a URL such as"),
