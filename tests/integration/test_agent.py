@@ -35,7 +35,7 @@ from batchrun.server.gateway.balancer import Balancer
 from batchrun.server.gateway.forward import ForwardedCall, Forwarder, open_session
 from batchrun.server.gateway.shared_book import SharedBook, create
 from batchrun.server.gateway.upstreams import Upstream
-from batchrun.types import EnginePhase, OutcomeKind
+from batchrun.types import EnginePhase, Outcome, OutcomeKind
 from batchrun.wire import Orders
 
 
@@ -149,6 +149,20 @@ async def test_a_row_of_another_content_is_another_row(tmp_path: Path) -> None:
             assert (await engine.client.execute(new)).content == "new"
             assert (await engine.client.execute(new)).content == "new"
     assert rig.num_executions() == 2
+
+
+async def test_an_outcome_of_what_the_row_was_before_is_not_its_own(tmp_path: Path) -> None:
+    rig = AgentRig(tmp_path, "--latency-s=0.5")
+    late = Outcome("job", 5, 1, OutcomeKind.OK, body=b"{}", content="old")
+    async with rig.running(), rig.connected() as engine:
+        sent = asyncio.create_task(
+            engine.client.execute(replace(make_request(row=5), content="new"))
+        )
+        await until(lambda: rig.num_executions() == 1)
+        engine.client._hear(messages.encode(messages.EndedRows((late,))))
+
+        assert (await sent).content == "new"
+    assert rig.num_executions() == 1
 
 
 async def test_rows_that_are_taken_back_before_they_went_never_go(rig: AgentRig) -> None:

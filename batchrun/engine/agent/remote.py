@@ -370,8 +370,10 @@ class AgentClient(EngineClient):
         key = (outcome.job_id, outcome.row)
         awaited = self._awaited.get(key)
         if awaited is not None and not awaited.done():
-            self._note_delivered(outcome)
-            awaited.set_result(outcome)
+            # Another one may have crossed the row on its way: of what the row was before.
+            if outcome.content in {self._contents[key], UNTOLD}:
+                self._note_delivered(outcome)
+                awaited.set_result(outcome)
         elif outcome.row in self.inherited.get(outcome.job_id, ()):
             self._early[key] = outcome
         elif key not in self._delivered:
