@@ -31,7 +31,7 @@ import numpy as np
 
 from batchrun.pool.prefix_keys import KeyArray
 from batchrun.routing.engine_book import FIELDS, Call, EngineBook, EngineTraits, Sent
-from batchrun.routing.prefix_map import Arrays, PrefixMap
+from batchrun.routing.prefix_map import Arrays, Held, PrefixMap
 from batchrun.routing.router import Router
 from batchrun.routing.routers import DEFAULT_ROUTER, ROUTERS, make_router
 from batchrun.server.gateway.shared_book import NUM_PIECES
@@ -94,9 +94,15 @@ class Trial:
 class ToldMap(PrefixMap):
     """Forgets what it is told that an engine has evicted, and nothing else."""
 
-    def touch(self, engine: int, keys: KeyArray, now_s: float, *, room_pieces: float) -> int:
+    def touch(
+        self, engine: int, keys: KeyArray, now_s: float, *, room_pieces: float, stays_s: float = 0.0
+    ) -> Held:
         """See `PrefixMap`; there is room for all that the map can hold."""
-        return super().touch(engine, keys, now_s, room_pieces=len(self._keys))
+        room_pieces = len(self._keys)
+        return super().touch(engine, keys, now_s, room_pieces=room_pieces, stays_s=stays_s)
+
+    def learn(self, engine: int, keys: KeyArray, before: Held, num_cached: float) -> None:
+        """See `PrefixMap`; there is nothing to learn."""
 
     def forget(self, engine: int, keys: KeyArray) -> None:
         """The engine no longer holds these pieces."""

@@ -14,10 +14,16 @@ from batchrun.pool.prefix_keys import KeyArray
 from batchrun.routing.engine_book import FIELDS, Call, EngineBook, EngineTraits, Load
 from batchrun.routing.prefix_map import (
     BETWEEN_S,
+    GROW,
+    LEAST_REACH_S,
+    PROVEN_HITS,
     REUSE_MEMORY,
+    ROUND_PIECES,
+    SHRINK,
     SWEEP_SHARE,
     WAYS,
     Floats,
+    Held,
     PrefixMap,
 )
 from batchrun.routing.router import Router
@@ -31,6 +37,8 @@ class PlainMap(PrefixMap):
     def __init__(self, num_pieces: int, num_engines: int) -> None:
         self.keys = np.zeros(num_pieces, np.uint64)
         self.num_uses = np.zeros(num_pieces, np.uint32)
+        self.num_hits = np.zeros(num_pieces, np.int64)
+        self.reaches_s = np.zeros((num_engines, 2))
         self.used_at_s = np.zeros((num_pieces, num_engines))
         self.columns = np.zeros((num_engines, 4))
         self.learnt = 0.0
@@ -44,47 +52,84 @@ class PlainMap(PrefixMap):
 
     def evicted_share(self, engine: int, num_new: float) -> float:
         """Of so many new pieces there, the share that would each cost an old one."""
-        since_new, held, room = self.columns[engine, NUM_NEW:].tolist()
+        since_new, held, room = self.columns[engine, NUM_NEW : ROOM + 1].tolist()
         over = held + since_new + num_new - room
         return min(1.0, max(0.0, over / num_new)) if room and num_new > 0 else 0.0
 
-    def num_pieces(self, engine: int) -> int:
+    def num_pieces(self, engine: int, now_s: float) -> int:
         """Pieces that it is taken to hold."""
-        since_s = self.columns[engine, SINCE]
-        return int(np.count_nonzero(self.used_at_s[:, engine] > since_s))
+        return sum(self.is_held(engine, place, now_s) for place in range(len(self.keys)))
+
+    def is_held(self, engine: int, place: int, now_s: float) -> bool:
+        """Whether the engine is taken to hold the piece in this place."""
+        used_at_s = float(self.used_at_s[place, engine])
+        reach_s = float(self.reaches_s[engine, self.kind_of(place)])
+        is_in_reach = not reach_s or used_at_s > now_s - reach_s
+        return is_in_reach and used_at_s > self.columns[engine, SINCE]
+
+    def kind_of(self, place: int) -> int:
+        """1: it is proven, 0: it is not."""
+        return int(self.num_hits[place] >= PROVEN_HITS)
 
     def num_held(
-        self, keys: KeyArray, engines: Sequence[int] | npt.NDArray[np.int64]
+        self, keys: KeyArray, engines: Sequence[int] | npt.NDArray[np.int64], now_s: float
     ) -> npt.NDArray[np.int64]:
         """For each of these engines, how many leading pieces it holds. O(pieces x engines)."""
         places, is_known = self.find(keys)
-        num_known = len(keys) if is_known.all() else int(np.argmin(is_known))
-        if not num_known:
-            return np.zeros(len(engines), np.int64)
-        used_at_s = self.used_at_s[places[:num_known, None], engines]
-        lacks = used_at_s <= self.columns[engines, SINCE]
-        found: npt.NDArray[np.int64] = np.where(lacks.any(axis=0), lacks.argmax(axis=0), num_known)
+        found = np.zeros(len(engines), np.int64)
+        for number, engine in enumerate(engines):
+            for place, is_there in zip(places.tolist(), is_known, strict=True):
+                if not is_there or not self.is_held(engine, place, now_s):
+                    break
+                found[number] += 1
         return found
 
-    def touch(self, engine: int, keys: KeyArray, now_s: float, *, room_pieces: float) -> int:
-        """A prompt of these pieces goes to the engine, which has room for so many; tells how many
-        leading pieces it held before."""
+    def touch(
+        self, engine: int, keys: KeyArray, now_s: float, *, room_pieces: float, stays_s: float = 0.0
+    ) -> Held:
+        """A prompt of these pieces goes to the engine, which has room for so many; it stays there
+        for about so long. Tells what was held before."""
         if not len(keys):
-            return 0
+            return Held(0, np.empty(0), np.empty(0, np.int64))
+        (num_held,) = self.num_held(keys, [engine], now_s)
         places, is_known = self.find(keys)
-        used_at_s = stamps(len(keys), now_s)
+        idle_s: list[float] = []
+        for place, is_there in zip(places.tolist(), is_known, strict=True):
+            if not is_there or not self.used_at_s[place, engine]:
+                break
+            idle_s.append(now_s - float(self.used_at_s[place, engine]))
+        kinds = [self.kind_of(place) for place in places[: len(idle_s)].tolist()]
+        used_at_s = stamps(len(keys), now_s + stays_s)
         places, new_keys = places[is_known], keys[~is_known]
         column = self.columns[engine]
         is_held = is_known.copy()
-        is_held[is_known] = self.used_at_s[places, engine] > column[SINCE]
+        is_held[is_known] = [self.is_held(engine, place, now_s) for place in places.tolist()]
         self.used_at_s[places, engine] = used_at_s[is_known]
         self.num_uses[places] += 1
         self.insert(new_keys, engine, used_at_s[~is_known])
         column[NUM_NEW] += np.count_nonzero(~is_held)
         change = column[NUM_NEW] + abs(room_pieces - column[ROOM])
         if change > SWEEP_SHARE * room_pieces:
-            self.sweep(engine, room_pieces)
-        return len(keys) if is_held.all() else int(is_held.argmin())
+            self.sweep(engine, room_pieces, now_s)
+        return Held(int(num_held), np.array(idle_s), np.array(kinds, np.int64))
+
+    def learn(self, engine: int, keys: KeyArray, before: Held, num_cached: float) -> None:
+        """The engine had so many pieces of a prompt cached: how far back does its cache reach?"""
+        num, reaches_s = int(num_cached + ROUND_PIECES), self.reaches_s[engine]
+        had = list(zip(before.idle_s.tolist(), before.kinds.tolist(), strict=True))
+        for kind in (0, 1):
+            if any(each == kind and idle_s > reaches_s[kind] for idle_s, each in had[:num]):
+                reaches_s[kind] *= GROW
+        if num < len(had) and had[num][0] > 0:
+            lost_s, kind = had[num]
+            if not reaches_s[kind]:
+                reaches_s[kind] = max(LEAST_REACH_S, lost_s)
+            elif lost_s < reaches_s[kind]:
+                reaches_s[kind] = max(LEAST_REACH_S, SHRINK * reaches_s[kind])
+        places, is_known = self.find(keys)
+        for number, place in enumerate(places.tolist()):
+            if is_known[number]:
+                self.num_hits[place] = self.num_hits[place] + 1 if number < num else 0
 
     def refresh(self, engine: int, keys: KeyArray, now_s: float) -> None:
         """The prompt's call has ended: until now nothing of it could be evicted."""
@@ -97,6 +142,7 @@ class PlainMap(PrefixMap):
         """The engine holds nothing."""
         self.used_at_s[:, engine] = 0.0
         self.columns[engine] = 0.0
+        self.reaches_s[engine] = 0.0
 
     def first_of(self, keys: KeyArray) -> npt.NDArray[np.int64]:
         first: npt.NDArray[np.int64] = (keys & self.mask).astype(np.int64) * WAYS
@@ -123,15 +169,16 @@ class PlainMap(PrefixMap):
                 place = first + int(self.used_at_s[bucket].max(axis=1).argmin())
             self.used_at_s[place] = 0.0
             self.used_at_s[place, engine] = at_s
-            self.num_uses[place] = 1
+            self.num_uses[place], self.num_hits[place] = 1, 0
             self.keys[place] = key
 
-    def sweep(self, engine: int, room_pieces: float) -> None:
-        """Find out how far back the engine's cache reaches, and learn from what has left it."""
+    def sweep(self, engine: int, room_pieces: float, now_s: float) -> None:
+        """Find out what the engine's cache has room for, and learn from what has left it."""
         column = self.columns[engine]
         column[NUM_NEW], column[ROOM] = 0, room_pieces
         used_at_s = self.used_at_s[:, engine]
-        held = np.flatnonzero(used_at_s > column[SINCE])
+        places = range(len(self.keys))
+        held = np.array([i for i in places if self.is_held(engine, i, now_s)], np.int64)
         over = len(held) - int(room_pieces)
         column[NUM_HELD] = min(len(held), int(room_pieces))
         if over <= 0:
@@ -167,9 +214,9 @@ class PlainBook(EngineBook):
             found[engine] = Load(int(calls), int(prompt), int(waiting), int(tokens), left_s)
         return found
 
-    def cached_tokens(self, call: Call, engines: Sequence[int]) -> dict[int, int]:
+    def cached_tokens(self, call: Call, engines: Sequence[int], now_s: float) -> dict[int, int]:
         """See `EngineBook`."""
-        held = self.prefixes.num_held(call.keys, engines).tolist()
+        held = self.prefixes.num_held(call.keys, engines, now_s).tolist()
         return {engine: call.tokens_of(num) for engine, num in zip(engines, held, strict=True)}
 
 
@@ -179,7 +226,7 @@ class PlainCost(Router):
     def rank(self, call: Call, engines: Sequence[int], now_s: float) -> list[int]:
         """See `Router`."""
         book = self.book
-        loads, cached = book.loads(engines, now_s), book.cached_tokens(call, engines)
+        loads, cached = book.loads(engines, now_s), book.cached_tokens(call, engines, now_s)
         delayed = 1 + sum(load.calls for load in loads.values()) / len(loads)
 
         def price(engine: int) -> tuple[float, int, int]:

@@ -26,7 +26,7 @@ class Cost(Router):
         """See `Router`."""
         book, numbers = self.book, np.asarray(engines)
         loads, prices = book.loads_of(numbers, now_s), book.prices_of(numbers)
-        cached = book.tokens_held(call, numbers)
+        cached = book.tokens_held(call, numbers, now_s)
         missed = call.prompt_tokens - cached
         own_s = missed * (prices.token_s + prices.pair_s * (cached + 0.5 * missed))
         delayed = 1 + float(loads.calls.sum()) / len(engines)

@@ -94,7 +94,7 @@ class E2(Router):
         """See `Router`."""
         for engine in engines:
             self._windows[engine].expire(now_s)
-        cached = self.book.cached_tokens(call, engines)
+        cached = self.book.cached_tokens(call, engines, now_s)
         costs = {engine: self._cost_s(call, engine, cached[engine]) for engine in engines}
         by_cost = sorted(engines, key=lambda i: (costs[i], self.num_sent[i]))
         most = max(cached[i] for i in engines)

@@ -15,19 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from batchrun.pool.prefix_keys import IntArray, KeyArray
-from batchrun.routing.prefix_map import Arrays, Floats, PrefixMap
+from batchrun.routing.prefix_map import Arrays, Floats, Held, PrefixMap
 
 FIELDS = ("calls", "prompt_tokens", "waiting_calls", "waiting_tokens", "waiting_s", "moved_at_s")
 _CALLS, _PROMPT, _WAITING, _WAITING_TOKENS, _WAITING_S, _MOVED_AT = range(len(FIELDS))
-TOLERANCE_SHARE = 0.05
-"""Of the tokens foretold, so many and a piece may be missing: bytes tell tokens only roughly."""
 ANSWERS = 1000
-"""Calls over which the mean answer and the mean prompt are learnt."""
+"""Calls over which the mean answer, the mean prompt and the mean stay are learnt."""
 FIRST_ANSWER_TOKENS = 128.0
-LEAST_ROOM_SHARE = 0.2
-GROW, SHRINK = 1.005, 0.99
-"""What the believed size of an engine's cache is multiplied by after a reply that had all the
-cached tokens foretold, and after one that had fewer."""
+BEYOND_PIECES = 0.5
+"""What is shared ends somewhere in a piece: in the mean so much of it is held, too."""
 
 
 Tokens = npt.NDArray[np.int64] | npt.NDArray[np.float64]
@@ -130,7 +126,8 @@ class Call:
 
     def tokens_of(self, num_pieces: int) -> int:
         """Tokens that need not be computed where its first pieces are held; never all of them."""
-        return min(max(self.prompt_tokens - 1, 0), int(num_pieces * self.piece_tokens))
+        num = num_pieces + BEYOND_PIECES if num_pieces else 0
+        return min(max(self.prompt_tokens - 1, 0), int(num * self.piece_tokens))
 
 
 @dataclass(slots=True, eq=False)
@@ -142,6 +139,7 @@ class Sent:
     at_s: float
     cached_tokens: int
     prefill_s: float
+    held: Held
     is_waiting: bool = True
 
 
@@ -162,7 +160,7 @@ class EngineBook:
         self._own[:] = 0.0
         self._traits: dict[int, EngineTraits] = {}
         self._prices = np.zeros((len(PriceTable._fields), loads.shape[1]))
-        self._room_share: dict[int, float] = {}
+        self._stay_s = 0.0
         self._num_ended = 0
 
     @classmethod
@@ -206,31 +204,33 @@ class EngineBook:
         """What the steps of these engines cost."""
         return PriceTable(*self._prices[:, engines])
 
-    def tokens_held(self, call: Call, engines: IntArray) -> IntArray:
+    def tokens_held(self, call: Call, engines: IntArray, now_s: float) -> IntArray:
         """Tokens of the prompt that each of these engines holds, see `Call.tokens_of`."""
         if not len(call.keys):
             return np.zeros(len(engines), np.int64)
-        held = self.prefixes.num_held(call.keys, engines)
-        tokens = (held * call.piece_tokens).astype(np.int64)
+        held = self.prefixes.num_held(call.keys, engines, now_s)
+        tokens = ((held + BEYOND_PIECES * (held > 0)) * call.piece_tokens).astype(np.int64)
         found: IntArray = np.minimum(tokens, max(call.prompt_tokens - 1, 0))
         return found
 
-    def cached_tokens(self, call: Call, engines: Sequence[int]) -> dict[int, int]:
+    def cached_tokens(self, call: Call, engines: Sequence[int], now_s: float) -> dict[int, int]:
         """Tokens of the prompt that each of these engines holds, see `Call.tokens_of`."""
-        tokens = self.tokens_held(call, np.asarray(engines)).tolist()
+        tokens = self.tokens_held(call, np.asarray(engines), now_s).tolist()
         return dict(zip(engines, tokens, strict=True))
 
     def sent(self, call: Call, engine: int, now_s: float) -> Sent:
         """The call goes to the engine. Keep what is returned, for `first_token` and `ended`."""
         traits, own = self._traits[engine], self._own[engine]
-        room_pieces = self._room_share.get(engine, 1.0) * traits.kv_tokens / call.piece_tokens
-        num_held = self.prefixes.touch(engine, call.keys, now_s, room_pieces=room_pieces)
-        cached = call.tokens_of(num_held)
+        room_pieces = traits.kv_tokens / call.piece_tokens
+        held = self.prefixes.touch(
+            engine, call.keys, now_s, room_pieces=room_pieces, stays_s=self._stay_s
+        )
+        cached = call.tokens_of(held.num)
         prefill_s = traits.prices.prefill_s(call.prompt_tokens, cached)
-        if own[_WAITING] <= 0:
+        if self._loads[:, engine, _WAITING].sum() <= 0:
             own[_MOVED_AT] = now_s
         own[:_MOVED_AT] += (1, call.prompt_tokens, 1, call.prompt_tokens - cached, prefill_s)
-        return Sent(call, engine, now_s, cached, prefill_s)
+        return Sent(call, engine, now_s, cached, prefill_s, held)
 
     def first_token(self, sent: Sent, now_s: float) -> None:
         """Its prompt is computed."""
@@ -262,21 +262,11 @@ class EngineBook:
         weight = max(1 / self._num_ended, 1 / ANSWERS)
         self.answer_tokens += weight * (output_tokens - self.answer_tokens)
         self.prompt_tokens += weight * (sent.call.prompt_tokens - self.prompt_tokens)
-        if cached_tokens is not None and sent.cached_tokens:
-            self._learn_room(sent, cached_tokens)
+        self._stay_s += weight * (now_s - sent.at_s - self._stay_s)
+        if cached_tokens is not None and len(sent.call.keys):
+            num_cached = cached_tokens / sent.call.piece_tokens
+            self.prefixes.learn(sent.engine, sent.call.keys, sent.held, num_cached)
 
     def left(self, engine: int) -> None:
         """The engine has died or was removed: what it held is gone. It may come back, empty."""
         self.prefixes.clear(engine)
-        self.forget(engine)
-
-    def forget(self, engine: int) -> None:
-        """It is another engine from now on, or was started anew: who shares the book and has
-        learnt something of it may not know."""
-        self._room_share.pop(engine, None)
-
-    def _learn_room(self, sent: Sent, cached_tokens: int) -> None:
-        told = (1 - TOLERANCE_SHARE) * sent.cached_tokens - sent.call.piece_tokens
-        is_less = cached_tokens < told
-        share = self._room_share.get(sent.engine, 1.0) * (SHRINK if is_less else GROW)
-        self._room_share[sent.engine] = min(1.0, max(LEAST_ROOM_SHARE, share))

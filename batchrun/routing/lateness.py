@@ -55,7 +55,7 @@ class LateCalls:
         in time, where nobody knows yet, and where its prompt alone takes too long: to come back
         later is of no use then. O(calls that wait)."""
         bound_s = bound_of(slo)
-        cached = self._book.cached_tokens(call, engines)
+        cached = self._book.cached_tokens(call, engines, now_s)
         found: dict[int, float] = {}
         for engine in engines:
             paces_s = self._paces_s.get(engine, ())

@@ -2,8 +2,11 @@
 
 A table of pieces, with a row for each engine; an entry is when the piece was last used there. An
 engine evicts what was used longest ago, so of its row as much counts as held as its KV cache has
-room for. Everything is in arrays that several processes may share: no locks, the
-last writer of an entry wins, and what is lost costs a hit and no more.
+room for. What else goes through that cache, such as offline rows, replies tell: a piece they lacked
+had not been used for longer than the engine's cache reaches back. It reaches further for what calls
+come back to, as an engine with our scheduler keeps that. Everything is in arrays that several
+processes may share: no locks, the last writer of an entry wins, and what is lost costs a hit and no
+more.
 """
 
 from __future__ import annotations
@@ -25,6 +28,14 @@ SWEEP_SHARE = 0.02
 """An engine's row is looked at again when so much of its cache is new."""
 REUSE_MEMORY = 512
 """Evicted pieces over which it is learnt how often they had been used."""
+PROVEN_HITS = 2
+"""A piece that so many replies in a row had cached is one that calls come back to."""
+GROW, SHRINK = 1.1, 0.9
+"""What a cache's reach is multiplied by after a reply that had cached what was thought to be out of
+reach, and after one that lacked what was thought to be within."""
+LEAST_REACH_S = 0.2
+ROUND_PIECES = 0.25
+"""An engine caches whole blocks: so much of a piece may be missing where it had it."""
 
 
 BETWEEN_S = 1e-6
@@ -34,12 +45,14 @@ _BEFORE_S = np.arange(1024, dtype=np.float64) * BETWEEN_S
 
 
 class Arrays(NamedTuple):
-    """What processes share: a key and a number of uses for each place, when each engine last used
-    it, a row for each engine, and for each engine since when it holds what it used (`_SINCE` to
-    `_ROOM`), and what was learnt from evictions (`_USES`), in its last row."""
+    """What processes share: a key and a number of uses for each place, how many replies in a row
+    had it cached, when each engine last used it, a row for each engine, and for each engine what it
+    holds of what it used (`_SINCE` to `_REACHES_S`), and what was learnt from evictions (`_USES`),
+    in its last row."""
 
     keys: KeyArray
     num_uses: npt.NDArray[np.uint32]
+    num_hits: npt.NDArray[np.uint8]
     used_at_s: Floats
     columns: Floats
 
@@ -49,13 +62,16 @@ class Arrays(NamedTuple):
         return cls(
             np.zeros(num_pieces, np.uint64),
             np.zeros(num_pieces, np.uint32),
+            np.zeros(num_pieces, np.uint8),
             np.zeros((num_engines, num_pieces)),
             np.zeros((num_engines + 1, NUM_COLUMN_FIELDS)),
         )
 
 
-NUM_COLUMN_FIELDS = 4
-_SINCE, _NUM_NEW, _NUM_HELD, _ROOM = range(NUM_COLUMN_FIELDS)
+NUM_COLUMN_FIELDS = 6
+_SINCE, _NUM_NEW, _NUM_HELD, _ROOM = range(4)
+_REACHES_S = slice(4, 6)
+"""For pieces that are not proven, and for those that are. 0: as far as there is room."""
 _USES = 0
 
 
@@ -68,11 +84,21 @@ class _Found(NamedTuple):
     num_known: int
 
 
+class Held(NamedTuple):
+    """What an engine was taken to hold of a prompt before it was sent there: so many leading
+    pieces; and of all that it had ever had, as many leading ones as there were, for how long each
+    had not been used, and whether it was proven (1) or not (0)."""
+
+    num: int
+    idle_s: Floats
+    kinds: IntArray
+
+
 class PrefixMap:
     """The pieces of prompts by engine. Instants are positive and on one clock of all that share."""
 
     def __init__(self, arrays: Arrays) -> None:
-        self._keys, self._num_uses, self._used_at_s, columns = arrays
+        self._keys, self._num_uses, self._num_hits, self._used_at_s, columns = arrays
         self._columns, self._learnt = columns[:-1], columns[-1]
         self._buckets = self._keys.reshape(-1, WAYS)
         self._mask = np.uint64(len(self._buckets) - 1)
@@ -85,16 +111,15 @@ class PrefixMap:
 
     def evicted_share(self, engine: int, num_new: float) -> float:
         """Of so many new pieces there, the share that would each cost an old one."""
-        since_new, held, room = self._columns[engine, _NUM_NEW:].tolist()
+        since_new, held, room = self._columns[engine, _NUM_NEW : _ROOM + 1].tolist()
         over = held + since_new + num_new - room
         return min(1.0, max(0.0, over / num_new)) if room and num_new > 0 else 0.0
 
-    def num_pieces(self, engine: int) -> int:
+    def num_pieces(self, engine: int, now_s: float) -> int:
         """Pieces that it is taken to hold."""
-        since_s = self._columns[engine, _SINCE]
-        return int(np.count_nonzero(self._used_at_s[engine] > since_s))
+        return len(self._held(engine, now_s))
 
-    def num_held(self, keys: KeyArray, engines: Sequence[int] | IntArray) -> IntArray:
+    def num_held(self, keys: KeyArray, engines: Sequence[int] | IntArray, now_s: float) -> IntArray:
         """For each of these engines, how many leading pieces it holds. O(pieces x engines)."""
         rows, found = np.asarray(engines), self._find(keys)
         self._ranked = keys, found
@@ -103,38 +128,58 @@ class PrefixMap:
             return np.zeros(len(rows), np.int64)
         starts = rows * self._used_at_s.shape[1]
         used_at_s = self._used_at_s.reshape(-1).take(starts[:, None] + places[:num_known])
-        lacks = used_at_s <= self._columns[rows, _SINCE][:, None]
+        lacks = used_at_s <= self._since_s(rows, now_s)[:, self._kinds(places[:num_known])]
         first = lacks.argmax(axis=1)
         held: IntArray = np.where(lacks.any(axis=1), first, num_known)
         return held
 
-    def touch(self, engine: int, keys: KeyArray, now_s: float, *, room_pieces: float) -> int:
-        """A prompt of these pieces goes to the engine, which has room for so many; tells how many
-        leading pieces it held before."""
+    def touch(
+        self, engine: int, keys: KeyArray, now_s: float, *, room_pieces: float, stays_s: float = 0.0
+    ) -> Held:
+        """A prompt of these pieces goes to the engine, which has room for so many; it stays there
+        for about so long, in which nothing of it is evicted. Tells what was held before."""
         if not len(keys):
-            return 0
+            return _NOTHING
         # Most prompts were looked up just now, by `num_held`.
         ranked, self._ranked = self._ranked, None
         is_found = ranked is not None and ranked[0] is keys
         places, is_known, num_known = ranked[1] if ranked and is_found else self._find(keys)
-        stamps = _stamps(len(keys), now_s)
+        stamps = _stamps(len(keys), now_s + stays_s)
         used_at_s, column = self._used_at_s[engine], self._columns[engine]
-        if num_known == len(keys):
-            is_held = used_at_s[places] > column[_SINCE]
-            used_at_s[places] = stamps
-            self._num_uses[places] += 1
+        known = places if num_known == len(keys) else places[is_known]
+        before_s, kinds = used_at_s[known], self._kinds(known)
+        is_held = before_s > self._since_s(np.array([engine]), now_s)[0, kinds]
+        self._num_uses[known] += 1
+        if len(known) == len(keys):
+            used_at_s[known] = stamps
         else:
-            known, is_held = places[is_known], is_known.copy()
-            is_held[is_known] = used_at_s[known] > column[_SINCE]
             used_at_s[known] = stamps[is_known]
-            self._num_uses[known] += 1
             self._insert(keys[~is_known], engine, stamps[~is_known])
-        num_held = int(np.count_nonzero(is_held))
-        num_new = float(column[_NUM_NEW]) + len(keys) - num_held
+        num_new = float(column[_NUM_NEW]) + len(keys) - int(np.count_nonzero(is_held))
         column[_NUM_NEW] = num_new
         if num_new + abs(room_pieces - float(column[_ROOM])) > SWEEP_SHARE * room_pieces:
-            self._sweep(engine, room_pieces)
-        return num_held if num_held == len(keys) else int(is_held.argmin())
+            self._sweep(engine, room_pieces, now_s)
+        num_had = _num_leading(before_s[:num_known] > 0.0)
+        idle_s = now_s - before_s[:num_had]
+        return Held(_num_leading(is_held[:num_known]), idle_s, kinds[:num_had])
+
+    def learn(self, engine: int, keys: KeyArray, before: Held, num_cached: float) -> None:
+        """The engine had so many pieces of a prompt cached, of which it was taken to hold
+        `before`: find out how far back its cache reaches, and which pieces calls come back to."""
+        num = int(num_cached + ROUND_PIECES)
+        idle_s, kinds = before.idle_s[:num], before.kinds[:num]
+        reaches_s = self._columns[engine, _REACHES_S]
+        for kind in {*kinds[idle_s > reaches_s[kinds]].tolist()}:
+            reaches_s[kind] *= GROW
+        if num < len(before.idle_s):
+            kind, lost_s = int(before.kinds[num]), float(before.idle_s[num])
+            reach_s = float(reaches_s[kind])
+            if lost_s > 0 and (not reach_s or lost_s < reach_s):
+                reaches_s[kind] = max(LEAST_REACH_S, SHRINK * reach_s if reach_s else lost_s)
+        places, is_known, _ = self._find(keys)
+        is_hit = np.arange(len(keys)) < num
+        hits = np.minimum(self._num_hits[places], PROVEN_HITS) + 1
+        self._num_hits[places[is_known]] = np.where(is_hit, hits, 0)[is_known]
 
     def refresh(self, engine: int, keys: KeyArray, now_s: float) -> None:
         """The prompt's call has ended: until now nothing of it could be evicted."""
@@ -175,6 +220,7 @@ class PrefixMap:
             self._used_at_s[:num_engines, places] = 0.0
             self._used_at_s[engine, places] = used_at_s[turn]
             self._num_uses[places] = 1
+            self._num_hits[places] = 0
             self._keys[places] = keys[turn]
             left = left[:0] if len(turn) == len(left) else np.setdiff1d(left, turn)
 
@@ -190,12 +236,33 @@ class PrefixMap:
         free: IntArray = buckets * WAYS + ways
         return free
 
-    def _sweep(self, engine: int, room_pieces: float) -> None:
-        """Find out how far back the engine's cache reaches, and learn from what has left it."""
+    def _kinds(self, places: IntArray) -> IntArray:
+        """Of the pieces in these places: 1 for those that are proven, 0 for the others."""
+        kinds: IntArray = (self._num_hits[places] >= PROVEN_HITS).astype(np.int64)
+        return kinds
+
+    def _since_s(self, engines: IntArray, now_s: float) -> Floats:
+        """When a piece must have been used to be held, by engine and kind."""
+        columns = self._columns[engines]
+        reaches_s = columns[:, _REACHES_S]
+        since_s: Floats = np.where(reaches_s > 0.0, now_s - reaches_s, 0.0)
+        return np.maximum(since_s, columns[:, _SINCE, None])
+
+    def _held(self, engine: int, now_s: float) -> IntArray:
+        """The places of all pieces that it is taken to hold."""
+        used_at_s = self._used_at_s[engine]
+        (since_s,) = self._since_s(np.array([engine]), now_s)
+        places: IntArray = np.flatnonzero(used_at_s > since_s.min())
+        if since_s[0] == since_s[1]:
+            return places
+        held: IntArray = places[used_at_s[places] > since_s[self._kinds(places)]]
+        return held
+
+    def _sweep(self, engine: int, room_pieces: float, now_s: float) -> None:
+        """Find out what the engine's cache has room for, and learn from what has left it."""
         column = self._columns[engine]
         column[_NUM_NEW], column[_ROOM] = 0, room_pieces
-        used_at_s = self._used_at_s[engine]
-        held = np.flatnonzero(used_at_s > column[_SINCE])
+        used_at_s, held = self._used_at_s[engine], self._held(engine, now_s)
         over = len(held) - int(room_pieces)
         column[_NUM_HELD] = min(len(held), int(room_pieces))
         if over <= 0:
@@ -205,6 +272,14 @@ class PrefixMap:
         evicted = held[held_at_s <= column[_SINCE]]
         weight = min(1.0, len(evicted) / REUSE_MEMORY)
         self._learnt[_USES] += weight * (self._num_uses[evicted].mean() - self._learnt[_USES])
+
+
+_NOTHING = Held(0, np.empty(0), np.empty(0, np.int64))
+
+
+def _num_leading(flags: npt.NDArray[np.bool_]) -> int:
+    """How many are set before the first that is not."""
+    return len(flags) if flags.all() else int(flags.argmin())
 
 
 def _stamps(num: int, now_s: float) -> Floats:

@@ -107,10 +107,10 @@ class CacheAware(Router):
         by_calls = sorted(engines, key=lambda i: loads[i].calls)
         if max(calls) - min(calls) > self.MOST_MORE and max(calls) > self.MOST_RATIO * min(calls):
             return by_calls
-        cached = self.book.cached_tokens(call, engines)
+        cached = self.book.cached_tokens(call, engines, now_s)
         if max(cached[i] for i in engines) >= self.LEAST_SHARE * call.prompt_tokens:
             return sorted(by_calls, key=lambda i: -cached[i])
-        return sorted(by_calls, key=self.book.prefixes.num_pieces)
+        return sorted(by_calls, key=lambda i: self.book.prefixes.num_pieces(i, now_s))
 
 
 class LMetric(Router):
@@ -118,7 +118,10 @@ class LMetric(Router):
 
     def rank(self, call: Call, engines: Sequence[int], now_s: float) -> list[int]:
         """See `Router`."""
-        loads, cached = self.book.loads(engines, now_s), self.book.cached_tokens(call, engines)
+        loads, cached = (
+            self.book.loads(engines, now_s),
+            self.book.cached_tokens(call, engines, now_s),
+        )
 
         def score(i: int) -> float:
             new = loads[i].waiting_tokens + call.prompt_tokens - cached[i]
@@ -135,7 +138,10 @@ class LlmD(Router):
 
     def rank(self, call: Call, engines: Sequence[int], now_s: float) -> list[int]:
         """See `Router`."""
-        loads, cached = self.book.loads(engines, now_s), self.book.cached_tokens(call, engines)
+        loads, cached = (
+            self.book.loads(engines, now_s),
+            self.book.cached_tokens(call, engines, now_s),
+        )
         queues = [loads[i].waiting_calls for i in engines]
         fewest, most = min(queues), max(queues)
 
@@ -158,7 +164,10 @@ class LlmDSticky(Router):
 
     def rank(self, call: Call, engines: Sequence[int], now_s: float) -> list[int]:
         """See `Router`."""
-        loads, cached = self.book.loads(engines, now_s), self.book.cached_tokens(call, engines)
+        loads, cached = (
+            self.book.loads(engines, now_s),
+            self.book.cached_tokens(call, engines, now_s),
+        )
 
         def tokens(i: int) -> float:
             return loads[i].waiting_tokens + call.prompt_tokens - cached[i]

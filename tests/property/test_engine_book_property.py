@@ -57,7 +57,7 @@ class Fleet:
         keys = self.rng.choice(self.documents) if self.rng.random() < 0.8 else self._keys()
         call = Call(len(keys) * PIECE_TOKENS + self.rng.randrange(PIECE_TOKENS), keys, PIECE_TOKENS)
         book, engine = self.books[worker], self.rng.randrange(NUM_ENGINES)
-        cached = book.cached_tokens(call, range(NUM_ENGINES))
+        cached = book.cached_tokens(call, range(NUM_ENGINES), self.now_s)
         sent = book.sent(call, engine, self.now_s)
         assert sent.cached_tokens == cached[engine]
         self.on_way[worker].append(sent)
@@ -77,8 +77,8 @@ class Fleet:
         """It holds nothing from now on, as all workers see it."""
         self.books[0].left(engine)
         for book, document in zip(self.books, self.documents, strict=False):
-            assert book.prefixes.num_pieces(engine) == 0
-            assert book.prefixes.num_held(document, [engine]).tolist() == [0]
+            assert book.prefixes.num_pieces(engine, self.now_s) == 0
+            assert book.prefixes.num_held(document, [engine], self.now_s).tolist() == [0]
 
     def check(self) -> None:
         """Loads are those of the calls on their way; no engine is taken to hold more than fits."""
@@ -91,7 +91,7 @@ class Fleet:
             assert load.waiting_calls == len(waiting)
             assert 0 <= load.waiting_s <= sum(sent.prefill_s for sent in waiting) + 1e-6
             most = ROOM_PIECES * (1 + SWEEP_SHARE) + LONGEST
-            assert self.books[0].prefixes.num_pieces(engine) <= most
+            assert self.books[0].prefixes.num_pieces(engine, self.now_s) <= most
 
     def _book(self, worker: int) -> EngineBook:
         """A worker begins, or begins anew after its death."""

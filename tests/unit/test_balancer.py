@@ -386,19 +386,27 @@ def test_an_engine_goes_by_its_name_whether_reached_itself_or_through_its_agent(
     assert balancer.figures()[0].num_pieces
 
 
-def test_what_a_worker_learnt_of_an_engine_ends_with_it(book: int) -> None:
-    first, second = (SharedBook(book, 2, number) for number in range(2))
-    balancers = [Balancer(first), Balancer(second)]
-    for balancer in balancers:
-        balancer.replace([replace(ONE, started=1)], "cost")
-    (column,) = first.columns_of([("one", 1)]).values()
-    for shared in (first, second):
-        shared.book._room_share[column] = 0.5
-
-    for balancer in balancers:
+def test_a_call_that_outlives_its_engine_teaches_nothing_of_the_next(book: int) -> None:
+    shared = SharedBook(book, 2, 0)
+    balancer = Balancer(shared)
+    balancer.replace([replace(ONE, started=1)], "cost")
+    body = chat("x" * 40_000, stream=True)
+    for _ in range(2):
+        first = balancer.read(body)
+        with balancer.sending(balancer.upstreams[0], first):
+            first.usage.prompt_tokens, first.usage.cached_tokens = 10_000, 9_999
+            first.usage.output_tokens = 9
+    late = balancer.read(body)
+    with balancer.sending(balancer.upstreams[0], late):
+        late.usage.prompt_tokens, late.usage.cached_tokens = 10_000, 0
+        late.usage.output_tokens = 9
         balancer.replace([replace(ONE, started=2)], "cost")
-
-    assert [shared.book._room_share for shared in (first, second)] == [{}, {}]
+        with balancer.sending(balancer.upstreams[0], balancer.read(body)):
+            pass
+        before = balancer.figures()[0].num_pieces
+        answers = shared.book.answer_tokens
+    assert before == 39
+    assert (balancer.figures()[0].num_pieces, shared.book.answer_tokens) == (before, answers)
 
 
 def test_columns_that_were_never_used_are_taken_before_those_of_engines_that_left(

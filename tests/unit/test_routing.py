@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import numpy as np
 import pytest
 
 from batchrun.pool.prefix_keys import KeyArray
-from batchrun.routing.engine_book import Call, EngineBook, EngineTraits, Prices, with_means
+from batchrun.routing.engine_book import FIELDS, Call, EngineBook, EngineTraits, Prices, with_means
 from batchrun.routing.prefix_map import Arrays, PrefixMap
 from batchrun.routing.routers import ROUTERS, make_router
 
@@ -64,6 +65,18 @@ def test_a_load_is_what_was_sent_and_has_not_moved_or_ended() -> None:
     assert book.loads([0], 1.3)[0].calls == 0
 
 
+def test_what_one_worker_sends_does_not_undo_the_time_that_anothers_calls_have_waited() -> None:
+    prefixes, loads = PrefixMap(Arrays.private(1 << 10, 1)), np.zeros((2, 1, len(FIELDS)))
+    first, second = books = [EngineBook(prefixes, loads, worker) for worker in range(2)]
+    for book in books:
+        book.introduce(0, EngineTraits())
+    prefill_s = first.sent(call(4_000), 0, 1.0).prefill_s
+    added_s = second.sent(call(100), 0, 1.2).prefill_s
+
+    waiting_s = first.loads([0], 1.25)[0].waiting_s
+    assert waiting_s == pytest.approx(prefill_s + added_s - 0.25)
+
+
 def test_a_hot_prefix_gets_a_second_home_once_its_queue_costs_more() -> None:
     router = make_router("cost", book_of(2))
     hot = call(20_000, 5, 78)
@@ -96,25 +109,25 @@ def test_a_cache_holds_what_was_used_last_and_nothing_else() -> None:
     documents = [keys(i, 20) for i in range(6)]
     for at_s, document in enumerate(documents, start=1):
         prefixes.touch(0, document, float(at_s), room_pieces=60)
-    held = [int(prefixes.num_held(document, [0, 1])[0]) for document in documents]
+    held = [int(prefixes.num_held(document, [0, 1], 7.0)[0]) for document in documents]
     assert held[3:] == [20, 20, 20]
     assert held[:2] == [0, 0]
     assert prefixes.evicted_share(0, 10) == 1.0
     assert prefixes.evicted_share(1, 10) == 0.0
-    assert prefixes.num_held(documents[5], [1, 0]).tolist() == [0, 20]
+    assert prefixes.num_held(documents[5], [1, 0], 7.0).tolist() == [0, 20]
     prefixes.clear(0)
-    assert prefixes.num_held(documents[5], [0]).tolist() == [0]
+    assert prefixes.num_held(documents[5], [0], 7.0).tolist() == [0]
 
 
 def test_a_prompt_is_evicted_from_its_end() -> None:
     prefixes = PrefixMap(Arrays.private(1 << 10, 1))
     for at_s in (1.0, 2.0, 3.0):
-        held = prefixes.touch(0, keys(int(at_s), 20), at_s, room_pieces=50)
+        held = prefixes.touch(0, keys(int(at_s), 20), at_s, room_pieces=50).num
         assert held == 0
-    held_first = int(prefixes.num_held(keys(1, 20), [0])[0])
+    held_first = int(prefixes.num_held(keys(1, 20), [0], 4.0)[0])
     assert 8 <= held_first <= 10
-    assert prefixes.touch(0, keys(1, 20), 4.0, room_pieces=50) == held_first
-    assert prefixes.num_held(keys(3, 20), [0]).tolist() == [20]
+    assert prefixes.touch(0, keys(1, 20), 4.0, room_pieces=50).num == held_first
+    assert prefixes.num_held(keys(3, 20), [0], 5.0).tolist() == [20]
 
 
 def test_how_often_pieces_had_been_used_is_learnt_when_they_go() -> None:
@@ -130,21 +143,86 @@ def test_a_map_that_is_full_forgets_what_was_used_longest_ago() -> None:
     prefixes = PrefixMap(Arrays.private(64, 1))
     for i in range(100):
         prefixes.touch(0, keys(i, 4), float(i + 1), room_pieces=1e9)
-    assert prefixes.num_pieces(0) <= 64
-    assert prefixes.num_held(keys(99, 4), [0]).tolist() == [4]
-    assert prefixes.num_held(keys(0, 4), [0]).tolist() == [0]
+    assert prefixes.num_pieces(0, 101.0) <= 64
+    assert prefixes.num_held(keys(99, 4), [0], 101.0).tolist() == [4]
+    assert prefixes.num_held(keys(0, 4), [0], 101.0).tolist() == [0]
 
 
-def test_replies_with_fewer_cached_tokens_than_foretold_shrink_what_is_believed() -> None:
-    def copies_of(cached_tokens: int) -> int:
-        book = book_of(1, EngineTraits(kv_tokens=64 * PIECE_TOKENS))
-        for i in range(40):
-            sent = book.sent(call(20 * PIECE_TOKENS, i % 3, 20), 0, float(i + 1))
-            book.ended(sent, i + 1.5, cached_tokens if sent.cached_tokens else 0, 5)
-        return book.prefixes.num_pieces(0)
+class Cache:
+    """One engine's map as replies teach it: the engine keeps what was used in the last so many
+    seconds, longer where it was hit twice."""
 
-    assert copies_of(20 * PIECE_TOKENS) == 60
-    assert copies_of(0) < 60
+    def __init__(self, kept_s: float, hit_kept_s: float) -> None:
+        self.book = book_of(1, EngineTraits(kv_tokens=1_000 * PIECE_TOKENS))
+        self.kept_s = (kept_s, kept_s, hit_kept_s)
+        self.used: dict[int, tuple[float, int]] = {}
+
+    def ask(self, seed: int, now_s: float) -> tuple[int, int]:
+        """Tokens foretold of a prompt of 20 pieces, and those that its engine had."""
+        at_s, num_hits = self.used.get(seed, (-math.inf, 0))
+        is_kept = now_s - at_s <= self.kept_s[min(num_hits, 2)]
+        self.used[seed] = (now_s, num_hits + 1 if is_kept else 0)
+        sent = self.book.sent(call(20 * PIECE_TOKENS + 9, seed, 20), 0, now_s)
+        cached = 20 * PIECE_TOKENS if is_kept else 0
+        self.book.ended(sent, now_s, cached, 5)
+        return sent.cached_tokens, cached
+
+
+def test_replies_tell_how_far_back_a_cache_reaches() -> None:
+    cache, rng = Cache(10.0, 10.0), random.Random(0)
+    pairs = [cache.ask(rng.randrange(60), number / 4) for number in range(2_000)]
+    wrong = [foretold != pytest.approx(cached, abs=9) for foretold, cached in pairs]
+    others = [cached < 5_000 for _, cached in pairs[1_000:]]
+
+    assert sum(wrong[1_000:]) < 60
+    assert 300 < sum(others) < 700
+    now_s = 501.0
+    held = cache.book.prefixes.num_pieces(0, now_s)
+    assert held < 60 * 20 * 0.6
+    cache.book.left(0)
+    assert cache.book.prefixes.num_pieces(0, now_s) == 0
+
+
+def test_a_cache_reaches_further_back_for_what_calls_come_back_to() -> None:
+    cache, rng = Cache(4.0, 40.0), random.Random(1)
+    pairs = []
+    for number in range(4_000):
+        often, seldom = rng.randrange(8), 8 + rng.randrange(120)
+        # Each of the first is asked for three times at once, and not again for a long while.
+        if number % 60 < 24:
+            often = number % 60 // 3
+            pairs.append((often, *cache.ask(often, number / 4)))
+        else:
+            pairs.append((seldom, *cache.ask(seldom, number / 4)))
+    wrong: dict[bool, list[bool]] = {True: [], False: []}
+    for seed, foretold, cached in pairs[2_000:]:
+        wrong[seed < 8].append(foretold != pytest.approx(cached, abs=9))
+
+    assert np.mean(wrong[True]) < 0.1
+    assert np.mean(wrong[False]) < 0.1
+
+
+def test_what_grew_out_of_reach_is_found_again() -> None:
+    cache = Cache(5.0, 5.0)
+    for number in range(200):
+        cache.ask(number % 40, number / 4)
+    assert cache.ask(0, 52.0) == (0, 0)
+    cache.kept_s = (30.0, 30.0, 30.0)
+    foretold = [cache.ask(number % 40, 60 + number / 4) for number in range(2_000)]
+
+    assert all(told for told, _ in foretold[-40:])
+
+
+def test_a_prompt_that_is_being_answered_is_held() -> None:
+    book = book_of(1, EngineTraits(kv_tokens=40 * PIECE_TOKENS))
+    long = call(20 * PIECE_TOKENS, 0, 20)
+    for number in range(4):
+        book.ended(book.sent(call(100), 0, number), number + 10.0, 0, 5)
+    book.sent(long, 0, 20.0)
+    for number in range(1, 4):
+        book.ended(book.sent(call(9 * PIECE_TOKENS, number, 9), 0, 20 + number), 20 + number, 0, 5)
+
+    assert book.cached_tokens(long, [0], 24.0)[0] > 19 * PIECE_TOKENS
 
 
 def test_an_engine_that_was_away_has_no_turns_to_make_up_for() -> None:

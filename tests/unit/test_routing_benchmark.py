@@ -55,7 +55,7 @@ def test_a_map_that_is_told_of_evictions_holds_what_the_engines_hold() -> None:
         held_units = engine.held_units
         for call in calls:
             held = [key in held_units for key in call.seen.keys.tolist()]
-            num_held = books[0].prefixes.num_held(call.seen.keys, [engine.number])[0]
+            num_held = books[0].prefixes.num_held(call.seen.keys, [engine.number], 60.0)[0]
             assert num_held == (held.index(False) if False in held else len(held))
     assert sum(len(engine.held_units) for engine in engines) < sum(len(c.units) for c in calls)
 
@@ -97,7 +97,9 @@ def test_a_map_that_the_simulator_tells_holds_what_its_engines_hold(
         for block, key in evicted._piece_of.items():
             blocks[key].append(evicted._pool.cached_block_hash_to_block.get_one_block(block))
         for key, found in blocks.items():
-            is_held = bool(books[0].prefixes.num_held(np.array([key], np.uint64), [number])[0])
+            is_held = bool(
+                books[0].prefixes.num_held(np.array([key], np.uint64), [number], 40.0)[0]
+            )
             assert is_held == (None not in found)
             num_gone += not is_held
     assert num_gone

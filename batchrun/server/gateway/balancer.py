@@ -154,7 +154,6 @@ class Balancer:
         life = self._shared.life_of(column)
         if self._lives.setdefault(column, life) != life:
             self._lives[column] = life
-            self._shared.book.forget(column)
             if self._late is not None:
                 self._late.forget(column)
 
@@ -311,7 +310,7 @@ class Balancer:
         if late is not None and routed.slo is not None:
             late.sent(sent, routed.slo)
         usage.on_begin = partial(self._began, upstream, sent, late)
-        number = self._note(routed, sent, engine.digest)
+        number, life = self._note(routed, sent, engine.digest), self._shared.life_of(engine.column)
         if not routed.text.is_stream:
             # Nobody sees when the first token of such a call comes.
             loop, due_s = asyncio.get_running_loop(), wait_s + sent.prefill_s
@@ -325,7 +324,8 @@ class Balancer:
                 late.left(sent)
             if routed.text.num_bytes:
                 self._shared.ejections.left(engine.column, num_ejected, usage.now_s())
-            self._ended(sent, routed, number)
+            is_same = self._shared.life_of(sent.engine) == life
+            self._ended(sent, routed, number, is_same=is_same)
 
     def _began(self, upstream: Upstream, sent: Sent, late: LateCalls | None, now_s: float) -> None:
         self.answered(upstream)
@@ -369,7 +369,7 @@ class Balancer:
 
     def explain(self, now_s: float, most: int) -> JsonObject:
         """Where the last calls went, and why; the newest `most` of them one by one."""
-        names, decisions, figures = self._figures()
+        names, decisions, figures = self._figures(now_s)
         return document_of(self._router_name, figures, decisions[:most], names, now_s)
 
     def ended_calls(self, now_s: float, since_s: float) -> JsonObject:
@@ -378,20 +378,21 @@ class Balancer:
 
     def figures(self) -> list[EngineRouting]:
         """By engine, where the last calls of all workers went, and what is known of its cache."""
-        return self._figures()[2]
+        return self._figures(ReplyUsage.now_s())[2]
 
-    def _figures(self) -> tuple[dict[int, str], Records, list[EngineRouting]]:
+    def _figures(self, now_s: float) -> tuple[dict[int, str], Records, list[EngineRouting]]:
         decisions, prefixes = self._shared.decisions(), self._shared.book.prefixes
         known = [(each.name, engine) for each, engine in self._engines.items()]
         names = {engine.digest: name for name, engine in known if engine.column is not None}
         pieces = {
-            engine.digest: prefixes.num_pieces(engine.column)
+            engine.digest: prefixes.num_pieces(engine.column, now_s)
             for _, engine in known
             if engine.column is not None
         }
         return names, decisions, figures_of(decisions, names, pieces)
 
-    def _ended(self, sent: Sent, routed: RoutedCall, number: int) -> None:
+    def _ended(self, sent: Sent, routed: RoutedCall, number: int, *, is_same: bool) -> None:
+        """`is_same`: the engine has not been started anew, nor is its column another's."""
         usage = routed.usage
         cached, prompt = usage.cached_tokens, usage.prompt_tokens or math.nan
         self._shared.ring.ended(
@@ -401,7 +402,7 @@ class Balancer:
             usage.output_tokens or max(0, usage.num_events - 1),
             usage.now_s(),
         )
-        is_told = usage.output_tokens > 0
+        is_told = is_same and usage.output_tokens > 0
         if cached is not None and usage.prompt_tokens:
             # The router counts in tokens of this worker's measure.
             cached = round(cached * routed.call.prompt_tokens / usage.prompt_tokens)

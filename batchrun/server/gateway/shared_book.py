@@ -49,6 +49,7 @@ def _layout(num_workers: int) -> dict[str, tuple[np.dtype[np.generic], tuple[int
         "keys": (np.dtype(np.uint64), (NUM_PIECES,)),
         "used_at_s": (real, (MAX_ENGINES, NUM_PIECES)),
         "num_uses": (np.dtype(np.uint32), (NUM_PIECES,)),
+        "num_hits": (np.dtype(np.uint8), (NUM_PIECES,)),
         "ejections": (real, (MAX_ENGINES, 4)),
         "decided_keys": (np.dtype(np.uint64), (num_workers, NUM_KEYS)),
         "decisions": (np.dtype(np.uint8), (num_workers, RING_BYTES)),
@@ -150,7 +151,13 @@ class SharedBook:
             offset += dtype.itemsize * count
         self._columns = arrays["columns"]
         prefixes = PrefixMap(
-            Arrays(arrays["keys"], arrays["num_uses"], arrays["used_at_s"], arrays["held"])
+            Arrays(
+                arrays["keys"],
+                arrays["num_uses"],
+                arrays["num_hits"],
+                arrays["used_at_s"],
+                arrays["held"],
+            )
         )
         self.book = EngineBook(prefixes, arrays["loads"], worker)
         self.ejections = Ejections(arrays["ejections"])
