@@ -90,6 +90,10 @@ class ReplicasConfig(Strict):
             raise ValueError("follow needs a max above min: the number is chosen between them")
         return self
 
+    def allows(self, number: int) -> bool:
+        """Whether there may be so many."""
+        return self.min <= number <= self.most
+
     @property
     def most(self) -> int:
         """The most that there may be."""
@@ -100,7 +104,7 @@ class RayConfig(Strict):
     """A fleet: engines with agents that Ray places on its nodes.
 
     `address` is Ray's own; `gpus` and `cpus` are what it sets aside for a replica, on one node.
-    Agents listen on `port` and those that follow it, their engines on those that follow these.
+    The agents and engines of the replicas listen on `port` and those that follow it, two each.
     """
 
     address: str = "auto"

@@ -101,8 +101,11 @@ class ToldMap(PrefixMap):
         room_pieces = len(self._keys)
         return super().touch(engine, keys, now_s, room_pieces=room_pieces, stays_s=stays_s)
 
-    def learn(self, engine: int, keys: KeyArray, before: Held, num_cached: float) -> None:
+    def answered(
+        self, engine: int, keys: KeyArray, before: Held, now_s: float, num_cached: float | None
+    ) -> None:
         """See `PrefixMap`; there is nothing to learn."""
+        super().answered(engine, keys, before, now_s, None)
 
     def forget(self, engine: int, keys: KeyArray) -> None:
         """The engine no longer holds these pieces."""

@@ -15,10 +15,12 @@ from batchrun.routing.engine_book import FIELDS, Call, EngineBook, EngineTraits,
 from batchrun.routing.prefix_map import (
     BETWEEN_S,
     GROW,
+    LEAST_OF_HIT,
     LEAST_REACH_S,
     PROVEN_HITS,
     REUSE_MEMORY,
     ROUND_PIECES,
+    SAME_USE_S,
     SHRINK,
     SWEEP_SHARE,
     WAYS,
@@ -39,6 +41,7 @@ class PlainMap(PrefixMap):
         self.num_uses = np.zeros(num_pieces, np.uint32)
         self.num_hits = np.zeros(num_pieces, np.int64)
         self.reaches_s = np.zeros((num_engines, 2))
+        self.num_cleared = np.zeros(num_engines)
         self.used_at_s = np.zeros((num_pieces, num_engines))
         self.columns = np.zeros((num_engines, 4))
         self.learnt = 0.0
@@ -111,16 +114,50 @@ class PlainMap(PrefixMap):
         change = column[NUM_NEW] + abs(room_pieces - column[ROOM])
         if change > SWEEP_SHARE * room_pieces:
             self.sweep(engine, room_pieces, now_s)
-        return Held(int(num_held), np.array(idle_s), np.array(kinds, np.int64))
+        cleared = float(self.num_cleared[engine])
+        known = np.array(idle_s), np.array(kinds, np.int64)
+        return Held(int(num_held), *known, now_s, float(used_at_s[0]), cleared)
+
+    def answered(
+        self, engine: int, keys: KeyArray, before: Held, now_s: float, num_cached: float | None
+    ) -> None:
+        """The call has been answered: until now nothing of it could be evicted."""
+        if self.num_cleared[engine] != before.num_cleared:
+            return
+        places, is_known = self.find(keys)
+        for place, is_there, stamp in zip(
+            places.tolist(), is_known, stamps(len(keys), now_s), strict=True
+        ):
+            used_at_s = self.used_at_s[place, engine]
+            if is_there and used_at_s > self.columns[engine, SINCE]:
+                self.used_at_s[place, engine] = stamp
+        if num_cached is not None:
+            self.learn(engine, keys, before, num_cached)
+
+    def withdraw(self, engine: int, keys: KeyArray, before: Held) -> None:
+        """The call was never begun: what it alone has used there is as it was before."""
+        if self.num_cleared[engine] != before.num_cleared:
+            return
+        places, is_known = self.find(keys)
+        own = stamps(len(keys), before.stamp_s)
+        for number, place in enumerate(places.tolist()):
+            if is_known[number] and self.used_at_s[place, engine] == own[number]:
+                had = number < len(before.idle_s)
+                former_s = before.sent_at_s - before.idle_s[number] if had else 0.0
+                self.used_at_s[place, engine] = former_s
 
     def learn(self, engine: int, keys: KeyArray, before: Held, num_cached: float) -> None:
         """The engine had so many pieces of a prompt cached: how far back does its cache reach?"""
-        num, reaches_s = int(num_cached + ROUND_PIECES), self.reaches_s[engine]
         had = list(zip(before.idle_s.tolist(), before.kinds.tolist(), strict=True))
+        num, reaches_s = int(num_cached + ROUND_PIECES), self.reaches_s[engine]
         for kind in (0, 1):
-            if any(each == kind and idle_s > reaches_s[kind] for idle_s, each in had[:num]):
-                reaches_s[kind] *= GROW
-        if num < len(had) and had[num][0] > 0:
+            hit_s = max([idle_s for idle_s, each in had[:num] if each == kind], default=0.0)
+            if reaches_s[kind] and hit_s > reaches_s[kind]:
+                reaches_s[kind] = max(GROW * reaches_s[kind], LEAST_OF_HIT * hit_s)
+        is_telling = num < len(had)
+        if num and is_telling:
+            is_telling = had[num][0] - had[num - 1][0] > SAME_USE_S
+        if is_telling and had[num][0] > 0:
             lost_s, kind = had[num]
             if not reaches_s[kind]:
                 reaches_s[kind] = max(LEAST_REACH_S, lost_s)
@@ -128,21 +165,17 @@ class PlainMap(PrefixMap):
                 reaches_s[kind] = max(LEAST_REACH_S, SHRINK * reaches_s[kind])
         places, is_known = self.find(keys)
         for number, place in enumerate(places.tolist()):
-            if is_known[number]:
-                self.num_hits[place] = self.num_hits[place] + 1 if number < num else 0
-
-    def refresh(self, engine: int, keys: KeyArray, now_s: float) -> None:
-        """The prompt's call has ended: until now nothing of it could be evicted."""
-        places, is_known = self.find(keys)
-        places, used_at_s = places[is_known], stamps(len(keys), now_s)[is_known]
-        is_held = self.used_at_s[places, engine] > self.columns[engine, SINCE]
-        self.used_at_s[places[is_held], engine] = used_at_s[is_held]
+            if is_known[number] and number < num:
+                self.num_hits[place] += 1
+            elif is_known[number] and number < len(had) and is_telling:
+                self.num_hits[place] = 0
 
     def clear(self, engine: int) -> None:
         """The engine holds nothing."""
         self.used_at_s[:, engine] = 0.0
         self.columns[engine] = 0.0
         self.reaches_s[engine] = 0.0
+        self.num_cleared[engine] += 1
 
     def first_of(self, keys: KeyArray) -> npt.NDArray[np.int64]:
         first: npt.NDArray[np.int64] = (keys & self.mask).astype(np.int64) * WAYS
@@ -184,8 +217,10 @@ class PlainMap(PrefixMap):
         if over <= 0:
             return
         order = np.argpartition(used_at_s[held], over - 1)[:over]
-        column[SINCE] = used_at_s[held[order]].max()
+        column[SINCE] = min(now_s, used_at_s[held[order]].max())
         evicted = held[used_at_s[held] <= column[SINCE]]
+        if not len(evicted):
+            return
         weight = min(1.0, len(evicted) / REUSE_MEMORY)
         self.learnt += weight * (float(self.num_uses[evicted].mean()) - self.learnt)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,13 @@ from batchrun.home import Home
 from batchrun.mutual_tls import derive_token, read_or_make_secret, read_secret
 from batchrun.types import EnginePhase
 
+log = logging.getLogger(__name__)
+
 LOOK_S = 0.5
+UNREADY_S = 30.0
+"""A replica with other settings than it is to have, which is not ready for so long, is placed anew
+without being emptied."""
+DRAIN_S = 300.0
 NUM_QUIET_LOOKS = 3
 """An engine has no calls when so many looks in a row show none: its metrics lag."""
 PORT_MARK = "{port}"
@@ -58,14 +65,21 @@ class Fleets:
         """All that there may be of a fleet."""
         return self._fleets[name][0].engines
 
-    def start(self, *, leads: bool) -> None:
-        """Keep the replicas that there are, at least as many as there must be; a daemon that does
-        not lead looks where they are."""
-        for fleet, config in self._fleets.values():
+    def start(self, slots: Sequence[Slot], leads: Callable[[], bool] | None) -> None:
+        """Keep as many replicas as were asked for last, else those that there are, at least as many
+        as there must be; a daemon that does not lead (None) looks where they are."""
+        for name, (fleet, config) in self._fleets.items():
             placed = [number for number, each in enumerate(fleet.engines, 1) if each.is_placed]
             number = max([config.replicas.min, *placed])
             fleet.want([each.name for each in fleet.engines[:number]])
-            self._tasks.append(asyncio.create_task(fleet.run(leads=leads)))
+            self._tasks.append(asyncio.create_task(fleet.run(leads)))
+            if leads is not None:
+                names = {each.name for each in fleet.engines}
+                its = [slot for slot in slots if slot.engine.name in names]
+                self._tasks.append(asyncio.create_task(_keep_renewing(fleet, its)))
+                if config.replicas.allows(fleet.num_wanted):
+                    going_on = self._go_on(name, fleet, its)
+                    self._tasks.append(asyncio.create_task(going_on))
 
     async def close(self) -> None:
         """Let go of the replicas, which go on."""
@@ -82,10 +96,11 @@ class Fleets:
         if name not in self._fleets:
             raise InputError(f"{name} is no fleet; those are engines with `ray` in batchrun.yaml")
         fleet, config = self._fleets[name]
-        low, high = config.replicas.min, config.replicas.most
-        if not low <= number <= high:
+        if not config.replicas.allows(number):
+            low, high = config.replicas.min, config.replicas.most
             raise InputError(f"fleet {name} has {low} to {high} replicas (got {number})")
         self._targets[name] = number
+        fleet.remember(number)
         if (before := self._resizing.pop(name, None)) is not None:
             before.cancel()
         kept = [each.name for each in fleet.engines if each.is_wanted]
@@ -96,6 +111,19 @@ class Fleets:
             if slot.engine.name in wanted:
                 slot.drains = False
         self._resizing[name] = asyncio.create_task(_shrink(fleet, wanted, leaving, drain_s))
+
+    async def _go_on(self, name: str, fleet: RayFleet, slots: Sequence[Slot]) -> None:
+        """Have as many as were asked for before this daemon began; those too many are met first, so
+        that they can be emptied."""
+        self._targets[name] = fleet.num_wanted
+        deadline_s = time.monotonic() + UNREADY_S
+        too_many = slots[fleet.num_wanted :]
+        leaving = [slot for slot in too_many if fleet.engine(slot.engine.name).is_wanted]
+        while not all(slot.is_usable for slot in leaving):
+            if time.monotonic() > deadline_s:
+                break
+            await asyncio.sleep(LOOK_S)
+        self.resize(name, fleet.num_wanted, slots, DRAIN_S)
 
     def view(self) -> list[dict[str, Any]]:
         """What `status` shows of them."""
@@ -146,6 +174,35 @@ async def _shrink(
         slot.drains = False
 
 
+async def _keep_renewing(fleet: RayFleet, slots: Sequence[Slot]) -> None:
+    """Have replicas placed anew whose settings have changed, one at a time: each while all others
+    are ready, and emptied first. One that is not ready itself has `UNREADY_S` to be."""
+    unready_s: dict[str, float] = {}
+    while True:
+        await asyncio.sleep(LOOK_S)
+        wanted = [slot for slot in slots if fleet.engine(slot.engine.name).is_wanted]
+        outdated = [slot for slot in wanted if slot.engine.name in fleet.outdated]
+        now_s, away = time.monotonic(), [slot for slot in wanted if not slot.is_usable]
+        unready_s = {s.engine.name: unready_s.get(s.engine.name, now_s) for s in away}
+        lost = [
+            slot for slot in outdated if now_s - unready_s.get(slot.engine.name, now_s) > UNREADY_S
+        ]
+        if lost:
+            await fleet.renew(lost[0].engine.name)
+        elif outdated and not away:
+            await _renew(fleet, outdated[0])
+
+
+async def _renew(fleet: RayFleet, slot: Slot) -> None:
+    log.info("fleet %s: %s gets its new settings", fleet.settings.fleet, slot.engine.name)
+    slot.drains = True
+    try:
+        await empty(slot, DRAIN_S)
+        await fleet.renew(slot.engine.name)
+    finally:
+        slot.drains = False
+
+
 async def empty(slot: Slot, drain_s: float) -> bool:
     """Let an engine that `drains` end its calls, and take its rows back; returns whether it has
     calls still, after `drain_s`."""
@@ -187,7 +244,7 @@ def _make_fleet(
         cpus=ray.cpus,
     )
     specs = [
-        _spec(deployment, config, name, (ray.port + number, ray.port + ray.replicas.most + number))
+        _spec(deployment, config, name, (ray.port + 2 * number, ray.port + 2 * number + 1))
         for number, name in enumerate(config.replica_names)
     ]
     specs = [_sealed(spec, secret.decode()) for spec in specs]

@@ -140,13 +140,16 @@ class Supervisor:
             expected_model=expected_model,
         )
 
-    async def run(self, on_ready: Callable[[], None], *, is_heir: bool) -> None:
+    async def run(
+        self, on_ready: Callable[[], None], leads: Callable[[], bool], *, is_heir: bool
+    ) -> None:
         """Bring up the gateway, then all engines at once, and keep each up however long the others
-        start, until cancelled. `on_ready` is called once, when an engine is ready.
+        start, until cancelled. `on_ready` is called once, when an engine is ready; fleets are
+        changed only while this daemon surely `leads`.
 
         Raises EngineError when the gateway or no engine can start; an heir looks for them for ever.
         """
-        self.fleets.start(leads=True)
+        self.fleets.start(self.slots, leads)
         for slot in self.slots:
             if slot.agent is not None:
                 slot.agent.connect()
@@ -184,7 +187,7 @@ class Supervisor:
     async def stand_by(self) -> None:
         """Keep the gateway up, and look at the engines that others start, until cancelled: another
         daemon leads. Raises EngineError when the gateway cannot start."""
-        self.fleets.start(leads=False)
+        self.fleets.start(self.slots, None)
         await self._start_gateway()
         async with asyncio.TaskGroup() as group:
             for slot in self.slots:

@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -39,6 +39,9 @@ LOOK_S = 0.25
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 STEADY_S = 60.0
 """An agent that ran for so long is started again at once."""
+ORDER_LASTS_S = 2.5
+"""A daemon repeats its order while it leads. After so long without one it may be stopped or cut
+off, and another may lead: nothing is placed or ended any more."""
 DEATH_PAUSE_S = 15.0
 """A node on which the actor cannot even begin gets it again after so long."""
 EXIT_NO_RAY = 3
@@ -67,10 +70,12 @@ class FleetSettings(Struct, frozen=True):
 
 
 class FleetOrder(FleetSettings, frozen=True):
-    """What the placer is to bring about; where the daemon does not `lead`, only to look at."""
+    """What the placer is to bring about; where the daemon does not `lead`, only to look at.
+    `renewed`: replicas that are placed anew if they have other settings than these."""
 
     replicas: tuple[ReplicaSpec, ...]
     leads: bool
+    renewed: tuple[str, ...] = ()
 
     def owns(self, name: str) -> bool:
         """Whether a replica of this fleet may have this name."""
@@ -92,11 +97,13 @@ class FleetNode(Struct, frozen=True):
 
 
 class PlacedReplica(Struct, frozen=True):
-    """A replica: the `host` of its agent, nothing while it has none, and a few words for people."""
+    """A replica: the `host` of its agent, nothing while it has none, and a few words for people.
+    `is_outdated`: it was started with other settings than those of the order."""
 
     name: str
     host: str = ""
     stage: str = ""
+    is_outdated: bool = False
 
 
 class FleetReport(Struct, frozen=True):
@@ -282,10 +289,13 @@ class Placer:
         if answer["owner"] != order.owner:
             stage = f"{name} is of another deployment's fleet: give this one another name"
             return PlacedReplica(name=name, stage=stage)
-        if answer["digest"] != spec.digest and order.leads:
+        is_outdated = answer["digest"] != spec.digest
+        if is_outdated and order.leads and name in order.renewed:
             self._remove(name, order, answers)
             return PlacedReplica(name=name, stage="is placed anew: its settings have changed")
-        return PlacedReplica(name=name, host=answer["host"], stage=answer["said"])
+        return PlacedReplica(
+            name=name, host=answer["host"], stage=answer["said"], is_outdated=is_outdated
+        )
 
     def _place(self, order: FleetOrder, spec: ReplicaSpec) -> str:
         """Ask for room, and start the actor there once there is some."""
@@ -361,11 +371,20 @@ class _Orders(threading.Thread):
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.came = threading.Event()
-        self.latest: FleetOrder | None = None
+        self._latest: FleetOrder | None = None
+        self._came_at_s = 0.0
+
+    @property
+    def latest(self) -> FleetOrder:
+        """The last one; only to look, where it is older than an order lasts."""
+        assert self._latest is not None
+        is_old = time.monotonic() - self._came_at_s > ORDER_LASTS_S
+        return msgspec.structs.replace(self._latest, leads=self._latest.leads and not is_old)
 
     def run(self) -> None:
         for line in sys.stdin.buffer:
-            self.latest = msgspec.json.decode(line, type=FleetOrder)
+            self._latest = msgspec.json.decode(line, type=FleetOrder)
+            self._came_at_s = time.monotonic()
             self.came.set()
         os._exit(0)
 
@@ -393,10 +412,9 @@ def main() -> int:
     orders = _Orders()
     orders.start()
     orders.came.wait()
-    assert orders.latest is not None
     try:
         placer = Placer(connect(orders.latest.address))
-        _place_on(placer, lambda: orders.latest, orders.came, reports)
+        _place_on(placer, orders, reports)
     except EngineError as error:
         _tell(reports, FleetReport(trouble=str(error)))
         return EXIT_NO_RAY
@@ -406,16 +424,11 @@ def main() -> int:
     return 0
 
 
-def _place_on(
-    placer: Placer,
-    latest: Callable[[], FleetOrder | None],
-    came: threading.Event,
-    reports: IO[bytes],
-) -> None:
-    while (order := latest()) is not None:
-        came.clear()
-        _tell(reports, placer.look(order))
-        came.wait(ROUND_S)
+def _place_on(placer: Placer, orders: _Orders, reports: IO[bytes]) -> None:
+    while True:
+        orders.came.clear()
+        _tell(reports, placer.look(orders.latest))
+        orders.came.wait(ROUND_S)
 
 
 def _tell(reports: IO[bytes], report: FleetReport) -> None:

@@ -41,6 +41,8 @@ GIVE_UP_S = 60.0
 END_WAIT_S = 60.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 15.0
 LOOK_S = 0.25
+REPEAT_S = 1.0
+"""An order is repeated so often: the placer keeps to none that is older than a few seconds."""
 NO_FILE = Path()
 PAUSED = "placement pauses, and replicas go on where they are"
 
@@ -48,8 +50,10 @@ PAUSED = "placement pauses, and replicas go on where they are"
 class FleetMemory(Struct, frozen=True):
     """A fleet, and what was last told of it."""
 
-    settings: FleetSettings
+    settings: FleetSettings | None
     report: FleetReport
+    num_wanted: int = 0
+    """What was asked for last; 0: nothing was, or another daemon leads."""
 
 
 class ReplicaEngine(AgentEngine):
@@ -121,7 +125,8 @@ class RayFleet:
         self.trouble = ""
         self.failure = ""
         """Why nothing can be placed, where nothing ever was."""
-        self.report = read_memory(seen)[1]
+        memory = read_memory(seen)
+        self.report, self.num_wanted = memory.report, memory.num_wanted
         self._seen, self._log_path = seen, log_path
         self.engines = tuple(
             ReplicaEngine(
@@ -132,15 +137,22 @@ class RayFleet:
             for spec in specs
         )
         self._changed = asyncio.Event()
+        self._renewed: set[str] = set()
         self._leads = self._has_met = False
         self._see(self.report)
+
+    @property
+    def outdated(self) -> frozenset[str]:
+        """Replicas that run with other settings than they are to have, as Ray last told."""
+        return frozenset(each.name for each in self.report.replicas if each.is_outdated)
 
     @property
     def order(self) -> FleetOrder:
         """What the placer is told."""
         wanted = [each.spec for each in self.engines if each.is_wanted or not self._leads]
         known = msgspec.structs.asdict(self.settings)
-        return FleetOrder(**known, replicas=tuple(wanted), leads=self._leads)
+        renewed = tuple(sorted(self._renewed))
+        return FleetOrder(**known, replicas=tuple(wanted), leads=self._leads, renewed=renewed)
 
     @property
     def has_none(self) -> bool:
@@ -153,17 +165,40 @@ class RayFleet:
             engine.is_wanted = engine.name in names
         self._changed.set()
 
+    def remember(self, num_wanted: int) -> None:
+        """Have so many from now on, also after the daemon's next start."""
+        self.num_wanted = num_wanted
+        self._remember()
+
+    def engine(self, name: str) -> ReplicaEngine:
+        """The engine of this name."""
+        return next(each for each in self.engines if each.name == name)
+
+    async def renew(self, name: str) -> None:
+        """End a replica that is outdated, and have it placed anew; returns once Ray has told that
+        it is not the one of before."""
+        engine = self.engine(name)
+        before = _start_of(engine) or "none"
+        self._renewed.add(name)
+        self._changed.set()
+        try:
+            await _until(lambda: name not in self.outdated and _start_of(engine) != before)
+        finally:
+            self._renewed.discard(name)
+
     async def until_gone(self, name: str) -> None:
         """Until the agent of a replica that is not wanted any more is gone."""
-        (engine,) = [each for each in self.engines if each.name == name]
+        engine = self.engine(name)
         await _until(lambda: engine.client.state is None)
 
-    async def run(self, *, leads: bool) -> None:
-        """Keep the replicas as they are wanted, for ever; unless this daemon `leads`, see only
-        where they are."""
-        self._leads, pause_s = leads, FIRST_PAUSE_S
-        if leads:
-            self._remember()
+    async def run(self, leads: Callable[[], bool] | None) -> None:
+        """Keep the replicas as they are wanted, for ever, while this daemon `leads`; with None, see
+        only where they are."""
+        self._leads, pause_s = leads is not None, FIRST_PAUSE_S
+        self._leads_still = leads or bool
+        if leads is None:
+            self.num_wanted = 0
+        self._remember()
         while True:
             met, trouble = False, "the placer cannot be started"
             try:
@@ -204,9 +239,12 @@ class RayFleet:
         with suppress(ConnectionError):
             while True:
                 self._changed.clear()
-                placer.stdin.write(msgspec.json.encode(self.order) + b"\n")
-                await placer.stdin.drain()
-                await self._changed.wait()
+                if self._leads_still() or not self._leads:
+                    placer.stdin.write(msgspec.json.encode(self.order) + b"\n")
+                    await placer.stdin.drain()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(REPEAT_S):
+                        await self._changed.wait()
 
     async def _listen(self, placer: asyncio.subprocess.Process) -> tuple[bool, str]:
         assert placer.stdout is not None
@@ -246,7 +284,7 @@ class RayFleet:
             self._remember()
 
     def _remember(self) -> None:
-        memory = FleetMemory(self.settings, self.report)
+        memory = FleetMemory(self.settings, self.report, self.num_wanted)
         with suppress(OSError):
             write_atomically(self._seen, msgspec.json.encode(memory), mode=0o600)
 
@@ -263,22 +301,21 @@ class RayFleet:
             self.failure = ""
 
 
-def read_memory(seen: Path) -> tuple[FleetSettings | None, FleetReport]:
+def read_memory(seen: Path) -> FleetMemory:
     """What the file of a fleet holds; nothing where there is none."""
     try:
-        memory = msgspec.json.decode(seen.read_bytes(), type=FleetMemory)
+        return msgspec.json.decode(seen.read_bytes(), type=FleetMemory)
     except (OSError, msgspec.DecodeError):
-        return None, FleetReport()
-    return memory.settings, memory.report
+        return FleetMemory(None, FleetReport())
 
 
 async def end_fleet(seen: Path, log_path: Path) -> str:
     """End all replicas of the fleet that a file tells of; its name. Raises EngineError when Ray
     does not answer."""
-    settings, _ = read_memory(seen)
+    settings = read_memory(seen).settings
     assert settings is not None
     fleet = RayFleet(settings, (), seen=seen, log_path=log_path)
-    running = asyncio.create_task(fleet.run(leads=True))
+    running = asyncio.create_task(fleet.run(lambda: True))
     try:
         async with asyncio.timeout(END_WAIT_S):
             await _until(lambda: fleet.has_none)
@@ -290,6 +327,11 @@ async def end_fleet(seen: Path, log_path: Path) -> str:
         await asyncio.gather(running, return_exceptions=True)
     await asyncio.to_thread(seen.unlink, missing_ok=True)
     return settings.fleet
+
+
+def _start_of(engine: ReplicaEngine) -> str:
+    known = engine.client.state
+    return "" if known is None else known.start_id
 
 
 async def _until(condition: Callable[[], bool]) -> None:

@@ -251,21 +251,22 @@ class EngineBook:
         output_tokens: int | None = None,
     ) -> None:
         """The call has left the engine. None: nothing is known, or it was not answered."""
+        is_begun = not sent.is_waiting
         self.first_token(sent, now_s)
-        own = self._own[sent.engine]
+        own, call = self._own[sent.engine], sent.call
         own[_CALLS] -= 1
-        own[_PROMPT] -= sent.call.prompt_tokens
+        own[_PROMPT] -= call.prompt_tokens
         if output_tokens is None:
+            if not is_begun:
+                self.prefixes.withdraw(sent.engine, call.keys, sent.held)
             return
-        self.prefixes.refresh(sent.engine, sent.call.keys, now_s)
+        num_cached = None if cached_tokens is None else cached_tokens / call.piece_tokens
+        self.prefixes.answered(sent.engine, call.keys, sent.held, now_s, num_cached)
         self._num_ended += 1
         weight = max(1 / self._num_ended, 1 / ANSWERS)
         self.answer_tokens += weight * (output_tokens - self.answer_tokens)
-        self.prompt_tokens += weight * (sent.call.prompt_tokens - self.prompt_tokens)
+        self.prompt_tokens += weight * (call.prompt_tokens - self.prompt_tokens)
         self._stay_s += weight * (now_s - sent.at_s - self._stay_s)
-        if cached_tokens is not None and len(sent.call.keys):
-            num_cached = cached_tokens / sent.call.piece_tokens
-            self.prefixes.learn(sent.engine, sent.call.keys, sent.held, num_cached)
 
     def left(self, engine: int) -> None:
         """The engine has died or was removed: what it held is gone. It may come back, empty."""

@@ -33,9 +33,13 @@ PROVEN_HITS = 2
 GROW, SHRINK = 1.1, 0.9
 """What a cache's reach is multiplied by after a reply that had cached what was thought to be out of
 reach, and after one that lacked what was thought to be within."""
+LEAST_OF_HIT = 0.5
+"""A reach is no less than so much of the time that a cached piece had not been used."""
 LEAST_REACH_S = 0.2
 ROUND_PIECES = 0.25
 """An engine caches whole blocks: so much of a piece may be missing where it had it."""
+SAME_USE_S = 1e-3
+"""Pieces whose last uses were no further apart were used by one prompt."""
 
 
 BETWEEN_S = 1e-6
@@ -47,8 +51,8 @@ _BEFORE_S = np.arange(1024, dtype=np.float64) * BETWEEN_S
 class Arrays(NamedTuple):
     """What processes share: a key and a number of uses for each place, how many replies in a row
     had it cached, when each engine last used it, a row for each engine, and for each engine what it
-    holds of what it used (`_SINCE` to `_REACHES_S`), and what was learnt from evictions (`_USES`),
-    in its last row."""
+    holds of what it used (`_SINCE` to `_NUM_CLEARED`); the last row has what was learnt from
+    evictions (`_USES`)."""
 
     keys: KeyArray
     num_uses: npt.NDArray[np.uint32]
@@ -68,10 +72,11 @@ class Arrays(NamedTuple):
         )
 
 
-NUM_COLUMN_FIELDS = 6
+NUM_COLUMN_FIELDS = 7
 _SINCE, _NUM_NEW, _NUM_HELD, _ROOM = range(4)
 _REACHES_S = slice(4, 6)
 """For pieces that are not proven, and for those that are. 0: as far as there is room."""
+_NUM_CLEARED = 6
 _USES = 0
 
 
@@ -87,11 +92,15 @@ class _Found(NamedTuple):
 class Held(NamedTuple):
     """What an engine was taken to hold of a prompt before it was sent there: so many leading
     pieces; and of all that it had ever had, as many leading ones as there were, for how long each
-    had not been used, and whether it was proven (1) or not (0)."""
+    had not been used, and whether it was proven (1) or not (0). `stamp_s` is the prompt's own use,
+    `num_cleared` tells whether the engine has lost all since."""
 
     num: int
     idle_s: Floats
     kinds: IntArray
+    sent_at_s: float = 0.0
+    stamp_s: float = 0.0
+    num_cleared: float = 0.0
 
 
 class PrefixMap:
@@ -161,39 +170,72 @@ class PrefixMap:
             self._sweep(engine, room_pieces, now_s)
         num_had = _num_leading(before_s[:num_known] > 0.0)
         idle_s = now_s - before_s[:num_had]
-        return Held(_num_leading(is_held[:num_known]), idle_s, kinds[:num_had])
+        return Held(
+            _num_leading(is_held[:num_known]),
+            idle_s,
+            kinds[:num_had],
+            now_s,
+            float(stamps[0]),
+            float(column[_NUM_CLEARED]),
+        )
 
-    def learn(self, engine: int, keys: KeyArray, before: Held, num_cached: float) -> None:
-        """The engine had so many pieces of a prompt cached, of which it was taken to hold
-        `before`: find out how far back its cache reaches, and which pieces calls come back to."""
-        num = int(num_cached + ROUND_PIECES)
-        idle_s, kinds = before.idle_s[:num], before.kinds[:num]
+    def answered(
+        self, engine: int, keys: KeyArray, before: Held, now_s: float, num_cached: float | None
+    ) -> None:
+        """The call of a prompt that was sent when so much was held has been answered: until now
+        nothing of it could be evicted. It had so many pieces cached; None: nobody has told."""
+        if not len(keys) or self._columns[engine, _NUM_CLEARED] != before.num_cleared:
+            return
+        places, is_known, _ = self._find(keys)
+        known, used_at_s = places[is_known], self._used_at_s[engine]
+        before_s = used_at_s[known]
+        stamps = _stamps(len(keys), now_s)[is_known]
+        used_at_s[known] = np.where(before_s > self._columns[engine, _SINCE], stamps, before_s)
+        if num_cached is not None:
+            self._learn(engine, known, np.flatnonzero(is_known), before, num_cached)
+
+    def withdraw(self, engine: int, keys: KeyArray, before: Held) -> None:
+        """The call was never begun: what it alone has used there is as it was before."""
+        if not len(keys) or self._columns[engine, _NUM_CLEARED] != before.num_cleared:
+            return
+        places, is_known, _ = self._find(keys)
+        former_s = np.zeros(len(keys))
+        former_s[: len(before.idle_s)] = before.sent_at_s - before.idle_s
+        used_at_s = self._used_at_s[engine]
+        is_own = is_known & (used_at_s[places] == _stamps(len(keys), before.stamp_s))
+        used_at_s[places[is_own]] = former_s[is_own]
+
+    def _learn(
+        self, engine: int, places: IntArray, numbers: IntArray, before: Held, num_cached: float
+    ) -> None:
+        """Find out how far back the engine's cache reaches, and which pieces calls come back to.
+        `places` are those of the prompt's pieces of these `numbers`."""
+        num, num_had = int(num_cached + ROUND_PIECES), len(before.idle_s)
         reaches_s = self._columns[engine, _REACHES_S]
-        for kind in {*kinds[idle_s > reaches_s[kinds]].tolist()}:
-            reaches_s[kind] *= GROW
-        if num < len(before.idle_s):
+        for kind in (0, 1):
+            hit_s = before.idle_s[:num][before.kinds[:num] == kind].max(initial=0.0)
+            if 0.0 < reaches_s[kind] < hit_s:
+                reaches_s[kind] = max(GROW * reaches_s[kind], LEAST_OF_HIT * hit_s)
+        is_telling = num < num_had
+        if 0 < num < num_had:
+            # Bytes tell tokens only roughly: of pieces that one prompt used, all may be there.
+            is_telling = bool(before.idle_s[num] > before.idle_s[num - 1] + SAME_USE_S)
+        if is_telling:
             kind, lost_s = int(before.kinds[num]), float(before.idle_s[num])
             reach_s = float(reaches_s[kind])
             if lost_s > 0 and (not reach_s or lost_s < reach_s):
                 reaches_s[kind] = max(LEAST_REACH_S, SHRINK * reach_s if reach_s else lost_s)
-        places, is_known, _ = self._find(keys)
-        is_hit = np.arange(len(keys)) < num
-        hits = np.minimum(self._num_hits[places], PROVEN_HITS) + 1
-        self._num_hits[places[is_known]] = np.where(is_hit, hits, 0)[is_known]
-
-    def refresh(self, engine: int, keys: KeyArray, now_s: float) -> None:
-        """The prompt's call has ended: until now nothing of it could be evicted."""
-        if not len(keys):
-            return
-        places, is_known, _ = self._find(keys)
-        used_at_s = self._used_at_s[engine]
-        is_held = is_known & (used_at_s[places] > self._columns[engine, _SINCE])
-        used_at_s[places[is_held]] = _stamps(len(keys), now_s)[is_held]
+        hits = self._num_hits[places]
+        is_lost = (numbers >= num) & (numbers < num_had) & is_telling
+        more = np.where(numbers < num, np.minimum(hits, PROVEN_HITS) + 1, hits)
+        self._num_hits[places] = np.where(is_lost, 0, more)
 
     def clear(self, engine: int) -> None:
         """The engine holds nothing."""
+        num_cleared = self._columns[engine, _NUM_CLEARED]
         self._used_at_s[engine] = 0.0
         self._columns[engine] = 0.0
+        self._columns[engine, _NUM_CLEARED] = num_cleared + 1
 
     def _buckets_of(self, keys: KeyArray) -> IntArray:
         return (keys & self._mask).view(np.int64)
@@ -268,8 +310,10 @@ class PrefixMap:
         if over <= 0:
             return
         held_at_s = used_at_s[held]
-        column[_SINCE] = np.partition(held_at_s, over - 1)[over - 1]
+        column[_SINCE] = min(now_s, np.partition(held_at_s, over - 1)[over - 1])
         evicted = held[held_at_s <= column[_SINCE]]
+        if not len(evicted):
+            return
         weight = min(1.0, len(evicted) / REUSE_MEMORY)
         self._learnt[_USES] += weight * (self._num_uses[evicted].mean() - self._learnt[_USES])
 

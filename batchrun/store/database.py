@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -22,11 +24,17 @@ from batchrun.store.schema import find_revision, migrate
 MIGRATION_WAIT_S = 10.0
 
 
+SURE_S = 2.0
+"""What a leader orders of a fleet lasts for 2.5 s, and 5 s after its lock was last seen another may
+lead: the one has ended by then."""
+
+
 class Store:
     """A handle on the store. Its methods of reading and writing live in `jobs` and `results`.
 
     Thread-safe: each transaction takes a pooled connection of its own. SQLAlchemy objects never
-    leave `store/`. `name` is what messages call the store: a path, or host and database. `term` is
+    leave `store/`. `led_at_s` is when its daemon was last seen to lead, on the monotonic clock.
+    `name` is what messages call the store: a path, or host and database. `term` is
     that in which its daemon leads, None for whoever is no daemon: on PostgreSQL no transaction of
     an earlier term can write.
     """
@@ -35,12 +43,19 @@ class Store:
         self.engine = engine
         self.name = _name_of(url)
         self.term: int | None = None
+        self.led_at_s = -math.inf
         self._url = url
 
     @property
     def is_sqlite(self) -> bool:
         """Whether the store is one file."""
         return _is_sqlite(self._url)
+
+    @property
+    def leads_surely(self) -> bool:
+        """Whether no other daemon can lead: one that was stopped for longer, or cut off, is to
+        steer nothing before it has looked."""
+        return self.is_sqlite or time.monotonic() - self.led_at_s < SURE_S
 
     @contextmanager
     def read(self) -> Iterator[Connection]:

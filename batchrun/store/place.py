@@ -69,6 +69,7 @@ class DaemonLock(HeldLock):
             return False
         # Asked on the lock's own connection: while it lives, nobody else can begin to lead.
         (self._store.term,) = self._ask(NEWEST_TERM)
+        self._store.led_at_s = time.monotonic()
         return True
 
     def check(self) -> None:
@@ -79,12 +80,15 @@ class DaemonLock(HeldLock):
         """
         if self._store.is_sqlite:
             return
+        asked_at_s = time.monotonic()
         if self._is_held:
             with suppress(StoreError):
                 self._ask("SELECT 1")
+                self._store.led_at_s = asked_at_s
                 return
         holder = self._take()
         if holder is None and self._ask(NEWEST_TERM) == (self._store.term,):
+            self._store.led_at_s = asked_at_s
             return
         self.release()
         if holder is not None and holder in {NOBODY, self._session}:

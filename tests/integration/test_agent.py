@@ -115,6 +115,25 @@ async def test_a_daemon_of_another_store_waits_until_the_first_has_gone(rig: Age
         await other.stop()
 
 
+async def test_a_former_leader_does_not_come_back_when_its_heir_has_gone(rig: AgentRig) -> None:
+    def client_of(term: int) -> AgentEngine:
+        engine = AgentEngine(AgentAddress(name="a", url=rig.url, secret_file=rig.secret_file))
+        engine.client.leadership = Leadership("postgresql://h/d", term)
+        return engine
+
+    former, heir, again = client_of(1), client_of(2), client_of(2)
+    async with rig.running():
+        await heir.start()
+        await heir.stop()
+        former.client.connect()
+        await until(lambda: "led since" in former.client.trouble)
+        assert former.client.state is None
+        await again.start()
+        assert again.client.state is not None
+        await again.stop()
+        await former.stop()
+
+
 async def test_a_renewed_certificate_is_shown_without_a_restart(
     rig: AgentRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

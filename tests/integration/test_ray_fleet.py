@@ -133,6 +133,32 @@ def test_a_replica_whose_node_dies_moves_and_is_not_doubled(
     cluster.start_node(before["fleet-0"])
 
 
+def test_settings_that_change_reach_one_replica_after_the_other(rig: FleetRig) -> None:
+    job = start(rig)
+    wait_for_rows(rig, job, 30)
+    before = {each.pid for each in rig.engines()}
+    began_at, num_committed = time.time(), len(committed_at(rig, job))
+
+    def begin_anew(high: int, latency_s: float) -> None:
+        rig.use_fleet(2, high, f"--latency-s={latency_s}", window={"requests": WINDOW})
+        rig.kill("daemon")
+        rig.ask("up", "-d")
+
+    begin_anew(3, 1)
+    wait_for_rows(rig, job, 60)
+    assert {each.pid for each in rig.engines()} == before, "a larger maximum ended replicas"
+    begin_anew(3, 0.9)
+
+    def are_all_new() -> bool:
+        assert say(rig, "while settings change") != ""
+        engines = {each.pid for each in rig.engines()}
+        return len(engines) == 2 and not engines & before
+
+    wait_until(are_all_new)
+    rig.wait_until_placed(2)
+    check_account(rig, job, [Outage(began_at, time.time(), num_committed)])
+
+
 def test_calls_and_rows_go_on_without_the_head_and_placement_pauses(
     rig: FleetRig, cluster: RayCluster
 ) -> None:

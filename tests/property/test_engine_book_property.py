@@ -90,7 +90,8 @@ class Fleet:
             assert load.prompt_tokens == sum(sent.call.prompt_tokens for sent in calls)
             assert load.waiting_calls == len(waiting)
             assert 0 <= load.waiting_s <= sum(sent.prefill_s for sent in waiting) + 1e-6
-            most = ROOM_PIECES * (1 + SWEEP_SHARE) + LONGEST
+            on_way = sum(len(sent.call.keys) for sent in calls)
+            most = ROOM_PIECES * (1 + SWEEP_SHARE) + LONGEST + on_way
             assert self.books[0].prefixes.num_pieces(engine, self.now_s) <= most
 
     def _book(self, worker: int) -> EngineBook:

@@ -50,6 +50,13 @@ def streamed(balancer: Balancer, text: str = "hello") -> RoutedCall:
     return balancer.read(chat(text, stream=True))
 
 
+def serve(balancer: Balancer, upstream: Upstream, text: str) -> None:
+    """A call whose reply has begun."""
+    call = streamed(balancer, text)
+    with balancer.sending(upstream, call):
+        call.usage.feed(b"data: x\n\n")
+
+
 def test_the_engine_with_the_fewest_calls_in_flight_comes_first(book: int) -> None:
     balancer = worker(book)
     call = streamed(balancer)
@@ -173,8 +180,7 @@ def test_workers_know_of_each_others_calls_until_one_is_replaced(book: int) -> N
 def test_a_prompt_goes_where_any_worker_sent_its_beginning(book: int) -> None:
     first, second = worker(book, router="cost"), worker(book, 1, "cost")
     text = "x" * 40_000
-    with first.sending(TWO, streamed(first, text)):
-        pass
+    serve(first, TWO, text)
     assert second.candidates(streamed(second, text + "?"), now_s=1e9)[0] is TWO
     assert second.candidates(streamed(second, "y" * 40_000), now_s=1e9)[0] is ONE
 
@@ -182,8 +188,7 @@ def test_a_prompt_goes_where_any_worker_sent_its_beginning(book: int) -> None:
 def test_an_engine_that_started_anew_holds_nothing(book: int) -> None:
     balancer = worker(book, router="cost")
     text = "x" * 40_000
-    with balancer.sending(TWO, streamed(balancer, text)):
-        pass
+    serve(balancer, TWO, text)
     again = Upstream("two", "http://h:2", started=1)
     balancer.replace([ONE, again], "cost")
     assert balancer.candidates(streamed(balancer, text), now_s=1e9)[0] is ONE
@@ -281,8 +286,7 @@ def test_a_daemon_that_does_not_know_yet_when_engines_began_forgets_no_prompt(bo
     began = replace(TWO, started=7)
     balancer.replace([ONE, began], "cost")
     text = "x" * 40_000
-    with balancer.sending(began, streamed(balancer, text)):
-        pass
+    serve(balancer, began, text)
     for started in (0, 7):
         balancer.replace([ONE, replace(TWO, started=started)], "cost")
         assert balancer.candidates(streamed(balancer, text), now_s=1e9)[0] == TWO
@@ -374,8 +378,7 @@ def test_a_long_text_is_no_medium() -> None:
 def test_an_engine_goes_by_its_name_whether_reached_itself_or_through_its_agent(book: int) -> None:
     balancer = worker(book, router="cost")
     body = chat("x" * 9_000, stream=True)
-    with balancer.sending(ONE, balancer.read(body)):
-        pass
+    serve(balancer, ONE, "x" * 9_000)
     balancer.replace([replace(ONE, models=("m",)), TWO], "cost")
 
     balancer.replace([replace(ONE, url="https://agent:1", models=None), TWO], "cost")
@@ -401,8 +404,7 @@ def test_a_call_that_outlives_its_engine_teaches_nothing_of_the_next(book: int) 
         late.usage.prompt_tokens, late.usage.cached_tokens = 10_000, 0
         late.usage.output_tokens = 9
         balancer.replace([replace(ONE, started=2)], "cost")
-        with balancer.sending(balancer.upstreams[0], balancer.read(body)):
-            pass
+        serve(balancer, balancer.upstreams[0], "x" * 40_000)
         before = balancer.figures()[0].num_pieces
         answers = shared.book.answer_tokens
     assert before == 39
@@ -419,3 +421,24 @@ def test_columns_that_were_never_used_are_taken_before_those_of_engines_that_lef
 
     assert after["b"] == before["b"]
     assert after["c"] not in before.values()
+
+
+@pytest.mark.parametrize("others", [{"echo": True}, {"prompt_logprobs": 0}])
+def test_a_prompt_whose_tokens_are_asked_for_tells_nothing_of_the_cache(
+    book: int, others: dict[str, object]
+) -> None:
+    balancer = worker(book, router="cost")
+    bodies = [chat("x" * 40_000, stream=True, **more) for more in ({}, others, others)]
+    for number, body in enumerate(bodies):
+        call = balancer.read(body)
+        with balancer.sending(ONE, call):
+            call.usage.feed(b"data: x\n\n")
+            call.usage.prompt_tokens, call.usage.output_tokens = 10_000, 9
+            call.usage.cached_tokens = 0
+        assert read_prompt(body).tells_of_cache == (number == 0)
+
+    now_s = time.monotonic() + 1_000
+    assert balancer.candidates(balancer.read(bodies[0]), now_s=now_s)[0] is ONE
+    assert (
+        balancer.read(bodies[0]).call.keys.tolist() == balancer.read(bodies[1]).call.keys.tolist()
+    )

@@ -81,10 +81,10 @@ def test_each_replica_has_ports_of_its_own_and_what_its_engine_needs(tmp_path: P
     specs = specs_of(tmp_path, path)
 
     documents = [json.loads(spec.config) for spec in specs]
-    assert [spec.port for spec in specs] == [8100, 8101, 8102]
+    assert [spec.port for spec in specs] == [8100, 8102, 8104]
     assert [each["engines"] for each in documents] == [
-        [{"name": f"fleet-{n}", "port": 8103 + n, "command": ["serve", f"--port={8103 + n}"]}]
-        for n in range(3)
+        [{"name": f"fleet-{n}", "port": port, "command": ["serve", f"--port={port}"]}]
+        for n, port in enumerate((8101, 8103, 8105))
     ]
     assert {key for each in documents for key in each} == {"engines", "policy"}
     for spec in specs:
@@ -100,6 +100,37 @@ def test_settings_that_change_make_another_replica(tmp_path: Path) -> None:
     assert [spec.digest for spec in before] == [spec.digest for spec in same]
     assert not {spec.digest for spec in before} & {spec.digest for spec in after}
     assert len({spec.digest for spec in before}) == 3
+
+
+def test_a_fleet_that_may_be_larger_has_the_replicas_that_it_had(tmp_path: Path) -> None:
+    before = specs_of(tmp_path, write(tmp_path, FLEET))
+    larger = {**FLEET, "ray": {"replicas": {"min": 1, "max": 9}, "gpus": 1, "cpus": 4}}
+    after = specs_of(tmp_path, write(tmp_path, larger))
+
+    assert [spec.digest for spec in before] == [spec.digest for spec in after[:3]]
+
+
+async def test_a_fleet_has_the_size_that_was_asked_for_last(tmp_path: Path) -> None:
+    path = write(tmp_path, {**FLEET, "ray": {"replicas": {"min": 1, "max": 3}}})
+
+    async def target(resized: int | None, *, leads: bool = True) -> int:
+        fleets = Fleets(load_deployment(path), Home(tmp_path / "home"))
+        fleets.start((), (lambda: True) if leads else None)
+        if resized is not None:
+            fleets.resize("fleet", resized, (), 0)
+        await asyncio.sleep(0)
+        found = fleets.target("fleet")
+        await fleets.close()
+        return found
+
+    assert await target(None) == 1
+    assert await target(3) == 3
+    assert await target(None) == 3
+    assert await target(2) == 2
+    assert await target(None) == 2
+    # Another daemon leads now, and may ask for another size.
+    await target(None, leads=False)
+    assert await target(None) == 1
 
 
 def test_a_fleet_that_is_not_there_or_too_large_is_refused(tmp_path: Path) -> None:

@@ -213,6 +213,78 @@ def test_what_grew_out_of_reach_is_found_again() -> None:
     assert all(told for told, _ in foretold[-40:])
 
 
+def test_texts_with_more_bytes_a_token_than_others_are_not_taken_for_evictions() -> None:
+    """A prompt's first half has two thirds of its tokens: what is cached looks shorter than it is,
+    while all is there."""
+    book = book_of(1, EngineTraits(kv_tokens=10_000 * PIECE_TOKENS))
+    for number in range(60):
+        sent = book.sent(call(30 * PIECE_TOKENS, number % 10, 30), 0, 10.0 + number)
+        cached = 20 * PIECE_TOKENS if number >= 10 else 0
+        book.ended(sent, 10.5 + number, cached, 5)
+
+    assert book.prefixes.num_pieces(0, 75.0) == 300
+
+
+def test_a_reach_that_came_out_short_grows_with_what_is_hit() -> None:
+    book = book_of(1, EngineTraits(kv_tokens=10_000 * PIECE_TOKENS))
+
+    def ask(seed: int, now_s: float, num_cached: int) -> None:
+        sent = book.sent(call(20 * PIECE_TOKENS, seed, 20), 0, now_s)
+        book.ended(sent, now_s, num_cached * PIECE_TOKENS, 5)
+
+    for seed in range(9):
+        ask(seed, 1.0 + seed, 0)
+    # The engine's cache was emptied for once.
+    ask(0, 10.0, 0)
+    assert book.prefixes.num_pieces(0, 40.0) == 0
+    ask(1, 40.0, 20)
+    assert book.prefixes.num_held(keys(0, 20), [0], 26.0).tolist() == [20]
+
+
+def test_what_one_engine_lacks_is_proven_at_another() -> None:
+    book = book_of(2, EngineTraits(kv_tokens=60 * PIECE_TOKENS))
+    hot = call(20 * PIECE_TOKENS, 0, 20)
+    for at_s in range(1, 5):
+        book.ended(book.sent(hot, 0, at_s), at_s + 0.1, 20 * PIECE_TOKENS if at_s > 1 else 0, 5)
+    once = call(20 * PIECE_TOKENS, 1, 20)
+    for at_s in (5, 8):
+        book.ended(book.sent(once, 0, at_s), at_s + 0.1, 0, 5)
+    assert book.cached_tokens(once, [0], 20.0)[0] == 0
+    book.ended(book.sent(hot, 1, 9), 9.1, 0, 5)
+
+    assert book.cached_tokens(hot, [0], 20.0)[0] == 20 * PIECE_TOKENS - 1
+
+
+def test_a_call_that_was_never_begun_leaves_nothing_behind() -> None:
+    book = book_of(1)
+    known, new = call(20 * PIECE_TOKENS, 0, 20), call(20 * PIECE_TOKENS, 1, 20)
+    book.ended(book.sent(known, 0, 1.0), 1.5, 0, 5)
+    book.ended(book.sent(new, 0, 5.0), 5.1)
+    assert book.cached_tokens(new, [0], 6.0)[0] == 0
+    again, other = book.sent(known, 0, 7.0), book.sent(known, 0, 7.5)
+    book.ended(again, 7.6)
+    assert book.cached_tokens(known, [0], 8.0)[0] > 19 * PIECE_TOKENS
+    book.ended(other, 8.0)
+    assert book.cached_tokens(known, [0], 8.0)[0] > 19 * PIECE_TOKENS
+
+    retried = book.sent(new, 0, 9.0)
+    book.ended(retried, 9.5, 0, 5)
+    assert book.cached_tokens(known, [0], 100.0)[0] > 19 * PIECE_TOKENS
+
+
+def test_calls_that_fill_the_cache_while_they_wait_are_held_once_they_are_answered() -> None:
+    book = book_of(1, EngineTraits(kv_tokens=537 * PIECE_TOKENS))
+    first = book.sent(call(100), 0, 1.0)
+    book.ended(first, 31.0, 0, 5)
+    prompts = [call(40 * PIECE_TOKENS, seed, 40) for seed in range(60)]
+    waiting = [book.sent(each, 0, 40 + number / 10) for number, each in enumerate(prompts)]
+    for number, sent in enumerate(waiting):
+        book.ended(sent, 50.0 + number / 10, 0, 5)
+
+    held = [book.cached_tokens(each, [0], 56.0)[0] > 0 for each in prompts]
+    assert all(held[-10:])
+
+
 def test_a_prompt_that_is_being_answered_is_held() -> None:
     book = book_of(1, EngineTraits(kv_tokens=40 * PIECE_TOKENS))
     long = call(20 * PIECE_TOKENS, 0, 20)

@@ -53,6 +53,11 @@ class Leadership(NamedTuple):
             return self.term >= other.term
         return not (self.store.startswith(OWN) and other.store.startswith(OWN))
 
+    def was_succeeded_by(self, other: Leadership) -> bool:
+        """Whether the other has led since on the same database."""
+        is_shared = self.store == other.store and not self.store.startswith(OWN)
+        return is_shared and self.term < other.term
+
 
 class AgentState(Struct, frozen=True, tag="state"):
     """The agent and its engine, sent when it changes.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import ssl
 import time
@@ -55,6 +56,8 @@ HANDSHAKE_S = 10.0
 REPORT_S = 0.1
 LOG_CHECK_S = 30.0
 LOOK_S = 1.0
+LED_LASTS_S = 600.0
+"""For so long after a daemon has gone, none that led before it on its database may come back."""
 MAX_UNSENT = 4096
 """A daemon that is so many messages behind has to come again."""
 MAX_TAIL_BYTES = 1 << 20
@@ -115,6 +118,7 @@ class Agent:
         self._was_heard = settings.runs_scheduler
         self._is_draining = self._is_down = False
         self._link: _Link | None = None
+        self._led, self._led_until_s = Leadership(), 0.0
         self._state: AgentState | None = None
         self._stopped = asyncio.Event()
         self._session: aiohttp.ClientSession | None = None
@@ -319,6 +323,9 @@ class Agent:
         leadership = _leadership_of(request)
         if self._link is not None and not leadership.may_follow(self._link.leadership):
             raise web.HTTPConflict(text="it has another daemon\n")
+        if leadership.was_succeeded_by(self._led) and time.monotonic() < self._led_until_s:
+            raise web.HTTPConflict(text="another daemon has led since\n")
+        self._led, self._led_until_s = leadership, math.inf
         socket = web.WebSocketResponse(
             heartbeat=messages.HEARTBEAT_S, max_msg_size=messages.MAX_FRAME_BYTES, compress=False
         )
@@ -341,7 +348,7 @@ class Agent:
         finally:
             writing.cancel()
             if self._link is link:
-                self._link = None
+                self._link, self._led_until_s = None, time.monotonic() + LED_LASTS_S
                 self._rows.part()
             log.info("the daemon at %s has gone", request.remote)
         return socket

@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import partial
@@ -26,6 +27,7 @@ from batchrun.errors import (
     EngineError,
     NotLeadingError,
     StoreError,
+    StoreUnreachableError,
 )
 from batchrun.files import (
     StoreLock,
@@ -61,6 +63,8 @@ LOCK_WAIT_S = 5.0
 LEAD_WAIT_S = 1.0
 """A leader that was only just ended may still seem to lead for so long."""
 LOCK_CHECK_S = 1.0
+BEGAN_ANEW = "BATCHRUN_STANDS_BY_AGAIN"
+"""Set in the environment of a daemon that led and was succeeded."""
 CLEAN_STOP_S = 9.5
 SWITCH_INTERVAL_S = 0.001
 """Threads that plan or write output give the interpreter to the event loop so soon: an answer takes
@@ -82,7 +86,7 @@ def serve(reread: Callable[[], Deployment], home: Home, *, on_ready: Callable[[]
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with (
         StoreLock(home.store_lock, wait_s=LOCK_WAIT_S),
-        closing(open_for(home, deployment.store_url)) as store,
+        closing(_open(home, deployment)) as store,
     ):
         secret = {"engines": {"__all__": {"api_key"}}}
         resolved = deployment.model_dump_json(indent=2, exclude=secret)
@@ -103,10 +107,26 @@ def serve(reread: Callable[[], Deployment], home: Home, *, on_ready: Callable[[]
             home.daemon_record.unlink(missing_ok=True)
 
 
+def _open(home: Home, deployment: Deployment) -> Store:
+    """The store; a former leader waits for one that does not answer, as it did before."""
+    while True:
+        try:
+            return open_for(home, deployment.store_url)
+        except StoreUnreachableError as error:
+            if BEGAN_ANEW not in os.environ:
+                raise
+            log.error("%s", error)
+        time.sleep(LOCK_CHECK_S)
+
+
 def _leads_at_once(lock: DaemonLock) -> bool:
     try:
         lock.acquire()
     except NotLeadingError:
+        return False
+    except StoreUnreachableError:
+        if BEGAN_ANEW not in os.environ:
+            raise
         return False
     return True
 
@@ -142,6 +162,7 @@ def _held(lock: DaemonLock) -> Iterator[None]:
                 lock.check()
             except NotLeadingError as error:
                 log.critical("from now on it stands by: %s", str(error).partition(";")[0])
+                os.environ[BEGAN_ANEW] = "1"
                 os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
             except StoreError as error:
                 if trouble is None:
@@ -220,7 +241,9 @@ async def _run(
     ended = catch_signals()
     server.start(app, home)
     work = asyncio.create_task(daemon.run())
-    engines = asyncio.create_task(supervisor.run(on_ready, is_heir=is_heir))
+    engines = asyncio.create_task(
+        supervisor.run(on_ready, lambda: store.leads_surely, is_heir=is_heir)
+    )
     works = [pages.watch(), messenger.run(), status.watch.beat(), follower.run()]
     if not store.is_sqlite:
         works.append(keys.keep_published())

@@ -16,7 +16,7 @@ import secrets
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 
 import uvicorn
@@ -113,8 +113,9 @@ class Standby:
     async def run(self, server: LocalServer, home: Home) -> None:
         """Returns once this daemon leads. Raises EngineError when its gateway cannot start."""
         server.start(make_app(self, server), home)
-        leader = await asyncio.to_thread(jobs.read_leader, self.store)
-        log.info("stands by; %s leads (term %d)", leader.name, leader.term)
+        with suppress(StoreError):
+            leader = await asyncio.to_thread(jobs.read_leader, self.store)
+            log.info("stands by; %s leads (term %d)", leader.name, leader.term)
         works = self.supervisor.stand_by(), self.keys.keep_published()
         tasks = [asyncio.create_task(each) for each in works]
         try:

@@ -310,7 +310,7 @@ class Balancer:
         if late is not None and routed.slo is not None:
             late.sent(sent, routed.slo)
         usage.on_begin = partial(self._began, upstream, sent, late)
-        number, life = self._note(routed, sent, engine.digest), self._shared.life_of(engine.column)
+        number = self._note(routed, sent, engine.digest)
         if not routed.text.is_stream:
             # Nobody sees when the first token of such a call comes.
             loop, due_s = asyncio.get_running_loop(), wait_s + sent.prefill_s
@@ -324,8 +324,7 @@ class Balancer:
                 late.left(sent)
             if routed.text.num_bytes:
                 self._shared.ejections.left(engine.column, num_ejected, usage.now_s())
-            is_same = self._shared.life_of(sent.engine) == life
-            self._ended(sent, routed, number, is_same=is_same)
+            self._ended(sent, routed, number)
 
     def _began(self, upstream: Upstream, sent: Sent, late: LateCalls | None, now_s: float) -> None:
         self.answered(upstream)
@@ -391,8 +390,7 @@ class Balancer:
         }
         return names, decisions, figures_of(decisions, names, pieces)
 
-    def _ended(self, sent: Sent, routed: RoutedCall, number: int, *, is_same: bool) -> None:
-        """`is_same`: the engine has not been started anew, nor is its column another's."""
+    def _ended(self, sent: Sent, routed: RoutedCall, number: int) -> None:
         usage = routed.usage
         cached, prompt = usage.cached_tokens, usage.prompt_tokens or math.nan
         self._shared.ring.ended(
@@ -402,7 +400,9 @@ class Balancer:
             usage.output_tokens or max(0, usage.num_events - 1),
             usage.now_s(),
         )
-        is_told = is_same and usage.output_tokens > 0
+        is_told = usage.output_tokens > 0
+        if not routed.text.tells_of_cache:
+            cached = None
         if cached is not None and usage.prompt_tokens:
             # The router counts in tokens of this worker's measure.
             cached = round(cached * routed.call.prompt_tokens / usage.prompt_tokens)

@@ -41,6 +41,8 @@ class _Body(Struct):
     prompt: Part = UNSET
     input: Part = UNSET
     stream: object = False
+    echo: object = False
+    prompt_logprobs: object = None
 
 
 _DECODER = msgspec.json.Decoder(_Body)
@@ -48,14 +50,16 @@ _DECODER = msgspec.json.Decoder(_Body)
 
 class PromptText(NamedTuple):
     """The bytes of a body's prompt, a key for each full piece of the first 128 KiB, which holds all
-    text before it, whether the reply is to come as a stream, the model that is asked for, and
-    whether there are images or sounds in it."""
+    text before it, whether the reply is to come as a stream, the model that is asked for, whether
+    there are images or sounds in it, and whether the reply tells of the cache: engines compute a
+    prompt anew whose own tokens are asked for, and of media nobody knows the tokens."""
 
     num_bytes: int = 0
     keys: KeyArray = NO_KEYS
     is_stream: bool = False
     model: str | None = None
     has_media: bool = False
+    tells_of_cache: bool = True
 
 
 def read_prompt(body: bytes) -> PromptText:
@@ -78,7 +82,10 @@ def read_prompt(body: bytes) -> PromptText:
         key = xxhash.xxh3_64_intdigest(text[start : start + PIECE_BYTES], key)
         keys.append(key)
     is_stream = found.stream is True
-    return PromptText(num_bytes, np.array(keys, np.uint64), is_stream, model, has_media)
+    tells_of_cache = not (has_media or found.echo or found.prompt_logprobs is not None)
+    return PromptText(
+        num_bytes, np.array(keys, np.uint64), is_stream, model, has_media, tells_of_cache
+    )
 
 
 def _stand_in(medium: re.Match[bytes]) -> bytes:
