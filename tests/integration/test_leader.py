@@ -172,3 +172,21 @@ def test_a_leader_whose_connections_are_cut_leads_again_or_stands_by(pair: Pair)
     assert len({each["term"] for each in roles}) == 1
     second.wait_until_ended(job)
     check_account(first, job, [outage])
+
+
+@pytest.mark.nightly
+def test_a_database_that_comes_and_goes_ends_neither_daemon(
+    pair: Pair, postgres: PostgresServer
+) -> None:
+    pair.start()
+    rigs = (pair.first, pair.second)
+    pids = [rig.pid_of("daemon") for rig in rigs]
+
+    for up_s in (0.2, 1.0, 1.5, 2.0):
+        postgres.stop("immediate")
+        time.sleep(1.5)
+        postgres.start()
+        time.sleep(up_s)
+
+    wait_until(lambda: sorted(str(role(rig)["role"]) for rig in rigs) == ["leader", "standby"])
+    assert [rig.pid_of("daemon") for rig in rigs] == pids
