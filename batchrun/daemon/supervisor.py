@@ -143,9 +143,8 @@ class Supervisor:
     async def run(
         self, on_ready: Callable[[], None], leads: Callable[[], bool], *, is_heir: bool
     ) -> None:
-        """Bring up the gateway, then all engines at once, and keep each up however long the others
-        start, until cancelled. `on_ready` is called once, when an engine is ready; fleets are
-        changed only while this daemon surely `leads`.
+        """Bring up the gateway, then all engines at once, and keep each up until cancelled, fleets
+        while it surely `leads`. `on_ready` is called once, when an engine is ready.
 
         Raises EngineError when the gateway or no engine can start; an heir looks for them for ever.
         """

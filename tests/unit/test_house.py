@@ -25,13 +25,13 @@ promise (2), calls that would be late (1), progress of engines, what requests ma
 figures for Prometheus (3), who hears of a job's end, uploads on the page, bounds of keys, silent
 parts, decisions that are explained (12), what callers feel, fleets that Ray places (4), and
 whose number follows the calls (3), an engine apart from the way to its agent (1)."""
-MAX_LINES = 59_900
-"""21,500 more for these, for groups by key portion and rows over engines by speed, several models,
+MAX_LINES = 60_200
+"""21,800 more for these, for groups by key portion and rows over engines by speed, several models,
 a planner that sizes on several draws, bounds on what callers and engines send and hold, and
 daemons that stand by, deployments that calls at once share, processes that watch their parents,
 turns for images, places in a cache of data sets, what is cached of waiting calls, answers by class,
 agents that have no engine, rows by the content that they were made from, renewed certificates,
-fleets that follow their calls."""
+fleets that follow their calls, how far back caches reach, settings that reach a fleet one by one."""
 MAX_SHORT_FILES = 25
 SHORT_LINES = 80
 LONGEST_LINES = 500
