@@ -31,7 +31,7 @@ a planner that sizes on several draws, bounds on what callers and engines send a
 daemons that stand by, deployments that calls at once share, processes that watch their parents,
 turns for images, places in a cache of data sets, what is cached of waiting calls, answers by class,
 agents that have no engine, rows by the content that they were made from, renewed certificates,
-fleets that follow their calls, how far back caches reach, settings that reach a fleet one by one."""
+fleets that follow their calls, how far back caches reach, settings that reach fleets in turn."""
 MAX_SHORT_FILES = 25
 SHORT_LINES = 80
 LONGEST_LINES = 500
