@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -67,6 +68,8 @@ def _checked_choice(name: str, info: ValidationInfo) -> str:
 
 Choice = Annotated[str, AfterValidator(_checked_choice)]
 Listen = Annotated[str, BeforeValidator(checked_listen)]
+ANY_HOST = ("0.0.0.0", "[::]")
+"""Listened on, all addresses of a machine."""
 ClassName = Annotated[Name, AfterValidator(_checked_class_name)]
 Age = Annotated[str, AfterValidator(checked_age)]
 CompletionWindow = Annotated[str, AfterValidator(checked_duration)]
@@ -221,12 +224,13 @@ class DeploymentFile(Strict):
     `policy` is that of batchrun's own scheduler in the engines that it starts; `vllm`: they run
     vLLM's scheduler, with its priorities. `online_queue`, `larry_alpha`, `eviction`, `reserve`,
     `forecast_rule` and `online_cost` are settings of that scheduler: `docs/scheduler.md` has their
-    names.
+    names. `gateway_url` is where other machines reach the gateway, if not at `listen`.
     """
 
     model: str = TINY_MODEL
     served_model_name: str | None = None
     listen: Listen = "127.0.0.1:8000"
+    gateway_url: Url | None = None
     gateway_workers: Annotated[int, Field(ge=1, le=64)] = 1
     router: Choice = "cost"
     late_calls: Literal["serve", "refuse"] = "serve"
@@ -296,6 +300,20 @@ class Deployment(DeploymentFile):
 
     base: Path
     file: Path | None = None
+
+    @property
+    def gateway_for_others(self) -> str:
+        """The gateway's base URL for other machines."""
+        if self.gateway_url is not None:
+            return self.gateway_url.rstrip("/")
+        host, port = self.listen.rsplit(":", 1)
+        return f"http://{socket.gethostname() if host in ANY_HOST else host}:{port}"
+
+    def first_model_of(self, config: EngineConfig) -> str | None:
+        """What a vLLM of ours lists first; None where its arguments or others decide that."""
+        is_from_model = config.is_vllm or (config.ray is not None and config.command is None)
+        is_renamed = any(arg.startswith("--served-model-name") for arg in config.vllm_args)
+        return self.for_engine(config).model_name if is_from_model and not is_renamed else None
 
     def for_engine(self, config: EngineConfig) -> Deployment:
         """The deployment as this engine has it, with the engine's own model where it names one."""

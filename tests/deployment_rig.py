@@ -184,7 +184,8 @@ class DeploymentRig:
 
     def openai(self, **options: Any) -> OpenAI:
         """The ordinary client of this deployment. Close it."""
-        return OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="unused", **options)
+        options = {"api_key": "unused", **options}
+        return OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", **options)
 
     def executions(self) -> list[dict[str, Any]]:
         """Every execution that the fake engine (or the counting proxy) began."""

@@ -83,6 +83,7 @@ class Daemon:
     kept_in: Sequence[Path] = ()
     timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
     name: str = ""
+    gateway: str = ""
     active: dict[int, ActiveJob] = field(default_factory=dict)
     stages: dict[str, Stage] = field(default_factory=dict)
     writer: ResultWriter = field(init=False)
@@ -114,7 +115,9 @@ class Daemon:
         self.end = JobEnd(
             self.store, self.writer, self.links, self.stages, self._pause_for, self.files
         )
-        epoch = jobs.begin_epoch(self.store, pid=os.getpid(), now_s=time.time(), name=self.name)
+        epoch = jobs.begin_epoch(
+            self.store, pid=os.getpid(), now_s=time.time(), name=self.name, gateway=self.gateway
+        )
         for slot in self.slots:
             if slot.agent is not None:
                 where = f"{OWN}{here()} " if self.store.is_sqlite else ""

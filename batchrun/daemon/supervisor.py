@@ -97,6 +97,8 @@ class Supervisor:
         }
         self._slo = deployment.slo.model_dump() if isinstance(deployment.slo, SloConfig) else None
         self.gateway_url = f"http://{deployment.listen}"
+        self.leader_gateway: str | None = None
+        """Of the daemon that leads, while this one stands by."""
         self.gateway_restarts = Counter({"stuck": 0, "ended": 0})
         """Since the daemon's start, by why."""
 
@@ -115,7 +117,7 @@ class Supervisor:
         load = RowLoad(1.0 if prices is None else speed_of(prices))
         is_alone = sum(len(each.replica_names) for each in deployment.engines) == 1
         models = () if is_alone else None
-        expected_model = None if is_alone else _expected_model(deployment, config)
+        expected_model = None if is_alone else deployment.first_model_of(config)
         if isinstance(engine, AgentEngine):
             return Slot(
                 engine,
@@ -325,7 +327,7 @@ class Supervisor:
         timeouts = self._deployment.timeouts.model_dump(include=CALL_TIMEOUTS)
         document = {
             "engines": engines,
-            "daemon": self._daemon,
+            "daemon": {**self._daemon, "leader_gateway": self.leader_gateway},
             "slo": self._slo,
             "slo_classes": self._slo_classes,
             "image_hosts": self._deployment.image_hosts,
@@ -356,13 +358,6 @@ def _address_of(engine: Engine) -> dict[str, object]:
     certificate = None if address.certificate is None else str(address.certificate)
     secured = {"secret_file": str(address.secret_file), "certificate": certificate}
     return {"url": engine.client.base_url, "api_key": None, **secured}
-
-
-def _expected_model(deployment: Deployment, config: EngineConfig) -> str | None:
-    """What a vLLM of ours lists first; None where its arguments or others decide that."""
-    is_from_model = config.is_vllm or (config.ray is not None and config.command is None)
-    is_renamed = any(arg.startswith("--served-model-name") for arg in config.vllm_args)
-    return deployment.for_engine(config).model_name if is_from_model and not is_renamed else None
 
 
 async def _ask_for_models(slot: Slot) -> None:

@@ -76,7 +76,7 @@ OPEN = [str(state) for state in JobState if not state.is_terminal]
 """Found by their index, of which `not in` makes no use."""
 ID_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 ID_LENGTH = 10
-LEADER_SETTING = "leader"
+LEADER_SETTING, LEADER_GATEWAY_SETTING = "leader", "leader gateway"
 ENDED_PREFIX = "ended:"
 """With it and a job's id begins the key of the setting that stands until its end was told."""
 BATCH_PREFIX = "batch_"
@@ -353,23 +353,27 @@ def find_newest(store: Store, content_hash: str) -> JobRecord | None:
 
 @dataclass(frozen=True, slots=True)
 class Leader:
-    """The daemon that leads on the store, or led last, and since which epoch; 0: none ever did."""
+    """The daemon that leads on the store, or led last, since which epoch (0: none ever did), and
+    where others reach its gateway."""
 
     name: str
     term: int
+    gateway: str = ""
 
 
-def begin_epoch(store: Store, *, pid: int, now_s: float, name: str = "") -> int:
-    """Record the start of a daemon of this name; returns its epoch, larger than every earlier one.
+def begin_epoch(store: Store, *, pid: int, now_s: float, name: str = "", gateway: str = "") -> int:
+    """Record the start of a daemon of this name, whose gateway others reach at this URL; returns
+    its epoch, larger than every earlier one.
 
     It is the term in which `store` may write from now on.
     """
     with store.write() as connection:
         added = connection.execute(insert(epochs).values(started_at=now_s, pid=pid))
-        upsert(connection, settings, {"key": LEADER_SETTING}, {"value": json.dumps(name)})
-        key = added.inserted_primary_key
-        assert key is not None
-    store.term = int(key[0])
+        told = {LEADER_SETTING: name, LEADER_GATEWAY_SETTING: gateway}
+        for key, value in told.items():
+            upsert(connection, settings, {"key": key}, {"value": json.dumps(value)})
+        (epoch,) = added.inserted_primary_key or (0,)
+    store.term = int(epoch)
     return store.term
 
 
@@ -377,9 +381,12 @@ def read_leader(store: Store) -> Leader:
     """Who leads, as far as the store knows."""
     with store.read() as connection:
         term = connection.execute(select(func.coalesce(func.max(epochs.c.epoch), 0))).scalar_one()
-        name = select(settings.c.value).where(settings.c.key == LEADER_SETTING)
-        found = connection.execute(name).scalar()
-    return Leader("" if found is None else json.loads(found), int(term))
+        wanted = settings.c.key.in_([LEADER_SETTING, LEADER_GATEWAY_SETTING])
+        found = {
+            row.key: json.loads(row.value)
+            for row in connection.execute(select(settings).where(wanted))
+        }
+    return Leader(found.get(LEADER_SETTING, ""), int(term), found.get(LEADER_GATEWAY_SETTING, ""))
 
 
 def read_setting(store: Store, key: str, default: object) -> object:

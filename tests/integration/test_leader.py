@@ -23,6 +23,7 @@ from kill_rig import (
     wait_for_rows,
     wait_until,
 )
+from openai import AuthenticationError, NotFoundError, OpenAIError
 from postgres_server import END_LOCK_SESSION, PostgresServer
 from store_builders import select
 
@@ -89,6 +90,37 @@ def test_a_standby_says_who_leads_and_takes_no_commands(pair: Pair) -> None:
         with urllib.request.urlopen(f"http://127.0.0.1:{rig.port}/metrics") as page:
             lines = page.read().decode().splitlines()
         assert {f"batchrun_daemon_leads {leads}", "batchrun_daemon_term 1.0"} <= set(lines)
+
+
+def test_any_gateway_answers_everything(pair: Pair) -> None:
+    pair.start()
+    first, second = pair.first, pair.second
+    key = first.ask("keys", "create", "k")["key"]
+    line: dict[str, object] = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}
+    line |= {"body": {"model": "fake", "prompt": "x", "max_tokens": 2}}
+
+    def works() -> bool:
+        try:
+            with second.openai(api_key=key) as client:
+                client.files.list()
+                return True
+        except OpenAIError:
+            return False
+
+    wait_until(works)
+    with second.openai(api_key=key) as client, first.openai(api_key=key) as there:
+        file = client.files.create(file=("a.jsonl", json.dumps(line).encode()), purpose="batch")
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+        )
+        wait_until(lambda: client.batches.retrieve(batch.id).status == "completed")
+        output = there.batches.retrieve(batch.id).output_file_id
+        assert output is not None
+        assert json.loads(client.files.content(output).content)["custom_id"] == "a"
+        with pytest.raises(NotFoundError):
+            client.batches.retrieve("batch_none")
+    with second.openai(api_key="wrong") as client, pytest.raises(AuthenticationError):
+        client.files.list()
 
 
 def test_a_standby_takes_over_a_job_when_the_leader_is_killed(pair: Pair) -> None:

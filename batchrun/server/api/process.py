@@ -304,6 +304,7 @@ def _daemon(
         kept_in=home.kept_rows,
         timeouts=deployment.timeouts,
         name=f"{socket.gethostname()}:{home.path}",
+        gateway=deployment.gateway_for_others,
     )
 
 

@@ -151,12 +151,14 @@ class Standby:
     async def _leads(self) -> bool:
         try:
             leads = await asyncio.to_thread(self.lock.take)
+            leader = await asyncio.to_thread(jobs.read_leader, self.store)
         except StoreError as error:
             if str(error) != self._trouble:
                 log.error("%s", error)
             self._trouble = str(error)
             return False
         self._trouble = None
+        self.supervisor.leader_gateway = leader.gateway or None
         return leads
 
 

@@ -356,6 +356,8 @@ def _is_plain_error(reply: aiohttp.ClientResponse) -> bool:
 DAEMON_ROUTES = ("/v1/files", "/v1/batches")
 DAEMON_HEAD_S = 30.0
 """A daemon that has a whole request and does not begin its answer in so long is away."""
+PASSED_ON_HEADER = "X-Batchrun-Passed-On"
+"""From one gateway to that of the daemon that leads: it goes no further."""
 PROBE_AFTER_S, PROBE_S = 1.5, 3.0
 """A call that waits asks so often whether the daemon does anything: one that answers nothing at all
 in so long is stuck."""
@@ -392,16 +394,18 @@ class DaemonCalls:
         daemon = await asyncio.to_thread(find_daemon, self._upstreams_path)
         if daemon is None:
             raise DaemonUnavailableError(AWAY)
+        is_passed_on = PASSED_ON_HEADER in request.headers
+        base_url = daemon.url if is_passed_on else daemon.leader_gateway or daemon.url
         body = BodyStream(request, idle_s=self._body_idle_s)
         try:
             first_s = self._body_idle_s if request.body_exists else 0.0
             async with (
                 asyncio.timeout(first_s + self._head_s) as limit,
-                self._watched(daemon, limit),
+                self._watched(base_url, limit),
             ):
                 reply = await self._session.request(
                     request.method,
-                    URL(daemon.url + request.rel_url.raw_path_qs, encoded=True),
+                    URL(base_url + request.rel_url.raw_path_qs, encoded=True),
                     headers=_headers(request, request_id, daemon),
                     data=self._sent(body, limit) if request.body_exists else None,
                     allow_redirects=False,
@@ -428,28 +432,28 @@ class DaemonCalls:
         limit.reschedule(loop.time() + self._head_s)
 
     @asynccontextmanager
-    async def _watched(self, daemon: DaemonAt, limit: asyncio.Timeout) -> AsyncIterator[None]:
+    async def _watched(self, base_url: str, limit: asyncio.Timeout) -> AsyncIterator[None]:
         """Within, `limit` expires as soon as the daemon is found to be stuck."""
-        watch = asyncio.create_task(self._watch(daemon, limit))
+        watch = asyncio.create_task(self._watch(base_url, limit))
         try:
             yield
         finally:
             watch.cancel()
 
-    async def _watch(self, daemon: DaemonAt, limit: asyncio.Timeout) -> None:
+    async def _watch(self, base_url: str, limit: asyncio.Timeout) -> None:
         is_alive = True
         while is_alive:
             await asyncio.sleep(PROBE_AFTER_S)
             if self._probe is None or self._probe.done():
-                self._probe = asyncio.create_task(self._is_alive(daemon))
+                self._probe = asyncio.create_task(self._is_alive(base_url))
             is_alive = await asyncio.shield(self._probe)
         limit.reschedule(asyncio.get_running_loop().time())
 
-    async def _is_alive(self, daemon: DaemonAt) -> bool:
+    async def _is_alive(self, base_url: str) -> bool:
         """Whether it answers anything: there is nothing at its root, and it says so."""
         timeout = aiohttp.ClientTimeout(total=PROBE_S)
         with suppress(aiohttp.ClientError, OSError):
-            async with self._session.get(daemon.url + "/", timeout=timeout):
+            async with self._session.get(base_url + "/", timeout=timeout):
                 return True
         return False
 
@@ -472,14 +476,18 @@ class DaemonCalls:
 def _headers(request: web.BaseRequest, request_id: str, daemon: DaemonAt) -> CIMultiDict[str]:
     """What the daemon sees of a caller's headers: nobody else can say that he is the gateway, nor
     whose key this is."""
-    sent = forwarded_headers(request, request_id, keeps_key=False)
-    for name in (GATEWAY_HEADER, CALLER_HEADER):
+    is_passed_on = PASSED_ON_HEADER in request.headers
+    goes_on = daemon.leader_gateway is not None and not is_passed_on
+    sent = forwarded_headers(request, request_id, keeps_key=goes_on)
+    for name in (GATEWAY_HEADER, CALLER_HEADER, PASSED_ON_HEADER):
         sent.popall(name, None)
+    if goes_on:
+        sent[PASSED_ON_HEADER] = "1"
     key = request[ABOUT_CALLER].key
-    if key is not None:
+    if key is not None and not goes_on:
         sent[CALLER_HEADER] = key.id
     if request.body_exists and request.content_length is not None:
         sent["Content-Length"] = str(request.content_length)
-    if daemon.gateway_key is not None:
+    if daemon.gateway_key is not None and not goes_on:
         sent[GATEWAY_HEADER] = daemon.gateway_key
     return sent

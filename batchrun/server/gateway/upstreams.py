@@ -181,10 +181,12 @@ class Upstream:
 
 @dataclass(frozen=True, slots=True)
 class DaemonAt:
-    """The daemon's base address, and what lets the gateway in there."""
+    """The daemon's base address, what lets the gateway in there, and, where that daemon stands by,
+    the gateway of the one that leads."""
 
     url: str
     gateway_key: str | None = field(default=None, repr=False)
+    leader_gateway: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
