@@ -12,6 +12,7 @@ from cli_call import Cli, cli_in
 
 from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.offline_jobs import JobShape, JobTerms, OfflineJob, job_of_shape
+from batchrun.simulator.planner import fleet
 from batchrun.simulator.planner.capacity import (
     NUM_HARDEST,
     PlannedJob,
@@ -337,3 +338,21 @@ def test_the_reference_is_a_kind_with_the_target_as_its_slo() -> None:
     kind = parse_kind("a100-8b", SloTarget(2.0, 0.1), Path())
 
     assert kind.engine.settings["slo"] == {"ttft_s": 2.0, "tpot_s": 0.1}
+
+
+def test_of_many_engines_a_part_is_simulated_and_needs_no_fewer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slo = SloTarget(ttft_s=2.0)
+    arrival_s = np.sort(np.random.default_rng(0).uniform(0, 40, 400))
+    ones = np.ones(len(arrival_s), np.int64)
+    trace = Trace.of(arrival_s, 6_000 * ones, 40 * ones)
+    whole = sized(trace, slo, most=32).num_engines
+    monkeypatch.setattr(fleet, "PART_ENGINES", 4)
+
+    part = sized(trace, slo, most=32)
+
+    assert whole is not None and part.num_engines is not None
+    assert 4 < whole <= part.num_engines <= 1.6 * whole
+    on_four, found = (part.tried_on(num)[0] for num in (4, part.num_engines))
+    assert found.num_calls < 1.5 * on_four.num_calls * 4 / part.num_engines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,13 @@ from hypothesis import strategies as st
 from batchrun.errors import ConfigError, InputError
 from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.planner.colocation import JobTokens, TokenCurve, ends_s
-from batchrun.simulator.planner.fleet import Attainment, context_tokens, smallest
+from batchrun.simulator.planner.fleet import (
+    FINE_ENGINES,
+    Attainment,
+    context_tokens,
+    sizes,
+    smallest,
+)
 from batchrun.simulator.planner.kinds import EngineKind, SloTarget, check_kinds, parse_kind
 
 SLO = SloTarget()
@@ -27,7 +34,11 @@ def test_the_search_finds_the_smallest_number_in_few_questions(known: int, most:
         asked.append(number)
         return number >= known
 
-    assert smallest(holds, most) == (known if known <= most else None)
+    tried = list(sizes(most))
+    assert tried == sorted(set(tried)) and {1, most} <= set(tried)
+    assert tried[:FINE_ENGINES] == list(range(1, most + 1))[:FINE_ENGINES]
+    assert all(after - before <= before / 16 + 1 for before, after in pairwise(tried))
+    assert smallest(holds, most) == next((num for num in tried if num >= known), None)
     assert len(asked) == len(set(asked)) <= 2 * math.ceil(math.log2(most + 1)) + 1
     assert max(asked) <= most
 
@@ -40,7 +51,8 @@ def test_what_holds_wherever_another_does_never_needs_more(some: set[int], more:
 
     assert strict is not None and lax is not None
     assert lax <= strict
-    assert strict in some | {64} and (strict == 1 or strict - 1 not in some)
+    below = [num for num in sizes(64) if num < strict]
+    assert strict in some | {64} and not set(below[-1:]) & some
 
 
 def within(numbers: set[int]) -> Callable[[int], bool]:

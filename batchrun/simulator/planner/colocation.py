@@ -27,7 +27,7 @@ from batchrun.quantities import count, duration
 from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.offline_jobs import JobTerms, OfflineJob, job_of_plan, without_rows
 from batchrun.simulator.online import Calls
-from batchrun.simulator.planner.fleet import Fleet, context_tokens
+from batchrun.simulator.planner.fleet import PART_ENGINES, Fleet, choose_part, context_tokens
 from batchrun.simulator.planner.job_forecast import HOUR_S, EngineTime, Eta, Forecast, Price
 from batchrun.simulator.planner.kinds import EngineKind, SloTarget, kind_of_profile, parse_kind
 from batchrun.simulator.records import Slo
@@ -192,22 +192,26 @@ def offline_day(
     windows: Sequence[TraceWindow],
     progress: ProgressSink | None = None,
 ) -> OfflineDay:
-    """Run every window on the fleet with the jobs, each from another offset of their order.
+    """Run every window on the fleet, or on a part of a large one, with the jobs, each from another
+    offset of their order.
 
     Calls that fit no engine are left out. Where all rows end within a window, the time until then
     counts.
     """
-    engine, num_engines = fleet.kind.engine, fleet.num_engines
-    assert num_engines is not None
+    engine = fleet.kind.engine
+    assert fleet.num_engines is not None
+    num_engines = min(fleet.num_engines, PART_ENGINES)
+    scale = fleet.num_engines / num_engines
     fits = trace.take(np.flatnonzero(trace.num_tokens <= context_tokens(engine)))
     runs: list[Simulated] = []
     num = len(windows)
     for number, window in enumerate(windows):
         if progress is not None:
             progress("windows of the day", number, len(windows))
+        calls = window.of(fits)
         plan = SimulationPlan(
             window.end_s - window.start_s,
-            window.of(fits),
+            calls.take(choose_part(len(calls), 1 / scale, number)),
             [in_window(job, number, num, engine) for job in jobs],
             num_engines,
             engine,
@@ -220,7 +224,7 @@ def offline_day(
         _computed_share([job], [run.jobs[i] for run in runs]) for i, job in enumerate(jobs)
     )
     pooled = _computed_share(jobs, [done for run in runs for done in run.jobs])
-    found = tuple(_window(w, run, pooled) for w, run in zip(windows, runs, strict=True))
+    found = tuple(_window(w, run, pooled, scale) for w, run in zip(windows, runs, strict=True))
     middles_s = [(each.start_s + each.end_s) / 2 for each in found]
     rates = [each.computed_tokens_per_s for each in found]
     return OfflineDay(found, TokenCurve.through(middles_s, rates, trace.duration_s), shares)
@@ -261,11 +265,14 @@ def _computed_share(jobs: Sequence[OfflineJob], done: Sequence[JobFigures]) -> f
     return share * sum(each.computed_tokens for each in done) / expected if expected else share
 
 
-def _window(window: TraceWindow, run: Simulated, computed_share: float) -> OfflineWindow:
+def _window(
+    window: TraceWindow, run: Simulated, computed_share: float, scale: float
+) -> OfflineWindow:
+    """`scale`: the fleet's engines over those that were simulated."""
     ends = [job.finished_at_s for job in run.jobs]
     all_done_s = max((end for end in ends if end is not None), default=math.inf)
     busy_s = min(run.duration_s, all_done_s) if None not in ends else run.duration_s
-    rate = run.offline.computed_tokens_per_s * run.duration_s / busy_s
+    rate = scale * run.offline.computed_tokens_per_s * run.duration_s / busy_s
     return OfflineWindow(
         window.start_s,
         window.end_s,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -72,12 +72,28 @@ class PeakLoad:
         burst = find_peak(judged, BURST_S)
         return int(judged.between(burst.start_s, burst.end_s).num_tokens.sum())
 
+    def part(self, share: float) -> PeakLoad:
+        """So much of its calls."""
+        chosen = choose_part(len(self.calls), share, self.draw)
+        return replace(
+            self,
+            calls=self.calls.take(chosen),
+            numbers=self.numbers[chosen],
+            num_refused=round(share * self.num_refused),
+        )
+
     def within(self, most_tokens: int) -> PeakLoad:
         """Without the calls that an engine with so long a context refuses."""
         fits = self.calls.num_tokens <= most_tokens
         num_refused = int((self.is_judged() & ~fits).sum())
         kept = self.calls.take(np.flatnonzero(fits))
         return replace(self, calls=kept, numbers=self.numbers[fits], num_refused=num_refused)
+
+
+def choose_part(num_calls: int, share: float, seed: int) -> Ints:
+    """Places of so much of the calls, chosen by chance: those of a larger share have those of a
+    smaller one among them."""
+    return np.flatnonzero(np.random.default_rng(seed).random(num_calls) < share)
 
 
 def peak_load(trace: Trace, window_s: float, slo: SloTarget, draw: int = 0) -> PeakLoad:
@@ -301,8 +317,25 @@ def alone(
     return online.ttft_p50_s, online.tpot_p50_s or 0.0
 
 
+PART_ENGINES = 16
+"""Of more engines a part is simulated, with its share of the calls: what fewer engines share varies
+more, so that a part holds no earlier than the whole."""
+FINE_ENGINES = 32
+"""Up to so many engines each number is tried; of twice as many each second one, and so on."""
+
+
+def sizes(most: int) -> Iterator[int]:
+    """The numbers of engines up to `most` that are tried, `most` among them."""
+    num, step = 1, 1
+    while num < most:
+        yield num
+        step *= 1 + (num == FINE_ENGINES * step)
+        num += step
+    yield most
+
+
 def smallest(holds: Callable[[int], bool], most: int) -> int | None:
-    """A number up to `most` that holds while the one below it, if any, does not; None: `most` does
+    """A number of `sizes` that holds while the one below it, if any, does not; None: `most` does
     not. By doubling, then bisection: a question that holds wherever another does is asked along the
     same path until they differ, so its answer is never larger, whatever gaps the answers have.
     """
@@ -311,7 +344,8 @@ def smallest(holds: Callable[[int], bool], most: int) -> int | None:
         if high >= most:
             return None
         low, high = high, min(2 * high, most)
-    return bisect_left(range(high), True, low + 1, key=holds)
+    between = [num for num in sizes(high) if num > low]
+    return between[bisect_left(between[:-1], True, key=holds)]
 
 
 MAX_ENGINES = 1024
@@ -374,8 +408,12 @@ class _Trials:
 
         key = num_engines, load.draw
         if key not in self.done:
-            fitting = load.within(context_tokens(self.kind.engine))
-            self.done[key] = attainment(fitting, self.kind, num_engines, self.slo, jobs, report)
+            asked, part = load.within(context_tokens(self.kind.engine)), num_engines
+            if num_engines > PART_ENGINES:
+                part = PART_ENGINES
+                asked = asked.part(part / num_engines)
+            found = attainment(asked, self.kind, part, self.slo, jobs, report)
+            self.done[key] = replace(found, num_engines=num_engines)
         return self.done[key]
 
     def first_to_hold(
@@ -435,7 +473,7 @@ def size_fleet(
             asked.append(load)
     trials = _Trials(kind, slo, progress)
     given = smallest(lambda num: trials.of(loads[0], num).holds(slo), most_engines)
-    nums = range(given or 1, most_engines + 1)
+    nums = [num for num in sizes(most_engines) if num >= (given or 1)]
     num = given and trials.first_to_hold(nums, asked, enough(given))
     return Fleet(kind, num, trials.attainments(), infeasible, given, num, len(asked))
 
