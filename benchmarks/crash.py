@@ -5,8 +5,9 @@
 
 Real daemons, gateways, engines and commands are killed at random instants and inside commits and
 renames (`kills`), a real vLLM too (`vllm`), engines with their agents (`agents`), in `--lanes`
-deployments at once. With `--events` nothing is killed: what else may happen is in crash_events.py,
-on SQLite and PostgreSQL by turns.
+deployments at once; and, only when asked for, two real vLLMs with agents beside calls (`fleet`).
+With `--events` nothing is killed: what else may happen is in crash_events.py, on SQLite and
+PostgreSQL by turns.
 After each, every promise of `docs/reliability.md` is checked. Exits 1 when one was broken, and then
 keeps the folder, which is in TMPDIR: a disk, not memory. The faults of the same page:
 tests/integration/test_crash.py
@@ -14,6 +15,7 @@ tests/integration/test_crash.py
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import signal
@@ -51,6 +53,7 @@ from benchmarks.crash_events import (
     plan_events,
     records_of,
 )
+from benchmarks.crash_fleet import FLEET_KILLS, FLEET_TARGETS, FleetEpisode, fleet_bars
 from benchmarks.crash_rig import (
     DURING_COMMIT,
     END_WAIT_S,
@@ -69,6 +72,7 @@ from benchmarks.deployment import answers, wait_until
 from benchmarks.records import Bar, Record, finish, parser, write_records
 
 PARTS = ("kills", "vllm", "agents")
+FLEET = "fleet"
 VLLM_TARGETS = ("engine", "daemon", "engine", "all", "engine", "engine")
 KILLS_PER_DEPLOYMENT = 30
 EVENTS_PER_DEPLOYMENT = 10
@@ -291,14 +295,17 @@ class VllmEpisode(KillEpisode):
 def main() -> int:
     """Run what was asked for, print and save. Exits 1 when a promise was broken or a bar missed."""
     made = parser(__doc__, seed=1, kills=300, lanes=2, events=0)
-    made.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART")
+    parts = (*PARTS, FLEET)
+    made.add_argument("--only", nargs="+", choices=parts, default=PARTS, metavar="PART")
     made.add_argument("--targets", nargs="+", choices=[name for _, name in EVENTS], default=None)
     made.add_argument("--store", choices=("sqlite", "postgresql", "both"), default="both")
     options = made.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="crash-"))
     began_s = time.monotonic()
     with ExitStack() as exits:
-        pool = exits.enter_context(ThreadPoolExecutor(options.lanes))
+        # Two real engines have all cores.
+        num_lanes = 1 if FLEET in options.only else options.lanes
+        pool = exits.enter_context(ThreadPoolExecutor(num_lanes))
         if options.events:
             planned = event_plans(options.events, options.seed, options.targets)
             stores = _stores(options.store, len(planned), exits)
@@ -339,10 +346,13 @@ def bars(records: Sequence[Record]) -> Iterator[Bar]:
     again = num_executions - num_rows
     yield Bar("executions beyond one a row", again, num_explained, is_most=True)
     yield Bar("broken promises", num_problems, 0, is_most=True)
-    vllm = kills.filter(is_vllm=True)
+    vllm = kills.filter(deployment="vllm")
     if len(vllm):
         real = len(vllm.filter(pl.col("target") != "daemon"))
         yield Bar("kills of a real vLLM", real, MIN_VLLM_KILLS)
+    fleets = [each for each in records if "num_calls" in each]
+    if fleets:
+        yield from fleet_bars(fleets)
 
 
 def event_plans(num_events: int, seed: int, targets: Sequence[str] | None) -> list[EventPlan]:
@@ -390,12 +400,9 @@ def _plans(only: Sequence[str], num_kills: int, seed: int) -> Iterator[Plan]:
         yield "vllm", random.Random(seed), VLLM_TARGETS
         num_kills = max(1, num_kills - len(VLLM_TARGETS))
     if "agents" in only:
-        rng = random.Random(f"{seed}/agents")
-        num_agent_kills = min(num_kills, AGENT_KILLS)
-        times = -(-num_agent_kills // len(AGENT_TARGETS))
-        order = rng.sample(AGENT_TARGETS * times, num_agent_kills)
-        for index in range(0, num_agent_kills, KILLS_PER_DEPLOYMENT):
-            yield f"agents {index}", rng, order[index : index + KILLS_PER_DEPLOYMENT]
+        yield from _in_turns("agents", AGENT_TARGETS, min(num_kills, AGENT_KILLS), seed)
+    if FLEET in only:
+        yield from _in_turns(FLEET, FLEET_TARGETS, min(num_kills, FLEET_KILLS), seed)
     if "kills" in only:
         targets = plan_targets(random.Random(seed), num_kills)
         num_deployments = max(1, round(num_kills / KILLS_PER_DEPLOYMENT))
@@ -404,16 +411,34 @@ def _plans(only: Sequence[str], num_kills: int, seed: int) -> Iterator[Plan]:
             yield f"deployment {index}", rng, targets[index::num_deployments]
 
 
+def _in_turns(part: str, targets: Sequence[str], num_kills: int, seed: int) -> Iterator[Plan]:
+    """Deployments in which each of the targets is killed about as often, in a random order."""
+    rng = random.Random(f"{seed}/{part}")
+    times = -(-num_kills // len(targets))
+    order = rng.sample([*targets] * times, num_kills)
+    for index in range(0, num_kills, KILLS_PER_DEPLOYMENT):
+        yield f"{part} {index}", rng, order[index : index + KILLS_PER_DEPLOYMENT]
+
+
+def _episode(folder: Path, plan: Plan) -> KillEpisode | FleetEpisode:
+    """Calls of every second fleet go through its agents."""
+    name, rng, targets = plan
+    where, (part, *number) = folder / name.replace(" ", "-"), name.split()
+    if part == FLEET:
+        is_apart = int(number[0]) // KILLS_PER_DEPLOYMENT % 2 == 0 and os.getuid() == 0
+        return FleetEpisode(where, rng, targets, is_apart=is_apart)
+    kinds = {"vllm": VllmEpisode, "agents": AgentEpisode}
+    return kinds.get(part, KillEpisode)(where, rng, targets)
+
+
 def _run(folder: Path, plan: Plan) -> list[Record]:
     """A record for each kill, and one for the deployment that lived through them."""
-    name, rng, targets = plan
-    kinds = {"vllm": VllmEpisode, "agents": AgentEpisode}
-    kind = kinds.get(name.split()[0], KillEpisode)
-    episode = kind(folder / name.replace(" ", "-"), rng, targets)
+    name, episode = plan[0], _episode(folder, plan)
     episode.run()
     problems, num_rows = episode.problems, len(episode.commits)
     print(f"{name}: {len(episode.kills)} kills, {num_rows} rows", *problems[:5], flush=True)
-    which = {"deployment": name, "is_vllm": name == "vllm"}
+    is_vllm = name == "vllm" or isinstance(episode, FleetEpisode)
+    which = {"deployment": name, "is_vllm": is_vllm}
     kills: list[Record] = [{"kind": "kill", **which, **asdict(kill)} for kill in episode.kills]
     deployment: Record = {
         "kind": "deployment",
@@ -426,6 +451,7 @@ def _run(folder: Path, plan: Plan) -> list[Record]:
         "num_status_looks": episode.num_looks,
         "num_problems": len(problems),
         "problems": "; ".join(problems[:5]),
+        **(episode.figures if isinstance(episode, FleetEpisode) else {}),
     }
     return [*kills, deployment]
 

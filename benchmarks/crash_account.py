@@ -32,8 +32,8 @@ ROW = ["job", "row"]
 LEFTOVERS = ("*.part", "*.tmp")
 UNCUT = frozenset({"gateway", "gateway worker", "submit", "results", "guard"})
 """Kills that end no execution, nor its reply."""
-ENGINE_ENDS = frozenset({"engine", "agent"})
-"""Kills that end an engine."""
+ENGINE_ENDS = frozenset({"engine", "agent", "vllm", "core"})
+"""Kills that end an engine, be it named behind this or not."""
 
 
 @dataclass(slots=True)
@@ -59,6 +59,11 @@ class Kill:
     def cuts(self) -> bool:
         """Whether it ends executions, or their replies."""
         return self.target not in UNCUT
+
+    @property
+    def ends_engine(self) -> bool:
+        """Whether it ends what runs on one engine."""
+        return self.target.split()[0] in ENGINE_ENDS
 
 
 def read_jobs(deployment: Deployment) -> list[JobRecord]:
@@ -97,7 +102,7 @@ def measure_reach(
     begun = executions.join(commits, on=ROW, how="left")
     cut_at = 0.0
     for kill in kills:
-        until = kill.at if not kill.cuts else kill.ended_at if kill.target == "engine" else None
+        until = kill.at if not kill.cuts else kill.ended_at if kill.ends_engine else None
         epoch = begun.filter(at <= kill.at)["epoch"].max()
         sent = begun.filter(
             pl.col("epoch") == (epoch or 0),
@@ -127,8 +132,8 @@ def check_executions(
         if kills is not None:
             end = committed_at or 0.0
             again = last if num_epochs > 1 else first
-            cuts = [k.target for k in kills if k.cuts and _reaches(k, first, again, end)]
-            num_ends = sum(target in ENGINE_ENDS for target in cuts)
+            cuts = [k for k in kills if k.cuts and _reaches(k, first, again, end)]
+            num_ends = sum(kill.ends_engine for kill in cuts)
             if num_runs - 1 > len(cuts) or num_runs - num_epochs > num_ends:
                 yield f"{job}, row {row}: ran {num_runs} times, cut {len(cuts)} times"
     num_extra = len(executions) - len(runs)
@@ -139,7 +144,7 @@ def check_executions(
 def _reaches(kill: Kill, first: float, again: float, end: float) -> bool:
     """Whether a kill may have cut what ran from `first` to `end`. What a dead daemon had sent may
     begin after its successor was started: then that one sent it `again` after the kill."""
-    began = first <= kill.ended_at or (kill.target not in ENGINE_ENDS and first != again >= kill.at)
+    began = first <= kill.ended_at or (not kill.ends_engine and first != again >= kill.at)
     return began and kill.at <= end
 
 

@@ -280,11 +280,13 @@ class Deployment:
         raise FileNotFoundError("the gateway has no book of engines open")
 
     def find_orphans(self) -> list[int]:
-        """Processes that batchrun started for this home and that still run."""
+        """Processes that batchrun started for this home and that still run; engines know nothing of
+        it, but were started in the folder."""
         found = []
-        for process in psutil.process_iter(["environ"]):
+        for process in psutil.process_iter(["environ", "cwd"]):
             environ = process.info["environ"] or {}
-            is_ours = environ.get("BATCHRUN_HOME") == str(self.home.path)
+            is_of_home = environ.get("BATCHRUN_HOME") == str(self.home.path)
+            is_ours = is_of_home or process.info["cwd"] == str(self.folder)
             if is_ours and NONCE_VARIABLE in environ and self.lives(process.pid):
                 found.append(process.pid)
         return found

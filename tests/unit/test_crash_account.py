@@ -24,6 +24,7 @@ from benchmarks.crash_account import (
     expected_answer,
     measure_reach,
 )
+from benchmarks.crash_fleet import check_runs
 from benchmarks.deployment import prompt
 
 FAULTS = (*STORE_FAULTS, *ENGINE_FAULTS, *JOB_FAULTS)
@@ -92,6 +93,23 @@ def test_a_kill_meets_the_rows_that_run_and_those_not_yet_committed() -> None:
     problems([run_of(0, 1), run_of(1, 2.5), run_of(2, 2.5)], {0: 3.1, 1: 3.6, 2: 2.9}, kill)
 
     assert (kill.num_in_flight, kill.num_uncommitted) == (1, 2)
+
+
+def test_what_came_after_an_engine_had_ended_is_not_explained_by_its_kill() -> None:
+    kill = Kill("agent 0", 3.0, ended_at=4.0)
+    problems([run_of(0, 2), run_of(1, 5), run_of(2, 6)], {0: 7, 1: 7, 2: 7}, kill)
+
+    assert kill.num_uncommitted == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "num_found"), [("core 0", 0), ("core 1", 1), ("daemon", 1), ("gateway", 1)]
+)
+def test_a_row_may_run_again_where_a_kill_cut_it_at_its_engine(target: str, num_found: int) -> None:
+    runs = pl.DataFrame([run_of(0, 1) | {"engine": "0"}, run_of(0, 3) | {"engine": "1"}])
+    commits = pl.DataFrame([{"job": "j", "row": 0, "committed_at": 4.0}], schema=COMMIT_TYPES)
+
+    assert len(list(check_runs([Kill(target, 2.0, 2.5)], runs, commits))) == num_found
 
 
 def write_output(path: Path, rows: list[int]) -> None:
