@@ -45,6 +45,7 @@ class Engine:
     hung_up: asyncio.Event = field(default_factory=asyncio.Event)
     gate: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     reply_headers: dict[str, str] = field(default_factory=dict)
+    has_lost_its_core: bool = False
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
@@ -57,6 +58,8 @@ class Engine:
             raise
 
     async def _answer(self, request: web.Request, body: bytes) -> web.StreamResponse:
+        if self.has_lost_its_core:
+            return web.json_response({"detail": "EngineCore encountered an issue"}, status=500)
         with suppress(ValueError):
             document = json.loads(body)
             if document.get("model") == "hold":
@@ -102,7 +105,7 @@ class Engine:
         return web.json_response({"object": "list", "data": [_model(name) for name in ids]})
 
     async def health(self, request: web.Request) -> web.Response:
-        return web.Response()
+        return web.Response(status=503 if self.has_lost_its_core else 200)
 
 
 def _event(index: int) -> bytes:

@@ -134,9 +134,10 @@ class Forwarder:
         """The engine's reply, its headers read. Leaving the block early cancels it at the engine.
 
         An engine that cannot be connected to is passed over; once bytes were sent no other one
-        is tried. Raises EngineError, EngineSilentError when no headers come in time, and
-        RefusalError: with 404 for a model that none serves, with 503 while all are ejected, with
-        429 for a call that would be late where `late_calls` says so.
+        is tried, but where the engine itself answers that it is dead: then one more. Raises
+        EngineError, EngineSilentError when no headers come in time, and RefusalError: with 404 for
+        a model that none serves, with 503 while all are ejected, with 429 for a call that would be
+        late where `late_calls` says so.
         """
         steered = call.body if isinstance(call.body, SteeredBody) else None
         text = call.body.text if isinstance(call.body, SteeredBody) else call.body
@@ -146,6 +147,7 @@ class Forwarder:
         # What a server lists shows nothing of its core.
         is_list = call.body is None
         routed.slo = call.slo
+        has_met_death = False
         for upstream in self._candidates(routed):
             if not is_list and not self.balancer.take_turn(upstream, now_s=time.monotonic()):
                 continue
@@ -153,6 +155,11 @@ class Forwarder:
             with self.balancer.sending(upstream, routed):
                 reply = await self._connect(upstream, call, due_s=waits.due_s)
                 if reply is None:
+                    continue
+                if not has_met_death and not is_list and await self._is_dead(upstream, reply):
+                    has_met_death = True
+                    reply.close()
+                    self.balancer.mark_down(upstream, now_s=time.monotonic())
                     continue
                 if reply.status < 500 and not is_stream(reply) and not is_list:
                     self.balancer.answered(upstream)
@@ -264,6 +271,14 @@ class Forwarder:
         asked = [each for each in self.balancer.upstreams if each.models is not None]
         checks = [self._is_healthy(upstream) for upstream in asked]
         return any(await asyncio.gather(*checks))
+
+    async def _is_dead(self, upstream: Upstream, reply: aiohttp.ClientResponse) -> bool:
+        """Whether this is no answer to the call: the server lives for a while without its core, and
+        until it has ended answers whatever comes with 500, at once."""
+        if reply.status != 500 or await self._is_healthy(upstream):
+            return False
+        log.warning("engine %s: its server says that its core is dead", upstream.name)
+        return True
 
     async def _is_healthy(self, upstream: Upstream) -> bool:
         timeout = aiohttp.ClientTimeout(total=HEALTH_S)
