@@ -399,7 +399,9 @@ def fleet_bars(fleets: Sequence[Record]) -> Iterator[Bar]:
     yield Bar("kills in a fleet of real engines", total("num_kills"), total("num_planned"))
     yield Bar("online calls meanwhile", total("num_calls"))
     yield Bar("of them failed", total("num_calls_failed"))
-    yield Bar("of them failed, and no kill explains it", total("num_calls_unexplained"), 0, is_most=True)
+    yield Bar(
+        "of them failed, and no kill explains it", total("num_calls_unexplained"), 0, is_most=True
+    )
     yield Bar("processes left after `down`", total("num_left"), 0, is_most=True)
 
 
