@@ -45,7 +45,7 @@ class Engine:
     hung_up: asyncio.Event = field(default_factory=asyncio.Event)
     gate: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     reply_headers: dict[str, str] = field(default_factory=dict)
-    has_lost_its_core: bool = False
+    dies_by: str = ""
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
@@ -58,7 +58,9 @@ class Engine:
             raise
 
     async def _answer(self, request: web.Request, body: bytes) -> web.StreamResponse:
-        if self.has_lost_its_core:
+        if self.dies_by == "reset" and request.transport is not None:
+            request.transport.abort()
+        if self.dies_by:
             return web.json_response({"detail": "EngineCore encountered an issue"}, status=500)
         with suppress(ValueError):
             document = json.loads(body)
@@ -105,7 +107,7 @@ class Engine:
         return web.json_response({"object": "list", "data": [_model(name) for name in ids]})
 
     async def health(self, request: web.Request) -> web.Response:
-        return web.Response(status=503 if self.has_lost_its_core else 200)
+        return web.Response(status=503 if self.dies_by else 200)
 
 
 def _event(index: int) -> bytes:

@@ -65,21 +65,22 @@ async def test_an_engine_that_dies_before_its_answer_is_503_and_no_other_is_trie
         assert (len(one.seen), len(two.seen)) == (1, 0)
 
 
-async def test_a_call_that_meets_a_server_without_its_core_goes_to_one_other_engine(
-    tmp_path: Path,
+@pytest.mark.parametrize(("dies_by", "status"), [("500", 500), ("reset", 503)])
+async def test_a_call_that_meets_a_dead_engine_goes_to_one_other(
+    tmp_path: Path, dies_by: str, status: int
 ) -> None:
     upstreams = tmp_path / "upstreams.json"
     async with running_engine() as one, running_engine() as two:
-        one.has_lost_its_core = True
+        one.dies_by = dies_by
         write_upstreams(upstreams, [one.url, two.url])
         async with running_gateway(upstreams) as gateway:
             for _ in range(4):
                 async with gateway.post(HELLO) as reply:
                     assert reply.status == 200
             assert (len(one.seen), len(two.seen)) == (1, 4)
-            two.has_lost_its_core = True
+            two.dies_by = dies_by
             async with gateway.post(HELLO) as reply:
-                assert reply.status == 500
+                assert reply.status == status
 
 
 async def test_no_engine_reachable_is_503_with_retry_after(tmp_path: Path) -> None:

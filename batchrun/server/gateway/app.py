@@ -63,10 +63,9 @@ from batchrun.server.gateway.forward import (
     Forwarder,
     JsonObject,
     is_daemon_route,
-    read_models,
     relay,
 )
-from batchrun.server.gateway.replies import ReplyUsage
+from batchrun.server.gateway.replies import ReplyUsage, read_models
 from batchrun.server.gateway.tally import EJECTED, Ejected, SeenReply, Tally, TallyPage
 from batchrun.server.gateway.upstreams import REFUSE, SloClasses, Upstreams, find_daemon
 

@@ -87,7 +87,7 @@ class RoutedCall:
     """A call as the router sees it, and where it is; `usage` sees its reply.
 
     `order` and `terms` are the columns of the engines as they were ranked, and why. `slo` is what
-    it is promised; None: nothing that the gateway knows of.
+    it is promised; None: nothing that the gateway knows of. Of engines it may meet one that dies.
     """
 
     call: Call
@@ -97,6 +97,7 @@ class RoutedCall:
     order: Sequence[int] = ()
     terms: Terms | None = None
     slo: SloBounds | None = None
+    has_met_death: bool = False
 
 
 class Balancer:

@@ -47,9 +47,9 @@ from batchrun.server.gateway.replies import (
     feed_all,
     is_stream,
     next_piece,
+    read_models,
 )
 from batchrun.server.gateway.upstreams import CallTimeouts, DaemonAt, Upstream, find_daemon
-from batchrun.strict import parse_json
 
 log = logging.getLogger(__name__)
 
@@ -60,25 +60,10 @@ LIST_S = 10.0
 # Below the 5 s after which an engine's server closes an idle connection, or a call could meet one
 # that is just being closed.
 KEEP_ALIVE_S = 3.0
-MAX_LIST_BYTES = 4 * 2**20
 _LIBRARY_HEADERS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 
 
 JsonObject = dict[str, Any]
-
-
-async def read_models(reply: aiohttp.ClientResponse) -> list[JsonObject]:
-    """The models that an engine's reply lists, each with an `id`. Raises EngineError."""
-    try:
-        text = await reply.content.read(MAX_LIST_BYTES)
-        while not reply.content.at_eof() and len(text) < MAX_LIST_BYTES:
-            text += await reply.content.read(MAX_LIST_BYTES - len(text))
-        document: Any = parse_json(text)
-        models: list[JsonObject] = document["data"]
-        assert all(isinstance(model["id"], str) for model in models)
-    except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError, AssertionError) as error:
-        raise EngineError("the engine did not list its models") from error
-    return models
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +106,10 @@ def open_session() -> aiohttp.ClientSession:
 NO_ANSWER = "the engine closed the connection without an answer"
 
 
+class EngineLostError(EngineError):
+    """The engine took a call, as far as can be told, and hung up."""
+
+
 class Forwarder:
     """Carries calls to the engines that `balancer` knows, and waits for them as `timeouts` say."""
 
@@ -134,10 +123,10 @@ class Forwarder:
         """The engine's reply, its headers read. Leaving the block early cancels it at the engine.
 
         An engine that cannot be connected to is passed over; once bytes were sent no other one
-        is tried, but where the engine itself answers that it is dead: then one more. Raises
-        EngineError, EngineSilentError when no headers come in time, and RefusalError: with 404 for
-        a model that none serves, with 503 while all are ejected, with 429 for a call that would be
-        late where `late_calls` says so.
+        is tried, but where the engine turns out to be dead: then one more. Raises EngineError,
+        EngineSilentError when no headers come in time, and RefusalError: with 404 for a model that
+        none serves, with 503 while all are ejected, with 429 for a call that would be late where
+        `late_calls` says so.
         """
         steered = call.body if isinstance(call.body, SteeredBody) else None
         text = call.body.text if isinstance(call.body, SteeredBody) else call.body
@@ -147,19 +136,13 @@ class Forwarder:
         # What a server lists shows nothing of its core.
         is_list = call.body is None
         routed.slo = call.slo
-        has_met_death = False
         for upstream in self._candidates(routed):
             if not is_list and not self.balancer.take_turn(upstream, now_s=time.monotonic()):
                 continue
             waits = self._waits(routed, is_list=is_list)
             with self.balancer.sending(upstream, routed):
-                reply = await self._connect(upstream, call, due_s=waits.due_s)
+                reply = await self._send(upstream, call, routed, due_s=waits.due_s)
                 if reply is None:
-                    continue
-                if not has_met_death and not is_list and await self._is_dead(upstream, reply):
-                    has_met_death = True
-                    reply.close()
-                    self.balancer.mark_down(upstream, now_s=time.monotonic())
                     continue
                 if reply.status < 500 and not is_stream(reply) and not is_list:
                     self.balancer.answered(upstream)
@@ -194,6 +177,28 @@ class Forwarder:
         if is_list:
             first_s = between_s = LIST_S
         return Waits(asyncio.get_running_loop().time() + first_s, between_s)
+
+    async def _send(
+        self, upstream: Upstream, call: ForwardedCall, routed: RoutedCall, *, due_s: float
+    ) -> aiohttp.ClientResponse | None:
+        """As `_connect`; None also the first time that the call finds an engine dead. A server may
+        live for a while without its core, and answer 500; what met a dying one is lost unread."""
+        reply, lost = None, None
+        try:
+            reply = await self._connect(upstream, call, due_s=due_s)
+        except EngineLostError as error:
+            lost = error
+        may_be_dead = lost is not None or (reply is not None and reply.status in {500, 503})
+        if may_be_dead and not routed.has_met_death and not await self._is_healthy(upstream):
+            log.warning("engine %s is dead; a call goes to another one", upstream.name)
+            routed.has_met_death = True
+            self.balancer.mark_down(upstream, now_s=time.monotonic())
+            if reply is not None:
+                reply.close()
+            return None
+        if lost is not None:
+            raise lost
+        return reply
 
     async def _connect(
         self, upstream: Upstream, call: ForwardedCall, *, due_s: float | None = None
@@ -230,13 +235,13 @@ class Forwarder:
             return None
         except TimeoutError as error:
             if not limit.expired():
-                raise EngineError(NO_ANSWER) from error
+                raise EngineLostError(NO_ANSWER) from error
             self.balancer.failed(upstream, now_s=time.monotonic())
             log.warning("engine %s: a call got no answer in time", upstream.name)
             raise EngineSilentError(SILENT) from error
         except (aiohttp.ClientError, OSError) as error:
             log.warning("engine %s gave no answer: %s", upstream.name, error)
-            raise EngineError(NO_ANSWER) from error
+            raise EngineLostError(NO_ANSWER) from error
 
     async def models(self, call: ForwardedCall) -> list[JsonObject]:
         """What all engines that can be reached list, each model once. Raises EngineError when none
@@ -271,14 +276,6 @@ class Forwarder:
         asked = [each for each in self.balancer.upstreams if each.models is not None]
         checks = [self._is_healthy(upstream) for upstream in asked]
         return any(await asyncio.gather(*checks))
-
-    async def _is_dead(self, upstream: Upstream, reply: aiohttp.ClientResponse) -> bool:
-        """Whether this is no answer to the call: the server lives for a while without its core, and
-        until it has ended answers whatever comes with 500, at once."""
-        if reply.status != 500 or await self._is_healthy(upstream):
-            return False
-        log.warning("engine %s: its server says that its core is dead", upstream.name)
-        return True
 
     async def _is_healthy(self, upstream: Upstream) -> bool:
         timeout = aiohttp.ClientTimeout(total=HEALTH_S)

@@ -13,7 +13,7 @@ import string
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import aiohttp
 import msgspec
@@ -21,6 +21,7 @@ from msgspec import Raw
 
 from batchrun.errors import EngineError, EngineSilentError
 from batchrun.keys import OnlineUsage, UsageFile
+from batchrun.strict import parse_json
 from batchrun.types import token_count
 
 MAX_LINE_BYTES = 2**20
@@ -194,6 +195,23 @@ async def next_piece(reply: aiohttp.ClientResponse, usage: ReplyUsage, due_s: fl
         usage.is_silent = True
         stopped = "the engine stopped in the middle of its answer"
         raise EngineSilentError(stopped if usage.has_begun else SILENT) from error
+
+
+MAX_LIST_BYTES = 4 * 2**20
+
+
+async def read_models(reply: aiohttp.ClientResponse) -> list[dict[str, Any]]:
+    """The models that an engine's reply lists, each with an `id`. Raises EngineError."""
+    try:
+        text = await reply.content.read(MAX_LIST_BYTES)
+        while not reply.content.at_eof() and len(text) < MAX_LIST_BYTES:
+            text += await reply.content.read(MAX_LIST_BYTES - len(text))
+        document: Any = parse_json(text)
+        models: list[dict[str, Any]] = document["data"]
+        assert all(isinstance(model["id"], str) for model in models)
+    except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+        raise EngineError("the engine did not list its models") from error
+    return models
 
 
 class KeyMeter:
