@@ -44,8 +44,8 @@ decision costs, orders of calls, rows over engines, the page and Python; parts t
 engines and 51 callers in bad faith, two tenants, the demo beside vLLM's own order, a search for the
 best order of calls, calls of AccelGen and LARRY, memory and threads that run out; routers of others
 before the same engines; classes of calls on real engines; a fleet that follows a day; several
-gateways and workers, routers in the simulator and beside a job, what routers foretell of caches; kills in a fleet of real
-engines beside calls."""
+gateways and workers, routers in the simulator and beside a job, what routers foretell of caches;
+kills in a fleet of real engines beside calls."""
 MAX_MANUAL_WORDS = 44_000
 """14,000 more: what rows may cost calls, which engine a call goes to, Python, the page, engines on
 other machines, orders of calls, rows over engines, time limits, limits of keys, attacks and their
