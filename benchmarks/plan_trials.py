@@ -27,16 +27,9 @@ import numpy as np
 from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.offline_jobs import JobShape, JobTerms, OfflineJob, job_of_shape
 from batchrun.simulator.planner.capacity import PlanRequest, peak_loads
-from batchrun.simulator.planner.fleet import (
-    PEAK_S,
-    Attainment,
-    PeakLoad,
-    attainment,
-    beside_jobs,
-    peak_load,
-    size_fleet,
-)
+from batchrun.simulator.planner.fleet import Attainment, attainment, beside_jobs, size_fleet
 from batchrun.simulator.planner.kinds import EngineKind, SloTarget
+from batchrun.simulator.planner.peak import PEAK_S, PeakLoad, peak_load
 from batchrun.simulator.traces.reading import Drawing, read_trace
 from batchrun.simulator.traces.trace import Trace, scale_rate
 from batchrun.simulator.virtual.setup import A100Law, EngineShape

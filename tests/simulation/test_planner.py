@@ -28,11 +28,11 @@ from batchrun.simulator.planner.fleet import (
     alone,
     beside_jobs,
     context_tokens,
-    peak_load,
     size_fleet,
     smallest,
 )
 from batchrun.simulator.planner.kinds import EngineKind, SloTarget, parse_kind
+from batchrun.simulator.planner.peak import peak_load
 from batchrun.simulator.traces.reading import save_trace
 from batchrun.simulator.traces.trace import PrefixBlocks, Trace
 from batchrun.simulator.virtual.setup import A100Law, EngineShape

@@ -34,7 +34,7 @@ from batchrun.server.gateway.app import (
     GatewaySettings,
     parse_listen,
 )
-from batchrun.server.gateway.forward import DAEMON_HEAD_S
+from batchrun.server.gateway.daemon_calls import DAEMON_HEAD_S
 from batchrun.server.gateway.http import bind, serve
 from batchrun.server.gateway.shared_book import create
 from batchrun.server.gateway.tally import ENDED, STUCK, Tally, create_tally

@@ -45,6 +45,12 @@ from batchrun.server.gateway.bodies import (
     read_body,
     read_call_body,
 )
+from batchrun.server.gateway.daemon_calls import (
+    DAEMON_HEAD_S,
+    DAEMON_ROUTES,
+    DaemonCalls,
+    is_daemon_route,
+)
 from batchrun.server.gateway.dashboard import PREFIX as DASHBOARD
 from batchrun.server.gateway.dashboard import DashboardDoor, is_dashboard
 from batchrun.server.gateway.envelope import (
@@ -55,16 +61,7 @@ from batchrun.server.gateway.envelope import (
     choose_request_id,
     forwarded_headers,
 )
-from batchrun.server.gateway.forward import (
-    DAEMON_HEAD_S,
-    DAEMON_ROUTES,
-    DaemonCalls,
-    ForwardedCall,
-    Forwarder,
-    JsonObject,
-    is_daemon_route,
-    relay,
-)
+from batchrun.server.gateway.forward import ForwardedCall, Forwarder, JsonObject, relay
 from batchrun.server.gateway.replies import ReplyUsage, read_models
 from batchrun.server.gateway.tally import EJECTED, Ejected, SeenReply, Tally, TallyPage
 from batchrun.server.gateway.upstreams import REFUSE, SloClasses, Upstreams, find_daemon

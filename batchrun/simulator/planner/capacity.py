@@ -22,18 +22,16 @@ from batchrun.simulator.planner.colocation import (
 )
 from batchrun.simulator.planner.fleet import (
     MAX_ENGINES,
-    PEAK_S,
     Attainment,
     Fleet,
     InfeasibleCalls,
-    PeakLoad,
     beside_jobs,
     have_room,
-    peak_load,
     size_fleet,
 )
 from batchrun.simulator.planner.job_forecast import HOUR_S
 from batchrun.simulator.planner.kinds import EngineKind, SloTarget
+from batchrun.simulator.planner.peak import PEAK_S, PeakLoad, peak_load
 from batchrun.simulator.traces.trace import Trace, redrawn, stratified_windows
 from batchrun.types import ProgressSink
 

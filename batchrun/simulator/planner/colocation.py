@@ -27,9 +27,10 @@ from batchrun.quantities import count, duration
 from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.offline_jobs import JobTerms, OfflineJob, job_of_plan, without_rows
 from batchrun.simulator.online import Calls
-from batchrun.simulator.planner.fleet import PART_ENGINES, Fleet, choose_part, context_tokens
+from batchrun.simulator.planner.fleet import PART_ENGINES, Fleet, context_tokens
 from batchrun.simulator.planner.job_forecast import HOUR_S, EngineTime, Eta, Forecast, Price
 from batchrun.simulator.planner.kinds import EngineKind, SloTarget, kind_of_profile, parse_kind
+from batchrun.simulator.planner.peak import choose_part
 from batchrun.simulator.records import Slo
 from batchrun.simulator.simulation import JobFigures, Simulated, SimulationPlan, simulate
 from batchrun.simulator.traces.reading import read_trace
