@@ -154,10 +154,10 @@ class PlainMap(PrefixMap):
             hit_s = max([idle_s for idle_s, each in had[:num] if each == kind], default=0.0)
             if reaches_s[kind] and hit_s > reaches_s[kind]:
                 reaches_s[kind] = max(GROW * reaches_s[kind], LEAST_OF_HIT * hit_s)
-        is_telling = num < len(had)
-        if num and is_telling:
-            is_telling = had[num][0] - had[num - 1][0] > SAME_USE_S
-        if is_telling and had[num][0] > 0:
+        is_clear = num < len(had)
+        if num and is_clear:
+            is_clear = had[num][0] - had[num - 1][0] > SAME_USE_S
+        if is_clear and num < before.num and had[num][0] > 0:
             lost_s, kind = had[num]
             if not reaches_s[kind]:
                 reaches_s[kind] = max(LEAST_REACH_S, lost_s)
@@ -167,7 +167,7 @@ class PlainMap(PrefixMap):
         for number, place in enumerate(places.tolist()):
             if is_known[number] and number < num:
                 self.num_hits[place] += 1
-            elif is_known[number] and number < len(had) and is_telling:
+            elif is_known[number] and number < len(had) and is_clear:
                 self.num_hits[place] = 0
 
     def clear(self, engine: int) -> None:

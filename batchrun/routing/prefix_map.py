@@ -216,17 +216,17 @@ class PrefixMap:
             hit_s = before.idle_s[:num][before.kinds[:num] == kind].max(initial=0.0)
             if 0.0 < reaches_s[kind] < hit_s:
                 reaches_s[kind] = max(GROW * reaches_s[kind], LEAST_OF_HIT * hit_s)
-        is_telling = num < num_had
+        is_clear = num < num_had
         if 0 < num < num_had:
             # Bytes tell tokens only roughly: of pieces that one prompt used, all may be there.
-            is_telling = bool(before.idle_s[num] > before.idle_s[num - 1] + SAME_USE_S)
-        if is_telling:
+            is_clear = bool(before.idle_s[num] > before.idle_s[num - 1] + SAME_USE_S)
+        if is_clear and num < before.num:
             kind, lost_s = int(before.kinds[num]), float(before.idle_s[num])
             reach_s = float(reaches_s[kind])
             if lost_s > 0 and (not reach_s or lost_s < reach_s):
                 reaches_s[kind] = max(LEAST_REACH_S, SHRINK * reach_s if reach_s else lost_s)
         hits = self._num_hits[places]
-        is_lost = (numbers >= num) & (numbers < num_had) & is_telling
+        is_lost = (numbers >= num) & (numbers < num_had) & is_clear
         more = np.where(numbers < num, np.minimum(hits, PROVEN_HITS) + 1, hits)
         self._num_hits[places] = np.where(is_lost, 0, more)
 

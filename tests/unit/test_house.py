@@ -52,7 +52,8 @@ MAX_MANUAL_WORDS = 44_200
 other machines, orders of calls, rows over engines, time limits, limits of keys, attacks and their
 tests, uploads, `on_done`, why a call went where it went, fleets and how to deploy,
 what callers feel, calls that would be late, AccelGen's and LARRY's figures, fleets
-that follow the tide, gateways that pass on, tables of routers behind several gateways and beside those of others."""
+that follow the tide, gateways that pass on, tables of routers behind several gateways and beside
+those of others."""
 README_FIRST_SCREEN_LINES = 60
 MAX_FILES_ON_WAY = {"row": 40, "call": 10, "step": 22, "batch": 24}
 
