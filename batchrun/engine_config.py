@@ -104,7 +104,7 @@ class RayConfig(Strict):
     """A fleet: engines with agents that Ray places on its nodes.
 
     `address` is Ray's own; `gpus` and `cpus` are what it sets aside for a replica, on one node.
-    The agents and engines of the replicas listen on `port` and those that follow it, two each.
+    Agents listen on `port` and those that follow it, their engines on those that are 512 larger.
     """
 
     address: str = "auto"
@@ -122,7 +122,7 @@ class RayConfig(Strict):
     @model_validator(mode="after")
     def _ports_are_there(self) -> RayConfig:
         """One for each agent, and one for each engine."""
-        if self.port + 2 * self.replicas.most - 1 > LAST_PORT:
+        if self.port + MAX_REPLICAS + self.replicas.most - 1 > LAST_PORT:
             raise ValueError(f"port {self.port} leaves no room for those that follow it")
         return self
 

@@ -332,9 +332,8 @@ def _refusal(answers: Mapping[str, Answer | None]) -> str | None:
     return None if any(answers.values()) else "no engine listens; `batchrun status` says why"
 
 
-LOOK_S = 1.0
-MAX_LOOKS = 180
-"""One a second: longer than a process that batchrun started lives without an answer."""
+LOOK_S, MAX_LOOKS = 1.0, 180
+"""Longer than a process that batchrun started lives without an answer."""
 GONE = frozenset({EnginePhase.RESTARTING, EnginePhase.FAILED, EnginePhase.STOPPED})
 SCHEDULER_WINDOW = (256, 2_000_000)
 PLAIN_WINDOW = (32, 400_000)
@@ -349,8 +348,8 @@ class Slot(EngineSlot):
     then carry hints, the engine can be watched and steered, and a dead one leaves a file that says
     what it ran. `kv` is None until the engine has answered; so are its `models` where there are
     several engines; `expected_model` is the one that batchrun.yaml has it serve. `accused` are the
-    rows that it may have died of, None until that was looked into. While it `drains` it gets no new
-    work.
+    rows that it may have died of, None until that was looked into. `drained_for`: why it is emptied
+    and gets no new work.
     """
 
     engine: Engine
@@ -362,7 +361,12 @@ class Slot(EngineSlot):
     last_steps: Path | None = None
     kv: KvConfig | None = None
     accused: Sequence[Assignment[Any, Any]] | None = None
-    drains: bool = False
+    drained_for: set[str] = field(default_factory=set)
+
+    @property
+    def drains(self) -> bool:
+        """Whether the daemon empties it."""
+        return bool(self.drained_for)
 
     @property
     def agent(self) -> AgentClient | None:

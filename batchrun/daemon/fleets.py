@@ -18,7 +18,7 @@ from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.in_flight import GATEWAYS_LEARN_S
 from batchrun.engine.ray import FleetReport, FleetSettings, ReplicaSpec
 from batchrun.engine.replicas import RayFleet, ReplicaEngine
-from batchrun.engine_config import EngineConfig, RayConfig
+from batchrun.engine_config import MAX_REPLICAS, EngineConfig, RayConfig
 from batchrun.errors import InputError
 from batchrun.home import Home
 from batchrun.mutual_tls import derive_token, read_or_make_secret, read_secret
@@ -27,6 +27,7 @@ from batchrun.types import EnginePhase
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.5
+SHRINKING, RENEWING = "a smaller fleet", "new settings"
 UNREADY_S = 30.0
 """A replica with other settings than it is to have, which is not ready for so long, is placed anew
 without being emptied."""
@@ -109,7 +110,7 @@ class Fleets:
         leaving = [slot for slot in slots if slot.engine.name in set(kept) - set(wanted)]
         for slot in slots:
             if slot.engine.name in wanted:
-                slot.drains = False
+                slot.drained_for.discard(SHRINKING)
         self._resizing[name] = asyncio.create_task(_shrink(fleet, wanted, leaving, drain_s))
 
     async def _go_on(self, name: str, fleet: RayFleet, slots: Sequence[Slot]) -> None:
@@ -166,41 +167,47 @@ async def _shrink(
     fleet: RayFleet, wanted: Sequence[str], leaving: Sequence[Slot], drain_s: float
 ) -> None:
     for slot in leaving:
-        slot.drains = True
+        slot.drained_for.add(SHRINKING)
     await asyncio.gather(*(empty(slot, drain_s) for slot in leaving))
     fleet.want(wanted)
     for slot in leaving:
         await fleet.until_gone(slot.engine.name)
-        slot.drains = False
+        slot.drained_for.discard(SHRINKING)
 
 
 async def _keep_renewing(fleet: RayFleet, slots: Sequence[Slot]) -> None:
     """Have replicas placed anew whose settings have changed, one at a time: each while all others
-    are ready, and emptied first. One that is not ready itself has `UNREADY_S` to be."""
+    that have a place are ready, the renewed ones among them, and emptied first. One that is not
+    ready itself, and is not being emptied, has `UNREADY_S` to be."""
     unready_s: dict[str, float] = {}
+    renewed: set[str] = set()
     while True:
         await asyncio.sleep(LOOK_S)
+        counts = fleet.with_a_place | renewed
         wanted = [slot for slot in slots if fleet.engine(slot.engine.name).is_wanted]
         outdated = [slot for slot in wanted if slot.engine.name in fleet.outdated]
-        now_s, away = time.monotonic(), [slot for slot in wanted if not slot.is_usable]
-        unready_s = {s.engine.name: unready_s.get(s.engine.name, now_s) for s in away}
+        away = [slot for slot in wanted if not slot.is_usable and slot.engine.name in counts]
+        renewed &= {slot.engine.name for slot in away}
+        now_s, left = time.monotonic(), [slot.engine.name for slot in away if not slot.is_draining]
+        unready_s = {name: unready_s.get(name, now_s) for name in left}
         lost = [
             slot for slot in outdated if now_s - unready_s.get(slot.engine.name, now_s) > UNREADY_S
         ]
-        if lost:
-            await fleet.renew(lost[0].engine.name)
-        elif outdated and not away:
-            await _renew(fleet, outdated[0])
+        if lost or (outdated and not away):
+            chosen = (lost or outdated)[0]
+            renewed.add(chosen.engine.name)
+            await _renew(fleet, chosen)
 
 
 async def _renew(fleet: RayFleet, slot: Slot) -> None:
     log.info("fleet %s: %s gets its new settings", fleet.settings.fleet, slot.engine.name)
-    slot.drains = True
+    slot.drained_for.add(RENEWING)
     try:
-        await empty(slot, DRAIN_S)
+        if slot.engine.state is EnginePhase.READY:
+            await empty(slot, DRAIN_S)
         await fleet.renew(slot.engine.name)
     finally:
-        slot.drains = False
+        slot.drained_for.discard(RENEWING)
 
 
 async def empty(slot: Slot, drain_s: float) -> bool:
@@ -244,7 +251,7 @@ def _make_fleet(
         cpus=ray.cpus,
     )
     specs = [
-        _spec(deployment, config, name, (ray.port + 2 * number, ray.port + 2 * number + 1))
+        _spec(deployment, config, name, (ray.port + number, ray.port + MAX_REPLICAS + number))
         for number, name in enumerate(config.replica_names)
     ]
     specs = [_sealed(spec, secret.decode()) for spec in specs]

@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -227,6 +227,8 @@ class Placer:
         self._ray = ray
         self._asked: dict[str, Any] = {}
         self._deaths: dict[str, tuple[float, str]] = {}
+        self.may_act: Callable[[], bool] = lambda: True
+        """Whether the order still lasts: Ray may have been silent for a while meanwhile."""
 
     def look(self, order: FleetOrder) -> FleetReport:
         """Do the next step for every replica, and tell how all of them are. Raises what Ray does
@@ -317,6 +319,8 @@ class Placer:
         if room := self._waits_for_room(spec.name, order):
             return room
         group = self._ray.util.get_placement_group(group_name)
+        if not self.may_act():
+            return "no daemon orders anything now"
         strategy = scheduling_strategies.PlacementGroupSchedulingStrategy(group, 0)
         with suppress(ValueError):  # An actor of this name is not quite gone.
             self._ray.remote(ReplicaActor).options(
@@ -356,6 +360,8 @@ class Placer:
     ) -> None:
         """End a replica that is ours, and give its place back."""
         group, answer = self._groups_of(order).get(name), answers.get(name)
+        if not self.may_act():
+            return
         has_answered = isinstance(answer, dict) and answer["owner"] == order.owner
         if has_answered or group not in {None, "CREATED"}:
             with suppress(ValueError):
@@ -427,6 +433,7 @@ def main() -> int:
 def _place_on(placer: Placer, orders: _Orders, reports: IO[bytes]) -> None:
     while True:
         orders.came.clear()
+        placer.may_act = lambda: orders.latest.leads
         _tell(reports, placer.look(orders.latest))
         orders.came.wait(ROUND_S)
 

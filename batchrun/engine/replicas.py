@@ -143,8 +143,15 @@ class RayFleet:
 
     @property
     def outdated(self) -> frozenset[str]:
-        """Replicas that run with other settings than they are to have, as Ray last told."""
-        return frozenset(each.name for each in self.report.replicas if each.is_outdated)
+        """Replicas that run with other settings than they are to have, as Ray tells: what was told
+        to an earlier daemon may be of other settings."""
+        told = self.report.replicas if self._has_met else ()
+        return frozenset(each.name for each in told if each.is_outdated)
+
+    @property
+    def with_a_place(self) -> frozenset[str]:
+        """Replicas that have an agent somewhere, as Ray last told."""
+        return frozenset(each.name for each in self.report.replicas if each.host)
 
     @property
     def order(self) -> FleetOrder:
@@ -175,14 +182,16 @@ class RayFleet:
         return next(each for each in self.engines if each.name == name)
 
     async def renew(self, name: str) -> None:
-        """End a replica that is outdated, and have it placed anew; returns once Ray has told that
-        it is not the one of before."""
+        """End a replica that is outdated, and have it placed anew; returns once it has gone, or is
+        not outdated after all."""
         engine = self.engine(name)
         before = _start_of(engine) or "none"
         self._renewed.add(name)
         self._changed.set()
         try:
-            await _until(lambda: name not in self.outdated and _start_of(engine) != before)
+            await _until(lambda: name not in self.outdated)
+            if name not in self.with_a_place:
+                await _until(lambda: _start_of(engine) != before)
         finally:
             self._renewed.discard(name)
 

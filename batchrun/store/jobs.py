@@ -369,7 +369,7 @@ def begin_epoch(store: Store, *, pid: int, now_s: float, name: str = "", gateway
     """
     with store.write() as connection:
         added = connection.execute(insert(epochs).values(started_at=now_s, pid=pid))
-        told = {LEADER_SETTING: name, LEADER_GATEWAY_SETTING: gateway}
+        told = {LEADER_SETTING: name, LEADER_GATEWAY_SETTING: [name, gateway]}
         for key, value in told.items():
             upsert(connection, settings, {"key": key}, {"value": json.dumps(value)})
         (epoch,) = added.inserted_primary_key or (0,)
@@ -386,7 +386,9 @@ def read_leader(store: Store) -> Leader:
             row.key: json.loads(row.value)
             for row in connection.execute(select(settings).where(wanted))
         }
-    return Leader(found.get(LEADER_SETTING, ""), int(term), found.get(LEADER_GATEWAY_SETTING, ""))
+    name = found.get(LEADER_SETTING, "")
+    its, gateway = found.get(LEADER_GATEWAY_SETTING, ("", ""))
+    return Leader(name, int(term), gateway if its == name else "")
 
 
 def read_setting(store: Store, key: str, default: object) -> object:

@@ -81,10 +81,10 @@ def test_each_replica_has_ports_of_its_own_and_what_its_engine_needs(tmp_path: P
     specs = specs_of(tmp_path, path)
 
     documents = [json.loads(spec.config) for spec in specs]
-    assert [spec.port for spec in specs] == [8100, 8102, 8104]
+    assert [spec.port for spec in specs] == [8100, 8101, 8102]
     assert [each["engines"] for each in documents] == [
         [{"name": f"fleet-{n}", "port": port, "command": ["serve", f"--port={port}"]}]
-        for n, port in enumerate((8101, 8103, 8105))
+        for n, port in enumerate((8612, 8613, 8614))
     ]
     assert {key for each in documents for key in each} == {"engines", "policy"}
     for spec in specs:

@@ -24,6 +24,7 @@ from batchrun.types import EnginePhase
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.5
+ROLLING = "rolling restart"
 AGENT_BACK_S = 60.0
 """An agent that begins anew answers within so long."""
 
@@ -98,7 +99,7 @@ class Rolling:
         ]
         if others and not any(each.is_usable for each in others):
             raise EngineError(f"engine {name} runs on: no other engine is ready to take its calls")
-        slot.drains = True
+        slot.drained_for.add(ROLLING)
         try:
             self._tell(slot, "gets no more calls and rows")
             num_left = await empty(slot, drain_s)
@@ -108,7 +109,7 @@ class Rolling:
             elif isinstance(slot.engine, ManagedEngine) and settings is not None:
                 await _restart_here(slot.engine, settings)
         finally:
-            slot.drains = False
+            slot.drained_for.discard(ROLLING)
             self.daemon.dispatcher.wake()
         slot.came_back()
         self._tell(slot, "is ready")

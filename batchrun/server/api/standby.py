@@ -18,6 +18,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -31,6 +32,7 @@ from batchrun.daemon.view import view_stored
 from batchrun.errors import NotLeadingError, StoreError
 from batchrun.files import write_atomically
 from batchrun.home import CONTROL_PREFIX, GATEWAY_HEADER, DaemonAddress, Home
+from batchrun.keys import is_loopback
 from batchrun.server.api.errors import install_error_handlers
 from batchrun.server.api.key_list import KeyList
 from batchrun.server.api.metrics import render_role
@@ -150,7 +152,8 @@ class Standby:
 
     async def _leads(self) -> bool:
         try:
-            leads = await asyncio.to_thread(self.lock.take)
+            if await asyncio.to_thread(self.lock.take):
+                return True
             leader = await asyncio.to_thread(jobs.read_leader, self.store)
         except StoreError as error:
             if str(error) != self._trouble:
@@ -158,8 +161,15 @@ class Standby:
             self._trouble = str(error)
             return False
         self._trouble = None
-        self.supervisor.leader_gateway = leader.gateway or None
-        return leads
+        self.supervisor.leader_gateway = _reached(leader)
+        return False
+
+
+def _reached(leader: jobs.Leader) -> str | None:
+    """The leader's gateway; on another machine an address of loopback would be our own."""
+    host = urlsplit(leader.gateway).hostname or ""
+    is_here = leader.name.startswith(f"{socket.gethostname()}:")
+    return leader.gateway if host and (is_here or not is_loopback(host)) else None
 
 
 def make_app(standby: Standby, server: LocalServer) -> FastAPI:

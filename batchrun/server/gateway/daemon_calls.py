@@ -56,7 +56,7 @@ class DaemonCalls:
         self._upstreams_path = upstreams_path
         self._body_idle_s = body_idle_s
         self._head_s = head_s
-        self._probe: asyncio.Task[bool] | None = None
+        self._probes: dict[str, asyncio.Task[bool]] = {}
 
     async def pass_on(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
         """Answer with what the daemon answers.
@@ -66,8 +66,8 @@ class DaemonCalls:
         daemon = await asyncio.to_thread(find_daemon, self._upstreams_path)
         if daemon is None:
             raise DaemonUnavailableError(AWAY)
-        is_passed_on = PASSED_ON_HEADER in request.headers
-        base_url = daemon.url if is_passed_on else daemon.leader_gateway or daemon.url
+        goes_on = _goes_on(request, daemon)
+        base_url = daemon.leader_gateway if goes_on and daemon.leader_gateway else daemon.url
         body = BodyStream(request, idle_s=self._body_idle_s)
         try:
             first_s = self._body_idle_s if request.body_exists else 0.0
@@ -116,9 +116,10 @@ class DaemonCalls:
         is_alive = True
         while is_alive:
             await asyncio.sleep(PROBE_AFTER_S)
-            if self._probe is None or self._probe.done():
-                self._probe = asyncio.create_task(self._is_alive(base_url))
-            is_alive = await asyncio.shield(self._probe)
+            probe = self._probes.get(base_url)
+            if probe is None or probe.done():
+                self._probes = {base_url: asyncio.create_task(self._is_alive(base_url))}
+            is_alive = await asyncio.shield(self._probes[base_url])
         limit.reschedule(asyncio.get_running_loop().time())
 
     async def _is_alive(self, base_url: str) -> bool:
@@ -145,11 +146,16 @@ class DaemonCalls:
             return None
 
 
+def _goes_on(request: web.BaseRequest, daemon: DaemonAt) -> bool:
+    """Whether the leader's gateway answers: of files and batches, and once."""
+    is_ours = daemon.leader_gateway is None or PASSED_ON_HEADER in request.headers
+    return not is_ours and is_daemon_route(request.rel_url.raw_path)
+
+
 def _headers(request: web.BaseRequest, request_id: str, daemon: DaemonAt) -> CIMultiDict[str]:
     """What the daemon sees of a caller's headers: nobody else can say that he is the gateway, nor
     whose key this is."""
-    is_passed_on = PASSED_ON_HEADER in request.headers
-    goes_on = daemon.leader_gateway is not None and not is_passed_on
+    goes_on = _goes_on(request, daemon)
     sent = forwarded_headers(request, request_id, keeps_key=goes_on)
     for name in (GATEWAY_HEADER, CALLER_HEADER, PASSED_ON_HEADER):
         sent.popall(name, None)

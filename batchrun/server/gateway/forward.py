@@ -49,7 +49,7 @@ from batchrun.server.gateway.upstreams import CallTimeouts, Upstream
 log = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
-HEALTH_S = 2.0
+HEALTH_S, YOUNG_S = 2.0, 2.0
 LIST_S = 10.0
 """A single engine has so long to list its models."""
 # Below the 5 s after which an engine's server closes an idle connection, or a call could meet one
@@ -178,13 +178,16 @@ class Forwarder:
     ) -> aiohttp.ClientResponse | None:
         """As `_connect`; None also the first time that the call finds an engine dead. A server may
         live for a while without its core, and answer 500; what met a dying one is lost unread."""
-        reply, lost = None, None
+        reply, lost, sent_s = None, None, time.monotonic()
         try:
             reply = await self._connect(upstream, call, due_s=due_s)
         except EngineLostError as error:
             lost = error
-        may_be_dead = lost is not None or (reply is not None and reply.status in {500, 503})
-        if may_be_dead and not routed.has_met_death and not await self._is_healthy(upstream):
+        # What had been there for longer may be what the engine died of.
+        is_young = time.monotonic() - sent_s < YOUNG_S
+        is_lost = lost is not None and is_young
+        may_be_dead = is_lost or (reply is not None and reply.status in {500, 503})
+        if may_be_dead and not routed.has_met_death and await self._health(upstream) is False:
             log.warning("engine %s is dead; a call goes to another one", upstream.name)
             routed.has_met_death = True
             self.balancer.mark_down(upstream, now_s=time.monotonic())
@@ -269,15 +272,17 @@ class Forwarder:
         None goes to one of several that was not asked for its models yet.
         """
         asked = [each for each in self.balancer.upstreams if each.models is not None]
-        checks = [self._is_healthy(upstream) for upstream in asked]
-        return any(await asyncio.gather(*checks))
+        return any(await asyncio.gather(*map(self._health, asked)))
 
-    async def _is_healthy(self, upstream: Upstream) -> bool:
+    async def _health(self, upstream: Upstream) -> bool | None:
+        """Whether an engine is well; None: it does not say so in time, and may be busy."""
         timeout = aiohttp.ClientTimeout(total=HEALTH_S)
         try:
             health = self.session.get(upstream.url + "/health", timeout=timeout, ssl=upstream.tls())
             async with health as reply:
                 return reply.status == 200
+        except TimeoutError:
+            return None
         except (aiohttp.ClientError, OSError, ConfigError):
             return False
 

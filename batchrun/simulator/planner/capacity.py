@@ -22,6 +22,7 @@ from batchrun.simulator.planner.colocation import (
 )
 from batchrun.simulator.planner.fleet import (
     MAX_ENGINES,
+    PART_ENGINES,
     Attainment,
     Fleet,
     InfeasibleCalls,
@@ -257,7 +258,8 @@ def _margin(plan: CapacityPlan, fleet: Fleet) -> Iterator[str]:
     num_calls = sum(each.num_calls for each in tried)
     missed = max(sum(e.num_ttft_missed for e in tried), sum(e.num_tpot_missed for e in tried))
     more = "with room for chance" if _has_room(fleet, slo) else "another draw may miss the target"
-    yield f"Of {count(num_calls, 'call')} there {missed:,} missed a bound: {more}."
+    where = "there" if num <= PART_ENGINES else "in the part that was simulated"
+    yield f"Of {count(num_calls, 'call')} {where} {missed:,} missed a bound: {more}."
     judged = plan.loads[0].num_judged
     if slo.may_miss(judged) < FEW_MISSES:
         yield (

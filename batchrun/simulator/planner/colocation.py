@@ -201,7 +201,8 @@ def offline_day(
     """
     engine = fleet.kind.engine
     assert fleet.num_engines is not None
-    num_engines = min(fleet.num_engines, PART_ENGINES)
+    is_part = trace.prefix is None
+    num_engines = min(fleet.num_engines, PART_ENGINES) if is_part else fleet.num_engines
     scale = fleet.num_engines / num_engines
     fits = trace.take(np.flatnonzero(trace.num_tokens <= context_tokens(engine)))
     runs: list[Simulated] = []

@@ -235,7 +235,8 @@ def alone(
 
 PART_ENGINES = 16
 """Of more engines a part is simulated, with its share of the calls: what fewer engines share varies
-more, so that a part holds no earlier than the whole."""
+more, so that a part holds no earlier than the whole. Not where a trace tells what calls share: a
+part of a conversation shares less."""
 FINE_ENGINES = 32
 """Up to so many engines each number is tried; of twice as many each second one, and so on."""
 
@@ -325,7 +326,7 @@ class _Trials:
         key = num_engines, load.draw
         if key not in self.done:
             asked, part = load.within(context_tokens(self.kind.engine)), num_engines
-            if num_engines > PART_ENGINES:
+            if num_engines > PART_ENGINES and asked.calls.prefix is None:
                 part = PART_ENGINES
                 asked = asked.part(part / num_engines)
             found = attainment(asked, self.kind, part, self.slo, jobs, report)

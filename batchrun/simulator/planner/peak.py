@@ -64,7 +64,7 @@ class PeakLoad:
             self,
             calls=self.calls.take(chosen),
             numbers=self.numbers[chosen],
-            num_refused=round(share * self.num_refused),
+            num_refused=int(share * self.num_refused),
         )
 
     def within(self, most_tokens: int) -> PeakLoad:
