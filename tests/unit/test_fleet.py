@@ -5,20 +5,30 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from agent_rig import AgentRig, until
 
 from batchrun.config import load_deployment
 from batchrun.daemon.fleets import Fleets
 from batchrun.engine.agent.remote import AgentAddress
-from batchrun.engine.ray import FleetOrder, PlacedReplica, ReplicaSpec
-from batchrun.engine.replicas import ReplicaEngine
+from batchrun.engine.ray import (
+    FleetOrder,
+    FleetReport,
+    FleetSettings,
+    PlacedReplica,
+    ReplicaSpec,
+)
+from batchrun.engine.replicas import FleetMemory, RayFleet, ReplicaEngine
 from batchrun.errors import ConfigError, EngineError, InputError
 from batchrun.home import Home
+from batchrun.server.api.standby import reached
+from batchrun.store.jobs import Leader
 from batchrun.types import EnginePhase, Request
 
 FLEET = {"name": "fleet", "ray": {"replicas": {"min": 2, "max": 3}, "gpus": 1, "cpus": 4}}
@@ -182,3 +192,36 @@ async def test_an_engine_follows_its_agent_and_rows_that_stayed_behind_run_again
             assert engine.client.base_url == rigs[1].url
     finally:
         await engine.stop()
+
+
+def test_what_an_earlier_daemon_heard_makes_no_replica_outdated(tmp_path: Path) -> None:
+    home, path = Home(tmp_path / "home"), write(tmp_path, FLEET)
+    settings = FleetSettings("fleet", "auto", "0", 1, 1)
+    report = FleetReport(replicas=(PlacedReplica("fleet-1", "10.0.0.1", is_outdated=True),))
+    home.create()
+    seen = home.fleet("fleet")
+    seen.parent.mkdir(parents=True, exist_ok=True)
+    seen.write_bytes(msgspec.json.encode(FleetMemory(settings, report, 3)))
+    Fleets(load_deployment(path), home)
+
+    fleet = RayFleet(settings, (), seen=seen, log_path=tmp_path / "log")
+
+    assert not fleet.outdated and fleet.with_a_place == {"fleet-1"}
+    assert fleet.num_wanted == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "gateway", "is_reached"),
+    [
+        ("{here}:/a", "http://127.0.0.1:8000", True),
+        ("elsewhere:/a", "http://127.0.0.1:8000", False),
+        ("elsewhere:/a", "http://localhost:8000", False),
+        ("elsewhere:/a", "http://10.0.0.3:8000", True),
+        ("elsewhere:/a", "", False),
+    ],
+)
+def test_a_leader_on_loopback_of_another_machine_is_not_reached(
+    name: str, gateway: str, *, is_reached: bool
+) -> None:
+    leader = Leader(name.format(here=socket.gethostname()), 1, gateway)
+    assert (reached(leader) is not None) == is_reached

@@ -161,11 +161,11 @@ class Standby:
             self._trouble = str(error)
             return False
         self._trouble = None
-        self.supervisor.leader_gateway = _reached(leader)
+        self.supervisor.leader_gateway = reached(leader)
         return False
 
 
-def _reached(leader: jobs.Leader) -> str | None:
+def reached(leader: jobs.Leader) -> str | None:
     """The leader's gateway; on another machine an address of loopback would be our own."""
     host = urlsplit(leader.gateway).hostname or ""
     is_here = leader.name.startswith(f"{socket.gethostname()}:")
