@@ -205,9 +205,10 @@ class Chat:
     def _run(self) -> None:
         with ThreadPoolExecutor(CALLS_AT_ONCE) as pool:
             while not self._is_over.wait(self._rng.expovariate(CALLS_PER_S)):
-                pool.submit(self._call, len(self.calls), self._rng.random() < 0.5)
+                is_stream = self._rng.random() < 0.5
+                pool.submit(self._call, len(self.calls), is_stream=is_stream)
 
-    def _call(self, number: int, is_stream: bool) -> None:  # noqa: FBT001 - of a thread's own
+    def _call(self, number: int, *, is_stream: bool) -> None:
         text = f"Call {number}: what comes after {number * 7919 % 104729}?"
         messages = [*([SYSTEM] if number % 3 == 0 else []), {"role": "user", "content": text}]
         body: dict[str, Any] = {"model": TINY, "stream": is_stream, "messages": messages}

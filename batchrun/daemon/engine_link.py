@@ -333,7 +333,7 @@ def _refusal(answers: Mapping[str, Answer | None]) -> str | None:
 
 
 LOOK_S, MAX_LOOKS = 1.0, 180
-"""Longer than a process that batchrun started lives without an answer."""
+"""180 s: longer than a process that batchrun started lives without an answer."""
 GONE = frozenset({EnginePhase.RESTARTING, EnginePhase.FAILED, EnginePhase.STOPPED})
 SCHEDULER_WINDOW = (256, 2_000_000)
 PLAIN_WINDOW = (32, 400_000)

@@ -223,12 +223,11 @@ class Placer:
     fleet that belong to another deployment are left alone, and told.
     """
 
-    def __init__(self, ray: Any) -> None:
-        self._ray = ray
+    def __init__(self, ray: Any, may_act: Callable[[], bool]) -> None:
+        """`may_act`: whether the order still lasts, as Ray may be silent for a while meanwhile."""
+        self._ray, self._may_act = ray, may_act
         self._asked: dict[str, Any] = {}
         self._deaths: dict[str, tuple[float, str]] = {}
-        self.may_act: Callable[[], bool] = lambda: True
-        """Whether the order still lasts: Ray may have been silent for a while meanwhile."""
 
     def look(self, order: FleetOrder) -> FleetReport:
         """Do the next step for every replica, and tell how all of them are. Raises what Ray does
@@ -319,7 +318,7 @@ class Placer:
         if room := self._waits_for_room(spec.name, order):
             return room
         group = self._ray.util.get_placement_group(group_name)
-        if not self.may_act():
+        if not self._may_act():
             return "no daemon orders anything now"
         strategy = scheduling_strategies.PlacementGroupSchedulingStrategy(group, 0)
         with suppress(ValueError):  # An actor of this name is not quite gone.
@@ -360,7 +359,7 @@ class Placer:
     ) -> None:
         """End a replica that is ours, and give its place back."""
         group, answer = self._groups_of(order).get(name), answers.get(name)
-        if not self.may_act():
+        if not self._may_act():
             return
         has_answered = isinstance(answer, dict) and answer["owner"] == order.owner
         if has_answered or group not in {None, "CREATED"}:
@@ -419,7 +418,7 @@ def main() -> int:
     orders.start()
     orders.came.wait()
     try:
-        placer = Placer(connect(orders.latest.address))
+        placer = Placer(connect(orders.latest.address), lambda: orders.latest.leads)
         _place_on(placer, orders, reports)
     except EngineError as error:
         _tell(reports, FleetReport(trouble=str(error)))
@@ -433,7 +432,6 @@ def main() -> int:
 def _place_on(placer: Placer, orders: _Orders, reports: IO[bytes]) -> None:
     while True:
         orders.came.clear()
-        placer.may_act = lambda: orders.latest.leads
         _tell(reports, placer.look(orders.latest))
         orders.came.wait(ROUND_S)
 

@@ -118,10 +118,8 @@ class LMetric(Router):
 
     def rank(self, call: Call, engines: Sequence[int], now_s: float) -> list[int]:
         """See `Router`."""
-        loads, cached = (
-            self.book.loads(engines, now_s),
-            self.book.cached_tokens(call, engines, now_s),
-        )
+        loads = self.book.loads(engines, now_s)
+        cached = self.book.cached_tokens(call, engines, now_s)
 
         def score(i: int) -> float:
             new = loads[i].waiting_tokens + call.prompt_tokens - cached[i]
@@ -138,10 +136,8 @@ class LlmD(Router):
 
     def rank(self, call: Call, engines: Sequence[int], now_s: float) -> list[int]:
         """See `Router`."""
-        loads, cached = (
-            self.book.loads(engines, now_s),
-            self.book.cached_tokens(call, engines, now_s),
-        )
+        loads = self.book.loads(engines, now_s)
+        cached = self.book.cached_tokens(call, engines, now_s)
         queues = [loads[i].waiting_calls for i in engines]
         fewest, most = min(queues), max(queues)
 
@@ -164,10 +160,8 @@ class LlmDSticky(Router):
 
     def rank(self, call: Call, engines: Sequence[int], now_s: float) -> list[int]:
         """See `Router`."""
-        loads, cached = (
-            self.book.loads(engines, now_s),
-            self.book.cached_tokens(call, engines, now_s),
-        )
+        loads = self.book.loads(engines, now_s)
+        cached = self.book.cached_tokens(call, engines, now_s)
 
         def tokens(i: int) -> float:
             return loads[i].waiting_tokens + call.prompt_tokens - cached[i]

@@ -109,13 +109,16 @@ def serve(reread: Callable[[], Deployment], home: Home, *, on_ready: Callable[[]
 
 def _open(home: Home, deployment: Deployment) -> Store:
     """The store; a former leader waits for one that does not answer, as it did before."""
+    trouble = ""
     while True:
         try:
             return open_for(home, deployment.store_url)
         except StoreUnreachableError as error:
             if BEGAN_ANEW not in os.environ:
                 raise
-            log.error("%s", error)
+            if str(error) != trouble:
+                log.error("%s", error)
+            trouble = str(error)
         time.sleep(LOCK_CHECK_S)
 
 
