@@ -18,6 +18,7 @@ from batchrun.routing.prefix_map import (
     LEAST_OF_HIT,
     LEAST_REACH_S,
     PROVEN_HITS,
+    RETURN_MEMORY,
     REUSE_MEMORY,
     ROUND_PIECES,
     SAME_USE_S,
@@ -45,6 +46,7 @@ class PlainMap(PrefixMap):
         self.used_at_s = np.zeros((num_pieces, num_engines))
         self.columns = np.zeros((num_engines, 4))
         self.learnt = 0.0
+        self.num_evicted = self.num_returned = 0.0
         self.mask = np.uint64(len(self.keys) // WAYS - 1)
         self.ways = np.arange(WAYS, dtype=np.int64)
 
@@ -52,6 +54,11 @@ class PlainMap(PrefixMap):
     def mean_uses(self) -> float:
         """How often pieces that were evicted of late had been used."""
         return self.learnt
+
+    @property
+    def returned_share(self) -> float:
+        """Of what was evicted of late, the share that was wanted again."""
+        return min(1.0, self.num_returned / self.num_evicted) if self.num_evicted else 0.0
 
     def evicted_share(self, engine: int, num_new: float) -> float:
         """Of so many new pieces there, the share that would each cost an old one."""
@@ -107,6 +114,9 @@ class PlainMap(PrefixMap):
         column = self.columns[engine]
         is_held = is_known.copy()
         is_held[is_known] = [self.is_held(engine, place, now_s) for place in places.tolist()]
+        for place in places.tolist():
+            was_here = self.used_at_s[place, engine] > 0.0
+            self.num_returned += was_here and not self.is_held(engine, place, now_s)
         self.used_at_s[places, engine] = used_at_s[is_known]
         self.num_uses[places] += 1
         self.insert(new_keys, engine, used_at_s[~is_known])
@@ -208,12 +218,17 @@ class PlainMap(PrefixMap):
     def sweep(self, engine: int, room_pieces: float, now_s: float) -> None:
         """Find out what the engine's cache has room for, and learn from what has left it."""
         column = self.columns[engine]
+        num_before = float(column[NUM_HELD] + column[NUM_NEW])
         column[NUM_NEW], column[ROOM] = 0, room_pieces
         used_at_s = self.used_at_s[:, engine]
         places = range(len(self.keys))
         held = np.array([i for i in places if self.is_held(engine, i, now_s)], np.int64)
         over = len(held) - int(room_pieces)
         column[NUM_HELD] = min(len(held), int(room_pieces))
+        self.num_evicted += max(0.0, num_before - column[NUM_HELD])
+        if self.num_evicted > RETURN_MEMORY:
+            self.num_returned *= RETURN_MEMORY / self.num_evicted
+            self.num_evicted = RETURN_MEMORY
         if over <= 0:
             return
         order = np.argpartition(used_at_s[held], over - 1)[:over]
@@ -256,7 +271,7 @@ class PlainBook(EngineBook):
 
 
 class PlainCost(Router):
-    """Queue + own prefill, with whom it delays + its decodes + its slot."""
+    """Queue + own prefill, with whom it delays + what it evicts + its decodes + its slot."""
 
     def rank(self, call: Call, engines: Sequence[int], now_s: float) -> list[int]:
         """See `Router`."""
@@ -267,7 +282,12 @@ class PlainCost(Router):
         def price(engine: int) -> tuple[float, int, int]:
             load = loads[engine]
             own_s = book.traits[engine].prices.prefill_s(call.prompt_tokens, cached[engine])
-            seconds = load.waiting_s + own_s * delayed + self.decode_s_of(engine, load)
+            num_new = (call.prompt_tokens - cached[engine]) / call.piece_tokens
+            prefixes = book.prefixes
+            assert isinstance(prefixes, PlainMap)
+            evicted = prefixes.evicted_share(engine, num_new) * prefixes.returned_share
+            decode_s = self.decode_s_of(engine, load)
+            seconds = load.waiting_s + own_s * delayed + own_s * evicted + decode_s
             return seconds, load.calls, self.num_sent[engine]
 
         return sorted(engines, key=price)

@@ -39,6 +39,7 @@ class Weighed(NamedTuple):
     calls: float = math.nan
     queue_s: float = math.nan
     prefill_s: float = math.nan
+    evicted_s: float = math.nan
     decodes_s: float = math.nan
     slot_s: float = math.nan
 
@@ -51,6 +52,7 @@ class Weighed(NamedTuple):
             terms.calls.item(place),
             terms.queue_s.item(place),
             terms.prefill_s.item(place),
+            terms.evicted_s.item(place),
             terms.decodes_s.item(place),
             terms.slot_s.item(place),
         )
@@ -81,7 +83,7 @@ class Decision(NamedTuple):
     ended_at_s: float = _NOT_TOLD
 
 
-_BODY = struct.Struct("=dqqdddQddddddQddddddqqdddd")
+_BODY = struct.Struct("=dqqdddQdddddddQdddddddqqdddd")
 _NUMBER = struct.Struct("=Q")
 _TOLD = struct.Struct("=dddd")
 _BODY_AT = _NUMBER.size
@@ -312,6 +314,7 @@ def _side(weighed: Weighed, delayed: float, names: Mapping[int, str]) -> dict[st
         "queue_s": weighed.queue_s,
         "prefill_s": weighed.prefill_s,
         "delays_s": delays_s,
+        "evicted_s": weighed.evicted_s,
         "decodes_s": weighed.decodes_s,
         "slot_s": weighed.slot_s,
     }

@@ -14,6 +14,8 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from batchrun.routing.engine_book import Call, EngineBook, Sent
 from batchrun.routing.router import Router
 
@@ -129,8 +131,9 @@ class E2(Router):
         """Algorithm 2: L of the window, M of what is evicted, R of the own prefill."""
         own_s = self.book.traits[engine].prices.prefill_s(call.prompt_tokens, cached)
         num_new = (call.prompt_tokens - cached) / call.piece_tokens
-        evicted = self.book.prefixes.evicted_share(engine, num_new)
-        evicted_s = own_s * evicted * self.book.prefixes.mean_uses
+        prefixes = self.book.prefixes
+        evicted = float(prefixes.evicted_shares(np.array([engine]), np.array([num_new]))[0])
+        evicted_s = own_s * evicted * prefixes.mean_uses
         return self._windows[engine].load_s + evicted_s + own_s
 
     def _most_decoding_first(self, by_cost: list[int]) -> list[int]:

@@ -184,10 +184,10 @@ class EngineBook:
 
     def loads_of(self, engines: IntArray, now_s: float) -> Loads:
         """What these engines have to do."""
-        chosen = self._loads[:, engines]
-        calls, prompt, waiting, tokens, seconds, _ = chosen.sum(axis=0).T
-        idle_s = np.maximum(0.0, now_s - chosen[:, :, _MOVED_AT].max(axis=0))
-        waiting_s = np.where(waiting > 0, np.maximum(0.0, seconds - idle_s), 0.0)
+        chosen = self._loads.take(engines, axis=1)
+        calls, prompt, waiting, tokens, seconds, _ = np.add.reduce(chosen).T
+        idle_s = np.maximum(0.0, now_s - np.maximum.reduce(chosen[:, :, _MOVED_AT]))
+        waiting_s = np.maximum(0.0, seconds - idle_s) * (waiting > 0)
         return Loads(calls, prompt, waiting, tokens, waiting_s)
 
     def loads(self, engines: Sequence[int], now_s: float) -> dict[int, Load]:
@@ -202,16 +202,15 @@ class EngineBook:
 
     def prices_of(self, engines: IntArray) -> PriceTable:
         """What the steps of these engines cost."""
-        return PriceTable(*self._prices[:, engines])
+        return PriceTable(*self._prices.take(engines, axis=1))
 
     def tokens_held(self, call: Call, engines: IntArray, now_s: float) -> IntArray:
         """Tokens of the prompt that each of these engines holds, see `Call.tokens_of`."""
         if not len(call.keys):
             return np.zeros(len(engines), np.int64)
         held = self.prefixes.num_held(call.keys, engines, now_s)
-        tokens = ((held + BEYOND_PIECES * (held > 0)) * call.piece_tokens).astype(np.int64)
-        found: IntArray = np.minimum(tokens, max(call.prompt_tokens - 1, 0))
-        return found
+        tokens = (held + BEYOND_PIECES * (held > 0)) * call.piece_tokens
+        return np.minimum(tokens, max(call.prompt_tokens - 1, 0)).astype(np.int64)
 
     def cached_tokens(self, call: Call, engines: Sequence[int], now_s: float) -> dict[int, int]:
         """Tokens of the prompt that each of these engines holds, see `Call.tokens_of`."""

@@ -28,6 +28,8 @@ SWEEP_SHARE = 0.02
 """An engine's row is looked at again when so much of its cache is new."""
 REUSE_MEMORY = 512
 """Evicted pieces over which it is learnt how often they had been used."""
+RETURN_MEMORY = 4096.0
+"""Evicted pieces over which it is learnt how many of them are wanted again."""
 PROVEN_HITS = 2
 """A piece that so many replies in a row had cached is one that calls come back to."""
 GROW, SHRINK = 1.1, 0.9
@@ -52,7 +54,7 @@ class Arrays(NamedTuple):
     """What processes share: a key and a number of uses for each place, how many replies in a row
     had it cached, when each engine last used it, a row for each engine, and for each engine what it
     holds of what it used (`_SINCE` to `_NUM_CLEARED`); the last row has what was learnt from
-    evictions (`_USES`)."""
+    evictions (`_USES` to `_NUM_RETURNED`)."""
 
     keys: KeyArray
     num_uses: npt.NDArray[np.uint32]
@@ -77,7 +79,7 @@ _SINCE, _NUM_NEW, _NUM_HELD, _ROOM = range(4)
 _REACHES_S = slice(4, 6)
 """For pieces that are not proven, and for those that are. 0: as far as there is room."""
 _NUM_CLEARED = 6
-_USES = 0
+_USES, _NUM_EVICTED, _NUM_RETURNED = range(3)
 
 
 class _Found(NamedTuple):
@@ -118,11 +120,19 @@ class PrefixMap:
         """How often pieces that were evicted of late had been used."""
         return float(self._learnt[_USES])
 
-    def evicted_share(self, engine: int, num_new: float) -> float:
-        """Of so many new pieces there, the share that would each cost an old one."""
-        since_new, held, room = self._columns[engine, _NUM_NEW : _ROOM + 1].tolist()
+    @property
+    def returned_share(self) -> float:
+        """Of the pieces that engines evicted of late, the share that they were asked for again."""
+        num_evicted, num_returned = self._learnt[_NUM_EVICTED : _NUM_RETURNED + 1].tolist()
+        return min(1.0, num_returned / num_evicted) if num_evicted else 0.0
+
+    def evicted_shares(self, engines: IntArray, num_new: Floats) -> Floats:
+        """Of so many new pieces in each of these engines, the share that would each cost an old
+        one."""
+        since_new, held, room = self._columns.take(engines, axis=0)[:, _NUM_NEW : _ROOM + 1].T
         over = held + since_new + num_new - room
-        return min(1.0, max(0.0, over / num_new)) if room and num_new > 0 else 0.0
+        costly = np.minimum(1.0, np.maximum(0.0, over / np.maximum(num_new, 1e-9)))
+        return np.asarray(costly * (room > 0.0))
 
     def num_pieces(self, engine: int, now_s: float) -> int:
         """Pieces that it is taken to hold."""
@@ -135,11 +145,14 @@ class PrefixMap:
         places, _, num_known = found
         if not num_known:
             return np.zeros(len(rows), np.int64)
+        known = places[:num_known]
         starts = rows * self._used_at_s.shape[1]
-        used_at_s = self._used_at_s.reshape(-1).take(starts[:, None] + places[:num_known])
-        lacks = used_at_s <= self._since_s(rows, now_s)[:, self._kinds(places[:num_known])]
-        first = lacks.argmax(axis=1)
-        held: IntArray = np.where(lacks.any(axis=1), first, num_known)
+        used_at_s = self._used_at_s.reshape(-1).take(starts[:, None] + known)
+        since_s = self._since_s(rows, now_s).take(self._kinds(known), axis=1)
+        # The column behind the last is lacked by all.
+        lacks = np.ones((len(rows), num_known + 1), np.bool_)
+        np.less_equal(used_at_s, since_s, out=lacks[:, :-1])
+        held: IntArray = lacks.argmax(axis=1)
         return held
 
     def touch(
@@ -157,14 +170,17 @@ class PrefixMap:
         used_at_s, column = self._used_at_s[engine], self._columns[engine]
         known = places if num_known == len(keys) else places[is_known]
         before_s, kinds = used_at_s[known], self._kinds(known)
-        is_held = before_s > self._since_s(np.array([engine]), now_s)[0, kinds]
+        is_held = before_s > self._since_s_of(engine, now_s).take(kinds)
         self._num_uses[known] += 1
         if len(known) == len(keys):
             used_at_s[known] = stamps
         else:
             used_at_s[known] = stamps[is_known]
             self._insert(keys[~is_known], engine, stamps[~is_known])
-        num_new = float(column[_NUM_NEW]) + len(keys) - int(np.count_nonzero(is_held))
+        num_held = int(np.count_nonzero(is_held))
+        if num_held < len(known):
+            self._learnt[_NUM_RETURNED] += np.count_nonzero(before_s) - num_held
+        num_new = float(column[_NUM_NEW]) + len(keys) - num_held
         column[_NUM_NEW] = num_new
         if num_new + abs(room_pieces - float(column[_ROOM])) > SWEEP_SHARE * room_pieces:
             self._sweep(engine, room_pieces, now_s)
@@ -243,11 +259,10 @@ class PrefixMap:
     def _find(self, keys: KeyArray) -> _Found:
         """Where the keys stand."""
         buckets = self._buckets_of(keys)
-        is_its = self._buckets[buckets] == keys[:, None]
-        ways = is_its.argmax(axis=1)
-        is_known = is_its.any(axis=1)
-        num_known = len(keys) if is_known.all() else int(is_known.argmin())
-        return _Found(buckets * WAYS + ways, is_known, num_known)
+        ways = (self._buckets.take(buckets, axis=0) == keys[:, None]).argmax(axis=1)
+        places = buckets * WAYS + ways
+        is_known = self._keys.take(places) == keys
+        return _Found(places, is_known, _num_leading(is_known))
 
     def _insert(self, keys: KeyArray, engine: int, used_at_s: Floats) -> None:
         """All at once, but for those that want places in one bucket: they go one after another."""
@@ -280,33 +295,37 @@ class PrefixMap:
 
     def _kinds(self, places: IntArray) -> IntArray:
         """Of the pieces in these places: 1 for those that are proven, 0 for the others."""
-        kinds: IntArray = (self._num_hits[places] >= PROVEN_HITS).astype(np.int64)
-        return kinds
+        return (self._num_hits.take(places) >= PROVEN_HITS).view(np.int8)
 
     def _since_s(self, engines: IntArray, now_s: float) -> Floats:
         """When a piece must have been used to be held, by engine and kind."""
-        columns = self._columns[engines]
+        columns = self._columns.take(engines, axis=0)
         reaches_s = columns[:, _REACHES_S]
-        since_s: Floats = np.where(reaches_s > 0.0, now_s - reaches_s, 0.0)
-        return np.maximum(since_s, columns[:, _SINCE, None])
+        return np.maximum((now_s - reaches_s) * (reaches_s > 0.0), columns[:, _SINCE, None])
+
+    def _since_s_of(self, engine: int, now_s: float) -> Floats:
+        """The same for one engine, by kind."""
+        column = self._columns[engine].tolist()
+        reaches_s = [reach_s or now_s for reach_s in column[_REACHES_S]]
+        return np.array([max(column[_SINCE], now_s - reach_s) for reach_s in reaches_s])
 
     def _held(self, engine: int, now_s: float) -> IntArray:
         """The places of all pieces that it is taken to hold."""
         used_at_s = self._used_at_s[engine]
-        (since_s,) = self._since_s(np.array([engine]), now_s)
-        places: IntArray = np.flatnonzero(used_at_s > since_s.min())
-        if since_s[0] == since_s[1]:
-            return places
-        held: IntArray = places[used_at_s[places] > since_s[self._kinds(places)]]
+        since_s = self._since_s_of(engine, now_s)
+        places = np.flatnonzero(used_at_s > since_s.min())
+        held: IntArray = places[used_at_s[places] > since_s.take(self._kinds(places))]
         return held
 
     def _sweep(self, engine: int, room_pieces: float, now_s: float) -> None:
         """Find out what the engine's cache has room for, and learn from what has left it."""
         column = self._columns[engine]
+        num_before = float(column[_NUM_HELD] + column[_NUM_NEW])
         column[_NUM_NEW], column[_ROOM] = 0, room_pieces
         used_at_s, held = self._used_at_s[engine], self._held(engine, now_s)
         over = len(held) - int(room_pieces)
-        column[_NUM_HELD] = min(len(held), int(room_pieces))
+        column[_NUM_HELD] = num_held = min(len(held), int(room_pieces))
+        self._note_evicted(num_before - num_held)
         if over <= 0:
             return
         held_at_s = used_at_s[held]
@@ -317,13 +336,21 @@ class PrefixMap:
         weight = min(1.0, len(evicted) / REUSE_MEMORY)
         self._learnt[_USES] += weight * (self._num_uses[evicted].mean() - self._learnt[_USES])
 
+    def _note_evicted(self, num: float) -> None:
+        """So many pieces have left an engine; what was long ago counts less."""
+        self._learnt[_NUM_EVICTED] += max(0.0, num)
+        if self._learnt[_NUM_EVICTED] > RETURN_MEMORY:
+            both = slice(_NUM_EVICTED, _NUM_RETURNED + 1)
+            self._learnt[both] *= RETURN_MEMORY / self._learnt[_NUM_EVICTED]
+
 
 _NOTHING = Held(0, np.empty(0), np.empty(0, np.int64))
 
 
 def _num_leading(flags: npt.NDArray[np.bool_]) -> int:
     """How many are set before the first that is not."""
-    return len(flags) if flags.all() else int(flags.argmin())
+    first = int(flags.argmin()) if len(flags) else 0
+    return first if first < len(flags) and not flags[first] else len(flags)
 
 
 def _stamps(num: int, now_s: float) -> Floats:

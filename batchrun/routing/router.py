@@ -19,7 +19,7 @@ class Terms(NamedTuple):
 
     `cached` are tokens of the prompt that are held there, `calls` those that are there. Seconds:
     prefills before the call's own, its own (which delays others, and counts `delayed` times),
-    its decodes, and its wait for a slot.
+    those of what it pushes out and others will want again, its decodes, and its wait for a slot.
     """
 
     order: Sequence[int]
@@ -28,6 +28,7 @@ class Terms(NamedTuple):
     queue_s: Floats
     prefill_s: Floats
     delayed: float
+    evicted_s: Floats
     decodes_s: Floats
     slot_s: Floats
 

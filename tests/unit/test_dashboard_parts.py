@@ -212,7 +212,8 @@ def make_facts() -> dict[str, Any]:
 
 
 SIDE = {"engine": "engine-0", "cached_tokens": 512.0, "price_s": 1.0, "queue_s": 0.5,
-        "prefill_s": 0.2, "delays_s": 0.1, "decodes_s": 0.2, "slot_s": 0.0}  # fmt: skip
+        "prefill_s": 0.2, "delays_s": 0.1, "evicted_s": 0.0, "decodes_s": 0.2,
+        "slot_s": 0.0}  # fmt: skip
 KEPT = {"actions", "state"}
 """Words of ours, not of anybody else's."""
 

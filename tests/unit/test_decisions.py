@@ -36,9 +36,9 @@ NO_KEYS: KeyArray = np.empty(0, np.uint64)
 
 
 def decision(at_s: float, engine: int = 7, cached: float = 512.0) -> Decision:
-    chosen = Weighed(engine, cached, 3.0, 0.5, 0.25, 1.0, 0.0)
+    chosen = Weighed(engine, cached, 3.0, 0.5, 0.25, 0.125, 1.0, 0.0)
     return Decision(
-        at_s, 0, 2, 1_000.0, 256.0, 2.0, chosen, Weighed(9, 0.0, 1.0, 0.0, 2.0, 1.0, 0.0)
+        at_s, 0, 2, 1_000.0, 256.0, 2.0, chosen, Weighed(9, 0.0, 1.0, 0.0, 2.0, 0.0, 1.0, 0.0)
     )
 
 
@@ -124,7 +124,7 @@ def test_a_price_is_the_sum_of_its_terms() -> None:
     assert shown["age_s"] == 2.0
     chosen, runner_up = shown["chosen"], shown["runner_up"]
     assert chosen["engine"] == "a"
-    assert chosen["price_s"] == pytest.approx(0.5 + 0.25 * 2 + 1.0)
+    assert chosen["price_s"] == pytest.approx(0.5 + 0.25 * 2 + 0.125 + 1.0)
     assert chosen["delays_s"] == 0.25
     assert runner_up["engine"] is None
     assert shown["told_cached_tokens"] is None

@@ -112,8 +112,8 @@ def test_a_cache_holds_what_was_used_last_and_nothing_else() -> None:
     held = [int(prefixes.num_held(document, [0, 1], 7.0)[0]) for document in documents]
     assert held[3:] == [20, 20, 20]
     assert held[:2] == [0, 0]
-    assert prefixes.evicted_share(0, 10) == 1.0
-    assert prefixes.evicted_share(1, 10) == 0.0
+    shares = prefixes.evicted_shares(np.array([1, 0, 0]), np.array([10.0, 10.0, 0.0]))
+    assert shares.tolist() == [0.0, 1.0, 0.0]
     assert prefixes.num_held(documents[5], [1, 0], 7.0).tolist() == [0, 20]
     prefixes.clear(0)
     assert prefixes.num_held(documents[5], [0], 7.0).tolist() == [0]
@@ -128,6 +128,23 @@ def test_a_prompt_is_evicted_from_its_end() -> None:
     assert 8 <= held_first <= 10
     assert prefixes.touch(0, keys(1, 20), 4.0, room_pieces=50).num == held_first
     assert prefixes.num_held(keys(3, 20), [0], 5.0).tolist() == [20]
+
+
+@pytest.mark.parametrize(("num_documents", "least", "most"), [(16, 0.9, 1.0), (200, 0.0, 0.0)])
+def test_what_is_pushed_out_has_a_price_where_it_is_wanted_again(
+    num_documents: int, least: float, most: float
+) -> None:
+    """Both engines hold five documents of twenty pieces; each call asks about the next one."""
+    router = make_router("cost", book_of(2, EngineTraits(kv_tokens=100 * PIECE_TOKENS)))
+    for number in range(200):
+        asked = call(20 * PIECE_TOKENS, number % num_documents, 20)
+        sent = router.sent(asked, number % 2, number + 1.0)
+        router.ended(sent, number + 1.5, None, 10)
+    assert least <= router.book.prefixes.returned_share <= most
+    router.rank(call(20 * PIECE_TOKENS, 999, 20), [0, 1], 300.0)
+    assert router.terms is not None
+    evicted_s = router.terms.evicted_s
+    assert all(evicted_s > 0) if most else not any(evicted_s)
 
 
 def test_how_often_pieces_had_been_used_is_learnt_when_they_go() -> None:

@@ -22,7 +22,6 @@ from batchrun.simulator.traces.trace import (
     find_peak,
     prefix_hit_rate,
     redrawn,
-    scale_lengths,
     scale_rate,
     stratified_windows,
     summarize_trace,
@@ -232,12 +231,6 @@ def test_a_call_that_is_drawn_twice_is_another_caller_with_the_same_system_promp
     pairs = [tuple(drawn.prefix.of_request(i).tolist()) for i in range(len(drawn))]
     assert len({second for _, second in pairs}) == len(drawn) == len(drawn.prefix)
     assert {first for first, _ in pairs} == {7}
-
-
-def test_lengths_are_scaled_and_never_empty() -> None:
-    trace = scale_lengths(Trace.of([0, 1], [100, 3], [10, 1]), 0.1)
-    assert trace.num_prompt_tokens.tolist() == [10, 1]
-    assert trace.num_output_tokens.tolist() == [1, 1]
 
 
 def test_a_day_is_drawn_from_rates_and_the_calls_of_a_trace() -> None:

@@ -26,8 +26,8 @@ def explain(
     """Show why the last online calls went where they went.
 
     Seconds of the chosen engine beside those of the best other one: prefills before the call's own,
-    its own, what that delays others, its decodes, its wait for a slot. Cached tokens as they were
-    foretold, and as the reply told.
+    its own, what that delays others, those of what it pushes out and others will want again, its
+    decodes, its wait for a slot. Cached tokens as they were foretold, and as the reply told.
     """
     told = DaemonClient(home).get(f"/routing?most={most}")
     answer(told, *_shown(told), as_json=as_json)
@@ -55,7 +55,7 @@ def _shown(told: Mapping[str, Any]) -> Iterator[RenderableType]:
     yield ""
     yield columns(
         "ago", "tokens", "engine", "cached", "told", "price", "queue", "prefill", "delays",
-        "decodes", "slot",
+        "evicted", "decodes", "slot",
         rows=(line for each in told["decisions"] for line in _lines(each)),
     )  # fmt: skip
 
@@ -72,7 +72,7 @@ def _lines(decision: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def _side(side: Mapping[str, Any], told: str) -> tuple[str, ...]:
-    names = ("price_s", "queue_s", "prefill_s", "delays_s", "decodes_s", "slot_s")
+    names = ("price_s", "queue_s", "prefill_s", "delays_s", "evicted_s", "decodes_s", "slot_s")
     return (
         side["engine"] or "-",
         figure(side["cached_tokens"], "{:,.0f}"),

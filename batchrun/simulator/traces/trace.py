@@ -240,16 +240,6 @@ def scale_rate(trace: Trace, factor: float, *, seed: int) -> Trace:
     )
 
 
-def scale_lengths(trace: Trace, factor: float) -> Trace:
-    """Both lengths of each call times `factor`, at least 1; what prompts share is not kept."""
-    _check("lengths", factor)
-    prompts, outputs = (
-        np.clip(np.rint(each * factor), 1, 2**62).astype(np.int64)
-        for each in (trace.num_prompt_tokens, trace.num_output_tokens)
-    )
-    return replace(trace, num_prompt_tokens=prompts, num_output_tokens=outputs, prefix=None)
-
-
 STRETCH_S = 30.0
 """So long a stretch of a trace is drawn again as it was: longer than a burst."""
 TIDE_S = 600.0
