@@ -94,13 +94,6 @@ class Trial:
 class ToldMap(PrefixMap):
     """Forgets what it is told that an engine has evicted, and nothing else."""
 
-    def touch(
-        self, engine: int, keys: KeyArray, now_s: float, *, room_pieces: float, stays_s: float = 0.0
-    ) -> Held:
-        """See `PrefixMap`; there is room for all that the map can hold."""
-        room_pieces = len(self._keys)
-        return super().touch(engine, keys, now_s, room_pieces=room_pieces, stays_s=stays_s)
-
     def answered(
         self, engine: int, keys: KeyArray, before: Held, now_s: float, num_cached: float | None
     ) -> None:
@@ -110,7 +103,10 @@ class ToldMap(PrefixMap):
     def forget(self, engine: int, keys: KeyArray) -> None:
         """The engine no longer holds these pieces."""
         places, is_known, _ = self._find(keys)
-        self._used_at_s[engine, places[is_known]] = 0.0
+        self._used_at_s[engine, places[is_known]] = -1.0
+
+    def _num_fitting(self, room_pieces: float) -> int:
+        return len(self._keys)
 
 
 class Doors(Router):

@@ -47,6 +47,7 @@ class PlainMap(PrefixMap):
         self.columns = np.zeros((num_engines, 4))
         self.learnt = 0.0
         self.num_evicted = self.num_returned = 0.0
+        self.lost: tuple[KeyArray, int] = np.empty(0, np.uint64), 0
         self.mask = np.uint64(len(self.keys) // WAYS - 1)
         self.ways = np.arange(WAYS, dtype=np.int64)
 
@@ -92,6 +93,13 @@ class PlainMap(PrefixMap):
                 if not is_there or not self.is_held(engine, place, now_s):
                     break
                 found[number] += 1
+        of_known = places[: len(keys) if is_known.all() else int(is_known.argmin())].tolist()
+        lost = [
+            place
+            for place in of_known[max(found) :]
+            if any(self.used_at_s[place, engine] for engine in engines)
+        ]
+        self.lost = keys, len(lost)
         return found
 
     def touch(
@@ -101,7 +109,10 @@ class PlainMap(PrefixMap):
         for about so long. Tells what was held before."""
         if not len(keys):
             return Held(0, np.empty(0), np.empty(0, np.int64))
+        num_lost = self.lost[1] if self.lost[0] is keys else 0
         (num_held,) = self.num_held(keys, [engine], now_s)
+        self.lost = np.empty(0, np.uint64), 0
+        self.num_returned += num_lost
         places, is_known = self.find(keys)
         idle_s: list[float] = []
         for place, is_there in zip(places.tolist(), is_known, strict=True):
@@ -114,9 +125,6 @@ class PlainMap(PrefixMap):
         column = self.columns[engine]
         is_held = is_known.copy()
         is_held[is_known] = [self.is_held(engine, place, now_s) for place in places.tolist()]
-        for place in places.tolist():
-            was_here = self.used_at_s[place, engine] > 0.0
-            self.num_returned += was_here and not self.is_held(engine, place, now_s)
         self.used_at_s[places, engine] = used_at_s[is_known]
         self.num_uses[places] += 1
         self.insert(new_keys, engine, used_at_s[~is_known])
@@ -126,7 +134,7 @@ class PlainMap(PrefixMap):
             self.sweep(engine, room_pieces, now_s)
         cleared = float(self.num_cleared[engine])
         known = np.array(idle_s), np.array(kinds, np.int64)
-        return Held(int(num_held), *known, now_s, float(used_at_s[0]), cleared)
+        return Held(int(num_held), *known, now_s, float(used_at_s[0]), cleared, num_lost)
 
     def answered(
         self, engine: int, keys: KeyArray, before: Held, now_s: float, num_cached: float | None
@@ -150,11 +158,13 @@ class PlainMap(PrefixMap):
             return
         places, is_known = self.find(keys)
         own = stamps(len(keys), before.stamp_s)
+        self.num_returned = max(0.0, self.num_returned - before.num_lost)
         for number, place in enumerate(places.tolist()):
             if is_known[number] and self.used_at_s[place, engine] == own[number]:
                 had = number < len(before.idle_s)
                 former_s = before.sent_at_s - before.idle_s[number] if had else 0.0
                 self.used_at_s[place, engine] = former_s
+                self.columns[engine, NUM_HELD] -= number >= before.num
 
     def learn(self, engine: int, keys: KeyArray, before: Held, num_cached: float) -> None:
         """The engine had so many pieces of a prompt cached: how far back does its cache reach?"""
@@ -225,7 +235,7 @@ class PlainMap(PrefixMap):
         held = np.array([i for i in places if self.is_held(engine, i, now_s)], np.int64)
         over = len(held) - int(room_pieces)
         column[NUM_HELD] = min(len(held), int(room_pieces))
-        self.num_evicted += max(0.0, num_before - column[NUM_HELD])
+        self.num_evicted = max(0.0, self.num_evicted + num_before - column[NUM_HELD])
         if self.num_evicted > RETURN_MEMORY:
             self.num_returned *= RETURN_MEMORY / self.num_evicted
             self.num_evicted = RETURN_MEMORY

@@ -91,11 +91,21 @@ class _Found(NamedTuple):
     num_known: int
 
 
+class _Ranked(NamedTuple):
+    """The last prompt that was looked up for several engines: `num_lost` of its pieces had been
+    used by one of them, and none holds them."""
+
+    keys: KeyArray
+    found: _Found
+    num_lost: int = 0
+
+
 class Held(NamedTuple):
     """What an engine was taken to hold of a prompt before it was sent there: so many leading
     pieces; and of all that it had ever had, as many leading ones as there were, for how long each
     had not been used, and whether it was proven (1) or not (0). `stamp_s` is the prompt's own use,
-    `num_cleared` tells whether the engine has lost all since."""
+    `num_cleared` tells whether the engine has lost all since; `num_lost` of its pieces had been
+    evicted."""
 
     num: int
     idle_s: Floats
@@ -103,6 +113,7 @@ class Held(NamedTuple):
     sent_at_s: float = 0.0
     stamp_s: float = 0.0
     num_cleared: float = 0.0
+    num_lost: int = 0
 
 
 class PrefixMap:
@@ -113,7 +124,7 @@ class PrefixMap:
         self._columns, self._learnt = columns[:-1], columns[-1]
         self._buckets = self._keys.reshape(-1, WAYS)
         self._mask = np.uint64(len(self._buckets) - 1)
-        self._ranked: tuple[KeyArray, _Found] | None = None
+        self._ranked: _Ranked | None = None
 
     @property
     def mean_uses(self) -> float:
@@ -141,7 +152,7 @@ class PrefixMap:
     def num_held(self, keys: KeyArray, engines: Sequence[int] | IntArray, now_s: float) -> IntArray:
         """For each of these engines, how many leading pieces it holds. O(pieces x engines)."""
         rows, found = np.asarray(engines), self._find(keys)
-        self._ranked = keys, found
+        self._ranked = _Ranked(keys, found)
         places, _, num_known = found
         if not num_known:
             return np.zeros(len(rows), np.int64)
@@ -153,6 +164,10 @@ class PrefixMap:
         lacks = np.ones((len(rows), num_known + 1), np.bool_)
         np.less_equal(used_at_s, since_s, out=lacks[:, :-1])
         held: IntArray = lacks.argmax(axis=1)
+        most = max(held.tolist())
+        if most < num_known:
+            num_lost = np.count_nonzero(used_at_s[:, most:].any(axis=0))
+            self._ranked = _Ranked(keys, found, int(num_lost))
         return held
 
     def touch(
@@ -164,8 +179,10 @@ class PrefixMap:
             return _NOTHING
         # Most prompts were looked up just now, by `num_held`.
         ranked, self._ranked = self._ranked, None
-        is_found = ranked is not None and ranked[0] is keys
-        places, is_known, num_known = ranked[1] if ranked and is_found else self._find(keys)
+        if ranked is None or ranked.keys is not keys:
+            ranked = _Ranked(keys, self._find(keys))
+        places, is_known, num_known = ranked.found
+        self._learnt[_NUM_RETURNED] += ranked.num_lost
         stamps = _stamps(len(keys), now_s + stays_s)
         used_at_s, column = self._used_at_s[engine], self._columns[engine]
         known = places if num_known == len(keys) else places[is_known]
@@ -177,10 +194,7 @@ class PrefixMap:
         else:
             used_at_s[known] = stamps[is_known]
             self._insert(keys[~is_known], engine, stamps[~is_known])
-        num_held = int(np.count_nonzero(is_held))
-        if num_held < len(known):
-            self._learnt[_NUM_RETURNED] += np.count_nonzero(before_s) - num_held
-        num_new = float(column[_NUM_NEW]) + len(keys) - num_held
+        num_new = float(column[_NUM_NEW]) + len(keys) - int(np.count_nonzero(is_held))
         column[_NUM_NEW] = num_new
         if num_new + abs(room_pieces - float(column[_ROOM])) > SWEEP_SHARE * room_pieces:
             self._sweep(engine, room_pieces, now_s)
@@ -193,6 +207,7 @@ class PrefixMap:
             now_s,
             float(stamps[0]),
             float(column[_NUM_CLEARED]),
+            ranked.num_lost,
         )
 
     def answered(
@@ -220,6 +235,8 @@ class PrefixMap:
         used_at_s = self._used_at_s[engine]
         is_own = is_known & (used_at_s[places] == _stamps(len(keys), before.stamp_s))
         used_at_s[places[is_own]] = former_s[is_own]
+        self._columns[engine, _NUM_HELD] -= np.count_nonzero(is_own[before.num :])
+        self._learnt[_NUM_RETURNED] -= min(before.num_lost, self._learnt[_NUM_RETURNED])
 
     def _learn(
         self, engine: int, places: IntArray, numbers: IntArray, before: Held, num_cached: float
@@ -323,8 +340,9 @@ class PrefixMap:
         num_before = float(column[_NUM_HELD] + column[_NUM_NEW])
         column[_NUM_NEW], column[_ROOM] = 0, room_pieces
         used_at_s, held = self._used_at_s[engine], self._held(engine, now_s)
-        over = len(held) - int(room_pieces)
-        column[_NUM_HELD] = num_held = min(len(held), int(room_pieces))
+        room = self._num_fitting(room_pieces)
+        over = len(held) - room
+        column[_NUM_HELD] = num_held = min(len(held), room)
         self._note_evicted(num_before - num_held)
         if over <= 0:
             return
@@ -336,12 +354,17 @@ class PrefixMap:
         weight = min(1.0, len(evicted) / REUSE_MEMORY)
         self._learnt[_USES] += weight * (self._num_uses[evicted].mean() - self._learnt[_USES])
 
+    def _num_fitting(self, room_pieces: float) -> int:
+        """How many pieces stay where there is so much room."""
+        return int(room_pieces)
+
     def _note_evicted(self, num: float) -> None:
-        """So many pieces have left an engine; what was long ago counts less."""
-        self._learnt[_NUM_EVICTED] += max(0.0, num)
-        if self._learnt[_NUM_EVICTED] > RETURN_MEMORY:
-            both = slice(_NUM_EVICTED, _NUM_RETURNED + 1)
-            self._learnt[both] *= RETURN_MEMORY / self._learnt[_NUM_EVICTED]
+        """So many pieces have left an engine, or were thought to have; what was long ago counts
+        less."""
+        num_evicted = max(0.0, self._learnt[_NUM_EVICTED] + num)
+        self._learnt[_NUM_EVICTED] = num_evicted
+        if num_evicted > RETURN_MEMORY:
+            self._learnt[_NUM_EVICTED : _NUM_RETURNED + 1] *= RETURN_MEMORY / num_evicted
 
 
 _NOTHING = Held(0, np.empty(0), np.empty(0, np.int64))

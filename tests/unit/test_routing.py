@@ -130,18 +130,23 @@ def test_a_prompt_is_evicted_from_its_end() -> None:
     assert prefixes.num_held(keys(3, 20), [0], 5.0).tolist() == [20]
 
 
-@pytest.mark.parametrize(("num_documents", "least", "most"), [(16, 0.9, 1.0), (200, 0.0, 0.0)])
+@pytest.mark.parametrize(("num_documents", "least", "most"), [(17, 0.9, 1.0), (200, 0.0, 0.0)])
 def test_what_is_pushed_out_has_a_price_where_it_is_wanted_again(
     num_documents: int, least: float, most: float
 ) -> None:
-    """Both engines hold five documents of twenty pieces; each call asks about the next one."""
+    """Both engines hold five documents of twenty pieces; each call asks about the next one, which
+    was in the other engine the last time. Calls that never begin count for nothing."""
     router = make_router("cost", book_of(2, EngineTraits(kv_tokens=100 * PIECE_TOKENS)))
     for number in range(200):
         asked = call(20 * PIECE_TOKENS, number % num_documents, 20)
+        router.rank(asked, [0, 1], number + 1.0)
         sent = router.sent(asked, number % 2, number + 1.0)
         router.ended(sent, number + 1.5, None, 10)
+        never = call(20 * PIECE_TOKENS, 1_000 + number, 20)
+        router.rank(never, [0, 1], number + 1.6)
+        router.ended(router.sent(never, number % 2, number + 1.6), number + 1.7)
     assert least <= router.book.prefixes.returned_share <= most
-    router.rank(call(20 * PIECE_TOKENS, 999, 20), [0, 1], 300.0)
+    router.rank(call(40 * PIECE_TOKENS, 999, 40), [0, 1], 300.0)
     assert router.terms is not None
     evicted_s = router.terms.evicted_s
     assert all(evicted_s > 0) if most else not any(evicted_s)
