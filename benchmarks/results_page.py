@@ -82,8 +82,9 @@ SECTIONS: dict[str, Section] = {
     ),
     "daemon_load": Section(
         "What a row costs the daemon",
-        "rows",
-        "rows_per_s cpu_us_per_row core_share status_max_s resident_mb",
+        "num_agents",
+        "rows rows_per_s cpu_us_per_row agents_us_per_row engines_us_per_row status_max_s "
+        "resident_mb",
     ),
     "eta": Section(
         "Ranges of an ETA, by the part of a job's time that has passed",
