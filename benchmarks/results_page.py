@@ -205,6 +205,11 @@ SECTIONS: dict[str, Section] = {
         "rate_per_s calls failed mean_ttft_s p50_ttft_s p99_ttft_s mean_s prefix_hit_rate "
         "cpu_us_per_call",
     ),
+    "decision_cost": Section(
+        "What the choice of an engine costs the gateway",
+        "router body_bytes num_engines",
+        "cpu_us decisions_per_s",
+    ),
     "preble_ablation": Section(
         "Preble's ablation on light engines: each step has what the ones before it have",
         "rate_per_s step",
