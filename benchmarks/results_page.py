@@ -17,7 +17,7 @@ HEAD = """\
 Every figure that was recorded and is kept, from `benchmarks/results/` (made by
 `python -m benchmarks.results_page`). A commit that is called *not in the repository* was rewritten
 before it was published, or had changes that were not committed: such a run cannot be repeated to
-the letter. The pages of the manual say what the figures mean.
+the letter.
 """
 
 
