@@ -20,13 +20,7 @@ from msgspec import Struct
 from batchrun.engine.agent.engine import AgentEngine
 from batchrun.engine.agent.remote import AgentAddress
 from batchrun.engine.process import cut_log
-from batchrun.engine.ray import (
-    FleetOrder,
-    FleetReport,
-    FleetSettings,
-    PlacedReplica,
-    ReplicaSpec,
-)
+from batchrun.engine.ray import FleetOrder, FleetReport, FleetSettings, PlacedReplica, ReplicaSpec
 from batchrun.errors import EngineError
 from batchrun.files import write_atomically
 from batchrun.types import EnginePhase

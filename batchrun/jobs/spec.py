@@ -74,11 +74,7 @@ def _in_hub_cache(place: object) -> object:
     missing = f"{place}: not in the local cache; hf download --repo-type dataset {name}{given}"
     try:
         folder = snapshot_download(
-            name,
-            repo_type="dataset",
-            revision=revision,
-            allow_patterns=file,
-            local_files_only=True,
+            name, repo_type="dataset", revision=revision, allow_patterns=file, local_files_only=True
         )
     except (OSError, ValueError):
         raise ValueError(missing) from None

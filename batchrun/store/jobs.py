@@ -159,11 +159,7 @@ def insert_job(connection: Connection, job: NewJob, *, now_s: float) -> JobRecor
 
 
 def move_job(
-    connection: Connection,
-    job_id: str,
-    allowed: Sequence[JobState],
-    to: JobState,
-    **values: object,
+    connection: Connection, job_id: str, allowed: Sequence[JobState], to: JobState, **values: object
 ) -> JobRecord:
     """Move a job that is in one of the states `allowed`, and set columns with it.
 

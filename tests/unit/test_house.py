@@ -26,7 +26,7 @@ figures for Prometheus (3), who hears of a job's end, uploads on the page, bound
 parts, decisions that are explained (12), what callers feel, fleets that Ray places (4), and
 whose number follows the calls (3), an engine apart from the way to its agent, calls for
 the daemon apart from those for engines, the peak of a trace (3)."""
-MAX_LINES = 60_350
+MAX_LINES = 60_300
 """21,900 more for these, for groups by key portion and rows over engines by speed, several models,
 a planner that sizes on several draws, bounds on what callers and engines send and hold, and
 daemons that stand by, deployments that calls at once share, processes that watch their parents,

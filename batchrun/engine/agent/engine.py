@@ -8,13 +8,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from batchrun.engine.agent import messages
-from batchrun.engine.agent.remote import (
-    CONNECT_S,
-    FIRST_RETRY_S,
-    AgentAddress,
-    AgentClient,
-    ignore,
-)
+from batchrun.engine.agent.remote import CONNECT_S, FIRST_RETRY_S, AgentAddress, AgentClient, ignore
 from batchrun.engine.progress import Progress
 from batchrun.engine.sockets import Hear
 from batchrun.errors import EngineError

@@ -37,13 +37,7 @@ from batchrun.server.api.metrics import MetricsPage, read_key_storage
 from batchrun.server.api.picture import JsonObject, Status
 from batchrun.server.api.rolling import Rolling
 from batchrun.server.api.upload import Traffic
-from batchrun.store.api_keys import (
-    MAX_COUNT,
-    MAX_TOKENS,
-    KeyLimits,
-    NewApiKey,
-    Role,
-)
+from batchrun.store.api_keys import MAX_COUNT, MAX_TOKENS, KeyLimits, NewApiKey, Role
 from batchrun.store.jobs import JobRecord, NewJob
 from batchrun.types import DEFAULT_MODEL
 

@@ -20,13 +20,7 @@ from batchrun.jobs.objects import in_thread
 from batchrun.jobs.results.batch_files import RESULT_PURPOSE
 from batchrun.jobs.results.file_bytes import FileBytes, remove_file
 from batchrun.server.api.errors import ApiError, AsciiJson, caller_of, check_choice, limit_in
-from batchrun.server.api.upload import (
-    MAX_FILE_BYTES,
-    Download,
-    Traffic,
-    receive_file,
-    size_told,
-)
+from batchrun.server.api.upload import MAX_FILE_BYTES, Download, Traffic, receive_file, size_told
 from batchrun.store import files
 from batchrun.store.database import Store
 from batchrun.store.files import FilePage, FileRecord

@@ -62,12 +62,7 @@ BY_ENGINE: tuple[tuple[Family, str, str, str], ...] = (
         "num_longer_answers",
         "Those longer than nine of ten were to be.",
     ),
-    (
-        GAUGE,
-        "online_cost_limit",
-        "cost.online_cost",
-        "Calls may take so many times as alone.",
-    ),
+    (GAUGE, "online_cost_limit", "cost.online_cost", "Calls may take so many times as alone."),
     (COUNTER, "steps", "step.num_steps", "Steps of the engine."),
     (COUNTER, "step_predicted_seconds", "step.predicted_s", "Predicted time of timed steps."),
     (COUNTER, "step_measured_seconds", "step.measured_s", "Measured time of the same steps."),

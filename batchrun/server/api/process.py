@@ -29,12 +29,7 @@ from batchrun.errors import (
     StoreError,
     StoreUnreachableError,
 )
-from batchrun.files import (
-    StoreLock,
-    allow_many_open_files,
-    remove_left_scratch,
-    write_atomically,
-)
+from batchrun.files import StoreLock, allow_many_open_files, remove_left_scratch, write_atomically
 from batchrun.home import Home
 from batchrun.jobs.on_done import Messenger
 from batchrun.jobs.results.file_bytes import FileBytes, open_file_bytes, recover_files
@@ -84,10 +79,7 @@ def serve(reread: Callable[[], Deployment], home: Home, *, on_ready: Callable[[]
     allow_many_open_files()
     logging.getLogger("python_multipart").setLevel(logging.ERROR)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    with (
-        StoreLock(home.store_lock, wait_s=LOCK_WAIT_S),
-        closing(_open(home, deployment)) as store,
-    ):
+    with StoreLock(home.store_lock, wait_s=LOCK_WAIT_S), closing(_open(home, deployment)) as store:
         secret = {"engines": {"__all__": {"api_key"}}}
         resolved = deployment.model_dump_json(indent=2, exclude=secret)
         write_atomically(home.resolved_config, resolved.encode(), mode=0o600)

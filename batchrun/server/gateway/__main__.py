@@ -278,10 +278,7 @@ def _listen(settings: GatewaySettings, *, is_worker: bool) -> socket.socket:
 
 
 async def _run(
-    argv: Sequence[str],
-    settings: GatewaySettings,
-    sock: socket.socket,
-    options: argparse.Namespace,
+    argv: Sequence[str], settings: GatewaySettings, sock: socket.socket, options: argparse.Namespace
 ) -> None:
     is_worker = options.worker is not None
     stop = asyncio.Event()

@@ -131,12 +131,7 @@ def parse_listen(listen: str) -> tuple[str, int]:
 
 
 EMBEDDINGS = "/v1/embeddings"
-ENGINE_ROUTES = frozenset({
-    "/v1/chat/completions",
-    "/v1/completions",
-    EMBEDDINGS,
-    "/v1/responses",
-})
+ENGINE_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", EMBEDDINGS, "/v1/responses"})
 
 Handler = Callable[[web.BaseRequest, str], Awaitable[web.StreamResponse]]
 

@@ -214,10 +214,7 @@ class GatewayFigures:
                 "p50_s": each.quantile_s(0.5, bounds),
                 "p99_s": each.quantile_s(0.99, bounds),
             }
-            for name, kind, bounds in (
-                ("TTFT", TTFT, TTFT_BOUNDS_S),
-                ("TPOT", TPOT, TPOT_BOUNDS_S),
-            )
+            for name, kind, bounds in (("TTFT", TTFT, TTFT_BOUNDS_S), ("TPOT", TPOT, TPOT_BOUNDS_S))
             for each in self.felt(kind)
         ]
 
