@@ -5,10 +5,13 @@
 Each step has what the ones before it have: a fixed partition of prefixes by whoever knows the whole
 trace, then E2, then rebalancing and replication, then prefill and decode in balance, then the local
 order of waiting calls by their cached part. Light engines, calls of the first 30 s are load.
+`moved_share`: calls for which later parts chose another engine than E2 in that moment would have;
+`reordered_share`: steps in which the local order let in calls out of turn.
 """
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -47,7 +50,24 @@ class Partition(Router):
         return [*engines[home:], *engines[:home]]
 
 
-class E2Moving(E2):
+class E2Watched(E2):
+    """Counts the calls for which E2 alone, knowing the same, would have chosen another engine."""
+
+    def __init__(self, book: EngineBook, rng: random.Random) -> None:
+        super().__init__(book, rng)
+        self.num_moved = 0
+        self._plain = copy.copy(self)
+        self._plain.rebalances = self._plain.replicates = self._plain.balances_decodes = False
+
+    def rank(self, call: Call, engines: Sequence[int], now_s: float) -> list[int]:
+        """See `Router`."""
+        plain = E2.rank(self._plain, call, engines, now_s)
+        order = super().rank(call, engines, now_s)
+        self.num_moved += order[0] != plain[0]
+        return order
+
+
+class E2Moving(E2Watched):
     """Exploit and explore, with rebalancing and replication."""
 
     balances_decodes = False
@@ -57,14 +77,19 @@ class FairEngine(LightEngine):
     """Its waiting calls in Preble's local order: of group g up to g + 1 in each turn, the group
     with the largest cached part first."""
 
+    num_steps = num_reordered = 0
+
     def step(self) -> None:
         """See `LightEngine`."""
+        self.num_steps += 1
+        arrived = [*self.waiting]
         if len(self.waiting) > 1:
             groups: list[deque[LightCall]] = [deque() for _ in range(NUM_GROUPS + 1)]
             for call in self.waiting:
                 share = self.cached_of(call) / call.prompt_tokens
                 groups[int(NUM_GROUPS * share)].append(call)
             self.waiting = deque(_in_turns(groups))
+        self.num_reordered += [*self.waiting] != arrived
         super().step()
 
 
@@ -89,8 +114,8 @@ STEPS = (
     Step("1 partition", Partition),
     Step("2 + E2", lambda book, rng, _: E2Plain(book, rng)),
     Step("3 + rebalancing, replication", lambda book, rng, _: E2Moving(book, rng)),
-    Step("4 + prefill and decode", lambda book, rng, _: E2(book, rng)),
-    Step("5 + local order", lambda book, rng, _: E2(book, rng), FairEngine),
+    Step("4 + prefill and decode", lambda book, rng, _: E2Watched(book, rng)),
+    Step("5 + local order", lambda book, rng, _: E2Watched(book, rng), FairEngine),
 )
 
 
@@ -107,9 +132,9 @@ def main() -> int:
     ]
     for rate in options.rate:
         print(f"\n{rate:g} calls/s, means of {len(options.seeds)} seeds\n")
-        rows = [
+        rows = (
             [step.name, *(_mean(records, step, rate, key) for key in COLUMNS)] for step in STEPS
-        ]
+        )
         print(markdown(["step", *COLUMNS], rows))
     return finish(options.json, records, bars(records, options.rate))
 
@@ -129,7 +154,18 @@ def measure(step: Step, rate_per_s: float, seed: int) -> Record:
         "seed": seed,
         "engines": "light",
         **latencies(judged_of(calls)),
+        **_shares(router, engines, len(calls)),
     }
+
+
+def _shares(router: Router, engines: Sequence[LightEngine], num_calls: int) -> Record:
+    shares = {}
+    if isinstance(router, E2Watched):
+        shares["moved_share"] = router.num_moved / num_calls
+    if fair := [engine for engine in engines if isinstance(engine, FairEngine)]:
+        num_reordered = sum(engine.num_reordered for engine in fair)
+        shares["reordered_share"] = num_reordered / sum(engine.num_steps for engine in fair)
+    return shares
 
 
 def bars(records: Sequence[Record], rates: Sequence[float]) -> Iterator[Bar]:

@@ -213,7 +213,7 @@ SECTIONS: dict[str, Section] = {
     "preble_ablation": Section(
         "Preble's ablation on light engines: each step has what the ones before it have",
         "rate_per_s step",
-        "mean_s p99_s ttft_p50_s ttft_p99_s prefix_hit_rate",
+        "mean_s p99_s ttft_p50_s ttft_p99_s prefix_hit_rate moved_share reordered_share",
     ),
     "row_access": Section(
         "Rows in planned order",
