@@ -10,10 +10,6 @@ seeds: what p50 and p99 of TTFT and TPOT are beside rows, over what they are alo
 from __future__ import annotations
 
 import asyncio
-import shutil
-import signal
-import sys
-import tempfile
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,11 +17,11 @@ from statistics import median
 
 from batchrun.config import SloConfig
 from batchrun.engine.tiny_model import build_tiny_model
-from batchrun.errors import BatchrunError
 from batchrun.store.database import open_store
 from benchmarks.cpu_colocation import SCENARIO
 from benchmarks.cpu_colocation_rows import RowStream
 from benchmarks.cpu_colocation_servers import Server, run_window
+from benchmarks.deployment import scratch
 from benchmarks.records import Bar, Record, describe, finish, parser
 from benchmarks.text_jobs import MODEL
 
@@ -40,15 +36,8 @@ def main() -> int:
     options = parser(
         __doc__, costs=(1.1, 1.3, 2.0), seeds=(0, 1), warm_up_s=15.0, window_s=60.0
     ).parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    folder = Path(tempfile.mkdtemp(prefix="batchrun-online-cost-"))
-    try:
+    with scratch("cpu_online_cost") as folder:
         records = asyncio.run(_run(options, folder))
-    except BatchrunError as error:
-        sys.stderr.write(f"cpu_online_cost: {error}\n")
-        return error.exit_code
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     return finish(options.json, records, bars(records))
 
 

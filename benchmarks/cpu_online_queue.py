@@ -22,10 +22,6 @@ get the same calls; who is first changes. Seven and a half minutes on two cores 
 from __future__ import annotations
 
 import asyncio
-import shutil
-import signal
-import sys
-import tempfile
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -38,7 +34,6 @@ import psutil
 from batchrun.engine.command import ManagedSettings
 from batchrun.engine.engine import ManagedEngine
 from batchrun.engine.tiny_model import build_tiny_model
-from batchrun.errors import BatchrunError
 from benchmarks.cpu_colocation import SCENARIO
 from benchmarks.cpu_colocation_servers import (
     WORKER_CORE,
@@ -59,7 +54,7 @@ from benchmarks.cpu_online_queue_calls import (
     num_different,
     saturating_calls,
 )
-from benchmarks.deployment import Deployment, free_port
+from benchmarks.deployment import Deployment, free_port, scratch
 from benchmarks.records import Bar, Record, describe, finish, parser
 from benchmarks.text_jobs import MODEL
 
@@ -89,15 +84,8 @@ def main() -> int:
     """Run, print the bars. Exit code 4 and one line when an engine is lost."""
     made = parser(__doc__, pairs=5, by_priority=2, bursts=2, burst_s=8.0, quiet_s=5.0)
     options = made.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    folder = Path(tempfile.mkdtemp(prefix="batchrun-online-queue-"))
-    try:
+    with scratch("cpu_online_queue") as folder:
         records = asyncio.run(_run(options, folder))
-    except BatchrunError as error:
-        sys.stderr.write(f"cpu_online_queue: {error}\n")
-        return error.exit_code
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     return finish(options.json, records, bars(records))
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -67,6 +69,21 @@ def wait_until(
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"waited {wait_s:g} s in vain for {what}")
         time.sleep(poll_s)
+
+
+@contextmanager
+def scratch(name: str) -> Iterator[Path]:
+    """A folder that is gone at the end. SIGTERM is as Ctrl-C: what a benchmark started is ended. A
+    BatchrunError ends the program with one line and its exit code."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    folder = Path(tempfile.mkdtemp(prefix=f"batchrun-{name}-"))
+    try:
+        yield folder
+    except BatchrunError as error:
+        sys.stderr.write(f"{name}: {error}\n")
+        raise SystemExit(error.exit_code) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class Deployment:
@@ -294,3 +311,12 @@ class Deployment:
     def _env(self) -> dict[str, str]:
         env = {**os.environ, "BATCHRUN_HOME": str(self.home.path)}
         return env | {VARIABLE: self.failpoints} if self.failpoints else env
+
+
+@contextmanager
+def brought_down(deployment: Deployment) -> Iterator[Deployment]:
+    """Ends what runs there at the end, whether it was started or not."""
+    try:
+        yield deployment
+    finally:
+        deployment.call("down")

@@ -15,16 +15,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import shutil
-import signal
-import sys
-import tempfile
 import time
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from random import Random
 from statistics import fmean
 from typing import Any
@@ -32,10 +27,9 @@ from typing import Any
 import aiohttp
 from tokenizers import Tokenizer
 
-from batchrun.errors import BatchrunError
 from batchrun.samples.generators import TextSource, paragraphs
 from batchrun.server.gateway.body_prompt import PIECE_BYTES, read_prompt
-from benchmarks.deployment import TINY, Deployment, wait_until
+from benchmarks.deployment import TINY, Deployment, brought_down, scratch, wait_until
 from benchmarks.records import Bar, Record, finish, markdown, parser
 from benchmarks.text_jobs import DocumentSet
 
@@ -278,20 +272,11 @@ def bars(records: Sequence[Record]) -> Iterator[Bar]:
 def main() -> int:
     """Measure, print, save; exit code 1 when a bar is missed, 4 when an engine is lost."""
     options = parser(__doc__, minutes=5.0, seed=0, policy="echo", no_rows=False).parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    folder = Path(tempfile.mkdtemp(prefix="batchrun-map-"))
-    deployment = Deployment(folder)
-    try:
+    with scratch("map_agreement") as folder, brought_down(Deployment(folder)) as deployment:
         start(deployment, options.policy)
         calls, whole = asyncio.run(run(deployment, options))
         parts = by_part(calls, deployment.engine_metrics())
         records: list[Record] = [{"calls": "all", **judge(calls), **whole}, *parts]
-    except BatchrunError as error:
-        sys.stderr.write(f"map_agreement: {error}\n")
-        return error.exit_code
-    finally:
-        deployment.call("down")
-        shutil.rmtree(folder, ignore_errors=True)
     print(table(records), flush=True)
     return finish(options.json, records, bars(records))
 

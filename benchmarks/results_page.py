@@ -301,6 +301,7 @@ def _shown(run: Run, section: Section) -> Iterator[str]:
     rows = [
         [*(str(row[key]) for key in by), *map(row.get, figures)]
         for row in table.iter_rows(named=True)
+        if any(row[key] is not None for key in figures)
     ]
     yield markdown([key.replace("_", " ") for key in (*by, *figures)], rows) + "\n"
 

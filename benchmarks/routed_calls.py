@@ -1,4 +1,4 @@
-"""Calls of seven workloads for routers, drawn from a seed: real lengths and real sharing."""
+"""Calls of eight workloads for routers, drawn from a seed: real lengths and real sharing."""
 
 from __future__ import annotations
 
@@ -139,6 +139,17 @@ def sharegpt(rng: np.random.Generator, rate: float, duration_s: float) -> list[L
     return calls
 
 
+def hot(rng: np.random.Generator, rate: float, duration_s: float) -> list[LightCall]:
+    """Half of the calls share one prompt of 8,000 tokens, the others share nothing."""
+    salt = int(rng.integers(1 << 40))
+    calls = []
+    for at_s in poisson(rng, rate, duration_s).tolist():
+        is_hot = rng.random() < 0.5
+        parts = [(salt, 8_000), (_own(rng), 60)] if is_hot else [(_own(rng), 500)]
+        calls.append(_call(rng, at_s, parts, 100 if is_hot else 200))
+    return calls
+
+
 def _own(rng: np.random.Generator) -> int:
     return int(rng.integers(1 << 62)) | (1 << 62)
 
@@ -207,5 +218,6 @@ WORKLOADS = {
     "azure": Workload(azure_lengths, 22.0),
     "sharegpt": Workload(sharegpt, 120.0),
     "mooncake": Workload(mooncake, 2.5, 5.0, math.inf),
+    "hot": Workload(hot, 40.0),
     "mixed": Workload(mixed_calls, 24.0, 5.0, math.inf),
 }

@@ -15,10 +15,6 @@ Nothing else may run on the machine: the record has the cores that each process 
 from __future__ import annotations
 
 import asyncio
-import shutil
-import signal
-import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,10 +24,10 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from batchrun.errors import BatchrunError, EngineError
+from batchrun.errors import EngineError
 from batchrun.simulator.replay import OnlineResult, ReplayTarget, percentile, replay
 from benchmarks.cpu_meter import CpuMeter
-from benchmarks.deployment import Deployment
+from benchmarks.deployment import Deployment, brought_down, scratch
 from benchmarks.forecast import DATA
 from benchmarks.records import Bar, Record, finish, parser, shown
 from benchmarks.replay import summarize
@@ -150,20 +146,9 @@ def folder_bytes(folder: Path) -> int:
 def main() -> int:
     """Measure, print, save; exit code 1 when a bar is missed, 4 when an engine or a job is lost."""
     options = parser(__doc__, minutes=120.0, data=DATA).parse_args()
-    # Ended by `kill` or `timeout` it must not leave an engine behind either.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    folder = Path(tempfile.mkdtemp(prefix="batchrun-trace-"))
-    deployment = Deployment(folder)
-    try:
-        records = shown(measure(deployment, RealTexts(options.data), 60 * options.minutes))
-    except BatchrunError as error:
-        sys.stderr.write(f"trace_beside_jobs: {error}\n")
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    finally:
-        deployment.call("down")
-        shutil.rmtree(folder, ignore_errors=True)
+    texts = RealTexts(options.data)
+    with scratch("trace_beside_jobs") as folder, brought_down(Deployment(folder)) as deployment:
+        records = shown(measure(deployment, texts, 60 * options.minutes))
     return finish(options.json, records, bars(records[-1]))
 
 

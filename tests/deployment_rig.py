@@ -39,7 +39,8 @@ output: {path: out.parquet, keep: [text]}
 
 
 class DeploymentRig:
-    """A folder with batchrun.yaml and a home of its own; `close` ends all that runs for it."""
+    """A folder with batchrun.yaml and a home of its own; `close` ends all that runs for it.
+    Commands run within `wrapper`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -48,6 +49,7 @@ class DeploymentRig:
         self.engine_port = free_port()
         self.agent_port = 0
         self.store_url: str | None = None
+        self.wrapper: tuple[str, ...] = ()
         self.executions_path = folder / "executions.jsonl"
 
     def use_fake_engine(
@@ -100,7 +102,7 @@ class DeploymentRig:
     def call(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run the command in the folder."""
         return subprocess.run(
-            [sys.executable, "-m", "batchrun", *arguments],
+            [*self.wrapper, sys.executable, "-m", "batchrun", *arguments],
             cwd=self.folder,
             env={**os.environ, "BATCHRUN_HOME": str(self.home)},
             capture_output=True,
@@ -112,7 +114,7 @@ class DeploymentRig:
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Start the command without waiting. It hears Ctrl-C, even where the tests do not."""
         return subprocess.Popen(
-            [sys.executable, "-m", "batchrun", *arguments],
+            [*self.wrapper, sys.executable, "-m", "batchrun", *arguments],
             cwd=self.folder,
             env={**os.environ, "BATCHRUN_HOME": str(self.home)},
             stdout=subprocess.PIPE,

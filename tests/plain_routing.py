@@ -102,6 +102,16 @@ class PlainMap(PrefixMap):
         self.lost = keys, len(lost)
         return found
 
+    def used_until_s(self, keys: KeyArray) -> float:
+        """When the last use of what is known of a prompt's beginning ends."""
+        places, is_known = self.find(keys)
+        until_s = 0.0
+        for place, is_there in zip(places.tolist(), is_known, strict=True):
+            if not is_there:
+                break
+            until_s = float(self.used_at_s[place].max())
+        return until_s
+
     def touch(
         self, engine: int, keys: KeyArray, now_s: float, *, room_pieces: float, stays_s: float = 0.0
     ) -> Held:
@@ -287,7 +297,8 @@ class PlainCost(Router):
         """See `Router`."""
         book = self.book
         loads, cached = book.loads(engines, now_s), book.cached_tokens(call, engines, now_s)
-        delayed = 1 + sum(load.calls for load in loads.values()) / len(loads)
+        mean_calls = sum(load.calls for load in loads.values()) / len(loads)
+        delayed = mean_calls / book.num_sharing(call, now_s)
 
         def price(engine: int) -> tuple[float, int, int]:
             load = loads[engine]
@@ -297,7 +308,7 @@ class PlainCost(Router):
             assert isinstance(prefixes, PlainMap)
             evicted = prefixes.evicted_share(engine, num_new) * prefixes.returned_share
             decode_s = self.decode_s_of(engine, load)
-            seconds = load.waiting_s + own_s * delayed + own_s * evicted + decode_s
+            seconds = load.waiting_s + (own_s + own_s * delayed) + own_s * evicted + decode_s
             return seconds, load.calls, self.num_sent[engine]
 
         return sorted(engines, key=price)

@@ -11,6 +11,7 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
+import psutil
 import psycopg
 
 from batchrun.store.database import open_store
@@ -30,9 +31,11 @@ NOBODY = 65_534
 
 
 class PostgresServer:
-    """One server on loopback; `new_database` gives each test an empty database."""
+    """One server, on loopback unless told another address of this machine, which others of its
+    network may reach; `new_database` gives each test an empty database."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self.host = host
         self.folder = Path(tempfile.mkdtemp(prefix="batchrun-postgres-"))
         self.port = free_port()
         self._numbers = count()
@@ -40,12 +43,14 @@ class PostgresServer:
         password = self.folder / "password"
         password.write_text(PASSWORD)
         self._data = self.folder / "data"
-        self._options = f"-p {self.port} -k {self.folder} -h 127.0.0.1"
+        self._options = f"-p {self.port} -k {self.folder} -h {host}"
         if os.getuid() == 0:
             os.chown(self.folder, NOBODY, NOBODY)
             os.chown(password, NOBODY, NOBODY)
         self._call("initdb", "-U", USER, "-A", "scram-sha-256", "-E", "UTF8", "--no-sync",
                    "--locale=C", f"--pwfile={password}")  # fmt: skip
+        with (self._data / "pg_hba.conf").open("a") as rules:
+            rules.write(f"host all all {host}/24 scram-sha-256\n")
         self.start()
 
     def start(self) -> None:
@@ -55,6 +60,10 @@ class PostgresServer:
     def stop(self, mode: str = "fast") -> None:
         """Stop it; `immediate` is as if it had crashed."""
         self._call("pg_ctl", "stop", "-w", "-m", mode)
+
+    def process(self) -> psutil.Process:
+        """The process whose children are the sessions."""
+        return psutil.Process(int((self._data / "postmaster.pid").read_text().split()[0]))
 
     def new_database(self, *, more: str = "") -> str:
         """The URL of a new, empty database."""
@@ -72,7 +81,7 @@ class PostgresServer:
 
     def url(self, name: str) -> str:
         """The URL of a database, as a user writes it."""
-        return f"postgresql://{USER}:{QUOTED_PASSWORD}@127.0.0.1:{self.port}/{name}"
+        return f"postgresql://{USER}:{QUOTED_PASSWORD}@{self.host}:{self.port}/{name}"
 
     def execute(self, name: str, *statements: str) -> None:
         """Run statements on a database, each on its own."""

@@ -34,10 +34,11 @@ class RayCluster:
     """A head that runs nothing, and two nodes with one GPU each, as far as Ray knows. Whoever has
     no token is refused. `close` ends all of it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, head: str = HEAD, nodes: Sequence[str] = NODES) -> None:
         self.folder = folder
+        self.head, self.nodes = head, nodes
         self.port = port_outside_ray()
-        self.address = f"{HEAD}:{self.port}"
+        self.address = f"{head}:{self.port}"
         self._store: tuple[list[str], dict[str, str]] = ([], {})
         self._started: subprocess.Popen[bytes] | None = None
         self.environment = {
@@ -53,15 +54,19 @@ class RayCluster:
     def start(self) -> None:
         """Start the head, then both nodes at once."""
         self.start_head()
-        nodes = [self._begin_node(ip) for ip in NODES]
+        nodes = [self._begin_node(ip) for ip in self.nodes]
         for node in nodes:
             _see_through(node)
 
     def start_head(self) -> None:
         """Start the head."""
         _see_through(
-            self._ray(HEAD, "--head", f"--port={self.port}", "--num-cpus=0", "--num-gpus=0")
+            self._ray(self.head, "--head", f"--port={self.port}", "--num-cpus=0", "--num-gpus=0")
         )
+
+    def prefix(self, ip: str) -> Sequence[str]:
+        """What makes a command run on the machine of this address."""
+        return ()
 
     def start_node(self, ip: str) -> None:
         """Have a node join, or join again."""
@@ -74,12 +79,12 @@ class RayCluster:
         home = self.home(ip)
         home.mkdir(parents=True, exist_ok=True)
         # Ray's sockets have paths in there, which must be short.
-        command = ["ray", "start", f"--node-ip-address={ip}", f"--temp-dir={self._short(ip)}"]
+        command = ["start", f"--node-ip-address={ip}", f"--temp-dir={self._short(ip)}"]
         command += [f"--object-store-memory={STORE_BYTES}", "--disable-usage-stats"]
         if "--head" in options:
             command.append("--include-dashboard=false")
         return subprocess.Popen(
-            [str(Path(sys.executable).parent / command[0]), *command[1:], *options],
+            [*self.prefix(ip), str(Path(sys.executable).parent / "ray"), *command, *options],
             env={**os.environ, **self.environment, "BATCHRUN_HOME": str(home)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -102,7 +107,7 @@ class RayCluster:
         """`kill -9` all that runs for the head, its store of the cluster's state among it."""
         (store,) = self.processes(lambda line: "gcs/gcs_server" in line, HEAD)
         self._store = store.cmdline(), store.environ()
-        for process in self.processes(lambda line: True, HEAD):
+        for process in self.processes(lambda line: True, self.head):
             _kill(process)
 
     def start_head_again(self) -> None:
@@ -122,7 +127,7 @@ class RayCluster:
 
     def close(self) -> None:
         """End every process of the cluster."""
-        for ip in (HEAD, *NODES):
+        for ip in (self.head, *self.nodes):
             for process in self.processes(lambda line: True, ip):
                 _kill(process)
             subprocess.run(["rm", "-rf", str(self._short(ip))], check=True)
@@ -198,7 +203,7 @@ class FleetRig(DeploymentRig):
 
     def agents(self) -> list[psutil.Process]:
         """The agents and guards that run for this deployment."""
-        ours = [str(self.cluster.home(ip)) for ip in NODES]
+        ours = [str(self.cluster.home(ip)) for ip in self.cluster.nodes]
         return [
             each
             for each in psutil.process_iter()

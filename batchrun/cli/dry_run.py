@@ -110,7 +110,7 @@ def predict(
         else:
             kv = simulation.kv
         # A store that nobody has open would be left with the files of a reader.
-        with earlier_jobs(home) if _is_served(home) else nullcontext() as stored:
+        with earlier_jobs(home) if DaemonClient(home).is_running() else nullcontext() as stored:
             job, outputs, figures = _studied(spec, kv, (deployment, home), stored, progress)
         if figures["rows_that_cannot_run"] == figures["rows"]:
             return Prediction(figures, spec.deadline_s, NOTHING_TO_RUN, cost)
@@ -125,15 +125,6 @@ def predict(
                 return Prediction(figures, spec.deadline_s, NOTHING_TO_RUN, cost)
             forecast = simulation.forecast(rows, tokens, forecast.eta, progress)
     return Prediction(figures, spec.deadline_s, forecast, cost)
-
-
-def _is_served(home: Home) -> bool:
-    """Whether a daemon runs, which has the store open."""
-    try:
-        DaemonClient(home).get("/status")
-    except DaemonUnavailableError:
-        return False
-    return True
 
 
 def _studied(

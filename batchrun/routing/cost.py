@@ -1,10 +1,12 @@
 """The shipped router: every engine's price for a call, in seconds, and the least wins.
 
 The time of prefill is priced with the calls that it delays: a mean number, the same for all
-engines, since a price by the engine's own queue would send all long prompts to one. A hot prefix is
-copied by itself once the queue at its home costs more. What a prompt evicts is priced by the share
-of evicted pieces that were wanted again: nearly all where documents just fill the KV of all
-engines, next to none where each is asked about for a while and never again.
+engines, since a price by the engine's own queue would send all long prompts to one. The calls that
+want the same while one runs share that price, or a prefix that all calls have would stay at its
+first home: the mean grows with the queue there. A hot prefix is copied by itself once the queue at
+its homes costs more. What a prompt evicts is priced by the share of evicted pieces that were wanted
+again: nearly all where documents just fill the KV of all engines, next to none where each is asked
+about for a while and never again.
 """
 
 from __future__ import annotations
@@ -29,12 +31,13 @@ class Cost(Router):
         cached = book.tokens_held(call, numbers, now_s)
         missed = call.prompt_tokens - cached
         own_s = missed * (prices.token_s + prices.pair_s * (cached + 0.5 * missed))
-        delayed = 1 + float(np.add.reduce(loads.calls)) / len(engines)
+        mean_calls = float(np.add.reduce(loads.calls)) / len(engines)
+        delays_s = own_s * (mean_calls / book.num_sharing(call, now_s))
         decodes_s, slot_s = self._decode_s(loads, prices)
         evicted_s = self._evicted_s(missed / call.piece_tokens, own_s, numbers)
-        seconds = loads.waiting_s + own_s * delayed + evicted_s + (decodes_s + slot_s)
+        seconds = loads.waiting_s + (own_s + delays_s) + evicted_s + (decodes_s + slot_s)
         order = self._cheapest_first(seconds, loads.calls, engines)
-        known = cached, loads.calls, loads.waiting_s, own_s, delayed, evicted_s, decodes_s, slot_s
+        known = cached, loads.calls, loads.waiting_s, own_s, delays_s, evicted_s, decodes_s, slot_s
         self.terms = Terms(order, *known)
         return [engines[place] for place in order]
 

@@ -39,6 +39,7 @@ class Weighed(NamedTuple):
     calls: float = math.nan
     queue_s: float = math.nan
     prefill_s: float = math.nan
+    delays_s: float = math.nan
     evicted_s: float = math.nan
     decodes_s: float = math.nan
     slot_s: float = math.nan
@@ -52,6 +53,7 @@ class Weighed(NamedTuple):
             terms.calls.item(place),
             terms.queue_s.item(place),
             terms.prefill_s.item(place),
+            terms.delays_s.item(place),
             terms.evicted_s.item(place),
             terms.decodes_s.item(place),
             terms.slot_s.item(place),
@@ -72,7 +74,6 @@ class Decision(NamedTuple):
     num_engines: int
     prompt_tokens: float
     piece_tokens: float
-    delayed: float
     chosen: Weighed
     runner_up: Weighed
     num_keys: int = 0
@@ -83,7 +84,7 @@ class Decision(NamedTuple):
     ended_at_s: float = _NOT_TOLD
 
 
-_BODY = struct.Struct("=dqqdddQdddddddQdddddddqqdddd")
+_BODY = struct.Struct("=dqqddQddddddddQddddddddqqdddd")
 _NUMBER = struct.Struct("=Q")
 _TOLD = struct.Struct("=dddd")
 _BODY_AT = _NUMBER.size
@@ -110,7 +111,7 @@ Records = npt.NDArray[np.void]
 
 class DecisionRing:
     """The ring of this process, in `RING_BYTES` of memory, with one of `NUM_KEYS` keys; goes on
-    behind what stands there.
+    behind what stands there, of which nothing runs any more.
 
     A record's number stands at both its ends: written first at the last, and last at the first.
     """
@@ -120,12 +121,14 @@ class DecisionRing:
         self._keys = keys
         records = np.frombuffer(memory, _RECORD)
         self._next_key = int((records["first_key"] + records["num_keys"]).max())
+        is_lost = np.isnan(records["ended_at_s"])
+        records["ended_at_s"][is_lost] = records["at_s"][is_lost]
         starts = range(0, RING_BYTES, RECORD_BYTES)
         self._number: int = max(_NUMBER.unpack_from(memory, start)[0] for start in starts)
 
     def note(self, decision: Decision, keys: KeyArray) -> int:
         """Keep a decision and the keys of its prompt; returns its number, for `told`."""
-        at_s, rank, num, prompt, piece, delayed, chosen, runner_up, *_ = decision
+        at_s, rank, num, prompt, piece, chosen, runner_up, *_ = decision
         first_key = self._keep(keys)
         number = self._number = self._number + 1
         memory, start = self._memory, (number % NUM_KEPT) * RECORD_BYTES
@@ -133,7 +136,7 @@ class DecisionRing:
         _BODY.pack_into(
             memory,
             start + _BODY_AT,
-            *(at_s, rank, num, prompt, piece, delayed),
+            *(at_s, rank, num, prompt, piece),
             *chosen,
             *runner_up,
             *(len(keys), first_key),
@@ -294,7 +297,6 @@ def document_of(
 
 def _shown(record: np.void, names: Mapping[int, str], now_s: float) -> dict[str, object]:
     chosen, runner_up = Weighed(*record["chosen"].item()), Weighed(*record["runner_up"].item())
-    delayed = float(record["delayed"])
     return {
         "age_s": max(0.0, now_s - float(record["at_s"])),
         "rank": int(record["rank"]),
@@ -302,18 +304,17 @@ def _shown(record: np.void, names: Mapping[int, str], now_s: float) -> dict[str,
         "prompt_tokens": float(record["prompt_tokens"]),
         "told_prompt_tokens": _known(float(record["told_prompt_tokens"])),
         "told_cached_tokens": _known(float(record["told_cached_tokens"])),
-        "chosen": _side(chosen, delayed, names),
-        "runner_up": _side(runner_up, delayed, names) if runner_up.engine else None,
+        "chosen": _side(chosen, names),
+        "runner_up": _side(runner_up, names) if runner_up.engine else None,
     }
 
 
-def _side(weighed: Weighed, delayed: float, names: Mapping[int, str]) -> dict[str, object]:
+def _side(weighed: Weighed, names: Mapping[int, str]) -> dict[str, object]:
     """Of `prefill_s` the call's own; `delays_s` is what that costs those who wait for it."""
-    delays_s = weighed.prefill_s * (delayed - 1)
     seconds = {
         "queue_s": weighed.queue_s,
         "prefill_s": weighed.prefill_s,
-        "delays_s": delays_s,
+        "delays_s": weighed.delays_s,
         "evicted_s": weighed.evicted_s,
         "decodes_s": weighed.decodes_s,
         "slot_s": weighed.slot_s,

@@ -22,6 +22,7 @@ _CALLS, _PROMPT, _WAITING, _WAITING_TOKENS, _WAITING_S, _MOVED_AT = range(len(FI
 ANSWERS = 1000
 """Calls over which the mean answer, the mean prompt and the mean stay are learnt."""
 FIRST_ANSWER_TOKENS = 128.0
+MIN_GAP_S = 1e-3
 BEYOND_PIECES = 0.5
 """What is shared ends somewhere in a piece: in the mean so much of it is held, too."""
 
@@ -117,12 +118,13 @@ class PriceTable(NamedTuple):
 class Call:
     """A call: its prompt's tokens, as far as they can be told, and the keys of its pieces.
 
-    A piece is `piece_tokens` tokens long.
+    A piece is `piece_tokens` tokens long. One that gives way to others is no load to them.
     """
 
     prompt_tokens: int
     keys: KeyArray
     piece_tokens: float
+    gives_way: bool = False
 
     def tokens_of(self, num_pieces: int) -> int:
         """Tokens that need not be computed where its first pieces are held; never all of them."""
@@ -177,6 +179,11 @@ class EngineBook:
         """Of each engine that was introduced."""
         return self._traits
 
+    @property
+    def most_tokens(self) -> int:
+        """What the largest engine holds; none takes a longer prompt."""
+        return max((each.kv_tokens for each in self._traits.values()), default=1)
+
     def introduce(self, engine: int, traits: EngineTraits) -> None:
         """What does not change of an engine, or has changed since it was introduced."""
         self._traits[engine] = traits
@@ -217,6 +224,15 @@ class EngineBook:
         tokens = self.tokens_held(call, np.asarray(engines), now_s).tolist()
         return dict(zip(engines, tokens, strict=True))
 
+    def num_sharing(self, call: Call, now_s: float) -> float:
+        """About how many calls that begin like this one, as far as that is known, come while one
+        runs: by when the last one came, and at least this one."""
+        if not len(call.keys):
+            return 1.0
+        stay_s = self._stay_s
+        since_s = now_s - self.prefixes.used_until_s(call.keys) + stay_s
+        return max(1.0, stay_s / max(since_s, MIN_GAP_S))
+
     def sent(self, call: Call, engine: int, now_s: float) -> Sent:
         """The call goes to the engine. Keep what is returned, for `first_token` and `ended`."""
         traits, own = self._traits[engine], self._own[engine]
@@ -226,9 +242,10 @@ class EngineBook:
         )
         cached = call.tokens_of(held.num)
         prefill_s = traits.prices.prefill_s(call.prompt_tokens, cached)
-        if self._loads[:, engine, _WAITING].sum() <= 0:
-            own[_MOVED_AT] = now_s
-        own[:_MOVED_AT] += (1, call.prompt_tokens, 1, call.prompt_tokens - cached, prefill_s)
+        if not call.gives_way:
+            if self._loads[:, engine, _WAITING].sum() <= 0:
+                own[_MOVED_AT] = now_s
+            own[:_MOVED_AT] += (1, call.prompt_tokens, 1, call.prompt_tokens - cached, prefill_s)
         return Sent(call, engine, now_s, cached, prefill_s, held)
 
     def first_token(self, sent: Sent, now_s: float) -> None:
@@ -236,6 +253,8 @@ class EngineBook:
         if not sent.is_waiting:
             return
         sent.is_waiting = False
+        if sent.call.gives_way:
+            return
         own = self._own[sent.engine]
         own[_WAITING] -= 1
         own[_WAITING_TOKENS] -= sent.call.prompt_tokens - sent.cached_tokens
@@ -253,8 +272,9 @@ class EngineBook:
         is_begun = not sent.is_waiting
         self.first_token(sent, now_s)
         own, call = self._own[sent.engine], sent.call
-        own[_CALLS] -= 1
-        own[_PROMPT] -= call.prompt_tokens
+        if not call.gives_way:
+            own[_CALLS] -= 1
+            own[_PROMPT] -= call.prompt_tokens
         if output_tokens is None:
             if not is_begun:
                 self.prefixes.withdraw(sent.engine, call.keys, sent.held)

@@ -170,6 +170,11 @@ class PrefixMap:
             self._ranked = _Ranked(keys, found, int(num_lost))
         return held
 
+    def used_until_s(self, keys: KeyArray) -> float:
+        """When the last use of a prompt's known beginning ends, in any engine; 0: none is known."""
+        places, _, num_known = self._looked_up(keys).found
+        return float(self._used_at_s[:, places[num_known - 1]].max()) if num_known else 0.0
+
     def touch(
         self, engine: int, keys: KeyArray, now_s: float, *, room_pieces: float, stays_s: float = 0.0
     ) -> Held:
@@ -177,10 +182,7 @@ class PrefixMap:
         for about so long, in which nothing of it is evicted. Tells what was held before."""
         if not len(keys):
             return _NOTHING
-        # Most prompts were looked up just now, by `num_held`.
-        ranked, self._ranked = self._ranked, None
-        if ranked is None or ranked.keys is not keys:
-            ranked = _Ranked(keys, self._find(keys))
+        ranked, self._ranked = self._looked_up(keys), None
         places, is_known, num_known = ranked.found
         self._learnt[_NUM_RETURNED] += ranked.num_lost
         stamps = _stamps(len(keys), now_s + stays_s)
@@ -272,6 +274,12 @@ class PrefixMap:
 
     def _buckets_of(self, keys: KeyArray) -> IntArray:
         return (keys & self._mask).view(np.int64)
+
+    def _looked_up(self, keys: KeyArray) -> _Ranked:
+        """Most prompts were looked up just now, by `num_held`."""
+        if self._ranked is not None and self._ranked.keys is keys:
+            return self._ranked
+        return _Ranked(keys, self._find(keys))
 
     def _find(self, keys: KeyArray) -> _Found:
         """Where the keys stand."""

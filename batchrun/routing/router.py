@@ -18,7 +18,7 @@ class Terms(NamedTuple):
     number for each place.
 
     `cached` are tokens of the prompt that are held there, `calls` those that are there. Seconds:
-    prefills before the call's own, its own (which delays others, and counts `delayed` times),
+    prefills before the call's own, its own, what that delays others,
     those of what it pushes out and others will want again, its decodes, and its wait for a slot.
     """
 
@@ -27,7 +27,7 @@ class Terms(NamedTuple):
     calls: Floats
     queue_s: Floats
     prefill_s: Floats
-    delayed: float
+    delays_s: Floats
     evicted_s: Floats
     decodes_s: Floats
     slot_s: Floats

@@ -36,10 +36,9 @@ NO_KEYS: KeyArray = np.empty(0, np.uint64)
 
 
 def decision(at_s: float, engine: int = 7, cached: float = 512.0) -> Decision:
-    chosen = Weighed(engine, cached, 3.0, 0.5, 0.25, 0.125, 1.0, 0.0)
-    return Decision(
-        at_s, 0, 2, 1_000.0, 256.0, 2.0, chosen, Weighed(9, 0.0, 1.0, 0.0, 2.0, 0.0, 1.0, 0.0)
-    )
+    chosen = Weighed(engine, cached, 3.0, 0.5, 0.25, 0.5, 0.125, 1.0, 0.0)
+    runner_up = Weighed(9, 0.0, 1.0, 0.0, 2.0, 0.0, 0.0, 1.0, 0.0)
+    return Decision(at_s, 0, 2, 1_000.0, 256.0, chosen, runner_up)
 
 
 def ring_in(memory: npt.NDArray[np.uint8], worker: int = 0) -> DecisionRing:
@@ -66,6 +65,17 @@ def test_a_ring_goes_round_and_the_next_worker_of_its_number_goes_on() -> None:
     records = read_decisions(memory)
     assert records["at_s"].max() == 5_000.0
     assert records["at_s"].min() == 12.0
+
+
+def test_calls_of_a_worker_that_died_run_no_more_once_its_heir_is_there() -> None:
+    memory, kept = np.zeros((1, RING_BYTES), np.uint8), np.zeros((1, NUM_KEYS), np.uint64)
+    ring_in(memory).note(decision(1.0), NO_KEYS)
+    assert ended_calls(memory, kept, 0.0, 9.0).num_running == 1
+    heir = ring_in(memory)
+    assert ended_calls(memory, kept, 1.0, 9.0)[0::2] == ([], 0)
+    number = heir.note(decision(2.0), NO_KEYS)
+    heir.ended(number, 10.0, 0.0, 3.0, 4.0)
+    assert [each.number for each in ended_calls(memory, kept, 1.0, 9.0).calls] == [number]
 
 
 def test_what_a_reply_tells_reaches_its_decision_and_no_later_one() -> None:
@@ -124,8 +134,8 @@ def test_a_price_is_the_sum_of_its_terms() -> None:
     assert shown["age_s"] == 2.0
     chosen, runner_up = shown["chosen"], shown["runner_up"]
     assert chosen["engine"] == "a"
-    assert chosen["price_s"] == pytest.approx(0.5 + 0.25 * 2 + 0.125 + 1.0)
-    assert chosen["delays_s"] == 0.25
+    assert chosen["price_s"] == pytest.approx(0.5 + 0.25 + 0.5 + 0.125 + 1.0)
+    assert chosen["delays_s"] == 0.5
     assert runner_up["engine"] is None
     assert shown["told_cached_tokens"] is None
 

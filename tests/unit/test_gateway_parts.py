@@ -45,6 +45,22 @@ def test_a_list_names_the_secrets_of_agents(tmp_path: Path) -> None:
     assert read_upstreams(path).engines == (Upstream("a", "https://h:1", None, Path("/s")),)
 
 
+def test_an_agents_secret_that_changed_is_used_from_then_on(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.touch(0o600)
+    secret.write_text("1" * 64)
+    upstream = Upstream("a", "https://h:1", secret_file=secret)
+    before = upstream.tls()
+    assert upstream.tls() is before
+    (tmp_path / "next").touch(0o600)
+    (tmp_path / "next").write_text("2" * 64)
+    (tmp_path / "next").rename(secret)
+    assert upstream.tls() is not before
+    secret.unlink()
+    with pytest.raises(ConfigError, match="secret"):
+        upstream.tls()
+
+
 def test_secrets_of_engines_are_not_in_their_repr() -> None:
     assert "s3cret" not in repr(Upstream("one", "http://h", "s3cret", hint_nonce="s3cret"))
     assert "s3cret" not in repr(Rewriting("flex", "s3cret"))

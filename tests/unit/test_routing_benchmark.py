@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 import pytest
 
+from batchrun.routing.engine_book import EngineBook, EngineTraits
+from batchrun.routing.routers import make_router
 from benchmarks import routing_shipped
 from benchmarks.light_engines import LightCall, LightEngine, run
 from benchmarks.routed_calls import WORKLOADS
@@ -103,3 +106,21 @@ def test_a_map_that_the_simulator_tells_holds_what_its_engines_hold(
             assert is_held == (None not in found)
             num_gone += not is_held
     assert num_gone
+
+
+@pytest.mark.parametrize("num_engines", [2, 4, 8])
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_what_many_calls_share_is_on_as_many_engines_as_it_takes(
+    num_engines: int, share: float
+) -> None:
+    calls = WORKLOADS["hot"].draw(np.random.default_rng(0), 10.0 * num_engines, 30.0)
+    hot = [call for call in calls if share < 1 or call.prompt_tokens > 4_000]
+
+    def mean_s(router: str) -> float:
+        engines = [LightEngine(number) for number in range(num_engines)]
+        book = EngineBook.of([EngineTraits()] * num_engines)
+        sent = [replace(call) for call in hot]
+        run(sent, make_router(router, book, 0), engines, 90.0)
+        return fmean(min(call.end_at_s, 90.0) - call.arrival_at_s for call in sent)
+
+    assert mean_s("cost") < 1.15 * mean_s("least")

@@ -332,11 +332,12 @@ class Agent:
         await socket.prepare(request)
         link = _Link(socket, leadership)
         before, self._link = self._link, link
+        # First of all what is held: a daemon passes over outcomes of rows that it was not told of.
+        link.send(self._report_now())
+        self._rows.meet()
         if before is not None:
             await before.close()
         log.info("a daemon has come from %s", request.remote)
-        link.send(self._report_now())
-        self._rows.meet()
         writing = asyncio.create_task(link.write())
         try:
             async for frame in socket:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.engine_link import Slot
@@ -17,6 +17,7 @@ from batchrun.errors import StoreLockedError, StoreUnreachableError
 from batchrun.pool.pace import Completion
 from batchrun.server.api.watch import LoopWatch
 from batchrun.server.gateway.tally import ENDED, STUCK
+from batchrun.server.web.gateway_figures import GatewayFigures
 from batchrun.store import jobs, results
 from batchrun.store.database import Store
 from batchrun.store.jobs import Counts, JobRecord, Leader
@@ -24,38 +25,6 @@ from batchrun.types import EnginePhase
 
 HOUR_S = 3600.0
 JsonObject = dict[str, Any]
-
-
-class AsksGateway(Protocol):
-    """Tells what the gateway has seen of calls, as `GatewayFigures` does."""
-
-    def view(self) -> list[JsonObject]:
-        """How long the calls of the last minutes took their callers."""
-        ...
-
-    def ejected_s(self, engine: str) -> float:
-        """For how long an engine still gets no calls."""
-        ...
-
-    def silent_s(self, now_s: float) -> float:
-        """For how long the gateway has told nothing."""
-        ...
-
-    def num_replaced(self, why: str) -> int:
-        """Workers that it had to replace, because they were stuck or had ended."""
-        ...
-
-    def promises(self, engine: str) -> JsonObject | None:
-        """How calls of the last minutes came to their callers, against their bounds."""
-        ...
-
-    async def explain(self, most: int) -> JsonObject | None:
-        """Why the last calls went where they went, so many of them; None: nobody answers."""
-        ...
-
-    async def ended_calls(self, since_s: float) -> JsonObject | None:
-        """The calls that ended after this instant of the gateway's; None: nobody answers."""
-        ...
 
 
 class Status:
@@ -66,7 +35,7 @@ class Status:
         self,
         daemon: Daemon,
         gateway: Supervisor,
-        figures: AsksGateway,
+        figures: GatewayFigures,
         tellings: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
         price_per_hour: float | None = None,
     ) -> None:
@@ -218,7 +187,7 @@ def view_role(leader: Leader, *, leads: bool) -> JsonObject:
     return {"role": role, "leader": leader.name, "term": leader.term}
 
 
-def view_engines(slots: Sequence[Slot], figures: AsksGateway) -> list[dict[str, object]]:
+def view_engines(slots: Sequence[Slot], figures: GatewayFigures) -> list[dict[str, object]]:
     """Engines as the daemon sees them, with what the gateway and their schedulers tell."""
     return [
         {

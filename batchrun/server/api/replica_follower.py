@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -55,7 +55,7 @@ from batchrun.files import write_atomically
 from batchrun.home import Home
 from batchrun.routing.decisions import EndedCall
 from batchrun.routing.engine_book import Prices
-from batchrun.server.web.gateway_figures import EngineCalls
+from batchrun.server.web.gateway_figures import EngineCalls, GatewayFigures
 from batchrun.types import EnginePhase
 from batchrun.wire import FeltCalls
 
@@ -71,22 +71,6 @@ CAPACITY_S = 3_600.0
 """What an engine holds is found anew after so long."""
 SAVE_MINUTES = 5
 JsonObject = dict[str, Any]
-
-
-class TellsCalls(Protocol):
-    """Tells what passed the gateway, as `GatewayFigures` does."""
-
-    def totals(self) -> dict[str, EngineCalls] | None:
-        """By engine, since the gateway's start; None: not known."""
-        ...
-
-    def felt_calls(self) -> dict[str, FeltCalls] | None:
-        """By engine, how its calls came to their callers; None: not known."""
-        ...
-
-    async def ended_calls(self, since_s: float) -> JsonObject | None:
-        """The calls that ended after this instant of the gateway's; None: nobody answers."""
-        ...
 
 
 class KnownMinutes(Struct, frozen=True):
@@ -196,7 +180,7 @@ class ReplicaFollower:
         home: Home,
         daemon: Daemon,
         fleets: Fleets,
-        figures: TellsCalls,
+        figures: GatewayFigures,
     ) -> None:
         """Raises ConfigError, one line, where a fleet that is to follow has no profile."""
         self._daemon, self._fleets, self._figures = daemon, fleets, figures
@@ -280,13 +264,14 @@ class ReplicaFollower:
         ]
 
     async def _learn_lengths(self) -> None:
-        """Keep the lengths of the calls that have ended since."""
+        """Keep the lengths of the calls that were answered since."""
         told = await self._figures.ended_calls(self._since_s)
         if told is None:
             return
         self._since_s = told["now_s"]
         for call in msgspec.convert(told["calls"], list[EndedCall]):
-            self._calls.append((call.prompt_tokens, call.output_tokens))
+            if call.output_tokens:
+                self._calls.append((call.prompt_tokens, call.output_tokens))
 
     def _lengths(self, fleet: FollowedFleet, totals: Mapping[str, EngineCalls]) -> CallLengths:
         """Of the last calls; of each prompt as much is cached as of all of the fleet's."""

@@ -162,7 +162,8 @@ class Balancer:
         """What the router is told of a call with this body."""
         text = read_prompt(body or b"")
         ratio = self._bytes_per_token
-        call = Call(max(1, round(text.num_bytes / ratio)), text.keys, PIECE_BYTES / ratio)
+        tokens = max(1, min(round(text.num_bytes / ratio), self._shared.book.most_tokens))
+        call = Call(tokens, text.keys, PIECE_BYTES / ratio, gives_way=is_offline)
         return RoutedCall(call, text, is_offline)
 
     def candidates(self, routed: RoutedCall, *, now_s: float) -> list[Upstream]:
@@ -346,9 +347,9 @@ class Balancer:
         runner_up = self._shared.digest_of(others[0]) if others else 0
         if terms is None:
             prefill = {"cached_tokens": sent.cached_tokens, "prefill_s": sent.prefill_s}
-            weighed, other, delayed = Weighed(digest, **prefill), Weighed(runner_up), math.nan
+            weighed, other = Weighed(digest, **prefill), Weighed(runner_up)
         else:
-            places, delayed = terms.order, terms.delayed
+            places = terms.order
             weighed = (
                 Weighed.of(digest, terms, places[rank]) if rank < len(places) else Weighed(digest)
             )
@@ -360,7 +361,6 @@ class Balancer:
                 len(order),
                 call.prompt_tokens,
                 call.piece_tokens,
-                delayed,
                 weighed,
                 other,
             ),
@@ -394,20 +394,21 @@ class Balancer:
     def _ended(self, sent: Sent, routed: RoutedCall, number: int) -> None:
         usage = routed.usage
         cached, prompt = usage.cached_tokens, usage.prompt_tokens or math.nan
+        # A stream tells of tokens only when asked; it has an event for each, more or less.
+        output_tokens = usage.output_tokens or max(0, usage.num_events - 1)
         self._shared.ring.ended(
             number,
             prompt,
             math.nan if cached is None or not usage.prompt_tokens else cached,
-            usage.output_tokens or max(0, usage.num_events - 1),
+            output_tokens,
             usage.now_s(),
         )
-        is_told = usage.output_tokens > 0
         if not routed.text.tells_of_cache:
             cached = None
         if cached is not None and usage.prompt_tokens:
             # The router counts in tokens of this worker's measure.
             cached = round(cached * routed.call.prompt_tokens / usage.prompt_tokens)
-        self._router.ended(sent, usage.now_s(), cached, usage.output_tokens if is_told else None)
+        self._router.ended(sent, usage.now_s(), cached, output_tokens or None)
         if usage.prompt_tokens and routed.text.num_bytes and not routed.text.has_media:
             ratio = min(16.0, max(0.5, routed.text.num_bytes / usage.prompt_tokens))
             self._bytes_per_token += (ratio - self._bytes_per_token) / RATIO_CALLS

@@ -6,6 +6,7 @@ chat templates have them; the text is that of the body, so a caller must write i
 
 from __future__ import annotations
 
+import json
 import re
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from batchrun.pool.prefix_keys import KeyArray
 
 PIECE_BYTES = 1024
 MAX_TEXT_BYTES = 128 << 10
+MAX_LENIENT_BYTES = 1 << 20
 MEDIA_BYTES = 4096
 """An image, a sound or a video within a body counts as a text of so many bytes, the same for the
 same one: how many tokens it is depends on its size and the model."""
@@ -65,9 +67,9 @@ class PromptText(NamedTuple):
 def read_prompt(body: bytes) -> PromptText:
     """What there is of it in a body; nothing in what is none."""
     try:
-        found = _DECODER.decode(body)
+        found = _decode(body)
         model = _name(found.model)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return PromptText()
     parts = (found.tools, found.instructions, found.messages, found.prompt, found.input)
     views = [memoryview(part) for part in parts if isinstance(part, Raw)]
@@ -86,6 +88,18 @@ def read_prompt(body: bytes) -> PromptText:
     return PromptText(
         num_bytes, np.array(keys, np.uint64), is_stream, model, has_media, tells_of_cache
     )
+
+
+def _decode(body: bytes) -> _Body:
+    """Raises ValueError and RecursionError for what is none."""
+    try:
+        return _DECODER.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        if len(body) > MAX_LENIENT_BYTES:
+            raise
+    # Engines read with Python's reader, which takes half an emoji, NaN and a byte order mark.
+    text = json.dumps(json.loads(body, parse_constant=lambda _: None), ensure_ascii=False)
+    return _DECODER.decode(text.encode(errors="replace"))
 
 
 def _stand_in(medium: re.Match[bytes]) -> bytes:

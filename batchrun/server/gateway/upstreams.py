@@ -21,6 +21,7 @@ import asyncio
 import logging
 import ssl
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -108,10 +109,9 @@ class FollowedFile(Generic[T]):
     def _read_if_changed(self) -> list[T]:
         """The content if it is new; a list of one, for it may be None."""
         try:
-            status = self._path.stat()
+            seen = _stamp_of(self._path)
         except OSError as error:
             raise ConfigError(f"{self._path}: cannot be read: {error.strerror}") from error
-        seen = (status.st_mtime_ns, status.st_size, status.st_ino)
         if seen == self._seen:
             return []
         content = self._read(self._path)
@@ -119,8 +119,14 @@ class FollowedFile(Generic[T]):
         return [content]
 
 
+def _stamp_of(path: Path) -> tuple[int, int, int]:
+    """Another one when the file was written or replaced. Raises OSError."""
+    status = path.stat()
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
 @lru_cache(maxsize=1024)
-def _tls(secret_file: Path, certificate: Path | None) -> ssl.SSLContext:
+def _tls(secret_file: Path, certificate: Path | None, *_stamps: object) -> ssl.SSLContext:
     # Only where there are agents: what it imports takes 50 ms.
     from batchrun.mutual_tls import client_context, read_secret
 
@@ -167,7 +173,10 @@ class Upstream:
         """How connections to it are secured. Raises ConfigError when its secret cannot be read."""
         if self.secret_file is None:
             return True
-        return _tls(self.secret_file, self.certificate)
+        stamps = []
+        with suppress(OSError):
+            stamps = [_stamp_of(path) for path in (self.secret_file, self.certificate) if path]
+        return _tls(self.secret_file, self.certificate, *stamps)
 
     def serves(self, model: str | None) -> bool:
         """Whether a call for this model may go there; None: it names none."""
