@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchrun.pool.prefix_keys import KeyArray
+from batchrun.routing.cost import HOT_CALLS
 from batchrun.routing.engine_book import FIELDS, Call, EngineBook, EngineTraits, Load
 from batchrun.routing.prefix_map import (
     BETWEEN_S,
@@ -297,8 +298,8 @@ class PlainCost(Router):
         """See `Router`."""
         book = self.book
         loads, cached = book.loads(engines, now_s), book.cached_tokens(call, engines, now_s)
-        mean_calls = sum(load.calls for load in loads.values()) / len(loads)
-        delayed = mean_calls / book.num_sharing(call, now_s)
+        num_calls = sum(load.calls for load in loads.values())
+        sharing = max(1.0, min(book.num_sharing(call, now_s), num_calls) / HOT_CALLS)
 
         def price(engine: int) -> tuple[float, int, int]:
             load = loads[engine]
@@ -308,7 +309,9 @@ class PlainCost(Router):
             assert isinstance(prefixes, PlainMap)
             evicted = prefixes.evicted_share(engine, num_new) * prefixes.returned_share
             decode_s = self.decode_s_of(engine, load)
-            seconds = load.waiting_s + (own_s + own_s * delayed) + own_s * evicted + decode_s
+            lost_s = own_s * evicted
+            delays_s = num_calls / len(loads) * (lost_s + (own_s - lost_s) / sharing)
+            seconds = load.waiting_s + (own_s + delays_s) + lost_s + decode_s
             return seconds, load.calls, self.num_sent[engine]
 
         return sorted(engines, key=price)

@@ -1,12 +1,11 @@
 """The shipped router: every engine's price for a call, in seconds, and the least wins.
 
 The time of prefill is priced with the calls that it delays: a mean number, the same for all
-engines, since a price by the engine's own queue would send all long prompts to one. The calls that
-want the same while one runs share that price, or a prefix that all calls have would stay at its
-first home: the mean grows with the queue there. A hot prefix is copied by itself once the queue at
-its homes costs more. What a prompt evicts is priced by the share of evicted pieces that were wanted
-again: nearly all where documents just fill the KV of all engines, next to none where each is asked
-about for a while and never again.
+engines, since a price by the engine's own queue would send all long prompts to one. Of a hot prefix
+the calls that will use the copy share that price, or it would stay at its first home: the mean
+grows with the queue there. What a prompt evicts is priced by the share of evicted pieces that were
+wanted again: nearly all where documents just fill the KV of all engines, next to none where each is
+asked about for a while and never again.
 """
 
 from __future__ import annotations
@@ -20,6 +19,9 @@ from batchrun.routing.engine_book import Call, Loads, PriceTable
 from batchrun.routing.prefix_map import Floats
 from batchrun.routing.router import Router, Terms
 
+HOT_CALLS = 6
+"""A prefix is hot where more calls than these use it at once: so many may meet by chance."""
+
 
 class Cost(Router):
     """Queue + own prefill, with whom it delays + what it evicts + its decodes + its slot."""
@@ -31,22 +33,25 @@ class Cost(Router):
         cached = book.tokens_held(call, numbers, now_s)
         missed = call.prompt_tokens - cached
         own_s = missed * (prices.token_s + prices.pair_s * (cached + 0.5 * missed))
-        mean_calls = float(np.add.reduce(loads.calls)) / len(engines)
-        delays_s = own_s * (mean_calls / book.num_sharing(call, now_s))
+        lost = self._lost_shares(missed / call.piece_tokens, numbers)
+        evicted_s, num_calls = own_s * lost, float(np.add.reduce(loads.calls))
+        num_sharing = min(book.num_sharing(call, now_s), num_calls) / HOT_CALLS
+        # To share a copy wins nothing where it pushes out what others share.
+        delaying_s = evicted_s + (own_s - evicted_s) / max(1.0, num_sharing)
+        delays_s = num_calls / len(engines) * delaying_s
         decodes_s, slot_s = self._decode_s(loads, prices)
-        evicted_s = self._evicted_s(missed / call.piece_tokens, own_s, numbers)
         seconds = loads.waiting_s + (own_s + delays_s) + evicted_s + (decodes_s + slot_s)
         order = self._cheapest_first(seconds, loads.calls, engines)
         known = cached, loads.calls, loads.waiting_s, own_s, delays_s, evicted_s, decodes_s, slot_s
         self.terms = Terms(order, *known)
         return [engines[place] for place in order]
 
-    def _evicted_s(self, num_new: Floats, own_s: Floats, engines: IntArray) -> Floats:
-        """Seconds of prefill that others will need for what so many new pieces push out."""
+    def _lost_shares(self, num_new: Floats, engines: IntArray) -> Floats:
+        """Of so many new pieces, the share that each push out one that others will want again."""
         prefixes = self.book.prefixes
         if not (returned_share := prefixes.returned_share):
             return np.zeros(len(engines))
-        return own_s * prefixes.evicted_shares(engines, num_new) * returned_share
+        return prefixes.evicted_shares(engines, num_new) * returned_share
 
     def _decode_s(self, loads: Loads, prices: PriceTable) -> tuple[Floats, Floats]:
         """The call's own decodes with what they add to those of others, and the wait for a slot."""

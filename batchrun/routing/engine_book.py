@@ -157,6 +157,8 @@ class EngineBook:
         self.prefixes = prefixes
         self.answer_tokens = FIRST_ANSWER_TOKENS
         self.prompt_tokens = FIRST_ANSWER_TOKENS
+        self.most_tokens = 1
+        """What the largest engine holds; none takes a longer prompt."""
         self._loads = loads
         self._own = loads[worker]
         self._own[:] = 0.0
@@ -179,14 +181,10 @@ class EngineBook:
         """Of each engine that was introduced."""
         return self._traits
 
-    @property
-    def most_tokens(self) -> int:
-        """What the largest engine holds; none takes a longer prompt."""
-        return max((each.kv_tokens for each in self._traits.values()), default=1)
-
     def introduce(self, engine: int, traits: EngineTraits) -> None:
         """What does not change of an engine, or has changed since it was introduced."""
         self._traits[engine] = traits
+        self.most_tokens = max(each.kv_tokens for each in self._traits.values())
         self._prices[:, engine] = (*astuple(traits.prices), traits.max_running)
 
     def loads_of(self, engines: IntArray, now_s: float) -> Loads:
@@ -226,12 +224,12 @@ class EngineBook:
 
     def num_sharing(self, call: Call, now_s: float) -> float:
         """About how many calls that begin like this one, as far as that is known, come while one
-        runs: by when the last one came, and at least this one."""
+        runs: by when the last one came."""
         if not len(call.keys):
-            return 1.0
+            return 0.0
         stay_s = self._stay_s
         since_s = now_s - self.prefixes.used_until_s(call.keys) + stay_s
-        return max(1.0, stay_s / max(since_s, MIN_GAP_S))
+        return stay_s / max(since_s, MIN_GAP_S)
 
     def sent(self, call: Call, engine: int, now_s: float) -> Sent:
         """The call goes to the engine. Keep what is returned, for `first_token` and `ended`."""
