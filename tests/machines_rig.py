@@ -27,6 +27,7 @@ from ray_rig import RayCluster, line_of, port_outside_ray
 from batchrun.control.client import DaemonClient
 from batchrun.errors import BatchrunError
 from batchrun.home import Home
+from batchrun.mutual_tls import read_or_make_secret
 from benchmarks.noted_calls import FILE_VARIABLE
 
 ROOT = Path(__file__).parents[1]
@@ -176,7 +177,9 @@ class MachineFleet:
         ray = {"address": self.cluster.address, "port": self.port, "gpus": 1, "cpus": 1}
         ray["replicas"] = {"min": 2, "max": 2}
         args = [*vllm_args, "--middleware=benchmarks.noted_calls.NotedCalls"]
-        engine = {"name": "fleet", "ray": ray, "vllm_args": args}
+        secret = self.folder / "fleet-secret"
+        read_or_make_secret(secret)
+        engine = {"name": "fleet", "ray": ray, "vllm_args": args, "secret_file": str(secret)}
         engine["env"] = {FILE_VARIABLE: str(self.noted)}
         for rig in self.rigs:
             rig.store_url, rig.executions_path = url, self.noted
