@@ -103,14 +103,14 @@ class PlainMap(PrefixMap):
         self.lost = keys, len(lost)
         return found
 
-    def used_until_s(self, keys: KeyArray) -> float:
+    def used_until_s(self, keys: KeyArray, engines: npt.NDArray[np.int64]) -> float:
         """When the last use of what is known of a prompt's beginning ends."""
         places, is_known = self.find(keys)
         until_s = 0.0
         for place, is_there in zip(places.tolist(), is_known, strict=True):
             if not is_there:
                 break
-            until_s = float(self.used_at_s[place].max())
+            until_s = float(self.used_at_s[place][engines].max())
         return until_s
 
     def touch(
@@ -299,7 +299,9 @@ class PlainCost(Router):
         book = self.book
         loads, cached = book.loads(engines, now_s), book.cached_tokens(call, engines, now_s)
         num_calls = sum(load.calls for load in loads.values())
-        sharing = max(1.0, min(book.num_sharing(call, now_s), num_calls) / HOT_CALLS)
+        sharing = max(
+            1.0, min(book.num_sharing(call, np.asarray(engines), now_s), num_calls) / HOT_CALLS
+        )
 
         def price(engine: int) -> tuple[float, int, int]:
             load = loads[engine]

@@ -35,7 +35,7 @@ class Cost(Router):
         own_s = missed * (prices.token_s + prices.pair_s * (cached + 0.5 * missed))
         lost = self._lost_shares(missed / call.piece_tokens, numbers)
         evicted_s, num_calls = own_s * lost, float(np.add.reduce(loads.calls))
-        num_sharing = min(book.num_sharing(call, now_s), num_calls) / HOT_CALLS
+        num_sharing = min(book.num_sharing(call, numbers, now_s), num_calls) / HOT_CALLS
         # To share a copy wins nothing where it pushes out what others share.
         delaying_s = evicted_s + (own_s - evicted_s) / max(1.0, num_sharing)
         delays_s = num_calls / len(engines) * delaying_s

@@ -123,6 +123,7 @@ class DecisionRing:
         self._next_key = int((records["first_key"] + records["num_keys"]).max())
         is_lost = np.isnan(records["ended_at_s"])
         records["ended_at_s"][is_lost] = records["at_s"][is_lost]
+        records["told_output_tokens"][is_lost] = 0.0
         starts = range(0, RING_BYTES, RECORD_BYTES)
         self._number: int = max(_NUMBER.unpack_from(memory, start)[0] for start in starts)
 

@@ -118,13 +118,12 @@ class PriceTable(NamedTuple):
 class Call:
     """A call: its prompt's tokens, as far as they can be told, and the keys of its pieces.
 
-    A piece is `piece_tokens` tokens long. One that gives way to others is no load to them.
+    A piece is `piece_tokens` tokens long.
     """
 
     prompt_tokens: int
     keys: KeyArray
     piece_tokens: float
-    gives_way: bool = False
 
     def tokens_of(self, num_pieces: int) -> int:
         """Tokens that need not be computed where its first pieces are held; never all of them."""
@@ -157,14 +156,12 @@ class EngineBook:
         self.prefixes = prefixes
         self.answer_tokens = FIRST_ANSWER_TOKENS
         self.prompt_tokens = FIRST_ANSWER_TOKENS
-        self.most_tokens = 1
-        """What the largest engine holds; none takes a longer prompt."""
         self._loads = loads
         self._own = loads[worker]
         self._own[:] = 0.0
         self._traits: dict[int, EngineTraits] = {}
         self._prices = np.zeros((len(PriceTable._fields), loads.shape[1]))
-        self._stay_s = 0.0
+        self._stay_s = FIRST_ANSWER_TOKENS * Prices().base_s
         self._num_ended = 0
 
     @classmethod
@@ -184,7 +181,6 @@ class EngineBook:
     def introduce(self, engine: int, traits: EngineTraits) -> None:
         """What does not change of an engine, or has changed since it was introduced."""
         self._traits[engine] = traits
-        self.most_tokens = max(each.kv_tokens for each in self._traits.values())
         self._prices[:, engine] = (*astuple(traits.prices), traits.max_running)
 
     def loads_of(self, engines: IntArray, now_s: float) -> Loads:
@@ -222,13 +218,13 @@ class EngineBook:
         tokens = self.tokens_held(call, np.asarray(engines), now_s).tolist()
         return dict(zip(engines, tokens, strict=True))
 
-    def num_sharing(self, call: Call, now_s: float) -> float:
-        """About how many calls that begin like this one, as far as that is known, come while one
-        runs: by when the last one came."""
+    def num_sharing(self, call: Call, engines: IntArray, now_s: float) -> float:
+        """About how many calls that begin like this one, as far as that is known, come to these
+        engines while one runs: by when the last one came."""
         if not len(call.keys):
             return 0.0
         stay_s = self._stay_s
-        since_s = now_s - self.prefixes.used_until_s(call.keys) + stay_s
+        since_s = now_s - self.prefixes.used_until_s(call.keys, engines) + stay_s
         return stay_s / max(since_s, MIN_GAP_S)
 
     def sent(self, call: Call, engine: int, now_s: float) -> Sent:
@@ -240,10 +236,9 @@ class EngineBook:
         )
         cached = call.tokens_of(held.num)
         prefill_s = traits.prices.prefill_s(call.prompt_tokens, cached)
-        if not call.gives_way:
-            if self._loads[:, engine, _WAITING].sum() <= 0:
-                own[_MOVED_AT] = now_s
-            own[:_MOVED_AT] += (1, call.prompt_tokens, 1, call.prompt_tokens - cached, prefill_s)
+        if self._loads[:, engine, _WAITING].sum() <= 0:
+            own[_MOVED_AT] = now_s
+        own[:_MOVED_AT] += (1, call.prompt_tokens, 1, call.prompt_tokens - cached, prefill_s)
         return Sent(call, engine, now_s, cached, prefill_s, held)
 
     def first_token(self, sent: Sent, now_s: float) -> None:
@@ -251,8 +246,6 @@ class EngineBook:
         if not sent.is_waiting:
             return
         sent.is_waiting = False
-        if sent.call.gives_way:
-            return
         own = self._own[sent.engine]
         own[_WAITING] -= 1
         own[_WAITING_TOKENS] -= sent.call.prompt_tokens - sent.cached_tokens
@@ -270,9 +263,8 @@ class EngineBook:
         is_begun = not sent.is_waiting
         self.first_token(sent, now_s)
         own, call = self._own[sent.engine], sent.call
-        if not call.gives_way:
-            own[_CALLS] -= 1
-            own[_PROMPT] -= call.prompt_tokens
+        own[_CALLS] -= 1
+        own[_PROMPT] -= call.prompt_tokens
         if output_tokens is None:
             if not is_begun:
                 self.prefixes.withdraw(sent.engine, call.keys, sent.held)

@@ -170,10 +170,11 @@ class PrefixMap:
             self._ranked = _Ranked(keys, found, int(num_lost))
         return held
 
-    def used_until_s(self, keys: KeyArray) -> float:
-        """When the last use of a prompt's known beginning ends, in any engine; 0: none is known."""
+    def used_until_s(self, keys: KeyArray, engines: IntArray) -> float:
+        """When the last use of a prompt's known beginning ends in these engines; 0: none is known.
+        Rows of others are not even read: that would make memory of them."""
         places, _, num_known = self._looked_up(keys).found
-        return float(self._used_at_s[:, places[num_known - 1]].max()) if num_known else 0.0
+        return float(self._used_at_s[engines, places[num_known - 1]].max()) if num_known else 0.0
 
     def touch(
         self, engine: int, keys: KeyArray, now_s: float, *, room_pieces: float, stays_s: float = 0.0

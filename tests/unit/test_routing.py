@@ -87,16 +87,6 @@ def test_a_hot_prefix_gets_a_second_home_once_its_queue_costs_more() -> None:
     assert router.rank(hot, [0, 1], 3.0)[0] == 0
 
 
-def test_a_call_that_gives_way_is_no_load_and_leaves_its_prompt() -> None:
-    book = book_of(1)
-    calm = Call(8_000, keys(3, 31), PIECE_TOKENS, gives_way=True)
-    way = book.sent(calm, 0, 1.0)
-    assert book.loads([0], 1.0)[0].calls == book.loads([0], 1.0)[0].waiting_tokens == 0
-    book.ended(way, 2.0, 0, 10)
-    assert book.loads([0], 2.0)[0].prompt_tokens == 0
-    assert book.cached_tokens(calm, [0], 2.0)[0] > 7_900
-
-
 def test_nothing_shared_goes_where_least_is_to_be_done() -> None:
     router = make_router("cost", book_of(3))
     for engine, num in enumerate((3, 1, 2)):

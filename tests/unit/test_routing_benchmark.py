@@ -124,3 +124,11 @@ def test_what_many_calls_share_is_on_as_many_engines_as_it_takes(
         return fmean(min(call.end_at_s, 90.0) - call.arrival_at_s for call in sent)
 
     assert mean_s("cost") < 1.15 * mean_s("least")
+
+
+def test_what_many_calls_share_is_copied_before_the_first_of_them_has_ended() -> None:
+    calls = WORKLOADS["hot"].draw(np.random.default_rng(0), 12.0, 15.0)
+    hot = [replace(call, output_tokens=1_500) for call in calls if call.prompt_tokens > 4_000]
+    engines = [LightEngine(number) for number in ENGINES]
+    run(hot, make_router("cost", EngineBook.of([EngineTraits()] * len(ENGINES)), 0), engines, 90.0)
+    assert fmean(call.first_token_at_s - call.arrival_at_s for call in hot) < 0.5

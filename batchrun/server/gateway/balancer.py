@@ -112,6 +112,8 @@ class Balancer:
         self._served: dict[str | None, _Serving] = {}
         self._down_until_s = -math.inf
         self._bytes_per_token = BYTES_PER_TOKEN
+        self._most_tokens = EngineTraits().kv_tokens
+        """What the largest engine holds; none takes a longer prompt."""
         self._late: LateCalls | None = None
         self._lives: dict[int, tuple[int, int]] = {}
 
@@ -132,6 +134,8 @@ class Balancer:
             (name, each.started) for name, each in zip(names, upstreams, strict=True)
         ])
         self._engines, self._served = {}, {}
+        traits = [each.traits or EngineTraits() for each in upstreams] or [EngineTraits()]
+        self._most_tokens = max(each.kv_tokens for each in traits)
         told = {each.name: each.models for each in before}
         for name, each in zip(names, upstreams, strict=True):
             # A daemon that has just come has not asked the engines that its predecessor asked.
@@ -162,8 +166,8 @@ class Balancer:
         """What the router is told of a call with this body."""
         text = read_prompt(body or b"")
         ratio = self._bytes_per_token
-        tokens = max(1, min(round(text.num_bytes / ratio), self._shared.book.most_tokens))
-        call = Call(tokens, text.keys, PIECE_BYTES / ratio, gives_way=is_offline)
+        tokens = max(1, min(round(text.num_bytes / ratio), self._most_tokens))
+        call = Call(tokens, text.keys, PIECE_BYTES / ratio)
         return RoutedCall(call, text, is_offline)
 
     def candidates(self, routed: RoutedCall, *, now_s: float) -> list[Upstream]:

@@ -6,8 +6,8 @@ chat templates have them; the text is that of the body, so a caller must write i
 
 from __future__ import annotations
 
-import json
 import re
+from codecs import BOM_UTF8
 from typing import NamedTuple
 
 import msgspec
@@ -19,7 +19,6 @@ from batchrun.pool.prefix_keys import KeyArray
 
 PIECE_BYTES = 1024
 MAX_TEXT_BYTES = 128 << 10
-MAX_LENIENT_BYTES = 1 << 20
 MEDIA_BYTES = 4096
 """An image, a sound or a video within a body counts as a text of so many bytes, the same for the
 same one: how many tokens it is depends on its size and the model."""
@@ -27,6 +26,11 @@ _MEDIA_BEGINS = b'"data'
 _MEDIA = re.compile(
     _MEDIA_BEGINS + rb'(?::(?:image|audio|video)\\?/[^"]{240,}|"\s*:\s*"[0-9A-Za-z+/=\\]{240,})'
 )
+_HALF = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
+    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+)
+"""A surrogate without its other half."""
 NO_KEYS: KeyArray = np.empty(0, np.uint64)
 
 Part = Raw | UnsetType
@@ -95,11 +99,8 @@ def _decode(body: bytes) -> _Body:
     try:
         return _DECODER.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        if len(body) > MAX_LENIENT_BYTES:
-            raise
-    # Engines read with Python's reader, which takes half an emoji, NaN and a byte order mark.
-    text = json.dumps(json.loads(body, parse_constant=lambda _: None), ensure_ascii=False)
-    return _DECODER.decode(text.encode(errors="replace"))
+        # Engines read with Python's reader, which takes half an emoji and a byte order mark.
+        return _DECODER.decode(_HALF.sub(rb"\\ufffd", body.removeprefix(BOM_UTF8)))
 
 
 def _stand_in(medium: re.Match[bytes]) -> bytes:
