@@ -19,6 +19,7 @@ from engine_builders import (
     start_and_let_go,
     stop,
 )
+from hypothesis import HealthCheck, settings
 from postgres_server import PostgresServer
 from raw_http import RawHttp
 from reaper import begin_run
@@ -34,6 +35,11 @@ if TYPE_CHECKING:
 
 DEPLOYMENT_FOLDERS = frozenset({"browser", "conformance", "contract", "integration"})
 FakeEngineFactory = Callable[..., Awaitable[ManagedSettings]]
+
+
+# How long an example takes is no reason to fail.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
