@@ -37,8 +37,9 @@ class Cost(Router):
         evicted_s, num_calls = own_s * lost, float(np.add.reduce(loads.calls))
         num_sharing = min(book.num_sharing(call, numbers, now_s), num_calls) / HOT_CALLS
         # To share a copy wins nothing where it pushes out what others share.
-        delaying_s = evicted_s + (own_s - evicted_s) / max(1.0, num_sharing)
-        delays_s = num_calls / len(engines) * delaying_s
+        is_hot = num_sharing > 1.0
+        delaying_s = evicted_s + (own_s - evicted_s) / num_sharing if is_hot else own_s
+        delays_s = delaying_s * (num_calls / len(engines))
         decodes_s, slot_s = self._decode_s(loads, prices)
         seconds = loads.waiting_s + (own_s + delays_s) + evicted_s + (decodes_s + slot_s)
         order = self._cheapest_first(seconds, loads.calls, engines)
