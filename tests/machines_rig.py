@@ -7,7 +7,9 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import random
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -225,9 +227,9 @@ class MachineFleet:
             return reply.ok and bool(reply.json()["data"])
         return False
 
-    def part(self, what: str) -> list[psutil.Process]:
-        """The processes of `daemon`, `gateway`, `postgres`, or of the first replica's `actor`,
-        `agent`, `engine`, and `raylet`; empty while there are none."""
+    def part(self, what: str, rng: random.Random) -> list[psutil.Process]:
+        """The processes of the leading `daemon`, its `gateway`, `postgres`, or, of any replica, the
+        `actor`, `agent`, `engine` or `raylet`; empty while there are none."""
         with suppress(OSError, ValueError, psutil.Error):
             if what == "postgres":
                 return [self.postgres.process(), *self.postgres.process().children()]
@@ -235,8 +237,8 @@ class MachineFleet:
                 process = psutil.Process(self.leader().pid_of(what))
                 return [process, *process.children()] if what == "gateway" else [process]
             if what == "raylet":
-                return [self.cluster.raylet(secrets.choice(self.cluster.nodes))]
-            return [self._of_replica(what, secrets.choice(("fleet-0", "fleet-1")))]
+                return [self.cluster.raylet(rng.choice(self.cluster.nodes))]
+            return [self._of_replica(what, rng.choice(("fleet-0", "fleet-1")))]
         return []
 
     def engines(self) -> list[psutil.Process]:
@@ -274,9 +276,8 @@ class MachineFleet:
             record = engine if what == "engine" else home / "run" / f"agent-{name}.json"
             with suppress(OSError, ValueError, psutil.Error):
                 process = psutil.Process(int(json.loads(record.read_text())["pid"]))
-                parent = process.parent()
-                if what != "actor" or parent is not None:
-                    return process if parent is None or what != "actor" else parent
+                hosts = process.parents()[:1] if what == "actor" else [process]
+                return hosts[0]
         raise psutil.NoSuchProcess(0)
 
 
@@ -297,4 +298,4 @@ def _set_namespace(descriptor: int) -> None:
 
 def can_make_machines() -> bool:
     """Whether namespaces are to be had here: root's, on Linux."""
-    return sys.platform == "linux" and os.geteuid() == 0 and Path("/usr/sbin/ip").exists()
+    return sys.platform == "linux" and os.geteuid() == 0 and shutil.which("ip") is not None

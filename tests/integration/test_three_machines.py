@@ -183,7 +183,7 @@ def fleet(tmp_path: Path) -> Iterator[MachineFleet]:
         machines.close()
 
 
-def happen(fleet: MachineFleet, what: str, part: str) -> None:
+def happen(fleet: MachineFleet, what: str, part: str, rng: random.Random) -> None:
     """One event, to its end; what systemd would start again is started again."""
     if what == "cut":
         number = int(part)
@@ -191,7 +191,7 @@ def happen(fleet: MachineFleet, what: str, part: str) -> None:
         time.sleep(LASTS_S)
         fleet.machines.join(number)
         return
-    processes = fleet.part(part)
+    processes = fleet.part(part, rng)
     assert processes, f"there is no {part}"
     number = signal.SIGSTOP if what == "stop" else signal.SIGKILL
     for process in processes[: 1 if what == "kill" else None]:
@@ -221,7 +221,7 @@ def test_whatever_happens_to_a_cluster_each_row_ends_once(
     fleet: MachineFleet, seed: int, num_events: int
 ) -> None:
     rng, jobs, outages = random.Random(seed), Jobs(fleet), []
-    callers = Callers(fleet, rng)
+    callers = Callers(fleet, random.Random(seed + 1))
     try:
         jobs.more()
         began_at = time.time()
@@ -231,7 +231,7 @@ def test_whatever_happens_to_a_cluster_each_row_ends_once(
             jobs.more()
             time.sleep(rng.uniform(0.0, 2.0))
             at, num_committed = time.time(), jobs.num_committed()
-            happen(fleet, what, part)
+            happen(fleet, what, part, rng)
             fleet.wait_until_whole()
             outages.append(Outage(at, time.time(), num_committed))
             LOG.info("%s %s: %.1f s", what, part, time.time() - at)

@@ -348,6 +348,17 @@ def test_streams_that_tell_of_no_tokens_are_counted_by_their_events(book: int) -
     assert shared.book.answer_tokens == pytest.approx(20.0)
 
 
+def test_a_ranking_makes_no_memory_of_engines_that_are_not_there(book: int) -> None:
+    balancer = worker(book, router="cost")
+    for number in range(200):
+        for _ in range(2):
+            call = streamed(balancer, f"{number} " * 8_000)
+            balancer.candidates(call, now_s=time.monotonic())
+            with balancer.sending(ONE, call):
+                pass
+    assert os.fstat(book).st_blocks * 512 < 16 << 20
+
+
 def test_a_prompt_beyond_every_engine_weighs_what_the_largest_can_hold(book: int) -> None:
     balancer = worker(book)
     small = replace(TWO, traits=EngineTraits(kv_tokens=10_000))
