@@ -202,7 +202,7 @@ class MachineFleet:
         return leaders[0]
 
     def wait_until_whole(self) -> None:
-        """One leads, one stands by, both gateways answer, and both engines are ready."""
+        """One leads, one stands by, both gateways answer, and two engines run and are ready."""
         deadline_s = time.monotonic() + READY_WAIT_S
         while not self.is_whole():
             assert time.monotonic() < deadline_s, [r.ask_daemon("/status") for r in self.rigs]
@@ -214,6 +214,8 @@ class MachineFleet:
         pictures = [rig.ask_daemon("/status") for rig in self.rigs]
         roles = sorted(str(each.get("leadership", {}).get("role")) for each in pictures)
         if roles != ["leader", "standby"] or not all(map(self.answers, self.rigs)):
+            return False
+        if len(self.engines()) != 2:
             return False
         (led,) = (each for each in pictures if each["leadership"]["role"] == "leader")
         ready = [each for each in led["engines"] if each["state"] == "ready"]
@@ -276,8 +278,7 @@ class MachineFleet:
             record = engine if what == "engine" else home / "run" / f"agent-{name}.json"
             with suppress(OSError, ValueError, psutil.Error):
                 process = psutil.Process(int(json.loads(record.read_text())["pid"]))
-                hosts = process.parents()[:1] if what == "actor" else [process]
-                return hosts[0]
+                return process.parents()[0] if what == "actor" else process
         raise psutil.NoSuchProcess(0)
 
 
