@@ -187,9 +187,13 @@ class Deployment:
         text: Callable[[str, int], str] = prompt,
     ) -> Path:
         """An input of so many prompts, and the job file for it; the output is NAME.out.SUFFIX."""
-        ids = [f"{name}-{row}" for row in range(num_rows)]
-        table = pa.table({"id": ids, "text": [text(name, row) for row in range(num_rows)]})
-        pq.write_table(table, self.folder / f"{name}.in.parquet", row_group_size=ROW_GROUP_ROWS)
+        schema = pa.schema({"id": pa.string(), "text": pa.string()})
+        with pq.ParquetWriter(self.folder / f"{name}.in.parquet", schema) as file:
+            for start in range(0, num_rows, ROW_GROUP_ROWS):
+                rows = range(start, min(start + ROW_GROUP_ROWS, num_rows))
+                columns = {"id": [f"{name}-{row}" for row in rows]}
+                columns["text"] = [text(name, row) for row in rows]
+                file.write_table(pa.table(columns, schema=schema))
         job = self.folder / f"{name}.yaml"
         job.write_text(
             f"name: {name}\n"

@@ -40,7 +40,7 @@ from batchrun.jobs.results.file_bytes import FileBytes, remove_expired, sweep_fi
 from batchrun.jobs.results.keeping import find_unused_links, find_unused_rows, remove
 from batchrun.jobs.results.output_file import write_output
 from batchrun.jobs.spec import JobSpec
-from batchrun.jobs.submit import open_submitted
+from batchrun.jobs.submit import open_submitted, plan_file
 from batchrun.store import batches, jobs, results
 from batchrun.store.batches import ResultFiles
 from batchrun.store.database import Store
@@ -284,7 +284,9 @@ class JobEnd:
                 return
             stage = self.stages.setdefault(record.id, Stage())
             try:
-                await (self._end_batch if now.is_batch else self._export)(now, stage)
+                if await (self._end_batch if now.is_batch else self._export)(now, stage):
+                    plan = plan_file(self.links, record.id)
+                    await asyncio.to_thread(plan.unlink, missing_ok=True)
             finally:
                 self.stages.pop(record.id, None)
 
@@ -293,9 +295,10 @@ class JobEnd:
         now_s = time.monotonic()
         return self._retry_at_s.get(job_seq, now_s) <= now_s
 
-    async def _end_batch(self, record: JobRecord, stage: Stage) -> None:
+    async def _end_batch(self, record: JobRecord, stage: Stage) -> bool:
         assert self.files is not None
         await end_batch(self.store, record, links=self.links, place=self.files, progress=stage)
+        return True
 
     async def _write(self, record: JobRecord, stage: Stage) -> None:
         """The output file, or the object that is made of it. Who cancels a job does not wait for
@@ -324,7 +327,8 @@ class JobEnd:
         self._num_failures[record.seq] += is_overdue
         return is_overdue and self._num_failures[record.seq] >= OUTPUT_TRIES
 
-    async def _export(self, record: JobRecord, stage: Stage) -> None:
+    async def _export(self, record: JobRecord, stage: Stage) -> bool:
+        """Whether the job has ended; else it waits for its output to be written."""
         reason = None
         try:
             await self._write(record, stage)
@@ -335,7 +339,7 @@ class JobEnd:
             assert reason is not None
             self._retry_at_s[record.seq] = time.monotonic() + self.retry_s
             await self.pause(record.id, reason)
-            return
+            return False
         if record.ends_as is JobState.FAILED:
             reason = await until_reached(_common_error, self.store, record)
         finish: Callable[..., JobRecord] = partial(jobs.finish, now_s=time.time(), reason=reason)
@@ -345,6 +349,7 @@ class JobEnd:
             log.info("%s", error)
         else:
             log.info("%s: %s, %s", ended.id, ended.state, ended.reason or output_path(ended))
+        return True
 
 
 SAMPLE_ROWS = 1_000

@@ -36,7 +36,7 @@ from batchrun.jobs.prompts.template import RequestTemplate, RowRenderError
 from batchrun.jobs.prompts.tokens import PLAIN_PROMPTS, PromptReader, read_prompts
 from batchrun.jobs.results.file_bytes import FileBytes
 from batchrun.jobs.spec import JobSpec
-from batchrun.jobs.submit import open_submitted, plan_job
+from batchrun.jobs.submit import open_submitted, plan_again
 from batchrun.keys import FairDoor
 from batchrun.pool.job_shares import OPERATOR, Owner
 from batchrun.pool.prefix_groups import group_rows
@@ -155,7 +155,7 @@ def open_job(
         data = open_submitted(record, spec, links=links)
         exits.callback(data.close)
         template = RequestTemplate(spec, data.columns, model=spec.model)
-        plan = plan_job(spec, data, template, prompts=prompts, progress=progress)
+        plan = plan_again(record, data, template, links=links, prompts=prompts, progress=progress)
         nodes = build_radix_tree(plan.order.shared_chunks)
         groups = group_rows(plan.order, nodes, plan.chains)
         counts = results.count(store, record.seq)

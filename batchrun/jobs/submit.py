@@ -1,20 +1,28 @@
 """From a job file to a job that the store can take, and from its input to the order of its rows.
 
-Checking and pinning start nothing; planning reads every row once.
+Checking and pinning start nothing; planning reads every row once. That takes minutes with millions
+of rows, so the plan of a large job is kept in a file for who takes the job up again.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import re
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
+import msgspec
 import numpy as np
+import xxhash
 
-from batchrun.errors import ConfigError, DataError, JobSpecError, MissingObjectError
-from batchrun.files import is_url
+from batchrun import __version__
+from batchrun.errors import BatchrunError, ConfigError, DataError, JobSpecError, MissingObjectError
+from batchrun.files import atomic_file, is_url
 from batchrun.jobs import objects
 from batchrun.jobs.inputs.input_data import (
     InputData,
@@ -33,6 +41,8 @@ from batchrun.pool.prefix_keys import CHUNK_BYTES, ChainBuilder, ChainTable, Int
 from batchrun.pool.radix_tree import PrefixOrder, build_radix_tree, order_by_prefix
 from batchrun.store.jobs import JobRecord, NewJob
 from batchrun.types import ProgressSink, RowError
+
+log = logging.getLogger(__name__)
 
 FIRST_ROWS = 16
 FIRST_BYTES = 1 << 20
@@ -198,6 +208,21 @@ class JobPlan:
     tokens: TokenRatio
     errors: dict[int, RowError] = field(default_factory=dict)
 
+    @classmethod
+    def of(
+        cls,
+        salt: int,
+        chains: ChainTable,
+        order: PrefixOrder,
+        text_bytes: IntArray,
+        tokens: TokenRatio,
+        errors: dict[int, RowError],
+    ) -> Self:
+        """The plan in which rows share what neighbours in the order do."""
+        new_bytes = text_bytes.copy()
+        new_bytes[order.rows] -= order.shared_chunks * CHUNK_BYTES
+        return cls(salt, chains, order, text_bytes, new_bytes, tokens, errors)
+
     @property
     def num_rows(self) -> int:
         """Rows of the input, the faulty ones included."""
@@ -262,8 +287,88 @@ def plan_job(
         if progress is not None:
             progress("reading rows", first_row + len(texts), data.num_rows)
     chains = builder.build()
-    order = order_by_prefix(chains)
-    new_bytes = text_bytes.copy()
-    new_bytes[order.rows] -= order.shared_chunks * CHUNK_BYTES
     tokens = TokenRatio.sampled(sample, prompts.count)
-    return JobPlan(salt, chains, order, text_bytes, new_bytes, tokens, errors)
+    return JobPlan.of(salt, chains, order_by_prefix(chains), text_bytes, tokens, errors)
+
+
+KEPT_ROWS, KEPT_BYTES = 100_000, 256 << 20
+"""A job with as many rows, or as much text, has its plan kept."""
+FORMAT = "1"
+"""Another one where a file of this kind, or what a plan is, changes."""
+
+
+PLAN_NAME = re.compile(r"(job|batch)_\w+\.plan")
+
+
+def plan_file(links: Path, job_id: str) -> Path:
+    """The file of a job's plan, beside the `links` to inputs."""
+    return links / f"{job_id}.plan"
+
+
+def plan_again(
+    record: JobRecord,
+    data: InputData,
+    template: RequestTemplate,
+    *,
+    links: Path,
+    prompts: PromptReader = PLAIN_PROMPTS,
+    progress: ProgressSink | None = None,
+) -> JobPlan:
+    """As `plan_job`, but from the file of an earlier time where the input, what the job says and
+    the model's files are as they were; else the file is made, if that is worth it."""
+    path = plan_file(links, record.id)
+    parts = (FORMAT, __version__, record.pin, record.spec, prompts.source)
+    key = xxhash.xxh3_128_digest("\0".join(parts).encode("utf-8", "surrogatepass"))
+    plan = _read(path, key)
+    if plan is None:
+        spec = JobSpec.model_validate_json(record.spec)
+        plan = plan_job(spec, data, template, prompts=prompts, progress=progress)
+        if plan.num_rows >= KEPT_ROWS or plan.text_bytes.sum() >= KEPT_BYTES:
+            _keep(path, key, plan)
+    return plan
+
+
+def _keep(path: Path, key: bytes, plan: JobPlan) -> None:
+    errors = msgspec.json.encode(list(plan.errors.items()))
+    try:
+        with atomic_file(path, mode=0o600) as file:
+            np.savez(
+                file,
+                key=np.frombuffer(key, np.uint8),
+                salt=np.uint64(plan.salt),
+                keys=plan.chains.keys,
+                starts=plan.chains.starts,
+                rows=plan.order.rows,
+                shared_chunks=plan.order.shared_chunks,
+                by_chain=plan.order.by_chain,
+                text_bytes=plan.text_bytes,
+                sample=np.array(plan.tokens.counted),
+                errors=np.frombuffer(errors, np.uint8),
+            )
+    except (BatchrunError, OSError) as problem:
+        log.warning("the plan is not kept, a restart makes it anew: %s", problem)
+
+
+UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, msgspec.DecodeError)
+
+
+def _read(path: Path, key: bytes) -> JobPlan | None:
+    """The plan that was kept under this key, each array as it was written; None for none."""
+    try:
+        with path.open("rb") as file, np.load(file) as kept:
+            if kept["key"].tobytes() != key:
+                return None
+            errors = msgspec.json.decode(kept["errors"].tobytes(), type=list[tuple[int, RowError]])
+            return JobPlan.of(
+                int(kept["salt"]),
+                ChainTable(kept["keys"], kept["starts"]),
+                PrefixOrder(kept["rows"], kept["shared_chunks"], kept["by_chain"]),
+                kept["text_bytes"],
+                TokenRatio(*kept["sample"].tolist()),
+                dict(errors),
+            )
+    except FileNotFoundError:
+        return None
+    except UNREADABLE as problem:
+        log.warning("%s: cannot be read, the plan is made anew: %s", path, problem)
+        return None

@@ -24,7 +24,7 @@ from batchrun.store.schema import SAME_ROW, attempts, bodies, jobs, results, sus
 from batchrun.types import Outcome, OutcomeKind, RowError, Usage
 
 COMPRESSION_LEVEL = 3
-ROWS_PER_READ = 2_000
+ROWS_PER_READ, ROWS_PER_FETCH = 2_000, 10_000
 BYTES_PER_READ = 8 << 20
 """Of compressed replies."""
 KEYS_PER_READ = 500
@@ -76,7 +76,8 @@ def done_rows(store: Store, job_seq: int) -> npt.NDArray[np.int64]:
     """The rows of a job that have a result, ascending."""
     query = select(results.c.row).where(results.c.job_seq == job_seq).order_by(results.c.row)
     with store.read() as connection:
-        return np.fromiter((row for (row,) in connection.execute(query)), dtype=np.int64)
+        found = connection.execution_options(yield_per=ROWS_PER_FETCH).execute(query).scalars()
+        return np.fromiter(found, dtype=np.int64)
 
 
 def count(store: Store, job_seq: int) -> Counts:

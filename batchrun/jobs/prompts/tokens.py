@@ -65,13 +65,13 @@ def token_counter(tokenizer_file: Path) -> TokenCounter | None:
 class TokenRatio:
     """How many bytes of prompt text make a token, in one job.
 
-    Begins with a sample or with `DEFAULT_BYTES_PER_TOKEN`; each count that comes back from the
-    engine joins the sample.
+    Begins with a sample, of so many bytes and tokens, or with `DEFAULT_BYTES_PER_TOKEN`; each count
+    that comes back from the engine joins the sample.
     """
 
-    def __init__(self) -> None:
-        self._num_bytes = 0
-        self._num_tokens = 0
+    def __init__(self, num_bytes: int = 0, num_tokens: int = 0) -> None:
+        self._num_bytes = num_bytes
+        self._num_tokens = num_tokens
         self._sum_ape = 0.0
         self.num_corrections = 0
 
@@ -87,6 +87,11 @@ class TokenRatio:
             ratio._num_bytes += len(head)
             ratio._num_tokens += count(head)
         return ratio
+
+    @property
+    def counted(self) -> tuple[int, int]:
+        """The bytes and tokens of which the ratio is."""
+        return self._num_bytes, self._num_tokens
 
     @property
     def bytes_per_token(self) -> float:
@@ -164,11 +169,13 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class PromptReader:
     """`layout` lays a request's body out as the model gets it, but for its images; `count` counts
-    tokens, where the model's tokenizer is at hand. Ends the processor of images as a context."""
+    tokens, where the model's tokenizer is at hand. What both are made from, `source` names. Ends
+    the processor of images as a context."""
 
     layout: Callable[[Mapping[str, object]], bytes] = prefix_text
     count: TokenCounter | None = None
     images: ImageTokens = field(default_factory=ImageTokens)
+    source: str = ""
 
     def text(self, body: Mapping[str, object]) -> bytes:
         """The body as the model gets it: equal leading bytes mean equal leading tokens. Raises
@@ -201,4 +208,11 @@ def read_prompts(folder: Path | None, *, now: datetime, python: Path | None = No
         log.warning("%s; prompts are laid out in a common form", problem)
         return PLAIN_PROMPTS
     layout = prefix_text if template is None else template.prefix_text
-    return PromptReader(layout, count, ImageTokens(folder, python))
+    return PromptReader(layout, count, ImageTokens(folder, python), _source(folder, now, python))
+
+
+def _source(folder: Path, now: datetime, python: Path | None) -> str:
+    """Another text where the model's files, the date, or who reads images are others."""
+    files = sorted((each.name, each.stat()) for each in folder.iterdir() if each.is_file())
+    states = [(name, state.st_size, state.st_mtime_ns) for name, state in files]
+    return repr((str(folder), states, now.isoformat(), str(python)))

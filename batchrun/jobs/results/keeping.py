@@ -17,6 +17,7 @@ from batchrun.errors import BatchrunError
 from batchrun.files import is_url
 from batchrun.jobs import objects
 from batchrun.jobs.pin import InputPin, PinnedFile, hash_blocks, link_name, pinned_path
+from batchrun.jobs.submit import PLAN_NAME, plan_file
 from batchrun.store.check import Violation
 from batchrun.store.jobs import JobRecord
 from batchrun.types import JobState
@@ -57,14 +58,16 @@ def check_files(records: Sequence[JobRecord], *, links: Path) -> Iterator[Violat
 def find_unused_links(
     records: Sequence[JobRecord], *, links: Path, now_s: float
 ) -> list[UnusedLink]:
-    """Links to inputs in the folder `links` that no job needs: not one that runs or waits, and not
-    one whose results can still be written out. None while it is unknown what some job needs.
+    """Plans, and links to inputs, in the folder `links` that no job needs: not one that runs or
+    waits, and of links none whose results can still be written out. None while it is unknown what
+    some job needs.
 
     A copy of an object is the only one: where one job is done with it, a submission under way may
     count on it, so it goes as late as a link that no job names.
     """
     kept: set[str] = set()
     known: set[str] = set()
+    plans = {plan_file(links, record.id) for record in records if not record.state.is_terminal}
     for record in records:
         files = _pinned_files(record)
         if files is None:
@@ -75,10 +78,15 @@ def find_unused_links(
             kept |= names
     found: list[UnusedLink] = []
     for path in sorted(links.iterdir()) if links.is_dir() else ():
-        if path.name in kept or not LINK_NAME.fullmatch(path.name) or not path.is_file():
+        if not path.is_file():
             continue
         status = path.stat()
-        if path.name in known or now_s - status.st_ctime > ORPHAN_AGE_S:
+        if LINK_NAME.fullmatch(path.name):
+            is_old = path.name in known or now_s - status.st_ctime > ORPHAN_AGE_S
+            is_unused = path.name not in kept and is_old
+        else:
+            is_unused = PLAN_NAME.fullmatch(path.name) is not None and path not in plans
+        if is_unused:
             found.append(UnusedLink(path, status.st_size if status.st_nlink == 1 else 0))
     return found
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.engine_link import Slot
@@ -21,14 +22,16 @@ from batchrun.server.web.gateway_figures import GatewayFigures
 from batchrun.store import jobs, results
 from batchrun.store.database import Store
 from batchrun.store.jobs import Counts, JobRecord, Leader
-from batchrun.types import EnginePhase
+from batchrun.types import EnginePhase, JobState
 
 HOUR_S = 3600.0
+COUNT_REST = 20.0
+"""Rows of a job that is not in memory are counted again after so many times as long as it took."""
 JsonObject = dict[str, Any]
 
 
 class Status:
-    """Builds snapshots; counts of ended jobs are remembered, since they never change. `tellings`
+    """Builds snapshots; counts of jobs that are not in memory are remembered. `tellings`
     is, by job, how it went to tell of its end; `price_per_hour` that of an engine."""
 
     def __init__(
@@ -48,7 +51,7 @@ class Status:
         self.fleets = gateway.fleets
         self._tellings = tellings
         self._price_per_hour = price_per_hour
-        self._ended: dict[int, tuple[Counts, int]] = {}
+        self._counted: dict[int, _Counted] = {}
         self._jobs: dict[str, dict[str, object]] = {}
         self._num_more = 0
         self._completions: dict[str, Completion] = {}
@@ -67,8 +70,8 @@ class Status:
                 jobs.list_shown, self.daemon.store, MOST_ENDED, job
             )
             self._jobs = {record.id: await self._view(record) for record in records}
-            self._ended = {
-                each.seq: self._ended[each.seq] for each in records if each.seq in self._ended
+            self._counted = {
+                each.seq: self._counted[each.seq] for each in records if each.seq in self._counted
             }
         except (StoreLockedError, StoreUnreachableError) as error:
             stalled = str(error)
@@ -145,16 +148,23 @@ class Status:
         for job in list(self.daemon.active.values()):
             self._jobs[job.record.id] = await self._view(job.record)
 
+    async def _count(self, record: JobRecord) -> tuple[Counts, int]:
+        """Of a job that is not in memory. What takes long with millions of rows is done rarely."""
+        known = self._counted.get(record.seq)
+        began_s = time.monotonic()
+        if known is None or known.state is not record.state or known.until_s < began_s:
+            counts = await asyncio.to_thread(_count, self.daemon.store, record.seq)
+            now_s = time.monotonic()
+            lasts_s = math.inf if record.state.is_terminal else COUNT_REST * (now_s - began_s)
+            known = self._counted[record.seq] = _Counted(record.state, now_s + lasts_s, counts)
+        return known.counts
+
     async def _view(self, record: JobRecord) -> dict[str, object]:
         active = self.daemon.active.get(record.seq)
         if active is not None:
             counts, num_cut = active.counts, active.num_cut
-        elif record.seq in self._ended:
-            counts, num_cut = self._ended[record.seq]
         else:
-            counts, num_cut = await asyncio.to_thread(_count, self.daemon.store, record.seq)
-            if record.state.is_terminal:
-                self._ended[record.seq] = counts, num_cut
+            counts, num_cut = await self._count(record)
         stage = self.daemon.stages.get(record.id)
         view = view_job(
             record,
@@ -179,6 +189,14 @@ class Status:
 def _count(store: Store, job_seq: int) -> tuple[Counts, int]:
     """Ended rows and tokens of a job, and its answers that were cut."""
     return results.count(store, job_seq), results.count_cut(store, job_seq)
+
+
+class _Counted(NamedTuple):
+    """What was counted of a job in that state, and until when that will do."""
+
+    state: JobState
+    until_s: float
+    counts: tuple[Counts, int]
 
 
 def view_role(leader: Leader, *, leads: bool) -> JsonObject:
