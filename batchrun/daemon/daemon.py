@@ -84,6 +84,7 @@ class Daemon:
     timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
     name: str = ""
     gateway: str = ""
+    may_start: Callable[[ActiveJob], bool] = lambda _: True
     active: dict[int, ActiveJob] = field(default_factory=dict)
     stages: dict[str, Stage] = field(default_factory=dict)
     writer: ResultWriter = field(init=False)
@@ -294,7 +295,8 @@ class Daemon:
             return False
         job.record = now
         self.active[record.seq] = job
-        self.dispatcher.add(job)
+        if self.may_start(job):
+            self.dispatcher.add(job)
         return True
 
     async def _finish(self, record: JobRecord, ends_as: JobState) -> None:

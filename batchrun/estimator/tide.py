@@ -1,5 +1,6 @@
 """How many replicas a fleet needs: a forecast of what calls will ask of it by the time that another
-replica could be there, what jobs with deadlines need besides, and when to go down again.
+replica could be there, what jobs with deadlines need besides, and when to go down again. And when
+in the day calls leave the most room, for jobs that may wait.
 
 Work is in engine-seconds a second, by the prices of an engine: what prompts and answers add to
 steps. Nothing here reads a clock; a minute is told when it has ended.
@@ -142,6 +143,32 @@ class TideForecast:
         return sum(self._loads[i] for i in span) / len(span)
 
 
+RESERVE, RESERVE_S = 0.1, 600.0
+"""Kept back of the time to a deadline: this share, and so much besides."""
+COURSE = 15
+"""Minutes of the day that are taken together, so that no job stops and goes by chance."""
+ALIKE = 1.02
+"""So little more load is not worth waiting for less."""
+
+
+def minutes_to_cheap_time(loads: Sequence[float], work_s: float, left_s: float) -> int:
+    """In how many minutes work of so many seconds, due in `left_s`, should go on: 0 in one of the
+    minutes until then that bring the least load, of as many as the work takes, and as long as no
+    whole day is known. `loads` are those of the minutes that have ended, the oldest first; a time
+    of the day is taken to be as it was on average."""
+    num_days = len(loads) // DAY
+    needed = math.ceil(work_s / MINUTE_S)
+    left = int(((1 - RESERVE) * left_s - RESERVE_S) / MINUTE_S)
+    if not num_days or needed >= left:
+        return 0
+    padded = np.pad(np.array(loads), COURSE // 2, mode="edge")
+    smooth = np.convolve(padded, np.full(COURSE, 1 / COURSE), "valid")
+    day = smooth[-num_days * DAY :].reshape(num_days, DAY).mean(axis=0)
+    course = np.resize(day, left)
+    most = np.partition(course, needed)[needed]
+    return int(np.argmax(course <= ALIKE * most))
+
+
 FILLED = 0.85
 """Minutes in which calls fill less of what is believed tell nothing of it."""
 STEP, MOST_DOWN = 0.002, 10.0
@@ -220,8 +247,8 @@ class TideSettings:
     high: int
     offline_min: int = 0
     down_after_s: float = 600.0
-    reserve: float = 0.1
-    reserve_s: float = 600.0
+    reserve: float = RESERVE
+    reserve_s: float = RESERVE_S
 
 
 @dataclass(slots=True)

@@ -53,6 +53,8 @@ def find_problems(job: JobFile) -> Iterator[Problem]:
             yield f"input.{content_key}", "an OpenAI batch file already holds whole requests"
         yield from _content_problems(job, f"input.{content_key}", content)
     yield from _request_problems(job, content_key)
+    if job.start == "cheap" and job.deadline is None:
+        yield "start", "cheap hours are those before a deadline: add one"
 
 
 def _content_problems(job: JobFile, key: str, content: JsonValue) -> Iterator[Problem]:

@@ -162,6 +162,7 @@ class JobFile(_Strict):
     request: dict[str, JsonValue] = Field(default_factory=dict)
     output: OutputSpec
     deadline: Annotated[float | None, BeforeValidator(parse_optional_duration_s)] = None
+    start: Literal["now", "cheap"] = "now"
     weight: Weight = 1.0
     retries: Annotated[int, Field(ge=0, le=100, strict=True)] = 3
     row_timeout: Annotated[float, BeforeValidator(parse_duration_s)] = Field(
@@ -199,7 +200,7 @@ class JobSpec(JobFile):
 
     def content_hash(self) -> str:
         """Hex digest that is equal for two submissions of the same job, wherever they are read."""
-        aside = {"source", "continue_from", "row_timeout", "on_done"}
+        aside = {"source", "continue_from", "row_timeout", "on_done", "start"}
         values = self.model_dump(mode="json", exclude=aside)
         canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()

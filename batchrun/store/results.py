@@ -75,9 +75,9 @@ def commit(store: Store, outcomes: Sequence[tuple[int, Outcome]], *, now_s: floa
 def done_rows(store: Store, job_seq: int) -> npt.NDArray[np.int64]:
     """The rows of a job that have a result, ascending."""
     query = select(results.c.row).where(results.c.job_seq == job_seq).order_by(results.c.row)
-    with store.read() as connection:
-        found = connection.execution_options(yield_per=ROWS_PER_FETCH).execute(query).scalars()
-        return np.fromiter(found, dtype=np.int64)
+    query = query.execution_options(yield_per=ROWS_PER_FETCH)
+    with store.read() as connection, connection.execute(query) as found:
+        return np.fromiter(found.scalars(), dtype=np.int64)
 
 
 def count(store: Store, job_seq: int) -> Counts:

@@ -37,6 +37,7 @@ from batchrun.media.fetching import ImageFetcher
 from batchrun.media.hosts import ImageHosts
 from batchrun.quantities import parse_age_s
 from batchrun.server.api.app import Edge, make_app
+from batchrun.server.api.cheap_start import CheapStarts
 from batchrun.server.api.errors import Callers
 from batchrun.server.api.key_list import KeyList, limits_in
 from batchrun.server.api.picture import Status
@@ -206,11 +207,10 @@ async def _run(
 ) -> int:
     store, place = kept
     server = LocalServer()
-    gateway_key = server.gateway_key
     supervisor = Supervisor(deployment, home, server.for_gateway)
     keys = KeyList(store, home.api_keys, limits_in(deployment))
     daemon = _daemon(deployment, home, kept, supervisor.slots)
-    figures = GatewayFigures(_local_url(deployment.listen), gateway_key)
+    figures = GatewayFigures(_local_url(deployment.listen), server.gateway_key)
     follower = ReplicaFollower(deployment, home, daemon, supervisor.fleets, figures)
     messenger = _messenger(store, deployment, home)
     status = Status(
@@ -223,7 +223,7 @@ async def _run(
         home,
         place,
         server.address.token,
-        gateway_key,
+        server.gateway_key,
         deployment.completion_windows,
         Rolling(daemon, home, reread),
         keys,
@@ -232,14 +232,17 @@ async def _run(
     sight = Sight(daemon, status, home, History(home.history), figures, deployment.router)
     desk = Desk(home, deployment.file, deployment.model, edge.traffic.uploads)
     pages = Pages(sight, desk, edge.traffic.downloads)
-    app.include_router(dashboard_router(pages, sight, Callers(store, gateway_key, keys.defaults)))
+    app.include_router(
+        dashboard_router(pages, sight, Callers(store, server.gateway_key, keys.defaults))
+    )
     ended = catch_signals()
     server.start(app, home)
     work = asyncio.create_task(daemon.run())
     engines = asyncio.create_task(
         supervisor.run(on_ready, lambda: store.leads_surely, is_heir=is_heir)
     )
-    works = [pages.watch(), messenger.run(), status.watch.beat(), follower.run()]
+    cheap = CheapStarts(daemon, figures, home.calls).run()
+    works = [pages.watch(), messenger.run(), status.watch.beat(), follower.run(), cheap]
     if not store.is_sqlite:
         works.append(keys.keep_published())
     beside = [asyncio.create_task(each) for each in works]

@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -80,6 +80,24 @@ class KnownMinutes(Struct, frozen=True):
     loads: list[float]
 
 
+def read_minutes(file: Path, now_minute: int) -> list[float]:
+    """The minutes that were kept in a file. Those since then are as the last one; none after a day
+    without. Blocking."""
+    with suppress(OSError, msgspec.DecodeError):
+        known = msgspec.json.decode(file.read_bytes(), type=KnownMinutes)
+        missed = now_minute - 1 - known.last_minute
+        if 0 <= missed < DAY:
+            return known.loads + known.loads[-1:] * missed
+    return []
+
+
+def keep_minutes(file: Path, loads: Iterable[float], now_minute: int) -> None:
+    """Keep the minutes before this one. Blocking."""
+    known = KnownMinutes(now_minute - 1, [round(load, 4) for load in loads])
+    with suppress(OSError):
+        write_atomically(file, msgspec.json.encode(known))
+
+
 @dataclass(slots=True)
 class FollowedFleet:
     """One fleet: what is known of its engines and calls."""
@@ -104,20 +122,9 @@ class FollowedFleet:
         self.sizer = FleetSizer(limits)
 
     def restore(self, now_minute: int) -> None:
-        """Take up the minutes of an earlier daemon. Those between are as the one before them.
-        Blocking."""
-        with suppress(OSError, msgspec.DecodeError):
-            known = msgspec.json.decode(self.file.read_bytes(), type=KnownMinutes)
-            missed = now_minute - 1 - known.last_minute
-            if 0 <= missed < DAY:
-                for load in known.loads + known.loads[-1:] * missed:
-                    self.forecast.add(load)
-
-    def save(self, now_minute: int) -> None:
-        """Blocking."""
-        known = KnownMinutes(now_minute - 1, [round(load, 4) for load in self.forecast.loads])
-        with suppress(OSError):
-            write_atomically(self.file, msgspec.json.encode(known))
+        """Take up the minutes of an earlier daemon. Blocking."""
+        for load in read_minutes(self.file, now_minute):
+            self.forecast.add(load)
 
     def take(self, totals: Mapping[str, EngineCalls], elapsed_s: float) -> None:
         """What the gateway has counted by now; the first time it only begins to count."""
@@ -196,16 +203,17 @@ class ReplicaFollower:
     async def run(self) -> None:
         """Look each minute, until cancelled."""
         for fleet in self._followed:
-            await asyncio.to_thread(fleet.restore, _minute())
+            await asyncio.to_thread(fleet.restore, this_minute())
         while self._followed:
             now_s = time.monotonic()
             try:
                 await self.look(now_s)
             except Exception:
                 log.exception("fleets keep their numbers: the look at their calls failed")
-            if _minute() % SAVE_MINUTES == 0:
+            if this_minute() % SAVE_MINUTES == 0:
                 for fleet in self._followed:
-                    await asyncio.to_thread(fleet.save, _minute())
+                    loads = fleet.forecast.loads
+                    await asyncio.to_thread(keep_minutes, fleet.file, loads, this_minute())
             await asyncio.sleep(max(0.0, now_s + MINUTE_S - time.monotonic()))
 
     async def look(self, now_s: float) -> None:
@@ -321,5 +329,6 @@ def _view(decision: FleetDecision, correction: float, *, is_on: bool) -> JsonObj
     }
 
 
-def _minute() -> int:
+def this_minute() -> int:
+    """In UTC epoch minutes."""
     return int(time.time() / MINUTE_S)
