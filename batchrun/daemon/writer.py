@@ -175,8 +175,8 @@ class BatchCreator:
         self._writing: asyncio.Task[None] | None = None
 
     async def create(self, wanted: WantedBatch) -> BatchRecord:
-        """See `batches.create`. Raises QuotaError and StoreError. A caller who goes takes nothing
-        from those whose batches are written with his."""
+        """See `batches.create_all`. Raises QuotaError and StoreError. A caller who goes takes
+        nothing from those whose batches are written with his."""
         made: asyncio.Future[BatchRecord] = asyncio.get_running_loop().create_future()
         self._waiting.append((wanted, made))
         if self._writing is None:

@@ -216,12 +216,6 @@ def start(store: Store, job_id: str, *, now_s: float) -> JobRecord:
     return _move(store, job_id, (JobState.VALIDATING,), JobState.RUNNING, started_at=now_s)
 
 
-def fail(store: Store, job_id: str, reason: str, *, now_s: float) -> JobRecord:
-    """validating -> failed: the input cannot be used; nothing ran."""
-    allowed = (JobState.VALIDATING,)
-    return _move(store, job_id, allowed, JobState.FAILED, reason=reason, finished_at=now_s)
-
-
 def pause(store: Store, job_id: str, reason: str) -> JobRecord:
     """validating, running or finalizing -> paused, for `reason` (one line)."""
     allowed = (JobState.VALIDATING, JobState.RUNNING, JobState.FINALIZING)
