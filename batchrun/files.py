@@ -402,6 +402,16 @@ def try_lock(fd: int, kind: int = fcntl.LOCK_EX) -> bool:
     return True
 
 
+@contextmanager
+def locked_bytes(fd: int, num_bytes: int = 0, offset: int = 0) -> Iterator[None]:
+    """Within, no other process has these bytes of a file; 0: all from `offset` on."""
+    fcntl.lockf(fd, fcntl.LOCK_EX, num_bytes, offset)
+    try:
+        yield
+    finally:
+        fcntl.lockf(fd, fcntl.LOCK_UN, num_bytes, offset)
+
+
 LIBRARIES = {
     "s3": "s3fs: pip install 'batchrun[s3]'",
     "gs": "gcsfs: pip install gcsfs",
