@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import msgspec
@@ -48,7 +47,7 @@ def view_job(
         "state": str(record.state),
         "reason": record.reason,
         "stage": stage,
-        "output_path": output_path(record),
+        "output_path": record.output_path,
         "created_at": record.created_at,
         "expires_at": record.expires_at,
         "finished_at": record.finished_at,
@@ -105,12 +104,6 @@ def expected_left_s(
     if completion is not None:
         return completion.expected_s
     return num_left / rows_per_s if rows_per_s and num_left else None
-
-
-def output_path(record: JobRecord) -> str:
-    """Where the job's output file goes."""
-    path = json.loads(record.spec).get("output", {}).get("path", "")
-    return str(path)
 
 
 def view_engine(link: EngineLink | None) -> dict[str, Any] | None:

@@ -237,7 +237,6 @@ def shown_target(on_done: OnDone) -> str:
 def about_job(record: JobRecord) -> dict[str, object]:
     """What is told of a job. Instants are UTC epoch seconds."""
     counts = record.counts or jobs.Counts()
-    place = json.loads(record.spec).get("output", {}).get("path")
     return {
         "id": record.id,
         "name": record.name,
@@ -251,7 +250,7 @@ def about_job(record: JobRecord) -> dict[str, object]:
         "num_output_tokens": counts.num_output_tokens,
         "created_at": record.created_at,
         "finished_at": record.finished_at,
-        "output_path": None if record.is_batch else place,
+        "output_path": None if record.is_batch else record.output_path,
     }
 
 

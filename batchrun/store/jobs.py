@@ -137,6 +137,11 @@ class JobRecord:
         """Whether it is a batch of OpenAI's API: without rows until its input was validated."""
         return self.id.startswith(BATCH_PREFIX)
 
+    @property
+    def output_path(self) -> str:
+        """Where its output file goes."""
+        return str(json.loads(self.spec).get("output", {}).get("path", ""))
+
 
 def record_of(row: Row[Any]) -> JobRecord:
     """A job from a row that has all columns of `jobs`."""

@@ -20,7 +20,6 @@ import numpy as np
 
 from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.job import ActiveJob
-from batchrun.daemon.view import output_path
 from batchrun.engine.engine import ManagedEngine
 from batchrun.errors import StateError, UnknownJobError
 from batchrun.files import is_url
@@ -347,7 +346,7 @@ class Sight:
 
 def written_output(record: JobRecord) -> Path | None:
     """The output file that a job has written on this machine. Blocking."""
-    place = output_path(record)
+    place = record.output_path
     if record.is_batch or not record.state.is_terminal or is_url(place) or not place:
         return None
     path = Path(place)
