@@ -164,22 +164,12 @@ class GatewayFigures:
 
     def engines(self) -> list[EngineCalls]:
         """By engine, what the last minutes brought."""
-        return [
-            EngineCalls(labels[0], *(round(value) for value in values[:4]))
-            for (kind, labels), values in sorted(self._news().items())
-            if kind == ENGINE
-        ]
+        return [calls for _, calls in sorted(_calls_in(self._news()).items())]
 
     def totals(self) -> dict[str, EngineCalls] | None:
         """By engine, what its calls brought since the gateway's start, as it told last; None:
         never."""
-        if not self._looks:
-            return None
-        return {
-            labels[0]: EngineCalls(labels[0], *(round(value) for value in values[:4]))
-            for (kind, labels), values in self._looks[-1][1].items()
-            if kind == ENGINE
-        }
+        return _calls_in(self._looks[-1][1]) if self._looks else None
 
     def felt(self, kind: str) -> list[Felt]:
         """TTFT or TPOT of the last minutes by class; classes without calls are left out."""
@@ -228,6 +218,14 @@ class GatewayFigures:
             ]
             for key, values in newest.items()
         }
+
+
+def _calls_in(look: Look) -> dict[str, EngineCalls]:
+    return {
+        labels[0]: EngineCalls(labels[0], *(round(value) for value in values[:4]))
+        for (kind, labels), values in look.items()
+        if kind == ENGINE
+    }
 
 
 def _felt_in(look: Look) -> dict[str, FeltCalls]:
