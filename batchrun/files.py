@@ -346,7 +346,7 @@ class StoreLock(HeldLock):
 
     def _wait(self, fd: int, folder: int) -> None:
         deadline_s = time.monotonic() + self._wait_s
-        while not (_try_lock(fd) and _try_lock(folder)):
+        while not (try_lock(fd) and try_lock(folder)):
             if time.monotonic() >= deadline_s:
                 told = os.pread(fd, 32, 0).decode(errors="replace").strip()
                 holder = told or _holder_of(folder) or "unknown"
@@ -366,7 +366,7 @@ class StoreLock(HeldLock):
             with suppress(FileNotFoundError):
                 fd = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
                 try:
-                    if not _try_lock(fd):
+                    if not try_lock(fd):
                         is_file = place == self._path
                         holder = os.pread(fd, 32, 0).decode(errors="replace") if is_file else ""
                         return int(holder) if holder.strip().isdecimal() else _holder_of(fd)
@@ -393,12 +393,23 @@ def _holder_of(fd: int) -> int:
     return 0
 
 
-def _try_lock(fd: int) -> bool:
+def try_lock(fd: int, kind: int = fcntl.LOCK_EX) -> bool:
+    """Take the `flock` of an open file, unless another has it."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
+
+
+@contextmanager
+def locked_bytes(fd: int, num_bytes: int = 0, offset: int = 0) -> Iterator[None]:
+    """Within, no other process has these bytes of a file; 0: all from `offset` on."""
+    fcntl.lockf(fd, fcntl.LOCK_EX, num_bytes, offset)
+    try:
+        yield
+    finally:
+        fcntl.lockf(fd, fcntl.LOCK_UN, num_bytes, offset)
 
 
 LIBRARIES = {

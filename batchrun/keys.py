@@ -8,7 +8,6 @@ of keys take turns.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import hashlib
 import ipaddress
 import os
@@ -20,6 +19,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from batchrun.files import locked_bytes
 
 _COUNTS = struct.Struct("<QQQ")
 
@@ -46,8 +47,7 @@ class UsageFile:
     def add(self, seq: int, used: OnlineUsage) -> None:
         """Count for the key of this number."""
         offset = seq * _COUNTS.size
-        fcntl.lockf(self._fd, fcntl.LOCK_EX, _COUNTS.size, offset)
-        try:
+        with locked_bytes(self._fd, _COUNTS.size, offset):
             before = self.read(seq)
             after = _COUNTS.pack(
                 before.num_calls + used.num_calls,
@@ -55,8 +55,6 @@ class UsageFile:
                 before.num_output_tokens + used.num_output_tokens,
             )
             os.pwrite(self._fd, after, offset)
-        finally:
-            fcntl.lockf(self._fd, fcntl.LOCK_UN, _COUNTS.size, offset)
 
     def read(self, seq: int) -> OnlineUsage:
         """What the key of this number has used."""

@@ -145,12 +145,12 @@ ECHO_HIT_RATE = 0.786
 LEAST_DOCUMENTS = 4
 
 
-def means_of(records: Sequence[Record]) -> dict[str, dict[str, float]]:
-    """The means over seeds of every numeric figure, by configuration."""
+def means_of(records: Sequence[Record], by: str = "config") -> dict[str, dict[str, float]]:
+    """The means over seeds of every numeric figure, by configuration, or by what else differs."""
     frame = pl.DataFrame(records, infer_schema_length=None, strict=False)
-    means = frame.group_by("config", maintain_order=True).agg(pl.selectors.numeric().mean())
+    means = frame.group_by(by, maintain_order=True).agg(pl.selectors.numeric().mean())
     return {
-        row.pop("config"): {key: mean for key, mean in row.items() if mean is not None}
+        row.pop(by): {key: mean for key, mean in row.items() if mean is not None}
         for row in means.rows(named=True)
     }
 

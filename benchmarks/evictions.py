@@ -14,11 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
-from statistics import fmean
 
 from benchmarks.ablation import Trial, measure
-from benchmarks.ablation_configs import EVICTIONS, SERVED, SHIPPED_EVICTION, Config
-from benchmarks.records import Bar, Record, finish, parser, shown
+from benchmarks.ablation_configs import EVICTIONS, SERVED, SHIPPED_EVICTION, Config, means_of
+from benchmarks.records import Bar, Record, finish, grouped, parser, shown
 from benchmarks.scenarios import SCENARIOS
 
 LRU = EVICTIONS[0]
@@ -58,17 +57,12 @@ def _measured(stream: str, blocks: int, seed: int, eviction: str, window_s: floa
 
 def bars(records: Sequence[Record]) -> Iterator[Bar]:
     """Of each stream and size what each order serves by what `lru` does, over the same seeds."""
-    for stream, blocks in dict.fromkeys((each["stream"], each["blocks"]) for each in records):
-        cell = [each for each in records if (each["stream"], each["blocks"]) == (stream, blocks)]
-        served = {
-            order: fmean(each[SERVED] for each in cell if each["eviction"] == order)
-            for order in EVICTIONS
-        }
+    for (stream, blocks), cell in grouped(records, "stream", "blocks").items():
+        means = means_of(cell, "eviction")
         for order in EVICTIONS[1:]:
             least = LEAST if order == SHIPPED_EVICTION else None
-            yield Bar(
-                f"{stream}, {blocks} blocks: {order} / lru", served[order] / served[LRU], least
-            )
+            ratio = means[order][SERVED] / means[LRU][SERVED]
+            yield Bar(f"{stream}, {blocks} blocks: {order} / lru", ratio, least)
 
 
 if __name__ == "__main__":

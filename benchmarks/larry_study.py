@@ -25,7 +25,7 @@ import multiprocessing
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
+from typing import Any
 
 import numpy as np
 
@@ -37,9 +37,10 @@ from batchrun.simulator.simulation import Simulation, SimulationPlan
 from batchrun.simulator.virtual.engine import RequestRecord
 from batchrun.simulator.virtual.setup import A100Law, EngineShape
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
+from benchmarks.ablation_configs import means_of
 from benchmarks.queue_calls import PLAIN, PromisedCall, synthetic_steps
 from benchmarks.queue_rivals import RIVALS, Rival
-from benchmarks.records import Bar, Record, finish, markdown, parser
+from benchmarks.records import Bar, Record, finish, grouped, markdown, parser
 from benchmarks.scenarios import azure_calls
 
 NUM_PROCESSES = 2
@@ -120,9 +121,9 @@ def main() -> int:
         for record in pool.imap(measure, trials):
             print(*list(record.values())[:6], file=sys.stderr, flush=True)
             records.append(record)
-    for (deployment, num, router, scale), rows in _grouped(records).items():
+    for (deployment, num, router, scale), rows in _means(records).items():
         print(f"\n{deployment}, {num} engines, {router}, scale {scale:g}\n")
-        table = [[order, *(_mean(of, key) for key in COLUMNS)] for order, of in rows.items()]
+        table = [[order, *map(row.get, COLUMNS)] for order, row in rows.items()]
         print(markdown(["order", *COLUMNS], table))
     return finish(options.json, records, _judge(records))
 
@@ -266,43 +267,26 @@ def _front_end_waiting(calls: Calls, num_engines: int) -> float:
     return waited_s / float(calls.arrival_s[-1])
 
 
-Place = tuple[str, int, str, float]
-
-
-def _grouped(records: Sequence[Record]) -> dict[Place, dict[str, list[Record]]]:
-    grouped: dict[Place, dict[str, list[Record]]] = {}
-    for record in records:
-        place = (
-            record["deployment"],
-            record["num_engines"],
-            record["router"],
-            record["scale"],
-        )
-        grouped.setdefault(place, {}).setdefault(record["order"], []).append(record)
-    return grouped
-
-
-def _mean(records: Sequence[Record], key: str) -> float:
-    return fmean(record[key] for record in records)
+def _means(records: Sequence[Record]) -> dict[tuple[Any, ...], dict[str, dict[str, float]]]:
+    """By deployment, engines, router and scale, then by order: the means over the seeds."""
+    places = grouped(records, "deployment", "num_engines", "router", "scale")
+    return {place: means_of(of, "order") for place, of in places.items()}
 
 
 def _judge(records: Sequence[Record]) -> Iterator[Bar]:
     """The paper's factors, shown: the best of the others over LARRY with alpha 1, and over SAL."""
-    grouped = _grouped(records)
-    for (deployment, num, router, scale), rows in grouped.items():
-        others = [of for order, of in rows.items() if not order.startswith("larry")]
+    means = _means(records)
+    for (deployment, num, router, scale), rows in means.items():
+        others = [row for order, row in rows.items() if not order.startswith("larry")]
         prefix = f"{deployment}, {num} engines, {router or 'alone'}, scale {scale:g}"
         if "larry:1" in rows and others:
             for key in ("ttft_p50_s", "ttft_p95_s", "ttft_ms_a_token_p50"):
-                best = min(_mean(of, key) for of in others)
-                yield Bar(
-                    f"{prefix}: best other / larry:1 {key}", best / _mean(rows["larry:1"], key)
-                )
-        rivals = [grouped.get((deployment, num, name, scale), {}) for name in ("random", "p2c")]
+                best = min(row[key] for row in others)
+                yield Bar(f"{prefix}: best other / larry:1 {key}", best / rows["larry:1"][key])
+        rivals = [means.get((deployment, num, name, scale), {}) for name in ("random", "p2c")]
         of_rivals = [rows["larry:1"] for rows in rivals if "larry:1" in rows]
         if router == "sal" and "larry:1" in rows and of_rivals:
-            best = min(_mean(of, "ttft_p50_s") for of in of_rivals)
-            ratio = best / _mean(rows["larry:1"], "ttft_p50_s")
+            ratio = min(row["ttft_p50_s"] for row in of_rivals) / rows["larry:1"]["ttft_p50_s"]
             yield Bar(f"{prefix}: best of random and p2c / sal TTFT p50", ratio)
 
 

@@ -218,7 +218,7 @@ def run(
     """Send each call when it comes, then go on until `end_s`; returns CPU seconds of decisions."""
     numbers, decision_s = [engine.number for engine in engines], 0.0
     for call in calls:
-        _advance(engines, router, call.arrival_at_s)
+        advance(engines, router, call.arrival_at_s)
         at_s = call.arrival_at_s + 1.0
         decision_s -= time.process_time()
         call.engine = router.rank(call.seen, numbers, at_s)[0]
@@ -226,11 +226,12 @@ def run(
         decision_s += time.process_time()
         engine = engines[call.engine]
         engine.waiting.append(call)
-    _advance(engines, router, end_s)
+    advance(engines, router, end_s)
     return decision_s
 
 
-def _advance(engines: Iterable[LightEngine], router: Router, until_s: float) -> None:
+def advance(engines: Iterable[LightEngine], router: Router, until_s: float) -> None:
+    """Let engines go on until then; the router hears what they do."""
     for engine in engines:
         while engine.now_s < until_s:
             if not engine.has_work:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from benchmarks.ablation import Trial, measure
 from benchmarks.ablation_configs import ATTAINMENTS, SERVED, STOCK, Config, means_of
 from benchmarks.laws import LAWS
-from benchmarks.records import Bar, Record, finish, markdown, parser
+from benchmarks.records import Bar, finish, grouped, markdown, parser
 from benchmarks.scenarios import SCENARIOS
 
 SCENARIO = "a100-8b"
@@ -59,17 +59,11 @@ def main() -> int:
             print(*(record[key] for key in PLACE), file=sys.stderr, flush=True)
             records.append(record)
     bars: list[Bar] = []
-    for law in options.law:
-        for blocks in options.blocks:
-            means = with_costs(means_of(records_of(records, law, blocks)))
-            _print_part(law, blocks, len(options.seeds), means)
-            bars += judge(law, blocks, means)
+    for (law, blocks), of in grouped(records, "law", "blocks").items():
+        means = with_costs(means_of(of))
+        _print_part(law, blocks, len(options.seeds), means)
+        bars += judge(law, blocks, means)
     return finish(options.json, records, bars)
-
-
-def records_of(records: list[Record], law: str, blocks: int) -> list[Record]:
-    """Those of one law and KV size."""
-    return [each for each in records if (each["law"], each["blocks"]) == (law, blocks)]
 
 
 def name_of(dial: float | None) -> str:

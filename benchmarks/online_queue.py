@@ -42,6 +42,7 @@ from batchrun.simulator.virtual.engine import RequestRecord, TrafficSource, Virt
 from batchrun.simulator.virtual.quick_decode import quick
 from batchrun.simulator.virtual.setup import EngineShape, stock_scheduler
 from batchrun.vllm_plugin.scheduler import ColocatedScheduler
+from benchmarks.ablation_configs import means_of
 from benchmarks.laws import LAWS
 from benchmarks.planning_cost import TimedScheduler
 from benchmarks.queue_calls import (
@@ -60,7 +61,7 @@ from benchmarks.queue_workloads import (
     loogle_calls,
     sharegpt_calls,
 )
-from benchmarks.records import Bar, Record, finish, markdown, parser
+from benchmarks.records import Bar, Record, finish, grouped, markdown, parser
 from benchmarks.row_feeds import RowSource, planned_order
 from benchmarks.scenarios import Order, a100_8b, draw_job
 from benchmarks.warm_up import SEED_OFFSET
@@ -150,7 +151,7 @@ def main() -> int:
         for record in pool.imap(measure, trials):
             print(*(record[key] for key in (*GROUP, "order", "seed")), file=sys.stderr, flush=True)
             records.append(record)
-    means = means_by_order(records)
+    means = {place: means_of(of, "order") for place, of in grouped(records, *GROUP).items()}
     for (scenario, rate), rows in means.items():
         print(f"\n{scenario}, {rate:g} calls/s, means of {len(options.seeds)} seeds\n")
         table = [[order, *map(row.get, COLUMNS)] for order, row in rows.items()]
@@ -290,26 +291,8 @@ def _offline_tokens(engine: VirtualEngine) -> int:
     )
 
 
-Means = Mapping[tuple[str, float], Mapping[str, Mapping[str, float]]]
-
-
-def means_by_order(records: Sequence[Record]) -> Means:
-    """By scenario and rate, then by order: the means over the seeds."""
-    grouped: dict[tuple[str, float], dict[str, list[Record]]] = {}
-    for record in records:
-        place = record["scenario"], record["rate_per_s"]
-        grouped.setdefault(place, {}).setdefault(record["order"], []).append(record)
-    return {
-        place: {
-            order: {
-                key: fmean(each[key] for each in of)
-                for key in of[0]
-                if isinstance(of[0][key], int | float)
-            }
-            for order, of in orders.items()
-        }
-        for place, orders in grouped.items()
-    }
+Means = Mapping[tuple[Any, ...], Mapping[str, Mapping[str, float]]]
+"""By scenario and rate, then by order: the means over the seeds."""
 
 
 def judge(means: Means) -> Iterator[Bar]:

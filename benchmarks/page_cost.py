@@ -26,6 +26,7 @@ from batchrun.control.client import DaemonClient
 from batchrun.home import Home
 from batchrun.store import jobs
 from batchrun.store.database import open_store
+from batchrun.types import JobState
 from benchmarks.deployment import Deployment
 from benchmarks.records import Bar, Record, finish, parser
 
@@ -45,7 +46,9 @@ def fill_store(home: Home, num_jobs: int) -> None:
             spec = json.dumps({"output": {"path": f"out-{number}.parquet"}})
             new = jobs.NewJob(f"job {number}", spec, "{}", f"hash {number}", 100)
             record = jobs.create(store, new, now_s=time.time())
-            jobs.fail(store, record.id, "the input is gone", now_s=time.time())
+            jobs.start(store, record.id, now_s=time.time())
+            jobs.begin_finalizing(store, record.id, JobState.FAILED, now_s=time.time())
+            jobs.finish(store, record.id, now_s=time.time(), reason="the input is gone")
 
 
 def use_engines(deployment: Deployment, num_engines: int) -> None:

@@ -27,7 +27,7 @@ from batchrun.simulator.online import Calls
 from batchrun.simulator.simulation import Simulation, SimulationPlan, own_heap
 from batchrun.simulator.virtual.setup import A100Law
 from benchmarks.laws import SlowedLaw
-from benchmarks.records import Bar, Record, finish, markdown, parser
+from benchmarks.records import Bar, Record, finish, grouped, markdown, parser
 
 NUM_PROCESSES = 2
 CHUNK_TOKENS = 64
@@ -206,8 +206,7 @@ def _token_s(context_tokens: float) -> float:
 
 
 def _bars(records: Sequence[Record]) -> Iterator[Bar]:
-    for name in dict.fromkeys(record["case"] for record in records):
-        of_it = [record for record in records if record["case"] == name]
+    for (name,), of_it in grouped(records, "case").items():
         worst = max(record["of_bound"] for record in of_it)
         mean = fmean(record["of_bound"] for record in of_it)
         yield Bar(f"{name}: makespan over the bound, mean", mean, CASES[name].most, is_most=True)

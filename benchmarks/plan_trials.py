@@ -34,7 +34,7 @@ from batchrun.simulator.traces.reading import Drawing, read_trace
 from batchrun.simulator.traces.trace import Trace, scale_rate
 from batchrun.simulator.virtual.setup import A100Law, EngineShape
 from benchmarks.forecast import AZURE, DATA, DAY_S, SERVEGEN
-from benchmarks.records import Bar, Record, finish, parser, shown
+from benchmarks.records import Bar, Record, finish, grouped, parser, shown
 
 SLO = SloTarget(ttft_s=3.0, tpot_s=0.15)
 MINUTE_S = 60.0
@@ -134,8 +134,7 @@ def drawn(data: Path, seed: int) -> tuple[Trace, Trace]:
 
 def bars(records: Sequence[Record]) -> Iterator[Bar]:
     """19 of 20 numbers hold on the other draw, all beside the jobs, and none is much too large."""
-    for name in dict.fromkeys(record["traffic"] for record in records):
-        of = [record for record in records if record["traffic"] == name]
+    for (name,), of in grouped(records, "traffic").items():
         bounds = {"as_given_holds": None, "holds": 0.95, "is_kept_beside_jobs": 1.0}
         for key, bound in {**bounds, "holds_beside_jobs": 1.0}.items():
             yield Bar(f"{name}: {key}", sum(r[key] for r in of) / len(of), bound)

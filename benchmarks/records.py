@@ -160,6 +160,14 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def grouped(records: Iterable[Record], *keys: str) -> dict[tuple[Any, ...], list[Record]]:
+    """The records by what they have under these keys, as they come."""
+    found: dict[tuple[Any, ...], list[Record]] = {}
+    for record in records:
+        found.setdefault(tuple(record[key] for key in keys), []).append(record)
+    return found
+
+
 def describe(record: Record) -> str:
     """A record in one line."""
     return ", ".join(f"{key} {cell(value)}" for key, value in record.items())

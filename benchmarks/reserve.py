@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import fmean
 
 from batchrun.estimator.forecast import ForecastRule
 from batchrun.simulator.traces.reading import Drawing, read_trace
 from benchmarks.ablation import Trial, measure
-from benchmarks.ablation_configs import Config
+from benchmarks.ablation_configs import Config, means_of
 from benchmarks.forecast import AZURE, DATA, DAY_S, SERVEGEN
-from benchmarks.records import Record, finish, markdown, parser, shown
+from benchmarks.records import Record, finish, grouped, markdown, parser, shown
 from benchmarks.scenarios import SCENARIOS, CallTable, Scenario
 
 CONSTANT_RESERVES = (0.0, 0.1, 0.2, 0.3)
@@ -68,17 +67,12 @@ def trials(names: Sequence[str], seeds: Sequence[int], folder: Path) -> Iterator
 
 def table(records: Sequence[Record]) -> str:
     """The means over the seeds, by scenario and blocks."""
-    keys = dict.fromkeys((r["scenario"], r["blocks"], r["config"]) for r in records)
-    rows = []
-    for key in keys:
-        of_key = [r for r in records if (r["scenario"], r["blocks"], r["config"]) == key]
-        rows.append([f"{key[0]}, {key[1]:,}", key[2], *(mean(of_key, name) for name in COLUMNS)])
+    rows = [
+        [f"{scenario}, {blocks:,}", config, *map(means.get, COLUMNS)]
+        for (scenario, blocks), of in grouped(records, "scenario", "blocks").items()
+        for config, means in means_of(of).items()
+    ]
     return markdown(["scenario, blocks", "reserve", *COLUMNS], rows)
-
-
-def mean(records: Sequence[Record], name: str) -> float:
-    """Of one figure."""
-    return fmean(record[name] for record in records)
 
 
 def main() -> int:

@@ -24,7 +24,7 @@ import math
 import multiprocessing
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from statistics import fmean
 
 import numpy as np
@@ -36,7 +36,7 @@ from batchrun.routing.router import Router
 from batchrun.routing.routers import DEFAULT_ROUTER, ROUTERS, make_router
 from batchrun.server.gateway.shared_book import NUM_PIECES
 from benchmarks.light_engines import LightCall, LightEngine, Report, ReportingEngine, run
-from benchmarks.records import Bar, Record, finish, markdown, parser
+from benchmarks.records import Bar, Record, finish, grouped, markdown, parser
 from benchmarks.routed_calls import WORKLOADS, Workload
 from benchmarks.routing_shipped import PLAN, run_shipped
 
@@ -325,9 +325,8 @@ def _where(records: Sequence[Record], **values: object) -> list[Record]:
 
 
 def _by_front(records: Sequence[Record]) -> Iterator[tuple[Front, list[Record]]]:
-    keys = [field.name for field in fields(Front)]
-    for front in dict.fromkeys(Front(*(each[key] for key in keys)) for each in records):
-        yield front, _where(records, **asdict(front))
+    for values, of in grouped(records, *Front.__dataclass_fields__).items():
+        yield Front(*values), of
 
 
 def _of(records: Sequence[Record]) -> list[str]:
@@ -339,8 +338,8 @@ def _mean(records: Sequence[Record], router: str, key: str) -> float:
 
 
 def _bars(records: Sequence[Record]) -> Iterator[Bar]:
-    for name in dict.fromkeys(record["workload"] for record in records):
-        fronts = dict(_by_front(_where(records, workload=name)))
+    for (name,), of in grouped(records, "workload").items():
+        fronts = dict(_by_front(of))
         alone = fronts.pop(ONE)
         if "capacity_per_s" in alone[0]:
             yield from _capacity_bars(name, alone)

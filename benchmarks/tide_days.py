@@ -24,14 +24,13 @@ from batchrun.estimator.engine_capacity import (
 )
 from batchrun.estimator.step_time import RooflineModel
 from batchrun.routing.engine_book import EngineBook, EngineTraits, Prices
-from batchrun.routing.router import Router
 from batchrun.routing.routers import DEFAULT_ROUTER, make_router
 from batchrun.simulator.traces.rates import RateSeries
 from batchrun.simulator.traces.reading import read_rates
 from benchmarks import light_engines
 from benchmarks.data import ARRIVALS
 from benchmarks.forecast import DAY_S, SERVEGEN
-from benchmarks.light_engines import LightCall, LightEngine
+from benchmarks.light_engines import LightCall, LightEngine, advance
 from benchmarks.routed_calls import chain, poisson
 from benchmarks.scenarios import read_table
 
@@ -124,31 +123,13 @@ def run_light(calls: Calls, replicas: Sequence[int], step_s: float, start_s: flo
     ]
     for call in made:
         at_s = call.arrival_at_s
-        _advance(engines, router, at_s)
+        advance(engines, router, at_s)
         num = replicas[min(int(at_s / step_s), len(replicas) - 1)]
         call.engine = router.rank(call.seen, range(num), at_s + 1.0)[0]
         call.sent = router.sent(call.seen, call.engine, at_s + 1.0)
         engines[call.engine].waiting.append(call)
-    _advance(engines, router, len(replicas) * step_s + DRAIN_S)
+    advance(engines, router, len(replicas) * step_s + DRAIN_S)
     return np.array([_is_kept(call) for call in made], np.float64)
-
-
-def _advance(engines: Sequence[LightEngine], router: Router, until_s: float) -> None:
-    for engine in engines:
-        while engine.now_s < until_s:
-            if not engine.has_work:
-                engine.now_s = until_s
-                break
-            engine.step()
-            for call in engine.started:
-                assert call.sent is not None
-                router.first_token(call.sent, engine.now_s + 1.0)
-            for call in engine.ended:
-                assert call.sent is not None
-                told = call.cached_tokens, call.output_tokens
-                router.ended(call.sent, engine.now_s + 1.0, *told)
-            engine.started.clear()
-            engine.ended.clear()
 
 
 def _is_kept(call: LightCall) -> bool:

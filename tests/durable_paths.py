@@ -17,7 +17,7 @@ from typing import ClassVar
 from unittest.mock import patch
 
 from starlette.requests import Request
-from store_builders import answered, load_dump
+from store_builders import add_batch, answered, load_dump
 
 from batchrun.cli.main import call
 from batchrun.daemon.ending import end_batch, export
@@ -247,7 +247,7 @@ class BatchStart(DurableWay):
     def _make(self, file_id: str, acknowledge: Acknowledge) -> str:
         job = new_batch_job(self.folder, CHAT, deadline_s=3e9, weight=1.0)
         asked = NewBatch(file_id, CHAT, "24h", None, None, "hash")
-        made = batches.create(self.store, asked, job, now_s=1.0)
+        made = add_batch(self.store, asked, job, now_s=1.0)
         acknowledge(job.id)
         found = validate_input(made, self.place, {"m"}, links=self.home.inputs)
         assert isinstance(found, ValidInput), found

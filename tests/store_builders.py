@@ -7,7 +7,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from batchrun.types import Outcome, OutcomeKind, RowError, Usage
+from batchrun.errors import QuotaError
+from batchrun.store import batches, jobs
+from batchrun.store.batches import BatchRecord, NewBatch, WantedBatch
+from batchrun.store.database import Store
+from batchrun.store.jobs import JobRecord, NewJob
+from batchrun.types import JobState, Outcome, OutcomeKind, RowError, Usage
 
 DUMPS = Path(__file__).parent / "stores"
 """One SQL dump for each schema that a batchrun wrote, named by its revision."""
@@ -98,3 +103,20 @@ def grow_dump(path: Path, *, num_rows: int) -> None:
         f"INSERT INTO bodies {numbers} SELECT 1, i, content FROM n, bodies {one}",
         f"UPDATE jobs SET num_rows = {num_rows + 3} WHERE seq = 1",
     )
+
+
+def add_batch(
+    store: Store, batch: NewBatch, job: NewJob, *, now_s: float, max_open: int | None = None
+) -> BatchRecord:
+    """One batch. Raises QuotaError."""
+    (found,) = batches.create_all(store, [WantedBatch(batch, job, max_open)], now_s=now_s)
+    if isinstance(found, QuotaError):
+        raise found
+    return found
+
+
+def fail_job(store: Store, job_id: str, reason: str, *, now_s: float) -> JobRecord:
+    """All rows of a job have failed."""
+    jobs.start(store, job_id, now_s=now_s)
+    jobs.begin_finalizing(store, job_id, JobState.FAILED, now_s=now_s)
+    return jobs.finish(store, job_id, now_s=now_s, reason=reason)

@@ -51,11 +51,6 @@ def figure(value: float | None, template: str = "{:,}") -> str:
     return "-" if value is None else template.format(value)
 
 
-def rows_in_words(num: int) -> str:
-    """How many rows there are."""
-    return f"{num:,} row{'' if num == 1 else 's'}"
-
-
 def columns(*headings: str, rows: Iterable[Iterable[str]]) -> Table:
     """A table with a heading above each column."""
     table = Table(*headings, box=None)

@@ -24,11 +24,11 @@ from batchrun.cli.console import (
     command_group,
     note,
     prepare_file,
-    rows_in_words,
 )
 from batchrun.control.client import DaemonClient
 from batchrun.errors import DaemonUnavailableError, InputError, StateError
 from batchrun.mutual_tls import read_or_make_secret
+from batchrun.quantities import count
 from batchrun.routing.decisions import EndedCall
 from batchrun.samples.dataset import DatasetName, Scale, WrittenDataset
 from batchrun.samples.generators import write_sample
@@ -103,7 +103,7 @@ def _report(written: WrittenDataset, *, as_json: bool) -> None:
     path, num_rows, size_bytes = str(written.path), written.num_rows, written.size_bytes
     document = {"path": path, "rows": num_rows, "size_bytes": size_bytes}
     answer(
-        document, f"{path}: {rows_in_words(num_rows)}, {size_bytes / 1e6:.1f} MB", as_json=as_json
+        document, f"{path}: {count(num_rows, 'row')}, {size_bytes / 1e6:.1f} MB", as_json=as_json
     )
 
 

@@ -18,7 +18,6 @@ from batchrun.cli.console import (
     ModelOption,
     answer,
     note,
-    rows_in_words,
 )
 from batchrun.control.client import DaemonClient
 from batchrun.control.fitting import unfit_submission
@@ -30,6 +29,7 @@ from batchrun.errors import DaemonUnavailableError, InputError, UnknownJobError
 from batchrun.files import is_url
 from batchrun.home import Home
 from batchrun.jobs.spec import JobSpec
+from batchrun.quantities import count
 from batchrun.store.jobs import NewJob
 from batchrun.types import JobState
 
@@ -106,14 +106,14 @@ def submit(
         "waits_for_daemon": is_waiting,
         "warning": "; ".join(warnings) or None,
     }
-    answer(document, f"{job_id}  {job.name}: {rows_in_words(job.num_rows)}", as_json=as_json)
+    answer(document, f"{job_id}  {job.name}: {count(job.num_rows, 'row')}", as_json=as_json)
     if is_waiting and not as_json:
         note("no daemon runs; the job waits for `batchrun up -d`")
 
 
 def _wait(job_id: str, job: NewJob, home: Home, *, strict: bool, as_json: bool) -> None:
     if not as_json:
-        note(f"{job_id}  {job.name}: {rows_in_words(job.num_rows)} submitted")
+        note(f"{job_id}  {job.name}: {count(job.num_rows, 'row')} submitted")
     try:
         follow(DaemonClient(home), job_id, strict=strict, as_json=as_json)
     except KeyboardInterrupt:
@@ -240,7 +240,7 @@ def follow(
 
 def _summary(view: dict[str, Any]) -> tuple[str, str]:
     line = (
-        f"{view['id']}  {view['name']}: {rows_in_words(view['num_completed'])} done, "
+        f"{view['id']}  {view['name']}: {count(view['num_completed'], 'row')} done, "
         f"{view['num_failed']:,} failed, "
         f"{view['num_prompt_tokens'] + view['num_output_tokens']:,} tokens"
     )

@@ -22,7 +22,6 @@ from batchrun.cli.console import (
 )
 from batchrun.control.submitting import stored_job
 from batchrun.daemon.ending import export
-from batchrun.daemon.view import output_path
 from batchrun.errors import DataError, InputError, StateError
 from batchrun.files import check_place, is_url, name_of, scratch_folder
 from batchrun.home import Home
@@ -58,7 +57,7 @@ def results(
             _check_finished(store, record, is_copy=output is not None)
         if output is None and partial:
             raise InputError("--partial needs a file to write to: -o PATH")
-        place = output_path(record) if output is None else _checked_output(output, record)
+        place = record.output_path if output is None else _checked_output(output, record)
         num_rows = record.num_rows
         if output is not None or not _exists(place):
             with ProgressBar() as progress, _path_to_write(place, home) as path:

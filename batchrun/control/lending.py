@@ -19,6 +19,7 @@ from batchrun.control.client import DaemonClient
 from batchrun.control.following import ProgressBar
 from batchrun.control.starting import POLL_INTERVAL_S, start_in_background, stop_everything
 from batchrun.engine import process
+from batchrun.files import try_lock
 from batchrun.home import Home
 
 
@@ -41,7 +42,7 @@ def deployment_up(
         finally:
             # A second Ctrl-C would leave an engine running.
             with _uninterrupted():
-                if _try_lock(calls, fcntl.LOCK_EX) and _is_for_calls(home):
+                if try_lock(calls.fileno()) and _is_for_calls(home):
                     stop_everything(home)
 
 
@@ -81,17 +82,9 @@ def _note(home: Home) -> Path:
 
 def _wait_for(file: IO[bytes], kind: int, *, is_shown: bool) -> None:
     with ProgressBar(is_shown=is_shown) as progress:
-        while not _try_lock(file, kind):
+        while not try_lock(file.fileno(), kind):
             progress("another call starts or stops the deployment", 0, 0)
             time.sleep(POLL_INTERVAL_S)
-
-
-def _try_lock(file: IO[bytes], kind: int) -> bool:
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 @contextmanager

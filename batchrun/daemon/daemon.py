@@ -391,7 +391,7 @@ class Daemon:
                 await self.writer.flush()
         except TimeoutError:
             log.error("stopped with results that could not be written: %s", self.writer.stalled)
-        await self._tasks.cancel_all()
+        await self._tasks.cancel()
         await self.images.close()
 
     def _on_bug(self, job_id: str, error: BaseException) -> None:

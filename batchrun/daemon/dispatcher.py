@@ -24,7 +24,7 @@ from batchrun.daemon.faults import (
 )
 from batchrun.daemon.in_flight import Assignment
 from batchrun.daemon.job import ActiveJob, Hinter
-from batchrun.daemon.writer import ResultWriter
+from batchrun.daemon.writer import ResultWriter, cancel_all
 from batchrun.engine.agent.remote import UNTOLD
 from batchrun.errors import BatchrunError, EngineError, InputError, StoreError
 from batchrun.hints import put_hint
@@ -254,10 +254,7 @@ class Dispatcher:
 
     async def abort(self, job: ActiveJob) -> None:
         """Abort what is in flight of a job; its rows become pending again."""
-        tasks = list(job.tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(job.tasks.values())
 
     def _assign(self, now_s: float) -> tuple[list[SentRow], float | None]:
         if not self.is_offline_on or self.writer.stalled is not None:

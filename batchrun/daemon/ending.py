@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from batchrun.daemon.view import output_path
 from batchrun.daemon.writer import (
     ResultWriter,
     Stage,
@@ -304,7 +303,7 @@ class JobEnd:
         """The output file, or the object that is made of it. Who cancels a job does not wait for
         object storage: its results can be written later."""
         work = partial(export, self.store, record, links=self.links, progress=stage)
-        place = output_path(record)
+        place = record.output_path
         if not is_url(place):
             await until_read_or_written(work)
             return
@@ -348,7 +347,7 @@ class JobEnd:
         except StateError as error:
             log.info("%s", error)
         else:
-            log.info("%s: %s, %s", ended.id, ended.state, ended.reason or output_path(ended))
+            log.info("%s: %s, %s", ended.id, ended.state, ended.reason or ended.output_path)
         return True
 
 

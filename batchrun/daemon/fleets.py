@@ -16,6 +16,7 @@ import msgspec
 from batchrun.config import Deployment
 from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.in_flight import GATEWAYS_LEARN_S
+from batchrun.daemon.writer import cancel_all
 from batchrun.engine.ray import FleetReport, FleetSettings, ReplicaSpec
 from batchrun.engine.replicas import RayFleet, ReplicaEngine
 from batchrun.engine_config import MAX_REPLICAS, EngineConfig, RayConfig
@@ -84,10 +85,7 @@ class Fleets:
 
     async def close(self) -> None:
         """Let go of the replicas, which go on."""
-        tasks = [*self._tasks, *self._resizing.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all([*self._tasks, *self._resizing.values()])
         self._tasks.clear()
 
     def resize(self, name: str, number: int, slots: Sequence[Slot], drain_s: float) -> None:
@@ -231,10 +229,7 @@ async def empty(slot: Slot, drain_s: float) -> bool:
 async def _withdraw_rows(slot: Slot) -> None:
     """Abort the rows that the engine has; they become pending again."""
     sent = list(slot.in_flight.values())
-    tasks = [each.job.tasks[each.row] for each in sent if each.row in each.job.tasks]
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await cancel_all(each.job.tasks[each.row] for each in sent if each.row in each.job.tasks)
 
 
 def _make_fleet(

@@ -163,12 +163,15 @@ def plugin_folder(home: Home) -> Path:
     told.mkdir(parents=True, exist_ok=True)
     for name, text in (("METADATA", METADATA), ("entry_points.txt", ENTRY_POINTS)):
         write_atomically(told / name, text.encode())
-    link = home.plugin / "batchrun"
-    package = Path(batchrun.__file__).parent
+    _link_package(home.plugin)
+    return home.plugin
+
+
+def _link_package(folder: Path) -> None:
+    link, package = folder / "batchrun", Path(batchrun.__file__).parent
     if not link.is_symlink() or link.readlink() != package:
         link.unlink(missing_ok=True)
         link.symlink_to(package)
-    return home.plugin
 
 
 def attached_key(deployment: Deployment, config: EngineConfig) -> str | None:
@@ -202,11 +205,7 @@ def package_env(home: Home) -> dict[str, str]:
     """The environment variable that lets an engine in an environment of its own import batchrun,
     and nothing else of ours: a folder that holds it alone."""
     home.plugin.mkdir(parents=True, exist_ok=True)
-    link = home.plugin / "batchrun"
-    package = Path(batchrun.__file__).parent
-    if not link.is_symlink() or link.readlink() != package:
-        link.unlink(missing_ok=True)
-        link.symlink_to(package)
+    _link_package(home.plugin)
     inherited = os.environ.get("PYTHONPATH")
     return {"PYTHONPATH": os.pathsep.join([str(home.plugin), *([inherited] if inherited else [])])}
 

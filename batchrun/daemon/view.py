@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import msgspec
@@ -10,7 +9,7 @@ import msgspec
 from batchrun.daemon.engine_link import EngineLink
 from batchrun.daemon.job import ActiveJob
 from batchrun.daemon.prices import read_spent
-from batchrun.jobs.on_done import read_tellings
+from batchrun.jobs.on_done import about_job, read_tellings
 from batchrun.pool.deadlines import Outlook
 from batchrun.pool.pace import Completion
 from batchrun.store import jobs, results
@@ -43,22 +42,11 @@ def view_job(
     rows_per_s, served, computed = active.pace.rates(now_s) if active else (0.0, 0.0, 0.0)
     prompt = counts.num_prompt_tokens
     return {
-        "id": record.id,
-        "name": record.name,
-        "state": str(record.state),
-        "reason": record.reason,
+        **about_job(record, counts),
         "stage": stage,
-        "output_path": output_path(record),
-        "created_at": record.created_at,
+        "output_path": record.output_path,
         "expires_at": record.expires_at,
-        "finished_at": record.finished_at,
-        "num_rows": record.num_rows,
-        "num_completed": counts.num_completed,
-        "num_failed": counts.num_failed,
         "num_in_flight": active.queue.num_in_flight if active else 0,
-        "num_prompt_tokens": prompt,
-        "num_output_tokens": counts.num_output_tokens,
-        "num_cached_tokens": counts.num_cached_tokens,
         "rows_per_s": rows_per_s,
         "served_tokens_per_s": served,
         "computed_tokens_per_s": computed,
@@ -105,12 +93,6 @@ def expected_left_s(
     if completion is not None:
         return completion.expected_s
     return num_left / rows_per_s if rows_per_s and num_left else None
-
-
-def output_path(record: JobRecord) -> str:
-    """Where the job's output file goes."""
-    path = json.loads(record.spec).get("output", {}).get("path", "")
-    return str(path)
 
 
 def view_engine(link: EngineLink | None) -> dict[str, Any] | None:

@@ -10,11 +10,11 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from batchrun.errors import StoreError, StoreUnreachableError
 from batchrun.failpoints import failpoint
@@ -175,8 +175,8 @@ class BatchCreator:
         self._writing: asyncio.Task[None] | None = None
 
     async def create(self, wanted: WantedBatch) -> BatchRecord:
-        """See `batches.create`. Raises QuotaError and StoreError. A caller who goes takes nothing
-        from those whose batches are written with his."""
+        """See `batches.create_all`. Raises QuotaError and StoreError. A caller who goes takes
+        nothing from those whose batches are written with his."""
         made: asyncio.Future[BatchRecord] = asyncio.get_running_loop().create_future()
         self._waiting.append((wanted, made))
         if self._writing is None:
@@ -236,6 +236,14 @@ async def _until(
             await asyncio.sleep(RETRY_INTERVAL_S)
 
 
+async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel tasks; returns when they have ended."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 class TaskSet:
     """Background tasks. A bug in one goes to `on_bug(job_id, error)`; in one without a job, it is
     the `failure` that ends the daemon cleanly: everything it knows is in the store."""
@@ -251,11 +259,9 @@ class TaskSet:
         self._tasks.add(task)
         task.add_done_callback(lambda task: self._ended(task, job_id))
 
-    async def cancel_all(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async def cancel(self) -> None:
+        """End them all."""
+        await cancel_all(self._tasks)
 
     def _ended(self, task: asyncio.Task[None], job_id: str | None) -> None:
         self._tasks.discard(task)

@@ -31,7 +31,7 @@ from batchrun.errors import BatchrunError, StoreError, UnknownJobError
 from batchrun.jobs.spec import read_secret
 from batchrun.store import jobs
 from batchrun.store.database import Store
-from batchrun.store.jobs import ENDED_PREFIX, JobRecord
+from batchrun.store.jobs import ENDED_PREFIX, Counts, JobRecord
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ class Messenger:
 
     async def _send(self, record: JobRecord, on_done: OnDone) -> str:
         """What the target said to it. Raises BatchrunError where it did not take it."""
-        about = about_job(record)
+        about = about_job(record, record.counts or Counts())
         if on_done.command is not None:
             return await self._run(on_done.command, about)
         assert on_done.webhook is not None
@@ -234,10 +234,8 @@ def shown_target(on_done: OnDone) -> str:
     return f"webhook {parts.scheme}://{parts.hostname}"
 
 
-def about_job(record: JobRecord) -> dict[str, object]:
+def about_job(record: JobRecord, counts: Counts) -> dict[str, object]:
     """What is told of a job. Instants are UTC epoch seconds."""
-    counts = record.counts or jobs.Counts()
-    place = json.loads(record.spec).get("output", {}).get("path")
     return {
         "id": record.id,
         "name": record.name,
@@ -251,7 +249,7 @@ def about_job(record: JobRecord) -> dict[str, object]:
         "num_output_tokens": counts.num_output_tokens,
         "created_at": record.created_at,
         "finished_at": record.finished_at,
-        "output_path": None if record.is_batch else place,
+        "output_path": None if record.is_batch else record.output_path,
     }
 
 

@@ -1,4 +1,5 @@
-"""HTTP connections that are kept for later calls only while nothing unasked comes on them."""
+"""HTTP connections that calls are passed on over, and are kept for later calls only while nothing
+unasked comes on them."""
 
 from __future__ import annotations
 
@@ -13,6 +14,23 @@ OWN_SHORTAGES = frozenset({EMFILE, ENFILE, ENOBUFS, ENOMEM, EADDRNOTAVAIL})
 """What is wrong with this process or machine where a connection did not come about so."""
 UNREACHED = aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError
 """No connection came about: nothing was sent."""
+HOP_BY_HOP = frozenset({
+    "connection",
+    "keep-alive",
+    "proxy-authenticate",
+    "proxy-authorization",
+    "proxy-connection",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+})
+"""The headers of one connection, in lower case."""
+CONNECT_S = 5.0
+# Below the 5 s after which an engine's server closes an idle connection, or a call could meet one
+# that is just being closed.
+KEEP_ALIVE_S = 3.0
+_LIBRARY_HEADERS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 
 
 class CleanConnector(aiohttp.TCPConnector):
@@ -31,3 +49,14 @@ class CleanConnector(aiohttp.TCPConnector):
             if connection.protocol is None or not connection.protocol.should_close:
                 return connection
             connection.close()
+
+
+def open_session(*, keep_alive_s: float = KEEP_ALIVE_S) -> aiohttp.ClientSession:
+    """A client that passes bytes on: no cookies kept, nothing unpacked, no limit on total time."""
+    return aiohttp.ClientSession(
+        connector=CleanConnector(limit=0, keepalive_timeout=keep_alive_s),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+        skip_auto_headers=_LIBRARY_HEADERS,
+    )

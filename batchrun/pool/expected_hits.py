@@ -17,7 +17,7 @@ import numpy as np
 
 from batchrun.pool.prefix_keys import IntArray
 from batchrun.pool.prompt_study import FloatArray, path_sums
-from batchrun.pool.radix_tree import NO_NODE
+from batchrun.pool.radix_tree import path_up
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,21 +72,13 @@ class _NodeCache:
         self._total = 0.0
         self._private = count(-2, -1)
 
-    def path(self, node: int) -> list[int]:
-        """The nodes from this one up to the root."""
-        path: list[int] = []
-        while node != NO_NODE:
-            path.append(node)
-            node = self.parents[node]
-        return path
-
     def use(self, node: int, own_tokens: float, left: list[int] | None) -> float:
         """Rows below `node` run, one after the other; what the first of them finds, in tokens.
 
         `left`, where given, counts the runs to come of each node: a node goes with its last, and
         the rows' own tokens, here of the largest row, with the run.
         """
-        path = self.path(node)
+        path = path_up(self.parents, node)
         found = self._leading(path)
         private = next(self._private)
         self._put(private, min(own_tokens, self._room))
@@ -133,6 +125,6 @@ def _runs_below(nodes: list[int], cache: _NodeCache) -> list[int]:
     """How many of the runs lie below each node."""
     left = [0] * len(cache.parents)
     for node in nodes:
-        for each in cache.path(node):
+        for each in path_up(cache.parents, node):
             left[each] += 1
     return left

@@ -12,6 +12,7 @@ was written. Echo's length buckets (section 6) are one bucket here: more do not 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,6 +95,15 @@ def rows_with_prefix(
 NO_NODE = -1
 
 
+def path_up(parents: Sequence[int] | IntArray, node: int) -> list[int]:
+    """The nodes from this one up to the root."""
+    path: list[int] = []
+    while node != NO_NODE:
+        path.append(node)
+        node = int(parents[node])
+    return path
+
+
 @dataclass(frozen=True, slots=True)
 class RadixTree:
     """A radix tree over sorted rows, as arrays: nodes by number, the root of a subtree before its
@@ -112,13 +122,7 @@ class RadixTree:
 
     def path(self, position: int) -> list[int]:
         """The nodes above a position, from the root downwards."""
-        nodes: list[int] = []
-        node = int(self.innermost[position])
-        while node != NO_NODE:
-            nodes.append(node)
-            node = int(self.parents[node])
-        nodes.reverse()
-        return nodes
+        return path_up(self.parents, int(self.innermost[position]))[::-1]
 
     @property
     def num_nodes(self) -> int:

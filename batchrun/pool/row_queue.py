@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from batchrun.pool.prefix_groups import KEY_DEPTH, NOBODY, EngineWork, GroupParts, key_nodes
 from batchrun.pool.prefix_keys import IntArray
-from batchrun.pool.radix_tree import NO_NODE, FloatArray, RadixTree
+from batchrun.pool.radix_tree import NO_NODE, FloatArray, RadixTree, path_up
 
 _PENDING, _QUEUED, _IN_FLIGHT, _DONE = range(4)
 """States of a row. Queued ones are in one of the heaps, and not found by going on in order."""
@@ -232,12 +232,7 @@ class RowQueue:
 
     def _path(self, position: int) -> list[int]:
         """The nodes above a position, from the leaf upwards."""
-        path: list[int] = []
-        node = int(self._nodes.innermost[position])
-        while node != NO_NODE:
-            path.append(node)
-            node = self._parents[node]
-        return path
+        return path_up(self._parents, int(self._nodes.innermost[position]))
 
     def _count_by_node(self, is_counted: npt.NDArray[np.bool_]) -> list[int]:
         before = np.concatenate(([0], np.cumsum(is_counted)))

@@ -1,7 +1,7 @@
 """Batches of OpenAI's API: each is a job, with what only the API knows beside it.
 
 The life of the job is that of `store/jobs.py`. Here are its transitions that change a batch too,
-each one transaction: `create`, `start`, `fail` and `finish`. `scope` is as in `store/files.py`.
+each one transaction: `create_all`, `start`, `fail` and `finish`. `scope` is as in `store/files.py`.
 """
 
 from __future__ import annotations
@@ -113,16 +113,6 @@ class WantedBatch:
     batch: NewBatch
     job: NewJob
     max_open: int | None = None
-
-
-def create(
-    store: Store, batch: NewBatch, job: NewJob, *, now_s: float, max_open: int | None = None
-) -> BatchRecord:
-    """Add a batch with its job, as `create_all` does. Raises QuotaError."""
-    (found,) = create_all(store, [WantedBatch(batch, job, max_open)], now_s=now_s)
-    if isinstance(found, QuotaError):
-        raise found
-    return found
 
 
 def create_all(

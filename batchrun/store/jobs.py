@@ -137,6 +137,11 @@ class JobRecord:
         """Whether it is a batch of OpenAI's API: without rows until its input was validated."""
         return self.id.startswith(BATCH_PREFIX)
 
+    @property
+    def output_path(self) -> str:
+        """Where its output file goes."""
+        return str(json.loads(self.spec).get("output", {}).get("path", ""))
+
 
 def record_of(row: Row[Any]) -> JobRecord:
     """A job from a row that has all columns of `jobs`."""
@@ -214,12 +219,6 @@ def create(store: Store, job: NewJob, *, now_s: float) -> JobRecord:
 def start(store: Store, job_id: str, *, now_s: float) -> JobRecord:
     """validating -> running: every row is known and planned."""
     return _move(store, job_id, (JobState.VALIDATING,), JobState.RUNNING, started_at=now_s)
-
-
-def fail(store: Store, job_id: str, reason: str, *, now_s: float) -> JobRecord:
-    """validating -> failed: the input cannot be used; nothing ran."""
-    allowed = (JobState.VALIDATING,)
-    return _move(store, job_id, allowed, JobState.FAILED, reason=reason, finished_at=now_s)
 
 
 def pause(store: Store, job_id: str, reason: str) -> JobRecord:

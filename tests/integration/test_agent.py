@@ -29,10 +29,11 @@ from batchrun.engine.agent.remote import AgentAddress
 from batchrun.engine.command import ManagedSettings
 from batchrun.engine.process import find_family, kill_alone, read_record
 from batchrun.errors import EngineError
+from batchrun.media.connections import open_session
 from batchrun.mutual_tls import client_context
 from batchrun.pool.row_queue import Window
 from batchrun.server.gateway.balancer import Balancer
-from batchrun.server.gateway.forward import ForwardedCall, Forwarder, open_session
+from batchrun.server.gateway.forward import ForwardedCall, Forwarder
 from batchrun.server.gateway.shared_book import SharedBook, create
 from batchrun.server.gateway.upstreams import Upstream
 from batchrun.types import EnginePhase, Outcome, OutcomeKind

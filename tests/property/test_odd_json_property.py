@@ -10,6 +10,7 @@ from random import Random
 import pytest
 from engine_builders import CHAT, make_request
 from odd_json import odd_line, odd_reply
+from store_builders import add_batch
 
 from batchrun.engine.client import Reply, classify
 from batchrun.errors import DataError
@@ -18,7 +19,7 @@ from batchrun.jobs.inputs.input_data import open_input
 from batchrun.jobs.results.batch_files import write_batch_files
 from batchrun.jobs.results.output_file import write_output
 from batchrun.jobs.spec import InputSpec, JobSpec
-from batchrun.store import batches, results
+from batchrun.store import results
 from batchrun.store.batches import NewBatch
 from batchrun.store.database import open_store
 from batchrun.types import Outcome, OutcomeKind
@@ -71,7 +72,7 @@ def test_every_reply_ends_as_an_answer_or_an_error(
     store = open_store(tmp_path / "store.db")
     asked = NewBatch("file-1", CHAT, "24h", None, None, "r")
     job = new_batch_job(tmp_path, CHAT, deadline_s=60, weight=1)
-    batch = batches.create(store, asked, job, now_s=1.0)
+    batch = add_batch(store, asked, job, now_s=1.0)
     seq = batch.job.seq
     results.commit(store, [(seq, outcome) for outcome in outcomes], now_s=2.0)
 

@@ -15,13 +15,14 @@ from fastapi.routing import APIRoute
 
 from batchrun.daemon.daemon import Daemon
 from batchrun.jobs.results.file_bytes import FileBytes
+from batchrun.media.connections import open_session
 from batchrun.server.api.batches import ENDPOINTS, KEYS, Batches, batches_router
 from batchrun.server.api.files import Files, files_router
 from batchrun.server.api.upload import FILE_FIELD, PURPOSES, TEXT_FIELDS, Traffic
 from batchrun.server.gateway.admission import Door, KeyRing
 from batchrun.server.gateway.app import Gateway, GatewaySettings, document_json, load_document
 from batchrun.server.gateway.balancer import Balancer
-from batchrun.server.gateway.forward import Forwarder, open_session
+from batchrun.server.gateway.forward import Forwarder
 from batchrun.server.gateway.shared_book import SharedBook, create
 from batchrun.server.gateway.tally import Tally, create_tally
 from batchrun.store.database import Store

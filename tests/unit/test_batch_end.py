@@ -13,7 +13,7 @@ from threading import Semaphore
 from typing import Any
 
 import pytest
-from store_builders import answered
+from store_builders import add_batch, answered
 
 from batchrun.daemon.ending import INPUT_TRIES, end_batch
 from batchrun.jobs.batch import new_batch_job, validate_input
@@ -54,7 +54,7 @@ class Home:
     def _start(self, file_id: str) -> str:
         job = new_batch_job(Path("/srv"), CHAT, deadline_s=60.0, weight=1.0)
         asked = NewBatch(file_id, CHAT, "24h", None, None, "hash")
-        made = batches.create(self.store, asked, job, now_s=time.time())
+        made = add_batch(self.store, asked, job, now_s=time.time())
         found = validate_input(made, self.place, {"m"}, links=self.links)
         assert isinstance(found, ValidInput)
         batches.start(self.store, job.id, found, now_s=2.0)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from store_builders import add_batch
 
 from batchrun.jobs.batch import new_batch_job
 from batchrun.jobs.inputs.input_data import open_input
@@ -18,7 +19,7 @@ from batchrun.jobs.results.file_bytes import (
     remove_expired,
 )
 from batchrun.jobs.spec import InputSpec
-from batchrun.store import batches, files
+from batchrun.store import files
 from batchrun.store.batches import BatchRecord, NewBatch, ResultFiles
 from batchrun.store.database import Store, open_store
 from batchrun.store.files import NewFile
@@ -32,7 +33,7 @@ IDS = ["a", 'quote " and \n', "\u2028 \U0001f600", "x" * 512]
 def make_batch(store: Store, expires_after_s: int | None = None) -> BatchRecord:
     job = new_batch_job(Path("/srv"), "/v1/chat/completions", deadline_s=60, weight=1)
     asked = NewBatch("file-1", "/v1/chat/completions", "24h", None, expires_after_s, "r")
-    return batches.create(store, asked, job, now_s=1.0)
+    return add_batch(store, asked, job, now_s=1.0)
 
 
 def write(tmp_path: Path, *rows: StoredResult, expires_after_s: int | None = None) -> ResultFiles:

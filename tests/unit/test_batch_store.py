@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from store_builders import answered, execute, load_dump, refused
+from store_builders import add_batch, answered, execute, load_dump, refused
 
 from batchrun.errors import StateError
 from batchrun.jobs.batch import new_batch_job
@@ -31,7 +31,7 @@ def make_file(name: str = "in.jsonl", *, expires_after_s: int | None = None) -> 
 def make_batch(store: Store, *, key: str | None = None, request: str = "r") -> BatchRecord:
     job = new_batch_job(Path("/srv"), ENDPOINT, deadline_s=86_400, weight=1)
     asked = NewBatch("file-1", ENDPOINT, "24h", {"a": "ü\0"}, None, request, key)
-    return batches.create(store, asked, job, now_s=100.0)
+    return add_batch(store, asked, job, now_s=100.0)
 
 
 def start(store: Store, batch: BatchRecord, num_rows: int = 2) -> BatchRecord:

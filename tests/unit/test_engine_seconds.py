@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from store_builders import fail_job
 
 from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.prices import EngineSeconds, read_spent
@@ -80,7 +81,7 @@ def job_over(store: Store, rows: Path, output: Path) -> JobRecord:
     """A job that has ended, with its results there."""
     spec = f'{{"input": {{"path": ["{rows}"]}}, "output": {{"path": "{output}"}}}}'
     record = jobs.create(store, NewJob("job", spec, "{}", "hash", 1), now_s=NOW_S)
-    return jobs.fail(store, record.id, "a reason", now_s=NOW_S)
+    return fail_job(store, record.id, "a reason", now_s=NOW_S)
 
 
 def test_rows_stay_while_a_job_s_results_do_and_go_with_them(store: Store, tmp_path: Path) -> None:
@@ -125,7 +126,7 @@ def test_the_end_of_a_job_is_noted_in_the_transaction_that_ends_it(store: Store)
     record = jobs.create(store, NewJob("job", "{}", "{}", "hash", 1), now_s=NOW_S)
     assert jobs.list_settings(store, jobs.ENDED_PREFIX) == {}
 
-    jobs.fail(store, record.id, "a reason", now_s=NOW_S)
+    fail_job(store, record.id, "a reason", now_s=NOW_S)
 
     assert jobs.list_settings(store, jobs.ENDED_PREFIX) == {record.id: {}}
     assert jobs.newest_states(store, 5) == {record.seq: JobState.FAILED}

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from store_builders import answered
+from store_builders import add_batch, answered
 
 from batchrun.errors import InputError, QuotaError, StateError
 from batchrun.jobs.batch import new_batch_job
@@ -33,7 +33,7 @@ def add(store: Store, name: str, role: api_keys.Role = "user") -> ApiKeyRecord:
 def make_batch(store: Store, owner: str | None, max_open: int | None = None) -> BatchRecord:
     job = new_batch_job(Path("/srv"), ENDPOINT, deadline_s=86_400, weight=1)
     asked = NewBatch("file-1", ENDPOINT, "24h", None, None, "r", owner=owner)
-    return batches.create(store, asked, job, now_s=100.0, max_open=max_open)
+    return add_batch(store, asked, job, now_s=100.0, max_open=max_open)
 
 
 def start(store: Store, batch: BatchRecord, quota: int | None = None) -> BatchRecord:

@@ -6,7 +6,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from store_builders import execute
+from store_builders import add_batch, execute
 
 from batchrun.daemon.view import view_stored
 from batchrun.jobs.batch import new_batch_job
@@ -22,7 +22,7 @@ CHAT = "/v1/chat/completions"
 def add(store: Store, end: JobState | None, owner: str | None = None) -> JobRecord:
     """A batch that was cancelled, or has not ended."""
     job = new_batch_job(Path("/srv"), CHAT, deadline_s=60.0, weight=1.0)
-    made = batches.create(
+    made = add_batch(
         store, NewBatch("file-1", CHAT, "24h", None, None, "h", owner=owner), job, now_s=1.0
     )
     if end is not None:

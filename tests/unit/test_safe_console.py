@@ -7,9 +7,10 @@ import json
 
 import pytest
 
-from batchrun.cli.console import columns, named_lines, rows_in_words, safe_json
+from batchrun.cli.console import columns, named_lines, safe_json
 from batchrun.control.following import SafeConsole
 from batchrun.errors import UNSAFE
+from batchrun.quantities import count
 
 ODD = "a\x1b]0;title\x07b\x9b31m\u202ec\u2066d\x7fe\rf\x00"
 
@@ -57,4 +58,4 @@ def test_no_line_ends_with_blanks(*, is_terminal: bool) -> None:
 
 
 def test_one_row_is_no_rows() -> None:
-    assert [rows_in_words(num) for num in (0, 1, 1_200)] == ["0 rows", "1 row", "1,200 rows"]
+    assert [count(num, "row") for num in (0, 1, 1_200)] == ["0 rows", "1 row", "1,200 rows"]

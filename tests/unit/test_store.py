@@ -6,7 +6,7 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from store_builders import answered, execute, refused
+from store_builders import answered, execute, fail_job, refused
 
 from batchrun.errors import StateError, StoreError, StoreLockedError, UnknownJobError
 from batchrun.files import StoreLock
@@ -67,7 +67,7 @@ def test_a_paused_job_resumes_where_it_was(store: Store) -> None:
 @pytest.mark.parametrize("move", ["start", "pause", "resume", "cancel", "finish", "finalize"])
 def test_a_terminal_job_never_changes(store: Store, move: str) -> None:
     job = jobs.create(store, new_job(), now_s=1.0)
-    ended = jobs.fail(store, job.id, "no rows", now_s=2.0)
+    ended = fail_job(store, job.id, "no rows", now_s=2.0)
     moves = {
         "start": lambda: jobs.start(store, job.id, now_s=3.0),
         "pause": lambda: jobs.pause(store, job.id, "x"),
@@ -119,7 +119,7 @@ def test_the_first_result_of_a_row_stays(store: Store) -> None:
 
 def test_a_terminal_job_takes_no_more_results(store: Store) -> None:
     job = jobs.create(store, new_job(), now_s=1.0)
-    jobs.fail(store, job.id, "no rows", now_s=2.0)
+    fail_job(store, job.id, "no rows", now_s=2.0)
 
     assert results.commit(store, [(job.seq, answered(0))], now_s=3.0) == 0
     assert list(results.done_rows(store, job.seq)) == []

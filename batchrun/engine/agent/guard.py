@@ -8,7 +8,6 @@ nonce. While it lives it holds a lock, so that the next agent starts the engine 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import select
 import signal
@@ -16,10 +15,10 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 from batchrun.engine import process
 from batchrun.errors import EngineError
+from batchrun.files import try_lock
 
 READY = b"ready\n"
 READY_WAIT_S = 30.0
@@ -94,7 +93,7 @@ def main(arguments: list[str]) -> int:
     record_path = Path(arguments[0])
     record_path.parent.mkdir(parents=True, exist_ok=True)
     with record_path.with_suffix(".lock").open("w") as lock:
-        while not _try_lock(lock):
+        while not try_lock(lock.fileno()):
             if select.select([sys.stdin], [], [], POLL_S)[0]:
                 return 0
         with suppress(BrokenPipeError):
@@ -102,14 +101,6 @@ def main(arguments: list[str]) -> int:
         sys.stdin.buffer.read()
         end_engine(record_path)
     return 0
-
-
-def _try_lock(lock: IO[str]) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

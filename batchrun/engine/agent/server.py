@@ -45,7 +45,7 @@ from batchrun.engine.progress import SILENCE
 from batchrun.engine.sockets import EngineSockets
 from batchrun.errors import ConfigError, EngineError
 from batchrun.home import NO_ENGINE_HEADER
-from batchrun.media.connections import UNREACHED, CleanConnector
+from batchrun.media.connections import HOP_BY_HOP, UNREACHED, open_session
 from batchrun.mutual_tls import show
 from batchrun.types import EnginePhase
 from batchrun.wire import RowKey, read_last_steps
@@ -64,19 +64,8 @@ MAX_TAIL_BYTES = 1 << 20
 DEFAULT_TAIL_LINES = 100
 CERTIFICATE_CHECK_S = 60.0
 _CLOSE_WAIT_S = 1.0
-_CONNECT_S = 5.0
+_KEEP_ALIVE_S = 2.0
 NO_ENGINE = {"Retry-After": "1", NO_ENGINE_HEADER: "1"}
-_HOP_BY_HOP = frozenset({
-    "connection",
-    "keep-alive",
-    "proxy-authenticate",
-    "proxy-authorization",
-    "te",
-    "trailer",
-    "transfer-encoding",
-    "upgrade",
-    "host",
-})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +178,7 @@ class Agent:
         await runner.setup()
         assert runner.server is not None
         settings = self._settings
-        self._session = _open_session()
+        self._session = open_session(keep_alive_s=_KEEP_ALIVE_S)
         try:
             server = await asyncio.get_running_loop().create_server(
                 runner.server,
@@ -467,20 +456,9 @@ def _leadership_of(request: web.Request) -> Leadership:
     return Leadership(store, int(term)) if term.isdecimal() else Leadership()
 
 
-def _open_session() -> aiohttp.ClientSession:
-    """Passes bytes on: no cookies kept, nothing unpacked, no limit on total time."""
-    return aiohttp.ClientSession(
-        connector=CleanConnector(limit=0, keepalive_timeout=2.0),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        auto_decompress=False,
-        skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
-    )
-
-
 def _end_to_end(headers: CIMultiDict[str] | aiohttp.typedefs.LooseHeaders) -> CIMultiDict[str]:
     kept = CIMultiDict(headers)
-    for name in _HOP_BY_HOP:
+    for name in (*HOP_BY_HOP, "host"):
         kept.popall(name, None)
     return kept
 

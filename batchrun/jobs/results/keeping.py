@@ -43,7 +43,7 @@ def check_files(records: Sequence[JobRecord], *, links: Path) -> Iterator[Violat
 
     Reads every byte of those inputs. Where several jobs wrote one output, the last counts.
     """
-    last_of = {_output_path(record): record for record in records if _has_output(record)}
+    last_of = {record.output_path: record for record in records if _has_output(record)}
     for record in records:
         if not record.state.is_terminal:
             files = _pinned_files(record)
@@ -127,7 +127,7 @@ def _places(record: JobRecord) -> set[str]:
     """The paths of a job's input and output."""
     spec = json.loads(record.spec)
     paths = spec.get("input", {}).get("path", ())
-    return {*([paths] if isinstance(paths, str) else paths), _output_path(record)}
+    return {*([paths] if isinstance(paths, str) else paths), record.output_path}
 
 
 def _pinned_files(record: JobRecord) -> tuple[PinnedFile, ...] | None:
@@ -157,10 +157,6 @@ def _input_faults(file: PinnedFile, links: Path) -> Iterator[str]:
 def _has_output(record: JobRecord) -> bool:
     is_written = record.state in WITH_OUTPUT and record.reason is None and not record.is_batch
     return is_written and record.results_removed_at is None
-
-
-def _output_path(record: JobRecord) -> str:
-    return str(json.loads(record.spec).get("output", {}).get("path", ""))
 
 
 def _output_faults(path: str, record: JobRecord) -> Iterator[str]:

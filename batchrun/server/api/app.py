@@ -320,17 +320,17 @@ def _takes_tools(engine: Engine) -> bool | None:
 def _add_routing(control: APIRouter, status: Status) -> None:
     @control.get("/routing")
     async def explain(most: Annotated[int, Query(ge=0, le=NUM_KEPT)] = NUM_KEPT) -> JsonObject:
-        told = await status.figures.explain(most)
-        if told is None:
-            raise EngineError("the gateway does not answer; `batchrun logs gateway` says why")
-        return told
+        return _told(await status.figures.explain(most))
 
     @control.get("/routed-calls")
     async def routed_calls(since: Annotated[float, Query(allow_inf_nan=False)]) -> JsonObject:
-        told = await status.figures.ended_calls(since)
-        if told is None:
-            raise EngineError("the gateway does not answer; `batchrun logs gateway` says why")
-        return told
+        return _told(await status.figures.ended_calls(since))
+
+
+def _told(answer: JsonObject | None) -> JsonObject:
+    if answer is None:
+        raise EngineError("the gateway does not answer; `batchrun logs gateway` says why")
+    return answer
 
 
 def _add_keys(control: APIRouter, keys: KeyList) -> None:

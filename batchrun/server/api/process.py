@@ -21,6 +21,7 @@ from batchrun.config import Deployment, split_listen
 from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.supervisor import Supervisor, engine_python
+from batchrun.daemon.writer import cancel_all
 from batchrun.engine import process
 from batchrun.errors import (
     BatchrunError,
@@ -254,9 +255,7 @@ async def _run(
         _end_within(CLEAN_STOP_S, failure)
         pages.close()
         status.watch.stop()
-        for task in (work, engines, *beside):
-            task.cancel()
-        await asyncio.gather(work, engines, *beside, return_exceptions=True)
+        await cancel_all((work, engines, *beside))
         await server.stop()
         await supervisor.close()
     if failure is not None:

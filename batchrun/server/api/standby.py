@@ -29,6 +29,7 @@ from starlette.exceptions import HTTPException
 from batchrun.daemon.daemon import SWITCH_SETTING
 from batchrun.daemon.supervisor import Supervisor
 from batchrun.daemon.view import view_stored
+from batchrun.daemon.writer import cancel_all
 from batchrun.errors import NotLeadingError, StoreError
 from batchrun.files import write_atomically
 from batchrun.home import CONTROL_PREFIX, GATEWAY_HEADER, DaemonAddress, Home
@@ -128,9 +129,7 @@ class Standby:
                 for task in done:
                     task.result()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_all(tasks)
             await server.stop()
             await self.supervisor.close()
 

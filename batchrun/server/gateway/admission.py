@@ -10,7 +10,6 @@ time: the last good list stays in use.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import hmac
 import logging
 import math
@@ -28,6 +27,7 @@ from aiohttp import web
 from multidict import CIMultiDictProxy
 
 from batchrun.errors import shortened
+from batchrun.files import locked_bytes
 from batchrun.hints import SloBounds
 from batchrun.keys import UsageFile, digest, id_in
 from batchrun.server.gateway.envelope import CLASS_HEADER, LimitError, RefusalError
@@ -216,8 +216,7 @@ class RequestRates:
     def take(self, seq: int, limit: int, *, now_s: float) -> Rate:
         """Ask for one request of the key that has this number; `now_s` is CLOCK_MONOTONIC."""
         offset = seq * _BUCKET.size
-        fcntl.lockf(self._fd, fcntl.LOCK_EX, _BUCKET.size, offset)
-        try:
+        with locked_bytes(self._fd, _BUCKET.size, offset):
             kept = os.pread(self._fd, _BUCKET.size, offset).ljust(_BUCKET.size, b"\0")
             held, since_s = _BUCKET.unpack(kept)
             # Nothing was written yet, or it was before the machine started again.
@@ -226,8 +225,6 @@ class RequestRates:
             level = min(grown, limit) if is_known else float(limit)
             left = level - 1.0 if level >= 1.0 else level
             os.pwrite(self._fd, _BUCKET.pack(left, now_s), offset)
-        finally:
-            fcntl.lockf(self._fd, fcntl.LOCK_UN, _BUCKET.size, offset)
         per_request_s = _MINUTE_S / limit
         is_late = level < 1.0
         return Rate(
@@ -281,15 +278,11 @@ class CallsAtOnce:
         return sum(count for (count,) in _COUNT.iter_unpack(whole))
 
     def _begin(self, seq: int, limit: int) -> None:
-        offset = seq * self._row_bytes
         try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX, self._row_bytes, offset)
-            try:
+            with locked_bytes(self._fd, self._row_bytes, seq * self._row_bytes):
                 is_full = self.num_calls(seq) >= limit
                 if not is_full:
                     self._add(seq, 1)
-            finally:
-                fcntl.lockf(self._fd, fcntl.LOCK_UN, self._row_bytes, offset)
         except OSError as error:
             log.warning("calls of key number %d are not counted: %s", seq, error)
             is_full = self._own.get(seq, 0) >= limit

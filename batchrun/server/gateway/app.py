@@ -157,7 +157,7 @@ class Gateway:
             body_idle_s=settings.body_idle_s,
             head_s=settings.daemon_head_s,
         )
-        self._dashboard = DashboardDoor(door.keys, self, door.session_secret)
+        self._dashboard = DashboardDoor(door.keys, self.pass_on, door.session_secret)
         self._own: Mapping[str, tuple[str, Handler]] = {
             **{path: ("POST", self._generate) for path in ENGINE_ROUTES},
             LIST_TARGET: ("GET", self._models),

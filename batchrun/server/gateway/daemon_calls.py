@@ -16,10 +16,11 @@ from yarl import URL
 
 from batchrun.errors import DaemonUnavailableError
 from batchrun.home import CALLER_HEADER, GATEWAY_HEADER
+from batchrun.media.connections import CONNECT_S
 from batchrun.server.gateway.admission import ABOUT_CALLER
 from batchrun.server.gateway.bodies import BodyStream
 from batchrun.server.gateway.envelope import forwarded_headers
-from batchrun.server.gateway.forward import CONNECT_S, Exchange, relay
+from batchrun.server.gateway.forward import Exchange, relay
 from batchrun.server.gateway.replies import ReplyUsage, Waits
 from batchrun.server.gateway.upstreams import DaemonAt, find_daemon
 

@@ -18,11 +18,11 @@ import hmac
 import os
 import secrets
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Protocol
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from aiohttp import web
@@ -61,14 +61,6 @@ AWAY_REFRESH_S = 3
 def is_dashboard(raw_path: str) -> bool:
     """Whether a path belongs to the page."""
     return raw_path == PREFIX or raw_path.startswith(f"{PREFIX}/")
-
-
-class PassesOn(Protocol):
-    """Carries a call to the daemon, as `DaemonCalls` does."""
-
-    async def pass_on(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
-        """What the daemon answers. Raises DaemonUnavailableError."""
-        ...
 
 
 class Sessions:
@@ -121,10 +113,11 @@ def read_or_make_secret(path: Path) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class DashboardDoor:
-    """Answers everything below `PREFIX`."""
+    """Answers everything below `PREFIX`; `pass_on` carries a call to the daemon, or raises
+    DaemonUnavailableError."""
 
     keys: KeyRing
-    daemon: PassesOn
+    pass_on: Callable[[web.BaseRequest, str], Awaitable[web.StreamResponse]]
     session_secret: bytes = field(repr=False)
 
     @property
@@ -162,7 +155,7 @@ class DashboardDoor:
         else:
             request[ABOUT_CALLER] = AboutCaller(None, PAGE_HEADERS)
         try:
-            return await self.daemon.pass_on(request, request_id)
+            return await self.pass_on(request, request_id)
         except DaemonUnavailableError as error:
             return _away(request, str(error))
 

@@ -14,21 +14,11 @@ from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from batchrun.errors import MAX_MESSAGE_CHARS, shortened
+from batchrun.media.connections import HOP_BY_HOP
 
 REQUEST_ID = "X-Request-Id"
 CLASS_HEADER = "X-Batchrun-Class"
 
-HOP_BY_HOP = frozenset({
-    "connection",
-    "keep-alive",
-    "proxy-authenticate",
-    "proxy-authorization",
-    "proxy-connection",
-    "te",
-    "trailer",
-    "transfer-encoding",
-    "upgrade",
-})
 STEERING = ("X-Vllm-Priority", "X-Data-Parallel-Rank")
 """vLLM takes a call's priority, and which of its ranks runs it, from these headers."""
 SET_BY_CLIENT_LIBRARY = frozenset({"host", "content-length", "expect"})

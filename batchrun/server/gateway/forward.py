@@ -21,7 +21,7 @@ from yarl import URL
 from batchrun.errors import ConfigError, EngineError, EngineSilentError
 from batchrun.hints import SloBounds
 from batchrun.home import NO_ENGINE_HEADER
-from batchrun.media.connections import OWN_SHORTAGES, UNREACHED, CleanConnector
+from batchrun.media.connections import OWN_SHORTAGES, UNREACHED
 from batchrun.server.gateway.admission import ABOUT_CALLER
 from batchrun.server.gateway.balancer import Balancer, RoutedCall
 from batchrun.server.gateway.bodies import SteeredBody
@@ -48,15 +48,9 @@ from batchrun.server.gateway.upstreams import CallTimeouts, Upstream
 
 log = logging.getLogger(__name__)
 
-CONNECT_S = 5.0
 HEALTH_S, YOUNG_S = 2.0, 2.0
 LIST_S = 10.0
 """A single engine has so long to list its models."""
-# Below the 5 s after which an engine's server closes an idle connection, or a call could meet one
-# that is just being closed.
-KEEP_ALIVE_S = 3.0
-_LIBRARY_HEADERS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
-
 
 JsonObject = dict[str, Any]
 
@@ -85,17 +79,6 @@ class Exchange(NamedTuple):
     usage: ReplyUsage
     engine: str
     waits: Waits
-
-
-def open_session() -> aiohttp.ClientSession:
-    """A client that passes bytes on: no cookies kept, nothing unpacked, no limit on total time."""
-    return aiohttp.ClientSession(
-        connector=CleanConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        auto_decompress=False,
-        skip_auto_headers=_LIBRARY_HEADERS,
-    )
 
 
 NO_ANSWER = "the engine closed the connection without an answer"

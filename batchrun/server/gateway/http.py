@@ -16,12 +16,13 @@ from aiohttp import web
 from batchrun.errors import ConfigError
 from batchrun.files import allow_many_open_files
 from batchrun.keys import UsageFile
+from batchrun.media.connections import open_session
 from batchrun.server.gateway.admission import CallsAtOnce, Door, KeyRing, RequestRates, read_keys
 from batchrun.server.gateway.app import Gateway, GatewaySettings
 from batchrun.server.gateway.balancer import Balancer
 from batchrun.server.gateway.dashboard import read_or_make_secret
 from batchrun.server.gateway.envelope import REQUEST_ID, RefusalError, new_request_id
-from batchrun.server.gateway.forward import Forwarder, open_session
+from batchrun.server.gateway.forward import Forwarder
 from batchrun.server.gateway.shared_book import SharedBook, create
 from batchrun.server.gateway.tally import Tally, create_tally
 from batchrun.server.gateway.upstreams import FollowedFile, read_upstreams

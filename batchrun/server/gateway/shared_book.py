@@ -7,17 +7,16 @@ The first process of a gateway makes it, and its workers inherit it.
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from batchrun.files import locked_bytes
 from batchrun.routing.decisions import (
     NUM_KEYS,
     RING_BYTES,
@@ -171,7 +170,7 @@ class SharedBook:
         """
         wanted = {_digest(name): (name, started) for name, started in engines}
         found: dict[str, int] = {}
-        with self._locked():
+        with locked_bytes(self._fd):
             names = self._columns["name"]
             for column, digest in enumerate(names.tolist()):
                 if digest in wanted:
@@ -213,14 +212,6 @@ class SharedBook:
             self.book.left(column)
             self.ejections.begin(column, is_another=known["name"] != digest)
             self._columns[column] = (digest, started)
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        fcntl.lockf(self._fd, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.lockf(self._fd, fcntl.LOCK_UN)
 
 
 def _digest(name: str) -> int:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -40,6 +40,7 @@ RATE_S = 10.0
 Key = tuple[str, tuple[str, ...]]
 Look = Mapping[Key, Sequence[float]]
 JsonObject = dict[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,39 +87,36 @@ class GatewayFigures:
 
     async def look(self, session: aiohttp.ClientSession, now_s: float) -> None:
         """Take a look at `now_s` (monotonic); a gateway that does not answer is looked at later."""
-        try:
-            async with session.get(
-                self.url + TALLY_PATH,
-                headers={GATEWAY_HEADER: self.secret},
-                timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
-            ) as reply:
-                if reply.status == 200:
-                    self.take(await reply.read(), now_s)
-        except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
-            log.debug("the gateway told nothing: %s", error)
+        await self._ask(session, TALLY_PATH, lambda told: self.take(told, now_s))
 
     async def explain(self, most: int) -> JsonObject | None:
         """Why the last calls went where they went, the newest `most` of them one by one; see
         `batchrun.routing.decisions.document_of`. None: the gateway does not answer."""
-        return await self._ask(f"most={most}")
+        return await self._ask_routing(f"most={most}")
 
     async def ended_calls(self, since_s: float) -> JsonObject | None:
         """The calls that ended after this instant of the gateway's clock, with the keys of their
         prompts. None: the gateway does not answer."""
-        return await self._ask(f"since={since_s:f}")
+        return await self._ask_routing(f"since={since_s:f}")
 
-    async def _ask(self, query: str) -> JsonObject | None:
+    async def _ask_routing(self, query: str) -> JsonObject | None:
+        async with aiohttp.ClientSession() as session:
+            return await self._ask(
+                session, f"{ROUTING_PATH}?{query}", msgspec.json.Decoder(JsonObject).decode
+            )
+
+    async def _ask(
+        self, session: aiohttp.ClientSession, path: str, read: Callable[[bytes], T]
+    ) -> T | None:
+        """What `read` makes of the answer; None: the gateway does not answer."""
         try:
-            async with (
-                aiohttp.ClientSession() as session,
-                session.get(
-                    f"{self.url}{ROUTING_PATH}?{query}",
-                    headers={GATEWAY_HEADER: self.secret},
-                    timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
-                ) as reply,
-            ):
+            async with session.get(
+                self.url + path,
+                headers={GATEWAY_HEADER: self.secret},
+                timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
+            ) as reply:
                 if reply.status == 200:
-                    return msgspec.json.decode(await reply.read(), type=JsonObject)
+                    return read(await reply.read())
         except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
             log.debug("the gateway told nothing: %s", error)
         return None
@@ -166,22 +164,12 @@ class GatewayFigures:
 
     def engines(self) -> list[EngineCalls]:
         """By engine, what the last minutes brought."""
-        return [
-            EngineCalls(labels[0], *(round(value) for value in values[:4]))
-            for (kind, labels), values in sorted(self._news().items())
-            if kind == ENGINE
-        ]
+        return [calls for _, calls in sorted(_calls_in(self._news()).items())]
 
     def totals(self) -> dict[str, EngineCalls] | None:
         """By engine, what its calls brought since the gateway's start, as it told last; None:
         never."""
-        if not self._looks:
-            return None
-        return {
-            labels[0]: EngineCalls(labels[0], *(round(value) for value in values[:4]))
-            for (kind, labels), values in self._looks[-1][1].items()
-            if kind == ENGINE
-        }
+        return _calls_in(self._looks[-1][1]) if self._looks else None
 
     def felt(self, kind: str) -> list[Felt]:
         """TTFT or TPOT of the last minutes by class; classes without calls are left out."""
@@ -230,6 +218,14 @@ class GatewayFigures:
             ]
             for key, values in newest.items()
         }
+
+
+def _calls_in(look: Look) -> dict[str, EngineCalls]:
+    return {
+        labels[0]: EngineCalls(labels[0], *(round(value) for value in values[:4]))
+        for (kind, labels), values in look.items()
+        if kind == ENGINE
+    }
 
 
 def _felt_in(look: Look) -> dict[str, FeltCalls]:

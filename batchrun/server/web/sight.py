@@ -20,7 +20,6 @@ import numpy as np
 
 from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.job import ActiveJob
-from batchrun.daemon.view import output_path
 from batchrun.engine.engine import ManagedEngine
 from batchrun.errors import StateError, UnknownJobError
 from batchrun.files import is_url
@@ -186,7 +185,8 @@ class Sight:
         causes: Sequence[Facts] = ()
         if view["num_failed"]:
             key = ("causes", record.seq)
-            causes = await self._once(key, SLOW_FRESH_S, lambda: self._causes(record.seq))
+            read = partial(asyncio.to_thread, self._read_causes, record.seq)
+            causes = await self._once(key, SLOW_FRESH_S, read)
         has_output = False
         if caller.is_admin and record.state.is_terminal:
             has_output = await asyncio.to_thread(written_output, record) is not None
@@ -201,9 +201,6 @@ class Sight:
             if active is None
             else {"planned": active.costs.output_tokens, "mean": active.answers.mean_tokens},
         }
-
-    async def _causes(self, seq: int) -> list[Facts]:
-        return await asyncio.to_thread(self._read_causes, seq)
 
     def _read_causes(self, seq: int) -> list[Facts]:
         """Failed rows by code and message, whose numbers do not count; most frequent first."""
@@ -347,7 +344,7 @@ class Sight:
 
 def written_output(record: JobRecord) -> Path | None:
     """The output file that a job has written on this machine. Blocking."""
-    place = output_path(record)
+    place = record.output_path
     if record.is_batch or not record.state.is_terminal or is_url(place) or not place:
         return None
     path = Path(place)

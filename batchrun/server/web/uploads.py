@@ -23,6 +23,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from batchrun.daemon.writer import cancel_all
 from batchrun.errors import BatchrunError, InputError, StateError, UnknownJobError
 from batchrun.home import Home
 from batchrun.jobs.objects import in_thread
@@ -147,9 +148,7 @@ class Desk:
 
     async def close(self) -> None:
         """End what is under way."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
 
     def _make_room(self) -> None:
         """Forget the oldest uploads that nobody works at. Raises StateError where all are busy."""
