@@ -86,6 +86,12 @@ SECTIONS: dict[str, Section] = {
         "rows rows_per_s cpu_us_per_row agents_us_per_row engines_us_per_row status_max_s "
         "resident_mb",
     ),
+    "large_job": Section(
+        "One job of millions of rows",
+        "rows",
+        "submit_s plan_s resume_s output_s submit_peak_gib daemon_peak_gib store_bytes_per_row "
+        "reply_bytes_per_row output_bytes_per_row rows_per_s",
+    ),
     "eta": Section(
         "Ranges of an ETA, by the part of a job's time that has passed",
         "phase",
