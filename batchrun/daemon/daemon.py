@@ -378,6 +378,7 @@ class Daemon:
         if job is not None:
             await self.dispatcher.remove(job)
             self.active.pop(job_seq, None)
+            self.stages.pop(job.id, None)
             self.steering.forget(job.record.id)
             log.info("%s: %s", job.record.id, job.accuracy())
 

@@ -180,6 +180,7 @@ async def test_a_job_that_is_due_or_does_not_ask_to_wait_goes_at_once(waiting: W
 async def test_a_paused_or_cancelled_job_is_not_taken_for_one_that_waits(waiting: Waiting) -> None:
     paused = await waiting.submit("start: cheap\ndeadline: 20h\n")
     await waiting.daemon.pause(paused.id)
+    assert paused.id not in waiting.daemon.stages
     waiting.starts.look(this_minute() + 70)
     assert waiting.going == set()
     await waiting.daemon.resume(paused.id)
