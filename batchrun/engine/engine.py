@@ -39,12 +39,17 @@ _HUNG_GRACE_S = 1.0
 """An engine that hangs hears no SIGTERM."""
 
 
+class _KilledError(EngineError):
+    """The process ended by SIGKILL, as none does by itself: another start may go well."""
+
+
 class ManagedEngine:
     """A vLLM server (or `settings.command`) under batchrun's care.
 
     STARTING -> READY <-> UNREACHABLE      answers, or lives but does not answer
     READY, UNREACHABLE -> RESTARTING -> READY      it died, or hangs
-    STARTING, RESTARTING -> FAILED      the first start, or five in a row, went wrong
+    STARTING, RESTARTING -> FAILED      the first start, or five in a row, went wrong; a first one
+                                        that was killed is tried again
     any -> STOPPED
 
     `progress` is told by somebody else whether the engine gets on with its work.
@@ -83,7 +88,11 @@ class ManagedEngine:
         """
         self.state = EnginePhase.STARTING
         try:
-            await self._launch()
+            try:
+                await self._launch()
+            except _KilledError as error:
+                log.warning("%s; it was killed, and is started again", error)
+                await self._launch()
         except EngineError as error:
             self.state, self.stage = EnginePhase.FAILED, str(error)
             raise
@@ -152,6 +161,8 @@ class ManagedEngine:
         deadline_s = time.monotonic() + self.settings.start_timeout_s
         while not await self.client.is_healthy():
             await self._follow_log()
+            if await asyncio.to_thread(process.was_killed, record):
+                raise _KilledError(await self._explain_death(record))
             if not await asyncio.to_thread(process.is_alive, record):
                 raise EngineError(await self._explain_death(record))
             if time.monotonic() > deadline_s:

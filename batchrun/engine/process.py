@@ -122,6 +122,15 @@ def is_alive(record: ProcessRecord) -> bool:
         return False
 
 
+def was_killed(record: ProcessRecord) -> bool:
+    """Whether a child of this process, not reaped yet, was ended by SIGKILL."""
+    try:
+        ended = os.waitid(os.P_PID, record.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return ended is not None and (ended.si_code, ended.si_status) == (os.CLD_KILLED, signal.SIGKILL)
+
+
 def terminate(record: ProcessRecord, grace_s: float) -> None:
     """End the process and its descendants: SIGTERM, then SIGKILL after `grace_s`.
 

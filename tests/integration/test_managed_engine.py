@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -203,6 +204,27 @@ async def test_a_killed_engine_is_started_again(tmp_path: Path) -> None:
         await wait_for(lambda: engine.state is EnginePhase.READY)
         assert record_of(settings).pid != before.pid
         assert (await engine.client.execute(make_request())).kind is OutcomeKind.OK
+
+
+@pytest.mark.parametrize("num_kills", [1, 2])
+async def test_an_engine_that_is_killed_at_its_first_start_is_started_once_more(
+    tmp_path: Path, num_kills: int
+) -> None:
+    settings = fake_settings(tmp_path)
+    assert settings.command is not None
+    killed = " ".join(
+        f"[ -e killed{n} ] || {{ touch killed{n}; kill -9 $$; }};" for n in range(num_kills)
+    )
+    script = f"cd {tmp_path}; {killed} exec {shlex.join(settings.command)}"
+    engine = ManagedEngine(replace(settings, command=("sh", "-c", script)))
+    if num_kills == 1:
+        await engine.start()
+        assert engine.state is EnginePhase.READY
+    else:
+        with pytest.raises(EngineError, match="ended while starting the process"):
+            await engine.start()
+        assert engine.state is EnginePhase.FAILED
+    await engine.stop()
 
 
 async def test_a_row_that_killed_the_engine_is_lost_and_may_be_tried_again(tmp_path: Path) -> None:
