@@ -84,7 +84,7 @@ class Daemon:
     timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
     name: str = ""
     gateway: str = ""
-    may_start: Callable[[ActiveJob], bool] = lambda _: True
+    before_start: Callable[[ActiveJob], None] = lambda _: None
     active: dict[int, ActiveJob] = field(default_factory=dict)
     stages: dict[str, Stage] = field(default_factory=dict)
     writer: ResultWriter = field(init=False)
@@ -295,8 +295,8 @@ class Daemon:
             return False
         job.record = now
         self.active[record.seq] = job
-        if self.may_start(job):
-            self.dispatcher.add(job)
+        self.before_start(job)
+        self.dispatcher.add(job)
         return True
 
     async def _finish(self, record: JobRecord, ends_as: JobState) -> None:
@@ -379,6 +379,7 @@ class Daemon:
             await self.dispatcher.remove(job)
             self.active.pop(job_seq, None)
             self.stages.pop(job.id, None)
+            self.dispatcher.waiting.discard(job.id)
             self.steering.forget(job.record.id)
             log.info("%s: %s", job.record.id, job.accuracy())
 

@@ -128,7 +128,7 @@ class Assigner(Generic[JobT, SlotT]):
         self.turns = JobTurns()
         self.trial_engine = TrialEngine(slots)
         self.in_the_way: dict[RowKey, Assignment[JobT, SlotT]] = {}
-        self.resting: Collection[str] = frozenset()
+        self.resting: Sequence[Collection[str]] = ()
         self._is_saturated = False
         self._num_taken = 0
         self._turn_ended_at: dict[tuple[str, int], int] = {}
@@ -263,7 +263,8 @@ class Assigner(Generic[JobT, SlotT]):
         """The job whose turn it is on an engine, and its next row for that."""
         ready, rows, now_s = set[str](), dict[str, int](), round_.now_s
         for job_id, job in self.jobs.items():
-            if job_id not in self.resting and job.queue.has_ready(now_s):
+            is_resting = any(job_id in each for each in self.resting)
+            if not is_resting and job.queue.has_ready(now_s):
                 ready.add(job_id)
                 loads = round_.serving(job.model)
                 row = job.queue.peek(now_s, engine, loads) if engine in loads else None

@@ -61,8 +61,8 @@ class Dispatcher:
     """Hands rows of the active jobs to the engines.
 
     `pause_job(job, reason)` is called when a job's setting is at fault. No row may take longer than
-    `row_timeout_s`. Everything runs on one event loop; only reading and rendering rows happens in a
-    thread.
+    `row_timeout_s`. Of the jobs `waiting`, by id, no row goes. Everything runs on one event loop;
+    only reading and rendering rows happens in a thread.
     """
 
     store: Store
@@ -73,6 +73,7 @@ class Dispatcher:
     images: ImageFetcher = field(default_factory=ImageFetcher)
     is_offline_on: bool = True
     row_timeout_s: float = math.inf
+    waiting: set[str] = field(default_factory=set)
     rng: random.Random = field(default_factory=random.Random)
     hinter: Hinter = field(init=False)
     assigner: Assigner[ActiveJob, Slot] = field(init=False)
@@ -83,7 +84,7 @@ class Dispatcher:
         self.hinter = Hinter(self.epoch)
         self.assigner = Assigner(self.slots)
         self._row_images = RowImages(self.images)
-        self.assigner.resting = self._row_images.resting
+        self.assigner.resting = (self._row_images.resting, self.waiting)
 
     @property
     def jobs(self) -> Mapping[str, ActiveJob]:

@@ -114,7 +114,7 @@ class Supervisor:
     def _make_slot(self, config: EngineConfig, engine: Engine, nonce: str | None) -> Slot:
         deployment, home = self._deployment, self._home
         prices = profile_prices(deployment, config, home)
-        load = RowLoad(1.0 if prices is None else speed_of(prices))
+        load = RowLoad(None if prices is None else speed_of(prices))
         is_alone = sum(len(each.replica_names) for each in deployment.engines) == 1
         models = () if is_alone else None
         expected_model = None if is_alone else deployment.first_model_of(config)

@@ -17,6 +17,7 @@ from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from batchrun.estimator.engine_capacity import FleetCapacity
 from batchrun.quantities import duration
@@ -26,6 +27,7 @@ DAY = 1_440
 """Minutes of a day."""
 KEPT = 7 * DAY
 """So many minutes are remembered."""
+FloatArray = npt.NDArray[np.float64]
 LEVEL, TREND = 3, 12
 """Minutes that the level is the mean of, and over which the trend is a line."""
 SMOOTH = 3
@@ -151,21 +153,28 @@ ALIKE = 1.02
 """So little more load is not worth waiting for less."""
 
 
-def minutes_to_cheap_time(loads: Sequence[float], work_s: float, left_s: float) -> int:
-    """In how many minutes work of so many seconds, due in `left_s`, should go on: 0 in one of the
-    minutes until then that bring the least load, of as many as the work takes, and as long as no
-    whole day is known. `loads` are those of the minutes that have ended, the oldest first; a time
-    of the day is taken to be as it was on average."""
+def course_of_day(loads: Sequence[float]) -> FloatArray | None:
+    """What the minutes of a day that begins now bring on average, smoothed; None as long as no
+    whole day is known. `loads` are those of the minutes that have ended, the oldest first."""
     num_days = len(loads) // DAY
-    needed = math.ceil(work_s / MINUTE_S)
-    left = int(((1 - RESERVE) * left_s - RESERVE_S) / MINUTE_S)
-    if not num_days or needed >= left:
-        return 0
+    if not num_days:
+        return None
     padded = np.pad(np.array(loads), COURSE // 2, mode="edge")
     smooth = np.convolve(padded, np.full(COURSE, 1 / COURSE), "valid")
-    day = smooth[-num_days * DAY :].reshape(num_days, DAY).mean(axis=0)
-    course = np.resize(day, left)
-    most = np.partition(course, needed)[needed]
+    day: FloatArray = smooth[-num_days * DAY :].reshape(num_days, DAY).mean(axis=0)
+    return day
+
+
+def minutes_to_cheap_time(day: FloatArray | None, work_s: float, left_s: float) -> int:
+    """In how many minutes work of so many seconds, due in `left_s`, should go on: 0 in one of the
+    minutes until then that bring the least load, of as many as the work takes, and while no `day`
+    is known."""
+    needed = math.ceil(work_s / MINUTE_S)
+    left = int(((1 - RESERVE) * left_s - RESERVE_S) / MINUTE_S)
+    if day is None or needed >= left:
+        return 0
+    course = np.resize(day, min(left, KEPT))
+    most = np.partition(course, min(needed, len(course) - 1))[min(needed, len(course) - 1)]
     return int(np.argmax(course <= ALIKE * most))
 
 

@@ -345,11 +345,11 @@ class RowLoad:
     """Rows that the daemon has on one engine: the tokens of their prompts, their work in seconds of
     a usual engine, and how fast it goes.
 
-    `first_speed` is what is expected before anything was seen. `is_full`: it has all the rows that
-    it takes; only then its pace tells of its speed.
+    `first_speed` is what is expected before anything was seen; None: nobody knows. `is_full`: it
+    has all the rows that it takes; only then its pace tells of its speed.
     """
 
-    first_speed: float = 1.0
+    first_speed: float | None = None
     num_in_flight: int = 0
     tokens_in_flight: int = 0
     work_s: float = 0.0
@@ -361,7 +361,13 @@ class RowLoad:
     @property
     def speed(self) -> float:
         """Seconds of work that it does in a second."""
-        return (self.first_speed * PRIOR_S + self._done_s) / (PRIOR_S + self._busy_s)
+        first_speed = 1.0 if self.first_speed is None else self.first_speed
+        return (first_speed * PRIOR_S + self._done_s) / (PRIOR_S + self._busy_s)
+
+    @property
+    def is_speed_known(self) -> bool:
+        """Whether it was measured, or seen for as long as a guess weighs."""
+        return self.first_speed is not None or self._busy_s >= PRIOR_S
 
     @property
     def seconds(self) -> float:

@@ -27,8 +27,8 @@ parts, decisions that are explained (12), what callers feel, fleets that Ray pla
 whose number follows the calls (3), an engine apart from the way to its agent, calls for
 the daemon apart from those for engines, the peak of a trace (3), jobs that wait for cheap
 hours."""
-MAX_LINES = 60_490
-"""22,100 more for these, for groups by key portion and rows over engines by speed, several models,
+MAX_LINES = 60_560
+"""22,200 more for these, for groups by key portion and rows over engines by speed, several models,
 a planner that sizes on several draws, bounds on what callers and engines send and hold, and
 daemons that stand by, deployments that calls at once share, processes that watch their parents,
 turns for images, places in a cache of data sets, what is cached of waiting calls, answers by class,

@@ -191,3 +191,14 @@ async def test_the_end_of_a_job_removes_its_plan(
 
     assert jobs.get(store, record.id).state is JobState.CANCELLED
     assert not plan_file(links, record.id).exists()
+
+
+def test_a_template_beside_others_counts_too(
+    store: Store, record: JobRecord, links: Path, tmp_path: Path
+) -> None:
+    more = tmp_path / "model" / "additional_chat_templates"
+    more.mkdir(parents=True)
+    (tmp_path / "model" / "tokenizer_config.json").write_text("{}")
+    taken_up(store, record, links, tmp_path / "model")
+    (more / "tool_use.jinja").write_text("{{ messages }}")
+    assert taken_up(store, record, links, tmp_path / "model")[1]

@@ -213,6 +213,7 @@ def read_prompts(folder: Path | None, *, now: datetime, python: Path | None = No
 
 def _source(folder: Path, now: datetime, python: Path | None) -> str:
     """Another text where the model's files, the date, or who reads images are others."""
-    files = sorted((each.name, each.stat()) for each in folder.iterdir() if each.is_file())
+    found = [*folder.iterdir(), *(folder / "additional_chat_templates").glob("*.jinja")]
+    files = sorted((str(each), each.stat()) for each in found if each.is_file())
     states = [(name, state.st_size, state.st_mtime_ns) for name, state in files]
     return repr((str(folder), states, now.isoformat(), str(python)))

@@ -166,13 +166,14 @@ class Status:
         else:
             counts, num_cut = await self._count(record)
         stage = self.daemon.stages.get(record.id)
+        is_waiting = record.id in self.daemon.dispatcher.waiting
         view = view_job(
             record,
             counts,
             active=active,
             predicted=(
                 self.daemon.dispatcher.assigner.turns.outlook(record.id),
-                self._completions.get(record.id),
+                None if is_waiting else self._completions.get(record.id),
             ),
             stage=None if stage is None else stage.describe(),
             now_s=time.monotonic(),

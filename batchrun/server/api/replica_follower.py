@@ -80,15 +80,15 @@ class KnownMinutes(Struct, frozen=True):
     loads: list[float]
 
 
-def read_minutes(file: Path, now_minute: int) -> list[float]:
-    """The minutes that were kept in a file. Those since then are as the last one; none after a day
+def read_minutes(file: Path, now_minute: int) -> tuple[list[float], int]:
+    """The minutes that were kept in a file, and how many have passed since; none after a day
     without. Blocking."""
     with suppress(OSError, msgspec.DecodeError):
         known = msgspec.json.decode(file.read_bytes(), type=KnownMinutes)
         missed = now_minute - 1 - known.last_minute
         if 0 <= missed < DAY:
-            return known.loads + known.loads[-1:] * missed
-    return []
+            return known.loads, missed
+    return [], 0
 
 
 def keep_minutes(file: Path, loads: Iterable[float], now_minute: int) -> None:
@@ -122,8 +122,10 @@ class FollowedFleet:
         self.sizer = FleetSizer(limits)
 
     def restore(self, now_minute: int) -> None:
-        """Take up the minutes of an earlier daemon. Blocking."""
-        for load in read_minutes(self.file, now_minute):
+        """Take up the minutes of an earlier daemon. Those between are as the one before them.
+        Blocking."""
+        loads, num_missed = read_minutes(self.file, now_minute)
+        for load in loads + loads[-1:] * num_missed:
             self.forecast.add(load)
 
     def take(self, totals: Mapping[str, EngineCalls], elapsed_s: float) -> None:
@@ -252,6 +254,8 @@ class ReplicaFollower:
         slots = self._ready(fleet)
         jobs = self._daemon.active.values() if self._daemon.dispatcher.is_offline_on else ()
         for job in jobs:
+            if job.id in self._daemon.dispatcher.waiting:
+                continue
             if slots and not any(slot.serves(job.model) for slot in slots):
                 continue
             has_rows |= job.queue.num_pending > 0
