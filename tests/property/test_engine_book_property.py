@@ -23,12 +23,14 @@ LONGEST = 30
 
 @dataclass
 class Fleet:
-    """Workers that share memory, and the calls of each that are on their way."""
+    """Workers that share memory, and the calls of each that are on their way; those of workers that
+    are `dead` still hold their KV for a while."""
 
     rng: random.Random
     arrays: Arrays = field(default_factory=lambda: Arrays.private(NUM_PIECES, NUM_ENGINES))
     books: list[EngineBook] = field(init=False)
     on_way: list[list[Sent]] = field(init=False)
+    dead: list[Sent] = field(default_factory=list)
     now_s: float = 1.0
 
     def __post_init__(self) -> None:
@@ -44,6 +46,8 @@ class Fleet:
         kind = self.rng.random()
         if kind < 0.001:
             self.books[worker] = self._book(worker)
+            self.dead = [sent for sent in self.dead if sent.held.stamp_s > self.now_s]
+            self.dead += self.on_way[worker]
             self.on_way[worker].clear()
         elif kind < 0.002:
             self.lose(self.rng.randrange(NUM_ENGINES))
@@ -90,6 +94,8 @@ class Fleet:
             assert load.prompt_tokens == sum(sent.call.prompt_tokens for sent in calls)
             assert load.waiting_calls == len(waiting)
             assert 0 <= load.waiting_s <= sum(sent.prefill_s for sent in waiting) + 1e-6
+            # The calls of a dead worker may run for as long as they were thought to.
+            calls += [sent for sent in self.dead if sent.engine == engine]
             on_way = sum(len(sent.call.keys) for sent in calls)
             most = ROOM_PIECES * (1 + SWEEP_SHARE) + LONGEST + on_way
             assert self.books[0].prefixes.num_pieces(engine, self.now_s) <= most
