@@ -46,7 +46,7 @@ class PlainMap(PrefixMap):
         self.num_cleared = np.zeros(num_engines)
         self.used_at_s = np.zeros((num_pieces, num_engines))
         self.columns = np.zeros((num_engines, 4))
-        self.learnt = 0.0
+        self.learnt, self.answers = 0.0, np.zeros(4)
         self.num_evicted = self.num_returned = 0.0
         self.lost: tuple[KeyArray, int] = np.empty(0, np.uint64), 0
         self.mask = np.uint64(len(self.keys) // WAYS - 1)

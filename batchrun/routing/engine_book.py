@@ -21,6 +21,9 @@ FIELDS = ("calls", "prompt_tokens", "waiting_calls", "waiting_tokens", "waiting_
 _CALLS, _PROMPT, _WAITING, _WAITING_TOKENS, _WAITING_S, _MOVED_AT = range(len(FIELDS))
 ANSWERS = 1000
 """Calls over which the mean answer, the mean prompt and the mean stay are learnt."""
+_NUM_ENDED, _ANSWER, _LENGTH, _STAY = range(4)
+_MEANS = slice(_ANSWER, _STAY + 1)
+"""In `PrefixMap.answers`: how many calls were answered, and these means."""
 FIRST_ANSWER_TOKENS = 128.0
 MIN_GAP_S = 1e-3
 BEYOND_PIECES = 0.5
@@ -154,15 +157,14 @@ class EngineBook:
         self, prefixes: PrefixMap, loads: npt.NDArray[np.float64], worker: int = 0
     ) -> None:
         self.prefixes = prefixes
-        self.answer_tokens = FIRST_ANSWER_TOKENS
-        self.prompt_tokens = FIRST_ANSWER_TOKENS
+        if not prefixes.answers[_NUM_ENDED]:
+            stay_s = FIRST_ANSWER_TOKENS * Prices().base_s
+            prefixes.answers[_MEANS] = (FIRST_ANSWER_TOKENS, FIRST_ANSWER_TOKENS, stay_s)
         self._loads = loads
         self._own = loads[worker]
         self._own[:] = 0.0
         self._traits: dict[int, EngineTraits] = {}
         self._prices = np.zeros((len(PriceTable._fields), loads.shape[1]))
-        self._stay_s = FIRST_ANSWER_TOKENS * Prices().base_s
-        self._num_ended = 0
 
     @classmethod
     def of(cls, traits: Sequence[EngineTraits], num_pieces: int = 1 << 15) -> EngineBook:
@@ -172,6 +174,20 @@ class EngineBook:
         for number, each in enumerate(traits):
             book.introduce(number, each)
         return book
+
+    @property
+    def answer_tokens(self) -> float:
+        """Of a mean answer, by what all that share have seen."""
+        return float(self.prefixes.answers[_ANSWER])
+
+    @property
+    def prompt_tokens(self) -> float:
+        """Of a mean prompt."""
+        return float(self.prefixes.answers[_LENGTH])
+
+    @property
+    def _stay_s(self) -> float:
+        return float(self.prefixes.answers[_STAY])
 
     @property
     def traits(self) -> Mapping[int, EngineTraits]:
@@ -271,11 +287,11 @@ class EngineBook:
             return
         num_cached = None if cached_tokens is None else cached_tokens / call.piece_tokens
         self.prefixes.answered(sent.engine, call.keys, sent.held, now_s, num_cached)
-        self._num_ended += 1
-        weight = max(1 / self._num_ended, 1 / ANSWERS)
-        self.answer_tokens += weight * (output_tokens - self.answer_tokens)
-        self.prompt_tokens += weight * (call.prompt_tokens - self.prompt_tokens)
-        self._stay_s += weight * (now_s - sent.at_s - self._stay_s)
+        answers = self.prefixes.answers
+        answers[_NUM_ENDED] += 1
+        weight = max(1 / float(answers[_NUM_ENDED]), 1 / ANSWERS)
+        told = (output_tokens, call.prompt_tokens, now_s - sent.at_s)
+        answers[_MEANS] += weight * (np.array(told) - answers[_MEANS])
 
     def left(self, engine: int) -> None:
         """The engine has died or was removed: what it held is gone. It may come back, empty."""

@@ -54,7 +54,7 @@ class Arrays(NamedTuple):
     """What processes share: a key and a number of uses for each place, how many replies in a row
     had it cached, when each engine last used it, a row for each engine, and for each engine what it
     holds of what it used (`_SINCE` to `_NUM_CLEARED`); the last row has what was learnt from
-    evictions (`_USES` to `_NUM_RETURNED`)."""
+    evictions (`_USES` to `_NUM_RETURNED`) and, by `EngineBook`, from `answers`."""
 
     keys: KeyArray
     num_uses: npt.NDArray[np.uint32]
@@ -122,6 +122,7 @@ class PrefixMap:
     def __init__(self, arrays: Arrays) -> None:
         self._keys, self._num_uses, self._num_hits, self._used_at_s, columns = arrays
         self._columns, self._learnt = columns[:-1], columns[-1]
+        self.answers = self._learnt[_NUM_RETURNED + 1 :]
         self._buckets = self._keys.reshape(-1, WAYS)
         self._mask = np.uint64(len(self._buckets) - 1)
         self._ranked: _Ranked | None = None

@@ -27,14 +27,14 @@ parts, decisions that are explained (12), what callers feel, fleets that Ray pla
 whose number follows the calls (3), an engine apart from the way to its agent, calls for
 the daemon apart from those for engines, the peak of a trace (3), jobs that wait for cheap
 hours."""
-MAX_LINES = 60_560
+MAX_LINES = 60_575
 """22,200 more for these, for groups by key portion and rows over engines by speed, several models,
 a planner that sizes on several draws, bounds on what callers and engines send and hold, and
 daemons that stand by, deployments that calls at once share, processes that watch their parents,
 turns for images, places in a cache of data sets, what is cached of waiting calls, answers by class,
 agents that have no engine, rows by the content that they were made from, renewed certificates,
 fleets that follow their calls, how far back caches reach, settings that reach fleets in turn, plans
-that are kept over restarts, jobs that wait for cheap hours."""
+that are kept over restarts, jobs that wait for cheap hours, what workers learn from each other."""
 MAX_SHORT_FILES = 25
 SHORT_LINES = 80
 LONGEST_LINES = 500

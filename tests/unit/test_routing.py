@@ -77,6 +77,19 @@ def test_what_one_worker_sends_does_not_undo_the_time_that_anothers_calls_have_w
     assert waiting_s == pytest.approx(prefill_s + added_s - 0.25)
 
 
+def test_workers_learn_the_lengths_of_answers_from_each_others_calls() -> None:
+    arrays, loads = Arrays.private(64, 1), np.zeros((2, 1, len(FIELDS)))
+    one, other = (EngineBook(PrefixMap(arrays), loads, worker) for worker in range(2))
+    one.introduce(0, EngineTraits())
+    one.ended(one.sent(call(700), 0, 1.0), 4.0, None, 30)
+    assert (other.answer_tokens, other.prompt_tokens) == (30, 700)
+    heir = EngineBook(PrefixMap(arrays), loads, 0)
+    assert heir.answer_tokens == 30
+    other.introduce(0, EngineTraits())
+    other.ended(other.sent(call(500), 0, 5.0), 9.0, None, 10)
+    assert (one.answer_tokens, heir.prompt_tokens) == (20, 600)
+
+
 def test_a_hot_prefix_gets_a_second_home_once_its_queue_costs_more() -> None:
     router = make_router("cost", book_of(2))
     hot = call(20_000, 5, 78)
