@@ -11,7 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -285,7 +285,8 @@ class JobEnd:
             try:
                 if await (self._end_batch if now.is_batch else self._export)(now, stage):
                     plan = plan_file(self.links, record.id)
-                    await asyncio.to_thread(plan.unlink, missing_ok=True)
+                    with suppress(OSError):
+                        await asyncio.to_thread(plan.unlink)
             finally:
                 self.stages.pop(record.id, None)
 

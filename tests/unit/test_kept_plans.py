@@ -174,12 +174,15 @@ def test_a_plan_goes_with_its_job(store: Store, record: JobRecord, links: Path) 
     assert (unused.path, unused.size_bytes) == (path, path.stat().st_size)
 
 
-async def test_the_end_of_a_job_removes_its_plan(
-    store: Store, record: JobRecord, links: Path
+@pytest.mark.parametrize("is_folder", [False, True])
+async def test_the_end_of_a_job_removes_its_plan_if_it_can(
+    store: Store, record: JobRecord, links: Path, *, is_folder: bool
 ) -> None:
     async def pause(_job_id: str, reason: str) -> None:
         raise AssertionError(reason)
 
+    if is_folder:
+        plan_file(links, record.id).mkdir()
     taken_up(store, record, links)
     jobs.start(store, record.id, now_s=0.0)
     jobs.request_cancel(store, record.id, now_s=0.0)
@@ -190,7 +193,7 @@ async def test_the_end_of_a_job_removes_its_plan(
     writing.cancel()
 
     assert jobs.get(store, record.id).state is JobState.CANCELLED
-    assert not plan_file(links, record.id).exists()
+    assert plan_file(links, record.id).exists() == is_folder
 
 
 def test_a_template_beside_others_counts_too(
