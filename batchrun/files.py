@@ -206,6 +206,27 @@ def atomic_file(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
         raise _explained(path, failure) from None
 
 
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """A new folder, for files that the caller syncs, that takes the name `path` on success; on any
+    failure what was there stays. Raises what `atomic_file` raises, and StoreError."""
+    try:
+        make_folder(path.parent)
+        with scratch_folder(path.parent) as scratch:
+            made = scratch / "new"
+            made.mkdir()
+            yield made
+            sync_folder(made)
+            failpoint("output.rename.before")
+            if path.exists():
+                path.rename(scratch / "old")
+            made.rename(path)
+            sync_folder(path.parent)
+        failpoint("output.rename.after")
+    except OSError as failure:
+        raise _explained(path, failure) from None
+
+
 def _locked(path: Path, mode: int) -> BinaryIO:
     """A new file, locked for as long as it is open: whoever gets the lock knows that its writer is
     dead, whatever became of the writer's pid."""
@@ -275,7 +296,7 @@ def scratch_folder(parent: Path) -> Iterator[Path]:
 
 def remove_left_scratch(parent: Path) -> None:
     """Remove the folders whose makers are dead: the kernel has freed their locks."""
-    for folder in parent.glob(f"{PREFIX}*"):
+    for folder in parent.glob(PREFIX + "[0-9a-f]" * 16):
         with suppress(OSError):
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             try:

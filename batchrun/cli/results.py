@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,7 @@ from batchrun.daemon.ending import export
 from batchrun.errors import DataError, InputError, StateError
 from batchrun.files import check_place, is_url, name_of, scratch_folder
 from batchrun.home import Home
-from batchrun.jobs import objects
+from batchrun.jobs.results.output_parts import holds_input, is_written, upload
 from batchrun.jobs.spec import JobSpec
 from batchrun.jobs.submit import open_submitted
 from batchrun.store import results as result_records
@@ -34,6 +35,7 @@ from batchrun.store.jobs import JobRecord
 from batchrun.types import JobState
 
 OUTPUT_SUFFIXES = (".parquet", ".jsonl")
+STDOUT = "-"
 
 
 def results(
@@ -42,7 +44,10 @@ def results(
     output: Annotated[
         str | None,
         typer.Option(
-            "--output", "-o", metavar="PATH", help="File or s3:// URL to write: .parquet or .jsonl."
+            "--output",
+            "-o",
+            metavar="PATH",
+            help="File or s3:// URL to write: .parquet or .jsonl; - for JSONL on stdout.",
         ),
     ] = None,
     partial: Annotated[
@@ -56,15 +61,22 @@ def results(
         if not partial:
             _check_finished(store, record, is_copy=output is not None)
         if output is None and partial:
-            raise InputError("--partial needs a file to write to: -o PATH")
-        place = record.output_path if output is None else _checked_output(output, record)
+            raise InputError("--partial needs a file to write to: -o PATH, or -o - for stdout")
+        if output == STDOUT:
+            if as_json:
+                raise InputError("-o - writes the rows to stdout; leave out --json")
+            export(store, record, to=sys.stdout.buffer, links=home.inputs, is_partial=partial)
+            sys.stdout.buffer.flush()
+            return
+        spec = JobSpec.model_validate_json(record.spec)
+        place = record.output_path if output is None else _checked_output(output, spec)
         num_rows = record.num_rows
-        if output is not None or not _exists(place):
+        if output is not None or not is_written(place, spec.output.rows_per_file):
             with ProgressBar() as progress, _path_to_write(place, home) as path:
                 num_rows = export(
                     store,
                     record,
-                    path=path,
+                    to=path,
                     links=home.inputs,
                     is_partial=partial,
                     progress=progress,
@@ -154,7 +166,7 @@ def _ids_of(record: JobRecord, rows: Sequence[int], home: Home) -> Sequence[str]
         return [data.row_id(values, row) for values, row in zip(read, rows, strict=True)]
 
 
-def _checked_output(output: str, record: JobRecord) -> str:
+def _checked_output(output: str, spec: JobSpec) -> str:
     """The file or object to write, made absolute. Raises InputError."""
     if not output.endswith(OUTPUT_SUFFIXES):
         raise InputError(f"-o {output}: must end in .parquet or .jsonl")
@@ -162,13 +174,9 @@ def _checked_output(output: str, record: JobRecord) -> str:
         place = check_place(output) if is_url(output) else str(Path(output).absolute())
     except ValueError as error:
         raise InputError(f"-o {error}") from None
-    if place in JobSpec.model_validate_json(record.spec).input.path:
+    if holds_input(place, spec.input.path):
         raise InputError(f"-o {output}: would overwrite the job's input file")
     return place
-
-
-def _exists(place: str) -> bool:
-    return objects.exists(place) if is_url(place) else Path(place).exists()
 
 
 @contextmanager
@@ -180,7 +188,7 @@ def _path_to_write(place: str, home: Home) -> Iterator[Path]:
     with scratch_folder(home.inputs) as folder:
         copy = folder / name_of(place)
         yield copy
-        objects.put(copy, place)
+        upload(copy, place)
 
 
 def _check_finished(store: Store, record: JobRecord, *, is_copy: bool) -> None:

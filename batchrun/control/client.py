@@ -1,4 +1,4 @@
-"""Asking the running daemon, over HTTP on loopback."""
+"""Asking the running daemon, over HTTP on loopback, or where it stands by the one that leads."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from contextlib import closing
+from http import HTTPStatus
 from typing import Any
 
 from batchrun import errors
-from batchrun.errors import BatchrunError, DaemonUnavailableError
+from batchrun.errors import BatchrunError, DaemonUnavailableError, NotLeadingError
 from batchrun.home import CONTROL_PREFIX, Home
 
 TIMEOUT_S = 30.0
@@ -18,7 +20,11 @@ JsonDocument = dict[str, Any]
 
 
 class DaemonClient:
-    """The daemon of one home. Every call raises DaemonUnavailableError when none answers."""
+    """The daemon of one home. Every call raises DaemonUnavailableError when none answers.
+
+    What a daemon that stands by cannot do, the leader does; then also NotLeadingError when nobody
+    leads, and StoreError.
+    """
 
     def __init__(self, home: Home, *, timeout_s: float = TIMEOUT_S) -> None:
         self._home = home
@@ -40,7 +46,29 @@ class DaemonClient:
             return False
         return True
 
+    def ask_leader(
+        self, method: str, path: str, document: Mapping[str, object] | None
+    ) -> JsonDocument:
+        """Call a control route of the daemon that leads on the home's database."""
+        from batchrun.store.database import open_store
+        from batchrun.store.orders import Order, ask_leader
+
+        with closing(open_store(self._home.store_location)) as store:
+            answer = ask_leader(store, Order(method, path, document), wait_s=self._timeout_s)
+        if answer.status >= HTTPStatus.BAD_REQUEST:
+            raise _as_our_error(answer.status, answer.text)
+        told: JsonDocument = json.loads(answer.text)
+        return told
+
     def _call(self, method: str, path: str, document: Mapping[str, object] | None) -> JsonDocument:
+        try:
+            return self._ask_here(method, path, document)
+        except NotLeadingError:
+            return self.ask_leader(method, path, document)
+
+    def _ask_here(
+        self, method: str, path: str, document: Mapping[str, object] | None
+    ) -> JsonDocument:
         missing = DaemonUnavailableError(
             f"no daemon runs for {self._home.path}; start one with `batchrun up -d`"
         )
@@ -61,16 +89,16 @@ class DaemonClient:
                 answer: JsonDocument = json.load(response)
                 return answer
         except urllib.error.HTTPError as error:
-            raise _as_our_error(error) from error
+            raise _as_our_error(error.code, error.read()) from error
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise missing from error
 
 
-def _as_our_error(error: urllib.error.HTTPError) -> BatchrunError:
+def _as_our_error(status: int, text: str | bytes) -> BatchrunError:
     try:
-        envelope = json.load(error)["error"]
+        envelope = json.loads(text)["error"]
     except (ValueError, KeyError, TypeError):
-        return BatchrunError(f"the daemon answered HTTP {error.code}")
+        return BatchrunError(f"the daemon answered HTTP {status}")
     kind = getattr(errors, str(envelope.get("code")), BatchrunError)
     is_ours = isinstance(kind, type) and issubclass(kind, BatchrunError)
     return (kind if is_ours else BatchrunError)(envelope["message"])

@@ -13,7 +13,7 @@ from urllib.parse import quote
 from batchrun.control.client import DaemonClient
 from batchrun.control.following import ProgressBar
 from batchrun.control.starting import LOOK_WAIT_S, describe_silence, read_deployment
-from batchrun.errors import DaemonUnavailableError, UnknownJobError
+from batchrun.errors import DaemonUnavailableError, NotLeadingError, UnknownJobError
 from batchrun.files import StoreLock
 from batchrun.home import Home
 from batchrun.jobs.pin import InputPin
@@ -67,10 +67,15 @@ def prepare_spec(
 
 def hand_over(job: NewJob, home: Home) -> tuple[str, bool]:
     """Give a job to the daemon, or to the store when none runs; returns (id, it waits)."""
+    client = DaemonClient(home)
     try:
-        return str(DaemonClient(home).post("/jobs", asdict(job))["id"]), False
+        return str(client.post("/jobs", asdict(job))["id"]), False
     except DaemonUnavailableError:
+        pass
+    try:
         return _add_to_store(job, home), True
+    except NotLeadingError:
+        return str(client.ask_leader("POST", "/jobs", asdict(job))["id"]), False
 
 
 def _add_to_store(job: NewJob, home: Home) -> str:

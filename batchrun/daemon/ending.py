@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 from batchrun.daemon.writer import (
     ResultWriter,
@@ -32,12 +33,12 @@ from batchrun.errors import (
     StoreError,
 )
 from batchrun.files import is_url, name_of, scratch_folder
-from batchrun.jobs import objects
 from batchrun.jobs.objects import in_thread
 from batchrun.jobs.results.batch_files import read_custom_ids, salvage_custom_ids, write_batch_files
 from batchrun.jobs.results.file_bytes import FileBytes, remove_expired, sweep_files
 from batchrun.jobs.results.keeping import find_unused_links, find_unused_rows, remove
 from batchrun.jobs.results.output_file import write_output
+from batchrun.jobs.results.output_parts import upload
 from batchrun.jobs.spec import JobSpec
 from batchrun.jobs.submit import open_submitted, plan_file
 from batchrun.store import batches, jobs, results
@@ -58,12 +59,12 @@ def export(
     record: JobRecord,
     *,
     links: Path,
-    path: Path | None = None,
+    to: Path | BinaryIO | None = None,
     is_partial: bool = False,
     progress: ProgressSink | None = None,
 ) -> int:
-    """Write a job's output file (to `path`, or where its spec says); returns its number of rows.
-    An output that is an object needs a `path`, to be uploaded from.
+    """Write a job's output (`to` a place, or where its spec says); returns its number of rows. An
+    output in object storage needs a place on this machine, to be uploaded from.
 
     A partial one leaves out rows without a result; otherwise they carry the error of how the job
     ends. Blocking. Raises StoreFullError, InputError and DataError, and then leaves no
@@ -73,10 +74,10 @@ def export(
     spec = JobSpec.model_validate_json(record.spec)
     data = open_submitted(record, spec, links=links)
     ends_as = record.ends_as or record.state
-    assert path is not None or not is_url(spec.output.path)
+    assert to is not None or not is_url(spec.output.path)
     try:
         return write_output(
-            Path(spec.output.path) if path is None else path,
+            Path(spec.output.path) if to is None else to,
             results.read(store, record.seq),
             spec=spec,
             data=data,
@@ -312,12 +313,12 @@ class JobEnd:
         folder = await in_thread(exits.enter_context, scratch_folder(self.links))
         try:
             copy = folder / name_of(place)
-            await until_read_or_written(work, path=copy)
-            upload = partial(objects.put, copy, place)
+            await until_read_or_written(work, to=copy)
+            bring = partial(upload, copy, place)
             if record.state is JobState.FINALIZING:
-                await until_uploaded(upload, self.store, record, stage)
+                await until_uploaded(bring, self.store, record, stage)
             else:
-                await in_thread(upload)
+                await in_thread(bring)
         finally:
             await in_thread(exits.close)
 

@@ -313,6 +313,17 @@ def remove(url: str) -> None:
         return
 
 
+def names_below(url: str) -> list[str]:
+    """What the objects are called whose keys go on with a slash after `url` and have no other."""
+    storage, path = _open(url)
+    try:
+        with explained(url):
+            found = storage.find(path, maxdepth=1)
+    except MissingObjectError:
+        return []
+    return [key.rpartition("/")[2] for key in found if key.rpartition("/")[0] == path]
+
+
 def _abort_uploads(storage: Any, path: str) -> None:
     """Give back what S3 keeps of uploads to this key that were killed; others forget by
     themselves."""

@@ -121,11 +121,15 @@ class InputSpec(_Strict):
 
 
 class OutputSpec(_Strict):
-    """Where the answers go. `keep`: input columns to join back; `body`: the whole reply too."""
+    """Where the answers go. `keep`: input columns to join back; `body`: the whole reply too.
+
+    With `rows_per_file` the path is that of a folder, of files with so many rows each.
+    """
 
     path: Place
     keep: tuple[Text, ...] = ()
     body: bool = False
+    rows_per_file: Annotated[int | None, Field(gt=0, strict=True)] = None
 
     @field_validator("path")
     @classmethod
@@ -202,6 +206,8 @@ class JobSpec(JobFile):
         """Hex digest that is equal for two submissions of the same job, wherever they are read."""
         aside = {"source", "continue_from", "row_timeout", "on_done", "start"}
         values = self.model_dump(mode="json", exclude=aside)
+        if self.output.rows_per_file is None:
+            del values["output"]["rows_per_file"]
         canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()
 

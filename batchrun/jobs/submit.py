@@ -35,6 +35,7 @@ from batchrun.jobs.job_file import CONTENT_KEYS
 from batchrun.jobs.pin import InputPin, fetched_input, keep_input, verify_pin
 from batchrun.jobs.prompts.template import RequestTemplate, RowRenderError
 from batchrun.jobs.prompts.tokens import PLAIN_PROMPTS, PromptReader, TokenRatio, sample_rows
+from batchrun.jobs.results.output_parts import foreign_file
 from batchrun.jobs.spec import JobSpec, read_secret
 from batchrun.pool.prefix_groups import group_rows
 from batchrun.pool.prefix_keys import CHUNK_BYTES, ChainBuilder, ChainTable, IntArray, salt_of
@@ -168,8 +169,10 @@ def _check_output_place(spec: JobSpec) -> None:
         return
     path = Path(spec.output.path)
     folder = next(parent for parent in path.parents if parent.exists())
-    if path.is_dir():
+    if path.is_dir() and spec.output.rows_per_file is None:
         problem = "is a folder; name a file"
+    elif (foreign := foreign_file(path)) is not None:
+        problem = f"{foreign} there is no output of a job; name a folder of its own"
     elif not folder.is_dir():
         problem = f"{folder} is not a folder"
     elif not os.access(folder, os.W_OK | os.X_OK):

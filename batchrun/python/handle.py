@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Self
 
 import polars as pl
@@ -15,6 +15,7 @@ from batchrun.control.submitting import find_same, hand_over, prepare, stored_jo
 from batchrun.errors import DaemonUnavailableError, StateError, UnknownJobError
 from batchrun.files import is_url
 from batchrun.home import Home
+from batchrun.jobs.spec import JobSpec
 from batchrun.python.asking import deployment, home_of
 from batchrun.store import results
 from batchrun.types import JobState
@@ -66,7 +67,12 @@ class Job:
         place = str(view["output_path"])
         if not is_url(place) and not Path(place).exists():
             raise StateError(f"{self.id} is {view['state']}: {place} is not there; see `wait`")
-        if place.endswith(".parquet"):
+        with stored_job(self.id, self.home) as (_, record):
+            spec = JobSpec.model_validate_json(record.spec)
+        suffix = PurePath(place).suffix
+        if spec.output.rows_per_file is not None:
+            place = f"{place}/part-*{suffix}"
+        if suffix == ".parquet":
             return pl.scan_parquet(place)
         return pl.scan_ndjson(place, infer_schema_length=None)
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 
+import polars as pl
 import pytest
 from deployment_rig import JOB_FILE, DeploymentRig
+
+from batchrun.home import Home
+from batchrun.python.handle import Job
 
 
 def test_run_goes_from_nothing_to_the_output_and_stops_what_it_started(rig: DeploymentRig) -> None:
@@ -137,6 +142,32 @@ def test_two_jobs_share_the_engine(rig: DeploymentRig) -> None:
     assert rig.job(first)["state"] == "running"
 
 
+def test_an_output_of_many_files_and_as_a_stream(rig: DeploymentRig) -> None:
+    rig.use_fake_engine()
+    texts = [f"question {i}" for i in range(40)]
+    many = JOB_FILE.replace("out.parquet", "out.parquet, rows_per_file: 16")
+    job = rig.submit_rows(*texts, job=many)
+    rig.wait_until_ended(job)
+
+    folder = rig.folder / "out.parquet"
+    assert [pl.read_parquet(path).height for path in sorted(folder.iterdir())] == [16, 16, 8]
+    assert Job(job, Home(rig.home)).results().collect()["text"].to_list() == texts
+    streamed = rig.call("results", job, "-o", "-").stdout.splitlines()
+    assert [json.loads(line)["text"] for line in streamed] == texts
+    with rig.start("results", job, "-o", "-") as reading:
+        assert reading.stdout is not None and reading.stderr is not None
+        reading.stdout.close()
+        assert (reading.wait(60), reading.stderr.read()) == (1, "")
+    assert rig.ask("results", job)["path"] == str(folder)
+
+    rig.write_job(many.replace("rows.parquet", "out.parquet/*.parquet"))
+    assert "would overwrite the input" in rig.refuse("submit", "job.yaml")[1]
+    (folder / "notes.txt").write_text("mine")
+    rig.write_job(many)
+    code, line = rig.refuse("submit", "job.yaml")
+    assert (code, line.count("notes.txt there is no output of a job")) == (2, 1)
+
+
 @pytest.mark.nightly
 def test_partial_results_can_be_read_while_the_job_runs(rig: DeploymentRig) -> None:
     rig.use_fake_engine("--latency-s=0.5")
@@ -149,6 +180,8 @@ def test_partial_results_can_be_read_while_the_job_runs(rig: DeploymentRig) -> N
     assert refused.returncode == 4
     assert "--partial" in refused.stderr
     assert taken["rows"] > 10
+    streamed = rig.call("results", job, "--partial", "-o", "-").stdout.splitlines()
+    assert len(streamed) >= taken["rows"]
 
 
 def test_a_clean_stop_hands_rows_back_and_loses_nothing(rig: DeploymentRig) -> None:

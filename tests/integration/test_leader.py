@@ -71,8 +71,7 @@ def role(rig: DeploymentRig) -> dict[str, Any]:
     return {"role": None}
 
 
-@pytest.mark.nightly
-def test_a_standby_says_who_leads_and_takes_no_commands(pair: Pair) -> None:
+def test_a_standby_says_who_leads_and_has_it_carry_out_commands(pair: Pair) -> None:
     pair.start()
     name = f":{pair.first.home}"
 
@@ -80,11 +79,14 @@ def test_a_standby_says_who_leads_and_takes_no_commands(pair: Pair) -> None:
     assert (told["leader"].endswith(name), told["term"]) == (True, role(pair.first)["term"])
     shown = pair.second.call("status").stdout
     assert shown.startswith("standby of ") and name in shown.splitlines()[0]
-    pair.second.write_rows(["a"])
-    pair.second.write_job()
-    for command in (("submit", "job.yaml"), ("offline", "off"), ("keys", "create", "k")):
-        code, line = pair.second.refuse(*command)
-        assert (code, "stands by" in line, f"{name} leads" in line) == (4, True, True)
+    job = pair.second.submit_rows("a", "b")
+    pair.second.call("status", job)
+    pair.second.executions_path = pair.first.executions_path
+    pair.second.wait_until_ended(job)
+    assert pair.second.ask("offline", "off") == {"on": False}
+    assert pair.first.ask("status")["offline"] is False
+    code, line = pair.second.refuse("pause", job)
+    assert (code, "completed" in line) == (4, True)
     assert answers(pair.second)
     for rig, leads in ((pair.first, 1.0), (pair.second, 0.0)):
         with urllib.request.urlopen(f"http://127.0.0.1:{rig.port}/metrics") as page:
@@ -140,6 +142,22 @@ def test_a_standby_takes_over_a_job_when_the_leader_is_killed(pair: Pair) -> Non
     check_account(first, job, [outage])
     assert {len(instants) for instants in begun_at(first, job).values()} == {1}
     assert first.ask("up", "-d")["leadership"]["leader"].endswith(f":{second.home}")
+
+
+@pytest.mark.nightly
+def test_a_command_that_comes_while_nobody_leads_is_for_the_next_leader(pair: Pair) -> None:
+    pair.start()
+    first, second = pair.first, pair.second
+    second.executions_path = first.executions_path
+    second.write_rows(["a"])
+    second.write_job()
+
+    first.kill("daemon")
+    job = str(second.ask("submit", "job.yaml")["id"])
+
+    assert role(second)["role"] == "leader"
+    assert second.wait_until_ended(job)["state"] == "completed"
+    assert [each["id"] for each in second.ask("status")["jobs"]] == [job]
 
 
 @pytest.mark.nightly

@@ -22,6 +22,7 @@ from object_store import ObjectStore
 from store_builders import execute
 
 from batchrun.failpoints import VARIABLE
+from batchrun.jobs import objects
 from batchrun.jobs.batch import MAX_INPUT_BYTES
 
 JOB = """\
@@ -118,6 +119,25 @@ def test_a_job_goes_from_objects_to_an_object_whatever_becomes_of_its_input(
     assert rig.wait_until_ended(again)["state"] == "completed"
     assert len(rig.executions()) == num_executions + 3
     assert len(output(bucket, "out/b.parquet")) == 11
+
+
+def test_an_output_of_many_objects_takes_the_place_of_an_older_one(
+    rig: DeploymentRig, bucket: ObjectStore
+) -> None:
+    put_rows(bucket, "in/many.parquet", 7)
+    places = {"source": "s3://bucket/in/many.parquet", "target": "s3://bucket/out/m.parquet"}
+    for rows_per_file, sizes in ((2, [2, 2, 2, 1]), (4, [4, 3])):
+        target = f"{places['target']}, rows_per_file: {rows_per_file}"
+        job_id = submit(rig, source=places["source"], target=target)
+        assert rig.wait_until_ended(job_id)["state"] == "completed"
+
+        names = objects.names_below(places["target"])
+        parts = [output(bucket, f"out/m.parquet/{name}") for name in names]
+        assert [len(part) for part in parts] == sizes
+        assert [row["id"] for part in parts for row in part] == [
+            row["id"] for row in rows("in/many.parquet", 7)
+        ]
+        assert rig.call("results", job_id).stdout == "s3://bucket/out/m.parquet\n"
 
 
 @pytest.mark.nightly

@@ -18,12 +18,13 @@ from batchrun import store as store_folder
 from batchrun.errors import NotLeadingError
 from batchrun.jobs.batch import new_batch_job
 from batchrun.keys import digest, new_key
-from batchrun.store import api_keys, batches, files, jobs, results, retention
+from batchrun.store import api_keys, batches, files, jobs, orders, results, retention
 from batchrun.store.api_keys import NewApiKey
 from batchrun.store.batches import BatchError, NewBatch, ResultFiles, ValidInput, WantedBatch
 from batchrun.store.database import Store, open_store
 from batchrun.store.files import NewFile
 from batchrun.store.jobs import NewJob
+from batchrun.store.orders import Order, OrderAnswer
 from batchrun.store.place import DaemonLock
 
 ENDPOINT = "/v1/chat/completions"
@@ -84,6 +85,7 @@ class Fixtures:
     ending_batch: str = field(init=False)
     file: str = field(init=False)
     key: str = field(init=False)
+    order: str = field(init=False)
     removal: Iterator[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -100,6 +102,7 @@ class Fixtures:
         self.file = files.add(store, new_file(), now_s=1.0).id
         self.key = new_key()[0]
         api_keys.add(store, NewApiKey(self.key, "first", "user", digest("x")), now_s=1.0)
+        self.order, _ = (orders.give_order(store, Order("POST", "/offline")) for _ in range(2))
         gone = jobs.create(store, NewJob("gone", "{}", "{}", "h", 10_000), now_s=1.0)
         results.commit(store, [(gone.seq, answered(9_000))], now_s=2.0)
         jobs.request_cancel(store, gone.id, now_s=2.0)
@@ -139,6 +142,9 @@ class Fixtures:
             "retention._mark": lambda store: list(
                 retention.remove_results(store, jobs.get(store, self.ended), now_s=4.0)
             ),
+            "orders._put": lambda s: orders.answer_order(s, "1", OrderAnswer(200, "{}")),
+            "orders._take_out": lambda store: orders.withdraw_order(store, self.order),
+            "orders.take_orders": orders.take_orders,
             "jobs.begin_epoch": lambda store: jobs.begin_epoch(store, pid=2, now_s=1.0),
         }
 

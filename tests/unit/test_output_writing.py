@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import multiprocessing
 import resource
 from collections.abc import Iterator
 from pathlib import Path
 
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -113,6 +115,61 @@ def test_a_partial_output_leaves_missing_rows_out(tmp_path: Path, name: str) -> 
     assert [row["gold"] for row in read(tmp_path / name)] == wanted
 
 
+@pytest.mark.parametrize("name", ["out.parquet", "out.jsonl"])
+def test_many_files_hold_every_row_once_and_replace_older_ones(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    suffix = folder.suffix
+    for rows_per_file, sizes in ((90, [90] * 6 + [60]), (256, [256, 256, 88]), (600, [600])):
+        spec = make_spec(tmp_path, rows_per_file=rows_per_file)
+        assert write(spec, folder, map(result, range(600))) == 600
+
+        parts = [read(path) for path in sorted(folder.iterdir())]
+        assert [path.name for path in sorted(folder.iterdir())] == [
+            f"part-{number:06}{suffix}" for number in range(len(sizes))
+        ]
+        assert [len(part) for part in parts] == sizes
+        assert [row["gold"] for part in parts for row in part] == list(range(600))
+        assert {path.name for path in tmp_path.iterdir()} == {"in.parquet", name}
+
+
+def test_many_files_may_hold_no_row(tmp_path: Path) -> None:
+    spec = make_spec(tmp_path, rows_per_file=10)
+    assert write(spec, tmp_path / "out.parquet", iter([]), missing=None) == 0
+    assert read(tmp_path / "out.parquet" / "part-000000.parquet") == []
+    assert pl.read_parquet(tmp_path / "out.parquet" / "*.parquet").columns[:2] == ["id", "gold"]
+
+
+def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
+    spec = make_spec(tmp_path, rows_per_file=10)
+    write(spec, tmp_path / "out.parquet", iter([]))
+    (tmp_path / "out.parquet" / "notes.txt").write_text("mine")
+
+    with pytest.raises(InputError, match=r"notes\.txt there is no output of a job"):
+        write(spec, tmp_path / "out.parquet", iter([]))
+
+    assert (tmp_path / "out.parquet" / "notes.txt").read_text() == "mine"
+
+
+def test_a_failure_keeps_the_old_folder_and_leaves_nothing_else(tmp_path: Path) -> None:
+    spec = make_spec(tmp_path, rows_per_file=300)
+    write(spec, tmp_path / "out.jsonl", map(result, range(600)))
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out.jsonl").iterdir()}
+
+    with pytest.raises(BatchrunError, match="went away"):
+        write(spec, tmp_path / "out.jsonl", broken_results())
+
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out.jsonl").iterdir()} == before
+    assert {path.name for path in tmp_path.iterdir()} == {"in.parquet", "out.jsonl"}
+
+
+def test_rows_stream_as_json_lines(tmp_path: Path) -> None:
+    spec, stream = make_spec(tmp_path, rows_per_file=10), io.BytesIO()
+    with open_input(spec.input) as data:
+        found = iter([result(3), result(598)])
+        assert write_output(stream, found, spec=spec, data=data, missing=None) == 2
+    assert [json.loads(line)["id"] for line in stream.getvalue().splitlines()] == ["k3", "k598"]
+
+
 def test_a_partial_output_may_be_empty(tmp_path: Path) -> None:
     spec = make_spec(tmp_path)
     assert write(spec, tmp_path / "out.parquet", iter([]), missing=None) == 0
@@ -140,9 +197,9 @@ def test_a_failure_keeps_the_old_file_and_leaves_nothing_else(tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.parquet", "out.jsonl"]
 
 
-def write_within(folder: Path, name: str, limit_bytes: int, answer: object) -> None:
-    spec = make_spec(folder)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+def write_within(folder: Path, name: str, rows_per_file: int | None, answer: object) -> None:
+    spec = make_spec(folder, rows_per_file=rows_per_file)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
     try:
         write(spec, folder / name, (result(row) for row in range(600)))
     except StoreFullError as failure:
@@ -151,11 +208,14 @@ def write_within(folder: Path, name: str, limit_bytes: int, answer: object) -> N
         answer.send("no error")  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("rows_per_file", [None, 300])
 @pytest.mark.parametrize("name", ["out.parquet", "out.jsonl"])
-def test_a_full_disk_is_one_line_and_leaves_no_file(tmp_path: Path, name: str) -> None:
+def test_a_full_disk_is_one_line_and_leaves_no_file(
+    tmp_path: Path, name: str, rows_per_file: int | None
+) -> None:
     context = multiprocessing.get_context("spawn")
     receiving, sending = context.Pipe(duplex=False)
-    worker = context.Process(target=write_within, args=(tmp_path, name, 3000, sending))
+    worker = context.Process(target=write_within, args=(tmp_path, name, rows_per_file, sending))
     worker.start()
     message = receiving.recv()
     worker.join()

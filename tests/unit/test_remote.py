@@ -23,6 +23,7 @@ from batchrun.errors import (
 )
 from batchrun.files import check_place, check_prefix, is_url, name_of
 from batchrun.jobs import objects
+from batchrun.jobs.results.output_parts import is_written, part_name, upload
 from benchmarks.deployment import free_port
 
 DENIED = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
@@ -109,6 +110,27 @@ def test_large_objects_go_both_ways_and_leave_no_upload(
     with objects.open_to_read("s3://bucket/large") as file:
         file.seek(-5, os.SEEK_END)
         assert (file.read(), file.read()) == (content[-5:], b"")
+
+
+def test_an_output_of_many_files_takes_the_place_of_an_older_one(
+    bucket: ObjectStore, tmp_path: Path
+) -> None:
+    place = "s3://bucket/out/answers.parquet"
+    assert not is_written(place, 10)
+    for num_parts in (3, 2):
+        folder = tmp_path / str(num_parts)
+        folder.mkdir()
+        for number in range(num_parts):
+            (folder / part_name(number, ".parquet")).write_bytes(b"%d" % num_parts)
+        upload(folder, place)
+        bucket.write("out/answers.parquet/notes.txt", b"mine")
+
+    assert is_written(place, 10)
+    assert objects.names_below(place) == [
+        "notes.txt", "part-000000.parquet", "part-000001.parquet"
+    ]  # fmt: skip
+    assert objects.read(f"{place}/part-000000.parquet", 0, 1) == b"2"
+    assert objects.names_below("s3://bucket/none") == []
 
 
 def test_an_object_that_is_replaced_while_it_is_read_is_refused(

@@ -1,9 +1,11 @@
-"""Results and kept input columns -> one output file, in input order, written as a stream."""
+"""Results and kept input columns -> one output file, or many, in input order, as a stream."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -11,9 +13,11 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchrun.files import atomic_file
+from batchrun.errors import InputError
+from batchrun.files import atomic_file, atomic_folder
 from batchrun.jobs.inputs.input_data import InputData, check_columns
 from batchrun.jobs.inputs.rows import Row, native_rows, plain_json
+from batchrun.jobs.results.output_parts import PartSink, Sink, foreign_file
 from batchrun.jobs.spec import OUTPUT_COLUMNS, JobSpec
 from batchrun.store.results import StoredResult
 from batchrun.strict import parse_json
@@ -187,15 +191,13 @@ class ParquetSink:
             self._waiting_bytes = self._waiting_rows = 0
 
 
-Sink = JsonlSink | ParquetSink
-
 _SLICE_ROWS = 256
 _SLICE_BYTES = 8 << 20
 """Rows whose replies are held at a time: so many, and so much of them but for a single one."""
 
 
 def write_output(
-    path: Path,
+    place: Path | BinaryIO,
     results: Iterator[StoredResult],
     *,
     spec: JobSpec,
@@ -203,20 +205,21 @@ def write_output(
     missing: RowError | None,
     progress: ProgressSink | None = None,
 ) -> int:
-    """Writes `path` (.parquet, or JSONL for any other name) and returns its number of rows.
+    """Writes to `place` and returns the number of rows: a file or the files of a folder (.parquet,
+    or JSONL for any other name), which appear whole or not at all, or JSONL as a stream.
 
     `results` come in row order, possibly with gaps. A row without a result gets the error
-    `missing`, or is left out when that is None (a partial output). The file appears whole or
-    not at all. Raises StoreFullError, InputError for an unwritable place, DataError for an
-    input that cannot be read any more.
+    `missing`, or is left out when that is None (a partial output). Raises StoreFullError,
+    InputError for an unwritable place, DataError for an input that cannot be read any more.
     """
     check_columns(spec, data)
     num_written = 0
-    with atomic_file(path) as file:
-        every = every_row(results, missing)
-        id_type = data.id_type()
-        sink = _make_sink(file, path, spec, data, id_type)
-        slices = _kept_slices(spec, data, id_type, native=isinstance(sink, JsonlSink))
+    every = every_row(results, missing)
+    id_type = data.id_type()
+    is_parquet = isinstance(place, Path) and place.suffix == ".parquet"
+    make = partial(_make_sink, spec=spec, data=data, id_type=id_type, is_parquet=is_parquet)
+    with _open_sink(place, spec.output.rows_per_file, make) as sink:
+        slices = _kept_slices(spec, data, id_type, native=not is_parquet)
         for first_row, kept, ids in slices:
             for present, found in _bounded(islice(every, len(ids))):
                 rows = [
@@ -227,7 +230,6 @@ def write_output(
                 num_written += len(rows)
             if progress is not None:
                 progress("writing the results", first_row + len(ids), data.num_rows)
-        sink.close()
     return num_written
 
 
@@ -268,10 +270,32 @@ def _output_row(row_id: str | int, result: StoredResult, spec: JobSpec) -> Row:
     return row
 
 
+@contextmanager
+def _open_sink(
+    place: Path | BinaryIO, rows_per_file: int | None, make: Callable[[BinaryIO], Sink]
+) -> Iterator[Sink]:
+    """The sink of an output, which is there when this is left without an error."""
+    if not isinstance(place, Path):
+        yield make(place)
+    elif rows_per_file is None:
+        with atomic_file(place) as file:
+            sink = make(file)
+            yield sink
+            sink.close()
+    elif (foreign := foreign_file(place)) is not None:
+        raise InputError(f"{place}: {foreign} there is no output of a job; it would be lost")
+    else:
+        with (
+            atomic_folder(place) as folder,
+            PartSink(folder, place.suffix, rows_per_file, make) as parts,
+        ):
+            yield parts
+
+
 def _make_sink(
-    file: BinaryIO, path: Path, spec: JobSpec, data: InputData, id_type: pa.DataType
+    file: BinaryIO, *, spec: JobSpec, data: InputData, id_type: pa.DataType, is_parquet: bool
 ) -> Sink:
-    if path.suffix != ".parquet":
+    if not is_parquet:
         return JsonlSink(file)
     columns = OUTPUT_COLUMNS if spec.output.body else OUTPUT_COLUMNS[:-1]
     kept = data.schema(spec.output.keep)

@@ -41,6 +41,7 @@ from batchrun.server.api.app import Edge, make_app
 from batchrun.server.api.cheap_start import CheapStarts
 from batchrun.server.api.errors import Callers
 from batchrun.server.api.key_list import KeyList, limits_in
+from batchrun.server.api.order_taker import OrderTaker
 from batchrun.server.api.picture import Status
 from batchrun.server.api.replica_follower import ReplicaFollower
 from batchrun.server.api.rolling import Rolling
@@ -245,7 +246,7 @@ async def _run(
     cheap = CheapStarts(daemon, figures, home.calls).run()
     works = [pages.watch(), messenger.run(), status.watch.beat(), follower.run(), cheap]
     if not store.is_sqlite:
-        works.append(keys.keep_published())
+        works += [keys.keep_published(), OrderTaker(store, server.address).run()]
     beside = [asyncio.create_task(each) for each in works]
     try:
         waited: set[asyncio.Future[Any]] = {ended, work, engines}
