@@ -203,28 +203,7 @@ def atomic_file(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
             failpoint("output.sync.before")
         failpoint("output.rename.after")
     except OSError as failure:
-        raise _explained(path, failure) from None
-
-
-@contextmanager
-def atomic_folder(path: Path) -> Iterator[Path]:
-    """A new folder, for files that the caller syncs, that takes the name `path` on success; on any
-    failure what was there stays. Raises what `atomic_file` raises, and StoreError."""
-    try:
-        make_folder(path.parent)
-        with scratch_folder(path.parent) as scratch:
-            made = scratch / "new"
-            made.mkdir()
-            yield made
-            sync_folder(made)
-            failpoint("output.rename.before")
-            if path.exists():
-                path.rename(scratch / "old")
-            made.rename(path)
-            sync_folder(path.parent)
-        failpoint("output.rename.after")
-    except OSError as failure:
-        raise _explained(path, failure) from None
+        raise write_refusal(path, failure) from None
 
 
 def _locked(path: Path, mode: int) -> BinaryIO:
@@ -242,7 +221,8 @@ def _locked(path: Path, mode: int) -> BinaryIO:
         file.close()
 
 
-def _explained(path: Path, failure: OSError) -> BatchrunError:
+def write_refusal(path: Path, failure: OSError) -> BatchrunError:
+    """What to say of an output that could not be written to `path`."""
     if failure.errno in _FULL:
         return StoreFullError(
             f"{path}: no room to write the results ({failure.strerror}); free some space and try "
@@ -273,7 +253,7 @@ class HashedFile:
         return self._digest.hexdigest()
 
 
-PREFIX = ".scratch-"
+PREFIX, LOCK = ".scratch-", ".scratch-lock"
 
 
 @contextmanager
@@ -291,31 +271,27 @@ def scratch_folder(parent: Path) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
+        lock.close()
 
 
 def remove_left_scratch(parent: Path) -> None:
     """Remove the folders whose makers are dead: the kernel has freed their locks."""
     for folder in parent.glob(PREFIX + "[0-9a-f]" * 16):
         with suppress(OSError):
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(lock)
+            folder.rmdir()
+        with suppress(OSError), (folder / LOCK).open("r+b") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def _locked_folder(parent: Path) -> tuple[Path, int]:
-    """A new folder, and the open file that holds its lock."""
+def _locked_folder(parent: Path) -> tuple[Path, BinaryIO]:
+    """A new folder, and the open file that holds its lock: of a folder itself, network file systems
+    would tell no other machine. Whoever looks for left ones may be faster at each step."""
     while True:
         folder = parent / f"{PREFIX}{secrets.token_hex(8)}"
         folder.mkdir(mode=0o700)
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if os.fstat(lock).st_nlink:
-            return folder, lock
-        os.close(lock)
+        with suppress(FileNotFoundError):
+            return folder, _locked(folder / LOCK, 0o600)
 
 
 POLL_INTERVAL_S = 0.05

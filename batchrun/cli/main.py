@@ -6,7 +6,6 @@ What it imports first is little, so that Ctrl-C is never a traceback.
 from __future__ import annotations
 
 import errno
-import os
 import sys
 from importlib import import_module
 from typing import Annotated, Any
@@ -128,10 +127,6 @@ def call() -> int:
     except typer.TyperException as error:
         note(_usage_line(error))
         return error.exit_code
-    except BrokenPipeError:
-        # Whoever reads this wants no more of it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except OSError as error:
         note(_system_line(error))
         return BatchrunError.exit_code

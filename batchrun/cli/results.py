@@ -26,6 +26,7 @@ from batchrun.daemon.ending import export
 from batchrun.errors import DataError, InputError, StateError
 from batchrun.files import check_place, is_url, name_of, scratch_folder
 from batchrun.home import Home
+from batchrun.jobs.pin import InputPin
 from batchrun.jobs.results.output_parts import holds_input, is_written, upload
 from batchrun.jobs.spec import JobSpec
 from batchrun.jobs.submit import open_submitted
@@ -69,7 +70,7 @@ def results(
             sys.stdout.buffer.flush()
             return
         spec = JobSpec.model_validate_json(record.spec)
-        place = record.output_path if output is None else _checked_output(output, spec)
+        place = record.output_path if output is None else _checked_output(output, record)
         num_rows = record.num_rows
         if output is not None or not is_written(place, spec.output.rows_per_file):
             with ProgressBar() as progress, _path_to_write(place, home) as path:
@@ -166,7 +167,7 @@ def _ids_of(record: JobRecord, rows: Sequence[int], home: Home) -> Sequence[str]
         return [data.row_id(values, row) for values, row in zip(read, rows, strict=True)]
 
 
-def _checked_output(output: str, spec: JobSpec) -> str:
+def _checked_output(output: str, record: JobRecord) -> str:
     """The file or object to write, made absolute. Raises InputError."""
     if not output.endswith(OUTPUT_SUFFIXES):
         raise InputError(f"-o {output}: must end in .parquet or .jsonl")
@@ -174,7 +175,8 @@ def _checked_output(output: str, spec: JobSpec) -> str:
         place = check_place(output) if is_url(output) else str(Path(output).absolute())
     except ValueError as error:
         raise InputError(f"-o {error}") from None
-    if holds_input(place, spec.input.path):
+    files = InputPin.model_validate_json(record.pin).files
+    if holds_input(place, (file.path for file in files)):
         raise InputError(f"-o {output}: would overwrite the job's input file")
     return place
 

@@ -17,13 +17,16 @@ from batchrun.home import CONTROL_PREFIX, Home
 
 TIMEOUT_S = 30.0
 JsonDocument = dict[str, Any]
+LEADERS = ("/jobs/", "/offline", "/keys", "/engines", "/fleets", "/served", "/foretell")
+"""What the leader does wherever it is asked for. The rest is about a machine: its files, its
+gateway."""
 
 
 class DaemonClient:
     """The daemon of one home. Every call raises DaemonUnavailableError when none answers.
 
-    What a daemon that stands by cannot do, the leader does; then also NotLeadingError when nobody
-    leads, and StoreError.
+    What only the leader can do, it does; NotLeadingError then means that nobody leads, else that
+    the command belongs into the leader's home. StoreError.
     """
 
     def __init__(self, home: Home, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -53,8 +56,9 @@ class DaemonClient:
         from batchrun.store.database import open_store
         from batchrun.store.orders import Order, ask_leader
 
+        order = Order(method, path, document, self._timeout_s)
         with closing(open_store(self._home.store_location)) as store:
-            answer = ask_leader(store, Order(method, path, document), wait_s=self._timeout_s)
+            answer = ask_leader(store, order)
         if answer.status >= HTTPStatus.BAD_REQUEST:
             raise _as_our_error(answer.status, answer.text)
         told: JsonDocument = json.loads(answer.text)
@@ -64,6 +68,8 @@ class DaemonClient:
         try:
             return self._ask_here(method, path, document)
         except NotLeadingError:
+            if not path.startswith(LEADERS):
+                raise
             return self.ask_leader(method, path, document)
 
     def _ask_here(

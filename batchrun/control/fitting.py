@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 from batchrun.config import Deployment
 from batchrun.control.client import DaemonClient
+from batchrun.control.starting import LOOK_WAIT_S
 from batchrun.errors import BatchrunError, InputError
 from batchrun.home import Home
 from batchrun.jobs.inputs.input_data import InputData, open_pinned
@@ -44,7 +45,9 @@ def find_fleet(spec: JobSpec, home: Home) -> Takers | None:
     """The engines that a job would run on; None without a daemon. Raises InputError for a model
     that none of them serves."""
     try:
-        told = DaemonClient(home).get(f"/served?model={quote(spec.model, safe='')}")
+        told = DaemonClient(home, timeout_s=LOOK_WAIT_S).get(
+            f"/served?model={quote(spec.model, safe='')}"
+        )
     except InputError:
         raise
     except BatchrunError:

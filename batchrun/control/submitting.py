@@ -14,9 +14,9 @@ from batchrun.control.client import DaemonClient
 from batchrun.control.following import ProgressBar
 from batchrun.control.starting import LOOK_WAIT_S, describe_silence, read_deployment
 from batchrun.errors import DaemonUnavailableError, NotLeadingError, UnknownJobError
-from batchrun.files import StoreLock
+from batchrun.files import StoreLock, is_url
 from batchrun.home import Home
-from batchrun.jobs.pin import InputPin
+from batchrun.jobs.pin import InputPin, PinnedFile
 from batchrun.jobs.spec import JobSpec
 from batchrun.store import jobs
 from batchrun.store.database import Store, open_store, open_to_read
@@ -66,16 +66,32 @@ def prepare_spec(
 
 
 def hand_over(job: NewJob, home: Home) -> tuple[str, bool]:
-    """Give a job to the daemon, or to the store when none runs; returns (id, it waits)."""
+    """Give a job to the daemon, or to the store when none runs; returns (id, it waits).
+
+    Where another daemon leads on the database, it gets the job. Raises NotLeadingError for one
+    whose input only this home has.
+    """
     client = DaemonClient(home)
     try:
         return str(client.post("/jobs", asdict(job))["id"]), False
+    except NotLeadingError as error:
+        leader = error
     except DaemonUnavailableError:
-        pass
-    try:
-        return _add_to_store(job, home), True
-    except NotLeadingError:
-        return str(client.ask_leader("POST", "/jobs", asdict(job))["id"]), False
+        try:
+            return _add_to_store(job, home), True
+        except NotLeadingError as error:
+            leader = error
+    if any(is_url(file.path) or _lies_in(home, file.path) for file in _files_of(job)):
+        raise NotLeadingError(f"{leader}: the input of {job.name} lies in this home")
+    return str(client.ask_leader("POST", "/jobs", asdict(job))["id"]), False
+
+
+def _files_of(job: NewJob) -> tuple[PinnedFile, ...]:
+    return InputPin.model_validate_json(job.pin).files
+
+
+def _lies_in(home: Home, path: str) -> bool:
+    return Path(path).is_relative_to(home.path)
 
 
 def _add_to_store(job: NewJob, home: Home) -> str:

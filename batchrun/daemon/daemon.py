@@ -172,7 +172,8 @@ class Daemon:
         self.dispatcher.check_model(JobSpec.model_validate_json(job.spec).model)
         record = await asyncio.to_thread(jobs.create, self.store, job, now_s=time.time())
         log.info("%s: submitted, %s, %d rows", record.id, record.name, record.num_rows)
-        self._take_up(record)
+        if record.seq not in self.active.keys() | self._opening.keys():
+            self._take_up(record)
         return record
 
     async def submit_batch(self, batch: NewBatch, job: NewJob, max_open: int | None) -> BatchRecord:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -72,18 +71,9 @@ and the daemon has other work."""
 def view_stored(store: Store, job: str | None = None) -> dict[str, object]:
     """The jobs as the store alone has them, oldest first, and how many more have ended; among them
     those that `job` means. Raises StoreError."""
-    records, num_more = jobs.list_shown(store, MOST_ENDED, job)
-    return {"jobs": _view_records(store, records), "num_more_ended": num_more}
-
-
-def view_stored_job(store: Store, job: str) -> dict[str, object]:
-    """One job, by id, prefix or name, as the store has it. Raises UnknownJobError, StoreError."""
-    return _view_records(store, [jobs.get(store, job)])[0]
-
-
-def _view_records(store: Store, records: Sequence[JobRecord]) -> list[dict[str, object]]:
     tellings, spent_s = read_tellings(store), read_spent(store)
-    return [
+    records, num_more = jobs.list_shown(store, MOST_ENDED, job)
+    views = [
         view_job(record, results.count(store, record.seq))
         | {
             "num_cut": results.count_cut(store, record.seq),
@@ -93,6 +83,7 @@ def _view_records(store: Store, records: Sequence[JobRecord]) -> list[dict[str, 
         }
         for record in records
     ]
+    return {"jobs": views, "num_more_ended": num_more}
 
 
 def expected_left_s(

@@ -20,7 +20,6 @@ from batchrun.jobs import objects
 from batchrun.jobs.inputs.text_files import unpacked
 from batchrun.jobs.prompts.templating import is_template, syntax_problem
 from batchrun.jobs.request_fields import field_problems
-from batchrun.jobs.results.output_parts import holds_input
 from batchrun.jobs.spec import InputFormat, JobFile, JobSpec, Source
 from batchrun.strict import Document, read_document, validate_document
 
@@ -148,7 +147,7 @@ def load_job_file(path: Path, *, cwd: Path) -> JobSpec:
     folder = path.absolute().parent
     inputs = tuple(_absolute(folder, item) for item in job.input.path)
     output = _absolute(cwd.absolute(), job.output.path)
-    if holds_input(output, inputs):
+    if output in inputs:
         raise JobSpecError(f"{document.where('output.path')}: would overwrite the input file")
     values = job.model_dump()
     values["input"] |= {"path": inputs, "format": _format(document, job, inputs)}

@@ -8,7 +8,7 @@ import json
 import re
 from base64 import b64decode
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import unquote
 
 from pydantic import (
@@ -18,8 +18,10 @@ from pydantic import (
     ConfigDict,
     Field,
     JsonValue,
+    SerializerFunctionWrapHandler,
     StringConstraints,
     field_validator,
+    model_serializer,
 )
 
 from batchrun.config import OnDone, OnDoneKey
@@ -131,6 +133,14 @@ class OutputSpec(_Strict):
     body: bool = False
     rows_per_file: Annotated[int | None, Field(gt=0, strict=True)] = None
 
+    @model_serializer(mode="wrap")
+    def _without_what_is_not_said(self, as_usual: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Jobs that other versions read, or compare, have no key that is not theirs."""
+        values: dict[str, Any] = as_usual(self)
+        if self.rows_per_file is None:
+            values.pop("rows_per_file", None)
+        return values
+
     @field_validator("path")
     @classmethod
     def _known_suffix(cls, path: str) -> str:
@@ -206,8 +216,6 @@ class JobSpec(JobFile):
         """Hex digest that is equal for two submissions of the same job, wherever they are read."""
         aside = {"source", "continue_from", "row_timeout", "on_done", "start"}
         values = self.model_dump(mode="json", exclude=aside)
-        if self.output.rows_per_file is None:
-            del values["output"]["rows_per_file"]
         canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()
 

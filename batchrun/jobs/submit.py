@@ -32,10 +32,10 @@ from batchrun.jobs.inputs.input_data import (
     open_pinned,
 )
 from batchrun.jobs.job_file import CONTENT_KEYS
-from batchrun.jobs.pin import InputPin, fetched_input, keep_input, verify_pin
+from batchrun.jobs.pin import InputPin, Origins, fetched_input, keep_input, verify_pin
 from batchrun.jobs.prompts.template import RequestTemplate, RowRenderError
 from batchrun.jobs.prompts.tokens import PLAIN_PROMPTS, PromptReader, TokenRatio, sample_rows
-from batchrun.jobs.results.output_parts import foreign_file
+from batchrun.jobs.results.output_parts import foreign_file, holds_input
 from batchrun.jobs.spec import JobSpec, read_secret
 from batchrun.pool.prefix_groups import group_rows
 from batchrun.pool.prefix_keys import CHUNK_BYTES, ChainBuilder, ChainTable, IntArray, salt_of
@@ -95,23 +95,29 @@ def checked_job(
     Copies of objects lie in `scratch` meanwhile. Raises what `prepare_job` raises.
     """
     _check_places(spec)
-    with fetched_input(spec.input, scratch, progress) as (given, _), open_input(given) as data:
-        template, _ = _checked(spec, data, progress)
+    with (
+        fetched_input(spec.input, scratch, progress) as (given, origins),
+        open_input(given) as data,
+    ):
+        template, _ = _checked(spec, data, origins, progress)
         yield data, template
 
 
 def _pin(spec: JobSpec, links: Path, progress: ProgressSink | None) -> InputPin:
     with fetched_input(spec.input, links, progress) as (given, origins):
         with open_input(given) as data:
-            _, pin = _checked(spec, data, progress)
+            _, pin = _checked(spec, data, origins, progress)
         return keep_input(pin, origins, links)
 
 
 def _checked(
-    spec: JobSpec, data: InputData, progress: ProgressSink | None
+    spec: JobSpec, data: InputData, origins: Origins, progress: ProgressSink | None
 ) -> tuple[RequestTemplate, InputPin]:
     """The template that fits the input, and what the files are now: pinning finds those that are
-    being written to."""
+    being written to. `origins` are the URLs of copies."""
+    files = (str(path.absolute()) for path, *_ in data.places())
+    if holds_input(spec.output.path, (origins.get(path, path) for path in files)):
+        raise JobSpecError(f"{spec.where('output.path')}: would overwrite the input file")
     template = RequestTemplate(spec, data.columns, model=spec.model)
     check_columns(spec, data)
     check_uses_columns(spec, template, data.columns)

@@ -7,35 +7,37 @@ out: what was not answered may have been done, and is never done twice.
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, delete, extract, func, insert, select
 
-from batchrun.errors import BatchrunError, NotLeadingError
+from batchrun.errors import BatchrunError, NotLeadingError, StoreError
 from batchrun.store.database import Store
 from batchrun.store.jobs import read_leader
 from batchrun.store.schema import settings
 
+log = logging.getLogger(__name__)
+
 ORDER_PREFIX, ANSWER_PREFIX = "order:", "answer to order:"
 LONGEST_S = 120.0
-"""Whoever gives an order waits for less; one that is older was left behind by somebody who died,
-and so was an answer."""
+"""Nobody waits for longer for an answer; one that is older was left by somebody who died."""
 LOOK_S = 0.1
-DATABASE_TIME = extract("epoch", func.clock_timestamp())
-"""Clocks of machines differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A call of the daemon's control routes."""
+    """A call of the daemon's control routes, and for how long its giver waits: then it is void."""
 
     method: str
     path: str
     document: Mapping[str, object] | None = None
+    wait_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +48,36 @@ class OrderAnswer:
     text: str
 
 
-def ask_leader(store: Store, order: Order, *, wait_s: float) -> OrderAnswer:
+def ask_leader(store: Store, order: Order) -> OrderAnswer:
     """Have the leader of a PostgreSQL store carry out an order. Blocking.
 
-    Raises NotLeadingError where nobody took it within `wait_s`: nothing was done then, and will
-    not be; BatchrunError where it was taken and not answered; StoreError.
+    Raises NotLeadingError where nobody took it while it was waited for: nothing was done then, and
+    will not be; BatchrunError where it was taken and not answered; StoreError where it could not
+    be given. Whoever breaks off withdraws it.
     """
     number = give_order(store, order)
-    deadline_s = time.monotonic() + wait_s
-    while (found := _take_out(store, ANSWER_PREFIX + number)) is None:
-        if time.monotonic() >= deadline_s:
-            raise _unanswered(store, number, wait_s)
-        time.sleep(LOOK_S)
-    return OrderAnswer(**found)
+    deadline_s = time.monotonic() + order.wait_s
+    try:
+        while time.monotonic() < deadline_s:
+            with suppress(StoreError):
+                if (found := take_answer(store, number)) is not None:
+                    return found
+            time.sleep(LOOK_S)
+    except BaseException:
+        with suppress(StoreError):
+            withdraw_order(store, number)
+        raise
+    if withdraw_order(store, number):
+        raise NotLeadingError(
+            f"{store.name}: {read_leader(store).name}, the last that led, did not take the command "
+            f"within {order.wait_s:g} s; nothing was done"
+        )
+    if (found := take_answer(store, number)) is not None:
+        return found
+    raise BatchrunError(
+        f"{store.name}: {read_leader(store).name} took the command and has not answered within "
+        f"{order.wait_s:g} s; `batchrun status` shows whether it was done"
+    )
 
 
 def give_order(store: Store, order: Order) -> str:
@@ -73,6 +92,12 @@ def withdraw_order(store: Store, number: str) -> bool:
     return _take_out(store, ORDER_PREFIX + number) is not None
 
 
+def take_answer(store: Store, number: str) -> OrderAnswer | None:
+    """What the leader said to an order, if it has said anything; it is gone then."""
+    found = _take_out(store, ANSWER_PREFIX + number)
+    return None if found is None else OrderAnswer(**found)
+
+
 def take_orders(store: Store) -> dict[str, Order]:
     """The orders that have come, by their numbers; nobody else gets them. For the leader."""
     with store.read() as connection:
@@ -82,14 +107,17 @@ def take_orders(store: Store) -> dict[str, Order]:
         found = connection.execute(
             delete(settings).where(_begins(ORDER_PREFIX)).returning(settings)
         ).all()
-        now_s = float(connection.execute(select(DATABASE_TIME)).scalar_one())
-        _forget_answers(connection, now_s)
-    letters = {row.key.removeprefix(ORDER_PREFIX): json.loads(row.value) for row in found}
-    return {
-        number: Order(**letter["content"])
-        for number, letter in letters.items()
-        if now_s - letter["at_s"] <= LONGEST_S
-    }
+        now_s = _now_s(connection)
+    taken = {}
+    for row in found:
+        try:
+            letter = json.loads(row.value)
+            order = Order(**letter["content"])
+            if now_s - letter["at_s"] <= order.wait_s:
+                taken[row.key.removeprefix(ORDER_PREFIX)] = order
+        except (KeyError, TypeError, ValueError) as problem:
+            log.error("an order that cannot be read is dropped: %r", problem)
+    return taken
 
 
 def answer_order(store: Store, number: str, answer: OrderAnswer) -> None:
@@ -97,23 +125,18 @@ def answer_order(store: Store, number: str, answer: OrderAnswer) -> None:
     _put(store, ANSWER_PREFIX + number, asdict(answer))
 
 
-def _unanswered(store: Store, number: str, waited_s: float) -> BatchrunError:
-    leader = read_leader(store).name
-    if withdraw_order(store, number):
-        return NotLeadingError(
-            f"{store.name}: {leader}, the last that led, did not take the command within "
-            f"{waited_s:g} s; nothing was done"
-        )
-    return BatchrunError(
-        f"{store.name}: {leader} took the command and has not answered within {waited_s:g} s; "
-        "`batchrun status` shows whether it was done"
-    )
+def forget_answers(store: Store) -> None:
+    """Remove what nobody took. For the leader."""
+    with store.write() as connection:
+        now_s = _now_s(connection)
+        for row in connection.execute(select(settings).where(_begins(ANSWER_PREFIX))).all():
+            if now_s - json.loads(row.value)["at_s"] > LONGEST_S:
+                connection.execute(delete(settings).where(settings.c.key == row.key))
 
 
 def _put(store: Store, key: str, content: Mapping[str, object]) -> None:
     with store.write() as connection:
-        at_s = float(connection.execute(select(DATABASE_TIME)).scalar_one())
-        value = json.dumps({"at_s": at_s, "content": content})
+        value = json.dumps({"at_s": _now_s(connection), "content": content})
         connection.execute(insert(settings).values(key=key, value=value))
 
 
@@ -128,11 +151,9 @@ def _take_out(store: Store, key: str) -> dict[str, Any] | None:
     return None if found is None else dict(json.loads(found)["content"])
 
 
-def _forget_answers(connection: Connection, now_s: float) -> None:
-    query = select(settings).where(_begins(ANSWER_PREFIX))
-    for row in connection.execute(query).all():
-        if now_s - json.loads(row.value)["at_s"] > LONGEST_S:
-            connection.execute(delete(settings).where(settings.c.key == row.key))
+def _now_s(connection: Connection) -> float:
+    """By the database: clocks of machines differ."""
+    return float(connection.execute(select(extract("epoch", func.clock_timestamp()))).scalar_one())
 
 
 def _begins(prefix: str) -> ColumnElement[bool]:

@@ -159,6 +159,7 @@ def test_an_output_of_many_files_and_as_a_stream(rig: DeploymentRig) -> None:
         reading.stdout.close()
         assert (reading.wait(60), reading.stderr.read()) == (1, "")
     assert rig.ask("results", job)["path"] == str(folder)
+    assert rig.call("store", "check").returncode == 0
 
     rig.write_job(many.replace("rows.parquet", "out.parquet/*.parquet"))
     assert "would overwrite the input" in rig.refuse("submit", "job.yaml")[1]

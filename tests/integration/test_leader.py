@@ -16,7 +16,6 @@ import pytest
 from deployment_rig import WAIT_S, DeploymentRig
 from kill_rig import (
     Outage,
-    answers,
     begun_at,
     check_account,
     committed_at,
@@ -87,11 +86,15 @@ def test_a_standby_says_who_leads_and_has_it_carry_out_commands(pair: Pair) -> N
     assert pair.first.ask("status")["offline"] is False
     code, line = pair.second.refuse("pause", job)
     assert (code, "completed" in line) == (4, True)
-    assert answers(pair.second)
+    code, line = pair.second.refuse("engine", "restart", "--rolling")
+    assert (code, "stands by" in line, f"{name} leads" in line) == (4, True, True)
     for rig, leads in ((pair.first, 1.0), (pair.second, 0.0)):
         with urllib.request.urlopen(f"http://127.0.0.1:{rig.port}/metrics") as page:
             lines = page.read().decode().splitlines()
         assert {f"batchrun_daemon_leads {leads}", "batchrun_daemon_term 1.0"} <= set(lines)
+    key = pair.second.ask("keys", "create", "k")["key"]
+    with pair.second.openai(api_key=key) as client:
+        assert client.models.list().data
 
 
 def test_any_gateway_answers_everything(pair: Pair) -> None:

@@ -138,6 +138,7 @@ def test_an_output_of_many_objects_takes_the_place_of_an_older_one(
             row["id"] for row in rows("in/many.parquet", 7)
         ]
         assert rig.call("results", job_id).stdout == "s3://bucket/out/m.parquet\n"
+    assert rig.call("store", "check").returncode == 0
 
 
 @pytest.mark.nightly

@@ -103,6 +103,8 @@ class Fixtures:
         self.key = new_key()[0]
         api_keys.add(store, NewApiKey(self.key, "first", "user", digest("x")), now_s=1.0)
         self.order, _ = (orders.give_order(store, Order("POST", "/offline")) for _ in range(2))
+        old_answer = orders.ANSWER_PREFIX + "old"
+        jobs.write_setting(store, old_answer, {"at_s": 0.0, "content": {}})
         gone = jobs.create(store, NewJob("gone", "{}", "{}", "h", 10_000), now_s=1.0)
         results.commit(store, [(gone.seq, answered(9_000))], now_s=2.0)
         jobs.request_cancel(store, gone.id, now_s=2.0)
@@ -145,6 +147,7 @@ class Fixtures:
             "orders._put": lambda s: orders.answer_order(s, "1", OrderAnswer(200, "{}")),
             "orders._take_out": lambda store: orders.withdraw_order(store, self.order),
             "orders.take_orders": orders.take_orders,
+            "orders.forget_answers": orders.forget_answers,
             "jobs.begin_epoch": lambda store: jobs.begin_epoch(store, pid=2, now_s=1.0),
         }
 

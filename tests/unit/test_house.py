@@ -27,7 +27,7 @@ parts, decisions that are explained (12), what callers feel, fleets that Ray pla
 whose number follows the calls (3), an engine apart from the way to its agent, calls for
 the daemon apart from those for engines, the peak of a trace (3), jobs that wait for cheap
 hours, orders to the leader of a database (2), outputs of many files."""
-MAX_LINES = 61_040
+MAX_LINES = 61_150
 """22,200 more for these, for groups by key portion and rows over engines by speed, several models,
 a planner that sizes on several draws, bounds on what callers and engines send and hold, and
 daemons that stand by, deployments that calls at once share, processes that watch their parents,
@@ -50,7 +50,7 @@ best order of calls, calls of AccelGen and LARRY, memory and threads that run ou
 before the same engines; classes of calls on real engines; a fleet that follows a day; several
 gateways and workers, routers in the simulator and beside a job, what routers foretell of caches;
 kills in a fleet of real engines beside calls; a job of 20 million rows."""
-MAX_MANUAL_WORDS = 44_480
+MAX_MANUAL_WORDS = 44_500
 """14,400 more: what rows may cost calls, which engine a call goes to, Python, the page, engines on
 other machines, orders of calls, rows over engines, time limits, limits of keys, attacks and their
 tests, uploads, `on_done`, why a call went where it went, fleets and how to deploy,

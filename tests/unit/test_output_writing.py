@@ -17,7 +17,9 @@ import pytest
 from batchrun.errors import BatchrunError, InputError, JobSpecError, StoreFullError
 from batchrun.files import atomic_file
 from batchrun.jobs.inputs.input_data import open_input
+from batchrun.jobs.results import output_parts
 from batchrun.jobs.results.output_file import write_output
+from batchrun.jobs.results.output_parts import atomic_folder
 from batchrun.jobs.spec import JobSpec
 from batchrun.store.results import StoredResult
 from batchrun.types import RowError, Usage
@@ -148,6 +150,32 @@ def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
         write(spec, tmp_path / "out.parquet", iter([]))
 
     assert (tmp_path / "out.parquet" / "notes.txt").read_text() == "mine"
+
+
+def test_a_file_that_comes_into_the_folder_meanwhile_is_not_lost(tmp_path: Path) -> None:
+    path = tmp_path / "out.parquet"
+    path.mkdir()
+    with pytest.raises(InputError, match=r"notes\.txt there"), atomic_folder(path):
+        (path / "notes.txt").write_text("mine")
+
+    assert (path / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("flags", [2, 1 << 20], ids=["exchanged", "in-two-steps"])
+def test_of_two_writers_of_one_folder_each_writes_a_whole_one(
+    tmp_path: Path, flags: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output_parts, "_EXCHANGE", flags)
+    path = tmp_path / "out.jsonl"
+    path.write_text("an output of one file")
+    for _ in range(2):
+        with atomic_folder(path) as later:
+            with atomic_folder(path) as sooner:
+                (sooner / "part-000000.jsonl").write_text("sooner")
+            assert (path / "part-000000.jsonl").read_text() == "sooner"
+            (later / "part-000000.jsonl").write_text("later")
+        assert (path / "part-000000.jsonl").read_text() == "later"
+        assert [each.name for each in tmp_path.iterdir()] == ["out.jsonl"]
 
 
 def test_a_failure_keeps_the_old_folder_and_leaves_nothing_else(tmp_path: Path) -> None:

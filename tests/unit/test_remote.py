@@ -117,6 +117,7 @@ def test_an_output_of_many_files_takes_the_place_of_an_older_one(
 ) -> None:
     place = "s3://bucket/out/answers.parquet"
     assert not is_written(place, 10)
+    bucket.write("out/answers.parquet", b"an output of one file")
     for num_parts in (3, 2):
         folder = tmp_path / str(num_parts)
         folder.mkdir()
@@ -126,6 +127,7 @@ def test_an_output_of_many_files_takes_the_place_of_an_older_one(
         bucket.write("out/answers.parquet/notes.txt", b"mine")
 
     assert is_written(place, 10)
+    assert not objects.exists(place)
     assert objects.names_below(place) == [
         "notes.txt", "part-000000.parquet", "part-000001.parquet"
     ]  # fmt: skip

@@ -11,7 +11,7 @@ from cli_call import Cli, cli_in, line_of
 from object_store import ObjectStore
 
 from batchrun.errors import ConfigError, DataError
-from batchrun.files import remove_left_scratch, scratch_folder
+from batchrun.files import LOCK, PREFIX, remove_left_scratch, scratch_folder
 from batchrun.home import Home
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.pin import InputPin
@@ -108,7 +108,10 @@ def test_a_copy_goes_only_when_no_submission_can_count_on_it(
 
 
 def test_what_a_killed_submission_leaves_goes_with_the_next(tmp_path: Path) -> None:
-    (tmp_path / ".scratch-of-the-dead").mkdir()
+    (tmp_path / f"{PREFIX}{'0' * 16}").mkdir()
+    dead = tmp_path / f"{PREFIX}{'1' * 16}"
+    (dead / "new").mkdir(parents=True)
+    (dead / LOCK).touch()
     with scratch_folder(tmp_path) as living:
         (living / "copy").write_bytes(b"x")
         remove_left_scratch(tmp_path)

@@ -303,6 +303,11 @@ def _change(
         ):
             key = alone(KeyList(store, home.api_keys, limits_in(deployment)))
         done = {"id": key.id, "name": key.name}
+    else:
+        if home.store_url_file.exists():
+            # A leader elsewhere tells its own gateway alone.
+            with closing(open_store(home.store_location)) as store:
+                KeyList(store, home.api_keys, limits_in(read_deployment(config))).publish()
     if home.gateway_process.exists():
         time.sleep(GATEWAYS_LEARN_S)
     return done

@@ -17,6 +17,8 @@ from batchrun.errors import BatchrunError
 from batchrun.files import is_url
 from batchrun.jobs import objects
 from batchrun.jobs.pin import InputPin, PinnedFile, hash_blocks, link_name, pinned_path
+from batchrun.jobs.results.output_parts import files_of
+from batchrun.jobs.spec import JobSpec
 from batchrun.jobs.submit import PLAN_NAME, plan_file
 from batchrun.store.check import Violation
 from batchrun.store.jobs import JobRecord
@@ -161,8 +163,9 @@ def _has_output(record: JobRecord) -> bool:
 
 def _output_faults(path: str, record: JobRecord) -> Iterator[str]:
     try:
-        num_rows = _num_rows_of(path)
-    except (BatchrunError, OSError, pa.ArrowException) as failure:
+        rows_per_file = JobSpec.model_validate_json(record.spec).output.rows_per_file
+        num_rows = sum(map(_num_rows_of, files_of(path, rows_per_file)))
+    except (BatchrunError, OSError, pa.ArrowException, ValidationError) as failure:
         problem = getattr(failure, "strerror", None) or " ".join(str(failure).split())
         yield (
             f"its output {path} cannot be read: {problem}; `batchrun results {record.id} -o PATH` "

@@ -13,11 +13,10 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchrun.errors import InputError
-from batchrun.files import atomic_file, atomic_folder
+from batchrun.files import atomic_file
 from batchrun.jobs.inputs.input_data import InputData, check_columns
 from batchrun.jobs.inputs.rows import Row, native_rows, plain_json
-from batchrun.jobs.results.output_parts import PartSink, Sink, foreign_file
+from batchrun.jobs.results.output_parts import PartSink, Sink, atomic_folder
 from batchrun.jobs.spec import OUTPUT_COLUMNS, JobSpec
 from batchrun.store.results import StoredResult
 from batchrun.strict import parse_json
@@ -121,14 +120,15 @@ class JsonlSink:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
+        self._is_seen = file.isatty()
 
     def write(self, results: Sequence[Row], kept: pa.RecordBatch | Sequence[Row]) -> None:
-        """Adds rows; `kept` are native rows."""
+        """Adds rows; `kept` are native rows. A terminal gets nothing that it would obey."""
         lines: list[str] = []
         for result, row in zip(results, kept, strict=True):
             first, *rest = result.items()
             values = dict([first, *row.items(), *map(_as_object, rest)])
-            lines.append(json.dumps(plain_json(values), ensure_ascii=False) + "\n")
+            lines.append(json.dumps(plain_json(values), ensure_ascii=self._is_seen) + "\n")
         self._file.write("".join(lines).encode("utf-8", "backslashreplace"))
 
     def close(self) -> None:
@@ -282,8 +282,6 @@ def _open_sink(
             sink = make(file)
             yield sink
             sink.close()
-    elif (foreign := foreign_file(place)) is not None:
-        raise InputError(f"{place}: {foreign} there is no output of a job; it would be lost")
     else:
         with (
             atomic_folder(place) as folder,

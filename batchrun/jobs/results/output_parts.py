@@ -1,23 +1,32 @@
 """An output of many files: a folder that has the output's name, with a file for so many rows.
 
-As with one file, it appears whole or not at all, and an older one is replaced as a whole.
+It appears whole or not at all, and an older one is replaced as a whole. Below a key of object
+storage its first part comes last, and goes first.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import BinaryIO, Protocol, Self
 
 import pyarrow as pa
 
-from batchrun.files import is_url
+from batchrun.errors import InputError
+from batchrun.failpoints import failpoint
+from batchrun.files import is_url, make_folder, scratch_folder, sync_folder, write_refusal
 from batchrun.jobs import objects
 from batchrun.jobs.inputs.rows import Row
 
-_PART = re.compile(r"part-\d{6}\.(parquet|jsonl)")
+_PART = re.compile(r"part-\d{6,}\.(parquet|jsonl)")
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_HERE, _EXCHANGE = -100, 2
+"""AT_FDCWD and RENAME_EXCHANGE of Linux."""
 
 
 class Sink(Protocol):
@@ -78,6 +87,57 @@ class PartSink:
         self._left_rows = self._rows_per_file
 
 
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """A new folder, for files that the caller syncs, that takes the name `path` on success; on any
+    failure what was there stays. Raises what `atomic_file` raises, InputError also where there is
+    what is no part of an output, and StoreError."""
+    try:
+        _refuse_foreign(path)
+        make_folder(path.parent)
+        with scratch_folder(path.parent) as scratch:
+            made = scratch / "new"
+            made.mkdir()
+            yield made
+            sync_folder(made)
+            _refuse_foreign(path)
+            failpoint("output.rename.before")
+            _give_name(made, path)
+            sync_folder(path.parent)
+        failpoint("output.rename.after")
+    except OSError as failure:
+        raise write_refusal(path, failure) from None
+
+
+def _refuse_foreign(path: Path) -> None:
+    if (foreign := foreign_file(path)) is not None:
+        raise InputError(f"{path}: {foreign} there is no output of a job; it would be lost")
+
+
+def _give_name(made: Path, path: Path) -> None:
+    """Rename the folder `made`; it becomes what was at `path` before, at no moment is nothing
+    there. Raises OSError."""
+    try:
+        made.rename(path)
+    except OSError as failure:
+        if failure.errno not in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}:
+            raise
+        names = os.fsencode(made), os.fsencode(path)
+        if _LIBC.renameat2(_HERE, names[0], _HERE, names[1], _EXCHANGE):
+            # Network file systems cannot exchange names.
+            _give_name_in_two_steps(made, path)
+
+
+def _give_name_in_two_steps(made: Path, path: Path) -> None:
+    before = made.with_name("before")
+    path.rename(before)
+    try:
+        made.rename(path)
+    except OSError:
+        before.rename(path)
+        raise
+
+
 def part_name(number: int, suffix: str) -> str:
     """What a part of that number, from 0, is called."""
     return f"part-{number:06}{suffix}"
@@ -97,23 +157,41 @@ def foreign_file(folder: Path) -> str | None:
     return next((each.name for each in folder.iterdir() if not _PART.fullmatch(each.name)), None)
 
 
-def holds_input(output: str, inputs: Sequence[str]) -> bool:
-    """Whether an input is the output, or lies among its parts."""
-    return any(output in {place, place.rpartition("/")[0]} for place in inputs)
+def holds_input(output: str, inputs: Iterable[str]) -> bool:
+    """Whether an input, a file or an object, is the output or lies among its parts."""
+    return any(
+        _resolved(output) in {_resolved(place), _resolved(place.rpartition("/")[0])}
+        for place in inputs
+    )
+
+
+def _resolved(place: str) -> str:
+    return place if is_url(place) else os.path.realpath(place)
 
 
 def upload(output: Path, place: str) -> None:
-    """Make an output the object `place`, or its parts objects below it; parts of an older output
-    go. Blocking."""
+    """Make an output the object `place`, or its parts objects below it, in the place of an older
+    one. Blocking."""
     if not output.is_dir():
         objects.put(output, place)
         return
-    names = sorted(each.name for each in output.iterdir())
-    for name in names:
+    first, *others = sorted(each.name for each in output.iterdir())
+    for old in (place, f"{place}/{first}"):
+        objects.remove(old)
+    for name in others:
         objects.put(output / name, f"{place}/{name}")
     for name in objects.names_below(place):
-        if _PART.fullmatch(name) and name not in names:
+        if _PART.fullmatch(name) and name not in others:
             objects.remove(f"{place}/{name}")
+    objects.put(output / first, f"{place}/{first}")
+
+
+def files_of(place: str, rows_per_file: int | None) -> list[str]:
+    """The files or objects of an output that is there. Raises OSError and StorageError."""
+    if rows_per_file is None:
+        return [place]
+    names = objects.names_below(place) if is_url(place) else os.listdir(place)  # noqa: PTH208
+    return [f"{place}/{name}" for name in sorted(names) if _PART.fullmatch(name)]
 
 
 def is_written(place: str, rows_per_file: int | None) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
+import time
 from dataclasses import dataclass
 
 import aiohttp
@@ -12,7 +14,14 @@ import aiohttp
 from batchrun.errors import StoreError
 from batchrun.home import CONTROL_PREFIX, DaemonAddress
 from batchrun.store.database import Store
-from batchrun.store.orders import LONGEST_S, Order, OrderAnswer, answer_order, take_orders
+from batchrun.store.orders import (
+    LONGEST_S,
+    Order,
+    OrderAnswer,
+    answer_order,
+    forget_answers,
+    take_orders,
+)
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +41,12 @@ class OrderTaker:
         """Take orders until cancelled; those that are being carried out end unanswered then."""
         timeout = aiohttp.ClientTimeout(total=LONGEST_S)
         async with aiohttp.ClientSession(timeout=timeout) as session, asyncio.TaskGroup() as tasks:
+            tidied_s = -math.inf
             while True:
                 try:
+                    if time.monotonic() > tidied_s + LONGEST_S:
+                        await asyncio.to_thread(forget_answers, self.store)
+                        tidied_s = time.monotonic()
                     taken = await asyncio.to_thread(take_orders, self.store)
                 except StoreError:
                     # Whoever leads by now takes them; that it is not us is found out elsewhere.
@@ -44,7 +57,8 @@ class OrderTaker:
                 await asyncio.sleep(LOOK_S)
 
     async def _carry_out(self, session: aiohttp.ClientSession, number: str, order: Order) -> None:
-        log.info("ordered from another machine: %s %s", order.method, order.path)
+        level = logging.DEBUG if order.method == "GET" else logging.INFO
+        log.log(level, "ordered in another home: %s %s", order.method, order.path)
         answer = await self._ask(session, order)
         try:
             await asyncio.to_thread(answer_order, self.store, number, answer)

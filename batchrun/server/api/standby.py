@@ -28,7 +28,7 @@ from starlette.exceptions import HTTPException
 
 from batchrun.daemon.daemon import SWITCH_SETTING
 from batchrun.daemon.supervisor import Supervisor
-from batchrun.daemon.view import view_stored, view_stored_job
+from batchrun.daemon.view import view_stored
 from batchrun.daemon.writer import cancel_all
 from batchrun.errors import NotLeadingError, StoreError
 from batchrun.files import write_atomically
@@ -149,11 +149,6 @@ class Standby:
             **await asyncio.to_thread(view_stored, self.store, job),
         }
 
-    async def job(self, job: str) -> dict[str, object]:
-        """One job by id, prefix or name. Raises UnknownJobError, StoreError."""
-        view = await asyncio.to_thread(view_stored_job, self.store, job)
-        return view | {"stalled": self._trouble, "engine_failure": None}
-
     async def _leads(self) -> bool:
         try:
             if await asyncio.to_thread(self.lock.take):
@@ -177,8 +172,7 @@ def reached(leader: jobs.Leader) -> str | None:
 
 
 def make_app(standby: Standby, server: LocalServer) -> FastAPI:
-    """The routes of a daemon, as far as one that stands by has them; the others name the leader,
-    whom the command line asks then."""
+    """The routes of a daemon, as far as one that stands by has them; the others name the leader."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     install_error_handlers(app)
     token = f"Bearer {server.address.token}"
@@ -202,16 +196,11 @@ def make_app(standby: Standby, server: LocalServer) -> FastAPI:
         check(request, "authorization", token)
         return await standby.picture(request.query_params.get("job"))
 
-    @app.get(f"{CONTROL_PREFIX}/jobs/{{job_id}}")
-    async def job(request: Request, job_id: str) -> dict[str, object]:
-        check(request, "authorization", token)
-        return await standby.job(job_id)
-
     @app.api_route("/{path:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
     async def others(request: Request, path: str) -> None:
         if path.startswith(CONTROL_PREFIX.strip("/")):
             check(request, "authorization", token)
         leader = await asyncio.to_thread(jobs.read_leader, standby.store)
-        raise NotLeadingError(f"this daemon stands by; {leader.name} leads")
+        raise NotLeadingError(f"this daemon stands by; {leader.name} leads: give the command there")
 
     return app
