@@ -270,7 +270,7 @@ def scratch_folder(parent: Path) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove_scratch(folder)
         lock.close()
 
 
@@ -281,7 +281,18 @@ def remove_left_scratch(parent: Path) -> None:
             folder.rmdir()
         with suppress(OSError), (folder / LOCK).open("r+b") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove_scratch(folder)
+
+
+def _remove_scratch(folder: Path) -> None:
+    """Its lock goes last, so that a kill in between leaves what the next one removes."""
+    for entry in folder.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)
+        elif entry.name != LOCK:
+            with suppress(OSError):
+                entry.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _locked_folder(parent: Path) -> tuple[Path, BinaryIO]:

@@ -17,10 +17,10 @@ from batchrun.cli.inspect import earlier_jobs, error_lines, find_kv_size, hit_ra
 from batchrun.config import Deployment
 from batchrun.control.client import DaemonClient
 from batchrun.control.fitting import find_fleet, four_bytes_each, unfit
-from batchrun.control.starting import read_deployment
+from batchrun.control.starting import LOOK_WAIT_S, read_deployment
 from batchrun.daemon.plugin import existing_profile
 from batchrun.daemon.supervisor import engine_python
-from batchrun.errors import DaemonUnavailableError, EngineError, InputError
+from batchrun.errors import DaemonUnavailableError, EngineError, InputError, NotLeadingError
 from batchrun.files import is_url
 from batchrun.home import Home
 from batchrun.jobs.expected_answers import OutputEstimate, Stored, estimate_outputs
@@ -60,11 +60,11 @@ def measured(home: Home, computed_tokens: int, weight: float) -> Forecast:
     """What the daemon predicts for so much work, by the pace that it has measured; unknown where
     no daemon runs, or has run nothing yet."""
     work = {"computed_tokens": computed_tokens, "weight": weight}
-    daemon = DaemonClient(home)
+    daemon = DaemonClient(home, timeout_s=LOOK_WAIT_S)
     try:
         answer = daemon.post("/foretell", work)
         is_offline_on = daemon.get("/status")["offline"]
-    except DaemonUnavailableError:
+    except (DaemonUnavailableError, NotLeadingError):
         return Forecast.unknown(NO_DAEMON, NO_COST)
     eta, tokens_per_s = answer["eta"], answer["computed_tokens_per_s"]
     if eta is None or not tokens_per_s:

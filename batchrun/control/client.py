@@ -13,6 +13,7 @@ from typing import Any
 
 from batchrun import errors
 from batchrun.errors import BatchrunError, DaemonUnavailableError, NotLeadingError
+from batchrun.files import StoreLock
 from batchrun.home import CONTROL_PREFIX, Home
 
 TIMEOUT_S = 30.0
@@ -63,6 +64,12 @@ class DaemonClient:
             raise _as_our_error(answer.status, answer.text)
         told: JsonDocument = json.loads(answer.text)
         return told
+
+    def is_silent(self) -> bool:
+        """Whether the daemon that is not heard lives: it hangs, or only just begins to lead."""
+        address = self._home.read_daemon_address()
+        holder = StoreLock(self._home.store_lock).find_holder()
+        return address is not None and holder == address.pid
 
     def _call(self, method: str, path: str, document: Mapping[str, object] | None) -> JsonDocument:
         try:

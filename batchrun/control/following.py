@@ -26,6 +26,7 @@ from rich.text import Text
 
 from batchrun.control.client import DaemonClient
 from batchrun.errors import (
+    DaemonUnavailableError,
     EngineError,
     JobFailedError,
     RowsFailedError,
@@ -37,7 +38,7 @@ from batchrun.types import JobState
 FILE_WIDTH_CHARS = 10_000
 """Nothing is folded or cut in a file or a pipe."""
 POLL_INTERVAL_S = 0.3
-STALL_PATIENCE_S = 5.0
+STALL_PATIENCE_S, SILENCE_PATIENCE_S = 5.0, 15.0
 
 
 NOTEBOOK_WIDTH_CHARS = 100
@@ -203,7 +204,7 @@ def watch(
     stalled_since_s: float | None = None
     with ProgressBar(after_s=0, is_shown=is_shown) as progress:
         while True:
-            view = client.get(f"/jobs/{job_id}")
+            view = _view_of(client, job_id)
             state = JobState(view["state"])
             if state.is_terminal or state is JobState.PAUSED or is_enough():
                 return view
@@ -220,6 +221,18 @@ def watch(
                     f"results cannot be written: {view['stalled']}; then {then} on where it was"
                 )
             time.sleep(POLL_INTERVAL_S)
+
+
+def _view_of(client: DaemonClient, job_id: str) -> dict[str, Any]:
+    """Of a daemon that comes to lead in this moment it is waited for."""
+    deadline_s = time.monotonic() + SILENCE_PATIENCE_S
+    while True:
+        try:
+            return client.get(f"/jobs/{job_id}")
+        except DaemonUnavailableError:
+            if time.monotonic() > deadline_s or not client.is_silent():
+                raise
+        time.sleep(POLL_INTERVAL_S)
 
 
 def check_end(view: Mapping[str, Any], *, then: str | None = None, strict: bool = False) -> None:

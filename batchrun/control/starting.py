@@ -171,7 +171,7 @@ def _remember_start(home: Home, took_s: float) -> None:
 def describe_silence(home: Home, waited_s: float = LOOK_WAIT_S) -> str | None:
     """A few words on the daemon of a home, which did not answer for so long, if it lives."""
     address = home.read_daemon_address()
-    if address is None or StoreLock(home.store_lock).find_holder() != address.pid:
+    if address is None or not DaemonClient(home).is_silent():
         return None
     return (
         f"the daemon of {home.path} (pid {address.pid}) runs and gave no answer within "

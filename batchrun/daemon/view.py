@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -71,9 +72,18 @@ and the daemon has other work."""
 def view_stored(store: Store, job: str | None = None) -> dict[str, object]:
     """The jobs as the store alone has them, oldest first, and how many more have ended; among them
     those that `job` means. Raises StoreError."""
-    tellings, spent_s = read_tellings(store), read_spent(store)
     records, num_more = jobs.list_shown(store, MOST_ENDED, job)
-    views = [
+    return {"jobs": _view_records(store, records), "num_more_ended": num_more}
+
+
+def view_stored_job(store: Store, job: str) -> dict[str, object]:
+    """One job, by id, prefix or name, as the store has it. Raises UnknownJobError, StoreError."""
+    return _view_records(store, [jobs.get(store, job)])[0]
+
+
+def _view_records(store: Store, records: Sequence[JobRecord]) -> list[dict[str, object]]:
+    tellings, spent_s = read_tellings(store), read_spent(store)
+    return [
         view_job(record, results.count(store, record.seq))
         | {
             "num_cut": results.count_cut(store, record.seq),
@@ -83,7 +93,6 @@ def view_stored(store: Store, job: str | None = None) -> dict[str, object]:
         }
         for record in records
     ]
-    return {"jobs": views, "num_more_ended": num_more}
 
 
 def expected_left_s(

@@ -318,10 +318,12 @@ def names_below(url: str) -> list[str]:
     storage, path = _open(url)
     try:
         with explained(url):
-            found = storage.find(path, maxdepth=1)
+            # `find` would take an error for an empty place.
+            found = storage.ls(path, detail=True)
     except MissingObjectError:
         return []
-    return [key.rpartition("/")[2] for key in found if key.rpartition("/")[0] == path]
+    keys = [str(each["name"]) for each in found if each["type"] == "file"]
+    return sorted(key.rpartition("/")[2] for key in keys if key.rpartition("/")[0] == path)
 
 
 def _abort_uploads(storage: Any, path: str) -> None:

@@ -130,8 +130,10 @@ def forget_answers(store: Store) -> None:
     with store.write() as connection:
         now_s = _now_s(connection)
         for row in connection.execute(select(settings).where(_begins(ANSWER_PREFIX))).all():
-            if now_s - json.loads(row.value)["at_s"] > LONGEST_S:
-                connection.execute(delete(settings).where(settings.c.key == row.key))
+            with suppress(KeyError, TypeError, ValueError):
+                if now_s - json.loads(row.value)["at_s"] <= LONGEST_S:
+                    continue
+            connection.execute(delete(settings).where(settings.c.key == row.key))
 
 
 def _put(store: Store, key: str, content: Mapping[str, object]) -> None:

@@ -156,11 +156,30 @@ def test_a_command_that_comes_while_nobody_leads_is_for_the_next_leader(pair: Pa
     second.write_job()
 
     first.kill("daemon")
-    job = str(second.ask("submit", "job.yaml")["id"])
+    done = second.call("submit", "job.yaml", "--wait")
 
+    assert (done.returncode, role(second)["role"]) == (0, "leader"), done.stderr
+    assert [each["state"] for each in second.ask("status")["jobs"]] == ["completed"]
+
+
+@pytest.mark.nightly
+def test_who_waits_at_a_standby_waits_through_the_end_of_the_leader(pair: Pair) -> None:
+    pair.start("--latency-s=0.5")
+    first, second = pair.first, pair.second
+    second.executions_path = first.executions_path
+    second.write_rows([f"question {i}" for i in range(NUM_ROWS)])
+    second.write_job()
+    waiting = second.start("submit", "job.yaml", "--wait", "--json")
+    wait_until(lambda: bool(first.ask("status")["jobs"]))
+    job = str(first.ask("status")["jobs"][0]["id"])
+    wait_for_rows(first, job, 100)
+
+    first.kill("daemon")
+    told, trouble = waiting.communicate(timeout=WAIT_S)
+
+    assert waiting.returncode == 0, trouble
+    assert json.loads(told)["num_completed"] == NUM_ROWS
     assert role(second)["role"] == "leader"
-    assert second.wait_until_ended(job)["state"] == "completed"
-    assert [each["id"] for each in second.ask("status")["jobs"]] == [job]
 
 
 @pytest.mark.nightly

@@ -32,7 +32,7 @@ from batchrun.home import Home
 from batchrun.jobs.spec import MAX_WEIGHT, MIN_WEIGHT
 from batchrun.keys import UsageFile, digest, new_key
 from batchrun.quantities import parse_duration_s
-from batchrun.server.api.key_list import KeyList, limits_in
+from batchrun.server.api.key_list import HEARD_S, KeyList, limits_in
 from batchrun.store import api_keys, files
 from batchrun.store.database import open_store
 from batchrun.store.jobs import Counts
@@ -303,11 +303,6 @@ def _change(
         ):
             key = alone(KeyList(store, home.api_keys, limits_in(deployment)))
         done = {"id": key.id, "name": key.name}
-    else:
-        if home.store_url_file.exists():
-            # A leader elsewhere tells its own gateway alone.
-            with closing(open_store(home.store_location)) as store:
-                KeyList(store, home.api_keys, limits_in(read_deployment(config))).publish()
     if home.gateway_process.exists():
-        time.sleep(GATEWAYS_LEARN_S)
+        time.sleep(GATEWAYS_LEARN_S + HEARD_S * home.store_url_file.exists())
     return done

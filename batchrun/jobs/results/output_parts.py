@@ -159,10 +159,9 @@ def foreign_file(folder: Path) -> str | None:
 
 def holds_input(output: str, inputs: Iterable[str]) -> bool:
     """Whether an input, a file or an object, is the output or lies among its parts."""
-    return any(
-        _resolved(output) in {_resolved(place), _resolved(place.rpartition("/")[0])}
-        for place in inputs
-    )
+    there = _resolved(output)
+    files = (_resolved(place) for place in inputs)
+    return any(there in {place, place.rpartition("/")[0]} for place in files)
 
 
 def _resolved(place: str) -> str:
@@ -177,7 +176,8 @@ def upload(output: Path, place: str) -> None:
         return
     first, *others = sorted(each.name for each in output.iterdir())
     for old in (place, f"{place}/{first}"):
-        objects.remove(old)
+        if objects.exists(old):
+            objects.remove(old)
     for name in others:
         objects.put(output / name, f"{place}/{name}")
     for name in objects.names_below(place):

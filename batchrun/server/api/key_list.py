@@ -21,8 +21,8 @@ from batchrun.store.database import Store
 
 log = logging.getLogger(__name__)
 
-REFRESH_S = 5.0
-"""How often the gateway here hears of keys that were changed elsewhere."""
+HEARD_S = 0.5
+"""How often daemons of a database look for keys that were changed in another home."""
 
 
 def limits_in(deployment: Deployment) -> KeyLimits:
@@ -89,7 +89,7 @@ class KeyList:
                 if str(error) != trouble:
                     log.error("the API keys cannot be published: %s", error)
                 trouble = str(error)
-            await asyncio.sleep(REFRESH_S)
+            await asyncio.sleep(HEARD_S)
 
     def _publish_alone(self) -> None:
         with self._changing:

@@ -74,6 +74,7 @@ class OrderTaker:
                 headers={"Authorization": f"Bearer {self.address.token}"},
             ) as reply:
                 return OrderAnswer(reply.status, await reply.text())
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        except Exception as error:
+            log.exception("%s %s failed", order.method, order.path)
             told = {"error": {"message": f"the leader could not carry it out: {error!r}"}}
             return OrderAnswer(503, json.dumps(told))

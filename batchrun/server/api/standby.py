@@ -1,8 +1,8 @@
 """A daemon that does not lead: it waits until it does, tells what it can, keeps its gateway up.
 Also the server on loopback that every daemon has.
 
-It changes nothing in the store and starts no engine. Engines that others start are looked at, so
-that calls go on through the gateway here.
+It starts no engine, and all that it changes in the store is that it asks the leader. Engines that
+others start are looked at, so that calls go on through the gateway here.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ import asyncio
 import hmac
 import json
 import logging
+import math
 import os
 import secrets
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from urllib.parse import urlsplit
+from http import HTTPStatus
+from urllib.parse import quote, urlsplit
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -28,9 +31,15 @@ from starlette.exceptions import HTTPException
 
 from batchrun.daemon.daemon import SWITCH_SETTING
 from batchrun.daemon.supervisor import Supervisor
-from batchrun.daemon.view import view_stored
+from batchrun.daemon.view import view_stored, view_stored_job
 from batchrun.daemon.writer import cancel_all
-from batchrun.errors import NotLeadingError, StoreError
+from batchrun.errors import (
+    BatchrunError,
+    NotLeadingError,
+    StoreError,
+    StoreLockedError,
+    StoreUnreachableError,
+)
 from batchrun.files import write_atomically
 from batchrun.home import CONTROL_PREFIX, GATEWAY_HEADER, DaemonAddress, Home
 from batchrun.keys import is_loopback
@@ -41,12 +50,16 @@ from batchrun.server.api.picture import view_engines, view_role
 from batchrun.server.web.gateway_figures import GatewayFigures
 from batchrun.store import jobs
 from batchrun.store.database import Store
+from batchrun.store.orders import Order, ask_leader
 from batchrun.store.place import DaemonLock
 
 log = logging.getLogger(__name__)
 
 TRY_S = 0.5
 """How often it tries to lead."""
+ASK_S, FRESH_S = 2.0, 1.0
+"""A view of a job is asked for as long, and shown for as long."""
+MOST_VIEWS = 100
 
 
 class _Server(uvicorn.Server):
@@ -112,6 +125,8 @@ class Standby:
     supervisor: Supervisor
     keys: KeyList
     _trouble: str | None = field(default=None)
+    _views: dict[str, tuple[float, dict[str, object]]] = field(default_factory=dict)
+    _viewing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def run(self, server: LocalServer, home: Home) -> None:
         """Returns once this daemon leads. Raises EngineError when its gateway cannot start."""
@@ -148,6 +163,33 @@ class Standby:
             "felt": [],
             **await asyncio.to_thread(view_stored, self.store, job),
         }
+
+    async def job(self, job: str) -> dict[str, object]:
+        """One job, by id, prefix or name, as it was a moment ago; while the store does not answer,
+        as it was last seen. Raises UnknownJobError, StoreError."""
+        async with self._viewing:
+            seen_s, view = self._views.get(job, (-math.inf, {}))
+            if time.monotonic() > seen_s + FRESH_S:
+                try:
+                    view = await asyncio.to_thread(self._view, job)
+                except (StoreLockedError, StoreUnreachableError) as error:
+                    if not view:
+                        raise
+                    view |= {"stalled": str(error)}
+                if len(self._views) >= MOST_VIEWS:
+                    self._views.clear()
+                self._views[job] = time.monotonic(), view
+            return view
+
+    def _view(self, job: str) -> dict[str, object]:
+        """As the leader tells it, which need not count rows, else as the store has it."""
+        with suppress(BatchrunError):
+            answer = ask_leader(
+                self.store, Order("GET", f"/jobs/{quote(job, safe='')}", None, ASK_S)
+            )
+            if answer.status == HTTPStatus.OK:
+                return dict(json.loads(answer.text))
+        return view_stored_job(self.store, job) | {"stalled": None, "engine_failure": None}
 
     async def _leads(self) -> bool:
         try:
@@ -195,6 +237,11 @@ def make_app(standby: Standby, server: LocalServer) -> FastAPI:
     async def status(request: Request) -> dict[str, object]:
         check(request, "authorization", token)
         return await standby.picture(request.query_params.get("job"))
+
+    @app.get(f"{CONTROL_PREFIX}/jobs/{{job_id}}")
+    async def job(request: Request, job_id: str) -> dict[str, object]:
+        check(request, "authorization", token)
+        return await standby.job(job_id)
 
     @app.api_route("/{path:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
     async def others(request: Request, path: str) -> None:
