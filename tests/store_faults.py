@@ -98,8 +98,8 @@ def hold_store(folder: Path) -> None:
         with closing(sqlite3.connect(here.rig.home.store, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
             expect_line(here.rig.call("up"), 4, "in use by process")
-            wait_until(lambda: _stalled(here) is not None, "the daemon to stall", STALL_WAIT_S)
-            expect("locked by another process" in str(_stalled(here)), f"{_stalled(here)}")
+            told = "locked by another process"
+            wait_until(lambda: told in str(_stalled(here)), f"status to say {told}", STALL_WAIT_S)
             other.execute("ROLLBACK")
         here.finish()
 

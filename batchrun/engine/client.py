@@ -317,7 +317,7 @@ class EngineClient:
         self.base_url = _normalise_url(base_url)
         self.api_key = api_key
         self._tls = tls
-        self._session: aiohttp.ClientSession | None = None
+        self._sessions: dict[bool, aiohttp.ClientSession] = {}
         self._num_answered = 0
 
     async def execute(
@@ -419,9 +419,8 @@ class EngineClient:
 
     async def close(self) -> None:
         """Close all connections; requests in flight end as lost connections."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        while self._sessions:
+            await self._sessions.popitem()[1].close()
 
     async def _get(self, path: str) -> tuple[int, bytes]:
         """(status code, body) within 2 s. Raises EngineError when there is no answer."""
@@ -434,7 +433,7 @@ class EngineClient:
     async def _post(
         self, request: Request, data: bytes, start_s: float, on_long: Callable[[], Awaitable[None]]
     ) -> Reply:
-        async with self._open().post(
+        async with self._open(keeps=request.attempt <= 1).post(
             self.base_url + request.endpoint,
             data=data,
             headers={"X-Request-Id": request.request_id, "Content-Type": "application/json"},
@@ -445,18 +444,19 @@ class EngineClient:
             duration_s = time.monotonic() - start_s
             return Reply(response.status, body, retry_after, duration_s)
 
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
+    def _open(self, *, keeps: bool = True) -> aiohttp.ClientSession:
+        """One that keeps connections. What is tried again gets one of its own: on a kept one may
+        come what belongs to another."""
+        if keeps not in self._sessions:
             headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-            self._session = aiohttp.ClientSession(
-                connector=CleanConnector(
-                    limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=self._tls or True
-                ),
+            how = {"keepalive_timeout": _KEEP_ALIVE_S} if keeps else {"force_close": True}
+            self._sessions[keeps] = aiohttp.ClientSession(
+                connector=CleanConnector(limit=0, ssl=self._tls or True, **how),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
                 headers=headers,
                 cookie_jar=aiohttp.DummyCookieJar(),
             )
-        return self._session
+        return self._sessions[keeps]
 
     def _explain(self, error: BaseException) -> str:
         detail = " ".join(str(error).split()) or type(error).__name__

@@ -249,3 +249,27 @@ async def test_a_reply_that_nobody_asked_for_is_no_answer_to_the_next_row() -> N
     finally:
         await client.close()
         server.close()
+
+
+async def test_a_row_that_is_tried_again_goes_over_a_connection_of_its_own() -> None:
+    """This engine has sent something twice on each connection, so that all after it are behind."""
+    last_ids: dict[object, str] = {}
+
+    async def answer_the_one_before(request: web.Request) -> web.Response:
+        own = request.headers["X-Request-Id"]
+        late = last_ids.get(request.transport, own)
+        last_ids[request.transport] = own
+        return web.json_response({"id": late, "choices": [{"message": {"content": "x"}}]})
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", answer_the_one_before)
+    async with TestServer(app) as server:
+        client = EngineClient(str(server.make_url("")).rstrip("/"))
+        tries = [(0, 1), (1, 1), (1, 2), (1, 3)]
+        kinds = [
+            (await client.execute(make_request(row=row, attempt=attempt))).kind
+            for row, attempt in tries
+        ]
+        await client.close()
+
+    assert kinds == [OutcomeKind.OK, OutcomeKind.RETRY, OutcomeKind.OK, OutcomeKind.OK]
