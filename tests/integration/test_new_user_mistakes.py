@@ -154,7 +154,7 @@ def test_without_a_daemon_a_job_can_be_added_and_looked_at(cli: Cli) -> None:
     line = line_of(cli("results", job), 4)
     assert line.startswith(f"{job} is validating with 0 of 3 rows done; --partial -o PATH writes")
     assert line_of(cli("results", job, "--partial"), 2) == (
-        "--partial needs a file to write to: -o PATH"
+        "--partial needs a file to write to: -o PATH, or -o - for stdout"
     )
     assert "would overwrite" in line_of(cli("results", job, "--partial", "-o", "rows.parquet"), 2)
     assert cli("results", job, "--partial", "-o", "part.jsonl")[0] == 0
