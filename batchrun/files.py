@@ -286,13 +286,13 @@ def remove_left_scratch(parent: Path) -> None:
 
 def _remove_scratch(folder: Path) -> None:
     """Its lock goes last, so that a kill in between leaves what the next one removes."""
-    for entry in folder.iterdir():
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry, ignore_errors=True)
-        elif entry.name != LOCK:
-            with suppress(OSError):
+    with suppress(OSError):
+        for entry in folder.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            elif entry.name != LOCK:
                 entry.unlink()
-    shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _locked_folder(parent: Path) -> tuple[Path, BinaryIO]:

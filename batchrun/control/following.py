@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -225,11 +226,12 @@ def watch(
 
 def _view_of(client: DaemonClient, job_id: str) -> dict[str, Any]:
     """Of a daemon that comes to lead in this moment it is waited for."""
-    deadline_s = time.monotonic() + SILENCE_PATIENCE_S
+    deadline_s = math.inf
     while True:
         try:
             return client.get(f"/jobs/{job_id}")
         except DaemonUnavailableError:
+            deadline_s = min(deadline_s, time.monotonic() + SILENCE_PATIENCE_S)
             if time.monotonic() > deadline_s or not client.is_silent():
                 raise
         time.sleep(POLL_INTERVAL_S)

@@ -304,5 +304,5 @@ def _change(
             key = alone(KeyList(store, home.api_keys, limits_in(deployment)))
         done = {"id": key.id, "name": key.name}
     if home.gateway_process.exists():
-        time.sleep(GATEWAYS_LEARN_S + HEARD_S * home.store_url_file.exists())
+        time.sleep(GATEWAYS_LEARN_S + 2 * HEARD_S * home.store_url_file.exists())
     return done

@@ -35,6 +35,7 @@ from batchrun.daemon.view import view_stored, view_stored_job
 from batchrun.daemon.writer import cancel_all
 from batchrun.errors import (
     BatchrunError,
+    DaemonUnavailableError,
     NotLeadingError,
     StoreError,
     StoreLockedError,
@@ -42,6 +43,7 @@ from batchrun.errors import (
 )
 from batchrun.files import write_atomically
 from batchrun.home import CONTROL_PREFIX, GATEWAY_HEADER, DaemonAddress, Home
+from batchrun.jobs.objects import in_thread
 from batchrun.keys import is_loopback
 from batchrun.server.api.errors import install_error_handlers
 from batchrun.server.api.key_list import KeyList
@@ -57,8 +59,8 @@ log = logging.getLogger(__name__)
 
 TRY_S = 0.5
 """How often it tries to lead."""
-ASK_S, FRESH_S = 2.0, 1.0
-"""A view of a job is asked for as long, and shown for as long."""
+ASK_S, REST_S = 2.0, 5.0
+"""So long the leader is asked for a job's view; so long it is let alone where it did not answer."""
 MOST_VIEWS = 100
 
 
@@ -117,6 +119,15 @@ def catch_signals() -> asyncio.Future[int]:
 
 
 @dataclass(slots=True)
+class _Seen:
+    """A job as it was when looking at it began."""
+
+    began_s: float = -math.inf
+    view: dict[str, object] = field(default_factory=dict)
+    looking: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+@dataclass(slots=True)
 class Standby:
     """Waits for `lock`; `keys` are those that the gateway here lets in."""
 
@@ -125,8 +136,9 @@ class Standby:
     supervisor: Supervisor
     keys: KeyList
     _trouble: str | None = field(default=None)
-    _views: dict[str, tuple[float, dict[str, object]]] = field(default_factory=dict)
-    _viewing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _views: dict[str, _Seen] = field(default_factory=dict)
+    _unled_until_s: float = -math.inf
+    _ends: bool = False
 
     async def run(self, server: LocalServer, home: Home) -> None:
         """Returns once this daemon leads. Raises EngineError when its gateway cannot start."""
@@ -144,6 +156,7 @@ class Standby:
                 for task in done:
                     task.result()
         finally:
+            self._ends = True
             await cancel_all(tasks)
             await server.stop()
             await self.supervisor.close()
@@ -165,30 +178,37 @@ class Standby:
         }
 
     async def job(self, job: str) -> dict[str, object]:
-        """One job, by id, prefix or name, as it was a moment ago; while the store does not answer,
-        as it was last seen. Raises UnknownJobError, StoreError."""
-        async with self._viewing:
-            seen_s, view = self._views.get(job, (-math.inf, {}))
-            if time.monotonic() > seen_s + FRESH_S:
+        """One job, by id, prefix or name; while the store does not answer, as it was last seen. Who
+        asks at once is told the same. Raises UnknownJobError, StoreError, and
+        DaemonUnavailableError when this daemon just begins to lead."""
+        came_s = time.monotonic()
+        if len(self._views) >= MOST_VIEWS:
+            self._views.clear()
+        seen = self._views.setdefault(job, _Seen())
+        async with seen.looking:
+            if self._ends:
+                raise DaemonUnavailableError("this daemon begins to lead, or ends")
+            if seen.began_s < came_s:
+                seen.began_s = time.monotonic()
                 try:
-                    view = await asyncio.to_thread(self._view, job)
+                    seen.view = await in_thread(self._view, job)
                 except (StoreLockedError, StoreUnreachableError) as error:
-                    if not view:
+                    if not seen.view:
                         raise
-                    view |= {"stalled": str(error)}
-                if len(self._views) >= MOST_VIEWS:
-                    self._views.clear()
-                self._views[job] = time.monotonic(), view
-            return view
+                    seen.view |= {"stalled": str(error)}
+            return seen.view
 
     def _view(self, job: str) -> dict[str, object]:
         """As the leader tells it, which need not count rows, else as the store has it."""
-        with suppress(BatchrunError):
-            answer = ask_leader(
-                self.store, Order("GET", f"/jobs/{quote(job, safe='')}", None, ASK_S)
-            )
-            if answer.status == HTTPStatus.OK:
-                return dict(json.loads(answer.text))
+        if time.monotonic() > self._unled_until_s:
+            order = Order("GET", f"/jobs/{quote(job, safe='')}", None, ASK_S)
+            try:
+                answer = ask_leader(self.store, order)
+            except BatchrunError:
+                self._unled_until_s = time.monotonic() + REST_S
+            else:
+                if answer.status == HTTPStatus.OK:
+                    return dict(json.loads(answer.text))
         return view_stored_job(self.store, job) | {"stalled": None, "engine_failure": None}
 
     async def _leads(self) -> bool:
