@@ -161,10 +161,10 @@ class ManagedEngine:
         deadline_s = time.monotonic() + self.settings.start_timeout_s
         while not await self.client.is_healthy():
             await self._follow_log()
-            if await asyncio.to_thread(process.was_killed, record):
-                raise _KilledError(await self._explain_death(record))
-            if not await asyncio.to_thread(process.is_alive, record):
-                raise EngineError(await self._explain_death(record))
+            was_killed = await asyncio.to_thread(process.was_killed, record)
+            if was_killed is not None:
+                kind = _KilledError if was_killed else EngineError
+                raise kind(await self._explain_death(record))
             if time.monotonic() > deadline_s:
                 await asyncio.to_thread(process.terminate, record, self.settings.stop_grace_s)
                 raise EngineError(

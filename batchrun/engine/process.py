@@ -122,13 +122,16 @@ def is_alive(record: ProcessRecord) -> bool:
         return False
 
 
-def was_killed(record: ProcessRecord) -> bool:
-    """Whether a child of this process, not reaped yet, was ended by SIGKILL."""
+def was_killed(record: ProcessRecord) -> bool | None:
+    """Whether SIGKILL ended the process, as far as that is known: of a child that nobody has reaped
+    yet. None while it runs."""
     try:
         ended = os.waitid(os.P_PID, record.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
-        return False
-    return ended is not None and (ended.si_code, ended.si_status) == (os.CLD_KILLED, signal.SIGKILL)
+        return None if is_alive(record) else False
+    if ended is None:
+        return None
+    return (ended.si_code, ended.si_status) == (os.CLD_KILLED, signal.SIGKILL)
 
 
 def terminate(record: ProcessRecord, grace_s: float) -> None:
