@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import uvloop
 
@@ -62,7 +62,8 @@ LEAD_WAIT_S = 1.0
 """A leader that was only just ended may still seem to lead for so long."""
 LOCK_CHECK_S = 1.0
 BEGAN_ANEW = "BATCHRUN_STANDS_BY_AGAIN"
-"""Set in the environment of a daemon that led and was succeeded."""
+"""Set in the environment of a daemon that led and was succeeded, or whose database went just as it
+began to lead."""
 CLEAN_STOP_S = 9.5
 SWITCH_INTERVAL_S = 0.001
 """Threads that plan or write output give the interpreter to the event loop so soon: an answer takes
@@ -87,10 +88,10 @@ def serve(reread: Callable[[], Deployment], home: Home, *, on_ready: Callable[[]
         resolved = deployment.model_dump_json(indent=2, exclude=secret)
         write_atomically(home.resolved_config, resolved.encode(), mode=0o600)
         keys = KeyList(store, home.api_keys, limits_in(deployment))
-        keys.check(split_listen(deployment.listen)[0])
-        keys.publish()
-        lock = DaemonLock(store, wait_s=LEAD_WAIT_S)
+        lock, is_heir = DaemonLock(store, wait_s=LEAD_WAIT_S), False
         try:
+            keys.check(split_listen(deployment.listen)[0])
+            keys.publish()
             is_heir = not _leads_at_once(lock)
             if is_heir:
                 ended = uvloop.run(_stand_by(deployment, home, keys, lock))
@@ -98,6 +99,11 @@ def serve(reread: Callable[[], Deployment], home: Home, *, on_ready: Callable[[]
                     return ended
             with _held(lock):
                 return _lead(deployment, home, store, reread, on_ready, is_heir=is_heir)
+        except StoreUnreachableError as error:
+            if not is_heir and BEGAN_ANEW not in os.environ:
+                raise
+            log.error("%s", error)
+            _stand_by_anew()
         finally:
             home.daemon_record.unlink(missing_ok=True)
 
@@ -160,8 +166,7 @@ def _held(lock: DaemonLock) -> Iterator[None]:
                 lock.check()
             except NotLeadingError as error:
                 log.critical("from now on it stands by: %s", str(error).partition(";")[0])
-                os.environ[BEGAN_ANEW] = "1"
-                os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+                _stand_by_anew()
             except StoreError as error:
                 if trouble is None:
                     log.error("%s", error)
@@ -178,6 +183,11 @@ def _held(lock: DaemonLock) -> Iterator[None]:
         thread.join(LOCK_CHECK_S)
         if not thread.is_alive():
             lock.release()
+
+
+def _stand_by_anew() -> NoReturn:
+    os.environ[BEGAN_ANEW] = "1"
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _lead(
