@@ -16,7 +16,7 @@ from batchrun.control.starting import LOOK_WAIT_S, describe_silence, read_deploy
 from batchrun.errors import DaemonUnavailableError, NotLeadingError, UnknownJobError
 from batchrun.files import StoreLock, is_url
 from batchrun.home import Home
-from batchrun.jobs.pin import InputPin, PinnedFile
+from batchrun.jobs.pin import InputPin
 from batchrun.jobs.spec import JobSpec
 from batchrun.store import jobs
 from batchrun.store.database import Store, open_store, open_to_read
@@ -81,17 +81,10 @@ def hand_over(job: NewJob, home: Home) -> tuple[str, bool]:
             return _add_to_store(job, home), True
         except NotLeadingError as error:
             leader = error
-    if any(is_url(file.path) or _lies_in(home, file.path) for file in _files_of(job)):
+    inputs = [file.path for file in InputPin.model_validate_json(job.pin).files]
+    if any(is_url(path) or Path(path).is_relative_to(home.path) for path in inputs):
         raise NotLeadingError(f"{leader}: the input of {job.name} lies in this home")
     return str(client.ask_leader("POST", "/jobs", asdict(job))["id"]), False
-
-
-def _files_of(job: NewJob) -> tuple[PinnedFile, ...]:
-    return InputPin.model_validate_json(job.pin).files
-
-
-def _lies_in(home: Home, path: str) -> bool:
-    return Path(path).is_relative_to(home.path)
 
 
 def _add_to_store(job: NewJob, home: Home) -> str:

@@ -304,5 +304,6 @@ def _change(
             key = alone(KeyList(store, home.api_keys, limits_in(deployment)))
         done = {"id": key.id, "name": key.name}
     if home.gateway_process.exists():
-        time.sleep(GATEWAYS_LEARN_S + 2 * HEARD_S * home.store_url_file.exists())
+        # A change that a leader elsewhere made, the daemon here has to hear of first.
+        time.sleep(GATEWAYS_LEARN_S + (2 * HEARD_S if home.store_url_file.exists() else 0.0))
     return done

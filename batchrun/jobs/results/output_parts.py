@@ -143,18 +143,15 @@ def part_name(number: int, suffix: str) -> str:
     return f"part-{number:06}{suffix}"
 
 
-def first_file(place: str, rows_per_file: int | None) -> str:
-    """The file or object that is there when an output is."""
-    if rows_per_file is None:
-        return place
-    return f"{place}/{part_name(0, PurePath(place).suffix)}"
-
-
 def foreign_file(folder: Path) -> str | None:
     """The name of something in a folder that is no part of an output; None where there is none."""
     if not folder.is_dir():
         return None
-    return next((each.name for each in folder.iterdir() if not _PART.fullmatch(each.name)), None)
+    return next((name for name in _names_in(folder) if not _PART.fullmatch(name)), None)
+
+
+def _names_in(folder: Path) -> list[str]:
+    return sorted(each.name for each in folder.iterdir())
 
 
 def holds_input(output: str, inputs: Iterable[str]) -> bool:
@@ -174,7 +171,7 @@ def upload(output: Path, place: str) -> None:
     if not output.is_dir():
         objects.put(output, place)
         return
-    first, *others = sorted(each.name for each in output.iterdir())
+    first, *others = _names_in(output)
     for old in (place, f"{place}/{first}"):
         if objects.exists(old):
             objects.remove(old)
@@ -190,11 +187,13 @@ def files_of(place: str, rows_per_file: int | None) -> list[str]:
     """The files or objects of an output that is there. Raises OSError and StorageError."""
     if rows_per_file is None:
         return [place]
-    names = objects.names_below(place) if is_url(place) else os.listdir(place)  # noqa: PTH208
-    return [f"{place}/{name}" for name in sorted(names) if _PART.fullmatch(name)]
+    names = objects.names_below(place) if is_url(place) else _names_in(Path(place))
+    return [f"{place}/{name}" for name in names if _PART.fullmatch(name)]
 
 
 def is_written(place: str, rows_per_file: int | None) -> bool:
-    """Whether an output is there."""
-    first = first_file(place, rows_per_file)
+    """Whether an output is there: with its first part, all are."""
+    first = place
+    if rows_per_file is not None:
+        first = f"{place}/{part_name(0, PurePath(place).suffix)}"
     return objects.exists(first) if is_url(place) else Path(first).exists()
