@@ -97,6 +97,18 @@ def test_a_standby_says_who_leads_and_has_it_carry_out_commands(pair: Pair) -> N
         assert client.models.list().data
 
 
+def test_a_home_without_a_daemon_gives_its_job_to_the_leader(pair: Pair) -> None:
+    pair.start()
+    pair.second.ask("down")
+    pair.second.write_rows(["a"])
+    pair.second.write_job()
+
+    told = pair.second.ask("submit", "job.yaml")
+
+    assert told["waits_for_daemon"] is False
+    assert pair.first.wait_until_ended(told["id"])["state"] == "completed"
+
+
 def test_any_gateway_answers_everything(pair: Pair) -> None:
     pair.start()
     first, second = pair.first, pair.second
