@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 
@@ -71,6 +72,7 @@ class LightEngine:
         self.waiting: deque[LightCall] = deque()
         self._prefills: list[LightCall] = []
         self._ends: list[tuple[int, int, LightCall]] = []
+        self._numbers = count()
         self._num_steps = 0
         self._context_tokens = 0
         self._cache: OrderedDict[int, None] = OrderedDict()
@@ -127,7 +129,7 @@ class LightEngine:
             call.first_token_at_s = self.now_s
             self.started.append(call)
             end = self._num_steps + call.output_tokens - 1
-            heapq.heappush(self._ends, (end, id(call), call))
+            heapq.heappush(self._ends, (end, next(self._numbers), call))
             self._context_tokens += call.prompt_tokens
         while self._ends and self._ends[0][0] <= self._num_steps:
             self._end(heapq.heappop(self._ends)[2])

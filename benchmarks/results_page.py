@@ -194,10 +194,10 @@ SECTIONS: dict[str, Section] = {
     ),
     "routing": Section(
         "Routers on the same calls, means over seeds",
-        "engines is_beside_job workload num_gateways num_workers knows_evictions router",
+        "engines is_beside_job setting workload num_gateways num_workers knows_evictions router",
         "capacity_per_s rate_per_s mean_s p99_s ttft_p50_s ttft_p99_s prefix_hit_rate kept "
         "decision_us offline_tokens_per_s",
-        optional="engines is_beside_job num_gateways num_workers knows_evictions",
+        optional="engines is_beside_job setting num_gateways num_workers knows_evictions",
     ),
     "map_agreement": Section(
         "What a router foretells of the caches of two real CPU engines",

@@ -2,14 +2,16 @@
 
     python -m benchmarks.routing [--workload NAME ...] [--router NAME ...] [--seeds N ...]
                                  [--rate R] [--capacity] [--shipped] [--beside] [--num-engines N]
-                                 [--workers N] [--gateways N] [--evictions] [--json FILE]
+                                 [--workers N] [--gateways N] [--evictions]
+                                 [--setting NAME=VALUE] [--json FILE]
 
 Light engines (`light_engines`), or with `--shipped` those of the simulator, behind one gateway. All
 routers know the same: what they sent where, when its first token came and when it ended, the
 engines' KV size and prices; none knows lengths of answers, or what an engine holds. Calls of the
 first 30 s are load, not judged. `--rate` takes the place of each workload's own calls/s. `--beside`
-is `--shipped` with a job of documents in the same engines. `--capacity` looks for the calls/s at
-which 99 % keep TTFT and TPOT, in steps of 4 %.
+is `--shipped` with a job of documents in the same engines, `--setting` one of `PluginSettings` that
+these are given, as `online_cost=1.3`. `--capacity` looks for the calls/s at which 99 % keep TTFT
+and TPOT, in steps of 4 %.
 
 That gateway has one worker; others can have the same calls too. `--workers N`: one with N workers,
 to which calls come at random, and which share a book as `SharedBook` has it. `--gateways N`: so
@@ -38,7 +40,7 @@ from batchrun.server.gateway.shared_book import NUM_PIECES
 from benchmarks.light_engines import LightCall, LightEngine, Report, ReportingEngine, run
 from benchmarks.records import Bar, Record, finish, grouped, markdown, parser
 from benchmarks.routed_calls import WORKLOADS, Workload
-from benchmarks.routing_shipped import PLAN, run_shipped
+from benchmarks.routing_shipped import PLAN, Beside, run_shipped
 
 NUM_PROCESSES = 2
 WARM_S, JUDGED_S, REST_S = 30.0, 70.0, 30.0
@@ -89,6 +91,7 @@ class Trial:
     num_engines: int
     is_shipped: bool = False
     is_beside_job: bool = False
+    setting: str = ""
 
 
 class ToldMap(PrefixMap):
@@ -165,7 +168,8 @@ def main() -> int:
 def _trials(options: argparse.Namespace) -> list[Trial]:
     fronts = [ONE, Front(num_workers=options.workers), Front(num_gateways=options.gateways)]
     fronts += [Front(knows_evictions=True)] if options.evictions else []
-    engines = options.num_engines, options.shipped or options.beside, options.beside
+    is_shipped = options.shipped or options.beside
+    engines = options.num_engines, is_shipped, options.beside, options.setting
     return [
         Trial(name, front, router, seed, options.rate or WORKLOADS[name].rate_per_s, *engines)
         for name in options.workload
@@ -246,7 +250,7 @@ def _run(
         calls,
         router,
         (WARM_S, WARM_S + JUDGED_S, end_s),
-        job_seed=trial.seed if trial.is_beside_job else None,
+        beside=Beside(trial.seed if trial.is_beside_job else None, trial.setting),
         is_lost=is_lost if may_stop else None,
         report=report,
     )
@@ -302,6 +306,7 @@ def _of_trial(trial: Trial) -> Record:
         "seed": trial.seed,
         "engines": "shipped" if trial.is_shipped else "light",
         "is_beside_job": trial.is_beside_job,
+        **({"setting": trial.setting} if trial.setting else {}),
         **asdict(trial.front),
     }
 
@@ -398,12 +403,15 @@ def _front_bars(
 
 def _options() -> argparse.Namespace:
     flags = dict.fromkeys(("capacity", "shipped", "beside", "evictions"), False)
-    made = parser(__doc__, seeds=(0, 1, 2), rate=0.0, num_engines=4, workers=1, gateways=1, **flags)
+    sizes = {"rate": 0.0, "num_engines": 4, "workers": 1, "gateways": 1}
+    made = parser(__doc__, seeds=(0, 1, 2), setting="", **sizes, **flags)
     made.add_argument("--workload", choices=WORKLOADS, nargs="+", default=list(WORKLOADS))
     made.add_argument("--router", choices=ROUTERS, nargs="+", default=list(ROUTERS))
     options = made.parse_args()
     if options.capacity and options.beside:
         made.error("--capacity is that of calls alone")
+    if options.setting and not (options.shipped or options.beside):
+        made.error("--setting is for the engines of --shipped and --beside")
     return options
 
 

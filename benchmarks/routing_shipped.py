@@ -1,14 +1,16 @@
 """The shipped simulator for `benchmarks.routing`: the same calls, alone or beside a job.
 
-The real scheduler under the policy `echo` on the virtual A100, every setting as it ships. The job
-asks questions about documents (`benchmarks.placement`), and has more of them than can be answered.
+The real scheduler under the policy `echo` on the virtual A100, every setting as it ships but one
+that is said. The job asks questions about documents (`benchmarks.placement`), and has more of them
+than can be answered.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -30,12 +32,22 @@ PLAN = EnginePlan()
 PIECE_BLOCKS = PIECE_BYTES // TOKEN_BYTES // PLAN.shape.block_tokens
 
 
+class Beside(NamedTuple):
+    """The seed of the job, None for none, and a setting of the scheduler as `NAME=VALUE`."""
+
+    job_seed: int | None = None
+    setting: str = ""
+
+
+ALONE = Beside()
+
+
 def run_shipped(
     calls: Sequence[LightCall],
     router: Router,
     instants_s: Sequence[float],
     *,
-    job_seed: int | None = None,
+    beside: Beside = ALONE,
     is_lost: Callable[[float], bool] | None = None,
     report: Report | None = None,
 ) -> list[int]:
@@ -44,8 +56,10 @@ def run_shipped(
     engines evict is told to `report`."""
     num_engines = len(router.book.traits)
     case = Case(DOCUMENTS_PER_ENGINE * num_engines)
-    jobs = [] if job_seed is None else [job_of(case, job_seed)]
-    plan = SimulationPlan(math.inf, _as_given(calls), jobs, num_engines, PLAN)
+    jobs = [] if beside.job_seed is None else [job_of(case, beside.job_seed)]
+    settings = dict([beside.setting.split("=", 1)] if beside.setting else [])
+    engine = replace(PLAN, settings=settings)
+    plan = SimulationPlan(math.inf, _as_given(calls), jobs, num_engines, engine)
     served: list[int] = []
     with own_heap():
         simulation = Simulation(plan)

@@ -41,7 +41,7 @@ SHORT_LINES = 80
 LONGEST_LINES = 500
 MAX_FILES_IN_FOLDER = 16
 """One more: what batchrun.yaml says of an engine has outgrown the file of the others."""
-MAX_BENCHMARK_LINES = 18_890
+MAX_BENCHMARK_LINES = 18_908
 """10,800 more: rows of videos, real traffic and many jobs as scenarios, rows whose answers nobody
 knows, the price of rows, reserves, evictions, buckets, a real trace beside jobs, routers and what a
 decision costs, orders of calls, rows over engines, the page and Python; parts that hang, 118 odd
@@ -49,7 +49,8 @@ engines and 51 callers in bad faith, two tenants, the demo beside vLLM's own ord
 best order of calls, calls of AccelGen and LARRY, memory and threads that run out; routers of others
 before the same engines; classes of calls on real engines; a fleet that follows a day; several
 gateways and workers, routers in the simulator and beside a job, what routers foretell of caches;
-kills in a fleet of real engines beside calls; a job of 20 million rows."""
+kills in a fleet of real engines beside calls; a job of 20 million rows; routers beside a job under
+other settings of the scheduler."""
 MAX_MANUAL_WORDS = 44_500
 """14,400 more: what rows may cost calls, which engine a call goes to, Python, the page, engines on
 other machines, orders of calls, rows over engines, time limits, limits of keys, attacks and their

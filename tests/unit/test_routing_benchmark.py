@@ -16,7 +16,7 @@ from benchmarks import routing_shipped
 from benchmarks.light_engines import LightCall, LightEngine, run
 from benchmarks.routed_calls import WORKLOADS
 from benchmarks.routing import ONE, Front, Trial, _books, _light_engines, _report, _router
-from benchmarks.routing_shipped import Evicted, run_shipped
+from benchmarks.routing_shipped import Beside, Evicted, run_shipped
 
 CALLS_S, END_S = 12.0, 20.0
 ENGINES = range(4)
@@ -63,11 +63,27 @@ def test_a_map_that_is_told_of_evictions_holds_what_the_engines_hold() -> None:
     assert sum(len(engine.held_units) for engine in engines) < sum(len(c.units) for c in calls)
 
 
+def test_light_engines_do_not_go_by_where_calls_lie_in_memory() -> None:
+    drawn = calls_of("loogle", 8.0)
+    lying_backwards = [replace(call) for call in reversed(drawn)][::-1]
+    seen = []
+    for calls in (drawn, lying_backwards):
+        engine = LightEngine(0)
+        for call in calls:
+            call.output_tokens = 16
+        engine.waiting.extend(calls)
+        while engine.has_work:
+            engine.step()
+        seen.append([calls.index(call) for call in engine.ended])
+
+    assert seen[0] == seen[1]
+
+
 def test_the_simulator_has_the_same_calls_and_rows_of_a_job_beside_them() -> None:
     drawn = calls_of("toolbench", 10.0), calls_of("toolbench", 10.0)
     routers = [_router(trial("toolbench"), _books(trial("toolbench"))) for _ in drawn]
     run(drawn[0], routers[0], [LightEngine(number) for number in ENGINES], END_S)
-    served = run_shipped(drawn[1], routers[1], (CALLS_S, END_S), job_seed=0)
+    served = run_shipped(drawn[1], routers[1], (CALLS_S, END_S), beside=Beside(0))
 
     assert 0 < served[0] < served[1]
     for light, shipped in zip(*drawn, strict=True):
@@ -91,7 +107,7 @@ def test_a_map_that_the_simulator_tells_holds_what_its_engines_hold(
     chosen = replace(trial("loogle", Front(knows_evictions=True)), num_engines=2, is_shipped=True)
     books = _books(chosen)
     calls = calls_of("loogle", 2.0)
-    run_shipped(calls, _router(chosen, books), (40.0,), job_seed=0, report=_report(books))
+    run_shipped(calls, _router(chosen, books), (40.0,), beside=Beside(0), report=_report(books))
 
     assert all(call.end_at_s < 40.0 for call in calls)
     num_gone = 0
