@@ -154,7 +154,7 @@ def _record(number: int, answers: list[pl.DataFrame]) -> Record:
 def answers_of(number: int, calls: Trace, jobs: list[OfflineJob]) -> pl.DataFrame:
     """Run the trial until its jobs are done; a row of `ANSWER` for each time that one was asked."""
     plan = EnginePlan()
-    feed = RowFeed(jobs, 1, number, plan.shape.block_tokens)
+    feed = RowFeed(jobs, [plan.shape.block_tokens], number)
     engines = Engines(
         [plan], OnlineRouter(calls, [plan.traits], number, plan.shape.max_model_len), feed
     )

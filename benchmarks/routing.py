@@ -412,6 +412,8 @@ def _options() -> argparse.Namespace:
         made.error("--capacity is that of calls alone")
     if options.setting and not (options.shipped or options.beside):
         made.error("--setting is for the engines of --shipped and --beside")
+    if options.setting and "=" not in options.setting:
+        made.error("--setting takes NAME=VALUE")
     return options
 
 

@@ -77,7 +77,7 @@ def callers(calls: Sequence[OnlineCall], seed: int) -> EnginePort:
 
 def daemon_of(jobs: Sequence[OfflineJob]) -> RowFeed:
     """The daemon of one engine."""
-    return RowFeed(jobs, 1, 0, BLOCK_TOKENS)
+    return RowFeed(jobs, [BLOCK_TOKENS], 0)
 
 
 def daemon_in_order(job: Job) -> RowFeed:

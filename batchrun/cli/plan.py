@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 NO_PLAN = 1
 REFERENCE = "a100-8b"
+SHOWN_ENGINES = 16
+"""Of a simulation, each on a line of its own; of more the JSON tells."""
 
 
 def _known_router(name: str | None) -> str | None:
@@ -264,7 +266,7 @@ def _draw(folder: Path, plan: SimulationPlan) -> None:
             raise
         note(f"records in {folder}; figures need matplotlib: pip install matplotlib")
         return
-    drawn = draw_all(folder, plan.slo, plan.num_engines * (plan.engine.shape.num_blocks - 1))
+    drawn = draw_all(folder, plan.slo, sum(each.shape.num_blocks - 1 for each in plan.engine_plans))
     note(f"records and {len(drawn)} figures in {folder}")
 
 
@@ -294,6 +296,22 @@ def _simulation_shown(figures: Simulated) -> Iterator[RenderableType]:
         yield (
             f"rows       {offline.num_ended:,} of {offline.num_rows:,} ended, "
             f"{offline.num_in_engines:,} in the engines, {offline.num_preemptions:,} preemptions"
+        )
+
+    if 1 < figures.num_engines <= SHOWN_ENGINES:
+        headings = "engine", "steps", "busy", "tokens for calls", "for rows"
+        yield columns(
+            *headings,
+            rows=(
+                (
+                    str(number),
+                    f"{engine.num_steps:,}",
+                    f"{engine.busy_share:.0%}",
+                    f"{engine.online_computed_tokens:,}",
+                    f"{engine.offline_computed_tokens:,}",
+                )
+                for number, engine in enumerate(figures.engines)
+            ),
         )
 
     if figures.jobs:

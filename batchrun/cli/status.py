@@ -274,10 +274,10 @@ def _fleet_lines(fleets: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             f"fleet {fleet['name']} on Ray at {fleet['address']}: {num['ready']} of "
             f"{num['wanted']} replicas ready, {num['min']} to {num['max']} allowed"
         )
-        if fleet["advice"] is not None:
-            yield f"  {fleet['advice']['says']}"
-        if fleet["trouble"]:
-            yield f"  {fleet['trouble']}"
+        advice, renewing = fleet["advice"] or {}, fleet["renewing"] or {}
+        left, away = (", ".join(renewing.get(key, ())) for key in ("replicas", "waits_for"))
+        roll = left and f"new settings, one at a time, for {left}{away and f'; waits for {away}'}"
+        yield from (f"  {note}" for note in (advice.get("says"), fleet["trouble"], roll) if note)
         for node in fleet["nodes"]:
             has = ", ".join(node["replicas"]) or "no replica"
             state = "" if node["is_alive"] else "dead, "

@@ -136,6 +136,7 @@ class Fleets:
                     "min": config.replicas.min,
                     "max": config.replicas.most,
                 },
+                "renewing": _view_renewing(fleet),
                 "follow": config.replicas.follow,
                 "advice": self.advice.get(name),
                 "trouble": fleet.trouble or None,
@@ -143,6 +144,16 @@ class Fleets:
             }
             for name, (fleet, config) in self._fleets.items()
         ]
+
+
+def _view_renewing(fleet: RayFleet) -> dict[str, list[str]] | None:
+    """Replicas that are still to get new settings, and those that must be ready before the next
+    does; None where all have theirs."""
+    wanted = [each for each in fleet.engines if each.is_wanted]
+    outdated = [each.name for each in wanted if each.name in fleet.outdated]
+    away = [each.name for each in wanted if each.state is not EnginePhase.READY]
+    waits_for = [name for name in away if name in fleet.with_a_place]
+    return {"replicas": outdated, "waits_for": waits_for} if outdated else None
 
 
 def _view_nodes(report: FleetReport) -> list[dict[str, object]]:

@@ -53,7 +53,7 @@ class ActiveRows:
     computed_tokens: int = 0
     expected_tokens: int = 0
     finished_at_s: float | None = None
-    latest: tuple[Keys, int, BlockHashes] | None = None
+    latest: dict[int, tuple[Keys, int, BlockHashes]] = field(default_factory=dict)
     """Keys, tokens and block hashes of the row sent last: the next one mostly begins as it does."""
 
     def __post_init__(self) -> None:
@@ -117,19 +117,17 @@ SentRow = Assignment[ActiveRows, SimulatedSlot]
 class RowFeed:
     """Sends the rows of all jobs to the engines when the daemon would, and counts what came back.
 
-    `num_running` tells how many rows an engine runs.
+    `block_tokens` are those of each engine. `num_running` tells how many rows one runs.
     """
 
-    def __init__(
-        self, jobs: Sequence[OfflineJob], num_engines: int, seed: int, block_tokens: int
-    ) -> None:
+    def __init__(self, jobs: Sequence[OfflineJob], block_tokens: Sequence[int], seed: int) -> None:
         by_time = sorted(jobs, key=lambda job: job.submit_s)
         self.jobs = [ActiveRows(job, i, key_of(seed, i)) for i, job in enumerate(by_time)]
         self.sent: dict[str, SentRow] = {}
         self.num_running: Callable[[int], int] = lambda engine: 0
-        self.ports = [EnginePort(self) for _ in range(num_engines)]
+        self.ports = [EnginePort(self) for _ in block_tokens]
         self.assigner: Assigner[ActiveRows, SimulatedSlot] = Assigner([
-            self._slot(index) for index in range(num_engines)
+            self._slot(index) for index in range(len(block_tokens))
         ])
         self._block_tokens = block_tokens
         self._num_joined = 0
@@ -235,18 +233,18 @@ class RowFeed:
             prompt.tolist(),
             limit_tokens,
             write_hint(hint, NONCE),
-            self._hashes(job, row, prompt.tobytes()),
+            self._hashes(job, row, prompt.tobytes(), self._block_tokens[sent.engine]),
             num_output_tokens,
         )
 
-    def _hashes(self, job: ActiveRows, row: int, prompt: bytes) -> BlockHashes:
-        """The prompt's block hashes; those shared with the row before are kept."""
-        size, chains = self._block_tokens, job.plan.chains
+    def _hashes(self, job: ActiveRows, row: int, prompt: bytes, size: int) -> BlockHashes:
+        """The prompt's hashes of blocks of this size; those shared with the row before are kept."""
+        chains = job.plan.chains
         keys = chains.keys[chains.starts[row] : chains.starts[row + 1]]
         content = array("I", prompt)
         known: BlockHashes = []
-        if job.latest is not None:
-            latest_keys, num_tokens, hashes = job.latest
+        if (latest := job.latest.get(size)) is not None:
+            latest_keys, num_tokens, hashes = latest
             length = min(len(keys), len(latest_keys))
             differ = np.flatnonzero(keys[:length] != latest_keys[:length])
             num_chunks = int(differ[0]) if differ.size else length
@@ -254,5 +252,5 @@ class RowFeed:
             known = hashes[: min(shared, len(content), num_tokens) // size]
         rest = content[len(known) * size :]
         hashes = [*known, *hash_blocks(rest, size, known[-1] if known else b"")]
-        job.latest = keys, len(content), hashes
+        job.latest[size] = keys, len(content), hashes
         return hashes

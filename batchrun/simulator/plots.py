@@ -146,9 +146,12 @@ def memory(seconds: pl.DataFrame, total_blocks: int) -> Figure:
 
 
 def forecast(seconds: pl.DataFrame) -> Figure:
-    """Figure 11: what online calls hold, and what the scheduler expected of them."""
+    """Figure 11: what online calls hold, and what the scheduler expected of them, in the engines
+    whose scheduler does."""
     figure, axes = over_time("KV blocks of online calls")
-    columns = binned(seconds, ["forecast_blocks", "online_running_blocks"])
+    forecasting = seconds.drop_nulls("forecast_blocks").select(pl.col("engine").unique())
+    of_those = seconds.join(forecasting, on="engine", how="semi")
+    columns = binned(of_those, ["forecast_blocks", "online_running_blocks"])
     at_s, held = columns["at_s"], columns["online_running_blocks"]
     axes.plot(at_s, columns["forecast_blocks"], color="black", linestyle="--", label="forecast")
     axes.plot(at_s, held, color=ONLINE, label="held")

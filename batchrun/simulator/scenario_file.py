@@ -18,8 +18,10 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     StringConstraints,
+    Tag,
 )
 
 from batchrun.cache.eviction import EVICTIONS
@@ -72,19 +74,22 @@ def _ordered(pair: tuple[int, int]) -> tuple[int, int]:
 Pair = Annotated[tuple[Count, Count], AfterValidator(_ordered)]
 
 
+MAX_ENGINES = 1024
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class EnginesSpec(_Strict):
-    """The engines, all alike. `steps`: a profile of `batchrun calibrate`, or `a100-8b`.
+    """Engines that are alike. `steps`: a profile of `batchrun calibrate`, or `a100-8b`.
 
     `kv_blocks` and `block_tokens` are the profile's unless given; else 8,600 blocks of 16 tokens.
     `eviction`, `reserve`, `forecast_rule` and `online_cost` are those of batchrun.yaml.
     `steps_in_flight`: 2 where vLLM schedules a step ahead, as on a GPU, 1 on a CPU.
     """
 
-    count: Annotated[Count, Field(le=1024)] = 1
+    count: Annotated[Count, Field(le=MAX_ENGINES)] = 1
     steps: Text = REFERENCE
     policy: PolicyName = "echo"
     eviction: EvictionName = "next-use"
@@ -98,6 +103,18 @@ class EnginesSpec(_Strict):
     steps_in_flight: Literal[1, 2] = 2
     max_model_len: Annotated[int, Field(ge=2, le=131_072, strict=True)] = 32_768
 
+
+def _not_empty(kinds: tuple[EnginesSpec, ...]) -> tuple[EnginesSpec, ...]:
+    if not kinds:
+        raise ValueError("must not be empty")
+    return kinds
+
+
+EngineKinds = Annotated[
+    Annotated[EnginesSpec, Tag("alike")]
+    | Annotated[tuple[EnginesSpec, ...], AfterValidator(_not_empty), Tag("kinds")],
+    Discriminator(lambda value: "kinds" if isinstance(value, list | tuple) else "alike"),
+]
 
 SCHEDULER_KEYS = {"eviction", "reserve", "forecast_rule", "online_cost"}
 """Those that reach the scheduler as they are."""
@@ -179,12 +196,17 @@ class ScenarioFile(_Strict):
     name: Text
     duration: Seconds
     seed: Annotated[int, Field(ge=0, le=2**31, strict=True)] = 0
-    engines: EnginesSpec = EnginesSpec()
+    engines: EngineKinds = EnginesSpec()
     slo: SloSpec = SloSpec()
     online: OnlineSpec | None = None
     windows: WindowsSpec | None = None
     router: RouterName = DEFAULT_ROUTER
     jobs: tuple[SimulatedJob, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[EnginesSpec, ...]:
+        """Of engines, one at least."""
+        return self.engines if isinstance(self.engines, tuple) else (self.engines,)
 
 
 def load_scenario(path: Path) -> ScenarioFile:
@@ -197,6 +219,9 @@ def load_scenario(path: Path) -> ScenarioFile:
 
 
 def _problems(scenario: ScenarioFile) -> Iterator[tuple[str, str]]:
+    num_engines = sum(kind.count for kind in scenario.kinds)
+    if num_engines > MAX_ENGINES:
+        yield "engines", f"{num_engines:,} in all, more than {MAX_ENGINES:,}"
     online = scenario.online
     if online is not None and (online.trace is None) == (online.generator is None):
         yield "online", "needs one of 'trace' and 'generator'"
@@ -214,7 +239,7 @@ def _problems(scenario: ScenarioFile) -> Iterator[tuple[str, str]]:
 
 
 def plan_of(scenario: ScenarioFile, base: Path) -> SimulationPlan:
-    """What the file means; paths in it are relative to `base`.
+    """What the file means, its engines kind after kind; paths in it are relative to `base`.
 
     Raises DataError, JobSpecError or ConfigError, one line, when a file in it cannot be used.
     """
@@ -224,15 +249,19 @@ def plan_of(scenario: ScenarioFile, base: Path) -> SimulationPlan:
     if windows is not None:
         calls = windows_of(calls, duration_s, windows.count, windows.length, scenario.seed)
         duration_s = windows.count * windows.length
+    kinds = [engine_of(kind, scenario.slo, base) for kind in scenario.kinds]
+    counts = [kind.count for kind in scenario.kinds]
+    engines = [plan for plan, num in zip(kinds, counts, strict=True) for _ in range(num)]
     return SimulationPlan(
         duration_s,
         calls,
         [_job(job, index, scenario.seed, base) for index, job in enumerate(scenario.jobs)],
-        scenario.engines.count,
-        engine_of(scenario.engines, scenario.slo, base),
+        len(engines),
+        engines[0],
         Slo(scenario.slo.ttft, scenario.slo.tpot),
         scenario.seed,
         router=scenario.router,
+        engines=engines,
     )
 
 

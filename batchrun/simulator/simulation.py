@@ -17,6 +17,7 @@ from batchrun.simulator.feeding import ActiveRows, RowFeed
 from batchrun.simulator.offline_jobs import OfflineJob
 from batchrun.simulator.online import CallTrace, OnlineRouter, first_too_long
 from batchrun.simulator.records import OnlineTotals, Slo, Tables, Watch
+from batchrun.simulator.virtual.engine import StepTotals
 from batchrun.types import ProgressSink
 
 COLLECT_EVERY = 50_000
@@ -49,6 +50,16 @@ class SimulationPlan:
     def engine_plans(self) -> Sequence[EnginePlan]:
         """The plan of each engine."""
         return self.engines or [self.engine] * self.num_engines
+
+    @property
+    def max_model_len(self) -> int:
+        """The shortest context of the engines, in tokens: any of them may get any request."""
+        return min(each.shape.max_model_len for each in self.engine_plans)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Of the engine that has the least KV cache."""
+        return min(each.traits.kv_tokens for each in self.engine_plans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +120,16 @@ class JobFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineFigures:
+    """One engine: tokens that it computed for calls, and for rows."""
+
+    num_steps: int
+    busy_share: float
+    online_computed_tokens: int
+    offline_computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Simulated:
     """The figures of a simulation. `duration_s` is the time of the engine that ended first."""
 
@@ -120,6 +141,7 @@ class Simulated:
     online: OnlineFigures
     offline: OfflineFigures
     jobs: tuple[JobFigures, ...]
+    engines: tuple[EngineFigures, ...]
 
     def record(self) -> dict[str, object]:
         """The figures as plain values."""
@@ -146,11 +168,9 @@ class Simulation:
         self, plan: SimulationPlan, tables: Tables | None = None, feed: RowFeed | None = None
     ) -> None:
         traits = [each.traits for each in plan.engine_plans]
-        block_tokens = plan.engine.shape.block_tokens
-        self.feed = feed or RowFeed(plan.jobs, len(traits), plan.seed, block_tokens)
-        self.router = OnlineRouter(
-            plan.calls, traits, plan.seed, plan.engine.shape.max_model_len, plan.router
-        )
+        block_tokens = [each.shape.block_tokens for each in plan.engine_plans]
+        self.feed = feed or RowFeed(plan.jobs, block_tokens, plan.seed)
+        self.router = OnlineRouter(plan.calls, traits, plan.seed, plan.max_model_len, plan.router)
         self.engines = Engines(plan.engine_plans, self.router, self.feed)
         self.watch = Watch(
             self.engines, self.router, self.feed, tables, slo=plan.slo, judged_s=plan.judged_s
@@ -172,6 +192,7 @@ class Simulation:
             _online(self.watch.online, self.router.num_arrived),
             _offline(self.watch, self.feed, num_computed, end_s),
             tuple(_job(job, end_s) for job in self.feed.jobs),
+            tuple(_engine(each.totals, each.now_s) for each in engines),
         )
 
 
@@ -185,17 +206,20 @@ def _simulated(
 
 
 def _check(plan: SimulationPlan) -> None:
-    longest = plan.engine.shape.max_model_len
+    longest = min(plan.max_model_len, plan.kv_tokens)
+    is_context = longest == plan.max_model_len
+    what = "the context" if is_context else "the KV cache"
+    bound = f"{what} of {longest:,}{' (max_model_len)' if is_context else ''}"
+    bound += " of one of the engines" if plan.engines else ""
     index = first_too_long(plan.calls, longest)
     if index is not None:
-        raise DataError(f"online call {index + 1} has more tokens than the context of {longest:,}")
+        raise DataError(f"online call {index + 1} has more tokens than {bound}")
     for job in plan.jobs:
         tokens = (job.num_prompt_tokens + job.num_output_tokens)[job.order.rows]
         if tokens.size and tokens.max() > longest:
             row = int(job.order.rows[np.argmax(tokens)])
             raise DataError(
-                f"job {job.name}: row {row} has {tokens.max():,} tokens, more than the context of "
-                f"{longest:,} (max_model_len)"
+                f"job {job.name}: row {row} has {tokens.max():,} tokens, more than {bound}"
             )
 
 
@@ -270,6 +294,15 @@ def _job(active: ActiveRows, end_s: float) -> JobFigures:
         active.expected_tokens,
         done_s,
         is_kept,
+    )
+
+
+def _engine(totals: StepTotals, now_s: float) -> EngineFigures:
+    return EngineFigures(
+        totals.num_steps,
+        totals.busy_s / now_s,
+        totals.num_online_computed_tokens,
+        totals.num_offline_computed_tokens,
     )
 
 

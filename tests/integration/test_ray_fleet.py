@@ -149,13 +149,19 @@ def test_settings_that_change_reach_one_replica_after_the_other(rig: FleetRig) -
     assert {each.pid for each in rig.engines()} == before, "a larger maximum ended replicas"
     begin_anew(3, 0.9)
 
+    shown: list[str] = []
+
     def are_all_new() -> bool:
         assert say(rig, "while settings change") != ""
+        shown.append(rig.call("status").stdout)
         engines = {each.pid for each in rig.engines()}
         return len(engines) == 2 and not engines & before
 
     wait_until(are_all_new)
     rig.wait_until_placed(2)
+    assert any("new settings, one at a time, for fleet-1" in text for text in shown)
+    assert any("; waits for fleet-0" in text for text in shown)
+    wait_until(lambda: "new settings" not in rig.call("status").stdout)
     check_account(rig, job, [Outage(began_at, time.time(), num_committed)])
 
 

@@ -123,7 +123,7 @@ class SimulatorSide:
     """The simulator's feed, with the same rows."""
 
     def __init__(self) -> None:
-        self.feed = RowFeed([offline_job(job) for job in JOBS], NUM_ENGINES, 1, 16)
+        self.feed = RowFeed([offline_job(job) for job in JOBS], [16] * NUM_ENGINES, 1)
         self.slots = list(self.feed.assigner.slots)
         for slot in self.slots:
             slot.window = Window(*WINDOW)

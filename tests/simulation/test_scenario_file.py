@@ -14,6 +14,7 @@ from cli_call import cli_in, line_of
 
 from batchrun.errors import ConfigError, DataError
 from batchrun.simulator.scenario_file import load_scenario, plan_of
+from batchrun.simulator.simulation import simulate
 from batchrun.simulator.traces.reading import save_trace
 from batchrun.simulator.traces.trace import Trace
 
@@ -38,6 +39,12 @@ def written(folder: Path, text: str) -> Path:
             ":4: engines.policy: must be one of vllm, bs, ",
         ),
         (HEAD + RATE + "router: leest\n", ":4: router: must be one of cost, least, rr"),
+        (HEAD + RATE + "engines: []\n", ":4: engines: must not be empty"),
+        (HEAD + RATE + "engines:\n  - {cuont: 2}\n", ":5: engines[0].cuont: unknown key (did you"),
+        (
+            HEAD + RATE + "engines:\n  - {count: 1000}\n  - {count: 25}\n",
+            ":4: engines: 1,025 in all, more than 1,024",
+        ),
         (HEAD, ":1: nothing to simulate"),
         (HEAD + "online: {}\n", ":3: online: needs one of 'trace' and 'generator'"),
         (HEAD + RATE + "windows: {count: 3, length: 10s}\n", ":4: windows: its windows are longer"),
@@ -100,6 +107,44 @@ def test_a_router_is_the_files_unless_the_command_names_one(
     assert drawn != least
     line = line_of(cli("simulate", str(path), "--router", "leest"), 2)
     assert "must be one of cost, least, rr" in line
+
+
+def test_engines_of_several_kinds_share_calls_and_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli = cli_in(tmp_path, monkeypatch, capsys)
+    job = "jobs:\n  - shape: {documents: 12, document_tokens: [900, 1200], questions: [4, 4]}\n"
+    kinds = "engines:\n  - {count: 2, max_model_len: 4096}\n  - {policy: vllm, block_tokens: 32}\n"
+    path = written(tmp_path, HEAD.replace("20s", "8s") + RATE + job + kinds)
+    plan = plan_of(load_scenario(path), tmp_path)
+
+    assert [each.policy for each in plan.engine_plans] == ["echo", "echo", "vllm"]
+    assert (plan.num_engines, plan.max_model_len) == (3, 4096)
+    code, text, _ = cli("simulate", str(path), "--json", "-o", str(tmp_path / "o"))
+    figures = json.loads(text)
+    assert (code, figures["jobs"][0]["num_done"]) == (0, 48)
+    assert figures["offline"]["hit_rate"] > 0.5
+    for engine in figures["engines"]:
+        assert engine["online_computed_tokens"] > 0 and engine["offline_computed_tokens"] > 0
+        assert 0 < engine["busy_share"] <= 1
+    assert "tokens for calls" in cli("simulate", str(path))[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "bound"),
+    [
+        ("max_model_len: 600", r"the context of 600 \(max_model_len\) of one of the engines"),
+        ("kv_blocks: 41", "the KV cache of 640 of one of the engines"),
+    ],
+)
+def test_a_row_that_the_smallest_engine_cannot_hold_is_refused(
+    kind: str, bound: str, tmp_path: Path
+) -> None:
+    job = "jobs:\n  - {name: a, shape: {documents: 1, document_tokens: [900, 900]}}\n"
+    path = written(tmp_path, HEAD + job + f"engines:\n  - {{}}\n  - {{{kind}}}\n")
+
+    with pytest.raises(DataError, match=f"job a: row 0 has 9[0-9]+ tokens, more than {bound}"):
+        simulate(plan_of(load_scenario(path), tmp_path))
 
 
 @pytest.mark.nightly

@@ -27,7 +27,7 @@ parts, decisions that are explained (12), what callers feel, fleets that Ray pla
 whose number follows the calls (3), an engine apart from the way to its agent, calls for
 the daemon apart from those for engines, the peak of a trace (3), jobs that wait for cheap
 hours, orders to the leader of a database (2), outputs of many files."""
-MAX_LINES = 61_264
+MAX_LINES = 61_360
 """22,200 more for these, for groups by key portion and rows over engines by speed, several models,
 a planner that sizes on several draws, bounds on what callers and engines send and hold, and
 daemons that stand by, deployments that calls at once share, processes that watch their parents,
@@ -35,13 +35,14 @@ turns for images, places in a cache of data sets, what is cached of waiting call
 agents that have no engine, rows by the content that they were made from, renewed certificates,
 fleets that follow their calls, how far back caches reach, settings that reach fleets in turn, plans
 that are kept over restarts, jobs that wait for cheap hours, what workers learn from each other,
-orders to the leader of a database, outputs of many files and as a stream."""
+orders to the leader of a database, outputs of many files and as a stream, engines of several kinds
+in a simulation."""
 MAX_SHORT_FILES = 25
 SHORT_LINES = 80
 LONGEST_LINES = 500
 MAX_FILES_IN_FOLDER = 16
 """One more: what batchrun.yaml says of an engine has outgrown the file of the others."""
-MAX_BENCHMARK_LINES = 18_908
+MAX_BENCHMARK_LINES = 18_910
 """10,800 more: rows of videos, real traffic and many jobs as scenarios, rows whose answers nobody
 knows, the price of rows, reserves, evictions, buckets, a real trace beside jobs, routers and what a
 decision costs, orders of calls, rows over engines, the page and Python; parts that hang, 118 odd
@@ -51,13 +52,14 @@ before the same engines; classes of calls on real engines; a fleet that follows 
 gateways and workers, routers in the simulator and beside a job, what routers foretell of caches;
 kills in a fleet of real engines beside calls; a job of 20 million rows; routers beside a job under
 other settings of the scheduler."""
-MAX_MANUAL_WORDS = 44_500
+MAX_MANUAL_WORDS = 44_600
 """14,400 more: what rows may cost calls, which engine a call goes to, Python, the page, engines on
 other machines, orders of calls, rows over engines, time limits, limits of keys, attacks and their
 tests, uploads, `on_done`, why a call went where it went, fleets and how to deploy,
 what callers feel, calls that would be late, AccelGen's and LARRY's figures, fleets
 that follow the tide, gateways that pass on, tables of routers behind several gateways and beside
-those of others, a job of 20 million rows, jobs that wait, outputs of many files."""
+those of others, a job of 20 million rows, jobs that wait, outputs of many files, engines of several
+kinds in a simulation."""
 README_FIRST_SCREEN_LINES = 60
 MAX_FILES_ON_WAY = {"row": 40, "call": 10, "step": 22, "batch": 24}
 

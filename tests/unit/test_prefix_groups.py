@@ -36,7 +36,7 @@ def questions_about_documents(system_prompt: str) -> list[str]:
 
 def first_waves(job: ActiveJob) -> list[Counter[int]]:
     """The groups of the rows that each of four engines gets before any has ended."""
-    feed = RowFeed([job_of_plan(job.spec, job.plan, JobTerms())], NUM_ENGINES, 0, 16)
+    feed = RowFeed([job_of_plan(job.spec, job.plan, JobTerms())], [16] * NUM_ENGINES, 0)
     for tick in range(400):
         feed.send(tick / 10)
     waves: list[Counter[int]] = [Counter() for _ in range(NUM_ENGINES)]
