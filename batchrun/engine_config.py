@@ -56,7 +56,7 @@ def _switch_as_text(value: object) -> object:
 MAX_REPLICAS = 512
 LAST_PORT = 65_535
 _KEYS_OF_OURS = ("port", "url", "python", "vllm_args", "env", "command", "profile")
-_KEYS_OF_A_MACHINE = ("port", "url", "profile")
+_KEYS_OF_A_MACHINE = ("port", "url")
 _KEYS_OF_VLLM = ("model", "served_model_name", "adapters")
 
 
@@ -179,6 +179,11 @@ class EngineConfig(Strict):
     def is_vllm(self) -> bool:
         """Whether batchrun itself starts vLLM for this engine, from `model`."""
         return self.is_ours and self.command is None
+
+    @property
+    def may_be_calibrated(self) -> bool:
+        """Whether batchrun starts vLLM for it from `model`, here or where Ray places it."""
+        return self.is_vllm or (self.ray is not None and self.command is None)
 
     @property
     def is_ours(self) -> bool:

@@ -108,7 +108,7 @@ class Fleets:
         leaving = [slot for slot in slots if slot.engine.name in set(kept) - set(wanted)]
         for slot in slots:
             if slot.engine.name in wanted:
-                slot.drained_for.discard(SHRINKING)
+                end_draining(slot, SHRINKING)
         self._resizing[name] = asyncio.create_task(_shrink(fleet, wanted, leaving, drain_s))
 
     async def _go_on(self, name: str, fleet: RayFleet, slots: Sequence[Slot]) -> None:
@@ -176,12 +176,12 @@ async def _shrink(
     fleet: RayFleet, wanted: Sequence[str], leaving: Sequence[Slot], drain_s: float
 ) -> None:
     for slot in leaving:
-        slot.drained_for.add(SHRINKING)
+        begin_draining(slot, SHRINKING)
     await asyncio.gather(*(empty(slot, drain_s) for slot in leaving))
     fleet.want(wanted)
     for slot in leaving:
         await fleet.until_gone(slot.engine.name)
-        slot.drained_for.discard(SHRINKING)
+        end_draining(slot, SHRINKING)
 
 
 async def _keep_renewing(fleet: RayFleet, slots: Sequence[Slot]) -> None:
@@ -210,13 +210,27 @@ async def _keep_renewing(fleet: RayFleet, slots: Sequence[Slot]) -> None:
 
 async def _renew(fleet: RayFleet, slot: Slot) -> None:
     log.info("fleet %s: %s gets its new settings", fleet.settings.fleet, slot.engine.name)
-    slot.drained_for.add(RENEWING)
+    begin_draining(slot, RENEWING)
     try:
         if slot.engine.state is EnginePhase.READY:
             await empty(slot, DRAIN_S)
         await fleet.renew(slot.engine.name)
     finally:
-        slot.drained_for.discard(RENEWING)
+        end_draining(slot, RENEWING)
+
+
+def begin_draining(slot: Slot, why: str) -> None:
+    """It gets no more rows, and from no gateway calls that another engine can serve."""
+    slot.drained_for.add(why)
+    if slot.agent is not None:
+        slot.agent.empty(is_on=True)
+
+
+def end_draining(slot: Slot, why: str) -> None:
+    """It may have calls and rows again, as far as this reason went."""
+    slot.drained_for.discard(why)
+    if slot.agent is not None:
+        slot.agent.empty(is_on=slot.drains)
 
 
 async def empty(slot: Slot, drain_s: float) -> bool:
@@ -287,7 +301,7 @@ def _spec(
     )
     engine = config.model_dump(
         mode="json",
-        exclude={"name", "ray", "secret_file", "model", "served_model_name", "priority"},
+        exclude={"name", "ray", "secret_file", "model", "served_model_name", "priority", "profile"},
         exclude_unset=True,
         exclude_none=True,
     )

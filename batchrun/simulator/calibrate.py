@@ -105,14 +105,15 @@ ENGINE_NAME = "calibrate"
 
 
 def choose_engine(deployment: Deployment, name: str | None) -> int:
-    """The index of the engine of this name, or of the first that batchrun starts from `model`.
+    """The index of the engine or fleet of this name, or of the first that batchrun starts from
+    `model`. A fleet's engine is measured on this machine.
 
     Raises ConfigError when there is none.
     """
     for index, config in enumerate(deployment.engines):
-        if config.name == name and not config.is_vllm:
+        if config.name == name and not config.may_be_calibrated:
             raise ConfigError(f"engine {name} is not a vLLM that batchrun starts; see `engines`")
-        if config.is_vllm and name in {None, config.name}:
+        if config.may_be_calibrated and name in {None, config.name}:
             return index
     if name is not None:
         known = ", ".join(config.name for config in deployment.engines)
@@ -138,7 +139,8 @@ def make_measured_engine(
 
     What a calibration that was killed left running is ended first.
     """
-    engines = [each.model_copy(update={"profile": None}) for each in deployment.engines]
+    plain_engine = {"profile": None, "ray": None, "secret_file": None}
+    engines = [each.model_copy(update=plain_engine) for each in deployment.engines]
     update = {"policy": "echo", "slo": SloConfig(), "engines": engines}
     plain = deployment.model_copy(update=update)
     engine = make_engine(plain, home, index, read_or_make_nonce(home))

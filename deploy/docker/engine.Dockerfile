@@ -13,7 +13,7 @@ RUN apt-get update \
  && apt-get install --yes --no-install-recommends tini gcc libc6-dev \
  && rm -rf /var/lib/apt/lists/* \
  && useradd --uid 1000 --create-home batchrun \
- && install --directory --owner batchrun --mode 700 /var/lib/batchrun
+ && install --directory --owner batchrun --mode 700 /var/lib/batchrun /home/batchrun/.cache
 COPY --from=wheel /wheels /wheels
 RUN pip install --no-cache-dir "$(ls /wheels/*.whl)[${EXTRAS}]"
 ENV BATCHRUN_HOME=/var/lib/batchrun

@@ -313,6 +313,29 @@ async def test_an_agent_that_drains_ends_what_it_has_and_takes_nothing_new(rig: 
             assert reply.status == 400
 
 
+async def test_whoever_looks_at_an_agent_sees_that_its_engine_is_to_be_emptied(
+    rig: AgentRig,
+) -> None:
+    address = AgentAddress(name="a", url=rig.url, secret_file=rig.secret_file)
+    afar, body = AgentEngine(address), {"model": "fake", "prompt": "x", "max_tokens": 1}
+    async with rig.running(), open_own(rig) as session:
+        watching = asyncio.create_task(afar.client.watch_from_afar())
+        async with rig.connected() as engine:
+            engine.client.empty(is_on=True)
+            await until(lambda: afar.is_draining and engine.is_draining)
+            assert (afar.state, engine.state) == (EnginePhase.READY, EnginePhase.READY)
+            async with session.post(rig.url + "/v1/completions", json=body) as reply:
+                assert reply.status == 200
+            engine.client.empty(is_on=False)
+            await until(lambda: not afar.is_draining)
+            engine.client.empty(is_on=True)
+            await until(lambda: afar.is_draining)
+        # The daemon that wanted it has gone.
+        await until(lambda: not afar.is_draining and afar.state is EnginePhase.READY)
+        watching.cancel()
+        await afar.stop()
+
+
 async def test_stop_ends_agent_and_engine(rig: AgentRig) -> None:
     async with rig.running(), open_own(rig) as session:
         await session.post(rig.url + messages.STOP)

@@ -7,13 +7,21 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import openai
 import pytest
 from deployment_rig import DeploymentRig
-from kill_rig import Outage, begun_at, check_account, committed_at, wait_for_rows
+from kill_rig import (
+    Outage,
+    begun_at,
+    check_account,
+    committed_at,
+    wait_for_rows,
+    wait_until,
+)
+from postgres_server import PostgresServer
 
 from benchmarks.deployment import free_port
 
@@ -52,7 +60,19 @@ class TwoEngines:
         listen = f"127.0.0.1:{self.rig.port}"
         for file, listed in (("agents.yaml", engines), ("batchrun.yaml", behind or engines)):
             document = {"listen": listen, "engines": listed, "window": {"requests": WINDOW}}
+            document |= {"store": self.rig.store_url} if self.rig.store_url else {}
             (self.rig.folder / file).write_text(json.dumps(document))
+
+    def describe_for(self, other: DeploymentRig) -> None:
+        """Write the batchrun.yaml of another machine that has the same agents and store."""
+        secrets = {name: str(self.rig.home / "agents" / name / "secret") for name in NAMES}
+        engines = [
+            {"name": name, "agent": f"https://127.0.0.1:{port}", "secret_file": secrets[name]}
+            for name, port in self.agents.items()
+        ]
+        listen, store = f"127.0.0.1:{other.port}", self.rig.store_url
+        document = {"listen": listen, "engines": engines, "store": store}
+        (other.folder / "batchrun.yaml").write_text(json.dumps(document))
 
     def command(self, port: int, options: tuple[str, ...], is_broken: bool) -> list[str]:  # noqa: FBT001
         if is_broken:
@@ -79,6 +99,13 @@ def engines(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[TwoEngin
     rig = DeploymentRig(tmp_path)
     yield TwoEngines(rig, has_agents=request.param)
     rig.close()
+
+
+def answers(rig: DeploymentRig) -> bool:
+    """Whether its gateway has an engine for calls."""
+    with rig.openai(max_retries=0) as client, suppress(openai.OpenAIError):
+        return bool(client.completions.create(model="fake", prompt="x", max_tokens=1).choices)
+    return False
 
 
 @contextmanager
@@ -130,6 +157,29 @@ def test_engines_restart_one_at_a_time_and_nothing_is_refused_or_lost(engines: T
     assert set(before).isdisjoint(after)
     check_account(rig, job, [Outage(began_at, time.time(), num_committed)])
     assert max(map(len, begun_at(rig, job).values())) == 2, "no row was taken back"
+
+
+def test_calls_that_come_through_another_machine_go_to_the_other_engine_too(
+    tmp_path: Path, postgres: PostgresServer
+) -> None:
+    first, second = (DeploymentRig(tmp_path / name) for name in ("first", "second"))
+    for rig in (first, second):
+        rig.folder.mkdir()
+    first.store_url = postgres.new_database()
+    engines = TwoEngines(first, has_agents=True)
+    engines.describe_for(second)
+    try:
+        roles = [rig.ask("up", "-d")["leadership"]["role"] for rig in (first, second)]
+        wait_until(lambda: answers(second))
+        with calls(second) as texts:
+            told = first.ask("engine", "restart", "--rolling")["told"]
+    finally:
+        second.close()
+        first.close()
+
+    assert roles == ["leader", "standby"]
+    assert [line for line in told if "broken off" in line] == []
+    assert len(told) == 6 and texts
 
 
 def test_it_stops_at_the_first_that_does_not_come_back(engines: TwoEngines) -> None:

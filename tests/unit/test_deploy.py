@@ -186,6 +186,32 @@ def test_systemd_takes_every_unit(tmp_path: Path, path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_what_an_image_keeps_belongs_to_who_runs_in_it(path: Path) -> None:
+    text = path.read_text("utf-8")
+    kept = re.findall(r"/[\w./]+", " ".join(re.findall(r"^VOLUME (.*)$", text, re.MULTILINE)))
+    (made,) = re.findall(
+        r"install --directory --owner batchrun --mode 700 (.*)$", text, re.MULTILINE
+    )
+
+    assert kept and set(kept) == set(made.split())
+    assert "\nUSER batchrun\n" in text
+
+
+def test_only_the_head_of_a_cluster_is_told_what_only_a_head_takes() -> None:
+    """Ray refuses to start a node that is told of the dashboard, and a head that is not told how
+    it was described starts no nodes."""
+    (document,) = documents(DEPLOY / "ray" / "cluster.yaml")
+    unit = (DEPLOY / "systemd" / "batchrun-ray@.service").read_text("utf-8")
+    (start,) = re.findall(r"^ExecStart=(.*)$", unit, re.MULTILINE)
+    head, node = (document[f"{kind}_start_ray_commands"][-1] for kind in ("head", "worker"))
+
+    assert "--include-dashboard=false" in head and "--autoscaling-config=" in head
+    for text in (node, start):
+        assert "dashboard" not in text and "--head" not in text
+    assert "# RAY_OPTIONS=--head --port=6379 --num-cpus=0 --include-dashboard=false\n" in unit
+
+
 def test_ray_is_asked_for_a_token_and_for_time_wherever_it_is_started() -> None:
     cluster = (DEPLOY / "ray" / "cluster.yaml").read_text("utf-8")
     unit = (DEPLOY / "systemd" / "batchrun-ray@.service").read_text("utf-8")

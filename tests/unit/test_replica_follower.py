@@ -19,10 +19,12 @@ from batchrun.estimator.profile import CalibrationProfile, EngineIdentity, Ident
 from batchrun.estimator.step_time import RooflineModel
 from batchrun.home import Home
 from batchrun.server.api.metrics import MetricsPage
+from batchrun.server.api.process import serve
 from batchrun.server.api.replica_follower import ReplicaFollower
 from batchrun.server.api.watch import LoopWatch
 from batchrun.server.gateway.tally import SeenReply, Tally, create_tally
 from batchrun.server.web.gateway_figures import GatewayFigures
+from batchrun.simulator.calibrate import choose_engine, make_measured_engine
 from batchrun.store.database import Store
 
 LAW = RooflineModel(
@@ -141,6 +143,25 @@ async def test_a_fleet_cannot_follow_without_a_profile(store: Store, tmp_path: P
     figures = GatewayFigures("http://127.0.0.1:9", "secret")
     with pytest.raises(ConfigError, match=r"fleet fleet: 'follow' needs a profile"):
         ReplicaFollower(deployment, home, daemon, supervisor.fleets, figures)
+
+
+def test_a_daemon_that_could_not_follow_as_a_leader_does_not_stand_by(tmp_path: Path) -> None:
+    deployment, home = deployment_of(tmp_path, follow="on"), Home(tmp_path / "home")
+
+    with pytest.raises(ConfigError, match=r"fleet fleet: 'follow' needs a profile"):
+        serve(lambda: deployment, home, on_ready=lambda: None)
+    assert not home.has_store
+
+
+def test_a_fleets_engine_is_calibrated_like_one_of_this_machine(tmp_path: Path) -> None:
+    deployment, home = deployment_of(tmp_path, follow="on"), Home(tmp_path / "home")
+    home.create()
+    index = choose_engine(deployment, None)
+    engine = make_measured_engine(deployment, home, index, tmp_path / "steps")
+
+    assert (index, choose_engine(deployment, "fleet")) == (0, 0)
+    assert engine.settings.scheduler is not None
+    assert "record_steps" in engine.settings.scheduler
 
 
 @pytest.mark.parametrize(

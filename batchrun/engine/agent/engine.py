@@ -39,7 +39,8 @@ class AgentEngine:
         known = self.client.state
         if known is None:
             return f"the agent does not answer: {self.client.trouble}"
-        stage = "draining" if known.is_draining else known.stage
+        stage = "being emptied" if known.is_emptied else known.stage
+        stage = "draining" if known.is_draining else stage
         if self.progress.is_hung:
             stage = f"no progress for {self.progress.stalled_s:.0f} s with work in flight"
         return f"{stage}, by its agent at {urlsplit(self.client.base_url).netloc}"
@@ -51,8 +52,9 @@ class AgentEngine:
 
     @property
     def is_draining(self) -> bool:
-        """Whether it takes no new work."""
-        return self.client.state is not None and self.client.state.is_draining
+        """Whether it takes no new work, or is to get none."""
+        known = self.client.state
+        return known is not None and (known.is_draining or bool(known.is_emptied))
 
     @property
     def direct_url(self) -> str | None:

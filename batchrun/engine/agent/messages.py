@@ -66,7 +66,8 @@ class AgentState(Struct, frozen=True, tag="state"):
     `phase` and `stage` are the engine's. `place` is the machine and its network, as `here` names
     it: whoever is in the same place reaches the engine itself at `engine_url`, with the key that
     follows from the agent's secret where it `needs_key`. `last_steps` are the rows of the last
-    steps of an engine that went down.
+    steps of an engine that went down. `is_emptied`: the daemon wants calls to go elsewhere, where
+    they can; None: the agent is too old to be told.
     """
 
     start_id: str
@@ -81,6 +82,7 @@ class AgentState(Struct, frozen=True, tag="state"):
     is_draining: bool = False
     last_steps: tuple[RowKey, ...] = ()
     needs_key: bool = False
+    is_emptied: bool | None = None
 
 
 class HeardTelemetry(Struct, frozen=True, tag="telemetry"):
@@ -99,6 +101,12 @@ class SendOrders(Struct, frozen=True, tag="orders"):
     """Orders for the engine's scheduler, as `wire` has them."""
 
     message: WireMessage
+
+
+class EmptyEngine(Struct, frozen=True, tag="empty"):
+    """Whether the engine is to be emptied, for as long as this daemon is there."""
+
+    is_on: bool
 
 
 class SentRow(Struct, frozen=True, array_like=True):
@@ -146,7 +154,7 @@ class EndedRows(Struct, frozen=True, tag="ended"):
 
 
 FromAgent = AgentState | HeardTelemetry | HeardAnswer | HeldRows | EndedRows
-FromDaemon = SendOrders | SendRows | ForgetRows
+FromDaemon = SendOrders | SendRows | ForgetRows | EmptyEngine
 
 _FROM_AGENT: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
 _FROM_DAEMON: msgspec.msgpack.Decoder[FromDaemon] = msgspec.msgpack.Decoder(FromDaemon)

@@ -24,6 +24,7 @@ import aiohttp
 from batchrun.engine.agent import messages
 from batchrun.engine.agent.messages import (
     AgentState,
+    EmptyEngine,
     EndedRows,
     ForgetRows,
     FromDaemon,
@@ -109,7 +110,7 @@ class AgentClient(EngineClient):
         self._messages: list[FromDaemon] = []
         self._has_work = asyncio.Event()
         self._has_heard = asyncio.Event()
-        self._is_leaving = False
+        self._is_leaving = self._is_emptied = False
         self._has_moved = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
 
@@ -214,6 +215,11 @@ class AgentClient(EngineClient):
         self._messages.append(SendOrders(orders))
         self._has_work.set()
         return True
+
+    def empty(self, *, is_on: bool) -> None:
+        """Have all gateways send calls elsewhere, where they can, or no longer."""
+        self._is_emptied = is_on
+        self._say_whether_emptied()
 
     async def begin_anew(self) -> None:
         """Have the agent end its engine, and begin anew with what its machine has now.
@@ -340,6 +346,7 @@ class AgentClient(EngineClient):
         match read_from_agent(frame):
             case AgentState() as state:
                 self.state, self.trouble = state, ""
+                self._say_whether_emptied()
             case HeardTelemetry(message):
                 self.on_telemetry(message)
             case HeardAnswer(message):
@@ -350,6 +357,11 @@ class AgentClient(EngineClient):
             case EndedRows(outcomes):
                 for outcome in outcomes:
                     self._hear_outcome(outcome)
+
+    def _say_whether_emptied(self) -> None:
+        if self.state is not None and self.state.is_emptied not in {None, self._is_emptied}:
+            self._messages.append(EmptyEngine(self._is_emptied))
+            self._has_work.set()
 
     def _inherit(self, held: Mapping[RowKey, str]) -> None:
         """What the agent has, when it answers again: rows that it has not, or of another content,

@@ -31,6 +31,7 @@ from batchrun.engine.agent.guard import Guard
 from batchrun.engine.agent.held_rows import KeptOutcomes, RowKeeper
 from batchrun.engine.agent.messages import (
     AgentState,
+    EmptyEngine,
     ForgetRows,
     FromAgent,
     HeardAnswer,
@@ -105,7 +106,7 @@ class Agent:
         self.begins_anew = False
         self._place = messages.here()
         self._was_heard = settings.runs_scheduler
-        self._is_draining = self._is_down = False
+        self._is_draining = self._is_down = self._is_emptied = False
         self._link: _Link | None = None
         self._led, self._led_until_s = Leadership(), 0.0
         self._state: AgentState | None = None
@@ -261,6 +262,7 @@ class Agent:
             is_draining=self._is_draining,
             last_steps=last_steps,
             needs_key=engine.client.api_key is not None,
+            is_emptied=self._is_emptied,
         )
 
     async def _watch_progress(self) -> None:
@@ -320,7 +322,7 @@ class Agent:
         )
         await socket.prepare(request)
         link = _Link(socket, leadership)
-        before, self._link = self._link, link
+        before, self._link, self._is_emptied = self._link, link, False
         # First of all what is held: a daemon passes over outcomes of rows that it was not told of.
         link.send(self._report_now())
         self._rows.meet()
@@ -339,6 +341,7 @@ class Agent:
             writing.cancel()
             if self._link is link:
                 self._link, self._led_until_s = None, time.monotonic() + LED_LASTS_S
+                self._is_emptied = False
                 self._rows.part()
             log.info("the daemon at %s has gone", request.remote)
         return socket
@@ -352,6 +355,9 @@ class Agent:
                 self._rows.take(rows, is_refused=self._is_draining)
             case ForgetRows(keys):
                 self._rows.forget(keys)
+            case EmptyEngine(is_on):
+                self._is_emptied = is_on
+                self._report_now()
 
     async def _on_state(self, _request: web.Request) -> web.Response:
         document = msgspec.to_builtins(self._report_now())

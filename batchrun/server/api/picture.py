@@ -206,6 +206,11 @@ def view_role(leader: Leader, *, leads: bool) -> JsonObject:
     return {"role": role, "leader": leader.name, "term": leader.term}
 
 
+def _stage_of(slot: Slot) -> str:
+    reasons = ", ".join(sorted(slot.drained_for))
+    return f"drains for {reasons}" if reasons else slot.engine.stage
+
+
 def view_engines(slots: Sequence[Slot], figures: GatewayFigures) -> list[dict[str, object]]:
     """Engines as the daemon sees them, with what the gateway and their schedulers tell."""
     return [
@@ -215,7 +220,7 @@ def view_engines(slots: Sequence[Slot], figures: GatewayFigures) -> list[dict[st
             "model": slot.default_model,
             "is_attached": isinstance(slot.engine, AttachedEngine),
             "state": str(slot.engine.state),
-            "stage": "drains for its restart" if slot.drains else slot.engine.stage,
+            "stage": _stage_of(slot),
             "in_flight": slot.window.num_rows,
             "stalled_s": round(slot.engine.progress.stalled_s, 1),
             "num_hangs": slot.engine.progress.num_hangs,

@@ -43,7 +43,7 @@ from batchrun.server.api.errors import Callers
 from batchrun.server.api.key_list import KeyList, limits_in
 from batchrun.server.api.order_taker import OrderTaker
 from batchrun.server.api.picture import Status
-from batchrun.server.api.replica_follower import ReplicaFollower
+from batchrun.server.api.replica_follower import ReplicaFollower, fleets_to_follow
 from batchrun.server.api.rolling import Rolling
 from batchrun.server.api.standby import LocalServer, Standby, catch_signals
 from batchrun.server.api.watch import end_process
@@ -76,9 +76,11 @@ def serve(reread: Callable[[], Deployment], home: Home, *, on_ready: Callable[[]
 
     On a database where another daemon leads it stands by first. `on_ready` is called once an engine
     is ready. The gateway and managed engines outlive this. Raises StoreLockedError, StoreError,
-    EngineError.
+    EngineError, ConfigError.
     """
     deployment = reread()
+    # A standby that lacks a profile would only find out when it has to lead.
+    fleets_to_follow(deployment, home)
     home.create()
     allow_many_open_files()
     logging.getLogger("python_multipart").setLevel(logging.ERROR)

@@ -191,13 +191,9 @@ class ReplicaFollower:
         fleets: Fleets,
         figures: GatewayFigures,
     ) -> None:
-        """Raises ConfigError, one line, where a fleet that is to follow has no profile."""
+        """Raises as `fleets_to_follow` does."""
         self._daemon, self._fleets, self._figures = daemon, fleets, figures
-        self._followed = [
-            _followed(deployment, config, config.ray.replicas, home)
-            for config in deployment.engines
-            if config.ray is not None and config.ray.replicas.follow != "off"
-        ]
+        self._followed = fleets_to_follow(deployment, home)
         self._calls: deque[tuple[int, int]] = deque(maxlen=MOST_CALLS)
         self._since_s = 0.0
         self._looked_s: float | None = None
@@ -296,6 +292,16 @@ class ReplicaFollower:
         return CallLengths(prompts, cached, np.maximum(1, tokens[:, 1]))
 
 
+def fleets_to_follow(deployment: Deployment, home: Home) -> list[FollowedFleet]:
+    """Those of a deployment whose number is to follow their calls, or to be told. Raises
+    ConfigError, one line, where one has no profile."""
+    return [
+        _followed(deployment, config, config.ray.replicas, home)
+        for config in deployment.engines
+        if config.ray is not None and config.ray.replicas.follow != "off"
+    ]
+
+
 def _followed(
     deployment: Deployment, config: EngineConfig, replicas: ReplicasConfig, home: Home
 ) -> FollowedFleet:
@@ -304,7 +310,8 @@ def _followed(
         expected = profile_path(deployment, config, home)
         raise ConfigError(
             f"fleet {config.name}: 'follow' needs a profile of its engine, to know what one holds; "
-            f"run `batchrun calibrate -o {expected}`, or set follow: off"
+            f"run `batchrun calibrate -o {expected}` on a machine like a replica's and bring the "
+            "file here, or set follow: off"
         )
     profile = read_profile(path)
     slo = online_slo(deployment, home)

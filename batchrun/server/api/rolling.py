@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from batchrun.config import Deployment
 from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.engine_link import Slot
-from batchrun.daemon.fleets import empty
+from batchrun.daemon.fleets import begin_draining, empty, end_draining
 from batchrun.daemon.in_flight import GATEWAYS_LEARN_S
 from batchrun.daemon.supervisor import build_model, make_managed
 from batchrun.engine.agent.engine import AgentEngine
@@ -24,7 +24,7 @@ from batchrun.types import EnginePhase
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.5
-ROLLING = "rolling restart"
+ROLLING = "its restart"
 AGENT_BACK_S = 60.0
 """An agent that begins anew answers within so long."""
 
@@ -99,7 +99,7 @@ class Rolling:
         ]
         if others and not any(each.is_usable for each in others):
             raise EngineError(f"engine {name} runs on: no other engine is ready to take its calls")
-        slot.drained_for.add(ROLLING)
+        begin_draining(slot, ROLLING)
         try:
             self._tell(slot, "gets no more calls and rows")
             num_left = await empty(slot, drain_s)
@@ -109,7 +109,7 @@ class Rolling:
             elif isinstance(slot.engine, ManagedEngine) and settings is not None:
                 await _restart_here(slot.engine, settings)
         finally:
-            slot.drained_for.discard(ROLLING)
+            end_draining(slot, ROLLING)
             self.daemon.dispatcher.wake()
         slot.came_back()
         self._tell(slot, "is ready")
