@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup setup-ray demo ablation plan test test-all test-nightly test-cluster test-postgres check docs lock clean
+.PHONY: setup setup-ray demo ablation plan test test-all test-nightly test-cluster test-cluster-nightly test-postgres check docs lock clean
 
 setup: $(STAMP)
 
@@ -44,6 +44,10 @@ test-nightly: setup
 # Fleets on a real Ray, on loopback: kills of all that is around a replica.
 test-cluster: setup-ray
 	$(BIN)/python -m pytest --durations=25 -m "cluster and not nightly"
+
+# The same for an hour and more: forty events on three machines, and a real vLLM behind an actor.
+test-cluster-nightly: setup-ray
+	$(BIN)/python -m pytest --durations=25 -m "cluster and nightly"
 
 # Ray for Python 3.11, which only fleets need.
 setup-ray: setup

@@ -67,8 +67,8 @@ def flags_of(config: Path | None, **said: str | None) -> list[str]:
 def start_in_background(
     home: Home, flags: Sequence[str], *, is_shown: bool = True
 ) -> dict[str, Any]:
-    """Start a detached daemon and wait until an engine is ready and the gateway passes calls to it,
-    or it stands by; returns its status.
+    """Start a detached daemon and wait until the gateway passes calls to an engine, where the
+    daemon stands by for half a minute at most; returns its status.
 
     Raises what made the daemon give up, as one line; then nothing runs that did not run before.
     """
@@ -111,6 +111,7 @@ def _wait_until_ready(
                 picture = _ask_own(home, record)
                 engines = picture["engines"]
                 if stands_by(picture):
+                    _wait_for_calls(picture["gateway"], record)
                     return picture
                 if any(engine["state"] == "ready" for engine in engines):
                     _remember_start(home, time.monotonic() - started_s)
