@@ -299,9 +299,8 @@ def _simulation_shown(figures: Simulated) -> Iterator[RenderableType]:
         )
 
     if 1 < figures.num_engines <= SHOWN_ENGINES:
-        headings = "engine", "steps", "busy", "tokens for calls", "for rows"
         yield columns(
-            *headings,
+            *("engine", "steps", "busy", "tokens for calls", "for rows"),
             rows=(
                 (
                     str(number),
