@@ -33,6 +33,8 @@ UNREADY_S = 30.0
 """A replica with other settings than it is to have, which is not ready for so long, is placed anew
 without being emptied."""
 DRAIN_S = 300.0
+OTHERS_LEARN_S = 4.0
+"""Daemons that stand by ask agents once a second; their gateways look after that."""
 NUM_QUIET_LOOKS = 3
 """An engine has no calls when so many looks in a row show none: its metrics lag."""
 PORT_MARK = "{port}"
@@ -238,7 +240,7 @@ async def empty(slot: Slot, drain_s: float) -> bool:
     calls still, after `drain_s`."""
     deadline_s = time.monotonic() + drain_s
     await _withdraw_rows(slot)
-    await asyncio.sleep(GATEWAYS_LEARN_S)
+    await asyncio.sleep(GATEWAYS_LEARN_S if slot.agent is None else OTHERS_LEARN_S)
     num_quiet = 0
     while num_quiet < NUM_QUIET_LOOKS:
         if time.monotonic() > deadline_s:

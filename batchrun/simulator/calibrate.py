@@ -106,11 +106,12 @@ ENGINE_NAME = "calibrate"
 
 def choose_engine(deployment: Deployment, name: str | None) -> int:
     """The index of the engine or fleet of this name, or of the first that batchrun starts from
-    `model`. A fleet's engine is measured on this machine.
+    `model`, fleets last. A fleet's engine is measured on this machine.
 
     Raises ConfigError when there is none.
     """
-    for index, config in enumerate(deployment.engines):
+    by_place = sorted(enumerate(deployment.engines), key=lambda each: each[1].ray is not None)
+    for index, config in by_place:
         if config.name == name and not config.may_be_calibrated:
             raise ConfigError(f"engine {name} is not a vLLM that batchrun starts; see `engines`")
         if config.may_be_calibrated and name in {None, config.name}:
@@ -122,14 +123,27 @@ def choose_engine(deployment: Deployment, name: str | None) -> int:
 
 
 def check_nothing_runs(deployment: Deployment, home: Home) -> None:
-    """Raises StateError while an engine of this home holds the machine."""
+    """Raises StateError while an engine of this home holds the machine, or may."""
     for config in deployment.engines:
+        if config.ray is not None and home.fleet(config.name).exists():
+            raise StateError(
+                f"fleet {config.name} may have replicas on this machine; end them with "
+                "`batchrun down` first"
+            )
         record = process.read_record(home.run / f"engine-{config.name}.json")
         if record is not None and process.is_alive(record):
             raise StateError(
                 f"engine {config.name} is running, and would be measured against itself; "
                 "stop it with `batchrun down` first"
             )
+
+
+def _plain(deployment: Deployment) -> Deployment:
+    """Its engines without profiles, those of fleets too on this machine."""
+    plain = {"profile": None, "ray": None, "secret_file": None}
+    engines = [each.model_copy(update=plain) for each in deployment.engines]
+    update = {"policy": "echo", "slo": SloConfig(), "engines": engines}
+    return deployment.model_copy(update=update)
 
 
 def make_measured_engine(
@@ -139,11 +153,7 @@ def make_measured_engine(
 
     What a calibration that was killed left running is ended first.
     """
-    plain_engine = {"profile": None, "ray": None, "secret_file": None}
-    engines = [each.model_copy(update=plain_engine) for each in deployment.engines]
-    update = {"policy": "echo", "slo": SloConfig(), "engines": engines}
-    plain = deployment.model_copy(update=update)
-    engine = make_engine(plain, home, index, read_or_make_nonce(home))
+    engine = make_engine(_plain(deployment), home, index, read_or_make_nonce(home))
     assert isinstance(engine, ManagedEngine)
     settings = replace(
         engine.settings,
@@ -234,7 +244,7 @@ async def calibrate_engine(
     when this one cannot start or be measured. Cancelled or failed, it leaves nothing behind but
     the engine's log.
     """
-    await asyncio.to_thread(build_model, deployment, home)
+    await asyncio.to_thread(build_model, _plain(deployment), home)
     steps_path = home.run / "calibration-steps.jsonl"
     engine = await asyncio.to_thread(make_measured_engine, deployment, home, index, steps_path)
     try:

@@ -11,9 +11,10 @@ import pytest
 
 from batchrun.config import Deployment, load_deployment
 from batchrun.daemon.daemon import Daemon
+from batchrun.daemon.fleets import Fleets
 from batchrun.daemon.plugin import profile_path
 from batchrun.daemon.supervisor import Supervisor
-from batchrun.errors import ConfigError
+from batchrun.errors import ConfigError, StateError
 from batchrun.estimator.fits import FittedModel
 from batchrun.estimator.profile import CalibrationProfile, EngineIdentity, IdenticalSpread
 from batchrun.estimator.step_time import RooflineModel
@@ -24,7 +25,11 @@ from batchrun.server.api.replica_follower import ReplicaFollower
 from batchrun.server.api.watch import LoopWatch
 from batchrun.server.gateway.tally import SeenReply, Tally, create_tally
 from batchrun.server.web.gateway_figures import GatewayFigures
-from batchrun.simulator.calibrate import choose_engine, make_measured_engine
+from batchrun.simulator.calibrate import (
+    check_nothing_runs,
+    choose_engine,
+    make_measured_engine,
+)
 from batchrun.store.database import Store
 
 LAW = RooflineModel(
@@ -153,15 +158,38 @@ def test_a_daemon_that_could_not_follow_as_a_leader_does_not_stand_by(tmp_path: 
     assert not home.has_store
 
 
-def test_a_fleets_engine_is_calibrated_like_one_of_this_machine(tmp_path: Path) -> None:
+def test_a_fleets_engine_is_calibrated_where_no_engine_of_this_machine_is(tmp_path: Path) -> None:
     deployment, home = deployment_of(tmp_path, follow="on"), Home(tmp_path / "home")
-    home.create()
-    index = choose_engine(deployment, None)
-    engine = make_measured_engine(deployment, home, index, tmp_path / "steps")
+    (fleet,) = deployment.engines
+    own = fleet.model_copy(update={"name": "own", "ray": None})
+    both = deployment.model_copy(update={"engines": [fleet, own]})
+    assert [choose_engine(both, name) for name in (None, "fleet", "own")] == [1, 0, 1]
+    assert choose_engine(deployment, None) == 0
 
-    assert (index, choose_engine(deployment, "fleet")) == (0, 0)
-    assert engine.settings.scheduler is not None
-    assert "record_steps" in engine.settings.scheduler
+    home.create()
+    home.fleet("fleet").write_text("{}")
+    with pytest.raises(StateError, match="fleet fleet may have replicas on this machine"):
+        check_nothing_runs(deployment, home)
+    home.fleet("fleet").unlink()
+    check_nothing_runs(deployment, home)
+    engine = make_measured_engine(deployment, home, 0, tmp_path / "steps")
+    assert engine.settings.model == str(home.models / "tiny")
+
+
+def test_a_profile_is_for_the_daemon_and_no_replica_is_told_of_it(tmp_path: Path) -> None:
+    ray = {"replicas": {"min": 2, "max": 6}}
+    engine = {"name": "fleet", "ray": ray, "profile": "profile.json"}
+    path = tmp_path / "batchrun.yaml"
+    digests = []
+    for described in (engine, {"name": "fleet", "ray": ray}):
+        path.write_text(json.dumps({"engines": [described]}))
+        home = Home(tmp_path / "home")
+        home.create()
+        ((fleet, _),) = Fleets(load_deployment(path), home)._fleets.values()
+        fleet.want(["fleet-0"])
+        digests.append([each.digest for each in fleet.order.replicas])
+
+    assert digests[0] == digests[1]
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,8 @@ class AgentEngine:
         known = self.client.state
         if known is None:
             return f"the agent does not answer: {self.client.trouble}"
-        stage = "being emptied" if known.is_emptied else known.stage
+        is_emptied = known.is_emptied and known.phase is EnginePhase.READY
+        stage = "being emptied" if is_emptied else known.stage
         stage = "draining" if known.is_draining else stage
         if self.progress.is_hung:
             stage = f"no progress for {self.progress.stalled_s:.0f} s with work in flight"

@@ -280,6 +280,7 @@ class AgentClient(EngineClient):
             self.inherited.clear()
             self._early.clear()
             self._rows.clear()
+            self._messages.clear()
             if time.monotonic() - lost_at_s > GIVE_UP_S:
                 self._lose(self._awaited.keys())
             with suppress(TimeoutError):

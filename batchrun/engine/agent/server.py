@@ -334,7 +334,8 @@ class Agent:
             async for frame in socket:
                 if frame.type is not aiohttp.WSMsgType.BINARY:
                     break
-                await self._obey(frame.data)
+                if self._link is link:
+                    await self._obey(frame.data)
         except ValueError as error:
             log.warning("the daemon at %s sent %s", request.remote, error)
         finally:
