@@ -52,7 +52,7 @@ before the same engines; classes of calls on real engines; a fleet that follows 
 gateways and workers, routers in the simulator and beside a job, what routers foretell of caches;
 kills in a fleet of real engines beside calls; a job of 20 million rows; routers beside a job under
 other settings of the scheduler."""
-MAX_MANUAL_WORDS = 44_680
+MAX_MANUAL_WORDS = 44_760
 """14,400 more: what rows may cost calls, which engine a call goes to, Python, the page, engines on
 other machines, orders of calls, rows over engines, time limits, limits of keys, attacks and their
 tests, uploads, `on_done`, why a call went where it went, fleets and how to deploy,
