@@ -52,14 +52,15 @@ before the same engines; classes of calls on real engines; a fleet that follows 
 gateways and workers, routers in the simulator and beside a job, what routers foretell of caches;
 kills in a fleet of real engines beside calls; a job of 20 million rows; routers beside a job under
 other settings of the scheduler."""
-MAX_MANUAL_WORDS = 44_760
+MAX_MANUAL_WORDS = 44_781
 """14,400 more: what rows may cost calls, which engine a call goes to, Python, the page, engines on
 other machines, orders of calls, rows over engines, time limits, limits of keys, attacks and their
 tests, uploads, `on_done`, why a call went where it went, fleets and how to deploy,
 what callers feel, calls that would be late, AccelGen's and LARRY's figures, fleets
 that follow the tide, gateways that pass on, tables of routers behind several gateways and beside
 those of others, a job of 20 million rows, jobs that wait, outputs of many files, engines of several
-kinds in a simulation, routing beside a job by the dial."""
+kinds in a simulation, routing beside a job by the dial, figures of a second
+machine."""
 README_FIRST_SCREEN_LINES = 60
 MAX_FILES_ON_WAY = {"row": 40, "call": 10, "step": 22, "batch": 24}
 
