@@ -28,8 +28,8 @@ POLL_INTERVAL_S = 0.2
 CALLS_POLL_S = 0.05
 CALLS_WAIT_S = 30.0
 """A gateway learns of an engine that is ready sooner, and waits no longer to see one answer."""
-STANDBY_WAIT_S = 5.0
-"""A daemon that stands by has met engines that answer within so long."""
+MEETING_WAIT_S = 5.0
+"""A daemon that stands by, and so starts no engine, has met those that answer within so long."""
 STOP_WAIT_S = 15.0
 STANDBY_WAIT_S = 2.0
 """A daemon that stands by leads by then."""
@@ -105,22 +105,21 @@ def _wait_until_ready(
     home: Home, record: process.ProcessRecord, log_size: int, *, is_shown: bool
 ) -> dict[str, Any]:
     started_s, usual = time.monotonic(), _usual_start(home)
-    stages, standing_s = "starting", None
+    stages, met_by_s = "starting", 0.0
     with ProgressBar(after_s=0, is_shown=is_shown) as progress:
         while process.is_alive(record):
             progress(stages + usual, 0, 0)
             with suppress(DaemonUnavailableError):
                 picture = _ask_own(home, record)
                 engines = picture["engines"]
-                is_ready = any(engine["state"] == "ready" for engine in engines)
-                if is_ready and not stands_by(picture):
-                    _remember_start(home, time.monotonic() - started_s)
-                if is_ready:
+                now_s, is_standby = time.monotonic(), stands_by(picture)
+                if any(engine["state"] == "ready" for engine in engines):
+                    if not is_standby:
+                        _remember_start(home, now_s - started_s)
                     _wait_for_calls(picture["gateway"], record)
-                # A daemon that stands by starts no engine, and may have none that answers.
-                standing_s = standing_s or (time.monotonic() if stands_by(picture) else None)
-                if is_ready or (standing_s and time.monotonic() - standing_s > STANDBY_WAIT_S):
                     return _ask_own(home, record)
+                if is_standby and now_s > (met_by_s := met_by_s or now_s + MEETING_WAIT_S):
+                    return picture
                 stages = "; ".join(f"engine {each['name']}: {each['stage']}" for each in engines)
             time.sleep(POLL_INTERVAL_S)
     raise BatchrunError(last_words(home.log / "daemon.log", log_size))

@@ -27,7 +27,7 @@ parts, decisions that are explained (12), what callers feel, fleets that Ray pla
 whose number follows the calls (3), an engine apart from the way to its agent, calls for
 the daemon apart from those for engines, the peak of a trace (3), jobs that wait for cheap
 hours, orders to the leader of a database (2), outputs of many files."""
-MAX_LINES = 61_437
+MAX_LINES = 61_436
 """22,200 more for these, for groups by key portion and rows over engines by speed, several models,
 a planner that sizes on several draws, bounds on what callers and engines send and hold, and
 daemons that stand by, deployments that calls at once share, processes that watch their parents,
