@@ -63,7 +63,6 @@ class Home:
         self.engine_environment = self.path / "engine-env"
         self.trace_salt = self.path / "trace-salt"
         self.history = self.path / "history.jsonl"
-        self.calls = self.path / "calls.tide"
         self.profiles = self.path / "profiles"
         self.models = self.path / "models"
         self.daemon_record = self.run / "daemon.json"

@@ -22,8 +22,13 @@ from batchrun.estimator.tide import DAY, MINUTE_S, course_of_day, minutes_to_che
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.submit import prepare_job
 from batchrun.pool.row_queue import RowLoad, Window
-from batchrun.server.api.cheap_start import SPARE, CheapStarts
-from batchrun.server.api.replica_follower import keep_minutes, read_minutes, this_minute
+from batchrun.server.api.calls_of_all import (
+    CallsOfAll,
+    keep_minutes,
+    read_minutes,
+    this_minute,
+)
+from batchrun.server.api.cheap_start import MINUTES, SPARE, CheapStarts
 from batchrun.server.gateway.tally import SeenReply, Tally, create_tally
 from batchrun.server.web.gateway_figures import GatewayFigures
 from batchrun.store import jobs, results
@@ -91,15 +96,16 @@ def test_going_on_with_what_is_left_never_waits_again_within_a_night() -> None:
     assert gone[-1] - gone[0] == 89
 
 
-def test_minutes_are_kept_over_restarts(tmp_path: Path) -> None:
-    file = tmp_path / "calls.tide"
-    assert read_minutes(file, 100) == ([], 0)
-    keep_minutes(file, [1.0, 2.0], 100)
-    assert read_minutes(file, 100) == ([1.0, 2.0], 0)
-    assert read_minutes(file, 103) == ([1.0, 2.0], 3)
-    assert read_minutes(file, 101 + DAY) == ([], 0)
-    file.write_text("{")
-    assert read_minutes(file, 100) == ([], 0)
+def test_minutes_are_kept_for_who_leads_next(store: Store) -> None:
+    assert read_minutes(store, MINUTES, 100) == ([], 0)
+    keep_minutes(store, MINUTES, [1.0, 2.0], 100)
+    assert read_minutes(store, "fleet a", 100) == ([], 0)
+    assert read_minutes(store, MINUTES, 100) == ([1.0, 2.0], 0)
+    assert read_minutes(store, MINUTES, 103) == ([1.0, 2.0], 3)
+    assert read_minutes(store, MINUTES, 101 + DAY) == ([], 0)
+    ((key, _),) = jobs.list_settings(store, "minutes:").items()
+    jobs.write_setting(store, "minutes:" + key, {"loads": "many"})
+    assert read_minutes(store, MINUTES, 100) == ([], 0)
 
 
 def test_cheap_hours_need_a_deadline(tmp_path: Path) -> None:
@@ -142,8 +148,8 @@ class Waiting:
         told = [(each.kind, each.labels, each.values.tolist()) for each in self.tally.read()]
         self.figures.take(json.dumps(told).encode(), self.now_s)
 
-    def look(self, minute: int) -> None:
-        self.starts.look(minute, self.now_s)
+    async def look(self, minute: int) -> None:
+        await self.starts.look(minute, self.now_s)
 
     def waits(self, job: JobRecord) -> bool:
         return job.id in self.daemon.dispatcher.waiting
@@ -167,11 +173,11 @@ async def waiting(tmp_path: Path, fake_engine: FakeEngineFactory) -> AsyncIterat
     await engine.start()
     window = Window(32, 400_000)
     slot = Slot(engine, uses_priority=False, window=window, models=(), load=RowLoad(1.0))
-    file = tmp_path / "calls.tide"
-    keep_minutes(file, [50.0] * HOUR + [0.0] * HOUR + [50.0] * (DAY - 2 * HOUR), this_minute())
+    known = [50.0] * HOUR + [0.0] * HOUR + [50.0] * (DAY - 2 * HOUR)
+    keep_minutes(store, MINUTES, known, this_minute())
     daemon = Daemon(store, [slot], tmp_path / "inputs")
     figures = GatewayFigures("http://127.0.0.1:9", "secret")
-    starts = CheapStarts(daemon, figures, file)
+    starts = CheapStarts(daemon, CallsOfAll(store, daemon.name, figures))
     running = asyncio.create_task(daemon.run())
     yield Waiting(daemon, starts, figures, Tally(create_tally(1), 1, 0), tmp_path)
     running.cancel()
@@ -187,10 +193,10 @@ async def test_a_job_waits_says_until_when_and_goes_on(waiting: Waiting) -> None
     assert stages[job.id].describe().startswith("waits for cheap hours, about ")
     minute = this_minute()
     waiting.call(1)
-    waiting.look(minute + 30)
+    await waiting.look(minute + 30)
     assert waiting.waits(job)
     assert waiting.daemon.active[job.seq].queue.num_in_flight == 0
-    waiting.look(minute + 70)
+    await waiting.look(minute + 70)
     assert not waiting.waits(job)
     assert job.id not in stages
     await until(lambda: waiting.state(job) is JobState.COMPLETED)
@@ -200,12 +206,12 @@ async def test_rows_in_flight_when_their_job_waits_again_end_as_others(waiting: 
     job = await waiting.submit("night", "start: cheap\ndeadline: 40h\n", num_rows=60)
     minute = this_minute()
     waiting.call(1)
-    waiting.look(minute + 70)
+    await waiting.look(minute + 70)
     active = waiting.daemon.active[job.seq]
     await until(lambda: active.queue.num_in_flight > 0)
     left_s = active.queue.left_work_s
     waiting.call(100)
-    waiting.look(minute + 180)
+    await waiting.look(minute + 180)
     assert waiting.waits(job)
     waiting.call(0)
     waiting.daemon.dispatcher.waiting.clear()
@@ -252,7 +258,7 @@ async def test_a_job_that_leaves_does_not_wait_any_more(
     job = await waiting.submit("night", "start: cheap\ndeadline: 40h\n")
     await ends(waiting.daemon, job.id)
     await until(lambda: job.seq not in waiting.daemon.active)
-    waiting.look(this_minute() + 70)
+    await waiting.look(this_minute() + 70)
     assert not waiting.waits(job)
     assert waiting.daemon.dispatcher.jobs == {}
     await until(lambda: job.id not in waiting.daemon.stages)
@@ -261,22 +267,21 @@ async def test_a_job_that_leaves_does_not_wait_any_more(
 async def test_what_calls_bring_is_noted_by_the_minute(waiting: Waiting) -> None:
     minute = this_minute()
     waiting.call(1)
-    waiting.look(minute + 1)
+    await waiting.look(minute + 1)
     waiting.call(5)
-    waiting.look(minute + 2)
+    await waiting.look(minute + 2)
     waiting.call(6)
-    waiting.look(minute + 4)
+    await waiting.look(minute + 4)
     assert waiting.starts.loads[-4:] == [50.0, 5_500.0, 3_300.0, 3_300.0]
     waiting.now_s = 100.0
-    waiting.look(minute + 5)
+    await waiting.look(minute + 5)
     assert waiting.starts.loads[-1] == 50.0
 
 
 async def test_a_part_of_a_day_before_a_gap_is_no_day(store: Store, tmp_path: Path) -> None:
-    file = tmp_path / "calls.tide"
     daemon = Daemon(store, [], tmp_path / "inputs")
-    figures = GatewayFigures("http://127.0.0.1:9", "secret")
-    keep_minutes(file, [5.0] * 120, this_minute() - 600)
-    assert CheapStarts(daemon, figures, file).loads == []
-    keep_minutes(file, [5.0] * DAY + [7.0] * 60, this_minute() - 600)
-    assert CheapStarts(daemon, figures, file).loads[-600:] == [5.0] * 600
+    calls = CallsOfAll(store, daemon.name, GatewayFigures("http://127.0.0.1:9", "secret"))
+    keep_minutes(store, MINUTES, [5.0] * 120, this_minute() - 600)
+    assert CheapStarts(daemon, calls).loads == []
+    keep_minutes(store, MINUTES, [5.0] * DAY + [7.0] * 60, this_minute() - 600)
+    assert CheapStarts(daemon, calls).loads[-600:] == [5.0] * 600

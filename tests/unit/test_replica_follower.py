@@ -19,6 +19,7 @@ from batchrun.estimator.fits import FittedModel
 from batchrun.estimator.profile import CalibrationProfile, EngineIdentity, IdenticalSpread
 from batchrun.estimator.step_time import RooflineModel
 from batchrun.home import Home
+from batchrun.server.api.calls_of_all import CallsOfAll
 from batchrun.server.api.metrics import MetricsPage
 from batchrun.server.api.process import serve
 from batchrun.server.api.replica_follower import ReplicaFollower
@@ -99,7 +100,8 @@ def follow(store: Store, folder: Path, mode: str) -> Followed:
     supervisor = Supervisor(deployment, home, {})
     daemon = Daemon(store, supervisor.slots, folder / "inputs")
     figures = GatewayFigures("http://127.0.0.1:9", "secret")
-    follower = ReplicaFollower(deployment, home, daemon, supervisor.fleets, figures)
+    calls = CallsOfAll(store, daemon.name, figures)
+    follower = ReplicaFollower(deployment, home, daemon, supervisor.fleets, calls)
     supervisor.fleets.resize("fleet", 2, supervisor.slots, 0.0)
     return Followed(daemon, supervisor, follower, figures, Tally(create_tally(1), 1, 0))
 
@@ -145,9 +147,9 @@ async def test_a_fleet_cannot_follow_without_a_profile(store: Store, tmp_path: P
     home.create()
     supervisor = Supervisor(deployment, home, {})
     daemon = Daemon(store, supervisor.slots, tmp_path / "inputs")
-    figures = GatewayFigures("http://127.0.0.1:9", "secret")
+    calls = CallsOfAll(store, daemon.name, GatewayFigures("http://127.0.0.1:9", "secret"))
     with pytest.raises(ConfigError, match=r"fleet fleet: 'follow' needs a profile"):
-        ReplicaFollower(deployment, home, daemon, supervisor.fleets, figures)
+        ReplicaFollower(deployment, home, daemon, supervisor.fleets, calls)
 
 
 def test_a_daemon_that_could_not_follow_as_a_leader_does_not_stand_by(tmp_path: Path) -> None:

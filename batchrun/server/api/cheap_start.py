@@ -1,8 +1,7 @@
 """Has jobs with `start: cheap` wait for the hours in which calls leave the most room, as far as
 their deadlines let them.
 
-What calls bring is counted in tokens that engines compute for them, by the minute, and kept in a
-file, so that a daemon that starts knows the days before.
+What calls bring is counted in tokens that engines compute for them, by the minute.
 """
 
 from __future__ import annotations
@@ -12,22 +11,23 @@ import logging
 import time
 from collections import deque
 from datetime import datetime
-from pathlib import Path
 
 from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.job import ActiveJob
 from batchrun.daemon.writer import Stage
 from batchrun.estimator.tide import DAY, KEPT, MINUTE_S, course_of_day, minutes_to_cheap_time
-from batchrun.server.api.replica_follower import (
+from batchrun.server.api.calls_of_all import (
     SAVE_MINUTES,
+    CallsOfAll,
     keep_minutes,
     read_minutes,
     this_minute,
 )
-from batchrun.server.web.gateway_figures import GatewayFigures
 
 log = logging.getLogger(__name__)
 
+MINUTES = "calls"
+"""Whose the minutes are that it keeps."""
 SPARE = 0.5
 """Calls may take as much of the engines' time as this leaves."""
 
@@ -35,11 +35,11 @@ SPARE = 0.5
 class CheapStarts:
     """Says of each job of a daemon whether its rows wait in this minute."""
 
-    def __init__(self, daemon: Daemon, figures: GatewayFigures, file: Path) -> None:
-        """Takes up the minutes in `file`. Blocking."""
-        self._daemon, self._figures, self._file = daemon, figures, file
+    def __init__(self, daemon: Daemon, calls: CallsOfAll) -> None:
+        """Takes up the minutes that an earlier leader kept. Blocking."""
+        self._daemon, self._calls = daemon, calls
         self._minute = this_minute()
-        known, num_missed = read_minutes(file, self._minute)
+        known, num_missed = read_minutes(daemon.store, MINUTES, self._minute)
         self._loads = deque(known, maxlen=KEPT)
         self._fill(num_missed)
         self._day = course_of_day(self.loads)
@@ -56,16 +56,18 @@ class CheapStarts:
         while True:
             await asyncio.sleep(MINUTE_S - time.time() % MINUTE_S)
             try:
-                self.look(this_minute(), time.monotonic())
+                await self.look(this_minute(), time.monotonic())
             except Exception:
                 log.exception("jobs wait or go as they did: the look at calls failed")
             if self._minute % SAVE_MINUTES == 0:
-                await asyncio.to_thread(keep_minutes, self._file, self.loads, self._minute)
+                await asyncio.to_thread(
+                    keep_minutes, self._daemon.store, MINUTES, self.loads, self._minute
+                )
 
-    def look(self, minute: int, now_s: float) -> None:
+    async def look(self, minute: int, now_s: float) -> None:
         """This minute has begun, at `now_s` (monotonic): note what calls brought since the last
         look, and have jobs wait or go on."""
-        self._note_load(max(minute - self._minute, 1), now_s)
+        await self._note_load(max(minute - self._minute, 1), now_s)
         self._minute = minute
         self._day = course_of_day(self.loads)
         for job in list(self._daemon.active.values()):
@@ -101,24 +103,22 @@ class CheapStarts:
         speed = sum(slot.load.speed for slot in slots)
         return minutes_to_cheap_time(self._day, work_s / (SPARE * speed), left_s)
 
-    def _note_load(self, num_minutes: int, now_s: float) -> None:
-        totals = self._figures.totals()
-        if totals is None or self._figures.silent_s(now_s) >= MINUTE_S:
+    async def _note_load(self, num_minutes: int, now_s: float) -> None:
+        if not await self._calls.look(now_s):
             self._fill(num_minutes)
             return
         before, self._tokens = (
             self._tokens,
             sum(
                 each.num_prompt_tokens - each.num_cached_tokens + each.num_output_tokens
-                for each in totals.values()
+                for each in self._calls.totals.values()
             ),
         )
         if before is None:
             self._fill(num_minutes)
             return
-        # A count that went back is that of another gateway.
-        since = self._tokens - before if self._tokens >= before else self._tokens
-        self._loads.extend([since / num_minutes] * min(num_minutes, KEPT))
+        load = (self._tokens - before) / num_minutes
+        self._loads.extend([load] * min(num_minutes, KEPT))
 
     def _fill(self, num_minutes: int) -> None:
         """Minutes that nobody saw were as those of the day before; without one, what was seen

@@ -38,6 +38,7 @@ from batchrun.media.fetching import ImageFetcher
 from batchrun.media.hosts import ImageHosts
 from batchrun.quantities import parse_age_s
 from batchrun.server.api.app import Edge, make_app
+from batchrun.server.api.calls_of_all import CallsOfAll, keep_reporting
 from batchrun.server.api.cheap_start import CheapStarts
 from batchrun.server.api.errors import Callers
 from batchrun.server.api.key_list import KeyList, limits_in
@@ -144,7 +145,10 @@ async def _stand_by(
     server = LocalServer()
     supervisor = Supervisor(deployment, home, server.for_gateway)
     ended = catch_signals()
-    work = asyncio.create_task(Standby(keys.store, lock, supervisor, keys).run(server, home))
+    figures = GatewayFigures(_local_url(deployment.listen), server.gateway_key)
+    tells = keep_reporting(keys.store, _name_of(home), figures)
+    standby = Standby(keys.store, lock, supervisor, keys)
+    work = asyncio.create_task(standby.run(server, home, tells))
     waited: set[asyncio.Future[Any]] = {ended, work}
     await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
     if not work.done():
@@ -225,7 +229,8 @@ async def _run(
     keys = KeyList(store, home.api_keys, limits_in(deployment))
     daemon = _daemon(deployment, home, kept, supervisor.slots)
     figures = GatewayFigures(_local_url(deployment.listen), server.gateway_key)
-    follower = ReplicaFollower(deployment, home, daemon, supervisor.fleets, figures)
+    calls = CallsOfAll(store, daemon.name, figures)
+    follower = ReplicaFollower(deployment, home, daemon, supervisor.fleets, calls)
     messenger = _messenger(store, deployment, home)
     status = Status(
         *(daemon, supervisor, figures),
@@ -255,7 +260,7 @@ async def _run(
     engines = asyncio.create_task(
         supervisor.run(on_ready, lambda: store.leads_surely, is_heir=is_heir)
     )
-    cheap = CheapStarts(daemon, figures, home.calls).run()
+    cheap = CheapStarts(daemon, calls).run()
     works = [pages.watch(), messenger.run(), status.watch.beat(), follower.run(), cheap]
     if not store.is_sqlite:
         works += [keys.keep_published(), OrderTaker(store, server.address).run()]
@@ -313,9 +318,14 @@ def _daemon(
         key_limits=limits_in(deployment),
         kept_in=home.kept_rows,
         timeouts=deployment.timeouts,
-        name=f"{socket.gethostname()}:{home.path}",
+        name=_name_of(home),
         gateway=deployment.gateway_for_others,
     )
+
+
+def _name_of(home: Home) -> str:
+    """What other daemons on the same database know this one by."""
+    return f"{socket.gethostname()}:{home.path}"
 
 
 def _messenger(store: Store, deployment: Deployment, home: Home) -> Messenger:

@@ -1,9 +1,8 @@
 """Has fleets follow the tide: each minute, how many replicas hold the calls that are to come and
 the deadlines of jobs, and why; where `follow` is `on`, the fleet gets as many.
 
-What calls bring is what the gateway tells of them, what an engine holds follows from its profile
-and the lengths of the last calls. The minutes that are known are kept in a file, so that a daemon
-that starts goes on with the days before.
+What calls bring is what gateways tell of them, what an engine holds follows from its profile and
+the lengths of the last calls.
 """
 
 from __future__ import annotations
@@ -12,16 +11,11 @@ import asyncio
 import logging
 import math
 import time
-from collections import deque
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
-from msgspec import Struct
 from msgspec.structs import astuple
 
 from batchrun.config import Deployment
@@ -41,7 +35,6 @@ from batchrun.estimator.engine_capacity import (
     fleet_capacity,
 )
 from batchrun.estimator.tide import (
-    DAY,
     MINUTE_S,
     CapacityCorrection,
     FleetDecision,
@@ -51,11 +44,17 @@ from batchrun.estimator.tide import (
     TideForecast,
     TideSettings,
 )
-from batchrun.files import write_atomically
 from batchrun.home import Home
-from batchrun.routing.decisions import EndedCall
 from batchrun.routing.engine_book import Prices
-from batchrun.server.web.gateway_figures import EngineCalls, GatewayFigures
+from batchrun.server.api.calls_of_all import (
+    SAVE_MINUTES,
+    CallsOfAll,
+    keep_minutes,
+    read_minutes,
+    this_minute,
+)
+from batchrun.server.web.gateway_figures import EngineCalls
+from batchrun.store.database import Store
 from batchrun.types import EnginePhase
 from batchrun.wire import FeltCalls
 
@@ -63,39 +62,12 @@ log = logging.getLogger(__name__)
 
 DRAIN_S = 300.0
 """Calls may go on for so long in a replica that is given up."""
-MOST_CALLS = 2_000
 LEAST_CALLS = 200
-"""Of so many the lengths are kept; with fewer, they are taken to be those of `USUAL`."""
+"""Where the lengths of fewer are known, they are taken to be those of `USUAL`."""
 USUAL = CallLengths(*(np.array([tokens]) for tokens in (1_024, 0, 128)))
 CAPACITY_S = 3_600.0
 """What an engine holds is found anew after so long."""
-SAVE_MINUTES = 5
 JsonObject = dict[str, Any]
-
-
-class KnownMinutes(Struct, frozen=True):
-    """Work a second of the minutes up to one, in UTC epoch minutes, the oldest first."""
-
-    last_minute: int
-    loads: list[float]
-
-
-def read_minutes(file: Path, now_minute: int) -> tuple[list[float], int]:
-    """The minutes that were kept in a file, and how many have passed since; none after a day
-    without. Blocking."""
-    with suppress(OSError, msgspec.DecodeError):
-        known = msgspec.json.decode(file.read_bytes(), type=KnownMinutes)
-        missed = now_minute - 1 - known.last_minute
-        if 0 <= missed < DAY:
-            return known.loads, missed
-    return [], 0
-
-
-def keep_minutes(file: Path, loads: Iterable[float], now_minute: int) -> None:
-    """Keep the minutes before this one. Blocking."""
-    known = KnownMinutes(now_minute - 1, [round(load, 4) for load in loads])
-    with suppress(OSError):
-        write_atomically(file, msgspec.json.encode(known))
 
 
 @dataclass(slots=True)
@@ -106,7 +78,6 @@ class FollowedFleet:
     replicas: ReplicasConfig
     trial: EngineTrial
     prices: Prices
-    file: Path
     forecast: TideForecast = field(init=False)
     sizer: FleetSizer = field(init=False)
     capacity: FleetCapacity | None = None
@@ -121,15 +92,23 @@ class FollowedFleet:
         limits = TideSettings(settings.min, settings.most, settings.offline_min)
         self.sizer = FleetSizer(limits)
 
-    def restore(self, now_minute: int) -> None:
-        """Take up the minutes of an earlier daemon. Those between are as the one before them.
+    def restore(self, store: Store, now_minute: int) -> None:
+        """Take up the minutes of an earlier leader. Those between are as the one before them.
         Blocking."""
-        loads, num_missed = read_minutes(self.file, now_minute)
+        loads, num_missed = read_minutes(store, self._minutes, now_minute)
         for load in loads + loads[-1:] * num_missed:
             self.forecast.add(load)
 
+    def keep(self, store: Store, now_minute: int) -> None:
+        """Have an heir know the minutes before this one. Blocking."""
+        keep_minutes(store, self._minutes, self.forecast.loads, now_minute)
+
+    @property
+    def _minutes(self) -> str:
+        return f"fleet {self.config.name}"
+
     def take(self, totals: Mapping[str, EngineCalls], elapsed_s: float) -> None:
-        """What the gateway has counted by now; the first time it only begins to count."""
+        """What gateways have counted by now; the first time it only begins to count."""
         its = {name: totals[name] for name in self.config.replica_names if name in totals}
         if self._totals is not None:
             work_s = sum(self._work_s(now, self._totals.get(name)) for name, now in its.items())
@@ -137,30 +116,26 @@ class FollowedFleet:
         self._totals = its
 
     def feel(self, felt: Mapping[str, FeltCalls], num_ready: int) -> None:
-        """How calls came to their callers by now, as counted since the gateway's start."""
+        """How calls came to their callers by now, as counted since this daemon leads."""
         its = [felt[name] for name in self.config.replica_names if name in felt]
         now = tuple(sum(column) for column in zip(*map(astuple, its), strict=True)) or (0, 0, 0, 0)
         before, self._felt = self._felt, now
         if before is None or self.capacity is None or not num_ready or not self.forecast.loads:
             return
         first, late, answers, slow = (a - b for a, b in zip(now, before, strict=True))
-        if min(first, late, answers, slow) < 0 or not first:
+        if not first:
             return
         missed = max(late / first, slow / answers if answers else 0.0)
         held = self.capacity.work(num_ready) * self.correction.factor
         self.correction.learn(self.forecast.loads[-1] / held, missed)
 
     def _work_s(self, now: EngineCalls, before: EngineCalls | None) -> float:
-        """Engine-seconds of the calls that have ended since. Counts that went back are those of
-        another gateway."""
+        """Engine-seconds of the calls that have ended since."""
         names = ("num_calls", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens")
-        counts = [int(getattr(now, name)) for name in names]
-        if before is not None and before.num_calls <= now.num_calls:
-            counts = [num - getattr(before, name) for num, name in zip(counts, names, strict=True)]
-        num_calls, prompt, cached, output = counts
+        num_calls, *tokens = (int(getattr(now, n)) - getattr(before, n, 0) for n in names)
         if num_calls <= 0:
             return 0.0
-        each = (np.array([tokens / num_calls]) for tokens in (prompt, cached, output))
+        each = (np.array([num / num_calls]) for num in tokens)
         return num_calls * float(self.prices.added_s(*each)[0])
 
     async def find_capacity(self, lengths: CallLengths, now_s: float) -> None:
@@ -189,19 +164,17 @@ class ReplicaFollower:
         home: Home,
         daemon: Daemon,
         fleets: Fleets,
-        figures: GatewayFigures,
+        calls: CallsOfAll,
     ) -> None:
         """Raises as `fleets_to_follow` does."""
-        self._daemon, self._fleets, self._figures = daemon, fleets, figures
+        self._daemon, self._fleets, self._calls = daemon, fleets, calls
         self._followed = fleets_to_follow(deployment, home)
-        self._calls: deque[tuple[int, int]] = deque(maxlen=MOST_CALLS)
-        self._since_s = 0.0
         self._looked_s: float | None = None
 
     async def run(self) -> None:
         """Look each minute, until cancelled."""
         for fleet in self._followed:
-            await asyncio.to_thread(fleet.restore, this_minute())
+            await asyncio.to_thread(fleet.restore, self._daemon.store, this_minute())
         while self._followed:
             now_s = time.monotonic()
             try:
@@ -210,23 +183,20 @@ class ReplicaFollower:
                 log.exception("fleets keep their numbers: the look at their calls failed")
             if this_minute() % SAVE_MINUTES == 0:
                 for fleet in self._followed:
-                    loads = fleet.forecast.loads
-                    await asyncio.to_thread(keep_minutes, fleet.file, loads, this_minute())
+                    await asyncio.to_thread(fleet.keep, self._daemon.store, this_minute())
             await asyncio.sleep(max(0.0, now_s + MINUTE_S - time.monotonic()))
 
     async def look(self, now_s: float) -> None:
         """A minute has ended at `now_s` (monotonic): decide for each fleet, and do it where it is
         to follow. A gateway that tells nothing changes nothing."""
-        totals = self._figures.totals()
-        if totals is None:
+        if not await self._calls.look(now_s):
             return
         elapsed_s = MINUTE_S if self._looked_s is None else now_s - self._looked_s
         self._looked_s = now_s
-        await self._learn_lengths()
         for fleet in self._followed:
-            fleet.take(totals, elapsed_s)
-            fleet.feel(self._figures.felt_calls() or {}, len(self._ready(fleet)))
-            await fleet.find_capacity(self._lengths(fleet, totals), now_s)
+            fleet.take(self._calls.totals, elapsed_s)
+            fleet.feel(self._calls.felt, len(self._ready(fleet)))
+            await fleet.find_capacity(self._lengths(fleet), now_s)
             self._decide(fleet, now_s)
 
     def _decide(self, fleet: FollowedFleet, now_s: float) -> None:
@@ -271,24 +241,12 @@ class ReplicaFollower:
             if slot.engine.name in its and slot.engine.state is EnginePhase.READY
         ]
 
-    async def _learn_lengths(self) -> None:
-        """Keep the lengths of the calls that were answered since."""
-        told = await self._figures.ended_calls(self._since_s)
-        if told is None:
-            return
-        self._since_s = told["now_s"]
-        for call in msgspec.convert(told["calls"], list[EndedCall]):
-            if call.output_tokens:
-                self._calls.append((call.prompt_tokens, call.output_tokens))
-
-    def _lengths(self, fleet: FollowedFleet, totals: Mapping[str, EngineCalls]) -> CallLengths:
+    def _lengths(self, fleet: FollowedFleet) -> CallLengths:
         """Of the last calls; of each prompt as much is cached as of all of the fleet's."""
-        its = [totals[name] for name in fleet.config.replica_names if name in totals]
-        prompt = sum(each.num_prompt_tokens for each in its)
-        share = sum(each.num_cached_tokens for each in its) / prompt if prompt else 0.0
-        tokens = np.array(self._calls, np.int64).reshape(-1, 2)
+        share = self._calls.cached_share(fleet.config.replica_names)
+        tokens = np.array(self._calls.lengths, np.int64).reshape(-1, 2)
         prompts = np.maximum(1, tokens[:, 0])
-        cached = (prompts * min(share, 1.0)).astype(np.int64)
+        cached = (prompts * share).astype(np.int64)
         return CallLengths(prompts, cached, np.maximum(1, tokens[:, 1]))
 
 
@@ -317,8 +275,7 @@ def _followed(
     slo = online_slo(deployment, home)
     room = EngineRoom(kv_tokens=profile.kv_blocks * profile.engine.block_tokens)
     trial = EngineTrial(profile.models[0], room, USUAL, Promise(slo.ttft_s, slo.tpot_s))
-    file = home.fleet(config.name).with_suffix(".tide")
-    return FollowedFleet(config, replicas, trial, prices_of(profile.models[0]), file)
+    return FollowedFleet(config, replicas, trial, prices_of(profile.models[0]))
 
 
 def _view(decision: FleetDecision, correction: float, *, is_on: bool) -> JsonObject:
@@ -338,8 +295,3 @@ def _view(decision: FleetDecision, correction: float, *, is_on: bool) -> JsonObj
         "correction": round(correction, 4),
         "at": time.time(),
     }
-
-
-def this_minute() -> int:
-    """In UTC epoch minutes."""
-    return int(time.time() / MINUTE_S)

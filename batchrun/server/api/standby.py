@@ -17,7 +17,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from http import HTTPStatus
@@ -140,13 +140,16 @@ class Standby:
     _unled_until_s: float = -math.inf
     _ends: bool = False
 
-    async def run(self, server: LocalServer, home: Home) -> None:
-        """Returns once this daemon leads. Raises EngineError when its gateway cannot start."""
+    async def run(
+        self, server: LocalServer, home: Home, beside: Coroutine[None, None, None]
+    ) -> None:
+        """Returns once this daemon leads; `beside` runs until then. Raises EngineError when its
+        gateway cannot start."""
         server.start(make_app(self, server), home)
         with suppress(StoreError):
             leader = await asyncio.to_thread(jobs.read_leader, self.store)
             log.info("stands by; %s leads (term %d)", leader.name, leader.term)
-        works = self.supervisor.stand_by(), self.keys.keep_published()
+        works = self.supervisor.stand_by(), self.keys.keep_published(), beside
         tasks = [asyncio.create_task(each) for each in works]
         try:
             while not await self._leads():
