@@ -29,6 +29,7 @@ from batchrun.engine.agent.remote import AgentAddress
 from batchrun.engine.command import ManagedSettings
 from batchrun.engine.process import find_family, kill_alone, read_record
 from batchrun.errors import EngineError
+from batchrun.home import NO_ENGINE_HEADER
 from batchrun.media.connections import open_session
 from batchrun.mutual_tls import client_context
 from batchrun.pool.row_queue import Window
@@ -334,6 +335,34 @@ async def test_whoever_looks_at_an_agent_sees_that_its_engine_is_to_be_emptied(
         await until(lambda: not afar.is_draining and afar.state is EnginePhase.READY)
         watching.cancel()
         await afar.stop()
+
+
+async def test_an_agent_drains_before_it_ends(tmp_path: Path) -> None:
+    rig = AgentRig(tmp_path, "--latency-s=3")
+    body = {"model": "fake", "prompt": "x", "max_tokens": 4}
+    async with rig.running() as agent, rig.connected() as engine, open_own(rig) as session:
+        row = asyncio.create_task(engine.client.execute(make_request(row=1)))
+        async with session.post(rig.url + "/v1/completions", json=body | {"stream": True}) as call:
+            await until(lambda: rig.num_executions() == 2)
+            draining = asyncio.create_task(agent.drain(60.0))
+            await until(lambda: engine.is_draining)
+            async with session.post(rig.url + "/v1/completions", json=body) as refused:
+                assert (refused.status, NO_ENGINE_HEADER in refused.headers) == (503, True)
+            assert (await call.read()).endswith(b"data: [DONE]\n\n")
+        assert (await row).kind is OutcomeKind.OK
+        await draining
+    record = read_record(rig.engine_settings.record_path)
+    assert record is None or not find_family(record)
+
+
+async def test_what_outlasts_the_drain_ends_with_its_engine(tmp_path: Path) -> None:
+    rig = AgentRig(tmp_path, "--latency-s=60")
+    async with rig.running() as agent, rig.connected() as engine:
+        row = asyncio.create_task(engine.client.execute(make_request(row=1)))
+        await until(lambda: rig.num_executions() == 1)
+        await agent.drain(1.0)
+        assert not row.done()
+        row.cancel()
 
 
 async def test_stop_ends_agent_and_engine(rig: AgentRig) -> None:

@@ -22,14 +22,14 @@ from batchrun.estimator.tide import DAY, MINUTE_S, course_of_day, minutes_to_che
 from batchrun.jobs.job_file import load_job_file
 from batchrun.jobs.submit import prepare_job
 from batchrun.pool.row_queue import RowLoad, Window
-from batchrun.server.api.calls_of_all import (
+from batchrun.server.api.cheap_start import MINUTES, SPARE, CheapStarts
+from batchrun.server.gateway.tally import SeenReply, Tally, create_tally
+from batchrun.server.web.calls_of_all import (
     CallsOfAll,
     keep_minutes,
     read_minutes,
     this_minute,
 )
-from batchrun.server.api.cheap_start import MINUTES, SPARE, CheapStarts
-from batchrun.server.gateway.tally import SeenReply, Tally, create_tally
 from batchrun.server.web.gateway_figures import GatewayFigures
 from batchrun.store import jobs, results
 from batchrun.store.database import Store, open_store

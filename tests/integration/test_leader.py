@@ -8,10 +8,11 @@ import signal
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from deployment_rig import WAIT_S, DeploymentRig
 from kill_rig import (
@@ -29,6 +30,9 @@ from store_builders import select
 from batchrun.control.client import DaemonClient
 from batchrun.errors import DaemonUnavailableError
 from batchrun.home import Home
+from batchrun.server.web.calls_of_all import REPORT_PREFIX, CallReport
+from batchrun.store import jobs
+from batchrun.store.database import open_store
 
 pytestmark = pytest.mark.slow
 
@@ -138,6 +142,26 @@ def test_any_gateway_answers_everything(pair: Pair) -> None:
             client.batches.retrieve("batch_none")
     with second.openai(api_key="wrong") as client, pytest.raises(AuthenticationError):
         client.files.list()
+
+
+def test_calls_at_any_gateway_are_counted_for_the_leader(pair: Pair) -> None:
+    pair.start()
+    assert pair.first.store_url is not None
+    store = open_store(pair.first.store_url)
+
+    def told() -> list[CallReport]:
+        found = jobs.list_settings(store, REPORT_PREFIX).values()
+        return [msgspec.convert(each, CallReport) for each in found]
+
+    with closing(store):
+        with pair.second.openai() as client:
+            for number in range(7):
+                client.completions.create(model="fake", prompt=f"call {number}", max_tokens=3)
+        wait_until(lambda: any(each.calls for each in told()))
+        wait_until(lambda: [each.calls["0"].num_calls for each in told()] == [7])
+        (report,) = told()
+        assert [answer for _, answer in report.lengths] == [3] * 7
+        assert report.calls["0"].num_output_tokens == 21
 
 
 def test_a_standby_takes_over_a_job_when_the_leader_is_killed(pair: Pair) -> None:

@@ -29,10 +29,10 @@ from batchrun.simulator.planner.fleet import (
     beside_jobs,
     context_tokens,
     size_fleet,
-    smallest,
 )
 from batchrun.simulator.planner.kinds import EngineKind, SloTarget, parse_kind
 from batchrun.simulator.planner.peak import peak_load
+from batchrun.simulator.planner.search import first_guess, smallest
 from batchrun.simulator.traces.reading import save_trace
 from batchrun.simulator.traces.trace import PrefixBlocks, Trace
 from batchrun.simulator.virtual.setup import A100Law, EngineShape
@@ -348,11 +348,41 @@ def test_of_many_engines_a_part_is_simulated_and_needs_no_fewer(
     ones = np.ones(len(arrival_s), np.int64)
     trace = Trace.of(arrival_s, 6_000 * ones, 40 * ones)
     whole = sized(trace, slo, most=32).num_engines
-    monkeypatch.setattr(fleet, "PART_ENGINES", 4)
+    monkeypatch.setattr(fleet, "num_simulated", lambda num: min(num, 4))
 
     part = sized(trace, slo, most=32)
 
     assert whole is not None and part.num_engines is not None
     assert 4 < whole <= part.num_engines <= 1.6 * whole
-    on_four, found = (part.tried_on(num)[0] for num in (4, part.num_engines))
-    assert found.num_calls < 1.5 * on_four.num_calls * 4 / part.num_engines
+    (found,) = part.tried_on(part.num_engines)
+    assert found.num_calls < 1.5 * len(trace) * 4 / part.num_engines
+
+
+def test_draws_of_many_engines_are_simulated_side_by_side_with_the_same_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rng, loads = np.random.default_rng(0), []
+    for draw in range(3):
+        arrival_s = np.sort(rng.uniform(0, 40, 300 + 100 * draw))
+        ones = np.ones(len(arrival_s), np.int64)
+        trace = Trace.of(arrival_s, 6_000 * ones, 40 * ones)
+        loads.append(peak_load(trace, 300.0, SloTarget(ttft_s=2.0), draw))
+    monkeypatch.setattr(fleet, "num_simulated", lambda num: min(num, 2))
+    side_by_side = size_fleet(loads, KIND, SloTarget(ttft_s=2.0), 32)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
+    one_by_one = size_fleet(loads, KIND, SloTarget(ttft_s=2.0), 32)
+
+    assert side_by_side.num_engines is not None and side_by_side.num_engines > 2
+    assert side_by_side == one_by_one
+
+
+def test_the_search_begins_near_its_answer(tmp_path: Path) -> None:
+    arrival_s = np.sort(np.random.default_rng(0).uniform(0, 60, 600))
+    ones = np.ones(len(arrival_s), np.int64)
+    trace = Trace.of(arrival_s, 2_000 * ones, 100 * ones)
+    guess = first_guess(peak_load(trace, 60.0, SloTarget()), KIND.engine)
+    found = sized(trace, SloTarget()).num_engines
+
+    assert found is not None
+    assert found / 2 <= guess <= 2 * found
+    assert first_guess(peak_load(trace.take(np.arange(1)), 60.0, SloTarget()), KIND.engine) == 1

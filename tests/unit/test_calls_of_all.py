@@ -9,13 +9,13 @@ import msgspec
 import pytest
 
 from batchrun.hints import SloBounds
-from batchrun.server.api.calls_of_all import (
+from batchrun.server.gateway.tally import SeenReply, Tally, create_tally
+from batchrun.server.web.calls_of_all import (
     FORGET_S,
     REPORT_PREFIX,
     CallReport,
     CallsOfAll,
 )
-from batchrun.server.gateway.tally import SeenReply, Tally, create_tally
 from batchrun.server.web.gateway_figures import EngineCalls, GatewayFigures
 from batchrun.store import jobs
 from batchrun.store.database import Store

@@ -14,20 +14,17 @@ from hypothesis import strategies as st
 from batchrun.errors import ConfigError, InputError
 from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.planner.colocation import JobTokens, TokenCurve, ends_s
-from batchrun.simulator.planner.fleet import (
-    FINE_ENGINES,
-    Attainment,
-    context_tokens,
-    sizes,
-    smallest,
-)
+from batchrun.simulator.planner.fleet import Attainment, context_tokens
 from batchrun.simulator.planner.kinds import EngineKind, SloTarget, check_kinds, parse_kind
+from batchrun.simulator.planner.search import FINE_ENGINES, sizes, smallest
 
 SLO = SloTarget()
 
 
-@given(st.integers(1, 1_100), st.integers(1, 1_024))
-def test_the_search_finds_the_smallest_number_in_few_questions(known: int, most: int) -> None:
+@given(st.integers(1, 1_100), st.integers(1, 1_024), st.integers(1, 2_000))
+def test_the_search_finds_the_smallest_number_in_few_questions(
+    known: int, most: int, first: int
+) -> None:
     asked: list[int] = []
 
     def holds(number: int) -> bool:
@@ -38,16 +35,18 @@ def test_the_search_finds_the_smallest_number_in_few_questions(known: int, most:
     assert tried == sorted(set(tried)) and {1, most} <= set(tried)
     assert tried[:FINE_ENGINES] == list(range(1, most + 1))[:FINE_ENGINES]
     assert all(after - before <= before / 16 + 1 for before, after in pairwise(tried))
-    assert smallest(holds, most) == next((num for num in tried if num >= known), None)
+    assert smallest(holds, most, first) == next((num for num in tried if num >= known), None)
     assert len(asked) == len(set(asked)) <= 2 * math.ceil(math.log2(most + 1)) + 1
     assert max(asked) <= most
 
 
-@given(st.sets(st.integers(1, 64)), st.sets(st.integers(1, 64)))
-def test_what_holds_wherever_another_does_never_needs_more(some: set[int], more: set[int]) -> None:
+@given(st.sets(st.integers(1, 64)), st.sets(st.integers(1, 64)), st.integers(1, 70))
+def test_what_holds_wherever_another_does_never_needs_more(
+    some: set[int], more: set[int], first: int
+) -> None:
     """Even where the answers have gaps: a number may hold and a larger one may not."""
-    strict = smallest(within(some | {64}), 64)
-    lax = smallest(within(some | more | {64}), 64)
+    strict = smallest(within(some | {64}), 64, first)
+    lax = smallest(within(some | more | {64}), 64, first)
 
     assert strict is not None and lax is not None
     assert lax <= strict

@@ -19,12 +19,12 @@ from batchrun.estimator.fits import FittedModel
 from batchrun.estimator.profile import CalibrationProfile, EngineIdentity, IdenticalSpread
 from batchrun.estimator.step_time import RooflineModel
 from batchrun.home import Home
-from batchrun.server.api.calls_of_all import CallsOfAll
 from batchrun.server.api.metrics import MetricsPage
 from batchrun.server.api.process import serve
 from batchrun.server.api.replica_follower import ReplicaFollower
 from batchrun.server.api.watch import LoopWatch
 from batchrun.server.gateway.tally import SeenReply, Tally, create_tally
+from batchrun.server.web.calls_of_all import CallsOfAll
 from batchrun.server.web.gateway_figures import GatewayFigures
 from batchrun.simulator.calibrate import (
     check_nothing_runs,

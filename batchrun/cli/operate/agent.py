@@ -68,6 +68,10 @@ def serve(
     while_input: Annotated[
         bool, typer.Option("--while-input", help="End when standard input does.")
     ] = False,
+    drain_s: Annotated[
+        float,
+        typer.Option("--drain-s", min=0, help="How long a SIGTERM lets calls and rows end."),
+    ] = 0.0,
     model: ModelOption = None,
     config: ConfigOption = None,
     home: HomeOption,
@@ -116,7 +120,7 @@ def serve(
     )
     allow_many_open_files()
     agent = Agent(engine, settings)
-    uvloop.run(_run(agent, ready, while_input=while_input))
+    uvloop.run(_run(agent, ready, drain_s, while_input=while_input))
     if agent.begins_anew:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
@@ -156,8 +160,16 @@ def _start_in_background(home: Home, name: str, address: tuple[str, int]) -> Non
     raise BatchrunError(last_words(log_path, log_size))
 
 
-async def _run(agent: Agent, ready: str, *, while_input: bool) -> None:
+async def _run(agent: Agent, ready: str, drain_s: float, *, while_input: bool) -> None:
+    """The first SIGTERM lets it drain, if it may; whatever comes then ends it at once."""
     loop = asyncio.get_running_loop()
+    draining: list[asyncio.Task[None]] = []
+
+    def on_term() -> None:
+        if draining or not drain_s:
+            agent.stop()
+        else:
+            draining.append(loop.create_task(agent.drain(drain_s)))
 
     def on_input() -> None:
         if not os.read(sys.stdin.fileno(), 1 << 16):
@@ -166,8 +178,8 @@ async def _run(agent: Agent, ready: str, *, while_input: bool) -> None:
 
     if while_input:
         loop.add_reader(sys.stdin.fileno(), on_input)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, agent.stop)
+    loop.add_signal_handler(signal.SIGTERM, on_term)
+    loop.add_signal_handler(signal.SIGINT, agent.stop)
     await agent.run(on_listening=lambda: note(ready))
 
 

@@ -57,6 +57,9 @@ HANDSHAKE_S = 10.0
 REPORT_S = 0.1
 LOG_CHECK_S = 30.0
 LOOK_S = 1.0
+NUM_QUIET_LOOKS = 5
+"""So many in a row must show no work: daemons and gateways learn late that it drains, and an
+engine's metrics lag."""
 LED_LASTS_S = 600.0
 """For so long after a daemon has gone, none that led before it on its database may come back."""
 MAX_UNSENT = 4096
@@ -116,6 +119,21 @@ class Agent:
     def stop(self) -> None:
         """End `run`, and with it an engine that it started."""
         self._stopped.set()
+
+    async def drain(self, limit_s: float) -> None:
+        """Take nothing new, and `stop` once the engine has nothing left to do, or after so long."""
+        log.info("drains: it ends when its engine has no work left, within %g s", limit_s)
+        self._is_draining = True
+        self._report_now()
+        num_quiet = 0
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while num_quiet < NUM_QUIET_LOOKS:
+                    await asyncio.sleep(LOOK_S)
+                    is_gone = self._engine.state is not EnginePhase.READY
+                    is_quiet = is_gone or not (await self._engine.client.look()).has_work
+                    num_quiet = num_quiet + 1 if is_quiet else 0
+        self.stop()
 
     async def run(self, on_listening: Callable[[], None]) -> None:
         """Serve until `stop`; `on_listening` is called once the port is open.

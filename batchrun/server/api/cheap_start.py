@@ -16,7 +16,7 @@ from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.job import ActiveJob
 from batchrun.daemon.writer import Stage
 from batchrun.estimator.tide import DAY, KEPT, MINUTE_S, course_of_day, minutes_to_cheap_time
-from batchrun.server.api.calls_of_all import (
+from batchrun.server.web.calls_of_all import (
     SAVE_MINUTES,
     CallsOfAll,
     keep_minutes,

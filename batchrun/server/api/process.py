@@ -38,7 +38,6 @@ from batchrun.media.fetching import ImageFetcher
 from batchrun.media.hosts import ImageHosts
 from batchrun.quantities import parse_age_s
 from batchrun.server.api.app import Edge, make_app
-from batchrun.server.api.calls_of_all import CallsOfAll, keep_reporting
 from batchrun.server.api.cheap_start import CheapStarts
 from batchrun.server.api.errors import Callers
 from batchrun.server.api.key_list import KeyList, limits_in
@@ -48,6 +47,7 @@ from batchrun.server.api.replica_follower import ReplicaFollower, fleets_to_foll
 from batchrun.server.api.rolling import Rolling
 from batchrun.server.api.standby import LocalServer, Standby, catch_signals
 from batchrun.server.api.watch import end_process
+from batchrun.server.web.calls_of_all import CallsOfAll, keep_reporting
 from batchrun.server.web.gateway_figures import GatewayFigures
 from batchrun.server.web.history import History
 from batchrun.server.web.pages import Pages, dashboard_router

@@ -46,7 +46,7 @@ from batchrun.estimator.tide import (
 )
 from batchrun.home import Home
 from batchrun.routing.engine_book import Prices
-from batchrun.server.api.calls_of_all import (
+from batchrun.server.web.calls_of_all import (
     SAVE_MINUTES,
     CallsOfAll,
     keep_minutes,

@@ -22,7 +22,6 @@ from batchrun.simulator.planner.colocation import (
 )
 from batchrun.simulator.planner.fleet import (
     MAX_ENGINES,
-    PART_ENGINES,
     Attainment,
     Fleet,
     InfeasibleCalls,
@@ -33,6 +32,7 @@ from batchrun.simulator.planner.fleet import (
 from batchrun.simulator.planner.job_forecast import HOUR_S
 from batchrun.simulator.planner.kinds import EngineKind, SloTarget
 from batchrun.simulator.planner.peak import PEAK_S, PeakLoad, peak_load
+from batchrun.simulator.planner.search import num_simulated
 from batchrun.simulator.traces.trace import Trace, redrawn, stratified_windows
 from batchrun.types import ProgressSink
 
@@ -258,7 +258,7 @@ def _margin(plan: CapacityPlan, fleet: Fleet) -> Iterator[str]:
     num_calls = sum(each.num_calls for each in tried)
     missed = max(sum(e.num_ttft_missed for e in tried), sum(e.num_tpot_missed for e in tried))
     more = "with room for chance" if _has_room(fleet, slo) else "another draw may miss the target"
-    where = "there" if num <= PART_ENGINES else "in the part that was simulated"
+    where = "there" if num_simulated(num) == num else "in the part that was simulated"
     yield f"Of {count(num_calls, 'call')} {where} {missed:,} missed a bound: {more}."
     judged = plan.loads[0].num_judged
     if slo.may_miss(judged) < FEW_MISSES:

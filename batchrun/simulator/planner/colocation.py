@@ -27,10 +27,11 @@ from batchrun.quantities import count, duration
 from batchrun.simulator.cluster import EnginePlan
 from batchrun.simulator.offline_jobs import JobTerms, OfflineJob, job_of_plan, without_rows
 from batchrun.simulator.online import Calls
-from batchrun.simulator.planner.fleet import PART_ENGINES, Fleet, context_tokens
+from batchrun.simulator.planner.fleet import Fleet, context_tokens
 from batchrun.simulator.planner.job_forecast import HOUR_S, EngineTime, Eta, Forecast, Price
 from batchrun.simulator.planner.kinds import EngineKind, SloTarget, kind_of_profile, parse_kind
 from batchrun.simulator.planner.peak import choose_part
+from batchrun.simulator.planner.search import num_simulated
 from batchrun.simulator.records import Slo
 from batchrun.simulator.simulation import JobFigures, Simulated, SimulationPlan, simulate
 from batchrun.simulator.traces.reading import read_trace
@@ -202,7 +203,7 @@ def offline_day(
     engine = fleet.kind.engine
     assert fleet.num_engines is not None
     is_part = trace.prefix is None
-    num_engines = min(fleet.num_engines, PART_ENGINES) if is_part else fleet.num_engines
+    num_engines = num_simulated(fleet.num_engines) if is_part else fleet.num_engines
     scale = fleet.num_engines / num_engines
     fits = trace.take(np.flatnonzero(trace.num_tokens <= context_tokens(engine)))
     runs: list[Simulated] = []

@@ -7,8 +7,12 @@ Calls that miss a bound on an idle engine are found first: no number of engines 
 from __future__ import annotations
 
 import math
+import multiprocessing
+import os
+import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -20,6 +24,7 @@ from batchrun.simulator.online import Calls
 from batchrun.simulator.planner.confidence import has_room, is_kept
 from batchrun.simulator.planner.kinds import EngineKind, SloTarget
 from batchrun.simulator.planner.peak import TAIL_S, PeakLoad
+from batchrun.simulator.planner.search import first_guess, num_simulated, sizes, smallest
 from batchrun.simulator.records import Slo
 from batchrun.simulator.simulation import SimulationPlan, simulate
 from batchrun.simulator.traces.trace import Ints, cached_tokens
@@ -233,36 +238,16 @@ def alone(
     return online.ttft_p50_s, online.tpot_p50_s or 0.0
 
 
-PART_ENGINES = 16
-"""Of more engines a part is simulated, with its share of the calls: what fewer engines share varies
-more, so that a part holds no earlier than the whole. Not where a trace tells what calls share: a
-part of a conversation shares less."""
-FINE_ENGINES = 32
-"""Up to so many engines each number is tried; of twice as many each second one, and so on."""
+def end_with_parent() -> None:
+    """Have this process end when the one that started it does, however that ends."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
 
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
 
-def sizes(most: int) -> Iterator[int]:
-    """The numbers of engines up to `most` that are tried, `most` among them."""
-    num, step = 1, 1
-    while num < most:
-        yield num
-        step *= 1 + (num == FINE_ENGINES * step)
-        num += step
-    yield most
-
-
-def smallest(holds: Callable[[int], bool], most: int) -> int | None:
-    """A number of `sizes` that holds while the one below it, if any, does not; None: `most` does
-    not. By doubling, then bisection: a question that holds wherever another does is asked along the
-    same path until they differ, so its answer is never larger, whatever gaps the answers have.
-    """
-    low, high = 0, 1
-    while not holds(high):
-        if high >= most:
-            return None
-        low, high = high, min(2 * high, most)
-    between = [num for num in sizes(high) if num > low]
-    return between[bisect_left(between[:-1], True, key=holds)]
+    threading.Thread(target=watch, daemon=True).start()
 
 
 MAX_ENGINES = 1024
@@ -314,6 +299,41 @@ class _Trials:
     slo: SloTarget
     progress: ProgressSink | None
     done: dict[tuple[int, int], Attainment] = field(default_factory=dict)
+    _ahead: dict[tuple[int, int], Attainment] = field(default_factory=dict)
+    _pool: ProcessPoolExecutor | None = None
+
+    def close(self) -> None:
+        """End the processes of `look_ahead`."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def look_ahead(self, loads: Sequence[PeakLoad], num_engines: int) -> None:
+        """Simulate, where there are many engines, as many of the loads as there are CPUs side by
+        side, so that `of` has the answers already."""
+        num_cpus = len(os.sched_getaffinity(0))
+        known = self.done.keys() | self._ahead.keys()
+        asked = [load for load in loads if (num_engines, load.draw) not in known][:num_cpus]
+        if len(asked) < 2 or num_simulated(num_engines) == num_engines:
+            return
+        if self._pool is None:
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(num_cpus, context, end_with_parent)
+        if self.progress is not None:
+            self.progress(f"{len(asked)} draws on {num_engines:,} of {self.kind.name}", 0, 1)
+        begun = [
+            self._pool.submit(attainment, *self._part(load, num_engines), self.slo)
+            for load in asked
+        ]
+        for load, future in zip(asked, begun, strict=True):
+            self._ahead[num_engines, load.draw] = future.result()
+
+    def _part(self, load: PeakLoad, num_engines: int) -> tuple[PeakLoad, EngineKind, int]:
+        """What is simulated for so many engines."""
+        asked, part = load.within(context_tokens(self.kind.engine)), num_engines
+        if num_simulated(num_engines) < num_engines and asked.calls.prefix is None:
+            part = num_simulated(num_engines)
+            asked = asked.part(part / num_engines)
+        return asked, self.kind, part
 
     def of(self, load: PeakLoad, num_engines: int, jobs: Sequence[OfflineJob] = ()) -> Attainment:
         """What so many give to the load."""
@@ -325,11 +345,10 @@ class _Trials:
 
         key = num_engines, load.draw
         if key not in self.done:
-            asked, part = load.within(context_tokens(self.kind.engine)), num_engines
-            if num_engines > PART_ENGINES and asked.calls.prefix is None:
-                part = PART_ENGINES
-                asked = asked.part(part / num_engines)
-            found = attainment(asked, self.kind, part, self.slo, jobs, report)
+            found = self._ahead.get(key)
+            if found is None:
+                asked = self._part(load, num_engines)
+                found = attainment(*asked, self.slo, jobs, report)
             self.done[key] = replace(found, num_engines=num_engines)
         return self.done[key]
 
@@ -350,7 +369,9 @@ class _Trials:
             if barely is not None and num > enough:
                 break
             tried: list[Attainment] = []
-            for load in asked:
+            for place, load in enumerate(asked):
+                if not jobs:
+                    self.look_ahead(asked[place:], num)
                 tried.append(self.of(load, num, jobs))
                 if not keep_together(tried[-1:], self.slo):
                     asked.remove(load)
@@ -389,9 +410,13 @@ def size_fleet(
         if not any(each.is_too_many for each in infeasible_calls(load, kind.engine, slo)):
             asked.append(load)
     trials = _Trials(kind, slo, progress)
-    given = smallest(lambda num: trials.of(loads[0], num).holds(slo), most_engines)
+    first = first_guess(loads[0].within(context_tokens(kind.engine)), kind.engine)
+    given = smallest(lambda num: trials.of(loads[0], num).holds(slo), most_engines, first)
     nums = [num for num in sizes(most_engines) if num >= (given or 1)]
-    num = given and trials.first_to_hold(nums, asked, enough(given))
+    try:
+        num = given and trials.first_to_hold(nums, asked, enough(given))
+    finally:
+        trials.close()
     return Fleet(kind, num, trials.attainments(), infeasible, given, num, len(asked))
 
 
