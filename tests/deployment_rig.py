@@ -78,10 +78,10 @@ class DeploymentRig:
         self.configure({"agent": f"https://127.0.0.1:{self.agent_port}"}, **more)
         self.start_agent()
 
-    def start_agent(self) -> None:
+    def start_agent(self, *flags: str) -> None:
         """Start the agent in the background."""
         listen = f"127.0.0.1:{self.agent_port}"
-        self.ask("engine", "serve", "-d", "--listen", listen, "--config", "agent.yaml")
+        self.ask("engine", "serve", "-d", "--listen", listen, "--config", "agent.yaml", *flags)
 
     def configure(self, engine: Mapping[str, object], **more: object) -> None:
         """Write batchrun.yaml with one engine."""

@@ -193,6 +193,7 @@ def stop_everything(home: Home) -> list[str]:
     if process.stop_recorded(home.gateway_process):
         stopped.append("gateway")
     for record_path in sorted(home.run.glob("agent-*.json")):
+        process.interrupt(record_path)
         if process.stop_recorded(record_path, AGENT_STOP_S):
             stopped.append(record_path.stem.replace("agent-", "agent of engine "))
     for record_path in sorted(home.run.glob("engine-*.json")):

@@ -21,6 +21,7 @@ import shutil
 import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -156,6 +157,14 @@ def stop_recorded(record_path: Path, grace_s: float = 10.0) -> bool:
     terminate(record, grace_s)
     record_path.unlink(missing_ok=True)
     return was_running
+
+
+def interrupt(record_path: Path) -> None:
+    """SIGINT to what a record names, and to nothing that it has started."""
+    record = read_record(record_path)
+    if record is not None and is_alive(record):
+        with suppress(ProcessLookupError):
+            os.kill(record.pid, signal.SIGINT)
 
 
 def kill_alone(record_path: Path) -> None:

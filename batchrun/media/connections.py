@@ -9,6 +9,8 @@ import aiohttp
 from aiohttp.client import ClientTimeout
 from aiohttp.connector import Connection
 from aiohttp.tracing import Trace
+from aiohttp.typedefs import LooseHeaders
+from multidict import CIMultiDict
 
 OWN_SHORTAGES = frozenset({EMFILE, ENFILE, ENOBUFS, ENOMEM, EADDRNOTAVAIL})
 """What is wrong with this process or machine where a connection did not come about so."""
@@ -49,6 +51,14 @@ class CleanConnector(aiohttp.TCPConnector):
             if connection.protocol is None or not connection.protocol.should_close:
                 return connection
             connection.close()
+
+
+def end_to_end(headers: CIMultiDict[str] | LooseHeaders) -> CIMultiDict[str]:
+    """Those that are passed on with a message."""
+    kept = CIMultiDict(headers)
+    for name in (*HOP_BY_HOP, "host"):
+        kept.popall(name, None)
+    return kept
 
 
 def open_session(*, keep_alive_s: float = KEEP_ALIVE_S) -> aiohttp.ClientSession:

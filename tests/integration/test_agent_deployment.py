@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 from deployment_rig import JOB_FILE, DeploymentRig
-from kill_rig import answers, begun_at, check_account, kill, wait_for_rows, wait_until_running
+from kill_rig import (
+    answers,
+    begun_at,
+    check_account,
+    kill,
+    wait_for_rows,
+    wait_until,
+    wait_until_running,
+)
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("daemon", "gateway", "engine", "agent")
@@ -113,6 +124,31 @@ def test_nothing_is_lost_whatever_is_killed(rig: DeploymentRig, seed: int, num_k
         outages.append(kill(rig, job_id, part))
 
     check_account(rig, job_id, outages)
+    rig.ask("down")
+    assert processes_of(rig) == []
+
+
+def test_an_agent_that_is_terminated_breaks_off_no_call(rig: DeploymentRig) -> None:
+    rig.use_agent("--latency-s=6")
+    rig.ask("down")
+    rig.start_agent("--drain-s", "300")
+    rig.ask("up", "-d")
+    agent = rig.pid_of("agent")
+    with ThreadPoolExecutor() as threads, rig.openai() as client:
+        call = threads.submit(client.completions.create, model="fake", prompt="x", max_tokens=4)
+        rig.wait_for_executions(1)
+        os.kill(agent, signal.SIGTERM)
+        assert call.result().choices[0].text
+    wait_until(lambda: not psutil.pid_exists(agent))
+
+
+def test_down_waits_for_no_agent_to_drain_and_leaves_nothing(rig: DeploymentRig) -> None:
+    rig.use_agent("--latency-s=600")
+    rig.ask("down")
+    rig.start_agent("--drain-s", "300")
+    rig.submit_rows("question")
+    rig.wait_for_executions(1)
+    os.kill(rig.pid_of("agent"), signal.SIGTERM)
     rig.ask("down")
     assert processes_of(rig) == []
 

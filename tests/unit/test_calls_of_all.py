@@ -12,6 +12,7 @@ from batchrun.hints import SloBounds
 from batchrun.server.gateway.tally import SeenReply, Tally, create_tally
 from batchrun.server.web.calls_of_all import (
     FORGET_S,
+    GAP_S,
     REPORT_PREFIX,
     CallReport,
     CallsOfAll,
@@ -54,7 +55,10 @@ class Leader:
         """What another daemon has laid into the store."""
         counts = EngineCalls(engine, num_calls, 100 * num_calls, 0, 10 * num_calls)
         report = CallReport(
-            {engine: counts}, {engine: FeltCalls(num_calls, 0, num_calls, 0)}, [(100, 10)]
+            self.now_s,
+            {engine: counts},
+            {engine: FeltCalls(num_calls, 0, num_calls, 0)},
+            [(100, 10)],
         )
         jobs.write_setting(self.store, REPORT_PREFIX + other, msgspec.to_builtins(report))
 
@@ -131,4 +135,28 @@ async def test_reports_of_daemons_that_are_gone_are_removed(store: Store) -> Non
     assert [*jobs.list_settings(store, REPORT_PREFIX)] == ["there"]
     leader.hear("gone", "a", 8)
     await leader.look(0)
-    assert leader.num_calls == {"a": 4}, "what it had counted before is still known"
+    assert leader.num_calls == {"a": 1}, "when the others came, nobody knows"
+    assert leader.calls.lengths == [(100, 10)] * 2
+
+
+async def test_what_came_while_a_daemon_told_nothing_is_no_minutes_work(store: Store) -> None:
+    leader = Leader(store)
+    leader.hear("b", "a", 1_000)
+    await leader.look(0)
+    leader.now_s += GAP_S
+    leader.hear("b", "a", 100_000)
+    await leader.look(0)
+    assert leader.num_calls == {}
+    leader.hear("b", "a", 100_003)
+    await leader.look(0)
+    assert leader.num_calls == {"a": 3}
+
+
+async def test_others_count_while_the_gateway_here_is_silent(store: Store) -> None:
+    leader = Leader(store)
+    for seconds in (0, 60, 120):
+        leader.now_s = seconds
+        leader.hear("b", "a", seconds)
+        assert await leader.calls.look(float(seconds))
+    assert leader.num_calls == {"a": 120}
+    assert not await leader.calls.look(240.0), "by now nobody tells anything"

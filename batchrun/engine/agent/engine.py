@@ -59,9 +59,12 @@ class AgentEngine:
 
     @property
     def direct_url(self) -> str | None:
-        """Where the engine answers by itself, on this machine; None where only its agent does."""
+        """Where the engine answers by itself, on this machine; None where only its agent does, as
+        while that drains."""
         known = self.client.state
-        return None if known is None or known.place != messages.here() else known.engine_url
+        if known is None or known.is_draining or known.place != messages.here():
+            return None
+        return known.engine_url
 
     @property
     def direct_key(self) -> str | None:

@@ -21,7 +21,6 @@ from pathlib import Path
 import aiohttp
 import msgspec
 from aiohttp import web
-from multidict import CIMultiDict
 from yarl import URL
 
 from batchrun import __version__
@@ -46,7 +45,7 @@ from batchrun.engine.progress import SILENCE
 from batchrun.engine.sockets import EngineSockets
 from batchrun.errors import ConfigError, EngineError
 from batchrun.home import NO_ENGINE_HEADER
-from batchrun.media.connections import HOP_BY_HOP, UNREACHED, open_session
+from batchrun.media.connections import UNREACHED, end_to_end, open_session
 from batchrun.mutual_tls import show
 from batchrun.types import EnginePhase
 from batchrun.wire import RowKey, read_last_steps
@@ -110,6 +109,7 @@ class Agent:
         self._place = messages.here()
         self._was_heard = settings.runs_scheduler
         self._is_draining = self._is_down = self._is_emptied = False
+        self._num_calls = 0
         self._link: _Link | None = None
         self._led, self._led_until_s = Leadership(), 0.0
         self._state: AgentState | None = None
@@ -123,17 +123,21 @@ class Agent:
     async def drain(self, limit_s: float) -> None:
         """Take nothing new, and `stop` once the engine has nothing left to do, or after so long."""
         log.info("drains: it ends when its engine has no work left, within %g s", limit_s)
-        self._is_draining = True
+        self._is_draining, num_quiet = True, 0
         self._report_now()
-        num_quiet = 0
         with suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 while num_quiet < NUM_QUIET_LOOKS:
                     await asyncio.sleep(LOOK_S)
-                    is_gone = self._engine.state is not EnginePhase.READY
-                    is_quiet = is_gone or not (await self._engine.client.look()).has_work
-                    num_quiet = num_quiet + 1 if is_quiet else 0
+                    num_quiet = 0 if await self._has_work() else num_quiet + 1
         self.stop()
+
+    async def _has_work(self) -> bool:
+        """Also of engines that do not tell; what hangs may have some still."""
+        if self._engine.state not in {EnginePhase.READY, EnginePhase.UNREACHABLE}:
+            return False
+        asked = self._rows.num_running or self._num_calls
+        return bool(asked or (await self._engine.client.look()).has_work)
 
     async def run(self, on_listening: Callable[[], None]) -> None:
         """Serve until `stop`; `on_listening` is called once the port is open.
@@ -190,7 +194,7 @@ class Agent:
         app.router.add_post(messages.DRAIN, self._on_drain)
         app.router.add_post(messages.STOP, self._on_stop)
         app.router.add_post(messages.RESTART, self._on_restart)
-        app.router.add_route("*", "/{path:.*}", self._pass_on)
+        app.router.add_route("*", "/{path:.*}", self._on_call)
         runner = web.AppRunner(
             app, handler_cancellation=True, shutdown_timeout=_CLOSE_WAIT_S, access_log=None
         )
@@ -402,12 +406,20 @@ class Agent:
         self.begins_anew = True
         return await self._on_stop(request)
 
+    async def _on_call(self, request: web.Request) -> web.StreamResponse:
+        is_work = request.method == "POST"
+        self._num_calls += is_work
+        try:
+            return await self._pass_on(request)
+        finally:
+            self._num_calls -= is_work
+
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         """A call for the engine. Calls come in while the agent drains, but for new work."""
         assert self._session is not None
         if self._is_draining and request.method == "POST":
             raise web.HTTPServiceUnavailable(text="draining\n", headers=NO_ENGINE)
-        headers = _end_to_end(request.headers)
+        headers = end_to_end(request.headers)
         if self._engine.client.api_key is not None:
             headers["Authorization"] = f"Bearer {self._engine.client.api_key}"
         try:
@@ -424,7 +436,7 @@ class Agent:
             said = {"Retry-After": "1"} if is_there else NO_ENGINE
             raise web.HTTPServiceUnavailable(text=text, headers=said) from error
         async with reply:
-            headers = _end_to_end(reply.headers)
+            headers = end_to_end(reply.headers)
             headers.popall(NO_ENGINE_HEADER, None)
             response = web.StreamResponse(status=reply.status, reason=reply.reason, headers=headers)
             await response.prepare(request)
@@ -479,13 +491,6 @@ def _marks(*paths: Path | None) -> tuple[tuple[int, int], ...] | None:
 def _leadership_of(request: web.Request) -> Leadership:
     store, term = request.query.get("store", ""), request.query.get("term", "")
     return Leadership(store, int(term)) if term.isdecimal() else Leadership()
-
-
-def _end_to_end(headers: CIMultiDict[str] | aiohttp.typedefs.LooseHeaders) -> CIMultiDict[str]:
-    kept = CIMultiDict(headers)
-    for name in (*HOP_BY_HOP, "host"):
-        kept.popall(name, None)
-    return kept
 
 
 def _tail(path: Path, num_lines: int) -> str:

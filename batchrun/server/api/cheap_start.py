@@ -36,7 +36,7 @@ class CheapStarts:
     """Says of each job of a daemon whether its rows wait in this minute."""
 
     def __init__(self, daemon: Daemon, calls: CallsOfAll) -> None:
-        """Takes up the minutes that an earlier leader kept. Blocking."""
+        """Takes up the minutes that an earlier leader kept. Blocking. Raises StoreError."""
         self._daemon, self._calls = daemon, calls
         self._minute = this_minute()
         known, num_missed = read_minutes(daemon.store, MINUTES, self._minute)
@@ -105,6 +105,7 @@ class CheapStarts:
 
     async def _note_load(self, num_minutes: int, now_s: float) -> None:
         if not await self._calls.look(now_s):
+            self._tokens = None
             self._fill(num_minutes)
             return
         before, self._tokens = (

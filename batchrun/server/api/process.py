@@ -231,6 +231,7 @@ async def _run(
     figures = GatewayFigures(_local_url(deployment.listen), server.gateway_key)
     calls = CallsOfAll(store, daemon.name, figures)
     follower = ReplicaFollower(deployment, home, daemon, supervisor.fleets, calls)
+    cheap = CheapStarts(daemon, calls)
     messenger = _messenger(store, deployment, home)
     status = Status(
         *(daemon, supervisor, figures),
@@ -260,8 +261,7 @@ async def _run(
     engines = asyncio.create_task(
         supervisor.run(on_ready, lambda: store.leads_surely, is_heir=is_heir)
     )
-    cheap = CheapStarts(daemon, calls).run()
-    works = [pages.watch(), messenger.run(), status.watch.beat(), follower.run(), cheap]
+    works = [pages.watch(), messenger.run(), status.watch.beat(), follower.run(), cheap.run()]
     if not store.is_sqlite:
         works += [keys.keep_published(), OrderTaker(store, server.address).run()]
     beside = [asyncio.create_task(each) for each in works]

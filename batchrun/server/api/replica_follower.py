@@ -25,7 +25,7 @@ from batchrun.daemon.fleets import Fleets
 from batchrun.daemon.plugin import existing_profile, online_slo, profile_path, read_profile
 from batchrun.daemon.prices import prices_of, speed_of
 from batchrun.engine_config import EngineConfig, ReplicasConfig
-from batchrun.errors import ConfigError
+from batchrun.errors import ConfigError, StoreError
 from batchrun.estimator.engine_capacity import (
     CallLengths,
     EngineRoom,
@@ -35,6 +35,7 @@ from batchrun.estimator.engine_capacity import (
     fleet_capacity,
 )
 from batchrun.estimator.tide import (
+    DAY,
     MINUTE_S,
     CapacityCorrection,
     FleetDecision,
@@ -65,6 +66,7 @@ DRAIN_S = 300.0
 LEAST_CALLS = 200
 """Where the lengths of fewer are known, they are taken to be those of `USUAL`."""
 USUAL = CallLengths(*(np.array([tokens]) for tokens in (1_024, 0, 128)))
+STORE_WAIT_S = 5.0
 CAPACITY_S = 3_600.0
 """What an engine holds is found anew after so long."""
 JsonObject = dict[str, Any]
@@ -112,7 +114,8 @@ class FollowedFleet:
         its = {name: totals[name] for name in self.config.replica_names if name in totals}
         if self._totals is not None:
             work_s = sum(self._work_s(now, self._totals.get(name)) for name, now in its.items())
-            self.forecast.add(work_s / max(elapsed_s, 1.0))
+            for _ in range(max(1, min(round(elapsed_s / MINUTE_S), DAY))):
+                self.forecast.add(work_s / max(elapsed_s, 1.0))
         self._totals = its
 
     def feel(self, felt: Mapping[str, FeltCalls], num_ready: int) -> None:
@@ -174,7 +177,7 @@ class ReplicaFollower:
     async def run(self) -> None:
         """Look each minute, until cancelled."""
         for fleet in self._followed:
-            await asyncio.to_thread(fleet.restore, self._daemon.store, this_minute())
+            await self._restore(fleet)
         while self._followed:
             now_s = time.monotonic()
             try:
@@ -186,9 +189,19 @@ class ReplicaFollower:
                     await asyncio.to_thread(fleet.keep, self._daemon.store, this_minute())
             await asyncio.sleep(max(0.0, now_s + MINUTE_S - time.monotonic()))
 
+    async def _restore(self, fleet: FollowedFleet) -> None:
+        while True:
+            try:
+                await asyncio.to_thread(fleet.restore, self._daemon.store, this_minute())
+            except StoreError as error:
+                log.error("fleet %s knows no minutes yet: %s", fleet.config.name, error)
+                await asyncio.sleep(STORE_WAIT_S)
+            else:
+                return
+
     async def look(self, now_s: float) -> None:
         """A minute has ended at `now_s` (monotonic): decide for each fleet, and do it where it is
-        to follow. A gateway that tells nothing changes nothing."""
+        to follow. Where no gateway tells anything nothing changes."""
         if not await self._calls.look(now_s):
             return
         elapsed_s = MINUTE_S if self._looked_s is None else now_s - self._looked_s

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -28,12 +29,19 @@ from batchrun.store import jobs
 from batchrun.store.database import Store
 from batchrun.wire import FeltCalls
 
+log = logging.getLogger(__name__)
+
 REPORT_S = 5.0
 """How often a daemon that stands by tells of its gateway."""
+RENEW_S = 60.0
+"""So often it tells also what has not changed."""
+GAP_S = 150.0
+"""What a gateway counted between two reports that lie so far apart is not known by the minute, and
+not counted."""
 REPORT_PREFIX = "calls:"
 """With it begins the key of the setting that holds a daemon's report."""
 FORGET_S = 3_600.0
-"""A report that has not changed for so long is removed: its daemon is gone, or has no calls."""
+"""A report that has not changed for so long is removed: its daemon is gone."""
 MOST_LENGTHS = 1_000
 Counts = tuple[int, ...]
 SAVE_MINUTES = 5
@@ -44,9 +52,15 @@ class CallReport(Struct, frozen=True):
     """What one gateway has counted since its start, by engine, and the (prompt, answer) tokens of
     the last calls that it saw answered."""
 
+    at_s: float
+    """When, by its machine's clock."""
     calls: dict[str, EngineCalls]
     felt: dict[str, FeltCalls]
     lengths: list[tuple[int, int]]
+
+    def tells_more_than(self, before: CallReport) -> bool:
+        """Whether it has to be told after the other."""
+        return self.at_s >= before.at_s + RENEW_S or self.calls != before.calls
 
 
 class OwnCalls:
@@ -68,23 +82,28 @@ class OwnCalls:
             for call in msgspec.convert(told["calls"], list[EndedCall]):
                 if call.output_tokens:
                     self._lengths.append((call.prompt_tokens, call.output_tokens))
-        return CallReport(totals, self._figures.felt_calls() or {}, [*self._lengths])
+        felt = self._figures.felt_calls() or {}
+        return CallReport(time.time(), totals, felt, [*self._lengths])
 
 
 async def keep_reporting(store: Store, daemon: str, figures: GatewayFigures) -> None:
     """Tell the leader what this daemon's gateway counts, until cancelled. While the database does
-    not answer nothing is told; counts lose nothing by that."""
-    own, last = OwnCalls(figures), None
+    not answer nothing is told."""
+    own, last = OwnCalls(figures), CallReport(0.0, {}, {}, [])
     async with aiohttp.ClientSession() as session:
         while True:
-            now_s = time.monotonic()
-            await figures.look(session, now_s)
-            report = await own.report(now_s)
-            if report is not None and report != last:
-                with suppress(StoreError):
+            try:
+                now_s = time.monotonic()
+                await figures.look(session, now_s)
+                report = await own.report(now_s)
+                if report is not None and report.tells_more_than(last):
                     value = msgspec.to_builtins(report)
                     await asyncio.to_thread(jobs.write_setting, store, _key(daemon), value)
                     last = report
+            except StoreError as error:
+                log.debug("the leader is not told of calls: %s", error)
+            except Exception:
+                log.exception("the leader is not told of calls here")
             await asyncio.sleep(REPORT_S)
 
 
@@ -106,34 +125,36 @@ class CallsOfAll:
     @property
     def lengths(self) -> list[tuple[int, int]]:
         """(prompt, answer) tokens of the last calls of each gateway."""
-        return [length for report in self._reports.values() for length in report.lengths]
+        return [length for report in self._heard() for length in report.lengths]
 
     def cached_share(self, engines: Iterable[str]) -> float:
         """Of the prompt tokens that gateways have seen these engines compute or find cached."""
         names = set(engines)
         its = [
-            each
-            for report in self._reports.values()
-            for name, each in report.calls.items()
-            if name in names
+            each for report in self._heard() for name, each in report.calls.items() if name in names
         ]
         prompt = sum(each.num_prompt_tokens for each in its)
         return min(sum(each.num_cached_tokens for each in its) / prompt, 1.0) if prompt else 0.0
 
     async def look(self, now_s: float) -> bool:
-        """Count on, at `now_s` (monotonic); False where this daemon's own gateway has told nothing
-        for a minute. Reports of others that cannot be read are counted at the next look."""
+        """Count on, at `now_s` (monotonic); False, and nothing is counted, where the database does
+        not answer, or no gateway has told anything for a minute."""
         async with self._looking:
             own = await self._own.report(now_s)
-            if own is None:
+            try:
+                reports = await asyncio.to_thread(self._read)
+            except StoreError:
                 return False
-            reports = {self._own_key: own}
-            with suppress(StoreError):
-                reports |= await asyncio.to_thread(self._read)
+            if own is not None:
+                reports[self._own_key] = own
             for key, report in reports.items():
                 self._count(key, report, now_s)
             await self._forget(now_s)
-            return True
+            return any(now_s < at_s + MINUTE_S for at_s in self._changed_s.values())
+
+    def _heard(self) -> Iterable[CallReport]:
+        """Of gateways whose daemons are there."""
+        return [self._reports[key] for key in self._changed_s]
 
     def _read(self) -> dict[str, CallReport]:
         found = {}
@@ -148,7 +169,7 @@ class CallsOfAll:
         if now != before:
             self._changed_s[key] = now_s
         self._reports[key] = now
-        if before is None:
+        if before is None or now.at_s > before.at_s + GAP_S:
             return
         none = EngineCalls("", 0, 0, 0, 0)
         for engine, calls in now.calls.items():
@@ -192,9 +213,9 @@ class KnownMinutes(Struct, frozen=True):
 
 def read_minutes(store: Store, whose: str, now_minute: int) -> tuple[list[float], int]:
     """The minutes that were kept, and how many have passed since; none after a day without.
-    Blocking."""
-    with suppress(StoreError, msgspec.ValidationError):
-        kept = jobs.read_setting(store, _minutes_key(whose), None)
+    Blocking. Raises StoreError."""
+    kept = jobs.read_setting(store, _minutes_key(whose), None)
+    with suppress(msgspec.ValidationError):
         known = msgspec.convert(kept, KnownMinutes)
         missed = now_minute - 1 - known.last_minute
         if 0 <= missed < DAY:

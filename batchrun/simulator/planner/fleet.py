@@ -9,10 +9,13 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import signal
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -24,7 +27,13 @@ from batchrun.simulator.online import Calls
 from batchrun.simulator.planner.confidence import has_room, is_kept
 from batchrun.simulator.planner.kinds import EngineKind, SloTarget
 from batchrun.simulator.planner.peak import TAIL_S, PeakLoad
-from batchrun.simulator.planner.search import first_guess, num_simulated, sizes, smallest
+from batchrun.simulator.planner.search import (
+    WHOLE_ENGINES,
+    first_guess,
+    num_simulated,
+    sizes,
+    smallest,
+)
 from batchrun.simulator.records import Slo
 from batchrun.simulator.simulation import SimulationPlan, simulate
 from batchrun.simulator.traces.trace import Ints, cached_tokens
@@ -51,7 +60,7 @@ class Attainment:
     @property
     def ttft_share(self) -> float:
         """The share of calls within the TTFT bound."""
-        return 1 - self.num_ttft_missed / self.num_calls
+        return 1 - self.num_ttft_missed / self.num_calls if self.num_calls else 1.0
 
     @property
     def tpot_share(self) -> float:
@@ -239,7 +248,7 @@ def alone(
 
 
 def end_with_parent() -> None:
-    """Have this process end when the one that started it does, however that ends."""
+    """Have this process end when the one that started it does, however that ends, or at Ctrl-C."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -248,6 +257,7 @@ def end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+    signal.signal(signal.SIGINT, lambda *_: os._exit(1))
 
 
 MAX_ENGINES = 1024
@@ -305,7 +315,7 @@ class _Trials:
     def close(self) -> None:
         """End the processes of `look_ahead`."""
         if self._pool is not None:
-            self._pool.shutdown()
+            self._pool.shutdown(cancel_futures=True)
 
     def look_ahead(self, loads: Sequence[PeakLoad], num_engines: int) -> None:
         """Simulate, where there are many engines, as many of the loads as there are CPUs side by
@@ -320,12 +330,14 @@ class _Trials:
             self._pool = ProcessPoolExecutor(num_cpus, context, end_with_parent)
         if self.progress is not None:
             self.progress(f"{len(asked)} draws on {num_engines:,} of {self.kind.name}", 0, 1)
-        begun = [
-            self._pool.submit(attainment, *self._part(load, num_engines), self.slo)
-            for load in asked
-        ]
-        for load, future in zip(asked, begun, strict=True):
-            self._ahead[num_engines, load.draw] = future.result()
+        # Where a process was killed, `of` simulates here what is missing.
+        with suppress(BrokenProcessPool):
+            begun = [
+                self._pool.submit(attainment, *self._part(load, num_engines), self.slo)
+                for load in asked
+            ]
+            for load, future in zip(asked, begun, strict=True):
+                self._ahead[num_engines, load.draw] = future.result()
 
     def _part(self, load: PeakLoad, num_engines: int) -> tuple[PeakLoad, EngineKind, int]:
         """What is simulated for so many engines."""
@@ -411,7 +423,14 @@ def size_fleet(
             asked.append(load)
     trials = _Trials(kind, slo, progress)
     first = first_guess(loads[0].within(context_tokens(kind.engine)), kind.engine)
-    given = smallest(lambda num: trials.of(loads[0], num).holds(slo), most_engines, first)
+
+    def holds(num: int) -> bool:
+        return trials.of(loads[0], num).holds(slo)
+
+    given = smallest(holds, most_engines, first)
+    if given is not None and WHOLE_ENGINES < given < 2 * WHOLE_ENGINES:
+        # Of more than those a part was simulated, which holds later.
+        given = smallest(holds, WHOLE_ENGINES, WHOLE_ENGINES) or given
     nums = [num for num in sizes(most_engines) if num >= (given or 1)]
     try:
         num = given and trials.first_to_hold(nums, asked, enough(given))
