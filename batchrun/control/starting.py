@@ -193,8 +193,8 @@ def stop_everything(home: Home) -> list[str]:
     if process.stop_recorded(home.gateway_process):
         stopped.append("gateway")
     for record_path in sorted(home.run.glob("agent-*.json")):
-        process.interrupt(record_path)
-        if process.stop_recorded(record_path, AGENT_STOP_S):
+        was_alive = process.interrupt(record_path)
+        if process.stop_recorded(record_path, AGENT_STOP_S) or was_alive:
             stopped.append(record_path.stem.replace("agent-", "agent of engine "))
     for record_path in sorted(home.run.glob("engine-*.json")):
         if process.stop_recorded(record_path):

@@ -159,12 +159,14 @@ def stop_recorded(record_path: Path, grace_s: float = 10.0) -> bool:
     return was_running
 
 
-def interrupt(record_path: Path) -> None:
-    """SIGINT to what a record names, and to nothing that it has started."""
+def interrupt(record_path: Path) -> bool:
+    """SIGINT to what a record names, and to nothing that it has started; whether it was alive."""
     record = read_record(record_path)
-    if record is not None and is_alive(record):
-        with suppress(ProcessLookupError):
-            os.kill(record.pid, signal.SIGINT)
+    if record is None or not is_alive(record):
+        return False
+    with suppress(ProcessLookupError):
+        os.kill(record.pid, signal.SIGINT)
+    return True
 
 
 def kill_alone(record_path: Path) -> None:

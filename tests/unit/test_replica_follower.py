@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,7 @@ from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.fleets import Fleets
 from batchrun.daemon.plugin import profile_path
 from batchrun.daemon.supervisor import Supervisor
-from batchrun.errors import ConfigError, StateError
+from batchrun.errors import ConfigError, StateError, StoreUnreachableError
 from batchrun.estimator.fits import FittedModel
 from batchrun.estimator.profile import CalibrationProfile, EngineIdentity, IdenticalSpread
 from batchrun.estimator.step_time import RooflineModel
@@ -127,6 +128,30 @@ async def test_a_fleet_grows_with_its_calls_and_waits_before_it_shrinks(
         assert 'batchrun_fleet_advised_replicas{cause="patience",fleet="fleet"} 6.0' in text
         assert 'batchrun_fleet_replicas{fleet="fleet",state="wanted"} 6.0' in text
         assert 'batchrun_fleet_forecast_engines{fleet="fleet",forecast="high"}' in text
+    finally:
+        await followed.supervisor.close()
+
+
+async def test_minutes_that_nobody_counted_are_no_quiet_ones(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: object) -> None:
+        raise StoreUnreachableError("the database does not answer")
+
+    followed = follow(store, tmp_path, "on")
+    clock = SimpleNamespace(time=lambda: MINUTE_S * followed.minute)
+    monkeypatch.setattr("batchrun.server.web.calls_of_all.time", clock)
+    try:
+        for num_calls in (0, 9_000, 9_000):
+            await followed.pass_minute(num_calls)
+        assert followed.target == 6
+        with monkeypatch.context() as outage:
+            outage.setattr("batchrun.store.jobs.list_settings", gone)
+            for _ in range(11):
+                await followed.pass_minute(9_000)
+        assert followed.target == 6
+        said = await followed.pass_minute(9_000)
+        assert (said["cause"], followed.target) == ("max", 6)
     finally:
         await followed.supervisor.close()
 

@@ -48,6 +48,7 @@ from batchrun.estimator.tide import (
 from batchrun.home import Home
 from batchrun.routing.engine_book import Prices
 from batchrun.server.web.calls_of_all import (
+    GAP_S,
     SAVE_MINUTES,
     CallsOfAll,
     keep_minutes,
@@ -114,8 +115,12 @@ class FollowedFleet:
         its = {name: totals[name] for name in self.config.replica_names if name in totals}
         if self._totals is not None:
             work_s = sum(self._work_s(now, self._totals.get(name)) for name, now in its.items())
+            load = work_s / max(elapsed_s, 1.0)
+            if elapsed_s > GAP_S:
+                # Nobody counted them: as the minute before.
+                load = self.forecast.loads[-1] if self.forecast.loads else load
             for _ in range(max(1, min(round(elapsed_s / MINUTE_S), DAY))):
-                self.forecast.add(work_s / max(elapsed_s, 1.0))
+                self.forecast.add(load)
         self._totals = its
 
     def feel(self, felt: Mapping[str, FeltCalls], num_ready: int) -> None:

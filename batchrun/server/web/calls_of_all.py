@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 
 REPORT_S = 5.0
 """How often a daemon that stands by tells of its gateway."""
-RENEW_S = 60.0
+RENEW_S = 30.0
 """So often it tells also what has not changed."""
 GAP_S = 150.0
 """What a gateway counted between two reports that lie so far apart is not known by the minute, and
@@ -115,6 +116,7 @@ class CallsOfAll:
         self._store, self._own_key = store, _key(daemon)
         self._own = OwnCalls(figures)
         self._looking = asyncio.Lock()
+        self._first_look_s = math.inf
         self._reports: dict[str, CallReport] = {}
         self._changed_s: dict[str, float] = {}
         self.totals: dict[str, EngineCalls] = {}
@@ -138,9 +140,13 @@ class CallsOfAll:
 
     async def look(self, now_s: float) -> bool:
         """Count on, at `now_s` (monotonic); False, and nothing is counted, where the database does
-        not answer, or no gateway has told anything for a minute."""
+        not answer, or no gateway has told anything for a minute. The one here has a minute to
+        begin."""
         async with self._looking:
+            self._first_look_s = min(self._first_look_s, now_s)
             own = await self._own.report(now_s)
+            if own is None and now_s < self._first_look_s + MINUTE_S:
+                return False
             try:
                 reports = await asyncio.to_thread(self._read)
             except StoreError:
