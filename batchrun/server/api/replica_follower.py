@@ -116,9 +116,8 @@ class FollowedFleet:
         if self._totals is not None:
             work_s = sum(self._work_s(now, self._totals.get(name)) for name, now in its.items())
             load = work_s / max(elapsed_s, 1.0)
-            if elapsed_s > GAP_S:
-                # Nobody counted them: as the minute before.
-                load = self.forecast.loads[-1] if self.forecast.loads else load
+            if elapsed_s > GAP_S and self.forecast.loads:
+                load = self.forecast.loads[-1]  # Nobody counted these minutes.
             for _ in range(max(1, min(round(elapsed_s / MINUTE_S), DAY))):
                 self.forecast.add(load)
         self._totals = its

@@ -29,6 +29,7 @@ from batchrun.simulator.planner.kinds import EngineKind, SloTarget
 from batchrun.simulator.planner.peak import TAIL_S, PeakLoad
 from batchrun.simulator.planner.search import (
     WHOLE_ENGINES,
+    enough,
     first_guess,
     num_simulated,
     sizes,
@@ -263,8 +264,6 @@ def end_with_parent() -> None:
 MAX_ENGINES = 1024
 NUM_BESIDE = 3
 """Draws that are simulated beside jobs: those with the least to spare."""
-ROOM_SHARE = 0.15
-"""For chance so many engines are added at most, and one where that is less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,11 +436,6 @@ def size_fleet(
     finally:
         trials.close()
     return Fleet(kind, num, trials.attainments(), infeasible, given, num, len(asked))
-
-
-def enough(as_given: int) -> int:
-    """So many engines need no room for chance, where the trace as given needs `as_given`."""
-    return as_given + max(1, int(ROOM_SHARE * as_given))
 
 
 def beside_jobs(

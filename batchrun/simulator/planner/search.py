@@ -15,6 +15,8 @@ engines share varies more, so that a part holds no earlier than the whole. Not w
 what calls share: a part of a conversation shares less."""
 FINE_ENGINES = 32
 """Up to so many engines each number is tried; of twice as many each second one, and so on."""
+ROOM_SHARE = 0.15
+"""For chance so many engines are added at most, and one where that is less."""
 SPARE = 1.25
 """As many times the engines that calls keep busy at least are tried first."""
 
@@ -71,3 +73,8 @@ def smallest(holds: Callable[[int], bool], most: int, first: int = 1) -> int | N
     between = nums[low + 1 : high]
     found = low + 1 + bisect_left(between, True, key=holds)
     return nums[found] if found < len(nums) else None
+
+
+def enough(as_given: int) -> int:
+    """So many engines need no room for chance, where the trace as given needs `as_given`."""
+    return as_given + max(1, int(ROOM_SHARE * as_given))
