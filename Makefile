@@ -34,8 +34,8 @@ test: setup
 	$(BIN)/python -m pytest --numprocesses=2 -m "not slow and not nightly and not cluster"
 
 # The gate.
-test-all: setup
-	$(BIN)/python -m pytest --numprocesses=2 --durations=25 -m "not nightly and not cluster"
+test-all: setup-ray
+	$(BIN)/python -m pytest --numprocesses=2 --durations=25 -m "not nightly and (not cluster or quick)"
 
 # Other versions of clients and of vLLM, async doubles, more seeds, long kills.
 test-nightly: setup

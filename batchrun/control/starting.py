@@ -193,7 +193,7 @@ def stop_everything(home: Home) -> list[str]:
     if process.stop_recorded(home.gateway_process):
         stopped.append("gateway")
     for record_path in sorted(home.run.glob("agent-*.json")):
-        was_alive = process.interrupt(record_path)
+        was_alive = process.signal_recorded(record_path, signal.SIGINT)
         if process.stop_recorded(record_path, AGENT_STOP_S) or was_alive:
             stopped.append(record_path.stem.replace("agent-", "agent of engine "))
     for record_path in sorted(home.run.glob("engine-*.json")):

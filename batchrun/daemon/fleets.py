@@ -17,7 +17,7 @@ from batchrun.config import Deployment
 from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.in_flight import GATEWAYS_LEARN_S
 from batchrun.daemon.writer import cancel_all
-from batchrun.engine.ray import FleetReport, FleetSettings, ReplicaSpec
+from batchrun.engine.ray import DRAIN_S, FleetReport, FleetSettings, ReplicaSpec
 from batchrun.engine.replicas import RayFleet, ReplicaEngine
 from batchrun.engine_config import MAX_REPLICAS, EngineConfig, RayConfig
 from batchrun.errors import InputError
@@ -32,7 +32,6 @@ SHRINKING, RENEWING = "a smaller fleet", "new settings"
 UNREADY_S = 30.0
 """A replica with other settings than it is to have, which is not ready for so long, is placed anew
 without being emptied."""
-DRAIN_S = 300.0
 OTHERS_LEARN_S = 4.0
 """Daemons that stand by ask agents once a second; their gateways look after that."""
 NUM_QUIET_LOOKS = 3

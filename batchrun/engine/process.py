@@ -159,13 +159,13 @@ def stop_recorded(record_path: Path, grace_s: float = 10.0) -> bool:
     return was_running
 
 
-def interrupt(record_path: Path) -> bool:
-    """SIGINT to what a record names, and to nothing that it has started; whether it was alive."""
+def signal_recorded(record_path: Path, signal_number: int) -> bool:
+    """Signal what a record names, and nothing that it has started; whether it was alive."""
     record = read_record(record_path)
     if record is None or not is_alive(record):
         return False
     with suppress(ProcessLookupError):
-        os.kill(record.pid, signal.SIGINT)
+        os.kill(record.pid, signal_number)
     return True
 
 

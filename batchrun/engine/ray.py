@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import sys
 import threading
 import time
@@ -35,6 +36,8 @@ ROUND_S = 1.0
 ANSWER_S = 2.0
 """An actor that has not answered by then is starting, or gone."""
 AGENT_STOP_S = 30.0
+DRAIN_S = 300.0
+"""Calls may go on for so long in a replica that is given up."""
 LOOK_S = 0.25
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 STEADY_S = 60.0
@@ -71,11 +74,13 @@ class FleetSettings(Struct, frozen=True):
 
 class FleetOrder(FleetSettings, frozen=True):
     """What the placer is to bring about; where the daemon does not `lead`, only to look at.
-    `renewed`: replicas that are placed anew if they have other settings than these."""
+    `renewed`: replicas that are placed anew if they have other settings than these. `emptied`:
+    those that end at once where they are not wanted, as others end their calls first; None: all."""
 
     replicas: tuple[ReplicaSpec, ...]
     leads: bool
     renewed: tuple[str, ...] = ()
+    emptied: tuple[str, ...] | None = None
 
     def owns(self, name: str) -> bool:
         """Whether a replica of this fleet may have this name."""
@@ -120,7 +125,8 @@ class ReplicaActor:
     """Runs `batchrun engine serve` on its node, again whenever that ends, and says where it is.
 
     The agent ends with the actor, however that dies: it holds the end of a pipe. Before an agent is
-    started, what an earlier one of this name left on the node is ended, by its nonce.
+    started, what an earlier one of this name left on the node is ended, by its nonce. An actor that
+    is not wanted any more is told to `end` first: Ray gives its GPUs to others the moment it dies.
     """
 
     def __init__(self, spec: dict[str, Any], owner: str) -> None:
@@ -129,6 +135,8 @@ class ReplicaActor:
         self._host = node_address()
         self._home = Home(Path(os.environ.get("BATCHRUN_HOME") or DEFAULT_HOME))
         self._said = "the agent is started"
+        self._is_ending, self._has_ended = threading.Event(), False
+        self._ends_by_s = math.inf
         self._read_end, self._write_end = os.pipe()
         threading.Thread(target=self._keep_agent, daemon=True).start()
 
@@ -139,11 +147,18 @@ class ReplicaActor:
             "digest": self._spec.digest,
             "host": self._host,
             "said": self._said,
+            "is_ending": self._is_ending.is_set(),
+            "has_ended": self._has_ended,
         }
+
+    def end(self, within_s: float) -> None:
+        """End the agent with its last call, at the latest after so long, and start none again."""
+        self._ends_by_s = min(self._ends_by_s, time.monotonic() + within_s)
+        self._is_ending.set()
 
     def _keep_agent(self) -> None:
         pause_s = FIRST_PAUSE_S
-        while True:
+        while not self._is_ending.is_set():
             started_s = time.monotonic()
             try:
                 self._run_agent()
@@ -151,15 +166,16 @@ class ReplicaActor:
                 self._said = f"the agent cannot be started: {error}"
             if time.monotonic() - started_s > STEADY_S:
                 pause_s = FIRST_PAUSE_S
-            time.sleep(pause_s)
+            self._is_ending.wait(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        self._has_ended = True
 
     def _run_agent(self) -> None:
         """Start the agent, and return when it has ended. Raises OSError and
         ConfigError."""
         spec, home = self._spec, self._home
         record_path, log_path = home.agent_process(spec.name), home.log / f"agent-{spec.name}.log"
-        process.stop_recorded(record_path, AGENT_STOP_S)
+        _stop_agent(record_path)
         own = home.agent(spec.name)
         own.create()
         secret_file, config = own.path / "fleet-secret", own.path / "batchrun.json"
@@ -169,6 +185,7 @@ class ReplicaActor:
         command = [sys.executable, "-m", "batchrun", "engine", "serve", "--while-input"]
         command += ["--name", spec.name, "--listen", f"{listen}:{spec.port}"]
         command += ["--secret-file", str(secret_file), "--config", str(config)]
+        command += ["--drain-s", f"{DRAIN_S:g}"]
         record = process.spawn(
             [*command, "--home", str(home.path)],
             env=dict(_own_environment()),
@@ -177,9 +194,25 @@ class ReplicaActor:
             stdin=self._read_end,
         )
         self._said = _raise_priority(record.pid)
-        while process.is_alive(record):
-            time.sleep(LOOK_S)
+        while process.is_alive(record) and not self._is_ending.wait(LOOK_S):
+            pass
+        if self._is_ending.is_set():
+            self._end_agent(record, record_path)
         self._said = f"the agent ended: {_last_line(log_path)}"
+
+    def _end_agent(self, record: process.ProcessRecord, record_path: Path) -> None:
+        self._said = "ends with its last call"
+        if time.monotonic() < self._ends_by_s:
+            process.signal_recorded(record_path, signal.SIGTERM)
+        while process.is_alive(record) and time.monotonic() < self._ends_by_s:
+            time.sleep(LOOK_S)
+        _stop_agent(record_path)
+
+
+def _stop_agent(record_path: Path) -> None:
+    """At once: an agent drains on SIGTERM alone."""
+    process.signal_recorded(record_path, signal.SIGINT)
+    process.stop_recorded(record_path, AGENT_STOP_S)
 
 
 def node_address() -> str:
@@ -291,7 +324,8 @@ class Placer:
             stage = f"{name} is of another deployment's fleet: give this one another name"
             return PlacedReplica(name=name, stage=stage)
         is_outdated = answer["digest"] != spec.digest
-        if is_outdated and order.leads and name in order.renewed:
+        is_renewed = is_outdated and name in order.renewed
+        if order.leads and (is_renewed or answer.get("is_ending")):
             self._remove(name, order, answers)
             return PlacedReplica(name=name, stage="is placed anew: its settings have changed")
         return PlacedReplica(
@@ -357,11 +391,16 @@ class Placer:
     def _remove(
         self, name: str, order: FleetOrder, answers: dict[str, dict[str, Any] | str]
     ) -> None:
-        """End a replica that is ours, and give its place back."""
+        """End a replica that is ours, and give its place back once its engine is gone."""
         group, answer = self._groups_of(order).get(name), answers.get(name)
         if not self._may_act():
             return
         has_answered = isinstance(answer, dict) and answer["owner"] == order.owner
+        if isinstance(answer, dict) and has_answered and not answer.get("has_ended", True):
+            with suppress(ValueError):
+                is_empty = order.emptied is None or name in order.emptied
+                self._ray.get_actor(name).end.remote(0.0 if is_empty else DRAIN_S)
+            return
         if has_answered or group not in {None, "CREATED"}:
             with suppress(ValueError):
                 self._ray.kill(self._ray.get_actor(name), no_restart=True)

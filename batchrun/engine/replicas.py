@@ -32,7 +32,7 @@ CONNECT_S = 120.0
 SILENCE_S = 10.0
 """A placer that has told nothing for so long waits for Ray."""
 GIVE_UP_S = 60.0
-END_WAIT_S = 60.0
+END_WAIT_S = 90.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 15.0
 LOOK_S = 0.25
 REPEAT_S = 1.0
@@ -113,8 +113,9 @@ class RayFleet:
         log_path: Path,
         secret_file: Path = NO_FILE,
     ) -> None:
-        """Starts nothing yet. `specs` are all replicas that there may be; `seen` is the file of
-        what was last told. Raises ConfigError when the secret cannot be read."""
+        """Starts nothing yet. `specs` are all replicas that there may be; others end their calls
+        and then themselves, at once where there may be none. `seen` is the file of what was last
+        told. Raises ConfigError when the secret cannot be read."""
         self.settings = settings
         self.trouble = ""
         self.failure = ""
@@ -130,6 +131,7 @@ class RayFleet:
             )
             for spec in specs
         )
+        self._emptied = tuple(spec.name for spec in specs) or None
         self._changed = asyncio.Event()
         self._renewed: set[str] = set()
         self._leads = self._has_met = False
@@ -151,9 +153,13 @@ class RayFleet:
     def order(self) -> FleetOrder:
         """What the placer is told."""
         wanted = [each.spec for each in self.engines if each.is_wanted or not self._leads]
-        known = msgspec.structs.asdict(self.settings)
-        renewed = tuple(sorted(self._renewed))
-        return FleetOrder(**known, replicas=tuple(wanted), leads=self._leads, renewed=renewed)
+        return FleetOrder(
+            **msgspec.structs.asdict(self.settings),
+            replicas=tuple(wanted),
+            leads=self._leads,
+            renewed=tuple(sorted(self._renewed)),
+            emptied=self._emptied,
+        )
 
     @property
     def has_none(self) -> bool:

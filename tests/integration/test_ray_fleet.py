@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jsonschema
@@ -44,12 +45,12 @@ def rig(tmp_path: Path, cluster: RayCluster) -> Iterator[FleetRig]:
     wait_until(lambda: made.engines() == [])
 
 
-def start(rig: FleetRig, low: int = 2, high: int = 2) -> str:
+def start(rig: FleetRig, low: int = 2, high: int = 2, num_rows: int = NUM_ROWS) -> str:
     """Bring a fleet up and submit a job."""
     rig.use_fleet(low, high, "--latency-s=1", window={"requests": WINDOW})
     rig.ask("up", "-d")
     rig.wait_until_placed(low)
-    return rig.submit_rows(*(f"question {i}" for i in range(NUM_ROWS)))
+    return rig.submit_rows(*(f"question {i}" for i in range(num_rows)))
 
 
 def say(rig: FleetRig, text: str) -> str:
@@ -70,8 +71,9 @@ def kill_part(rig: FleetRig, job: str, what: str, name: str) -> Outage:
     return Outage(began_at, time.time(), num_committed)
 
 
+@pytest.mark.quick
 def test_replicas_come_up_on_nodes_of_their_own_and_take_rows_and_calls(rig: FleetRig) -> None:
-    job = start(rig)
+    job = start(rig, num_rows=40)
 
     assert sorted(rig.placed().values()) == sorted(NODES)
     assert say(rig, "hello") == say(rig, "hello")
@@ -98,6 +100,34 @@ def test_a_fleet_grows_and_shrinks_and_rows_go_back(rig: FleetRig) -> None:
     check_account(rig, job, [Outage(began_at, time.time(), num_committed)])
     code, line = rig.refuse("engine", "scale", "fleet", "4")
     assert (code, line) == (2, "batchrun: fleet fleet has 1 to 3 replicas (got 4)\n")
+
+
+def test_calls_end_in_replicas_that_a_lower_maximum_leaves_out(rig: FleetRig) -> None:
+    rig.use_fleet(3, 3, "--latency-s=10")
+    rig.ask("up", "-d")
+    rig.wait_until_placed(3)
+    with ThreadPoolExecutor(12) as pool:
+        calls = [pool.submit(say, rig, f"call {number}") for number in range(12)]
+        wait_until(lambda: len(rig.executions()) == 12)
+        rig.use_fleet(1, 1, "--latency-s=10")
+        rig.kill("daemon")
+        rig.ask("up", "-d")
+
+        assert all(call.result() for call in calls)
+    wait_until(lambda: rig.num_running() == 1)
+    assert len(rig.executions()) == 12
+
+
+@pytest.mark.quick
+def test_engines_are_gone_when_down_returns(rig: FleetRig) -> None:
+    rig.use_fleet(2, 2)
+    rig.ask("up", "-d")
+    rig.wait_until_placed(2)
+    for engine in rig.engines():
+        engine.suspend()  # It ends no sooner than it must.
+
+    rig.ask("down")
+    assert rig.engines() == []
 
 
 def test_actor_agent_and_daemon_are_killed_and_no_row_is_lost(rig: FleetRig) -> None:
@@ -193,6 +223,7 @@ def test_calls_and_rows_go_on_without_the_head_and_placement_pauses(
     assert {each.pid for each in rig.engines()} == before
 
 
+@pytest.mark.quick
 def test_ray_takes_the_description_of_a_cluster() -> None:
     schema = Path(ray.__file__).parent / "autoscaler" / "ray-schema.json"
     cluster = YAML(typ="safe").load(CLUSTER_FILE.read_text("utf-8"))

@@ -24,6 +24,7 @@ from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.fleets import Fleets
 from batchrun.daemon.plugin import existing_profile, online_slo, profile_path, read_profile
 from batchrun.daemon.prices import prices_of, speed_of
+from batchrun.engine.ray import DRAIN_S
 from batchrun.engine_config import EngineConfig, ReplicasConfig
 from batchrun.errors import ConfigError, StoreError
 from batchrun.estimator.engine_capacity import (
@@ -62,8 +63,6 @@ from batchrun.wire import FeltCalls
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 300.0
-"""Calls may go on for so long in a replica that is given up."""
 LEAST_CALLS = 200
 """Where the lengths of fewer are known, they are taken to be those of `USUAL`."""
 USUAL = CallLengths(*(np.array([tokens]) for tokens in (1_024, 0, 128)))
