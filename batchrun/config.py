@@ -291,6 +291,7 @@ class Environment(BaseSettings):
     config: Path | None = None
     model: str | None = None
     listen: str | None = None
+    gateway_url: str | None = None
     ray_address: str | None = None
 
 
@@ -380,7 +381,7 @@ def load_deployment(
     if path is not None:
         file = load_strict(path, DeploymentFile, ConfigError, context=names)
         values |= file.model_dump(exclude_unset=True) | {"file": path.absolute()}
-    values |= environment.model_dump(include={"model", "listen"}, exclude_none=True)
+    values |= environment.model_dump(include={"model", "listen", "gateway_url"}, exclude_none=True)
     if environment.ray_address is not None:
         values["engines"] = _at_ray(values.get("engines", ()), environment.ray_address)
     try:

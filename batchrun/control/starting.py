@@ -33,7 +33,6 @@ MEETING_WAIT_S = 5.0
 STOP_WAIT_S = 15.0
 STANDBY_WAIT_S = 2.0
 """A daemon that stands by leads by then."""
-AGENT_STOP_S = 30.0
 """An agent ends its engine first."""
 LEAST_START_S = 5.0
 ANSWER_WAIT_S = 10.0
@@ -193,8 +192,7 @@ def stop_everything(home: Home) -> list[str]:
     if process.stop_recorded(home.gateway_process):
         stopped.append("gateway")
     for record_path in sorted(home.run.glob("agent-*.json")):
-        was_alive = process.signal_recorded(record_path, signal.SIGINT)
-        if process.stop_recorded(record_path, AGENT_STOP_S) or was_alive:
+        if process.stop_agent(record_path):
             stopped.append(record_path.stem.replace("agent-", "agent of engine "))
     for record_path in sorted(home.run.glob("engine-*.json")):
         if process.stop_recorded(record_path):

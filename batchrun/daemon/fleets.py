@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +72,8 @@ class Fleets:
         """Keep as many replicas as were asked for last, else those that there are, at least as many
         as there must be; a daemon that does not lead (None) looks where they are."""
         for name, (fleet, config) in self._fleets.items():
-            placed = [number for number, each in enumerate(fleet.engines, 1) if each.is_placed]
-            number = max([config.replicas.min, *placed])
-            fleet.want([each.name for each in fleet.engines[:number]])
+            placed = {each.name for each in fleet.engines if each.is_placed}
+            fleet.want(_choose(fleet, max(config.replicas.min, len(placed)), placed))
             self._tasks.append(asyncio.create_task(fleet.run(leads)))
             if leads is not None:
                 names = {each.name for each in fleet.engines}
@@ -90,9 +89,9 @@ class Fleets:
         self._tasks.clear()
 
     def resize(self, name: str, number: int, slots: Sequence[Slot], drain_s: float) -> None:
-        """Have so many replicas from now on. Those too many get no more calls and rows: rows go
-        back, and they end with their last call, or after `drain_s`. Raises InputError where there
-        is no such fleet or may not be so many."""
+        """Have so many replicas from now on. Those too many, first of all those that are not ready,
+        get no more calls and rows: rows go back, and they end with their last call, or after
+        `drain_s`. Raises InputError where there is no such fleet or may not be so many."""
         if name not in self._fleets:
             raise InputError(f"{name} is no fleet; those are engines with `ray` in batchrun.yaml")
         fleet, config = self._fleets[name]
@@ -103,23 +102,22 @@ class Fleets:
         fleet.remember(number)
         if (before := self._resizing.pop(name, None)) is not None:
             before.cancel()
-        kept = [each.name for each in fleet.engines if each.is_wanted]
-        wanted = [each.name for each in fleet.engines[:number]]
+        kept = {each.name for each in fleet.engines if each.is_wanted}
+        wanted = _choose(fleet, number, kept)
         fleet.want(sorted({*kept, *wanted}))
-        leaving = [slot for slot in slots if slot.engine.name in set(kept) - set(wanted)]
+        leaving = [slot for slot in slots if slot.engine.name in kept - set(wanted)]
         for slot in slots:
             if slot.engine.name in wanted:
                 end_draining(slot, SHRINKING)
         self._resizing[name] = asyncio.create_task(_shrink(fleet, wanted, leaving, drain_s))
 
     async def _go_on(self, name: str, fleet: RayFleet, slots: Sequence[Slot]) -> None:
-        """Have as many as were asked for before this daemon began; those too many are met first, so
-        that they can be emptied."""
+        """Have as many as were asked for before this daemon began; where those are fewer, all are
+        met first, so that those too many can be chosen and emptied."""
         self._targets[name] = fleet.num_wanted
         deadline_s = time.monotonic() + UNREADY_S
-        too_many = slots[fleet.num_wanted :]
-        leaving = [slot for slot in too_many if fleet.engine(slot.engine.name).is_wanted]
-        while not all(slot.is_usable for slot in leaving):
+        there = [slot for slot in slots if fleet.engine(slot.engine.name).is_wanted]
+        while len(there) > fleet.num_wanted and not all(slot.is_usable for slot in there):
             if time.monotonic() > deadline_s:
                 break
             await asyncio.sleep(LOOK_S)
@@ -145,6 +143,14 @@ class Fleets:
             }
             for name, (fleet, config) in self._fleets.items()
         ]
+
+
+def _choose(fleet: RayFleet, number: int, kept: Collection[str]) -> list[str]:
+    """So many replicas: those `kept`, the ready ones first, then the lowest numbers of others."""
+    there = [each for each in fleet.engines if each.name in kept]
+    there.sort(key=lambda each: each.state is not EnginePhase.READY)
+    others = [each for each in fleet.engines if each.name not in kept]
+    return [each.name for each in (*there, *others)[:number]]
 
 
 def _view_renewing(fleet: RayFleet) -> dict[str, list[str]] | None:

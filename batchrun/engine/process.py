@@ -34,6 +34,7 @@ from batchrun.files import waited_for_core_s, write_atomically
 NONCE_VARIABLE = "BATCHRUN_NONCE"
 _NO_PID = 0
 _KILL_WAIT_S = 5.0
+_AGENT_WAIT_S = 30.0
 _POLL_S = 0.05
 _EXEC_WAIT_S = 5.0
 _EXEC_POLL_S = 0.002
@@ -167,6 +168,17 @@ def signal_recorded(record_path: Path, signal_number: int) -> bool:
     with suppress(ProcessLookupError):
         os.kill(record.pid, signal_number)
     return True
+
+
+def stop_agent(record_path: Path) -> bool:
+    """End an agent at once, which drains on SIGTERM alone; returns whether any of it was alive. Of
+    one that hangs its guard is left to end the engine."""
+    was_alive = signal_recorded(record_path, signal.SIGINT)
+    record, deadline_s = read_record(record_path), time.monotonic() + _AGENT_WAIT_S
+    while record is not None and is_alive(record) and time.monotonic() < deadline_s:
+        time.sleep(_POLL_S)
+    kill_alone(record_path)
+    return stop_recorded(record_path, _AGENT_WAIT_S) or was_alive
 
 
 def kill_alone(record_path: Path) -> None:

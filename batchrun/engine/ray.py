@@ -35,9 +35,10 @@ NAMESPACE = "batchrun"
 ROUND_S = 1.0
 ANSWER_S = 2.0
 """An actor that has not answered by then is starting, or gone."""
-AGENT_STOP_S = 30.0
 DRAIN_S = 300.0
 """Calls may go on for so long in a replica that is given up."""
+END_LIMIT_S = 90.0
+"""An agent that was to end so long ago counts as gone, whatever its actor says."""
 LOOK_S = 0.25
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 STEADY_S = 60.0
@@ -134,6 +135,7 @@ class ReplicaActor:
         self._owner = owner
         self._host = node_address()
         self._home = Home(Path(os.environ.get("BATCHRUN_HOME") or DEFAULT_HOME))
+        self._record_path = self._home.agent_process(self._spec.name)
         self._said = "the agent is started"
         self._is_ending, self._has_ended = threading.Event(), False
         self._ends_by_s = math.inf
@@ -148,7 +150,7 @@ class ReplicaActor:
             "host": self._host,
             "said": self._said,
             "is_ending": self._is_ending.is_set(),
-            "has_ended": self._has_ended,
+            "has_ended": self._has_ended or time.monotonic() > self._ends_by_s + END_LIMIT_S,
         }
 
     def end(self, within_s: float) -> None:
@@ -168,14 +170,16 @@ class ReplicaActor:
                 pause_s = FIRST_PAUSE_S
             self._is_ending.wait(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        # What an agent has left that ended by itself.
+        process.stop_agent(self._record_path)
         self._has_ended = True
 
     def _run_agent(self) -> None:
         """Start the agent, and return when it has ended. Raises OSError and
         ConfigError."""
         spec, home = self._spec, self._home
-        record_path, log_path = home.agent_process(spec.name), home.log / f"agent-{spec.name}.log"
-        _stop_agent(record_path)
+        log_path = home.log / f"agent-{spec.name}.log"
+        process.stop_agent(self._record_path)
         own = home.agent(spec.name)
         own.create()
         secret_file, config = own.path / "fleet-secret", own.path / "batchrun.json"
@@ -190,29 +194,22 @@ class ReplicaActor:
             [*command, "--home", str(home.path)],
             env=dict(_own_environment()),
             log_path=log_path,
-            record_path=record_path,
+            record_path=self._record_path,
             stdin=self._read_end,
         )
         self._said = _raise_priority(record.pid)
         while process.is_alive(record) and not self._is_ending.wait(LOOK_S):
             pass
         if self._is_ending.is_set():
-            self._end_agent(record, record_path)
+            self._drain(record)
         self._said = f"the agent ended: {_last_line(log_path)}"
 
-    def _end_agent(self, record: process.ProcessRecord, record_path: Path) -> None:
+    def _drain(self, record: process.ProcessRecord) -> None:
         self._said = "ends with its last call"
         if time.monotonic() < self._ends_by_s:
-            process.signal_recorded(record_path, signal.SIGTERM)
+            process.signal_recorded(self._record_path, signal.SIGTERM)
         while process.is_alive(record) and time.monotonic() < self._ends_by_s:
             time.sleep(LOOK_S)
-        _stop_agent(record_path)
-
-
-def _stop_agent(record_path: Path) -> None:
-    """At once: an agent drains on SIGTERM alone."""
-    process.signal_recorded(record_path, signal.SIGINT)
-    process.stop_recorded(record_path, AGENT_STOP_S)
 
 
 def node_address() -> str:
@@ -326,8 +323,9 @@ class Placer:
         is_outdated = answer["digest"] != spec.digest
         is_renewed = is_outdated and name in order.renewed
         if order.leads and (is_renewed or answer.get("is_ending")):
-            self._remove(name, order, answers)
-            return PlacedReplica(name=name, stage="is placed anew: its settings have changed")
+            if is_renewed or answer["has_ended"]:
+                self._remove(name, order, answers)
+            return PlacedReplica(name=name, stage="is placed anew, once it has ended")
         return PlacedReplica(
             name=name, host=answer["host"], stage=answer["said"], is_outdated=is_outdated
         )

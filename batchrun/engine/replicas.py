@@ -32,7 +32,7 @@ CONNECT_S = 120.0
 SILENCE_S = 10.0
 """A placer that has told nothing for so long waits for Ray."""
 GIVE_UP_S = 60.0
-END_WAIT_S = 90.0
+END_WAIT_S = 120.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 15.0
 LOOK_S = 0.25
 REPEAT_S = 1.0

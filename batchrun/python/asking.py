@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
@@ -44,6 +45,9 @@ from batchrun.python.schemas import parsed, response_format
 from batchrun.store import results
 from batchrun.store.jobs import NewJob
 from batchrun.types import JobState
+
+LOOK_S = 0.2
+MODEL_WAIT_S = 10.0
 
 Template = str | Sequence[Mapping[str, Any]]
 """The user's message of every row, or all messages; Jinja2 over the row's columns."""
@@ -211,17 +215,24 @@ def _model_of(job_id: str, home: Home) -> str | None:
 
 
 def _default_model(home: Home) -> str | None:
-    """The model that answers where none is named, as far as it is known. Of attached engines it is
-    not: their replies may tell another name than their lists."""
-    try:
-        engines = DaemonClient(home).get("/status")["engines"]
-    except DaemonUnavailableError:
-        deployment = read_deployment(None)
-        first = deployment.engines[0]
-        return deployment.for_engine(first).model_name if first.is_vllm else None
-    if any(engine["is_attached"] for engine in engines):
-        return None
-    return next((engine["model"] for engine in engines if engine["model"]), None)
+    """The model that answers where none is named, as far as it is known; engines that begin have a
+    while to tell. Of attached ones it is not: their replies may tell another name than their lists.
+    """
+    deadline_s = time.monotonic() + MODEL_WAIT_S
+    while True:
+        try:
+            engines = DaemonClient(home).get("/status")["engines"]
+        except DaemonUnavailableError:
+            deployment = read_deployment(None)
+            first = deployment.engines[0]
+            return deployment.for_engine(first).model_name if first.is_vllm else None
+        if any(engine["is_attached"] for engine in engines):
+            return None
+        model = next((engine["model"] for engine in engines if engine["model"]), None)
+        may_tell = any(engine["state"] in {"starting", "ready"} for engine in engines)
+        if model is not None or not may_tell or time.monotonic() > deadline_s:
+            return None if model is None else str(model)
+        time.sleep(LOOK_S)
 
 
 def columns_used(question: Question, frame: Frame, home: Home) -> Sequence[str]:

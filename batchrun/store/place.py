@@ -15,7 +15,7 @@ from batchrun.home import Home
 from batchrun.store.database import Store, name_of, open_store, open_to_read
 from batchrun.store.jobs import list_jobs, read_leader
 from batchrun.store.postgresql import DAEMON_LOCK, NEWEST_TERM, session_engine
-from batchrun.store.schema import find_revision
+from batchrun.store.schema import HEAD, find_revision
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ HOLDER = (
     " WHERE locktype = 'advisory' AND datname = current_database()"
     f" AND (classid, objid) = ({DAEMON_LOCK}) AND granted"
 )
+REVISION = "SELECT max(version_num) FROM alembic_version"
 END_SILENT = (
     "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity WHERE pid = {pid} AND"
     f" state = 'idle' AND state_change < clock_timestamp() - interval '{SILENT_S} s'"
@@ -62,11 +63,17 @@ class DaemonLock(HeldLock):
 
     def take(self) -> bool:
         """Take the lock unless another has it: the store may write then, until somebody else has
-        led. Raises StoreError."""
+        led. Raises StoreError, also where a newer batchrun has upgraded the store meanwhile."""
         if self._store.is_sqlite:
             return True
         if self._take() is not None:
             return False
+        if self._ask(REVISION) != (HEAD,):
+            self.release()
+            raise StoreError(
+                f"{self._store.name}: a newer batchrun has upgraded it; end this daemon, and start "
+                "it with the newer one"
+            )
         # Asked on the lock's own connection: while it lives, nobody else can begin to lead.
         (self._store.term,) = self._ask(NEWEST_TERM)
         self._store.led_at_s = time.monotonic()

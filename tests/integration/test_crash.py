@@ -31,6 +31,7 @@ TRIED_FAULTS = (
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_random_kills_lose_double_and_repeat_nothing(tmp_path: Path) -> None:
     check_kills(tmp_path / "k", NUM_KILLS)

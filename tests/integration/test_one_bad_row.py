@@ -47,6 +47,7 @@ def test_a_hung_row_and_refusals_leave_the_engine_to_others(rig: DeploymentRig) 
     assert (view["state"], view["num_completed"]) == ("completed", 20)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_row_that_never_ends_leaves_the_engine_to_others_after_a_death(
     rig: DeploymentRig,

@@ -118,6 +118,26 @@ def test_calls_end_in_replicas_that_a_lower_maximum_leaves_out(rig: FleetRig) ->
     assert len(rig.executions()) == 12
 
 
+def test_a_fleet_that_shrinks_gives_up_what_is_not_ready(rig: FleetRig) -> None:
+    rig.use_fleet(1, 3)
+    rig.ask("up", "-d")
+    rig.ask("engine", "scale", "fleet", "3")
+    rig.wait_until_placed(3)
+    rig.part("agent", "fleet-0").suspend()
+    wait_until(lambda: "fleet-0" not in rig.placed())
+
+    rig.ask("engine", "scale", "fleet", "2")
+    wait_until(lambda: rig.num_running() == 2)
+    assert set(rig.placed()) == {"fleet-1", "fleet-2"}
+    before = {each.pid for each in rig.engines()}
+    rig.kill("daemon")
+    rig.ask("up", "-d")
+    assert set(rig.wait_until_placed(2)) == {"fleet-1", "fleet-2"}
+    rig.ask("engine", "scale", "fleet", "3")
+    assert set(rig.wait_until_placed(3)) == {"fleet-0", "fleet-1", "fleet-2"}
+    assert before < {each.pid for each in rig.engines()}
+
+
 @pytest.mark.quick
 def test_engines_are_gone_when_down_returns(rig: FleetRig) -> None:
     rig.use_fleet(2, 2)

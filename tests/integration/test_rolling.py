@@ -145,6 +145,7 @@ def test_engines_restart_one_at_a_time_and_nothing_is_refused_or_lost(engines: T
     assert max(map(len, begun_at(rig, job).values())) == 2, "no row was taken back"
 
 
+@pytest.mark.nightly
 def test_calls_that_come_through_another_machine_go_to_the_other_engine_too(
     tmp_path: Path, postgres: PostgresServer
 ) -> None:

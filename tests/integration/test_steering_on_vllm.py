@@ -307,6 +307,7 @@ def test_the_sockets_lie_in_a_folder_of_their_owner(rig: DeploymentRig) -> None:
     assert run.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.nightly
 def test_every_query_of_the_board_returns_data(rig: DeploymentRig, tmp_path: Path) -> None:
     """What engines without the scheduler cannot tell included; no call fails here, which
     `test_prometheus_board.py` has."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.tenants import FAIR_SHARE, LEAST_KEPT, measure
 
 NUM_ROWS = 120
 
 
+@pytest.mark.nightly
 def test_a_flood_of_everything_takes_no_rows_from_another_key(tmp_path: Path) -> None:
     record = measure(tmp_path, NUM_ROWS, is_bad=True)
 

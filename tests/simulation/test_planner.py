@@ -358,6 +358,7 @@ def test_of_many_engines_a_part_is_simulated_and_needs_no_fewer(
     assert found.num_calls < 1.5 * len(trace) * 4 / part.num_engines
 
 
+@pytest.mark.nightly
 def test_draws_of_many_engines_are_simulated_side_by_side_with_the_same_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

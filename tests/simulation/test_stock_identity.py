@@ -68,6 +68,7 @@ def test_without_offline_work_the_first_steps_are_stock_vllms(kind: str) -> None
     assert first_difference(*online_only_pair(kind, 0), FEW_STEPS // 2) is None
 
 
+@pytest.mark.nightly
 @slow
 @pytest.mark.parametrize("kind", ONLINE_ONLY)
 def test_without_offline_work_ten_thousand_steps_are_stock_vllms(kind: str) -> None:

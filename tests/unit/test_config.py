@@ -48,10 +48,12 @@ def test_flags_come_before_variables_and_variables_before_the_file(
     text = "model: of-the-file\nlisten: 127.0.0.1:1\n"
     monkeypatch.setenv("BATCHRUN_MODEL", "of-the-variable")
     monkeypatch.setenv("BATCHRUN_LISTEN", "127.0.0.1:2")
+    monkeypatch.setenv("BATCHRUN_GATEWAY_URL", "http://10.1.2.3:8000")
 
-    deployment = load(text, listen="127.0.0.1:3")
+    deployment = load(f"{text}gateway_url: http://file:8000\n", listen="127.0.0.1:3")
 
     assert (deployment.model, deployment.listen) == ("of-the-variable", "127.0.0.1:3")
+    assert deployment.gateway_for_others == "http://10.1.2.3:8000"
 
 
 def test_a_variable_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,7 +150,8 @@ def test_services_and_sets_select_their_pods() -> None:
             assert each["spec"]["selector"]["matchLabels"] == made
             labels.append(made)
         if each["kind"] == "StatefulSet":
-            assert named("Service")[each["spec"]["serviceName"]]["spec"]["clusterIP"] == "None"
+            service = named("Service")[each["spec"]["serviceName"]]["spec"]
+            assert (service["clusterIP"], service["selector"]) == ("None", made)
     for service in named("Service").values():
         assert service["spec"]["selector"] in labels
 

@@ -137,6 +137,16 @@ def test_a_second_daemon_is_kept_off_until_the_first_is_gone(url: str, store: St
         lock.check()
 
 
+def test_who_stands_by_does_not_lead_on_a_store_that_a_newer_batchrun_upgraded(
+    url: str, store: Store
+) -> None:
+    execute(url, "UPDATE alembic_version SET version_num = '9999'")
+
+    for _ in range(2):  # The lock is given back.
+        with pytest.raises(StoreError, match="a newer batchrun has upgraded it; end this daemon"):
+            DaemonLock(store).take()
+
+
 def test_a_lost_lock_is_taken_again(url: str, store: Store) -> None:
     with DaemonLock(store) as lock:
         assert select(url, END_LOCK_SESSION) == [(True,)]
