@@ -202,7 +202,8 @@ class MachineFleet:
         return leaders[0]
 
     def wait_until_whole(self) -> None:
-        """One leads, one stands by, both gateways answer, and two engines run and are ready."""
+        """One leads, one stands by, both gateways answer, two engines run and are ready, and Ray
+        counts on both of their nodes."""
         deadline_s = time.monotonic() + READY_WAIT_S
         while not self.is_whole():
             assert time.monotonic() < deadline_s, [r.ask_daemon("/status") for r in self.rigs]
@@ -219,7 +220,10 @@ class MachineFleet:
             return False
         (led,) = (each for each in pictures if each["leadership"]["role"] == "leader")
         ready = [each for each in led["engines"] if each["state"] == "ready"]
-        return len(ready) == 2 and not led["fleets"][0]["trouble"]
+        (fleet,) = led["fleets"]
+        # Ray may have given a node up whose engine runs on: it ends when that node goes on.
+        alive = {each["address"] for each in fleet["nodes"] if each["is_alive"]}
+        return len(ready) == 2 and not fleet["trouble"] and alive >= set(self.cluster.nodes)
 
     def answers(self, rig: MachineRig) -> bool:
         """Whether a home's gateway knows a model."""

@@ -33,7 +33,6 @@ MEETING_WAIT_S = 5.0
 STOP_WAIT_S = 15.0
 STANDBY_WAIT_S = 2.0
 """A daemon that stands by leads by then."""
-"""An agent ends its engine first."""
 LEAST_START_S = 5.0
 ANSWER_WAIT_S = 10.0
 """A daemon that lives answers sooner."""

@@ -35,6 +35,7 @@ NONCE_VARIABLE = "BATCHRUN_NONCE"
 _NO_PID = 0
 _KILL_WAIT_S = 5.0
 _AGENT_WAIT_S = 30.0
+"""An agent ends its engine first."""
 _POLL_S = 0.05
 _EXEC_WAIT_S = 5.0
 _EXEC_POLL_S = 0.002
@@ -185,9 +186,10 @@ def kill_alone(record_path: Path) -> None:
     """SIGKILL to what a record names, and to nothing that it has started."""
     record = read_record(record_path)
     if record is not None and is_alive(record):
-        process = psutil.Process(record.pid)
-        _signal_all([process], signal.SIGKILL)
-        _wait_gone(record, [process], _KILL_WAIT_S)
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(record.pid)
+            _signal_all([process], signal.SIGKILL)
+            _wait_gone(record, [process], _KILL_WAIT_S)
 
 
 STARVED_SHARE = 0.25
