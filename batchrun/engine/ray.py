@@ -175,8 +175,7 @@ class ReplicaActor:
         self._has_ended = True
 
     def _run_agent(self) -> None:
-        """Start the agent, and return when it has ended. Raises OSError and
-        ConfigError."""
+        """Start the agent, and return when it has ended. Raises OSError, ConfigError."""
         spec, home = self._spec, self._home
         log_path = home.log / f"agent-{spec.name}.log"
         process.stop_agent(self._record_path)
