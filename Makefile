@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Two files at a time: what the tests of a file share is started once.
+BY_FILE := --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 
 .PHONY: setup setup-ray demo ablation plan test test-all test-nightly test-cluster test-cluster-nightly test-postgres check docs lock clean
 
@@ -31,11 +33,11 @@ build/reports.parquet: | setup
 	$(BIN)/batchrun datasets sample loogle --scale full --rows 6000 -o $@
 
 test: setup
-	$(BIN)/python -m pytest --numprocesses=2 -m "not slow and not nightly and not cluster"
+	$(BIN)/python -m pytest $(BY_FILE) -m "not slow and not nightly and not cluster"
 
 # The gate.
 test-all: setup-ray
-	$(BIN)/python -m pytest --numprocesses=2 --durations=25 -m "not nightly and (not cluster or quick)"
+	$(BIN)/python -m pytest $(BY_FILE) --durations=25 -m "not nightly and (not cluster or quick)"
 
 # Other versions of clients and of vLLM, async doubles, more seeds, long kills.
 test-nightly: setup

@@ -9,8 +9,9 @@ import signal
 import sys
 import time
 import urllib.request
-from collections.abc import Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,13 @@ from batchrun.control.client import DaemonClient
 from batchrun.control.following import ProgressBar
 from batchrun.engine import process
 from batchrun.engine.replicas import end_fleet
-from batchrun.errors import BatchrunError, DaemonUnavailableError, StateError
+from batchrun.errors import (
+    BatchrunError,
+    DaemonUnavailableError,
+    EngineError,
+    StateError,
+    StoreError,
+)
 from batchrun.files import DAEMON, StoreLock, check_limits
 from batchrun.home import Home
 from batchrun.store.place import DaemonLock, open_for
@@ -182,7 +189,8 @@ def describe_silence(home: Home, waited_s: float = LOOK_WAIT_S) -> str | None:
 
 
 def stop_everything(home: Home) -> list[str]:
-    """Stop daemon, gateway and engines of a home; returns what was running."""
+    """Stop daemon, gateway and engines of a home; returns what was running. Raises EngineError when
+    Ray does not end a fleet, StoreError when the database does not tell whether to end any."""
     stopped: list[str] = []
     is_daemon_stopped = _stop_daemon(home)
     # A daemon that has only just been spawned does not hold the lock yet.
@@ -196,26 +204,47 @@ def stop_everything(home: Home) -> list[str]:
     for record_path in sorted(home.run.glob("engine-*.json")):
         if process.stop_recorded(record_path):
             stopped.append(record_path.stem.replace("engine-", "engine "))
-    fleets = sorted(home.run.glob("fleet-*.json"))
-    if fleets and not _another_leads(home):
-        for seen in fleets:
-            name = asyncio.run(end_fleet(seen, home.log / f"{seen.stem}.log"))
-            stopped.append(f"fleet {name}")
+    if fleets := sorted(home.run.glob("fleet-*.json")):
+        with _leading(home) as leads:
+            if leads is not None:
+                stopped += _end_fleets(fleets, home, leads)
     return stopped
 
 
-def _another_leads(home: Home) -> bool:
-    """Whether a daemon elsewhere leads now on the database of this home, and has its fleets. Raises
-    StoreError when the database does not answer."""
+def _end_fleets(fleets: Sequence[Path], home: Home, leads: Callable[[], bool]) -> list[str]:
+    ended, failures = [], []
+    for seen in fleets:
+        try:
+            name = asyncio.run(end_fleet(seen, home.log / f"{seen.stem}.log", leads))
+            ended.append(f"fleet {name}")
+        except EngineError as error:
+            failures.append(str(error))
+    if failures:
+        raise EngineError("; ".join(failures))
+    return ended
+
+
+@contextmanager
+def _leading(home: Home) -> Iterator[Callable[[], bool] | None]:
+    """Lead on the home's database, so that no daemon elsewhere places what is ended here: tells
+    whether that still holds. None: another daemon leads now, and has the fleets."""
     if not home.store_url_file.exists():
-        return False
+        yield lambda: True
+        return
     time.sleep(STANDBY_WAIT_S)
     with closing(open_for(home, str(home.store_location))) as store:
         lock = DaemonLock(store)
         try:
-            return not lock.take()
+            yield partial(_still_leads, lock) if lock.take() else None
         finally:
             lock.release()
+
+
+def _still_leads(lock: DaemonLock) -> bool:
+    with suppress(StoreError):
+        lock.check()
+        return True
+    return False
 
 
 def _stop_daemon(home: Home) -> bool:

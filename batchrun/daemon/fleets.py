@@ -18,9 +18,9 @@ from batchrun.daemon.engine_link import Slot
 from batchrun.daemon.in_flight import GATEWAYS_LEARN_S
 from batchrun.daemon.writer import cancel_all
 from batchrun.engine.ray import DRAIN_S, FleetReport, FleetSettings, ReplicaSpec
-from batchrun.engine.replicas import RayFleet, ReplicaEngine
+from batchrun.engine.replicas import FleetMemory, RayFleet, ReplicaEngine, end_fleet, read_memory
 from batchrun.engine_config import MAX_REPLICAS, EngineConfig, RayConfig
-from batchrun.errors import InputError
+from batchrun.errors import ConfigError, EngineError, InputError
 from batchrun.home import Home
 from batchrun.mutual_tls import derive_token, read_or_make_secret, read_secret
 from batchrun.types import EnginePhase
@@ -34,6 +34,8 @@ UNREADY_S = 30.0
 without being emptied."""
 OTHERS_LEARN_S = 4.0
 """Daemons that stand by ask agents once a second; their gateways look after that."""
+AGAIN_S = 30.0
+"""A fleet that Ray did not end is tried again after so long."""
 NUM_QUIET_LOOKS = 3
 """An engine has no calls when so many looks in a row show none: its metrics lag."""
 PORT_MARK = "{port}"
@@ -48,6 +50,7 @@ class Fleets:
 
     def __init__(self, deployment: Deployment, home: Home) -> None:
         """Starts nothing yet. Raises ConfigError when a secret cannot be read."""
+        self._home = home
         self._fleets: dict[str, tuple[RayFleet, RayConfig]] = {}
         for config in deployment.engines:
             if config.ray is not None:
@@ -70,7 +73,10 @@ class Fleets:
 
     def start(self, slots: Sequence[Slot], leads: Callable[[], bool] | None) -> None:
         """Keep as many replicas as were asked for last, else those that there are, at least as many
-        as there must be; a daemon that does not lead (None) looks where they are."""
+        as there must be; a daemon that does not lead (None) looks where they are. A leader ends
+        fleets that the deployment has no more."""
+        if leads is not None:
+            self._tasks.append(asyncio.create_task(self._end_left_over(leads)))
         for name, (fleet, config) in self._fleets.items():
             placed = {each.name for each in fleet.engines if each.is_placed}
             fleet.want(_choose(fleet, max(config.replicas.min, len(placed)), placed))
@@ -82,6 +88,46 @@ class Fleets:
                 if config.replicas.allows(fleet.num_wanted):
                     going_on = self._go_on(name, fleet, its)
                     self._tasks.append(asyncio.create_task(going_on))
+
+    def reread(self, deployment: Deployment) -> dict[str, ReplicaSpec]:
+        """What replicas are to be started with now, by name, where that has changed. Raises
+        ConfigError for a change that takes a new daemon."""
+        changed: dict[str, ReplicaSpec] = {}
+        for config in deployment.engines:
+            if config.name not in self._fleets or config.ray is None:
+                continue
+            fleet = self._fleets[config.name][0]
+            made = _make_fleet(deployment, config, config.ray, self._home)
+            pairs = list(zip(fleet.engines, made.engines, strict=False))
+            ports = [(old.spec.port, new.spec.port) for old, new in pairs]
+            if made.settings != fleet.settings or any(old != new for old, new in ports):
+                raise ConfigError(
+                    f"fleet {config.name}: has another address, port, secret or room on a node in "
+                    "batchrun.yaml by now; that takes the daemon's next start"
+                )
+            changed |= {
+                new.name: new.spec for old, new in pairs if new.spec.digest != old.spec.digest
+            }
+        return changed
+
+    async def renew(self, name: str, spec: ReplicaSpec) -> None:
+        """Have a replica, emptied before, placed anew with this; returns once the old one is gone.
+        One that is not wanted gets it when it is."""
+        fleet = next(each for each, _ in self._fleets.values() if each.has(name))
+        if fleet.engine(name).is_wanted and name in fleet.with_a_place:
+            await fleet.renew_with(name, spec)
+        fleet.engine(name).spec = spec
+
+    async def _end_left_over(self, leads: Callable[[], bool]) -> None:
+        for seen in sorted(self._home.run.glob("fleet-*.json")):
+            name = seen.stem.removeprefix("fleet-")
+            while name not in self._fleets and seen.exists():
+                log.info("fleet %s: is not in batchrun.yaml any more; its replicas end", name)
+                try:
+                    await end_fleet(seen, self._home.log / f"{seen.stem}.log", leads)
+                except EngineError as error:
+                    log.warning("%s", error)
+                    await asyncio.sleep(AGAIN_S)
 
     async def close(self) -> None:
         """Let go of the replicas, which go on."""
@@ -281,14 +327,39 @@ def _make_fleet(
         _spec(deployment, config, name, (ray.port + number, ray.port + MAX_REPLICAS + number))
         for number, name in enumerate(config.replica_names)
     ]
-    specs = [_sealed(spec, secret.decode()) for spec in specs]
+    specs = [_sealed(spec, secret.decode(), ray) for spec in specs]
+    seen = home.fleet(config.name)
+    _check_left(read_memory(seen), settings, seen)
     return RayFleet(
         settings,
         specs,
-        seen=home.fleet(config.name),
+        seen=seen,
         log_path=home.log / f"fleet-{config.name}.log",
         secret_file=secret_file,
     )
+
+
+def _check_left(before: FleetMemory, settings: FleetSettings, seen: Path) -> None:
+    """Raises ConfigError where replicas would be left behind that nobody ends any more."""
+    old = before.settings
+    has_any = before.leads and before.report.num_there
+    if old and has_any and (old.address, old.owner) != (settings.address, settings.owner):
+        raise ConfigError(
+            f"fleet {settings.fleet}: has replicas with another address of Ray, {old.address}, or "
+            "another secret; end them with `batchrun down`, or, where that Ray is gone for good, "
+            f"remove {seen}"
+        )
+
+
+def check_secrets(deployment: Deployment) -> None:
+    """Raises ConfigError for a fleet that this home alone could lead, as others know no secret of
+    its replicas."""
+    for config in deployment.engines:
+        if config.ray is not None and config.secret_file is None:
+            raise ConfigError(
+                f"engine {config.name}: several daemons on a database need the same secret of a "
+                "fleet; give `secret_file: PATH`, with the same content for each"
+            )
 
 
 def _secret_file(deployment: Deployment, config: EngineConfig, home: Home) -> Path:
@@ -320,7 +391,7 @@ def _spec(
     return ReplicaSpec(name, agent_port, "", json.dumps(document, sort_keys=True), "")
 
 
-def _sealed(spec: ReplicaSpec, secret: str) -> ReplicaSpec:
-    content = json.dumps([spec.name, spec.port, secret, spec.config])
+def _sealed(spec: ReplicaSpec, secret: str, ray: RayConfig) -> ReplicaSpec:
+    content = json.dumps([spec.name, spec.port, secret, spec.config, ray.gpus, ray.cpus])
     digest = hashlib.sha256(content.encode()).hexdigest()[:32]
     return msgspec.structs.replace(spec, secret=secret, digest=digest)

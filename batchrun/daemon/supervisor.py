@@ -177,7 +177,8 @@ class Supervisor:
             log.error("%s", error)
             failures.append(error)
             is_any_ready = any(each.engine.state is EnginePhase.READY for each in self.slots)
-            if len(failures) == len(self.slots) and not (is_heir or is_any_ready):
+            num_expected = sum(not each.is_off for each in self.slots)
+            if len(failures) >= num_expected and not (is_heir or is_any_ready):
                 raise failures[0] from None
         await _watch_on(slot.engine.name, slot.engine.watch)
 

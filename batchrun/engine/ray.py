@@ -92,6 +92,11 @@ class FleetOrder(FleetSettings, frozen=True):
         """The name of a replica's placement group."""
         return f"batchrun-{self.owner}-{name}"
 
+    @property
+    def room(self) -> dict[str, float]:
+        """What a replica takes of its node, by kind."""
+        return {kind: num for kind, num in {"GPU": self.gpus, "CPU": self.cpus}.items() if num}
+
 
 class FleetNode(Struct, frozen=True):
     """A node of Ray's cluster, with all the GPUs and CPUs that Ray may give away there."""
@@ -256,6 +261,7 @@ class Placer:
         """`may_act`: whether the order still lasts, as Ray may be silent for a while meanwhile."""
         self._ray, self._may_act = ray, may_act
         self._asked: dict[str, Any] = {}
+        self._asked_at_s: dict[str, float] = {}
         self._deaths: dict[str, tuple[float, str]] = {}
 
     def look(self, order: FleetOrder) -> FleetReport:
@@ -287,6 +293,7 @@ class Placer:
         for name in names - self._asked.keys():
             with suppress(ValueError):
                 self._asked[name] = self._ray.get_actor(name).look.remote()
+                self._asked_at_s[name] = time.monotonic()
         pending = list(self._asked.values())
         if pending:
             self._ray.wait(pending, num_returns=len(pending), timeout=ANSWER_S)
@@ -336,14 +343,13 @@ class Placer:
         died_s, why = self._deaths.get(spec.name, (-math.inf, ""))
         if time.monotonic() - died_s < DEATH_PAUSE_S:
             return f"its actor has died: {why}"
-        group_name = order.group_of(spec.name)
-        if spec.name not in self._groups_of(order):
-            bundle = {"CPU": order.cpus, "GPU": order.gpus}
+        group_name, found = order.group_of(spec.name), self._groups_of(order).get(spec.name)
+        if found is not None and found["bundles"][0] != order.room and self._may_act():
+            self._ray.util.remove_placement_group(self._ray.util.get_placement_group(group_name))
+            return "Ray looks for other room"
+        if found is None:
             self._ray.util.placement_group(
-                [{kind: amount for kind, amount in bundle.items() if amount}],
-                strategy="STRICT_PACK",
-                name=group_name,
-                lifetime="detached",
+                [order.room], strategy="STRICT_PACK", name=group_name, lifetime="detached"
             )
             return "Ray looks for room"
         if room := self._waits_for_room(spec.name, order):
@@ -365,12 +371,12 @@ class Placer:
             ).remote(msgspec.to_builtins(spec), order.owner)
         return "Ray starts its actor"
 
-    def _groups_of(self, order: FleetOrder) -> dict[str, str]:
-        """The states of the fleet's placement groups, by replica."""
+    def _groups_of(self, order: FleetOrder) -> dict[str, dict[str, Any]]:
+        """The fleet's placement groups, by replica."""
         groups = self._ray.util.placement_group_table().values()
         prefix = order.group_of("")
         return {
-            group["name"].removeprefix(prefix): group["state"]
+            group["name"].removeprefix(prefix): group
             for group in groups
             if group["name"].startswith(prefix)
             and group["state"] != "REMOVED"
@@ -379,29 +385,33 @@ class Placer:
 
     def _waits_for_room(self, name: str, order: FleetOrder) -> str:
         """What the replica waits for; nothing where it has its place."""
-        if self._groups_of(order).get(name, "CREATED") == "CREATED":
+        group = self._groups_of(order).get(name)
+        if group is None or group["state"] == "CREATED":
             return ""
-        wanted = [f"{order.gpus:g} GPUs"] if order.gpus else []
-        wanted += [f"{order.cpus:g} CPUs"] if order.cpus else []
-        return f"waits for a node of Ray's with {' and '.join(wanted)} free"
+        wanted = " and ".join(f"{num:g} {kind}s" for kind, num in order.room.items())
+        return f"waits for a node of Ray's with {wanted} free"
 
     def _remove(
         self, name: str, order: FleetOrder, answers: dict[str, dict[str, Any] | str]
     ) -> None:
-        """End a replica that is ours, and give its place back once its engine is gone."""
+        """End a replica that is ours, and give its place back once its engine is gone; with an
+        actor that says nothing for as long as an agent may take to end, without waiting for it."""
         group, answer = self._groups_of(order).get(name), answers.get(name)
         if not self._may_act():
             return
+        asked_at_s = self._asked_at_s.get(name, math.inf) if name in self._asked else math.inf
+        is_hung = group is not None and time.monotonic() - asked_at_s > END_LIMIT_S
         has_answered = isinstance(answer, dict) and answer["owner"] == order.owner
         if isinstance(answer, dict) and has_answered and not answer.get("has_ended", True):
             with suppress(ValueError):
                 is_empty = order.emptied is None or name in order.emptied
                 self._ray.get_actor(name).end.remote(0.0 if is_empty else DRAIN_S)
             return
-        if has_answered or group not in {None, "CREATED"}:
+        has_no_place = group is not None and group["state"] != "CREATED"
+        if has_answered or has_no_place or is_hung:
             with suppress(ValueError):
                 self._ray.kill(self._ray.get_actor(name), no_restart=True)
-        if group is not None and (has_answered or answer is None or group != "CREATED"):
+        if group is not None and (has_answered or answer is None or has_no_place or is_hung):
             place = self._ray.util.get_placement_group(order.group_of(name))
             self._ray.util.remove_placement_group(place)
 

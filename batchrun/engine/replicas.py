@@ -48,6 +48,8 @@ class FleetMemory(Struct, frozen=True):
     report: FleetReport
     num_wanted: int = 0
     """What was asked for last; 0: nothing was, or another daemon leads."""
+    leads: bool = False
+    """Whether the daemon that wrote this led."""
 
 
 class ReplicaEngine(AgentEngine):
@@ -177,9 +179,21 @@ class RayFleet:
         self.num_wanted = num_wanted
         self._remember()
 
+    def has(self, name: str) -> bool:
+        """Whether there may be a replica of this name."""
+        return any(each.name == name for each in self.engines)
+
     def engine(self, name: str) -> ReplicaEngine:
         """The engine of this name."""
         return next(each for each in self.engines if each.name == name)
+
+    async def renew_with(self, name: str, spec: ReplicaSpec) -> None:
+        """Have a replica of other settings placed anew; returns once it has gone."""
+        engine = self.engine(name)
+        before, engine.spec = _start_of(engine), spec
+        self._changed.set()
+        await _until(lambda: name in self.outdated or _start_of(engine) != before)
+        await self.renew(name)
 
     async def renew(self, name: str) -> None:
         """End a replica that is outdated, and have it placed anew; returns once it has gone, or is
@@ -214,6 +228,8 @@ class RayFleet:
                 met, trouble = await self._follow_placer()
             except OSError as error:
                 trouble = f"{trouble}: {error}"
+            except (ValueError, msgspec.DecodeError) as error:
+                trouble = f"what the placer tells cannot be read: {error}"
             if not met and not self.report.nodes:
                 self.failure = trouble
             self._note(f"{trouble}; {PAUSED}")
@@ -293,7 +309,7 @@ class RayFleet:
             self._remember()
 
     def _remember(self) -> None:
-        memory = FleetMemory(self.settings, self.report, self.num_wanted)
+        memory = FleetMemory(self.settings, self.report, self.num_wanted, self._leads)
         with suppress(OSError):
             write_atomically(self._seen, msgspec.json.encode(memory), mode=0o600)
 
@@ -318,24 +334,29 @@ def read_memory(seen: Path) -> FleetMemory:
         return FleetMemory(None, FleetReport())
 
 
-async def end_fleet(seen: Path, log_path: Path) -> str:
-    """End all replicas of the fleet that a file tells of; its name. Raises EngineError when Ray
-    does not answer."""
-    settings = read_memory(seen).settings
+async def end_fleet(seen: Path, log_path: Path, leads: Callable[[], bool]) -> str:
+    """End all replicas of the fleet that a file tells of, while the caller `leads`; its name.
+    Raises EngineError when Ray does not answer."""
+    memory = read_memory(seen)
+    settings = memory.settings
     assert settings is not None
-    fleet = RayFleet(settings, (), seen=seen, log_path=log_path)
-    running = asyncio.create_task(fleet.run(lambda: True))
+    if memory.report.nodes:  # Ray has been met.
+        await _end(RayFleet(settings, (), seen=seen, log_path=log_path), leads)
+    await asyncio.to_thread(seen.unlink, missing_ok=True)
+    return settings.fleet
+
+
+async def _end(fleet: RayFleet, leads: Callable[[], bool]) -> None:
+    running = asyncio.create_task(fleet.run(leads))
     try:
         async with asyncio.timeout(END_WAIT_S):
             await _until(lambda: fleet.has_none)
     except TimeoutError as error:
         why = fleet.trouble or "Ray does not end them"
-        raise EngineError(f"replicas of fleet {settings.fleet} may run on: {why}") from error
+        raise EngineError(f"replicas of fleet {fleet.settings.fleet} may run on: {why}") from error
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-    await asyncio.to_thread(seen.unlink, missing_ok=True)
-    return settings.fleet
 
 
 def _start_of(engine: ReplicaEngine) -> str:

@@ -101,6 +101,16 @@ def test_a_standby_says_who_leads_and_has_it_carry_out_commands(pair: Pair) -> N
         assert client.models.list().data
 
 
+def test_a_standby_that_could_not_lead_a_fleet_is_refused(pair: Pair) -> None:
+    pair.first.use_fake_engine()
+    pair.first.ask("up", "-d")
+    pair.second.configure({"name": "fleet", "ray": {"address": "127.0.0.1:1"}})
+
+    code, line = pair.second.refuse("up", "-d")
+    assert (code, "secret_file" in line) == (4, True)
+    assert pair.second.call("status").returncode != 0
+
+
 def test_a_home_without_a_daemon_gives_its_job_to_the_leader(pair: Pair) -> None:
     pair.start()
     pair.second.ask("down")

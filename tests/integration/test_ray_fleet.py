@@ -215,6 +215,50 @@ def test_settings_that_change_reach_one_replica_after_the_other(rig: FleetRig) -
     check_account(rig, job, [Outage(began_at, time.time(), num_committed)])
 
 
+def test_a_rolling_restart_brings_new_settings_to_replicas(rig: FleetRig) -> None:
+    job = start(rig)
+    wait_for_rows(rig, job, 30)
+    before = {each.pid for each in rig.engines()}
+    began_at, num_committed = time.time(), len(committed_at(rig, job))
+
+    rig.use_fleet(2, 2, "--latency-s=0.9", window={"requests": WINDOW})
+    told = rig.ask("engine", "restart", "--rolling")["told"]
+
+    assert [line.partition(": ")[2] for line in told][2::3] == ["is ready"] * 2
+    assert all("--latency-s=0.9" in each.cmdline() for each in rig.engines())
+    assert len(rig.wait_until_placed(2)) == 2
+    assert not before & {each.pid for each in rig.engines()}
+    check_account(rig, job, [Outage(began_at, time.time(), num_committed)])
+
+
+def test_a_fleet_that_is_described_no_more_ends(rig: FleetRig) -> None:
+    job = start(rig, num_rows=60)
+    wait_for_rows(rig, job, 10)
+    before = {each.pid for each in rig.engines()}
+    began_at, num_committed = time.time(), len(committed_at(rig, job))
+
+    rig.use_fake_engine()
+    rig.kill("daemon")
+    rig.ask("up", "-d")
+
+    wait_until(lambda: not before & {each.pid for each in rig.engines()})
+    wait_until(lambda: not list((rig.home / "run").glob("fleet-*.json")))
+    check_account(rig, job, [Outage(began_at, time.time(), num_committed)])
+
+
+@pytest.mark.nightly
+def test_down_ends_actors_that_stand_still(rig: FleetRig) -> None:
+    rig.use_fleet(2, 2)
+    rig.ask("up", "-d")
+    rig.wait_until_placed(2)
+    actor = rig.part("actor", "fleet-0")
+    actor.suspend()
+
+    rig.ask("down")
+    wait_until(lambda: rig.engines() == [])
+    assert not actor.is_running()
+
+
 def test_calls_and_rows_go_on_without_the_head_and_placement_pauses(
     rig: FleetRig, cluster: RayCluster
 ) -> None:

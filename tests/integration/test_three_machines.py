@@ -19,7 +19,7 @@ import psutil
 import pytest
 import requests
 from deployment_rig import JOB_FILE
-from kill_rig import Outage, check_account, committed_at, job_state
+from kill_rig import Outage, check_account, committed_at, job_state, wait_until
 from machines_rig import (
     MODEL,
     MachineCluster,
@@ -39,7 +39,8 @@ pytestmark = [
 ]
 
 VLLM_ARGS = (f"--kv-cache-memory-bytes={1 << 28}", "--max-model-len=4096", "--max-num-seqs=16")
-KILLED = ("actor", "agent", "engine", "raylet", "daemon", "gateway", "postgres")
+ENDS_AN_ENGINE = ("actor", "agent", "engine", "raylet")
+KILLED = (*ENDS_AN_ENGINE, "daemon", "gateway", "postgres")
 LASTS_S = 20.0
 """So long a part stands still, and a link is down."""
 JOB = JOB_FILE.replace(
@@ -197,7 +198,7 @@ def happen(fleet: MachineFleet, what: str, part: str, rng: random.Random) -> Non
         time.sleep(LASTS_S)
         fleet.machines.join(number)
         return
-    processes = fleet.part(part, rng)
+    processes, engines = fleet.part(part, rng), set(fleet.engines())
     assert processes, f"there is no {part}"
     number = signal.SIGSTOP if what == "stop" else signal.SIGKILL
     for process in processes[: 1 if what == "kill" else None]:
@@ -211,6 +212,8 @@ def happen(fleet: MachineFleet, what: str, part: str, rng: random.Random) -> Non
     elif part == "postgres":
         psutil.wait_procs(processes, timeout=20)
         fleet.postgres.start()
+    elif part in ENDS_AN_ENGINE:
+        wait_until(lambda: not engines <= set(fleet.engines()))
 
 
 def events(rng: random.Random, num_events: int) -> Iterator[tuple[str, str]]:

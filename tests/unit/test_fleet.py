@@ -24,14 +24,15 @@ from batchrun.engine.ray import (
     PlacedReplica,
     ReplicaSpec,
 )
-from batchrun.engine.replicas import FleetMemory, RayFleet, ReplicaEngine
+from batchrun.engine.replicas import FleetMemory, RayFleet, ReplicaEngine, read_memory
 from batchrun.errors import ConfigError, EngineError, InputError
 from batchrun.home import Home
 from batchrun.server.api.standby import reached
 from batchrun.store.jobs import Leader
 from batchrun.types import EnginePhase, Request
 
-FLEET = {"name": "fleet", "ray": {"replicas": {"min": 2, "max": 3}, "gpus": 1, "cpus": 4}}
+RAY = {"replicas": {"min": 2, "max": 3}, "gpus": 1, "cpus": 4}
+FLEET = {"name": "fleet", "ray": RAY}
 
 
 def write(folder: Path, *engines: object, **more: object) -> Path:
@@ -105,11 +106,48 @@ def test_each_replica_has_ports_of_its_own_and_what_its_engine_needs(tmp_path: P
 def test_settings_that_change_make_another_replica(tmp_path: Path) -> None:
     before = specs_of(tmp_path, write(tmp_path, FLEET))
     same = specs_of(tmp_path, write(tmp_path, FLEET))
-    after = specs_of(tmp_path, write(tmp_path, FLEET | {"vllm_args": ["--max-model-len", "512"]}))
+    args = specs_of(tmp_path, write(tmp_path, FLEET | {"vllm_args": ["--max-model-len", "512"]}))
+    room = specs_of(tmp_path, write(tmp_path, FLEET | {"ray": RAY | {"gpus": 2}}))
 
     assert [spec.digest for spec in before] == [spec.digest for spec in same]
-    assert not {spec.digest for spec in before} & {spec.digest for spec in after}
-    assert len({spec.digest for spec in before}) == 3
+    assert len({spec.digest for spec in (*before, *args, *room)}) == 9
+
+
+def test_settings_are_read_again_unless_they_take_another_daemon(tmp_path: Path) -> None:
+    fleets = Fleets(load_deployment(write(tmp_path, FLEET)), Home(tmp_path / "home"))
+    new = FLEET | {"vllm_args": ["--max-model-len", "512"]}
+
+    assert fleets.reread(load_deployment(write(tmp_path, FLEET))) == {}
+    changed = fleets.reread(load_deployment(write(tmp_path, new)))
+    assert set(changed) == {"fleet-0", "fleet-1", "fleet-2"}
+    assert "512" in changed["fleet-1"].config
+    for other in ({"port": 9000}, {"gpus": 2}, {"address": "other:1"}):
+        path = write(tmp_path, FLEET | {"ray": RAY | other})
+        with pytest.raises(ConfigError, match="takes the daemon's next start"):
+            fleets.reread(load_deployment(path))
+
+
+@pytest.mark.parametrize("changed", ["address", "owner"])
+async def test_replicas_that_nobody_would_end_any_more_are_not_forgotten(
+    tmp_path: Path, changed: str
+) -> None:
+    deployment, home = load_deployment(write(tmp_path, FLEET)), Home(tmp_path / "home")
+    fleets, seen = Fleets(deployment, home), home.fleet("fleet")
+    fleets.start((), lambda: True)
+    await asyncio.sleep(0)
+    await fleets.close()
+    memory = msgspec.structs.replace(read_memory(seen), report=FleetReport(num_there=1))
+    seen.write_bytes(msgspec.json.encode(memory))
+    Fleets(deployment, home)
+
+    assert memory.settings is not None
+    settings = msgspec.structs.replace(memory.settings, **{changed: "other"})
+    memory = msgspec.structs.replace(memory, settings=settings)
+    seen.write_bytes(msgspec.json.encode(memory))
+    with pytest.raises(ConfigError, match="end them with `batchrun down`"):
+        Fleets(deployment, home)
+    seen.write_bytes(msgspec.json.encode(msgspec.structs.replace(memory, leads=False)))
+    Fleets(deployment, home)
 
 
 def test_a_fleet_that_may_be_larger_has_the_replicas_that_it_had(tmp_path: Path) -> None:

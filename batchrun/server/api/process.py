@@ -20,6 +20,7 @@ import uvloop
 from batchrun.config import Deployment, split_listen
 from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.engine_link import Slot
+from batchrun.daemon.fleets import check_secrets
 from batchrun.daemon.supervisor import Supervisor, engine_python
 from batchrun.daemon.writer import cancel_all
 from batchrun.engine import process
@@ -53,6 +54,7 @@ from batchrun.server.web.history import History
 from batchrun.server.web.pages import Pages, dashboard_router
 from batchrun.server.web.sight import Sight
 from batchrun.server.web.uploads import Desk
+from batchrun.store import jobs
 from batchrun.store.database import Store
 from batchrun.store.place import DaemonLock, open_for
 
@@ -97,6 +99,8 @@ def serve(reread: Callable[[], Deployment], home: Home, *, on_ready: Callable[[]
             keys.publish()
             is_heir = not _leads_at_once(lock)
             if is_heir:
+                if jobs.read_leader(store).name != _name_of(home):
+                    check_secrets(deployment)
                 ended = uvloop.run(_stand_by(deployment, home, keys, lock))
                 if ended is not None:
                     return ended
@@ -245,7 +249,7 @@ async def _run(
         server.address.token,
         server.gateway_key,
         deployment.completion_windows,
-        Rolling(daemon, home, reread),
+        Rolling(daemon, supervisor.fleets, home, reread),
         keys,
     )
     app = make_app(daemon, status, edge)

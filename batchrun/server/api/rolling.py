@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from batchrun.config import Deployment
 from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.engine_link import Slot
-from batchrun.daemon.fleets import begin_draining, empty, end_draining
+from batchrun.daemon.fleets import Fleets, begin_draining, empty, end_draining
 from batchrun.daemon.in_flight import GATEWAYS_LEARN_S
 from batchrun.daemon.supervisor import build_model, make_managed
 from batchrun.engine.agent.engine import AgentEngine
 from batchrun.engine.command import ManagedSettings
 from batchrun.engine.engine import AttachedEngine, ManagedEngine
+from batchrun.engine.ray import ReplicaSpec
 from batchrun.errors import BatchrunError, ConfigError, EngineError, StateError
 from batchrun.home import Home
 from batchrun.types import EnginePhase
@@ -25,8 +26,8 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 0.5
 ROLLING = "its restart"
-AGENT_BACK_S = 60.0
-"""An agent that begins anew answers within so long."""
+AGENT_BACK_S, PLACED_S = 60.0, 300.0
+"""An agent that begins anew, or that Ray places anew, answers within so long."""
 
 
 @dataclass(slots=True)
@@ -38,6 +39,7 @@ class Rolling:
     """
 
     daemon: Daemon
+    fleets: Fleets
     home: Home
     reread: Callable[[], Deployment]
     told: list[str] = field(default_factory=list)
@@ -56,13 +58,14 @@ class Rolling:
             raise StateError("a rolling restart goes on already; wait for its end")
         deployment = await asyncio.to_thread(self.reread)
         settings = self._settings(deployment)
+        specs = await asyncio.to_thread(self.fleets.reread, deployment)
         await asyncio.to_thread(build_model, deployment, self.home)
         self.told, self.failure = [], None
-        self._running = asyncio.create_task(self._roll(settings, drain_s))
+        self._running = asyncio.create_task(self._roll(settings | specs, drain_s))
 
-    def _settings(self, deployment: Deployment) -> Mapping[str, ManagedSettings]:
+    def _settings(self, deployment: Deployment) -> dict[str, ManagedSettings | ReplicaSpec]:
         """Of the engines that batchrun starts here, by name."""
-        found = {}
+        found: dict[str, ManagedSettings | ReplicaSpec] = {}
         for slot in self.daemon.slots:
             engine = slot.engine
             if not isinstance(engine, ManagedEngine):
@@ -79,20 +82,27 @@ class Rolling:
             found[engine.name] = new
         return found
 
-    async def _roll(self, settings: Mapping[str, ManagedSettings], drain_s: float) -> None:
+    async def _roll(
+        self, settings: Mapping[str, ManagedSettings | ReplicaSpec], drain_s: float
+    ) -> None:
         try:
             for slot in self.daemon.slots:
+                new = settings.get(slot.engine.name)
                 if slot.engine.state is EnginePhase.STOPPED:
+                    if isinstance(new, ReplicaSpec):
+                        await self.fleets.renew(slot.engine.name, new)
                     continue
                 if isinstance(slot.engine, AttachedEngine):
                     self._tell(slot, "is not started by batchrun, and is left as it is")
                     continue
-                await self._restart(slot, settings.get(slot.engine.name), drain_s)
+                await self._restart(slot, new, drain_s)
         except BatchrunError as error:
             self.failure = str(error)
             log.error("the rolling restart ends: %s", error)
 
-    async def _restart(self, slot: Slot, settings: ManagedSettings | None, drain_s: float) -> None:
+    async def _restart(
+        self, slot: Slot, settings: ManagedSettings | ReplicaSpec | None, drain_s: float
+    ) -> None:
         name = slot.engine.name
         others = [
             each for each in self.daemon.slots if each is not slot and _share_models(each, slot)
@@ -105,8 +115,14 @@ class Rolling:
             num_left = await empty(slot, drain_s)
             self._tell(slot, f"restarts{', calls it has are broken off' if num_left else ''}")
             if isinstance(slot.engine, AgentEngine):
-                await _restart_behind_agent(slot.engine)
-            elif isinstance(slot.engine, ManagedEngine) and settings is not None:
+                before, wait_s = _start_of(slot.engine), AGENT_BACK_S
+                if isinstance(settings, ReplicaSpec):
+                    wait_s = PLACED_S
+                    await self._place_anew(name, settings)
+                else:
+                    await slot.engine.client.begin_anew()
+                await _until_back(slot.engine, before, wait_s)
+            elif isinstance(slot.engine, ManagedEngine) and isinstance(settings, ManagedSettings):
                 await _restart_here(slot.engine, settings)
         finally:
             end_draining(slot, ROLLING)
@@ -114,6 +130,15 @@ class Rolling:
         slot.came_back()
         self._tell(slot, "is ready")
         await asyncio.sleep(GATEWAYS_LEARN_S)
+
+    async def _place_anew(self, name: str, spec: ReplicaSpec) -> None:
+        try:
+            async with asyncio.timeout(PLACED_S):
+                await self.fleets.renew(name, spec)
+        except TimeoutError as error:
+            raise EngineError(
+                f"engine {name}: Ray does not end it within {PLACED_S:g} s"
+            ) from error
 
     def _tell(self, slot: Slot, what: str) -> None:
         line = f"engine {slot.engine.name}: {what}"
@@ -135,10 +160,12 @@ async def _restart_here(engine: ManagedEngine, settings: ManagedSettings) -> Non
         await asyncio.sleep(LOOK_S)
 
 
-async def _restart_behind_agent(engine: AgentEngine) -> None:
-    known = engine.client.state
-    before = None if known is None else known.start_id
-    await engine.client.begin_anew()
+def _start_of(engine: AgentEngine) -> str | None:
+    return None if engine.client.state is None else engine.client.state.start_id
+
+
+async def _until_back(engine: AgentEngine, before: str | None, wait_s: float) -> None:
+    """Until the engine is ready in another start of its agent, which may be silent so long."""
     answered_s = time.monotonic()
     while True:
         known, now_s = engine.client.state, time.monotonic()
@@ -146,7 +173,7 @@ async def _restart_behind_agent(engine: AgentEngine) -> None:
             answered_s = now_s
             if known.start_id != before and known.phase is EnginePhase.READY:
                 return
-        is_gone = now_s - answered_s > AGENT_BACK_S
+        is_gone = now_s - answered_s > wait_s
         if is_gone or (known is not None and known.phase is EnginePhase.FAILED):
             raise EngineError(f"engine {engine.name} does not come back: {engine.stage}")
         await asyncio.sleep(LOOK_S)
