@@ -208,6 +208,9 @@ def stop_everything(home: Home) -> list[str]:
         with _leading(home) as leads:
             if leads is not None:
                 stopped += _end_fleets(fleets, home, leads)
+            else:  # Whoever leads has them.
+                for seen in fleets:
+                    seen.unlink(missing_ok=True)
     return stopped
 
 

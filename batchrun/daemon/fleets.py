@@ -75,8 +75,10 @@ class Fleets:
         """Keep as many replicas as were asked for last, else those that there are, at least as many
         as there must be; a daemon that does not lead (None) looks where they are. A leader ends
         fleets that the deployment has no more."""
-        if leads is not None:
-            self._tasks.append(asyncio.create_task(self._end_left_over(leads)))
+        for seen in self._home.run.glob("fleet-*.json"):
+            if leads is not None and seen.stem.removeprefix("fleet-") not in self._fleets:
+                log_path = self._home.log / f"{seen.stem}.log"
+                self._tasks.append(asyncio.create_task(_end_left_over(seen, log_path, leads)))
         for name, (fleet, config) in self._fleets.items():
             placed = {each.name for each in fleet.engines if each.is_placed}
             fleet.want(_choose(fleet, max(config.replicas.min, len(placed)), placed))
@@ -111,23 +113,17 @@ class Fleets:
         return changed
 
     async def renew(self, name: str, spec: ReplicaSpec) -> None:
-        """Have a replica, emptied before, placed anew with this; returns once the old one is gone.
-        One that is not wanted gets it when it is."""
-        fleet = next(each for each, _ in self._fleets.values() if each.has(name))
-        if fleet.engine(name).is_wanted and name in fleet.with_a_place:
-            await fleet.renew_with(name, spec)
-        fleet.engine(name).spec = spec
+        """Have a replica, emptied before, placed anew with this; returns once its next agent
+        answers, or it is not wanted any more."""
+        await self._fleet_of(name).renew_with(name, spec)
 
-    async def _end_left_over(self, leads: Callable[[], bool]) -> None:
-        for seen in sorted(self._home.run.glob("fleet-*.json")):
-            name = seen.stem.removeprefix("fleet-")
-            while name not in self._fleets and seen.exists():
-                log.info("fleet %s: is not in batchrun.yaml any more; its replicas end", name)
-                try:
-                    await end_fleet(seen, self._home.log / f"{seen.stem}.log", leads)
-                except EngineError as error:
-                    log.warning("%s", error)
-                    await asyncio.sleep(AGAIN_S)
+    def prepare(self, name: str, spec: ReplicaSpec) -> None:
+        """Have a replica that is nowhere now placed with this."""
+        self._fleet_of(name).engine(name).spec = spec
+
+    def _fleet_of(self, name: str) -> RayFleet:
+        fleets = (fleet for fleet, _ in self._fleets.values())
+        return next(each for each in fleets if any(name == its.name for its in each.engines))
 
     async def close(self) -> None:
         """Let go of the replicas, which go on."""
@@ -223,6 +219,17 @@ def _view_nodes(report: FleetReport) -> list[dict[str, object]]:
         }
         for node in report.nodes
     ]
+
+
+async def _end_left_over(seen: Path, log_path: Path, leads: Callable[[], bool]) -> None:
+    """End a fleet that the deployment has no more, with the calls that it has."""
+    log.info("%s: its fleet is not in batchrun.yaml any more, and ends", seen)
+    while await asyncio.to_thread(seen.exists):
+        try:
+            await end_fleet(seen, log_path, leads)
+        except EngineError as error:
+            log.warning("%s; where that Ray is gone for good, remove %s", error, seen)
+            await asyncio.sleep(AGAIN_S)
 
 
 async def _shrink(
@@ -327,7 +334,7 @@ def _make_fleet(
         _spec(deployment, config, name, (ray.port + number, ray.port + MAX_REPLICAS + number))
         for number, name in enumerate(config.replica_names)
     ]
-    specs = [_sealed(spec, secret.decode(), ray) for spec in specs]
+    specs = [_sealed(spec, secret.decode()) for spec in specs]
     seen = home.fleet(config.name)
     _check_left(read_memory(seen), settings, seen)
     return RayFleet(
@@ -351,15 +358,10 @@ def _check_left(before: FleetMemory, settings: FleetSettings, seen: Path) -> Non
         )
 
 
-def check_secrets(deployment: Deployment) -> None:
-    """Raises ConfigError for a fleet that this home alone could lead, as others know no secret of
-    its replicas."""
-    for config in deployment.engines:
-        if config.ray is not None and config.secret_file is None:
-            raise ConfigError(
-                f"engine {config.name}: several daemons on a database need the same secret of a "
-                "fleet; give `secret_file: PATH`, with the same content for each"
-            )
+def lone_fleet(deployment: Deployment) -> str | None:
+    """The name of a fleet that only this home can lead, which made its secret for itself."""
+    fleets = (each for each in deployment.engines if each.ray is not None)
+    return next((each.name for each in fleets if each.secret_file is None), None)
 
 
 def _secret_file(deployment: Deployment, config: EngineConfig, home: Home) -> Path:
@@ -391,7 +393,7 @@ def _spec(
     return ReplicaSpec(name, agent_port, "", json.dumps(document, sort_keys=True), "")
 
 
-def _sealed(spec: ReplicaSpec, secret: str, ray: RayConfig) -> ReplicaSpec:
-    content = json.dumps([spec.name, spec.port, secret, spec.config, ray.gpus, ray.cpus])
+def _sealed(spec: ReplicaSpec, secret: str) -> ReplicaSpec:
+    content = json.dumps([spec.name, spec.port, secret, spec.config])
     digest = hashlib.sha256(content.encode()).hexdigest()[:32]
     return msgspec.structs.replace(spec, secret=secret, digest=digest)

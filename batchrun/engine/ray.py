@@ -326,7 +326,7 @@ class Placer:
         if answer["owner"] != order.owner:
             stage = f"{name} is of another deployment's fleet: give this one another name"
             return PlacedReplica(name=name, stage=stage)
-        is_outdated = answer["digest"] != spec.digest
+        is_outdated = answer["digest"] != spec.digest or self._has_other_room(name, order)
         is_renewed = is_outdated and name in order.renewed
         if order.leads and (is_renewed or answer.get("is_ending")):
             if is_renewed or answer["has_ended"]:
@@ -343,11 +343,11 @@ class Placer:
         died_s, why = self._deaths.get(spec.name, (-math.inf, ""))
         if time.monotonic() - died_s < DEATH_PAUSE_S:
             return f"its actor has died: {why}"
-        group_name, found = order.group_of(spec.name), self._groups_of(order).get(spec.name)
-        if found is not None and found["bundles"][0] != order.room and self._may_act():
+        group_name = order.group_of(spec.name)
+        if self._has_other_room(spec.name, order) and self._may_act():
             self._ray.util.remove_placement_group(self._ray.util.get_placement_group(group_name))
             return "Ray looks for other room"
-        if found is None:
+        if spec.name not in self._groups_of(order):
             self._ray.util.placement_group(
                 [order.room], strategy="STRICT_PACK", name=group_name, lifetime="detached"
             )
@@ -383,6 +383,10 @@ class Placer:
             and order.owns(group["name"].removeprefix(prefix))
         }
 
+    def _has_other_room(self, name: str, order: FleetOrder) -> bool:
+        group = self._groups_of(order).get(name)
+        return group is not None and list(group["bundles"].values()) != [order.room]
+
     def _waits_for_room(self, name: str, order: FleetOrder) -> str:
         """What the replica waits for; nothing where it has its place."""
         group = self._groups_of(order).get(name)
@@ -408,7 +412,7 @@ class Placer:
                 self._ray.get_actor(name).end.remote(0.0 if is_empty else DRAIN_S)
             return
         has_no_place = group is not None and group["state"] != "CREATED"
-        if has_answered or has_no_place or is_hung:
+        if has_answered or (has_no_place and not isinstance(answer, dict)):
             with suppress(ValueError):
                 self._ray.kill(self._ray.get_actor(name), no_restart=True)
         if group is not None and (has_answered or answer is None or has_no_place or is_hung):
@@ -476,6 +480,8 @@ def main() -> int:
 
 
 def _place_on(placer: Placer, orders: _Orders, reports: IO[bytes]) -> None:
+    # Only to look: what is placed before the daemon has met Ray, nobody would end.
+    _tell(reports, placer.look(msgspec.structs.replace(orders.latest, leads=False)))
     while True:
         orders.came.clear()
         _tell(reports, placer.look(orders.latest))

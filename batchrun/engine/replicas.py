@@ -179,21 +179,21 @@ class RayFleet:
         self.num_wanted = num_wanted
         self._remember()
 
-    def has(self, name: str) -> bool:
-        """Whether there may be a replica of this name."""
-        return any(each.name == name for each in self.engines)
-
     def engine(self, name: str) -> ReplicaEngine:
         """The engine of this name."""
         return next(each for each in self.engines if each.name == name)
 
     async def renew_with(self, name: str, spec: ReplicaSpec) -> None:
-        """Have a replica of other settings placed anew; returns once it has gone."""
+        """Have a replica placed anew with other settings; returns once its next agent answers, or
+        it is not wanted any more."""
         engine = self.engine(name)
         before, engine.spec = _start_of(engine), spec
+        self._renewed.add(name)
         self._changed.set()
-        await _until(lambda: name in self.outdated or _start_of(engine) != before)
-        await self.renew(name)
+        try:
+            await _until(lambda: _start_of(engine) not in {before, ""} or not engine.is_wanted)
+        finally:
+            self._renewed.discard(name)
 
     async def renew(self, name: str) -> None:
         """End a replica that is outdated, and have it placed anew; returns once it has gone, or is
@@ -339,7 +339,8 @@ async def end_fleet(seen: Path, log_path: Path, leads: Callable[[], bool]) -> st
     Raises EngineError when Ray does not answer."""
     memory = read_memory(seen)
     settings = memory.settings
-    assert settings is not None
+    if settings is None:
+        raise EngineError(f"{seen} cannot be read: end its fleet's actors in Ray, and remove it")
     if memory.report.nodes:  # Ray has been met.
         await _end(RayFleet(settings, (), seen=seen, log_path=log_path), leads)
     await asyncio.to_thread(seen.unlink, missing_ok=True)

@@ -20,12 +20,13 @@ import uvloop
 from batchrun.config import Deployment, split_listen
 from batchrun.daemon.daemon import Daemon
 from batchrun.daemon.engine_link import Slot
-from batchrun.daemon.fleets import check_secrets
+from batchrun.daemon.fleets import lone_fleet
 from batchrun.daemon.supervisor import Supervisor, engine_python
 from batchrun.daemon.writer import cancel_all
 from batchrun.engine import process
 from batchrun.errors import (
     BatchrunError,
+    ConfigError,
     EngineError,
     NotLeadingError,
     StoreError,
@@ -56,7 +57,7 @@ from batchrun.server.web.sight import Sight
 from batchrun.server.web.uploads import Desk
 from batchrun.store import jobs
 from batchrun.store.database import Store
-from batchrun.store.place import DaemonLock, open_for
+from batchrun.store.place import SILENT_S, DaemonLock, open_for
 
 log = logging.getLogger(__name__)
 
@@ -93,14 +94,18 @@ def serve(reread: Callable[[], Deployment], home: Home, *, on_ready: Callable[[]
         resolved = deployment.model_dump_json(indent=2, exclude=secret)
         write_atomically(home.resolved_config, resolved.encode(), mode=0o600)
         keys = KeyList(store, home.api_keys, limits_in(deployment))
-        lock, is_heir = DaemonLock(store, wait_s=LEAD_WAIT_S), False
+        lone, is_heir = lone_fleet(deployment), False
+        lock = DaemonLock(store, wait_s=LEAD_WAIT_S + (SILENT_S if lone else 0))
         try:
             keys.check(split_listen(deployment.listen)[0])
             keys.publish()
             is_heir = not _leads_at_once(lock)
             if is_heir:
-                if jobs.read_leader(store).name != _name_of(home):
-                    check_secrets(deployment)
+                if lone and jobs.read_leader(store).name != _name_of(home):
+                    raise ConfigError(
+                        f"engine {lone}: another daemon leads, and several on a database need one "
+                        "secret of a fleet: `secret_file: PATH`, with the same content for each"
+                    )
                 ended = uvloop.run(_stand_by(deployment, home, keys, lock))
                 if ended is not None:
                     return ended

@@ -18,6 +18,7 @@ from batchrun.engine.agent.engine import AgentEngine
 from batchrun.engine.command import ManagedSettings
 from batchrun.engine.engine import AttachedEngine, ManagedEngine
 from batchrun.engine.ray import ReplicaSpec
+from batchrun.engine.replicas import ReplicaEngine
 from batchrun.errors import BatchrunError, ConfigError, EngineError, StateError
 from batchrun.home import Home
 from batchrun.types import EnginePhase
@@ -88,9 +89,9 @@ class Rolling:
         try:
             for slot in self.daemon.slots:
                 new = settings.get(slot.engine.name)
-                if slot.engine.state is EnginePhase.STOPPED:
-                    if isinstance(new, ReplicaSpec):
-                        await self.fleets.renew(slot.engine.name, new)
+                if isinstance(new, ReplicaSpec) and not _has_agent(slot):
+                    self.fleets.prepare(slot.engine.name, new)
+                if slot.engine.state is EnginePhase.STOPPED or not _has_agent(slot):
                     continue
                 if isinstance(slot.engine, AttachedEngine):
                     self._tell(slot, "is not started by batchrun, and is left as it is")
@@ -128,7 +129,7 @@ class Rolling:
             end_draining(slot, ROLLING)
             self.daemon.dispatcher.wake()
         slot.came_back()
-        self._tell(slot, "is ready")
+        self._tell(slot, "is not wanted any more" if slot.is_off else "is ready")
         await asyncio.sleep(GATEWAYS_LEARN_S)
 
     async def _place_anew(self, name: str, spec: ReplicaSpec) -> None:
@@ -164,16 +165,26 @@ def _start_of(engine: AgentEngine) -> str | None:
     return None if engine.client.state is None else engine.client.state.start_id
 
 
+def _has_agent(slot: Slot) -> bool:
+    """False for a replica that is nowhere now: it comes with its new settings."""
+    return not isinstance(slot.engine, ReplicaEngine) or slot.engine.client.state is not None
+
+
 async def _until_back(engine: AgentEngine, before: str | None, wait_s: float) -> None:
-    """Until the engine is ready in another start of its agent, which may be silent so long."""
-    answered_s = time.monotonic()
-    while True:
+    """Until the engine is ready in the next start of its agent, which must begin within `wait_s`
+    and be silent for no longer, or is not wanted any more."""
+    heard_s, begun = time.monotonic(), None
+    while engine.state is not EnginePhase.STOPPED:
         known, now_s = engine.client.state, time.monotonic()
-        if known is not None:
-            answered_s = now_s
-            if known.start_id != before and known.phase is EnginePhase.READY:
+        if known is not None and known.start_id != before:
+            heard_s, begun = now_s, begun or known.start_id
+            if known.phase is EnginePhase.READY:
                 return
-        is_gone = now_s - answered_s > wait_s
-        if is_gone or (known is not None and known.phase is EnginePhase.FAILED):
-            raise EngineError(f"engine {engine.name} does not come back: {engine.stage}")
+            if known.phase is EnginePhase.FAILED or known.start_id != begun:
+                break
+        if now_s - heard_s > wait_s:
+            break
         await asyncio.sleep(LOOK_S)
+    else:
+        return
+    raise EngineError(f"engine {engine.name} does not come back: {engine.stage}")
