@@ -261,7 +261,7 @@ class Placer:
         """`may_act`: whether the order still lasts, as Ray may be silent for a while meanwhile."""
         self._ray, self._may_act = ray, may_act
         self._asked: dict[str, Any] = {}
-        self._asked_at_s: dict[str, float] = {}
+        self._silent_s: dict[str, float] = {}
         self._deaths: dict[str, tuple[float, str]] = {}
 
     def look(self, order: FleetOrder) -> FleetReport:
@@ -277,8 +277,8 @@ class Placer:
             for node in self._ray.nodes()
         ]
         there = {name for name in self._ray.util.list_named_actors() if order.owns(name)}
-        for name in self._asked.keys() - there:
-            del self._asked[name]
+        self._asked = {name: asked for name, asked in self._asked.items() if name in there}
+        self._silent_s = {name: at_s for name, at_s in self._silent_s.items() if name in there}
         answers = self._ask(there)
         replicas = [self._serve(order, spec, answers, there) for spec in order.replicas]
         if order.leads:
@@ -293,7 +293,7 @@ class Placer:
         for name in names - self._asked.keys():
             with suppress(ValueError):
                 self._asked[name] = self._ray.get_actor(name).look.remote()
-                self._asked_at_s[name] = time.monotonic()
+                self._silent_s.setdefault(name, time.monotonic())
         pending = list(self._asked.values())
         if pending:
             self._ray.wait(pending, num_returns=len(pending), timeout=ANSWER_S)
@@ -305,6 +305,7 @@ class Placer:
             del self._asked[name]
             try:
                 answers[name] = self._ray.get(asked)
+                del self._silent_s[name]
             except self._ray.exceptions.RayActorError as error:
                 answers[name] = "its actor has died; Ray starts it again"
                 self._deaths[name] = time.monotonic(), " ".join(str(error).split())[:200]
@@ -403,8 +404,7 @@ class Placer:
         group, answer = self._groups_of(order).get(name), answers.get(name)
         if not self._may_act():
             return
-        asked_at_s = self._asked_at_s.get(name, math.inf) if name in self._asked else math.inf
-        is_hung = group is not None and time.monotonic() - asked_at_s > END_LIMIT_S
+        is_hung = time.monotonic() - self._silent_s.get(name, math.inf) > END_LIMIT_S
         has_answered = isinstance(answer, dict) and answer["owner"] == order.owner
         if isinstance(answer, dict) and has_answered and not answer.get("has_ended", True):
             with suppress(ValueError):
