@@ -19,7 +19,7 @@ from batchrun.config import STOCK_POLICY, Deployment, load_deployment
 from batchrun.control.client import DaemonClient
 from batchrun.control.following import ProgressBar
 from batchrun.engine import process
-from batchrun.engine.replicas import end_fleet
+from batchrun.engine.replicas import end_fleet, leave_to_leader
 from batchrun.errors import (
     BatchrunError,
     DaemonUnavailableError,
@@ -208,9 +208,9 @@ def stop_everything(home: Home) -> list[str]:
         with _leading(home) as leads:
             if leads is not None:
                 stopped += _end_fleets(fleets, home, leads)
-            else:  # Whoever leads has them.
+            else:
                 for seen in fleets:
-                    seen.unlink(missing_ok=True)
+                    leave_to_leader(seen)
     return stopped
 
 

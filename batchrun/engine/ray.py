@@ -262,6 +262,7 @@ class Placer:
         self._ray, self._may_act = ray, may_act
         self._asked: dict[str, Any] = {}
         self._silent_s: dict[str, float] = {}
+        self._groups: dict[str, dict[str, Any]] = {}
         self._deaths: dict[str, tuple[float, str]] = {}
 
     def look(self, order: FleetOrder) -> FleetReport:
@@ -279,11 +280,11 @@ class Placer:
         there = {name for name in self._ray.util.list_named_actors() if order.owns(name)}
         self._asked = {name: asked for name, asked in self._asked.items() if name in there}
         self._silent_s = {name: at_s for name, at_s in self._silent_s.items() if name in there}
-        answers = self._ask(there)
+        answers, self._groups = self._ask(there), self._groups_of(order)
         replicas = [self._serve(order, spec, answers, there) for spec in order.replicas]
         if order.leads:
             wanted = {spec.name for spec in order.replicas}
-            for name in (there | self._groups_of(order).keys()) - wanted:
+            for name in (there | self._groups.keys()) - wanted:
                 self._remove(name, order, answers)
         num_there = len(self._groups_of(order))
         return FleetReport(nodes=tuple(nodes), replicas=tuple(replicas), num_there=num_there)
@@ -348,7 +349,7 @@ class Placer:
         if self._has_other_room(spec.name, order) and self._may_act():
             self._ray.util.remove_placement_group(self._ray.util.get_placement_group(group_name))
             return "Ray looks for other room"
-        if spec.name not in self._groups_of(order):
+        if spec.name not in self._groups:
             self._ray.util.placement_group(
                 [order.room], strategy="STRICT_PACK", name=group_name, lifetime="detached"
             )
@@ -385,13 +386,12 @@ class Placer:
         }
 
     def _has_other_room(self, name: str, order: FleetOrder) -> bool:
-        group = self._groups_of(order).get(name)
+        group = self._groups.get(name)
         return group is not None and list(group["bundles"].values()) != [order.room]
 
     def _waits_for_room(self, name: str, order: FleetOrder) -> str:
         """What the replica waits for; nothing where it has its place."""
-        group = self._groups_of(order).get(name)
-        if group is None or group["state"] == "CREATED":
+        if self._groups.get(name, {}).get("state", "CREATED") == "CREATED":
             return ""
         wanted = " and ".join(f"{num:g} {kind}s" for kind, num in order.room.items())
         return f"waits for a node of Ray's with {wanted} free"
@@ -401,7 +401,7 @@ class Placer:
     ) -> None:
         """End a replica that is ours, and give its place back once its engine is gone; with an
         actor that says nothing for as long as an agent may take to end, without waiting for it."""
-        group, answer = self._groups_of(order).get(name), answers.get(name)
+        answer, state = answers.get(name), self._groups.get(name, {}).get("state", "")
         if not self._may_act():
             return
         is_hung = time.monotonic() - self._silent_s.get(name, math.inf) > END_LIMIT_S
@@ -411,11 +411,11 @@ class Placer:
                 is_empty = order.emptied is None or name in order.emptied
                 self._ray.get_actor(name).end.remote(0.0 if is_empty else DRAIN_S)
             return
-        has_no_place = group is not None and group["state"] != "CREATED"
-        if has_answered or (has_no_place and not isinstance(answer, dict)):
+        # An actor of ours has had its place.
+        if has_answered or (state == "RESCHEDULING" and not isinstance(answer, dict)):
             with suppress(ValueError):
                 self._ray.kill(self._ray.get_actor(name), no_restart=True)
-        if group is not None and (has_answered or answer is None or has_no_place or is_hung):
+        if state and (not isinstance(answer, str) or state != "CREATED" or is_hung):
             place = self._ray.util.get_placement_group(order.group_of(name))
             self._ray.util.remove_placement_group(place)
 

@@ -334,6 +334,12 @@ def read_memory(seen: Path) -> FleetMemory:
         return FleetMemory(None, FleetReport())
 
 
+def leave_to_leader(seen: Path) -> None:
+    """Note in the file of a fleet that another daemon leads by now and has the replicas."""
+    memory = msgspec.structs.replace(read_memory(seen), leads=False)
+    write_atomically(seen, msgspec.json.encode(memory), mode=0o600)
+
+
 async def end_fleet(seen: Path, log_path: Path, leads: Callable[[], bool]) -> str:
     """End all replicas of the fleet that a file tells of, while the caller `leads`; its name.
     Raises EngineError when Ray does not answer."""

@@ -24,7 +24,13 @@ from batchrun.engine.ray import (
     PlacedReplica,
     ReplicaSpec,
 )
-from batchrun.engine.replicas import FleetMemory, RayFleet, ReplicaEngine, read_memory
+from batchrun.engine.replicas import (
+    FleetMemory,
+    RayFleet,
+    ReplicaEngine,
+    leave_to_leader,
+    read_memory,
+)
 from batchrun.errors import ConfigError, EngineError, InputError
 from batchrun.home import Home
 from batchrun.server.api.standby import reached
@@ -145,7 +151,7 @@ async def test_replicas_that_nobody_would_end_any_more_are_not_forgotten(
     seen.write_bytes(msgspec.json.encode(memory))
     with pytest.raises(ConfigError, match="end them with `batchrun down`"):
         Fleets(deployment, home)
-    seen.write_bytes(msgspec.json.encode(msgspec.structs.replace(memory, leads=False)))
+    leave_to_leader(seen)
     Fleets(deployment, home)
 
 

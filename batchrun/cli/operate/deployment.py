@@ -32,7 +32,7 @@ from batchrun.control.starting import (
     start_in_background,
     stop_everything,
 )
-from batchrun.errors import BatchrunError, InputError
+from batchrun.errors import BatchrunError, ConfigError, InputError
 from batchrun.files import DAEMON, check_limits
 from batchrun.home import Home
 
@@ -81,6 +81,8 @@ def _run_here(reread: Callable[[], Deployment], home: Home, listen: str) -> None
     ready = f"online endpoint http://{listen}/v1"
     try:
         ended_by = serve(reread, home, on_ready=lambda: note(ready))
+    except ConfigError:
+        raise  # What ran before goes on.
     except BatchrunError:
         if sys.stdin.isatty():
             stop_everything(home)

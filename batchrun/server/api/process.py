@@ -101,7 +101,8 @@ def serve(reread: Callable[[], Deployment], home: Home, *, on_ready: Callable[[]
             keys.publish()
             is_heir = not _leads_at_once(lock)
             if is_heir:
-                if lone and jobs.read_leader(store).name != _name_of(home):
+                is_new = BEGAN_ANEW not in os.environ
+                if lone and is_new and jobs.read_leader(store).name != _name_of(home):
                     raise ConfigError(
                         f"engine {lone}: another daemon leads, and several on a database need one "
                         "secret of a fleet: `secret_file: PATH`, with the same content for each"
