@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import secrets
@@ -40,10 +41,16 @@ COMMAND_WAIT_S = 1_800.0
 ROW_GROUP_ROWS = 100_000
 
 
+MOST_WORKERS = 8
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % MOST_WORKERS
+NEXT_PORT = itertools.count(secrets.randbelow(20_000))
+
+
 def free_port() -> int:
-    """A port that nothing listens on now, and that no outgoing connection will be given."""
+    """A port that nothing listens on now, that no outgoing connection will be given, and that no
+    other call, here or in another of pytest's workers, was told lately."""
     while True:
-        port = 10_000 + secrets.randbelow(20_000)
+        port = 10_000 + (next(NEXT_PORT) * MOST_WORKERS + WORKER) % 20_000
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
 
