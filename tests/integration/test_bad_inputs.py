@@ -118,6 +118,7 @@ def test_a_template_that_renders_to_nothing_is_refused(cli: Cli) -> None:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_one_row_that_is_not_utf_8_fails_alone(rig: DeploymentRig) -> None:
     table = pa.table({"id": ["a", "b"], "text": latin_1(b"good", b"caf\xe9")})

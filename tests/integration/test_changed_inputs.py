@@ -92,6 +92,7 @@ def test_a_job_continues_only_one_that_is_there_with_its_input(rig: DeploymentRi
     assert len(rig.ask("status")["jobs"]) == 1
 
 
+@pytest.mark.nightly
 def test_an_agent_answers_no_row_with_what_it_made_of_another_input(rig: DeploymentRig) -> None:
     rig.use_agent("--latency-s=4")
     job = rig.submit_rows(*(f"old {i}" for i in range(8)))

@@ -45,6 +45,7 @@ def test_greedy_outputs_of_a_job_equal_those_of_single_calls(
     assert got == one_at_a_time(vllm_engine, texts)
 
 
+@pytest.mark.nightly
 @pytest.mark.engine
 @pytest.mark.slow
 def test_our_scheduler_changes_no_token(rig: DeploymentRig, vllm_engine: ManagedSettings) -> None:

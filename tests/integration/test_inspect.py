@@ -189,6 +189,7 @@ def rig(tmp_path: Path) -> Iterator[DeploymentRig]:
     made.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_answers_of_finished_rows_are_the_best_estimate(rig: DeploymentRig) -> None:
     rig.write_rows([f"question {i} " + "x" * CHUNK_BYTES for i in range(6)])

@@ -154,6 +154,7 @@ def test_any_gateway_answers_everything(pair: Pair) -> None:
         client.files.list()
 
 
+@pytest.mark.nightly
 def test_calls_at_any_gateway_are_counted_for_the_leader(pair: Pair) -> None:
     pair.start()
     assert pair.first.store_url is not None

@@ -100,6 +100,7 @@ def test_of_two_ups_at_once_one_is_refused_and_the_deployment_runs(rig: Deployme
     assert rig.call("down").stdout == "nothing was running\n"
 
 
+@pytest.mark.nightly
 def test_an_up_whose_daemon_is_slower_than_anothers_is_refused_and_leaves_nothing(
     rig: DeploymentRig,
 ) -> None:

@@ -187,6 +187,7 @@ async def test_a_stream_names_the_row_that_failed_after_those_before_it(rig: Dep
     assert len(answered) == 41
 
 
+@pytest.mark.nightly
 def test_another_model_of_the_deployment_answers_anew(tmp_path: Path) -> None:
     with closing(DeploymentRig(tmp_path)) as other:
         frame = pl.DataFrame({"text": TEXTS})

@@ -125,6 +125,7 @@ def scrape(rig: DeploymentRig) -> dict[str, float]:
     return {name: float(value) for name, value in samples}
 
 
+@pytest.mark.nightly
 def test_rows_sit_out_while_offline_work_is_off_and_then_go_on(rig: DeploymentRig) -> None:
     daemon = DaemonClient(Home(rig.home))
     job_id = rig.ask("submit", "job.yaml")["id"]
@@ -148,6 +149,7 @@ def test_rows_sit_out_while_offline_work_is_off_and_then_go_on(rig: DeploymentRi
     assert end["is_offline_on"]
 
 
+@pytest.mark.nightly
 def test_what_the_engine_counts_is_shown(rig: DeploymentRig) -> None:
     job_id = submit_lasting(rig)
     call_online(rig)
@@ -264,6 +266,7 @@ def test_policy_and_budget_change_at_run_time(rig: DeploymentRig) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_online_calls_are_recorded_with_their_lengths_and_rows_are_not(
     rig: DeploymentRig,
 ) -> None:
