@@ -27,8 +27,10 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 0.5
 ROLLING = "its restart"
-AGENT_BACK_S, PLACED_S = 60.0, 300.0
-"""An agent that begins anew, or that Ray places anew, answers within so long."""
+AGENT_BACK_S = 60.0
+"""An agent that begins anew is silent for no longer."""
+PLACED_S = 300.0
+"""Ray has placed a replica anew, and its agent answers, within so long."""
 
 
 @dataclass(slots=True)
@@ -116,20 +118,19 @@ class Rolling:
             num_left = await empty(slot, drain_s)
             self._tell(slot, f"restarts{', calls it has are broken off' if num_left else ''}")
             if isinstance(slot.engine, AgentEngine):
-                before, wait_s = _start_of(slot.engine), AGENT_BACK_S
+                before = _start_of(slot.engine)
                 if isinstance(settings, ReplicaSpec):
-                    wait_s = PLACED_S
                     await self._place_anew(name, settings)
                 else:
                     await slot.engine.client.begin_anew()
-                await _until_back(slot.engine, before, wait_s)
+                await _until_back(slot.engine, before)
             elif isinstance(slot.engine, ManagedEngine) and isinstance(settings, ManagedSettings):
                 await _restart_here(slot.engine, settings)
         finally:
             end_draining(slot, ROLLING)
             self.daemon.dispatcher.wake()
         slot.came_back()
-        self._tell(slot, "is not wanted any more" if slot.is_off else "is ready")
+        self._tell(slot, "is ready" if _is_wanted(slot.engine) else "is not wanted any more")
         await asyncio.sleep(GATEWAYS_LEARN_S)
 
     async def _place_anew(self, name: str, spec: ReplicaSpec) -> None:
@@ -170,21 +171,25 @@ def _has_agent(slot: Slot) -> bool:
     return not isinstance(slot.engine, ReplicaEngine) or slot.engine.client.state is not None
 
 
-async def _until_back(engine: AgentEngine, before: str | None, wait_s: float) -> None:
-    """Until the engine is ready in the next start of its agent, which must begin within `wait_s`
-    and be silent for no longer, or is not wanted any more."""
-    heard_s, begun = time.monotonic(), None
-    while engine.state is not EnginePhase.STOPPED:
+def _is_wanted(engine: object) -> bool:
+    """False for a replica that was given up meanwhile."""
+    return not isinstance(engine, ReplicaEngine) or engine.is_wanted
+
+
+async def _until_back(engine: AgentEngine, before: str | None) -> None:
+    """Until the engine is ready in the next start of its agent, or is not wanted any more. Raises
+    EngineError when that start fails, or the agent is silent for `AGENT_BACK_S`."""
+    answered_s, begun = time.monotonic(), None
+    while _is_wanted(engine):
         known, now_s = engine.client.state, time.monotonic()
+        is_lost = now_s - answered_s > AGENT_BACK_S
+        if known is not None:
+            answered_s = now_s
         if known is not None and known.start_id != before:
-            heard_s, begun = now_s, begun or known.start_id
             if known.phase is EnginePhase.READY:
                 return
-            if known.phase is EnginePhase.FAILED or known.start_id != begun:
-                break
-        if now_s - heard_s > wait_s:
-            break
+            begun = begun or known.start_id
+            is_lost = known.phase is EnginePhase.FAILED or known.start_id != begun
+        if is_lost:
+            raise EngineError(f"engine {engine.name} does not come back: {engine.stage}")
         await asyncio.sleep(LOOK_S)
-    else:
-        return
-    raise EngineError(f"engine {engine.name} does not come back: {engine.stage}")
